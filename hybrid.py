@@ -1,0 +1,708 @@
+"""Train a small GPT over data x pipeline x tensor parallelism.
+
+The processes form a grid; along each axis the work is cut in another way, and each process talks only to the
+processes that share its row:
+
+    pp  pipeline   which layers        neighbours pass activations on; one send per microbatch
+    dp  data       which sequences     gradients are summed, once per step
+    cp  context    which positions     (an axis of the grid; its degree is 1 here)
+    tp  tensor     which rows and columns of every matrix; four all-reduces per layer and microbatch
+
+    rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
+
+tp is innermost since it talks most: its ranks should share a node. Every layout computes the same thing as
+one process does: the loss is the sum of the token losses over the *global* number of tokens, so gradients are
+summed and never averaged; initial weights depend on the parameter's name and the seed, batches on the seed
+and the step, and on nothing else.
+
+The model is GPT-2's architecture (Radford et al., 2019), under GPT-2's parameter names. Shoeybi et al.,
+"Megatron-LM", 2019, and Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM", 2021.
+
+    python hybrid.py                                                      one process
+    torchrun --nproc-per-node 4 hybrid.py                                 four replicas (dp = 4)
+    torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4  dp = 2
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import resource
+import sys
+import sysconfig
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from collectives import (
+    ReduceOp,
+    all_gather_single,
+    all_reduce,
+    barrier,
+    batch_scheduling,
+    broadcast,
+    copy_to_group,
+    exchange,
+    rank_and_size,
+)
+from ddp import DistributedDataParallel
+from pipeline import Pipeline, forward_only, gpipe, one_f_one_b
+from tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    ShardedRandomState,
+    VocabParallelEmbedding,
+    gather_shards,
+    is_sharded,
+    take_shard,
+    vocab_parallel_cross_entropy,
+)
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
+IGNORED = -100  # a target that does not count
+
+# ---- mesh -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This process's groups. Its rank along an axis is its rank inside that axis's group.
+
+    grad_group joins the ranks whose gradients are summed, dp x cp; embedding_group the first and the last
+    stage, which both hold the token embedding (None on the stages between).
+    """
+
+    pp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup
+    grad_group: dist.ProcessGroup
+    embedding_group: dist.ProcessGroup | None = None
+
+
+def make_mesh(pp=1, dp=1, cp=1, tp=1):
+    """Arrange all ranks of the default group as a grid (pp, dp, cp, tp); each axis's slices become groups.
+
+    Collective: every rank calls it. Raises ValueError if the degrees do not multiply to the world size.
+    """
+    rank, world_size = rank_and_size()
+    if pp * dp * cp * tp != world_size:
+        raise ValueError(f"pp={pp} x dp={dp} x cp={cp} x tp={tp} is not world_size={world_size}")
+    grid = torch.arange(world_size).view(pp, dp, cp, tp)
+    ends = grid[[0, -1]] if pp > 1 else grid
+    slices = {
+        "pp_group": grid.permute(1, 2, 3, 0).reshape(-1, pp),
+        "dp_group": grid.permute(0, 2, 3, 1).reshape(-1, dp),
+        "cp_group": grid.permute(0, 1, 3, 2).reshape(-1, cp),
+        "tp_group": grid.reshape(-1, tp),
+        "grad_group": grid.permute(0, 3, 1, 2).reshape(-1, dp * cp),
+        "embedding_group": ends.permute(1, 2, 3, 0).reshape(-1, len(ends)),
+    }
+    groups, mine = {}, {}  # one group per set of ranks, made by all ranks in the same order
+    with batch_scheduling():
+        for name, rows in slices.items():
+            for ranks in map(tuple, rows.tolist()):
+                groups[ranks] = groups.get(ranks) or dist.new_group(ranks)
+                if rank in ranks:
+                    mine[name] = groups[ranks]
+    for group in dict.fromkeys(mine.values()):
+        barrier(group)  # NCCL wants all ranks of a group in its first batch
+    return Mesh(**mine)
+
+
+# ---- model ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes of a GPT: sequences of T = seq_len tokens, width D = hidden, V = vocab_size."""
+
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    seq_len: int = 128
+    vocab_size: int = 256
+    dropout: float = 0.0
+
+
+class SelfAttention(nn.Module):
+    """Causal attention, split by heads: q, k, v are column-parallel, the projection back is row-parallel."""
+
+    def __init__(self, config, random, tp_group):
+        super().__init__()
+        D = config.hidden
+        self.heads, self.dropout, self.random = config.heads // dist.get_world_size(tp_group), config.dropout, random
+        self.c_attn = ColumnParallelLinear(D, 3 * D, blocks=3, group=tp_group)
+        self.c_proj = RowParallelLinear(D, D, group=tp_group)
+
+    def forward(self, x):  # (B, T, D)
+        B, T, _ = x.shape
+        dropout = self.dropout if self.training else 0.0
+        q, k, v = self.c_attn(x).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # (B, H/tp, T, K)
+        with self.random if dropout else nullcontext():
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        y = self.c_proj(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, D/tp) -> (B, T, D)
+        return F.dropout(y, dropout)
+
+
+class MLP(nn.Module):
+    """(B, T, D) -> 4D, column-parallel, GELU -> D, row-parallel."""
+
+    def __init__(self, config, tp_group):
+        super().__init__()
+        D = config.hidden
+        self.dropout = config.dropout
+        self.c_fc = ColumnParallelLinear(D, 4 * D, group=tp_group)
+        self.c_proj = RowParallelLinear(4 * D, D, group=tp_group)
+
+    def forward(self, x):
+        x = self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        return F.dropout(x, self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """Pre-LayerNorm transformer layer."""
+
+    def __init__(self, config, random, tp_group):
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(config.hidden), SelfAttention(config, random, tp_group)
+        self.ln_2, self.mlp = nn.LayerNorm(config.hidden), MLP(config, tp_group)
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """The layers of one pipeline stage; parameters have GPT-2's names, layers their number in the whole.
+
+    The first stage takes tokens (B, T), the others activations (B, T, D); the last one returns the logits of
+    its part of the vocabulary (B, T, V/tp), the others activations. With one stage the head is the token
+    embedding; with more the last stage has a copy, kept equal by sum_tied_gradients().
+    """
+
+    def __init__(self, config, tp_group=None, stage=0, num_stages=1, random=nullcontext(), autocast=None):
+        super().__init__()
+        self.first, self.last, self.autocast = stage == 0, stage == num_stages - 1, autocast
+        self.dropout, self.tp_group = config.dropout, tp_group
+        per_stage = config.layers // num_stages
+        layers = range(stage * per_stage, (stage + 1) * per_stage)
+        self.transformer = nn.ModuleDict()
+        if self.first:
+            self.transformer["wte"] = VocabParallelEmbedding(config.vocab_size, config.hidden, tp_group)
+            self.transformer["wpe"] = nn.Embedding(config.seq_len, config.hidden)
+        self.transformer["h"] = nn.ModuleDict({str(i): Block(config, random, tp_group) for i in layers})
+        if self.last:
+            self.transformer["ln_f"] = nn.LayerNorm(config.hidden)
+            head = self.transformer["wte"] if self.first else None
+            self.lm_head = head or VocabParallelEmbedding(config.vocab_size, config.hidden, tp_group)
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
+            if self.first:
+                positions = torch.arange(x.shape[1], device=x.device)
+                x = self.transformer["wte"](x) + self.transformer["wpe"](positions)  # (B, T) -> (B, T, D)
+                x = F.dropout(x, self.dropout, self.training)
+            for block in self.transformer["h"].values():
+                x = block(x)
+            if self.last:
+                x = copy_to_group(self.transformer["ln_f"](x), self.tp_group)
+                x = F.linear(x, self.lm_head.weight)  # (B, T, V/tp)
+            return x
+
+    def token_losses(self, logits, targets):
+        """Loss of each token (B*T,), from split logits; zero where the target is IGNORED."""
+        start = self.lm_head.start
+        return vocab_parallel_cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), start, IGNORED, self.tp_group
+        )
+
+
+def parameter_shapes(config):
+    """{name: shape} of the whole model, unsplit; the tied head is transformer.wte.weight."""
+    D, shapes = config.hidden, {}
+    shapes["transformer.wte.weight"] = (config.vocab_size, D)
+    shapes["transformer.wpe.weight"] = (config.seq_len, D)
+    block = {"ln_1": (D,), "attn.c_attn": (3 * D, D), "attn.c_proj": (D, D)}
+    block |= {"ln_2": (D,), "mlp.c_fc": (4 * D, D), "mlp.c_proj": (D, 4 * D)}
+    for layer in range(config.layers):
+        for name, shape in block.items():
+            shapes[f"transformer.h.{layer}.{name}.weight"] = shape
+            shapes[f"transformer.h.{layer}.{name}.bias"] = shape[:1]
+    return shapes | {"transformer.ln_f.weight": (D,), "transformer.ln_f.bias": (D,)}
+
+
+def _logical_name(name):
+    return "transformer.wte.weight" if name == "lm_head.weight" else name
+
+
+def initial_value(name, config, seed):
+    """The whole parameter `name` as GPT-2 initialises it, from its name and the seed alone."""
+    shape = parameter_shapes(config)[name]
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if "ln_" in name:
+        return torch.ones(shape)
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    into_residual = "c_proj" in name  # 2 of them per layer add to the residual stream
+    std = 0.02 / math.sqrt(2 * config.layers) if into_residual else 0.02
+    return torch.empty(shape).normal_(0, std, generator=generator)
+
+
+@torch.no_grad()
+def initialize(model, config, seed):
+    """Fill this rank's part of every parameter."""
+    for name, parameter in model.named_parameters():
+        full = initial_value(_logical_name(name), config, seed)
+        parameter.copy_(take_shard(full, parameter, model.tp_group))
+
+
+def gather_state(model, config, mesh, value=lambda parameter: parameter):
+    """{GPT-2's name: full tensor} on global rank 0, None elsewhere. Collective.
+
+    value picks what is gathered of a parameter: itself, or `lambda p: p.grad`.
+    """
+    if dist.get_rank(mesh.grad_group) > 0:
+        return None  # replicas
+    stage, num_stages = rank_and_size(mesh.pp_group)
+    tp_rank = dist.get_rank(mesh.tp_group)
+    parameters, state = dict(model.named_parameters()), {}
+    for name, shape in parameter_shapes(config).items():
+        owner = _stage_of(name, config, num_stages)
+        if stage == owner:
+            parameter = parameters[name]
+            full = gather_shards(value(parameter), parameter, shape, mesh.tp_group)
+            if tp_rank == 0 and owner > 0:
+                exchange([(full, 0)], [], mesh.pp_group)
+        if stage == 0 and tp_rank == 0:
+            if owner > 0:
+                full = torch.empty(shape, dtype=value(next(model.parameters())).dtype, device=_device_of(model))
+                exchange([], [(full, owner)], mesh.pp_group)
+            state[name] = full
+    if stage > 0 or tp_rank > 0:
+        return None
+    return state | {"lm_head.weight": state["transformer.wte.weight"]}
+
+
+def _stage_of(name, config, num_stages):
+    if "wte" in name or "wpe" in name:
+        return 0
+    if "ln_f" in name:
+        return num_stages - 1
+    return int(name.split(".")[2]) // (config.layers // num_stages)
+
+
+def _device_of(model):
+    return next(model.parameters()).device
+
+
+# ---- data -----------------------------------------------------------------------------------------------
+
+
+class Data:
+    """Tokens of a training and a validation part, and the batches cut from them."""
+
+    def __init__(self, train, validation, is_text):
+        self.train, self.validation, self.is_text = train, validation, is_text
+
+    def batch(self, step, batch_size, seq_len, seed, rows=slice(None)):
+        """Inputs and targets (rows, T) of `step`: the global batch depends on seed and step only.
+
+        Each sequence starts anywhere in the training part; targets are the inputs' next tokens.
+        """
+        random = np.random.default_rng([seed, step])
+        starts = random.integers(0, len(self.train) - seq_len, batch_size)[rows]
+        window = np.stack([self.train[s : s + seq_len + 1] for s in starts]).astype(np.int64)
+        window = torch.from_numpy(window)
+        return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+    def validation_batch(self, index, batch_size, seq_len):
+        """The index-th batch of the validation part, read in order; IGNORED where it has ended."""
+        inputs = torch.zeros(batch_size * seq_len, dtype=torch.int64)
+        targets = torch.full_like(inputs, IGNORED)
+        start = index * len(inputs)
+        window = torch.from_numpy(self.validation[start : start + len(inputs) + 1].astype(np.int64))
+        count = max(len(window) - 1, 0)
+        inputs[:count], targets[:count] = window[:-1], window[1:]
+        return inputs.view(batch_size, seq_len), targets.view(batch_size, seq_len)
+
+
+def load_data(path, seq_len, vocab_size):
+    """Read --data: None is the standard library's sources; a folder, a text file, or a .bin of uint16 tokens.
+
+    Text is its UTF-8 bytes. A folder is split by file, every tenth being for validation; of a single file
+    validation is the last tenth. Raises ValueError for a path that is missing, empty or too short and for a
+    token outside the vocabulary.
+    """
+    folder_given, path = path is not None, Path(path or sysconfig.get_path("stdlib"))
+    is_text = path.suffix != ".bin"
+    if path.is_dir():
+        pattern = "*" if folder_given else "*.py"
+        files = [file for file in sorted(path.rglob(pattern)) if _is_wanted(file, path)]
+        texts = [text for text in (file.read_bytes() for file in files) if b"\0" not in text]
+        joined = (b"\n".join(t for i, t in enumerate(texts) if i % 10), b"\n".join(texts[::10]))
+        parts = [np.frombuffer(part, np.uint8) for part in joined]
+    elif path.is_file():
+        size = path.stat().st_size // (1 if is_text else 2)
+        tokens = np.memmap(path, np.uint8 if is_text else np.uint16, "r", shape=size) if size else b""
+        parts = [tokens[: size - size // 10], tokens[size - size // 10 :]]
+    else:
+        raise ValueError(f"--data {path}: no such file or folder")
+    for part, tokens in zip(("training", "validation"), parts):
+        if len(tokens) <= seq_len:
+            raise ValueError(
+                f"--data {path}: its {part} part has {len(tokens)} tokens, too few for --seq-len {seq_len}"
+            )
+        if (largest := int(tokens.max())) >= vocab_size:
+            raise ValueError(f"--data {path}: token {largest} is outside --vocab-size {vocab_size}")
+    return Data(*parts, is_text)
+
+
+def _is_wanted(file, folder):
+    skipped = {"site-packages", "dist-packages", "test", "tests"}
+    names = file.relative_to(folder).parts
+    return file.is_file() and not skipped & set(names) and not any(n.startswith(".") for n in names)
+
+
+# ---- training -------------------------------------------------------------------------------------------
+
+
+def learning_rate(step, steps, warmup, peak):
+    """Linear warm-up over `warmup` steps, then a cosine down to a tenth of the peak. step counts from 0."""
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+class Trainer:
+    """One rank's part of the training: model, gradient reduction, pipeline, optimizer."""
+
+    def __init__(self, args, mesh, device):
+        self.args, self.mesh, self.device = args, mesh, device
+        self.config = GPTConfig(
+            args.layers, args.hidden, args.heads, args.seq_len, args.vocab_size, args.dropout
+        )
+        self.stage, self.num_stages = rank_and_size(mesh.pp_group)
+        # Dropout masks: alike over tp where activations are, different over dp, cp and pp.
+        mask_seed = args.seed * 2**20 + dist.get_rank(mesh.grad_group) * self.num_stages + self.stage
+        random = ShardedRandomState(mask_seed + 2**40, device, mesh.tp_group)
+        autocast = torch.bfloat16 if args.dtype == "bf16" else None
+        self.model = GPT(self.config, mesh.tp_group, self.stage, self.num_stages, random, autocast)
+        self.model.to(device)
+        initialize(self.model, self.config, args.seed)
+        torch.manual_seed(mask_seed)  # not earlier: building shards of unequal sizes draws unequally
+        # The loss has its global divisor already, so gradients are summed: divide by 1.
+        ddp = DistributedDataParallel(self.model, mesh.grad_group, gradient_divide_factor=1)
+        schedule = SCHEDULES[args.schedule](self.num_stages, args.microbatches)
+        self.pipeline = Pipeline(ddp, schedule, self._loss, mesh.pp_group, ddp.no_sync)
+        schedule = forward_only(self.num_stages, args.microbatches)
+        self.evaluation = Pipeline(self.model, schedule, self._loss, mesh.pp_group)
+        decayed = [p for p in self.model.parameters() if p.ndim == 2]
+        others = [p for p in self.model.parameters() if p.ndim < 2]
+        groups = [
+            {"params": decayed, "weight_decay": args.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+        self.steps_done = 0
+
+    def local_rows(self):
+        """This rank's rows of the global batch."""
+        rank, world_size = rank_and_size(self.mesh.dp_group)
+        rows = self.args.batch_size // world_size
+        return slice(rank * rows, (rank + 1) * rows)
+
+    def step(self, inputs, targets):
+        """One optimizer step on this rank's rows of the batch, (B/dp, T) each.
+
+        Returns the global loss, the gradient norm before clipping and the learning rate.
+        """
+        args = self.args
+        rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
+        self.model.train()
+        self.model.zero_grad(set_to_none=False)  # gradients are views into the reduction's buckets
+        loss = self._run(self.pipeline, inputs, targets)
+        self.sum_tied_gradients()
+        norm = self.clip_gradients()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.steps_done += 1
+        return {"loss": loss, "grad_norm": norm, "lr": rate}
+
+    @torch.no_grad()
+    def evaluate(self, data, batches=8):
+        """Mean loss per token over the first `batches` batches of the validation part."""
+        self.model.eval()
+        total = count = 0
+        for index in range(batches):
+            inputs, targets = data.validation_batch(index, self.args.batch_size, self.args.seq_len)
+            counted = int((targets != IGNORED).sum())
+            rows = self.local_rows()
+            total += self._run(self.evaluation, inputs[rows], targets[rows]) * counted
+            count += counted
+        return total / count
+
+    def _run(self, pipeline, inputs, targets):
+        """Drive one pipeline step; returns the global loss on every rank."""
+        inputs, targets = inputs.to(self.device), targets.to(self.device)
+        # The divisor of the loss: counted tokens of all replicas and microbatches, known before backward.
+        tokens = (targets != IGNORED).sum()
+        all_reduce(tokens, group=self.mesh.grad_group)
+        self.tokens = tokens.clamp(min=1)
+        loss = pipeline.step(inputs, targets)
+        loss = torch.zeros((), device=self.device) if loss is None else loss
+        all_reduce(loss, group=self.mesh.grad_group)
+        all_reduce(loss, group=self.mesh.pp_group)  # only the last stage has one
+        return loss.item()
+
+    def _loss(self, logits, targets):
+        return self.model.token_losses(logits, targets).sum() / self.tokens
+
+    def sum_tied_gradients(self):
+        """The embedding of the first stage and the head of the last are one parameter: sum its gradients."""
+        if self.num_stages > 1 and (self.model.first or self.model.last):
+            tied = self.model.transformer["wte"] if self.model.first else self.model.lm_head
+            all_reduce(tied.weight.grad, group=self.mesh.embedding_group)
+
+    def clip_gradients(self):
+        """Scale gradients so that the norm of all of them, each logical parameter once, is at most grad_clip.
+
+        Returns the norm before.
+        """
+        tp_rank = dist.get_rank(self.mesh.tp_group)
+        counted = [
+            parameter.grad
+            for name, parameter in self.model.named_parameters()
+            if (is_sharded(parameter) or tp_rank == 0)  # replicas over tp count once
+            and (name != "lm_head.weight" or self.model.first)  # the tied copy does not
+        ]
+        square = torch.zeros((), device=self.device)
+        if counted:
+            square = torch.stack(torch._foreach_norm(counted)).square().sum()
+        for group in (self.mesh.tp_group, self.mesh.pp_group):
+            all_reduce(square, group=group)
+        norm = square.sqrt()
+        if self.args.grad_clip > 0:
+            coefficient = (self.args.grad_clip / (norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([p.grad for p in self.model.parameters()], coefficient)
+        return norm.item()
+
+
+@torch.no_grad()
+def sample(trainer, prompt, length, seed=0):
+    """Continue the token ids `prompt` by `length` tokens drawn from the model; the same on every rank.
+
+    The largest of logit + Gumbel noise is a draw from the softmax (Gumbel-max), so each rank of tp proposes
+    its best token and no logits are gathered. Collective over pp and tp; replicas need not take part.
+    """
+    model, mesh, device, T = trainer.model, trainer.mesh, trainer.device, trainer.config.seq_len
+    model.eval()
+    _, tp = rank_and_size(mesh.tp_group)
+    pipeline = Pipeline(model, forward_only(trainer.num_stages, 1), lambda logits, _: logits, mesh.pp_group)
+    last_stage = dist.get_global_rank(mesh.pp_group, trainer.num_stages - 1)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    for _ in range(length):
+        window = tokens[-T:]
+        inputs = torch.tensor([window + [0] * (T - len(window))], device=device)  # causal: the rest is unseen
+        logits = pipeline.step(inputs, inputs)
+        choice = torch.zeros(2, dtype=torch.float64, device=device)  # value, token
+        noise = -torch.empty(trainer.config.vocab_size).exponential_(generator=generator).log().to(device)
+        if logits is not None:
+            logits = logits[0, len(window) - 1].double()
+            start = model.lm_head.start
+            value, index = (logits + noise[start : start + len(logits)]).max(0)
+            choice[0], choice[1] = value, index + start
+            choices = choice.new_empty(tp, 2)
+            all_gather_single(choices, choice, mesh.tp_group)
+            choice = choices[choices[:, 0].argmax()].clone()
+        broadcast(choice, last_stage, mesh.pp_group)
+        tokens.append(int(choice[1]))
+    return tokens[len(prompt) :]
+
+
+# ---- command line -----------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise ValueError(message)
+
+
+def _parser():
+    parser = _Parser(prog="hybrid.py", allow_abbrev=False, description="Train a small GPT on many processes.")
+    add = parser.add_argument
+    add("--dp", type=int, help="replicas (default: what tp and pp leave of the processes)")
+    add("--tp", type=int, default=1, help="ranks that split every matrix")
+    add("--pp", type=int, default=1, help="pipeline stages")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="order of the microbatches in the pipeline")
+    add("--microbatches", type=int, help="microbatches per replica and step (default: pp)")
+    add("--layers", type=int, default=4)
+    add("--hidden", type=int, default=128)
+    add("--heads", type=int, default=4)
+    add("--seq-len", type=int, default=128)
+    add("--vocab-size", type=int, default=256)
+    add("--dropout", type=float, default=0.0)
+    add("--batch-size", type=int, default=32, help="sequences per step, over all replicas")
+    add("--steps", type=int, default=500)
+    add("--lr", type=float, default=2e-3, help="peak learning rate")
+    add("--warmup", type=int, default=20, help="steps of linear warm-up")
+    add("--weight-decay", type=float, default=0.1)
+    add("--grad-clip", type=float, default=1.0, help="largest norm of the gradient; 0 does not clip")
+    add("--seed", type=int, default=0)
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: matrix products; weights stay fp32")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--data", help="text file, folder of text, or .bin of uint16 tokens (default: Python's own sources)")
+    add("--log", help="write one JSON object per step to this file")
+    return parser
+
+
+def parse_args(argv, world_size):
+    """The command line, checked and completed. Raises ValueError, one line naming flags and values."""
+    args = _parser().parse_args(argv)
+    if args.microbatches is None:
+        args.microbatches = args.pp
+    sizes = "tp pp microbatches layers hidden heads seq_len vocab_size batch_size steps".split()
+    for name in sizes if args.dp is None else ["dp", *sizes]:
+        _require(getattr(args, name) >= 1, args, name, "must be at least 1")
+    for name in ("warmup", "seed"):
+        _require(getattr(args, name) >= 0, args, name, "must not be negative")
+    for name in ("lr", "weight_decay", "grad_clip"):
+        value = getattr(args, name)
+        _require(math.isfinite(value) and value >= 0, args, name, "must be finite and not negative")
+    _require(0 <= args.dropout < 1, args, "dropout", "must be at least 0 and less than 1")
+    if args.dp is None:
+        args.dp = max(1, world_size // (args.pp * args.tp))
+    if args.pp * args.dp * args.tp != world_size:
+        product = f"--pp {args.pp} x --dp {args.dp} x --tp {args.tp}"
+        raise ValueError(f"{product} is not the number of processes, {world_size}")
+    _require_divisible(args, "hidden", "heads")
+    _require_divisible(args, "hidden", "tp")
+    _require_divisible(args, "heads", "tp")
+    _require(args.vocab_size >= args.tp, args, "vocab_size", f"is less than --tp {args.tp}")
+    _require_divisible(args, "layers", "pp")
+    if args.batch_size % (args.dp * args.microbatches):
+        divisor = f"--dp {args.dp} x --microbatches {args.microbatches}"
+        raise ValueError(f"--batch-size {args.batch_size} is not divisible by {divisor}")
+    return args
+
+
+def _flag(args, name):
+    return f"--{name.replace('_', '-')} {getattr(args, name)}"
+
+
+def _require(condition, args, name, what):
+    if not condition:
+        raise ValueError(f"{_flag(args, name)} {what}")
+
+
+def _require_divisible(args, name, divisor):
+    if getattr(args, name) % getattr(args, divisor):
+        raise ValueError(f"{_flag(args, name)} is not divisible by {_flag(args, divisor)}")
+
+
+def choose_device(name, local_rank, local_world_size):
+    """The device of this process. Raises ValueError if there are not enough GPUs for --device cuda."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cuda" and gpus < local_world_size:
+        raise ValueError(f"--device cuda: {local_world_size} processes on this machine, but {gpus} GPUs")
+    if name == "cpu" or gpus < local_world_size:
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _refuse(error, rank):
+    """One line on rank 0, exit status 2 everywhere.
+
+    The launcher kills all ranks once one has gone; the others leave rank 0 the time to speak, and speak
+    themselves if it does not: the fault may be of their machine alone.
+    """
+    if rank > 0:
+        time.sleep(3)
+    print(f"hybrid.py: error: {error}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def peak_memory_mb(device):
+    """Most memory this process ever held: on the GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def train(args, mesh, device, data, log=None):
+    """The loop: batches, steps, one line per step on rank 0; then validation and a sample."""
+    rank, trainer = dist.get_rank(), Trainer(args, mesh, device)
+    for step in range(args.steps):
+        began = time.perf_counter()
+        inputs, targets = data.batch(step, args.batch_size, args.seq_len, args.seed, trainer.local_rows())
+        metrics = {"step": step + 1, **trainer.step(inputs, targets)}
+        metrics["tokens_per_s"] = args.batch_size * args.seq_len / (time.perf_counter() - began)
+        metrics["memory_mb"] = peak_memory_mb(device)
+        if rank == 0:
+            print(
+                "step {step:5d}  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  "
+                "{tokens_per_s:,.0f} tokens/s  {memory_mb:,.0f} MB".format(**metrics),
+                flush=True,
+            )
+            if log:
+                print(json.dumps(metrics), file=log, flush=True)
+    loss = trainer.evaluate(data)
+    if rank == 0:
+        print(f"validation loss {loss:.4f}")
+    if dist.get_rank(mesh.grad_group) == 0:
+        prompt = data.validation[: args.seq_len // 4].tolist()
+        tokens = sample(trainer, prompt, 2 * args.seq_len, args.seed)
+        if rank == 0:
+            decode = lambda ids: bytes(ids).decode(errors="replace") if data.is_text else str(ids)
+            print(f"---- prompt\n{decode(prompt)}\n---- continuation\n{decode(tokens)}", flush=True)
+
+
+def main(argv=None):
+    """Run one rank; torchrun tells it which. Alone, it is a world of one."""
+    rank, world_size, local_rank = (int(os.environ.get(n, d)) for n, d in _LAUNCHER)
+    log = None
+    try:
+        args = parse_args(argv, world_size)
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        device = choose_device(args.device, local_rank, local_world_size)
+        data = load_data(args.data, args.seq_len, args.vocab_size)
+        if args.log and rank == 0:
+            log = open(args.log, "w")
+    except (ValueError, OSError) as error:
+        _refuse(error, rank)
+    store = None if "RANK" in os.environ else dist.HashStore()
+    with batch_scheduling():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=10),
+        )
+    train(args, make_mesh(args.pp, args.dp, 1, args.tp), device, data, log)
+    barrier()  # nobody closes its connections while another still uses them
+    dist.destroy_process_group()
+
+
+_LAUNCHER = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads now and then abort an interpreter that takes itself apart

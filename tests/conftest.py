@@ -1,0 +1,18 @@
+"""Plain imports from the project root and from here, in this process and in the ranks it starts."""
+
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # multiprocessing hands sys.path to each rank
+
+import pytest
+
+import ranks as rank_pool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks():
+    """`run` of ranks.py; the pool's processes end with the session."""
+    yield rank_pool.run
+    rank_pool.pool.close()

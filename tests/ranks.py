@@ -1,0 +1,268 @@
+"""Run functions on ranks: live worker processes that meet in a fresh gloo process group each time.
+
+    run(4, function, *args)     ranks of a pool kept alive between calls: for tests that pass
+    spawn(4, function, *args)   ranks used once and thrown away: for tests of failure
+
+    parent  -- task -->  each rank: FileStore, init_process_group, function(*args), destroy
+            <-- result or traceback, or end of file where the rank died --
+
+`function` is pickled by name, so it lives at the top level of a module; arguments and results are
+pickled by value. A rank that fails leaves at once: its peers are told by their closed connections.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait
+from pathlib import Path
+
+# Before torch is imported, here and in every process started from here.
+os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+PROJECT = Path(__file__).resolve().parent.parent
+GRACE = 1.0  # seconds the other ranks have to report once one has failed
+LATE = 0.1  # a death is noticed later than it happened, perhaps after the errors that it caused
+
+
+class RanksFailed(AssertionError):
+    """Some rank raised, died, or did not answer in time."""
+
+
+@dataclass
+class Outcome:
+    """What one rank did: `error_text` is None where it returned `result`."""
+    result: object
+    error_text: str | None
+    exitcode: int | None  # 0 returned, 1 raised, else how it died; None: did not answer
+    seconds: float  # from the start of the run to the answer
+
+
+# ---- in a rank -----------------------------------------------------------------------------------
+
+@contextmanager
+def batch_scheduling():
+    """Threads started inside inherit SCHED_BATCH, which keeps gloo's event loops from spinning."""
+    if not hasattr(os, "SCHED_BATCH"):
+        yield
+        return
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def run_in_group(rank, world_size, store_path, group_timeout, call):
+    """Result of the pickled `call`, pickled, made inside a fresh default process group."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    with batch_scheduling():
+        dist.init_process_group("gloo", store=dist.FileStore(store_path, world_size), rank=rank,
+                                world_size=world_size, timeout=timedelta(seconds=group_timeout))
+    dist.barrier()  # a rank that left while others still connect to it would fail or block them
+    function, args, kwargs = pickle.loads(call)
+    # Not Connection.send: its pickler would share a tensor's memory instead of copying it.
+    result = pickle.dumps(function(*args, **kwargs))
+    dist.destroy_process_group()
+    return result
+
+
+def serve(pipe, stack_pipe):
+    """Life of a worker process: run tasks until one fails or the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    faulthandler.register(signal.SIGUSR1, file=stack_pipe.fileno(), all_threads=True)
+    exitcode = 0
+    while exitcode == 0:
+        try:
+            task = pickle.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            break
+        result = error_text = None
+        try:
+            result = run_in_group(*task)
+        except BaseException:
+            exitcode, error_text = 1, traceback.format_exc()
+        answer = pickle.dumps((result, error_text, exitcode, time.monotonic()))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pipe.send_bytes(answer)
+    os._exit(exitcode)  # at interpreter exit gloo may abort, after all is done
+
+
+# ---- in the parent -------------------------------------------------------------------------------
+
+class Worker:
+    """One worker process, the pipe of its tasks and answers, and the pipe of its Python stack."""
+
+    def __init__(self, context):
+        self.pipe, pipe = context.Pipe()
+        self.stack_pipe, stack_pipe = context.Pipe(duplex=False)
+        self.process = context.Process(target=serve, args=(pipe, stack_pipe), daemon=True)
+        self.process.start()
+        pipe.close()
+        stack_pipe.close()
+
+    def outcome(self, start):
+        """Its answer, or how it died; called once its pipe or its sentinel is ready."""
+        try:
+            if self.pipe.poll():
+                result, error_text, exitcode, end = pickle.loads(self.pipe.recv_bytes())
+                result = pickle.loads(result) if error_text is None else None
+                return Outcome(result, error_text, exitcode, end - start)
+        except (EOFError, ConnectionError):
+            pass
+        seconds = time.monotonic() - start - LATE
+        self.process.join()
+        code = self.process.exitcode
+        name = f" ({signal.Signals(-code).name})" if code < 0 else ""
+        return Outcome(None, f"died with exit code {code}{name}", code, seconds)
+
+    def stack(self):
+        """The stack of each of its Python threads; empty if it is stopped and cannot answer."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+        text = b""
+        while wait([self.stack_pipe], timeout=0.2 if text else 2.0):
+            piece = os.read(self.stack_pipe.fileno(), 65536)
+            if not piece:
+                break
+            text += piece
+        return text.decode(errors="replace")
+
+
+class Pool:
+    """Workers kept alive between runs; after a run with a failure the next one gets new ones."""
+
+    def __init__(self):
+        self.workers = []
+        self.folder = None
+        self.runs = 0
+
+    def run(self, world_size, function, args, kwargs, timeout, group_timeout, grace):
+        """One Outcome per rank; after a failure the others have `grace` seconds to report too."""
+        call = pickle.dumps((function, args, kwargs))
+        if not all(worker.process.is_alive() for worker in self.workers):
+            self.close()
+        try:
+            self.start(world_size)
+            self.runs += 1
+            store_path = f"{self.folder.name}/{self.runs}"  # FileStore wants a fresh file each time
+            start = time.monotonic()
+            for rank, worker in enumerate(self.workers[:world_size]):
+                task = rank, world_size, store_path, group_timeout or timeout + 30, call
+                worker.pipe.send_bytes(pickle.dumps(task))
+            outcomes = self.collect(world_size, start, timeout, grace)
+        except BaseException:
+            self.close()
+            raise
+        if any(outcome.error_text for outcome in outcomes):
+            self.close()
+        return outcomes
+
+    def start(self, world_size):
+        """Have at least `world_size` workers."""
+        if self.folder is None:
+            self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        context = multiprocessing.get_context("forkserver")
+        # Imported once in the server, not in each worker; optimizers import torch._dynamo (0.9 s).
+        theirs = ["numpy", "pytest", "torch.distributed", "torch._dynamo"]
+        ours = [path.stem for path in PROJECT.glob("*.py") if path.stem in sys.modules]
+        context.set_forkserver_preload(theirs + ours)
+        while len(self.workers) < world_size:
+            self.workers.append(Worker(context))
+
+    def collect(self, world_size, start, timeout, grace):
+        outcomes = [None] * world_size
+        pending = dict(enumerate(self.workers[:world_size]))
+        deadline = start + timeout
+        while pending and (left := deadline - time.monotonic()) > 0:
+            ready = wait([end for worker in pending.values()
+                          for end in (worker.pipe, worker.process.sentinel)], left)
+            for rank, worker in list(pending.items()):
+                if worker.pipe in ready or worker.process.sentinel in ready:
+                    outcomes[rank] = worker.outcome(start)
+                    del pending[rank]
+                    if outcomes[rank].error_text:
+                        deadline = min(deadline, time.monotonic() + grace)
+        hung = deadline == start + timeout
+        for rank, worker in pending.items():
+            text = f"did not answer in {timeout} s\n{worker.stack()}" if hung else "still running"
+            outcomes[rank] = Outcome(None, text, None, deadline - start)
+        return outcomes
+
+    def close(self):
+        """End the processes, whatever they are doing, and remove the files of their groups."""
+        for worker in self.workers:
+            worker.process.kill()
+        for worker in self.workers:
+            worker.process.join()
+            worker.process.close()
+            worker.pipe.close()
+            worker.stack_pipe.close()
+        if self.folder is not None:
+            self.folder.cleanup()
+        self.workers, self.folder = [], None
+
+
+def headline(error_text):
+    """Its line that names the error: the first one after the last indented one."""
+    lines = error_text.splitlines()
+    indented = [i for i, line in enumerate(lines[:-1]) if line.startswith(" ")]
+    return lines[indented[-1] + 1 if indented else 0]
+
+
+def results(outcomes):
+    """The results, or RanksFailed with the first failure in full, or with every rank that hung."""
+    failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error_text]
+    failed.sort(key=lambda rank: outcomes[rank].seconds)
+    lines = []
+    for rank in failed:
+        text = outcomes[rank].error_text
+        if rank == failed[0] or outcomes[failed[0]].exitcode is None:
+            lines.append(f"rank {rank} of {len(outcomes)} failed:\n{text}")
+        else:
+            lines.append(f"rank {rank} failed after it: {headline(text)}")
+    if failed:
+        raise RanksFailed("\n".join(lines))
+    return [outcome.result for outcome in outcomes]
+
+
+pool = Pool()
+
+
+def run(world_size, function, *args, timeout=40, group_timeout=None, **kwargs):
+    """Results, in rank order, of `function(*args, **kwargs)` on the ranks of a fresh group.
+
+    Raises RanksFailed once a rank has raised or died, or after `timeout` seconds with the stack of
+    each rank that is still running. The group's own timeout is longer unless given.
+    """
+    return results(pool.run(world_size, function, args, kwargs, timeout, group_timeout, GRACE))
+
+
+def spawn(world_size, function, *args, check=True, timeout=40, group_timeout=None, **kwargs):
+    """`run` in new processes; with `check=False` waits for every rank and returns the Outcomes."""
+    grace = GRACE if check else timeout
+    once = Pool()
+    try:
+        outcomes = once.run(world_size, function, args, kwargs, timeout, group_timeout, grace)
+    finally:
+        once.close()
+    return results(outcomes) if check else outcomes

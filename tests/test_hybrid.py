@@ -1,0 +1,487 @@
+"""hybrid.py: every layout trains as one process does; data, command line, log, and what is refused."""
+
+import functools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import hybrid
+from collectives import count_bytes
+from ddp import ddp_bytes
+from pipeline import pipeline_bytes
+from ranks import PROJECT, RanksFailed, run, spawn
+from reference_gpt import ReferenceGPT, ReferenceTraining
+from tensor_parallel import tensor_parallel_layer_bytes
+
+STEPS, BATCH, LAYERS, HIDDEN, HEADS, T, V = 5, 16, 8, 32, 8, 12, 67
+FLAGS = f"--layers {LAYERS} --hidden {HIDDEN} --heads {HEADS} --seq-len {T} --vocab-size {V}"
+FLAGS += f" --batch-size {BATCH} --steps {STEPS} --lr 0.003 --warmup 2 --grad-clip 0.5 --seed 3"
+SIZES = [LAYERS, HIDDEN, HEADS, T, V]
+
+
+def layouts(world_size):
+    """Flags of every product dp x pp x tp, with both schedules where there is a pipeline."""
+    for pp in (1, 2, 4, 8):
+        for tp in (1, 2, 4, 8):
+            dp = world_size // (pp * tp)
+            if pp * tp * dp == world_size:
+                microbatches = min(4, BATCH // dp)
+                for schedule in ("gpipe", "1f1b") if pp > 1 else ("1f1b",):
+                    yield f"--dp {dp} --pp {pp} --tp {tp} --schedule {schedule} --microbatches {microbatches}"
+
+
+EVERY_LAYOUT = [(world_size, flags) for world_size in (1, 2, 4, 8) for flags in layouts(world_size)]
+
+
+def batch(step):
+    """A global batch with tokens that do not count: scattered ones, and whole sequences of the first ranks."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(V, (BATCH, T + 1), generator=generator)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[torch.rand(BATCH, T, generator=generator, dtype=torch.float32) < 0.2] = hybrid.IGNORED
+    targets[: BATCH // 8] = hybrid.IGNORED  # with dp = 8 rank 0 has nothing to count
+    return inputs.contiguous(), targets
+
+
+@functools.cache
+def reference(dtype, seed=3):
+    """Losses, norms, gradients per step and final weights of one plain process."""
+    torch.set_default_dtype(dtype)
+    try:
+        model = ReferenceGPT(*SIZES)
+        config = hybrid.GPTConfig(*SIZES)
+        state = {name: hybrid.initial_value(name, config, seed) for name in hybrid.parameter_shapes(config)}
+        model.load_state_dict(state | {"lm_head.weight": state["transformer.wte.weight"]})
+        # Warm-up to 0.003 in 2 steps, then a cosine to 0.0003 over the 3 that are left.
+        cosine = [0.0003 + 0.00135 * (1 + math.cos(math.pi * k / 3)) for k in range(3)]
+        training = ReferenceTraining(model, [0.001, 0.002, *cosine], 0.1, 0.5)
+        results, gradients = [], []
+        for step in range(STEPS):
+            results.append(training.step(*batch(step)))
+            gradients.append(training.gradients)
+        return results, gradients, model.state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def make_trainer(flags, dtype=torch.float32):
+    torch.set_default_dtype(dtype)
+    args = hybrid.parse_args(f"{FLAGS} {flags}".split(), dist.get_world_size())
+    mesh = hybrid.make_mesh(args.pp, args.dp, 1, args.tp)
+    return hybrid.Trainer(args, mesh, torch.device("cpu"))
+
+
+def _train(flags, dtype):
+    """What reference() returns, from one layout."""
+    trainer = make_trainer(flags, dtype)
+    gradients, clip = [], trainer.clip_gradients
+
+    def record_then_clip():
+        gather = hybrid.gather_state(trainer.model, trainer.config, trainer.mesh, lambda p: p.grad)
+        gradients.append(gather)
+        return clip()
+
+    trainer.clip_gradients = record_then_clip
+    results = []
+    for step in range(STEPS):
+        inputs, targets = (tensor[trainer.local_rows()] for tensor in batch(step))
+        metrics = trainer.step(inputs, targets)
+        results.append((metrics["loss"], metrics["grad_norm"]))
+    return results, gradients, hybrid.gather_state(trainer.model, trainer.config, trainer.mesh)
+
+
+def assert_alike(found, expected, tolerance):
+    """Each named tensor differs by at most `tolerance` of its norm."""
+    for name, tensor in expected.items():
+        difference = found[name] - tensor
+        if name.endswith("c_attn.bias"):
+            difference[HIDDEN : 2 * HIDDEN] = 0  # the keys' bias has no gradient but rounding errors
+        error = (difference.norm() / tensor.norm()).item()
+        assert error <= tolerance, f"{name} differs by {error:.1e} of its norm"
+
+
+def _train_both(flags):
+    return _train(flags, torch.float32), _train(flags, torch.float64)
+
+
+@pytest.mark.parametrize("world_size, flags", EVERY_LAYOUT)
+def test_every_layout_trains_as_one_process_does(world_size, flags):
+    ranks = run(world_size, _train_both, flags)
+    for precision, dtype in enumerate((torch.float32, torch.float64)):
+        expected_results, expected_gradients, expected_state = reference(dtype)
+        for rank in ranks:  # the reported loss and norm are the global ones, everywhere
+            np.testing.assert_allclose(rank[precision][0], expected_results, rtol=(1e-5, 1e-11)[precision])
+        _, gradients, state = ranks[0][precision]
+        for step in range((1, STEPS)[precision]):
+            assert_alike(gradients[step], expected_gradients[step], (1e-4, 1e-9)[precision])
+        # Adam divides small gradients by small ones: some fp32 weights differ by a good part of a step.
+        assert_alike(state, expected_state, (1e-3, 1e-9)[precision])
+    assert ranks[0][0][2].keys() == expected_state.keys()
+    assert all(rank[precision][2] is None for rank in ranks[1:] for precision in (0, 1))
+
+
+# ---- the model and its state -----------------------------------------------------------------------------
+
+
+def test_the_state_dict_has_the_names_and_shapes_of_gpt2():
+    config = hybrid.GPTConfig(*SIZES)
+    reference_shapes = {name: tuple(p.shape) for name, p in ReferenceGPT(*SIZES).named_parameters()}
+    assert hybrid.parameter_shapes(config) == reference_shapes
+    small = hybrid.GPTConfig(layers=12, hidden=768, heads=12, seq_len=1024, vocab_size=50257)
+    assert sum(math.prod(shape) for shape in hybrid.parameter_shapes(small).values()) == 124_439_808
+
+
+def test_initial_weights_depend_on_name_and_seed_and_are_gpt2s():
+    config = hybrid.GPTConfig(layers=2, hidden=64, vocab_size=1000)
+    value = lambda name, seed: hybrid.initial_value(name, config, seed)
+    name, other = "transformer.h.0.mlp.c_fc.weight", "transformer.h.1.mlp.c_fc.weight"
+    assert torch.equal(value(name, 0), value(name, 0))
+    assert not torch.equal(value(name, 0), value(name, 1))
+    assert not torch.equal(value(name, 0), value(other, 0))
+    assert value(name, 0).std().item() == pytest.approx(0.02, rel=0.02)
+    assert value("transformer.h.0.mlp.c_proj.weight", 0).std().item() == pytest.approx(0.01, rel=0.02)
+
+
+def _tied_copies(flags):
+    trainer = make_trainer(flags)
+    for step in range(3):
+        trainer.step(*(tensor[trainer.local_rows()] for tensor in batch(step)))
+    model = trainer.model
+    head = model.lm_head.weight.detach() if model.last else None
+    embedding = model.transformer["wte"].weight.detach() if model.first else None
+    return embedding, head
+
+
+def test_tied_embedding_and_head_stay_bit_equal_on_two_stages():
+    first, last = run(2, _tied_copies, "--pp 2 --microbatches 2")
+    assert torch.equal(first[0], last[1])
+
+
+def _dropout_outputs(flags):
+    trainer = make_trainer(f"{flags} --dropout 0.5")
+    trainer.model.train()
+    with torch.no_grad():
+        x = trainer.model.transformer["wte"](batch(0)[0])
+        masked = torch.nn.functional.dropout(x, 0.5)
+        attention = next(iter(trainer.model.transformer["h"].values())).attn
+        with attention.random:
+            mask = torch.nn.functional.dropout(torch.ones(64), 0.5)
+        return masked, trainer.model.transformer["h"]["0"](x), mask
+
+
+def test_dropout_masks_agree_over_tp_outside_attention_and_differ_inside_and_over_dp():
+    ranks = run(4, _dropout_outputs, "--tp 2 --dp 2")
+    for one, two, three in zip(ranks[0], ranks[1], ranks[2]):
+        assert not torch.equal(one, three)  # another replica
+    assert torch.equal(ranks[0][0], ranks[1][0]) and torch.equal(ranks[0][1], ranks[1][1])
+    assert not torch.equal(ranks[0][2], ranks[1][2])
+
+
+def _bf16_gradients(microbatches):
+    """Losses, gradient dtypes, and how far gradients are from the sum of each microbatch's own."""
+    trainer = make_trainer(f"--dtype bf16 --grad-clip 0 --microbatches {microbatches}")
+    inputs, targets = batch(0)
+    loss = trainer.step(inputs, targets)["loss"]
+    summed = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+    fresh = make_trainer(f"--dtype bf16 --microbatches {microbatches}")
+    counted = (targets != hybrid.IGNORED).sum()
+    expected = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in fresh.model.named_parameters()}
+    for rows in torch.arange(BATCH).chunk(microbatches):
+        fresh.model.zero_grad()
+        (fresh.model.token_losses(fresh.model(inputs[rows]), targets[rows]).sum() / counted).backward()
+        for name, parameter in fresh.model.named_parameters():
+            expected[name] += parameter.grad.double()
+    error = max(((summed[n] - e).norm() / (e.norm() + 1e-12)).item() for n, e in expected.items())
+    return loss, {gradient.dtype for gradient in summed.values()}, error
+
+
+def test_bf16_computes_near_fp32_and_accumulates_gradients_in_fp32():
+    loss, dtypes, error = run(1, _bf16_gradients, 8)[0]
+    assert dtypes == {torch.float32}
+    assert error < 1e-4  # bf16 sums would be wrong in the third digit
+    assert loss == pytest.approx(reference(torch.float32)[0][0][0], rel=5e-3)
+
+
+# ---- bytes ------------------------------------------------------------------------------------------------
+
+
+def _count(flags):
+    trainer = make_trainer(flags)
+    inputs, targets = (tensor[trainer.local_rows()] for tensor in batch(0))
+    trainer.step(inputs, targets)  # the first step also tells the next stage its shapes
+    with count_bytes() as traffic:
+        trainer.step(inputs, targets)
+    mesh = trainer.mesh
+    names = "pp_group grad_group tp_group embedding_group".split()
+    groups = {name: getattr(mesh, name) for name in names}
+    counted = {name: traffic.bytes(group=group) if group else 0 for name, group in groups.items()}
+    return counted, traffic.bytes("exchange"), ddp_bytes(trainer.model, dist.get_world_size(mesh.grad_group))
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+def test_data_parallel_sends_each_gradient_once_around_the_ring(dp):
+    counted = run(dp, _count, f"--dp {dp} --vocab-size 64")
+    counters = 2 * (4 + 8) * (dp - 1)  # the loss (4 bytes) and the token count (8), over all ranks
+    assert sum(c["grad_group"] for c, _, _ in counted) == sum(claim for _, _, claim in counted) + counters
+
+
+def test_pipeline_sends_each_boundary_once_per_microbatch_and_direction():
+    ranks = run(4, _count, "--pp 4 --microbatches 4")
+    microbatch = BATCH // 4 * T * HIDDEN * 4
+    assert [exchanged for _, exchanged, _ in ranks] == [pipeline_bytes(s, 4, 4, microbatch) for s in range(4)]
+    assert [c["embedding_group"] for c, _, _ in ranks] == [V * HIDDEN * 4, 0, 0, V * HIDDEN * 4]
+
+
+def test_tensor_parallel_sends_eight_bsh_per_layer():
+    tp = 4
+    ranks = run(tp, _count, f"--tp {tp} --microbatches 1 --grad-clip 0")
+    layers = LAYERS * tensor_parallel_layer_bytes(BATCH, T, HIDDEN, tp)
+    ends = 2 * 2 * (tp - 1) * BATCH * T * HIDDEN * 4 // tp  # out of the embedding, into the head
+    loss = 2 * (tp - 1) * 3 * BATCH * T * 4 // tp  # maximum; sum and target's logit
+    norm = 2 * (tp - 1) * 4  # one float, over all ranks
+    assert sum(c["tp_group"] for c, _, _ in ranks) == tp * (layers + ends + loss) + norm
+
+
+# ---- mesh -------------------------------------------------------------------------------------------------
+
+
+def _coordinates(pp, dp, cp, tp):
+    mesh = hybrid.make_mesh(pp, dp, cp, tp)
+    groups = {name: group for name, group in vars(mesh).items() if group is not None}
+    ranks = {name: tuple(dist.get_process_group_ranks(group)) for name, group in groups.items()}
+    return {name: dist.get_rank(group) for name, group in groups.items()}, ranks
+
+
+@pytest.mark.parametrize("pp, dp, cp, tp", [(2, 2, 1, 2), (1, 3, 2, 1), (2, 1, 2, 2), (3, 1, 1, 2)])
+def test_mesh_has_tp_innermost_then_cp_dp_pp(pp, dp, cp, tp):
+    for global_rank, (own, ranks) in enumerate(run(pp * dp * cp * tp, _coordinates, pp, dp, cp, tp)):
+        place = [own[f"{axis}_group"] for axis in ("pp", "dp", "cp", "tp")]
+        assert np.ravel_multi_index(place, (pp, dp, cp, tp)) == global_rank
+        grid = np.arange(pp * dp * cp * tp).reshape(pp, dp, cp, tp)
+        assert ranks["tp_group"] == tuple(grid[place[0], place[1], place[2]])
+        assert ranks["grad_group"] == tuple(grid[place[0], :, :, place[3]].ravel())
+        if pp > 1:
+            ends = tuple(grid[[0, -1], place[1], place[2], place[3]])
+            assert ranks.get("embedding_group") == (ends if place[0] in (0, pp - 1) else None)
+
+
+def _bad_mesh():
+    with pytest.raises(ValueError, match="pp=2 x dp=1 x cp=1 x tp=2 is not world_size=2"):
+        hybrid.make_mesh(2, 1, 1, 2)
+
+
+def test_mesh_names_degrees_that_do_not_fit():
+    run(2, _bad_mesh)
+
+
+# ---- evaluation and sampling --------------------------------------------------------------------------------
+
+
+def _evaluate_and_sample(flags):
+    trainer = make_trainer(flags, torch.float64)
+    for parameter in trainer.model.parameters():  # a sharper model than the initial one
+        parameter.data *= 5
+    tokens = np.random.default_rng(0).integers(0, V, BATCH * T * 2 + 29).astype(np.uint8)
+    data = hybrid.Data(tokens, tokens, is_text=False)
+    loss = trainer.evaluate(data, batches=4)  # the third batch ends early, the fourth is empty
+    drawn = hybrid.sample(trainer, [1, 2, 3], 2 * T) if dist.get_rank(trainer.mesh.grad_group) == 0 else None
+    state = hybrid.gather_state(trainer.model, trainer.config, trainer.mesh)
+    return loss, drawn, state, tokens
+
+
+def test_evaluation_and_samples_do_not_depend_on_the_layout():
+    loss, drawn, state, tokens = run(1, _evaluate_and_sample, "--dp 1")[0]
+    torch.set_default_dtype(torch.float64)
+    model = ReferenceGPT(*SIZES)
+    torch.set_default_dtype(torch.float32)
+    model.load_state_dict(state)
+    losses = []
+    for start in range(0, len(tokens) - 1, T):
+        window = torch.from_numpy(tokens[start : start + T + 1].astype(np.int64))
+        with torch.no_grad():
+            logits = model(window[None, :-1])[0]
+        losses.append(torch.nn.functional.cross_entropy(logits, window[1:], reduction="none"))
+    assert loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-12)
+    assert len(drawn) == 2 * T and all(0 <= token < V for token in drawn) and len(set(drawn)) > 5
+    for world_size, flags in [(2, "--dp 2"), (2, "--pp 2"), (4, "--tp 4"), (8, "--dp 2 --pp 2 --tp 2")]:
+        ranks = run(world_size, _evaluate_and_sample, flags + " --microbatches 2")
+        assert [rank[0] for rank in ranks] == pytest.approx([loss] * world_size, rel=1e-12)
+        assert ranks[0][1] == drawn
+
+
+def _draw_many(count):
+    trainer = make_trainer("--dp 1")
+    for parameter in trainer.model.parameters():
+        parameter.data *= 5
+    draws = [hybrid.sample(trainer, [1, 2], 1, seed)[0] for seed in range(count)]
+    with torch.no_grad():
+        inputs = torch.tensor([[1, 2] + [0] * (T - 2)])
+        probabilities = trainer.model(inputs)[0, 1].softmax(-1)
+    return torch.tensor(draws).bincount(minlength=V) / count, probabilities
+
+
+def test_sampling_draws_from_the_softmax():
+    frequencies, probabilities = run(1, _draw_many, 2000)[0]
+    assert probabilities.max() > 0.1  # not uniform
+    assert (frequencies - probabilities).abs().max() < 4 * (0.25 / 2000) ** 0.5
+
+
+# ---- data -------------------------------------------------------------------------------------------------
+
+
+def test_batches_depend_on_seed_and_step_and_shift_targets_by_one():
+    tokens = np.arange(1000, dtype=np.uint16)
+    data = hybrid.Data(tokens, tokens, is_text=False)
+    inputs, targets = data.batch(7, 8, T, seed=1)
+    assert torch.equal(targets, inputs + 1) and inputs.shape == (8, T)
+    parts = [data.batch(7, 8, T, 1, slice(row, row + 2))[0] for row in range(0, 8, 2)]
+    assert torch.equal(torch.cat(parts), inputs)
+    assert not torch.equal(data.batch(8, 8, T, 1)[0], inputs)
+    assert not torch.equal(data.batch(7, 8, T, 2)[0], inputs)
+    longest = hybrid.Data(tokens[: T + 1], tokens, is_text=False)  # only one place to start from
+    assert torch.equal(longest.batch(0, 3, T, 0)[0], torch.arange(T).repeat(3, 1))
+
+
+def test_default_data_is_the_standard_library_split_by_file():
+    data = hybrid.load_data(None, 128, 256)
+    assert data.is_text and len(data.train) > 5 * len(data.validation) > 1_000_000
+    assert b"import" in bytes(data.validation)
+    stdlib = os.path.dirname(os.__file__)
+    with open(os.path.join(stdlib, "argparse.py"), "rb") as file:
+        source = file.read()
+    assert (source in bytes(data.train)) != (source in bytes(data.validation))
+
+
+def test_data_may_be_a_text_file_a_folder_or_a_file_of_tokens(tmp_path):
+    text = tmp_path / "folder" / "a.md"
+    text.parent.mkdir()
+    text.write_text("gr\u00fcn " * 100)
+    data = hybrid.load_data(text, 8, 256)
+    assert bytes(data.train) + bytes(data.validation) == text.read_bytes()
+    (text.parent / "b.c").write_text("int main;" * 50)
+    (text.parent / "image.png").write_bytes(b"\0" * 500)
+    data = hybrid.load_data(text.parent, 8, 256)
+    assert bytes(data.validation) == text.read_bytes() and bytes(data.train) == b"int main;" * 50
+    tokens = np.arange(500, dtype=np.uint16)
+    tokens.tofile(tmp_path / "train.bin")
+    data = hybrid.load_data(tmp_path / "train.bin", 8, 50257)
+    assert isinstance(data.train, np.memmap) and not data.is_text
+    np.testing.assert_array_equal(np.concatenate([data.train, data.validation]), tokens)
+
+
+# ---- command line -------------------------------------------------------------------------------------------
+
+BAD_FLAGS = [
+    (4, "--dp 3", "--pp 1 x --dp 3 x --tp 1 is not the number of processes, 4"),
+    (4, "--tp 3", "--pp 1 x --dp 1 x --tp 3 is not the number of processes, 4"),
+    (1, "--heads 3", "--hidden 128 is not divisible by --heads 3"),
+    (3, "--tp 3 --hidden 129 --heads 1", "--heads 1 is not divisible by --tp 3"),
+    (4, "--tp 4 --hidden 6 --heads 2", "--hidden 6 is not divisible by --tp 4"),
+    (4, "--tp 4 --vocab-size 3", "--vocab-size 3 is less than --tp 4"),
+    (3, "--pp 3", "--layers 4 is not divisible by --pp 3"),
+    (2, "--batch-size 6 --microbatches 2", "--batch-size 6 is not divisible by --dp 2 x --microbatches 2"),
+    (1, "--layers 0", "--layers 0 must be at least 1"),
+    (1, "--dp -1", "--dp -1 must be at least 1"),
+    (1, "--batch-size 0", "--batch-size 0 must be at least 1"),
+    (1, "--seq-len -4", "--seq-len -4 must be at least 1"),
+    (1, "--warmup -1", "--warmup -1 must not be negative"),
+    (1, "--seed -1", "--seed -1 must not be negative"),
+    (1, "--lr nan", "--lr nan must be finite and not negative"),
+    (1, "--lr inf", "--lr inf must be finite and not negative"),
+    (1, "--weight-decay -0.5", "--weight-decay -0.5 must be finite and not negative"),
+    (1, "--grad-clip nan", "--grad-clip nan must be finite and not negative"),
+    (1, "--dropout 1", "--dropout 1.0 must be at least 0 and less than 1"),
+    (1, "--schedule zigzag", "argument --schedule: invalid choice: 'zigzag'"),
+    (1, "--hidden 12.5", "argument --hidden: invalid int value: '12.5'"),
+    (1, "--cp 2", "unrecognized arguments: --cp 2"),
+    (1, "--data MISSING", "--data MISSING: no such file or folder"),
+    (1, "--data EMPTY", "--data EMPTY: its training part has 0 tokens, too few for --seq-len 128"),
+    (1, "--data SHORT", "--data SHORT: its validation part has 15 tokens, too few for --seq-len 128"),
+    (1, "--data TOKENS.bin", "--data TOKENS.bin: token 256 is outside --vocab-size 256"),
+    (1, "--log no/such/folder/log", "No such file or directory: 'no/such/folder/log'"),
+]
+
+
+@pytest.mark.parametrize("world_size, flags, message", BAD_FLAGS)
+def test_bad_input_is_refused_in_one_line_before_any_group(
+    world_size, flags, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "EMPTY").touch()
+    (tmp_path / "SHORT").write_text("x" * 150)
+    np.arange(2000, 256, -1, dtype=np.uint16).tofile(tmp_path / "TOKENS.bin")
+    np.full(4000, 256, dtype=np.uint16).tofile(tmp_path / "TOKENS.bin")
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: pytest.fail("began to wait"))
+    with pytest.raises(SystemExit) as exit:
+        hybrid.main(flags.split())
+    assert exit.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("hybrid.py: error: ") and message in lines[0]
+
+
+def test_too_few_gpus_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="--device cuda: 4 processes on this machine, but 2 GPUs"):
+        hybrid.choose_device("cuda", 0, 4)
+    assert hybrid.choose_device("auto", 0, 4) == torch.device("cpu")
+
+
+def _launch(arguments, processes=None, timeout=60):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "--"]
+    command = [sys.executable, *(launcher if processes else []), str(PROJECT / "hybrid.py"), *arguments.split()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=PROJECT)
+
+
+SMALL = "--layers 2 --hidden 16 --heads 2 --seq-len 16 --batch-size 4 --microbatches 2 --steps 3"
+
+
+def test_torchrun_and_one_process_write_the_same_log(tmp_path):
+    logs = []
+    for name, processes, layout in (("one", None, ""), ("four", 4, " --pp 2 --tp 2")):
+        done = _launch(f"{SMALL}{layout} --log {tmp_path / name}", processes)
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        assert [line.split()[:2] for line in lines[:3]] == [["step", str(k)] for k in (1, 2, 3)]
+        assert all(word in lines[0] for word in ("loss", "grad norm", "lr", "tokens/s", "MB"))
+        assert "---- continuation" in lines
+        logs.append([json.loads(line) for line in (tmp_path / name).read_text().splitlines()])
+    for one, four in zip(*logs):
+        assert {"step", "loss", "grad_norm", "lr", "tokens_per_s", "memory_mb"} == one.keys() == four.keys()
+        assert one["loss"] == pytest.approx(four["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(four["grad_norm"], rel=1e-5)
+    assert len(logs[0]) == 3 and len(str(logs[0][0]["loss"])) > 8  # full precision, not the printed four digits
+
+
+def test_torchrun_shows_the_one_line_of_rank_0():
+    done = _launch("--tp 2 --heads 3 --hidden 33", processes=2)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hybrid.py: error")]
+    assert lines == ["hybrid.py: error: --hidden 33 is not divisible by --tp 2"]
+    assert done.returncode != 0 and "hybrid.py\", line" not in done.stderr
+
+
+# ---- failure ------------------------------------------------------------------------------------------------
+
+
+def _die_in_second_step(flags):
+    trainer = make_trainer(flags)
+    inputs, targets = (tensor[trainer.local_rows()] for tensor in batch(0))
+    trainer.step(inputs, targets)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    trainer.step(inputs, targets)
+
+
+@pytest.mark.parametrize("flags", ["--dp 2", "--tp 2", "--pp 2 --microbatches 2"])
+def test_a_dead_peer_ends_the_others_with_an_error(flags):
+    with pytest.raises(RanksFailed, match="rank 1 of 2 .*SIGKILL|rank 1 of 2"):
+        spawn(2, _die_in_second_step, flags)
