@@ -128,6 +128,9 @@ def exchange(sends, receives, group=None, async_op=False):
     two ranks must issue the batches that they share in the same order.
     Returns None, or with async_op an object whose wait() completes the batch.
     """
+    thread = _THREADS.get(group or dist.group.WORLD)
+    if thread is not None:
+        thread.latest.finished.wait()  # a group's messages keep their order
     messages = _post("exchange", sends, receives, group, _COUNTERS)
     if async_op:
         return messages
@@ -171,22 +174,25 @@ class Work:
     """An operation of a group's thread, under way. wait() blocks until it is done; errors arise there."""
 
     def __init__(self, drain):
-        self._drain, self._finished, self._error = drain, threading.Event(), None
+        self._drain, self._error = drain, None
+        self._inference = torch.is_inference_mode_enabled()  # a mode of each thread
+        self.finished = threading.Event()
 
     def run(self):
         try:
-            self._drain()
+            with torch.inference_mode(self._inference):
+                self._drain()
         except BaseException as error:
             self._error = error
         self._drain = None
-        self._finished.set()
+        self.finished.set()
 
     def is_completed(self):
         """Whether wait() would return, or raise, at once."""
-        return self._finished.is_set()
+        return self.finished.is_set()
 
     def wait(self):
-        self._finished.wait()
+        self.finished.wait()
         if self._error is not None:
             raise self._error
 
@@ -194,8 +200,8 @@ class Work:
 class StreamWork:
     """An operation on a group's CUDA stream, under way. wait() makes the current stream wait for it."""
 
-    def __init__(self, drain, group):
-        self._drain = drain  # holds the tensors: their memory is not used again before wait()
+    def __init__(self, drain, tensors, group):
+        self._tensors = tensors  # held, so that their memory is not used again before wait()
         stream = _STREAMS.setdefault(group, torch.cuda.Stream())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -208,7 +214,7 @@ class StreamWork:
 
     def wait(self):
         torch.cuda.current_stream().wait_event(self._event)
-        self._drain = None
+        self._tensors = None
 
 
 class _Thread:
@@ -234,7 +240,8 @@ _THREADS = weakref.WeakKeyDictionary()  # group -> _Thread
 _STREAMS = weakref.WeakKeyDictionary()  # group -> torch.cuda.Stream
 
 
-def _launch(operation, steps, device, group, async_op):
+def _launch(operation, steps, tensors, group, async_op):
+    """Run an algorithm that works on `tensors`; returns None, or its Work with async_op."""
     group = group or dist.group.WORLD
     counters = tuple(_COUNTERS)
 
@@ -242,8 +249,8 @@ def _launch(operation, steps, device, group, async_op):
         for sends, receives in steps:
             _post(operation, sends, receives, group, counters).wait()
 
-    if async_op and device.type == "cuda":
-        return StreamWork(drain, group)
+    if async_op and tensors[0].is_cuda:
+        return StreamWork(drain, tensors, group)
     thread = _THREADS.get(group)
     if async_op:
         thread = thread or _THREADS.setdefault(group, _Thread(group))
@@ -364,7 +371,7 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
     """
     _check_op(op, tensor.dtype)
     steps = _into(tensor, lambda flat: _ring_all_reduce(flat, flat, op, group))
-    return _launch("all_reduce", steps, tensor.device, group, async_op)
+    return _launch("all_reduce", steps, [tensor], group, async_op)
 
 
 def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
@@ -381,8 +388,9 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
             f"output of shape {tuple(output.shape)}"
         )
     _check_pair(output, input, output.numel())
-    steps = _into(output, _scatter_into_output, _flat(input), op, group)
-    return _launch("reduce_scatter_single", steps, output.device, group, async_op)
+    input = _flat(input)
+    steps = _into(output, _scatter_into_output, input, op, group)
+    return _launch("reduce_scatter_single", steps, [output, input], group, async_op)
 
 
 def all_gather_single(output, input, group=None, async_op=False):
@@ -392,8 +400,9 @@ def all_gather_single(output, input, group=None, async_op=False):
     that do not fit.
     """
     _check_pair(output, input, input.numel() * dist.get_world_size(group))
-    steps = _into(output, _gather_into_output, _flat(input), group)
-    return _launch("all_gather_single", steps, output.device, group, async_op)
+    input = _flat(input)
+    steps = _into(output, _gather_into_output, input, group)
+    return _launch("all_gather_single", steps, [output, input], group, async_op)
 
 
 def all_gather(tensor_list, tensor, group=None):
@@ -405,9 +414,11 @@ def all_gather(tensor_list, tensor, group=None):
     if len(tensor_list) != world_size:
         raise ValueError(f"len(tensor_list)={len(tensor_list)} is not world_size={world_size}")
     _check_pair(tensor_list[rank], tensor, tensor.numel())
+    if not all(entry.is_contiguous() for entry in tensor_list):
+        raise ValueError("tensor_list has an entry that is not contiguous")
     tensor_list[rank].copy_(tensor.detach().view_as(tensor_list[rank]))
     chunks = [entry.detach().view(-1) for entry in tensor_list]
-    _launch("all_gather", _ring_all_gather(chunks, group), tensor.device, group, async_op=False)
+    _launch("all_gather", _ring_all_gather(chunks, group), chunks, group, async_op=False)
 
 
 # ---- all-to-all: every rank has a message for every rank ----------------------------------------------
@@ -453,7 +464,11 @@ def all_to_all_single(
     Pieces are rows (dim 0): *_split_sizes rows for each rank, or equal ones. Returns None, or a Work with
     async_op. Raises ValueError for splits that do not fit.
     """
-    _check_pair(output, input, output.numel())
+    if output.shape[1:] != input.shape[1:] or output.dtype != input.dtype:
+        raise ValueError(
+            f"rows of output, {tuple(output.shape[1:])} {output.dtype}, are not like "
+            f"rows of input, {tuple(input.shape[1:])} {input.dtype}"
+        )
     output_sizes = _split_sizes("output", output, output_split_sizes, group)
     input_sizes = _split_sizes("input", input, input_split_sizes, group)
     rank = dist.get_rank(group)
@@ -461,8 +476,9 @@ def all_to_all_single(
         raise ValueError(
             f"rank {rank} sends itself {input_sizes[rank]} elements and expects {output_sizes[rank]}"
         )
-    steps = _into(output, _pairwise_all_to_all, _flat(input), output_sizes, input_sizes, group)
-    return _launch("all_to_all_single", steps, output.device, group, async_op)
+    input = _flat(input)
+    steps = _into(output, _pairwise_all_to_all, input, output_sizes, input_sizes, group)
+    return _launch("all_to_all_single", steps, [output, input], group, async_op)
 
 
 # ---- trees: broadcast and barrier -----------------------------------------------------------------------
@@ -484,14 +500,21 @@ def _tree_broadcast(tensor, root, group):
         distance *= 2
 
 
+def _group_rank(name, global_rank, group):
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if global_rank not in ranks:
+        raise ValueError(f"{name}={global_rank} is not one of the group's ranks, {ranks}")
+    return ranks.index(global_rank)
+
+
 def broadcast(tensor, src=0, group=None, async_op=False):
     """Copy `tensor` of the *global* rank `src` to every rank of the group, in place.
 
     Returns None, or a Work with async_op. Raises ValueError if src is not in the group.
     """
-    root = dist.get_group_rank(group or dist.group.WORLD, src)
+    root = _group_rank("src", src, group)
     steps = _into(tensor, _tree_broadcast, root, group)
-    return _launch("broadcast", steps, tensor.device, group, async_op)
+    return _launch("broadcast", steps, [tensor], group, async_op)
 
 
 def _dissemination(token, group):
@@ -511,7 +534,7 @@ def barrier(group=None):
     """
     cuda = dist.get_backend(group) == "nccl"
     token = torch.zeros(1, dtype=torch.uint8, device="cuda" if cuda else "cpu")
-    _launch("barrier", _dissemination(token, group), token.device, group, async_op=False)
+    _launch("barrier", _dissemination(token, group), [token], group, async_op=False)
     if cuda:
         torch.cuda.current_stream().synchronize()
 
@@ -550,7 +573,7 @@ def all_reduce_bytes(nbytes, world_size):
 def _all_reduced(x, group):
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
     steps = _into(output, _ring_all_reduce, _flat(x), ReduceOp.SUM, group)
-    _launch("all_reduce", steps, x.device, group, async_op=False)
+    _launch("all_reduce", steps, [output], group, async_op=False)
     return output
 
 
@@ -565,7 +588,7 @@ def _own_chunk(x, dim, group):
     rank, world_size = rank_and_size(group)
     if x.shape[dim] % world_size:
         raise ValueError(f"dim {dim} of {tuple(x.shape)} is not divisible by world_size={world_size}")
-    return x.chunk(world_size, dim)[rank].contiguous()
+    return x.chunk(world_size, dim)[rank].clone(memory_format=torch.contiguous_format)
 
 
 def _reduce_scattered(x, dim, group):

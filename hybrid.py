@@ -1,7 +1,7 @@
 """Train a small GPT over data x pipeline x tensor parallelism.
 
-The processes form a grid; along each axis the work is cut in another way, and each process talks only to the
-processes that share its row:
+The processes form a grid; along each axis the work is cut in another way, and a process talks only
+to those from which it differs in one coordinate:
 
     pp  pipeline   which layers        neighbours pass activations on; one send per microbatch
     dp  data       which sequences     gradients are summed, once per step
@@ -10,14 +10,14 @@ processes that share its row:
 
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
 
-tp is innermost since it talks most: its ranks should share a node. Every layout computes the same thing as
-one process does: the loss is the sum of the token losses over the *global* number of tokens, so gradients are
-summed and never averaged; initial weights depend on the parameter's name and the seed, batches on the seed
-and the step, and on nothing else.
+tp is innermost since it talks most: its ranks should share a node. Every layout computes the same
+thing as one process does: the loss is the sum of the token losses over the *global* number of
+tokens, so gradients are summed and never averaged; initial weights depend on the parameter's name
+and the seed, batches on the seed and the step, and on nothing else.
 
-The model is GPT-2's architecture (Radford et al., 2019), under GPT-2's parameter names. Shoeybi et al.,
-"Megatron-LM", 2019, and Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM", 2021.
+The model is GPT-2's architecture (Radford et al., 2019), under GPT-2's parameter names. Shoeybi et
+al., "Megatron-LM", 2019, and Narayanan et al., "Efficient Large-Scale Language Model Training on
+GPU Clusters Using Megatron-LM", 2021.
 
     python hybrid.py                                                      one process
     torchrun --nproc-per-node 4 hybrid.py                                 four replicas (dp = 4)
@@ -70,16 +70,17 @@ from tensor_parallel import (
 
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 IGNORED = -100  # a target that does not count
+SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 500, 0.8
 
-# ---- mesh -----------------------------------------------------------------------------------------------
+# ---- mesh ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Mesh:
     """This process's groups. Its rank along an axis is its rank inside that axis's group.
 
-    grad_group joins the ranks whose gradients are summed, dp x cp; embedding_group the first and the last
-    stage, which both hold the token embedding (None on the stages between).
+    grad_group joins the ranks whose gradients are summed, dp x cp; embedding_group the first and
+    the last stage, which both hold the token embedding (None on the stages between).
     """
 
     pp_group: dist.ProcessGroup
@@ -91,9 +92,10 @@ class Mesh:
 
 
 def make_mesh(pp=1, dp=1, cp=1, tp=1):
-    """Arrange all ranks of the default group as a grid (pp, dp, cp, tp); each axis's slices become groups.
+    """Arrange the default group's ranks as a grid (pp, dp, cp, tp); an axis's slices become groups.
 
-    Collective: every rank calls it. Raises ValueError if the degrees do not multiply to the world size.
+    Collective: every rank calls it. Raises ValueError if the degrees do not multiply to the world
+    size.
     """
     rank, world_size = rank_and_size()
     if pp * dp * cp * tp != world_size:
@@ -120,7 +122,7 @@ def make_mesh(pp=1, dp=1, cp=1, tp=1):
     return Mesh(**mine)
 
 
-# ---- model ----------------------------------------------------------------------------------------------
+# ---- model ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -130,25 +132,30 @@ class GPTConfig:
     layers: int = 4
     hidden: int = 128
     heads: int = 4
-    seq_len: int = 128
+    seq_len: int = 64
     vocab_size: int = 256
     dropout: float = 0.0
 
 
 class SelfAttention(nn.Module):
-    """Causal attention, split by heads: q, k, v are column-parallel, the projection back is row-parallel."""
+    """Causal attention, split by heads: q, k, v column-parallel, projection back row-parallel."""
 
     def __init__(self, config, random, tp_group):
         super().__init__()
         D = config.hidden
-        self.heads, self.dropout, self.random = config.heads // dist.get_world_size(tp_group), config.dropout, random
+        self.heads, self.dropout, self.random = (
+            config.heads // dist.get_world_size(tp_group),
+            config.dropout,
+            random,
+        )
         self.c_attn = ColumnParallelLinear(D, 3 * D, blocks=3, group=tp_group)
         self.c_proj = RowParallelLinear(D, D, group=tp_group)
 
     def forward(self, x):  # (B, T, D)
         B, T, _ = x.shape
         dropout = self.dropout if self.training else 0.0
-        q, k, v = self.c_attn(x).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # (B, H/tp, T, K)
+        # q, k, v: (B, H/tp, T, K)
+        q, k, v = self.c_attn(x).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         with self.random if dropout else nullcontext():
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         y = self.c_proj(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, D/tp) -> (B, T, D)
@@ -184,14 +191,17 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The layers of one pipeline stage; parameters have GPT-2's names, layers their number in the whole.
+    """One pipeline stage's layers; parameters have GPT-2's names, layers their number in the whole.
 
-    The first stage takes tokens (B, T), the others activations (B, T, D); the last one returns the logits of
-    its part of the vocabulary (B, T, V/tp), the others activations. With one stage the head is the token
-    embedding; with more the last stage has a copy, kept equal by sum_tied_gradients().
+    The first stage takes tokens (B, T), the others activations (B, T, D); the last one returns the
+    logits of its part of the vocabulary (B, T, V/tp), the others activations. With one stage the
+    head is the token embedding; with more the last stage has a copy, kept equal by
+    sum_tied_gradients().
     """
 
-    def __init__(self, config, tp_group=None, stage=0, num_stages=1, random=nullcontext(), autocast=None):
+    def __init__(
+        self, config, tp_group=None, stage=0, num_stages=1, random=nullcontext(), autocast=None
+    ):
         super().__init__()
         self.first, self.last, self.autocast = stage == 0, stage == num_stages - 1, autocast
         self.dropout, self.tp_group = config.dropout, tp_group
@@ -199,19 +209,26 @@ class GPT(nn.Module):
         layers = range(stage * per_stage, (stage + 1) * per_stage)
         self.transformer = nn.ModuleDict()
         if self.first:
-            self.transformer["wte"] = VocabParallelEmbedding(config.vocab_size, config.hidden, tp_group)
+            self.transformer["wte"] = VocabParallelEmbedding(
+                config.vocab_size, config.hidden, tp_group
+            )
             self.transformer["wpe"] = nn.Embedding(config.seq_len, config.hidden)
-        self.transformer["h"] = nn.ModuleDict({str(i): Block(config, random, tp_group) for i in layers})
+        self.transformer["h"] = nn.ModuleDict(
+            {str(i): Block(config, random, tp_group) for i in layers}
+        )
         if self.last:
             self.transformer["ln_f"] = nn.LayerNorm(config.hidden)
             head = self.transformer["wte"] if self.first else None
-            self.lm_head = head or VocabParallelEmbedding(config.vocab_size, config.hidden, tp_group)
+            self.lm_head = head or VocabParallelEmbedding(
+                config.vocab_size, config.hidden, tp_group
+            )
 
     def forward(self, x):
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
             if self.first:
                 positions = torch.arange(x.shape[1], device=x.device)
-                x = self.transformer["wte"](x) + self.transformer["wpe"](positions)  # (B, T) -> (B, T, D)
+                # (B, T) -> (B, T, D)
+                x = self.transformer["wte"](x) + self.transformer["wpe"](positions)
                 x = F.dropout(x, self.dropout, self.training)
             for block in self.transformer["h"].values():
                 x = block(x)
@@ -287,7 +304,9 @@ def gather_state(model, config, mesh, value=lambda parameter: parameter):
                 exchange([(full, 0)], [], mesh.pp_group)
         if stage == 0 and tp_rank == 0:
             if owner > 0:
-                full = torch.empty(shape, dtype=value(next(model.parameters())).dtype, device=_device_of(model))
+                full = torch.empty(
+                    shape, dtype=value(next(model.parameters())).dtype, device=_device_of(model)
+                )
                 exchange([], [(full, owner)], mesh.pp_group)
             state[name] = full
     if stage > 0 or tp_rank > 0:
@@ -307,7 +326,7 @@ def _device_of(model):
     return next(model.parameters()).device
 
 
-# ---- data -----------------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------------------
 
 
 class Data:
@@ -339,11 +358,11 @@ class Data:
 
 
 def load_data(path, seq_len, vocab_size):
-    """Read --data: None is the standard library's sources; a folder, a text file, or a .bin of uint16 tokens.
+    """Read --data: None (the stdlib's sources), a folder, a text file, or a .bin of uint16 tokens.
 
-    Text is its UTF-8 bytes. A folder is split by file, every tenth being for validation; of a single file
-    validation is the last tenth. Raises ValueError for a path that is missing, empty or too short and for a
-    token outside the vocabulary.
+    Text is its UTF-8 bytes. A folder is split by file, every tenth being for validation; of a
+    single file validation is the last tenth. Raises ValueError for a path that is missing, empty or
+    too short and for a token outside the vocabulary.
     """
     folder_given, path = path is not None, Path(path or sysconfig.get_path("stdlib"))
     is_text = path.suffix != ".bin"
@@ -355,14 +374,17 @@ def load_data(path, seq_len, vocab_size):
         parts = [np.frombuffer(part, np.uint8) for part in joined]
     elif path.is_file():
         size = path.stat().st_size // (1 if is_text else 2)
-        tokens = np.memmap(path, np.uint8 if is_text else np.uint16, "r", shape=size) if size else b""
+        tokens = (
+            np.memmap(path, np.uint8 if is_text else np.uint16, "r", shape=size) if size else b""
+        )
         parts = [tokens[: size - size // 10], tokens[size - size // 10 :]]
     else:
         raise ValueError(f"--data {path}: no such file or folder")
     for part, tokens in zip(("training", "validation"), parts):
         if len(tokens) <= seq_len:
             raise ValueError(
-                f"--data {path}: its {part} part has {len(tokens)} tokens, too few for --seq-len {seq_len}"
+                f"--data {path}: its {part} part has {len(tokens)} tokens, "
+                f"too few for --seq-len {seq_len}"
             )
         if (largest := int(tokens.max())) >= vocab_size:
             raise ValueError(f"--data {path}: token {largest} is outside --vocab-size {vocab_size}")
@@ -375,11 +397,11 @@ def _is_wanted(file, folder):
     return file.is_file() and not skipped & set(names) and not any(n.startswith(".") for n in names)
 
 
-# ---- training -------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 def learning_rate(step, steps, warmup, peak):
-    """Linear warm-up over `warmup` steps, then a cosine down to a tenth of the peak. step counts from 0."""
+    """Linear warm-up over `warmup` steps, then a cosine down to peak / 10. step counts from 0."""
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     progress = (step - warmup) / max(1, steps - warmup)
@@ -396,13 +418,15 @@ class Trainer:
         )
         self.stage, self.num_stages = rank_and_size(mesh.pp_group)
         # Dropout masks: alike over tp where activations are, different over dp, cp and pp.
-        mask_seed = args.seed * 2**20 + dist.get_rank(mesh.grad_group) * self.num_stages + self.stage
-        random = ShardedRandomState(mask_seed + 2**40, device, mesh.tp_group)
+        mask_seed = (
+            args.seed * 2**20 + dist.get_rank(mesh.grad_group) * self.num_stages + self.stage
+        )
+        random = ShardedRandomState(mask_seed, device, mesh.tp_group)
         autocast = torch.bfloat16 if args.dtype == "bf16" else None
         self.model = GPT(self.config, mesh.tp_group, self.stage, self.num_stages, random, autocast)
         self.model.to(device)
         initialize(self.model, self.config, args.seed)
-        torch.manual_seed(mask_seed)  # not earlier: building shards of unequal sizes draws unequally
+        torch.manual_seed(mask_seed)  # not earlier: building shards of unequal size draws unequally
         # The loss has its global divisor already, so gradients are summed: divide by 1.
         ddp = DistributedDataParallel(self.model, mesh.grad_group, gradient_divide_factor=1)
         schedule = SCHEDULES[args.schedule](self.num_stages, args.microbatches)
@@ -458,7 +482,8 @@ class Trainer:
     def _run(self, pipeline, inputs, targets):
         """Drive one pipeline step; returns the global loss on every rank."""
         inputs, targets = inputs.to(self.device), targets.to(self.device)
-        # The divisor of the loss: counted tokens of all replicas and microbatches, known before backward.
+        # The divisor of the loss: counted tokens of all replicas and microbatches, known before
+        # backward.
         tokens = (targets != IGNORED).sum()
         all_reduce(tokens, group=self.mesh.grad_group)
         self.tokens = tokens.clamp(min=1)
@@ -472,13 +497,13 @@ class Trainer:
         return self.model.token_losses(logits, targets).sum() / self.tokens
 
     def sum_tied_gradients(self):
-        """The embedding of the first stage and the head of the last are one parameter: sum its gradients."""
+        """The first stage's embedding and the last's head are one parameter: sum its gradients."""
         if self.num_stages > 1 and (self.model.first or self.model.last):
             tied = self.model.transformer["wte"] if self.model.first else self.model.lm_head
             all_reduce(tied.weight.grad, group=self.mesh.embedding_group)
 
     def clip_gradients(self):
-        """Scale gradients so that the norm of all of them, each logical parameter once, is at most grad_clip.
+        """Scale gradients so their joint norm, each logical parameter once, is at most grad_clip.
 
         Returns the norm before.
         """
@@ -502,27 +527,36 @@ class Trainer:
 
 
 @torch.no_grad()
-def sample(trainer, prompt, length, seed=0):
-    """Continue the token ids `prompt` by `length` tokens drawn from the model; the same on every rank.
+def sample(trainer, prompt, length, temperature=1.0, seed=0):
+    """Continue token ids `prompt` by `length` tokens drawn from the model; the same on every rank.
 
-    The largest of logit + Gumbel noise is a draw from the softmax (Gumbel-max), so each rank of tp proposes
-    its best token and no logits are gathered. Collective over pp and tp; replicas need not take part.
+    The largest of logit / temperature + Gumbel noise is a draw from the softmax (Gumbel-max), so
+    each rank of tp proposes its best token and no logits are gathered. Collective over pp and tp;
+    replicas need not take part.
     """
     model, mesh, device, T = trainer.model, trainer.mesh, trainer.device, trainer.config.seq_len
     model.eval()
     _, tp = rank_and_size(mesh.tp_group)
-    pipeline = Pipeline(model, forward_only(trainer.num_stages, 1), lambda logits, _: logits, mesh.pp_group)
+    pipeline = Pipeline(
+        model, forward_only(trainer.num_stages, 1), lambda logits, _: logits, mesh.pp_group
+    )
     last_stage = dist.get_global_rank(mesh.pp_group, trainer.num_stages - 1)
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for _ in range(length):
         window = tokens[-T:]
-        inputs = torch.tensor([window + [0] * (T - len(window))], device=device)  # causal: the rest is unseen
+        # causal: the rest is unseen
+        inputs = torch.tensor([window + [0] * (T - len(window))], device=device)
         logits = pipeline.step(inputs, inputs)
         choice = torch.zeros(2, dtype=torch.float64, device=device)  # value, token
-        noise = -torch.empty(trainer.config.vocab_size).exponential_(generator=generator).log().to(device)
+        noise = (
+            -torch.empty(trainer.config.vocab_size)
+            .exponential_(generator=generator)
+            .log()
+            .to(device)
+        )
         if logits is not None:
-            logits = logits[0, len(window) - 1].double()
+            logits = logits[0, len(window) - 1].double() / temperature
             start = model.lm_head.start
             value, index = (logits + noise[start : start + len(logits)]).max(0)
             choice[0], choice[1] = value, index + start
@@ -534,7 +568,7 @@ def sample(trainer, prompt, length, seed=0):
     return tokens[len(prompt) :]
 
 
-# ---- command line -----------------------------------------------------------------------------------------
+# ---- command line --------------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
@@ -543,35 +577,52 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser():
-    parser = _Parser(prog="hybrid.py", allow_abbrev=False, description="Train a small GPT on many processes.")
+    parser = _Parser(
+        prog="hybrid.py", allow_abbrev=False, description="Train a small GPT on many processes."
+    )
     add = parser.add_argument
     add("--dp", type=int, help="replicas (default: what tp and pp leave of the processes)")
     add("--tp", type=int, default=1, help="ranks that split every matrix")
     add("--pp", type=int, default=1, help="pipeline stages")
-    add("--schedule", choices=SCHEDULES, default="1f1b", help="order of the microbatches in the pipeline")
+    add(
+        "--schedule",
+        choices=SCHEDULES,
+        default="1f1b",
+        help="order of the microbatches in the pipeline",
+    )
     add("--microbatches", type=int, help="microbatches per replica and step (default: pp)")
     add("--layers", type=int, default=4)
     add("--hidden", type=int, default=128)
     add("--heads", type=int, default=4)
-    add("--seq-len", type=int, default=128)
+    add("--seq-len", type=int, default=64)
     add("--vocab-size", type=int, default=256)
     add("--dropout", type=float, default=0.0)
-    add("--batch-size", type=int, default=32, help="sequences per step, over all replicas")
-    add("--steps", type=int, default=500)
-    add("--lr", type=float, default=2e-3, help="peak learning rate")
+    add("--batch-size", type=int, default=16, help="sequences per step, over all replicas")
+    add("--steps", type=int, default=1200)
+    add("--lr", type=float, default=3e-3, help="peak learning rate")
     add("--warmup", type=int, default=20, help="steps of linear warm-up")
     add("--weight-decay", type=float, default=0.1)
-    add("--grad-clip", type=float, default=1.0, help="largest norm of the gradient; 0 does not clip")
+    add(
+        "--grad-clip", type=float, default=1.0, help="largest norm of the gradient; 0 does not clip"
+    )
     add("--seed", type=int, default=0)
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: matrix products; weights stay fp32")
+    add(
+        "--dtype",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="bf16: matrix products; weights stay fp32",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--data", help="text file, folder of text, or .bin of uint16 tokens (default: Python's own sources)")
+    add(
+        "--data",
+        help="text file, folder of text, or .bin of uint16 tokens (default: Python's own sources)",
+    )
     add("--log", help="write one JSON object per step to this file")
     return parser
 
 
 def parse_args(argv, world_size):
-    """The command line, checked and completed. Raises ValueError, one line naming flags and values."""
+    """The checked, completed command line. Raises ValueError, one line naming flags and values."""
     args = _parser().parse_args(argv)
     if args.microbatches is None:
         args.microbatches = args.pp
@@ -615,10 +666,12 @@ def _require_divisible(args, name, divisor):
 
 
 def choose_device(name, local_rank, local_world_size):
-    """The device of this process. Raises ValueError if there are not enough GPUs for --device cuda."""
+    """This process's device. Raises ValueError if there are not enough GPUs for --device cuda."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cuda" and gpus < local_world_size:
-        raise ValueError(f"--device cuda: {local_world_size} processes on this machine, but {gpus} GPUs")
+        raise ValueError(
+            f"--device cuda: {local_world_size} processes on this machine, but {gpus} GPUs"
+        )
     if name == "cpu" or gpus < local_world_size:
         return torch.device("cpu")
     torch.cuda.set_device(local_rank)
@@ -628,8 +681,8 @@ def choose_device(name, local_rank, local_world_size):
 def _refuse(error, rank):
     """One line on rank 0, exit status 2 everywhere.
 
-    The launcher kills all ranks once one has gone; the others leave rank 0 the time to speak, and speak
-    themselves if it does not: the fault may be of their machine alone.
+    The launcher kills all ranks once one has gone; the others leave rank 0 the time to speak, and
+    speak themselves if it does not: the fault may be of their machine alone.
     """
     if rank > 0:
         time.sleep(3)
@@ -650,7 +703,9 @@ def train(args, mesh, device, data, log=None):
     rank, trainer = dist.get_rank(), Trainer(args, mesh, device)
     for step in range(args.steps):
         began = time.perf_counter()
-        inputs, targets = data.batch(step, args.batch_size, args.seq_len, args.seed, trainer.local_rows())
+        inputs, targets = data.batch(
+            step, args.batch_size, args.seq_len, args.seed, trainer.local_rows()
+        )
         metrics = {"step": step + 1, **trainer.step(inputs, targets)}
         metrics["tokens_per_s"] = args.batch_size * args.seq_len / (time.perf_counter() - began)
         metrics["memory_mb"] = peak_memory_mb(device)
@@ -666,8 +721,9 @@ def train(args, mesh, device, data, log=None):
     if rank == 0:
         print(f"validation loss {loss:.4f}")
     if dist.get_rank(mesh.grad_group) == 0:
-        prompt = data.validation[: args.seq_len // 4].tolist()
-        tokens = sample(trainer, prompt, 2 * args.seq_len, args.seed)
+        middle = len(data.validation) // 2
+        prompt = data.validation[middle : middle + args.seq_len // 2].tolist()
+        tokens = sample(trainer, prompt, SAMPLE_LENGTH, SAMPLE_TEMPERATURE, args.seed)
         if rank == 0:
             decode = lambda ids: bytes(ids).decode(errors="replace") if data.is_text else str(ids)
             print(f"---- prompt\n{decode(prompt)}\n---- continuation\n{decode(tokens)}", flush=True)

@@ -1,24 +1,26 @@
-"""Pipeline parallelism: the layers are cut into stages, one per rank, and microbatches flow through them.
+"""Pipeline parallelism: layers are cut into stages, one per rank; microbatches flow through them.
 
-With one batch only one stage works at a time. Cut into m microbatches, the batch fills the pipeline, and what
-stays idle is the filling and the draining, the bubble. Two schedules of 4 stages and 4 microbatches (F takes
-one slot, B two; a dot is an idle slot):
+With one batch only one stage works at a time. Cut into m microbatches, the batch fills the
+pipeline, and what stays idle is the filling and the draining, the bubble. Here p = 4 stages and
+m = 4 microbatches; a forward (F) takes one slot of time, a backward (B) two, a dot is an idle slot:
 
-    GPipe: all forward, then all backward              1F1B: a backward as soon as there is one to do
-    rank 0  F0F1F2F3..................B0B0B1B1...       rank 0  F0F1F2F3............B0B0..B1B1..B2B2..B3B3
-    rank 1  ..F0F1F2F3............B0B0B1B1B2B2...       rank 1  ..F0F1F2......B0B0F3B1B1..B2B2..B3B3..
+    GPipe: all forward, then all backward          1F1B: a backward as soon as there is one to do
+    F0F1F2F3..................B0B0B1B1B2B2B3B3     F0F1F2F3............B0B0..B1B1..B2B2..B3B3
+    ..F0F1F2F3............B0B0B1B1B2B2B3B3....     ..F0F1F2........B0B0F3B1B1..B2B2..B3B3....
+    ....F0F1F2F3......B0B0B1B1B2B2B3B3........     ....F0F1....B0B0F2B1B1F3B2B2..B3B3........
+    ......F0F1F2F3B0B0B1B1B2B2B3B3............     ......F0B0B0F1B1B1F2B2B2F3B3B3............
 
-The bubble is the same, (p-1)(F+B) on every rank, (p-1)/m of the ideal time. What 1F1B saves is memory: a
-stage holds the activations of min(m, p - stage) microbatches, not of m.
+The bubble is the same, (p-1)(F+B) on every rank, (p-1)/m of the ideal time m(F+B). What 1F1B saves
+is memory: a stage holds the activations of min(m, p - stage) microbatches, not of m.
 
-A schedule is data: the list of each rank's actions. One simulator times it, checks it, and derives the one
-global order of messages; one executor runs it. A message is b s h elements per microbatch and boundary, in
-each direction.
+A schedule is data: the list of each rank's actions. One simulator times it, checks it, and derives
+the one global order of messages; one executor runs it. A message is a microbatch's activations,
+batch x sequence x width elements, or their gradient: one each way per microbatch and boundary.
 
-Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019 and "Memory-Efficient Pipeline-Parallel DNN
-Training", 2021 (PipeDream-flush, called 1F1B here and in Megatron-LM).
+Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019 and "Memory-Efficient
+Pipeline-Parallel DNN Training", 2021 (PipeDream-flush, called 1F1B here and in Megatron-LM).
 
-    torchrun --nproc-per-node 4 pipeline.py      simulated and claimed bubble and memory; counted bytes
+    torchrun --nproc-per-node 4 pipeline.py   simulated and claimed bubble and memory; counted bytes
 """
 
 from collections import deque
@@ -29,9 +31,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from collectives import count_bytes, exchange, rank_and_size, run_ranks
+from collectives import barrier, count_bytes, exchange, rank_and_size, run_ranks
 
-# ---- schedules ------------------------------------------------------------------------------------------
+# ---- schedules -----------------------------------------------------------------------------------
 
 
 class Action(NamedTuple):
@@ -60,14 +62,15 @@ def gpipe(num_stages, num_microbatches):
 
 
 def one_f_one_b(num_stages, num_microbatches):
-    """Warm up by as many forwards as there are stages behind; then forward and backward in turn; cool down.
+    """Warm up by as many forwards as stages follow; then forward and backward in turn; cool down.
 
         rank 0   F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5        p = 4, m = 6: the orders, not the times
         rank 1   F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5
         rank 2   F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5
         rank 3   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
 
-    Returns a list of actions per rank. Peak activations: min(m, p - stage). Raises ValueError for sizes below 1.
+    Returns a list of actions per rank. Peak activations: min(m, p - stage). Raises ValueError for
+    sizes below 1.
     """
     _check_sizes(num_stages, num_microbatches)
     schedule = []
@@ -82,12 +85,15 @@ def one_f_one_b(num_stages, num_microbatches):
 
 
 def forward_only(num_stages, num_microbatches):
-    """Evaluation: the forwards alone, under torch.no_grad()."""
+    """Evaluation: the forwards alone; the executor keeps no activations.
+
+    Raises ValueError for sizes below 1.
+    """
     _check_sizes(num_stages, num_microbatches)
     return [[Action("F", m) for m in range(num_microbatches)] for _ in range(num_stages)]
 
 
-# ---- simulator --------------------------------------------------------------------------------------------
+# ---- simulator -----------------------------------------------------------------------------------
 
 
 class Transfer(NamedTuple):
@@ -102,9 +108,9 @@ class Transfer(NamedTuple):
 class Timeline:
     """What a schedule does in time.
 
-    start: per rank, {action: start time}; total: the end of the last action; bubble: idle time per rank;
-    peak: most microbatches per rank whose forward is done and whose backward is not; transfers: all messages
-    in one global order, by the time at which they can leave.
+    start: per rank, {action: start time}; total: the end of the last action; bubble: idle time per
+    rank; peak: most microbatches per rank whose forward is done and whose backward is not;
+    transfers: all messages in one global order, by the time at which they can leave.
     """
 
     start: list
@@ -115,7 +121,7 @@ class Timeline:
 
 
 def _needs(action, stage, num_stages):
-    """The transfer that must have arrived before `action`, or None where the stage has its input already."""
+    """The transfer that must have arrived before `action`; None where the stage has its input."""
     source = stage - 1 if action.kind == "F" else stage + 1
     return Transfer(action, source, stage) if 0 <= source < num_stages else None
 
@@ -129,8 +135,14 @@ def _makes(action, stage, num_stages):
 def simulate(schedule, forward=1.0, backward=2.0, message=0.0):
     """Time a schedule. Every rank does its actions in order, each as soon as its input has arrived.
 
-    Raises ValueError if the schedule cannot finish, naming the action that each rank is stuck at.
+    Raises ValueError if ranks do not have the same actions, each once, and if the schedule cannot
+    finish, naming the action that each rank is stuck at.
     """
+    for stage, actions in enumerate(schedule):
+        if sorted(actions) != sorted(set(schedule[0])):
+            raise ValueError(
+                f"rank {stage} does not have the actions of rank 0, each once: {actions}"
+            )
     num_stages, duration = len(schedule), {"F": forward, "B": backward}
     start, arrival = [{} for _ in schedule], {}
     busy_until, position = [0.0] * num_stages, [0] * num_stages
@@ -140,8 +152,10 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0):
         for stage, actions in enumerate(schedule):
             while position[stage] < len(actions):
                 action = actions[position[stage]]
-                needed = _needs(action, stage, num_stages)
+                needed, own_forward = _needs(action, stage, num_stages), action._replace(kind="F")
                 if needed is not None and needed not in arrival:
+                    break
+                if action.kind == "B" and own_forward not in start[stage]:
                     break
                 begin = max(busy_until[stage], arrival.get(needed, 0.0))
                 start[stage][action] = begin
@@ -153,7 +167,7 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0):
     stuck = {s: a[position[s]] for s, a in enumerate(schedule) if position[s] < len(a)}
     if stuck:
         where = ", ".join(f"rank {s} at {a.kind}{a.microbatch}" for s, a in stuck.items())
-        raise ValueError(f"the schedule cannot finish: {where} waits for an input that never comes")
+        raise ValueError(f"the schedule cannot finish: {where} waiting for what never comes")
     total = max(busy_until)
     work = [sum(duration[action.kind] for action in actions) for actions in schedule]
     return Timeline(
@@ -173,7 +187,21 @@ def _peak_activations(actions):
     return peak
 
 
-# ---- executor -----------------------------------------------------------------------------------------------
+def draw(schedule, forward=1, backward=2):
+    """The timeline as text: a row per rank, a cell per slot of time."""
+    width = len(f"F{max(action.microbatch for action in schedule[0])}")
+    timeline, rows = simulate(schedule, forward, backward), []
+    for rank, start in enumerate(timeline.start):
+        cells = ["." * width] * int(timeline.total)
+        for action, begin in start.items():
+            length = forward if action.kind == "F" else backward
+            for slot in range(int(begin), int(begin) + length):
+                cells[slot] = f"{action.kind}{action.microbatch}".ljust(width)
+        rows.append(f"rank {rank}  " + "".join(cells))
+    return "\n".join(rows)
+
+
+# ---- executor ------------------------------------------------------------------------------------
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER = 8  # int64s that announce a tensor: its dtype, the number of its dims, its shape
@@ -182,37 +210,42 @@ _HEADER = 8  # int64s that announce a tensor: its dtype, the number of its dims,
 class Pipeline:
     """Runs one stage of a schedule: `stage` is this rank's module, `group` has one rank per stage.
 
-    loss_fn(output, target) is called on the last stage and returns the microbatch's share of the loss: the
-    loss of a step is the sum over microbatches, and nothing here divides by their number.
+    loss_fn(output, target) is called on the last stage and returns the microbatch's share of the
+    loss: the loss of a step is the sum over microbatches, and nothing here divides by their number.
     no_sync: a context for every backward but the last, such as DistributedDataParallel.no_sync.
 
-    The transfers of a rank are posted in their global order: a receive as soon as all before it are posted,
-    a send as soon as its tensor exists as well. So both ends of every link agree, the first transfer
-    that is not done always has both its ends posted, and nothing deadlocks, whether sends are buffered (gloo)
-    or meet their receive in issue order (NCCL).
+    The transfers of a rank are posted in their global order: a receive as soon as all before it are
+    posted, a send as soon as its tensor exists as well. So both ends of every link agree, the first
+    transfer that is not done always has both its ends posted, and nothing deadlocks, whether sends
+    are buffered (gloo) or meet their receive in issue order (NCCL).
     Raises ValueError if the schedule is not made for the group's size.
     """
 
     def __init__(self, stage, schedule, loss_fn, group=None, no_sync=nullcontext):
         self.rank, self.num_stages = rank_and_size(group)
         if len(schedule) != self.num_stages:
-            raise ValueError(f"a schedule for {len(schedule)} stages in a group of {self.num_stages} ranks")
+            raise ValueError(
+                f"a schedule for {len(schedule)} stages in a group of {self.num_stages} ranks"
+            )
         self.stage, self.loss_fn, self.group, self.no_sync = stage, loss_fn, group, no_sync
         self.actions = schedule[self.rank]
         self.num_microbatches = 1 + max(action.microbatch for action in self.actions)
         self.last_backward = next((a for a in reversed(self.actions) if a.kind == "B"), None)
         transfers = simulate(schedule).transfers
         self.transfers = [t for t in transfers if self.rank in (t.source, t.destination)]
-        self.device = next(stage.parameters()).device
-        self.input_format = self.output_format = None  # (shape, dtype) of a microbatch at the boundary
+        self.device = next((p.device for p in stage.parameters()), torch.device("cpu"))
+        barrier(group)  # NCCL wants all ranks of a group in its first batch
+        # (shape, dtype) of a microbatch at the boundary
+        self.input_format = self.output_format = None
 
     def step(self, inputs=None, targets=None):
         """Run every action once.
 
-        inputs, targets: (B, ...), cut along B into microbatches; the first stage uses inputs, the last one
-        targets. Gradients are added to the parameters'. Returns the summed loss, detached, on the last stage
-        and None on the others. Raises ValueError if the number of microbatches does not divide B, or a
-        microbatch does not have the shape that the first one ever had.
+        inputs, targets: (B, ...), cut along B into microbatches; the first stage uses inputs, the
+        last one targets. Gradients are added to the parameters'. Returns the summed loss, detached,
+        on the last stage and None on the others. Raises ValueError if the number of microbatches
+        does not divide B, or what a stage passes on is not of the shape and dtype that it first
+        passed on.
         """
         self.inputs, self.targets = self._cut("inputs", inputs), self._cut("targets", targets)
         self.alive = {}  # microbatch -> (input, output) between its forward and its backward
@@ -235,19 +268,20 @@ class Pipeline:
             return None
         if len(batch) % self.num_microbatches:
             raise ValueError(
-                f"{name} has {len(batch)} rows, not divisible by num_microbatches={self.num_microbatches}"
+                f"{name} has {len(batch)} rows, "
+                f"not divisible by num_microbatches={self.num_microbatches}"
             )
         return batch.chunk(self.num_microbatches)
 
     def _forward(self, action, received):
         x = self.inputs[action.microbatch] if received is None else received
-        if received is not None and torch.is_grad_enabled():
+        if received is not None and self.last_backward:
             x.requires_grad_()
         output = self.stage(x)
         if self.rank == self.num_stages - 1:
             output = self.loss_fn(output, self.targets[action.microbatch])
             self.loss = output.detach() + (0 if self.loss is None else self.loss)
-        if torch.is_grad_enabled():
+        if self.last_backward:
             self.alive[action.microbatch] = x, output
         return output.detach().contiguous()
 
@@ -255,7 +289,9 @@ class Pipeline:
         x, output = self.alive.pop(action.microbatch)
         with nullcontext() if action == self.last_backward else self.no_sync():
             torch.autograd.backward(output, grad_output)
-        return None if x.grad is None else x.grad.contiguous()
+        if self.rank == 0:
+            return None
+        return torch.zeros_like(x) if x.grad is None else x.grad
 
     def _post_transfers(self):
         """Post what can be posted without waiting, in the global order."""
@@ -290,14 +326,18 @@ class Pipeline:
     def _announce(self, tensor, destination):
         """Ahead of the first tensor ever, tell the next stage its shape and dtype."""
         if self.output_format is None:
+            if tensor.dtype not in _DTYPES or tensor.ndim > _HEADER - 2:
+                raise ValueError(
+                    f"stage {self.rank} cannot send {tensor.dtype} of {tensor.ndim} dims"
+                )
             self.output_format = tensor.shape, tensor.dtype
             header = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
             header = torch.tensor(header + [0] * (_HEADER - len(header)), device=self.device)
             exchange([(header, destination)], [], self.group)
         if self.output_format != (tensor.shape, tensor.dtype):
             raise ValueError(
-                f"stage {self.rank} made {tuple(tensor.shape)} {tensor.dtype} after its first output was "
-                f"{tuple(self.output_format[0])} {self.output_format[1]}"
+                f"stage {self.rank} made {tuple(tensor.shape)} {tensor.dtype} "
+                f"after its first output was {tuple(self.output_format[0])} {self.output_format[1]}"
             )
 
     def _learn(self, source):
@@ -314,35 +354,21 @@ class Pipeline:
         return buffer
 
 
-# ---- cost ---------------------------------------------------------------------------------------------------
+# ---- cost ----------------------------------------------------------------------------------------
 
 
 def bubble_time(num_stages, forward=1.0, backward=2.0):
-    """Idle time of every rank under GPipe and 1F1B: (p-1)(F+B), whatever the number of microbatches."""
+    """Idle time of every rank under GPipe and 1F1B: (p-1)(F+B), for any number of microbatches."""
     return (num_stages - 1) * (forward + backward)
 
 
 def pipeline_bytes(stage, num_stages, num_microbatches, microbatch_bytes):
-    """Bytes that `stage` sends in a step: activations to the next stage, gradients to the previous one."""
+    """Bytes `stage` sends in a step: activations to the next, gradients to the previous stage."""
     boundaries = (stage < num_stages - 1) + (stage > 0)
     return boundaries * num_microbatches * microbatch_bytes
 
 
-# ---- demonstration --------------------------------------------------------------------------------------------
-
-
-def draw(schedule, forward=1, backward=2):
-    """The timeline as text: a row per rank, a cell per slot of time."""
-    width = len(f"F{max(action.microbatch for action in schedule[0])}")
-    timeline, rows = simulate(schedule, forward, backward), []
-    for rank, start in enumerate(timeline.start):
-        cells = ["." * width] * int(timeline.total)
-        for action, begin in start.items():
-            length = forward if action.kind == "F" else backward
-            for slot in range(int(begin), int(begin) + length):
-                cells[slot] = f"{action.kind}{action.microbatch}".ljust(width)
-        rows.append(f"rank {rank}  " + "".join(cells))
-    return "\n".join(rows)
+# ---- demonstration -------------------------------------------------------------------------------
 
 
 def _demonstrate():
@@ -364,7 +390,9 @@ def _demonstrate():
             pipeline.step(inputs, targets)
         found = [parameter.grad for parameter in layers[rank].parameters()]
         error = max((a - b).abs().max().item() for a, b in zip(found, expected))
-        claimed = pipeline_bytes(rank, world_size, num_microbatches, inputs.nbytes // num_microbatches)
+        claimed = pipeline_bytes(
+            rank, world_size, num_microbatches, inputs.nbytes // num_microbatches
+        )
         timeline = simulate(schedule)
         if rank == 0:
             print(f"{make_schedule.__name__}\n{draw(schedule)}")

@@ -1,21 +1,24 @@
-"""Tensor parallelism: every matrix is split over the ranks of a group, which work on the same tokens.
+"""Tensor parallelism: every matrix is split over a group's ranks, which work on the same tokens.
 
-A linear layer can be split by its outputs (columns) or by its inputs (rows). Columns first and rows next
-need no communication in between, and a non-linearity, or whole attention heads, fit there:
+A linear layer can be split by its outputs (columns) or by its inputs (rows). Columns first and rows
+next need no communication in between, so a non-linearity, or attention over heads, fits there:
 
-    X  --f-->  X A_r  -- GeLU -->  Y_r B_r  --g-->  Z = sum over r of Y_r B_r          A = [A_0 A_1]
-               column-parallel      row-parallel                                       B = [B_0; B_1]
+    X  --f-->  X A_r  -- GeLU -->  Y_r B_r  --g-->  Z = sum over r of Y_r B_r      A = [A_0 A_1]
+               column-parallel      row-parallel                                   B = [B_0; B_1]
 
     f   forward: identity      backward: all-reduce   X's gradient is a sum over the columns' owners
     g   forward: all-reduce    backward: identity     Z is a sum over the rows' owners
 
-Cost per transformer layer (attention and MLP) and step: 2 f and 2 g, so 4 all-reduces of b s h elements,
-8 b s h (t-1)/t elements sent by each of t ranks. Weights, gradients and optimizer state are divided by t.
-The vocabulary is split as well, and the loss is taken where the logits are: b s numbers travel, not b s V.
+Cost per transformer layer (attention and MLP) and step: 2 f and 2 g, so 4 all-reduces of b s h
+elements (batch x sequence x width), 8 b s h (t-1)/t elements sent by each of t ranks. Weights,
+gradients and optimizer state are divided by t. The vocabulary of V tokens is split as well, and the
+loss is taken where the logits are: 3 b s numbers are reduced, not b s V gathered.
 
-Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
+Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
+Parallelism", 2019.
 
-    torchrun --nproc-per-node 4 tensor_parallel.py      claimed and counted bytes; the error against one process
+    torchrun --nproc-per-node 4 tensor_parallel.py      claimed and counted bytes;
+                                                        the error against one process
 """
 
 import torch
@@ -34,20 +37,12 @@ from collectives import (
     run_ranks,
 )
 
-# ---- what a rank holds of a parameter -------------------------------------------------------------------
+# ---- what a rank holds of a parameter ------------------------------------------------------------
 
 
 def shard_sizes(size, world_size):
-    """How `size` rows are dealt out: as evenly as can be, the first ranks taking what is left over."""
+    """How `size` rows are dealt out: as evenly as can be, the first ranks taking the remainder."""
     return [size // world_size + (rank < size % world_size) for rank in range(world_size)]
-
-
-def divide(size, group, what):
-    """size / P, or a ValueError naming `what`, e.g. "out_features"."""
-    _, world_size = rank_and_size(group)
-    if size % world_size:
-        raise ValueError(f"{what}={size} is not divisible by tp={world_size}")
-    return size // world_size
 
 
 def mark_sharded(parameter, dim, blocks=1):
@@ -64,7 +59,7 @@ def is_sharded(parameter):
 
 
 def take_shard(full, parameter, group=None):
-    """This rank's part of the `full` tensor, laid out as `parameter` is. Copies are returned whole."""
+    """This rank's part of `full`, laid out as `parameter` is. Copies are returned whole."""
     if not is_sharded(parameter):
         return full
     rank, world_size = rank_and_size(group)
@@ -76,7 +71,7 @@ def take_shard(full, parameter, group=None):
 
 
 def gather_shards(local, parameter, full_shape, group=None):
-    """The inverse: the full tensor from every rank's `local`, which is `parameter` or its gradient, say."""
+    """The inverse: the full tensor from every rank's `local`, say `parameter` or its gradient."""
     if not is_sharded(parameter):
         return local.detach().clone()
     _, world_size = rank_and_size(group)
@@ -88,20 +83,25 @@ def gather_shards(local, parameter, full_shape, group=None):
     return torch.cat(parts, dim + 1).flatten(dim, dim + 1)
 
 
-# ---- linear layers --------------------------------------------------------------------------------------
+# ---- linear layers -------------------------------------------------------------------------------
 
 
 class ColumnParallelLinear(nn.Module):
-    """Y_r = X A_r + b_r: X (..., in) is the same on every rank, Y_r (..., out/P) this rank's outputs.
+    """Y_r = X A_r + b_r: X (..., in) is equal on every rank, Y_r (..., out/P) this rank's outputs.
 
-    blocks: how many equal blocks the outputs consist of, each of which is split (3 for fused q, k, v).
-    Raises ValueError if P does not divide out_features / blocks.
+    blocks: how many equal blocks the outputs consist of, each of which is split (3 for fused q, k,
+    v). Raises ValueError if blocks x P does not divide out_features.
     """
 
     def __init__(self, in_features, out_features, bias=True, blocks=1, group=None):
         super().__init__()
         self.group = group
-        local = blocks * divide(out_features // blocks, group, "out_features")
+        _, tp = rank_and_size(group)
+        if out_features % (blocks * tp):
+            raise ValueError(
+                f"out_features={out_features} is not divisible by blocks={blocks} x tp={tp}"
+            )
+        local = out_features // tp
         self.weight = nn.Parameter(torch.empty(local, in_features))
         self.bias = nn.Parameter(torch.empty(local)) if bias else None
         mark_sharded(self.weight, 0, blocks)
@@ -115,7 +115,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Z = sum over r of X_r B_r, + b: X_r (..., in/P) is this rank's inputs, Z (..., out) the same on all.
+    """Z = sum_r (X_r B_r) + b: X_r (..., in/P) is this rank's inputs, Z (..., out) the same on all.
 
     Raises ValueError if P does not divide in_features.
     """
@@ -123,7 +123,10 @@ class RowParallelLinear(nn.Module):
     def __init__(self, in_features, out_features, bias=True, group=None):
         super().__init__()
         self.group = group
-        self.weight = nn.Parameter(torch.empty(out_features, divide(in_features, group, "in_features")))
+        _, tp = rank_and_size(group)
+        if in_features % tp:
+            raise ValueError(f"in_features={in_features} is not divisible by tp={tp}")
+        self.weight = nn.Parameter(torch.empty(out_features, in_features // tp))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         mark_sharded(self.weight, 1)
         nn.init.normal_(self.weight, std=in_features**-0.5)
@@ -134,14 +137,15 @@ class RowParallelLinear(nn.Module):
         return output if self.bias is None else output + self.bias
 
 
-# ---- vocabulary: embedding and loss -----------------------------------------------------------------------
+# ---- vocabulary: embedding and loss --------------------------------------------------------------
 
 
 class VocabParallelEmbedding(nn.Module):
     """An embedding (V, D) of which a rank holds the rows of its part of the vocabulary.
 
-    A rank looks up the tokens it owns and puts zeros for the others; the sum over the ranks is complete.
-    Any V will do: sizes differ by one where P does not divide it. Raises ValueError if V < P.
+    A rank looks up the tokens it owns and puts zeros for the others; the sum over the ranks is
+    complete. Any V will do: sizes differ by one where P does not divide it. Tokens are not checked:
+    one outside the vocabulary has a zero embedding. Raises ValueError if V < P.
     """
 
     def __init__(self, num_embeddings, embedding_dim, group=None):
@@ -162,7 +166,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """forward: log sum exp(logits) - logits[target], over all ranks' columns; backward: softmax - one-hot"""
+    """forward: log sum exp(logits) - logits[target], over all ranks' columns;
+    backward: softmax - one-hot
+    """
 
     @staticmethod
     def forward(ctx, logits, target, start, ignore_index, group):
@@ -198,28 +204,31 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(logits, target, vocab_start=0, ignore_index=-100, group=None):
     """Cross-entropy of each token, from logits that stay split over the vocabulary.
 
-    logits: (N, V_r), the columns from `vocab_start` on; target: (N,) token ids, the same on every rank.
-    Returns (N,) losses, in fp32 or better, the same on every rank; zero where target is `ignore_index`.
-    3 N numbers are reduced over the group; the logits are never gathered.
+    logits: (N, V_r), the columns from `vocab_start` on; target: (N,) token ids, the same on every
+    rank. Returns (N,) losses, in fp32 or better, the same on every rank; zero where target is
+    `ignore_index`. 3 N numbers are reduced over the group; the logits are never gathered.
     """
     return _VocabParallelCrossEntropy.apply(logits, target, vocab_start, ignore_index, group)
 
 
-# ---- dropout ------------------------------------------------------------------------------------------------
+# ---- dropout -------------------------------------------------------------------------------------
 
 
 class ShardedRandomState:
     """A second random state, for what is split over the group: `with state: F.dropout(...)`.
 
-    Activations that all ranks hold must lose the same elements on each: they use PyTorch's global state,
-    seeded alike over the group. Inside attention each rank has heads of its own, and equal masks would
-    repeat one pattern over the heads: there this state replaces the global one, seeded by rank as well.
+    Activations that all ranks hold must lose the same elements on each: they use PyTorch's global
+    state, seeded alike over the group. Inside attention each rank has heads of its own, and equal
+    masks would repeat one pattern over the heads: there this state replaces the global one, seeded
+    by rank as well. Uses do not nest.
     """
 
     def __init__(self, seed, device, group=None):
         rank, world_size = rank_and_size(group)
         self.module = torch.cuda if torch.device(device).type == "cuda" else torch
-        self.state = torch.Generator(device).manual_seed(seed * world_size + rank).get_state()
+        self.state = (
+            torch.Generator(device).manual_seed(2**40 + seed * world_size + rank).get_state()
+        )
 
     def __enter__(self):
         self.outside = self.module.get_rng_state()
@@ -230,22 +239,26 @@ class ShardedRandomState:
         self.module.set_rng_state(self.outside)
 
 
-# ---- cost ---------------------------------------------------------------------------------------------------
+# ---- cost ----------------------------------------------------------------------------------------
 
 
 def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4):
-    """Bytes that one rank sends for one transformer layer, forward and backward: 8 b s h (t-1)/t elements."""
+    """Bytes a rank sends per transformer layer, forward and backward: 8 b s h (t-1)/t elements."""
     return 4 * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
 
 
-# ---- demonstration --------------------------------------------------------------------------------------------
+# ---- demonstration -------------------------------------------------------------------------------
 
 
 def _demonstrate():
     rank, world_size = rank_and_size()
     B, T, D, V = 2, 16, 64 * world_size, 101
     torch.manual_seed(0)
-    weights = {"up": torch.randn(4 * D, D), "down": torch.randn(D, 4 * D), "head": torch.randn(V, D)}
+    weights = {
+        "up": torch.randn(4 * D, D),
+        "down": torch.randn(D, 4 * D),
+        "head": torch.randn(V, D),
+    }
     weights = {name: (w * D**-0.5).double().requires_grad_() for name, w in weights.items()}
     x, target = torch.randn(B * T, D, dtype=torch.float64), torch.randint(V, (B * T,))
     y = x + F.linear(F.gelu(F.linear(x, weights["up"])), weights["down"])
@@ -272,7 +285,9 @@ def _demonstrate():
     error = max((a - b).abs().max().item() for a, b in zip(gathered, expected))
     if rank == 0:
         claimed = all_reduce_bytes(B * T * D * 8, world_size)
-        print(f"{world_size} ranks, MLP forward: claimed {claimed} bytes, counted {counted_forward}")
+        print(
+            f"{world_size} ranks, MLP forward: claimed {claimed} bytes, counted {counted_forward}"
+        )
         print(f"largest difference from one process's gradients: {error:.1e}")
 
 

@@ -1,4 +1,4 @@
-"""The oracle: GPT-2's architecture and a training step in plain torch.nn, one process, no parallelism."""
+"""Oracle: GPT-2's architecture and a training step, plain torch.nn, one process, no parallelism."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,10 @@ class Attention(nn.Module):
 
     def forward(self, x):
         B, T, D = x.shape
-        q, k, v = (part.view(B, T, self.heads, -1).transpose(1, 2) for part in self.c_attn(x).split(D, dim=2))
+        q, k, v = (
+            part.view(B, T, self.heads, -1).transpose(1, 2)
+            for part in self.c_attn(x).split(D, dim=2)
+        )
         scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
         future = torch.ones(T, T, dtype=torch.bool).triu(1)
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
@@ -55,18 +58,23 @@ class ReferenceGPT(nn.Module):
 
 
 class ReferenceTraining:
-    """AdamW with clipping, on whole batches. step() returns the loss and the norm; .gradients are unclipped."""
+    """Clipped AdamW, on whole batches. step() returns loss and norm; .gradients are unclipped."""
 
     def __init__(self, model, rates, weight_decay, grad_clip):
         self.model, self.rates, self.grad_clip = model, iter(rates), grad_clip
         matrices = [p for p in model.parameters() if p.ndim == 2]
         vectors = [p for p in model.parameters() if p.ndim == 1]
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
     def step(self, inputs, targets):
         self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-100)
+        loss = F.cross_entropy(
+            self.model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-100
+        )
         loss.backward()
         self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip or float("inf"))

@@ -1,4 +1,4 @@
-"""Collectives against sums of integers, torch.distributed's own, and one process that plays every rank."""
+"""Collectives against sums of integers, torch.distributed's own, and one process's autograd."""
 
 import ast
 import io
@@ -55,7 +55,7 @@ REDUCED = {
 
 
 def _integers(*shape, dtype=torch.float64, seed=0):
-    """-2..2: up to eight of them have the same sum and product, exactly, in every dtype. Row r is rank r's."""
+    """-2..2: eight of them have an exact sum and product in every dtype. Row r is rank r's."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=generator).to(dtype)
 
@@ -142,7 +142,10 @@ def test_every_collective_in_the_background(world_size):
 
 def _theirs(name):
     """torch.distributed's own; before torch 2.13 the *_single had longer names."""
-    older = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
+    older = {
+        "all_gather_single": "all_gather_into_tensor",
+        "reduce_scatter_single": "reduce_scatter_tensor",
+    }
     return getattr(dist, name, None) or getattr(dist, older[name])
 
 
@@ -151,33 +154,819 @@ def _compare_with_torch_distributed():
     for seed, dtype in enumerate([torch.float32, torch.float64, torch.int64]):
         full = (10 * _normal(world_size, world_size * 7, seed=seed)[rank]).to(dtype)
         shard = full[:7].clone()
-        calls = [
-            lambda ours: (all_reduce if ours else dist.all_reduce)(ours_or_theirs(full)),
-            lambda ours: (reduce_scatter_single if ours else _theirs("reduce_scatter_single"))(
-                ours_or_theirs(shard), full
-            ),
-            lambda ours: (all_gather_single if ours else _theirs("all_gather_single"))(
-                ours_or_theirs(full), shard
-            ),
-            lambda ours: (all_to_all_single if ours else dist.all_to_all_single)(
-                ours_or_theirs(full), full
-            ),
-            lambda ours: (broadcast if ours else dist.broadcast)(
-                ours_or_theirs(full), world_size - 1
-            ),
-        ]
-        for call in calls:
-            outputs = []
-
-            def ours_or_theirs(like):
-                outputs.append(like.clone())
-                return outputs[-1]
-
-            call(True)
-            call(False)
-            torch.testing.assert_close(*outputs)
+        for ours, theirs, output, *arguments in [
+            (all_reduce, dist.all_reduce, full),
+            (reduce_scatter_single, _theirs("reduce_scatter_single"), shard, full),
+            (all_gather_single, _theirs("all_gather_single"), full, shard),
+            (all_to_all_single, dist.all_to_all_single, full, full),
+            (broadcast, dist.broadcast, full, world_size - 1),
+        ]:
+            actual, expected = output.clone(), output.clone()
+            ours(actual, *arguments)
+            theirs(expected, *arguments)
+            torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_values_are_those_of_torch_distributed(world_size):
     run(world_size, _compare_with_torch_distributed)
+
+
+def _reduced_noise():
+    rank, world_size = rank_and_size()
+    reduced = []
+    for length in (1, world_size - 1, 1000):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
+                reduced.append(_normal(world_size, length, dtype=dtype)[rank])
+                all_reduce(reduced[-1], op)
+    return reduced
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 6])
+def test_all_reduce_leaves_the_same_bits_on_every_rank(world_size):
+    first, *others = run(world_size, _reduced_noise)
+    for other in others:
+        for actual, expected in zip(other, first, strict=True):
+            _same(actual, expected)
+
+
+def _reduce_odd_tensors():
+    rank, world_size = rank_and_size()
+    large = 2**53 + 1  # no float holds it
+    tensor = torch.full((3,), large + rank)
+    all_reduce(tensor)
+    assert tensor.tolist() == [world_size * large + sum(range(world_size))] * 3
+    scalar = torch.tensor(float(rank))
+    all_reduce(scalar)
+    assert scalar.shape == () and scalar.item() == sum(range(world_size))
+    parameter = torch.nn.Parameter(torch.full((2, 3), float(rank)))
+    broadcast(parameter, world_size - 1)
+    all_reduce(parameter, async_op=True).wait()
+    assert parameter.is_leaf and parameter.requires_grad
+    assert (parameter == world_size * (world_size - 1)).all()
+
+
+def test_large_integers_scalars_and_parameters():
+    run(3, _reduce_odd_tensors)
+
+
+# ---- groups -------------------------------------------------------------------------------------
+
+
+def _in_disjoint_groups():
+    groups = {members: dist.new_group(members) for members in [(1, 4, 5), (0, 2, 3)]}
+    group = next(group for group in groups.values() if dist.get_rank(group) >= 0)
+    _check_values([0, 2, 5], [torch.float32, torch.int64], group)
+    _check_values([4], [torch.float32], group, async_op=True)
+    barrier(group)
+
+
+def test_two_disjoint_groups_at_once():
+    run(6, _in_disjoint_groups)
+
+
+def _in_rows_and_columns():
+    mesh = torch.arange(6).view(2, 3)
+    rows, columns = ([dist.new_group(m) for m in lines.tolist()] for lines in (mesh, mesh.T))
+    row, column = dist.get_rank() // 3, dist.get_rank() % 3
+    everyone = _integers(6, 50)
+    along_row, along_column = everyone[dist.get_rank()].clone(), everyone[dist.get_rank()].clone()
+    works = [
+        all_reduce(along_row, group=rows[row], async_op=True),
+        all_reduce(along_column, group=columns[column], async_op=True),
+    ]
+    for work in reversed(works):
+        work.wait()
+    _same(along_row, everyone[mesh[row]].sum(0))
+    _same(along_column, everyone[mesh[:, column]].sum(0))
+
+
+def test_groups_that_share_a_rank():
+    run(6, _in_rows_and_columns)
+
+
+def _in_reordered_group():
+    try:
+        group = dist.new_group([3, 0, 2], sort_ranks=False)
+    except TypeError:  # before torch 2.13 a group's ranks are always sorted
+        group = dist.new_group([3, 0, 2])
+    if dist.get_rank() != 1:
+        _check_values([1, 5], [torch.float64], group)
+
+
+def test_ranks_are_those_of_the_group_and_src_is_global():
+    run(4, _in_reordered_group)
+
+
+# ---- layouts ------------------------------------------------------------------------------------
+
+
+def _strided_layouts(*shape):
+    """Views of this shape that do not cover their memory row by row, each with that memory."""
+    gaps = torch.full((*shape[:-1], 2 * shape[-1]), 99.0)
+    yield gaps[..., ::2], gaps
+    transposed = torch.full(shape[::-1], 99.0)
+    yield transposed.permute(*range(len(shape))[::-1]), transposed
+
+
+def _into_strided_tensors(async_op):
+    rank, world_size = rank_and_size()
+    everyone = _integers(world_size, world_size, 2, 3, dtype=torch.float32)
+    total = everyone.sum(0)
+    for output, memory in _strided_layouts(world_size, 2, 3):
+        for input, _ in _strided_layouts(world_size, 2, 3):
+            for collective, expected, *arguments in [
+                (all_reduce, total),
+                (broadcast, everyone[-1], world_size - 1),
+                (all_gather_single, everyone[:, 0], input[0]),
+                (all_to_all_single, everyone[:, rank], input),
+            ]:
+                output.copy_(everyone[rank])
+                input.copy_(everyone[rank])
+                _wait(collective(output, *arguments, async_op=async_op))
+                _same(output, expected)
+                _same(input, everyone[rank])
+                assert (memory == 99).sum() == memory.numel() - output.numel()
+    for output, _ in _strided_layouts(2, 3):
+        for input, _ in _strided_layouts(world_size, 2, 3):
+            input.copy_(everyone[rank])
+            _wait(reduce_scatter_single(output, input, async_op=async_op))
+            _same(output, total[rank])
+            _same(input, everyone[rank])
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_result_reaches_a_tensor_that_is_not_contiguous(world_size, async_op):
+    run(world_size, _into_strided_tensors, async_op)
+
+
+# ---- all-to-all with splits ---------------------------------------------------------------------
+
+
+def _split_matrix(world_size, seed):
+    """How many rows rank i (row) sends to rank j; rank 0 sends none, the last one gets none."""
+    sizes = _integers(world_size, world_size, seed=seed).abs().long()
+    sizes[0, :], sizes[:, -1] = 0, 0
+    return sizes
+
+
+def _rows_to_send(sizes, seed):
+    """For each rank the pieces that it sends, of 3 elements a row."""
+    return [
+        [_normal(n, 3, seed=seed + 100 * i + j) for j, n in enumerate(row)]
+        for i, row in enumerate(sizes.tolist())
+    ]
+
+
+def _exchange_rows():
+    rank, world_size = rank_and_size()
+    for seed in range(10):
+        sizes = _split_matrix(world_size, seed)
+        pieces = _rows_to_send(sizes, seed)
+        input = torch.cat(pieces[rank])
+        output = torch.empty(int(sizes[:, rank].sum()), 3, dtype=torch.float64)
+        splits = sizes[:, rank].tolist(), sizes[rank].tolist()
+        with count_bytes() as traffic:
+            _wait(all_to_all_single(output, input, *splits, async_op=seed % 2 == 1))
+        _same(output, torch.cat([row[rank] for row in pieces]))
+        _same(input, torch.cat(pieces[rank]))
+        assert traffic.bytes() == 24 * int(sizes[rank].sum() - sizes[rank, rank])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+def test_all_to_all_with_splits_and_ranks_without_rows(world_size):
+    run(world_size, _exchange_rows)
+
+
+# ---- barrier ------------------------------------------------------------------------------------
+
+
+def _meet(folder):
+    rank, world_size = rank_and_size()
+    for late in range(world_size):
+        time.sleep(0.02 * (rank == late))
+        (folder / f"{late}.{rank}").touch()
+        barrier()
+        for other in range(world_size):
+            assert (folder / f"{late}.{other}").exists(), f"rank {rank} left before {other} came"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+def test_barrier_waits_for_the_last_rank(world_size, tmp_path):
+    run(world_size, _meet, tmp_path)
+
+
+# ---- in the background --------------------------------------------------------------------------
+
+
+@contextmanager
+def _background_held():
+    """No background thread sends or receives anything before the event that this gives is set."""
+    gate, post = threading.Event(), dist.batch_isend_irecv
+
+    def held(batch):
+        if threading.current_thread() is not threading.main_thread():
+            gate.wait(20)
+        return post(batch)
+
+    with patch.object(dist, "batch_isend_irecv", held):
+        yield gate
+
+
+def _keep_order():
+    rank, world_size = rank_and_size()
+    second = dist.new_group(range(world_size))
+    everyone = _integers(world_size, 7)
+    total = everyone.sum(0)
+    x, y = everyone[rank].clone(), everyone[rank].clone()
+    gathered = torch.empty(world_size, 7, dtype=torch.float64)
+    with _background_held() as gate:
+        works = [
+            all_reduce(x, async_op=True),
+            all_reduce(y, group=second, async_op=True),
+            all_reduce(x, async_op=True),
+            all_gather_single(gathered, x, async_op=True),
+            broadcast(y, world_size - 1, second, async_op=True),
+        ]
+        assert not any(work.is_completed() for work in works)
+        _same(x, everyone[rank])
+        threading.Timer(0.05, gate.set).start()
+        all_reduce(x)
+        assert all(work.is_completed() for work in (works[0], works[2], works[3]))
+        barrier(second)
+        assert all(work.is_completed() for work in works)
+    for work in reversed(works):
+        work.wait()
+        work.wait()
+    _same(x, total * world_size**2)
+    _same(gathered, (total * world_size).expand(world_size, 7))
+    _same(y, total)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_operations_of_a_group_keep_their_order(world_size):
+    run(world_size, _keep_order)
+
+
+def _overlap_groups():
+    rank, world_size = rank_and_size()
+    second = dist.new_group(range(world_size))
+    x, y = torch.ones(5), torch.ones(5)
+    with _background_held() as gate:
+        work = all_reduce(x, async_op=True)
+        all_reduce(y, group=second)
+        assert (y == world_size).all() and not work.is_completed()
+        gate.set()
+        work.wait()
+    assert (x == world_size).all()
+
+
+def test_groups_do_not_wait_for_each_other():
+    run(3, _overlap_groups)
+
+
+def _break_the_link():
+    tensor = torch.ones(4)
+    with patch.object(dist, "batch_isend_irecv", side_effect=ConnectionError("the link is down")):
+        works = [all_reduce(tensor, async_op=True) for _ in range(2)]
+        for work in [*works, works[0]]:
+            with pytest.raises(ConnectionError, match="the link is down"):
+                work.wait()
+            assert work.is_completed()
+    all_reduce(tensor, async_op=True).wait()
+    assert (tensor == 2).all()
+
+
+def test_an_error_in_the_background_arises_in_wait():
+    run(2, _break_the_link)
+
+
+def _background_threads():
+    def use_a_group():
+        group = dist.new_group(range(dist.get_world_size()))
+        all_reduce(torch.ones(3), group=group, async_op=True).wait()
+        barrier()
+        dist.destroy_process_group(group)
+
+    before = threading.active_count()
+    for _ in range(3):
+        use_a_group()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return threading.active_count() - before
+
+
+def test_the_thread_of_a_group_ends_with_it():
+    assert run(2, _background_threads) == [0, 0]
+
+
+def _reduce_inference_tensor():
+    with torch.inference_mode():
+        tensor = torch.ones(4)
+        all_reduce(tensor, async_op=True).wait()
+
+
+def test_all_reduce_of_inference_tensors_in_the_background():
+    run(2, _reduce_inference_tensor)
+
+
+# ---- messages -----------------------------------------------------------------------------------
+
+
+def _message(source, target, k):
+    dtype = DTYPES[(source + target + k) % len(DTYPES)]
+    seed = 100 * source + 10 * target + k
+    return _integers((source + 2 * target + k) % 4, 1 + k, dtype=dtype, seed=seed)
+
+
+def _exchange_messages(members):
+    group = dist.new_group(members)
+    if dist.get_rank() not in members:
+        return
+    rank, world_size = rank_and_size(group)
+    peers = [peer for peer in range(world_size) if peer != rank]
+    sent, received, works = {}, {}, []
+    with count_bytes() as traffic:
+        for async_op in (True, False):
+            keys = [(peer, 3 * async_op + i) for i in range(3) for peer in peers]
+            sends = [(_message(rank, peer, k), peer) for peer, k in keys]
+            receives = [(torch.empty_like(_message(peer, rank, k)), peer) for peer, k in keys]
+            sent.update(zip(keys, sends))
+            received.update(zip(keys, receives))
+            works.append(exchange(sends, receives, group, async_op))
+    assert works[1] is None
+    works[0].wait()
+    for (peer, k), (tensor, _) in received.items():
+        _same(tensor, _message(peer, rank, k))
+        _same(sent[peer, k][0], _message(rank, peer, k))
+    sizes = [tensor.nbytes for tensor, _ in sent.values() if tensor.numel()]
+    assert traffic.bytes("exchange", group) == traffic.bytes() == sum(sizes)
+    assert traffic.messages("exchange", group) == traffic.messages() == len(sizes)
+
+
+@pytest.mark.parametrize("members", [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [1, 3]])
+def test_exchange_of_several_messages_on_each_link(members):
+    run(4, _exchange_messages, members)
+
+
+def _send_to_a_rank_that_comes_later():
+    rank = dist.get_rank()
+    outgoing, incoming = torch.full((3,), float(rank)), torch.empty(3)
+    if rank == 1:
+        dist.barrier()
+    work = exchange([(outgoing, 1 - rank)], [(incoming, 1 - rank)], async_op=True)
+    if rank == 0:
+        dist.barrier()
+    work.wait()
+    assert (incoming == 1 - rank).all()
+
+
+def test_an_asynchronous_exchange_does_not_wait_for_the_peer():
+    run(2, _send_to_a_rank_that_comes_later)
+
+
+def _exchange_while_reducing():
+    rank = dist.get_rank()
+    x, outgoing, incoming = torch.ones(4), torch.full((2,), 10.0 + rank), torch.empty(2)
+    with _background_held() as gate:
+        if rank == 1:
+            gate.set()
+        work = all_reduce(x, async_op=True)
+        if rank == 1:
+            time.sleep(0.2)
+        threading.Timer(0.5, gate.set).start()
+        exchange([(outgoing, 1 - rank)], [(incoming, 1 - rank)])
+        work.wait()
+    assert (x == 2).all() and (incoming == 11 - rank).all(), (x, incoming)
+
+
+def test_exchange_keeps_its_place_among_the_operations_of_a_group():
+    run(2, _exchange_while_reducing)
+
+
+# ---- cost ---------------------------------------------------------------------------------------
+
+
+def _count(elements, dtype):
+    """Name -> (bytes, messages) that this rank sends for a full tensor of `elements`."""
+    world_size = dist.get_world_size()
+    full = torch.zeros(elements, dtype=dtype)
+    pieces = full.tensor_split(world_size)
+    calls = {
+        "all_reduce": (full,),
+        "all_gather": (pieces, pieces[dist.get_rank()].clone()),
+        "broadcast": (full,),
+        "barrier": (),
+    }
+    if elements % world_size == 0:
+        shard = full[: elements // world_size].clone()
+        calls["reduce_scatter_single"] = shard, full
+        calls["all_gather_single"] = full, shard
+        calls["all_to_all_single"] = full, full.clone()
+    with count_bytes() as traffic:
+        for name, arguments in calls.items():
+            getattr(collectives, name)(*arguments)
+    counts = {name: (traffic.bytes(name), traffic.messages(name)) for name in calls}
+    assert traffic.bytes() == sum(nbytes for nbytes, _ in counts.values())
+    return counts
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+def test_each_rank_sends_the_bytes_of_the_formulas(world_size, dtype):
+    nbytes = 60 * dtype.itemsize
+    ring = nbytes * (world_size - 1) // world_size
+    rounds = (world_size - 1).bit_length()
+    counts = run(world_size, _count, 60, dtype)
+    for count in counts:
+        assert count.pop("all_reduce") == (2 * ring, 2 * (world_size - 1))
+        assert count["broadcast"][0] <= rounds * nbytes
+        assert count.pop("barrier") == (rounds, rounds)
+    assert sum(count.pop("broadcast")[0] for count in counts) == (world_size - 1) * nbytes
+    for count in counts:
+        assert len(count) == 4 and set(count.values()) == {(ring, world_size - 1)}
+    assert reduce_scatter_bytes(nbytes, world_size) == all_gather_bytes(nbytes, world_size) == ring
+    assert all_reduce_bytes(nbytes, world_size) == 2 * ring
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 6])
+def test_all_ranks_together_send_no_byte_more_when_lengths_do_not_divide(world_size):
+    for elements in (0, 1, world_size - 1, 5 * world_size + 1):
+        counts = run(world_size, _count, elements, torch.float32)
+        total = Counter()
+        for count in counts:
+            total.update({name: count[name][0] for name in count})
+        assert total["all_reduce"] == 2 * (world_size - 1) * 4 * elements
+        assert total["all_gather"] == total["broadcast"] == (world_size - 1) * 4 * elements
+
+
+def _nest_counters():
+    second = dist.new_group([0, 1])
+    x, y = torch.zeros(6), torch.zeros(6)  # all-reduced by two ranks: 24 bytes sent
+    with _background_held() as gate:
+        early = all_reduce(x, async_op=True)
+        with count_bytes() as outer:
+            with count_bytes() as first:
+                all_reduce(y, group=second)
+            assert first.bytes_by == outer.bytes_by
+            with count_bytes() as inner:
+                late = all_reduce(x, async_op=True)
+                broadcast(y, 0, second)
+            gate.set()
+            early.wait()
+            late.wait()
+            barrier(second)
+    assert inner.bytes("all_reduce") == inner.bytes(group=dist.group.WORLD) == 24
+    assert inner.bytes("broadcast") == inner.bytes(group=second) == 24 * (dist.get_rank() == 0)
+    assert inner.bytes("broadcast", dist.group.WORLD) == inner.bytes("barrier") == 0
+    assert outer.bytes() == 24 + inner.bytes() + 1
+    assert outer.bytes("all_reduce") == 48 and outer.bytes("all_reduce", second) == 24
+    assert outer.messages("all_reduce") == 4 and outer.messages("all_reduce", second) == 2
+
+
+def test_counters_nest_and_count_what_began_inside():
+    run(2, _nest_counters)
+
+
+def _demonstration():
+    with redirect_stdout(io.StringIO()) as printed:
+        collectives._demonstrate()
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_the_demonstration_counts_what_it_claims(world_size):
+    printed, *others = run(world_size, _demonstration)
+    rows = re.findall(r"^(\w+) +(\d+) +(\d+) +\d+$", printed, re.M)
+    assert len(rows) == 4 and not any(others)
+    for operation, claimed, counted in rows:
+        assert claimed == counted, operation
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+
+def _raise_value_errors():
+    x = torch.zeros
+    for call, words in [
+        (lambda: all_reduce(x(2), "sum"), "op=sum"),
+        (lambda: all_reduce(x(2), ReduceOp.BAND), "op=.*BAND"),
+        (lambda: all_reduce(x(2).long(), ReduceOp.AVG), "AVG.*dtype=torch.int64"),
+        (lambda: reduce_scatter_single(x(2), x(5)), r"\(5,\).*world_size=2.*\(2,\)"),
+        (lambda: reduce_scatter_single(x(2), x(4).double()), "torch.float32.*torch.float64"),
+        (lambda: reduce_scatter_single(x(2).int(), x(4).int(), ReduceOp.AVG), "AVG.*torch.int32"),
+        (lambda: all_gather_single(x(5), x(2)), r"\(5,\).*5 elements.*\(2,\).*4"),
+        (lambda: all_gather_single(x(4).half(), x(2)), "torch.float16.*torch.float32"),
+        (lambda: all_gather([x(2)], x(2)), r"len\(tensor_list\)=1.*world_size=2"),
+        (lambda: all_gather([x(3), x(3)], x(2)), r"\(3,\).*\(2,\)"),
+        (lambda: all_gather([x(2), x(2)], x(2).int()), "torch.float32.*torch.int32"),
+        (lambda: all_to_all_single(x(3), x(4)), "output has 3 rows.*world_size=2"),
+        (lambda: all_to_all_single(x(4), x(3)), "input has 3 rows.*world_size=2"),
+        (lambda: all_to_all_single(x(4), x(4), [1, 2]), r"output_split_sizes=\[1, 2\].*sum 4"),
+        (lambda: all_to_all_single(x(4), x(4), None, [4]), r"input_split_sizes=\[4\].*size=2"),
+        (lambda: all_to_all_single(x(4), x(4), [1, 3], [3, 1]), "rank [01] .*[13] .*[13]"),
+        (lambda: all_to_all_single(x(4), x(4).int()), "torch.float32.*torch.int32"),
+        (lambda: scatter_to_group(x(4, 3), -1), r"dim 1 of \(4, 3\).*world_size=2"),
+        (lambda: reduce_scatter_to_group(x(3, 4), 0), r"dim 0 of \(3, 4\).*world_size=2"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            call()
+    alone = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
+    with pytest.raises(ValueError, match=str(1 - dist.get_rank())):
+        broadcast(x(2), 1 - dist.get_rank(), alone)
+
+
+def test_value_errors_name_the_values():
+    run(2, _raise_value_errors)
+
+
+def _broadcast_from_nowhere():
+    with pytest.raises(ValueError, match="7"):
+        broadcast(torch.zeros(2), 7)
+
+
+def test_broadcast_from_outside_the_world_is_a_value_error():
+    run(2, _broadcast_from_nowhere)
+
+
+def _gather_into_strided_list():
+    with pytest.raises(ValueError):
+        all_gather([torch.zeros(3, 2).T for _ in range(2)], torch.zeros(2, 3))
+
+
+def test_all_gather_into_entries_that_are_not_contiguous_is_a_value_error():
+    run(2, _gather_into_strided_list)
+
+
+def _exchange_rows_of_other_widths():
+    with pytest.raises(ValueError):
+        all_to_all_single(torch.zeros(4, 3), torch.zeros(6, 2), [2, 2], [3, 3])
+
+
+def test_all_to_all_between_rows_of_other_widths_is_a_value_error():
+    run(2, _exchange_rows_of_other_widths)
+
+
+# ---- derivatives --------------------------------------------------------------------------------
+
+# what it does to the list of every rank's x; x is the same on all ranks; y is used alike by all
+PAIRS = {
+    "copy_to_group": (lambda xs, dim: xs, True, False),
+    "reduce_from_group": (lambda xs, dim: [sum(xs)] * len(xs), False, True),
+    "scatter_to_group": (lambda xs, dim: xs[0].chunk(len(xs), dim), True, False),
+    "gather_from_group": (lambda xs, dim: [torch.cat(xs, dim)] * len(xs), False, True),
+    "all_gather_to_group": (lambda xs, dim: [torch.cat(xs, dim)] * len(xs), False, False),
+    "reduce_scatter_to_group": (lambda xs, dim: sum(xs).chunk(len(xs), dim), False, False),
+}
+WITHOUT_DIM = {"copy_to_group": copy_to_group, "reduce_from_group": reduce_from_group}
+WITH_DIM = {
+    "scatter_to_group": scatter_to_group,
+    "gather_from_group": gather_from_group,
+    "all_gather_to_group": all_gather_to_group,
+    "reduce_scatter_to_group": reduce_scatter_to_group,
+}
+
+
+def _apply(name, x, dim, group):
+    return WITHOUT_DIM[name](x, group) if name in WITHOUT_DIM else WITH_DIM[name](x, dim, group)
+
+
+def _layouts(x):
+    yield x.clone(memory_format=torch.contiguous_format)
+    yield x.mT.clone(memory_format=torch.contiguous_format).mT
+
+
+def _check_pair(name, dim, group):
+    """Values and gradients of y = pair(exp(x)) and loss = sum(weight * y), against one process."""
+    rank, world_size = rank_and_size(group)
+    one_process, x_is_alike, y_is_alike = PAIRS[name]
+    shape = 2 * world_size, world_size, 3 * world_size
+    leaves = _normal(1 if x_is_alike else world_size, *shape).unbind()
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    xs = leaves * (world_size // len(leaves))
+    ys = one_process([x.exp() for x in xs], dim)
+    weights = _normal(1 if y_is_alike else world_size, *ys[0].shape, seed=1)
+    loss = sum((weight * y).sum() for weight, y in zip(weights, ys))
+    (expected,) = torch.autograd.grad(loss, xs[rank])
+    weight = weights[0 if y_is_alike else rank]
+
+    for x in _layouts(xs[rank].detach()):
+        x.requires_grad_()
+        inside = x.exp()
+        y = _apply(name, inside, dim, group)
+        torch.testing.assert_close(y, ys[rank], rtol=1e-14, atol=1e-14)
+        for grad_output in _layouts(weight):
+            (gradient,) = torch.autograd.grad(y, x, grad_output, retain_graph=True)
+            torch.testing.assert_close(gradient, expected, rtol=1e-13, atol=1e-13)
+            _same(grad_output, weight)
+        _same(inside, x.exp())
+
+
+def _check_pairs(*members):
+    for group in [dist.new_group(ranks) for ranks in members] or [None]:
+        if dist.get_rank(group) >= 0:
+            for name in PAIRS:
+                for dim in range(-3, 3):
+                    _check_pair(name, dim, group)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_pairs_are_those_of_one_process_forward_and_backward(world_size):
+    run(world_size, _check_pairs)
+
+
+def _dot_products(name):
+    """<y, weight> and <x, gradient> of this rank, or 0 where another rank's are the same."""
+    rank, world_size = rank_and_size()
+    _, x_is_alike, y_is_alike = PAIRS[name]
+    x = _normal(world_size, world_size, 5 * world_size)[0 if x_is_alike else rank].requires_grad_()
+    y = _apply(name, x, 1 if x.ndim > 1 else 0, None)
+    weight = _normal(world_size, *y.shape, seed=1)[0 if y_is_alike else rank]
+    (gradient,) = torch.autograd.grad(y, x, weight)
+    return (
+        (y * weight).sum().item() * (rank == 0 or not y_is_alike),
+        (x * gradient).sum().item() * (rank == 0 or not x_is_alike),
+    )
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_backward_of_a_pair_is_the_adjoint_of_its_forward(name):
+    for world_size in (2, 3, 4):
+        forward, backward = map(sum, zip(*run(world_size, _dot_products, name)))
+        assert forward == pytest.approx(backward, rel=1e-12)
+
+
+def _differentiate_all_to_all(*members):
+    groups = [dist.new_group(ranks) for ranks in members] or [None]
+    group = next(group for group in groups if dist.get_rank(group) >= 0)
+    rank, world_size = rank_and_size(group)
+    for seed in range(4):
+        sizes = _split_matrix(world_size, seed)
+        pieces = _rows_to_send(sizes, seed)
+        received = torch.cat([row[rank] for row in pieces])
+        weights = [_normal(int(n), 3, seed=50 + r) for r, n in enumerate(sizes.sum(0))]
+        parts = [weight.split(sizes[:, r].tolist()) for r, weight in enumerate(weights)]
+        x = torch.cat(pieces[rank]).requires_grad_()
+        kept, grad_output = x.detach().clone(), weights[rank].clone()
+        y = all_to_all_in_group(x, sizes[:, rank].tolist(), sizes[rank].tolist(), group)
+        _same(y, received)
+        y.backward(grad_output)
+        _same(x.grad, torch.cat([part[rank] for part in parts]))
+        _same(x.detach(), kept)
+        _same(grad_output, weights[rank])
+
+    everyone, weights = _normal(2, world_size, world_size, 2, 3)
+    for x in _layouts(everyone[rank]):
+        for grad_output in _layouts(weights[rank]):
+            y = all_to_all_in_group(x.requires_grad_(), group=group)
+            _same(y, everyone[:, rank])
+            (gradient,) = torch.autograd.grad(y, x, grad_output)
+            _same(gradient, weights[:, rank])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_all_to_all_is_differentiable_with_splits_and_without(world_size):
+    run(world_size, _differentiate_all_to_all)
+
+
+def test_pairs_in_disjoint_groups():
+    run(4, _check_pairs, [0, 2], [1, 3])
+    run(5, _differentiate_all_to_all, [0, 3, 4], [1, 2])
+
+
+def _differentiate_empty_tensors():
+    for name in PAIRS:
+        x = torch.zeros(0, 3, requires_grad=True)
+        _apply(name, x, 0, None).sum().backward()
+        assert x.grad.shape == (0, 3)
+
+
+def test_pairs_of_empty_tensors():
+    run(3, _differentiate_empty_tensors)
+
+
+# ---- order of messages under NCCL's rules -------------------------------------------------------
+
+
+class _Watched:
+    def __init__(self, work, unfinished):
+        self.work, self.unfinished = work, unfinished
+        unfinished.append(self)
+
+    def wait(self):
+        self.work.wait()
+        self.unfinished.remove(self)
+
+
+def _batches(name):
+    """The batches that this rank posts for a collective, as lists of (kind, peer, elements)."""
+    rank, world_size = rank_and_size()
+    batches, unfinished, post = [], [], dist.batch_isend_irecv
+
+    def recorded(batch):
+        kinds = {dist.isend: "send", dist.irecv: "receive"}
+        batches.append([(kinds[op.op], op.group_peer, op.tensor.numel()) for op in batch])
+        return [_Watched(work, unfinished) for work in post(batch)]
+
+    sizes = _split_matrix(world_size, 0)
+    rows = torch.zeros(sizes[rank].sum(), 3), torch.zeros(sizes[:, rank].sum(), 3)
+    shard, full = torch.zeros(2), torch.zeros(2 * world_size)
+    pieces = torch.zeros(2 * world_size - 1).tensor_split(world_size)
+    calls = {
+        "all_reduce": lambda: all_reduce(torch.zeros(5)),
+        "all_reduce in the background": lambda: all_reduce(torch.zeros(5), async_op=True).wait(),
+        "reduce_scatter_single": lambda: reduce_scatter_single(shard, full),
+        "all_gather_single": lambda: all_gather_single(full, shard),
+        "all_gather": lambda: all_gather(pieces, pieces[rank].clone()),
+        "all_to_all_single": lambda: all_to_all_single(
+            rows[1], rows[0], sizes[:, rank].tolist(), sizes[rank].tolist()
+        ),
+        "broadcast": lambda: broadcast(torch.zeros(5), world_size - 1),
+        "barrier": barrier,
+    }
+    with patch.object(dist, "batch_isend_irecv", recorded):
+        calls[name]()
+    assert not unfinished, f"{name}: {len(unfinished)} works were never waited for"
+    return batches
+
+
+def _deadlocked(programs):
+    """Ranks that never finish, if a batch starts when each message of the last has met its twin."""
+    programs = [[list(batch) for batch in program] for program in programs]
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(programs):
+            for send in [message for message in (program or [[]])[0] if message[0] == "send"]:
+                _, peer, elements = send
+                arriving = [m for m in (programs[peer] or [[]])[0] if m[:2] == ("receive", rank)]
+                if arriving:
+                    assert arriving[0][2] == elements, f"{rank} to {peer}: {elements} elements"
+                    program[0].remove(send)
+                    programs[peer][0].remove(arriving[0])
+                    moved = True
+            for finished in [p for p in programs if p and not p[0]]:
+                finished.pop(0)
+                moved = True
+    return [rank for rank, program in enumerate(programs) if program]
+
+
+def test_the_replay_sees_a_deadlock():
+    send, receive = [("send", 1, 1)], [("receive", 1, 1)]
+    mirror = [[("send", 0, 1)], [("receive", 0, 1)]]
+    assert _deadlocked([[send, receive], mirror]) == [0, 1]
+    assert _deadlocked([[send + receive], [mirror[0] + mirror[1]]]) == []
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 6])
+def test_messages_meet_when_batches_block(world_size):
+    for name in [
+        "all_reduce", "all_reduce in the background", "reduce_scatter_single", "all_gather_single",
+        "all_gather", "all_to_all_single", "broadcast", "barrier",
+    ]:
+        programs = run(world_size, _batches, name)
+        assert any(programs) and _deadlocked(programs) == [], name
+
+
+# ---- the source ---------------------------------------------------------------------------------
+
+MESSAGES = "send recv isend irecv batch_isend_irecv P2POp send_object_list recv_object_list".split()
+COLLECTIVES = re.compile(
+    "_?(all_reduce|all_gather|all_to_all|reduce|gather|scatter|broadcast|monitored_barrier|barrier)"
+)
+LAYERS = re.compile(
+    r"torch\.(nn\.parallel|distributed\.(fsdp|tensor|_|pipelining|optim|algorithms|nn|_functional))"
+)
+
+
+def _uses(path):
+    """Every name that a file takes from torch.distributed, and every module that it imports."""
+    names, modules = set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            if owner in ("dist", "torch.distributed", "distributed_c10d"):
+                names.add(node.attr)
+            modules.add(f"{owner}.{node.attr}")
+        elif isinstance(node, ast.Import):
+            modules.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            modules.update(f"{node.module}.{alias.name}" for alias in node.names)
+            if (node.module or "").startswith("torch.distributed"):
+                names.update(alias.name for alias in node.names)
+    return names, modules
+
+
+@pytest.mark.parametrize("path", sorted(PROJECT.glob("*.py")), ids=lambda path: path.name)
+def test_all_communication_is_made_of_messages_and_messages_are_made_in_one_file(path):
+    names, modules = _uses(path)
+    assert not [name for name in names if COLLECTIVES.match(name)]
+    assert not [module for module in modules if LAYERS.match(module)]
+    messages = [name for name in names if name in MESSAGES]
+    if path.name == "collectives.py":
+        assert sorted(messages) == ["P2POp", "batch_isend_irecv", "irecv", "isend"]
+    else:
+        assert not messages

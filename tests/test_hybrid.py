@@ -1,4 +1,4 @@
-"""hybrid.py: every layout trains as one process does; data, command line, log, and what is refused."""
+"""hybrid.py: every layout trains as one process does; data, command line, log, and refusals."""
 
 import functools
 import json
@@ -35,14 +35,17 @@ def layouts(world_size):
             if pp * tp * dp == world_size:
                 microbatches = min(4, BATCH // dp)
                 for schedule in ("gpipe", "1f1b") if pp > 1 else ("1f1b",):
-                    yield f"--dp {dp} --pp {pp} --tp {tp} --schedule {schedule} --microbatches {microbatches}"
+                    yield (
+                        f"--dp {dp} --pp {pp} --tp {tp} --schedule {schedule} "
+                        f"--microbatches {microbatches}"
+                    )
 
 
 EVERY_LAYOUT = [(world_size, flags) for world_size in (1, 2, 4, 8) for flags in layouts(world_size)]
 
 
 def batch(step):
-    """A global batch with tokens that do not count: scattered ones, and whole sequences of the first ranks."""
+    """A global batch with uncounted tokens: scattered, and whole sequences of the first ranks."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(V, (BATCH, T + 1), generator=generator)
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
@@ -58,7 +61,10 @@ def reference(dtype, seed=3):
     try:
         model = ReferenceGPT(*SIZES)
         config = hybrid.GPTConfig(*SIZES)
-        state = {name: hybrid.initial_value(name, config, seed) for name in hybrid.parameter_shapes(config)}
+        state = {
+            name: hybrid.initial_value(name, config, seed)
+            for name in hybrid.parameter_shapes(config)
+        }
         model.load_state_dict(state | {"lm_head.weight": state["transformer.wte.weight"]})
         # Warm-up to 0.003 in 2 steps, then a cosine to 0.0003 over the 3 that are left.
         cosine = [0.0003 + 0.00135 * (1 + math.cos(math.pi * k / 3)) for k in range(3)]
@@ -103,7 +109,7 @@ def assert_alike(found, expected, tolerance):
     for name, tensor in expected.items():
         difference = found[name] - tensor
         if name.endswith("c_attn.bias"):
-            difference[HIDDEN : 2 * HIDDEN] = 0  # the keys' bias has no gradient but rounding errors
+            difference[HIDDEN : 2 * HIDDEN] = 0  # the keys' bias has no gradient but rounding error
         error = (difference.norm() / tensor.norm()).item()
         assert error <= tolerance, f"{name} differs by {error:.1e} of its norm"
 
@@ -118,17 +124,19 @@ def test_every_layout_trains_as_one_process_does(world_size, flags):
     for precision, dtype in enumerate((torch.float32, torch.float64)):
         expected_results, expected_gradients, expected_state = reference(dtype)
         for rank in ranks:  # the reported loss and norm are the global ones, everywhere
-            np.testing.assert_allclose(rank[precision][0], expected_results, rtol=(1e-5, 1e-11)[precision])
+            np.testing.assert_allclose(
+                rank[precision][0], expected_results, rtol=(1e-5, 1e-11)[precision]
+            )
         _, gradients, state = ranks[0][precision]
         for step in range((1, STEPS)[precision]):
             assert_alike(gradients[step], expected_gradients[step], (1e-4, 1e-9)[precision])
-        # Adam divides small gradients by small ones: some fp32 weights differ by a good part of a step.
+        # Adam divides small gradients by small ones: some fp32 weights differ by much of a step.
         assert_alike(state, expected_state, (1e-3, 1e-9)[precision])
     assert ranks[0][0][2].keys() == expected_state.keys()
     assert all(rank[precision][2] is None for rank in ranks[1:] for precision in (0, 1))
 
 
-# ---- the model and its state -----------------------------------------------------------------------------
+# ---- the model and its state ---------------------------------------------------------------------
 
 
 def test_the_state_dict_has_the_names_and_shapes_of_gpt2():
@@ -147,7 +155,9 @@ def test_initial_weights_depend_on_name_and_seed_and_are_gpt2s():
     assert not torch.equal(value(name, 0), value(name, 1))
     assert not torch.equal(value(name, 0), value(other, 0))
     assert value(name, 0).std().item() == pytest.approx(0.02, rel=0.02)
-    assert value("transformer.h.0.mlp.c_proj.weight", 0).std().item() == pytest.approx(0.01, rel=0.02)
+    assert value("transformer.h.0.mlp.c_proj.weight", 0).std().item() == pytest.approx(
+        0.01, rel=0.02
+    )
 
 
 def _tied_copies(flags):
@@ -193,10 +203,14 @@ def _bf16_gradients(microbatches):
     summed = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
     fresh = make_trainer(f"--dtype bf16 --microbatches {microbatches}")
     counted = (targets != hybrid.IGNORED).sum()
-    expected = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in fresh.model.named_parameters()}
+    expected = {
+        name: torch.zeros_like(p, dtype=torch.float64) for name, p in fresh.model.named_parameters()
+    }
     for rows in torch.arange(BATCH).chunk(microbatches):
         fresh.model.zero_grad()
-        (fresh.model.token_losses(fresh.model(inputs[rows]), targets[rows]).sum() / counted).backward()
+        (
+            fresh.model.token_losses(fresh.model(inputs[rows]), targets[rows]).sum() / counted
+        ).backward()
         for name, parameter in fresh.model.named_parameters():
             expected[name] += parameter.grad.double()
     error = max(((summed[n] - e).norm() / (e.norm() + 1e-12)).item() for n, e in expected.items())
@@ -210,7 +224,7 @@ def test_bf16_computes_near_fp32_and_accumulates_gradients_in_fp32():
     assert loss == pytest.approx(reference(torch.float32)[0][0][0], rel=5e-3)
 
 
-# ---- bytes ------------------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 def _count(flags):
@@ -223,20 +237,29 @@ def _count(flags):
     names = "pp_group grad_group tp_group embedding_group".split()
     groups = {name: getattr(mesh, name) for name in names}
     counted = {name: traffic.bytes(group=group) if group else 0 for name, group in groups.items()}
-    return counted, traffic.bytes("exchange"), ddp_bytes(trainer.model, dist.get_world_size(mesh.grad_group))
+    return (
+        counted,
+        traffic.bytes("exchange"),
+        ddp_bytes(trainer.model, dist.get_world_size(mesh.grad_group)),
+    )
 
 
 @pytest.mark.parametrize("dp", [2, 4])
 def test_data_parallel_sends_each_gradient_once_around_the_ring(dp):
     counted = run(dp, _count, f"--dp {dp} --vocab-size 64")
     counters = 2 * (4 + 8) * (dp - 1)  # the loss (4 bytes) and the token count (8), over all ranks
-    assert sum(c["grad_group"] for c, _, _ in counted) == sum(claim for _, _, claim in counted) + counters
+    assert (
+        sum(c["grad_group"] for c, _, _ in counted)
+        == sum(claim for _, _, claim in counted) + counters
+    )
 
 
 def test_pipeline_sends_each_boundary_once_per_microbatch_and_direction():
     ranks = run(4, _count, "--pp 4 --microbatches 4")
     microbatch = BATCH // 4 * T * HIDDEN * 4
-    assert [exchanged for _, exchanged, _ in ranks] == [pipeline_bytes(s, 4, 4, microbatch) for s in range(4)]
+    assert [exchanged for _, exchanged, _ in ranks] == [
+        pipeline_bytes(s, 4, 4, microbatch) for s in range(4)
+    ]
     assert [c["embedding_group"] for c, _, _ in ranks] == [V * HIDDEN * 4, 0, 0, V * HIDDEN * 4]
 
 
@@ -250,7 +273,7 @@ def test_tensor_parallel_sends_eight_bsh_per_layer():
     assert sum(c["tp_group"] for c, _, _ in ranks) == tp * (layers + ends + loss) + norm
 
 
-# ---- mesh -------------------------------------------------------------------------------------------------
+# ---- mesh ----------------------------------------------------------------------------------------
 
 
 def _coordinates(pp, dp, cp, tp):
@@ -262,7 +285,9 @@ def _coordinates(pp, dp, cp, tp):
 
 @pytest.mark.parametrize("pp, dp, cp, tp", [(2, 2, 1, 2), (1, 3, 2, 1), (2, 1, 2, 2), (3, 1, 1, 2)])
 def test_mesh_has_tp_innermost_then_cp_dp_pp(pp, dp, cp, tp):
-    for global_rank, (own, ranks) in enumerate(run(pp * dp * cp * tp, _coordinates, pp, dp, cp, tp)):
+    for global_rank, (own, ranks) in enumerate(
+        run(pp * dp * cp * tp, _coordinates, pp, dp, cp, tp)
+    ):
         place = [own[f"{axis}_group"] for axis in ("pp", "dp", "cp", "tp")]
         assert np.ravel_multi_index(place, (pp, dp, cp, tp)) == global_rank
         grid = np.arange(pp * dp * cp * tp).reshape(pp, dp, cp, tp)
@@ -282,7 +307,7 @@ def test_mesh_names_degrees_that_do_not_fit():
     run(2, _bad_mesh)
 
 
-# ---- evaluation and sampling --------------------------------------------------------------------------------
+# ---- evaluation and sampling ---------------------------------------------------------------------
 
 
 def _evaluate_and_sample(flags):
@@ -292,7 +317,11 @@ def _evaluate_and_sample(flags):
     tokens = np.random.default_rng(0).integers(0, V, BATCH * T * 2 + 29).astype(np.uint8)
     data = hybrid.Data(tokens, tokens, is_text=False)
     loss = trainer.evaluate(data, batches=4)  # the third batch ends early, the fourth is empty
-    drawn = hybrid.sample(trainer, [1, 2, 3], 2 * T) if dist.get_rank(trainer.mesh.grad_group) == 0 else None
+    drawn = (
+        hybrid.sample(trainer, [1, 2, 3], 2 * T)
+        if dist.get_rank(trainer.mesh.grad_group) == 0
+        else None
+    )
     state = hybrid.gather_state(trainer.model, trainer.config, trainer.mesh)
     return loss, drawn, state, tokens
 
@@ -311,7 +340,12 @@ def test_evaluation_and_samples_do_not_depend_on_the_layout():
         losses.append(torch.nn.functional.cross_entropy(logits, window[1:], reduction="none"))
     assert loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-12)
     assert len(drawn) == 2 * T and all(0 <= token < V for token in drawn) and len(set(drawn)) > 5
-    for world_size, flags in [(2, "--dp 2"), (2, "--pp 2"), (4, "--tp 4"), (8, "--dp 2 --pp 2 --tp 2")]:
+    for world_size, flags in [
+        (2, "--dp 2"),
+        (2, "--pp 2"),
+        (4, "--tp 4"),
+        (8, "--dp 2 --pp 2 --tp 2"),
+    ]:
         ranks = run(world_size, _evaluate_and_sample, flags + " --microbatches 2")
         assert [rank[0] for rank in ranks] == pytest.approx([loss] * world_size, rel=1e-12)
         assert ranks[0][1] == drawn
@@ -321,7 +355,7 @@ def _draw_many(count):
     trainer = make_trainer("--dp 1")
     for parameter in trainer.model.parameters():
         parameter.data *= 5
-    draws = [hybrid.sample(trainer, [1, 2], 1, seed)[0] for seed in range(count)]
+    draws = [hybrid.sample(trainer, [1, 2], 1, seed=seed)[0] for seed in range(count)]
     with torch.no_grad():
         inputs = torch.tensor([[1, 2] + [0] * (T - 2)])
         probabilities = trainer.model(inputs)[0, 1].softmax(-1)
@@ -334,7 +368,7 @@ def test_sampling_draws_from_the_softmax():
     assert (frequencies - probabilities).abs().max() < 4 * (0.25 / 2000) ** 0.5
 
 
-# ---- data -------------------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------------------
 
 
 def test_batches_depend_on_seed_and_step_and_shift_targets_by_one():
@@ -377,7 +411,7 @@ def test_data_may_be_a_text_file_a_folder_or_a_file_of_tokens(tmp_path):
     np.testing.assert_array_equal(np.concatenate([data.train, data.validation]), tokens)
 
 
-# ---- command line -------------------------------------------------------------------------------------------
+# ---- command line --------------------------------------------------------------------------------
 
 BAD_FLAGS = [
     (4, "--dp 3", "--pp 1 x --dp 3 x --tp 1 is not the number of processes, 4"),
@@ -387,7 +421,11 @@ BAD_FLAGS = [
     (4, "--tp 4 --hidden 6 --heads 2", "--hidden 6 is not divisible by --tp 4"),
     (4, "--tp 4 --vocab-size 3", "--vocab-size 3 is less than --tp 4"),
     (3, "--pp 3", "--layers 4 is not divisible by --pp 3"),
-    (2, "--batch-size 6 --microbatches 2", "--batch-size 6 is not divisible by --dp 2 x --microbatches 2"),
+    (
+        2,
+        "--batch-size 6 --microbatches 2",
+        "--batch-size 6 is not divisible by --dp 2 x --microbatches 2",
+    ),
     (1, "--layers 0", "--layers 0 must be at least 1"),
     (1, "--dp -1", "--dp -1 must be at least 1"),
     (1, "--batch-size 0", "--batch-size 0 must be at least 1"),
@@ -403,8 +441,12 @@ BAD_FLAGS = [
     (1, "--hidden 12.5", "argument --hidden: invalid int value: '12.5'"),
     (1, "--cp 2", "unrecognized arguments: --cp 2"),
     (1, "--data MISSING", "--data MISSING: no such file or folder"),
-    (1, "--data EMPTY", "--data EMPTY: its training part has 0 tokens, too few for --seq-len 128"),
-    (1, "--data SHORT", "--data SHORT: its validation part has 15 tokens, too few for --seq-len 128"),
+    (1, "--data EMPTY", "--data EMPTY: its training part has 0 tokens, too few for --seq-len 64"),
+    (
+        1,
+        "--data SHORT",
+        "--data SHORT: its validation part has 15 tokens, too few for --seq-len 64",
+    ),
     (1, "--data TOKENS.bin", "--data TOKENS.bin: token 256 is outside --vocab-size 256"),
     (1, "--log no/such/folder/log", "No such file or directory: 'no/such/folder/log'"),
 ]
@@ -420,7 +462,9 @@ def test_bad_input_is_refused_in_one_line_before_any_group(
     np.arange(2000, 256, -1, dtype=np.uint16).tofile(tmp_path / "TOKENS.bin")
     np.full(4000, 256, dtype=np.uint16).tofile(tmp_path / "TOKENS.bin")
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: pytest.fail("began to wait"))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *args, **kwargs: pytest.fail("began to wait")
+    )
     with pytest.raises(SystemExit) as exit:
         hybrid.main(flags.split())
     assert exit.value.code == 2
@@ -437,8 +481,20 @@ def test_too_few_gpus_are_refused_by_name(monkeypatch):
 
 
 def _launch(arguments, processes=None, timeout=60):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "--"]
-    command = [sys.executable, *(launcher if processes else []), str(PROJECT / "hybrid.py"), *arguments.split()]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+        "--",
+    ]
+    command = [
+        sys.executable,
+        *(launcher if processes else []),
+        str(PROJECT / "hybrid.py"),
+        *arguments.split(),
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=PROJECT)
 
 
@@ -456,10 +512,15 @@ def test_torchrun_and_one_process_write_the_same_log(tmp_path):
         assert "---- continuation" in lines
         logs.append([json.loads(line) for line in (tmp_path / name).read_text().splitlines()])
     for one, four in zip(*logs):
-        assert {"step", "loss", "grad_norm", "lr", "tokens_per_s", "memory_mb"} == one.keys() == four.keys()
+        assert (
+            {"step", "loss", "grad_norm", "lr", "tokens_per_s", "memory_mb"}
+            == one.keys()
+            == four.keys()
+        )
         assert one["loss"] == pytest.approx(four["loss"], rel=1e-5)
         assert one["grad_norm"] == pytest.approx(four["grad_norm"], rel=1e-5)
-    assert len(logs[0]) == 3 and len(str(logs[0][0]["loss"])) > 8  # full precision, not the printed four digits
+    # full precision, not the printed four digits
+    assert len(logs[0]) == 3 and len(str(logs[0][0]["loss"])) > 8
 
 
 def test_torchrun_shows_the_one_line_of_rank_0():
@@ -469,7 +530,7 @@ def test_torchrun_shows_the_one_line_of_rank_0():
     assert done.returncode != 0 and "hybrid.py\", line" not in done.stderr
 
 
-# ---- failure ------------------------------------------------------------------------------------------------
+# ---- failure -------------------------------------------------------------------------------------
 
 
 def _die_in_second_step(flags):

@@ -1,4 +1,4 @@
-"""Tensor parallelism against plain torch.nn on one process: outputs, every gradient, bytes, masks."""
+"""Tensor parallelism against plain torch.nn: outputs, every gradient, bytes, dropout masks."""
 
 import random
 from itertools import combinations
@@ -26,8 +26,8 @@ from tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 
-# Ranks, and the size of a tensor-parallel group. Several groups are interleaved: with (4, 2) they are
-# ranks 0, 2 and ranks 1, 3, which hold the same weights and see different data.
+# Ranks, and the size of a tensor-parallel group. Several groups are interleaved: with (4, 2) they
+# are ranks 0, 2 and ranks 1, 3, and they see different data.
 LAYOUTS = [(1, 1), (2, 2), (3, 3), (4, 4), (6, 6), (4, 2), (6, 3)]
 every_layout = pytest.mark.parametrize("world_size, tp", LAYOUTS)
 
@@ -39,6 +39,7 @@ def _group(tp):
     if replicas == 1:
         return None, 0
     groups = [dist.new_group(list(range(r, world_size, replicas))) for r in range(replicas)]
+    dist.barrier()  # to a rank that still connects, one that has already left is a failure
     replica = dist.get_rank() % replicas
     return groups[replica], replica
 
@@ -51,11 +52,12 @@ def _shard(full, dim, group, blocks=1):
     return torch.from_numpy(np.concatenate(own, dim))
 
 
-def _equal(found, expected, tolerance=1e-12):
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+def _equal(found, expected, tolerance=1e-12, name=""):
+    message = lambda text: f"{name} {text}"
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=message)
 
 
-# ---- layers -----------------------------------------------------------------------------------------
+# ---- layers --------------------------------------------------------------------------------------
 
 
 def _check(plain, parallel, x, group, x_blocks=None, y_blocks=None):
@@ -89,11 +91,11 @@ def _check(plain, parallel, x, group, x_blocks=None, y_blocks=None):
     assert list(found) == list(expected)
     for name, full in expected.items():
         gathered = gather_shards(found[name].grad, found[name], full.shape, group)
-        torch.testing.assert_close(gathered, full.grad, rtol=1e-12, atol=1e-12, msg=name)
+        _equal(gathered, full.grad, name=name)
 
 
 def _cases(number, replica):
-    """Sizes that all ranks draw alike; afterwards torch draws alike within a tensor-parallel group."""
+    """Random sizes, the same on all ranks, and torch seeded alike in a tensor-parallel group."""
     for case in range(number):
         torch.manual_seed(100 * replica + case)
         yield random.Random(case)
@@ -206,7 +208,7 @@ def test_one_rank_computes_the_very_bits_of_torch_nn():
     run(1, _single_rank_layers)
 
 
-# ---- what a rank holds of a parameter -----------------------------------------------------------------
+# ---- what a rank holds of a parameter ------------------------------------------------------------
 
 
 def _shards_round_trip(tp):
@@ -240,7 +242,7 @@ def test_take_shard_and_gather_shards_are_inverse(world_size, tp):
     run(world_size, _shards_round_trip, tp)
 
 
-# ---- vocabulary ------------------------------------------------------------------------------------------
+# ---- vocabulary ----------------------------------------------------------------------------------
 
 
 class LanguageModel(nn.Module):
@@ -345,7 +347,7 @@ def test_cross_entropy_is_computed_in_fp32_and_its_gradient_is_in_the_dtype_of_t
     run(tp, _cross_entropy_dtypes, tp)
 
 
-# ---- bytes -----------------------------------------------------------------------------------------------
+# ---- bytes ---------------------------------------------------------------------------------------
 
 
 def _layer_bytes(tp, B, T, D, head_dim):
@@ -371,8 +373,9 @@ def test_a_layer_sends_8_b_s_h_elements_times_t_minus_1_over_t(world_size, tp):
     assert tensor_parallel_layer_bytes(B, T, D, tp) == 4 * elements
     assert tensor_parallel_layer_bytes(B, T, D, tp, itemsize=2) == 2 * elements
     for counted in run(world_size, _layer_bytes, tp, B, T, D, head_dim):
-        assert counted["attention"] == counted["mlp"] == (elements, elements)  # fp32: 1/4 of 4 bytes
-        assert counted["layer"] == (2 * elements, 2 * elements)
+        half, quarter = 4 * elements // 2, 4 * elements // 4  # bytes of fp32
+        assert counted["attention"] == counted["mlp"] == (quarter, quarter)
+        assert counted["layer"] == (half, half)
 
 
 def _loss_bytes(tp, N):
@@ -394,7 +397,7 @@ def test_the_loss_reduces_3_floats_per_token(world_size, tp):
     assert run(world_size, _loss_bytes, tp, N) == [(nbytes, messages)] * world_size
 
 
-# ---- dropout -----------------------------------------------------------------------------------------------
+# ---- dropout -------------------------------------------------------------------------------------
 
 
 def _mask():
@@ -420,21 +423,26 @@ def _masks(tp):
 
     with ShardedRandomState(replica, "cpu", group):
         assert [_mask(), _mask()] == inside, "two uses draw what one longer use draws"
-    return replica, outside, inside
+    with ShardedRandomState(seed=17, device="cpu", group=group):
+        same_seed = _mask()
+    return replica, outside, inside, same_seed
 
 
 @every_layout
 def test_masks_are_equal_over_the_group_except_inside_the_sharded_state(world_size, tp):
     masks = run(world_size, _masks, tp)
-    for (replica, outside, _), (other_replica, other_outside, _) in combinations(masks, 2):
-        assert (outside == other_outside) == (replica == other_replica)
-    inside = [tuple(mask) for _, _, both_uses in masks for mask in both_uses]
-    outside = {tuple(mask) for _, all_uses, _ in masks for mask in all_uses}
+    for (rank, mine), (other_rank, other) in combinations(enumerate(masks), 2):
+        replica, outside, _, same_seed = mine
+        assert (outside == other[1]) == (replica == other[0])
+        same_rank_in_group = rank // (world_size // tp) == other_rank // (world_size // tp)
+        assert (same_seed == other[3]) == same_rank_in_group
+    outside = {tuple(mask) for _, uses, _, _ in masks for mask in uses}
+    inside = [tuple(mask) for _, _, uses, _ in masks for mask in uses]
     assert len(set(inside)) == len(inside) == 2 * world_size
     assert not outside & set(inside)
 
 
-# ---- errors --------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def _errors():

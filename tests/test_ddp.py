@@ -1,0 +1,575 @@
+"""Gradients of ddp.py against one process on the whole batch, and against torch.nn.parallel."""
+
+import copy
+import io
+import re
+from contextlib import contextmanager, redirect_stdout
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ddp
+from collectives import count_bytes, rank_and_size
+from ddp import DistributedDataParallel, average_gradients, ddp_bytes
+
+from ranks import run
+
+CAPS = [1e-9, 2e-3, 25]  # MiB: a bucket for each parameter, a few buckets, one bucket
+
+
+class _Net(nn.Module):
+    """A tied weight, a frozen one, a scalar, and branches run in any order or not at all."""
+
+    def __init__(self, width=12):
+        super().__init__()
+        self.embed = nn.Linear(width, width, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.branches = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.head = nn.Linear(width, width)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x, branches=(0, 1, 2)):
+        x = self.scale * self.embed(x)
+        for i in branches:
+            x = self.branches[i](x).tanh()
+        return self.head(self.frozen(x))
+
+
+def _net(seed=0):
+    torch.manual_seed(seed)
+    return _Net().double()
+
+
+def _data(examples, seed=1):
+    return torch.randn(examples, 12, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def _gradients(module):
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _one_process(net, loss):
+    """The gradients of loss(net), with zeros for parameters that it does not reach."""
+    net = copy.deepcopy(net)
+    net.zero_grad()
+    loss(net).backward()
+    for p in net.parameters():
+        if p.requires_grad and p.grad is None:
+            p.grad = torch.zeros_like(p)
+    return _gradients(net)
+
+
+def _whole_batch(net, x):
+    return _one_process(net, lambda net: net(x).square().mean())
+
+
+def _own_part(x):
+    rank, world_size = rank_and_size()
+    return x.chunk(world_size)[rank]
+
+
+def _close(actual, expected, tolerance=1e-12):
+    assert len(expected) > 0
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@contextmanager
+def _recorded_reductions():
+    """(elements, dtype) of each all-reduce that ddp.py begins."""
+    calls, all_reduce = [], ddp.all_reduce
+
+    def recorded(tensor, *args, **kwargs):
+        calls.append((tensor.numel(), tensor.dtype))
+        return all_reduce(tensor, *args, **kwargs)
+
+    with patch.object(ddp, "all_reduce", recorded):
+        yield calls
+
+
+# ---- the gradient of the whole batch -------------------------------------------------------------
+
+
+def _reduce_in_buckets(cap):
+    net, x = _net(), _data(4 * dist.get_world_size())
+    expected = _whole_batch(net, x)
+    model = DistributedDataParallel(net, bucket_cap_mb=cap)
+    with _recorded_reductions() as calls:
+        model(_own_part(x)).square().mean().backward()
+    _close(_gradients(net), expected)
+    assert net.frozen.weight.grad is None
+    return calls
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gradients_are_those_of_one_process_on_the_whole_batch(world_size):
+    sizes = [p.numel() for p in _net().parameters() if p.requires_grad]
+    for cap, few in zip(CAPS, [len(sizes), 4, 1]):
+        for calls in run(world_size, _reduce_in_buckets, cap):
+            assert len(calls) == few and sum(elements for elements, _ in calls) == sum(sizes)
+            if 1 < few < len(sizes):
+                assert max(elements for elements, _ in calls) <= cap * 2**20 / 8
+
+
+def _compare_with_torch(cap):
+    x = _data(2 * dist.get_world_size())
+    theirs, ours, naive = _net(), _net(), _net()
+    model = nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=True)
+    model(_own_part(x), (2, 0)).square().mean().backward()
+    model = DistributedDataParallel(ours, bucket_cap_mb=cap)
+    model(_own_part(x), (2, 0)).square().mean().backward()
+    naive(_own_part(x), (2, 0)).square().mean().backward()
+    average_gradients(naive)
+    unused = {name for name, p in theirs.named_parameters() if p.grad is None and p.requires_grad}
+    assert unused == {"branches.1.weight", "branches.1.bias"}
+    for name in unused:  # only theirs leaves None
+        theirs.get_parameter(name).grad = torch.zeros_like(theirs.get_parameter(name))
+    _close(_gradients(ours), _gradients(theirs))
+    _close(_gradients(naive), _gradients(theirs))
+    assert [*model.state_dict()] == [f"module.{name}" for name in theirs.state_dict()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_bucketed_and_naive_gradients_are_those_of_torch(world_size):
+    run(world_size, _compare_with_torch, CAPS[1])
+
+
+def _reduce_in_subgroup():
+    groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
+    group = groups[dist.get_rank() % 2]
+    rank, world_size = rank_and_size(group)
+    net, x = _net(), _data(8, seed=dist.get_rank() % 2)
+    expected = _whole_batch(net, x)
+    for model in (DistributedDataParallel(net, group, bucket_cap_mb=CAPS[1]), net):
+        net.zero_grad()
+        model(x.chunk(world_size)[rank]).square().mean().backward()
+        if model is net:
+            average_gradients(net, group)
+        _close(_gradients(net), expected)
+
+
+def test_gradients_are_averaged_over_the_group():
+    run(4, _reduce_in_subgroup)
+
+
+def _sum_uneven_parts():
+    rank, world_size = rank_and_size()
+    sizes = [r + 1 for r in range(world_size)]
+    net, x = _net(), _data(sum(sizes))
+    expected = _whole_batch(net, x)
+    model = DistributedDataParallel(net, bucket_cap_mb=CAPS[1], gradient_divide_factor=1)
+    (model(x.split(sizes)[rank]).square().sum() / (12 * len(x))).backward()
+    _close(_gradients(net), expected)
+    model = DistributedDataParallel(_net(), gradient_divide_factor=4)
+    model(x.split(sizes)[rank]).square().sum().backward()
+    expected = {name: gradient * 12 * len(x) / 4 for name, gradient in expected.items()}
+    _close(_gradients(model.module), expected, 1e-11)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_gradients_are_summed_and_divided_by_the_given_factor(world_size):
+    run(world_size, _sum_uneven_parts)
+
+
+# ---- over several backward passes ----------------------------------------------------------------
+
+
+def _accumulate(cap, set_to_none):
+    world_size = dist.get_world_size()
+    net = _net()
+    model = DistributedDataParallel(net, bucket_cap_mb=cap)
+    for step in range(3):
+        x = _data(6 * world_size, seed=step)
+        expected = _whole_batch(net, x)
+        net.zero_grad(set_to_none)
+        *first, last = _own_part(x).chunk(3)
+        with model.no_sync(), count_bytes() as traffic:
+            with model.no_sync():
+                pass
+            for microbatch in first:
+                (model(microbatch).square().mean() / 3).backward()
+        assert traffic.messages() == 0
+        (model(last).square().mean() / 3).backward()
+        _close(_gradients(net), expected)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_no_sync_accumulates_microbatches_and_the_next_backward_reduces_their_sum(
+    world_size, set_to_none
+):
+    for cap in CAPS:
+        run(world_size, _accumulate, cap, set_to_none)
+
+
+def _accumulate_on_some_ranks():
+    """Only the first microbatch, and only on rank 0, uses branch 1."""
+    rank, world_size = rank_and_size()
+    net, x = _net(), _data(4 * world_size)
+    used = [[(0, 1, 2) if r == 0 else (0, 2), (2, 0)] for r in range(world_size)]
+    parts = [part.chunk(2) for part in x.chunk(world_size)]
+    expected = _one_process(net, lambda net: sum(
+        net(parts[r][k], used[r][k]).square().sum() for r in range(world_size) for k in range(2)
+    ))
+    for cap in CAPS:
+        model = DistributedDataParallel(_net(), bucket_cap_mb=cap, gradient_divide_factor=1)
+        with model.no_sync():
+            model(parts[rank][0], used[rank][0]).square().sum().backward()
+        model(parts[rank][1], used[rank][1]).square().sum().backward()
+        _close(_gradients(model.module), expected, 1e-11)
+
+
+def test_a_gradient_of_an_earlier_microbatch_alone_is_reduced():
+    run(3, _accumulate_on_some_ranks)
+
+
+def _reduce_twice():
+    net, x = _net(), _data(4 * dist.get_world_size())
+    expected = {name: 2 * grad for name, grad in _whole_batch(net, x).items()}
+    model = DistributedDataParallel(net, bucket_cap_mb=CAPS[1])
+    for _ in range(2):
+        model(_own_part(x)).square().mean().backward()
+    _close(_gradients(net), expected)
+
+
+def test_gradients_that_are_not_zeroed_add_up():
+    run(3, _reduce_twice)
+
+
+def _no_sync_raises():
+    net, x = _net(), _data(4 * dist.get_world_size())
+    model = DistributedDataParallel(net)
+    with pytest.raises(KeyError):
+        with model.no_sync(), model.no_sync():
+            raise KeyError
+    model(_own_part(x)).square().mean().backward()
+    _close(_gradients(net), _whole_batch(net, x))
+
+
+def test_no_sync_ends_with_an_exception():
+    run(2, _no_sync_raises)
+
+
+def _train(cap, dtype, set_to_none):
+    rank, world_size = rank_and_size()
+    net, alone = _net().to(dtype), _net().to(dtype)
+    model = DistributedDataParallel(net, bucket_cap_mb=cap)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (net, alone)]
+    for step in range(5):
+        x = _data(2 * world_size, seed=step).to(dtype)
+        for optimizer, m, part in zip(optimizers, (model, alone), (_own_part(x), x)):
+            optimizer.zero_grad(set_to_none)
+            m(part).square().mean().backward()
+            optimizer.step()
+    if dtype == torch.float64:
+        _close(net.state_dict(), alone.state_dict(), 1e-9)
+    return net.state_dict(), _gradients(net)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_replicas_stay_bit_identical_and_train_like_one_process(world_size, dtype):
+    first, *others = run(world_size, _train, CAPS[1], dtype, world_size == 3)
+    for other in others:
+        for expected, actual in zip(first, other):
+            assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+# ---- parameters without gradient, and other orders (trap 5) --------------------------------------
+
+
+def _use_other_branches(cap):
+    """Each rank runs other branches, in another order, and others again in the next step."""
+    rank, world_size = rank_and_size()
+    net = _net()
+    model = DistributedDataParallel(net, bucket_cap_mb=cap)
+    for step in range(4):
+        orders = [[(0, 1, 2), (2, 0), (), (2, 1, 0)][(r + step) % 4] for r in range(world_size)]
+        x = _data(2 * world_size, seed=step)
+        expected = _one_process(net, lambda net: sum(
+            net(part, order).square().sum() / world_size
+            for part, order in zip(x.chunk(world_size), orders)
+        ))
+        net.zero_grad(set_to_none=step % 2 == 0)
+        model(_own_part(x), orders[rank]).square().sum().backward()
+        _close(_gradients(net), expected, 1e-11)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ranks_may_use_other_parameters_in_another_order(world_size):
+    for cap in CAPS:
+        run(world_size, _use_other_branches, cap)
+
+
+class _Shelf(nn.Module):
+    """Layers of 1, 2, 3 and 4 outputs, used in a given order, or not."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, n, bias=False) for n in (1, 2, 3, 4))
+
+    def forward(self, x, order):
+        return {"outputs": [self.layers[i](x) for i in order], "x": x.clone()}
+
+
+def _bucket_order(cap):
+    """The elements of each all-reduce, where every rank finishes its gradients in another order."""
+    rank, calls = dist.get_rank(), {}
+    model = DistributedDataParallel(_Shelf(), bucket_cap_mb=cap)
+    x = torch.ones(1, 12, requires_grad=True)
+    for order in ([(i + rank) % 4 for i in range(4)], [rank], []):
+        result = model(x, order)
+        loss = sum((output.sum() for output in result["outputs"]), result["x"].sum())
+        with _recorded_reductions() as calls[tuple(order)]:
+            loss.backward()
+    every, one, none = calls.values()
+    assert every == one == none
+    return every
+
+
+@pytest.mark.parametrize("cap", CAPS[::2])
+def test_buckets_go_out_in_one_order_on_every_rank(cap):
+    first, *others = run(4, _bucket_order, cap)
+    assert sum(elements for elements, _ in first) == 120 and all(other == first for other in others)
+
+
+def _leave_unused():
+    net, x = _net(), _data(2 * dist.get_world_size())
+    model = DistributedDataParallel(net, bucket_cap_mb=CAPS[1])
+    model(_own_part(x)).square().mean().backward()
+    net.zero_grad()
+    model(_own_part(x), (0, 2)).square().mean().backward()
+    for p in net.branches[1].parameters():
+        assert torch.equal(p.grad, torch.zeros_like(p))
+    naive = _net()
+    naive(_own_part(x), (0, 2) if dist.get_rank() else (0, 1, 2)).square().mean().backward()
+    average_gradients(naive)
+    orders = [(0, 2) if r else (0, 1, 2) for r in range(dist.get_world_size())]
+    expected = _one_process(naive, lambda net: sum(
+        net(part, order).square().mean() / len(orders)
+        for part, order in zip(x.chunk(len(orders)), orders)
+    ))
+    _close(_gradients(naive), expected)
+
+
+def test_an_unused_parameter_counts_as_zero():
+    run(3, _leave_unused)
+
+
+# ---- overlap -------------------------------------------------------------------------------------
+
+
+def _watch_backward():
+    rank, world_size = rank_and_size()
+    layers = nn.Sequential(*[nn.Linear(12, 12, bias=False) for _ in range(4)]).double()
+    model = DistributedDataParallel(layers, bucket_cap_mb=1e-9)
+    events, all_reduce = [], ddp.all_reduce
+
+    def recorded(tensor, *args, **kwargs):
+        events.append("reduce")
+        return all_reduce(tensor, *args, **kwargs)
+
+    for i, layer in enumerate(layers):
+        layer.weight.register_hook(lambda grad, i=i: events.append(f"gradient {i}"))
+    with patch.object(ddp, "all_reduce", recorded):
+        model(_data(2 * world_size).chunk(world_size)[rank]).square().mean().backward()
+    assert events == [event for i in (3, 2, 1, 0) for event in (f"gradient {i}", "reduce")]
+
+
+def test_a_bucket_leaves_while_backward_still_runs():
+    run(2, _watch_backward)
+
+
+# ---- what starts equal ---------------------------------------------------------------------------
+
+
+class _State(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3, 2), value))
+        self.fixed = nn.Parameter(torch.full((4,), value), requires_grad=False)
+        self.short = nn.Parameter(torch.full((1,), value, dtype=torch.bfloat16))
+        self.register_buffer("mean", torch.full((5,), value))
+        self.register_buffer("steps", torch.tensor(int(value)))
+        self.register_buffer("hidden", torch.full((2, 3), value).T, persistent=False)
+
+
+def _start(*members):
+    group = dist.new_group(members) if members else None
+    if not members or dist.get_rank() in members:
+        source = members[0] if members else 0
+        model = DistributedDataParallel(_State(10.0 + dist.get_rank()), group).module
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            assert (tensor == 10 + source).all(), name
+
+
+def test_parameters_and_buffers_start_as_those_of_the_first_rank_of_the_group():
+    run(3, _start)
+    run(4, _start, 1, 3)
+
+
+# ---- dtypes --------------------------------------------------------------------------------------
+
+
+class _Mixed(nn.Module):
+    """Weights of many dtypes; the gradient of each element is the input."""
+
+    def __init__(self):
+        super().__init__()
+        dtypes = [torch.float32, torch.bfloat16, torch.bfloat16, torch.float64, torch.float16]
+        self.weights = nn.ParameterList(torch.zeros(7 + i, dtype=t) for i, t in enumerate(dtypes))
+
+    def forward(self, x):
+        return sum((x * weight.double()).sum() for weight in self.weights)
+
+
+def _reduce_mixed(cap):
+    rank, world_size = rank_and_size()
+    for factor in (None, 1):
+        net = _Mixed()
+        model = DistributedDataParallel(net, bucket_cap_mb=cap, gradient_divide_factor=factor)
+        with _recorded_reductions() as calls:
+            model(torch.tensor(rank + 1.0)).backward()
+        total = sum(range(1, world_size + 1)) / (factor or world_size)
+        for p in net.parameters():
+            assert p.grad.dtype == p.dtype
+            torch.testing.assert_close(p.grad, torch.full_like(p.grad, total), rtol=1e-2, atol=0)
+        assert calls == ([(11, torch.float16), (10, torch.float64)] + (
+            [(17, torch.bfloat16)] if cap > 1 else [(9, torch.bfloat16), (8, torch.bfloat16)]
+        ) + [(7, torch.float32)])
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_bucket_holds_one_dtype(world_size):
+    for cap in CAPS[::2]:
+        run(world_size, _reduce_mixed, cap)
+
+
+def _reduce_bfloat16():
+    rank, world_size = rank_and_size()
+    net = nn.Linear(50, 1, bias=False).bfloat16()
+    x = torch.randn(world_size, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    DistributedDataParallel(net)(x[rank : rank + 1]).sum().backward()
+    error = (net.weight.grad[0].double() - x.double().mean(0)).abs()
+    assert (error <= world_size * 2**-8 * x.double().abs().mean(0)).all() and error.max() > 0
+    return net.weight.grad
+
+
+def test_bfloat16_gradients_are_reduced_in_bfloat16():
+    first, *others = run(4, _reduce_bfloat16)
+    assert first.dtype == torch.bfloat16 and all(torch.equal(other, first) for other in others)
+
+
+# ---- cost ----------------------------------------------------------------------------------------
+
+
+def _partly_frozen(width):
+    net = nn.Sequential(*[nn.Linear(width, width) for _ in range(3)])
+    net[1].requires_grad_(False)
+    return net
+
+
+def _count(width, cap):
+    net = _partly_frozen(width)
+    model = DistributedDataParallel(net, bucket_cap_mb=cap)
+    with _recorded_reductions() as calls, count_bytes() as traffic:
+        model(torch.ones(2, width)).sum().backward()
+    assert traffic.bytes() == traffic.bytes("all_reduce")
+    return traffic.bytes(), traffic.messages(), len(calls)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_step_sends_each_gradient_once_around_the_ring(world_size):
+    for width, cap in [(12, 1e-9), (12, 25), (24, CAPS[1]), (7, 1e-9), (7, 25)]:
+        gradient_bytes = 2 * 4 * (width * width + width)
+        counted, messages, buckets = zip(*run(world_size, _count, width, cap))
+        assert sum(counted) == 2 * (world_size - 1) * gradient_bytes
+        if width % 12 == 0:
+            expected = 2 * (world_size - 1) * gradient_bytes // world_size
+            assert set(counted) == {expected} == {ddp_bytes(_partly_frozen(width), world_size)}
+            assert set(messages) == {2 * (world_size - 1) * buckets[0]}
+
+
+def _demonstration():
+    with redirect_stdout(io.StringIO()) as printed:
+        ddp._demonstrate()
+    return printed.getvalue()
+
+
+def test_the_demonstration_counts_what_it_claims():
+    printed, *others = run(4, _demonstration)
+    claimed, counted = re.search(r"claimed (\d+) bytes, counted (\d+)", printed).groups()
+    assert claimed == counted and not any(others)
+    assert float(printed.split()[-1]) < 1e-14
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def _raise_value_errors():
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        DistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))
+    for cap in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match=f"bucket_cap_mb={cap}"):
+            DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=cap)
+
+
+def test_value_errors_name_the_values():
+    run(2, _raise_value_errors)
+
+
+class _Fail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        raise KeyError("backward fails here")
+
+
+def _fail_once():
+    net, x = _net(), _data(2 * dist.get_world_size())
+    model = DistributedDataParallel(net)
+    net.head.register_forward_pre_hook(lambda module, inputs: _Fail.apply(inputs[0]))
+    hooks = net.head._forward_pre_hooks
+    with pytest.raises(KeyError):
+        model(_own_part(x)).sum().backward()
+    hooks.clear()
+    net.zero_grad()
+    model(_own_part(x)).square().mean().backward()
+    _close(_gradients(net), _whole_batch(net, x))
+
+
+def test_a_backward_that_failed_does_not_spoil_the_next():
+    run(2, _fail_once)
+
+
+class _Recomputed(nn.Module):
+    def __init__(self, net, use_reentrant):
+        super().__init__()
+        self.branches, self.use_reentrant = net.branches, use_reentrant
+
+    def forward(self, x):
+        later = lambda y: self.branches[1](self.branches[0](y).tanh())
+        return checkpoint(later, self.branches[2](x), use_reentrant=self.use_reentrant)
+
+
+def _recompute(use_reentrant):
+    net, x = _net(), _data(2 * dist.get_world_size())
+    expected = _one_process(
+        net.branches,
+        lambda branches: branches[1](branches[0](branches[2](x)).tanh()).square().sum(),
+    )
+    model = DistributedDataParallel(_Recomputed(net, use_reentrant), gradient_divide_factor=1)
+    model(_own_part(x).requires_grad_()).square().sum().backward()
+    _close(_gradients(net.branches), expected, 1e-11)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradients_under_recomputation(use_reentrant):
+    run(2, _recompute, use_reentrant)

@@ -1,0 +1,578 @@
+"""Schedules against their formulas and NCCL's rules, the executor against one process."""
+
+import random
+import re
+from collections import Counter, deque
+from contextlib import contextmanager
+from weakref import WeakSet, ref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import pipeline
+from collectives import count_bytes, exchange, rank_and_size
+from pipeline import (
+    Action,
+    Pipeline,
+    Transfer,
+    bubble_time,
+    draw,
+    forward_only,
+    gpipe,
+    one_f_one_b,
+    pipeline_bytes,
+    simulate,
+)
+from ranks import run
+
+SIZES = [(p, m) for p in range(1, 9) for m in range(1, 4 * p + 1)]
+TRAINING = [gpipe, one_f_one_b]
+TIMES = [(1, 2, 0), (1, 1, 0), (3, 1, 0), (2, 5, 1), (1, 1, 7)]  # forward, backward, message
+
+every_schedule = pytest.mark.parametrize("make_schedule", TRAINING)
+every_size = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+
+
+# ---- schedules -----------------------------------------------------------------------------------
+
+
+@every_schedule
+def test_a_rank_does_each_action_once_and_forward_before_backward(make_schedule):
+    for p, m in SIZES:
+        schedule = make_schedule(p, m)
+        assert len(schedule) == p
+        for actions in schedule:
+            assert sorted(actions) == [(kind, k) for kind in "BF" for k in range(m)]
+            for k in range(m):
+                assert actions.index(("F", k)) < actions.index(("B", k))
+
+
+def test_evaluation_is_the_forwards_alone():
+    for p, m in SIZES:
+        assert forward_only(p, m) == [[("F", k) for k in range(m)]] * p
+        timeline = simulate(forward_only(p, m), forward=3)
+        assert timeline.total == 3 * (m + p - 1) and timeline.bubble == [3 * (p - 1)] * p
+
+
+@every_schedule
+def test_the_bubble_is_p_minus_1_times_forward_and_backward(make_schedule):
+    for p, m in SIZES:
+        for F, B, _ in TIMES:
+            timeline = simulate(make_schedule(p, m), F, B)
+            assert timeline.bubble == [(p - 1) * (F + B)] * p == [bubble_time(p, F, B)] * p
+            assert timeline.total == (m + p - 1) * (F + B)
+
+
+def test_peak_activations_are_m_for_gpipe_and_at_most_p_minus_rank_for_1f1b():
+    for p, m in SIZES:
+        assert simulate(gpipe(p, m)).peak == [m] * p
+        assert simulate(one_f_one_b(p, m)).peak == [min(m, p - rank) for rank in range(p)]
+
+
+@every_schedule
+def test_an_action_starts_once_its_rank_is_free_and_its_input_is_there(make_schedule):
+    for p, m in [(1, 3), (2, 5), (4, 4), (5, 3), (8, 20)]:
+        for F, B, message in TIMES:
+            schedule = make_schedule(p, m)
+            start = simulate(schedule, F, B, message).start
+            end = [{a: t + (F if a.kind == "F" else B) for a, t in row.items()} for row in start]
+            for rank, actions in enumerate(schedule):
+                free = 0
+                for action in actions:
+                    source = rank - 1 if action.kind == "F" else rank + 1
+                    arrival = end[source][action] + message if 0 <= source < p else 0
+                    assert start[rank][action] == max(free, arrival)
+                    free = end[rank][action]
+
+
+def test_the_table_of_1f1b_is_what_the_code_gives():
+    rows = re.findall(r"rank (\d)   ((?:[FB]\d ?)+)", one_f_one_b.__doc__)
+    table = [[Action(cell[0], int(cell[1])) for cell in row.split()] for _, row in rows]
+    assert [rank for rank, _ in rows] == ["0", "1", "2", "3"]
+    assert table == one_f_one_b(4, 6)
+
+
+def test_the_drawing_of_the_module_is_what_the_code_gives():
+    pairs = zip(draw(gpipe(4, 4)).splitlines(), draw(one_f_one_b(4, 4)).splitlines())
+    drawn = [tuple(row.removeprefix(f"rank {r}  ") for row in pair) for r, pair in enumerate(pairs)]
+    assert re.findall(r"([.FB\d]{20,}) +([.FB\d]{20,})", pipeline.__doc__) == drawn
+
+
+def _actions(text):
+    return [Action(cell[0], int(cell[1:])) for cell in text.split()]
+
+
+def test_a_schedule_that_cannot_finish_is_refused():
+    with pytest.raises(ValueError, match="rank 0 at B0, rank 1 at F0"):
+        simulate([_actions("B0 F0"), _actions("F0 B0")])
+    with pytest.raises(ValueError, match="rank 0 at B1, rank 1 at F1"):
+        simulate([_actions("F0 B1 F1 B0"), _actions("F0 F1 B1 B0")])
+    with pytest.raises(ValueError, match="cannot finish: rank 0 at B0, rank 1 at B0 "):
+        simulate([_actions("F0 B0"), _actions("B0 F0")])
+    for other in ("F0 B0 F1", "F0 F0 B0", "F0", "F0 B1"):  # more, twice, less, another
+        with pytest.raises(ValueError, match="rank 1 does not have the actions of rank 0"):
+            simulate([_actions("F0 B0"), _actions(other)])
+
+
+@pytest.mark.parametrize("make_schedule", [*TRAINING, forward_only])
+def test_sizes_below_1_are_named(make_schedule):
+    with pytest.raises(ValueError, match="num_stages=0 "):
+        make_schedule(0, 4)
+    with pytest.raises(ValueError, match="num_microbatches=0 "):
+        make_schedule(2, 0)
+
+
+# ---- the order of messages, under NCCL's rules ---------------------------------------------------
+
+
+def _replay(programs):
+    """What each rank is stuck at, {} if all come to their end, where messages meet in issue order.
+
+    A program is a list of ("post", message), which never blocks, and ("wait", message). A message
+    is a tuple whose places 1 and 2 hold the ranks of its ends. It is done only when, at both of
+    them, it is the first that was posted and is not done.
+    """
+    position, queues, done = [0] * len(programs), [deque() for _ in programs], set()
+    progress = True
+    while progress:
+        progress = False
+        for rank, program in enumerate(programs):
+            while position[rank] < len(program):
+                kind, message = program[position[rank]]
+                if kind == "post":
+                    queues[rank].append(message)
+                elif message not in done:
+                    break
+                position[rank] += 1
+                progress = True
+        for queue in queues:
+            while queue:
+                ends = [queues[rank] for rank in queue[0][1:3]]
+                if any(not end or end[0] != queue[0] for end in ends):
+                    break
+                done.update([end.popleft() for end in ends])
+                progress = True
+    return {rank: a[position[rank]] for rank, a in enumerate(programs) if position[rank] < len(a)}
+
+
+def _links(action, rank, p):
+    """The message that the action needs and the one it makes; None at the ends of the pipeline."""
+    step = 1 if action.kind == "F" else -1
+    needed = Transfer(action, rank - step, rank) if 0 <= rank - step < p else None
+    made = Transfer(action, rank, rank + step) if 0 <= rank + step < p else None
+    return needed, made
+
+
+def _program(actions, order, rank, p):
+    """A rank that posts messages in `order`, each as soon as it can, waiting for what it needs."""
+    program, unposted, exists = [], deque(order), set()
+
+    def post():
+        while unposted and (unposted[0].destination == rank or unposted[0] in exists):
+            program.append(("post", unposted.popleft()))
+
+    for action in actions:
+        needed, made = _links(action, rank, p)
+        post()
+        if needed:
+            program.append(("wait", needed))
+        if made:
+            exists.add(made)
+    post()
+    return program + [("wait", message) for message in order]
+
+
+def _replay_orders(schedule, orders):
+    p = len(schedule)
+    return _replay([_program(schedule[rank], orders[rank], rank, p) for rank in range(p)])
+
+
+def _of_rank(transfers, rank):
+    return [t for t in transfers if rank in (t.source, t.destination)]
+
+
+@pytest.mark.parametrize("make_schedule", [*TRAINING, forward_only])
+@pytest.mark.parametrize("times", TIMES)
+def test_no_rank_waits_forever_when_messages_go_in_their_global_order(make_schedule, times):
+    for p, m in SIZES:
+        schedule = make_schedule(p, m)
+        transfers = simulate(schedule, *times).transfers
+        links = [_links(action, r, p) for r, actions in enumerate(schedule) for action in actions]
+        assert Counter(transfers) == Counter(made for _, made in links if made)
+        assert not _replay_orders(schedule, [_of_rank(transfers, rank) for rank in range(p)])
+
+
+def test_the_replay_finds_the_deadlock_of_the_naive_order():
+    """Receive before an action and send after it: neighbours in 1F1B then send to each other."""
+    schedule = one_f_one_b(3, 4)
+    naive = [
+        [link for action in actions for link in _links(action, rank, 3) if link]
+        for rank, actions in enumerate(schedule)
+    ]
+    assert set(_replay_orders(schedule, naive)) == {0, 1, 2}
+
+
+def test_the_replay_finds_two_messages_exchanged_at_one_end():
+    schedule = gpipe(2, 3)
+    transfers = simulate(schedule).transfers
+    other = [transfers[1], transfers[0], *transfers[2:]]
+    assert not _replay_orders(schedule, [transfers, transfers])
+    assert set(_replay_orders(schedule, [transfers, other])) == {0, 1}
+
+
+def _log_of_steps(make_schedule, num_microbatches):
+    """What this rank posts and waits for in two steps, and the most sends that were under way."""
+    rank, world_size = rank_and_size()
+    log, count, under_way = [], Counter(), {0}
+
+    def logged_exchange(sends, receives, group=None, async_op=False):
+        ends = [(rank, peer, tensor.nbytes) for tensor, peer in sends]
+        ends += [(peer, rank, tensor.nbytes) for tensor, peer in receives]
+        ((source, destination, nbytes),) = ends
+        message = count[source, destination], source, destination, nbytes
+        count[source, destination] += 1
+        log.append(("post", message))
+        under_way.add(sum({"post": 1, "wait": -1}[kind] for kind, m in log if m[1] == rank))
+        work = exchange(sends, receives, group, async_op=True)
+
+        class Logged:
+            def wait(self):
+                log.append(("wait", message))
+                work.wait()
+
+        return Logged() if async_op else Logged().wait()
+
+    pipeline.exchange = logged_exchange
+    try:
+        stage = nn.Linear(3, 3)
+        executor = Pipeline(stage, make_schedule(world_size, num_microbatches), _loss)
+        for _ in range(2):
+            executor.step(torch.randn(num_microbatches, 3), torch.zeros(num_microbatches, 3))
+            messages = {kind: [m for k, m in log if k == kind] for kind in ("post", "wait")}
+            assert Counter(messages["wait"]) == Counter(messages["post"]), "not all waited for"
+    finally:
+        pipeline.exchange = exchange
+    return log, max(under_way)
+
+
+@every_schedule
+@pytest.mark.parametrize("world_size", [2, 3, 4, 6])
+def test_the_executor_waits_for_all_and_would_not_deadlock_under_nccl(make_schedule, world_size):
+    for m in (1, world_size, 2 * world_size + 1):
+        programs, under_way = zip(*run(world_size, _log_of_steps, make_schedule, m))
+        assert all(programs) and not _replay(programs)
+        assert all(min(m, 2) <= sends <= world_size + 1 for sends in under_way)
+
+
+# ---- the executor against one process ------------------------------------------------------------
+
+
+def _loss(output, target):
+    """A microbatch's share: a sum, so that the shares add up to the loss of the whole batch."""
+    return (output.double() - target).square().sum() / 7
+
+
+def _compare(layers, bounds, schedule, batches, group=None):
+    """Run this rank's layers[bounds[rank]:bounds[rank + 1]]; compare with all on whole batches.
+
+    Losses, input gradients, and the gradients summed over the batches. Returns the names compared.
+    """
+    rank, num_stages = rank_and_size(group)
+    model = nn.Sequential(*layers)
+    model.zero_grad()
+    losses, input_grads = [], []
+    for inputs, targets in batches:
+        inputs = inputs.clone().requires_grad_(inputs.is_floating_point())
+        losses.append(_loss(model(inputs), targets))
+        losses[-1].backward()
+        input_grads.append(inputs.grad)
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    stage = model[bounds[rank] : bounds[rank + 1]]
+    executor = Pipeline(stage, schedule, _loss, group)
+    first, last = rank == 0, rank == num_stages - 1
+    for (inputs, targets), loss, input_grad in zip(batches, losses, input_grads):
+        inputs = inputs.clone().requires_grad_(inputs.is_floating_point() and first)
+        found = executor.step(inputs if first else None, targets if last else None)
+        if last:
+            assert not found.requires_grad
+            _equal(found, loss.detach())
+        else:
+            assert found is None
+        if first:
+            _equal(inputs.grad, input_grad)
+    for name, parameter in stage.named_parameters():
+        _equal(parameter.grad, expected[name], name)
+    return [name for name, _ in stage.named_parameters()]
+
+
+def _equal(found, expected, name=""):
+    message = lambda text: f"{name} {text}"
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, msg=message)
+
+
+def _problem(seed, num_stages, rows, num_batches=1):
+    """Layers of random widths, cut into stages of uneven depth, and batches of `rows`."""
+    torch.manual_seed(seed)
+    sizes = random.Random(seed)
+    depth = num_stages + sizes.randint(0, 4)
+    widths = [sizes.randint(1, 6) for _ in range(depth + 1)]
+    linears = [nn.Linear(i, o, dtype=torch.float64) for i, o in zip(widths, widths[1:])]
+    layers = [nn.Sequential(linear, nn.Tanh()) for linear in linears]
+    bounds = [0, *sorted(sizes.sample(range(1, depth), num_stages - 1)), depth]
+    shape = (num_batches, rows, sizes.randint(1, 3))
+    inputs = torch.randn(*shape, widths[0], dtype=torch.float64)
+    targets = torch.randn(*shape, widths[-1], dtype=torch.float64)
+    return layers, bounds, list(zip(inputs, targets))
+
+
+def _random_problems(make_schedule):
+    _, p = rank_and_size()
+    names = set()
+    for m in (1, 2, p, 2 * p + 1):
+        layers, bounds, batches = _problem(m, p, rows=m * (1 + m % 3), num_batches=2)
+        names |= {(m, name) for name in _compare(layers, bounds, make_schedule(p, m), batches)}
+    return names
+
+
+@every_schedule
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+def test_losses_and_gradients_over_two_steps_are_those_of_one_process(world_size, make_schedule):
+    compared = run(world_size, _random_problems, make_schedule)
+    for m in (1, 2, world_size, 2 * world_size + 1):
+        layers, _, _ = _problem(m, world_size, rows=m)
+        every_name = {(m, name) for name, _ in nn.Sequential(*layers).named_parameters()}
+        assert every_name == {(k, name) for names in compared for k, name in names if k == m}
+
+
+def _interleaved_groups():
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    dist.barrier()  # to a rank that still connects, one that has already left is a failure
+    mine = dist.get_rank() % 2
+    for make_schedule in TRAINING:
+        layers, bounds, batches = _problem(mine, 2, rows=6)
+        _compare(layers, bounds, make_schedule(2, 3), batches, groups[mine])
+
+
+def test_two_pipelines_side_by_side_in_groups_of_their_own():
+    run(4, _interleaved_groups)
+
+
+class Transpose(nn.Module):
+    def forward(self, x):
+        return x.transpose(-1, -2)
+
+
+class Cast(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        return x.to(self.dtype)
+
+
+def _boundaries():
+    p, m, T, D, V = 2, 3, 4, 5, 11
+    linear = lambda i, o: nn.Linear(i, o, dtype=torch.float64)
+    embedding = nn.Embedding(V, D, dtype=torch.float64)
+    x = torch.randn(2 * m, T, D, dtype=torch.float64)
+    tokens = torch.randint(V, (2 * m, T))
+    bfloat16, float64 = Cast(torch.bfloat16), Cast(torch.float64)
+    for layers, inputs, output_shape in (
+        ([linear(D, D), Transpose(), linear(T, 3)], x, (D, 3)),  # the output is a transposed view
+        ([linear(D, D), nn.Identity(), Transpose(), linear(T, 3)], x, (D, 3)),  # the gradient is
+        ([linear(D, 3), bfloat16, float64, linear(3, D)], x, (T, D)),
+        ([embedding, nn.Tanh(), linear(D, 3)], tokens, (T, 3)),
+    ):
+        targets = torch.randn(2 * m, *output_shape, dtype=torch.float64)
+        for make_schedule in TRAINING:
+            _compare(layers, [0, 2, len(layers)], make_schedule(p, m), [(inputs, targets)])
+
+
+def test_boundaries_that_are_transposed_views_or_bf16_and_tokens_as_inputs():
+    run(2, _boundaries)
+
+
+def _evaluation(num_microbatches):
+    """Losses of a training step, two evaluations, and one process; gradients stay as they were."""
+    rank, p = rank_and_size()
+    layers, bounds, [(inputs, targets)] = _problem(0, p, rows=num_microbatches)
+    stage = nn.Sequential(*layers[bounds[rank] : bounds[rank + 1]])
+    train = Pipeline(stage, one_f_one_b(p, num_microbatches), _loss)
+    evaluate = Pipeline(stage, forward_only(p, num_microbatches), _loss)
+    losses = [train.step(inputs, targets)]
+    before = [parameter.grad.clone() for parameter in stage.parameters()]
+    with torch.no_grad():
+        losses += [evaluate.step(inputs, targets) for _ in range(2)]
+        losses += [_loss(nn.Sequential(*layers)(inputs), targets) if rank == p - 1 else None]
+    after = [parameter.grad for parameter in stage.parameters()]
+    assert all(map(torch.equal, before, after)) and not evaluate.alive
+    return losses
+
+
+@every_size
+def test_evaluation_gives_the_loss_and_leaves_the_gradients(world_size):
+    for m in (1, 5):
+        *others, losses = run(world_size, _evaluation, m)
+        assert others == [[None] * 4] * (world_size - 1)
+        for loss in losses[:-1]:
+            _equal(loss, losses[-1])
+
+
+def _norms(num_microbatches):
+    """For LayerNorm and BatchNorm: the loss in microbatches, and the loss of the whole batch."""
+    rank, p = rank_and_size()
+    inputs, targets = torch.randn(2, 8, 4, dtype=torch.float64)
+    losses = []
+    for norm in nn.LayerNorm(4), nn.BatchNorm1d(4):
+        layers = [nn.Linear(4, 4), norm, nn.Linear(4, 4), nn.Tanh()]
+        model = nn.Sequential(*layers).double()
+        stage = model[rank * 4 // p : (rank + 1) * 4 // p]
+        loss = Pipeline(stage, gpipe(p, num_microbatches), _loss).step(inputs, targets)
+        losses.append((loss, _loss(model(inputs), targets)))
+    return losses if rank == p - 1 else None
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_layer_norm_does_not_see_microbatches_and_batch_norm_does(world_size):
+    (layer, whole_layer), (batch, whole_batch) = run(world_size, _norms, 4)[-1]
+    _equal(layer, whole_layer)
+    assert abs(batch - whole_batch) > 1e-3 * whole_batch
+    (batch, whole_batch) = run(world_size, _norms, 1)[-1][1]
+    _equal(batch, whole_batch)
+
+
+# ---- what a step costs ---------------------------------------------------------------------------
+
+
+def _step_bytes(make_schedule, num_microbatches, shape):
+    _, p = rank_and_size()
+    executor = Pipeline(nn.Linear(shape[-1], shape[-1]), make_schedule(p, num_microbatches), _loss)
+    batch = torch.randn(num_microbatches * shape[0], *shape[1:])
+    counted = []
+    for _ in range(3):
+        with count_bytes() as traffic:
+            executor.step(batch, batch)
+        counted.append((traffic.bytes(), traffic.messages()))
+    return counted[1:]
+
+
+@every_schedule
+@every_size
+def test_a_step_sends_b_s_h_per_microbatch_boundary_and_direction(world_size, make_schedule):
+    m, (b, s, h) = 5, (2, 3, 4)
+    counted = run(world_size, _step_bytes, make_schedule, m, (b, s, h))
+    for rank, steps in enumerate(counted):
+        neighbours = len({rank - 1, rank + 1} & set(range(world_size)))
+        nbytes = neighbours * m * b * s * h * 4
+        assert nbytes == pipeline_bytes(rank, world_size, m, b * s * h * 4)
+        assert steps == [(nbytes, neighbours * m)] * 2
+
+
+class Saved:
+    """A tensor that autograd keeps for backward."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Watched(nn.Module):
+    """A layer that knows for how many microbatches, at most, its tensors were kept.
+
+    peak counts what autograd saves for backward, peak_outputs the outputs that somebody holds.
+    """
+
+    def __init__(self, width):
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+        self.saved, self.peak, self.per_microbatch = WeakSet(), 0, None
+        self.outputs, self.peak_outputs = [], 0
+
+    def forward(self, x):
+        with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda saved: saved.tensor):
+            output = self.layer(x)
+        self.per_microbatch = self.per_microbatch or len(self.saved)
+        self.peak = max(self.peak, len(self.saved) / self.per_microbatch)
+        self.outputs = [kept for kept in self.outputs if kept() is not None] + [ref(output)]
+        self.peak_outputs = max(self.peak_outputs, len(self.outputs))
+        return output
+
+    def keep(self, tensor):
+        saved = Saved(tensor)
+        self.saved.add(saved)
+        return saved
+
+
+def _peak_activations(make_schedule, num_microbatches):
+    _, p = rank_and_size()
+    stage = Watched(4)
+    executor = Pipeline(stage, make_schedule(p, num_microbatches), _loss)
+    for _ in range(2):
+        executor.step(torch.randn(num_microbatches, 4), torch.randn(num_microbatches, 4))
+        assert not stage.saved and not executor.alive
+        assert all(output() is None for output in stage.outputs)
+    return stage.peak, stage.peak_outputs
+
+
+@every_schedule
+@every_size
+def test_a_rank_keeps_the_activations_that_the_simulator_says(world_size, make_schedule):
+    for m in (1, world_size + 2):
+        peak, peak_outputs = zip(*run(world_size, _peak_activations, make_schedule, m))
+        simulated = tuple(simulate(make_schedule(world_size, m)).peak)
+        assert peak == simulated
+        assert peak_outputs[:-1] == simulated[:-1]  # the last stage keeps the loss in its place
+
+
+def _backwards_without_sync(make_schedule, num_microbatches):
+    """For each backward in turn, whether it ran inside no_sync; and how often that was entered."""
+    _, p = rank_and_size()
+    inside, entered, backwards = False, 0, []
+
+    @contextmanager
+    def no_sync():
+        nonlocal inside, entered
+        inside, entered = True, entered + 1
+        yield
+        inside = False
+
+    stage = nn.Linear(4, 4)
+    stage.weight.register_hook(lambda grad: backwards.append(inside))
+    executor = Pipeline(stage, make_schedule(p, num_microbatches), _loss, no_sync=no_sync)
+    executor.step(torch.randn(num_microbatches, 4), torch.randn(num_microbatches, 4))
+    return backwards, entered
+
+
+@every_schedule
+@every_size
+def test_all_backwards_but_the_last_run_inside_no_sync(world_size, make_schedule):
+    for m in (1, 4):
+        expected = [True] * (m - 1) + [False], m - 1
+        assert run(world_size, _backwards_without_sync, make_schedule, m) == [expected] * world_size
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def _errors():
+    rank, _ = rank_and_size()
+    stage, batch = nn.Linear(3, 3), torch.randn(4, 3)
+    with pytest.raises(ValueError, match="3 stages in a group of 2 ranks"):
+        Pipeline(stage, gpipe(3, 2), _loss)
+    executor = Pipeline(stage, gpipe(2, 2), _loss)
+    batches = {0: (batch[:3], None), 1: (None, batch[:3])}
+    name = ["inputs", "targets"][rank]
+    with pytest.raises(ValueError, match=f"{name} has 3 .*num_microbatches=2"):
+        executor.step(*batches[rank])
+    executor.step(batch, batch)
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"stage 0 made \(4, 3\) .*first output was \(2, 3\)"):
+            executor.step(torch.randn(8, 3))
+
+
+def test_batches_and_schedules_that_do_not_fit_are_named():
+    run(2, _errors)
