@@ -1,50 +1,59 @@
 """Collectives made of messages.
 
-A process group of P ranks shares nothing; all that a rank can do is send a tensor to another rank and
-receive one. Everything that training needs beyond that is built here from one primitive, exchange(): a
-batch of sends and receives that progress together.
+A process group of P ranks shares nothing; all that a rank can do is send a tensor to another rank
+and receive one. Everything that training needs beyond that is built here from one primitive,
+exchange(): a batch of sends and receives that progress together.
 
-    reduce_scatter_single   every rank gets the sum of one chunk       (P-1)/P D  bytes sent by a rank
-    all_gather_single       every rank gets every rank's chunk         (P-1)/P D
-    all_reduce              the one, then the other                   2(P-1)/P D  (the lower bound)
-    all_to_all_single       rank i's chunk j goes to rank j            (P-1)/P D
-    broadcast               a tree: who has the tensor passes it on    at most log2(P) D
-    barrier                 nobody leaves before everybody came        log2(P)    bytes
+                           what happens                              a rank sends     steps
+    all_reduce             everybody gets the sum of all tensors
+      naive                everyone sends everything to everyone      (P-1) D         1
+      ring                 reduce-scatter, then all-gather           2(P-1)/P D       2(P-1)
+      recursive_doubling   sums swapped with ever farther ranks       log2(P) D       log2(P)
+      halving_doubling     the same, with halves, quarters ...       2(P-1)/P D       2 log2(P)
+      hierarchical         rings inside nodes and between them       2(P-1)/P D       2(I+O-2)
+    reduce_scatter_single  rank r gets chunk r of the sum             (P-1)/P D       P-1
+    all_gather_single      everybody gets every rank's chunk          (P-1)/P D       P-1
+    all_to_all_single      rank i's chunk j goes to rank j            (P-1)/P D       P-1
+    broadcast, reduce      down and up a tree                         log2(P) D       log2(P)
+    gather, scatter        everyone to one, one to everyone           (P-1)/P D       1
 
-D is the size of the full tensor, in bytes. A ring keeps every link busy with 1/P of the tensor at a time:
+D is the size of the full tensor in bytes; P = O x I ranks are O nodes of I ranks each.
 
-    rank 0 ---> rank 1 ---> rank 2 ---> rank 3 ---+
-      ^                                           |
-      +-------------------------------------------+
+2(P-1)/P D is the least that any all-reduce can send. Names, arguments and meaning are those of
+torch.distributed; the code is the same on NCCL and on gloo.
 
-Names, arguments and meaning are those of torch.distributed, and the code is the same on NCCL and on gloo.
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
+2005.
 
-    torchrun --nproc-per-node 4 collectives.py      claimed bytes beside counted bytes
+    torchrun --nproc-per-node 4 collectives.py      bytes claimed and counted, steps, time and cost
 """
 
 import os
 import queue
 import tempfile
 import threading
+import time
 import weakref
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce as fold
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-# ---- processes and groups ---------------------------------------------------------------------------
+# ---- processes and groups ------------------------------------------------------------------------
 
 
 @contextmanager
 def batch_scheduling():
-    """Let gloo's threads, started inside, be scheduled as batch work (Linux; elsewhere nothing happens).
+    """Have gloo's threads, started inside, scheduled as batch work (Linux; elsewhere no effect).
 
-    A gloo thread that preempts the rank it serves spins on the lock that the rank holds, and a message
-    then takes 2-5 ms in place of 0.1 ms. Threads inherit the policy; this thread gets its own back.
+    A gloo thread that preempts the rank it serves spins on a lock that the rank holds, so that a
+    message takes 2-5 ms, not 0.1 ms. Threads inherit the policy; this thread gets its own back.
     """
     if not hasattr(os, "SCHED_BATCH"):
         yield
@@ -58,7 +67,7 @@ def batch_scheduling():
 
 
 def run_ranks(function, world_size=4):
-    """Call function() on every rank of a new default group, on CPU: torchrun's ranks, or `world_size` new ones."""
+    """Call function() on the ranks of a new CPU group: torchrun's, or `world_size` new ones."""
     if "RANK" in os.environ:
         _run_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", function)
         return
@@ -81,28 +90,34 @@ def rank_and_size(group=None):
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-# ---- messages ---------------------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Traffic:
-    """Payload that this rank sent: bytes and messages by (operation, group)."""
+    """Payload that this rank sent: bytes and messages by (operation, group, peer in the group)."""
 
     bytes_by: Counter = field(default_factory=Counter)
     messages_by: Counter = field(default_factory=Counter)
 
-    def bytes(self, operation=None, group=None):
-        """Bytes sent by one operation or all (None), in one group or all (None)."""
-        return _select(self.bytes_by, operation, group)
+    def bytes(self, operation=None, group=None, peers=None):
+        """Bytes sent by one operation, in one group, to some peers; None stands for all."""
+        return _select(self.bytes_by, operation, group, peers)
 
-    def messages(self, operation=None, group=None):
+    def messages(self, operation=None, group=None, peers=None):
         """Messages sent, selected as in bytes()."""
-        return _select(self.messages_by, operation, group)
+        return _select(self.messages_by, operation, group, peers)
 
 
-def _select(counter, operation, group):
-    matches = lambda key: operation in (None, key[0]) and group in (None, key[1])
-    return sum(count for key, count in counter.items() if matches(key))
+def _select(counter, operation, group, peers):
+    def wanted(key):
+        return (
+            operation in (None, key[0])
+            and group in (None, key[1])
+            and (peers is None or key[2] in peers)
+        )
+
+    return sum(count for key, count in counter.items() if wanted(key))
 
 
 _COUNTERS = []  # the Traffic of every count_bytes() now open
@@ -110,7 +125,7 @@ _COUNTERS = []  # the Traffic of every count_bytes() now open
 
 @contextmanager
 def count_bytes():
-    """Count what this rank sends by the operations begun inside: `with count_bytes() as traffic: ...`."""
+    """Count what this rank sends in operations begun inside: `with count_bytes() as traffic:`"""
     traffic = Traffic()
     _COUNTERS.append(traffic)
     try:
@@ -122,56 +137,139 @@ def count_bytes():
 def exchange(sends, receives, group=None, async_op=False):
     """Send and receive several tensors in one batch, whose messages progress together.
 
-    sends, receives: lists of (contiguous tensor, peer), peer being a rank of `group`. Both ends of a link
-    list its messages in the same order and with the same sizes (a gloo rank is aborted by a message larger
-    than its buffer). Empty tensors are not sent. On NCCL batches run in the order they were issued in, so
-    two ranks must issue the batches that they share in the same order.
-    Returns None, or with async_op an object whose wait() completes the batch.
+    sends, receives: lists of (contiguous tensor, peer), peer being a rank of `group`. Both ends of
+    a link list its messages in the same order and with the same sizes (a message larger than its
+    buffer aborts a gloo rank). Empty tensors are not sent. On NCCL batches run in the order they
+    were issued in, so two ranks must issue the batches that they share in the same order.
+    Returns None, or with async_op an object whose wait() completes the batch. A RuntimeError names
+    the peer of a message that failed.
     """
-    thread = _THREADS.get(group or dist.group.WORLD)
-    if thread is not None:
-        thread.latest.finished.wait()  # a group's messages keep their order
-    messages = _post("exchange", sends, receives, group, _COUNTERS)
+    group = group or dist.group.WORLD
+    if group in _THREADS:
+        _THREADS[group].latest.finished.wait()  # a group's messages keep their order
+    link = _Link("exchange", group, tuple(_COUNTERS))
+    messages = link.post(sends, receives)
     if async_op:
         return messages
     messages.wait()
 
 
-class _Messages:
-    """A batch under way. Holds its tensors: gloo reads and writes them until wait() has returned."""
+class _Link:
+    """Posts the messages of one operation in one group, and counts what it sends."""
 
-    def __init__(self, works, tensors):
-        self.works, self.tensors = works, tensors
+    def __init__(self, operation, group, counters):
+        self.operation, self.group, self.counters = operation, group, counters
+        self.nccl = dist.get_backend(group) == "nccl"
+
+    def post(self, sends, receives):
+        """The _Messages of a batch. gloo's buffers may be read and written until its wait()."""
+        sends = [message for message in sends if message[0].numel()]
+        receives = [message for message in receives if message[0].numel()]
+        for traffic in self.counters:
+            for tensor, peer in sends:
+                traffic.bytes_by[self.operation, self.group, peer] += tensor.nbytes
+                traffic.messages_by[self.operation, self.group, peer] += 1
+        messages = _Messages(self)
+        if self.nccl:
+            batch = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=p) for t, p in receives]
+            batch += [dist.P2POp(dist.isend, t, group=self.group, group_peer=p) for t, p in sends]
+            works = dist.batch_isend_irecv(batch) if batch else []
+            messages.under_way = [(work, None, None, None) for work in works]
+            return messages
+        for tensor, peer in receives:
+            buffer = _on_host(tensor)
+            with self.naming(peer):
+                work = self.group.recv([buffer], peer, 0)
+            messages.under_way.append((work, peer, buffer, tensor))
+        for tensor, peer in sends:
+            buffer = _on_host(tensor)
+            if buffer is not tensor:
+                buffer.copy_(tensor)
+            with self.naming(peer):
+                work = self.group.send([buffer], peer, 0)
+            messages.under_way.append((work, peer, buffer, None))
+        return messages
+
+    @contextmanager
+    def naming(self, peer):
+        """Say in whose company a message failed."""
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = dist.get_process_group_ranks(self.group)
+            own = ranks[dist.get_rank(self.group)]
+            other = "a peer" if peer is None else f"rank {ranks[peer]}"
+            where = f"{self.operation} in the group of ranks {ranks}"
+            raise RuntimeError(f"{where}: rank {own} lost {other}: {error}") from error
+
+
+class _Messages:
+    """Messages under way: (work, peer, the buffer that travels, where to copy it then or None)."""
+
+    def __init__(self, link):
+        self.link, self.under_way = link, []
 
     def wait(self):
-        for work in self.works:
-            work.wait()
-        self.works, self.tensors = [], []
+        for work, peer, buffer, tensor in self.under_way:
+            with self.link.naming(peer):
+                work.wait()
+            if tensor is not buffer and tensor is not None:
+                tensor.copy_(buffer)
+        self.under_way = []
 
 
-def _post(operation, sends, receives, group, counters):
-    group = group or dist.group.WORLD
-    receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
-    sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
-    for traffic in counters:
-        traffic.bytes_by[operation, group] += sum(tensor.nbytes for tensor, _ in sends)
-        traffic.messages_by[operation, group] += len(sends)
-    batch = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for tensor, peer in receives]
-    batch += [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for tensor, peer in sends]
-    return _Messages(dist.batch_isend_irecv(batch) if batch else [], sends + receives)
+def _on_host(tensor):
+    """gloo cannot send CUDA memory: a pinned host buffer in its place. CPU tensors travel as is."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
-# ---- how a collective runs: now, or while Python computes --------------------------------------------
+# ---- how a collective runs: now, or while Python computes ----------------------------------------
 #
-# An algorithm is a generator. It yields one batch (sends, receives) after the other, and does its local
-# arithmetic in between. _launch() drains it: at once, or in the background, where each group has its own
-# queue and so keeps its order, as each NCCL communicator does. In the background means
-#   on CPU     a thread of the group's, because a gloo batch is only complete when somebody waits for it;
-#   on CUDA    a side stream of the group's, because there waiting means ordering streams, not blocking.
+# An algorithm is a generator. It yields one Batch after the other, and does its local arithmetic in
+# between. _launch() drains it: at once, or in the background, where each group has its own queue:
+# its operations keep their order, as on an NCCL communicator. In the background means
+#   gloo   a thread of the group's: a batch is only complete when somebody has waited for it;
+#   NCCL   a side stream of the group's: there waiting orders streams and blocks nobody.
+
+
+class Batch(NamedTuple):
+    """Messages that progress together, [(tensor, peer)].
+
+    early: receives of later batches. gloo posts them now, which saves a round trip each; NCCL,
+    where batches run in order, ignores them. Nothing may use their buffers meanwhile, except what
+    the sender waits for anyway. linger: the sends need only be complete when the *next* batch is.
+    """
+
+    sends: list = ()
+    receives: list = ()
+    early: list = ()
+    linger: bool = False
+
+
+def _drain(link, batches):
+    if link.nccl:
+        for batch in batches:
+            link.post(batch.sends, batch.receives).wait()
+        return
+    posted, leaving = {}, _Messages(link)
+    for batch in batches:
+        for message in (*batch.receives, *batch.early):
+            if id(message) not in posted:
+                posted[id(message)] = link.post([], [message])
+        sends = link.post(batch.sends, [])
+        for message in batch.receives:
+            posted.pop(id(message)).wait()
+        leaving.wait()
+        leaving = sends
+        if not batch.linger:
+            sends.wait()
+    leaving.wait()
 
 
 class Work:
-    """An operation of a group's thread, under way. wait() blocks until it is done; errors arise there."""
+    """An operation of a group's thread, under way. wait() blocks until done; errors arise there."""
 
     def __init__(self, drain):
         self._drain, self._error = drain, None
@@ -198,7 +296,7 @@ class Work:
 
 
 class StreamWork:
-    """An operation on a group's CUDA stream, under way. wait() makes the current stream wait for it."""
+    """An operation of a group's CUDA stream, under way. wait() makes the current stream wait."""
 
     def __init__(self, drain, tensors, group):
         self._tensors = tensors  # held, so that their memory is not used again before wait()
@@ -240,16 +338,21 @@ _THREADS = weakref.WeakKeyDictionary()  # group -> _Thread
 _STREAMS = weakref.WeakKeyDictionary()  # group -> torch.cuda.Stream
 
 
-def _launch(operation, steps, tensors, group, async_op):
-    """Run an algorithm that works on `tensors`; returns None, or its Work with async_op."""
+def _launch(operation, batches, tensors, group, async_op, agreed=""):
+    """Drain the batches of an algorithm on `tensors`; returns None, or its Work with async_op.
+
+    agreed: what must be the same on all ranks; compared where PyTorch's debug level is DETAIL.
+    """
     group = group or dist.group.WORLD
-    counters = tuple(_COUNTERS)
+    link = _Link(operation, group, tuple(_COUNTERS))
 
     def drain():
-        for sends, receives in steps:
-            _post(operation, sends, receives, group, counters).wait()
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            call = f"{operation} {agreed}"
+            _drain(_Link(operation, group, ()), _compare(call, tensors[0], group))
+        _drain(link, batches)
 
-    if async_op and tensors[0].is_cuda:
+    if async_op and link.nccl:
         return StreamWork(drain, tensors, group)
     thread = _THREADS.get(group)
     if async_op:
@@ -260,8 +363,22 @@ def _launch(operation, steps, tensors, group, async_op):
     drain()
 
 
+def _compare(description, like, group, length=256):
+    """Tell every rank what this one is about to do; raise if somebody is about to do otherwise."""
+    rank, world_size = rank_and_size(group)
+    text = description.encode()[:length].ljust(length)
+    texts = [torch.tensor(list(text), dtype=torch.uint8).to(like.device) for _ in range(world_size)]
+    peers = [peer for peer in range(world_size) if peer != rank]
+    yield Batch([(texts[rank], peer) for peer in peers], [(texts[peer], peer) for peer in peers])
+    calls = [bytes(text.tolist()).decode().strip() for text in texts]
+    for other, call in enumerate(calls):
+        if call != calls[0]:
+            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            raise ValueError(f"rank {ranks[0]} calls {calls[0]}, rank {ranks[other]} calls {call}")
+
+
 def _into(output, algorithm, *arguments):
-    """The steps of algorithm(flat, *arguments), where flat is `output` laid out as one row of elements."""
+    """The batches of algorithm(flat, *arguments), where flat is `output` as one row of elements."""
     output = output.detach()
     flat = output.contiguous().view(-1)
     yield from algorithm(flat, *arguments)
@@ -273,77 +390,633 @@ def _flat(tensor):
     return tensor.detach().contiguous().view(-1)
 
 
-# ---- the ring: reduce-scatter, all-gather, and all-reduce = the one, then the other -------------------
+# ---- all-reduce, the simplest way ----------------------------------------------------------------
+#
+# The algorithms reduce `input` of P ranks into `output` of all, which may be the same memory. A sum
+# is either computed on one rank and copied, or on all along orders that mirror each other (a + b is
+# b + a to the bit): all ranks end with the same bits, and the replicas of a model rely on that.
 
 _REDUCE = {
     ReduceOp.SUM: torch.add,
-    ReduceOp.AVG: torch.add,
+    ReduceOp.AVG: torch.add,  # and one division at the end
     ReduceOp.PRODUCT: torch.mul,
     ReduceOp.MIN: torch.minimum,
     ReduceOp.MAX: torch.maximum,
 }
 
 
-def _ring_reduce_scatter(output, chunks, op, group):
-    """Chunk r of every rank, reduced, into `output` on rank r. P-1 steps; `chunks` are only read.
+def _naive(output, input, op, rank, world_size):
+    """Everyone sends everything to everyone, and adds in the order of ranks. 1 step, (P-1) D bytes.
 
-    A partial sum travels the ring, and each rank it visits adds its own chunk. P = 4, what a rank holds:
+        rank        0         1         2         3
+        start    0 . . .   . 1 . .   . . 2 .   . . . 3       which ranks' tensors a rank has
+        step 0   0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3
+    """
+    tensors = list(input.new_empty(world_size, len(input)))
+    tensors[rank] = input
+    peers = [(rank + distance) % world_size for distance in range(1, world_size)]
+    yield Batch([(input, peer) for peer in peers], [(tensors[peer], peer) for peer in peers])
+    output.copy_(fold(_REDUCE[op], tensors))
+
+
+# ---- the ring: reduce-scatter, all-gather, and all-reduce = the one, then the other --------------
+#
+#     rank 0 ---> rank 1 ---> rank 2 ---> rank 3 ---+       every link carries 1/P of the tensor
+#       ^                                           |       at every step
+#       +-------------------------------------------+
+
+SEGMENT = 1 << 20  # bytes; a chunk travels in segments: adding one overlaps receiving the next
+
+
+def _ring_reduce_scatter(chunks, partials, op, ring, rank):
+    """Chunk r, reduced over the ranks in `ring`, into partials[-1] on the r-th of them. P-1 steps.
+
+    A partial sum travels the ring, and each rank it visits adds its own chunk; the sum of step k is
+    made in partials[k]. P = 4, what a rank holds:
 
         rank        0             1             2             3
         step 0   c2: 3+0       c3: 0+1       c0: 1+2       c1: 2+3
         step 1   c1: 2+3+0     c2: 3+0+1     c3: 0+1+2     c0: 1+2+3
         step 2   c0: 1+2+3+0   c1: 2+3+0+1   c2: 3+0+1+2   c3: 0+1+2+3
-
-    Each chunk is summed along one path, so whoever gets it later gets the same bits.
     """
-    rank, world_size = rank_and_size(group)
-    next_rank, prev_rank = (rank + 1) % world_size, (rank - 1) % world_size
-    scratch = output.new_empty(2, len(chunks[0]))  # one partial sum leaves while the next one arrives
-    outgoing = chunks[prev_rank]
-    for step in range(world_size - 1):
-        own = chunks[(rank - step - 2) % world_size]
-        partial = scratch[step % 2, : len(own)]
-        yield [(outgoing, next_rank)], [(partial, prev_rank)]
-        outgoing = _REDUCE[op](partial, own, out=output if step == world_size - 2 else partial)
-    if world_size == 1:
-        output.copy_(chunks[0])
-    if op == ReduceOp.AVG:
-        output.div_(world_size)
+    place, world_size, next_rank, prev_rank = _neighbours(ring, rank)
+    count = _segments(chunks)
+    outgoing, rounds = chunks[place - 1].tensor_split(count), []
+    for step, partial in enumerate(partials):
+        own = chunks[(place - step - 2) % world_size].tensor_split(count)
+        partial = partial.tensor_split(count)
+        rounds += zip(outgoing, own, partial)
+        outgoing = partial
+    slots = chunks[0].new_empty(2, -(-len(chunks[0]) // count))
+    receives = [(slots[i % 2, : len(own)], prev_rank) for i, (_, own, _) in enumerate(rounds)]
+    for i, (outgoing, own, partial) in enumerate(rounds):
+        early = receives[i + 1 : i + 2]
+        yield Batch([(outgoing, next_rank)], [receives[i]], early, linger=True)
+        _REDUCE[op](receives[i][0], own, out=partial)
 
 
-def _ring_all_gather(chunks, group):
-    """Chunk r of rank r into chunk r of every rank. P-1 steps, in place. P = 4, the chunks of a rank:
+def _ring_all_gather(chunks, ring, rank):
+    """Chunk r of the r-th rank in `ring` into chunk r of every one. P-1 steps, in place.
 
         rank        0         1         2         3
-        start    0 . . .   . 1 . .   . . 2 .   . . . 3
+        start    0 . . .   . 1 . .   . . 2 .   . . . 3       the chunks that a rank has, P = 4
         step 0   0 . . 3   0 1 . .   . 1 2 .   . . 2 3
         step 1   0 . 2 3   0 1 . 3   0 1 2 .   . 1 2 3
         step 2   0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3
     """
-    rank, world_size = rank_and_size(group)
-    next_rank, prev_rank = (rank + 1) % world_size, (rank - 1) % world_size
+    place, world_size, next_rank, prev_rank = _neighbours(ring, rank)
+    count = _segments(chunks)
+    segments = [chunk.tensor_split(count) for chunk in chunks]
+    sends, receives = [], []
     for step in range(world_size - 1):
-        outgoing = chunks[(rank - step) % world_size]
-        incoming = chunks[(rank - step - 1) % world_size]
-        yield [(outgoing, next_rank)], [(incoming, prev_rank)]
+        sends += [(segment, next_rank) for segment in segments[(place - step) % world_size]]
+        receives += [(segment, prev_rank) for segment in segments[(place - step - 1) % world_size]]
+    for i, (send, receive) in enumerate(zip(sends, receives)):
+        yield Batch([send], [receive], receives[i + 1 : i + 3], linger=i + 1 < len(sends))
 
 
-def _ring_all_reduce(output, input, op, group):
+def _ring(output, input, op, rank, world_size):
+    yield from _ring_among(range(world_size), output, input, op, rank)
+
+
+def _ring_among(ring, output, input, op, rank):
+    """Reduce-scatter and all-gather among the ranks in `ring`. 2(P-1) steps, 2(P-1)/P D bytes."""
+    place, world_size, *_ = _neighbours(ring, rank)
+    if world_size == 1:
+        output.copy_(input)
+    chunks = output.tensor_split(world_size)  # sizes differ by at most one element
+    partials = [chunks[(place - step - 2) % world_size] for step in range(world_size - 1)]
+    yield from _ring_reduce_scatter(input.tensor_split(world_size), partials, op, ring, rank)
+    yield from _ring_all_gather(chunks, ring, rank)
+
+
+def _neighbours(ring, rank):
+    place, world_size = ring.index(rank), len(ring)
+    return place, world_size, ring[(place + 1) % world_size], ring[place - 1]
+
+
+def _segments(chunks):
+    return max(1, -(-max(chunk.nbytes for chunk in chunks) // SEGMENT))
+
+
+# ---- logarithms: fewer steps, for small tensors --------------------------------------------------
+
+
+def _recursive_doubling(output, input, op, rank, world_size):
+    """Exchange sums with the rank 1 away, then 2, 4 ... away. log2(P) steps of D bytes. P = 4:
+
+        rank       0         1         2         3
+        start      0         1         2         3           whose tensors are in a rank's sum
+        step 0     0+1       0+1       2+3       2+3         (partner = rank xor 1)
+        step 1     0+1+2+3   0+1+2+3   0+1+2+3   0+1+2+3     (partner = rank xor 2)
+    """
+    partners = [rank ^ (1 << step) for step in range(world_size.bit_length() - 1)]
+    receives = list(zip(input.new_empty(len(partners), len(input)), partners))
+    total = input
+    for step, (received, partner) in enumerate(receives):
+        yield Batch([(total, partner)], [receives[step]], early=receives[step + 1 :])
+        total = _REDUCE[op](total, received, out=received)
+    output.copy_(total)
+
+
+def _halving_doubling(output, input, op, rank, world_size):
+    """Reduce-scatter by exchanging halves, quarters ...; all-gather back. 2 log2(P) steps. P = 4:
+
+        rank        0              1              2              3
+        step 0   c01: 0+2       c01: 1+3       c23: 0+2       c23: 1+3       (partner = rank xor 2)
+        step 1   c0: 0+1+2+3    c1: 0+1+2+3    c2: 0+1+2+3    c3: 0+1+2+3    (partner = rank xor 1)
+        step 2   c01            c01            c23            c23            (partner = rank xor 1)
+        step 3   c0123          c0123          c0123          c0123          (partner = rank xor 2)
+
+    2(P-1)/P D bytes, as the ring sends. Rabenseifner, 2004.
+    """
+    bounds = [len(output) * chunk // world_size for chunk in range(world_size + 1)]
+    if output is not input:
+        output.copy_(input)
+    first, size, exchanged = 0, world_size, []  # chunks first ... first + size - 1 are still mine
+    while size > 1:
+        size //= 2
+        partner = rank ^ size
+        keep, give = (first + size, first) if rank & size else (first, first + size)
+        kept, given = (output[bounds[half] : bounds[half + size]] for half in (keep, give))
+        received = torch.empty_like(kept)
+        yield Batch([(given, partner)], [(received, partner)])
+        _REDUCE[op](kept, received, out=kept)
+        exchanged.append((kept, given, partner))
+        first = keep
+    for kept, given, partner in reversed(exchanged):
+        yield Batch([(kept, partner)], [(given, partner)])
+
+
+def _for_any_size(algorithm):
+    """An algorithm for 2^k ranks, for any number: each rank beyond 2^k has one of them stand in."""
+
+    def folded(output, input, op, rank, world_size):
+        core = 1 << (world_size.bit_length() - 1)
+        if rank >= core:
+            yield Batch([(input, rank - core)])
+            yield Batch([], [(output, rank - core)])
+            return
+        stand_in = rank + core < world_size
+        if stand_in:
+            other = torch.empty_like(input)
+            yield Batch([], [(other, rank + core)])
+            input = _REDUCE[op](input, other, out=other)
+        yield from algorithm(output, input, op, rank, core)
+        if stand_in:
+            yield Batch([(output, rank + core)])
+
+    return folded
+
+
+# ---- two levels: nodes, and ranks inside a node --------------------------------------------------
+
+
+def _hierarchical(inner_size):
+    """The all-reduce for P = O x I ranks, node by node I ranks each, or a 2D torus of rows of I.
+
+    Reduce-scatter inside the node, all-reduce of the own chunk with the ranks of the same place in
+    other nodes, all-gather inside. 2(I-1)/I D bytes stay inside, 2(O-1)/O D/I cross. O = I = 2:
+
+        rank                     0            1            2            3
+        reduce-scatter inside    c0: 0+1      c1: 0+1      c0: 2+3      c1: 2+3
+        all-reduce between       c0: 0..3     c1: 0..3     c0: 0..3     c1: 0..3
+        all-gather inside        c0 c1        c0 c1        c0 c1        c0 c1
+    """
+
+    def algorithm(output, input, op, rank, world_size):
+        node = rank // inner_size * inner_size
+        inside = range(node, node + inner_size)
+        between = range(rank % inner_size, world_size, inner_size)
+        chunks = output.tensor_split(inner_size)
+        own = chunks[rank - node]
+        if inner_size == 1:
+            own.copy_(input)
+        partials = [chunks[(rank - node - step - 2) % inner_size] for step in range(inner_size - 1)]
+        yield from _ring_reduce_scatter(input.tensor_split(inner_size), partials, op, inside, rank)
+        yield from _ring_among(between, own, own, op, rank)
+        yield from _ring_all_gather(chunks, inside, rank)
+
+    return algorithm
+
+
+# ---- trees: broadcast, reduce, barrier -----------------------------------------------------------
+
+
+def _tree_broadcast(tensor, root, rank, world_size):
+    """In round k every rank that has the tensor passes it 2^k places on, counted from the root.
+
+    P = 8    round 0: 0->1    round 1: 0->2 1->3    round 2: 0->4 1->5 2->6 3->7
+    """
+    place, distance = (rank - root) % world_size, 1
+    while distance < world_size:
+        if place < distance and place + distance < world_size:
+            yield Batch([(tensor, (rank + distance) % world_size)], linger=True)
+        elif distance <= place < 2 * distance:
+            yield Batch([], [(tensor, (rank - distance) % world_size)])
+        distance *= 2
+
+
+def _scatter_all_gather(tensor, root, rank, world_size):
+    """Broadcast of a large tensor: chunks from the root to their ranks, then once round the ring.
+
+    The root sends 2(P-1)/P D bytes, the others at most (P-1)/P D.
+    """
+    chunks = tensor.tensor_split(world_size)
+    others = [peer for peer in range(world_size) if peer != root]
+    if rank == root:
+        yield Batch([(chunks[peer], peer) for peer in others])
+    else:
+        yield Batch([], [(chunks[rank], root)])
+    yield from _ring_all_gather(chunks, range(world_size), rank)
+
+
+def _tree_reduce(tensor, root, op, rank, world_size):
+    """The broadcast tree upwards: who has heard all below him adds, and passes the sum up."""
+    place, distance, total = (rank - root) % world_size, 1, tensor
+    while distance < world_size:
+        if place & distance:
+            yield Batch([(total, (rank - distance) % world_size)])
+            return
+        if place + distance < world_size:
+            received = torch.empty_like(tensor)
+            yield Batch([], [(received, (rank + distance) % world_size)])
+            total = _REDUCE[op](total, received, out=received)
+        distance *= 2
+    tensor.copy_(total)
+    if op == ReduceOp.AVG:
+        tensor.div_(world_size)
+
+
+def _dissemination(token, rank, world_size):
+    """Round k: tell the rank 2^k places on, hear from the one 2^k back; 2^(k+1) ranks are heard."""
+    heard, distance = torch.empty_like(token), 1
+    while distance < world_size:
+        to_rank, from_rank = (rank + distance) % world_size, (rank - distance) % world_size
+        yield Batch([(token, to_rank)], [(heard, from_rank)])
+        distance *= 2
+
+
+# ---- one to all, all to one, all to all ----------------------------------------------------------
+
+
+def _direct_scatter(output, inputs, root, rank):
+    if rank != root:
+        yield Batch([], [(output, root)])
+        return
+    output.copy_(inputs[rank])
+    yield Batch([(tensor, peer) for peer, tensor in enumerate(inputs) if peer != root])
+
+
+def _direct_gather(input, outputs, root, rank):
+    if rank != root:
+        yield Batch([(input, root)])
+        return
+    outputs[rank].copy_(input)
+    yield Batch([], [(tensor, peer) for peer, tensor in enumerate(outputs) if peer != root])
+
+
+def _pairwise_all_to_all(output, input, output_sizes, input_sizes, rank, world_size):
+    """Step k: send to the rank k places on, receive from the one k back. P = 4, who gets whose:
+
+        rank        0         1         2         3
+        start    0 . . .   . 1 . .   . . 2 .   . . . 3
+        step 1   0 . . 3   0 1 . .   . 1 2 .   . . 2 3
+        step 2   0 . 2 3   0 1 . 3   0 1 2 .   . 1 2 3
+        step 3   0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3
+    """
+    outputs, inputs = output.split(output_sizes), input.split(input_sizes)
+    outputs[rank].copy_(inputs[rank])
+    peers = [((rank + k) % world_size, (rank - k) % world_size) for k in range(1, world_size)]
+    receives = [(outputs[from_rank], from_rank) for _, from_rank in peers]
+    for i, (to_rank, _) in enumerate(peers):
+        yield Batch([(inputs[to_rank], to_rank)], [receives[i]], receives[i + 1 :], linger=True)
+
+
+# ---- cost, and the choice it makes ---------------------------------------------------------------
+
+
+class Cost(NamedTuple):
+    """What one rank does: steps one after the other, bytes sent, bytes added with nothing to do
+    meanwhile."""
+
+    steps: int
+    bytes: int
+    added: int = 0
+
+    def seconds(self, link):
+        """The alpha-beta model: steps * alpha + bytes * beta, and additions at gamma per byte."""
+        return self.steps * link.alpha + self.bytes * link.beta + self.added * link.gamma
+
+
+class LinkSpeed(NamedTuple):
+    """Seconds per step, per byte sent, and per byte added; measure_link() measures them."""
+
+    alpha: float
+    beta: float
+    gamma: float
+
+
+# Measured by measure_link() with 4 ranks on 2 cores (gloo); from NVLink's data sheet (nccl). They
+# are constants: an algorithm chosen by the mood of a machine would change the bits of a training.
+LINK_SPEEDS = {"gloo": LinkSpeed(1.5e-4, 6.5e-10, 3e-10), "nccl": LinkSpeed(1e-5, 4e-12, 1e-12)}
+
+
+def all_reduce_cost(algorithm, nbytes, world_size, inner_size=1, rank=0):
+    """Cost of an all-reduce of `nbytes`; rank 0 is the busiest. Exact where P divides nbytes."""
+    D, P, I, core = nbytes, world_size, inner_size, 1 << (world_size.bit_length() - 1)
+    if algorithm == "naive":
+        return Cost(min(P - 1, 1), (P - 1) * D, (P - 1) * D)
+    if algorithm == "ring":  # all but the last segment is added while the next one arrives
+        return Cost(2 * (P - 1), 2 * (P - 1) * D // P, min(SEGMENT, D // P) if P > 1 else 0)
+    if algorithm == "hierarchical":
+        inside, between = (all_reduce_cost("ring", *part) for part in ((D, I), (D // I, P // I)))
+        return Cost(*(sum(pair) for pair in zip(inside, between)))
+    if rank >= core:
+        return Cost(2, D)
+    halving, steps = algorithm == "halving_doubling", core.bit_length() - 1
+    cost = Cost(2 * steps, 2 * (core - 1) * D // core, (core - 1) * D // core)
+    cost = cost if halving else Cost(steps, steps * D, steps * D)
+    return Cost(cost.steps + 2, cost.bytes + D, cost.added + D) if rank + core < P else cost
+
+
+def all_reduce_bytes(nbytes, world_size):
+    """Bytes that one rank sends to all-reduce `nbytes` by the ring: no algorithm sends fewer."""
+    return 2 * nbytes * (world_size - 1) // world_size
+
+
+def reduce_scatter_bytes(nbytes, world_size):
+    """Bytes that one rank sends to reduce-scatter, or all-gather, a full tensor of `nbytes`."""
+    return nbytes * (world_size - 1) // world_size
+
+
+all_gather_bytes = reduce_scatter_bytes
+
+
+def broadcast_cost(algorithm, nbytes, world_size):
+    """Cost of a broadcast for the root: "tree" or "scatter_all_gather"."""
+    rounds = (world_size - 1).bit_length()
+    if algorithm == "tree":
+        return Cost(rounds, rounds * nbytes)
+    return Cost(world_size, 2 * nbytes * (world_size - 1) // world_size)
+
+
+def _cheapest(costs, group):
+    link = LINK_SPEEDS[dist.get_backend(group)]
+    return min(costs, key=lambda name: costs[name].seconds(link))
+
+
+def measure_link(group=None, rounds=20):
+    """LinkSpeed of a group, measured: rings of 8 bytes and of 4 MB, and adding 4 MB. Collective."""
     rank, world_size = rank_and_size(group)
-    chunks = output.tensor_split(world_size)  # sizes differ by at most one element, some may be empty
-    yield from _ring_reduce_scatter(chunks[rank], input.tensor_split(world_size), op, group)
-    yield from _ring_all_gather(chunks, group)
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    small, large = torch.zeros(8, device=device), torch.zeros(1 << 20, device=device)
+    peers = (rank + 1) % world_size, (rank - 1) % world_size
+
+    def timed(function):
+        times = []
+        for _ in range(rounds):
+            barrier(group)
+            began = time.perf_counter()
+            function()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        return sorted(times)[rounds // 2]
+
+    def shift(tensor):
+        if world_size > 1:
+            exchange([(tensor, peers[0])], [(tensor.clone(), peers[1])], group)
+
+    alpha = timed(lambda: shift(small))
+    beta = max(0.0, timed(lambda: shift(large)) - alpha) / large.nbytes
+    return LinkSpeed(alpha, beta, timed(lambda: large.add_(large)) / large.nbytes)
 
 
-def _scatter_into_output(output, input, op, group):
-    yield from _ring_reduce_scatter(output, input.tensor_split(dist.get_world_size(group)), op, group)
+# ---- the collectives -----------------------------------------------------------------------------
+
+_ALL_REDUCE = {
+    "naive": _naive,
+    "ring": _ring,
+    "recursive_doubling": _for_any_size(_recursive_doubling),
+    "halving_doubling": _for_any_size(_halving_doubling),
+}
 
 
-def _gather_into_output(output, input, group):
+def _all_reduce(output, input, op, group, algorithm="auto", inner_size=None):
+    """The batches of an all-reduce of flat tensors."""
     rank, world_size = rank_and_size(group)
-    chunks = output.view(world_size, -1)
+    if algorithm == "auto":
+        names = ("ring", "halving_doubling", "recursive_doubling")
+        costs = {name: all_reduce_cost(name, input.nbytes, world_size) for name in names}
+        algorithm = _cheapest(costs, group)
+    run = _hierarchical(inner_size) if algorithm == "hierarchical" else _ALL_REDUCE[algorithm]
+    yield from run(output, input, op, rank, world_size)
+    if op == ReduceOp.AVG:
+        output.div_(world_size)
+
+
+def all_reduce(
+    tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", inner_size=None
+):
+    """Reduce `tensor` over the group, in place; every rank ends with the same bits.
+
+    algorithm: naive, ring, recursive_doubling, halving_doubling, or hierarchical with `inner_size`
+    consecutive ranks to a node; auto takes the one that costs least. Returns None, or a Work with
+    async_op. Raises ValueError for an op or algorithm that is not known, for AVG of integers, and
+    for an inner_size that does not divide the group.
+    """
+    _check_op(op, tensor.dtype)
+    if algorithm not in ("auto", "hierarchical", *_ALL_REDUCE):
+        known = ", ".join(("auto", "hierarchical", *_ALL_REDUCE))
+        raise ValueError(f"algorithm={algorithm!r} is not one of {known}")
+    world_size = dist.get_world_size(group)
+    if algorithm == "hierarchical" and (not inner_size or world_size % inner_size):
+        raise ValueError(f"inner_size={inner_size} does not divide world_size={world_size}")
+    batches = _into(tensor, lambda flat: _all_reduce(flat, flat, op, group, algorithm, inner_size))
+    agreed = f"{_shape(tensor)} {op} {algorithm} {inner_size}"
+    return _launch("all_reduce", batches, [tensor], group, async_op, agreed)
+
+
+def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
+    """Reduce `tensor` over the group into that of the *global* rank `dst`; the others keep theirs.
+
+    Returns None, or a Work with async_op. Raises ValueError as all_reduce(), and if dst is not in
+    the group.
+    """
+    _check_op(op, tensor.dtype)
+    root = _group_rank("dst", dst, group)
+    batches = _into(tensor, _tree_reduce, root, op, *rank_and_size(group))
+    return _launch("reduce", batches, [tensor], group, async_op, f"{_shape(tensor)} {op} {dst}")
+
+
+def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
+    """Copy `tensor` of the *global* rank `src` to every rank of the group, in place.
+
+    algorithm: tree, scatter_all_gather, or auto, the one that costs least. Returns None, or a Work
+    with async_op. Raises ValueError if src is not in the group, and for an unknown algorithm.
+    """
+    root, (rank, world_size) = _group_rank("src", src, group), rank_and_size(group)
+    algorithms = {"tree": _tree_broadcast, "scatter_all_gather": _scatter_all_gather}
+    if algorithm == "auto":
+        costs = {name: broadcast_cost(name, tensor.nbytes, world_size) for name in algorithms}
+        algorithm = _cheapest(costs, group)
+    if algorithm not in algorithms:
+        raise ValueError(f"algorithm={algorithm!r} is not one of auto, {', '.join(algorithms)}")
+    batches = _into(tensor, algorithms[algorithm], root, rank, world_size)
+    agreed = f"{_shape(tensor)} {src} {algorithm}"
+    return _launch("broadcast", batches, [tensor], group, async_op, agreed)
+
+
+def _partial_sums(output, input, op, group):
+    rank, world_size = rank_and_size(group)
+    chunks = input.tensor_split(world_size)
+    if world_size == 1:
+        output.copy_(input)
+    scratch = output.new_empty(min(2, world_size - 1), len(output))
+    partials = [scratch[step % 2] for step in range(world_size - 2)] + [output]
+    ring = range(world_size)
+    yield from _ring_reduce_scatter(chunks, partials[: world_size - 1], op, ring, rank)
+    if op == ReduceOp.AVG:
+        output.div_(world_size)
+
+
+def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
+    """Reduce `input` over the group; rank r keeps chunk r in `output`, a P-th as long.
+
+    Sends (P-1)/P of the input. Returns None, or a Work with async_op. Raises ValueError for an
+    unknown op and for sizes or dtypes that do not fit.
+    """
+    world_size = dist.get_world_size(group)
+    _check_op(op, input.dtype)
+    if input.numel() != output.numel() * world_size:
+        raise ValueError(
+            f"input of shape {tuple(input.shape)} is not world_size={world_size} times "
+            f"output of shape {tuple(output.shape)}"
+        )
+    _check_pair(output, input, output.numel())
+    input = _flat(input)
+    batches = _into(output, _partial_sums, input, op, group)
+    agreed = f"{_shape(output)} {op}"
+    return _launch("reduce_scatter_single", batches, [output, input], group, async_op, agreed)
+
+
+def _own_and_others(output, input, group):
+    rank, world_size = rank_and_size(group)
+    chunks = output.tensor_split(world_size)
     chunks[rank].copy_(input)
-    yield from _ring_all_gather(chunks, group)
+    yield from _ring_all_gather(chunks, range(world_size), rank)
+
+
+def all_gather_single(output, input, group=None, async_op=False):
+    """Collect `input` of every rank in `output`, P times as long, in rank order.
+
+    Sends (P-1)/P of the output. Returns None, or a Work with async_op. Raises ValueError for sizes
+    or dtypes that do not fit.
+    """
+    _check_pair(output, input, input.numel() * dist.get_world_size(group))
+    input = _flat(input)
+    batches = _into(output, _own_and_others, input, group)
+    return _launch(
+        "all_gather_single", batches, [output, input], group, async_op, _shape(input)
+    )
+
+
+def all_gather(tensor_list, tensor, group=None, async_op=False):
+    """Collect `tensor` of every rank r in tensor_list[r]; the lengths may differ between ranks.
+
+    Returns None, or a Work with async_op. Raises ValueError if the list does not have one
+    contiguous entry per rank, or this rank's does not fit.
+    """
+    rank, world_size = rank_and_size(group)
+    _check_list("tensor_list", tensor_list, group)
+    _check_pair(tensor_list[rank], tensor, tensor.numel())
+    chunks = [entry.detach().view(-1) for entry in tensor_list]
+    chunks[rank].copy_(_flat(tensor))
+    batches = _ring_all_gather(chunks, range(world_size), rank)
+    shapes = [tuple(entry.shape) for entry in tensor_list]
+    return _launch("all_gather", batches, chunks, group, async_op, f"{shapes} {tensor.dtype}")
+
+
+def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
+    """Give rank r of the group the r-th tensor of `scatter_list`, which global rank `src` has.
+
+    Returns None, or a Work with async_op. Raises ValueError for a list that does not fit on src.
+    """
+    root, rank = _group_rank("src", src, group), dist.get_rank(group)
+    if rank == root:
+        _check_list("scatter_list", scatter_list, group, alike=tensor)
+    inputs = [_flat(entry) for entry in scatter_list] if rank == root else []
+    batches = _into(tensor, _direct_scatter, inputs, root, rank)
+    agreed = f"{_shape(tensor)} {src}"
+    return _launch("scatter", batches, [tensor, *inputs], group, async_op, agreed)
+
+
+def gather(tensor, gather_list=None, dst=0, group=None, async_op=False):
+    """Collect `tensor` of every rank r of the group in gather_list[r] of the global rank `dst`.
+
+    Returns None, or a Work with async_op. Raises ValueError for a list that does not fit on dst.
+    """
+    root, rank = _group_rank("dst", dst, group), dist.get_rank(group)
+    if rank == root:
+        _check_list("gather_list", gather_list, group, alike=tensor)
+    outputs = [entry.detach().view(-1) for entry in gather_list] if rank == root else []
+    input = _flat(tensor)
+    batches = _direct_gather(input, outputs, root, rank)
+    agreed = f"{_shape(tensor)} {dst}"
+    return _launch("gather", batches, [input, *outputs], group, async_op, agreed)
+
+
+def all_to_all_single(
+    output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+):
+    """Send the i-th piece of `input` to rank i, and receive rank i's piece as the i-th of `output`.
+
+    Pieces are rows (dim 0): *_split_sizes rows for each rank, or equal ones. Returns None, or a
+    Work with async_op. Raises ValueError for splits that do not fit.
+    """
+    if output.shape[1:] != input.shape[1:] or output.dtype != input.dtype:
+        raise ValueError(
+            f"rows of output, {tuple(output.shape[1:])} {output.dtype}, are not like "
+            f"rows of input, {tuple(input.shape[1:])} {input.dtype}"
+        )
+    rank, world_size = rank_and_size(group)
+    output_sizes = _split_sizes("output", output, output_split_sizes, world_size)
+    input_sizes = _split_sizes("input", input, input_split_sizes, world_size)
+    if output_sizes[rank] != input_sizes[rank]:
+        raise ValueError(
+            f"rank {rank} sends itself {input_sizes[rank]} elements, but expects "
+            f"{output_sizes[rank]}"
+        )
+    input = _flat(input)
+    sizes = output_sizes, input_sizes
+    batches = _into(output, _pairwise_all_to_all, input, *sizes, rank, world_size)
+    agreed = f"rows of {tuple(output.shape[1:])} {output.dtype}"
+    return _launch("all_to_all_single", batches, [output, input], group, async_op, agreed)
+
+
+def barrier(group=None):
+    """Return when every rank of the group has called it.
+
+    Its first batch involves every rank, as NCCL asks of the first batch of any group.
+    """
+    nccl = dist.get_backend(group) == "nccl"
+    token = torch.zeros(1, dtype=torch.uint8, device="cuda" if nccl else "cpu")
+    batches = _dissemination(token, *rank_and_size(group))
+    _launch("barrier", batches, [token], group, async_op=False)
+    if nccl:
+        torch.cuda.current_stream().synchronize()
+
+
+def _shape(tensor):
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+def _group_rank(name, global_rank, group):
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if global_rank not in ranks:
+        raise ValueError(f"{name}={global_rank} is not one of the group's ranks, {ranks}")
+    return ranks.index(global_rank)
 
 
 def _check_op(op, dtype):
@@ -358,92 +1031,24 @@ def _check_pair(output, input, output_numel):
         raise ValueError(f"output.dtype={output.dtype} is not input.dtype={input.dtype}")
     if output.numel() != output_numel:
         raise ValueError(
-            f"output of shape {tuple(output.shape)} has {output.numel()} elements where input of shape "
-            f"{tuple(input.shape)} makes {output_numel}"
+            f"output of shape {tuple(output.shape)} has {output.numel()} elements where input of "
+            f"shape {tuple(input.shape)} makes {output_numel}"
         )
 
 
-def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
-    """Reduce `tensor` over the group, in place; every rank ends with the same bits.
-
-    Sends 2(P-1)/P of the tensor. Returns None, or a Work with async_op.
-    Raises ValueError for an op that is not known, or AVG of integers.
-    """
-    _check_op(op, tensor.dtype)
-    steps = _into(tensor, lambda flat: _ring_all_reduce(flat, flat, op, group))
-    return _launch("all_reduce", steps, [tensor], group, async_op)
-
-
-def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
-    """Reduce `input` (P times as long as `output`) over the group; rank r keeps chunk r in `output`.
-
-    Sends (P-1)/P of the input. Returns None, or a Work with async_op. Raises ValueError for an unknown op
-    and for sizes or dtypes that do not fit.
-    """
+def _check_list(name, tensors, group, alike=None):
     world_size = dist.get_world_size(group)
-    _check_op(op, input.dtype)
-    if input.numel() != output.numel() * world_size:
-        raise ValueError(
-            f"input of shape {tuple(input.shape)} is not world_size={world_size} times "
-            f"output of shape {tuple(output.shape)}"
-        )
-    _check_pair(output, input, output.numel())
-    input = _flat(input)
-    steps = _into(output, _scatter_into_output, input, op, group)
-    return _launch("reduce_scatter_single", steps, [output, input], group, async_op)
+    if tensors is None or len(tensors) != world_size:
+        found = "None" if tensors is None else f"of {len(tensors)} tensors"
+        raise ValueError(f"{name} is {found}, not of world_size={world_size}")
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise ValueError(f"{name} has an entry that is not contiguous")
+    if alike is not None and any(_shape(tensor) != _shape(alike) for tensor in tensors):
+        raise ValueError(f"{name} has an entry that is not {_shape(alike)}, as tensor is")
 
 
-def all_gather_single(output, input, group=None, async_op=False):
-    """Collect `input` of every rank in `output`, P times as long, in rank order.
-
-    Sends (P-1)/P of the output. Returns None, or a Work with async_op. Raises ValueError for sizes or dtypes
-    that do not fit.
-    """
-    _check_pair(output, input, input.numel() * dist.get_world_size(group))
-    input = _flat(input)
-    steps = _into(output, _gather_into_output, input, group)
-    return _launch("all_gather_single", steps, [output, input], group, async_op)
-
-
-def all_gather(tensor_list, tensor, group=None):
-    """Collect `tensor` of every rank r in tensor_list[r]; the lengths may differ between ranks.
-
-    Raises ValueError if the list does not have one contiguous entry per rank, or this rank's does not fit.
-    """
-    rank, world_size = rank_and_size(group)
-    if len(tensor_list) != world_size:
-        raise ValueError(f"len(tensor_list)={len(tensor_list)} is not world_size={world_size}")
-    _check_pair(tensor_list[rank], tensor, tensor.numel())
-    if not all(entry.is_contiguous() for entry in tensor_list):
-        raise ValueError("tensor_list has an entry that is not contiguous")
-    tensor_list[rank].copy_(tensor.detach().view_as(tensor_list[rank]))
-    chunks = [entry.detach().view(-1) for entry in tensor_list]
-    _launch("all_gather", _ring_all_gather(chunks, group), chunks, group, async_op=False)
-
-
-# ---- all-to-all: every rank has a message for every rank ----------------------------------------------
-
-
-def _pairwise_all_to_all(output, input, output_sizes, input_sizes, group):
-    """Step k: send to the rank k places on, receive from the rank k places back. P = 4, who gets whose:
-
-        rank        0         1         2         3
-        start    0 . . .   . 1 . .   . . 2 .   . . . 3
-        step 1   0 . . 3   0 1 . .   . 1 2 .   . . 2 3
-        step 2   0 . 2 3   0 1 . 3   0 1 2 .   . 1 2 3
-        step 3   0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3
-    """
-    rank, world_size = rank_and_size(group)
-    outputs, inputs = output.split(output_sizes), input.split(input_sizes)
-    outputs[rank].copy_(inputs[rank])
-    for step in range(1, world_size):
-        to_rank, from_rank = (rank + step) % world_size, (rank - step) % world_size
-        yield [(inputs[to_rank], to_rank)], [(outputs[from_rank], from_rank)]
-
-
-def _split_sizes(name, tensor, split_sizes, group):
+def _split_sizes(name, tensor, split_sizes, world_size):
     """Elements of `tensor` for each rank, from rows (dim 0) for each rank; equal rows if None."""
-    world_size = dist.get_world_size(group)
     rows = len(tensor)
     if split_sizes is None and rows % world_size:
         raise ValueError(f"{name} has {rows} rows, not divisible by world_size={world_size}")
@@ -456,124 +1061,26 @@ def _split_sizes(name, tensor, split_sizes, group):
     return [size * row for size in split_sizes]
 
 
-def all_to_all_single(
-    output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
-):
-    """Send the i-th piece of `input` to rank i, and receive rank i's piece as the i-th of `output`.
-
-    Pieces are rows (dim 0): *_split_sizes rows for each rank, or equal ones. Returns None, or a Work with
-    async_op. Raises ValueError for splits that do not fit.
-    """
-    if output.shape[1:] != input.shape[1:] or output.dtype != input.dtype:
-        raise ValueError(
-            f"rows of output, {tuple(output.shape[1:])} {output.dtype}, are not like "
-            f"rows of input, {tuple(input.shape[1:])} {input.dtype}"
-        )
-    output_sizes = _split_sizes("output", output, output_split_sizes, group)
-    input_sizes = _split_sizes("input", input, input_split_sizes, group)
-    rank = dist.get_rank(group)
-    if output_sizes[rank] != input_sizes[rank]:
-        raise ValueError(
-            f"rank {rank} sends itself {input_sizes[rank]} elements and expects {output_sizes[rank]}"
-        )
-    input = _flat(input)
-    steps = _into(output, _pairwise_all_to_all, input, output_sizes, input_sizes, group)
-    return _launch("all_to_all_single", steps, [output, input], group, async_op)
-
-
-# ---- trees: broadcast and barrier -----------------------------------------------------------------------
-
-
-def _tree_broadcast(tensor, root, group):
-    """A binomial tree: in round k every rank that has the tensor passes it 2^k places on, counted from the root.
-
-        P = 8      round 0: 0->1      round 1: 0->2 1->3      round 2: 0->4 1->5 2->6 3->7
-    """
-    rank, world_size = rank_and_size(group)
-    place = (rank - root) % world_size
-    distance = 1
-    while distance < world_size:
-        if place < distance and place + distance < world_size:
-            yield [(tensor, (rank + distance) % world_size)], []
-        elif distance <= place < 2 * distance:
-            yield [], [(tensor, (rank - distance) % world_size)]
-        distance *= 2
-
-
-def _group_rank(name, global_rank, group):
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    if global_rank not in ranks:
-        raise ValueError(f"{name}={global_rank} is not one of the group's ranks, {ranks}")
-    return ranks.index(global_rank)
-
-
-def broadcast(tensor, src=0, group=None, async_op=False):
-    """Copy `tensor` of the *global* rank `src` to every rank of the group, in place.
-
-    Returns None, or a Work with async_op. Raises ValueError if src is not in the group.
-    """
-    root = _group_rank("src", src, group)
-    steps = _into(tensor, _tree_broadcast, root, group)
-    return _launch("broadcast", steps, [tensor], group, async_op)
-
-
-def _dissemination(token, group):
-    """Round k: tell the rank 2^k places on, hear from the rank 2^k places back; then 2^(k+1) have been heard."""
-    rank, world_size = rank_and_size(group)
-    heard = torch.empty_like(token)
-    distance = 1
-    while distance < world_size:
-        yield [(token, (rank + distance) % world_size)], [(heard, (rank - distance) % world_size)]
-        distance *= 2
-
-
-def barrier(group=None):
-    """Return when every rank of the group has called it.
-
-    Its first batch involves every rank, as NCCL asks of the first batch of any group.
-    """
-    cuda = dist.get_backend(group) == "nccl"
-    token = torch.zeros(1, dtype=torch.uint8, device="cuda" if cuda else "cpu")
-    _launch("barrier", _dissemination(token, group), [token], group, async_op=False)
-    if cuda:
-        torch.cuda.current_stream().synchronize()
-
-
-# ---- cost ---------------------------------------------------------------------------------------------
-
-
-def reduce_scatter_bytes(nbytes, world_size):
-    """Bytes that one rank sends to reduce-scatter, or to all-gather, a full tensor of `nbytes` by the ring."""
-    return nbytes * (world_size - 1) // world_size
-
-
-all_gather_bytes = reduce_scatter_bytes
-
-
-def all_reduce_bytes(nbytes, world_size):
-    """Bytes that one rank sends to all-reduce `nbytes` by the ring: no algorithm can send fewer."""
-    return 2 * nbytes * (world_size - 1) // world_size
-
-
-# ---- derivatives: the backward of a collective is a collective --------------------------------------------
+# ---- derivatives: the backward of a collective is a collective -----------------------------------
 #
 #                             forward          backward           x before -> after
-#   copy_to_group             identity         all-reduce         replicated -> used differently by each (f)
-#   reduce_from_group         all-reduce       identity           partial sums -> replicated (g)
+#   copy_to_group             identity         all-reduce         replicated -> each uses it its way
+#   reduce_from_group         all-reduce       identity           partial sums -> replicated
 #   scatter_to_group          own chunk        all-gather         replicated -> split
-#   gather_from_group         all-gather       own chunk          split -> replicated, used alike by all
-#   all_gather_to_group       all-gather       reduce-scatter     split -> full, used differently by each
+#   gather_from_group         all-gather       own chunk          split -> replicated, used alike
+#   all_gather_to_group       all-gather       reduce-scatter     split -> each uses all its way
 #   reduce_scatter_to_group   reduce-scatter   all-gather         partial sums -> split
 #   all_to_all_in_group       all-to-all       all-to-all, back   split one way -> split another
 #
-# What all ranks use alike has the same gradient on each; what each uses differently has a part of its gradient
-# on each, and the parts must be summed. No Function changes its input or its grad_output.
+# The first two are Megatron's f and g. What all ranks use alike has its whole gradient on each;
+# what each uses in its own way has a part of its gradient on each, and the parts must be summed. No
+# Function changes its input or its grad_output.
 
 
 def _all_reduced(x, group):
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
-    steps = _into(output, _ring_all_reduce, _flat(x), ReduceOp.SUM, group)
-    _launch("all_reduce", steps, [output], group, async_op=False)
+    batches = _into(output, _all_reduce, _flat(x), ReduceOp.SUM, group)
+    _launch("all_reduce", batches, [output], group, async_op=False, agreed=_shape(x))
     return output
 
 
@@ -581,20 +1088,24 @@ def _all_gathered(x, dim, group):
     world_size = dist.get_world_size(group)
     output = x.new_empty(world_size, *x.shape)
     all_gather_single(output, x, group)
-    return output.movedim(0, dim).reshape(*x.shape[:dim], world_size * x.shape[dim], *x.shape[dim + 1 :])
+    return output.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _check_divisible(x, dim, world_size):
+    if x.shape[dim] % world_size:
+        shape = tuple(x.shape)
+        raise ValueError(f"dim {dim} of {shape} is not divisible by world_size={world_size}")
 
 
 def _own_chunk(x, dim, group):
     rank, world_size = rank_and_size(group)
-    if x.shape[dim] % world_size:
-        raise ValueError(f"dim {dim} of {tuple(x.shape)} is not divisible by world_size={world_size}")
+    _check_divisible(x, dim, world_size)
     return x.chunk(world_size, dim)[rank].clone(memory_format=torch.contiguous_format)
 
 
 def _reduce_scattered(x, dim, group):
     world_size = dist.get_world_size(group)
-    if x.shape[dim] % world_size:
-        raise ValueError(f"dim {dim} of {tuple(x.shape)} is not divisible by world_size={world_size}")
+    _check_divisible(x, dim, world_size)
     chunks = x.unflatten(dim, (world_size, -1)).movedim(dim, 0)
     output = x.new_empty(chunks.shape[1:])
     reduce_scatter_single(output, chunks, group=group)
@@ -705,7 +1216,7 @@ def reduce_from_group(x, group=None):
 
 
 def scatter_to_group(x, dim, group=None):
-    """This rank's chunk, along `dim`, of an x that all ranks hold. ValueError if P does not divide it."""
+    """This rank's chunk, along `dim`, of x, held by all ranks. ValueError if P does not divide."""
     return _ScatterToGroup.apply(x, dim % x.ndim, group)
 
 
@@ -715,12 +1226,12 @@ def gather_from_group(x, dim, group=None):
 
 
 def all_gather_to_group(x, dim, group=None):
-    """Every rank's x, joined along `dim`, for a use that differs between ranks: the gradients are summed."""
+    """Every rank's x, joined along `dim`, used differently by each: gradients are summed."""
     return _AllGatherToGroup.apply(x, dim % x.ndim, group)
 
 
 def reduce_scatter_to_group(x, dim, group=None):
-    """This rank's chunk, along `dim`, of the sum of every rank's x. ValueError if P does not divide it."""
+    """This rank's chunk, along `dim`, of the sum of all x. ValueError if P does not divide."""
     return _ReduceScatterToGroup.apply(x, dim % x.ndim, group)
 
 
@@ -729,28 +1240,41 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
     return _AllToAll.apply(x, output_split_sizes, input_split_sizes, group)
 
 
-# ---- demonstration ----------------------------------------------------------------------------------------
+# ---- demonstration -------------------------------------------------------------------------------
 
 
 def _demonstrate():
     rank, world_size = rank_and_size()
-    n = 1 << 18
-    shard, full = torch.full((n // world_size,), float(rank)), torch.full((n,), float(rank))
-    full = full[: shard.numel() * world_size].clone()
-    ring = reduce_scatter_bytes(full.nbytes, world_size)
-    rows = [
-        ("reduce_scatter_single", ring, lambda: reduce_scatter_single(shard, full)),
-        ("all_gather_single", ring, lambda: all_gather_single(full, shard)),
-        ("all_reduce", all_reduce_bytes(full.nbytes, world_size), lambda: all_reduce(full)),
-        ("all_to_all_single", ring, lambda: all_to_all_single(full, full.clone())),
-    ]
+    link = measure_link()
     if rank == 0:
-        print(f"{world_size} ranks, {full.nbytes} bytes\n{'':24}{'claimed':>12}{'counted':>12}{'messages':>12}")
-    for operation, claimed, call in rows:
-        with count_bytes() as traffic:
-            call()
-        if rank == 0:
-            print(f"{operation:24}{claimed:12}{traffic.bytes():12}{traffic.messages():12}")
+        alpha, beta, gamma = link.alpha * 1e6, link.beta * 1e9, link.gamma * 1e9
+        print(f"{world_size} ranks: a step takes {alpha:.0f} us, sending {beta:.2f} ns per byte,")
+        print(f"adding {gamma:.2f} ns per byte\n")
+        header = ("all_reduce of", "algorithm", "claimed", "counted bytes", "steps", "cost", "time")
+        print("{:>13}  {:20}{:>12}{:>15}{:>7}{:>12}{:>12}".format(*header))
+    for nbytes in (3360, 268800, 16800000):  # any P up to 8 divides them
+        tensor = torch.zeros(nbytes // 4)
+        for algorithm in (*_ALL_REDUCE, "hierarchical"):
+            inner_size = 2 if world_size % 2 == 0 else 1
+            call = lambda: all_reduce(tensor, algorithm=algorithm, inner_size=inner_size)
+            with count_bytes() as traffic:
+                call()
+            seconds = _median_seconds(call)
+            cost = all_reduce_cost(algorithm, nbytes, world_size, inner_size, rank)
+            if rank == 0:
+                row = f"{nbytes:13}  {algorithm:20}{cost.bytes:12}{traffic.bytes():15}"
+                times = f"{cost.seconds(link) * 1e6:9.0f} us{seconds * 1e6:9.0f} us"
+                print(f"{row}{cost.steps:7}{times}")
+
+
+def _median_seconds(call, rounds=9):
+    times = []
+    for _ in range(rounds):
+        barrier()
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return sorted(times)[rounds // 2]
 
 
 if __name__ == "__main__":

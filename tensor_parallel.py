@@ -252,7 +252,7 @@ def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4):
 
 def _demonstrate():
     rank, world_size = rank_and_size()
-    B, T, D, V = 2, 16, 64 * world_size, 101
+    B, T, D, V = 8, 128, 64 * world_size, 101
     torch.manual_seed(0)
     weights = {
         "up": torch.randn(4 * D, D),

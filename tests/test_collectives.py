@@ -2,7 +2,9 @@
 
 import ast
 import io
+import os
 import re
+import signal
 import threading
 import time
 from collections import Counter
@@ -17,29 +19,40 @@ from torch.distributed import ReduceOp
 
 import collectives
 from collectives import (
+    LINK_SPEEDS,
+    SEGMENT,
+    Cost,
+    LinkSpeed,
     all_gather,
     all_gather_bytes,
     all_gather_single,
     all_gather_to_group,
     all_reduce,
     all_reduce_bytes,
+    all_reduce_cost,
     all_to_all_in_group,
     all_to_all_single,
     barrier,
     broadcast,
+    broadcast_cost,
     copy_to_group,
     count_bytes,
     exchange,
+    gather,
     gather_from_group,
+    measure_link,
     rank_and_size,
+    reduce,
     reduce_from_group,
     reduce_scatter_bytes,
     reduce_scatter_single,
     reduce_scatter_to_group,
+    scatter,
     scatter_to_group,
 )
 
-from ranks import run
+from nccl_replay import Deadlock, Mismatch, record, replay
+from ranks import RanksFailed, run, spawn
 
 PROJECT = Path(__file__).resolve().parent.parent
 DTYPES = [
@@ -358,20 +371,251 @@ def test_barrier_waits_for_the_last_rank(world_size, tmp_path):
     run(world_size, _meet, tmp_path)
 
 
+# ---- algorithms ---------------------------------------------------------------------------------
+
+
+def _algorithms(world_size):
+    """(name, inner_size) of every algorithm that a group of this size has."""
+    inner = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    names = ("auto", "naive", "ring", "recursive_doubling", "halving_doubling")
+    return [(name, None) for name in names] + [("hierarchical", size) for size in inner]
+
+
+def _reduce_by(name, inner_size):
+    """Every dtype and odd length, several segments, and a tensor that is not contiguous."""
+    rank, world_size = rank_and_size()
+    big = world_size * (2 * SEGMENT // 8 + 3)
+    cases = [(dtype, n) for dtype in DTYPES for n in (0, 1, 2, 5, 64)] + [(torch.float64, big)]
+    how = {"algorithm": name, "inner_size": inner_size}
+    for dtype, length in cases:
+        everyone = _integers(world_size, length, dtype=dtype, seed=length)
+        for op, expected in REDUCED.items():
+            if (op == ReduceOp.AVG and not dtype.is_floating_point) or (length == big and op.value):
+                continue
+            tensor = everyone[rank].clone()
+            all_reduce(tensor, op, **how)
+            _same(tensor, expected(everyone.double()).to(dtype))
+    columns = _integers(world_size, 6, 5)
+    tensor = columns[rank].clone().t()
+    all_reduce(tensor, **how)
+    _same(tensor, columns.sum(0).t())
+    bits = []
+    for dtype in DTYPES[:4]:
+        for length in (1, 7, 1000):
+            tensor = _normal(length, dtype=dtype, seed=rank)
+            all_reduce(tensor, **how)
+            bits.append(tensor.double())
+    return torch.cat(bits)
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_every_algorithm_reduces_and_leaves_the_same_bits_on_all_ranks(world_size):
+    for name, inner_size in _algorithms(world_size):
+        first, *others = run(world_size, _reduce_by, name, inner_size)
+        assert all(torch.equal(first, other) for other in others), name
+
+
+def _count_by(name, inner_size, nbytes):
+    with count_bytes() as traffic:
+        all_reduce(torch.zeros(nbytes // 4), algorithm=name, inner_size=inner_size)
+    rank, world_size = rank_and_size()
+    node = rank // (inner_size or 1) * (inner_size or 1)
+    inside = traffic.bytes("all_reduce", peers=range(node, node + (inner_size or 1)))
+    return traffic.bytes(), inside
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_every_algorithm_sends_what_its_cost_says_to_the_byte(world_size):
+    nbytes = 840 * 4 * 8
+    P = world_size
+    for name, inner_size in _algorithms(P)[1:]:
+        counted = run(P, _count_by, name, inner_size, nbytes)
+        claimed = [all_reduce_cost(name, nbytes, P, inner_size or 1, r).bytes for r in range(P)]
+        assert [total for total, _ in counted] == claimed, name
+        assert claimed[0] == max(claimed)
+        if name in ("ring", "hierarchical"):
+            assert claimed[0] == 2 * nbytes * (P - 1) // P == all_reduce_bytes(nbytes, P)
+        if name == "hierarchical":
+            I, O = inner_size, P // inner_size
+            within = 2 * nbytes * (I - 1) // I
+            assert counted[0] == (within + 2 * nbytes * (O - 1) // O // I, within)
+    assert all_reduce_cost("naive", nbytes, P).bytes == (P - 1) * nbytes
+    if P in (2, 4, 8):
+        steps = P.bit_length() - 1
+        assert all_reduce_cost("recursive_doubling", nbytes, P)[:2] == (steps, steps * nbytes)
+        halving = all_reduce_cost("halving_doubling", nbytes, P)
+        assert halving[:2] == (2 * steps, 2 * (P - 1) * nbytes // P)
+
+
+def test_auto_takes_fewer_steps_for_small_tensors_and_fewer_bytes_for_large_ones():
+    link = LinkSpeed(alpha=1e-4, beta=1e-9, gamma=0)
+    assert Cost(steps=3, bytes=1000).seconds(link) == pytest.approx(3e-4 + 1e-6)
+    for link in LINK_SPEEDS.values():
+        seconds = lambda name, n: all_reduce_cost(name, n, 8).seconds(link)
+        for small in ("recursive_doubling", "halving_doubling"):
+            assert seconds(small, 4096) < seconds("ring", 4096)
+        assert seconds("ring", 2**28) < seconds("recursive_doubling", 2**28)
+        assert seconds("recursive_doubling", 4096) < seconds("halving_doubling", 4096)
+
+
+def _measure():
+    return measure_link(rounds=5), _count_by("auto", None, 64), _count_by("auto", None, 2**22)
+
+
+def test_the_link_is_measured_and_auto_goes_by_it():
+    for link, (few, _), (many, _) in run(4, _measure):
+        assert 1e-6 < link.alpha < 0.1 and 1e-11 < link.beta < 1e-7 and 1e-11 < link.gamma < 1e-7
+        assert few == 2 * 64  # recursive doubling
+        assert many == 2 * 3 * 2**22 // 4
+
+
+def _move_to_and_from_one():
+    rank, world_size = rank_and_size()
+    members = list(range(world_size))[::-1]
+    group = dist.new_group(members[: max(2, world_size - 1)]) if world_size > 1 else None
+    for group in (None, group):
+        own, size = rank_and_size(group)
+        if own < 0:
+            continue
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        for dtype, length, async_op in [
+            (torch.float64, 5, False), (torch.int32, 0, True), (torch.bfloat16, 1, True)
+        ]:
+            everyone = _integers(size, size, length, dtype=dtype, seed=length)
+            for place, root in enumerate(ranks):
+                lists = list(everyone[place].clone()) if own == place else None
+                output = torch.full((length,), 99, dtype=dtype)
+                _wait(scatter(output, lists, root, group, async_op))
+                _same(output, everyone[place, own])
+                lists = list(torch.empty_like(everyone[0])) if own == place else None
+                _wait(gather(output, lists, root, group, async_op))
+                if own == place:
+                    _same(torch.stack(lists), everyone[place])
+                for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG):
+                    if op == ReduceOp.AVG and not dtype.is_floating_point:
+                        continue
+                    tensor = everyone[own, 0].clone()
+                    _wait(reduce(tensor, root, op, group, async_op))
+                    expected = REDUCED[op](everyone[:, 0].double()).to(dtype)
+                    _same(tensor, expected if own == place else everyone[own, 0])
+                for algorithm in ("tree", "scatter_all_gather", "auto"):
+                    tensor = everyone[own, 0].clone()
+                    _wait(broadcast(tensor, root, group, async_op, algorithm))
+                    _same(tensor, everyone[place, 0])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+def test_scatter_gather_reduce_and_broadcast_have_one_rank_at_an_end(world_size):
+    run(world_size, _move_to_and_from_one)
+
+
+def _count_broadcast(algorithm, nbytes):
+    with count_bytes() as traffic:
+        broadcast(torch.zeros(nbytes // 4), 0, algorithm=algorithm)
+    return traffic.bytes("broadcast")
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_a_broadcast_costs_its_root_what_is_claimed(world_size):
+    nbytes = 840 * 4 * 8
+    for algorithm in ("tree", "scatter_all_gather"):
+        root, *others = run(world_size, _count_broadcast, algorithm, nbytes)
+        assert root == broadcast_cost(algorithm, nbytes, world_size).bytes
+        most = nbytes * (world_size - 1) // world_size
+        assert algorithm == "tree" or all(sent <= most for sent in others)
+        if algorithm == "tree":
+            assert root + sum(others) == (world_size - 1) * nbytes
+
+
+def _stage(world_size):
+    """What _on_host() does for CUDA tensors on gloo, done to CPU tensors: other buffers travel."""
+    staged = []
+
+    def on_host(tensor):
+        staged.append(torch.full_like(tensor, -7))
+        return staged[-1]
+
+    with patch.object(collectives, "_on_host", on_host):
+        tensor = torch.full((5,), dist.get_rank() + 1.0)
+        all_reduce(tensor, async_op=True).wait()
+        received = torch.zeros(3)
+        peers = (dist.get_rank() + 1) % world_size, (dist.get_rank() - 1) % world_size
+        exchange([(torch.ones(3), peers[0])], [(received, peers[1])])
+    assert staged and (tensor == world_size * (world_size + 1) / 2).all() and (received == 1).all()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_staged_buffers_carry_what_tensors_hold(world_size):
+    run(world_size, _stage, world_size)
+
+
+# ---- failure ------------------------------------------------------------------------------------
+
+
+def _lose_a_peer(how):
+    tensor = torch.zeros(2**16)
+    all_reduce(tensor)
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), how)
+    for _ in range(1000):
+        all_reduce(tensor, algorithm="ring", async_op=True).wait()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_peer_raises_on_every_rank_and_names_operation_group_and_peer(how):
+    outcomes = spawn(4, _lose_a_peer, how, check=False, group_timeout=3, timeout=12)
+    for rank, outcome in enumerate(outcomes):
+        if rank != 2:
+            lost = f"all_reduce in the group of ranks .0, 1, 2, 3.: rank {rank} lost rank [0-3]:"
+            assert re.search(lost, outcome.error_text), outcome.error_text
+            assert outcome.seconds < 9
+
+
+def _disagree(calls):
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        all_reduce(torch.zeros(3))  # agrees
+        calls[dist.get_rank()]()
+    except ValueError as error:
+        return str(error)
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def _wrong(case):
+    reduce_three, background = lambda: all_reduce(torch.zeros(3)), {"async_op": True}
+    other = {
+        "shape": lambda: all_reduce(torch.zeros(4)),
+        "dtype": lambda: all_reduce(torch.zeros(3, dtype=torch.int64)),
+        "op": lambda: all_reduce(torch.zeros(3), ReduceOp.MAX),
+        "operation": lambda: broadcast(torch.zeros(3)),
+        "background": lambda: all_reduce(torch.zeros(2), **background).wait(),
+    }[case]
+    return _disagree([reduce_three, reduce_three, other])
+
+
+@pytest.mark.parametrize("case", ["shape", "dtype", "op", "operation", "background"])
+def test_ranks_that_disagree_are_both_named_under_the_debug_level_detail(case):
+    first, *others = run(3, _wrong, case)
+    call = "all_reduce (3,) torch.float32 RedOpType.SUM auto None"
+    assert first.startswith(f"rank 0 calls {call}, rank 2 calls ")
+    assert all(other == first for other in others)
+
+
 # ---- in the background --------------------------------------------------------------------------
 
 
 @contextmanager
 def _background_held():
     """No background thread sends or receives anything before the event that this gives is set."""
-    gate, post = threading.Event(), dist.batch_isend_irecv
+    gate, post = threading.Event(), collectives._Link.post
 
-    def held(batch):
+    def held(link, sends, receives):
         if threading.current_thread() is not threading.main_thread():
             gate.wait(20)
-        return post(batch)
+        return post(link, sends, receives)
 
-    with patch.object(dist, "batch_isend_irecv", held):
+    with patch.object(collectives._Link, "post", held):
         yield gate
 
 
@@ -429,7 +673,8 @@ def test_groups_do_not_wait_for_each_other():
 
 def _break_the_link():
     tensor = torch.ones(4)
-    with patch.object(dist, "batch_isend_irecv", side_effect=ConnectionError("the link is down")):
+    broken = ConnectionError("the link is down")
+    with patch.object(collectives._Link, "post", side_effect=broken):
         works = [all_reduce(tensor, async_op=True) for _ in range(2)]
         for work in [*works, works[0]]:
             with pytest.raises(ConnectionError, match="the link is down"):
@@ -568,7 +813,8 @@ def _count(elements, dtype):
         calls["all_to_all_single"] = full, full.clone()
     with count_bytes() as traffic:
         for name, arguments in calls.items():
-            getattr(collectives, name)(*arguments)
+            how = {"all_reduce": {"algorithm": "ring"}, "broadcast": {"algorithm": "tree"}}
+            getattr(collectives, name)(*arguments, **how.get(name, {}))
     counts = {name: (traffic.bytes(name), traffic.messages(name)) for name in calls}
     assert traffic.bytes() == sum(nbytes for nbytes, _ in counts.values())
     return counts
@@ -624,7 +870,7 @@ def _nest_counters():
     assert inner.bytes("broadcast", dist.group.WORLD) == inner.bytes("barrier") == 0
     assert outer.bytes() == 24 + inner.bytes() + 1
     assert outer.bytes("all_reduce") == 48 and outer.bytes("all_reduce", second) == 24
-    assert outer.messages("all_reduce") == 4 and outer.messages("all_reduce", second) == 2
+    assert outer.messages("all_reduce") == 2 and outer.messages("all_reduce", second) == 1
 
 
 def test_counters_nest_and_count_what_began_inside():
@@ -640,10 +886,10 @@ def _demonstration():
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_the_demonstration_counts_what_it_claims(world_size):
     printed, *others = run(world_size, _demonstration)
-    rows = re.findall(r"^(\w+) +(\d+) +(\d+) +\d+$", printed, re.M)
-    assert len(rows) == 4 and not any(others)
-    for operation, claimed, counted in rows:
-        assert claimed == counted, operation
+    rows = re.findall(r"^ *\d+  (\w+) +(\d+) +(\d+) +\d+ +\d+ us +\d+ us$", printed, re.M)
+    assert len(rows) == 15 and not any(others)
+    for algorithm, claimed, counted in rows:
+        assert claimed == counted, algorithm
 
 
 # ---- errors -------------------------------------------------------------------------------------
@@ -660,9 +906,16 @@ def _raise_value_errors():
         (lambda: reduce_scatter_single(x(2).int(), x(4).int(), ReduceOp.AVG), "AVG.*torch.int32"),
         (lambda: all_gather_single(x(5), x(2)), r"\(5,\).*5 elements.*\(2,\).*4"),
         (lambda: all_gather_single(x(4).half(), x(2)), "torch.float16.*torch.float32"),
-        (lambda: all_gather([x(2)], x(2)), r"len\(tensor_list\)=1.*world_size=2"),
+        (lambda: all_gather([x(2)], x(2)), "tensor_list is of 1 tensors.*world_size=2"),
         (lambda: all_gather([x(3), x(3)], x(2)), r"\(3,\).*\(2,\)"),
         (lambda: all_gather([x(2), x(2)], x(2).int()), "torch.float32.*torch.int32"),
+        (lambda: all_reduce(x(2), algorithm="best"), "algorithm='best'.*ring"),
+        (lambda: all_reduce(x(2), algorithm="hierarchical", inner_size=3), "inner_size=3.*size=2"),
+        (lambda: broadcast(x(2), algorithm="best"), "algorithm='best'.*tree"),
+        (lambda: reduce(x(2), 5), "dst=5"),
+        (lambda: scatter(x(2), [x(2)], dist.get_rank()), "scatter_list is of 1 .*world_size=2"),
+        (lambda: scatter(x(2), None, dist.get_rank()), "scatter_list is None"),
+        (lambda: gather(x(2), [x(3), x(2)], dist.get_rank()), r"not \(2,\) torch.float32"),
         (lambda: all_to_all_single(x(3), x(4)), "output has 3 rows.*world_size=2"),
         (lambda: all_to_all_single(x(4), x(3)), "input has 3 rows.*world_size=2"),
         (lambda: all_to_all_single(x(4), x(4), [1, 2]), r"output_split_sizes=\[1, 2\].*sum 4"),
@@ -851,84 +1104,110 @@ def test_pairs_of_empty_tensors():
 # ---- order of messages under NCCL's rules -------------------------------------------------------
 
 
-class _Watched:
-    def __init__(self, work, unfinished):
-        self.work, self.unfinished = work, unfinished
-        unfinished.append(self)
-
-    def wait(self):
-        self.work.wait()
-        self.unfinished.remove(self)
-
-
-def _batches(name):
-    """The batches that this rank posts for a collective, as lists of (kind, peer, elements)."""
+def _record_all():
+    """The events of every collective, in the foreground and in the background."""
     rank, world_size = rank_and_size()
-    batches, unfinished, post = [], [], dist.batch_isend_irecv
-
-    def recorded(batch):
-        kinds = {dist.isend: "send", dist.irecv: "receive"}
-        batches.append([(kinds[op.op], op.group_peer, op.tensor.numel()) for op in batch])
-        return [_Watched(work, unfinished) for work in post(batch)]
-
+    second = dist.new_group(range(world_size)[::-1])
     sizes = _split_matrix(world_size, 0)
     rows = torch.zeros(sizes[rank].sum(), 3), torch.zeros(sizes[:, rank].sum(), 3)
     shard, full = torch.zeros(2), torch.zeros(2 * world_size)
     pieces = torch.zeros(2 * world_size - 1).tensor_split(world_size)
-    calls = {
-        "all_reduce": lambda: all_reduce(torch.zeros(5)),
-        "all_reduce in the background": lambda: all_reduce(torch.zeros(5), async_op=True).wait(),
-        "reduce_scatter_single": lambda: reduce_scatter_single(shard, full),
-        "all_gather_single": lambda: all_gather_single(full, shard),
-        "all_gather": lambda: all_gather(pieces, pieces[rank].clone()),
-        "all_to_all_single": lambda: all_to_all_single(
-            rows[1], rows[0], sizes[:, rank].tolist(), sizes[rank].tolist()
-        ),
-        "broadcast": lambda: broadcast(torch.zeros(5), world_size - 1),
-        "barrier": barrier,
-    }
-    with patch.object(dist, "batch_isend_irecv", recorded):
-        calls[name]()
-    assert not unfinished, f"{name}: {len(unfinished)} works were never waited for"
-    return batches
-
-
-def _deadlocked(programs):
-    """Ranks that never finish, if a batch starts when each message of the last has met its twin."""
-    programs = [[list(batch) for batch in program] for program in programs]
-    moved = True
-    while moved:
-        moved = False
-        for rank, program in enumerate(programs):
-            for send in [message for message in (program or [[]])[0] if message[0] == "send"]:
-                _, peer, elements = send
-                arriving = [m for m in (programs[peer] or [[]])[0] if m[:2] == ("receive", rank)]
-                if arriving:
-                    assert arriving[0][2] == elements, f"{rank} to {peer}: {elements} elements"
-                    program[0].remove(send)
-                    programs[peer][0].remove(arriving[0])
-                    moved = True
-            for finished in [p for p in programs if p and not p[0]]:
-                finished.pop(0)
-                moved = True
-    return [rank for rank, program in enumerate(programs) if program]
-
-
-def test_the_replay_sees_a_deadlock():
-    send, receive = [("send", 1, 1)], [("receive", 1, 1)]
-    mirror = [[("send", 0, 1)], [("receive", 0, 1)]]
-    assert _deadlocked([[send, receive], mirror]) == [0, 1]
-    assert _deadlocked([[send + receive], [mirror[0] + mirror[1]]]) == []
+    splits = sizes[:, rank].tolist(), sizes[rank].tolist()
+    with record() as events:
+        for async_op in (False, True):
+            works = []
+            for group in (None, second):
+                barrier(group)
+                common = {"group": group, "async_op": async_op}
+                works += [
+                    *(
+                        all_reduce(torch.zeros(n), algorithm=name, inner_size=inner, **common)
+                        for n in (5, 3 * SEGMENT // 4 * world_size)
+                        for name, inner in _algorithms(world_size)
+                    ),
+                    reduce_scatter_single(shard, full, **common),
+                    all_gather_single(full, shard, **common),
+                    all_gather(pieces, pieces[rank].clone(), **common),
+                    all_to_all_single(rows[1], rows[0], *splits, **common),
+                    broadcast(torch.zeros(5), world_size - 1, algorithm="tree", **common),
+                    broadcast(torch.zeros(5), 1, algorithm="scatter_all_gather", **common),
+                    reduce(torch.zeros(5), 1, **common),
+                    gather(shard, list(full.split(2)) if rank == 1 else None, 1, **common),
+                    scatter(shard, list(full.split(2)) if rank == 1 else None, 1, **common),
+                ]
+            for work in works if async_op else ():
+                work.wait()
+    return events
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 6])
-def test_messages_meet_when_batches_block(world_size):
-    for name in [
-        "all_reduce", "all_reduce in the background", "reduce_scatter_single", "all_gather_single",
-        "all_gather", "all_to_all_single", "broadcast", "barrier",
-    ]:
-        programs = run(world_size, _batches, name)
-        assert any(programs) and _deadlocked(programs) == [], name
+def test_every_collective_runs_under_the_rules_of_nccl(world_size):
+    programs = run(world_size, _record_all)
+    assert all(len(events) > 50 for events in programs)
+    replay(programs)
+
+
+def _ring_without_batches():
+    rank, world_size = rank_and_size()
+    barrier()
+    with record() as events:
+        sent = exchange([(torch.zeros(1), (rank + 1) % world_size)], [], async_op=True)
+        exchange([], [(torch.zeros(1), (rank - 1) % world_size)])
+        sent.wait()
+    return events
+
+
+def test_the_replay_catches_a_ring_that_sends_before_it_receives_without_batching():
+    with pytest.raises(Deadlock, match="rank 0 at exchange .*send 4 B 1.*rank 2 at exchange .*"):
+        replay(run(3, _ring_without_batches))
+
+
+def _batches_in_crossing_orders():
+    rank = dist.get_rank()
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    tensors = torch.zeros(4, 1)
+    with record() as events:
+        works = []
+        for group, mine, other in [(first, 0, 1), (second, 2, 3)][:: 1 - 2 * rank]:
+            sends, receives = [(tensors[mine], 1 - rank)], [(tensors[other], 1 - rank)]
+            works.append(exchange(sends, receives, group, async_op=True))
+    for work in works:
+        work.wait()
+    waiting = [event for event in events if event["kind"] == "post"]
+    return [
+        event
+        for post in waiting
+        for event in (post, {"kind": "wait", "key": post["key"], "stream": post["stream"]})
+    ]
+
+
+def test_the_replay_catches_two_ranks_that_batch_in_crossing_orders():
+    with pytest.raises(Deadlock, match="rank 0 .* and before wait.*rank 1 .* and before wait"):
+        replay(run(2, _batches_in_crossing_orders))
+
+
+def _event(kind, key, **what):
+    return {"kind": kind, "key": key, "stream": 0, **what}
+
+
+def _posts(*batches, group=("g", (0, 1))):
+    """Batches of messages, each posted and waited for."""
+    for key, messages in enumerate(batches):
+        yield _event("post", key, name="exchange", group=group, messages=messages)
+        yield _event("wait", key)
+
+
+def test_the_replay_compares_sizes_and_wants_all_ranks_in_a_first_batch():
+    with pytest.raises(Mismatch, match="rank 0 sends 8 bytes .* rank 1 expects 4"):
+        replay([list(_posts([("send", 1, 8)])), list(_posts([("receive", 0, 4)]))])
+    three = ("g", (0, 1, 2))
+    pair = [list(_posts([(kind, 1 - rank, 4)], group=three)) for rank, kind in enumerate(KINDS)]
+    with pytest.raises(Deadlock, match="rank 0 .*rank 1 "):
+        replay([*pair, []])
+    replay([list(_posts([(kind, 1 - rank, 4)])) for rank, kind in enumerate(KINDS)])
+
+
+KINDS = ("send", "receive")
 
 
 # ---- the source ---------------------------------------------------------------------------------

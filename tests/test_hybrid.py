@@ -17,7 +17,7 @@ import hybrid
 from collectives import count_bytes
 from ddp import ddp_bytes
 from pipeline import pipeline_bytes
-from ranks import PROJECT, RanksFailed, run, spawn
+from ranks import PROJECT, RanksFailed, least_bytes, run, spawn
 from reference_gpt import ReferenceGPT, ReferenceTraining
 from tensor_parallel import tensor_parallel_layer_bytes
 
@@ -231,7 +231,7 @@ def _count(flags):
     trainer = make_trainer(flags)
     inputs, targets = (tensor[trainer.local_rows()] for tensor in batch(0))
     trainer.step(inputs, targets)  # the first step also tells the next stage its shapes
-    with count_bytes() as traffic:
+    with least_bytes(), count_bytes() as traffic:
         trainer.step(inputs, targets)
     mesh = trainer.mesh
     names = "pp_group grad_group tp_group embedding_group".split()
