@@ -1249,22 +1249,22 @@ def _demonstrate():
     if rank == 0:
         alpha, beta, gamma = link.alpha * 1e6, link.beta * 1e9, link.gamma * 1e9
         print(f"{world_size} ranks: a step takes {alpha:.0f} us, sending {beta:.2f} ns per byte,")
-        print(f"adding {gamma:.2f} ns per byte\n")
-        header = ("all_reduce of", "algorithm", "claimed", "counted bytes", "steps", "cost", "time")
-        print("{:>13}  {:20}{:>12}{:>15}{:>7}{:>12}{:>12}".format(*header))
+        print(f"adding {gamma:.2f} ns per byte; an all-reduce of\n")
+        header = ("bytes", "algorithm", "claimed", "counted", "steps", "cost", "time", "gloo's")
+        print("{:>9}  {:20}{:>10}{:>10}{:>6}{:>11}{:>11}{:>11}".format(*header))
     for nbytes in (3360, 268800, 16800000):  # any P up to 8 divides them
-        tensor = torch.zeros(nbytes // 4)
+        tensor, inner_size = torch.zeros(nbytes // 4), 2 - world_size % 2
+        gloo = _median_seconds(lambda: dist.group.WORLD.allreduce([tensor]).wait())
         for algorithm in (*_ALL_REDUCE, "hierarchical"):
-            inner_size = 2 if world_size % 2 == 0 else 1
             call = lambda: all_reduce(tensor, algorithm=algorithm, inner_size=inner_size)
             with count_bytes() as traffic:
                 call()
-            seconds = _median_seconds(call)
             cost = all_reduce_cost(algorithm, nbytes, world_size, inner_size, rank)
+            seconds = (cost.seconds(link), _median_seconds(call), gloo)
             if rank == 0:
-                row = f"{nbytes:13}  {algorithm:20}{cost.bytes:12}{traffic.bytes():15}"
-                times = f"{cost.seconds(link) * 1e6:9.0f} us{seconds * 1e6:9.0f} us"
-                print(f"{row}{cost.steps:7}{times}")
+                counts = f"{cost.bytes:10}{traffic.bytes():10}{cost.steps:6}"
+                times = "".join(f"{value * 1e6:8.0f} us" for value in seconds)
+                print(f"{nbytes:9}  {algorithm:20}{counts}{times}")
 
 
 def _median_seconds(call, rounds=9):

@@ -1,12 +1,15 @@
 """hybrid.py: every layout trains as one process does; data, command line, log, and refusals."""
 
 import functools
+import io
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ import torch.distributed as dist
 import hybrid
 from collectives import count_bytes
 from ddp import ddp_bytes
+from nccl_replay import record, replay
 from pipeline import pipeline_bytes
 from ranks import PROJECT, RanksFailed, least_bytes, run, spawn
 from reference_gpt import ReferenceGPT, ReferenceTraining
@@ -23,7 +27,8 @@ from tensor_parallel import tensor_parallel_layer_bytes
 
 STEPS, BATCH, LAYERS, HIDDEN, HEADS, T, V = 5, 16, 8, 32, 8, 12, 67
 FLAGS = f"--layers {LAYERS} --hidden {HIDDEN} --heads {HEADS} --seq-len {T} --vocab-size {V}"
-FLAGS += f" --batch-size {BATCH} --steps {STEPS} --lr 0.003 --warmup 2 --grad-clip 0.5 --seed 3"
+FLAGS += f" --batch-size {BATCH} --steps {STEPS} --lr 0.003 --warmup 2 --weight-decay 0.2"
+FLAGS += " --grad-clip 0.5 --seed 3"
 SIZES = [LAYERS, HIDDEN, HEADS, T, V]
 
 
@@ -56,7 +61,7 @@ def batch(step):
 
 @functools.cache
 def reference(dtype, seed=3):
-    """Losses, norms, gradients per step and final weights of one plain process."""
+    """(Loss, norm, rate) and gradients per step, and the final weights, of one plain process."""
     torch.set_default_dtype(dtype)
     try:
         model = ReferenceGPT(*SIZES)
@@ -68,10 +73,11 @@ def reference(dtype, seed=3):
         model.load_state_dict(state | {"lm_head.weight": state["transformer.wte.weight"]})
         # Warm-up to 0.003 in 2 steps, then a cosine to 0.0003 over the 3 that are left.
         cosine = [0.0003 + 0.00135 * (1 + math.cos(math.pi * k / 3)) for k in range(3)]
-        training = ReferenceTraining(model, [0.001, 0.002, *cosine], 0.1, 0.5)
+        rates = [0.001, 0.002, *cosine]
+        training = ReferenceTraining(model, rates, 0.2, 0.5)
         results, gradients = [], []
         for step in range(STEPS):
-            results.append(training.step(*batch(step)))
+            results.append((*training.step(*batch(step)), rates[step]))
             gradients.append(training.gradients)
         return results, gradients, model.state_dict()
     finally:
@@ -100,7 +106,7 @@ def _train(flags, dtype):
     for step in range(STEPS):
         inputs, targets = (tensor[trainer.local_rows()] for tensor in batch(step))
         metrics = trainer.step(inputs, targets)
-        results.append((metrics["loss"], metrics["grad_norm"]))
+        results.append((metrics["loss"], metrics["grad_norm"], metrics["lr"]))
     return results, gradients, hybrid.gather_state(trainer.model, trainer.config, trainer.mesh)
 
 
@@ -175,24 +181,55 @@ def test_tied_embedding_and_head_stay_bit_equal_on_two_stages():
     assert torch.equal(first[0], last[1])
 
 
-def _dropout_outputs(flags):
-    trainer = make_trainer(f"{flags} --dropout 0.5")
-    trainer.model.train()
-    with torch.no_grad():
-        x = trainer.model.transformer["wte"](batch(0)[0])
-        masked = torch.nn.functional.dropout(x, 0.5)
-        attention = next(iter(trainer.model.transformer["h"].values())).attn
-        with attention.random:
-            mask = torch.nn.functional.dropout(torch.ones(64), 0.5)
-        return masked, trainer.model.transformer["h"]["0"](x), mask
+def _dropout_states(flags):
+    """What every dropout of a step, and then of an evaluation, is called with: (kind, p, state)."""
+    trainer = make_trainer(f"{flags} --dropout 0.25 --layers 2")
+    calls, functional = [], torch.nn.functional
+    dropout, attention = functional.dropout, functional.scaled_dot_product_attention
+
+    def recorded_dropout(x, p=0.5, training=True):
+        calls.append(("residual", p if training else 0, torch.get_rng_state().sum().item()))
+        return dropout(x, p, training)
+
+    def recorded_attention(*arguments, dropout_p=0.0, **others):
+        calls.append(("attention", dropout_p, torch.get_rng_state().sum().item()))
+        return attention(*arguments, dropout_p=dropout_p, **others)
+
+    with (
+        patch.object(functional, "dropout", recorded_dropout),
+        patch.object(functional, "scaled_dot_product_attention", recorded_attention),
+    ):
+        inputs, targets = (tensor[trainer.local_rows()] for tensor in batch(0))
+        trainer.step(inputs, targets)
+        trained, calls[:] = list(calls), []
+        data = hybrid.Data(*2 * [np.zeros(3 * T, np.uint8)], is_text=False)
+        trainer.evaluate(data, batches=1)
+        hybrid.sample(trainer, [1], 1)
+        evaluated, calls[:] = list(calls), []
+        trainer.step(inputs, targets)
+    return trained, evaluated, calls
 
 
-def test_dropout_masks_agree_over_tp_outside_attention_and_differ_inside_and_over_dp():
-    ranks = run(4, _dropout_outputs, "--tp 2 --dp 2")
-    for one, two, three in zip(ranks[0], ranks[1], ranks[2]):
-        assert not torch.equal(one, three)  # another replica
-    assert torch.equal(ranks[0][0], ranks[1][0]) and torch.equal(ranks[0][1], ranks[1][1])
-    assert not torch.equal(ranks[0][2], ranks[1][2])
+def test_dropout_draws_alike_over_tp_but_in_attention_and_unlike_elsewhere():
+    ranks = run(8, _dropout_states, "--tp 2 --dp 2 --pp 2 --microbatches 1")
+    (other_seed, _, _), *_ = run(1, _dropout_states, "--microbatches 1 --seed 4")
+    for trained, evaluated, again in ranks:
+        assert {p for _, p, _ in trained} == {p for _, p, _ in again} == {0.25}
+        assert evaluated and {p for _, p, _ in evaluated} == {0}
+    first_stage = ["residual"] + ["attention", "residual", "residual"]  # the embedding; one layer
+    assert [kind for kind, _, _ in ranks[0][0]] == first_stage
+    assert [kind for kind, _, _ in ranks[4][0]] == first_stage[1:]
+    states = lambda rank, kind: [state for k, _, state in ranks[rank][0] if k == kind]
+    for tp_0 in range(0, 8, 2):
+        assert states(tp_0, "residual") == states(tp_0 + 1, "residual")
+        assert not set(states(tp_0, "attention")) & set(states(tp_0 + 1, "attention"))
+        assert not set(states(tp_0, "attention")) & set(states(tp_0, "residual"))
+        for other in range(tp_0):
+            if other != tp_0 + 1:
+                assert not set(states(tp_0, "residual")) & set(states(other, "residual"))
+    drawn = [state for _, _, state in ranks[0][0] + ranks[0][2]]
+    assert len(set(drawn)) == len(drawn)  # every use has a mask of its own
+    assert not {state for _, _, state in other_seed} & set(drawn)
 
 
 def _bf16_gradients(microbatches):
@@ -214,6 +251,7 @@ def _bf16_gradients(microbatches):
         for name, parameter in fresh.model.named_parameters():
             expected[name] += parameter.grad.double()
     error = max(((summed[n] - e).norm() / (e.norm() + 1e-12)).item() for n, e in expected.items())
+    assert fresh.model(inputs).dtype == torch.bfloat16
     return loss, {gradient.dtype for gradient in summed.values()}, error
 
 
@@ -315,7 +353,7 @@ def _evaluate_and_sample(flags):
     for parameter in trainer.model.parameters():  # a sharper model than the initial one
         parameter.data *= 5
     tokens = np.random.default_rng(0).integers(0, V, BATCH * T * 2 + 29).astype(np.uint8)
-    data = hybrid.Data(tokens, tokens, is_text=False)
+    data = hybrid.Data(tokens[::-1], tokens, is_text=False)
     loss = trainer.evaluate(data, batches=4)  # the third batch ends early, the fourth is empty
     drawn = (
         hybrid.sample(trainer, [1, 2, 3], 2 * T)
@@ -351,21 +389,104 @@ def test_evaluation_and_samples_do_not_depend_on_the_layout():
         assert ranks[0][1] == drawn
 
 
-def _draw_many(count):
-    trainer = make_trainer("--dp 1")
+def _draw_many(prompt, temperature, count):
+    trainer = make_trainer("--layers 2")
     for parameter in trainer.model.parameters():
         parameter.data *= 5
-    draws = [hybrid.sample(trainer, [1, 2], 1, seed=seed)[0] for seed in range(count)]
+    draws = [hybrid.sample(trainer, prompt, 1, temperature, seed)[0] for seed in range(count)]
     with torch.no_grad():
-        inputs = torch.tensor([[1, 2] + [0] * (T - 2)])
-        probabilities = trainer.model(inputs)[0, 1].softmax(-1)
-    return torch.tensor(draws).bincount(minlength=V) / count, probabilities
+        logits = trainer.model(torch.tensor([prompt[-T:]]))[0, -1]
+    return torch.tensor(draws).bincount(minlength=V) / count, logits
 
 
-def test_sampling_draws_from_the_softmax():
-    frequencies, probabilities = run(1, _draw_many, 2000)[0]
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("prompt", [[1, 2], [*range(T + 5)]], ids=["short", "longer than T"])
+def test_sampling_draws_from_the_softmax_of_what_fits_into_the_window(prompt, temperature):
+    frequencies, logits = run(1, _draw_many, prompt, temperature, 1000)[0]
+    probabilities = (logits / temperature).softmax(-1)
     assert probabilities.max() > 0.1  # not uniform
-    assert (frequencies - probabilities).abs().max() < 4 * (0.25 / 2000) ** 0.5
+    assert (frequencies - probabilities).abs().max() < 4 * (0.25 / 1000) ** 0.5
+
+
+def _train_on_text(flags):
+    """The losses that train() logs, and the arguments of its sample."""
+    torch.set_default_dtype(torch.float64)
+    args = hybrid.parse_args(f"{FLAGS} {flags} --seed 5".split(), dist.get_world_size())
+    mesh = hybrid.make_mesh(args.pp, args.dp, 1, args.tp)
+    tokens = np.random.default_rng(1).integers(0, V, (2, 500)).astype(np.uint8)
+    log, samples = io.StringIO(), []
+    with (
+        patch.object(hybrid, "sample", lambda trainer, *rest: samples.append(rest) or [65]),
+        redirect_stdout(io.StringIO()),
+    ):
+        data = hybrid.Data(*tokens, is_text=True)
+        hybrid.train(args, mesh, torch.device("cpu"), data, log)
+    return [json.loads(line)["loss"] for line in log.getvalue().splitlines()], samples, tokens
+
+
+def test_the_loop_trains_on_every_row_of_every_step_and_samples_from_validation():
+    losses, samples, (train, validation) = run(1, _train_on_text, "--dp 1")[0]
+    data, (prompt, length, temperature, seed) = hybrid.Data(train, validation, True), samples[0]
+    assert bytes(prompt) in bytes(validation) and len(prompt) == T // 2 and seed == 5
+    assert (length, temperature) == (hybrid.SAMPLE_LENGTH, hybrid.SAMPLE_TEMPERATURE)
+    torch.set_default_dtype(torch.float64)
+    model, config = ReferenceGPT(*SIZES), hybrid.GPTConfig(*SIZES)
+    names = hybrid.parameter_shapes(config)
+    state = {name: hybrid.initial_value(name, config, 5) for name in names}
+    torch.set_default_dtype(torch.float32)
+    model.load_state_dict(state | {"lm_head.weight": state["transformer.wte.weight"]})
+    rates = [hybrid.learning_rate(step, STEPS, 2, 0.003) for step in range(STEPS)]
+    training = ReferenceTraining(model, rates, 0.2, 0.5)
+    expected = [training.step(*data.batch(step, BATCH, T, seed=5))[0] for step in range(STEPS)]
+    assert losses == pytest.approx(expected, rel=1e-11)
+    others = run(4, _train_on_text, "--dp 2 --tp 2 --microbatches 2")
+    assert others[0][0] == pytest.approx(expected, rel=1e-11)
+    assert not any(losses for losses, _, _ in others[1:])  # rank 0 keeps the log
+
+
+def test_the_learning_rate_may_be_all_warm_up():
+    rates = [hybrid.learning_rate(step, 4, 4, 1.0) for step in range(5)]
+    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+def _clip_nothing():
+    trainer = make_trainer("--grad-clip 1e9")
+    clip = trainer.clip_gradients
+
+    def checked():
+        before = [p.grad.clone() for p in trainer.model.parameters()]
+        norm = clip()
+        assert all(torch.equal(p.grad, g) for p, g in zip(trainer.model.parameters(), before))
+        return norm
+
+    trainer.clip_gradients = checked
+    trainer.step(*batch(0))
+
+
+def test_clipping_never_scales_up():
+    run(1, _clip_nothing)
+
+
+# ---- NCCL's rules -------------------------------------------------------------------------------
+
+
+def _record_two_steps(flags):
+    trainer = make_trainer(flags)
+    inputs, targets = (tensor[trainer.local_rows()] for tensor in batch(0))
+    with record() as events:
+        trainer.step(inputs, targets)
+        trainer.step(inputs, targets)
+    return events
+
+
+LAYOUTS_OF_8 = [flags for world_size, flags in EVERY_LAYOUT if world_size == 8]
+
+
+@pytest.mark.parametrize("flags", LAYOUTS_OF_8)
+def test_every_layout_runs_under_the_rules_of_nccl(flags):
+    programs = run(8, _record_two_steps, flags)
+    assert all(len(events) > 10 for events in programs)
+    replay(programs)
 
 
 # ---- data ----------------------------------------------------------------------------------------
