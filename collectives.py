@@ -35,9 +35,10 @@ import tempfile
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from functools import reduce as fold
 from typing import NamedTuple
 
@@ -178,42 +179,44 @@ class _Link:
             return messages
         for tensor, peer in receives:
             buffer = _on_host(tensor)
-            with self.naming(peer):
-                work = self.group.recv([buffer], peer, 0)
+            work = self._begin(self.group.recv, buffer, peer)
             messages.under_way.append((work, peer, buffer, tensor))
         for tensor, peer in sends:
             buffer = _on_host(tensor)
             if buffer is not tensor:
                 buffer.copy_(tensor)
-            with self.naming(peer):
-                work = self.group.send([buffer], peer, 0)
-            messages.under_way.append((work, peer, buffer, None))
+            work = self._begin(self.group.send, buffer, peer)
+            messages.under_way.append((work, peer, buffer, buffer))
         return messages
 
-    @contextmanager
-    def naming(self, peer):
-        """Say in whose company a message failed."""
+    def _begin(self, transfer, buffer, peer):
         try:
-            yield
+            return transfer([buffer], peer, 0)
         except RuntimeError as error:
-            ranks = dist.get_process_group_ranks(self.group)
-            own = ranks[dist.get_rank(self.group)]
-            other = "a peer" if peer is None else f"rank {ranks[peer]}"
-            where = f"{self.operation} in the group of ranks {ranks}"
-            raise RuntimeError(f"{where}: rank {own} lost {other}: {error}") from error
+            raise self.lost(peer, error) from error
+
+    def lost(self, peer, error):
+        """The error of a message that failed, saying in whose company."""
+        ranks = dist.get_process_group_ranks(self.group)
+        own = ranks[dist.get_rank(self.group)]
+        other = "a peer" if peer is None else f"rank {ranks[peer]}"
+        where = f"{self.operation} in the group of ranks {ranks}"
+        return RuntimeError(f"{where}: rank {own} lost {other}: {error}")
 
 
 class _Messages:
-    """Messages under way: (work, peer, the buffer that travels, where to copy it then or None)."""
+    """Messages under way: (work, peer, the buffer that travels, the tensor that it stands for)."""
 
     def __init__(self, link):
         self.link, self.under_way = link, []
 
     def wait(self):
         for work, peer, buffer, tensor in self.under_way:
-            with self.link.naming(peer):
+            try:
                 work.wait()
-            if tensor is not buffer and tensor is not None:
+            except RuntimeError as error:
+                raise self.link.lost(peer, error) from error
+            if tensor is not buffer:
                 tensor.copy_(buffer)
         self.under_way = []
 
@@ -239,13 +242,13 @@ class Batch(NamedTuple):
 
     early: receives of later batches. gloo posts them now, which saves a round trip each; NCCL,
     where batches run in order, ignores them. Nothing may use their buffers meanwhile, except what
-    the sender waits for anyway. linger: the sends need only be complete when the *next* batch is.
+    the sender waits for anyway. linger: so many batches later the sends must be complete.
     """
 
     sends: list = ()
     receives: list = ()
     early: list = ()
-    linger: bool = False
+    linger: int = 0
 
 
 def _drain(link, batches):
@@ -253,19 +256,18 @@ def _drain(link, batches):
         for batch in batches:
             link.post(batch.sends, batch.receives).wait()
         return
-    posted, leaving = {}, _Messages(link)
-    for batch in batches:
+    posted, leaving = {}, deque()
+    for i, batch in enumerate(batches):
         for message in (*batch.receives, *batch.early):
             if id(message) not in posted:
-                posted[id(message)] = link.post([], [message])
-        sends = link.post(batch.sends, [])
+                posted[id(message)] = link.post((), (message,))
+        leaving.append((i + batch.linger, link.post(batch.sends, ())))
         for message in batch.receives:
             posted.pop(id(message)).wait()
-        leaving.wait()
-        leaving = sends
-        if not batch.linger:
-            sends.wait()
-    leaving.wait()
+        while leaving and leaving[0][0] <= i:
+            leaving.popleft()[1].wait()
+    for _, sends in leaving:
+        sends.wait()
 
 
 class Work:
@@ -338,7 +340,7 @@ _THREADS = weakref.WeakKeyDictionary()  # group -> _Thread
 _STREAMS = weakref.WeakKeyDictionary()  # group -> torch.cuda.Stream
 
 
-def _launch(operation, batches, tensors, group, async_op, agreed=""):
+def _launch(operation, batches, tensors, group, async_op, agreed=()):
     """Drain the batches of an algorithm on `tensors`; returns None, or its Work with async_op.
 
     agreed: what must be the same on all ranks; compared where PyTorch's debug level is DETAIL.
@@ -348,7 +350,7 @@ def _launch(operation, batches, tensors, group, async_op, agreed=""):
 
     def drain():
         if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-            call = f"{operation} {agreed}"
+            call = " ".join(map(str, (operation, *agreed)))
             _drain(_Link(operation, group, ()), _compare(call, tensors[0], group))
         _drain(link, batches)
 
@@ -451,7 +453,7 @@ def _ring_reduce_scatter(chunks, partials, op, ring, rank):
     receives = [(slots[i % 2, : len(own)], prev_rank) for i, (_, own, _) in enumerate(rounds)]
     for i, (outgoing, own, partial) in enumerate(rounds):
         early = receives[i + 1 : i + 2]
-        yield Batch([(outgoing, next_rank)], [receives[i]], early, linger=True)
+        yield Batch([(outgoing, next_rank)], [receives[i]], early, linger=count)
         _REDUCE[op](receives[i][0], own, out=partial)
 
 
@@ -472,7 +474,8 @@ def _ring_all_gather(chunks, ring, rank):
         sends += [(segment, next_rank) for segment in segments[(place - step) % world_size]]
         receives += [(segment, prev_rank) for segment in segments[(place - step - 1) % world_size]]
     for i, (send, receive) in enumerate(zip(sends, receives)):
-        yield Batch([send], [receive], receives[i + 1 : i + 3], linger=i + 1 < len(sends))
+        last = len(sends) - 1 - i
+        yield Batch([send], [receive], receives[i + 1 : i + 3], linger=min(count, last))
 
 
 def _ring(output, input, op, rank, world_size):
@@ -611,7 +614,7 @@ def _tree_broadcast(tensor, root, rank, world_size):
     place, distance = (rank - root) % world_size, 1
     while distance < world_size:
         if place < distance and place + distance < world_size:
-            yield Batch([(tensor, (rank + distance) % world_size)], linger=True)
+            yield Batch([(tensor, (rank + distance) % world_size)], linger=world_size)
         elif distance <= place < 2 * distance:
             yield Batch([], [(tensor, (rank - distance) % world_size)])
         distance *= 2
@@ -690,7 +693,8 @@ def _pairwise_all_to_all(output, input, output_sizes, input_sizes, rank, world_s
     peers = [((rank + k) % world_size, (rank - k) % world_size) for k in range(1, world_size)]
     receives = [(outputs[from_rank], from_rank) for _, from_rank in peers]
     for i, (to_rank, _) in enumerate(peers):
-        yield Batch([(inputs[to_rank], to_rank)], [receives[i]], receives[i + 1 :], linger=True)
+        early = receives[i + 1 :]
+        yield Batch([(inputs[to_rank], to_rank)], [receives[i]], early, linger=world_size)
 
 
 # ---- cost, and the choice it makes ---------------------------------------------------------------
@@ -761,9 +765,14 @@ def broadcast_cost(algorithm, nbytes, world_size):
     return Cost(world_size, 2 * nbytes * (world_size - 1) // world_size)
 
 
-def _cheapest(costs, group):
-    link = LINK_SPEEDS[dist.get_backend(group)]
-    return min(costs, key=lambda name: costs[name].seconds(link))
+@lru_cache(maxsize=4096)
+def _cheapest(cost, names, nbytes, world_size, link):
+    """The name of the algorithm whose cost(name, nbytes, world_size) takes the least time."""
+    return min(names, key=lambda name: cost(name, nbytes, world_size).seconds(link))
+
+
+def _link_speed(group):
+    return LINK_SPEEDS[dist.get_backend(group)]
 
 
 def measure_link(group=None, rounds=20):
@@ -807,9 +816,8 @@ def _all_reduce(output, input, op, group, algorithm="auto", inner_size=None):
     """The batches of an all-reduce of flat tensors."""
     rank, world_size = rank_and_size(group)
     if algorithm == "auto":
-        names = ("ring", "halving_doubling", "recursive_doubling")
-        costs = {name: all_reduce_cost(name, input.nbytes, world_size) for name in names}
-        algorithm = _cheapest(costs, group)
+        names, link = ("ring", "halving_doubling", "recursive_doubling"), _link_speed(group)
+        algorithm = _cheapest(all_reduce_cost, names, input.nbytes, world_size, link)
     run = _hierarchical(inner_size) if algorithm == "hierarchical" else _ALL_REDUCE[algorithm]
     yield from run(output, input, op, rank, world_size)
     if op == ReduceOp.AVG:
@@ -834,7 +842,7 @@ def all_reduce(
     if algorithm == "hierarchical" and (not inner_size or world_size % inner_size):
         raise ValueError(f"inner_size={inner_size} does not divide world_size={world_size}")
     batches = _into(tensor, lambda flat: _all_reduce(flat, flat, op, group, algorithm, inner_size))
-    agreed = f"{_shape(tensor)} {op} {algorithm} {inner_size}"
+    agreed = tuple(tensor.shape), tensor.dtype, op, algorithm, inner_size
     return _launch("all_reduce", batches, [tensor], group, async_op, agreed)
 
 
@@ -847,7 +855,8 @@ def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
     _check_op(op, tensor.dtype)
     root = _group_rank("dst", dst, group)
     batches = _into(tensor, _tree_reduce, root, op, *rank_and_size(group))
-    return _launch("reduce", batches, [tensor], group, async_op, f"{_shape(tensor)} {op} {dst}")
+    agreed = tuple(tensor.shape), tensor.dtype, op, dst
+    return _launch("reduce", batches, [tensor], group, async_op, agreed)
 
 
 def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
@@ -859,12 +868,12 @@ def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
     root, (rank, world_size) = _group_rank("src", src, group), rank_and_size(group)
     algorithms = {"tree": _tree_broadcast, "scatter_all_gather": _scatter_all_gather}
     if algorithm == "auto":
-        costs = {name: broadcast_cost(name, tensor.nbytes, world_size) for name in algorithms}
-        algorithm = _cheapest(costs, group)
+        names, link = tuple(algorithms), _link_speed(group)
+        algorithm = _cheapest(broadcast_cost, names, tensor.nbytes, world_size, link)
     if algorithm not in algorithms:
         raise ValueError(f"algorithm={algorithm!r} is not one of auto, {', '.join(algorithms)}")
     batches = _into(tensor, algorithms[algorithm], root, rank, world_size)
-    agreed = f"{_shape(tensor)} {src} {algorithm}"
+    agreed = tuple(tensor.shape), tensor.dtype, src, algorithm
     return _launch("broadcast", batches, [tensor], group, async_op, agreed)
 
 
@@ -897,7 +906,7 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
     _check_pair(output, input, output.numel())
     input = _flat(input)
     batches = _into(output, _partial_sums, input, op, group)
-    agreed = f"{_shape(output)} {op}"
+    agreed = tuple(output.shape), output.dtype, op
     return _launch("reduce_scatter_single", batches, [output, input], group, async_op, agreed)
 
 
@@ -917,9 +926,8 @@ def all_gather_single(output, input, group=None, async_op=False):
     _check_pair(output, input, input.numel() * dist.get_world_size(group))
     input = _flat(input)
     batches = _into(output, _own_and_others, input, group)
-    return _launch(
-        "all_gather_single", batches, [output, input], group, async_op, _shape(input)
-    )
+    agreed = len(input), input.dtype
+    return _launch("all_gather_single", batches, [output, input], group, async_op, agreed)
 
 
 def all_gather(tensor_list, tensor, group=None, async_op=False):
@@ -935,7 +943,7 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
     chunks[rank].copy_(_flat(tensor))
     batches = _ring_all_gather(chunks, range(world_size), rank)
     shapes = [tuple(entry.shape) for entry in tensor_list]
-    return _launch("all_gather", batches, chunks, group, async_op, f"{shapes} {tensor.dtype}")
+    return _launch("all_gather", batches, chunks, group, async_op, (shapes, tensor.dtype))
 
 
 def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
@@ -948,7 +956,7 @@ def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
         _check_list("scatter_list", scatter_list, group, alike=tensor)
     inputs = [_flat(entry) for entry in scatter_list] if rank == root else []
     batches = _into(tensor, _direct_scatter, inputs, root, rank)
-    agreed = f"{_shape(tensor)} {src}"
+    agreed = tuple(tensor.shape), tensor.dtype, src
     return _launch("scatter", batches, [tensor, *inputs], group, async_op, agreed)
 
 
@@ -963,7 +971,7 @@ def gather(tensor, gather_list=None, dst=0, group=None, async_op=False):
     outputs = [entry.detach().view(-1) for entry in gather_list] if rank == root else []
     input = _flat(tensor)
     batches = _direct_gather(input, outputs, root, rank)
-    agreed = f"{_shape(tensor)} {dst}"
+    agreed = tuple(tensor.shape), tensor.dtype, dst
     return _launch("gather", batches, [input, *outputs], group, async_op, agreed)
 
 
@@ -991,7 +999,7 @@ def all_to_all_single(
     input = _flat(input)
     sizes = output_sizes, input_sizes
     batches = _into(output, _pairwise_all_to_all, input, *sizes, rank, world_size)
-    agreed = f"rows of {tuple(output.shape[1:])} {output.dtype}"
+    agreed = "rows of", tuple(output.shape[1:]), output.dtype
     return _launch("all_to_all_single", batches, [output, input], group, async_op, agreed)
 
 
@@ -1080,7 +1088,7 @@ def _split_sizes(name, tensor, split_sizes, world_size):
 def _all_reduced(x, group):
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
     batches = _into(output, _all_reduce, _flat(x), ReduceOp.SUM, group)
-    _launch("all_reduce", batches, [output], group, async_op=False, agreed=_shape(x))
+    _launch("all_reduce", batches, [output], group, False, agreed=(tuple(x.shape), x.dtype))
     return output
 
 

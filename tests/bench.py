@@ -50,59 +50,60 @@ def take_turns(contenders, rounds, seconds=0.02):
 # ---- collectives ---------------------------------------------------------------------------------
 
 
-def _pairs(nbytes):
-    """{operation: (ours, PyTorch's)} on tensors of nbytes in all, as ring formulas count them."""
-    world_size = dist.get_world_size()
+def _contenders(operation, nbytes):
+    """Ours, PyTorch's, and the bare link: one message of as many bytes as a rank must send."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     n = max(world_size, nbytes // 4 // world_size * world_size)
-    full, shard = torch.ones(n), torch.ones(n // world_size)
-    other = torch.empty(n)
+    full, other, shard = torch.zeros(n), torch.zeros(n), torch.zeros(n // world_size)
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    full.zero_()  # sums stay finite
-    return {
-        "all_reduce": (lambda: collectives.all_reduce(full), lambda: dist.all_reduce(full)),
-        "reduce_scatter": (
-            lambda: collectives.reduce_scatter_single(shard, full),
-            lambda: scatter(shard, full),
-        ),
-        "all_gather": (
-            lambda: collectives.all_gather_single(full, shard),
-            lambda: gather(full, shard),
-        ),
-        "broadcast": (lambda: collectives.broadcast(full), lambda: dist.broadcast(full, 0)),
-        "all_to_all": (
-            lambda: collectives.all_to_all_single(other, full),
-            lambda: dist.all_to_all_single(other, full),
-        ),
-    }
+    ours, theirs = {
+        "all_reduce": (collectives.all_reduce, dist.all_reduce),
+        "reduce_scatter": (collectives.reduce_scatter_single, scatter),
+        "all_gather": (collectives.all_gather_single, gather),
+        "broadcast": (collectives.broadcast, dist.broadcast),
+        "all_to_all": (collectives.all_to_all_single, dist.all_to_all_single),
+    }[operation]
+    arguments = {
+        "all_reduce": (full,),
+        "reduce_scatter": (shard, full),
+        "all_gather": (full, shard),
+        "broadcast": (full, 0),
+        "all_to_all": (other, full),
+    }[operation]
+    sent = n * (world_size - 1) // world_size
+    outgoing = torch.zeros({"all_reduce": 2 * sent, "broadcast": n}.get(operation, sent))
+    incoming = torch.empty_like(outgoing)
+
+    def link():
+        message = dist.irecv(incoming, (rank - 1) % world_size)
+        dist.isend(outgoing, (rank + 1) % world_size).wait()
+        message.wait()
+
+    return {"ours": lambda: ours(*arguments), "theirs": lambda: theirs(*arguments), "link": link}
 
 
 def _measure(sizes, rounds, operations):
-    rows = []
-    for nbytes in sizes:
-        for operation, (ours, theirs) in _pairs(nbytes).items():
-            if operation in operations:
-                times = take_turns({"ours": ours, "theirs": theirs}, rounds)
-                rows.append((operation, nbytes, times["ours"], times["theirs"]))
-    return rows
+    return {
+        operation: [take_turns(_contenders(operation, size), rounds) for size in sizes]
+        for operation in operations
+    }
 
 
 def bench_collectives(arguments):
+    """A row per operation: microseconds ours / PyTorch's = ratio, and the bare link's time / ours."""
     sizes = [4 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 128 * MB]
     sizes = [size for size in sizes if size <= arguments.largest * MB]
     for world_size in arguments.world_sizes:
-        rows = run(
-            world_size, _measure, sizes, arguments.rounds, arguments.operations, timeout=3000
-        )[0]
-        print(f"P = {world_size}: microseconds ours / PyTorch's = ratio")
-        for operation in dict.fromkeys(row[0] for row in rows):
+        call = world_size, _measure, sizes, arguments.rounds, arguments.operations
+        print(f"\nP = {world_size}" + "".join(f"{size // KB:>26} KB" for size in sizes))
+        for operation, times in run(*call, timeout=3000)[0].items():
             cells = [
-                f"{o*1e6:9.0f} /{t*1e6:9.0f} = {o/t:4.2f}"
-                for name, _, o, t in rows
-                if name == operation
+                f"{t['ours'] * 1e6:9.0f} /{t['theirs'] * 1e6:7.0f} ={t['ours'] / t['theirs']:5.2f}"
+                f"{t['link'] / t['ours']:5.0%}"
+                for t in times
             ]
-            print(f"  {operation:15}" + " |".join(cells), flush=True)
-        print("  " + " " * 15 + " |".join(f"{f'{size // KB} KB':>28}" for size in sizes))
+            print(f"{operation:15}" + "".join(cells), flush=True)
 
 
 def main():
