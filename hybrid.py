@@ -666,16 +666,19 @@ def _require_divisible(args, name, divisor):
 
 
 def choose_device(name, local_rank, local_world_size):
-    """This process's device. Raises ValueError if there are not enough GPUs for --device cuda."""
+    """This process's device, and the backend for it.
+
+    NCCL wants a GPU for each process. With --device cuda and fewer, processes share them, and gloo
+    carries their messages through host memory. Raises ValueError for --device cuda without a GPU.
+    """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "cuda" and gpus < local_world_size:
-        raise ValueError(
-            f"--device cuda: {local_world_size} processes on this machine, but {gpus} GPUs"
-        )
-    if name == "cpu" or gpus < local_world_size:
-        return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    if name == "cuda" and gpus == 0:
+        raise ValueError("--device cuda: there is no GPU on this machine")
+    if name == "cpu" or (name == "auto" and gpus < local_world_size):
+        return torch.device("cpu"), "gloo"
+    device = torch.device("cuda", local_rank % gpus)
+    torch.cuda.set_device(device)
+    return device, "nccl" if gpus >= local_world_size else "gloo"
 
 
 def _refuse(error, rank):
@@ -736,7 +739,7 @@ def main(argv=None):
     try:
         args = parse_args(argv, world_size)
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        device = choose_device(args.device, local_rank, local_world_size)
+        device, backend = choose_device(args.device, local_rank, local_world_size)
         data = load_data(args.data, args.seq_len, args.vocab_size)
         if args.log and rank == 0:
             log = open(args.log, "w")
@@ -745,7 +748,7 @@ def main(argv=None):
     store = None if "RANK" in os.environ else dist.HashStore()
     with batch_scheduling():
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            backend,
             store=store,
             rank=rank,
             world_size=world_size,

@@ -91,7 +91,7 @@ def _measure(sizes, rounds, operations):
 
 
 def bench_collectives(arguments):
-    """A row per operation: microseconds ours / PyTorch's = ratio, and the bare link's time / ours."""
+    """A row per operation: microseconds ours / PyTorch's = ratio, and the bare link's / ours."""
     sizes = [4 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 128 * MB]
     sizes = [size for size in sizes if size <= arguments.largest * MB]
     for world_size in arguments.world_sizes:
