@@ -11,9 +11,9 @@ exchange(): a batch of sends and receives that progress together.
       recursive_doubling   sums swapped with ever farther ranks       log2(P) D       log2(P)
       halving_doubling     the same, with halves, quarters ...       2(P-1)/P D       2 log2(P)
       hierarchical         rings inside nodes and between them       2(P-1)/P D       2(I+O-2)
-    reduce_scatter_single  rank r gets chunk r of the sum             (P-1)/P D       P-1
-    all_gather_single      everybody gets every rank's chunk          (P-1)/P D       P-1
-    all_to_all_single      rank i's chunk j goes to rank j            (P-1)/P D       P-1
+    reduce_scatter_single  rank r gets chunk r of the sum             (P-1)/P D       P-1, or 1
+    all_gather_single      everybody gets every rank's chunk          (P-1)/P D       P-1, or 1
+    all_to_all_single      rank i's chunk j goes to rank j            (P-1)/P D       1
     broadcast, reduce      down and up a tree                         log2(P) D       log2(P)
     gather, scatter        everyone to one, one to everyone           (P-1)/P D       1
 
@@ -427,7 +427,7 @@ def _naive(output, input, op, rank, world_size):
 #       ^                                           |       at every step
 #       +-------------------------------------------+
 
-SEGMENT = 1 << 20  # bytes; a chunk travels in segments: adding one overlaps receiving the next
+SEGMENT = 1 << 19  # bytes; a chunk travels in segments: adding one overlaps receiving the next
 
 
 def _ring_reduce_scatter(chunks, partials, op, ring, rank):
@@ -607,17 +607,22 @@ def _hierarchical(inner_size):
 
 
 def _tree_broadcast(tensor, root, rank, world_size):
-    """In round k every rank that has the tensor passes it 2^k places on, counted from the root.
+    """Whoever has the tensor passes it 1, 2, 4 ... places on, counted from the root, in segments.
 
-    P = 8    round 0: 0->1    round 1: 0->2 1->3    round 2: 0->4 1->5 2->6 3->7
+    P = 8    0->1 0->2 0->4    1->3 1->5    2->6    3->7
     """
-    place, distance = (rank - root) % world_size, 1
-    while distance < world_size:
-        if place < distance and place + distance < world_size:
-            yield Batch([(tensor, (rank + distance) % world_size)], linger=world_size)
-        elif distance <= place < 2 * distance:
-            yield Batch([], [(tensor, (rank - distance) % world_size)])
-        distance *= 2
+    place, first = (rank - root) % world_size, 1
+    while first <= place:
+        first *= 2
+    strides = [first << k for k in range(world_size.bit_length())]
+    children = [(rank + s) % world_size for s in strides if place + s < world_size]
+    segments = tensor.tensor_split(_segments([tensor]))
+    parent = (rank - first // 2) % world_size
+    receives = [(segment, parent) for segment in segments]
+    for i, segment in enumerate(segments):
+        if place:
+            yield Batch([], [receives[i]], receives[i + 1 : i + 3])
+        yield Batch([(segment, child) for child in children], linger=2)
 
 
 def _scatter_all_gather(tensor, root, rank, world_size):
@@ -660,7 +665,24 @@ def _dissemination(token, rank, world_size):
         distance *= 2
 
 
-# ---- one to all, all to one, all to all ----------------------------------------------------------
+# ---- one step: everybody talks to everybody, or to one -------------------------------------------
+
+SMALL = 1 << 18  # bytes of a full tensor up to which one step beats a ring of P-1
+
+
+def _direct_reduce_scatter(output, chunks, op, rank):
+    """For small tensors: every rank sends chunk r to rank r, which adds. 1 step, (P-1)/P D."""
+    received = list(output.new_empty(len(chunks), len(output)))
+    received[rank] = chunks[rank]
+    peers = [peer for peer in range(len(chunks)) if peer != rank]
+    yield Batch([(chunks[peer], peer) for peer in peers], [(received[p], p) for p in peers])
+    output.copy_(fold(_REDUCE[op], received))
+
+
+def _direct_all_gather(chunks, rank):
+    """For small tensors: every rank sends its chunk to every other. 1 step, (P-1)/P D."""
+    peers = [peer for peer in range(len(chunks)) if peer != rank]
+    yield Batch([(chunks[rank], peer) for peer in peers], [(chunks[peer], peer) for peer in peers])
 
 
 def _direct_scatter(output, inputs, root, rank):
@@ -680,21 +702,23 @@ def _direct_gather(input, outputs, root, rank):
 
 
 def _pairwise_all_to_all(output, input, output_sizes, input_sizes, rank, world_size):
-    """Step k: send to the rank k places on, receive from the one k back. P = 4, who gets whose:
+    """Message k goes to the rank k places on, and comes from the one k back. P = 4, who has whose:
 
         rank        0         1         2         3
         start    0 . . .   . 1 . .   . . 2 .   . . . 3
-        step 1   0 . . 3   0 1 . .   . 1 2 .   . . 2 3
-        step 2   0 . 2 3   0 1 . 3   0 1 2 .   . 1 2 3
-        step 3   0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3
+        k = 1    0 . . 3   0 1 . .   . 1 2 .   . . 2 3
+        k = 2    0 . 2 3   0 1 . 3   0 1 2 .   . 1 2 3
+        k = 3    0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3
+
+    All are under way at once, but for large groups: NCCL may hang on batches of over 256 messages.
     """
     outputs, inputs = output.split(output_sizes), input.split(input_sizes)
     outputs[rank].copy_(inputs[rank])
-    peers = [((rank + k) % world_size, (rank - k) % world_size) for k in range(1, world_size)]
-    receives = [(outputs[from_rank], from_rank) for _, from_rank in peers]
-    for i, (to_rank, _) in enumerate(peers):
-        early = receives[i + 1 :]
-        yield Batch([(inputs[to_rank], to_rank)], [receives[i]], early, linger=world_size)
+    to_ranks = [(rank + k) % world_size for k in range(1, world_size)]
+    from_ranks = [(rank - k) % world_size for k in range(1, world_size)]
+    for k in range(0, world_size - 1, 64):
+        sends = [(inputs[peer], peer) for peer in to_ranks[k : k + 64]]
+        yield Batch(sends, [(outputs[peer], peer) for peer in from_ranks[k : k + 64]])
 
 
 # ---- cost, and the choice it makes ---------------------------------------------------------------
@@ -721,9 +745,9 @@ class LinkSpeed(NamedTuple):
     gamma: float
 
 
-# Measured by measure_link() with 4 ranks on 2 cores (gloo); from NVLink's data sheet (nccl). They
-# are constants: an algorithm chosen by the mood of a machine would change the bits of a training.
-LINK_SPEEDS = {"gloo": LinkSpeed(1.5e-4, 6.5e-10, 3e-10), "nccl": LinkSpeed(1e-5, 4e-12, 1e-12)}
+# Measured with 2 to 8 ranks on 2 cores (gloo); from NVLink's data sheet (nccl). They are constants:
+# an algorithm chosen by the mood of a machine would change the bits of a training.
+LINK_SPEEDS = {"gloo": LinkSpeed(1.2e-4, 6.5e-10, 2.2e-10), "nccl": LinkSpeed(1e-5, 4e-12, 1e-12)}
 
 
 def all_reduce_cost(algorithm, nbytes, world_size, inner_size=1, rank=0):
@@ -862,11 +886,14 @@ def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
 def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
     """Copy `tensor` of the *global* rank `src` to every rank of the group, in place.
 
-    algorithm: tree, scatter_all_gather, or auto, the one that costs least. Returns None, or a Work
-    with async_op. Raises ValueError if src is not in the group, and for an unknown algorithm.
+    algorithm: tree, scatter_all_gather, or auto, the one that costs least (on gloo the tree).
+    Returns None, or a Work with async_op. Raises ValueError if src is not in the group, and for an
+    unknown algorithm.
     """
     root, (rank, world_size) = _group_rank("src", src, group), rank_and_size(group)
     algorithms = {"tree": _tree_broadcast, "scatter_all_gather": _scatter_all_gather}
+    if algorithm == "auto" and dist.get_backend(group) == "gloo":
+        algorithm = "tree"  # where ranks share cores every byte costs, and it moves the fewest
     if algorithm == "auto":
         names, link = tuple(algorithms), _link_speed(group)
         algorithm = _cheapest(broadcast_cost, names, tensor.nbytes, world_size, link)
@@ -880,12 +907,14 @@ def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
 def _partial_sums(output, input, op, group):
     rank, world_size = rank_and_size(group)
     chunks = input.tensor_split(world_size)
-    if world_size == 1:
-        output.copy_(input)
-    scratch = output.new_empty(min(2, world_size - 1), len(output))
+    if input.nbytes <= SMALL or world_size == 1:
+        yield from _direct_reduce_scatter(output, chunks, op, rank)
+        if op == ReduceOp.AVG:
+            output.div_(world_size)
+        return
+    scratch = output.new_empty(2, len(output))
     partials = [scratch[step % 2] for step in range(world_size - 2)] + [output]
-    ring = range(world_size)
-    yield from _ring_reduce_scatter(chunks, partials[: world_size - 1], op, ring, rank)
+    yield from _ring_reduce_scatter(chunks, partials, op, range(world_size), rank)
     if op == ReduceOp.AVG:
         output.div_(world_size)
 
@@ -914,7 +943,10 @@ def _own_and_others(output, input, group):
     rank, world_size = rank_and_size(group)
     chunks = output.tensor_split(world_size)
     chunks[rank].copy_(input)
-    yield from _ring_all_gather(chunks, range(world_size), rank)
+    if output.nbytes <= SMALL:
+        yield from _direct_all_gather(chunks, rank)
+    else:
+        yield from _ring_all_gather(chunks, range(world_size), rank)
 
 
 def all_gather_single(output, input, group=None, async_op=False):

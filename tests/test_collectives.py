@@ -128,6 +128,17 @@ def _check_moves(length, dtype, group, async_op, members):
         _same(tensor, everyone[root, 0])
 
 
+def _check_values_in_rings(lengths, ops):
+    with patch.object(collectives, "SMALL", -1):
+        _check_values(lengths, DTYPES[:2], ops=ops)
+        _check_values([2 * SEGMENT // 8 + 3], DTYPES[1:2], ops=ops[:1])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_tensors_too_large_for_one_step_go_round_the_ring(world_size):
+    run(world_size, _check_values_in_rings, [0, 1, 7], (ReduceOp.SUM, ReduceOp.AVG))
+
+
 def _check_values(lengths, dtypes=DTYPES, group=None, async_op=False, ops=tuple(REDUCED)):
     members = dist.get_process_group_ranks(group or dist.group.WORLD)
     for dtype in dtypes:
@@ -1130,8 +1141,8 @@ def _record_all():
     pieces = torch.zeros(2 * world_size - 1).tensor_split(world_size)
     splits = sizes[:, rank].tolist(), sizes[rank].tolist()
     with record() as events:
-        for async_op in (False, True):
-            works = []
+        for async_op, small in ((False, -1), (True, collectives.SMALL)):
+            works, collectives.SMALL = [], small
             for group in (None, second):
                 barrier(group)
                 common = {"group": group, "async_op": async_op}
