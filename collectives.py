@@ -668,6 +668,11 @@ def _dissemination(token, rank, world_size):
 # ---- one step: everybody talks to everybody, or to one -------------------------------------------
 
 SMALL = 1 << 18  # bytes of a full tensor up to which one step beats a ring of P-1
+MOST_PEERS = 64  # in a batch: NCCL may hang on more than 256 messages at once
+
+
+def _takes_one_step(full, world_size):
+    return world_size == 1 or (full.nbytes <= SMALL and world_size <= MOST_PEERS)
 
 
 def _direct_reduce_scatter(output, chunks, op, rank):
@@ -710,15 +715,16 @@ def _pairwise_all_to_all(output, input, output_sizes, input_sizes, rank, world_s
         k = 2    0 . 2 3   0 1 . 3   0 1 2 .   . 1 2 3
         k = 3    0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3
 
-    All are under way at once, but for large groups: NCCL may hang on batches of over 256 messages.
+    All are under way at once, in groups of up to MOST_PEERS + 1 ranks.
     """
     outputs, inputs = output.split(output_sizes), input.split(input_sizes)
     outputs[rank].copy_(inputs[rank])
     to_ranks = [(rank + k) % world_size for k in range(1, world_size)]
     from_ranks = [(rank - k) % world_size for k in range(1, world_size)]
-    for k in range(0, world_size - 1, 64):
-        sends = [(inputs[peer], peer) for peer in to_ranks[k : k + 64]]
-        yield Batch(sends, [(outputs[peer], peer) for peer in from_ranks[k : k + 64]])
+    for k in range(0, world_size - 1, MOST_PEERS):
+        sends = [(inputs[peer], peer) for peer in to_ranks[k : k + MOST_PEERS]]
+        receives = [(outputs[peer], peer) for peer in from_ranks[k : k + MOST_PEERS]]
+        yield Batch(sends, receives)
 
 
 # ---- cost, and the choice it makes ---------------------------------------------------------------
@@ -907,7 +913,7 @@ def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
 def _partial_sums(output, input, op, group):
     rank, world_size = rank_and_size(group)
     chunks = input.tensor_split(world_size)
-    if input.nbytes <= SMALL or world_size == 1:
+    if _takes_one_step(input, world_size):
         yield from _direct_reduce_scatter(output, chunks, op, rank)
         if op == ReduceOp.AVG:
             output.div_(world_size)
@@ -943,7 +949,7 @@ def _own_and_others(output, input, group):
     rank, world_size = rank_and_size(group)
     chunks = output.tensor_split(world_size)
     chunks[rank].copy_(input)
-    if output.nbytes <= SMALL:
+    if _takes_one_step(output, world_size):
         yield from _direct_all_gather(chunks, rank)
     else:
         yield from _ring_all_gather(chunks, range(world_size), rank)

@@ -346,6 +346,13 @@ class Data:
         window = torch.from_numpy(window)
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
+    def show(self, tokens):
+        """Tokens as text that is safe to print, or as numbers where they are not bytes of text."""
+        if not self.is_text:
+            return str(tokens)
+        text = bytes(tokens).decode(errors="replace")
+        return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
     def validation_batch(self, index, batch_size, seq_len):
         """The index-th batch of the validation part, read in order; IGNORED where it has ended."""
         inputs = torch.zeros(batch_size * seq_len, dtype=torch.int64)
@@ -728,8 +735,8 @@ def train(args, mesh, device, data, log=None):
         prompt = data.validation[middle : middle + args.seq_len // 2].tolist()
         tokens = sample(trainer, prompt, SAMPLE_LENGTH, SAMPLE_TEMPERATURE, args.seed)
         if rank == 0:
-            decode = lambda ids: bytes(ids).decode(errors="replace") if data.is_text else str(ids)
-            print(f"---- prompt\n{decode(prompt)}\n---- continuation\n{decode(tokens)}", flush=True)
+            prompt, tokens = data.show(prompt), data.show(tokens)
+            print(f"---- prompt\n{prompt}\n---- continuation\n{tokens}", flush=True)
 
 
 def main(argv=None):

@@ -202,11 +202,11 @@ def _dropout_states(flags):
     dropout, attention = functional.dropout, functional.scaled_dot_product_attention
 
     def recorded_dropout(x, p=0.5, training=True):
-        calls.append(("residual", p if training else 0, torch.get_rng_state().sum().item()))
+        calls.append(("residual", p if training else 0, torch.get_rng_state().numpy().tobytes()))
         return dropout(x, p, training)
 
     def recorded_attention(*arguments, dropout_p=0.0, **others):
-        calls.append(("attention", dropout_p, torch.get_rng_state().sum().item()))
+        calls.append(("attention", dropout_p, torch.get_rng_state().numpy().tobytes()))
         return attention(*arguments, dropout_p=dropout_p, **others)
 
     with (
@@ -461,6 +461,12 @@ def test_the_loop_trains_on_every_row_of_every_step_and_samples_from_validation(
     assert not any(losses for losses, _, _ in others[1:])  # rank 0 keeps the log
 
 
+def test_samples_are_shown_as_text_without_control_characters_or_as_numbers():
+    none = np.zeros(0, np.uint8)
+    assert hybrid.Data(none, none, True).show([*b"a\n\x1b[1m\xff"]) == "a\n\ufffd[1m\ufffd"
+    assert hybrid.Data(none, none, False).show([50256, 1]) == "[50256, 1]"
+
+
 def test_the_learning_rate_may_be_all_warm_up():
     rates = [hybrid.learning_rate(step, 4, 4, 1.0) for step in range(5)]
     assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
@@ -670,7 +676,7 @@ def test_torchrun_and_one_process_write_the_same_log(tmp_path):
         lines = done.stdout.splitlines()
         assert [line.split()[:2] for line in lines[:3]] == [["step", str(k)] for k in (1, 2, 3)]
         assert all(word in lines[0] for word in ("loss", "grad norm", "lr", "tokens/s", "MB"))
-        assert "---- continuation" in lines
+        assert lines[3].startswith("validation loss ") and "---- continuation" in lines
         logs.append([json.loads(line) for line in (tmp_path / name).read_text().splitlines()])
     for one, four in zip(*logs):
         assert (
