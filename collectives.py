@@ -607,22 +607,17 @@ def _hierarchical(inner_size):
 
 
 def _tree_broadcast(tensor, root, rank, world_size):
-    """Whoever has the tensor passes it 1, 2, 4 ... places on, counted from the root, in segments.
+    """Whoever has the tensor passes it 1, 2, 4 ... places on, counted from the root.
 
-    P = 8    0->1 0->2 0->4    1->3 1->5    2->6    3->7
+    P = 8    0->1, then 0->2 1->3, then 0->4 1->5 2->6 3->7
     """
-    place, first = (rank - root) % world_size, 1
-    while first <= place:
-        first *= 2
-    strides = [first << k for k in range(world_size.bit_length())]
-    children = [(rank + s) % world_size for s in strides if place + s < world_size]
-    segments = tensor.tensor_split(_segments([tensor]))
-    parent = (rank - first // 2) % world_size
-    receives = [(segment, parent) for segment in segments]
-    for i, segment in enumerate(segments):
-        if place:
-            yield Batch([], [receives[i]], receives[i + 1 : i + 3])
-        yield Batch([(segment, child) for child in children], linger=2)
+    place, distance = (rank - root) % world_size, 1
+    while distance < world_size:
+        if distance <= place < 2 * distance:
+            yield Batch([], [(tensor, (rank - distance) % world_size)])
+        elif place < distance and place + distance < world_size:
+            yield Batch([(tensor, (rank + distance) % world_size)], linger=2)
+        distance *= 2
 
 
 def _scatter_all_gather(tensor, root, rank, world_size):
