@@ -45,7 +45,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from collectives import (
-    ReduceOp,
     all_gather_single,
     all_reduce,
     barrier,

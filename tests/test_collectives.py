@@ -52,7 +52,7 @@ from collectives import (
 )
 
 from nccl_replay import Deadlock, Mismatch, record, replay
-from ranks import RanksFailed, run, spawn
+from ranks import run, spawn
 
 PROJECT = Path(__file__).resolve().parent.parent
 DTYPES = [
