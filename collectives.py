@@ -49,22 +49,14 @@ from torch.distributed import ReduceOp
 # ---- processes and groups ------------------------------------------------------------------------
 
 
-@contextmanager
-def batch_scheduling():
-    """Have gloo's threads, started inside, scheduled as batch work (Linux; elsewhere no effect).
+def schedule_as_batch():
+    """Have this thread, and those it starts from now on, scheduled as batch work (on Linux).
 
-    A gloo thread that preempts the rank it serves spins on a lock that the rank holds, so that a
-    message takes 2-5 ms, not 0.1 ms. Threads inherit the policy; this thread gets its own back.
+    Call it before the process group is made. A thread of gloo's that preempts the rank it serves
+    spins on a lock that the rank holds, so that a message takes 2-5 ms, not 0.1 ms.
     """
-    if not hasattr(os, "SCHED_BATCH"):
-        yield
-        return
-    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    try:
-        yield
-    finally:
-        os.sched_setscheduler(0, policy, parameters)
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def run_ranks(function, world_size=4):
@@ -79,8 +71,8 @@ def run_ranks(function, world_size=4):
 
 def _run_rank(rank, world_size, init_method, function):
     torch.set_num_threads(1)
-    with batch_scheduling():
-        dist.init_process_group("gloo", init_method, rank=rank, world_size=world_size)
+    schedule_as_batch()
+    dist.init_process_group("gloo", init_method, rank=rank, world_size=world_size)
     function()
     barrier()  # nobody closes its connections while another still reads from them
     dist.destroy_process_group()
@@ -148,11 +140,26 @@ def exchange(sends, receives, group=None, async_op=False):
     group = group or dist.group.WORLD
     if group in _THREADS:
         _THREADS[group].latest.finished.wait()  # a group's messages keep their order
-    link = _Link("exchange", group, tuple(_COUNTERS))
-    messages = link.post(sends, receives)
+    works = _Exchange(_Link("exchange", group, tuple(_COUNTERS)), sends, receives)
     if async_op:
-        return messages
-    messages.wait()
+        return works
+    works.wait()
+
+
+class _Exchange:
+    """The messages of one batch, under way."""
+
+    def __init__(self, link, sends, receives):
+        self.link = link
+        if link.nccl:
+            self.works = [(work, None) for work in link.batch(sends, receives)]
+        else:
+            self.works = [(link.receive(tensor, peer), peer) for tensor, peer in receives]
+            self.works += [(link.send(tensor, peer), peer) for tensor, peer in sends]
+
+    def wait(self):
+        for work, peer in self.works:
+            self.link.wait(work, peer)
 
 
 class _Link:
@@ -162,63 +169,78 @@ class _Link:
         self.operation, self.group, self.counters = operation, group, counters
         self.nccl = dist.get_backend(group) == "nccl"
 
-    def post(self, sends, receives):
-        """The _Messages of a batch. gloo's buffers may be read and written until its wait()."""
+    def receive(self, tensor, peer):
+        """The work of a receive on gloo."""
+        buffer = _on_host(tensor)
+        work = self._begin(self.group.recv, buffer, peer)
+        return work if buffer is tensor else _Staged(work, buffer, tensor)
+
+    def send(self, tensor, peer):
+        """The work of a send on gloo, which may read the tensor until its wait()."""
+        if self.counters:
+            self._count([(tensor, peer)])
+        buffer = _on_host(tensor)
+        if buffer is not tensor:
+            buffer.copy_(tensor)
+        return self._begin(self.group.send, buffer, peer)
+
+    def batch(self, sends, receives):
+        """The works of a batch on NCCL."""
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
-        for traffic in self.counters:
-            for tensor, peer in sends:
-                traffic.bytes_by[self.operation, self.group, peer] += tensor.nbytes
-                traffic.messages_by[self.operation, self.group, peer] += 1
-        messages = _Messages(self)
-        if self.nccl:
-            batch = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=p) for t, p in receives]
-            batch += [dist.P2POp(dist.isend, t, group=self.group, group_peer=p) for t, p in sends]
-            works = dist.batch_isend_irecv(batch) if batch else []
-            messages.under_way = [(work, None, None, None) for work in works]
-            return messages
-        for tensor, peer in receives:
-            buffer = _on_host(tensor)
-            work = self._begin(self.group.recv, buffer, peer)
-            messages.under_way.append((work, peer, buffer, tensor))
-        for tensor, peer in sends:
-            buffer = _on_host(tensor)
-            if buffer is not tensor:
-                buffer.copy_(tensor)
-            work = self._begin(self.group.send, buffer, peer)
-            messages.under_way.append((work, peer, buffer, buffer))
-        return messages
+        self._count(sends)
+        batch = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=p) for t, p in receives]
+        batch += [dist.P2POp(dist.isend, t, group=self.group, group_peer=p) for t, p in sends]
+        return dist.batch_isend_irecv(batch) if batch else []
+
+    def wait(self, work, peer):
+        """Complete a message on gloo."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
 
     def _begin(self, transfer, buffer, peer):
+        if not buffer.numel():
+            return _Nothing
         try:
             return transfer([buffer], peer, 0)
         except RuntimeError as error:
-            raise self.lost(peer, error) from error
+            raise self._lost(peer, error) from error
 
-    def lost(self, peer, error):
-        """The error of a message that failed, saying in whose company."""
+    def _count(self, sends):
+        for traffic in self.counters:
+            for tensor, peer in sends:
+                if tensor.numel():
+                    traffic.bytes_by[self.operation, self.group, peer] += tensor.nbytes
+                    traffic.messages_by[self.operation, self.group, peer] += 1
+
+    def _lost(self, peer, error):
+        _SCRATCH.__init__()  # later messages may still arrive in its memory
         ranks = dist.get_process_group_ranks(self.group)
-        own = ranks[dist.get_rank(self.group)]
-        other = "a peer" if peer is None else f"rank {ranks[peer]}"
         where = f"{self.operation} in the group of ranks {ranks}"
-        return RuntimeError(f"{where}: rank {own} lost {other}: {error}")
+        own = ranks[dist.get_rank(self.group)]
+        return RuntimeError(f"{where}: rank {own} lost rank {ranks[peer]}: {error}")
 
 
-class _Messages:
-    """Messages under way: (work, peer, the buffer that travels, the tensor that it stands for)."""
+class _Nothing:
+    """The work of an empty message."""
 
-    def __init__(self, link):
-        self.link, self.under_way = link, []
+    @staticmethod
+    def wait():
+        pass
+
+
+class _Staged(NamedTuple):
+    """The work of a receive into host memory, for a tensor on a GPU."""
+
+    work: object
+    buffer: torch.Tensor
+    tensor: torch.Tensor
 
     def wait(self):
-        for work, peer, buffer, tensor in self.under_way:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self.link.lost(peer, error) from error
-            if tensor is not buffer:
-                tensor.copy_(buffer)
-        self.under_way = []
+        self.work.wait()
+        self.tensor.copy_(self.buffer)
 
 
 def _on_host(tensor):
@@ -240,34 +262,39 @@ def _on_host(tensor):
 class Batch(NamedTuple):
     """Messages that progress together, [(tensor, peer)].
 
-    early: receives of later batches. gloo posts them now, which saves a round trip each; NCCL,
-    where batches run in order, ignores them. Nothing may use their buffers meanwhile, except what
-    the sender waits for anyway. linger: so many batches later the sends must be complete.
+    early_sends, early_receives: messages of later batches that nothing else touches meanwhile.
+    gloo posts them now, so that no rank waits for a round trip; NCCL, where batches run in order,
+    ignores them. linger: so many batches later the sends must be complete.
     """
 
     sends: list = ()
     receives: list = ()
-    early: list = ()
+    early_sends: list = ()
+    early_receives: list = ()
     linger: int = 0
 
 
 def _drain(link, batches):
     if link.nccl:
         for batch in batches:
-            link.post(batch.sends, batch.receives).wait()
+            for work in link.batch(batch.sends, batch.receives):
+                work.wait()
         return
     posted, leaving = {}, deque()
-    for i, batch in enumerate(batches):
-        for message in (*batch.receives, *batch.early):
+    for i, (sends, receives, early_sends, early_receives, linger) in enumerate(batches):
+        for message in (*receives, *early_receives):
             if id(message) not in posted:
-                posted[id(message)] = link.post((), (message,))
-        leaving.append((i + batch.linger, link.post(batch.sends, ())))
-        for message in batch.receives:
-            posted.pop(id(message)).wait()
+                posted[id(message)] = link.receive(*message)
+        for message in (*sends, *early_sends):
+            if id(message) not in posted:
+                posted[id(message)] = link.send(*message)
+        leaving += [(i + linger, posted.pop(id(message)), message[1]) for message in sends]
+        for message in receives:
+            link.wait(posted.pop(id(message)), message[1])
         while leaving and leaving[0][0] <= i:
-            leaving.popleft()[1].wait()
-    for _, sends in leaving:
-        sends.wait()
+            link.wait(*leaving.popleft()[1:])
+    for _, work, peer in leaving:
+        link.wait(work, peer)
 
 
 class Work:
@@ -430,7 +457,7 @@ def _naive(output, input, op, rank, world_size):
 SEGMENT = 1 << 19  # bytes; a chunk travels in segments: adding one overlaps receiving the next
 
 
-def _ring_reduce_scatter(chunks, partials, op, ring, rank):
+def _scatter_steps(chunks, partials, ring, rank):
     """Chunk r, reduced over the ranks in `ring`, into partials[-1] on the r-th of them. P-1 steps.
 
     A partial sum travels the ring, and each rank it visits adds its own chunk; the sum of step k is
@@ -441,23 +468,12 @@ def _ring_reduce_scatter(chunks, partials, op, ring, rank):
         step 1   c1: 2+3+0     c2: 3+0+1     c3: 0+1+2     c0: 1+2+3
         step 2   c0: 1+2+3+0   c1: 2+3+0+1   c2: 3+0+1+2   c3: 0+1+2+3
     """
-    place, world_size, next_rank, prev_rank = _neighbours(ring, rank)
-    count = _segments(chunks)
-    outgoing, rounds = chunks[place - 1].tensor_split(count), []
-    for step, partial in enumerate(partials):
-        own = chunks[(place - step - 2) % world_size].tensor_split(count)
-        partial = partial.tensor_split(count)
-        rounds += zip(outgoing, own, partial)
-        outgoing = partial
-    slots = chunks[0].new_empty(2, -(-len(chunks[0]) // count))
-    receives = [(slots[i % 2, : len(own)], prev_rank) for i, (_, own, _) in enumerate(rounds)]
-    for i, (outgoing, own, partial) in enumerate(rounds):
-        early = receives[i + 1 : i + 2]
-        yield Batch([(outgoing, next_rank)], [receives[i]], early, linger=count)
-        _REDUCE[op](receives[i][0], own, out=partial)
+    place = ring.index(rank)
+    own = [chunks[(place - step - 2) % len(ring)] for step in range(len(ring) - 1)]
+    return list(zip([chunks[place - 1], *partials], own, partials))
 
 
-def _ring_all_gather(chunks, ring, rank):
+def _gather_steps(chunks, ring, rank):
     """Chunk r of the r-th rank in `ring` into chunk r of every one. P-1 steps, in place.
 
         rank        0         1         2         3
@@ -466,16 +482,53 @@ def _ring_all_gather(chunks, ring, rank):
         step 1   0 . 2 3   0 1 . 3   0 1 2 .   . 1 2 3
         step 2   0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3
     """
-    place, world_size, next_rank, prev_rank = _neighbours(ring, rank)
-    count = _segments(chunks)
-    segments = [chunk.tensor_split(count) for chunk in chunks]
+    place = ring.index(rank)
+    visitors = [chunks[(place - step) % len(ring)] for step in range(len(ring))]
+    return [(outgoing, None, arriving) for outgoing, arriving in zip(visitors, visitors[1:])]
+
+
+class _Scratch(threading.local):
+    """Where a thread's rings receive on gloo; always the same memory, since fresh pages cost time."""
+
+    def __init__(self):
+        with torch.inference_mode(False):
+            self.memory = torch.empty(3 * (SEGMENT + 16), dtype=torch.uint8)
+
+    def slots(self, like, length):
+        if like.is_cuda:  # its allocator keeps memory by itself
+            return like.new_empty(3, length)
+        return self.memory[: 3 * length * like.itemsize].view(like.dtype).view(3, length)
+
+
+_SCRATCH = _Scratch()
+
+
+def _go_round(steps, op, ring, rank, reused=False):
+    """Steps (outgoing, own, arriving): send `outgoing` on; `arriving` is what comes, plus `own`.
+
+    A segment is sent on as soon as it is there, while those behind it are still to come. `reused`:
+    step k + 2 has the memory of step k.
+    """
+    if not steps:
+        return
+    longest = max((part for step in steps for part in step[::2]), key=len)
+    count = max(1, -(-longest.nbytes // SEGMENT))
+    slots, rounds = _SCRATCH.slots(longest, -(-len(longest) // count)), []
+    for outgoing, own, arriving in steps:
+        own = [None] * count if own is None else own.tensor_split(count)
+        rounds += zip(outgoing.tensor_split(count), own, arriving.tensor_split(count))
+    place = ring.index(rank)
+    next_rank, prev_rank = ring[(place + 1) % len(ring)], ring[place - 1]
     sends, receives = [], []
-    for step in range(world_size - 1):
-        sends += [(segment, next_rank) for segment in segments[(place - step) % world_size]]
-        receives += [(segment, prev_rank) for segment in segments[(place - step - 1) % world_size]]
-    for i, (send, receive) in enumerate(zip(sends, receives)):
-        last = len(sends) - 1 - i
-        yield Batch([send], [receive], receives[i + 1 : i + 3], linger=min(count, last))
+    for i, (outgoing, own, arriving) in enumerate(rounds):
+        sends.append((outgoing, next_rank))
+        receives.append((arriving if own is None else slots[i % 3, : len(own)], prev_rank))
+    for i, (_, own, arriving) in enumerate(rounds):
+        early, last = (sends[i + 1 : i + count], receives[i + 1 : i + 3]), len(rounds) - 1 - i
+        linger = min(count, last) if reused else last
+        yield Batch([sends[i]], [receives[i]], *early, linger)
+        if own is not None:
+            _REDUCE[op](receives[i][0], own, out=arriving)
 
 
 def _ring(output, input, op, rank, world_size):
@@ -484,22 +537,12 @@ def _ring(output, input, op, rank, world_size):
 
 def _ring_among(ring, output, input, op, rank):
     """Reduce-scatter and all-gather among the ranks in `ring`. 2(P-1) steps, 2(P-1)/P D bytes."""
-    place, world_size, *_ = _neighbours(ring, rank)
-    if world_size == 1:
+    if len(ring) == 1:
         output.copy_(input)
-    chunks = output.tensor_split(world_size)  # sizes differ by at most one element
-    partials = [chunks[(place - step - 2) % world_size] for step in range(world_size - 1)]
-    yield from _ring_reduce_scatter(input.tensor_split(world_size), partials, op, ring, rank)
-    yield from _ring_all_gather(chunks, ring, rank)
-
-
-def _neighbours(ring, rank):
-    place, world_size = ring.index(rank), len(ring)
-    return place, world_size, ring[(place + 1) % world_size], ring[place - 1]
-
-
-def _segments(chunks):
-    return max(1, -(-max(chunk.nbytes for chunk in chunks) // SEGMENT))
+    chunks, place = output.tensor_split(len(ring)), ring.index(rank)  # of all but equal sizes
+    partials = [chunks[(place - step - 2) % len(ring)] for step in range(len(ring) - 1)]
+    steps = _scatter_steps(input.tensor_split(len(ring)), partials, ring, rank)
+    yield from _go_round(steps + _gather_steps(chunks, ring, rank), op, ring, rank)
 
 
 # ---- logarithms: fewer steps, for small tensors --------------------------------------------------
@@ -517,7 +560,7 @@ def _recursive_doubling(output, input, op, rank, world_size):
     receives = list(zip(input.new_empty(len(partners), len(input)), partners))
     total = input
     for step, (received, partner) in enumerate(receives):
-        yield Batch([(total, partner)], [receives[step]], early=receives[step + 1 :])
+        yield Batch([(total, partner)], [receives[step]], [], receives[step + 1 :])
         total = _REDUCE[op](total, received, out=received)
     output.copy_(total)
 
@@ -596,9 +639,10 @@ def _hierarchical(inner_size):
         if inner_size == 1:
             own.copy_(input)
         partials = [chunks[(rank - node - step - 2) % inner_size] for step in range(inner_size - 1)]
-        yield from _ring_reduce_scatter(input.tensor_split(inner_size), partials, op, inside, rank)
+        steps = _scatter_steps(input.tensor_split(inner_size), partials, inside, rank)
+        yield from _go_round(steps, op, inside, rank)
         yield from _ring_among(between, own, own, op, rank)
-        yield from _ring_all_gather(chunks, inside, rank)
+        yield from _go_round(_gather_steps(chunks, inside, rank), op, inside, rank)
 
     return algorithm
 
@@ -631,7 +675,8 @@ def _scatter_all_gather(tensor, root, rank, world_size):
         yield Batch([(chunks[peer], peer) for peer in others])
     else:
         yield Batch([], [(chunks[rank], root)])
-    yield from _ring_all_gather(chunks, range(world_size), rank)
+    ring = range(world_size)
+    yield from _go_round(_gather_steps(chunks, ring, rank), None, ring, rank)
 
 
 def _tree_reduce(tensor, root, op, rank, world_size):
@@ -915,7 +960,8 @@ def _partial_sums(output, input, op, group):
         return
     scratch = output.new_empty(2, len(output))
     partials = [scratch[step % 2] for step in range(world_size - 2)] + [output]
-    yield from _ring_reduce_scatter(chunks, partials, op, range(world_size), rank)
+    ring = range(world_size)
+    yield from _go_round(_scatter_steps(chunks, partials, ring, rank), op, ring, rank, reused=True)
     if op == ReduceOp.AVG:
         output.div_(world_size)
 
@@ -947,7 +993,8 @@ def _own_and_others(output, input, group):
     if _takes_one_step(output, world_size):
         yield from _direct_all_gather(chunks, rank)
     else:
-        yield from _ring_all_gather(chunks, range(world_size), rank)
+        ring = range(world_size)
+        yield from _go_round(_gather_steps(chunks, ring, rank), None, ring, rank)
 
 
 def all_gather_single(output, input, group=None, async_op=False):
@@ -974,7 +1021,8 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
     _check_pair(tensor_list[rank], tensor, tensor.numel())
     chunks = [entry.detach().view(-1) for entry in tensor_list]
     chunks[rank].copy_(_flat(tensor))
-    batches = _ring_all_gather(chunks, range(world_size), rank)
+    ring = range(world_size)
+    batches = _go_round(_gather_steps(chunks, ring, rank), None, ring, rank)
     shapes = [tuple(entry.shape) for entry in tensor_list]
     return _launch("all_gather", batches, chunks, group, async_op, (shapes, tensor.dtype))
 

@@ -48,11 +48,11 @@ from collectives import (
     all_gather_single,
     all_reduce,
     barrier,
-    batch_scheduling,
     broadcast,
     copy_to_group,
     exchange,
     rank_and_size,
+    schedule_as_batch,
 )
 from ddp import DistributedDataParallel
 from pipeline import Pipeline, forward_only, gpipe, one_f_one_b
@@ -110,12 +110,11 @@ def make_mesh(pp=1, dp=1, cp=1, tp=1):
         "embedding_group": ends.permute(1, 2, 3, 0).reshape(-1, len(ends)),
     }
     groups, mine = {}, {}  # one group per set of ranks, made by all ranks in the same order
-    with batch_scheduling():
-        for name, rows in slices.items():
-            for ranks in map(tuple, rows.tolist()):
-                groups[ranks] = groups.get(ranks) or dist.new_group(ranks)
-                if rank in ranks:
-                    mine[name] = groups[ranks]
+    for name, rows in slices.items():
+        for ranks in map(tuple, rows.tolist()):
+            groups[ranks] = groups.get(ranks) or dist.new_group(ranks)
+            if rank in ranks:
+                mine[name] = groups[ranks]
     for group in dict.fromkeys(mine.values()):
         barrier(group)  # NCCL wants all ranks of a group in its first batch
     return Mesh(**mine)
@@ -752,14 +751,10 @@ def main(argv=None):
     except (ValueError, OSError) as error:
         _refuse(error, rank)
     store = None if "RANK" in os.environ else dist.HashStore()
-    with batch_scheduling():
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(minutes=10),
-        )
+    schedule_as_batch()
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
+    )
     train(args, make_mesh(args.pp, args.dp, 1, args.tp), device, data, log)
     barrier()  # nobody closes its connections while another still uses them
     dist.destroy_process_group()

@@ -8,6 +8,7 @@ for both sides.
 """
 
 import argparse
+import random
 import statistics
 import sys
 import time
@@ -37,8 +38,8 @@ def take_turns(contenders, rounds, seconds=0.02):
         dist.all_reduce(longest, dist.ReduceOp.MAX)  # the same number of calls on every rank
         calls[name] = max(1, int(seconds / longest.item()))
     times = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, function in contenders.items():
+    for i in range(rounds):
+        for name, function in random.Random(i).sample(list(contenders.items()), len(contenders)):
             dist.barrier()
             began = time.perf_counter()
             for _ in range(calls[name]):

@@ -32,7 +32,8 @@ class Mismatch(AssertionError):
 @contextmanager
 def record():
     """The events of this rank, in the order in which it issues them."""
-    events, drain, post = [], collectives._drain, collectives._Link.post
+    events, drain = [], collectives._drain
+    exchange, complete = collectives._Exchange.__init__, collectives._Exchange.wait
     begin, run, wait = collectives.Work.__init__, collectives.Work.run, collectives.Work.wait
     number = lambda: len(events)
 
@@ -57,12 +58,13 @@ def record():
 
         drain(link, watched())
 
-    def recorded_post(link, sends, receives):
-        messages = post(link, sends, receives)
-        if link.operation == "exchange":
-            key, wait_for_messages = note_batch(link, sends, receives), messages.wait
-            messages.wait = lambda: (wait_for_messages(), note("wait", key))
-        return messages
+    def recorded_exchange(works, link, sends, receives):
+        works.key = note_batch(link, sends, receives)
+        exchange(works, link, sends, receives)
+
+    def recorded_complete(works):
+        complete(works)
+        note("wait", works.key)
 
     def recorded_begin(work, *arguments):
         work.key = note("launch", number())
@@ -79,7 +81,8 @@ def record():
 
     with (
         patch.object(collectives, "_drain", recorded_drain),
-        patch.object(collectives._Link, "post", recorded_post),
+        patch.object(collectives._Exchange, "__init__", recorded_exchange),
+        patch.object(collectives._Exchange, "wait", recorded_complete),
         patch.object(collectives.Work, "__init__", recorded_begin),
         patch.object(collectives.Work, "run", recorded_run),
         patch.object(collectives.Work, "wait", recorded_wait),

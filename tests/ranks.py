@@ -34,7 +34,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from collectives import LINK_SPEEDS, LinkSpeed, batch_scheduling
+from collectives import LINK_SPEEDS, LinkSpeed, schedule_as_batch
 
 PROJECT = Path(__file__).resolve().parent.parent
 GRACE = 1.0  # seconds the other ranks have to report once one has failed
@@ -71,9 +71,9 @@ def run_in_group(rank, world_size, store_path, group_timeout, call):
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    with batch_scheduling():
-        dist.init_process_group("gloo", store=dist.FileStore(store_path, world_size), rank=rank,
-                                world_size=world_size, timeout=timedelta(seconds=group_timeout))
+    schedule_as_batch()
+    dist.init_process_group("gloo", store=dist.FileStore(store_path, world_size), rank=rank,
+                            world_size=world_size, timeout=timedelta(seconds=group_timeout))
     dist.barrier()  # a rank that left while others still connect to it would fail or block them
     function, args, kwargs = pickle.loads(call)
     # Not Connection.send: its pickler would share a tensor's memory instead of copying it.

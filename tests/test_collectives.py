@@ -619,14 +619,14 @@ def test_ranks_that_disagree_are_both_named_under_the_debug_level_detail(case):
 @contextmanager
 def _background_held():
     """No background thread sends or receives anything before the event that this gives is set."""
-    gate, post = threading.Event(), collectives._Link.post
+    gate, begin = threading.Event(), collectives._Link._begin
 
-    def held(link, sends, receives):
+    def held(link, *message):
         if threading.current_thread() is not threading.main_thread():
             gate.wait(20)
-        return post(link, sends, receives)
+        return begin(link, *message)
 
-    with patch.object(collectives._Link, "post", held):
+    with patch.object(collectives._Link, "_begin", held):
         yield gate
 
 
@@ -701,7 +701,7 @@ def test_groups_do_not_wait_for_each_other():
 def _break_the_link():
     tensor = torch.ones(4)
     broken = ConnectionError("the link is down")
-    with patch.object(collectives._Link, "post", side_effect=broken):
+    with patch.object(collectives._Link, "_begin", side_effect=broken):
         works = [all_reduce(tensor, async_op=True) for _ in range(2)]
         for work in [*works, works[0]]:
             with pytest.raises(ConnectionError, match="the link is down"):
