@@ -11,8 +11,8 @@ exchange(): a batch of sends and receives that progress together.
       recursive_doubling   sums swapped with ever farther ranks       log2(P) D       log2(P)
       halving_doubling     the same, with halves, quarters ...       2(P-1)/P D       2 log2(P)
       hierarchical         rings inside nodes and between them       2(P-1)/P D       2(I+O-2)
-    reduce_scatter_single  rank r gets chunk r of the sum             (P-1)/P D       P-1, or 1
-    all_gather_single      everybody gets every rank's chunk          (P-1)/P D       P-1, or 1
+    reduce_scatter_single  rank r gets chunk r of the sum             (P-1)/P D       P-1 or log2(P)
+    all_gather_single      everybody gets every rank's chunk          (P-1)/P D       P-1 or log2(P)
     all_to_all_single      rank i's chunk j goes to rank j            (P-1)/P D       1
     broadcast, reduce      down and up a tree                         log2(P) D       log2(P)
     gather, scatter        everyone to one, one to everyone           (P-1)/P D       1
@@ -488,7 +488,7 @@ def _gather_steps(chunks, ring, rank):
 
 
 class _Scratch(threading.local):
-    """Where a thread's rings receive on gloo; always the same memory, since fresh pages cost time."""
+    """Where a thread's rings receive on gloo: always the same memory, as fresh pages cost time."""
 
     def __init__(self):
         with torch.inference_mode(False):
@@ -547,6 +547,8 @@ def _ring_among(ring, output, input, op, rank):
 
 # ---- logarithms: fewer steps, for small tensors --------------------------------------------------
 
+SMALL = 1 << 20  # bytes of a full tensor up to which they scatter and gather faster than the ring
+
 
 def _recursive_doubling(output, input, op, rank, world_size):
     """Exchange sums with the rank 1 away, then 2, 4 ... away. log2(P) steps of D bytes. P = 4:
@@ -565,33 +567,52 @@ def _recursive_doubling(output, input, op, rank, world_size):
     output.copy_(total)
 
 
-def _halving_doubling(output, input, op, rank, world_size):
-    """Reduce-scatter by exchanging halves, quarters ...; all-gather back. 2 log2(P) steps. P = 4:
+def _halving(chunks, op, rank):
+    """Reduce-scatter by swapping halves, quarters ...; returns chunk `rank`. log2(P) steps.
 
         rank        0              1              2              3
         step 0   c01: 0+2       c01: 1+3       c23: 0+2       c23: 1+3       (partner = rank xor 2)
         step 1   c0: 0+1+2+3    c1: 0+1+2+3    c2: 0+1+2+3    c3: 0+1+2+3    (partner = rank xor 1)
-        step 2   c01            c01            c23            c23            (partner = rank xor 1)
-        step 3   c0123          c0123          c0123          c0123          (partner = rank xor 2)
 
-    2(P-1)/P D bytes, as the ring sends. Rabenseifner, 2004.
+    `chunks`, here and below, are (flat tensor, bounds): the c-th ends where the next one begins.
     """
-    bounds = [len(output) * chunk // world_size for chunk in range(world_size + 1)]
-    if output is not input:
-        output.copy_(input)
-    first, size, exchanged = 0, world_size, []  # chunks first ... first + size - 1 are still mine
+    (total, bounds), first, size = chunks, 0, len(chunks[1]) - 1
     while size > 1:
         size //= 2
         partner = rank ^ size
         keep, give = (first + size, first) if rank & size else (first, first + size)
-        kept, given = (output[bounds[half] : bounds[half + size]] for half in (keep, give))
+        kept, given = (
+            total[bounds[half] - bounds[first] : bounds[half + size] - bounds[first]]
+            for half in (keep, give)
+        )
         received = torch.empty_like(kept)
         yield Batch([(given, partner)], [(received, partner)])
-        _REDUCE[op](kept, received, out=kept)
-        exchanged.append((kept, given, partner))
-        first = keep
-    for kept, given, partner in reversed(exchanged):
-        yield Batch([(kept, partner)], [(given, partner)])
+        total, first = _REDUCE[op](kept, received, out=received), keep
+    return total
+
+
+def _doubling(chunks, rank):
+    """All-gather by swapping one chunk, then two, four ..., in place. log2(P) steps.
+
+        rank        0         1         2         3
+        start    0 . . .   . 1 . .   . . 2 .   . . . 3
+        step 0   0 1 . .   0 1 . .   . . 2 3   . . 2 3       (partner = rank xor 1)
+        step 1   0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3       (partner = rank xor 2)
+    """
+    (tensor, bounds), size = chunks, 1
+    while size < len(bounds) - 1:
+        partner, mine = rank ^ size, rank & -size
+        own, other = (tensor[bounds[i] : bounds[i + size]] for i in (mine, mine ^ size))
+        yield Batch([(own, partner)], [(other, partner)])
+        size *= 2
+
+
+def _halving_doubling(output, input, op, rank, world_size):
+    """The one, then the other. 2 log2(P) steps, 2(P-1)/P D bytes. Rabenseifner, 2004."""
+    bounds = [len(output) * chunk // world_size for chunk in range(world_size + 1)]
+    total = yield from _halving((input, bounds), op, rank)
+    output[bounds[rank] : bounds[rank + 1]].copy_(total)
+    yield from _doubling((output, bounds), rank)
 
 
 def _for_any_size(algorithm):
@@ -707,27 +728,7 @@ def _dissemination(token, rank, world_size):
 
 # ---- one step: everybody talks to everybody, or to one -------------------------------------------
 
-SMALL = 1 << 18  # bytes of a full tensor up to which one step beats a ring of P-1
 MOST_PEERS = 64  # in a batch: NCCL may hang on more than 256 messages at once
-
-
-def _takes_one_step(full, world_size):
-    return world_size == 1 or (full.nbytes <= SMALL and world_size <= MOST_PEERS)
-
-
-def _direct_reduce_scatter(output, chunks, op, rank):
-    """For small tensors: every rank sends chunk r to rank r, which adds. 1 step, (P-1)/P D."""
-    received = list(output.new_empty(len(chunks), len(output)))
-    received[rank] = chunks[rank]
-    peers = [peer for peer in range(len(chunks)) if peer != rank]
-    yield Batch([(chunks[peer], peer) for peer in peers], [(received[p], p) for p in peers])
-    output.copy_(fold(_REDUCE[op], received))
-
-
-def _direct_all_gather(chunks, rank):
-    """For small tensors: every rank sends its chunk to every other. 1 step, (P-1)/P D."""
-    peers = [peer for peer in range(len(chunks)) if peer != rank]
-    yield Batch([(chunks[rank], peer) for peer in peers], [(chunks[peer], peer) for peer in peers])
 
 
 def _direct_scatter(output, inputs, root, rank):
@@ -950,18 +951,22 @@ def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
     return _launch("broadcast", batches, [tensor], group, async_op, agreed)
 
 
+def _few_steps(full, world_size):
+    """Whether halving or doubling is quicker than the ring."""
+    return world_size == 1 or (full.nbytes <= SMALL and world_size & (world_size - 1) == 0)
+
+
 def _partial_sums(output, input, op, group):
     rank, world_size = rank_and_size(group)
-    chunks = input.tensor_split(world_size)
-    if _takes_one_step(input, world_size):
-        yield from _direct_reduce_scatter(output, chunks, op, rank)
-        if op == ReduceOp.AVG:
-            output.div_(world_size)
-        return
-    scratch = output.new_empty(2, len(output))
-    partials = [scratch[step % 2] for step in range(world_size - 2)] + [output]
-    ring = range(world_size)
-    yield from _go_round(_scatter_steps(chunks, partials, ring, rank), op, ring, rank, reused=True)
+    if _few_steps(input, world_size):
+        bounds = [len(output) * chunk for chunk in range(world_size + 1)]
+        output.copy_((yield from _halving((input, bounds), op, rank)))
+    else:
+        chunks, ring = input.tensor_split(world_size), range(world_size)
+        scratch = output.new_empty(2, len(output))
+        partials = [scratch[step % 2] for step in range(world_size - 2)] + [output]
+        steps = _scatter_steps(chunks, partials, ring, rank)
+        yield from _go_round(steps, op, ring, rank, reused=True)
     if op == ReduceOp.AVG:
         output.div_(world_size)
 
@@ -988,12 +993,12 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
 
 def _own_and_others(output, input, group):
     rank, world_size = rank_and_size(group)
-    chunks = output.tensor_split(world_size)
+    chunks, ring = output.tensor_split(world_size), range(world_size)
     chunks[rank].copy_(input)
-    if _takes_one_step(output, world_size):
-        yield from _direct_all_gather(chunks, rank)
+    if _few_steps(output, world_size):
+        bounds = [len(input) * chunk for chunk in range(world_size + 1)]
+        yield from _doubling((output, bounds), rank)
     else:
-        ring = range(world_size)
         yield from _go_round(_gather_steps(chunks, ring, rank), None, ring, rank)
 
 

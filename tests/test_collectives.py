@@ -135,7 +135,7 @@ def _check_values_in_rings(lengths, ops):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_tensors_too_large_for_one_step_go_round_the_ring(world_size):
+def test_tensors_too_large_for_few_steps_go_round_the_ring(world_size):
     run(world_size, _check_values_in_rings, [0, 1, 7], (ReduceOp.SUM, ReduceOp.AVG))
 
 
@@ -538,6 +538,27 @@ def test_a_broadcast_costs_its_root_what_is_claimed(world_size):
             assert root + sum(others) == (world_size - 1) * nbytes
 
 
+def _behind_a_late_rank():
+    """Rank 1 stops receiving for a while; the others must not overwrite what it has not yet got."""
+    rank, world_size = rank_and_size()
+    wait, late = collectives._Link.wait, []
+
+    def wait_late(link, *message):
+        if rank == 1 and not late:
+            late.append(time.sleep(0.3))
+        wait(link, *message)
+
+    everyone = _integers(world_size, world_size * 3 * SEGMENT // 8)
+    output = torch.empty(len(everyone[0]) // world_size, dtype=everyone.dtype)
+    with patch.object(collectives._Link, "wait", wait_late):
+        reduce_scatter_single(output, everyone[rank])
+    _same(output, everyone.sum(0).chunk(world_size)[rank])
+
+
+def test_partial_sums_stay_until_they_are_sent():
+    run(5, _behind_a_late_rank)
+
+
 def _stage(world_size):
     """What _on_host() does for CUDA tensors on gloo, done to CPU tensors: other buffers travel."""
     staged = []
@@ -822,7 +843,7 @@ def test_exchange_keeps_its_place_among_the_operations_of_a_group():
 # ---- cost ---------------------------------------------------------------------------------------
 
 
-def _count(elements, dtype):
+def _count(elements, dtype, small=collectives.SMALL):
     """Name -> (bytes, messages) that this rank sends for a full tensor of `elements`."""
     world_size = dist.get_world_size()
     full = torch.zeros(elements, dtype=dtype)
@@ -838,7 +859,7 @@ def _count(elements, dtype):
         calls["reduce_scatter_single"] = shard, full
         calls["all_gather_single"] = full, shard
         calls["all_to_all_single"] = full, full.clone()
-    with count_bytes() as traffic:
+    with count_bytes() as traffic, patch.object(collectives, "SMALL", small):
         for name, arguments in calls.items():
             how = {"all_reduce": {"algorithm": "ring"}, "broadcast": {"algorithm": "tree"}}
             getattr(collectives, name)(*arguments, **how.get(name, {}))
@@ -854,13 +875,17 @@ def test_each_rank_sends_the_bytes_of_the_formulas(world_size, dtype):
     ring = nbytes * (world_size - 1) // world_size
     rounds = (world_size - 1).bit_length()
     counts = run(world_size, _count, 60, dtype)
-    for count in counts:
+    in_rings = run(world_size, _count, 60, dtype, -1)
+    steps = rounds if world_size & (world_size - 1) == 0 else world_size - 1
+    for count, in_ring in zip(counts, in_rings):
+        for name in ("reduce_scatter_single", "all_gather_single"):
+            assert in_ring[name] == (ring, world_size - 1) and count.pop(name) == (ring, steps)
         assert count.pop("all_reduce") == (2 * ring, 2 * (world_size - 1))
         assert count["broadcast"][0] <= rounds * nbytes
         assert count.pop("barrier") == (rounds, rounds)
     assert sum(count.pop("broadcast")[0] for count in counts) == (world_size - 1) * nbytes
     for count in counts:
-        assert len(count) == 4 and set(count.values()) == {(ring, world_size - 1)}
+        assert len(count) == 2 and set(count.values()) == {(ring, world_size - 1)}
     assert reduce_scatter_bytes(nbytes, world_size) == all_gather_bytes(nbytes, world_size) == ring
     assert all_reduce_bytes(nbytes, world_size) == 2 * ring
 
