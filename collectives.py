@@ -29,6 +29,7 @@ Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operat
     torchrun --nproc-per-node 4 collectives.py      bytes claimed and counted, steps, time and cost
 """
 
+import hashlib
 import os
 import queue
 import tempfile
@@ -40,11 +41,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from functools import reduce as fold
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
+from torch.utils._pytree import tree_map_only
 
 # ---- processes and groups ------------------------------------------------------------------------
 
@@ -1102,6 +1105,26 @@ def barrier(group=None):
         torch.cuda.current_stream().synchronize()
 
 
+def check_agreement(lines, group=None):
+    """ValueError, on every rank of the group, if some rank has other lines of text than rank 0."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    text = "\n".join(lines).encode()
+    digest = hashlib.sha256(text).digest() + len(text).to_bytes(8, "little")
+    own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    digests = own.new_empty(dist.get_world_size(group), len(own))
+    all_gather_single(digests, own, group)
+    if (digests == digests[0]).all():
+        return
+    lengths = [int.from_bytes(bytes(row[-8:]), "little") for row in digests.tolist()]
+    texts = [own.new_empty(length) for length in lengths]
+    all_gather(texts, own.new_tensor(list(text)), group)
+    first, *others = (bytes(text.tolist()).decode().split("\n") for text in texts)
+    for rank, other in enumerate(others, 1):
+        for line, expected in zip_longest(other, first, fillvalue="nothing"):
+            if line != expected:
+                raise ValueError(f"rank {rank} of the group has {line}, rank 0 has {expected}")
+
+
 def _shape(tensor):
     return f"{tuple(tensor.shape)} {tensor.dtype}"
 
@@ -1283,6 +1306,20 @@ class _ReduceScatterToGroup(torch.autograd.Function):
         return _all_gathered(grad_output, ctx.dim, ctx.group), None, None
 
 
+class _BeforeBackward(torch.autograd.Function):
+    """forward: identity; backward: identity, and a call of function()"""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        ctx.function()
+        return None, grad_output
+
+
 class _AllToAll(torch.autograd.Function):
     """forward: all-to-all; backward: all-to-all with the splits exchanged"""
 
@@ -1332,6 +1369,15 @@ def reduce_scatter_to_group(x, dim, group=None):
 def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, group=None):
     """all_to_all_single() of the rows of x, differentiable."""
     return _AllToAll.apply(x, output_split_sizes, input_split_sizes, group)
+
+
+def before_backward(function, outputs):
+    """`outputs`, whose tensors may be nested; backward calls function() when it comes to them.
+
+    Applied to what a model returns it comes first in backward, on every rank, also on one whose
+    loss reaches none of the parameters.
+    """
+    return tree_map_only(torch.Tensor, lambda x: _BeforeBackward.apply(function, x), outputs)
 
 
 # ---- demonstration -------------------------------------------------------------------------------

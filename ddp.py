@@ -24,13 +24,14 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from collectives import (
     ReduceOp,
     all_reduce,
     all_reduce_bytes,
+    before_backward,
     broadcast,
+    check_agreement,
     count_bytes,
     dist,
     rank_and_size,
@@ -55,93 +56,125 @@ def average_gradients(module, group=None):
 class _Bucket:
     """Gradients that travel together: each is a view into one flat buffer."""
 
-    def __init__(self, parameters):
+    def __init__(self, parameters, with_flags):
         self.parameters = parameters
-        self.buffer = parameters[0].new_zeros(sum(parameter.numel() for parameter in parameters))
-        pieces = self.buffer.split([parameter.numel() for parameter in parameters])
+        sizes = [parameter.numel() for parameter in parameters]
+        flags = len(parameters) if with_flags else 0  # per parameter: how many ranks have used it
+        self.buffer = parameters[0].new_zeros(sum(sizes) + flags)
+        *pieces, self.flags = self.buffer.split([*sizes, flags])
         self.views = [piece.view_as(parameter) for piece, parameter in zip(pieces, parameters)]
-        self.waiting, self.work = set(), None
+        self.waiting, self.sum, self.work = set(), None, None
 
-    def adopt(self, parameter, view):
-        """Make `view` the parameter's gradient, so later backward passes add to it in place."""
-        if parameter.grad is None:
-            view.zero_()
-        elif parameter.grad is not view:
-            view.copy_(parameter.grad)
-        parameter.grad = view
+    def reduce(self, dtype, group):
+        self.sum = self.buffer.to(dtype or self.buffer.dtype)  # the buffer itself, or a copy
+        self.work = all_reduce(self.sum, group=group, async_op=True)
 
-
-class _BackwardBegins(torch.autograd.Function):
-    """forward: identity; backward: identity, and a call of begin()
-
-    Applied to the model's outputs it comes first in backward, on every rank, also on one whose
-    loss reaches none of the parameters.
-    """
-
-    @staticmethod
-    def forward(ctx, begin, output):
-        ctx.begin = begin
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        ctx.begin()
-        return None, grad_output
+    def finish(self):
+        self.work.wait()
+        if self.sum is not self.buffer:
+            self.buffer.copy_(self.sum)
+        self.sum = None
 
 
-def _fill_buckets(parameters, cap_bytes):
-    """Buckets of one dtype and device, at most `cap_bytes` (or one parameter), in given order."""
-    groups = []
+def _fill_buckets(parameters, cap_bytes, with_flags):
+    """Buckets of one dtype and at most `cap_bytes` (or one parameter), in the order they fill."""
+    filling, full = {}, []
     for parameter in parameters:
-        last = groups[-1] if groups else None
-        size = sum(p.nbytes for p in last) + parameter.nbytes if last else 0
-        alike = last and (last[0].dtype, last[0].device) == (parameter.dtype, parameter.device)
-        if alike and size <= cap_bytes:
-            last.append(parameter)
-        else:
-            groups.append([parameter])
-    return [_Bucket(group) for group in groups]
+        bucket = filling.setdefault(parameter.dtype, [])
+        if bucket and sum(p.nbytes for p in bucket) + parameter.nbytes > cap_bytes:
+            full.append(bucket)
+            bucket = filling[parameter.dtype] = []
+        bucket.append(parameter)
+    place = {parameter: i for i, parameter in enumerate(parameters)}
+    full = sorted(full + list(filling.values()), key=lambda bucket: place[bucket[-1]])
+    return [_Bucket(bucket, with_flags) for bucket in full]
 
 
 class DistributedDataParallel(nn.Module):
     """Wraps a module: `loss.backward()` leaves, on every rank, gradients averaged over the group.
 
-    Parameters and buffers start as rank 0's. Each gradient is a view into a bucket of at most
-    `bucket_cap_mb` MiB and of the parameters' dtype. A parameter that has no gradient on this rank
-    counts as zero. `gradient_divide_factor` is what gradients are divided by before they are
-    summed: the group's size, or 1 where the loss has its global divisor already. The module's
-    tensor outputs may be nested in lists, tuples and dicts. Raises ValueError for a module without
-    trainable parameters and for sizes that are not positive.
+    Parameters and buffers start as the group's first rank's, and with broadcast_buffers are so
+    before each forward pass of a training. Each gradient is a view into a bucket of at most
+    `bucket_cap_mb` MiB and of one dtype; the buckets are rebuilt once, in the order in which
+    gradients arrive on the first rank. They travel in `reduce_dtype`, by default their own.
+    `gradient_divide_factor` is what gradients are divided by before they are summed: the group's
+    size, or 1 where the loss has its global divisor already. The module's tensor outputs may be
+    nested in lists, tuples and dicts.
+
+    A parameter that a rank's loss does not reach is an error, or counts as zero with
+    find_unused_parameters; where no rank's loss reaches it, its gradient stays None.
+
+    Raises ValueError for a module without trainable parameters or with parameters on several
+    devices, for sizes that are not positive, and, on every rank, for modules that differ between
+    ranks. backward() raises RuntimeError naming this rank's parameters without gradient, those with
+    two in one backward, and with error_if_nonfinite those whose gradient here is not finite.
     """
 
-    def __init__(self, module, process_group=None, bucket_cap_mb=25, gradient_divide_factor=None):
+    def __init__(
+        self,
+        module,
+        process_group=None,
+        bucket_cap_mb=25,
+        find_unused_parameters=False,
+        broadcast_buffers=True,
+        gradient_divide_factor=None,
+        reduce_dtype=None,
+        error_if_nonfinite=False,
+    ):
         super().__init__()
-        self.module, self.process_group = module, process_group
-        if gradient_divide_factor is None:
-            gradient_divide_factor = dist.get_world_size(process_group)
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        if not parameters:
+        self.module, self.process_group, self.reduce_dtype = module, process_group, reduce_dtype
+        self.find_unused_parameters = find_unused_parameters
+        self.broadcast_buffers, self.error_if_nonfinite = broadcast_buffers, error_if_nonfinite
+        self.gradient_divide_factor = gradient_divide_factor or dist.get_world_size(process_group)
+        self._names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        self._check(bucket_cap_mb, gradient_divide_factor)
+        self._broadcast([*module.parameters(), *module.buffers()])
+        self._sync, self._reducing, self._next, self._largest = True, False, 0, {}
+        # Backward runs from the last layer to the first, which is the order buckets should fill in.
+        self._cap_bytes, self._arrived = int(bucket_cap_mb * 2**20), []
+        self._build(list(self._names)[::-1])
+        for parameter in self._names:
+            parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+
+    def _check(self, bucket_cap_mb, gradient_divide_factor):
+        if not self._names:
             raise ValueError("the module has no trainable parameters")
-        if not (bucket_cap_mb > 0 and gradient_divide_factor > 0):
+        if not (bucket_cap_mb > 0 and (gradient_divide_factor or 1) > 0):
             raise ValueError(
                 f"bucket_cap_mb={bucket_cap_mb} and "
                 f"gradient_divide_factor={gradient_divide_factor} must be positive"
             )
-        self.gradient_divide_factor = gradient_divide_factor
-        source = dist.get_global_rank(process_group or dist.group.WORLD, 0)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            broadcast(tensor, source, process_group)
-        # Backward runs from the last layer to the first, which is the order buckets should fill in.
-        self._buckets = _fill_buckets(parameters[::-1], int(bucket_cap_mb * 2**20))
-        self._sync, self._reducing, self._next = True, False, 0
+        devices = {p.device: name for name, p in self.module.named_parameters()}
+        if len(devices) > 1:
+            where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+            raise ValueError(f"parameters are on several devices: {where}")
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        check_agreement(
+            [f"{name!r} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in tensors],
+            self.process_group,
+        )
+
+    def _broadcast(self, tensors):
+        source = dist.get_global_rank(self.process_group or dist.group.WORLD, 0)
+        for tensor in tensors:
+            broadcast(tensor, source, self.process_group)
+
+    def _build(self, order):
+        """Fill buckets in the given order; gradients that exist move into them."""
+        self._order = order
+        self._buckets = _fill_buckets(order, self._cap_bytes, self.find_unused_parameters)
+        self._place = {}
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views):
-                parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, view))
+                self._place[parameter] = bucket, view
+                if parameter.grad is not None:
+                    parameter.grad = view.copy_(parameter.grad)
 
     def forward(self, *args, **kwargs):
         self._reducing = False  # should the last backward have failed half-way
-        mark = lambda output: _BackwardBegins.apply(self._begin_backward, output)
-        return tree_map_only(torch.Tensor, mark, self.module(*args, **kwargs))
+        if self.broadcast_buffers and self._sync and self.training and torch.is_grad_enabled():
+            self._broadcast(self.module.buffers())
+        return before_backward(self._begin_backward, self.module(*args, **kwargs))
 
     @contextmanager
     def no_sync(self):
@@ -155,38 +188,90 @@ class DistributedDataParallel(nn.Module):
     def _begin_backward(self):
         """Runs on every rank, whether or not a parameter gets a gradient there."""
         if self._sync and not self._reducing:
-            self._reducing, self._next = True, 0
+            self._reducing, self._next, self._largest = True, 0, {}
             for bucket in self._buckets:
                 bucket.waiting = set(bucket.parameters)
+                bucket.flags.fill_(1)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
-    def _make_hook(self, bucket, view):
-        def gradient_ready(parameter):
-            bucket.adopt(parameter, view)
-            if self._reducing:
-                bucket.waiting.discard(parameter)
-                self._launch_full_buckets()
+    def _gradient_ready(self, parameter):
+        if not self._reducing:
+            self._store(parameter, 1)
+            return
+        bucket, _ = self._place[parameter]
+        if parameter not in bucket.waiting:
+            name = self._names[parameter]
+            raise RuntimeError(f"parameter {name!r} got two gradients in one backward pass")
+        self._store(parameter, self.gradient_divide_factor)
+        bucket.waiting.remove(parameter)
+        if self._arrived is not None:
+            self._arrived.append(parameter)
+        self._launch_full_buckets()
 
-        return gradient_ready
+    def _store(self, parameter, factor):
+        """Divide the gradient, into its bucket."""
+        _, view = self._place[parameter]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad is not view:
+            torch.div(parameter.grad, factor, out=view)
+        elif factor != 1:  # autograd has added to it in place
+            view.div_(factor)
+        parameter.grad = view
+        if self.error_if_nonfinite and self._reducing:
+            self._largest[parameter] = torch.linalg.vector_norm(view, torch.inf)
 
     def _launch_full_buckets(self):
         """Reduce full buckets, in bucket order: collectives need the same order on every rank."""
         while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
-            bucket = self._buckets[self._next]
-            if self.gradient_divide_factor != 1:
-                bucket.buffer.div_(self.gradient_divide_factor)
-            bucket.work = all_reduce(bucket.buffer, group=self.process_group, async_op=True)
+            self._buckets[self._next].reduce(self.reduce_dtype, self.process_group)
             self._next += 1
 
     def _finish_backward(self):
-        for bucket in self._buckets[self._next :]:
-            for parameter, view in zip(bucket.parameters, bucket.views):
-                bucket.adopt(parameter, view)
+        unused = []
+        for bucket in self._buckets:
+            for i, parameter in enumerate(bucket.parameters):
+                if parameter in bucket.waiting:
+                    if parameter.grad is None:
+                        unused.append(parameter)
+                        bucket.flags[i : i + 1] = 0
+                    self._store(parameter, self.gradient_divide_factor)
             bucket.waiting.clear()
         self._launch_full_buckets()
         for bucket in self._buckets:
-            bucket.work.wait()
+            bucket.finish()
+            for parameter, used in zip(bucket.parameters, bucket.flags.tolist()):
+                if not used:
+                    parameter.grad = None
         self._reducing = False
+        if self._arrived is not None:
+            self._rebuild()
+        self._raise_errors(unused)
+
+    def _rebuild(self):
+        """Once, refill the buckets in the order in which gradients arrived on the first rank."""
+        place = {parameter: i for i, parameter in enumerate(self._order)}
+        order = [place[parameter] for parameter in dict.fromkeys(self._arrived + self._order)]
+        places = torch.tensor(order, device=self._order[0].device)
+        self._broadcast([places])
+        self._arrived = None
+        if places.tolist() != sorted(places.tolist()):
+            self._build([self._order[place] for place in places.tolist()])
+
+    def _raise_errors(self, unused):
+        """After the reduction, so that no other rank is left waiting."""
+        rank = dist.get_rank(self.process_group)
+        if unused and not self.find_unused_parameters:
+            names = ", ".join(self._names[parameter] for parameter in unused)
+            raise RuntimeError(
+                f"rank {rank}: no gradient for {names}; "
+                "with find_unused_parameters=True they would count as zero"
+            )
+        if self.error_if_nonfinite:
+            finite = torch.stack([*self._largest.values()]).isfinite().tolist()
+            names = [self._names[p] for p, is_finite in zip(self._largest, finite) if not is_finite]
+            if names:
+                raise RuntimeError(f"rank {rank}: gradient not finite for {', '.join(names)}")
 
 
 # ---- cost ----------------------------------------------------------------------------------------
@@ -220,7 +305,7 @@ def _demonstrate():
         claimed, buckets = ddp_bytes(module, world_size), len(model._buckets)
         print(
             f"{world_size} ranks, {buckets} buckets: "
-            f"claimed {claimed} bytes, counted {traffic.bytes()}"
+            f"claimed {claimed} bytes, counted {traffic.bytes('all_reduce')}"
         )
         print(f"largest difference from one process's gradients: {error:.1e}")
 

@@ -120,14 +120,16 @@ def _compare_with_torch(cap):
     theirs, ours, naive = _net(), _net(), _net()
     model = nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=True)
     model(_own_part(x), (2, 0)).square().mean().backward()
-    model = DistributedDataParallel(ours, bucket_cap_mb=cap)
+    model = DistributedDataParallel(ours, bucket_cap_mb=cap, find_unused_parameters=True)
     model(_own_part(x), (2, 0)).square().mean().backward()
     naive(_own_part(x), (2, 0)).square().mean().backward()
     average_gradients(naive)
     unused = {name for name, p in theirs.named_parameters() if p.grad is None and p.requires_grad}
     assert unused == {"branches.1.weight", "branches.1.bias"}
-    for name in unused:  # only theirs leaves None
-        theirs.get_parameter(name).grad = torch.zeros_like(theirs.get_parameter(name))
+    assert unused == {name for name in unused if ours.get_parameter(name).grad is None}
+    for name in unused:  # the naive version has zeros
+        for net in (ours, theirs):
+            net.get_parameter(name).grad = torch.zeros_like(theirs.get_parameter(name))
     _close(_gradients(ours), _gradients(theirs))
     _close(_gradients(naive), _gradients(theirs))
     assert [*model.state_dict()] == [f"module.{name}" for name in theirs.state_dict()]
@@ -216,7 +218,9 @@ def _accumulate_on_some_ranks():
         net(parts[r][k], used[r][k]).square().sum() for r in range(world_size) for k in range(2)
     ))
     for cap in CAPS:
-        model = DistributedDataParallel(_net(), bucket_cap_mb=cap, gradient_divide_factor=1)
+        model = DistributedDataParallel(
+            _net(), bucket_cap_mb=cap, gradient_divide_factor=1, find_unused_parameters=True
+        )
         with model.no_sync():
             model(parts[rank][0], used[rank][0]).square().sum().backward()
         model(parts[rank][1], used[rank][1]).square().sum().backward()
@@ -286,7 +290,7 @@ def _use_other_branches(cap):
     """Each rank runs other branches, in another order, and others again in the next step."""
     rank, world_size = rank_and_size()
     net = _net()
-    model = DistributedDataParallel(net, bucket_cap_mb=cap)
+    model = DistributedDataParallel(net, bucket_cap_mb=cap, find_unused_parameters=True)
     for step in range(4):
         orders = [[(0, 1, 2), (2, 0), (), (2, 1, 0)][(r + step) % 4] for r in range(world_size)]
         x = _data(2 * world_size, seed=step)
@@ -296,6 +300,10 @@ def _use_other_branches(cap):
         ))
         net.zero_grad(set_to_none=step % 2 == 0)
         model(_own_part(x), orders[rank]).square().sum().backward()
+        for name, p in net.named_parameters():
+            if p.requires_grad and p.grad is None:  # it was None, and no rank has used it
+                assert step % 2 == 0 and not any(int(name.split(".")[1]) in o for o in orders)
+                p.grad = torch.zeros_like(p)
         _close(_gradients(net), expected, 1e-11)
 
 
@@ -318,46 +326,97 @@ class _Shelf(nn.Module):
 
 def _bucket_order(cap):
     """The elements of each all-reduce, where every rank finishes its gradients in another order."""
-    rank, calls = dist.get_rank(), {}
-    model = DistributedDataParallel(_Shelf(), bucket_cap_mb=cap)
+    rank, calls = dist.get_rank(), []
+    model = DistributedDataParallel(_Shelf(), bucket_cap_mb=cap, find_unused_parameters=True)
     x = torch.ones(1, 12, requires_grad=True)
     for order in ([(i + rank) % 4 for i in range(4)], [rank], []):
         result = model(x, order)
         loss = sum((output.sum() for output in result["outputs"]), result["x"].sum())
-        with _recorded_reductions() as calls[tuple(order)]:
+        with _recorded_reductions() as reductions:
             loss.backward()
-    every, one, none = calls.values()
-    assert every == one == none
-    return every
+        calls.append(reductions)
+        used = (0, 1, 2, 3) if order else ()
+        for i, layer in enumerate(model.module.layers):
+            assert (layer.weight.grad is not None) == (i in used)
+            layer.weight.grad = None
+    return calls
 
 
 @pytest.mark.parametrize("cap", CAPS[::2])
 def test_buckets_go_out_in_one_order_on_every_rank(cap):
     first, *others = run(4, _bucket_order, cap)
-    assert sum(elements for elements, _ in first) == 120 and all(other == first for other in others)
+    for calls in first:
+        assert sum(elements for elements, _ in calls) == 120 + 4  # and a flag for each parameter
+    assert all(other == first for other in others)
 
 
-def _leave_unused():
+def _rebuild():
+    """Registered 0 1 2 3; on rank r layer r comes first in forward, and so last in backward."""
+    rank, orders = dist.get_rank(), []
+    model = DistributedDataParallel(_Shelf(), bucket_cap_mb=1e-9)
+    x = torch.ones(1, 12)
+    for step in range(3):
+        outputs = model(x, [(2 + i + rank) % 4 for i in range(4)])["outputs"]
+        model.zero_grad()
+        with _recorded_reductions() as calls:
+            sum(output.sum() for output in outputs).backward()
+        orders.append([elements // 12 - 1 for elements, _ in calls])
+        for layer in model.module.layers:
+            assert (layer.weight.grad == 1).all()
+    return orders
+
+
+def test_buckets_are_rebuilt_once_in_the_order_of_arrival_on_the_first_rank():
+    first, *others = run(3, _rebuild)
+    assert first[0] == [3, 2, 1, 0] and first[1] == first[2] and sorted(first[1]) == [0, 1, 2, 3]
+    assert first[1] != first[0] and all(other == first for other in others)
+
+
+def _leave_unused(find):
+    """Rank 1 does not use branch 1; nobody uses branch 2."""
+    rank, world_size = rank_and_size()
+    net, x = _net(), _data(2 * world_size)
+    model = DistributedDataParallel(
+        net, bucket_cap_mb=CAPS[1], find_unused_parameters=find, gradient_divide_factor=1
+    )
+    orders = [(0,) if r == 1 else (0, 1) for r in range(world_size)]
+    expected = _one_process(net, lambda net: sum(
+        net(part, order).square().sum() for part, order in zip(x.chunk(world_size), orders)
+    ))
+    loss = model(_own_part(x), orders[rank]).square().sum()
+    if find:
+        loss.backward()
+        for name in ("branches.2.weight", "branches.2.bias"):
+            assert net.get_parameter(name).grad is None
+            net.get_parameter(name).grad = torch.zeros_like(net.get_parameter(name))
+    else:
+        names = {f"branches.{i}.{kind}" for i in range(3) for kind in ("weight", "bias")
+                 if i not in orders[rank]}
+        with pytest.raises(RuntimeError, match=f"rank {rank}: no gradient for ") as raised:
+            loss.backward()
+        assert set(re.findall(r"branches\.\d\.\w+", str(raised.value))) == names
+    _close(_gradients(net), expected, 1e-11)
+
+
+@pytest.mark.parametrize("find", [True, False])
+def test_a_parameter_without_gradient_is_named_or_counts_as_zero(find):
+    run(3, _leave_unused, find)
+
+
+def _average_unused():
     net, x = _net(), _data(2 * dist.get_world_size())
-    model = DistributedDataParallel(net, bucket_cap_mb=CAPS[1])
-    model(_own_part(x)).square().mean().backward()
-    net.zero_grad()
-    model(_own_part(x), (0, 2)).square().mean().backward()
-    for p in net.branches[1].parameters():
-        assert torch.equal(p.grad, torch.zeros_like(p))
-    naive = _net()
-    naive(_own_part(x), (0, 2) if dist.get_rank() else (0, 1, 2)).square().mean().backward()
-    average_gradients(naive)
     orders = [(0, 2) if r else (0, 1, 2) for r in range(dist.get_world_size())]
-    expected = _one_process(naive, lambda net: sum(
+    net(_own_part(x), orders[dist.get_rank()]).square().mean().backward()
+    average_gradients(net)
+    expected = _one_process(net, lambda net: sum(
         net(part, order).square().mean() / len(orders)
         for part, order in zip(x.chunk(len(orders)), orders)
     ))
-    _close(_gradients(naive), expected)
+    _close(_gradients(net), expected)
 
 
-def test_an_unused_parameter_counts_as_zero():
-    run(3, _leave_unused)
+def test_naively_an_unused_parameter_counts_as_zero():
+    run(3, _average_unused)
 
 
 # ---- overlap -------------------------------------------------------------------------------------
@@ -449,19 +508,44 @@ def test_a_bucket_holds_one_dtype(world_size):
         run(world_size, _reduce_mixed, cap)
 
 
-def _reduce_bfloat16():
+def _reduce_bfloat16(reduce_dtype):
+    """The largest error of a mean of bfloat16 gradients, in units of their own precision."""
     rank, world_size = rank_and_size()
     net = nn.Linear(50, 1, bias=False).bfloat16()
     x = torch.randn(world_size, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
-    DistributedDataParallel(net)(x[rank : rank + 1]).sum().backward()
-    error = (net.weight.grad[0].double() - x.double().mean(0)).abs()
-    assert (error <= world_size * 2**-8 * x.double().abs().mean(0)).all() and error.max() > 0
-    return net.weight.grad
+    model = DistributedDataParallel(net, reduce_dtype=reduce_dtype)
+    with _recorded_reductions() as calls:
+        model(x[rank : rank + 1]).sum().backward()
+    assert calls == [(50, reduce_dtype or torch.bfloat16)]
+    assert net.weight.grad.dtype == torch.bfloat16
+    exact = x.double().mean(0)
+    error = (net.weight.grad[0].double() - exact).abs() / (2**-8 * exact.abs())
+    assert (error <= 1.01).all() or reduce_dtype is None
+    return net.weight.grad, error.max()
 
 
-def test_bfloat16_gradients_are_reduced_in_bfloat16():
-    first, *others = run(4, _reduce_bfloat16)
-    assert first.dtype == torch.bfloat16 and all(torch.equal(other, first) for other in others)
+def test_bfloat16_gradients_are_reduced_in_the_given_dtype():
+    for dtype in (None, torch.float32):
+        (first, error), *others = run(4, _reduce_bfloat16, dtype)
+        assert all(torch.equal(other, first) for other, _ in others)
+        assert (error > 1.01) == (dtype is None)
+
+
+def _compress():
+    net = nn.Linear(64, 4, bias=False)
+    model = DistributedDataParallel(net, reduce_dtype=torch.bfloat16)
+    x = torch.randn(1, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with least_bytes(), count_bytes() as traffic:
+        model(x).sum().backward()
+    assert net.weight.grad.dtype == torch.float32
+    return traffic.bytes("all_reduce"), net.weight.grad, x
+
+
+def test_float32_gradients_can_travel_as_bfloat16():
+    counts, gradients, inputs = zip(*run(2, _compress))
+    assert set(counts) == {2 * 256}  # 2(P-1)/P of 2 bytes for each element
+    assert torch.equal(*gradients)
+    torch.testing.assert_close(gradients[0][0], torch.cat(inputs).mean(0), rtol=0.02, atol=0.02)
 
 
 # ---- cost ----------------------------------------------------------------------------------------
@@ -476,6 +560,7 @@ def _partly_frozen(width):
 def _count(width, cap):
     net = _partly_frozen(width)
     model = DistributedDataParallel(net, bucket_cap_mb=cap)
+    model(torch.ones(2, width)).sum().backward()  # after which the order of the buckets is known
     with least_bytes(), _recorded_reductions() as calls, count_bytes() as traffic:
         model(torch.ones(2, width)).sum().backward()
     assert traffic.bytes() == traffic.bytes("all_reduce")
@@ -518,8 +603,108 @@ def _raise_value_errors():
             DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=cap)
 
 
+    with pytest.raises(ValueError, match="several devices: '0.bias' on cpu, '1.bias' on meta"):
+        DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
+
+
 def test_value_errors_name_the_values():
     run(2, _raise_value_errors)
+
+
+def _disagree(case):
+    rank = dist.get_rank()
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4))
+    if rank == 2:
+        net = {
+            "shape": lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5)),
+            "dtype": lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4).double()),
+            "frozen": lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4).requires_grad_(False)),
+            "missing": lambda: nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4, bias=False)),
+            "more": lambda: nn.Sequential(*net, nn.Linear(1, 1, bias=False)),
+        }[case]()
+    with pytest.raises(ValueError) as raised:
+        DistributedDataParallel(net)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("case, here, there", [
+    ("shape", "'1.weight' (5, 2) torch.float32 True", "'1.weight' (4, 2) torch.float32 True"),
+    ("dtype", "'1.weight' (4, 2) torch.float64 True", "'1.weight' (4, 2) torch.float32 True"),
+    ("frozen", "'1.weight' (4, 2) torch.float32 False", "'1.weight' (4, 2) torch.float32 True"),
+    ("missing", "nothing", "'1.bias' (4,) torch.float32 True"),
+    ("more", "'2.weight' (1, 1) torch.float32 True", "nothing"),
+])
+def test_models_that_differ_are_an_error_on_every_rank(case, here, there):
+    assert set(run(3, _disagree, case)) == {f"rank 2 of the group has {here}, rank 0 has {there}"}
+
+
+def _not_finite(value):
+    """Only rank 1 has such a gradient, and only of its first layer's bias."""
+    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    model = DistributedDataParallel(net, error_if_nonfinite=True)
+    model(torch.ones(1, 3)).sum().backward()
+    if dist.get_rank() == 1:
+        net[0].bias.register_hook(lambda grad: torch.full_like(grad, value))
+    loss = model(torch.ones(1, 3)).sum()
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError, match=r"rank 1: gradient not finite for 0\.bias$"):
+            loss.backward()
+    else:
+        loss.backward()
+    assert not net[0].bias.grad.isfinite().any() and net[0].weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_is_named_where_it_arose(value):
+    run(3, _not_finite, value)
+
+
+def _two_gradients():
+    shared = nn.Linear(3, 3)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shared = shared
+
+        def forward(self, x):
+            for _ in range(2):
+                x = checkpoint(self.shared, x, use_reentrant=True)
+            return x
+
+    loss = DistributedDataParallel(Twice())(torch.ones(1, 3, requires_grad=True)).sum()
+    with pytest.raises(RuntimeError, match="'shared.(weight|bias)' got two gradients"):
+        loss.backward()
+
+
+def test_a_second_gradient_in_one_backward_is_an_error():
+    run(1, _two_gradients)
+
+
+# ---- buffers -------------------------------------------------------------------------------------
+
+
+def _normalise(broadcast_buffers):
+    """Running means after two steps, and the bytes of a forward pass without gradient."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(nn.BatchNorm1d(1), broadcast_buffers=broadcast_buffers)
+    for _ in range(2):
+        model(torch.full((4, 1), 1.0 + rank)).sum().backward()
+    with count_bytes() as traffic, torch.no_grad():
+        model(torch.ones(4, 1))
+        model.eval()
+    with count_bytes() as more:
+        model(torch.ones(4, 1))
+    assert traffic.messages() == more.messages() == 0
+    return model.module.running_mean.item()
+
+
+def test_buffers_are_the_first_ranks_before_every_forward_pass():
+    assert run(3, _normalise, True) == pytest.approx([0.271, 0.271 + 0.1 * 0.9, 0.271 + 0.2 * 0.9])
+
+
+def test_buffers_can_be_left_alone():
+    assert len(set(run(3, _normalise, False))) == 3
 
 
 class _Fail(torch.autograd.Function):
