@@ -47,7 +47,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves
 
 # ---- processes and groups ------------------------------------------------------------------------
 
@@ -1306,20 +1306,6 @@ class _ReduceScatterToGroup(torch.autograd.Function):
         return _all_gathered(grad_output, ctx.dim, ctx.group), None, None
 
 
-class _BeforeBackward(torch.autograd.Function):
-    """forward: identity; backward: identity, and a call of function()"""
-
-    @staticmethod
-    def forward(ctx, function, x):
-        ctx.function = function
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        ctx.function()
-        return None, grad_output
-
-
 class _AllToAll(torch.autograd.Function):
     """forward: all-to-all; backward: all-to-all with the splits exchanged"""
 
@@ -1372,12 +1358,15 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
 
 
 def before_backward(function, outputs):
-    """`outputs`, whose tensors may be nested; backward calls function() when it comes to them.
+    """`outputs`, whose tensors may be nested; backward calls function() when it comes to each.
 
-    Applied to what a model returns it comes first in backward, on every rank, also on one whose
-    loss reaches none of the parameters.
+    On what a model returns that is first in backward, on every rank, also on one whose loss reaches
+    none of the parameters.
     """
-    return tree_map_only(torch.Tensor, lambda x: _BeforeBackward.apply(function, x), outputs)
+    for tensor in tree_leaves(outputs):
+        if torch.is_tensor(tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda grad: function())
+    return outputs
 
 
 # ---- demonstration -------------------------------------------------------------------------------
