@@ -101,7 +101,7 @@ class _Flat:
         """The full tensors of which each rank passes its pieces. Collective."""
         shard = pieces[0].new_zeros(self.end - self.begin)
         for part, piece in zip(self.cut(shard), pieces):
-            part.copy_(piece)
+            part.copy_(piece.detach())
         row = shard.new_empty(self.length)
         all_gather_single(row, shard, self.group)
         return [view.clone() for view in self.views(row)]
@@ -111,8 +111,7 @@ class _Flat:
         row = self.parameters[0].new_zeros(self.length)
         for view, parameter in zip(self.views(row), self.parameters):
             view.copy_(parameter.detach())
-        for group in self.settings.groups():
-            broadcast(row, dist.get_global_rank(group or dist.group.WORLD, 0), group)
+        self.settings.broadcast(row)
         return row
 
     def live_in(self, full, shard):
@@ -136,6 +135,13 @@ class _Flat:
 
     def close_row(self):
         self.row, self.row_views, self.missing = None, (), set()
+
+    def forget(self):
+        """Whatever a backward pass that failed has left under way."""
+        if self.work is not None:
+            self.work.wait()
+        self.incoming = self.work = None
+        self.close_row()
 
     def store(self, parameter, keep):
         """Move a gradient into the row of gradients; with `keep` it stays there, as a view."""
@@ -190,6 +196,11 @@ class _Settings:
         """Replicas first: then the shards of the first replica reach all its ranks."""
         return [*([self.replicate_group] if self.replicate_group is not None else []), self.group]
 
+    def broadcast(self, tensor):
+        """Give all ranks the first one's."""
+        for group in self.groups():
+            broadcast(tensor, dist.get_global_rank(group or dist.group.WORLD, 0), group)
+
     def check(self, named):
         """The parameters of all ranks agree, and are on one device."""
         if self.divide_factor is None:
@@ -218,8 +229,8 @@ def _raise_if_not_finite(flats, group):
 
 def _clip(gradients, max_norm, norm_type, group):
     """Scale shards of gradients to a norm of at most `max_norm`; returns the norm before."""
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) for g in gradients]
-    norms = torch.stack(norms)
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=wide) for g in gradients])
     if norm_type == torch.inf:
         total = norms.max()
         all_reduce(total, ReduceOp.MAX, group)
@@ -227,7 +238,7 @@ def _clip(gradients, max_norm, norm_type, group):
         total = norms.pow(norm_type).sum()
         all_reduce(total, ReduceOp.SUM, group)
         total = total.pow(1 / norm_type)
-    torch._foreach_mul_(gradients, (max_norm / (total + 1e-6)).clamp(max=1).to(gradients[0].dtype))
+    torch._foreach_mul_(gradients, (max_norm / (total + 1e-6)).clamp(max=1))
     return total
 
 
@@ -368,6 +379,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._settings.check(named)
         # Backward runs from the last layer to the first, which is the order rows should fill in.
         trainable = [pair for pair in named[::-1] if pair[1].requires_grad]
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                self._settings.broadcast(parameter.detach())
         for flat in _fill_rows(trainable, self._cap_bytes, self._settings):
             row = flat.first_row()
             full = row.to(flat.param_dtype)
@@ -455,7 +469,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for flat in self._flats:
             flat.gradient = None
             if not self._keep:
-                flat.close_row()
+                flat.forget()
 
     # -- update
 
@@ -640,9 +654,8 @@ class FullyShardedDataParallel(nn.Module):
         units = list(units)
         self._root, *self._units = map(_Unit, self._flats_of_units(units))
         self._share_memory()
-        for group in self._settings.groups():
-            for buffer in module.buffers():
-                broadcast(buffer, dist.get_global_rank(group or dist.group.WORLD, 0), group)
+        for buffer in module.buffers():
+            self._settings.broadcast(buffer)
         for i, unit in enumerate(units):
             unit.register_forward_pre_hook(partial(self._before_forward, i))
             unit.register_forward_hook(partial(self._after_forward, i))
@@ -697,7 +710,9 @@ class FullyShardedDataParallel(nn.Module):
         if self.param_dtype is not None:
             cast = lambda x: x.to(self.param_dtype) if x.is_floating_point() else x
             args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
-        self._cursor = None  # should the last backward have failed half-way
+        self._cursor, self._reducing = None, []
+        for flat in self._flats():
+            flat.forget()
         self._root.gather()
         if self._units:
             self._take_turn(0, 1)
@@ -808,7 +823,7 @@ class FullyShardedDataParallel(nn.Module):
         """The module's own state dict, of whole tensors, on every rank. Collective."""
         whole = {}
         for flat in self._flats():
-            whole.update(zip(flat.parameters, flat.join([p.detach() for p in flat.pieces])))
+            whole.update(zip(flat.parameters, flat.join(flat.pieces)))
         state = self.module.state_dict(keep_vars=True)
         return {
             name: whole[value] if value in whole else value.detach().clone()

@@ -1,6 +1,7 @@
 """Speed beside PyTorch's own: pairs of contenders take turns in one run; medians, and their ratio.
 
-    python tests/bench.py collectives [--world-sizes 2 4 8] [--largest 128M]
+    python tests/bench.py collectives [--world-sizes 2 4 8] [--largest 128]
+    python tests/bench.py data_parallel [--world-sizes 2]
 
 Times on a shared machine drift by 10-15% and now and then by more; the ratio of medians over
 interleaved rounds drifts much less. Every rank has one thread, and gloo's threads run as batch work
@@ -12,15 +13,22 @@ import random
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 import torch
 import torch.distributed as dist
+import torch.distributed.optim
+import torch.nn.functional as F
+from torch import nn
 
 import collectives
+from ddp import DistributedDataParallel
 from ranks import run
+from reference_gpt import ReferenceGPT
+from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -107,18 +115,100 @@ def bench_collectives(arguments):
             print(f"{operation:15}" + "".join(cells), flush=True)
 
 
+# ---- data parallelism ----------------------------------------------------------------------------
+
+
+def _gpt():
+    torch.manual_seed(0)
+    return ReferenceGPT(layers=6, hidden=256, heads=4, seq_len=128, vocab_size=256)
+
+
+def _torch_fsdp():
+    from torch.distributed.fsdp import fully_shard
+
+    model = _gpt()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.transformer.h:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _trainers():
+    """name -> (model, optimizer) of 4.8M parameters: one process alone, PyTorch's, ours."""
+    adamw, make, trainers = torch.optim.AdamW, _gpt, {}
+    model = make()
+    trainers["alone"] = model, adamw(model.parameters())
+    model = nn.parallel.DistributedDataParallel(make(), gradient_as_bucket_view=True)
+    trainers["torch DDP"] = model, adamw(model.parameters())
+    model = DistributedDataParallel(make())
+    trainers["ddp"] = model, adamw(model.parameters())
+    model = nn.parallel.DistributedDataParallel(make(), gradient_as_bucket_view=True)
+    sharded = torch.distributed.optim.ZeroRedundancyOptimizer(model.parameters(), adamw)
+    trainers["torch ZeRO + DDP"] = model, sharded
+    for stage in (1, 2):
+        model = make()
+        sharded = ZeroRedundancyOptimizer(model.parameters(), adamw, shard_gradients=stage == 2)
+        trainers[f"stage {stage}"] = model, sharded
+    model = _torch_fsdp()
+    trainers["torch FSDP2"] = model, adamw(model.parameters())
+    model = make()
+    model = FullyShardedDataParallel(model, units=model.transformer.h)
+    trainers["stage 3"] = model, adamw(model.parameters())
+    return trainers
+
+
+def _step(model, optimizer, tokens):
+    optimizer.zero_grad()
+    logits = model(tokens[:, :-1])
+    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    optimizer.step()
+
+
+def _time_data_parallel(rounds):
+    tokens = torch.randint(256, (4, 129), generator=torch.Generator().manual_seed(dist.get_rank()))
+    contenders = {
+        name: partial(_step, *trainer, tokens) for name, trainer in _trainers().items()
+    }
+    return take_turns(contenders, rounds)
+
+
+RIVALS = {
+    "ddp": "torch DDP",
+    "stage 1": "torch ZeRO + DDP",
+    "stage 2": "torch ZeRO + DDP",
+    "stage 3": "torch FSDP2",
+}
+
+
+def bench_data_parallel(arguments):
+    """A row per technique: milliseconds of a step, ratio to the rival's, and what is exposed."""
+    for world_size in arguments.world_sizes:
+        times = run(world_size, _time_data_parallel, arguments.rounds, timeout=3000)[0]
+        alone = times.pop("alone")
+        print(f"\nP = {world_size}: a step alone takes {alone * 1e3:.0f} ms; exposed is the rest")
+        for name, seconds in times.items():
+            rival = f"{seconds / times[RIVALS[name]]:6.2f}" if name in RIVALS else " " * 6
+            exposed = (seconds - alone) * 1e3
+            print(f"{name:18}{seconds * 1e3:6.0f} ms{rival}   exposed {exposed:4.0f} ms", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("subject", choices=["collectives"])
-    parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("subject", choices=["collectives", "data_parallel"])
+    parser.add_argument("--world-sizes", type=int, nargs="+")
     parser.add_argument("--largest", type=int, default=128, help="MB")
     parser.add_argument("--rounds", type=int, default=7)
     names = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
     parser.add_argument("--operations", nargs="+", default=names)
     arguments = parser.parse_args()
-    bench_collectives(arguments)
+    if arguments.subject == "collectives":
+        arguments.world_sizes = arguments.world_sizes or [2, 4, 8]
+        bench_collectives(arguments)
+    else:
+        arguments.world_sizes = arguments.world_sizes or [2]
+        bench_data_parallel(arguments)
 
 
 if __name__ == "__main__":

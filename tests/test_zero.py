@@ -1,0 +1,939 @@
+"""ZeRO's stages against one process on the whole batch, and what they send and hold, counted."""
+
+import copy
+import gc
+import io
+import re
+from contextlib import redirect_stdout
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zero
+from collectives import (
+    all_reduce,
+    all_reduce_bytes,
+    count_bytes,
+    rank_and_size,
+    reduce_scatter_bytes,
+    reduce_scatter_single,
+)
+from ddp import DistributedDataParallel
+from zero import (
+    FullyShardedDataParallel,
+    ZeroRedundancyOptimizer,
+    largest_model,
+    memory_ledger,
+    zero_bytes,
+    zero_memory,
+)
+
+from nccl_replay import record, replay
+from ranks import least_bytes, run
+
+STAGES = (1, 2, 3)
+CAP = 1e-3  # MiB: several rows
+
+
+class _Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+class _Net(nn.Module):
+    """A tied weight, a frozen one, a scalar, odd sizes and blocks."""
+
+    def __init__(self, width=7, blocks=3):
+        super().__init__()
+        self.embed = nn.Linear(width, width, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(blocks))
+        self.blocks[1].up.weight.requires_grad_(False)
+        self.head = nn.Linear(width, width)
+        self.head.weight = self.embed.weight
+        self.register_buffer("shift", torch.full((width,), 0.1))
+
+    def forward(self, x):
+        x = self.scale * self.embed(x) + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _net(dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    return _Net().to(dtype)
+
+
+def _data(examples, seed=1, dtype=torch.float64):
+    return torch.randn(examples, 7, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _groups(parameters):
+    """Two parameter groups, as those of a GPT: matrices decay."""
+    parameters = list(parameters)
+    matrices = [p for p in parameters if p.ndim == 2]
+    return [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim != 2], "weight_decay": 0.0, "lr": 0.02},
+    ]
+
+
+def _groups_of_pieces(model):
+    matrices = {name for name, p in model.module.named_parameters() if p.ndim == 2}
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for name, p in named if name in matrices], "weight_decay": 0.1},
+        {"params": [p for n, p in named if n not in matrices], "weight_decay": 0.0, "lr": 0.02},
+    ]
+
+
+def _shard(net, stage, optimizer_class=torch.optim.AdamW, defaults=None, group=None, **how):
+    """(model, optimizer) of a stage, whose step() trains `net`; stage 0 is DDP."""
+    defaults = defaults or {"lr": 0.01}
+    if stage == 3:
+        model = FullyShardedDataParallel(net, group, units=net.blocks, **how)
+        return model, optimizer_class(_groups_of_pieces(model), **defaults)
+    if stage == 0:
+        model = DistributedDataParallel(net, group, bucket_cap_mb=CAP, **how)
+        return model, optimizer_class(_groups(net.parameters()), **defaults)
+    optimizer = ZeroRedundancyOptimizer(
+        _groups(net.parameters()),
+        optimizer_class,
+        group,
+        shard_gradients=stage == 2,
+        bucket_cap_mb=CAP,
+        **how,
+        **defaults,
+    )
+    return net, optimizer
+
+
+def _own_part(x, group=None):
+    rank, world_size = rank_and_size(group)
+    return x.chunk(world_size)[rank]
+
+
+def _train(model, optimizer, batches):
+    losses = []
+    for x in batches:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def _whole(model):
+    """The weights, full, by the plain module's names."""
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def _close(actual, expected, tolerance=1e-12):
+    assert len(expected) > 0
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def _train_all(dtype, tolerance):
+    """Ten steps by one process, by DDP and by each stage; their weights."""
+    world_size = dist.get_world_size()
+    batches = [_data(2 * world_size, seed, dtype) for seed in range(10)]
+    alone = _net(dtype)
+    optimizer = torch.optim.AdamW(_groups(alone.parameters()), lr=0.01)
+    expected = _train(alone, optimizer, batches)
+    weights = []
+    for stage in (0, *STAGES):
+        net = _net(dtype, seed=dist.get_rank())  # all start as the first rank's
+        model, optimizer = _shard(net, stage)
+        losses = _train(model, optimizer, [_own_part(x) for x in batches])
+        dist.all_reduce(losses)
+        _close(losses / world_size, expected, tolerance)
+        weights.append(_whole(model))
+        _close(weights[-1], alone.state_dict(), tolerance)
+    return weights
+
+
+def _equal(first, second):
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ten_steps_of_every_stage_are_those_of_one_process(world_size):
+    run(world_size, _train_all, torch.float64, 1e-10)
+    results = run(world_size, _train_all, torch.float32, 1e-6)
+    for ddp, first, second, third in results:
+        assert _equal(first, second)  # the same rows, summed in the same order
+        if world_size <= 2:  # a + b is b + a
+            assert _equal(ddp, first) and _equal(first, third)
+    for others in results[1:]:
+        assert all(_equal(*pair) for pair in zip(others, results[0]))
+
+
+OPTIMIZERS = [
+    ("SGD", {"lr": 0.01, "momentum": 0.9, "nesterov": True}),
+    ("Adam", {"lr": 0.01, "amsgrad": True}),
+    ("AdamW", {"lr": 0.01, "foreach": True}),
+    ("Adagrad", {"lr": 0.01}),
+    ("RMSprop", {"lr": 0.01, "centered": True, "momentum": 0.5}),
+    ("Adadelta", {"lr": 0.5}),
+    ("NAdam", {"lr": 0.01}),
+    ("RAdam", {"lr": 0.01}),
+    ("Adamax", {"lr": 0.01}),
+    ("ASGD", {"lr": 0.01}),
+    ("Rprop", {"lr": 0.01}),
+]
+
+
+def _train_with_optimizers():
+    batches = [_data(6, seed) for seed in range(3)]
+    for name, defaults in OPTIMIZERS:
+        optimizer_class, alone = getattr(torch.optim, name), _net()
+        groups = [{"params": [p]} for p in alone.parameters()] if name == "Rprop" else None
+        if name == "Rprop":  # has no weight decay
+            optimizer = optimizer_class(groups, **defaults)
+            _train(alone, optimizer, batches)
+            net = _net()
+            optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class, **defaults)
+            _train(net, optimizer, [_own_part(x) for x in batches])
+            _close(net.state_dict(), alone.state_dict(), 1e-9)
+            continue
+        _train(alone, optimizer_class(_groups(alone.parameters()), **defaults), batches)
+        for stage in STAGES:
+            model, optimizer = _shard(_net(), stage, optimizer_class, defaults)
+            _train(model, optimizer, [_own_part(x) for x in batches])
+            _close(_whole(model), alone.state_dict(), 1e-9)
+
+
+def test_any_optimizer_that_treats_elements_alone_runs_on_shards():
+    run(3, _train_with_optimizers)
+
+
+def _accumulate(set_to_none):
+    """Three backward passes a step, clipping, a schedule of rates, and a closure."""
+    world_size = dist.get_world_size()
+    alone = _net()
+    optimizer = torch.optim.AdamW(_groups(alone.parameters()), lr=0.01)
+    trainers = {None: (alone, optimizer)}
+    trainers |= {stage: _shard(_net(), stage) for stage in STAGES}
+    schedules = {
+        stage: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for stage, (_, optimizer) in trainers.items()
+    }
+    norms = {stage: [] for stage in trainers}
+    for step, norm_type in enumerate((2.0, 1.0, float("inf"), 2.0)):
+        x = _data(6 * world_size, step)
+        for stage, (model, optimizer) in trainers.items():
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+            def closure():
+                loss = torch.tensor(0.0)
+                for part in (x if stage is None else _own_part(x)).chunk(3):
+                    (model(part).square().mean() / 3).backward()
+                    loss += 1
+                return loss
+
+            if step == 3:
+                assert optimizer.step(closure) == 3
+                continue
+            closure()
+            if stage is None:
+                trained = [p for p in alone.parameters() if p.requires_grad]
+                norm = nn.utils.clip_grad_norm_(trained, 0.05, norm_type)
+            else:
+                norm = (model if stage == 3 else optimizer).clip_grad_norm_(0.05, norm_type)
+            norms[stage].append(norm.item())
+            optimizer.step()
+            schedules[stage].step()
+    for stage in STAGES:
+        assert norms[stage] == pytest.approx(norms[None], rel=1e-5) and min(norms[None]) > 0.05
+        _close(_whole(trainers[stage][0]), alone.state_dict(), 1e-6)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_accumulate_and_are_clipped_by_their_global_norm(set_to_none):
+    run(3, _accumulate, set_to_none)
+
+
+def _keep_gradients():
+    """Two steps without zero_grad(): the second sees the sum; module.zero_grad() in place of it."""
+    x = _data(4 * dist.get_world_size())
+    alone = _net()
+    trainers = [(alone, torch.optim.SGD(_groups(alone.parameters()), lr=0.1), x)]
+    trainers += [
+        (*_shard(_net(), stage, torch.optim.SGD, {"lr": 0.1}), _own_part(x)) for stage in STAGES
+    ]
+    for stage, (model, optimizer, part) in enumerate(trainers):
+        for step in range(3):
+            model(part).square().mean().backward()
+            optimizer.step()
+            if step == 1 and stage != 2:
+                model.zero_grad()
+            elif step == 1:  # a module does not know of stage 2's shards
+                optimizer.zero_grad()
+    for model, *_ in trainers[1:]:
+        _close(_whole(model), alone.state_dict())
+
+
+def test_gradients_that_are_not_zeroed_add_up():
+    run(2, _keep_gradients)
+
+
+class _Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList([_Block(7), _Block(7)])
+
+    def forward(self, x, i):
+        return self.branches[i](x)
+
+
+class _Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(_Pair() for _ in range(2))
+
+    def forward(self, x, i):
+        for block in self.blocks:
+            x = block(x, i)
+        return x
+
+
+def _use_other_parameters():
+    """Rank r uses branch r % 2 of each block: the other one counts as zero there."""
+    rank, world_size = rank_and_size()
+    x = _data(2 * world_size)
+    torch.manual_seed(0)
+    alone = _Branches().double()
+    parts = enumerate(x.chunk(world_size))
+    sum(alone(part, r % 2).square().mean() / world_size for r, part in parts).backward()
+    for stage in STAGES:
+        net = copy.deepcopy(alone)
+        net.zero_grad()
+        model, optimizer = _shard(net, stage, torch.optim.SGD, {"lr": 1.0})
+        model(_own_part(x), rank % 2).square().mean().backward()
+        optimizer.step()
+        expected = {
+            name: p.detach() - (1 if p.ndim == 2 else 0.02) * (
+                p.grad + (0.1 if p.ndim == 2 else 0) * p.detach()
+            )
+            for name, p in alone.named_parameters()
+        }
+        _close(_whole(model), expected)
+
+
+def test_ranks_may_use_other_parameters():
+    run(3, _use_other_parameters)
+
+
+def _small_and_empty():
+    """Fewer elements than ranks, an empty tensor, and no gradient for a whole row."""
+    net = nn.Module()
+    net.blocks = nn.ModuleList()
+    net.a, net.b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(0, 3))
+    net.c, net.d = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(5).bfloat16())
+    net.forward = lambda: net.a.sum() + net.b.sum() + 2 * net.c.sum()
+    for stage in STAGES:
+        model, optimizer = _shard(copy.deepcopy(net), stage, torch.optim.SGD, {"lr": 0.5})
+        model.forward = model.forward if stage == 3 else (
+            lambda model=model: model.a.sum() + model.b.sum() + 2 * model.c.sum()
+        )
+        if stage == 3:
+            inner = model.module
+            inner.forward = lambda: inner.a.sum() + inner.b.sum() + 2 * inner.c.sum()
+        model().backward()
+        optimizer.step()
+        weights = _whole(model)
+        assert weights["a"].item() == pytest.approx(0.98) and weights["b"].shape == (0, 3)
+        assert weights["c"].tolist() == pytest.approx([0.96, 0.96])
+        assert weights["d"].tolist() == [1] * 5 and weights["d"].dtype == torch.bfloat16
+
+
+def test_tensors_smaller_than_the_group():
+    run(4, _small_and_empty)
+
+
+def _train_in_subgroups():
+    groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
+    group, batches = groups[dist.get_rank() % 2], [_data(4, s) for s in range(2)]
+    alone = _net()
+    _train(alone, torch.optim.AdamW(_groups(alone.parameters()), lr=0.01), batches)
+    for stage in STAGES:
+        model, optimizer = _shard(_net(), stage, group=group)
+        _train(model, optimizer, [_own_part(x, group) for x in batches])
+        _close(_whole(model), alone.state_dict(), 1e-9)
+
+
+def test_shards_in_a_subgroup():
+    run(4, _train_in_subgroups)
+
+
+# ---- hybrid sharding -----------------------------------------------------------------------------
+
+
+def _train_replicas_of_shards():
+    rank = dist.get_rank()
+    shards = [dist.new_group(members) for members in ([0, 1], [2, 3])][rank // 2]
+    replicas = [dist.new_group(members) for members in ([0, 2], [1, 3])][rank % 2]
+    batches, alone, sent = [_data(8, s) for s in range(2)], _net(), []
+    _train(alone, torch.optim.AdamW(_groups(alone.parameters()), lr=0.01), batches)
+    for stage in STAGES:
+        net = _net(seed=rank)
+        model, optimizer = _shard(net, stage, group=shards, replicate_group=replicas)
+        with least_bytes(), count_bytes() as traffic:
+            _train(model, optimizer, [_own_part(x) for x in batches])
+        _close(_whole(model), alone.state_dict(), 1e-9)
+        sent.append([traffic.bytes("all_reduce", replicas), traffic.bytes(group=replicas)])
+        assert traffic.bytes("all_reduce", shards) == 0
+    trained = sum(p.nbytes for p in alone.parameters() if p.requires_grad)
+    for across, total in sent:  # a shard of the gradients, all-reduced between two replicas
+        assert across == total == pytest.approx(2 * all_reduce_bytes(trained // 2, 2), rel=0.02)
+
+
+def test_shards_inside_a_group_and_replicas_across():
+    run(4, _train_replicas_of_shards)
+
+
+# ---- 16-bit parameters, 32-bit copies ------------------------------------------------------------
+
+
+def _train_in_bfloat16(reduce_dtype):
+    world_size, steps = dist.get_world_size(), 5
+    batches = [_data(2 * world_size, s, torch.float32) for s in range(steps)]
+    exact = _net(torch.float32)  # the oracle: fp32 weights, gradients of a bfloat16 copy
+    optimizer = torch.optim.AdamW(_groups(exact.parameters()), lr=0.01)
+    for x in batches:
+        rounded = copy.deepcopy(exact).bfloat16()
+        for part in x.bfloat16().chunk(world_size):
+            rounded.zero_grad()
+            rounded(part).square().mean().backward()
+            for p, q in zip(exact.parameters(), rounded.parameters()):
+                if p.requires_grad:
+                    p.grad = (0 if p.grad is None else p.grad) + q.grad.float() / world_size
+        optimizer.step()
+        optimizer.zero_grad()
+    for stage in STAGES:
+        model, optimizer = _shard(
+            _net(torch.float32), stage, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype
+        )
+        inner = model.module if stage == 3 else model
+        inner.shift = inner.shift.bfloat16()
+        if stage < 3:  # an optimizer converts what it updates
+            inner.blocks[1].up.weight.data = inner.blocks[1].up.weight.bfloat16()
+        _train(model, optimizer, [_own_part(x).bfloat16() for x in batches])
+        whole = model.state_dict() if stage == 3 else _masters(model, optimizer)
+        for name, expected in exact.named_parameters():
+            if not expected.requires_grad and stage < 3:
+                continue
+            assert whole[name].dtype == torch.float32
+            tolerance = 1e-5 if reduce_dtype == torch.float32 or world_size == 1 else 0.02
+            torch.testing.assert_close(whole[name], expected, rtol=tolerance, atol=tolerance)
+            if stage < 3:  # the module computes with the rounded ones
+                assert torch.equal(model.get_parameter(name), whole[name].bfloat16())
+
+
+def _masters(net, optimizer):
+    """The exact weights by name; frozen ones have no copy."""
+    state = optimizer.state_dict()["state"]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    exact = {p: state[i]["master"] if i in state else p.float() for i, p in enumerate(parameters)}
+    return {name: exact[p] for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_32_bit_copy_of_the_shard_is_updated_by_16_bit_gradients(world_size):
+    run(world_size, _train_in_bfloat16, torch.float32)
+    run(world_size, _train_in_bfloat16, None)
+
+
+# ---- state dicts ---------------------------------------------------------------------------------
+
+
+def _gather_state(model, optimizer, stage):
+    return model.optimizer_state_dict(optimizer) if stage == 3 else optimizer.state_dict()
+
+
+def _load(model, optimizer, weights, state, stage):
+    model.load_state_dict(weights)
+    if stage == 3:
+        model.load_optimizer_state_dict(optimizer, state)
+    else:
+        optimizer.load_state_dict(state)
+
+
+def _save_and_go_on(stage, saved, at):
+    """Weights and state after two steps, or after two more from what is `saved`."""
+    batches = [_data(12, seed) for seed in range(at, at + 2)]
+    net = _net(seed=at)
+    if stage is None:
+        model, optimizer = net, torch.optim.AdamW(_groups(net.parameters()), lr=0.01)
+        if saved:
+            net.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        _train(model, optimizer, batches)
+        return net.state_dict(), optimizer.state_dict()
+    model, optimizer = _shard(net, stage)
+    if saved:
+        _load(model, optimizer, *saved, stage)
+    _train(model, optimizer, [_own_part(x) for x in batches])
+    return _whole(model), _gather_state(model, optimizer, stage)
+
+
+def _same_state(actual, expected):
+    assert actual[0].keys() == expected[0].keys()
+    _close(actual[0], expected[0], 1e-9)
+    assert [g["params"] for g in actual[1]["param_groups"]] == [
+        g["params"] for g in expected[1]["param_groups"]
+    ]
+    assert [g["lr"] for g in actual[1]["param_groups"]] == [0.01, 0.02]
+    _close(actual[1]["state"], expected[1]["state"], 1e-9)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_dicts_are_those_of_one_process_and_move_between_group_sizes(stage):
+    begun = run(1, _save_and_go_on, None, None, 0)[0]
+    ended = run(1, _save_and_go_on, None, begun, 2)[0]
+    for saved in run(3, _save_and_go_on, stage, None, 0):
+        _same_state(saved, begun)
+    for world_size in (1, 2, 4):
+        for result in run(world_size, _save_and_go_on, stage, saved, 2):
+            _same_state(result, ended)
+    _same_state(run(1, _save_and_go_on, None, saved, 2)[0], ended)
+
+
+def _resume_masters():
+    """With 16-bit parameters: resumed training is bit for bit that without a break."""
+    batches = [_own_part(_data(4, s, torch.float32).bfloat16()) for s in range(4)]
+    results = []
+    for stage in (1, 2):
+        for broken in (False, True):
+            net = _net(torch.float32)
+            net.blocks[1].up.weight.data = net.blocks[1].up.weight.bfloat16()
+            net.shift = net.shift.bfloat16()
+            model, optimizer = _shard(net, stage, param_dtype=torch.bfloat16)
+            _train(model, optimizer, batches[:2])
+            if broken:
+                saved = copy.deepcopy((_whole(model), optimizer.state_dict()))
+                net = _net(torch.float32, seed=7)
+                net.shift = net.shift.bfloat16()
+                net.blocks[1].up.weight.data = net.blocks[1].up.weight.bfloat16()
+                model, optimizer = _shard(net, stage, param_dtype=torch.bfloat16)
+                _load(model, optimizer, *saved, stage)
+            _train(model, optimizer, batches[2:])
+            results.append(_masters(model, optimizer))
+    for other in results[1:]:
+        assert _equal(results[0], other)
+
+
+def test_exact_weights_are_part_of_the_state():
+    run(2, _resume_masters)
+
+
+def _raise_load_errors():
+    x = _own_part(_data(4))
+    for stage in (1, 3):
+        model, optimizer = _shard(_net(), stage)
+        _train(model, optimizer, [x])
+        state = _gather_state(model, optimizer, stage)
+        state["state"][0]["exp_avg"] = torch.zeros(3, 3)
+        with pytest.raises(ValueError, match=r"exp_avg of 'embed.weight' is \(3, 3\), not \(7, 7\)"
+                           if stage == 3 else r"exp_avg of '0 of group 0' is \(3, 3\), not"):
+            _load(model, optimizer, _whole(model), state, stage)
+        state["param_groups"].pop()
+        with pytest.raises(ValueError, match="1 parameter groups, the optimizer has 2"):
+            _load(model, optimizer, _whole(model), state, stage)
+    weights = _whole(model)
+    with pytest.raises(ValueError, match="differ in shift"):
+        model.load_state_dict({n: v for n, v in weights.items() if n != "shift"})
+    with pytest.raises(ValueError, match=r"scale is \(2,\), not \(\)"):
+        model.load_state_dict(weights | {"scale": torch.zeros(2)})
+
+
+def test_a_state_that_does_not_fit_is_a_value_error():
+    run(2, _raise_load_errors)
+
+
+# ---- what is sent --------------------------------------------------------------------------------
+
+
+class _Stack(nn.Module):
+    """Blocks only, of sizes that P = 1 to 6 divide."""
+
+    def __init__(self, blocks=4, width=60):
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Linear(width, width) for _ in range(blocks)])
+        self.forward = self.blocks.forward
+
+
+def _count_step(stage):
+    model, optimizer = _shard(_Stack(), stage)
+    x = torch.ones(2, 60)
+    _train(model, optimizer, [x])
+    with least_bytes(), count_bytes() as traffic:
+        _train(model, optimizer, [x])
+    return traffic.bytes()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+def test_stages_send_2_2_2_and_3_times_the_parameters(world_size):
+    nbytes = 4 * sum(p.numel() for p in _Stack().parameters())
+    for stage in (0, *STAGES):
+        counts = run(world_size, _count_step, stage)
+        assert set(counts) == {zero_bytes(stage, nbytes, world_size)}
+        assert counts[0] == (3 if stage == 3 else 2) * reduce_scatter_bytes(nbytes, world_size)
+
+
+# ---- what is held --------------------------------------------------------------------------------
+
+
+def _storages():
+    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def _measure_memory(stage):
+    """After a step, per parameter: the ledger, and the bytes of all tensors that now exist."""
+    all_reduce(torch.zeros(1), algorithm="ring", async_op=True).wait()  # threads have scratch
+    reduce_scatter_single(torch.zeros(1 << 19), torch.zeros(dist.get_world_size() << 19))
+    before = _storages()
+    net = _Stack(width=120)
+    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
+    model, optimizer = _shard(
+        net, stage or 1, group=None if stage else alone, param_dtype=torch.bfloat16
+    )
+    parameters = 4 * 121 * 120
+    _train(model, optimizer, [torch.ones(1, 120).bfloat16()])
+    ledger = memory_ledger(model, optimizer)
+    gc.collect()
+    exists = sum(n for pointer, n in _storages().items() if pointer not in before)
+    return {kind: n / parameters for kind, n in ledger.items()}, exists / parameters
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_rank_holds_16_and_4_12_2_14_and_16_bytes_per_parameter(world_size):
+    P = world_size
+    kinds = {0: (2, 2, 12), 1: (2, 2, 12 / P), 2: (2, 2 / P, 12 / P), 3: (4 / P, 4 / P, 8 / P)}
+    claims = (16, 4 + 12 / P, 2 + 14 / P, 16 / P)
+    for stage, claim in enumerate(claims):
+        assert zero_memory(stage, P) == claim
+        for ledger, exists in run(P, _measure_memory, stage):
+            assert tuple(ledger.values()) == pytest.approx(kinds[stage], abs=2e-3)  # step counts
+            assert sum(ledger.values()) == pytest.approx(claim, abs=2e-3)
+            assert exists == pytest.approx(claim, abs=2e-2)
+
+
+def _watch_gradients(stage):
+    """The most bytes of gradients during backward, those of all of them, and of this rank's."""
+    net = _Stack(blocks=8)
+    model, optimizer = _shard(net, stage)
+    most = []
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: most.append(memory_ledger(model, optimizer)["gradients"])
+        )
+    for _ in range(2):
+        net(torch.ones(1, 60)).sum().backward()
+    whole = sum(p.nbytes for p in net.parameters())
+    shards = -(-whole // dist.get_world_size())
+    return max(most), whole, shards
+
+
+def test_stage_2_never_holds_all_gradients():
+    for most, whole, shards in run(4, _watch_gradients, 2):
+        assert shards < most <= shards + 2 * 60 * 61 * 4 * (1 + 1 / 4) < whole
+    assert all(most >= whole for most, whole, _ in run(4, _watch_gradients, 1))
+
+
+def _watch_units():
+    """Bytes of gathered parameters: at rest, and the most in forward and backward."""
+    net = _Stack(blocks=8)
+    model, optimizer = _shard(net, 3)
+    gathered = lambda: sum(memory.bytes.untyped_storage().nbytes() for memory in model._memories)
+    rest, most = [gathered()], []
+    for block in net.blocks:
+        block.register_forward_hook(lambda *_: most.append(gathered()))
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: most.append(gathered()))
+    for _ in range(2):
+        _train(model, optimizer, [torch.ones(1, 60)])
+        rest.append(gathered())
+        with torch.no_grad():
+            model(torch.ones(1, 60))
+        rest.append(gathered())
+    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in net.parameters()}
+    assert sum(held.values()) == 0
+    return rest, max(most)
+
+
+def test_stage_3_holds_its_shard_and_at_most_two_units():
+    for rest, most in run(3, _watch_units):
+        assert rest == [0] * 5 and most <= 2 * (60 * 61 * 4 + 64)
+
+
+def test_the_largest_model_on_8_gpus_of_80_gb():
+    sizes = [largest_model(stage, 8, 80e9) / 1e9 for stage in range(4)]
+    assert sizes == pytest.approx([6.66, 16, 24.62, 53.33], abs=0.01)
+
+
+# ---- overlap and order ---------------------------------------------------------------------------
+
+
+def _watch_step(stage):
+    """What begins in which order during one step."""
+    net = _Stack(blocks=3)
+    model, optimizer = _shard(net, stage)
+    events = []
+
+    def watched(name, function):
+        def call(*args, **kwargs):
+            events.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    for i, block in enumerate(net.blocks):
+        block.register_forward_hook(lambda *_, i=i: events.append(f"forward {i}"))
+        block.weight.register_hook(lambda grad, i=i: events.append(f"backward {i}"))
+    gather, scatter = zero.all_gather_single, zero.reduce_scatter_single
+    with (
+        patch.object(zero, "all_gather_single", watched("gather", gather)),
+        patch.object(zero, "reduce_scatter_single", watched("scatter", scatter)),
+    ):
+        model(torch.ones(1, 60, requires_grad=True)).sum().backward()
+        events.append("step")
+        optimizer.step()
+    return " ".join(events)
+
+
+def test_gradients_leave_and_parameters_come_while_others_are_computed():
+    forward = "forward 0 forward 1 forward 2 "
+    assert set(run(2, _watch_step, 1)) == {
+        forward + "backward 2 backward 1 backward 0 step" + 4 * " scatter" + 4 * " gather"
+    }
+    assert set(run(2, _watch_step, 2)) == {
+        forward
+        + "backward 2 scatter backward 1 scatter backward 0 scatter scatter step" + 4 * " gather"
+    }
+    assert set(run(2, _watch_step, 3)) == {
+        "gather gather forward 0 gather forward 1 forward 2 "  # the next one, before computing
+        "gather gather backward 2 gather scatter backward 1 scatter backward 0 scatter step"
+    }
+
+
+def _record_steps(stage):
+    with record() as events:
+        model, optimizer = _shard(_net(), stage)
+        for seed in range(2):
+            _train(model, optimizer, [_own_part(_data(8, seed))])
+            (model if stage == 3 else optimizer).clip_grad_norm_(1.0)
+    return events
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_no_stage_would_hang_on_nccl(world_size):
+    for stage in (0, *STAGES):
+        if stage:
+            replay(run(world_size, _record_steps, stage))
+
+
+# ---- stage 3: what modules do --------------------------------------------------------------------
+
+
+class _Odd(nn.Module):
+    """Units that return tuples, are used twice, recompute, or are changed in place afterwards."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block(7) for _ in range(3))
+        self.how = how
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.how == "twice":
+                x = block(block(x))
+            elif self.how in (False, True):
+                x = checkpoint(block, x, use_reentrant=self.how)
+            elif self.how == "in place":
+                x = block(x * 1.0)
+                x += 1
+            elif self.how == "backwards":
+                x = x
+            else:
+                x = block(x)
+        if self.how == "backwards":
+            for block in list(self.blocks)[::-1]:
+                x = block(x)
+        return {"x": (x, 3)} if self.how == "nested" else x
+
+
+def _use_oddly(how):
+    x = _data(2 * dist.get_world_size()).requires_grad_()
+    torch.manual_seed(0)
+    alone = _Odd(how).double()
+    model = FullyShardedDataParallel(copy.deepcopy(alone), units=[])
+    models = [alone, model]
+    net = copy.deepcopy(alone)
+    models.append(FullyShardedDataParallel(net, units=net.blocks))
+    for model, part in zip(models, (x, _own_part(x), _own_part(x))):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            if how == "two passes":
+                outputs = torch.cat([model(half) for half in part.chunk(2)])
+            else:
+                outputs = model(part)
+            outputs = outputs["x"][0] if how == "nested" else outputs
+            outputs.square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model(part)
+    for model in models[1:]:
+        _close(_whole(model), alone.state_dict(), 1e-10)
+
+
+@pytest.mark.parametrize(
+    "how", ["plain", "twice", "nested", "in place", "backwards", "two passes", False, True]
+)
+def test_units_may_be_used_in_any_way_that_all_ranks_share(how):
+    run(2, _use_oddly, how)
+
+
+def _fail_once():
+    x = _data(2 * dist.get_world_size())
+    alone = _net()
+    trainers = [(alone, torch.optim.AdamW(_groups(alone.parameters()), lr=0.01))]
+    trainers += [_shard(_net(), stage) for stage in STAGES]
+    for model, optimizer in trainers:
+        def fail(grad):
+            raise KeyError("backward fails here")
+
+        inner = model.module if isinstance(model, FullyShardedDataParallel) else model
+        handle = inner.blocks[1].norm.register_forward_hook(
+            lambda module, args, output: output.register_hook(fail) and None
+        )
+        with pytest.raises(KeyError):
+            model(x if model is alone else _own_part(x)).square().mean().backward()
+        handle.remove()
+        optimizer.zero_grad()
+        _train(model, optimizer, [x if model is alone else _own_part(x)])
+        _close(_whole(model), alone.state_dict(), 1e-9)
+
+
+def test_a_backward_that_failed_does_not_spoil_the_next():
+    run(2, _fail_once)
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+def _raise_errors():
+    rank, sgd = dist.get_rank(), torch.optim.SGD
+    for name in ("LBFGS", "Adafactor"):
+        with pytest.raises(ValueError, match=f"{name} does not update each element by itself"):
+            ZeroRedundancyOptimizer(_net().parameters(), getattr(torch.optim, name))
+    with pytest.raises(ValueError, match="bucket_cap_mb=0 must be positive"):
+        ZeroRedundancyOptimizer(_net().parameters(), sgd, bucket_cap_mb=0)
+    frozen = _net().requires_grad_(False)
+    two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    longer = nn.Linear(2, 3 + rank // 2)
+    for wrap in (
+        lambda net: ZeroRedundancyOptimizer(net.parameters(), sgd, lr=0.1),
+        lambda net: FullyShardedDataParallel(net),
+    ):
+        with pytest.raises(ValueError, match="no trainable parameters"):
+            wrap(frozen)
+        with pytest.raises(ValueError, match="several devices: .* on cpu, .* on meta"):
+            wrap(two)
+        with pytest.raises(ValueError, match=r"rank 2 of the group has .* \(4, 2\)"):
+            wrap(longer)
+    net = _net()
+    for units in ([net.blocks, net.blocks[0]], [net], [nn.Linear(1, 1)], [net.head, net.head]):
+        with pytest.raises(ValueError, match=r"units\[\d\] is not a submodule, or inside of"):
+            FullyShardedDataParallel(net, units=units)
+    for stage in (1, 2):
+        _, optimizer = _shard(_net(), stage)
+        with pytest.raises(RuntimeError, match=r"step\(\) before backward\(\)"):
+            optimizer.step()
+
+
+def test_bad_input_gets_a_line_that_names_it():
+    run(3, _raise_errors)
+
+
+def _not_finite(stage):
+    rank = dist.get_rank()
+    model, optimizer = _shard(_net(), stage, error_if_nonfinite=True)
+    _train(model, optimizer, [_data(2)])
+    inner = model.module if stage == 3 else model
+    if rank == 1:
+        inner.blocks[0].up.bias.register_hook(lambda grad: grad * float("nan"))
+    optimizer.zero_grad()
+    loss = model(_data(2)).square().mean()
+    if rank == 1:
+        name = "blocks.0.up.bias" if stage == 3 else r"\d+ of group 1"
+        with pytest.raises(RuntimeError, match=f"rank 1: gradient not finite for {name}$"):
+            loss.backward()
+            optimizer.step()
+    else:
+        loss.backward()
+        if stage == 1:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_is_not_finite_is_named_where_it_arose(stage):
+    run(3, _not_finite, stage)
+
+
+def _add_group():
+    x = _data(2 * dist.get_world_size())
+    alone = _net()
+    optimizers = []
+    nets = [alone, _net(), _net()]
+    for stage, net in enumerate(nets):
+        groups = _groups(net.parameters())
+        if stage:
+            optimizer = ZeroRedundancyOptimizer(
+                groups[0]["params"], torch.optim.AdamW, shard_gradients=stage == 2, lr=0.01
+            )
+        else:
+            optimizer = torch.optim.AdamW(groups[0]["params"], lr=0.01)
+        optimizer.add_param_group(groups[1])
+        optimizers.append(optimizer)
+    for net, optimizer, part in zip(nets, optimizers, (x, _own_part(x), _own_part(x))):
+        _train(net, optimizer, [part, part])
+        _close(net.state_dict(), alone.state_dict(), 1e-9)
+        assert [g["lr"] for g in optimizer.param_groups] == [0.01, 0.02]
+
+
+def test_a_parameter_group_can_be_added():
+    run(3, _add_group)
+
+
+def _demonstration():
+    with redirect_stdout(io.StringIO()) as printed, least_bytes():
+        zero._demonstrate()
+    return printed.getvalue()
+
+
+def test_the_demonstration_measures_what_it_claims():
+    printed, *others = run(3, _demonstration)
+    assert not any(others)
+    for stage, line in zip(STAGES, printed.splitlines(), strict=True):
+        sent, claimed, held, expected = re.findall(r"[\d.]+", line.split(":")[1])[:4]
+        assert sent == claimed and held == expected and line.startswith(f"stage {stage}")
+        assert float(line.split()[-1]) < 1e-5
