@@ -141,8 +141,8 @@ def exchange(sends, receives, group=None, async_op=False):
     the peer of a message that failed.
     """
     group = group or dist.group.WORLD
-    if group in _THREADS:
-        _THREADS[group].latest.finished.wait()  # a group's messages keep their order
+    for work in _THREADS[group].under_way() if group in _THREADS else ():
+        work.finished.wait()  # as on NCCL, where a group's messages keep their order
     works = _Exchange(_Link("exchange", group, tuple(_COUNTERS)), sends, receives)
     if async_op:
         return works
@@ -168,8 +168,8 @@ class _Exchange:
 class _Link:
     """Posts the messages of one operation in one group, and counts what it sends."""
 
-    def __init__(self, operation, group, counters):
-        self.operation, self.group, self.counters = operation, group, counters
+    def __init__(self, operation, group, counters, tag=0):
+        self.operation, self.group, self.counters, self.tag = operation, group, counters, tag
         self.nccl = dist.get_backend(group) == "nccl"
 
     def receive(self, tensor, peer):
@@ -207,7 +207,7 @@ class _Link:
         if not buffer.numel():
             return _Nothing
         try:
-            return transfer([buffer], peer, 0)
+            return transfer([buffer], peer, self.tag)
         except RuntimeError as error:
             raise self._lost(peer, error) from error
 
@@ -257,8 +257,8 @@ def _on_host(tensor):
 #
 # An algorithm is a generator. It yields one Batch after the other, and does its local arithmetic in
 # between. _launch() drains it: at once, or in the background, where each group has its own queue:
-# its operations keep their order, as on an NCCL communicator. In the background means
-#   gloo   a thread of the group's: a batch is only complete when somebody has waited for it;
+# its operations begin in order, and those that share memory wait for each other. That means
+#   gloo   threads of the group's: a batch is only complete when somebody has waited for it;
 #   NCCL   a side stream of the group's: there waiting orders streams and blocks nobody.
 
 
@@ -301,20 +301,23 @@ def _drain(link, batches):
 
 
 class Work:
-    """An operation of a group's thread, under way. wait() blocks until done; errors arise there."""
+    """A group's operation, under way in a thread. wait() blocks until done; errors arise there."""
 
-    def __init__(self, drain):
-        self._drain, self._error = drain, None
+    def __init__(self, drain, tensors):
+        self._drain, self._error, self.earlier = drain, None, []
         self._inference = torch.is_inference_mode_enabled()  # a mode of each thread
+        self.memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self.finished = threading.Event()
 
     def run(self):
+        for work in self.earlier:
+            work.finished.wait()
         try:
             with torch.inference_mode(self._inference):
                 self._drain()
         except BaseException as error:
             self._error = error
-        self._drain = None
+        self._drain = self.earlier = None
         self.finished.set()
 
     def is_completed(self):
@@ -347,27 +350,39 @@ class StreamWork:
         self._tensors = None
 
 
-class _Thread:
-    """Runs the background work of one group, first in first out."""
+THREADS = 3  # per group: while one waits for a message the other keeps the link busy
+
+
+class _Threads:
+    """Run a group's background work in order; what shares no memory may overlap."""
 
     def __init__(self, group):
-        self.latest, self.queue = None, queue.SimpleQueue()
-        threading.Thread(target=self._loop, args=(self.queue,), daemon=True).start()
-        weakref.finalize(group, self.queue.put, None)
+        self.works, self.queue = [], queue.SimpleQueue()
+        for _ in range(THREADS):
+            threading.Thread(target=self._loop, args=(self.queue,), daemon=True).start()
+            weakref.finalize(group, self.queue.put, None)
+
+    def under_way(self):
+        self.works = [work for work in self.works if not work.is_completed()]
+        return self.works
 
     def submit(self, work):
-        self.latest = work
+        work.earlier = [other for other in self.under_way() if other.memory & work.memory]
+        self.works.append(work)
         self.queue.put(work)
         return work
 
     @staticmethod
     def _loop(works):
+        if hasattr(os, "SCHED_OTHER"):  # not as batch work: who wakes it would have it go on
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         while (work := works.get()) is not None:
             work.run()
 
 
-_THREADS = weakref.WeakKeyDictionary()  # group -> _Thread
+_THREADS = weakref.WeakKeyDictionary()  # group -> _Threads
 _STREAMS = weakref.WeakKeyDictionary()  # group -> torch.cuda.Stream
+_LAUNCHED = weakref.WeakKeyDictionary()  # group -> operations so far, alike on all its ranks
 
 
 def _launch(operation, batches, tensors, group, async_op, agreed=()):
@@ -376,22 +391,24 @@ def _launch(operation, batches, tensors, group, async_op, agreed=()):
     agreed: what must be the same on all ranks; compared where PyTorch's debug level is DETAIL.
     """
     group = group or dist.group.WORLD
-    link = _Link(operation, group, tuple(_COUNTERS))
+    # A tag of its own keeps its messages apart from those of the operations beside it.
+    _LAUNCHED[group] = tag = _LAUNCHED.get(group, 0) % (1 << 20) + 1
+    link = _Link(operation, group, tuple(_COUNTERS), tag)
 
     def drain():
         if dist.get_debug_level() == dist.DebugLevel.DETAIL:
             call = " ".join(map(str, (operation, *agreed)))
-            _drain(_Link(operation, group, ()), _compare(call, tensors[0], group))
+            _drain(_Link(operation, group, (), tag), _compare(call, tensors[0], group))
         _drain(link, batches)
 
     if async_op and link.nccl:
         return StreamWork(drain, tensors, group)
-    thread = _THREADS.get(group)
+    threads = _THREADS.get(group)
     if async_op:
-        thread = thread or _THREADS.setdefault(group, _Thread(group))
-        return thread.submit(Work(drain))
-    if thread is not None and not thread.latest.is_completed():
-        return thread.submit(Work(drain)).wait()  # a group's operations keep their order
+        threads = threads or _THREADS.setdefault(group, _Threads(group))
+        return threads.submit(Work(drain, tensors))
+    if threads is not None and threads.under_way():
+        return threads.submit(Work(drain, tensors)).wait()
     drain()
 
 

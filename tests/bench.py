@@ -2,6 +2,7 @@
 
     python tests/bench.py collectives [--world-sizes 2 4 8] [--largest 128]
     python tests/bench.py data_parallel [--world-sizes 2]
+    python tests/bench.py overlap       (as root on Linux: over a link of 2 Gbit/s, shaped by tc)
 
 Times on a shared machine drift by 10-15% and now and then by more; the ratio of medians over
 interleaved rounds drifts much less. Every rank has one thread, and gloo's threads run as batch work
@@ -10,7 +11,9 @@ for both sides.
 
 import argparse
 import random
+import shlex
 import statistics
+import subprocess
 import sys
 import time
 from functools import partial
@@ -189,26 +192,62 @@ def bench_data_parallel(arguments):
         for name, seconds in times.items():
             rival = f"{seconds / times[RIVALS[name]]:6.2f}" if name in RIVALS else " " * 6
             exposed = (seconds - alone) * 1e3
-            print(f"{name:18}{seconds * 1e3:6.0f} ms{rival}   exposed {exposed:4.0f} ms", flush=True)
+            print(f"{name:18}{seconds * 1e3:6.0f} ms{rival}   exposed {exposed:4.0f} ms")
+
+
+# ---- overlap -------------------------------------------------------------------------------------
+
+SHAPE = "ip link set lo up && tc qdisc add dev lo root tbf rate 2gbit burst 1mb latency 100ms"
+
+
+def _time_overlap(rounds):
+    tokens = torch.randint(256, (8, 129), generator=torch.Generator().manual_seed(dist.get_rank()))
+    model, contenders = _gpt(), {}
+    gradients = torch.zeros(sum(p.numel() for p in model.parameters()))
+    contenders["alone"] = partial(_step, model, torch.optim.AdamW(model.parameters()), tokens)
+    contenders["reduction"] = lambda: collectives.all_reduce(gradients)
+    for cap in (25, 4, 1):
+        for name, wrap in (("torch DDP", nn.parallel.DistributedDataParallel),
+                           ("ddp", DistributedDataParallel)):
+            model = wrap(_gpt(), bucket_cap_mb=cap)
+            step = partial(_step, model, torch.optim.AdamW(model.parameters()), tokens)
+            contenders[f"{name}, buckets of {cap} MB"] = step
+    return take_turns(contenders, rounds)
+
+
+def bench_overlap(arguments):
+    """How much of the reduction's time disappears behind backward, where the link has its own."""
+    if not arguments.inside:
+        again = shlex.join([sys.executable, *sys.argv, "--inside"])
+        sys.exit(subprocess.call(["unshare", "--net", "sh", "-c", f"{SHAPE} && exec {again}"]))
+    times = run(2, _time_overlap, arguments.rounds, timeout=3000)[0]
+    alone, reduction = times.pop("alone"), times.pop("reduction")
+    print(f"a step alone takes {alone * 1e3:.0f} ms, the reduction alone {reduction * 1e3:.0f} ms")
+    for name, seconds in times.items():
+        exposed = seconds - alone
+        print(f"{name:26} exposed {exposed * 1e3:4.0f} ms, hidden {1 - exposed / reduction:4.0%}")
 
 
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("subject", choices=["collectives", "data_parallel"])
+    parser.add_argument("subject", choices=["collectives", "data_parallel", "overlap"])
     parser.add_argument("--world-sizes", type=int, nargs="+")
     parser.add_argument("--largest", type=int, default=128, help="MB")
     parser.add_argument("--rounds", type=int, default=7)
     names = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
     parser.add_argument("--operations", nargs="+", default=names)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.subject == "collectives":
         arguments.world_sizes = arguments.world_sizes or [2, 4, 8]
         bench_collectives(arguments)
-    else:
+    elif arguments.subject == "data_parallel":
         arguments.world_sizes = arguments.world_sizes or [2]
         bench_data_parallel(arguments)
+    else:
+        bench_overlap(arguments)
 
 
 if __name__ == "__main__":

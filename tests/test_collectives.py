@@ -719,6 +719,35 @@ def test_groups_do_not_wait_for_each_other():
     run(3, _overlap_groups)
 
 
+def _overtake():
+    """A held operation does not hold up one on other memory, but does one on the same memory."""
+    rank, world_size = rank_and_size()
+    gate, begin = threading.Event(), collectives._Link._begin
+
+    def held(link, *message):
+        if link.operation == "all_reduce" and rank == 0:
+            gate.wait(20)
+        return begin(link, *message)
+
+    x, row = torch.full((1000,), rank + 1.0), torch.empty(world_size, 1000)
+    other, others = torch.full((10,), float(rank)), torch.empty(world_size, 10)
+    with patch.object(collectives._Link, "_begin", held):
+        works = [all_reduce(x, async_op=True), all_gather_single(row, x, async_op=True)]
+        free = all_gather_single(others, other, async_op=True)
+        free.wait()
+        assert rank != 0 or not any(work.is_completed() for work in works)
+        gate.set()
+        for work in works:
+            work.wait()
+    total = world_size * (world_size + 1) / 2
+    assert (x == total).all() and (row == total).all()
+    assert others[:, 0].tolist() == list(range(world_size))
+
+
+def test_operations_in_the_background_overlap_unless_they_share_memory():
+    run(3, _overtake)
+
+
 def _break_the_link():
     tensor = torch.ones(4)
     broken = ConnectionError("the link is down")
