@@ -508,16 +508,17 @@ def _gather_steps(chunks, ring, rank):
 
 
 class _Scratch(threading.local):
-    """Where a thread's rings receive on gloo: always the same memory, as fresh pages cost time."""
+    """Where a thread receives on gloo what it adds: always the same memory, as fresh pages cost."""
 
     def __init__(self):
         with torch.inference_mode(False):
-            self.memory = torch.empty(3 * (SEGMENT + 16), dtype=torch.uint8)
+            self.memory = torch.empty(3 << 20, dtype=torch.uint8)
 
-    def slots(self, like, length):
-        if like.is_cuda:  # its allocator keeps memory by itself
-            return like.new_empty(3, length)
-        return self.memory[: 3 * length * like.itemsize].view(like.dtype).view(3, length)
+    def rows(self, like, count, length):
+        nbytes = count * length * like.itemsize
+        if like.is_cuda or nbytes > len(self.memory):
+            return like.new_empty(count, length)
+        return self.memory[:nbytes].view(like.dtype).view(count, length)
 
 
 _SCRATCH = _Scratch()
@@ -533,7 +534,7 @@ def _go_round(steps, op, ring, rank, reused=False):
         return
     longest = max((part for step in steps for part in step[::2]), key=len)
     count = max(1, -(-longest.nbytes // SEGMENT))
-    slots, rounds = _SCRATCH.slots(longest, -(-len(longest) // count)), []
+    slots, rounds = _SCRATCH.rows(longest, 3, -(-len(longest) // count)), []
     for outgoing, own, arriving in steps:
         own = [None] * count if own is None else own.tensor_split(count)
         rounds += zip(outgoing.tensor_split(count), own, arriving.tensor_split(count))
@@ -579,12 +580,13 @@ def _recursive_doubling(output, input, op, rank, world_size):
         step 1     0+1+2+3   0+1+2+3   0+1+2+3   0+1+2+3     (partner = rank xor 2)
     """
     partners = [rank ^ (1 << step) for step in range(world_size.bit_length() - 1)]
-    receives = list(zip(input.new_empty(len(partners), len(input)), partners))
-    total = input
+    receives = list(zip(_SCRATCH.rows(input, len(partners), len(input)), partners))
+    total, last = input, len(partners) - 1
+    if not partners:
+        output.copy_(input)
     for step, (received, partner) in enumerate(receives):
         yield Batch([(total, partner)], [receives[step]], [], receives[step + 1 :])
-        total = _REDUCE[op](total, received, out=received)
-    output.copy_(total)
+        total = _REDUCE[op](total, received, out=output if step == last else received)
 
 
 def _halving(chunks, op, rank):
@@ -1374,16 +1376,37 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
     return _AllToAll.apply(x, output_split_sizes, input_split_sizes, group)
 
 
-def before_backward(function, outputs):
-    """`outputs`, whose tensors may be nested; backward calls function() when it comes to each.
+# ---- hooks, for what must happen before or after a gradient is there -----------------------------
 
-    On what a model returns that is first in backward, on every rank, also on one whose loss reaches
-    none of the parameters.
+
+def before_backward(function, outputs, inputs=()):
+    """Have backward call function() when it comes to a module's outputs; tensors may be nested.
+
+    For what a model returns that is first in backward, on every rank, also on one whose loss
+    reaches none of the parameters. Inputs that are passed on do not count as outputs.
     """
-    for tensor in tree_leaves(outputs):
-        if torch.is_tensor(tensor) and tensor.requires_grad:
-            tensor.register_hook(lambda grad: function())
-    return outputs
+    known = {id(_source(tensor)) for tensor in _tensors(inputs)}
+    for source in map(_source, _tensors(outputs)):
+        if source.requires_grad and not source.is_leaf and id(source) not in known:
+            source.register_hook(lambda grad: function())
+
+
+def _tensors(nested):
+    return [leaf for leaf in tree_leaves(nested) if torch.is_tensor(leaf)]
+
+
+def _source(tensor):
+    """What a tensor is a view of: the view itself leaves the graph if it is changed in place."""
+    return tensor._base if tensor._is_view() and tensor._base.requires_grad else tensor
+
+
+def weakly(method):
+    """A hook that calls `method` as long as its object lives.
+
+    A parameter whose hook held the object that holds the parameter would never be freed.
+    """
+    reference = weakref.WeakMethod(method)
+    return lambda *arguments: (alive := reference()) and alive(*arguments)
 
 
 # ---- demonstration -------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from collectives import (
     dist,
     rank_and_size,
     run_ranks,
+    weakly,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------
@@ -129,12 +130,12 @@ class DistributedDataParallel(nn.Module):
         self._names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         self._check(bucket_cap_mb, gradient_divide_factor)
         self._broadcast([*module.parameters(), *module.buffers()])
-        self._sync, self._reducing, self._next, self._largest = True, False, 0, {}
+        self._sync, self._reducing, self._next, self._sums = True, False, 0, {}
         # Backward runs from the last layer to the first, which is the order buckets should fill in.
         self._cap_bytes, self._arrived = int(bucket_cap_mb * 2**20), []
         self._build(list(self._names)[::-1])
         for parameter in self._names:
-            parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+            parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
 
     def _check(self, bucket_cap_mb, gradient_divide_factor):
         if not self._names:
@@ -174,7 +175,9 @@ class DistributedDataParallel(nn.Module):
         self._reducing = False  # should the last backward have failed half-way
         if self.broadcast_buffers and self._sync and self.training and torch.is_grad_enabled():
             self._broadcast(self.module.buffers())
-        return before_backward(self._begin_backward, self.module(*args, **kwargs))
+        outputs = self.module(*args, **kwargs)
+        before_backward(self._begin_backward, outputs)
+        return outputs
 
     @contextmanager
     def no_sync(self):
@@ -188,7 +191,7 @@ class DistributedDataParallel(nn.Module):
     def _begin_backward(self):
         """Runs on every rank, whether or not a parameter gets a gradient there."""
         if self._sync and not self._reducing:
-            self._reducing, self._next, self._largest = True, 0, {}
+            self._reducing, self._next, self._sums = True, 0, {}
             for bucket in self._buckets:
                 bucket.waiting = set(bucket.parameters)
                 bucket.flags.fill_(1)
@@ -219,7 +222,7 @@ class DistributedDataParallel(nn.Module):
             view.div_(factor)
         parameter.grad = view
         if self.error_if_nonfinite and self._reducing:
-            self._largest[parameter] = torch.linalg.vector_norm(view, torch.inf)
+            self._sums[parameter] = view.sum(dtype=torch.float64)
 
     def _launch_full_buckets(self):
         """Reduce full buckets, in bucket order: collectives need the same order on every rank."""
@@ -268,8 +271,8 @@ class DistributedDataParallel(nn.Module):
                 "with find_unused_parameters=True they would count as zero"
             )
         if self.error_if_nonfinite:
-            finite = torch.stack([*self._largest.values()]).isfinite().tolist()
-            names = [self._names[p] for p, is_finite in zip(self._largest, finite) if not is_finite]
+            finite = torch.stack([*self._sums.values()]).isfinite().tolist()
+            names = [self._names[p] for p, is_finite in zip(self._sums, finite) if not is_finite]
             if names:
                 raise RuntimeError(f"rank {rank}: gradient not finite for {', '.join(names)}")
 

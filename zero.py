@@ -47,6 +47,7 @@ from collectives import (
     reduce_scatter_bytes,
     reduce_scatter_single,
     run_ranks,
+    weakly,
 )
 
 # ---- a row of parameters, and its shards ---------------------------------------------------------
@@ -73,10 +74,11 @@ class _Flat:
         size = -(-sum(self.sizes) // world_size)
         self.begin, self.end, self.length = rank * size, (rank + 1) * size, world_size * size
         self.dtype = self.parameters[0].dtype
-        self.param_dtype = settings.param_dtype or self.dtype
+        floating = self.dtype.is_floating_point
+        self.param_dtype = settings.param_dtype if settings.param_dtype and floating else self.dtype
         self.reduce_dtype = settings.reduce_dtype or self.param_dtype
         self.gradient = self.incoming = self.work = None
-        self.largest = {}
+        self.sums = {}
         self.close_row()
 
     def views(self, row):
@@ -141,6 +143,7 @@ class _Flat:
         if self.work is not None:
             self.work.wait()
         self.incoming = self.work = None
+        self.sums = {}
         self.close_row()
 
     def store(self, parameter, keep):
@@ -156,8 +159,7 @@ class _Flat:
         parameter.grad = view if keep else None
         self.missing.discard(parameter)
         if self.settings.error_if_nonfinite:
-            name = self.names[self.index[parameter]]
-            self.largest[name] = torch.linalg.vector_norm(view, torch.inf)
+            self.sums[self.names[self.index[parameter]]] = view.sum(dtype=torch.float64)
 
     def reduce(self, keep):
         """Begin to sum the rows of all ranks; a parameter without gradient counts as zero."""
@@ -205,8 +207,6 @@ class _Settings:
         """The parameters of all ranks agree, and are on one device."""
         if self.divide_factor is None:
             self.divide_factor = math.prod(dist.get_world_size(group) for group in self.groups())
-        if not any(parameter.requires_grad for _, parameter in named):
-            raise ValueError("there are no trainable parameters")
         devices = {parameter.device: name for name, parameter in named}
         if len(devices) > 1:
             where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
@@ -216,21 +216,38 @@ class _Settings:
             check_agreement(lines, group)
 
 
-def _raise_if_not_finite(flats, group):
-    """Name the gradients that were not finite on this rank, after the reduction."""
-    largest = {name: value for flat in flats for name, value in flat.largest.items()}
+def _check_backward(flats, group):
+    """After a backward pass: no gradient came too late, and all were finite on this rank."""
+    if late := [name for flat in flats if flat.row is not None for name in flat.names]:
+        raise RuntimeError(f"a gradient came after those of its row were summed: {', '.join(late)}")
+    _check_finite(flats, group)
+
+
+def _check_finite(flats, group):
+    sums = {name: value for flat in flats for name, value in flat.sums.items()}
     for flat in flats:
-        flat.largest = {}
-    names = [name for name, value in largest.items() if not value.isfinite()]
-    if names:
+        flat.sums = {}
+    if names := [name for name, value in sums.items() if not value.isfinite()]:
         rank = dist.get_rank(group)
         raise RuntimeError(f"rank {rank}: gradient not finite for {', '.join(names)}")
 
 
-def _clip(gradients, max_norm, norm_type, group):
-    """Scale shards of gradients to a norm of at most `max_norm`; returns the norm before."""
-    wide = torch.promote_types(gradients[0].dtype, torch.float32)
-    norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=wide) for g in gradients])
+def _clip(gradients, max_norm, norm_type, group, also=()):
+    """Scale gradients, of which each rank has a shard, to a norm of at most `max_norm`.
+
+    Returns the norm before. Tensors in `also` are scaled alike, but not counted. RuntimeError if
+    there is no gradient.
+    """
+    if all(gradient is None for gradient in gradients):
+        raise RuntimeError("no parameter has a gradient")
+    gradients = [gradient for gradient in gradients if gradient is not None]
+    total = gradients[0].new_zeros(1, dtype=torch.float64)
+    norms = [
+        torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, torch.float32))
+        for g in gradients
+        if g.numel()
+    ]
+    norms = torch.cat([total, *(norm.double().view(1) for norm in norms)])
     if norm_type == torch.inf:
         total = norms.max()
         all_reduce(total, ReduceOp.MAX, group)
@@ -238,7 +255,9 @@ def _clip(gradients, max_norm, norm_type, group):
         total = norms.pow(norm_type).sum()
         all_reduce(total, ReduceOp.SUM, group)
         total = total.pow(1 / norm_type)
-    torch._foreach_mul_(gradients, (max_norm / (total + 1e-6)).clamp(max=1))
+    coefficient = (max_norm / (total + 1e-6)).clamp(max=1)
+    for gradient in (*gradients, *also):
+        gradient.mul_(coefficient)
     return total
 
 
@@ -258,28 +277,34 @@ def _full_state(optimizer, flats, place):
             if any(_is_like(value, piece) for value, piece in zip(values, flat.pieces)):
                 pairs = zip(values, flat.pieces)
                 values = flat.join([p.new_zeros(p.shape) if v is None else v for v, p in pairs])
+            else:
+                values = [value.clone() if torch.is_tensor(value) else value for value in values]
             for piece, values_held, value in zip(flat.pieces, held, values):
                 if key in values_held:
                     state.setdefault(place[piece], {})[key] = value
     return dict(sorted(state.items()))
 
 
-def _load_full_state(optimizer, flats, place, state_dict):
-    """The opposite: give an optimizer of pieces its part of the state of whole parameters."""
+_SCALARS = ("step", "mu_product", "eta", "mu")  # of Adam, NAdam, ASGD: whatever the parameter
+
+
+def _load_full_state(optimizer, flats, place, lengths, state_dict):
+    """The opposite: give an optimizer of pieces its part of the state of whole parameters.
+
+    lengths: how many parameters, trainable or not, each of its groups has.
+    """
     where = {piece: (flat, i) for flat in flats for i, piece in enumerate(flat.pieces)}
     groups, state = [], {}
     packed = optimizer.state_dict()["param_groups"]
-    if len(packed) != len(state_dict["param_groups"]):
-        raise ValueError(
-            f"state_dict has {len(state_dict['param_groups'])} parameter groups, "
-            f"the optimizer has {len(packed)}"
-        )
+    found = [len(group["params"]) for group in state_dict["param_groups"]]
+    if found != lengths:
+        raise ValueError(f"state_dict has groups of {found} parameters, the optimizer of {lengths}")
     for group, own, theirs in zip(optimizer.param_groups, packed, state_dict["param_groups"]):
         groups.append({**theirs, "params": own["params"]})
         for number, piece in zip(own["params"], group["params"]):
             (flat, i), state[number] = where[piece], {}
             for key, value in state_dict["state"].get(place[piece], {}).items():
-                if torch.is_tensor(value) and key != "step":
+                if torch.is_tensor(value) and key not in _SCALARS:
                     if value.shape != flat.shapes[i]:
                         found, needed = tuple(value.shape), tuple(flat.shapes[i])
                         raise ValueError(f"{key} of {flat.names[i]!r} is {found}, not {needed}")
@@ -321,7 +346,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     param_dtype: what they are converted to, the update being made on a copy in their old dtype, of
     the shard alone. reduce_dtype: in which gradients are summed, by default the parameters'.
     gradient_divide_factor: what their sum is divided by, by default the number of ranks; 1 where
-    the loss has its global divisor. With replicate_group (HSDP) each of its ranks has a replica of
+    the loss has its global divisor. zero_grad() is this optimizer's: a module's knows nothing of
+    shards. With replicate_group (HSDP) each of its ranks has a replica of
     the shards of process_group, and gradients are also summed over it. A trainable parameter
     without gradient counts as zero.
 
@@ -345,7 +371,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         **defaults,
     ):
         names = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
-        if optimizer_class.__name__ in names:
+        if any(issubclass(optimizer_class, getattr(torch.optim, name, ())) for name in names):
             raise ValueError(
                 f"{optimizer_class.__name__} does not update each element by itself, "
                 "which an optimizer of shards must"
@@ -361,9 +387,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             error_if_nonfinite,
         )
         self._keep, self._cap_bytes = not shard_gradients, int(bucket_cap_mb * 2**20)
-        self._flats, self.optimizer = [], None
+        self._flats, self._flat_of, self.optimizer = [], {}, None
         self._in_backward, self._next, self._reduced = False, 0, False
         super().__init__(params, defaults)
+        if not self._flats:
+            raise ValueError("there are no trainable parameters")
         self.optimizer = optimizer_class(map(self._pieces_of, self.param_groups), **defaults)
         self.defaults = self.optimizer.defaults
         for group, pieces in zip(self.param_groups, self.optimizer.param_groups):
@@ -371,7 +399,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, group):
         super().add_param_group(group)
-        group, number = self.param_groups[-1], len(self.param_groups) - 1
+        try:
+            self._shard_group(self.param_groups[-1], len(self.param_groups) - 1)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        if self.optimizer is not None:
+            self.optimizer.add_param_group(self._pieces_of(self.param_groups[-1]))
+
+    def _shard_group(self, group, number):
         names = group.get("param_names") or [
             f"{i} of group {number}" for i in range(len(group["params"]))
         ]
@@ -382,6 +418,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 self._settings.broadcast(parameter.detach())
+                if self._settings.param_dtype and parameter.is_floating_point():
+                    parameter.data = parameter.data.to(self._settings.param_dtype)
         for flat in _fill_rows(trainable, self._cap_bytes, self._settings):
             row = flat.first_row()
             full = row.to(flat.param_dtype)
@@ -389,9 +427,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             flat.live_in(full, own if full is row else own.clone())
             self._flats.append(flat)
             for parameter in flat.parameters:
-                parameter.register_post_accumulate_grad_hook(partial(self._gradient_ready, flat))
-        if self.optimizer is not None:
-            self.optimizer.add_param_group(self._pieces_of(group))
+                self._flat_of[parameter] = flat
+                parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
 
     def _pieces_of(self, group):
         pieces = self._pieces()
@@ -403,7 +440,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     # -- gradients
 
-    def _gradient_ready(self, flat, parameter):
+    def _gradient_ready(self, parameter):
+        flat = self._flat_of[parameter]
         flat.store(parameter, self._keep)
         self._reduced = False
         if self._keep:
@@ -434,7 +472,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self._reduce_next()
         self._finish(self._flats[-1])
         self._in_backward, self._next, self._reduced = False, 0, True
-        _raise_if_not_finite(self._flats, self._settings.group)
+        _check_backward(self._flats, self._settings.group)
 
     def _begin_reduction(self):
         """Stage 1: the gradients, also those that backward has not left itself."""
@@ -455,19 +493,20 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
         Call it after the last backward, before step().
         """
-        if self._keep:
+        rows = []
+        if self._keep:  # step() starts from the shards, a further backward from the rows
             self._begin_reduction()
             for flat in self._flats:
                 self._finish(flat)
-            self._reduced = True
+            self._reduced, rows = True, [flat.row for flat in self._flats]
         gradients = [flat.gradient for flat in self._flats]
-        return _clip(gradients, max_norm, norm_type, self._settings.group)
+        return _clip(gradients, max_norm, norm_type, self._settings.group, rows)
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)
         self._in_backward, self._next, self._reduced = False, 0, False
         for flat in self._flats:
-            flat.gradient = None
+            flat.gradient, flat.sums = None, {}
             if not self._keep:
                 flat.forget()
 
@@ -502,7 +541,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             work.wait()
         if self._keep:
             self._reduced = False
-            _raise_if_not_finite(self._flats, self._settings.group)
+            _check_finite(self._flats, self._settings.group)
         return loss
 
     # -- state
@@ -538,7 +577,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             number: {key: value for key, value in values.items() if key != "master"}
             for number, values in state_dict["state"].items()
         }
-        _load_full_state(self.optimizer, self._flats, place, {**state_dict, "state": plain})
+        lengths = [len(group["params"]) for group in self.param_groups]
+        plain = {**state_dict, "state": plain}
+        _load_full_state(self.optimizer, self._flats, place, lengths, plain)
         for group, pieces in zip(self.param_groups, self.optimizer.param_groups):
             group.update({key: value for key, value in pieces.items() if key != "params"})
         for flat in self._flats:
@@ -650,7 +691,10 @@ class FullyShardedDataParallel(nn.Module):
             gradient_divide_factor,
             error_if_nonfinite,
         )
-        self._settings.check(list(module.named_parameters()))
+        named = list(module.named_parameters())
+        if not any(parameter.requires_grad for _, parameter in named):
+            raise ValueError("there are no trainable parameters")
+        self._settings.check(named)
         units = list(units)
         self._root, *self._units = map(_Unit, self._flats_of_units(units))
         self._share_memory()
@@ -658,10 +702,15 @@ class FullyShardedDataParallel(nn.Module):
             self._settings.broadcast(buffer)
         for i, unit in enumerate(units):
             unit.register_forward_pre_hook(partial(self._before_forward, i))
-            unit.register_forward_hook(partial(self._after_forward, i))
-        for flat in self._flats(trainable=True):
-            for parameter in flat.parameters:
-                parameter.register_post_accumulate_grad_hook(partial(flat.store, keep=False))
+            unit.register_forward_hook(partial(self._after_forward, i), with_kwargs=True)
+        self._turn_of = {
+            parameter: (i, flat)
+            for i, unit in enumerate((*self._units, self._root))
+            for flat in unit.trainable
+            for parameter in flat.parameters
+        }
+        for parameter in self._turn_of:
+            parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
         self._cursor, self._reducing = None, []  # the unit whose backward runs; flats under way
 
     def _flats_of_units(self, units):
@@ -710,9 +759,9 @@ class FullyShardedDataParallel(nn.Module):
         if self.param_dtype is not None:
             cast = lambda x: x.to(self.param_dtype) if x.is_floating_point() else x
             args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
-        self._cursor, self._reducing = None, []
-        for flat in self._flats():
-            flat.forget()
+        if self._cursor is not None and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError("the module is recomputed in its own backward: checkpoint its units")
+        self._recover()
         self._root.gather()
         if self._units:
             self._take_turn(0, 1)
@@ -723,7 +772,25 @@ class FullyShardedDataParallel(nn.Module):
         if not torch.is_grad_enabled():
             self._free()
             return outputs
-        return before_backward(self._backward_begins, outputs)
+        before_backward(self._backward_begins, outputs)
+        return outputs
+
+    def _recover(self):
+        """Forget what a pass that failed has left half-way."""
+        self._cursor, self._reducing = None, []
+        for unit in (self._root, *self._units):
+            unit.drop()
+        for flat in self._flats():
+            flat.forget()
+
+    def _gradient_ready(self, parameter):
+        turn, flat = self._turn_of[parameter]
+        if self._cursor is None or turn < self._cursor:
+            raise RuntimeError(
+                f"backward reached the parameters {', '.join(flat.names)} on a way other than "
+                "through the outputs of their unit, or those of the module"
+            )
+        flat.store(parameter, keep=False)
 
     def _take_turn(self, i, direction):
         """Have unit i and the next one; the one before it must be done."""
@@ -735,15 +802,16 @@ class FullyShardedDataParallel(nn.Module):
             self._units[j].gather()
 
     def _before_forward(self, i, module, args):
-        if self._cursor is None:  # and not recomputed in backward
+        if self._cursor is None:
             self._take_turn(i, 1)
+        elif self._units[i].works is None:
+            raise RuntimeError(f"units[{i}] is recomputed before its turn: checkpoint single units")
         self._units[i].wait()
 
-    def _after_forward(self, i, module, args, outputs):
+    def _after_forward(self, i, module, args, kwargs, outputs):
         if self._cursor is None:
             self._units[i].drop()
-        if torch.is_grad_enabled():
-            return before_backward(partial(self._unit_backward, i), outputs)
+        before_backward(partial(self._unit_backward, i), outputs, (args, kwargs))
 
     def _backward_begins(self):
         if self._cursor is None:
@@ -778,10 +846,12 @@ class FullyShardedDataParallel(nn.Module):
         for flat in self._reducing:
             if all(piece.grad is None for piece in flat.pieces):
                 flat.gradient = None
-            else:
+            else:  # an optimizer may hold some of the pieces only, and somebody may set gradients
                 for piece, part in zip(flat.pieces, flat.cut(flat.gradient)):
                     if piece.grad is None:
                         part.zero_()
+                    elif piece.grad.data_ptr() != part.data_ptr():
+                        part.copy_(piece.grad)
             flat.finish(flat.dtype)
             for piece, part in zip(flat.pieces, flat.cut(flat.gradient)):
                 piece.grad = part
@@ -795,16 +865,11 @@ class FullyShardedDataParallel(nn.Module):
         self._finish_reduction()
         self._cursor = None
         self._free()
-        for flat in self._flats():
-            if flat.row is not None:
-                raise RuntimeError(
-                    f"{flat.names} got a gradient after the backward pass of their unit"
-                )
-        _raise_if_not_finite(self._flats(), self.process_group)
+        _check_backward(self._flats(), self.process_group)
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the gradients to a norm of at most `max_norm`; returns their norm. Collective."""
-        gradients = [flat.gradient for flat in self._flats(trainable=True)]
+        gradients = [piece.grad for flat in self._flats(trainable=True) for piece in flat.pieces]
         return _clip(gradients, max_norm, norm_type, self.process_group)
 
     # -- state
@@ -854,7 +919,8 @@ class FullyShardedDataParallel(nn.Module):
 
     def load_optimizer_state_dict(self, optimizer, state_dict):
         """Give an optimizer of parameters() its part of a state dict for whole parameters."""
-        _load_full_state(optimizer, self._flats(), _numbers(optimizer), state_dict)
+        lengths = [len(group["params"]) for group in optimizer.param_groups]
+        _load_full_state(optimizer, self._flats(), _numbers(optimizer), lengths, state_dict)
 
 
 def _numbers(optimizer):

@@ -11,6 +11,7 @@ for both sides.
 
 import argparse
 import random
+import re
 import shlex
 import statistics
 import subprocess
@@ -26,10 +27,11 @@ import torch.distributed as dist
 import torch.distributed.optim
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import collectives
 from ddp import DistributedDataParallel
-from ranks import run
+from ranks import run, spawn
 from reference_gpt import ReferenceGPT
 from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 
@@ -126,38 +128,28 @@ def _gpt():
     return ReferenceGPT(layers=6, hidden=256, heads=4, seq_len=128, vocab_size=256)
 
 
-def _torch_fsdp():
-    from torch.distributed.fsdp import fully_shard
-
-    model = _gpt()
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.transformer.h:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def _trainers():
-    """name -> (model, optimizer) of 4.8M parameters: one process alone, PyTorch's, ours."""
-    adamw, make, trainers = torch.optim.AdamW, _gpt, {}
-    model = make()
-    trainers["alone"] = model, adamw(model.parameters())
-    model = nn.parallel.DistributedDataParallel(make(), gradient_as_bucket_view=True)
-    trainers["torch DDP"] = model, adamw(model.parameters())
-    model = DistributedDataParallel(make())
-    trainers["ddp"] = model, adamw(model.parameters())
-    model = nn.parallel.DistributedDataParallel(make(), gradient_as_bucket_view=True)
-    sharded = torch.distributed.optim.ZeroRedundancyOptimizer(model.parameters(), adamw)
-    trainers["torch ZeRO + DDP"] = model, sharded
-    for stage in (1, 2):
-        model = make()
-        sharded = ZeroRedundancyOptimizer(model.parameters(), adamw, shard_gradients=stage == 2)
-        trainers[f"stage {stage}"] = model, sharded
-    model = _torch_fsdp()
-    trainers["torch FSDP2"] = model, adamw(model.parameters())
-    model = make()
-    model = FullyShardedDataParallel(model, units=model.transformer.h)
-    trainers["stage 3"] = model, adamw(model.parameters())
-    return trainers
+def _trainer(name):
+    """(model, optimizer) of 4.8M parameters: one process alone, PyTorch's, ours."""
+    adamw, model = torch.optim.AdamW, _gpt()
+    if name == "torch DDP" or name == "torch ZeRO + DDP":
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if name == "torch ZeRO + DDP":
+        return model, torch.distributed.optim.ZeroRedundancyOptimizer(model.parameters(), adamw)
+    if name in ("stage 1", "stage 2"):
+        sharded = ZeroRedundancyOptimizer(
+            model.parameters(), adamw, shard_gradients=name == "stage 2"
+        )
+        return model, sharded
+    if name == "ddp":
+        model = DistributedDataParallel(model)
+    if name == "stage 3":
+        model = FullyShardedDataParallel(model, units=model.transformer.h)
+    if name == "torch FSDP2":
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.transformer.h:
+            fully_shard(layer, mesh=mesh)
+        model = fully_shard(model, mesh=mesh)
+    return model, adamw(model.parameters())
 
 
 def _step(model, optimizer, tokens):
@@ -167,15 +159,12 @@ def _step(model, optimizer, tokens):
     optimizer.step()
 
 
-def _time_data_parallel(rounds):
-    tokens = torch.randint(256, (4, 129), generator=torch.Generator().manual_seed(dist.get_rank()))
-    contenders = {
-        name: partial(_step, *trainer, tokens) for name, trainer in _trainers().items()
-    }
-    return take_turns(contenders, rounds)
+def _tokens(sequences):
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randint(256, (sequences, 129), generator=generator)
 
 
-RIVALS = {
+RIVALS = {  # each beside its rival, PyTorch's
     "ddp": "torch DDP",
     "stage 1": "torch ZeRO + DDP",
     "stage 2": "torch ZeRO + DDP",
@@ -183,16 +172,37 @@ RIVALS = {
 }
 
 
+def _time_data_parallel(rounds):
+    names = ["alone", *RIVALS, *dict.fromkeys(RIVALS.values())]
+    return take_turns({n: partial(_step, *_trainer(n), _tokens(4)) for n in names}, rounds)
+
+
+def _peak_memory(name):
+    """MB that a training adds to this process's memory at its worst (Linux)."""
+    status = lambda key: int(
+        re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)
+    )
+    before, tokens = status("VmRSS"), _tokens(4)
+    trainer = _trainer(name)
+    for _ in range(3):
+        _step(*trainer, tokens)
+    return (status("VmHWM") - before) / 1024
+
+
 def bench_data_parallel(arguments):
-    """A row per technique: milliseconds of a step, ratio to the rival's, and what is exposed."""
+    """A row per technique: milliseconds of a step, ratio to the rival's, exposed, peak memory."""
     for world_size in arguments.world_sizes:
         times = run(world_size, _time_data_parallel, arguments.rounds, timeout=3000)[0]
-        alone = times.pop("alone")
-        print(f"\nP = {world_size}: a step alone takes {alone * 1e3:.0f} ms; exposed is the rest")
-        for name, seconds in times.items():
-            rival = f"{seconds / times[RIVALS[name]]:6.2f}" if name in RIVALS else " " * 6
-            exposed = (seconds - alone) * 1e3
-            print(f"{name:18}{seconds * 1e3:6.0f} ms{rival}   exposed {exposed:4.0f} ms")
+        alone = times["alone"]
+        print(f"\nP = {world_size}; exposed is what a step takes beyond that of a process alone")
+        for name in ("alone", *dict.fromkeys(RIVALS.values()), *RIVALS):
+            exposed = (times[name] - alone) * 1e3
+            peak = spawn(world_size, _peak_memory, name)[0]
+            ratio = f"{times[name] / times[RIVALS[name]]:6.2f}" if name in RIVALS else " " * 6
+            print(
+                f"{name:18}{times[name] * 1e3:6.0f} ms{ratio}   exposed {exposed:4.0f} ms"
+                f"   peak {peak:4.0f} MB"
+            )
 
 
 # ---- overlap -------------------------------------------------------------------------------------
@@ -200,19 +210,24 @@ def bench_data_parallel(arguments):
 SHAPE = "ip link set lo up && tc qdisc add dev lo root tbf rate 2gbit burst 1mb latency 100ms"
 
 
-def _time_overlap(rounds):
-    tokens = torch.randint(256, (8, 129), generator=torch.Generator().manual_seed(dist.get_rank()))
-    model, contenders = _gpt(), {}
-    gradients = torch.zeros(sum(p.numel() for p in model.parameters()))
-    contenders["alone"] = partial(_step, model, torch.optim.AdamW(model.parameters()), tokens)
-    contenders["reduction"] = lambda: collectives.all_reduce(gradients)
-    for cap in (25, 4, 1):
-        for name, wrap in (("torch DDP", nn.parallel.DistributedDataParallel),
-                           ("ddp", DistributedDataParallel)):
-            model = wrap(_gpt(), bucket_cap_mb=cap)
-            step = partial(_step, model, torch.optim.AdamW(model.parameters()), tokens)
-            contenders[f"{name}, buckets of {cap} MB"] = step
-    return take_turns(contenders, rounds)
+def _time_over_slow_link(name, cap, steps=8):
+    """Seconds of each step of one contender, which has the ranks to itself."""
+    model, tokens, times = _gpt(), _tokens(8), []
+    if name == "reduction":
+        gradients = torch.zeros(sum(p.numel() for p in model.parameters()))
+        step = lambda: collectives.all_reduce(gradients)
+    else:
+        if name == "torch DDP":
+            model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap)
+        if name == "ddp":
+            model = DistributedDataParallel(model, bucket_cap_mb=cap)
+        step = partial(_step, model, torch.optim.AdamW(model.parameters()), tokens)
+    for _ in range(steps + 2):
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began)
+    return times[2:]
 
 
 def bench_overlap(arguments):
@@ -220,12 +235,19 @@ def bench_overlap(arguments):
     if not arguments.inside:
         again = shlex.join([sys.executable, *sys.argv, "--inside"])
         sys.exit(subprocess.call(["unshare", "--net", "sh", "-c", f"{SHAPE} && exec {again}"]))
-    times = run(2, _time_overlap, arguments.rounds, timeout=3000)[0]
-    alone, reduction = times.pop("alone"), times.pop("reduction")
+    caps = [(name, cap) for cap in (25, 4, 1) for name in ("torch DDP", "ddp")]
+    contenders = [("alone", 0), ("reduction", 0), *caps]
+    times = {contender: [] for contender in contenders}
+    for _ in range(arguments.rounds):
+        for contender in contenders:
+            times[contender] += run(2, _time_over_slow_link, *contender, timeout=600)[0]
+    times = {contender: statistics.median(values) for contender, values in times.items()}
+    alone, reduction = times["alone", 0], times["reduction", 0]
     print(f"a step alone takes {alone * 1e3:.0f} ms, the reduction alone {reduction * 1e3:.0f} ms")
-    for name, seconds in times.items():
-        exposed = seconds - alone
-        print(f"{name:26} exposed {exposed * 1e3:4.0f} ms, hidden {1 - exposed / reduction:4.0%}")
+    for name, cap in caps:
+        exposed = times[name, cap] - alone
+        hidden = 1 - exposed / reduction
+        print(f"{name:9} {cap:2} MB buckets  exposed {exposed * 1e3:4.0f} ms  hidden {hidden:4.0%}")
 
 
 def main():

@@ -4,7 +4,9 @@ import copy
 import gc
 import io
 import re
+import weakref
 from contextlib import redirect_stdout
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -547,7 +549,7 @@ def _raise_load_errors():
                            if stage == 3 else r"exp_avg of '0 of group 0' is \(3, 3\), not"):
             _load(model, optimizer, _whole(model), state, stage)
         state["param_groups"].pop()
-        with pytest.raises(ValueError, match="1 parameter groups, the optimizer has 2"):
+        with pytest.raises(ValueError, match=r"groups of \[\d+\] parameters, the optimizer of"):
             _load(model, optimizer, _whole(model), state, stage)
     weights = _whole(model)
     with pytest.raises(ValueError, match="differ in shift"):
@@ -747,12 +749,25 @@ def test_no_stage_would_hang_on_nccl(world_size):
 # ---- stage 3: what modules do --------------------------------------------------------------------
 
 
+class _PassOn(_Block):
+    """Returns one of its inputs beside its output."""
+
+    def forward(self, x):
+        return x | {"out": super().forward(x["out"])}
+
+
+class _Views(_Block):
+    def forward(self, x):
+        return super().forward(x).view(len(x), 1, -1)
+
+
 class _Odd(nn.Module):
     """Units that return tuples, are used twice, recompute, or are changed in place afterwards."""
 
     def __init__(self, how):
         super().__init__()
-        self.blocks = nn.ModuleList(_Block(7) for _ in range(3))
+        kind = _PassOn if how == "passed on" else _Views if how == "view in place" else _Block
+        self.blocks = nn.ModuleList(kind(7) for _ in range(4))
         self.how = how
 
     def forward(self, x):
@@ -764,8 +779,14 @@ class _Odd(nn.Module):
             elif self.how == "in place":
                 x = block(x * 1.0)
                 x += 1
+            elif self.how == "view in place":
+                y = block(x)
+                y *= 2
+                x = y.view_as(x).tanh()
+            elif self.how == "passed on":
+                x = sum(block({"out": x, "skip": x / 2}).values())
             elif self.how == "backwards":
-                x = x
+                continue
             else:
                 x = block(x)
         if self.how == "backwards":
@@ -800,7 +821,9 @@ def _use_oddly(how):
 
 
 @pytest.mark.parametrize(
-    "how", ["plain", "twice", "nested", "in place", "backwards", "two passes", False, True]
+    "how",
+    ["plain", "twice", "nested", "in place", "view in place", "passed on", "backwards"]
+    + ["two passes", False, True],
 )
 def test_units_may_be_used_in_any_way_that_all_ranks_share(how):
     run(2, _use_oddly, how)
@@ -829,6 +852,172 @@ def _fail_once():
 
 def test_a_backward_that_failed_does_not_spoil_the_next():
     run(2, _fail_once)
+
+
+def _fail_in_forward():
+    """After a forward pass that failed half-way, the next one has the newest parameters."""
+    x = _data(2 * dist.get_world_size())
+    alone = _net()
+    trainers = [(alone, torch.optim.SGD(_groups(alone.parameters()), lr=0.1), x)]
+    trainers.append((*_shard(_net(), 3, torch.optim.SGD, {"lr": 0.1}), _own_part(x)))
+    for model, optimizer, part in trainers:
+        model(part).square().mean().backward()
+        with pytest.raises(RuntimeError):
+            model(torch.zeros(1, 3).double())
+        optimizer.step()
+        _train(model, optimizer, [part])
+    _close(_whole(model), alone.state_dict())
+
+
+def test_a_forward_that_failed_does_not_spoil_the_next():
+    run(2, _fail_in_forward)
+
+
+def _bypass_units():
+    """What stage 3 cannot see is an error and no wrong number."""
+    x, net = _own_part(_data(4)).requires_grad_(), _Odd("plain").double()
+    model = FullyShardedDataParallel(net, units=[net.blocks])  # a list: its forward never runs
+    with pytest.raises(RuntimeError, match="on a way other than through the outputs"):
+        model(x).sum().backward()
+    net = _Odd("plain").double()
+    model = FullyShardedDataParallel(net, units=net.blocks)
+    with pytest.raises(RuntimeError, match="recomputed in its own backward"):
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+    net = _Odd("plain").double()
+    model = FullyShardedDataParallel(net, units=net.blocks)
+    net.forward = lambda x: checkpoint(nn.Sequential(*net.blocks), x, use_reentrant=False)
+    with pytest.raises(RuntimeError, match=r"units\[\d\] is recomputed before its turn"):
+        model(x).sum().backward()
+
+
+def test_ways_around_the_units_are_errors():
+    run(2, _bypass_units)
+
+
+def _come_late():
+    """A recomputed use of a weight gives a second gradient in one backward pass."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.SGD, shard_gradients=True, bucket_cap_mb=1e-9, lr=0.1
+    )
+    optimizer.zero_grad()
+    x = net[1](checkpoint(net[1], net[0](torch.ones(1, 3)), use_reentrant=True))
+    with pytest.raises(RuntimeError, match="a gradient came after those of its row were summed"):
+        x.sum().backward()
+
+
+def test_a_late_gradient_is_an_error():
+    run(2, _come_late)
+
+
+def _clip_again():
+    """Clipped, then more gradients, then clipped twice, as torch has it."""
+    x = _data(2 * dist.get_world_size())
+    nets = [_net(torch.float64), *(_net(torch.float64) for _ in STAGES)]
+    trainers = [(nets[0], torch.optim.SGD(_groups(nets[0].parameters()), lr=0.1), x)]
+    trainers += [
+        (*_shard(net, stage, torch.optim.SGD, {"lr": 0.1}), _own_part(x))
+        for stage, net in zip(STAGES, nets[1:])
+    ]
+    norms = []
+    for model, optimizer, part in trainers:
+        trained = [p for p in nets[0].parameters() if p.requires_grad]
+        clip = partial(nn.utils.clip_grad_norm_, trained)
+        if model is not nets[0]:
+            clip = getattr(optimizer, "clip_grad_norm_", getattr(model, "clip_grad_norm_", None))
+            with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+                clip(1.0)
+        model(part).square().mean().backward()
+        clip(0.1)
+        model(part).square().mean().backward()
+        norms.append([clip(0.2).item(), clip(0.5).item()])
+        optimizer.step()
+    for (model, *_), found in zip(trainers, norms):
+        assert found == pytest.approx(norms[0], rel=1e-5)
+        _close(_whole(model), nets[0].state_dict(), 1e-6)
+
+
+def test_clipping_scales_what_later_passes_add_to():
+    run(2, _clip_again)
+
+
+def _mix_dtypes():
+    """Clipping over float32, float64 and bfloat16, and over nothing."""
+    for stage in STAGES:
+        net = nn.Module()
+        net.blocks = nn.ModuleList()
+        dtypes = torch.float32, torch.float64, torch.bfloat16
+        net.weights = nn.ParameterList(torch.ones(3, dtype=dtype) for dtype in dtypes)
+        net.empty = nn.Parameter(torch.ones(0, dtype=torch.float16))
+        net.forward = lambda: sum(w.double().sum() for w in net.weights) + net.empty.sum()
+        model, optimizer = _shard(net, stage, torch.optim.SGD, {"lr": 0.1}, error_if_nonfinite=True)
+        for norm_type, norm in ((2.0, 3.0), (1.0, 9.0), (float("inf"), 1.0)):
+            optimizer.zero_grad()
+            (model() if stage == 3 else net.forward()).backward()
+            clip = (model if stage == 3 else optimizer).clip_grad_norm_
+            assert clip(100.0, norm_type).item() == pytest.approx(norm)
+
+
+def test_clipping_goes_over_all_dtypes():
+    run(4, _mix_dtypes)
+
+
+def _round_trip():
+    """State that is not like a parameter: counts and means of NAdam and ASGD."""
+    x = _data(4)
+    for name in ("NAdam", "ASGD"):
+        for stage in STAGES:
+            model, optimizer = _shard(_net(), stage, getattr(torch.optim, name))
+            _train(model, optimizer, [_own_part(x)])
+            saved = _whole(model), copy.deepcopy(_gather_state(model, optimizer, stage))
+            alone = _net()
+            plain = getattr(torch.optim, name)(_groups(alone.parameters()), lr=0.01)
+            _load(alone, plain, *copy.deepcopy(saved), None)
+            _train(alone, plain, [x])
+            _load(model, optimizer, *saved, stage)
+            _train(model, optimizer, [_own_part(x)])
+            _close(_whole(model), alone.state_dict(), 1e-9)
+
+
+def test_any_state_is_gathered_and_loaded():
+    run(2, _round_trip)
+
+
+def _forget_everything():
+    """Weak references to what was made, dropped and collected."""
+    made = []
+    for stage in (0, *STAGES):
+        net = _net()
+        model, optimizer = _shard(net, stage)
+        _train(model, optimizer, [_data(2)])
+        made += [weakref.ref(x) for x in (net.scale, model, optimizer)]
+        del net, model, optimizer
+    gc.collect()
+    return [reference() is None for reference in made]
+
+
+def test_what_is_no_longer_used_is_freed():
+    assert all(sum(run(2, _forget_everything), []))
+
+
+def _freeze_some():
+    """A group of frozen parameters only; frozen ones are converted as well."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    net[0].requires_grad_(False)
+    groups = [{"params": layer.parameters()} for layer in net]
+    sgd = torch.optim.SGD
+    optimizer = ZeroRedundancyOptimizer(groups, sgd, param_dtype=torch.bfloat16, lr=0.5)
+    net(torch.ones(1, 3).bfloat16()).sum().backward()
+    optimizer.step()
+    assert net[1].bias.dtype == net[0].bias.dtype == torch.bfloat16
+    other = nn.Linear(2, 2 + dist.get_rank())
+    with pytest.raises(ValueError, match="rank 1 of the group has"):
+        optimizer.add_param_group({"params": other.parameters()})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_groups_may_be_frozen_or_refused():
+    run(2, _freeze_some)
 
 
 # ---- errors --------------------------------------------------------------------------------------
