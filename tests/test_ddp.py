@@ -102,6 +102,8 @@ def _reduce_in_buckets(cap):
         model(_own_part(x)).square().mean().backward()
     _close(_gradients(net), expected)
     assert net.frozen.weight.grad is None
+    buckets = {p.grad.untyped_storage().data_ptr() for p in net.parameters() if p.requires_grad}
+    assert len(buckets) == len(calls)  # gradients are views
     return calls
 
 

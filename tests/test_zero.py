@@ -894,6 +894,43 @@ def test_ways_around_the_units_are_errors():
     run(2, _bypass_units)
 
 
+def _use_some_gradients():
+    """A piece's gradient set to None, or to another, counts as such; the others accumulate."""
+    x = _data(2 * dist.get_world_size())
+    alone = _Odd("plain").double()
+    net = copy.deepcopy(alone)
+    model = FullyShardedDataParallel(net, units=net.blocks)
+    for trained, part in ((alone, x), (model, _own_part(x))):
+        trained(part).square().mean().backward()
+        named = dict(trained.named_parameters())
+        named["blocks.1.up.weight"].grad = None
+        named["blocks.2.up.bias"].grad = named["blocks.2.up.bias"].grad * 3
+        trained(part).square().mean().backward()
+        torch.optim.SGD(trained.parameters(), lr=0.1).step()
+    _close(_whole(model), alone.state_dict())
+
+
+def test_gradients_may_be_set_by_hand():
+    run(3, _use_some_gradients)
+
+
+def _use_twice():
+    """Recomputed in a nested backward, a weight in no unit gets two gradients in one pass."""
+    x, alone = _data(2 * dist.get_world_size()).requires_grad_(), _Odd("plain").double()
+    forward = lambda net, x: net.blocks[0](checkpoint(net.blocks[0], x, use_reentrant=True))
+    model = FullyShardedDataParallel(copy.deepcopy(alone))
+    model.module.forward = partial(forward, model.module)
+    alone.forward = partial(forward, alone)
+    for trained, part in ((alone, x), (model, _own_part(x))):
+        trained(part).square().mean().backward()
+        torch.optim.SGD(trained.parameters(), lr=0.1).step()
+    _close(_whole(model), alone.state_dict())
+
+
+def test_two_gradients_of_one_pass_add_up():
+    run(2, _use_twice)
+
+
 def _come_late():
     """A recomputed use of a weight gives a second gradient in one backward pass."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -931,6 +968,7 @@ def _clip_again():
         clip(0.1)
         model(part).square().mean().backward()
         norms.append([clip(0.2).item(), clip(0.5).item()])
+        model(part).square().mean().backward()
         optimizer.step()
     for (model, *_), found in zip(trainers, norms):
         assert found == pytest.approx(norms[0], rel=1e-5)
