@@ -13,17 +13,31 @@ m = 4 microbatches; a forward (F) takes one slot of time, a backward (B) two, a 
 The bubble is the same, (p-1)(F+B) on every rank, (p-1)/m of the ideal time m(F+B). What 1F1B saves
 is memory: a stage holds the activations of min(m, p - stage) microbatches, not of m.
 
-A schedule is data: the list of each rank's actions. One simulator times it, checks it, and derives
-the one global order of messages; one executor runs it. A message is a microbatch's activations,
+Of a backward only the gradient of its input (I) is waited for by others; that of the weights (W),
+about half of the work, can fill idle slots. Other schedules cut a rank's layers into chunks, or let
+microbatches enter from both ends.
+
+A schedule is data: the list of each rank's actions, and the routes that microbatches take. One
+simulator times it, checks it, and derives the one global order of messages; one executor runs those
+of one chunk per rank and whole backwards. A message is a microbatch's activations,
 batch x sequence x width elements, or their gradient: one each way per microbatch and boundary.
 
 Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019 and "Memory-Efficient
 Pipeline-Parallel DNN Training", 2021 (PipeDream-flush, called 1F1B here and in Megatron-LM).
+Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021
+(interleaved). Qi et al., "Zero Bubble Pipeline Parallelism", 2024, and "Pipeline Parallelism with
+Controllable Memory", 2024 (ZB-V). DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe).
 
     torchrun --nproc-per-node 4 pipeline.py   simulated and claimed bubble and memory; counted bytes
+    python pipeline.py --schedule zb-h2 --stages 4 --microbatches 8 [--trace FILE]    one, drawn
+    python pipeline.py --stages 4 --microbatches 8                                    all, compared
 """
 
-from collections import deque
+import argparse
+import json
+import os
+import sys
+from collections import Counter, defaultdict, deque
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -37,10 +51,41 @@ from collectives import barrier, count_bytes, exchange, rank_and_size, run_ranks
 
 
 class Action(NamedTuple):
-    """One slot of a schedule: kind "F" (forward) or "B" (backward), of one microbatch."""
+    """One slot of a schedule, of one microbatch and one chunk of the rank's layers.
+
+    kind: "F" forward, "B" backward, or its halves, "I" the gradient of the input and "W" that of
+    the weights.
+    """
 
     kind: str
     microbatch: int
+    chunk: int = 0
+
+
+class Schedule(list):
+    """A list of actions per rank, and the routes of microbatches through (rank, chunk) places.
+
+    routes: the first takes the first m / len(routes) microbatches, and so on; by default one, from
+    rank to rank.
+    """
+
+    def __init__(self, actions, routes=None):
+        super().__init__(actions)
+        self.routes = routes or [[(rank, 0) for rank in range(len(self))]]
+        self.num_microbatches = 1 + max(action.microbatch for action in self[0])
+
+    def route(self, microbatch):
+        """The places that a microbatch visits on its way forward."""
+        return self.routes[microbatch * len(self.routes) // self.num_microbatches]
+
+    def neighbours(self, action, rank):
+        """The places before and after this one on the way of the action; None at an end."""
+        route = self.route(action.microbatch)
+        if action.kind != "F":
+            route = route[::-1]
+        place = route.index((rank, action.chunk))
+        before = route[place - 1] if place else None
+        return before, route[place + 1] if place + 1 < len(route) else None
 
 
 def _check_sizes(num_stages, num_microbatches):
@@ -50,15 +95,25 @@ def _check_sizes(num_stages, num_microbatches):
         )
 
 
+def naive(num_stages, num_microbatches):
+    """One microbatch at a time, forward and back: a single rank works at any moment.
+
+    Returns a Schedule. Peak activations: 1. Raises ValueError for sizes below 1.
+    """
+    _check_sizes(num_stages, num_microbatches)
+    turns = [Action(kind, m) for m in range(num_microbatches) for kind in "FB"]
+    return Schedule([turns for _ in range(num_stages)])
+
+
 def gpipe(num_stages, num_microbatches):
-    """All forwards, then all backwards, on every rank. Returns a list of actions per rank.
+    """All forwards, then all backwards, on every rank. Returns a Schedule.
 
     Peak activations: m microbatches. Raises ValueError for sizes below 1.
     """
     _check_sizes(num_stages, num_microbatches)
     forwards = [Action("F", microbatch) for microbatch in range(num_microbatches)]
     backwards = [Action("B", microbatch) for microbatch in range(num_microbatches)]
-    return [forwards + backwards for _ in range(num_stages)]
+    return Schedule([forwards + backwards for _ in range(num_stages)])
 
 
 def one_f_one_b(num_stages, num_microbatches):
@@ -69,8 +124,7 @@ def one_f_one_b(num_stages, num_microbatches):
         rank 2   F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5
         rank 3   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
 
-    Returns a list of actions per rank. Peak activations: min(m, p - stage). Raises ValueError for
-    sizes below 1.
+    Returns a Schedule. Peak activations: min(m, p - stage). Raises ValueError for sizes below 1.
     """
     _check_sizes(num_stages, num_microbatches)
     schedule = []
@@ -81,7 +135,193 @@ def one_f_one_b(num_stages, num_microbatches):
             actions += [Action("F", warmup + microbatch), Action("B", microbatch)]
         cooldown = range(num_microbatches - warmup, num_microbatches)
         schedule.append(actions + [Action("B", microbatch) for microbatch in cooldown])
-    return schedule
+    return Schedule(schedule)
+
+
+def interleaved(num_stages, num_microbatches, num_chunks=2):
+    """1F1B where a rank has v chunks of layers, p stages apart: a bubble of only (p-1)(F+B)/v.
+
+    Microbatches go round in groups of p: a group takes chunk 0 of all ranks, then chunk 1 ...
+
+    p = 2, m = 4, v = 2; small letters are chunk 1:
+
+        rank 0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3
+        rank 1   F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3
+
+    Returns a Schedule. Peak activations of rank r: min(2(p-r-1) + (v-1)p + 1, mv) chunks. Raises
+    ValueError for sizes below 1 and if p does not divide m.
+    """
+    _check_sizes(num_stages, num_microbatches)
+    if num_chunks < 1 or num_microbatches % num_stages:
+        raise ValueError(
+            f"num_microbatches={num_microbatches} is not a multiple of num_stages={num_stages}, "
+            f"or num_chunks={num_chunks} is not at least 1"
+        )
+    forwards, backwards = [], []
+    for first in range(0, num_microbatches, num_stages):
+        for chunk in range(num_chunks):
+            group = range(first, first + num_stages)
+            forwards += [Action("F", microbatch, chunk) for microbatch in group]
+            backwards += [Action("B", microbatch, num_chunks - 1 - chunk) for microbatch in group]
+    schedule = []
+    for rank in range(num_stages):
+        warmup = 2 * (num_stages - rank - 1) + (num_chunks - 1) * num_stages
+        warmup = min(warmup, len(forwards))
+        actions = forwards[:warmup]
+        for pair in zip(forwards[warmup:], backwards):
+            actions += pair
+        schedule.append(actions + backwards[len(backwards) - warmup :])
+    route = [(rank, chunk) for chunk in range(num_chunks) for rank in range(num_stages)]
+    return Schedule(schedule, [route])
+
+
+def zb_h1(num_stages, num_microbatches):
+    """1F1B with halved backwards: rank r does W r microbatches late, and so fills its waiting.
+
+    p = 4, m = 6:
+
+        rank 0   F0 F1 F2 F3 I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5
+        rank 1   F0 F1 F2 I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
+        rank 2   F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
+        rank 3   F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
+
+    Returns a Schedule. Bubble (p-1)(F+B-2W) for m >= p. Peak activations: min(m, p). Raises
+    ValueError for sizes below 1.
+    """
+    _check_sizes(num_stages, num_microbatches)
+    return _late_weights(num_microbatches, [(num_stages - r, r) for r in range(num_stages)])
+
+
+def zb_h2(num_stages, num_microbatches):
+    """ZB-H1 with about twice the warmup: where F = I = W no rank waits between its first and last.
+
+    p = 2, m = 4:
+
+        rank 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
+        rank 1   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+
+    Returns a Schedule. Idle time of a rank between its first and last action: (p-1)(F+B-3W), for
+    m >= 2p-1. Peak activations: min(m, 2p-1). Raises ValueError for sizes below 1.
+    """
+    _check_sizes(num_stages, num_microbatches)
+    delays = [(2 * (num_stages - r) - 1, 2 * r) for r in range(num_stages)]
+    return _late_weights(num_microbatches, delays)
+
+
+def _late_weights(num_microbatches, ranks):
+    """ranks: (forwards before the first backward, microbatches by which W is late)."""
+    schedule = []
+    for warmup, late in ranks:
+        actions = [Action("F", microbatch) for microbatch in range(min(warmup, num_microbatches))]
+        for microbatch in range(num_microbatches):
+            actions.append(Action("I", microbatch))
+            if microbatch >= late:
+                actions.append(Action("W", microbatch - late))
+            if microbatch + warmup < num_microbatches:
+                actions.append(Action("F", microbatch + warmup))
+        rest = range(max(0, num_microbatches - late), num_microbatches)
+        schedule.append(actions + [Action("W", microbatch) for microbatch in rest])
+    return Schedule(schedule)
+
+
+class _Counted(list):
+    """Actions of which each kind and chunk takes the microbatches one after the other."""
+
+    def __init__(self, first=(0, 0)):
+        self.first, self.counts = first, Counter()
+
+    def do(self, text, times=1):
+        """ "F0 I1": a forward of chunk 0, then the input's gradient of chunk 1, so many times."""
+        for kind, chunk in text.split() * times:
+            counted = "I" if kind == "B" else kind, chunk
+            microbatch = self.first[int(chunk)] + self.counts[counted]
+            self.append(Action(kind, microbatch, int(chunk)))
+            self.counts[counted] += 1
+
+
+def zb_v(num_stages, num_microbatches):
+    """Two chunks a rank, down the ranks and up again in a V: ZB-H2's bubble at 1F1B's memory.
+
+    Rank 0 has the first and the last layers, so that backward begins there. p = 2, m = 4:
+
+        rank 0   F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
+        rank 1   F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
+
+    Returns a Schedule. Idle time of a rank between its first and last action: none where F = I = W,
+    for m >= 2p. Peak activations: min(2m, 2p) chunks. Raises ValueError for sizes below 1.
+    """
+    _check_sizes(num_stages, num_microbatches)
+    p, m, schedule = num_stages, max(num_microbatches, 2 * num_stages), []
+    for rank in range(p):
+        actions = _Counted()
+        actions.do("F0", 2 * (p - rank) - 1)
+        actions.do("F1 F0", rank)
+        actions.do("F1 I1 W1", p - rank)
+        while actions.counts["F", "1"] < m:
+            actions.do("F0", actions.counts["F", "0"] < m)
+            actions.do("I0 W0 F1 I1 W1")
+        actions.do("I0 I1", rank)
+        actions.do("I0 W0", p - rank)
+        actions.do("W1", m - actions.counts["W", "1"])
+        actions.do("W0", m - actions.counts["W", "0"])
+        schedule.append([action for action in actions if action.microbatch < num_microbatches])
+    down = [(rank, 0) for rank in range(p)]
+    return Schedule(schedule, [down + [(rank, 1) for rank in reversed(range(p))]])
+
+
+def dualpipe(num_stages, num_microbatches):
+    """Two replicas, two directions: half of the microbatches enter at rank 0, half at rank p - 1.
+
+    Chunk 0 of rank r is stage r of the one replica, chunk 1 stage p-1-r of the other. p = 4, m = 8:
+
+        rank 0   F0 F1 F2 f4 i4 w4 f5 F3 b5 f6 B0 b6 f7 B1 b7 I2 W2 I3 W3
+        rank 1   F0 f4 F1 f5 F2 b4 f6 B0 F3 b5 f7 B1 b6 B2 i7 I3 w7 W3
+        rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
+        rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
+
+    Returns a Schedule. Bubble (p/2-1)(F&B+B-3W), where F&B is the time of a forward and a backward
+    that overlap; less where, as here, one comes after the other. Peak activations: p+1. Raises
+    ValueError if p is odd, m is odd, or m < 2p.
+    """
+    _check_sizes(num_stages, num_microbatches)
+    if num_stages % 2 or num_microbatches % 2 or num_microbatches < 2 * num_stages:
+        raise ValueError(
+            f"num_stages={num_stages} and num_microbatches={num_microbatches}: DualPipe needs both "
+            "even, and two microbatches a stage or more"
+        )
+    schedule, pairs = [], num_microbatches // 2
+    for rank in range(num_stages):
+        depth = min(rank, num_stages - 1 - rank)  # from the nearer end, whose direction is first
+        above = num_stages // 2 - 1 - depth  # ranks between this one and the middle
+        near, far = ("0", "1") if rank < num_stages // 2 else ("1", "0")
+        actions, late = _Counted(first=(0, pairs)), deque()
+
+        def halve(chunk):
+            actions.do(f"I{chunk}")
+            late.append(actions[-1]._replace(kind="W"))
+
+        actions.do(f"F{near}", 2 * above)
+        actions.do(f"F{near} F{far}", depth + 1)
+        for _ in range(above):
+            halve(far)
+            actions.append(late.popleft())
+            actions.do(f"F{far}")
+        actions.do(f"F{near} B{far} F{far} B{near}", pairs - num_stages + depth + 1)
+        actions.do(f"B{far} F{far} B{near}", above)
+        whole = depth + 1  # backwards of the next 2 (depth + 1); then halves, their W put off
+        actions.do(f"B{far} B{near}", whole // 2)
+        if whole % 2:
+            actions.do(f"B{far}")
+            halve(near)
+        for _ in range(depth + 1 - whole // 2 - whole % 2):
+            halve(far)
+            halve(near)
+        for _ in range(above):
+            actions.append(late.popleft())
+            halve(near)
+        schedule.append(list(actions) + list(late))
+    ranks = range(num_stages)
+    return Schedule(schedule, [[(r, 0) for r in ranks], [(r, 1) for r in reversed(ranks)]])
 
 
 def forward_only(num_stages, num_microbatches):
@@ -90,14 +330,14 @@ def forward_only(num_stages, num_microbatches):
     Raises ValueError for sizes below 1.
     """
     _check_sizes(num_stages, num_microbatches)
-    return [[Action("F", m) for m in range(num_microbatches)] for _ in range(num_stages)]
+    return Schedule([[Action("F", m) for m in range(num_microbatches)] for _ in range(num_stages)])
 
 
 # ---- simulator -----------------------------------------------------------------------------------
 
 
 class Transfer(NamedTuple):
-    """The output of `action` on stage `source`, which stage `destination` waits for."""
+    """What `action` on rank `source` makes, and rank `destination` waits for; I counts as B."""
 
     action: Action
     source: int
@@ -108,97 +348,150 @@ class Transfer(NamedTuple):
 class Timeline:
     """What a schedule does in time.
 
-    start: per rank, {action: start time}; total: the end of the last action; bubble: idle time per
-    rank; peak: most microbatches per rank whose forward is done and whose backward is not;
-    transfers: all messages in one global order, by the time at which they can leave.
+    start, end: per rank, {action: time}; total: the end of the last action; bubble: per rank, its
+    idle time in total; idle: that between its first and its last action; peak: most microbatches
+    (of a chunk) whose forward is done and whose backward is not; transfers: all messages between
+    ranks in one global order, by the time at which they can leave.
     """
 
     start: list
+    end: list
     total: float
     bubble: list
+    idle: list
     peak: list
     transfers: list
 
 
-def _needs(action, stage, num_stages):
-    """The transfer that must have arrived before `action`; None where the stage has its input."""
-    source = stage - 1 if action.kind == "F" else stage + 1
-    return Transfer(action, source, stage) if 0 <= source < num_stages else None
+def _needs(schedule, action, rank):
+    """The transfer that must have arrived before `action`; None where the rank has its input."""
+    before, _ = schedule.neighbours(action, rank)
+    return before and Transfer(_made_by(action, before[1]), before[0], rank)
 
 
-def _makes(action, stage, num_stages):
+def _makes(schedule, action, rank):
     """The transfer that `action` gives rise to, or None at the end of the pipeline."""
-    destination = stage + 1 if action.kind == "F" else stage - 1
-    return Transfer(action, stage, destination) if 0 <= destination < num_stages else None
+    _, after = schedule.neighbours(action, rank)
+    return after and Transfer(_made_by(action, action.chunk), rank, after[0])
 
 
-def simulate(schedule, forward=1.0, backward=2.0, message=0.0):
+def _made_by(action, chunk):
+    return Action("F" if action.kind == "F" else "B", action.microbatch, chunk)
+
+
+def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     """Time a schedule. Every rank does its actions in order, each as soon as its input has arrived.
 
-    Raises ValueError if ranks do not have the same actions, each once, and if the schedule cannot
-    finish, naming the action that each rank is stuck at.
+    forward, backward: times of F and B of one chunk; weight: the part of B that is W; message: the
+    time from a rank to another. Raises ValueError if a rank does not have each of its microbatches'
+    actions once, and if the schedule cannot finish, naming the action that each rank is stuck at.
     """
-    for stage, actions in enumerate(schedule):
-        if sorted(actions) != sorted(set(schedule[0])):
-            raise ValueError(
-                f"rank {stage} does not have the actions of rank 0, each once: {actions}"
-            )
-    num_stages, duration = len(schedule), {"F": forward, "B": backward}
-    start, arrival = [{} for _ in schedule], {}
-    busy_until, position = [0.0] * num_stages, [0] * num_stages
+    schedule = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
+    _check_actions(schedule)
+    duration = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
+    start, end, arrival = [{} for _ in schedule], [{} for _ in schedule], {}
+    busy_until, position = [0.0] * len(schedule), [0] * len(schedule)
     progress = True
     while progress:
         progress = False
-        for stage, actions in enumerate(schedule):
-            while position[stage] < len(actions):
-                action = actions[position[stage]]
-                needed, own_forward = _needs(action, stage, num_stages), action._replace(kind="F")
+        for rank, actions in enumerate(schedule):
+            while position[rank] < len(actions):
+                action = actions[position[rank]]
+                needed = None if action.kind == "W" else _needs(schedule, action, rank)
                 if needed is not None and needed not in arrival:
                     break
-                if action.kind == "B" and own_forward not in start[stage]:
+                earlier = {"F": None, "W": "I"}.get(action.kind, "F")
+                if earlier and action._replace(kind=earlier) not in end[rank]:
                     break
-                begin = max(busy_until[stage], arrival.get(needed, 0.0))
-                start[stage][action] = begin
-                busy_until[stage] = begin + duration[action.kind]
-                if made := _makes(action, stage, num_stages):
-                    arrival[made] = busy_until[stage] + message
-                position[stage] += 1
+                begin = max(busy_until[rank], arrival.get(needed, 0.0))
+                busy_until[rank] = begin + duration[action.kind]
+                start[rank][action], end[rank][action] = begin, busy_until[rank]
+                if action.kind != "W" and (made := _makes(schedule, action, rank)):
+                    between = message if made.destination != rank else 0
+                    arrival[made] = busy_until[rank] + between
+                position[rank] += 1
                 progress = True
-    stuck = {s: a[position[s]] for s, a in enumerate(schedule) if position[s] < len(a)}
+    stuck = {r: a[position[r]] for r, a in enumerate(schedule) if position[r] < len(a)}
     if stuck:
-        where = ", ".join(f"rank {s} at {a.kind}{a.microbatch}" for s, a in stuck.items())
+        where = ", ".join(f"rank {r} at {a.kind}{a.microbatch}" for r, a in stuck.items())
         raise ValueError(f"the schedule cannot finish: {where} waiting for what never comes")
     total = max(busy_until)
     work = [sum(duration[action.kind] for action in actions) for actions in schedule]
+    begun = [start[rank][actions[0]] for rank, actions in enumerate(schedule)]
+    between = [transfer for transfer in arrival if transfer.source != transfer.destination]
     return Timeline(
         start=start,
+        end=end,
         total=total,
         bubble=[total - done for done in work],
+        idle=[busy - first - done for busy, first, done in zip(busy_until, begun, work)],
         peak=[_peak_activations(actions) for actions in schedule],
-        transfers=sorted(arrival, key=lambda transfer: (arrival[transfer], transfer)),
+        transfers=sorted(between, key=lambda transfer: (arrival[transfer], transfer)),
     )
+
+
+def _check_actions(schedule):
+    """Every microbatch has, at each place of its route, F alone, F and B, or F, I and W."""
+    kinds = {"".join(sorted(a.kind for a in schedule[0] if a.microbatch == 0 and not a.chunk))}
+    for rank, actions in enumerate(schedule):
+        wanted = {
+            (microbatch, chunk)
+            for microbatch in range(schedule.num_microbatches)
+            for place, chunk in schedule.route(microbatch)
+            if place == rank
+        }
+        found = defaultdict(str)
+        for action in sorted(actions):
+            found[action.microbatch, action.chunk] += action.kind
+        ways = {"F"} if kinds == {"F"} else {"BF", "FIW"}
+        if found.keys() != wanted or not ways.issuperset(found.values()):
+            raise ValueError(f"rank {rank} does not have its actions, each once: {actions}")
 
 
 def _peak_activations(actions):
     live = peak = 0
     for action in actions:
-        live += 1 if action.kind == "F" else -1
+        live += {"F": 1, "I": 0}.get(action.kind, -1)
         peak = max(peak, live)
     return peak
 
 
-def draw(schedule, forward=1, backward=2):
-    """The timeline as text: a row per rank, a cell per slot of time."""
-    width = len(f"F{max(action.microbatch for action in schedule[0])}")
-    timeline, rows = simulate(schedule, forward, backward), []
+COLORS = {"F": 44, "B": 42, "I": 46, "W": 43}  # backgrounds on a terminal
+
+
+def draw(schedule, forward=1, backward=2, weight=1, color=False):
+    """The timeline as text: a row per rank, a cell per slot of time; chunk 0 in large letters."""
+    duration = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
+    width = len(f"F{max(action.microbatch for actions in schedule for action in actions)}")
+    timeline, rows = simulate(schedule, forward, backward, weight=weight), []
     for rank, start in enumerate(timeline.start):
         cells = ["." * width] * int(timeline.total)
         for action, begin in start.items():
-            length = forward if action.kind == "F" else backward
-            for slot in range(int(begin), int(begin) + length):
-                cells[slot] = f"{action.kind}{action.microbatch}".ljust(width)
+            letter = action.kind.lower() if action.chunk else action.kind
+            cell = f"{letter}{action.microbatch}".ljust(width)
+            cell = f"\033[{COLORS[action.kind]};30m{cell}\033[0m" if color else cell
+            for slot in range(int(begin), int(begin) + duration[action.kind]):
+                cells[slot] = cell
         rows.append(f"rank {rank}  " + "".join(cells))
     return "\n".join(rows)
+
+
+def trace_events(timeline, slot=1000):
+    """The timeline as events of Chrome's trace format; a unit of time is `slot` microseconds."""
+    return [
+        {
+            "name": f"{action.kind}{action.microbatch}",
+            "cat": action.kind,
+            "ph": "X",
+            "ts": begin * slot,
+            "dur": (timeline.end[rank][action] - begin) * slot,
+            "pid": 0,
+            "tid": rank,
+            "args": {"microbatch": action.microbatch, "chunk": action.chunk},
+        }
+        for rank, start in enumerate(timeline.start)
+        for action, begin in start.items()
+    ]
 
 
 # ---- executor ------------------------------------------------------------------------------------
@@ -218,7 +511,8 @@ class Pipeline:
     posted, a send as soon as its tensor exists as well. So both ends of every link agree, the first
     transfer that is not done always has both its ends posted, and nothing deadlocks, whether sends
     are buffered (gloo) or meet their receive in issue order (NCCL).
-    Raises ValueError if the schedule is not made for the group's size.
+    Raises ValueError if the schedule is not made for the group's size, and for one with halved
+    backwards or several chunks per rank.
     """
 
     def __init__(self, stage, schedule, loss_fn, group=None, no_sync=nullcontext):
@@ -228,8 +522,12 @@ class Pipeline:
                 f"a schedule for {len(schedule)} stages in a group of {self.num_stages} ranks"
             )
         self.stage, self.loss_fn, self.group, self.no_sync = stage, loss_fn, group, no_sync
+        self.schedule = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
         self.actions = schedule[self.rank]
-        self.num_microbatches = 1 + max(action.microbatch for action in self.actions)
+        for action in self.actions:
+            if action.kind not in "FB" or action.chunk:
+                raise ValueError(f"{action}: Pipeline runs whole backwards of one chunk per rank")
+        self.num_microbatches = self.schedule.num_microbatches
         self.last_backward = next((a for a in reversed(self.actions) if a.kind == "B"), None)
         transfers = simulate(schedule).transfers
         self.transfers = [t for t in transfers if self.rank in (t.source, t.destination)]
@@ -254,9 +552,9 @@ class Pipeline:
         self.loss = None
         for action in self.actions:
             self._post_transfers()
-            received = self._receive(_needs(action, self.rank, self.num_stages))
+            received = self._receive(_needs(self.schedule, action, self.rank))
             result = (self._forward if action.kind == "F" else self._backward)(action, received)
-            if made := _makes(action, self.rank, self.num_stages):
+            if made := _makes(self.schedule, action, self.rank):
                 self.leaving[made] = result
         self._post_transfers()
         for messages in self.sent:
@@ -357,9 +655,52 @@ class Pipeline:
 # ---- cost ----------------------------------------------------------------------------------------
 
 
-def bubble_time(num_stages, forward=1.0, backward=2.0):
-    """Idle time of every rank under GPipe and 1F1B: (p-1)(F+B), for any number of microbatches."""
-    return (num_stages - 1) * (forward + backward)
+SCHEDULES = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "dualpipe": dualpipe,
+}
+
+
+def bubble_time(
+    num_stages, forward=1.0, backward=2.0, schedule="1f1b", weight=1.0, num_chunks=2, microbatches=1
+):
+    """A rank's idle time, where F, B and its part W take these times for all of a rank's layers.
+
+    Of zb-h2 and zb-v, whose ranks begin and end one after the other, that between its first and its
+    last action; dualpipe's is an upper bound; naive's grows with the number of microbatches.
+    """
+    rounds, F, B, W = num_stages - 1, forward, backward, weight
+    return {
+        "naive": rounds * microbatches * (F + B),
+        "gpipe": rounds * (F + B),
+        "1f1b": rounds * (F + B),
+        "interleaved": rounds * (F + B) / num_chunks,
+        "zb-h1": rounds * (F + B - 2 * W),
+        "zb-h2": rounds * (F + B - 3 * W),
+        "zb-v": rounds * (F + B - 3 * W),
+        "dualpipe": (num_stages / 2 - 1) * (F + B + B - 3 * W),
+    }[schedule]
+
+
+def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2):
+    """The most microbatches, each through all of a rank's layers, that the fullest rank holds."""
+    p, m, v = num_stages, num_microbatches, num_chunks
+    return {
+        "naive": 1,
+        "gpipe": m,
+        "1f1b": min(m, p),
+        "interleaved": min(2 * (p - 1) + (v - 1) * p + 1, m * v) / v,
+        "zb-h1": min(m, p),
+        "zb-h2": min(m, 2 * p - 1),
+        "zb-v": min(m, p),
+        "dualpipe": p + 1,
+    }[schedule]
 
 
 def pipeline_bytes(stage, num_stages, num_microbatches, microbatch_bytes):
@@ -402,5 +743,58 @@ def _demonstrate():
             print(f"largest difference from one process's gradients: {error:.1e}\n")
 
 
+def _simulated(name, num_stages, num_microbatches):
+    """A schedule, its timeline, bubble and peak; F, I and W of all of a rank's layers take 1."""
+    schedule = SCHEDULES[name](num_stages, num_microbatches)
+    chunks = {action.chunk for actions in schedule for action in actions}
+    parts = 1 if name == "dualpipe" else len(chunks)  # there a chunk is a replica of all layers
+    timeline = simulate(schedule, 1 / parts, 2 / parts, weight=1 / parts)
+    bubble = max(timeline.idle if name in ("zb-h2", "zb-v") else timeline.bubble)
+    return schedule, timeline, bubble, max(timeline.peak) / parts
+
+
+def _compare(num_stages, num_microbatches):
+    print(f"{num_stages} stages, {num_microbatches} microbatches; F = 1, B = 2, of which W = 1\n")
+    print(f"{'':12}{'bubble':>18}{'peak activations':>24}{'total':>9}")
+    print(f"{'':12}{'claimed simulated':>18}{'claimed simulated':>24}")
+    for name in SCHEDULES:
+        claimed = bubble_time(num_stages, schedule=name, microbatches=num_microbatches)
+        peak = peak_activations(name, num_stages, num_microbatches)
+        try:
+            _, timeline, bubble, held = _simulated(name, num_stages, num_microbatches)
+        except ValueError as error:
+            print(f"{name:12}{error}")
+            continue
+        numbers = f"{claimed:8.1f}{bubble:10.1f}{peak:14.1f}{held:10.1f}{timeline.total:9.1f}"
+        print(f"{name:12}{numbers}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Draw or compare pipeline schedules.")
+    parser.add_argument("--schedule", choices=SCHEDULES)
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--trace", metavar="FILE", help="write the timeline for Perfetto")
+    args = parser.parse_args()
+    try:
+        if args.schedule is None:
+            _compare(args.stages, args.microbatches)
+            return
+        found = _simulated(args.schedule, args.stages, args.microbatches)
+    except ValueError as error:
+        parser.error(str(error))
+    schedule, timeline, bubble, peak = found
+    print(draw(schedule, color=sys.stdout.isatty()))
+    claimed = bubble_time(
+        args.stages, schedule=args.schedule, microbatches=args.microbatches
+    )
+    print(f"bubble: claimed {claimed:g}, simulated {bubble:g}")
+    claimed = peak_activations(args.schedule, args.stages, args.microbatches)
+    print(f"peak activations, in microbatches: claimed {claimed:g}, simulated {peak:g}")
+    if args.trace:
+        with open(args.trace, "w") as file:
+            json.dump({"traceEvents": trace_events(timeline)}, file)
+
+
 if __name__ == "__main__":
-    run_ranks(_demonstrate)
+    run_ranks(_demonstrate) if "RANK" in os.environ else main()

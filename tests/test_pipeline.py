@@ -1,8 +1,11 @@
 """Schedules against their formulas and NCCL's rules, the executor against one process."""
 
+import json
 import random
 import re
-from collections import Counter, deque
+import subprocess
+import sys
+from collections import Counter, defaultdict, deque
 from contextlib import contextmanager
 from weakref import WeakSet, ref
 
@@ -14,16 +17,23 @@ from torch import nn
 import pipeline
 from collectives import count_bytes, exchange, rank_and_size
 from pipeline import (
+    SCHEDULES,
     Action,
     Pipeline,
     Transfer,
     bubble_time,
     draw,
+    dualpipe,
     forward_only,
     gpipe,
+    interleaved,
     one_f_one_b,
+    peak_activations,
     pipeline_bytes,
     simulate,
+    zb_h1,
+    zb_h2,
+    zb_v,
 )
 from ranks import run
 
@@ -44,14 +54,14 @@ def test_a_rank_does_each_action_once_and_forward_before_backward(make_schedule)
         schedule = make_schedule(p, m)
         assert len(schedule) == p
         for actions in schedule:
-            assert sorted(actions) == [(kind, k) for kind in "BF" for k in range(m)]
+            assert sorted(actions) == [(kind, k, 0) for kind in "BF" for k in range(m)]
             for k in range(m):
-                assert actions.index(("F", k)) < actions.index(("B", k))
+                assert actions.index(("F", k, 0)) < actions.index(("B", k, 0))
 
 
 def test_evaluation_is_the_forwards_alone():
     for p, m in SIZES:
-        assert forward_only(p, m) == [[("F", k) for k in range(m)]] * p
+        assert forward_only(p, m) == [[("F", k, 0) for k in range(m)]] * p
         timeline = simulate(forward_only(p, m), forward=3)
         assert timeline.total == 3 * (m + p - 1) and timeline.bubble == [3 * (p - 1)] * p
 
@@ -87,6 +97,169 @@ def test_an_action_starts_once_its_rank_is_free_and_its_input_is_there(make_sche
                     free = end[rank][action]
 
 
+# where each schedule is defined, and where its formulas are exact
+DEFINED = {
+    "interleaved": lambda p, m: m % p == 0,
+    "dualpipe": lambda p, m: p % 2 == 0 and m % 2 == 0 and m >= 2 * p,
+}
+EXACT = {"zb-h1": lambda p, m: m >= p, "zb-h2": lambda p, m: m >= 2 * p - 1,
+         "zb-v": lambda p, m: m >= 2 * p}
+SPLIT_TIMES = [(1, 2, 1), (2, 5, 2), (3, 4, 1)]  # forward, backward, its part that is W
+
+
+def _sizes_of(name):
+    return [size for size in SIZES if DEFINED.get(name, lambda p, m: True)(*size)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_place_of_a_route_does_each_microbatch_once_and_in_order(name):
+    for p, m in _sizes_of(name):
+        schedule = SCHEDULES[name](p, m)
+        done = {(k, *place) for k in range(m) for place in schedule.route(k)}
+        assert done == {(a.microbatch, r, a.chunk) for r, row in enumerate(schedule) for a in row}
+        for actions in schedule:
+            kinds = defaultdict(str)
+            for action in actions:
+                kinds[action.microbatch, action.chunk] += action.kind
+            assert set(kinds.values()) <= {"FB", "FIW"}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_action_waits_for_what_the_route_brings(name):
+    """Against the definition: F after the F before it on the route, B or I after that behind it."""
+    for p, m in _sizes_of(name)[::3]:
+        schedule = SCHEDULES[name](p, m)
+        for F, B, W in SPLIT_TIMES:
+            timeline = simulate(schedule, F, B, 0.5, W)
+            at = {(a, r): t for r, row in enumerate(timeline.start) for a, t in row.items()}
+            length = {"F": F, "B": B, "I": B - W, "W": W}
+            for rank, actions in enumerate(schedule):
+                free = 0
+                for action in actions:
+                    kind, k, chunk = action
+                    route = schedule.route(k)
+                    place = route.index((rank, chunk))
+                    if kind == "W":
+                        needed = [("I", place)]
+                    elif kind == "F":
+                        needed = [("F", place - 1)] if place else []
+                    else:
+                        last = place + 1 == len(route)
+                        needed = [("F", place)] + ([] if last else [("BI", place + 1)])
+                    ready = free
+                    for kinds, where in needed:
+                        source, other = route[where]
+                        ends = [
+                            at[found, source] + length[one] + (0.5 if source != rank else 0)
+                            for one in kinds
+                            if ((found := Action(one, k, other)), source) in at
+                        ]
+                        ready = max(ready, *ends)
+                    assert at[action, rank] == ready
+                    free = ready + length[kind]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_bubble_and_peak_are_those_of_the_formulas(name):
+    for p, m in _sizes_of(name):
+        schedule = SCHEDULES[name](p, m)
+        parts = 2 if name in ("interleaved", "zb-v") else 1
+        for F, B, W in SPLIT_TIMES:
+            timeline = simulate(schedule, F / parts, B / parts, weight=W / parts)
+            claimed = bubble_time(p, F, B, name, W, microbatches=m)
+            ranks = timeline.idle if name in ("zb-h2", "zb-v") else timeline.bubble
+            if name == "zb-v":
+                exact = m >= 2 * p and F == B - W == W
+                assert not exact or max(ranks) == claimed == 0
+            elif name == "dualpipe":
+                assert claimed / 2 <= max(ranks) <= claimed
+            elif EXACT.get(name, lambda p, m: True)(p, m):
+                assert max(ranks) == pytest.approx(claimed)
+            if name not in ("zb-h2", "zb-v", "dualpipe"):
+                assert timeline.bubble == pytest.approx([max(ranks)] * p)
+        assert max(timeline.peak) / parts == peak_activations(name, p, m)
+        if name == "dualpipe":
+            assert timeline.peak == [p + 1] * p
+
+
+def test_more_chunks_make_the_bubble_smaller():
+    for p, m in _sizes_of("interleaved"):
+        for v in (1, 2, 3, 4):
+            timeline = simulate(interleaved(p, m, v), 1 / v, 2 / v)
+            claimed = bubble_time(p, 1, 2, "interleaved", num_chunks=v)
+            assert timeline.bubble == pytest.approx([claimed] * p)
+            assert max(timeline.peak) / v == peak_activations("interleaved", p, m, v)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_rank_waits_forever_with_messages_that_meet(name):
+    """Ranks post what they can in the global order; a send is over when its receive is posted."""
+    for p, m in _sizes_of(name):
+        schedule = SCHEDULES[name](p, m)
+        for times in ((1, 2, 0, 1), (2, 5, 1, 2)):
+            transfers = simulate(schedule, *times).transfers
+            links = {
+                (action, rank): (
+                    pipeline._needs(schedule, action, rank), pipeline._makes(schedule, action, rank)
+                )
+                for rank, actions in enumerate(schedule)
+                for action in actions
+                if action.kind != "W"
+            }
+            made = Counter(made for _, made in links.values() if made and made.source != made[2])
+            assert made == Counter(transfers)
+            orders = [_of_rank(transfers, rank) for rank in range(p)]
+            programs = [
+                _program(schedule[rank], orders[rank], rank, links) for rank in range(p)
+            ]
+            assert not _replay(programs)
+
+
+def test_the_tables_of_the_schedules_are_what_the_code_gives():
+    small = lambda a: f"{a.kind.lower() if a.chunk else a.kind}{a.microbatch}"
+    for make_schedule, p, m in (
+        (interleaved, 2, 4), (zb_h1, 4, 6), (zb_h2, 2, 4), (zb_v, 2, 4), (dualpipe, 4, 8)
+    ):
+        rows = re.findall(r"rank \d   ((?:[FBIWfbiw]\d ?)+)\n", make_schedule.__doc__)
+        assert rows == [" ".join(map(small, actions)) for actions in make_schedule(p, m)]
+
+
+def test_where_a_schedule_is_not_defined_the_error_names_the_sizes():
+    with pytest.raises(ValueError, match="num_microbatches=6 is not a multiple of num_stages=4"):
+        interleaved(4, 6)
+    with pytest.raises(ValueError, match="num_chunks=0"):
+        interleaved(4, 8, 0)
+    for sizes in ((3, 8), (4, 9), (4, 6)):
+        text = "num_stages={} and num_microbatches={}: DualPipe".format(*sizes)
+        with pytest.raises(ValueError, match=text):
+            dualpipe(*sizes)
+
+
+def _command(*arguments):
+    file = pipeline.__file__
+    done = subprocess.run([sys.executable, file, *arguments], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command_draws_compares_and_traces(tmp_path):
+    code, printed, _ = _command("--stages", "4", "--microbatches", "8")
+    assert code == 0
+    for name in SCHEDULES:
+        row = next(line for line in printed.splitlines() if line.startswith(name))
+        claimed, simulated, peak, held = map(float, row.split()[1:5])
+        assert peak == held and (claimed == simulated or name == "dualpipe")
+    file = tmp_path / "trace.json"
+    code, printed, _ = _command("--schedule", "zb-h2", "--microbatches", "6", "--trace", file)
+    assert code == 0 and printed.startswith("rank 0  F0F1F2F3F4F5") and "\033" not in printed
+    events = json.loads(file.read_text())["traceEvents"]
+    assert len(events) == 4 * 6 * 3 and {event["ph"] for event in events} == {"X"}
+    for rank in range(4):
+        row = sorted((e["ts"], e["dur"]) for e in events if e["tid"] == rank)
+        assert all(ts + dur <= later for (ts, dur), (later, _) in zip(row, row[1:]))
+    code, _, error = _command("--schedule", "dualpipe", "--stages", "3")
+    assert code == 2 and "num_stages=3" in error.splitlines()[-1]
+
+
 def test_the_table_of_1f1b_is_what_the_code_gives():
     rows = re.findall(r"rank (\d)   ((?:[FB]\d ?)+)", one_f_one_b.__doc__)
     table = [[Action(cell[0], int(cell[1])) for cell in row.split()] for _, row in rows]
@@ -112,7 +285,7 @@ def test_a_schedule_that_cannot_finish_is_refused():
     with pytest.raises(ValueError, match="cannot finish: rank 0 at B0, rank 1 at B0 "):
         simulate([_actions("F0 B0"), _actions("B0 F0")])
     for other in ("F0 B0 F1", "F0 F0 B0", "F0", "F0 B1"):  # more, twice, less, another
-        with pytest.raises(ValueError, match="rank 1 does not have the actions of rank 0"):
+        with pytest.raises(ValueError, match="rank 1 does not have its actions, each once"):
             simulate([_actions("F0 B0"), _actions(other)])
 
 
@@ -165,7 +338,7 @@ def _links(action, rank, p):
     return needed, made
 
 
-def _program(actions, order, rank, p):
+def _program(actions, order, rank, links):
     """A rank that posts messages in `order`, each as soon as it can, waiting for what it needs."""
     program, unposted, exists = [], deque(order), set()
 
@@ -174,9 +347,9 @@ def _program(actions, order, rank, p):
             program.append(("post", unposted.popleft()))
 
     for action in actions:
-        needed, made = _links(action, rank, p)
+        needed, made = links.get((action, rank), (None, None))
         post()
-        if needed:
+        if needed and needed.source != rank:
             program.append(("wait", needed))
         if made:
             exists.add(made)
@@ -186,7 +359,8 @@ def _program(actions, order, rank, p):
 
 def _replay_orders(schedule, orders):
     p = len(schedule)
-    return _replay([_program(schedule[rank], orders[rank], rank, p) for rank in range(p)])
+    links = {(a, r): _links(a, r, p) for r, actions in enumerate(schedule) for a in actions}
+    return _replay([_program(schedule[rank], orders[rank], rank, links) for rank in range(p)])
 
 
 def _of_rank(transfers, rank):
