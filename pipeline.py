@@ -18,8 +18,8 @@ about half of the work, can fill idle slots. Other schedules cut a rank's layers
 microbatches enter from both ends.
 
 A schedule is data: the list of each rank's actions, and the routes that microbatches take. One
-simulator times it, checks it, and derives the one global order of messages; one executor runs those
-of one chunk per rank and whole backwards. A message is a microbatch's activations,
+simulator times it, checks it, and derives the one global order of messages; one executor runs it.
+A message is a microbatch's activations,
 batch x sequence x width elements, or their gradient: one each way per microbatch and boundary.
 
 Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019 and "Memory-Efficient
@@ -44,6 +44,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from collectives import barrier, count_bytes, exchange, rank_and_size, run_ranks
 
@@ -494,6 +495,55 @@ def trace_events(timeline, slot=1000):
     ]
 
 
+# ---- the halves of a backward --------------------------------------------------------------------
+
+
+class _DeferredLinear(torch.autograd.Function):
+    """forward: x W^T + b; backward: the gradient of x; later(), put in a queue: those of W and b
+
+    Autograd does not see the parameters, whose hooks would run too early; it sees `anchor`, which
+    needs a gradient where x does not.
+    """
+
+    @staticmethod
+    def forward(ctx, x, anchor, parameters, queue):
+        ctx.save_for_backward(x)
+        ctx.parameters, ctx.queue = parameters, queue
+        return nn.functional.linear(x, *parameters)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,), (weight, bias) = ctx.saved_tensors, ctx.parameters
+
+        def later():
+            rows = grad_output.flatten(0, -2)
+            torch.autograd.backward(weight, rows.t() @ x.flatten(0, -2))  # with a leaf's hooks
+            if bias is not None and bias.requires_grad:
+                torch.autograd.backward(bias, rows.sum(0))
+
+        ctx.queue.append(later)
+        return grad_output @ weight if ctx.needs_input_grad[0] else None, None, None, None
+
+
+class _DeferWeights(TorchFunctionMode):
+    """Inside, a backward leaves the weight products of linear layers in `queue`."""
+
+    def __init__(self, queue):
+        super().__init__()
+        self.queue = queue
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is nn.functional.linear:
+            return self._linear(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    def _linear(self, input, weight, bias=None):
+        if weight.requires_grad and weight.is_leaf and torch.is_grad_enabled():
+            anchor = torch.empty(0, requires_grad=True)
+            return _DeferredLinear.apply(input, anchor, (weight, bias), self.queue)
+        return nn.functional.linear(input, weight, bias)
+
+
 # ---- executor ------------------------------------------------------------------------------------
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -501,18 +551,21 @@ _HEADER = 8  # int64s that announce a tensor: its dtype, the number of its dims,
 
 
 class Pipeline:
-    """Runs one stage of a schedule: `stage` is this rank's module, `group` has one rank per stage.
+    """Runs one rank of a schedule: `stage` is its module, or a list of one per chunk.
 
-    loss_fn(output, target) is called on the last stage and returns the microbatch's share of the
-    loss: the loss of a step is the sum over microbatches, and nothing here divides by their number.
-    no_sync: a context for every backward but the last, such as DistributedDataParallel.no_sync.
+    loss_fn(output, target) is called at the end of a route and returns the microbatch's share of
+    the loss: the loss of a step is the sum over microbatches, and nothing here divides by their
+    number. no_sync: a context for every backward but the last, such as
+    DistributedDataParallel.no_sync. Two routes are those of two replicas (DualPipe), whose
+    gradients are summed at the end of a step. Where backwards are halved, those of linear layers
+    are: what other parameters get is computed with the first half.
 
     The transfers of a rank are posted in their global order: a receive as soon as all before it are
     posted, a send as soon as its tensor exists as well. So both ends of every link agree, the first
     transfer that is not done always has both its ends posted, and nothing deadlocks, whether sends
     are buffered (gloo) or meet their receive in issue order (NCCL).
-    Raises ValueError if the schedule is not made for the group's size, and for one with halved
-    backwards or several chunks per rank.
+    Raises ValueError if the schedule is not made for the group's size, or the list of stages does
+    not have one per chunk.
     """
 
     def __init__(self, stage, schedule, loss_fn, group=None, no_sync=nullcontext):
@@ -521,37 +574,51 @@ class Pipeline:
             raise ValueError(
                 f"a schedule for {len(schedule)} stages in a group of {self.num_stages} ranks"
             )
-        self.stage, self.loss_fn, self.group, self.no_sync = stage, loss_fn, group, no_sync
+        self.stages = list(stage) if isinstance(stage, (list, tuple, nn.ModuleList)) else [stage]
+        self.loss_fn, self.group, self.no_sync = loss_fn, group, no_sync
         self.schedule = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
         self.actions = schedule[self.rank]
-        for action in self.actions:
-            if action.kind not in "FB" or action.chunk:
-                raise ValueError(f"{action}: Pipeline runs whole backwards of one chunk per rank")
+        num_chunks = 1 + max(action.chunk for action in self.actions)
+        if len(self.stages) != num_chunks:
+            raise ValueError(f"{len(self.stages)} stages for num_chunks={num_chunks} on a rank")
         self.num_microbatches = self.schedule.num_microbatches
-        self.last_backward = next((a for a in reversed(self.actions) if a.kind == "B"), None)
+        backwards = [action for action in self.actions if action.kind in "BI"]
+        self.last_backward = backwards[-1] if backwards else None
+        self.halved = {action[1:] for action in backwards if action.kind == "I"}
+        self.waiting = {}  # transfer -> the action here that needs it
+        for action in self.actions:
+            if action.kind != "W":
+                self.waiting[_needs(self.schedule, action, self.rank)] = action
         transfers = simulate(schedule).transfers
         self.transfers = [t for t in transfers if self.rank in (t.source, t.destination)]
-        self.device = next((p.device for p in stage.parameters()), torch.device("cpu"))
+        parameters = [p for stage in self.stages for p in stage.parameters()]
+        self.device = parameters[0].device if parameters else torch.device("cpu")
         barrier(group)  # NCCL wants all ranks of a group in its first batch
-        # (shape, dtype) of a microbatch at the boundary
-        self.input_format = self.output_format = None
+        self.formats = {}  # (source, chunk) of a boundary -> (shape, dtype) of a microbatch
 
     def step(self, inputs=None, targets=None):
         """Run every action once.
 
-        inputs, targets: (B, ...), cut along B into microbatches; the first stage uses inputs, the
-        last one targets. Gradients are added to the parameters'. Returns the summed loss, detached,
-        on the last stage and None on the others. Raises ValueError if the number of microbatches
+        inputs, targets: (B, ...), cut along B into microbatches; used by ranks where routes begin,
+        and end. Gradients are added to the parameters'. Returns the summed loss, detached, on ranks
+        where routes end and None on the others. Raises ValueError if the number of microbatches
         does not divide B, or what a stage passes on is not of the shape and dtype that it first
         passed on.
         """
         self.inputs, self.targets = self._cut("inputs", inputs), self._cut("targets", targets)
-        self.alive = {}  # microbatch -> (input, output) between its forward and its backward
+        replicated = len(self.schedule.routes) > 1 and self.last_backward
+        before = self._take_gradients() if replicated else None
+        self.alive = {}  # (microbatch, chunk) -> (input, output) between forward and backward
+        self.queues = defaultdict(list)  # (microbatch, chunk) -> products of its weights' gradients
         self.unposted = deque(self.transfers)
         self.leaving, self.arriving, self.sent = {}, {}, deque()
         self.loss = None
         for action in self.actions:
             self._post_transfers()
+            if action.kind == "W":
+                for product in self.queues.pop(action[1:], ()):
+                    product()
+                continue
             received = self._receive(_needs(self.schedule, action, self.rank))
             result = (self._forward if action.kind == "F" else self._backward)(action, received)
             if made := _makes(self.schedule, action, self.rank):
@@ -559,6 +626,8 @@ class Pipeline:
         self._post_transfers()
         for messages in self.sent:
             messages.wait()
+        if replicated:
+            self._sum_replicas(before)
         return self.loss
 
     def _cut(self, name, batch):
@@ -572,24 +641,52 @@ class Pipeline:
         return batch.chunk(self.num_microbatches)
 
     def _forward(self, action, received):
-        x = self.inputs[action.microbatch] if received is None else received
-        if received is not None and self.last_backward:
+        before, after = self.schedule.neighbours(action, self.rank)
+        x = received if before else self.inputs[action.microbatch]
+        if before and self.last_backward:
             x.requires_grad_()
-        output = self.stage(x)
-        if self.rank == self.num_stages - 1:
+        halved = action[1:] in self.halved
+        with _DeferWeights(self.queues[action[1:]]) if halved else nullcontext():
+            output = self.stages[action.chunk](x)
+        if after is None:
             output = self.loss_fn(output, self.targets[action.microbatch])
             self.loss = output.detach() + (0 if self.loss is None else self.loss)
         if self.last_backward:
-            self.alive[action.microbatch] = x, output
+            self.alive[action[1:]] = x, output
         return output.detach().contiguous()
 
     def _backward(self, action, grad_output):
-        x, output = self.alive.pop(action.microbatch)
+        x, output = self.alive.pop(action[1:])
         with nullcontext() if action == self.last_backward else self.no_sync():
             torch.autograd.backward(output, grad_output)
-        if self.rank == 0:
+        if self.schedule.neighbours(action, self.rank)[1] is None:
             return None
         return torch.zeros_like(x) if x.grad is None else x.grad
+
+    def _take_gradients(self):
+        """The gradients of earlier steps, which are the same on both replicas already."""
+        parameters = [p for stage in self.stages for p in stage.parameters() if p.requires_grad]
+        gradients = {parameter: parameter.grad for parameter in parameters}
+        for parameter in parameters:
+            parameter.grad = None
+        return gradients
+
+    def _sum_replicas(self, before):
+        """Chunk 0 here and chunk 1 of the mirrored rank are one stage: sum their gradients."""
+        mirror = self.num_stages - 1 - self.rank
+        chunks = [[p for p in stage.parameters() if p in before] for stage in self.stages]
+        for parameter in before:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        rows = [torch.cat([p.grad.flatten() for p in chunk]) for chunk in chunks]
+        received = [torch.empty_like(row) for row in rows]
+        sends, receives = ([(row, mirror) for row in part] for part in (rows, received[::-1]))
+        exchange(sends, receives, self.group)
+        for chunk, row in zip(chunks, received):
+            for parameter, part in zip(chunk, row.split([p.numel() for p in chunk])):
+                parameter.grad.add_(part.view_as(parameter))
+                if before[parameter] is not None:
+                    parameter.grad.add_(before[parameter])
 
     def _post_transfers(self):
         """Post what can be posted without waiting, in the global order."""
@@ -605,7 +702,7 @@ class Pipeline:
 
     def _send(self, tensor, transfer):
         if transfer.action.kind == "F":
-            self._announce(tensor, transfer.destination)
+            self._announce(tensor, transfer)
         messages = exchange([(tensor, transfer.destination)], [], self.group, async_op=True)
         self.sent.append(messages)
         if len(self.sent) > self.num_stages:  # sent tensors live until waited for: keep only a few
@@ -613,40 +710,47 @@ class Pipeline:
 
     def _post_receive(self, transfer):
         if transfer.action.kind == "F":
-            shape, dtype = self.input_format = self.input_format or self._learn(transfer.source)
+            shape, dtype = self._learn(transfer)
             buffer = torch.empty(shape, dtype=dtype, device=self.device)
         else:
-            _, output = self.alive[transfer.action.microbatch]
+            _, output = self.alive[self.waiting[transfer][1:]]
             buffer = torch.empty_like(output, memory_format=torch.contiguous_format)
         messages = exchange([], [(buffer, transfer.source)], self.group, async_op=True)
         self.arriving[transfer] = buffer, messages
 
-    def _announce(self, tensor, destination):
-        """Ahead of the first tensor ever, tell the next stage its shape and dtype."""
-        if self.output_format is None:
+    def _announce(self, tensor, transfer):
+        """Ahead of the first tensor of a boundary, tell the next rank its shape and dtype."""
+        boundary = self.rank, transfer.action.chunk
+        if boundary not in self.formats:
             if tensor.dtype not in _DTYPES or tensor.ndim > _HEADER - 2:
                 raise ValueError(
                     f"stage {self.rank} cannot send {tensor.dtype} of {tensor.ndim} dims"
                 )
-            self.output_format = tensor.shape, tensor.dtype
+            self.formats[boundary] = tensor.shape, tensor.dtype
             header = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
             header = torch.tensor(header + [0] * (_HEADER - len(header)), device=self.device)
-            exchange([(header, destination)], [], self.group)
-        if self.output_format != (tensor.shape, tensor.dtype):
+            exchange([(header, transfer.destination)], [], self.group)
+        shape, dtype = self.formats[boundary]
+        if (shape, dtype) != (tensor.shape, tensor.dtype):
             raise ValueError(
                 f"stage {self.rank} made {tuple(tensor.shape)} {tensor.dtype} "
-                f"after its first output was {tuple(self.output_format[0])} {self.output_format[1]}"
+                f"after its first output was {tuple(shape)} {dtype}"
             )
 
-    def _learn(self, source):
-        header = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
-        exchange([], [(header, source)], self.group)
-        dtype, ndim, *shape = header.tolist()
-        return torch.Size(shape[:ndim]), _DTYPES[dtype]
+    def _learn(self, transfer):
+        boundary = transfer.source, transfer.action.chunk
+        if boundary not in self.formats:
+            header = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
+            exchange([], [(header, transfer.source)], self.group)
+            dtype, ndim, *shape = header.tolist()
+            self.formats[boundary] = torch.Size(shape[:ndim]), _DTYPES[dtype]
+        return self.formats[boundary]
 
     def _receive(self, transfer):
         if transfer is None:
             return None
+        if transfer.source == self.rank:  # from the rank's own other chunk
+            return self.leaving.pop(transfer)
         buffer, messages = self.arriving.pop(transfer)
         messages.wait()
         return buffer

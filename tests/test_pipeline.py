@@ -1,5 +1,6 @@
 """Schedules against their formulas and NCCL's rules, the executor against one process."""
 
+import copy
 import json
 import random
 import re
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import pipeline
 from collectives import count_bytes, exchange, rank_and_size
@@ -35,6 +37,7 @@ from pipeline import (
     zb_h2,
     zb_v,
 )
+from nccl_replay import record, replay
 from ranks import run
 
 SIZES = [(p, m) for p in range(1, 9) for m in range(1, 4 * p + 1)]
@@ -520,6 +523,129 @@ def test_losses_and_gradients_over_two_steps_are_those_of_one_process(world_size
         layers, _, _ = _problem(m, world_size, rows=m)
         every_name = {(m, name) for name, _ in nn.Sequential(*layers).named_parameters()}
         assert every_name == {(k, name) for names in compared for k, name in names if k == m}
+
+
+def _cut_for(schedule, layers, seed):
+    """This rank's stages, one per chunk: layers cut unevenly along the route; and their names."""
+    rank, _ = rank_and_size()
+    sizes, stages, names = random.Random(seed), {}, {}
+    for route in schedule.routes:
+        count = len(route)
+        bounds = [0, *sorted(sizes.sample(range(1, len(layers)), count - 1)), len(layers)]
+        sizes = random.Random(seed)  # the same cut for a replica
+        for stage, (place, chunk) in enumerate(route):
+            if place == rank:
+                mine = range(bounds[stage], bounds[stage + 1])
+                stages[chunk] = nn.Sequential(*[copy.deepcopy(layers[i]) for i in mine])
+                names[chunk] = mine
+    return [stages[chunk] for chunk in sorted(stages)], [names[chunk] for chunk in sorted(names)]
+
+
+def _run_schedule(name, m, dtype, tolerance):
+    """Two steps, whose gradients add up; returns whether this rank has them all, and its loss."""
+    rank, p = rank_and_size()
+    schedule = SCHEDULES[name](p, m)
+    torch.manual_seed(m)
+    make_layer = lambda: nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 5), nn.Tanh()).to(dtype)
+    layers = [make_layer() for _ in range(2 * p + 3)]
+    inputs, targets = torch.randn(2, 2, 2 * m, 3, 5, dtype=dtype)
+    loss_fn = lambda output, target: (output - target).square().sum() / 7
+    stages, owned = _cut_for(schedule, layers, seed=m)
+    executor = Pipeline(stages, schedule, loss_fn)
+    losses, expected = [], []
+    for x, y in zip(inputs, targets):
+        expected.append(loss_fn(nn.Sequential(*layers)(x), y))
+        expected[-1].backward()
+        losses.append(executor.step(x, y))
+        assert not executor.alive and not any(executor.queues.values())
+        assert not executor.leaving and not executor.arriving
+    for stage, mine in zip(stages, owned):
+        for layer, i in zip(stage, mine):
+            for (key, found), one in zip(layer.named_parameters(), layers[i].parameters()):
+                message = lambda text: f"{name} layer {i} {key} {text}"
+                torch.testing.assert_close(
+                    found.grad, one.grad, rtol=tolerance, atol=tolerance, msg=message
+                )
+    gradients = [
+        torch.cat([p.grad.flatten() for p in stage.parameters()]) for stage in stages
+    ]
+    return losses, [loss.detach() for loss in expected], owned, gradients
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_gives_the_losses_and_gradients_of_one_process(name, world_size):
+    sizes = [m for p, m in _sizes_of(name) if p == world_size]
+    for m in {*sizes[:2], *sizes[len(sizes) // 2 :][:1], *sizes[-1:]}:
+        for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-4)):
+            results = run(world_size, _run_schedule, name, m, dtype, tolerance)
+            losses = [loss for loss, *_ in results if loss[0] is not None]
+            assert len(losses) == (2 if name == "dualpipe" else 1)
+            for step, expected in enumerate(results[0][1]):
+                total = sum(loss[step] for loss in losses)
+                torch.testing.assert_close(total, expected, rtol=tolerance, atol=tolerance)
+            owned = [i for *_, mine, _ in results for part in mine for i in part]
+            copies = 2 if name == "dualpipe" else 1
+            assert sorted(owned) == sorted(copies * list(range(2 * world_size + 3)))
+            if name == "dualpipe":  # replicas have the same bits
+                for rank, (*_, gradients) in enumerate(results):
+                    assert torch.equal(gradients[0], results[world_size - 1 - rank][3][1])
+
+
+def _count_flops(make_schedule):
+    rank, p = rank_and_size()
+    stage = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    executor = Pipeline(stage, make_schedule(p, 4), _loss)
+    inputs, targets = torch.randn(2, 8, 8)
+    with FlopCounterMode(display=False) as counter:
+        executor.step(inputs, targets.double())
+    return counter.get_total_flops()
+
+
+def test_halved_backwards_do_no_work_twice():
+    whole = run(2, _count_flops, one_f_one_b)
+    assert run(2, _count_flops, zb_h1) == run(2, _count_flops, zb_h2) == whole and min(whole) > 0
+
+
+def _order_of_products():
+    """In W, and not before, a linear's weight gets its gradient; hooks see it then."""
+    rank, p = rank_and_size()
+    schedule, events = zb_h1(p, 4), []
+    stage = nn.Linear(3, 3)
+    executor = Pipeline(stage, schedule, _loss)
+    stage.weight.register_post_accumulate_grad_hook(lambda _: events.append("W"))
+    backward = executor._backward
+
+    def logged(action, received):
+        events.append("I")
+        return backward(action, received)
+
+    executor._backward = logged
+    executor.step(torch.randn(4, 3), torch.zeros(4, 3))
+    return events, [action.kind for action in schedule[rank] if action.kind in "IW"]
+
+
+def test_weight_gradients_come_in_their_own_slot():
+    for found, expected in run(3, _order_of_products):
+        assert found == expected
+
+
+def _record_schedule(name, m):
+    rank, p = rank_and_size()
+    schedule = SCHEDULES[name](p, m)
+    with record() as events:
+        layers = [nn.Linear(3, 3) for _ in range(2 * p + 3)]
+        stages, _ = _cut_for(schedule, layers, seed=0)
+        executor = Pipeline(stages, schedule, _loss)
+        for _ in range(2):
+            executor.step(torch.randn(m, 3), torch.zeros(m, 3))
+    return events
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_schedule_would_hang_on_nccl(name):
+    for p, m in ((2, 4), (4, 8)):
+        replay(run(p, _record_schedule, name, m))
 
 
 def _interleaved_groups():
