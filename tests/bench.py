@@ -2,6 +2,7 @@
 
     python tests/bench.py collectives [--world-sizes 2 4 8] [--largest 128]
     python tests/bench.py data_parallel [--world-sizes 2]
+    python tests/bench.py pipeline      (sleeping stages, then real ones beside PyTorch's)
     python tests/bench.py overlap       (as root on Linux: over a link of 2 Gbit/s, shaped by tc)
 
 Times on a shared machine drift by 10-15% and now and then by more; the ratio of medians over
@@ -10,6 +11,7 @@ for both sides.
 """
 
 import argparse
+import copy
 import random
 import re
 import shlex
@@ -27,12 +29,15 @@ import torch.distributed as dist
 import torch.distributed.optim
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
 
 import collectives
 from ddp import DistributedDataParallel
+from pipeline import SCHEDULES, Pipeline, simulate
 from ranks import run, spawn
-from reference_gpt import ReferenceGPT
+from reference_gpt import Layer, ReferenceGPT
 from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 
 KB, MB = 1 << 10, 1 << 20
@@ -250,11 +255,118 @@ def bench_overlap(arguments):
         print(f"{name:9} {cap:2} MB buckets  exposed {exposed * 1e3:4.0f} ms  hidden {hidden:4.0%}")
 
 
+# ---- pipelines -----------------------------------------------------------------------------------
+
+SLOT = 0.02  # seconds that F, I and W of all of a rank's layers sleep
+
+
+class _Sleeping(Pipeline):
+    """A pipeline whose stages do nothing, for as long as the simulator says."""
+
+    def __init__(self, schedule, parts):
+        stages = [nn.Linear(1, 1) for _ in range(1 + max(a.chunk for a in schedule[0]))]
+        super().__init__(stages, schedule, lambda output, target: (output - target).square().sum())
+        self.slot = SLOT / parts
+
+    def _forward(self, action, received):
+        time.sleep(self.slot)
+        return super()._forward(action, received)
+
+    def _backward(self, action, received):
+        time.sleep(self.slot if action.kind == "I" else 2 * self.slot)
+        if action.kind == "I":
+            self.queues[action[1:]].append(lambda: time.sleep(self.slot))
+        return super()._backward(action, received)
+
+
+def _sleep_through(name, num_microbatches, rounds):
+    parts = 2 if name in ("interleaved", "zb-v") else 1
+    schedule = SCHEDULES[name](dist.get_world_size(), num_microbatches)
+    pipeline, batch, times = _Sleeping(schedule, parts), torch.zeros(num_microbatches, 1), []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        pipeline.step(batch, batch)
+        dist.barrier()
+        times.append(time.perf_counter() - began)
+    total = simulate(schedule, 1 / parts, 2 / parts, weight=1 / parts).total
+    return statistics.median(times[1:]) / SLOT, total
+
+
+def _torch_schedules():
+    """name -> (PyTorch's schedule, its stage indices on a rank of p, the name of ours)."""
+    loop, vee = (lambda r, p: [r, r + p]), (lambda r, p: [r, 2 * p - 1 - r])
+    return {
+        "GPipe": (pipelining.ScheduleGPipe, lambda r, p: [r], "gpipe"),
+        "1F1B": (pipelining.Schedule1F1B, lambda r, p: [r], "1f1b"),
+        "Interleaved1F1B": (pipelining.ScheduleInterleaved1F1B, loop, "interleaved"),
+        "InterleavedZeroBubble": (pipelining.ScheduleInterleavedZeroBubble, loop, "zb-h1"),
+        "ZBVZeroBubble": (pipelining.ScheduleZBVZeroBubble, vee, "zb-v"),
+        "DualPipeV": (pipelining.ScheduleDualPipeV, vee, "zb-v"),
+    }
+
+
+def _time_pipelines(num_microbatches, rounds):
+    rank, p = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    layers = [Layer(256, 4) for _ in range(8)]
+    inputs, targets = torch.randn(2, 2 * num_microbatches, 64, 256)
+    loss_fn = lambda output, target: (output - target).square().mean()
+    contenders = {}
+
+    def cut(route):
+        size = len(layers) // len(route)
+        stages = {}
+        for i, (place, chunk) in enumerate(route):
+            if place == rank:
+                part = layers[i * size : (i + 1) * size]
+                stages[chunk] = copy.deepcopy(nn.Sequential(*part))
+        return [stages[chunk] for chunk in sorted(stages)]
+
+    for name, (kind, indices, mine) in _torch_schedules().items():
+        schedule = SCHEDULES[mine](p, num_microbatches)
+        ours = Pipeline(cut(schedule.routes[0]), schedule, loss_fn)
+        contenders[f"ours, {name}"] = partial(ours.step, inputs, targets)
+        count = len(indices(rank, p)) * p
+        size = len(layers) // count
+        stages = [
+            PipelineStage(
+                copy.deepcopy(nn.Sequential(*layers[i * size : (i + 1) * size])),
+                i, count, torch.device("cpu"), group=dist.group.WORLD,
+            )
+            for i in indices(rank, p)
+        ]
+        theirs = kind(stages[0] if len(stages) == 1 else stages, num_microbatches, loss_fn=loss_fn)
+        first = (inputs,) if rank == 0 else ()
+        last = any(stage.is_last for stage in stages)
+        contenders[name] = partial(theirs.step, *first, **({"target": targets} if last else {}))
+    return take_turns(contenders, rounds)
+
+
+def bench_pipeline(arguments):
+    """Sleeping stages, P = 4: slots measured / simulated. Real ones, P = 2: ms, ours / theirs."""
+    for name in SCHEDULES:
+        slots, total = run(4, _sleep_through, name, 8, arguments.rounds, timeout=600)[0]
+        print(f"{name:12}{slots:7.1f} slots, simulated {total:5.1f} = {slots / total:5.3f}")
+    times = run(2, _time_pipelines, 8, arguments.rounds, timeout=3000)[0]
+    for name, (*_, mine) in _torch_schedules().items():
+        ours, theirs = times[f"ours, {name}"] * 1e3, times[name] * 1e3
+        print(f"{name:22}{mine:12}{ours:7.1f} / {theirs:6.1f} ms = {ours / theirs:5.2f}")
+
+
+BENCHMARKS = {
+    "collectives": bench_collectives,
+    "data_parallel": bench_data_parallel,
+    "pipeline": bench_pipeline,
+    "overlap": bench_overlap,
+}
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("subject", choices=["collectives", "data_parallel", "overlap"])
+    parser.add_argument("subject", choices=list(BENCHMARKS))
     parser.add_argument("--world-sizes", type=int, nargs="+")
     parser.add_argument("--largest", type=int, default=128, help="MB")
     parser.add_argument("--rounds", type=int, default=7)
@@ -262,14 +374,9 @@ def main():
     parser.add_argument("--operations", nargs="+", default=names)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.subject == "collectives":
-        arguments.world_sizes = arguments.world_sizes or [2, 4, 8]
-        bench_collectives(arguments)
-    elif arguments.subject == "data_parallel":
-        arguments.world_sizes = arguments.world_sizes or [2]
-        bench_data_parallel(arguments)
-    else:
-        bench_overlap(arguments)
+    defaults = {"collectives": [2, 4, 8]}
+    arguments.world_sizes = arguments.world_sizes or defaults.get(arguments.subject, [2])
+    BENCHMARKS[arguments.subject](arguments)
 
 
 if __name__ == "__main__":
