@@ -514,6 +514,7 @@ class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         (x,), (weight, bias) = ctx.saved_tensors, ctx.parameters
+        x = x.detach()  # what came before x is done with
 
         def later():
             rows = grad_output.flatten(0, -2)
@@ -616,8 +617,9 @@ class Pipeline:
         for action in self.actions:
             self._post_transfers()
             if action.kind == "W":
-                for product in self.queues.pop(action[1:], ()):
-                    product()
+                queue = self.queues.pop(action[1:])
+                while queue:  # emptied, as the graph refers to it and it to activations
+                    queue.pop(0)()
                 continue
             received = self._receive(_needs(self.schedule, action, self.rank))
             result = (self._forward if action.kind == "F" else self._backward)(action, received)
@@ -874,6 +876,7 @@ def _compare(num_stages, num_microbatches):
 
 
 def main():
+    """The command line: draw one schedule, or compare all."""
     parser = argparse.ArgumentParser(description="Draw or compare pipeline schedules.")
     parser.add_argument("--schedule", choices=SCHEDULES)
     parser.add_argument("--stages", type=int, default=4)

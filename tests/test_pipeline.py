@@ -1,6 +1,7 @@
 """Schedules against their formulas and NCCL's rules, the executor against one process."""
 
 import copy
+import gc
 import json
 import random
 import re
@@ -605,6 +606,32 @@ def _count_flops(make_schedule):
 def test_halved_backwards_do_no_work_twice():
     whole = run(2, _count_flops, one_f_one_b)
     assert run(2, _count_flops, zb_h1) == run(2, _count_flops, zb_h2) == whole and min(whole) > 0
+
+
+def _live_bytes(name):
+    """Bytes of all tensors after each of three steps."""
+    rank, p = rank_and_size()
+    schedule = SCHEDULES[name](p, 8)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(8)]
+    executor = Pipeline(_cut_for(schedule, layers, seed=0)[0], schedule, _loss)
+    inputs, targets, live = torch.randn(16, 8), torch.zeros(16, 8), []
+    for _ in range(3):
+        executor.step(inputs, targets)
+        live.append(_bytes_of_all_tensors())
+    return live
+
+
+def _bytes_of_all_tensors():
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe"])
+def test_a_step_leaves_nothing_behind(name):
+    for first, second, third in run(2, _live_bytes, name):
+        assert first == second == third
 
 
 def _order_of_products():
