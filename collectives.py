@@ -589,16 +589,16 @@ def _recursive_doubling(output, input, op, rank, world_size):
         total = _REDUCE[op](total, received, out=output if step == last else received)
 
 
-def _halving(chunks, op, rank):
+def _halving(tensor, bounds, op, rank):
     """Reduce-scatter by swapping halves, quarters ...; returns chunk `rank`. log2(P) steps.
 
         rank        0              1              2              3
         step 0   c01: 0+2       c01: 1+3       c23: 0+2       c23: 1+3       (partner = rank xor 2)
         step 1   c0: 0+1+2+3    c1: 0+1+2+3    c2: 0+1+2+3    c3: 0+1+2+3    (partner = rank xor 1)
 
-    `chunks`, here and below, are (flat tensor, bounds): the c-th ends where the next one begins.
+    Chunk c, here and below, is tensor[bounds[c] : bounds[c + 1]].
     """
-    (total, bounds), first, size = chunks, 0, len(chunks[1]) - 1
+    total, first, size = tensor, 0, len(bounds) - 1
     while size > 1:
         size //= 2
         partner = rank ^ size
@@ -613,7 +613,7 @@ def _halving(chunks, op, rank):
     return total
 
 
-def _doubling(chunks, rank):
+def _doubling(tensor, bounds, rank):
     """All-gather by swapping one chunk, then two, four ..., in place. log2(P) steps.
 
         rank        0         1         2         3
@@ -621,7 +621,7 @@ def _doubling(chunks, rank):
         step 0   0 1 . .   0 1 . .   . . 2 3   . . 2 3       (partner = rank xor 1)
         step 1   0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3       (partner = rank xor 2)
     """
-    (tensor, bounds), size = chunks, 1
+    size = 1
     while size < len(bounds) - 1:
         partner, mine = rank ^ size, rank & -size
         own, other = (tensor[bounds[i] : bounds[i + size]] for i in (mine, mine ^ size))
@@ -632,9 +632,9 @@ def _doubling(chunks, rank):
 def _halving_doubling(output, input, op, rank, world_size):
     """The one, then the other. 2 log2(P) steps, 2(P-1)/P D bytes. Rabenseifner, 2004."""
     bounds = [len(output) * chunk // world_size for chunk in range(world_size + 1)]
-    total = yield from _halving((input, bounds), op, rank)
+    total = yield from _halving(input, bounds, op, rank)
     output[bounds[rank] : bounds[rank + 1]].copy_(total)
-    yield from _doubling((output, bounds), rank)
+    yield from _doubling(output, bounds, rank)
 
 
 def _for_any_size(algorithm):
@@ -982,7 +982,7 @@ def _partial_sums(output, input, op, group):
     rank, world_size = rank_and_size(group)
     if _few_steps(input, world_size):
         bounds = [len(output) * chunk for chunk in range(world_size + 1)]
-        output.copy_((yield from _halving((input, bounds), op, rank)))
+        output.copy_((yield from _halving(input, bounds, op, rank)))
     else:
         chunks, ring = input.tensor_split(world_size), range(world_size)
         scratch = output.new_empty(2, len(output))
@@ -1019,7 +1019,7 @@ def _own_and_others(output, input, group):
     chunks[rank].copy_(input)
     if _few_steps(output, world_size):
         bounds = [len(input) * chunk for chunk in range(world_size + 1)]
-        yield from _doubling((output, bounds), rank)
+        yield from _doubling(output, bounds, rank)
     else:
         yield from _go_round(_gather_steps(chunks, ring, rank), None, ring, rank)
 
@@ -1124,8 +1124,16 @@ def barrier(group=None):
         torch.cuda.current_stream().synchronize()
 
 
-def check_agreement(lines, group=None):
-    """ValueError, on every rank of the group, if some rank has other lines of text than rank 0."""
+def check_parameters(named, group=None):
+    """ValueError if [(name, tensor)] are on several devices, or not alike on all ranks. Collective.
+
+    What ranks disagree on is an error on every rank of the group, naming the first difference.
+    """
+    devices = {tensor.device: name for name, tensor in named}
+    if len(devices) > 1:
+        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+        raise ValueError(f"parameters are on several devices: {where}")
+    lines = [f"{name!r} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in named]
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     text = "\n".join(lines).encode()
     digest = hashlib.sha256(text).digest() + len(text).to_bytes(8, "little")
@@ -1376,7 +1384,7 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
     return _AllToAll.apply(x, output_split_sizes, input_split_sizes, group)
 
 
-# ---- hooks, for what must happen before or after a gradient is there -----------------------------
+# ---- gradients: when backward comes, how they are packed, whether they are finite ----------------
 
 
 def before_backward(function, outputs, inputs=()):
@@ -1398,6 +1406,29 @@ def _tensors(nested):
 def _source(tensor):
     """What a tensor is a view of: the view itself leaves the graph if it is changed in place."""
     return tensor._base if tensor._is_view() and tensor._base.requires_grad else tensor
+
+
+def fill_buckets(parameters, cap_bytes):
+    """Lists of parameters to travel together, in the order in which they are complete.
+
+    Each is of one dtype and at most `cap_bytes`, or one parameter.
+    """
+    filling, full = {}, []
+    for parameter in parameters:
+        bucket = filling.setdefault(parameter.dtype, [])
+        if bucket and sum(p.nbytes for p in bucket) + parameter.nbytes > cap_bytes:
+            full.append(bucket)
+            bucket = filling[parameter.dtype] = []
+        bucket.append(parameter)
+    place = {parameter: i for i, parameter in enumerate(parameters)}
+    return sorted(full + list(filling.values()), key=lambda bucket: place[bucket[-1]])
+
+
+def check_finite(sums, group=None):
+    """RuntimeError naming the gradients whose sums {name: sum} are not finite on this rank."""
+    if names := [name for name, value in sums.items() if not value.isfinite()]:
+        rank = dist.get_rank(group)
+        raise RuntimeError(f"rank {rank}: gradient not finite for {', '.join(names)}")
 
 
 def weakly(method):

@@ -31,9 +31,11 @@ from collectives import (
     all_reduce_bytes,
     before_backward,
     broadcast,
-    check_agreement,
+    check_finite,
+    check_parameters,
     count_bytes,
     dist,
+    fill_buckets,
     rank_and_size,
     run_ranks,
     weakly,
@@ -75,20 +77,6 @@ class _Bucket:
         if self.sum is not self.buffer:
             self.buffer.copy_(self.sum)
         self.sum = None
-
-
-def _fill_buckets(parameters, cap_bytes, with_flags):
-    """Buckets of one dtype and at most `cap_bytes` (or one parameter), in the order they fill."""
-    filling, full = {}, []
-    for parameter in parameters:
-        bucket = filling.setdefault(parameter.dtype, [])
-        if bucket and sum(p.nbytes for p in bucket) + parameter.nbytes > cap_bytes:
-            full.append(bucket)
-            bucket = filling[parameter.dtype] = []
-        bucket.append(parameter)
-    place = {parameter: i for i, parameter in enumerate(parameters)}
-    full = sorted(full + list(filling.values()), key=lambda bucket: place[bucket[-1]])
-    return [_Bucket(bucket, with_flags) for bucket in full]
 
 
 class DistributedDataParallel(nn.Module):
@@ -145,15 +133,8 @@ class DistributedDataParallel(nn.Module):
                 f"bucket_cap_mb={bucket_cap_mb} and "
                 f"gradient_divide_factor={gradient_divide_factor} must be positive"
             )
-        devices = {p.device: name for name, p in self.module.named_parameters()}
-        if len(devices) > 1:
-            where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-            raise ValueError(f"parameters are on several devices: {where}")
-        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-        check_agreement(
-            [f"{name!r} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in tensors],
-            self.process_group,
-        )
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
+        check_parameters(named, self.process_group)
 
     def _broadcast(self, tensors):
         source = dist.get_global_rank(self.process_group or dist.group.WORLD, 0)
@@ -163,7 +144,8 @@ class DistributedDataParallel(nn.Module):
     def _build(self, order):
         """Fill buckets in the given order; gradients that exist move into them."""
         self._order = order
-        self._buckets = _fill_buckets(order, self._cap_bytes, self.find_unused_parameters)
+        buckets = fill_buckets(order, self._cap_bytes)
+        self._buckets = [_Bucket(bucket, self.find_unused_parameters) for bucket in buckets]
         self._place = {}
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views):
@@ -222,7 +204,7 @@ class DistributedDataParallel(nn.Module):
             view.div_(factor)
         parameter.grad = view
         if self.error_if_nonfinite and self._reducing:
-            self._sums[parameter] = view.sum(dtype=torch.float64)
+            self._sums[self._names[parameter]] = view.sum(dtype=torch.float64)
 
     def _launch_full_buckets(self):
         """Reduce full buckets, in bucket order: collectives need the same order on every rank."""
@@ -263,18 +245,13 @@ class DistributedDataParallel(nn.Module):
 
     def _raise_errors(self, unused):
         """After the reduction, so that no other rank is left waiting."""
-        rank = dist.get_rank(self.process_group)
         if unused and not self.find_unused_parameters:
-            names = ", ".join(self._names[parameter] for parameter in unused)
+            rank, names = dist.get_rank(self.process_group), [self._names[p] for p in unused]
             raise RuntimeError(
-                f"rank {rank}: no gradient for {names}; "
+                f"rank {rank}: no gradient for {', '.join(names)}; "
                 "with find_unused_parameters=True they would count as zero"
             )
-        if self.error_if_nonfinite:
-            finite = torch.stack([*self._sums.values()]).isfinite().tolist()
-            names = [self._names[p] for p, is_finite in zip(self._sums, finite) if not is_finite]
-            if names:
-                raise RuntimeError(f"rank {rank}: gradient not finite for {', '.join(names)}")
+        check_finite(self._sums, self.process_group)
 
 
 # ---- cost ----------------------------------------------------------------------------------------

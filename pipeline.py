@@ -566,7 +566,7 @@ class Pipeline:
     transfer that is not done always has both its ends posted, and nothing deadlocks, whether sends
     are buffered (gloo) or meet their receive in issue order (NCCL).
     Raises ValueError if the schedule is not made for the group's size, or the list of stages does
-    not have one per chunk.
+    not have one per chunk; step() for a loss that is not a scalar.
     """
 
     def __init__(self, stage, schedule, loss_fn, group=None, no_sync=nullcontext):
@@ -652,6 +652,8 @@ class Pipeline:
             output = self.stages[action.chunk](x)
         if after is None:
             output = self.loss_fn(output, self.targets[action.microbatch])
+            if output.numel() != 1 and self.last_backward:
+                raise ValueError(f"loss_fn returned {tuple(output.shape)}, not a scalar")
             self.loss = output.detach() + (0 if self.loss is None else self.loss)
         if self.last_backward:
             self.alive[action[1:]] = x, output
@@ -774,7 +776,7 @@ SCHEDULES = {
 
 
 def bubble_time(
-    num_stages, forward=1.0, backward=2.0, schedule="1f1b", weight=1.0, num_chunks=2, microbatches=1
+    schedule, num_stages, num_microbatches, forward=1.0, backward=2.0, weight=1.0, num_chunks=2
 ):
     """A rank's idle time, where F, B and its part W take these times for all of a rank's layers.
 
@@ -783,7 +785,7 @@ def bubble_time(
     """
     rounds, F, B, W = num_stages - 1, forward, backward, weight
     return {
-        "naive": rounds * microbatches * (F + B),
+        "naive": rounds * num_microbatches * (F + B),
         "gpipe": rounds * (F + B),
         "1f1b": rounds * (F + B),
         "interleaved": rounds * (F + B) / num_chunks,
@@ -843,7 +845,8 @@ def _demonstrate():
         timeline = simulate(schedule)
         if rank == 0:
             print(f"{make_schedule.__name__}\n{draw(schedule)}")
-            print(f"bubble: claimed {bubble_time(world_size)}, simulated {timeline.bubble}")
+            claim = bubble_time("1f1b", world_size, num_microbatches)  # GPipe's is the same
+            print(f"bubble: claimed {claim}, simulated {timeline.bubble}")
             print(f"peak activations, in microbatches: {timeline.peak}")
             print(f"rank 0 sent {traffic.bytes()} bytes, claimed {claimed}")
             print(f"largest difference from one process's gradients: {error:.1e}\n")
@@ -864,7 +867,7 @@ def _compare(num_stages, num_microbatches):
     print(f"{'':12}{'bubble':>18}{'peak activations':>24}{'total':>9}")
     print(f"{'':12}{'claimed simulated':>18}{'claimed simulated':>24}")
     for name in SCHEDULES:
-        claimed = bubble_time(num_stages, schedule=name, microbatches=num_microbatches)
+        claimed = bubble_time(name, num_stages, num_microbatches)
         peak = peak_activations(name, num_stages, num_microbatches)
         try:
             _, timeline, bubble, held = _simulated(name, num_stages, num_microbatches)
@@ -892,9 +895,7 @@ def main():
         parser.error(str(error))
     schedule, timeline, bubble, peak = found
     print(draw(schedule, color=sys.stdout.isatty()))
-    claimed = bubble_time(
-        args.stages, schedule=args.schedule, microbatches=args.microbatches
-    )
+    claimed = bubble_time(args.schedule, args.stages, args.microbatches)
     print(f"bubble: claimed {claimed:g}, simulated {bubble:g}")
     claimed = peak_activations(args.schedule, args.stages, args.microbatches)
     print(f"peak activations, in microbatches: claimed {claimed:g}, simulated {peak:g}")

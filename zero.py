@@ -40,9 +40,11 @@ from collectives import (
     all_reduce,
     before_backward,
     broadcast,
-    check_agreement,
+    check_finite,
+    check_parameters,
     count_bytes,
     dist,
+    fill_buckets,
     rank_and_size,
     reduce_scatter_bytes,
     reduce_scatter_single,
@@ -129,8 +131,9 @@ class _Flat:
         shard = self.shard.to(self.param_dtype)
         return all_gather_single(self.full, shard, self.group, async_op=True)
 
-    def open_row(self, dtype):
+    def open_row(self):
         """Memory for a row of gradients."""
+        dtype = self.param_dtype if self.settings.keep else self.reduce_dtype
         self.row = self.full.new_empty(self.length, dtype=dtype)
         self.row[sum(self.sizes) :] = 0
         self.row_views, self.missing = self.views(self.row), set(self.parameters)
@@ -146,10 +149,11 @@ class _Flat:
         self.sums = {}
         self.close_row()
 
-    def store(self, parameter, keep):
+    def store(self, parameter):
         """Move a gradient into the row of gradients; with `keep` it stays there, as a view."""
+        keep = self.settings.keep
         if self.row is None:
-            self.open_row(self.param_dtype if keep else self.reduce_dtype)
+            self.open_row()
         view = self.row_views[self.index[parameter]]
         if parameter.grad is not view:
             if keep or parameter in self.missing:
@@ -161,10 +165,15 @@ class _Flat:
         if self.settings.error_if_nonfinite:
             self.sums[self.names[self.index[parameter]]] = view.sum(dtype=torch.float64)
 
-    def reduce(self, keep):
+    def is_full(self):
+        """Whether every parameter's gradient is there."""
+        return self.row is not None and not self.missing
+
+    def reduce(self):
         """Begin to sum the rows of all ranks; a parameter without gradient counts as zero."""
+        keep = self.settings.keep
         if self.row is None:
-            self.open_row(self.reduce_dtype)
+            self.open_row()
         for parameter, view in zip(self.parameters, self.row_views):
             if parameter in self.missing or (keep and parameter.grad is None):
                 view.zero_()
@@ -187,33 +196,34 @@ class _Flat:
 
 @dataclass
 class _Settings:
+    """What all rows of a model have in common; keep: gradients stay in their row until step()."""
+
     group: object
     replicate_group: object
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     divide_factor: float | None
     error_if_nonfinite: bool
+    keep: bool = False
 
-    def groups(self):
-        """Replicas first: then the shards of the first replica reach all its ranks."""
-        return [*([self.replicate_group] if self.replicate_group is not None else []), self.group]
+    def __post_init__(self):
+        # replicas first: then what the first replica broadcasts reaches all of its ranks
+        self.groups = [self.group]
+        if self.replicate_group is not None:
+            self.groups = [self.replicate_group, self.group]
+        if self.divide_factor is None:
+            self.divide_factor = math.prod(dist.get_world_size(group) for group in self.groups)
+        if not self.divide_factor > 0:
+            raise ValueError(f"gradient_divide_factor={self.divide_factor} must be positive")
 
     def broadcast(self, tensor):
         """Give all ranks the first one's."""
-        for group in self.groups():
+        for group in self.groups:
             broadcast(tensor, dist.get_global_rank(group or dist.group.WORLD, 0), group)
 
     def check(self, named):
-        """The parameters of all ranks agree, and are on one device."""
-        if self.divide_factor is None:
-            self.divide_factor = math.prod(dist.get_world_size(group) for group in self.groups())
-        devices = {parameter.device: name for name, parameter in named}
-        if len(devices) > 1:
-            where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-            raise ValueError(f"parameters are on several devices: {where}")
-        lines = [f"{name!r} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named]
-        for group in self.groups():
-            check_agreement(lines, group)
+        for group in self.groups:
+            check_parameters(named, group)
 
 
 def _check_backward(flats, group):
@@ -227,9 +237,7 @@ def _check_finite(flats, group):
     sums = {name: value for flat in flats for name, value in flat.sums.items()}
     for flat in flats:
         flat.sums = {}
-    if names := [name for name, value in sums.items() if not value.isfinite()]:
-        rank = dist.get_rank(group)
-        raise RuntimeError(f"rank {rank}: gradient not finite for {', '.join(names)}")
+    check_finite(sums, group)
 
 
 def _clip(gradients, max_norm, norm_type, group, also=()):
@@ -320,20 +328,6 @@ def _is_like(value, parameter):
 # ---- stages 1 and 2: whole parameters, an optimizer of shards ------------------------------------
 
 
-def _fill_rows(named, cap_bytes, settings):
-    """Flats of one dtype and at most `cap_bytes` (or one parameter), in the given order."""
-    rows = []
-    for dtype in dict.fromkeys(parameter.dtype for _, parameter in named):
-        row = []
-        for name, parameter in [pair for pair in named if pair[1].dtype == dtype]:
-            if row and sum(p.nbytes for _, p in row) + parameter.nbytes > cap_bytes:
-                rows.append(row)
-                row = []
-            row.append((name, parameter))
-        rows.append(row)
-    return [_Flat(row, settings) for row in rows]
-
-
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     """Runs `optimizer_class(..., **defaults)` on this rank's shard of all elements: ZeRO-1 and -2.
 
@@ -347,9 +341,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     the shard alone. reduce_dtype: in which gradients are summed, by default the parameters'.
     gradient_divide_factor: what their sum is divided by, by default the number of ranks; 1 where
     the loss has its global divisor. zero_grad() is this optimizer's: a module's knows nothing of
-    shards. With replicate_group (HSDP) each of its ranks has a replica of
-    the shards of process_group, and gradients are also summed over it. A trainable parameter
-    without gradient counts as zero.
+    shards. With replicate_group (HSDP) each of its ranks has a replica of the shards of
+    process_group, and gradients are also summed over it. A trainable parameter without gradient
+    counts as zero.
 
     Raises ValueError for an optimizer that does not treat each element by itself, for no trainable
     parameters, several devices, and parameters that differ between ranks; RuntimeError from step()
@@ -385,6 +379,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             reduce_dtype,
             gradient_divide_factor,
             error_if_nonfinite,
+            keep=not shard_gradients,
         )
         self._keep, self._cap_bytes = not shard_gradients, int(bucket_cap_mb * 2**20)
         self._flats, self._flat_of, self.optimizer = [], {}, None
@@ -420,7 +415,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 self._settings.broadcast(parameter.detach())
                 if self._settings.param_dtype and parameter.is_floating_point():
                     parameter.data = parameter.data.to(self._settings.param_dtype)
-        for flat in _fill_rows(trainable, self._cap_bytes, self._settings):
+        names = {parameter: name for name, parameter in trainable}
+        for bucket in fill_buckets(list(names), self._cap_bytes):
+            flat = _Flat([(names[parameter], parameter) for parameter in bucket], self._settings)
             row = flat.first_row()
             full = row.to(flat.param_dtype)
             own = row[flat.begin : flat.end]
@@ -442,24 +439,20 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def _gradient_ready(self, parameter):
         flat = self._flat_of[parameter]
-        flat.store(parameter, self._keep)
+        flat.store(parameter)
         self._reduced = False
         if self._keep:
             return
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
-        while self._next < len(self._flats) and self._is_full(self._flats[self._next]):
+        while self._next < len(self._flats) and self._flats[self._next].is_full():
             self._reduce_next()
-
-    @staticmethod
-    def _is_full(flat):
-        return flat.row is not None and not flat.missing
 
     def _reduce_next(self):
         """Collectives need the same order on every rank; two rows of gradients exist at most."""
-        self._flats[self._next].reduce(self._keep)
-        if self._next and not self._keep:
+        self._flats[self._next].reduce()
+        if self._next:
             self._finish(self._flats[self._next - 1])
         self._next += 1
 
@@ -480,13 +473,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for flat in self._flats:
             for parameter in flat.parameters:
                 if parameter.grad is not None:
-                    flat.store(parameter, keep=True)
+                    flat.store(parameter)
                     gradients = True
         if not gradients:
             raise RuntimeError("step() before backward(): no parameter has a gradient")
         for flat in self._flats:
             flat.gradient = None
-            flat.reduce(keep=True)
+            flat.reduce()
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the gradients to a norm of at most `max_norm`; returns their norm. Collective.
@@ -697,6 +690,7 @@ class FullyShardedDataParallel(nn.Module):
         self._settings.check(named)
         units = list(units)
         self._root, *self._units = map(_Unit, self._flats_of_units(units))
+        self._flats = [flat for unit in (self._root, *self._units) for flat in unit.flats]
         self._share_memory()
         for buffer in module.buffers():
             self._settings.broadcast(buffer)
@@ -743,10 +737,6 @@ class FullyShardedDataParallel(nn.Module):
                 unit.live_in(self._memories[-1])
         self._free()
 
-    def _flats(self, trainable=False):
-        units = [self._root, *self._units]
-        return [flat for unit in units for flat in (unit.trainable if trainable else unit.flats)]
-
     def _free(self):
         for unit in (self._root, *self._units):
             unit.drop()
@@ -780,7 +770,7 @@ class FullyShardedDataParallel(nn.Module):
         self._cursor, self._reducing = None, []
         for unit in (self._root, *self._units):
             unit.drop()
-        for flat in self._flats():
+        for flat in self._flats:
             flat.forget()
 
     def _gradient_ready(self, parameter):
@@ -790,7 +780,7 @@ class FullyShardedDataParallel(nn.Module):
                 f"backward reached the parameters {', '.join(flat.names)} on a way other than "
                 "through the outputs of their unit, or those of the module"
             )
-        flat.store(parameter, keep=False)
+        flat.store(parameter)
 
     def _take_turn(self, i, direction):
         """Have unit i and the next one; the one before it must be done."""
@@ -838,7 +828,7 @@ class FullyShardedDataParallel(nn.Module):
     def _reduce(self, unit):
         """Sum a unit's gradients, while those of the one before arrive."""
         for flat in unit.trainable:
-            flat.reduce(keep=False)
+            flat.reduce()
         self._finish_reduction()
         self._reducing = unit.trainable
 
@@ -865,11 +855,11 @@ class FullyShardedDataParallel(nn.Module):
         self._finish_reduction()
         self._cursor = None
         self._free()
-        _check_backward(self._flats(), self.process_group)
+        _check_backward(self._flats, self.process_group)
 
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the gradients to a norm of at most `max_norm`; returns their norm. Collective."""
-        gradients = [piece.grad for flat in self._flats(trainable=True) for piece in flat.pieces]
+        gradients = [piece.grad for flat in self._flats for piece in flat.pieces]
         return _clip(gradients, max_norm, norm_type, self.process_group)
 
     # -- state
@@ -881,13 +871,12 @@ class FullyShardedDataParallel(nn.Module):
             yield name, pieces[parameter]
 
     def _pieces(self):
-        flats = self._flats()
-        return {p: piece for flat in flats for p, piece in zip(flat.parameters, flat.pieces)}
+        return {p: piece for flat in self._flats for p, piece in zip(flat.parameters, flat.pieces)}
 
     def state_dict(self):
         """The module's own state dict, of whole tensors, on every rank. Collective."""
         whole = {}
-        for flat in self._flats():
+        for flat in self._flats:
             whole.update(zip(flat.parameters, flat.join(flat.pieces)))
         state = self.module.state_dict(keep_vars=True)
         return {
@@ -901,7 +890,7 @@ class FullyShardedDataParallel(nn.Module):
         own = self.module.state_dict(keep_vars=True)
         if wrong := own.keys() ^ state_dict.keys():
             raise ValueError(f"state_dict and module differ in {', '.join(sorted(wrong))}")
-        where = {p: (flat, i) for flat in self._flats() for i, p in enumerate(flat.parameters)}
+        where = {p: (flat, i) for flat in self._flats for i, p in enumerate(flat.parameters)}
         for name, value in own.items():
             given = state_dict[name]
             if given.shape != value.shape:
@@ -914,13 +903,13 @@ class FullyShardedDataParallel(nn.Module):
 
     def optimizer_state_dict(self, optimizer):
         """The state dict of an optimizer of parameters(), for whole parameters. Collective."""
-        state = _full_state(optimizer, self._flats(), _numbers(optimizer))
+        state = _full_state(optimizer, self._flats, _numbers(optimizer))
         return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
 
     def load_optimizer_state_dict(self, optimizer, state_dict):
         """Give an optimizer of parameters() its part of a state dict for whole parameters."""
         lengths = [len(group["params"]) for group in optimizer.param_groups]
-        _load_full_state(optimizer, self._flats(), _numbers(optimizer), lengths, state_dict)
+        _load_full_state(optimizer, self._flats, _numbers(optimizer), lengths, state_dict)
 
 
 def _numbers(optimizer):
@@ -953,7 +942,7 @@ def memory_ledger(model, optimizer):
     A storage that several kinds of tensors share counts for the first of them.
     """
     sharded = isinstance(model, FullyShardedDataParallel)
-    flats = model._flats() if sharded else getattr(optimizer, "_flats", [])
+    flats = model._flats if sharded else getattr(optimizer, "_flats", [])
     whole = list(nn.Module.parameters(getattr(model, "module", model)))
     pieces = [piece for flat in flats for piece in flat.pieces]
     rows = [row for flat in flats for row in (flat.row, flat.gradient, flat.incoming)]
