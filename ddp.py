@@ -88,7 +88,8 @@ class DistributedDataParallel(nn.Module):
     gradients arrive on the first rank. They travel in `reduce_dtype`, by default their own.
     `gradient_divide_factor` is what gradients are divided by before they are summed: the group's
     size, or 1 where the loss has its global divisor already. The module's tensor outputs may be
-    nested in lists, tuples and dicts.
+    nested in lists, tuples and dicts. With wait_in_backward=False backward() only starts the
+    reductions, and finish_grad_sync() waits for them.
 
     A parameter that a rank's loss does not reach is an error, or counts as zero with
     find_unused_parameters; where no rank's loss reaches it, its gradient stays None.
@@ -109,9 +110,11 @@ class DistributedDataParallel(nn.Module):
         gradient_divide_factor=None,
         reduce_dtype=None,
         error_if_nonfinite=False,
+        wait_in_backward=True,
     ):
         super().__init__()
         self.module, self.process_group, self.reduce_dtype = module, process_group, reduce_dtype
+        self.wait_in_backward = wait_in_backward
         self.find_unused_parameters = find_unused_parameters
         self.broadcast_buffers, self.error_if_nonfinite = broadcast_buffers, error_if_nonfinite
         self.gradient_divide_factor = gradient_divide_factor or dist.get_world_size(process_group)
@@ -173,11 +176,20 @@ class DistributedDataParallel(nn.Module):
     def _begin_backward(self):
         """Runs on every rank, whether or not a parameter gets a gradient there."""
         if self._sync and not self._reducing:
-            self._reducing, self._next, self._sums = True, 0, {}
-            for bucket in self._buckets:
-                bucket.waiting = set(bucket.parameters)
-                bucket.flags.fill_(1)
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+            self.start_grad_sync(awaited=self._names)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def start_grad_sync(self, awaited=()):
+        """Reduce the gradients that are there; those of `awaited`, each once it was added to.
+
+        For gradients that no backward of the module computes, such as weight gradients put off.
+        finish_grad_sync() ends it.
+        """
+        self._reducing, self._next, self._sums, self._unused = True, 0, {}, []
+        for bucket in self._buckets:
+            bucket.waiting = set(bucket.parameters)
+            bucket.flags.fill_(1)
+        self._complete(self._names.keys() - set(awaited))
 
     def _gradient_ready(self, parameter):
         if not self._reducing:
@@ -212,17 +224,27 @@ class DistributedDataParallel(nn.Module):
             self._buckets[self._next].reduce(self.reduce_dtype, self.process_group)
             self._next += 1
 
-    def _finish_backward(self):
-        unused = []
+    def _complete(self, parameters):
+        """Reduce these as they are: nothing more will be added to them."""
         for bucket in self._buckets:
             for i, parameter in enumerate(bucket.parameters):
-                if parameter in bucket.waiting:
+                if parameter in bucket.waiting and parameter in parameters:
                     if parameter.grad is None:
-                        unused.append(parameter)
+                        self._unused.append(self._names[parameter])
                         bucket.flags[i : i + 1] = 0
                     self._store(parameter, self.gradient_divide_factor)
-            bucket.waiting.clear()
+                    bucket.waiting.remove(parameter)
         self._launch_full_buckets()
+
+    def _end_backward(self):
+        self._complete(self._names)
+        if self.wait_in_backward:
+            self.finish_grad_sync()
+
+    def finish_grad_sync(self):
+        """Wait for the reductions that backward() or start_grad_sync() started, if they did."""
+        if not self._reducing:
+            return
         for bucket in self._buckets:
             bucket.finish()
             for parameter, used in zip(bucket.parameters, bucket.flags.tolist()):
@@ -231,7 +253,7 @@ class DistributedDataParallel(nn.Module):
         self._reducing = False
         if self._arrived is not None:
             self._rebuild()
-        self._raise_errors(unused)
+        self._raise_errors()
 
     def _rebuild(self):
         """Once, refill the buckets in the order in which gradients arrived on the first rank."""
@@ -243,12 +265,12 @@ class DistributedDataParallel(nn.Module):
         if places.tolist() != sorted(places.tolist()):
             self._build([self._order[place] for place in places.tolist()])
 
-    def _raise_errors(self, unused):
+    def _raise_errors(self):
         """After the reduction, so that no other rank is left waiting."""
-        if unused and not self.find_unused_parameters:
-            rank, names = dist.get_rank(self.process_group), [self._names[p] for p in unused]
+        if self._unused and not self.find_unused_parameters:
+            rank = dist.get_rank(self.process_group)
             raise RuntimeError(
-                f"rank {rank}: no gradient for {', '.join(names)}; "
+                f"rank {rank}: no gradient for {', '.join(self._unused)}; "
                 "with find_unused_parameters=True they would count as zero"
             )
         check_finite(self._sums, self.process_group)

@@ -55,7 +55,7 @@ from collectives import (
     schedule_as_batch,
 )
 from ddp import DistributedDataParallel
-from pipeline import Pipeline, forward_only, gpipe, one_f_one_b
+from pipeline import SCHEDULES, Pipeline, forward_only, sum_replicas, trace_events
 from tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -63,11 +63,11 @@ from tensor_parallel import (
     VocabParallelEmbedding,
     gather_shards,
     is_sharded,
+    shard_sizes,
     take_shard,
     vocab_parallel_cross_entropy,
 )
 
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
 IGNORED = -100  # a target that does not count
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 500, 0.8
 
@@ -188,6 +188,12 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+def layers_of(stage, num_stages, layers):
+    """The layers of a stage, as even as can be: the first stages have the remainder."""
+    sizes = shard_sizes(layers, num_stages)
+    return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
+
+
 class GPT(nn.Module):
     """One pipeline stage's layers; parameters have GPT-2's names, layers their number in the whole.
 
@@ -203,8 +209,7 @@ class GPT(nn.Module):
         super().__init__()
         self.first, self.last, self.autocast = stage == 0, stage == num_stages - 1, autocast
         self.dropout, self.tp_group = config.dropout, tp_group
-        per_stage = config.layers // num_stages
-        layers = range(stage * per_stage, (stage + 1) * per_stage)
+        layers = layers_of(stage, num_stages, config.layers)
         self.transformer = nn.ModuleDict()
         if self.first:
             self.transformer["wte"] = VocabParallelEmbedding(
@@ -220,6 +225,12 @@ class GPT(nn.Module):
             self.lm_head = head or VocabParallelEmbedding(
                 config.vocab_size, config.hidden, tp_group
             )
+
+    def tied_weight(self):
+        """The embedding or the head, of a stage that has one of them: the other is elsewhere."""
+        if self.first == self.last:
+            return None
+        return self.transformer["wte"].weight if self.first else self.lm_head.weight
 
     def forward(self, x):
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
@@ -283,31 +294,30 @@ def initialize(model, config, seed):
         parameter.copy_(take_shard(full, parameter, model.tp_group))
 
 
-def gather_state(model, config, mesh, value=lambda parameter: parameter):
+def gather_state(trainer, value=lambda parameter: parameter):
     """{GPT-2's name: full tensor} on global rank 0, None elsewhere. Collective.
 
     value picks what is gathered of a parameter: itself, or `lambda p: p.grad`.
     """
+    config, mesh, route = trainer.config, trainer.mesh, trainer.route
     if dist.get_rank(mesh.grad_group) > 0:
         return None  # replicas
-    stage, num_stages = rank_and_size(mesh.pp_group)
-    tp_rank = dist.get_rank(mesh.tp_group)
-    parameters, state = dict(model.named_parameters()), {}
+    rank, tp_rank = dist.get_rank(mesh.pp_group), dist.get_rank(mesh.tp_group)
+    chunks, state = [dict(chunk.named_parameters()) for chunk in trainer.chunks], {}
+    any_value = value(next(trainer.chunks[0].parameters()))
     for name, shape in parameter_shapes(config).items():
-        owner = _stage_of(name, config, num_stages)
-        if stage == owner:
-            parameter = parameters[name]
+        owner, chunk = route[_stage_of(name, config, len(route))]
+        if rank == owner:
+            parameter = chunks[chunk][name]
             full = gather_shards(value(parameter), parameter, shape, mesh.tp_group)
             if tp_rank == 0 and owner > 0:
                 exchange([(full, 0)], [], mesh.pp_group)
-        if stage == 0 and tp_rank == 0:
+        if rank == 0 and tp_rank == 0:
             if owner > 0:
-                full = torch.empty(
-                    shape, dtype=value(next(model.parameters())).dtype, device=_device_of(model)
-                )
+                full = any_value.new_empty(shape)
                 exchange([], [(full, owner)], mesh.pp_group)
             state[name] = full
-    if stage > 0 or tp_rank > 0:
+    if rank > 0 or tp_rank > 0:
         return None
     return state | {"lm_head.weight": state["transformer.wte.weight"]}
 
@@ -317,11 +327,9 @@ def _stage_of(name, config, num_stages):
         return 0
     if "ln_f" in name:
         return num_stages - 1
-    return int(name.split(".")[2]) // (config.layers // num_stages)
-
-
-def _device_of(model):
-    return next(model.parameters()).device
+    layer = int(name.split(".")[2])
+    stages = range(num_stages)
+    return next(s for s in stages if layer in layers_of(s, num_stages, config.layers))
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -414,38 +422,64 @@ def learning_rate(step, steps, warmup, peak):
 
 
 class Trainer:
-    """One rank's part of the training: model, gradient reduction, pipeline, optimizer."""
+    """One rank's part of the training: chunks of the model, their reduction, pipeline, optimizer.
+
+    route: the places (rank of the pipeline, chunk) of the model's stages. DualPipe has a second
+    route, of a replica.
+    """
 
     def __init__(self, args, mesh, device):
         self.args, self.mesh, self.device = args, mesh, device
         self.config = GPTConfig(
             args.layers, args.hidden, args.heads, args.seq_len, args.vocab_size, args.dropout
         )
-        self.stage, self.num_stages = rank_and_size(mesh.pp_group)
+        rank, num_stages = rank_and_size(mesh.pp_group)
+        schedule = make_schedule(args)
+        self.route = schedule.routes[0]
+        self.replicated = len(schedule.routes) > 1
         # Dropout masks: alike over tp where activations are, different over dp, cp and pp.
-        mask_seed = (
-            args.seed * 2**20 + dist.get_rank(mesh.grad_group) * self.num_stages + self.stage
-        )
+        mask_seed = args.seed * 2**20 + dist.get_rank(mesh.grad_group) * num_stages + rank
         random = ShardedRandomState(mask_seed, device, mesh.tp_group)
         autocast = torch.bfloat16 if args.dtype == "bf16" else None
-        self.model = GPT(self.config, mesh.tp_group, self.stage, self.num_stages, random, autocast)
-        self.model.to(device)
-        initialize(self.model, self.config, args.seed)
+        places = sorted(
+            (chunk, stage)
+            for route in schedule.routes
+            for stage, (place, chunk) in enumerate(route)
+            if place == rank
+        )
+        self.chunks = [
+            GPT(self.config, mesh.tp_group, stage, len(self.route), random, autocast).to(device)
+            for _, stage in places
+        ]
+        for chunk in self.chunks:
+            initialize(chunk, self.config, args.seed)
         torch.manual_seed(mask_seed)  # not earlier: building shards of unequal size draws unequally
         # The loss has its global divisor already, so gradients are summed: divide by 1.
-        ddp = DistributedDataParallel(self.model, mesh.grad_group, gradient_divide_factor=1)
-        schedule = SCHEDULES[args.schedule](self.num_stages, args.microbatches)
-        self.pipeline = Pipeline(ddp, schedule, self._loss, mesh.pp_group, ddp.no_sync)
-        schedule = forward_only(self.num_stages, args.microbatches)
-        self.evaluation = Pipeline(self.model, schedule, self._loss, mesh.pp_group)
-        decayed = [p for p in self.model.parameters() if p.ndim == 2]
-        others = [p for p in self.model.parameters() if p.ndim < 2]
+        self.replicas = [
+            DistributedDataParallel(
+                chunk, mesh.grad_group, gradient_divide_factor=1, wait_in_backward=False
+            )
+            for chunk in self.chunks
+        ]
+        self.pipeline = Pipeline(self.replicas, schedule, self._loss, mesh.pp_group)
+        self.evaluation = self.forward_pipeline(args.microbatches, self._loss)
+        self.parameters = [p for chunk in self.chunks for p in chunk.parameters()]
         groups = [
-            {"params": decayed, "weight_decay": args.weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {
+                "params": [p for p in self.parameters if p.ndim == 2],
+                "weight_decay": args.weight_decay,
+            },
+            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
         self.steps_done = 0
+
+    def forward_pipeline(self, num_microbatches, loss_fn):
+        """A pipeline without backward, along the first route."""
+        _, num_stages = rank_and_size(self.mesh.pp_group)
+        schedule = forward_only(num_stages, num_microbatches, self.route)
+        chunks = self.chunks[:1] if self.replicated else self.chunks
+        return Pipeline(chunks, schedule, loss_fn, self.mesh.pp_group)
 
     def local_rows(self):
         """This rank's rows of the global batch."""
@@ -460,9 +494,12 @@ class Trainer:
         """
         args = self.args
         rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
-        self.model.train()
-        self.model.zero_grad(set_to_none=False)  # gradients are views into the reduction's buckets
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad(set_to_none=False)  # gradients are views into the reduction's buckets
         loss = self._run(self.pipeline, inputs, targets)
+        for replica in self.replicas:
+            replica.finish_grad_sync()
         self.sum_tied_gradients()
         norm = self.clip_gradients()
         for group in self.optimizer.param_groups:
@@ -474,7 +511,8 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, data, batches=8):
         """Mean loss per token over the first `batches` batches of the validation part."""
-        self.model.eval()
+        for chunk in self.chunks:
+            chunk.eval()
         total = count = 0
         for index in range(batches):
             inputs, targets = data.validation_batch(index, self.args.batch_size, self.args.seq_len)
@@ -495,17 +533,23 @@ class Trainer:
         loss = pipeline.step(inputs, targets)
         loss = torch.zeros((), device=self.device) if loss is None else loss
         all_reduce(loss, group=self.mesh.grad_group)
-        all_reduce(loss, group=self.mesh.pp_group)  # only the last stage has one
+        all_reduce(loss, group=self.mesh.pp_group)  # from the rank, or the two, that have one
         return loss.item()
 
     def _loss(self, logits, targets):
-        return self.model.token_losses(logits, targets).sum() / self.tokens
+        last = next(chunk for chunk in self.chunks if chunk.last)
+        return last.token_losses(logits, targets).sum() / self.tokens
 
     def sum_tied_gradients(self):
-        """The first stage's embedding and the last's head are one parameter: sum its gradients."""
-        if self.num_stages > 1 and (self.model.first or self.model.last):
-            tied = self.model.transformer["wte"] if self.model.first else self.model.lm_head
-            all_reduce(tied.weight.grad, group=self.mesh.embedding_group)
+        """Sum what copies of a parameter got: of replicas, and of the tied embedding and head."""
+        if self.replicated:
+            sum_replicas(self.chunks, self.mesh.pp_group)
+        weights = [chunk.tied_weight() for chunk in self.chunks]
+        tied = [weight.grad for weight in weights if weight is not None]
+        if len(tied) == 2:  # embedding and head are on one rank
+            tied[0].copy_(tied[1].add_(tied[0]))
+        elif tied:
+            all_reduce(tied[0], group=self.mesh.embedding_group)
 
     def clip_gradients(self):
         """Scale gradients so their joint norm, each logical parameter once, is at most grad_clip.
@@ -515,9 +559,10 @@ class Trainer:
         tp_rank = dist.get_rank(self.mesh.tp_group)
         counted = [
             parameter.grad
-            for name, parameter in self.model.named_parameters()
+            for chunk in (self.chunks[:1] if self.replicated else self.chunks)
+            for name, parameter in chunk.named_parameters()
             if (is_sharded(parameter) or tp_rank == 0)  # replicas over tp count once
-            and (name != "lm_head.weight" or self.model.first)  # the tied copy does not
+            and name != "lm_head.weight"  # a copy of the embedding
         ]
         square = torch.zeros((), device=self.device)
         if counted:
@@ -527,7 +572,7 @@ class Trainer:
         norm = square.sqrt()
         if self.args.grad_clip > 0:
             coefficient = (self.args.grad_clip / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([p.grad for p in self.model.parameters()], coefficient)
+            torch._foreach_mul_([p.grad for p in self.parameters], coefficient)
         return norm.item()
 
 
@@ -539,13 +584,13 @@ def sample(trainer, prompt, length, temperature=1.0, seed=0):
     each rank of tp proposes its best token and no logits are gathered. Collective over pp and tp;
     replicas need not take part.
     """
-    model, mesh, device, T = trainer.model, trainer.mesh, trainer.device, trainer.config.seq_len
-    model.eval()
+    mesh, device, T = trainer.mesh, trainer.device, trainer.config.seq_len
+    for chunk in trainer.chunks:
+        chunk.eval()
     _, tp = rank_and_size(mesh.tp_group)
-    pipeline = Pipeline(
-        model, forward_only(trainer.num_stages, 1), lambda logits, _: logits, mesh.pp_group
-    )
-    last_stage = dist.get_global_rank(mesh.pp_group, trainer.num_stages - 1)
+    pipeline = trainer.forward_pipeline(1, lambda logits, _: logits)
+    last_rank, last_chunk = trainer.route[-1]
+    last_stage = dist.get_global_rank(mesh.pp_group, last_rank)
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     for _ in range(length):
@@ -562,7 +607,7 @@ def sample(trainer, prompt, length, temperature=1.0, seed=0):
         )
         if logits is not None:
             logits = logits[0, len(window) - 1].double() / temperature
-            start = model.lm_head.start
+            start = trainer.chunks[last_chunk].lm_head.start
             value, index = (logits + noise[start : start + len(logits)]).max(0)
             choice[0], choice[1] = value, index + start
             choices = choice.new_empty(tp, 2)
@@ -595,6 +640,7 @@ def _parser():
         default="1f1b",
         help="order of the microbatches in the pipeline",
     )
+    add("--chunks", type=int, default=2, help="of a rank, with --schedule interleaved")
     add("--microbatches", type=int, help="microbatches per replica and step (default: pp)")
     add("--layers", type=int, default=4)
     add("--hidden", type=int, default=128)
@@ -623,6 +669,7 @@ def _parser():
         help="text file, folder of text, or .bin of uint16 tokens (default: Python's own sources)",
     )
     add("--log", help="write one JSON object per step to this file")
+    add("--trace", help="write the last step of rank 0's pipeline to this file, for Perfetto")
     return parser
 
 
@@ -631,7 +678,8 @@ def parse_args(argv, world_size):
     args = _parser().parse_args(argv)
     if args.microbatches is None:
         args.microbatches = args.pp
-    sizes = "tp pp microbatches layers hidden heads seq_len vocab_size batch_size steps".split()
+    sizes = "tp pp chunks microbatches layers hidden heads seq_len vocab_size batch_size".split()
+    sizes.append("steps")
     for name in sizes if args.dp is None else ["dp", *sizes]:
         _require(getattr(args, name) >= 1, args, name, "must be at least 1")
     for name in ("warmup", "seed"):
@@ -649,11 +697,24 @@ def parse_args(argv, world_size):
     _require_divisible(args, "hidden", "tp")
     _require_divisible(args, "heads", "tp")
     _require(args.vocab_size >= args.tp, args, "vocab_size", f"is less than --tp {args.tp}")
-    _require_divisible(args, "layers", "pp")
+    num_stages = len(make_schedule(args).routes[0])
+    pipeline = f"--schedule {args.schedule} with --pp {args.pp}"
+    _require(args.layers >= num_stages, args, "layers", f"is less than the stages of {pipeline}")
     if args.batch_size % (args.dp * args.microbatches):
         divisor = f"--dp {args.dp} x --microbatches {args.microbatches}"
         raise ValueError(f"--batch-size {args.batch_size} is not divisible by {divisor}")
     return args
+
+
+def make_schedule(args):
+    """The pipeline's schedule. Raises ValueError where it is not defined for these flags."""
+    chunks = [args.chunks] if args.schedule == "interleaved" else []
+    try:
+        return SCHEDULES[args.schedule](args.pp, args.microbatches, *chunks)
+    except ValueError as error:
+        flags = ("pp", "microbatches", *(["chunks"] if chunks else []))
+        flags = " ".join(_flag(args, name) for name in flags)
+        raise ValueError(f"--schedule {args.schedule} {flags}: {error}") from None
 
 
 def _flag(args, name):
@@ -706,10 +767,12 @@ def peak_memory_mb(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-def train(args, mesh, device, data, log=None):
+def train(args, mesh, device, data, log=None, trace=None):
     """The loop: batches, steps, one line per step on rank 0; then validation and a sample."""
     rank, trainer = dist.get_rank(), Trainer(args, mesh, device)
     for step in range(args.steps):
+        if args.trace:
+            barrier()  # the ranks of a traced step begin together
         began = time.perf_counter()
         inputs, targets = data.batch(
             step, args.batch_size, args.seq_len, args.seed, trainer.local_rows()
@@ -725,6 +788,11 @@ def train(args, mesh, device, data, log=None):
             )
             if log:
                 print(json.dumps(metrics), file=log, flush=True)
+    if args.trace:
+        timeline = trainer.pipeline.timeline()
+        if rank == 0:
+            json.dump({"traceEvents": trace_events(timeline, slot=1e6)}, trace)
+            trace.close()
     loss = trainer.evaluate(data)
     if rank == 0:
         print(f"validation loss {loss:.4f}")
@@ -740,14 +808,15 @@ def train(args, mesh, device, data, log=None):
 def main(argv=None):
     """Run one rank; torchrun tells it which. Alone, it is a world of one."""
     rank, world_size, local_rank = (int(os.environ.get(n, d)) for n, d in _LAUNCHER)
-    log = None
+    log = trace = None
     try:
         args = parse_args(argv, world_size)
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         device, backend = choose_device(args.device, local_rank, local_world_size)
         data = load_data(args.data, args.seq_len, args.vocab_size)
-        if args.log and rank == 0:
-            log = open(args.log, "w")
+        if rank == 0:
+            log = args.log and open(args.log, "w")
+            trace = args.trace and open(args.trace, "w")
     except (ValueError, OSError) as error:
         _refuse(error, rank)
     store = None if "RANK" in os.environ else dist.HashStore()
@@ -755,7 +824,7 @@ def main(argv=None):
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
     )
-    train(args, make_mesh(args.pp, args.dp, 1, args.tp), device, data, log)
+    train(args, make_mesh(args.pp, args.dp, 1, args.tp), device, data, log, trace)
     barrier()  # nobody closes its connections while another still uses them
     dist.destroy_process_group()
 

@@ -37,8 +37,9 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections import Counter, defaultdict, deque
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,7 +47,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from collectives import barrier, count_bytes, exchange, rank_and_size, run_ranks
+from collectives import (
+    all_gather_single,
+    barrier,
+    count_bytes,
+    exchange,
+    rank_and_size,
+    run_ranks,
+)
 
 # ---- schedules -----------------------------------------------------------------------------------
 
@@ -325,13 +333,20 @@ def dualpipe(num_stages, num_microbatches):
     return Schedule(schedule, [[(r, 0) for r in ranks], [(r, 1) for r in reversed(ranks)]])
 
 
-def forward_only(num_stages, num_microbatches):
-    """Evaluation: the forwards alone; the executor keeps no activations.
+def forward_only(num_stages, num_microbatches, route=None):
+    """Evaluation: the forwards alone, along one route; the executor keeps no activations.
 
     Raises ValueError for sizes below 1.
     """
     _check_sizes(num_stages, num_microbatches)
-    return Schedule([[Action("F", m) for m in range(num_microbatches)] for _ in range(num_stages)])
+    route = route or [(rank, 0) for rank in range(num_stages)]
+    # a place of the route works on a microbatch one turn after the place before it
+    turns = [(m + turn, turn, m) for m in range(num_microbatches) for turn in range(len(route))]
+    schedule = [[] for _ in range(num_stages)]
+    for _, turn, microbatch in sorted(turns):
+        rank, chunk = route[turn]
+        schedule[rank].append(Action("F", microbatch, chunk))
+    return Schedule(schedule, [route])
 
 
 # ---- simulator -----------------------------------------------------------------------------------
@@ -416,19 +431,19 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     if stuck:
         where = ", ".join(f"rank {r} at {a.kind}{a.microbatch}" for r, a in stuck.items())
         raise ValueError(f"the schedule cannot finish: {where} waiting for what never comes")
-    total = max(busy_until)
-    work = [sum(duration[action.kind] for action in actions) for actions in schedule]
-    begun = [start[rank][actions[0]] for rank, actions in enumerate(schedule)]
     between = [transfer for transfer in arrival if transfer.source != transfer.destination]
-    return Timeline(
-        start=start,
-        end=end,
-        total=total,
-        bubble=[total - done for done in work],
-        idle=[busy - first - done for busy, first, done in zip(busy_until, begun, work)],
-        peak=[_peak_activations(actions) for actions in schedule],
-        transfers=sorted(between, key=lambda transfer: (arrival[transfer], transfer)),
-    )
+    between.sort(key=lambda transfer: (arrival[transfer], transfer))
+    return _timeline(schedule, start, end, between)
+
+
+def _timeline(schedule, start, end, transfers):
+    total = max(max(times.values()) for times in end)
+    work, idle = [], []
+    for first, last in zip(start, end):
+        work.append(sum(last[action] - first[action] for action in first))
+        idle.append(max(last.values()) - min(first.values()) - work[-1])
+    peak = [_peak_activations(actions) for actions in schedule]
+    return Timeline(start, end, total, [total - done for done in work], idle, peak, transfers)
 
 
 def _check_actions(schedule):
@@ -499,7 +514,7 @@ def trace_events(timeline, slot=1000):
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """forward: x W^T + b; backward: the gradient of x; later(), put in a queue: those of W and b
+    """forward: x W^T + b; backward: the gradient of x; put in a queue: how to compute those of W, b
 
     Autograd does not see the parameters, whose hooks would run too early; it sees `anchor`, which
     needs a gradient where x does not.
@@ -514,20 +529,20 @@ class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         (x,), (weight, bias) = ctx.saved_tensors, ctx.parameters
-        x = x.detach()  # what came before x is done with
-
-        def later():
-            rows = grad_output.flatten(0, -2)
-            torch.autograd.backward(weight, rows.t() @ x.flatten(0, -2))  # with a leaf's hooks
-            if bias is not None and bias.requires_grad:
-                torch.autograd.backward(bias, rows.sum(0))
-
-        ctx.queue.append(later)
-        return grad_output @ weight if ctx.needs_input_grad[0] else None, None, None, None
+        x = x.detach().flatten(0, -2)  # what came before x is done with
+        rows = grad_output.flatten(0, -2)
+        ctx.queue.append((weight, lambda: rows.t() @ x))
+        if bias is not None and bias.requires_grad:
+            ctx.queue.append((bias, lambda: rows.sum(0)))
+        grad_x = grad_output @ weight.to(grad_output.dtype) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, None
 
 
 class _DeferWeights(TorchFunctionMode):
-    """Inside, a backward leaves the weight products of linear layers in `queue`."""
+    """Linear layers inside leave the products of their backward in `queue`: (parameter, product).
+
+    The product returns the parameter's gradient.
+    """
 
     def __init__(self, queue):
         super().__init__()
@@ -540,9 +555,23 @@ class _DeferWeights(TorchFunctionMode):
 
     def _linear(self, input, weight, bias=None):
         if weight.requires_grad and weight.is_leaf and torch.is_grad_enabled():
-            anchor = torch.empty(0, requires_grad=True)
+            anchor, device = torch.empty(0, requires_grad=True), input.device.type
+            if torch.is_autocast_enabled(device):  # what it would do to x, before x is saved
+                input = input.to(torch.get_autocast_dtype(device))
             return _DeferredLinear.apply(input, anchor, (weight, bias), self.queue)
         return nn.functional.linear(input, weight, bias)
+
+
+def _add_products(queue):
+    """Empty a queue, adding each parameter's gradient to it once, so that its hooks run once."""
+    uses, sums = Counter(parameter for parameter, _ in queue), {}
+    while queue:  # emptied, as the graph refers to it and it to activations
+        parameter, product = queue.pop(0)
+        gradient = product().to(parameter.dtype)
+        sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+        uses[parameter] -= 1
+        if not uses[parameter]:
+            torch.autograd.backward(parameter, sums.pop(parameter))
 
 
 # ---- executor ------------------------------------------------------------------------------------
@@ -556,40 +585,39 @@ class Pipeline:
 
     loss_fn(output, target) is called at the end of a route and returns the microbatch's share of
     the loss: the loss of a step is the sum over microbatches, and nothing here divides by their
-    number. no_sync: a context for every backward but the last, such as
-    DistributedDataParallel.no_sync. Two routes are those of two replicas (DualPipe), whose
-    gradients are summed at the end of a step. Where backwards are halved, those of linear layers
-    are: what other parameters get is computed with the first half.
+    number. A stage may be a DistributedDataParallel: its no_sync() holds for all backwards of the
+    chunk but the last, and where that one is halved start_grad_sync() comes before its W. With
+    recompute a stage keeps nothing between forward and backward but its input and the state of the
+    random generators, and runs forward again. Where backwards are halved, those of linear layers
+    are: what other parameters get is computed with the first half. Of two routes (DualPipe) each
+    has a replica of all layers: see sum_replicas().
 
     The transfers of a rank are posted in their global order: a receive as soon as all before it are
     posted, a send as soon as its tensor exists as well. So both ends of every link agree, the first
     transfer that is not done always has both its ends posted, and nothing deadlocks, whether sends
     are buffered (gloo) or meet their receive in issue order (NCCL).
     Raises ValueError if the schedule is not made for the group's size, or the list of stages does
-    not have one per chunk; step() for a loss that is not a scalar.
+    not have one per chunk; step() for a loss that is not a scalar, and a stage that does not return
+    a tensor.
     """
 
-    def __init__(self, stage, schedule, loss_fn, group=None, no_sync=nullcontext):
+    def __init__(self, stage, schedule, loss_fn, group=None, recompute=False):
         self.rank, self.num_stages = rank_and_size(group)
         if len(schedule) != self.num_stages:
             raise ValueError(
                 f"a schedule for {len(schedule)} stages in a group of {self.num_stages} ranks"
             )
         self.stages = list(stage) if isinstance(stage, (list, tuple, nn.ModuleList)) else [stage]
-        self.loss_fn, self.group, self.no_sync = loss_fn, group, no_sync
+        self.loss_fn, self.group, self.recompute = loss_fn, group, recompute
         self.schedule = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
         self.actions = schedule[self.rank]
         num_chunks = 1 + max(action.chunk for action in self.actions)
         if len(self.stages) != num_chunks:
             raise ValueError(f"{len(self.stages)} stages for num_chunks={num_chunks} on a rank")
         self.num_microbatches = self.schedule.num_microbatches
-        backwards = [action for action in self.actions if action.kind in "BI"]
-        self.last_backward = backwards[-1] if backwards else None
-        self.halved = {action[1:] for action in backwards if action.kind == "I"}
-        self.waiting = {}  # transfer -> the action here that needs it
-        for action in self.actions:
-            if action.kind != "W":
-                self.waiting[_needs(self.schedule, action, self.rank)] = action
+        # chunk -> the action that completes its gradients; no chunk has one in an evaluation
+        self.last = {action.chunk: action for action in self.actions if action.kind != "F"}
+        self.halved = {action[1:] for action in self.actions if action.kind == "W"}
         transfers = simulate(schedule).transfers
         self.transfers = [t for t in transfers if self.rank in (t.source, t.destination)]
         parameters = [p for stage in self.stages for p in stage.parameters()]
@@ -607,29 +635,26 @@ class Pipeline:
         passed on.
         """
         self.inputs, self.targets = self._cut("inputs", inputs), self._cut("targets", targets)
-        replicated = len(self.schedule.routes) > 1 and self.last_backward
-        before = self._take_gradients() if replicated else None
-        self.alive = {}  # (microbatch, chunk) -> (input, output) between forward and backward
+        self.alive = {}  # (microbatch, chunk) -> (input, output, random state), until backward
         self.queues = defaultdict(list)  # (microbatch, chunk) -> products of its weights' gradients
         self.unposted = deque(self.transfers)
         self.leaving, self.arriving, self.sent = {}, {}, deque()
         self.loss = None
+        self.began, self.times = self._now(), {}
         for action in self.actions:
             self._post_transfers()
-            if action.kind == "W":
-                queue = self.queues.pop(action[1:])
-                while queue:  # emptied, as the graph refers to it and it to activations
-                    queue.pop(0)()
-                continue
-            received = self._receive(_needs(self.schedule, action, self.rank))
-            result = (self._forward if action.kind == "F" else self._backward)(action, received)
-            if made := _makes(self.schedule, action, self.rank):
+            needed = None if action.kind == "W" else _needs(self.schedule, action, self.rank)
+            received = self._receive(needed)
+            began = self._now()
+            result = {"F": self._forward, "W": self._weights}.get(action.kind, self._backward)(
+                action, received
+            )
+            self.times[action] = began, self._now()
+            if action.kind != "W" and (made := _makes(self.schedule, action, self.rank)):
                 self.leaving[made] = result
         self._post_transfers()
         for messages in self.sent:
             messages.wait()
-        if replicated:
-            self._sum_replicas(before)
         return self.loss
 
     def _cut(self, name, batch):
@@ -643,54 +668,79 @@ class Pipeline:
         return batch.chunk(self.num_microbatches)
 
     def _forward(self, action, received):
-        before, after = self.schedule.neighbours(action, self.rank)
+        before, _ = self.schedule.neighbours(action, self.rank)
         x = received if before else self.inputs[action.microbatch]
-        if before and self.last_backward:
+        if before and self.last:
             x.requires_grad_()
-        halved = action[1:] in self.halved
-        with _DeferWeights(self.queues[action[1:]]) if halved else nullcontext():
-            output = self.stages[action.chunk](x)
-        if after is None:
-            output = self.loss_fn(output, self.targets[action.microbatch])
-            if output.numel() != 1 and self.last_backward:
-                raise ValueError(f"loss_fn returned {tuple(output.shape)}, not a scalar")
+        state = _random_state(self.device) if self.recompute and self.last else None
+        with torch.no_grad() if state else nullcontext():
+            output = self._run(action, x)
+        if self.schedule.neighbours(action, self.rank)[1] is None:
             self.loss = output.detach() + (0 if self.loss is None else self.loss)
-        if self.last_backward:
-            self.alive[action[1:]] = x, output
+        if self.last:
+            self.alive[action[1:]] = x, None if state else output, state
         return output.detach().contiguous()
 
+    def _run(self, action, x):
+        """What the chunk makes of x; at the end of a route, the loss of it."""
+        microbatch, chunk = place = action[1:]
+        with _DeferWeights(self.queues[place]) if place in self.halved else nullcontext():
+            output = self.stages[chunk](x)
+        if not torch.is_tensor(output):
+            raise ValueError(f"stage {self.rank} returned {type(output).__name__}, not a tensor")
+        if self.schedule.neighbours(action._replace(kind="F"), self.rank)[1] is None:
+            output = self.loss_fn(output, self.targets[microbatch])
+            if output.numel() != 1 and self.last:
+                raise ValueError(f"loss_fn returned {tuple(output.shape)}, not a scalar")
+        return output
+
     def _backward(self, action, grad_output):
-        x, output = self.alive.pop(action[1:])
-        with nullcontext() if action == self.last_backward else self.no_sync():
+        x, output, state = self.alive.pop(action[1:])
+        if state:
+            with _replayed(state, self.device):
+                output = self._run(action, x)
+        no_sync = getattr(self.stages[action.chunk], "no_sync", nullcontext)
+        with nullcontext() if action == self.last[action.chunk] else no_sync():
             torch.autograd.backward(output, grad_output)
         if self.schedule.neighbours(action, self.rank)[1] is None:
             return None
         return torch.zeros_like(x) if x.grad is None else x.grad
 
-    def _take_gradients(self):
-        """The gradients of earlier steps, which are the same on both replicas already."""
-        parameters = [p for stage in self.stages for p in stage.parameters() if p.requires_grad]
-        gradients = {parameter: parameter.grad for parameter in parameters}
-        for parameter in parameters:
-            parameter.grad = None
-        return gradients
+    def _weights(self, action, _):
+        queue, stage = self.queues.pop(action[1:]), self.stages[action.chunk]
+        if action == self.last[action.chunk] and hasattr(stage, "start_grad_sync"):
+            stage.start_grad_sync(awaited={parameter for parameter, _ in queue})
+        _add_products(queue)
 
-    def _sum_replicas(self, before):
-        """Chunk 0 here and chunk 1 of the mirrored rank are one stage: sum their gradients."""
-        mirror = self.num_stages - 1 - self.rank
-        chunks = [[p for p in stage.parameters() if p in before] for stage in self.stages]
-        for parameter in before:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        rows = [torch.cat([p.grad.flatten() for p in chunk]) for chunk in chunks]
-        received = [torch.empty_like(row) for row in rows]
-        sends, receives = ([(row, mirror) for row in part] for part in (rows, received[::-1]))
-        exchange(sends, receives, self.group)
-        for chunk, row in zip(chunks, received):
-            for parameter, part in zip(chunk, row.split([p.numel() for p in chunk])):
-                parameter.grad.add_(part.view_as(parameter))
-                if before[parameter] is not None:
-                    parameter.grad.add_(before[parameter])
+    def _now(self):
+        """This moment; on a GPU, that at which it gets here."""
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def timeline(self):
+        """What the last step did in time, as simulate() would say it, in seconds. Collective.
+
+        Each rank's time begins with its step: a barrier before that makes them the same.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            since = lambda moment: self.began.elapsed_time(moment) / 1e3
+        else:
+            since = lambda moment: moment - self.began
+        mine = [list(map(since, self.times[action])) for action in self.actions]
+        longest = max(map(len, self.schedule))
+        mine = torch.tensor(mine + [[0.0, 0.0]] * (longest - len(mine)), dtype=torch.float64)
+        mine = mine.to(self.device)
+        every = mine.new_empty(self.num_stages * longest, 2)
+        all_gather_single(every, mine, self.group)
+        every, start, end = every.view(self.num_stages, longest, 2).tolist(), [], []
+        for actions, times in zip(self.schedule, every):
+            start.append({action: first for action, (first, _) in zip(actions, times)})
+            end.append({action: last for action, (_, last) in zip(actions, times)})
+        return _timeline(self.schedule, start, end, simulate(self.schedule).transfers)
 
     def _post_transfers(self):
         """Post what can be posted without waiting, in the global order."""
@@ -715,10 +765,10 @@ class Pipeline:
     def _post_receive(self, transfer):
         if transfer.action.kind == "F":
             shape, dtype = self._learn(transfer)
-            buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        else:
-            _, output = self.alive[self.waiting[transfer][1:]]
-            buffer = torch.empty_like(output, memory_format=torch.contiguous_format)
+        else:  # the gradient of what this rank has sent
+            _, here = self.schedule.neighbours(transfer.action, transfer.source)
+            shape, dtype = self.formats[here]
+        buffer = torch.empty(shape, dtype=dtype, device=self.device)
         messages = exchange([], [(buffer, transfer.source)], self.group, async_op=True)
         self.arriving[transfer] = buffer, messages
 
@@ -758,6 +808,42 @@ class Pipeline:
         buffer, messages = self.arriving.pop(transfer)
         messages.wait()
         return buffer
+
+
+def _random_state(device):
+    gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), gpu
+
+
+@contextmanager
+def _replayed(state, device):
+    """Inside, the random generators draw what they drew from `state` on."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], device)
+        yield
+
+
+def sum_replicas(stages, group=None):
+    """Sum the gradients of DualPipe's replicas: chunk 0 here is chunk 1 of the mirrored rank.
+
+    stages: this rank's two. Collective; to be called once the gradients of a batch are complete, be
+    it of one step or several. Both replicas then have the same bits.
+    """
+    rank, world_size = rank_and_size(group)
+    chunks = [[p for p in stage.parameters() if p.requires_grad] for stage in stages]
+    for parameter in sum(chunks, []):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    rows = [torch.cat([p.grad.flatten() for p in chunk]) for chunk in chunks]
+    received = [torch.empty_like(row) for row in rows]
+    mirror = world_size - 1 - rank
+    sends, receives = ([(row, mirror) for row in part] for part in (rows, received[::-1]))
+    exchange(sends, receives, group)
+    for chunk, row in zip(chunks, received):
+        for parameter, part in zip(chunk, row.split([p.numel() for p in chunk])):
+            parameter.grad.add_(part.view_as(parameter))
 
 
 # ---- cost ----------------------------------------------------------------------------------------

@@ -91,6 +91,21 @@ def _recorded_reductions():
         yield calls
 
 
+@contextmanager
+def _held_reductions():
+    """The reductions that were waited for."""
+    waited, all_reduce = [], ddp.all_reduce
+
+    def held(*args, **kwargs):
+        work = all_reduce(*args, **kwargs)
+        wait = work.wait
+        work.wait = lambda: (waited.append(work), wait())
+        return work
+
+    with patch.object(ddp, "all_reduce", held):
+        yield waited
+
+
 # ---- the gradient of the whole batch -------------------------------------------------------------
 
 
@@ -457,6 +472,54 @@ class _State(nn.Module):
         self.register_buffer("mean", torch.full((5,), value))
         self.register_buffer("steps", torch.tensor(int(value)))
         self.register_buffer("hidden", torch.full((2, 3), value).T, persistent=False)
+
+
+def _wait_later(cap):
+    net, x = _net(), _data(4 * dist.get_world_size())
+    expected = _whole_batch(net, x)
+    model = DistributedDataParallel(net, bucket_cap_mb=cap, wait_in_backward=False)
+    model.finish_grad_sync()  # nothing was started: nothing to wait for
+    for _ in range(2):
+        net.zero_grad()
+        with _held_reductions() as waited:
+            model(_own_part(x)).square().mean().backward()
+            assert not waited
+            model.finish_grad_sync()
+            assert waited
+        _close(_gradients(net), expected)
+
+
+@pytest.mark.parametrize("cap", CAPS)
+def test_backward_may_leave_the_waiting_to_the_caller(cap):
+    run(2, _wait_later, cap)
+
+
+def _set_by_hand(cap):
+    """Gradients that come outside of any backward of the module: some are there, some follow."""
+    net, x = _net(), _data(4 * dist.get_world_size())
+    expected = _whole_batch(net, x)
+    own = _one_process(net, lambda net: net(_own_part(x)).square().mean())
+    model = DistributedDataParallel(net, bucket_cap_mb=cap)
+    for _ in range(3):
+        net.zero_grad()
+        named = {n: p for n, p in net.named_parameters() if p.requires_grad}
+        late = {n: p for n, p in named.items() if n.startswith("branches")}
+        for name in named.keys() - late.keys():
+            torch.autograd.backward(named[name], own[name])
+        with _recorded_reductions() as calls:
+            model.start_grad_sync(awaited=late.values())
+            begun = len(calls)
+            for name, parameter in late.items():
+                torch.autograd.backward(parameter, own[name])
+            model.finish_grad_sync()
+        _close(_gradients(net), expected)
+    return begun, len(calls)
+
+
+@pytest.mark.parametrize("cap", CAPS)
+def test_gradients_that_come_outside_of_backward_are_reduced_as_they_come(cap):
+    for begun, all in run(2, _set_by_hand, cap):
+        assert begun < all == len({1e-9: range(9), 2e-3: range(4), 25: range(1)}[cap])
 
 
 def _start(*members):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -21,7 +22,7 @@ import hybrid
 from collectives import count_bytes
 from ddp import ddp_bytes
 from nccl_replay import record, replay
-from pipeline import gpipe, one_f_one_b, pipeline_bytes
+from pipeline import SCHEDULES, interleaved, pipeline_bytes, simulate, trace_events, zb_v
 from ranks import PROJECT, least_bytes, run, spawn
 from reference_gpt import ReferenceGPT, ReferenceTraining
 from tensor_parallel import tensor_parallel_layer_bytes
@@ -48,6 +49,17 @@ def layouts(world_size):
 
 
 EVERY_LAYOUT = [(world_size, flags) for world_size in (1, 2, 4, 8) for flags in layouts(world_size)]
+EVERY_LAYOUT += [
+    (pp * dp * tp, f"--dp {dp} --pp {pp} --tp {tp} --schedule {schedule} --microbatches {m}")
+    for schedule in SCHEDULES
+    if schedule not in ("gpipe", "1f1b")
+    for pp, dp, tp, m in ((1, 1, 1, 4), (2, 2, 2, 4), (4, 2, 1, 8))
+    if schedule != "dualpipe" or pp > 1
+]
+EVERY_LAYOUT += [  # stages of 3, 3 and 2 layers; and of 2, 2, 2, 1, 1
+    (3, "--pp 3 --schedule 1f1b --microbatches 4"),
+    (1, "--pp 1 --schedule interleaved --chunks 5 --microbatches 2"),
+]
 
 
 def batch(step):
@@ -98,7 +110,7 @@ def _train(flags, dtype):
     gradients, clip = [], trainer.clip_gradients
 
     def record_then_clip():
-        gather = hybrid.gather_state(trainer.model, trainer.config, trainer.mesh, lambda p: p.grad)
+        gather = hybrid.gather_state(trainer, lambda p: p.grad)
         gradients.append(gather)
         return clip()
 
@@ -108,7 +120,7 @@ def _train(flags, dtype):
         inputs, targets = (tensor[trainer.local_rows()] for tensor in batch(step))
         metrics = trainer.step(inputs, targets)
         results.append((metrics["loss"], metrics["grad_norm"], metrics["lr"]))
-    return results, gradients, hybrid.gather_state(trainer.model, trainer.config, trainer.mesh)
+    return results, gradients, hybrid.gather_state(trainer)
 
 
 def assert_alike(found, expected, tolerance):
@@ -174,25 +186,30 @@ def _actions(flags):
     return make_trainer(flags).pipeline.actions
 
 
-@pytest.mark.parametrize("name, schedule", [("gpipe", gpipe), ("1f1b", one_f_one_b)])
-def test_the_schedule_is_the_one_asked_for(name, schedule):
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_schedule_is_the_one_asked_for(name):
     found = run(2, _actions, f"--pp 2 --microbatches 4 --schedule {name}")
-    assert found == schedule(2, 4)
+    assert found == SCHEDULES[name](2, 4)
+    if name == "interleaved":
+        flags = f"--pp 2 --microbatches 4 --schedule {name} --chunks 3"
+        assert run(2, _actions, flags) == interleaved(2, 4, 3)
 
 
 def _tied_copies(flags):
     trainer = make_trainer(flags)
     for step in range(3):
         trainer.step(*(tensor[trainer.local_rows()] for tensor in batch(step)))
-    model = trainer.model
-    head = model.lm_head.weight.detach() if model.last else None
-    embedding = model.transformer["wte"].weight.detach() if model.first else None
-    return embedding, head
+    copies = [c.tied_weight() for c in trainer.chunks if c.tied_weight() is not None]
+    return [copy.detach() for copy in copies]
 
 
-def test_tied_embedding_and_head_stay_bit_equal_on_two_stages():
-    first, last = run(2, _tied_copies, "--pp 2 --microbatches 2")
-    assert torch.equal(first[0], last[1])
+COPIES = [("1f1b", 2), ("interleaved", 2), ("zb-v", 2), ("dualpipe", 4)]
+
+
+@pytest.mark.parametrize("schedule, copies", COPIES)
+def test_copies_of_the_tied_embedding_stay_bit_equal(schedule, copies):
+    found = sum(run(2, _tied_copies, f"--pp 2 --microbatches 4 --schedule {schedule}"), [])
+    assert len(found) == copies and all(torch.equal(found[0], other) for other in found)
 
 
 def _dropout_states(flags):
@@ -246,31 +263,33 @@ def test_dropout_draws_alike_over_tp_but_in_attention_and_unlike_elsewhere():
     assert not {state for _, _, state in other_seed} & set(drawn)
 
 
-def _bf16_gradients(microbatches):
+def _bf16_gradients(schedule, microbatches):
     """Losses, gradient dtypes, and how far gradients are from the sum of each microbatch's own."""
-    trainer = make_trainer(f"--dtype bf16 --grad-clip 0 --microbatches {microbatches}")
+    flags = f"--schedule {schedule} --microbatches {microbatches}"
+    trainer = make_trainer(f"--dtype bf16 --grad-clip 0 {flags}")
     inputs, targets = batch(0)
     loss = trainer.step(inputs, targets)["loss"]
-    summed = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
-    fresh = make_trainer(f"--dtype bf16 --microbatches {microbatches}")
+    summed = {name: p.grad.clone() for name, p in trainer.chunks[0].named_parameters()}
+    fresh = make_trainer(f"--dtype bf16 --microbatches {microbatches}").chunks[0]
     counted = (targets != hybrid.IGNORED).sum()
     expected = {
-        name: torch.zeros_like(p, dtype=torch.float64) for name, p in fresh.model.named_parameters()
+        name: torch.zeros_like(p, dtype=torch.float64) for name, p in fresh.named_parameters()
     }
     for rows in torch.arange(BATCH).chunk(microbatches):
-        fresh.model.zero_grad()
+        fresh.zero_grad()
         (
-            fresh.model.token_losses(fresh.model(inputs[rows]), targets[rows]).sum() / counted
+            fresh.token_losses(fresh(inputs[rows]), targets[rows]).sum() / counted
         ).backward()
-        for name, parameter in fresh.model.named_parameters():
+        for name, parameter in fresh.named_parameters():
             expected[name] += parameter.grad.double()
     error = max(((summed[n] - e).norm() / (e.norm() + 1e-12)).item() for n, e in expected.items())
-    assert fresh.model(inputs).dtype == torch.bfloat16
+    assert fresh(inputs).dtype == torch.bfloat16
     return loss, {gradient.dtype for gradient in summed.values()}, error
 
 
-def test_bf16_computes_near_fp32_and_accumulates_gradients_in_fp32():
-    loss, dtypes, error = run(1, _bf16_gradients, 8)[0]
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_bf16_computes_near_fp32_and_accumulates_gradients_in_fp32(schedule):
+    loss, dtypes, error = run(1, _bf16_gradients, schedule, 8)[0]
     assert dtypes == {torch.float32}
     assert error < 1e-4  # bf16 sums would be wrong in the third digit
     assert loss == pytest.approx(reference(torch.float32)[0][0][0], rel=5e-3)
@@ -292,7 +311,7 @@ def _count(flags):
     return (
         counted,
         traffic.bytes("exchange"),
-        ddp_bytes(trainer.model, dist.get_world_size(mesh.grad_group)),
+        ddp_bytes(trainer.chunks[0], dist.get_world_size(mesh.grad_group)),
     )
 
 
@@ -364,7 +383,7 @@ def test_mesh_names_degrees_that_do_not_fit():
 
 def _evaluate_and_sample(flags):
     trainer = make_trainer(flags, torch.float64)
-    for parameter in trainer.model.parameters():  # a sharper model than the initial one
+    for parameter in trainer.chunks[0].parameters():  # a sharper model than the initial one
         parameter.data *= 5
     tokens = np.random.default_rng(0).integers(0, V, BATCH * T * 2 + 29).astype(np.uint8)
     data = hybrid.Data(tokens[::-1], tokens, is_text=False)
@@ -374,7 +393,7 @@ def _evaluate_and_sample(flags):
         if dist.get_rank(trainer.mesh.grad_group) == 0
         else None
     )
-    state = hybrid.gather_state(trainer.model, trainer.config, trainer.mesh)
+    state = hybrid.gather_state(trainer)
     return loss, drawn, state, tokens
 
 
@@ -405,11 +424,11 @@ def test_evaluation_and_samples_do_not_depend_on_the_layout():
 
 def _draw_many(prompt, temperature, count):
     trainer = make_trainer("--layers 2")
-    for parameter in trainer.model.parameters():
+    for parameter in trainer.chunks[0].parameters():
         parameter.data *= 5
     draws = [hybrid.sample(trainer, prompt, 1, temperature, seed)[0] for seed in range(count)]
     with torch.no_grad():
-        logits = trainer.model(torch.tensor([prompt[-T:]]))[0, -1]
+        logits = trainer.chunks[0](torch.tensor([prompt[-T:]]))[0, -1]
     return torch.tensor(draws).bincount(minlength=V) / count, logits
 
 
@@ -431,7 +450,7 @@ def _train_on_text(flags):
     log, samples = io.StringIO(), []
     with (
         patch.object(hybrid, "sample", lambda trainer, *rest: samples.append(rest) or [65]),
-        patch.object(hybrid.time, "perf_counter", side_effect=itertools.count()),  # a second each
+        patch.object(hybrid, "time", SimpleNamespace(perf_counter=itertools.count().__next__)),
         redirect_stdout(io.StringIO()),
     ):
         data = hybrid.Data(*tokens, is_text=True)
@@ -477,9 +496,9 @@ def _clip_nothing():
     clip = trainer.clip_gradients
 
     def checked():
-        before = [p.grad.clone() for p in trainer.model.parameters()]
+        before = [p.grad.clone() for p in trainer.chunks[0].parameters()]
         norm = clip()
-        assert all(torch.equal(p.grad, g) for p, g in zip(trainer.model.parameters(), before))
+        assert all(torch.equal(p.grad, g) for p, g in zip(trainer.chunks[0].parameters(), before))
         return norm
 
     trainer.clip_gradients = checked
@@ -564,7 +583,11 @@ BAD_FLAGS = [
     (3, "--tp 3 --hidden 129 --heads 1", "--heads 1 is not divisible by --tp 3"),
     (4, "--tp 4 --hidden 6 --heads 2", "--hidden 6 is not divisible by --tp 4"),
     (4, "--tp 4 --vocab-size 3", "--vocab-size 3 is less than --tp 4"),
-    (3, "--pp 3", "--layers 4 is not divisible by --pp 3"),
+    (3, "--pp 3 --layers 2", "--layers 2 is less than the stages of --schedule 1f1b with --pp 3"),
+    (4, "--pp 4 --schedule zb-v --layers 7", "--layers 7 is less than the stages of --schedule"),
+    (2, "--pp 2 --schedule interleaved --microbatches 3", "--microbatches 3 --chunks 2: num_micro"),
+    (2, "--pp 2 --schedule dualpipe", "--schedule dualpipe --pp 2 --microbatches 2: num_stages=2"),
+    (1, "--chunks 0", "--chunks 0 must be at least 1"),
     (
         2,
         "--batch-size 6 --microbatches 2",
@@ -598,6 +621,7 @@ BAD_FLAGS = [
     (1, "--data FIRST.bin", "--data FIRST.bin: token 256 is outside --vocab-size 256"),
     (1, "--data LAST.bin", "--data LAST.bin: token 256 is outside --vocab-size 256"),
     (1, "--log no/such/folder/log", "No such file or directory: 'no/such/folder/log'"),
+    (1, "--trace no/such/folder/it", "No such file or directory: 'no/such/folder/it'"),
 ]
 
 
@@ -688,6 +712,19 @@ def test_torchrun_and_one_process_write_the_same_log(tmp_path):
         assert one["grad_norm"] == pytest.approx(four["grad_norm"], rel=1e-5)
     # full precision, not the printed four digits
     assert len(logs[0]) == 3 and len(str(logs[0][0]["loss"])) > 8
+
+
+def test_a_trace_has_every_action_of_the_last_step_as_the_simulated_one_has(tmp_path):
+    flags = "--pp 2 --schedule zb-v --microbatches 4 --layers 4"
+    done = _launch(f"{SMALL} {flags} --trace {tmp_path / 'trace'}", 2)
+    assert done.returncode == 0, done.stderr
+    events = json.loads((tmp_path / "trace").read_text())["traceEvents"]
+    simulated = trace_events(simulate(zb_v(2, 4)))
+    what = lambda events: sorted((e["tid"], e["name"], *e["args"].values()) for e in events)
+    assert what(events) == what(simulated) and events[0].keys() == simulated[0].keys()
+    begun = {(e["tid"], e["cat"], *e["args"].values()): e["ts"] for e in events}
+    assert begun[0, "F", 0, 0] < begun[1, "F", 0, 0] < begun[1, "F", 0, 1] < begun[0, "I", 0, 1]
+    assert all(event["dur"] > 0 for event in events)
 
 
 def test_torchrun_shows_the_one_line_of_rank_0():

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 import pipeline
@@ -34,6 +35,7 @@ from pipeline import (
     peak_activations,
     pipeline_bytes,
     simulate,
+    sum_replicas,
     zb_h1,
     zb_h2,
     zb_v,
@@ -543,7 +545,7 @@ def _cut_for(schedule, layers, seed):
     return [stages[chunk] for chunk in sorted(stages)], [names[chunk] for chunk in sorted(names)]
 
 
-def _run_schedule(name, m, dtype, tolerance):
+def _run_schedule(name, m, dtype, tolerance, recompute=False):
     """Two steps, whose gradients add up; returns whether this rank has them all, and its loss."""
     rank, p = rank_and_size()
     schedule = SCHEDULES[name](p, m)
@@ -553,7 +555,7 @@ def _run_schedule(name, m, dtype, tolerance):
     inputs, targets = torch.randn(2, 2, 2 * m, 3, 5, dtype=dtype)
     loss_fn = lambda output, target: (output - target).square().sum() / 7
     stages, owned = _cut_for(schedule, layers, seed=m)
-    executor = Pipeline(stages, schedule, loss_fn)
+    executor = Pipeline(stages, schedule, loss_fn, recompute=recompute)
     losses, expected = [], []
     for x, y in zip(inputs, targets):
         # in fp32 by microbatches, too: on the whole batch other sums round other ways
@@ -566,6 +568,8 @@ def _run_schedule(name, m, dtype, tolerance):
         losses.append(executor.step(x, y))
         assert not executor.alive and not any(executor.queues.values())
         assert not executor.leaving and not executor.arriving
+    if name == "dualpipe":
+        sum_replicas(stages)
     for stage, mine in zip(stages, owned):
         for layer, i in zip(stage, mine):
             for (key, found), one in zip(layer.named_parameters(), layers[i].parameters()):
@@ -639,6 +643,17 @@ def test_a_step_leaves_nothing_behind(name):
         assert first == second == third
 
 
+def _return_two():
+    stage = nn.LSTM(3, 3)  # returns a tuple
+    executor = Pipeline(stage, gpipe(1, 2), _loss)
+    with pytest.raises(ValueError, match="stage 0 returned tuple, not a tensor"):
+        executor.step(torch.zeros(4, 2, 3), torch.zeros(4, 2, 3))
+
+
+def test_a_stage_that_does_not_return_a_tensor_is_named():
+    run(1, _return_two)
+
+
 def _return_rows():
     executor = Pipeline(nn.Linear(3, 3), zb_h1(1, 2), lambda output, target: output - target)
     with pytest.raises(ValueError, match=r"loss_fn returned \(2, 3\), not a scalar"):
@@ -658,9 +673,9 @@ def _order_of_products():
     stage.weight.register_post_accumulate_grad_hook(lambda _: events.append("W"))
     backward = executor._backward
 
-    def logged(action, received):
+    def logged(*arguments):
         events.append("I")
-        return backward(action, received)
+        return backward(*arguments)
 
     executor._backward = logged
     executor.step(torch.randn(4, 3), torch.zeros(4, 3))
@@ -737,6 +752,51 @@ def _boundaries():
 
 def test_boundaries_that_are_transposed_views_or_bf16_and_tokens_as_inputs():
     run(2, _boundaries)
+
+
+class Dropping(nn.Module):
+    """A layer with dropout, which counts how often it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.runs = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5)), 0
+
+    def forward(self, x):
+        self.runs += 1
+        return self.layers(x)
+
+
+def _recompute_with_dropout(name, dtype):
+    rank, p = rank_and_size()
+    schedule = SCHEDULES[name](p, 4)
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(rank)
+        stages = [Dropping().to(dtype) for _ in range(1 + max(a.chunk for a in schedule[0]))]
+        executor = Pipeline(stages, schedule, _loss, recompute=recompute)
+        losses = [executor.step(torch.ones(8, 4, dtype=dtype), torch.zeros(8, 4)) for _ in range(2)]
+        results.append((losses, [p.grad for stage in stages for p in stage.parameters()]))
+        results[-1] += (torch.rand(1), sum(stage.runs for stage in stages))
+    return results
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_recomputation_replays_dropout_and_changes_no_bit(name):
+    for (losses, grads, drawn, runs), again in run(2, _recompute_with_dropout, name, torch.float64):
+        assert losses == again[0] and torch.equal(drawn, again[2]) and again[3] == 2 * runs
+        assert all(map(torch.equal, grads, again[1])) and any(grad.any() for grad in grads)
+
+
+def _recomputed(name, m):
+    return _run_schedule(name, m, torch.float64, 1e-10, recompute=True)[:2]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_recomputation_gives_the_losses_and_gradients_of_one_process(name):
+    results = run(2, _recomputed, name, 4)
+    for step, expected in enumerate(results[0][1]):
+        total = sum(losses[step] for losses, _ in results if losses[step] is not None)
+        torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-10)
 
 
 def _evaluation(num_microbatches):
@@ -870,31 +930,91 @@ def test_a_rank_keeps_the_activations_that_the_simulator_says(world_size, make_s
         assert peak_outputs[:-1] == simulated[:-1]  # the last stage keeps the loss in its place
 
 
-def _backwards_without_sync(make_schedule, num_microbatches):
-    """For each backward in turn, whether it ran inside no_sync; and how often that was entered."""
-    _, p = rank_and_size()
-    inside, entered, backwards = False, 0, []
+class Remembering(nn.Module):
+    """Two linear layers and what is between them, of which it knows how many are still held."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.first, self.second, self.held = nn.Linear(4, 4), nn.Linear(4, 4), held
+
+    def forward(self, x):
+        between = self.first(x).tanh()
+        if torch.is_grad_enabled():
+            self.held[:] = [storage for storage in self.held if not storage.expired()]
+            self.held.append(StorageWeakRef(between.untyped_storage()))
+            self.held.peak = max(self.held.peak, len(self.held))
+        return self.second(between)
+
+
+class Held(list):
+    peak = 0
+
+
+def _peak_held(name, num_microbatches, recompute):
+    rank, p = rank_and_size()
+    schedule, held = SCHEDULES[name](p, num_microbatches), Held()
+    stages = [Remembering(held) for _ in range(1 + max(a.chunk for a in schedule[rank]))]
+    executor = Pipeline(stages, schedule, _loss, recompute=recompute)
+    for _ in range(2):
+        executor.step(torch.randn(num_microbatches, 4), torch.randn(num_microbatches, 4))
+        assert all(storage.expired() for storage in held)
+    return held.peak
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_holds_as_many_activations_as_the_simulator_says(name):
+    for p, m in {(1, 3), (2, 4), (3, 6), (4, 8)} & set(_sizes_of(name)):
+        assert run(p, _peak_held, name, m, False) == simulate(SCHEDULES[name](p, m)).peak
+
+
+def test_recomputation_holds_those_of_one_microbatch_and_of_deferred_weight_products():
+    for name in ("naive", "gpipe", "1f1b", "interleaved"):
+        assert run(2, _peak_held, name, 8, True) == [1, 1]
+    assert max(run(2, _peak_held, "zb-h1", 8, True)) <= 2
+
+
+class Synced(nn.Linear):
+    """A stage that, as DistributedDataParallel does, has a say in which backwards reduce."""
+
+    def __init__(self, events, chunk):
+        super().__init__(4, 4)
+        self.events, self.chunk, self.inside = events, chunk, False
+        self.weight.register_post_accumulate_grad_hook(lambda _: self.note("gradient"))
+
+    def note(self, what):
+        self.events.append((what, self.chunk, self.inside))
 
     @contextmanager
-    def no_sync():
-        nonlocal inside, entered
-        inside, entered = True, entered + 1
+    def no_sync(self):
+        self.inside = True
         yield
-        inside = False
+        self.inside = False
 
-    stage = nn.Linear(4, 4)
-    stage.weight.register_hook(lambda grad: backwards.append(inside))
-    executor = Pipeline(stage, make_schedule(p, num_microbatches), _loss, no_sync=no_sync)
+    def start_grad_sync(self, awaited):
+        assert awaited == set(self.parameters())
+        self.note("start")
+
+
+def _order_of_syncs(name, num_microbatches):
+    """What happened to chunks: gradients that came, inside no_sync or not, and starts of a sync."""
+    rank, p = rank_and_size()
+    schedule, events = SCHEDULES[name](p, num_microbatches), []
+    chunks = range(1 + max(action.chunk for action in schedule[rank]))
+    executor = Pipeline([Synced(events, chunk) for chunk in chunks], schedule, _loss)
     executor.step(torch.randn(num_microbatches, 4), torch.randn(num_microbatches, 4))
-    return backwards, entered
+    kinds = ["".join(a.kind for a in schedule[rank] if a.chunk == chunk) for chunk in chunks]
+    return [([e[::2] for e in events if e[1] == c], kind) for c, kind in zip(chunks, kinds)]
 
 
-@every_schedule
-@every_size
-def test_all_backwards_but_the_last_run_inside_no_sync(world_size, make_schedule):
-    for m in (1, 4):
-        expected = [True] * (m - 1) + [False], m - 1
-        assert run(world_size, _backwards_without_sync, make_schedule, m) == [expected] * world_size
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_each_chunk_reduces_once_in_its_last_backward_or_before_its_last_weight_product(name):
+    for p, m in {(1, 1), (1, 4), (2, 4), (4, 8)} & set(_sizes_of(name)):
+        for events, kinds in sum(run(p, _order_of_syncs, name, m), []):
+            last = kinds.replace("F", "")[-1]
+            assert events[-1] == ("gradient", False)
+            assert events.count(("gradient", True)) == kinds.count("B") - (last == "B")
+            assert len(events) == kinds.count("B") + kinds.count("W") + (last == "W")
+            assert last == "B" or events[-2] == ("start", False)
 
 
 # ---- errors --------------------------------------------------------------------------------------
