@@ -257,7 +257,7 @@ def bench_overlap(arguments):
 
 # ---- pipelines -----------------------------------------------------------------------------------
 
-SLOT = 0.02  # seconds that F, I and W of all of a rank's layers sleep
+SLOT = 0.08  # seconds that F, I and W of all of a rank's layers sleep
 
 
 class _Sleeping(Pipeline):
@@ -274,23 +274,28 @@ class _Sleeping(Pipeline):
 
     def _backward(self, action, received):
         time.sleep(self.slot if action.kind == "I" else 2 * self.slot)
-        if action.kind == "I":
-            self.queues[action[1:]].append(lambda: time.sleep(self.slot))
         return super()._backward(action, received)
+
+    def _weights(self, action, received):
+        time.sleep(self.slot)
+        return super()._weights(action, received)
 
 
 def _sleep_through(name, num_microbatches, rounds):
     parts = 2 if name in ("interleaved", "zb-v") else 1
     schedule = SCHEDULES[name](dist.get_world_size(), num_microbatches)
-    pipeline, batch, times = _Sleeping(schedule, parts), torch.zeros(num_microbatches, 1), []
+    pipeline, batch = _Sleeping(schedule, parts), torch.zeros(num_microbatches, 1)
+    claimed, times, bubbles = simulate(schedule, 1 / parts, 2 / parts, weight=1 / parts), [], []
+    bubble = lambda t: max(t.idle if name in ("zb-h2", "zb-v") else t.bubble)
     for _ in range(rounds + 1):
         dist.barrier()
         began = time.perf_counter()
         pipeline.step(batch, batch)
         dist.barrier()
         times.append(time.perf_counter() - began)
-    total = simulate(schedule, 1 / parts, 2 / parts, weight=1 / parts).total
-    return statistics.median(times[1:]) / SLOT, total
+        bubbles.append(bubble(pipeline.timeline()))
+    measured = [statistics.median(values[1:]) / SLOT for values in (times, bubbles)]
+    return measured, [claimed.total, bubble(claimed)]
 
 
 def _torch_schedules():
@@ -347,8 +352,10 @@ def _time_pipelines(num_microbatches, rounds):
 def bench_pipeline(arguments):
     """Sleeping stages, P = 4: slots measured / simulated. Real ones, P = 2: ms, ours / theirs."""
     for name in SCHEDULES:
-        slots, total = run(4, _sleep_through, name, 8, arguments.rounds, timeout=600)[0]
-        print(f"{name:12}{slots:7.1f} slots, simulated {total:5.1f} = {slots / total:5.3f}")
+        found, claimed = run(4, _sleep_through, name, 8, arguments.rounds, timeout=600)[0]
+        for what, slots, expected in zip(("step", "bubble"), found, claimed):
+            ratio = f" = {slots / expected:5.3f}" if expected else ""
+            print(f"{name:12}{what:7}{slots:7.2f} slots, simulated {expected:5.1f}{ratio}")
     times = run(2, _time_pipelines, 8, arguments.rounds, timeout=3000)[0]
     for name, (*_, mine) in _torch_schedules().items():
         ours, theirs = times[f"ours, {name}"] * 1e3, times[name] * 1e3
