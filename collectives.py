@@ -1431,6 +1431,25 @@ def check_finite(sums, group=None):
         raise RuntimeError(f"rank {rank}: gradient not finite for {', '.join(names)}")
 
 
+class RandomState:
+    """What the random generators would draw from now on: `with state:` has it drawn once more."""
+
+    def __init__(self, device):
+        self.devices = [device] if device.type == "cuda" else []
+        self.state = torch.get_rng_state()
+        self.device_states = [torch.cuda.get_rng_state(device) for device in self.devices]
+
+    def __enter__(self):
+        self.outside = torch.random.fork_rng(self.devices)
+        self.outside.__enter__()
+        torch.set_rng_state(self.state)
+        for device, state in zip(self.devices, self.device_states):
+            torch.cuda.set_rng_state(state, device)
+
+    def __exit__(self, *exception):
+        self.outside.__exit__(*exception)
+
+
 def weakly(method):
     """A hook that calls `method` as long as its object lives.
 

@@ -49,21 +49,26 @@ from collectives import (
     all_reduce,
     barrier,
     broadcast,
-    copy_to_group,
     exchange,
     rank_and_size,
     schedule_as_batch,
 )
 from ddp import DistributedDataParallel
 from pipeline import SCHEDULES, Pipeline, forward_only, sum_replicas, trace_events
+from sequence_parallel import dropout, recompute
 from tensor_parallel import (
     ColumnParallelLinear,
+    ParallelSelfAttention,
     RowParallelLinear,
     ShardedRandomState,
     VocabParallelEmbedding,
+    attention,
+    counted_parts,
     gather_shards,
-    is_sharded,
+    mark_partial,
+    parallel_linear,
     shard_sizes,
+    sum_partial_gradients,
     take_shard,
     vocab_parallel_cross_entropy,
 )
@@ -133,59 +138,67 @@ class GPTConfig:
     seq_len: int = 64
     vocab_size: int = 256
     dropout: float = 0.0
-
-
-class SelfAttention(nn.Module):
-    """Causal attention, split by heads: q, k, v column-parallel, projection back row-parallel."""
-
-    def __init__(self, config, random, tp_group):
-        super().__init__()
-        D = config.hidden
-        self.heads, self.dropout, self.random = (
-            config.heads // dist.get_world_size(tp_group),
-            config.dropout,
-            random,
-        )
-        self.c_attn = ColumnParallelLinear(D, 3 * D, blocks=3, group=tp_group)
-        self.c_proj = RowParallelLinear(D, D, group=tp_group)
-
-    def forward(self, x):  # (B, T, D)
-        B, T, _ = x.shape
-        dropout = self.dropout if self.training else 0.0
-        # q, k, v: (B, H/tp, T, K)
-        q, k, v = self.c_attn(x).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        with self.random if dropout else nullcontext():
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        y = self.c_proj(y.transpose(1, 2).reshape(B, T, -1))  # (B, T, D/tp) -> (B, T, D)
-        return F.dropout(y, dropout)
+    kv_heads: int | None = None  # as many as heads
+    sequence_parallel: bool = False
+    recompute: str = "none"  # or "selective", the attention core, or "full", every layer
 
 
 class MLP(nn.Module):
-    """(B, T, D) -> 4D, column-parallel, GELU -> D, row-parallel."""
+    """(T, B, D) -> 4D, column-parallel, GELU -> D, row-parallel."""
 
-    def __init__(self, config, tp_group):
+    def __init__(self, hidden, **options):
         super().__init__()
-        D = config.hidden
-        self.dropout = config.dropout
-        self.c_fc = ColumnParallelLinear(D, 4 * D, group=tp_group)
-        self.c_proj = RowParallelLinear(4 * D, D, group=tp_group)
+        self.c_fc = ColumnParallelLinear(hidden, 4 * hidden, **options)
+        self.c_proj = RowParallelLinear(4 * hidden, hidden, **options)
 
     def forward(self, x):
-        x = self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
-        return F.dropout(x, self.dropout, self.training)
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
 class Block(nn.Module):
-    """Pre-LayerNorm transformer layer."""
+    """Pre-LayerNorm transformer layer, (T, B, D) -> (T, B, D).
 
-    def __init__(self, config, random, tp_group):
+    With sequence parallelism T is this rank's part. random: the state from which dropout draws
+    where ranks of tp hold different activations.
+    """
+
+    def __init__(self, config, random, **options):
         super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(config.hidden), SelfAttention(config, random, tp_group)
-        self.ln_2, self.mlp = nn.LayerNorm(config.hidden), MLP(config, tp_group)
+        self.config, self.random = config, random
+        options["sequence_parallel"] = config.sequence_parallel
+        self.ln_1 = _layer_norm(config)
+        self.attn = ParallelSelfAttention(
+            config.hidden, config.heads, config.kv_heads, self.attend, **options
+        )
+        self.ln_2 = _layer_norm(config)
+        self.mlp = MLP(config.hidden, **options)
 
     def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
+        x = x + _residual_dropout(self, self.attn(self.ln_1(x)))
+        return x + _residual_dropout(self, self.mlp(self.ln_2(x)))
+
+    def attend(self, q, k, v):
+        """The attention core; its heads are this rank's own, and so are its masks."""
+        if self.config.recompute == "selective" and torch.is_grad_enabled():
+            return recompute(self._core, q, k, v)
+        return self._core(q, k, v)
+
+    def _core(self, q, k, v):
+        p = self.config.dropout if self.training else 0.0
+        with self.random if p else nullcontext():
+            return attention(q, k, v, p)
+
+
+def _layer_norm(config):
+    norm = nn.LayerNorm(config.hidden)
+    return mark_partial(norm) if config.sequence_parallel else norm
+
+
+def _residual_dropout(module, x):
+    """Masks alike over tp, where x is; its own for each rank's part of the sequence."""
+    config = module.config
+    with module.random if config.sequence_parallel and config.dropout else nullcontext():
+        return dropout(x, config.dropout, module.training)
 
 
 def layers_of(stage, num_stages, layers):
@@ -197,34 +210,40 @@ def layers_of(stage, num_stages, layers):
 class GPT(nn.Module):
     """One pipeline stage's layers; parameters have GPT-2's names, layers their number in the whole.
 
-    The first stage takes tokens (B, T), the others activations (B, T, D); the last one returns the
-    logits of its part of the vocabulary (B, T, V/tp), the others activations. With one stage the
-    head is the token embedding; with more the last stage has a copy, kept equal by
-    sum_tied_gradients().
+    The first stage takes tokens (B, T), the others activations (T, B, D); the last one returns the
+    logits of its part of the vocabulary (T, B, V/tp), the others activations; with sequence
+    parallelism a rank has T/tp of those between. With one stage the head is the token embedding;
+    with more the last stage has a copy, kept equal by sum_shared_gradients().
     """
 
     def __init__(
-        self, config, tp_group=None, stage=0, num_stages=1, random=nullcontext(), autocast=None
+        self,
+        config,
+        tp_group=None,
+        stage=0,
+        num_stages=1,
+        random=nullcontext(),
+        autocast=None,
+        defer=None,
     ):
         super().__init__()
         self.first, self.last, self.autocast = stage == 0, stage == num_stages - 1, autocast
-        self.dropout, self.tp_group = config.dropout, tp_group
-        layers = layers_of(stage, num_stages, config.layers)
+        self.config, self.tp_group, self.random, self.defer = config, tp_group, random, defer
+        sequence_parallel = config.sequence_parallel
+        embedding = lambda: VocabParallelEmbedding(
+            config.vocab_size, config.hidden, tp_group, sequence_parallel
+        )
         self.transformer = nn.ModuleDict()
         if self.first:
-            self.transformer["wte"] = VocabParallelEmbedding(
-                config.vocab_size, config.hidden, tp_group
-            )
-            self.transformer["wpe"] = nn.Embedding(config.seq_len, config.hidden)
-        self.transformer["h"] = nn.ModuleDict(
-            {str(i): Block(config, random, tp_group) for i in layers}
-        )
+            self.transformer["wte"] = embedding()
+            wpe = nn.Embedding(config.seq_len, config.hidden)
+            self.transformer["wpe"] = mark_partial(wpe) if sequence_parallel else wpe
+        layers = layers_of(stage, num_stages, config.layers)
+        blocks = {str(i): Block(config, random, group=tp_group, defer=defer) for i in layers}
+        self.transformer["h"] = nn.ModuleDict(blocks)
         if self.last:
-            self.transformer["ln_f"] = nn.LayerNorm(config.hidden)
-            head = self.transformer["wte"] if self.first else None
-            self.lm_head = head or VocabParallelEmbedding(
-                config.vocab_size, config.hidden, tp_group
-            )
+            self.transformer["ln_f"] = _layer_norm(config)
+            self.lm_head = self.transformer["wte"] if self.first else embedding()
 
     def tied_weight(self):
         """The embedding or the head, of a stage that has one of them: the other is elsewhere."""
@@ -235,31 +254,47 @@ class GPT(nn.Module):
     def forward(self, x):
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
             if self.first:
-                positions = torch.arange(x.shape[1], device=x.device)
-                # (B, T) -> (B, T, D)
-                x = self.transformer["wte"](x) + self.transformer["wpe"](positions)
-                x = F.dropout(x, self.dropout, self.training)
+                x = self._embed(x.t())
             for block in self.transformer["h"].values():
-                x = block(x)
+                full = self.config.recompute == "full" and torch.is_grad_enabled()
+                x = recompute(block, x) if full else block(x)
             if self.last:
-                x = copy_to_group(self.transformer["ln_f"](x), self.tp_group)
-                x = F.linear(x, self.lm_head.weight)  # (B, T, V/tp)
+                x = parallel_linear(  # (T, B, D) -> (T, B, V/tp)
+                    self.transformer["ln_f"](x),
+                    self.lm_head.weight,
+                    group=self.tp_group,
+                    sequence_parallel=self.config.sequence_parallel,
+                    defer=self.defer,
+                )
             return x
 
+    def _embed(self, tokens):
+        """(T, B) -> (T, B, D), or this rank's part of the sequence."""
+        x = self.transformer["wte"](tokens)
+        rank = dist.get_rank(self.tp_group) if self.config.sequence_parallel else 0
+        positions = torch.arange(rank * len(x), (rank + 1) * len(x), device=x.device)
+        x = x + self.transformer["wpe"](positions).unsqueeze(1)
+        return _residual_dropout(self, x)
+
     def token_losses(self, logits, targets):
-        """Loss of each token (B*T,), from split logits; zero where the target is IGNORED."""
-        start = self.lm_head.start
+        """Loss of each token (T*B,), from split logits, which are lost; zero where IGNORED."""
         return vocab_parallel_cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), start, IGNORED, self.tp_group
+            logits.flatten(0, 1),
+            targets.t().flatten(),
+            self.lm_head.start,
+            IGNORED,
+            self.tp_group,
+            inplace=True,
         )
 
 
 def parameter_shapes(config):
     """{name: shape} of the whole model, unsplit; the tied head is transformer.wte.weight."""
     D, shapes = config.hidden, {}
+    qkv = D + 2 * D // config.heads * (config.kv_heads or config.heads)
     shapes["transformer.wte.weight"] = (config.vocab_size, D)
     shapes["transformer.wpe.weight"] = (config.seq_len, D)
-    block = {"ln_1": (D,), "attn.c_attn": (3 * D, D), "attn.c_proj": (D, D)}
+    block = {"ln_1": (D,), "attn.c_attn": (qkv, D), "attn.c_proj": (D, D)}
     block |= {"ln_2": (D,), "mlp.c_fc": (4 * D, D), "mlp.c_proj": (D, 4 * D)}
     for layer in range(config.layers):
         for name, shape in block.items():
@@ -309,7 +344,7 @@ def gather_state(trainer, value=lambda parameter: parameter):
         owner, chunk = route[_stage_of(name, config, len(route))]
         if rank == owner:
             parameter = chunks[chunk][name]
-            full = gather_shards(value(parameter), parameter, shape, mesh.tp_group)
+            full = gather_shards(value(parameter), parameter, mesh.tp_group)
             if tp_rank == 0 and owner > 0:
                 exchange([(full, 0)], [], mesh.pp_group)
         if rank == 0 and tp_rank == 0:
@@ -431,7 +466,15 @@ class Trainer:
     def __init__(self, args, mesh, device):
         self.args, self.mesh, self.device = args, mesh, device
         self.config = GPTConfig(
-            args.layers, args.hidden, args.heads, args.seq_len, args.vocab_size, args.dropout
+            args.layers,
+            args.hidden,
+            args.heads,
+            args.seq_len,
+            args.vocab_size,
+            args.dropout,
+            args.kv_heads,
+            args.sp,
+            args.recompute,
         )
         rank, num_stages = rank_and_size(mesh.pp_group)
         schedule = make_schedule(args)
@@ -439,7 +482,7 @@ class Trainer:
         self.replicated = len(schedule.routes) > 1
         # Dropout masks: alike over tp where activations are, different over dp, cp and pp.
         mask_seed = args.seed * 2**20 + dist.get_rank(mesh.grad_group) * num_stages + rank
-        random = ShardedRandomState(mask_seed, device, mesh.tp_group)
+        random = ShardedRandomState(device, mesh.tp_group)
         autocast = torch.bfloat16 if args.dtype == "bf16" else None
         places = sorted(
             (chunk, stage)
@@ -447,13 +490,13 @@ class Trainer:
             for stage, (place, chunk) in enumerate(route)
             if place == rank
         )
+        stages = (len(self.route), random, autocast, lambda: self.pipeline.queue)
         self.chunks = [
-            GPT(self.config, mesh.tp_group, stage, len(self.route), random, autocast).to(device)
-            for _, stage in places
+            GPT(self.config, mesh.tp_group, stage, *stages).to(device) for _, stage in places
         ]
         for chunk in self.chunks:
             initialize(chunk, self.config, args.seed)
-        torch.manual_seed(mask_seed)  # not earlier: building shards of unequal size draws unequally
+        torch.manual_seed(mask_seed)
         # The loss has its global divisor already, so gradients are summed: divide by 1.
         self.replicas = [
             DistributedDataParallel(
@@ -500,7 +543,7 @@ class Trainer:
         loss = self._run(self.pipeline, inputs, targets)
         for replica in self.replicas:
             replica.finish_grad_sync()
-        self.sum_tied_gradients()
+        self.sum_shared_gradients()
         norm = self.clip_gradients()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -540,8 +583,13 @@ class Trainer:
         last = next(chunk for chunk in self.chunks if chunk.last)
         return last.token_losses(logits, targets).sum() / self.tokens
 
-    def sum_tied_gradients(self):
-        """Sum what copies of a parameter got: of replicas, and of the tied embedding and head."""
+    def sum_shared_gradients(self):
+        """Sum what the copies of a parameter got for their part of the work.
+
+        Those are DualPipe's replicas, what tensor-parallel ranks use for a part of the sequence or
+        of the heads, and the tied embedding and head.
+        """
+        sum_partial_gradients(self.parameters, self.mesh.tp_group)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
         weights = [chunk.tied_weight() for chunk in self.chunks]
@@ -556,13 +604,12 @@ class Trainer:
 
         Returns the norm before.
         """
-        tp_rank = dist.get_rank(self.mesh.tp_group)
         counted = [
-            parameter.grad
+            part
             for chunk in (self.chunks[:1] if self.replicated else self.chunks)
             for name, parameter in chunk.named_parameters()
-            if (is_sharded(parameter) or tp_rank == 0)  # replicas over tp count once
-            and name != "lm_head.weight"  # a copy of the embedding
+            if name != "lm_head.weight"  # a copy of the embedding
+            for part in counted_parts(parameter, parameter.grad, self.mesh.tp_group)
         ]
         square = torch.zeros((), device=self.device)
         if counted:
@@ -606,7 +653,7 @@ def sample(trainer, prompt, length, temperature=1.0, seed=0):
             .to(device)
         )
         if logits is not None:
-            logits = logits[0, len(window) - 1].double() / temperature
+            logits = logits[len(window) - 1, 0].double() / temperature
             start = trainer.chunks[last_chunk].lm_head.start
             value, index = (logits + noise[start : start + len(logits)]).max(0)
             choice[0], choice[1] = value, index + start
@@ -633,6 +680,7 @@ def _parser():
     add = parser.add_argument
     add("--dp", type=int, help="replicas (default: what tp and pp leave of the processes)")
     add("--tp", type=int, default=1, help="ranks that split every matrix")
+    add("--sp", action="store_true", help="split the sequence over tp outside of its matrices")
     add("--pp", type=int, default=1, help="pipeline stages")
     add(
         "--schedule",
@@ -645,6 +693,7 @@ def _parser():
     add("--layers", type=int, default=4)
     add("--hidden", type=int, default=128)
     add("--heads", type=int, default=4)
+    add("--kv-heads", type=int, help="heads of keys and values (default: --heads)")
     add("--seq-len", type=int, default=64)
     add("--vocab-size", type=int, default=256)
     add("--dropout", type=float, default=0.0)
@@ -663,6 +712,12 @@ def _parser():
         default="fp32",
         help="bf16: matrix products; weights stay fp32",
     )
+    add(
+        "--recompute",
+        choices=("none", "selective", "full"),
+        default="none",
+        help="what runs again in backward: nothing, the attention core, every layer",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add(
         "--data",
@@ -676,10 +731,10 @@ def _parser():
 def parse_args(argv, world_size):
     """The checked, completed command line. Raises ValueError, one line naming flags and values."""
     args = _parser().parse_args(argv)
-    if args.microbatches is None:
-        args.microbatches = args.pp
-    sizes = "tp pp chunks microbatches layers hidden heads seq_len vocab_size batch_size".split()
-    sizes.append("steps")
+    args.microbatches = args.pp if args.microbatches is None else args.microbatches
+    args.kv_heads = args.heads if args.kv_heads is None else args.kv_heads
+    sizes = "tp pp chunks microbatches layers hidden heads kv_heads seq_len vocab_size".split()
+    sizes += ["batch_size", "steps"]
     for name in sizes if args.dp is None else ["dp", *sizes]:
         _require(getattr(args, name) >= 1, args, name, "must be at least 1")
     for name in ("warmup", "seed"):
@@ -696,6 +751,12 @@ def parse_args(argv, world_size):
     _require_divisible(args, "hidden", "heads")
     _require_divisible(args, "hidden", "tp")
     _require_divisible(args, "heads", "tp")
+    _require_divisible(args, "heads", "kv_heads")
+    if args.kv_heads % args.tp and args.tp % args.kv_heads:
+        flags = f"--kv-heads {args.kv_heads} and --tp {args.tp}"
+        raise ValueError(f"neither of {flags} divides the other")
+    if args.sp:
+        _require_divisible(args, "seq_len", "tp")
     _require(args.vocab_size >= args.tp, args, "vocab_size", f"is less than --tp {args.tp}")
     num_stages = len(make_schedule(args).routes[0])
     pipeline = f"--schedule {args.schedule} with --pp {args.pp}"

@@ -39,7 +39,7 @@ import os
 import sys
 import time
 from collections import Counter, defaultdict, deque
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,6 +48,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from collectives import (
+    RandomState,
     all_gather_single,
     barrier,
     count_bytes,
@@ -589,8 +590,10 @@ class Pipeline:
     chunk but the last, and where that one is halved start_grad_sync() comes before its W. With
     recompute a stage keeps nothing between forward and backward but its input and the state of the
     random generators, and runs forward again. Where backwards are halved, those of linear layers
-    are: what other parameters get is computed with the first half. Of two routes (DualPipe) each
-    has a replica of all layers: see sum_replicas().
+    are: what other parameters get is computed with the first half. A layer of another kind may put
+    its products off as well, into `queue`, which in such a backward is a list of (parameter,
+    function that computes its gradient), and else None. Of two routes (DualPipe) each has a replica
+    of all layers: see sum_replicas().
 
     The transfers of a rank are posted in their global order: a receive as soon as all before it are
     posted, a send as soon as its tensor exists as well. So both ends of every link agree, the first
@@ -624,6 +627,7 @@ class Pipeline:
         self.device = parameters[0].device if parameters else torch.device("cpu")
         barrier(group)  # NCCL wants all ranks of a group in its first batch
         self.formats = {}  # (source, chunk) of a boundary -> (shape, dtype) of a microbatch
+        self.queue = None
 
     def step(self, inputs=None, targets=None):
         """Run every action once.
@@ -672,7 +676,7 @@ class Pipeline:
         x = received if before else self.inputs[action.microbatch]
         if before and self.last:
             x.requires_grad_()
-        state = _random_state(self.device) if self.recompute and self.last else None
+        state = RandomState(self.device) if self.recompute and self.last else None
         with torch.no_grad() if state else nullcontext():
             output = self._run(action, x)
         if self.schedule.neighbours(action, self.rank)[1] is None:
@@ -697,11 +701,13 @@ class Pipeline:
     def _backward(self, action, grad_output):
         x, output, state = self.alive.pop(action[1:])
         if state:
-            with _replayed(state, self.device):
+            with state:
                 output = self._run(action, x)
         no_sync = getattr(self.stages[action.chunk], "no_sync", nullcontext)
+        self.queue = self.queues[action[1:]] if action.kind == "I" else None
         with nullcontext() if action == self.last[action.chunk] else no_sync():
             torch.autograd.backward(output, grad_output)
+        self.queue = None
         if self.schedule.neighbours(action, self.rank)[1] is None:
             return None
         return torch.zeros_like(x) if x.grad is None else x.grad
@@ -808,21 +814,6 @@ class Pipeline:
         buffer, messages = self.arriving.pop(transfer)
         messages.wait()
         return buffer
-
-
-def _random_state(device):
-    gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return torch.get_rng_state(), gpu
-
-
-@contextmanager
-def _replayed(state, device):
-    """Inside, the random generators draw what they drew from `state` on."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], device)
-        yield
 
 
 def sum_replicas(stages, group=None):

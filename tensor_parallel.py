@@ -9,17 +9,28 @@ next need no communication in between, so a non-linearity, or attention over hea
     f   forward: identity      backward: all-reduce   X's gradient is a sum over the columns' owners
     g   forward: all-reduce    backward: identity     Z is a sum over the rows' owners
 
+With sequence parallelism X and Z, and all between one layer's Z and the next one's X, are split
+along the sequence, which is dim 0. An all-reduce is a reduce-scatter and an all-gather, so that
+this costs no more (see sequence_parallel.py for what it saves):
+
+    f   forward: all-gather    backward: reduce-scatter
+    g   forward: reduce-scatter                backward: all-gather
+
 Cost per transformer layer (attention and MLP) and step: 2 f and 2 g, so 4 all-reduces of b s h
 elements (batch x sequence x width), 8 b s h (t-1)/t elements sent by each of t ranks. Weights,
 gradients and optimizer state are divided by t. The vocabulary of V tokens is split as well, and the
 loss is taken where the logits are: 3 b s numbers are reduced, not b s V gathered.
 
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
-Parallelism", 2019.
+Parallelism", 2019. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models", 2022 (sequence parallelism). Krizhevsky et al., "ImageNet Classification with Deep
+Convolutional Neural Networks", 2012 (the same idea, ten years before: last part).
 
     torchrun --nproc-per-node 4 tensor_parallel.py      claimed and counted bytes;
                                                         the error against one process
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +39,16 @@ from torch import nn
 from collectives import (
     ReduceOp,
     all_gather,
+    all_gather_single,
+    all_gather_to_group,
     all_reduce,
     all_reduce_bytes,
-    copy_to_group,
     count_bytes,
+    dist,
     rank_and_size,
     reduce_from_group,
+    reduce_scatter_single,
+    reduce_scatter_to_group,
     run_ranks,
 )
 
@@ -45,96 +60,388 @@ def shard_sizes(size, world_size):
     return [size // world_size + (rank < size % world_size) for rank in range(world_size)]
 
 
-def mark_sharded(parameter, dim, blocks=1):
-    """Note that `parameter` is this rank's part along `dim`, of each of `blocks` equal blocks.
+@dataclass(frozen=True)
+class Shard:
+    """How a parameter is split along `dim`.
 
-    blocks is 3 for a fused query-key-value matrix: each of the three is split, by heads.
+    blocks: (rows, parts) of each of the blocks it consists of, such as the queries', the keys' and
+    the values' of a fused matrix. A block is cut into `parts`; where there are fewer than ranks,
+    neighbouring ranks hold the same part.
     """
-    parameter.shard_dim, parameter.shard_blocks = dim, blocks
+
+    dim: int
+    blocks: tuple
+
+    def pieces(self, rank, world_size):
+        """(first row in the whole, rows, whether no lower rank has it too) of each block."""
+        pieces, begin = [], 0
+        for rows, parts in self.blocks:
+            sizes, part = shard_sizes(rows, parts), rank * parts // world_size
+            first = rank == 0 or (rank - 1) * parts // world_size < part
+            pieces.append((begin + sum(sizes[:part]), sizes[part], first))
+            begin += rows
+        return pieces
 
 
 def is_sharded(parameter):
     """Whether the ranks hold different parts of this parameter, rather than copies of it."""
-    return hasattr(parameter, "shard_dim")
+    return hasattr(parameter, "shard")
 
 
 def take_shard(full, parameter, group=None):
     """This rank's part of `full`, laid out as `parameter` is. Copies are returned whole."""
-    if not is_sharded(parameter):
-        return full
-    rank, world_size = rank_and_size(group)
-    dim, blocks = parameter.shard_dim, parameter.shard_blocks
-    parts = full.unflatten(dim, (blocks, -1)).split(
-        shard_sizes(full.shape[dim] // blocks, world_size), dim + 1
-    )
-    return parts[rank].flatten(dim, dim + 1)
+    return _cut(full, parameter.shard, group) if is_sharded(parameter) else full
 
 
-def gather_shards(local, parameter, full_shape, group=None):
+def _cut(full, shard, group):
+    pieces = shard.pieces(*rank_and_size(group))
+    return torch.cat([full.narrow(shard.dim, begin, rows) for begin, rows, _ in pieces], shard.dim)
+
+
+def gather_shards(local, parameter, group=None):
     """The inverse: the full tensor from every rank's `local`, say `parameter` or its gradient."""
     if not is_sharded(parameter):
         return local.detach().clone()
     _, world_size = rank_and_size(group)
-    dim, blocks = parameter.shard_dim, parameter.shard_blocks
-    sizes = shard_sizes(full_shape[dim] // blocks, world_size)
-    shapes = [[*full_shape[:dim], blocks, size, *full_shape[dim + 1 :]] for size in sizes]
-    parts = [local.new_empty(shape) for shape in shapes]
-    all_gather(parts, local.detach().unflatten(dim, (blocks, -1)).contiguous(), group)
-    return torch.cat(parts, dim + 1).flatten(dim, dim + 1)
+    dim, blocks = parameter.shard.dim, parameter.shard.blocks
+    pieces = [parameter.shard.pieces(rank, world_size) for rank in range(world_size)]
+    shape = list(local.shape)
+    parts = []
+    for mine in pieces:
+        shape[dim] = sum(rows for _, rows, _ in mine)
+        parts.append(local.new_empty(shape))
+    all_gather(parts, local.detach().contiguous(), group)
+    shape[dim] = sum(rows for rows, _ in blocks)
+    full = local.new_empty(shape)
+    for mine, part in zip(pieces, parts):
+        for (begin, rows, _), block in zip(mine, part.split([n for _, n, _ in mine], dim)):
+            full.narrow(dim, begin, rows).copy_(block)
+    return full
+
+
+def counted_parts(parameter, tensor, group=None):
+    """The parts of this rank's `tensor`, say a gradient, that no lower rank of the group has too.
+
+    Over the ranks they are the whole, once: what a norm has to count.
+    """
+    rank, world_size = rank_and_size(group)
+    if not is_sharded(parameter):
+        return [tensor] if rank == 0 else []
+    pieces = parameter.shard.pieces(rank, world_size)
+    blocks = tensor.split([rows for _, rows, _ in pieces], parameter.shard.dim)
+    return [block for block, (_, _, first) in zip(blocks, pieces) if first]
+
+
+def mark_partial(module):
+    """Note that each rank uses its copy of the module's parameters for a part of the tokens."""
+    for parameter in module.parameters():
+        parameter.partial = True
+    return module
+
+
+def sum_partial_gradients(parameters, group=None):
+    """After backward: sum over the group what each rank has only a part of. One all-reduce.
+
+    That is the gradient of what is marked as partial, and of what several ranks hold of a sharded
+    parameter.
+    """
+    rank, world_size = rank_and_size(group)
+    rows, places = [], []  # of gradients; where each begins in a whole, of so many rows
+    for parameter in parameters:
+        if parameter.requires_grad and getattr(parameter, "partial", False):
+            rows.append(parameter.grad)
+            places.append((0, len(parameter)))
+        elif parameter.requires_grad and is_sharded(parameter):
+            pieces, begun = parameter.shard.pieces(rank, world_size), 0
+            blocks = parameter.grad.split([n for _, n, _ in pieces], parameter.shard.dim)
+            for (whole, parts), (begin, _, _), block in zip(parameter.shard.blocks, pieces, blocks):
+                if parts < world_size:
+                    rows.append(block)
+                    places.append((begin - begun, whole))
+                begun += whole
+    if not rows:
+        return
+    sums = [r.new_zeros(whole, *r.shape[1:]) for r, (_, whole) in zip(rows, places)]
+    for mine, total, (begin, _) in zip(rows, sums, places):
+        total[begin : begin + len(mine)] = mine
+    flat = torch.cat([total.flatten() for total in sums])
+    all_reduce(flat, group=group)
+    for mine, total, (begin, _) in zip(rows, flat.split([t.numel() for t in sums]), places):
+        mine.copy_(total.view(-1, *mine.shape[1:])[begin : begin + len(mine)])
 
 
 # ---- linear layers -------------------------------------------------------------------------------
 
 
+class _ParallelLinear(torch.autograd.Function):
+    """forward: [all-gather x] -> x W^T + b -> [all-reduce or reduce-scatter y]
+    backward: [all-gather y's gradient] -> [all-reduce or reduce-scatter x's], beside W's product
+
+    column: x is the whole input of a column-parallel layer, or with sequence_parallel this rank's
+    part of it. Otherwise the layer is row-parallel.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, group, column, sequence_parallel, save_gathered, defer):
+        ctx.group, ctx.column, ctx.sequence_parallel = group, column, sequence_parallel
+        ctx.gather_again, ctx.defer, ctx.bias = False, defer, bias
+        if column and sequence_parallel:
+            shard, x = x, _gather(x, group)
+            ctx.gather_again = not save_gathered
+        ctx.save_for_backward(shard if ctx.gather_again else x, weight)
+        y = F.linear(x, weight, bias)
+        if column:
+            return y
+        return _reduce(y, group, sequence_parallel)[0]
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x, weight), bias, group = ctx.saved_tensors, ctx.bias, ctx.group
+        queue = ctx.defer() if ctx.defer else None
+        gathering = grad_x = reducing = None
+        if not ctx.column and ctx.sequence_parallel:
+            grad_output = _gather(grad_output, group)
+        if ctx.gather_again and queue is None and ctx.needs_input_grad[1]:
+            x, gathering = _gather(x, group, async_op=True)
+        if ctx.needs_input_grad[0]:
+            grad_x = grad_output @ weight.to(grad_output.dtype)
+            if ctx.column:
+                grad_x, reducing = _reduce(grad_x, group, ctx.sequence_parallel, async_op=True)
+        if gathering:
+            gathering.wait()
+        rows = grad_output.flatten(0, -2)
+
+        def weight_product():
+            whole = _gather(x, group) if ctx.gather_again and not gathering else x
+            return (rows.t() @ whole.flatten(0, -2)).to(weight.dtype)
+
+        products = [(weight, weight_product)] if ctx.needs_input_grad[1] else []
+        if ctx.needs_input_grad[2]:
+            products.append((bias, lambda: rows.sum(0).to(bias.dtype)))
+        grads = {}
+        if queue is None:
+            grads = {parameter: product() for parameter, product in products}
+        else:
+            queue.extend(products)
+        if reducing:
+            reducing.wait()
+        return grad_x, grads.get(weight), grads.get(bias), *5 * [None]
+
+
+def _gather(x, group, async_op=False):
+    """Every rank's x, joined along dim 0; with async_op also the work to wait for."""
+    _, world_size = rank_and_size(group)
+    output = x.new_empty(world_size * len(x), *x.shape[1:])
+    work = all_gather_single(output, x.contiguous(), group, async_op)
+    return (output, work) if async_op else output
+
+
+def _reduce(y, group, sequence_parallel, async_op=False):
+    """The sum of every rank's y, or this rank's part of its dim 0; and the work to wait for."""
+    y = y.contiguous()
+    if not sequence_parallel:
+        return y, all_reduce(y, group=group, async_op=async_op)
+    _, world_size = rank_and_size(group)
+    _check_sequence(len(y), world_size)
+    output = y.new_empty(len(y) // world_size, *y.shape[1:])
+    return output, reduce_scatter_single(output, y, group=group, async_op=async_op)
+
+
+def _check_sequence(length, world_size):
+    if length % world_size:
+        raise ValueError(f"sequence length {length} is not divisible by tp={world_size}")
+
+
+def parallel_linear(
+    x,
+    weight,
+    bias=None,
+    group=None,
+    column=True,
+    sequence_parallel=False,
+    save_gathered=False,
+    defer=None,
+):
+    """A linear layer of which this rank has some of the outputs (column) or of the inputs.
+
+    x: (..., in), weight: (out, in), this rank's part. column: x is equal on every rank or, with
+    sequence_parallel, a part of it along dim 0, and the gradients that the ranks have for it are
+    summed while the weight's is computed. Otherwise x is this rank's part of the inputs and the
+    ranks' outputs are summed; with sequence_parallel each gets a part of the sum along dim 0.
+
+    Backward gathers the whole of x again, unless save_gathered: more memory, less communication.
+    defer: called in backward; returns None, or a list in which to leave (parameter, a function that
+    computes its gradient) for later, as zero-bubble pipelines want it.
+    Raises ValueError for a sequence that P does not divide.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):  # what it would do to x, before x is saved and sent
+        x = x.to(torch.get_autocast_dtype(device))
+    return _ParallelLinear.apply(
+        x, weight, bias, group, column, sequence_parallel, save_gathered, defer
+    )
+
+
+def _new_parameter(shape, shard, std, group):
+    """This rank's part of a normal matrix, or of zeros, that depends on the seed and not on P."""
+    full = torch.randn(shape) * std if std else torch.zeros(shape)
+    return _sharded(full, shard, group)
+
+
+def _sharded(full, shard, group):
+    parameter = nn.Parameter(_cut(full.detach(), shard, group))
+    parameter.shard = shard
+    return parameter
+
+
 class ColumnParallelLinear(nn.Module):
     """Y_r = X A_r + b_r: X (..., in) is equal on every rank, Y_r (..., out/P) this rank's outputs.
 
-    blocks: how many equal blocks the outputs consist of, each of which is split (3 for fused q, k,
-    v). Raises ValueError if blocks x P does not divide out_features.
+    With sequence_parallel X is (T/P, ..., in), Y_r (T, ..., out/P). blocks: (outputs, parts) of
+    what the outputs consist of, each of which is split (see Shard); by default one block of P
+    parts. save_gathered, defer: see parallel_linear. Raises ValueError if a number of parts does
+    not divide its block.
     """
 
-    def __init__(self, in_features, out_features, bias=True, blocks=1, group=None):
+    def __init__(
+        self,
+        in_features,
+        out_features,
+        bias=True,
+        blocks=None,
+        group=None,
+        sequence_parallel=False,
+        save_gathered=False,
+        defer=None,
+    ):
         super().__init__()
-        self.group = group
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.save_gathered, self.defer = save_gathered, defer
         _, tp = rank_and_size(group)
-        if out_features % (blocks * tp):
-            raise ValueError(
-                f"out_features={out_features} is not divisible by blocks={blocks} x tp={tp}"
-            )
-        local = out_features // tp
-        self.weight = nn.Parameter(torch.empty(local, in_features))
-        self.bias = nn.Parameter(torch.empty(local)) if bias else None
-        mark_sharded(self.weight, 0, blocks)
-        nn.init.normal_(self.weight, std=in_features**-0.5)
-        if bias:
-            mark_sharded(self.bias, 0, blocks)
-            nn.init.zeros_(self.bias)
+        shard = Shard(0, blocks or ((out_features, tp),))
+        for rows, parts in shard.blocks:
+            if rows % parts:
+                raise ValueError(f"out_features={rows} is not divisible by tp={parts}")
+        self.weight = _new_parameter((out_features, in_features), shard, in_features**-0.5, group)
+        self.bias = _new_parameter((out_features,), shard, 0, group) if bias else None
 
     def forward(self, x):
-        return F.linear(copy_to_group(x, self.group), self.weight, self.bias)
+        return parallel_linear(
+            x,
+            self.weight,
+            self.bias,
+            self.group,
+            sequence_parallel=self.sequence_parallel,
+            save_gathered=self.save_gathered,
+            defer=self.defer,
+        )
 
 
 class RowParallelLinear(nn.Module):
     """Z = sum_r (X_r B_r) + b: X_r (..., in/P) is this rank's inputs, Z (..., out) the same on all.
 
-    Raises ValueError if P does not divide in_features.
+    With sequence_parallel X_r is (T, ..., in/P) and Z (T/P, ..., out). defer: see parallel_linear.
+    Raises ValueError if P does not divide in_features, and in forward if it does not divide T.
     """
 
-    def __init__(self, in_features, out_features, bias=True, group=None):
+    def __init__(
+        self,
+        in_features,
+        out_features,
+        bias=True,
+        group=None,
+        sequence_parallel=False,
+        defer=None,
+    ):
         super().__init__()
-        self.group = group
+        self.group, self.sequence_parallel, self.defer = group, sequence_parallel, defer
         _, tp = rank_and_size(group)
         if in_features % tp:
             raise ValueError(f"in_features={in_features} is not divisible by tp={tp}")
-        self.weight = nn.Parameter(torch.empty(out_features, in_features // tp))
+        shard = Shard(1, ((in_features, tp),))
+        self.weight = _new_parameter((out_features, in_features), shard, in_features**-0.5, group)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-        mark_sharded(self.weight, 1)
-        nn.init.normal_(self.weight, std=in_features**-0.5)
+        if bias and sequence_parallel:
+            self.bias.partial = True
 
     def forward(self, x):
-        output = reduce_from_group(F.linear(x, self.weight), self.group)
+        output = parallel_linear(
+            x,
+            self.weight,
+            None,
+            self.group,
+            column=False,
+            sequence_parallel=self.sequence_parallel,
+            defer=self.defer,
+        )
         # Every rank holds the whole bias: added before the sum it would count P times.
         return output if self.bias is None else output + self.bias
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+class ParallelSelfAttention(nn.Module):
+    """Causal self-attention, split by heads: q, k, v column-parallel, projection row-parallel.
+
+    x: (T, B, D) -> (T, B, D), both (T/P, B, D) with sequence_parallel. kv_heads: grouped-query
+    attention, where heads / kv_heads queries share a key and a value; with fewer than P of them
+    neighbouring ranks hold, and compute, the same, and sum_partial_gradients() sums its gradient.
+    core(q, k, v): attention itself, from (B, H/P, T, K) and (B, KV/P, T, K), to (B, H/P, T, K).
+    Raises ValueError if kv_heads does not divide heads, P heads, or one of P and kv_heads the
+    other.
+    """
+
+    def __init__(
+        self,
+        hidden,
+        heads,
+        kv_heads=None,
+        core=None,
+        group=None,
+        sequence_parallel=False,
+        save_gathered=False,
+        defer=None,
+    ):
+        super().__init__()
+        kv_heads = kv_heads or heads
+        _, tp = rank_and_size(group)
+        if hidden % heads or heads % tp or heads % kv_heads or (kv_heads % tp and tp % kv_heads):
+            raise ValueError(
+                f"hidden={hidden}, heads={heads}, kv_heads={kv_heads} and tp={tp}: heads must "
+                "divide hidden, tp and kv_heads heads, and one of tp and kv_heads the other"
+            )
+        K, kv_parts = hidden // heads, min(tp, kv_heads)
+        self.heads, self.kv_heads, self.core = heads // tp, kv_heads // kv_parts, core or attention
+        keys = (kv_heads * K, kv_parts)
+        self.c_attn = ColumnParallelLinear(
+            hidden,
+            (heads + 2 * kv_heads) * K,
+            blocks=((hidden, tp), keys, keys),
+            group=group,
+            sequence_parallel=sequence_parallel,
+            save_gathered=save_gathered,
+            defer=defer,
+        )
+        self.c_proj = RowParallelLinear(
+            hidden, hidden, group=group, sequence_parallel=sequence_parallel, defer=defer
+        )
+
+    def forward(self, x):
+        qkv = self.c_attn(x)  # (T, B, (H + 2 KV) K / P)
+        T, B, _ = qkv.shape
+        sizes = [self.heads, self.kv_heads, self.kv_heads]
+        qkv = qkv.view(T, B, sum(sizes), -1).permute(1, 2, 0, 3)  # (B, (H + 2 KV) / P, T, K)
+        y = self.core(*qkv.split(sizes, 1))
+        return self.c_proj(y.permute(2, 0, 1, 3).reshape(T, B, -1))  # (T, B, D/P) -> (T, B, D)
+
+
+def attention(q, k, v, dropout=0.0):
+    """Causal attention, PyTorch's fused one. Heads of k and v are repeated where q has more."""
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+    )
 
 
 # ---- vocabulary: embedding and loss --------------------------------------------------------------
@@ -143,108 +450,192 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """An embedding (V, D) of which a rank holds the rows of its part of the vocabulary.
 
-    A rank looks up the tokens it owns and puts zeros for the others; the sum over the ranks is
-    complete. Any V will do: sizes differ by one where P does not divide it. Tokens are not checked:
-    one outside the vocabulary has a zero embedding. Raises ValueError if V < P.
+    tokens: (T, ...) -> (T, ..., D), or (T/P, ..., D) with sequence_parallel. A rank looks up the
+    tokens it owns and puts zeros for the others; the sum over the ranks is complete. Any V will do:
+    sizes differ by one where P does not divide it. Tokens are not checked: one outside the
+    vocabulary has a zero embedding. Raises ValueError if V < P, and in forward if P does not divide
+    the T of sequence_parallel.
     """
 
-    def __init__(self, num_embeddings, embedding_dim, group=None):
+    def __init__(self, num_embeddings, embedding_dim, group=None, sequence_parallel=False):
         super().__init__()
         rank, world_size = rank_and_size(group)
         if num_embeddings < world_size:
             raise ValueError(f"num_embeddings={num_embeddings} is less than tp={world_size}")
-        sizes = shard_sizes(num_embeddings, world_size)
-        self.group, self.start = group, sum(sizes[:rank])
-        self.weight = nn.Parameter(torch.randn(sizes[rank], embedding_dim))
-        mark_sharded(self.weight, 0)
+        self.group, self.sequence_parallel = group, sequence_parallel
+        shard = Shard(0, ((num_embeddings, world_size),))
+        self.weight = _new_parameter((num_embeddings, embedding_dim), shard, 1.0, group)
+        ((self.start, _, _),) = shard.pieces(rank, world_size)
 
     def forward(self, tokens):
         local = tokens - self.start
         foreign = (local < 0) | (local >= len(self.weight))
         rows = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        return reduce_from_group(rows.masked_fill(foreign.unsqueeze(-1), 0), self.group)
+        rows = rows.masked_fill(foreign.unsqueeze(-1), 0)
+        if not self.sequence_parallel:
+            return reduce_from_group(rows, self.group)
+        _check_sequence(len(rows), dist.get_world_size(self.group))
+        return reduce_scatter_to_group(rows, 0, self.group)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """forward: log sum exp(logits) - logits[target], over all ranks' columns;
-    backward: softmax - one-hot
+    backward: softmax - one-hot, which forward leaves in place of its copy of the logits
     """
 
     @staticmethod
-    def forward(ctx, logits, target, start, ignore_index, group):
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+    def forward(ctx, logits, target, start, ignore_index, group, inplace):
+        ctx.dtype = logits.dtype
         maximum = logits.amax(-1)  # (N,)
         all_reduce(maximum, ReduceOp.MAX, group)
-        shifted = logits - maximum.unsqueeze(-1)  # (N, V/P); every exponential is at most 1
+        if logits.dtype not in (torch.float32, torch.float64):
+            logits = logits.float()
+        elif not inplace:
+            logits = logits.clone()
+        logits.sub_(maximum.unsqueeze(-1))  # (N, V/P); every exponential is at most 1
 
         local = target - start
         foreign = (local < 0) | (local >= logits.shape[-1])
         local = local.masked_fill(foreign, 0).unsqueeze(-1)  # (N, 1)
-        own_target = shifted.gather(-1, local).squeeze(-1).masked_fill(foreign, 0)
+        own_target = logits.gather(-1, local).squeeze(-1).masked_fill(foreign, 0)
 
-        probabilities = shifted.exp_()
-        sums = torch.stack([probabilities.sum(-1), own_target])  # (2, N): one message for both
+        grad = logits.exp_()
+        sums = torch.stack([grad.sum(-1), own_target])  # (2, N): one message for both
         all_reduce(sums, group=group)
         normalizer, target_logit = sums
-        probabilities.div_(normalizer.unsqueeze(-1))
+        grad.div_(normalizer.unsqueeze(-1))
+        grad.scatter_add_(-1, local, foreign.to(grad.dtype).sub_(1).unsqueeze(-1))
 
-        ignored = target == ignore_index
-        ctx.save_for_backward(probabilities, local, foreign, ignored)
-        return (normalizer.log() - target_logit).masked_fill(ignored, 0)
+        ctx.ignored = target == ignore_index
+        ctx.grad = grad
+        return (normalizer.log() - target_logit).masked_fill(ctx.ignored, 0)
 
     @staticmethod
     def backward(ctx, grad_output):
-        probabilities, local, foreign, ignored = ctx.saved_tensors
-        scale = grad_output.masked_fill(ignored, 0).unsqueeze(-1)  # (N, 1)
-        grad = probabilities * scale
-        grad.scatter_add_(-1, local, -scale.masked_fill(foreign.unsqueeze(-1), 0))
-        return grad, None, None, None, None
+        grad, ctx.grad = ctx.grad, None
+        if grad is None:
+            raise RuntimeError("the gradient of vocab_parallel_cross_entropy is there only once")
+        scale = grad_output.masked_fill(ctx.ignored, 0).unsqueeze(-1)  # (N, 1)
+        return grad.mul_(scale).to(ctx.dtype), *5 * [None]
 
 
-def vocab_parallel_cross_entropy(logits, target, vocab_start=0, ignore_index=-100, group=None):
+def vocab_parallel_cross_entropy(
+    logits, target, vocab_start=0, ignore_index=-100, group=None, inplace=False
+):
     """Cross-entropy of each token, from logits that stay split over the vocabulary.
 
     logits: (N, V_r), the columns from `vocab_start` on; target: (N,) token ids, the same on every
     rank. Returns (N,) losses, in fp32 or better, the same on every rank; zero where target is
-    `ignore_index`. 3 N numbers are reduced over the group; the logits are never gathered.
+    `ignore_index`. 3 N numbers are reduced over the group; the logits are never gathered. Their
+    gradient is computed in one copy of them, or with inplace, from fp32 on, where they are
+    themselves: then they are lost. Backward runs once: RuntimeError, if it does so again.
     """
-    return _VocabParallelCrossEntropy.apply(logits, target, vocab_start, ignore_index, group)
+    return _VocabParallelCrossEntropy.apply(
+        logits, target, vocab_start, ignore_index, group, inplace
+    )
 
 
 # ---- dropout -------------------------------------------------------------------------------------
 
 
 class ShardedRandomState:
-    """A second random state, for what is split over the group: `with state: F.dropout(...)`.
+    """Random numbers of its own for each rank: `with state: F.dropout(...)`.
 
     Activations that all ranks hold must lose the same elements on each: they use PyTorch's global
     state, seeded alike over the group. Inside attention each rank has heads of its own, and equal
-    masks would repeat one pattern over the heads: there this state replaces the global one, seeded
-    by rank as well. Uses do not nest.
+    masks would repeat one pattern over the heads; with sequence parallelism each has its own part
+    of the sequence. There this replaces the global state for a while. It is seeded by the rank and
+    by a draw from the global state, so that whoever replays that (recomputation) replays both.
     """
 
-    def __init__(self, seed, device, group=None):
-        rank, world_size = rank_and_size(group)
-        self.module = torch.cuda if torch.device(device).type == "cuda" else torch
-        self.state = (
-            torch.Generator(device).manual_seed(2**40 + seed * world_size + rank).get_state()
-        )
+    def __init__(self, device, group=None):
+        self.rank, self.world_size = rank_and_size(group)
+        on_gpu = torch.device(device).type == "cuda"
+        self.module = torch.cuda if on_gpu else torch
+        self.manual_seed = torch.cuda.manual_seed if on_gpu else torch.default_generator.manual_seed
 
     def __enter__(self):
+        seed = torch.randint(2**40, ()).item()
         self.outside = self.module.get_rng_state()
-        self.module.set_rng_state(self.state)
+        self.manual_seed(seed * self.world_size + self.rank)
 
     def __exit__(self, *exception):
-        self.state = self.module.get_rng_state()
         self.module.set_rng_state(self.outside)
 
 
 # ---- cost ----------------------------------------------------------------------------------------
 
 
-def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4):
-    """Bytes a rank sends per transformer layer, forward and backward: 8 b s h (t-1)/t elements."""
-    return 4 * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
+def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, gather_again=False):
+    """Bytes a rank sends per transformer layer, forward and backward: 8 b s h (t-1)/t elements.
+
+    With sequence parallelism they are the same, or 10 if backward gathers the inputs again.
+    """
+    all_reduces = 5 if gather_again else 4
+    return all_reduces * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
+
+
+# ---- 2012: AlexNet on two GPUs -------------------------------------------------------------------
+#
+# Each GPU has half of every layer's filters. Those of conv2, 4 and 5 read only the channels of
+# their own GPU, which costs nothing; conv3 and the dense layers read both. On one device a layer
+# that reads its own half is a convolution in two groups.
+#
+#               conv1    conv2    conv3    conv4    conv5    dense    dense    dense
+#     GPU 0   image-48 --- 128 -\ / 192 --- 192 --- 128 -\ / 2048 -\ / 2048 -\ / 500
+#                                X                        X         X         X
+#     GPU 1   image-48 --- 128 -/ \ 192 --- 192 --- 128 -/ \ 2048 -/ \ 2048 -/ \ 500
+
+
+class _Halved(nn.Module):
+    """A convolution or dense layer whose outputs are split over the group, with what follows it.
+
+    reads_all: whether it reads all channels, gathered from the group, or its own rank's.
+    """
+
+    def __init__(self, layer, after, reads_all, group):
+        super().__init__()
+        _, world_size = rank_and_size(group)
+        self.layer, self.after, self.reads_all, self.group = layer, after, reads_all, group
+        for name, full in list(layer.named_parameters()):
+            setattr(layer, name, _sharded(full, Shard(0, ((len(full), world_size),)), group))
+        if isinstance(layer, nn.Conv2d):
+            layer.groups = 1
+
+    def forward(self, x):
+        if self.reads_all:
+            x = all_gather_to_group(x, 1, self.group)
+        return self.after(self.layer(x))
+
+
+def alexnet(width=96, dense=4096, classes=1000, group=None):
+    """AlexNet over the group's ranks, two in the paper, as nn.Sequential of its eight layers.
+
+    Images (B, 3, 224, 224), on every rank, -> logits (B, classes / P) of this rank's classes.
+    width: filters of the first layer; the others have 8/3, 4, 4 and 8/3 times as many. Without the
+    paper's dropout. Initial weights depend on the seed alone. A layer's `layer` is what nn.Conv2d
+    with groups=P or nn.Linear would be, cut. Raises ValueError if P does not divide a layer.
+    """
+    _, P = rank_and_size(group)
+    filters = [width, width * 8 // 3, width * 4, width * 4, width * 8 // 3]
+    outputs = [*filters, dense, dense, classes]
+    if any(n % P for n in outputs):
+        raise ValueError(f"layers of {outputs} filters: world_size={P} does not divide them all")
+    norm = lambda: nn.LocalResponseNorm(5, k=2.0)
+    pool = lambda: nn.MaxPool2d(3, 2)
+    relu, flat = nn.ReLU, nn.Flatten()
+    layers = [  # the layer, what follows it, and whether it reads all channels
+        (nn.Conv2d(3, filters[0], 11, 4, 2), [relu(), norm(), pool()], False),
+        (nn.Conv2d(filters[0], filters[1], 5, 1, 2, groups=P), [relu(), norm(), pool()], False),
+        (nn.Conv2d(filters[1], filters[2], 3, 1, 1), [relu()], True),
+        (nn.Conv2d(filters[2], filters[3], 3, 1, 1, groups=P), [relu()], False),
+        (nn.Conv2d(filters[3], filters[4], 3, 1, 1, groups=P), [relu(), pool(), flat], False),
+        (nn.Linear(filters[4] * 36, dense), [relu()], True),
+        (nn.Linear(dense, dense), [relu()], True),
+        (nn.Linear(dense, classes), [], True),
+    ]
+    parts = [_Halved(layer, nn.Sequential(*then), reads, group) for layer, then, reads in layers]
+    return nn.Sequential(*parts)
 
 
 # ---- demonstration -------------------------------------------------------------------------------
@@ -260,7 +651,7 @@ def _demonstrate():
         "head": torch.randn(V, D),
     }
     weights = {name: (w * D**-0.5).double().requires_grad_() for name, w in weights.items()}
-    x, target = torch.randn(B * T, D, dtype=torch.float64), torch.randint(V, (B * T,))
+    x, target = torch.randn(T * B, D, dtype=torch.float64), torch.randint(V, (T * B,))
     y = x + F.linear(F.gelu(F.linear(x, weights["up"])), weights["down"])
     loss = F.cross_entropy(F.linear(y, weights["head"]), target)
     expected = torch.autograd.grad(loss, list(weights.values()))
@@ -278,17 +669,31 @@ def _demonstrate():
         y = x.clone().requires_grad_()
         y = y + layers["down"](F.gelu(layers["up"](y)))
         counted_forward = traffic.bytes()
-        logits = F.linear(copy_to_group(y), layers["head"].weight)
-        losses = vocab_parallel_cross_entropy(logits, target, layers["head"].start)
+        logits = parallel_linear(y, layers["head"].weight)
+        losses = vocab_parallel_cross_entropy(logits, target, layers["head"].start, inplace=True)
         losses.mean().backward()
-    gathered = [gather_shards(l.weight.grad, l.weight, weights[n].shape) for n, l in layers.items()]
+    gathered = [gather_shards(l.weight.grad, l.weight) for l in layers.values()]
     error = max((a - b).abs().max().item() for a, b in zip(gathered, expected))
     if rank == 0:
         claimed = all_reduce_bytes(B * T * D * 8, world_size)
         print(
             f"{world_size} ranks, MLP forward: claimed {claimed} bytes, counted {counted_forward}"
         )
-        print(f"largest difference from one process's gradients: {error:.1e}")
+        print(f"largest difference from one process's gradients: {error:.1e}\n")
+    if world_size == 2:
+        _demonstrate_alexnet(rank)
+
+
+def _demonstrate_alexnet(rank):
+    torch.manual_seed(0)
+    net, x, names = alexnet(), torch.randn(2, 3, 224, 224), "conv1 conv2 conv3 conv4 conv5".split()
+    for name, part in zip([*names, *3 * ["dense"]], net):
+        with count_bytes() as traffic:
+            x = part(x.detach().requires_grad_())
+            torch.autograd.grad(x.sum(), list(part.parameters()))
+        reads = "both halves" if part.reads_all else "its own half"
+        if rank == 0:
+            print(f"{name}: {tuple(x.shape)} a rank, reads {reads}: {traffic.bytes():9} bytes sent")
 
 
 if __name__ == "__main__":

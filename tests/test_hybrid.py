@@ -216,9 +216,9 @@ def _dropout_states(flags):
     """What every dropout of a step, and then of an evaluation, is called with: (kind, p, state)."""
     trainer = make_trainer(f"{flags} --dropout 0.25 --layers 2")
     calls, functional = [], torch.nn.functional
-    dropout, attention = functional.dropout, functional.scaled_dot_product_attention
+    dropout, attention = hybrid.dropout, functional.scaled_dot_product_attention
 
-    def recorded_dropout(x, p=0.5, training=True):
+    def recorded_dropout(x, p, training):
         calls.append(("residual", p if training else 0, torch.get_rng_state().numpy().tobytes()))
         return dropout(x, p, training)
 
@@ -227,7 +227,7 @@ def _dropout_states(flags):
         return attention(*arguments, dropout_p=dropout_p, **others)
 
     with (
-        patch.object(functional, "dropout", recorded_dropout),
+        patch.object(hybrid, "dropout", recorded_dropout),
         patch.object(functional, "scaled_dot_product_attention", recorded_attention),
     ):
         inputs, targets = (tensor[trainer.local_rows()] for tensor in batch(0))
@@ -428,7 +428,7 @@ def _draw_many(prompt, temperature, count):
         parameter.data *= 5
     draws = [hybrid.sample(trainer, prompt, 1, temperature, seed)[0] for seed in range(count)]
     with torch.no_grad():
-        logits = trainer.chunks[0](torch.tensor([prompt[-T:]]))[0, -1]
+        logits = trainer.chunks[0](torch.tensor([prompt[-T:]]))[-1, 0]
     return torch.tensor(draws).bincount(minlength=V) / count, logits
 
 
