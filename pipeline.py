@@ -530,8 +530,8 @@ class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         (x,), (weight, bias) = ctx.saved_tensors, ctx.parameters
-        x = x.detach().flatten(0, -2)  # what came before x is done with
-        rows = grad_output.flatten(0, -2)
+        x = x.detach().reshape(-1, x.shape[-1])  # what came before x is done with
+        rows = grad_output.reshape(-1, grad_output.shape[-1])
         ctx.queue.append((weight, lambda: rows.t() @ x))
         if bias is not None and bias.requires_grad:
             ctx.queue.append((bias, lambda: rows.sum(0)))

@@ -209,11 +209,11 @@ class _ParallelLinear(torch.autograd.Function):
                 grad_x, reducing = _reduce(grad_x, group, ctx.sequence_parallel, async_op=True)
         if gathering:
             gathering.wait()
-        rows = grad_output.flatten(0, -2)
+        rows = _rows(grad_output)
 
         def weight_product():
             whole = _gather(x, group) if ctx.gather_again and not gathering else x
-            return (rows.t() @ whole.flatten(0, -2)).to(weight.dtype)
+            return (rows.t() @ _rows(whole)).to(weight.dtype)
 
         products = [(weight, weight_product)] if ctx.needs_input_grad[1] else []
         if ctx.needs_input_grad[2]:
@@ -228,11 +228,15 @@ class _ParallelLinear(torch.autograd.Function):
         return grad_x, grads.get(weight), grads.get(bias), *5 * [None]
 
 
+def _rows(x):
+    return x.reshape(-1, x.shape[-1])
+
+
 def _gather(x, group, async_op=False):
     """Every rank's x, joined along dim 0; with async_op also the work to wait for."""
     _, world_size = rank_and_size(group)
     output = x.new_empty(world_size * len(x), *x.shape[1:])
-    work = all_gather_single(output, x.contiguous(), group, async_op)
+    work = all_gather_single(output, x.contiguous(), group, async_op=async_op)
     return (output, work) if async_op else output
 
 

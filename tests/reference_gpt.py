@@ -6,18 +6,19 @@ from torch import nn
 
 
 class Attention(nn.Module):
-    def __init__(self, hidden, heads):
+    def __init__(self, hidden, heads, kv_heads):
         super().__init__()
-        self.heads = heads
-        self.c_attn = nn.Linear(hidden, 3 * hidden)
+        self.heads, self.kv_heads, self.kv_width = heads, kv_heads, hidden // heads * kv_heads
+        self.c_attn = nn.Linear(hidden, hidden + 2 * self.kv_width)
         self.c_proj = nn.Linear(hidden, hidden)
 
     def forward(self, x):
         B, T, D = x.shape
         q, k, v = (
-            part.view(B, T, self.heads, -1).transpose(1, 2)
-            for part in self.c_attn(x).split(D, dim=2)
+            part.view(B, T, -1, D // self.heads).transpose(1, 2)
+            for part in self.c_attn(x).split([D, self.kv_width, self.kv_width], dim=2)
         )
+        k, v = (part.repeat_interleave(self.heads // self.kv_heads, 1) for part in (k, v))
         scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
         future = torch.ones(T, T, dtype=torch.bool).triu(1)
         weights = scores.masked_fill(future, float("-inf")).softmax(-1)
@@ -25,10 +26,10 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, hidden, heads):
+    def __init__(self, hidden, heads, kv_heads):
         super().__init__()
         self.ln_1 = nn.LayerNorm(hidden)
-        self.attn = Attention(hidden, heads)
+        self.attn = Attention(hidden, heads, kv_heads)
         self.ln_2 = nn.LayerNorm(hidden)
         self.mlp = nn.Module()
         self.mlp.c_fc = nn.Linear(hidden, 4 * hidden)
@@ -40,12 +41,14 @@ class Layer(nn.Module):
 
 
 class ReferenceGPT(nn.Module):
-    def __init__(self, layers, hidden, heads, seq_len, vocab_size):
+    def __init__(self, layers, hidden, heads, seq_len, vocab_size, kv_heads=None):
         super().__init__()
         self.transformer = nn.Module()
         self.transformer.wte = nn.Embedding(vocab_size, hidden)
         self.transformer.wpe = nn.Embedding(seq_len, hidden)
-        self.transformer.h = nn.ModuleList(Layer(hidden, heads) for _ in range(layers))
+        self.transformer.h = nn.ModuleList(
+            Layer(hidden, heads, kv_heads or heads) for _ in range(layers)
+        )
         self.transformer.ln_f = nn.LayerNorm(hidden)
         self.lm_head = nn.Linear(hidden, vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight

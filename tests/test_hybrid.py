@@ -56,6 +56,15 @@ EVERY_LAYOUT += [
     for pp, dp, tp, m in ((1, 1, 1, 4), (2, 2, 2, 4), (4, 2, 1, 8))
     if schedule != "dualpipe" or pp > 1
 ]
+EVERY_LAYOUT += [
+    (2, "--tp 2 --sp --microbatches 2"),
+    (2, "--tp 1 --dp 2 --sp --recompute full"),
+    (4, "--tp 4 --sp --recompute selective"),
+    (8, "--tp 4 --dp 2 --sp --microbatches 2"),
+    (8, "--tp 2 --pp 2 --dp 2 --sp --recompute full --schedule zb-h1 --microbatches 4"),
+    (8, "--tp 2 --pp 4 --sp --recompute selective --schedule interleaved --microbatches 4"),
+    (8, "--tp 2 --pp 2 --dp 2 --sp --schedule dualpipe --microbatches 4"),
+]
 EVERY_LAYOUT += [  # stages of 3, 3 and 2 layers; and of 2, 2, 2, 1, 1
     (3, "--pp 3 --schedule 1f1b --microbatches 4"),
     (1, "--pp 1 --schedule interleaved --chunks 5 --microbatches 2"),
@@ -153,6 +162,42 @@ def test_every_layout_trains_as_one_process_does(world_size, flags):
         assert_alike(state, expected_state, (1e-3, 1e-9)[precision])
     assert ranks[0][0][2].keys() == expected_state.keys()
     assert all(rank[precision][2] is None for rank in ranks[1:] for precision in (0, 1))
+
+
+def _one_step(flags):
+    """On rank 0: loss, norm and every gradient of a step are those of the reference."""
+    for options in itertools.product(("", "--sp"), ("none", "selective", "full")):
+        trainer = make_trainer("{0} {1} --recompute {2}".format(flags, *options), torch.float64)
+        config, gradients, clip = trainer.config, [], trainer.clip_gradients
+        gather = functools.partial(hybrid.gather_state, trainer, lambda p: p.grad)
+        trainer.clip_gradients = lambda: (gradients.append(gather()), clip())[1]
+        inputs, targets = batch(0)
+        found = trainer.step(inputs, targets)
+        if dist.get_rank() > 0:
+            continue
+        sizes = config.layers, config.hidden, config.heads, T, V, config.kv_heads
+        state = {n: hybrid.initial_value(n, config, 3) for n in hybrid.parameter_shapes(config)}
+        model = ReferenceGPT(*sizes)
+        model.load_state_dict(state | {"lm_head.weight": state["transformer.wte.weight"]})
+        training = ReferenceTraining(model, [0.001], 0.2, 0.5)
+        expected = training.step(inputs, targets)
+        np.testing.assert_allclose((found["loss"], found["grad_norm"]), expected, rtol=1e-11)
+        D, rows = config.hidden, len(state["transformer.h.0.attn.c_attn.bias"])
+        keys = slice(D, (D + rows) // 2)
+        for name, tensor in training.gradients.items():
+            difference = gradients[0][name] - tensor
+            if name.endswith("c_attn.bias"):
+                difference[keys] = 0  # rounding error, as in assert_alike()
+            assert difference.norm() <= 1e-10 * tensor.norm(), (name, flags, options)
+
+
+@pytest.mark.parametrize("kv_heads", [12, 6, 2, 1])
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 6])
+def test_every_gradient_of_a_split_gpt_in_every_mode_of_recomputation(tp, kv_heads):
+    if kv_heads % tp and tp % kv_heads:
+        pytest.skip("neither divides the other")
+    sizes = f"--layers 2 --hidden 24 --heads 12 --kv-heads {kv_heads} --microbatches 2"
+    run(tp, _one_step, f"--tp {tp} {sizes}")
 
 
 # ---- the model and its state ---------------------------------------------------------------------
@@ -583,6 +628,15 @@ BAD_FLAGS = [
     (3, "--tp 3 --hidden 129 --heads 1", "--heads 1 is not divisible by --tp 3"),
     (4, "--tp 4 --hidden 6 --heads 2", "--hidden 6 is not divisible by --tp 4"),
     (4, "--tp 4 --vocab-size 3", "--vocab-size 3 is less than --tp 4"),
+    (1, "--kv-heads 3", "--heads 4 is not divisible by --kv-heads 3"),
+    (1, "--kv-heads 0", "--kv-heads 0 must be at least 1"),
+    (
+        3,
+        "--tp 3 --kv-heads 2 --heads 6 --hidden 12",
+        "neither of --kv-heads 2 and --tp 3 divides the other",
+    ),
+    (4, "--tp 4 --sp --seq-len 6", "--seq-len 6 is not divisible by --tp 4"),
+    (1, "--recompute some", "argument --recompute: invalid choice: 'some'"),
     (3, "--pp 3 --layers 2", "--layers 2 is less than the stages of --schedule 1f1b with --pp 3"),
     (4, "--pp 4 --schedule zb-v --layers 7", "--layers 7 is less than the stages of --schedule"),
     (2, "--pp 2 --schedule interleaved --microbatches 3", "--microbatches 3 --chunks 2: num_micro"),

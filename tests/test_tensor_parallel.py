@@ -2,6 +2,7 @@
 
 import random
 from itertools import combinations
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -9,18 +10,27 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from collectives import copy_to_group, count_bytes, rank_and_size
+import tensor_parallel
+from collectives import RandomState, copy_to_group, count_bytes, rank_and_size
 from ranks import least_bytes, run
 from tensor_parallel import (
     ColumnParallelLinear,
+    ParallelSelfAttention,
     RowParallelLinear,
+    Shard,
     ShardedRandomState,
     VocabParallelEmbedding,
+    alexnet,
+    counted_parts,
     gather_shards,
     is_sharded,
-    mark_sharded,
+    mark_partial,
+    parallel_linear,
     shard_sizes,
+    sum_partial_gradients,
     take_shard,
     tensor_parallel_layer_bytes,
     vocab_parallel_cross_entropy,
@@ -60,37 +70,38 @@ def _equal(found, expected, tolerance=1e-12, name=""):
 # ---- layers --------------------------------------------------------------------------------------
 
 
-def _check(plain, parallel, x, group, x_blocks=None, y_blocks=None):
+def _check(plain, parallel, x, group, x_split=None, y_split=None):
     """Output, input gradient and every parameter gradient of `parallel` are those of `plain`.
 
-    x_blocks, y_blocks: the input or output is split along its last dim, in that many blocks.
+    x_split, y_split: (dim, blocks) along which the input or output is split.
     """
-    shard = lambda full, blocks: _shard(full, full.ndim - 1, group, blocks) if blocks else full
+    part = lambda full, dim, blocks: _shard(full, dim % full.ndim, group, blocks)
+    shard = lambda full, split: part(full, *split) if split else full
     plain.double(), parallel.double()
+    plain.zero_grad(), parallel.zero_grad()
     with torch.no_grad():
         for full, local in zip(plain.parameters(), parallel.parameters(), strict=True):
             local.copy_(take_shard(full, local, group))
 
-    full_x, local_x = x.clone(), shard(x, x_blocks).clone()
+    full_x, local_x = x.clone(), shard(x, x_split).clone()
     if x.is_floating_point():
         full_x.requires_grad_(), local_x.requires_grad_()
     full_y, local_y = plain(full_x), parallel(local_x)
-    # The default generators may differ by now: they have drawn initial weights of uneven sizes.
-    generator = torch.Generator().manual_seed(0)
-    grad = torch.randn(full_y.shape, dtype=torch.float64, generator=generator)
-    local_grad = shard(grad, y_blocks).clone()
+    grad = torch.randn(full_y.shape, dtype=torch.float64)
+    local_grad = shard(grad, y_split).clone()
     full_y.backward(grad)
     local_y.backward(local_grad)
+    sum_partial_gradients(parallel.parameters(), group)
 
-    _equal(local_y, shard(full_y.detach(), y_blocks))
-    assert torch.equal(local_x, shard(x, x_blocks)), "the input was changed"
-    assert torch.equal(local_grad, shard(grad, y_blocks)), "grad_output was changed"
+    _equal(local_y, shard(full_y.detach(), y_split))
+    assert torch.equal(local_x, shard(x, x_split)), "the input was changed"
+    assert torch.equal(local_grad, shard(grad, y_split)), "grad_output was changed"
     if x.is_floating_point():
-        _equal(local_x.grad, shard(full_x.grad, x_blocks))
+        _equal(local_x.grad, shard(full_x.grad, x_split))
     expected, found = dict(plain.named_parameters()), dict(parallel.named_parameters())
     assert list(found) == list(expected)
     for name, full in expected.items():
-        gathered = gather_shards(found[name].grad, found[name], full.shape, group)
+        gathered = gather_shards(found[name].grad, found[name], group)
         _equal(gathered, full.grad, name=name)
 
 
@@ -103,21 +114,33 @@ def _cases(number, replica):
 
 def _linear_layers(tp):
     group, replica = _group(tp)
-    for sizes in _cases(6, replica):
+    for sizes in _cases(8, replica):
         shape = [sizes.randint(1, 5) for _ in range(sizes.randint(0, 2))]
+        along_sequence = sizes.random() < 0.5
+        if along_sequence:
+            shape[:1] = [tp * sizes.randint(1, 3)]
         bias, blocks = sizes.random() < 0.7, sizes.choice([1, 3])
         in_features, out_features = sizes.randint(1, 7), blocks * tp * sizes.randint(1, 4)
+        options = {"group": group, "sequence_parallel": along_sequence}
+        whole = (0, 1) if along_sequence else None
         x = torch.randn(*shape, in_features, dtype=torch.float64)
         plain = nn.Linear(in_features, out_features, bias)
-        column = ColumnParallelLinear(in_features, out_features, bias, blocks, group)
+        column = ColumnParallelLinear(
+            in_features,
+            out_features,
+            bias,
+            blocks=((out_features // blocks, tp),) * blocks,
+            save_gathered=sizes.random() < 0.5,
+            **options,
+        )
         assert [is_sharded(p) for p in column.parameters()] == [True] * (1 + bias)
-        _check(plain, column, x, group, y_blocks=blocks)
+        _check(plain, column, x, group, x_split=whole, y_split=(-1, blocks))
 
         x = torch.randn(*shape, out_features, dtype=torch.float64)
         plain = nn.Linear(out_features, in_features, bias)
-        row = RowParallelLinear(out_features, in_features, bias, group)
+        row = RowParallelLinear(out_features, in_features, bias, **options)
         assert [is_sharded(p) for p in row.parameters()] == [True, False][: 1 + bias]
-        _check(plain, row, x, group, x_blocks=1)
+        _check(plain, row, x, group, x_split=(-1, 1), y_split=whole)
 
 
 @every_layout
@@ -125,22 +148,103 @@ def test_column_and_row_linears_are_parts_of_one_linear(world_size, tp):
     run(world_size, _linear_layers, tp)
 
 
+def _put_off(tp):
+    """Weight products go to the queue, and give the same bits later; with frozen parameters, too."""
+    group, replica = _group(tp)
+    for column in (True, False):
+        for along_sequence in (False, True):
+            queue, grads = [], []
+            torch.manual_seed(replica)
+            x = torch.randn(2 * tp, 3, 4)
+            weight, bias = torch.randn(5, 4), torch.randn(5)
+            for defer in (None, lambda: None, lambda: queue):
+                leaves = [p.clone().requires_grad_() for p in (x, weight, bias)]
+                y = parallel_linear(
+                    *leaves, group, column, along_sequence, save_gathered=False, defer=defer
+                )
+                y.sin().sum().backward()
+                if defer and defer() is not None:
+                    assert leaves[1].grad is None and leaves[2].grad is None
+                    assert [parameter for parameter, _ in queue] == leaves[1:]
+                    for parameter, product in queue:
+                        parameter.grad = product()
+                grads.append([leaf.grad for leaf in leaves])
+            for other in grads[1:]:
+                assert all(map(torch.equal, grads[0], other))
+            y = parallel_linear(x, weight, bias.requires_grad_(), group, column, along_sequence)
+            y.sum().backward()
+            assert weight.grad is None and bias.grad is not None
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_weight_products_can_be_put_off(tp):
+    run(tp, _put_off, tp)
+
+
+def _overlap(tp):
+    """The order of what happens in a column-parallel backward."""
+    events, names = [], ("all_gather_single", "all_reduce", "reduce_scatter_single")
+    originals = {name: getattr(tensor_parallel, name) for name in names}
+
+    def logged(name):
+        def operation(*args, async_op=False, **kwargs):
+            events.append(f"begin {name}")
+            work = originals[name](*args, **kwargs, async_op=async_op)
+            if async_op:
+                wait = work.wait
+                work.wait = lambda: (events.append(f"wait for {name}"), wait())
+            return work
+
+        return operation
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "mm" in str(function):
+                events.append("product")
+            return function(*args, **(kwargs or {}))
+
+    found = []
+    for along_sequence in (False, True):
+        layer = ColumnParallelLinear(4, 4 * tp, sequence_parallel=along_sequence)
+        y = layer(torch.randn(2, 3, 4, requires_grad=True))
+        with patch.multiple(tensor_parallel, **{name: logged(name) for name in names}), Products():
+            y.sum().backward()
+        found.append(events[:])
+        events.clear()
+    return found
+
+
+def test_communication_in_backward_runs_beside_the_products():
+    for plain, along_sequence in run(2, _overlap, 2):
+        assert plain == ["product", "begin all_reduce", "product", "wait for all_reduce"]
+        gather, scatter = "all_gather_single", "reduce_scatter_single"
+        begin = [f"begin {gather}", "product", f"begin {scatter}", f"wait for {gather}"]
+        assert along_sequence == [*begin, "product", f"wait for {scatter}"]
+
+
 def _mlp(up, down):
     return nn.Sequential(up, nn.GELU(), down)
 
 
 class Attention(nn.Module):
-    """Causal attention over the heads that `qkv` computes: all of them, or one rank's."""
+    """Causal attention on (T, B, D), in its steps; kv_heads keys and values for more queries."""
 
-    def __init__(self, qkv, out, head_dim):
+    def __init__(self, D, heads, kv_heads):
         super().__init__()
-        self.qkv, self.out, self.head_dim = qkv, out, head_dim
+        self.heads, self.kv_heads, self.K = heads, kv_heads, D // heads
+        self.c_attn, self.c_proj = nn.Linear(D, D + 2 * kv_heads * self.K), nn.Linear(D, D)
 
     def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, dim=-1)  # (B, T, H K) each
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, K)
-        return self.out(y.transpose(1, 2).flatten(2))
+        T, B, D = x.shape
+        q, k, v = self.c_attn(x).split([D, *2 * [self.kv_heads * self.K]], -1)
+        parts = []
+        for head in range(self.heads):
+            shared = head * self.kv_heads // self.heads
+            own = lambda y, i: y[..., i * self.K : (i + 1) * self.K].transpose(0, 1)  # (B, T, K)
+            scores = own(q, head) @ own(k, shared).transpose(1, 2) / self.K**0.5
+            scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf"))
+            parts.append((scores.softmax(-1) @ own(v, shared)).transpose(0, 1))
+        return self.c_proj(torch.cat(parts, -1))
 
 
 class Layer(nn.Module):
@@ -156,34 +260,49 @@ class Layer(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def _plain_layer(D, head_dim):
-    attention = Attention(nn.Linear(D, 3 * D), nn.Linear(D, D), head_dim)
-    return Layer(D, attention, _mlp(nn.Linear(D, 4 * D), nn.Linear(4 * D, D)))
+def _plain_layer(D, heads, kv_heads):
+    mlp = _mlp(nn.Linear(D, 4 * D), nn.Linear(4 * D, D))
+    return Layer(D, Attention(D, heads, kv_heads), mlp)
 
 
-def _parallel_layer(D, head_dim, group):
-    qkv = ColumnParallelLinear(D, 3 * D, blocks=3, group=group)
-    attention = Attention(qkv, RowParallelLinear(D, D, group=group), head_dim)
-    up = ColumnParallelLinear(D, 4 * D, group=group)
-    return Layer(D, attention, _mlp(up, RowParallelLinear(4 * D, D, group=group)))
+def _parallel_layer(D, heads, kv_heads, group, along_sequence=False, save_gathered=False):
+    options = {"group": group, "sequence_parallel": along_sequence}
+    kept = options | {"save_gathered": save_gathered}
+    up = ColumnParallelLinear(D, 4 * D, **kept)
+    mlp = _mlp(up, RowParallelLinear(4 * D, D, **options))
+    layer = Layer(D, ParallelSelfAttention(D, heads, kv_heads, **kept), mlp)
+    if along_sequence:
+        mark_partial(layer.norm1), mark_partial(layer.norm2)
+    return layer
 
 
-def _mlp_attention_layer(tp):
+def _mlp_attention_layer(tp, along_sequence):
     group, replica = _group(tp)
-    for sizes in _cases(3, replica):
-        head_dim = sizes.randint(1, 4)
-        D, B, T = tp * sizes.randint(1, 2) * head_dim, sizes.randint(1, 3), sizes.randint(1, 5)
-        x = torch.randn(B, T, D, dtype=torch.float64)
-        plain, parallel = _plain_layer(D, head_dim), _parallel_layer(D, head_dim, group)
-        _check(plain.mlp, parallel.mlp, x, group)
-        _check(plain.attention, parallel.attention, x, group)
-        plain.zero_grad(), parallel.zero_grad()
-        _check(plain, parallel, x, group)
+    for sizes in _cases(6, replica):
+        heads = tp * sizes.randint(1, 2)
+        fits = lambda kv: heads % kv == 0 and (kv % tp == 0 or tp % kv == 0)
+        kv_heads = sizes.choice([kv for kv in range(1, heads + 1) if fits(kv)])
+        D, B, T = heads * sizes.randint(1, 4), sizes.randint(1, 3), tp * sizes.randint(1, 3)
+        x = torch.randn(T, B, D, dtype=torch.float64)
+        plain = _plain_layer(D, heads, kv_heads)
+        parallel = _parallel_layer(D, heads, kv_heads, group, along_sequence, sizes.random() < 0.5)
+        split = {"x_split": (0, 1), "y_split": (0, 1)} if along_sequence else {}
+        _check(plain.mlp, parallel.mlp, x, group, **split)
+        _check(plain.attention, parallel.attention, x, group, **split)
+        _check(plain, parallel, x, group, **split)
+        squares = sum(
+            part.square().sum()
+            for parameter in parallel.parameters()
+            for part in counted_parts(parameter, parameter.grad, group)
+        )
+        dist.all_reduce(squares, group=group)
+        _equal(squares, sum(p.grad.square().sum() for p in plain.parameters()), name="norm")
 
 
+@pytest.mark.parametrize("along_sequence", [False, True])
 @every_layout
-def test_mlp_attention_and_a_whole_layer(world_size, tp):
-    run(world_size, _mlp_attention_layer, tp)
+def test_mlp_attention_and_a_whole_layer(world_size, tp, along_sequence):
+    run(world_size, _mlp_attention_layer, tp, along_sequence)
 
 
 def _single_rank_layers():
@@ -217,29 +336,58 @@ def _shards_round_trip(tp):
     for sizes in _cases(20, replica):
         shape = [sizes.randint(1, 4) for _ in range(sizes.randint(1, 4))]
         dim, blocks = sizes.randrange(len(shape)), sizes.choice([1, 1, 2, 3])
-        shape[dim] = blocks * sizes.randint(1, 3 * tp)  # uneven, and smaller than the group
+        rows = sizes.randint(1, 3 * tp)  # uneven, and smaller than the group
+        shape[dim] = blocks * rows
         dtype = sizes.choice([torch.float64, torch.float32, torch.int64])
         parameter = nn.Parameter(torch.empty(0))
         full = torch.randn(shape).mul(100).to(dtype)
 
         assert not is_sharded(parameter)
         assert torch.equal(take_shard(full, parameter, group), full)
-        copy = gather_shards(full, parameter, full.shape, group)
+        copy = gather_shards(full, parameter, group)
         assert torch.equal(copy, full) and copy.data_ptr() != full.data_ptr()
 
-        mark_sharded(parameter, dim, blocks)
+        parameter.shard = Shard(dim, ((rows, tp),) * blocks)
         local = take_shard(full, parameter, group)
         assert is_sharded(parameter) and torch.equal(local, _shard(full, dim, group, blocks))
         assert local.shape[dim] == blocks * shard_sizes(shape[dim] // blocks, tp)[rank]
-        assert torch.equal(gather_shards(local, parameter, full.shape, group), full)
+        assert torch.equal(gather_shards(local, parameter, group), full)
         other = torch.randn(local.shape).mul(100).to(dtype) + 1000 * rank
-        gathered = gather_shards(other, parameter, full.shape, group)
+        gathered = gather_shards(other, parameter, group)
         assert torch.equal(take_shard(gathered, parameter, group), other)
 
 
 @every_layout
 def test_take_shard_and_gather_shards_are_inverse(world_size, tp):
     run(world_size, _shards_round_trip, tp)
+
+
+def test_a_block_in_fewer_parts_than_ranks_is_held_by_neighbours():
+    shard = Shard(0, ((8, 4), (4, 2), (3, 1)))
+    assert [shard.pieces(rank, 4) for rank in range(4)] == [
+        [(0, 2, True), (8, 2, True), (12, 3, True)],
+        [(2, 2, True), (8, 2, False), (12, 3, False)],
+        [(4, 2, True), (10, 2, True), (12, 3, False)],
+        [(6, 2, True), (10, 2, False), (12, 3, False)],
+    ]
+
+
+def _initial_weights():
+    torch.manual_seed(5)
+    layers = [
+        ParallelSelfAttention(24, 12, 2),
+        RowParallelLinear(12, 5),
+        VocabParallelEmbedding(13, 4),
+    ]
+    drawn = torch.rand(3)
+    return [gather_shards(p, p) for layer in layers for p in layer.parameters()], drawn
+
+
+def test_initial_weights_do_not_depend_on_the_number_of_ranks():
+    one, drawn = run(1, _initial_weights)[0]
+    for tp in (2, 4, 6):
+        for weights, again in run(tp, _initial_weights):
+            assert torch.equal(drawn, again) and all(map(torch.equal, weights, one))
 
 
 # ---- vocabulary ----------------------------------------------------------------------------------
@@ -264,15 +412,17 @@ def _vocabulary(tp):
         tokens = torch.cat([torch.randperm(V), torch.randint(V, (V,))]).view(2, V)
         plain, embedding = nn.Embedding(V, D), VocabParallelEmbedding(V, D, group)
         _check(plain, embedding, tokens, group)
+        along = VocabParallelEmbedding(V, D, group, sequence_parallel=True)
+        _check(plain, along, tokens.view(-1)[: V // tp * tp], group, y_split=(0, 1))
 
         def plain_losses(x, weight, target):
             return F.cross_entropy(F.linear(x, weight), target, reduction="none")
 
         def parallel_losses(x, weight, target):
-            logits = F.linear(copy_to_group(x, group), weight)
-            return vocab_parallel_cross_entropy(logits, target, embedding.start, group=group)
+            logits = parallel_linear(x, weight, group=group)
+            start = embedding.start
+            return vocab_parallel_cross_entropy(logits, target, start, group=group, inplace=True)
 
-        plain.zero_grad(), embedding.zero_grad()
         models = LanguageModel(plain, plain_losses), LanguageModel(embedding, parallel_losses)
         _check(*models, tokens, group)
 
@@ -282,14 +432,18 @@ def test_embedding_and_a_tied_head_with_its_loss(world_size, tp):
     run(world_size, _vocabulary, tp)
 
 
-def _loss_of_shards(full, target, group, ignore_index):
+def _loss_of_shards(full, target, group, ignore_index, inplace):
     """The leaf of this rank's columns of the `full` logits, and the losses computed from it."""
     rank, world_size = rank_and_size(group)
     columns = np.array_split(np.arange(full.shape[-1]), world_size)[rank]
     logits = full[:, columns].clone().requires_grad_()
     before = logits.detach().clone(), target.clone()
-    losses = vocab_parallel_cross_entropy(logits, target, int(columns[0]), ignore_index, group)
-    assert torch.equal(logits, before[0]) and torch.equal(target, before[1]), "an input was changed"
+    losses = vocab_parallel_cross_entropy(
+        logits, target, int(columns[0]), ignore_index, group, inplace
+    )
+    kept = torch.equal(logits, before[0])
+    assert kept != (inplace and logits.element_size() > 2) or world_size > logits.shape[1]
+    assert torch.equal(target, before[1]), "an input was changed"
     return logits, columns, losses
 
 
@@ -312,13 +466,15 @@ def _cross_entropy(tp):
 
         whole = full.clone().requires_grad_()
         expected = F.cross_entropy(whole, target, ignore_index=ignore_index, reduction="none")
-        logits, columns, losses = _loss_of_shards(full, target, group, ignore_index)
+        inplace = sizes.random() < 0.5
+        logits, columns, losses = _loss_of_shards(full, target, group, ignore_index, inplace)
         _equal(losses, expected)
         assert losses.dtype == torch.float64 and losses[target == ignore_index].eq(0).all()
-        for _ in range(2):  # the second time shows that backward leaves what it saved as it was
-            grad_output = torch.randn(N, dtype=torch.float64)
-            grad = torch.autograd.grad(expected, whole, grad_output, retain_graph=True)[0]
-            _equal(_gradient(losses, logits, grad_output), grad[:, columns])
+        grad_output = torch.randn(N, dtype=torch.float64)
+        grad = torch.autograd.grad(expected, whole, grad_output)[0]
+        _equal(_gradient(losses, logits, grad_output), grad[:, columns])
+        with pytest.raises(RuntimeError, match="there only once"):
+            _gradient(losses, logits, grad_output)
 
 
 @every_layout
@@ -334,12 +490,55 @@ def _cross_entropy_dtypes(tp):
         whole = full.float().requires_grad_()
         expected = F.cross_entropy(whole, target, reduction="none")
         expected_grad = torch.autograd.grad(expected, whole, torch.arange(5.0))[0]
-        logits, columns, losses = _loss_of_shards(full, target, group, -100)
+        logits, columns, losses = _loss_of_shards(full, target, group, -100, dtype == torch.float32)
         assert losses.dtype == torch.float32
         _equal(losses, expected, 1e-6)
         grad = _gradient(losses, logits, torch.arange(5.0))
         assert grad.dtype == dtype
         _equal(grad.float(), expected_grad[:, columns], tolerance)
+
+
+def _peak_of_loss(inplace):
+    """The most bytes of tensors as large as the logits, beside those, that were alive at a time."""
+    N, V, large, peak = 64, 512, [], 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal peak
+            output = function(*args, **(kwargs or {}))
+            for tensor in output if isinstance(output, (tuple, list)) else [output]:
+                if torch.is_tensor(tensor) and tensor.numel() >= N * V // 2:
+                    storage = tensor.untyped_storage()
+                    large.append((storage.data_ptr(), storage.nbytes(), StorageWeakRef(storage)))
+            large[:] = [entry for entry in large if not entry[2].expired()]
+            peak = max(peak, sum({address: n for address, n, _ in large}.values()))
+            return output
+
+    leaf = torch.randn(N, V, requires_grad=True)
+    logits = leaf * 1
+    own = logits.untyped_storage().data_ptr(), logits.nbytes
+    with Watch():
+        losses = vocab_parallel_cross_entropy(logits, torch.arange(N), inplace=inplace)
+        del logits
+        losses.sum().backward()
+    return peak - own[1] * inplace
+
+
+def test_the_gradient_of_the_logits_takes_one_copy_of_them_or_their_place():
+    nbytes = 64 * 512 * 4
+    assert run(1, _peak_of_loss, False) == [2 * nbytes]  # the leaf's gradient is a copy, too
+    assert run(1, _peak_of_loss, True) == [nbytes]
+
+
+def _use_lost_logits():
+    logits = torch.randn(3, 5, requires_grad=True).exp()  # exp's backward wants what it returned
+    losses = vocab_parallel_cross_entropy(logits, torch.arange(3), inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.sum().backward()
+
+
+def test_logits_that_others_still_need_are_not_lost_in_silence():
+    run(1, _use_lost_logits)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
@@ -350,32 +549,40 @@ def test_cross_entropy_is_computed_in_fp32_and_its_gradient_is_in_the_dtype_of_t
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
-def _layer_bytes(tp, B, T, D, head_dim):
+def _layer_bytes(tp, B, T, D, heads, along_sequence, save_gathered):
     group, _ = _group(tp)
     counted = {}
     for name in ("attention", "mlp", "layer"):
-        layer = _parallel_layer(D, head_dim, group)
+        layer = _parallel_layer(D, heads, heads, group, along_sequence, save_gathered)
         module = layer if name == "layer" else getattr(layer, name)
         with least_bytes(), count_bytes() as traffic:
-            y = module(torch.randn(B, T, D, requires_grad=True))
+            y = module(torch.randn(T // tp if along_sequence else T, B, D, requires_grad=True))
             forward = traffic.bytes()
             y.sum().backward()
-        assert traffic.bytes() == traffic.bytes("all_reduce", group or dist.group.WORLD)
         counted[name] = forward, traffic.bytes() - forward
     return counted
 
 
+# 8 b s h (t-1)/t of which half in forward; 10 where inputs are gathered again
+WAYS = [(False, False, 4, 4), (True, True, 4, 4), (True, False, 4, 6)]
+
+
+@pytest.mark.parametrize("along_sequence, save_gathered, forward, backward", WAYS)
 @every_layout
-def test_a_layer_sends_8_b_s_h_elements_times_t_minus_1_over_t(world_size, tp):
-    B, T, head_dim = 2, 6, 4
-    D = 6 // tp * tp * head_dim
-    elements = 8 * B * T * D * (tp - 1) // tp
-    assert tensor_parallel_layer_bytes(B, T, D, tp) == 4 * elements
-    assert tensor_parallel_layer_bytes(B, T, D, tp, itemsize=2) == 2 * elements
-    for counted in run(world_size, _layer_bytes, tp, B, T, D, head_dim):
-        half, quarter = 4 * elements // 2, 4 * elements // 4  # bytes of fp32
-        assert counted["attention"] == counted["mlp"] == (quarter, quarter)
-        assert counted["layer"] == (half, half)
+def test_a_layer_sends_8_b_s_h_elements_times_t_minus_1_over_t_or_10(
+    world_size, tp, along_sequence, save_gathered, forward, backward
+):
+    B, T, heads = 2, 12, 12
+    D = 2 * heads
+    elements, again = B * T * D * (tp - 1) // tp, forward + backward == 10
+    claimed = tensor_parallel_layer_bytes(B, T, D, tp, gather_again=again)
+    assert claimed == 4 * (forward + backward) * elements
+    assert tensor_parallel_layer_bytes(B, T, D, tp, 2, again) == claimed / 2
+    options = along_sequence, save_gathered
+    for counted in run(world_size, _layer_bytes, tp, B, T, D, heads, *options):
+        expected = 4 * forward * elements, 4 * backward * elements  # bytes of fp32
+        assert counted["layer"] == expected
+        assert counted["attention"] == counted["mlp"] == tuple(n // 2 for n in expected)
 
 
 def _loss_bytes(tp, N):
@@ -406,12 +613,9 @@ def _mask():
 
 def _masks(tp):
     group, replica = _group(tp)
+    state = ShardedRandomState("cpu", group)
     torch.manual_seed(1000 + replica)
-    undisturbed = [_mask(), _mask(), _mask()]
-
-    torch.manual_seed(1000 + replica)
-    state = ShardedRandomState(replica, "cpu", group)
-    outside, inside = [_mask()], []
+    begun, outside, inside = RandomState(torch.device("cpu")), [_mask()], []
     with state:
         inside += [_mask()]
     outside += [_mask()]
@@ -419,27 +623,96 @@ def _masks(tp):
         inside += [_mask()]
         raise KeyError
     outside += [_mask()]
-    assert outside == undisturbed
-
-    with ShardedRandomState(replica, "cpu", group):
-        assert [_mask(), _mask()] == inside, "two uses draw what one longer use draws"
-    with ShardedRandomState(seed=17, device="cpu", group=group):
-        same_seed = _mask()
-    return replica, outside, inside, same_seed
+    after = torch.get_rng_state()
+    with begun:  # replayed, as recomputation does
+        assert _mask() == outside[0]
+        with ShardedRandomState("cpu", group):
+            assert _mask() == inside[0]
+    assert torch.equal(torch.get_rng_state(), after)
+    return replica, outside, inside
 
 
 @every_layout
 def test_masks_are_equal_over_the_group_except_inside_the_sharded_state(world_size, tp):
     masks = run(world_size, _masks, tp)
-    for (rank, mine), (other_rank, other) in combinations(enumerate(masks), 2):
-        replica, outside, _, same_seed = mine
-        assert (outside == other[1]) == (replica == other[0])
-        same_rank_in_group = rank // (world_size // tp) == other_rank // (world_size // tp)
-        assert (same_seed == other[3]) == same_rank_in_group
-    outside = {tuple(mask) for _, uses, _, _ in masks for mask in uses}
-    inside = [tuple(mask) for _, _, uses, _ in masks for mask in uses]
+    for (replica, outside, _), (other_replica, other_outside, _) in combinations(masks, 2):
+        assert (outside == other_outside) == (replica == other_replica)
+    outside = {tuple(mask) for _, uses, _ in masks for mask in uses}
+    inside = [tuple(mask) for _, _, uses in masks for mask in uses]
     assert len(set(inside)) == len(inside) == 2 * world_size
     assert not outside & set(inside)
+
+
+# ---- 2012 ----------------------------------------------------------------------------------------
+
+
+class PlainAlexNet(nn.Module):
+    """Convolutions in two groups where a GPU reads only its own channels; norms of each half."""
+
+    def __init__(self, w, dense, classes):
+        super().__init__()
+        self.convolutions = nn.ModuleList([
+            nn.Conv2d(3, w, 11, 4, 2),
+            nn.Conv2d(w, w * 8 // 3, 5, 1, 2, groups=2),
+            nn.Conv2d(w * 8 // 3, 4 * w, 3, 1, 1),
+            nn.Conv2d(4 * w, 4 * w, 3, 1, 1, groups=2),
+            nn.Conv2d(4 * w, w * 8 // 3, 3, 1, 1, groups=2),
+        ])
+        self.dense = nn.ModuleList([
+            nn.Linear(w * 8 // 3 * 36, dense), nn.Linear(dense, dense), nn.Linear(dense, classes)
+        ])
+
+    def forward(self, x):
+        for i, convolution in enumerate(self.convolutions):
+            x = convolution(x).relu()
+            if i < 2:
+                halves = [F.local_response_norm(half, 5, k=2.0) for half in x.chunk(2, 1)]
+                x = torch.cat(halves, 1)
+            if i in (0, 1, 4):
+                x = F.max_pool2d(x, 3, 2)
+        x = x.flatten(1)
+        for layer in self.dense[:2]:
+            x = layer(x).relu()
+        return self.dense[2](x)
+
+
+def _alexnet():
+    rank, _ = rank_and_size()
+    torch.manual_seed(0)
+    plain = PlainAlexNet(12, 16, 10).double()
+    torch.manual_seed(0)
+    net = alexnet(12, 16, 10).double()
+    for part, layer in zip(net, [*plain.convolutions, *plain.dense], strict=True):
+        for local, full in zip(part.parameters(), layer.parameters(), strict=True):
+            assert torch.equal(local, take_shard(full, local))
+    images = torch.randn(2, 3, 224, 224, dtype=torch.float64).requires_grad_()
+    seen = copy_to_group(images)
+    counted = []
+    y = seen
+    for part in net:
+        with count_bytes() as traffic:
+            y = part(y)
+        counted.append(traffic.bytes())
+    expected = plain(images.detach().requires_grad_())
+    grad = torch.randn(expected.shape, dtype=torch.float64)
+    with count_bytes() as traffic:
+        y.backward(grad.chunk(2, 1)[rank])
+    _equal(y, expected.chunk(2, 1)[rank])
+    reference = images.detach().requires_grad_()
+    plain(reference).backward(grad)
+    _equal(images.grad, reference.grad)
+    for part, layer in zip(net, [*plain.convolutions, *plain.dense]):
+        for local, full in zip(part.parameters(), layer.parameters()):
+            _equal(local.grad, take_shard(full.grad, local))
+    return counted, traffic.bytes("reduce_scatter_single")
+
+
+def test_alexnet_on_two_ranks_is_the_model_with_grouped_convolutions():
+    B, w, dense = 2, 12, 16
+    own = [w * 8 // 6 * 13 * 13, w * 8 // 6 * 36, dense // 2, dense // 2]  # what a rank passes on
+    sent = [8 * B * n for n in own]
+    for forward, backward in run(2, _alexnet):
+        assert forward == [0, 0, sent[0], 0, 0, *sent[1:]] and backward == sum(sent)
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -448,8 +721,19 @@ def test_masks_are_equal_over_the_group_except_inside_the_sharded_state(world_si
 def _errors():
     with pytest.raises(ValueError, match="out_features=10 .*tp=3"):
         ColumnParallelLinear(4, 10)
-    with pytest.raises(ValueError, match="out_features=.*tp=3"):
-        ColumnParallelLinear(3, 12, blocks=3)
+    with pytest.raises(ValueError, match="out_features=4 .*tp=3"):
+        ColumnParallelLinear(3, 12, blocks=((4, 3), (8, 1)))
+    with pytest.raises(ValueError, match="heads=4, kv_heads=4 and tp=3"):
+        ParallelSelfAttention(24, 4)
+    with pytest.raises(ValueError, match="heads=6, kv_heads=2 and tp=3"):
+        ParallelSelfAttention(24, 6, 2)
+    for layer in (RowParallelLinear(3, 2, sequence_parallel=True),):
+        with pytest.raises(ValueError, match="sequence length 4 is not divisible by tp=3"):
+            layer(torch.zeros(4, 2, 1))
+    with pytest.raises(ValueError, match="sequence length 5 is not divisible by tp=3"):
+        VocabParallelEmbedding(7, 2, sequence_parallel=True)(torch.zeros(5, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"\[10, .*world_size=3 does not divide"):
+        alexnet(10, 9, 9)
     with pytest.raises(ValueError, match="in_features=4 .*tp=3"):
         RowParallelLinear(4, 3)
     with pytest.raises(ValueError, match="num_embeddings=2 .*tp=3"):
