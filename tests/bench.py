@@ -3,6 +3,7 @@
     python tests/bench.py collectives [--world-sizes 2 4 8] [--largest 128]
     python tests/bench.py data_parallel [--world-sizes 2]
     python tests/bench.py pipeline      (sleeping stages, then real ones beside PyTorch's)
+    python tests/bench.py tensor_parallel
     python tests/bench.py overlap       (as root on Linux: over a link of 2 Gbit/s, shaped by tc)
 
 Times on a shared machine drift by 10-15% and now and then by more; the ratio of medians over
@@ -32,8 +33,17 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import collectives
+import hybrid
 from ddp import DistributedDataParallel
 from pipeline import SCHEDULES, Pipeline, simulate
 from ranks import run, spawn
@@ -362,10 +372,91 @@ def bench_pipeline(arguments):
         print(f"{name:22}{mine:12}{ours:7.1f} / {theirs:6.1f} ms = {ours / theirs:5.2f}")
 
 
+# ---- tensor parallelism --------------------------------------------------------------------------
+
+HEADS, LAYERS = 4, 6
+
+
+class _Attention(nn.Module):
+    """A rank's heads: q, k, v are the thirds of what c_attn returns here."""
+
+    def __init__(self, D):
+        super().__init__()
+        self.c_attn, self.c_proj, self.K = nn.Linear(D, 3 * D), nn.Linear(D, D), D // HEADS
+
+    def forward(self, x):
+        q, k, v = self.c_attn(x).unflatten(-1, (3, -1, self.K)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+class _Block(nn.Module):
+    """hybrid.Block, of torch.nn."""
+
+    def __init__(self, D):
+        super().__init__()
+        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(D), _Attention(D), nn.LayerNorm(D)
+        gelu = nn.GELU(approximate="tanh")
+        self.mlp = nn.Sequential(nn.Linear(D, 4 * D), gelu, nn.Linear(4 * D, D))
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+def _dtensor_blocks(mesh, D, sequence_parallel):
+    split = Shard(1) if sequence_parallel else Replicate()
+    enter = PrepareModuleInput(input_layouts=(split,), desired_input_layouts=(Replicate(),))
+    row = lambda: RowwiseParallel(output_layouts=split)
+    plan = {"attn.c_attn": ColwiseParallel(), "attn.c_proj": row()}
+    plan |= {"mlp.0": ColwiseParallel(), "mlp.2": row()}
+    if sequence_parallel:
+        plan |= {"ln_1": SequenceParallel(), "ln_2": SequenceParallel()}
+        plan |= {"attn": enter, "mlp": enter}
+    return nn.Sequential(*[parallelize_module(_Block(D), mesh, plan) for _ in range(LAYERS)])
+
+
+def _time_tensor_parallel(B, T, D, rounds):
+    """Forward and backward of a stack of layers."""
+    _, tp = collectives.rank_and_size()
+    mesh, contenders = dist.device_mesh.init_device_mesh("cpu", (tp,)), {}
+    torch.manual_seed(0)
+
+    def step(blocks, x):
+        blocks.zero_grad()
+        blocks(x).sum().backward()
+
+    for sequence_parallel, name in ((False, "TP"), (True, "TP + SP")):
+        length = T // tp if sequence_parallel else T
+        theirs = _dtensor_blocks(mesh, D, sequence_parallel)
+        contenders[name] = partial(step, theirs, torch.randn(B, length, D, requires_grad=True))
+        config = hybrid.GPTConfig(LAYERS, D, HEADS, T, sequence_parallel=sequence_parallel)
+        ours = nn.Sequential(*[hybrid.Block(config, None, group=None) for _ in range(LAYERS)])
+        x = torch.randn(length, B, D, requires_grad=True)
+        contenders[f"ours, {name}"] = partial(step, ours, x)
+    plain = nn.Sequential(*[_Block(D) for _ in range(LAYERS)])
+    contenders["one process"] = partial(step, plain, torch.randn(B, T, D, requires_grad=True))
+    return take_turns(contenders, rounds)
+
+
+def bench_tensor_parallel(arguments):
+    """A stack of layers beside DTensor's: ms per step, ours / theirs."""
+    for world_size in arguments.world_sizes:
+        for shape in ((2, 64, 256), (2, 128, 256), (8, 128, 256)):
+            call = world_size, _time_tensor_parallel, *shape, arguments.rounds
+            times = run(*call, timeout=3000)[0]
+            one = times["one process"] * 1e3
+            print(f"P = {world_size}, (B, T, D) = {shape}: {one:.1f} ms with all on every rank")
+            for name in ("TP", "TP + SP"):
+                ours, theirs = times[f"ours, {name}"] * 1e3, times[name] * 1e3
+                print(f"{name:10}{ours:7.1f} / {theirs:6.1f} ms = {ours / theirs:5.2f}")
+
+
 BENCHMARKS = {
     "collectives": bench_collectives,
     "data_parallel": bench_data_parallel,
     "pipeline": bench_pipeline,
+    "tensor_parallel": bench_tensor_parallel,
     "overlap": bench_overlap,
 }
 

@@ -26,10 +26,10 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, hidden, heads, kv_heads):
+    def __init__(self, hidden, heads, kv_heads=None):
         super().__init__()
         self.ln_1 = nn.LayerNorm(hidden)
-        self.attn = Attention(hidden, heads, kv_heads)
+        self.attn = Attention(hidden, heads, kv_heads or heads)
         self.ln_2 = nn.LayerNorm(hidden)
         self.mlp = nn.Module()
         self.mlp.c_fc = nn.Linear(hidden, 4 * hidden)
@@ -47,7 +47,7 @@ class ReferenceGPT(nn.Module):
         self.transformer.wte = nn.Embedding(vocab_size, hidden)
         self.transformer.wpe = nn.Embedding(seq_len, hidden)
         self.transformer.h = nn.ModuleList(
-            Layer(hidden, heads, kv_heads or heads) for _ in range(layers)
+            Layer(hidden, heads, kv_heads) for _ in range(layers)
         )
         self.transformer.ln_f = nn.LayerNorm(hidden)
         self.lm_head = nn.Linear(hidden, vocab_size, bias=False)

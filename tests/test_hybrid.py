@@ -308,6 +308,29 @@ def test_dropout_draws_alike_over_tp_but_in_attention_and_unlike_elsewhere():
     assert not {state for _, _, state in other_seed} & set(drawn)
 
 
+def test_dropout_draws_unlike_on_every_rank_of_a_split_sequence():
+    ranks = run(4, _dropout_states, "--tp 2 --dp 2 --sp --microbatches 1")
+    drawn = [state for trained, _, again in ranks for _, _, state in trained + again]
+    assert len(set(drawn)) == len(drawn) == 4 * 2 * 7  # two steps of an embedding and two layers
+
+
+def _recompute_with_dropout(flags):
+    """Loss and gradients of a step with dropout, by each mode of recomputation."""
+    results = []
+    for mode in ("none", "selective", "full"):
+        trainer = make_trainer(f"{flags} --dropout 0.3 --recompute {mode}")
+        loss = trainer.step(*batch(0))["loss"]
+        results.append([torch.tensor(loss), *[p.grad for p in trainer.parameters]])
+    return results
+
+
+@pytest.mark.parametrize("flags", ["", "--sp", "--sp --dtype bf16"])
+def test_recomputation_replays_the_masks_of_every_rank(flags):
+    for none, *others in run(2, _recompute_with_dropout, f"--tp 2 --microbatches 2 {flags}"):
+        for other in others:
+            assert all(map(torch.equal, none, other))
+
+
 def _bf16_gradients(schedule, microbatches):
     """Losses, gradient dtypes, and how far gradients are from the sum of each microbatch's own."""
     flags = f"--schedule {schedule} --microbatches {microbatches}"
