@@ -5,7 +5,7 @@ to those from which it differs in one coordinate:
 
     pp  pipeline   which layers        neighbours pass activations on; one send per microbatch
     dp  data       which sequences     gradients are summed, once per step
-    cp  context    which positions     (an axis of the grid; its degree is 1 here)
+    cp  context    which positions     keys and values travel in attention, once per layer
     tp  tensor     which rows and columns of every matrix; four all-reduces per layer and microbatch
 
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
@@ -36,6 +36,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +56,14 @@ from collectives import (
 )
 from ddp import DistributedDataParallel
 from pipeline import SCHEDULES, Pipeline, forward_only, sum_replicas, trace_events
-from sequence_parallel import dropout, recompute
+from sequence_parallel import (
+    allgather_attention,
+    context_positions,
+    dropout,
+    recompute,
+    ring_attention,
+    ulysses_attention,
+)
 from tensor_parallel import (
     ColumnParallelLinear,
     ParallelSelfAttention,
@@ -73,6 +81,11 @@ from tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 
+CP_METHODS = {
+    "allgather": allgather_attention,
+    "ring": ring_attention,
+    "ulysses": ulysses_attention,
+}
 IGNORED = -100  # a target that does not count
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 500, 0.8
 
@@ -159,12 +172,12 @@ class Block(nn.Module):
     """Pre-LayerNorm transformer layer, (T, B, D) -> (T, B, D).
 
     With sequence parallelism T is this rank's part. random: the state from which dropout draws
-    where ranks of tp hold different activations.
+    where ranks of tp hold different activations. core(q, k, v, dropout): attention itself.
     """
 
-    def __init__(self, config, random, **options):
+    def __init__(self, config, random, core=attention, **options):
         super().__init__()
-        self.config, self.random = config, random
+        self.config, self.random, self.core = config, random, core
         options["sequence_parallel"] = config.sequence_parallel
         self.ln_1 = _layer_norm(config)
         self.attn = ParallelSelfAttention(
@@ -180,13 +193,13 @@ class Block(nn.Module):
     def attend(self, q, k, v):
         """The attention core; its heads are this rank's own, and so are its masks."""
         if self.config.recompute == "selective" and torch.is_grad_enabled():
-            return recompute(self._core, q, k, v)
-        return self._core(q, k, v)
+            return recompute(self._attend, q, k, v)
+        return self._attend(q, k, v)
 
-    def _core(self, q, k, v):
+    def _attend(self, q, k, v):
         p = self.config.dropout if self.training else 0.0
         with self.random if p else nullcontext():
-            return attention(q, k, v, p)
+            return self.core(q, k, v, p)
 
 
 def _layer_norm(config):
@@ -214,6 +227,9 @@ class GPT(nn.Module):
     logits of its part of the vocabulary (T, B, V/tp), the others activations; with sequence
     parallelism a rank has T/tp of those between. With one stage the head is the token embedding;
     with more the last stage has a copy, kept equal by sum_shared_gradients().
+
+    positions: those of the tokens in the whole sequence, of which context parallelism leaves a rank
+    some; core: its attention.
     """
 
     def __init__(
@@ -225,10 +241,13 @@ class GPT(nn.Module):
         random=nullcontext(),
         autocast=None,
         defer=None,
+        positions=None,
+        core=attention,
     ):
         super().__init__()
         self.first, self.last, self.autocast = stage == 0, stage == num_stages - 1, autocast
         self.config, self.tp_group, self.random, self.defer = config, tp_group, random, defer
+        self.positions = torch.arange(config.seq_len) if positions is None else positions
         sequence_parallel = config.sequence_parallel
         embedding = lambda: VocabParallelEmbedding(
             config.vocab_size, config.hidden, tp_group, sequence_parallel
@@ -239,7 +258,8 @@ class GPT(nn.Module):
             wpe = nn.Embedding(config.seq_len, config.hidden)
             self.transformer["wpe"] = mark_partial(wpe) if sequence_parallel else wpe
         layers = layers_of(stage, num_stages, config.layers)
-        blocks = {str(i): Block(config, random, group=tp_group, defer=defer) for i in layers}
+        block = partial(Block, config, random, core, group=tp_group, defer=defer)
+        blocks = {str(i): block() for i in layers}
         self.transformer["h"] = nn.ModuleDict(blocks)
         if self.last:
             self.transformer["ln_f"] = _layer_norm(config)
@@ -272,7 +292,7 @@ class GPT(nn.Module):
         """(T, B) -> (T, B, D), or this rank's part of the sequence."""
         x = self.transformer["wte"](tokens)
         rank = dist.get_rank(self.tp_group) if self.config.sequence_parallel else 0
-        positions = torch.arange(rank * len(x), (rank + 1) * len(x), device=x.device)
+        positions = self.positions[rank * len(x) : (rank + 1) * len(x)].to(x.device)
         x = x + self.transformer["wpe"](positions).unsqueeze(1)
         return _residual_dropout(self, x)
 
@@ -490,7 +510,13 @@ class Trainer:
             for stage, (place, chunk) in enumerate(route)
             if place == rank
         )
+        self.positions, core = torch.arange(args.seq_len), attention
+        if args.cp > 1:
+            self.positions = context_positions(args.seq_len, mesh.cp_group)
+            method = CP_METHODS[args.cp_method]
+            core = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)
         stages = (len(self.route), random, autocast, lambda: self.pipeline.queue)
+        stages += (self.positions, core)
         self.chunks = [
             GPT(self.config, mesh.tp_group, stage, *stages).to(device) for _, stage in places
         ]
@@ -567,7 +593,7 @@ class Trainer:
 
     def _run(self, pipeline, inputs, targets):
         """Drive one pipeline step; returns the global loss on every rank."""
-        inputs, targets = inputs.to(self.device), targets.to(self.device)
+        inputs, targets = (x[:, self.positions].to(self.device) for x in (inputs, targets))
         # The divisor of the loss: counted tokens of all replicas and microbatches, known before
         # backward.
         tokens = (targets != IGNORED).sum()
@@ -628,8 +654,8 @@ def sample(trainer, prompt, length, temperature=1.0, seed=0):
     """Continue token ids `prompt` by `length` tokens drawn from the model; the same on every rank.
 
     The largest of logit / temperature + Gumbel noise is a draw from the softmax (Gumbel-max), so
-    each rank of tp proposes its best token and no logits are gathered. Collective over pp and tp;
-    replicas need not take part.
+    each rank of tp proposes its best token and no logits are gathered. Collective over pp, cp and
+    tp; replicas need not take part.
     """
     mesh, device, T = trainer.mesh, trainer.device, trainer.config.seq_len
     for chunk in trainer.chunks:
@@ -644,7 +670,9 @@ def sample(trainer, prompt, length, temperature=1.0, seed=0):
         window = tokens[-T:]
         # causal: the rest is unseen
         inputs = torch.tensor([window + [0] * (T - len(window))], device=device)
+        inputs = inputs[:, trainer.positions]
         logits = pipeline.step(inputs, inputs)
+        (place,) = (trainer.positions == len(window) - 1).nonzero(as_tuple=True)
         choice = torch.zeros(2, dtype=torch.float64, device=device)  # value, token
         noise = (
             -torch.empty(trainer.config.vocab_size)
@@ -652,14 +680,15 @@ def sample(trainer, prompt, length, temperature=1.0, seed=0):
             .log()
             .to(device)
         )
-        if logits is not None:
-            logits = logits[len(window) - 1, 0].double() / temperature
+        if logits is not None and len(place):  # of the cp ranks one has the position
+            logits = logits[place.item(), 0].double() / temperature
             start = trainer.chunks[last_chunk].lm_head.start
             value, index = (logits + noise[start : start + len(logits)]).max(0)
             choice[0], choice[1] = value, index + start
             choices = choice.new_empty(tp, 2)
             all_gather_single(choices, choice, mesh.tp_group)
             choice = choices[choices[:, 0].argmax()].clone()
+        all_reduce(choice, group=mesh.cp_group)
         broadcast(choice, last_stage, mesh.pp_group)
         tokens.append(int(choice[1]))
     return tokens[len(prompt) :]
@@ -678,9 +707,16 @@ def _parser():
         prog="hybrid.py", allow_abbrev=False, description="Train a small GPT on many processes."
     )
     add = parser.add_argument
-    add("--dp", type=int, help="replicas (default: what tp and pp leave of the processes)")
+    add("--dp", type=int, help="replicas (default: what the others leave of the processes)")
     add("--tp", type=int, default=1, help="ranks that split every matrix")
     add("--sp", action="store_true", help="split the sequence over tp outside of its matrices")
+    add("--cp", type=int, default=1, help="ranks that split the sequence, in attention, too")
+    add(
+        "--cp-method",
+        choices=CP_METHODS,
+        default="ring",
+        help="how attention crosses that split",
+    )
     add("--pp", type=int, default=1, help="pipeline stages")
     add(
         "--schedule",
@@ -733,7 +769,7 @@ def parse_args(argv, world_size):
     args = _parser().parse_args(argv)
     args.microbatches = args.pp if args.microbatches is None else args.microbatches
     args.kv_heads = args.heads if args.kv_heads is None else args.kv_heads
-    sizes = "tp pp chunks microbatches layers hidden heads kv_heads seq_len vocab_size".split()
+    sizes = "tp cp pp chunks microbatches layers hidden heads kv_heads seq_len vocab_size".split()
     sizes += ["batch_size", "steps"]
     for name in sizes if args.dp is None else ["dp", *sizes]:
         _require(getattr(args, name) >= 1, args, name, "must be at least 1")
@@ -744,9 +780,9 @@ def parse_args(argv, world_size):
         _require(math.isfinite(value) and value >= 0, args, name, "must be finite and not negative")
     _require(0 <= args.dropout < 1, args, "dropout", "must be at least 0 and less than 1")
     if args.dp is None:
-        args.dp = max(1, world_size // (args.pp * args.tp))
-    if args.pp * args.dp * args.tp != world_size:
-        product = f"--pp {args.pp} x --dp {args.dp} x --tp {args.tp}"
+        args.dp = max(1, world_size // (args.pp * args.cp * args.tp))
+    if args.pp * args.dp * args.cp * args.tp != world_size:
+        product = f"--pp {args.pp} x --dp {args.dp} x --cp {args.cp} x --tp {args.tp}"
         raise ValueError(f"{product} is not the number of processes, {world_size}")
     _require_divisible(args, "hidden", "heads")
     _require_divisible(args, "hidden", "tp")
@@ -755,8 +791,7 @@ def parse_args(argv, world_size):
     if args.kv_heads % args.tp and args.tp % args.kv_heads:
         flags = f"--kv-heads {args.kv_heads} and --tp {args.tp}"
         raise ValueError(f"neither of {flags} divides the other")
-    if args.sp:
-        _require_divisible(args, "seq_len", "tp")
+    _check_sequence(args)
     _require(args.vocab_size >= args.tp, args, "vocab_size", f"is less than --tp {args.tp}")
     num_stages = len(make_schedule(args).routes[0])
     pipeline = f"--schedule {args.schedule} with --pp {args.pp}"
@@ -765,6 +800,24 @@ def parse_args(argv, world_size):
         divisor = f"--dp {args.dp} x --microbatches {args.microbatches}"
         raise ValueError(f"--batch-size {args.batch_size} is not divisible by {divisor}")
     return args
+
+
+def _check_sequence(args):
+    parts = 2 * args.cp if args.cp > 1 else 1
+    _require(args.seq_len % parts == 0, args, "seq_len", f"is not divisible by 2 x --cp {args.cp}")
+    if args.sp and args.seq_len // args.cp % args.tp:
+        divisor = f"--cp {args.cp} x --tp {args.tp}" if args.cp > 1 else f"--tp {args.tp}"
+        raise ValueError(f"--seq-len {args.seq_len} is not divisible by {divisor}")
+    if args.cp > 1:
+        _require(args.dropout == 0, args, "dropout", f"is not possible with --cp {args.cp}")
+    heads, kv_heads = args.heads // args.tp, max(1, args.kv_heads // args.tp)
+    if args.cp_method == "ulysses" and (
+        heads % args.cp or (kv_heads % args.cp and args.cp % kv_heads)
+    ):
+        raise ValueError(
+            f"--cp-method ulysses cannot deal out {heads} heads and {kv_heads} of keys and values, "
+            f"those of a rank with --tp {args.tp}, to --cp {args.cp}"
+        )
 
 
 def make_schedule(args):
@@ -857,7 +910,7 @@ def train(args, mesh, device, data, log=None, trace=None):
     loss = trainer.evaluate(data)
     if rank == 0:
         print(f"validation loss {loss:.4f}")
-    if dist.get_rank(mesh.grad_group) == 0:
+    if dist.get_rank(mesh.dp_group) == 0:
         middle = len(data.validation) // 2
         prompt = data.validation[middle : middle + args.seq_len // 2].tolist()
         tokens = sample(trainer, prompt, SAMPLE_LENGTH, SAMPLE_TEMPERATURE, args.seed)
@@ -885,7 +938,7 @@ def main(argv=None):
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
     )
-    train(args, make_mesh(args.pp, args.dp, 1, args.tp), device, data, log, trace)
+    train(args, make_mesh(args.pp, args.dp, args.cp, args.tp), device, data, log, trace)
     barrier()  # nobody closes its connections while another still uses them
     dist.destroy_process_group()
 

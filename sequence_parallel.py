@@ -28,8 +28,11 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
     torchrun --nproc-per-node 4 sequence_parallel.py      activation memory, claimed and measured
 """
 
+import math
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +40,9 @@ import torch.nn.functional as F
 from collectives import (
     RandomState,
     all_gather_single,
+    all_to_all_in_group,
     copy_to_group,
+    exchange,
     rank_and_size,
     reduce_from_group,
     reduce_scatter_single,
@@ -117,6 +122,332 @@ def recompute(function, *inputs):
     return _Recompute.apply(function, *inputs)
 
 
+# ---- context parallelism: which positions a rank has ---------------------------------------------
+#
+# Now the sequence is split everywhere, also inside attention: rank r of P has T/P positions of q, k
+# and v, and attention crosses the split. Under a causal mask a query has as many keys as positions
+# before it, so in the plain order the last rank works 2 - 1/P times the average. In the zig-zag
+# order rank r has chunks r and 2P-1-r of 2P: a cheap and a dear one, and all ranks work alike.
+#
+#     P = 4      chunk   0 1 2 3 4 5 6 7
+#     plain      rank    0 0 1 1 2 2 3 3
+#     zig-zag    rank    0 1 2 3 3 2 1 0
+
+
+def context_runs(rank, world_size, seq_len, zigzag=True):
+    """(first position, positions) of each run of the sequence that a rank has, in order.
+
+    Raises ValueError if seq_len cannot be cut into equal chunks, two for each of several ranks.
+    """
+    zigzag = zigzag and world_size > 1
+    chunks = 2 * world_size if zigzag else world_size
+    if seq_len % chunks:
+        raise ValueError(f"seq_len={seq_len} is not {chunks} equal chunks for cp={world_size}")
+    size = seq_len // chunks
+    if zigzag and rank < world_size - 1:
+        return [(rank * size, size), ((chunks - 1 - rank) * size, size)]
+    return [(rank * size, 2 * size if zigzag else size)]  # the last rank's two are neighbours
+
+
+def context_positions(seq_len, group=None, zigzag=True):
+    """The positions (T/P,) in the whole sequence of what this rank has. ValueError as above."""
+    return _positions(*rank_and_size(group), seq_len, zigzag)
+
+
+def _positions(rank, world_size, seq_len, zigzag):
+    runs = context_runs(rank, world_size, seq_len, zigzag)
+    return torch.cat([torch.arange(begin, begin + size) for begin, size in runs])
+
+
+class Tile(NamedTuple):
+    """Local queries and keys that attend to one another: all of them, or causally in a square."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def context_tiles(queries, keys, causal=True, documents=None):
+    """What runs of queries see of runs of keys, as tiles without a mask inside.
+
+    documents: lengths of the documents that are packed into the sequence; attention stays in each.
+    """
+    ends = list(accumulate(documents)) if documents else [math.inf]
+    bounds = list(zip([0, *ends], ends))
+    tiles = []
+    for q_start, (q_first, q_size) in zip(_starts(queries), queries):
+        for k_start, (k_first, k_size) in zip(_starts(keys), keys):
+            for begin, end in bounds:
+                a, b = max(q_first, begin), min(q_first + q_size, end)
+                c, d = max(k_first, begin), min(k_first + k_size, end)
+                q_shift, k_shift = q_start - q_first, k_start - k_first
+                parts = [(a, b, c, min(d, a) if causal else d, False)]
+                if causal:
+                    parts.append((max(a, c), min(b, d), max(a, c), min(b, d), True))
+                tiles += [
+                    Tile(slice(a + q_shift, b + q_shift), slice(c + k_shift, d + k_shift), half)
+                    for a, b, c, d, half in parts
+                    if a < b and c < d
+                ]
+    return _joined(tiles)
+
+
+def _starts(runs):
+    return accumulate((size for _, size in runs), initial=0)
+
+
+def _joined(tiles):
+    """Neighbouring tiles as one, where they are whole rectangles."""
+    joined = []
+    for tile in tiles:
+        last = joined[-1] if joined else None
+        if last and not last.causal and not tile.causal:
+            if last.queries == tile.queries and last.keys.stop == tile.keys.start:
+                tile = Tile(tile.queries, slice(last.keys.start, tile.keys.stop), False)
+                joined.pop()
+            elif last.keys == tile.keys and last.queries.stop == tile.queries.start:
+                tile = Tile(slice(last.queries.start, tile.queries.stop), tile.keys, False)
+                joined.pop()
+        joined.append(tile)
+    return joined
+
+
+def attended_pairs(tiles):
+    """Pairs of a query and a key that the tiles consist of: the work of attention."""
+    size = lambda s: s.stop - s.start
+    half = lambda n: n * (n + 1) // 2
+    return sum(half(size(t.keys)) if t.causal else size(t.queries) * size(t.keys) for t in tiles)
+
+
+# ---- context parallelism: attention of a tile, and of several ------------------------------------
+
+
+def _tile_forward(q, k, v, causal):
+    """Attention by PyTorch's fused kernel: output, and log-sum-exp of the scores (B, H, T)."""
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    if q.dtype in (torch.float16, torch.bfloat16):
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    k, v = _repeated(k, q), _repeated(v, q)
+    output, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
+    return output, lse[..., : q.shape[2]]
+
+
+def _tile_backward(grad, q, k, v, output, lse, causal):
+    """The gradients of q, k and v, from the output and log-sum-exp over *all* keys of a query."""
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return kernel(grad, q, k, v, output, lse, 0.0, causal)
+    none = torch.empty(0, dtype=torch.int64, device=q.device)
+    if q.dtype in (torch.float16, torch.bfloat16):
+        kernel, sizes = aten._scaled_dot_product_flash_attention_backward, (q.shape[2], k.shape[2])
+        lse = lse.contiguous()
+        return kernel(grad, q, k, v, output, lse, none, none, *sizes, 0.0, causal, none, none)
+    shape, lse = k.shape, F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # as it came
+    kernel, mask = aten._scaled_dot_product_efficient_attention_backward, (True, True, True, False)
+    k, v = _repeated(k, q), _repeated(v, q)
+    grads = kernel(grad, q, k, v, None, output, lse, none, none, 0.0, mask, causal)
+    return grads[0], *[g.unflatten(1, (shape[1], -1)).sum(2) for g in grads[1:3]]
+
+
+def _repeated(k, q):
+    return k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
+def _attend(tiles, q, k, v, output, lse):
+    """Add to output (B, H, T, K) and lse (B, H, T), of the keys so far, what these keys bring.
+
+    Softmaxes over parts merge as a softmax over the parts: with weights exp(lse of the part - lse).
+    """
+    for queries, keys, causal in tiles:
+        part, part_lse = _tile_forward(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal)
+        so_far, own = lse[:, :, queries], output[:, :, queries]
+        total = torch.logaddexp(so_far, part_lse)
+        own.mul_((so_far - total).exp_().unsqueeze(-1))
+        own.add_(part * (part_lse - total).exp_().unsqueeze(-1))
+        so_far.copy_(total)
+
+
+def _attend_backward(tiles, grad, q, k, v, output, lse, grad_q, grad_k, grad_v):
+    """Add to the three gradients what these keys bring."""
+    for queries, keys, causal in tiles:
+        of_queries = [x[:, :, queries] for x in (grad, q)]
+        part = _tile_backward(
+            *of_queries,
+            k[:, :, keys],
+            v[:, :, keys],
+            output[:, :, queries],
+            lse[:, :, queries],
+            causal,
+        )
+        grad_q[:, :, queries] += part[0]
+        grad_k[:, :, keys] += part[1]
+        grad_v[:, :, keys] += part[2]
+
+
+def _precise(x, *shape):
+    """Zeros to sum up in, fp32 at least."""
+    return x.new_zeros(shape or x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+# ---- context parallelism: three ways for attention to cross the split ----------------------------
+
+
+class _AllGatherAttention(torch.autograd.Function):
+    """forward: all-gather k and v, attend; backward: reduce-scatter their gradients"""
+
+    @staticmethod
+    def forward(ctx, q, k, v, group, causal, zigzag, documents):
+        rank, P = rank_and_size(group)
+        T = P * q.shape[2]
+        ctx.group, ctx.dtype = group, k.dtype
+        ctx.order = torch.cat([_positions(r, P, T, zigzag) for r in range(P)]).to(q.device)
+        runs = context_runs(rank, P, T, zigzag)
+        ctx.tiles = context_tiles(runs, [(0, T)], causal, documents)
+        kv = torch.stack([k, v]).movedim(3, 0).contiguous()  # (T/P, 2, B, KV, K)
+        whole = torch.empty(T, *kv.shape[1:], dtype=kv.dtype, device=kv.device)
+        whole[ctx.order] = _gathered(kv, group)
+        whole = whole.movedim(0, 3)  # (2, B, KV, T, K)
+        output, lse = _precise(q), _precise(q, *q.shape[:3]).fill_(-math.inf)
+        _attend(ctx.tiles, q, *whole, output, lse)
+        output = output.to(q.dtype)
+        ctx.save_for_backward(q, whole, output, lse)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        q, whole, output, lse = ctx.saved_tensors
+        grad_q, grad_whole = _precise(q), _precise(whole)
+        _attend_backward(ctx.tiles, grad_output, q, *whole, output, lse, grad_q, *grad_whole)
+        grad_whole = grad_whole.movedim(3, 0)[ctx.order]  # (T, 2, B, KV, K), by rank
+        _, P = rank_and_size(ctx.group)
+        own = grad_whole.new_empty(len(grad_whole) // P, *grad_whole.shape[1:])
+        reduce_scatter_single(own, grad_whole.contiguous(), group=ctx.group)
+        grad_k, grad_v = own.movedim(0, 3).to(ctx.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, *4 * [None]
+
+
+def allgather_attention(q, k, v, group=None, causal=True, zigzag=True, documents=None):
+    """Attention of local queries to all keys and values, which every rank gathers. Llama 3, 2024.
+
+    q: (B, H, T/P, K), k, v: (B, KV, T/P, K), KV dividing H; in the order of context_positions().
+    Returns (B, H, T/P, K). documents: lengths of those packed into the sequence (of every row of
+    the batch). Raises ValueError if the order does not exist for this T or documents do not add up.
+    """
+    _check_documents(documents, q, group)
+    return _AllGatherAttention.apply(q, k, v, group, causal, zigzag, documents)
+
+
+def _check_documents(documents, q, group):
+    T = q.shape[2] * rank_and_size(group)[1]
+    if documents is not None and sum(documents) != T:
+        raise ValueError(f"documents of {sum(documents)} positions in a sequence of {T}")
+
+
+class _RingAttention(torch.autograd.Function):
+    """forward: k and v go round the ring; backward: and their gradients with them, and home
+
+        step     0     1     2     3     P = 4: whose keys and values rank r attends to; those of
+        keys of  r    r-1   r-2   r-3    the next step arrive meanwhile
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, group, causal, zigzag, documents):
+        rank, P = rank_and_size(group)
+        runs = [context_runs(r, P, P * q.shape[2], zigzag) for r in range(P)]
+        ctx.tiles = [
+            context_tiles(runs[rank], runs[(rank - step) % P], causal, documents)
+            for step in range(P)
+        ]
+        ctx.group = group
+        output, lse = _precise(q), _precise(q, *q.shape[:3]).fill_(-math.inf)
+        kv, arriving = torch.stack([k, v]), None
+        for step, tiles in enumerate(ctx.tiles):
+            if step < P - 1:
+                arriving, passing = _pass_on(kv, arriving, group)
+            _attend(tiles, q, *kv, output, lse)
+            if step < P - 1:
+                passing.wait()
+                kv, arriving = arriving, kv
+        output = output.to(q.dtype)
+        ctx.save_for_backward(q, k, v, output, lse)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (q, k, v, output, lse), group = ctx.saved_tensors, ctx.group
+        _, P = rank_and_size(group)
+        kv, grad_q = torch.stack([k, v]), _precise(q)
+        arriving = sums = going = None
+        for step, tiles in enumerate(ctx.tiles):
+            if step < P - 1:
+                arriving, passing = _pass_on(kv, arriving, group)
+            grad_kv = _precise(kv)
+            _attend_backward(tiles, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
+            if step > 0:  # what the ranks before this one have found for these keys
+                going.wait()
+                grad_kv += sums
+            if P > 1:
+                sums, going = _pass_on(grad_kv, None, group)
+            if step < P - 1:
+                passing.wait()
+                kv, arriving = arriving, kv
+        if P > 1:
+            going.wait()  # home
+            grad_kv = sums
+        grad_k, grad_v = grad_kv.to(k.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, *4 * [None]
+
+
+def _pass_on(tensor, buffer, group):
+    """Begin to send to the next rank and to receive from the one before: buffer, and work."""
+    rank, P = rank_and_size(group)
+    buffer = torch.empty_like(tensor) if buffer is None else buffer
+    sends, receives = [(tensor, (rank + 1) % P)], [(buffer, (rank - 1) % P)]
+    return buffer, exchange(sends, receives, group, async_op=True)
+
+
+def ring_attention(q, k, v, group=None, causal=True, zigzag=True, documents=None):
+    """Attention of local queries to the keys and values that come by, P - 1 times a neighbour's.
+
+    Shapes, documents and errors as of allgather_attention(). No rank ever has more than two parts
+    of the keys and values. Liu et al., "Ring Attention with Blockwise Transformers for
+    Near-Infinite Context", 2023; Zhu's ring-flash-attention, 2024, has the zig-zag order.
+    """
+    _check_documents(documents, q, group)
+    return _RingAttention.apply(q, k, v, group, causal, zigzag, documents)
+
+
+def ulysses_attention(q, k, v, group=None, causal=True, zigzag=True):
+    """Attention of some heads to the whole sequence: all-to-alls exchange the splits, and back.
+
+    Shapes as of allgather_attention(). KV < P: a head of keys and values goes to P / KV ranks.
+    Raises ValueError if P does not divide H, or neither of P and KV divides the other, and for T as
+    there. Jacobs et al., "DeepSpeed Ulysses", 2023.
+    """
+    _, P = rank_and_size(group)
+    heads, kv_heads, length = q.shape[1], k.shape[1], q.shape[2]
+    if heads % P or (kv_heads % P and P % kv_heads):
+        raise ValueError(
+            f"heads={heads} and kv_heads={kv_heads} cannot be dealt out to cp={P} ranks"
+        )
+    if kv_heads < P:
+        k, v = (x.repeat_interleave(P // kv_heads, 1) for x in (k, v))
+    order = torch.cat([_positions(r, P, P * length, zigzag) for r in range(P)]).to(q.device)
+    parts = torch.cat([x.unflatten(1, (P, -1)) for x in (q, k, v)], 2)  # (B, P, h, T/P, K)
+    parts = all_to_all_in_group(parts.movedim(1, 0).contiguous(), group=group)
+    whole = parts.movedim(0, 2).flatten(2, 3)[:, :, order.argsort()]  # (B, h, T, K)
+    own_q, own_k, own_v = whole.split([x.shape[1] // P for x in (q, k, v)], 1)
+    grouped = own_q.shape[1] != own_k.shape[1]
+    y = F.scaled_dot_product_attention(
+        own_q, own_k, own_v, is_causal=causal, enable_gqa=grouped
+    )  # (B, H/P, T, K)
+    y = y[:, :, order].unflatten(2, (P, -1)).movedim(2, 0).contiguous()
+    return all_to_all_in_group(y, group=group).movedim(0, 1).flatten(1, 2)
+
+
 # ---- what a layer is made of ---------------------------------------------------------------------
 
 
@@ -157,6 +488,26 @@ def norm_bytes(batch, seq_len, tp=1, sequence_parallel=False, recompute="none", 
     """Bytes of the mean and deviation per token of a layer's two norms, not counted there."""
     tokens = seq_len * batch // (tp if sequence_parallel else 1)
     return 0 if recompute == "full" else 2 * 2 * itemsize * tokens
+
+
+def context_parallel_bytes(
+    method, batch, seq_len, heads, kv_heads, head_dim, cp, itemsize=4, grad_itemsize=4
+):
+    """Bytes that a rank sends for one attention: (forward, backward).
+
+    method: "allgather", "ring" or "ulysses". grad_itemsize: of the gradients of k and v, which are
+    summed in fp32 at least.
+    """
+    token = batch * seq_len // cp * head_dim  # elements of one head on a rank
+    kv = 2 * kv_heads * token
+    if method == "allgather":
+        return (cp - 1) * kv * itemsize, (cp - 1) * kv * grad_itemsize
+    if method == "ring":  # keys and values go P - 1 steps, their gradients all P
+        steps = cp if cp > 1 else 0
+        return (cp - 1) * kv * itemsize, (cp - 1) * kv * itemsize + steps * kv * grad_itemsize
+    heads_sent = 2 * heads + 2 * max(kv_heads, cp)
+    nbytes = heads_sent * token * (cp - 1) // cp * itemsize
+    return nbytes, nbytes
 
 
 @contextmanager

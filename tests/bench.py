@@ -4,6 +4,7 @@
     python tests/bench.py data_parallel [--world-sizes 2]
     python tests/bench.py pipeline      (sleeping stages, then real ones beside PyTorch's)
     python tests/bench.py tensor_parallel
+    python tests/bench.py context_parallel
     python tests/bench.py overlap       (as root on Linux: over a link of 2 Gbit/s, shaped by tc)
 
 Times on a shared machine drift by 10-15% and now and then by more; the ratio of medians over
@@ -48,6 +49,14 @@ from ddp import DistributedDataParallel
 from pipeline import SCHEDULES, Pipeline, simulate
 from ranks import run, spawn
 from reference_gpt import Layer, ReferenceGPT
+from sequence_parallel import (
+    allgather_attention,
+    attended_pairs,
+    context_runs,
+    context_tiles,
+    ring_attention,
+    ulysses_attention,
+)
 from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 
 KB, MB = 1 << 10, 1 << 20
@@ -452,11 +461,66 @@ def bench_tensor_parallel(arguments):
                 print(f"{name:10}{ours:7.1f} / {theirs:6.1f} ms = {ours / theirs:5.2f}")
 
 
+# ---- context parallelism -------------------------------------------------------------------------
+
+
+def _time_context_parallel(T, rounds):
+    """Forward and backward of one causal attention, 8 heads of 64."""
+    _, P = collectives.rank_and_size()
+    whole = [torch.randn(1, 8, T, 64, requires_grad=True) for _ in range(3)]
+    own = [x[:, :, : T // P].detach().clone().requires_grad_() for x in whole]
+    fused = partial(F.scaled_dot_product_attention, is_causal=True)
+
+    def step(function, tensors):
+        torch.autograd.grad(function(*tensors).sum(), tensors)
+
+    def alone():  # the other ranks are idle meanwhile
+        if dist.get_rank() == 0:
+            step(fused, whole)
+        dist.barrier()
+
+    return take_turns(
+        {
+            "one process": alone,
+            "allgather": partial(step, allgather_attention, own),
+            "ring": partial(step, ring_attention, own),
+            "plain ring": partial(step, partial(ring_attention, zigzag=False), own),
+            "ulysses": partial(step, ulysses_attention, own),
+        },
+        rounds,
+    )
+
+
+def _slowest_pairs(P, T, zigzag):
+    """Pairs of the slowest rank, in a ring whose steps all wait for theirs."""
+    runs = [context_runs(r, P, T, zigzag) for r in range(P)]
+    pairs = lambda r, step: attended_pairs(context_tiles(runs[r], runs[(r - step) % P]))
+    return sum(max(pairs(r, step) for r in range(P)) for step in range(P))
+
+
+def bench_context_parallel(arguments):
+    """One causal attention, forward and backward: ms, and that / fused attention alone."""
+    for P in arguments.world_sizes:
+        for T in (2048, 4096, 8192, 16384):
+            times = run(P, _time_context_parallel, T, arguments.rounds, timeout=3000)[0]
+            alone = times.pop("one process")
+            cells = [f"{name} {t * 1e3:7.1f} = {t / alone:4.2f}" for name, t in times.items()]
+            print(f"P = {P}, s = {T}: alone {alone * 1e3:.1f} ms; {', '.join(cells)}", flush=True)
+        plain, zigzag = (_slowest_pairs(P, T, order) for order in (False, True))
+        print(f"P = {P}: pairs of the slowest rank, plain / zig-zag: {plain / zigzag:.2f}")
+    # what grows with the sequence: a layer's 34 s b h bytes in 16 bit (see sequence_parallel.py)
+    memory, layers, h = 80e9, 32, 4096
+    for cp in (1, 2, 8, 64):
+        longest = int(memory * cp / (34 * layers * h))
+        print(f"cp = {cp:2}: 80 GB hold the activations of {longest:9,} tokens (32 layers of 4096)")
+
+
 BENCHMARKS = {
     "collectives": bench_collectives,
     "data_parallel": bench_data_parallel,
     "pipeline": bench_pipeline,
     "tensor_parallel": bench_tensor_parallel,
+    "context_parallel": bench_context_parallel,
     "overlap": bench_overlap,
 }
 
@@ -473,7 +537,7 @@ def main():
     parser.add_argument("--operations", nargs="+", default=names)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    defaults = {"collectives": [2, 4, 8]}
+    defaults = {"collectives": [2, 4, 8], "context_parallel": [2, 4]}
     arguments.world_sizes = arguments.world_sizes or defaults.get(arguments.subject, [2])
     BENCHMARKS[arguments.subject](arguments)
 

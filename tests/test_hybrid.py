@@ -65,6 +65,16 @@ EVERY_LAYOUT += [
     (8, "--tp 2 --pp 4 --sp --recompute selective --schedule interleaved --microbatches 4"),
     (8, "--tp 2 --pp 2 --dp 2 --sp --schedule dualpipe --microbatches 4"),
 ]
+EVERY_LAYOUT += [
+    *((2, f"--cp 2 --cp-method {m} --microbatches 2") for m in hybrid.CP_METHODS),
+    (3, "--cp 3 --microbatches 4"),
+    (6, "--cp 6 --microbatches 2 --cp-method allgather"),
+    (4, "--cp 2 --tp 2 --sp --cp-method ulysses --recompute full"),
+    (4, "--cp 2 --dp 2 --recompute selective"),
+    (8, "--cp 2 --dp 2 --tp 2 --cp-method allgather"),
+    (8, "--cp 2 --pp 2 --tp 2 --sp --schedule zb-h1 --microbatches 4"),
+    (8, "--cp 2 --pp 2 --dp 2 --schedule dualpipe --microbatches 4 --cp-method ulysses"),
+]
 EVERY_LAYOUT += [  # stages of 3, 3 and 2 layers; and of 2, 2, 2, 1, 1
     (3, "--pp 3 --schedule 1f1b --microbatches 4"),
     (1, "--pp 1 --schedule interleaved --chunks 5 --microbatches 2"),
@@ -109,7 +119,7 @@ def reference(dtype, seed=3):
 def make_trainer(flags, dtype=torch.float32):
     torch.set_default_dtype(dtype)
     args = hybrid.parse_args(f"{FLAGS} {flags}".split(), dist.get_world_size())
-    mesh = hybrid.make_mesh(args.pp, args.dp, 1, args.tp)
+    mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp)
     return hybrid.Trainer(args, mesh, torch.device("cpu"))
 
 
@@ -412,6 +422,29 @@ def test_tensor_parallel_sends_eight_bsh_per_layer():
     assert sum(c["tp_group"] for c, _, _ in ranks) == tp * (layers + ends + loss) + norm
 
 
+def _gradients_before_the_first_weight_product(flags):
+    """Names of the matrices that have a gradient then, after the first half of a backward."""
+    trainer, found = make_trainer(flags), []
+    weights, pipeline = trainer.pipeline._weights, trainer.pipeline
+
+    def record_then_compute(*arguments):
+        for chunk in trainer.chunks if not found else []:
+            named = dict(chunk.named_parameters())
+            found.append({name for name, p in named.items() if p.grad is not None and p.grad.any()})
+        weights(*arguments)
+
+    pipeline._weights = record_then_compute
+    trainer.step(*batch(0))
+    return set.union(*found)
+
+
+def test_zero_bubble_schedules_put_off_the_product_of_every_matrix():
+    flags = "--tp 2 --pp 2 --schedule zb-h1 --microbatches 4"
+    others = ("ln_", "wte", "wpe", "c_proj.bias")
+    for names in run(4, _gradients_before_the_first_weight_product, flags):
+        assert names and all(any(other in name for other in others) for name in names)
+
+
 # ---- mesh ----------------------------------------------------------------------------------------
 
 
@@ -458,7 +491,7 @@ def _evaluate_and_sample(flags):
     loss = trainer.evaluate(data, batches=4)  # the third batch ends early, the fourth is empty
     drawn = (
         hybrid.sample(trainer, [1, 2, 3], 2 * T)
-        if dist.get_rank(trainer.mesh.grad_group) == 0
+        if dist.get_rank(trainer.mesh.dp_group) == 0
         else None
     )
     state = hybrid.gather_state(trainer)
@@ -483,6 +516,8 @@ def test_evaluation_and_samples_do_not_depend_on_the_layout():
         (2, "--dp 2"),
         (2, "--pp 2"),
         (4, "--tp 4"),
+        (3, "--cp 3"),
+        (8, "--cp 2 --pp 2 --tp 2 --sp"),
         (8, "--dp 2 --pp 2 --tp 2"),
     ]:
         ranks = run(world_size, _evaluate_and_sample, flags + " --microbatches 2")
@@ -513,7 +548,7 @@ def _train_on_text(flags):
     """The losses that train() logs, and the arguments of its sample."""
     torch.set_default_dtype(torch.float64)
     args = hybrid.parse_args(f"{FLAGS} {flags} --seed 5".split(), dist.get_world_size())
-    mesh = hybrid.make_mesh(args.pp, args.dp, 1, args.tp)
+    mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp)
     tokens = np.random.default_rng(1).integers(0, V, (2, 500)).astype(np.uint8)
     log, samples = io.StringIO(), []
     with (
@@ -645,8 +680,22 @@ def test_data_may_be_a_text_file_a_folder_or_a_file_of_tokens(tmp_path):
 # ---- command line --------------------------------------------------------------------------------
 
 BAD_FLAGS = [
-    (4, "--dp 3", "--pp 1 x --dp 3 x --tp 1 is not the number of processes, 4"),
-    (4, "--tp 3", "--pp 1 x --dp 1 x --tp 3 is not the number of processes, 4"),
+    (4, "--dp 3", "--pp 1 x --dp 3 x --cp 1 x --tp 1 is not the number of processes, 4"),
+    (4, "--tp 3", "--pp 1 x --dp 1 x --cp 1 x --tp 3 is not the number of processes, 4"),
+    (3, "--cp 2", "--pp 1 x --dp 1 x --cp 2 x --tp 1 is not the number of processes, 3"),
+    (4, "--cp 4 --seq-len 12", "--seq-len 12 is not divisible by 2 x --cp 4"),
+    (
+        6,
+        "--cp 2 --tp 3 --sp --seq-len 8 --heads 3 --hidden 6",
+        "--seq-len 8 is not divisible by --cp 2 x --tp 3",
+    ),
+    (2, "--cp 2 --dropout 0.1", "--dropout 0.1 is not possible with --cp 2"),
+    (
+        4,
+        "--cp 2 --tp 2 --heads 2 --cp-method ulysses",
+        "--cp-method ulysses cannot deal out 1 heads and 1 of keys and values",
+    ),
+    (1, "--cp-method torus", "argument --cp-method: invalid choice: 'torus'"),
     (1, "--heads 3", "--hidden 128 is not divisible by --heads 3"),
     (3, "--tp 3 --hidden 129 --heads 1", "--heads 1 is not divisible by --tp 3"),
     (4, "--tp 4 --hidden 6 --heads 2", "--hidden 6 is not divisible by --tp 4"),
@@ -686,7 +735,6 @@ BAD_FLAGS = [
     (1, "--dropout 1", "--dropout 1.0 must be at least 0 and less than 1"),
     (1, "--schedule zigzag", "argument --schedule: invalid choice: 'zigzag'"),
     (1, "--hidden 12.5", "argument --hidden: invalid int value: '12.5'"),
-    (1, "--cp 2", "unrecognized arguments: --cp 2"),
     (1, "--data MISSING", "--data MISSING: no such file or folder"),
     (1, "--data EMPTY", "--data EMPTY: its training part has 0 tokens, too few for --seq-len 64"),
     (

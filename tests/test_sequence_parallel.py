@@ -1,7 +1,5 @@
 """Sequence parallelism and recomputation: gradients of one process, bytes of activations."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -167,18 +165,17 @@ def _kept(sequence_parallel, mode):
     return count()
 
 
-def _kept_by_hybrid(sequence_parallel, mode, attention=unfused_attention, T=SIZES[1], p=0.1):
+def _kept_by_hybrid(sequence_parallel, mode, core=unfused_attention, T=SIZES[1], p=0.1):
     """The same of hybrid's layer, whose matrices are those of tensor_parallel.py."""
     _, tp = rank_and_size()
     B, _, D, H = SIZES
     config = hybrid.GPTConfig(1, D, H, T, 64, p, None, sequence_parallel, mode)
     random = hybrid.ShardedRandomState("cpu")
-    block = hybrid.Block(config, random, group=None).bfloat16()
+    block = hybrid.Block(config, random, core, group=None).bfloat16()
     x = torch.randn(T // tp if sequence_parallel else T, B, D, dtype=torch.bfloat16)
-    with patch.object(hybrid, "attention", attention or hybrid.attention):
-        with saved_bytes(block.parameters()) as count:
-            x.requires_grad_()
-            recompute(block, x) if mode == "full" else block(x)
+    with saved_bytes(block.parameters()) as count:
+        x.requires_grad_()
+        recompute(block, x) if mode == "full" else block(x)
     return count()
 
 
@@ -213,15 +210,32 @@ def test_fused_attention_keeps_no_scores():
     """Without dropout of scores; what is left grows as the sequence does."""
     B, T, D, H = SIZES
     for tp in (1, 2):
-        kept = [run(tp, _kept_by_hybrid, True, "none", None, k * T, 0.0)[0] for k in (1, 2, 4)]
-        unfused = [
-            run(tp, _kept_by_hybrid, True, "none", unfused_attention, k * T, 0.0)[0] for k in (1, 2)
-        ]
+        measure = lambda core, k: run(tp, _kept_by_hybrid, True, "none", core, k * T, 0.0)[0]
+        kept = [measure(hybrid.attention, k) for k in (1, 2, 4)]
+        unfused = [measure(unfused_attention, k) for k in (1, 2)]
         assert kept[1] == 2 * kept[0] and kept[2] == 4 * kept[0]
         assert unfused[1] > 2 * unfused[0]
         log_sum_exp, masks = 4 * B * T * H // tp, 2 * B * T * D // tp
         claimed = activation_bytes(B, T, D, H, tp, True, "selective") - masks + log_sum_exp
         assert kept[0] == claimed + norm_bytes(B, T, tp, True)
+
+
+def _kept_by_gpt(layers, mode):
+    B, T, D, H = SIZES
+    config = hybrid.GPTConfig(layers, D, H, T, 64, 0.1, None, True, mode)
+    random = hybrid.ShardedRandomState("cpu")
+    model = hybrid.GPT(config, None, random=random, core=unfused_attention).bfloat16()
+    with saved_bytes(model.parameters()) as count:
+        model(torch.zeros(B, T, dtype=torch.int64))
+    return count()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_layer_of_a_gpt_adds_the_bytes_of_the_paper(mode):
+    B, T, D, H = SIZES
+    claimed = activation_bytes(B, T, D, H, 2, True, mode) + norm_bytes(B, T, 2, True, mode)
+    for fewer, more in zip(run(2, _kept_by_gpt, 2, mode), run(2, _kept_by_gpt, 3, mode)):
+        assert more - fewer == claimed
 
 
 # ---- bytes on the wire ---------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def test_column_and_row_linears_are_parts_of_one_linear(world_size, tp):
 
 
 def _put_off(tp):
-    """Weight products go to the queue, and give the same bits later; with frozen parameters, too."""
+    """Weight products go to the queue, and give the same bits later; frozen parameters, too."""
     group, replica = _group(tp)
     for column in (True, False):
         for along_sequence in (False, True):

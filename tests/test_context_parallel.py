@@ -1,0 +1,333 @@
+"""Context parallelism of sequence_parallel.py: attention that crosses a split of the sequence."""
+
+import math
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from collectives import count_bytes, rank_and_size
+from nccl_replay import record, replay
+from ranks import least_bytes, run
+from sequence_parallel import (
+    allgather_attention,
+    attended_pairs,
+    context_parallel_bytes,
+    context_positions,
+    context_runs,
+    context_tiles,
+    ring_attention,
+    ulysses_attention,
+)
+
+METHODS = {
+    "allgather": allgather_attention,
+    "ring": ring_attention,
+    "ulysses": ulysses_attention,
+}
+every_method = pytest.mark.parametrize("method", METHODS)
+every_size = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+
+
+def full_attention(q, k, v, causal, documents=None):
+    """Softmax of all scores at once, in fp64."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    T = q.shape[2]
+    document = torch.arange(T) * 0
+    if documents:
+        document = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))
+    seen = document[:, None] == document[None, :]
+    if causal:
+        seen &= torch.ones(T, T).tril().bool()
+    scores = (q @ k.transpose(2, 3)) / math.sqrt(q.shape[3])
+    return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+
+
+def _attend(method, tensors, grad, positions, dtype, **options):
+    """Output and gradients of this rank's part of whole tensors."""
+    own = [x[:, :, positions].to(dtype).requires_grad_() for x in tensors]
+    before = [x.detach().clone() for x in own]
+    output = METHODS[method](*own, **options)
+    local_grad = grad[:, :, positions].to(dtype)
+    output.backward(local_grad)
+    assert all(map(torch.equal, own, before)), "an input was changed"
+    return [output.detach(), *[x.grad for x in own]]
+
+
+def _reference(tensors, grad, *options):
+    whole = [x.double().clone().requires_grad_() for x in tensors]
+    output = full_attention(*whole, *options)
+    output.backward(grad.double())
+    return [output.detach(), *[x.grad for x in whole]]
+
+
+def _documents(sizes, T):
+    ends = sorted({sizes.randint(1, T) for _ in range(sizes.randint(0, 4))} | {T})
+    return [end - begin for begin, end in zip([0, *ends], ends)]
+
+
+def _against_full_attention(method):
+    _, P = rank_and_size()
+    for case in range(10):
+        torch.manual_seed(case)
+        sizes = random.Random(case)
+        B, T, K = sizes.randint(1, 3), 2 * P * sizes.randint(1, 5), sizes.choice([4, 8])
+        KV = sizes.choice([1, P, 2 * P])
+        H = KV * P * sizes.randint(1, 2)
+        causal, zigzag = sizes.random() < 0.7, sizes.random() < 0.7
+        shapes = [(B, heads, T, K) for heads in (H, KV, KV, H)]
+        q, k, v, grad = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+        tolerance = 1e-10
+        if sizes.random() < 0.3:  # scores of +-1e4 do not overflow, but have no more than 12 digits
+            q, tolerance = q * 1e4, 1e-7
+        options = {"causal": causal, "zigzag": zigzag}
+        documents = None
+        if method != "ulysses" and sizes.random() < 0.5:
+            documents = options["documents"] = _documents(sizes, T)
+        positions = context_positions(T, None, zigzag)
+        found = _attend(method, (q, k, v), grad, positions, torch.float64, **options)
+        expected = _reference((q, k, v), grad, causal, documents)
+        for part, whole in zip(found, expected):
+            assert part.isfinite().all()
+            error = tolerance * whole.abs().max().clamp(min=1).item()
+            torch.testing.assert_close(part, whole[:, :, positions], rtol=tolerance, atol=error)
+
+
+@every_method
+@every_size
+def test_output_and_gradients_are_those_of_full_attention(world_size, method):
+    run(world_size, _against_full_attention, method)
+
+
+def _errors_in_bf16(method):
+    """Largest errors of output and gradients, and those of one process in bf16, against fp64."""
+    _, P = rank_and_size()
+    torch.manual_seed(0)
+    B, H, KV, T, K = 2, 4, 2, 64 * P, 16
+    tensors = [torch.randn(B, heads, T, K).bfloat16() for heads in (H, KV, KV)]
+    grad = torch.randn(B, H, T, K).bfloat16()
+    exact = _reference(tensors, grad, True)
+    positions = context_positions(T)
+    found = _attend(method, tensors, grad, positions, torch.bfloat16)
+    single = [x.clone().requires_grad_() for x in tensors]
+    y = torch.nn.functional.scaled_dot_product_attention(*single, is_causal=True, enable_gqa=True)
+    y.backward(grad)
+    alone = [y.detach(), *[x.grad for x in single]]
+    error = lambda part, whole: (part.double() - whole).norm().item()
+    own = [error(part, whole[:, :, positions]) for part, whole in zip(found, exact)]
+    pairs = [(part[:, :, positions], whole[:, :, positions]) for part, whole in zip(alone, exact)]
+    bound = [error(part, whole) for part, whole in pairs]
+    assert all(part.dtype == torch.bfloat16 for part in found)
+    return own, bound
+
+
+@every_method
+def test_bf16_is_as_exact_as_full_attention_in_bf16(method):
+    """Parts are rounded before they are merged or summed, and the whole after that."""
+    for P in (2, 4):
+        for own, bound in run(P, _errors_in_bf16, method):
+            for error, limit in zip(own, bound):
+                assert error <= 2**0.5 * limit
+
+
+def _alone(method):
+    """A group of one: what torch computes, and no message."""
+    q, k, v = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
+    with count_bytes() as traffic:
+        y = METHODS[method](q, k, v)
+    assert traffic.bytes() == 0
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(y, expected)
+
+
+@every_method
+def test_one_rank_needs_no_message_and_takes_odd_lengths(method):
+    run(1, _alone, method)
+
+
+# ---- who has what, and how much work that is -----------------------------------------------------
+
+
+def test_zig_zag_gives_rank_r_chunks_r_and_2p_minus_1_minus_r():
+    assert [context_runs(r, 4, 16) for r in range(4)] == [
+        [(0, 2), (14, 2)], [(2, 2), (12, 2)], [(4, 2), (10, 2)], [(6, 4)]
+    ]
+    assert [context_runs(r, 4, 16, zigzag=False) for r in range(4)] == [
+        [(0, 4)], [(4, 4)], [(8, 4)], [(12, 4)]
+    ]
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 4, 8])
+def test_tiles_are_exactly_the_pairs_that_the_mask_leaves(P):
+    for case in range(20):
+        sizes = random.Random(case)
+        T = 2 * P * sizes.randint(1, 4)
+        causal, zigzag = sizes.random() < 0.7, sizes.random() < 0.7
+        documents = _documents(sizes, T) if sizes.random() < 0.5 else None
+        number = torch.zeros(T, dtype=torch.int64)
+        if documents:
+            number = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))
+        seen = torch.zeros(T, T, dtype=torch.int64)
+        positions = lambda runs: torch.cat([torch.arange(a, a + n) for a, n in runs])
+        runs = [context_runs(r, P, T, zigzag) for r in range(P)]
+        for queries in runs:
+            for keys in [*runs, [(0, T)]][:: 1 if case % 2 else -1][: P if case % 2 else 1]:
+                for tile in context_tiles(queries, keys, causal, documents):
+                    rows = positions(queries)[tile.queries]
+                    columns = positions(keys)[tile.keys]
+                    block = torch.ones(len(rows), len(columns), dtype=torch.int64)
+                    seen[rows[:, None], columns] += block.tril() if tile.causal else block
+        expected = number[:, None] == number[None, :]
+        if causal:
+            expected &= torch.ones(T, T).tril().bool()
+        assert torch.equal(seen, expected.long())
+
+
+def test_zig_zag_balances_the_causal_work_and_the_plain_order_does_not():
+    for P in (2, 4, 8):
+        T = 2 * P * 64
+        work = {}
+        for zigzag in (True, False):
+            runs = [context_runs(r, P, T, zigzag) for r in range(P)]
+            tiles = lambda r: [context_tiles(runs[r], keys) for keys in runs]
+            work[zigzag] = [sum(map(attended_pairs, tiles(r))) for r in range(P)]
+            assert sum(work[zigzag]) == T * (T + 1) // 2
+        average = T * (T + 1) / 2 / P
+        assert set(work[True]) == {average}
+        assert max(work[False]) / average == pytest.approx(2 - 1 / P, rel=0.01)
+        # a ring waits in every step for the slowest: where the plain order has a whole tile to do,
+        # a rank of the zig-zag order has half of one
+        slowest = lambda zigzag: sum(_largest_tiles(P, T, zigzag))
+        assert P == 2 or slowest(False) / slowest(True) >= 1.5
+
+
+def _largest_tiles(P, T, zigzag):
+    runs = [context_runs(r, P, T, zigzag) for r in range(P)]
+    for step in range(P):
+        tiles = (context_tiles(runs[r], runs[(r - step) % P]) for r in range(P))
+        yield max(map(attended_pairs, tiles))
+
+
+# ---- bytes on the wire ---------------------------------------------------------------------------
+
+
+def _count(method, shapes, dtype):
+    q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    with least_bytes(), count_bytes() as traffic:
+        y = METHODS[method](q, k, v)
+        forward = traffic.bytes()
+        y.sum().backward()
+    return forward, traffic.bytes() - forward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_method
+@every_size
+def test_every_method_sends_what_its_formula_says(world_size, method, dtype):
+    B, H, KV, T, K, P = 2, 12, 2 if world_size != 3 else 3, 24, 8, world_size
+    shapes = [(B, heads, T // P, K) for heads in (H, KV, KV)]
+    claimed = context_parallel_bytes(method, B, T, H, KV, K, P, itemsize=dtype.itemsize)
+    assert run(P, _count, method, shapes, dtype) == [claimed] * P
+    if method == "ring" and P > 1:  # elements: 2 (P-1)/P b s h_kv, and about twice that
+        forward, backward = context_parallel_bytes(method, B, T, H, KV, K, P, 1, 1)
+        assert forward == 2 * (P - 1) / P * B * T * KV * K
+        assert backward == forward + 2 * B * T * KV * K
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+class _Peak(TorchDispatchMode):
+    """The most bytes that were alive at a time, of what operations inside have made."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.bytes, self.peak = {}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, (tuple, list)) else [output]:
+            if torch.is_tensor(tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.storages = {k: e for k, e in self.storages.items() if not e[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
+        return output
+
+
+def _peak_bytes(method, T):
+    _, P = rank_and_size()
+    q, k, v = (torch.randn(1, 4, T // P, 16, requires_grad=True) for _ in range(3))
+    METHODS[method](q, k, v).sum().backward()
+    with _Peak() as peak:
+        METHODS[method](q, k, v).sum().backward()
+    return peak.peak
+
+
+def test_the_peak_memory_of_a_rank_falls_as_1_over_p_and_grows_as_the_sequence():
+    for method in ("ring", "ulysses"):
+        lengths = (256, 512, 1024)
+        peaks = {(P, T): max(run(P, _peak_bytes, method, T)) for P in (2, 4) for T in lengths}
+        for T in lengths:
+            assert peaks[4, T] <= 0.55 * peaks[2, T]
+        for P in (2, 4):
+            assert peaks[P, 1024] <= 2.05 * peaks[P, 512] <= 4.2 * peaks[P, 256]
+        assert peaks[2, 1024] < 4 * 1024 * 1024  # of scores of one head
+    gathered = {T: max(run(4, _peak_bytes, "allgather", T)) for T in (512, 1024)}
+    assert gathered[1024] <= 2.05 * gathered[512]
+
+
+# ---- NCCL's rules, groups, errors ----------------------------------------------------------------
+
+
+def _recorded(method):
+    with record() as events:
+        for _ in range(2):
+            q, k, v = (torch.randn(1, 4, 4, 8, requires_grad=True) for _ in range(3))
+            METHODS[method](q, k, v).sum().backward()
+    return events
+
+
+@every_method
+def test_no_method_would_hang_on_nccl(method):
+    replay(run(4, _recorded, method))
+
+
+def _in_subgroups():
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    dist.barrier()
+    mine = dist.get_rank() % 2
+    torch.manual_seed(mine)
+    tensors = [torch.randn(1, 2, 8, 4, dtype=torch.float64) for _ in range(3)]
+    grad = torch.randn(1, 2, 8, 4, dtype=torch.float64)
+    positions = context_positions(8, groups[mine])
+    expected = _reference(tensors, grad, True)
+    for method in METHODS:
+        found = _attend(method, tensors, grad, positions, torch.float64, group=groups[mine])
+        for part, whole in zip(found, expected):
+            torch.testing.assert_close(part, whole[:, :, positions], rtol=1e-10, atol=1e-10)
+
+
+def test_groups_side_by_side():
+    run(4, _in_subgroups)
+
+
+def _errors():
+    q, k = torch.zeros(1, 4, 3, 4), torch.zeros(1, 2, 3, 4)
+    for method in METHODS.values():
+        with pytest.raises(ValueError, match="seq_len=6 is not 4 equal chunks for cp=2"):
+            method(q, k, k)
+    with pytest.raises(ValueError, match="heads=3 and kv_heads=3 .* cp=2"):
+        ulysses_attention(q[:, :3], q[:, :3], q[:, :3])
+    with pytest.raises(ValueError, match="documents of 7 positions in a sequence of 8"):
+        ring_attention(*3 * [torch.zeros(1, 2, 4, 4)], documents=[3, 4])
+
+
+def test_lengths_and_heads_that_cannot_be_split_are_named():
+    run(2, _errors)
