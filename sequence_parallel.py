@@ -1,9 +1,9 @@
-"""Sequence parallelism: what tensor parallelism leaves whole is split along the sequence.
+"""Sequence parallelism: the sequence is split, first outside of attention, then everywhere.
 
-Tensor parallelism over t ranks splits the inside of attention and MLP, but every rank holds the
-norms, the dropouts and the residual stream of all tokens. These treat each token alone, so each
-rank may have 1/t of the sequence there. To enter a split matrix the sequence is gathered, to leave
-it the partial sums are reduce-scattered:
+First, what tensor parallelism leaves whole. Over t ranks it splits the inside of attention and MLP,
+but every rank holds the norms, dropouts and the residual stream of all tokens. These treat each
+token alone, so each rank may have 1/t of the sequence there. To enter a split matrix the sequence
+is gathered, to leave it the partial sums are reduce-scattered:
 
            split along the sequence |  split by heads or by columns    | along the sequence
     x_r ---- LayerNorm ---- all-gather ---- QKV, attention, out ---- reduce-scatter ---- dropout, +
@@ -23,9 +23,18 @@ Recomputation keeps the inputs of a function and runs it again in backward. Sele
 does that to the attention core alone, whose s x s scores take the most memory and little time;
 fused attention never makes them. Tensors are (T, B, D): the sequence is dim 0.
 
-Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
+Then context parallelism: attention crosses the split, in one of three ways. Elements that each of
+P ranks sends for an attention, forward, where h_kv is the width of the keys:
 
-    torchrun --nproc-per-node 4 sequence_parallel.py      activation memory, claimed and measured
+    all-gather   everyone gets all keys and values            2 (P-1)/P b s h_kv
+    ring         keys and values come by, a part at a time    2 (P-1)/P b s h_kv, while it computes
+    Ulysses      split by heads instead, and back             2 (P-1)/P b s/P (h + h_kv)
+
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022. Llama
+Team, "The Llama 3 Herd of Models", 2024. Liu et al., "Ring Attention with Blockwise Transformers
+for Near-Infinite Context", 2023. Jacobs et al., "DeepSpeed Ulysses", 2023.
+
+    torchrun --nproc-per-node 4 sequence_parallel.py     memory and bytes, claimed and measured
 """
 
 import math
@@ -42,6 +51,7 @@ from collectives import (
     all_gather_single,
     all_to_all_in_group,
     copy_to_group,
+    count_bytes,
     exchange,
     rank_and_size,
     reduce_from_group,
@@ -330,7 +340,7 @@ class _AllGatherAttention(torch.autograd.Function):
 
 
 def allgather_attention(q, k, v, group=None, causal=True, zigzag=True, documents=None):
-    """Attention of local queries to all keys and values, which every rank gathers. Llama 3, 2024.
+    """Attention of local queries to all keys and values, which every rank gathers.
 
     q: (B, H, T/P, K), k, v: (B, KV, T/P, K), KV dividing H; in the order of context_positions().
     Returns (B, H, T/P, K). documents: lengths of those packed into the sequence (of every row of
@@ -413,8 +423,7 @@ def ring_attention(q, k, v, group=None, causal=True, zigzag=True, documents=None
     """Attention of local queries to the keys and values that come by, P - 1 times a neighbour's.
 
     Shapes, documents and errors as of allgather_attention(). No rank ever has more than two parts
-    of the keys and values. Liu et al., "Ring Attention with Blockwise Transformers for
-    Near-Infinite Context", 2023; Zhu's ring-flash-attention, 2024, has the zig-zag order.
+    of the keys and values. The zig-zag order is that of Zhu's ring-flash-attention, 2024.
     """
     _check_documents(documents, q, group)
     return _RingAttention.apply(q, k, v, group, causal, zigzag, documents)
@@ -425,7 +434,7 @@ def ulysses_attention(q, k, v, group=None, causal=True, zigzag=True):
 
     Shapes as of allgather_attention(). KV < P: a head of keys and values goes to P / KV ranks.
     Raises ValueError if P does not divide H, or neither of P and KV divides the other, and for T as
-    there. Jacobs et al., "DeepSpeed Ulysses", 2023.
+    there.
     """
     _, P = rank_and_size(group)
     heads, kv_heads, length = q.shape[1], k.shape[1], q.shape[2]
@@ -594,6 +603,29 @@ def _demonstrate():
             if rank == 0:
                 name = f"tp{' + sp' if sequence_parallel else ''}, recompute {mode}"
                 print(f"{name:24}{claimed:12.0f}{norms:8}{kept():12}")
+    _demonstrate_context(rank, tp)
+
+
+def _demonstrate_context(rank, cp):
+    B, T, H, KV, K = 1, 256 * cp, 2 * cp, cp, 16
+    print(f"\nattention of b={B} s={T}, {H} heads and {KV} of keys, cp={cp}" * (rank == 0))
+    torch.manual_seed(0)
+    whole = [torch.randn(B, heads, T, K, dtype=torch.float64) for heads in (H, KV, KV)]
+    expected = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    positions = context_positions(T)
+    own = [x[:, :, positions].requires_grad_() for x in whole]
+    methods = {"allgather": allgather_attention, "ring": ring_attention}
+    methods["ulysses"] = ulysses_attention
+    for name, method in methods.items():
+        with count_bytes() as traffic:
+            y = method(*own)
+            forward = traffic.bytes()
+            y.sum().backward()
+        claimed = context_parallel_bytes(name, B, T, H, KV, K, cp, 8, 8)
+        error = (y - expected[:, :, positions]).abs().max().item()
+        if rank == 0:
+            counted = forward, traffic.bytes() - forward
+            print(f"{name:10} bytes sent, claimed {claimed}, counted {counted}; error {error:.0e}")
 
 
 if __name__ == "__main__":

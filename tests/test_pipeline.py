@@ -664,6 +664,42 @@ def test_a_loss_that_is_not_a_scalar_is_named():
     run(1, _return_rows)
 
 
+class Twice(nn.Module):
+    """Uses a weight twice; in bf16 where matrices are multiplied."""
+
+    def __init__(self, autocast):
+        super().__init__()
+        self.linear, self.autocast, self.additions = nn.Linear(4, 4), autocast, 0
+        self.linear.weight.register_post_accumulate_grad_hook(self.count)
+
+    def count(self, parameter):
+        self.additions += 1
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            return self.linear(self.linear(x).tanh()).float()
+
+
+def _used_twice(autocast):
+    results = []
+    for make_schedule in (one_f_one_b, zb_h1):
+        torch.manual_seed(0)
+        stage = Twice(autocast)
+        loss = Pipeline(stage, make_schedule(1, 4), _loss).step(torch.randn(8, 4), torch.ones(8, 4))
+        results.append((loss, stage.linear.weight.grad, stage.linear.bias.grad))
+        assert stage.additions == 4  # once for each microbatch
+    return results
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_weight_used_twice_gets_one_sum_also_under_autocast(autocast):
+    whole, halved = run(1, _used_twice, autocast)[0]
+    tolerance = 2e-2 if autocast else 1e-6  # two products in bf16 are summed in fp32, or before
+    for found, expected in zip(halved, whole):
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
 def _order_of_products():
     """In W, and not before, a linear's weight gets its gradient; hooks see it then."""
     rank, p = rank_and_size()
