@@ -1,4 +1,4 @@
-"""Train a small GPT over data x pipeline x tensor parallelism.
+"""Train a small GPT over pipeline x data x context x tensor parallelism.
 
 The processes form a grid; along each axis the work is cut in another way, and a process talks only
 to those from which it differs in one coordinate:
@@ -71,7 +71,7 @@ from tensor_parallel import (
     ShardedRandomState,
     VocabParallelEmbedding,
     attention,
-    counted_parts,
+    counted_ranges,
     gather_shards,
     mark_partial,
     parallel_linear,
@@ -80,6 +80,7 @@ from tensor_parallel import (
     take_shard,
     vocab_parallel_cross_entropy,
 )
+from zero import ZeroRedundancyOptimizer
 
 CP_METHODS = {
     "allgather": allgather_attention,
@@ -524,13 +525,14 @@ class Trainer:
             initialize(chunk, self.config, args.seed)
         torch.manual_seed(mask_seed)
         # The loss has its global divisor already, so gradients are summed: divide by 1.
-        self.replicas = [
+        self.replicas = [] if args.zero else [
             DistributedDataParallel(
                 chunk, mesh.grad_group, gradient_divide_factor=1, wait_in_backward=False
             )
             for chunk in self.chunks
         ]
-        self.pipeline = Pipeline(self.replicas, schedule, self._loss, mesh.pp_group)
+        stages = self.replicas or self.chunks
+        self.pipeline = Pipeline(stages, schedule, self._loss, mesh.pp_group)
         self.evaluation = self.forward_pipeline(args.microbatches, self._loss)
         self.parameters = [p for chunk in self.chunks for p in chunk.parameters()]
         groups = [
@@ -540,7 +542,13 @@ class Trainer:
             },
             {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+        options = {"lr": args.lr, "betas": (0.9, 0.95), "fused": True}
+        if args.zero:
+            self.optimizer = ZeroRedundancyOptimizer(
+                groups, torch.optim.AdamW, mesh.grad_group, gradient_divide_factor=1, **options
+            )
+        else:
+            self.optimizer = torch.optim.AdamW(groups, **options)
         self.steps_done = 0
 
     def forward_pipeline(self, num_microbatches, loss_fn):
@@ -565,7 +573,7 @@ class Trainer:
         rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
         for chunk in self.chunks:
             chunk.train()
-            chunk.zero_grad(set_to_none=False)  # gradients are views into the reduction's buckets
+        self.optimizer.zero_grad(set_to_none=False)  # gradients are views into rows or buckets
         loss = self._run(self.pipeline, inputs, targets)
         for replica in self.replicas:
             replica.finish_grad_sync()
@@ -628,24 +636,31 @@ class Trainer:
     def clip_gradients(self):
         """Scale gradients so their joint norm, each logical parameter once, is at most grad_clip.
 
-        Returns the norm before.
+        Returns the norm before. With ZeRO gradients are summed here, and a rank has pieces of them.
         """
+        tp_group, groups = self.mesh.tp_group, [self.mesh.tp_group, self.mesh.pp_group]
+        if self.args.zero:
+            pieces = self.optimizer.reduce_gradients()
+            groups.append(self.mesh.grad_group)
+        else:
+            pieces = {p: (0, p.grad.view(-1)) for p in self.parameters}
         counted = [
-            part
+            piece[max(0, begin - first) : max(0, end - first)]
             for chunk in (self.chunks[:1] if self.replicated else self.chunks)
             for name, parameter in chunk.named_parameters()
             if name != "lm_head.weight"  # a copy of the embedding
-            for part in counted_parts(parameter, parameter.grad, self.mesh.tp_group)
+            for first, piece in [pieces[parameter]]
+            for begin, end in counted_ranges(parameter, tp_group)
         ]
         square = torch.zeros((), device=self.device)
         if counted:
             square = torch.stack(torch._foreach_norm(counted)).square().sum()
-        for group in (self.mesh.tp_group, self.mesh.pp_group):
+        for group in groups:
             all_reduce(square, group=group)
         norm = square.sqrt()
         if self.args.grad_clip > 0:
             coefficient = (self.args.grad_clip / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([p.grad for p in self.parameters], coefficient)
+            torch._foreach_mul_([piece for _, piece in pieces.values()], coefficient)
         return norm.item()
 
 
@@ -708,6 +723,13 @@ def _parser():
     )
     add = parser.add_argument
     add("--dp", type=int, help="replicas (default: what the others leave of the processes)")
+    add(
+        "--zero",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help="1: each replica keeps a part of the optimizer's state",
+    )
     add("--tp", type=int, default=1, help="ranks that split every matrix")
     add("--sp", action="store_true", help="split the sequence over tp outside of its matrices")
     add("--cp", type=int, default=1, help="ranks that split the sequence, in attention, too")

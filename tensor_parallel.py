@@ -119,17 +119,22 @@ def gather_shards(local, parameter, group=None):
     return full
 
 
-def counted_parts(parameter, tensor, group=None):
-    """The parts of this rank's `tensor`, say a gradient, that no lower rank of the group has too.
+def counted_ranges(parameter, group=None):
+    """[(begin, end)] of the flattened elements that no lower rank of the group has too.
 
     Over the ranks they are the whole, once: what a norm has to count.
     """
     rank, world_size = rank_and_size(group)
     if not is_sharded(parameter):
-        return [tensor] if rank == 0 else []
+        return [(0, parameter.numel())] if rank == 0 else []
+    ranges, begin = [], 0
     pieces = parameter.shard.pieces(rank, world_size)
-    blocks = tensor.split([rows for _, rows, _ in pieces], parameter.shard.dim)
-    return [block for block, (_, _, first) in zip(blocks, pieces) if first]
+    assert parameter.shard.dim == 0 or len(pieces) == 1
+    row = parameter.numel() // max(1, sum(rows for _, rows, _ in pieces))
+    for _, rows, first in pieces:
+        ranges += [(begin, begin + rows * row)] * first
+        begin += rows * row
+    return ranges
 
 
 def mark_partial(module):

@@ -438,6 +438,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     # -- gradients
 
     def _gradient_ready(self, parameter):
+        if parameter.grad is None:  # its backward has put it off
+            return
         flat = self._flat_of[parameter]
         flat.store(parameter)
         self._reduced = False
@@ -488,12 +490,28 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """
         rows = []
         if self._keep:  # step() starts from the shards, a further backward from the rows
-            self._begin_reduction()
-            for flat in self._flats:
-                self._finish(flat)
-            self._reduced, rows = True, [flat.row for flat in self._flats]
+            self.reduce_gradients()
+            rows = [flat.row for flat in self._flats]
         gradients = [flat.gradient for flat in self._flats]
         return _clip(gradients, max_norm, norm_type, self._settings.group, rows)
+
+    def reduce_gradients(self):
+        """Stage 1: sum the gradients before step(), which then starts from these. Collective.
+
+        Returns {parameter: (first element, piece)}: what this rank has of the sum, of a flattened
+        gradient. The pieces may be scaled in place.
+        """
+        self._begin_reduction()
+        self._reduced, pieces = True, {}
+        for flat in self._flats:
+            self._finish(flat)
+            offset = 0
+            for parameter, size, piece in zip(
+                flat.parameters, flat.sizes, flat.cut(flat.gradient)
+            ):
+                pieces[parameter] = max(0, flat.begin - offset), piece
+                offset += size
+        return pieces
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)

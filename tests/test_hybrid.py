@@ -72,6 +72,11 @@ EVERY_LAYOUT += [
     (4, "--cp 2 --tp 2 --sp --cp-method ulysses --recompute full"),
     (4, "--cp 2 --dp 2 --recompute selective"),
     (8, "--cp 2 --dp 2 --tp 2 --cp-method allgather"),
+    *((8, f"--zero 1 --dp 2 --cp 2 --tp 2 --sp --cp-method {m}") for m in hybrid.CP_METHODS),
+    (4, "--zero 1 --dp 4 --microbatches 2"),
+    (3, "--zero 1 --cp 3 --microbatches 2"),
+    (8, "--zero 1 --dp 2 --tp 2 --pp 2 --schedule dualpipe --microbatches 4"),
+    (8, "--zero 1 --dp 4 --pp 2 --schedule zb-v --microbatches 4"),
     (8, "--cp 2 --pp 2 --tp 2 --sp --schedule zb-h1 --microbatches 4"),
     (8, "--cp 2 --pp 2 --dp 2 --schedule dualpipe --microbatches 4 --cp-method ulysses"),
 ]
@@ -166,7 +171,7 @@ def test_every_layout_trains_as_one_process_does(world_size, flags):
                 rank[precision][0], expected_results, rtol=(1e-5, 1e-11)[precision]
             )
         _, gradients, state = ranks[0][precision]
-        for step in range((1, STEPS)[precision]):
+        for step in range(0 if "--zero" in flags else (1, STEPS)[precision]):
             assert_alike(gradients[step], expected_gradients[step], (1e-4, 1e-9)[precision])
         # Adam divides small gradients by small ones: some fp32 weights differ by much of a step.
         assert_alike(state, expected_state, (1e-3, 1e-9)[precision])
@@ -696,6 +701,7 @@ BAD_FLAGS = [
         "--cp-method ulysses cannot deal out 1 heads and 1 of keys and values",
     ),
     (1, "--cp-method torus", "argument --cp-method: invalid choice: 'torus'"),
+    (1, "--zero 2", "argument --zero: invalid choice: 2"),
     (1, "--heads 3", "--hidden 128 is not divisible by --heads 3"),
     (3, "--tp 3 --hidden 129 --heads 1", "--heads 1 is not divisible by --tp 3"),
     (4, "--tp 4 --hidden 6 --heads 2", "--hidden 6 is not divisible by --tp 4"),

@@ -24,7 +24,7 @@ from tensor_parallel import (
     ShardedRandomState,
     VocabParallelEmbedding,
     alexnet,
-    counted_parts,
+    counted_ranges,
     gather_shards,
     is_sharded,
     mark_partial,
@@ -290,10 +290,10 @@ def _mlp_attention_layer(tp, along_sequence):
         _check(plain.mlp, parallel.mlp, x, group, **split)
         _check(plain.attention, parallel.attention, x, group, **split)
         _check(plain, parallel, x, group, **split)
-        squares = sum(
-            part.square().sum()
+        squares = torch.zeros((), dtype=torch.float64) + sum(
+            parameter.grad.flatten()[begin:end].square().sum()
             for parameter in parallel.parameters()
-            for part in counted_parts(parameter, parameter.grad, group)
+            for begin, end in counted_ranges(parameter, group)
         )
         dist.all_reduce(squares, group=group)
         _equal(squares, sum(p.grad.square().sum() for p in plain.parameters()), name="norm")
