@@ -1408,17 +1408,17 @@ def _source(tensor):
     return tensor._base if tensor._is_view() and tensor._base.requires_grad else tensor
 
 
-def fill_buckets(parameters, cap_bytes):
+def fill_buckets(parameters, cap_bytes, kind=lambda parameter: parameter.dtype):
     """Lists of parameters to travel together, in the order in which they are complete.
 
-    Each is of one dtype and at most `cap_bytes`, or one parameter.
+    Each is of one kind, by default dtype, and at most `cap_bytes`, or one parameter.
     """
     filling, full = {}, []
     for parameter in parameters:
-        bucket = filling.setdefault(parameter.dtype, [])
+        bucket = filling.setdefault(kind(parameter), [])
         if bucket and sum(p.nbytes for p in bucket) + parameter.nbytes > cap_bytes:
             full.append(bucket)
-            bucket = filling[parameter.dtype] = []
+            bucket = filling[kind(parameter)] = []
         bucket.append(parameter)
     place = {parameter: i for i, parameter in enumerate(parameters)}
     return sorted(full + list(filling.values()), key=lambda bucket: place[bucket[-1]])

@@ -59,8 +59,8 @@ def average_gradients(module, group=None):
 class _Bucket:
     """Gradients that travel together: each is a view into one flat buffer."""
 
-    def __init__(self, parameters, with_flags):
-        self.parameters = parameters
+    def __init__(self, parameters, with_flags, group):
+        self.parameters, self.group = parameters, group
         sizes = [parameter.numel() for parameter in parameters]
         flags = len(parameters) if with_flags else 0  # per parameter: how many ranks have used it
         self.buffer = parameters[0].new_zeros(sum(sizes) + flags)
@@ -68,9 +68,9 @@ class _Bucket:
         self.views = [piece.view_as(parameter) for piece, parameter in zip(pieces, parameters)]
         self.waiting, self.sum, self.work = set(), None, None
 
-    def reduce(self, dtype, group):
+    def reduce(self, dtype):
         self.sum = self.buffer.to(dtype or self.buffer.dtype)  # the buffer itself, or a copy
-        self.work = all_reduce(self.sum, group=group, async_op=True)
+        self.work = all_reduce(self.sum, group=self.group, async_op=True)
 
     def finish(self):
         self.work.wait()
@@ -89,7 +89,8 @@ class DistributedDataParallel(nn.Module):
     `gradient_divide_factor` is what gradients are divided by before they are summed: the group's
     size, or 1 where the loss has its global divisor already. The module's tensor outputs may be
     nested in lists, tuples and dicts. With wait_in_backward=False backward() only starts the
-    reductions, and finish_grad_sync() waits for them.
+    reductions, and finish_grad_sync() waits for them. groups: {parameter: a group}, of those whose
+    replicas are fewer, such as an expert's; a part of the process group that has a group as well.
 
     A parameter that a rank's loss does not reach is an error, or counts as zero with
     find_unused_parameters; where no rank's loss reaches it, its gradient stays None.
@@ -111,16 +112,19 @@ class DistributedDataParallel(nn.Module):
         reduce_dtype=None,
         error_if_nonfinite=False,
         wait_in_backward=True,
+        groups=None,
     ):
         super().__init__()
         self.module, self.process_group, self.reduce_dtype = module, process_group, reduce_dtype
-        self.wait_in_backward = wait_in_backward
+        self.wait_in_backward, self.groups = wait_in_backward, groups or {}
         self.find_unused_parameters = find_unused_parameters
         self.broadcast_buffers, self.error_if_nonfinite = broadcast_buffers, error_if_nonfinite
         self.gradient_divide_factor = gradient_divide_factor or dist.get_world_size(process_group)
         self._names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         self._check(bucket_cap_mb, gradient_divide_factor)
-        self._broadcast([*module.parameters(), *module.buffers()])
+        for parameter in module.parameters():
+            self._broadcast([parameter], self._group_of(parameter))
+        self._broadcast(module.buffers(), process_group)
         self._sync, self._reducing, self._next, self._sums = True, False, 0, {}
         # Backward runs from the last layer to the first, which is the order buckets should fill in.
         self._cap_bytes, self._arrived = int(bucket_cap_mb * 2**20), []
@@ -139,16 +143,22 @@ class DistributedDataParallel(nn.Module):
         named = [*self.module.named_parameters(), *self.module.named_buffers()]
         check_parameters(named, self.process_group)
 
-    def _broadcast(self, tensors):
-        source = dist.get_global_rank(self.process_group or dist.group.WORLD, 0)
+    def _group_of(self, parameter):
+        return self.groups.get(parameter, self.process_group)
+
+    def _broadcast(self, tensors, group):
+        source = dist.get_global_rank(group or dist.group.WORLD, 0)
         for tensor in tensors:
-            broadcast(tensor, source, self.process_group)
+            broadcast(tensor, source, group)
 
     def _build(self, order):
         """Fill buckets in the given order; gradients that exist move into them."""
         self._order = order
-        buckets = fill_buckets(order, self._cap_bytes)
-        self._buckets = [_Bucket(bucket, self.find_unused_parameters) for bucket in buckets]
+        kind = lambda parameter: (parameter.dtype, self._group_of(parameter))
+        self._buckets = [
+            _Bucket(bucket, self.find_unused_parameters, self._group_of(bucket[0]))
+            for bucket in fill_buckets(order, self._cap_bytes, kind)
+        ]
         self._place = {}
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters, bucket.views):
@@ -159,7 +169,7 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *args, **kwargs):
         self._reducing = False  # should the last backward have failed half-way
         if self.broadcast_buffers and self._sync and self.training and torch.is_grad_enabled():
-            self._broadcast(self.module.buffers())
+            self._broadcast(self.module.buffers(), self.process_group)
         outputs = self.module(*args, **kwargs)
         before_backward(self._begin_backward, outputs)
         return outputs
@@ -221,7 +231,7 @@ class DistributedDataParallel(nn.Module):
     def _launch_full_buckets(self):
         """Reduce full buckets, in bucket order: collectives need the same order on every rank."""
         while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
-            self._buckets[self._next].reduce(self.reduce_dtype, self.process_group)
+            self._buckets[self._next].reduce(self.reduce_dtype)
             self._next += 1
 
     def _complete(self, parameters):
@@ -260,7 +270,7 @@ class DistributedDataParallel(nn.Module):
         place = {parameter: i for i, parameter in enumerate(self._order)}
         order = [place[parameter] for parameter in dict.fromkeys(self._arrived + self._order)]
         places = torch.tensor(order, device=self._order[0].device)
-        self._broadcast([places])
+        self._broadcast([places], self.process_group)
         self._arrived = None
         if places.tolist() != sorted(places.tolist()):
             self._build([self._order[place] for place in places.tolist()])

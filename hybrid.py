@@ -1,4 +1,4 @@
-"""Train a small GPT over pipeline x data x context x tensor parallelism.
+"""Train a small GPT, dense or of experts, over pipeline x data x context x tensor parallelism.
 
 The processes form a grid; along each axis the work is cut in another way, and a process talks only
 to those from which it differs in one coordinate:
@@ -10,7 +10,9 @@ to those from which it differs in one coordinate:
 
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
 
-tp is innermost since it talks most: its ranks should share a node. Every layout computes the same
+tp is innermost since it talks most: its ranks should share a node. Experts are spread over ep
+neighbours of dp x cp, where they replace replicas; tp splits attention, and deals out the tokens
+that go to experts. Every layout computes the same
 thing as one process does: the loss is the sum of the token losses over the *global* number of
 tokens, so gradients are summed and never averaged; initial weights depend on the parameter's name
 and the seed, batches on the seed and the step, and on nothing else.
@@ -51,10 +53,13 @@ from collectives import (
     barrier,
     broadcast,
     exchange,
+    gather_from_group,
     rank_and_size,
+    scatter_to_group,
     schedule_as_batch,
 )
 from ddp import DistributedDataParallel
+from expert_parallel import MoE
 from pipeline import SCHEDULES, Pipeline, forward_only, sum_replicas, trace_events
 from sequence_parallel import (
     allgather_attention,
@@ -97,8 +102,9 @@ SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 500, 0.8
 class Mesh:
     """This process's groups. Its rank along an axis is its rank inside that axis's group.
 
-    grad_group joins the ranks whose gradients are summed, dp x cp; embedding_group the first and
-    the last stage, which both hold the token embedding (None on the stages between).
+    grad_group joins the ranks whose gradients are summed, dp x cp; ep_group those of them that have
+    different experts, expert_grad_group those that have the same; embedding_group the first and the
+    last stage, which both hold the token embedding (None on the stages between).
     """
 
     pp_group: dist.ProcessGroup
@@ -106,26 +112,33 @@ class Mesh:
     cp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup
     grad_group: dist.ProcessGroup
+    ep_group: dist.ProcessGroup
+    expert_grad_group: dist.ProcessGroup
     embedding_group: dist.ProcessGroup | None = None
 
 
-def make_mesh(pp=1, dp=1, cp=1, tp=1):
+def make_mesh(pp=1, dp=1, cp=1, tp=1, ep=1):
     """Arrange the default group's ranks as a grid (pp, dp, cp, tp); an axis's slices become groups.
 
     Collective: every rank calls it. Raises ValueError if the degrees do not multiply to the world
-    size.
+    size, or ep does not divide dp x cp.
     """
     rank, world_size = rank_and_size()
     if pp * dp * cp * tp != world_size:
         raise ValueError(f"pp={pp} x dp={dp} x cp={cp} x tp={tp} is not world_size={world_size}")
+    if dp * cp % ep:
+        raise ValueError(f"dp={dp} x cp={cp} is not divisible by ep={ep}")
     grid = torch.arange(world_size).view(pp, dp, cp, tp)
+    replicas = grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)
     ends = grid[[0, -1]] if pp > 1 else grid
     slices = {
         "pp_group": grid.permute(1, 2, 3, 0).reshape(-1, pp),
         "dp_group": grid.permute(0, 2, 3, 1).reshape(-1, dp),
         "cp_group": grid.permute(0, 1, 3, 2).reshape(-1, cp),
         "tp_group": grid.reshape(-1, tp),
-        "grad_group": grid.permute(0, 3, 1, 2).reshape(-1, dp * cp),
+        "grad_group": replicas,
+        "ep_group": replicas.reshape(-1, ep),
+        "expert_grad_group": replicas.unflatten(1, (-1, ep)).mT.flatten(0, 1),
         "embedding_group": ends.permute(1, 2, 3, 0).reshape(-1, len(ends)),
     }
     groups, mine = {}, {}  # one group per set of ranks, made by all ranks in the same order
@@ -155,6 +168,16 @@ class GPTConfig:
     kv_heads: int | None = None  # as many as heads
     sequence_parallel: bool = False
     recompute: str = "none"  # or "selective", the attention core, or "full", every layer
+    experts: int = 0  # in place of the MLP of every moe_every-th layer
+    top_k: int = 1
+    capacity_factor: float | None = None
+    shared_experts: int = 0
+    balance: str = "none"  # or "aux", by losses, or "bias", by DeepSeek's bias on sigmoid scores
+    moe_every: int = 1
+
+    def has_experts(self, layer):
+        """Whether this layer's MLP is a mixture of experts."""
+        return self.experts > 0 and (layer + 1) % self.moe_every == 0
 
 
 class MLP(nn.Module):
@@ -169,14 +192,46 @@ class MLP(nn.Module):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
+class ParallelMoE(MoE):
+    """Experts whose tokens are dealt out to the ranks of tp, (T, B, D) -> (T, B, D).
+
+    With sequence parallelism they are already.
+    """
+
+    def __init__(self, config, mesh, num_microbatches):
+        losses = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
+        super().__init__(
+            config.hidden,
+            4 * config.hidden,
+            config.experts,
+            config.top_k,
+            mesh.ep_group,
+            config.capacity_factor,
+            config.shared_experts,
+            *losses,
+            loss_scale=1 / num_microbatches,
+            balance_groups=(mesh.grad_group, mesh.tp_group),
+            score="sigmoid" if config.balance == "bias" else "softmax",
+        )
+        self.tp_group, self.split = mesh.tp_group, not config.sequence_parallel
+        mark_partial(self)
+
+    def forward(self, x):
+        if not self.split:
+            return super().forward(x)
+        own = scatter_to_group(x, 0, self.tp_group)
+        return gather_from_group(super().forward(own), 0, self.tp_group)
+
+
 class Block(nn.Module):
     """Pre-LayerNorm transformer layer, (T, B, D) -> (T, B, D).
 
     With sequence parallelism T is this rank's part. random: the state from which dropout draws
-    where ranks of tp hold different activations. core(q, k, v, dropout): attention itself.
+    where ranks of tp hold different activations. core(q, k, v, dropout): attention itself. moe: a
+    function that makes what takes the MLP's place.
     """
 
-    def __init__(self, config, random, core=attention, **options):
+    def __init__(self, config, random, core=attention, moe=None, **options):
         super().__init__()
         self.config, self.random, self.core = config, random, core
         options["sequence_parallel"] = config.sequence_parallel
@@ -185,7 +240,7 @@ class Block(nn.Module):
             config.hidden, config.heads, config.kv_heads, self.attend, **options
         )
         self.ln_2 = _layer_norm(config)
-        self.mlp = MLP(config.hidden, **options)
+        self.mlp = moe() if moe else MLP(config.hidden, **options)
 
     def forward(self, x):
         x = x + _residual_dropout(self, self.attn(self.ln_1(x)))
@@ -230,7 +285,7 @@ class GPT(nn.Module):
     with more the last stage has a copy, kept equal by sum_shared_gradients().
 
     positions: those of the tokens in the whole sequence, of which context parallelism leaves a rank
-    some; core: its attention.
+    some; core: its attention; moe: makes the layers of experts.
     """
 
     def __init__(
@@ -244,6 +299,7 @@ class GPT(nn.Module):
         defer=None,
         positions=None,
         core=attention,
+        moe=None,
     ):
         super().__init__()
         self.first, self.last, self.autocast = stage == 0, stage == num_stages - 1, autocast
@@ -260,7 +316,7 @@ class GPT(nn.Module):
             self.transformer["wpe"] = mark_partial(wpe) if sequence_parallel else wpe
         layers = layers_of(stage, num_stages, config.layers)
         block = partial(Block, config, random, core, group=tp_group, defer=defer)
-        blocks = {str(i): block() for i in layers}
+        blocks = {str(i): block(moe=moe if config.has_experts(i) else None) for i in layers}
         self.transformer["h"] = nn.ModuleDict(blocks)
         if self.last:
             self.transformer["ln_f"] = _layer_norm(config)
@@ -315,12 +371,19 @@ def parameter_shapes(config):
     qkv = D + 2 * D // config.heads * (config.kv_heads or config.heads)
     shapes["transformer.wte.weight"] = (config.vocab_size, D)
     shapes["transformer.wpe.weight"] = (config.seq_len, D)
-    block = {"ln_1": (D,), "attn.c_attn": (qkv, D), "attn.c_proj": (D, D)}
-    block |= {"ln_2": (D,), "mlp.c_fc": (4 * D, D), "mlp.c_proj": (D, 4 * D)}
+    block = {"ln_1": (D,), "attn.c_attn": (qkv, D), "attn.c_proj": (D, D), "ln_2": (D,)}
+    mlp = {"mlp.c_fc": (4 * D, D), "mlp.c_proj": (D, 4 * D)}
+    E, wide = config.experts, 4 * D * config.shared_experts
+    moe = {"router.weight": (E, D), "experts.w_in": (E, 4 * D, D), "experts.w_out": (E, D, 4 * D)}
+    if wide:
+        moe |= {"shared.0.weight": (wide, D), "shared.2.weight": (D, wide)}
     for layer in range(config.layers):
-        for name, shape in block.items():
-            shapes[f"transformer.h.{layer}.{name}.weight"] = shape
-            shapes[f"transformer.h.{layer}.{name}.bias"] = shape[:1]
+        prefix, dense = f"transformer.h.{layer}.", not config.has_experts(layer)
+        for name, shape in (block | mlp if dense else block).items():
+            shapes[f"{prefix}{name}.weight"] = shape
+            shapes[f"{prefix}{name}.bias"] = shape[:1]
+        if not dense:
+            shapes |= {f"{prefix}mlp.{name}": shape for name, shape in moe.items()}
     return shapes | {"transformer.ln_f.weight": (D,), "transformer.ln_f.bias": (D,)}
 
 
@@ -337,16 +400,24 @@ def initial_value(name, config, seed):
         return torch.ones(shape)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    into_residual = "c_proj" in name  # 2 of them per layer add to the residual stream
+    # 2 matrices per layer add to the residual stream
+    into_residual = any(part in name for part in ("c_proj", "w_out", "shared.2"))
     std = 0.02 / math.sqrt(2 * config.layers) if into_residual else 0.02
     return torch.empty(shape).normal_(0, std, generator=generator)
 
 
+def _is_expert(name):
+    return ".experts." in name
+
+
 @torch.no_grad()
-def initialize(model, config, seed):
+def initialize(model, config, seed, ep_group=None):
     """Fill this rank's part of every parameter."""
     for name, parameter in model.named_parameters():
         full = initial_value(_logical_name(name), config, seed)
+        if _is_expert(name):
+            rank, ep = rank_and_size(ep_group)
+            full = full.chunk(ep)[rank]
         parameter.copy_(take_shard(full, parameter, model.tp_group))
 
 
@@ -356,24 +427,29 @@ def gather_state(trainer, value=lambda parameter: parameter):
     value picks what is gathered of a parameter: itself, or `lambda p: p.grad`.
     """
     config, mesh, route = trainer.config, trainer.mesh, trainer.route
-    if dist.get_rank(mesh.grad_group) > 0:
+    if dist.get_rank(mesh.expert_grad_group) > 0:
         return None  # replicas
-    rank, tp_rank = dist.get_rank(mesh.pp_group), dist.get_rank(mesh.tp_group)
+    groups = mesh.pp_group, mesh.tp_group, mesh.ep_group
+    rank, tp_rank, ep_rank = map(dist.get_rank, groups)
     chunks, state = [dict(chunk.named_parameters()) for chunk in trainer.chunks], {}
     any_value = value(next(trainer.chunks[0].parameters()))
     for name, shape in parameter_shapes(config).items():
         owner, chunk = route[_stage_of(name, config, len(route))]
         if rank == owner:
             parameter = chunks[chunk][name]
-            full = gather_shards(value(parameter), parameter, mesh.tp_group)
-            if tp_rank == 0 and owner > 0:
+            if _is_expert(name):
+                full = any_value.new_empty(shape)
+                all_gather_single(full, value(parameter).detach(), mesh.ep_group)
+            elif ep_rank == 0:
+                full = gather_shards(value(parameter), parameter, mesh.tp_group)
+            if tp_rank == ep_rank == 0 and owner > 0:
                 exchange([(full, 0)], [], mesh.pp_group)
-        if rank == 0 and tp_rank == 0:
+        if rank == tp_rank == ep_rank == 0:
             if owner > 0:
                 full = any_value.new_empty(shape)
                 exchange([], [(full, owner)], mesh.pp_group)
             state[name] = full
-    if rank > 0 or tp_rank > 0:
+    if rank > 0 or tp_rank > 0 or ep_rank > 0:
         return None
     return state | {"lm_head.weight": state["transformer.wte.weight"]}
 
@@ -496,6 +572,12 @@ class Trainer:
             args.kv_heads,
             args.sp,
             args.recompute,
+            args.experts,
+            args.top_k,
+            args.capacity_factor,
+            args.shared_experts,
+            args.balance,
+            args.moe_every,
         )
         rank, num_stages = rank_and_size(mesh.pp_group)
         schedule = make_schedule(args)
@@ -517,39 +599,52 @@ class Trainer:
             method = CP_METHODS[args.cp_method]
             core = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)
         stages = (len(self.route), random, autocast, lambda: self.pipeline.queue)
-        stages += (self.positions, core)
+        moe = partial(ParallelMoE, self.config, mesh, args.microbatches)
+        stages += (self.positions, core, moe)
         self.chunks = [
             GPT(self.config, mesh.tp_group, stage, *stages).to(device) for _, stage in places
         ]
         for chunk in self.chunks:
-            initialize(chunk, self.config, args.seed)
+            initialize(chunk, self.config, args.seed, mesh.ep_group)
         torch.manual_seed(mask_seed)
-        # The loss has its global divisor already, so gradients are summed: divide by 1.
-        self.replicas = [] if args.zero else [
-            DistributedDataParallel(
-                chunk, mesh.grad_group, gradient_divide_factor=1, wait_in_backward=False
-            )
-            for chunk in self.chunks
-        ]
+        named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
+        self.parameters = [parameter for _, parameter in named]
+        self.experts = [parameter for name, parameter in named if _is_expert(name)]
+        self.replicas = [] if args.zero else list(map(self._replicate, self.chunks))
         stages = self.replicas or self.chunks
         self.pipeline = Pipeline(stages, schedule, self._loss, mesh.pp_group)
         self.evaluation = self.forward_pipeline(args.microbatches, self._loss)
-        self.parameters = [p for chunk in self.chunks for p in chunk.parameters()]
-        groups = [
-            {
-                "params": [p for p in self.parameters if p.ndim == 2],
-                "weight_decay": args.weight_decay,
-            },
-            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        options = {"lr": args.lr, "betas": (0.9, 0.95), "fused": True}
-        if args.zero:
-            self.optimizer = ZeroRedundancyOptimizer(
-                groups, torch.optim.AdamW, mesh.grad_group, gradient_divide_factor=1, **options
-            )
-        else:
-            self.optimizer = torch.optim.AdamW(groups, **options)
+        self.optimizers = list(self._make_optimizers())
         self.steps_done = 0
+
+    def _replicate(self, chunk):
+        return DistributedDataParallel(
+            chunk,
+            self.mesh.grad_group,
+            broadcast_buffers=False,
+            gradient_divide_factor=1,  # the loss has its global divisor already
+            wait_in_backward=False,
+            groups=dict.fromkeys(self.experts, self.mesh.expert_grad_group),
+        )
+
+    def _make_optimizers(self):
+        """One, or with ZeRO one for each group over which its state is dealt out."""
+        args, experts = self.args, set(self.experts)
+        dense = [parameter for parameter in self.parameters if parameter not in experts]
+        options = {"lr": args.lr, "betas": (0.9, 0.95), "fused": True}
+        decayed = lambda ps: {"params": ps, "weight_decay": args.weight_decay}
+        groups = [
+            decayed([p for p in dense if p.ndim == 2]),
+            {"params": [p for p in dense if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        expert_groups = [decayed(self.experts)] if self.experts else []
+        if not args.zero:
+            yield torch.optim.AdamW(groups + expert_groups, **options)
+            return
+        make = partial(ZeroRedundancyOptimizer, gradient_divide_factor=1, **options)
+        yield make(groups, torch.optim.AdamW, self.mesh.grad_group)
+        if self.experts:
+            yield make(expert_groups, torch.optim.AdamW, self.mesh.expert_grad_group)
 
     def forward_pipeline(self, num_microbatches, loss_fn):
         """A pipeline without backward, along the first route."""
@@ -573,15 +668,18 @@ class Trainer:
         rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
         for chunk in self.chunks:
             chunk.train()
-        self.optimizer.zero_grad(set_to_none=False)  # gradients are views into rows or buckets
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=False)  # gradients are views into rows or buckets
         loss = self._run(self.pipeline, inputs, targets)
         for replica in self.replicas:
             replica.finish_grad_sync()
         self.sum_shared_gradients()
         norm = self.clip_gradients()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+        self.balance_experts()
         self.steps_done += 1
         return {"loss": loss, "grad_norm": norm, "lr": rate}
 
@@ -638,30 +736,59 @@ class Trainer:
 
         Returns the norm before. With ZeRO gradients are summed here, and a rank has pieces of them.
         """
-        tp_group, groups = self.mesh.tp_group, [self.mesh.tp_group, self.mesh.pp_group]
+        mesh, pieces = self.mesh, {}
+        for optimizer in self.optimizers:
+            if self.args.zero:
+                pieces |= optimizer.reduce_gradients()
+            else:
+                pieces |= {p: (0, p.grad.view(-1)) for p in self.parameters}
+        counted = {False: [], True: []}  # of dense parameters, and of experts
+        for chunk in self.chunks[:1] if self.replicated else self.chunks:
+            for name, parameter in chunk.named_parameters():
+                first, piece = pieces[parameter]
+                if name != "lm_head.weight":  # a copy of the embedding
+                    counted[_is_expert(name)] += [
+                        piece[max(0, begin - first) : max(0, end - first)]
+                        for begin, end in counted_ranges(parameter, mesh.tp_group)
+                    ]
+        squares = torch.zeros(2, device=self.device)
+        for i, gradients in counted.items():
+            if gradients:
+                squares[int(i)] = torch.stack(torch._foreach_norm(gradients)).square().sum()
         if self.args.zero:
-            pieces = self.optimizer.reduce_gradients()
-            groups.append(self.mesh.grad_group)
-        else:
-            pieces = {p: (0, p.grad.view(-1)) for p in self.parameters}
-        counted = [
-            piece[max(0, begin - first) : max(0, end - first)]
-            for chunk in (self.chunks[:1] if self.replicated else self.chunks)
-            for name, parameter in chunk.named_parameters()
-            if name != "lm_head.weight"  # a copy of the embedding
-            for first, piece in [pieces[parameter]]
-            for begin, end in counted_ranges(parameter, tp_group)
-        ]
-        square = torch.zeros((), device=self.device)
-        if counted:
-            square = torch.stack(torch._foreach_norm(counted)).square().sum()
-        for group in groups:
+            all_reduce(squares, group=mesh.grad_group)
+        else:  # replicas count once, but experts are others on each rank of ep
+            all_reduce(squares[1:], group=mesh.ep_group)
+        square = squares.sum()
+        for group in (mesh.tp_group, mesh.pp_group):
             all_reduce(square, group=group)
         norm = square.sqrt()
         if self.args.grad_clip > 0:
             coefficient = (self.args.grad_clip / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_([piece for _, piece in pieces.values()], coefficient)
         return norm.item()
+
+
+    @torch.no_grad()
+    def balance_experts(self):
+        """Move the routers' biases against the step's loads, of all ranks and microbatches."""
+        if self.args.balance != "bias":
+            return
+        routed = {
+            int(number): block.mlp
+            for chunk in self.chunks
+            for number, block in chunk.transformer["h"].items()
+            if self.config.has_experts(int(number))
+        }
+        shape = self.config.layers, self.config.experts
+        counts = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        for number, layer in routed.items():
+            counts[number] += layer.counts
+            layer.counts.zero_()
+        for group in (self.mesh.grad_group, self.mesh.tp_group, self.mesh.pp_group):
+            all_reduce(counts, group=group)
+        for number, layer in routed.items():
+            layer.router.update_bias(counts[number])
 
 
 @torch.no_grad()
@@ -748,6 +875,18 @@ def _parser():
     )
     add("--chunks", type=int, default=2, help="of a rank, with --schedule interleaved")
     add("--microbatches", type=int, help="microbatches per replica and step (default: pp)")
+    add("--ep", type=int, default=1, help="ranks of dp x cp over which the experts are spread")
+    add("--experts", type=int, default=0, help="of a mixture in place of the MLP; 0: an MLP")
+    add("--top-k", type=int, default=2, help="experts that a token uses")
+    add("--capacity-factor", type=float, help="drop tokens above this load of an expert / mean")
+    add("--shared-experts", type=int, default=0, help="further ones that every token uses")
+    add(
+        "--balance",
+        choices=("aux", "bias", "none"),
+        default="aux",
+        help="of the experts' loads: by losses, by a bias on the choice",
+    )
+    add("--moe-every", type=int, default=1, help="every so many layers has experts")
     add("--layers", type=int, default=4)
     add("--hidden", type=int, default=128)
     add("--heads", type=int, default=4)
@@ -791,11 +930,11 @@ def parse_args(argv, world_size):
     args = _parser().parse_args(argv)
     args.microbatches = args.pp if args.microbatches is None else args.microbatches
     args.kv_heads = args.heads if args.kv_heads is None else args.kv_heads
-    sizes = "tp cp pp chunks microbatches layers hidden heads kv_heads seq_len vocab_size".split()
-    sizes += ["batch_size", "steps"]
+    sizes = "ep tp cp pp chunks microbatches layers hidden heads kv_heads top_k moe_every".split()
+    sizes += ["seq_len", "vocab_size", "batch_size", "steps"]
     for name in sizes if args.dp is None else ["dp", *sizes]:
         _require(getattr(args, name) >= 1, args, name, "must be at least 1")
-    for name in ("warmup", "seed"):
+    for name in ("warmup", "seed", "experts", "shared_experts"):
         _require(getattr(args, name) >= 0, args, name, "must not be negative")
     for name in ("lr", "weight_decay", "grad_clip"):
         value = getattr(args, name)
@@ -814,10 +953,11 @@ def parse_args(argv, world_size):
         flags = f"--kv-heads {args.kv_heads} and --tp {args.tp}"
         raise ValueError(f"neither of {flags} divides the other")
     _check_sequence(args)
+    _check_experts(args)
     _require(args.vocab_size >= args.tp, args, "vocab_size", f"is less than --tp {args.tp}")
     num_stages = len(make_schedule(args).routes[0])
-    pipeline = f"--schedule {args.schedule} with --pp {args.pp}"
-    _require(args.layers >= num_stages, args, "layers", f"is less than the stages of {pipeline}")
+    what = f"is less than the stages of --schedule {args.schedule} with --pp {args.pp}"
+    _require(args.layers >= num_stages, args, "layers", what)
     if args.batch_size % (args.dp * args.microbatches):
         divisor = f"--dp {args.dp} x --microbatches {args.microbatches}"
         raise ValueError(f"--batch-size {args.batch_size} is not divisible by {divisor}")
@@ -840,6 +980,21 @@ def _check_sequence(args):
             f"--cp-method ulysses cannot deal out {heads} heads and {kv_heads} of keys and values, "
             f"those of a rank with --tp {args.tp}, to --cp {args.cp}"
         )
+
+
+def _check_experts(args):
+    if args.dp * args.cp % args.ep:
+        raise ValueError(f"--dp {args.dp} x --cp {args.cp} is not divisible by --ep {args.ep}")
+    _require(args.experts > 0 or args.ep == 1, args, "ep", "needs --experts")
+    if args.experts == 0:
+        return
+    _require_divisible(args, "experts", "ep")
+    _require(args.top_k <= args.experts, args, "top_k", f"is more than --experts {args.experts}")
+    if args.capacity_factor is not None:
+        _require(args.capacity_factor > 0, args, "capacity_factor", "leaves no room for a token")
+    if args.seq_len // args.cp % args.tp:
+        product = f"--cp {args.cp} x --tp {args.tp}, which deal out the tokens to experts"
+        raise ValueError(f"--seq-len {args.seq_len} is not divisible by {product}")
 
 
 def make_schedule(args):
@@ -960,7 +1115,8 @@ def main(argv=None):
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
     )
-    train(args, make_mesh(args.pp, args.dp, args.cp, args.tp), device, data, log, trace)
+    mesh = make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
+    train(args, mesh, device, data, log, trace)
     barrier()  # nobody closes its connections while another still uses them
     dist.destroy_process_group()
 

@@ -151,6 +151,8 @@ def sum_partial_gradients(parameters, group=None):
     parameter.
     """
     rank, world_size = rank_and_size(group)
+    if world_size == 1:
+        return
     rows, places = [], []  # of gradients; where each begins in a whole, of so many rows
     for parameter in parameters:
         if parameter.requires_grad and getattr(parameter, "partial", False):

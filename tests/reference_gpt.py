@@ -1,5 +1,7 @@
 """Oracle: GPT-2's architecture and a training step, plain torch.nn, one process, no parallelism."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,29 +27,85 @@ class Attention(nn.Module):
         return self.c_proj((weights @ v).transpose(1, 2).reshape(B, T, D))
 
 
+class MLP(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.c_fc = nn.Linear(hidden, 4 * hidden)
+        self.c_proj = nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x):
+        return self.c_proj(nn.GELU(approximate="tanh")(self.c_fc(x)))
+
+
+class MoE(nn.Module):
+    """A loop over tokens and their experts. After forward: .loss of the router, .counts.
+
+    score: "softmax" or "sigmoid"; factor: of the capacity, over the tokens of this call; losses:
+    coefficients of balance and of the logits' size.
+    """
+
+    def __init__(self, hidden, experts, top_k, score, shared=0, factor=None, losses=(0, 0)):
+        super().__init__()
+        self.top_k, self.score, self.factor, self.coefficients = top_k, score, factor, losses
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.experts = nn.Module()
+        self.experts.w_in = nn.Parameter(torch.empty(experts, 4 * hidden, hidden))
+        self.experts.w_out = nn.Parameter(torch.empty(experts, hidden, 4 * hidden))
+        if shared:
+            up = nn.Linear(hidden, 4 * hidden * shared, bias=False)
+            down = nn.Linear(4 * hidden * shared, hidden, bias=False)
+            self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
+        self.bias, self.counts, self.loss = torch.zeros(experts), torch.zeros(experts), 0
+
+    def forward(self, x):
+        shape, x = x.shape, x.flatten(0, -2)
+        logits, E = self.router(x), len(self.bias)
+        scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
+        output, counts = [], torch.zeros(E, dtype=x.dtype)
+        for token, row in zip(x, scores):
+            biased = [(-(row[e] + self.bias[e]).item(), e) for e in range(E)]
+            chosen = [e for _, e in sorted(biased)[: self.top_k]]  # of equal ones the first
+            total = sum(row[e] for e in chosen) if self.top_k > 1 else 1
+            y = torch.zeros_like(token)
+            for e in chosen:
+                counts[e] += 1
+                if self.factor is None or counts[e] <= math.ceil(
+                    len(x) * self.top_k / E * self.factor
+                ):
+                    hidden = nn.GELU(approximate="tanh")(self.experts.w_in[e] @ token)
+                    y = y + row[e] / total * (self.experts.w_out[e] @ hidden)
+            output.append(y)
+        fractions = counts / counts.sum()
+        balance = E * (fractions * scores.mean(0)).sum()
+        z = logits.logsumexp(-1).square().mean()
+        self.loss = self.coefficients[0] * balance + self.coefficients[1] * z
+        self.counts = counts
+        y = torch.stack(output)
+        return (y + self.shared(x) if hasattr(self, "shared") else y).view(shape)
+
+
 class Layer(nn.Module):
-    def __init__(self, hidden, heads, kv_heads=None):
+    def __init__(self, hidden, heads, kv_heads=None, mlp=None):
         super().__init__()
         self.ln_1 = nn.LayerNorm(hidden)
         self.attn = Attention(hidden, heads, kv_heads or heads)
         self.ln_2 = nn.LayerNorm(hidden)
-        self.mlp = nn.Module()
-        self.mlp.c_fc = nn.Linear(hidden, 4 * hidden)
-        self.mlp.c_proj = nn.Linear(4 * hidden, hidden)
+        self.mlp = mlp or MLP(hidden)
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
-        return x + self.mlp.c_proj(nn.GELU(approximate="tanh")(self.mlp.c_fc(self.ln_2(x))))
+        return x + self.mlp(self.ln_2(x))
 
 
 class ReferenceGPT(nn.Module):
-    def __init__(self, layers, hidden, heads, seq_len, vocab_size, kv_heads=None):
+    def __init__(self, layers, hidden, heads, seq_len, vocab_size, kv_heads=None, mlp=None):
+        """mlp(layer): what that layer has for an MLP, if not None."""
         super().__init__()
         self.transformer = nn.Module()
         self.transformer.wte = nn.Embedding(vocab_size, hidden)
         self.transformer.wpe = nn.Embedding(seq_len, hidden)
         self.transformer.h = nn.ModuleList(
-            Layer(hidden, heads, kv_heads) for _ in range(layers)
+            Layer(hidden, heads, kv_heads, mlp and mlp(i)) for i in range(layers)
         )
         self.transformer.ln_f = nn.LayerNorm(hidden)
         self.lm_head = nn.Linear(hidden, vocab_size, bias=False)
@@ -65,7 +123,7 @@ class ReferenceTraining:
 
     def __init__(self, model, rates, weight_decay, grad_clip):
         self.model, self.rates, self.grad_clip = model, iter(rates), grad_clip
-        matrices = [p for p in model.parameters() if p.ndim == 2]
+        matrices = [p for p in model.parameters() if p.ndim >= 2]
         vectors = [p for p in model.parameters() if p.ndim == 1]
         groups = [
             {"params": matrices, "weight_decay": weight_decay},
@@ -78,7 +136,8 @@ class ReferenceTraining:
         loss = F.cross_entropy(
             self.model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-100
         )
-        loss.backward()
+        mixtures = [module for module in self.model.modules() if isinstance(module, MoE)]
+        (loss + sum(module.loss for module in mixtures)).backward()
         self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip or float("inf"))
         rate = next(self.rates)

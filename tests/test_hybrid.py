@@ -24,6 +24,7 @@ from ddp import ddp_bytes
 from nccl_replay import record, replay
 from pipeline import SCHEDULES, interleaved, pipeline_bytes, simulate, trace_events, zb_v
 from ranks import PROJECT, least_bytes, run, spawn
+from reference_gpt import MoE as ReferenceMoE
 from reference_gpt import ReferenceGPT, ReferenceTraining
 from tensor_parallel import tensor_parallel_layer_bytes
 
@@ -124,7 +125,7 @@ def reference(dtype, seed=3):
 def make_trainer(flags, dtype=torch.float32):
     torch.set_default_dtype(dtype)
     args = hybrid.parse_args(f"{FLAGS} {flags}".split(), dist.get_world_size())
-    mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp)
+    mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
     return hybrid.Trainer(args, mesh, torch.device("cpu"))
 
 
@@ -147,12 +148,12 @@ def _train(flags, dtype):
     return results, gradients, hybrid.gather_state(trainer)
 
 
-def assert_alike(found, expected, tolerance):
+def assert_alike(found, expected, tolerance, hidden=HIDDEN):
     """Each named tensor differs by at most `tolerance` of its norm."""
     for name, tensor in expected.items():
         difference = found[name] - tensor
         if name.endswith("c_attn.bias"):
-            difference[HIDDEN : 2 * HIDDEN] = 0  # the keys' bias has no gradient but rounding error
+            difference[hidden : 2 * hidden] = 0  # the keys' bias has no gradient but rounding error
         error = (difference.norm() / tensor.norm()).item()
         assert error <= tolerance, f"{name} differs by {error:.1e} of its norm"
 
@@ -213,6 +214,83 @@ def test_every_gradient_of_a_split_gpt_in_every_mode_of_recomputation(tp, kv_hea
         pytest.skip("neither divides the other")
     sizes = f"--layers 2 --hidden 24 --heads 12 --kv-heads {kv_heads} --microbatches 2"
     run(tp, _one_step, f"--tp {tp} {sizes}")
+
+
+MOE_SIZES = "--layers 4 --hidden 16 --heads 4 --experts 4"
+MOE = {  # flags of the mixture -> score, top_k, shared, losses, layers with experts
+    "--balance aux --top-k 2": ("softmax", 2, 0, (0.01, 0.001), (0, 1, 2, 3)),
+    "--balance none --top-k 1 --moe-every 2": ("softmax", 1, 0, (0, 0), (1, 3)),
+    "--balance bias --top-k 3 --shared-experts 1": ("sigmoid", 3, 1, (0, 0), (0, 1, 2, 3)),
+}
+
+
+@functools.cache
+def reference_moe(flags):
+    """(Loss, norm) per step, and the final weights, of a loop over tokens and experts."""
+    score, top_k, shared, losses, places = MOE[flags]
+    torch.set_default_dtype(torch.float64)
+    try:
+        mixture = lambda i: ReferenceMoE(16, 4, top_k, score, shared, None, losses)
+        model = ReferenceGPT(4, 16, 4, T, V, mlp=lambda i: mixture(i) if i in places else None)
+        args = hybrid.parse_args(f"{FLAGS} {MOE_SIZES} {flags} --microbatches 1".split(), 1)
+        names = "top_k shared_experts balance moe_every"
+        options = {name: getattr(args, name) for name in names.split()}
+        config = hybrid.GPTConfig(4, 16, 4, T, V, experts=4, **options)
+        state = {n: hybrid.initial_value(n, config, 3) for n in hybrid.parameter_shapes(config)}
+        model.load_state_dict(state | {"lm_head.weight": state["transformer.wte.weight"]})
+        rates = [hybrid.learning_rate(step, STEPS, 2, 0.003) for step in range(STEPS)]
+        training, results = ReferenceTraining(model, rates, 0.2, 0.5), []
+        for step in range(STEPS):
+            results.append(training.step(*batch(step)))
+            for module in model.modules():
+                if score == "sigmoid" and isinstance(module, ReferenceMoE):
+                    module.bias += 0.001 * torch.sign(module.counts.mean() - module.counts)
+        return results, model.state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _train_moe(flags):
+    trainer, results = make_trainer(f"{MOE_SIZES} {flags}", torch.float64), []
+    for step in range(STEPS):
+        metrics = trainer.step(*(tensor[trainer.local_rows()] for tensor in batch(step)))
+        results.append((metrics["loss"], metrics["grad_norm"]))
+    return results, hybrid.gather_state(trainer)
+
+
+MOE_LAYOUTS = [
+    (1, ""),
+    (2, "--dp 2 --ep 2"),
+    (4, "--dp 4 --ep 1"),
+    (4, "--dp 4 --ep 2"),
+    (4, "--dp 4 --ep 4"),
+    (4, "--dp 2 --ep 2 --tp 2"),
+    (4, "--dp 2 --ep 2 --tp 2 --sp --recompute full"),
+    (4, "--dp 2 --cp 2 --ep 4 --recompute selective"),
+    (8, "--dp 4 --ep 2 --zero 1 --tp 2"),
+    (8, "--dp 2 --cp 2 --ep 2 --pp 2"),
+]
+
+
+@pytest.mark.parametrize("mixture", MOE)
+@pytest.mark.parametrize("world_size, flags", MOE_LAYOUTS)
+def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(world_size, flags, mixture):
+    results, state = reference_moe(mixture)
+    ranks = run(world_size, _train_moe, f"{flags} --microbatches 1 {mixture}")
+    for found, _ in ranks:
+        np.testing.assert_allclose(found, results, rtol=1e-10)
+    assert_alike(ranks[0][1], state, 1e-8, hidden=16)
+    assert all(rank[1] is None for rank in ranks[1:])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "dualpipe"])
+def test_experts_train_alike_over_every_schedule_and_count_each_microbatch_once(schedule):
+    mixture = "--balance bias --top-k 3 --shared-experts 1"
+    results, state = reference_moe(mixture)
+    flags = f"--pp 2 --dp 2 --ep 2 --microbatches 4 --schedule {schedule} --recompute full"
+    found, final = run(4, _train_moe, f"{flags} {mixture}")[0]
+    np.testing.assert_allclose(found, results, rtol=1e-10)
+    assert_alike(final, state, 1e-8, hidden=16)
 
 
 # ---- the model and its state ---------------------------------------------------------------------
@@ -553,7 +631,7 @@ def _train_on_text(flags):
     """The losses that train() logs, and the arguments of its sample."""
     torch.set_default_dtype(torch.float64)
     args = hybrid.parse_args(f"{FLAGS} {flags} --seed 5".split(), dist.get_world_size())
-    mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp)
+    mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
     tokens = np.random.default_rng(1).integers(0, V, (2, 500)).astype(np.uint8)
     log, samples = io.StringIO(), []
     with (

@@ -1,0 +1,538 @@
+"""Expert parallelism: each token uses k of E experts, which are spread over the ranks of a group.
+
+A mixture-of-experts layer takes the MLP's place. A router scores the experts for each token; the
+token goes to the ranks of the best k, is computed there, comes back, and the results are summed
+with the router's weights. Parameters grow with E, the work per token with k alone.
+
+    rank 0   t0 t1 t2   sort by expert   all-to-all   group by expert   E0: t1 t4   E1: t0 t3
+    rank 1   t3 t4 t5                    ---------->                    E2: t2      E3: t5
+             the same way back, then    y(t) = sum over its k experts of weight x expert(t)
+
+Nothing is padded: ranks first exchange how many rows they will send, and one grouped product
+computes all experts of a rank, whatever their loads. Only a capacity (Switch) drops tokens. Bytes
+of a layer's forward, where N tokens a rank of width h are evenly routed over P ranks, dispatch and
+combine together: 2 N k h (P-1)/P elements; as many in backward. In two hops a token crosses to
+another node once, however many of its experts are there.
+
+Left alone, a router sends more and more tokens to fewer and fewer experts. Three remedies: a loss
+E sum f_i P_i of the fraction of tokens and the mean probability of each expert (Switch); a loss of
+the logits' size (ST-MoE); a bias on the choice alone, moved against each expert's load (DeepSeek).
+
+Shazeer et al., "Outrageously Large Neural Networks", 2017. Fedus et al., "Switch Transformers",
+2021. Zoph et al., "ST-MoE", 2022. Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024.
+DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
+
+    torchrun --nproc-per-node 4 expert_parallel.py      claimed and counted bytes; balance;
+                                                        the error against a loop over the experts
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from collectives import (
+    all_reduce,
+    all_to_all_in_group,
+    all_to_all_single,
+    count_bytes,
+    rank_and_size,
+    run_ranks,
+)
+
+# ---- router --------------------------------------------------------------------------------------
+
+
+class Routing(NamedTuple):
+    """Of N tokens: experts (N, k), weights (N, k), probabilities (N, E), logits (N, E)."""
+
+    experts: torch.Tensor
+    weights: torch.Tensor
+    probabilities: torch.Tensor
+    logits: torch.Tensor
+
+
+class Router(nn.Module):
+    """Chooses the k experts of each token, and the weights of their results. In fp32 at least.
+
+    score: "softmax" of the logits, or "sigmoid" of each, which DeepSeek-V3 does. normalize: weights
+    are scores divided by their sum over the chosen, by default unless k = 1, where that would leave
+    the router without gradient. `bias` is added for the choice and is not in the weights. Among
+    equal scores the lowest expert wins. num_groups, max_groups: experts come in groups, of nodes,
+    and a token may use at most so many of them: those with the highest sum of their two best.
+
+    Raises ValueError for a score that is not known, groups that do not divide the experts, and a
+    top_k above what can be reached.
+    """
+
+    def __init__(
+        self,
+        hidden,
+        num_experts,
+        top_k=1,
+        score="softmax",
+        normalize=None,
+        num_groups=1,
+        max_groups=None,
+    ):
+        super().__init__()
+        max_groups = max_groups or num_groups
+        if score not in ("softmax", "sigmoid"):
+            raise ValueError(f"score={score!r} is neither 'softmax' nor 'sigmoid'")
+        if num_experts % num_groups:
+            raise ValueError(f"num_experts={num_experts} cannot form num_groups={num_groups}")
+        reachable = min(max_groups, num_groups) * num_experts // num_groups
+        if not 1 <= top_k <= reachable:
+            raise ValueError(
+                f"top_k={top_k} is not from 1 to {reachable}, the experts that a token can reach: "
+                f"num_experts={num_experts}, num_groups={num_groups}, max_groups={max_groups}"
+            )
+        self.top_k, self.score = top_k, score
+        self.normalize = top_k > 1 if normalize is None else normalize
+        self.num_groups, self.max_groups = num_groups, max_groups
+        self.weight = nn.Parameter(torch.randn(num_experts, hidden) * hidden**-0.5)
+        self.register_buffer("bias", torch.zeros(num_experts))
+
+    def forward(self, x):
+        """x: (N, D). Returns a Routing."""
+        with torch.autocast(x.device.type, enabled=False):
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            logits = F.linear(x.to(dtype), self.weight.to(dtype))  # (N, E)
+            if self.score == "softmax":
+                scores = probabilities = logits.softmax(-1)
+            else:
+                scores = logits.sigmoid()
+                probabilities = scores / scores.sum(-1, keepdim=True)
+            experts = self.choose(scores.detach() + self.bias)
+            weights = scores.gather(1, experts)
+            if self.normalize:
+                weights = weights / weights.sum(-1, keepdim=True)
+        return Routing(experts, weights, probabilities, logits)
+
+    def choose(self, scores):
+        """(N, E) -> (N, k), best first."""
+        if self.max_groups < self.num_groups:
+            grouped = scores.unflatten(1, (self.num_groups, -1))  # (N, G, E/G)
+            best = grouped.topk(min(2, grouped.shape[2]), -1).values.sum(-1)  # (N, G)
+            far = _best(best, self.num_groups)[:, self.max_groups :].unsqueeze(-1)
+            far = far.expand(-1, -1, grouped.shape[2])
+            scores = grouped.scatter(1, far, -math.inf).flatten(1)
+        return _best(scores, self.top_k)
+
+    def update_bias(self, counts, rate=0.001):
+        """After a step: raise the bias of experts with less than the mean load, lower the others'.
+
+        counts: (E,) tokens that each got, over all ranks and microbatches of the step.
+        """
+        self.bias.add_(rate * torch.sign(counts.double().mean() - counts).to(self.bias.dtype))
+
+
+def _best(scores, count):
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+# ---- balance -------------------------------------------------------------------------------------
+
+
+def balance_loss(probabilities, counts, tokens, top_k):
+    """This rank's part of Switch's E sum_i f_i P_i: 1 where all experts have the same load.
+
+    probabilities: (n, E) of this rank's tokens; counts: (E,) choices of all ranks; tokens: their
+    number on all ranks. The sum of the ranks' parts is the loss of all tokens.
+    """
+    fractions = counts.to(probabilities.dtype) / (tokens * top_k)
+    return len(counts) * (fractions * probabilities.sum(0)).sum() / tokens
+
+
+def router_z_loss(logits, tokens):
+    """This rank's part of the mean over all tokens of log^2 sum exp(logits)."""
+    return logits.logsumexp(-1).square().sum() / tokens
+
+
+class _Attach(torch.autograd.Function):
+    """forward: x; backward: also the gradient of `loss`, and counts are added to their total
+
+    So a loss that arises within a model need not be carried to its end; and what is counted is
+    counted once, if forward runs again for backward, and not at all, if there is no backward.
+    """
+
+    @staticmethod
+    def forward(ctx, x, loss, counts, total):
+        ctx.counts, ctx.total = counts, total
+        ctx.shape = loss.shape if loss is not None else None
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        ctx.total.add_(ctx.counts)
+        one = None if ctx.shape is None else grad_output.new_ones(ctx.shape, dtype=torch.float32)
+        return grad_output, one, None, None
+
+
+# ---- experts -------------------------------------------------------------------------------------
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """forward: rows of each group times its own matrix; backward: the same, twice
+
+    x: (M, in), sorted by group; weight: (G, out, in); ends: (G,) where each group's rows end.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, ends):
+        ctx.save_for_backward(x, weight, ends)
+        return _grouped(x, weight.transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        x, weight, ends = ctx.saved_tensors
+        grad_output = grad_output.contiguous()
+        return _grouped(grad_output, weight, ends), _grouped_weights(grad_output, x, ends), None
+
+
+def _is_fused(x, *widths):
+    """Whether PyTorch's grouped product takes these: not fp64, rows of multiples of 16 bytes."""
+    return x.dtype != torch.float64 and not any(w * x.element_size() % 16 for w in widths)
+
+
+def _grouped(x, matrices, ends):
+    """(M, a), (G, a, b) -> (M, b)."""
+    if len(x) and _is_fused(x, *matrices.shape[1:]):
+        return F.grouped_mm(x, matrices, offs=ends)
+    output, begin = x.new_empty(len(x), matrices.shape[2]), 0
+    for matrix, end in zip(matrices, ends.tolist()):
+        torch.mm(x[begin:end], matrix, out=output[begin:end])
+        begin = end
+    return output
+
+
+def _grouped_weights(grad, x, ends):
+    """(M, b), (M, a) -> (G, b, a): the sum over each group's rows."""
+    if len(x) and _is_fused(x, x.shape[1], grad.shape[1]):
+        return F.grouped_mm(grad.t(), x, offs=ends)
+    output, begin = x.new_empty(len(ends), grad.shape[1], x.shape[1]), 0
+    for matrix, end in zip(output, ends.tolist()):
+        torch.mm(grad[begin:end].t(), x[begin:end], out=matrix)
+        begin = end
+    return output
+
+
+def grouped_linear(x, weight, counts):
+    """x: (M, in), sorted by group, counts: (G,) rows of each, weight: (G, out, in) -> (M, out)."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = x.to(dtype), weight.to(dtype)
+    return _GroupedLinear.apply(x, weight, counts.cumsum(0).to(torch.int32))
+
+
+class Experts(nn.Module):
+    """This rank's experts: each an MLP, D -> F -> D with GELU, without biases."""
+
+    def __init__(self, num_local, hidden, ffn_hidden):
+        super().__init__()
+        self.w_in = nn.Parameter(torch.randn(num_local, ffn_hidden, hidden) * hidden**-0.5)
+        self.w_out = nn.Parameter(torch.randn(num_local, hidden, ffn_hidden) * ffn_hidden**-0.5)
+
+    def forward(self, x, counts):
+        """x: (M, D), sorted by expert, of which each has counts[expert] rows."""
+        x = F.gelu(grouped_linear(x, self.w_in, counts), approximate="tanh")
+        return grouped_linear(x, self.w_out, counts)
+
+
+# ---- dispatch and combine ------------------------------------------------------------------------
+
+
+class _Spread(torch.autograd.Function):
+    """forward: row i // k of x, for each i of `order`; backward: the sum of each row's copies"""
+
+    @staticmethod
+    def forward(ctx, x, order, k):
+        ctx.save_for_backward(order)
+        ctx.shape, ctx.k = x.shape, k
+        return x[order // k]
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (order,), (N, D) = ctx.saved_tensors, ctx.shape
+        copies = grad_output.new_zeros(N * ctx.k, D)
+        copies[order] = grad_output
+        return copies.view(N, ctx.k, D).sum(1), None, None
+
+
+class _Permute(torch.autograd.Function):
+    """forward: x[order], a permutation; backward: the other way"""
+
+    @staticmethod
+    def forward(ctx, x, order):
+        ctx.save_for_backward(order)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (order,) = ctx.saved_tensors
+        grad = torch.empty_like(grad_output)
+        grad[order] = grad_output
+        return grad, None
+
+
+def exchange_counts(counts, group=None, fault=None):
+    """Tell each rank how many rows it will get: (P, ...) -> (P, ...), both on the host.
+
+    fault: what is wrong on this rank. Raises ValueError on every rank if a rank has a fault.
+    """
+    rank, _ = rank_and_size(group)
+    sent = torch.full_like(counts, -1) if fault else counts
+    received = torch.empty_like(counts)
+    all_to_all_single(received, sent, group=group)
+    received = received.cpu()
+    if fault:
+        raise ValueError(f"rank {rank}: {fault}")
+    if (received < 0).any():
+        ranks = sorted(set((received < 0).nonzero()[:, 0].tolist()))
+        raise ValueError(f"rank {rank} cannot go on: ranks {ranks} have an error in their routing")
+    return counts.cpu(), received
+
+
+def one_hop(x, experts, weights, num_experts, compute, group=None, fault=None):
+    """Send each token to its experts' ranks, compute there, and sum up what comes back.
+
+    x: (N, D); experts, weights: (N, k), where a negative expert means none; compute(rows, counts):
+    this rank's experts, on (M, D) rows sorted by expert. Experts lie on the group's ranks in
+    order. Returns (N, D). fault: see exchange_counts().
+    """
+    (N, k), (_, P) = experts.shape, rank_and_size(group)
+    chosen = experts.flatten()
+    order = chosen.argsort(stable=True)[(chosen < 0).sum() :]  # by expert; those without come first
+    counts = torch.bincount(chosen[order], minlength=num_experts).view(P, -1)
+    sent, received = exchange_counts(counts, group, fault)  # rows by rank and its experts
+    splits = received.sum(1).tolist(), sent.sum(1).tolist()
+    rows = all_to_all_in_group(_Spread.apply(x, order, k), *splits, group)  # by source, by expert
+
+    expert = torch.arange(received.shape[1]).repeat(P).repeat_interleave(received.flatten())
+    by_expert = expert.argsort(stable=True).to(x.device)
+    rows = compute(_Permute.apply(rows, by_expert), received.sum(0).to(x.device))
+    rows = _Permute.apply(rows, by_expert.argsort())
+    rows = all_to_all_in_group(rows, *splits[::-1], group)  # back, in the order of `order`
+
+    slots = rows.new_zeros(N * k, rows.shape[1]).index_copy(0, order, rows)
+    slots = slots.view(N, k, rows.shape[1])
+    return torch.bmm(weights.to(rows.dtype).unsqueeze(1), slots).squeeze(1)
+
+
+def two_hops(
+    x, experts, weights, num_experts, compute, node_group=None, cross_group=None, fault=None
+):
+    """one_hop(), with each token crossing to a node once, and its results coming back as one.
+
+    node_group: the ranks of this node; cross_group: those of all nodes that have this one's place
+    in theirs. The token goes to the rank of the other node that has the place of its own, which
+    then does one_hop() within the node. Zhao et al., "DeepEP", 2025.
+    """
+    (N, k), (_, nodes) = experts.shape, rank_and_size(cross_group)
+    per_node = num_experts // nodes
+    node_of = experts.div(per_node, rounding_mode="floor")  # (N, k), negative where there is none
+    wanted = node_of.unsqueeze(-1) == torch.arange(nodes, device=x.device)  # (N, k, nodes)
+    node, token = wanted.any(1).t().nonzero(as_tuple=True)  # a copy per node, sorted by node
+    counts = torch.bincount(node, minlength=nodes).view(nodes, 1)
+    sent, received = exchange_counts(counts, cross_group, fault)
+    splits = received.flatten().tolist(), sent.flatten().tolist()
+
+    here = node_of[token] == node.unsqueeze(1)  # (copies, k)
+    local = (experts[token] - node.unsqueeze(1) * per_node).masked_fill(~here, -1)
+    experts = local.new_empty(sum(splits[0]), k)
+    all_to_all_single(experts, local.contiguous(), *splits, cross_group)
+    weights = weights[token].masked_fill(~here, 0)
+    weights = all_to_all_in_group(weights, *splits, cross_group)
+    rows = all_to_all_in_group(x.index_select(0, token), *splits, cross_group)
+    rows = one_hop(rows, experts, weights, per_node, compute, node_group)
+    rows = all_to_all_in_group(rows, *splits[::-1], cross_group)
+    return rows.new_zeros(N, rows.shape[1]).index_add(0, token, rows)
+
+
+# ---- the layer -----------------------------------------------------------------------------------
+
+
+class MoE(nn.Module):
+    """A mixture of experts over the ranks of `group`: (..., D) -> (..., D) of this rank's tokens.
+
+    capacity_factor: an expert takes at most ceil(n k / E x capacity_factor) of a rank's n tokens,
+    the first ones; a token that finds no place gets nothing, and passes by in the residual
+    (`dropped` is their fraction in the last forward). shared_experts: how many more every token
+    uses. balance_coefficient, z_coefficient: of the losses, whose gradients are added in backward,
+    scaled by loss_scale; balance_groups: the groups over which the ranks have different tokens,
+    which make up the batch of these losses. `counts` adds up the choices of each expert over
+    backwards: the load, for update_bias(). nodes: (node_group, cross_group), for two_hops().
+    router: further options of the Router.
+
+    Raises ValueError if P does not divide the experts, for a capacity that holds no token, and, on
+    every rank of the group, for logits that are not finite.
+    """
+
+    def __init__(
+        self,
+        hidden,
+        ffn_hidden,
+        num_experts,
+        top_k=1,
+        group=None,
+        capacity_factor=None,
+        shared_experts=0,
+        balance_coefficient=0.0,
+        z_coefficient=0.0,
+        loss_scale=1.0,
+        balance_groups=(),
+        nodes=None,
+        **router,
+    ):
+        super().__init__()
+        _, P = rank_and_size(group)
+        if num_experts % P:
+            raise ValueError(f"num_experts={num_experts} is not divisible by ep={P}")
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(f"capacity_factor={capacity_factor} leaves no room for a token")
+        self.num_experts, self.group, self.nodes = num_experts, group, nodes
+        self.capacity_factor, self.balance_groups = capacity_factor, balance_groups
+        self.coefficients, self.loss_scale = (balance_coefficient, z_coefficient), loss_scale
+        self.router = Router(hidden, num_experts, top_k, **router)
+        self.experts = Experts(num_experts // P, hidden, ffn_hidden)
+        self.shared = None
+        if shared_experts:
+            up = nn.Linear(hidden, shared_experts * ffn_hidden, bias=False)
+            down = nn.Linear(shared_experts * ffn_hidden, hidden, bias=False)
+            self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
+        self.register_buffer("counts", torch.zeros(num_experts, dtype=torch.int64), False)
+        self.dropped = 0.0
+
+    def forward(self, x):
+        tokens = x.reshape(-1, x.shape[-1])  # (N, D)
+        routing = self.router(tokens)
+        counts = torch.bincount(routing.experts.flatten(), minlength=self.num_experts)
+        if torch.is_grad_enabled():
+            loss = self._loss(routing, counts)
+            weights = _Attach.apply(routing.weights, loss, counts, self.counts)
+        else:
+            weights = routing.weights
+        experts, device = self._within_capacity(routing.experts), x.device.type
+        if torch.is_autocast_enabled(device):  # before they travel
+            tokens = tokens.to(torch.get_autocast_dtype(device))
+        arguments = (tokens, experts, weights, self.num_experts, self.experts)
+        fault = self._fault(routing.logits)
+        if self.nodes:
+            y = two_hops(*arguments, *self.nodes, fault)
+        else:
+            y = one_hop(*arguments, self.group, fault)
+        if self.shared is not None:
+            y = y + self.shared(tokens)
+        return y.view(x.shape)
+
+    def _loss(self, routing, counts):
+        """The losses of the router, of this rank's part of the tokens."""
+        balance, z = (coefficient * self.loss_scale for coefficient in self.coefficients)
+        if not balance and not z:
+            return None
+        totals = torch.cat([counts, counts.new_tensor([len(routing.logits)])])
+        for group in self.balance_groups:
+            all_reduce(totals, group=group)
+        counts, tokens = totals[:-1], totals[-1]
+        loss = balance * balance_loss(routing.probabilities, counts, tokens, self.router.top_k)
+        return loss + z * router_z_loss(routing.logits, tokens) if z else loss
+
+    def _within_capacity(self, experts):
+        """The experts, or -1 in place of those that have as many tokens already as they may."""
+        if self.capacity_factor is None:
+            return experts
+        chosen = experts.flatten()
+        capacity = math.ceil(len(chosen) / self.num_experts * self.capacity_factor)
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=self.num_experts)
+        first = (counts.cumsum(0) - counts)[chosen[order]]
+        place = torch.arange(len(chosen), device=chosen.device) - first  # among its expert's tokens
+        late = torch.empty_like(chosen, dtype=torch.bool)
+        late[order] = place >= capacity
+        self.dropped = late.float().mean()
+        return chosen.masked_fill(late, -1).view_as(experts)
+
+    @staticmethod
+    def _fault(logits):
+        if logits.isfinite().all():
+            return None
+        token, expert = (~logits.isfinite()).nonzero()[0].tolist()
+        return f"the router's logit of token {token} for expert {expert} is {logits[token, expert]}"
+
+
+# ---- cost ----------------------------------------------------------------------------------------
+
+
+def expert_parallel_bytes(tokens, top_k, hidden, ep, itemsize=4):
+    """Bytes that a rank sends in a layer's forward for evenly routed tokens: 2 N k h (P-1)/P.
+
+    Backward sends the same. The counts of rows, 8 bytes an expert, come on top, once.
+    """
+    return 2 * tokens * top_k * hidden * (ep - 1) // ep * itemsize
+
+
+# ---- demonstration -------------------------------------------------------------------------------
+
+
+def _demonstrate():
+    rank, P = rank_and_size()
+    N, D, E, k = 64, 32, 2 * P, 2
+    torch.manual_seed(0)
+    layer = MoE(D, 4 * D, E, k).double()
+    shapes = [(E, *w.shape[1:]) for w in layer.experts.parameters()]
+    w_in, w_out = (torch.randn(shape).double() * D**-0.5 for shape in shapes)
+    mine = slice(rank * E // P, (rank + 1) * E // P)
+    layer.experts.w_in.data, layer.experts.w_out.data = w_in[mine], w_out[mine]
+    x = torch.randn(P, N, D).double()[rank]
+    with count_bytes() as traffic:
+        y = layer(x)
+    routing, expected = layer.router(x), torch.zeros_like(x)
+    for token, (experts, weights) in enumerate(zip(routing.experts, routing.weights)):
+        for expert, weight in zip(experts, weights):
+            up = F.gelu(w_in[expert] @ x[token], approximate="tanh")
+            expected[token] += weight * (w_out[expert] @ up)
+    if rank == 0:
+        error = (y - expected).abs().max().item()
+        balanced = expert_parallel_bytes(N, k, D, P, 8)
+        print(f"{P} ranks, {E} experts, top {k}: {traffic.bytes()} bytes sent, {balanced} if even")
+        print(f"largest difference from a loop over tokens and experts: {error:.1e}\n")
+        print(f"{'balance':8}{'largest load / mean, before':>30}{'after 200 steps':>18}")
+    for balance in ("none", "aux", "bias"):
+        before, after = _balance(balance)
+        if rank == 0:
+            print(f"{balance:8}{before:30.2f}{after:18.2f}")
+
+
+def _balance(how, steps=200):
+    """Largest load / mean, before and after training a router that begins skewed."""
+    rank, P = rank_and_size()
+    torch.manual_seed(rank)
+    D, E = 16, 8
+    score = "sigmoid" if how == "bias" else "softmax"
+    coefficient = 1.0 if how == "aux" else 0.0
+    options = {"balance_coefficient": coefficient, "balance_groups": (None,)}
+    layer = MoE(D, D, E, 2, score=score, **options)
+    weight = torch.randn(E, D, generator=torch.Generator().manual_seed(0)) * D**-0.5
+    weight[:, 0] = torch.linspace(-1, 1, E)  # with x[:, 0] = 1: tokens like the last experts best
+    layer.router.weight.data.copy_(weight)
+    optimizer, loads = torch.optim.Adam([layer.router.weight], 0.02), []
+    for _ in range(steps):
+        x = torch.randn(2048, D)
+        x[:, 0] = 1
+        layer(x).sum().mul(0).backward()
+        all_reduce(layer.router.weight.grad)
+        all_reduce(layer.counts)
+        loads.append((layer.counts.max() / layer.counts.double().mean()).item())
+        if how == "bias":
+            layer.router.update_bias(layer.counts, 0.005)
+        layer.counts.zero_()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loads[0], sum(loads[-10:]) / 10
+
+
+if __name__ == "__main__":
+    run_ranks(_demonstrate)

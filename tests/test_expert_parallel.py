@@ -1,0 +1,476 @@
+"""Mixtures of experts against a loop over tokens and experts; bytes, balance, errors."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import expert_parallel
+from collectives import count_bytes, rank_and_size
+from expert_parallel import (
+    MoE,
+    Router,
+    balance_loss,
+    expert_parallel_bytes,
+    grouped_linear,
+    one_hop,
+    router_z_loss,
+    two_hops,
+)
+from nccl_replay import record, replay
+from ranks import least_bytes, run
+from reference_gpt import MoE as ReferenceMoE
+from sequence_parallel import recompute
+
+
+def _groups(ep):
+    """Groups of neighbours, which have different experts, and of ranks with the same ones."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    rows = torch.arange(world_size).view(-1, ep)
+    mine = {}
+    for name, slices in (("ep", rows), ("same", rows.t())):
+        for ranks in slices.tolist():
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                mine[name] = group
+    dist.barrier()
+    return mine["ep"], mine["same"]
+
+
+def _equal(found, expected, name="", tolerance=1e-11):
+    message = lambda text: f"{name} {text}"
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=message)
+
+
+# ---- a layer against the loop --------------------------------------------------------------------
+
+
+def _reference(layer, x, E, **options):
+    """A ReferenceMoE of E experts with random parameters, of which `layer` takes its part."""
+    torch.manual_seed(99)
+    plain = ReferenceMoE(x.shape[-1], E, layer.router.top_k, layer.router.score, **options).double()
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    layer.double()
+    rank, ep = rank_and_size(layer.group)
+    own = dict(layer.named_parameters())
+    for name, parameter in plain.named_parameters():
+        full = parameter.detach()
+        own[name].data.copy_(full.chunk(ep)[rank] if "experts" in name else full)
+    return plain
+
+
+CASES = {
+    "top-1, with drops": dict(E=12, top_k=1, capacity_factor=0.7),
+    "top-1, from softmax of all": dict(E=12, top_k=1),
+    "top-2": dict(E=12, top_k=2),
+    "top-3, with drops": dict(E=12, top_k=3, capacity_factor=1.0),
+    "top-8 of 60, sigmoid, shared": dict(E=60, top_k=8, score="sigmoid", shared_experts=2),
+    "losses": dict(E=12, top_k=2, losses=(0.3, 0.2)),
+}
+
+
+def _against_loop(case, ep):
+    """Output, input gradient and every parameter's, of ranks with 5, 0, 3 ... tokens."""
+    rank, world_size = rank_and_size()
+    ep_group, same_group = _groups(ep)
+    options = dict(CASES[case])
+    E, losses = options.pop("E"), options.pop("losses", (0, 0))
+    options |= {"balance_coefficient": losses[0], "z_coefficient": losses[1]}
+    D, factor = 4, options.get("capacity_factor")
+    layer = MoE(D, 4 * D, E, group=ep_group, balance_groups=(None,), **options)
+    sizes = [(5, 0, 3, 8, 1, 2)[r % 6] if losses == (0, 0) else 4 for r in range(world_size)]
+    torch.manual_seed(7)
+    whole = torch.randn(sum(sizes), D, dtype=torch.float64)
+    grad = torch.randn(sum(sizes), D, dtype=torch.float64)
+    shared = options.get("shared_experts", 0)
+    plain = _reference(layer, whole, E, shared=shared, factor=factor, losses=losses)
+    parts = whole.split(sizes)
+    if factor is None:
+        parts, grads = [whole], [grad]  # capacity is of each rank's tokens
+    else:
+        grads = grad.split(sizes)
+    parts = [part.clone().requires_grad_() for part in parts]
+    outputs = [plain(part) for part in parts if len(part)]
+    torch.autograd.backward(
+        [*outputs, *[torch.as_tensor(plain.loss)] * (losses != (0, 0))],
+        [*[g for g in grads if len(g)], *[None] * (losses != (0, 0))],
+    )
+    expected = torch.cat(outputs).split(sizes)[rank]
+    expected_grad = torch.cat([p.grad for p in parts if len(p)]).split(sizes)[rank]
+
+    x = whole.split(sizes)[rank].clone().requires_grad_()
+    y = layer(x)
+    y.backward(grad.split(sizes)[rank])
+    _equal(y, expected.detach(), "output")
+    _equal(x.grad, expected_grad, "input")
+    for name, parameter in layer.named_parameters():
+        full = dict(plain.named_parameters())[name].grad
+        own_rank, ep_size = rank_and_size(ep_group)
+        is_expert = name.startswith("experts")
+        dist.all_reduce(parameter.grad, group=same_group if is_expert else None)
+        _equal(parameter.grad, full.chunk(ep_size)[own_rank] if is_expert else full, name)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ep, dp", [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (3, 2)])
+def test_output_and_gradients_are_those_of_a_loop(ep, dp, case):
+    run(ep * dp, _against_loop, case, ep)
+
+
+def _one_expert_for_all():
+    """All tokens choose the first expert, and rank 1 has none of its own."""
+    rank, _ = rank_and_size()
+    layer = MoE(4, 16, 4).double()
+    layer.router.weight.data.zero_()  # ties: the lowest wins
+    x = torch.randn((3, 0)[rank], 4, dtype=torch.float64, requires_grad=True)
+    plain = _reference(layer, x, 4)
+    plain.router.weight.data.zero_()
+    layer.router.weight.data.zero_()
+    y = layer(x)
+    y.sum().backward()
+    assert layer.experts.w_in.grad.shape == (2, 16, 4)
+    if rank == 0:
+        expected = plain(x.detach())
+        _equal(y, expected.detach())
+        assert layer.experts.w_in.grad[0].any() and not layer.experts.w_in.grad[1].any()
+    else:
+        assert y.shape == (0, 4) and not layer.experts.w_in.grad.any()
+    return layer.counts.tolist()
+
+
+def test_all_tokens_may_go_to_one_expert_and_a_rank_may_have_none():
+    assert run(2, _one_expert_for_all) == [[3, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def _bf16():
+    layer = MoE(16, 64, 4, 2)
+    x = torch.randn(24, 16)
+    expected = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer(x)
+        routing = layer.router(x.bfloat16())
+    assert found.dtype == torch.bfloat16
+    assert routing.logits.dtype == routing.weights.dtype == torch.float32
+    assert (found - expected).norm() < 0.02 * expected.norm()
+    found.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
+def test_experts_run_under_autocast_and_the_router_in_fp32():
+    run(2, _bf16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width, out", [(16, 24), (5, 3)])
+def test_a_grouped_linear_is_a_linear_for_each_group(dtype, width, out):
+    for counts in ([3, 0, 4, 1], [0, 0, 0, 0], [0, 7, 0, 0]):
+        torch.manual_seed(0)
+        x = torch.randn(sum(counts), width).to(dtype).requires_grad_()
+        weight = torch.randn(4, out, width).to(dtype).requires_grad_()
+        y = grouped_linear(x, weight, torch.tensor(counts))
+        grad = torch.randn(sum(counts), out).to(dtype)
+        y.backward(grad)
+        found = y.detach(), x.grad, weight.grad
+        x.grad = weight.grad = None
+        loop = torch.cat([nn.functional.linear(r, w) for r, w in zip(x.split(counts), weight)])
+        loop.backward(grad)
+        expected = loop.detach(), x.grad, weight.grad
+        for a, b in zip(found, expected):
+            _equal(a, b, tolerance={torch.bfloat16: 2e-2, torch.float32: 1e-5}.get(dtype, 1e-12))
+
+
+# ---- router --------------------------------------------------------------------------------------
+
+
+def test_equal_scores_go_to_the_lowest_experts():
+    router = Router(4, 8, 3)
+    router.weight.data.zero_()
+    assert router(torch.randn(5, 4)).experts.tolist() == [[0, 1, 2]] * 5
+
+
+def test_weights_are_normalized_over_the_chosen_and_not_for_one():
+    x = torch.randn(6, 4)
+    for score in ("softmax", "sigmoid"):
+        several = Router(4, 8, 3, score)(x).weights
+        torch.testing.assert_close(several.sum(-1), torch.ones(6))
+        one = Router(4, 8, 1, score)(x)
+        assert (one.weights < 1).all()
+        one.weights.sum().backward()  # the router has a gradient
+    assert Router(4, 8, 3, normalize=False)(x).weights.sum(-1).max() < 1
+
+
+def test_a_bias_moves_the_choice_and_not_the_weights():
+    router, x = Router(4, 8, 2, "sigmoid", normalize=False), torch.randn(6, 4)
+    router.bias[5] = 10
+    routing = router(x)
+    assert (routing.experts[:, 0] == 5).all()
+    scores = (x @ router.weight.t()).sigmoid()
+    torch.testing.assert_close(routing.weights, scores.gather(1, routing.experts))
+
+
+def test_a_token_uses_the_groups_of_the_highest_two_best_and_no_more():
+    """DeepSeek-V3: 8 of 256 experts, in 4 of 8 groups."""
+    torch.manual_seed(0)
+    router = Router(16, 256, 8, "sigmoid", num_groups=8, max_groups=4)
+    router.bias.copy_(torch.randn(256) * 0.1)
+    x = torch.randn(40, 16)
+    scores = (x @ router.weight.t()).sigmoid() + router.bias
+    for row, chosen in zip(scores.tolist(), router(x).experts.tolist()):
+        groups = [sorted(row[g * 32 : (g + 1) * 32])[-2:] for g in range(8)]
+        allowed = sorted(range(8), key=lambda g: -sum(groups[g]))[:4]
+        reachable = [e for e in range(256) if e // 32 in allowed]
+        assert chosen == sorted(reachable, key=lambda e: -row[e])[:8]
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+
+def _routed(rank, P, N, k, E, even, seed=0):
+    """Experts of each of a rank's tokens: the same number of times each, or at random."""
+    if even:
+        return (torch.arange(N * k).view(N, k) + rank) % E
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.rand(N, E, generator=generator).argsort(-1)[:, :k]
+
+
+def _count_one_hop(N, k, E, D, even):
+    rank, P = rank_and_size()
+    experts = _routed(rank, P, N, k, E, even)
+    x, weights = torch.randn(N, D, requires_grad=True), torch.rand(N, k)
+    with least_bytes(), count_bytes() as traffic:
+        y = one_hop(x, experts, weights, E, lambda rows, counts: rows * 2)
+        forward = traffic.bytes()
+        y.sum().backward()
+    _equal(y, 2 * x * weights.sum(-1, keepdim=True), tolerance=1e-5)
+    return forward, traffic.bytes() - forward
+
+
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("P", [1, 2, 3, 4])
+def test_dispatch_and_combine_send_the_routed_tokens(P, even):
+    N, k, E, D = 24, 2, 12, 8
+    counts = 8 * E * (P - 1) // P
+    sent, received = [0] * P, [0] * P
+    for rank in range(P):
+        for expert in _routed(rank, P, N, k, E, even).flatten().tolist():
+            owner = expert * P // E
+            sent[rank] += owner != rank
+            received[owner] += owner != rank
+    for rank, (forward, backward) in enumerate(run(P, _count_one_hop, N, k, E, D, even)):
+        rows = (sent[rank] + received[rank]) * D * 4  # out and, of others, back
+        assert (forward, backward) == (rows + counts, rows)
+        if even:
+            assert rows == expert_parallel_bytes(N, k, D, P)
+
+
+def _both_ways(nodes, N, k, E, D, max_nodes):
+    """One hop and two of the same tokens: results, gradients, bytes between nodes."""
+    rank, P = rank_and_size()
+    local = P // nodes
+    rows = torch.arange(P).view(nodes, local)
+    groups = {}
+    for name, slices in (("node", rows), ("cross", rows.t())):
+        for ranks in slices.tolist():
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                groups[name] = group
+    dist.barrier()
+    torch.manual_seed(rank)
+    router = Router(D, E, k, "sigmoid", num_groups=nodes, max_groups=max_nodes)
+    x = torch.randn(N, D, dtype=torch.float64)
+    routing = router(x)
+    experts, weights = routing.experts, routing.weights.detach()
+    scale = torch.arange(1, E + 1, dtype=torch.float64)[rank * E // P : (rank + 1) * E // P]
+    results = []
+
+    def compute(rows, counts):
+        return rows.sin() * scale.repeat_interleave(counts).unsqueeze(1)
+
+    for way in (one_hop, two_hops):
+        leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+        where = (None,) if way is one_hop else (groups["node"], groups["cross"])
+        with least_bytes(), count_bytes() as traffic:
+            y = way(leaves[0], experts, leaves[1], E, compute, *where)
+        y.cos().sum().backward()
+        results.append([y.detach(), *[leaf.grad for leaf in leaves]])
+    for one, two in zip(*results):
+        _equal(two, one)
+    node_of = experts * nodes // E
+    far = node_of != rank // local
+    crossing = [len(set(row.tolist()) - {rank // local}) for row in node_of]
+    return int(far.sum()), sum(crossing), traffic.bytes(group=groups["cross"])
+
+
+@pytest.mark.parametrize("nodes, local", [(2, 2), (2, 1), (1, 3), (4, 2), (3, 2)])
+def test_two_hops_have_the_same_result_and_cross_to_a_node_once(nodes, local):
+    P, N, k, D = nodes * local, 10, 3, 4
+    E = 2 * P
+    results = run(P, _both_ways, nodes, N, k, E, D, nodes)
+    # what goes out: the row, its experts and weights; what comes back: the row
+    per_copy, per_return = 8 * (D + 2 * k), 8 * D
+    counts = 8 * (nodes - 1) * P
+    crossing = sum(copies for _, copies, _ in results)
+    assert sum(n for *_, n in results) == crossing * (per_copy + per_return) + counts
+    assert crossing <= sum(far for far, _, _ in results)
+
+
+def test_top_8_over_4_of_8_nodes_sends_half_of_the_rows_between_nodes():
+    results = run(8, _both_ways, 8, 32, 8, 256, 8, 4)
+    one, two = sum(far for far, _, _ in results), sum(copies for _, copies, _ in results)
+    print(f"rows between nodes, two hops / one: {two / one:.2f}")
+    assert 0.45 < two / one < 0.6
+
+
+# ---- balance -------------------------------------------------------------------------------------
+
+
+def test_the_balance_loss_is_1_when_even_and_e_when_one_expert_has_all():
+    E, N = 8, 16
+    even = torch.full((N, E), 1 / E)
+    assert balance_loss(even, torch.full((E,), 2 * N // E), N, 2).item() == pytest.approx(1)
+    one = torch.zeros(N, E)
+    one[:, 3] = 1
+    counts = torch.zeros(E)
+    counts[3] = N
+    assert balance_loss(one, counts, N, 1).item() == pytest.approx(E)
+    logits = torch.randn(N, E)
+    expected = logits.exp().sum(-1).log().square().mean()
+    torch.testing.assert_close(router_z_loss(logits, N), expected)
+
+
+def _counted_once():
+    """What `counts` says after a forward alone, a recomputed backward, and an evaluation."""
+    layer, seen = MoE(4, 16, 4, 2), []
+    x = torch.randn(6, 4, requires_grad=True)
+    y = layer(x)
+    seen.append(int(layer.counts.sum()))
+    y.sum().backward()
+    seen.append(int(layer.counts.sum()))
+    recompute(layer, x).sum().backward()
+    seen.append(int(layer.counts.sum()))
+    with torch.no_grad():
+        layer(x)
+    seen.append(int(layer.counts.sum()))
+    return seen
+
+
+def test_loads_are_counted_once_for_each_backward():
+    assert run(1, _counted_once)[0] == [0, 12, 24, 24]
+
+
+def _balanced(how):
+    return expert_parallel._balance(how)
+
+
+@pytest.mark.parametrize("how", ["none", "aux", "bias"])
+def test_a_skewed_router_is_balanced_within_200_steps_or_left_alone(how):
+    for before, after in run(2, _balanced, how):
+        assert before > 1.9
+        assert after > 1.9 if how == "none" else after < 1.1
+
+
+def test_the_bias_moves_by_its_rate_against_the_load():
+    router = Router(4, 4)
+    router.update_bias(torch.tensor([5, 3, 4, 4]), 0.001)
+    torch.testing.assert_close(router.bias, torch.tensor([-0.001, 0.001, 0.0, 0.0]))
+
+
+# ---- DeepSeek-V3's shape, NCCL's rules, errors ---------------------------------------------------
+
+
+def _deepseek_v3():
+    rank, P = rank_and_size()
+    layer = MoE(
+        16, 8, 256, 8, None, shared_experts=1, score="sigmoid", num_groups=8, max_groups=4
+    ).double()
+    assert len(layer.experts.w_in) == 32
+    torch.manual_seed(rank)
+    x = torch.randn(12, 16, dtype=torch.float64, requires_grad=True)
+    y = layer(x)
+    y.square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+    nodes = layer.router(x).experts // 32
+    return max(len(set(row)) for row in nodes.tolist()), int(layer.counts.sum())
+
+
+def test_deepseek_v3s_256_experts_run_over_8_ranks():
+    for most_nodes, choices in run(8, _deepseek_v3):
+        assert most_nodes <= 4 and choices == 12 * 8
+
+
+def _recorded(two):
+    rank, P = rank_and_size()
+    nodes = None
+    if two:
+        rows = torch.arange(P).view(2, -1)
+        mine = {}
+        for name, slices in (("node", rows), ("cross", rows.t())):
+            for ranks in slices.tolist():
+                group = dist.new_group(ranks)
+                if rank in ranks:
+                    mine[name] = group
+        dist.barrier()
+        nodes = mine["node"], mine["cross"]
+    layer = MoE(4, 16, 8, 2, nodes=nodes, balance_coefficient=0.1, balance_groups=(None,))
+    torch.manual_seed(rank)
+    with record() as events:
+        for _ in range(2):
+            layer(torch.randn(5, 4, requires_grad=True)).sum().backward()
+    return events
+
+
+@pytest.mark.parametrize("two", [False, True])
+def test_no_exchange_would_hang_on_nccl(two):
+    replay(run(4, _recorded, two))
+
+
+def _not_finite():
+    rank, _ = rank_and_size()
+    layer, x = MoE(4, 16, 4, 2), torch.randn(3, 4)
+    if rank == 1:
+        x[2] = float("nan")
+    message = "rank 1: the router's logit of token 2 for expert 0 is nan"
+    if rank != 1:
+        message = rf"rank {rank} cannot go on: ranks \[1\] have an error in their routing"
+    with pytest.raises(ValueError, match=message):
+        layer(x)
+    x = torch.randn(3, 4)
+    assert layer(x).isfinite().all()  # nothing is left under way
+
+
+def test_logits_that_are_not_finite_are_an_error_on_every_rank():
+    run(2, _not_finite)
+
+
+def _errors():
+    with pytest.raises(ValueError, match="num_experts=5 is not divisible by ep=2"):
+        MoE(4, 16, 5)
+    with pytest.raises(ValueError, match="capacity_factor=0.0 leaves no room"):
+        MoE(4, 16, 4, capacity_factor=0.0)
+    with pytest.raises(ValueError, match="top_k=5 is not from 1 to 4, .*max_groups=1"):
+        Router(4, 8, 5, num_groups=2, max_groups=1)
+    with pytest.raises(ValueError, match="top_k=9 is not from 1 to 8"):
+        Router(4, 8, 9)
+    with pytest.raises(ValueError, match="num_experts=8 cannot form num_groups=3"):
+        Router(4, 8, 1, num_groups=3)
+    with pytest.raises(ValueError, match="score='relu'"):
+        Router(4, 8, 1, "relu")
+
+
+def test_sizes_that_cannot_be_are_named():
+    run(2, _errors)
+
+
+def test_the_dropped_fraction_is_reported():
+    dropped = run(1, _dropped)[0]
+    assert dropped == pytest.approx(0.5)
+
+
+def _dropped():
+    layer = MoE(4, 16, 4, capacity_factor=2.0)
+    layer.router.weight.data.zero_()  # all to expert 0, which takes 8 / 4 x 2 = 4 of 8
+    x = torch.randn(8, 4)
+    y = layer(x)
+    assert y[:4].any(-1).all() and not y[4:].any()  # the first have their place
+    return float(layer.dropped)
