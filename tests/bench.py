@@ -5,6 +5,7 @@
     python tests/bench.py pipeline      (sleeping stages, then real ones beside PyTorch's)
     python tests/bench.py tensor_parallel
     python tests/bench.py context_parallel
+    python tests/bench.py expert_parallel
     python tests/bench.py overlap       (as root on Linux: over a link of 2 Gbit/s, shaped by tc)
 
 Times on a shared machine drift by 10-15% and now and then by more; the ratio of medians over
@@ -46,6 +47,7 @@ from torch.distributed.tensor.parallel import (
 import collectives
 import hybrid
 from ddp import DistributedDataParallel
+from expert_parallel import MoE, one_hop
 from pipeline import SCHEDULES, Pipeline, simulate
 from ranks import run, spawn
 from reference_gpt import Layer, ReferenceGPT
@@ -515,12 +517,69 @@ def bench_context_parallel(arguments):
         print(f"cp = {cp:2}: 80 GB hold the activations of {longest:9,} tokens (32 layers of 4096)")
 
 
+# ---- experts -------------------------------------------------------------------------------------
+
+
+class _Loop(nn.Module):
+    """A mixture without parallelism or sorting: each expert picks its tokens."""
+
+    def __init__(self, D, experts, top_k):
+        super().__init__()
+        self.router, self.top_k = nn.Linear(D, experts, bias=False), top_k
+        self.experts = nn.ModuleList(_mlp(D, 4 * D) for _ in range(experts))
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(self.top_k)
+        weights, y = weights / weights.sum(-1, keepdim=True), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, place = (chosen == number).nonzero(as_tuple=True)
+            y = y.index_add(0, token, expert(x[token]) * weights[token, place].unsqueeze(1))
+        return y
+
+
+def _mlp(D, width):
+    up, down = nn.Linear(D, width, bias=False), nn.Linear(width, D, bias=False)
+    return nn.Sequential(up, nn.GELU(approximate="tanh"), down)
+
+
+def _time_experts(N, D, E, k, rounds):
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(N, D, requires_grad=True)
+    layer = MoE(D, 4 * D, E, k)
+    routing = layer.router(x.detach())
+    weights = routing.weights.detach()
+
+    def step(function):
+        function(x).sum().backward()
+
+    def travel(x):
+        return one_hop(x, routing.experts, weights, E, lambda rows, counts: rows)
+
+    contenders = {"experts": layer, "dense": _mlp(D, 4 * D * k), "loop": _Loop(D, E, k)}
+    contenders["travel"] = travel
+    return take_turns({name: partial(step, f) for name, f in contenders.items()}, rounds)
+
+
+def bench_expert_parallel(arguments):
+    """Forward and backward of a layer of 8 experts, top 2, 4096 tokens a rank; ms."""
+    for P in arguments.world_sizes:
+        for D in (256, 512):
+            times = run(P, _time_experts, 4096, D, 8, 2, arguments.rounds, timeout=3000)[0]
+            names = ("experts", "dense", "loop", "travel")
+            ours, dense, loop, travel = (times[name] * 1e3 for name in names)
+            share = f"permutation and exchange {travel / ours:.0%} of it"
+            print(f"P = {P}, D = {D}: {ours:.1f} ms; {share}")
+            print(f"  dense MLP of equal FLOPs {dense:7.1f} ms = {ours / dense:.2f}")
+            print(f"  a loop over all experts  {loop:7.1f} ms = {ours / loop:.2f}")
+
+
 BENCHMARKS = {
     "collectives": bench_collectives,
     "data_parallel": bench_data_parallel,
     "pipeline": bench_pipeline,
     "tensor_parallel": bench_tensor_parallel,
     "context_parallel": bench_context_parallel,
+    "expert_parallel": bench_expert_parallel,
     "overlap": bench_overlap,
 }
 

@@ -41,10 +41,12 @@ class MoE(nn.Module):
     """A loop over tokens and their experts. After forward: .loss of the router, .counts.
 
     score: "softmax" or "sigmoid"; factor: of the capacity, over the tokens of this call; losses:
-    coefficients of balance and of the logits' size.
+    coefficients of balance and of the logits' size; groups: of experts, and how many a token uses.
     """
 
-    def __init__(self, hidden, experts, top_k, score, shared=0, factor=None, losses=(0, 0)):
+    def __init__(
+        self, hidden, experts, top_k, score, shared=0, factor=None, losses=(0, 0), groups=(1, 1)
+    ):
         super().__init__()
         self.top_k, self.score, self.factor, self.coefficients = top_k, score, factor, losses
         self.router = nn.Linear(hidden, experts, bias=False)
@@ -56,6 +58,7 @@ class MoE(nn.Module):
             down = nn.Linear(4 * hidden * shared, hidden, bias=False)
             self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
         self.bias, self.counts, self.loss = torch.zeros(experts), torch.zeros(experts), 0
+        self.groups, self.group_size = groups, experts // groups[0]
 
     def forward(self, x):
         shape, x = x.shape, x.flatten(0, -2)
@@ -64,7 +67,10 @@ class MoE(nn.Module):
         output, counts = [], torch.zeros(E, dtype=x.dtype)
         for token, row in zip(x, scores):
             biased = [(-(row[e] + self.bias[e]).item(), e) for e in range(E)]
-            chosen = [e for _, e in sorted(biased)[: self.top_k]]  # of equal ones the first
+            parts = [biased[i : i + self.group_size] for i in range(0, E, self.group_size)]
+            parts.sort(key=lambda part: sum(score for score, _ in sorted(part)[:2]))
+            near = sum(parts[: self.groups[1]], [])
+            chosen = [e for _, e in sorted(near)[: self.top_k]]  # of equal ones the first
             total = sum(row[e] for e in chosen) if self.top_k > 1 else 1
             y = torch.zeros_like(token)
             for e in chosen:

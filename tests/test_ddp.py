@@ -522,6 +522,36 @@ def test_gradients_that_come_outside_of_backward_are_reduced_as_they_come(cap):
         assert begun < all == len({1e-9: range(9), 2e-3: range(4), 25: range(1)}[cap])
 
 
+def _two_groups(cap):
+    """The branches are replicated over pairs of ranks, the rest over all four."""
+    rank, world_size = rank_and_size()
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    dist.barrier()
+    net, pair = _net(), pairs[rank % 2]
+    own = {p for name, p in net.named_parameters() if name.startswith("branches")}
+    for parameter in own:
+        parameter.data += rank  # the model starts as the first rank's of the group
+    x = _data(4 * world_size)
+    model = DistributedDataParallel(net, bucket_cap_mb=cap, groups=dict.fromkeys(own, pair))
+    expected = _one_process(net, lambda net: net(_own_part(x)).square().mean())
+    for name, parameter in net.named_parameters():
+        if parameter.requires_grad:
+            dist.all_reduce(expected[name], group=pair if parameter in own else None)
+            expected[name] /= world_size
+    starts = [torch.empty(()) for _ in range(world_size)]
+    dist.all_gather(starts, net.branches[0].bias[0].detach().float())
+    for _ in range(2):
+        net.zero_grad()
+        model(_own_part(x)).square().mean().backward()
+        _close(_gradients(net), expected)
+    return [round((start - starts[0]).item()) for start in starts]
+
+
+@pytest.mark.parametrize("cap", CAPS)
+def test_some_parameters_may_have_a_group_of_their_own(cap):
+    assert run(4, _two_groups, cap) == [[0, 1, 0, 1]] * 4
+
+
 def _start(*members):
     group = dist.new_group(members) if members else None
     if not members or dist.get_rank() in members:

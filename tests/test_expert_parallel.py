@@ -65,7 +65,8 @@ CASES = {
     "top-1, from softmax of all": dict(E=12, top_k=1),
     "top-2": dict(E=12, top_k=2),
     "top-3, with drops": dict(E=12, top_k=3, capacity_factor=1.0),
-    "top-8 of 60, sigmoid, shared": dict(E=60, top_k=8, score="sigmoid", shared_experts=2),
+    "top-8 of 64, sigmoid, shared": dict(E=64, top_k=8, score="sigmoid", shared_experts=2),
+    "of 2 of 4 groups": dict(E=12, top_k=4, score="sigmoid", num_groups=4, max_groups=2),
     "losses": dict(E=12, top_k=2, losses=(0.3, 0.2)),
 }
 
@@ -76,6 +77,8 @@ def _against_loop(case, ep):
     ep_group, same_group = _groups(ep)
     options = dict(CASES[case])
     E, losses = options.pop("E"), options.pop("losses", (0, 0))
+    E -= E % ep  # 63 of 64 over 3 ranks
+    groups = options.get("num_groups", 1), options.get("max_groups", 1)
     options |= {"balance_coefficient": losses[0], "z_coefficient": losses[1]}
     D, factor = 4, options.get("capacity_factor")
     layer = MoE(D, 4 * D, E, group=ep_group, balance_groups=(None,), **options)
@@ -84,7 +87,8 @@ def _against_loop(case, ep):
     whole = torch.randn(sum(sizes), D, dtype=torch.float64)
     grad = torch.randn(sum(sizes), D, dtype=torch.float64)
     shared = options.get("shared_experts", 0)
-    plain = _reference(layer, whole, E, shared=shared, factor=factor, losses=losses)
+    own = {"shared": shared, "factor": factor, "losses": losses, "groups": groups}
+    plain = _reference(layer, whole, E, **own)
     parts = whole.split(sizes)
     if factor is None:
         parts, grads = [whole], [grad]  # capacity is of each rank's tokens

@@ -283,6 +283,42 @@ def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(world_size, flags, mix
     assert all(rank[1] is None for rank in ranks[1:])
 
 
+def _first_gradients(flags):
+    """Every gradient of the first step, before clipping, on rank 0."""
+    trainer, found = make_trainer(f"{MOE_SIZES} {flags}", torch.float64), []
+    clip = trainer.clip_gradients
+    gather = functools.partial(hybrid.gather_state, trainer, lambda p: p.grad)
+    trainer.clip_gradients = lambda: (found.append(gather()), clip())[1]
+    trainer.step(*(tensor[trainer.local_rows()] for tensor in batch(0)))
+    return found[0]
+
+
+def test_losses_of_balance_are_means_over_microbatches_in_any_layout():
+    torch.set_default_dtype(torch.float64)
+    try:
+        mixture = lambda i: ReferenceMoE(16, 4, 2, "softmax", losses=(0.01, 0.001))
+        model = ReferenceGPT(4, 16, 4, T, V, mlp=mixture)
+        config = hybrid.GPTConfig(4, 16, 4, T, V, experts=4, top_k=2)
+        state = {n: hybrid.initial_value(n, config, 3) for n in hybrid.parameter_shapes(config)}
+        model.load_state_dict(state | {"lm_head.weight": state["transformer.wte.weight"]})
+        inputs, targets = batch(0)
+        counted, losses = (targets != hybrid.IGNORED).sum(), torch.nn.functional.cross_entropy
+        for x, y in zip(inputs.chunk(4), targets.chunk(4)):  # four microbatches
+            loss = losses(model(x).flatten(0, 1), y.flatten(), ignore_index=-100, reduction="sum")
+            (loss / counted + sum(layer.mlp.loss for layer in model.transformer.h) / 4).backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for world_size, flags in [
+        (1, ""),
+        (2, "--pp 2 --schedule zb-h1"),
+        (4, "--tp 2 --cp 2 --ep 2"),
+        (4, "--tp 2 --sp --pp 2 --recompute full"),
+    ]:
+        found = run(world_size, _first_gradients, f"--balance aux --microbatches 4 {flags}")[0]
+        assert_alike(found, expected, 1e-9, hidden=16)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "dualpipe"])
 def test_experts_train_alike_over_every_schedule_and_count_each_microbatch_once(schedule):
     mixture = "--balance bias --top-k 3 --shared-experts 1"
@@ -766,6 +802,14 @@ BAD_FLAGS = [
     (4, "--dp 3", "--pp 1 x --dp 3 x --cp 1 x --tp 1 is not the number of processes, 4"),
     (4, "--tp 3", "--pp 1 x --dp 1 x --cp 1 x --tp 3 is not the number of processes, 4"),
     (3, "--cp 2", "--pp 1 x --dp 1 x --cp 2 x --tp 1 is not the number of processes, 3"),
+    (2, "--dp 2 --ep 2", "--ep 2 needs --experts"),
+    (3, "--experts 4 --ep 2", "--dp 3 x --cp 1 is not divisible by --ep 2"),
+    (2, "--experts 5 --ep 2", "--experts 5 is not divisible by --ep 2"),
+    (1, "--experts 2 --top-k 3", "--top-k 3 is more than --experts 2"),
+    (1, "--experts -1", "--experts -1 must not be negative"),
+    (1, "--experts 2 --capacity-factor 0", "--capacity-factor 0.0 leaves no room for a token"),
+    (1, "--experts 2 --moe-every 0", "--moe-every 0 must be at least 1"),
+    (2, "--experts 2 --tp 2 --seq-len 7", "--seq-len 7 is not divisible by --cp 1 x --tp 2, which"),
     (4, "--cp 4 --seq-len 12", "--seq-len 12 is not divisible by 2 x --cp 4"),
     (
         6,
@@ -934,6 +978,19 @@ def test_a_trace_has_every_action_of_the_last_step_as_the_simulated_one_has(tmp_
     begun = {(e["tid"], e["cat"], *e["args"].values()): e["ts"] for e in events}
     assert begun[0, "F", 0, 0] < begun[1, "F", 0, 0] < begun[1, "F", 0, 1] < begun[0, "I", 0, 1]
     assert all(event["dur"] > 0 for event in events)
+
+
+def test_only_rank_0_opens_the_files_it_writes(monkeypatch):
+    class Began(Exception):
+        pass
+
+    def begin(*args, **kwargs):
+        raise Began
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(dist, "init_process_group", begin)
+    with pytest.raises(Began):
+        hybrid.main(["--log", "no/such/folder/log", "--trace", "no/such/folder/trace"])
 
 
 def test_torchrun_shows_the_one_line_of_rank_0():
