@@ -498,12 +498,22 @@ def _demonstrate():
         error = (y - expected).abs().max().item()
         balanced = expert_parallel_bytes(N, k, D, P, 8)
         print(f"{P} ranks, {E} experts, top {k}: {traffic.bytes()} bytes sent, {balanced} if even")
-        print(f"largest difference from a loop over tokens and experts: {error:.1e}\n")
+        print(f"largest difference from a loop over tokens and experts: {error:.1e}")
+        one, two = _crossings(8, 4)
+        print(f"rows between nodes, top 8 over at most 4 of 8: two hops / one = {two / one:.2f}\n")
         print(f"{'balance':8}{'largest load / mean, before':>30}{'after 200 steps':>18}")
     for balance in ("none", "aux", "bias"):
         before, after = _balance(balance)
         if rank == 0:
             print(f"{balance:8}{before:30.2f}{after:18.2f}")
+
+
+def _crossings(nodes, most, tokens=4096):
+    """Rows that leave node 0 in one hop and in two, for DeepSeek-V3's choice of experts."""
+    router = Router(64, 256, 8, "sigmoid", num_groups=nodes, max_groups=most)
+    node = router(torch.randn(tokens, 64)).experts * nodes // 256
+    copies = F.one_hot(node, nodes).amax(1)  # (N, nodes)
+    return (node > 0).sum().item(), copies[:, 1:].sum().item()
 
 
 def _balance(how, steps=200):

@@ -36,7 +36,7 @@ import sys
 import sysconfig
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -562,51 +562,18 @@ class Trainer:
 
     def __init__(self, args, mesh, device):
         self.args, self.mesh, self.device = args, mesh, device
-        self.config = GPTConfig(
-            args.layers,
-            args.hidden,
-            args.heads,
-            args.seq_len,
-            args.vocab_size,
-            args.dropout,
-            args.kv_heads,
-            args.sp,
-            args.recompute,
-            args.experts,
-            args.top_k,
-            args.capacity_factor,
-            args.shared_experts,
-            args.balance,
-            args.moe_every,
-        )
+        sizes = {field.name: getattr(args, field.name, None) for field in fields(GPTConfig)}
+        self.config = GPTConfig(**sizes | {"sequence_parallel": args.sp})
         rank, num_stages = rank_and_size(mesh.pp_group)
         schedule = make_schedule(args)
-        self.route = schedule.routes[0]
-        self.replicated = len(schedule.routes) > 1
-        # Dropout masks: alike over tp where activations are, different over dp, cp and pp.
-        mask_seed = args.seed * 2**20 + dist.get_rank(mesh.grad_group) * num_stages + rank
-        random = ShardedRandomState(device, mesh.tp_group)
-        autocast = torch.bfloat16 if args.dtype == "bf16" else None
-        places = sorted(
-            (chunk, stage)
-            for route in schedule.routes
-            for stage, (place, chunk) in enumerate(route)
-            if place == rank
-        )
-        self.positions, core = torch.arange(args.seq_len), attention
+        self.route, self.replicated = schedule.routes[0], len(schedule.routes) > 1
+        self.positions = torch.arange(args.seq_len)
         if args.cp > 1:
             self.positions = context_positions(args.seq_len, mesh.cp_group)
-            method = CP_METHODS[args.cp_method]
-            core = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)
-        stages = (len(self.route), random, autocast, lambda: self.pipeline.queue)
-        moe = partial(ParallelMoE, self.config, mesh, args.microbatches)
-        stages += (self.positions, core, moe)
-        self.chunks = [
-            GPT(self.config, mesh.tp_group, stage, *stages).to(device) for _, stage in places
-        ]
-        for chunk in self.chunks:
-            initialize(chunk, self.config, args.seed, mesh.ep_group)
-        torch.manual_seed(mask_seed)
+        self.chunks = list(self._make_chunks(schedule))
+        # Dropout masks: alike over tp where activations are, different over dp, cp and pp.
+        seed = args.seed * 2**20 + dist.get_rank(mesh.grad_group) * num_stages + rank
+        torch.manual_seed(seed)
         named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
         self.parameters = [parameter for _, parameter in named]
         self.experts = [parameter for name, parameter in named if _is_expert(name)]
@@ -616,6 +583,31 @@ class Trainer:
         self.evaluation = self.forward_pipeline(args.microbatches, self._loss)
         self.optimizers = list(self._make_optimizers())
         self.steps_done = 0
+
+    def _make_chunks(self, schedule):
+        """The stages of the model that this rank has, by chunk."""
+        args, mesh = self.args, self.mesh
+        core, method = attention, CP_METHODS[args.cp_method]
+        if args.cp > 1:
+            core = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)
+        make = partial(
+            GPT,
+            self.config,
+            mesh.tp_group,
+            num_stages=len(self.route),
+            random=ShardedRandomState(self.device, mesh.tp_group),
+            autocast=torch.bfloat16 if args.dtype == "bf16" else None,
+            defer=lambda: self.pipeline.queue,
+            positions=self.positions,
+            core=core,
+            moe=partial(ParallelMoE, self.config, mesh, args.microbatches),
+        )
+        rank = dist.get_rank(mesh.pp_group)
+        places = [(c, s) for r in schedule.routes for s, (p, c) in enumerate(r) if p == rank]
+        for _, stage in sorted(places):
+            chunk = make(stage=stage).to(self.device)
+            initialize(chunk, self.config, args.seed, mesh.ep_group)
+            yield chunk
 
     def _replicate(self, chunk):
         return DistributedDataParallel(
@@ -736,12 +728,10 @@ class Trainer:
 
         Returns the norm before. With ZeRO gradients are summed here, and a rank has pieces of them.
         """
-        mesh, pieces = self.mesh, {}
-        for optimizer in self.optimizers:
-            if self.args.zero:
-                pieces |= optimizer.reduce_gradients()
-            else:
-                pieces |= {p: (0, p.grad.view(-1)) for p in self.parameters}
+        mesh = self.mesh
+        pieces = {p: (0, p.grad.view(-1)) for p in self.parameters if not self.args.zero}
+        for optimizer in self.optimizers if self.args.zero else []:
+            pieces |= optimizer.reduce_gradients()
         counted = {False: [], True: []}  # of dense parameters, and of experts
         for chunk in self.chunks[:1] if self.replicated else self.chunks:
             for name, parameter in chunk.named_parameters():
@@ -767,7 +757,6 @@ class Trainer:
             coefficient = (self.args.grad_clip / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_([piece for _, piece in pieces.values()], coefficient)
         return norm.item()
-
 
     @torch.no_grad()
     def balance_experts(self):
