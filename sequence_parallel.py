@@ -250,15 +250,15 @@ def _tile_backward(grad, q, k, v, output, lse, causal):
     if q.device.type == "cpu":
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(grad, q, k, v, output, lse, 0.0, causal)
-    none = torch.empty(0, dtype=torch.int64, device=q.device)
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout, which there is not
     if q.dtype in (torch.float16, torch.bfloat16):
         kernel, sizes = aten._scaled_dot_product_flash_attention_backward, (q.shape[2], k.shape[2])
-        lse = lse.contiguous()
-        return kernel(grad, q, k, v, output, lse, none, none, *sizes, 0.0, causal, none, none)
+        arguments = (grad, q, k, v, output, lse.contiguous(), None, None, *sizes, 0.0, causal)
+        return kernel(*arguments, seed, seed)
     shape, lse = k.shape, F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # as it came
     kernel, mask = aten._scaled_dot_product_efficient_attention_backward, (True, True, True, False)
     k, v = _repeated(k, q), _repeated(v, q)
-    grads = kernel(grad, q, k, v, None, output, lse, none, none, 0.0, mask, causal)
+    grads = kernel(grad, q, k, v, None, output, lse, seed, seed, 0.0, mask, causal)
     return grads[0], *[g.unflatten(1, (shape[1], -1)).sum(2) for g in grads[1:3]]
 
 
