@@ -281,19 +281,18 @@ class _Permute(torch.autograd.Function):
 def exchange_counts(counts, group=None, fault=None):
     """Tell each rank how many rows it will get: (P, ...) -> (P, ...), both on the host.
 
-    fault: what is wrong on this rank. Raises ValueError on every rank if a rank has a fault.
+    fault: what is wrong on this rank. Every rank hears of it: returns the counts sent, those
+    received, and the fault, of this rank or of another one.
     """
     rank, _ = rank_and_size(group)
     sent = torch.full_like(counts, -1) if fault else counts
     received = torch.empty_like(counts)
     all_to_all_single(received, sent, group=group)
     received = received.cpu()
-    if fault:
-        raise ValueError(f"rank {rank}: {fault}")
-    if (received < 0).any():
+    if fault is None and (received < 0).any():
         ranks = sorted(set((received < 0).nonzero()[:, 0].tolist()))
-        raise ValueError(f"rank {rank} cannot go on: ranks {ranks} have an error in their routing")
-    return counts.cpu(), received
+        fault = f"rank {rank} cannot go on: ranks {ranks} have an error in their routing"
+    return counts.cpu(), received, fault
 
 
 def one_hop(x, experts, weights, num_experts, compute, group=None, fault=None):
@@ -301,13 +300,16 @@ def one_hop(x, experts, weights, num_experts, compute, group=None, fault=None):
 
     x: (N, D); experts, weights: (N, k), where a negative expert means none; compute(rows, counts):
     this rank's experts, on (M, D) rows sorted by expert. Experts lie on the group's ranks in
-    order. Returns (N, D). fault: see exchange_counts().
+    order. Returns (N, D). Raises ValueError on every rank where one has a fault: see
+    exchange_counts().
     """
     (N, k), (_, P) = experts.shape, rank_and_size(group)
     chosen = experts.flatten()
     order = chosen.argsort(stable=True)[(chosen < 0).sum() :]  # by expert; those without come first
     counts = torch.bincount(chosen[order], minlength=num_experts).view(P, -1)
-    sent, received = exchange_counts(counts, group, fault)  # rows by rank and its experts
+    sent, received, fault = exchange_counts(counts, group, fault)  # by rank and its experts
+    if fault:
+        raise ValueError(fault)
     splits = received.sum(1).tolist(), sent.sum(1).tolist()
     rows = all_to_all_in_group(_Spread.apply(x, order, k), *splits, group)  # by source, by expert
 
@@ -337,7 +339,11 @@ def two_hops(
     wanted = node_of.unsqueeze(-1) == torch.arange(nodes, device=x.device)  # (N, k, nodes)
     node, token = wanted.any(1).t().nonzero(as_tuple=True)  # a copy per node, sorted by node
     counts = torch.bincount(node, minlength=nodes).view(nodes, 1)
-    sent, received = exchange_counts(counts, cross_group, fault)
+    sent, received, fault = exchange_counts(counts, cross_group, fault)
+    if fault:  # this node's other ranks will ask for counts in one_hop()
+        _, local = rank_and_size(node_group)
+        exchange_counts(counts.new_zeros(local, per_node // local), node_group, fault)
+        raise ValueError(fault)
     splits = received.flatten().tolist(), sent.flatten().tolist()
 
     here = node_of[token] == node.unsqueeze(1)  # (copies, k)
@@ -454,12 +460,13 @@ class MoE(nn.Module):
         self.dropped = late.float().mean()
         return chosen.masked_fill(late, -1).view_as(experts)
 
-    @staticmethod
-    def _fault(logits):
+    def _fault(self, logits):
+        rank, _ = rank_and_size(self.group)
         if logits.isfinite().all():
             return None
         token, expert = (~logits.isfinite()).nonzero()[0].tolist()
-        return f"the router's logit of token {token} for expert {expert} is {logits[token, expert]}"
+        value = logits[token, expert].item()
+        return f"rank {rank}: the router's logit of token {token} for expert {expert} is {value}"
 
 
 # ---- cost ----------------------------------------------------------------------------------------

@@ -271,15 +271,7 @@ def test_dispatch_and_combine_send_the_routed_tokens(P, even):
 def _both_ways(nodes, N, k, E, D, max_nodes):
     """One hop and two of the same tokens: results, gradients, bytes between nodes."""
     rank, P = rank_and_size()
-    local = P // nodes
-    rows = torch.arange(P).view(nodes, local)
-    groups = {}
-    for name, slices in (("node", rows), ("cross", rows.t())):
-        for ranks in slices.tolist():
-            group = dist.new_group(ranks)
-            if rank in ranks:
-                groups[name] = group
-    dist.barrier()
+    local, (node_group, cross_group) = P // nodes, _nodes(nodes)
     torch.manual_seed(rank)
     router = Router(D, E, k, "sigmoid", num_groups=nodes, max_groups=max_nodes)
     x = torch.randn(N, D, dtype=torch.float64)
@@ -293,7 +285,7 @@ def _both_ways(nodes, N, k, E, D, max_nodes):
 
     for way in (one_hop, two_hops):
         leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
-        where = (None,) if way is one_hop else (groups["node"], groups["cross"])
+        where = (None,) if way is one_hop else (node_group, cross_group)
         with least_bytes(), count_bytes() as traffic:
             y = way(leaves[0], experts, leaves[1], E, compute, *where)
         y.cos().sum().backward()
@@ -303,7 +295,7 @@ def _both_ways(nodes, N, k, E, D, max_nodes):
     node_of = experts * nodes // E
     far = node_of != rank // local
     crossing = [len(set(row.tolist()) - {rank // local}) for row in node_of]
-    return int(far.sum()), sum(crossing), traffic.bytes(group=groups["cross"])
+    return int(far.sum()), sum(crossing), traffic.bytes(group=cross_group)
 
 
 @pytest.mark.parametrize("nodes, local", [(2, 2), (2, 1), (1, 3), (4, 2), (3, 2)])
@@ -403,19 +395,22 @@ def test_deepseek_v3s_256_experts_run_over_8_ranks():
         assert most_nodes <= 4 and choices == 12 * 8
 
 
-def _recorded(two):
+def _nodes(count):
+    """This rank's group within its node, and that across nodes."""
     rank, P = rank_and_size()
-    nodes = None
-    if two:
-        rows = torch.arange(P).view(2, -1)
-        mine = {}
-        for name, slices in (("node", rows), ("cross", rows.t())):
-            for ranks in slices.tolist():
-                group = dist.new_group(ranks)
-                if rank in ranks:
-                    mine[name] = group
-        dist.barrier()
-        nodes = mine["node"], mine["cross"]
+    rows, mine = torch.arange(P).view(count, -1), []
+    for slices in (rows, rows.t()):
+        for ranks in slices.tolist():
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                mine.append(group)
+    dist.barrier()
+    return mine
+
+
+def _recorded(two):
+    rank, _ = rank_and_size()
+    nodes = _nodes(2) if two else None
     layer = MoE(4, 16, 8, 2, nodes=nodes, balance_coefficient=0.1, balance_groups=(None,))
     torch.manual_seed(rank)
     with record() as events:
@@ -445,6 +440,19 @@ def _not_finite():
 
 def test_logits_that_are_not_finite_are_an_error_on_every_rank():
     run(2, _not_finite)
+
+
+def _not_finite_in_two_hops():
+    rank, _ = rank_and_size()
+    layer, x = MoE(4, 16, 8, 2, nodes=_nodes(2)), torch.randn(3, 4)
+    x[1] = float("inf") if rank == 2 else x[1]
+    with pytest.raises(ValueError, match="logit of token 1" if rank == 2 else "cannot go on: rank"):
+        layer(x)
+    assert layer(torch.randn(3, 4)).isfinite().all()
+
+
+def test_logits_that_are_not_finite_are_an_error_in_two_hops_too():
+    run(4, _not_finite_in_two_hops)
 
 
 def _errors():
