@@ -1431,6 +1431,14 @@ def check_finite(sums, group=None):
         raise RuntimeError(f"rank {rank}: gradient not finite for {', '.join(names)}")
 
 
+def autocasted(x):
+    """x as autocast would hand it to a matrix product."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(device))
+    return x
+
+
 class RandomState:
     """What the random generators would draw from now on: `with state:` has it drawn once more."""
 

@@ -89,8 +89,8 @@ class DistributedDataParallel(nn.Module):
     `gradient_divide_factor` is what gradients are divided by before they are summed: the group's
     size, or 1 where the loss has its global divisor already. The module's tensor outputs may be
     nested in lists, tuples and dicts. With wait_in_backward=False backward() only starts the
-    reductions, and finish_grad_sync() waits for them. groups: {parameter: a group}, of those whose
-    replicas are fewer, such as an expert's; a part of the process group that has a group as well.
+    reductions, and finish_grad_sync() waits for them. groups: {parameter: group}, of parameters
+    with fewer replicas, such as an expert's; each a subset of process_group's ranks.
 
     A parameter that a rank's loss does not reach is an error, or counts as zero with
     find_unused_parameters; where no rank's loss reaches it, its gradient stays None.

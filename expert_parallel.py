@@ -32,11 +32,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from collectives import (
     all_reduce,
     all_to_all_in_group,
     all_to_all_single,
+    autocasted,
     count_bytes,
     rank_and_size,
     run_ranks,
@@ -81,7 +83,7 @@ class Router(nn.Module):
         max_groups = max_groups or num_groups
         if score not in ("softmax", "sigmoid"):
             raise ValueError(f"score={score!r} is neither 'softmax' nor 'sigmoid'")
-        if num_experts % num_groups:
+        if num_groups < 1 or num_experts % num_groups:
             raise ValueError(f"num_experts={num_experts} cannot form num_groups={num_groups}")
         reachable = min(max_groups, num_groups) * num_experts // num_groups
         if not 1 <= top_k <= reachable:
@@ -104,11 +106,10 @@ class Router(nn.Module):
                 scores = probabilities = logits.softmax(-1)
             else:
                 scores = logits.sigmoid()
-                probabilities = scores / scores.sum(-1, keepdim=True)
+                probabilities = _normalized(scores)
             experts = self.choose(scores.detach() + self.bias)
             weights = scores.gather(1, experts)
-            if self.normalize:
-                weights = weights / weights.sum(-1, keepdim=True)
+            weights = _normalized(weights) if self.normalize else weights
         return Routing(experts, weights, probabilities, logits)
 
     def choose(self, scores):
@@ -121,12 +122,21 @@ class Router(nn.Module):
             scores = grouped.scatter(1, far, -math.inf).flatten(1)
         return _best(scores, self.top_k)
 
+    def _apply(self, function, recurse=True):
+        super()._apply(function, recurse)
+        self.bias = self.bias.float()  # in 16 bit it would soon not move any more
+        return self
+
     def update_bias(self, counts, rate=0.001):
         """After a step: raise the bias of experts with less than the mean load, lower the others'.
 
         counts: (E,) tokens that each got, over all ranks and microbatches of the step.
         """
         self.bias.add_(rate * torch.sign(counts.double().mean() - counts).to(self.bias.dtype))
+
+
+def _normalized(scores):
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)  # which may all have underflowed
 
 
 def _best(scores, count):
@@ -183,13 +193,15 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, ends):
         ctx.save_for_backward(x, weight, ends)
-        return _grouped(x, weight.transpose(1, 2), ends)
+        return _grouped(x, weight.to(x.dtype).transpose(1, 2), ends)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         x, weight, ends = ctx.saved_tensors
         grad_output = grad_output.contiguous()
-        return _grouped(grad_output, weight, ends), _grouped_weights(grad_output, x, ends), None
+        grad_weight = _grouped_weights(grad_output, x, ends).to(weight.dtype)
+        return _grouped(grad_output, weight.to(x.dtype), ends), grad_weight, None
 
 
 def _is_fused(x, *widths):
@@ -221,10 +233,7 @@ def _grouped_weights(grad, x, ends):
 
 def grouped_linear(x, weight, counts):
     """x: (M, in), sorted by group, counts: (G,) rows of each, weight: (G, out, in) -> (M, out)."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        x, weight = x.to(dtype), weight.to(dtype)
+    x = autocasted(x).contiguous()
     return _GroupedLinear.apply(x, weight, counts.cumsum(0).to(torch.int32))
 
 
@@ -291,7 +300,7 @@ def exchange_counts(counts, group=None, fault=None):
     received = received.cpu()
     if fault is None and (received < 0).any():
         ranks = sorted(set((received < 0).nonzero()[:, 0].tolist()))
-        fault = f"rank {rank} cannot go on: ranks {ranks} have an error in their routing"
+        fault = f"rank {rank} cannot go on: ranks {ranks} of its group have an error in routing"
     return counts.cpu(), received, fault
 
 
@@ -365,10 +374,11 @@ class MoE(nn.Module):
 
     capacity_factor: an expert takes at most ceil(n k / E x capacity_factor) of a rank's n tokens,
     the first ones; a token that finds no place gets nothing, and passes by in the residual
-    (`dropped` is their fraction in the last forward). shared_experts: how many more every token
+    (`dropped` is their fraction, in the last forward). shared_experts: how many more every token
     uses. balance_coefficient, z_coefficient: of the losses, whose gradients are added in backward,
-    scaled by loss_scale; balance_groups: the groups over which the ranks have different tokens,
-    which make up the batch of these losses. `counts` adds up the choices of each expert over
+    scaled by loss_scale: 1 where gradients are summed over the ranks, their number where they are
+    averaged. balance_groups: the groups over which the ranks have different tokens, which make up
+    the batch of these losses. `counts` adds up the choices of each expert over
     backwards: the load, for update_bias(). nodes: (node_group, cross_group), for two_hops().
     router: further options of the Router.
 
@@ -408,22 +418,15 @@ class MoE(nn.Module):
             up = nn.Linear(hidden, shared_experts * ffn_hidden, bias=False)
             down = nn.Linear(shared_experts * ffn_hidden, hidden, bias=False)
             self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
-        self.register_buffer("counts", torch.zeros(num_experts, dtype=torch.int64), False)
+        self.counts = torch.zeros(num_experts, dtype=torch.int64)  # this rank's: not a buffer
         self.dropped = 0.0
 
     def forward(self, x):
         tokens = x.reshape(-1, x.shape[-1])  # (N, D)
         routing = self.router(tokens)
-        counts = torch.bincount(routing.experts.flatten(), minlength=self.num_experts)
-        if torch.is_grad_enabled():
-            loss = self._loss(routing, counts)
-            weights = _Attach.apply(routing.weights, loss, counts, self.counts)
-        else:
-            weights = routing.weights
-        experts, device = self._within_capacity(routing.experts), x.device.type
-        if torch.is_autocast_enabled(device):  # before they travel
-            tokens = tokens.to(torch.get_autocast_dtype(device))
-        arguments = (tokens, experts, weights, self.num_experts, self.experts)
+        tokens = autocasted(tokens)  # before they travel
+        experts = self._within_capacity(routing.experts)
+        arguments = (tokens, experts, routing.weights, self.num_experts, self.experts)
         fault = self._fault(routing.logits)
         if self.nodes:
             y = two_hops(*arguments, *self.nodes, fault)
@@ -431,6 +434,10 @@ class MoE(nn.Module):
             y = one_hop(*arguments, self.group, fault)
         if self.shared is not None:
             y = y + self.shared(tokens)
+        if torch.is_grad_enabled():
+            counts = torch.bincount(routing.experts.flatten(), minlength=self.num_experts)
+            self.counts = self.counts.to(x.device)
+            y = _Attach.apply(y, self._loss(routing, counts), counts, self.counts)
         return y.view(x.shape)
 
     def _loss(self, routing, counts):
@@ -450,14 +457,14 @@ class MoE(nn.Module):
         if self.capacity_factor is None:
             return experts
         chosen = experts.flatten()
-        capacity = math.ceil(len(chosen) / self.num_experts * self.capacity_factor)
+        capacity = math.ceil(len(chosen) * min(1, self.capacity_factor / self.num_experts))
         order = chosen.argsort(stable=True)
         counts = torch.bincount(chosen, minlength=self.num_experts)
         first = (counts.cumsum(0) - counts)[chosen[order]]
         place = torch.arange(len(chosen), device=chosen.device) - first  # among its expert's tokens
         late = torch.empty_like(chosen, dtype=torch.bool)
         late[order] = place >= capacity
-        self.dropped = late.float().mean()
+        self.dropped = late.sum() / max(1, len(chosen))
         return chosen.masked_fill(late, -1).view_as(experts)
 
     def _fault(self, logits):

@@ -15,7 +15,8 @@ neighbours of dp x cp, where they replace replicas; tp splits attention, and dea
 that go to experts. Every layout computes the same
 thing as one process does: the loss is the sum of the token losses over the *global* number of
 tokens, so gradients are summed and never averaged; initial weights depend on the parameter's name
-and the seed, batches on the seed and the step, and on nothing else.
+and the seed, batches on the seed and the step, and on nothing else. What does depend on the layout:
+masks of dropout, what a capacity drops, and losses of balance, those of a microbatch of all dp.
 
 The model is GPT-2's architecture (Radford et al., 2019), under GPT-2's parameter names. Shoeybi et
 al., "Megatron-LM", 2019, and Narayanan et al., "Efficient Large-Scale Language Model Training on
@@ -785,8 +786,8 @@ def sample(trainer, prompt, length, temperature=1.0, seed=0):
     """Continue token ids `prompt` by `length` tokens drawn from the model; the same on every rank.
 
     The largest of logit / temperature + Gumbel noise is a draw from the softmax (Gumbel-max), so
-    each rank of tp proposes its best token and no logits are gathered. Collective over pp, cp and
-    tp; replicas need not take part.
+    each rank of tp proposes its best token and no logits are gathered. Collective: replicas, too,
+    since experts may be spread over them.
     """
     mesh, device, T = trainer.mesh, trainer.device, trainer.config.seq_len
     for chunk in trainer.chunks:
@@ -925,6 +926,7 @@ def parse_args(argv, world_size):
         _require(getattr(args, name) >= 1, args, name, "must be at least 1")
     for name in ("warmup", "seed", "experts", "shared_experts"):
         _require(getattr(args, name) >= 0, args, name, "must not be negative")
+    _require(args.seed < 2**32, args, "seed", "must be less than 2**32")
     for name in ("lr", "weight_decay", "grad_clip"):
         value = getattr(args, name)
         _require(math.isfinite(value) and value >= 0, args, name, "must be finite and not negative")
@@ -975,12 +977,14 @@ def _check_experts(args):
     if args.dp * args.cp % args.ep:
         raise ValueError(f"--dp {args.dp} x --cp {args.cp} is not divisible by --ep {args.ep}")
     _require(args.experts > 0 or args.ep == 1, args, "ep", "needs --experts")
+    if args.capacity_factor is not None:
+        _require(args.capacity_factor > 0, args, "capacity_factor", "leaves no room for a token")
     if args.experts == 0:
         return
     _require_divisible(args, "experts", "ep")
     _require(args.top_k <= args.experts, args, "top_k", f"is more than --experts {args.experts}")
-    if args.capacity_factor is not None:
-        _require(args.capacity_factor > 0, args, "capacity_factor", "leaves no room for a token")
+    layers = f"leaves no layer of --layers {args.layers} with experts"
+    _require(args.moe_every <= args.layers, args, "moe_every", layers)
     if args.seq_len // args.cp % args.tp:
         product = f"--cp {args.cp} x --tp {args.tp}, which deal out the tokens to experts"
         raise ValueError(f"--seq-len {args.seq_len} is not divisible by {product}")
@@ -1076,13 +1080,12 @@ def train(args, mesh, device, data, log=None, trace=None):
     loss = trainer.evaluate(data)
     if rank == 0:
         print(f"validation loss {loss:.4f}")
-    if dist.get_rank(mesh.dp_group) == 0:
-        middle = len(data.validation) // 2
-        prompt = data.validation[middle : middle + args.seq_len // 2].tolist()
-        tokens = sample(trainer, prompt, SAMPLE_LENGTH, SAMPLE_TEMPERATURE, args.seed)
-        if rank == 0:
-            prompt, tokens = data.show(prompt), data.show(tokens)
-            print(f"---- prompt\n{prompt}\n---- continuation\n{tokens}", flush=True)
+    middle = len(data.validation) // 2
+    prompt = data.validation[middle : middle + args.seq_len // 2].tolist()
+    tokens = sample(trainer, prompt, SAMPLE_LENGTH, SAMPLE_TEMPERATURE, args.seed)
+    if rank == 0:
+        prompt, tokens = data.show(prompt), data.show(tokens)
+        print(f"---- prompt\n{prompt}\n---- continuation\n{tokens}", flush=True)
 
 
 def main(argv=None):

@@ -50,6 +50,7 @@ from torch.overrides import TorchFunctionMode
 from collectives import (
     RandomState,
     all_gather_single,
+    autocasted,
     barrier,
     count_bytes,
     exchange,
@@ -556,10 +557,8 @@ class _DeferWeights(TorchFunctionMode):
 
     def _linear(self, input, weight, bias=None):
         if weight.requires_grad and weight.is_leaf and torch.is_grad_enabled():
-            anchor, device = torch.empty(0, requires_grad=True), input.device.type
-            if torch.is_autocast_enabled(device):  # what it would do to x, before x is saved
-                input = input.to(torch.get_autocast_dtype(device))
-            return _DeferredLinear.apply(input, anchor, (weight, bias), self.queue)
+            anchor = torch.empty(0, requires_grad=True)
+            return _DeferredLinear.apply(autocasted(input), anchor, (weight, bias), self.queue)
         return nn.functional.linear(input, weight, bias)
 
 

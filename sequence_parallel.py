@@ -28,7 +28,8 @@ P ranks sends for an attention, forward, where h_kv is the width of the keys:
 
     all-gather   everyone gets all keys and values            2 (P-1)/P b s h_kv
     ring         keys and values come by, a part at a time    2 (P-1)/P b s h_kv, while it computes
-    Ulysses      split by heads instead, and back             2 (P-1)/P b s/P (h + h_kv)
+    Ulysses      split by heads instead, and back             2 (P-1)/P b s/P (h + h_kv), and
+                                                              of keys P heads at least
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022. Llama
 Team, "The Llama 3 Herd of Models", 2024. Liu et al., "Ring Attention with Blockwise Transformers
@@ -45,11 +46,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from collectives import (
     RandomState,
-    all_gather_single,
+    all_gather_to_group,
     all_to_all_in_group,
+    autocasted,
     copy_to_group,
     count_bytes,
     exchange,
@@ -70,31 +73,26 @@ class _GatherLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, group):
         ctx.group = group
         ctx.save_for_backward(x, weight)
-        return F.linear(_gathered(x, group), weight, bias)
+        return F.linear(all_gather_to_group(x, 0, group), weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         x, weight = ctx.saved_tensors
         grad_whole = grad_output @ weight
         grad_x = torch.empty_like(x)
         reduce_scatter_single(grad_x, grad_whole, group=ctx.group)
         rows = grad_output.flatten(0, -2)
-        grad_weight = rows.t() @ _gathered(x, ctx.group).flatten(0, -2)
+        grad_weight = rows.t() @ all_gather_to_group(x, 0, ctx.group).flatten(0, -2)
         return grad_x, grad_weight, rows.sum(0), None
-
-
-def _gathered(x, group):
-    _, world_size = rank_and_size(group)
-    whole = x.new_empty(world_size * len(x), *x.shape[1:])
-    all_gather_single(whole, x, group)
-    return whole
 
 
 def gather_linear(x, weight, bias, group=None):
     """A column-parallel linear layer of a sequence in parts; only this rank's part is kept.
 
-    x: (T/P, B, in), weight: (out/P, in), bias: (out/P,) -> (T, B, out/P). The idea alone:
-    tensor_parallel.parallel_linear() does the same and computes while it communicates.
+    x: (T/P, B, in), weight: (out/P, in), bias: (out/P,) -> (T, B, out/P). The idea alone: what
+    tensor_parallel.parallel_linear() does as well, computing while it communicates, and with
+    autocast, frozen parameters and no bias.
     """
     return _GatherLinear.apply(x, weight, bias, group)
 
@@ -114,6 +112,7 @@ class _Recompute(torch.autograd.Function):
         return function(*inputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
         with torch.enable_grad(), ctx.state, torch.autocast(*ctx.autocast):
@@ -125,10 +124,13 @@ class _Recompute(torch.autograd.Function):
 def recompute(function, *inputs):
     """function(*inputs), which keeps nothing for backward but its inputs, and runs there again.
 
-    inputs: tensors, of which one must require a gradient; function returns a tensor. The random
-    numbers that it draws are the same again. Chen et al., "Training Deep Nets with Sublinear Memory
-    Cost", 2016.
+    inputs: tensors, the first on the device of all; function returns a tensor. The random numbers
+    that it draws are the same again. Parameters that function uses get their gradient as soon as
+    backward comes here. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+    Raises ValueError where gradients are enabled and no input requires one.
     """
+    if torch.is_grad_enabled() and not any(x.requires_grad for x in inputs):
+        raise ValueError("recompute() of inputs none of which requires a gradient")
     return _Recompute.apply(function, *inputs)
 
 
@@ -318,7 +320,7 @@ class _AllGatherAttention(torch.autograd.Function):
         ctx.tiles = context_tiles(runs, [(0, T)], causal, documents)
         kv = torch.stack([k, v]).movedim(3, 0).contiguous()  # (T/P, 2, B, KV, K)
         whole = torch.empty(T, *kv.shape[1:], dtype=kv.dtype, device=kv.device)
-        whole[ctx.order] = _gathered(kv, group)
+        whole[ctx.order] = all_gather_to_group(kv, 0, group)
         whole = whole.movedim(0, 3)  # (2, B, KV, T, K)
         output, lse = _precise(q), _precise(q, *q.shape[:3]).fill_(-math.inf)
         _attend(ctx.tiles, q, *whole, output, lse)
@@ -327,6 +329,7 @@ class _AllGatherAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         q, whole, output, lse = ctx.saved_tensors
         grad_q, grad_whole = _precise(q), _precise(whole)
@@ -344,16 +347,25 @@ def allgather_attention(q, k, v, group=None, causal=True, zigzag=True, documents
 
     q: (B, H, T/P, K), k, v: (B, KV, T/P, K), KV dividing H; in the order of context_positions().
     Returns (B, H, T/P, K). documents: lengths of those packed into the sequence (of every row of
-    the batch). Raises ValueError if the order does not exist for this T or documents do not add up.
+    the batch). On a GPU and in 16 bit K must be a multiple of 8. Raises ValueError if the order
+    does not exist for this T, documents do not add up, or shapes and dtypes do not fit.
     """
-    _check_documents(documents, q, group)
+    q, k, v = _checked(q, k, v, documents, group)
     return _AllGatherAttention.apply(q, k, v, group, causal, zigzag, documents)
 
 
-def _check_documents(documents, q, group):
-    T = q.shape[2] * rank_and_size(group)[1]
+def _checked(q, k, v, documents, group):
+    """q, k, v as the kernels, which check nothing, want them."""
+    q, k, v = (autocasted(x).contiguous() for x in (q, k, v))
+    (B, H, length, K), KV = q.shape, k.shape[1]
+    alike = k.shape == v.shape == (B, KV, length, K) and q.dtype == k.dtype == v.dtype
+    if not alike or H % KV:
+        found = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (q, k, v))
+        raise ValueError(f"q, k and v are {found}: not alike but for heads that KV divides")
+    T = length * rank_and_size(group)[1]
     if documents is not None and sum(documents) != T:
         raise ValueError(f"documents of {sum(documents)} positions in a sequence of {T}")
+    return q, k, v
 
 
 class _RingAttention(torch.autograd.Function):
@@ -373,7 +385,7 @@ class _RingAttention(torch.autograd.Function):
         ]
         ctx.group = group
         output, lse = _precise(q), _precise(q, *q.shape[:3]).fill_(-math.inf)
-        kv, arriving = torch.stack([k, v]), None
+        kv, arriving = torch.stack([k, v]).contiguous(), None
         for step, tiles in enumerate(ctx.tiles):
             if step < P - 1:
                 arriving, passing = _pass_on(kv, arriving, group)
@@ -386,10 +398,11 @@ class _RingAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         (q, k, v, output, lse), group = ctx.saved_tensors, ctx.group
         _, P = rank_and_size(group)
-        kv, grad_q = torch.stack([k, v]), _precise(q)
+        kv, grad_q = torch.stack([k, v]).contiguous(), _precise(q)
         arriving = sums = going = None
         for step, tiles in enumerate(ctx.tiles):
             if step < P - 1:
@@ -422,10 +435,10 @@ def _pass_on(tensor, buffer, group):
 def ring_attention(q, k, v, group=None, causal=True, zigzag=True, documents=None):
     """Attention of local queries to the keys and values that come by, P - 1 times a neighbour's.
 
-    Shapes, documents and errors as of allgather_attention(). No rank ever has more than two parts
-    of the keys and values. The zig-zag order is that of Zhu's ring-flash-attention, 2024.
+    Shapes, documents and errors as of allgather_attention(). Beside its own a rank has two parts of
+    the keys and values at most. The zig-zag order is that of Zhu's ring-flash-attention, 2024.
     """
-    _check_documents(documents, q, group)
+    q, k, v = _checked(q, k, v, documents, group)
     return _RingAttention.apply(q, k, v, group, causal, zigzag, documents)
 
 
@@ -436,6 +449,7 @@ def ulysses_attention(q, k, v, group=None, causal=True, zigzag=True):
     Raises ValueError if P does not divide H, or neither of P and KV divides the other, and for T as
     there.
     """
+    q, k, v = _checked(q, k, v, None, group)
     _, P = rank_and_size(group)
     heads, kv_heads, length = q.shape[1], k.shape[1], q.shape[2]
     if heads % P or (kv_heads % P and P % kv_heads):
@@ -468,7 +482,7 @@ def dropout(x, p, training=True):
 def unfused_attention(q, k, v, p=0.0):
     """Causal attention with dropout of its weights, in its steps: it makes (B, H, T, T) scores.
 
-    q, k, v: (B, H, T, K), also returned.
+    q, k, v: (B, H, T, K), and so the result.
     """
     T, K = q.shape[-2:]
     future = torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)

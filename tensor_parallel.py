@@ -35,6 +35,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from collectives import (
     ReduceOp,
@@ -43,6 +44,7 @@ from collectives import (
     all_gather_to_group,
     all_reduce,
     all_reduce_bytes,
+    autocasted,
     count_bytes,
     dist,
     rank_and_size,
@@ -66,7 +68,8 @@ class Shard:
 
     blocks: (rows, parts) of each of the blocks it consists of, such as the queries', the keys' and
     the values' of a fused matrix. A block is cut into `parts`; where there are fewer than ranks,
-    neighbouring ranks hold the same part.
+    neighbouring ranks hold the same part. It is an attribute of the parameter, `shard`, which
+    copy.deepcopy does not copy.
     """
 
     dim: int
@@ -155,9 +158,11 @@ def sum_partial_gradients(parameters, group=None):
         return
     rows, places = [], []  # of gradients; where each begins in a whole, of so many rows
     for parameter in parameters:
+        if parameter.requires_grad and parameter.grad is None:  # the other ranks may have one
+            parameter.grad = torch.zeros_like(parameter)
         if parameter.requires_grad and getattr(parameter, "partial", False):
-            rows.append(parameter.grad)
-            places.append((0, len(parameter)))
+            rows.append(parameter.grad.view(-1))
+            places.append((0, parameter.numel()))
         elif parameter.requires_grad and is_sharded(parameter):
             pieces, begun = parameter.shard.pieces(rank, world_size), 0
             blocks = parameter.grad.split([n for _, n, _ in pieces], parameter.shard.dim)
@@ -191,19 +196,21 @@ class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, group, column, sequence_parallel, save_gathered, defer):
         ctx.group, ctx.column, ctx.sequence_parallel = group, column, sequence_parallel
-        ctx.gather_again, ctx.defer, ctx.bias = False, defer, bias
+        ctx.gather_again, ctx.defer, ctx.parameters = False, defer, (weight, bias)
         if column and sequence_parallel:
             shard, x = x, _gather(x, group)
             ctx.gather_again = not save_gathered
-        ctx.save_for_backward(shard if ctx.gather_again else x, weight)
+        kept = shard if ctx.gather_again else x
+        ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, weight)
         y = F.linear(x, weight, bias)
         if column:
             return y
         return _reduce(y, group, sequence_parallel)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
-        (x, weight), bias, group = ctx.saved_tensors, ctx.bias, ctx.group
+        (x, matrix), (weight, bias), group = ctx.saved_tensors, ctx.parameters, ctx.group
         queue = ctx.defer() if ctx.defer else None
         gathering = grad_x = reducing = None
         if not ctx.column and ctx.sequence_parallel:
@@ -211,7 +218,7 @@ class _ParallelLinear(torch.autograd.Function):
         if ctx.gather_again and queue is None and ctx.needs_input_grad[1]:
             x, gathering = _gather(x, group, async_op=True)
         if ctx.needs_input_grad[0]:
-            grad_x = grad_output @ weight.to(grad_output.dtype)
+            grad_x = grad_output @ matrix.to(grad_output.dtype)
             if ctx.column:
                 grad_x, reducing = _reduce(grad_x, group, ctx.sequence_parallel, async_op=True)
         if gathering:
@@ -285,12 +292,8 @@ def parallel_linear(
     computes its gradient) for later, as zero-bubble pipelines want it.
     Raises ValueError for a sequence that P does not divide.
     """
-    device = x.device.type
-    if torch.is_autocast_enabled(device):  # what it would do to x, before x is saved and sent
-        x = x.to(torch.get_autocast_dtype(device))
-    return _ParallelLinear.apply(
-        x, weight, bias, group, column, sequence_parallel, save_gathered, defer
-    )
+    options = group, column, sequence_parallel, save_gathered, defer
+    return _ParallelLinear.apply(autocasted(x), weight, bias, *options)  # before x is kept and sent
 
 
 def _new_parameter(shape, shard, std, group):
@@ -386,7 +389,7 @@ class RowParallelLinear(nn.Module):
             defer=self.defer,
         )
         # Every rank holds the whole bias: added before the sum it would count P times.
-        return output if self.bias is None else output + self.bias
+        return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -423,7 +426,8 @@ class ParallelSelfAttention(nn.Module):
                 "divide hidden, tp and kv_heads heads, and one of tp and kv_heads the other"
             )
         K, kv_parts = hidden // heads, min(tp, kv_heads)
-        self.heads, self.kv_heads, self.core = heads // tp, kv_heads // kv_parts, core or attention
+        self.heads, self.kv_heads, self.K = heads // tp, kv_heads // kv_parts, K
+        self.core = core or attention
         keys = (kv_heads * K, kv_parts)
         self.c_attn = ColumnParallelLinear(
             hidden,
@@ -442,9 +446,9 @@ class ParallelSelfAttention(nn.Module):
         qkv = self.c_attn(x)  # (T, B, (H + 2 KV) K / P)
         T, B, _ = qkv.shape
         sizes = [self.heads, self.kv_heads, self.kv_heads]
-        qkv = qkv.view(T, B, sum(sizes), -1).permute(1, 2, 0, 3)  # (B, (H + 2 KV) / P, T, K)
-        y = self.core(*qkv.split(sizes, 1))
-        return self.c_proj(y.permute(2, 0, 1, 3).reshape(T, B, -1))  # (T, B, D/P) -> (T, B, D)
+        qkv = qkv.view(T, B, sum(sizes), self.K).permute(1, 2, 0, 3)  # (B, (H + 2 KV) / P, T, K)
+        y = self.core(*qkv.split(sizes, 1)).permute(2, 0, 1, 3)  # (T, B, H/P, K)
+        return self.c_proj(y.reshape(T, B, self.heads * self.K))  # (T, B, D/P) -> (T, B, D)
 
 
 def attention(q, k, v, dropout=0.0):
@@ -522,6 +526,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return (normalizer.log() - target_logit).masked_fill(ctx.ignored, 0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         grad, ctx.grad = ctx.grad, None
         if grad is None:
@@ -537,9 +542,10 @@ def vocab_parallel_cross_entropy(
 
     logits: (N, V_r), the columns from `vocab_start` on; target: (N,) token ids, the same on every
     rank. Returns (N,) losses, in fp32 or better, the same on every rank; zero where target is
-    `ignore_index`. 3 N numbers are reduced over the group; the logits are never gathered. Their
-    gradient is computed in one copy of them, or with inplace, from fp32 on, where they are
-    themselves: then they are lost. Backward runs once: RuntimeError, if it does so again.
+    `ignore_index`. Other targets are not checked. 3 N numbers are reduced over the group; the
+    logits are never gathered. Their gradient is computed in one copy of them, or with inplace, from
+    fp32 on, where they are themselves: then they are lost. Backward runs once: RuntimeError, if it
+    does so again.
     """
     return _VocabParallelCrossEntropy.apply(
         logits, target, vocab_start, ignore_index, group, inplace
@@ -556,7 +562,8 @@ class ShardedRandomState:
     state, seeded alike over the group. Inside attention each rank has heads of its own, and equal
     masks would repeat one pattern over the heads; with sequence parallelism each has its own part
     of the sequence. There this replaces the global state for a while. It is seeded by the rank and
-    by a draw from the global state, so that whoever replays that (recomputation) replays both.
+    by a draw from the global state, so that whoever replays that (recomputation) replays both. Uses
+    do not nest.
     """
 
     def __init__(self, device, group=None):
@@ -624,8 +631,8 @@ def alexnet(width=96, dense=4096, classes=1000, group=None):
 
     Images (B, 3, 224, 224), on every rank, -> logits (B, classes / P) of this rank's classes.
     width: filters of the first layer; the others have 8/3, 4, 4 and 8/3 times as many. Without the
-    paper's dropout. Initial weights depend on the seed alone. A layer's `layer` is what nn.Conv2d
-    with groups=P or nn.Linear would be, cut. Raises ValueError if P does not divide a layer.
+    paper's dropout. A layer's `layer` is what nn.Conv2d with groups=P or nn.Linear would be, cut,
+    for the same seed. Raises ValueError if P does not divide a layer.
     """
     _, P = rank_and_size(group)
     filters = [width, width * 8 // 3, width * 4, width * 4, width * 8 // 3]

@@ -134,6 +134,33 @@ def test_bf16_is_as_exact_as_full_attention_in_bf16(method):
                 assert error <= 2**0.5 * limit
 
 
+def _unusual_inputs(method):
+    """Memory in another order, and autocast."""
+    _, P = rank_and_size()
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 2 * P, 8) for _ in range(3))
+    expected = METHODS[method](q, k, v)
+    others = [
+        (q.mT.contiguous().mT, k, v),
+        (q, k.contiguous(memory_format=torch.channels_last), v.mT.contiguous().mT),
+        (torch.stack([q, q], -1)[..., 0], k, v),
+    ]
+    for other in others:
+        torch.testing.assert_close(METHODS[method](*other), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert METHODS[method](q, k, v.bfloat16()).dtype == torch.bfloat16
+    for wrong in ((q[:, :3], k[:, :2], v[:, :2]), (q, k, v[:, :2]), (q, k[:, :, :1], v[:, :, :1])):
+        with pytest.raises(ValueError, match="cannot be dealt out|not alike but for heads"):
+            METHODS[method](*wrong)
+    with pytest.raises(ValueError, match="bfloat16"):
+        METHODS[method](q, k.bfloat16(), v)
+
+
+@every_method
+def test_any_order_in_memory_will_do_and_shapes_that_do_not_fit_are_named(method):
+    run(2, _unusual_inputs, method)
+
+
 def _alone(method):
     """A group of one: what torch computes, and no message."""
     q, k, v = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))

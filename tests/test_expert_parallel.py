@@ -20,7 +20,7 @@ from expert_parallel import (
 from nccl_replay import record, replay
 from ranks import least_bytes, run
 from reference_gpt import MoE as ReferenceMoE
-from sequence_parallel import recompute
+from sequence_parallel import recompute, saved_bytes
 
 
 def _groups(ep):
@@ -159,6 +159,10 @@ def _bf16():
     assert (found - expected).norm() < 0.02 * expected.norm()
     found.sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+    with saved_bytes(layer.experts.parameters()) as count:
+        with torch.autocast("cpu", torch.bfloat16):
+            layer.experts(torch.randn(4, 16), torch.tensor([3, 1]))
+    assert count() < layer.experts.w_in.nbytes // 2  # rows, and no copy of the matrices
 
 
 def test_experts_run_under_autocast_and_the_router_in_fp32():
@@ -202,6 +206,15 @@ def test_weights_are_normalized_over_the_chosen_and_not_for_one():
         assert (one.weights < 1).all()
         one.weights.sum().backward()  # the router has a gradient
     assert Router(4, 8, 3, normalize=False)(x).weights.sum(-1).max() < 1
+
+
+def test_scores_that_underflow_give_no_nan_and_the_bias_stays_in_fp32():
+    router = Router(4, 8, 3, "sigmoid")
+    router.weight.data.fill_(-100.0)
+    routing = router(torch.ones(2, 4))
+    assert routing.weights.isfinite().all() and routing.probabilities.isfinite().all()
+    assert router.bfloat16().bias.dtype == torch.float32
+    assert router.weight.dtype == torch.bfloat16
 
 
 def test_a_bias_moves_the_choice_and_not_the_weights():
@@ -431,7 +444,7 @@ def _not_finite():
         x[2] = float("nan")
     message = "rank 1: the router's logit of token 2 for expert 0 is nan"
     if rank != 1:
-        message = rf"rank {rank} cannot go on: ranks \[1\] have an error in their routing"
+        message = rf"rank {rank} cannot go on: ranks \[1\] of its group have an error in routing"
     with pytest.raises(ValueError, match=message):
         layer(x)
     x = torch.randn(3, 4)
@@ -466,6 +479,8 @@ def _errors():
         Router(4, 8, 9)
     with pytest.raises(ValueError, match="num_experts=8 cannot form num_groups=3"):
         Router(4, 8, 1, num_groups=3)
+    with pytest.raises(ValueError, match="num_experts=8 cannot form num_groups=0"):
+        Router(4, 8, 1, num_groups=0)
     with pytest.raises(ValueError, match="score='relu'"):
         Router(4, 8, 1, "relu")
 

@@ -608,11 +608,7 @@ def _evaluate_and_sample(flags):
     tokens = np.random.default_rng(0).integers(0, V, BATCH * T * 2 + 29).astype(np.uint8)
     data = hybrid.Data(tokens[::-1], tokens, is_text=False)
     loss = trainer.evaluate(data, batches=4)  # the third batch ends early, the fourth is empty
-    drawn = (
-        hybrid.sample(trainer, [1, 2, 3], 2 * T)
-        if dist.get_rank(trainer.mesh.dp_group) == 0
-        else None
-    )
+    drawn = hybrid.sample(trainer, [1, 2, 3], 2 * T)
     state = hybrid.gather_state(trainer)
     return loss, drawn, state, tokens
 
@@ -641,7 +637,16 @@ def test_evaluation_and_samples_do_not_depend_on_the_layout():
     ]:
         ranks = run(world_size, _evaluate_and_sample, flags + " --microbatches 2")
         assert [rank[0] for rank in ranks] == pytest.approx([loss] * world_size, rel=1e-12)
-        assert ranks[0][1] == drawn
+        assert all(rank[1] == drawn for rank in ranks)
+
+
+def test_a_gpt_of_experts_draws_the_same_samples_over_any_layout():
+    mixture = "--experts 4 --top-k 2 --hidden 16 --heads 4 --layers 2 --microbatches 1"
+    loss, drawn, _, _ = run(1, _evaluate_and_sample, mixture)[0]
+    layouts = [(2, "--dp 2 --ep 2"), (4, "--cp 2 --dp 2 --ep 4"), (4, "--tp 2 --pp 2")]
+    for world_size, flags in layouts:
+        for rank in run(world_size, _evaluate_and_sample, f"{mixture} {flags}"):
+            assert rank[0] == pytest.approx(loss, rel=1e-12) and rank[1] == drawn
 
 
 def _draw_many(prompt, temperature, count):
@@ -744,6 +749,11 @@ def _record_two_steps(flags):
 
 
 LAYOUTS_OF_8 = [flags for world_size, flags in EVERY_LAYOUT if world_size == 8]
+LAYOUTS_OF_8 += [
+    "--experts 8 --ep 4 --dp 4 --tp 2 --sp --microbatches 2",
+    "--experts 4 --ep 2 --dp 2 --cp 2 --pp 2 --microbatches 4 --schedule zb-h1 --balance bias",
+    "--experts 4 --ep 2 --dp 4 --tp 2 --zero 1 --microbatches 2 --recompute full",
+]
 
 
 @pytest.mark.parametrize("flags", LAYOUTS_OF_8)
@@ -809,6 +819,8 @@ BAD_FLAGS = [
     (1, "--experts -1", "--experts -1 must not be negative"),
     (1, "--experts 2 --capacity-factor 0", "--capacity-factor 0.0 leaves no room for a token"),
     (1, "--experts 2 --moe-every 0", "--moe-every 0 must be at least 1"),
+    (1, "--experts 2 --moe-every 5", "--moe-every 5 leaves no layer of --layers 4 with experts"),
+    (1, "--seed 4294967296", "--seed 4294967296 must be less than 2**32"),
     (2, "--experts 2 --tp 2 --seq-len 7", "--seq-len 7 is not divisible by --cp 1 x --tp 2, which"),
     (4, "--cp 4 --seq-len 12", "--seq-len 12 is not divisible by 2 x --cp 4"),
     (

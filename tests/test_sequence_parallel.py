@@ -134,6 +134,14 @@ def test_recomputation_runs_under_the_autocast_of_forward():
     assert torch.equal(*grads)
 
 
+def test_recomputation_without_a_gradient_to_come_is_an_error():
+    linear, x = nn.Linear(3, 3), torch.randn(2, 3)
+    with pytest.raises(ValueError, match="none of which requires a gradient"):
+        recompute(linear, x)
+    with torch.no_grad():
+        assert torch.equal(recompute(linear, x), linear(x))
+
+
 def test_a_recomputed_function_runs_twice_and_keeps_its_inputs_only():
     runs, x, y = [], torch.randn(5, 3, requires_grad=True), torch.randn(5, 3)
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tensor_parallel
 from collectives import RandomState, copy_to_group, count_bytes, rank_and_size
 from ranks import least_bytes, run
+from sequence_parallel import saved_bytes
 from tensor_parallel import (
     ColumnParallelLinear,
     ParallelSelfAttention,
@@ -179,6 +180,48 @@ def _put_off(tp):
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_weight_products_can_be_put_off(tp):
     run(tp, _put_off, tp)
+
+
+def _like_torch_nn():
+    """What a linear layer of torch.nn does with saved-tensor hooks, frozen weights, autocast."""
+    queue, layer = [], RowParallelLinear(8, 4, defer=lambda: queue)
+    with torch.autograd.graph.save_on_cpu():
+        y = layer(torch.randn(3, 4, requires_grad=True))
+    y.sum().backward()
+    assert [parameter for parameter, _ in queue] == [layer.weight]
+    layer = ColumnParallelLinear(8, 4)
+    layer.weight.requires_grad_(False)
+    with saved_bytes(layer.parameters()) as count:
+        layer(torch.randn(3, 8, requires_grad=True))
+    assert count() == 0
+    for layer, width in ((ColumnParallelLinear(8, 4), 8), (RowParallelLinear(8, 4), 4)):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(torch.randn(3, width)).dtype == torch.bfloat16
+            assert layer.double()(torch.randn(3, width).double()).dtype == torch.float64
+    attention = ParallelSelfAttention(8, 2)
+    assert attention(torch.zeros(3, 0, 8)).shape == (3, 0, 8)
+
+
+def test_layers_treat_hooks_frozen_weights_autocast_and_empty_batches_as_torch_nn_does():
+    run(2, _like_torch_nn)
+
+
+def _unused_on_one_rank():
+    rank, _ = rank_and_size()
+    norm, scalar = mark_partial(nn.LayerNorm(4)), nn.Parameter(torch.tensor(2.0))
+    scalar.partial = True
+    if rank == 0:
+        (norm(torch.randn(3, 4)) * scalar).sum().backward()
+    own = [None if p.grad is None else p.grad.clone() for p in (*norm.parameters(), scalar)]
+    sum_partial_gradients([*norm.parameters(), scalar])
+    if rank == 0:
+        assert all(map(torch.equal, own, [p.grad for p in (*norm.parameters(), scalar)]))
+    return [p.grad.tolist() for p in (*norm.parameters(), scalar)]
+
+
+def test_a_partial_parameter_may_be_unused_on_a_rank():
+    first, second = run(2, _unused_on_one_rank)
+    assert first == second
 
 
 def _overlap(tp):
