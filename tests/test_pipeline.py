@@ -640,7 +640,7 @@ def _bytes_of_all_tensors():
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe"])
 def test_a_step_leaves_nothing_behind(name):
     for first, second, third in run(2, _live_bytes, name):
-        assert first == second == third
+        assert first >= second >= third  # what earlier tests have left may go meanwhile
 
 
 def _return_two():
