@@ -12,11 +12,13 @@ to those from which it differs in one coordinate:
 
 tp is innermost since it talks most: its ranks should share a node. Experts are spread over ep
 neighbours of dp x cp, where they replace replicas; tp splits attention, and deals out the tokens
-that go to experts. Every layout computes the same
-thing as one process does: the loss is the sum of the token losses over the *global* number of
-tokens, so gradients are summed and never averaged; initial weights depend on the parameter's name
-and the seed, batches on the seed and the step, and on nothing else. What does depend on the layout:
-masks of dropout, what a capacity drops, and losses of balance, those of a microbatch of all dp.
+that go to experts.
+
+Every layout computes the same thing as one process does: the loss is the sum of the token losses
+over the *global* number of tokens, so gradients are summed and never averaged; initial weights
+depend on the parameter's name and the seed, batches on the seed and the step, and on nothing else.
+What does depend on the layout: masks of dropout, which tokens a capacity drops, and the losses of
+balance, which are those of a microbatch of all replicas.
 
 The model is GPT-2's architecture (Radford et al., 2019), under GPT-2's parameter names. Shoeybi et
 al., "Megatron-LM", 2019, and Narayanan et al., "Efficient Large-Scale Language Model Training on
@@ -25,6 +27,7 @@ GPU Clusters Using Megatron-LM", 2021.
     python hybrid.py                                                      one process
     torchrun --nproc-per-node 4 hybrid.py                                 four replicas (dp = 4)
     torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4  dp = 2
+    torchrun --nproc-per-node 8 hybrid.py --cp 2 --ep 8 --experts 16      dp = 4
 """
 
 import argparse
@@ -863,7 +866,7 @@ def _parser():
         default="1f1b",
         help="order of the microbatches in the pipeline",
     )
-    add("--chunks", type=int, default=2, help="of a rank, with --schedule interleaved")
+    add("--chunks", type=int, help="of a rank, with --schedule interleaved (default: 2)")
     add("--microbatches", type=int, help="microbatches per replica and step (default: pp)")
     add("--ep", type=int, default=1, help="ranks of dp x cp over which the experts are spread")
     add("--experts", type=int, default=0, help="of a mixture in place of the MLP; 0: an MLP")
@@ -920,6 +923,9 @@ def parse_args(argv, world_size):
     args = _parser().parse_args(argv)
     args.microbatches = args.pp if args.microbatches is None else args.microbatches
     args.kv_heads = args.heads if args.kv_heads is None else args.kv_heads
+    if args.chunks is not None and args.schedule != "interleaved":
+        raise ValueError(f"--chunks {args.chunks} is not for --schedule {args.schedule}")
+    args.chunks = 2 if args.chunks is None else args.chunks
     sizes = "ep tp cp pp chunks microbatches layers hidden heads kv_heads top_k moe_every".split()
     sizes += ["seq_len", "vocab_size", "batch_size", "steps"]
     for name in sizes if args.dp is None else ["dp", *sizes]:

@@ -853,7 +853,8 @@ BAD_FLAGS = [
     (4, "--pp 4 --schedule zb-v --layers 7", "--layers 7 is less than the stages of --schedule"),
     (2, "--pp 2 --schedule interleaved --microbatches 3", "--microbatches 3 --chunks 2: num_micro"),
     (2, "--pp 2 --schedule dualpipe", "--schedule dualpipe --pp 2 --microbatches 2: num_stages=2"),
-    (1, "--chunks 0", "--chunks 0 must be at least 1"),
+    (1, "--chunks 0 --schedule interleaved", "--chunks 0 must be at least 1"),
+    (1, "--chunks 3", "--chunks 3 is not for --schedule 1f1b"),
     (
         2,
         "--batch-size 6 --microbatches 2",
