@@ -705,6 +705,7 @@ def test_the_loop_trains_on_every_row_of_every_step_and_samples_from_validation(
     others = run(4, _train_on_text, "--dp 2 --tp 2 --microbatches 2")
     assert others[0][0] == pytest.approx(expected, rel=1e-11)
     assert not any(losses for losses, _, _ in others[1:])  # rank 0 keeps the log
+    assert all(len(samples) == 1 for _, samples, _ in others)  # which experts may need of all
 
 
 def test_samples_are_shown_as_text_without_control_characters_or_as_numbers():
