@@ -378,9 +378,9 @@ class MoE(nn.Module):
     uses. balance_coefficient, z_coefficient: of the losses, whose gradients are added in backward,
     scaled by loss_scale: 1 where gradients are summed over the ranks, their number where they are
     averaged. balance_groups: the groups over which the ranks have different tokens, which make up
-    the batch of these losses. `counts` adds up the choices of each expert over
-    backwards: the load, for update_bias(). nodes: (node_group, cross_group), for two_hops().
-    router: further options of the Router.
+    the batch of these losses. `counts` adds up the choices of each expert over backwards: the load,
+    for update_bias(). nodes: (node_group, cross_group), for two_hops(). router: further options of
+    the Router.
 
     Raises ValueError if P does not divide the experts, for a capacity that holds no token, and, on
     every rank of the group, for logits that are not finite.
@@ -457,7 +457,8 @@ class MoE(nn.Module):
         if self.capacity_factor is None:
             return experts
         chosen = experts.flatten()
-        capacity = math.ceil(len(chosen) * min(1, self.capacity_factor / self.num_experts))
+        share = len(chosen) / self.num_experts * self.capacity_factor
+        capacity = math.ceil(min(share, len(chosen)))
         order = chosen.argsort(stable=True)
         counts = torch.bincount(chosen, minlength=self.num_experts)
         first = (counts.cumsum(0) - counts)[chosen[order]]

@@ -727,15 +727,21 @@ class Trainer:
         elif tied:
             all_reduce(tied[0], group=self.mesh.embedding_group)
 
+    def _gradient_pieces(self):
+        """{parameter: (first element, piece)}: what this rank has of each summed gradient, flat."""
+        if not self.args.zero:
+            return {p: (0, p.grad.view(-1)) for p in self.parameters}
+        pieces = {}
+        for optimizer in self.optimizers:
+            pieces |= optimizer.reduce_gradients()
+        return pieces
+
     def clip_gradients(self):
         """Scale gradients so their joint norm, each logical parameter once, is at most grad_clip.
 
         Returns the norm before. With ZeRO gradients are summed here, and a rank has pieces of them.
         """
-        mesh = self.mesh
-        pieces = {p: (0, p.grad.view(-1)) for p in self.parameters if not self.args.zero}
-        for optimizer in self.optimizers if self.args.zero else []:
-            pieces |= optimizer.reduce_gradients()
+        mesh, pieces = self.mesh, self._gradient_pieces()
         counted = {False: [], True: []}  # of dense parameters, and of experts
         for chunk in self.chunks[:1] if self.replicated else self.chunks:
             for name, parameter in chunk.named_parameters():

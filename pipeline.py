@@ -644,14 +644,14 @@ class Pipeline:
         self.leaving, self.arriving, self.sent = {}, {}, deque()
         self.loss = None
         self.began, self.times = self._now(), {}
+        backward = self._backward
+        perform = {"F": self._forward, "B": backward, "I": backward, "W": self._weights}
         for action in self.actions:
             self._post_transfers()
             needed = None if action.kind == "W" else _needs(self.schedule, action, self.rank)
             received = self._receive(needed)
             began = self._now()
-            result = {"F": self._forward, "W": self._weights}.get(action.kind, self._backward)(
-                action, received
-            )
+            result = perform[action.kind](action, received)
             self.times[action] = began, self._now()
             if action.kind != "W" and (made := _makes(self.schedule, action, self.rank)):
                 self.leaving[made] = result

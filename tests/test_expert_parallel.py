@@ -495,6 +495,7 @@ def test_the_dropped_fraction_is_reported():
 
 
 def _dropped():
+    assert MoE(4, 16, 4, capacity_factor=float("inf"))(torch.randn(8, 4)).any(-1).all()
     layer = MoE(4, 16, 4, capacity_factor=2.0)
     layer.router.weight.data.zero_()  # all to expert 0, which takes 8 / 4 x 2 = 4 of 8
     x = torch.randn(8, 4)
