@@ -47,7 +47,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
-from torch.utils._pytree import tree_leaves
 
 # ---- processes and groups ------------------------------------------------------------------------
 
@@ -1384,51 +1383,7 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
     return _AllToAll.apply(x, output_split_sizes, input_split_sizes, group)
 
 
-# ---- gradients: when backward comes, how they are packed, whether they are finite ----------------
-
-
-def before_backward(function, outputs, inputs=()):
-    """Have backward call function() when it comes to a module's outputs; tensors may be nested.
-
-    For what a model returns that is first in backward, on every rank, also on one whose loss
-    reaches none of the parameters. Inputs that are passed on do not count as outputs.
-    """
-    known = {id(_source(tensor)) for tensor in _tensors(inputs)}
-    for source in map(_source, _tensors(outputs)):
-        if source.requires_grad and not source.is_leaf and id(source) not in known:
-            source.register_hook(lambda grad: function())
-
-
-def _tensors(nested):
-    return [leaf for leaf in tree_leaves(nested) if torch.is_tensor(leaf)]
-
-
-def _source(tensor):
-    """What a tensor is a view of: the view itself leaves the graph if it is changed in place."""
-    return tensor._base if tensor._is_view() and tensor._base.requires_grad else tensor
-
-
-def fill_buckets(parameters, cap_bytes, kind=lambda parameter: parameter.dtype):
-    """Lists of parameters to travel together, in the order in which they are complete.
-
-    Each is of one kind, by default dtype, and at most `cap_bytes`, or one parameter.
-    """
-    filling, full = {}, []
-    for parameter in parameters:
-        bucket = filling.setdefault(kind(parameter), [])
-        if bucket and sum(p.nbytes for p in bucket) + parameter.nbytes > cap_bytes:
-            full.append(bucket)
-            bucket = filling[kind(parameter)] = []
-        bucket.append(parameter)
-    place = {parameter: i for i, parameter in enumerate(parameters)}
-    return sorted(full + list(filling.values()), key=lambda bucket: place[bucket[-1]])
-
-
-def check_finite(sums, group=None):
-    """RuntimeError naming the gradients whose sums {name: sum} are not finite on this rank."""
-    if names := [name for name, value in sums.items() if not value.isfinite()]:
-        rank = dist.get_rank(group)
-        raise RuntimeError(f"rank {rank}: gradient not finite for {', '.join(names)}")
+# ---- precision and chance ------------------------------------------------------------------------
 
 
 def autocasted(x):
@@ -1456,15 +1411,6 @@ class RandomState:
 
     def __exit__(self, *exception):
         self.outside.__exit__(*exception)
-
-
-def weakly(method):
-    """A hook that calls `method` as long as its object lives.
-
-    A parameter whose hook held the object that holds the parameter would never be freed.
-    """
-    reference = weakref.WeakMethod(method)
-    return lambda *arguments: (alive := reference()) and alive(*arguments)
 
 
 # ---- demonstration -------------------------------------------------------------------------------

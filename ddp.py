@@ -20,7 +20,11 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
     torchrun --nproc-per-node 4 ddp.py      claimed and counted bytes; the error against one process
 """
 
+import copy
+import weakref
+from collections.abc import Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -29,16 +33,12 @@ from collectives import (
     ReduceOp,
     all_reduce,
     all_reduce_bytes,
-    before_backward,
     broadcast,
-    check_finite,
     check_parameters,
     count_bytes,
     dist,
-    fill_buckets,
     rank_and_size,
     run_ranks,
-    weakly,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------
@@ -53,6 +53,168 @@ def average_gradients(module, group=None):
             all_reduce(parameter.grad, ReduceOp.AVG, group)
 
 
+# ---- tensors in one row --------------------------------------------------------------------------
+
+
+class FlatLayout:
+    """Where tensors lie in one row of elements, which is padded to `shards` equal parts.
+
+        | weight                | bias | weight            | padding |
+        | shard 0          | shard 1          | shard 2              |       shards = 3
+    """
+
+    def __init__(self, tensors, shards=1):
+        self.shapes = [tensor.shape for tensor in tensors]
+        self.sizes = [tensor.numel() for tensor in tensors]
+        self.shard_size = -(-sum(self.sizes) // shards)
+        self.length = shards * self.shard_size
+
+    def views(self, row):
+        """Each tensor's elements of a row, in its shape."""
+        parts = row[: sum(self.sizes)].split(self.sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes)]
+
+    def ranges(self, rank):
+        """[(begin, end)]: what shard `rank` holds of each tensor, flattened; maybe nothing."""
+        ranges, offset = [], rank * self.shard_size
+        for size in self.sizes:
+            begin = min(max(0, offset), size)
+            ranges.append((begin, max(begin, min(offset + self.shard_size, size))))
+            offset -= size
+        return ranges
+
+    def pieces(self, shard, rank):
+        """Each tensor's elements of shard `rank`, one dimension each."""
+        sizes = [end - begin for begin, end in self.ranges(rank)]
+        return shard[: sum(sizes)].split(sizes)
+
+
+def fill_buckets(parameters, cap_bytes, kind=lambda parameter: parameter.dtype):
+    """Lists of parameters to travel together, in the order in which they are complete.
+
+    Each is of one kind, by default dtype, and at most `cap_bytes`, or one parameter.
+    """
+    filling, full = {}, []
+    for parameter in parameters:
+        bucket = filling.setdefault(kind(parameter), [])
+        if bucket and sum(p.nbytes for p in bucket) + parameter.nbytes > cap_bytes:
+            full.append(bucket)
+            bucket = filling[kind(parameter)] = []
+        bucket.append(parameter)
+    place = {parameter: i for i, parameter in enumerate(parameters)}
+    return sorted(full + list(filling.values()), key=lambda bucket: place[bucket[-1]])
+
+
+# ---- when backward comes and goes ----------------------------------------------------------------
+
+
+class Backward:
+    """Calls begin() when a backward pass comes to a module, and end() when it is over, once each.
+
+    It comes to the outputs first, on every rank, also on one whose loss reaches none of the
+    parameters; or to a parameter, where the outputs hold their tensors in a way unknown here.
+    """
+
+    def __init__(self, begin, end):
+        self._begin, self._end, self._pass = begin, end, lambda: None
+
+    def is_running(self):
+        """Whether a pass has begun and has neither ended nor failed."""
+        return self._pass() is not None
+
+    def enter(self):
+        """Say that the pass that runs now has come to the module."""
+        if not self.is_running():
+            end = partial(self._end)
+            self._pass = weakref.ref(end)  # the engine alone keeps it: as long as the pass lives
+            self._begin()
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+
+
+def in_backward():
+    """Whether a backward pass runs: then what runs forward is recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def before_backward(function, outputs, inputs=()):
+    """Have backward call function() when it comes to a module's outputs, of any nesting.
+
+    Inputs that are passed on do not count as outputs.
+    """
+    known = {id(_source(tensor)) for tensor in _tensors(inputs)}
+    for source in map(_source, _tensors(outputs)):
+        if source.requires_grad and not source.is_leaf and id(source) not in known:
+            source.register_hook(lambda grad: function())
+
+
+def _tensors(nested):
+    """The tensors in containers, in dataclasses and in other objects that have attributes."""
+    found, seen, nested = [], set(), [nested]
+    while nested:
+        value = nested.pop()
+        if torch.is_tensor(value):
+            found.append(value)
+        elif id(value) not in seen and not isinstance(value, (str, bytes, type, nn.Module)):
+            seen.add(id(value))
+            if isinstance(value, Mapping):
+                nested += value.values()
+            elif isinstance(value, (list, tuple, set)):
+                nested += value
+            nested += getattr(value, "__dict__", {}).values()
+    return found
+
+
+def _source(tensor):
+    """What a tensor is a view of: the view itself leaves the graph if it is changed in place."""
+    return tensor._base if tensor._is_view() and tensor._base.requires_grad else tensor
+
+
+def accumulates():
+    """Whether the pass that runs, now at a hook, is backward() and not autograd.grad().
+
+    backward() adds to the .grad of some leaf below; what autograd.grad() returns no leaf gets.
+    """
+    seen, nodes = set(), [torch._C._current_autograd_node()]
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            try:
+                if torch._C._will_engine_execute_node(node):
+                    return True
+            except RuntimeError:  # autograd.grad() returns this leaf's gradient
+                return False
+        for other, _ in node.next_functions:
+            if other is not None and other not in seen:
+                seen.add(other)
+                nodes.append(other)
+    return False
+
+
+def weakly(method):
+    """A hook that calls `method` as long as its object lives.
+
+    A parameter whose hook held the object that holds the parameter would never be freed.
+    """
+    reference = weakref.WeakMethod(method)
+    return lambda *arguments: (alive := reference()) and alive(*arguments)
+
+
+def check_finite(sums, group=None):
+    """RuntimeError naming the gradients whose sums {name: sum} are not finite on this rank."""
+    if names := [name for name, value in sums.items() if not value.isfinite()]:
+        rank = dist.get_rank(group)
+        raise RuntimeError(f"rank {rank}: gradient not finite for {', '.join(names)}")
+
+
+def check_whole(named):
+    """ValueError if one of [(name, parameter)] is a shard, which has no replicas."""
+    if pieces := [name for name, parameter in named if hasattr(parameter, "whole_shape")]:
+        raise ValueError(
+            f"{pieces[0]!r} is sharded by FullyShardedDataParallel: wrap the module once, and name "
+            "its parts as units"
+        )
+
+
 # ---- buckets, reduced while backward runs --------------------------------------------------------
 
 
@@ -60,12 +222,10 @@ class _Bucket:
     """Gradients that travel together: each is a view into one flat buffer."""
 
     def __init__(self, parameters, with_flags, group):
-        self.parameters, self.group = parameters, group
-        sizes = [parameter.numel() for parameter in parameters]
+        self.parameters, self.group, layout = parameters, group, FlatLayout(parameters)
         flags = len(parameters) if with_flags else 0  # per parameter: how many ranks have used it
-        self.buffer = parameters[0].new_zeros(sum(sizes) + flags)
-        *pieces, self.flags = self.buffer.split([*sizes, flags])
-        self.views = [piece.view_as(parameter) for piece, parameter in zip(pieces, parameters)]
+        self.buffer = parameters[0].new_zeros(layout.length + flags)
+        self.views, self.flags = layout.views(self.buffer), self.buffer[layout.length :]
         self.waiting, self.sum, self.work = set(), None, None
 
     def reduce(self, dtype):
@@ -76,7 +236,7 @@ class _Bucket:
         self.work.wait()
         if self.sum is not self.buffer:
             self.buffer.copy_(self.sum)
-        self.sum = None
+        self.sum = self.work = None
 
 
 class DistributedDataParallel(nn.Module):
@@ -85,20 +245,26 @@ class DistributedDataParallel(nn.Module):
     Parameters and buffers start as the group's first rank's, and with broadcast_buffers are so
     before each forward pass of a training. Each gradient is a view into a bucket of at most
     `bucket_cap_mb` MiB and of one dtype; the buckets are rebuilt once, in the order in which
-    gradients arrive on the first rank. They travel in `reduce_dtype`, by default their own.
-    `gradient_divide_factor` is what gradients are divided by before they are summed: the group's
-    size, or 1 where the loss has its global divisor already. The module's tensor outputs may be
-    nested in lists, tuples and dicts. With wait_in_backward=False backward() only starts the
-    reductions, and finish_grad_sync() waits for them. groups: {parameter: group}, of parameters
-    with fewer replicas, such as an expert's; each a subset of process_group's ranks.
+    gradients arrive on the first rank. Outside of no_sync() every backward() that reaches the
+    module reduces; torch.autograd.grad() does not.
 
-    A parameter that a rank's loss does not reach is an error, or counts as zero with
-    find_unused_parameters; where no rank's loss reaches it, its gradient stays None.
+    gradient_divide_factor: what gradients are divided by before they are summed; by default the
+        group's size, or 1 where the loss has its global divisor already.
+    reduce_dtype: the dtype in which they travel, by default their own.
+    find_unused_parameters: a parameter that a rank's loss does not reach counts as zero there, and
+        where no rank's loss reaches it, its gradient stays None; else it is an error.
+    error_if_nonfinite: name the gradients that are not finite on this rank.
+    wait_in_backward: if False, backward() only starts the reductions, and finish_grad_sync() waits.
+    groups: {parameter: group} of parameters with fewer replicas, such as an expert's; each a subset
+        of process_group's ranks.
 
-    Raises ValueError for a module without trainable parameters or with parameters on several
-    devices, for sizes that are not positive, and, on every rank, for modules that differ between
-    ranks. backward() raises RuntimeError naming this rank's parameters without gradient, those with
-    two in one backward, and with error_if_nonfinite those whose gradient here is not finite.
+    A copy (copy.deepcopy) trains on its own; only a wrapper of the default group can be pickled.
+
+    Raises ValueError for a module without trainable parameters, with sharded ones or with some on
+    several devices, for sizes that are not positive, and, on every rank, for modules that differ
+    between ranks. backward() raises RuntimeError naming this rank's parameters without gradient,
+    those with two in one backward, those whose gradient somebody else takes meanwhile (a second
+    wrapper, ZeRO-2), and those whose gradient is sparse or, under create_graph=True, has a graph.
     """
 
     def __init__(
@@ -119,29 +285,51 @@ class DistributedDataParallel(nn.Module):
         self.wait_in_backward, self.groups = wait_in_backward, groups or {}
         self.find_unused_parameters = find_unused_parameters
         self.broadcast_buffers, self.error_if_nonfinite = broadcast_buffers, error_if_nonfinite
-        self.gradient_divide_factor = gradient_divide_factor or dist.get_world_size(process_group)
-        self._names = {p: name for name, p in module.named_parameters() if p.requires_grad}
-        self._check(bucket_cap_mb, gradient_divide_factor)
+        self.gradient_divide_factor, self.bucket_cap_mb = gradient_divide_factor, bucket_cap_mb
+        if gradient_divide_factor is None:
+            self.gradient_divide_factor = dist.get_world_size(process_group)
+        self._check()
         for parameter in module.parameters():
             self._broadcast([parameter], self._group_of(parameter))
         self._broadcast(module.buffers(), process_group)
-        self._sync, self._reducing, self._next, self._sums = True, False, 0, {}
+        self._sync = True
+        self._attach()
+
+    def _check(self):
+        named = list(self.module.named_parameters())
+        check_whole(named)
+        if not any(parameter.requires_grad for _, parameter in named):
+            raise ValueError("the module has no trainable parameters")
+        for name in ("bucket_cap_mb", "gradient_divide_factor"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        check_parameters([*named, *self.module.named_buffers()], self.process_group)
+
+    def _attach(self):
+        """Hooks and buckets: what belongs to these parameters, and not to a copy of them."""
+        self._names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
+        self._backward = Backward(self._begin_backward, self._end_backward)
+        self._reducing, self._next, self._sums = False, 0, {}
         # Backward runs from the last layer to the first, which is the order buckets should fill in.
-        self._cap_bytes, self._arrived = int(bucket_cap_mb * 2**20), []
+        self._arrived = []
         self._build(list(self._names)[::-1])
         for parameter in self._names:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
 
-    def _check(self, bucket_cap_mb, gradient_divide_factor):
-        if not self._names:
-            raise ValueError("the module has no trainable parameters")
-        if not (bucket_cap_mb > 0 and (gradient_divide_factor or 1) > 0):
-            raise ValueError(
-                f"bucket_cap_mb={bucket_cap_mb} and "
-                f"gradient_divide_factor={gradient_divide_factor} must be positive"
-            )
-        named = [*self.module.named_parameters(), *self.module.named_buffers()]
-        check_parameters(named, self.process_group)
+    def __getstate__(self):
+        own = "_names _backward _reducing _next _sums _unused _arrived _order _buckets _place"
+        return {key: value for key, value in self.__dict__.items() if key not in own.split()}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._attach()
+
+    def __deepcopy__(self, memo):
+        for group in (self.process_group, *self.groups.values()):
+            memo[id(group)] = group  # the same processes
+        copied = memo[id(self)] = self.__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
     def _group_of(self, parameter):
         return self.groups.get(parameter, self.process_group)
@@ -157,21 +345,22 @@ class DistributedDataParallel(nn.Module):
         kind = lambda parameter: (parameter.dtype, self._group_of(parameter))
         self._buckets = [
             _Bucket(bucket, self.find_unused_parameters, self._group_of(bucket[0]))
-            for bucket in fill_buckets(order, self._cap_bytes, kind)
+            for bucket in fill_buckets(order, int(self.bucket_cap_mb * 2**20), kind)
         ]
         self._place = {}
         for bucket in self._buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views):
-                self._place[parameter] = bucket, view
+            for i, parameter in enumerate(bucket.parameters):
+                self._place[parameter] = bucket, i
                 if parameter.grad is not None:
-                    parameter.grad = view.copy_(parameter.grad)
+                    parameter.grad = bucket.views[i].copy_(parameter.grad)
 
     def forward(self, *args, **kwargs):
-        self._reducing = False  # should the last backward have failed half-way
-        if self.broadcast_buffers and self._sync and self.training and torch.is_grad_enabled():
-            self._broadcast(self.module.buffers(), self.process_group)
+        if not in_backward():  # where it is recomputed
+            self._reducing = False  # should the last backward have failed half-way
+            if self.broadcast_buffers and self._sync and self.training and torch.is_grad_enabled():
+                self._broadcast(self.module.buffers(), self.process_group)
         outputs = self.module(*args, **kwargs)
-        before_backward(self._begin_backward, outputs)
+        before_backward(self._at_outputs, outputs)
         return outputs
 
     @contextmanager
@@ -183,11 +372,16 @@ class DistributedDataParallel(nn.Module):
         finally:
             self._sync = before
 
-    def _begin_backward(self):
-        """Runs on every rank, whether or not a parameter gets a gradient there."""
+    def _at_outputs(self):
+        if accumulates():
+            self._enter_backward()
+
+    def _enter_backward(self):
         if self._sync and not self._reducing:
-            self.start_grad_sync(awaited=self._names)
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self._backward.enter()
+
+    def _begin_backward(self):
+        self.start_grad_sync(awaited=self._names)
 
     def start_grad_sync(self, awaited=()):
         """Reduce the gradients that are there; those of `awaited`, each once it was added to.
@@ -201,23 +395,35 @@ class DistributedDataParallel(nn.Module):
             bucket.flags.fill_(1)
         self._complete(self._names.keys() - set(awaited))
 
+    @torch.no_grad()
     def _gradient_ready(self, parameter):
+        name, (bucket, _) = self._names[parameter], self._place[parameter]
+        gradient = parameter.grad
+        if gradient is not None and (gradient.requires_grad or gradient.is_sparse):
+            what = "sparse" if gradient.is_sparse else "part of a graph (create_graph=True)"
+            raise RuntimeError(f"the gradient of {name!r} is {what}, which is not reduced")
+        self._enter_backward()
         if not self._reducing:
-            self._store(parameter, 1)
+            self._copy_to_bucket(parameter, 1)
             return
-        bucket, _ = self._place[parameter]
         if parameter not in bucket.waiting:
-            name = self._names[parameter]
             raise RuntimeError(f"parameter {name!r} got two gradients in one backward pass")
-        self._store(parameter, self.gradient_divide_factor)
-        bucket.waiting.remove(parameter)
+        self._mark_ready(parameter)
         if self._arrived is not None:
             self._arrived.append(parameter)
         self._launch_full_buckets()
 
-    def _store(self, parameter, factor):
+    def _mark_ready(self, parameter):
+        bucket, i = self._place[parameter]
+        if parameter.grad is None and self.find_unused_parameters:
+            bucket.flags[i] = 0
+        self._copy_to_bucket(parameter, self.gradient_divide_factor)
+        bucket.waiting.remove(parameter)
+
+    def _copy_to_bucket(self, parameter, factor):
         """Divide the gradient, into its bucket."""
-        _, view = self._place[parameter]
+        bucket, i = self._place[parameter]
+        view = bucket.views[i]
         if parameter.grad is None:
             view.zero_()
         elif parameter.grad is not view:
@@ -234,16 +440,15 @@ class DistributedDataParallel(nn.Module):
             self._buckets[self._next].reduce(self.reduce_dtype)
             self._next += 1
 
+    @torch.no_grad()
     def _complete(self, parameters):
         """Reduce these as they are: nothing more will be added to them."""
         for bucket in self._buckets:
-            for i, parameter in enumerate(bucket.parameters):
+            for parameter in bucket.parameters:
                 if parameter in bucket.waiting and parameter in parameters:
                     if parameter.grad is None:
                         self._unused.append(self._names[parameter])
-                        bucket.flags[i : i + 1] = 0
-                    self._store(parameter, self.gradient_divide_factor)
-                    bucket.waiting.remove(parameter)
+                    self._mark_ready(parameter)
         self._launch_full_buckets()
 
     def _end_backward(self):
@@ -251,19 +456,24 @@ class DistributedDataParallel(nn.Module):
         if self.wait_in_backward:
             self.finish_grad_sync()
 
+    @torch.no_grad()
     def finish_grad_sync(self):
         """Wait for the reductions that backward() or start_grad_sync() started, if they did."""
         if not self._reducing:
             return
+        taken = []
         for bucket in self._buckets:
             bucket.finish()
+            for parameter, view in zip(bucket.parameters, bucket.views):
+                if parameter.grad is not view:
+                    taken.append(self._names[parameter])
             for parameter, used in zip(bucket.parameters, bucket.flags.tolist()):
                 if not used:
                     parameter.grad = None
         self._reducing = False
         if self._arrived is not None:
             self._rebuild()
-        self._raise_errors()
+        self._raise_errors(taken)
 
     def _rebuild(self):
         """Once, refill the buckets in the order in which gradients arrived on the first rank."""
@@ -275,10 +485,15 @@ class DistributedDataParallel(nn.Module):
         if places.tolist() != sorted(places.tolist()):
             self._build([self._order[place] for place in places.tolist()])
 
-    def _raise_errors(self):
+    def _raise_errors(self, taken):
         """After the reduction, so that no other rank is left waiting."""
+        rank = dist.get_rank(self.process_group)
+        if taken:
+            raise RuntimeError(
+                f"rank {rank}: somebody took the gradient of {', '.join(taken)} while it was "
+                "reduced: another wrapper of the module, or ZeRO-2, which reduces by itself"
+            )
         if self._unused and not self.find_unused_parameters:
-            rank = dist.get_rank(self.process_group)
             raise RuntimeError(
                 f"rank {rank}: no gradient for {', '.join(self._unused)}; "
                 "with find_unused_parameters=True they would count as zero"

@@ -38,165 +38,61 @@ from collectives import (
     ReduceOp,
     all_gather_single,
     all_reduce,
-    before_backward,
     broadcast,
-    check_finite,
     check_parameters,
     count_bytes,
     dist,
-    fill_buckets,
     rank_and_size,
     reduce_scatter_bytes,
     reduce_scatter_single,
     run_ranks,
+)
+from ddp import (
+    Backward,
+    DistributedDataParallel,
+    FlatLayout,
+    accumulates,
+    before_backward,
+    check_finite,
+    check_whole,
+    fill_buckets,
+    in_backward,
     weakly,
 )
 
-# ---- a row of parameters, and its shards ---------------------------------------------------------
+# ---- the idea ------------------------------------------------------------------------------------
 
 
-class _Flat:
-    """Parameters as one row of elements, padded to P equal shards, of which each rank owns one.
+@torch.no_grad()
+def sharded_step(parameters, update, group=None):
+    """After backward: a step of ZeRO-1 on parameters of one dtype, in full. Nothing overlaps.
 
-        | weight                | bias | weight            | padding |
-        | shard 0          | shard 1          | shard 2              |       P = 3
-
-    `full` is the row that the module computes with; `shard` is this rank's part of it, in the
-    parameters' own dtype, and `pieces` what that holds of each parameter: one dimension, maybe
-    empty. Gradients go the opposite way: `row` is full, `gradient` this rank's shard of the sum.
+    update(weights, gradient) changes this rank's shard of the weights in place, and has optimizer
+    state for that shard alone.
     """
+    rank, world_size = rank_and_size(group)
+    layout = FlatLayout(parameters, world_size)
+    weights, gradients = parameters[0].new_zeros(2, layout.length)
+    for weight, gradient, parameter in zip(
+        layout.views(weights), layout.views(gradients), parameters
+    ):
+        weight.copy_(parameter)
+        gradient.copy_(parameter.grad)
+    shard, gradient = weights.chunk(world_size)[rank].clone(), torch.empty(layout.shard_size)
+    gradient = gradient.to(shard)
+    reduce_scatter_single(gradient, gradients, ReduceOp.AVG, group)
+    update(shard, gradient)
+    all_gather_single(weights, shard, group)
+    for weight, parameter in zip(layout.views(weights), parameters):
+        parameter.copy_(weight)
 
-    def __init__(self, named, settings):
-        self.names, self.parameters = zip(*named)
-        self.settings, self.group = settings, settings.group
-        rank, world_size = rank_and_size(self.group)
-        self.shapes = [parameter.shape for parameter in self.parameters]
-        self.sizes = [parameter.numel() for parameter in self.parameters]
-        self.index = {parameter: i for i, parameter in enumerate(self.parameters)}
-        size = -(-sum(self.sizes) // world_size)
-        self.begin, self.end, self.length = rank * size, (rank + 1) * size, world_size * size
-        self.dtype = self.parameters[0].dtype
-        floating = self.dtype.is_floating_point
-        self.param_dtype = settings.param_dtype if settings.param_dtype and floating else self.dtype
-        self.reduce_dtype = settings.reduce_dtype or self.param_dtype
-        self.gradient = self.incoming = self.work = None
-        self.sums = {}
-        self.close_row()
 
-    def views(self, row):
-        """Each parameter's elements of a full row, in its shape."""
-        parts = row[: sum(self.sizes)].split(self.sizes)
-        return [part.view(shape) for part, shape in zip(parts, self.shapes)]
-
-    def cut(self, shard):
-        """Each parameter's elements of this rank's shard."""
-        pieces, offset = [], -self.begin
-        for size in self.sizes:
-            pieces.append(shard[max(0, offset) : max(0, offset + size)])
-            offset += size
-        return pieces
-
-    def piece(self, i, tensor):
-        """What this rank's shard holds of a full tensor, one that is like the i-th parameter."""
-        offset = sum(self.sizes[:i])
-        return tensor.flatten()[max(0, self.begin - offset) : max(0, self.end - offset)]
-
-    def join(self, pieces):
-        """The full tensors of which each rank passes its pieces. Collective."""
-        shard = pieces[0].new_zeros(self.end - self.begin)
-        for part, piece in zip(self.cut(shard), pieces):
-            part.copy_(piece.detach())
-        row = shard.new_empty(self.length)
-        all_gather_single(row, shard, self.group)
-        return [view.clone() for view in self.views(row)]
-
-    def first_row(self):
-        """The first rank's parameters, as a row. Collective."""
-        row = self.parameters[0].new_zeros(self.length)
-        for view, parameter in zip(self.views(row), self.parameters):
-            view.copy_(parameter.detach())
-        self.settings.broadcast(row)
-        return row
-
-    def live_in(self, full, shard):
-        """Make the parameters views of `full`, and the pieces parameters in `shard`."""
-        self.full, self.shard = full, shard
-        for parameter, view in zip(self.parameters, self.views(full)):
-            parameter.data = view
-        pieces = zip(self.cut(shard), self.parameters)
-        self.pieces = [nn.Parameter(piece, parameter.requires_grad) for piece, parameter in pieces]
-
-    def gather(self):
-        """Begin to collect every rank's shard in the full row; returns the Work."""
-        shard = self.shard.to(self.param_dtype)
-        return all_gather_single(self.full, shard, self.group, async_op=True)
-
-    def open_row(self):
-        """Memory for a row of gradients."""
-        dtype = self.param_dtype if self.settings.keep else self.reduce_dtype
-        self.row = self.full.new_empty(self.length, dtype=dtype)
-        self.row[sum(self.sizes) :] = 0
-        self.row_views, self.missing = self.views(self.row), set(self.parameters)
-
-    def close_row(self):
-        self.row, self.row_views, self.missing = None, (), set()
-
-    def forget(self):
-        """Whatever a backward pass that failed has left under way."""
-        if self.work is not None:
-            self.work.wait()
-        self.incoming = self.work = None
-        self.sums = {}
-        self.close_row()
-
-    def store(self, parameter):
-        """Move a gradient into the row of gradients; with `keep` it stays there, as a view."""
-        keep = self.settings.keep
-        if self.row is None:
-            self.open_row()
-        view = self.row_views[self.index[parameter]]
-        if parameter.grad is not view:
-            if keep or parameter in self.missing:
-                view.copy_(parameter.grad)
-            else:
-                view.add_(parameter.grad)
-        parameter.grad = view if keep else None
-        self.missing.discard(parameter)
-        if self.settings.error_if_nonfinite:
-            self.sums[self.names[self.index[parameter]]] = view.sum(dtype=torch.float64)
-
-    def is_full(self):
-        """Whether every parameter's gradient is there."""
-        return self.row is not None and not self.missing
-
-    def reduce(self):
-        """Begin to sum the rows of all ranks; a parameter without gradient counts as zero."""
-        keep = self.settings.keep
-        if self.row is None:
-            self.open_row()
-        for parameter, view in zip(self.parameters, self.row_views):
-            if parameter in self.missing or (keep and parameter.grad is None):
-                view.zero_()
-        row = self.row.to(self.reduce_dtype)
-        self.incoming = row.new_empty(self.end - self.begin)
-        self.work = reduce_scatter_single(self.incoming, row, group=self.group, async_op=True)
-        if not keep:
-            self.close_row()
-
-    def finish(self, dtype):
-        """Add this rank's shard of the sum to its gradient, which is of `dtype`."""
-        self.work.wait()
-        if self.settings.replicate_group is not None:
-            all_reduce(self.incoming, group=self.settings.replicate_group)
-        if self.settings.divide_factor != 1:
-            self.incoming.div_(self.settings.divide_factor)
-        incoming, self.incoming, self.work = self.incoming.to(dtype), None, None
-        self.gradient = incoming if self.gradient is None else self.gradient.add_(incoming)
+# ---- parameters in one row, and its shards -------------------------------------------------------
 
 
 @dataclass
 class _Settings:
-    """What all rows of a model have in common; keep: gradients stay in their row until step()."""
+    """What all rows of a model have in common."""
 
     group: object
     replicate_group: object
@@ -204,7 +100,6 @@ class _Settings:
     reduce_dtype: torch.dtype | None
     divide_factor: float | None
     error_if_nonfinite: bool
-    keep: bool = False
 
     def __post_init__(self):
         # replicas first: then what the first replica broadcasts reaches all of its ranks
@@ -222,13 +117,118 @@ class _Settings:
             broadcast(tensor, dist.get_global_rank(group or dist.group.WORLD, 0), group)
 
     def check(self, named):
+        check_whole(named)
         for group in self.groups:
             check_parameters(named, group)
 
 
+class FlatParameter:
+    """Parameters of one dtype as one row of elements, cut into shards, of which each rank owns one.
+
+    `unsharded` is the row that the module computes with; `shard` is this rank's part of it, in the
+    parameters' own dtype, and `pieces` what that holds of each parameter, as parameters of an
+    optimizer: one dimension, maybe empty. Gradients go the opposite way: `flat_grad` is a full row,
+    `gradient` this rank's shard of the sum.
+    """
+
+    def __init__(self, named, settings):
+        self.names, self.originals = zip(*named)
+        self.settings, self.group = settings, settings.group
+        self.rank, world_size = rank_and_size(self.group)
+        self.layout = FlatLayout(self.originals, world_size)
+        begin = self.rank * self.layout.shard_size
+        self.own = slice(begin, begin + self.layout.shard_size)
+        self.dtype = self.originals[0].dtype
+        floating = self.dtype.is_floating_point
+        self.param_dtype = settings.param_dtype if settings.param_dtype and floating else self.dtype
+        self.reduce_dtype = settings.reduce_dtype or self.param_dtype
+        self.pieces, self.gradient = (), None
+        self.reset()
+
+    def first_row(self):
+        """The first rank's parameters, as a row. Collective."""
+        row = self.originals[0].new_zeros(self.layout.length)
+        for view, parameter in zip(self.layout.views(row), self.originals):
+            view.copy_(parameter.detach())
+        self.settings.broadcast(row)
+        return row
+
+    def piece(self, i, tensor):
+        """What this rank's shard holds of a full tensor, one that is like the i-th parameter."""
+        begin, end = self.layout.ranges(self.rank)[i]
+        return tensor.flatten()[begin:end]
+
+    def join(self, pieces):
+        """The full tensors of which each rank passes its pieces. Collective."""
+        shard = pieces[0].new_zeros(self.layout.shard_size)
+        for part, piece in zip(self.layout.pieces(shard, self.rank), pieces):
+            part.copy_(piece.detach())
+        row = shard.new_empty(self.layout.length)
+        all_gather_single(row, shard, self.group)
+        return [view.clone() for view in self.layout.views(row)]
+
+    def unshard(self):
+        """Begin to collect every rank's shard in the full row; returns the Work."""
+        shard = self.shard.to(self.param_dtype)
+        return all_gather_single(self.unsharded, shard, self.group, async_op=True)
+
+    # -- gradients
+
+    def reset(self):
+        """No gradient is on its way."""
+        self.flat_grad, self.grad_views, self.missing = None, (), set()
+        self.incoming = self.work = None
+        self.sums = {}
+
+    def alloc_grad(self):
+        """Memory for a full row of gradients."""
+        self.flat_grad = self.shard.new_empty(self.layout.length, dtype=self.reduce_dtype)
+        self.flat_grad[sum(self.layout.sizes) :] = 0
+        self.grad_views = self.layout.views(self.flat_grad)
+        self.missing = set(range(len(self.names)))
+
+    def add_gradient(self, i, gradient):
+        """Put a gradient of the i-th parameter into the row."""
+        if self.flat_grad is None:
+            self.alloc_grad()
+        view = self.grad_views[i]
+        view.copy_(gradient) if i in self.missing else view.add_(gradient)
+        self.missing.discard(i)
+        if self.settings.error_if_nonfinite:
+            self.sums[self.names[i]] = view.sum(dtype=torch.float64)
+
+    def is_full(self):
+        """Whether every parameter's gradient is there."""
+        return self.flat_grad is not None and not self.missing
+
+    def reduce(self):
+        """Begin to sum the rows of all ranks; a parameter without gradient counts as zero."""
+        if self.flat_grad is None:
+            self.alloc_grad()
+        for i in self.missing:
+            self.grad_views[i].zero_()
+        self.incoming = self.flat_grad.new_empty(self.layout.shard_size)
+        row, self.flat_grad, self.grad_views = self.flat_grad, None, ()
+        self.work = reduce_scatter_single(self.incoming, row, group=self.group, async_op=True)
+
+    def finish(self, dtype):
+        """Add this rank's shard of the sum to its gradient, which is of `dtype`."""
+        self.work.wait()
+        if self.settings.replicate_group is not None:
+            all_reduce(self.incoming, group=self.settings.replicate_group)
+        if self.settings.divide_factor != 1:
+            self.incoming.div_(self.settings.divide_factor)
+        incoming, self.incoming, self.work = self.incoming.to(dtype), None, None
+        self.gradient = incoming if self.gradient is None else self.gradient.add_(incoming)
+
+    def gradient_pieces(self):
+        """What this rank's shard of the sum holds of each parameter."""
+        return self.layout.pieces(self.gradient, self.rank)
+
+
 def _check_backward(flats, group):
     """After a backward pass: no gradient came too late, and all were finite on this rank."""
-    if late := [name for flat in flats if flat.row is not None for name in flat.names]:
+    if late := [name for flat in flats if flat.flat_grad is not None for name in flat.names]:
         raise RuntimeError(f"a gradient came after those of its row were summed: {', '.join(late)}")
     _check_finite(flats, group)
 
@@ -313,8 +313,8 @@ def _load_full_state(optimizer, flats, place, lengths, state_dict):
             (flat, i), state[number] = where[piece], {}
             for key, value in state_dict["state"].get(place[piece], {}).items():
                 if torch.is_tensor(value) and key not in _SCALARS:
-                    if value.shape != flat.shapes[i]:
-                        found, needed = tuple(value.shape), tuple(flat.shapes[i])
+                    if value.shape != flat.layout.shapes[i]:
+                        found, needed = tuple(value.shape), tuple(flat.layout.shapes[i])
                         raise ValueError(f"{key} of {flat.names[i]!r} is {found}, not {needed}")
                     value = flat.piece(i, value).clone()
                 state[number][key] = value
@@ -332,22 +332,31 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     """Runs `optimizer_class(..., **defaults)` on this rank's shard of all elements: ZeRO-1 and -2.
 
     Stage 1: step() reduce-scatters the gradients that backward has left, updates the shard and
-    all-gathers the parameters. Stage 2, shard_gradients=True: a gradient leaves for its owner when
-    backward has filled a row of at most `bucket_cap_mb` MiB; the shards add up over backward
-    passes, each of which must reach some parameter on every rank.
+    all-gathers the parameters; under DistributedDataParallel, which sums them too, it sums equal
+    ones. Stage 2, shard_gradients=True: a gradient leaves for its owner when backward has filled a
+    row of at most `bucket_cap_mb` MiB, and the shards add up over backward passes, each of which
+    must reach some parameter on every rank. Its .grad then only says so: zero_grad() of a module or
+    optimizer may zero it, and all else is refused, DistributedDataParallel too.
 
     params: as for any optimizer; they start as the first rank's, and become views into rows.
     param_dtype: what they are converted to, the update being made on a copy in their old dtype, of
-    the shard alone. reduce_dtype: in which gradients are summed, by default the parameters'.
+        the shard alone. An element that somebody else changes is changed in the copy, too.
+    reduce_dtype: in which gradients are summed, by default the parameters'.
     gradient_divide_factor: what their sum is divided by, by default the number of ranks; 1 where
-    the loss has its global divisor. zero_grad() is this optimizer's: a module's knows nothing of
-    shards. With replicate_group (HSDP) each of its ranks has a replica of the shards of
-    process_group, and gradients are also summed over it. A trainable parameter without gradient
-    counts as zero.
+        the loss has its global divisor.
+    replicate_group: (HSDP) each of its ranks has a replica of the shards of process_group, and
+        gradients are also summed over it.
+    error_if_nonfinite: step(), or in stage 2 backward(), names the gradients of this rank that are
+        not finite.
+
+    A trainable parameter without gradient counts as zero. The norm of all gradients is that of
+    clip_grad_norm_() here: torch.nn.utils' has this rank's gradients alone (stage 1). A GradScaler
+    must ask all ranks whether one of them is infinite:
+    torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, in stage 1, does.
 
     Raises ValueError for an optimizer that does not treat each element by itself, for no trainable
     parameters, several devices, and parameters that differ between ranks; RuntimeError from step()
-    without gradients, and with error_if_nonfinite if a gradient is not finite on this rank.
+    without gradients, and for parameters that were moved or converted.
     """
 
     def __init__(
@@ -379,11 +388,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             reduce_dtype,
             gradient_divide_factor,
             error_if_nonfinite,
-            keep=not shard_gradients,
         )
-        self._keep, self._cap_bytes = not shard_gradients, int(bucket_cap_mb * 2**20)
-        self._flats, self._flat_of, self.optimizer = [], {}, None
-        self._in_backward, self._next, self._reduced = False, 0, False
+        self._shard_gradients, self._cap_bytes = shard_gradients, int(bucket_cap_mb * 2**20)
+        self._flats, self._place, self.optimizer = [], {}, None
+        self._backward = Backward(self._begin_backward, self._end_backward)
+        self._next, self._reduced = 0, None
         super().__init__(params, defaults)
         if not self._flats:
             raise ValueError("there are no trainable parameters")
@@ -408,46 +417,62 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         ]
         named = list(zip(names, group["params"]))
         self._settings.check(named)
-        # Backward runs from the last layer to the first, which is the order rows should fill in.
-        trainable = [pair for pair in named[::-1] if pair[1].requires_grad]
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 self._settings.broadcast(parameter.detach())
                 if self._settings.param_dtype and parameter.is_floating_point():
                     parameter.data = parameter.data.to(self._settings.param_dtype)
-        names = {parameter: name for name, parameter in trainable}
+        # Backward runs from the last layer to the first, which is the order rows should fill in.
+        names = {parameter: name for name, parameter in named[::-1] if parameter.requires_grad}
         for bucket in fill_buckets(list(names), self._cap_bytes):
-            flat = _Flat([(names[parameter], parameter) for parameter in bucket], self._settings)
-            row = flat.first_row()
-            full = row.to(flat.param_dtype)
-            own = row[flat.begin : flat.end]
-            flat.live_in(full, own if full is row else own.clone())
+            flat = FlatParameter([(names[p], p) for p in bucket], self._settings)
+            number = len(self._flats)
             self._flats.append(flat)
-            for parameter in flat.parameters:
-                self._flat_of[parameter] = flat
-                parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
+            row = flat.first_row()
+            flat.unsharded = row.to(flat.param_dtype)
+            own = row[flat.own]
+            flat.shard = own if flat.unsharded is row else own.clone()
+            flat.pieces = [nn.Parameter(p) for p in flat.layout.pieces(flat.shard, flat.rank)]
+            for i, (parameter, view) in enumerate(
+                zip(flat.originals, flat.layout.views(flat.unsharded))
+            ):
+                parameter.data = view
+                self._place[parameter] = number, i
+                if self._shard_gradients:
+                    parameter.register_hook(weakly(self._gradient_comes))
+                    parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
 
     def _pieces_of(self, group):
-        pieces = self._pieces()
+        pieces = _pieces(self._flats)
         own = [pieces[parameter] for parameter in group["params"] if parameter in pieces]
         return {key: v for key, v in group.items() if key != "param_names"} | {"params": own}
 
-    def _pieces(self):
-        return {p: piece for flat in self._flats for p, piece in zip(flat.parameters, flat.pieces)}
+    # -- gradients of stage 2
 
-    # -- gradients
+    def _gradient_comes(self, gradient):
+        """Before autograd adds it to .grad."""
+        self._backward.enter()
 
+    def _begin_backward(self):
+        """Autograd adds to nothing, whether the last gradient was sent or set to None since."""
+        self._next = 0
+        for parameter, (number, i) in self._place.items():
+            if isinstance(parameter.grad, _SentGradient):
+                parameter.grad = None
+            elif parameter.grad is None:
+                self._zero(number, i)
+
+    def _zero(self, number, i):
+        if self._flats[number].gradient is not None:
+            self._flats[number].gradient_pieces()[i].zero_()
+
+    @torch.no_grad()
     def _gradient_ready(self, parameter):
         if parameter.grad is None:  # its backward has put it off
             return
-        flat = self._flat_of[parameter]
-        flat.store(parameter)
-        self._reduced = False
-        if self._keep:
-            return
-        if not self._in_backward:
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+        number, i = self._place[parameter]
+        self._flats[number].add_gradient(i, parameter.grad)
+        parameter.grad = None
         while self._next < len(self._flats) and self._flats[self._next].is_full():
             self._reduce_next()
 
@@ -462,39 +487,40 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def _finish(flat):
         flat.finish(flat.reduce_dtype)
 
-    def _finish_backward(self):
+    def _end_backward(self):
         while self._next < len(self._flats):
             self._reduce_next()
         self._finish(self._flats[-1])
-        self._in_backward, self._next, self._reduced = False, 0, True
+        for parameter, (number, i) in self._place.items():
+            parameter.grad = _SentGradient(parameter, partial(weakly(self._zero), number, i))
         _check_backward(self._flats, self._settings.group)
 
+    # -- gradients of stage 1
+
+    def _gradients(self):
+        """What backward has left, each with a number that changes with it."""
+        gradients = [parameter.grad for parameter in self._place]
+        return [(gradient, gradient is not None and gradient._version) for gradient in gradients]
+
+    def _are_reduced(self):
+        """Whether the shards of the sum are those of the gradients that are there now."""
+        if self._reduced is None:
+            return False
+        pairs = zip(self._reduced, self._gradients())
+        return all(g is other and version == v for (g, version), (other, v) in pairs)
+
     def _begin_reduction(self):
-        """Stage 1: the gradients, also those that backward has not left itself."""
-        gradients = False
-        for flat in self._flats:
-            for parameter in flat.parameters:
-                if parameter.grad is not None:
-                    flat.store(parameter)
-                    gradients = True
-        if not gradients:
+        if all(parameter.grad is None for parameter in self._place):
             raise RuntimeError("step() before backward(): no parameter has a gradient")
         for flat in self._flats:
+            flat.reset()
             flat.gradient = None
+            for i, parameter in enumerate(flat.originals):
+                if parameter.grad is not None:
+                    flat.add_gradient(i, parameter.grad)
             flat.reduce()
 
-    def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the gradients to a norm of at most `max_norm`; returns their norm. Collective.
-
-        Call it after the last backward, before step().
-        """
-        rows = []
-        if self._keep:  # step() starts from the shards, a further backward from the rows
-            self.reduce_gradients()
-            rows = [flat.row for flat in self._flats]
-        gradients = [flat.gradient for flat in self._flats]
-        return _clip(gradients, max_norm, norm_type, self._settings.group, rows)
-
+    @torch.no_grad()
     def reduce_gradients(self):
         """Stage 1: sum the gradients before step(), which then starts from these. Collective.
 
@@ -502,24 +528,36 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         gradient. The pieces may be scaled in place.
         """
         self._begin_reduction()
-        self._reduced, pieces = True, {}
+        self._reduced, pieces = self._gradients(), {}
         for flat in self._flats:
             self._finish(flat)
-            offset = 0
-            for parameter, size, piece in zip(
-                flat.parameters, flat.sizes, flat.cut(flat.gradient)
-            ):
-                pieces[parameter] = max(0, flat.begin - offset), piece
-                offset += size
+            ranges = flat.layout.ranges(flat.rank)
+            for parameter, (begin, _), piece in zip(flat.originals, ranges, flat.gradient_pieces()):
+                pieces[parameter] = begin, piece
         return pieces
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm, norm_type=2.0):
+        """Scale the gradients to a norm of at most `max_norm`; returns their norm. Collective.
+
+        Call it after the last backward, before step().
+        """
+        own = []
+        if not self._shard_gradients:  # step() starts from the shards, a further backward from .grad
+            self.reduce_gradients()
+            own = [p.grad for p in self._place if p.grad is not None]
+        gradients = [flat.gradient for flat in self._flats]
+        norm = _clip(gradients, max_norm, norm_type, self._settings.group, own)
+        if not self._shard_gradients:
+            self._reduced = self._gradients()
+        return norm
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)
-        self._in_backward, self._next, self._reduced = False, 0, False
         for flat in self._flats:
-            flat.gradient, flat.sums = None, {}
-            if not self._keep:
-                flat.forget()
+            flat.reset()
+            flat.gradient = None
+        self._reduced = None
 
     # -- update
 
@@ -528,41 +566,70 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """Update this rank's shard and gather everybody's. Collective."""
         with torch.enable_grad() if closure else nullcontext():
             loss = closure() if closure else None
-        scatter = self._keep and not self._reduced
+        scatter = not self._shard_gradients and not self._are_reduced()
         if scatter:
             self._begin_reduction()
-        elif any(flat.gradient is None for flat in self._flats):
-            raise RuntimeError("step() before backward(): no parameter has a gradient")
+        elif self._shard_gradients:
+            self._check_sent()
         for group, pieces in zip(self.param_groups, self.optimizer.param_groups):
             pieces.update({key: group[key] for key in pieces if key != "params"})
         works = []
         for flat in self._flats:  # one shard is updated while the next comes and the last leaves
             if scatter:
                 self._finish(flat)
-            gradient = flat.gradient.to(flat.dtype)
-            for piece, part in zip(flat.pieces, flat.cut(gradient)):
-                piece.grad = part
+            self._follow(flat)
+            for piece, part in zip(flat.pieces, flat.gradient_pieces()):
+                piece.grad = part.to(flat.dtype)
             self.optimizer.step()
             for piece in flat.pieces:
                 piece.grad = None
-            works.append(flat.gather())
-            if self._keep:
+            works.append(flat.unshard())
+            if not self._shard_gradients:
                 flat.gradient = None
         for work in works:
             work.wait()
-        if self._keep:
-            self._reduced = False
+        if not self._shard_gradients:
+            self._reduced = None
             _check_finite(self._flats, self._settings.group)
         return loss
+
+    def _check_sent(self):
+        """Stage 2: what was zeroed since it was sent counts as zero; nothing else may be there."""
+        if any(flat.gradient is None for flat in self._flats):
+            raise RuntimeError("step() before backward(): no parameter has a gradient")
+        for parameter, (number, i) in self._place.items():
+            if parameter.grad is None:
+                self._zero(number, i)
+            elif not isinstance(parameter.grad, _SentGradient):
+                raise RuntimeError(
+                    f"{self._flats[number].names[i]!r} has a gradient that is not ZeRO-2's: set by hand, or by "
+                    "DistributedDataParallel, which reduces what ZeRO-2 already has (use stage 1)"
+                )
+
+    @staticmethod
+    def _follow(flat):
+        """Take over what somebody has changed in the parameters since the last step."""
+        for name, parameter, view in zip(
+            flat.names, flat.originals, flat.layout.views(flat.unsharded)
+        ):
+            if parameter.shape != view.shape or parameter.dtype != view.dtype:
+                found, needed = (f"{tuple(t.shape)} {t.dtype}" for t in (parameter, view))
+                raise RuntimeError(f"{name!r} has become {found}, its optimizer has {needed}")
+            if parameter.data_ptr() != view.data_ptr():
+                parameter.data = view.copy_(parameter)
+        if flat.dtype != flat.param_dtype:
+            rounded, own = flat.shard.to(flat.param_dtype), flat.unsharded[flat.own]
+            flat.shard.copy_(torch.where(own == rounded, flat.shard, own.to(flat.dtype)))
 
     # -- state
 
     def _places(self):
         """piece -> its parameter's number in a state dict."""
-        pieces = self._pieces()
+        pieces = _pieces(self._flats)
         parameters = [p for group in self.param_groups for p in group["params"]]
         return {pieces[p]: number for number, p in enumerate(parameters) if p in pieces}
 
+    @torch.no_grad()
     def state_dict(self):
         """The state dict of `optimizer_class` for whole parameters, on every rank. Collective.
 
@@ -571,6 +638,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         place, state_dict = self._places(), super().state_dict()
         state = _full_state(self.optimizer, self._flats, place)
         for flat in self._flats:
+            self._follow(flat)
             if flat.dtype != flat.param_dtype:
                 for piece, master in zip(flat.pieces, flat.join(flat.pieces)):
                     state.setdefault(place[piece], {})["master"] = master
@@ -594,13 +662,42 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for group, pieces in zip(self.param_groups, self.optimizer.param_groups):
             group.update({key: value for key, value in pieces.items() if key != "params"})
         for flat in self._flats:
-            if flat.dtype == flat.param_dtype:
-                continue
-            for i, (parameter, piece) in enumerate(zip(flat.parameters, flat.pieces)):
+            self._follow(flat)
+            for i, (parameter, piece) in enumerate(zip(flat.originals, flat.pieces)):
                 exact = masters.get(place[piece])
-                exact = parameter if exact is None else exact
-                piece.copy_(flat.piece(i, exact))
-                parameter.copy_(exact)
+                if exact is not None and flat.dtype != flat.param_dtype:
+                    piece.copy_(flat.piece(i, exact))
+                    parameter.copy_(exact)
+
+
+def _pieces(flats):
+    """{parameter: its piece}"""
+    return {p: piece for flat in flats for p, piece in zip(flat.originals, flat.pieces)}
+
+
+class _SentGradient(torch.Tensor):
+    """The .grad of a parameter whose gradient is on its owner: has its shape, and can be zeroed."""
+
+    @staticmethod
+    def __new__(cls, parameter, zero):
+        like = {"dtype": parameter.dtype, "device": parameter.device, "storage_size": 0}
+        return torch.Tensor._make_wrapper_subclass(cls, parameter.shape, **like)
+
+    def __init__(self, parameter, zero):
+        self.zero = zero
+
+    def __repr__(self):
+        return f"gradient {tuple(self.shape)}, of which each rank has a shard"
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.zero_.default:
+            args[0].zero()
+            return args[0]
+        raise RuntimeError(
+            f"{function}: under ZeRO-2 .grad has left for its owner; use the optimizer's "
+            "clip_grad_norm_(), and stage 1 for what needs whole gradients, such as a GradScaler"
+        )
 
 
 # ---- stage 3: parameters that are there when their turn comes ------------------------------------
@@ -625,40 +722,105 @@ class _Memory:
         self.bytes.untyped_storage().resize_(0)
 
 
+class _ShardedParameter(FlatParameter):
+    """A row whose originals become the pieces; whole parameters take their places in the modules.
+
+    places: {parameter: [(module, name)]}, where the modules have it.
+    """
+
+    def __init__(self, named, settings, places):
+        super().__init__(named, settings)
+        self.places = [places[parameter] for parameter in self.originals]
+        self.shard = self.first_row()[self.own].clone()
+        for parameter, (begin, _), piece in zip(
+            self.originals, self.layout.ranges(self.rank), self._views()
+        ):
+            parameter.first, parameter.whole_shape = begin, parameter.shape
+            parameter.data = piece
+        self.pieces = self.originals
+
+    def _views(self):
+        return self.layout.pieces(self.shard, self.rank)
+
+    def live_in(self, row):
+        """Make the whole parameters views of this memory."""
+        self.unsharded, self.whole = row, []
+        for piece, view in zip(self.pieces, self.layout.views(row)):
+            whole = nn.Parameter(torch.empty(0, dtype=row.dtype), piece.requires_grad)
+            whole.data = view  # and not nn.Parameter(view), whose versions the gathering would count
+            self.whole.append(whole)
+
+    def put(self, parameters):
+        """Have the modules compute with these: the pieces, or the whole parameters."""
+        for parameter, places in zip(parameters, self.places):
+            for module, name in places:
+                if type(module).__setattr__ is nn.Module.__setattr__:
+                    module._parameters[name] = parameter
+                else:  # a recurrent layer keeps a list of its own
+                    setattr(module, name, parameter)
+
+    def follow(self):
+        """Take over pieces that somebody has put in place of these, or moved elsewhere."""
+        pieces = [module._parameters[name] for (module, name), *_ in self.places]
+        for name, piece, old, view in zip(self.names, pieces, self.pieces, self._views()):
+            if piece.shape != view.shape or piece.dtype != view.dtype:
+                found, needed = (f"{tuple(t.shape)} {t.dtype}" for t in (piece, view))
+                raise RuntimeError(
+                    f"{name!r} has become {found}, this rank's piece is {needed}: move and convert "
+                    "a module before it is sharded"
+                )
+            if piece.data_ptr() != view.data_ptr():
+                piece.data = view.copy_(piece.detach())
+            if piece is not old:
+                piece.first, piece.whole_shape = old.first, old.whole_shape
+        self.pieces = self.originals = tuple(pieces)
+        self.put(pieces)
+
+
 class _Unit:
-    """Flats that come and go together, in memory that they share with other units."""
+    """Rows that come and go together, in memory that they share with other units."""
 
     def __init__(self, flats):
         self.flats, self.works = flats, None
-        self.trainable = [flat for flat in flats if flat.parameters[0].requires_grad]
+        self.trainable = [flat for flat in flats if flat.pieces[0].requires_grad]
 
     def offsets(self):
-        """Where in its memory each flat begins, and the end of all."""
+        """Where in its memory each row begins, and the end of all."""
         starts = [0]
         for flat in self.flats:
-            starts.append(starts[-1] + -(-flat.length * flat.param_dtype.itemsize // 64) * 64)
+            nbytes = flat.layout.length * flat.param_dtype.itemsize
+            starts.append(starts[-1] + -(-nbytes // 128) * 128)
         return starts
 
     def live_in(self, memory):
         self.memory = memory
         for flat, start in zip(self.flats, self.offsets()):
-            row = flat.first_row()
-            part = memory.bytes[start : start + flat.length * flat.param_dtype.itemsize]
-            flat.live_in(part.view(flat.param_dtype), row[flat.begin : flat.end].clone())
+            part = memory.bytes[start : start + flat.layout.length * flat.param_dtype.itemsize]
+            flat.live_in(part.view(flat.param_dtype))
 
-    def gather(self):
+    def unshard(self):
+        """Begin to gather the parameters."""
         if self.works is None:
             self.memory.have()
-            self.works = [flat.gather() for flat in self.flats]
+            self.works = [flat.unshard() for flat in self.flats]
 
     def wait(self):
         for work in self.works:
             work.wait()
 
-    def drop(self):
+    def reshard(self):
+        """Give the memory to the next unit; but not before all of this one has arrived in it."""
         if self.works is not None:
-            self.wait()  # should nobody have: the memory is about to be another's
+            self.wait()
             self.works = None
+
+    def put_whole(self):
+        for flat in self.flats:
+            flat.put(flat.whole)
+
+    def put_pieces(self):
+        for flat in self.flats:
+            flat.put(flat.pieces)
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -670,15 +832,26 @@ class FullyShardedDataParallel(nn.Module):
     units share. Parameters in no unit, or in several, are there during the whole pass. Every rank
     must run the same units.
 
-    parameters() are this rank's pieces, one per parameter and under its name: any optimizer that
-    treats each element by itself may update them. backward() leaves their gradients, summed over
-    the ranks and divided by gradient_divide_factor (by default the number of ranks), and added to
-    what earlier passes gave. state_dict() and load_state_dict() take whole tensors under the
-    module's own names; so do those for optimizers.
+    Between passes the module's parameters *are* this rank's pieces: each parameter is cut down to
+    one dimension, maybe empty, and keeps its identity, name and attributes, with two more: `first`,
+    the place of its first element in the whole, and `whole_shape`. Any optimizer that treats each
+    element by itself may update them. backward() leaves their gradients, summed over the ranks and
+    divided by gradient_divide_factor (by default the number of ranks), and added to what earlier
+    passes gave. state_dict() and load_state_dict() take whole tensors under the module's own names,
+    also where this is part of another module; so do those for optimizers.
 
     param_dtype: that of the gathered parameters, and what floating-point inputs are cast to; the
-    pieces keep their own. reduce_dtype, replicate_group, error_if_nonfinite and the errors raised
-    are as for ZeroRedundancyOptimizer; ValueError also for units that are not distinct submodules.
+    pieces keep their own. reduce_dtype, replicate_group and error_if_nonfinite are as for
+    ZeroRedundancyOptimizer.
+
+    The norm of all gradients is that of clip_grad_norm_() here: torch.nn.utils' has this rank's
+    pieces alone. A GradScaler must ask all ranks whether one of them is infinite:
+    torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler does.
+
+    Raises ValueError for units that are not distinct submodules, a module that is wrapped already,
+    no trainable parameters, several devices, and parameters that differ between ranks; RuntimeError
+    for a copy (save state_dict()), for gradients of gradients, and in backward where it cannot see
+    a unit's turn: its outputs hold their tensors in an object that is no container.
     """
 
     def __init__(
@@ -703,50 +876,65 @@ class FullyShardedDataParallel(nn.Module):
             error_if_nonfinite,
         )
         named = list(module.named_parameters())
+        if any(isinstance(submodule, DistributedDataParallel) for submodule in module.modules()):
+            raise ValueError("the module holds a DistributedDataParallel: shard what that wraps")
         if not any(parameter.requires_grad for _, parameter in named):
             raise ValueError("there are no trainable parameters")
         self._settings.check(named)
         units = list(units)
         self._root, *self._units = map(_Unit, self._flats_of_units(units))
         self._flats = [flat for unit in (self._root, *self._units) for flat in unit.flats]
-        self._share_memory()
+        self._share_memory(next(module.parameters()).device)
         for buffer in module.buffers():
             self._settings.broadcast(buffer)
         for i, unit in enumerate(units):
             unit.register_forward_pre_hook(partial(self._before_forward, i))
-            unit.register_forward_hook(partial(self._after_forward, i), with_kwargs=True)
-        self._turn_of = {
-            parameter: (i, flat)
+            unit.register_forward_hook(
+                partial(self._after_forward, i), with_kwargs=True, always_call=True
+            )
+        self._turn_of = {  # parameter -> its unit's number, its row, its place there
+            whole: (i, flat, j)
             for i, unit in enumerate((*self._units, self._root))
             for flat in unit.trainable
-            for parameter in flat.parameters
+            for j, whole in enumerate(flat.whole)
         }
-        for parameter in self._turn_of:
-            parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
-        self._cursor, self._reducing = None, []  # the unit whose backward runs; flats under way
+        for whole in self._turn_of:
+            whole.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
+        self._backward = Backward(self._begin_backward, self._end_backward)
+        self._cursor, self._reducing = None, []  # the unit whose backward runs; rows under way
+        self._register_load_state_dict_pre_hook(self._before_loading)
 
     def _flats_of_units(self, units):
-        """Flats of the parameters in no unit or in several, then of each unit."""
+        """Rows of the parameters in no unit or in several, then of each unit."""
         names = {submodule: name for name, submodule in self.module.named_modules()}
         prefixes = [names.get(unit) for unit in units]
         for i, prefix in enumerate(prefixes):
             others = prefixes[:i] + prefixes[i + 1 :]
             if not prefix or any(prefix == p or prefix.startswith(f"{p}.") for p in others):
                 raise ValueError(f"units[{i}] is not a submodule, or inside of another unit")
-        owners = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            inside = [i for i, prefix in enumerate(prefixes, 1) if name.startswith(f"{prefix}.")]
-            owners.setdefault(parameter, set()).add(inside[0] if inside else 0)
-        flats = [{} for _ in range(len(units) + 1)]  # a flat is of one dtype, all trainable or not
+            if isinstance(units[i], (nn.ModuleList, nn.ModuleDict)):
+                raise ValueError(f"units[{i}] has no forward of its own: name what it holds")
+        owners, places = {}, {}
+        for module_name, submodule in self.module.named_modules(remove_duplicate=False):
+            for name, parameter in submodule._parameters.items():
+                if parameter is not None:
+                    whole_name = f"{module_name}.{name}"
+                    inside = [i for i, p in enumerate(prefixes, 1) if whole_name.startswith(f"{p}.")]
+                    owners.setdefault(parameter, set()).add(inside[0] if inside else 0)
+                    places.setdefault(parameter, []).append((submodule, name))
+        # A row is of one dtype, all trainable or not. What carries other attributes has a row of
+        # its own: tensor-parallel ranks, which hold parts of unlike sizes of what they split, so
+        # have the same pieces of what they all hold.
+        flats = [{} for _ in range(len(units) + 1)]
         for name, parameter in self.module.named_parameters():
             owner = owners[parameter].pop() if len(owners[parameter]) == 1 else 0
-            kind = parameter.dtype, parameter.requires_grad
+            kind = parameter.dtype, parameter.requires_grad, *sorted(vars(parameter))
             flats[owner].setdefault(kind, []).append((name, parameter))
-        return [[_Flat(named, self._settings) for named in kinds.values()] for kinds in flats]
+        make = lambda named: _ShardedParameter(named, self._settings, places)
+        return [[make(named) for named in kinds.values()] for kinds in flats]
 
-    def _share_memory(self):
+    def _share_memory(self, device):
         """Even units live in one buffer, odd ones in another, the rest in a third."""
-        device = next(self.module.parameters()).device
         self._memories = []
         for units in (self._units[0::2], self._units[1::2], [self._root]):
             largest = max((unit.offsets()[-1] for unit in units), default=0)
@@ -757,124 +945,150 @@ class FullyShardedDataParallel(nn.Module):
 
     def _free(self):
         for unit in (self._root, *self._units):
-            unit.drop()
+            unit.reshard()
         for memory in self._memories:
             memory.free()
 
-    # -- forward and backward
+    # -- forward
 
     def forward(self, *args, **kwargs):
         if self.param_dtype is not None:
             cast = lambda x: x.to(self.param_dtype) if x.is_floating_point() else x
             args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
-        if self._cursor is not None and torch._C._current_graph_task_id() != -1:
+        if self._cursor is not None and in_backward():
             raise RuntimeError("the module is recomputed in its own backward: checkpoint its units")
         self._recover()
-        self._root.gather()
+        self._root.unshard()
         if self._units:
-            self._take_turn(0, 1)
+            self._prefetch(0, 1)
         self._root.wait()
-        outputs = self.module(*args, **kwargs)
+        self._root.put_whole()
+        try:
+            outputs = self.module(*args, **kwargs)
+        finally:
+            self._root.put_pieces()
         for unit in (self._root, *self._units):
-            unit.drop()
+            unit.reshard()
         if not torch.is_grad_enabled():
             self._free()
             return outputs
-        before_backward(self._backward_begins, outputs)
+        before_backward(self._enter_backward, outputs)
         return outputs
 
+    @torch.no_grad()
     def _recover(self):
-        """Forget what a pass that failed has left half-way."""
+        """Forget what a pass that failed has left half-way; see what was done to the pieces."""
         self._cursor, self._reducing = None, []
         for unit in (self._root, *self._units):
-            unit.drop()
+            unit.reshard()
+            unit.put_pieces()
         for flat in self._flats:
-            flat.forget()
+            flat.reset()
+            flat.follow()
 
-    def _gradient_ready(self, parameter):
-        turn, flat = self._turn_of[parameter]
+    def _prefetch(self, i, direction):
+        """Have unit i and the next one; the one before it must be done."""
+        wanted = [j for j in (i, i + direction) if 0 <= j < len(self._units)]
+        for j, unit in enumerate(self._units):
+            if j not in wanted:
+                unit.reshard()
+        for j in wanted:
+            self._units[j].unshard()
+
+    def _before_forward(self, i, module, args):
+        if self._cursor is None:
+            self._prefetch(i, 1)
+        elif self._units[i].works is None:
+            raise RuntimeError(f"units[{i}] is recomputed before its turn: checkpoint single units")
+        self._units[i].wait()
+        self._units[i].put_whole()
+
+    def _after_forward(self, i, module, args, kwargs, outputs):
+        """Also where the unit has failed, or its recomputation was stopped early."""
+        self._units[i].put_pieces()
+        if self._cursor is None:
+            self._units[i].reshard()
+        before_backward(partial(self._unit_backward, i), outputs, (args, kwargs))
+
+    # -- backward
+
+    def _enter_backward(self):
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True: a sharded module has no gradients of gradients")
+        self._backward.enter()
+
+    def _begin_backward(self):
+        self._cursor = len(self._units)
+        self._accumulates = accumulates()
+        self._root.unshard()
+        if self._units:
+            self._prefetch(len(self._units) - 1, -1)
+        self._root.wait()
+        self._root.put_whole()  # for what is recomputed outside of units
+
+    @torch.no_grad()
+    def _gradient_ready(self, whole):
+        turn, flat, i = self._turn_of[whole]
+        if turn == len(self._units):
+            self._enter_backward()
         if self._cursor is None or turn < self._cursor:
             raise RuntimeError(
                 f"backward reached the parameters {', '.join(flat.names)} on a way other than "
                 "through the outputs of their unit, or those of the module"
             )
-        flat.store(parameter)
-
-    def _take_turn(self, i, direction):
-        """Have unit i and the next one; the one before it must be done."""
-        wanted = [j for j in (i, i + direction) if 0 <= j < len(self._units)]
-        for j, unit in enumerate(self._units):
-            if j not in wanted:
-                unit.drop()
-        for j in wanted:
-            self._units[j].gather()
-
-    def _before_forward(self, i, module, args):
-        if self._cursor is None:
-            self._take_turn(i, 1)
-        elif self._units[i].works is None:
-            raise RuntimeError(f"units[{i}] is recomputed before its turn: checkpoint single units")
-        self._units[i].wait()
-
-    def _after_forward(self, i, module, args, kwargs, outputs):
-        if self._cursor is None:
-            self._units[i].drop()
-        before_backward(partial(self._unit_backward, i), outputs, (args, kwargs))
-
-    def _backward_begins(self):
-        if self._cursor is None:
-            self._cursor = len(self._units)
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
-            self._root.gather()
-            if self._units:
-                self._take_turn(len(self._units) - 1, -1)
-            self._root.wait()
+        if whole.grad is not None:
+            flat.add_gradient(i, whole.grad)
+            whole.grad = None
 
     def _unit_backward(self, i):
         """The units between were skipped on this rank, but have their turn, as on all others."""
-        self._backward_begins()
+        self._enter_backward()
         if i > self._cursor:  # of a second forward pass
             self._reduce(self._units[self._cursor])
             self._cursor = len(self._units)
         for j in range(self._cursor - 1, i - 1, -1):
             self._cursor = j
-            self._take_turn(j, -1)
+            self._prefetch(j, -1)
             if j + 1 < len(self._units):
                 self._reduce(self._units[j + 1])
         self._units[i].wait()
 
     def _reduce(self, unit):
         """Sum a unit's gradients, while those of the one before arrive."""
-        for flat in unit.trainable:
-            flat.reduce()
-        self._finish_reduction()
-        self._reducing = unit.trainable
+        if self._accumulates:
+            for flat in unit.trainable:
+                flat.reduce()
+            self._finish_reduction()
+            self._reducing = unit.trainable
 
+    @torch.no_grad()
     def _finish_reduction(self):
         for flat in self._reducing:
             if all(piece.grad is None for piece in flat.pieces):
                 flat.gradient = None
             else:  # an optimizer may hold some of the pieces only, and somebody may set gradients
-                for piece, part in zip(flat.pieces, flat.cut(flat.gradient)):
+                for piece, part in zip(flat.pieces, flat.gradient_pieces()):
                     if piece.grad is None:
                         part.zero_()
                     elif piece.grad.data_ptr() != part.data_ptr():
                         part.copy_(piece.grad)
             flat.finish(flat.dtype)
-            for piece, part in zip(flat.pieces, flat.cut(flat.gradient)):
+            for piece, part in zip(flat.pieces, flat.gradient_pieces()):
                 piece.grad = part
         self._reducing = []
 
-    def _finish_backward(self):
+    def _end_backward(self):
         if self._units:
             self._unit_backward(0)
             self._reduce(self._units[0])
         self._reduce(self._root)
         self._finish_reduction()
         self._cursor = None
+        self._root.put_pieces()
         self._free()
         _check_backward(self._flats, self.process_group)
 
+    @torch.no_grad()
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the gradients to a norm of at most `max_norm`; returns their norm. Collective."""
         gradients = [piece.grad for flat in self._flats for piece in flat.pieces]
@@ -882,42 +1096,52 @@ class FullyShardedDataParallel(nn.Module):
 
     # -- state
 
-    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
-        """This rank's piece of each parameter, under the name that the module has for it."""
-        pieces = self._pieces()
-        for name, parameter in self.module.named_parameters(prefix, recurse, remove_duplicate):
-            yield name, pieces[parameter]
-
-    def _pieces(self):
-        return {p: piece for flat in self._flats for p, piece in zip(flat.parameters, flat.pieces)}
-
-    def state_dict(self):
-        """The module's own state dict, of whole tensors, on every rank. Collective."""
-        whole = {}
-        for flat in self._flats:
-            whole.update(zip(flat.parameters, flat.join(flat.pieces)))
-        state = self.module.state_dict(keep_vars=True)
-        return {
-            name: whole[value] if value in whole else value.detach().clone()
-            for name, value in state.items()
-        }
+    def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+        """This wrapper, and the module's own under their own names: it adds no level to a name."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            yield prefix, self
+            memo |= {self} if remove_duplicate else set()
+            yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict):
-        """Take this rank's part of a module's state dict. ValueError for other names or shapes."""
-        own = self.module.state_dict(keep_vars=True)
-        if wrong := own.keys() ^ state_dict.keys():
-            raise ValueError(f"state_dict and module differ in {', '.join(sorted(wrong))}")
-        where = {p: (flat, i) for flat in self._flats for i, p in enumerate(flat.parameters)}
+    def state_dict(self, *args, destination=None, prefix="", keep_vars=False):
+        """The module's own state dict, of whole tensors, on every rank. Collective."""
+        for flat in self._flats:
+            flat.follow()
+        own = self.module.state_dict(prefix=prefix, keep_vars=True)
+        whole = {}
+        for flat in self._flats:
+            whole.update(zip(flat.pieces, flat.join(flat.pieces)))
         for name, value in own.items():
-            given = state_dict[name]
-            if given.shape != value.shape:
-                raise ValueError(f"{name} is {tuple(given.shape)}, not {tuple(value.shape)}")
-            if value in where:
-                flat, i = where[value]
-                flat.pieces[i].copy_(flat.piece(i, given))
-            else:
-                value.copy_(given)
+            if isinstance(value, nn.Parameter):
+                own[name] = whole[value]
+            elif torch.is_tensor(value):
+                own[name] = value if keep_vars else value.detach().clone()
+        if destination is None:
+            return own
+        destination.update(own)
+        if hasattr(destination, "_metadata"):
+            destination._metadata.update(own._metadata)
+        return destination
+
+    @torch.no_grad()
+    def _before_loading(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        """Turn what load_state_dict() was given, whole tensors, into what the module has."""
+        where = {p: (flat, i) for flat in self._flats for i, p in enumerate(flat.pieces)}
+        own = self.module.state_dict(keep_vars=True)
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            value, short = state_dict.pop(name), name[len(prefix) :]
+            piece = own.get(short)
+            if isinstance(piece, nn.Parameter):
+                if value.shape != piece.whole_shape:
+                    found, needed = tuple(value.shape), tuple(piece.whole_shape)
+                    errors.append(f"size mismatch for {name}: {found}, not {needed}")
+                    value = piece
+                else:
+                    flat, i = where[piece]
+                    value = flat.piece(i, value).clone()
+            state_dict[f"{prefix}module.{short}"] = value
 
     def optimizer_state_dict(self, optimizer):
         """The state dict of an optimizer of parameters(), for whole parameters. Collective."""
@@ -928,6 +1152,13 @@ class FullyShardedDataParallel(nn.Module):
         """Give an optimizer of parameters() its part of a state dict for whole parameters."""
         lengths = [len(group["params"]) for group in optimizer.param_groups]
         _load_full_state(optimizer, self._flats, _numbers(optimizer), lengths, state_dict)
+
+    def __deepcopy__(self, memo):
+        raise RuntimeError(
+            "a sharded module cannot be copied or pickled: call state_dict(), on every rank"
+        )
+
+    __getstate__ = lambda self: self.__deepcopy__(None)
 
 
 def _numbers(optimizer):
@@ -959,15 +1190,16 @@ def memory_ledger(model, optimizer):
 
     A storage that several kinds of tensors share counts for the first of them.
     """
-    sharded = isinstance(model, FullyShardedDataParallel)
-    flats = model._flats if sharded else getattr(optimizer, "_flats", [])
-    whole = list(nn.Module.parameters(getattr(model, "module", model)))
+    parameters = list(model.parameters())
+    flats = getattr(model, "_flats", getattr(optimizer, "_flats", []))
+    if isinstance(model, FullyShardedDataParallel):
+        parameters += [memory.bytes for memory in model._memories]
     pieces = [piece for flat in flats for piece in flat.pieces]
-    rows = [row for flat in flats for row in (flat.row, flat.gradient, flat.incoming)]
+    rows = [row for flat in flats for row in (flat.flat_grad, flat.gradient, flat.incoming)]
     states = getattr(optimizer, "optimizer", optimizer).state.values()
     kinds = {
-        "parameters": whole + (pieces if sharded else []),
-        "gradients": [parameter.grad for parameter in whole + pieces] + rows,
+        "parameters": parameters,
+        "gradients": [parameter.grad for parameter in parameters] + rows,
         "optimizer": [value for state in states for value in state.values()] + pieces,
     }
     seen, ledger = set(), Counter()

@@ -504,8 +504,9 @@ def _set_by_hand(cap):
         net.zero_grad()
         named = {n: p for n, p in net.named_parameters() if p.requires_grad}
         late = {n: p for n, p in named.items() if n.startswith("branches")}
-        for name in named.keys() - late.keys():
-            torch.autograd.backward(named[name], own[name])
+        with model.no_sync():
+            for name in named.keys() - late.keys():
+                torch.autograd.backward(named[name], own[name])
         with _recorded_reductions() as calls:
             model.start_grad_sync(awaited=late.values())
             begun = len(calls)

@@ -86,11 +86,11 @@ def _groups(parameters):
 
 
 def _groups_of_pieces(model):
-    matrices = {name for name, p in model.module.named_parameters() if p.ndim == 2}
-    named = list(model.named_parameters())
+    matrices = [p for p in model.parameters() if len(p.whole_shape) == 2]
+    others = [p for p in model.parameters() if len(p.whole_shape) != 2]
     return [
-        {"params": [p for name, p in named if name in matrices], "weight_decay": 0.1},
-        {"params": [p for n, p in named if n not in matrices], "weight_decay": 0.0, "lr": 0.02},
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": others, "weight_decay": 0.0, "lr": 0.02},
     ]
 
 
@@ -553,13 +553,15 @@ def _raise_load_errors():
         with pytest.raises(ValueError, match=r"groups of \[\d+\] parameters, the optimizer of"):
             _load(model, optimizer, _whole(model), state, stage)
     weights = _whole(model)
-    with pytest.raises(ValueError, match="differ in shift"):
-        model.load_state_dict({n: v for n, v in weights.items() if n != "shift"})
-    with pytest.raises(ValueError, match=r"scale is \(2,\), not \(\)"):
+    some = {name: value for name, value in weights.items() if name != "shift"}
+    with pytest.raises(RuntimeError, match='Missing key.* in state_dict: "module.shift"'):
+        model.load_state_dict(some)
+    model.load_state_dict(some, strict=False)
+    with pytest.raises(RuntimeError, match=r"size mismatch for scale: \(2,\), not \(\)"):
         model.load_state_dict(weights | {"scale": torch.zeros(2)})
 
 
-def test_a_state_that_does_not_fit_is_a_value_error():
+def test_a_state_that_does_not_fit_is_an_error():
     run(2, _raise_load_errors)
 
 
@@ -663,22 +665,20 @@ def _watch_units():
     rest, most = [gathered()], []
     for block in net.blocks:
         block.register_forward_hook(lambda *_: most.append(gathered()))
-    for parameter in net.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: most.append(gathered()))
+        block.register_full_backward_hook(lambda *_: most.append(gathered()))
     for _ in range(2):
-        _train(model, optimizer, [torch.ones(1, 60)])
+        _train(model, optimizer, [torch.ones(1, 60, requires_grad=True)])
         rest.append(gathered())
         with torch.no_grad():
             model(torch.ones(1, 60))
         rest.append(gathered())
-    held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in net.parameters()}
-    assert sum(held.values()) == 0
+    assert sum(p.numel() for p in net.parameters()) <= 8 * 60 * 61 / dist.get_world_size() + 8
     return rest, max(most)
 
 
 def test_stage_3_holds_its_shard_and_at_most_two_units():
     for rest, most in run(3, _watch_units):
-        assert rest == [0] * 5 and most <= 2 * (60 * 61 * 4 + 64)
+        assert rest == [0] * 5 and 60 * 61 * 4 < most <= 2 * (60 * 61 * 4 + 128)
 
 
 def test_the_largest_model_on_8_gpus_of_80_gb():
@@ -704,7 +704,10 @@ def _watch_step(stage):
 
     for i, block in enumerate(net.blocks):
         block.register_forward_hook(lambda *_, i=i: events.append(f"forward {i}"))
-        block.weight.register_hook(lambda grad, i=i: events.append(f"backward {i}"))
+        backward = lambda grad, i=i: events.append(f"backward {i}")
+        block.register_forward_pre_hook(
+            lambda block, *_, hook=backward: block.weight.register_hook(hook) and None
+        )
     gather, scatter = zero.all_gather_single, zero.reduce_scatter_single
     with (
         patch.object(zero, "all_gather_single", watched("gather", gather)),
@@ -909,9 +912,8 @@ def test_a_forward_that_failed_does_not_spoil_the_next():
 def _bypass_units():
     """What stage 3 cannot see is an error and no wrong number."""
     x, net = _own_part(_data(4)).requires_grad_(), _Odd("plain").double()
-    model = FullyShardedDataParallel(net, units=[net.blocks])  # a list: its forward never runs
-    with pytest.raises(RuntimeError, match="on a way other than through the outputs"):
-        model(x).sum().backward()
+    with pytest.raises(ValueError, match=r"units\[0\] has no forward of its own"):
+        FullyShardedDataParallel(net, units=[net.blocks])
     net = _Odd("plain").double()
     model = FullyShardedDataParallel(net, units=net.blocks)
     with pytest.raises(RuntimeError, match="recomputed in its own backward"):
@@ -1134,7 +1136,10 @@ def _not_finite(stage):
     _train(model, optimizer, [_data(2)])
     inner = model.module if stage == 3 else model
     if rank == 1:
-        inner.blocks[0].up.bias.register_hook(lambda grad: grad * float("nan"))
+        up = inner.blocks[0].up  # in stage 3 another bias is there in each forward pass
+        up.register_forward_pre_hook(
+            lambda *_: up.bias.register_hook(lambda grad: grad * float("nan")) and None
+        )
     optimizer.zero_grad()
     loss = model(_data(2)).square().mean()
     if rank == 1:
