@@ -492,7 +492,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self._reduce_next()
         self._finish(self._flats[-1])
         for parameter, (number, i) in self._place.items():
-            parameter.grad = _SentGradient(parameter, partial(weakly(self._zero), number, i))
+            if parameter.grad is None:
+                parameter.grad = _SentGradient(parameter, partial(weakly(self._zero), number, i))
         _check_backward(self._flats, self._settings.group)
 
     # -- gradients of stage 1
@@ -695,8 +696,9 @@ class _SentGradient(torch.Tensor):
             args[0].zero()
             return args[0]
         raise RuntimeError(
-            f"{function}: under ZeRO-2 .grad has left for its owner; use the optimizer's "
-            "clip_grad_norm_(), and stage 1 for what needs whole gradients, such as a GradScaler"
+            f"{function}: under ZeRO-2 .grad has left for its owner: use the optimizer's "
+            "clip_grad_norm_(), and stage 1 beside what needs whole gradients, such as a GradScaler "
+            "or DistributedDataParallel"
         )
 
 
@@ -761,7 +763,11 @@ class _ShardedParameter(FlatParameter):
 
     def follow(self):
         """Take over pieces that somebody has put in place of these, or moved elsewhere."""
-        pieces = [module._parameters[name] for (module, name), *_ in self.places]
+        found = [module._parameters[name] for (module, name), *_ in self.places]
+        pieces = [  # whole ones are still there after a pass that has failed
+            piece if other is whole else other
+            for other, whole, piece in zip(found, self.whole, self.pieces)
+        ]
         for name, piece, old, view in zip(self.names, pieces, self.pieces, self._views()):
             if piece.shape != view.shape or piece.dtype != view.dtype:
                 found, needed = (f"{tuple(t.shape)} {t.dtype}" for t in (piece, view))
@@ -981,7 +987,6 @@ class FullyShardedDataParallel(nn.Module):
         self._cursor, self._reducing = None, []
         for unit in (self._root, *self._units):
             unit.reshard()
-            unit.put_pieces()
         for flat in self._flats:
             flat.reset()
             flat.follow()

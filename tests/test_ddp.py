@@ -791,6 +791,9 @@ def _normalise(broadcast_buffers):
         model.eval()
     with count_bytes() as more:
         model(torch.ones(4, 1))
+        model.train()
+        with model.no_sync():
+            model(torch.full((4, 1), model.module.running_mean.item()))
     assert traffic.messages() == more.messages() == 0
     return model.module.running_mean.item()
 

@@ -1,11 +1,27 @@
 """Scripts as a PyTorch user writes them, run as one runs them: under torchrun, left the normal way."""
 
+import copy
+import io
 import os
 import subprocess
 import sys
 import textwrap
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
 
-from ranks import PROJECT
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.utils.checkpoint import checkpoint
+
+from collectives import count_bytes
+from ddp import DistributedDataParallel
+from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
+
+from ranks import PROJECT, run
 
 
 def launch(folder, world_size, script, *arguments, timeout=120):
@@ -29,7 +45,612 @@ def launch(folder, world_size, script, *arguments, timeout=120):
 # ---- ddp.py --------------------------------------------------------------------------------------
 
 
+def _net(width=6, seed=0):
+    torch.manual_seed(seed)
+    first, last = nn.Linear(width, width + 1), nn.Linear(width + 1, width)
+    return nn.Sequential(first, nn.Tanh(), last).double()
+
+
+def _parts(examples=3, width=6, seed=1):
+    """Each rank's rows of a batch."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(examples * dist.get_world_size(), width, generator=generator)
+    return x.double().chunk(dist.get_world_size())
+
+
+def _gradients(module):
+    return {name: p.grad.clone() for name, p in module.named_parameters()}
+
+
+def _expected(net, loss=lambda net, x: net(x).square().mean()):
+    """The gradients of one process: of the mean over the ranks' parts."""
+    net, parts = copy.deepcopy(net), _parts()
+    net.zero_grad()
+    (sum(loss(net, part) for part in parts) / len(parts)).backward()
+    return _gradients(net)
+
+
+def _own():
+    return _parts()[dist.get_rank()]
+
+
+def _close(actual, expected, tolerance=1e-12):
+    assert len(expected) > 0
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@dataclass
+class _Fields:
+    y: torch.Tensor
+
+
+class _Ordered(OrderedDict):
+    pass
+
+
+class _Attributes:
+    def __init__(self, y):
+        self.y = y
+
+
+class _Hidden:
+    """Holds a tensor where nobody can find it."""
+
+    __slots__ = ("y",)
+
+    def __init__(self, y):
+        self.y = y
+
+
+class _Returns(nn.Module):
+    """A net that returns its output in some object, or None and keeps its loss as an attribute."""
+
+    def __init__(self, wrap, width=6):
+        super().__init__()
+        self.net, self.wrap = _net(width), wrap
+
+    def forward(self, x):
+        y = self.net(x)
+        if self.wrap is None:
+            self.loss = y.square().mean()
+            return None
+        return self.wrap(y)
+
+
+KINDS = {
+    "dataclass": (_Fields, lambda output: output.y),
+    "ordered": (lambda y: _Ordered(y=y), lambda output: output["y"]),
+    "object": (_Attributes, lambda output: output.y),
+    "nested": (lambda y: [_Fields({"y": (y,)})], lambda output: output[0].y["y"][0]),
+    "hidden": (_Hidden, lambda output: output.y),
+    "none": (None, None),
+}
+
+
+def _loss_of(kind, model, x):
+    wrap, unwrap = KINDS[kind]
+    output = model(x)
+    return model.module.loss if wrap is None else unwrap(output).square().mean()
+
+
+def _return_anything(wrapper, kind):
+    model = wrapper(_Returns(KINDS[kind][0]))
+    expected = _expected(_net())
+    for _ in range(2):
+        model.zero_grad()
+        _loss_of(kind, model, _own()).backward()
+    if wrapper is DistributedDataParallel:
+        _close(_gradients(model.module.net), expected)
+    else:
+        _close(_whole_gradients(model), {f"net.{name}": g for name, g in expected.items()})
+
+
+def _whole_gradients(model):
+    """The gradients of a sharded module by name, put together by torch's own all_gather."""
+    whole = {}
+    for name, piece in model.named_parameters():
+        row = torch.zeros(piece.whole_shape.numel(), dtype=piece.dtype)
+        if piece.grad is not None:
+            row[piece.first : piece.first + piece.numel()] = piece.grad
+        dist.all_reduce(row)
+        whole[name] = row.view(piece.whole_shape)
+    return whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ddp_reduces_whatever_the_module_returns(kind):
+    run(2, _return_anything, DistributedDataParallel, kind)
+
+
+def _checkpoint_a_wrapper(use_reentrant):
+    net = _net()
+    model = DistributedDataParallel(net)
+    for _ in range(2):
+        net.zero_grad()
+        x = _own().requires_grad_()
+        checkpoint(model, x, use_reentrant=use_reentrant).square().mean().backward()
+        _close(_gradients(net), _expected(net))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_ddp_module_may_be_recomputed(use_reentrant):
+    run(2, _checkpoint_a_wrapper, use_reentrant)
+
+
+def _copy_and_save():
+    """A copy and a loaded file train like the original, and apart from it."""
+    net = _net()
+    model = DistributedDataParallel(net, find_unused_parameters=True)
+    model(_own()).square().mean().backward()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    group = dist.new_group(range(dist.get_world_size()))
+    of_a_group = DistributedDataParallel(_net(), group)
+    assert copy.deepcopy(of_a_group).process_group is group
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        before = _gradients(net)
+        other.zero_grad()
+        other(_own()).square().mean().backward()
+        _close(_gradients(other.module), _expected(net))
+        with torch.no_grad():
+            other.module[0].weight.zero_()
+        assert net[0].weight.abs().min() > 0
+        _close(_gradients(net), before)
+
+
+def test_ddp_can_be_copied_and_saved_after_a_step():
+    run(2, _copy_and_save)
+
+
+def _penalise():
+    """A gradient penalty: autograd.grad() through the wrapper, then backward through that."""
+    net = _net()
+
+    def loss(net, x):
+        x = x.clone().requires_grad_()
+        y = net(x)
+        (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return y.mean() + slope.square().mean()
+
+    model = DistributedDataParallel(net)
+    x = _own().requires_grad_()
+    with count_bytes() as traffic:
+        (slope,) = torch.autograd.grad(model(x).sum(), x)
+        (slopes,) = torch.autograd.grad(model(x).sum(), net[0].bias)
+    assert traffic.messages() == 0 and net[0].bias.grad is None
+    for _ in range(2):
+        net.zero_grad()
+        loss(model, _own()).backward()
+        _close(_gradients(net), _expected(net, loss))
+    net.zero_grad()
+    with pytest.raises(RuntimeError, match=r"of '2\.\w+' is part of a graph \(create_graph=True"):
+        model(_own()).square().mean().backward(create_graph=True)
+
+
+def test_autograd_grad_through_ddp_sends_nothing_and_backward_through_it_reduces():
+    run(2, _penalise)
+
+
+class _Undefined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output, None
+
+
+class _NoGradient(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.weight = _net(), nn.Parameter(torch.ones(3).double())
+
+    def forward(self, x):
+        return _Undefined.apply(self.net(x), self.weight)
+
+
+def _leave_undefined():
+    theirs, ours = _NoGradient(), _NoGradient()
+    models = nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=True), (
+        DistributedDataParallel(ours, find_unused_parameters=True)
+    )
+    for model in models:
+        model(_own()).square().mean().backward()
+    assert theirs.weight.grad is None and ours.weight.grad is None
+    _close(_gradients(ours.net), _gradients(theirs.net))
+
+
+def test_an_undefined_gradient_stays_none_as_in_torch():
+    run(2, _leave_undefined)
+
+
+def _wrap_twice():
+    net = _net()
+    models = DistributedDataParallel(net), DistributedDataParallel(net)
+    with pytest.raises(RuntimeError, match="somebody took the gradient of .*0.weight.* another"):
+        models[0](_own()).square().mean().backward()
+    sharded = FullyShardedDataParallel(_net())
+    for wrap in (DistributedDataParallel, FullyShardedDataParallel):
+        with pytest.raises(ValueError, match="'.*0.weight' is sharded by FullySharded"):
+            wrap(nn.Sequential(sharded, nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match="'0 of group 0' is sharded by FullySharded"):
+        ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="holds a DistributedDataParallel"):
+        FullyShardedDataParallel(nn.Sequential(DistributedDataParallel(_net())))
+    for factor in (0, -1.0, float("nan")):
+        for wrap in (DistributedDataParallel, FullyShardedDataParallel):
+            with pytest.raises(ValueError, match=f"gradient_divide_factor={factor} must be"):
+                wrap(_net(), gradient_divide_factor=factor)
+
+
+def test_two_wrappers_of_one_module_are_refused():
+    run(2, _wrap_twice)
+
+
+def _sparse():
+    model = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
+    with pytest.raises(RuntimeError, match="the gradient of 'weight' is sparse"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_sparse_gradients_are_refused():
+    run(2, _sparse)
+
+
 # ---- zero.py -------------------------------------------------------------------------------------
+
+
+def _train(model, optimizer, steps=3, clip=None):
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(_parts(seed=step)[dist.get_rank()]).square().mean().backward()
+        if clip:
+            clip()
+        optimizer.step()
+
+
+def _train_alone(net, steps=3, clip=None, **defaults):
+    """One process on the whole batch."""
+    optimizer = torch.optim.AdamW(net.parameters(), **{"lr": 0.05} | defaults)
+    for step in range(steps):
+        optimizer.zero_grad()
+        net(torch.cat(_parts(seed=step))).square().mean().backward()
+        if clip:
+            clip()
+        optimizer.step()
+    return net.state_dict()
+
+
+def _pair_with_ddp():
+    """PyTorch's documented pair, theirs and ours in all combinations; Adam sees equal gradients."""
+    expected = _train_alone(_net())
+    for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
+        net = _net()
+        model = wrap(net)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.05)
+        _train(model, optimizer)
+        _close(net.state_dict(), expected, 1e-10)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ddp_with_the_zero_optimizer_trains_as_one_process_does(world_size):
+    run(world_size, _pair_with_ddp)
+
+
+def _stage_2_under_ddp(wrap, wrap_first):
+    net = _net()
+    make = partial(ZeroRedundancyOptimizer, net.parameters(), torch.optim.SGD, lr=0.1)
+    model = wrap(net) if wrap_first else None
+    optimizer = make(shard_gradients=True)
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(RuntimeError, match="ZeRO-2.* (DistributedDataParallel|wrapper)|or ZeRO-2"):
+        _train(model or wrap(net), optimizer)
+    _close(net.state_dict(), before)
+
+
+@pytest.mark.parametrize("wrap_first", [True, False])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, nn.parallel.DistributedDataParallel])
+def test_stage_2_under_ddp_is_refused(wrap, wrap_first):
+    run(2, _stage_2_under_ddp, wrap, wrap_first)
+
+
+def _zero_by_the_module():
+    """Stage 2: between steps the module zeroes its gradients; in a further one nobody does."""
+    for set_to_none in (True, False):
+        alone, net = _net(), _net()
+        optimizers = [torch.optim.SGD(alone.parameters(), lr=0.1), ZeroRedundancyOptimizer(
+            net.parameters(), torch.optim.SGD, shard_gradients=True, bucket_cap_mb=1e-6, lr=0.1
+        )]
+        for trained, optimizer, parts in (
+            (alone, optimizers[0], lambda step: torch.cat(_parts(seed=step))),
+            (net, optimizers[1], lambda step: _parts(seed=step)[dist.get_rank()]),
+        ):
+            for step in range(5):
+                if step != 2:
+                    trained.zero_grad(set_to_none)
+                trained(parts(step)).square().mean().backward()
+                if step == 3:
+                    trained[0].bias.grad = None
+                optimizer.step()
+        _close(net.state_dict(), alone.state_dict())
+    with pytest.raises(RuntimeError, match="under ZeRO-2 .grad has left for its owner"):
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+
+
+def test_stage_2_knows_what_the_module_has_zeroed():
+    run(3, _zero_by_the_module)
+
+
+def _change_weights():
+    """Weights that are loaded or clamped after the optimizer was made, in 16 and in 64 bits."""
+    for stage_2 in (False, True):
+        for param_dtype in (None, torch.bfloat16):
+            net = _net().float()
+            optimizer = ZeroRedundancyOptimizer(
+                net.parameters(),
+                torch.optim.SGD,
+                shard_gradients=stage_2,
+                param_dtype=param_dtype,
+                lr=0.0,
+            )
+            dtype = param_dtype or torch.float32
+            other = _net(seed=5).to(dtype)
+            net.load_state_dict(other.state_dict())
+            with torch.no_grad():
+                net[0].weight.clamp_(-0.1, 0.1)
+            net[2].bias.data = torch.full_like(net[2].bias, 3.0)  # other memory
+            net(_own().to(dtype)).square().mean().backward()
+            optimizer.step()
+            assert torch.equal(net[0].weight, other[0].weight.clamp(-0.1, 0.1))
+            assert (net[2].bias == 3).all() and torch.equal(net[2].weight, other[2].weight)
+            with pytest.raises(RuntimeError, match=r"has become .* torch.float64, its|ZeRO-2"):
+                net.double()
+                optimizer.step()
+
+
+def test_weights_changed_by_hand_are_what_training_goes_on_from():
+    run(2, _change_weights)
+
+
+def _load_plain_state():
+    """Adam's state of plain fp32 training: the exact weights stay exact."""
+    alone = _net().float()
+    _train_alone(alone.double())
+    plain = torch.optim.AdamW(alone.float().parameters(), lr=0.05)
+    alone(torch.cat(_parts()).float()).square().mean().backward()
+    plain.step()
+    exact = copy.deepcopy(alone.state_dict())
+    optimizer = ZeroRedundancyOptimizer(
+        alone.parameters(), torch.optim.AdamW, param_dtype=torch.bfloat16, lr=0.05
+    )
+    optimizer.load_state_dict(plain.state_dict())
+    masters = [values["master"] for values in optimizer.state_dict()["state"].values()]
+    for master, expected, rounded in zip(masters, exact.values(), alone.parameters()):
+        assert torch.equal(master, expected) and torch.equal(rounded, expected.bfloat16())
+
+
+def test_a_plain_state_leaves_the_exact_weights_alone():
+    run(2, _load_plain_state)
+
+
+def _scale_gradients(make):
+    """One rank's gradients overflow once: every rank skips that step, and all others it takes."""
+    nets = _net(), _net()
+    models, optimizers = zip(*[make(net) for net in nets])
+    scaler = ShardedGradScaler(device="cpu", init_scale=8.0, growth_interval=100)
+    for step in range(3):
+        for model, optimizer, scaled in zip(models, optimizers, (True, False)):
+            optimizer.zero_grad()
+            loss = model(_parts(seed=step)[dist.get_rank()]).square().mean()
+            if not scaled and step != 1:
+                loss.backward()
+                optimizer.step()
+            elif scaled:
+                overflow = float("inf") if step == 1 and dist.get_rank() == 1 else 1.0
+                (scaler.scale(loss) * overflow).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    whole = [model.state_dict() for model in models]
+    _close(whole[0], whole[1])
+    assert scaler.get_scale() == 4
+
+
+def _stage_1(net):
+    return net, ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+
+
+def _stage_3(net):
+    model = FullyShardedDataParallel(net, units=[net[0]])
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("make", [_stage_1, _stage_3])
+def test_the_sharded_grad_scaler_of_torch_skips_on_all_ranks(make):
+    run(2, _scale_gradients, make)
+
+
+class _Parent(nn.Module):
+    """A plain layer before a sharded net."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        torch.manual_seed(3)
+        self.plain = nn.Linear(6, 6).double()
+        self.inner = wrap(_net())
+        self.register_buffer("scale", torch.ones(()).double())
+
+    def forward(self, x):
+        return self.inner(self.plain(x)) * self.scale
+
+
+def _below_a_parent():
+    wrap = lambda net: FullyShardedDataParallel(net, units=[net[0], net[2]])
+    alone, model = _Parent(nn.Identity()), _Parent(wrap)
+    alone.inner = _net()
+    names = [name for name, _ in alone.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == names
+    assert len(list(model.parameters())) == len(names)
+    assert sum(p.numel() for p in model.inner.parameters()) <= 97 // 2 + 2
+    plain = DistributedDataParallel(model.plain)
+    model.plain = plain
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    _train(model, optimizer)
+    model.plain = plain.module
+    expected = _train_alone(alone)
+    state = model.state_dict()
+    assert list(state) == list(expected) and state._metadata.keys() >= {"", "plain", "inner"}
+    _close(state, expected, 1e-10)
+    prefixed = {}
+    model.inner.state_dict(destination=prefixed, prefix="a.b.")
+    assert set(prefixed) == {f"a.b.{name}" for name in _net().state_dict()}
+    other = _Parent(wrap)
+    missing = other.load_state_dict({k: v for k, v in state.items() if "inner.2" not in k}, False)
+    assert set(missing.missing_keys) == {"inner.module.2.weight", "inner.module.2.bias"}
+    for assign in (False, True):
+        other = _Parent(wrap)
+        other.load_state_dict(state, assign=assign)
+        _close(other.state_dict(), expected, 1e-10)
+        _close(other(_own()), alone(_own()), 1e-10)
+    with pytest.raises(RuntimeError, match="Unexpected key.* \"inner.module.other\""):
+        other.load_state_dict(state | {"inner.other": torch.ones(1)})
+
+
+def test_a_sharded_module_may_be_part_of_another():
+    run(2, _below_a_parent)
+
+
+def _read_between_passes():
+    """Norms, repr, copies of parameters and moving averages see this rank's pieces."""
+    net = _net()
+    before = list(net.parameters())
+    whole = {name: p.detach().clone() for name, p in net.named_parameters()}
+    model = FullyShardedDataParallel(net, units=[net[0], net[2]])
+    optimizer = torch.optim.AdamW(before, lr=0.05)  # the same objects as before
+    assert all(a is b for a, b in zip(before, net.parameters()))
+    for step in range(2):
+        for name, p in net.named_parameters():
+            end = p.first + p.numel()
+            if step == 0:
+                assert torch.equal(p, whole[name].flatten()[p.first : end])
+            assert p.norm().isfinite() and repr(p) and copy.deepcopy(p).shape == p.shape
+        averages = [p.detach().clone() for p in model.parameters()]
+        repr(model), sum(p.sum() for p in net.parameters())
+        _train(model, optimizer, 1)
+        with torch.no_grad():
+            for average, p in zip(averages, model.parameters()):
+                average.lerp_(p, 0.5)
+    for copied in (lambda: copy.deepcopy(model), lambda: torch.save(model, io.BytesIO())):
+        with pytest.raises(RuntimeError, match="cannot be copied or pickled: call state_dict"):
+            copied()
+    with pytest.raises(RuntimeError, match=r"'0.weight' has become .* this rank's piece is"):
+        model.float()(_own())
+
+
+def test_parameters_of_a_sharded_module_can_be_read_between_passes():
+    run(2, _read_between_passes)
+
+
+def _change_pieces():
+    """Pieces that are set by hand, or replaced, are what the next pass computes with."""
+    net = _net()
+    model = FullyShardedDataParallel(net, units=[net[0], net[2]])
+    with torch.no_grad():
+        net[0].weight.mul_(2)
+    net[0].bias.data = net[0].bias.data * 3
+    net[2].weight = nn.Parameter(net[2].weight.detach() * 4)
+    expected = _net()
+    with torch.no_grad():
+        for parameter, factor in zip(expected.parameters(), (2, 3, 4, 1)):
+            parameter.mul_(factor)
+        _close(model(_own()), expected(_own()))
+    _close(model.state_dict(), expected.state_dict())
+    _train(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    _close(model.state_dict(), _train_alone(expected), 1e-10)
+
+
+def test_pieces_may_be_changed_by_hand():
+    run(3, _change_pieces)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fsdp_reduces_whatever_the_module_returns(kind):
+    run(2, _return_anything, FullyShardedDataParallel, kind)
+
+
+class _Layers(nn.Module):
+    """Units that return their output in some object."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layers = nn.ModuleList(_Returns(KINDS[kind][0]) for _ in range(3))
+        self.kind = kind
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = KINDS[self.kind][1](layer(x))
+        return x
+
+
+def _return_from_units(kind):
+    torch.manual_seed(0)
+    alone = _Layers(kind)
+    net = copy.deepcopy(alone)
+    model = FullyShardedDataParallel(net, units=net.layers)
+    loss = model(_own()).square().mean()
+    if kind == "hidden":
+        with pytest.raises(RuntimeError, match="on a way other than through the outputs of their"):
+            loss.backward()
+        return
+    loss.backward()
+    _close(_whole_gradients(model), _expected(alone))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "none"])
+def test_units_may_return_objects_and_what_hides_its_tensors_is_refused(kind):
+    run(2, _return_from_units, kind)
+
+
+def _differentiate_sharded():
+    net = _net()
+    model = FullyShardedDataParallel(net, units=[net[0], net[2]])
+    x = _own().requires_grad_()
+    (expected,) = torch.autograd.grad(_net()(x).square().mean(), x)
+    for _ in range(2):
+        with count_bytes() as traffic:
+            (found,) = torch.autograd.grad(model(x).square().mean(), x)
+        _close(found, expected)
+        assert traffic.bytes("reduce_scatter_single") == 0
+        assert all(piece.grad is None for piece in model.parameters())
+        model(_own()).square().mean().backward()
+        _close(_whole_gradients(model), _expected(_net()))
+        model.zero_grad()
+    with pytest.raises(RuntimeError, match="create_graph=True: a sharded module has no gradients"):
+        torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
+    model(_own()).square().mean().backward()
+    _close(_whole_gradients(model), _expected(_net()))
+
+
+def test_autograd_grad_through_a_sharded_module_reduces_nothing():
+    run(2, _differentiate_sharded)
+
+
+def _recurrent():
+    """A module with a list of its own of its parameters."""
+    torch.manual_seed(0)
+    alone = nn.LSTM(6, 5).double()
+    net = copy.deepcopy(alone)
+    model = FullyShardedDataParallel(nn.ModuleDict({"lstm": net}), units=[net])
+    model.module.forward = lambda x: net(x)[0]
+    loss = lambda lstm, x: lstm(x)[0].square().mean()
+    model(_own()).square().mean().backward()
+    expected = {f"lstm.{name}": g for name, g in _expected(alone, loss).items()}
+    _close(_whole_gradients(model), expected)
+
+
+def test_a_recurrent_layer_can_be_sharded():
+    run(2, _recurrent)
 
 
 # ---- pipeline.py ---------------------------------------------------------------------------------

@@ -378,6 +378,105 @@ def test_shards_in_a_subgroup():
     run(4, _train_in_subgroups)
 
 
+def _start():
+    """Weights and buffers are the first rank's."""
+    for stage in STAGES:
+        net = _net(seed=dist.get_rank())
+        net.shift += dist.get_rank()
+        model, _ = _shard(net, stage)
+        weights = _whole(model)
+        if stage < 3:  # an optimizer does not know of buffers
+            del weights["shift"]
+        first = _net(seed=0).state_dict()
+        assert all(torch.equal(weights[name], first[name]) for name in weights)
+
+
+def test_every_stage_starts_from_the_first_ranks_model():
+    run(3, _start)
+
+
+class _Cast(nn.Module):
+    """Notes the dtypes that its forward sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x, scale, index):
+        self.seen = [t.dtype for t in (x, scale["s"], index, self.layer.weight)]
+        return self.layer(x * scale["s"])[index]
+
+
+def _cast_inputs():
+    model = FullyShardedDataParallel(_Cast(), param_dtype=torch.bfloat16)
+    index = torch.tensor([0])
+    output = model(torch.ones(2, 3), scale={"s": torch.ones(3)}, index=index)
+    assert output.dtype == torch.bfloat16
+    assert model.module.seen == [torch.bfloat16, torch.bfloat16, torch.int64, torch.bfloat16]
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_inputs_are_cast_to_the_dtype_of_gathered_parameters():
+    run(2, _cast_inputs)
+
+
+def _divide(factor):
+    """SGD's step is the sum of the ranks' gradients over the factor."""
+    x = _data(2 * dist.get_world_size())
+    alone = _net()
+    for part in x.chunk(dist.get_world_size()):
+        alone(part).square().sum().backward()
+    torch.optim.SGD(alone.parameters(), lr=0.001 / factor).step()
+    for stage in STAGES:
+        model, optimizer = _shard(
+            _net(), stage, torch.optim.SGD, {"lr": 0.001}, gradient_divide_factor=factor
+        )
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.001, 0.0
+        model(_own_part(x)).square().sum().backward()
+        optimizer.step()
+        _close(_whole(model), alone.state_dict())
+
+
+@pytest.mark.parametrize("factor", [1, 5.0])
+def test_gradients_are_divided_by_the_given_factor(factor):
+    run(3, _divide, factor)
+
+
+def _replicas_differ():
+    """Alike inside each group of shards, not across."""
+    rank = dist.get_rank()
+    shards = [dist.new_group(members) for members in ([0, 1], [2, 3])][rank // 2]
+    replicas = [dist.new_group(members) for members in ([0, 2], [1, 3])][rank % 2]
+    for stage in STAGES:
+        net = _net()
+        net.head.bias.requires_grad_(rank < 2)
+        with pytest.raises(ValueError, match=r"rank 1 of the group has .*\(7,\) .* False, rank 0"):
+            _shard(net, stage, group=shards, replicate_group=replicas)
+
+
+def test_replicas_of_shards_that_differ_are_an_error():
+    run(4, _replicas_differ)
+
+
+def _sharded_step(update=lambda weights, gradient: weights.sub_(0.1 * gradient)):
+    x, net, alone = _data(2 * dist.get_world_size()), _net(), _net()
+    trained = [p for p in net.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(2):
+        for model, part in ((alone, x), (net, _own_part(x))):
+            model.zero_grad()
+            model(part).square().mean().backward()
+        optimizer.step()
+        zero.sharded_step(trained, update)
+    _close(net.state_dict(), alone.state_dict())
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_idea_in_full_is_a_step_of_one_process(world_size):
+    run(world_size, _sharded_step)
+
+
 # ---- hybrid sharding -----------------------------------------------------------------------------
 
 
@@ -739,15 +838,15 @@ def _record_steps(stage):
         model, optimizer = _shard(_net(), stage)
         for seed in range(2):
             _train(model, optimizer, [_own_part(_data(8, seed))])
-            (model if stage == 3 else optimizer).clip_grad_norm_(1.0)
+            if stage:
+                (model if stage == 3 else optimizer).clip_grad_norm_(1.0)
     return events
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_no_stage_would_hang_on_nccl(world_size):
     for stage in (0, *STAGES):
-        if stage:
-            replay(run(world_size, _record_steps, stage))
+        replay(run(world_size, _record_steps, stage))
 
 
 # ---- stage 3: what modules do --------------------------------------------------------------------
@@ -858,36 +957,66 @@ def test_a_backward_that_failed_does_not_spoil_the_next():
     run(2, _fail_once)
 
 
-def _free_early():
-    """Units in another order than forward's: nothing is freed while a wrong guess still arrives."""
-    net, works, freed = _Odd("backwards").double(), [], []
-    model = FullyShardedDataParallel(net, units=net.blocks)
-    gather, free, run_work = zero.all_gather_single, zero._Memory.free, collectives.Work.run
+class _Late:
+    """The work of a gather that comes in its own wait(), into memory that is NaN until then."""
 
-    def watched_gather(*args, **kwargs):
-        works.append(gather(*args, **kwargs))
-        return works[-1]
+    def __init__(self, gather, pending, output, *arguments):
+        self.output, self.pending = output, pending
+        self.gather = lambda: gather(output, *arguments)
+        assert not any(_overlap(output, other.output) for other in pending)
+        output.fill_(float("nan"))
+        pending.append(self)
 
-    def watched_free(memory):
-        freed.append(all(work.is_completed() for work in works))
+    def wait(self):
+        if self in self.pending:
+            self.pending.remove(self)
+            self.gather()
+
+
+def _overlap(a, b):
+    begins, ends = zip(*[(t.data_ptr(), t.data_ptr() + t.nbytes) for t in (a, b)])
+    return max(begins) < min(ends)
+
+
+def _arrive_late(how):
+    """Also in an order in which what is fetched ahead is never used."""
+    pending, gather, free = [], zero.all_gather_single, zero._Memory.free
+
+    def late_gather(output, input, group=None, async_op=False):
+        if not async_op:
+            return gather(output, input, group)
+        return _Late(gather, pending, output, input, group)
+
+    def checked_free(memory):
+        assert not any(_overlap(memory.bytes, late.output) for late in pending)
         free(memory)
 
-    def late(work):
-        time.sleep(0.02)
-        run_work(work)
-
+    x = _data(2 * dist.get_world_size())
+    torch.manual_seed(0)
+    alone = _Odd(how).double()
+    alone.last = nn.Linear(7, 7).double()  # in no unit
+    forward = lambda net: lambda x: net.last(_Odd.forward(net, x))
+    net = copy.deepcopy(alone)
     with (
-        patch.object(zero, "all_gather_single", watched_gather),
-        patch.object(zero._Memory, "free", watched_free),
-        patch.object(collectives.Work, "run", late),
-        torch.no_grad(),
+        patch.object(zero, "all_gather_single", late_gather),
+        patch.object(zero._Memory, "free", checked_free),
     ):
-        model(_data(2))
-    assert len(works) > 4 and freed == [True] * 3
+        model = FullyShardedDataParallel(net, units=net.blocks)
+        alone.forward, net.forward = forward(alone), forward(net)
+        for trained, part in ((alone, x), (model, _own_part(x))):
+            optimizer = torch.optim.SGD(trained.parameters(), lr=1.0)
+            for _ in range(2):
+                trained(part).square().mean().backward()
+                optimizer.step()
+                with torch.no_grad():
+                    trained(part)
+        assert not pending
+    _close(_whole(model), alone.state_dict(), 1e-10)
 
 
-def test_memory_is_freed_when_nothing_arrives_in_it_any_more():
-    run(2, _free_early)
+@pytest.mark.parametrize("how", ["plain", "backwards"])
+def test_parameters_are_waited_for_before_their_use_and_before_their_memory_is_used_again(how):
+    run(2, _arrive_late, how)
 
 
 def _fail_in_forward():
