@@ -30,6 +30,7 @@ Convolutional Neural Networks", 2012 (the same idea, ten years before: last part
                                                         the error against one process
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,7 @@ from collectives import (
     all_reduce,
     all_reduce_bytes,
     autocasted,
+    check_parameters,
     count_bytes,
     dist,
     rank_and_size,
@@ -68,22 +70,44 @@ class Shard:
 
     blocks: (rows, parts) of each of the blocks it consists of, such as the queries', the keys' and
     the values' of a fused matrix. A block is cut into `parts`; where there are fewer than ranks,
-    neighbouring ranks hold the same part. It is an attribute of the parameter, `shard`, which
-    copy.deepcopy does not copy.
+    neighbouring ranks hold the same part. It is an attribute of the parameter, `shard`.
     """
 
     dim: int
     blocks: tuple
 
-    def pieces(self, rank, world_size):
-        """(first row in the whole, rows, whether no lower rank has it too) of each block."""
-        pieces, begin = [], 0
+    def rows_of(self, rank, world_size):
+        """(first row in the whole, rows) of the rank's part of each block."""
+        found, begin = [], 0
         for rows, parts in self.blocks:
             sizes, part = shard_sizes(rows, parts), rank * parts // world_size
-            first = rank == 0 or (rank - 1) * parts // world_size < part
-            pieces.append((begin + sum(sizes[:part]), sizes[part], first))
+            found.append((begin + sum(sizes[:part]), sizes[part]))
             begin += rows
-        return pieces
+        return found
+
+
+class _Marked(dict):
+    """A module's parameters by name: what takes the place of a marked one takes its marks.
+
+    So `shard` and `partial` outlive copy.deepcopy, load_state_dict(assign=True) and to_empty().
+    """
+
+    marks = {}
+
+    def __setitem__(self, name, parameter):
+        super().__setitem__(name, parameter)
+        if parameter is not None:
+            for mark, value in self.marks.get(name, {}).items():
+                vars(parameter).setdefault(mark, value)
+
+
+def _mark(module, name, **marks):
+    """Set attributes of the module's parameter of this name."""
+    if not isinstance(module._parameters, _Marked):
+        module._parameters = _Marked(module._parameters)
+    parameters = module._parameters
+    parameters.marks = parameters.marks | {name: parameters.marks.get(name, {}) | marks}
+    parameters[name] = parameters[name]
 
 
 def is_sharded(parameter):
@@ -91,95 +115,127 @@ def is_sharded(parameter):
     return hasattr(parameter, "shard")
 
 
+def _whole_shape(parameter):
+    """The shape of this rank's part, also of one of FSDP's pieces of it.
+
+    Such a piece is a flat range of the part, and has attributes `first` and `whole_shape`.
+    """
+    return getattr(parameter, "whole_shape", parameter.shape)
+
+
 def take_shard(full, parameter, group=None):
     """This rank's part of `full`, laid out as `parameter` is. Copies are returned whole."""
-    return _cut(full, parameter.shard, group) if is_sharded(parameter) else full
+    part = _cut(full, parameter.shard, group) if is_sharded(parameter) else full
+    if not hasattr(parameter, "whole_shape"):
+        return part
+    return part.flatten()[parameter.first : parameter.first + parameter.numel()]
 
 
 def _cut(full, shard, group):
-    pieces = shard.pieces(*rank_and_size(group))
-    return torch.cat([full.narrow(shard.dim, begin, rows) for begin, rows, _ in pieces], shard.dim)
+    found = shard.rows_of(*rank_and_size(group))
+    return torch.cat([full.narrow(shard.dim, begin, rows) for begin, rows in found], shard.dim)
 
 
 def gather_shards(local, parameter, group=None):
-    """The inverse: the full tensor from every rank's `local`, say `parameter` or its gradient."""
+    """The inverse: the full tensor from every rank's `local`, say `parameter` or its gradient.
+
+    Raises ValueError for a piece of a part: FSDP's group has to gather that first.
+    """
+    shape = list(getattr(parameter, "whole_shape", local.shape))
+    if list(local.shape) != shape:
+        raise ValueError(f"a piece {tuple(local.shape)} of {tuple(shape)} cannot be gathered alone")
     if not is_sharded(parameter):
         return local.detach().clone()
     _, world_size = rank_and_size(group)
     dim, blocks = parameter.shard.dim, parameter.shard.blocks
-    pieces = [parameter.shard.pieces(rank, world_size) for rank in range(world_size)]
-    shape = list(local.shape)
+    rows_of = [parameter.shard.rows_of(rank, world_size) for rank in range(world_size)]
     parts = []
-    for mine in pieces:
-        shape[dim] = sum(rows for _, rows, _ in mine)
+    for mine in rows_of:
+        shape[dim] = sum(rows for _, rows in mine)
         parts.append(local.new_empty(shape))
     all_gather(parts, local.detach().contiguous(), group)
     shape[dim] = sum(rows for rows, _ in blocks)
     full = local.new_empty(shape)
-    for mine, part in zip(pieces, parts):
-        for (begin, rows, _), block in zip(mine, part.split([n for _, n, _ in mine], dim)):
+    for mine, part in zip(rows_of, parts):
+        for (begin, rows), block in zip(mine, part.split([rows for _, rows in mine], dim)):
             full.narrow(dim, begin, rows).copy_(block)
     return full
+
+
+def _flat_blocks(parameter, rank, world_size):
+    """Each block of this rank's part, flat: (begin, end, part, parts, elements of the largest part).
+
+    A parameter of which all ranks have copies is one block in one part.
+    """
+    shape = _whole_shape(parameter)
+    if not is_sharded(parameter):
+        return [(0, shape.numel(), 0, 1, shape.numel())]
+    dim, blocks = parameter.shard.dim, parameter.shard.blocks
+    if dim > 0 and len(blocks) > 1:
+        raise ValueError(f"blocks {blocks} along dim={dim} of {tuple(shape)} are not ranges of it")
+    row, begin, flat = math.prod(shape[:dim] + shape[dim + 1 :]), 0, []
+    for (whole, parts), (_, rows) in zip(blocks, parameter.shard.rows_of(rank, world_size)):
+        end, largest = begin + rows * row, shard_sizes(whole, parts)[0] * row
+        flat.append((begin, end, rank * parts // world_size, parts, largest))
+        begin = end
+    return flat
 
 
 def counted_ranges(parameter, group=None):
     """[(begin, end)] of the flattened elements that no lower rank of the group has too.
 
-    Over the ranks they are the whole, once: what a norm has to count.
+    Over the ranks they are the whole, once: what a norm has to count. They are ranges of this
+    rank's part; one of FSDP's pieces has those between its `first` element and its last.
     """
     rank, world_size = rank_and_size(group)
-    if not is_sharded(parameter):
-        return [(0, parameter.numel())] if rank == 0 else []
-    ranges, begin = [], 0
-    pieces = parameter.shard.pieces(rank, world_size)
-    assert parameter.shard.dim == 0 or len(pieces) == 1
-    row = parameter.numel() // max(1, sum(rows for _, rows, _ in pieces))
-    for _, rows, first in pieces:
-        ranges += [(begin, begin + rows * row)] * first
-        begin += rows * row
-    return ranges
+    below = lambda parts: (rank - 1) * parts // world_size  # the part of the rank below, or -1
+    blocks = _flat_blocks(parameter, rank, world_size)
+    return [(begin, end) for begin, end, part, parts, _ in blocks if below(parts) < part]
 
 
 def mark_partial(module):
     """Note that each rank uses its copy of the module's parameters for a part of the tokens."""
-    for parameter in module.parameters():
-        parameter.partial = True
+    for part in module.modules():
+        for name, _ in part.named_parameters(recurse=False):
+            _mark(part, name, partial=True)
     return module
 
 
+@torch.no_grad()
 def sum_partial_gradients(parameters, group=None):
     """After backward: sum over the group what each rank has only a part of. One all-reduce.
 
     That is the gradient of what is marked as partial, and of what several ranks hold of a sharded
-    parameter.
+    parameter; one that a rank has not used counts as zero. FSDP's pieces must be the same ranges on
+    all ranks, which one message more makes sure of: ValueError on all of them if they are not.
     """
     rank, world_size = rank_and_size(group)
     if world_size == 1:
         return
-    rows, places = [], []  # of gradients; where each begins in a whole, of so many rows
+    shared = []  # (parameter, a block of it for which other ranks have a gradient, too)
     for parameter in parameters:
-        if parameter.requires_grad and parameter.grad is None:  # the other ranks may have one
+        if parameter.requires_grad and (is_sharded(parameter) or getattr(parameter, "partial", False)):
+            blocks = _flat_blocks(parameter, rank, world_size)
+            shared += [(parameter, block) for block in blocks if block[3] < world_size]
+    if any(hasattr(parameter, "whole_shape") for parameter, _ in shared):
+        where = lambda p: f"elements from {getattr(p, 'first', 0)} of {tuple(_whole_shape(p))}"
+        check_parameters([(where(parameter), parameter) for parameter, _ in shared], group)
+    own, sums = [], []  # this rank's elements; room for those of every part, this one's filled in
+    for parameter, (begin, end, part, parts, largest) in shared:
+        if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if parameter.requires_grad and getattr(parameter, "partial", False):
-            rows.append(parameter.grad.view(-1))
-            places.append((0, parameter.numel()))
-        elif parameter.requires_grad and is_sharded(parameter):
-            pieces, begun = parameter.shard.pieces(rank, world_size), 0
-            blocks = parameter.grad.split([n for _, n, _ in pieces], parameter.shard.dim)
-            for (whole, parts), (begin, _, _), block in zip(parameter.shard.blocks, pieces, blocks):
-                if parts < world_size:
-                    rows.append(block)
-                    places.append((begin - begun, whole))
-                begun += whole
-    if not rows:
+        parameter.grad, first = parameter.grad.contiguous(), getattr(parameter, "first", 0)
+        mine = parameter.grad.view(-1)[max(0, begin - first) : max(0, end - first)]
+        total = mine.new_zeros(parts, len(mine) + largest - (end - begin))
+        total[part, : len(mine)] = mine
+        own.append(mine)
+        sums.append((part, total))
+    if not sums:
         return
-    sums = [r.new_zeros(whole, *r.shape[1:]) for r, (_, whole) in zip(rows, places)]
-    for mine, total, (begin, _) in zip(rows, sums, places):
-        total[begin : begin + len(mine)] = mine
-    flat = torch.cat([total.flatten() for total in sums])
+    flat = torch.cat([total.flatten() for _, total in sums])
     all_reduce(flat, group=group)
-    for mine, total, (begin, _) in zip(rows, flat.split([t.numel() for t in sums]), places):
-        mine.copy_(total.view(-1, *mine.shape[1:])[begin : begin + len(mine)])
+    for mine, (part, total), summed in zip(own, sums, flat.split([t.numel() for _, t in sums])):
+        mine.copy_(summed.view_as(total)[part, : len(mine)])
 
 
 # ---- linear layers -------------------------------------------------------------------------------
@@ -296,16 +352,16 @@ def parallel_linear(
     return _ParallelLinear.apply(autocasted(x), weight, bias, *options)  # before x is kept and sent
 
 
-def _new_parameter(shape, shard, std, group):
+def _draw_shard(module, name, shape, shard, std=0.0):
     """This rank's part of a normal matrix, or of zeros, that depends on the seed and not on P."""
     full = torch.randn(shape) * std if std else torch.zeros(shape)
-    return _sharded(full, shard, group)
+    _set_shard(module, name, full, shard, module.group)
 
 
-def _sharded(full, shard, group):
-    parameter = nn.Parameter(_cut(full.detach(), shard, group))
-    parameter.shard = shard
-    return parameter
+def _set_shard(module, name, full, shard, group):
+    """Have the module's parameter of this name be this rank's part of `full`."""
+    setattr(module, name, nn.Parameter(_cut(full.detach(), shard, group)))
+    _mark(module, name, shard=shard)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -314,7 +370,7 @@ class ColumnParallelLinear(nn.Module):
     With sequence_parallel X is (T/P, ..., in), Y_r (T, ..., out/P). blocks: (outputs, parts) of
     what the outputs consist of, each of which is split (see Shard); by default one block of P
     parts. save_gathered, defer: see parallel_linear. Raises ValueError if a number of parts does
-    not divide its block.
+    not divide its block, or is above P, and if the blocks are not out_features together.
     """
 
     def __init__(
@@ -336,8 +392,14 @@ class ColumnParallelLinear(nn.Module):
         for rows, parts in shard.blocks:
             if rows % parts:
                 raise ValueError(f"out_features={rows} is not divisible by tp={parts}")
-        self.weight = _new_parameter((out_features, in_features), shard, in_features**-0.5, group)
-        self.bias = _new_parameter((out_features,), shard, 0, group) if bias else None
+        rows, parts = zip(*shard.blocks)
+        if sum(rows) != out_features or max(parts) > tp:
+            raise ValueError(f"blocks={blocks} for out_features={out_features} and tp={tp}")
+        _draw_shard(self, "weight", (out_features, in_features), shard, in_features**-0.5)
+        if bias:
+            _draw_shard(self, "bias", (out_features,), shard)
+        else:
+            self.bias = None
 
     def forward(self, x):
         return parallel_linear(
@@ -373,10 +435,10 @@ class RowParallelLinear(nn.Module):
         if in_features % tp:
             raise ValueError(f"in_features={in_features} is not divisible by tp={tp}")
         shard = Shard(1, ((in_features, tp),))
-        self.weight = _new_parameter((out_features, in_features), shard, in_features**-0.5, group)
+        _draw_shard(self, "weight", (out_features, in_features), shard, in_features**-0.5)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         if bias and sequence_parallel:
-            self.bias.partial = True
+            _mark(self, "bias", partial=True)
 
     def forward(self, x):
         output = parallel_linear(
@@ -479,8 +541,8 @@ class VocabParallelEmbedding(nn.Module):
             raise ValueError(f"num_embeddings={num_embeddings} is less than tp={world_size}")
         self.group, self.sequence_parallel = group, sequence_parallel
         shard = Shard(0, ((num_embeddings, world_size),))
-        self.weight = _new_parameter((num_embeddings, embedding_dim), shard, 1.0, group)
-        ((self.start, _, _),) = shard.pieces(rank, world_size)
+        _draw_shard(self, "weight", (num_embeddings, embedding_dim), shard, 1.0)
+        ((self.start, _),) = shard.rows_of(rank, world_size)
 
     def forward(self, tokens):
         local = tokens - self.start
@@ -616,7 +678,7 @@ class _Halved(nn.Module):
         _, world_size = rank_and_size(group)
         self.layer, self.after, self.reads_all, self.group = layer, after, reads_all, group
         for name, full in list(layer.named_parameters()):
-            setattr(layer, name, _sharded(full, Shard(0, ((len(full), world_size),)), group))
+            _set_shard(layer, name, full, Shard(0, ((len(full), world_size),)), group)
         if isinstance(layer, nn.Conv2d):
             layer.groups = 1
 

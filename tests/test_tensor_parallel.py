@@ -1,5 +1,7 @@
 """Tensor parallelism against plain torch.nn: outputs, every gradient, bytes, dropout masks."""
 
+import copy
+import io
 import random
 from itertools import combinations
 from unittest.mock import patch
@@ -407,12 +409,106 @@ def test_take_shard_and_gather_shards_are_inverse(world_size, tp):
 
 def test_a_block_in_fewer_parts_than_ranks_is_held_by_neighbours():
     shard = Shard(0, ((8, 4), (4, 2), (3, 1)))
-    assert [shard.pieces(rank, 4) for rank in range(4)] == [
-        [(0, 2, True), (8, 2, True), (12, 3, True)],
-        [(2, 2, True), (8, 2, False), (12, 3, False)],
-        [(4, 2, True), (10, 2, True), (12, 3, False)],
-        [(6, 2, True), (10, 2, False), (12, 3, False)],
+    assert [shard.rows_of(rank, 4) for rank in range(4)] == [
+        [(0, 2), (8, 2), (12, 3)],
+        [(2, 2), (8, 2), (12, 3)],
+        [(4, 2), (10, 2), (12, 3)],
+        [(6, 2), (10, 2), (12, 3)],
     ]
+
+
+def _marks(module):
+    return {name: (getattr(p, "shard", None), getattr(p, "partial", False))
+            for name, p in module.named_parameters()}
+
+
+def _same_marks():
+    layer = _parallel_layer(12, 6, 2, None, along_sequence=True)
+    layer.embedding, expected = VocabParallelEmbedding(7, 4), _marks(layer)
+    kinds = {(shard is not None, partial) for shard, partial in expected.values()}
+    expected |= {f"embedding.{name}": mark for name, mark in _marks(layer.embedding).items()}
+    assert kinds == {(True, False), (False, True)}
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    copies = [copy.deepcopy(layer), torch.load(file, weights_only=False)]
+    copies += [copy.deepcopy(copies[1]), layer]
+    copies[0].load_state_dict(copies[1].state_dict(), assign=True)
+    for other in copies:
+        assert _marks(other) == expected
+    assert all(p is not q for p, q in zip(copies[0].parameters(), layer.parameters()))
+    layer.to("meta").to_empty(device="cpu").half()
+    layer.mlp[0].weight = nn.Parameter(torch.zeros_like(layer.mlp[0].weight))
+    assert _marks(layer) == expected
+
+
+def test_copies_and_whatever_takes_the_place_of_a_parameter_have_its_shard_and_partial():
+    run(2, _same_marks)
+
+
+def _pieces_of(parameter, cut):
+    """The parameter as FSDP over two ranks would have it: two flat ranges of it, maybe empty."""
+    pieces = []
+    for first, end in ((0, cut), (cut, parameter.numel())):
+        piece = nn.Parameter(parameter.detach().flatten()[first:end])
+        vars(piece).update(vars(parameter), first=first, whole_shape=parameter.shape)
+        piece.grad = parameter.grad.flatten()[first:end].clone()
+        pieces.append(piece)
+    return pieces
+
+
+def _summed_in_pieces(tp):
+    rank, _ = rank_and_size()
+    whole = _parallel_layer(24, 12, 2, None, along_sequence=True)
+    for parameter in whole.parameters():
+        parameter.grad = torch.randn(parameter.shape) + rank
+    for sizes in (random.Random(case) for case in range(4)):
+        layer, halves = copy.deepcopy(whole), []
+        for other, parameter in zip(layer.parameters(), whole.parameters()):
+            other.grad = parameter.grad.clone()
+            cut = sizes.choice([0, other.numel(), sizes.randint(0, other.numel())])
+            halves.append(_pieces_of(other, cut))
+        for pieces in zip(*halves):
+            sum_partial_gradients(pieces)
+        sum_partial_gradients(layer.parameters())
+        for (name, parameter), pieces in zip(layer.named_parameters(), halves):
+            joined = torch.cat([piece.grad for piece in pieces])
+            _equal(joined, parameter.grad.flatten(), name=name)
+            counted = [
+                piece.grad[max(0, begin - piece.first) : max(0, end - piece.first)]
+                for piece in pieces
+                for begin, end in counted_ranges(piece)
+            ]
+            flat = parameter.grad.flatten()
+            expected = [flat[begin:end] for begin, end in counted_ranges(parameter)]
+            squares = lambda parts: sum(part.square().sum() for part in parts)
+            _equal(squares(counted), squares(expected), 1e-6, name)
+            full = torch.randn(gather_shards(parameter, parameter).shape)
+            own = torch.cat([take_shard(full, piece) for piece in pieces])
+            assert torch.equal(own, take_shard(full, parameter).flatten())
+            gathered = gather_shards(take_shard(full, parameter), pieces[0])
+            assert torch.equal(gathered, full)
+    weight = layer.attention.c_proj.weight
+    with pytest.raises(ValueError, match=rf"a piece \(5,\) of \(24, {24 // tp}\) cannot be gath"):
+        gather_shards(torch.zeros(5), _pieces_of(weight, 5)[0])
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 6])
+def test_gradients_norms_and_shards_of_fsdps_pieces_are_those_of_the_whole(tp):
+    run(tp, _summed_in_pieces, tp)
+
+
+def _unequal_pieces():
+    rank, _ = rank_and_size()
+    weight = mark_partial(nn.LayerNorm(6)).weight
+    weight.grad = torch.ones(6)
+    message = r"rank 1 .*elements from 0 of \(6,\)' \(3,\).*rank 0 .* \(2,\)"
+    with pytest.raises(ValueError, match=message):
+        sum_partial_gradients(_pieces_of(weight, 2 + rank)[:1])
+
+
+def test_pieces_that_differ_between_ranks_are_an_error_on_all_of_them():
+    run(2, _unequal_pieces)
 
 
 def _initial_weights():
