@@ -257,6 +257,7 @@ class DistributedDataParallel(nn.Module):
     wait_in_backward: if False, backward() only starts the reductions, and finish_grad_sync() waits.
     groups: {parameter: group} of parameters with fewer replicas, such as an expert's; each a subset
         of process_group's ranks.
+    device_ids: for torch's sake: the one GPU that the module is on, or None.
 
     A copy (copy.deepcopy) trains on its own; only a wrapper of the default group can be pickled.
 
@@ -279,6 +280,7 @@ class DistributedDataParallel(nn.Module):
         error_if_nonfinite=False,
         wait_in_backward=True,
         groups=None,
+        device_ids=None,
     ):
         super().__init__()
         self.module, self.process_group, self.reduce_dtype = module, process_group, reduce_dtype
@@ -288,16 +290,19 @@ class DistributedDataParallel(nn.Module):
         self.gradient_divide_factor, self.bucket_cap_mb = gradient_divide_factor, bucket_cap_mb
         if gradient_divide_factor is None:
             self.gradient_divide_factor = dist.get_world_size(process_group)
-        self._check()
+        self._check(device_ids)
         for parameter in module.parameters():
             self._broadcast([parameter], self._group_of(parameter))
         self._broadcast(module.buffers(), process_group)
         self._sync = True
         self._attach()
 
-    def _check(self):
+    def _check(self, device_ids):
         named = list(self.module.named_parameters())
         check_whole(named)
+        for device in device_ids or ():
+            if torch.device(device) != named[0][1].device:
+                raise ValueError(f"device_ids={device_ids}, {named[0][0]!r} on {named[0][1].device}")
         if not any(parameter.requires_grad for _, parameter in named):
             raise ValueError("the module has no trainable parameters")
         for name in ("bucket_cap_mb", "gradient_divide_factor"):

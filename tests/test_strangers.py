@@ -279,6 +279,9 @@ def _wrap_twice():
         ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match="holds a DistributedDataParallel"):
         FullyShardedDataParallel(nn.Sequential(DistributedDataParallel(_net())))
+    with pytest.raises(ValueError, match=r"device_ids=\['meta'\], '0.weight' on cpu"):
+        DistributedDataParallel(_net(), device_ids=["meta"])
+    DistributedDataParallel(_net(), device_ids=["cpu"])
     for factor in (0, -1.0, float("nan")):
         for wrap in (DistributedDataParallel, FullyShardedDataParallel):
             with pytest.raises(ValueError, match=f"gradient_divide_factor={factor} must be"):
@@ -651,6 +654,149 @@ def _recurrent():
 
 def test_a_recurrent_layer_can_be_sharded():
     run(2, _recurrent)
+
+
+# ---- what PyTorch's documentation and courses show -----------------------------------------------
+
+DOCUMENTED = """\
+import copy
+import os
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn as nn
+import torch.optim as optim
+
+from ddp import DistributedDataParallel as DDP
+from zero import FullyShardedDataParallel as FSDP
+from zero import ZeroRedundancyOptimizer
+
+
+def basic(rank, world_size):
+    model = nn.Linear(10, 10)
+    ddp_model = DDP(model)
+    loss_fn = nn.MSELoss()
+    optimizer = optim.SGD(ddp_model.parameters(), lr=0.001)
+    outputs = ddp_model(torch.randn(20, 10))
+    labels = torch.randn(20, 10)
+    loss_fn(outputs, labels).backward()
+    optimizer.step()
+    print_equal("basic", model)
+
+
+def print_equal(name, model):
+    # the same on all ranks, by torch's own collectives
+    for value in model.state_dict().values():
+        least, most = value.clone(), value.clone()
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        assert torch.equal(least, most), name
+    if dist.get_rank() == 0:
+        print(name, "is equal", flush=True)
+
+
+def zero(rank, world_size, use_zero):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(20, 20) for _ in range(20)])
+    ddp_model = DDP(model)
+    loss_fn = nn.MSELoss()
+    if use_zero:
+        optimizer = ZeroRedundancyOptimizer(
+            ddp_model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01
+        )
+    else:
+        optimizer = torch.optim.Adam(ddp_model.parameters(), lr=0.01)
+    torch.manual_seed(rank)
+    for _ in range(3):
+        outputs = ddp_model(torch.randn(20, 20))
+        labels = torch.randn(20, 20)
+        loss_fn(outputs, labels).backward()
+        optimizer.step()
+    print_equal("zero", model)
+    return model.state_dict()
+
+
+def fsdp(rank, world_size):
+    torch.manual_seed(0)
+    my_module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    sharded_module = FSDP(my_module)
+    optim = torch.optim.Adam(sharded_module.parameters(), lr=0.0001)
+    x = sharded_module(torch.ones(2, 8))
+    loss = x.sum()
+    loss.backward()
+    optim.step()
+    print_equal("fsdp", sharded_module)
+
+
+class ToyModelWithTiedWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(10, 10, bias=False)
+        self.ln = nn.LayerNorm(10)
+        self.fc2 = nn.Linear(10, 50, bias=False)
+        self.fc3 = nn.Linear(50, 10, bias=False)
+        self.fc4 = nn.Linear(10, 50, bias=False)
+        self.fc5 = nn.Linear(50, 5, bias=False)
+        self.fc4.weight = self.fc2.weight
+        self.no_grad_fixed_param = nn.Parameter(torch.tensor([2.0, 2.0]), requires_grad=False)
+
+    def forward(self, x):
+        x = torch.relu(self.fc2(self.ln(torch.relu(self.fc1(x)))))
+        return self.fc5(torch.relu(self.fc4(torch.relu(self.fc3(x)))))
+
+
+def course(rank, world_size):
+    # a wrapped copy on parts of the batch beside a plain one on all of it
+    torch.manual_seed(rank)
+    plain = ToyModelWithTiedWeights()
+    ddp_model = DDP(copy.deepcopy(plain))
+    plain.load_state_dict(ddp_model.module.state_dict())
+    optimizers = [optim.SGD(plain.parameters(), lr=0.1), optim.SGD(ddp_model.parameters(), lr=0.1)]
+    generator = torch.Generator().manual_seed(42)
+    for _ in range(5):
+        x = torch.randn(20, 10, generator=generator)
+        y = torch.randn(20, 5, generator=generator)
+        part = slice(rank * 20 // world_size, (rank + 1) * 20 // world_size)
+        for model, optimizer, rows in zip((plain, ddp_model), optimizers, (slice(None), part)):
+            optimizer.zero_grad()
+            nn.MSELoss()(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    for a, b in zip(plain.parameters(), ddp_model.module.parameters()):
+        assert torch.allclose(a, b, atol=1e-6)
+    sharded, whole = copy.deepcopy(plain), copy.deepcopy(plain)
+    optimizers = [
+        optim.AdamW(whole.parameters(), lr=0.1, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8),
+        ZeroRedundancyOptimizer(sharded.parameters(), optim.AdamW, lr=0.1, weight_decay=0.1,
+                                betas=(0.9, 0.999), eps=1e-8),
+    ]
+    for _ in range(5):
+        x, y = torch.rand(32, 10, generator=generator), torch.rand(32, 5, generator=generator)
+        for model, optimizer in zip((whole, sharded), optimizers):
+            optimizer.zero_grad()
+            ((model(x) - y) ** 2).sum().backward()
+            optimizer.step()
+    for a, b in zip(whole.parameters(), sharded.parameters()):
+        assert torch.allclose(a, b, atol=1e-5)
+    print_equal("course", sharded)
+
+
+dist.init_process_group("gloo")
+rank, world_size = dist.get_rank(), dist.get_world_size()
+basic(rank, world_size)
+for a, b in zip(zero(rank, world_size, True).values(), zero(rank, world_size, False).values()):
+    assert torch.allclose(a, b, atol=1e-6)
+fsdp(rank, world_size)
+course(rank, world_size)
+dist.destroy_process_group()
+"""
+
+
+def test_documented_examples_run_with_our_imports(tmp_path):
+    done = launch(tmp_path, 2, DOCUMENTED)
+    assert done.returncode == 0, done.stderr
+    names = ["basic", "zero", "zero", "fsdp", "course"]
+    assert done.stdout.splitlines() == [f"{name} is equal" for name in names]
 
 
 # ---- pipeline.py ---------------------------------------------------------------------------------

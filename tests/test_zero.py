@@ -29,6 +29,9 @@ from zero import (
     zero_memory,
 )
 
+from hybrid import GPT, GPTConfig, initialize
+from tensor_parallel import counted_ranges, gather_shards, sum_partial_gradients
+
 from nccl_replay import record, replay
 from ranks import least_bytes, run
 
@@ -501,6 +504,61 @@ def _train_replicas_of_shards():
 
 def test_shards_inside_a_group_and_replicas_across():
     run(4, _train_replicas_of_shards)
+
+
+# ---- stage 3 across tensor and sequence parallelism ----------------------------------------------
+
+
+def _gpt(config, group):
+    model = GPT(config, group).double()
+    initialize(model, config, 0)
+    return model
+
+
+def _loss(gpt, model, tokens, count):
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return gpt.token_losses(model(inputs), targets).sum() / count
+
+
+def _shard_a_split_gpt(kv_heads):
+    """2 replicas of 2 tensor-parallel ranks; neither divides the vocabulary."""
+    rank = dist.get_rank()
+    tp_group = [dist.new_group(members) for members in ([0, 1], [2, 3])][rank // 2]
+    dp_group = [dist.new_group(members) for members in ([0, 2], [1, 3])][rank % 2]
+    alone = [dist.new_group([r]) for r in range(4)][rank]
+    dist.barrier()
+    sizes = {"layers": 2, "hidden": 12, "heads": 4, "seq_len": 8, "vocab_size": 7}
+    plain = _gpt(GPTConfig(**sizes, kv_heads=kv_heads), alone)
+    tokens = torch.randint(7, (4, 9), generator=torch.Generator().manual_seed(0))
+    _loss(plain, plain, tokens, 32).backward()
+    split = _gpt(GPTConfig(**sizes, kv_heads=kv_heads, sequence_parallel=True), tp_group)
+    blocks = split.transformer["h"].values()
+    model = FullyShardedDataParallel(split, dp_group, units=blocks, gradient_divide_factor=1)
+    for _ in range(2):
+        model.zero_grad()
+        _loss(split, model, tokens.chunk(2)[rank // 2], 32).backward()
+        sum_partial_gradients(model.parameters(), tp_group)
+    square, expected = torch.zeros((), dtype=torch.float64), dict(plain.named_parameters())
+    for name, piece in model.named_parameters():
+        for begin, end in counted_ranges(piece, tp_group):
+            counted = piece.grad[max(0, begin - piece.first) : max(0, end - piece.first)]
+            square += counted.square().sum()
+        whole = torch.zeros(piece.whole_shape.numel(), dtype=torch.float64)
+        whole[piece.first : piece.first + len(piece)] = piece.grad
+        dist.all_reduce(whole, group=dp_group)
+        like = torch.empty(piece.whole_shape)
+        vars(like).update({k: v for k, v in vars(piece).items() if k == "shard"})
+        whole = gather_shards(whole.view(piece.whole_shape), like, tp_group)
+        _close(whole, expected.pop(name).grad, 1e-11)
+    assert not expected
+    dist.all_reduce(square)
+    norm = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    assert square.sqrt().item() == pytest.approx(norm.item(), rel=1e-11)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_pieces_of_a_split_model_sum_and_count_as_their_wholes(kv_heads):
+    run(4, _shard_a_split_gpt, kv_heads)
 
 
 # ---- 16-bit parameters, 32-bit copies ------------------------------------------------------------
