@@ -301,8 +301,9 @@ class DistributedDataParallel(nn.Module):
         named = list(self.module.named_parameters())
         check_whole(named)
         for device in device_ids or ():
-            if torch.device(device) != named[0][1].device:
-                raise ValueError(f"device_ids={device_ids}, {named[0][0]!r} on {named[0][1].device}")
+            name, parameter = named[0]
+            if torch.device(device) != parameter.device:
+                raise ValueError(f"device_ids={device_ids}, {name!r} on {parameter.device}")
         if not any(parameter.requires_grad for _, parameter in named):
             raise ValueError("the module has no trainable parameters")
         for name in ("bucket_cap_mb", "gradient_divide_factor"):

@@ -73,18 +73,17 @@ def sharded_step(parameters, update, group=None):
     rank, world_size = rank_and_size(group)
     layout = FlatLayout(parameters, world_size)
     weights, gradients = parameters[0].new_zeros(2, layout.length)
-    for weight, gradient, parameter in zip(
-        layout.views(weights), layout.views(gradients), parameters
-    ):
-        weight.copy_(parameter)
-        gradient.copy_(parameter.grad)
-    shard, gradient = weights.chunk(world_size)[rank].clone(), torch.empty(layout.shard_size)
-    gradient = gradient.to(shard)
+    for view, parameter in zip(layout.views(weights), parameters):
+        view.copy_(parameter)
+    for view, parameter in zip(layout.views(gradients), parameters):
+        view.copy_(parameter.grad)
+    shard = weights.chunk(world_size)[rank].clone()
+    gradient = torch.empty_like(shard)
     reduce_scatter_single(gradient, gradients, ReduceOp.AVG, group)
     update(shard, gradient)
     all_gather_single(weights, shard, group)
-    for weight, parameter in zip(layout.views(weights), parameters):
-        parameter.copy_(weight)
+    for view, parameter in zip(layout.views(weights), parameters):
+        parameter.copy_(view)
 
 
 # ---- parameters in one row, and its shards -------------------------------------------------------
@@ -544,7 +543,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         Call it after the last backward, before step().
         """
         own = []
-        if not self._shard_gradients:  # step() starts from the shards, a further backward from .grad
+        if not self._shard_gradients:  # a further backward starts from .grad
             self.reduce_gradients()
             own = [p.grad for p in self._place if p.grad is not None]
         gradients = [flat.gradient for flat in self._flats]
@@ -567,6 +566,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """Update this rank's shard and gather everybody's. Collective."""
         with torch.enable_grad() if closure else nullcontext():
             loss = closure() if closure else None
+        for flat in self._flats:
+            self._follow(flat)
         scatter = not self._shard_gradients and not self._are_reduced()
         if scatter:
             self._begin_reduction()
@@ -578,7 +579,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         for flat in self._flats:  # one shard is updated while the next comes and the last leaves
             if scatter:
                 self._finish(flat)
-            self._follow(flat)
             for piece, part in zip(flat.pieces, flat.gradient_pieces()):
                 piece.grad = part.to(flat.dtype)
             self.optimizer.step()
@@ -602,8 +602,9 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             if parameter.grad is None:
                 self._zero(number, i)
             elif not isinstance(parameter.grad, _SentGradient):
+                name = self._flats[number].names[i]
                 raise RuntimeError(
-                    f"{self._flats[number].names[i]!r} has a gradient that is not ZeRO-2's: set by hand, or by "
+                    f"{name!r} has a gradient that is not ZeRO-2's: set by hand, or by "
                     "DistributedDataParallel, which reduces what ZeRO-2 already has (use stage 1)"
                 )
 
@@ -697,7 +698,7 @@ class _SentGradient(torch.Tensor):
             return args[0]
         raise RuntimeError(
             f"{function}: under ZeRO-2 .grad has left for its owner: use the optimizer's "
-            "clip_grad_norm_(), and stage 1 beside what needs whole gradients, such as a GradScaler "
+            "clip_grad_norm_(), and stage 1 beside what needs whole gradients, such as GradScaler "
             "or DistributedDataParallel"
         )
 
@@ -749,17 +750,14 @@ class _ShardedParameter(FlatParameter):
         self.unsharded, self.whole = row, []
         for piece, view in zip(self.pieces, self.layout.views(row)):
             whole = nn.Parameter(torch.empty(0, dtype=row.dtype), piece.requires_grad)
-            whole.data = view  # and not nn.Parameter(view), whose versions the gathering would count
+            whole.data = view  # not nn.Parameter(view): gathering would count as a change in place
             self.whole.append(whole)
 
     def put(self, parameters):
         """Have the modules compute with these: the pieces, or the whole parameters."""
         for parameter, places in zip(parameters, self.places):
             for module, name in places:
-                if type(module).__setattr__ is nn.Module.__setattr__:
-                    module._parameters[name] = parameter
-                else:  # a recurrent layer keeps a list of its own
-                    setattr(module, name, parameter)
+                module._parameters[name] = parameter
 
     def follow(self):
         """Take over pieces that somebody has put in place of these, or moved elsewhere."""
@@ -918,14 +916,15 @@ class FullyShardedDataParallel(nn.Module):
             others = prefixes[:i] + prefixes[i + 1 :]
             if not prefix or any(prefix == p or prefix.startswith(f"{p}.") for p in others):
                 raise ValueError(f"units[{i}] is not a submodule, or inside of another unit")
-            if isinstance(units[i], (nn.ModuleList, nn.ModuleDict)):
+        for i, unit in enumerate(units):
+            if isinstance(unit, (nn.ModuleList, nn.ModuleDict)):
                 raise ValueError(f"units[{i}] has no forward of its own: name what it holds")
         owners, places = {}, {}
         for module_name, submodule in self.module.named_modules(remove_duplicate=False):
             for name, parameter in submodule._parameters.items():
                 if parameter is not None:
-                    whole_name = f"{module_name}.{name}"
-                    inside = [i for i, p in enumerate(prefixes, 1) if whole_name.startswith(f"{p}.")]
+                    path = f"{module_name}.{name}"
+                    inside = [i for i, p in enumerate(prefixes, 1) if path.startswith(f"{p}.")]
                     owners.setdefault(parameter, set()).add(inside[0] if inside else 0)
                     places.setdefault(parameter, []).append((submodule, name))
         # A row is of one dtype, all trainable or not. What carries other attributes has a row of

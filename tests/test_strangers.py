@@ -1,4 +1,4 @@
-"""Scripts as a PyTorch user writes them, run as one runs them: under torchrun, left the normal way."""
+"""What users of PyTorch write, ordinary and odd; scripts run under torchrun and end the normal way."""
 
 import copy
 import io
@@ -406,6 +406,10 @@ def _change_weights():
             net[2].bias.data = torch.full_like(net[2].bias, 3.0)  # other memory
             net(_own().to(dtype)).square().mean().backward()
             optimizer.step()
+            optimizer.param_groups[0]["lr"] = 1.0
+            optimizer.step()
+            assert (net[2].bias != 3).any()
+            optimizer.param_groups[0]["lr"] = 0.0
             assert torch.equal(net[0].weight, other[0].weight.clamp(-0.1, 0.1))
             assert (net[2].bias == 3).all() and torch.equal(net[2].weight, other[2].weight)
             with pytest.raises(RuntimeError, match=r"has become .* torch.float64, its|ZeRO-2"):
