@@ -29,17 +29,22 @@ Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operat
     torchrun --nproc-per-node 4 collectives.py      bytes claimed and counted, steps, time and cost
 """
 
+import atexit
 import hashlib
+import inspect
+import math
 import os
 import queue
+import sys
 import tempfile
 import threading
 import time
+import warnings
 import weakref
 from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, wraps
 from functools import reduce as fold
 from itertools import zip_longest
 from typing import NamedTuple
@@ -83,6 +88,21 @@ def _run_rank(rank, world_size, init_method, function):
 def rank_and_size(group=None):
     """This rank inside `group`, and the group's size."""
     return dist.get_rank(group), dist.get_world_size(group)
+
+
+def _for_members(collective):
+    """As in torch.distributed, a rank outside the group gets a warning, and None at once."""
+    place = list(inspect.signature(collective).parameters).index("group")
+
+    @wraps(collective)
+    def called(*arguments, **named):
+        group = named.get("group", arguments[place] if len(arguments) > place else None)
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            return collective(*arguments, **named)
+        message = f"rank {dist.get_rank()} calls {collective.__name__} of a group that it is not in"
+        warnings.warn(message, stacklevel=2)
+
+    return called
 
 
 # ---- messages ------------------------------------------------------------------------------------
@@ -129,6 +149,10 @@ def count_bytes():
         _COUNTERS.remove(traffic)
 
 
+EXCHANGE_TAG = 1 << 30  # beyond a user's tags; so is the next one, that of the collectives
+
+
+@_for_members
 def exchange(sends, receives, group=None, async_op=False):
     """Send and receive several tensors in one batch, whose messages progress together.
 
@@ -140,9 +164,9 @@ def exchange(sends, receives, group=None, async_op=False):
     the peer of a message that failed.
     """
     group = group or dist.group.WORLD
-    for work in _THREADS[group].under_way() if group in _THREADS else ():
-        work.finished.wait()  # as on NCCL, where a group's messages keep their order
-    works = _Exchange(_Link("exchange", group, tuple(_COUNTERS)), sends, receives)
+    if (background := _BACKGROUND.get(group)) is not None:
+        background.last.finished.wait()  # as on NCCL, where a group's messages keep their order
+    works = _Exchange(_Link("exchange", group, tuple(_COUNTERS), EXCHANGE_TAG), sends, receives)
     if async_op:
         return works
     works.wait()
@@ -167,8 +191,9 @@ class _Exchange:
 class _Link:
     """Posts the messages of one operation in one group, and counts what it sends."""
 
-    def __init__(self, operation, group, counters, tag=0):
+    def __init__(self, operation, group, counters, tag=EXCHANGE_TAG + 1):
         self.operation, self.group, self.counters, self.tag = operation, group, counters, tag
+        self.ranks = dist.get_process_group_ranks(group)  # unknown once the group is destroyed
         self.nccl = dist.get_backend(group) == "nccl"
 
     def receive(self, tensor, peer):
@@ -197,10 +222,20 @@ class _Link:
 
     def wait(self, work, peer):
         """Complete a message on gloo."""
+        thread = threading.get_ident()
+        _WAITS[thread] = self, work, peer
         try:
             work.wait()
         except RuntimeError as error:
             raise self._lost(peer, error) from error
+        finally:
+            del _WAITS[thread]
+
+    def waits_for(self, peer):
+        """Which rank waits for which, in what."""
+        own = self.ranks[self.group.rank()]
+        where = f"{self.operation} in the group of ranks {self.ranks}"
+        return f"{where}: rank {own} waits for rank {self.ranks[peer]}"
 
     def _begin(self, transfer, buffer, peer):
         if not buffer.numel():
@@ -219,10 +254,9 @@ class _Link:
 
     def _lost(self, peer, error):
         _SCRATCH.__init__()  # later messages may still arrive in its memory
-        ranks = dist.get_process_group_ranks(self.group)
-        where = f"{self.operation} in the group of ranks {ranks}"
-        own = ranks[dist.get_rank(self.group)]
-        return RuntimeError(f"{where}: rank {own} lost rank {ranks[peer]}: {error}")
+        where = f"{self.operation} in the group of ranks {self.ranks}"
+        own = self.ranks[self.group.rank()]
+        return RuntimeError(f"{where}: rank {own} lost rank {self.ranks[peer]}: {error}")
 
 
 class _Nothing:
@@ -255,9 +289,10 @@ def _on_host(tensor):
 # ---- how a collective runs: now, or while Python computes ----------------------------------------
 #
 # An algorithm is a generator. It yields one Batch after the other, and does its local arithmetic in
-# between. _launch() drains it: at once, or in the background, where each group has its own queue:
-# its operations begin in order, and those that share memory wait for each other. That means
-#   gloo   threads of the group's: a batch is only complete when somebody has waited for it;
+# between. _launch() drains it: at once, or in the background, where each group has its own queue. A
+# group's operations run strictly one after the other, and each reads its inputs when its turn
+# comes. In the background that means
+#   gloo   a thread of the group's: a batch is only complete when somebody has waited for it;
 #   NCCL   a side stream of the group's: there waiting orders streams and blocks nobody.
 
 
@@ -302,21 +337,18 @@ def _drain(link, batches):
 class Work:
     """A group's operation, under way in a thread. wait() blocks until done; errors arise there."""
 
-    def __init__(self, drain, tensors):
-        self._drain, self._error, self.earlier = drain, None, []
+    def __init__(self, drain):
+        self._drain, self._error = drain, None
         self._inference = torch.is_inference_mode_enabled()  # a mode of each thread
-        self.memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self.finished = threading.Event()
 
     def run(self):
-        for work in self.earlier:
-            work.finished.wait()
         try:
             with torch.inference_mode(self._inference):
                 self._drain()
         except BaseException as error:
             self._error = error
-        self._drain = self.earlier = None
+        self._drain = None
         self.finished.set()
 
     def is_completed(self):
@@ -349,25 +381,35 @@ class StreamWork:
         self._tensors = None
 
 
-THREADS = 3  # per group: while one waits for a message the other keeps the link busy
+class _Thread(threading.Thread):
+    """A thread that lives until None is in its queue, and has until then ended what it was at."""
+
+    def __init__(self, target, *arguments):
+        self.queue = queue.SimpleQueue()
+        super().__init__(target=target, args=(self.queue, *arguments), daemon=True)
+        self.start()
 
 
-class _Threads:
-    """Run a group's background work in order; what shares no memory may overlap."""
+@atexit.register
+def _end_threads(seconds=30):
+    """A thread that comes back from C++ when there is no Python any more aborts the process."""
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, _Thread)]
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.queue.put(None)
+    for thread in threads:
+        thread.join(max(0, deadline - time.monotonic()))
+
+
+class _Background(_Thread):
+    """Runs a group's background work, one operation after the other."""
 
     def __init__(self, group):
-        self.works, self.queue = [], queue.SimpleQueue()
-        for _ in range(THREADS):
-            threading.Thread(target=self._loop, args=(self.queue,), daemon=True).start()
-            weakref.finalize(group, self.queue.put, None)
-
-    def under_way(self):
-        self.works = [work for work in self.works if not work.is_completed()]
-        return self.works
+        super().__init__(self._loop)
+        weakref.finalize(group, self.queue.put, None)
 
     def submit(self, work):
-        work.earlier = [other for other in self.under_way() if other.memory & work.memory]
-        self.works.append(work)
+        self.last = work
         self.queue.put(work)
         return work
 
@@ -379,9 +421,30 @@ class _Threads:
             work.run()
 
 
-_THREADS = weakref.WeakKeyDictionary()  # group -> _Threads
+def report_stalls(seconds):
+    """From now on, say on stderr whom an operation waits for that has not moved for so many seconds.
+
+    One line a stall. For gloo; on NCCL nobody waits in wait().
+    """
+    _Thread(_report_stalls, seconds)
+
+
+def _report_stalls(end, seconds):
+    since = {}  # when a wait was first seen; never again, once it has been told
+    while True:
+        try:
+            return end.get(timeout=seconds / 8)
+        except queue.Empty:
+            now = time.monotonic()
+        since = {wait: since.get(wait, now) for wait in list(_WAITS.values())}
+        for link, work, peer in [wait for wait in since if now - since[wait] >= seconds]:
+            since[link, work, peer] = math.inf
+            sys.stderr.write(f"{link.waits_for(peer)} for more than {seconds} s\n")
+
+
+_WAITS = {}  # thread -> (link, work, peer) of the message that it waits for
+_BACKGROUND = weakref.WeakKeyDictionary()  # group -> _Background
 _STREAMS = weakref.WeakKeyDictionary()  # group -> torch.cuda.Stream
-_LAUNCHED = weakref.WeakKeyDictionary()  # group -> operations so far, alike on all its ranks
 
 
 def _launch(operation, batches, tensors, group, async_op, agreed=()):
@@ -390,24 +453,23 @@ def _launch(operation, batches, tensors, group, async_op, agreed=()):
     agreed: what must be the same on all ranks; compared where PyTorch's debug level is DETAIL.
     """
     group = group or dist.group.WORLD
-    # A tag of its own keeps its messages apart from those of the operations beside it.
-    _LAUNCHED[group] = tag = _LAUNCHED.get(group, 0) % (1 << 20) + 1
-    link = _Link(operation, group, tuple(_COUNTERS), tag)
+    link = _Link(operation, group, tuple(_COUNTERS))
 
     def drain():
         if dist.get_debug_level() == dist.DebugLevel.DETAIL:
             call = " ".join(map(str, (operation, *agreed)))
-            _drain(_Link(operation, group, (), tag), _compare(call, tensors[0], group))
+            _drain(_Link(operation, group, ()), _compare(call, tensors[0], group))
         _drain(link, batches)
 
     if async_op and link.nccl:
         return StreamWork(drain, tensors, group)
-    threads = _THREADS.get(group)
+    background = _BACKGROUND.get(group)
+    if async_op and background is None:
+        background = _BACKGROUND[group] = _Background(group)
     if async_op:
-        threads = threads or _THREADS.setdefault(group, _Threads(group))
-        return threads.submit(Work(drain, tensors))
-    if threads is not None and threads.under_way():
-        return threads.submit(Work(drain, tensors)).wait()
+        return background.submit(Work(drain))
+    if background is not None and not background.last.is_completed():
+        return background.submit(Work(drain)).wait()
     drain()
 
 
@@ -426,7 +488,10 @@ def _compare(description, like, group, length=256):
 
 
 def _into(output, algorithm, *arguments):
-    """The batches of algorithm(flat, *arguments), where flat is `output` as one row of elements."""
+    """The batches of algorithm(flat, *arguments), where flat is `output` as one row of elements.
+
+    Whatever reads a tensor stands in such a generator, and so runs when the operation's turn comes.
+    """
     output = output.detach()
     flat = output.contiguous().view(-1)
     yield from algorithm(flat, *arguments)
@@ -756,11 +821,13 @@ def _direct_scatter(output, inputs, root, rank):
     if rank != root:
         yield Batch([], [(output, root)])
         return
+    inputs = [_flat(tensor) for tensor in inputs]
     output.copy_(inputs[rank])
     yield Batch([(tensor, peer) for peer, tensor in enumerate(inputs) if peer != root])
 
 
 def _direct_gather(input, outputs, root, rank):
+    input = _flat(input)
     if rank != root:
         yield Batch([(input, root)])
         return
@@ -779,7 +846,7 @@ def _pairwise_all_to_all(output, input, output_sizes, input_sizes, rank, world_s
 
     All are under way at once, in groups of up to MOST_PEERS + 1 ranks.
     """
-    outputs, inputs = output.split(output_sizes), input.split(input_sizes)
+    outputs, inputs = output.split(output_sizes), _flat(input).split(input_sizes)
     outputs[rank].copy_(inputs[rank])
     to_ranks = [(rank + k) % world_size for k in range(1, world_size)]
     from_ranks = [(rank - k) % world_size for k in range(1, world_size)]
@@ -916,6 +983,7 @@ def _all_reduce(output, input, op, group, algorithm="auto", inner_size=None):
         output.div_(world_size)
 
 
+@_for_members
 def all_reduce(
     tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", inner_size=None
 ):
@@ -938,6 +1006,7 @@ def all_reduce(
     return _launch("all_reduce", batches, [tensor], group, async_op, agreed)
 
 
+@_for_members
 def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
     """Reduce `tensor` over the group into that of the *global* rank `dst`; the others keep theirs.
 
@@ -951,6 +1020,7 @@ def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
     return _launch("reduce", batches, [tensor], group, async_op, agreed)
 
 
+@_for_members
 def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
     """Copy `tensor` of the *global* rank `src` to every rank of the group, in place.
 
@@ -972,13 +1042,19 @@ def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
     return _launch("broadcast", batches, [tensor], group, async_op, agreed)
 
 
+def _ring_all_gather(outputs, input, rank, world_size):
+    chunks, ring = [output.detach().view(-1) for output in outputs], range(world_size)
+    chunks[rank].copy_(_flat(input))
+    yield from _go_round(_gather_steps(chunks, ring, rank), None, ring, rank)
+
+
 def _few_steps(full, world_size):
     """Whether halving or doubling is quicker than the ring."""
     return world_size == 1 or (full.nbytes <= SMALL and world_size & (world_size - 1) == 0)
 
 
 def _partial_sums(output, input, op, group):
-    rank, world_size = rank_and_size(group)
+    input, (rank, world_size) = _flat(input), rank_and_size(group)
     if _few_steps(input, world_size):
         bounds = [len(output) * chunk for chunk in range(world_size + 1)]
         output.copy_((yield from _halving(input, bounds, op, rank)))
@@ -992,6 +1068,7 @@ def _partial_sums(output, input, op, group):
         output.div_(world_size)
 
 
+@_for_members
 def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
     """Reduce `input` over the group; rank r keeps chunk r in `output`, a P-th as long.
 
@@ -1006,7 +1083,6 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
             f"output of shape {tuple(output.shape)}"
         )
     _check_pair(output, input, output.numel())
-    input = _flat(input)
     batches = _into(output, _partial_sums, input, op, group)
     agreed = tuple(output.shape), output.dtype, op
     return _launch("reduce_scatter_single", batches, [output, input], group, async_op, agreed)
@@ -1015,14 +1091,15 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
 def _own_and_others(output, input, group):
     rank, world_size = rank_and_size(group)
     chunks, ring = output.tensor_split(world_size), range(world_size)
-    chunks[rank].copy_(input)
+    chunks[rank].copy_(_flat(input))
     if _few_steps(output, world_size):
-        bounds = [len(input) * chunk for chunk in range(world_size + 1)]
+        bounds = [input.numel() * chunk for chunk in range(world_size + 1)]
         yield from _doubling(output, bounds, rank)
     else:
         yield from _go_round(_gather_steps(chunks, ring, rank), None, ring, rank)
 
 
+@_for_members
 def all_gather_single(output, input, group=None, async_op=False):
     """Collect `input` of every rank in `output`, P times as long, in rank order.
 
@@ -1030,12 +1107,12 @@ def all_gather_single(output, input, group=None, async_op=False):
     or dtypes that do not fit.
     """
     _check_pair(output, input, input.numel() * dist.get_world_size(group))
-    input = _flat(input)
     batches = _into(output, _own_and_others, input, group)
-    agreed = len(input), input.dtype
+    agreed = input.numel(), input.dtype
     return _launch("all_gather_single", batches, [output, input], group, async_op, agreed)
 
 
+@_for_members
 def all_gather(tensor_list, tensor, group=None, async_op=False):
     """Collect `tensor` of every rank r in tensor_list[r]; the lengths may differ between ranks.
 
@@ -1045,14 +1122,13 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
     rank, world_size = rank_and_size(group)
     _check_list("tensor_list", tensor_list, group)
     _check_pair(tensor_list[rank], tensor, tensor.numel())
-    chunks = [entry.detach().view(-1) for entry in tensor_list]
-    chunks[rank].copy_(_flat(tensor))
-    ring = range(world_size)
-    batches = _go_round(_gather_steps(chunks, ring, rank), None, ring, rank)
+    batches = _ring_all_gather(tensor_list, tensor, rank, world_size)
     shapes = [tuple(entry.shape) for entry in tensor_list]
-    return _launch("all_gather", batches, chunks, group, async_op, (shapes, tensor.dtype))
+    tensors = [tensor, *tensor_list]
+    return _launch("all_gather", batches, tensors, group, async_op, (shapes, tensor.dtype))
 
 
+@_for_members
 def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
     """Give rank r of the group the r-th tensor of `scatter_list`, which global rank `src` has.
 
@@ -1061,12 +1137,13 @@ def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
     root, rank = _group_rank("src", src, group), dist.get_rank(group)
     if rank == root:
         _check_list("scatter_list", scatter_list, group, alike=tensor)
-    inputs = [_flat(entry) for entry in scatter_list] if rank == root else []
+    inputs = scatter_list if rank == root else []
     batches = _into(tensor, _direct_scatter, inputs, root, rank)
     agreed = tuple(tensor.shape), tensor.dtype, src
     return _launch("scatter", batches, [tensor, *inputs], group, async_op, agreed)
 
 
+@_for_members
 def gather(tensor, gather_list=None, dst=0, group=None, async_op=False):
     """Collect `tensor` of every rank r of the group in gather_list[r] of the global rank `dst`.
 
@@ -1076,12 +1153,12 @@ def gather(tensor, gather_list=None, dst=0, group=None, async_op=False):
     if rank == root:
         _check_list("gather_list", gather_list, group, alike=tensor)
     outputs = [entry.detach().view(-1) for entry in gather_list] if rank == root else []
-    input = _flat(tensor)
-    batches = _direct_gather(input, outputs, root, rank)
+    batches = _direct_gather(tensor, outputs, root, rank)
     agreed = tuple(tensor.shape), tensor.dtype, dst
-    return _launch("gather", batches, [input, *outputs], group, async_op, agreed)
+    return _launch("gather", batches, [tensor, *outputs], group, async_op, agreed)
 
 
+@_for_members
 def all_to_all_single(
     output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
 ):
@@ -1103,13 +1180,13 @@ def all_to_all_single(
             f"rank {rank} sends itself {input_sizes[rank]} elements, but expects "
             f"{output_sizes[rank]}"
         )
-    input = _flat(input)
     sizes = output_sizes, input_sizes
     batches = _into(output, _pairwise_all_to_all, input, *sizes, rank, world_size)
     agreed = "rows of", tuple(output.shape[1:]), output.dtype
     return _launch("all_to_all_single", batches, [output, input], group, async_op, agreed)
 
 
+@_for_members
 def barrier(group=None):
     """Return when every rank of the group has called it.
 
@@ -1167,6 +1244,8 @@ def _check_op(op, dtype):
         raise ValueError(f"op={op} is not one of SUM, AVG, PRODUCT, MIN, MAX")
     if op == ReduceOp.AVG and not dtype.is_floating_point:
         raise ValueError(f"op=AVG needs a floating-point tensor, not dtype={dtype}")
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_complex:
+        raise ValueError(f"op={op} needs an order, which dtype={dtype} does not have")
 
 
 def _check_pair(output, input, output_numel):
@@ -1222,7 +1301,7 @@ def _split_sizes(name, tensor, split_sizes, world_size):
 
 def _all_reduced(x, group):
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
-    batches = _into(output, _all_reduce, _flat(x), ReduceOp.SUM, group)
+    batches = _into(output, lambda flat: _all_reduce(flat, _flat(x), ReduceOp.SUM, group))
     _launch("all_reduce", batches, [output], group, False, agreed=(tuple(x.shape), x.dtype))
     return output
 

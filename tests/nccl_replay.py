@@ -80,7 +80,6 @@ def record():
         note("join", work.key)
 
     with (
-        patch.object(collectives, "THREADS", 1),  # a group's stream does one operation at a time
         patch.object(collectives, "_drain", recorded_drain),
         patch.object(collectives._Exchange, "__init__", recorded_exchange),
         patch.object(collectives._Exchange, "wait", recorded_complete),

@@ -101,7 +101,7 @@ def serve(pipe, stack_pipe):
         sys.stdout.flush()
         sys.stderr.flush()
         pipe.send_bytes(answer)
-    os._exit(exitcode)  # at interpreter exit gloo may abort, after all is done
+    sys.exit(exitcode)
 
 
 # ---- in the parent -------------------------------------------------------------------------------

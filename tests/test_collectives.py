@@ -5,6 +5,7 @@ import io
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -47,6 +48,7 @@ from collectives import (
     reduce_scatter_bytes,
     reduce_scatter_single,
     reduce_scatter_to_group,
+    report_stalls,
     scatter,
     scatter_to_group,
 )
@@ -270,6 +272,32 @@ def test_groups_that_share_a_rank():
     run(6, _in_rows_and_columns)
 
 
+def _outside_a_group():
+    group, x = dist.new_group([1]), torch.full((2,), 7.0)
+    if dist.get_rank() == 1:
+        return
+    for call in (
+        lambda: all_reduce(x, group=group, async_op=True),
+        lambda: reduce(x, 1, ReduceOp.SUM, group),
+        lambda: broadcast(x, 1, group=group),
+        lambda: reduce_scatter_single(x, x, group=group),
+        lambda: all_gather_single(x, x, group),
+        lambda: all_gather([x], x, group),
+        lambda: scatter(x, [x], 1, group),
+        lambda: gather(x, [x], 1, group=group),
+        lambda: all_to_all_single(x, x, None, None, group),
+        lambda: barrier(group),
+        lambda: exchange([(x, 0)], [], group=group),
+    ):
+        with pytest.warns(UserWarning, match="rank 0 calls .* of a group that it is not in"):
+            assert call() is None
+    assert (x == 7).all()
+
+
+def test_a_rank_outside_the_group_is_warned_and_takes_no_part():
+    run(2, _outside_a_group)
+
+
 def _in_reordered_group():
     try:
         group = dist.new_group([3, 0, 2], sort_ranks=False)
@@ -364,6 +392,21 @@ def test_all_to_all_with_splits_and_ranks_without_rows(world_size):
     run(world_size, _exchange_rows)
 
 
+def _exchange_rows_in_groups():
+    rank, world_size = rank_and_size()
+    everyone = _integers(world_size, world_size, 3)
+    output = torch.empty_like(everyone[0])
+    with patch.object(collectives, "MOST_PEERS", 2), record() as events:
+        all_to_all_single(output, everyone[rank])
+    _same(output, everyone[:, rank])
+    batches = [event["messages"] for event in events if event["kind"] == "post"]
+    assert [len(batch) for batch in batches] == [4, 4, 2], batches
+
+
+def test_a_large_all_to_all_goes_in_batches():
+    run(6, _exchange_rows_in_groups)
+
+
 # ---- barrier ------------------------------------------------------------------------------------
 
 
@@ -427,29 +470,31 @@ def test_every_algorithm_reduces_and_leaves_the_same_bits_on_all_ranks(world_siz
 
 
 def _count_by(name, inner_size, nbytes):
-    with count_bytes() as traffic:
+    with count_bytes() as traffic, record() as events:
         all_reduce(torch.zeros(nbytes // 4), algorithm=name, inner_size=inner_size)
     rank, world_size = rank_and_size()
     node = rank // (inner_size or 1) * (inner_size or 1)
     inside = traffic.bytes("all_reduce", peers=range(node, node + (inner_size or 1)))
-    return traffic.bytes(), inside
+    return traffic.bytes(), inside, sum(event["kind"] == "post" for event in events)
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))
-def test_every_algorithm_sends_what_its_cost_says_to_the_byte(world_size):
+def test_every_algorithm_takes_the_steps_and_sends_the_bytes_that_its_cost_says(world_size):
     nbytes = 840 * 4 * 8
     P = world_size
     for name, inner_size in _algorithms(P)[1:]:
         counted = run(P, _count_by, name, inner_size, nbytes)
-        claimed = [all_reduce_cost(name, nbytes, P, inner_size or 1, r).bytes for r in range(P)]
-        assert [total for total, _ in counted] == claimed, name
+        costs = [all_reduce_cost(name, nbytes, P, inner_size or 1, r) for r in range(P)]
+        claimed = [cost.bytes for cost in costs]
+        assert [total for total, _, _ in counted] == claimed, name
+        assert [steps for *_, steps in counted] == [cost.steps for cost in costs], name
         assert claimed[0] == max(claimed)
         if name in ("ring", "hierarchical"):
             assert claimed[0] == 2 * nbytes * (P - 1) // P == all_reduce_bytes(nbytes, P)
         if name == "hierarchical":
             I, O = inner_size, P // inner_size
             within = 2 * nbytes * (I - 1) // I
-            assert counted[0] == (within + 2 * nbytes * (O - 1) // O // I, within)
+            assert counted[0][:2] == (within + 2 * nbytes * (O - 1) // O // I, within)
     assert all_reduce_cost("naive", nbytes, P).bytes == (P - 1) * nbytes
     if P in (2, 4, 8):
         steps = P.bit_length() - 1
@@ -474,7 +519,7 @@ def _measure():
 
 
 def test_the_link_is_measured_and_auto_goes_by_it():
-    for link, (few, _), (many, _) in run(4, _measure):
+    for link, (few, *_), (many, *_) in run(4, _measure):
         assert 1e-6 < link.alpha < 0.1 and 1e-11 < link.beta < 1e-7 and 1e-11 < link.gamma < 1e-7
         assert few == 2 * 64  # recursive doubling
         assert many == 2 * 3 * 2**22 // 4
@@ -603,6 +648,39 @@ def test_a_lost_peer_raises_on_every_rank_and_names_operation_group_and_peer(how
             assert outcome.seconds < 9
 
 
+def _stall(folder):
+    """Rank 1 joins in only after rank 0 has told of it, and thrice the time that takes a line."""
+    rank, lines = dist.get_rank(), []
+    x = torch.ones(3)
+    all_reduce(x, async_op=True).wait()
+
+    def write(line):
+        lines.append(line)
+        (folder / str(len(lines))).touch()
+
+    with patch.object(sys.stderr, "write", write):
+        report_stalls(0.2)
+        for call in (
+            lambda: all_reduce(x),
+            lambda: broadcast(x, 1, async_op=True).wait(),
+            lambda: exchange([], [(x, 1)]) if rank == 0 else exchange([(x, 0)], []),
+        ):
+            count = len(list(folder.iterdir()))
+            while rank == 1 and len(list(folder.iterdir())) == count:
+                time.sleep(0.01)
+            time.sleep(0.6 * rank)
+            call()
+            dist.barrier()
+    return lines
+
+
+def test_a_stalled_operation_says_once_whom_it_waits_for(tmp_path):
+    told, nothing = spawn(2, _stall, tmp_path)
+    text = "{} in the group of ranks [0, 1]: rank 0 waits for rank 1 for more than 0.2 s\n"
+    assert told == [text.format(name) for name in ("all_reduce", "broadcast", "exchange")]
+    assert nothing == []
+
+
 def _disagree(calls):
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
@@ -719,33 +797,43 @@ def test_groups_do_not_wait_for_each_other():
     run(3, _overlap_groups)
 
 
-def _overtake():
-    """A held operation does not hold up one on other memory, but does one on the same memory."""
+def _read_after_a_pending_sum(contiguous):
+    """Each collective on a tensor that an operation launched before it has still to sum."""
     rank, world_size = rank_and_size()
-    gate, begin = threading.Event(), collectives._Link._begin
+    everyone = _integers(world_size, world_size, 2 * world_size)
+    total = everyone.sum(0)
+    here = lambda entries: list(entries) if rank == 0 else None
+    for collective, expected, into in [
+        (all_reduce, total * world_size, lambda x, out: (x,)),
+        (all_reduce, total, lambda x, out: (x, ReduceOp.AVG)),
+        (reduce, total * world_size if rank == 0 else total, lambda x, out: (x,)),
+        (broadcast, total, lambda x, out: (x,)),
+        (reduce_scatter_single, total[rank] * world_size, lambda x, out: (out[0], x)),
+        (all_gather_single, total[0].expand_as(total), lambda x, out: (out, x[0])),
+        (all_gather, total[0].expand_as(total), lambda x, out: (list(out), x[0])),
+        (all_to_all_single, total[rank].expand_as(total), lambda x, out: (out, x)),
+        (gather, total[0].expand_as(total), lambda x, out: (x[0], here(out))),
+        (scatter, total[rank], lambda x, out: (out[0], here(x))),
+    ]:
+        if collective is scatter and not contiguous:
+            continue  # its list has contiguous entries
+        x = everyone[rank].clone() if contiguous else everyone[rank].t().contiguous().t()
+        output = torch.zeros_like(total)
+        with _background_held() as gate:
+            pending = all_reduce(x, async_op=True)
+            work = collective(*into(x, output), async_op=True)
+            gate.set()
+        work.wait()
+        assert pending.is_completed()
+        if collective in (all_reduce, reduce, broadcast):
+            _same(x, expected)
+        elif collective is not gather or rank == 0:
+            _same(output[0] if expected.ndim == 1 else output, expected)
 
-    def held(link, *message):
-        if link.operation == "all_reduce" and rank == 0:
-            gate.wait(20)
-        return begin(link, *message)
 
-    x, row = torch.full((1000,), rank + 1.0), torch.empty(world_size, 1000)
-    other, others = torch.full((10,), float(rank)), torch.empty(world_size, 10)
-    with patch.object(collectives._Link, "_begin", held):
-        works = [all_reduce(x, async_op=True), all_gather_single(row, x, async_op=True)]
-        free = all_gather_single(others, other, async_op=True)
-        free.wait()
-        assert rank != 0 or not any(work.is_completed() for work in works)
-        gate.set()
-        for work in works:
-            work.wait()
-    total = world_size * (world_size + 1) / 2
-    assert (x == total).all() and (row == total).all()
-    assert others[:, 0].tolist() == list(range(world_size))
-
-
-def test_operations_in_the_background_overlap_unless_they_share_memory():
-    run(3, _overtake)
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_an_operation_reads_its_input_when_those_before_it_are_done(contiguous):
+    run(3, _read_after_a_pending_sum, contiguous)
 
 
 def _break_the_link():
@@ -850,23 +938,37 @@ def test_an_asynchronous_exchange_does_not_wait_for_the_peer():
     run(2, _send_to_a_rank_that_comes_later)
 
 
-def _exchange_while_reducing():
+def _exchange_while_reducing(async_op):
     rank = dist.get_rank()
-    x, outgoing, incoming = torch.ones(4), torch.full((2,), 10.0 + rank), torch.empty(2)
+    x, incoming = torch.full((4,), rank + 1.0), torch.empty(4)
     with _background_held() as gate:
-        if rank == 1:
-            gate.set()
-        work = all_reduce(x, async_op=True)
-        if rank == 1:
-            time.sleep(0.2)
-        threading.Timer(0.5, gate.set).start()
-        exchange([(outgoing, 1 - rank)], [(incoming, 1 - rank)])
+        pending = all_reduce(x, async_op=True)
+        threading.Timer(0.05, gate.set).start()
+        _wait(exchange([(x, 1 - rank)], [(incoming, 1 - rank)], async_op=async_op))
+    assert pending.is_completed() and (incoming == 3).all(), incoming
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_exchange_sends_what_the_operations_before_it_have_made(async_op):
+    run(2, _exchange_while_reducing, async_op)
+
+
+def _beside_messages_of_the_user():
+    peer = 1 - dist.get_rank()
+    sent = [dist.isend(torch.full((3,), 100.0 + tag), peer, tag=tag) for tag in range(4)]
+    x, incoming = torch.ones(3), torch.empty(3)
+    all_reduce(x)
+    all_reduce(x, async_op=True).wait()
+    exchange([(x, peer)], [(incoming, peer)])
+    assert (x == 4).all() and (incoming == 4).all()
+    for tag, work in enumerate(sent):
+        dist.recv(incoming, peer, tag=tag)
+        assert (incoming == 100 + tag).all()
         work.wait()
-    assert (x == 2).all() and (incoming == 11 - rank).all(), (x, incoming)
 
 
-def test_exchange_keeps_its_place_among_the_operations_of_a_group():
-    run(2, _exchange_while_reducing)
+def test_messages_of_the_user_pass_beside_ours():
+    run(2, _beside_messages_of_the_user)
 
 
 # ---- cost ---------------------------------------------------------------------------------------
@@ -982,6 +1084,8 @@ def _raise_value_errors():
         (lambda: all_reduce(x(2), "sum"), "op=sum"),
         (lambda: all_reduce(x(2), ReduceOp.BAND), "op=.*BAND"),
         (lambda: all_reduce(x(2).long(), ReduceOp.AVG), "AVG.*dtype=torch.int64"),
+        (lambda: all_reduce(x(2).cfloat(), ReduceOp.MAX), "MAX.*dtype=torch.complex64"),
+        (lambda: reduce(x(2).cdouble(), 0, ReduceOp.MIN), "MIN.*dtype=torch.complex128"),
         (lambda: reduce_scatter_single(x(2), x(5)), r"\(5,\).*world_size=2.*\(2,\)"),
         (lambda: reduce_scatter_single(x(2), x(4).double()), "torch.float32.*torch.float64"),
         (lambda: reduce_scatter_single(x(2).int(), x(4).int(), ReduceOp.AVG), "AVG.*torch.int32"),
