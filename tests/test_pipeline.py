@@ -3,6 +3,7 @@
 import copy
 import gc
 import json
+import pickle
 import random
 import re
 import subprocess
@@ -20,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pipeline
 from collectives import count_bytes, exchange, rank_and_size
+from ddp import DistributedDataParallel
 from pipeline import (
     SCHEDULES,
     Action,
@@ -175,10 +177,7 @@ def test_bubble_and_peak_are_those_of_the_formulas(name):
             timeline = simulate(schedule, F / parts, B / parts, weight=W / parts)
             claimed = bubble_time(name, p, m, F, B, W)
             ranks = timeline.idle if name in ("zb-h2", "zb-v") else timeline.bubble
-            if name == "zb-v":
-                exact = m >= 2 * p and F == B - W == W
-                assert not exact or max(ranks) == claimed == 0
-            elif name == "dualpipe":
+            if name == "dualpipe":
                 assert claimed / 2 <= max(ranks) <= claimed
             elif EXACT.get(name, lambda p, m: True)(p, m):
                 assert max(ranks) == pytest.approx(claimed)
@@ -207,7 +206,7 @@ def test_no_rank_waits_forever_with_messages_that_meet(name):
             transfers = simulate(schedule, *times).transfers
             links = {
                 (action, rank): (
-                    pipeline._needs(schedule, action, rank), pipeline._makes(schedule, action, rank)
+                    schedule.input_transfer(action, rank), schedule.output_transfer(action, rank)
                 )
                 for rank, actions in enumerate(schedule)
                 for action in actions
@@ -242,29 +241,44 @@ def test_where_a_schedule_is_not_defined_the_error_names_the_sizes():
             dualpipe(*sizes)
 
 
-def _command(*arguments):
-    file = pipeline.__file__
-    done = subprocess.run([sys.executable, file, *arguments], capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
-
-
-def test_the_command_draws_compares_and_traces(tmp_path):
-    code, printed, _ = _command("--stages", "4", "--microbatches", "8")
-    assert code == 0
+def test_the_command_compares():
+    command = [sys.executable, pipeline.__file__, "--stages", "4", "--microbatches", "8"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0
     for name in SCHEDULES:
-        row = next(line for line in printed.splitlines() if line.startswith(name))
+        row = next(line for line in done.stdout.splitlines() if line.startswith(name))
         claimed, simulated, peak, held = map(float, row.split()[1:5])
         assert peak == held and (claimed == simulated or name == "dualpipe")
+
+
+def test_the_command_draws_and_traces(tmp_path, monkeypatch, capsys):
     file = tmp_path / "trace.json"
-    code, printed, _ = _command("--schedule", "zb-h2", "--microbatches", "6", "--trace", file)
-    assert code == 0 and printed.startswith("rank 0  F0F1F2F3F4F5") and "\033" not in printed
+    command = ["pipeline.py", "--schedule", "zb-h2", "--microbatches", "6", "--trace", str(file)]
+    monkeypatch.setattr(sys, "argv", command)
+    pipeline.main()
+    printed = capsys.readouterr().out
+    assert printed.startswith("rank 0  F0F1F2F3F4F5") and "\033" not in printed
     events = json.loads(file.read_text())["traceEvents"]
     assert len(events) == 4 * 6 * 3 and {event["ph"] for event in events} == {"X"}
     for rank in range(4):
         row = sorted((e["ts"], e["dur"]) for e in events if e["tid"] == rank)
         assert all(ts + dur <= later for (ts, dur), (later, _) in zip(row, row[1:]))
-    code, _, error = _command("--schedule", "dualpipe", "--stages", "3")
-    assert code == 2 and "num_stages=3" in error.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--schedule", "dualpipe", "--stages", "3"], "num_stages=3"),
+        (["--trace", "trace.json"], "--trace trace.json is of one schedule: which --schedule?"),
+        (["--schedule", "1f1b", "--trace", "no/such/folder"], "No such file.*no/such/folder"),
+    ],
+)
+def test_what_the_command_cannot_do_is_one_line(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pipeline.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        pipeline.main()
+    printed, error = capsys.readouterr()
+    assert not printed and re.search(message, error.splitlines()[-1])
 
 
 def test_the_table_of_1f1b_is_what_the_code_gives():
@@ -291,9 +305,30 @@ def test_a_schedule_that_cannot_finish_is_refused():
         simulate([_actions("F0 B1 F1 B0"), _actions("F0 F1 B1 B0")])
     with pytest.raises(ValueError, match="cannot finish: rank 0 at B0, rank 1 at B0 "):
         simulate([_actions("F0 B0"), _actions("B0 F0")])
-    for other in ("F0 B0 F1", "F0 F0 B0", "F0", "F0 B1"):  # more, twice, less, another
-        with pytest.raises(ValueError, match="rank 1 does not have its actions, each once"):
+    action = "Action(kind='{}', microbatch={}, chunk=0)".format
+    for other, wrong in (
+        ("F0 B0 F1", "rank 0 lacks " + action("F", 1)),  # the rank that is wrong is the other one
+        ("F0 F0 B0", f"rank 1 has {action('F', 0)} once too often"),
+        ("F0", f"rank 1 lacks {action('B', 0)}"),
+        ("F0 I0", f"rank 1 lacks {action('W', 0)}"),
+        ("F0 B0 W0", f"rank 1 lacks {action('I', 0)}"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(wrong)):
             simulate([_actions("F0 B0"), _actions(other)])
+
+
+def test_what_is_no_schedule_is_named():
+    for actions, wrong in (
+        ([], "rank 0 of 0 has no actions"),
+        ([_actions("F0 B0"), []], "rank 1 of 2 has no actions"),
+        ([_actions("F0 B0"), [("X", 0, 0)]], "rank 1 has ('X', 0, 0), which is no Action("),
+        ([[("F", 0.5)]], "rank 0 has ('F', 0.5), which is no Action("),
+        ([["F0", "B0"]], "rank 0 has 'F0', which is no Action("),
+    ):
+        with pytest.raises(ValueError, match=re.escape(wrong)):
+            simulate(actions)
+    rows = [[("F", 0), ("B", 0, 0)]] * 2
+    assert simulate(rows).start == simulate([_actions("F0 B0")] * 2).start  # tuples will do
 
 
 @pytest.mark.parametrize("make_schedule", [*TRAINING, forward_only])
@@ -455,10 +490,11 @@ def _loss(output, target):
     return (output.double() - target).square().sum() / 7
 
 
-def _compare(layers, bounds, schedule, batches, group=None):
+def _compare(layers, bounds, schedule, batches, group=None, recompute=False, make=torch.clone):
     """Run this rank's layers[bounds[rank]:bounds[rank + 1]]; compare with all on whole batches.
 
-    Losses, input gradients, and the gradients summed over the batches. Returns the names compared.
+    Losses, the gradients of what `make` makes the inputs of, and the gradients summed over the
+    batches. Returns the names compared.
     """
     rank, num_stages = rank_and_size(group)
     model = nn.Sequential(*layers)
@@ -466,18 +502,19 @@ def _compare(layers, bounds, schedule, batches, group=None):
     losses, input_grads = [], []
     for inputs, targets in batches:
         inputs = inputs.clone().requires_grad_(inputs.is_floating_point())
-        losses.append(_loss(model(inputs), targets))
+        losses.append(_loss(model(make(inputs)), targets))
         losses[-1].backward()
         input_grads.append(inputs.grad)
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
 
     stage = model[bounds[rank] : bounds[rank + 1]]
-    executor = Pipeline(stage, schedule, _loss, group)
+    executor = Pipeline(stage, schedule, _loss, group, recompute)
     first, last = rank == 0, rank == num_stages - 1
     for (inputs, targets), loss, input_grad in zip(batches, losses, input_grads):
         inputs = inputs.clone().requires_grad_(inputs.is_floating_point() and first)
-        found = executor.step(inputs if first else None, targets if last else None)
+        batch = inputs if make is torch.clone else make(inputs)
+        found = executor.step(batch if first else None, targets if last else None)
         if last:
             assert not found.requires_grad
             _equal(found, loss.detach())
@@ -566,7 +603,7 @@ def _run_schedule(name, m, dtype, tolerance, recompute=False):
             loss.backward()
             expected[-1] += loss.detach()
         losses.append(executor.step(x, y))
-        assert not executor.alive and not any(executor.queues.values())
+        assert not executor.in_flight and not any(executor.queues.values())
         assert not executor.leaving and not executor.arriving
     if name == "dualpipe":
         sum_replicas(stages)
@@ -655,9 +692,13 @@ def test_a_stage_that_does_not_return_a_tensor_is_named():
 
 
 def _return_rows():
-    executor = Pipeline(nn.Linear(3, 3), zb_h1(1, 2), lambda output, target: output - target)
-    with pytest.raises(ValueError, match=r"loss_fn returned \(2, 3\), not a scalar"):
-        executor.step(torch.zeros(4, 3), torch.zeros(4, 3))
+    for loss_fn, wrong in (
+        (lambda output, target: output - target, r"\(2, 3\), not a scalar"),
+        (lambda output, target: _loss(output, target).item(), "float, not a tensor"),
+        (lambda output, target: None, "NoneType, not a tensor"),
+    ):
+        with pytest.raises(ValueError, match="loss_fn returned " + wrong):
+            Pipeline(nn.Linear(3, 3), zb_h1(1, 2), loss_fn).step(*torch.zeros(2, 4, 3))
 
 
 def test_a_loss_that_is_not_a_scalar_is_named():
@@ -790,6 +831,166 @@ def test_boundaries_that_are_transposed_views_or_bf16_and_tokens_as_inputs():
     run(2, _boundaries)
 
 
+def _odd_stages():
+    rank, p = rank_and_size()
+    torch.manual_seed(0)
+    linear = lambda: nn.Linear(4, 4, dtype=torch.float64)
+    frozen = lambda: linear().requires_grad_(False)
+    inplace = lambda: nn.ReLU(inplace=True)
+    batches = list(zip(*torch.randn(2, 2, 8, 4, dtype=torch.float64)))
+    for layers in (
+        [nn.Tanh(), nn.GELU(), linear(), linear()],  # no parameters first
+        [linear(), linear(), nn.Tanh(), nn.GELU()],  # none last
+        [frozen(), frozen(), linear(), frozen()],
+        [linear(), frozen(), frozen(), frozen()],
+        [nn.Identity(), nn.Identity(), linear(), linear()],
+        [linear(), linear(), nn.Identity(), nn.Identity()],
+        [inplace(), linear(), inplace(), linear()],
+    ):
+        for make_schedule in (one_f_one_b, zb_h1):
+            # data that requires no gradient; the square of a leaf, whose graph is run through once
+            for recompute, make in ((False, torch.detach), (True, torch.square)):
+                arguments = make_schedule(p, 4), batches, None, recompute, make
+                compared = _compare(layers, [0, 2, 4], *arguments)
+        mine = layers[2 * rank : 2 * rank + 2]
+        assert len(compared) == len(list(nn.Sequential(*mine).parameters()))
+        again = pickle.loads(pickle.dumps(copy.deepcopy(nn.Sequential(*layers))))
+        assert all(map(torch.equal, again.parameters(), nn.Sequential(*layers).parameters()))
+
+
+def test_stages_that_are_frozen_without_parameters_identities_or_in_place():
+    run(2, _odd_stages)
+
+
+class Detach(nn.Module):
+    def forward(self, x):
+        return x.detach()
+
+
+def _nothing_from_behind():
+    """Frozen all but the input, which gets no gradient; what gets none behind a detach() gets 0."""
+    rank, p = rank_and_size()
+    stage = [nn.Linear(4, 4), nn.Sequential(Detach(), nn.Linear(4, 4))][rank]
+    executor = Pipeline(stage, one_f_one_b(p, 2), _loss)
+    inputs = torch.ones(4, 4)
+    executor.step(inputs, torch.zeros(4, 4))
+    assert inputs.grad is None
+    return [bool(parameter.grad.any()) for parameter in stage.parameters()]
+
+
+def test_behind_a_detach_gradients_are_zero():
+    assert run(2, _nothing_from_behind) == [[False, False], [True, True]]
+
+
+def _one_module_as_two_chunks(name):
+    """A weight-tied model, replicated: gradients are reduced once, when both uses have theirs."""
+    rank, world_size = rank_and_size()
+    groups = [dist.new_group([r]) for r in range(world_size)]
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Tanh()).double()
+    inputs, targets = torch.randn(2, 4 * world_size, 4, dtype=torch.float64)
+    expected = torch.autograd.grad(_loss(layer(layer(inputs)), targets), list(layer.parameters()))
+    replica = DistributedDataParallel(layer, gradient_divide_factor=1)
+    rows = slice(4 * rank, 4 * rank + 4)
+    executor = Pipeline([replica, replica], SCHEDULES[name](1, 2), _loss, groups[rank])
+    for _ in range(2):
+        replica.zero_grad()
+        executor.step(inputs[rows], targets[rows])
+        replica.finish_grad_sync()
+        for parameter, gradient in zip(layer.parameters(), expected):
+            _equal(parameter.grad, gradient, name)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-v"])
+def test_one_replicated_module_as_two_chunks_is_reduced_once(name):
+    run(2, _one_module_as_two_chunks, name)
+
+
+def _replicas_without_parameters():
+    """DualPipe over a linear layer and one without parameters; then with one that is frozen."""
+    rank, p = rank_and_size()
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Tanh()]
+    expected = copy.deepcopy(layers[0])
+    inputs, targets = torch.randn(2, 8, 4)
+    _loss(layers[1](expected(inputs)), targets).backward()
+    stages = [copy.deepcopy(layers[rank]), copy.deepcopy(layers[1 - rank])]
+    Pipeline(stages, dualpipe(p, 4), _loss).step(inputs, targets)
+    sum_replicas(stages)
+    for found, wanted in zip(stages[rank].parameters(), expected.parameters()):
+        torch.testing.assert_close(found.grad, wanted.grad)
+    stages[rank].bias.requires_grad_(rank == 0)
+    wrong = f"chunk {rank} of rank {rank} and its replica, chunk {1 - rank} of rank {1 - rank},"
+    with pytest.raises(ValueError, match=wrong):
+        sum_replicas(stages)
+    with pytest.raises(ValueError, match="1 stages on a rank of 2"):
+        sum_replicas(stages[:1])
+
+
+def test_replicas_may_be_without_parameters_and_must_train_the_same():
+    run(2, _replicas_without_parameters)
+
+
+class Failing(nn.Module):
+    """A linear layer whose `fail` names the pass that goes wrong."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.fail, self.calls = nn.Linear(4, 4), None, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.fail == "forward" and self.calls % 2 == 0:  # the second microbatch
+            raise ArithmeticError("forward")
+        output = self.linear(x)
+        if self.fail == "backward":
+            output.register_hook(self.raise_in_backward)
+        return output
+
+    def raise_in_backward(self, grad):
+        raise ArithmeticError("backward")
+
+
+def _fail_and_go_on():
+    for make_schedule in (gpipe, one_f_one_b, zb_h2):
+        stage = Failing()
+        executor = Pipeline(stage, make_schedule(1, 2), _loss)
+        batch = torch.ones(4, 4), torch.zeros(4, 4)
+        loss = executor.step(*batch)
+        expected = stage.linear.weight.grad.clone()
+        for stage.fail in ("forward", "backward"):
+            stage.calls = 0
+            with pytest.raises(ArithmeticError, match=stage.fail):
+                executor.step(*batch)
+        stage.fail, stage.calls = None, 0
+        stage.zero_grad()
+        assert executor.queue is None
+        assert torch.equal(executor.step(*batch), loss)
+        assert torch.equal(stage.linear.weight.grad, expected)
+
+
+def test_a_step_that_failed_leaves_nothing_to_the_next():
+    run(1, _fail_and_go_on)
+
+
+def _fail_among_others():
+    rank, p = rank_and_size()
+    stage, batch = Failing(), torch.zeros(2, 4)
+    executor = Pipeline(stage, forward_only(p, 1), _loss)
+    stage.fail, stage.calls = ("forward" if rank == 1 else None), 1
+    if rank == 0:
+        executor.step(batch)
+        return
+    with pytest.raises(ArithmeticError):
+        executor.step(None, batch)
+    with pytest.raises(RuntimeError, match="failed midway"):  # messages would meet others' places
+        executor.step(None, batch)
+
+
+def test_after_a_step_that_failed_amid_its_messages_there_is_no_other():
+    run(2, _fail_among_others)
+
+
 class Dropping(nn.Module):
     """A layer with dropout, which counts how often it runs."""
 
@@ -848,7 +1049,7 @@ def _evaluation(num_microbatches):
         losses += [evaluate.step(inputs, targets) for _ in range(2)]
         losses += [_loss(nn.Sequential(*layers)(inputs), targets) if rank == p - 1 else None]
     after = [parameter.grad for parameter in stage.parameters()]
-    assert all(map(torch.equal, before, after)) and not evaluate.alive
+    assert all(map(torch.equal, before, after)) and not evaluate.in_flight
     return losses
 
 
@@ -951,7 +1152,7 @@ def _peak_activations(make_schedule, num_microbatches):
     executor = Pipeline(stage, make_schedule(p, num_microbatches), _loss)
     for _ in range(2):
         executor.step(torch.randn(num_microbatches, 4), torch.randn(num_microbatches, 4))
-        assert not stage.saved and not executor.alive
+        assert not stage.saved and not executor.in_flight
         assert all(output() is None for output in stage.outputs)
     return stage.peak, stage.peak_outputs
 
@@ -1061,11 +1262,25 @@ def _errors():
     stage, batch = nn.Linear(3, 3), torch.randn(4, 3)
     with pytest.raises(ValueError, match="3 stages in a group of 2 ranks"):
         Pipeline(stage, gpipe(3, 2), _loss)
+    with pytest.raises(ValueError, match=f"rank {rank} has 1 stages for num_chunks=2"):
+        Pipeline(stage, interleaved(2, 2), _loss)
+    with pytest.raises(ValueError, match=f"rank {rank}: torch's DistributedDataParallel"):
+        Pipeline(nn.parallel.DistributedDataParallel(stage), gpipe(2, 2), _loss)
     executor = Pipeline(stage, gpipe(2, 2), _loss)
-    batches = {0: (batch[:3], None), 1: (None, batch[:3])}
     name = ["inputs", "targets"][rank]
-    with pytest.raises(ValueError, match=f"{name} has 3 .*num_microbatches=2"):
-        executor.step(*batches[rank])
+    for given, wrong in (
+        (batch[:3], f"{name} has 3 rows, .*num_microbatches=2"),
+        (batch[:0], f"{name} has 0 rows"),
+        (None, f"{name}=None on rank {rank}, where a route {['begins', 'ends'][rank]}"),
+        ([batch], f"{name} is not a tensor of rows, but list"),
+        (torch.tensor(1.0), f"{name} is not a tensor of rows, but Tensor"),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            executor.step(**{name: given})
+    with pytest.raises(ValueError, match="inputs has 4 rows, targets has 2"):
+        executor.step(batch, batch[:2])
+    with torch.no_grad(), pytest.raises(ValueError, match=r"under no_grad\(\)"):
+        executor.step(batch, batch)
     executor.step(batch, batch)
     if rank == 0:
         with pytest.raises(ValueError, match=r"stage 0 made \(4, 3\) .*first output was \(2, 3\)"):
@@ -1074,3 +1289,38 @@ def _errors():
 
 def test_batches_and_schedules_that_do_not_fit_are_named():
     run(2, _errors)
+
+
+def _unlike_lengths():
+    """Of the first rank's inputs and the last one's targets, which broadcast; known at the loss."""
+    rank, p = rank_and_size()
+    executor = Pipeline(nn.Linear(3, 3), forward_only(p, 1), _loss)
+    if rank < p - 1:
+        executor.step(torch.randn(4, 3))
+        return
+    with pytest.raises(ValueError, match="a microbatch has 4 rows of inputs, 1 of targets"):
+        executor.step(targets=torch.randn(1, 3))
+
+
+def test_targets_of_another_length_than_the_inputs_on_another_rank_are_refused():
+    run(3, _unlike_lengths)
+
+
+def _unlike_schedules():
+    rank, p = rank_and_size()
+    stage, other = nn.Linear(3, 3), rank == 1
+    route = [[(r, 0) for r in range(p)][:: -1 if other else 1]]
+    for schedule, sizes in (
+        ((gpipe if other else one_f_one_b)(p, 4), "= (3, 4) and (3, 4)"),
+        (gpipe(p, 3 + other), "= (3, 4) and (3, 3)"),
+        (gpipe(p + other, 4), "= (4, 4) and (3, 4)"),
+        (pipeline.Schedule(gpipe(p, 4), route), "= (3, 4) and (3, 4)"),
+    ):
+        wrong = "rank 1 of the group has another schedule than rank 0, .*" + re.escape(sizes)
+        with pytest.raises(ValueError, match=wrong):
+            Pipeline(stage, schedule, _loss)
+    Pipeline(stage, gpipe(p, 4), _loss).step(torch.randn(4, 3), torch.randn(4, 3))
+
+
+def test_ranks_with_different_schedules_are_refused_on_all():
+    run(3, _unlike_schedules)
