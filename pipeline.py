@@ -19,8 +19,8 @@ microbatches enter from both ends.
 
 A schedule is data: the list of each rank's actions, and the routes that microbatches take. One
 simulator times it, checks it, and derives the one global order of messages; one executor runs it.
-A message is a microbatch's activations,
-batch x sequence x width elements, or their gradient: one each way per microbatch and boundary.
+A message is a microbatch's activations, batch x sequence x width elements, or their gradient: one
+each way per microbatch and boundary.
 
 Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019 and "Memory-Efficient
 Pipeline-Parallel DNN Training", 2021 (PipeDream-flush, called 1F1B here and in Megatron-LM).
@@ -34,6 +34,7 @@ Controllable Memory", 2024 (ZB-V). DeepSeek-AI, "DeepSeek-V3 Technical Report", 
 """
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -44,6 +45,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -51,7 +53,6 @@ from collectives import (
     RandomState,
     all_gather_single,
     autocasted,
-    barrier,
     count_bytes,
     exchange,
     rank_and_size,
@@ -77,13 +78,15 @@ class Schedule(list):
     """A list of actions per rank, and the routes of microbatches through (rank, chunk) places.
 
     routes: the first takes the first m / len(routes) microbatches, and so on; by default one, from
-    rank to rank.
+    rank to rank. Raises ValueError for a rank without actions, and what is not an action.
     """
 
     def __init__(self, actions, routes=None):
-        super().__init__(actions)
+        super().__init__([_as_action(rank, a) for a in row] for rank, row in enumerate(actions))
+        if [] in self or not self:
+            raise ValueError(f"rank {self.index([]) if self else 0} of {len(self)} has no actions")
         self.routes = routes or [[(rank, 0) for rank in range(len(self))]]
-        self.num_microbatches = 1 + max(action.microbatch for action in self[0])
+        self.num_microbatches = 1 + max(action.microbatch for row in self for action in row)
 
     def route(self, microbatch):
         """The places that a microbatch visits on its way forward."""
@@ -97,6 +100,36 @@ class Schedule(list):
         place = route.index((rank, action.chunk))
         before = route[place - 1] if place else None
         return before, route[place + 1] if place + 1 < len(route) else None
+
+    def input_transfer(self, action, rank):
+        """The transfer that `action` waits for; None for W and at the begin of the route."""
+        before, _ = (None, None) if action.kind == "W" else self.neighbours(action, rank)
+        return before and Transfer(_made_by(action, before[1]), before[0], rank)
+
+    def output_transfer(self, action, rank):
+        """The transfer that `action` gives rise to; None for W and at the end of the route."""
+        _, after = (None, None) if action.kind == "W" else self.neighbours(action, rank)
+        return after and Transfer(_made_by(action, action.chunk), rank, after[0])
+
+
+class Transfer(NamedTuple):
+    """What `action` on rank `source` makes, and rank `destination` waits for; I counts as B."""
+
+    action: Action
+    source: int
+    destination: int
+
+
+def _made_by(action, chunk):
+    return Action("F" if action.kind == "F" else "B", action.microbatch, chunk)
+
+
+def _as_action(rank, action):
+    """An Action of one, or of a tuple like one."""
+    if isinstance(action, tuple) and len(action) in (2, 3) and action[0] in tuple("FBIW"):
+        if all(isinstance(number, int) and number >= 0 for number in action[1:]):
+            return Action(*action)
+    raise ValueError(f"rank {rank} has {action!r}, which is no Action(kind, microbatch, chunk)")
 
 
 def _check_sizes(num_stages, num_microbatches):
@@ -258,8 +291,8 @@ def zb_v(num_stages, num_microbatches):
         rank 0   F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
         rank 1   F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
 
-    Returns a Schedule. Idle time of a rank between its first and last action: none where F = I = W,
-    for m >= 2p. Peak activations: min(2m, 2p) chunks. Raises ValueError for sizes below 1.
+    Returns a Schedule. Idle time of a rank between its first and last action: (p-1)(I-W) for
+    m >= 2p, W <= F <= I. Peak activations: min(2m, 2p) chunks. Raises ValueError for sizes below 1.
     """
     _check_sizes(num_stages, num_microbatches)
     p, m, schedule = num_stages, max(num_microbatches, 2 * num_stages), []
@@ -269,7 +302,8 @@ def zb_v(num_stages, num_microbatches):
         actions.do("F1 F0", rank)
         actions.do("F1 I1 W1", p - rank)
         while actions.counts["F", "1"] < m:
-            actions.do("F0", actions.counts["F", "0"] < m)
+            if actions.counts["F", "0"] < m:
+                actions.do("F0")
             actions.do("I0 W0 F1 I1 W1")
         actions.do("I0 I1", rank)
         actions.do("I0 W0", p - rank)
@@ -311,26 +345,26 @@ def dualpipe(num_stages, num_microbatches):
             actions.do(f"I{chunk}")
             late.append(actions[-1]._replace(kind="W"))
 
-        actions.do(f"F{near}", 2 * above)
-        actions.do(f"F{near} F{far}", depth + 1)
-        for _ in range(above):
+        # the eight steps of DeepSeek's code
+        actions.do(f"F{near}", 2 * above)  # step 1
+        actions.do(f"F{near} F{far}", depth + 1)  # step 2
+        for _ in range(above):  # step 3: a backward in halves, so that the other end waits less
             halve(far)
             actions.append(late.popleft())
             actions.do(f"F{far}")
-        actions.do(f"F{near} B{far} F{far} B{near}", pairs - num_stages + depth + 1)
-        actions.do(f"B{far} F{far} B{near}", above)
-        whole = depth + 1  # backwards of the next 2 (depth + 1); then halves, their W put off
-        actions.do(f"B{far} B{near}", whole // 2)
-        if whole % 2:
+        actions.do(f"F{near} B{far} F{far} B{near}", pairs - num_stages + depth + 1)  # step 4: main
+        actions.do(f"B{far} F{far} B{near}", above)  # step 5
+        actions.do(f"B{far} B{near}", (depth + 1) // 2)  # step 6; then halves, their W put off
+        if depth % 2 == 0:
             actions.do(f"B{far}")
             halve(near)
-        for _ in range(depth + 1 - whole // 2 - whole % 2):
+        for _ in range((depth + 1) // 2):
             halve(far)
             halve(near)
-        for _ in range(above):
+        for _ in range(above):  # step 7
             actions.append(late.popleft())
             halve(near)
-        schedule.append(list(actions) + list(late))
+        schedule.append(list(actions) + list(late))  # step 8: the late W
     ranks = range(num_stages)
     return Schedule(schedule, [[(r, 0) for r in ranks], [(r, 1) for r in reversed(ranks)]])
 
@@ -354,14 +388,6 @@ def forward_only(num_stages, num_microbatches, route=None):
 # ---- simulator -----------------------------------------------------------------------------------
 
 
-class Transfer(NamedTuple):
-    """What `action` on rank `source` makes, and rank `destination` waits for; I counts as B."""
-
-    action: Action
-    source: int
-    destination: int
-
-
 @dataclass
 class Timeline:
     """What a schedule does in time.
@@ -379,22 +405,6 @@ class Timeline:
     idle: list
     peak: list
     transfers: list
-
-
-def _needs(schedule, action, rank):
-    """The transfer that must have arrived before `action`; None where the rank has its input."""
-    before, _ = schedule.neighbours(action, rank)
-    return before and Transfer(_made_by(action, before[1]), before[0], rank)
-
-
-def _makes(schedule, action, rank):
-    """The transfer that `action` gives rise to, or None at the end of the pipeline."""
-    _, after = schedule.neighbours(action, rank)
-    return after and Transfer(_made_by(action, action.chunk), rank, after[0])
-
-
-def _made_by(action, chunk):
-    return Action("F" if action.kind == "F" else "B", action.microbatch, chunk)
 
 
 def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
@@ -415,7 +425,7 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
         for rank, actions in enumerate(schedule):
             while position[rank] < len(actions):
                 action = actions[position[rank]]
-                needed = None if action.kind == "W" else _needs(schedule, action, rank)
+                needed = schedule.input_transfer(action, rank)
                 if needed is not None and needed not in arrival:
                     break
                 earlier = {"F": None, "W": "I"}.get(action.kind, "F")
@@ -424,7 +434,7 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
                 begin = max(busy_until[rank], arrival.get(needed, 0.0))
                 busy_until[rank] = begin + duration[action.kind]
                 start[rank][action], end[rank][action] = begin, busy_until[rank]
-                if action.kind != "W" and (made := _makes(schedule, action, rank)):
+                if made := schedule.output_transfer(action, rank):
                     between = message if made.destination != rank else 0
                     arrival[made] = busy_until[rank] + between
                 position[rank] += 1
@@ -450,20 +460,19 @@ def _timeline(schedule, start, end, transfers):
 
 def _check_actions(schedule):
     """Every microbatch has, at each place of its route, F alone, F and B, or F, I and W."""
-    kinds = {"".join(sorted(a.kind for a in schedule[0] if a.microbatch == 0 and not a.chunk))}
+    training = any(action.kind != "F" for actions in schedule for action in actions)
     for rank, actions in enumerate(schedule):
-        wanted = {
-            (microbatch, chunk)
-            for microbatch in range(schedule.num_microbatches)
-            for place, chunk in schedule.route(microbatch)
-            if place == rank
-        }
-        found = defaultdict(str)
-        for action in sorted(actions):
-            found[action.microbatch, action.chunk] += action.kind
-        ways = {"F"} if kinds == {"F"} else {"BF", "FIW"}
-        if found.keys() != wanted or not ways.issuperset(found.values()):
-            raise ValueError(f"rank {rank} does not have its actions, each once: {actions}")
+        expected, found = Counter(), Counter(actions)
+        for microbatch in range(schedule.num_microbatches):
+            for place, chunk in schedule.route(microbatch):
+                if place == rank:
+                    split = any(Action(kind, microbatch, chunk) in found for kind in "IW")
+                    kinds = "F" + training * ("IW" if split else "B")
+                    expected.update(Action(kind, microbatch, chunk) for kind in kinds)
+        wrong = [f"lacks {action}" for action in expected - found]
+        wrong += [f"has {action} once too often" for action in found - expected]
+        if wrong:
+            raise ValueError(f"rank {rank} {wrong[0]}")
 
 
 def _peak_activations(actions):
@@ -577,143 +586,229 @@ def _add_products(queue):
 # ---- executor ------------------------------------------------------------------------------------
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_HEADER = 8  # int64s that announce a tensor: its dtype, the number of its dims, its shape
+_HEADER = 9  # int64s that announce a tensor: rows of its inputs, dtype, number of dims, shape
+
+
+class _Entry(torch.autograd.Function):
+    """The identity: a stage may write in what it gives, as autograd lets nobody write in a leaf."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output
 
 
 class Pipeline:
-    """Runs one rank of a schedule: `stage` is its module, or a list of one per chunk.
+    """Runs one rank of a schedule.
 
-    loss_fn(output, target) is called at the end of a route and returns the microbatch's share of
-    the loss: the loss of a step is the sum over microbatches, and nothing here divides by their
-    number. A stage may be a DistributedDataParallel: its no_sync() holds for all backwards of the
-    chunk but the last, and where that one is halved start_grad_sync() comes before its W. With
-    recompute a stage keeps nothing between forward and backward but its input and the state of the
-    random generators, and runs forward again. Where backwards are halved, those of linear layers
-    are: what other parameters get is computed with the first half. A layer of another kind may put
-    its products off as well, into `queue`, which in such a backward is a list of (parameter,
-    function that computes its gradient), and else None. Of two routes (DualPipe) each has a replica
-    of all layers: see sum_replicas().
+    stage: its module, or a list of one per chunk. In a DistributedDataParallel no_sync() holds for
+        all its backwards but the last; where that one is split, start_grad_sync() comes before W.
+    schedule: the same on all ranks of the group, a Schedule or a list of actions per rank.
+    loss_fn: loss_fn(output, target), called at the end of a route, returns the microbatch's share
+        of the loss: the sum over microbatches is the step's; nothing here divides by their number.
+    recompute: a stage keeps nothing between forward and backward but its input and the state of the
+        random generators, and runs forward again.
+
+    Where backwards are split, those of linear layers are: what other parameters get is computed
+    with the first half. A layer of another kind may put its products off as well, into `queue`,
+    which in such a backward is a list of (parameter, function that computes its gradient), and else
+    None. Of two routes (DualPipe) each has a replica of all layers: see sum_replicas().
 
     The transfers of a rank are posted in their global order: a receive as soon as all before it are
     posted, a send as soon as its tensor exists as well. So both ends of every link agree, the first
     transfer that is not done always has both its ends posted, and nothing deadlocks, whether sends
     are buffered (gloo) or meet their receive in issue order (NCCL).
-    Raises ValueError if the schedule is not made for the group's size, or the list of stages does
-    not have one per chunk; step() for a loss that is not a scalar, and a stage that does not return
-    a tensor.
+
+    Collective. Raises ValueError on all ranks if their schedules differ; on one if the schedule is
+    not made for the group's size, the list of stages does not have one per chunk, or a stage is
+    PyTorch's DistributedDataParallel, which takes part in one backward per forward.
     """
 
     def __init__(self, stage, schedule, loss_fn, group=None, recompute=False):
         self.rank, self.num_stages = rank_and_size(group)
-        if len(schedule) != self.num_stages:
-            raise ValueError(
-                f"a schedule for {len(schedule)} stages in a group of {self.num_stages} ranks"
-            )
         self.stages = list(stage) if isinstance(stage, (list, tuple, nn.ModuleList)) else [stage]
         self.loss_fn, self.group, self.recompute = loss_fn, group, recompute
         self.schedule = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
-        self.actions = schedule[self.rank]
+        self.num_microbatches = self.schedule.num_microbatches
+        self.device = _device_of(self.stages, group)
+        self._check_schedule()
+        self.actions = self.schedule[self.rank]
+        self._check_stages()
+        # stage -> the action that completes its gradients; an evaluation has none
+        self.last = {self.stages[a.chunk]: a for a in self.actions if a.kind != "F"}
+        self.split_backward = {action[1:] for action in self.actions if action.kind == "W"}
+        transfers = simulate(self.schedule).transfers
+        self.transfers = [t for t in transfers if self.rank in (t.source, t.destination)]
+        ends = [(route[0][0], route[-1][0]) for route in self.schedule.routes]
+        self.needed = {
+            "inputs": self.rank in [first for first, _ in ends],
+            "targets": self.rank in [last for _, last in ends],
+        }
+        self.formats = {}  # (source, chunk) of a boundary -> (rows of inputs, dtype, shape) there
+        self.queue, self.midway = None, False
+
+    def _check_schedule(self):
+        """Raise on all ranks if their schedules differ. NCCL wants all in a group's first batch."""
+        digest = _digest((list(self.schedule), self.schedule.routes))
+        sizes = len(self.schedule), self.num_microbatches
+        own = torch.tensor([*sizes, digest], device=self.device)
+        every = own.new_empty(self.num_stages, len(own))
+        all_gather_single(every, own, self.group)
+        first, *others = every.tolist()
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                raise ValueError(
+                    f"rank {rank} of the group has another schedule than rank 0, theirs for "
+                    "(stages, microbatches) = ({}, {}) and ({}, {})".format(*other[:2], *first)
+                )
+        if len(self.schedule) != self.num_stages:
+            raise ValueError(
+                f"a schedule for {len(self.schedule)} stages in a group of {self.num_stages} ranks"
+            )
+
+    def _check_stages(self):
         num_chunks = 1 + max(action.chunk for action in self.actions)
         if len(self.stages) != num_chunks:
-            raise ValueError(f"{len(self.stages)} stages for num_chunks={num_chunks} on a rank")
-        self.num_microbatches = self.schedule.num_microbatches
-        # chunk -> the action that completes its gradients; no chunk has one in an evaluation
-        self.last = {action.chunk: action for action in self.actions if action.kind != "F"}
-        self.halved = {action[1:] for action in self.actions if action.kind == "W"}
-        transfers = simulate(schedule).transfers
-        self.transfers = [t for t in transfers if self.rank in (t.source, t.destination)]
-        parameters = [p for stage in self.stages for p in stage.parameters()]
-        self.device = parameters[0].device if parameters else torch.device("cpu")
-        barrier(group)  # NCCL wants all ranks of a group in its first batch
-        self.formats = {}  # (source, chunk) of a boundary -> (shape, dtype) of a microbatch
-        self.queue = None
+            raise ValueError(
+                f"rank {self.rank} has {len(self.stages)} stages for num_chunks={num_chunks} "
+                "of the schedule, one each"
+            )
+        if any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in self.stages):
+            raise ValueError(
+                f"rank {self.rank}: torch's DistributedDataParallel reduces gradients to which "
+                "later microbatches still add; ddp.DistributedDataParallel does not"
+            )
 
     def step(self, inputs=None, targets=None):
         """Run every action once.
 
-        inputs, targets: (B, ...), cut along B into microbatches; used by ranks where routes begin,
-        and end. Gradients are added to the parameters'. Returns the summed loss, detached, on ranks
-        where routes end and None on the others. Raises ValueError if the number of microbatches
-        does not divide B, or what a stage passes on is not of the shape and dtype that it first
-        passed on.
+        inputs, targets: (B, ...), cut along B into microbatches; needed by ranks where routes
+        begin, and end. Gradients are added to the parameters', and to inputs that require one.
+        Returns the summed loss, detached, on ranks where routes end and None on the others. Raises
+        ValueError for batches that are missing, of different B, or of one that the number of
+        microbatches does not divide; for a stage that does not return a tensor, or not one of the
+        shape and dtype that it first returned; for a loss that is not a scalar tensor, and under
+        no_grad() where the schedule has backwards; RuntimeError after a step that failed midway.
         """
-        self.inputs, self.targets = self._cut("inputs", inputs), self._cut("targets", targets)
-        self.alive = {}  # (microbatch, chunk) -> (input, output, random state), until backward
+        self._check_step(inputs, targets)
+        self.midway = bool(self.transfers)
+        self.in_flight = {}  # (microbatch, chunk) -> (input, output, random state), until backward
         self.queues = defaultdict(list)  # (microbatch, chunk) -> products of its weights' gradients
         self.unposted = deque(self.transfers)
         self.leaving, self.arriving, self.sent = {}, {}, deque()
         self.loss = None
+        m = self.num_microbatches
+        wants_grad = bool(self.last) and self.needed["inputs"] and inputs.requires_grad
+        self.targets = () if targets is None else targets.chunk(m)
+        # of .data, so that a stage may write in one microbatch while another is in flight
+        self.inputs = () if inputs is None else [part.data for part in inputs.detach().chunk(m)]
+        for x in self.inputs if wants_grad else ():
+            x.requires_grad_()
+        self.rows = {k: len(x) for k, x in enumerate(self.inputs)}
         self.began, self.times = self._now(), {}
         backward = self._backward
         perform = {"F": self._forward, "B": backward, "I": backward, "W": self._weights}
         for action in self.actions:
             self._post_transfers()
-            needed = None if action.kind == "W" else _needs(self.schedule, action, self.rank)
-            received = self._receive(needed)
+            received = self._receive(self.schedule.input_transfer(action, self.rank))
             began = self._now()
             result = perform[action.kind](action, received)
             self.times[action] = began, self._now()
-            if action.kind != "W" and (made := _makes(self.schedule, action, self.rank)):
+            if made := self.schedule.output_transfer(action, self.rank):
                 self.leaving[made] = result
         self._post_transfers()
         for messages in self.sent:
             messages.wait()
+        self.midway = False
+        if wants_grad:
+            grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in self.inputs]
+            torch.autograd.backward(inputs, torch.cat(grads))
+        self.inputs = self.targets = ()
         return self.loss
 
-    def _cut(self, name, batch):
-        if batch is None:
-            return None
-        if len(batch) % self.num_microbatches:
-            raise ValueError(
-                f"{name} has {len(batch)} rows, "
-                f"not divisible by num_microbatches={self.num_microbatches}"
-            )
-        return batch.chunk(self.num_microbatches)
+    def _check_step(self, inputs, targets):
+        batches = {"inputs": inputs, "targets": targets}
+        for name, batch in batches.items():
+            if batch is None:
+                if self.needed[name]:
+                    end = "begins" if name == "inputs" else "ends"
+                    raise ValueError(f"{name}=None on rank {self.rank}, where a route {end}")
+            elif not torch.is_tensor(batch) or not batch.ndim:
+                raise ValueError(f"{name} is not a tensor of rows, but {type(batch).__name__}")
+            elif not len(batch) or len(batch) % self.num_microbatches:
+                raise ValueError(
+                    f"{name} has {len(batch)} rows, "
+                    f"not divisible by num_microbatches={self.num_microbatches}"
+                )
+        if inputs is not None and targets is not None and len(inputs) != len(targets):
+            raise ValueError(f"inputs has {len(inputs)} rows, targets has {len(targets)}")
+        if self.last and not torch.is_grad_enabled():
+            raise ValueError("step() under no_grad(): of a schedule that is not forward_only()")
+        if self.midway:
+            raise RuntimeError("an earlier step() failed midway: its messages are still under way")
 
     def _forward(self, action, received):
-        before, _ = self.schedule.neighbours(action, self.rank)
-        x = received if before else self.inputs[action.microbatch]
-        if before and self.last:
+        x = self.inputs[action.microbatch] if received is None else received
+        if received is not None and self.last:
             x.requires_grad_()
         state = RandomState(self.device) if self.recompute and self.last else None
-        with torch.no_grad() if state else nullcontext():
+        if state:
+            with torch.no_grad():
+                output = self._run(action, x.clone())  # x itself is what backward begins with
+        else:
             output = self._run(action, x)
         if self.schedule.neighbours(action, self.rank)[1] is None:
             self.loss = output.detach() + (0 if self.loss is None else self.loss)
         if self.last:
-            self.alive[action[1:]] = x, None if state else output, state
+            self.in_flight[action[1:]] = x, None if state else output, state
         return output.detach().contiguous()
 
     def _run(self, action, x):
         """What the chunk makes of x; at the end of a route, the loss of it."""
         microbatch, chunk = place = action[1:]
-        with _DeferWeights(self.queues[place]) if place in self.halved else nullcontext():
-            output = self.stages[chunk](x)
+        deferring = _DeferWeights(self.queues[place]) if place in self.split_backward else None
+        with deferring or nullcontext():
+            output = self.stages[chunk](_Entry.apply(x))
         if not torch.is_tensor(output):
             raise ValueError(f"stage {self.rank} returned {type(output).__name__}, not a tensor")
         if self.schedule.neighbours(action._replace(kind="F"), self.rank)[1] is None:
-            output = self.loss_fn(output, self.targets[microbatch])
-            if output.numel() != 1 and self.last:
-                raise ValueError(f"loss_fn returned {tuple(output.shape)}, not a scalar")
+            output = self._loss_of(output, self.targets[microbatch], self.rows[microbatch])
         return output
 
+    def _loss_of(self, output, target, rows):
+        if len(target) != rows:
+            raise ValueError(f"a microbatch has {rows} rows of inputs, {len(target)} of targets")
+        loss = self.loss_fn(output, target)
+        if not torch.is_tensor(loss):
+            raise ValueError(f"loss_fn returned {type(loss).__name__}, not a tensor")
+        if loss.numel() != 1 and self.last:
+            raise ValueError(f"loss_fn returned {tuple(loss.shape)}, not a scalar")
+        return loss
+
     def _backward(self, action, grad_output):
-        x, output, state = self.alive.pop(action[1:])
+        x, output, state = self.in_flight.pop(action[1:])
         if state:
             with state:
                 output = self._run(action, x)
-        no_sync = getattr(self.stages[action.chunk], "no_sync", nullcontext)
+        stage = self.stages[action.chunk]
+        no_sync = getattr(stage, "no_sync", nullcontext)
         self.queue = self.queues[action[1:]] if action.kind == "I" else None
-        with nullcontext() if action == self.last[action.chunk] else no_sync():
-            torch.autograd.backward(output, grad_output)
-        self.queue = None
-        if self.schedule.neighbours(action, self.rank)[1] is None:
+        try:
+            with nullcontext() if action == self.last[stage] else no_sync():
+                if output.requires_grad or grad_output is None:  # not so if all before it is frozen
+                    torch.autograd.backward(output, grad_output)
+        finally:
+            self.queue = None
+        if self.schedule.output_transfer(action, self.rank) is None:
             return None
         return torch.zeros_like(x) if x.grad is None else x.grad
 
     def _weights(self, action, _):
         queue, stage = self.queues.pop(action[1:]), self.stages[action.chunk]
-        if action == self.last[action.chunk] and hasattr(stage, "start_grad_sync"):
+        if action == self.last[stage] and hasattr(stage, "start_grad_sync"):
             stage.start_grad_sync(awaited={parameter for parameter, _ in queue})
         _add_products(queue)
 
@@ -761,49 +856,49 @@ class Pipeline:
 
     def _send(self, tensor, transfer):
         if transfer.action.kind == "F":
-            self._announce(tensor, transfer)
+            self._send_meta(tensor, transfer)
         messages = exchange([(tensor, transfer.destination)], [], self.group, async_op=True)
         self.sent.append(messages)
         if len(self.sent) > self.num_stages:  # sent tensors live until waited for: keep only a few
             self.sent.popleft().wait()
 
     def _post_receive(self, transfer):
+        boundary = transfer.source, transfer.action.chunk
         if transfer.action.kind == "F":
-            shape, dtype = self._learn(transfer)
+            if boundary not in self.formats:
+                self.formats[boundary] = self._recv_meta(transfer)
+            self.rows[transfer.action.microbatch] = self.formats[boundary][0]
         else:  # the gradient of what this rank has sent
-            _, here = self.schedule.neighbours(transfer.action, transfer.source)
-            shape, dtype = self.formats[here]
+            _, boundary = self.schedule.neighbours(transfer.action, transfer.source)
+        _, dtype, shape = self.formats[boundary]
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
         messages = exchange([], [(buffer, transfer.source)], self.group, async_op=True)
         self.arriving[transfer] = buffer, messages
 
-    def _announce(self, tensor, transfer):
-        """Ahead of the first tensor of a boundary, tell the next rank its shape and dtype."""
+    def _send_meta(self, tensor, transfer):
+        """Ahead of the first tensor of a boundary, tell the next rank its format."""
         boundary = self.rank, transfer.action.chunk
+        found = self.rows[transfer.action.microbatch], tensor.dtype, tensor.shape
         if boundary not in self.formats:
-            if tensor.dtype not in _DTYPES or tensor.ndim > _HEADER - 2:
+            if tensor.dtype not in _DTYPES or tensor.ndim > _HEADER - 3:
                 raise ValueError(
                     f"stage {self.rank} cannot send {tensor.dtype} of {tensor.ndim} dims"
                 )
-            self.formats[boundary] = tensor.shape, tensor.dtype
-            header = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
+            header = [found[0], _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
             header = torch.tensor(header + [0] * (_HEADER - len(header)), device=self.device)
             exchange([(header, transfer.destination)], [], self.group)
-        shape, dtype = self.formats[boundary]
-        if (shape, dtype) != (tensor.shape, tensor.dtype):
+        (_, dtype, shape), first = found, self.formats.setdefault(boundary, found)
+        if found != first:
             raise ValueError(
-                f"stage {self.rank} made {tuple(tensor.shape)} {tensor.dtype} "
-                f"after its first output was {tuple(shape)} {dtype}"
+                f"stage {self.rank} made {tuple(shape)} {dtype} of {found[0]} rows of inputs after "
+                f"its first output was {tuple(first[2])} {first[1]} of {first[0]}"
             )
 
-    def _learn(self, transfer):
-        boundary = transfer.source, transfer.action.chunk
-        if boundary not in self.formats:
-            header = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
-            exchange([], [(header, transfer.source)], self.group)
-            dtype, ndim, *shape = header.tolist()
-            self.formats[boundary] = torch.Size(shape[:ndim]), _DTYPES[dtype]
-        return self.formats[boundary]
+    def _recv_meta(self, transfer):
+        header = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
+        exchange([], [(header, transfer.source)], self.group)
+        rows, dtype, ndim, *shape = header.tolist()
+        return rows, _DTYPES[dtype], torch.Size(shape[:ndim])
 
     def _receive(self, transfer):
         if transfer is None:
@@ -819,21 +914,47 @@ def sum_replicas(stages, group=None):
     """Sum the gradients of DualPipe's replicas: chunk 0 here is chunk 1 of the mirrored rank.
 
     stages: this rank's two. Collective; to be called once the gradients of a batch are complete, be
-    it of one step or several. Both replicas then have the same bits.
+    it of one step or several. Both replicas then have the same bits. Raises ValueError if the group
+    is odd, and, on both ranks, if a chunk and its replica do not train parameters of the same
+    shapes.
     """
     rank, world_size = rank_and_size(group)
+    if len(stages) != 2 or world_size % 2:
+        raise ValueError(f"{len(stages)} stages on a rank of {world_size}: replicas need 2 of even")
+    mirror = world_size - 1 - rank
     chunks = [[p for p in stage.parameters() if p.requires_grad] for stage in stages]
+    shapes = [_digest([(tuple(p.shape), p.dtype) for p in chunk]) for chunk in chunks]
+    own = torch.tensor(shapes, device=_device_of(stages, group))
+    other = torch.empty_like(own)
+    exchange([(own, mirror)], [(other, mirror)], group)
+    for chunk, same in enumerate((own == other.flip(0)).tolist()):
+        if not same:
+            raise ValueError(
+                f"chunk {chunk} of rank {rank} and its replica, chunk {1 - chunk} of rank {mirror},"
+                " do not train parameters of the same shapes"
+            )
     for parameter in sum(chunks, []):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    rows = [torch.cat([p.grad.flatten() for p in chunk]) for chunk in chunks]
+    rows = [torch.cat([p.grad.flatten() for p in c] or [own.new_empty(0)]) for c in chunks]
     received = [torch.empty_like(row) for row in rows]
-    mirror = world_size - 1 - rank
     sends, receives = ([(row, mirror) for row in part] for part in (rows, received[::-1]))
     exchange(sends, receives, group)
     for chunk, row in zip(chunks, received):
         for parameter, part in zip(chunk, row.split([p.numel() for p in chunk])):
             parameter.grad.add_(part.view_as(parameter))
+
+
+def _device_of(stages, group):
+    """Where the stages are; if they hold no tensor, where the group's backend wants messages."""
+    tensors = [t for stage in stages for t in (*stage.parameters(), *stage.buffers())]
+    backends = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    return tensors[0].device if tensors else torch.device(backends)
+
+
+def _digest(value):
+    """An int64 that differs, in all likelihood, where the value's text does."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little", signed=True)
 
 
 # ---- cost ----------------------------------------------------------------------------------------
@@ -857,7 +978,8 @@ def bubble_time(
     """A rank's idle time, where F, B and its part W take these times for all of a rank's layers.
 
     Of zb-h2 and zb-v, whose ranks begin and end one after the other, that between its first and its
-    last action; dualpipe's is an upper bound; naive's grows with the number of microbatches.
+    last action, zb-v's where W <= F <= B - W; dualpipe's is an upper bound; naive's grows with the
+    number of microbatches.
     """
     rounds, F, B, W = num_stages - 1, forward, backward, weight
     return {
@@ -867,7 +989,7 @@ def bubble_time(
         "interleaved": rounds * (F + B) / num_chunks,
         "zb-h1": rounds * (F + B - 2 * W),
         "zb-h2": rounds * (F + B - 3 * W),
-        "zb-v": rounds * (F + B - 3 * W),
+        "zb-v": rounds * (B - 2 * W),
         "dualpipe": (num_stages / 2 - 1) * (F + B + B - 3 * W),
     }[schedule]
 
@@ -962,22 +1084,24 @@ def main():
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--trace", metavar="FILE", help="write the timeline for Perfetto")
     args = parser.parse_args()
+    if args.trace and args.schedule is None:
+        parser.error(f"--trace {args.trace} is of one schedule: which --schedule?")
     try:
         if args.schedule is None:
             _compare(args.stages, args.microbatches)
             return
-        found = _simulated(args.schedule, args.stages, args.microbatches)
-    except ValueError as error:
+        simulated = _simulated(args.schedule, args.stages, args.microbatches)
+        schedule, timeline, bubble, peak = simulated
+        if args.trace:
+            with open(args.trace, "w") as file:
+                json.dump({"traceEvents": trace_events(timeline)}, file)
+    except (ValueError, OSError) as error:
         parser.error(str(error))
-    schedule, timeline, bubble, peak = found
     print(draw(schedule, color=sys.stdout.isatty()))
     claimed = bubble_time(args.schedule, args.stages, args.microbatches)
     print(f"bubble: claimed {claimed:g}, simulated {bubble:g}")
     claimed = peak_activations(args.schedule, args.stages, args.microbatches)
     print(f"peak activations, in microbatches: claimed {claimed:g}, simulated {peak:g}")
-    if args.trace:
-        with open(args.trace, "w") as file:
-            json.dump({"traceEvents": trace_events(timeline)}, file)
 
 
 if __name__ == "__main__":
