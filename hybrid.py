@@ -232,6 +232,9 @@ class ParallelMoE(MoE):
         own = scatter_to_group(x, 0, self.tp_group)
         return gather_from_group(super().forward(own), 0, self.tp_group)
 
+    def _fault(self, logits):
+        """None: what is not finite comes to the loss, and stops all ranks, not those of ep alone."""
+
 
 class Block(nn.Module):
     """Pre-LayerNorm transformer layer, (T, B, D) -> (T, B, D).
@@ -607,7 +610,7 @@ class Trainer:
         # CPU a generator has 32 bits of seed: hashed, those of two --seed do not overlap.
         digest = hashlib.sha256(f"{args.seed} dropout".encode()).digest()
         number = dist.get_rank(mesh.grad_group) * num_stages + rank
-        torch.manual_seed((int.from_bytes(digest[:4], "big") + number) % 2**32)
+        torch.manual_seed(int.from_bytes(digest[:4], "big") + number)
         named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
         self.parameters = [parameter for _, parameter in named]
         self.experts = [parameter for name, parameter in named if _is_expert(name)]
@@ -1082,7 +1085,7 @@ def _parser():
         prog="hybrid.py", allow_abbrev=False, description="Train a small GPT on many processes."
     )
     for name, kind, default, _, help in FLAGS:
-        if default not in (None, False):
+        if default is not None and kind is not bool:
             help += f" (default: {default})"
         options = {"action": "store_const", "const": True} if kind is bool else {"type": kind}
         if isinstance(kind, tuple):
@@ -1118,12 +1121,7 @@ def parse_args(argv, world_size):
     for wrong, sentence in RULES:
         if wrong(args):
             raise ValueError(sentence.format_map(shown))
-    stages = len(make_schedule(args).routes[0])
-    if args.layers < stages:
-        where = "{schedule} with {pp}".format_map(shown)
-        if args.schedule == "interleaved":
-            where += f" and {shown['chunks']}"
-        raise ValueError(f"{shown['layers']} is less than the {stages} stages of {where}")
+    make_schedule(args)
     return args
 
 
@@ -1136,12 +1134,15 @@ def _deals_out(heads, kv_heads, tp, cp):
 def make_schedule(args):
     """The pipeline's schedule. Raises ValueError where it is not defined for these flags."""
     names = ["pp", "microbatches", *(["chunks"] if args.schedule == "interleaved" else [])]
-    values = [getattr(args, name) for name in names]
+    flags = " ".join(f"{_dashed(name)} {getattr(args, name)}" for name in ["schedule", *names])
     try:
-        return SCHEDULES[args.schedule](*values)
+        schedule = SCHEDULES[args.schedule](*(getattr(args, name) for name in names))
     except ValueError as error:
-        flags = " ".join(f"{_dashed(name)} {value}" for name, value in zip(names, values))
-        raise ValueError(f"--schedule {args.schedule} {flags}: {error}") from None
+        raise ValueError(f"{flags}: {error}") from None
+    stages = len(schedule.routes[0])
+    if args.layers < stages:
+        raise ValueError(f"--layers {args.layers} is less than the {stages} stages of {flags}")
+    return schedule
 
 
 def choose_device(name, local_rank, local_world_size):

@@ -792,14 +792,23 @@ def _diverge(flags):
     """What step() raises where a weight of the last rank, and of it alone, is not a number."""
     trainer = make_trainer(flags)
     if dist.get_rank() == dist.get_world_size() - 1:
-        list(trainer.chunks[-1].parameters())[-1].data.view(-1)[0] = math.nan
+        name = "ln_2.bias" if trainer.args.experts else "ln_f.bias"
+        parameters = dict(trainer.chunks[-1].named_parameters()).items()
+        next(p for n, p in parameters if n.endswith(name)).data[0] = math.nan
     with pytest.raises(hybrid.TrainingError) as error:
         trainer.step(*(tensor[trainer.local_rows()] for tensor in batch(0)))
     return str(error.value)
 
 
 @pytest.mark.parametrize(
-    "world_size, flags", [(4, "--dp 2 --tp 2"), (4, "--pp 2 --cp 2"), (2, "--zero 1 --dp 2")]
+    "world_size, flags",
+    [
+        (4, "--dp 2 --tp 2"),
+        (4, "--pp 2 --cp 2"),
+        (2, "--zero 1 --dp 2"),
+        (4, "--pp 2 --dp 2 --layers 2 --experts 4 --ep 2"),
+        (4, "--tp 2 --dp 2 --layers 2 --experts 4 --balance bias"),
+    ],
 )
 def test_what_is_not_finite_stops_every_rank_alike(world_size, flags):
     sentence = "step 1 is not finite: loss nan, grad norm nan, lr 1.00e-03"
@@ -960,12 +969,12 @@ BAD_FLAGS = [
     ),
     (4, "--tp 4 --sp --seq-len 6", "--seq-len 6 is not divisible by --cp 1 x --tp 4"),
     (1, "--recompute some", "argument --recompute: invalid choice: 'some'"),
-    (3, "--pp 3 --layers 2", "--layers 2 is less than the 3 stages of --schedule 1f1b with --pp 3"),
+    (3, "--pp 3 --layers 2", "--layers 2 is less than the 3 stages of --schedule 1f1b --pp 3"),
     (4, "--pp 4 --schedule zb-v --layers 7", "--layers 7 is less than the 8 stages of --schedule"),
     (
         2,
         "--pp 2 --schedule interleaved --chunks 3",
-        "--layers 4 is less than the 6 stages of --schedule interleaved with --pp 2 and --chunks 3",
+        "is less than the 6 stages of --schedule interleaved --pp 2 --microbatches 2 --chunks 3",
     ),
     (2, "--pp 2 --schedule interleaved --microbatches 3", "--microbatches 3 --chunks 2: num_micro"),
     (2, "--pp 2 --schedule dualpipe", "--schedule dualpipe --pp 2 --microbatches 2: num_stages=2"),
