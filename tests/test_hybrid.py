@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import resource
 import signal
 import threading
 from contextlib import redirect_stdout
@@ -924,6 +925,15 @@ def test_data_may_be_a_text_file_a_folder_or_a_file_of_tokens(tmp_path):
         np.testing.assert_array_equal(data.train, tokens)
         np.testing.assert_array_equal(data.validation, tokens[::-1])
         assert data.batch(0, 2, 8, 0)[0].dtype == torch.int64
+
+
+def test_a_file_of_tokens_is_not_read_before_they_are_used(tmp_path):
+    with open(tmp_path / "tokens.bin", "wb") as file:
+        file.truncate(2**32)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    data = hybrid.load_data(tmp_path / "tokens.bin", 8, "uint16")
+    pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert len(data.train) > 9 * len(data.validation) - 10 > 2**30 and pages < 200
 
 
 # ---- command line --------------------------------------------------------------------------------
