@@ -47,7 +47,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-if __name__ == "__main__":
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback out of the imports that follow
 
 import numpy as np
@@ -209,16 +209,17 @@ class ParallelMoE(MoE):
     """
 
     def __init__(self, config, mesh, num_microbatches):
-        losses = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
+        balance, z = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
         super().__init__(
             config.hidden,
             4 * config.hidden,
             config.experts,
-            config.top_k,
-            mesh.ep_group,
-            config.capacity_factor,
-            config.shared_experts,
-            *losses,
+            top_k=config.top_k,
+            group=mesh.ep_group,
+            capacity_factor=config.capacity_factor,
+            shared_experts=config.shared_experts,
+            balance_coefficient=balance,
+            z_coefficient=z,
             loss_scale=1 / num_microbatches,
             balance_groups=(mesh.grad_group, mesh.tp_group),
             score="sigmoid" if config.balance == "bias" else "softmax",
@@ -1258,7 +1259,8 @@ def main(argv=None):
 _LAUNCHER = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
 
 if __name__ == "__main__":
-    _leave_on_interrupt(int(os.environ.get("RANK", 0)))
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as a shell's background jobs have it
+        _leave_on_interrupt(int(os.environ.get("RANK", 0)))
     status = main()
     sys.stdout.flush()
     os._exit(status)  # gloo's threads now and then abort an interpreter that takes itself apart

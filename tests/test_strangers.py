@@ -8,7 +8,6 @@ import textwrap
 
 import pytest
 
-import hybrid
 from pipeline import simulate, trace_events, zb_v
 from ranks import PROJECT
 
