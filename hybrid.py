@@ -36,14 +36,19 @@ import json
 import math
 import os
 import resource
+import signal
 import sys
 import sysconfig
+import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback out of the imports that follow
 
 import numpy as np
 import torch
@@ -52,6 +57,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from collectives import (
+    ReduceOp,
     all_gather_single,
     all_reduce,
     barrier,
@@ -203,16 +209,17 @@ class ParallelMoE(MoE):
     """
 
     def __init__(self, config, mesh, num_microbatches):
-        losses = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
+        balance, z = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
         super().__init__(
             config.hidden,
             4 * config.hidden,
             config.experts,
-            config.top_k,
-            mesh.ep_group,
-            config.capacity_factor,
-            config.shared_experts,
-            *losses,
+            top_k=config.top_k,
+            group=mesh.ep_group,
+            capacity_factor=config.capacity_factor,
+            shared_experts=config.shared_experts,
+            balance_coefficient=balance,
+            z_coefficient=z,
             loss_scale=1 / num_microbatches,
             balance_groups=(mesh.grad_group, mesh.tp_group),
             score="sigmoid" if config.balance == "bias" else "softmax",
@@ -225,6 +232,9 @@ class ParallelMoE(MoE):
             return super().forward(x)
         own = scatter_to_group(x, 0, self.tp_group)
         return gather_from_group(super().forward(own), 0, self.tp_group)
+
+    def _fault(self, logits):
+        """None: what is not finite comes to the loss, and stops all ranks, not those of ep alone."""
 
 
 class Block(nn.Module):
@@ -492,7 +502,7 @@ class Data:
         """Tokens as text that is safe to print, or as numbers where they are not bytes of text."""
         if not self.is_text:
             return str(tokens)
-        text = bytes(tokens).decode(errors="replace")
+        text = bytes(min(token, 255) for token in tokens).decode(errors="replace")  # 255 is no text
         return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
     def validation_batch(self, index, batch_size, seq_len):
@@ -506,38 +516,56 @@ class Data:
         return inputs.view(batch_size, seq_len), targets.view(batch_size, seq_len)
 
 
-def load_data(path, seq_len, vocab_size):
-    """Read --data: None (the stdlib's sources), a folder, a text file, or a .bin of uint16 tokens.
+def load_data(path, seq_len, dtype=None):
+    """Read --data: None (the stdlib's sources), text, or tokens, which stay on the disk.
 
-    Text is its UTF-8 bytes. A folder is split by file, every tenth being for validation; of a
-    single file validation is the last tenth. Raises ValueError for a path that is missing, empty or
-    too short and for a token outside the vocabulary.
+    Text is a file or a folder, and its tokens are its UTF-8 bytes; tokens are a .bin of `dtype`,
+    uint16 unless given, or nanoGPT's folder of train.bin and val.bin. Another folder is split by
+    file, every tenth being for validation; of a single file validation is the last tenth. Raises
+    ValueError for a path that is missing or too short, a folder without text, and a .bin that is
+    not of the dtype. Whether tokens are in the vocabulary is seen as they are used.
     """
-    folder_given, path = path is not None, Path(path or sysconfig.get_path("stdlib"))
-    is_text = path.suffix != ".bin"
-    if path.is_dir():
-        pattern = "*" if folder_given else "*.py"
+    pattern, path = "*" if path else "*.py", Path(path or sysconfig.get_path("stdlib"))
+    halves = [path / "train.bin", path / "val.bin"]
+    in_halves = all(half.is_file() for half in halves)
+    is_text = not in_halves and (path.suffix != ".bin" or path.is_dir())
+    if is_text and dtype:
+        raise ValueError(f"--data-dtype {dtype} needs --data with a .bin")
+    if in_halves:
+        parts = [_memory_map(half, dtype) for half in halves]
+    elif path.is_dir():
         files = [file for file in sorted(path.rglob(pattern)) if _is_wanted(file, path)]
         texts = [text for text in (file.read_bytes() for file in files) if b"\0" not in text]
+        if not texts:
+            raise ValueError(f"--data {path}: none of its {len(files)} files is text")
         joined = (b"\n".join(t for i, t in enumerate(texts) if i % 10), b"\n".join(texts[::10]))
         parts = [np.frombuffer(part, np.uint8) for part in joined]
     elif path.is_file():
-        size = path.stat().st_size // (1 if is_text else 2)
-        tokens = (
-            np.memmap(path, np.uint8 if is_text else np.uint16, "r", shape=size) if size else b""
-        )
-        parts = [tokens[: size - size // 10], tokens[size - size // 10 :]]
+        tokens = _memory_map(path, "uint8" if is_text else dtype)
+        parts = np.split(tokens, [len(tokens) - len(tokens) // 10])
     else:
-        raise ValueError(f"--data {path}: no such file or folder")
+        what = "neither a file nor a folder" if path.exists() else "no such file or folder"
+        raise ValueError(f"--data {path}: {what}")
     for part, tokens in zip(("training", "validation"), parts):
         if len(tokens) <= seq_len:
             raise ValueError(
                 f"--data {path}: its {part} part has {len(tokens)} tokens, "
                 f"too few for --seq-len {seq_len}"
             )
-        if (largest := int(tokens.max())) >= vocab_size:
-            raise ValueError(f"--data {path}: token {largest} is outside --vocab-size {vocab_size}")
     return Data(*parts, is_text)
+
+
+def _memory_map(path, dtype):
+    """A file's tokens; those of uint32 are not taken for twice as many of uint16."""
+    itemsize, size = np.dtype(dtype or "uint16").itemsize, path.stat().st_size
+    if size % itemsize:
+        raise ValueError(f"--data {path}: {size} bytes are no tokens of {itemsize} bytes each")
+    if size == 0:
+        return np.zeros(0, np.uint8)
+    tokens = np.memmap(path, dtype or "uint16", "r")
+    if dtype is None and len(tokens) > 1 and not tokens[1:2000:2].any():
+        raise ValueError(f"--data {path}: every other token is 0; is it of --data-dtype uint32?")
+    return tokens
 
 
 def _is_wanted(file, folder):
@@ -555,6 +583,10 @@ def learning_rate(step, steps, warmup, peak):
         return peak * (step + 1) / (warmup + 1)
     progress = (step - warmup) / max(1, steps - warmup)
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+class TrainingError(ValueError):
+    """What ends the training, raised on all ranks alike."""
 
 
 class Trainer:
@@ -575,9 +607,11 @@ class Trainer:
         if args.cp > 1:
             self.positions = context_positions(args.seq_len, mesh.cp_group)
         self.chunks = list(self._make_chunks(schedule))
-        # Dropout masks: alike over tp where activations are, different over dp, cp and pp.
-        seed = args.seed * 2**20 + dist.get_rank(mesh.grad_group) * num_stages + rank
-        torch.manual_seed(seed)
+        # Dropout masks: alike over tp where activations are, different over dp, cp and pp. On the
+        # CPU a generator has 32 bits of seed: hashed, those of two --seed do not overlap.
+        digest = hashlib.sha256(f"{args.seed} dropout".encode()).digest()
+        number = dist.get_rank(mesh.grad_group) * num_stages + rank
+        torch.manual_seed(int.from_bytes(digest[:4], "big") + number)
         named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
         self.parameters = [parameter for _, parameter in named]
         self.experts = [parameter for name, parameter in named if _is_expert(name)]
@@ -658,54 +692,89 @@ class Trainer:
     def step(self, inputs, targets):
         """One optimizer step on this rank's rows of the batch, (B/dp, T) each.
 
-        Returns the global loss, the gradient norm before clipping and the learning rate.
+        Returns the global loss, the gradient norm before clipping and the learning rate. Raises
+        TrainingError, on all ranks, for tokens outside the vocabulary and where the loss or the
+        norm is not finite; weights are then those of before.
         """
         args = self.args
         rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
+        loss, num_outside = self.forward_backward(inputs, targets)
+        norm = self.clip_gradients(self.gradient_pieces())
+        self._refuse_outside(num_outside, inputs, targets)
+        if not math.isfinite(loss + norm):
+            found = f"loss {loss:.4f}, grad norm {norm:.3f}, lr {rate:.2e}"
+            raise TrainingError(f"step {self.steps_done + 1} is not finite: {found}")
+        self.update(rate)
+        self.steps_done += 1
+        return {"loss": loss, "grad_norm": norm, "lr": rate}
+
+    def forward_backward(self, inputs, targets):
+        """Leave gradients, which ZeRO has yet to sum; returns what _run() does."""
         for chunk in self.chunks:
             chunk.train()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=False)  # gradients are views into rows or buckets
-        loss = self._run(self.pipeline, inputs, targets)
+        found = self._run(self.pipeline, inputs, targets)
         for replica in self.replicas:
             replica.finish_grad_sync()
         self.sum_shared_gradients()
-        norm = self.clip_gradients()
+        return found
+
+    def update(self, rate):
+        """Move the weights along the gradients, and the biases of routers against their loads."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
         self.balance_experts()
-        self.steps_done += 1
-        return {"loss": loss, "grad_norm": norm, "lr": rate}
 
     @torch.no_grad()
     def evaluate(self, data, batches=8):
-        """Mean loss per token over the first `batches` batches of the validation part."""
+        """Mean loss per token over the first `batches` batches of the validation part.
+
+        Raises TrainingError, on all ranks, as step() does.
+        """
         for chunk in self.chunks:
             chunk.eval()
         total = count = 0
         for index in range(batches):
             inputs, targets = data.validation_batch(index, self.args.batch_size, self.args.seq_len)
             counted = int((targets != IGNORED).sum())
-            rows = self.local_rows()
-            total += self._run(self.evaluation, inputs[rows], targets[rows]) * counted
+            inputs, targets = (tokens[self.local_rows()] for tokens in (inputs, targets))
+            loss, num_outside = self._run(self.evaluation, inputs, targets)
+            self._refuse_outside(num_outside, inputs, targets)
+            total += loss * counted
             count += counted
+        if not math.isfinite(total):
+            raise TrainingError(f"validation loss {total} is not finite")
         return total / count
 
     def _run(self, pipeline, inputs, targets):
-        """Drive one pipeline step; returns the global loss on every rank."""
+        """Drive one pipeline step; returns the global loss, and how many tokens no vocabulary has.
+
+        These count for nothing in the step, so that nobody waits for the device to know of them.
+        """
         inputs, targets = (x[:, self.positions].to(self.device) for x in (inputs, targets))
         # The divisor of the loss: counted tokens of all replicas and microbatches, known before
         # backward.
-        tokens = (targets != IGNORED).sum()
-        all_reduce(tokens, group=self.mesh.grad_group)
-        self.tokens = tokens.clamp(min=1)
+        outside = torch.maximum(inputs, targets) >= self.config.vocab_size
+        counts = torch.stack([(targets != IGNORED).sum(), outside.sum()])
+        all_reduce(counts, group=self.mesh.grad_group)
+        self.tokens = counts[0].clamp(min=1)
         loss = pipeline.step(inputs, targets)
         loss = torch.zeros((), device=self.device) if loss is None else loss
         all_reduce(loss, group=self.mesh.grad_group)
         all_reduce(loss, group=self.mesh.pp_group)  # from the rank, or the two, that have one
-        return loss.item()
+        return torch.stack([loss, counts[1].to(loss.dtype)]).tolist()
+
+    def _refuse_outside(self, number, inputs, targets):
+        """Raise TrainingError if number, alike on all ranks, tells of tokens outside."""
+        if number:
+            largest = torch.maximum(inputs, targets).max().to(self.device)
+            all_reduce(largest, ReduceOp.MAX, self.mesh.grad_group)
+            where = f"--data {self.args.data}: " if self.args.data else ""
+            vocabulary = f"--vocab-size {self.config.vocab_size}"
+            raise TrainingError(f"{where}token {largest} is outside {vocabulary}")
 
     def _loss(self, logits, targets):
         last = next(chunk for chunk in self.chunks if chunk.last)
@@ -727,8 +796,11 @@ class Trainer:
         elif tied:
             all_reduce(tied[0], group=self.mesh.embedding_group)
 
-    def _gradient_pieces(self):
-        """{parameter: (first element, piece)}: what this rank has of each summed gradient, flat."""
+    def gradient_pieces(self):
+        """{parameter: (first element, piece)}: what this rank has of each summed gradient, flat.
+
+        With ZeRO gradients are summed here, and a rank has pieces of them.
+        """
         if not self.args.zero:
             return {p: (0, p.grad.view(-1)) for p in self.parameters}
         pieces = {}
@@ -736,12 +808,12 @@ class Trainer:
             pieces |= optimizer.reduce_gradients()
         return pieces
 
-    def clip_gradients(self):
+    def clip_gradients(self, pieces):
         """Scale gradients so their joint norm, each logical parameter once, is at most grad_clip.
 
-        Returns the norm before. With ZeRO gradients are summed here, and a rank has pieces of them.
+        pieces: what gradient_pieces() returns. Returns the norm before.
         """
-        mesh, pieces = self.mesh, self._gradient_pieces()
+        mesh = self.mesh
         counted = {False: [], True: []}  # of dense parameters, and of experts
         for chunk in self.chunks[:1] if self.replicated else self.chunks:
             for name, parameter in chunk.named_parameters():
@@ -796,8 +868,12 @@ def sample(trainer, prompt, length, temperature=1.0, seed=0):
 
     The largest of logit / temperature + Gumbel noise is a draw from the softmax (Gumbel-max), so
     each rank of tp proposes its best token and no logits are gathered. Collective: replicas, too,
-    since experts may be spread over them.
+    since experts may be spread over them. Raises TrainingError if the prompt has a token outside
+    the vocabulary.
     """
+    if (largest := max(prompt, default=0)) >= trainer.config.vocab_size:
+        vocabulary = f"--vocab-size {trainer.config.vocab_size}"
+        raise TrainingError(f"the prompt's token {largest} is outside {vocabulary}")
     mesh, device, T = trainer.mesh, trainer.device, trainer.config.seq_len
     for chunk in trainer.chunks:
         chunk.eval()
@@ -835,7 +911,169 @@ def sample(trainer, prompt, length, temperature=1.0, seed=0):
     return tokens[len(prompt) :]
 
 
+# ---- loop ----------------------------------------------------------------------------------------
+
+
+def train(args, mesh, device, data, metrics_file=None, trace_file=None):
+    """The loop: batches, steps, one line per step on rank 0; then validation and a sample.
+
+    Rank 0 may have files for one JSON object per step and for a trace of the last one. Raises
+    TrainingError, on all ranks, for what Trainer refuses.
+    """
+    rank, trainer = dist.get_rank(), Trainer(args, mesh, device)
+    for step in range(args.steps):
+        if args.trace:
+            barrier()  # the ranks of a traced step begin together
+        began = time.perf_counter()
+        inputs, targets = data.batch(
+            step, args.batch_size, args.seq_len, args.seed, trainer.local_rows()
+        )
+        metrics = {"step": step + 1, **trainer.step(inputs, targets)}
+        metrics["tokens_per_s"] = args.batch_size * args.seq_len / (time.perf_counter() - began)
+        metrics["memory_mb"] = peak_memory_mb(device)
+        if rank == 0:
+            print(
+                "step {step:5d}  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  "
+                "{tokens_per_s:,.0f} tokens/s  {memory_mb:,.0f} MB".format(**metrics),
+                flush=True,
+            )
+            metrics_file = _write(metrics_file, metrics)
+    if args.trace:
+        timeline = trainer.pipeline.timeline()
+        if rank == 0:
+            _write(trace_file, {"traceEvents": trace_events(timeline, slot=1e6)})
+    loss = trainer.evaluate(data)
+    if rank == 0:
+        print(f"validation loss {loss:.4f}")
+    middle = len(data.validation) // 2
+    prompt = data.validation[middle : middle + args.seq_len // 2].tolist()
+    tokens = sample(trainer, prompt, SAMPLE_LENGTH, SAMPLE_TEMPERATURE, args.seed)
+    if rank == 0:
+        prompt, tokens = data.show(prompt), data.show(tokens)
+        print(f"---- prompt\n{prompt}\n---- continuation\n{tokens}", flush=True)
+
+
+def _write(file, value):
+    """Write a line of JSON; returns the file, or None once that failed, which ends no training."""
+    try:
+        if file:
+            print(json.dumps(value, allow_nan=False), file=file, flush=True)
+        return file
+    except OSError as error:
+        _complain(f"{file.name}: {error.strerror}")
+        with suppress(OSError):
+            file.close()
+
+
+def peak_memory_mb(device):
+    """Most memory this process ever held: on the GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
 # ---- command line --------------------------------------------------------------------------------
+
+
+SIZE = lambda value: value >= 1, "must be at least 1"
+COUNT = lambda value: value >= 0, "must not be negative"
+FACTOR = lambda value: 0 <= value < math.inf, "must be finite and not negative"
+RATIO = lambda value: 0 < value < math.inf, "must be finite and more than 0"
+PORTION = lambda value: 0 <= value < 1, "must be at least 0 and less than 1"
+
+FLAGS = (  # name, type or choices, default, what its value must be, help
+    ("dp", int, None, SIZE, "replicas (default: what the others leave of the processes)"),
+    ("zero", (0, 1), 0, None, "1: each replica keeps a part of the optimizer's state"),
+    ("tp", int, 1, SIZE, "ranks that split every matrix"),
+    ("sp", bool, False, None, "split the sequence over tp outside of its matrices"),
+    ("cp", int, 1, SIZE, "ranks that split the sequence, in attention, too"),
+    ("cp_method", tuple(CP_METHODS), "ring", None, "how attention crosses that split"),
+    ("pp", int, 1, SIZE, "pipeline stages"),
+    ("schedule", tuple(SCHEDULES), "1f1b", None, "order of the microbatches in the pipeline"),
+    ("chunks", int, 2, SIZE, "of a rank, with --schedule interleaved"),
+    ("microbatches", int, None, SIZE, "microbatches per replica and step (default: pp)"),
+    ("ep", int, 1, SIZE, "ranks of dp x cp over which the experts are spread"),
+    ("experts", int, 0, COUNT, "of a mixture in place of the MLP; 0: an MLP"),
+    ("top_k", int, 2, SIZE, "experts that a token uses"),
+    ("capacity_factor", float, None, RATIO, "drop tokens above this load of an expert / mean"),
+    ("shared_experts", int, 0, COUNT, "further ones that every token uses"),
+    ("balance", ("aux", "bias", "none"), "aux", None, "experts' loads: by losses or a bias"),
+    ("moe_every", int, 1, SIZE, "every so many layers has experts"),
+    ("layers", int, 4, SIZE, "of the model"),
+    ("hidden", int, 128, SIZE, "width of the model"),
+    ("heads", int, 4, SIZE, "of attention"),
+    ("kv_heads", int, None, SIZE, "heads of keys and values (default: --heads)"),
+    ("seq_len", int, 64, SIZE, "tokens of a sequence"),
+    ("vocab_size", int, 256, SIZE, "tokens there are"),
+    ("dropout", float, 0.0, PORTION, "of attention and of what a layer adds"),
+    ("batch_size", int, None, SIZE, "sequences per step, over all replicas (default: 16 or more)"),
+    ("steps", int, 1200, SIZE, "of the optimizer"),
+    ("lr", float, 3e-3, FACTOR, "peak learning rate"),
+    ("warmup", int, 20, COUNT, "steps of linear warm-up"),
+    ("weight_decay", float, 0.1, FACTOR, "of matrices"),
+    ("grad_clip", float, 1.0, FACTOR, "largest norm of the gradient; 0 does not clip"),
+    ("seed", int, 0, COUNT, "of weights, batches and dropout"),
+    ("dtype", ("fp32", "bf16"), "fp32", None, "bf16: matrix products; weights stay fp32"),
+    ("recompute", ("none", "selective", "full"), "none", None, "attention, or every layer"),
+    ("device", ("auto", "cpu", "cuda"), "auto", None, "auto: cuda if each process has a GPU"),
+    ("data", str, None, None, "text, a folder of text, or a .bin (default: Python's own sources)"),
+    ("data_dtype", ("uint16", "uint32"), None, None, "tokens of a .bin (default: uint16)"),
+    ("metrics", str, None, None, "write one JSON object per step to this file"),
+    ("trace", str, None, None, "write the last step of rank 0's pipeline here, for Perfetto"),
+    ("timeout", int, 600, SIZE, "seconds that a rank waits for another"),
+)
+SUBJECTS = (  # flags that mean nothing but in this case
+    (lambda a: a.cp > 1, "--cp of 2 or more", ("cp_method",)),
+    (lambda a: a.schedule == "interleaved", "--schedule interleaved", ("chunks",)),
+    (
+        lambda a: a.experts > 0,
+        "--experts",
+        ("top_k", "capacity_factor", "shared_experts", "balance", "moe_every"),
+    ),
+)
+RULES = (  # what is wrong, and how to say it; a rule may count on those before it
+    (lambda a: a.seed >= 2**32, "{seed} must be less than 2**32"),
+    (
+        lambda a: a.pp * a.dp * a.cp * a.tp != a.world_size,
+        "{pp} x {dp} x {cp} x {tp} is not the number of processes, {world_size}",
+    ),
+    (lambda a: a.hidden % a.heads, "{hidden} is not divisible by {heads}"),
+    (lambda a: a.hidden % a.tp, "{hidden} is not divisible by {tp}"),
+    (lambda a: a.heads % a.tp, "{heads} is not divisible by {tp}"),
+    (lambda a: a.heads % a.kv_heads, "{heads} is not divisible by {kv_heads}"),
+    (
+        lambda a: a.kv_heads % a.tp and a.tp % a.kv_heads,
+        "neither of {kv_heads} and {tp} divides the other",
+    ),
+    (lambda a: a.cp > 1 and a.seq_len % (2 * a.cp), "{seq_len} is not divisible by 2 x {cp}"),
+    (
+        lambda a: a.sp and a.seq_len // a.cp % a.tp,
+        "{seq_len} is not divisible by {cp} x {tp}, which with --sp split the sequence",
+    ),
+    (lambda a: a.cp > 1 and a.dropout, "{dropout} is not possible with {cp}"),
+    (
+        lambda a: a.cp_method == "ulysses" and not _deals_out(a.heads, a.kv_heads, a.tp, a.cp),
+        "{cp_method} cannot deal out {heads} and {kv_heads}, split by {tp}, to {cp}",
+    ),
+    (lambda a: a.dp * a.cp % a.ep, "{dp} x {cp} is not divisible by {ep}"),
+    (lambda a: a.ep > 1 and not a.experts, "{ep} needs --experts"),
+    (lambda a: a.experts % a.ep, "{experts} is not divisible by {ep}"),
+    (lambda a: a.experts and a.top_k > a.experts, "{top_k} is more than {experts}"),
+    (
+        lambda a: a.experts and a.moe_every > a.layers,
+        "{moe_every} leaves no layer of {layers} with experts",
+    ),
+    (
+        lambda a: a.experts and a.seq_len // a.cp % a.tp,
+        "{seq_len} is not divisible by {cp} x {tp}, which deal out the tokens to experts",
+    ),
+    (lambda a: a.vocab_size < a.tp, "{vocab_size} is less than {tp}"),
+    (
+        lambda a: a.batch_size % (a.dp * a.microbatches),
+        "{batch_size} is not divisible by {dp} x {microbatches}",
+    ),
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -847,184 +1085,65 @@ def _parser():
     parser = _Parser(
         prog="hybrid.py", allow_abbrev=False, description="Train a small GPT on many processes."
     )
-    add = parser.add_argument
-    add("--dp", type=int, help="replicas (default: what the others leave of the processes)")
-    add(
-        "--zero",
-        type=int,
-        choices=(0, 1),
-        default=0,
-        help="1: each replica keeps a part of the optimizer's state",
-    )
-    add("--tp", type=int, default=1, help="ranks that split every matrix")
-    add("--sp", action="store_true", help="split the sequence over tp outside of its matrices")
-    add("--cp", type=int, default=1, help="ranks that split the sequence, in attention, too")
-    add(
-        "--cp-method",
-        choices=CP_METHODS,
-        default="ring",
-        help="how attention crosses that split",
-    )
-    add("--pp", type=int, default=1, help="pipeline stages")
-    add(
-        "--schedule",
-        choices=SCHEDULES,
-        default="1f1b",
-        help="order of the microbatches in the pipeline",
-    )
-    add("--chunks", type=int, help="of a rank, with --schedule interleaved (default: 2)")
-    add("--microbatches", type=int, help="microbatches per replica and step (default: pp)")
-    add("--ep", type=int, default=1, help="ranks of dp x cp over which the experts are spread")
-    add("--experts", type=int, default=0, help="of a mixture in place of the MLP; 0: an MLP")
-    add("--top-k", type=int, default=2, help="experts that a token uses")
-    add("--capacity-factor", type=float, help="drop tokens above this load of an expert / mean")
-    add("--shared-experts", type=int, default=0, help="further ones that every token uses")
-    add(
-        "--balance",
-        choices=("aux", "bias", "none"),
-        default="aux",
-        help="of the experts' loads: by losses, by a bias on the choice",
-    )
-    add("--moe-every", type=int, default=1, help="every so many layers has experts")
-    add("--layers", type=int, default=4)
-    add("--hidden", type=int, default=128)
-    add("--heads", type=int, default=4)
-    add("--kv-heads", type=int, help="heads of keys and values (default: --heads)")
-    add("--seq-len", type=int, default=64)
-    add("--vocab-size", type=int, default=256)
-    add("--dropout", type=float, default=0.0)
-    add("--batch-size", type=int, default=16, help="sequences per step, over all replicas")
-    add("--steps", type=int, default=1200)
-    add("--lr", type=float, default=3e-3, help="peak learning rate")
-    add("--warmup", type=int, default=20, help="steps of linear warm-up")
-    add("--weight-decay", type=float, default=0.1)
-    add(
-        "--grad-clip", type=float, default=1.0, help="largest norm of the gradient; 0 does not clip"
-    )
-    add("--seed", type=int, default=0)
-    add(
-        "--dtype",
-        choices=("fp32", "bf16"),
-        default="fp32",
-        help="bf16: matrix products; weights stay fp32",
-    )
-    add(
-        "--recompute",
-        choices=("none", "selective", "full"),
-        default="none",
-        help="what runs again in backward: nothing, the attention core, every layer",
-    )
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add(
-        "--data",
-        help="text file, folder of text, or .bin of uint16 tokens (default: Python's own sources)",
-    )
-    add("--log", help="write one JSON object per step to this file")
-    add("--trace", help="write the last step of rank 0's pipeline to this file, for Perfetto")
+    for name, kind, default, _, help in FLAGS:
+        if default is not None and kind is not bool:
+            help += f" (default: {default})"
+        options = {"action": "store_const", "const": True} if kind is bool else {"type": kind}
+        if isinstance(kind, tuple):
+            options = {"type": type(kind[0]), "choices": kind}
+        parser.add_argument(_dashed(name), help=help, **options)
     return parser
+
+
+def _dashed(name):
+    return "--" + name.replace("_", "-")
 
 
 def parse_args(argv, world_size):
     """The checked, completed command line. Raises ValueError, one line naming flags and values."""
     args = _parser().parse_args(argv)
-    args.microbatches = args.pp if args.microbatches is None else args.microbatches
-    args.kv_heads = args.heads if args.kv_heads is None else args.kv_heads
-    if args.chunks is not None and args.schedule != "interleaved":
-        raise ValueError(f"--chunks {args.chunks} is not for --schedule {args.schedule}")
-    args.chunks = 2 if args.chunks is None else args.chunks
-    sizes = "ep tp cp pp chunks microbatches layers hidden heads kv_heads top_k moe_every".split()
-    sizes += ["seq_len", "vocab_size", "batch_size", "steps"]
-    for name in sizes if args.dp is None else ["dp", *sizes]:
-        _require(getattr(args, name) >= 1, args, name, "must be at least 1")
-    for name in ("warmup", "seed", "experts", "shared_experts"):
-        _require(getattr(args, name) >= 0, args, name, "must not be negative")
-    _require(args.seed < 2**32, args, "seed", "must be less than 2**32")
-    for name in ("lr", "weight_decay", "grad_clip"):
-        value = getattr(args, name)
-        _require(math.isfinite(value) and value >= 0, args, name, "must be finite and not negative")
-    _require(0 <= args.dropout < 1, args, "dropout", "must be at least 0 and less than 1")
-    if args.dp is None:
-        args.dp = max(1, world_size // (args.pp * args.cp * args.tp))
-    if args.pp * args.dp * args.cp * args.tp != world_size:
-        product = f"--pp {args.pp} x --dp {args.dp} x --cp {args.cp} x --tp {args.tp}"
-        raise ValueError(f"{product} is not the number of processes, {world_size}")
-    _require_divisible(args, "hidden", "heads")
-    _require_divisible(args, "hidden", "tp")
-    _require_divisible(args, "heads", "tp")
-    _require_divisible(args, "heads", "kv_heads")
-    if args.kv_heads % args.tp and args.tp % args.kv_heads:
-        flags = f"--kv-heads {args.kv_heads} and --tp {args.tp}"
-        raise ValueError(f"neither of {flags} divides the other")
-    _check_sequence(args)
-    _check_experts(args)
-    _require(args.vocab_size >= args.tp, args, "vocab_size", f"is less than --tp {args.tp}")
-    num_stages = len(make_schedule(args).routes[0])
-    what = f"is less than the stages of --schedule {args.schedule} with --pp {args.pp}"
-    _require(args.layers >= num_stages, args, "layers", what)
-    if args.batch_size % (args.dp * args.microbatches):
-        divisor = f"--dp {args.dp} x --microbatches {args.microbatches}"
-        raise ValueError(f"--batch-size {args.batch_size} is not divisible by {divisor}")
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    for name, _, default, must_be, _ in FLAGS:
+        setattr(args, name, given.get(name, default))
+        if name in given and must_be and not must_be[0](given[name]):
+            raise ValueError(f"{_dashed(name)} {given[name]} {must_be[1]}")
+    for chosen, subject, names in SUBJECTS:
+        for name in names:
+            if name in given and not chosen(args):
+                raise ValueError(f"{_dashed(name)} {given[name]} needs {subject}")
+    args.world_size = world_size
+    args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
+    args.microbatches = args.microbatches or args.pp
+    args.kv_heads = args.kv_heads or args.heads
+    rows = args.dp * args.microbatches
+    args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
+    shown = {name: f"{_dashed(name)} {value}" for name, value in vars(args).items()}
+    shown["world_size"] = world_size
+    for wrong, sentence in RULES:
+        if wrong(args):
+            raise ValueError(sentence.format_map(shown))
+    make_schedule(args)
     return args
 
 
-def _check_sequence(args):
-    parts = 2 * args.cp if args.cp > 1 else 1
-    _require(args.seq_len % parts == 0, args, "seq_len", f"is not divisible by 2 x --cp {args.cp}")
-    if args.sp and args.seq_len // args.cp % args.tp:
-        divisor = f"--cp {args.cp} x --tp {args.tp}" if args.cp > 1 else f"--tp {args.tp}"
-        raise ValueError(f"--seq-len {args.seq_len} is not divisible by {divisor}")
-    if args.cp > 1:
-        _require(args.dropout == 0, args, "dropout", f"is not possible with --cp {args.cp}")
-    heads, kv_heads = args.heads // args.tp, max(1, args.kv_heads // args.tp)
-    if args.cp_method == "ulysses" and (
-        heads % args.cp or (kv_heads % args.cp and args.cp % kv_heads)
-    ):
-        raise ValueError(
-            f"--cp-method ulysses cannot deal out {heads} heads and {kv_heads} of keys and values, "
-            f"those of a rank with --tp {args.tp}, to --cp {args.cp}"
-        )
-
-
-def _check_experts(args):
-    if args.dp * args.cp % args.ep:
-        raise ValueError(f"--dp {args.dp} x --cp {args.cp} is not divisible by --ep {args.ep}")
-    _require(args.experts > 0 or args.ep == 1, args, "ep", "needs --experts")
-    if args.capacity_factor is not None:
-        _require(args.capacity_factor > 0, args, "capacity_factor", "leaves no room for a token")
-    if args.experts == 0:
-        return
-    _require_divisible(args, "experts", "ep")
-    _require(args.top_k <= args.experts, args, "top_k", f"is more than --experts {args.experts}")
-    layers = f"leaves no layer of --layers {args.layers} with experts"
-    _require(args.moe_every <= args.layers, args, "moe_every", layers)
-    if args.seq_len // args.cp % args.tp:
-        product = f"--cp {args.cp} x --tp {args.tp}, which deal out the tokens to experts"
-        raise ValueError(f"--seq-len {args.seq_len} is not divisible by {product}")
+def _deals_out(heads, kv_heads, tp, cp):
+    """Whether Ulysses can give each rank of cp its heads of those of a rank of tp."""
+    heads, kv_heads = heads // tp, max(1, kv_heads // tp)
+    return heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
 
 
 def make_schedule(args):
     """The pipeline's schedule. Raises ValueError where it is not defined for these flags."""
-    chunks = [args.chunks] if args.schedule == "interleaved" else []
+    names = ["pp", "microbatches", *(["chunks"] if args.schedule == "interleaved" else [])]
+    flags = " ".join(f"{_dashed(name)} {getattr(args, name)}" for name in ["schedule", *names])
     try:
-        return SCHEDULES[args.schedule](args.pp, args.microbatches, *chunks)
+        schedule = SCHEDULES[args.schedule](*(getattr(args, name) for name in names))
     except ValueError as error:
-        flags = ("pp", "microbatches", *(["chunks"] if chunks else []))
-        flags = " ".join(_flag(args, name) for name in flags)
-        raise ValueError(f"--schedule {args.schedule} {flags}: {error}") from None
-
-
-def _flag(args, name):
-    return f"--{name.replace('_', '-')} {getattr(args, name)}"
-
-
-def _require(condition, args, name, what):
-    if not condition:
-        raise ValueError(f"{_flag(args, name)} {what}")
-
-
-def _require_divisible(args, name, divisor):
-    if getattr(args, name) % getattr(args, divisor):
-        raise ValueError(f"{_flag(args, name)} is not divisible by {_flag(args, divisor)}")
+        raise ValueError(f"{flags}: {error}") from None
+    stages = len(schedule.routes[0])
+    if args.layers < stages:
+        raise ValueError(f"--layers {args.layers} is less than the {stages} stages of {flags}")
+    return schedule
 
 
 def choose_device(name, local_rank, local_world_size):
@@ -1043,91 +1162,105 @@ def choose_device(name, local_rank, local_world_size):
     return device, "nccl" if gpus >= local_world_size else "gloo"
 
 
-def _refuse(error, rank):
-    """One line on rank 0, exit status 2 everywhere.
+# ---- one process ---------------------------------------------------------------------------------
 
-    The launcher kills all ranks once one has gone; the others leave rank 0 the time to speak, and
-    speak themselves if it does not: the fault may be of their machine alone.
+
+def _complain(sentence):
+    print(f"hybrid.py: error: {sentence}", file=sys.stderr, flush=True)
+
+
+def _any_fault(fault, rank, world_size, store):
+    """Whether some rank has a fault. Rank 0 says the first one, before any rank knows.
+
+    So it is said once, and before the first rank leaves, after which the launcher kills the others.
     """
-    if rank > 0:
-        time.sleep(3)
-    print(f"hybrid.py: error: {error}", file=sys.stderr, flush=True)
-    sys.exit(2)
-
-
-def peak_memory_mb(device):
-    """Most memory this process ever held: on the GPU, or resident on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-
-
-def train(args, mesh, device, data, log=None, trace=None):
-    """The loop: batches, steps, one line per step on rank 0; then validation and a sample."""
-    rank, trainer = dist.get_rank(), Trainer(args, mesh, device)
-    for step in range(args.steps):
-        if args.trace:
-            barrier()  # the ranks of a traced step begin together
-        began = time.perf_counter()
-        inputs, targets = data.batch(
-            step, args.batch_size, args.seq_len, args.seed, trainer.local_rows()
-        )
-        metrics = {"step": step + 1, **trainer.step(inputs, targets)}
-        metrics["tokens_per_s"] = args.batch_size * args.seq_len / (time.perf_counter() - began)
-        metrics["memory_mb"] = peak_memory_mb(device)
+    store.set(f"fault {rank}", fault)
+    try:
+        if rank == 0 and not fault:
+            others = ((r, store.get(f"fault {r}").decode()) for r in range(1, world_size))
+            fault = next((f"rank {r}: {theirs}" for r, theirs in others if theirs), "")
         if rank == 0:
-            print(
-                "step {step:5d}  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  "
-                "{tokens_per_s:,.0f} tokens/s  {memory_mb:,.0f} MB".format(**metrics),
-                flush=True,
-            )
-            if log:
-                print(json.dumps(metrics), file=log, flush=True)
-    if args.trace:
-        timeline = trainer.pipeline.timeline()
+            if fault:
+                _complain(fault)
+            store.set("fault", fault)
+        return store.get("fault") != b""
+    except dist.DistError:  # rank 0 has spoken, and gone with the store
+        return True
+
+
+def _leave_on_interrupt(rank):
+    """Ctrl-C ends this process wherever it is, in a wait, too; rank 0 says so, nobody else.
+
+    The ranks hear of it one after the other, and one that has not yet would miss those gone before:
+    so nobody goes for a second, and nobody speaks any more.
+    """
+    heard, signalled = os.pipe()
+    os.set_blocking(signalled, False)
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.set_wakeup_fd(signalled)
+
+    def leave():
+        os.read(heard, 1)
         if rank == 0:
-            json.dump({"traceEvents": trace_events(timeline, slot=1e6)}, trace)
-            trace.close()
-    loss = trainer.evaluate(data)
-    if rank == 0:
-        print(f"validation loss {loss:.4f}")
-    middle = len(data.validation) // 2
-    prompt = data.validation[middle : middle + args.seq_len // 2].tolist()
-    tokens = sample(trainer, prompt, SAMPLE_LENGTH, SAMPLE_TEMPERATURE, args.seed)
-    if rank == 0:
-        prompt, tokens = data.show(prompt), data.show(tokens)
-        print(f"---- prompt\n{prompt}\n---- continuation\n{tokens}", flush=True)
+            print("hybrid.py: interrupted", file=sys.stderr, flush=True)
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.dup2(silence, 2)
+        time.sleep(1)
+        os._exit(128 + signal.SIGINT)
+
+    threading.Thread(target=leave, daemon=True).start()
 
 
 def main(argv=None):
-    """Run one rank; torchrun tells it which. Alone, it is a world of one."""
+    """Run one rank, which torchrun numbers, or a world of one. Returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
     rank, world_size, local_rank = (int(os.environ.get(n, d)) for n, d in _LAUNCHER)
-    log = trace = None
+    if {"-h", "--help"} & set(argv):
+        if rank == 0:
+            _parser().print_help()
+        return 0
+    # torchrun's store still has the keys of the attempt before.
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    store = next(dist.rendezvous("env://"))[0] if "RANK" in os.environ else dist.HashStore()
+    store = dist.PrefixStore(f"attempt {attempt}", store)
+    fault, metrics_file, trace_file = "", None, None
     try:
         args = parse_args(argv, world_size)
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         device, backend = choose_device(args.device, local_rank, local_world_size)
-        data = load_data(args.data, args.seq_len, args.vocab_size)
+        data = load_data(args.data, args.seq_len, args.data_dtype)
         if rank == 0:
-            log = args.log and open(args.log, "w")
-            trace = args.trace and open(args.trace, "w")
+            metrics_file = args.metrics and open(args.metrics, "a" if attempt else "w")
+            trace_file = args.trace and open(args.trace, "w")
     except (ValueError, OSError) as error:
-        _refuse(error, rank)
-    store = None if "RANK" in os.environ else dist.HashStore()
-    schedule_as_batch()
+        fault = str(error)
+    if _any_fault(fault, rank, world_size, store):
+        return 2
+    if backend == "gloo":
+        schedule_as_batch()
+    timeout = timedelta(seconds=args.timeout)
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(minutes=10)
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout
     )
     mesh = make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
-    train(args, mesh, device, data, log, trace)
+    status = 0
+    try:
+        train(args, mesh, device, data, metrics_file, trace_file)
+    except TrainingError as error:
+        status = 1
+        if rank == 0:
+            _complain(error)
     barrier()  # nobody closes its connections while another still uses them
     dist.destroy_process_group()
+    return status
 
 
 _LAUNCHER = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
 
 if __name__ == "__main__":
-    main()
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as a shell's background jobs have it
+        _leave_on_interrupt(int(os.environ.get("RANK", 0)))
+    status = main()
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads now and then abort an interpreter that takes itself apart
+    os._exit(status)  # gloo's threads now and then abort an interpreter that takes itself apart

@@ -6,9 +6,9 @@ import itertools
 import json
 import math
 import os
+import resource
 import signal
-import subprocess
-import sys
+import threading
 from contextlib import redirect_stdout
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 
 import hybrid
 from collectives import count_bytes
 from ddp import ddp_bytes
 from nccl_replay import record, replay
-from pipeline import SCHEDULES, interleaved, pipeline_bytes, simulate, trace_events, zb_v
-from ranks import PROJECT, least_bytes, run, spawn
+from pipeline import SCHEDULES, interleaved, pipeline_bytes
+from ranks import least_bytes, run, spawn
 from reference_gpt import MoE as ReferenceMoE
 from reference_gpt import ReferenceGPT, ReferenceTraining
 from tensor_parallel import tensor_parallel_layer_bytes
@@ -129,21 +130,33 @@ def make_trainer(flags, dtype=torch.float32):
     return hybrid.Trainer(args, mesh, torch.device("cpu"))
 
 
+def record_gradients(trainer):
+    """A list that each step adds to: on rank 0 every gradient by name, whole, before clipping."""
+    found, clip = [], trainer.clip_gradients
+
+    def record_then_clip(pieces):
+        whole = {}
+        for parameter, (first, piece) in pieces.items():
+            flat = torch.zeros_like(parameter, requires_grad=False).view(-1)
+            flat[first : first + len(piece)] = piece
+            if trainer.args.zero:
+                is_expert = any(parameter is expert for expert in trainer.experts)
+                groups = trainer.mesh.grad_group, trainer.mesh.expert_grad_group
+                dist.all_reduce(flat, group=groups[is_expert])
+            whole[parameter] = flat.view_as(parameter)
+        found.append(hybrid.gather_state(trainer, whole.get))
+        return clip(pieces)
+
+    trainer.clip_gradients = record_then_clip
+    return found
+
+
 def _train(flags, dtype):
     """What reference() returns, from one layout."""
     trainer = make_trainer(flags, dtype)
-    gradients, clip = [], trainer.clip_gradients
-
-    def record_then_clip():
-        gather = hybrid.gather_state(trainer, lambda p: p.grad)
-        gradients.append(gather)
-        return clip()
-
-    trainer.clip_gradients = record_then_clip
-    results = []
+    gradients, results = record_gradients(trainer), []
     for step in range(STEPS):
-        inputs, targets = (tensor[trainer.local_rows()] for tensor in batch(step))
-        metrics = trainer.step(inputs, targets)
+        metrics = trainer.step(*(tensor[trainer.local_rows()] for tensor in batch(step)))
         results.append((metrics["loss"], metrics["grad_norm"], metrics["lr"]))
     return results, gradients, hybrid.gather_state(trainer)
 
@@ -172,7 +185,7 @@ def test_every_layout_trains_as_one_process_does(world_size, flags):
                 rank[precision][0], expected_results, rtol=(1e-5, 1e-11)[precision]
             )
         _, gradients, state = ranks[0][precision]
-        for step in range(0 if "--zero" in flags else (1, STEPS)[precision]):
+        for step in range((1, STEPS)[precision]):
             assert_alike(gradients[step], expected_gradients[step], (1e-4, 1e-9)[precision])
         # Adam divides small gradients by small ones: some fp32 weights differ by much of a step.
         assert_alike(state, expected_state, (1e-3, 1e-9)[precision])
@@ -184,9 +197,7 @@ def _one_step(flags):
     """On rank 0: loss, norm and every gradient of a step are those of the reference."""
     for options in itertools.product(("", "--sp"), ("none", "selective", "full")):
         trainer = make_trainer("{0} {1} --recompute {2}".format(flags, *options), torch.float64)
-        config, gradients, clip = trainer.config, [], trainer.clip_gradients
-        gather = functools.partial(hybrid.gather_state, trainer, lambda p: p.grad)
-        trainer.clip_gradients = lambda: (gradients.append(gather()), clip())[1]
+        config, gradients = trainer.config, record_gradients(trainer)
         inputs, targets = batch(0)
         found = trainer.step(inputs, targets)
         if dist.get_rank() > 0:
@@ -216,6 +227,13 @@ def test_every_gradient_of_a_split_gpt_in_every_mode_of_recomputation(tp, kv_hea
     run(tp, _one_step, f"--tp {tp} {sizes}")
 
 
+class TimeFirstMoE(ReferenceMoE):
+    """Its tokens in hybrid's order, on which it depends which of them a capacity drops."""
+
+    def forward(self, x):
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
 MOE_SIZES = "--layers 4 --hidden 16 --heads 4 --experts 4"
 MOE = {  # flags of the mixture -> score, top_k, shared, losses, layers with experts
     "--balance aux --top-k 2": ("softmax", 2, 0, (0.01, 0.001), (0, 1, 2, 3)),
@@ -225,12 +243,12 @@ MOE = {  # flags of the mixture -> score, top_k, shared, losses, layers with exp
 
 
 @functools.cache
-def reference_moe(flags):
-    """(Loss, norm) per step, and the final weights, of a loop over tokens and experts."""
+def reference_moe(flags, factor=None):
+    """(Loss, norm) and gradients per step, and the final weights, of a loop over experts."""
     score, top_k, shared, losses, places = MOE[flags]
     torch.set_default_dtype(torch.float64)
     try:
-        mixture = lambda i: ReferenceMoE(16, 4, top_k, score, shared, None, losses)
+        mixture = lambda i: TimeFirstMoE(16, 4, top_k, score, shared, factor, losses)
         model = ReferenceGPT(4, 16, 4, T, V, mlp=lambda i: mixture(i) if i in places else None)
         args = hybrid.parse_args(f"{FLAGS} {MOE_SIZES} {flags} --microbatches 1".split(), 1)
         names = "top_k shared_experts balance moe_every"
@@ -239,23 +257,16 @@ def reference_moe(flags):
         state = {n: hybrid.initial_value(n, config, 3) for n in hybrid.parameter_shapes(config)}
         model.load_state_dict(state | {"lm_head.weight": state["transformer.wte.weight"]})
         rates = [hybrid.learning_rate(step, STEPS, 2, 0.003) for step in range(STEPS)]
-        training, results = ReferenceTraining(model, rates, 0.2, 0.5), []
+        training, results, gradients = ReferenceTraining(model, rates, 0.2, 0.5), [], []
         for step in range(STEPS):
             results.append(training.step(*batch(step)))
+            gradients.append(training.gradients)
             for module in model.modules():
                 if score == "sigmoid" and isinstance(module, ReferenceMoE):
                     module.bias += 0.001 * torch.sign(module.counts.mean() - module.counts)
-        return results, model.state_dict()
+        return results, gradients, model.state_dict()
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def _train_moe(flags):
-    trainer, results = make_trainer(f"{MOE_SIZES} {flags}", torch.float64), []
-    for step in range(STEPS):
-        metrics = trainer.step(*(tensor[trainer.local_rows()] for tensor in batch(step)))
-        results.append((metrics["loss"], metrics["grad_norm"]))
-    return results, hybrid.gather_state(trainer)
 
 
 MOE_LAYOUTS = [
@@ -272,23 +283,35 @@ MOE_LAYOUTS = [
 ]
 
 
+def _assert_trains_as_a_loop_does(world_size, flags, mixture, factor=None):
+    results, gradients, state = reference_moe(mixture, factor)
+    capacity = "" if factor is None else f"--capacity-factor {factor}"
+    flags = f"{MOE_SIZES} {mixture} {capacity} {flags}"
+    ranks = run(world_size, _train, flags, torch.float64)
+    for found, _, _ in ranks:
+        np.testing.assert_allclose([row[:2] for row in found], results, rtol=1e-10)
+    for found, expected in zip(ranks[0][1], gradients, strict=True):
+        assert_alike(found, expected, 1e-8, hidden=16)
+    assert_alike(ranks[0][2], state, 1e-8, hidden=16)
+    assert all(rank[2] is None for rank in ranks[1:])
+
+
 @pytest.mark.parametrize("mixture", MOE)
 @pytest.mark.parametrize("world_size, flags", MOE_LAYOUTS)
 def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(world_size, flags, mixture):
-    results, state = reference_moe(mixture)
-    ranks = run(world_size, _train_moe, f"{flags} --microbatches 1 {mixture}")
-    for found, _ in ranks:
-        np.testing.assert_allclose(found, results, rtol=1e-10)
-    assert_alike(ranks[0][1], state, 1e-8, hidden=16)
-    assert all(rank[1] is None for rank in ranks[1:])
+    _assert_trains_as_a_loop_does(world_size, f"{flags} --microbatches 1", mixture)
+
+
+def test_a_capacity_drops_tokens_in_every_layer_with_experts():
+    mixture = "--balance none --top-k 1 --moe-every 2"
+    _assert_trains_as_a_loop_does(2, "--pp 2 --microbatches 1", mixture, factor=0.75)
+    assert reference_moe(mixture, 0.75)[0] != reference_moe(mixture)[0]
 
 
 def _first_gradients(flags):
     """Every gradient of the first step, before clipping, on rank 0."""
-    trainer, found = make_trainer(f"{MOE_SIZES} {flags}", torch.float64), []
-    clip = trainer.clip_gradients
-    gather = functools.partial(hybrid.gather_state, trainer, lambda p: p.grad)
-    trainer.clip_gradients = lambda: (found.append(gather()), clip())[1]
+    trainer = make_trainer(f"{MOE_SIZES} {flags}", torch.float64)
+    found = record_gradients(trainer)
     trainer.step(*(tensor[trainer.local_rows()] for tensor in batch(0)))
     return found[0]
 
@@ -321,12 +344,8 @@ def test_losses_of_balance_are_means_over_microbatches_in_any_layout():
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "dualpipe"])
 def test_experts_train_alike_over_every_schedule_and_count_each_microbatch_once(schedule):
-    mixture = "--balance bias --top-k 3 --shared-experts 1"
-    results, state = reference_moe(mixture)
     flags = f"--pp 2 --dp 2 --ep 2 --microbatches 4 --schedule {schedule} --recompute full"
-    found, final = run(4, _train_moe, f"{flags} {mixture}")[0]
-    np.testing.assert_allclose(found, results, rtol=1e-10)
-    assert_alike(final, state, 1e-8, hidden=16)
+    _assert_trains_as_a_loop_does(4, flags, "--balance bias --top-k 3 --shared-experts 1")
 
 
 # ---- the model and its state ---------------------------------------------------------------------
@@ -437,6 +456,13 @@ def test_dropout_draws_alike_over_tp_but_in_attention_and_unlike_elsewhere():
     assert not {state for _, _, state in other_seed} & set(drawn)
 
 
+def test_dropout_draws_unlike_with_every_seed():
+    """On the CPU a generator knows the last 32 bits of its seed; 4096 * 2**20 is 2**32."""
+    found = [run(2, _dropout_states, f"--dp 2 --seed {n}") for n in (3, 4, 3 + 4096, 2**32 - 1)]
+    drawn = [state for ranks in found for trained, _, _ in ranks for _, _, state in trained]
+    assert len(set(drawn)) == len(drawn) == 4 * 2 * 7
+
+
 def test_dropout_draws_unlike_on_every_rank_of_a_split_sequence():
     ranks = run(4, _dropout_states, "--tp 2 --dp 2 --sp --microbatches 1")
     drawn = [state for trained, _, again in ranks for _, _, state in trained + again]
@@ -514,8 +540,8 @@ def _count(flags):
 
 @pytest.mark.parametrize("dp", [2, 4])
 def test_data_parallel_sends_each_gradient_once_around_the_ring(dp):
-    counted = run(dp, _count, f"--dp {dp} --vocab-size 64")
-    counters = 2 * (4 + 8) * (dp - 1)  # the loss (4 bytes) and the token count (8), over all ranks
+    counted = run(dp, _count, f"--dp {dp} --vocab-size 68")
+    counters = 2 * (4 + 16) * (dp - 1)  # the loss (4 bytes), two counts of tokens, over all ranks
     assert (
         sum(c["grad_group"] for c, _, _ in counted)
         == sum(claim for _, _, claim in counted) + counters
@@ -668,27 +694,36 @@ def test_sampling_draws_from_the_softmax_of_what_fits_into_the_window(prompt, te
     assert (frequencies - probabilities).abs().max() < 4 * (0.25 / 1000) ** 0.5
 
 
+def _high_water_mark():
+    """Most memory that was ever resident in this process, in MB, as Linux has it."""
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 1024
+
+
 def _train_on_text(flags):
-    """The losses that train() logs, and the arguments of its sample."""
+    """The losses that train() logs, what it prints, and the arguments of its sample."""
     torch.set_default_dtype(torch.float64)
     args = hybrid.parse_args(f"{FLAGS} {flags} --seed 5".split(), dist.get_world_size())
     mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
-    tokens = np.random.default_rng(1).integers(0, V, (2, 500)).astype(np.uint8)
-    log, samples = io.StringIO(), []
+    tokens = np.random.default_rng(1).integers(0, V, (2, 10 * BATCH * T)).astype(np.uint8)
+    metrics_file, samples, printed = io.StringIO(), [], io.StringIO()
     with (
         patch.object(hybrid, "sample", lambda trainer, *rest: samples.append(rest) or [65]),
         patch.object(hybrid, "time", SimpleNamespace(perf_counter=itertools.count().__next__)),
-        redirect_stdout(io.StringIO()),
+        redirect_stdout(printed),
     ):
         data = hybrid.Data(*tokens, is_text=True)
-        hybrid.train(args, mesh, torch.device("cpu"), data, log)
-    lines = [json.loads(line) for line in log.getvalue().splitlines()]
+        hybrid.train(args, mesh, torch.device("cpu"), data, metrics_file)
+    lines = [json.loads(line) for line in metrics_file.getvalue().splitlines()]
     assert all(line["tokens_per_s"] == BATCH * T for line in lines)
-    return [line["loss"] for line in lines], samples, tokens
+    assert [line["memory_mb"] for line in lines] == pytest.approx(
+        len(lines) * [_high_water_mark()], rel=0.02
+    )
+    return [line["loss"] for line in lines], printed.getvalue(), samples, tokens
 
 
 def test_the_loop_trains_on_every_row_of_every_step_and_samples_from_validation():
-    losses, samples, (train, validation) = run(1, _train_on_text, "--dp 1")[0]
+    losses, printed, samples, (train, validation) = run(1, _train_on_text, "--dp 1")[0]
     data, (prompt, length, temperature, seed) = hybrid.Data(train, validation, True), samples[0]
     assert bytes(prompt) in bytes(validation) and len(prompt) == T // 2 and seed == 5
     assert (length, temperature) == (hybrid.SAMPLE_LENGTH, hybrid.SAMPLE_TEMPERATURE)
@@ -702,15 +737,89 @@ def test_the_loop_trains_on_every_row_of_every_step_and_samples_from_validation(
     training = ReferenceTraining(model, rates, 0.2, 0.5)
     expected = [training.step(*data.batch(step, BATCH, T, seed=5))[0] for step in range(STEPS)]
     assert losses == pytest.approx(expected, rel=1e-11)
+    window = torch.from_numpy(validation[: 8 * BATCH * T + 1].astype(np.int64))  # of 10 batches
+    with torch.no_grad():
+        logits = model(window[:-1].view(-1, T)).flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, window[1:]).item()
+    assert f"\nvalidation loss {loss:.4f}\n" in printed
     others = run(4, _train_on_text, "--dp 2 --tp 2 --microbatches 2")
     assert others[0][0] == pytest.approx(expected, rel=1e-11)
-    assert not any(losses for losses, _, _ in others[1:])  # rank 0 keeps the log
-    assert all(len(samples) == 1 for _, samples, _ in others)  # which experts may need of all
+    assert f"\nvalidation loss {loss:.4f}\n" in others[0][1]
+    assert not any(losses or printed for losses, printed, _, _ in others[1:])  # rank 0 speaks
+    assert all(len(samples) == 1 for _, _, samples, _ in others)  # which experts may need of all
+
+
+def _errors(flags, bad_step, bad_row, validation_row):
+    """What step(), and then evaluate(), raise: a token outside is in one row of one batch."""
+    trainer, texts = make_trainer(flags), []
+    for step in range(bad_step + 1):
+        inputs, targets = batch(step)
+        if step == bad_step:
+            targets[bad_row, -1] = V + 5
+            weights = [parameter.detach().clone() for parameter in trainer.parameters]
+            with pytest.raises(hybrid.TrainingError) as error:
+                trainer.step(*(tensor[trainer.local_rows()] for tensor in (inputs, targets)))
+            texts.append(str(error.value))
+            assert all(map(torch.equal, weights, trainer.parameters))
+        else:
+            trainer.step(*(tensor[trainer.local_rows()] for tensor in (inputs, targets)))
+    tokens = np.zeros(9 * BATCH * T + 1, np.uint16)
+    tokens[(7 * BATCH + validation_row) * T + 1] = V
+    with pytest.raises(hybrid.TrainingError) as error:
+        trainer.evaluate(hybrid.Data(tokens, tokens, is_text=False))
+    tokens[8 * BATCH * T + 1 :] = V  # beyond what is read
+    tokens[: 8 * BATCH * T + 1] = 0
+    trainer.evaluate(hybrid.Data(tokens, tokens, is_text=False))
+    with pytest.raises(hybrid.TrainingError, match=f"the prompt's token {V} is outside"):
+        hybrid.sample(trainer, [V, 1], 1)
+    return texts + [str(error.value)]
+
+
+@pytest.mark.parametrize(
+    "world_size, flags",
+    [
+        (4, "--dp 2 --tp 2 --data X.bin"),
+        (4, "--cp 2 --pp 2 --microbatches 2 --data X.bin"),
+        (2, "--zero 1 --data X.bin"),
+    ],
+)
+def test_a_token_outside_the_vocabulary_stops_every_rank_alike(world_size, flags):
+    sentence = "--data X.bin: token {} is outside " + f"--vocab-size {V}"
+    for texts in run(world_size, _errors, flags, 1, BATCH - 1, BATCH - 1):
+        assert texts == [sentence.format(V + 5), sentence.format(V)]
+
+
+def _diverge(flags):
+    """What step() raises where a weight of the last rank, and of it alone, is not a number."""
+    trainer = make_trainer(flags)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        name = "ln_2.bias" if trainer.args.experts else "ln_f.bias"
+        parameters = dict(trainer.chunks[-1].named_parameters()).items()
+        next(p for n, p in parameters if n.endswith(name)).data[0] = math.nan
+    with pytest.raises(hybrid.TrainingError) as error:
+        trainer.step(*(tensor[trainer.local_rows()] for tensor in batch(0)))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "world_size, flags",
+    [
+        (4, "--dp 2 --tp 2"),
+        (4, "--pp 2 --cp 2"),
+        (2, "--zero 1 --dp 2"),
+        (4, "--pp 2 --dp 2 --layers 2 --experts 4 --ep 2"),
+        (4, "--tp 2 --dp 2 --layers 2 --experts 4 --balance bias"),
+    ],
+)
+def test_what_is_not_finite_stops_every_rank_alike(world_size, flags):
+    sentence = "step 1 is not finite: loss nan, grad norm nan, lr 1.00e-03"
+    assert run(world_size, _diverge, flags) == world_size * [sentence]
 
 
 def test_samples_are_shown_as_text_without_control_characters_or_as_numbers():
     none = np.zeros(0, np.uint8)
     assert hybrid.Data(none, none, True).show([*b"a\n\x1b[1m\xff"]) == "a\n\ufffd[1m\ufffd"
+    assert hybrid.Data(none, none, True).show([97, 256, 50256, 98]) == "a\ufffd\ufffdb"
     assert hybrid.Data(none, none, False).show([50256, 1]) == "[50256, 1]"
 
 
@@ -723,9 +832,9 @@ def _clip_nothing():
     trainer = make_trainer("--grad-clip 1e9")
     clip = trainer.clip_gradients
 
-    def checked():
+    def checked(pieces):
         before = [p.grad.clone() for p in trainer.chunks[0].parameters()]
-        norm = clip()
+        norm = clip(pieces)
         assert all(torch.equal(p.grad, g) for p, g in zip(trainer.chunks[0].parameters(), before))
         return norm
 
@@ -781,7 +890,7 @@ def test_batches_depend_on_seed_and_step_and_shift_targets_by_one():
 
 
 def test_default_data_is_the_standard_library_split_by_file():
-    data = hybrid.load_data(None, 128, 256)
+    data = hybrid.load_data(None, 128)
     assert data.is_text and len(data.train) > 5 * len(data.validation) > 1_000_000
     assert b"import" in bytes(data.validation)
     stdlib = os.path.dirname(os.__file__)
@@ -794,17 +903,37 @@ def test_data_may_be_a_text_file_a_folder_or_a_file_of_tokens(tmp_path):
     text = tmp_path / "folder" / "a.md"
     text.parent.mkdir()
     text.write_text("gr\u00fcn " * 100)
-    data = hybrid.load_data(text, 8, 256)
+    data = hybrid.load_data(text, 8)
     assert bytes(data.train) + bytes(data.validation) == text.read_bytes()
     (text.parent / "b.c").write_text("int main;" * 50)
     (text.parent / "image.png").write_bytes(b"\0" * 500)
-    data = hybrid.load_data(text.parent, 8, 256)
+    for hidden in (".z", ".git/z"):
+        (text.parent / hidden).parent.mkdir(exist_ok=True)
+        (text.parent / hidden).write_text("hidden" * 50)
+    data = hybrid.load_data(text.parent, 8)
     assert bytes(data.validation) == text.read_bytes() and bytes(data.train) == b"int main;" * 50
-    tokens = np.arange(500, dtype=np.uint16)
-    tokens.tofile(tmp_path / "train.bin")
-    data = hybrid.load_data(tmp_path / "train.bin", 8, 50257)
-    assert isinstance(data.train, np.memmap) and not data.is_text
-    np.testing.assert_array_equal(np.concatenate([data.train, data.validation]), tokens)
+    for dtype in ("uint16", "uint32"):
+        tokens = np.arange(500).astype(dtype)
+        tokens.tofile(tmp_path / "train.bin")
+        tokens[::-1].tofile(tmp_path / "val.bin")
+        options = [dtype] if dtype == "uint32" else []
+        data = hybrid.load_data(tmp_path / "train.bin", 8, *options)
+        assert isinstance(data.train, np.memmap) and not data.is_text and len(data.validation) == 50
+        np.testing.assert_array_equal(np.concatenate([data.train, data.validation]), tokens)
+        data = hybrid.load_data(tmp_path, 8, *options)  # as nanoGPT prepares it
+        assert isinstance(data.train, np.memmap) and not data.is_text
+        np.testing.assert_array_equal(data.train, tokens)
+        np.testing.assert_array_equal(data.validation, tokens[::-1])
+        assert data.batch(0, 2, 8, 0)[0].dtype == torch.int64
+
+
+def test_a_file_of_tokens_is_not_read_before_they_are_used(tmp_path):
+    with open(tmp_path / "tokens.bin", "wb") as file:
+        file.truncate(2**32)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    data = hybrid.load_data(tmp_path / "tokens.bin", 8, "uint16")
+    pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert len(data.train) > 9 * len(data.validation) - 10 > 2**30 and pages < 200
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -818,7 +947,7 @@ BAD_FLAGS = [
     (2, "--experts 5 --ep 2", "--experts 5 is not divisible by --ep 2"),
     (1, "--experts 2 --top-k 3", "--top-k 3 is more than --experts 2"),
     (1, "--experts -1", "--experts -1 must not be negative"),
-    (1, "--experts 2 --capacity-factor 0", "--capacity-factor 0.0 leaves no room for a token"),
+    (1, "--experts 2 --capacity-factor 0", "--capacity-factor 0.0 must be finite and more than 0"),
     (1, "--experts 2 --moe-every 0", "--moe-every 0 must be at least 1"),
     (1, "--experts 2 --moe-every 5", "--moe-every 5 leaves no layer of --layers 4 with experts"),
     (1, "--seed 4294967296", "--seed 4294967296 must be less than 2**32"),
@@ -833,7 +962,7 @@ BAD_FLAGS = [
     (
         4,
         "--cp 2 --tp 2 --heads 2 --cp-method ulysses",
-        "--cp-method ulysses cannot deal out 1 heads and 1 of keys and values",
+        "ulysses cannot deal out --heads 2 and --kv-heads 2, split by --tp 2, to --cp 2",
     ),
     (1, "--cp-method torus", "argument --cp-method: invalid choice: 'torus'"),
     (1, "--zero 2", "argument --zero: invalid choice: 2"),
@@ -848,14 +977,26 @@ BAD_FLAGS = [
         "--tp 3 --kv-heads 2 --heads 6 --hidden 12",
         "neither of --kv-heads 2 and --tp 3 divides the other",
     ),
-    (4, "--tp 4 --sp --seq-len 6", "--seq-len 6 is not divisible by --tp 4"),
+    (4, "--tp 4 --sp --seq-len 6", "--seq-len 6 is not divisible by --cp 1 x --tp 4"),
     (1, "--recompute some", "argument --recompute: invalid choice: 'some'"),
-    (3, "--pp 3 --layers 2", "--layers 2 is less than the stages of --schedule 1f1b with --pp 3"),
-    (4, "--pp 4 --schedule zb-v --layers 7", "--layers 7 is less than the stages of --schedule"),
+    (3, "--pp 3 --layers 2", "--layers 2 is less than the 3 stages of --schedule 1f1b --pp 3"),
+    (4, "--pp 4 --schedule zb-v --layers 7", "--layers 7 is less than the 8 stages of --schedule"),
+    (
+        2,
+        "--pp 2 --schedule interleaved --chunks 3",
+        "is less than the 6 stages of --schedule interleaved --pp 2 --microbatches 2 --chunks 3",
+    ),
     (2, "--pp 2 --schedule interleaved --microbatches 3", "--microbatches 3 --chunks 2: num_micro"),
     (2, "--pp 2 --schedule dualpipe", "--schedule dualpipe --pp 2 --microbatches 2: num_stages=2"),
     (1, "--chunks 0 --schedule interleaved", "--chunks 0 must be at least 1"),
-    (1, "--chunks 3", "--chunks 3 is not for --schedule 1f1b"),
+    (1, "--chunks 3", "--chunks 3 needs --schedule interleaved"),
+    (2, "--dp 2 --cp-method ring", "--cp-method ring needs --cp of 2 or more"),
+    (1, "--top-k 2", "--top-k 2 needs --experts"),
+    (1, "--capacity-factor 1.5", "--capacity-factor 1.5 needs --experts"),
+    (1, "--shared-experts 1", "--shared-experts 1 needs --experts"),
+    (1, "--experts 0 --balance none", "--balance none needs --experts"),
+    (1, "--moe-every 1", "--moe-every 1 needs --experts"),
+    (1, "--timeout 0", "--timeout 0 must be at least 1"),
     (
         2,
         "--batch-size 6 --microbatches 2",
@@ -885,9 +1026,13 @@ BAD_FLAGS = [
         "--data SHORT: its validation part has 15 tokens, too few for --seq-len 64",
     ),
     (1, "--data EDGE", "--data EDGE: its validation part has 64 tokens, too few for --seq-len 64"),
-    (1, "--data FIRST.bin", "--data FIRST.bin: token 256 is outside --vocab-size 256"),
-    (1, "--data LAST.bin", "--data LAST.bin: token 256 is outside --vocab-size 256"),
-    (1, "--log no/such/folder/log", "No such file or directory: 'no/such/folder/log'"),
+    (1, "--data /dev/zero", "--data /dev/zero: neither a file nor a folder"),
+    (1, "--data BINARY", "--data BINARY: none of its 2 files is text"),
+    (1, "--data ODD.bin", "--data ODD.bin: 2001 bytes are no tokens of 2 bytes each"),
+    (1, "--data WIDE.bin", "WIDE.bin: every other token is 0; is it of --data-dtype uint32?"),
+    (1, "--data HALF.bin --data-dtype uint32", "2002 bytes are no tokens of 4 bytes each"),
+    (1, "--data EDGE --data-dtype uint32", "--data-dtype uint32 needs --data with a .bin"),
+    (1, "--metrics no/such/folder/log", "No such file or directory: 'no/such/folder/log'"),
     (1, "--trace no/such/folder/it", "No such file or directory: 'no/such/folder/it'"),
 ]
 
@@ -900,27 +1045,100 @@ def test_bad_input_is_refused_in_one_line_before_any_group(
     (tmp_path / "EMPTY").touch()
     (tmp_path / "SHORT").write_text("x" * 150)
     (tmp_path / "EDGE").write_text("x" * 640)
-    ramp = np.arange(257).repeat(8).astype(np.uint16)  # 256 at the end: in the validation part
-    ramp.tofile(tmp_path / "LAST.bin")
-    ramp[::-1].tofile(tmp_path / "FIRST.bin")
+    (tmp_path / "BINARY").mkdir()
+    for name, size in (("BINARY/a", 9), ("BINARY/b", 9), ("ODD.bin", 2001), ("HALF.bin", 2002)):
+        (tmp_path / name).write_bytes(bytes(size))
+    np.arange(1000, dtype=np.uint32).tofile(tmp_path / "WIDE.bin")
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     monkeypatch.setattr(
         dist, "init_process_group", lambda *args, **kwargs: pytest.fail("began to wait")
     )
-    with pytest.raises(SystemExit) as exit:
-        hybrid.main(flags.split())
-    assert exit.value.code == 2
+    assert hybrid.main(flags.split()) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("hybrid.py: error: ") and message in lines[0]
 
 
-def test_the_other_ranks_wait_for_rank_0_and_then_speak_themselves(monkeypatch, capsys):
-    slept = []
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(hybrid.time, "sleep", slept.append)
-    with pytest.raises(SystemExit):
-        hybrid.main(["--layers", "0"])
-    assert slept and capsys.readouterr().err.startswith("hybrid.py: error: --layers 0 must be")
+def test_without_flags_any_number_of_processes_trains_the_same_model():
+    one = hybrid.parse_args([], 1)
+    for world_size in range(1, 65):
+        args = hybrid.parse_args([], world_size)
+        assert args.batch_size % world_size == 0 and 16 <= args.batch_size < 16 + world_size
+        changed = {name for name in vars(one) if getattr(args, name) != getattr(one, name)}
+        assert changed <= {"dp", "batch_size", "world_size"}
+    assert hybrid.parse_args("--pp 2 --microbatches 3".split(), 4).batch_size == 18
+
+
+def test_degrees_of_1_sp_and_zero_are_for_any_number_of_processes():
+    for world_size in (1, 2, 3):
+        degrees = "--tp 1 --pp 1 --cp 1 --ep 1 --sp --zero 1"
+        assert hybrid.parse_args(degrees.split(), world_size).dp == world_size
+
+
+def test_torchrun_takes_no_flag_for_its_own():
+    for name, *_ in hybrid.FLAGS:
+        arguments = ["hybrid.py", f"--{name.replace('_', '-')}", "1"]
+        parsed = torch.distributed.run.get_args_parser().parse_args(arguments)
+        assert [parsed.training_script, *parsed.training_script_args] == arguments
+
+
+@pytest.mark.parametrize("faults", [("a", "b", ""), ("", "", "b"), ("", "", "")])
+def test_no_rank_knows_of_a_fault_before_rank_0_has_said_it(faults, monkeypatch):
+    events, store = [], dist.HashStore()
+    monkeypatch.setattr(hybrid, "_complain", events.append)
+
+    def report(rank):
+        if hybrid._any_fault(faults[rank], rank, 3, store):
+            events.append(rank)
+
+    threads = [threading.Thread(target=report, args=(rank,)) for rank in (2, 1, 0)]
+    for thread in threads:  # rank 0 comes last, and the others have nothing to wait for but it
+        thread.start()
+    for thread in threads:
+        thread.join()
+    said = {("a", "b", ""): ["a"], ("", "", "b"): ["rank 2: b"], ("", "", ""): []}[faults]
+    assert events[:1] == said and sorted(events[1:]) == ([0, 1, 2] if said else [])
+
+
+class _GoneStore:
+    """A store that went with rank 0."""
+
+    def set(self, key, value):
+        pass
+
+    def get(self, key):
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+def test_a_rank_whose_store_has_gone_with_rank_0_says_nothing(capsys):
+    assert hybrid._any_fault("", 1, 2, _GoneStore())
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_the_launcher_chooses_the_device_and_flags_the_timeout_of_the_group(backend, monkeypatch):
+    class Began(Exception):
+        pass
+
+    def begin(backend, **options):
+        called.append((backend, options["timeout"].total_seconds()))
+        raise Began
+
+    def choose(*arguments):
+        called.append(arguments)
+        return torch.device("cpu"), backend
+
+    called = []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(hybrid, "choose_device", choose)
+    monkeypatch.setattr(hybrid, "schedule_as_batch", lambda: called.append("batch"))
+    monkeypatch.setattr(dist, "init_process_group", begin)
+    for seconds, flags in ((600, []), (7, ["--timeout", "7"])):
+        called.clear()
+        with pytest.raises(Began):
+            hybrid.main(flags)
+        batch = ["batch"] if backend == "gloo" else []
+        assert called == [("auto", 2, 3), *batch, (backend, seconds)]
 
 
 def test_processes_get_a_gpu_each_with_nccl_or_share_them_with_gloo(monkeypatch):
@@ -936,82 +1154,6 @@ def test_processes_get_a_gpu_each_with_nccl_or_share_them_with_gloo(monkeypatch)
     assert hybrid.choose_device("auto", 3, 4) == (cpu, "gloo")
     assert hybrid.choose_device("cuda", 3, 4) == (gpu[1], "gloo")
     assert hybrid.choose_device("cpu", 0, 1) == (cpu, "gloo")
-
-
-def _launch(arguments, processes=None, timeout=60):
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(processes),
-        "--",
-    ]
-    command = [
-        sys.executable,
-        *(launcher if processes else []),
-        str(PROJECT / "hybrid.py"),
-        *arguments.split(),
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=PROJECT)
-
-
-SMALL = "--layers 2 --hidden 16 --heads 2 --seq-len 16 --batch-size 4 --microbatches 2 --steps 3"
-
-
-def test_torchrun_and_one_process_write_the_same_log(tmp_path):
-    logs = []
-    for name, processes, layout in (("one", None, ""), ("four", 4, " --pp 2 --tp 2")):
-        done = _launch(f"{SMALL}{layout} --log {tmp_path / name}", processes)
-        assert done.returncode == 0, done.stderr
-        lines = done.stdout.splitlines()
-        assert [line.split()[:2] for line in lines[:3]] == [["step", str(k)] for k in (1, 2, 3)]
-        assert all(word in lines[0] for word in ("loss", "grad norm", "lr", "tokens/s", "MB"))
-        assert lines[3].startswith("validation loss ") and "---- continuation" in lines
-        logs.append([json.loads(line) for line in (tmp_path / name).read_text().splitlines()])
-    for one, four in zip(*logs):
-        assert (
-            {"step", "loss", "grad_norm", "lr", "tokens_per_s", "memory_mb"}
-            == one.keys()
-            == four.keys()
-        )
-        assert one["loss"] == pytest.approx(four["loss"], rel=1e-5)
-        assert one["grad_norm"] == pytest.approx(four["grad_norm"], rel=1e-5)
-    # full precision, not the printed four digits
-    assert len(logs[0]) == 3 and len(str(logs[0][0]["loss"])) > 8
-
-
-def test_a_trace_has_every_action_of_the_last_step_as_the_simulated_one_has(tmp_path):
-    flags = "--pp 2 --schedule zb-v --microbatches 4 --layers 4"
-    done = _launch(f"{SMALL} {flags} --trace {tmp_path / 'trace'}", 2)
-    assert done.returncode == 0, done.stderr
-    events = json.loads((tmp_path / "trace").read_text())["traceEvents"]
-    simulated = trace_events(simulate(zb_v(2, 4)))
-    what = lambda events: sorted((e["tid"], e["name"], *e["args"].values()) for e in events)
-    assert what(events) == what(simulated) and events[0].keys() == simulated[0].keys()
-    begun = {(e["tid"], e["cat"], *e["args"].values()): e["ts"] for e in events}
-    assert begun[0, "F", 0, 0] < begun[1, "F", 0, 0] < begun[1, "F", 0, 1] < begun[0, "I", 0, 1]
-    assert all(event["dur"] > 0 for event in events)
-
-
-def test_only_rank_0_opens_the_files_it_writes(monkeypatch):
-    class Began(Exception):
-        pass
-
-    def begin(*args, **kwargs):
-        raise Began
-
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(dist, "init_process_group", begin)
-    with pytest.raises(Began):
-        hybrid.main(["--log", "no/such/folder/log", "--trace", "no/such/folder/trace"])
-
-
-def test_torchrun_shows_the_one_line_of_rank_0():
-    done = _launch("--tp 2 --heads 3 --hidden 33", processes=2)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("hybrid.py: error")]
-    assert lines == ["hybrid.py: error: --hidden 33 is not divisible by --tp 2"]
-    assert done.returncode != 0 and "hybrid.py\", line" not in done.stderr
 
 
 # ---- failure -------------------------------------------------------------------------------------
