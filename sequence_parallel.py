@@ -398,10 +398,10 @@ class _RingAttention(torch.autograd.Function):
         kv, arriving = torch.stack([k, v]).contiguous(), None
         for step, tiles in enumerate(ctx.tiles):
             if step < P - 1:
-                arriving, passing = _pass_on(kv, arriving, group)
+                arriving, kv_work = _send_recv(kv, arriving, group)
             _attend(tiles, q, *kv, output, lse)
             if step < P - 1:
-                passing.wait()
+                kv_work.wait()
                 kv, arriving = arriving, kv
         output = output.to(q.dtype)
         ctx.save_for_backward(q, k, v, output, lse)
@@ -413,28 +413,28 @@ class _RingAttention(torch.autograd.Function):
         (q, k, v, output, lse), group = ctx.saved_tensors, ctx.group
         _, P = rank_and_size(group)
         kv, grad_q = torch.stack([k, v]).contiguous(), _precise(q)
-        arriving = sums = going = None
+        arriving = sums = grad_work = None
         for step, tiles in enumerate(ctx.tiles):
             if step < P - 1:
-                arriving, passing = _pass_on(kv, arriving, group)
+                arriving, kv_work = _send_recv(kv, arriving, group)
             grad_kv = _precise(kv)
             _attend_backward(tiles, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
             if step > 0:  # what the ranks before this one have found for these keys
-                going.wait()
+                grad_work.wait()
                 grad_kv += sums
             if P > 1:
-                sums, going = _pass_on(grad_kv, None, group)
+                sums, grad_work = _send_recv(grad_kv, None, group)
             if step < P - 1:
-                passing.wait()
+                kv_work.wait()
                 kv, arriving = arriving, kv
         if P > 1:
-            going.wait()  # home
+            grad_work.wait()  # home
             grad_kv = sums
         grad_k, grad_v = grad_kv.to(k.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, *4 * [None]
 
 
-def _pass_on(tensor, buffer, group):
+def _send_recv(tensor, buffer, group):
     """Begin to send to the next rank and to receive from the one before: buffer, and work."""
     rank, P = rank_and_size(group)
     buffer = torch.empty_like(tensor) if buffer is None else buffer

@@ -257,11 +257,11 @@ class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, group, column, sequence_parallel, save_gathered, defer):
         ctx.group, ctx.column, ctx.sequence_parallel = group, column, sequence_parallel
-        ctx.gather_again, ctx.defer, ctx.parameters = False, defer, (weight, bias)
+        ctx.regather, ctx.defer, ctx.parameters = False, defer, (weight, bias)
         if column and sequence_parallel:
             shard, x = x, _gather(x, group)
-            ctx.gather_again = not save_gathered
-        kept = shard if ctx.gather_again else x
+            ctx.regather = not save_gathered
+        kept = shard if ctx.regather else x
         ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, weight)
         y = F.linear(x, weight, bias)
         if column:
@@ -276,7 +276,7 @@ class _ParallelLinear(torch.autograd.Function):
         gathering = grad_x = reducing = None
         if not ctx.column and ctx.sequence_parallel:
             grad_output = _gather(grad_output, group)
-        if ctx.gather_again and queue is None and ctx.needs_input_grad[1]:
+        if ctx.regather and queue is None and ctx.needs_input_grad[1]:
             x, gathering = _gather(x, group, async_op=True)
         if ctx.needs_input_grad[0]:
             grad_x = grad_output @ matrix.to(grad_output.dtype)
@@ -287,7 +287,7 @@ class _ParallelLinear(torch.autograd.Function):
         rows = _rows(grad_output)
 
         def weight_product():
-            whole = _gather(x, group) if ctx.gather_again and not gathering else x
+            whole = _gather(x, group) if ctx.regather and not gathering else x
             return (rows.t() @ _rows(whole)).to(weight.dtype)
 
         products = [(weight, weight_product)] if ctx.needs_input_grad[1] else []
@@ -552,11 +552,11 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens):
         local = tokens - self.start
-        foreign = (local < 0) | (local >= len(self.weight))
-        rows = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        out_of_range = (local < 0) | (local >= len(self.weight))
+        rows = F.embedding(local.masked_fill(out_of_range, 0), self.weight)
         unknown = (tokens < 0) | (tokens >= self.num_embeddings)
         others = rows.new_zeros(()).masked_fill(unknown, math.nan)  # (T, ...): 0 for other ranks'
-        rows = torch.where(foreign.unsqueeze(-1), others.unsqueeze(-1), rows)
+        rows = torch.where(out_of_range.unsqueeze(-1), others.unsqueeze(-1), rows)
         if not self.sequence_parallel:
             return reduce_from_group(rows, self.group)
         _check_sequence(len(rows), dist.get_world_size(self.group))
@@ -580,9 +580,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         logits.sub_(maximum.unsqueeze(-1))  # (N, V/P); every exponential is at most 1
 
         local = target - start
-        foreign = (local < 0) | (local >= logits.shape[-1])
-        local = local.masked_fill(foreign, 0).unsqueeze(-1)  # (N, 1)
-        own_target = logits.gather(-1, local).squeeze(-1).masked_fill(foreign, 0)
+        out_of_range = (local < 0) | (local >= logits.shape[-1])
+        local = local.masked_fill(out_of_range, 0).unsqueeze(-1)  # (N, 1)
+        own_target = logits.gather(-1, local).squeeze(-1).masked_fill(out_of_range, 0)
         rank, world_size = rank_and_size(group)
         unknown = (target < start) & (rank == 0)
         unknown |= (target >= start + logits.shape[-1]) & (rank == world_size - 1)
@@ -593,7 +593,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         all_reduce(sums, group=group)
         normalizer, target_logit = sums
         grad.div_(normalizer.unsqueeze(-1))
-        grad.scatter_add_(-1, local, foreign.to(grad.dtype).sub_(1).unsqueeze(-1))
+        grad.scatter_add_(-1, local, out_of_range.to(grad.dtype).sub_(1).unsqueeze(-1))
 
         ctx.ignored = target == ignore_index
         ctx.grad = grad
@@ -658,12 +658,12 @@ class ShardedRandomState:
 # ---- cost ----------------------------------------------------------------------------------------
 
 
-def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, gather_again=False):
+def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather=False):
     """Bytes a rank sends per transformer layer, forward and backward: 8 b s h (t-1)/t elements.
 
     With sequence parallelism they are the same, or 10 if backward gathers the inputs again.
     """
-    all_reduces = 5 if gather_again else 4
+    all_reduces = 5 if regather else 4
     return all_reduces * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
 
 

@@ -79,7 +79,8 @@ def _against_loop(case, ep, nodes=None):
     E, losses = options.pop("E"), options.pop("losses", (0, 0))
     E -= E % ep  # 63 of 64 over 3 ranks
     groups = options.get("num_groups", 1), options.get("max_groups", 1)
-    options |= {"balance_coefficient": losses[0], "z_coefficient": losses[1]}
+    scaled = {"balance_coefficient": losses[0] / 2, "z_coefficient": losses[1] / 2}
+    options |= scaled | {"loss_scale": 2.0}
     D, factor = 4, options.get("capacity_factor")
     options |= {"nodes": nodes and _nodes(nodes), "balance_groups": (None,)}
     layer = MoE(D, 4 * D, E, group=ep_group, **options)
@@ -507,9 +508,13 @@ def _not_finite_in_two_hops():
     with pytest.raises(ValueError, match="logit of token 1" if rank == 2 else "cannot go on: rank"):
         layer(x)
     assert layer(torch.randn(3, 4)).isfinite().all()
+    node, cross = _nodes(2)
+    for wrong in ((cross, node), (node, node), (None, cross), (node, None)):
+        with pytest.raises(ValueError, match=r"nodes: \[.*, and across \[.* among \[0, 1, 2, 3\]"):
+            MoE(4, 16, 8, nodes=wrong)
 
 
-def test_logits_that_are_not_finite_are_an_error_in_two_hops_too():
+def test_logits_that_are_not_finite_are_an_error_in_two_hops_too_and_so_are_other_nodes():
     run(4, _not_finite_in_two_hops)
 
 
@@ -546,4 +551,7 @@ def _dropped():
     x = torch.randn(8, 4)
     y = layer(x)
     assert y[:4].any(-1).all() and not y[4:].any()  # the first have their place
+    layer.router.bias[1] = 1
+    layer(x.requires_grad_()).sum().backward()
+    assert layer.counts.tolist() == [0, 8, 0, 0]  # the load is what was asked for
     return float(layer.dropped)

@@ -774,7 +774,7 @@ def test_a_layer_sends_8_b_s_h_elements_times_t_minus_1_over_t_or_10(
     B, T, heads = 2, 12, 12
     D = 2 * heads
     elements, again = B * T * D * (tp - 1) // tp, forward + backward == 10
-    claimed = tensor_parallel_layer_bytes(B, T, D, tp, gather_again=again)
+    claimed = tensor_parallel_layer_bytes(B, T, D, tp, regather=again)
     assert claimed == 4 * (forward + backward) * elements
     assert tensor_parallel_layer_bytes(B, T, D, tp, 2, again) == claimed / 2
     options = along_sequence, save_gathered
