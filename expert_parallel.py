@@ -40,6 +40,7 @@ from collectives import (
     all_to_all_single,
     autocasted,
     count_bytes,
+    dist,
     rank_and_size,
     run_ranks,
 )
@@ -382,8 +383,9 @@ class MoE(nn.Module):
     for update_bias(). nodes: (node_group, cross_group), for two_hops(). router: further options of
     the Router.
 
-    Raises ValueError if P does not divide the experts, for a capacity that holds no token, and, on
-    every rank of the group, for logits that are not finite.
+    Raises ValueError if P does not divide the experts, for a capacity that holds no token, for
+    nodes that are not neighbours in the group, and, on every rank of the group, for logits that are
+    not finite.
     """
 
     def __init__(
@@ -408,6 +410,8 @@ class MoE(nn.Module):
             raise ValueError(f"num_experts={num_experts} is not divisible by ep={P}")
         if capacity_factor is not None and not capacity_factor > 0:
             raise ValueError(f"capacity_factor={capacity_factor} leaves no room for a token")
+        if nodes:
+            _check_nodes(*nodes, group)
         self.num_experts, self.group, self.nodes = num_experts, group, nodes
         self.capacity_factor, self.balance_groups = capacity_factor, balance_groups
         self.coefficients, self.loss_scale = (balance_coefficient, z_coefficient), loss_scale
@@ -475,6 +479,15 @@ class MoE(nn.Module):
         token, expert = (~logits.isfinite()).nonzero()[0].tolist()
         value = logits[token, expert].item()
         return f"rank {rank}: the router's logit of token {token} for expert {expert} is {value}"
+
+
+def _check_nodes(node_group, cross_group, group):
+    """ValueError unless experts lie on the nodes' ranks in the order of those of `group`."""
+    of = lambda group: dist.get_process_group_ranks(group or dist.group.WORLD)
+    (rank, _), ranks, node, cross = rank_and_size(group), of(group), of(node_group), of(cross_group)
+    begin, place = rank - rank % len(node), rank % len(node)
+    if node != ranks[begin : begin + len(node)] or cross != ranks[place :: len(node)]:
+        raise ValueError(f"nodes: {node}, and across {cross}, are not neighbours among {ranks}")
 
 
 # ---- cost ----------------------------------------------------------------------------------------

@@ -109,11 +109,16 @@ class _Recompute(torch.autograd.Function):
         ctx.function, ctx.state = function, RandomState(inputs[0].device)
         ctx.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         ctx.save_for_backward(*inputs)
-        return function(*inputs)
+        output = function(*inputs)
+        if not torch.is_tensor(output):
+            raise ValueError(f"recompute() of a function that returns a {type(output).__name__}")
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError("recompute() is for backward(): it leaves gradients in .grad")
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
         with torch.enable_grad(), ctx.state, torch.autocast(*ctx.autocast):
             output = ctx.function(*inputs)
@@ -127,8 +132,12 @@ def recompute(function, *inputs):
     inputs: tensors, the first on the device of all; function returns a tensor. The random numbers
     that it draws are the same again. Parameters that function uses get their gradient as soon as
     backward comes here. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
-    Raises ValueError where gradients are enabled and no input requires one.
+    Raises ValueError for an input or output that is not a tensor, and where gradients are enabled
+    and no input requires one; autograd.grad() and backward(inputs=...) raise RuntimeError.
     """
+    others = [type(x).__name__ for x in inputs if not torch.is_tensor(x)]
+    if others:
+        raise ValueError(f"recompute() of inputs that are not tensors: {', '.join(others)}")
     if torch.is_grad_enabled() and not any(x.requires_grad for x in inputs):
         raise ValueError("recompute() of inputs none of which requires a gradient")
     return _Recompute.apply(function, *inputs)
@@ -363,8 +372,9 @@ def _checked(q, k, v, documents, group):
         found = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (q, k, v))
         raise ValueError(f"q, k and v are {found}: not alike but for heads that KV divides")
     T = length * rank_and_size(group)[1]
-    if documents is not None and sum(documents) != T:
-        raise ValueError(f"documents of {sum(documents)} positions in a sequence of {T}")
+    if documents is not None and (sum(documents) != T or min(documents) < 0):
+        found = f"{sum(documents)} positions, the shortest of {min(documents)}"
+        raise ValueError(f"documents of {found}, in a sequence of {T}")
     return q, k, v
 
 
@@ -388,10 +398,10 @@ class _RingAttention(torch.autograd.Function):
         kv, arriving = torch.stack([k, v]).contiguous(), None
         for step, tiles in enumerate(ctx.tiles):
             if step < P - 1:
-                arriving, passing = _pass_on(kv, arriving, group)
+                arriving, kv_work = _send_recv(kv, arriving, group)
             _attend(tiles, q, *kv, output, lse)
             if step < P - 1:
-                passing.wait()
+                kv_work.wait()
                 kv, arriving = arriving, kv
         output = output.to(q.dtype)
         ctx.save_for_backward(q, k, v, output, lse)
@@ -403,28 +413,28 @@ class _RingAttention(torch.autograd.Function):
         (q, k, v, output, lse), group = ctx.saved_tensors, ctx.group
         _, P = rank_and_size(group)
         kv, grad_q = torch.stack([k, v]).contiguous(), _precise(q)
-        arriving = sums = going = None
+        arriving = sums = grad_work = None
         for step, tiles in enumerate(ctx.tiles):
             if step < P - 1:
-                arriving, passing = _pass_on(kv, arriving, group)
+                arriving, kv_work = _send_recv(kv, arriving, group)
             grad_kv = _precise(kv)
             _attend_backward(tiles, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
             if step > 0:  # what the ranks before this one have found for these keys
-                going.wait()
+                grad_work.wait()
                 grad_kv += sums
             if P > 1:
-                sums, going = _pass_on(grad_kv, None, group)
+                sums, grad_work = _send_recv(grad_kv, None, group)
             if step < P - 1:
-                passing.wait()
+                kv_work.wait()
                 kv, arriving = arriving, kv
         if P > 1:
-            going.wait()  # home
+            grad_work.wait()  # home
             grad_kv = sums
         grad_k, grad_v = grad_kv.to(k.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, *4 * [None]
 
 
-def _pass_on(tensor, buffer, group):
+def _send_recv(tensor, buffer, group):
     """Begin to send to the next rank and to receive from the one before: buffer, and work."""
     rank, P = rank_and_size(group)
     buffer = torch.empty_like(tensor) if buffer is None else buffer

@@ -124,7 +124,10 @@ def _whole_shape(parameter):
 
 
 def take_shard(full, parameter, group=None):
-    """This rank's part of `full`, laid out as `parameter` is. Copies are returned whole."""
+    """This rank's part of `full`, laid out as `parameter` is. Copies are returned whole.
+
+    So are other initial weights set: drawn in place they would be equal on ranks seeded alike.
+    """
     part = _cut(full, parameter.shard, group) if is_sharded(parameter) else full
     if not hasattr(parameter, "whole_shape"):
         return part
@@ -163,7 +166,7 @@ def gather_shards(local, parameter, group=None):
 
 
 def _flat_blocks(parameter, rank, world_size):
-    """Each block of this rank's part, flat: (begin, end, part, parts, elements of the largest part).
+    """[(begin, end, part, parts, elements of the largest part)] of this rank's blocks, flat.
 
     A parameter of which all ranks have copies is one block in one part.
     """
@@ -184,8 +187,9 @@ def _flat_blocks(parameter, rank, world_size):
 def counted_ranges(parameter, group=None):
     """[(begin, end)] of the flattened elements that no lower rank of the group has too.
 
-    Over the ranks they are the whole, once: what a norm has to count. They are ranges of this
-    rank's part; one of FSDP's pieces has those between its `first` element and its last.
+    Over the ranks they are the whole, once: what a norm has to count (torch.nn.utils' would be
+    another on each rank). They are ranges of this rank's part; one of FSDP's pieces has those
+    between its `first` element and its last.
     """
     rank, world_size = rank_and_size(group)
     below = lambda parts: (rank - 1) * parts // world_size  # the part of the rank below, or -1
@@ -214,7 +218,8 @@ def sum_partial_gradients(parameters, group=None):
         return
     shared = []  # (parameter, a block of it for which other ranks have a gradient, too)
     for parameter in parameters:
-        if parameter.requires_grad and (is_sharded(parameter) or getattr(parameter, "partial", False)):
+        is_shared = is_sharded(parameter) or getattr(parameter, "partial", False)
+        if parameter.requires_grad and is_shared:
             blocks = _flat_blocks(parameter, rank, world_size)
             shared += [(parameter, block) for block in blocks if block[3] < world_size]
     if any(hasattr(parameter, "whole_shape") for parameter, _ in shared):
@@ -252,11 +257,11 @@ class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, group, column, sequence_parallel, save_gathered, defer):
         ctx.group, ctx.column, ctx.sequence_parallel = group, column, sequence_parallel
-        ctx.gather_again, ctx.defer, ctx.parameters = False, defer, (weight, bias)
+        ctx.regather, ctx.defer, ctx.parameters = False, defer, (weight, bias)
         if column and sequence_parallel:
             shard, x = x, _gather(x, group)
-            ctx.gather_again = not save_gathered
-        kept = shard if ctx.gather_again else x
+            ctx.regather = not save_gathered
+        kept = shard if ctx.regather else x
         ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, weight)
         y = F.linear(x, weight, bias)
         if column:
@@ -271,7 +276,7 @@ class _ParallelLinear(torch.autograd.Function):
         gathering = grad_x = reducing = None
         if not ctx.column and ctx.sequence_parallel:
             grad_output = _gather(grad_output, group)
-        if ctx.gather_again and queue is None and ctx.needs_input_grad[1]:
+        if ctx.regather and queue is None and ctx.needs_input_grad[1]:
             x, gathering = _gather(x, group, async_op=True)
         if ctx.needs_input_grad[0]:
             grad_x = grad_output @ matrix.to(grad_output.dtype)
@@ -282,7 +287,7 @@ class _ParallelLinear(torch.autograd.Function):
         rows = _rows(grad_output)
 
         def weight_product():
-            whole = _gather(x, group) if ctx.gather_again and not gathering else x
+            whole = _gather(x, group) if ctx.regather and not gathering else x
             return (rows.t() @ _rows(whole)).to(weight.dtype)
 
         products = [(weight, weight_product)] if ctx.needs_input_grad[1] else []
@@ -529,9 +534,9 @@ class VocabParallelEmbedding(nn.Module):
 
     tokens: (T, ...) -> (T, ..., D), or (T/P, ..., D) with sequence_parallel. A rank looks up the
     tokens it owns and puts zeros for the others; the sum over the ranks is complete. Any V will do:
-    sizes differ by one where P does not divide it. Tokens are not checked: one outside the
-    vocabulary has a zero embedding. Raises ValueError if V < P, and in forward if P does not divide
-    the T of sequence_parallel.
+    sizes differ by one where P does not divide it. A token outside the vocabulary is no error, for
+    which a GPU would have to stop; its embedding is NaN. Raises ValueError if V < P, and in forward
+    if P does not divide the T of sequence_parallel.
     """
 
     def __init__(self, num_embeddings, embedding_dim, group=None, sequence_parallel=False):
@@ -540,15 +545,18 @@ class VocabParallelEmbedding(nn.Module):
         if num_embeddings < world_size:
             raise ValueError(f"num_embeddings={num_embeddings} is less than tp={world_size}")
         self.group, self.sequence_parallel = group, sequence_parallel
+        self.num_embeddings = num_embeddings
         shard = Shard(0, ((num_embeddings, world_size),))
         _draw_shard(self, "weight", (num_embeddings, embedding_dim), shard, 1.0)
         ((self.start, _),) = shard.rows_of(rank, world_size)
 
     def forward(self, tokens):
         local = tokens - self.start
-        foreign = (local < 0) | (local >= len(self.weight))
-        rows = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        rows = rows.masked_fill(foreign.unsqueeze(-1), 0)
+        out_of_range = (local < 0) | (local >= len(self.weight))
+        rows = F.embedding(local.masked_fill(out_of_range, 0), self.weight)
+        unknown = (tokens < 0) | (tokens >= self.num_embeddings)
+        others = rows.new_zeros(()).masked_fill(unknown, math.nan)  # (T, ...): 0 for other ranks'
+        rows = torch.where(out_of_range.unsqueeze(-1), others.unsqueeze(-1), rows)
         if not self.sequence_parallel:
             return reduce_from_group(rows, self.group)
         _check_sequence(len(rows), dist.get_world_size(self.group))
@@ -572,16 +580,20 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         logits.sub_(maximum.unsqueeze(-1))  # (N, V/P); every exponential is at most 1
 
         local = target - start
-        foreign = (local < 0) | (local >= logits.shape[-1])
-        local = local.masked_fill(foreign, 0).unsqueeze(-1)  # (N, 1)
-        own_target = logits.gather(-1, local).squeeze(-1).masked_fill(foreign, 0)
+        out_of_range = (local < 0) | (local >= logits.shape[-1])
+        local = local.masked_fill(out_of_range, 0).unsqueeze(-1)  # (N, 1)
+        own_target = logits.gather(-1, local).squeeze(-1).masked_fill(out_of_range, 0)
+        rank, world_size = rank_and_size(group)
+        unknown = (target < start) & (rank == 0)
+        unknown |= (target >= start + logits.shape[-1]) & (rank == world_size - 1)
+        own_target.masked_fill_(unknown, math.nan)
 
         grad = logits.exp_()
         sums = torch.stack([grad.sum(-1), own_target])  # (2, N): one message for both
         all_reduce(sums, group=group)
         normalizer, target_logit = sums
         grad.div_(normalizer.unsqueeze(-1))
-        grad.scatter_add_(-1, local, foreign.to(grad.dtype).sub_(1).unsqueeze(-1))
+        grad.scatter_add_(-1, local, out_of_range.to(grad.dtype).sub_(1).unsqueeze(-1))
 
         ctx.ignored = target == ignore_index
         ctx.grad = grad
@@ -602,12 +614,12 @@ def vocab_parallel_cross_entropy(
 ):
     """Cross-entropy of each token, from logits that stay split over the vocabulary.
 
-    logits: (N, V_r), the columns from `vocab_start` on; target: (N,) token ids, the same on every
-    rank. Returns (N,) losses, in fp32 or better, the same on every rank; zero where target is
-    `ignore_index`. Other targets are not checked. 3 N numbers are reduced over the group; the
-    logits are never gathered. Their gradient is computed in one copy of them, or with inplace, from
-    fp32 on, where they are themselves: then they are lost. Backward runs once: RuntimeError, if it
-    does so again.
+    logits: (N, V_r), the columns from `vocab_start` on, in the order of the ranks; target: (N,)
+    token ids, the same on every rank. Returns (N,) losses, in fp32 or better, the same on every
+    rank: zero where target is `ignore_index`, NaN where it is another one outside the vocabulary. 3
+    N numbers are reduced over the group; the logits are never gathered. Their gradient is computed
+    in one copy of them, or with inplace, from fp32 on, where they are themselves: then they are
+    lost. Backward runs once: RuntimeError, if it does so again.
     """
     return _VocabParallelCrossEntropy.apply(
         logits, target, vocab_start, ignore_index, group, inplace
@@ -646,12 +658,12 @@ class ShardedRandomState:
 # ---- cost ----------------------------------------------------------------------------------------
 
 
-def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, gather_again=False):
+def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather=False):
     """Bytes a rank sends per transformer layer, forward and backward: 8 b s h (t-1)/t elements.
 
     With sequence parallelism they are the same, or 10 if backward gathers the inputs again.
     """
-    all_reduces = 5 if gather_again else 4
+    all_reduces = 5 if regather else 4
     return all_reduces * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
 
 

@@ -352,8 +352,10 @@ def _errors():
             method(q, k, k)
     with pytest.raises(ValueError, match="heads=3 and kv_heads=3 .* cp=2"):
         ulysses_attention(q[:, :3], q[:, :3], q[:, :3])
-    with pytest.raises(ValueError, match="documents of 7 positions in a sequence of 8"):
-        ring_attention(*3 * [torch.zeros(1, 2, 4, 4)], documents=[3, 4])
+    for wrong, named in (([3, 4], "7 .* of 3, in a sequence of 8"), ([9, -1], "8 .* of -1, in")):
+        for method in (allgather_attention, ring_attention):
+            with pytest.raises(ValueError, match=f"documents of {named}"):
+                method(*3 * [torch.zeros(1, 2, 4, 4)], documents=wrong)
 
 
 def test_lengths_and_heads_that_cannot_be_split_are_named():

@@ -71,7 +71,7 @@ CASES = {
 }
 
 
-def _against_loop(case, ep):
+def _against_loop(case, ep, nodes=None):
     """Output, input gradient and every parameter's, of ranks with 5, 0, 3 ... tokens."""
     rank, world_size = rank_and_size()
     ep_group, same_group = _groups(ep)
@@ -79,9 +79,11 @@ def _against_loop(case, ep):
     E, losses = options.pop("E"), options.pop("losses", (0, 0))
     E -= E % ep  # 63 of 64 over 3 ranks
     groups = options.get("num_groups", 1), options.get("max_groups", 1)
-    options |= {"balance_coefficient": losses[0], "z_coefficient": losses[1]}
+    scaled = {"balance_coefficient": losses[0] / 2, "z_coefficient": losses[1] / 2}
+    options |= scaled | {"loss_scale": 2.0}
     D, factor = 4, options.get("capacity_factor")
-    layer = MoE(D, 4 * D, E, group=ep_group, balance_groups=(None,), **options)
+    options |= {"nodes": nodes and _nodes(nodes), "balance_groups": (None,)}
+    layer = MoE(D, 4 * D, E, group=ep_group, **options)
     sizes = [(5, 0, 3, 8, 1, 2)[r % 6] if losses == (0, 0) else 4 for r in range(world_size)]
     torch.manual_seed(7)
     whole = torch.randn(sum(sizes), D, dtype=torch.float64)
@@ -120,6 +122,50 @@ def _against_loop(case, ep):
 @pytest.mark.parametrize("ep, dp", [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (3, 2)])
 def test_output_and_gradients_are_those_of_a_loop(ep, dp, case):
     run(ep * dp, _against_loop, case, ep)
+
+
+@pytest.mark.parametrize("case", ["top-2", "top-3, with drops", "losses"])
+@pytest.mark.parametrize("ep, nodes", [(4, 2), (6, 3), (6, 2)])
+def test_a_layer_whose_tokens_go_by_way_of_nodes_is_that_of_the_loop(ep, nodes, case):
+    run(ep, _against_loop, case, ep, nodes)
+
+
+def _gradients_in_bf16(autocast):
+    """Of each parameter, and of the input: the loop's in fp64, but for a few per cent."""
+    rank, ep = rank_and_size()
+    torch.manual_seed(3)
+    layer = MoE(16, 64, 8, 2, shared_experts=1)
+    whole = torch.randn(12 * ep, 16).bfloat16().double()
+    grad = torch.randn(12 * ep, 16).bfloat16().double()
+    plain = _reference(layer, whole, 8, shared=1)
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.bfloat16().double()
+    whole.requires_grad_()
+    expected = plain(whole)
+    expected.backward(grad)
+    layer.bfloat16()
+    x = whole.detach().chunk(ep)[rank].bfloat16()
+    if autocast:
+        x, layer = x.float(), layer.float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = layer(x.requires_grad_())
+    assert y.dtype == torch.bfloat16
+    y.backward(grad.chunk(ep)[rank].bfloat16())
+    pairs = {"output": (y, expected.chunk(ep)[rank]), "input": (x.grad, whole.grad.chunk(ep)[rank])}
+    for name, parameter in layer.named_parameters():
+        full = dict(plain.named_parameters())[name].grad
+        own = parameter.grad.double()
+        if not name.startswith("experts"):
+            dist.all_reduce(own)
+        pairs[name] = own, full.chunk(ep)[rank] if name.startswith("experts") else full
+    for name, (found, correct) in pairs.items():
+        error = (found.double() - correct).norm() / correct.norm()
+        assert error < 0.03, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_in_bf16_are_those_of_the_loop_but_for_a_few_per_cent(autocast):
+    run(2, _gradients_in_bf16, autocast)
 
 
 def _one_expert_for_all():
@@ -462,9 +508,13 @@ def _not_finite_in_two_hops():
     with pytest.raises(ValueError, match="logit of token 1" if rank == 2 else "cannot go on: rank"):
         layer(x)
     assert layer(torch.randn(3, 4)).isfinite().all()
+    node, cross = _nodes(2)
+    for wrong in ((cross, node), (node, node), (None, cross), (node, None)):
+        with pytest.raises(ValueError, match=r"nodes: \[.*, and across \[.* among \[0, 1, 2, 3\]"):
+            MoE(4, 16, 8, nodes=wrong)
 
 
-def test_logits_that_are_not_finite_are_an_error_in_two_hops_too():
+def test_logits_that_are_not_finite_are_an_error_in_two_hops_too_and_so_are_other_nodes():
     run(4, _not_finite_in_two_hops)
 
 
@@ -501,4 +551,7 @@ def _dropped():
     x = torch.randn(8, 4)
     y = layer(x)
     assert y[:4].any(-1).all() and not y[4:].any()  # the first have their place
+    layer.router.bias[1] = 1
+    layer(x.requires_grad_()).sum().backward()
+    assert layer.counts.tolist() == [0, 8, 0, 0]  # the load is what was asked for
     return float(layer.dropped)

@@ -142,6 +142,19 @@ def test_recomputation_without_a_gradient_to_come_is_an_error():
         assert torch.equal(recompute(linear, x), linear(x))
 
 
+def test_what_recomputation_cannot_do_is_an_error_and_leaves_no_gradient():
+    linear, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"leaves gradients in \.grad"):
+        torch.autograd.grad(recompute(linear, x).sum(), x)
+    with pytest.raises(RuntimeError, match=r"leaves gradients in \.grad"):
+        recompute(linear, x).sum().backward(inputs=[x])
+    assert x.grad is linear.weight.grad is None
+    with pytest.raises(ValueError, match="returns a tuple"):
+        recompute(lambda x: (x, x), x)
+    with pytest.raises(ValueError, match="not tensors: float, NoneType"):
+        recompute(lambda x, *others: x, x, 0.5, None)
+
+
 def test_a_recomputed_function_runs_twice_and_keeps_its_inputs_only():
     runs, x, y = [], torch.randn(5, 3, requires_grad=True), torch.randn(5, 3)
 

@@ -3,7 +3,7 @@
 import copy
 import io
 import random
-from itertools import combinations
+from itertools import combinations, product
 from unittest.mock import patch
 
 import numpy as np
@@ -211,14 +211,16 @@ def test_layers_treat_hooks_frozen_weights_autocast_and_empty_batches_as_torch_n
 def _unused_on_one_rank():
     rank, _ = rank_and_size()
     norm, scalar = mark_partial(nn.LayerNorm(4)), nn.Parameter(torch.tensor(2.0))
-    scalar.partial = True
+    columns = nn.Parameter(torch.randn(4, 3).t())  # whose gradient is not contiguous either
+    scalar.partial = columns.partial = True
+    parameters = [*norm.parameters(), scalar, columns]
     if rank == 0:
-        (norm(torch.randn(3, 4)) * scalar).sum().backward()
-    own = [None if p.grad is None else p.grad.clone() for p in (*norm.parameters(), scalar)]
-    sum_partial_gradients([*norm.parameters(), scalar])
+        (norm(torch.randn(3, 4)) * scalar * columns).sum().backward()
+    own = [None if p.grad is None else p.grad.clone() for p in parameters]
+    sum_partial_gradients(parameters)
     if rank == 0:
-        assert all(map(torch.equal, own, [p.grad for p in (*norm.parameters(), scalar)]))
-    return [p.grad.tolist() for p in (*norm.parameters(), scalar)]
+        assert all(map(torch.equal, own, [p.grad for p in parameters]))
+    return [p.grad.tolist() for p in parameters]
 
 
 def test_a_partial_parameter_may_be_unused_on_a_rank():
@@ -310,8 +312,10 @@ def _plain_layer(D, heads, kv_heads):
     return Layer(D, Attention(D, heads, kv_heads), mlp)
 
 
-def _parallel_layer(D, heads, kv_heads, group, along_sequence=False, save_gathered=False):
-    options = {"group": group, "sequence_parallel": along_sequence}
+def _parallel_layer(
+    D, heads, kv_heads, group, along_sequence=False, save_gathered=False, defer=None
+):
+    options = {"group": group, "sequence_parallel": along_sequence, "defer": defer}
     kept = options | {"save_gathered": save_gathered}
     up = ColumnParallelLinear(D, 4 * D, **kept)
     mlp = _mlp(up, RowParallelLinear(4 * D, D, **options))
@@ -348,6 +352,46 @@ def _mlp_attention_layer(tp, along_sequence):
 @every_layout
 def test_mlp_attention_and_a_whole_layer(world_size, tp, along_sequence):
     run(world_size, _mlp_attention_layer, tp, along_sequence)
+
+
+def _gradients_in_bf16(tp):
+    """Of each parameter, and of the input: one process's in fp64, but for a few per cent."""
+    D, heads, kv_heads, T = 8 * tp, 2 * tp, tp, 2 * tp
+    for along_sequence, deferred, autocast in product((False, True), repeat=3):
+        torch.manual_seed(0)
+        queue = []
+        plain = _plain_layer(D, heads, kv_heads).double()
+        defer = (lambda: queue) if deferred else None
+        layer = _parallel_layer(D, heads, kv_heads, None, along_sequence, defer=defer)
+        for parameter, own in zip(plain.parameters(), layer.parameters(), strict=True):
+            parameter.data = torch.randn(parameter.shape).mul(D**-0.5).bfloat16().double()
+            own.data = take_shard(parameter.detach(), own).to(torch.float32)
+        x, grad = torch.randn(2, T, 3, D).bfloat16().double()
+        x.requires_grad_()
+        y = plain(x)
+        y.backward(grad)
+        part = lambda full: _shard(full, 0, None) if along_sequence else full
+        local = part(x.detach()).to(torch.float32 if autocast else torch.bfloat16).requires_grad_()
+        layer.to(local.dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = layer(local)
+        found.backward(part(grad).to(found.dtype))
+        assert len(queue) == deferred * 6  # four matrices, two biases of column-parallel layers
+        for parameter, put_off in queue:
+            parameter.grad = put_off()
+        sum_partial_gradients(layer.parameters())
+        pairs = {"output": (found, part(y)), "input": (local.grad, part(x.grad))}
+        for (name, parameter), own in zip(plain.named_parameters(), layer.parameters()):
+            pairs[name] = own.grad, take_shard(parameter.grad, own)
+        for name, (own, expected) in pairs.items():
+            error = (own.double() - expected).norm() / expected.norm()
+            where = along_sequence, deferred, autocast
+            assert error < 0.03, f"{name}, {where}: {error}"
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_gradients_in_bf16_are_those_of_fp64_but_for_a_few_per_cent(tp):
+    run(tp, _gradients_in_bf16, tp)
 
 
 def _single_rank_layers():
@@ -621,6 +665,22 @@ def test_cross_entropy_of_split_logits(world_size, tp):
     run(world_size, _cross_entropy, tp)
 
 
+def _unknown_ids(tp):
+    embedding, logits = VocabParallelEmbedding(7, 2), torch.randn(5, 7)
+    ids = torch.tensor([0, 7, 6, -1, -100])
+    y = embedding(ids)
+    assert y.isnan().any(-1).tolist() == y.isnan().all(-1).tolist() == [0, 1, 0, 1, 1]
+    start = embedding.start
+    own = logits[:, start : start + len(embedding.weight)]
+    losses = vocab_parallel_cross_entropy(own, ids, start)
+    assert losses.isnan().tolist() == [0, 1, 0, 1, 0] and losses[4] == 0
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_ids_outside_of_the_vocabulary_are_nan(tp):
+    run(tp, _unknown_ids, tp)
+
+
 def _cross_entropy_dtypes(tp):
     group, _ = _group(tp)
     target = torch.tensor([0, 12, 5, -100, 7])
@@ -714,7 +774,7 @@ def test_a_layer_sends_8_b_s_h_elements_times_t_minus_1_over_t_or_10(
     B, T, heads = 2, 12, 12
     D = 2 * heads
     elements, again = B * T * D * (tp - 1) // tp, forward + backward == 10
-    claimed = tensor_parallel_layer_bytes(B, T, D, tp, gather_again=again)
+    claimed = tensor_parallel_layer_bytes(B, T, D, tp, regather=again)
     assert claimed == 4 * (forward + backward) * elements
     assert tensor_parallel_layer_bytes(B, T, D, tp, 2, again) == claimed / 2
     options = along_sequence, save_gathered
@@ -862,6 +922,9 @@ def _errors():
         ColumnParallelLinear(4, 10)
     with pytest.raises(ValueError, match="out_features=4 .*tp=3"):
         ColumnParallelLinear(3, 12, blocks=((4, 3), (8, 1)))
+    for blocks in (((12, 6),), ((6, 3), (3, 3))):
+        with pytest.raises(ValueError, match=rf"blocks=.*{blocks[0][1]}.* out_features=12 .*tp=3"):
+            ColumnParallelLinear(3, 12, blocks=blocks)
     with pytest.raises(ValueError, match="heads=4, kv_heads=4 and tp=3"):
         ParallelSelfAttention(24, 4)
     with pytest.raises(ValueError, match="heads=6, kv_heads=2 and tp=3"):
