@@ -254,6 +254,11 @@ def test_weights_are_normalized_over_the_chosen_and_not_for_one():
     assert Router(4, 8, 3, normalize=False)(x).weights.sum(-1).max() < 1
 
 
+def test_the_router_computes_in_fp32_what_comes_in_16_bit():
+    router, x = Router(64, 8, 2), torch.randn(6, 64).bfloat16()
+    torch.testing.assert_close(router(x).logits, x.float() @ router.weight.t())
+
+
 def test_scores_that_underflow_give_no_nan_and_the_bias_stays_in_fp32():
     router = Router(4, 8, 3, "sigmoid")
     router.weight.data.fill_(-100.0)
@@ -426,9 +431,9 @@ def test_a_skewed_router_is_balanced_within_200_steps_or_left_alone(how):
 
 
 def test_the_bias_moves_by_its_rate_against_the_load():
-    router = Router(4, 4)
-    router.update_bias(torch.tensor([5, 3, 4, 4]), 0.001)
-    torch.testing.assert_close(router.bias, torch.tensor([-0.001, 0.001, 0.0, 0.0]))
+    router = Router(4, 5)
+    router.update_bias(torch.tensor([9, 3, 4, 4, 5]), 0.001)  # the mean is 5, the median 4
+    torch.testing.assert_close(router.bias, torch.tensor([-0.001, 0.001, 0.001, 0.001, 0.0]))
 
 
 # ---- DeepSeek-V3's shape, NCCL's rules, errors ---------------------------------------------------
@@ -485,14 +490,17 @@ def test_no_exchange_would_hang_on_nccl(two):
 
 def _not_finite():
     rank, _ = rank_and_size()
-    layer, x = MoE(4, 16, 4, 2), torch.randn(3, 4)
-    if rank == 1:
-        x[2] = float("nan")
-    message = "rank 1: the router's logit of token 2 for expert 0 is nan"
-    if rank != 1:
-        message = rf"rank {rank} cannot go on: ranks \[1\] of its group have an error in routing"
-    with pytest.raises(ValueError, match=message):
-        layer(x)
+    layer = MoE(4, 16, 4, 2)
+    layer.router.weight.data.abs_()
+    for value in ("nan", "inf"):
+        x = torch.randn(3, 4)
+        if rank == 1:
+            x[2] = float(value)
+        message = f"rank 1: the router's logit of token 2 for expert 0 is {value}"
+        if rank != 1:
+            message = rf"rank {rank} cannot go on: ranks \[1\] of its group have an error"
+        with pytest.raises(ValueError, match=message):
+            layer(x)
     x = torch.randn(3, 4)
     assert layer(x).isfinite().all()  # nothing is left under way
 
@@ -551,6 +559,10 @@ def _dropped():
     x = torch.randn(8, 4)
     y = layer(x)
     assert y[:4].any(-1).all() and not y[4:].any()  # the first have their place
+    twice = MoE(4, 16, 4, 2, capacity_factor=1.0)
+    twice.router.weight.data.zero_()  # to experts 0 and 1, which take 16 / 4 of 8 each
+    twice(x)
+    assert float(twice.dropped) == 0.5
     layer.router.bias[1] = 1
     layer(x.requires_grad_()).sum().backward()
     assert layer.counts.tolist() == [0, 8, 0, 0]  # the load is what was asked for
