@@ -793,11 +793,9 @@ class Pipeline:
         if state:
             with state:
                 output = self._run(action, x)
-        stage = self.stages[action.chunk]
-        no_sync = getattr(stage, "no_sync", nullcontext)
         self.queue = self.queues[action[1:]] if action.kind == "I" else None
         try:
-            with nullcontext() if action == self.last[stage] else no_sync():
+            with self._no_sync(action):
                 if output.requires_grad or grad_output is None:  # not so if all before it is frozen
                     torch.autograd.backward(output, grad_output)
         finally:
@@ -810,7 +808,15 @@ class Pipeline:
         queue, stage = self.queues.pop(action[1:]), self.stages[action.chunk]
         if action == self.last[stage] and hasattr(stage, "start_grad_sync"):
             stage.start_grad_sync(awaited={parameter for parameter, _ in queue})
-        _add_products(queue)
+        with self._no_sync(action):
+            _add_products(queue)
+
+    def _no_sync(self, action):
+        """Gradients are reduced once, with the last backward of a module."""
+        stage = self.stages[action.chunk]
+        if action == self.last[stage]:
+            return nullcontext()
+        return getattr(stage, "no_sync", nullcontext)()
 
     def _now(self):
         """This moment; on a GPU, that at which it gets here."""
