@@ -234,7 +234,7 @@ class ParallelMoE(MoE):
         return gather_from_group(super().forward(own), 0, self.tp_group)
 
     def _fault(self, logits):
-        """None: what is not finite comes to the loss, and stops all ranks, not those of ep alone."""
+        """None: what is not finite reaches the loss, and stops all ranks, not those of ep only."""
 
 
 class Block(nn.Module):
@@ -980,6 +980,7 @@ SIZE = lambda value: value >= 1, "must be at least 1"
 COUNT = lambda value: value >= 0, "must not be negative"
 FACTOR = lambda value: 0 <= value < math.inf, "must be finite and not negative"
 RATIO = lambda value: 0 < value < math.inf, "must be finite and more than 0"
+SECONDS = lambda value: 1 <= value <= 10**6, "must be at least 1 and at most 10**6"
 PORTION = lambda value: 0 <= value < 1, "must be at least 0 and less than 1"
 
 FLAGS = (  # name, type or choices, default, what its value must be, help
@@ -1021,7 +1022,7 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("data_dtype", ("uint16", "uint32"), None, None, "tokens of a .bin (default: uint16)"),
     ("metrics", str, None, None, "write one JSON object per step to this file"),
     ("trace", str, None, None, "write the last step of rank 0's pipeline here, for Perfetto"),
-    ("timeout", int, 600, SIZE, "seconds that a rank waits for another"),
+    ("timeout", int, 600, SECONDS, "seconds that a rank waits for another"),
 )
 SUBJECTS = (  # flags that mean nothing but in this case
     (lambda a: a.cp > 1, "--cp of 2 or more", ("cp_method",)),

@@ -996,7 +996,8 @@ BAD_FLAGS = [
     (1, "--shared-experts 1", "--shared-experts 1 needs --experts"),
     (1, "--experts 0 --balance none", "--balance none needs --experts"),
     (1, "--moe-every 1", "--moe-every 1 needs --experts"),
-    (1, "--timeout 0", "--timeout 0 must be at least 1"),
+    (1, "--timeout 0", "--timeout 0 must be at least 1 and at most 10**6"),
+    (1, f"--timeout {10**15}", f"--timeout {10**15} must be at least 1 and at most 10**6"),
     (
         2,
         "--batch-size 6 --microbatches 2",

@@ -1012,7 +1012,7 @@ def test_an_interrupt_is_one_line_also_of_ranks_that_wait(tmp_path):
         exec(compile(open(HYBRID).read(), HYBRID, "exec"))
     """
     script = script.replace("HYBRID", repr(str(PROJECT / "hybrid.py")))
-    done = launch(tmp_path, 3, script, *SMALL.split(), timeout=50)
+    done = launch(tmp_path, 3, script, *SMALL.split())
     assert done.returncode != 0
     assert complaints(done) == ["hybrid.py: interrupted"]
 
