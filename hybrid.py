@@ -65,6 +65,7 @@ from collectives import (
     exchange,
     gather_from_group,
     rank_and_size,
+    report_stalls,
     scatter_to_group,
     schedule_as_batch,
 )
@@ -1244,6 +1245,7 @@ def main(argv=None):
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout
     )
+    report_stalls(30)
     mesh = make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
     status = 0
     try:
