@@ -7,15 +7,18 @@ exchange(): a batch of sends and receives that progress together.
                            what happens                              a rank sends     steps
     all_reduce             everybody gets the sum of all tensors
       naive                everyone sends everything to everyone      (P-1) D         1
+      direct               chunks to their ranks, sums to everyone   2(P-1)/P D       2
       ring                 reduce-scatter, then all-gather           2(P-1)/P D       2(P-1)
       recursive_doubling   sums swapped with ever farther ranks       log2(P) D       log2(P)
       halving_doubling     the same, with halves, quarters ...       2(P-1)/P D       2 log2(P)
       hierarchical         rings inside nodes and between them       2(P-1)/P D       2(I+O-2)
-    reduce_scatter_single  rank r gets chunk r of the sum             (P-1)/P D       P-1 or log2(P)
-    all_gather_single      everybody gets every rank's chunk          (P-1)/P D       P-1 or log2(P)
+    reduce_scatter_single  rank r gets chunk r of the sum             (P-1)/P D       P-1 or 1
+    all_gather_single      everybody gets every rank's chunk          (P-1)/P D       P-1 or 1
     all_to_all_single      rank i's chunk j goes to rank j            (P-1)/P D       1
-    broadcast, reduce      down and up a tree                         log2(P) D       log2(P)
-    gather, scatter        everyone to one, one to everyone           (P-1)/P D       1
+    broadcast              down a tree; the root sends most           log2(P) D       log2(P)
+    reduce                 up the tree, added on the way              D               log2(P)
+    scatter                one to everyone; the root sends            (P-1)/P D       1
+    gather                 everyone to one; the root sends nothing    D/P             1
 
 D is the size of the full tensor in bytes; P = O x I ranks are O nodes of I ranks each.
 
@@ -30,7 +33,6 @@ Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operat
 """
 
 import atexit
-import hashlib
 import inspect
 import math
 import os
@@ -44,14 +46,34 @@ import weakref
 from collections import Counter, deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, wraps
-from functools import reduce as fold
-from itertools import zip_longest
+from functools import lru_cache, partial, wraps
+from itertools import islice, zip_longest
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
+
+# ---- the idea: a sum goes round a ring -----------------------------------------------------------
+#
+#     rank 0 ---> rank 1 ---> rank 2 ---> rank 3 ---+       every link carries 1/P of the tensor
+#       ^                                           |       at every step
+#       +-------------------------------------------+
+
+
+def ring_all_reduce(tensor, group=None):
+    """Sum a contiguous tensor over the group, in place. 2(P-1) steps of 1/P of its bytes each."""
+    rank, P = rank_and_size(group)
+    chunks = tensor.view(-1).tensor_split(P)
+    for step in range(2 * (P - 1)):
+        outgoing, own = chunks[(rank - step - 1) % P], chunks[(rank - step - 2) % P]
+        arriving = torch.empty_like(own)
+        exchange([(outgoing, (rank + 1) % P)], [(arriving, (rank - 1) % P)], group)
+        if step < P - 1:
+            own.add_(arriving)  # a sum of ever more ranks; after P-1 steps, of all
+        else:
+            own.copy_(arriving)  # a finished sum, on its way to everybody
+
 
 # ---- processes and groups ------------------------------------------------------------------------
 
@@ -90,6 +112,19 @@ def rank_and_size(group=None):
     return dist.get_rank(group), dist.get_world_size(group)
 
 
+def set_ranks_per_node(ranks_per_node, group=None):
+    """Tell how many consecutive ranks of the group share a node; unless told, all of them do."""
+    _RANKS_PER_NODE[group or dist.group.WORLD] = ranks_per_node
+
+
+_RANKS_PER_NODE = weakref.WeakKeyDictionary()
+
+
+def _has_nccl(group):
+    """Whether NCCL carries CUDA tensors in the group, which may have gloo for others."""
+    return "cuda:nccl" in dist.get_backend_config(group)
+
+
 def _for_members(collective):
     """As in torch.distributed, a rank outside the group gets a warning, and None at once."""
     place = list(inspect.signature(collective).parameters).index("group")
@@ -122,6 +157,11 @@ class Traffic:
     def messages(self, operation=None, group=None, peers=None):
         """Messages sent, selected as in bytes()."""
         return _select(self.messages_by, operation, group, peers)
+
+    def add(self, operation, group, sends):
+        for tensor, peer in sends:
+            self.bytes_by[operation, group, peer] += tensor.nbytes
+            self.messages_by[operation, group, peer] += 1
 
 
 def _select(counter, operation, group, peers):
@@ -164,107 +204,90 @@ def exchange(sends, receives, group=None, async_op=False):
     the peer of a message that failed.
     """
     group = group or dist.group.WORLD
-    if (background := _BACKGROUND.get(group)) is not None:
-        background.last.finished.wait()  # as on NCCL, where a group's messages keep their order
-    works = _Exchange(_Link("exchange", group, tuple(_COUNTERS), EXCHANGE_TAG), sends, receives)
+    on_stream = any(_on_stream(tensor, group) for tensor, _ in (*sends, *receives)[:1])
+    if (worker := (_STREAMS if on_stream else _THREADS).get(group)) is not None:
+        worker.last.finish()  # a group's messages keep their order
+    messages = _Link("exchange", group, on_stream, EXCHANGE_TAG).post(sends, receives)
     if async_op:
-        return works
-    works.wait()
+        return messages
+    messages.wait()
 
 
-class _Exchange:
-    """The messages of one batch, under way."""
-
-    def __init__(self, link, sends, receives):
-        self.link = link
-        if link.nccl:
-            self.works = [(work, None) for work in link.batch(sends, receives)]
-        else:
-            self.works = [(link.receive(tensor, peer), peer) for tensor, peer in receives]
-            self.works += [(link.send(tensor, peer), peer) for tensor, peer in sends]
-
-    def wait(self):
-        for work, peer in self.works:
-            self.link.wait(work, peer)
+def _on_stream(tensor, group):
+    return tensor.is_cuda and _has_nccl(group)
 
 
 class _Link:
     """Posts the messages of one operation in one group, and counts what it sends."""
 
-    def __init__(self, operation, group, counters, tag=EXCHANGE_TAG + 1):
-        self.operation, self.group, self.counters, self.tag = operation, group, counters, tag
+    def __init__(self, operation, group, on_stream, tag=EXCHANGE_TAG + 1, counted=True):
+        self.operation, self.group, self.on_stream, self.tag = operation, group, on_stream, tag
+        self.rank, self.world_size = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)  # unknown once the group is destroyed
-        self.nccl = dist.get_backend(group) == "nccl"
+        self.counters = tuple(_COUNTERS) if counted else ()
 
-    def receive(self, tensor, peer):
-        """The work of a receive on gloo."""
-        buffer = _on_host(tensor)
-        work = self._begin(self.group.recv, buffer, peer)
-        return work if buffer is tensor else _Staged(work, buffer, tensor)
+    def post(self, sends, receives):
+        """Begin messages [(tensor, peer)] that progress together; their wait() completes them.
 
-    def send(self, tensor, peer):
-        """The work of a send on gloo, which may read the tensor until its wait()."""
-        if self.counters:
-            self._count([(tensor, peer)])
-        buffer = _on_host(tensor)
-        if buffer is not tensor:
-            buffer.copy_(tensor)
-        return self._begin(self.group.send, buffer, peer)
-
-    def batch(self, sends, receives):
-        """The works of a batch on NCCL."""
-        sends = [message for message in sends if message[0].numel()]
-        receives = [message for message in receives if message[0].numel()]
-        self._count(sends)
-        batch = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=p) for t, p in receives]
-        batch += [dist.P2POp(dist.isend, t, group=self.group, group_peer=p) for t, p in sends]
-        return dist.batch_isend_irecv(batch) if batch else []
-
-    def wait(self, work, peer):
-        """Complete a message on gloo."""
-        thread = threading.get_ident()
-        _WAITS[thread] = self, work, peer
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._lost(peer, error) from error
-        finally:
-            del _WAITS[thread]
-
-    def waits_for(self, peer):
-        """Which rank waits for which, in what."""
-        own = self.ranks[self.group.rank()]
-        where = f"{self.operation} in the group of ranks {self.ranks}"
-        return f"{where}: rank {own} waits for rank {self.ranks[peer]}"
-
-    def _begin(self, transfer, buffer, peer):
-        if not buffer.numel():
-            return _Nothing
-        try:
-            return transfer([buffer], peer, self.tag)
-        except RuntimeError as error:
-            raise self._lost(peer, error) from error
-
-    def _count(self, sends):
+        NCCL takes them as one batch of the stream. gloo has tags, which keep them apart from those
+        of a user, and wants every message to be waited for.
+        """
+        sends, receives = ([m for m in some if m[0].numel()] for some in (sends, receives))
         for traffic in self.counters:
+            traffic.add(self.operation, self.group, sends)
+        works, peers = [], ()
+        try:
+            if self.on_stream:
+                peers = tuple(sorted({peer for _, peer in sends + receives}))
+                works = [(work, peers) for work in _batch(sends, receives, self.group)]
+                return _Messages(self, works)
+            for tensor, peer in receives:
+                peers = (peer,)
+                buffer = _on_host(tensor)
+                work = self.group.recv([buffer], peer, self.tag)
+                works.append((work if buffer is tensor else _Staged(work, buffer, tensor), peers))
             for tensor, peer in sends:
-                if tensor.numel():
-                    traffic.bytes_by[self.operation, self.group, peer] += tensor.nbytes
-                    traffic.messages_by[self.operation, self.group, peer] += 1
+                peers = (peer,)
+                buffer = _on_host(tensor)
+                if buffer is not tensor:
+                    buffer.copy_(tensor)
+                works.append((self.group.send([buffer], peer, self.tag), peers))
+        except RuntimeError as error:
+            raise self.lost(peers, error) from error
+        return _Messages(self, works)
 
-    def _lost(self, peer, error):
-        _SCRATCH.__init__()  # later messages may still arrive in its memory
+    def lost(self, peers, error):
+        return RuntimeError(f"{self.describe('lost', peers)}: {error}")
+
+    def describe(self, verb, peers):
+        """What this rank has to say of some peers, and in which operation."""
+        others = " or ".join(str(self.ranks[peer]) for peer in peers)
         where = f"{self.operation} in the group of ranks {self.ranks}"
-        own = self.ranks[self.group.rank()]
-        return RuntimeError(f"{where}: rank {own} lost rank {self.ranks[peer]}: {error}")
+        return f"{where}: rank {self.ranks[self.rank]} {verb} rank {others}"
 
 
-class _Nothing:
-    """The work of an empty message."""
+class _Messages(NamedTuple):
+    """Messages under way: [(work, its peers)]."""
 
-    @staticmethod
-    def wait():
-        pass
+    link: _Link
+    works: list
+
+    def wait(self):
+        thread = threading.get_ident()
+        for work, peers in self.works:
+            _WAITS[thread] = self.link, work, peers
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.link.lost(peers, error) from error
+            finally:
+                del _WAITS[thread]
+
+
+def _batch(sends, receives, group):
+    batch = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t, peer in receives]
+    batch += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for t, peer in sends]
+    return dist.batch_isend_irecv(batch) if batch else []
 
 
 class _Staged(NamedTuple):
@@ -286,77 +309,83 @@ def _on_host(tensor):
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
-# ---- how a collective runs: now, or while Python computes ----------------------------------------
+_WAITS = {}  # thread -> (link, work, peers) of the message that it waits for
+
+
+# ---- algorithms take turns -----------------------------------------------------------------------
 #
-# An algorithm is a generator. It yields one Batch after the other, and does its local arithmetic in
-# between. _launch() drains it: at once, or in the background, where each group has its own queue. A
-# group's operations run strictly one after the other, and each reads its inputs when its turn
-# comes. In the background that means
+# An algorithm is a generator. It yields (sends, receives), goes on when they are complete, and does
+# its arithmetic in between. A large tensor is cut into segments, each a collective of its own:
+# while one of them is added, the others travel.
+
+SEGMENT = 1 << 20  # bytes of a chunk that travel in one message
+WINDOW = 3  # segments under way
+
+
+def take_turns(algorithms, link):
+    """Run algorithms, WINDOW of them at a time, each one step in its turn.
+
+    All ranks take the same turns, so that the messages of a link match in the order of posting.
+    """
+    waiting, under_way = deque(algorithms), deque()
+    most = 1 if link.on_stream else WINDOW  # a stream runs one batch after the other
+    while waiting or under_way:
+        if waiting and len(under_way) < most:
+            algorithm = waiting.popleft()
+        else:
+            algorithm, messages = under_way.popleft()
+            messages.wait()
+        for sends, receives in islice(algorithm, 1):  # its next step, if there is one
+            under_way.append((algorithm, link.post(sends, receives)))
+
+
+def _segments(chunks, most):
+    """The k-th part of every chunk, for each k; none is of more than `most` bytes."""
+    count = math.ceil(max(chunk.nbytes for chunk in chunks) / most)
+    return list(zip(*(chunk.tensor_split(count) for chunk in chunks))) if count > 1 else [chunks]
+
+
+def _slices(row, multiple, most):
+    """A row in parts of about `most` bytes, each but the last of a multiple of so many elements."""
+    count = math.ceil(row.nbytes / most)
+    return row.split(math.ceil(len(row) / (count * multiple)) * multiple) if count > 1 else [row]
+
+
+# ---- operations: now, or while Python computes ---------------------------------------------------
+#
+# A group's operations run strictly one after the other, and each reads its inputs when its turn
+# comes: at once if nothing is pending, else in the background. That means
 #   gloo   a thread of the group's: a batch is only complete when somebody has waited for it;
 #   NCCL   a side stream of the group's: there waiting orders streams and blocks nobody.
-
-
-class Batch(NamedTuple):
-    """Messages that progress together, [(tensor, peer)].
-
-    early_sends, early_receives: messages of later batches that nothing else touches meanwhile.
-    gloo posts them now, so that no rank waits for a round trip; NCCL, where batches run in order,
-    ignores them. linger: so many batches later the sends must be complete.
-    """
-
-    sends: list = ()
-    receives: list = ()
-    early_sends: list = ()
-    early_receives: list = ()
-    linger: int = 0
-
-
-def _drain(link, batches):
-    if link.nccl:
-        for batch in batches:
-            for work in link.batch(batch.sends, batch.receives):
-                work.wait()
-        return
-    posted, leaving = {}, deque()
-    for i, (sends, receives, early_sends, early_receives, linger) in enumerate(batches):
-        for message in (*receives, *early_receives):
-            if id(message) not in posted:
-                posted[id(message)] = link.receive(*message)
-        for message in (*sends, *early_sends):
-            if id(message) not in posted:
-                posted[id(message)] = link.send(*message)
-        leaving += [(i + linger, posted.pop(id(message)), message[1]) for message in sends]
-        for message in receives:
-            link.wait(posted.pop(id(message)), message[1])
-        while leaving and leaving[0][0] <= i:
-            link.wait(*leaving.popleft()[1:])
-    for _, work, peer in leaving:
-        link.wait(work, peer)
 
 
 class Work:
     """A group's operation, under way in a thread. wait() blocks until done; errors arise there."""
 
-    def __init__(self, drain):
-        self._drain, self._error = drain, None
+    def __init__(self, run, link):
+        self._run, self._error = partial(run, link), None
         self._inference = torch.is_inference_mode_enabled()  # a mode of each thread
-        self.finished = threading.Event()
+        self._finished = threading.Event()
 
     def run(self):
         try:
             with torch.inference_mode(self._inference):
-                self._drain()
+                self._run()
         except BaseException as error:
             self._error = error
-        self._drain = None
-        self.finished.set()
+        self._run = None
+        self._finished.set()
 
     def is_completed(self):
         """Whether wait() would return, or raise, at once."""
-        return self.finished.is_set()
+        return self._finished.is_set()
+
+    def finish(self):
+        """wait() that leaves errors to others."""
+        self._finished.wait()
 
     def wait(self):
-        self.finished.wait()
+        self._finished.wait()
         if self._error is not None:
             raise self._error
 
@@ -364,25 +393,27 @@ class Work:
 class StreamWork:
     """An operation of a group's CUDA stream, under way. wait() makes the current stream wait."""
 
-    def __init__(self, drain, tensors, group):
+    def __init__(self, run, link, tensors, stream):
         self._tensors = tensors  # held, so that their memory is not used again before wait()
-        stream = _STREAMS.setdefault(group, torch.cuda.Stream())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            drain()
+            run(link)
         self._event = stream.record_event()
 
     def is_completed(self):
         """Whether the stream has passed the operation."""
         return self._event.query()
 
-    def wait(self):
+    def finish(self):
         torch.cuda.current_stream().wait_event(self._event)
+
+    def wait(self):
+        self.finish()
         self._tensors = None
 
 
 class _Thread(threading.Thread):
-    """A thread that lives until None is in its queue, and has until then ended what it was at."""
+    """A thread that ends when it takes None out of its queue."""
 
     def __init__(self, target, *arguments):
         self.queue = queue.SimpleQueue()
@@ -401,17 +432,17 @@ def _end_threads(seconds=30):
         thread.join(max(0, deadline - time.monotonic()))
 
 
-class _Background(_Thread):
-    """Runs a group's background work, one operation after the other."""
+class _WorkThread(_Thread):
+    """A group's thread."""
 
     def __init__(self, group):
         super().__init__(self._loop)
         weakref.finalize(group, self.queue.put, None)
 
-    def submit(self, work):
-        self.last = work
-        self.queue.put(work)
-        return work
+    def submit(self, run, link, tensors):
+        self.last = Work(run, link)
+        self.queue.put(self.last)
+        return self.last
 
     @staticmethod
     def _loop(works):
@@ -421,8 +452,60 @@ class _Background(_Thread):
             work.run()
 
 
+class _WorkStream:
+    """A group's stream: torch hands out a pool of 32 in turn, so it is made once and kept."""
+
+    def __init__(self, group):
+        self.stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
+
+    def submit(self, run, link, tensors):
+        self.last = StreamWork(run, link, tensors, self.stream)
+        return self.last
+
+
+_THREADS = weakref.WeakKeyDictionary()  # group -> _WorkThread
+_STREAMS = weakref.WeakKeyDictionary()  # group -> _WorkStream
+
+
+def _launch(operation, run, tensors, group, async_op, signature=()):
+    """Call run(link) in the group's order; returns None, or its Work with async_op.
+
+    signature: what must be the same on all ranks; compared where PyTorch's debug level is DETAIL.
+    """
+    group = group or dist.group.WORLD
+    link = _Link(operation, group, _on_stream(tensors[0], group))
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        call = " ".join(map(str, (operation, *signature)))
+        run = partial(_compare_and_run, run, call, tensors[0].device)
+    if link.world_size == 1:  # needs neither stream nor thread
+        work = Work(run, link)
+        work.run()
+        return work if async_op else work.wait()
+    workers, kind = (_STREAMS, _WorkStream) if link.on_stream else (_THREADS, _WorkThread)
+    worker = workers.get(group)
+    if not async_op and (worker is None or worker.last.is_completed()):
+        return run(link)
+    worker = worker or kind(group)
+    work = worker.submit(run, link, tensors)
+    workers[group] = worker
+    return work if async_op else work.wait()
+
+
+def _compare_and_run(run, call, device, link, length=256):
+    """Tell every rank what this one is about to do; raise if somebody is about to do otherwise."""
+    text = torch.tensor(list(call.encode()[:length].ljust(length)), dtype=torch.uint8)
+    texts = list(text.to(device).repeat(link.world_size, 1))
+    apart = _Link(link.operation, link.group, link.on_stream, counted=False)
+    take_turns([_direct_all_gather(texts, link.rank)], apart)
+    calls = [bytes(text.tolist()).decode().strip() for text in texts]
+    for other, theirs in zip(link.ranks, calls):
+        if theirs != calls[0]:
+            raise ValueError(f"rank {link.ranks[0]} calls {calls[0]}, rank {other} calls {theirs}")
+    run(link)
+
+
 def report_stalls(seconds):
-    """From now on, say on stderr whom an operation waits for that has not moved for so many seconds.
+    """From now on, say on stderr whom an operation waits for that has not moved for so long.
 
     One line a stall. For gloo; on NCCL nobody waits in wait().
     """
@@ -430,84 +513,38 @@ def report_stalls(seconds):
 
 
 def _report_stalls(end, seconds):
-    since = {}  # when a wait was first seen; never again, once it has been told
+    since = {}  # when a wait was first seen; infinite once it has been told
     while True:
         try:
             return end.get(timeout=seconds / 8)
         except queue.Empty:
             now = time.monotonic()
         since = {wait: since.get(wait, now) for wait in list(_WAITS.values())}
-        for link, work, peer in [wait for wait in since if now - since[wait] >= seconds]:
-            since[link, work, peer] = math.inf
-            sys.stderr.write(f"{link.waits_for(peer)} for more than {seconds} s\n")
+        for wait in [wait for wait in since if now - since[wait] >= seconds]:
+            since[wait] = math.inf
+            link, _, peers = wait
+            waits = link.describe("waits for", peers)
+            sys.stderr.write(f"{waits} for more than {seconds} s\n")
 
 
-_WAITS = {}  # thread -> (link, work, peer) of the message that it waits for
-_BACKGROUND = weakref.WeakKeyDictionary()  # group -> _Background
-_STREAMS = weakref.WeakKeyDictionary()  # group -> torch.cuda.Stream
-
-
-def _launch(operation, batches, tensors, group, async_op, agreed=()):
-    """Drain the batches of an algorithm on `tensors`; returns None, or its Work with async_op.
-
-    agreed: what must be the same on all ranks; compared where PyTorch's debug level is DETAIL.
-    """
-    group = group or dist.group.WORLD
-    link = _Link(operation, group, tuple(_COUNTERS))
-
-    def drain():
-        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-            call = " ".join(map(str, (operation, *agreed)))
-            _drain(_Link(operation, group, ()), _compare(call, tensors[0], group))
-        _drain(link, batches)
-
-    if async_op and link.nccl:
-        return StreamWork(drain, tensors, group)
-    background = _BACKGROUND.get(group)
-    if async_op and background is None:
-        background = _BACKGROUND[group] = _Background(group)
-    if async_op:
-        return background.submit(Work(drain))
-    if background is not None and not background.last.is_completed():
-        return background.submit(Work(drain)).wait()
-    drain()
-
-
-def _compare(description, like, group, length=256):
-    """Tell every rank what this one is about to do; raise if somebody is about to do otherwise."""
-    rank, world_size = rank_and_size(group)
-    text = description.encode()[:length].ljust(length)
-    texts = [torch.tensor(list(text), dtype=torch.uint8).to(like.device) for _ in range(world_size)]
-    peers = [peer for peer in range(world_size) if peer != rank]
-    yield Batch([(texts[rank], peer) for peer in peers], [(texts[peer], peer) for peer in peers])
-    calls = [bytes(text.tolist()).decode().strip() for text in texts]
-    for other, call in enumerate(calls):
-        if call != calls[0]:
-            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-            raise ValueError(f"rank {ranks[0]} calls {calls[0]}, rank {ranks[other]} calls {call}")
-
-
-def _into(output, algorithm, *arguments):
-    """The batches of algorithm(flat, *arguments), where flat is `output` as one row of elements.
-
-    Whatever reads a tensor stands in such a generator, and so runs when the operation's turn comes.
-    """
-    output = output.detach()
-    flat = output.contiguous().view(-1)
-    yield from algorithm(flat, *arguments)
-    if not output.is_contiguous():
-        output.copy_(flat.view_as(output))
-
-
-def _flat(tensor):
+def _row(tensor):
+    """Its elements in a row: a view if it is contiguous, else a copy."""
     return tensor.detach().contiguous().view(-1)
 
 
-# ---- all-reduce, the simplest way ----------------------------------------------------------------
+@contextmanager
+def _into_row(output):
+    """_row(output); what is written there reaches `output` in the end."""
+    row = _row(output)
+    yield row
+    if not output.is_contiguous():
+        output.detach().copy_(row.view(output.shape))
+
+
+# ---- reduce-scatter and all-gather ---------------------------------------------------------------
 #
-# The algorithms reduce `input` of P ranks into `output` of all, which may be the same memory. A sum
-# is either computed on one rank and copied, or on all along orders that mirror each other (a + b is
-# b + a to the bit): all ranks end with the same bits, and the replicas of a model rely on that.
+# A sum is either computed on one rank and copied, or on all along orders that mirror each other
+# (a + b is b + a to the bit): all ranks end with the same bits, and a model's replicas rely on it.
 
 _REDUCE = {
     ReduceOp.SUM: torch.add,
@@ -517,47 +554,32 @@ _REDUCE = {
     ReduceOp.MAX: torch.maximum,
 }
 
-
-def _naive(output, input, op, rank, world_size):
-    """Everyone sends everything to everyone, and adds in the order of ranks. 1 step, (P-1) D bytes.
-
-        rank        0         1         2         3
-        start    0 . . .   . 1 . .   . . 2 .   . . . 3       which ranks' tensors a rank has
-        step 0   0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3
-    """
-    tensors = list(input.new_empty(world_size, len(input)))
-    tensors[rank] = input
-    peers = [(rank + distance) % world_size for distance in range(1, world_size)]
-    yield Batch([(input, peer) for peer in peers], [(tensors[peer], peer) for peer in peers])
-    output.copy_(fold(_REDUCE[op], tensors))
+MOST_PEERS = 128  # of a batch: NCCL may hang on more than 256 messages at once
 
 
-# ---- the ring: reduce-scatter, all-gather, and all-reduce = the one, then the other --------------
-#
-#     rank 0 ---> rank 1 ---> rank 2 ---> rank 3 ---+       every link carries 1/P of the tensor
-#       ^                                           |       at every step
-#       +-------------------------------------------+
+def _ring_reduce_scatter(chunks, output, add, rank, ring=None):
+    """Chunk r, reduced over the ranks in `ring`, into `output` of the r-th of them. P-1 steps.
 
-SEGMENT = 1 << 19  # bytes; a chunk travels in segments: adding one overlaps receiving the next
-
-
-def _scatter_steps(chunks, partials, ring, rank):
-    """Chunk r, reduced over the ranks in `ring`, into partials[-1] on the r-th of them. P-1 steps.
-
-    A partial sum travels the ring, and each rank it visits adds its own chunk; the sum of step k is
-    made in partials[k]. P = 4, what a rank holds:
+    A partial sum travels the ring, and each rank it visits adds its own chunk. P = 4:
 
         rank        0             1             2             3
         step 0   c2: 3+0       c3: 0+1       c0: 1+2       c1: 2+3
         step 1   c1: 2+3+0     c2: 3+0+1     c3: 0+1+2     c0: 1+2+3
         step 2   c0: 1+2+3+0   c1: 2+3+0+1   c2: 3+0+1+2   c3: 0+1+2+3
     """
+    P, ring = len(chunks), ring or range(len(chunks))
     place = ring.index(rank)
-    own = [chunks[(place - step - 2) % len(ring)] for step in range(len(ring) - 1)]
-    return list(zip([chunks[place - 1], *partials], own, partials))
+    total = chunks[place - 1]
+    for step in range(P - 1):
+        own = chunks[(place - step - 2) % P]
+        received = torch.empty_like(own)
+        yield [(total, ring[(place + 1) % P])], [(received, ring[place - 1])]
+        total = add(received, own, out=output if step == P - 2 else received)
+    if P == 1:
+        output.copy_(total)
 
 
-def _gather_steps(chunks, ring, rank):
+def _ring_all_gather(chunks, rank, ring=None):
     """Chunk r of the r-th rank in `ring` into chunk r of every one. P-1 steps, in place.
 
         rank        0         1         2         3
@@ -566,76 +588,80 @@ def _gather_steps(chunks, ring, rank):
         step 1   0 . 2 3   0 1 . 3   0 1 2 .   . 1 2 3
         step 2   0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3
     """
+    P, ring = len(chunks), ring or range(len(chunks))
     place = ring.index(rank)
-    visitors = [chunks[(place - step) % len(ring)] for step in range(len(ring))]
-    return [(outgoing, None, arriving) for outgoing, arriving in zip(visitors, visitors[1:])]
+    for step in range(P - 1):
+        outgoing, arriving = chunks[(place - step) % P], chunks[(place - step - 1) % P]
+        yield [(outgoing, ring[(place + 1) % P])], [(arriving, ring[place - 1])]
 
 
-class _Scratch(threading.local):
-    """Where a thread receives on gloo what it adds: always the same memory, as fresh pages cost."""
+def _pairwise(outgoing, arriving, rank):
+    """outgoing[r] to every other rank r, arriving[r] from each; MOST_PEERS at a time, else 1 step.
 
-    def __init__(self):
-        with torch.inference_mode(False):
-            self.memory = torch.empty(3 << 20, dtype=torch.uint8)
+    Message k goes to the rank k places on, and comes from the one k back. P = 4, who has whose:
 
-    def rows(self, like, count, length):
-        nbytes = count * length * like.itemsize
-        if like.is_cuda or nbytes > len(self.memory):
-            return like.new_empty(count, length)
-        return self.memory[:nbytes].view(like.dtype).view(count, length)
-
-
-_SCRATCH = _Scratch()
-
-
-def _go_round(steps, op, ring, rank, reused=False):
-    """Steps (outgoing, own, arriving): send `outgoing` on; `arriving` is what comes, plus `own`.
-
-    A segment is sent on as soon as it is there, while those behind it are still to come. `reused`:
-    step k + 2 has the memory of step k.
+        rank        0         1         2         3
+        start    0 . . .   . 1 . .   . . 2 .   . . . 3
+        k = 1    0 . . 3   0 1 . .   . 1 2 .   . . 2 3
+        k = 2    0 . 2 3   0 1 . 3   0 1 2 .   . 1 2 3
+        k = 3    0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3
     """
-    if not steps:
-        return
-    longest = max((part for step in steps for part in step[::2]), key=len)
-    count = max(1, -(-longest.nbytes // SEGMENT))
-    slots, rounds = _SCRATCH.rows(longest, 3, -(-len(longest) // count)), []
-    for outgoing, own, arriving in steps:
-        own = [None] * count if own is None else own.tensor_split(count)
-        rounds += zip(outgoing.tensor_split(count), own, arriving.tensor_split(count))
-    place = ring.index(rank)
-    next_rank, prev_rank = ring[(place + 1) % len(ring)], ring[place - 1]
-    sends, receives = [], []
-    for i, (outgoing, own, arriving) in enumerate(rounds):
-        sends.append((outgoing, next_rank))
-        receives.append((arriving if own is None else slots[i % 3, : len(own)], prev_rank))
-    for i, (_, own, arriving) in enumerate(rounds):
-        early, last = (sends[i + 1 : i + count], receives[i + 1 : i + 3]), len(rounds) - 1 - i
-        linger = min(count, last) if reused else last
-        yield Batch([sends[i]], [receives[i]], *early, linger)
-        if own is not None:
-            _REDUCE[op](receives[i][0], own, out=arriving)
+    P = len(outgoing)
+    for first in range(1, P, MOST_PEERS):
+        batch = range(first, min(first + MOST_PEERS, P))
+        to_ranks, from_ranks = [(rank + k) % P for k in batch], [(rank - k) % P for k in batch]
+        yield [(outgoing[r], r) for r in to_ranks], [(arriving[r], r) for r in from_ranks]
 
 
-def _ring(output, input, op, rank, world_size):
-    yield from _ring_among(range(world_size), output, input, op, rank)
+def _direct_reduce_scatter(chunks, output, add, rank):
+    """Every chunk to its rank, which adds in the order of ranks."""
+    parts = [chunk if r == rank else torch.empty_like(output) for r, chunk in enumerate(chunks)]
+    yield from _pairwise(chunks, parts, rank)
+    _add_up(parts, output, add, rank)
 
 
-def _ring_among(ring, output, input, op, rank):
-    """Reduce-scatter and all-gather among the ranks in `ring`. 2(P-1) steps, 2(P-1)/P D bytes."""
-    if len(ring) == 1:
-        output.copy_(input)
-    chunks, place = output.tensor_split(len(ring)), ring.index(rank)  # of all but equal sizes
-    partials = [chunks[(place - step - 2) % len(ring)] for step in range(len(ring) - 1)]
-    steps = _scatter_steps(input.tensor_split(len(ring)), partials, ring, rank)
-    yield from _go_round(steps + _gather_steps(chunks, ring, rank), op, ring, rank)
+def _add_up(parts, output, add, rank):
+    """Into `output`, which may be the own part; those of the others are scratch."""
+    total, *others = parts
+    for part in others:
+        scratch = parts[0 if rank else 1]
+        total = add(total, part, out=output if part is parts[-1] else scratch)
+    if not others:
+        output.copy_(total)
 
 
-# ---- logarithms: fewer steps, for small tensors --------------------------------------------------
+def _direct_all_gather(chunks, rank):
+    """The own chunk to every rank."""
+    yield from _pairwise([chunks[rank]] * len(chunks), chunks, rank)
 
-SMALL = 1 << 20  # bytes of a full tensor up to which they scatter and gather faster than the ring
+
+# ---- all-reduce ----------------------------------------------------------------------------------
+#
+# Each reduces `input` of P ranks into `output` of all, which may be the same memory.
 
 
-def _recursive_doubling(output, input, op, rank, world_size):
+def _naive(output, input, add, rank, world_size):
+    """Everyone sends everything to everyone, and adds in the order of ranks. 1 step, (P-1) D."""
+    yield from _direct_reduce_scatter([input] * world_size, output, add, rank)
+
+
+def _direct(output, input, add, rank, world_size):
+    """Reduce-scatter and all-gather in one step each. 2(P-1)/P D bytes."""
+    chunks = output.tensor_split(world_size)
+    yield from _direct_reduce_scatter(input.tensor_split(world_size), chunks[rank], add, rank)
+    yield from _direct_all_gather(chunks, rank)
+
+
+def _ring(output, input, add, rank, world_size, ring=None):
+    """Reduce-scatter and all-gather round the ring. 2(P-1) steps, 2(P-1)/P D bytes."""
+    ring = ring or range(world_size)
+    chunks = output.tensor_split(len(ring))
+    own = chunks[ring.index(rank)]
+    yield from _ring_reduce_scatter(input.tensor_split(len(ring)), own, add, rank, ring)
+    yield from _ring_all_gather(chunks, rank, ring)
+
+
+def _recursive_doubling(output, input, add, rank, world_size):
     """Exchange sums with the rank 1 away, then 2, 4 ... away. log2(P) steps of D bytes. P = 4:
 
         rank       0         1         2         3
@@ -643,89 +669,70 @@ def _recursive_doubling(output, input, op, rank, world_size):
         step 0     0+1       0+1       2+3       2+3         (partner = rank xor 1)
         step 1     0+1+2+3   0+1+2+3   0+1+2+3   0+1+2+3     (partner = rank xor 2)
     """
-    partners = [rank ^ (1 << step) for step in range(world_size.bit_length() - 1)]
-    receives = list(zip(_SCRATCH.rows(input, len(partners), len(input)), partners))
-    total, last = input, len(partners) - 1
-    if not partners:
+    total, distance = input, 1
+    while distance < world_size:
+        received, partner = torch.empty_like(input), rank ^ distance
+        yield [(total, partner)], [(received, partner)]
+        distance *= 2
+        total = add(total, received, out=output if distance == world_size else received)
+    if world_size == 1:
         output.copy_(input)
-    for step, (received, partner) in enumerate(receives):
-        yield Batch([(total, partner)], [receives[step]], [], receives[step + 1 :])
-        total = _REDUCE[op](total, received, out=output if step == last else received)
 
 
-def _halving(tensor, bounds, op, rank):
-    """Reduce-scatter by swapping halves, quarters ...; returns chunk `rank`. log2(P) steps.
+def _halving_doubling(output, input, add, rank, world_size):
+    """Swap halves, quarters ... of sums, then all of that back. 2 log2(P) steps, 2(P-1)/P D bytes.
 
         rank        0              1              2              3
         step 0   c01: 0+2       c01: 1+3       c23: 0+2       c23: 1+3       (partner = rank xor 2)
         step 1   c0: 0+1+2+3    c1: 0+1+2+3    c2: 0+1+2+3    c3: 0+1+2+3    (partner = rank xor 1)
+        step 2   c0 c1          c0 c1          c2 c3          c2 c3          (partner = rank xor 1)
+        step 3   c0 c1 c2 c3    c0 c1 c2 c3    c0 c1 c2 c3    c0 c1 c2 c3    (partner = rank xor 2)
 
-    Chunk c, here and below, is tensor[bounds[c] : bounds[c + 1]].
+    Chunks first : first + size of a tensor are a slice of it. Rabenseifner, 2004.
     """
-    total, first, size = tensor, 0, len(bounds) - 1
+    bounds = [len(output) * chunk // world_size for chunk in range(world_size + 1)]
+    total, start, size = input, 0, world_size  # `total` begins with chunk `start`
     while size > 1:
         size //= 2
         partner = rank ^ size
-        keep, give = (first + size, first) if rank & size else (first, first + size)
+        keep, give = (start + size, start) if rank & size else (start, start + size)
         kept, given = (
-            total[bounds[half] - bounds[first] : bounds[half + size] - bounds[first]]
+            total[bounds[half] - bounds[start] : bounds[half + size] - bounds[start]]
             for half in (keep, give)
         )
         received = torch.empty_like(kept)
-        yield Batch([(given, partner)], [(received, partner)])
-        total, first = _REDUCE[op](kept, received, out=received), keep
-    return total
-
-
-def _doubling(tensor, bounds, rank):
-    """All-gather by swapping one chunk, then two, four ..., in place. log2(P) steps.
-
-        rank        0         1         2         3
-        start    0 . . .   . 1 . .   . . 2 .   . . . 3
-        step 0   0 1 . .   0 1 . .   . . 2 3   . . 2 3       (partner = rank xor 1)
-        step 1   0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3       (partner = rank xor 2)
-    """
-    size = 1
-    while size < len(bounds) - 1:
-        partner, mine = rank ^ size, rank & -size
-        own, other = (tensor[bounds[i] : bounds[i + size]] for i in (mine, mine ^ size))
-        yield Batch([(own, partner)], [(other, partner)])
-        size *= 2
-
-
-def _halving_doubling(output, input, op, rank, world_size):
-    """The one, then the other. 2 log2(P) steps, 2(P-1)/P D bytes. Rabenseifner, 2004."""
-    bounds = [len(output) * chunk // world_size for chunk in range(world_size + 1)]
-    total = yield from _halving(input, bounds, op, rank)
+        yield [(given, partner)], [(received, partner)]
+        total, start = add(kept, received, out=received), keep
     output[bounds[rank] : bounds[rank + 1]].copy_(total)
-    yield from _doubling(output, bounds, rank)
+    while size < world_size:
+        partner, mine = rank ^ size, rank & -size
+        own, other = (output[bounds[i] : bounds[i + size]] for i in (mine, mine ^ size))
+        yield [(own, partner)], [(other, partner)]
+        size *= 2
 
 
 def _for_any_size(algorithm):
     """An algorithm for 2^k ranks, for any number: each rank beyond 2^k has one of them stand in."""
 
-    def folded(output, input, op, rank, world_size):
+    def folded(output, input, add, rank, world_size):
         core = 1 << (world_size.bit_length() - 1)
         if rank >= core:
-            yield Batch([(input, rank - core)])
-            yield Batch([], [(output, rank - core)])
+            yield [(input, rank - core)], []
+            yield [], [(output, rank - core)]
             return
         stand_in = rank + core < world_size
         if stand_in:
             other = torch.empty_like(input)
-            yield Batch([], [(other, rank + core)])
-            input = _REDUCE[op](input, other, out=other)
-        yield from algorithm(output, input, op, rank, core)
+            yield [], [(other, rank + core)]
+            input = add(input, other, out=other)
+        yield from algorithm(output, input, add, rank, core)
         if stand_in:
-            yield Batch([(output, rank + core)])
+            yield [(output, rank + core)], []
 
     return folded
 
 
-# ---- two levels: nodes, and ranks inside a node --------------------------------------------------
-
-
-def _hierarchical(inner_size):
+def _hierarchical(ranks_per_node):
     """The all-reduce for P = O x I ranks, node by node I ranks each, or a 2D torus of rows of I.
 
     Reduce-scatter inside the node, all-reduce of the own chunk with the ranks of the same place in
@@ -737,38 +744,53 @@ def _hierarchical(inner_size):
         all-gather inside        c0 c1        c0 c1        c0 c1        c0 c1
     """
 
-    def algorithm(output, input, op, rank, world_size):
-        node = rank // inner_size * inner_size
-        inside = range(node, node + inner_size)
-        between = range(rank % inner_size, world_size, inner_size)
-        chunks = output.tensor_split(inner_size)
-        own = chunks[rank - node]
-        if inner_size == 1:
-            own.copy_(input)
-        partials = [chunks[(rank - node - step - 2) % inner_size] for step in range(inner_size - 1)]
-        steps = _scatter_steps(input.tensor_split(inner_size), partials, inside, rank)
-        yield from _go_round(steps, op, inside, rank)
-        yield from _ring_among(between, own, own, op, rank)
-        yield from _go_round(_gather_steps(chunks, inside, rank), op, inside, rank)
+    def algorithm(output, input, add, rank, world_size):
+        place = rank % ranks_per_node
+        inside = range(rank - place, rank - place + ranks_per_node)
+        between = range(place, world_size, ranks_per_node)
+        chunks = output.tensor_split(ranks_per_node)
+        inputs, own = input.tensor_split(ranks_per_node), chunks[place]
+        yield from _ring_reduce_scatter(inputs, own, add, rank, inside)
+        yield from _ring(own, own, add, rank, world_size, between)
+        yield from _ring_all_gather(chunks, rank, inside)
 
     return algorithm
 
 
-# ---- trees: broadcast, reduce, barrier -----------------------------------------------------------
+# ---- one at an end: trees, and everyone to one ---------------------------------------------------
+
+
+def _tree(root, rank, world_size):
+    """A rank's parent and children, farthest first, in a tree of depth log2(P).
+
+    P = 8    0->4, 0->2 4->6, 0->1 2->3 4->5 6->7       counted from the root
+    """
+    place, children, distance = (rank - root) % world_size, [], 1
+    while distance < world_size and not place & distance:
+        if place + distance < world_size:
+            children.insert(0, (rank + distance) % world_size)
+        distance *= 2
+    return (rank - distance) % world_size if place else None, children
 
 
 def _tree_broadcast(tensor, root, rank, world_size):
-    """Whoever has the tensor passes it 1, 2, 4 ... places on, counted from the root.
+    """Whoever has the tensor passes it to its children."""
+    parent, children = _tree(root, rank, world_size)
+    if parent is not None:
+        yield [], [(tensor, parent)]
+    yield [(tensor, child) for child in children], []
 
-    P = 8    0->1, then 0->2 1->3, then 0->4 1->5 2->6 3->7
-    """
-    place, distance = (rank - root) % world_size, 1
-    while distance < world_size:
-        if distance <= place < 2 * distance:
-            yield Batch([], [(tensor, (rank - distance) % world_size)])
-        elif place < distance and place + distance < world_size:
-            yield Batch([(tensor, (rank + distance) % world_size)], linger=2)
-        distance *= 2
+
+def _tree_reduce(tensor, root, add, rank, world_size):
+    """Whoever has heard its children adds, nearest first, and passes the sum to its parent."""
+    parent, children = _tree(root, rank, world_size)
+    sums = [torch.empty_like(tensor) for _ in children]
+    yield [], list(zip(sums, children))
+    total = tensor
+    for received in sums[::-1]:
+        total = add(total, received, out=tensor if parent is None else received)
+    if parent is not None:
+        yield [(total, parent)], []
 
 
 def _scatter_all_gather(tensor, root, rank, world_size):
@@ -777,30 +799,24 @@ def _scatter_all_gather(tensor, root, rank, world_size):
     The root sends 2(P-1)/P D bytes, the others at most (P-1)/P D.
     """
     chunks = tensor.tensor_split(world_size)
-    others = [peer for peer in range(world_size) if peer != root]
-    if rank == root:
-        yield Batch([(chunks[peer], peer) for peer in others])
-    else:
-        yield Batch([], [(chunks[rank], root)])
-    ring = range(world_size)
-    yield from _go_round(_gather_steps(chunks, ring, rank), None, ring, rank)
+    yield from _scatter(chunks[rank], chunks, root, rank)
+    yield from _ring_all_gather(chunks, rank)
 
 
-def _tree_reduce(tensor, root, op, rank, world_size):
-    """The broadcast tree upwards: who has heard all below him adds, and passes the sum up."""
-    place, distance, total = (rank - root) % world_size, 1, tensor
-    while distance < world_size:
-        if place & distance:
-            yield Batch([(total, (rank - distance) % world_size)])
-            return
-        if place + distance < world_size:
-            received = torch.empty_like(tensor)
-            yield Batch([], [(received, (rank + distance) % world_size)])
-            total = _REDUCE[op](total, received, out=received)
-        distance *= 2
-    tensor.copy_(total)
-    if op == ReduceOp.AVG:
-        tensor.div_(world_size)
+def _scatter(output, inputs, root, rank):
+    if rank != root:
+        yield [], [(output, root)]
+        return
+    output.copy_(inputs[rank])
+    yield [(tensor, peer) for peer, tensor in enumerate(inputs) if peer != root], []
+
+
+def _gather(input, outputs, root, rank):
+    if rank != root:
+        yield [(input, root)], []
+        return
+    outputs[rank].copy_(input)
+    yield [], [(tensor, peer) for peer, tensor in enumerate(outputs) if peer != root]
 
 
 def _dissemination(token, rank, world_size):
@@ -808,52 +824,8 @@ def _dissemination(token, rank, world_size):
     heard, distance = torch.empty_like(token), 1
     while distance < world_size:
         to_rank, from_rank = (rank + distance) % world_size, (rank - distance) % world_size
-        yield Batch([(token, to_rank)], [(heard, from_rank)])
+        yield [(token, to_rank)], [(heard, from_rank)]
         distance *= 2
-
-
-# ---- one step: everybody talks to everybody, or to one -------------------------------------------
-
-MOST_PEERS = 64  # in a batch: NCCL may hang on more than 256 messages at once
-
-
-def _direct_scatter(output, inputs, root, rank):
-    if rank != root:
-        yield Batch([], [(output, root)])
-        return
-    inputs = [_flat(tensor) for tensor in inputs]
-    output.copy_(inputs[rank])
-    yield Batch([(tensor, peer) for peer, tensor in enumerate(inputs) if peer != root])
-
-
-def _direct_gather(input, outputs, root, rank):
-    input = _flat(input)
-    if rank != root:
-        yield Batch([(input, root)])
-        return
-    outputs[rank].copy_(input)
-    yield Batch([], [(tensor, peer) for peer, tensor in enumerate(outputs) if peer != root])
-
-
-def _pairwise_all_to_all(output, input, output_sizes, input_sizes, rank, world_size):
-    """Message k goes to the rank k places on, and comes from the one k back. P = 4, who has whose:
-
-        rank        0         1         2         3
-        start    0 . . .   . 1 . .   . . 2 .   . . . 3
-        k = 1    0 . . 3   0 1 . .   . 1 2 .   . . 2 3
-        k = 2    0 . 2 3   0 1 . 3   0 1 2 .   . 1 2 3
-        k = 3    0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3
-
-    All are under way at once, in groups of up to MOST_PEERS + 1 ranks.
-    """
-    outputs, inputs = output.split(output_sizes), _flat(input).split(input_sizes)
-    outputs[rank].copy_(inputs[rank])
-    to_ranks = [(rank + k) % world_size for k in range(1, world_size)]
-    from_ranks = [(rank - k) % world_size for k in range(1, world_size)]
-    for k in range(0, world_size - 1, MOST_PEERS):
-        sends = [(inputs[peer], peer) for peer in to_ranks[k : k + MOST_PEERS]]
-        receives = [(outputs[peer], peer) for peer in from_ranks[k : k + MOST_PEERS]]
-        yield Batch(sends, receives)
 
 
 # ---- cost, and the choice it makes ---------------------------------------------------------------
@@ -880,9 +852,10 @@ class LinkSpeed(NamedTuple):
     gamma: float
 
 
-# Measured with 2 to 8 ranks on 2 cores (gloo); from NVLink's data sheet (nccl). They are constants:
-# an algorithm chosen by the mood of a machine would change the bits of a training.
-LINK_SPEEDS = {"gloo": LinkSpeed(1.2e-4, 6.5e-10, 2.2e-10), "nccl": LinkSpeed(1e-5, 4e-12, 1e-12)}
+# Measured with 2 to 8 ranks on 2 cores (gloo); a batch's time on the host and NVLink's data sheet
+# (nccl). They are constants: an algorithm chosen by the mood of a machine would change the bits of
+# a training.
+LINK_SPEEDS = {"gloo": LinkSpeed(1.2e-4, 6.5e-10, 2.2e-10), "nccl": LinkSpeed(6e-5, 4e-12, 1e-12)}
 
 
 def all_reduce_cost(algorithm, nbytes, world_size, inner_size=1, rank=0):
@@ -890,6 +863,8 @@ def all_reduce_cost(algorithm, nbytes, world_size, inner_size=1, rank=0):
     D, P, I, core = nbytes, world_size, inner_size, 1 << (world_size.bit_length() - 1)
     if algorithm == "naive":
         return Cost(min(P - 1, 1), (P - 1) * D, (P - 1) * D)
+    if algorithm == "direct":
+        return Cost(min(2 * (P - 1), 2), 2 * (P - 1) * D // P, (P - 1) * D // P)
     if algorithm == "ring":  # all but the last segment is added while the next one arrives
         return Cost(2 * (P - 1), 2 * (P - 1) * D // P, min(SEGMENT, D // P) if P > 1 else 0)
     if algorithm == "hierarchical":
@@ -901,6 +876,22 @@ def all_reduce_cost(algorithm, nbytes, world_size, inner_size=1, rank=0):
     cost = Cost(2 * steps, 2 * (core - 1) * D // core, (core - 1) * D // core)
     cost = cost if halving else Cost(steps, steps * D, steps * D)
     return Cost(cost.steps + 2, cost.bytes + D, cost.added + D) if rank + core < P else cost
+
+
+def reduce_scatter_cost(algorithm, nbytes, world_size):
+    """Cost of a reduce-scatter of a full tensor of `nbytes`, "direct" or "ring"."""
+    D, P = nbytes, world_size
+    if algorithm == "direct":
+        return Cost(min(P - 1, 1), (P - 1) * D // P, (P - 1) * D // P)
+    return Cost(P - 1, (P - 1) * D // P, min(SEGMENT, D // P) if P > 1 else 0)
+
+
+def broadcast_cost(algorithm, nbytes, world_size):
+    """Cost of a broadcast for the root: "tree" or "scatter_all_gather"."""
+    rounds = (world_size - 1).bit_length()
+    if algorithm == "tree":
+        return Cost(rounds, rounds * nbytes)
+    return Cost(world_size, 2 * nbytes * (world_size - 1) // world_size)
 
 
 def all_reduce_bytes(nbytes, world_size):
@@ -915,72 +906,93 @@ def reduce_scatter_bytes(nbytes, world_size):
 
 all_gather_bytes = reduce_scatter_bytes
 
+# What "auto" chooses from. gloo: ranks share cores, so that every message and every byte costs,
+# also another rank's. An all-gather goes as its reverse, the reduce-scatter.
+_CHOICES = {
+    ("gloo", all_reduce_cost): ("ring", "halving_doubling", "recursive_doubling"),
+    ("nccl", all_reduce_cost): ("direct", "ring"),
+    ("gloo", reduce_scatter_cost): ("direct", "ring"),
+    ("nccl", reduce_scatter_cost): ("direct", "ring"),
+    ("gloo", broadcast_cost): ("tree",),
+    ("nccl", broadcast_cost): ("tree", "scatter_all_gather"),
+}
 
-def broadcast_cost(algorithm, nbytes, world_size):
-    """Cost of a broadcast for the root: "tree" or "scatter_all_gather"."""
-    rounds = (world_size - 1).bit_length()
-    if algorithm == "tree":
-        return Cost(rounds, rounds * nbytes)
-    return Cost(world_size, 2 * nbytes * (world_size - 1) // world_size)
+
+def _auto(cost, nbytes, link):
+    """The algorithm whose cost(algorithm, nbytes, world_size) takes the least time."""
+    backend = "nccl" if link.on_stream else "gloo"
+    one_node = _RANKS_PER_NODE.get(link.group, link.world_size) >= link.world_size
+    return _cheapest(backend, cost, nbytes, link.world_size, one_node, LINK_SPEEDS[backend])
 
 
 @lru_cache(maxsize=4096)
-def _cheapest(cost, names, nbytes, world_size, link):
-    """The name of the algorithm whose cost(name, nbytes, world_size) takes the least time."""
-    return min(names, key=lambda name: cost(name, nbytes, world_size).seconds(link))
-
-
-def _link_speed(group):
-    return LINK_SPEEDS[dist.get_backend(group)]
+def _cheapest(backend, cost, nbytes, world_size, one_node, speed):
+    names = [name for name in _CHOICES[backend, cost] if one_node or name != "direct"]
+    return min(names, key=lambda name: cost(name, nbytes, world_size).seconds(speed))
 
 
 def measure_link(group=None, rounds=20):
     """LinkSpeed of a group, measured: rings of 8 bytes and of 4 MB, and adding 4 MB. Collective."""
     rank, world_size = rank_and_size(group)
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    device = _device(group)
     small, large = torch.zeros(8, device=device), torch.zeros(1 << 20, device=device)
     peers = (rank + 1) % world_size, (rank - 1) % world_size
-
-    def timed(function):
-        times = []
-        for _ in range(rounds):
-            barrier(group)
-            began = time.perf_counter()
-            function()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-        return sorted(times)[rounds // 2]
 
     def shift(tensor):
         if world_size > 1:
             exchange([(tensor, peers[0])], [(tensor.clone(), peers[1])], group)
 
-    alpha = timed(lambda: shift(small))
-    beta = max(0.0, timed(lambda: shift(large)) - alpha) / large.nbytes
-    return LinkSpeed(alpha, beta, timed(lambda: large.add_(large)) / large.nbytes)
+    alpha = _median_seconds(lambda: shift(small), group, rounds)
+    beta = max(0.0, _median_seconds(lambda: shift(large), group, rounds) - alpha) / large.nbytes
+    gamma = _median_seconds(lambda: large.add_(large), group, rounds) / large.nbytes
+    return LinkSpeed(alpha, beta, gamma)
+
+
+def _median_seconds(call, group=None, rounds=9):
+    times = []
+    for _ in range(rounds):
+        barrier(group)
+        began = time.perf_counter()
+        call()
+        if _device(group) == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return sorted(times)[rounds // 2]
 
 
 # ---- the collectives -----------------------------------------------------------------------------
 
 _ALL_REDUCE = {
     "naive": _naive,
+    "direct": _direct,
     "ring": _ring,
     "recursive_doubling": _for_any_size(_recursive_doubling),
     "halving_doubling": _for_any_size(_halving_doubling),
 }
+DIRECT_BYTES = 1 << 26  # of a full tensor that NCCL takes in one step: so much scratch it needs
 
 
-def _all_reduce(output, input, op, group, algorithm="auto", inner_size=None):
-    """The batches of an all-reduce of flat tensors."""
-    rank, world_size = rank_and_size(group)
+def _part_bytes(algorithm, chunks, link):
+    """Bytes in which a tensor of so many chunks travels: where ranks take unlike steps, all."""
+    if algorithm == "direct" and link.on_stream:
+        return DIRECT_BYTES
+    in_turns = algorithm in ("direct", "ring", "hierarchical") and not link.on_stream
+    return chunks * SEGMENT if in_turns else math.inf
+
+
+def _all_reduce(output, input, op, algorithm, inner_size, link):
+    """All-reduce `input` into `output`, which may be the same."""
+    P = link.world_size
     if algorithm == "auto":
-        names, link = ("ring", "halving_doubling", "recursive_doubling"), _link_speed(group)
-        algorithm = _cheapest(all_reduce_cost, names, input.nbytes, world_size, link)
-    run = _hierarchical(inner_size) if algorithm == "hierarchical" else _ALL_REDUCE[algorithm]
-    yield from run(output, input, op, rank, world_size)
-    if op == ReduceOp.AVG:
-        output.div_(world_size)
+        algorithm = _auto(all_reduce_cost, input.nbytes, link)
+    reduce = _hierarchical(inner_size) if algorithm == "hierarchical" else _ALL_REDUCE[algorithm]
+    most = _part_bytes(algorithm, P, link)
+    with _into_row(output) as row:
+        inputs = _slices(row if input is output else _row(input), P, most)
+        pairs = zip(_slices(row, P, most), inputs)
+        take_turns([reduce(*pair, _REDUCE[op], link.rank, P) for pair in pairs], link)
+        if op == ReduceOp.AVG:
+            row.div_(P)
 
 
 @_for_members
@@ -989,21 +1001,20 @@ def all_reduce(
 ):
     """Reduce `tensor` over the group, in place; every rank ends with the same bits.
 
-    algorithm: naive, ring, recursive_doubling, halving_doubling, or hierarchical with `inner_size`
-    consecutive ranks to a node; auto takes the one that costs least. Returns None, or a Work with
-    async_op. Raises ValueError for an op or algorithm that is not known, for AVG of integers, and
-    for an inner_size that does not divide the group.
+    algorithm: naive, direct, ring, recursive_doubling, halving_doubling, or hierarchical with
+    `inner_size` consecutive ranks to a node; auto takes the one that costs least. Returns None, or
+    a Work with async_op. Raises ValueError for an op or algorithm that is not known, for AVG of
+    integers, MIN and MAX of complex numbers, and for an inner_size that does not divide the group.
     """
     _check_op(op, tensor.dtype)
-    if algorithm not in ("auto", "hierarchical", *_ALL_REDUCE):
-        known = ", ".join(("auto", "hierarchical", *_ALL_REDUCE))
-        raise ValueError(f"algorithm={algorithm!r} is not one of {known}")
+    known = "auto", "hierarchical", *_ALL_REDUCE
+    _check(algorithm in known, "algorithm={!r} is not one of {}", algorithm, ", ".join(known))
     world_size = dist.get_world_size(group)
-    if algorithm == "hierarchical" and (not inner_size or world_size % inner_size):
-        raise ValueError(f"inner_size={inner_size} does not divide world_size={world_size}")
-    batches = _into(tensor, lambda flat: _all_reduce(flat, flat, op, group, algorithm, inner_size))
-    agreed = tuple(tensor.shape), tensor.dtype, op, algorithm, inner_size
-    return _launch("all_reduce", batches, [tensor], group, async_op, agreed)
+    divides = algorithm != "hierarchical" or (inner_size and world_size % inner_size == 0)
+    _check(divides, "inner_size={} does not divide world_size={}", inner_size, world_size)
+    run = partial(_all_reduce, tensor, tensor, op, algorithm, inner_size)
+    signature = tuple(tensor.shape), tensor.dtype, op, algorithm, inner_size
+    return _launch("all_reduce", run, [tensor], group, async_op, signature)
 
 
 @_for_members
@@ -1015,9 +1026,15 @@ def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
     """
     _check_op(op, tensor.dtype)
     root = _group_rank("dst", dst, group)
-    batches = _into(tensor, _tree_reduce, root, op, *rank_and_size(group))
-    agreed = tuple(tensor.shape), tensor.dtype, op, dst
-    return _launch("reduce", batches, [tensor], group, async_op, agreed)
+
+    def run(link):
+        with _into_row(tensor) as row:
+            take_turns([_tree_reduce(row, root, _REDUCE[op], link.rank, link.world_size)], link)
+            if op == ReduceOp.AVG and link.rank == root:
+                row.div_(link.world_size)
+
+    signature = tuple(tensor.shape), tensor.dtype, op, dst
+    return _launch("reduce", run, [tensor], group, async_op, signature)
 
 
 @_for_members
@@ -1028,44 +1045,17 @@ def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
     Returns None, or a Work with async_op. Raises ValueError if src is not in the group, and for an
     unknown algorithm.
     """
-    root, (rank, world_size) = _group_rank("src", src, group), rank_and_size(group)
-    algorithms = {"tree": _tree_broadcast, "scatter_all_gather": _scatter_all_gather}
-    if algorithm == "auto" and dist.get_backend(group) == "gloo":
-        algorithm = "tree"  # where ranks share cores every byte costs, and it moves the fewest
-    if algorithm == "auto":
-        names, link = tuple(algorithms), _link_speed(group)
-        algorithm = _cheapest(broadcast_cost, names, tensor.nbytes, world_size, link)
-    if algorithm not in algorithms:
-        raise ValueError(f"algorithm={algorithm!r} is not one of auto, {', '.join(algorithms)}")
-    batches = _into(tensor, algorithms[algorithm], root, rank, world_size)
-    agreed = tuple(tensor.shape), tensor.dtype, src, algorithm
-    return _launch("broadcast", batches, [tensor], group, async_op, agreed)
+    root = _group_rank("src", src, group)
+    known = {"auto": None, "tree": _tree_broadcast, "scatter_all_gather": _scatter_all_gather}
+    _check(algorithm in known, "algorithm={!r} is not one of {}", algorithm, ", ".join(known))
 
+    def run(link):
+        chosen = algorithm if known[algorithm] else _auto(broadcast_cost, tensor.nbytes, link)
+        with _into_row(tensor) as row:
+            take_turns([known[chosen](row, root, link.rank, link.world_size)], link)
 
-def _ring_all_gather(outputs, input, rank, world_size):
-    chunks, ring = [output.detach().view(-1) for output in outputs], range(world_size)
-    chunks[rank].copy_(_flat(input))
-    yield from _go_round(_gather_steps(chunks, ring, rank), None, ring, rank)
-
-
-def _few_steps(full, world_size):
-    """Whether halving or doubling is quicker than the ring."""
-    return world_size == 1 or (full.nbytes <= SMALL and world_size & (world_size - 1) == 0)
-
-
-def _partial_sums(output, input, op, group):
-    input, (rank, world_size) = _flat(input), rank_and_size(group)
-    if _few_steps(input, world_size):
-        bounds = [len(output) * chunk for chunk in range(world_size + 1)]
-        output.copy_((yield from _halving(input, bounds, op, rank)))
-    else:
-        chunks, ring = input.tensor_split(world_size), range(world_size)
-        scratch = output.new_empty(2, len(output))
-        partials = [scratch[step % 2] for step in range(world_size - 2)] + [output]
-        steps = _scatter_steps(chunks, partials, ring, rank)
-        yield from _go_round(steps, op, ring, rank, reused=True)
-    if op == ReduceOp.AVG:
-        output.div_(world_size)
+    signature = tuple(tensor.shape), tensor.dtype, src, algorithm
+    return _launch("broadcast", run, [tensor], group, async_op, signature)
 
 
 @_for_members
@@ -1075,28 +1065,36 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
     Sends (P-1)/P of the input. Returns None, or a Work with async_op. Raises ValueError for an
     unknown op and for sizes or dtypes that do not fit.
     """
-    world_size = dist.get_world_size(group)
     _check_op(op, input.dtype)
-    if input.numel() != output.numel() * world_size:
-        raise ValueError(
-            f"input of shape {tuple(input.shape)} is not world_size={world_size} times "
-            f"output of shape {tuple(output.shape)}"
-        )
-    _check_pair(output, input, output.numel())
-    batches = _into(output, _partial_sums, input, op, group)
-    agreed = tuple(output.shape), output.dtype, op
-    return _launch("reduce_scatter_single", batches, [output, input], group, async_op, agreed)
+    world_size = dist.get_world_size(group)
+    shapes = tuple(input.shape), world_size, tuple(output.shape)
+    fits = input.numel() == output.numel() * world_size
+    _check(fits, "input of shape {} is not world_size={} times output of shape {}", *shapes)
+    _check_dtype(output, input)
+
+    def run(link):
+        P = link.world_size
+        algorithm = _auto(reduce_scatter_cost, input.nbytes, link)
+        scatter = {"direct": _direct_reduce_scatter, "ring": _ring_reduce_scatter}[algorithm]
+        with _into_row(output) as row:
+            parts = [*_row(input).tensor_split(P), row]
+            segments = _segments(parts, _part_bytes(algorithm, P, link) / P)
+            rounds = [scatter(part[:-1], part[-1], _REDUCE[op], link.rank) for part in segments]
+            take_turns(rounds, link)
+            if op == ReduceOp.AVG:
+                row.div_(P)
+
+    signature = tuple(output.shape), output.dtype, op
+    return _launch("reduce_scatter_single", run, [output, input], group, async_op, signature)
 
 
-def _own_and_others(output, input, group):
-    rank, world_size = rank_and_size(group)
-    chunks, ring = output.tensor_split(world_size), range(world_size)
-    chunks[rank].copy_(_flat(input))
-    if _few_steps(output, world_size):
-        bounds = [input.numel() * chunk for chunk in range(world_size + 1)]
-        yield from _doubling(output, bounds, rank)
-    else:
-        yield from _go_round(_gather_steps(chunks, ring, rank), None, ring, rank)
+def _gather_chunks(chunks, link):
+    """Chunk r of rank r into chunk r of every rank."""
+    nbytes = sum(chunk.nbytes for chunk in chunks)
+    algorithm = _auto(reduce_scatter_cost, nbytes, link)
+    gather = {"direct": _direct_all_gather, "ring": _ring_all_gather}[algorithm]
+    segments = _segments(chunks, _part_bytes(algorithm, len(chunks), link) / len(chunks))
+    take_turns([gather(part, link.rank) for part in segments], link)
 
 
 @_for_members
@@ -1106,10 +1104,17 @@ def all_gather_single(output, input, group=None, async_op=False):
     Sends (P-1)/P of the output. Returns None, or a Work with async_op. Raises ValueError for sizes
     or dtypes that do not fit.
     """
-    _check_pair(output, input, input.numel() * dist.get_world_size(group))
-    batches = _into(output, _own_and_others, input, group)
-    agreed = input.numel(), input.dtype
-    return _launch("all_gather_single", batches, [output, input], group, async_op, agreed)
+    _check_dtype(output, input)
+    _check_numel(output, input, input.numel() * dist.get_world_size(group))
+
+    def run(link):
+        with _into_row(output) as row:
+            chunks = row.tensor_split(link.world_size)
+            chunks[link.rank].copy_(_row(input))
+            _gather_chunks(chunks, link)
+
+    signature = input.numel(), input.dtype
+    return _launch("all_gather_single", run, [output, input], group, async_op, signature)
 
 
 @_for_members
@@ -1120,12 +1125,17 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
     contiguous entry per rank, or this rank's does not fit.
     """
     rank, world_size = rank_and_size(group)
-    _check_list("tensor_list", tensor_list, group)
-    _check_pair(tensor_list[rank], tensor, tensor.numel())
-    batches = _ring_all_gather(tensor_list, tensor, rank, world_size)
-    shapes = [tuple(entry.shape) for entry in tensor_list]
-    tensors = [tensor, *tensor_list]
-    return _launch("all_gather", batches, tensors, group, async_op, (shapes, tensor.dtype))
+    _check_list("tensor_list", tensor_list, world_size)
+    _check_dtype(tensor_list[rank], tensor)
+    _check_numel(tensor_list[rank], tensor, tensor.numel())
+
+    def run(link):
+        chunks = [_row(entry) for entry in tensor_list]
+        chunks[rank].copy_(_row(tensor))
+        _gather_chunks(chunks, link)
+
+    signature = [tuple(entry.shape) for entry in tensor_list], tensor.dtype
+    return _launch("all_gather", run, [tensor, *tensor_list], group, async_op, signature)
 
 
 @_for_members
@@ -1134,13 +1144,17 @@ def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
 
     Returns None, or a Work with async_op. Raises ValueError for a list that does not fit on src.
     """
-    root, rank = _group_rank("src", src, group), dist.get_rank(group)
+    root, (rank, world_size) = _group_rank("src", src, group), rank_and_size(group)
     if rank == root:
-        _check_list("scatter_list", scatter_list, group, alike=tensor)
+        _check_list("scatter_list", scatter_list, world_size, alike=tensor)
     inputs = scatter_list if rank == root else []
-    batches = _into(tensor, _direct_scatter, inputs, root, rank)
-    agreed = tuple(tensor.shape), tensor.dtype, src
-    return _launch("scatter", batches, [tensor, *inputs], group, async_op, agreed)
+
+    def run(link):
+        with _into_row(tensor) as row:
+            take_turns([_scatter(row, [_row(entry) for entry in inputs], root, rank)], link)
+
+    signature = tuple(tensor.shape), tensor.dtype, src
+    return _launch("scatter", run, [tensor, *inputs], group, async_op, signature)
 
 
 @_for_members
@@ -1149,13 +1163,16 @@ def gather(tensor, gather_list=None, dst=0, group=None, async_op=False):
 
     Returns None, or a Work with async_op. Raises ValueError for a list that does not fit on dst.
     """
-    root, rank = _group_rank("dst", dst, group), dist.get_rank(group)
+    root, (rank, world_size) = _group_rank("dst", dst, group), rank_and_size(group)
     if rank == root:
-        _check_list("gather_list", gather_list, group, alike=tensor)
-    outputs = [entry.detach().view(-1) for entry in gather_list] if rank == root else []
-    batches = _direct_gather(tensor, outputs, root, rank)
-    agreed = tuple(tensor.shape), tensor.dtype, dst
-    return _launch("gather", batches, [tensor, *outputs], group, async_op, agreed)
+        _check_list("gather_list", gather_list, world_size, alike=tensor)
+    outputs = gather_list if rank == root else []
+
+    def run(link):
+        take_turns([_gather(_row(tensor), [_row(entry) for entry in outputs], root, rank)], link)
+
+    signature = tuple(tensor.shape), tensor.dtype, dst
+    return _launch("gather", run, [tensor, *outputs], group, async_op, signature)
 
 
 @_for_members
@@ -1167,23 +1184,23 @@ def all_to_all_single(
     Pieces are rows (dim 0): *_split_sizes rows for each rank, or equal ones. Returns None, or a
     Work with async_op. Raises ValueError for splits that do not fit.
     """
-    if output.shape[1:] != input.shape[1:] or output.dtype != input.dtype:
-        raise ValueError(
-            f"rows of output, {tuple(output.shape[1:])} {output.dtype}, are not like "
-            f"rows of input, {tuple(input.shape[1:])} {input.dtype}"
-        )
+    rows = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in (output, input)]
+    text = "rows of output, {} {}, are not like rows of input, {} {}"
+    _check(rows[0] == rows[1], text, *rows[0], *rows[1])
     rank, world_size = rank_and_size(group)
     output_sizes = _split_sizes("output", output, output_split_sizes, world_size)
     input_sizes = _split_sizes("input", input, input_split_sizes, world_size)
-    if output_sizes[rank] != input_sizes[rank]:
-        raise ValueError(
-            f"rank {rank} sends itself {input_sizes[rank]} elements, but expects "
-            f"{output_sizes[rank]}"
-        )
-    sizes = output_sizes, input_sizes
-    batches = _into(output, _pairwise_all_to_all, input, *sizes, rank, world_size)
-    agreed = "rows of", tuple(output.shape[1:]), output.dtype
-    return _launch("all_to_all_single", batches, [output, input], group, async_op, agreed)
+    own = rank, input_sizes[rank], output_sizes[rank]
+    _check(own[1] == own[2], "rank {} sends itself {} elements, but expects {}", *own)
+
+    def run(link):
+        with _into_row(output) as row:
+            outputs, inputs = row.split(output_sizes), _row(input).split(input_sizes)
+            outputs[rank].copy_(inputs[rank])
+            take_turns([_pairwise(inputs, outputs, rank)], link)
+
+    signature = "rows of", *rows[0]
+    return _launch("all_to_all_single", run, [output, input], group, async_op, signature)
 
 
 @_for_members
@@ -1192,12 +1209,16 @@ def barrier(group=None):
 
     Its first batch involves every rank, as NCCL asks of the first batch of any group.
     """
-    nccl = dist.get_backend(group) == "nccl"
-    token = torch.zeros(1, dtype=torch.uint8, device="cuda" if nccl else "cpu")
-    batches = _dissemination(token, *rank_and_size(group))
-    _launch("barrier", batches, [token], group, async_op=False)
-    if nccl:
+    token = torch.zeros(1, dtype=torch.uint8, device=_device(group))
+    run = lambda link: take_turns([_dissemination(token, link.rank, link.world_size)], link)
+    _launch("barrier", run, [token], group, async_op=False)
+    if token.is_cuda:
         torch.cuda.current_stream().synchronize()
+
+
+def _device(group):
+    """Where a group's own tensors are."""
+    return "cuda" if _has_nccl(group or dist.group.WORLD) else "cpu"
 
 
 def check_parameters(named, group=None):
@@ -1206,21 +1227,14 @@ def check_parameters(named, group=None):
     What ranks disagree on is an error on every rank of the group, naming the first difference.
     """
     devices = {tensor.device: name for name, tensor in named}
-    if len(devices) > 1:
-        where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-        raise ValueError(f"parameters are on several devices: {where}")
+    where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+    _check(len(devices) <= 1, "parameters are on several devices: {}", where)
     lines = [f"{name!r} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in named]
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    text = "\n".join(lines).encode()
-    digest = hashlib.sha256(text).digest() + len(text).to_bytes(8, "little")
-    own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-    digests = own.new_empty(dist.get_world_size(group), len(own))
-    all_gather_single(digests, own, group)
-    if (digests == digests[0]).all():
-        return
-    lengths = [int.from_bytes(bytes(row[-8:]), "little") for row in digests.tolist()]
-    texts = [own.new_empty(length) for length in lengths]
-    all_gather(texts, own.new_tensor(list(text)), group)
+    own = torch.tensor(list("\n".join(lines).encode()), dtype=torch.uint8, device=_device(group))
+    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=own.device)
+    all_gather_single(lengths, lengths.new_tensor([len(own)]), group)
+    texts = [own.new_empty(length) for length in lengths.tolist()]
+    all_gather(texts, own, group)
     first, *others = (bytes(text.tolist()).decode().split("\n") for text in texts)
     for rank, other in enumerate(others, 1):
         for line, expected in zip_longest(other, first, fillvalue="nothing"):
@@ -1228,95 +1242,84 @@ def check_parameters(named, group=None):
                 raise ValueError(f"rank {rank} of the group has {line}, rank 0 has {expected}")
 
 
-def _shape(tensor):
-    return f"{tuple(tensor.shape)} {tensor.dtype}"
-
-
-def _group_rank(name, global_rank, group):
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    if global_rank not in ranks:
-        raise ValueError(f"{name}={global_rank} is not one of the group's ranks, {ranks}")
-    return ranks.index(global_rank)
+def _check(right, message, *values):
+    """ValueError, with the values in the message, unless all is right."""
+    if not right:
+        raise ValueError(message.format(*values))
 
 
 def _check_op(op, dtype):
-    if op not in _REDUCE:
-        raise ValueError(f"op={op} is not one of SUM, AVG, PRODUCT, MIN, MAX")
-    if op == ReduceOp.AVG and not dtype.is_floating_point:
-        raise ValueError(f"op=AVG needs a floating-point tensor, not dtype={dtype}")
-    if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.is_complex:
-        raise ValueError(f"op={op} needs an order, which dtype={dtype} does not have")
+    _check(op in _REDUCE, "op={} is not one of SUM, AVG, PRODUCT, MIN, MAX", op)
+    divides, ordered = op != ReduceOp.AVG, op not in (ReduceOp.MIN, ReduceOp.MAX)
+    divides, ordered = divides or dtype.is_floating_point, ordered or not dtype.is_complex
+    _check(divides, "op=AVG needs a floating-point tensor, not dtype={}", dtype)
+    _check(ordered, "op={} needs an order, which dtype={} does not have", op, dtype)
 
 
-def _check_pair(output, input, output_numel):
-    if output.dtype != input.dtype:
-        raise ValueError(f"output.dtype={output.dtype} is not input.dtype={input.dtype}")
-    if output.numel() != output_numel:
-        raise ValueError(
-            f"output of shape {tuple(output.shape)} has {output.numel()} elements where input of "
-            f"shape {tuple(input.shape)} makes {output_numel}"
-        )
+def _check_dtype(output, input):
+    dtypes = output.dtype, input.dtype
+    _check(dtypes[0] == dtypes[1], "output.dtype={} is not input.dtype={}", *dtypes)
 
 
-def _check_list(name, tensors, group, alike=None):
-    world_size = dist.get_world_size(group)
-    if tensors is None or len(tensors) != world_size:
-        found = "None" if tensors is None else f"of {len(tensors)} tensors"
-        raise ValueError(f"{name} is {found}, not of world_size={world_size}")
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        raise ValueError(f"{name} has an entry that is not contiguous")
-    if alike is not None and any(_shape(tensor) != _shape(alike) for tensor in tensors):
-        raise ValueError(f"{name} has an entry that is not {_shape(alike)}, as tensor is")
+def _check_numel(output, input, expected):
+    text = "output of shape {} has {} elements where input of shape {} makes {}"
+    values = tuple(output.shape), output.numel(), tuple(input.shape), expected
+    _check(output.numel() == expected, text, *values)
+
+
+def _check_list(name, tensors, world_size, alike=None):
+    _check(tensors is not None, "{} is None, not of world_size={}", name, world_size)
+    size = name, len(tensors), world_size
+    _check(len(tensors) == world_size, "{} is of {} tensors, not of world_size={}", *size)
+    contiguous = all(tensor.is_contiguous() for tensor in tensors)
+    _check(contiguous, "{} has an entry that is not contiguous", name)
+    if alike is not None:
+        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in (alike, *tensors)]
+        text = "{} has an entry that is not {} {}, as tensor is"
+        _check(len(set(shapes)) == 1, text, name, *shapes[0])
 
 
 def _split_sizes(name, tensor, split_sizes, world_size):
     """Elements of `tensor` for each rank, from rows (dim 0) for each rank; equal rows if None."""
     rows = len(tensor)
-    if split_sizes is None and rows % world_size:
-        raise ValueError(f"{name} has {rows} rows, not divisible by world_size={world_size}")
+    divides = split_sizes is not None or rows % world_size == 0
+    _check(divides, "{} has {} rows, not divisible by world_size={}", name, rows, world_size)
     split_sizes = split_sizes or [rows // world_size] * world_size
-    if len(split_sizes) != world_size or sum(split_sizes) != rows:
-        raise ValueError(
-            f"{name}_split_sizes={split_sizes} are not world_size={world_size} sizes of sum {rows}"
-        )
+    fits = len(split_sizes) == world_size and sum(split_sizes) == rows
+    text = "{}_split_sizes={} are not world_size={} sizes of sum {}"
+    _check(fits, text, name, split_sizes, world_size, rows)
     row = tensor.numel() // rows if rows else 0
     return [size * row for size in split_sizes]
 
 
+def _group_rank(name, global_rank, group):
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    text = "{}={} is not one of the group's ranks, {}"
+    _check(global_rank in ranks, text, name, global_rank, ranks)
+    return ranks.index(global_rank)
+
+
 # ---- derivatives: the backward of a collective is a collective -----------------------------------
 #
-#                             forward          backward           x before -> after
-#   copy_to_group             identity         all-reduce         replicated -> each uses it its way
-#   reduce_from_group         all-reduce       identity           partial sums -> replicated
-#   scatter_to_group          own chunk        all-gather         replicated -> split
-#   gather_from_group         all-gather       own chunk          split -> replicated, used alike
-#   all_gather_to_group       all-gather       reduce-scatter     split -> each uses all its way
-#   reduce_scatter_to_group   reduce-scatter   all-gather         partial sums -> split
-#   all_to_all_in_group       all-to-all       all-to-all, back   split one way -> split another
-#
-# The first two are Megatron's f and g. What all ranks use alike has its whole gradient on each;
-# what each uses in its own way has a part of its gradient on each, and the parts must be summed. No
-# Function changes its input or its grad_output.
+# What all ranks use alike has its whole gradient on each; what each uses in its own way has a part
+# of its gradient on each, and the parts must be summed. No function changes its input.
+
+
+def _identity(x, group):
+    return x.view_as(x)
 
 
 def _all_reduced(x, group):
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
-    batches = _into(output, lambda flat: _all_reduce(flat, _flat(x), ReduceOp.SUM, group))
-    _launch("all_reduce", batches, [output], group, False, agreed=(tuple(x.shape), x.dtype))
+    run = partial(_all_reduce, output, x, ReduceOp.SUM, "auto", None)
+    _launch("all_reduce", run, [output, x], group, False, (tuple(x.shape), x.dtype))
     return output
 
 
 def _all_gathered(x, dim, group):
-    world_size = dist.get_world_size(group)
-    output = x.new_empty(world_size, *x.shape)
+    output = x.new_empty(dist.get_world_size(group), *x.shape)
     all_gather_single(output, x, group)
     return output.movedim(0, dim).flatten(dim, dim + 1)
-
-
-def _check_divisible(x, dim, world_size):
-    if x.shape[dim] % world_size:
-        shape = tuple(x.shape)
-        raise ValueError(f"dim {dim} of {shape} is not divisible by world_size={world_size}")
 
 
 def _own_chunk(x, dim, group):
@@ -1334,132 +1337,81 @@ def _reduce_scattered(x, dim, group):
     return output
 
 
-class _CopyToGroup(torch.autograd.Function):
-    """forward: identity; backward: all-reduce"""
+def _check_divisible(x, dim, world_size):
+    text = "dim {} of {} is not divisible by world_size={}"
+    _check(x.shape[dim] % world_size == 0, text, dim, tuple(x.shape), world_size)
+
+
+def _all_to_all(x, output_split_sizes, input_split_sizes, group):
+    rows = len(x) if output_split_sizes is None else sum(output_split_sizes)
+    output = x.new_empty(rows, *x.shape[1:])
+    all_to_all_single(output, x, output_split_sizes, input_split_sizes, group)
+    return output
+
+
+def _all_to_all_back(x, output_split_sizes, input_split_sizes, group):
+    return _all_to_all(x, input_split_sizes, output_split_sizes, group)
+
+
+_PAIRS = {  # forward, backward; what x is before -> after
+    "copy_to_group": (_identity, _all_reduced),  # replicated -> each uses it its way; Megatron's f
+    "reduce_from_group": (_all_reduced, _identity),  # partial sums -> replicated; Megatron's g
+    "scatter_to_group": (_own_chunk, _all_gathered),  # replicated -> split
+    "gather_from_group": (_all_gathered, _own_chunk),  # split -> replicated, used alike
+    "all_gather_to_group": (_all_gathered, _reduce_scattered),  # split -> each uses all its way
+    "reduce_scatter_to_group": (_reduce_scattered, _all_gathered),  # partial sums -> split
+    "all_to_all_in_group": (_all_to_all, _all_to_all_back),  # split one way -> split another
+}
+
+
+class _Conjugate(torch.autograd.Function):
+    """One function of a pair forward, the other one backward; and the reverse to go back again."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return _all_reduced(grad_output, ctx.group), None
-
-
-class _ReduceFromGroup(torch.autograd.Function):
-    """forward: all-reduce; backward: identity"""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        return _all_reduced(x, group)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return grad_output, None
-
-
-class _ScatterToGroup(torch.autograd.Function):
-    """forward: own chunk; backward: all-gather"""
-
-    @staticmethod
-    def forward(ctx, x, dim, group):
-        ctx.dim, ctx.group = dim, group
-        return _own_chunk(x, dim, group)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return _all_gathered(grad_output, ctx.dim, ctx.group), None, None
-
-
-class _GatherFromGroup(torch.autograd.Function):
-    """forward: all-gather; backward: own chunk"""
-
-    @staticmethod
-    def forward(ctx, x, dim, group):
-        ctx.dim, ctx.group = dim, group
-        return _all_gathered(x, dim, group)
+    def forward(ctx, x, pair, *arguments):
+        ctx.pair, ctx.arguments = pair, arguments
+        return pair[0](x, *arguments)
 
     @staticmethod
     def backward(ctx, grad_output):
-        return _own_chunk(grad_output, ctx.dim, ctx.group), None, None
-
-
-class _AllGatherToGroup(torch.autograd.Function):
-    """forward: all-gather; backward: reduce-scatter"""
-
-    @staticmethod
-    def forward(ctx, x, dim, group):
-        ctx.dim, ctx.group = dim, group
-        return _all_gathered(x, dim, group)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return _reduce_scattered(grad_output, ctx.dim, ctx.group), None, None
-
-
-class _ReduceScatterToGroup(torch.autograd.Function):
-    """forward: reduce-scatter; backward: all-gather"""
-
-    @staticmethod
-    def forward(ctx, x, dim, group):
-        ctx.dim, ctx.group = dim, group
-        return _reduce_scattered(x, dim, group)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return _all_gathered(grad_output, ctx.dim, ctx.group), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    """forward: all-to-all; backward: all-to-all with the splits exchanged"""
-
-    @staticmethod
-    def forward(ctx, x, output_split_sizes, input_split_sizes, group):
-        ctx.reversed_splits, ctx.group = (input_split_sizes, output_split_sizes), group
-        rows = len(x) if output_split_sizes is None else sum(output_split_sizes)
-        output = x.new_empty(rows, *x.shape[1:])
-        all_to_all_single(output, x, output_split_sizes, input_split_sizes, group)
-        return output
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return _AllToAll.apply(grad_output, *ctx.reversed_splits, ctx.group), None, None, None
+        gradient = _Conjugate.apply(grad_output, ctx.pair[::-1], *ctx.arguments)
+        return gradient, None, *[None for _ in ctx.arguments]
 
 
 def copy_to_group(x, group=None):
     """x itself; the gradients that the ranks return for it are summed. Megatron's f."""
-    return _CopyToGroup.apply(x, group)
+    return _Conjugate.apply(x, _PAIRS["copy_to_group"], group)
 
 
 def reduce_from_group(x, group=None):
     """The sum of every rank's x; its gradient goes to every summand. Megatron's g."""
-    return _ReduceFromGroup.apply(x, group)
+    return _Conjugate.apply(x, _PAIRS["reduce_from_group"], group)
 
 
 def scatter_to_group(x, dim, group=None):
     """This rank's chunk, along `dim`, of x, held by all ranks. ValueError if P does not divide."""
-    return _ScatterToGroup.apply(x, dim % x.ndim, group)
+    return _Conjugate.apply(x, _PAIRS["scatter_to_group"], dim % x.ndim, group)
 
 
 def gather_from_group(x, dim, group=None):
     """Every rank's x, joined along `dim`, for a use that is the same on every rank."""
-    return _GatherFromGroup.apply(x, dim % x.ndim, group)
+    return _Conjugate.apply(x, _PAIRS["gather_from_group"], dim % x.ndim, group)
 
 
 def all_gather_to_group(x, dim, group=None):
     """Every rank's x, joined along `dim`, used differently by each: gradients are summed."""
-    return _AllGatherToGroup.apply(x, dim % x.ndim, group)
+    return _Conjugate.apply(x, _PAIRS["all_gather_to_group"], dim % x.ndim, group)
 
 
 def reduce_scatter_to_group(x, dim, group=None):
     """This rank's chunk, along `dim`, of the sum of all x. ValueError if P does not divide."""
-    return _ReduceScatterToGroup.apply(x, dim % x.ndim, group)
+    return _Conjugate.apply(x, _PAIRS["reduce_scatter_to_group"], dim % x.ndim, group)
 
 
 def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, group=None):
     """all_to_all_single() of the rows of x, differentiable."""
-    return _AllToAll.apply(x, output_split_sizes, input_split_sizes, group)
+    splits = output_split_sizes, input_split_sizes
+    return _Conjugate.apply(x, _PAIRS["all_to_all_in_group"], *splits, group)
 
 
 # ---- precision and chance ------------------------------------------------------------------------
@@ -1517,16 +1469,6 @@ def _demonstrate():
                 counts = f"{cost.bytes:10}{traffic.bytes():10}{cost.steps:6}"
                 times = "".join(f"{value * 1e6:8.0f} us" for value in seconds)
                 print(f"{nbytes:9}  {algorithm:20}{counts}{times}")
-
-
-def _median_seconds(call, rounds=9):
-    times = []
-    for _ in range(rounds):
-        barrier()
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return sorted(times)[rounds // 2]
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ after what its launcher waited for, and Work.wait() is after its end. Tags are n
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import contextmanager
+from typing import NamedTuple
 from unittest.mock import patch
-
-import torch.distributed as dist
 
 import collectives
 
@@ -32,8 +32,7 @@ class Mismatch(AssertionError):
 @contextmanager
 def record():
     """The events of this rank, in the order in which it issues them."""
-    events, drain = [], collectives._drain
-    exchange, complete = collectives._Exchange.__init__, collectives._Exchange.wait
+    events, post = [], collectives._Link.post
     begin, run, wait = collectives.Work.__init__, collectives.Work.run, collectives.Work.wait
     number = lambda: len(events)
 
@@ -41,30 +40,14 @@ def record():
         events.append({"kind": kind, "key": key, "stream": threading.get_ident(), **what})
         return key
 
-    def note_batch(link, sends, receives):
-        ranks = dist.get_process_group_ranks(link.group)
-        messages = [("send", ranks[peer], t.nbytes) for t, peer in sends if t.numel()]
-        messages += [("receive", ranks[peer], t.nbytes) for t, peer in receives if t.numel()]
-        group = link.group.group_name, tuple(ranks)
+    def recorded_post(link, sends, receives):
+        messages = [("send", link.ranks[peer], t.nbytes) for t, peer in sends if t.numel()]
+        messages += [("receive", link.ranks[peer], t.nbytes) for t, peer in receives if t.numel()]
+        group = link.group.group_name, tuple(link.ranks)
+        works, key = post(link, sends, receives), None
         if messages:
-            return note("post", number(), name=link.operation, group=group, messages=messages)
-
-    def recorded_drain(link, batches):
-        def watched():
-            for batch in batches:
-                key = note_batch(link, batch.sends, batch.receives)
-                yield batch
-                note("wait", key)
-
-        drain(link, watched())
-
-    def recorded_exchange(works, link, sends, receives):
-        works.key = note_batch(link, sends, receives)
-        exchange(works, link, sends, receives)
-
-    def recorded_complete(works):
-        complete(works)
-        note("wait", works.key)
+            key = note("post", number(), name=link.operation, group=group, messages=messages)
+        return _Watched(works, lambda: note("wait", key))
 
     def recorded_begin(work, *arguments):
         work.key = note("launch", number())
@@ -80,14 +63,23 @@ def record():
         note("join", work.key)
 
     with (
-        patch.object(collectives, "_drain", recorded_drain),
-        patch.object(collectives._Exchange, "__init__", recorded_exchange),
-        patch.object(collectives._Exchange, "wait", recorded_complete),
+        patch.object(collectives._Link, "post", recorded_post),
         patch.object(collectives.Work, "__init__", recorded_begin),
         patch.object(collectives.Work, "run", recorded_run),
         patch.object(collectives.Work, "wait", recorded_wait),
     ):
         yield events
+
+
+class _Watched(NamedTuple):
+    """Messages under way, and what to call when they are waited for."""
+
+    works: object
+    done: Callable
+
+    def wait(self):
+        self.works.wait()
+        self.done()
 
 
 class _Rank:

@@ -21,7 +21,6 @@ from torch.distributed import ReduceOp
 import collectives
 from collectives import (
     LINK_SPEEDS,
-    SEGMENT,
     Cost,
     LinkSpeed,
     all_gather,
@@ -49,8 +48,10 @@ from collectives import (
     reduce_scatter_single,
     reduce_scatter_to_group,
     report_stalls,
+    ring_all_reduce,
     scatter,
     scatter_to_group,
+    set_ranks_per_node,
 )
 
 from nccl_replay import Deadlock, Mismatch, record, replay
@@ -130,10 +131,15 @@ def _check_moves(length, dtype, group, async_op, members):
         _same(tensor, everyone[root, 0])
 
 
+def _rings():
+    """Reduce-scatter and all-gather go round the ring from 3 ranks on: adding is all that costs."""
+    return patch.dict(LINK_SPEEDS, gloo=LinkSpeed(alpha=0, beta=0, gamma=1))
+
+
 def _check_values_in_rings(lengths, ops):
-    with patch.object(collectives, "SMALL", -1):
+    with _rings(), patch.object(collectives, "SEGMENT", 1 << 12):
         _check_values(lengths, DTYPES[:2], ops=ops)
-        _check_values([2 * SEGMENT // 8 + 3], DTYPES[1:2], ops=ops[:1])
+        _check_values([(1 << 10) + 3], DTYPES[1:2], ops=ops[:1])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -431,14 +437,15 @@ def test_barrier_waits_for_the_last_rank(world_size, tmp_path):
 def _algorithms(world_size):
     """(name, inner_size) of every algorithm that a group of this size has."""
     inner = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    names = ("auto", "naive", "ring", "recursive_doubling", "halving_doubling")
+    names = ("auto", "naive", "direct", "ring", "recursive_doubling", "halving_doubling")
     return [(name, None) for name in names] + [("hierarchical", size) for size in inner]
 
 
+@patch.object(collectives, "SEGMENT", 1 << 12)
 def _reduce_by(name, inner_size):
     """Every dtype and odd length, several segments, and a tensor that is not contiguous."""
     rank, world_size = rank_and_size()
-    big = world_size * (2 * SEGMENT // 8 + 3)
+    big = world_size * ((1 << 10) + 3)
     cases = [(dtype, n) for dtype in DTYPES for n in (0, 1, 2, 5, 64)] + [(torch.float64, big)]
     how = {"algorithm": name, "inner_size": inner_size}
     for dtype, length in cases:
@@ -469,6 +476,74 @@ def test_every_algorithm_reduces_and_leaves_the_same_bits_on_all_ranks(world_siz
         assert all(torch.equal(first, other) for other in others), name
 
 
+def _go_round_by_hand():
+    rank, world_size = rank_and_size()
+    for length in (0, 1, 7, 1000):
+        simple = _normal(length, dtype=torch.float32, seed=rank)
+        full = simple.clone()
+        ring_all_reduce(simple)
+        all_reduce(full, algorithm="ring")
+        _same(simple, full)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_ring_of_the_opening_makes_the_bits_of_the_real_one(world_size):
+    run(world_size, _go_round_by_hand)
+
+
+def _on_streams():
+    """The batches that NCCL would get, over gloo: values, and how many of them."""
+    rank, world_size = rank_and_size()
+    group, full = dist.group.WORLD, torch.zeros(2 * world_size)
+    with (
+        patch.object(collectives, "_on_stream", return_value=True),
+        patch.object(collectives, "SEGMENT", 8),
+        patch.object(collectives, "DIRECT_BYTES", 1 << 20),
+        patch.object(collectives, "StreamWork", collectives.Work),
+    ):
+        _check_values([0, 1, 7], DTYPES[:1], ops=(ReduceOp.SUM, ReduceOp.AVG))
+        for ranks_per_node, steps in [(world_size, 1), (1, world_size - 1)]:
+            set_ranks_per_node(ranks_per_node)
+            for call, count in [
+                (lambda: all_reduce(full), 2 * steps),
+                (lambda: all_reduce(full, algorithm="ring"), 2 * (world_size - 1)),
+                (lambda: reduce_scatter_single(torch.empty(2), full), steps),
+                (lambda: all_gather_single(full, torch.zeros(2)), steps),
+                (lambda: all_to_all_single(torch.empty_like(full), full), 1),
+            ]:
+                with patch.object(collectives, "_batch", wraps=collectives._batch) as batch:
+                    call()
+                assert batch.call_count == count
+        set_ranks_per_node(world_size)
+        with patch.object(collectives, "DIRECT_BYTES", 4 * world_size):  # two pieces
+            with patch.object(collectives, "_batch", wraps=collectives._batch) as batch:
+                all_reduce(full)
+                reduce_scatter_single(torch.empty(2), full)
+        assert batch.call_count == 4 + 2
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_on_a_stream_a_step_is_one_batch_and_in_a_node_a_collective_is_one_step(world_size):
+    run(world_size, _on_streams)
+
+
+def _lose_a_batch():
+    lost = RuntimeError("the cable is cut")
+    with (
+        patch.object(collectives, "_on_stream", return_value=True),
+        patch.object(dist, "batch_isend_irecv", side_effect=lost),
+        pytest.raises(RuntimeError) as info,
+    ):
+        all_reduce(torch.ones(4), algorithm="naive")
+    return str(info.value)
+
+
+def test_an_error_of_a_batch_names_the_operation_and_its_peers():
+    told = run(3, _lose_a_batch)
+    text = "all_reduce in the group of ranks [0, 1, 2]: rank 1 lost rank 0 or 2: the cable is cut"
+    assert told[1] == text
+
+
 def _count_by(name, inner_size, nbytes):
     with count_bytes() as traffic, record() as events:
         all_reduce(torch.zeros(nbytes // 4), algorithm=name, inner_size=inner_size)
@@ -489,7 +564,7 @@ def test_every_algorithm_takes_the_steps_and_sends_the_bytes_that_its_cost_says(
         assert [total for total, _, _ in counted] == claimed, name
         assert [steps for *_, steps in counted] == [cost.steps for cost in costs], name
         assert claimed[0] == max(claimed)
-        if name in ("ring", "hierarchical"):
+        if name in ("direct", "ring", "hierarchical"):
             assert claimed[0] == 2 * nbytes * (P - 1) // P == all_reduce_bytes(nbytes, P)
         if name == "hierarchical":
             I, O = inner_size, P // inner_size
@@ -586,16 +661,16 @@ def test_a_broadcast_costs_its_root_what_is_claimed(world_size):
 def _behind_a_late_rank():
     """Rank 1 stops receiving for a while; the others must not overwrite what it has not yet got."""
     rank, world_size = rank_and_size()
-    wait, late = collectives._Link.wait, []
+    wait, late = collectives._Messages.wait, []
 
-    def wait_late(link, *message):
+    def wait_late(messages):
         if rank == 1 and not late:
             late.append(time.sleep(0.3))
-        wait(link, *message)
+        wait(messages)
 
-    everyone = _integers(world_size, world_size * 3 * SEGMENT // 8)
+    everyone = _integers(world_size, world_size * 3 << 17)
     output = torch.empty(len(everyone[0]) // world_size, dtype=everyone.dtype)
-    with patch.object(collectives._Link, "wait", wait_late):
+    with _rings(), patch.object(collectives._Messages, "wait", wait_late):
         reduce_scatter_single(output, everyone[rank])
     _same(output, everyone.sum(0).chunk(world_size)[rank])
 
@@ -718,14 +793,14 @@ def test_ranks_that_disagree_are_both_named_under_the_debug_level_detail(case):
 @contextmanager
 def _background_held():
     """No background thread sends or receives anything before the event that this gives is set."""
-    gate, begin = threading.Event(), collectives._Link._begin
+    gate, post = threading.Event(), collectives._Link.post
 
-    def held(link, *message):
+    def held(link, *messages):
         if threading.current_thread() is not threading.main_thread():
             gate.wait(20)
-        return begin(link, *message)
+        return post(link, *messages)
 
-    with patch.object(collectives._Link, "_begin", held):
+    with patch.object(collectives._Link, "post", held):
         yield gate
 
 
@@ -839,7 +914,7 @@ def test_an_operation_reads_its_input_when_those_before_it_are_done(contiguous):
 def _break_the_link():
     tensor = torch.ones(4)
     broken = ConnectionError("the link is down")
-    with patch.object(collectives._Link, "_begin", side_effect=broken):
+    with patch.object(collectives._Link, "post", side_effect=broken):
         works = [all_reduce(tensor, async_op=True) for _ in range(2)]
         for work in [*works, works[0]]:
             with pytest.raises(ConnectionError, match="the link is down"):
@@ -974,7 +1049,7 @@ def test_messages_of_the_user_pass_beside_ours():
 # ---- cost ---------------------------------------------------------------------------------------
 
 
-def _count(elements, dtype, small=collectives.SMALL):
+def _count(elements, dtype):
     """Name -> (bytes, messages) that this rank sends for a full tensor of `elements`."""
     world_size = dist.get_world_size()
     full = torch.zeros(elements, dtype=dtype)
@@ -990,13 +1065,18 @@ def _count(elements, dtype, small=collectives.SMALL):
         calls["reduce_scatter_single"] = shard, full
         calls["all_gather_single"] = full, shard
         calls["all_to_all_single"] = full, full.clone()
-    with count_bytes() as traffic, patch.object(collectives, "SMALL", small):
+    with count_bytes() as traffic:
         for name, arguments in calls.items():
             how = {"all_reduce": {"algorithm": "ring"}, "broadcast": {"algorithm": "tree"}}
             getattr(collectives, name)(*arguments, **how.get(name, {}))
     counts = {name: (traffic.bytes(name), traffic.messages(name)) for name in calls}
     assert traffic.bytes() == sum(nbytes for nbytes, _ in counts.values())
     return counts
+
+
+def _count_in_rings(elements, dtype):
+    with _rings():
+        return _count(elements, dtype)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
@@ -1006,17 +1086,15 @@ def test_each_rank_sends_the_bytes_of_the_formulas(world_size, dtype):
     ring = nbytes * (world_size - 1) // world_size
     rounds = (world_size - 1).bit_length()
     counts = run(world_size, _count, 60, dtype)
-    in_rings = run(world_size, _count, 60, dtype, -1)
-    steps = rounds if world_size & (world_size - 1) == 0 else world_size - 1
-    for count, in_ring in zip(counts, in_rings):
-        for name in ("reduce_scatter_single", "all_gather_single"):
-            assert in_ring[name] == (ring, world_size - 1) and count.pop(name) == (ring, steps)
+    with_rings = run(world_size, _count_in_rings, 60, dtype)
+    assert with_rings == counts
+    for count in counts:
         assert count.pop("all_reduce") == (2 * ring, 2 * (world_size - 1))
         assert count["broadcast"][0] <= rounds * nbytes
         assert count.pop("barrier") == (rounds, rounds)
     assert sum(count.pop("broadcast")[0] for count in counts) == (world_size - 1) * nbytes
     for count in counts:
-        assert len(count) == 2 and set(count.values()) == {(ring, world_size - 1)}
+        assert len(count) == 4 and set(count.values()) == {(ring, world_size - 1)}
     assert reduce_scatter_bytes(nbytes, world_size) == all_gather_bytes(nbytes, world_size) == ring
     assert all_reduce_bytes(nbytes, world_size) == 2 * ring
 
@@ -1070,7 +1148,7 @@ def _demonstration():
 def test_the_demonstration_counts_what_it_claims(world_size):
     printed, *others = run(world_size, _demonstration)
     rows = re.findall(r"^ *\d+  (\w+) +(\d+) +(\d+) +\d+( +\d+ us){3}$", printed, re.M)
-    assert len(rows) == 15 and not any(others)
+    assert len(rows) == 18 and not any(others)
     for algorithm, claimed, counted, _ in rows:
         assert claimed == counted, algorithm
 
@@ -1211,6 +1289,24 @@ def _check_pairs(*members):
                     _check_pair(name, dim, group)
 
 
+def _differentiate_twice():
+    """The sum over ranks of y . v, differentiated by x and then by v, is y again."""
+    rank, world_size = rank_and_size()
+    for name, (_, x_is_alike, y_is_alike) in PAIRS.items():
+        shape = world_size, 2 * world_size
+        x = _normal(world_size, *shape)[0 if x_is_alike else rank].requires_grad_()
+        y = _apply(name, x, 0, None)
+        weight = _normal(world_size, *y.shape, seed=1)[0 if y_is_alike else rank].requires_grad_()
+        (gradient,) = torch.autograd.grad(y, x, weight, create_graph=True)
+        (again,) = torch.autograd.grad(gradient, weight, x.detach())
+        torch.testing.assert_close(again, y.detach())
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_backward_of_a_backward_is_the_forward(world_size):
+    run(world_size, _differentiate_twice)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_pairs_are_those_of_one_process_forward_and_backward(world_size):
     run(world_size, _check_pairs)
@@ -1298,16 +1394,17 @@ def _record_all():
     shard, full = torch.zeros(2), torch.zeros(2 * world_size)
     pieces = torch.zeros(2 * world_size - 1).tensor_split(world_size)
     splits = sizes[:, rank].tolist(), sizes[rank].tolist()
-    with record() as events:
-        for async_op, small in ((False, -1), (True, collectives.SMALL)):
-            works, collectives.SMALL = [], small
+    speeds = LINK_SPEEDS["gloo"], LinkSpeed(alpha=0, beta=0, gamma=1)  # direct, rings
+    with record() as events, patch.object(collectives, "SEGMENT", 1 << 12):
+        for async_op, speed in zip((False, True), speeds):
+            works, LINK_SPEEDS["gloo"] = [], speed
             for group in (None, second):
                 barrier(group)
                 common = {"group": group, "async_op": async_op}
                 works += [
                     *(
                         all_reduce(torch.zeros(n), algorithm=name, inner_size=inner, **common)
-                        for n in (5, 3 * SEGMENT // 4 * world_size)
+                        for n in (5, (3 << 10) * world_size)
                         for name, inner in _algorithms(world_size)
                     ),
                     reduce_scatter_single(shard, full, **common),
@@ -1322,6 +1419,7 @@ def _record_all():
                 ]
             for work in works if async_op else ():
                 work.wait()
+    LINK_SPEEDS["gloo"] = speeds[0]
     return events
 
 
