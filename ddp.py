@@ -113,22 +113,30 @@ class Backward:
 
     It comes to the outputs first, on every rank, also on one whose loss reaches none of the
     parameters; or to a parameter, where the outputs hold their tensors in a way unknown here.
+    failed() is called in place of end() if the pass dies.
     """
 
-    def __init__(self, begin, end):
-        self._begin, self._end, self._pass = begin, end, lambda: None
-
-    def is_running(self):
-        """Whether a pass has begun and has neither ended nor failed."""
-        return self._pass() is not None
+    def __init__(self, begin, end, failed=lambda: None):
+        self._begin, self._end, self._failed, self._running = begin, end, failed, False
 
     def enter(self):
         """Say that the pass that runs now has come to the module."""
-        if not self.is_running():
-            end = partial(self._end)
-            self._pass = weakref.ref(end)  # the engine alone keeps it: as long as the pass lives
-            self._begin()
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+        if self._running:
+            return
+        end, self._running = partial(self._finish), True
+        # The engine alone keeps `end`: when it is gone, so is the pass.
+        self._pass = weakref.ref(end, lambda _: self._over())
+        self._begin()
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _finish(self):
+        self._end()
+        self._running = False
+
+    def _over(self):
+        if self._running:
+            self._running = False
+            self._failed()
 
 
 def in_backward():
@@ -139,22 +147,25 @@ def in_backward():
 def before_backward(function, outputs, inputs=()):
     """Have backward call function() when it comes to a module's outputs, of any nesting.
 
-    Inputs that are passed on do not count as outputs.
+    inputs: tensors that do not count as outputs where they are passed on.
     """
-    known = {id(_source(tensor)) for tensor in _tensors(inputs)}
-    for source in map(_source, _tensors(outputs)):
+    known = {id(_source(tensor)) for tensor in inputs}
+    for source in map(_source, tensors_in(outputs)):
         if source.requires_grad and not source.is_leaf and id(source) not in known:
             source.register_hook(lambda grad: function())
 
 
-def _tensors(nested):
+_NO_TENSORS = (type(None), int, float, str, bytes, type, nn.Module)
+
+
+def tensors_in(nested):
     """The tensors in containers, in dataclasses and in other objects that have attributes."""
     found, seen, nested = [], set(), [nested]
     while nested:
         value = nested.pop()
-        if torch.is_tensor(value):
+        if isinstance(value, torch.Tensor):
             found.append(value)
-        elif id(value) not in seen and not isinstance(value, (str, bytes, type, nn.Module)):
+        elif not isinstance(value, _NO_TENSORS) and id(value) not in seen:
             seen.add(id(value))
             if isinstance(value, Mapping):
                 nested += value.values()
@@ -225,11 +236,18 @@ class _Bucket:
         self.parameters, self.group, layout = parameters, group, FlatLayout(parameters)
         flags = len(parameters) if with_flags else 0  # per parameter: how many ranks have used it
         self.buffer = parameters[0].new_zeros(layout.length + flags)
-        self.views, self.flags = layout.views(self.buffer), self.buffer[layout.length :]
+        self.flags = self.buffer[layout.length :]
+        # in the order in memory that the parameters have, as fused optimizers expect
+        strides = [torch.empty_like(p, device="meta").stride() for p in parameters]
+        self.views = [
+            view.as_strided(view.shape, stride)
+            for view, stride in zip(layout.views(self.buffer), strides)
+        ]
         self.waiting, self.sum, self.work = set(), None, None
 
     def reduce(self, dtype):
-        self.sum = self.buffer.to(dtype or self.buffer.dtype)  # the buffer itself, or a copy
+        dtype = dtype if dtype and self.buffer.is_floating_point() else self.buffer.dtype
+        self.sum = self.buffer.to(dtype)  # the buffer itself, or a copy
         self.work = all_reduce(self.sum, group=self.group, async_op=True)
 
     def finish(self):
@@ -249,7 +267,8 @@ class DistributedDataParallel(nn.Module):
     module reduces; torch.autograd.grad() does not.
 
     gradient_divide_factor: what gradients are divided by before they are summed; by default the
-        group's size, or 1 where the loss has its global divisor already.
+        group's size, or 1 where the loss has its global divisor already. With another than the
+        group's size, zero the gradients between two reductions: what is there is summed again.
     reduce_dtype: the dtype in which they travel, by default their own.
     find_unused_parameters: a parameter that a rank's loss does not reach counts as zero there, and
         where no rank's loss reaches it, its gradient stays None; else it is an error.
@@ -314,7 +333,7 @@ class DistributedDataParallel(nn.Module):
     def _attach(self):
         """Hooks and buckets: what belongs to these parameters, and not to a copy of them."""
         self._names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
-        self._backward = Backward(self._begin_backward, self._end_backward)
+        self._backward = Backward(self._begin_backward, self._end_backward, self._failed)
         self._reducing, self._next, self._sums = False, 0, {}
         # Backward runs from the last layer to the first, which is the order buckets should fill in.
         self._arrived = []
@@ -361,10 +380,9 @@ class DistributedDataParallel(nn.Module):
                     parameter.grad = bucket.views[i].copy_(parameter.grad)
 
     def forward(self, *args, **kwargs):
-        if not in_backward():  # where it is recomputed
-            self._reducing = False  # should the last backward have failed half-way
-            if self.broadcast_buffers and self._sync and self.training and torch.is_grad_enabled():
-                self._broadcast(self.module.buffers(), self.process_group)
+        trained = self.training and torch.is_grad_enabled() and not in_backward()
+        if self.broadcast_buffers and self._sync and trained:
+            self._broadcast(self.module.buffers(), self.process_group)
         outputs = self.module(*args, **kwargs)
         before_backward(self._at_outputs, outputs)
         return outputs
@@ -387,7 +405,13 @@ class DistributedDataParallel(nn.Module):
             self._backward.enter()
 
     def _begin_backward(self):
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and parameter not in self._names:
+                raise RuntimeError(f"{name!r} came, or was unfrozen, after the module was wrapped")
         self.start_grad_sync(awaited=self._names)
+
+    def _failed(self):
+        self._reducing = False
 
     def start_grad_sync(self, awaited=()):
         """Reduce the gradients that are there; those of `awaited`, each once it was added to.
@@ -397,6 +421,8 @@ class DistributedDataParallel(nn.Module):
         """
         self._reducing, self._next, self._sums, self._unused = True, 0, {}, []
         for bucket in self._buckets:
+            if bucket.work is not None:  # of a pass that has failed: it writes into the buffer
+                bucket.work.wait()
             bucket.waiting = set(bucket.parameters)
             bucket.flags.fill_(1)
         self._complete(self._names.keys() - set(awaited))

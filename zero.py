@@ -57,6 +57,7 @@ from ddp import (
     check_whole,
     fill_buckets,
     in_backward,
+    tensors_in,
     weakly,
 )
 
@@ -119,6 +120,10 @@ class _Settings:
         check_whole(named)
         for group in self.groups:
             check_parameters(named, group)
+        ranges = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in named)
+        for (_, end, name), (begin, _, other) in zip(ranges, ranges[1:]):
+            if begin < end:
+                raise ValueError(f"{name!r} and {other!r} share memory: tie them, or copy one")
 
 
 class FlatParameter:
@@ -140,7 +145,7 @@ class FlatParameter:
         self.dtype = self.originals[0].dtype
         floating = self.dtype.is_floating_point
         self.param_dtype = settings.param_dtype if settings.param_dtype and floating else self.dtype
-        self.reduce_dtype = settings.reduce_dtype or self.param_dtype
+        self.reduce_dtype = floating and settings.reduce_dtype or self.param_dtype
         self.pieces, self.gradient = (), None
         self.reset()
 
@@ -390,7 +395,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         )
         self._shard_gradients, self._cap_bytes = shard_gradients, int(bucket_cap_mb * 2**20)
         self._flats, self._place, self.optimizer = [], {}, None
-        self._backward = Backward(self._begin_backward, self._end_backward)
+        self._backward = Backward(self._begin_backward, self._end_backward, self._failed)
         self._next, self._reduced = 0, None
         super().__init__(params, defaults)
         if not self._flats:
@@ -450,7 +455,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
     def _gradient_comes(self, gradient):
         """Before autograd adds it to .grad."""
-        self._backward.enter()
+        if accumulates():
+            self._backward.enter()
 
     def _begin_backward(self):
         """Autograd adds to nothing, whether the last gradient was sent or set to None since."""
@@ -460,6 +466,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 parameter.grad = None
             elif parameter.grad is None:
                 self._zero(number, i)
+
+    def _failed(self):
+        for flat in self._flats:
+            flat.reset()
 
     def _zero(self, number, i):
         if self._flats[number].gradient is not None:
@@ -566,6 +576,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         """Update this rank's shard and gather everybody's. Collective."""
         with torch.enable_grad() if closure else nullcontext():
             loss = closure() if closure else None
+        for group in self.param_groups:
+            for i, parameter in enumerate(group["params"]):
+                if parameter.requires_grad != (parameter in self._place):
+                    raise RuntimeError(f"parameter {i} was frozen, or thawed, after it was sharded")
         for flat in self._flats:
             self._follow(flat)
         scatter = not self._shard_gradients and not self._are_reduced()
@@ -693,9 +707,11 @@ class _SentGradient(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.zero_.default:
-            args[0].zero()
-            return args[0]
+        if function in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default):
+            many = function is torch.ops.aten._foreach_zero_.default
+            for gradient in args[0] if many else args:
+                gradient.zero()
+            return None if many else args[0]
         raise RuntimeError(
             f"{function}: under ZeRO-2 .grad has left for its owner: use the optimizer's "
             "clip_grad_norm_(), and stage 1 beside what needs whole gradients, such as GradScaler "
@@ -761,22 +777,30 @@ class _ShardedParameter(FlatParameter):
 
     def follow(self):
         """Take over pieces that somebody has put in place of these, or moved elsewhere."""
-        found = [module._parameters[name] for (module, name), *_ in self.places]
-        pieces = [  # whole ones are still there after a pass that has failed
-            piece if other is whole else other
-            for other, whole, piece in zip(found, self.whole, self.pieces)
-        ]
-        for name, piece, old, view in zip(self.names, pieces, self.pieces, self._views()):
+        pieces = []
+        for name, places, whole, old, view in zip(
+            self.names, self.places, self.whole, self.pieces, self._views()
+        ):
+            found = {module._parameters[key] for module, key in places}
+            piece = found.pop()
+            piece = old if piece is whole else piece
+            if found:
+                raise RuntimeError(f"{name!r} was tied when it was sharded, and is no longer")
             if piece.shape != view.shape or piece.dtype != view.dtype:
                 found, needed = (f"{tuple(t.shape)} {t.dtype}" for t in (piece, view))
                 raise RuntimeError(
                     f"{name!r} has become {found}, this rank's piece is {needed}: move and convert "
                     "a module before it is sharded"
                 )
+            if piece.requires_grad != whole.requires_grad or piece._backward_hooks:
+                raise RuntimeError(
+                    f"{name!r} was frozen, thawed or given a hook: do so before it is sharded"
+                )
             if piece.data_ptr() != view.data_ptr():
                 piece.data = view.copy_(piece.detach())
             if piece is not old:
                 piece.first, piece.whole_shape = old.first, old.whole_shape
+            pieces.append(piece)
         self.pieces = self.originals = tuple(pieces)
         self.put(pieces)
 
@@ -809,22 +833,33 @@ class _Unit:
             self.works = [flat.unshard() for flat in self.flats]
 
     def wait(self):
+        """Have the modules compute with the whole parameters, now that they are there."""
         for work in self.works:
             work.wait()
+        for flat in self.flats:
+            flat.put(flat.whole)
 
     def reshard(self):
         """Give the memory to the next unit; but not before all of this one has arrived in it."""
         if self.works is not None:
-            self.wait()
+            self.put_pieces()
+            for work in self.works:
+                work.wait()
             self.works = None
-
-    def put_whole(self):
-        for flat in self.flats:
-            flat.put(flat.whole)
 
     def put_pieces(self):
         for flat in self.flats:
             flat.put(flat.pieces)
+
+    def check_outputs(self, outputs):
+        """RuntimeError if a parameter leaves the unit, which its memory does not."""
+        memory = self.memory.bytes.untyped_storage().data_ptr()
+        for tensor in tensors_in(outputs):
+            if memory and tensor.untyped_storage().data_ptr() == memory:
+                raise RuntimeError(
+                    f"what holds {self.flats[0].names[0]!r} returns a parameter, or a view of one, "
+                    "whose memory is about to be another's: return a clone"
+                )
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -848,14 +883,17 @@ class FullyShardedDataParallel(nn.Module):
     pieces keep their own. reduce_dtype, replicate_group and error_if_nonfinite are as for
     ZeroRedundancyOptimizer.
 
-    The norm of all gradients is that of clip_grad_norm_() here: torch.nn.utils' has this rank's
-    pieces alone. A GradScaler must ask all ranks whether one of them is infinite:
+    A trainable parameter without gradient counts as zero. What a forward pass does to a parameter
+    in place is lost. The norm of all gradients is that of clip_grad_norm_() here: torch.nn.utils'
+    has this rank's pieces alone. A GradScaler must ask all ranks whether one of them is infinite:
     torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler does.
 
     Raises ValueError for units that are not distinct submodules, a module that is wrapped already,
     no trainable parameters, several devices, and parameters that differ between ranks; RuntimeError
-    for a copy (save state_dict()), for gradients of gradients, and in backward where it cannot see
-    a unit's turn: its outputs hold their tensors in an object that is no container.
+    for a copy (save state_dict()), for gradients of gradients, for parameters that were converted,
+    frozen, thawed or tied since, or changed between forward and backward, for a unit that returns a
+    parameter, and in backward where it cannot see a unit's turn: its outputs hold their tensors in
+    an object without attributes.
     """
 
     def __init__(
@@ -892,10 +930,10 @@ class FullyShardedDataParallel(nn.Module):
         for buffer in module.buffers():
             self._settings.broadcast(buffer)
         for i, unit in enumerate(units):
-            unit.register_forward_pre_hook(partial(self._before_forward, i))
-            unit.register_forward_hook(
-                partial(self._after_forward, i), with_kwargs=True, always_call=True
-            )
+            # before all hooks of others, which may use the parameters
+            before, after = partial(self._before_forward, i), partial(self._after_forward, i)
+            unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            unit.register_forward_hook(after)
         self._turn_of = {  # parameter -> its unit's number, its row, its place there
             whole: (i, flat, j)
             for i, unit in enumerate((*self._units, self._root))
@@ -904,8 +942,9 @@ class FullyShardedDataParallel(nn.Module):
         }
         for whole in self._turn_of:
             whole.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
-        self._backward = Backward(self._begin_backward, self._end_backward)
+        self._backward = Backward(self._begin_backward, self._end_backward, self._failed)
         self._cursor, self._reducing = None, []  # the unit whose backward runs; rows under way
+        self._inputs = [()] * len(units)
         self._register_load_state_dict_pre_hook(self._before_loading)
 
     def _flats_of_units(self, units):
@@ -917,7 +956,7 @@ class FullyShardedDataParallel(nn.Module):
             if not prefix or any(prefix == p or prefix.startswith(f"{p}.") for p in others):
                 raise ValueError(f"units[{i}] is not a submodule, or inside of another unit")
         for i, unit in enumerate(units):
-            if isinstance(unit, (nn.ModuleList, nn.ModuleDict)):
+            if isinstance(unit, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
                 raise ValueError(f"units[{i}] has no forward of its own: name what it holds")
         owners, places = {}, {}
         for module_name, submodule in self.module.named_modules(remove_duplicate=False):
@@ -967,16 +1006,16 @@ class FullyShardedDataParallel(nn.Module):
         if self._units:
             self._prefetch(0, 1)
         self._root.wait()
-        self._root.put_whole()
         try:
             outputs = self.module(*args, **kwargs)
+            self._root.check_outputs(outputs)
         finally:
-            self._root.put_pieces()
-        for unit in (self._root, *self._units):
-            unit.reshard()
+            for unit in (self._root, *self._units):
+                unit.reshard()
         if not torch.is_grad_enabled():
             self._free()
             return outputs
+        self._versions = self._piece_versions()
         before_backward(self._enter_backward, outputs)
         return outputs
 
@@ -986,9 +1025,19 @@ class FullyShardedDataParallel(nn.Module):
         self._cursor, self._reducing = None, []
         for unit in (self._root, *self._units):
             unit.reshard()
+        self._follow()
         for flat in self._flats:
             flat.reset()
+
+    def _follow(self):
+        for flat in self._flats:
             flat.follow()
+        pieces = [piece for flat in self._flats for piece in flat.pieces]
+        if len(set(pieces)) < len(pieces):
+            raise RuntimeError("parameters were tied after they were sharded: tie them before")
+
+    def _piece_versions(self):
+        return [piece._version for flat in self._flats for piece in flat.pieces]
 
     def _prefetch(self, i, direction):
         """Have unit i and the next one; the one before it must be done."""
@@ -999,20 +1048,20 @@ class FullyShardedDataParallel(nn.Module):
         for j in wanted:
             self._units[j].unshard()
 
-    def _before_forward(self, i, module, args):
+    def _before_forward(self, i, module, args, kwargs):
         if self._cursor is None:
             self._prefetch(i, 1)
         elif self._units[i].works is None:
             raise RuntimeError(f"units[{i}] is recomputed before its turn: checkpoint single units")
         self._units[i].wait()
-        self._units[i].put_whole()
+        self._inputs[i] = tensors_in((args, kwargs))
 
-    def _after_forward(self, i, module, args, kwargs, outputs):
-        """Also where the unit has failed, or its recomputation was stopped early."""
-        self._units[i].put_pieces()
+    def _after_forward(self, i, module, args, outputs):
+        self._units[i].check_outputs(outputs)
         if self._cursor is None:
             self._units[i].reshard()
-        before_backward(partial(self._unit_backward, i), outputs, (args, kwargs))
+        before_backward(partial(self._unit_backward, i), outputs, self._inputs[i])
+        self._inputs[i] = ()
 
     # -- backward
 
@@ -1022,13 +1071,21 @@ class FullyShardedDataParallel(nn.Module):
         self._backward.enter()
 
     def _begin_backward(self):
+        if self._versions != self._piece_versions():
+            raise RuntimeError("the parameters were changed between forward and backward")
         self._cursor = len(self._units)
         self._accumulates = accumulates()
         self._root.unshard()
         if self._units:
             self._prefetch(len(self._units) - 1, -1)
         self._root.wait()
-        self._root.put_whole()  # for what is recomputed outside of units
+
+    def _failed(self):
+        """Whoever looks at the parameters now sees the pieces; what is under way may come."""
+        self._cursor = None
+        for unit in (self._root, *self._units):
+            if unit.works is not None:
+                unit.put_pieces()
 
     @torch.no_grad()
     def _gradient_ready(self, whole):
@@ -1071,6 +1128,8 @@ class FullyShardedDataParallel(nn.Module):
             if all(piece.grad is None for piece in flat.pieces):
                 flat.gradient = None
             else:  # an optimizer may hold some of the pieces only, and somebody may set gradients
+                if flat.gradient is None:
+                    flat.gradient = torch.zeros_like(flat.shard)
                 for piece, part in zip(flat.pieces, flat.gradient_pieces()):
                     if piece.grad is None:
                         part.zero_()
@@ -1079,6 +1138,8 @@ class FullyShardedDataParallel(nn.Module):
             flat.finish(flat.dtype)
             for piece, part in zip(flat.pieces, flat.gradient_pieces()):
                 piece.grad = part
+                for hook in (piece._post_accumulate_grad_hooks or {}).values():
+                    hook(piece)
         self._reducing = []
 
     def _end_backward(self):
@@ -1088,7 +1149,6 @@ class FullyShardedDataParallel(nn.Module):
         self._reduce(self._root)
         self._finish_reduction()
         self._cursor = None
-        self._root.put_pieces()
         self._free()
         _check_backward(self._flats, self.process_group)
 
@@ -1111,8 +1171,7 @@ class FullyShardedDataParallel(nn.Module):
     @torch.no_grad()
     def state_dict(self, *args, destination=None, prefix="", keep_vars=False):
         """The module's own state dict, of whole tensors, on every rank. Collective."""
-        for flat in self._flats:
-            flat.follow()
+        self._follow()
         own = self.module.state_dict(prefix=prefix, keep_vars=True)
         whole = {}
         for flat in self._flats:
@@ -1132,6 +1191,7 @@ class FullyShardedDataParallel(nn.Module):
     @torch.no_grad()
     def _before_loading(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
         """Turn what load_state_dict() was given, whole tensors, into what the module has."""
+        self._follow()
         where = {p: (flat, i) for flat in self._flats for i, p in enumerate(flat.pieces)}
         own = self.module.state_dict(keep_vars=True)
         for name in [name for name in state_dict if name.startswith(prefix)]:
@@ -1149,13 +1209,21 @@ class FullyShardedDataParallel(nn.Module):
 
     def optimizer_state_dict(self, optimizer):
         """The state dict of an optimizer of parameters(), for whole parameters. Collective."""
-        state = _full_state(optimizer, self._flats, _numbers(optimizer))
+        state = _full_state(optimizer, self._flats, self._numbers(optimizer))
         return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
 
     def load_optimizer_state_dict(self, optimizer, state_dict):
         """Give an optimizer of parameters() its part of a state dict for whole parameters."""
         lengths = [len(group["params"]) for group in optimizer.param_groups]
-        _load_full_state(optimizer, self._flats, _numbers(optimizer), lengths, state_dict)
+        _load_full_state(optimizer, self._flats, self._numbers(optimizer), lengths, state_dict)
+
+    def _numbers(self, optimizer):
+        """piece -> its number in the optimizer's state dict."""
+        self._follow()
+        held = [piece for group in optimizer.param_groups for piece in group["params"]]
+        if others := set(held) - {piece for flat in self._flats for piece in flat.pieces}:
+            raise ValueError(f"the optimizer has {len(others)} parameters of other modules")
+        return {piece: number for number, piece in enumerate(held)}
 
     def __deepcopy__(self, memo):
         raise RuntimeError(
@@ -1163,11 +1231,6 @@ class FullyShardedDataParallel(nn.Module):
         )
 
     __getstate__ = lambda self: self.__deepcopy__(None)
-
-
-def _numbers(optimizer):
-    pieces = [piece for group in optimizer.param_groups for piece in group["params"]]
-    return {piece: number for number, piece in enumerate(pieces)}
 
 
 # ---- cost ----------------------------------------------------------------------------------------

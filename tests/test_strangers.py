@@ -723,6 +723,245 @@ def test_a_recurrent_layer_can_be_sharded():
     run(2, _recurrent)
 
 
+class _Inside(nn.Module):
+    """A unit of two layers that recomputes, normalises its weight, or changes what it is given."""
+
+    def __init__(self, how, width=6):
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(width, width), nn.Linear(width, width), how
+        if how == "weight norm":
+            nn.utils.weight_norm(self.b)
+        if how == "post hook":
+            self.b.register_forward_pre_hook(lambda module, args: (args[0] * module.weight[0],))
+
+    def forward(self, state):
+        x = state["x"]
+        if isinstance(self.how, bool):
+            h = checkpoint(self.a, x, use_reentrant=self.how).tanh()
+        else:
+            h = self.a(x).tanh()
+        state["x"] = x + self.b(h)
+        return state
+
+
+class _Stack(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(_Inside(how) for _ in range(3))
+        self.double()
+
+    def forward(self, x):
+        state = {"x": self.first(x)}
+        for layer in self.layers:
+            state = layer(state)
+        return state["x"]
+
+
+def _use_inside(how):
+    alone, net = _Stack(how), _Stack(how)
+    (sum(alone(part).square().mean() for part in _parts()) / dist.get_world_size()).backward()
+    model = FullyShardedDataParallel(net, units=net.layers)
+    for _ in range(2):
+        model.zero_grad()
+        model(_own()).square().mean().backward()
+        _close(_whole_gradients(model), _gradients(alone))
+
+
+@pytest.mark.parametrize("how", [False, True, "weight norm", "post hook", "plain"])
+def test_units_may_recompute_normalise_weights_and_change_their_inputs(how):
+    run(2, _use_inside, how)
+
+
+def _fail(grad):
+    raise KeyError("backward fails here")
+
+
+def _fail_then_go_on():
+    """A backward that fails, the module's zero_grad(), and another one."""
+    for kind in ("ddp", 2, 3):
+        net = _net()
+        model, optimizer = net, None
+        if kind == "ddp":
+            model = DistributedDataParallel(net, bucket_cap_mb=1e-6)
+        elif kind == 3:
+            model = FullyShardedDataParallel(net, units=[net[0]])
+        else:
+            optimizer = ZeroRedundancyOptimizer(
+                net.parameters(), torch.optim.SGD, shard_gradients=True, bucket_cap_mb=1e-6, lr=1.0
+            )
+        model(_own()).square().mean().backward()
+        loss = model(_own())
+        handle = net[0].register_full_backward_hook(lambda *_: _fail(None))
+        loss, other = model(_own()).square().mean(), model(_own()).square().mean()
+        with pytest.raises(KeyError):
+            loss.backward()
+        assert {p.ndim for p in net.parameters()} == ({1} if kind == 3 else {1, 2})
+        handle.remove()
+        model.zero_grad()
+        model(_own()).square().mean().backward()
+        expected = _expected(_net())
+        if kind == 2:
+            before = copy.deepcopy(net.state_dict())
+            optimizer.step()
+            after = net.state_dict()
+            _close({name: before[name] - after[name] for name in before}, expected)
+        else:
+            _close(_gradients(net) if kind == "ddp" else _whole_gradients(model), expected)
+
+
+def test_after_a_backward_that_failed_gradients_can_be_zeroed_and_training_go_on():
+    run(2, _fail_then_go_on)
+
+
+def _preset_gradients():
+    """Gradients that are there before the first backward, and a loss on the parameters."""
+    alone = _net()
+    sum(p.square().sum() for p in alone.parameters()).backward()
+    torch.cat([alone(part).square().mean().view(1) for part in _parts()]).mean().backward()
+    net = _net()
+    model = FullyShardedDataParallel(net, units=[net[0]])
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    loss = model(_own()).square().mean() + sum(p.square().sum() for p in model.parameters())
+    loss.backward()
+    _close(_whole_gradients(model), _gradients(alone))
+
+
+def test_the_weight_decay_of_pieces_may_be_part_of_the_loss():
+    run(2, _preset_gradients)
+
+
+def _in_other_order():
+    """Weights in another order in memory, and optimizers that go through memory."""
+    for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
+        torch.manual_seed(0)
+        conv = nn.Conv2d(4, 3, 3).double().to(memory_format=torch.channels_last)
+        model = wrap(conv)
+        optimizer = torch.optim.Adam(conv.parameters(), lr=0.1, fused=True)
+        for step in range(2):
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            model(torch.randn(2, 4, 5, 5, generator=generator).double()).square().sum().backward()
+            optimizer.step()
+        if wrap is DistributedDataParallel:
+            ours = copy.deepcopy(conv.state_dict())
+    _close(ours, conv.state_dict())
+
+
+def test_fused_optimizers_see_gradients_in_the_order_of_their_weights():
+    run(2, _in_other_order)
+
+
+def _ask_for_gradients():
+    net = _net()
+    optimizer = ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.SGD, shard_gradients=True, foreach=True, lr=0.1
+    )
+    with count_bytes() as traffic:
+        torch.autograd.grad(net(_own()).sum(), list(net.parameters()))
+    assert traffic.messages() == 0
+    _train(net, optimizer, 1)
+    optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+        optimizer.step()
+
+
+def test_autograd_grad_beside_stage_2_sends_nothing():
+    run(2, _ask_for_gradients)
+
+
+class _Gives(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = nn.Parameter(torch.ones(4, 6)), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.layer(x), self.table[:1]
+
+
+def _refuse_changes():
+    """What cannot be right is a sentence, at the next use."""
+
+    def sharded():
+        net = _net()
+        return net, FullyShardedDataParallel(net, units=[net[0]])
+
+    net, model = sharded()
+    net[0].weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="'0.weight' was frozen, thawed or given a hook"):
+        model(_own())
+    net, model = sharded()
+    net[2].weight.register_hook(lambda grad: 3 * grad)
+    with pytest.raises(RuntimeError, match="'2.weight' was frozen, thawed or given a hook"):
+        model(_own())
+    net, model = sharded()
+    loss = model(_own()).sum()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    loss.backward()
+    loss = model(_own()).sum()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match="parameters were changed between forward and backward"):
+        loss.backward()
+    linear = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = FullyShardedDataParallel(linear)
+    linear[1].bias = linear[0].bias
+    with pytest.raises(RuntimeError, match="tied after they were sharded|has become"):
+        model(torch.ones(1, 4))
+    gives = _Gives()
+    model = FullyShardedDataParallel(nn.Sequential(gives), units=[gives])
+    with pytest.raises(RuntimeError, match="what holds '0.table' returns a parameter, or a view"):
+        model(torch.ones(1, 6))
+    with pytest.raises(RuntimeError, match="what holds 'table' returns a parameter, or a view of"):
+        FullyShardedDataParallel(_Gives())(torch.ones(1, 6))
+    shared = nn.Linear(3, 3)
+    shared.other = nn.Parameter(shared.weight.data)
+    for wrap in (FullyShardedDataParallel, lambda net: _stage_1(net)):
+        with pytest.raises(ValueError, match="share memory: tie them, or copy one"):
+            wrap(shared)
+    net, optimizer = _stage_1(_net())
+    net(_own()).sum().backward()
+    net[0].bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="parameter 1 was frozen, or thawed, after it was shar"):
+        optimizer.step()
+    net = _net()
+    net[0].bias.requires_grad_(False)
+    model = DistributedDataParallel(net)
+    net[0].bias.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="'0.bias' came, or was unfrozen, after the module was"):
+        model(_own()).sum().backward()
+
+
+def test_changes_that_a_wrapper_cannot_follow_are_refused():
+    run(2, _refuse_changes)
+
+
+def _step_in_backward():
+    """Hooks of pieces run once their gradients are summed: an optimizer for each parameter."""
+    net = _net()
+    model = FullyShardedDataParallel(net, units=[net[0], net[2]])
+    for piece in model.parameters():
+        own = torch.optim.AdamW([piece], lr=0.05)
+        piece.register_post_accumulate_grad_hook(
+            lambda p, own=own: (own.step(), own.zero_grad()) and None
+        )
+    for step in range(3):
+        model(_parts(seed=step)[dist.get_rank()]).square().mean().backward()
+    state = model.state_dict()
+    _close(state, _train_alone(_net()), 1e-10)
+    for _ in range(2):
+        model.load_state_dict(state, assign=True)
+    _close(model.state_dict(), state)
+    assert all(hasattr(p, "first") for p in model.parameters())
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(ValueError, match="the optimizer has 1 parameters of other modules"):
+        model.optimizer_state_dict(optimizer)
+
+
+def test_an_optimizer_may_step_in_backward():
+    run(2, _step_in_backward)
+
+
 # ---- what PyTorch's documentation and courses show -----------------------------------------------
 
 DOCUMENTED = """\

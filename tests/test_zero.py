@@ -4,7 +4,6 @@ import copy
 import gc
 import io
 import re
-import time
 import weakref
 from contextlib import redirect_stdout
 from functools import partial
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import collectives
 import zero
 from collectives import all_reduce_bytes, count_bytes, rank_and_size, reduce_scatter_bytes
 from ddp import DistributedDataParallel
@@ -764,6 +762,7 @@ def _storages():
 
 def _measure_memory(stage):
     """After a step, per parameter: the ledger, and the bytes of all tensors that now exist."""
+    gc.collect()
     before = _storages()
     net = _Stack(width=120)
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
