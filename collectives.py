@@ -201,8 +201,8 @@ def exchange(sends, receives, group=None, async_op=False):
     a link list its messages in the same order and with the same sizes (a message larger than its
     buffer aborts a gloo rank). Empty tensors are not sent. On NCCL batches run in the order they
     were issued in, so two ranks must issue the batches that they share in the same order.
-    Returns None, or with async_op an object whose wait() completes the batch. A RuntimeError names
-    the peer of a message that failed.
+    The group's pending operations come first. Returns None, or with async_op an object whose wait()
+    completes the batch. A RuntimeError names the peer of a message that failed.
     """
     group = group or dist.group.WORLD
     on_stream = any(_on_stream(tensor, group) for tensor, _ in (*sends, *receives)[:1])
@@ -1396,7 +1396,7 @@ _PAIRS = {  # forward, backward; what x is before -> after
 
 
 class _Conjugate(torch.autograd.Function):
-    """One function of a pair forward, the other one backward; and the reverse to go back again."""
+    """One function of a pair forward, the other one backward, whose own backward is the first."""
 
     @staticmethod
     def forward(ctx, x, pair, *arguments):

@@ -45,6 +45,7 @@ from collectives import (
     reduce,
     reduce_from_group,
     reduce_scatter_bytes,
+    reduce_scatter_cost,
     reduce_scatter_single,
     reduce_scatter_to_group,
     report_stalls,
@@ -1099,6 +1100,10 @@ def test_each_rank_sends_the_bytes_of_the_formulas(world_size, dtype):
         assert len(count) == 2 and set(count.values()) == {(ring, world_size - 1)}
     assert reduce_scatter_bytes(nbytes, world_size) == all_gather_bytes(nbytes, world_size) == ring
     assert all_reduce_bytes(nbytes, world_size) == 2 * ring
+    for algorithm, steps in [
+        ("ring", world_size - 1), ("halving", rounds), ("direct", min(world_size - 1, 1))
+    ]:
+        assert reduce_scatter_cost(algorithm, nbytes, world_size)[:2] == (steps, ring)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 6])
