@@ -12,8 +12,8 @@ exchange(): a batch of sends and receives that progress together.
       recursive_doubling   sums swapped with ever farther ranks       log2(P) D       log2(P)
       halving_doubling     the same, with halves, quarters ...       2(P-1)/P D       2 log2(P)
       hierarchical         rings inside nodes and between them       2(P-1)/P D       2(I+O-2)
-    reduce_scatter_single  rank r gets chunk r of the sum             (P-1)/P D       P-1 or 1
-    all_gather_single      everybody gets every rank's chunk          (P-1)/P D       P-1 or 1
+    reduce_scatter_single  rank r gets chunk r of the sum             (P-1)/P D       1 to P-1
+    all_gather_single      everybody gets every rank's chunk          (P-1)/P D       1 to P-1
     all_to_all_single      rank i's chunk j goes to rank j            (P-1)/P D       1
     broadcast              down a tree; the root sends most           log2(P) D       log2(P)
     reduce                 up the tree, added on the way              D               log2(P)
@@ -200,8 +200,8 @@ def exchange(sends, receives, group=None, async_op=False):
     a link list its messages in the same order and with the same sizes (a message larger than its
     buffer aborts a gloo rank). Empty tensors are not sent. On NCCL batches run in the order they
     were issued in, so two ranks must issue the batches that they share in the same order.
-    Returns None, or with async_op an object whose wait() completes the batch. A RuntimeError names
-    the peer of a message that failed.
+    The group's pending operations come first. Returns None, or with async_op an object whose wait()
+    completes the batch. A RuntimeError names the peer of a message that failed.
     """
     group = group or dist.group.WORLD
     on_stream = any(_on_stream(tensor, group) for tensor, _ in (*sends, *receives)[:1])
@@ -613,6 +613,50 @@ def _pairwise(outgoing, arriving, rank):
         yield [(outgoing[r], r) for r in to_ranks], [(arriving[r], r) for r in from_ranks]
 
 
+def _bounds(row, world_size):
+    """Chunks c to d - 1 of a row are row[bounds[c] : bounds[d]]."""
+    return [len(row) * chunk // world_size for chunk in range(world_size + 1)]
+
+
+def _halving(input, output, add, rank, world_size):
+    """Reduce-scatter among 2^k ranks by swapping halves of sums, then quarters ... log2(P) steps.
+
+        rank        0              1              2              3
+        step 0   c01: 0+2       c01: 1+3       c23: 0+2       c23: 1+3       (partner = rank xor 2)
+        step 1   c0: 0+1+2+3    c1: 0+1+2+3    c2: 0+1+2+3    c3: 0+1+2+3    (partner = rank xor 1)
+    """
+    bounds, total, start, size = _bounds(input, world_size), input, 0, world_size
+    while size > 1:  # `total` has `size` chunks, the first of them `start`
+        size //= 2
+        partner = rank ^ size
+        keep, give = (start + size, start) if rank & size else (start, start + size)
+        kept, given = (
+            total[bounds[half] - bounds[start] : bounds[half + size] - bounds[start]]
+            for half in (keep, give)
+        )
+        received = torch.empty_like(kept)
+        yield [(given, partner)], [(received, partner)]
+        total, start = add(kept, received, out=output if size == 1 else received), keep
+    if world_size == 1:
+        output.copy_(total)
+
+
+def _doubling(row, rank, world_size):
+    """All-gather among 2^k ranks by swapping one chunk, then two ..., in place. log2(P) steps.
+
+        rank        0         1         2         3
+        start    0 . . .   . 1 . .   . . 2 .   . . . 3
+        step 0   0 1 . .   0 1 . .   . . 2 3   . . 2 3       (partner = rank xor 1)
+        step 1   0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3       (partner = rank xor 2)
+    """
+    bounds, size = _bounds(row, world_size), 1
+    while size < world_size:
+        partner, mine = rank ^ size, rank & -size
+        own, other = (row[bounds[i] : bounds[i + size]] for i in (mine, mine ^ size))
+        yield [(own, partner)], [(other, partner)]
+        size *= 2
+
+
 def _direct_reduce_scatter(chunks, output, add, rank):
     """Every chunk to its rank, which adds in the order of ranks."""
     parts = [chunk if r == rank else torch.empty_like(output) for r, chunk in enumerate(chunks)]
@@ -680,35 +724,10 @@ def _recursive_doubling(output, input, add, rank, world_size):
 
 
 def _halving_doubling(output, input, add, rank, world_size):
-    """Swap halves, quarters ... of sums, then all of that back. 2 log2(P) steps, 2(P-1)/P D bytes.
-
-        rank        0              1              2              3
-        step 0   c01: 0+2       c01: 1+3       c23: 0+2       c23: 1+3       (partner = rank xor 2)
-        step 1   c0: 0+1+2+3    c1: 0+1+2+3    c2: 0+1+2+3    c3: 0+1+2+3    (partner = rank xor 1)
-        step 2   c0 c1          c0 c1          c2 c3          c2 c3          (partner = rank xor 1)
-        step 3   c0 c1 c2 c3    c0 c1 c2 c3    c0 c1 c2 c3    c0 c1 c2 c3    (partner = rank xor 2)
-
-    Chunks first : first + size of a tensor are a slice of it. Rabenseifner, 2004.
-    """
-    bounds = [len(output) * chunk // world_size for chunk in range(world_size + 1)]
-    total, start, size = input, 0, world_size  # `total` begins with chunk `start`
-    while size > 1:
-        size //= 2
-        partner = rank ^ size
-        keep, give = (start + size, start) if rank & size else (start, start + size)
-        kept, given = (
-            total[bounds[half] - bounds[start] : bounds[half + size] - bounds[start]]
-            for half in (keep, give)
-        )
-        received = torch.empty_like(kept)
-        yield [(given, partner)], [(received, partner)]
-        total, start = add(kept, received, out=received), keep
-    output[bounds[rank] : bounds[rank + 1]].copy_(total)
-    while size < world_size:
-        partner, mine = rank ^ size, rank & -size
-        own, other = (output[bounds[i] : bounds[i + size]] for i in (mine, mine ^ size))
-        yield [(own, partner)], [(other, partner)]
-        size *= 2
+    """Reduce-scatter and all-gather so. 2 log2(P) steps, 2(P-1)/P D bytes. Rabenseifner, 2004."""
+    own = output[slice(*_bounds(output, world_size)[rank : rank + 2])]
+    yield from _halving(input, own, add, rank, world_size)
+    yield from _doubling(output, rank, world_size)
 
 
 def _for_any_size(algorithm):
@@ -879,10 +898,11 @@ def all_reduce_cost(algorithm, nbytes, world_size, inner_size=1, rank=0):
 
 
 def reduce_scatter_cost(algorithm, nbytes, world_size):
-    """Cost of a reduce-scatter of a full tensor of `nbytes`, "direct" or "ring"."""
+    """Cost of a reduce-scatter of a full tensor of `nbytes`: "halving", "direct" or "ring"."""
     D, P = nbytes, world_size
-    if algorithm == "direct":
-        return Cost(min(P - 1, 1), (P - 1) * D // P, (P - 1) * D // P)
+    if algorithm != "ring":
+        steps = (P - 1).bit_length() if algorithm == "halving" else min(P - 1, 1)
+        return Cost(steps, (P - 1) * D // P, (P - 1) * D // P)
     return Cost(P - 1, (P - 1) * D // P, min(SEGMENT, D // P) if P > 1 else 0)
 
 
@@ -906,12 +926,12 @@ def reduce_scatter_bytes(nbytes, world_size):
 
 all_gather_bytes = reduce_scatter_bytes
 
-# What "auto" chooses from. gloo: ranks share cores, so that every message and every byte costs,
+# What "auto" chooses from. On gloo, where ranks share cores, every message costs and every byte,
 # also another rank's. An all-gather goes as its reverse, the reduce-scatter.
 _CHOICES = {
     ("gloo", all_reduce_cost): ("ring", "halving_doubling", "recursive_doubling"),
     ("nccl", all_reduce_cost): ("direct", "ring"),
-    ("gloo", reduce_scatter_cost): ("direct", "ring"),
+    ("gloo", reduce_scatter_cost): ("halving", "direct", "ring"),
     ("nccl", reduce_scatter_cost): ("direct", "ring"),
     ("gloo", broadcast_cost): ("tree",),
     ("nccl", broadcast_cost): ("tree", "scatter_all_gather"),
@@ -927,7 +947,10 @@ def _auto(cost, nbytes, link):
 
 @lru_cache(maxsize=4096)
 def _cheapest(backend, cost, nbytes, world_size, one_node, speed):
-    names = [name for name in _CHOICES[backend, cost] if one_node or name != "direct"]
+    doubles = world_size & (world_size - 1) == 0
+    # direct: P-1 messages at once, good inside a node; on gloo log2(P) of them are quicker
+    fits = {"halving": doubles, "direct": one_node if backend == "nccl" else not doubles}
+    names = [name for name in _CHOICES[backend, cost] if fits.get(name, True)]
     return min(names, key=lambda name: cost(name, nbytes, world_size).seconds(speed))
 
 
@@ -1075,11 +1098,14 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
     def run(link):
         P = link.world_size
         algorithm = _auto(reduce_scatter_cost, input.nbytes, link)
-        scatter = {"direct": _direct_reduce_scatter, "ring": _ring_reduce_scatter}[algorithm]
         with _into_row(output) as row:
-            parts = [*_row(input).tensor_split(P), row]
-            segments = _segments(parts, _part_bytes(algorithm, P, link) / P)
-            rounds = [scatter(part[:-1], part[-1], _REDUCE[op], link.rank) for part in segments]
+            if algorithm == "halving":
+                rounds = [_halving(_row(input), row, _REDUCE[op], link.rank, P)]
+            else:
+                scatter = _ring_reduce_scatter if algorithm == "ring" else _direct_reduce_scatter
+                parts = [*_row(input).tensor_split(P), row]
+                segments = _segments(parts, _part_bytes(algorithm, P, link) / P)
+                rounds = [scatter(part[:-1], part[-1], _REDUCE[op], link.rank) for part in segments]
             take_turns(rounds, link)
             if op == ReduceOp.AVG:
                 row.div_(P)
@@ -1088,13 +1114,17 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
     return _launch("reduce_scatter_single", run, [output, input], group, async_op, signature)
 
 
-def _gather_chunks(chunks, link):
-    """Chunk r of rank r into chunk r of every rank."""
-    nbytes = sum(chunk.nbytes for chunk in chunks)
-    algorithm = _auto(reduce_scatter_cost, nbytes, link)
-    gather = {"direct": _direct_all_gather, "ring": _ring_all_gather}[algorithm]
-    segments = _segments(chunks, _part_bytes(algorithm, len(chunks), link) / len(chunks))
-    take_turns([gather(part, link.rank) for part in segments], link)
+def _gather_chunks(chunks, link, row=None):
+    """Chunk r of rank r into chunk r of every rank; `row` is all of them where they are alike."""
+    P = link.world_size
+    algorithm = _auto(reduce_scatter_cost, sum(chunk.nbytes for chunk in chunks), link)
+    if algorithm == "halving" and row is not None:
+        rounds = [_doubling(row, link.rank, P)]
+    else:
+        gather = _ring_all_gather if algorithm == "ring" else _direct_all_gather
+        segments = _segments(chunks, _part_bytes(algorithm, P, link) / P)
+        rounds = [gather(part, link.rank) for part in segments]
+    take_turns(rounds, link)
 
 
 @_for_members
@@ -1111,7 +1141,7 @@ def all_gather_single(output, input, group=None, async_op=False):
         with _into_row(output) as row:
             chunks = row.tensor_split(link.world_size)
             chunks[link.rank].copy_(_row(input))
-            _gather_chunks(chunks, link)
+            _gather_chunks(chunks, link, row)
 
     signature = input.numel(), input.dtype
     return _launch("all_gather_single", run, [output, input], group, async_op, signature)
@@ -1365,7 +1395,7 @@ _PAIRS = {  # forward, backward; what x is before -> after
 
 
 class _Conjugate(torch.autograd.Function):
-    """One function of a pair forward, the other one backward; and the reverse to go back again."""
+    """One function of a pair forward, the other one backward, whose own backward is the first."""
 
     @staticmethod
     def forward(ctx, x, pair, *arguments):

@@ -45,6 +45,7 @@ from collectives import (
     reduce,
     reduce_from_group,
     reduce_scatter_bytes,
+    reduce_scatter_cost,
     reduce_scatter_single,
     reduce_scatter_to_group,
     report_stalls,
@@ -516,10 +517,10 @@ def _on_streams():
                 assert batch.call_count == count
         set_ranks_per_node(world_size)
         with patch.object(collectives, "DIRECT_BYTES", 4 * world_size):  # two pieces
-            with patch.object(collectives, "_batch", wraps=collectives._batch) as batch:
+            with record() as events:
                 all_reduce(full)
                 reduce_scatter_single(torch.empty(2), full)
-        assert batch.call_count == 4 + 2
+        assert [event["kind"] for event in events] == ["post", "wait"] * (4 + 2)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -1086,17 +1087,23 @@ def test_each_rank_sends_the_bytes_of_the_formulas(world_size, dtype):
     ring = nbytes * (world_size - 1) // world_size
     rounds = (world_size - 1).bit_length()
     counts = run(world_size, _count, 60, dtype)
-    with_rings = run(world_size, _count_in_rings, 60, dtype)
-    assert with_rings == counts
-    for count in counts:
+    in_rings = run(world_size, _count_in_rings, 60, dtype)
+    steps = rounds if world_size & (world_size - 1) == 0 else world_size - 1
+    for count, in_ring in zip(counts, in_rings):
+        for name in ("reduce_scatter_single", "all_gather_single"):
+            assert in_ring[name] == (ring, world_size - 1) and count.pop(name) == (ring, steps)
         assert count.pop("all_reduce") == (2 * ring, 2 * (world_size - 1))
         assert count["broadcast"][0] <= rounds * nbytes
         assert count.pop("barrier") == (rounds, rounds)
     assert sum(count.pop("broadcast")[0] for count in counts) == (world_size - 1) * nbytes
     for count in counts:
-        assert len(count) == 4 and set(count.values()) == {(ring, world_size - 1)}
+        assert len(count) == 2 and set(count.values()) == {(ring, world_size - 1)}
     assert reduce_scatter_bytes(nbytes, world_size) == all_gather_bytes(nbytes, world_size) == ring
     assert all_reduce_bytes(nbytes, world_size) == 2 * ring
+    for algorithm, steps in [
+        ("ring", world_size - 1), ("halving", rounds), ("direct", min(world_size - 1, 1))
+    ]:
+        assert reduce_scatter_cost(algorithm, nbytes, world_size)[:2] == (steps, ring)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 6])
