@@ -263,8 +263,8 @@ class DistributedDataParallel(nn.Module):
     Parameters and buffers start as the group's first rank's, and with broadcast_buffers are so
     before each forward pass of a training. Each gradient is a view into a bucket of at most
     `bucket_cap_mb` MiB and of one dtype; the buckets are rebuilt once, in the order in which
-    gradients arrive on the first rank. Outside of no_sync() every backward() that reaches the
-    module reduces; torch.autograd.grad() does not.
+    gradients arrive on the first rank. Outside of no_sync() a backward() through what the wrapper
+    has returned reduces; torch.autograd.grad() does not.
 
     gradient_divide_factor: what gradients are divided by before they are summed; by default the
         group's size, or 1 where the loss has its global divisor already. With another than the
@@ -334,7 +334,7 @@ class DistributedDataParallel(nn.Module):
         """Hooks and buckets: what belongs to these parameters, and not to a copy of them."""
         self._names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
         self._backward = Backward(self._begin_backward, self._end_backward, self._failed)
-        self._reducing, self._next, self._sums = False, 0, {}
+        self._reducing, self._expected, self._next, self._sums = False, False, 0, {}
         # Backward runs from the last layer to the first, which is the order buckets should fill in.
         self._arrived = []
         self._build(list(self._names)[::-1])
@@ -342,8 +342,9 @@ class DistributedDataParallel(nn.Module):
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
 
     def __getstate__(self):
-        own = "_names _backward _reducing _next _sums _unused _arrived _order _buckets _place"
-        return {key: value for key, value in self.__dict__.items() if key not in own.split()}
+        own = "_names _backward _reducing _expected _next _sums _unused _arrived _order _buckets"
+        own = {*own.split(), "_place"}
+        return {key: value for key, value in self.__dict__.items() if key not in own}
 
     def __setstate__(self, state):
         super().__setstate__(state)
@@ -380,9 +381,10 @@ class DistributedDataParallel(nn.Module):
                     parameter.grad = bucket.views[i].copy_(parameter.grad)
 
     def forward(self, *args, **kwargs):
-        trained = self.training and torch.is_grad_enabled() and not in_backward()
-        if self.broadcast_buffers and self._sync and trained:
-            self._broadcast(self.module.buffers(), self.process_group)
+        if torch.is_grad_enabled() and not in_backward():  # where it is recomputed
+            self._expected = True
+            if self.broadcast_buffers and self._sync and self.training:
+                self._broadcast(self.module.buffers(), self.process_group)
         outputs = self.module(*args, **kwargs)
         before_backward(self._at_outputs, outputs)
         return outputs
@@ -434,7 +436,9 @@ class DistributedDataParallel(nn.Module):
         if gradient is not None and (gradient.requires_grad or gradient.is_sparse):
             what = "sparse" if gradient.is_sparse else "part of a graph (create_graph=True)"
             raise RuntimeError(f"the gradient of {name!r} is {what}, which is not reduced")
-        self._enter_backward()
+        if self._expected:  # not where the module itself was called, past the wrapper
+            self._expected = False
+            self._enter_backward()
         if not self._reducing:
             self._copy_to_bucket(parameter, 1)
             return

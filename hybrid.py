@@ -1264,6 +1264,4 @@ _LAUNCHER = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
 if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as a shell's background jobs have it
         _leave_on_interrupt(int(os.environ.get("RANK", 0)))
-    status = main()
-    sys.stdout.flush()
-    os._exit(status)  # gloo's threads now and then abort an interpreter that takes itself apart
+    sys.exit(main())

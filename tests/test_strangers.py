@@ -1,4 +1,4 @@
-"""What users of PyTorch write, ordinary and odd; scripts run under torchrun and end the normal way."""
+"""What users of PyTorch write, ordinary and odd; scripts run under torchrun, and end normally."""
 
 import copy
 import io
@@ -294,6 +294,26 @@ def _penalise():
 
 def test_autograd_grad_through_ddp_sends_nothing_and_backward_through_it_reduces():
     run(2, _penalise)
+
+
+def _pass_the_wrapper_by():
+    """The module called itself, on one rank alone: its gradients stay there."""
+    net = _net()
+    model = DistributedDataParallel(net)
+    model(_own()).square().mean().backward()
+    net.zero_grad()
+    if dist.get_rank() == 1:
+        with count_bytes() as traffic:
+            net(_own()).square().mean().backward()
+        assert traffic.messages() == 0
+        _close(_gradients(net), _expected(_net(), lambda net, x: net(_own()).square().mean()))
+    net.zero_grad()
+    model(_own()).square().mean().backward()
+    _close(_gradients(net), _expected(_net()))
+
+
+def test_a_backward_past_the_wrapper_is_this_ranks_own():
+    run(2, _pass_the_wrapper_by)
 
 
 class _Undefined(torch.autograd.Function):
