@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -155,7 +156,7 @@ def before_backward(function, outputs, inputs=()):
             source.register_hook(lambda grad: function())
 
 
-_NO_TENSORS = (type(None), int, float, str, bytes, type, nn.Module)
+_NO_TENSORS = (type(None), int, float, str, bytes, type, ModuleType, nn.Module)
 
 
 def tensors_in(nested):

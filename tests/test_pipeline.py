@@ -1110,7 +1110,7 @@ def test_each_chunk_reduces_once_in_its_last_backward_or_before_its_last_weight_
         for events, kinds in sum(run(p, _order_of_syncs, name, m), []):
             last = kinds.replace("F", "")[-1]
             assert events[-1] == ("gradient", False)
-            assert events.count(("gradient", True)) == kinds.count("B") - (last == "B")
+            assert events.count(("gradient", True)) == kinds.count("B") + kinds.count("W") - 1
             assert len(events) == kinds.count("B") + kinds.count("W") + (last == "W")
             assert last == "B" or events[-2] == ("start", False)
 
