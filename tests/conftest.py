@@ -11,6 +11,15 @@ import pytest
 import ranks as rank_pool
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "soak: long; left out of plain pytest, run by -m soak")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.option.markexpr:
+        items[:] = [item for item in items if "soak" not in item.keywords]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def ranks():
     """`run` of ranks.py; the pool's processes end with the session."""

@@ -869,11 +869,21 @@ LAYOUTS_OF_8 += [
 ]
 
 
-@pytest.mark.parametrize("flags", LAYOUTS_OF_8)
-def test_every_layout_runs_under_the_rules_of_nccl(flags):
+def _runs_under_the_rules_of_nccl(flags):
     programs = run(8, _record_two_steps, flags)
     assert all(len(events) > 10 for events in programs)
     replay(programs)
+
+
+@pytest.mark.parametrize("flags", LAYOUTS_OF_8[::3])
+def test_layouts_run_under_the_rules_of_nccl(flags):
+    _runs_under_the_rules_of_nccl(flags)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("flags", LAYOUTS_OF_8[1::3] + LAYOUTS_OF_8[2::3])
+def test_every_other_layout_runs_under_the_rules_of_nccl(flags):
+    _runs_under_the_rules_of_nccl(flags)
 
 
 # ---- data ----------------------------------------------------------------------------------------
