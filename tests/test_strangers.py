@@ -794,6 +794,21 @@ def test_units_may_recompute_normalise_weights_and_change_their_inputs(how):
     run(2, _use_inside, how)
 
 
+def _normalise_a_unit():
+    """The unit itself has a hook, registered before, that makes its weight."""
+    alone, net = _net(), _net()
+    for module in (alone, net):
+        nn.utils.weight_norm(module[2])
+    (sum(alone(part).square().mean() for part in _parts()) / dist.get_world_size()).backward()
+    model = FullyShardedDataParallel(net, units=[net[0], net[2]])
+    model(_own()).square().mean().backward()
+    _close(_whole_gradients(model), _gradients(alone))
+
+
+def test_a_hook_of_a_unit_sees_whole_parameters():
+    run(2, _normalise_a_unit)
+
+
 def _fail(grad):
     raise KeyError("backward fails here")
 
