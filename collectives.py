@@ -36,6 +36,7 @@ import atexit
 import inspect
 import math
 import os
+import pickle
 import queue
 import sys
 import tempfile
@@ -1251,6 +1252,16 @@ def _device(group):
     return "cuda" if _has_nccl(group or dist.group.WORLD) else "cpu"
 
 
+def gather_objects(value, group=None):
+    """Every rank's `value`, anything that can be pickled, in rank order. Collective."""
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(_device(group))
+    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=own.device)
+    all_gather_single(lengths, lengths.new_tensor([len(own)]), group)
+    texts = [own.new_empty(length) for length in lengths.tolist()]
+    all_gather(texts, own, group)
+    return [pickle.loads(bytes(text.tolist())) for text in texts]
+
+
 def check_parameters(named, group=None):
     """ValueError if [(name, tensor)] are on several devices, or not alike on all ranks. Collective.
 
@@ -1260,12 +1271,7 @@ def check_parameters(named, group=None):
     where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
     _check(len(devices) <= 1, "parameters are on several devices: {}", where)
     lines = [f"{name!r} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in named]
-    own = torch.tensor(list("\n".join(lines).encode()), dtype=torch.uint8, device=_device(group))
-    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=own.device)
-    all_gather_single(lengths, lengths.new_tensor([len(own)]), group)
-    texts = [own.new_empty(length) for length in lengths.tolist()]
-    all_gather(texts, own, group)
-    first, *others = (bytes(text.tolist()).decode().split("\n") for text in texts)
+    first, *others = gather_objects(lines, group)
     for rank, other in enumerate(others, 1):
         for line, expected in zip_longest(other, first, fillvalue="nothing"):
             if line != expected:

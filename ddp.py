@@ -261,8 +261,8 @@ class _Bucket:
 class DistributedDataParallel(nn.Module):
     """Wraps a module: `loss.backward()` leaves, on every rank, gradients averaged over the group.
 
-    Parameters and buffers start as the group's first rank's, and with broadcast_buffers are so
-    before each forward pass of a training. Each gradient is a view into a bucket of at most
+    Parameters and buffers start as the group's first rank's; with broadcast_buffers, buffers are so
+    again in the first forward pass after one whose gradients are reduced. Each gradient is a view into a bucket of at most
     `bucket_cap_mb` MiB and of one dtype; the buckets are rebuilt once, in the order in which
     gradients arrive on the first rank. Outside of no_sync() a backward() through what the wrapper
     has returned reduces; torch.autograd.grad() does not.
@@ -314,7 +314,7 @@ class DistributedDataParallel(nn.Module):
         for parameter in module.parameters():
             self._broadcast([parameter], self._group_of(parameter))
         self._broadcast(module.buffers(), process_group)
-        self._sync = True
+        self._sync, self._buffers_differ = True, True
         self._attach()
 
     def _check(self, device_ids):
@@ -382,10 +382,11 @@ class DistributedDataParallel(nn.Module):
                     parameter.grad = bucket.views[i].copy_(parameter.grad)
 
     def forward(self, *args, **kwargs):
-        if torch.is_grad_enabled() and not in_backward():  # where it is recomputed
-            self._expected = True
-            if self.broadcast_buffers and self._sync and self.training:
+        if not in_backward():  # where it is recomputed
+            if self.broadcast_buffers and self._buffers_differ:
                 self._broadcast(self.module.buffers(), self.process_group)
+            self._expected = self._expected or torch.is_grad_enabled()
+            self._buffers_differ = torch.is_grad_enabled() and self._sync
         outputs = self.module(*args, **kwargs)
         before_backward(self._at_outputs, outputs)
         return outputs

@@ -648,7 +648,7 @@ class Pipeline:
             "targets": self.rank in [last for _, last in ends],
         }
         self.formats = {}  # (source, chunk) of a boundary -> (rows of inputs, dtype, shape) there
-        self.queue, self.midway = None, False
+        self.queue, self.midway, self.times = None, False, {}
 
     def _check_schedule(self):
         """Raise on all ranks if their schedules differ. NCCL wants all in a group's first batch."""
@@ -830,7 +830,10 @@ class Pipeline:
         """What the last step did in time, as simulate() would say it, in seconds. Collective.
 
         Each rank's time begins with its step: a barrier before that makes them the same.
+        RuntimeError if no step has ended.
         """
+        if len(self.times) < len(self.actions):
+            raise RuntimeError("timeline() of a step that has not ended")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             since = lambda moment: self.began.elapsed_time(moment) / 1e3

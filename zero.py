@@ -42,6 +42,7 @@ from collectives import (
     check_parameters,
     count_bytes,
     dist,
+    gather_objects,
     rank_and_size,
     reduce_scatter_bytes,
     reduce_scatter_single,
@@ -250,6 +251,9 @@ def _clip(gradients, max_norm, norm_type, group, also=()):
     Returns the norm before. Tensors in `also` are scaled alike, but not counted. RuntimeError if
     there is no gradient.
     """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type} must be positive")
     if all(gradient is None for gradient in gradients):
         raise RuntimeError("no parameter has a gradient")
     gradients = [gradient for gradient in gradients if gradient is not None]
@@ -279,22 +283,38 @@ def _clip(gradients, max_norm, norm_type, group, also=()):
 def _full_state(optimizer, flats, place):
     """The state of an optimizer of pieces as one of whole parameters: {place[piece]: {key: value}}.
 
-    Collective. A value of a piece's shape is part of a tensor of its parameter's shape.
+    Collective. What has its piece's shape on every rank is part of a tensor of the parameter's
+    shape; anything else is the same on all ranks that have it, which empty pieces may not.
     """
     state = {}
     for flat in flats:
-        held = [optimizer.state.get(piece, {}) for piece in flat.pieces]
-        for key in dict.fromkeys(key for values in held for key in values):
-            values = [values.get(key) for values in held]
-            if any(_is_like(value, piece) for value, piece in zip(values, flat.pieces)):
-                pairs = zip(values, flat.pieces)
-                values = flat.join([p.new_zeros(p.shape) if v is None else v for v, p in pairs])
+        own = [optimizer.state.get(piece, {}) for piece in flat.pieces]
+        described = [
+            {key: _describe(value, piece) for key, value in values.items()}
+            for values, piece in zip(own, flat.pieces)
+        ]
+        ranks = gather_objects(described, flat.group)
+        for key in dict.fromkeys(key for rank in ranks for values in rank for key in values):
+            found = [[rank[i][key] for rank in ranks if key in rank[i]] for i in range(len(own))]
+            dtypes = [dtype for some in found for dtype, _ in some]
+            if None not in dtypes:
+                pairs = zip(own, flat.pieces)
+                parts = [values.get(key, piece.new_zeros(piece.shape)) for values, piece in pairs]
+                wholes = flat.join([part.to(dtypes[0]) for part in parts])
             else:
-                values = [value.clone() if torch.is_tensor(value) else value for value in values]
-            for piece, values_held, value in zip(flat.pieces, held, values):
-                if key in values_held:
-                    state.setdefault(place[piece], {})[key] = value
+                wholes = [some[0][1] if some else None for some in found]
+            for piece, some, whole in zip(flat.pieces, found, wholes):
+                if some:
+                    state.setdefault(place[piece], {})[key] = whole
     return dict(sorted(state.items()))
+
+
+def _describe(value, piece):
+    """(dtype, or None for what is no part of a tensor; the value, if it may be none)."""
+    if not torch.is_tensor(value):
+        return None, value
+    is_part = value.shape == piece.shape
+    return value.dtype if is_part else None, value.cpu() if value.numel() == 1 or not is_part else None
 
 
 _SCALARS = ("step", "mu_product", "eta", "mu")  # of Adam, NAdam, ASGD: whatever the parameter
@@ -317,16 +337,13 @@ def _load_full_state(optimizer, flats, place, lengths, state_dict):
             (flat, i), state[number] = where[piece], {}
             for key, value in state_dict["state"].get(place[piece], {}).items():
                 if torch.is_tensor(value) and key not in _SCALARS:
-                    if value.shape != flat.layout.shapes[i]:
+                    if value.shape == flat.layout.shapes[i]:
+                        value = flat.piece(i, value).clone()
+                    elif value.numel() > 1:
                         found, needed = tuple(value.shape), tuple(flat.layout.shapes[i])
                         raise ValueError(f"{key} of {flat.names[i]!r} is {found}, not {needed}")
-                    value = flat.piece(i, value).clone()
                 state[number][key] = value
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _is_like(value, parameter):
-    return torch.is_tensor(value) and value.shape == parameter.shape
 
 
 # ---- stages 1 and 2: whole parameters, an optimizer of shards ------------------------------------
@@ -587,26 +604,44 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self._begin_reduction()
         elif self._shard_gradients:
             self._check_sent()
-        for group, pieces in zip(self.param_groups, self.optimizer.param_groups):
-            pieces.update({key: group[key] for key in pieces if key != "params"})
+        self._copy_options(self.param_groups, self.optimizer.param_groups)
         works = []
-        for flat in self._flats:  # one shard is updated while the next comes and the last leaves
-            if scatter:
-                self._finish(flat)
-            for piece, part in zip(flat.pieces, flat.gradient_pieces()):
-                piece.grad = part.to(flat.dtype)
+        for flats in self._updated_together():
+            for flat in flats:
+                if scatter:
+                    self._finish(flat)
+                for piece, part in zip(flat.pieces, flat.gradient_pieces()):
+                    piece.grad = part.to(flat.dtype)
             self.optimizer.step()
-            for piece in flat.pieces:
-                piece.grad = None
-            works.append(flat.unshard())
-            if not self._shard_gradients:
-                flat.gradient = None
+            for flat in flats:
+                for piece in flat.pieces:
+                    piece.grad = None
+                works.append(flat.unshard())
+                if not self._shard_gradients:
+                    flat.gradient = None
+        self._copy_options(self.optimizer.param_groups, self.param_groups)
         for work in works:
             work.wait()
         if not self._shard_gradients:
             self._reduced = None
             _check_finite(self._flats, self._settings.group)
         return loss
+
+    def _updated_together(self):
+        """One row is updated while the next one arrives and the last one leaves.
+
+        But PyTorch's optimizers alone are known to keep nothing in their groups, such as a count of
+        steps: others make one step of all rows.
+        """
+        if type(self.optimizer).__module__.startswith("torch.optim."):
+            return [[flat] for flat in self._flats]
+        return [self._flats]
+
+    @staticmethod
+    def _copy_options(sources, targets):
+        """Learning rates and the like, and what an optimizer keeps beside them."""
+        for source, target in zip(sources, targets):
+            target.update({k: v for k, v in source.items() if k not in ("params", "param_names")})
 
     def _check_sent(self):
         """Stage 2: what was zeroed since it was sent counts as zero; nothing else may be there."""
@@ -675,8 +710,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         lengths = [len(group["params"]) for group in self.param_groups]
         plain = {**state_dict, "state": plain}
         _load_full_state(self.optimizer, self._flats, place, lengths, plain)
-        for group, pieces in zip(self.param_groups, self.optimizer.param_groups):
-            group.update({key: value for key, value in pieces.items() if key != "params"})
+        self._copy_options(self.optimizer.param_groups, self.param_groups)
         for flat in self._flats:
             self._follow(flat)
             for i, (parameter, piece) in enumerate(zip(flat.originals, flat.pieces)):
@@ -684,6 +718,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                 if exact is not None and flat.dtype != flat.param_dtype:
                     piece.copy_(flat.piece(i, exact))
                     parameter.copy_(exact)
+
+
+    def __getstate__(self):
+        raise RuntimeError("ZeRO's optimizer cannot be copied or pickled: call state_dict()")
 
 
 def _pieces(flats):
@@ -1016,7 +1054,7 @@ class FullyShardedDataParallel(nn.Module):
             self._free()
             return outputs
         self._versions = self._piece_versions()
-        before_backward(self._enter_backward, outputs)
+        before_backward(partial(self._enter_backward, self._versions), outputs)
         return outputs
 
     @torch.no_grad()
@@ -1065,14 +1103,16 @@ class FullyShardedDataParallel(nn.Module):
 
     # -- backward
 
-    def _enter_backward(self):
+    def _enter_backward(self, versions):
+        """versions: those of the pieces in the forward pass that backward has come to."""
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True: a sharded module has no gradients of gradients")
         self._backward.enter()
+        if versions != self._gathered:
+            raise RuntimeError("the parameters were changed between forward and backward")
 
     def _begin_backward(self):
-        if self._versions != self._piece_versions():
-            raise RuntimeError("the parameters were changed between forward and backward")
+        self._gathered = self._piece_versions()
         self._cursor = len(self._units)
         self._accumulates = accumulates()
         self._root.unshard()
@@ -1091,7 +1131,7 @@ class FullyShardedDataParallel(nn.Module):
     def _gradient_ready(self, whole):
         turn, flat, i = self._turn_of[whole]
         if turn == len(self._units):
-            self._enter_backward()
+            self._enter_backward(self._versions)
         if self._cursor is None or turn < self._cursor:
             raise RuntimeError(
                 f"backward reached the parameters {', '.join(flat.names)} on a way other than "
@@ -1103,7 +1143,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _unit_backward(self, i):
         """The units between were skipped on this rank, but have their turn, as on all others."""
-        self._enter_backward()
+        self._enter_backward(self._versions)
         if i > self._cursor:  # of a second forward pass
             self._reduce(self._units[self._cursor])
             self._cursor = len(self._units)

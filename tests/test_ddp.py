@@ -3,7 +3,7 @@
 import copy
 import io
 import re
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from unittest.mock import patch
 
 import pytest
@@ -780,30 +780,30 @@ def test_a_second_gradient_in_one_backward_is_an_error():
 # ---- buffers -------------------------------------------------------------------------------------
 
 
-def _normalise(broadcast_buffers):
-    """Running means after two steps, and the bytes of a forward pass without gradient."""
-    rank = dist.get_rank()
-    model = DistributedDataParallel(nn.BatchNorm1d(1), broadcast_buffers=broadcast_buffers)
-    for _ in range(2):
-        model(torch.full((4, 1), 1.0 + rank)).sum().backward()
-    with count_bytes() as traffic, torch.no_grad():
-        model(torch.ones(4, 1))
-        model.eval()
-    with count_bytes() as more:
-        model(torch.ones(4, 1))
-        model.train()
-        with model.no_sync():
-            model(torch.full((4, 1), model.module.running_mean.item()))
-    assert traffic.messages() == more.messages() == 0
-    return model.module.running_mean.item()
+PASSES = "reduce reduce no_sync no_sync reduce eval eval reduce no_grad no_grad reduce reduce"
 
 
-def test_buffers_are_the_first_ranks_before_every_forward_pass():
-    assert run(3, _normalise, True) == pytest.approx([0.271, 0.271 + 0.1 * 0.9, 0.271 + 0.2 * 0.9])
+def _normalise(wrap, broadcast_buffers):
+    """The running mean after each pass."""
+    model = wrap(nn.BatchNorm1d(1), broadcast_buffers=broadcast_buffers)
+    means, x = [], torch.full((4, 1), 1.0 + dist.get_rank())
+    for step, kind in enumerate(PASSES.split(), 1):
+        model.train(kind != "eval")
+        with model.no_sync() if kind == "no_sync" else nullcontext():
+            with torch.set_grad_enabled(kind in ("reduce", "no_sync")):
+                loss = model(x * step).sum()
+            if loss.requires_grad:
+                loss.backward()
+        means.append(model.module.running_mean.item())
+    return means
 
 
-def test_buffers_can_be_left_alone():
-    assert len(set(run(3, _normalise, False))) == 3
+@pytest.mark.parametrize("broadcast_buffers", [True, False])
+def test_buffers_are_the_first_ranks_in_the_passes_in_which_pytorchs_are(broadcast_buffers):
+    theirs = run(3, _normalise, nn.parallel.DistributedDataParallel, broadcast_buffers)
+    assert run(3, _normalise, DistributedDataParallel, broadcast_buffers) == theirs
+    alike = {step for step, means in enumerate(zip(*theirs)) if len(set(means)) == 1}
+    assert alike == ({5, 6, 8, 9} if broadcast_buffers else set())
 
 
 class _Fail(torch.autograd.Function):

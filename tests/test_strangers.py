@@ -938,6 +938,9 @@ def _refuse_changes():
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     with pytest.raises(RuntimeError, match="parameters were changed between forward and backward"):
         loss.backward()
+    model(_own())  # whose parameters are those of now
+    with pytest.raises(RuntimeError, match="parameters were changed between forward and backward"):
+        loss.backward()
     linear = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model = FullyShardedDataParallel(linear)
     linear[1].bias = linear[0].bias

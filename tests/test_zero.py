@@ -1220,25 +1220,51 @@ def test_clipping_goes_over_all_dtypes():
     run(4, _mix_dtypes)
 
 
-def _round_trip():
-    """State that is not like a parameter: counts and means of NAdam and ASGD."""
-    x = _data(4)
-    for name in ("NAdam", "ASGD"):
-        for stage in STAGES:
-            model, optimizer = _shard(_net(), stage, getattr(torch.optim, name))
-            _train(model, optimizer, [_own_part(x)])
-            saved = _whole(model), copy.deepcopy(_gather_state(model, optimizer, stage))
-            alone = _net()
-            plain = getattr(torch.optim, name)(_groups(alone.parameters()), lr=0.01)
-            _load(alone, plain, *copy.deepcopy(saved), None)
-            _train(alone, plain, [x])
-            _load(model, optimizer, *saved, stage)
+class _Warming(torch.optim.Optimizer):
+    """Has a count in its groups, a state of one element, and none for empty parameters."""
+
+    def __init__(self, parameters, lr, **defaults):
+        super().__init__(parameters, {"lr": lr, "count": 0, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None and p.numel():
+                    state = self.state[p]
+                    if not state:
+                        state["scale"] = torch.ones(1, dtype=torch.float64)
+                        state["mean"] = torch.zeros_like(p)
+                    state["scale"] *= 0.9
+                    state["mean"].mul_(0.5).add_(p.grad)
+                    p -= group["lr"] / group["count"] * state["scale"].item() * state["mean"]
+
+
+def _round_trip(optimizer_class):
+    """Save after two steps, on all ranks alike; load; a third step."""
+    x = _data(4 * dist.get_world_size())
+    alone = _net()
+    plain = optimizer_class(_groups(alone.parameters()), lr=0.01)
+    _train(alone, plain, [x, x])
+    begun = copy.deepcopy((alone.state_dict(), plain.state_dict()))
+    _train(alone, plain, [x])
+    for stage in STAGES:
+        model, optimizer = _shard(_net(), stage, optimizer_class)
+        _train(model, optimizer, [_own_part(x)] * 2)
+        saved = _whole(model), copy.deepcopy(_gather_state(model, optimizer, stage))
+        _close(saved[1]["state"], begun[1]["state"], 1e-9)
+        assert saved[1]["param_groups"][0].items() >= begun[1]["param_groups"][0].items()
+        for model, optimizer in ((model, optimizer), _shard(_net(seed=3), stage, optimizer_class)):
+            _load(model, optimizer, *copy.deepcopy(saved), stage)
             _train(model, optimizer, [_own_part(x)])
             _close(_whole(model), alone.state_dict(), 1e-9)
 
 
-def test_any_state_is_gathered_and_loaded():
-    run(2, _round_trip)
+@pytest.mark.parametrize("optimizer_class", [torch.optim.NAdam, torch.optim.ASGD, _Warming])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_any_state_is_gathered_and_loaded(optimizer_class, world_size):
+    run(world_size, _round_trip, optimizer_class)
 
 
 def _forget_everything():
@@ -1309,6 +1335,13 @@ def _raise_errors():
         _, optimizer = _shard(_net(), stage)
         with pytest.raises(RuntimeError, match=r"step\(\) before backward\(\)"):
             optimizer.step()
+        with pytest.raises(RuntimeError, match=r"cannot be copied or pickled: call state_dict\(\)"):
+            copy.deepcopy(optimizer)
+        net(_data(1)).sum().backward()
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), sgd, lr=0.1)
+        with pytest.raises(ValueError, match="norm_type=0.0 must be positive"):
+            optimizer.clip_grad_norm_(1, 0)
+        assert optimizer.clip_grad_norm_(1, "inf") > 0
 
 
 def test_bad_input_gets_a_line_that_names_it():
