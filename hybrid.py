@@ -104,7 +104,7 @@ CP_METHODS = {
     "ulysses": ulysses_attention,
 }
 IGNORED = -100  # a target that does not count
-SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 500, 0.8
+SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 200, 0.8
 
 # ---- mesh ----------------------------------------------------------------------------------------
 

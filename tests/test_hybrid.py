@@ -29,7 +29,7 @@ from reference_gpt import MoE as ReferenceMoE
 from reference_gpt import ReferenceGPT, ReferenceTraining
 from tensor_parallel import tensor_parallel_layer_bytes
 
-STEPS, BATCH, LAYERS, HIDDEN, HEADS, T, V = 5, 16, 8, 32, 8, 12, 67
+STEPS, BATCH, LAYERS, HIDDEN, HEADS, T, V = 5, 16, 4, 32, 8, 12, 67
 RUN = 3  # of these steps
 FLAGS = f"--layers {LAYERS} --hidden {HIDDEN} --heads {HEADS} --seq-len {T} --vocab-size {V}"
 FLAGS += f" --batch-size {BATCH} --steps {STEPS} --lr 0.003 --warmup 2 --weight-decay 0.2"
@@ -47,16 +47,19 @@ def layouts(world_size):
                 for schedule in ("gpipe", "1f1b") if pp > 1 and world_size < 8 else ("1f1b",):
                     yield (
                         f"--dp {dp} --pp {pp} --tp {tp} --schedule {schedule} "
-                        f"--microbatches {microbatches}"
+                        f"--microbatches {microbatches}{' --layers 8' if pp == 8 else ''}"
                     )
 
 
 EVERY_LAYOUT = [(world_size, flags) for world_size in (1, 2, 4, 8) for flags in layouts(world_size)]
 EVERY_LAYOUT += [
-    (pp * dp * tp, f"--dp {dp} --pp {pp} --tp {tp} --schedule {schedule} --microbatches {m}")
+    (
+        pp * dp * tp,
+        f"--dp {dp} --pp {pp} --tp {tp} --schedule {schedule} --microbatches {m} --layers {layers}",
+    )
     for schedule in SCHEDULES
     if schedule not in ("gpipe", "1f1b")
-    for pp, dp, tp, m in ((1, 1, 1, 4), (2, 2, 2, 4), (4, 2, 1, 8))
+    for pp, dp, tp, m, layers in ((1, 1, 1, 4, 4), (2, 2, 2, 4, 4), (4, 2, 1, 8, 8))
     if schedule != "dualpipe" or pp > 1
 ]
 EVERY_LAYOUT += [
@@ -65,7 +68,7 @@ EVERY_LAYOUT += [
     (4, "--tp 4 --sp --recompute selective"),
     (8, "--tp 4 --dp 2 --sp --microbatches 2"),
     (8, "--tp 2 --pp 2 --dp 2 --sp --recompute full --schedule zb-h1 --microbatches 4"),
-    (8, "--tp 2 --pp 4 --sp --recompute selective --schedule interleaved --microbatches 4"),
+    (8, "--tp 2 --pp 4 --sp --recompute selective --schedule interleaved --layers 8"),
     (8, "--tp 2 --pp 2 --dp 2 --sp --schedule dualpipe --microbatches 4"),
 ]
 EVERY_LAYOUT += [
@@ -83,9 +86,9 @@ EVERY_LAYOUT += [
     (8, "--cp 2 --pp 2 --tp 2 --sp --schedule zb-h1 --microbatches 4"),
     (8, "--cp 2 --pp 2 --dp 2 --schedule dualpipe --microbatches 4 --cp-method ulysses"),
 ]
-EVERY_LAYOUT += [  # stages of 3, 3 and 2 layers; and of 2, 2, 2, 1, 1
+EVERY_LAYOUT += [  # stages of 2, 1 and 1 layers; and of 2, 2, 2, 1, 1
     (3, "--pp 3 --schedule 1f1b --microbatches 4"),
-    (1, "--pp 1 --schedule interleaved --chunks 5 --microbatches 2"),
+    (1, "--pp 1 --schedule interleaved --chunks 5 --microbatches 2 --layers 8"),
 ]
 
 
@@ -100,12 +103,12 @@ def batch(step):
 
 
 @functools.cache
-def reference(dtype, seed=3):
+def reference(dtype, layers=LAYERS, seed=3):
     """(Loss, norm, rate) and gradients per step, and the final weights, of one plain process."""
     torch.set_default_dtype(dtype)
     try:
-        model = ReferenceGPT(*SIZES)
-        config = hybrid.GPTConfig(*SIZES)
+        model = ReferenceGPT(layers, *SIZES[1:])
+        config = hybrid.GPTConfig(layers, *SIZES[1:])
         state = {
             name: hybrid.initial_value(name, config, seed)
             for name in hybrid.parameter_shapes(config)
@@ -174,7 +177,8 @@ def assert_alike(found, expected, tolerance, hidden=HIDDEN):
 
 def _assert_trains(world_size, flags, dtype, loss_error, gradient_error, weight_error, steps=RUN):
     ranks = run(world_size, _train, flags, dtype)
-    expected_results, expected_gradients, expected_state = reference(dtype)
+    layers = hybrid.parse_args(f"{FLAGS} {flags}".split(), world_size).layers
+    expected_results, expected_gradients, expected_state = reference(dtype, layers)
     for results, _, _ in ranks:  # the reported loss and norm are the global ones, everywhere
         np.testing.assert_allclose(results, expected_results, rtol=loss_error)
     _, gradients, state = ranks[0]
@@ -185,7 +189,15 @@ def _assert_trains(world_size, flags, dtype, loss_error, gradient_error, weight_
     assert all(state is None for _, _, state in ranks[1:])
 
 
-@pytest.mark.parametrize("world_size, flags", EVERY_LAYOUT)
+def soak_but(wanted, rows):
+    """Parameters for a test: of all rows, those that are not wanted(number, row) are a soak."""
+    marks = lambda i, row: () if wanted(i, row) else pytest.mark.soak
+    return [pytest.param(*row, marks=marks(i, row)) for i, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(
+    "world_size, flags", soak_but(lambda i, row: row[0] < 8 or i % 2, EVERY_LAYOUT)
+)
 def test_every_layout_trains_as_one_process_does(world_size, flags):
     _assert_trains(world_size, flags, torch.float64, 1e-11, 1e-9, 1e-9)
 
@@ -221,11 +233,11 @@ def _one_step(flags):
             assert difference.norm() <= 1e-10 * tensor.norm(), (name, flags, options)
 
 
-@pytest.mark.parametrize("kv_heads", [12, 6, 2, 1])
-@pytest.mark.parametrize("tp", [1, 2, 3, 4, 6])
+HEADS_OF_12 = [(tp, kv) for tp in (1, 2, 3, 4, 6) for kv in (12, 6, 2, 1) if not kv % tp * (tp % kv)]
+
+
+@pytest.mark.parametrize("tp, kv_heads", soak_but(lambda i, row: i % 2, HEADS_OF_12))
 def test_every_gradient_of_a_split_gpt_in_every_mode_of_recomputation(tp, kv_heads):
-    if kv_heads % tp and tp % kv_heads:
-        pytest.skip("neither divides the other")
     sizes = f"--layers 2 --hidden 24 --heads 12 --kv-heads {kv_heads} --microbatches 2"
     run(tp, _one_step, f"--tp {tp} {sizes}")
 
@@ -299,8 +311,12 @@ def _assert_trains_as_a_loop_does(world_size, flags, mixture, factor=None):
     assert all(rank[2] is None for rank in ranks[1:])
 
 
-@pytest.mark.parametrize("mixture", MOE)
-@pytest.mark.parametrize("world_size, flags", MOE_LAYOUTS)
+MIXED = [(*row, mixture) for row in MOE_LAYOUTS for mixture in MOE]
+
+
+@pytest.mark.parametrize(
+    "world_size, flags, mixture", soak_but(lambda i, row: row[0] < 4 or i % 4 == 0, MIXED)
+)
 def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(world_size, flags, mixture):
     _assert_trains_as_a_loop_does(world_size, f"{flags} --microbatches 1", mixture)
 
@@ -387,7 +403,7 @@ def test_the_schedule_is_the_one_asked_for(name):
     found = run(2, _actions, f"--pp 2 --microbatches 4 --schedule {name}")
     assert found == SCHEDULES[name](2, 4)
     if name == "interleaved":
-        flags = f"--pp 2 --microbatches 4 --schedule {name} --chunks 3"
+        flags = f"--layers 6 --pp 2 --microbatches 4 --schedule {name} --chunks 3"
         assert run(2, _actions, flags) == interleaved(2, 4, 3)
 
 
@@ -869,21 +885,11 @@ LAYOUTS_OF_8 += [
 ]
 
 
-def _runs_under_the_rules_of_nccl(flags):
+@pytest.mark.parametrize("flags", soak_but(lambda i, row: i % 4 == 0, zip(LAYOUTS_OF_8)))
+def test_layouts_run_under_the_rules_of_nccl(flags):
     programs = run(8, _record_two_steps, flags)
     assert all(len(events) > 10 for events in programs)
     replay(programs)
-
-
-@pytest.mark.parametrize("flags", LAYOUTS_OF_8[::3])
-def test_layouts_run_under_the_rules_of_nccl(flags):
-    _runs_under_the_rules_of_nccl(flags)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("flags", LAYOUTS_OF_8[1::3] + LAYOUTS_OF_8[2::3])
-def test_every_other_layout_runs_under_the_rules_of_nccl(flags):
-    _runs_under_the_rules_of_nccl(flags)
 
 
 # ---- data ----------------------------------------------------------------------------------------

@@ -43,67 +43,85 @@ def launch(folder, world_size, script, *arguments, timeout=120):
 
 # ---- collectives.py ------------------------------------------------------------------------------
 
-USES = {
-    "operations in the background": """
+ENDS = """
+    import gc, os, sys
+    import torch
+    import torch.distributed as dist
+    import torch._dynamo
+    from torch import nn
+    from collectives import all_reduce, report_stalls
+    from ddp import DistributedDataParallel
+    from tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
+
+    def awaited():
         for _ in range(10):
             all_reduce(torch.ones(1000), async_op=True).wait()
+
+    def not_awaited():
         group = dist.new_group([0, 1])
-        for _ in range(3):  # nobody awaits them, nor the 20 that are pending at the end
+        for _ in range(3):
             all_reduce(torch.ones(1000), group=group, async_op=True)
+
+    def pending():
         x = torch.ones(1 << 20)
         works = [all_reduce(x, async_op=True) for _ in range(20)]
-        dist.destroy_process_group()
-        """,
-    "operations in a group that is never destroyed": """
-        x = torch.ones(1 << 20)
-        works = [all_reduce(x, async_op=True) for _ in range(20)]
-        """,
-    "training": """
-        def train(wrap, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)):
-            model = wrap(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)))
-            optimizer = optimizer(model)
-            for _ in range(3):
-                optimizer.zero_grad()
-                model(torch.randn(16, 64)).square().mean().backward()
-                optimizer.step()
 
-        def zero(**how):
-            return lambda model: ZeroRedundancyOptimizer(
-                model.parameters(), torch.optim.SGD, lr=0.1, **how
-            )
+    def never_destroyed():
+        pending()
+        dist.destroy_process_group = lambda: None
 
-        def split(model):
-            model[0] = ColumnParallelLinear(64, 64, group=dist.group.WORLD)
-            model[2] = RowParallelLinear(64, 8, group=dist.group.WORLD)
-            return model
+    def train(wrap, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)):
+        model = wrap(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)))
+        optimizer = optimizer(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(16, 64)).square().mean().backward()
+            optimizer.step()
 
-        train(DistributedDataParallel)
-        train(lambda model: model, zero())
-        train(lambda model: model, zero(shard_gradients=True))
-        train(lambda model: FullyShardedDataParallel(model, units=[model[0], model[2]]))
-        train(split)
-        dist.destroy_process_group()
-        """,
-}
+    def zero(**how):
+        optimizer = ZeroRedundancyOptimizer
+        train(lambda model: model, lambda m: optimizer(m.parameters(), torch.optim.SGD, lr=1, **how))
+
+    def split(model):
+        model[0] = ColumnParallelLinear(64, 64, group=dist.group.WORLD)
+        model[2] = RowParallelLinear(64, 8, group=dist.group.WORLD)
+        return model
+
+    uses = [
+        awaited,
+        not_awaited,
+        pending,
+        never_destroyed,
+        lambda: train(DistributedDataParallel),
+        zero,
+        lambda: zero(shard_gradients=True),
+        lambda: train(lambda model: FullyShardedDataParallel(model, units=[model[0], model[2]])),
+        lambda: train(split),
+    ]
+    torch.set_num_threads(1)
+    gc.freeze()  # a process that ends has less to look at
+    for number, use in enumerate(2 * uses):  # each in a process of its own, which goes on below
+        if (pid := os.fork()) == 0:
+            break
+        _, status = os.waitpid(pid, 0)
+        print(f"{number} ended with status {status}", flush=True)
+    else:
+        sys.exit()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = f"file://{os.getcwd()}/{number}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    report_stalls(30)
+    use()
+    dist.destroy_process_group()
+"""
 
 
-@pytest.mark.parametrize("use", USES)
-def test_a_script_that_leaves_the_normal_way_exits_with_0(use, tmp_path):
-    script = """
-        import torch
-        import torch.distributed as dist
-        from torch import nn
-        from collectives import all_reduce, report_stalls
-        from ddp import DistributedDataParallel
-        from tensor_parallel import ColumnParallelLinear, RowParallelLinear
-        from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
-
-        dist.init_process_group("gloo")
-        report_stalls(30)
-        """
-    for _ in range(2):
-        done = launch(tmp_path, 2, textwrap.dedent(script) + textwrap.dedent(USES[use]))
-        assert done.returncode == 0, done.stderr
+def test_a_script_that_leaves_the_normal_way_exits_with_0(tmp_path):
+    done = launch(tmp_path, 2, ENDS)
+    assert done.returncode == 0, done.stderr
+    ends = [f"{number} ended with status 0" for number in range(18)]
+    assert sorted(done.stdout.splitlines()) == sorted(2 * ends), done.stderr
 
 
 # ---- ddp.py --------------------------------------------------------------------------------------
@@ -1211,15 +1229,15 @@ def test_torchrun_and_one_process_write_the_same_metrics_and_a_trace(tmp_path):
     flags = f"{SMALL} --schedule zb-v --microbatches 4 --layers 4 --steps 3 --metrics".split()
     command = [sys.executable, PROJECT / "hybrid.py", *flags, tmp_path / "one"]
     one = subprocess.run(command, cwd=tmp_path, timeout=120, capture_output=True, text=True)
-    layout = [tmp_path / "four", "--pp", 2, "--tp", 2, "--trace", tmp_path / "trace"]
-    four = launch(tmp_path, 4, HYBRID, *flags, *layout)
-    for done in (one, four):
+    layout = [tmp_path / "two", "--pp", 2, "--trace", tmp_path / "trace"]
+    two = launch(tmp_path, 2, HYBRID, *flags, *layout)
+    for done in (one, two):
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
         assert [line.split()[:2] for line in lines[:3]] == [["step", str(k)] for k in (1, 2, 3)]
         assert all(word in lines[0] for word in ("loss", "grad norm", "lr", "tokens/s", "MB"))
         assert lines[3].startswith("validation loss ") and "---- continuation" in lines
-    metrics = [read_metrics(tmp_path / name) for name in ("one", "four")]
+    metrics = [read_metrics(tmp_path / name) for name in ("one", "two")]
     names = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "memory_mb"}
     for ours, theirs in zip(*metrics, strict=True):
         assert ours.keys() == theirs.keys() == names
