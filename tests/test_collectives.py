@@ -606,9 +606,8 @@ def _offsets_of_messages(dtype):
     return offsets
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_every_message_begins_on_128_bytes_of_a_row_that_does(dtype):
-    for offsets in run(4, _offsets_of_messages, dtype):
+def test_every_message_begins_on_128_bytes_of_a_row_that_does():
+    for offsets in run(4, _offsets_of_messages, torch.bfloat16):
         assert len(set(offsets)) > 50
         assert not [offset for offset in offsets if offset % 128]
 
@@ -990,14 +989,14 @@ def _by_the_backend(async_op):
     rank, world_size = rank_and_size()
     group = dist.new_group(range(world_size))
     set_backend_collectives(group)
-    members = dist.get_process_group_ranks(group)
     for strided in (False, True):
         results = [list(_results(g, async_op, strided)) for g in (None, group)]
         for ours, theirs in zip(*results, strict=True):
             torch.testing.assert_close(theirs, ours, rtol=1e-14, atol=1e-14)
     ops = (ReduceOp.SUM, ReduceOp.AVG)
     _check_values([0, 1, 5], [torch.float64, torch.int64], group, async_op, ops)
-    _check_pairs(members) if not async_op else None
+    for name in PAIRS:
+        _check_pair(name, 1, group)
     barrier(group)
     assert collectives.gather_objects("a" * rank, group) == ["a" * r for r in range(world_size)]
 
@@ -1010,7 +1009,7 @@ def _results(group, async_op, strided):
         x = _normal(*shape, 4, seed=rank)
         return x.transpose(0, -1).contiguous().transpose(0, -1) if strided else x
 
-    here = lambda shape: [tensor(*shape).contiguous() for _ in range(world_size)] if rank else None
+    entries = [tensor(3).contiguous() for _ in range(world_size)] if rank == 1 else None
     lists = [torch.zeros(3 + r, 4, dtype=torch.float64) for r in range(world_size)]
     for collective, outputs, *arguments in [
         *((all_reduce, [tensor(3)], op) for op in REDUCED),
@@ -1021,14 +1020,13 @@ def _results(group, async_op, strided):
         (all_gather, lists, tensor(3 + rank)),
         (all_to_all_single, [tensor(world_size)], tensor(world_size)),
         (all_to_all_single, [tensor(rank * world_size)], tensor(3), [rank] * world_size, [0, 1, 2]),
-        (scatter, [tensor(3)], here([3]) if rank == 1 else None, 1),
+        (scatter, [tensor(3)], entries, 1),
     ]:
         into = outputs if collective is all_gather else outputs[0]
         _wait(collective(into, *arguments, group=group, async_op=async_op))
         yield from outputs
-    outputs = here([3]) if rank == 1 else None
-    _wait(gather(tensor(3), outputs, 1, group, async_op))
-    yield from outputs or []
+    _wait(gather(tensor(3), entries, 1, group, async_op))
+    yield from entries or []
 
 
 @pytest.mark.parametrize("async_op", [False, True])
@@ -1956,6 +1954,30 @@ def _record_all():
 def test_every_collective_runs_under_the_rules_of_nccl(world_size):
     programs = run(world_size, _record_all)
     assert all(len(events) > 50 for events in programs)
+    replay(programs)
+
+
+def _record_among_nodes(ranks_per_node):
+    """From a group's first batch on, and of so few bytes that most chunks are empty."""
+    _, world_size = rank_and_size()
+    set_ranks_per_node(ranks_per_node)
+    shard, full = torch.zeros(2), torch.zeros(2 * world_size)
+    with _as_on_streams(), record() as events:
+        for async_op in (False, True):
+            works = [
+                all_reduce(torch.zeros(1), async_op=async_op),
+                reduce_scatter_single(shard, full, async_op=async_op),
+                all_gather_single(full, shard, async_op=async_op),
+            ]
+            for work in works if async_op else ():
+                work.wait()
+    return events
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 3])
+def test_collectives_among_nodes_run_under_the_rules_of_nccl(ranks_per_node):
+    programs = run(4, _record_among_nodes, ranks_per_node)
+    assert all(len(events) > 10 for events in programs)
     replay(programs)
 
 
