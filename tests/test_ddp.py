@@ -812,10 +812,12 @@ def _reduce_complex():
     net = nn.Linear(3, 2, bias=False, dtype=torch.complex128)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(world_size, 3, dtype=torch.complex128, generator=generator)
-    model = DistributedDataParallel(net, reduce_dtype=torch.float32, error_if_nonfinite=True)
+    how = {"gradient_divide_factor": 1, "error_if_nonfinite": True}
+    model = DistributedDataParallel(net, reduce_dtype=torch.float32, **how)
     model(x[rank : rank + 1]).abs().square().sum().backward()
     expected = sum(2 * x[r].mul(net.weight).sum(1, keepdim=True) * x[r].conj() for r in range(2))
-    _close(net.weight.grad, (expected / world_size).detach())
+    _close(net.weight.grad, expected.detach())
+    net.zero_grad()
     infinite = torch.full((2, 3), float("inf"), dtype=torch.float64)
     net.weight.register_hook(lambda grad: torch.complex(grad.real, infinite))
     with pytest.raises(RuntimeError, match="gradient not finite for weight"):
