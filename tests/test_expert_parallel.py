@@ -1,7 +1,5 @@
 """Mixtures of experts against a loop over tokens and experts; bytes, balance, errors."""
 
-from collections import Counter
-from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -9,7 +7,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import expert_parallel
 from collectives import count_bytes, rank_and_size
@@ -24,6 +21,7 @@ from expert_parallel import (
     router_z_loss,
     two_hops,
 )
+from gpu_counts import batches, waits
 from nccl_replay import record, replay
 from ranks import least_bytes, run
 from reference_gpt import MoE as ReferenceMoE
@@ -261,43 +259,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero_whatever_the_kernel_lea
     assert not weight.grad[[1, 3]].any()
 
 
-# ---- what holds up the host ----------------------------------------------------------------------
-
-
-class _Waits(TorchDispatchMode):
-    """Counts what would make the host wait for a GPU, or copy between the two."""
-
-    ALWAYS = {"_local_scalar_dense", "nonzero", "bincount", "masked_select", "is_nonzero"}
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, function.overloadpacket.__name__
-        masks = name in ("index", "index_put", "index_put_") and args[1]
-        is_mask = lambda x: torch.is_tensor(x) and x.dtype in (torch.bool, torch.uint8)
-        unknown_size = name == "repeat_interleave" and kwargs.get("output_size") is None
-        made_of_a_list = name == "lift_fresh"
-        if name in self.ALWAYS or any(map(is_mask, masks or ())) or unknown_size or made_of_a_list:
-            self.counts[name] += 1
-        return function(*args, **kwargs)
-
-
-@contextmanager
-def _waits():
-    """Those of a block of code: Counter by name. `tolist`, `cpu` and `numpy` do not dispatch."""
-    with ExitStack() as stack:
-        mode = stack.enter_context(_Waits())
-        for name in ("tolist", "cpu", "numpy"):
-            method = getattr(torch.Tensor, name)
-
-            def counted(tensor, method=method, name=name):
-                mode.counts[name] += 1
-                return method(tensor)
-
-            stack.enter_context(patch.object(torch.Tensor, name, counted))
-        yield mode.counts
+# ---- what holds up the host, and what it launches ------------------------------------------------
 
 
 def _count_waits(dtype, nodes, **options):
@@ -307,12 +269,12 @@ def _count_waits(dtype, nodes, **options):
     layer(x).sum().backward()
     found = []
     for again in (False, True):
-        with _waits() as forward:
+        with waits() as forward:
             y = recompute(layer, x) if again else layer(x)
-        with _waits() as backward:
+        with waits() as backward:
             y.sum().backward()
         found.append((dict(forward), dict(backward)))
-    with _waits() as update:
+    with waits() as update:
         layer.router.update_bias(layer.counts)
     assert not update
     return found
@@ -333,6 +295,22 @@ def test_the_host_waits_once_a_hop_in_forward_and_not_in_backward(P, nodes, opti
     for (forward, backward), recomputed in run(P, _count_waits, dtype, nodes, **options):
         assert (forward, backward) == (once, {})
         assert recomputed == (once, once)
+
+
+def _count_batches(nodes):
+    layer = MoE(16, 64, 12, 3, nodes=nodes and _nodes(nodes))
+    x = torch.randn(5, 16, requires_grad=True)
+    with batches() as count:
+        y = layer(x)
+        forward = count["batches"]
+        y.sum().backward()
+    assert not count["off 16"] or nodes
+    return forward, count["batches"] - forward
+
+
+def test_a_layer_launches_three_batches_forward_and_two_backward_or_eight_and_five_in_two_hops():
+    assert run(4, _count_batches, None) == [(3, 2)] * 4
+    assert run(4, _count_batches, 2) == [(8, 5)] * 4
 
 
 # ---- router --------------------------------------------------------------------------------------
