@@ -624,8 +624,8 @@ class Pipeline:
     The transfers of a rank are posted in their global order: a receive as soon as all before it are
     posted, a send as soon as its tensor exists as well. So both ends of every link agree, the first
     transfer that is not done always has both its ends posted, and nothing deadlocks, whether sends
-    are buffered (gloo) or meet their receive in issue order (NCCL). It is the order of messages
-    that take a little time: at once, a receive could come after a send that the same action makes,
+    are buffered (gloo) or meet their receive in issue order (NCCL). The order is that of messages
+    that take a little time: if they took none, a receive could come after a send of the same moment
     and so be posted an action late.
 
     Collective. Raises ValueError on all ranks if their schedules differ, or replicas do not train

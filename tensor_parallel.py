@@ -532,6 +532,23 @@ def attention(q, k, v, dropout=0.0, causal=True):
 # ---- vocabulary: embedding and loss --------------------------------------------------------------
 
 
+class _Lookup(torch.autograd.Function):
+    """forward: the rows of some ids; backward: the sum of each row's gradients, in fp32 at least"""
+
+    @staticmethod
+    def forward(ctx, ids, weight):
+        ctx.save_for_backward(ids)
+        ctx.rows = len(weight)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        (ids,) = ctx.saved_tensors
+        grad = grad_output.to(torch.promote_types(grad_output.dtype, torch.float32))
+        return None, torch.ops.aten.embedding_dense_backward(grad, ids, ctx.rows, -1, False)
+
+
 class VocabParallelEmbedding(nn.Module):
     """An embedding (V, D) of which a rank holds the rows of its part of the vocabulary.
 
@@ -556,7 +573,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens):
         local = tokens - self.start
         out_of_range = (local < 0) | (local >= len(self.weight))
-        rows = F.embedding(local.masked_fill(out_of_range, 0), self.weight)
+        rows = _Lookup.apply(local.masked_fill(out_of_range, 0), self.weight)
         unknown = (tokens < 0) | (tokens >= self.num_embeddings)
         others = rows.new_zeros(()).masked_fill(unknown, math.nan)  # (T, ...): 0 for other ranks'
         rows = torch.where(out_of_range.unsqueeze(-1), others.unsqueeze(-1), rows)

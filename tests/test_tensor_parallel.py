@@ -658,6 +658,23 @@ def test_embedding_and_a_tied_head_with_its_loss(world_size, tp):
     run(world_size, _vocabulary, tp)
 
 
+def _often():
+    embedding = VocabParallelEmbedding(4, 3).bfloat16()
+    expected = torch.zeros(4, 1)
+    for dtype in (torch.bfloat16, torch.float32):
+        embedding.weight.grad_dtype = dtype
+        embedding(torch.tensor([1]).repeat(600)).sum().backward()
+        expected[1] = 600
+        whole = gather_shards(embedding.weight.grad, embedding.weight)
+        assert whole.dtype == dtype and torch.equal(whole.float(), expected.expand(4, 3))
+        embedding.weight.grad = None
+
+
+def test_the_gradient_of_a_token_that_comes_often_is_summed_in_fp32():
+    """bf16 counts to 256. 600 is one of its numbers."""
+    run(2, _often)
+
+
 def _loss_of_shards(full, target, group, ignore_index, inplace):
     """The leaf of this rank's columns of the `full` logits, and the losses computed from it."""
     rank, world_size = rank_and_size(group)
