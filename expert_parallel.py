@@ -27,6 +27,7 @@ DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -185,57 +186,70 @@ class _Attach(torch.autograd.Function):
 # ---- experts -------------------------------------------------------------------------------------
 
 
+class Load(NamedTuple):
+    """Rows of each of a rank's G experts: (G,) on the device, and the same on the host.
+
+    A kernel wants the one, a loop the other: read from the device it would hold up the host.
+    """
+
+    counts: torch.Tensor
+    sizes: list
+
+
 class _GroupedLinear(torch.autograd.Function):
     """forward: rows of each group times its own matrix; backward: the same, twice
 
-    x: (M, in), sorted by group; weight: (G, out, in); ends: (G,) where each group's rows end.
+    x: (M, in), sorted by group; weight: (G, out, in).
     """
 
     @staticmethod
-    def forward(ctx, x, weight, ends):
-        ctx.save_for_backward(x, weight, ends)
-        return _grouped(x, weight.to(x.dtype).transpose(1, 2), ends)
+    def forward(ctx, x, weight, load):
+        ends = load.counts.cumsum(0).to(torch.int32)  # where each group's rows end
+        ctx.groups = ends, load.sizes
+        ctx.save_for_backward(x, weight)
+        return _grouped(x, weight.to(x.dtype).transpose(1, 2), *ctx.groups)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):
-        x, weight, ends = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         grad_output = grad_output.contiguous()
-        grad_weight = _grouped_weights(grad_output, x, ends).to(weight.dtype)
-        return _grouped(grad_output, weight.to(x.dtype), ends), grad_weight, None
+        grad_weight = _grouped_weights(grad_output, x, *ctx.groups).to(weight.dtype)
+        return _grouped(grad_output, weight.to(x.dtype), *ctx.groups), grad_weight, None
 
 
 def _is_fused(x, *widths):
-    """Whether PyTorch's grouped product takes these: not fp64, rows of multiples of 16 bytes."""
-    return x.dtype != torch.float64 and not any(w * x.element_size() % 16 for w in widths)
+    """Whether PyTorch's kernel takes these: bf16, rows of multiples of 16 bytes."""
+    return len(x) and x.dtype == torch.bfloat16 and not any(width % 8 for width in widths)
 
 
-def _grouped(x, matrices, ends):
+def _grouped(x, matrices, ends, sizes):
     """(M, a), (G, a, b) -> (M, b)."""
-    if len(x) and _is_fused(x, *matrices.shape[1:]):
+    if _is_fused(x, *matrices.shape[1:]):
         return F.grouped_mm(x, matrices, offs=ends)
-    output, begin = x.new_empty(len(x), matrices.shape[2]), 0
-    for matrix, end in zip(matrices, ends.tolist()):
-        torch.mm(x[begin:end], matrix, out=output[begin:end])
-        begin = end
+    output = x.new_empty(len(x), matrices.shape[2])
+    for rows, matrix, out in zip(x.split(sizes), matrices, output.split(sizes)):
+        torch.mm(rows, matrix, out=out)
     return output
 
 
-def _grouped_weights(grad, x, ends):
+def _grouped_weights(grad, x, ends, sizes):
     """(M, b), (M, a) -> (G, b, a): the sum over each group's rows."""
-    if len(x) and _is_fused(x, x.shape[1], grad.shape[1]):
-        return F.grouped_mm(grad.t(), x, offs=ends)
-    output, begin = x.new_empty(len(ends), grad.shape[1], x.shape[1]), 0
-    for matrix, end in zip(output, ends.tolist()):
-        torch.mm(grad[begin:end].t(), x[begin:end], out=matrix)
-        begin = end
+    if _is_fused(x, x.shape[1], grad.shape[1]):
+        output = F.grouped_mm(grad.t(), x, offs=ends)
+        for matrix, size in zip(output, sizes):
+            if not size:
+                matrix.zero_()  # which the kernel leaves as it finds it on some GPUs
+        return output
+    output = x.new_empty(len(sizes), grad.shape[1], x.shape[1])
+    for matrix, rows, inputs in zip(output, grad.split(sizes), x.split(sizes)):
+        torch.mm(rows.t(), inputs, out=matrix)
     return output
 
 
-def grouped_linear(x, weight, counts):
-    """x: (M, in), sorted by group, counts: (G,) rows of each, weight: (G, out, in) -> (M, out)."""
-    x = autocasted(x).contiguous()
-    return _GroupedLinear.apply(x, weight, counts.cumsum(0).to(torch.int32))
+def grouped_linear(x, weight, load):
+    """x: (M, in), sorted by group; weight: (G, out, in); load: of the groups -> (M, out)."""
+    return _GroupedLinear.apply(autocasted(x).contiguous(), weight, load)
 
 
 class Experts(nn.Module):
@@ -246,10 +260,10 @@ class Experts(nn.Module):
         self.w_in = nn.Parameter(torch.randn(num_local, ffn_hidden, hidden) * hidden**-0.5)
         self.w_out = nn.Parameter(torch.randn(num_local, hidden, ffn_hidden) * ffn_hidden**-0.5)
 
-    def forward(self, x, counts):
-        """x: (M, D), sorted by expert, of which each has counts[expert] rows."""
-        x = F.gelu(grouped_linear(x, self.w_in, counts), approximate="tanh")
-        return grouped_linear(x, self.w_out, counts)
+    def forward(self, x, load):
+        """x: (M, D), sorted by expert; load: how many rows each has."""
+        x = F.gelu(grouped_linear(x, self.w_in, load), approximate="tanh")
+        return grouped_linear(x, self.w_out, load)
 
 
 # ---- dispatch and combine ------------------------------------------------------------------------
@@ -273,60 +287,70 @@ class _Spread(torch.autograd.Function):
 
 
 class _Permute(torch.autograd.Function):
-    """forward: x[order], a permutation; backward: the other way"""
+    """forward: x[order], a permutation, or with `back` the reverse; backward: the other way"""
 
     @staticmethod
-    def forward(ctx, x, order):
+    def forward(ctx, x, order, back):
         ctx.save_for_backward(order)
-        return x[order]
+        ctx.back = back
+        return torch.empty_like(x).index_copy_(0, order, x) if back else x[order]
 
     @staticmethod
     def backward(ctx, grad_output):
         (order,) = ctx.saved_tensors
-        grad = torch.empty_like(grad_output)
-        grad[order] = grad_output
-        return grad, None
+        return _Permute.apply(grad_output, order, not ctx.back), None, None
+
+
+def _histogram(chosen, num_experts):
+    """How often each expert is in `chosen`, where -1 is none: (num_experts,)."""
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add_(0, chosen % len(counts), torch.ones_like(chosen))[:-1]
 
 
 def exchange_counts(counts, group=None, fault=None):
-    """Tell each rank how many rows it will get: (P, ...) -> (P, ...), both on the host.
+    """Tell each rank how many rows of each kind it will get: counts, (P, kinds) on the device.
 
-    fault: what is wrong on this rank. Every rank hears of it: returns the counts sent, those
-    received, and the fault, of this rank or of another one.
+    Returns those received, on the device, then as lists those sent and those received. To read them
+    is the one time that the host waits for the device. fault: (a flag on the device, a function
+    that tells what is wrong) or None. Raises ValueError on every rank if one has its flag set.
     """
-    rank, _ = rank_and_size(group)
-    sent = torch.full_like(counts, -1) if fault else counts
-    received = torch.empty_like(counts)
+    (_, kinds), (rank, _) = counts.shape, rank_and_size(group)
+    counts = F.pad(counts, (0, kinds % 2))  # what is sent begins on 16 bytes
+    sent = counts.masked_fill(fault[0], -1) if fault else counts
+    received = torch.empty_like(sent)
     all_to_all_single(received, sent, group=group)
-    received = received.cpu()
-    if fault is None and (received < 0).any():
-        ranks = sorted(set((received < 0).nonzero()[:, 0].tolist()))
-        fault = f"rank {rank} cannot go on: ranks {ranks} of its group have an error in routing"
-    return counts.cpu(), received, fault
+    received = received[:, :kinds]
+    sent_rows, received_rows = torch.stack([sent[:, :kinds], received]).tolist()
+    faulty = [r for r, row in enumerate(received_rows) if row[0] < 0]
+    if rank in faulty:
+        raise ValueError(fault[1]())
+    if faulty:
+        text = f"ranks {faulty} of its group have an error in routing"
+        raise ValueError(f"rank {rank} cannot go on: {text}")
+    return received, sent_rows, received_rows
 
 
 def one_hop(x, experts, weights, num_experts, compute, group=None, fault=None):
     """Send each token to its experts' ranks, compute there, and sum up what comes back.
 
-    x: (N, D); experts, weights: (N, k), where a negative expert means none; compute(rows, counts):
-    this rank's experts, on (M, D) rows sorted by expert. Experts lie on the group's ranks in
-    order. Returns (N, D). Raises ValueError on every rank where one has a fault: see
-    exchange_counts().
+    x: (N, D); experts, weights: (N, k), where expert -1 means none; compute(rows, load): this
+    rank's experts, on (M, D) rows sorted by expert. Experts lie on the group's ranks in order.
+    Returns (N, D). fault, errors: see exchange_counts().
     """
     (N, k), (_, P) = experts.shape, rank_and_size(group)
     chosen = experts.flatten()
-    order = chosen.argsort(stable=True)[(chosen < 0).sum() :]  # by expert; those without come first
-    counts = torch.bincount(chosen[order], minlength=num_experts).view(P, -1)
-    sent, received, fault = exchange_counts(counts, group, fault)  # by rank and its experts
-    if fault:
-        raise ValueError(fault)
-    splits = received.sum(1).tolist(), sent.sum(1).tolist()
+    order = chosen.argsort(stable=True)  # by expert; those without come first
+    counts = _histogram(chosen, num_experts).view(P, -1)
+    arriving, sent, received = exchange_counts(counts, group, fault)  # by rank and its experts
+    splits = [sum(row) for row in received], [sum(row) for row in sent]
+    order = order[len(order) - sum(splits[1]) :]
     rows = all_to_all_in_group(_Spread.apply(x, order, k), *splits, group)  # by source, by expert
 
-    expert = torch.arange(received.shape[1]).repeat(P).repeat_interleave(received.flatten())
-    by_expert = expert.argsort(stable=True).to(x.device)
-    rows = compute(_Permute.apply(rows, by_expert), received.sum(0).to(x.device))
-    rows = _Permute.apply(rows, by_expert.argsort())
+    place = torch.repeat_interleave(arriving.flatten(), output_size=len(rows))
+    by_expert = (place % arriving.shape[1]).argsort(stable=True)
+    load = Load(arriving.sum(0), [sum(column) for column in zip(*received)])
+    rows = compute(_Permute.apply(rows, by_expert, False), load)
+    rows = _Permute.apply(rows, by_expert, True)
     rows = all_to_all_in_group(rows, *splits[::-1], group)  # back, in the order of `order`
 
     slots = rows.new_zeros(N * k, rows.shape[1]).index_copy(0, order, rows)
@@ -347,18 +371,22 @@ def two_hops(
     per_node = num_experts // nodes
     node_of = experts.div(per_node, rounding_mode="floor")  # (N, k), negative where there is none
     wanted = node_of.unsqueeze(-1) == torch.arange(nodes, device=x.device)  # (N, k, nodes)
-    node, token = wanted.any(1).t().nonzero(as_tuple=True)  # a copy per node, sorted by node
-    counts = torch.bincount(node, minlength=nodes).view(nodes, 1)
-    sent, received, fault = exchange_counts(counts, cross_group, fault)
-    if fault:  # this node's other ranks will ask for counts in one_hop()
+    wanted = wanted.any(1).t()  # (nodes, N): where a copy is needed
+    order = wanted.flatten().byte().argsort(descending=True, stable=True)  # those first, by node
+    try:
+        _, *counts = exchange_counts(wanted.sum(1, keepdim=True), cross_group, fault)
+    except ValueError as error:  # this node's other ranks will ask for counts in one_hop()
         _, local = rank_and_size(node_group)
-        exchange_counts(counts.new_zeros(local, per_node // local), node_group, fault)
-        raise ValueError(fault)
-    splits = received.flatten().tolist(), sent.flatten().tolist()
+        told = wanted.new_ones(()), lambda: error.args[0]
+        exchange_counts(order.new_zeros(local, per_node // local), node_group, told)
+    sent, received = ([count for (count,) in rows] for rows in counts)
+    splits = received, sent
+    order = order[: sum(sent)]
+    node, token = order // max(1, N), order % max(1, N)
 
     here = node_of[token] == node.unsqueeze(1)  # (copies, k)
     local = (experts[token] - node.unsqueeze(1) * per_node).masked_fill(~here, -1)
-    experts = local.new_empty(sum(splits[0]), k)
+    experts = local.new_empty(sum(received), k)
     all_to_all_single(experts, local.contiguous(), *splits, cross_group)
     weights = all_to_all_in_group(weights[token], *splits, cross_group)
     rows = all_to_all_in_group(x.index_select(0, token), *splits, cross_group)
@@ -439,7 +467,7 @@ class MoE(nn.Module):
         if self.shared is not None:
             y = y + self.shared(tokens)
         if torch.is_grad_enabled():
-            counts = torch.bincount(routing.experts.flatten(), minlength=self.num_experts)
+            counts = _histogram(routing.experts.flatten(), self.num_experts)
             self.counts = self.counts.to(x.device)
             y = _Attach.apply(y, self._loss(routing, counts), counts, self.counts)
         return y.view(x.shape)
@@ -449,7 +477,7 @@ class MoE(nn.Module):
         balance, z = (coefficient * self.loss_scale for coefficient in self.coefficients)
         if not balance and not z:
             return None
-        totals = torch.cat([counts, counts.new_tensor([len(routing.logits)])])
+        totals = F.pad(counts, (0, 1), value=len(routing.logits))
         for group in self.balance_groups:
             all_reduce(totals, group=group)
         counts, tokens = totals[:-1], totals[-1]
@@ -464,7 +492,7 @@ class MoE(nn.Module):
         share = len(chosen) / self.num_experts * self.capacity_factor
         capacity = math.ceil(min(share, len(chosen)))
         order = chosen.argsort(stable=True)
-        counts = torch.bincount(chosen, minlength=self.num_experts)
+        counts = _histogram(chosen, self.num_experts)
         first = (counts.cumsum(0) - counts)[chosen[order]]
         place = torch.arange(len(chosen), device=chosen.device) - first  # among its expert's tokens
         late = torch.empty_like(chosen, dtype=torch.bool)
@@ -473,9 +501,11 @@ class MoE(nn.Module):
         return chosen.masked_fill(late, -1).view_as(experts)
 
     def _fault(self, logits):
+        """A flag on the device, and a function that tells what is wrong; None checks nothing."""
+        return ~logits.isfinite().all(), partial(self._describe, logits)
+
+    def _describe(self, logits):
         rank, _ = rank_and_size(self.group)
-        if logits.isfinite().all():
-            return None
         token, expert = (~logits.isfinite()).nonzero()[0].tolist()
         value = logits[token, expert].item()
         return f"rank {rank}: the router's logit of token {token} for expert {expert} is {value}"
@@ -496,7 +526,8 @@ def _check_nodes(node_group, cross_group, group):
 def expert_parallel_bytes(tokens, top_k, hidden, ep, itemsize=4):
     """Bytes that a rank sends in a layer's forward for evenly routed tokens: 2 N k h (P-1)/P.
 
-    Backward sends the same. The counts of rows, 8 bytes an expert, come on top, once.
+    Backward sends the same. The counts of rows come on top, once: to each other rank 8 bytes for
+    each of its experts, whose number is made even.
     """
     return 2 * tokens * top_k * hidden * (ep - 1) // ep * itemsize
 

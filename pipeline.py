@@ -407,6 +407,9 @@ class Timeline:
     transfers: list
 
 
+SHORT = 1 / 128  # a message's time, as a part of a forward's, by which a step orders its messages
+
+
 def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     """Time a schedule. Every rank does its actions in order, each as soon as its input has arrived.
 
@@ -576,7 +579,8 @@ def _add_products(queue):
     uses, sums = Counter(parameter for parameter, _ in queue), {}
     while queue:  # emptied, as the graph refers to it and it to activations
         parameter, product = queue.pop(0)
-        gradient = product().to(parameter.dtype)
+        dtype = parameter.grad_dtype if parameter.is_leaf else None  # may be fp32 of a bf16 weight
+        gradient = product().to(dtype or parameter.dtype)
         sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
         uses[parameter] -= 1
         if not uses[parameter]:
@@ -620,11 +624,14 @@ class Pipeline:
     The transfers of a rank are posted in their global order: a receive as soon as all before it are
     posted, a send as soon as its tensor exists as well. So both ends of every link agree, the first
     transfer that is not done always has both its ends posted, and nothing deadlocks, whether sends
-    are buffered (gloo) or meet their receive in issue order (NCCL).
+    are buffered (gloo) or meet their receive in issue order (NCCL). The order is that of messages
+    that take a little time: if they took none, a receive could come after a send of the same moment
+    and so be posted an action late.
 
-    Collective. Raises ValueError on all ranks if their schedules differ; on one if the schedule is
-    not made for the group's size, the list of stages does not have one per chunk, or a stage is
-    PyTorch's DistributedDataParallel, which takes part in one backward per forward.
+    Collective. Raises ValueError on all ranks if their schedules differ, or replicas do not train
+    parameters of the same shapes; on one if the schedule is not made for the group's size, the list
+    of stages does not have one per chunk, or a stage is PyTorch's DistributedDataParallel, which
+    takes part in one backward per forward.
     """
 
     def __init__(self, stage, schedule, loss_fn, group=None, recompute=False):
@@ -637,10 +644,12 @@ class Pipeline:
         self._check_schedule()
         self.actions = self.schedule[self.rank]
         self._check_stages()
+        if len(self.schedule.routes) == 2:
+            self._check_replicas()
         # stage -> the action that completes its gradients; an evaluation has none
         self.last = {self.stages[a.chunk]: a for a in self.actions if a.kind != "F"}
         self.split_backward = {action[1:] for action in self.actions if action.kind == "W"}
-        transfers = simulate(self.schedule).transfers
+        transfers = simulate(self.schedule, message=SHORT).transfers
         self.transfers = [t for t in transfers if self.rank in (t.source, t.destination)]
         ends = [(route[0][0], route[-1][0]) for route in self.schedule.routes]
         self.needed = {
@@ -681,6 +690,21 @@ class Pipeline:
                 f"rank {self.rank}: torch's DistributedDataParallel reduces gradients to which "
                 "later microbatches still add; ddp.DistributedDataParallel does not"
             )
+
+    def _check_replicas(self):
+        """Raise on all ranks unless the routes' chunks train parameters of the same shapes."""
+        own = torch.zeros(len(self.stages), dtype=torch.int64)
+        for chunk, stage in enumerate(self.stages):
+            own[chunk] = _digest([(tuple(p.shape), p.dtype) for p in _trained(stage)])
+        every = torch.empty(self.num_stages, len(own), dtype=torch.int64, device=self.device)
+        all_gather_single(every, own.to(self.device), self.group)
+        every = every.tolist()
+        for (rank, chunk), (other, replica) in zip(*self.schedule.routes):
+            if every[rank][chunk] != every[other][replica]:
+                raise ValueError(
+                    f"chunk {chunk} of rank {rank} and its replica, chunk {replica} of rank "
+                    f"{other}, do not train parameters of the same shapes"
+                )
 
     def step(self, inputs=None, targets=None):
         """Run every action once.
@@ -922,42 +946,35 @@ class Pipeline:
 def sum_replicas(stages, group=None):
     """Sum the gradients of DualPipe's replicas: chunk 0 here is chunk 1 of the mirrored rank.
 
-    stages: this rank's two. Collective; to be called once the gradients of a batch are complete, be
-    it of one step or several. Both replicas then have the same bits. Raises ValueError if the group
-    is odd, and, on both ranks, if a chunk and its replica do not train parameters of the same
-    shapes.
+    stages: this rank's two, as a Pipeline has them. Collective; to be called once the gradients of
+    a batch are complete, be it of one step or several. Both replicas then have the same bits.
+    Raises ValueError if the group is odd or there is another number of stages.
     """
     rank, world_size = rank_and_size(group)
     if len(stages) != 2 or world_size % 2:
         raise ValueError(f"{len(stages)} stages on a rank of {world_size}: replicas need 2 of even")
-    mirror = world_size - 1 - rank
-    chunks = [[p for p in stage.parameters() if p.requires_grad] for stage in stages]
-    shapes = [_digest([(tuple(p.shape), p.dtype) for p in chunk]) for chunk in chunks]
-    own = torch.tensor(shapes, device=_device_of(stages, group))
-    other = torch.empty_like(own)
-    exchange([(own, mirror)], [(other, mirror)], group)
-    for chunk, same in enumerate((own == other.flip(0)).tolist()):
-        if not same:
-            raise ValueError(
-                f"chunk {chunk} of rank {rank} and its replica, chunk {1 - chunk} of rank {mirror},"
-                " do not train parameters of the same shapes"
-            )
-    for parameter in sum(chunks, []):
+    first, second = map(_trained, stages)
+    for parameter in first + second:
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    rows = [torch.cat([p.grad.flatten() for p in c] or [own.new_empty(0)]) for c in chunks]
-    received = [torch.empty_like(row) for row in rows]
-    sends, receives = ([(row, mirror) for row in part] for part in (rows, received[::-1]))
-    exchange(sends, receives, group)
-    for chunk, row in zip(chunks, received):
-        for parameter, part in zip(chunk, row.split([p.numel() for p in chunk])):
-            parameter.grad.add_(part.view_as(parameter))
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+    if not first + second:
+        return
+    row = torch.cat([parameter.grad.flatten() for parameter in first + second])
+    other, mirror = torch.empty_like(row), world_size - 1 - rank
+    exchange([(row, mirror)], [(other, mirror)], group)
+    parts = other.split([parameter.numel() for parameter in second + first])
+    for parameter, part in zip(second + first, parts):
+        parameter.grad.add_(part.view_as(parameter))
+
+
+def _trained(stage):
+    return [parameter for parameter in stage.parameters() if parameter.requires_grad]
 
 
 def _device_of(stages, group):
     """Where the stages are; if they hold no tensor, where the group's backend wants messages."""
     tensors = [t for stage in stages for t in (*stage.parameters(), *stage.buffers())]
-    backends = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    backends = "cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu"
     return tensors[0].device if tensors else torch.device(backends)
 
 

@@ -40,7 +40,7 @@ for Near-Infinite Context", 2023. Jacobs et al., "DeepSpeed Ulysses", 2023.
 
 import math
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -62,6 +62,7 @@ from collectives import (
     reduce_scatter_to_group,
     run_ranks,
 )
+from tensor_parallel import attention
 
 # ---- into a split matrix -------------------------------------------------------------------------
 
@@ -172,12 +173,32 @@ def context_runs(rank, world_size, seq_len, zigzag=True):
 
 def context_positions(seq_len, group=None, zigzag=True):
     """The positions (T/P,) in the whole sequence of what this rank has. ValueError as above."""
-    return _positions(*rank_and_size(group), seq_len, zigzag)
-
-
-def _positions(rank, world_size, seq_len, zigzag):
-    runs = context_runs(rank, world_size, seq_len, zigzag)
+    runs = context_runs(*rank_and_size(group), seq_len, zigzag)
     return torch.cat([torch.arange(begin, begin + size) for begin, size in runs])
+
+
+def _chunks_by_rank(world_size, each):
+    """The numbers of the sequence's chunks, in the order of the ranks that have 1 or 2 each."""
+    if each == 1:
+        return list(range(world_size))
+    return [chunk for rank in range(world_size) for chunk in (rank, 2 * world_size - 1 - rank)]
+
+
+def _by_position(parts, world_size, dim):
+    """Chunks (C, ...) by rank -> the sequence, along `dim`. Slices: no index goes to the device."""
+    numbers, parts = _chunks_by_rank(world_size, len(parts) // world_size), parts.unbind(0)
+    return torch.cat([parts[numbers.index(chunk)] for chunk in range(len(numbers))], dim)
+
+
+def _by_rank(whole, world_size, each, dim):
+    """The reverse: the sequence, along `dim`, -> (C, ...), chunks of each rank side by side."""
+    numbers = _chunks_by_rank(world_size, each)
+    chunks = _cut(whole, len(numbers), dim).unbind(dim)
+    return torch.stack([chunks[number] for number in numbers])
+
+
+def _cut(x, count, dim):
+    return x.unflatten(dim, (count, x.shape[dim] // count))
 
 
 class Tile(NamedTuple):
@@ -252,7 +273,7 @@ def _tile_forward(q, k, v, causal):
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     k, v = _repeated(k, q), _repeated(v, q)
     output, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
-    return output, lse[..., : q.shape[2]]
+    return output, lse.narrow(2, 0, q.shape[2])
 
 
 def _tile_backward(grad, q, k, v, output, lse, causal):
@@ -323,14 +344,12 @@ class _AllGatherAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, group, causal, zigzag, documents):
         rank, P = rank_and_size(group)
         T = P * q.shape[2]
-        ctx.group, ctx.dtype = group, k.dtype
-        ctx.order = torch.cat([_positions(r, P, T, zigzag) for r in range(P)]).to(q.device)
-        runs = context_runs(rank, P, T, zigzag)
-        ctx.tiles = context_tiles(runs, [(0, T)], causal, documents)
-        kv = torch.stack([k, v]).movedim(3, 0).contiguous()  # (T/P, 2, B, KV, K)
-        whole = torch.empty(T, *kv.shape[1:], dtype=kv.dtype, device=kv.device)
-        whole[ctx.order] = all_gather_to_group(kv, 0, group)
-        whole = whole.movedim(0, 3)  # (2, B, KV, T, K)
+        runs = [context_runs(r, P, T, zigzag) for r in (rank, 0)]
+        ctx.group, ctx.dtype, ctx.chunks = group, k.dtype, len(runs[1])
+        ctx.tiles = context_tiles(runs[0], [(0, T)], causal, documents)
+        kv = _cut(torch.stack([k, v]), ctx.chunks, 3).movedim(3, 0).contiguous()
+        kv = all_gather_to_group(kv, 0, group)  # (chunks, 2, B, KV, T/chunks, K)
+        whole = _by_position(kv, P, 3)  # (2, B, KV, T, K)
         output, lse = _precise(q), _precise(q, *q.shape[:3]).fill_(-math.inf)
         _attend(ctx.tiles, q, *whole, output, lse)
         output = output.to(q.dtype)
@@ -340,14 +359,13 @@ class _AllGatherAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):
-        q, whole, output, lse = ctx.saved_tensors
+        (q, whole, output, lse), (_, P) = ctx.saved_tensors, rank_and_size(ctx.group)
         grad_q, grad_whole = _precise(q), _precise(whole)
         _attend_backward(ctx.tiles, grad_output, q, *whole, output, lse, grad_q, *grad_whole)
-        grad_whole = grad_whole.movedim(3, 0)[ctx.order]  # (T, 2, B, KV, K), by rank
-        _, P = rank_and_size(ctx.group)
-        own = grad_whole.new_empty(len(grad_whole) // P, *grad_whole.shape[1:])
-        reduce_scatter_single(own, grad_whole.contiguous(), group=ctx.group)
-        grad_k, grad_v = own.movedim(0, 3).to(ctx.dtype)
+        parts = _by_rank(grad_whole, P, ctx.chunks, 3)  # (chunks, 2, B, KV, T/chunks, K)
+        own = parts.new_empty(ctx.chunks, *parts.shape[1:])
+        reduce_scatter_single(own, parts, group=ctx.group)
+        grad_k, grad_v = own.movedim(0, 3).flatten(3, 4).to(ctx.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, *4 * [None]
 
 
@@ -356,10 +374,11 @@ def allgather_attention(q, k, v, group=None, causal=True, zigzag=True, documents
 
     q: (B, H, T/P, K), k, v: (B, KV, T/P, K), KV dividing H; in the order of context_positions().
     Returns (B, H, T/P, K). documents: lengths of those packed into the sequence (of every row of
-    the batch). On a GPU and in 16 bit K must be a multiple of 8. Raises ValueError if the order
-    does not exist for this T, documents do not add up, or shapes and dtypes do not fit.
+    the batch). Raises ValueError if the order does not exist for this T, documents do not add up,
+    or shapes and dtypes do not fit; on a GPU also for fp64 and for K off a multiple of 16 bytes.
     """
     q, k, v = _checked(q, k, v, documents, group)
+    _check_kernel(q)
     return _AllGatherAttention.apply(q, k, v, group, causal, zigzag, documents)
 
 
@@ -378,6 +397,22 @@ def _checked(q, k, v, documents, group):
     return q, k, v
 
 
+def _check_kernel(q):
+    if q.is_cuda and (q.dtype == torch.float64 or q.shape[-1] * q.element_size() % 16):
+        raise ValueError(
+            f"attention in parts, of {q.dtype} and head size {q.shape[-1]}: on a GPU it takes fp32 "
+            "and 16 bit, and heads of a multiple of 16 bytes"
+        )
+
+
+@lru_cache(maxsize=64)
+def _ring_tiles(rank, world_size, seq_len, causal, zigzag, documents):
+    """The tiles of each step; kept, as Python takes longer for them than for the messages."""
+    runs = [context_runs(r, world_size, seq_len, zigzag) for r in range(world_size)]
+    sources = [(rank - step) % world_size for step in range(world_size)]
+    return [context_tiles(runs[rank], runs[source], causal, documents) for source in sources]
+
+
 class _RingAttention(torch.autograd.Function):
     """forward: k and v go round the ring; backward: and their gradients with them, and home
 
@@ -388,11 +423,8 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, group, causal, zigzag, documents):
         rank, P = rank_and_size(group)
-        runs = [context_runs(r, P, P * q.shape[2], zigzag) for r in range(P)]
-        ctx.tiles = [
-            context_tiles(runs[rank], runs[(rank - step) % P], causal, documents)
-            for step in range(P)
-        ]
+        documents = documents and tuple(documents)
+        ctx.tiles = _ring_tiles(rank, P, P * q.shape[2], causal, zigzag, documents)
         ctx.group = group
         output, lse = _precise(q), _precise(q, *q.shape[:3]).fill_(-math.inf)
         kv, arriving = torch.stack([k, v]).contiguous(), None
@@ -449,6 +481,7 @@ def ring_attention(q, k, v, group=None, causal=True, zigzag=True, documents=None
     the keys and values at most. The zig-zag order is that of Zhu's ring-flash-attention, 2024.
     """
     q, k, v = _checked(q, k, v, documents, group)
+    _check_kernel(q)
     return _RingAttention.apply(q, k, v, group, causal, zigzag, documents)
 
 
@@ -468,17 +501,15 @@ def ulysses_attention(q, k, v, group=None, causal=True, zigzag=True):
         )
     if kv_heads < P:
         k, v = (x.repeat_interleave(P // kv_heads, 1) for x in (k, v))
-    order = torch.cat([_positions(r, P, P * length, zigzag) for r in range(P)]).to(q.device)
-    parts = torch.cat([x.unflatten(1, (P, -1)) for x in (q, k, v)], 2)  # (B, P, h, T/P, K)
-    parts = all_to_all_in_group(parts.movedim(1, 0).contiguous(), group=group)
-    whole = parts.movedim(0, 2).flatten(2, 3)[:, :, order.argsort()]  # (B, h, T, K)
-    own_q, own_k, own_v = whole.split([x.shape[1] // P for x in (q, k, v)], 1)
-    grouped = own_q.shape[1] != own_k.shape[1]
-    y = F.scaled_dot_product_attention(
-        own_q, own_k, own_v, is_causal=causal, enable_gqa=grouped
-    )  # (B, H/P, T, K)
-    y = y[:, :, order].unflatten(2, (P, -1)).movedim(2, 0).contiguous()
-    return all_to_all_in_group(y, group=group).movedim(0, 1).flatten(1, 2)
+    each = len(context_runs(0, P, P * length, zigzag))  # chunks of a rank
+    parts = torch.cat([_cut(x, P, 1) for x in (q, k, v)], 2)  # (B, P, h, T/P, K)
+    parts = _cut(parts, each, 3).permute(1, 3, 0, 2, 4, 5).flatten(0, 1)  # (chunks, B, h, ., K)
+    parts = all_to_all_in_group(parts.contiguous(), group=group)
+    whole = _by_position(parts, P, 2)  # (B, h, T, K)
+    own = whole.split([x.shape[1] // P for x in (q, k, v)], 1)
+    y = _by_rank(attention(*own, causal=causal), P, each, 2)  # (B, H/P, T, K) -> (chunks, ...)
+    y = _cut(all_to_all_in_group(y, group=group), P, 0)  # (P, each, B, H/P, ., K)
+    return y.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).flatten(1, 2)
 
 
 # ---- what a layer is made of ---------------------------------------------------------------------

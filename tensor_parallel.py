@@ -228,7 +228,7 @@ def sum_partial_gradients(parameters, group=None):
     own, sums = [], []  # this rank's elements; room for those of every part, this one's filled in
     for parameter, (begin, end, part, parts, largest) in shared:
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         parameter.grad, first = parameter.grad.contiguous(), getattr(parameter, "first", 0)
         mine = parameter.grad.view(-1)[max(0, begin - first) : max(0, end - first)]
         total = mine.new_zeros(parts, len(mine) + largest - (end - begin))
@@ -518,15 +518,35 @@ class ParallelSelfAttention(nn.Module):
         return self.c_proj(y.reshape(T, B, self.heads * self.K))  # (T, B, D/P) -> (T, B, D)
 
 
-def attention(q, k, v, dropout=0.0):
-    """Causal attention, PyTorch's fused one. Heads of k and v are repeated where q has more."""
+def attention(q, k, v, dropout=0.0, causal=True):
+    """PyTorch's fused attention, causal or of all keys. Heads of k and v serve several of q's."""
     grouped = q.shape[1] != k.shape[1]
+    if grouped and q.is_cuda and q.element_size() > 2:  # the only kernel for these takes no groups
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        grouped = False
     return F.scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+        q, k, v, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
     )
 
 
 # ---- vocabulary: embedding and loss --------------------------------------------------------------
+
+
+class _Lookup(torch.autograd.Function):
+    """forward: the rows of some ids; backward: the sum of each row's gradients, in fp32 at least"""
+
+    @staticmethod
+    def forward(ctx, ids, weight):
+        ctx.save_for_backward(ids)
+        ctx.rows = len(weight)
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        (ids,) = ctx.saved_tensors
+        grad = grad_output.to(torch.promote_types(grad_output.dtype, torch.float32))
+        return None, torch.ops.aten.embedding_dense_backward(grad, ids, ctx.rows, -1, False)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -553,7 +573,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens):
         local = tokens - self.start
         out_of_range = (local < 0) | (local >= len(self.weight))
-        rows = F.embedding(local.masked_fill(out_of_range, 0), self.weight)
+        rows = _Lookup.apply(local.masked_fill(out_of_range, 0), self.weight)
         unknown = (tokens < 0) | (tokens >= self.num_embeddings)
         others = rows.new_zeros(()).masked_fill(unknown, math.nan)  # (T, ...): 0 for other ranks'
         rows = torch.where(out_of_range.unsqueeze(-1), others.unsqueeze(-1), rows)
@@ -565,30 +585,27 @@ class VocabParallelEmbedding(nn.Module):
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """forward: log sum exp(logits) - logits[target], over all ranks' columns;
-    backward: softmax - one-hot, which forward leaves in place of its copy of the logits
+    backward: softmax - one-hot, which forward leaves, in the dtype of the logits
     """
 
     @staticmethod
     def forward(ctx, logits, target, start, ignore_index, group, inplace):
-        ctx.dtype = logits.dtype
         maximum = logits.amax(-1)  # (N,)
         all_reduce(maximum, ReduceOp.MAX, group)
-        if logits.dtype not in (torch.float32, torch.float64):
-            logits = logits.float()
-        elif not inplace:
-            logits = logits.clone()
-        logits.sub_(maximum.unsqueeze(-1))  # (N, V/P); every exponential is at most 1
+        grad = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        grad = grad.clone() if grad is logits and not inplace else grad
+        grad.sub_(maximum.unsqueeze(-1))  # (N, V/P); every exponential is at most 1
 
         local = target - start
         out_of_range = (local < 0) | (local >= logits.shape[-1])
         local = local.masked_fill(out_of_range, 0).unsqueeze(-1)  # (N, 1)
-        own_target = logits.gather(-1, local).squeeze(-1).masked_fill(out_of_range, 0)
+        own_target = grad.gather(-1, local).squeeze(-1).masked_fill(out_of_range, 0)
         rank, world_size = rank_and_size(group)
         unknown = (target < start) & (rank == 0)
         unknown |= (target >= start + logits.shape[-1]) & (rank == world_size - 1)
         own_target.masked_fill_(unknown, math.nan)
 
-        grad = logits.exp_()
+        grad.exp_()
         sums = torch.stack([grad.sum(-1), own_target])  # (2, N): one message for both
         all_reduce(sums, group=group)
         normalizer, target_logit = sums
@@ -596,7 +613,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         grad.scatter_add_(-1, local, out_of_range.to(grad.dtype).sub_(1).unsqueeze(-1))
 
         ctx.ignored = target == ignore_index
-        ctx.grad = grad
+        ctx.grad = logits.copy_(grad) if inplace else grad.to(logits.dtype)
         return (normalizer.log() - target_logit).masked_fill(ctx.ignored, 0)
 
     @staticmethod
@@ -606,7 +623,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         if grad is None:
             raise RuntimeError("the gradient of vocab_parallel_cross_entropy is there only once")
         scale = grad_output.masked_fill(ctx.ignored, 0).unsqueeze(-1)  # (N, 1)
-        return grad.mul_(scale).to(ctx.dtype), *5 * [None]
+        return grad.mul_(scale), *5 * [None]
 
 
 def vocab_parallel_cross_entropy(
@@ -617,9 +634,10 @@ def vocab_parallel_cross_entropy(
     logits: (N, V_r), the columns from `vocab_start` on, in the order of the ranks; target: (N,)
     token ids, the same on every rank. Returns (N,) losses, in fp32 or better, the same on every
     rank: zero where target is `ignore_index`, NaN where it is another one outside the vocabulary. 3
-    N numbers are reduced over the group; the logits are never gathered. Their gradient is computed
-    in one copy of them, or with inplace, from fp32 on, where they are themselves: then they are
-    lost. Backward runs once: RuntimeError, if it does so again.
+    N numbers are reduced over the group; the logits are never gathered. Their gradient is kept in
+    a copy of them, of their dtype, or with inplace where they are themselves: then they are lost.
+    It is computed in fp32 at least: 16 bit take room for that until the end of forward. Backward
+    runs once: RuntimeError, if it does so again.
     """
     return _VocabParallelCrossEntropy.apply(
         logits, target, vocab_start, ignore_index, group, inplace

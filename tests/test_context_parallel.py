@@ -6,10 +6,13 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import sequence_parallel
 from collectives import count_bytes, rank_and_size
+from gpu_counts import batches, waits
 from nccl_replay import record, replay
 from ranks import least_bytes, run
 from sequence_parallel import (
@@ -265,6 +268,62 @@ def test_every_method_sends_what_its_formula_says(world_size, method, dtype):
         forward, backward = context_parallel_bytes(method, B, T, H, KV, K, P, 1, 1)
         assert forward == 2 * (P - 1) / P * B * T * KV * K
         assert backward == forward + 2 * B * T * KV * K
+
+
+def _count_batches(method):
+    q, k, v = (torch.randn(2, heads, 4, 8, requires_grad=True) for heads in (8, 4, 4))
+    with batches() as count, waits() as waited:
+        y = METHODS[method](q, k, v)
+        forward = count["batches"]
+        y.sum().backward()
+    assert not count["off 16"] and not waited
+    return forward, count["batches"] - forward
+
+
+@pytest.mark.parametrize("P", [2, 4])
+def test_keys_and_values_travel_in_the_same_batches_and_no_host_waits(P):
+    expected = {"allgather": (1, 1), "ring": (P - 1, 2 * P - 1), "ulysses": (2, 2)}
+    for method, found in expected.items():
+        assert run(P, _count_batches, method) == [found] * P
+
+
+# ---- kernels of a GPU, on pretended tensors ------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype, name", [(torch.bfloat16, "flash"), (torch.float32, "efficient")])
+def test_on_a_gpu_16_bit_goes_through_flash_attention_and_fp32_through_the_efficient_kernel(
+    dtype, name
+):
+    kernels = []
+
+    class Kernels(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "attention" in str(function):
+                heads = {x.shape[1] for x in args if torch.is_tensor(x) and x.ndim == 4}
+                kernels.append((str(function), len(heads)))
+            return function(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Kernels():
+        make = lambda heads, length: torch.empty(2, heads, length, 64, device="cuda", dtype=dtype)
+        q, k, v = make(8, 33), make(2, 40), make(2, 40)
+        output, lse = sequence_parallel._tile_forward(q, k, v, False)
+        grads = sequence_parallel._tile_backward(output, q, k, v, output, lse, False)
+    assert lse.shape == (2, 8, 33) and lse.dtype == torch.float32
+    assert [x.shape for x in (output, *grads)] == [x.shape for x in (q, q, k, v)]
+    assert {x.dtype for x in (output, *grads)} == {dtype}
+    assert [name in kernel for kernel, _ in kernels] == [True, True]
+    assert {heads for _, heads in kernels} == {1 if name == "efficient" else 2}  # of q, and k
+
+
+def _refused():
+    for method in ("allgather", "ring"):
+        for dtype, size in ((torch.float64, 8), (torch.bfloat16, 12), (torch.float32, 6)):
+            with FakeTensorMode(), pytest.raises(ValueError, match=f"{dtype} and head size {size}"):
+                METHODS[method](*3 * [torch.empty(1, 2, 4, size, dtype=dtype, device="cuda")])
+
+
+def test_what_no_kernel_of_a_gpu_takes_is_refused_in_a_line():
+    run(1, _refused)
 
 
 # ---- memory --------------------------------------------------------------------------------------

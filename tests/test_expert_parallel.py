@@ -1,13 +1,17 @@
 """Mixtures of experts against a loop over tokens and experts; bytes, balance, errors."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import expert_parallel
 from collectives import count_bytes, rank_and_size
 from expert_parallel import (
+    Load,
     MoE,
     Router,
     balance_loss,
@@ -17,6 +21,7 @@ from expert_parallel import (
     router_z_loss,
     two_hops,
 )
+from gpu_counts import batches, waits
 from nccl_replay import record, replay
 from ranks import least_bytes, run
 from reference_gpt import MoE as ReferenceMoE
@@ -130,29 +135,33 @@ def test_a_layer_whose_tokens_go_by_way_of_nodes_is_that_of_the_loop(ep, nodes, 
     run(ep, _against_loop, case, ep, nodes)
 
 
-def _gradients_in_bf16(autocast):
+def _gradients_in_bf16(how):
     """Of each parameter, and of the input: the loop's in fp64, but for a few per cent."""
     rank, ep = rank_and_size()
     torch.manual_seed(3)
-    layer = MoE(16, 64, 8, 2, shared_experts=1)
+    options = {"balance_coefficient": 0.3, "z_coefficient": 0.2, "balance_groups": (None,)}
+    layer = MoE(16, 64, 8, 2, shared_experts=1, **options)
     whole = torch.randn(12 * ep, 16).bfloat16().double()
     grad = torch.randn(12 * ep, 16).bfloat16().double()
-    plain = _reference(layer, whole, 8, shared=1)
+    plain = _reference(layer, whole, 8, shared=1, losses=(0.3, 0.2))
     for parameter in plain.parameters():
         parameter.data = parameter.data.bfloat16().double()
     whole.requires_grad_()
     expected = plain(whole)
-    expected.backward(grad)
+    torch.autograd.backward([expected, plain.loss], [grad, None])
     layer.bfloat16()
     x = whole.detach().chunk(ep)[rank].bfloat16()
-    if autocast:
+    if how == "autocast":
         x, layer = x.float(), layer.float()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    for parameter in layer.parameters() if how == "bf16, summed in fp32" else ():
+        parameter.grad_dtype = torch.float32
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
         y = layer(x.requires_grad_())
     assert y.dtype == torch.bfloat16
     y.backward(grad.chunk(ep)[rank].bfloat16())
     pairs = {"output": (y, expected.chunk(ep)[rank]), "input": (x.grad, whole.grad.chunk(ep)[rank])}
     for name, parameter in layer.named_parameters():
+        assert parameter.grad.dtype == (torch.bfloat16 if how == "bf16" else torch.float32)
         full = dict(plain.named_parameters())[name].grad
         own = parameter.grad.double()
         if not name.startswith("experts"):
@@ -163,9 +172,9 @@ def _gradients_in_bf16(autocast):
         assert error < 0.03, f"{name}: {error}"
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_gradients_in_bf16_are_those_of_the_loop_but_for_a_few_per_cent(autocast):
-    run(2, _gradients_in_bf16, autocast)
+@pytest.mark.parametrize("how", ["autocast", "bf16", "bf16, summed in fp32"])
+def test_gradients_in_bf16_are_those_of_the_loop_but_for_a_few_per_cent(how):
+    run(2, _gradients_in_bf16, how)
 
 
 def _one_expert_for_all():
@@ -207,7 +216,7 @@ def _bf16():
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
     with saved_bytes(layer.experts.parameters()) as count:
         with torch.autocast("cpu", torch.bfloat16):
-            layer.experts(torch.randn(4, 16), torch.tensor([3, 1]))
+            layer.experts(torch.randn(4, 16), Load(torch.tensor([3, 1]), [3, 1]))
     assert count() < layer.experts.w_in.nbytes // 2  # rows, and no copy of the matrices
 
 
@@ -222,7 +231,7 @@ def test_a_grouped_linear_is_a_linear_for_each_group(dtype, width, out):
         torch.manual_seed(0)
         x = torch.randn(sum(counts), width).to(dtype).requires_grad_()
         weight = torch.randn(4, out, width).to(dtype).requires_grad_()
-        y = grouped_linear(x, weight, torch.tensor(counts))
+        y = grouped_linear(x, weight, Load(torch.tensor(counts), counts))
         grad = torch.randn(sum(counts), out).to(dtype)
         y.backward(grad)
         found = y.detach(), x.grad, weight.grad
@@ -232,6 +241,76 @@ def test_a_grouped_linear_is_a_linear_for_each_group(dtype, width, out):
         expected = loop.detach(), x.grad, weight.grad
         for a, b in zip(found, expected):
             _equal(a, b, tolerance={torch.bfloat16: 2e-2, torch.float32: 1e-5}.get(dtype, 1e-12))
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zero_whatever_the_kernel_leaves():
+    product, counts = F.grouped_mm, [3, 0, 4, 0]
+
+    def poisoned(a, b, offs):
+        output = product(a, b, offs=offs)
+        if b.ndim == 2:  # the gradient of the matrices
+            output[torch.tensor(counts) == 0] = torch.nan
+        return output
+
+    x, weight = torch.randn(7, 16).bfloat16(), torch.randn(4, 24, 16).bfloat16().requires_grad_()
+    with patch.object(F, "grouped_mm", poisoned):
+        grouped_linear(x, weight, Load(torch.tensor(counts), counts)).sum().backward()
+    assert weight.grad[[0, 2]].isfinite().all() and weight.grad[[0, 2]].any()
+    assert not weight.grad[[1, 3]].any()
+
+
+# ---- what holds up the host, and what it launches ------------------------------------------------
+
+
+def _count_waits(dtype, nodes, **options):
+    rank, _ = rank_and_size()
+    layer = MoE(16, 64, 8, 2, nodes=nodes and _nodes(nodes), **options).to(dtype)
+    x = torch.randn(5, 16, dtype=dtype, requires_grad=True)
+    layer(x).sum().backward()
+    found = []
+    for again in (False, True):
+        with waits() as forward:
+            y = recompute(layer, x) if again else layer(x)
+        with waits() as backward:
+            y.sum().backward()
+        found.append((dict(forward), dict(backward)))
+    with waits() as update:
+        layer.router.update_bias(layer.counts)
+    assert not update
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"capacity_factor": 1.0, "shared_experts": 1, "score": "sigmoid", "num_groups": 2},
+        {"balance_coefficient": 0.1, "z_coefficient": 0.1, "balance_groups": (None,)},
+    ],
+)
+@pytest.mark.parametrize("P, nodes", [(2, None), (4, 2)])
+def test_the_host_waits_once_a_hop_in_forward_and_not_in_backward(P, nodes, options, dtype):
+    once = {"tolist": 2 if nodes else 1}
+    for (forward, backward), recomputed in run(P, _count_waits, dtype, nodes, **options):
+        assert (forward, backward) == (once, {})
+        assert recomputed == (once, once)
+
+
+def _count_batches(nodes):
+    layer = MoE(16, 64, 12, 3, nodes=nodes and _nodes(nodes))
+    x = torch.randn(5, 16, requires_grad=True)
+    with batches() as count:
+        y = layer(x)
+        forward = count["batches"]
+        y.sum().backward()
+    assert not count["off 16"] or nodes
+    return forward, count["batches"] - forward
+
+
+def test_a_layer_launches_three_batches_forward_and_two_backward_or_eight_and_five_in_two_hops():
+    assert run(4, _count_batches, None) == [(3, 2)] * 4
+    assert run(4, _count_batches, 2) == [(8, 5)] * 4
 
 
 # ---- router --------------------------------------------------------------------------------------
@@ -257,6 +336,23 @@ def test_weights_are_normalized_over_the_chosen_and_not_for_one():
 def test_the_router_computes_in_fp32_what_comes_in_16_bit():
     router, x = Router(64, 8, 2), torch.randn(6, 64).bfloat16()
     torch.testing.assert_close(router(x).logits, x.float() @ router.weight.t())
+
+
+def _losses_of_bf16():
+    layer = MoE(16, 64, 8, 2, balance_coefficient=0.5, z_coefficient=0.5).bfloat16()
+    routing = layer.router(torch.randn(64, 16).bfloat16())
+    counts = F.one_hot(routing.experts, 8).sum((0, 1))
+    assert {x.dtype for x in routing[1:]} == {torch.float32}
+    loss = layer._loss(routing, counts)
+    exact = layer._loss(routing._replace(
+        probabilities=routing.logits.double().softmax(-1), logits=routing.logits.double()
+    ), counts)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
+
+
+def test_balance_losses_are_computed_in_fp32_where_the_weights_are_bf16():
+    run(1, _losses_of_bf16)
 
 
 def test_scores_that_underflow_give_no_nan_and_the_bias_stays_in_fp32():
@@ -307,7 +403,7 @@ def _count_one_hop(N, k, E, D, even):
     experts = _routed(rank, P, N, k, E, even)
     x, weights = torch.randn(N, D, requires_grad=True), torch.rand(N, k)
     with least_bytes(), count_bytes() as traffic:
-        y = one_hop(x, experts, weights, E, lambda rows, counts: rows * 2)
+        y = one_hop(x, experts, weights, E, lambda rows, load: rows * 2)
         forward = traffic.bytes()
         y.sum().backward()
     _equal(y, 2 * x * weights.sum(-1, keepdim=True), tolerance=1e-5)
@@ -318,7 +414,7 @@ def _count_one_hop(N, k, E, D, even):
 @pytest.mark.parametrize("P", [1, 2, 3, 4])
 def test_dispatch_and_combine_send_the_routed_tokens(P, even):
     N, k, E, D = 24, 2, 12, 8
-    counts = 8 * E * (P - 1) // P
+    counts = 8 * (E // P + E // P % 2) * (P - 1)
     sent, received = [0] * P, [0] * P
     for rank in range(P):
         for expert in _routed(rank, P, N, k, E, even).flatten().tolist():
@@ -344,8 +440,9 @@ def _both_ways(nodes, N, k, E, D, max_nodes):
     scale = torch.arange(1, E + 1, dtype=torch.float64)[rank * E // P : (rank + 1) * E // P]
     results = []
 
-    def compute(rows, counts):
-        return rows.sin() * scale.repeat_interleave(counts).unsqueeze(1)
+    def compute(rows, load):
+        assert load.counts.tolist() == load.sizes
+        return rows.sin() * scale.repeat_interleave(load.counts).unsqueeze(1)
 
     for way in (one_hop, two_hops):
         leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
@@ -369,7 +466,7 @@ def test_two_hops_have_the_same_result_and_cross_to_a_node_once(nodes, local):
     results = run(P, _both_ways, nodes, N, k, E, D, nodes)
     # what goes out: the row, its experts and weights; what comes back: the row
     per_copy, per_return = 8 * (D + 2 * k), 8 * D
-    counts = 8 * (nodes - 1) * P
+    counts = 16 * (nodes - 1) * P
     crossing = sum(copies for _, copies, _ in results)
     assert sum(n for *_, n in results) == crossing * (per_copy + per_return) + counts
     assert crossing <= sum(far for far, _, _ in results)

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import pipeline
 from collectives import count_bytes, rank_and_size
 from ddp import DistributedDataParallel
+from gpu_counts import batches, waits
 from pipeline import (
     SCHEDULES,
     Action,
@@ -274,34 +275,44 @@ def test_sizes_below_1_are_named(make_schedule):
 # ---- the order of messages, under NCCL's rules ---------------------------------------------------
 
 
-def _replay(programs):
-    """What each rank is stuck at, {} if all come to their end, where messages meet in issue order.
+def _replay(programs, message=0.0):
+    """Run programs whose messages meet in issue order; (what each rank is stuck at, their times).
 
-    A program is a list of ("post", message), which never blocks, and ("wait", message). A message
-    is a tuple whose places 1 and 2 hold the ranks of its ends. It is done only when, at both of
-    them, it is the first that was posted and is not done.
+    A program is a list of ("post", message), which never blocks, ("wait", message) and ("work",
+    its time). A message is a tuple whose places 1 and 2 hold the ranks of its ends. It is under way
+    once, at both of them, it is the first that was posted and is not done, and what was before its
+    post is done; it takes the time `message`.
     """
-    position, queues, done = [0] * len(programs), [deque() for _ in programs], set()
+    position, clocks, done = [0] * len(programs), [0.0] * len(programs), {}
+    queues, free = [deque() for _ in programs], [0.0] * len(programs)
     progress = True
     while progress:
         progress = False
         for rank, program in enumerate(programs):
             while position[rank] < len(program):
-                kind, message = program[position[rank]]
+                kind, what = program[position[rank]]
                 if kind == "post":
-                    queues[rank].append(message)
-                elif message not in done:
+                    queues[rank].append((what, clocks[rank]))
+                elif kind == "work":
+                    clocks[rank] += what
+                elif what in done:
+                    clocks[rank] = max(clocks[rank], done[what])
+                else:
                     break
                 position[rank] += 1
                 progress = True
         for queue in queues:
             while queue:
-                ends = [queues[rank] for rank in queue[0][1:3]]
-                if any(not end or end[0] != queue[0] for end in ends):
+                ranks = queue[0][0][1:3]
+                ends = [queues[rank][0] for rank in ranks if queues[rank]]
+                if [end[0] for end in ends] != 2 * [queue[0][0]]:
                     break
-                done.update([end.popleft() for end in ends])
+                began = max(*[posted for _, posted in ends], *[free[rank] for rank in ranks])
+                for rank in ranks:
+                    done[queues[rank].popleft()[0]] = free[rank] = began + message
                 progress = True
-    return {rank: a[position[rank]] for rank, a in enumerate(programs) if position[rank] < len(a)}
+    stuck = {r: a[position[r]] for r, a in enumerate(programs) if position[r] < len(a)}
+    return stuck, clocks
 
 
 def _links(schedule):
@@ -315,29 +326,46 @@ def _links(schedule):
     }
 
 
-def _program(actions, order, rank, links):
-    """A rank that posts messages in `order`, each as soon as it can, waiting for what it needs."""
-    program, unposted, exists = [], deque(order), set()
+def _program(actions, order, rank, links, times, most):
+    """A rank that posts messages in `order`, each as soon as it can, waiting for what it needs.
+
+    times: of each kind of action; most: sends that are not waited for.
+    """
+    program, unposted, exists, sent = [], deque(order), set(), deque()
 
     def post():
         while unposted and (unposted[0].destination == rank or unposted[0] in exists):
-            program.append(("post", unposted.popleft()))
+            message = unposted.popleft()
+            program.append(("post", message))
+            if message.source == rank:
+                sent.append(message)
+            if len(sent) > most:
+                program.append(("wait", sent.popleft()))
 
     for action in actions:
         needed, made = links[action, rank]
         post()
         if needed and needed.source != rank:
             program.append(("wait", needed))
+        program.append(("work", times[action.kind]))
         if made:
             exists.add(made)
     post()
     return program + [("wait", message) for message in order]
 
 
-def _replay_orders(schedule, orders):
-    links = _links(schedule)
-    ranks = range(len(schedule))
-    return _replay([_program(schedule[rank], orders[rank], rank, links) for rank in ranks])
+def _replay_orders(schedule, orders, times=(0, 0, 0), message=0.0):
+    """What ranks are stuck at, and their times. times: of F, B and its part W."""
+    (forward, backward, weight), links, p = times, _links(schedule), len(schedule)
+    times = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
+    programs = [_program(schedule[r], orders[r], r, links, times, p) for r in range(p)]
+    return _replay(programs, message)
+
+
+def _orders(schedule, message):
+    """Each rank's transfers, in the order of `simulate` for messages that take so long."""
+    transfers = simulate(schedule, message=message).transfers
+    return [[t for t in transfers if rank in t[1:]] for rank in range(len(schedule))]
 
 
 @pytest.mark.parametrize("name", [*SCHEDULES, "forward_only"])
@@ -350,13 +378,42 @@ def test_no_rank_waits_forever_when_messages_go_in_their_global_order(name):
             for ends in zip(*_links(schedule).values())
         )
         assert needed == made
-        for times in ((1, 2, 0, 1), (2, 5, 1, 2), (1, 1, 7, 1)):  # F, B, a message, W
+        # F, B, a message, W
+        for times in ((1, 2, 0, 1), (1, 2, pipeline.SHORT, 1), (2, 5, 1, 2), (1, 1, 7, 1)):
             transfers = simulate(schedule, *times).transfers
             assert made == Counter(transfers)
-            orders = [
-                [t for t in transfers if rank in (t.source, t.destination)] for rank in range(p)
-            ]
-            assert not _replay_orders(schedule, orders)
+            orders = [[t for t in transfers if rank in t[1:]] for rank in range(p)]
+            assert not _replay_orders(schedule, orders)[0]
+
+
+def _loss_of_time(schedule, orders, times, message):
+    """By how much longer it takes if each rank has one queue of messages, in this order."""
+    forward, backward, weight = times
+    ideal = simulate(schedule, forward, backward, message, weight).total
+    stuck, clocks = _replay_orders(schedule, orders, times, message)
+    assert not stuck
+    return max(clocks) / ideal - 1
+
+
+def _transfers(name, m):
+    _, p = rank_and_size()
+    schedule = SCHEDULES[name](p, m)
+    chunks = range(1 + max(action.chunk for action in schedule[0]))
+    return Pipeline([nn.Linear(3, 3) for _ in chunks], schedule, _loss).transfers
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_queue_of_messages_per_rank_makes_a_step_no_longer(name):
+    """In order, as NCCL's communicators are, against messages that pass one another."""
+    for p, m in {(2, 8), (3, 9), (8, 32)} & set(_sizes_of(name)):
+        schedule = SCHEDULES[name](p, m)
+        assert _loss_of_time(schedule, _orders(schedule, pipeline.SHORT), (1, 2, 1), 0.05) < 0.005
+    schedule, orders = SCHEDULES[name](4, 16), run(4, _transfers, name, 16)
+    assert _loss_of_time(schedule, orders, (1, 2, 1), 0.05) < 0.005
+    for times in ((1, 3, 1), (1, 2, 0.7)):  # others than those of the order
+        assert _loss_of_time(schedule, orders, times, 0.1) < 0.01
+    if name in ("gpipe", "zb-h1"):  # in the order of messages that take no time
+        assert _loss_of_time(schedule, _orders(schedule, 0), (1, 2, 1), 0.05) > 0.03
 
 
 def test_the_replay_finds_the_deadlock_of_the_naive_order():
@@ -367,15 +424,15 @@ def test_the_replay_finds_the_deadlock_of_the_naive_order():
         [link for action in actions for link in links[action, rank] if link]
         for rank, actions in enumerate(schedule)
     ]
-    assert set(_replay_orders(schedule, naive)) == {0, 1, 2}
+    assert set(_replay_orders(schedule, naive)[0]) == {0, 1, 2}
 
 
 def test_the_replay_finds_two_messages_exchanged_at_one_end():
     schedule = gpipe(2, 3)
     transfers = simulate(schedule).transfers
     other = [transfers[1], transfers[0], *transfers[2:]]
-    assert not _replay_orders(schedule, [transfers, transfers])
-    assert set(_replay_orders(schedule, [transfers, other])) == {0, 1}
+    assert not _replay_orders(schedule, [transfers, transfers])[0]
+    assert set(_replay_orders(schedule, [transfers, other])[0]) == {0, 1}
 
 
 # ---- the executor against one process ------------------------------------------------------------
@@ -636,6 +693,63 @@ def test_a_weight_used_twice_gets_one_sum_also_under_autocast(autocast):
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
+class SeveralTimes(nn.Module):
+    """Uses a layer on its input times each of some factors."""
+
+    def __init__(self, layer, factors):
+        super().__init__()
+        self.layer, self.factors = layer, factors
+
+    def forward(self, x):
+        return sum(self.layer(x * factor).float() for factor in self.factors)
+
+
+def _summed_in_fp32():
+    for make_schedule, inputs, factors in (
+        (one_f_one_b, (256, 1), (1,)),  # two microbatches
+        (zb_h1, (256, 1), (1,)),
+        (zb_h1, (1, 1), (128, 0.5)),  # and two uses in each
+    ):
+        layer = nn.Linear(4, 4).bfloat16()
+        for parameter in layer.parameters():
+            parameter.grad_dtype = torch.float32
+        stage = SeveralTimes(layer, factors)
+        batch = torch.tensor(inputs).unsqueeze(1).expand(2, 4).bfloat16()
+        Pipeline(stage, make_schedule(1, 2), lambda y, _: y.sum()).step(batch, batch)
+        assert layer.weight.grad.eq(257).all() and layer.bias.grad.eq(2 * len(factors)).all()
+        assert layer.weight.grad.dtype == torch.float32
+
+
+def test_gradients_of_bf16_weights_add_up_in_fp32():
+    """256 + 1 takes nine bits; bf16 has eight."""
+    run(1, _summed_in_fp32)
+
+
+def _replicas_in_fp32():
+    """DualPipe's, of bf16 weights, some without a gradient."""
+    rank, p = rank_and_size()
+    stages = [nn.Linear(3, 3).bfloat16() for _ in range(p)]
+    for chunk, stage in enumerate(stages):
+        for parameter in stage.parameters():
+            parameter.grad_dtype = torch.float32
+        if rank == 0:
+            stage.weight.grad = torch.full((3, 3), 256.0 + chunk)
+        if rank == 1 or chunk == 1:
+            stage.bias.grad = torch.full((3,), 1 / 3)
+    with batches() as count, waits() as waited:
+        sum_replicas(stages)
+    assert count == {"batches": 1, "off 16": 0} and not waited
+    return [[p.grad.unique() for p in stage.parameters()] for stage in stages]
+
+
+def test_replicas_of_bf16_weights_are_summed_in_fp32_in_one_batch_for_which_no_host_waits():
+    first, second = run(2, _replicas_in_fp32)
+    third = torch.tensor([1 / 3])
+    for found in (first, second[::-1]):
+        expected = [[torch.tensor([256.0]), third], [torch.tensor([257.0]), 2 * third]]
+        assert all(torch.equal(*pair) for pairs in zip(found, expected) for pair in zip(*pairs))
+
+
 def _order_of_products():
     """In W, and not before, a linear's weight gets its gradient; hooks see it then."""
     rank, p = rank_and_size()
@@ -825,9 +939,9 @@ def _replicas_without_parameters():
     for found, wanted in zip(stages[rank].parameters(), expected.parameters()):
         torch.testing.assert_close(found.grad, wanted.grad)
     stages[rank].bias.requires_grad_(rank == 0)
-    wrong = f"chunk {rank} of rank {rank} and its replica, chunk {1 - rank} of rank {1 - rank},"
+    wrong = "chunk 0 of rank 0 and its replica, chunk 1 of rank 1, do not train"
     with pytest.raises(ValueError, match=wrong):
-        sum_replicas(stages)
+        Pipeline(stages, dualpipe(p, 4), _loss)
     with pytest.raises(ValueError, match="1 stages on a rank of 2"):
         sum_replicas(stages[:1])
 
@@ -1014,6 +1128,27 @@ def test_a_step_sends_b_s_h_per_microbatch_boundary_and_direction(world_size):
         nbytes = neighbours * m * b * s * h * 4
         assert nbytes == pipeline_bytes(rank, world_size, m, b * s * h * 4)
         assert steps == [(nbytes, neighbours * m)] * 2
+
+
+def _count_waits(name, recompute):
+    rank, p = rank_and_size()
+    schedule = SCHEDULES[name](p, 4)
+    chunks = range(1 + max(action.chunk for action in schedule[rank]))
+    stages = [nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in chunks]
+    executor = Pipeline(stages, schedule, lambda y, z: (y - z).square().sum(), recompute=recompute)
+    steps = []
+    for _ in range(2):
+        with waits() as count:
+            executor.step(torch.randn(8, 4), torch.randn(8, 4))
+        steps.append(dict(count))
+    return steps
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
+def test_the_host_waits_for_formats_in_the_first_step_and_for_nothing_in_others(name, recompute):
+    for first, second in run(2, _count_waits, name, recompute):
+        assert first and not second
 
 
 class Held(list):

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensor_parallel
 from collectives import RandomState, copy_to_group, count_bytes, rank_and_size
+from gpu_counts import batches, waits
 from ranks import least_bytes, run
 from sequence_parallel import saved_bytes
 from tensor_parallel import (
@@ -357,7 +359,9 @@ def test_mlp_attention_and_a_whole_layer(world_size, tp, along_sequence):
 def _gradients_in_bf16(tp):
     """Of each parameter, and of the input: one process's in fp64, but for a few per cent."""
     D, heads, kv_heads, T = 8 * tp, 2 * tp, tp, 2 * tp
-    for along_sequence, deferred, autocast in product((False, True), repeat=3):
+    hows = "autocast", "bf16", "bf16, summed in fp32"
+    for along_sequence, deferred, how in product((False, True), (False, True), hows):
+        autocast = how == "autocast"
         torch.manual_seed(0)
         queue = []
         plain = _plain_layer(D, heads, kv_heads).double()
@@ -373,25 +377,64 @@ def _gradients_in_bf16(tp):
         part = lambda full: _shard(full, 0, None) if along_sequence else full
         local = part(x.detach()).to(torch.float32 if autocast else torch.bfloat16).requires_grad_()
         layer.to(local.dtype)
+        for parameter in layer.parameters() if how == "bf16, summed in fp32" else ():
+            parameter.grad_dtype = torch.float32
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             found = layer(local)
+        assert found.dtype == local.dtype
         found.backward(part(grad).to(found.dtype))
         assert len(queue) == deferred * 6  # four matrices, two biases of column-parallel layers
         for parameter, put_off in queue:
-            parameter.grad = put_off()
+            torch.autograd.backward(parameter, put_off())
         sum_partial_gradients(layer.parameters())
+        dtypes = {parameter.grad.dtype for parameter in layer.parameters()}
+        assert dtypes == {torch.bfloat16 if how == "bf16" else torch.float32}
         pairs = {"output": (found, part(y)), "input": (local.grad, part(x.grad))}
         for (name, parameter), own in zip(plain.named_parameters(), layer.parameters()):
             pairs[name] = own.grad, take_shard(parameter.grad, own)
         for name, (own, expected) in pairs.items():
             error = (own.double() - expected).norm() / expected.norm()
-            where = along_sequence, deferred, autocast
+            where = along_sequence, deferred, how
             assert error < 0.03, f"{name}, {where}: {error}"
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
 def test_gradients_in_bf16_are_those_of_fp64_but_for_a_few_per_cent(tp):
     run(tp, _gradients_in_bf16, tp)
+
+
+def _partial_in_fp32():
+    """Of bf16 weights; one rank has not used one."""
+    rank, _ = rank_and_size()
+    norm = mark_partial(nn.LayerNorm(4)).bfloat16()
+    for parameter in norm.parameters():
+        parameter.grad_dtype = torch.float32
+    norm.weight.grad = torch.full((4,), (256.0, 1.0)[rank])
+    if rank == 0:
+        norm.bias.grad = torch.full((4,), 1 / 3)
+    with waits() as waited:
+        sum_partial_gradients(norm.parameters())
+    assert not waited
+    assert torch.equal(norm.weight.grad, torch.full((4,), 257.0))
+    assert torch.equal(norm.bias.grad, torch.full((4,), 1 / 3))
+
+
+def test_partial_gradients_of_bf16_weights_are_summed_in_fp32():
+    run(2, _partial_in_fp32)
+
+
+def test_on_a_gpu_keys_and_values_of_fp32_are_repeated_for_its_only_kernel():
+    for dtype, device, repeated in (
+        (torch.float32, "cuda", True),
+        (torch.bfloat16, "cuda", False),
+        (torch.float32, "cpu", False),
+    ):
+        with FakeTensorMode(), patch.object(F, "scaled_dot_product_attention") as kernel:
+            make = lambda heads: torch.empty(1, heads, 4, 8, dtype=dtype, device=device)
+            tensor_parallel.attention(make(4), make(2), make(2))
+        q, k, v = kernel.call_args.args
+        assert k.shape == v.shape and (k.shape == q.shape) == repeated
+        assert kernel.call_args.kwargs["enable_gqa"] != repeated
 
 
 def _single_rank_layers():
@@ -615,6 +658,23 @@ def test_embedding_and_a_tied_head_with_its_loss(world_size, tp):
     run(world_size, _vocabulary, tp)
 
 
+def _often():
+    embedding = VocabParallelEmbedding(4, 3).bfloat16()
+    expected = torch.zeros(4, 1)
+    for dtype in (torch.bfloat16, torch.float32):
+        embedding.weight.grad_dtype = dtype
+        embedding(torch.tensor([1]).repeat(600)).sum().backward()
+        expected[1] = 600
+        whole = gather_shards(embedding.weight.grad, embedding.weight)
+        assert whole.dtype == dtype and torch.equal(whole.float(), expected.expand(4, 3))
+        embedding.weight.grad = None
+
+
+def test_the_gradient_of_a_token_that_comes_often_is_summed_in_fp32():
+    """bf16 counts to 256. 600 is one of its numbers."""
+    run(2, _often)
+
+
 def _loss_of_shards(full, target, group, ignore_index, inplace):
     """The leaf of this rank's columns of the `full` logits, and the losses computed from it."""
     rank, world_size = rank_and_size(group)
@@ -625,7 +685,7 @@ def _loss_of_shards(full, target, group, ignore_index, inplace):
         logits, target, int(columns[0]), ignore_index, group, inplace
     )
     kept = torch.equal(logits, before[0])
-    assert kept != (inplace and logits.element_size() > 2) or world_size > logits.shape[1]
+    assert kept != inplace or world_size > logits.shape[1]
     assert torch.equal(target, before[1]), "an input was changed"
     return logits, columns, losses
 
@@ -684,21 +744,26 @@ def test_ids_outside_of_the_vocabulary_are_nan(tp):
 def _cross_entropy_dtypes(tp):
     group, _ = _group(tp)
     target = torch.tensor([0, 12, 5, -100, 7])
-    for dtype, tolerance in (torch.bfloat16, 2**-8), (torch.float32, 1e-6):
-        full = torch.randn(5, 13).mul(10).to(dtype)
-        whole = full.float().requires_grad_()
-        expected = F.cross_entropy(whole, target, reduction="none")
-        expected_grad = torch.autograd.grad(expected, whole, torch.arange(5.0))[0]
-        logits, columns, losses = _loss_of_shards(full, target, group, -100, dtype == torch.float32)
-        assert losses.dtype == torch.float32
-        _equal(losses, expected, 1e-6)
-        grad = _gradient(losses, logits, torch.arange(5.0))
-        assert grad.dtype == dtype
-        _equal(grad.float(), expected_grad[:, columns], tolerance)
+    for dtype, tolerance in (torch.bfloat16, 2**-7), (torch.float32, 1e-6):
+        for inplace in (False, True):
+            full = torch.randn(5, 13).mul(10).to(dtype)
+            whole = full.double().requires_grad_()
+            expected = F.cross_entropy(whole, target, reduction="none")
+            expected_grad = torch.autograd.grad(expected, whole, torch.arange(5.0).double())[0]
+            logits, columns, losses = _loss_of_shards(full, target, group, -100, inplace)
+            assert losses.dtype == torch.float32
+            _equal(losses.double(), expected, 1e-5)
+            grad = _gradient(losses, logits, torch.arange(5.0))
+            assert grad.dtype == dtype
+            bounds = {"rtol": tolerance, "atol": 1e-6}
+            torch.testing.assert_close(grad.double(), expected_grad[:, columns], **bounds)
 
 
-def _peak_of_loss(inplace):
-    """The most bytes of tensors as large as the logits, beside those, that were alive at a time."""
+def _peak_of_loss(inplace, dtype):
+    """The most bytes of tensors as large as the logits, beside those, that were alive at a time.
+
+    And what was alive between forward and backward.
+    """
     N, V, large, peak = 64, 512, [], 0
 
     class Watch(TorchDispatchMode):
@@ -713,20 +778,25 @@ def _peak_of_loss(inplace):
             peak = max(peak, sum({address: n for address, n, _ in large}.values()))
             return output
 
-    leaf = torch.randn(N, V, requires_grad=True)
+    leaf = torch.randn(N, V, dtype=dtype, requires_grad=True)
     logits = leaf * 1
     own = logits.untyped_storage().data_ptr(), logits.nbytes
     with Watch():
         losses = vocab_parallel_cross_entropy(logits, torch.arange(N), inplace=inplace)
         del logits
+        kept = {address: n for address, n, alive in large if not alive.expired()}
         losses.sum().backward()
-    return peak - own[1] * inplace
+    return peak - own[1] * inplace, sum(kept.values())
 
 
 def test_the_gradient_of_the_logits_takes_one_copy_of_them_or_their_place():
     nbytes = 64 * 512 * 4
-    assert run(1, _peak_of_loss, False) == [2 * nbytes]  # the leaf's gradient is a copy, too
-    assert run(1, _peak_of_loss, True) == [nbytes]
+    peak = lambda *arguments: run(1, _peak_of_loss, *arguments)[0]
+    assert peak(False, torch.float32) == (2 * nbytes, nbytes)  # the leaf's gradient is a copy, too
+    assert peak(True, torch.float32) == (nbytes, nbytes)
+    for inplace in (False, True):  # the copy in fp32 is gone when forward ends
+        peaked, kept = peak(inplace, torch.bfloat16)
+        assert kept == nbytes // 2 and peaked <= nbytes + nbytes // 2
 
 
 def _use_lost_logits():
@@ -782,6 +852,32 @@ def test_a_layer_sends_8_b_s_h_elements_times_t_minus_1_over_t_or_10(
         expected = 4 * forward * elements, 4 * backward * elements  # bytes of fp32
         assert counted["layer"] == expected
         assert counted["attention"] == counted["mlp"] == tuple(n // 2 for n in expected)
+
+
+def _layer_batches(along_sequence, save_gathered, deferred):
+    """Forward, and backward with the products that were put off."""
+    _, tp = rank_and_size()
+    queue = []
+    defer = (lambda: queue) if deferred else None
+    layer = _parallel_layer(8 * tp, 2 * tp, tp, None, along_sequence, save_gathered, defer)
+    x = torch.randn(2 if along_sequence else 2 * tp, 4, 8 * tp, requires_grad=True)
+    with batches() as count, waits() as waited:
+        y = layer(x)
+        forward = count["batches"]
+        y.sum().backward()
+        for _, put_off in queue:
+            put_off()
+    assert not waited and not count["off 16"]
+    return forward, count["batches"] - forward
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_layer_launches_four_batches_forward_and_six_backward(tp, deferred):
+    """Those of bytes above: one for each gather or reduce-scatter, two for each all-reduce."""
+    assert run(tp, _layer_batches, False, False, deferred) == [(4, 4)] * tp
+    assert run(tp, _layer_batches, True, False, deferred) == [(4, 6)] * tp
+    assert run(tp, _layer_batches, True, True, deferred) == [(4, 4)] * tp
 
 
 def _loss_bytes(tp, N):
