@@ -963,6 +963,11 @@ BAD_FLAGS = [
     (1, "--experts 2 --capacity-factor 0", "--capacity-factor 0.0 must be finite and more than 0"),
     (1, "--experts 2 --moe-every 0", "--moe-every 0 must be at least 1"),
     (1, "--experts 2 --moe-every 5", "--moe-every 5 leaves no layer of --layers 4 with experts"),
+    (1, "--device cpu --backend nccl", "--backend nccl is not possible with --device cpu"),
+    (1, "--backend nccl", "--backend nccl: there is no GPU on this machine"),
+    (1, "--tf32 --dtype bf16", "--tf32 needs --dtype fp32 and a GPU"),
+    (1, "--tf32 --device cpu", "--tf32 needs --dtype fp32 and a GPU"),
+    (1, "--tf32", "--tf32 needs --dtype fp32 and a GPU"),
     (1, "--seed 4294967296", "--seed 4294967296 must be less than 2**32"),
     (2, "--experts 2 --tp 2 --seq-len 7", "--seq-len 7 is not divisible by --cp 1 x --tp 2, which"),
     (4, "--cp 4 --seq-len 12", "--seq-len 12 is not divisible by 2 x --cp 4"),
@@ -1134,14 +1139,14 @@ def test_the_launcher_chooses_the_device_and_flags_the_timeout_of_the_group(back
         pass
 
     def begin(backend, **options):
-        called.append((backend, options["timeout"].total_seconds()))
+        called.append((backend, options["timeout"].total_seconds(), options["device_id"]))
         raise Began
 
     def choose(*arguments):
         called.append(arguments)
-        return torch.device("cpu"), backend
+        return device, backend
 
-    called = []
+    called, device = [], torch.device("cuda", 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr(hybrid, "choose_device", choose)
@@ -1152,22 +1157,27 @@ def test_the_launcher_chooses_the_device_and_flags_the_timeout_of_the_group(back
         with pytest.raises(Began):
             hybrid.main(flags)
         batch = ["batch"] if backend == "gloo" else []
-        assert called == [("auto", 2, 3), *batch, (backend, seconds)]
+        bound = device if backend == "nccl" else None
+        assert called == [("auto", "auto", 2, 3), *batch, (backend, seconds, bound)]
 
 
 def test_processes_get_a_gpu_each_with_nccl_or_share_them_with_gloo(monkeypatch):
     cpu, gpu = torch.device("cpu"), [torch.device("cuda", index) for index in range(2)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="--device cuda: there is no GPU"):
-        hybrid.choose_device("cuda", 0, 1)
-    assert hybrid.choose_device("auto", 0, 1) == (cpu, "gloo")
+    for flags in (("cuda", "auto"), ("auto", "nccl")):
+        with pytest.raises(ValueError, match="--(device cuda|backend nccl): there is no GPU"):
+            hybrid.choose_device(*flags, 0, 1)
+    assert hybrid.choose_device("auto", "auto", 0, 1) == (cpu, "gloo")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert hybrid.choose_device("auto", 1, 2) == (gpu[1], "nccl")
-    assert hybrid.choose_device("auto", 3, 4) == (cpu, "gloo")
-    assert hybrid.choose_device("cuda", 3, 4) == (gpu[1], "gloo")
-    assert hybrid.choose_device("cpu", 0, 1) == (cpu, "gloo")
+    assert hybrid.choose_device("auto", "auto", 1, 2) == (gpu[1], "nccl")
+    assert hybrid.choose_device("auto", "gloo", 1, 2) == (gpu[1], "gloo")
+    assert hybrid.choose_device("auto", "auto", 3, 4) == (cpu, "gloo")
+    assert hybrid.choose_device("cuda", "auto", 3, 4) == (gpu[1], "gloo")
+    assert hybrid.choose_device("cpu", "auto", 0, 1) == (cpu, "gloo")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each process sees its own
+    assert hybrid.choose_device("auto", "nccl", 3, 4) == (gpu[0], "nccl")
 
 
 # ---- failure -------------------------------------------------------------------------------------
