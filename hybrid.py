@@ -244,7 +244,7 @@ class ParallelMoE(MoE):
             score="sigmoid" if config.balance == "bias" else "softmax",
         )
         self.tp_group, self.split = mesh.tp_group, not config.sequence_parallel
-        self.counts = torch.zeros_like(self.counts, device="cpu")
+        self.counts = torch.zeros_like(self.counts, device="cpu")  # not on the meta device
         mark_partial(self)
 
     def forward(self, x):
@@ -438,9 +438,10 @@ def initial_value(name, config, seed, begin=0, end=None):
     # 2 matrices per layer add to the residual stream
     into_residual = any(part in name for part in ("c_proj", "w_out", "shared.2"))
     std = 0.02 / math.sqrt(2 * config.layers) if into_residual else 0.02
-    rows = np.empty((math.prod(shape[:-1]), shape[-1]), np.float32)
-    _draw_normal(rows, begin * math.prod(rest[:-1]), f"{seed} {name}")
-    value = torch.from_numpy(rows).mul_(std).view(shape)
+    value = torch.empty(shape, dtype=torch.float32)
+    rows = value.view(-1, shape[-1])
+    _draw_normal(rows.numpy(), begin * math.prod(rest[:-1]), f"{seed} {name}")
+    value.mul_(std)
     return value.t() if by_column else value
 
 
@@ -464,14 +465,15 @@ def initialize(model, config, seed, ep_group=None):
     """Fill this rank's part of every parameter, and zero the buffers: the biases of routers."""
     for name, parameter in model.named_parameters():
         dim, rows = 0, len(parameter)
-        parts = [(0, rows)]  # (begin, size) in the whole
+        parts = [(0, rows)]  # (first row, rows) in the whole
         if _is_expert(name):
             parts = [(dist.get_rank(ep_group) * rows, rows)]
         elif is_sharded(parameter):
             dim = parameter.shard.dim
             parts = parameter.shard.rows_of(*rank_and_size(model.tp_group))
-        value = partial(initial_value, _logical_name(name), config, seed)
-        parameter.copy_(torch.cat([value(begin, begin + size) for begin, size in parts], dim))
+        for (begin, rows), part in zip(parts, parameter.split([rows for _, rows in parts], dim)):
+            value = initial_value(_logical_name(name), config, seed, begin, begin + rows)
+            part.copy_(value)
     for buffer in model.buffers():
         buffer.zero_()
 
@@ -1098,7 +1100,7 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("tf32", bool, False, None, "fp32 products in TensorFloat-32, on a GPU"),
     ("recompute", ("none", "selective", "full"), "none", None, "attention, or every layer"),
     ("device", ("auto", "cpu", "cuda"), "auto", None, "auto: cuda if each process has a GPU"),
-    ("backend", ("auto", "nccl", "gloo"), "auto", None, "auto: nccl if each process has a GPU"),
+    ("backend", ("auto", "nccl", "gloo"), "auto", None, "nccl: each process sees a GPU of its own"),
     ("data", str, None, None, "text, a folder of text, or a .bin (default: Python's own sources)"),
     ("data_dtype", ("uint16", "uint32"), None, None, "tokens of a .bin (default: uint16)"),
     ("metrics", str, None, None, "write one JSON object per step to this file"),
