@@ -11,7 +11,7 @@ exchange(): a batch of sends and receives that progress together.
       ring                 reduce-scatter, then all-gather           2(P-1)/P D       2(P-1)
       recursive_doubling   sums swapped with ever farther ranks       log2(P) D       log2(P)
       halving_doubling     the same, with halves, quarters ...       2(P-1)/P D       2 log2(P)
-      hierarchical         rings inside nodes and between them       2(P-1)/P D       2(I+O-2)
+      hierarchical         direct inside nodes, rings between them   2(P-1)/P D       2 O
     reduce_scatter_single  rank r gets chunk r of the sum             (P-1)/P D       1 to P-1
     all_gather_single      everybody gets every rank's chunk          (P-1)/P D       1 to P-1
     all_to_all_single      rank i's chunk j goes to rank j            (P-1)/P D       1
@@ -113,14 +113,6 @@ def rank_and_size(group=None):
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def set_ranks_per_node(ranks_per_node, group=None):
-    """Tell how many consecutive ranks of the group share a node; unless told, all of them do."""
-    _RANKS_PER_NODE[group or dist.group.WORLD] = ranks_per_node
-
-
-_RANKS_PER_NODE = weakref.WeakKeyDictionary()
-
-
 def _has_nccl(group):
     """Whether NCCL carries CUDA tensors in the group, which may have gloo for others."""
     return "cuda:nccl" in dist.get_backend_config(group)
@@ -141,39 +133,73 @@ def _for_members(collective):
     return called
 
 
+@_for_members
+def set_ranks_per_node(ranks_per_node, group=None):
+    """Tell how many consecutive ranks of the group share a node; unless told, all of them do.
+
+    Where that does not divide the group, its nodes are unlike, and it is a ring on NCCL.
+    """
+    counts = isinstance(ranks_per_node, int) and ranks_per_node > 0
+    _check(counts, "ranks_per_node={!r} is not a positive integer", ranks_per_node)
+    _RANKS_PER_NODE[group or dist.group.WORLD] = ranks_per_node
+
+
+_RANKS_PER_NODE = weakref.WeakKeyDictionary()
+
+
+@_for_members
+def set_backend_collectives(group=None):
+    """From now on the group's collectives are the backend's own: a yardstick and an oracle.
+
+    Arguments, order, results and errors of use stay; exchange() stays a batch of messages. Whoever
+    then asks count_bytes() for counts gets a RuntimeError.
+    """
+    _BACKEND_GROUPS.add(group or dist.group.WORLD)
+
+
+_BACKEND_GROUPS = weakref.WeakSet()
+
+
 # ---- messages ------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Traffic:
-    """Payload that this rank sent: bytes and messages by (operation, group, peer in the group)."""
+    """Payload that this rank sent: bytes and messages by (operation, group, peer in the group).
+
+    Nobody counts what the backend's own collectives send: bytes() and messages() then raise
+    RuntimeError.
+    """
 
     bytes_by: Counter = field(default_factory=Counter)
     messages_by: Counter = field(default_factory=Counter)
+    uncounted: set = field(default_factory=set)  # operations that were the backend's own
 
     def bytes(self, operation=None, group=None, peers=None):
         """Bytes sent by one operation, in one group, to some peers; None stands for all."""
-        return _select(self.bytes_by, operation, group, peers)
+        return self._select(self.bytes_by, operation, group, peers)
 
     def messages(self, operation=None, group=None, peers=None):
         """Messages sent, selected as in bytes()."""
-        return _select(self.messages_by, operation, group, peers)
+        return self._select(self.messages_by, operation, group, peers)
 
     def add(self, operation, group, sends):
         for tensor, peer in sends:
             self.bytes_by[operation, group, peer] += tensor.nbytes
             self.messages_by[operation, group, peer] += 1
 
+    def _select(self, counter, operation, group, peers):
+        def wanted(key):
+            return (
+                operation in (None, key[0])
+                and group in (None, key[1])
+                and (peers is None or key[2] in peers)
+            )
 
-def _select(counter, operation, group, peers):
-    def wanted(key):
-        return (
-            operation in (None, key[0])
-            and group in (None, key[1])
-            and (peers is None or key[2] in peers)
-        )
-
-    return sum(count for key, count in counter.items() if wanted(key))
+        if self.uncounted:
+            names = ", ".join(sorted(self.uncounted))
+            raise RuntimeError(f"nobody counts the bytes of the backend's own collectives: {names}")
+        return sum(count for key, count in counter.items() if wanted(key))
 
 
 _COUNTERS = []  # the Traffic of every count_bytes() now open
@@ -223,7 +249,7 @@ class _Link:
 
     def __init__(self, operation, group, on_stream, tag=EXCHANGE_TAG + 1, counted=True):
         self.operation, self.group, self.on_stream, self.tag = operation, group, on_stream, tag
-        self.rank, self.world_size = group.rank(), group.size()
+        self.rank, self.world_size, self.by_backend = group.rank(), group.size(), False
         self.ranks = dist.get_process_group_ranks(group)  # unknown once the group is destroyed
         self.counters = tuple(_COUNTERS) if counted else ()
 
@@ -321,6 +347,7 @@ _WAITS = {}  # thread -> (link, work, peers) of the message that it waits for
 
 SEGMENT = 1 << 20  # bytes of a chunk that travel in one message
 WINDOW = 3  # segments under way
+ALIGNMENT = 128  # bytes; NCCL copies 16 at a time only between pointers on 16, else single ones
 
 
 def take_turns(algorithms, link):
@@ -340,15 +367,29 @@ def take_turns(algorithms, link):
             under_way.append((algorithm, link.post(sends, receives)))
 
 
+def _cuts(row, parts):
+    """Where parts of a row begin, on multiples of 128 bytes, and its end.
+
+    A part is less than 128 bytes longer or shorter than its share; those of a small row are empty.
+    """
+    unit = ALIGNMENT // row.itemsize
+    units = math.ceil(len(row) / unit)
+    return [*(units * part // parts * unit for part in range(parts)), len(row)]
+
+
+def _cut(row, parts):
+    return row.tensor_split(_cuts(row, parts)[1:-1])
+
+
 def _segments(chunks, most):
-    """The k-th part of every chunk, for each k; none is of more than `most` bytes."""
+    """The k-th part of every chunk, for each k; none is of more than `most` bytes and 128."""
     count = math.ceil(max(chunk.nbytes for chunk in chunks) / most)
-    return list(zip(*(chunk.tensor_split(count) for chunk in chunks))) if count > 1 else [chunks]
+    return list(zip(*(_cut(chunk, count) for chunk in chunks))) if count > 1 else [chunks]
 
 
-def _slices(row, multiple, most):
-    """A row in parts of about `most` bytes, each but the last of a multiple of so many elements."""
-    count = math.ceil(row.nbytes / most)
+def _slices(row, parts, most):
+    """A row in slices of about `most` bytes, each but the last of `parts` like multiples of 128."""
+    count, multiple = math.ceil(row.nbytes / most), parts * ALIGNMENT // row.itemsize
     return row.split(math.ceil(len(row) / (count * multiple)) * multiple) if count > 1 else [row]
 
 
@@ -395,7 +436,7 @@ class StreamWork:
     """An operation of a group's CUDA stream, under way. wait() makes the current stream wait."""
 
     def __init__(self, run, link, tensors, stream):
-        self._tensors = tensors  # held, so that their memory is not used again before wait()
+        self._tensors = tensors  # held until wait(), lest their memory be used again before
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             run(link)
@@ -458,9 +499,13 @@ class _WorkStream:
 
     def __init__(self, group):
         self.stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
+        self.pending = deque()  # works hold their tensors until the stream has passed them
 
     def submit(self, run, link, tensors):
+        while self.pending and self.pending[0].is_completed():
+            self.pending.popleft()
         self.last = StreamWork(run, link, tensors, self.stream)
+        self.pending.append(self.last)
         return self.last
 
 
@@ -475,6 +520,10 @@ def _launch(operation, run, tensors, group, async_op, signature=()):
     """
     group = group or dist.group.WORLD
     link = _Link(operation, group, _on_stream(tensors[0], group))
+    if group in _BACKEND_GROUPS and link.world_size > 1:
+        link.by_backend = True
+        for traffic in link.counters:
+            traffic.uncounted.add(operation)
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         call = " ".join(map(str, (operation, *signature)))
         run = partial(_compare_and_run, run, call, tensors[0].device)
@@ -490,6 +539,53 @@ def _launch(operation, run, tensors, group, async_op, signature=()):
     work = worker.submit(run, link, tensors)
     workers[group] = worker
     return work if async_op else work.wait()
+
+
+def _perform(link, algorithms, *arguments):
+    """Do a link's operation: by algorithms that take turns, or by the backend, on `arguments`."""
+    if link.by_backend:
+        _backend_collective(link.operation, link.group, *arguments)
+    else:
+        take_turns(algorithms, link)
+
+
+def _backend_collective(operation, group, *arguments):
+    """The backend's own collective on contiguous rows; AVG is a SUM, whose caller divides."""
+
+    def plain(op):
+        return ReduceOp.SUM if op == ReduceOp.AVG else op
+
+    def all_reduce(output, input, op):
+        if output is not input:
+            output.copy_(input)
+        dist.all_reduce(output, plain(op), group)
+
+    def reduce(row, root, op):
+        own = row if dist.get_rank(group) == root else row.clone()  # gloo overwrites it
+        dist.reduce(own, op=plain(op), group=group, group_dst=root)
+
+    def reduce_scatter(output, input, op):
+        dist.reduce_scatter_single(output, input, plain(op), group)
+
+    def all_gather(chunks, own):
+        if len({len(chunk) for chunk in chunks}) == 1:
+            return dist.all_gather(chunks, own, group)
+        for root, chunk in enumerate(chunks):
+            dist.broadcast(chunk, group=group, group_src=root)
+
+    calls = {
+        "all_reduce": all_reduce,
+        "reduce": reduce,
+        "broadcast": lambda row, root: dist.broadcast(row, group=group, group_src=root),
+        "reduce_scatter_single": reduce_scatter,
+        "all_gather_single": lambda row, own: dist.all_gather_single(row, own, group),
+        "all_gather": all_gather,
+        "scatter": lambda row, rows, root: dist.scatter(row, rows, group=group, group_src=root),
+        "gather": lambda row, rows, root: dist.gather(row, rows, group=group, group_dst=root),
+        "all_to_all_single": lambda *rows: dist.all_to_all_single(*rows, group),
+        "barrier": lambda token: dist.all_reduce(token, group=group),  # on the token's device
+    }
+    calls[operation](*arguments)
 
 
 def _compare_and_run(run, call, device, link, length=256):
@@ -596,8 +692,8 @@ def _ring_all_gather(chunks, rank, ring=None):
         yield [(outgoing, ring[(place + 1) % P])], [(arriving, ring[place - 1])]
 
 
-def _pairwise(outgoing, arriving, rank):
-    """outgoing[r] to every other rank r, arriving[r] from each; MOST_PEERS at a time, else 1 step.
+def _pairwise(outgoing, arriving, rank, ranks=None):
+    """outgoing[r] to the r-th of all other ranks, arriving[r] from it; MOST_PEERS to a step.
 
     Message k goes to the rank k places on, and comes from the one k back. P = 4, who has whose:
 
@@ -607,26 +703,24 @@ def _pairwise(outgoing, arriving, rank):
         k = 2    0 . 2 3   0 1 . 3   0 1 2 .   . 1 2 3
         k = 3    0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3
     """
-    P = len(outgoing)
+    P, ranks = len(outgoing), ranks or range(len(outgoing))
+    place = ranks.index(rank)
     for first in range(1, P, MOST_PEERS):
         batch = range(first, min(first + MOST_PEERS, P))
-        to_ranks, from_ranks = [(rank + k) % P for k in batch], [(rank - k) % P for k in batch]
-        yield [(outgoing[r], r) for r in to_ranks], [(arriving[r], r) for r in from_ranks]
+        after, before = [(place + k) % P for k in batch], [(place - k) % P for k in batch]
+        yield [(outgoing[p], ranks[p]) for p in after], [(arriving[p], ranks[p]) for p in before]
 
 
-def _bounds(row, world_size):
-    """Chunks c to d - 1 of a row are row[bounds[c] : bounds[d]]."""
-    return [len(row) * chunk // world_size for chunk in range(world_size + 1)]
-
-
-def _halving(input, output, add, rank, world_size):
+def _halving(input, bounds, output, add, rank):
     """Reduce-scatter among 2^k ranks by swapping halves of sums, then quarters ... log2(P) steps.
+
+    Chunks c to d - 1 are input[bounds[c] : bounds[d]].
 
         rank        0              1              2              3
         step 0   c01: 0+2       c01: 1+3       c23: 0+2       c23: 1+3       (partner = rank xor 2)
         step 1   c0: 0+1+2+3    c1: 0+1+2+3    c2: 0+1+2+3    c3: 0+1+2+3    (partner = rank xor 1)
     """
-    bounds, total, start, size = _bounds(input, world_size), input, 0, world_size
+    total, start, size = input, 0, len(bounds) - 1
     while size > 1:  # `total` has `size` chunks, the first of them `start`
         size //= 2
         partner = rank ^ size
@@ -638,11 +732,11 @@ def _halving(input, output, add, rank, world_size):
         received = torch.empty_like(kept)
         yield [(given, partner)], [(received, partner)]
         total, start = add(kept, received, out=output if size == 1 else received), keep
-    if world_size == 1:
+    if len(bounds) == 2:
         output.copy_(total)
 
 
-def _doubling(row, rank, world_size):
+def _doubling(row, bounds, rank):
     """All-gather among 2^k ranks by swapping one chunk, then two ..., in place. log2(P) steps.
 
         rank        0         1         2         3
@@ -650,34 +744,83 @@ def _doubling(row, rank, world_size):
         step 0   0 1 . .   0 1 . .   . . 2 3   . . 2 3       (partner = rank xor 1)
         step 1   0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3       (partner = rank xor 2)
     """
-    bounds, size = _bounds(row, world_size), 1
-    while size < world_size:
+    size = 1
+    while size < len(bounds) - 1:
         partner, mine = rank ^ size, rank & -size
         own, other = (row[bounds[i] : bounds[i + size]] for i in (mine, mine ^ size))
         yield [(own, partner)], [(other, partner)]
         size *= 2
 
 
-def _direct_reduce_scatter(chunks, output, add, rank):
+def _direct_reduce_scatter(chunks, output, add, rank, ranks=None):
     """Every chunk to its rank, which adds in the order of ranks."""
-    parts = [chunk if r == rank else torch.empty_like(output) for r, chunk in enumerate(chunks)]
-    yield from _pairwise(chunks, parts, rank)
-    _add_up(parts, output, add, rank)
+    place = (ranks or range(len(chunks))).index(rank)
+    parts = [chunk if r == place else torch.empty_like(output) for r, chunk in enumerate(chunks)]
+    yield from _pairwise(chunks, parts, rank, ranks)
+    _add_up(parts, output, add, place)
 
 
-def _add_up(parts, output, add, rank):
+def _add_up(parts, output, add, place):
     """Into `output`, which may be the own part; those of the others are scratch."""
     total, *others = parts
     for part in others:
-        scratch = parts[0 if rank else 1]
+        scratch = parts[0 if place else 1]
         total = add(total, part, out=output if part is parts[-1] else scratch)
     if not others:
         output.copy_(total)
 
 
-def _direct_all_gather(chunks, rank):
+def _direct_all_gather(chunks, rank, ranks=None):
     """The own chunk to every rank."""
-    yield from _pairwise([chunks[rank]] * len(chunks), chunks, rank)
+    own = chunks[(ranks or range(len(chunks))).index(rank)]
+    yield from _pairwise([own] * len(chunks), chunks, rank, ranks)
+
+
+def _node(rank, world_size, ranks_per_node):
+    """A rank's place in its node, the ranks of that, and those of the same place in every node."""
+    place = rank % ranks_per_node
+    inside = range(rank - place, rank - place + ranks_per_node)
+    return place, inside, range(place, world_size, ranks_per_node)
+
+
+def _hierarchical_reduce_scatter(chunks, output, add, rank, ranks_per_node):
+    """For P = O x I ranks, node by node I ranks each: direct inside, then a ring between nodes.
+
+    The rank of place i sums chunk i of every node. (I-1)/I D bytes stay inside, (O-1)/O D/I cross.
+    1 + (O-1) steps. O = I = 2:
+
+        rank       0               1               2               3
+        inside     c0 c2: 0+1      c1 c3: 0+1      c0 c2: 2+3      c1 c3: 2+3
+        between    c0: 2+3+0+1     c1: 2+3+0+1     c2: 0+1+2+3     c3: 0+1+2+3
+    """
+    _, inside, between = _node(rank, len(chunks), ranks_per_node)
+    sums = [torch.empty_like(output) for _ in between]
+    nodes = zip(_nodes(chunks, inside), sums)
+    steps = [_direct_reduce_scatter(*node, add, rank, inside) for node in nodes]
+    yield from _together(steps, inside)
+    yield from _ring_reduce_scatter(sums, output, add, rank, between)
+
+
+def _hierarchical_all_gather(chunks, rank, ranks_per_node):
+    """The reverse: a ring between the nodes, then direct inside them. (O-1) + 1 steps."""
+    place, inside, between = _node(rank, len(chunks), ranks_per_node)
+    yield from _ring_all_gather(chunks[place::ranks_per_node], rank, between)
+    steps = [_direct_all_gather(node, rank, inside) for node in _nodes(chunks, inside)]
+    yield from _together(steps, inside)
+
+
+def _nodes(chunks, inside):
+    """The chunks of each node's ranks."""
+    return [chunks[i : i + len(inside)] for i in range(0, len(chunks), len(inside))]
+
+
+def _together(algorithms, inside):
+    """One-step algorithms among the ranks inside a node, as many to a step as MOST_PEERS allows."""
+    most = max(1, MOST_PEERS // len(inside))
+    for first in range(0, len(algorithms), most):
+        for steps in zip_longest(*algorithms[first : first + most]):
+            sends, receives = zip(*steps)
+            yield sum(sends, []), sum(receives, [])
 
 
 # ---- all-reduce ----------------------------------------------------------------------------------
@@ -692,17 +835,17 @@ def _naive(output, input, add, rank, world_size):
 
 def _direct(output, input, add, rank, world_size):
     """Reduce-scatter and all-gather in one step each. 2(P-1)/P D bytes."""
-    chunks = output.tensor_split(world_size)
-    yield from _direct_reduce_scatter(input.tensor_split(world_size), chunks[rank], add, rank)
+    chunks = _cut(output, world_size)
+    yield from _direct_reduce_scatter(_cut(input, world_size), chunks[rank], add, rank)
     yield from _direct_all_gather(chunks, rank)
 
 
 def _ring(output, input, add, rank, world_size, ring=None):
     """Reduce-scatter and all-gather round the ring. 2(P-1) steps, 2(P-1)/P D bytes."""
     ring = ring or range(world_size)
-    chunks = output.tensor_split(len(ring))
+    chunks = _cut(output, len(ring))
     own = chunks[ring.index(rank)]
-    yield from _ring_reduce_scatter(input.tensor_split(len(ring)), own, add, rank, ring)
+    yield from _ring_reduce_scatter(_cut(input, len(ring)), own, add, rank, ring)
     yield from _ring_all_gather(chunks, rank, ring)
 
 
@@ -726,9 +869,10 @@ def _recursive_doubling(output, input, add, rank, world_size):
 
 def _halving_doubling(output, input, add, rank, world_size):
     """Reduce-scatter and all-gather so. 2 log2(P) steps, 2(P-1)/P D bytes. Rabenseifner, 2004."""
-    own = output[slice(*_bounds(output, world_size)[rank : rank + 2])]
-    yield from _halving(input, own, add, rank, world_size)
-    yield from _doubling(output, rank, world_size)
+    bounds = _cuts(output, world_size)
+    own = output[bounds[rank] : bounds[rank + 1]]
+    yield from _halving(input, bounds, own, add, rank)
+    yield from _doubling(output, bounds, rank)
 
 
 def _for_any_size(algorithm):
@@ -756,7 +900,8 @@ def _hierarchical(ranks_per_node):
     """The all-reduce for P = O x I ranks, node by node I ranks each, or a 2D torus of rows of I.
 
     Reduce-scatter inside the node, all-reduce of the own chunk with the ranks of the same place in
-    other nodes, all-gather inside. 2(I-1)/I D bytes stay inside, 2(O-1)/O D/I cross. O = I = 2:
+    other nodes, all-gather inside: direct, ring, direct. 2(I-1)/I D bytes stay inside, 2(O-1)/O D/I
+    cross. 1 + 2(O-1) + 1 steps. O = I = 2:
 
         rank                     0            1            2            3
         reduce-scatter inside    c0: 0+1      c1: 0+1      c0: 2+3      c1: 2+3
@@ -765,14 +910,12 @@ def _hierarchical(ranks_per_node):
     """
 
     def algorithm(output, input, add, rank, world_size):
-        place = rank % ranks_per_node
-        inside = range(rank - place, rank - place + ranks_per_node)
-        between = range(place, world_size, ranks_per_node)
-        chunks = output.tensor_split(ranks_per_node)
-        inputs, own = input.tensor_split(ranks_per_node), chunks[place]
-        yield from _ring_reduce_scatter(inputs, own, add, rank, inside)
+        place, inside, between = _node(rank, world_size, ranks_per_node)
+        chunks = _cut(output, ranks_per_node)
+        inputs, own = _cut(input, ranks_per_node), chunks[place]
+        yield from _direct_reduce_scatter(inputs, own, add, rank, inside)
         yield from _ring(own, own, add, rank, world_size, between)
-        yield from _ring_all_gather(chunks, rank, inside)
+        yield from _direct_all_gather(chunks, rank, inside)
 
     return algorithm
 
@@ -818,7 +961,7 @@ def _scatter_all_gather(tensor, root, rank, world_size):
 
     The root sends 2(P-1)/P D bytes, the others at most (P-1)/P D.
     """
-    chunks = tensor.tensor_split(world_size)
+    chunks = _cut(tensor, world_size)
     yield from _scatter(chunks[rank], chunks, root, rank)
     yield from _ring_all_gather(chunks, rank)
 
@@ -853,15 +996,20 @@ def _dissemination(token, rank, world_size):
 
 class Cost(NamedTuple):
     """What one rank does: steps one after the other, bytes sent, bytes added with nothing to do
-    meanwhile."""
+    meanwhile, and those of the bytes sent that go at the pace of links between nodes."""
 
     steps: int
     bytes: int
     added: int = 0
+    between: int = 0
 
-    def seconds(self, link):
-        """The alpha-beta model: steps * alpha + bytes * beta, and additions at gamma per byte."""
-        return self.steps * link.alpha + self.bytes * link.beta + self.added * link.gamma
+    def seconds(self, link, between=None):
+        """The alpha-beta model: steps * alpha + bytes * beta, and additions at gamma per byte.
+
+        link, between: LinkSpeed of the links inside nodes, and between them where they are others.
+        """
+        sending = (self.bytes - self.between) * link.beta + self.between * (between or link).beta
+        return self.steps * link.alpha + sending + self.added * link.gamma
 
 
 class LinkSpeed(NamedTuple):
@@ -872,51 +1020,85 @@ class LinkSpeed(NamedTuple):
     gamma: float
 
 
-# Measured with 2 to 8 ranks on 2 cores (gloo); a batch's time on the host and NVLink's data sheet
-# (nccl). They are constants: an algorithm chosen by the mood of a machine would change the bits of
-# a training.
-LINK_SPEEDS = {"gloo": LinkSpeed(1.2e-4, 6.5e-10, 2.2e-10), "nccl": LinkSpeed(6e-5, 4e-12, 1e-12)}
+# Measured with 2 to 8 ranks on 2 cores (gloo); a batch's time on the host and, from data sheets, a
+# GPU's NVLink of 250 GB/s or more and its 400 Gbit/s network card (nccl). They are constants: an
+# algorithm chosen by the mood of a machine would change the bits of a training.
+LINK_SPEEDS = {
+    "gloo": LinkSpeed(1.2e-4, 6.5e-10, 2.2e-10),
+    "nccl": LinkSpeed(6e-5, 4e-12, 1e-12),
+    "nccl between nodes": LinkSpeed(6e-5, 2e-11, 1e-12),
+}
 
 
 def all_reduce_cost(algorithm, nbytes, world_size, inner_size=1, rank=0):
-    """Cost of an all-reduce of `nbytes`; rank 0 is the busiest. Exact where P divides nbytes."""
-    D, P, I, core = nbytes, world_size, inner_size, 1 << (world_size.bit_length() - 1)
-    if algorithm == "naive":
-        return Cost(min(P - 1, 1), (P - 1) * D, (P - 1) * D)
-    if algorithm == "direct":
-        return Cost(min(2 * (P - 1), 2), 2 * (P - 1) * D // P, (P - 1) * D // P)
-    if algorithm == "ring":  # all but the last segment is added while the next one arrives
-        return Cost(2 * (P - 1), 2 * (P - 1) * D // P, min(SEGMENT, D // P) if P > 1 else 0)
+    """Cost of an all-reduce of `nbytes`, with inner_size ranks to a node; rank 0 is the busiest.
+
+    Exact where 128 P divides nbytes (128 x 2^k, where 2^k of the P ranks halve and double); else a
+    chunk is at most 128 bytes longer, or shorter, than its share.
+    """
+    D, P, core = nbytes, world_size, 1 << (world_size.bit_length() - 1)
     if algorithm == "hierarchical":
-        inside, between = (all_reduce_cost("ring", *part) for part in ((D, I), (D // I, P // I)))
-        return Cost(*(sum(pair) for pair in zip(inside, between)))
-    if rank >= core:
-        return Cost(2, D)
-    halving, steps = algorithm == "halving_doubling", core.bit_length() - 1
-    cost = Cost(2 * steps, 2 * (core - 1) * D // core, (core - 1) * D // core)
-    cost = cost if halving else Cost(steps, steps * D, steps * D)
-    return Cost(cost.steps + 2, cost.bytes + D, cost.added + D) if rank + core < P else cost
+        return _hierarchical_cost(all_reduce_cost, D, P, inner_size)
+    if algorithm == "naive":
+        cost = Cost(min(P - 1, 1), (P - 1) * D, (P - 1) * D)
+    elif algorithm == "direct":
+        cost = Cost(min(2 * (P - 1), 2), 2 * (P - 1) * D // P, (P - 1) * D // P)
+    elif algorithm == "ring":  # all but the last segment is added while the next one arrives
+        cost = Cost(2 * (P - 1), 2 * (P - 1) * D // P, min(SEGMENT, D // P) if P > 1 else 0)
+    elif rank >= core:
+        cost = Cost(2, D)
+    else:
+        halving, steps = algorithm == "halving_doubling", core.bit_length() - 1
+        cost = Cost(2 * steps, 2 * (core - 1) * D // core, (core - 1) * D // core)
+        cost = cost if halving else Cost(steps, steps * D, steps * D)
+        if rank + core < P:
+            cost = Cost(cost.steps + 2, cost.bytes + D, cost.added + D)
+    return _paced(cost, P, inner_size)
 
 
-def reduce_scatter_cost(algorithm, nbytes, world_size):
-    """Cost of a reduce-scatter of a full tensor of `nbytes`: "halving", "direct" or "ring"."""
+def _hierarchical_cost(cost, nbytes, world_size, inner_size):
+    inside = cost("direct", nbytes, inner_size, inner_size)
+    between = cost("ring", nbytes // inner_size, world_size // inner_size)
+    return Cost(*(sum(pair) for pair in zip(inside, between)))
+
+
+def _paced(cost, world_size, inner_size):
+    """With several nodes every step has messages between them, whose pace the others keep."""
+    return cost._replace(between=cost.bytes if inner_size < world_size else 0)
+
+
+def reduce_scatter_cost(algorithm, nbytes, world_size, inner_size=1):
+    """Cost of a reduce-scatter of a full tensor of `nbytes`, with inner_size ranks to a node.
+
+    algorithm: halving, direct, ring or hierarchical. Exact where P divides nbytes.
+    """
     D, P = nbytes, world_size
-    if algorithm != "ring":
-        steps = (P - 1).bit_length() if algorithm == "halving" else min(P - 1, 1)
-        return Cost(steps, (P - 1) * D // P, (P - 1) * D // P)
-    return Cost(P - 1, (P - 1) * D // P, min(SEGMENT, D // P) if P > 1 else 0)
+    if algorithm == "hierarchical":
+        return _hierarchical_cost(reduce_scatter_cost, D, P, inner_size)
+    steps = {"halving": (P - 1).bit_length(), "direct": min(P - 1, 1), "ring": P - 1}[algorithm]
+    cost = Cost(steps, (P - 1) * D // P, (P - 1) * D // P)
+    if algorithm == "ring" and P > 1:
+        cost = cost._replace(added=min(SEGMENT, D // P))
+    return _paced(cost, P, inner_size)
 
 
-def broadcast_cost(algorithm, nbytes, world_size):
-    """Cost of a broadcast for the root: "tree" or "scatter_all_gather"."""
+def broadcast_cost(algorithm, nbytes, world_size, inner_size=1):
+    """Cost of a broadcast for the root: "tree", or "scatter_all_gather".
+
+    Exact where 128 P divides nbytes; else a chunk is at most 128 bytes longer, or shorter.
+    """
     rounds = (world_size - 1).bit_length()
-    if algorithm == "tree":
-        return Cost(rounds, rounds * nbytes)
-    return Cost(world_size, 2 * nbytes * (world_size - 1) // world_size)
+    cost = Cost(rounds, rounds * nbytes)
+    if algorithm == "scatter_all_gather":
+        cost = Cost(world_size, 2 * nbytes * (world_size - 1) // world_size)
+    return _paced(cost, world_size, inner_size)
 
 
 def all_reduce_bytes(nbytes, world_size):
-    """Bytes that one rank sends to all-reduce `nbytes` by the ring: no algorithm sends fewer."""
+    """Bytes that one rank sends to all-reduce `nbytes` by the ring: no algorithm sends fewer.
+
+    Exact where 128 P divides nbytes; else at most 256 bytes are to be added.
+    """
     return 2 * nbytes * (world_size - 1) // world_size
 
 
@@ -931,28 +1113,36 @@ all_gather_bytes = reduce_scatter_bytes
 # also another rank's. An all-gather goes as its reverse, the reduce-scatter.
 _CHOICES = {
     ("gloo", all_reduce_cost): ("ring", "halving_doubling", "recursive_doubling"),
-    ("nccl", all_reduce_cost): ("direct", "ring"),
+    ("nccl", all_reduce_cost): ("direct", "ring", "hierarchical"),
     ("gloo", reduce_scatter_cost): ("halving", "direct", "ring"),
-    ("nccl", reduce_scatter_cost): ("direct", "ring"),
+    ("nccl", reduce_scatter_cost): ("direct", "ring", "hierarchical"),
     ("gloo", broadcast_cost): ("tree",),
     ("nccl", broadcast_cost): ("tree", "scatter_all_gather"),
 }
 
 
 def _auto(cost, nbytes, link):
-    """The algorithm whose cost(algorithm, nbytes, world_size) takes the least time."""
+    """The algorithm whose cost(algorithm, nbytes, world_size, ranks to a node) is least in time."""
     backend = "nccl" if link.on_stream else "gloo"
-    one_node = _RANKS_PER_NODE.get(link.group, link.world_size) >= link.world_size
-    return _cheapest(backend, cost, nbytes, link.world_size, one_node, LINK_SPEEDS[backend])
+    speeds = LINK_SPEEDS[backend], LINK_SPEEDS.get(f"{backend} between nodes")
+    return _cheapest(backend, cost, nbytes, link.world_size, _ranks_per_node(link), speeds)
+
+
+def _ranks_per_node(link):
+    """How many consecutive ranks share a node; nodes that are not alike count as one rank each."""
+    ranks = min(_RANKS_PER_NODE.get(link.group, link.world_size), link.world_size)
+    return ranks if link.world_size % ranks == 0 else 1
 
 
 @lru_cache(maxsize=4096)
-def _cheapest(backend, cost, nbytes, world_size, one_node, speed):
-    doubles = world_size & (world_size - 1) == 0
-    # direct: P-1 messages at once, good inside a node; on gloo log2(P) of them are quicker
-    fits = {"halving": doubles, "direct": one_node if backend == "nccl" else not doubles}
+def _cheapest(backend, cost, nbytes, world_size, ranks_per_node, speeds):
+    doubles, one_node = world_size & (world_size - 1) == 0, ranks_per_node == world_size
+    fits = {"halving": doubles, "direct": not doubles}  # log2(P) messages are quicker than P-1
+    if backend == "nccl":  # inside a node P-1 at once are quickest
+        fits = {"direct": one_node, "ring": not one_node}
     names = [name for name in _CHOICES[backend, cost] if fits.get(name, True)]
-    return min(names, key=lambda name: cost(name, nbytes, world_size).seconds(speed))
+    size = nbytes, world_size, ranks_per_node
+    return min(names, key=lambda name: cost(name, *size).seconds(*speeds))
 
 
 def measure_link(group=None, rounds=20):
@@ -998,10 +1188,16 @@ DIRECT_BYTES = 1 << 26  # of a full tensor that NCCL takes in one step: so much 
 
 def _part_bytes(algorithm, chunks, link):
     """Bytes in which a tensor of so many chunks travels: where ranks take unlike steps, all."""
-    if algorithm == "direct" and link.on_stream:
+    if algorithm in ("direct", "hierarchical") and link.on_stream:
         return DIRECT_BYTES
     in_turns = algorithm in ("direct", "ring", "hierarchical") and not link.on_stream
     return chunks * SEGMENT if in_turns else math.inf
+
+
+def _average(row, op, world_size):
+    """The second half of AVG, on what was summed."""
+    if op == ReduceOp.AVG and world_size > 1:
+        row.div_(world_size)
 
 
 def _all_reduce(output, input, op, algorithm, inner_size, link):
@@ -1009,14 +1205,17 @@ def _all_reduce(output, input, op, algorithm, inner_size, link):
     P = link.world_size
     if algorithm == "auto":
         algorithm = _auto(all_reduce_cost, input.nbytes, link)
-    reduce = _hierarchical(inner_size) if algorithm == "hierarchical" else _ALL_REDUCE[algorithm]
+    if algorithm == "hierarchical":
+        reduce = _hierarchical(inner_size or _ranks_per_node(link))
+    else:
+        reduce = _ALL_REDUCE[algorithm]
     most = _part_bytes(algorithm, P, link)
     with _into_row(output) as row:
-        inputs = _slices(row if input is output else _row(input), P, most)
-        pairs = zip(_slices(row, P, most), inputs)
-        take_turns([reduce(*pair, _REDUCE[op], link.rank, P) for pair in pairs], link)
-        if op == ReduceOp.AVG:
-            row.div_(P)
+        inputs = row if input is output else _row(input)
+        pairs = zip(_slices(row, P, most), _slices(inputs, P, most))
+        rounds = [reduce(*pair, _REDUCE[op], link.rank, P) for pair in pairs]
+        _perform(link, rounds, row, inputs, op)
+        _average(row, op, P)
 
 
 @_for_members
@@ -1053,9 +1252,10 @@ def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
 
     def run(link):
         with _into_row(tensor) as row:
-            take_turns([_tree_reduce(row, root, _REDUCE[op], link.rank, link.world_size)], link)
-            if op == ReduceOp.AVG and link.rank == root:
-                row.div_(link.world_size)
+            tree = _tree_reduce(row, root, _REDUCE[op], link.rank, link.world_size)
+            _perform(link, [tree], row, root, op)
+            if link.rank == root:
+                _average(row, op, link.world_size)
 
     signature = tuple(tensor.shape), tensor.dtype, op, dst
     return _launch("reduce", run, [tensor], group, async_op, signature)
@@ -1076,10 +1276,25 @@ def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
     def run(link):
         chosen = algorithm if known[algorithm] else _auto(broadcast_cost, tensor.nbytes, link)
         with _into_row(tensor) as row:
-            take_turns([known[chosen](row, root, link.rank, link.world_size)], link)
+            _perform(link, [known[chosen](row, root, link.rank, link.world_size)], row, root)
 
     signature = tuple(tensor.shape), tensor.dtype, src, algorithm
     return _launch("broadcast", run, [tensor], group, async_op, signature)
+
+
+def _reduce_scatters(output, input, add, link):
+    """Chunk r of the reduced input into `output` of rank r."""
+    P = link.world_size
+    algorithm = _auto(reduce_scatter_cost, input.nbytes, link)
+    if algorithm == "halving":
+        bounds = [len(output) * chunk for chunk in range(P + 1)]
+        return [_halving(input, bounds, output, add, link.rank)]
+    parts = _segments([*input.tensor_split(P), output], _part_bytes(algorithm, P, link) / P)
+    if algorithm == "hierarchical":
+        scatter = partial(_hierarchical_reduce_scatter, ranks_per_node=_ranks_per_node(link))
+    else:
+        scatter = _ring_reduce_scatter if algorithm == "ring" else _direct_reduce_scatter
+    return [scatter(part[:-1], part[-1], add, link.rank) for part in parts]
 
 
 @_for_members
@@ -1097,35 +1312,27 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
     _check_dtype(output, input)
 
     def run(link):
-        P = link.world_size
-        algorithm = _auto(reduce_scatter_cost, input.nbytes, link)
         with _into_row(output) as row:
-            if algorithm == "halving":
-                rounds = [_halving(_row(input), row, _REDUCE[op], link.rank, P)]
-            else:
-                scatter = _ring_reduce_scatter if algorithm == "ring" else _direct_reduce_scatter
-                parts = [*_row(input).tensor_split(P), row]
-                segments = _segments(parts, _part_bytes(algorithm, P, link) / P)
-                rounds = [scatter(part[:-1], part[-1], _REDUCE[op], link.rank) for part in segments]
-            take_turns(rounds, link)
-            if op == ReduceOp.AVG:
-                row.div_(P)
+            inputs = _row(input)
+            _perform(link, _reduce_scatters(row, inputs, _REDUCE[op], link), row, inputs, op)
+            _average(row, op, link.world_size)
 
     signature = tuple(output.shape), output.dtype, op
     return _launch("reduce_scatter_single", run, [output, input], group, async_op, signature)
 
 
-def _gather_chunks(chunks, link, row=None):
+def _all_gathers(chunks, link, row=None):
     """Chunk r of rank r into chunk r of every rank; `row` is all of them where they are alike."""
     P = link.world_size
     algorithm = _auto(reduce_scatter_cost, sum(chunk.nbytes for chunk in chunks), link)
     if algorithm == "halving" and row is not None:
-        rounds = [_doubling(row, link.rank, P)]
+        return [_doubling(row, [len(chunks[0]) * chunk for chunk in range(P + 1)], link.rank)]
+    if algorithm == "hierarchical":
+        gather = partial(_hierarchical_all_gather, ranks_per_node=_ranks_per_node(link))
     else:
         gather = _ring_all_gather if algorithm == "ring" else _direct_all_gather
-        segments = _segments(chunks, _part_bytes(algorithm, P, link) / P)
-        rounds = [gather(part, link.rank) for part in segments]
-    take_turns(rounds, link)
+    parts = _segments(chunks, _part_bytes(algorithm, P, link) / P)
+    return [gather(part, link.rank) for part in parts]
 
 
 @_for_members
@@ -1142,7 +1349,7 @@ def all_gather_single(output, input, group=None, async_op=False):
         with _into_row(output) as row:
             chunks = row.tensor_split(link.world_size)
             chunks[link.rank].copy_(_row(input))
-            _gather_chunks(chunks, link, row)
+            _perform(link, _all_gathers(chunks, link, row), row, chunks[link.rank])
 
     signature = input.numel(), input.dtype
     return _launch("all_gather_single", run, [output, input], group, async_op, signature)
@@ -1163,7 +1370,7 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
     def run(link):
         chunks = [_row(entry) for entry in tensor_list]
         chunks[rank].copy_(_row(tensor))
-        _gather_chunks(chunks, link)
+        _perform(link, _all_gathers(chunks, link), chunks, chunks[rank])
 
     signature = [tuple(entry.shape) for entry in tensor_list], tensor.dtype
     return _launch("all_gather", run, [tensor, *tensor_list], group, async_op, signature)
@@ -1182,7 +1389,8 @@ def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
 
     def run(link):
         with _into_row(tensor) as row:
-            take_turns([_scatter(row, [_row(entry) for entry in inputs], root, rank)], link)
+            rows = [_row(entry) for entry in inputs]
+            _perform(link, [_scatter(row, rows, root, rank)], row, rows, root)
 
     signature = tuple(tensor.shape), tensor.dtype, src
     return _launch("scatter", run, [tensor, *inputs], group, async_op, signature)
@@ -1200,7 +1408,8 @@ def gather(tensor, gather_list=None, dst=0, group=None, async_op=False):
     outputs = gather_list if rank == root else []
 
     def run(link):
-        take_turns([_gather(_row(tensor), [_row(entry) for entry in outputs], root, rank)], link)
+        row, rows = _row(tensor), [_row(entry) for entry in outputs]
+        _perform(link, [_gather(row, rows, root, rank)], row, rows, root)
 
     signature = tuple(tensor.shape), tensor.dtype, dst
     return _launch("gather", run, [tensor, *outputs], group, async_op, signature)
@@ -1226,9 +1435,11 @@ def all_to_all_single(
 
     def run(link):
         with _into_row(output) as row:
-            outputs, inputs = row.split(output_sizes), _row(input).split(input_sizes)
+            source = _row(input)
+            outputs, inputs = row.split(output_sizes), source.split(input_sizes)
             outputs[rank].copy_(inputs[rank])
-            take_turns([_pairwise(inputs, outputs, rank)], link)
+            pairs, sizes = _pairwise(inputs, outputs, rank), (output_sizes, input_sizes)
+            _perform(link, [pairs], row, source, *sizes)
 
     signature = "rows of", *rows[0]
     return _launch("all_to_all_single", run, [output, input], group, async_op, signature)
@@ -1240,16 +1451,22 @@ def barrier(group=None):
 
     Its first batch involves every rank, as NCCL asks of the first batch of any group.
     """
+    if dist.get_world_size(group) == 1:
+        return
     token = torch.zeros(1, dtype=torch.uint8, device=_device(group))
-    run = lambda link: take_turns([_dissemination(token, link.rank, link.world_size)], link)
+
+    def run(link):
+        _perform(link, [_dissemination(token, link.rank, link.world_size)], token)
+
     _launch("barrier", run, [token], group, async_op=False)
     if token.is_cuda:
         torch.cuda.current_stream().synchronize()
 
 
 def _device(group):
-    """Where a group's own tensors are."""
-    return "cuda" if _has_nccl(group or dist.group.WORLD) else "cpu"
+    """Where a group's own tensors are: a group of CPUs, too, may have NCCL for CUDA tensors."""
+    on_gpu = torch.cuda.is_available() and _has_nccl(group or dist.group.WORLD)
+    return "cuda" if on_gpu else "cpu"
 
 
 def gather_objects(value, group=None):
@@ -1286,9 +1503,10 @@ def _check(right, message, *values):
 
 def _check_op(op, dtype):
     _check(op in _REDUCE, "op={} is not one of SUM, AVG, PRODUCT, MIN, MAX", op)
-    divides, ordered = op != ReduceOp.AVG, op not in (ReduceOp.MIN, ReduceOp.MAX)
-    divides, ordered = divides or dtype.is_floating_point, ordered or not dtype.is_complex
-    _check(divides, "op=AVG needs a floating-point tensor, not dtype={}", dtype)
+    if dtype.is_floating_point:
+        return
+    _check(op != ReduceOp.AVG, "op=AVG needs a floating-point tensor, not dtype={}", dtype)
+    ordered = not dtype.is_complex or op not in (ReduceOp.MIN, ReduceOp.MAX)
     _check(ordered, "op={} needs an order, which dtype={} does not have", op, dtype)
 
 
@@ -1492,7 +1710,9 @@ def _demonstrate():
         print(f"adding {gamma:.2f} ns per byte; an all-reduce of\n")
         header = ("bytes", "algorithm", "claimed", "counted", "steps", "cost", "time", "gloo's")
         print("{:>9}  {:20}{:>10}{:>10}{:>6}{:>11}{:>11}{:>11}".format(*header))
-    for nbytes in (3360, 268800, 16800000):  # any P up to 8 divides them
+    unit = ALIGNMENT * math.lcm(world_size, 1 << (world_size.bit_length() - 1))
+    for size in (1 << 12, 1 << 18, 1 << 24):
+        nbytes = math.ceil(size / unit) * unit  # what all algorithms cut into chunks alike
         tensor, inner_size = torch.zeros(nbytes // 4), 2 - world_size % 2
         gloo = _median_seconds(lambda: dist.group.WORLD.allreduce([tensor]).wait())
         for algorithm in (*_ALL_REDUCE, "hierarchical"):
