@@ -69,6 +69,7 @@ from collectives import (
     report_stalls,
     scatter_to_group,
     schedule_as_batch,
+    set_backend_collectives,
     set_ranks_per_node,
 )
 from ddp import DistributedDataParallel
@@ -170,6 +171,12 @@ def make_mesh(pp=1, dp=1, cp=1, tp=1, ep=1, local_world_size=None):
         set_ranks_per_node(ranks_per_node(ranks, local_world_size or world_size), group)
         barrier(group)  # NCCL wants all ranks of a group in its first batch
     return Mesh(**mine)
+
+
+def use_backend_collectives(mesh):
+    """From now on the collectives of all groups are the backend's own."""
+    for group in {dist.group.WORLD, *vars(mesh).values()} - {None}:
+        set_backend_collectives(group)
 
 
 def ranks_per_node(ranks, local_world_size):
@@ -1101,6 +1108,7 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("recompute", ("none", "selective", "full"), "none", None, "attention, or every layer"),
     ("device", ("auto", "cpu", "cuda"), "auto", None, "auto: cuda if each process has a GPU"),
     ("backend", ("auto", "nccl", "gloo"), "auto", None, "nccl: each process sees a GPU of its own"),
+    ("collectives", ("ours", "backend"), "ours", None, "backend: of NCCL or gloo, to compare"),
     ("data", str, None, None, "text, a folder of text, or a .bin (default: Python's own sources)"),
     ("data_dtype", ("uint16", "uint32"), None, None, "tokens of a .bin (default: uint16)"),
     ("metrics", str, None, None, "write one JSON object per step to this file"),
@@ -1352,6 +1360,8 @@ def main(argv=None):
     )
     report_stalls(30)
     mesh = make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep, local_world_size)
+    if args.collectives == "backend":
+        use_backend_collectives(mesh)
     status = 0
     try:
         train(args, mesh, device, data, metrics_file, trace_file)

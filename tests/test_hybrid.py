@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.run
 from torch.overrides import TorchFunctionMode
 
+import collectives
 import hybrid
 from collectives import count_bytes
 from ddp import ddp_bytes
@@ -767,6 +768,25 @@ def _ranks_told(local_world_size):
 @pytest.mark.parametrize("local_world_size, expected", [(None, [2] * 3), (4, [2, 2, 1])])
 def test_every_group_of_the_mesh_is_told_its_nodes(local_world_size, expected):
     assert run(8, _ranks_told, local_world_size) == 8 * [expected]
+
+
+def _loss_and_batches(flags, is_backends):
+    trainer = make_trainer(flags, torch.float64)
+    if is_backends:
+        hybrid.use_backend_collectives(trainer.mesh)
+    tokens, posted = [tensor[trainer.local_rows()] for tensor in batch(0)], []
+    post = collectives._Link.post
+    with patch.object(collectives._Link, "post", lambda *a: posted.append(a) or post(*a)):
+        return trainer.step(*tokens)["loss"], len(posted)
+
+
+@pytest.mark.parametrize("flags", ["--dp 4", "--tp 2 --sp --cp 2 --zero 1", "--dp 2 --pp 2"])
+def test_the_same_step_runs_over_the_backends_own_collectives(flags):
+    for (loss, posted), (other, exchanged) in zip(
+        run(4, _loss_and_batches, flags, False), run(4, _loss_and_batches, flags, True)
+    ):
+        assert other == pytest.approx(loss, rel=1e-12)
+        assert exchanged < posted and (exchanged > 0) == ("dp 4" not in flags)  # of neighbours
 
 
 def _bad_mesh():
