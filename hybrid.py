@@ -912,16 +912,17 @@ class Trainer:
                         piece[max(0, begin - first) : max(0, end - first)]
                         for begin, end in counted_ranges(parameter, mesh.tp_group)
                     ]
-        squares = torch.zeros(2, device=self.device)
-        for i, gradients in counted.items():
-            if gradients:
-                squares[int(i)] = torch.stack(torch._foreach_norm(gradients)).square().sum()
-        if self.args.zero:
-            all_reduce(squares, group=mesh.grad_group)
-        else:  # replicas count once, but experts are others on each rank of ep
-            all_reduce(squares[1:], group=mesh.ep_group)
-        square = squares.sum()
-        for group in (mesh.tp_group, mesh.pp_group):
+        dense, experts = (
+            torch.stack(torch._foreach_norm(gradients)).square().sum()
+            if gradients
+            else torch.zeros((), device=self.device)
+            for gradients in counted.values()
+        )
+        if not self.args.zero:  # replicas count once, but experts are others on each rank of ep
+            all_reduce(experts, group=mesh.ep_group)
+        square = dense + experts
+        groups = [mesh.grad_group] if self.args.zero else []
+        for group in (*groups, mesh.tp_group, mesh.pp_group):
             all_reduce(square, group=group)
         norm = square.sqrt()
         if self.args.grad_clip > 0:
