@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from types import ModuleType
 
 import torch
@@ -50,55 +51,87 @@ def average_gradients(module, group=None):
     for parameter in module.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:  # the other ranks may have one
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=grad_dtype(parameter))
             all_reduce(parameter.grad, ReduceOp.AVG, group)
+
+
+def grad_dtype(parameter):
+    """That in which autograd adds up its gradients, such as 32 bits for a parameter of 16."""
+    return parameter.grad_dtype or parameter.dtype
 
 
 # ---- tensors in one row --------------------------------------------------------------------------
 
 
+# NCCL moves 16 bytes at a time only where all pointers are on 16, which grouped products want too;
+# GPUs read 128. In elements, as a row has forms of several dtypes: 64 of 16 bits are 128 bytes.
+ALIGNMENT = 64
+
+
+def _aligned(elements):
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
 class FlatLayout:
     """Where tensors lie in one row of elements, which is padded to `shards` equal parts.
 
-        | weight                | bias | weight            | padding |
-        | shard 0          | shard 1          | shard 2              |       shards = 3
+        | weight              |    | bias | | weight            |         |
+        | shard 0            | shard 1            | shard 2             |       shards = 3
+
+    Tensors and shards begin on multiples of 64 elements: less than 64 of padding follow a tensor,
+    and 64 for each shard but one, at most, the row.
     """
 
     def __init__(self, tensors, shards=1):
         self.shapes = [tensor.shape for tensor in tensors]
         self.sizes = [tensor.numel() for tensor in tensors]
-        self.shard_size = -(-sum(self.sizes) // shards)
-        self.length = shards * self.shard_size
+        self._edges = [0]  # where a tensor begins, where its padding does, and so on
+        for size in self.sizes:
+            self._edges += self._edges[-1] + size, self._edges[-1] + _aligned(size)
+        self.shard_size = _aligned(-(-self._edges[-1] // shards))
+        self.length = self._edges[-1] = shards * self.shard_size
+
+    def _split(self, part, begin):
+        """The elements of each tensor and each padding, in turn, in a part of a row."""
+        edges = [min(max(0, edge - begin), len(part)) for edge in self._edges]
+        return part.split([end - begin for begin, end in pairwise(edges)])
 
     def views(self, row):
         """Each tensor's elements of a row, in its shape."""
-        parts = row[: sum(self.sizes)].split(self.sizes)
-        return [part.view(shape) for part, shape in zip(parts, self.shapes)]
+        return [part.view(shape) for part, shape in zip(self._split(row, 0)[::2], self.shapes)]
+
+    def padding(self, row):
+        """The elements of a row that are no tensor's."""
+        return [part for part in self._split(row, 0)[1::2] if len(part)]
 
     def ranges(self, rank):
         """[(begin, end)]: what shard `rank` holds of each tensor, flattened; maybe nothing."""
-        ranges, offset = [], rank * self.shard_size
-        for size in self.sizes:
-            begin = min(max(0, offset), size)
-            ranges.append((begin, max(begin, min(offset + self.shard_size, size))))
-            offset -= size
+        ranges = []
+        for start, size in zip(self._edges[::2], self.sizes):
+            begin = rank * self.shard_size - start
+            ends = begin, begin + self.shard_size
+            ranges.append(tuple(min(max(0, end), size) for end in ends))
         return ranges
 
     def pieces(self, shard, rank):
         """Each tensor's elements of shard `rank`, one dimension each."""
-        sizes = [end - begin for begin, end in self.ranges(rank)]
-        return shard[: sum(sizes)].split(sizes)
+        return self._split(shard, rank * self.shard_size)[::2]
+
+
+def gradient_bytes(parameter):
+    """Bytes that a parameter's gradient takes in a row."""
+    return FlatLayout([parameter]).length * grad_dtype(parameter).itemsize
 
 
 def fill_buckets(parameters, cap_bytes, kind=lambda parameter: parameter.dtype):
     """Lists of parameters to travel together, in the order in which they are complete.
 
-    Each is of one kind, by default dtype, and at most `cap_bytes`, or one parameter.
+    Each is of one kind, by default dtype, and of gradients of at most `cap_bytes`, or of one.
     """
-    filling, full = {}, []
+    filling, full, nbytes = {}, [], {p: gradient_bytes(p) for p in parameters}
     for parameter in parameters:
         bucket = filling.setdefault(kind(parameter), [])
-        if bucket and sum(p.nbytes for p in bucket) + parameter.nbytes > cap_bytes:
+        if bucket and sum(nbytes[p] for p in (*bucket, parameter)) > cap_bytes:
             full.append(bucket)
             bucket = filling[kind(parameter)] = []
         bucket.append(parameter)
@@ -211,9 +244,18 @@ def weakly(method):
     return lambda *arguments: (alive := reference()) and alive(*arguments)
 
 
+def exact_sum(gradient):
+    """Finite if all elements are."""
+    return gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float64))
+
+
 def check_finite(sums, group=None):
-    """RuntimeError naming the gradients whose sums {name: sum} are not finite on this rank."""
-    if names := [name for name, value in sums.items() if not value.isfinite()]:
+    """RuntimeError naming the gradients whose sums {name: sum} are not finite on this rank.
+
+    The host waits for the device once.
+    """
+    finite = torch.stack([*sums.values()]).isfinite().tolist() if sums else []
+    if names := [name for name, is_finite in zip(sums, finite) if not is_finite]:
         rank = dist.get_rank(group)
         raise RuntimeError(f"rank {rank}: gradient not finite for {', '.join(names)}")
 
@@ -236,13 +278,14 @@ class _Bucket:
     def __init__(self, parameters, with_flags, group):
         self.parameters, self.group, layout = parameters, group, FlatLayout(parameters)
         flags = len(parameters) if with_flags else 0  # per parameter: how many ranks have used it
-        self.buffer = parameters[0].new_zeros(layout.length + flags)
+        dtype = grad_dtype(parameters[0])
+        self.buffer = parameters[0].new_zeros(layout.length + flags, dtype=dtype)
         self.flags = self.buffer[layout.length :]
         # in the order in memory that the parameters have, as fused optimizers expect
         strides = [torch.empty_like(p, device="meta").stride() for p in parameters]
         self.views = [
             view.as_strided(view.shape, stride)
-            for view, stride in zip(layout.views(self.buffer), strides)
+            for view, stride in zip(layout.views(self.buffer[: layout.length]), strides)
         ]
         self.waiting, self.sum, self.work = set(), None, None
 
@@ -262,10 +305,11 @@ class DistributedDataParallel(nn.Module):
     """Wraps a module: `loss.backward()` leaves, on every rank, gradients averaged over the group.
 
     Parameters and buffers start as the group's first rank's; with broadcast_buffers, buffers are so
-    again in the first forward pass after one whose gradients are reduced. Each gradient is a view into a bucket of at most
-    `bucket_cap_mb` MiB and of one dtype; the buckets are rebuilt once, in the order in which
-    gradients arrive on the first rank. Outside of no_sync() a backward() through what the wrapper
-    has returned reduces; torch.autograd.grad() does not.
+    again in the first forward pass after one whose gradients are reduced. Each gradient is a view
+    into a bucket of at most `bucket_cap_mb` MiB and of one dtype, the grad_dtype that its parameter
+    has here; the buckets are rebuilt once, in the order in which gradients arrive on the first
+    rank. Outside of no_sync() a backward() through what the wrapper has returned reduces;
+    torch.autograd.grad() does not.
 
     gradient_divide_factor: what gradients are divided by before they are summed; by default the
         group's size, or 1 where the loss has its global divisor already. With another than the
@@ -333,22 +377,28 @@ class DistributedDataParallel(nn.Module):
 
     def _attach(self):
         """Hooks and buckets: what belongs to these parameters, and not to a copy of them."""
+        kept = {*vars(self)}
         self._names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
         self._backward = Backward(self._begin_backward, self._end_backward, self._failed)
-        self._reducing, self._expected, self._next, self._sums = False, False, 0, {}
+        self._reducing, self._expected, self._next = False, False, 0
+        self._sums, self._unused = {}, []
         # Backward runs from the last layer to the first, which is the order buckets should fill in.
         self._arrived = []
         self._build(list(self._names)[::-1])
         for parameter in self._names:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
+        self._attached = {"_attached", *vars(self)} - kept
 
     def __getstate__(self):
-        own = "_names _backward _reducing _expected _next _sums _unused _arrived _order _buckets"
-        own = {*own.split(), "_place"}
-        return {key: value for key, value in self.__dict__.items() if key not in own}
+        state = {key: value for key, value in vars(self).items() if key not in self._attached}
+        return state | {"grad_dtypes": [p.grad_dtype for p in self.module.parameters()]}
 
     def __setstate__(self, state):
+        grad_dtypes = state.pop("grad_dtypes")
         super().__setstate__(state)
+        for parameter, dtype in zip(self.module.parameters(), grad_dtypes):
+            if parameter.grad_dtype != dtype:  # torch's copy of a parameter forgets it
+                parameter.grad_dtype = dtype
         self._attach()
 
     def __deepcopy__(self, memo):
@@ -369,7 +419,7 @@ class DistributedDataParallel(nn.Module):
     def _build(self, order):
         """Fill buckets in the given order; gradients that exist move into them."""
         self._order = order
-        kind = lambda parameter: (parameter.dtype, self._group_of(parameter))
+        kind = lambda parameter: (grad_dtype(parameter), self._group_of(parameter))
         self._buckets = [
             _Bucket(bucket, self.find_unused_parameters, self._group_of(bucket[0]))
             for bucket in fill_buckets(order, int(self.bucket_cap_mb * 2**20), kind)
@@ -454,7 +504,7 @@ class DistributedDataParallel(nn.Module):
     def _mark_ready(self, parameter):
         bucket, i = self._place[parameter]
         if parameter.grad is None and self.find_unused_parameters:
-            bucket.flags[i] = 0
+            bucket.flags[i].zero_()
         self._copy_to_bucket(parameter, self.gradient_divide_factor)
         bucket.waiting.remove(parameter)
 
@@ -470,7 +520,7 @@ class DistributedDataParallel(nn.Module):
             view.div_(factor)
         parameter.grad = view
         if self.error_if_nonfinite and self._reducing:
-            self._sums[self._names[parameter]] = view.sum(dtype=torch.float64)
+            self._sums[self._names[parameter]] = exact_sum(view)
 
     def _launch_full_buckets(self):
         """Reduce full buckets, in bucket order: collectives need the same order on every rank."""
@@ -505,13 +555,18 @@ class DistributedDataParallel(nn.Module):
             for parameter, view in zip(bucket.parameters, bucket.views):
                 if parameter.grad is not view:
                     taken.append(self._names[parameter])
-            for parameter, used in zip(bucket.parameters, bucket.flags.tolist()):
-                if not used:
-                    parameter.grad = None
+        if self.find_unused_parameters:
+            self._drop_unused()
         self._reducing = False
         if self._arrived is not None:
             self._rebuild()
         self._raise_errors(taken)
+
+    def _drop_unused(self):
+        flags = torch.cat([bucket.flags for bucket in self._buckets]).tolist()
+        for parameter, used in zip(self._place, flags):
+            if not used:
+                parameter.grad = None
 
     def _rebuild(self):
         """Once, refill the buckets in the order in which gradients arrived on the first rank."""
@@ -519,9 +574,9 @@ class DistributedDataParallel(nn.Module):
         order = [place[parameter] for parameter in dict.fromkeys(self._arrived + self._order)]
         places = torch.tensor(order, device=self._order[0].device)
         self._broadcast([places], self.process_group)
-        self._arrived = None
-        if places.tolist() != sorted(places.tolist()):
-            self._build([self._order[place] for place in places.tolist()])
+        self._arrived, places = None, places.tolist()
+        if places != sorted(places):
+            self._build([self._order[place] for place in places])
 
     def _raise_errors(self, taken):
         """After the reduction, so that no other rank is left waiting."""
@@ -545,10 +600,11 @@ class DistributedDataParallel(nn.Module):
 def ddp_bytes(module, world_size):
     """Bytes that one rank sends in a step: every trainable parameter's gradient, all-reduced once.
 
-    Ranks differ by a few elements where P does not divide a bucket; this is their mean.
+    Each is padded to 64 elements. Ranks differ a little where P does not divide a bucket; this is
+    their mean.
     """
-    gradient_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-    return all_reduce_bytes(gradient_bytes, world_size)
+    nbytes = sum(gradient_bytes(p) for p in module.parameters() if p.requires_grad)
+    return all_reduce_bytes(nbytes, world_size)
 
 
 # ---- demonstration -------------------------------------------------------------------------------
@@ -557,8 +613,8 @@ def ddp_bytes(module, world_size):
 def _demonstrate():
     rank, world_size = rank_and_size()
     torch.manual_seed(0)
-    # 480: P = 1 to 6 divide it
-    layers = [nn.Sequential(nn.Linear(480, 480), nn.GELU()) for _ in range(4)]
+    # 480 x 480: P = 1 to 6 divide it into parts of whole 128 bytes
+    layers = [nn.Sequential(nn.Linear(480, 480, bias=False), nn.GELU()) for _ in range(4)]
     module = nn.Sequential(*layers).double()
     inputs = torch.randn(8 * world_size, 480, dtype=torch.float64)
     whole = torch.autograd.grad(module(inputs).square().mean(), list(module.parameters()))

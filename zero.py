@@ -11,8 +11,9 @@ P-th of the elements, to look after, and let it forget the rest as early as it c
     stage 3  1/P          1/P         1/P                          16/P         3 (P-1)/P D
 
 Bytes are those of 16-bit parameters and gradients with a 32-bit copy and Adam's two moments; D is
-the size of the parameters. An all-reduce of gradients is a reduce-scatter and an all-gather, and
-updating between the two costs nothing more (stages 1, 2); stage 3 gathers parameters twice.
+the size of the parameters. Gradients that add up in 32 bits take 2 bytes more (stage 1: 2 + 4 +
+12/P). An all-reduce of gradients is a reduce-scatter and an all-gather, and updating between the
+two costs nothing more (stages 1, 2); stage 3 gathers parameters twice.
 
     stage 3   gather    | 1 | 2 | 3 | 4 |       | 3 | 2 | 1 |        a unit is there when its turn
               compute       | 1 | 2 | 3 | 4 | 4   | 3  | 2  | 1  |   comes, and is dropped after it
@@ -29,6 +30,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import nn
@@ -56,7 +58,9 @@ from ddp import (
     before_backward,
     check_finite,
     check_whole,
+    exact_sum,
     fill_buckets,
+    grad_dtype,
     in_backward,
     tensors_in,
     weakly,
@@ -146,9 +150,14 @@ class FlatParameter:
         self.dtype = self.originals[0].dtype
         floating = self.dtype.is_floating_point
         self.param_dtype = settings.param_dtype if settings.param_dtype and floating else self.dtype
-        self.reduce_dtype = floating and settings.reduce_dtype or self.param_dtype
-        self.pieces, self.gradient = (), None
+        self.computed_with, self.pieces, self.gradient = self.originals, (), None
         self.reset()
+
+    @property
+    def reduce_dtype(self):
+        """That in which gradients are summed: by default as autograd adds them up."""
+        given = self.settings.reduce_dtype if self.dtype.is_floating_point else None
+        return given or max(map(grad_dtype, self.computed_with), key=lambda dtype: dtype.itemsize)
 
     def first_row(self):
         """The first rank's parameters, as a row. Collective."""
@@ -188,7 +197,8 @@ class FlatParameter:
     def alloc_grad(self):
         """Memory for a full row of gradients."""
         self.flat_grad = self.shard.new_empty(self.layout.length, dtype=self.reduce_dtype)
-        self.flat_grad[sum(self.layout.sizes) :] = 0
+        for padding in self.layout.padding(self.flat_grad):
+            padding.zero_()
         self.grad_views = self.layout.views(self.flat_grad)
         self.missing = set(range(len(self.names)))
 
@@ -200,7 +210,7 @@ class FlatParameter:
         view.copy_(gradient) if i in self.missing else view.add_(gradient)
         self.missing.discard(i)
         if self.settings.error_if_nonfinite:
-            self.sums[self.names[i]] = view.sum(dtype=torch.float64)
+            self.sums[self.names[i]] = exact_sum(view)
 
     def is_full(self):
         """Whether every parameter's gradient is there."""
@@ -314,7 +324,8 @@ def _describe(value, piece):
     if not torch.is_tensor(value):
         return None, value
     is_part = value.shape == piece.shape
-    return value.dtype if is_part else None, value.cpu() if value.numel() == 1 or not is_part else None
+    known = value.cpu() if value.numel() == 1 or not is_part else None
+    return value.dtype if is_part else None, known
 
 
 _SCALARS = ("step", "mu_product", "eta", "mu")  # of Adam, NAdam, ASGD: whatever the parameter
@@ -353,16 +364,18 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     """Runs `optimizer_class(..., **defaults)` on this rank's shard of all elements: ZeRO-1 and -2.
 
     Stage 1: step() reduce-scatters the gradients that backward has left, updates the shard and
-    all-gathers the parameters; under DistributedDataParallel, which sums them too, it sums equal
-    ones. Stage 2, shard_gradients=True: a gradient leaves for its owner when backward has filled a
-    row of at most `bucket_cap_mb` MiB, and the shards add up over backward passes, each of which
-    must reach some parameter on every rank. Its .grad then only says so: zero_grad() of a module or
-    optimizer may zero it, and all else is refused, DistributedDataParallel too.
+    all-gathers the parameters, a row of at most `bucket_cap_mb` MiB after the other; under
+    DistributedDataParallel, which sums them too, it sums equal ones. Stage 2, shard_gradients=True:
+    a gradient leaves for its owner when backward has filled its row, and the shards add up over
+    backward passes, each of which must reach some parameter on every rank. Its .grad then only says
+    so: zero_grad() of a module or optimizer may zero it, and all else is refused,
+    DistributedDataParallel too.
 
     params: as for any optimizer; they start as the first rank's, and become views into rows.
     param_dtype: what they are converted to, the update being made on a copy in their old dtype, of
         the shard alone. An element that somebody else changes is changed in the copy, too.
-    reduce_dtype: in which gradients are summed, by default the parameters'.
+    reduce_dtype: in which gradients are summed over the ranks, by default the parameters'
+        grad_dtype; in stage 1 also over backward passes, if it is wider: it becomes the grad_dtype.
     gradient_divide_factor: what their sum is divided by, by default the number of ranks; 1 where
         the loss has its global divisor.
     replicate_group: (HSDP) each of its ranks has a replica of the shards of process_group, and
@@ -454,14 +467,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             own = row[flat.own]
             flat.shard = own if flat.unsharded is row else own.clone()
             flat.pieces = [nn.Parameter(p) for p in flat.layout.pieces(flat.shard, flat.rank)]
-            for i, (parameter, view) in enumerate(
-                zip(flat.originals, flat.layout.views(flat.unsharded))
-            ):
+            for parameter, view in zip(flat.originals, flat.layout.views(flat.unsharded)):
                 parameter.data = view
+            for i, parameter in enumerate(flat.originals):
                 self._place[parameter] = number, i
                 if self._shard_gradients:
                     parameter.register_hook(weakly(self._gradient_comes))
                     parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
+                elif flat.reduce_dtype.itemsize > parameter.dtype.itemsize:
+                    parameter.grad_dtype = flat.reduce_dtype
 
     def _pieces_of(self, group):
         pieces = _pieces(self._flats)
@@ -536,16 +550,25 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         pairs = zip(self._reduced, self._gradients())
         return all(g is other and version == v for (g, version), (other, v) in pairs)
 
-    def _begin_reduction(self):
+    def _reduced_rows(self):
+        """Each row, once its gradients are summed; copies of two rows exist at most."""
         if all(parameter.grad is None for parameter in self._place):
             raise RuntimeError("step() before backward(): no parameter has a gradient")
-        for flat in self._flats:
-            flat.reset()
-            flat.gradient = None
-            for i, parameter in enumerate(flat.originals):
-                if parameter.grad is not None:
-                    flat.add_gradient(i, parameter.grad)
-            flat.reduce()
+        self._reduce(self._flats[0])
+        for flat, next_flat in zip_longest(self._flats, self._flats[1:]):
+            if next_flat is not None:
+                self._reduce(next_flat)
+            self._finish(flat)
+            yield flat
+
+    @staticmethod
+    def _reduce(flat):
+        flat.reset()
+        flat.gradient = None
+        for i, parameter in enumerate(flat.originals):
+            if parameter.grad is not None:
+                flat.add_gradient(i, parameter.grad)
+        flat.reduce()
 
     @torch.no_grad()
     def reduce_gradients(self):
@@ -554,13 +577,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         Returns {parameter: (first element, piece)}: what this rank has of the sum, of a flattened
         gradient. The pieces may be scaled in place.
         """
-        self._begin_reduction()
-        self._reduced, pieces = self._gradients(), {}
-        for flat in self._flats:
-            self._finish(flat)
+        pieces = {}
+        for flat in self._reduced_rows():
             ranges = flat.layout.ranges(flat.rank)
             for parameter, (begin, _), piece in zip(flat.originals, ranges, flat.gradient_pieces()):
                 pieces[parameter] = begin, piece
+        self._reduced = self._gradients()
         return pieces
 
     @torch.no_grad()
@@ -599,26 +621,26 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                     raise RuntimeError(f"parameter {i} was frozen, or thawed, after it was sharded")
         for flat in self._flats:
             self._follow(flat)
-        scatter = not self._shard_gradients and not self._are_reduced()
-        if scatter:
-            self._begin_reduction()
-        elif self._shard_gradients:
+        rows = self._flats
+        if self._shard_gradients:
             self._check_sent()
+        elif not self._are_reduced():
+            rows = self._reduced_rows()
         self._copy_options(self.param_groups, self.optimizer.param_groups)
         works = []
-        for flats in self._updated_together():
+        for flats in self._updated_together(rows):
             for flat in flats:
-                if scatter:
-                    self._finish(flat)
                 for piece, part in zip(flat.pieces, flat.gradient_pieces()):
                     piece.grad = part.to(flat.dtype)
             self.optimizer.step()
             for flat in flats:
                 for piece in flat.pieces:
                     piece.grad = None
-                works.append(flat.unshard())
                 if not self._shard_gradients:
                     flat.gradient = None
+                if len(works) == 2:  # each holds a copy of its shard
+                    works.pop(0).wait()
+                works.append(flat.unshard())
         self._copy_options(self.optimizer.param_groups, self.param_groups)
         for work in works:
             work.wait()
@@ -627,15 +649,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             _check_finite(self._flats, self._settings.group)
         return loss
 
-    def _updated_together(self):
+    def _updated_together(self, rows):
         """One row is updated while the next one arrives and the last one leaves.
 
         But PyTorch's optimizers alone are known to keep nothing in their groups, such as a count of
         steps: others make one step of all rows.
         """
         if type(self.optimizer).__module__.startswith("torch.optim."):
-            return [[flat] for flat in self._flats]
-        return [self._flats]
+            return ([flat] for flat in rows)
+        return [list(rows)]
 
     @staticmethod
     def _copy_options(sources, targets):
@@ -719,7 +741,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                     piece.copy_(flat.piece(i, exact))
                     parameter.copy_(exact)
 
-
     def __getstate__(self):
         raise RuntimeError("ZeRO's optimizer cannot be copied or pickled: call state_dict()")
 
@@ -734,7 +755,7 @@ class _SentGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, parameter, zero):
-        like = {"dtype": parameter.dtype, "device": parameter.device, "storage_size": 0}
+        like = {"dtype": grad_dtype(parameter), "device": parameter.device, "storage_size": 0}
         return torch.Tensor._make_wrapper_subclass(cls, parameter.shape, **like)
 
     def __init__(self, parameter, zero):
@@ -788,6 +809,7 @@ class _ShardedParameter(FlatParameter):
     def __init__(self, named, settings, places):
         super().__init__(named, settings)
         self.places = [places[parameter] for parameter in self.originals]
+        self.grad_dtype = grad_dtype(self.originals[0])
         self.shard = self.first_row()[self.own].clone()
         for parameter, (begin, _), piece in zip(
             self.originals, self.layout.ranges(self.rank), self._views()
@@ -802,9 +824,12 @@ class _ShardedParameter(FlatParameter):
     def live_in(self, row):
         """Make the whole parameters views of this memory."""
         self.unsharded, self.whole = row, []
+        self.computed_with = self.whole
         for piece, view in zip(self.pieces, self.layout.views(row)):
             whole = nn.Parameter(torch.empty(0, dtype=row.dtype), piece.requires_grad)
             whole.data = view  # not nn.Parameter(view): gathering would count as a change in place
+            if self.grad_dtype != self.dtype:
+                whole.grad_dtype = self.grad_dtype
             self.whole.append(whole)
 
     def put(self, parameters):
@@ -1004,14 +1029,14 @@ class FullyShardedDataParallel(nn.Module):
                     inside = [i for i, p in enumerate(prefixes, 1) if path.startswith(f"{p}.")]
                     owners.setdefault(parameter, set()).add(inside[0] if inside else 0)
                     places.setdefault(parameter, []).append((submodule, name))
-        # A row is of one dtype, all trainable or not. What carries other attributes has a row of
-        # its own: tensor-parallel ranks, which hold parts of unlike sizes of what they split, so
-        # have the same pieces of what they all hold.
+        # A row is of one dtype, and its gradients, all trainable or not. What carries other
+        # attributes has a row of its own: tensor-parallel ranks, which hold parts of unlike sizes
+        # of what they split, so have the same pieces of what they all hold.
         flats = [{} for _ in range(len(units) + 1)]
         for name, parameter in self.module.named_parameters():
             owner = owners[parameter].pop() if len(owners[parameter]) == 1 else 0
-            kind = parameter.dtype, parameter.requires_grad, *sorted(vars(parameter))
-            flats[owner].setdefault(kind, []).append((name, parameter))
+            kind = parameter.dtype, grad_dtype(parameter), parameter.requires_grad
+            flats[owner].setdefault((*kind, *sorted(vars(parameter))), []).append((name, parameter))
         make = lambda named: _ShardedParameter(named, self._settings, places)
         return [[make(named) for named in kinds.values()] for kinds in flats]
 
@@ -1169,13 +1194,13 @@ class FullyShardedDataParallel(nn.Module):
                 flat.gradient = None
             else:  # an optimizer may hold some of the pieces only, and somebody may set gradients
                 if flat.gradient is None:
-                    flat.gradient = torch.zeros_like(flat.shard)
+                    flat.gradient = torch.zeros_like(flat.shard, dtype=flat.grad_dtype)
                 for piece, part in zip(flat.pieces, flat.gradient_pieces()):
                     if piece.grad is None:
                         part.zero_()
                     elif piece.grad.data_ptr() != part.data_ptr():
                         part.copy_(piece.grad)
-            flat.finish(flat.dtype)
+            flat.finish(flat.grad_dtype)
             for piece, part in zip(flat.pieces, flat.gradient_pieces()):
                 piece.grad = part
                 for hook in (piece._post_accumulate_grad_hooks or {}).values():
@@ -1277,12 +1302,18 @@ class FullyShardedDataParallel(nn.Module):
 
 
 def zero_bytes(stage, nbytes, world_size):
-    """Bytes that a rank sends in a step for `nbytes` of parameters; stage 0 is data parallelism."""
+    """Bytes that a rank sends in a step for rows of `nbytes`; stage 0 is data parallelism.
+
+    In a row 64 elements of padding follow each parameter and each shard but one, at most.
+    """
     return (2, 2, 2, 3)[stage] * reduce_scatter_bytes(nbytes, world_size)
 
 
 def zero_memory(stage, world_size, parameter=2, gradient=2, optimizer=12):
-    """Bytes per parameter that a rank holds, of so many for each; stage 0 is data parallelism."""
+    """Bytes per parameter that a rank holds, of so many for each; stage 0 is data parallelism.
+
+    Without the padding of rows; 32-bit gradients take 4.
+    """
     kinds = (optimizer, gradient, parameter)  # sharded in this order
     return sum(kinds[stage:]) + sum(kinds[:stage]) / world_size
 
@@ -1324,9 +1355,10 @@ def memory_ledger(model, optimizer):
 
 def _demonstrate():
     rank, world_size = rank_and_size()
-    make = lambda: nn.Sequential(*[nn.Sequential(nn.Linear(480, 480), nn.GELU()) for _ in range(6)])
+    layer = lambda: nn.Sequential(nn.Linear(480, 480, bias=False), nn.GELU())
+    make = lambda: nn.Sequential(*[layer() for _ in range(6)])
     torch.manual_seed(0)
-    plain = make()  # 480: P = 1 to 6 divide it
+    plain = make()  # 480 x 480: P = 1 to 6 divide it into shards without padding
     start = {name: value.clone() for name, value in plain.state_dict().items()}
     inputs = torch.randn(3, 8 * world_size, 480)
     _train(plain, torch.optim.AdamW(plain.parameters()), inputs)

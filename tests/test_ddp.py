@@ -10,15 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ddp
 from collectives import count_bytes, rank_and_size
-from ddp import DistributedDataParallel, average_gradients, ddp_bytes
+from ddp import DistributedDataParallel, FlatLayout, average_gradients, ddp_bytes
 
 from ranks import least_bytes, run
 
-CAPS = [1e-9, 2e-3, 25]  # MiB: a bucket for each parameter, a few buckets, one bucket
+CAPS = [1e-9, 3e-3, 25]  # MiB: a bucket for each parameter, a few buckets, one bucket
 
 
 class _Net(nn.Module):
@@ -73,6 +74,10 @@ def _own_part(x):
     return x.chunk(world_size)[rank]
 
 
+def _padded(elements):
+    return -(-elements // 64) * 64
+
+
 def _close(actual, expected, tolerance=1e-12):
     assert len(expected) > 0
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
@@ -106,6 +111,95 @@ def _held_reductions():
         yield waited
 
 
+class _Kernels(TorchDispatchMode):
+    """Notes those that read what is on a GPU, copy from it or to it, or take a mask."""
+
+    aten = torch.ops.aten
+    kernels = {aten._local_scalar_dense, aten.nonzero, aten.is_nonzero, aten.masked_select}
+    kernels |= {aten.equal, aten.lift_fresh}
+    indexing = {aten.index, aten.index_put, aten.index_put_}
+
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kernel, kwargs = function.overloadpacket, kwargs or {}
+        masks = kernel in self.indexing and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        moves = kernel is self.aten._to_copy and kwargs.get("device") not in (None, args[0].device)
+        if kernel in self.kernels or masks or moves:
+            self.found.append(str(function))
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def recorded_synchronisations():
+    """What inside would have the host wait for a GPU, the CPU being taken for one."""
+    found = []
+
+    def noted(name):
+        method = getattr(torch.Tensor, name)
+        return patch.object(torch.Tensor, name, lambda t: (found.append(name), method(t))[1])
+
+    # on the CPU these need no kernel
+    with noted("tolist"), noted("cpu"), noted("numpy"), _Kernels(found):
+        yield found
+
+
+# ---- the layout of a row -------------------------------------------------------------------------
+
+
+def test_tensors_shards_and_their_pieces_begin_on_128_bytes():
+    shapes = [(7, 7), (), (0, 3), (65,), (64,), (1, 300), (15,)]
+    tensors = [torch.rand(shape) for shape in shapes]
+    for shards in range(1, 6):
+        layout = FlatLayout(tensors, shards)
+        row = torch.full((layout.length,), float("nan"))
+        for view, tensor in zip(layout.views(row), tensors):
+            assert view.storage_offset() % 64 == 0 and view.shape == tensor.shape
+            view.copy_(tensor)
+        padding = layout.padding(row)
+        assert all(part.isnan().all() for part in padding)
+        assert layout.length - row.isnan().sum() == sum(t.numel() for t in tensors)
+        assert row.isnan().sum() == sum(map(len, padding)) <= 63 * len(shapes) + 64 * (shards - 1)
+        assert layout.length == shards * layout.shard_size and layout.shard_size % 64 == 0
+        wholes = [[] for _ in tensors]
+        for rank, shard in enumerate(row.split(layout.shard_size)):
+            for whole, tensor, (begin, end), piece in zip(
+                wholes, tensors, layout.ranges(rank), layout.pieces(shard, rank), strict=True
+            ):
+                assert torch.equal(piece, tensor.flatten()[begin:end])
+                assert piece.storage_offset() % 64 == 0 or not len(piece)
+                whole.append(piece)
+        for whole, tensor in zip(wholes, tensors):
+            assert torch.equal(torch.cat(whole), tensor.flatten())
+
+
+def _odd_sizes(dtype):
+    """Where gradients, and what is sent, begin in their buckets, in bytes."""
+    net, starts, all_reduce = _Net(7).to(dtype), [], ddp.all_reduce
+    model = DistributedDataParallel(net, bucket_cap_mb=1e-3, find_unused_parameters=True)
+
+    def recorded(tensor, *args, **kwargs):
+        starts.append(tensor)
+        return all_reduce(tensor, *args, **kwargs)
+
+    with patch.object(ddp, "all_reduce", recorded):
+        for _ in range(2):
+            model(torch.ones(2, 7, dtype=dtype)).sum().backward()
+    starts += [p.grad for p in net.parameters() if p.requires_grad]
+    starts += [bucket.flags for bucket in model._buckets]
+    return [start.storage_offset() * start.itemsize for start in starts]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_and_what_is_sent_begin_on_128_bytes(dtype):
+    for starts in run(2, _odd_sizes, dtype):
+        assert any(starts) and all(start % 128 == 0 for start in starts)
+
+
 # ---- the gradient of the whole batch -------------------------------------------------------------
 
 
@@ -127,7 +221,8 @@ def test_gradients_are_those_of_one_process_on_the_whole_batch(world_size):
     sizes = [p.numel() for p in _net().parameters() if p.requires_grad]
     for cap, few in zip(CAPS, [len(sizes), 4, 1]):
         for calls in run(world_size, _reduce_in_buckets, cap):
-            assert len(calls) == few and sum(elements for elements, _ in calls) == sum(sizes)
+            assert len(calls) == few
+            assert sum(elements for elements, _ in calls) == sum(map(_padded, sizes))
             if 1 < few < len(sizes):
                 assert max(elements for elements, _ in calls) <= cap * 2**20 / 8
 
@@ -331,11 +426,11 @@ def test_ranks_may_use_other_parameters_in_another_order(world_size):
 
 
 class _Shelf(nn.Module):
-    """Layers of 1, 2, 3 and 4 outputs, used in a given order, or not."""
+    """Layers of 64, 128, 192 and 256 elements, used in a given order, or not."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(12, n, bias=False) for n in (1, 2, 3, 4))
+        self.layers = nn.ModuleList(nn.Linear(64, n, bias=False) for n in (1, 2, 3, 4))
 
     def forward(self, x, order):
         return {"outputs": [self.layers[i](x) for i in order], "x": x.clone()}
@@ -345,7 +440,7 @@ def _bucket_order(cap):
     """The elements of each all-reduce, where every rank finishes its gradients in another order."""
     rank, calls = dist.get_rank(), []
     model = DistributedDataParallel(_Shelf(), bucket_cap_mb=cap, find_unused_parameters=True)
-    x = torch.ones(1, 12, requires_grad=True)
+    x = torch.ones(1, 64, requires_grad=True)
     for order in ([(i + rank) % 4 for i in range(4)], [rank], []):
         result = model(x, order)
         loss = sum((output.sum() for output in result["outputs"]), result["x"].sum())
@@ -363,7 +458,7 @@ def _bucket_order(cap):
 def test_buckets_go_out_in_one_order_on_every_rank(cap):
     first, *others = run(4, _bucket_order, cap)
     for calls in first:
-        assert sum(elements for elements, _ in calls) == 120 + 4  # and a flag for each parameter
+        assert sum(elements for elements, _ in calls) == 640 + 4  # and a flag for each parameter
     assert all(other == first for other in others)
 
 
@@ -371,13 +466,13 @@ def _rebuild():
     """Registered 0 1 2 3; on rank r layer r comes first in forward, and so last in backward."""
     rank, orders = dist.get_rank(), []
     model = DistributedDataParallel(_Shelf(), bucket_cap_mb=1e-9)
-    x = torch.ones(1, 12)
+    x = torch.ones(1, 64)
     for step in range(3):
         outputs = model(x, [(2 + i + rank) % 4 for i in range(4)])["outputs"]
         model.zero_grad()
         with _recorded_reductions() as calls:
             sum(output.sum() for output in outputs).backward()
-        orders.append([elements // 12 - 1 for elements, _ in calls])
+        orders.append([elements // 64 - 1 for elements, _ in calls])
         for layer in model.module.layers:
             assert (layer.weight.grad == 1).all()
     return orders
@@ -520,7 +615,7 @@ def _set_by_hand(cap):
 @pytest.mark.parametrize("cap", CAPS)
 def test_gradients_that_come_outside_of_backward_are_reduced_as_they_come(cap):
     for begun, all in run(2, _set_by_hand, cap):
-        assert begun < all == len({1e-9: range(9), 2e-3: range(4), 25: range(1)}[cap])
+        assert begun < all == len({1e-9: range(9), 3e-3: range(4), 25: range(1)}[cap])
 
 
 def _two_groups(cap):
@@ -593,9 +688,9 @@ def _reduce_mixed(cap):
         for p in net.parameters():
             assert p.grad.dtype == p.dtype
             torch.testing.assert_close(p.grad, torch.full_like(p.grad, total), rtol=1e-2, atol=0)
-        assert calls == ([(11, torch.float16), (10, torch.float64)] + (
-            [(17, torch.bfloat16)] if cap > 1 else [(9, torch.bfloat16), (8, torch.bfloat16)]
-        ) + [(7, torch.float32)])
+        assert calls == ([(64, torch.float16), (64, torch.float64)] + (
+            [(128, torch.bfloat16)] if cap > 1 else 2 * [(64, torch.bfloat16)]
+        ) + [(64, torch.float32)])
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -612,7 +707,7 @@ def _reduce_bfloat16(reduce_dtype):
     model = DistributedDataParallel(net, reduce_dtype=reduce_dtype)
     with _recorded_reductions() as calls:
         model(x[rank : rank + 1]).sum().backward()
-    assert calls == [(50, reduce_dtype or torch.bfloat16)]
+    assert calls == [(_padded(50), reduce_dtype or torch.bfloat16)]
     assert net.weight.grad.dtype == torch.bfloat16
     exact = x.double().mean(0)
     error = (net.weight.grad[0].double() - exact).abs() / (2**-8 * exact.abs())
@@ -644,11 +739,121 @@ def test_float32_gradients_can_travel_as_bfloat16():
     torch.testing.assert_close(gradients[0][0], torch.cat(inputs).mean(0), rtol=0.02, atol=0.02)
 
 
+class _Branches(nn.Module):
+    """The i-th branch, in bfloat16 with gradients in float32, or the sum of all."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(12, 12).bfloat16() for _ in range(3))
+        for parameter in self.parameters():
+            parameter.grad_dtype = torch.float32
+
+    def forward(self, x, i=None):
+        return sum(b(x) for b in self.branches) if i is None else self.branches[i](x)
+
+
+def _accumulate_in_float32(find, copied):
+    """Four microbatches; branch 2 has no gradient with `find`."""
+    torch.manual_seed(0)
+    rank, world_size = rank_and_size()
+    net, x = _Branches(), _data(8 * world_size).bfloat16()
+    model = DistributedDataParallel(net, bucket_cap_mb=CAPS[1] / 4, find_unused_parameters=find)
+    if copied:
+        model = copy.deepcopy(model)
+        net = model.module
+    branches = [0, 1] if find else [None]
+    loss = lambda part, i: net(part, i).float().exp().mean()
+    expected = dict.fromkeys(net.state_dict(), 0)
+    for part in x.chunk(4 * world_size):
+        for i in branches:
+            named = {n: p for n, p in net.named_parameters() if i is None or f".{i}." in n}
+            for name, gradient in zip(named, torch.autograd.grad(loss(part, i), named.values())):
+                expected[name] += gradient.double() / world_size
+    for step in range(2):  # the second time with buckets in the order of arrival
+        model.zero_grad()
+        with _recorded_reductions() as calls, least_bytes(), count_bytes() as traffic:
+            *first, last = [(part, i) for i in branches for part in _own_part(x).chunk(4)]
+            with model.no_sync():
+                for part, i in first:
+                    model(part, i).float().exp().mean().backward()
+            model(*last).float().exp().mean().backward()
+        assert {dtype for _, dtype in calls} == {torch.float32} and len(calls) > 1
+        for name, parameter in net.named_parameters():
+            if find and ".2." in name:
+                assert parameter.grad is None
+                continue
+            assert parameter.grad.dtype == torch.float32
+            _close(parameter.grad.double(), expected[name], 1e-6)
+    return traffic.bytes("all_reduce")
+
+
+@pytest.mark.parametrize("find, copied", [(False, False), (True, False), (False, True)])
+def test_gradients_of_bfloat16_parameters_add_up_and_travel_in_float32(find, copied):
+    counts = run(3, _accumulate_in_float32, find, copied)
+    if not find:
+        assert sum(counts) // 3 == ddp_bytes(_Branches(), 3) == 4 * 4 * 3 * (192 + 64) // 3
+
+
+def _average_in_float32():
+    net = _Branches()
+    net(torch.full((1, 12), 1 + 2.0**-7 * dist.get_rank()).bfloat16(), 0).sum().backward()
+    average_gradients(net)
+    for i, branch in enumerate(net.branches):  # 1 + 2**-8 is none of bfloat16's
+        assert (branch.weight.grad == (0 if i else 1 + 2.0**-8)).all()
+        assert branch.weight.grad.dtype == torch.float32
+
+
+def test_naively_too_gradients_are_averaged_in_their_own_dtype():
+    run(2, _average_in_float32)
+
+
+def _reduce_complex():
+    rank, world_size = rank_and_size()
+    net = nn.Linear(3, 2, bias=False, dtype=torch.complex128)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(world_size, 3, dtype=torch.complex128, generator=generator)
+    model = DistributedDataParallel(net, reduce_dtype=torch.float32, error_if_nonfinite=True)
+    model(x[rank : rank + 1]).abs().square().sum().backward()
+    expected = sum(2 * x[r].mul(net.weight).sum(1, keepdim=True) * x[r].conj() for r in range(2))
+    _close(net.weight.grad, (expected / world_size).detach())
+    infinite = torch.full((2, 3), float("inf"), dtype=torch.float64)
+    net.weight.register_hook(lambda grad: torch.complex(grad.real, infinite))
+    with pytest.raises(RuntimeError, match="gradient not finite for weight"):
+        model(x[rank : rank + 1]).abs().square().sum().backward()
+
+
+def test_complex_gradients_travel_as_they_are():
+    run(2, _reduce_complex)
+
+
+# ---- synchronisation -----------------------------------------------------------------------------
+
+
+def _synchronise(**how):
+    net, x = _net(), _own_part(_data(2 * dist.get_world_size()))
+    model = DistributedDataParallel(net, bucket_cap_mb=CAPS[1], **how)
+    branches = (2, 0) if "find_unused_parameters" in how else (0, 1, 2)
+    model(x, branches).square().mean().backward()  # then the order of the buckets is known
+    with recorded_synchronisations() as found:
+        with model.no_sync():
+            model(x, branches).square().mean().backward()
+        model(x, branches).square().mean().backward()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_host_waits_for_a_gpu_once_if_it_must_know_and_else_never(world_size):
+    assert run(world_size, _synchronise) == world_size * [[]]
+    for how in ({"find_unused_parameters": True}, {"error_if_nonfinite": True}):
+        assert run(world_size, _synchronise, **how) == world_size * [["tolist"]]
+
+
 # ---- cost ----------------------------------------------------------------------------------------
 
 
 def _partly_frozen(width):
-    net = nn.Sequential(*[nn.Linear(width, width) for _ in range(3)])
+    """P = 1 to 4 divide 48 x 48 into parts of whole 128 bytes."""
+    net = nn.Sequential(*[nn.Linear(width, width, bias=width != 48) for _ in range(3)])
     net[1].requires_grad_(False)
     return net
 
@@ -665,13 +870,14 @@ def _count(width, cap):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_a_step_sends_each_gradient_once_around_the_ring(world_size):
-    for width, cap in [(12, 1e-9), (12, 25), (24, CAPS[1]), (7, 1e-9), (7, 25)]:
-        gradient_bytes = 2 * 4 * (width * width + width)
+    for width, cap in [(48, 1e-9), (48, 25), (7, 1e-9), (7, CAPS[1] / 4), (7, 25)]:
+        gradient_bytes = 2 * 4 * (48 * 48 if width == 48 else 64 + 64)
         counted, messages, buckets = zip(*run(world_size, _count, width, cap))
         assert sum(counted) == 2 * (world_size - 1) * gradient_bytes
-        if width % 12 == 0:
+        assert ddp_bytes(_partly_frozen(width), world_size) == sum(counted) // world_size
+        if width == 48:
             expected = 2 * (world_size - 1) * gradient_bytes // world_size
-            assert set(counted) == {expected} == {ddp_bytes(_partly_frozen(width), world_size)}
+            assert set(counted) == {expected}
             assert set(messages) == {2 * (world_size - 1) * buckets[0]}
 
 
@@ -697,8 +903,6 @@ def _raise_value_errors():
     for cap in (0, -1, float("nan")):
         with pytest.raises(ValueError, match=f"bucket_cap_mb={cap}"):
             DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=cap)
-
-
     with pytest.raises(ValueError, match="several devices: '0.bias' on cpu, '1.bias' on meta"):
         DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
 

@@ -5,7 +5,7 @@ import gc
 import io
 import re
 import weakref
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from unittest.mock import patch
 
@@ -32,9 +32,10 @@ from tensor_parallel import counted_ranges, gather_shards, sum_partial_gradients
 
 from nccl_replay import record, replay
 from ranks import least_bytes, run
+from test_ddp import recorded_synchronisations
 
 STAGES = (1, 2, 3)
-CAP = 1e-3  # MiB: several rows
+CAP = 2e-3  # MiB: several rows
 
 
 class _Block(nn.Module):
@@ -114,6 +115,10 @@ def _shard(net, stage, optimizer_class=torch.optim.AdamW, defaults=None, group=N
         **defaults,
     )
     return net, optimizer
+
+
+def _flats(model, optimizer):
+    return getattr(model, "_flats", getattr(optimizer, "_flats", []))
 
 
 def _own_part(x, group=None):
@@ -264,6 +269,21 @@ def _accumulate(set_to_none):
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_accumulate_and_are_clipped_by_their_global_norm(set_to_none):
     run(3, _accumulate, set_to_none)
+
+
+def _accumulate_in_poisoned_memory():
+    new_empty = torch.Tensor.new_empty
+
+    def poisoned(*args, **kwargs):
+        tensor = new_empty(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    with patch.object(torch.Tensor, "new_empty", poisoned):
+        _accumulate(True)
+
+
+def test_padding_is_no_part_of_a_sum_or_norm():
+    run(2, _accumulate_in_poisoned_memory)
 
 
 def _keep_gradients():
@@ -485,7 +505,7 @@ def _train_replicas_of_shards():
     rank = dist.get_rank()
     shards = [dist.new_group(members) for members in ([0, 1], [2, 3])][rank // 2]
     replicas = [dist.new_group(members) for members in ([0, 2], [1, 3])][rank % 2]
-    batches, alone, sent = [_data(8, s) for s in range(2)], _net(), []
+    batches, alone = [_data(8, s) for s in range(2)], _net()
     _train(alone, torch.optim.AdamW(_groups(alone.parameters()), lr=0.01), batches)
     for stage in STAGES:
         net = _net(seed=rank)
@@ -493,11 +513,12 @@ def _train_replicas_of_shards():
         with least_bytes(), count_bytes() as traffic:
             _train(model, optimizer, [_own_part(x) for x in batches])
         _close(_whole(model), alone.state_dict(), 1e-9)
-        sent.append([traffic.bytes("all_reduce", replicas), traffic.bytes(group=replicas)])
+        flats = [flat for flat in _flats(model, optimizer) if flat.pieces[0].requires_grad]
+        shard = 8 * sum(flat.layout.shard_size for flat in flats)
+        # a shard of the gradients, all-reduced between two replicas, in each step
+        across = traffic.bytes("all_reduce", replicas)
+        assert across == traffic.bytes(group=replicas) == 2 * all_reduce_bytes(shard, 2)
         assert traffic.bytes("all_reduce", shards) == 0
-    trained = sum(p.nbytes for p in alone.parameters() if p.requires_grad)
-    for across, total in sent:  # a shard of the gradients, all-reduced between two replicas
-        assert across == total == pytest.approx(2 * all_reduce_bytes(trained // 2, 2), rel=0.02)
 
 
 def test_shards_inside_a_group_and_replicas_across():
@@ -562,29 +583,47 @@ def test_pieces_of_a_split_model_sum_and_count_as_their_wholes(kv_heads):
 # ---- 16-bit parameters, 32-bit copies ------------------------------------------------------------
 
 
-def _train_in_bfloat16(reduce_dtype):
-    world_size, steps = dist.get_world_size(), 5
-    batches = [_data(2 * world_size, s, torch.float32) for s in range(steps)]
-    exact = _net(torch.float32)  # the oracle: fp32 weights, gradients of a bfloat16 copy
+def _exact_weights(batches, parts, wide):
+    """The oracle: fp32 weights after AdamW's steps with the gradients of a bfloat16 copy.
+
+    Of each part of a batch alone; wide: a part's own are added up in fp32, too.
+    """
+    exact = _net(torch.float32)
     optimizer = torch.optim.AdamW(_groups(exact.parameters()), lr=0.01)
     for x in batches:
         rounded = copy.deepcopy(exact).bfloat16()
-        for part in x.bfloat16().chunk(world_size):
+        for p in rounded.parameters():
+            p.grad_dtype = torch.float32 if wide else None
+        for part in x.bfloat16().chunk(parts):
             rounded.zero_grad()
             rounded(part).square().mean().backward()
             for p, q in zip(exact.parameters(), rounded.parameters()):
                 if p.requires_grad:
-                    p.grad = (0 if p.grad is None else p.grad) + q.grad.float() / world_size
+                    p.grad = (0 if p.grad is None else p.grad) + q.grad.float() / parts
         optimizer.step()
         optimizer.zero_grad()
-    for stage in STAGES:
-        model, optimizer = _shard(
-            _net(torch.float32), stage, param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype
-        )
+    return exact
+
+
+def _rounded_net(seed=0):
+    """An fp32 net without what an optimizer does not convert."""
+    net = _net(torch.float32, seed)
+    net.shift = net.shift.bfloat16()
+    net.blocks[1].up.weight.data = net.blocks[1].up.weight.bfloat16()
+    return net
+
+
+def _train_in_bfloat16(reduce_dtype):
+    world_size, steps = dist.get_world_size(), 5
+    batches = [_data(2 * world_size, s, torch.float32) for s in range(steps)]
+    exacts = [_exact_weights(batches, world_size, wide) for wide in (False, True)]
+    for stage in STAGES:  # in stage 1 the two gradients of a tied weight meet in .grad
+        exact = exacts[stage == 1 and reduce_dtype == torch.float32]
+        net = _net(torch.float32) if stage == 3 else _rounded_net()
+        how = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
+        model, optimizer = _shard(net, stage, **how)
         inner = model.module if stage == 3 else model
         inner.shift = inner.shift.bfloat16()
-        if stage < 3:  # an optimizer converts what it updates
-            inner.blocks[1].up.weight.data = inner.blocks[1].up.weight.bfloat16()
         _train(model, optimizer, [_own_part(x).bfloat16() for x in batches])
         whole = model.state_dict() if stage == 3 else _masters(model, optimizer)
         for name, expected in exact.named_parameters():
@@ -609,6 +648,133 @@ def _masters(net, optimizer):
 def test_a_32_bit_copy_of_the_shard_is_updated_by_16_bit_gradients(world_size):
     run(world_size, _train_in_bfloat16, torch.float32)
     run(world_size, _train_in_bfloat16, None)
+
+
+def _train_with_wide_gradients(how):
+    """Ten steps of two microbatches; rows, or under DDP gradients, travel in fp32."""
+    world_size = dist.get_world_size()
+    batches = [_data(4 * world_size, s, torch.float32) for s in range(10)]
+    exact = _exact_weights(batches, 2 * world_size, wide=True)
+    net, group, stage = _rounded_net(), None, 2 if how == "stage 2" else 1
+    if how in ("before", "stage 2"):
+        for p in net.parameters():
+            p.grad_dtype = torch.float32
+    if how == "DDP":  # and its own masters on every rank
+        group = [dist.new_group([r]) for r in range(world_size)][dist.get_rank()]
+    types = {"param_dtype": torch.bfloat16}
+    if how in ("ZeRO", "DDP"):
+        types["reduce_dtype"] = torch.float32
+    model, optimizer = _shard(net, stage, group=group, **types)
+    if how == "after":
+        for p in net.parameters():
+            p.grad_dtype = torch.float32
+    if how == "DDP":
+        model = DistributedDataParallel(net, bucket_cap_mb=CAP)
+    for x in batches:
+        optimizer.zero_grad()
+        parts = _own_part(x.bfloat16()).chunk(2)
+        with model.no_sync() if how == "DDP" else nullcontext():
+            (model(parts[0]).square().mean() / 2).backward()
+        (model(parts[1]).square().mean() / 2).backward()
+        assert all(p.grad.dtype == torch.float32 for p in net.parameters() if p.requires_grad)
+        optimizer.step()
+    found = _masters(net, optimizer)
+    for name, parameter in net.named_parameters():
+        if parameter.requires_grad:
+            _close({name: found[name]}, {name: exact.get_parameter(name).detach()}, 2e-6)
+            assert torch.equal(parameter, found[name].bfloat16())
+
+
+@pytest.mark.parametrize("world_size, how", [
+    *[(world_size, how) for world_size in (1, 2, 3) for how in ("ZeRO", "DDP")],
+    *[(2, how) for how in ("before", "after", "stage 2")],
+])
+def test_16_bit_weights_with_32_bit_gradients_and_copies_train_as_the_plain_formula(
+    world_size, how
+):
+    run(world_size, _train_with_wide_gradients, how)
+
+
+def _start_masters():
+    """The copies before a step, and after one of rate zero."""
+    start, masters = _net(torch.float32), []
+    for stage in (1, 2):
+        for reduce_dtype in (None, torch.float32):
+            how = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
+            model, optimizer = _shard(_rounded_net(), stage, **how)
+            masters.append(_masters(model, optimizer))
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+            _train(model, optimizer, [_own_part(_data(4).bfloat16())])
+            masters.append(_masters(model, optimizer))
+    for found in masters:
+        for name, parameter in start.named_parameters():
+            if parameter.requires_grad:
+                assert torch.equal(found[name], parameter)
+
+
+def test_the_copies_start_from_what_was_not_rounded():
+    run(2, _start_masters)
+
+
+def _accumulate_pieces():
+    """FSDP of bfloat16 parameters, four passes: the fp32 sum of their bfloat16 gradients."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(9, 9).bfloat16() for _ in range(3)))
+    for p in net.parameters():
+        p.grad_dtype = torch.float32
+    x, expected = torch.randn(8, 9, generator=torch.Generator().manual_seed(0)).bfloat16(), 0
+    plain = copy.deepcopy(net)
+    for part in x.chunk(8):
+        plain.zero_grad()
+        plain(part).float().exp().mean().backward()
+        expected = expected + plain[0].weight.grad.double() / 2
+    model = FullyShardedDataParallel(net, units=[net[0]])
+    for part in _own_part(x).chunk(4):
+        model(part).float().exp().mean().backward()
+    piece = net[0].weight
+    assert piece.dtype == torch.bfloat16 and piece.grad.dtype == torch.float32
+    own = expected.flatten()[piece.first : piece.first + len(piece)]
+    torch.testing.assert_close(piece.grad.double(), own, rtol=1e-5, atol=1e-6)
+
+
+def test_pieces_have_gradients_of_the_dtype_that_their_parameters_ask_for():
+    run(2, _accumulate_pieces)
+
+
+def _train_complex():
+    """reduce_dtype and param_dtype are for real numbers."""
+    x = torch.randn(4, 3, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
+    for stage in STAGES:
+        torch.manual_seed(0)
+        alone = nn.Module()
+        alone.blocks = nn.ModuleList([nn.Linear(3, 5, dtype=torch.complex128)])
+        net = copy.deepcopy(alone)
+        model, optimizer = _shard(
+            net,
+            stage,
+            reduce_dtype=torch.float32,
+            param_dtype=torch.bfloat16,
+            error_if_nonfinite=True,
+        )
+        net.forward = lambda x: net.blocks[0](x)
+        plain = torch.optim.AdamW(_groups(alone.parameters()), lr=0.01)
+        for _ in range(3):
+            for trained, step, part in (
+                (alone.blocks[0], plain, x), (model, optimizer, _own_part(x))
+            ):
+                step.zero_grad()
+                trained(part).abs().square().mean().backward()
+            norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+            clip = (model if stage == 3 else optimizer).clip_grad_norm_
+            assert clip(0.1).item() == pytest.approx(norm.item(), rel=1e-12)
+            plain.step()
+            optimizer.step()
+        _close(_whole(model), alone.state_dict(), 1e-10)
+
+
+def test_complex_parameters_travel_as_they_are():
+    run(2, _train_complex)
 
 
 # ---- state dicts ---------------------------------------------------------------------------------
@@ -672,17 +838,11 @@ def _resume_masters():
     results = []
     for stage in (1, 2):
         for broken in (False, True):
-            net = _net(torch.float32)
-            net.blocks[1].up.weight.data = net.blocks[1].up.weight.bfloat16()
-            net.shift = net.shift.bfloat16()
-            model, optimizer = _shard(net, stage, param_dtype=torch.bfloat16)
+            model, optimizer = _shard(_rounded_net(), stage, param_dtype=torch.bfloat16)
             _train(model, optimizer, batches[:2])
             if broken:
                 saved = copy.deepcopy((_whole(model), optimizer.state_dict()))
-                net = _net(torch.float32, seed=7)
-                net.shift = net.shift.bfloat16()
-                net.blocks[1].up.weight.data = net.blocks[1].up.weight.bfloat16()
-                model, optimizer = _shard(net, stage, param_dtype=torch.bfloat16)
+                model, optimizer = _shard(_rounded_net(7), stage, param_dtype=torch.bfloat16)
                 _load(model, optimizer, *saved, stage)
             _train(model, optimizer, batches[2:])
             results.append(_masters(model, optimizer))
@@ -724,17 +884,17 @@ def test_a_state_that_does_not_fit_is_an_error():
 
 
 class _Stack(nn.Module):
-    """Blocks only, of sizes that P = 1 to 6 divide."""
+    """Blocks only, which P = 1, 2, 3, 4 and 6 cut without padding: 96 x 96 = 64 x 12 x 12."""
 
-    def __init__(self, blocks=4, width=60):
+    def __init__(self, blocks=4):
         super().__init__()
-        self.blocks = nn.Sequential(*[nn.Linear(width, width) for _ in range(blocks)])
+        self.blocks = nn.Sequential(*[nn.Linear(96, 96, bias=False) for _ in range(blocks)])
         self.forward = self.blocks.forward
 
 
 def _count_step(stage):
     model, optimizer = _shard(_Stack(), stage)
-    x = torch.ones(2, 60)
+    x = torch.ones(2, 96)
     _train(model, optimizer, [x])
     with least_bytes(), count_bytes() as traffic:
         _train(model, optimizer, [x])
@@ -764,13 +924,13 @@ def _measure_memory(stage):
     """After a step, per parameter: the ledger, and the bytes of all tensors that now exist."""
     gc.collect()
     before = _storages()
-    net = _Stack(width=120)
+    net = _Stack()
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
     model, optimizer = _shard(
         net, stage or 1, group=None if stage else alone, param_dtype=torch.bfloat16
     )
-    parameters = 4 * 121 * 120
-    _train(model, optimizer, [torch.ones(1, 120).bfloat16()])
+    parameters = 4 * 96 * 96
+    _train(model, optimizer, [torch.ones(1, 96).bfloat16()])
     ledger = memory_ledger(model, optimizer)
     gc.collect()
     exists = sum(n for pointer, n in _storages().items() if pointer not in before)
@@ -790,6 +950,32 @@ def test_a_rank_holds_16_and_4_12_2_14_and_16_bytes_per_parameter(world_size):
             assert exists == pytest.approx(claim, abs=2e-2)
 
 
+def _measure_wide_gradients():
+    """Bytes of each kind of an odd net in one row, with AdamW and gradients in 32 bits."""
+    net = _rounded_net()
+    optimizer = ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.AdamW, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+    _train(net, optimizer, [_data(2).bfloat16()] * 2)
+    return memory_ledger(net, optimizer)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_with_32_bit_gradients_a_rank_holds_2_and_4_and_12_bytes_over_p(world_size):
+    assert zero_memory(1, 1, gradient=4) == 18
+    named = [(name, p.numel()) for name, p in _net().named_parameters()]
+    frozen = dict(named).pop("blocks.1.up.weight")
+    sizes = [size for name, size in named if name != "blocks.1.up.weight"]
+    units = sum(-(-size // 64) for size in sizes)
+    shard = 64 * -(-units // world_size)
+    ledgers, moments = run(world_size, _measure_wide_gradients), 0
+    for ledger in ledgers:
+        assert ledger["parameters"] == 2 * shard * world_size + 2 * frozen
+        assert ledger["gradients"] == 4 * sum(sizes)
+        moments += ledger["optimizer"] - 4 * shard - 4 * len(sizes)  # the copy; counts of steps
+    assert moments == 8 * sum(sizes)  # which torch's optimizers do not pad
+
+
 def _watch_gradients(stage):
     """The most bytes of gradients during backward, those of all of them, and of this rank's."""
     net = _Stack(blocks=8)
@@ -800,7 +986,7 @@ def _watch_gradients(stage):
             lambda p: most.append(memory_ledger(model, optimizer)["gradients"])
         )
     for _ in range(2):
-        net(torch.ones(1, 60)).sum().backward()
+        net(torch.ones(1, 96)).sum().backward()
     whole = sum(p.nbytes for p in net.parameters())
     shards = -(-whole // dist.get_world_size())
     return max(most), whole, shards
@@ -808,8 +994,50 @@ def _watch_gradients(stage):
 
 def test_stage_2_never_holds_all_gradients():
     for most, whole, shards in run(4, _watch_gradients, 2):
-        assert shards < most <= shards + 2 * 60 * 61 * 4 * (1 + 1 / 4) < whole
+        assert shards < most <= shards + 2 * 96 * 96 * 4 * (1 + 1 / 4) < whole
     assert all(most >= whole for most, whole, _ in run(4, _watch_gradients, 1))
+
+
+class _OnStream:
+    """A Work that holds its tensors until it is waited for, as NCCL's do."""
+
+    def __init__(self, work, tensors):
+        self.work, self.tensors = work, tensors
+
+    def wait(self):
+        self.tensors = None
+        self.work.wait()
+
+
+def _watch_rows(clip):
+    """The rows of gradients, and the copies of shards, that live when another one leaves."""
+    model, optimizer = _shard(_Stack(blocks=6), 1, param_dtype=torch.bfloat16)
+    model(torch.ones(1, 96).bfloat16()).sum().backward()
+    living = {"reduce_scatter_single": [], "all_gather_single": []}
+
+    def watched(name, function, made):
+        def call(output, input, *args, **kwargs):
+            made.append(weakref.ref(input))
+            living[name].append(sum(reference() is not None for reference in made))
+            return _OnStream(function(output, input, *args, **kwargs), [output, input])
+
+        return patch.object(zero, name, call)
+
+    with (
+        watched("reduce_scatter_single", zero.reduce_scatter_single, []),
+        watched("all_gather_single", zero.all_gather_single, []),
+    ):
+        if clip:
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    return living
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_stage_1_has_copies_of_two_rows_of_gradients_and_two_shards_under_way(clip):
+    for living in run(2, _watch_rows, clip):
+        assert living["reduce_scatter_single"] == [1, 2, 2, 2, 2, 2]
+        assert living["all_gather_single"] == [1, 2, 2, 2, 2, 2]
 
 
 def _watch_units():
@@ -822,18 +1050,18 @@ def _watch_units():
         block.register_forward_hook(lambda *_: most.append(gathered()))
         block.register_full_backward_hook(lambda *_: most.append(gathered()))
     for _ in range(2):
-        _train(model, optimizer, [torch.ones(1, 60, requires_grad=True)])
+        _train(model, optimizer, [torch.ones(1, 96, requires_grad=True)])
         rest.append(gathered())
         with torch.no_grad():
-            model(torch.ones(1, 60))
+            model(torch.ones(1, 96))
         rest.append(gathered())
-    assert sum(p.numel() for p in net.parameters()) <= 8 * 60 * 61 / dist.get_world_size() + 8
+    assert sum(p.numel() for p in net.parameters()) == 8 * 96 * 96 / dist.get_world_size()
     return rest, max(most)
 
 
 def test_stage_3_holds_its_shard_and_at_most_two_units():
     for rest, most in run(3, _watch_units):
-        assert rest == [0] * 5 and 60 * 61 * 4 < most <= 2 * (60 * 61 * 4 + 128)
+        assert rest == [0] * 5 and most == 2 * 96 * 96 * 4
 
 
 def test_the_largest_model_on_8_gpus_of_80_gb():
@@ -868,7 +1096,7 @@ def _watch_step(stage):
         patch.object(zero, "all_gather_single", watched("gather", gather)),
         patch.object(zero, "reduce_scatter_single", watched("scatter", scatter)),
     ):
-        model(torch.ones(1, 60, requires_grad=True)).sum().backward()
+        model(torch.ones(1, 96, requires_grad=True)).sum().backward()
         events.append("step")
         optimizer.step()
     return " ".join(events)
@@ -877,16 +1105,89 @@ def _watch_step(stage):
 def test_gradients_leave_and_parameters_come_while_others_are_computed():
     forward = "forward 0 forward 1 forward 2 "
     assert set(run(2, _watch_step, 1)) == {
-        forward + "backward 2 backward 1 backward 0 step" + 4 * " scatter" + 4 * " gather"
+        forward + "backward 2 backward 1 backward 0 step"
+        " scatter scatter gather scatter gather gather"  # row 1 leaves before row 0 is updated
     }
     assert set(run(2, _watch_step, 2)) == {
         forward
-        + "backward 2 scatter backward 1 scatter backward 0 scatter scatter step" + 4 * " gather"
+        + "backward 2 scatter backward 1 scatter backward 0 scatter step" + 3 * " gather"
     }
     assert set(run(2, _watch_step, 3)) == {
         "gather gather forward 0 gather forward 1 forward 2 "  # the next one, before computing
         "gather gather backward 2 gather scatter backward 1 scatter backward 0 scatter step"
     }
+
+
+def _synchronise(stage, error_if_nonfinite=False):
+    sgd = {"lr": 0.1, "momentum": 0.9}
+    how = {"error_if_nonfinite": error_if_nonfinite}
+    model, optimizer = _shard(_net(torch.float32), stage, torch.optim.SGD, sgd, **how)
+    x = _own_part(_data(8, dtype=torch.float32))
+    _train(model, optimizer, [x])
+    with recorded_synchronisations() as found:
+        for _ in range(2):
+            model(x).square().mean().backward()
+        if stage:
+            (model if stage == 3 else optimizer).clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_stage_has_the_host_wait_for_a_gpu_but_to_name_a_gradient(stage, world_size):
+    assert run(world_size, _synchronise, stage) == world_size * [[]]
+    once = 1 if stage == 1 else 2  # in step(), or at the end of each backward
+    assert run(world_size, _synchronise, stage, True) == world_size * [once * ["tolist"]]
+
+
+def _begin_somewhere(stage, how):
+    """Where what is computed with, updated and sent begins in its row, in bytes."""
+    tensors, functions = [], ("all_gather_single", "reduce_scatter_single")
+
+    def watched(function):
+        def call(output, input, *args, **kwargs):
+            tensors.extend((output, input))
+            return function(output, input, *args, **kwargs)
+
+        return call
+
+    net = _net(torch.float32)
+    with (
+        patch.object(zero, functions[0], watched(zero.all_gather_single)),
+        patch.object(zero, functions[1], watched(zero.reduce_scatter_single)),
+    ):
+        model, optimizer = _shard(net, stage, **how)
+        net.shift = net.shift.to(how.get("param_dtype"))
+        x = _own_part(_data(6, dtype=how.get("param_dtype", torch.float32)))
+        if stage == 3:
+            for unit in (model._root, *model._units):
+                unit.unshard()
+                tensors += [whole.data for flat in unit.flats for whole in flat.whole]
+                unit.reshard()
+        elif "param_dtype" in how:
+            net.blocks[1].up.weight.data = net.blocks[1].up.weight.bfloat16()
+        model(x).square().mean().backward()
+        if stage != 2:
+            tensors += [piece.grad for piece in net.parameters() if piece.grad is not None]
+        optimizer.step()
+        model(x).square().mean().backward()
+    for flat in _flats(model, optimizer):
+        tensors += [flat.unsharded, flat.shard, *flat.pieces, *flat.originals]
+        tensors += [*flat.gradient_pieces()] if flat.gradient is not None else []
+    frozen = net.blocks[1].up.weight if stage < 3 else None
+    begins = [t.storage_offset() * t.itemsize for t in tensors if t.numel() and t is not frozen]
+    assert any(begins)
+    return [begin % 128 for begin in begins]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_views_shards_pieces_and_what_is_sent_begin_on_128_bytes(stage):
+    half = {"param_dtype": torch.bfloat16}
+    for how in ({}, half, half | {"reduce_dtype": torch.float32}):
+        for begins in run(3, _begin_somewhere, stage, how):
+            assert set(begins) == {0}
 
 
 def _record_steps(stage):
