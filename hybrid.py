@@ -1256,7 +1256,7 @@ def choose_device(name, backend, local_rank, local_world_size):
     carries their messages through host memory. Raises ValueError for what needs a GPU without one.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if "nccl" == backend and gpus == 0:
+    if backend == "nccl" and gpus == 0:
         raise ValueError("--backend nccl: there is no GPU on this machine")
     if name == "cuda" and gpus == 0:
         raise ValueError("--device cuda: there is no GPU on this machine")
