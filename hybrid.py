@@ -41,6 +41,7 @@ import sys
 import sysconfig
 import threading
 import time
+from collections import Counter
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -68,6 +69,8 @@ from collectives import (
     report_stalls,
     scatter_to_group,
     schedule_as_batch,
+    set_backend_collectives,
+    set_ranks_per_node,
 )
 from ddp import DistributedDataParallel
 from expert_parallel import MoE
@@ -89,11 +92,11 @@ from tensor_parallel import (
     attention,
     counted_ranges,
     gather_shards,
+    is_sharded,
     mark_partial,
     parallel_linear,
     shard_sizes,
     sum_partial_gradients,
-    take_shard,
     vocab_parallel_cross_entropy,
 )
 from zero import ZeroRedundancyOptimizer
@@ -116,6 +119,9 @@ class Mesh:
     grad_group joins the ranks whose gradients are summed, dp x cp; ep_group those of them that have
     different experts, expert_grad_group those that have the same; embedding_group the first and the
     last stage, which both hold the token embedding (None on the stages between).
+
+    Groups of the same ranks are one, but gradients have communicators of their own: messages of a
+    layer would wait for the gradients that are under way.
     """
 
     pp_group: dist.ProcessGroup
@@ -128,9 +134,10 @@ class Mesh:
     embedding_group: dist.ProcessGroup | None = None
 
 
-def make_mesh(pp=1, dp=1, cp=1, tp=1, ep=1):
+def make_mesh(pp=1, dp=1, cp=1, tp=1, ep=1, local_world_size=None):
     """Arrange the default group's ranks as a grid (pp, dp, cp, tp); an axis's slices become groups.
 
+    local_world_size: so many consecutive ranks share a node; by default all do.
     Collective: every rank calls it. Raises ValueError if the degrees do not multiply to the world
     size, or ep does not divide dp x cp.
     """
@@ -152,15 +159,33 @@ def make_mesh(pp=1, dp=1, cp=1, tp=1, ep=1):
         "expert_grad_group": replicas.unflatten(1, (-1, ep)).mT.flatten(0, 1),
         "embedding_group": ends.permute(1, 2, 3, 0).reshape(-1, len(ends)),
     }
-    groups, mine = {}, {}  # one group per set of ranks, made by all ranks in the same order
+    groups, mine = {}, {}  # made by all ranks in the same order
     for name, rows in slices.items():
         for ranks in map(tuple, rows.tolist()):
-            groups[ranks] = groups.get(ranks) or dist.new_group(ranks)
+            key = ranks, len(ranks) > 1 and "grad" in name
+            groups[key] = groups.get(key) or dist.new_group(ranks)
             if rank in ranks:
-                mine[name] = groups[ranks]
+                mine[name] = groups[key]
     for group in dict.fromkeys(mine.values()):
+        ranks = dist.get_process_group_ranks(group)
+        set_ranks_per_node(ranks_per_node(ranks, local_world_size or world_size), group)
         barrier(group)  # NCCL wants all ranks of a group in its first batch
     return Mesh(**mine)
+
+
+def use_backend_collectives(mesh):
+    """From now on the collectives of all groups are the backend's own."""
+    for group in {dist.group.WORLD, *vars(mesh).values()} - {None}:
+        set_backend_collectives(group)
+
+
+def ranks_per_node(ranks, local_world_size):
+    """How many consecutive ranks of a group share a node; 1 if its nodes have unlike numbers.
+
+    ranks: global ones, ascending, of which each node has local_world_size.
+    """
+    counts = set(Counter(rank // local_world_size for rank in ranks).values())
+    return counts.pop() if len(counts) == 1 else 1
 
 
 # ---- model ---------------------------------------------------------------------------------------
@@ -222,10 +247,11 @@ class ParallelMoE(MoE):
             balance_coefficient=balance,
             z_coefficient=z,
             loss_scale=1 / num_microbatches,
-            balance_groups=(mesh.grad_group, mesh.tp_group),
+            balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
             score="sigmoid" if config.balance == "bias" else "softmax",
         )
         self.tp_group, self.split = mesh.tp_group, not config.sequence_parallel
+        self.counts = torch.zeros_like(self.counts, device="cpu")  # not on the meta device
         mark_partial(self)
 
     def forward(self, x):
@@ -300,7 +326,7 @@ class GPT(nn.Module):
     with more the last stage has a copy, kept equal by sum_shared_gradients().
 
     positions: those of the tokens in the whole sequence, of which context parallelism leaves a rank
-    some; core: its attention; moe: makes the layers of experts.
+    some, on the model's device; core: its attention; moe: makes the layers of experts.
     """
 
     def __init__(
@@ -310,17 +336,19 @@ class GPT(nn.Module):
         stage=0,
         num_stages=1,
         random=nullcontext(),
-        autocast=None,
         defer=None,
         positions=None,
         core=attention,
         moe=None,
     ):
         super().__init__()
-        self.first, self.last, self.autocast = stage == 0, stage == num_stages - 1, autocast
+        self.first, self.last = stage == 0, stage == num_stages - 1
         self.config, self.tp_group, self.random, self.defer = config, tp_group, random, defer
         self.positions = torch.arange(config.seq_len) if positions is None else positions
         sequence_parallel = config.sequence_parallel
+        if sequence_parallel:
+            rank, tp = rank_and_size(tp_group)
+            self.positions = self.positions.chunk(tp)[rank]
         embedding = lambda: VocabParallelEmbedding(
             config.vocab_size, config.hidden, tp_group, sequence_parallel
         )
@@ -344,28 +372,24 @@ class GPT(nn.Module):
         return self.transformer["wte"].weight if self.first else self.lm_head.weight
 
     def forward(self, x):
-        with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
-            if self.first:
-                x = self._embed(x.t())
-            for block in self.transformer["h"].values():
-                full = self.config.recompute == "full" and torch.is_grad_enabled()
-                x = recompute(block, x) if full else block(x)
-            if self.last:
-                x = parallel_linear(  # (T, B, D) -> (T, B, V/tp)
-                    self.transformer["ln_f"](x),
-                    self.lm_head.weight,
-                    group=self.tp_group,
-                    sequence_parallel=self.config.sequence_parallel,
-                    defer=self.defer,
-                )
-            return x
+        if self.first:
+            x = self._embed(x.t())
+        for block in self.transformer["h"].values():
+            full = self.config.recompute == "full" and torch.is_grad_enabled()
+            x = recompute(block, x) if full else block(x)
+        if self.last:
+            x = parallel_linear(  # (T, B, D) -> (T, B, V/tp)
+                self.transformer["ln_f"](x),
+                self.lm_head.weight,
+                group=self.tp_group,
+                sequence_parallel=self.config.sequence_parallel,
+                defer=self.defer,
+            )
+        return x
 
     def _embed(self, tokens):
         """(T, B) -> (T, B, D), or this rank's part of the sequence."""
-        x = self.transformer["wte"](tokens)
-        rank = dist.get_rank(self.tp_group) if self.config.sequence_parallel else 0
-        positions = self.positions[rank * len(x) : (rank + 1) * len(x)].to(x.device)
-        x = x + self.transformer["wpe"](positions).unsqueeze(1)
+        x = self.transformer["wte"](tokens) + self.transformer["wpe"](self.positions).unsqueeze(1)
         return _residual_dropout(self, x)
 
     def token_losses(self, logits, targets):
@@ -406,19 +430,37 @@ def _logical_name(name):
     return "transformer.wte.weight" if name == "lm_head.weight" else name
 
 
-def initial_value(name, config, seed):
-    """The whole parameter `name` as GPT-2 initialises it, from its name and the seed alone."""
-    shape = parameter_shapes(config)[name]
+def initial_value(name, config, seed, begin=0, end=None):
+    """Rows [begin, end) of the whole parameter `name`, of a c_proj columns, as in GPT-2.
+
+    Each depends on the seed, the name and its number alone, so that a rank draws what it holds.
+    """
+    shape, by_column = parameter_shapes(config)[name], name.endswith("c_proj.weight")
+    first, *rest = reversed(shape) if by_column else shape
+    shape = (len(range(first)[begin:end]), *rest)
     if name.endswith("bias"):
         return torch.zeros(shape)
     if "ln_" in name:
         return torch.ones(shape)
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     # 2 matrices per layer add to the residual stream
     into_residual = any(part in name for part in ("c_proj", "w_out", "shared.2"))
     std = 0.02 / math.sqrt(2 * config.layers) if into_residual else 0.02
-    return torch.empty(shape).normal_(0, std, generator=generator)
+    value = torch.empty(shape, dtype=torch.float32)
+    rows = value.view(-1, shape[-1])
+    _draw_normal(rows.numpy(), begin * math.prod(rest[:-1]), f"{seed} {name}")
+    value.mul_(std)
+    return value.t() if by_column else value
+
+
+def _draw_normal(rows, first, name):
+    """Fill `rows`, the first one being number `first`: each has a stream of its own (Philox)."""
+    digest = hashlib.sha256(name.encode()).digest()
+    bits = np.random.Philox(key=int.from_bytes(digest[:16], "big"))
+    generator, state = np.random.Generator(bits), bits.state
+    for number, row in enumerate(rows, first):
+        state["state"]["counter"][3] = number  # the highest word: a stream has 2**192 draws
+        bits.state = state
+        generator.standard_normal(out=row, dtype=np.float32)
 
 
 def _is_expert(name):
@@ -427,13 +469,20 @@ def _is_expert(name):
 
 @torch.no_grad()
 def initialize(model, config, seed, ep_group=None):
-    """Fill this rank's part of every parameter."""
+    """Fill this rank's part of every parameter, and zero the buffers: the biases of routers."""
     for name, parameter in model.named_parameters():
-        full = initial_value(_logical_name(name), config, seed)
+        dim, rows = 0, len(parameter)
+        parts = [(0, rows)]  # (first row, rows) in the whole
         if _is_expert(name):
-            rank, ep = rank_and_size(ep_group)
-            full = full.chunk(ep)[rank]
-        parameter.copy_(take_shard(full, parameter, model.tp_group))
+            parts = [(dist.get_rank(ep_group) * rows, rows)]
+        elif is_sharded(parameter):
+            dim = parameter.shard.dim
+            parts = parameter.shard.rows_of(*rank_and_size(model.tp_group))
+        for (begin, rows), part in zip(parts, parameter.split([rows for _, rows in parts], dim)):
+            value = initial_value(_logical_name(name), config, seed, begin, begin + rows)
+            part.copy_(value)
+    for buffer in model.buffers():
+        buffer.zero_()
 
 
 def gather_state(trainer, value=lambda parameter: parameter):
@@ -590,6 +639,29 @@ class TrainingError(ValueError):
     """What ends the training, raised on all ranks alike."""
 
 
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW of masters in fp32, which are rounded into the parameters: bf16 from here on.
+
+    groups: of parameters in fp32, whose values the masters take over as they are.
+    """
+
+    def __init__(self, groups, **options):
+        self.weights = [weight for group in groups for weight in group["params"]]
+        masters = {weight: weight.detach() for weight in self.weights}
+        groups = [group | {"params": [masters[w] for w in group["params"]]} for group in groups]
+        super().__init__(groups, **options)
+        self.masters = list(masters.values())
+        for weight in self.weights:
+            weight.data = weight.to(torch.bfloat16)
+
+    @torch.no_grad()
+    def step(self):
+        for master, weight in zip(self.masters, self.weights):
+            master.grad = weight.grad  # the same memory, which zero_grad() zeroes
+        super().step()
+        torch._foreach_copy_(self.weights, self.masters)
+
+
 class Trainer:
     """One rank's part of the training: chunks of the model, their reduction, pipeline, optimizer.
 
@@ -616,11 +688,11 @@ class Trainer:
         named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
         self.parameters = [parameter for _, parameter in named]
         self.experts = [parameter for name, parameter in named if _is_expert(name)]
+        self.optimizers = list(self._make_optimizers())  # which make the parameters bf16
         self.replicas = [] if args.zero else list(map(self._replicate, self.chunks))
         stages = self.replicas or self.chunks
         self.pipeline = Pipeline(stages, schedule, self._loss, mesh.pp_group)
         self.evaluation = self.forward_pipeline(args.microbatches, self._loss)
-        self.optimizers = list(self._make_optimizers())
         self.steps_done = 0
 
     def _make_chunks(self, schedule):
@@ -635,16 +707,17 @@ class Trainer:
             mesh.tp_group,
             num_stages=len(self.route),
             random=ShardedRandomState(self.device, mesh.tp_group),
-            autocast=torch.bfloat16 if args.dtype == "bf16" else None,
             defer=lambda: self.pipeline.queue,
-            positions=self.positions,
+            positions=self.positions.to(self.device),
             core=core,
             moe=partial(ParallelMoE, self.config, mesh, args.microbatches),
         )
         rank = dist.get_rank(mesh.pp_group)
         places = [(c, s) for r in schedule.routes for s, (p, c) in enumerate(r) if p == rank]
         for _, stage in sorted(places):
-            chunk = make(stage=stage).to(self.device)
+            with torch.device("meta"):
+                chunk = make(stage=stage)
+            chunk.to_empty(device=self.device)
             initialize(chunk, self.config, args.seed, mesh.ep_group)
             yield chunk
 
@@ -669,9 +742,15 @@ class Trainer:
             {"params": [p for p in dense if p.ndim < 2], "weight_decay": 0.0},
         ]
         expert_groups = [decayed(self.experts)] if self.experts else []
+        bf16 = args.dtype == "bf16"
+        if bf16:
+            for parameter in self.parameters:
+                parameter.grad_dtype = torch.float32
         if not args.zero:
-            yield torch.optim.AdamW(groups + expert_groups, **options)
+            yield (MasterAdamW if bf16 else torch.optim.AdamW)(groups + expert_groups, **options)
             return
+        if bf16:
+            options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
         make = partial(ZeroRedundancyOptimizer, gradient_divide_factor=1, **options)
         yield make(groups, torch.optim.AdamW, self.mesh.grad_group)
         if self.experts:
@@ -699,8 +778,10 @@ class Trainer:
         """
         args = self.args
         rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
-        loss, num_outside = self.forward_backward(inputs, targets)
+        found = self.forward_backward(inputs, targets)
         norm = self.clip_gradients(self.gradient_pieces())
+        # the one time that the host waits for the device
+        loss, num_outside, norm = torch.stack([*found, norm]).tolist()
         self._refuse_outside(num_outside, inputs, targets)
         if not math.isfinite(loss + norm):
             found = f"loss {loss:.4f}, grad norm {norm:.3f}, lr {rate:.2e}"
@@ -742,7 +823,7 @@ class Trainer:
             inputs, targets = data.validation_batch(index, self.args.batch_size, self.args.seq_len)
             counted = int((targets != IGNORED).sum())
             inputs, targets = (tokens[self.local_rows()] for tokens in (inputs, targets))
-            loss, num_outside = self._run(self.evaluation, inputs, targets)
+            loss, num_outside = torch.stack(self._run(self.evaluation, inputs, targets)).tolist()
             self._refuse_outside(num_outside, inputs, targets)
             total += loss * counted
             count += counted
@@ -753,9 +834,9 @@ class Trainer:
     def _run(self, pipeline, inputs, targets):
         """Drive one pipeline step; returns the global loss, and how many tokens no vocabulary has.
 
-        These count for nothing in the step, so that nobody waits for the device to know of them.
+        These count for nothing in the step. Both stay on the device.
         """
-        inputs, targets = (x[:, self.positions].to(self.device) for x in (inputs, targets))
+        inputs, targets = self.own_tokens(inputs, targets)
         # The divisor of the loss: counted tokens of all replicas and microbatches, known before
         # backward.
         outside = torch.maximum(inputs, targets) >= self.config.vocab_size
@@ -766,7 +847,14 @@ class Trainer:
         loss = torch.zeros((), device=self.device) if loss is None else loss
         all_reduce(loss, group=self.mesh.grad_group)
         all_reduce(loss, group=self.mesh.pp_group)  # from the rank, or the two, that have one
-        return torch.stack([loss, counts[1].to(loss.dtype)]).tolist()
+        return loss, counts[1].to(loss.dtype)
+
+    def own_tokens(self, *batches):
+        """This rank's positions of batches of tokens (B, T), on the device, by one copy."""
+        tokens = torch.stack(batches)[:, :, self.positions]
+        if self.device.type == "cuda":
+            tokens = tokens.pin_memory()  # else the host would wait
+        return tokens.to(self.device, non_blocking=True)
 
     def _refuse_outside(self, number, inputs, targets):
         """Raise TrainingError if number, alike on all ranks, tells of tokens outside."""
@@ -812,7 +900,7 @@ class Trainer:
     def clip_gradients(self, pieces):
         """Scale gradients so their joint norm, each logical parameter once, is at most grad_clip.
 
-        pieces: what gradient_pieces() returns. Returns the norm before.
+        pieces: what gradient_pieces() returns. Returns the norm before, on the device.
         """
         mesh = self.mesh
         counted = {False: [], True: []}  # of dense parameters, and of experts
@@ -824,22 +912,23 @@ class Trainer:
                         piece[max(0, begin - first) : max(0, end - first)]
                         for begin, end in counted_ranges(parameter, mesh.tp_group)
                     ]
-        squares = torch.zeros(2, device=self.device)
-        for i, gradients in counted.items():
-            if gradients:
-                squares[int(i)] = torch.stack(torch._foreach_norm(gradients)).square().sum()
-        if self.args.zero:
-            all_reduce(squares, group=mesh.grad_group)
-        else:  # replicas count once, but experts are others on each rank of ep
-            all_reduce(squares[1:], group=mesh.ep_group)
-        square = squares.sum()
-        for group in (mesh.tp_group, mesh.pp_group):
+        dense, experts = (
+            torch.stack(torch._foreach_norm(gradients)).square().sum()
+            if gradients
+            else torch.zeros((), device=self.device)
+            for gradients in counted.values()
+        )
+        if not self.args.zero:  # replicas count once, but experts are others on each rank of ep
+            all_reduce(experts, group=mesh.ep_group)
+        square = dense + experts
+        groups = [mesh.grad_group] if self.args.zero else []
+        for group in (*groups, mesh.tp_group, mesh.pp_group):
             all_reduce(square, group=group)
         norm = square.sqrt()
         if self.args.grad_clip > 0:
             coefficient = (self.args.grad_clip / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_([piece for _, piece in pieces.values()], coefficient)
-        return norm.item()
+        return norm
 
     @torch.no_grad()
     def balance_experts(self):
@@ -887,8 +976,7 @@ def sample(trainer, prompt, length, temperature=1.0, seed=0):
     for _ in range(length):
         window = tokens[-T:]
         # causal: the rest is unseen
-        inputs = torch.tensor([window + [0] * (T - len(window))], device=device)
-        inputs = inputs[:, trainer.positions]
+        (inputs,) = trainer.own_tokens(torch.tensor([window + [0] * (T - len(window))]))
         logits = pipeline.step(inputs, inputs)
         (place,) = (trainer.positions == len(window) - 1).nonzero(as_tuple=True)
         choice = torch.zeros(2, dtype=torch.float64, device=device)  # value, token
@@ -1016,9 +1104,12 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("weight_decay", float, 0.1, FACTOR, "of matrices"),
     ("grad_clip", float, 1.0, FACTOR, "largest norm of the gradient; 0 does not clip"),
     ("seed", int, 0, COUNT, "of weights, batches and dropout"),
-    ("dtype", ("fp32", "bf16"), "fp32", None, "bf16: matrix products; weights stay fp32"),
+    ("dtype", ("fp32", "bf16"), "fp32", None, "bf16: all but the optimizer's copy and gradients"),
+    ("tf32", bool, False, None, "fp32 products in TensorFloat-32, on a GPU"),
     ("recompute", ("none", "selective", "full"), "none", None, "attention, or every layer"),
     ("device", ("auto", "cpu", "cuda"), "auto", None, "auto: cuda if each process has a GPU"),
+    ("backend", ("auto", "nccl", "gloo"), "auto", None, "nccl: each process sees a GPU of its own"),
+    ("collectives", ("ours", "backend"), "ours", None, "backend: of NCCL or gloo, to compare"),
     ("data", str, None, None, "text, a folder of text, or a .bin (default: Python's own sources)"),
     ("data_dtype", ("uint16", "uint32"), None, None, "tokens of a .bin (default: uint16)"),
     ("metrics", str, None, None, "write one JSON object per step to this file"),
@@ -1028,6 +1119,7 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
 SUBJECTS = (  # flags that mean nothing but in this case
     (lambda a: a.cp > 1, "--cp of 2 or more", ("cp_method",)),
     (lambda a: a.schedule == "interleaved", "--schedule interleaved", ("chunks",)),
+    (lambda a: a.dtype == "fp32" and a.device != "cpu", "--dtype fp32 and a GPU", ("tf32",)),
     (
         lambda a: a.experts > 0,
         "--experts",
@@ -1036,6 +1128,10 @@ SUBJECTS = (  # flags that mean nothing but in this case
 )
 RULES = (  # what is wrong, and how to say it; a rule may count on those before it
     (lambda a: a.seed >= 2**32, "{seed} must be less than 2**32"),
+    (
+        lambda a: a.backend == "nccl" and a.device == "cpu",
+        "{backend} is not possible with {device}",
+    ),
     (
         lambda a: a.pp * a.dp * a.cp * a.tp != a.world_size,
         "{pp} x {dp} x {cp} x {tp} is not the number of processes, {world_size}",
@@ -1101,6 +1197,10 @@ def _dashed(name):
     return "--" + name.replace("_", "-")
 
 
+def _shown(name, value):
+    return _dashed(name) if value is True else f"{_dashed(name)} {value}"
+
+
 def parse_args(argv, world_size):
     """The checked, completed command line. Raises ValueError, one line naming flags and values."""
     args = _parser().parse_args(argv)
@@ -1112,14 +1212,14 @@ def parse_args(argv, world_size):
     for chosen, subject, names in SUBJECTS:
         for name in names:
             if name in given and not chosen(args):
-                raise ValueError(f"{_dashed(name)} {given[name]} needs {subject}")
+                raise ValueError(f"{_shown(name, given[name])} needs {subject}")
     args.world_size = world_size
     args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
     args.microbatches = args.microbatches or args.pp
     args.kv_heads = args.kv_heads or args.heads
     rows = args.dp * args.microbatches
     args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
-    shown = {name: f"{_dashed(name)} {value}" for name, value in vars(args).items()}
+    shown = {name: _shown(name, value) for name, value in vars(args).items()}
     shown["world_size"] = world_size
     for wrong, sentence in RULES:
         if wrong(args):
@@ -1148,20 +1248,26 @@ def make_schedule(args):
     return schedule
 
 
-def choose_device(name, local_rank, local_world_size):
+def choose_device(name, backend, local_rank, local_world_size):
     """This process's device, and the backend for it.
 
-    NCCL wants a GPU for each process. With --device cuda and fewer, processes share them, and gloo
-    carries their messages through host memory. Raises ValueError for --device cuda without a GPU.
+    NCCL wants a GPU for each process; `auto` takes it where as many are visible, "nccl" also where
+    each process sees one of its own. With --device cuda and fewer, processes share them, and gloo
+    carries their messages through host memory. Raises ValueError for what needs a GPU without one.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend == "nccl" and gpus == 0:
+        raise ValueError("--backend nccl: there is no GPU on this machine")
     if name == "cuda" and gpus == 0:
         raise ValueError("--device cuda: there is no GPU on this machine")
-    if name == "cpu" or (name == "auto" and gpus < local_world_size):
+    enough = gpus >= local_world_size or backend == "nccl"
+    if name == "cpu" or (name == "auto" and not enough):
         return torch.device("cpu"), "gloo"
     device = torch.device("cuda", local_rank % gpus)
     torch.cuda.set_device(device)
-    return device, "nccl" if gpus >= local_world_size else "gloo"
+    if backend == "auto":
+        backend = "nccl" if enough else "gloo"
+    return device, backend
 
 
 # ---- one process ---------------------------------------------------------------------------------
@@ -1230,7 +1336,9 @@ def main(argv=None):
     try:
         args = parse_args(argv, world_size)
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        device, backend = choose_device(args.device, local_rank, local_world_size)
+        device, backend = choose_device(args.device, args.backend, local_rank, local_world_size)
+        if args.tf32 and device.type == "cpu":
+            raise ValueError("--tf32 needs --dtype fp32 and a GPU")
         data = load_data(args.data, args.seq_len, args.data_dtype)
         if rank == 0:
             metrics_file = args.metrics and open(args.metrics, "a" if attempt else "w")
@@ -1241,12 +1349,20 @@ def main(argv=None):
         return 2
     if backend == "gloo":
         schedule_as_batch()
-    timeout = timedelta(seconds=args.timeout)
+    if args.tf32:
+        torch.set_float32_matmul_precision("high")
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=args.timeout),
+        device_id=device if backend == "nccl" else None,  # errors come early
     )
     report_stalls(30)
-    mesh = make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
+    mesh = make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep, local_world_size)
+    if args.collectives == "backend":
+        use_backend_collectives(mesh)
     status = 0
     try:
         train(args, mesh, device, data, metrics_file, trace_file)

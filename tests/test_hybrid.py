@@ -18,7 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.run
+from torch.overrides import TorchFunctionMode
 
+import collectives
 import hybrid
 from collectives import count_bytes
 from ddp import ddp_bytes
@@ -394,6 +396,49 @@ def test_initial_weights_depend_on_name_and_seed_and_are_gpt2s():
             assert (full == (0 if name.endswith("bias") else 1)).all(), name
 
 
+def _initial_state(flags):
+    """The state that a layout begins with, numbers drawn on this rank, elements of its matrices."""
+    drawn, draw = [], hybrid._draw_normal
+
+    def counted(rows, *arguments):
+        drawn.append(rows.size)
+        draw(rows, *arguments)
+
+    with patch.object(hybrid, "_draw_normal", counted):
+        trainer = make_trainer(flags)
+    matrices = [p.numel() for p in trainer.parameters if p.ndim > 1]
+    return hybrid.gather_state(trainer), sum(drawn), sum(matrices), trainer.config
+
+
+@pytest.mark.parametrize(
+    "world_size, flags",
+    [
+        (1, ""),
+        (4, "--tp 4 --kv-heads 2"),
+        (4, "--tp 2 --pp 2 --microbatches 2 --sp --zero 1"),
+        (4, "--tp 2 --dp 2 --ep 2 --experts 4 --shared-experts 1 --moe-every 2"),
+    ],
+)
+def test_every_rank_draws_what_it_holds_and_together_the_same_bits_in_any_layout(world_size, flags):
+    (state, _, _, config), *_ = ranks = run(world_size, _initial_state, flags)
+    assert [drawn for _, drawn, _, _ in ranks] == [matrices for _, _, matrices, _ in ranks]
+    for name in hybrid.parameter_shapes(config):
+        assert torch.equal(state[name], hybrid.initial_value(name, config, 3)), name
+
+
+def test_every_row_has_draws_of_its_own():
+    config = hybrid.GPTConfig(layers=2, hidden=64, vocab_size=1000, experts=4, moe_every=2)
+    names = [name for name, shape in hybrid.parameter_shapes(config).items() if len(shape) > 1]
+    values = [hybrid.initial_value(name, config, 0).flatten()[:64].tolist() for name in names]
+    rows = hybrid.initial_value(names[0], config, 0)
+    drawn = set(sum(values, [])) | set(rows.flatten().tolist())
+    assert len(drawn) > 0.99 * (64 * (len(names) - 1) + rows.numel())
+    assert torch.equal(hybrid.initial_value(names[0], config, 0, 5, 9), rows[5:9])
+    projection = "transformer.h.0.attn.c_proj.weight"
+    columns = hybrid.initial_value(projection, config, 0, 5, 9)
+    assert torch.equal(columns, hybrid.initial_value(projection, config, 0)[:, 5:9])
+
+
 def _actions(flags):
     return make_trainer(flags).pipeline.actions
 
@@ -529,6 +574,69 @@ def _bf16_gradients(schedule, microbatches):
     return loss, {gradient.dtype for gradient in summed.values()}, error
 
 
+def _losses(flags, steps=40):
+    """Losses of each step; dtypes of weights and gradients, and of messages between stages."""
+    sizes = "--layers 2 --hidden 64 --warmup 10 --microbatches 4"
+    trainer = make_trainer(f"{sizes} --steps {steps} {flags}")
+    tokens = np.random.default_rng(0).permutation(V).astype(np.uint8)
+    tokens = np.concatenate([np.roll(tokens, k * k) for k in range(V)])
+    data, losses = hybrid.Data(tokens, tokens, is_text=False), []
+    for step in range(steps):
+        batch = data.batch(step, BATCH, T, 0, trainer.local_rows())
+        losses.append(trainer.step(*batch)["loss"])
+    dtypes = {(p.dtype, p.grad.dtype) for p in trainer.parameters}
+    return losses, dtypes, {dtype for _, dtype, _ in trainer.pipeline.formats.values()}
+
+
+@pytest.mark.parametrize(
+    "world_size, flags, model",
+    [
+        (1, "", ""),
+        (2, "--zero 1", ""),
+        (2, "--tp 2 --sp", ""),
+        (2, "--pp 2 --schedule zb-h1", ""),
+        (2, "--ep 2", "--experts 4"),
+    ],
+)
+def test_40_steps_in_bf16_have_losses_within_1_percent_of_fp32s(world_size, flags, model):
+    exact, dtypes, _ = run(1, _losses, model)[0]
+    assert dtypes == {(torch.float32, torch.float32)} and exact[-1] < 0.5 * exact[0]
+    for losses, dtypes, messages in run(world_size, _losses, f"--dtype bf16 {flags} {model}"):
+        assert dtypes == {(torch.bfloat16, torch.float32)} and messages <= {torch.bfloat16}
+        np.testing.assert_allclose(losses, exact, rtol=0.01)
+
+
+def _memory_in_bf16(flags):
+    """A rank's masters at first and after a step; its weights then; its bytes; its elements."""
+    trainer = make_trainer(f"--dtype bf16 --layers 2 --hidden 64 --microbatches 1 {flags}")
+    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in trainer.optimizers]
+    masters = [p for optimizer in inner for g in optimizer.param_groups for p in g["params"]]
+    flat = lambda tensors: torch.cat([tensor.detach().flatten() for tensor in tensors])
+    first = flat(masters)
+    trainer.step(*(tensor[trainer.local_rows()] for tensor in batch(0)))
+    states = [state for optimizer in inner for state in optimizer.state.values()]
+    moments = [value for state in states for name, value in state.items() if name != "step"]
+    gradients = [parameter.grad for parameter in trainer.parameters]
+    storages = [t.untyped_storage() for t in trainer.parameters + gradients + masters + moments]
+    nbytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return first, flat(masters), flat(trainer.parameters), nbytes, trainer.config
+
+
+@pytest.mark.parametrize(
+    "world_size, flags, each", [(1, "--zero 0", 2 + 4 + 12), (2, "--zero 1", 2 + 4 + 12 / 2)]
+)
+def test_bf16_has_exact_masters_and_takes_18_bytes_per_parameter(world_size, flags, each):
+    ranks = run(world_size, _memory_in_bf16, flags)
+    *_, weights, _, config = ranks[0]
+    first, masters = (torch.cat([rank[i] for rank in ranks]).sort().values for i in range(2))
+    values = [hybrid.initial_value(name, config, 3) for name in hybrid.parameter_shapes(config)]
+    assert torch.equal(first, torch.cat([value.flatten() for value in values]).sort().values)
+    assert not torch.equal(first, first.bfloat16().float())
+    assert torch.equal(masters.bfloat16(), weights.sort().values)
+    for *_, nbytes, _ in ranks:  # parameters begin on multiples of 64 elements
+        assert each * len(weights) <= nbytes < 1.03 * each * len(weights)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_bf16_computes_near_fp32_and_accumulates_gradients_in_fp32(schedule):
     loss, dtypes, error = run(1, _bf16_gradients, schedule, 8)[0]
@@ -632,6 +740,69 @@ def test_mesh_has_tp_innermost_then_cp_dp_pp(pp, dp, cp, tp):
         if pp > 1:
             ends = tuple(grid[[0, -1], place[1], place[2], place[3]])
             assert ranks.get("embedding_group") == (ends if place[0] in (0, pp - 1) else None)
+
+
+def _shared_communicators(dp, cp, ep):
+    """Names of the groups that have the communicator of one of gradients."""
+    groups = vars(hybrid.make_mesh(1, dp, cp, 1, ep))
+    own = [groups.pop(name) for name in ("grad_group", "expert_grad_group")]
+    large = [group for group in own if dist.get_world_size(group) > 1]
+    return [name for name, group in groups.items() if group in large], own[0] is own[1]
+
+
+@pytest.mark.parametrize("dp, cp, ep", [(4, 1, 1), (1, 4, 4), (1, 4, 1), (2, 2, 2), (4, 1, 2)])
+def test_gradients_have_communicators_of_their_own(dp, cp, ep):
+    assert run(4, _shared_communicators, dp, cp, ep) == 4 * [([], ep == 1)]
+
+
+@pytest.mark.parametrize(
+    "ranks, local_world_size, expected",
+    [
+        (range(8), 8, 8),
+        (range(16), 8, 8),
+        (range(4), 8, 4),  # tp = 4 of a node of 8
+        (range(8, 16), 4, 4),
+        ([0, 4, 8, 12], 8, 2),  # dp = 4 beside tp = 4
+        ([0, 8, 16, 24], 8, 1),
+        ([5], 8, 1),
+        ([2, 3, 4, 5], 4, 2),
+        ([2, 3, 4], 4, 1),  # two on one node, one on the other
+        (range(6), 4, 1),
+    ],
+)
+def test_a_group_knows_how_many_of_its_ranks_share_a_node(ranks, local_world_size, expected):
+    assert hybrid.ranks_per_node(ranks, local_world_size) == expected
+
+
+def _ranks_told(local_world_size):
+    told = {}
+    with patch.object(hybrid, "set_ranks_per_node", lambda n, group: told.update({group: n})):
+        mesh = hybrid.make_mesh(2, 2, 1, 2, 1, local_world_size)
+    return [told[mesh.tp_group], told[mesh.grad_group], told[mesh.pp_group]]
+
+
+@pytest.mark.parametrize("local_world_size, expected", [(None, [2] * 3), (4, [2, 2, 1])])
+def test_every_group_of_the_mesh_is_told_its_nodes(local_world_size, expected):
+    assert run(8, _ranks_told, local_world_size) == 8 * [expected]
+
+
+def _loss_and_batches(flags, is_backends):
+    trainer = make_trainer(flags, torch.float64)
+    if is_backends:
+        hybrid.use_backend_collectives(trainer.mesh)
+    tokens, posted = [tensor[trainer.local_rows()] for tensor in batch(0)], []
+    post = collectives._Link.post
+    with patch.object(collectives._Link, "post", lambda *a: posted.append(a) or post(*a)):
+        return trainer.step(*tokens)["loss"], len(posted)
+
+
+@pytest.mark.parametrize("flags", ["--dp 4", "--tp 2 --sp --cp 2 --zero 1", "--dp 2 --pp 2"])
+def test_the_same_step_runs_over_the_backends_own_collectives(flags):
+    for (loss, posted), (other, exchanged) in zip(
+        run(4, _loss_and_batches, flags, False), run(4, _loss_and_batches, flags, True)
+    ):
+        assert other == pytest.approx(loss, rel=1e-12)
+        assert exchanged < posted and (exchanged > 0) == ("dp 4" not in flags)  # of neighbours
 
 
 def _bad_mesh():
@@ -846,6 +1017,43 @@ def test_the_learning_rate_may_be_all_warm_up():
     assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
 
+class _Reads(TorchFunctionMode):
+    """Names of the calls for which the host would have to wait for a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        reads = "item tolist numpy cpu nonzero __bool__ __int__ __float__ __index__ __contains__"
+        if name in reads.split():
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def _reads(flags):
+    trainer = make_trainer(flags)
+    inputs, targets = (tensor[trainer.local_rows()] for tensor in batch(0))
+    data = hybrid.Data(*2 * [np.zeros(30 * BATCH * T, np.uint8)], is_text=False)
+    trainer.step(inputs, targets)  # the first of each also tells the next stage its shapes
+    trainer.evaluate(data, batches=1)
+    with _Reads() as step:
+        trainer.step(inputs, targets)
+    with _Reads() as evaluation:
+        trainer.evaluate(data, batches=3)
+    return step.names, evaluation.names
+
+
+@pytest.mark.parametrize(
+    "world_size, flags", [(1, ""), (2, "--zero 1"), (2, "--pp 2 --schedule zb-h1"), (2, "--tp 2")]
+)
+def test_the_host_reads_from_the_device_once_a_step(world_size, flags):
+    for step, evaluation in run(world_size, _reads, f"{flags} --microbatches 2"):
+        assert step == ["tolist"]
+        assert evaluation == 3 * ["__int__", "tolist"]  # of a tensor on the host; of the device
+
+
 def _clip_nothing():
     trainer = make_trainer("--grad-clip 1e9")
     clip = trainer.clip_gradients
@@ -968,6 +1176,11 @@ BAD_FLAGS = [
     (1, "--experts 2 --capacity-factor 0", "--capacity-factor 0.0 must be finite and more than 0"),
     (1, "--experts 2 --moe-every 0", "--moe-every 0 must be at least 1"),
     (1, "--experts 2 --moe-every 5", "--moe-every 5 leaves no layer of --layers 4 with experts"),
+    (1, "--device cpu --backend nccl", "--backend nccl is not possible with --device cpu"),
+    (1, "--backend nccl", "--backend nccl: there is no GPU on this machine"),
+    (1, "--tf32 --dtype bf16", "--tf32 needs --dtype fp32 and a GPU"),
+    (1, "--tf32 --device cpu", "--tf32 needs --dtype fp32 and a GPU"),
+    (1, "--tf32", "--tf32 needs --dtype fp32 and a GPU"),
     (1, "--seed 4294967296", "--seed 4294967296 must be less than 2**32"),
     (2, "--experts 2 --tp 2 --seq-len 7", "--seq-len 7 is not divisible by --cp 1 x --tp 2, which"),
     (4, "--cp 4 --seq-len 12", "--seq-len 12 is not divisible by 2 x --cp 4"),
@@ -1069,6 +1282,7 @@ def test_bad_input_is_refused_in_one_line_before_any_group(
         (tmp_path / name).write_bytes(bytes(size))
     np.arange(1000, dtype=np.uint32).tofile(tmp_path / "WIDE.bin")
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(
         dist, "init_process_group", lambda *args, **kwargs: pytest.fail("began to wait")
     )
@@ -1139,14 +1353,14 @@ def test_the_launcher_chooses_the_device_and_flags_the_timeout_of_the_group(back
         pass
 
     def begin(backend, **options):
-        called.append((backend, options["timeout"].total_seconds()))
+        called.append((backend, options["timeout"].total_seconds(), options["device_id"]))
         raise Began
 
     def choose(*arguments):
         called.append(arguments)
-        return torch.device("cpu"), backend
+        return device, backend
 
-    called = []
+    called, device = [], torch.device("cuda", 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setenv("LOCAL_RANK", "2")
     monkeypatch.setattr(hybrid, "choose_device", choose)
@@ -1157,22 +1371,27 @@ def test_the_launcher_chooses_the_device_and_flags_the_timeout_of_the_group(back
         with pytest.raises(Began):
             hybrid.main(flags)
         batch = ["batch"] if backend == "gloo" else []
-        assert called == [("auto", 2, 3), *batch, (backend, seconds)]
+        bound = device if backend == "nccl" else None
+        assert called == [("auto", "auto", 2, 3), *batch, (backend, seconds, bound)]
 
 
 def test_processes_get_a_gpu_each_with_nccl_or_share_them_with_gloo(monkeypatch):
     cpu, gpu = torch.device("cpu"), [torch.device("cuda", index) for index in range(2)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="--device cuda: there is no GPU"):
-        hybrid.choose_device("cuda", 0, 1)
-    assert hybrid.choose_device("auto", 0, 1) == (cpu, "gloo")
+    for flags in (("cuda", "auto"), ("auto", "nccl")):
+        with pytest.raises(ValueError, match="--(device cuda|backend nccl): there is no GPU"):
+            hybrid.choose_device(*flags, 0, 1)
+    assert hybrid.choose_device("auto", "auto", 0, 1) == (cpu, "gloo")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    assert hybrid.choose_device("auto", 1, 2) == (gpu[1], "nccl")
-    assert hybrid.choose_device("auto", 3, 4) == (cpu, "gloo")
-    assert hybrid.choose_device("cuda", 3, 4) == (gpu[1], "gloo")
-    assert hybrid.choose_device("cpu", 0, 1) == (cpu, "gloo")
+    assert hybrid.choose_device("auto", "auto", 1, 2) == (gpu[1], "nccl")
+    assert hybrid.choose_device("auto", "gloo", 1, 2) == (gpu[1], "gloo")
+    assert hybrid.choose_device("auto", "auto", 3, 4) == (cpu, "gloo")
+    assert hybrid.choose_device("cuda", "auto", 3, 4) == (gpu[1], "gloo")
+    assert hybrid.choose_device("cpu", "auto", 0, 1) == (cpu, "gloo")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each process sees its own
+    assert hybrid.choose_device("auto", "nccl", 3, 4) == (gpu[0], "nccl")
 
 
 # ---- failure -------------------------------------------------------------------------------------
