@@ -21,6 +21,7 @@ import subprocess
 import sys
 import traceback
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,18 +69,30 @@ class Counts:
     misaligned: dict = field(default_factory=lambda: {"16": Counter(), "128": Counter()})
     error: str = ""  # what ended it
 
+    @classmethod
+    def of_json(cls, found):
+        counters = {name: Counter(value) for name, value in found.items() if type(value) is dict}
+        counts = cls(**found | counters)
+        counts.misaligned = {n: Counter(places) for n, places in counts.misaligned.items()}
+        return counts
 
-def count(library, jobs, timeout=300):
+
+def count(library, jobs, processes=2, timeout=600):
     """The Counts of each (world_size, rank, flags of hybrid.py)."""
     command = [sys.executable, str(TESTS / "fake_cuda.py"), str(library)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
-    done = subprocess.run(
-        command, input=json.dumps(jobs), capture_output=True, text=True, timeout=timeout,
-        env=environment,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return [Counts(**found) for found in json.loads(done.stdout)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    options = {"capture_output": True, "text": True, "timeout": timeout, "env": environment}
+
+    def of(part):
+        done = subprocess.run(command, input=json.dumps(part), **options)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        return [Counts.of_json(found) for found in json.loads(done.stdout)]
+
+    parts = [jobs[i::processes] for i in range(processes)]
+    with ThreadPoolExecutor(processes) as pool:
+        found = list(pool.map(of, parts))
+    return [found[i % processes][i // processes] for i in range(len(jobs))]
 
 
 # ---- in the process with the device --------------------------------------------------------------
@@ -123,30 +136,30 @@ def _watch(counts, args):
     """A mode that counts what reaches the device into counts(), and values what is read of it."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
 
-    aten = torch.ops.aten
+    aten, prims = torch.ops.aten, torch.ops.prim
     free = {  # no kernel
         aten.detach.default, aten.empty.memory_format, aten.empty_like.default,
         aten.empty_strided.default, aten.new_empty.default, aten._unsafe_view.default,
-        aten.set_.source_Storage, aten.lift_fresh.default, torch.ops.prim.device.default,
-    }
+        aten.set_.source_Storage, aten.lift_fresh.default, prims.device.default,
+    }  # fmt: skip
     sized_by_values = {
         aten.nonzero.default, aten.bincount.default, aten.masked_select.default,
         aten.repeat_interleave.Tensor, aten._unique2.default, aten.equal.default,
-    }
-    on_device = lambda tensors: [t for t in tensors if t.device.type == "cuda"]
+    }  # fmt: skip
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, arguments=(), options=None):
             options = options or {}
-            given = [t for t in tree_leaves((arguments, options)) if torch.is_tensor(t)]
-            found, device = counts(), on_device(given)
+            if function in free or function.is_view:
+                return function(*arguments, **options)
+            given, found = list(_tensors(arguments)), counts()
+            device = any(map(_is_on_device, given))
             if function is aten._local_scalar_dense.default:
                 if device:
                     found.synchronisations[f"item {place(())}"] += 1
                 dtype = given[0].dtype
-                return bool(device) if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
+                return device if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
             if device and function in sized_by_values and not _has_size(function, options):
                 found.synchronisations[f"{function.__name__} {place(())}"] += 1
             if device and function in (aten.index.Tensor, aten.index_put_.default):
@@ -157,9 +170,12 @@ def _watch(counts, args):
             if (value := _valued(function, arguments, options)) is not None:
                 return value
             result = function(*arguments, **options)
-            made = [t for t in tree_leaves(result) if torch.is_tensor(t)]
-            if device or on_device(made):
-                _note(found, function, given, made, options)
+            made = list(_tensors([result]))
+            if device or any(map(_is_on_device, made)):
+                found.kernels[function.__name__] += 1
+                if function in (aten._to_copy.default, aten.copy_.default):
+                    source, target = (given[-1], given[0]) if made[0] is given[0] else (given[0], made[0])
+                    _note_copy(found, source, target, options)
             return result
 
     def _has_size(function, options):
@@ -177,18 +193,30 @@ def _watch(counts, args):
             return first.new_empty(_rows(args))
         return None
 
-    def _note(found, function, given, made, options):
-        across = {t.device.type for t in given + made} == {"cpu", "cuda"}
-        if across and function in (aten._to_copy.default, aten.copy_.default):
-            source = given[-1] if function is aten.copy_.default else given[0]
-            direction = "from" if source.device.type == "cuda" else "to"
-            found.copies[f"{direction} device {place(())}"] += 1
-            if direction == "from" and not options.get("non_blocking"):
+    def _note_copy(found, source, target, options):
+        leaves, arrives = _is_on_device(source), _is_on_device(target)
+        if leaves != arrives:
+            found.copies[f"{'from' if leaves else 'to'} device {place(())}"] += 1
+            if leaves and not options.get("non_blocking"):
                 found.synchronisations[f"copy {place(())}"] += 1
-        if not function.is_view and function not in free:
-            found.kernels[function.__name__] += 1
 
     return Watch()
+
+
+def _tensors(values):
+    """The tensors among an operator's arguments, or in lists of them."""
+    import torch
+
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _is_on_device(tensor):
+    """Without asking the tensor, which would dispatch."""
+    return (getattr(tensor, "fake_device", None) or tensor.device).type == "cuda"
 
 
 def _rows(args):
@@ -241,11 +269,16 @@ def _patches(counts, args):
         synchronize = synchronise
 
     def tolist(tensor):
-        if tensor.device.type == "cuda":
+        if tensor.is_cuda and tensor.numel():
             counts().synchronisations[f"tolist {place(())}"] += 1
         if tensor.dtype == torch.bool:
             return _even(tensor.shape, math.prod(tensor.shape[-2:]))
         return _even(tensor.shape, 0 if tensor.dtype.is_floating_point else _rows(args))
+
+    def address(tensor):
+        """Memory of its own for each storage."""
+        begin = tensor.storage_offset() * tensor.element_size()
+        return (tensor.untyped_storage()._cdata << 40) + begin
 
     def header(self, transfer):
         """Of the activations that another stage is about to send."""
@@ -268,6 +301,7 @@ def _patches(counts, args):
     yield patch.object(torch.random, "fork_rng", lambda *_, **__: nullcontext())
     yield patch.object(torch.nn.Module, "_apply", _apply)
     yield patch.object(FakeTensor, "tolist", tolist)
+    yield patch.object(FakeTensor, "data_ptr", address)
     yield patch.object(dist, "get_backend", lambda group=None: "nccl")
     yield patch.object(dist, "get_backend_config", lambda group=None: "cuda:nccl")
     yield patch.object(dist, "batch_isend_irecv", batch)
