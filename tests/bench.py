@@ -695,7 +695,8 @@ def bench_gpu(arguments):
         print(f"a batch: {host * 1e6:.0f} us of the host, {device * 1e6:.0f} us in all")
         for (operation, size), t in messages.items():
             ours, theirs = t["ours"] * 1e6, t["theirs"] * 1e6
-            print(f"{operation:15}{size // KB:6} KB {ours:7.0f} /{theirs:7.0f} us ={ours / theirs:5.2f}")
+            times = f"{ours:7.0f} /{theirs:7.0f} us ={ours / theirs:5.2f}"
+            print(f"{operation:15}{size // KB:6} KB {times}")
 
 
 BENCHMARKS = {

@@ -32,6 +32,30 @@ PROJECT = TESTS.parent
 TORCH = Path(importlib.util.find_spec("torch").origin).parent
 
 
+def load(library):
+    """Bring the device into this process: before Python's torch."""
+    for name in ("libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(TORCH / "lib" / name, mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+
+
+if __name__ == "__main__":
+    load(sys.argv[1])
+    sys.path.insert(0, str(PROJECT))
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import collectives
+import hybrid
+import pipeline
+
+# ---- outside -------------------------------------------------------------------------------------
+
+
 def compiler():
     """The C++ compiler, or None."""
     return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -42,8 +66,6 @@ def build(folder):
     library = Path(folder) / "libfake_cuda.so"
     command = [compiler(), "-shared", "-fPIC", "-std=c++20", f"-I{TORCH / 'include'}"]
     command += [str(TESTS / "fake_cuda.cpp"), "-o", str(library)]
-    if sys.platform == "darwin":
-        command += ["-undefined", "dynamic_lookup"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)
@@ -52,29 +74,21 @@ def build(folder):
 
 @dataclass
 class Counts:
-    """What one rank did in one step. Places are "file.py function", the innermost of the project's.
+    """What one rank did in one step, by place: "file.py function", the innermost of the project's.
 
-    misaligned: of what is sent, by place, that does not begin on a multiple of so many bytes in its
-    storage, which itself begins on 512. refused: tensors in a batch that NCCL does not take.
+    refused: tensors in a batch that NCCL does not take. misaligned: those that do not begin on a
+    multiple of so many bytes of their storage, which itself begins on 512.
     """
 
-    batches: int = 0
+    batches: Counter = field(default_factory=Counter)
     messages: int = 0
     nbytes: int = 0  # sent
     kernels: Counter = field(default_factory=Counter)  # by operator
-    by_place: Counter = field(default_factory=Counter)  # batches
-    synchronisations: Counter = field(default_factory=Counter)  # by place: the host waits
-    copies: Counter = field(default_factory=Counter)  # by place: between host and device
+    synchronisations: Counter = field(default_factory=Counter)  # the host waits
+    copies: Counter = field(default_factory=Counter)  # between host and device
     refused: Counter = field(default_factory=Counter)
     misaligned: dict = field(default_factory=lambda: {"16": Counter(), "128": Counter()})
     error: str = ""  # what ended it
-
-    @classmethod
-    def of_json(cls, found):
-        counters = {name: Counter(value) for name, value in found.items() if type(value) is dict}
-        counts = cls(**found | counters)
-        counts.misaligned = {n: Counter(places) for n, places in counts.misaligned.items()}
-        return counts
 
 
 def count(library, jobs, processes=2, timeout=600):
@@ -87,126 +101,161 @@ def count(library, jobs, processes=2, timeout=600):
         done = subprocess.run(command, input=json.dumps(part), **options)
         if done.returncode:
             raise RuntimeError(done.stderr)
-        return [Counts.of_json(found) for found in json.loads(done.stdout)]
+        return [_from_json(fields) for fields in json.loads(done.stdout)]
 
-    parts = [jobs[i::processes] for i in range(processes)]
     with ThreadPoolExecutor(processes) as pool:
-        found = list(pool.map(of, parts))
+        found = list(pool.map(of, [jobs[i::processes] for i in range(processes)]))
     return [found[i % processes][i // processes] for i in range(len(jobs))]
+
+
+def _from_json(fields):
+    counters = {name: Counter(value) for name, value in fields.items() if isinstance(value, dict)}
+    misaligned = {name: Counter(value) for name, value in fields["misaligned"].items()}
+    return Counts(**fields | counters | {"misaligned": misaligned})
 
 
 # ---- in the process with the device --------------------------------------------------------------
 
 
-def load(library):
-    """Bring the device into this process, before Python's torch."""
-    for name in ("libc10.so", "libtorch_cpu.so"):
-        ctypes.CDLL(TORCH / "lib" / name, mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
-
-
-def place(skip=("collectives.py",)):
-    """The innermost function of the project that is running, outside of some files."""
+def place():
+    """The innermost function of the project that is running, outside of collectives.py."""
     frame = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.parent == PROJECT and path.name not in skip:
+        if path.parent == PROJECT and path.name != "collectives.py":
             return f"{path.name} {frame.f_code.co_qualname.replace('<locals>.', '')}"
         frame = frame.f_back
     return "autograd"
 
 
-class _Inline:
-    """A stream or an event where everything has happened as soon as it is asked for."""
+aten = torch.ops.aten
+NO_KERNEL = {
+    aten.detach.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten._unsafe_view.default,
+    aten.set_.source_Storage,
+    aten.lift_fresh.default,
+    torch.ops.prim.device.default,
+}
+SIZED_BY_VALUES = {  # for which the host waits
+    aten.nonzero.default,
+    aten.bincount.default,
+    aten.masked_select.default,
+    aten.repeat_interleave.Tensor,
+    aten._unique2.default,
+    aten.equal.default,
+}
 
-    def __init__(self, *arguments, **options):
-        pass
 
-    wait_stream = wait_event = wait = record = lambda self, *arguments: None
-    record_event = lambda self, event=None: event or _Inline()
-    query = lambda self: True
-    elapsed_time = lambda self, other: 0.0
+class Watch(TorchDispatchMode):
+    """Counts what reaches the device, and makes up the values that are read of it."""
 
+    def __init__(self, args):
+        super().__init__()
+        self.args, self.counts = args, Counts()
+        # choices of experts that a rank has to do with in a microbatch, where loads are even
+        tokens = args.batch_size // args.dp // args.microbatches * args.seq_len // args.cp
+        self.rows = tokens // args.tp * args.top_k
 
-def _shape(tensor):
-    return tuple(tensor.shape)
-
-
-def _watch(counts, args):
-    """A mode that counts what reaches the device into counts(), and values what is read of it."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    aten, prims = torch.ops.aten, torch.ops.prim
-    free = {  # no kernel
-        aten.detach.default, aten.empty.memory_format, aten.empty_like.default,
-        aten.empty_strided.default, aten.new_empty.default, aten._unsafe_view.default,
-        aten.set_.source_Storage, aten.lift_fresh.default, prims.device.default,
-    }  # fmt: skip
-    sized_by_values = {
-        aten.nonzero.default, aten.bincount.default, aten.masked_select.default,
-        aten.repeat_interleave.Tensor, aten._unique2.default, aten.equal.default,
-    }  # fmt: skip
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, arguments=(), options=None):
-            options = options or {}
-            if function in free or function.is_view:
-                return function(*arguments, **options)
-            given, found = list(_tensors(arguments)), counts()
-            device = any(map(_is_on_device, given))
-            if function is aten._local_scalar_dense.default:
-                if device:
-                    found.synchronisations[f"item {place(())}"] += 1
-                dtype = given[0].dtype
-                return device if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
-            if device and function in sized_by_values and not _has_size(function, options):
-                found.synchronisations[f"{function.__name__} {place(())}"] += 1
-            if device and function in (aten.index.Tensor, aten.index_put_.default):
-                if any(i is not None and i.dtype == torch.bool for i in arguments[1]):
-                    found.synchronisations[f"boolean index {place(())}"] += 1
-            if function is aten._pin_memory.default:
-                return given[0]
-            if (value := _valued(function, arguments, options)) is not None:
-                return value
-            result = function(*arguments, **options)
-            made = list(_tensors([result]))
-            if device or any(map(_is_on_device, made)):
-                found.kernels[function.__name__] += 1
-                if function in (aten._to_copy.default, aten.copy_.default):
-                    source, target = (given[-1], given[0]) if made[0] is given[0] else (given[0], made[0])
-                    _note_copy(found, source, target, options)
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        options = options or {}
+        if function in NO_KERNEL or function.is_view:
+            return function(*arguments, **options)
+        given = list(_tensors(arguments))
+        device = any(map(_is_on_device, given))
+        if device:
+            self.watch_host(function, arguments, options)
+        if function is aten._local_scalar_dense.default:
+            dtype = given[0].dtype
+            return device if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
+        if function is aten._pin_memory.default:
+            return given[0]
+        if (result := self.made_up(function, arguments, options)) is not None:
             return result
+        result = function(*arguments, **options)
+        if device or any(map(_is_on_device, _tensors([result]))):
+            self.counts.kernels[function.__name__] += 1
+        if function is aten.copy_.default:
+            self.note_copy(given[1], given[0], options)
+        elif function is aten._to_copy.default:
+            self.note_copy(given[0], result, options)
+        return result
 
-    def _has_size(function, options):
-        return function is aten.repeat_interleave.Tensor and options.get("output_size") is not None
+    def watch_host(self, function, arguments, options):
+        """Note an operator for which the host waits."""
+        waits = function is aten._local_scalar_dense.default
+        if function in SIZED_BY_VALUES:
+            waits = options.get("output_size") is None
+        if function in (aten.index.Tensor, aten.index_put_.default):
+            waits = any(i is not None and i.dtype == torch.bool for i in arguments[1])
+        if waits:
+            self.note_wait(function.__name__)
 
-    def _valued(function, arguments, options):
-        """What has a shape that depends on values."""
+    def note_wait(self, what):
+        self.counts.synchronisations[f"{what} {place()}"] += 1
+
+    def note_copy(self, source, target, options):
+        leaves, arrives = _is_on_device(source), _is_on_device(target)
+        if leaves != arrives:
+            self.counts.copies[f"{'from' if leaves else 'to'} device {place()}"] += 1
+            if leaves and not options.get("non_blocking"):
+                self.note_wait("copy")
+
+    def made_up(self, function, arguments, options):
+        """A result whose shape depends on values; None of any other."""
         first = arguments[0] if arguments else None
         if function is aten.bincount.default:
             length = arguments[2] if len(arguments) > 2 else options.get("minlength", 0)
             return first.new_empty(length, dtype=torch.int64)
         if function is aten.nonzero.default:
             return first.new_empty(1, first.ndim, dtype=torch.int64)
-        if function is aten.repeat_interleave.Tensor and not _has_size(function, options):
-            return first.new_empty(_rows(args))
+        if function is aten.repeat_interleave.Tensor and options.get("output_size") is None:
+            return first.new_empty(self.rows)
         return None
 
-    def _note_copy(found, source, target, options):
-        leaves, arrives = _is_on_device(source), _is_on_device(target)
-        if leaves != arrives:
-            found.copies[f"{'from' if leaves else 'to'} device {place(())}"] += 1
-            if leaves and not options.get("non_blocking"):
-                found.synchronisations[f"copy {place(())}"] += 1
+    def tolist(self, tensor):
+        """In place of FakeTensor's: numbers of rows, each matrix of which adds up to all."""
+        if tensor.is_cuda and tensor.numel():
+            self.note_wait("tolist")
+        shape = tensor.shape
+        number = True if tensor.dtype == torch.bool else self.rows // max(1, math.prod(shape[-2:]))
+        number = 0.0 if tensor.dtype.is_floating_point else number
+        nest = lambda rest: [nest(rest[1:]) for _ in range(rest[0])] if rest else number
+        return nest(shape)
 
-    return Watch()
+    def post(self, operations):
+        """In place of batch_isend_irecv()."""
+        counts, where = self.counts, place()
+        counts.batches[where] += 1
+        counts.messages += len(operations)
+        for operation in operations:
+            tensor = operation.tensor
+            if operation.op is dist.isend:
+                counts.nbytes += tensor.nbytes
+            if not (tensor.is_cuda and tensor.is_contiguous() and tensor.numel()):
+                what = f"{tensor.device.type} {tuple(tensor.shape)}, strides {tensor.stride()}"
+                counts.refused[f"{where}: {what}"] += 1
+            begin = tensor.storage_offset() * tensor.element_size()
+            for multiple, places in counts.misaligned.items():
+                if begin % int(multiple):
+                    places[where] += 1
+        return [_Inline()]
+
+    def header(self, transfer, num_microbatches):
+        """Rows, dtype and shape of the activations that another stage is about to send."""
+        args = self.args
+        self.note_wait("tolist")
+        rows = args.batch_size // args.dp // num_microbatches
+        length = args.seq_len // args.cp // (args.tp if args.sp else 1)
+        dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+        return rows, dtype, torch.Size([length, rows, args.hidden])
 
 
 def _tensors(values):
     """The tensors among an operator's arguments, or in lists of them."""
-    import torch
-
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -219,101 +268,26 @@ def _is_on_device(tensor):
     return (getattr(tensor, "fake_device", None) or tensor.device).type == "cuda"
 
 
-def _rows(args):
-    """Choices of experts that a rank has to do with in a microbatch, where loads are even."""
-    rows = args.batch_size // args.dp // args.microbatches
-    return rows * (args.seq_len // args.cp // args.tp) * args.top_k
+class _Inline:
+    """A stream, an event or messages: all has happened as soon as it is asked for."""
+
+    def __init__(self, *arguments, **options):
+        pass
+
+    wait = wait_stream = wait_event = record = lambda self, *arguments: None
+    record_event = lambda self, event=None: event or _Inline()
+    query = lambda self: True
+    elapsed_time = lambda self, other: 0.0
 
 
-def _even(shape, total):
-    """Nested lists of a shape, each of whose matrices, or vectors, adds up to about `total`."""
-    number = total // max(1, math.prod(shape[-2:]))
-    nest = lambda rest: [nest(rest[1:]) for _ in range(rest[0])] if rest else number
-    return nest(shape)
-
-
-def _patches(counts, args):
-    """What stands for CUDA and for the other ranks while a trainer is made and takes steps."""
-    import torch
-    import torch.distributed as dist
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    import collectives
-    import pipeline
-
-    class Done:
-        def wait(self):
-            pass
-
-    def batch(operations):
-        found, where = counts(), place()
-        found.batches += 1
-        found.messages += len(operations)
-        found.by_place[where] += 1
-        for operation in operations:
-            tensor = operation.tensor
-            if operation.op is dist.isend:
-                found.nbytes += tensor.nbytes
-            if not tensor.is_cuda or not tensor.is_contiguous() or not tensor.numel():
-                what = f"{tensor.device.type} {_shape(tensor)} of strides {tensor.stride()}"
-                found.refused[f"{where}: {what}"] += 1
-            begin = tensor.storage_offset() * tensor.element_size()
-            for multiple, places in found.misaligned.items():
-                places[where] += begin % int(multiple) != 0
-        return [Done()]
-
-    def synchronise(*_):
-        counts().synchronisations[f"stream {place(())}"] += 1
-
-    class Stream(_Inline):
-        synchronize = synchronise
-
-    def tolist(tensor):
-        if tensor.is_cuda and tensor.numel():
-            counts().synchronisations[f"tolist {place(())}"] += 1
-        if tensor.dtype == torch.bool:
-            return _even(tensor.shape, math.prod(tensor.shape[-2:]))
-        return _even(tensor.shape, 0 if tensor.dtype.is_floating_point else _rows(args))
-
-    def address(tensor):
-        """Memory of its own for each storage."""
-        begin = tensor.storage_offset() * tensor.element_size()
-        return (tensor.untyped_storage()._cdata << 40) + begin
-
-    def header(self, transfer):
-        """Of the activations that another stage is about to send."""
-        counts().synchronisations[f"tolist {place(())}"] += 1
-        rows = args.batch_size // args.dp // self.num_microbatches
-        length = args.seq_len // args.cp // (args.tp if args.sp else 1)
-        dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-        return rows, dtype, torch.Size([length, rows, args.hidden])
-
-    cuda, nothing = torch.cuda, lambda *_, **__: None
-    yield patch.object(cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    yield patch.object(cuda, "is_bf16_supported", lambda *_, **__: True)
-    yield patch.object(cuda, "Stream", Stream)
-    yield patch.object(cuda, "Event", Stream)
-    yield patch.object(cuda, "stream", lambda stream: nullcontext())
-    yield patch.object(cuda, "current_stream", lambda device=None: Stream())
-    yield patch.object(cuda, "synchronize", synchronise)
-    for name in ("get_rng_state", "set_rng_state", "manual_seed", "max_memory_allocated"):
-        yield patch.object(cuda, name, nothing)
-    yield patch.object(torch.random, "fork_rng", lambda *_, **__: nullcontext())
-    yield patch.object(torch.nn.Module, "_apply", _apply)
-    yield patch.object(FakeTensor, "tolist", tolist)
-    yield patch.object(FakeTensor, "data_ptr", address)
-    yield patch.object(dist, "get_backend", lambda group=None: "nccl")
-    yield patch.object(dist, "get_backend_config", lambda group=None: "cuda:nccl")
-    yield patch.object(dist, "batch_isend_irecv", batch)
-    alike = lambda value, group=None: [value] * dist.get_world_size(group)
-    yield patch.object(collectives, "gather_objects", alike)
-    yield patch.object(pipeline.Pipeline, "_recv_meta", header)
+def _address(tensor):
+    """Memory of its own for each storage."""
+    begin = tensor.storage_offset() * tensor.element_size()
+    return (tensor.untyped_storage()._cdata << 40) + begin
 
 
 def _apply(module, function, recurse=True):
-    """Module._apply(), which cannot swap a fake tensor's memory: new parameters take their place."""
-    import torch
-
+    """Module._apply(), which cannot swap a fake tensor's memory: new parameters come in."""
     for child in module.children() if recurse else ():
         child._apply(function)
     for name, parameter in module._parameters.items():
@@ -326,52 +300,70 @@ def _apply(module, function, recurse=True):
     return module
 
 
+def _patches(watch):
+    """What stands for CUDA and for the other ranks."""
+    cuda, ignore = torch.cuda, lambda *_, **__: None
+    wait = lambda *_: watch.note_wait("synchronize")
+    stream = type("Stream", (_Inline,), {"synchronize": wait})
+    yield patch.object(cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    yield patch.object(cuda, "is_bf16_supported", lambda *_, **__: True)
+    yield patch.object(cuda, "Stream", stream)
+    yield patch.object(cuda, "Event", stream)
+    yield patch.object(cuda, "stream", lambda stream: nullcontext())
+    yield patch.object(cuda, "current_stream", stream)
+    yield patch.object(cuda, "synchronize", wait)
+    for name in ("get_rng_state", "set_rng_state", "manual_seed", "max_memory_allocated"):
+        yield patch.object(cuda, name, ignore)
+    yield patch.object(torch.random, "fork_rng", lambda *_, **__: nullcontext())
+    yield patch.object(hybrid, "initialize", ignore)  # which draws real numbers
+    yield patch.object(torch.nn.Module, "_apply", _apply)
+    yield patch.object(FakeTensor, "tolist", lambda tensor: watch.tolist(tensor))
+    yield patch.object(FakeTensor, "data_ptr", _address)
+    yield patch.object(dist, "get_backend", lambda group=None: "nccl")
+    yield patch.object(dist, "get_backend_config", lambda group=None: "cuda:nccl")
+    yield patch.object(dist, "batch_isend_irecv", watch.post)
+    alike = lambda value, group=None: [value] * dist.get_world_size(group)
+    yield patch.object(collectives, "gather_objects", alike)
+    header = lambda self, transfer: watch.header(transfer, self.num_microbatches)
+    yield patch.object(pipeline.Pipeline, "_recv_meta", header)
+
+
 def count_step(world_size, rank, flags):
     """The Counts of the second step: the first one also makes what later ones use."""
-    import torch
-    import torch.distributed as dist
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    import hybrid
-
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    phases = [Counts()]
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
         args = hybrid.parse_args(flags.split(), world_size)
-        for patched in _patches(lambda: phases[-1], args):
+        watch = Watch(args)
+        for patched in _patches(watch):
             stack.enter_context(patched)
         with patch.object(hybrid, "barrier"):  # its token would be a real tensor
             mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_watch(lambda: phases[-1], args))
+        stack.enter_context(watch)
         trainer = hybrid.Trainer(args, mesh, torch.device("cuda", 0))
         tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
         trainer.step(tokens, tokens)
-        phases.append(Counts())
+        watch.counts = Counts()
         trainer.step(tokens, tokens)
-    return phases[-1]
+    return watch.counts
 
 
-def main(library, *job):
-    load(library)
-    sys.path.insert(0, str(PROJECT))
+def _attempt(*job):
+    """Its Counts, or why there are none."""
+    try:
+        return vars(count_step(*job))
+    except Exception:
+        return vars(Counts(error=traceback.format_exc()))
+
+
+def main(job):
     if job:
         world_size, rank, *flags = job
-        found = count_step(int(world_size), int(rank), " ".join(flags))
-        print(json.dumps(vars(found), indent=1))
+        print(json.dumps(vars(count_step(int(world_size), int(rank), " ".join(flags))), indent=1))
     else:
         print(json.dumps([_attempt(*job) for job in json.load(sys.stdin)]))
 
 
-def _attempt(*job):
-    """The fields of its Counts, or why there are none."""
-    try:
-        return vars(count_step(*job))
-    except Exception:
-        return {"error": traceback.format_exc()}
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[2:])

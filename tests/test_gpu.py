@@ -85,12 +85,11 @@ def on(tmp_path):
 
 
 def _kinds(*world_sizes):
-    """(kind, ranks): on the CPU, sharing one GPU, on a GPU each; what there is no GPU for is skipped."""
+    """(kind, ranks): on the CPU, the fewest; sharing a GPU; with a GPU each, if there are so many."""
     enough = lambda n: pytest.mark.skipif(GPUS < n, reason=f"there are {GPUS} GPUs, not {n}")
-    yield pytest.param("cpu", world_sizes[0], id=f"cpu-{world_sizes[0]}")
-    for n in world_sizes:
-        yield pytest.param("gloo", n, marks=one_gpu, id=f"gloo-{n}")
-        yield pytest.param("nccl", n, marks=enough(n), id=f"nccl-{n}")
+    rows = [pytest.param("cpu", world_sizes[0])]
+    rows += [pytest.param("gloo", n, marks=one_gpu) for n in world_sizes]
+    return rows + [pytest.param("nccl", n, marks=enough(n)) for n in world_sizes]
 
 
 # ---- one GPU: hybrid alone -----------------------------------------------------------------------
@@ -119,7 +118,7 @@ def _watched_steps(device, flags):
     return losses, waits
 
 
-ALONE = {  # flags -> how far losses may be from a plain GPT's in fp32, or another model's at first
+ALONE = {  # flags -> how far losses may be from a plain GPT's in fp32; 2e-2: it is another model
     "": 1e-5,
     "--recompute selective": 1e-5,
     "--recompute full --schedule zb-h1": 1e-5,
@@ -145,12 +144,12 @@ def test_one_process_trains_and_waits_for_its_gpu_once_a_step(on, kind, flags):
 
 
 def _losses_of_40_steps(device, flags):
-    """A small GPT on the sources of Python: the mean loss of the last five steps."""
+    """A small GPT on a source of this project: the mean loss of the last five steps."""
     torch.set_default_dtype(torch.float32)
     args = hybrid.parse_args(flags.split(), dist.get_world_size())
     mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
-    trainer, data = hybrid.Trainer(args, mesh, device), hybrid.load_data(None, args.seq_len)
-    losses = []
+    trainer, losses = hybrid.Trainer(args, mesh, device), []
+    data = hybrid.load_data(str(PROJECT / "collectives.py"), args.seq_len)
     for step in range(40):
         batch = data.batch(step, args.batch_size, args.seq_len, 0, trainer.local_rows())
         losses.append(trainer.step(*batch)["loss"])
@@ -159,7 +158,7 @@ def _losses_of_40_steps(device, flags):
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("nccl", marks=one_gpu)])
 def test_40_steps_in_bf16_end_within_a_percent_of_fp32(on, kind):
-    sizes = "--layers 2 --hidden 64 --seq-len 32" if kind == "cpu" else "--layers 8 --hidden 512"
+    sizes = "--layers 2 --hidden 32 --seq-len 32" if kind == "cpu" else "--layers 8 --hidden 512"
     flags = f"{sizes} --heads 4 --batch-size 16 --warmup 5 --steps 40"
     (fp32,), (bf16,) = (
         on(kind, 1, _losses_of_40_steps, f"{flags} --dtype {dtype}") for dtype in ("fp32", "bf16")
@@ -273,7 +272,9 @@ def _experts(device, dtype, D, tokens, used):
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("nccl", marks=one_gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("D", [64, 36])  # for PyTorch's grouped product, and not
-@pytest.mark.parametrize("tokens, used", [(333, [0, 3, 4, 7]), (50, [1, 2]), (3, [5, 6]), (0, [0, 1])])
+@pytest.mark.parametrize(
+    "tokens, used", [(333, [0, 3, 4, 7]), (50, [1, 2]), (3, [5, 6]), (0, [0, 1])]
+)
 def test_experts_some_of_them_idle_in_memory_full_of_nan(on, kind, dtype, D, tokens, used):
     (errors,) = on(kind, 1, _experts, dtype, D, tokens, used)
     assert max(errors) < (2e-2 if dtype == torch.bfloat16 else 1e-5)
@@ -475,7 +476,9 @@ def test_every_layout_where_a_gpu_has_one_hardware_queue(assert_trains, world_si
 
 
 @one_gpu
-@pytest.mark.parametrize("world_size, flags, mixture", [row for row in MIXTURES if row[0] in (2, 4)])
+@pytest.mark.parametrize(
+    "world_size, flags, mixture", [row for row in MIXTURES if row[0] in (2, 4)]
+)
 def test_experts_of_ranks_that_share_a_gpu(assert_trains, world_size, flags, mixture):
     assert_trains("gloo", world_size, f"{flags} --microbatches 1", mixture)
 
@@ -505,6 +508,8 @@ def _bf16_losses(device, flags):
 @pytest.mark.parametrize("kind, world_size", _kinds(2, 2, 4, 8))
 @pytest.mark.parametrize("layout", IN_BF16)
 def test_layouts_in_bf16_are_near_one_process_in_fp32(on, kind, world_size, layout):
+    if kind == "cpu" and "--cp" in layout:
+        pytest.skip("test_context_parallel.py has these on the CPU")
     sizes = [size for size in ("--hidden 64", "--experts 8") if size in layout]
     ((*expected,),) = on("cpu", 1, _bf16_losses, " ".join(["--microbatches 1", *sizes]))
     layout = layout.format(world_size, world_size)
@@ -559,7 +564,8 @@ def _overlap(device, how, D, layers, rows):
         both = FullyShardedDataParallel(plain, units=list(plain))
     else:
         both = make()
-        optimizer = ZeroRedundancyOptimizer(both.parameters(), torch.optim.SGD, shard_gradients=True, lr=0.0)
+        options = {"shard_gradients": True, "lr": 0.0}
+        optimizer = ZeroRedundancyOptimizer(both.parameters(), torch.optim.SGD, **options)
 
     def step():
         backward(both)

@@ -89,9 +89,10 @@ AUX, *_ = MOE
 MIXTURES = [(*layout, mixture) for layout in MOE_LAYOUTS for mixture in MOE]
 
 
-@pytest.mark.parametrize(
-    "world_size, flags, mixture", _several(MIXTURES, lambda n, _, mixture: n <= 4 and mixture == AUX)
-)
+QUICK = lambda world_size, _, mixture: world_size <= 4 and mixture == AUX
+
+
+@pytest.mark.parametrize("world_size, flags, mixture", _several(MIXTURES, QUICK))
 def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(on_nccl, world_size, flags, mixture):
     flags = f"{flags} --microbatches 1"
     test_hybrid._assert_trains_as_a_loop_does(world_size, flags, mixture)
@@ -113,7 +114,7 @@ def test_an_order_that_hangs_on_nccl_hangs_here():
 
 
 def _launch_while_pending():
-    """Works of one group and of another, waited for in the other order; a sum behind a pending one."""
+    """Works of two groups, waited for in the reverse order, and synchronous calls behind them."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     other = dist.new_group()
     with nccl_over_gloo() as sizes:
