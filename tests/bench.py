@@ -580,7 +580,8 @@ def bench_expert_parallel(arguments):
 
 GPT_350M = {"layers": 24, "hidden": 1024, "heads": 16, "seq_len": 1024, "vocab_size": 50304}
 SEQUENCES = 8  # to a step
-PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # dense bf16
+# dense FLOP/s in bf16, by a part of the GPU's name
+PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 
 
 class _GPT(nn.Module):

@@ -85,7 +85,7 @@ def on(tmp_path):
 
 
 def _kinds(*world_sizes):
-    """(kind, ranks): on the CPU, the fewest; sharing a GPU; with a GPU each, if there are so many."""
+    """(kind, ranks): on the CPU, the fewest; sharing a GPU; with a GPU each, if there are enough."""
     enough = lambda n: pytest.mark.skipif(GPUS < n, reason=f"there are {GPUS} GPUs, not {n}")
     rows = [pytest.param("cpu", world_sizes[0])]
     rows += [pytest.param("gloo", n, marks=one_gpu) for n in world_sizes]
@@ -380,7 +380,7 @@ def test_every_collective_beside_the_backends_own(on, kind, world_size, dtype, n
 
 
 def _pending_collectives(device):
-    """Sums of what is made while earlier operations of the same and of another group are pending."""
+    """Sums of what is made while earlier operations of this and of another group are pending."""
     rank, P = collectives.rank_and_size()
     other = dist.new_group()
     collectives.barrier(other)
