@@ -1,7 +1,7 @@
 """hybrid on GPUs that are not there: one rank of any world runs, and what it launches is counted.
 
     library = build(folder)                          the pretended device of fake_cuda.cpp, compiled
-    count(library, [(world_size, rank, flags), ...])     the Counts of a step each, in a new process
+    count(library, [(world_size, rank, flags), ...])   the Counts of a step each, in a new process
 
 The tensors are fake: they have shapes, and no memory. So a rank of a model of any size runs in any
 process, on a device with CUDA's branches, autograd's own thread for it, and a group called "nccl"
@@ -45,13 +45,14 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives
 import hybrid
 import pipeline
+from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 
 # ---- outside -------------------------------------------------------------------------------------
 
@@ -328,24 +329,53 @@ def _patches(watch):
     yield patch.object(pipeline.Pipeline, "_recv_meta", header)
 
 
-def count_step(world_size, rank, flags):
-    """The Counts of the second step: the first one also makes what later ones use."""
+def _hybrid_step(args, device):
+    with patch.object(hybrid, "barrier"), unset_fake_temporarily():  # a group's is a real tensor
+        mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
+    trainer = hybrid.Trainer(args, mesh, device)
+    tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
+    return lambda: trainer.step(tokens, tokens)
+
+
+def _zero_step(stage, device, D=1024):
+    """A step of a stack of layers under ZeRO-1, 2 or 3."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(D, D) for _ in range(4)]).to(device)
+    x, dtypes = torch.zeros(8, D, device=device), {"param_dtype": torch.bfloat16}
+    if stage == 3:
+        model = sharded = FullyShardedDataParallel(model, units=list(model), **dtypes)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    else:
+        adamw, options = torch.optim.AdamW, {"shard_gradients": stage == 2, "fused": True}
+        optimizer = sharded = ZeroRedundancyOptimizer(model.parameters(), adamw, **options)
+
+    def step():
+        model(x).square().mean().backward()
+        sharded.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def count_step(world_size, rank, what):
+    """The Counts of a second step: the first one also makes what later ones use.
+
+    what: flags of hybrid.py, or "zero 1", "zero 2", "zero 3".
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
-        args = hybrid.parse_args(flags.split(), world_size)
-        watch = Watch(args)
+        stage = int(what[5:]) if what.startswith("zero ") else None
+        args = hybrid.parse_args([] if stage else what.split(), world_size)
+        watch, device = Watch(args), torch.device("cuda", 0)
         for patched in _patches(watch):
             stack.enter_context(patched)
-        with patch.object(hybrid, "barrier"):  # its token would be a real tensor
-            mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(watch)
-        trainer = hybrid.Trainer(args, mesh, torch.device("cuda", 0))
-        tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
-        trainer.step(tokens, tokens)
+        step = _zero_step(stage, device) if stage else _hybrid_step(args, device)
+        step()
         watch.counts = Counts()
-        trainer.step(tokens, tokens)
+        step()
     return watch.counts
 
 

@@ -38,12 +38,16 @@ OTHERS = [  # ranks, layers, layout, microbatches: of every kind one
     (2, 2, f"{SMALL} --pp 2 --schedule dualpipe", 4),
     (8, 2, f"{SMALL} --cp 2 --cp-method ulysses --tp 2 --dp 2 --zero 1", 1),
     (8, 2, f"{SMALL} --cp 4 --tp 2 --sp --kv-heads 2 --recompute full", 2),
+    (4, 2, f"{SMALL} --cp 4 --kv-heads 2 --recompute selective --dtype fp32", 1),
+    (2, 2, f"{EXPERTS} --dp 2 --ep 2 --dtype fp32", 1),
     (8, 2, f"{EXPERTS} --dp 8 --ep 8 --zero 1", 1),
     (8, 2, f"{EXPERTS} --dp 4 --tp 2 --ep 4 --zero 0", 2),
     (8, 2, f"{EXPERTS} --dp 4 --tp 2 --sp --ep 4 --balance bias --recompute full", 1),
     (8, 2, f"{EXPERTS} --dp 4 --pp 2 --ep 2 --capacity-factor 1.0", 2),
 ]
 ROWS = [(world_size, 2, layout, 1) for world_size, _, layout, _ in MOST_BATCHES] + OTHERS
+
+ZERO = [(8, 3, f"zero {stage}") for stage in (1, 2, 3)]
 
 
 def _job(world_size, layers, layout, microbatches=1):
@@ -64,11 +68,11 @@ def library(tmp_path_factory):
 def counts(library):
     """counts(*row): what a step counts; those of all rows are counted together."""
     deep = [(world_size, 4, layout, 1) for world_size, _, layout, _ in MOST_BATCHES]
-    jobs = [_job(*row) for row in deep + ROWS]
+    jobs = [_job(*row) for row in deep + ROWS] + ZERO
     found = dict(zip(jobs, fake_cuda.count(library, jobs)))
 
     def of(*row):
-        counted = found[_job(*row)]
+        counted = found[row if row in ZERO else _job(*row)]
         assert not counted.error, counted.error
         return counted
 
@@ -140,3 +144,11 @@ def test_what_buckets_and_shards_send_begins_on_128_bytes(
 ):
     found = counts(world_size, layers, layout, microbatches).misaligned["128"]
     assert not {place: n for place, n in found.items() if place.startswith(("ddp.py", "zero.py"))}
+
+
+@pytest.mark.parametrize("row", ZERO)
+def test_zero_launches_a_few_aligned_batches_and_lets_no_host_wait(counts, row):
+    found = counts(*row)
+    assert 0 < found.batches.total() <= 20  # there and back for each of 4 layers, and the norm
+    assert not found.synchronisations and not found.copies and not found.refused
+    assert not found.misaligned["128"]
