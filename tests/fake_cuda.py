@@ -52,7 +52,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives
 import hybrid
 import pipeline
-from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
+from zero import ZeroRedundancyOptimizer
 
 # ---- outside -------------------------------------------------------------------------------------
 
@@ -338,19 +338,15 @@ def _hybrid_step(args, device):
 
 
 def _zero_step(stage, device, D=1024):
-    """A step of a stack of layers under ZeRO-1, 2 or 3."""
+    """A step of a stack of layers under ZeRO-1 or 2."""
     model = torch.nn.Sequential(*[torch.nn.Linear(D, D) for _ in range(4)]).to(device)
-    x, dtypes = torch.zeros(8, D, device=device), {"param_dtype": torch.bfloat16}
-    if stage == 3:
-        model = sharded = FullyShardedDataParallel(model, units=list(model), **dtypes)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    else:
-        adamw, options = torch.optim.AdamW, {"shard_gradients": stage == 2, "fused": True}
-        optimizer = sharded = ZeroRedundancyOptimizer(model.parameters(), adamw, **options)
+    options = {"shard_gradients": stage == 2, "fused": True}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+    x = torch.zeros(8, D, device=device)
 
     def step():
         model(x).square().mean().backward()
-        sharded.clip_grad_norm_(1.0)
+        optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -360,7 +356,7 @@ def _zero_step(stage, device, D=1024):
 def count_step(world_size, rank, what):
     """The Counts of a second step: the first one also makes what later ones use.
 
-    what: flags of hybrid.py, or "zero 1", "zero 2", "zero 3".
+    what: flags of hybrid.py, or "zero 1" or "zero 2".
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     with ExitStack() as stack:

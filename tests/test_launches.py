@@ -48,7 +48,7 @@ OTHERS = [  # ranks, layers, layout, microbatches: of every kind one
 DEEP = [(world_size, 4, layout, 1) for world_size, _, layout, _ in MOST_BATCHES]
 ROWS = [(n, 2 if layers > 4 else 4, layout, 1) for n, layers, layout, _ in MOST_BATCHES] + OTHERS
 
-ZERO = [(8, 3, f"zero {stage}") for stage in (1, 2, 3)]
+ZERO = [(8, 3, f"zero {stage}") for stage in (1, 2)]
 
 
 def _job(world_size, layers, layout, microbatches=1):
