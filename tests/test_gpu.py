@@ -85,7 +85,7 @@ def on(tmp_path):
 
 
 def _kinds(*world_sizes):
-    """(kind, ranks): on the CPU, the fewest; sharing a GPU; with a GPU each, if there are enough."""
+    """(kind, ranks): on the CPU, the fewest; sharing a GPU; with one each, if there are enough."""
     enough = lambda n: pytest.mark.skipif(GPUS < n, reason=f"there are {GPUS} GPUs, not {n}")
     rows = [pytest.param("cpu", world_sizes[0])]
     rows += [pytest.param("gloo", n, marks=one_gpu) for n in world_sizes]
