@@ -7,6 +7,7 @@
     python tests/bench.py context_parallel
     python tests/bench.py expert_parallel
     python tests/bench.py overlap       (as root on Linux: over a link of 2 Gbit/s, shaped by tc)
+    python tests/bench.py gpu           (one GPT on a GPU; with several, their messages)
 
 Times on a shared machine drift by 10-15% and now and then by more; the ratio of medians over
 interleaved rounds drifts much less. Every rank has one thread, and gloo's threads run as batch work
@@ -15,12 +16,14 @@ for both sides.
 
 import argparse
 import copy
+import math
 import random
 import re
 import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -391,9 +394,9 @@ HEADS, LAYERS = 4, 6
 class _Attention(nn.Module):
     """A rank's heads: q, k, v are the thirds of what c_attn returns here."""
 
-    def __init__(self, D):
+    def __init__(self, D, heads):
         super().__init__()
-        self.c_attn, self.c_proj, self.K = nn.Linear(D, 3 * D), nn.Linear(D, D), D // HEADS
+        self.c_attn, self.c_proj, self.K = nn.Linear(D, 3 * D), nn.Linear(D, D), D // heads
 
     def forward(self, x):
         q, k, v = self.c_attn(x).unflatten(-1, (3, -1, self.K)).permute(2, 0, 3, 1, 4)
@@ -404,9 +407,9 @@ class _Attention(nn.Module):
 class _Block(nn.Module):
     """hybrid.Block, of torch.nn."""
 
-    def __init__(self, D):
+    def __init__(self, D, heads=HEADS):
         super().__init__()
-        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(D), _Attention(D), nn.LayerNorm(D)
+        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(D), _Attention(D, heads), nn.LayerNorm(D)
         gelu = nn.GELU(approximate="tanh")
         self.mlp = nn.Sequential(nn.Linear(D, 4 * D), gelu, nn.Linear(4 * D, D))
 
@@ -573,6 +576,130 @@ def bench_expert_parallel(arguments):
             print(f"  a loop over all experts  {loop:7.1f} ms = {ours / loop:.2f}")
 
 
+# ---- GPUs ----------------------------------------------------------------------------------------
+
+GPT_350M = {"layers": 24, "hidden": 1024, "heads": 16, "seq_len": 1024, "vocab_size": 50304}
+SEQUENCES = 8  # to a step
+# dense FLOP/s in bf16, by a part of the GPU's name
+PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+
+
+class _GPT(nn.Module):
+    """hybrid.GPT, of torch.nn: the mean loss."""
+
+    def __init__(self, layers, hidden, heads, seq_len, vocab_size):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocab_size, hidden), nn.Embedding(seq_len, hidden)
+        self.blocks = nn.Sequential(*[_Block(hidden, heads) for _ in range(layers)])
+        self.ln_f = nn.LayerNorm(hidden)
+
+    def forward(self, tokens, targets):
+        x = self.ln_f(self.blocks(self.wte(tokens) + self.wpe.weight))
+        logits = F.linear(x, self.wte.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _on_gpu(store, function, *arguments):
+    """function(device, *arguments) in a new group of ranks with a GPU each."""
+    rank, world_size = collectives.rank_and_size()
+    dist.destroy_process_group()
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    ranks = {"rank": rank, "world_size": world_size, "device_id": device}
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.FileStore(store, world_size), **ranks)
+    return function(device, *arguments)
+
+
+def _time_gpt(device, rounds):
+    """Seconds of a step: hybrid's, and nanoGPT's recipe, as it is and compiled."""
+    flags = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in GPT_350M.items())
+    flags += f" --batch-size {SEQUENCES} --microbatches 1 --dtype bf16"
+    trainer = hybrid.Trainer(hybrid.parse_args(flags.split(), 1), hybrid.make_mesh(), device)
+    tokens = torch.randint(GPT_350M["vocab_size"], (SEQUENCES, GPT_350M["seq_len"] + 1))
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def nano(model, optimizer):
+        inputs, targets = (x.pin_memory().to(device, non_blocking=True) for x in batch)
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(inputs, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.item()
+
+    contenders = {"ours": lambda: trainer.step(*batch)}
+    for name, prepare in (("plain", lambda model: model), ("plain, compiled", torch.compile)):
+        model = _GPT(**GPT_350M).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        contenders[name] = partial(nano, prepare(model), optimizer)
+    return take_turns(contenders, rounds), sum(p.numel() for p in model.parameters())
+
+
+def _time_batches(device, count=500):
+    """Seconds of a batch, one small message each way: on the host, and until it is done."""
+    rank, world_size = collectives.rank_and_size()
+    x, y = torch.zeros(2, 64, device=device)
+    messages = [(x, (rank + 1) % world_size)], [(y, (rank - 1) % world_size)]
+    for _ in range(10):
+        collectives.exchange(*messages)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(count):
+        collectives.exchange(*messages)
+    launched = time.perf_counter()
+    torch.cuda.synchronize()
+    return (launched - began) / count, (time.perf_counter() - began) / count
+
+
+def _time_on_gpus(device, sizes, rounds, operations):
+    """Ours and the backend's own, as _measure(), on this GPU."""
+    times = {}
+    for operation in operations:
+        for size in sizes:
+            with torch.device(device):
+                contenders = _contenders(operation, size)
+            del contenders["link"]  # a lone receive before its send may hang on NCCL
+            timed = {n: partial(_call_and_wait, call) for n, call in contenders.items()}
+            times[operation, size] = take_turns(timed, rounds)
+    return times
+
+
+def _call_and_wait(call):
+    call()
+    torch.cuda.synchronize()
+
+
+def bench_gpu(arguments):
+    """A GPT of 350M in bf16: tokens/s, MFU. With several GPUs also microseconds of messages."""
+    if not torch.cuda.is_available():
+        sys.exit("bench.py gpu: there is no GPU on this machine")
+    gpus = torch.cuda.device_count()
+    with tempfile.TemporaryDirectory() as folder:
+        on = lambda n, name, *call: run(n, _on_gpu, f"{folder}/{name}", *call, timeout=3000)
+        times, parameters = on(1, "gpt", _time_gpt, arguments.rounds)[0]
+        sizes = [KB, 16 * KB, 256 * KB, MB, 4 * MB, 25 * MB]
+        if gpus > 1:
+            host, device = on(gpus, "batches", _time_batches)[0]
+            call = _time_on_gpus, sizes, arguments.rounds, arguments.operations
+            messages = on(gpus, "messages", *call)[0]
+    name = torch.cuda.get_device_name()
+    peak = next((flops for part, flops in PEAK.items() if part in name), math.nan)
+    L, D, T = (GPT_350M[size] for size in ("layers", "hidden", "seq_len"))
+    flops = 6 * (parameters - T * D) + 12 * L * D * T  # of a token; Chowdhery et al., "PaLM", 2022
+    print(f"{name}; {parameters / 1e6:.0f}M parameters, {SEQUENCES} x {T} tokens a step")
+    for contender, seconds in times.items():
+        rate = SEQUENCES * T / seconds
+        ratio = seconds / times["plain"]
+        print(f"{contender:16}{rate:9.0f} tokens/s  MFU {rate * flops / peak:4.0%}{ratio:6.2f}")
+    if gpus > 1:
+        print(f"a batch: {host * 1e6:.0f} us of the host, {device * 1e6:.0f} us in all")
+        for (operation, size), t in messages.items():
+            ours, theirs = t["ours"] * 1e6, t["theirs"] * 1e6
+            times = f"{ours:7.0f} /{theirs:7.0f} us ={ours / theirs:5.2f}"
+            print(f"{operation:15}{size // KB:6} KB {times}")
+
+
 BENCHMARKS = {
     "collectives": bench_collectives,
     "data_parallel": bench_data_parallel,
@@ -581,6 +708,7 @@ BENCHMARKS = {
     "context_parallel": bench_context_parallel,
     "expert_parallel": bench_expert_parallel,
     "overlap": bench_overlap,
+    "gpu": bench_gpu,
 }
 
 

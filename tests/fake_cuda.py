@@ -1,0 +1,395 @@
+"""hybrid on GPUs that are not there: one rank of any world runs, and what it launches is counted.
+
+    library = build(folder)                          the pretended device of fake_cuda.cpp, compiled
+    count(library, [(world_size, rank, flags), ...])   the Counts of a step each, in a new process
+
+The tensors are fake: they have shapes, and no memory. So a rank of a model of any size runs in any
+process, on a device with CUDA's branches, autograd's own thread for it, and a group called "nccl"
+whose messages go nowhere. Of what has no value here, numbers of rows are taken as if experts had
+even loads. The device has to be there before torch is imported: hence the process.
+
+    python tests/fake_cuda.py LIBRARY WORLD_SIZE RANK FLAGS...           to look at one, by line
+"""
+
+import ctypes
+import importlib.util
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest.mock import patch
+
+TESTS = Path(__file__).resolve().parent
+PROJECT = TESTS.parent
+TORCH = Path(importlib.util.find_spec("torch").origin).parent
+
+
+def load(library):
+    """Bring the device into this process: before Python's torch."""
+    for name in ("libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(TORCH / "lib" / name, mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+
+
+if __name__ == "__main__":
+    load(sys.argv[1])
+    sys.path.insert(0, str(PROJECT))
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import collectives
+import hybrid
+import pipeline
+from zero import ZeroRedundancyOptimizer
+
+# ---- outside -------------------------------------------------------------------------------------
+
+
+def compiler():
+    """The C++ compiler, or None."""
+    return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+
+
+def build(folder):
+    """Compile the device into `folder`: its library's path. RuntimeError with what is wrong."""
+    library = Path(folder) / "libfake_cuda.so"
+    command = [compiler(), "-shared", "-fPIC", "-std=c++20", f"-I{TORCH / 'include'}"]
+    command += [str(TESTS / "fake_cuda.cpp"), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return library
+
+
+@dataclass
+class Counts:
+    """What one rank did in one step, by place: "file.py function", the innermost of the project's.
+
+    refused: tensors in a batch that NCCL does not take. misaligned: those that do not begin on a
+    multiple of so many bytes of their storage, which itself begins on 512.
+    """
+
+    batches: Counter = field(default_factory=Counter)
+    messages: int = 0
+    nbytes: int = 0  # sent
+    kernels: Counter = field(default_factory=Counter)  # by operator
+    synchronisations: Counter = field(default_factory=Counter)  # the host waits
+    copies: Counter = field(default_factory=Counter)  # between host and device
+    refused: Counter = field(default_factory=Counter)
+    misaligned: dict = field(default_factory=lambda: {"16": Counter(), "128": Counter()})
+    error: str = ""  # what ended it
+
+
+def count(library, jobs, processes=2, timeout=600):
+    """The Counts of each (world_size, rank, flags of hybrid.py)."""
+    command = [sys.executable, str(TESTS / "fake_cuda.py"), str(library)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    options = {"capture_output": True, "text": True, "timeout": timeout, "env": environment}
+
+    def of(part):
+        done = subprocess.run(command, input=json.dumps(part), **options)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        return [_from_json(fields) for fields in json.loads(done.stdout)]
+
+    with ThreadPoolExecutor(processes) as pool:
+        found = list(pool.map(of, [jobs[i::processes] for i in range(processes)]))
+    return [found[i % processes][i // processes] for i in range(len(jobs))]
+
+
+def _from_json(fields):
+    counters = {name: Counter(value) for name, value in fields.items() if isinstance(value, dict)}
+    misaligned = {name: Counter(value) for name, value in fields["misaligned"].items()}
+    return Counts(**fields | counters | {"misaligned": misaligned})
+
+
+# ---- in the process with the device --------------------------------------------------------------
+
+
+def place():
+    """The innermost function of the project that is running, outside of collectives.py."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.parent == PROJECT and path.name != "collectives.py":
+            return f"{path.name} {frame.f_code.co_qualname.replace('<locals>.', '')}"
+        frame = frame.f_back
+    return "autograd"
+
+
+aten = torch.ops.aten
+NO_KERNEL = {
+    aten.detach.default,
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten._unsafe_view.default,
+    aten.set_.source_Storage,
+    aten.lift_fresh.default,
+    torch.ops.prim.device.default,
+}
+SIZED_BY_VALUES = {  # for which the host waits
+    aten.nonzero.default,
+    aten.bincount.default,
+    aten.masked_select.default,
+    aten.repeat_interleave.Tensor,
+    aten._unique2.default,
+    aten.equal.default,
+}
+
+
+class Watch(TorchDispatchMode):
+    """Counts what reaches the device, and makes up the values that are read of it."""
+
+    def __init__(self, args):
+        super().__init__()
+        self.args, self.counts = args, Counts()
+        # choices of experts that a rank has to do with in a microbatch, where loads are even
+        tokens = args.batch_size // args.dp // args.microbatches * args.seq_len // args.cp
+        self.rows = tokens // args.tp * args.top_k
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        options = options or {}
+        if function in NO_KERNEL or function.is_view:
+            return function(*arguments, **options)
+        given = list(_tensors(arguments))
+        device = any(map(_is_on_device, given))
+        if device:
+            self.watch_host(function, arguments, options)
+        if function is aten._local_scalar_dense.default:
+            dtype = given[0].dtype
+            return device if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
+        if function is aten._pin_memory.default:
+            return given[0]
+        if (result := self.made_up(function, arguments, options)) is not None:
+            return result
+        result = function(*arguments, **options)
+        if device or any(map(_is_on_device, _tensors([result]))):
+            self.counts.kernels[function.__name__] += 1
+        if function is aten.copy_.default:
+            self.note_copy(given[1], given[0], options)
+        elif function is aten._to_copy.default:
+            self.note_copy(given[0], result, options)
+        return result
+
+    def watch_host(self, function, arguments, options):
+        """Note an operator for which the host waits."""
+        waits = function is aten._local_scalar_dense.default
+        if function in SIZED_BY_VALUES:
+            waits = options.get("output_size") is None
+        if function in (aten.index.Tensor, aten.index_put_.default):
+            waits = any(i is not None and i.dtype == torch.bool for i in arguments[1])
+        if waits:
+            self.note_wait(function.__name__)
+
+    def note_wait(self, what):
+        self.counts.synchronisations[f"{what} {place()}"] += 1
+
+    def note_copy(self, source, target, options):
+        leaves, arrives = _is_on_device(source), _is_on_device(target)
+        if leaves != arrives:
+            self.counts.copies[f"{'from' if leaves else 'to'} device {place()}"] += 1
+            if leaves and not options.get("non_blocking"):
+                self.note_wait("copy")
+
+    def made_up(self, function, arguments, options):
+        """A result whose shape depends on values; None of any other."""
+        first = arguments[0] if arguments else None
+        if function is aten.bincount.default:
+            length = arguments[2] if len(arguments) > 2 else options.get("minlength", 0)
+            return first.new_empty(length, dtype=torch.int64)
+        if function is aten.nonzero.default:
+            return first.new_empty(1, first.ndim, dtype=torch.int64)
+        if function is aten.repeat_interleave.Tensor and options.get("output_size") is None:
+            return first.new_empty(self.rows)
+        return None
+
+    def tolist(self, tensor):
+        """In place of FakeTensor's: numbers of rows, each matrix of which adds up to all."""
+        if tensor.is_cuda and tensor.numel():
+            self.note_wait("tolist")
+        shape = tensor.shape
+        number = True if tensor.dtype == torch.bool else self.rows // max(1, math.prod(shape[-2:]))
+        number = 0.0 if tensor.dtype.is_floating_point else number
+        nest = lambda rest: [nest(rest[1:]) for _ in range(rest[0])] if rest else number
+        return nest(shape)
+
+    def post(self, operations):
+        """In place of batch_isend_irecv()."""
+        counts, where = self.counts, place()
+        counts.batches[where] += 1
+        counts.messages += len(operations)
+        for operation in operations:
+            tensor = operation.tensor
+            if operation.op is dist.isend:
+                counts.nbytes += tensor.nbytes
+            if not (tensor.is_cuda and tensor.is_contiguous() and tensor.numel()):
+                what = f"{tensor.device.type} {tuple(tensor.shape)}, strides {tensor.stride()}"
+                counts.refused[f"{where}: {what}"] += 1
+            begin = tensor.storage_offset() * tensor.element_size()
+            for multiple, places in counts.misaligned.items():
+                if begin % int(multiple):
+                    places[where] += 1
+        return [_Inline()]
+
+    def header(self, transfer, num_microbatches):
+        """Rows, dtype and shape of the activations that another stage is about to send."""
+        args = self.args
+        self.note_wait("tolist")
+        rows = args.batch_size // args.dp // num_microbatches
+        length = args.seq_len // args.cp // (args.tp if args.sp else 1)
+        dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+        return rows, dtype, torch.Size([length, rows, args.hidden])
+
+
+def _tensors(values):
+    """The tensors among an operator's arguments, or in lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _is_on_device(tensor):
+    """Without asking the tensor, which would dispatch."""
+    return (getattr(tensor, "fake_device", None) or tensor.device).type == "cuda"
+
+
+class _Inline:
+    """A stream, an event or messages: all has happened as soon as it is asked for."""
+
+    def __init__(self, *arguments, **options):
+        pass
+
+    wait = wait_stream = wait_event = record = lambda self, *arguments: None
+    record_event = lambda self, event=None: event or _Inline()
+    query = lambda self: True
+    elapsed_time = lambda self, other: 0.0
+
+
+def _address(tensor):
+    """Memory of its own for each storage."""
+    begin = tensor.storage_offset() * tensor.element_size()
+    return (tensor.untyped_storage()._cdata << 40) + begin
+
+
+def _apply(module, function, recurse=True):
+    """Module._apply(), which cannot swap a fake tensor's memory: new parameters come in."""
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            new = torch.nn.Parameter(function(parameter.detach()), parameter.requires_grad)
+            new.__dict__.update(parameter.__dict__ | new.__dict__)
+            module._parameters[name] = new
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else function(buffer)
+    return module
+
+
+def _patches(watch):
+    """What stands for CUDA and for the other ranks."""
+    cuda, ignore = torch.cuda, lambda *_, **__: None
+    wait = lambda *_: watch.note_wait("synchronize")
+    stream = type("Stream", (_Inline,), {"synchronize": wait})
+    yield patch.object(cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    yield patch.object(cuda, "is_bf16_supported", lambda *_, **__: True)
+    yield patch.object(cuda, "Stream", stream)
+    yield patch.object(cuda, "Event", stream)
+    yield patch.object(cuda, "stream", lambda stream: nullcontext())
+    yield patch.object(cuda, "current_stream", stream)
+    yield patch.object(cuda, "synchronize", wait)
+    for name in ("get_rng_state", "set_rng_state", "manual_seed", "max_memory_allocated"):
+        yield patch.object(cuda, name, ignore)
+    yield patch.object(torch.random, "fork_rng", lambda *_, **__: nullcontext())
+    yield patch.object(hybrid, "initialize", ignore)  # which draws real numbers
+    yield patch.object(torch.nn.Module, "_apply", _apply)
+    yield patch.object(FakeTensor, "tolist", lambda tensor: watch.tolist(tensor))
+    yield patch.object(FakeTensor, "data_ptr", _address)
+    yield patch.object(dist, "get_backend", lambda group=None: "nccl")
+    yield patch.object(dist, "get_backend_config", lambda group=None: "cuda:nccl")
+    yield patch.object(dist, "batch_isend_irecv", watch.post)
+    alike = lambda value, group=None: [value] * dist.get_world_size(group)
+    yield patch.object(collectives, "gather_objects", alike)
+    header = lambda self, transfer: watch.header(transfer, self.num_microbatches)
+    yield patch.object(pipeline.Pipeline, "_recv_meta", header)
+
+
+def _hybrid_step(args, device):
+    with patch.object(hybrid, "barrier"), unset_fake_temporarily():  # a group's is a real tensor
+        mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
+    trainer = hybrid.Trainer(args, mesh, device)
+    tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
+    return lambda: trainer.step(tokens, tokens)
+
+
+def _zero_step(stage, device, D=1024):
+    """A step of a stack of layers under ZeRO-1 or 2."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(D, D) for _ in range(4)]).to(device)
+    options = {"shard_gradients": stage == 2, "fused": True}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+    x = torch.zeros(8, D, device=device)
+
+    def step():
+        model(x).square().mean().backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def count_step(world_size, rank, what):
+    """The Counts of a second step: the first one also makes what later ones use.
+
+    what: flags of hybrid.py, or "zero 1" or "zero 2".
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    with ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        stage = int(what[5:]) if what.startswith("zero ") else None
+        args = hybrid.parse_args([] if stage else what.split(), world_size)
+        watch, device = Watch(args), torch.device("cuda", 0)
+        for patched in _patches(watch):
+            stack.enter_context(patched)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(watch)
+        step = _zero_step(stage, device) if stage else _hybrid_step(args, device)
+        step()
+        watch.counts = Counts()
+        step()
+    return watch.counts
+
+
+def _attempt(*job):
+    """Its Counts, or why there are none."""
+    try:
+        return vars(count_step(*job))
+    except Exception:
+        return vars(Counts(error=traceback.format_exc()))
+
+
+def main(job):
+    if job:
+        world_size, rank, *flags = job
+        print(json.dumps(vars(count_step(int(world_size), int(rank), " ".join(flags))), indent=1))
+    else:
+        print(json.dumps([_attempt(*job) for job in json.load(sys.stdin)]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[2:])

@@ -1,0 +1,636 @@
+"""Whether it all holds on this machine's GPUs, one or eight: pytest tests/test_gpu.py
+
+What needs a GPU, or several, is skipped without, and what can runs on the CPU, too.
+"""
+
+import hashlib
+import itertools
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from datetime import timedelta
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import collectives
+import expert_parallel
+import hybrid
+import sequence_parallel
+import tensor_parallel
+import test_hybrid
+from collectives import ReduceOp
+from ddp import DistributedDataParallel
+from ranks import PROJECT, run, spawn
+from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+one_gpu = pytest.mark.skipif(GPUS < 1, reason="there is no GPU")
+several_gpus = pytest.mark.skipif(GPUS < 2, reason=f"there are {GPUS} GPUs, not several")
+DEVICES = ["cpu", pytest.param("cuda", marks=one_gpu)]
+WAIT = 60  # seconds for a group's operations: several times what the slowest takes
+
+# ---- ranks on GPUs -------------------------------------------------------------------------------
+#
+# kind   device of a rank          backend
+# cpu    the CPU                   gloo
+# gloo   one GPU, all ranks on it  gloo, through the host's memory
+# nccl   a GPU of its own          NCCL
+
+
+def _on(kind, store, environment, function, *arguments):
+    """In a rank of a gloo group: function(device, *arguments) in a new group of this kind."""
+    rank, world_size = collectives.rank_and_size()
+    dist.destroy_process_group()
+    os.environ.update(environment)
+    device = torch.device("cpu")
+    if kind != "cpu":
+        device = torch.device("cuda", rank if kind == "nccl" else 0)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if kind == "nccl" else "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=WAIT),
+        device_id=device if kind == "nccl" else None,
+    )
+    dist.barrier()
+    return function(device, *arguments)
+
+
+@pytest.fixture
+def on(tmp_path):
+    """on(kind, world_size, function, *arguments): results of function(device, *arguments) by rank.
+
+    With `environment` in processes of their own, which have it before they know of a GPU.
+    """
+    numbers = itertools.count()
+
+    def call(kind, world_size, function, *arguments, environment=None, **options):
+        start = run if environment is None else spawn
+        call = kind, str(tmp_path / str(next(numbers))), environment or {}, function
+        options = {"timeout": 10 * WAIT, "group_timeout": WAIT} | options
+        return start(world_size, _on, *call, *arguments, **options)
+
+    return call
+
+
+def _kinds(*world_sizes):
+    """(kind, ranks): on the CPU, the fewest; sharing a GPU; with one each, if there are enough."""
+    enough = lambda n: pytest.mark.skipif(GPUS < n, reason=f"there are {GPUS} GPUs, not {n}")
+    rows = [pytest.param("cpu", world_sizes[0])]
+    rows += [pytest.param("gloo", n, marks=one_gpu) for n in world_sizes]
+    return rows + [pytest.param("nccl", n, marks=enough(n)) for n in world_sizes]
+
+
+# ---- one GPU: hybrid alone -----------------------------------------------------------------------
+
+
+def _make_trainer(device, flags, dtype=torch.float32):
+    torch.set_default_dtype(dtype)
+    args = hybrid.parse_args(f"{test_hybrid.FLAGS} {flags}".split(), dist.get_world_size())
+    mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
+    return hybrid.Trainer(args, mesh, device)
+
+
+def _watched_steps(device, flags):
+    """Losses of three steps, and how often the host waited for the device in each."""
+    trainer, losses, waits = _make_trainer(device, flags), [], []
+    for step in range(test_hybrid.RUN):
+        inputs, targets = (tensor[trainer.local_rows()] for tensor in test_hybrid.batch(step))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("warn")
+            losses.append(trainer.step(inputs, targets)["loss"])
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        waits.append(sum("synchronizing" in str(w.message) for w in caught))
+    return losses, waits
+
+
+ALONE = {  # flags -> how far losses may be from a plain GPT's in fp32; 2e-2: it is another model
+    "": 5e-5,
+    "--recompute selective": 5e-5,
+    "--recompute full --schedule zb-h1": 5e-5,
+    "--zero 1": 5e-5,
+    "--dtype bf16": 1e-2,
+    "--dtype bf16 --recompute full": 1e-2,
+    "--dtype bf16 --zero 1": 1e-2,
+    "--dtype bf16 --kv-heads 2": 2e-2,
+    "--dtype bf16 --dropout 0.1 --recompute full": 2e-2,
+    "--dtype bf16 --experts 4 --top-k 2": 2e-2,
+    "--experts 4 --top-k 2 --balance bias --zero 1": 2e-2,
+}
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("nccl", marks=one_gpu)])
+@pytest.mark.parametrize("flags", ALONE)
+def test_one_process_trains_and_waits_for_its_gpu_once_a_step(on, kind, flags):
+    ((losses, waits),) = on(kind, 1, _watched_steps, f"--microbatches 4 {flags}")
+    expected = [loss for loss, _, _ in test_hybrid.reference(torch.float32)[0]]
+    assert losses == pytest.approx(expected, rel=ALONE[flags])
+    layers = test_hybrid.LAYERS * ("--experts" in flags)  # hear of their rows each microbatch
+    assert waits[1:] == [0 if kind == "cpu" else 1 + 4 * layers] * (test_hybrid.RUN - 1)
+
+
+def _losses_of_40_steps(device, flags):
+    """A small GPT on a source of this project: the mean loss of the last five steps."""
+    torch.set_default_dtype(torch.float32)
+    args = hybrid.parse_args(flags.split(), dist.get_world_size())
+    mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
+    trainer, losses = hybrid.Trainer(args, mesh, device), []
+    data = hybrid.load_data(str(PROJECT / "collectives.py"), args.seq_len)
+    for step in range(40):
+        batch = data.batch(step, args.batch_size, args.seq_len, 0, trainer.local_rows())
+        losses.append(trainer.step(*batch)["loss"])
+    return statistics.mean(losses[-5:])
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("nccl", marks=one_gpu)])
+def test_40_steps_in_bf16_end_within_a_percent_of_fp32(on, kind):
+    sizes = "--layers 2 --hidden 32 --seq-len 32" if kind == "cpu" else "--layers 8 --hidden 512"
+    flags = f"{sizes} --heads 4 --batch-size 16 --warmup 5 --steps 40"
+    (fp32,), (bf16,) = (
+        on(kind, 1, _losses_of_40_steps, f"{flags} --dtype {dtype}") for dtype in ("fp32", "bf16")
+    )
+    assert fp32 < 5 and bf16 == pytest.approx(fp32, rel=0.01)
+
+
+# ---- one GPU: kernels ----------------------------------------------------------------------------
+
+
+def _relative(found, expected):
+    return ((found.double().cpu() - expected.cpu()).norm() / expected.norm().cpu()).item()
+
+
+def _plain_attention(q, k, v, causal):
+    """Output and log-sum-exp of attention, in its steps."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 2), (6, 1)])
+@pytest.mark.parametrize("queries, keys", [(64, 64), (33, 33), (48, 40), (40, 77), (1, 129)])
+@pytest.mark.parametrize("size", [64, 24])
+def test_attention_of_a_tile_and_its_gradients(
+    device, dtype, heads, kv_heads, queries, keys, size
+):
+    causal = queries == keys
+    torch.manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(2, h, t, size).to(dtype)
+        for h, t in [(heads, queries), (kv_heads, keys), (kv_heads, keys), (heads, queries)]
+    )
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    expected, expected_lse = _plain_attention(*exact, causal)
+    expected_grads = torch.autograd.grad(expected, exact, grad.double())
+    q, k, v, grad = (x.to(device) for x in (q, k, v, grad))
+    output, lse = sequence_parallel._tile_forward(q, k, v, causal)
+    grads = sequence_parallel._tile_backward(grad, q, k, v, output, lse, causal)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    assert lse.shape == (2, heads, queries) and _relative(lse, expected_lse) < 2e-4
+    for found, wanted in zip([output, *grads], [expected, *expected_grads]):
+        assert found.shape == wanted.shape and _relative(found, wanted) < tolerance
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads, kv_heads, length", [(8, 8, 128), (8, 2, 128), (4, 1, 33)])
+def test_attention_of_grouped_heads(device, dtype, heads, kv_heads, length):
+    q, k, v = (torch.randn(2, h, length, 64).to(dtype) for h in (heads, kv_heads, kv_heads))
+    expected, _ = _plain_attention(q.double(), k.double(), v.double(), True)
+    found = tensor_parallel.attention(q.to(device), k.to(device), v.to(device))
+    assert _relative(found, expected) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+@one_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_attention_on_a_gpu_makes_no_square_of_the_sequence(dtype, kv_heads):
+    T = 8192
+    q, k, v = (
+        torch.randn(1, h, T, 64, device="cuda", dtype=dtype, requires_grad=True)
+        for h in (8, kv_heads, kv_heads)
+    )
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    tensor_parallel.attention(q, k, v).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 8 * T * T * q.element_size() / 4
+
+
+def _poison(device):
+    """Leave NaN in freed memory, which the next tensors get."""
+    blocks = [torch.full((2**power,), torch.nan, device=device) for power in range(8, 24)]
+    blocks += [torch.full_like(block, torch.nan) for block in blocks]
+    del blocks
+
+
+def _experts(device, dtype, D, tokens, used):
+    """Errors of one_hop() with experts, some of which no token uses: output, gradients."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    E, k = 8, 2
+    experts = expert_parallel.Experts(E, D, 2 * D)
+    x, grad = (torch.randn(tokens, D).to(dtype) for _ in range(2))
+    chosen = torch.tensor(used)[torch.rand(tokens, len(used)).argsort(1)[:, :k]]
+    weights = torch.rand(tokens, k)
+    exact = [t.detach().to(dtype).double().requires_grad_() for t in (x, *experts.parameters())]
+    inputs, w_in, w_out = exact
+    up = nn.functional.gelu(torch.einsum("nd,efd->nef", inputs, w_in), approximate="tanh")
+    every = torch.einsum("nef,edf->ned", up, w_out)
+    picked = every.gather(1, chosen.unsqueeze(-1).expand(-1, -1, D))
+    expected = (picked * weights.to(dtype).double().unsqueeze(-1)).sum(1)
+    wanted = [expected, *torch.autograd.grad(expected, exact, grad.double())]
+
+    experts, x = experts.to(device), x.to(device).requires_grad_()
+    _poison(device)
+    y = expert_parallel.one_hop(x, chosen.to(device), weights.to(device), E, experts)
+    _poison(device)
+    y.backward(grad.to(device))
+    found = [y, x.grad, *(w.grad for w in experts.parameters())]
+    idle = [e for e in range(E) if e not in used]
+    assert all((w.grad[idle] == 0).all() for w in experts.parameters())
+    assert all(t.isfinite().all() for t in found)
+    return [_relative(*pair) for pair in zip(found, wanted)] if tokens else [0.0]
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("nccl", marks=one_gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("D", [64, 36])  # for PyTorch's grouped product, and not
+@pytest.mark.parametrize(
+    "tokens, used", [(333, [0, 3, 4, 7]), (50, [1, 2]), (3, [5, 6]), (0, [0, 1])]
+)
+def test_experts_some_of_them_idle_in_memory_full_of_nan(on, kind, dtype, D, tokens, used):
+    (errors,) = on(kind, 1, _experts, dtype, D, tokens, used)
+    assert max(errors) < (2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+# ---- one GPU: streams ----------------------------------------------------------------------------
+
+
+@one_gpu
+def test_work_of_a_stream_keeps_its_place_among_kernels_and_holds_up_no_host():
+    cycles = 2 * 10**8  # about 0.1 s
+    stream, x = torch.cuda.Stream(), torch.zeros(1000, device="cuda")
+    (x.fill_(0).mul_(2) + 1).tolist()  # the first use of a kernel waits until it is loaded
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    torch.cuda._sleep(cycles)
+    x.fill_(3)  # before the work
+
+    def double_late(link):
+        torch.cuda._sleep(cycles)
+        x.mul_(2)
+
+    work = collectives.StreamWork(double_late, None, [x], stream)
+    assert not work.is_completed()
+    work.wait()
+    y = x + 1  # after it
+    launched = time.perf_counter() - began
+    assert y.tolist() == [7] * 1000 and work.is_completed()
+    assert launched < (time.perf_counter() - began) / 4
+
+
+# ---- ranks that share a GPU, or have one each: collectives ---------------------------------------
+
+
+def _own(x):
+    rank, world_size = collectives.rank_and_size()
+    return x.chunk(world_size)[rank]
+
+
+def _of_root(x):
+    return list(x.chunk(dist.get_world_size())) if dist.get_rank() == 0 else None
+
+
+LAST = lambda: dist.get_world_size() - 1
+OPERATIONS = {  # on x of P like chunks, where the result is left, by ours and by torch.distributed
+    "all_reduce": lambda lib, x: lib.all_reduce(x),
+    "all_reduce MAX": lambda lib, x: lib.all_reduce(x, ReduceOp.MAX),
+    "reduce": lambda lib, x: lib.reduce(x, LAST()),
+    "broadcast": lambda lib, x: lib.broadcast(x, LAST()),
+    "reduce_scatter_single": lambda lib, x: lib.reduce_scatter_single(_own(x), x.clone()),
+    "all_gather_single": lambda lib, x: lib.all_gather_single(x, _own(x).clone()),
+    "all_gather": lambda lib, x: lib.all_gather(
+        list(x.chunk(dist.get_world_size())), _own(x).clone()
+    ),
+    "scatter": lambda lib, x: lib.scatter(_own(x).clone(), _of_root(x), 0),
+    "gather": lambda lib, x: lib.gather(_own(x).clone(), _of_root(x), 0),
+    "all_to_all_single": lambda lib, x: lib.all_to_all_single(x, x.clone()),
+}
+ALGORITHMS = ("naive", "direct", "ring", "recursive_doubling", "halving_doubling")
+OURS = {name: partial(call, collectives) for name, call in OPERATIONS.items()}
+for name in ALGORITHMS:
+    OURS[f"all_reduce by {name}"] = partial(collectives.all_reduce, algorithm=name)
+for name in ("tree", "scatter_all_gather"):
+    OURS[f"broadcast by {name}"] = lambda x, name=name: collectives.broadcast(
+        x, LAST(), algorithm=name
+    )
+ALIKE = ("all_reduce", "all_gather", "broadcast")  # what begins so leaves the same on all ranks
+
+
+def _compare_collectives(device, nbytes, dtype, oracle_device):
+    """{operation: (error beside the backend's own, digest of this rank's result)}."""
+    rank, P = collectives.rank_and_size()
+    n = max(1, nbytes // dtype.itemsize // P) * P
+    generator, found = torch.Generator().manual_seed(rank), {}
+    values = torch.randn(n, generator=generator) * 8
+    for name, ours in OURS.items():
+        x = values.to(dtype).to(device)
+        theirs = x.to(oracle_device, copy=True)
+        ours(x)
+        OPERATIONS[name.split(" by ")[0]](dist, theirs)
+        x, theirs = x.cpu(), theirs.cpu()
+        if name == "reduce" and rank != P - 1:
+            x = theirs  # nobody says what is left there
+        error = (x.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1)
+        bits = hashlib.sha256(x.view(torch.uint8).numpy().tobytes()).hexdigest()
+        found[name] = error.item(), bits
+    return found
+
+
+@pytest.mark.parametrize("kind, world_size", _kinds(3, 2, 4, 8))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("nbytes", [1 << 10, 1 << 16, 1 << 20, 25 << 20])
+def test_every_collective_beside_the_backends_own(on, kind, world_size, dtype, nbytes):
+    if kind == "cpu" and nbytes > 1 << 16:
+        pytest.skip("test_collectives.py has large ones on the CPU")
+    oracle_device = "cuda" if kind == "nccl" else "cpu"
+    ranks = on(kind, world_size, _compare_collectives, nbytes, dtype, oracle_device)
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.int64: 0}[dtype]
+    for name in OURS:
+        errors, bits = zip(*[found[name] for found in ranks])
+        assert max(errors) <= tolerance, name
+        if name.startswith(ALIKE):
+            assert len(set(bits)) == 1, name
+
+
+def _pending_collectives(device):
+    """Sums of what is made while earlier operations of this and of another group are pending."""
+    rank, P = collectives.rank_and_size()
+    other = dist.new_group()
+    collectives.barrier(other)
+    works, results = [], []
+    for i in range(8):
+        x = torch.full((1 << 20,), float(rank + i), device=device)
+        works.append(collectives.all_reduce(x, group=other if i % 2 else None, async_op=True))
+        busy = torch.randn(256, 256, device=device)
+        busy = busy @ busy  # computes meanwhile
+        results.append(x)
+        if i % 3 == 0:  # a synchronous one comes after those pending
+            collectives.all_reduce(x, group=other if i % 2 else None)
+    for work in reversed(works):
+        work.wait()
+    return [x.unique().tolist() for x in results]
+
+
+@pytest.mark.parametrize("kind, world_size", _kinds(2, 4, 8))
+def test_operations_of_a_group_run_in_order_beside_computation(on, kind, world_size):
+    once = [sum(rank + i for rank in range(world_size)) for i in range(8)]
+    expected = [[float(s * world_size if i % 3 == 0 else s)] for i, s in enumerate(once)]
+    assert on(kind, world_size, _pending_collectives) == [expected] * world_size
+
+
+# ---- ranks that share a GPU, or have one each: training ------------------------------------------
+
+
+def _train(device, flags, dtype):
+    """A run of test_hybrid's on this device; what it returns, on the host."""
+    with patch.object(test_hybrid, "make_trainer", partial(_make_trainer, device)):
+        results, gradients, state = test_hybrid._train(flags, dtype)
+    on_host = lambda named: named and {name: tensor.cpu() for name, tensor in named.items()}
+    return results, list(map(on_host, gradients)), on_host(state)
+
+
+def _train_all(device, layouts, dtype):
+    return [_train(device, flags, dtype) for flags in layouts]
+
+
+@pytest.fixture
+def assert_trains(on, monkeypatch):
+    """assert_trains(kind, world_size, flags, mixture): as one plain process does.
+
+    In fp64 where kernels have it: attention in parts does not, on a GPU.
+    """
+
+    def check(kind, world_size, flags, mixture=None, **options):
+        call = lambda n, function, *args: on(kind, n, _train, *args, **options)
+        monkeypatch.setattr(test_hybrid, "run", call)
+        if mixture:
+            return test_hybrid._assert_trains_as_a_loop_does(world_size, flags, mixture)
+        exact = torch.float64, 1e-11, 1e-9, 1e-9
+        if "--cp " in flags and kind != "cpu":
+            test_hybrid._assert_trains(world_size, flags, torch.float32, 5e-5, 3e-4, 3e-3, steps=1)
+        else:
+            test_hybrid._assert_trains(world_size, flags, *exact)
+
+    return check
+
+
+SHARING = [row for row in test_hybrid.EVERY_LAYOUT if row[0] in (2, 4)]
+EACH = [row for row in test_hybrid.EVERY_LAYOUT if 1 < row[0] <= max(GPUS, 2)]
+MIXTURES = [
+    (*layout, mixture)
+    for layout in test_hybrid.MOE_LAYOUTS
+    if "--cp " not in layout[1]
+    for mixture in test_hybrid.MOE
+]
+
+
+@pytest.mark.parametrize("flags", ["--tp 2 --microbatches 2", "--cp 2 --zero 1 --microbatches 2"])
+def test_layouts_on_the_cpu_too(assert_trains, flags):
+    assert_trains("cpu", 2, flags)
+
+
+@one_gpu
+@pytest.mark.parametrize("world_size, flags", SHARING)
+def test_every_layout_of_ranks_that_share_a_gpu(assert_trains, world_size, flags):
+    assert_trains("gloo", world_size, flags)
+
+
+@several_gpus
+@pytest.mark.parametrize("world_size, flags", EACH)
+def test_every_layout_of_ranks_with_a_gpu_each(assert_trains, world_size, flags):
+    assert_trains("nccl", world_size, flags)
+
+
+@several_gpus
+@pytest.mark.parametrize("world_size, flags", EACH)
+def test_every_layout_where_a_gpu_has_one_hardware_queue(assert_trains, world_size, flags):
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert_trains("nccl", world_size, flags, environment=environment)
+
+
+@one_gpu
+@pytest.mark.parametrize(
+    "world_size, flags, mixture", [row for row in MIXTURES if row[0] in (2, 4)]
+)
+def test_experts_of_ranks_that_share_a_gpu(assert_trains, world_size, flags, mixture):
+    assert_trains("gloo", world_size, f"{flags} --microbatches 1", mixture)
+
+
+@several_gpus
+@pytest.mark.parametrize(
+    "world_size, flags, mixture", [row for row in MIXTURES if 1 < row[0] <= max(GPUS, 2)]
+)
+def test_experts_of_ranks_with_a_gpu_each(assert_trains, world_size, flags, mixture):
+    assert_trains("nccl", world_size, f"{flags} --microbatches 1", mixture)
+
+
+IN_BF16 = [
+    "--dp 2 --zero 0",
+    "--dp 2 --zero 1",
+    "--tp 2 --sp",
+    "--pp 2 --schedule zb-h1",
+    "--cp 2 --cp-method ring --hidden 64",
+    "--cp 2 --cp-method allgather --hidden 64",
+    "--cp 2 --cp-method ulysses --hidden 64",
+    "--dp 2 --ep 2 --experts 8",
+]
+
+
+def _bf16_losses(device, flags):
+    trainer = _make_trainer(device, flags)
+    batches = (test_hybrid.batch(step) for step in range(test_hybrid.RUN))
+    rows = trainer.local_rows()
+    return [trainer.step(*(t[rows] for t in batch))["loss"] for batch in batches]
+
+
+@pytest.mark.parametrize("kind, world_size", _kinds(2))
+@pytest.mark.parametrize("layout", IN_BF16)
+def test_layouts_in_bf16_are_near_one_process_in_fp32(on, kind, world_size, layout):
+    if kind == "cpu" and "--cp" in layout:
+        pytest.skip("test_context_parallel.py has these on the CPU")
+    sizes = [size for size in ("--hidden 64", "--experts 8") if size in layout]
+    ((*expected,),) = on("cpu", 1, _bf16_losses, " ".join(["--microbatches 1", *sizes]))
+    microbatches = 4 if "--pp" in layout else 1
+    flags = f"{layout} --dtype bf16 --microbatches {microbatches}"
+    for losses in on(kind, world_size, _bf16_losses, flags):
+        assert losses == pytest.approx(expected, rel=0.01)
+
+
+# ---- several GPUs: overlap, and failure ----------------------------------------------------------
+
+
+def _seconds(step, device, rounds=7):
+    """Median seconds of step(), on a device that is idle before."""
+    times = []
+    for _ in range(rounds + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[2:])
+
+
+def _overlap(device, how, D, layers, rows):
+    """Seconds of forward and backward alone, of the messages alone, and of both."""
+    P, x = dist.get_world_size(), torch.randn(rows, D, device=device)
+    make = lambda: nn.Sequential(*[nn.Linear(D, D, bias=False) for _ in range(layers)]).to(device)
+    model, gradients = make(), torch.zeros(layers * D * D // P * P, device=device)
+    shard = gradients.chunk(P)[0].clone()
+
+    def backward(model):
+        model(x).square().mean().backward()
+
+    def messages():
+        if how == "ddp":
+            return collectives.all_reduce(gradients)
+        if how == "fsdp":
+            collectives.all_gather_single(gradients, shard)
+            collectives.all_gather_single(gradients, shard)
+        collectives.reduce_scatter_single(shard, gradients)
+
+    alone = _seconds(partial(backward, model), device)
+    optimizer = None
+    if how == "ddp":
+        both = DistributedDataParallel(make())
+    elif how == "fsdp":
+        plain = make()
+        both = FullyShardedDataParallel(plain, units=list(plain))
+    else:
+        both = make()
+        options = {"shard_gradients": True, "lr": 0.0}
+        optimizer = ZeroRedundancyOptimizer(both.parameters(), torch.optim.SGD, **options)
+
+    def step():
+        backward(both)
+        if optimizer:
+            optimizer.clip_grad_norm_(1.0)  # which waits for the reductions
+            optimizer.zero_grad()
+
+    return alone, _seconds(messages, device), _seconds(step, device)
+
+
+@pytest.mark.parametrize("how", ["ddp", "zero 2", "fsdp"])
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("nccl", marks=several_gpus)])
+def test_messages_travel_behind_backward(on, kind, how):
+    if kind == "cpu":  # where ranks share cores nothing is hidden
+        assert len(on(kind, 2, _overlap, how, 32, 2, 8)) == 2
+        return
+    for alone, messages, both in on(kind, GPUS, _overlap, how, 4096, 12, 1024):
+        assert both - alone < 0.7 * messages, (alone, messages, both)
+
+
+def _die(device):
+    rank, x = dist.get_rank(), torch.ones(1000, device=device)
+    collectives.all_reduce(x)
+    x.tolist()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(3):
+        collectives.all_reduce(x)
+        x.tolist()
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("nccl", marks=several_gpus)])
+def test_who_waits_for_a_killed_rank_names_it(on, kind):
+    environment = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+    survivor, dead = on(kind, 2, _die, environment=environment, check=False)
+    assert dead.exitcode == -signal.SIGKILL
+    assert survivor.exitcode == 1 and "all_reduce" in survivor.error_text
+    assert "rank 0 lost rank 1" in survivor.error_text
+
+
+DIE = """
+import os, signal, sys
+sys.path.insert(0, {project!r})
+import hybrid
+step = hybrid.Trainer.step
+def die(trainer, *batch):
+    if trainer.steps_done == 3 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(trainer, *batch)
+hybrid.Trainer.step = die
+sys.exit(hybrid.main())
+"""
+
+
+@several_gpus
+def test_torchrun_ends_and_names_a_killed_rank(tmp_path):
+    script = tmp_path / "die.py"
+    script.write_text(DIE.format(project=str(PROJECT)))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", "2", str(script), "--timeout", "30", "--tp", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * WAIT)
+    assert done.returncode != 0
+    assert "Signal 9 (SIGKILL)" in done.stderr and "local_rank: 1" in done.stderr

@@ -1,0 +1,156 @@
+"""What a step asks of a GPU and of NCCL, counted on fake tensors: see fake_cuda.py.
+
+A batch of messages costs the host about 60 us, whatever it carries; an NCCL that gets pointers off
+16 bytes copies by single ones; and a host that waits for the device launches nothing meanwhile.
+"""
+
+import pytest
+
+import fake_cuda
+
+SMALL = "--hidden 1024 --heads 8 --seq-len 1024 --batch-size 8"
+XL = "--hidden 2048 --heads 16 --seq-len 1024 --batch-size 8"
+LONG = "--hidden 2048 --heads 16 --seq-len 16384 --batch-size 1"
+SEVEN = "--hidden 4096 --heads 32 --seq-len 4096 --batch-size 1"
+COMMON = "--dtype bf16 --vocab-size 50304"
+
+MOST_BATCHES = [  # ranks, layers, layout; batches of a step on one rank, at most
+    (8, 4, f"{SMALL} --tp 8 --sp", 120),
+    (8, 4, f"{SMALL} --dp 8 --zero 0", 120),
+    (8, 4, f"{SMALL} --dp 8 --zero 1", 160),
+    (8, 4, f"{SMALL} --cp 8 --cp-method allgather --zero 0", 120),
+    (8, 32, f"{SEVEN} --tp 8 --sp", 400),
+    (8, 32, f"{SEVEN} --tp 8", 400),
+    (8, 24, f"{XL} --dp 8 --zero 0", 500),
+    (8, 24, f"{XL} --dp 8 --zero 1", 550),
+    (2, 24, f"{XL} --dp 2 --zero 0", 500),
+    (8, 24, f"{LONG} --cp 8 --cp-method allgather --zero 0", 600),
+    (8, 24, f"{LONG} --cp 8 --cp-method ring --zero 0", 1100),
+]
+EXPERTS = f"{SMALL} --experts 8 --top-k 2"
+OTHERS = [  # ranks, layers, layout, microbatches: of every kind one
+    (1, 2, f"{SMALL} --dp 1", 1),
+    (1, 2, f"{SMALL} --dp 1 --recompute full --dropout 0.1", 1),
+    (1, 2, f"{EXPERTS} --dp 1", 1),
+    (8, 2, f"{SMALL} --dp 2 --tp 2 --pp 2 --schedule 1f1b --zero 0", 4),
+    (8, 2, f"{SMALL} --dp 2 --tp 2 --sp --pp 2 --schedule zb-h1 --zero 1", 4),
+    (2, 4, f"{SMALL} --pp 2 --schedule interleaved --recompute selective", 4),
+    (2, 2, f"{SMALL} --pp 2 --schedule dualpipe", 4),
+    (8, 2, f"{SMALL} --cp 2 --cp-method ulysses --tp 2 --dp 2 --zero 1", 1),
+    (8, 2, f"{SMALL} --cp 4 --tp 2 --sp --kv-heads 2 --recompute full", 2),
+    (4, 2, f"{SMALL} --cp 4 --kv-heads 2 --recompute selective --dtype fp32", 1),
+    (2, 2, f"{EXPERTS} --dp 2 --ep 2 --dtype fp32", 1),
+    (8, 2, f"{EXPERTS} --dp 8 --ep 8 --zero 1", 1),
+    (8, 2, f"{EXPERTS} --dp 4 --tp 2 --ep 4 --zero 0", 2),
+    (8, 2, f"{EXPERTS} --dp 4 --tp 2 --sp --ep 4 --balance bias --recompute full", 1),
+    (8, 2, f"{EXPERTS} --dp 4 --pp 2 --ep 2 --capacity-factor 1.0", 2),
+]
+DEEP = [(world_size, 4, layout, 1) for world_size, _, layout, _ in MOST_BATCHES]
+ROWS = [(n, 2 if layers > 4 else 4, layout, 1) for n, layers, layout, _ in MOST_BATCHES] + OTHERS
+
+ZERO = [(8, 3, f"zero {stage}") for stage in (1, 2)]
+
+
+def _job(world_size, layers, layout, microbatches=1):
+    """The last rank's: of a pipeline the one that has the loss."""
+    flags = f"{COMMON} --layers {layers} {layout} --microbatches {microbatches}"
+    return world_size, world_size - 1, flags
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    """The pretended device. Where a compiler is, nothing in this file is skipped."""
+    if fake_cuda.compiler() is None:
+        pytest.skip("there is no C++ compiler: c++, g++ or clang++")
+    return fake_cuda.build(tmp_path_factory.mktemp("fake_cuda"))
+
+
+@pytest.fixture(scope="session")
+def counts(library):
+    """counts(*row): what a step counts; those of all rows are counted together."""
+    jobs = [_job(*row) for row in dict.fromkeys(DEEP + ROWS)] + ZERO
+    found = dict(zip(jobs, fake_cuda.count(library, jobs)))
+
+    def of(*row):
+        counted = found[row if row in ZERO else _job(*row)]
+        assert not counted.error, counted.error
+        return counted
+
+    return of
+
+
+def test_the_pretended_device_builds_wherever_there_is_a_compiler(tmp_path):
+    if fake_cuda.compiler() is None:
+        pytest.skip("there is no C++ compiler: c++, g++ or clang++")
+    assert fake_cuda.build(tmp_path).is_file()
+
+
+def _batches(counts, world_size, layers, layout):
+    """As layers are alike: from what the third and the fourth add."""
+    four = counts(world_size, 4, layout, 1).batches.total()
+    if layers == 4:
+        return four
+    return four + (layers - 4) * (four - counts(world_size, 2, layout, 1).batches.total()) / 2
+
+
+@pytest.mark.parametrize("world_size, layers, layout, most", MOST_BATCHES)
+def test_a_step_launches_few_batches(counts, world_size, layers, layout, most):
+    assert _batches(counts, world_size, layers, layout) <= most
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "world_size, layers, layout, most", [row for row in MOST_BATCHES if row[1] > 4]
+)
+def test_so_does_one_of_all_layers(library, counts, world_size, layers, layout, most):
+    (found,) = fake_cuda.count(library, [_job(world_size, layers, layout)])
+    assert not found.error, found.error
+    batches = found.batches.total()
+    assert batches <= most
+    assert batches == pytest.approx(_batches(counts, world_size, layers, layout), rel=0.05)
+
+
+@pytest.mark.parametrize("world_size, layers, layout, microbatches", ROWS)
+def test_the_host_waits_once_a_step_and_once_where_experts_hear_of_their_rows(
+    counts, world_size, layers, layout, microbatches
+):
+    found = counts(world_size, layers, layout, microbatches).synchronisations
+    of_experts = {place: n for place, n in found.items() if "expert_parallel.py" in place}
+    runs = 2 if "--recompute full" in layout else 1
+    hops = layers // (2 if "--pp 2" in layout else 1) * runs * microbatches
+    assert sum(of_experts.values()) == hops * ("--experts" in layout), found
+    elsewhere = {place: n for place, n in found.items() if place not in of_experts}
+    assert list(elsewhere.values()) == [1] and "hybrid.py" in min(elsewhere), found
+
+
+@pytest.mark.parametrize("world_size, layers, layout, microbatches", ROWS)
+def test_nothing_but_tokens_goes_to_the_device(counts, world_size, layers, layout, microbatches):
+    found = counts(world_size, layers, layout, microbatches).copies
+    arriving = {place: n for place, n in found.items() if place.startswith("to device")}
+    assert sum(arriving.values()) <= 2 and all("hybrid.py" in place for place in arriving), found
+
+
+@pytest.mark.parametrize("world_size, layers, layout, microbatches", ROWS)
+def test_what_is_sent_is_on_the_device_and_begins_on_16_bytes(
+    counts, world_size, layers, layout, microbatches
+):
+    found = counts(world_size, layers, layout, microbatches)
+    assert bool(found.batches) == (world_size > 1)  # a group of one rank launches nothing
+    assert not found.refused
+    assert not found.misaligned["16"]
+
+
+@pytest.mark.parametrize("world_size, layers, layout, microbatches", ROWS)
+def test_what_buckets_and_shards_send_begins_on_128_bytes(
+    counts, world_size, layers, layout, microbatches
+):
+    found = counts(world_size, layers, layout, microbatches).misaligned["128"]
+    assert not {place: n for place, n in found.items() if place.startswith(("ddp.py", "zero.py"))}
+
+
+@pytest.mark.parametrize("row", ZERO)
+def test_zero_launches_a_few_aligned_batches_and_lets_no_host_wait(counts, row):
+    found = counts(*row)
+    assert 0 < found.batches.total() <= 20  # there and back for each of 4 layers, and the norm
+    assert not found.synchronisations and not found.copies and not found.refused
+    assert not found.misaligned["128"]

@@ -1,0 +1,136 @@
+"""Every layout through the code that NCCL runs, over gloo, with real numbers: as one process does.
+
+Messages go as NCCL takes them: batches of the calling thread, which block where they are posted
+until both ends have posted them, as if everything shared one hardware queue; tags tell nothing
+apart. What overlaps on a GPU happens here where it is launched, so that an order of launches that
+could hang there hangs here.
+"""
+
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import collectives
+import test_hybrid
+from collectives import all_gather_single, all_reduce, exchange, reduce_scatter_single
+from ranks import RanksFailed, run, spawn
+from test_hybrid import EVERY_LAYOUT, MOE, MOE_LAYOUTS
+
+
+class _Stream:
+    """A stream where everything has happened as soon as it is launched. Its own event, too."""
+
+    def __init__(self, *arguments, **options):
+        pass
+
+    wait_stream = wait_event = record = lambda self, *arguments: None
+    synchronize = lambda self: None
+    record_event = lambda self: self
+    query = lambda self: True
+
+
+@contextmanager
+def nccl_over_gloo():
+    """NCCL's branches, for CPU tensors: a list of the sizes of the batches that they post."""
+    sizes = []
+
+    def post_and_block(sends, receives, group):
+        messages = [*sends, *receives]
+        assert all(tensor.is_contiguous() and tensor.numel() for tensor, _ in messages)
+        assert len(messages) <= 256  # beyond that NCCL may hang
+        works = [group.recv([tensor], peer, 0) for tensor, peer in receives]
+        works += [group.send([tensor], peer, 0) for tensor, peer in sends]
+        for work in works:
+            work.wait()
+        sizes.append(len(messages))
+        return []
+
+    with (
+        patch.object(collectives, "_on_stream", lambda tensor, group: True),
+        patch.object(collectives, "_batch", post_and_block),
+        patch.object(torch.cuda, "Stream", _Stream),
+        patch.object(torch.cuda, "Event", _Stream),
+        patch.object(torch.cuda, "stream", lambda stream: nullcontext()),
+        patch.object(torch.cuda, "current_stream", lambda device=None: _Stream()),
+    ):
+        yield sizes
+
+
+def _as_on_nccl(function, *arguments):
+    with nccl_over_gloo() as sizes:
+        result = function(*arguments)
+    assert sum(sizes) or dist.get_world_size() == 1
+    return result
+
+
+@pytest.fixture
+def on_nccl(monkeypatch):
+    """test_hybrid runs its ranks through NCCL's branches."""
+    call = lambda world_size, function, *args: run(world_size, _as_on_nccl, function, *args)
+    monkeypatch.setattr(test_hybrid, "run", call)
+
+
+def _several(rows, quick=lambda world_size, *_: world_size <= 4):
+    """Rows (world_size, ...) of several ranks; a soak, but for those that are quick."""
+    marks = lambda row: [] if quick(*row) else [pytest.mark.soak]
+    return [pytest.param(*row, marks=marks(row)) for row in rows if row[0] > 1]
+
+
+@pytest.mark.parametrize("world_size, flags", _several(EVERY_LAYOUT))
+def test_every_layout_trains_as_one_process_does(on_nccl, world_size, flags):
+    test_hybrid._assert_trains(world_size, flags, torch.float64, 1e-11, 1e-9, 1e-9)
+
+
+AUX, *_ = MOE
+MIXTURES = [(*layout, mixture) for layout in MOE_LAYOUTS for mixture in MOE]
+
+
+QUICK = lambda world_size, _, mixture: world_size <= 4 and mixture == AUX
+
+
+@pytest.mark.parametrize("world_size, flags, mixture", _several(MIXTURES, QUICK))
+def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(on_nccl, world_size, flags, mixture):
+    flags = f"{flags} --microbatches 1"
+    test_hybrid._assert_trains_as_a_loop_does(world_size, flags, mixture)
+
+
+# ---- the emulation itself ------------------------------------------------------------------------
+
+
+def _send_before_receiving():
+    rank, buffer = dist.get_rank(), torch.zeros(1)
+    with nccl_over_gloo():
+        exchange([(torch.ones(1), 1 - rank)], [])  # neither rank ever gets to its receive
+        exchange([], [(buffer, 1 - rank)])
+
+
+def test_an_order_that_hangs_on_nccl_hangs_here():
+    with pytest.raises(RanksFailed, match="Timed out|did not answer"):
+        spawn(2, _send_before_receiving, group_timeout=1, timeout=20)
+
+
+def _launch_while_pending():
+    """Works of two groups, waited for in the reverse order, and synchronous calls behind them."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    other = dist.new_group()
+    with nccl_over_gloo() as sizes:
+        tensors = [torch.full((1000,), float(rank + i), dtype=torch.float64) for i in range(4)]
+        works = [all_reduce(t, group=g, async_op=True) for t in tensors for g in (None, other)]
+        row, own = torch.zeros(world_size), torch.full((1,), float(rank))
+        all_gather_single(row, own)
+        reduce_scatter_single(own, row)
+        assert all(work.is_completed() for work in works)
+        for work in reversed(works):
+            work.wait()
+    assert isinstance(works[0], collectives.StreamWork) and sizes
+    return [t[0].item() for t in tensors], row.tolist(), own.item()
+
+
+def test_streams_of_two_groups_and_calls_behind_pending_ones():
+    ranks = run(3, _launch_while_pending)
+    for rank, (sums, row, own) in enumerate(ranks):
+        assert sums == [3.0 * (0 + 1 + 2) + 9.0 * i for i in range(4)]
+        assert row == [0.0, 1.0, 2.0] and own == 3.0 * rank
