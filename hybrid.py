@@ -389,7 +389,8 @@ class GPT(nn.Module):
 
     def _embed(self, tokens):
         """(T, B) -> (T, B, D), or this rank's part of the sequence."""
-        x = self.transformer["wte"](tokens) + self.transformer["wpe"](self.positions).unsqueeze(1)
+        x = self.transformer["wte"](tokens)
+        x = x + self.transformer["wpe"](self.positions[: len(x)]).unsqueeze(1)
         return _residual_dropout(self, x)
 
     def token_losses(self, logits, targets):

@@ -593,9 +593,9 @@ def _losses(flags, steps=40):
     [
         (1, "", ""),
         (2, "--zero 1", ""),
-        (2, "--tp 2 --sp", ""),
-        (2, "--pp 2 --schedule zb-h1", ""),
-        (2, "--ep 2", "--experts 4"),
+        pytest.param(2, "--tp 2 --sp", "", marks=pytest.mark.soak),
+        pytest.param(2, "--pp 2 --schedule zb-h1", "", marks=pytest.mark.soak),
+        pytest.param(2, "--ep 2", "--experts 4", marks=pytest.mark.soak),
     ],
 )
 def test_40_steps_in_bf16_have_losses_within_1_percent_of_fp32s(world_size, flags, model):

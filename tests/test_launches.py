@@ -14,18 +14,18 @@ LONG = "--hidden 2048 --heads 16 --seq-len 16384 --batch-size 1"
 SEVEN = "--hidden 4096 --heads 32 --seq-len 4096 --batch-size 1"
 COMMON = "--dtype bf16 --vocab-size 50304"
 
-MOST_BATCHES = [  # ranks, layers, layout; batches of a step on one rank, at most
-    (8, 4, f"{SMALL} --tp 8 --sp", 120),
-    (8, 4, f"{SMALL} --dp 8 --zero 0", 120),
-    (8, 4, f"{SMALL} --dp 8 --zero 1", 160),
-    (8, 4, f"{SMALL} --cp 8 --cp-method allgather --zero 0", 120),
-    (8, 32, f"{SEVEN} --tp 8 --sp", 400),
-    (8, 32, f"{SEVEN} --tp 8", 400),
-    (8, 24, f"{XL} --dp 8 --zero 0", 500),
-    (8, 24, f"{XL} --dp 8 --zero 1", 550),
-    (2, 24, f"{XL} --dp 2 --zero 0", 500),
-    (8, 24, f"{LONG} --cp 8 --cp-method allgather --zero 0", 600),
-    (8, 24, f"{LONG} --cp 8 --cp-method ring --zero 0", 1100),
+BATCHES = [  # ranks, layers, layout; batches of a step on one rank
+    (8, 4, f"{SMALL} --tp 8 --sp", 53),
+    (8, 4, f"{SMALL} --dp 8 --zero 0", 36),
+    (8, 4, f"{SMALL} --dp 8 --zero 1", 38),
+    (8, 4, f"{SMALL} --cp 8 --cp-method allgather --zero 0", 44),
+    (8, 32, f"{SEVEN} --tp 8 --sp", 335),
+    (8, 32, f"{SEVEN} --tp 8", 266),
+    (8, 24, f"{XL} --dp 8 --zero 0", 308),
+    (8, 24, f"{XL} --dp 8 --zero 1", 213),
+    (2, 24, f"{XL} --dp 2 --zero 0", 308),
+    (8, 24, f"{LONG} --cp 8 --cp-method allgather --zero 0", 456),
+    (8, 24, f"{LONG} --cp 8 --cp-method ring --zero 0", 840),
 ]
 EXPERTS = f"{SMALL} --experts 8 --top-k 2"
 OTHERS = [  # ranks, layers, layout, microbatches: of every kind one
@@ -45,9 +45,8 @@ OTHERS = [  # ranks, layers, layout, microbatches: of every kind one
     (8, 2, f"{EXPERTS} --dp 4 --tp 2 --sp --ep 4 --balance bias --recompute full", 1),
     (8, 2, f"{EXPERTS} --dp 4 --pp 2 --ep 2 --capacity-factor 1.0", 2),
 ]
-DEEP = [(world_size, 4, layout, 1) for world_size, _, layout, _ in MOST_BATCHES]
-ROWS = [(n, 2 if layers > 4 else 4, layout, 1) for n, layers, layout, _ in MOST_BATCHES] + OTHERS
-
+DEEP = [row for row in BATCHES if row[1] > 4]
+ROWS = [(n, 2 if layers > 4 else 4, layout, 1) for n, layers, layout, _ in BATCHES] + OTHERS
 ZERO = [(8, 3, f"zero {stage}") for stage in (1, 2)]
 
 
@@ -68,7 +67,8 @@ def library(tmp_path_factory):
 @pytest.fixture(scope="session")
 def counts(library):
     """counts(*row): what a step counts; those of all rows are counted together."""
-    jobs = [_job(*row) for row in dict.fromkeys(DEEP + ROWS)] + ZERO
+    shallow = [(world_size, 1, layout, 1) for world_size, _, layout, _ in DEEP]
+    jobs = [_job(*row) for row in shallow + ROWS] + ZERO
     found = dict(zip(jobs, fake_cuda.count(library, jobs)))
 
     def of(*row):
@@ -85,29 +85,21 @@ def test_the_pretended_device_builds_wherever_there_is_a_compiler(tmp_path):
     assert fake_cuda.build(tmp_path).is_file()
 
 
-def _batches(counts, world_size, layers, layout):
-    """As layers are alike: from what the third and the fourth add."""
-    four = counts(world_size, 4, layout, 1).batches.total()
+@pytest.mark.parametrize("world_size, layers, layout, batches", BATCHES)
+def test_a_step_launches_so_many_batches(counts, world_size, layers, layout, batches):
     if layers == 4:
-        return four
-    return four + (layers - 4) * (four - counts(world_size, 2, layout, 1).batches.total()) / 2
-
-
-@pytest.mark.parametrize("world_size, layers, layout, most", MOST_BATCHES)
-def test_a_step_launches_few_batches(counts, world_size, layers, layout, most):
-    assert _batches(counts, world_size, layers, layout) <= most
+        assert counts(world_size, 4, layout, 1).batches.total() == batches
+        return
+    one, two = (counts(world_size, n, layout, 1).batches.total() for n in (1, 2))
+    assert two + (layers - 2) * (two - one) == pytest.approx(batches, rel=0.05)  # layers are alike
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    "world_size, layers, layout, most", [row for row in MOST_BATCHES if row[1] > 4]
-)
-def test_so_does_one_of_all_layers(library, counts, world_size, layers, layout, most):
+@pytest.mark.parametrize("world_size, layers, layout, batches", DEEP)
+def test_so_does_one_of_all_layers(library, world_size, layers, layout, batches):
     (found,) = fake_cuda.count(library, [_job(world_size, layers, layout)])
     assert not found.error, found.error
-    batches = found.batches.total()
-    assert batches <= most
-    assert batches == pytest.approx(_batches(counts, world_size, layers, layout), rel=0.05)
+    assert found.batches.total() == batches
 
 
 @pytest.mark.parametrize("world_size, layers, layout, microbatches", ROWS)
