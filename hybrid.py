@@ -1271,6 +1271,18 @@ def choose_device(name, backend, local_rank, local_world_size):
     return device, backend
 
 
+def check_device(args, device):
+    """ValueError for flags that mean nothing, or are not possible, on this device."""
+    if args.tf32 and device.type == "cpu":
+        raise ValueError("--tf32 needs --dtype fp32 and a GPU")
+    width, multiple = args.hidden // args.heads, 8 if args.dtype == "bf16" else 4  # of 16 bytes
+    if args.cp > 1 and args.cp_method != "ulysses" and device.type == "cuda" and width % multiple:
+        raise ValueError(
+            f"--cp {args.cp} --cp-method {args.cp_method} on a GPU: heads are {width} wide in "
+            f"{args.dtype}, not a multiple of {multiple}"
+        )
+
+
 # ---- one process ---------------------------------------------------------------------------------
 
 
@@ -1338,8 +1350,7 @@ def main(argv=None):
         args = parse_args(argv, world_size)
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         device, backend = choose_device(args.device, args.backend, local_rank, local_world_size)
-        if args.tf32 and device.type == "cpu":
-            raise ValueError("--tf32 needs --dtype fp32 and a GPU")
+        check_device(args, device)
         data = load_data(args.data, args.seq_len, args.data_dtype)
         if rank == 0:
             metrics_file = args.metrics and open(args.metrics, "a" if attempt else "w")

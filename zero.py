@@ -826,7 +826,7 @@ class _ShardedParameter(FlatParameter):
         self.unsharded, self.whole = row, []
         self.computed_with = self.whole
         for piece, view in zip(self.pieces, self.layout.views(row)):
-            whole = nn.Parameter(torch.empty(0, dtype=row.dtype), piece.requires_grad)
+            whole = nn.Parameter(row.new_empty(0), piece.requires_grad)
             whole.data = view  # not nn.Parameter(view): gathering would count as a change in place
             if self.grad_dtype != self.dtype:
                 whole.grad_dtype = self.grad_dtype

@@ -52,7 +52,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives
 import hybrid
 import pipeline
-from zero import ZeroRedundancyOptimizer
+from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 
 # ---- outside -------------------------------------------------------------------------------------
 
@@ -338,15 +338,20 @@ def _hybrid_step(args, device):
 
 
 def _zero_step(stage, device, D=1024):
-    """A step of a stack of layers under ZeRO-1 or 2."""
-    model = torch.nn.Sequential(*[torch.nn.Linear(D, D) for _ in range(4)]).to(device)
-    options = {"shard_gradients": stage == 2, "fused": True}
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
-    x = torch.zeros(8, D, device=device)
+    """A step of a stack of layers under ZeRO."""
+    model, adamw = torch.nn.Sequential(*[torch.nn.Linear(D, D) for _ in range(4)]), torch.optim.AdamW
+    model.to(device)
+    if stage == 3:
+        model = FullyShardedDataParallel(model, units=model)
+        optimizer = adamw(model.parameters(), fused=True)
+    else:
+        options = {"shard_gradients": stage == 2, "fused": True}
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), adamw, **options)
+    x, clips = torch.zeros(8, D, device=device), model if stage == 3 else optimizer
 
     def step():
         model(x).square().mean().backward()
-        optimizer.clip_grad_norm_(1.0)
+        clips.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -356,7 +361,7 @@ def _zero_step(stage, device, D=1024):
 def count_step(world_size, rank, what):
     """The Counts of a second step: the first one also makes what later ones use.
 
-    what: flags of hybrid.py, or "zero 1" or "zero 2".
+    what: flags of hybrid.py, or "zero 1", "zero 2" or "zero 3".
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     with ExitStack() as stack:

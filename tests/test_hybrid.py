@@ -1411,3 +1411,15 @@ def test_a_dead_peer_ends_the_others_with_an_error_that_names_it(flags):
     survivor, dead = spawn(2, _die_in_second_step, flags, check=False)
     assert dead.exitcode == -signal.SIGKILL
     assert survivor.exitcode == 1 and "rank 0 lost rank 1" in survivor.error_text
+
+
+def test_flags_that_a_gpus_kernels_do_not_know_are_refused():
+    cuda = torch.device("cuda")
+    ring = hybrid.parse_args("--cp 2 --hidden 48 --heads 4 --dtype bf16".split(), 2)
+    message = "--cp 2 --cp-method ring on a GPU: heads are 12 wide in bf16, not a multiple of 8"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        hybrid.check_device(ring, cuda)
+    hybrid.check_device(ring, torch.device("cpu"))
+    for flags in ("", "--dtype bf16 --cp-method ulysses"):
+        flags = f"--cp 2 --hidden 48 --heads 4 {flags}"
+        hybrid.check_device(hybrid.parse_args(flags.split(), 2), cuda)

@@ -47,7 +47,7 @@ OTHERS = [  # ranks, layers, layout, microbatches: of every kind one
 ]
 DEEP = [row for row in BATCHES if row[1] > 4]
 ROWS = [(n, 2 if layers > 4 else 4, layout, 1) for n, layers, layout, _ in BATCHES] + OTHERS
-ZERO = [(8, 3, f"zero {stage}") for stage in (1, 2)]
+ZERO = [(8, 3, f"zero {stage}") for stage in (1, 2, 3)]
 
 
 def _job(world_size, layers, layout, microbatches=1):
