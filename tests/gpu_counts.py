@@ -18,7 +18,8 @@ import collectives
 class _Waits(TorchDispatchMode):
     """Counts operations whose result, or its size, the host has to know; and tensors of lists."""
 
-    ALWAYS = {"_local_scalar_dense", "nonzero", "bincount", "masked_select", "lift_fresh"}
+    ALWAYS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "bincount", "masked_select"}
+    ALWAYS |= {"lift_fresh"}
 
     def __init__(self):
         super().__init__()

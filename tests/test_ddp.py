@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ddp
 from collectives import count_bytes, rank_and_size
 from ddp import DistributedDataParallel, FlatLayout, average_gradients, ddp_bytes
 
+from gpu_counts import waits
 from ranks import least_bytes, run
 
 CAPS = [1e-9, 3e-3, 25]  # MiB: a bucket for each parameter, a few buckets, one bucket
@@ -109,43 +109,6 @@ def _held_reductions():
 
     with patch.object(ddp, "all_reduce", held):
         yield waited
-
-
-class _Kernels(TorchDispatchMode):
-    """Notes those that read what is on a GPU, copy from it or to it, or take a mask."""
-
-    aten = torch.ops.aten
-    kernels = {aten._local_scalar_dense, aten.nonzero, aten.is_nonzero, aten.masked_select}
-    kernels |= {aten.equal, aten.lift_fresh}
-    indexing = {aten.index, aten.index_put, aten.index_put_}
-
-    def __init__(self, found):
-        super().__init__()
-        self.found = found
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kernel, kwargs = function.overloadpacket, kwargs or {}
-        masks = kernel in self.indexing and any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
-        moves = kernel is self.aten._to_copy and kwargs.get("device") not in (None, args[0].device)
-        if kernel in self.kernels or masks or moves:
-            self.found.append(str(function))
-        return function(*args, **kwargs)
-
-
-@contextmanager
-def recorded_synchronisations():
-    """What inside would have the host wait for a GPU, the CPU being taken for one."""
-    found = []
-
-    def noted(name):
-        method = getattr(torch.Tensor, name)
-        return patch.object(torch.Tensor, name, lambda t: (found.append(name), method(t))[1])
-
-    # on the CPU these need no kernel
-    with noted("tolist"), noted("cpu"), noted("numpy"), _Kernels(found):
-        yield found
 
 
 # ---- the layout of a row -------------------------------------------------------------------------
@@ -836,7 +799,7 @@ def _synchronise(**how):
     model = DistributedDataParallel(net, bucket_cap_mb=CAPS[1], **how)
     branches = (2, 0) if "find_unused_parameters" in how else (0, 1, 2)
     model(x, branches).square().mean().backward()  # then the order of the buckets is known
-    with recorded_synchronisations() as found:
+    with waits() as found:
         with model.no_sync():
             model(x, branches).square().mean().backward()
         model(x, branches).square().mean().backward()
@@ -845,9 +808,9 @@ def _synchronise(**how):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_host_waits_for_a_gpu_once_if_it_must_know_and_else_never(world_size):
-    assert run(world_size, _synchronise) == world_size * [[]]
+    assert run(world_size, _synchronise) == world_size * [{}]
     for how in ({"find_unused_parameters": True}, {"error_if_nonfinite": True}):
-        assert run(world_size, _synchronise, **how) == world_size * [["tolist"]]
+        assert run(world_size, _synchronise, **how) == world_size * [{"tolist": 1}]
 
 
 # ---- cost ----------------------------------------------------------------------------------------

@@ -45,8 +45,7 @@ OTHERS = [  # ranks, layers, layout, microbatches: of every kind one
     (8, 2, f"{EXPERTS} --dp 4 --tp 2 --sp --ep 4 --balance bias --recompute full", 1),
     (8, 2, f"{EXPERTS} --dp 4 --pp 2 --ep 2 --capacity-factor 1.0", 2),
 ]
-DEEP = [row for row in BATCHES if row[1] > 4]
-ROWS = [(n, 2 if layers > 4 else 4, layout, 1) for n, layers, layout, _ in BATCHES] + OTHERS
+ROWS = [(n, 4, layout, 1) for n, _, layout, _ in BATCHES[:4]] + OTHERS
 ZERO = [(8, 3, f"zero {stage}") for stage in (1, 2, 3)]
 
 
@@ -67,8 +66,7 @@ def library(tmp_path_factory):
 @pytest.fixture(scope="session")
 def counts(library):
     """counts(*row): what a step counts; those of all rows are counted together."""
-    shallow = [(world_size, 1, layout, 1) for world_size, _, layout, _ in DEEP]
-    jobs = [_job(*row) for row in shallow + ROWS] + ZERO
+    jobs = [_job(*row) for row in ROWS] + ZERO
     found = dict(zip(jobs, fake_cuda.count(library, jobs)))
 
     def of(*row):
@@ -85,18 +83,14 @@ def test_the_pretended_device_builds_wherever_there_is_a_compiler(tmp_path):
     assert fake_cuda.build(tmp_path).is_file()
 
 
-@pytest.mark.parametrize("world_size, layers, layout, batches", BATCHES)
+@pytest.mark.parametrize("world_size, layers, layout, batches", BATCHES[:4])
 def test_a_step_launches_so_many_batches(counts, world_size, layers, layout, batches):
-    if layers == 4:
-        assert counts(world_size, 4, layout, 1).batches.total() == batches
-        return
-    one, two = (counts(world_size, n, layout, 1).batches.total() for n in (1, 2))
-    assert two + (layers - 2) * (two - one) == pytest.approx(batches, rel=0.05)  # layers are alike
+    assert counts(world_size, layers, layout, 1).batches.total() == batches
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("world_size, layers, layout, batches", DEEP)
-def test_so_does_one_of_all_layers(library, world_size, layers, layout, batches):
+@pytest.mark.parametrize("world_size, layers, layout, batches", BATCHES[4:])
+def test_so_does_one_of_many_layers(library, world_size, layers, layout, batches):
     (found,) = fake_cuda.count(library, [_job(world_size, layers, layout)])
     assert not found.error, found.error
     assert found.batches.total() == batches

@@ -30,9 +30,9 @@ from zero import (
 from hybrid import GPT, GPTConfig, initialize
 from tensor_parallel import counted_ranges, gather_shards, sum_partial_gradients
 
+from gpu_counts import waits
 from nccl_replay import record, replay
 from ranks import least_bytes, run
-from test_ddp import recorded_synchronisations
 
 STAGES = (1, 2, 3)
 CAP = 2e-3  # MiB: several rows
@@ -937,7 +937,7 @@ def _measure_memory(stage):
     return {kind: n / parameters for kind, n in ledger.items()}, exists / parameters
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_a_rank_holds_16_and_4_12_2_14_and_16_bytes_per_parameter(world_size):
     P = world_size
     kinds = {0: (2, 2, 12), 1: (2, 2, 12 / P), 2: (2, 2 / P, 12 / P), 3: (4 / P, 4 / P, 8 / P)}
@@ -1124,7 +1124,7 @@ def _synchronise(stage, error_if_nonfinite=False):
     model, optimizer = _shard(_net(torch.float32), stage, torch.optim.SGD, sgd, **how)
     x = _own_part(_data(8, dtype=torch.float32))
     _train(model, optimizer, [x])
-    with recorded_synchronisations() as found:
+    with waits() as found:
         for _ in range(2):
             model(x).square().mean().backward()
         if stage:
@@ -1137,9 +1137,9 @@ def _synchronise(stage, error_if_nonfinite=False):
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_stage_has_the_host_wait_for_a_gpu_but_to_name_a_gradient(stage, world_size):
-    assert run(world_size, _synchronise, stage) == world_size * [[]]
+    assert run(world_size, _synchronise, stage) == world_size * [{}]
     once = 1 if stage == 1 else 2  # in step(), or at the end of each backward
-    assert run(world_size, _synchronise, stage, True) == world_size * [once * ["tolist"]]
+    assert run(world_size, _synchronise, stage, True) == world_size * [{"tolist": once}]
 
 
 def _begin_somewhere(stage, how):
