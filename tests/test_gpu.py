@@ -35,7 +35,8 @@ from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 one_gpu = pytest.mark.skipif(GPUS < 1, reason="there is no GPU")
 several_gpus = pytest.mark.skipif(GPUS < 2, reason=f"there are {GPUS} GPUs, not several")
-DEVICES = ["cpu", pytest.param("cuda", marks=one_gpu)]
+ON_CPU = pytest.param("cpu", marks=pytest.mark.soak)  # what these do on GPUs, tried without one
+DEVICES = [ON_CPU, pytest.param("cuda", marks=one_gpu)]
 WAIT = 60  # seconds for a group's operations: several times what the slowest takes
 
 # ---- ranks on GPUs -------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ def on(tmp_path):
 def _kinds(*world_sizes):
     """(kind, ranks): on the CPU, the fewest; sharing a GPU; with one each, if there are enough."""
     enough = lambda n: pytest.mark.skipif(GPUS < n, reason=f"there are {GPUS} GPUs, not {n}")
-    rows = [pytest.param("cpu", world_sizes[0])]
+    rows = [pytest.param("cpu", world_sizes[0], marks=pytest.mark.soak)]
     rows += [pytest.param("gloo", n, marks=one_gpu) for n in world_sizes]
     return rows + [pytest.param("nccl", n, marks=enough(n)) for n in world_sizes]
 
@@ -133,7 +134,7 @@ ALONE = {  # flags -> how far losses may be from a plain GPT's in fp32; 2e-2: it
 }
 
 
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("nccl", marks=one_gpu)])
+@pytest.mark.parametrize("kind", [ON_CPU, pytest.param("nccl", marks=one_gpu)])
 @pytest.mark.parametrize("flags", ALONE)
 def test_one_process_trains_and_waits_for_its_gpu_once_a_step(on, kind, flags):
     ((losses, waits),) = on(kind, 1, _watched_steps, f"--microbatches 4 {flags}")
@@ -156,7 +157,7 @@ def _losses_of_40_steps(device, flags):
     return statistics.mean(losses[-5:])
 
 
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("nccl", marks=one_gpu)])
+@pytest.mark.parametrize("kind", [ON_CPU, pytest.param("nccl", marks=one_gpu)])
 def test_40_steps_in_bf16_end_within_a_percent_of_fp32(on, kind):
     sizes = "--layers 2 --hidden 32 --seq-len 32" if kind == "cpu" else "--layers 8 --hidden 512"
     flags = f"{sizes} --heads 4 --batch-size 16 --warmup 5 --steps 40"
@@ -269,7 +270,7 @@ def _experts(device, dtype, D, tokens, used):
     return [_relative(*pair) for pair in zip(found, wanted)] if tokens else [0.0]
 
 
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("nccl", marks=one_gpu)])
+@pytest.mark.parametrize("kind", [ON_CPU, pytest.param("nccl", marks=one_gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("D", [64, 36])  # for PyTorch's grouped product, and not
 @pytest.mark.parametrize(
@@ -452,6 +453,7 @@ MIXTURES = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("flags", ["--tp 2 --microbatches 2", "--cp 2 --zero 1 --microbatches 2"])
 def test_layouts_on_the_cpu_too(assert_trains, flags):
     assert_trains("cpu", 2, flags)
@@ -582,7 +584,7 @@ def _overlap(device, how, D, layers, rows):
 
 
 @pytest.mark.parametrize("how", ["ddp", "zero 2", "fsdp"])
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("nccl", marks=several_gpus)])
+@pytest.mark.parametrize("kind", [ON_CPU, pytest.param("nccl", marks=several_gpus)])
 def test_messages_travel_behind_backward(on, kind, how):
     if kind == "cpu":  # where ranks share cores nothing is hidden
         assert len(on(kind, 2, _overlap, how, 32, 2, 8)) == 2
@@ -602,7 +604,7 @@ def _die(device):
         x.tolist()
 
 
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("nccl", marks=several_gpus)])
+@pytest.mark.parametrize("kind", [ON_CPU, pytest.param("nccl", marks=several_gpus)])
 def test_who_waits_for_a_killed_rank_names_it(on, kind):
     environment = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
     survivor, dead = on(kind, 2, _die, environment=environment, check=False)

@@ -198,13 +198,13 @@ def soak_but(wanted, rows):
 
 
 @pytest.mark.parametrize(
-    "world_size, flags", soak_but(lambda i, row: row[0] < 4 or i % 3 == 0, EVERY_LAYOUT)
+    "world_size, flags", soak_but(lambda i, row: row[0] < 4 or i % 4 == 0, EVERY_LAYOUT)
 )
 def test_every_layout_trains_as_one_process_does(world_size, flags):
     _assert_trains(world_size, flags, torch.float64, 1e-11, 1e-9, 1e-9)
 
 
-@pytest.mark.parametrize("world_size, flags", [row for row in EVERY_LAYOUT if row[0] in (2, 3)])
+@pytest.mark.parametrize("world_size, flags", [row for row in EVERY_LAYOUT if row[0] == 2])
 def test_layouts_train_in_fp32_too(world_size, flags):
     # Adam divides small gradients by small ones: some fp32 weights differ by much of a step.
     _assert_trains(world_size, flags, torch.float32, 1e-5, 1e-4, 1e-3, steps=1)
@@ -877,10 +877,10 @@ def _draw_many(prompt, temperature, count):
 
 @pytest.mark.parametrize("prompt, temperature", [([1, 2], 0.5), ([*range(T + 5)], 1.0)])
 def test_sampling_draws_from_the_softmax_of_what_fits_into_the_window(prompt, temperature):
-    frequencies, logits = run(1, _draw_many, prompt, temperature, 1000)[0]
+    frequencies, logits = run(1, _draw_many, prompt, temperature, 500)[0]
     probabilities = (logits / temperature).softmax(-1)
     assert probabilities.max() > 0.1  # not uniform
-    assert (frequencies - probabilities).abs().max() < 4 * (0.25 / 1000) ** 0.5
+    assert (frequencies - probabilities).abs().max() < 4 * (0.25 / 500) ** 0.5
 
 
 def _high_water_mark():
@@ -1092,7 +1092,7 @@ LAYOUTS_OF_8 += [
 ]
 
 
-@pytest.mark.parametrize("flags", soak_but(lambda i, row: i % 6 == 0, zip(LAYOUTS_OF_8)))
+@pytest.mark.parametrize("flags", soak_but(lambda i, row: i % 9 == 0, zip(LAYOUTS_OF_8)))
 def test_layouts_run_under_the_rules_of_nccl(flags):
     programs = run(8, _record_two_steps, flags)
     assert all(len(events) > 10 for events in programs)

@@ -571,7 +571,7 @@ def _run_schedule(name, m, dtype, tolerance, recompute=False):
     return losses, expected, owned, gradients
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.soak), 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_gives_the_losses_and_gradients_of_one_process(name, world_size):
     sizes = [m for p, m in _sizes_of(name) if p == world_size]

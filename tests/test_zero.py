@@ -937,7 +937,10 @@ def _measure_memory(stage):
     return {kind: n / parameters for kind, n in ledger.items()}, exists / parameters
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
+SOAK_3_AND_4 = [pytest.param(world_size, marks=pytest.mark.soak) for world_size in (3, 4)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, *SOAK_3_AND_4])
 def test_a_rank_holds_16_and_4_12_2_14_and_16_bytes_per_parameter(world_size):
     P = world_size
     kinds = {0: (2, 2, 12), 1: (2, 2, 12 / P), 2: (2, 2 / P, 12 / P), 3: (4 / P, 4 / P, 8 / P)}
