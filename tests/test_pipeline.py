@@ -571,7 +571,10 @@ def _run_schedule(name, m, dtype, tolerance, recompute=False):
     return losses, expected, owned, gradients
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
+SOAK_3_AND_4 = [pytest.param(p, marks=pytest.mark.soak) for p in (3, 4)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, *SOAK_3_AND_4])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_gives_the_losses_and_gradients_of_one_process(name, world_size):
     sizes = [m for p, m in _sizes_of(name) if p == world_size]

@@ -1255,6 +1255,7 @@ def test_torchrun_and_one_process_write_the_same_metrics_and_a_trace(tmp_path):
     assert all(event["dur"] > 0 for event in events)
 
 
+@pytest.mark.soak
 def test_three_processes_train_to_the_end_on_a_full_disk_with_more_tokens_than_bytes(tmp_path):
     flags = f"{SMALL} --steps 2 --vocab-size 300 --metrics /dev/full --trace /dev/full".split()
     done = launch(tmp_path, 3, HYBRID, *flags)
