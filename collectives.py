@@ -347,7 +347,9 @@ _WAITS = {}  # thread -> (link, work, peers) of the message that it waits for
 
 SEGMENT = 1 << 20  # bytes of a chunk that travel in one message
 WINDOW = 3  # segments under way
-ALIGNMENT = 128  # bytes; NCCL copies 16 at a time only between pointers on 16, else single ones
+# Bytes on multiples of which begin messages, and what buffers hold: NCCL copies 16 at a time only
+# between pointers on 16, which grouped products want, too, and a GPU reads 128.
+ALIGNMENT = 128
 
 
 def take_turns(algorithms, link):
@@ -654,8 +656,8 @@ _REDUCE = {
 MOST_PEERS = 128  # of a batch: NCCL may hang on more than 256 messages at once
 
 
-def _ring_reduce_scatter(chunks, output, add, rank, ring=None):
-    """Chunk r, reduced over the ranks in `ring`, into `output` of the r-th of them. P-1 steps.
+def _ring_reduce_scatter(chunks, output, add, rank):
+    """Chunk r, reduced over all ranks, into `output` of rank r. P-1 steps.
 
     A partial sum travels the ring, and each rank it visits adds its own chunk. P = 4:
 
@@ -664,20 +666,18 @@ def _ring_reduce_scatter(chunks, output, add, rank, ring=None):
         step 1   c1: 2+3+0     c2: 3+0+1     c3: 0+1+2     c0: 1+2+3
         step 2   c0: 1+2+3+0   c1: 2+3+0+1   c2: 3+0+1+2   c3: 0+1+2+3
     """
-    P, ring = len(chunks), ring or range(len(chunks))
-    place = ring.index(rank)
-    total = chunks[place - 1]
+    P, total = len(chunks), chunks[rank - 1]
     for step in range(P - 1):
-        own = chunks[(place - step - 2) % P]
+        own = chunks[(rank - step - 2) % P]
         received = torch.empty_like(own)
-        yield [(total, ring[(place + 1) % P])], [(received, ring[place - 1])]
+        yield [(total, (rank + 1) % P)], [(received, (rank - 1) % P)]
         total = add(received, own, out=output if step == P - 2 else received)
     if P == 1:
         output.copy_(total)
 
 
-def _ring_all_gather(chunks, rank, ring=None):
-    """Chunk r of the r-th rank in `ring` into chunk r of every one. P-1 steps, in place.
+def _ring_all_gather(chunks, rank):
+    """Chunk r of rank r into chunk r of every one. P-1 steps, in place.
 
         rank        0         1         2         3
         start    0 . . .   . 1 . .   . . 2 .   . . . 3       the chunks that a rank has, P = 4
@@ -685,15 +685,14 @@ def _ring_all_gather(chunks, rank, ring=None):
         step 1   0 . 2 3   0 1 . 3   0 1 2 .   . 1 2 3
         step 2   0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3
     """
-    P, ring = len(chunks), ring or range(len(chunks))
-    place = ring.index(rank)
+    P = len(chunks)
     for step in range(P - 1):
-        outgoing, arriving = chunks[(place - step) % P], chunks[(place - step - 1) % P]
-        yield [(outgoing, ring[(place + 1) % P])], [(arriving, ring[place - 1])]
+        outgoing, arriving = chunks[(rank - step) % P], chunks[(rank - step - 1) % P]
+        yield [(outgoing, (rank + 1) % P)], [(arriving, (rank - 1) % P)]
 
 
-def _pairwise(outgoing, arriving, rank, ranks=None):
-    """outgoing[r] to the r-th of all other ranks, arriving[r] from it; MOST_PEERS to a step.
+def _pairwise(outgoing, arriving, rank):
+    """outgoing[r] to every other rank r, arriving[r] from it; MOST_PEERS to a step.
 
     Message k goes to the rank k places on, and comes from the one k back. P = 4, who has whose:
 
@@ -703,12 +702,11 @@ def _pairwise(outgoing, arriving, rank, ranks=None):
         k = 2    0 . 2 3   0 1 . 3   0 1 2 .   . 1 2 3
         k = 3    0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3
     """
-    P, ranks = len(outgoing), ranks or range(len(outgoing))
-    place = ranks.index(rank)
+    P = len(outgoing)
     for first in range(1, P, MOST_PEERS):
         batch = range(first, min(first + MOST_PEERS, P))
-        after, before = [(place + k) % P for k in batch], [(place - k) % P for k in batch]
-        yield [(outgoing[p], ranks[p]) for p in after], [(arriving[p], ranks[p]) for p in before]
+        to_ranks, from_ranks = [(rank + k) % P for k in batch], [(rank - k) % P for k in batch]
+        yield [(outgoing[r], r) for r in to_ranks], [(arriving[r], r) for r in from_ranks]
 
 
 def _halving(input, bounds, output, add, rank):
@@ -752,35 +750,40 @@ def _doubling(row, bounds, rank):
         size *= 2
 
 
-def _direct_reduce_scatter(chunks, output, add, rank, ranks=None):
+def _direct_reduce_scatter(chunks, output, add, rank):
     """Every chunk to its rank, which adds in the order of ranks."""
-    place = (ranks or range(len(chunks))).index(rank)
-    parts = [chunk if r == place else torch.empty_like(output) for r, chunk in enumerate(chunks)]
-    yield from _pairwise(chunks, parts, rank, ranks)
-    _add_up(parts, output, add, place)
+    parts = [chunk if r == rank else torch.empty_like(output) for r, chunk in enumerate(chunks)]
+    yield from _pairwise(chunks, parts, rank)
+    _add_up(parts, output, add, rank)
 
 
-def _add_up(parts, output, add, place):
+def _add_up(parts, output, add, rank):
     """Into `output`, which may be the own part; those of the others are scratch."""
     total, *others = parts
     for part in others:
-        scratch = parts[0 if place else 1]
+        scratch = parts[0 if rank else 1]
         total = add(total, part, out=output if part is parts[-1] else scratch)
     if not others:
         output.copy_(total)
 
 
-def _direct_all_gather(chunks, rank, ranks=None):
+def _direct_all_gather(chunks, rank):
     """The own chunk to every rank."""
-    own = chunks[(ranks or range(len(chunks))).index(rank)]
-    yield from _pairwise([own] * len(chunks), chunks, rank, ranks)
+    yield from _pairwise([chunks[rank]] * len(chunks), chunks, rank)
+
+
+def _among(ranks, algorithm):
+    """An algorithm, written for ranks 0 to P-1, among these."""
+    for sends, receives in algorithm:
+        sends = [(tensor, ranks[peer]) for tensor, peer in sends]
+        yield sends, [(tensor, ranks[peer]) for tensor, peer in receives]
 
 
 def _node(rank, world_size, ranks_per_node):
-    """A rank's place in its node, the ranks of that, and those of the same place in every node."""
-    place = rank % ranks_per_node
+    """(a rank's place in its node, the node's ranks, its number, the ranks of that place in all)"""
+    number, place = divmod(rank, ranks_per_node)
     inside = range(rank - place, rank - place + ranks_per_node)
-    return place, inside, range(place, world_size, ranks_per_node)
+    return place, inside, number, range(place, world_size, ranks_per_node)
 
 
 def _hierarchical_reduce_scatter(chunks, output, add, rank, ranks_per_node):
@@ -793,30 +796,30 @@ def _hierarchical_reduce_scatter(chunks, output, add, rank, ranks_per_node):
         inside     c0 c2: 0+1      c1 c3: 0+1      c0 c2: 2+3      c1 c3: 2+3
         between    c0: 2+3+0+1     c1: 2+3+0+1     c2: 0+1+2+3     c3: 0+1+2+3
     """
-    _, inside, between = _node(rank, len(chunks), ranks_per_node)
+    place, inside, node, between = _node(rank, len(chunks), ranks_per_node)
     sums = [torch.empty_like(output) for _ in between]
-    nodes = zip(_nodes(chunks, inside), sums)
-    steps = [_direct_reduce_scatter(*node, add, rank, inside) for node in nodes]
-    yield from _together(steps, inside)
-    yield from _ring_reduce_scatter(sums, output, add, rank, between)
+    pairs = zip(_nodes(chunks, ranks_per_node), sums)
+    steps = [_direct_reduce_scatter(*pair, add, place) for pair in pairs]
+    yield from _among(inside, _together(steps, ranks_per_node))
+    yield from _among(between, _ring_reduce_scatter(sums, output, add, node))
 
 
 def _hierarchical_all_gather(chunks, rank, ranks_per_node):
     """The reverse: a ring between the nodes, then direct inside them. (O-1) + 1 steps."""
-    place, inside, between = _node(rank, len(chunks), ranks_per_node)
-    yield from _ring_all_gather(chunks[place::ranks_per_node], rank, between)
-    steps = [_direct_all_gather(node, rank, inside) for node in _nodes(chunks, inside)]
-    yield from _together(steps, inside)
+    place, inside, node, between = _node(rank, len(chunks), ranks_per_node)
+    yield from _among(between, _ring_all_gather(chunks[place::ranks_per_node], node))
+    steps = [_direct_all_gather(own, place) for own in _nodes(chunks, ranks_per_node)]
+    yield from _among(inside, _together(steps, ranks_per_node))
 
 
-def _nodes(chunks, inside):
+def _nodes(chunks, ranks_per_node):
     """The chunks of each node's ranks."""
-    return [chunks[i : i + len(inside)] for i in range(0, len(chunks), len(inside))]
+    return [chunks[i : i + ranks_per_node] for i in range(0, len(chunks), ranks_per_node)]
 
 
-def _together(algorithms, inside):
-    """One-step algorithms among the ranks inside a node, as many to a step as MOST_PEERS allows."""
-    most = max(1, MOST_PEERS // len(inside))
+def _together(algorithms, world_size):
+    """Algorithms of one step each, as many to a step as MOST_PEERS allows."""
+    most = max(1, MOST_PEERS // world_size)
     for first in range(0, len(algorithms), most):
         for steps in zip_longest(*algorithms[first : first + most]):
             sends, receives = zip(*steps)
@@ -840,13 +843,11 @@ def _direct(output, input, add, rank, world_size):
     yield from _direct_all_gather(chunks, rank)
 
 
-def _ring(output, input, add, rank, world_size, ring=None):
+def _ring(output, input, add, rank, world_size):
     """Reduce-scatter and all-gather round the ring. 2(P-1) steps, 2(P-1)/P D bytes."""
-    ring = ring or range(world_size)
-    chunks = _cut(output, len(ring))
-    own = chunks[ring.index(rank)]
-    yield from _ring_reduce_scatter(_cut(input, len(ring)), own, add, rank, ring)
-    yield from _ring_all_gather(chunks, rank, ring)
+    chunks = _cut(output, world_size)
+    yield from _ring_reduce_scatter(_cut(input, world_size), chunks[rank], add, rank)
+    yield from _ring_all_gather(chunks, rank)
 
 
 def _recursive_doubling(output, input, add, rank, world_size):
@@ -910,12 +911,12 @@ def _hierarchical(ranks_per_node):
     """
 
     def algorithm(output, input, add, rank, world_size):
-        place, inside, between = _node(rank, world_size, ranks_per_node)
-        chunks = _cut(output, ranks_per_node)
-        inputs, own = _cut(input, ranks_per_node), chunks[place]
-        yield from _direct_reduce_scatter(inputs, own, add, rank, inside)
-        yield from _ring(own, own, add, rank, world_size, between)
-        yield from _direct_all_gather(chunks, rank, inside)
+        place, inside, node, between = _node(rank, world_size, ranks_per_node)
+        inputs, chunks = _cut(input, ranks_per_node), _cut(output, ranks_per_node)
+        own = chunks[place]
+        yield from _among(inside, _direct_reduce_scatter(inputs, own, add, place))
+        yield from _among(between, _ring(own, own, add, node, len(between)))
+        yield from _among(inside, _direct_all_gather(chunks, place))
 
     return algorithm
 
@@ -1476,7 +1477,7 @@ def gather_objects(value, group=None):
     all_gather_single(lengths, lengths.new_tensor([len(own)]), group)
     texts = [own.new_empty(length) for length in lengths.tolist()]
     all_gather(texts, own, group)
-    return [pickle.loads(bytes(text.tolist())) for text in texts]
+    return [pickle.loads(text.cpu().numpy()) for text in texts]
 
 
 def check_parameters(named, group=None):

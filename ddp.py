@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from collectives import (
+    ALIGNMENT,
     ReduceOp,
     all_reduce,
     all_reduce_bytes,
@@ -63,13 +64,10 @@ def grad_dtype(parameter):
 # ---- tensors in one row --------------------------------------------------------------------------
 
 
-# NCCL moves 16 bytes at a time only where all pointers are on 16, which grouped products want too;
-# GPUs read 128. In elements, as a row has forms of several dtypes: 64 of 16 bits are 128 bytes.
-ALIGNMENT = 64
-
-
 def _aligned(elements):
-    return -(-elements // ALIGNMENT) * ALIGNMENT
+    """The next multiple of 64: 128 bytes of the smallest dtype, 16 bits, that a row may have."""
+    unit = ALIGNMENT // 2
+    return -(-elements // unit) * unit
 
 
 class FlatLayout:
@@ -244,8 +242,8 @@ def weakly(method):
     return lambda *arguments: (alive := reference()) and alive(*arguments)
 
 
-def exact_sum(gradient):
-    """Finite if all elements are."""
+def float64_sum(gradient):
+    """Finite if, and only if, all elements are."""
     return gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float64))
 
 
@@ -520,7 +518,7 @@ class DistributedDataParallel(nn.Module):
             view.div_(factor)
         parameter.grad = view
         if self.error_if_nonfinite and self._reducing:
-            self._sums[self._names[parameter]] = exact_sum(view)
+            self._sums[self._names[parameter]] = float64_sum(view)
 
     def _launch_full_buckets(self):
         """Reduce full buckets, in bucket order: collectives need the same order on every rank."""

@@ -450,7 +450,8 @@ class MoE(nn.Module):
             up = nn.Linear(hidden, shared_experts * ffn_hidden, bias=False)
             down = nn.Linear(shared_experts * ffn_hidden, hidden, bias=False)
             self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
-        self.counts = torch.zeros(num_experts, dtype=torch.int64)  # this rank's: not a buffer
+        # this rank's: not a buffer, and filled with zeros also where parameters have no memory yet
+        self.counts = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
         self.dropped = 0.0
 
     def forward(self, x):

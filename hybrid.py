@@ -65,6 +65,7 @@ from collectives import (
     broadcast,
     exchange,
     gather_from_group,
+    gather_objects,
     rank_and_size,
     report_stalls,
     scatter_to_group,
@@ -251,7 +252,6 @@ class ParallelMoE(MoE):
             score="sigmoid" if config.balance == "bias" else "softmax",
         )
         self.tp_group, self.split = mesh.tp_group, not config.sequence_parallel
-        self.counts = torch.zeros_like(self.counts, device="cpu")  # not on the meta device
         mark_partial(self)
 
     def forward(self, x):
@@ -1372,6 +1372,8 @@ def main(argv=None):
         device_id=device if backend == "nccl" else None,  # errors come early
     )
     report_stalls(30)
+    if len(set(gather_objects(local_world_size))) > 1:  # nodes are unlike: none is taken for one
+        local_world_size = 1
     mesh = make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep, local_world_size)
     if args.collectives == "backend":
         use_backend_collectives(mesh)

@@ -34,7 +34,6 @@ Controllable Memory", 2024 (ZB-V). DeepSeek-AI, "DeepSeek-V3 Technical Report", 
 """
 
 import argparse
-import hashlib
 import json
 import os
 import sys
@@ -51,10 +50,10 @@ from torch.overrides import TorchFunctionMode
 
 from collectives import (
     RandomState,
-    all_gather_single,
     autocasted,
     count_bytes,
     exchange,
+    gather_objects,
     rank_and_size,
     run_ranks,
 )
@@ -661,17 +660,14 @@ class Pipeline:
 
     def _check_schedule(self):
         """Raise on all ranks if their schedules differ. NCCL wants all in a group's first batch."""
-        digest = _digest((list(self.schedule), self.schedule.routes))
         sizes = len(self.schedule), self.num_microbatches
-        own = torch.tensor([*sizes, digest], device=self.device)
-        every = own.new_empty(self.num_stages, len(own))
-        all_gather_single(every, own, self.group)
-        first, *others = every.tolist()
+        own = sizes, list(self.schedule), self.schedule.routes
+        first, *others = gather_objects(own, self.group)
         for rank, other in enumerate(others, 1):
             if other != first:
                 raise ValueError(
                     f"rank {rank} of the group has another schedule than rank 0, theirs for "
-                    "(stages, microbatches) = ({}, {}) and ({}, {})".format(*other[:2], *first)
+                    f"(stages, microbatches) = {other[0]} and {first[0]}"
                 )
         if len(self.schedule) != self.num_stages:
             raise ValueError(
@@ -693,12 +689,8 @@ class Pipeline:
 
     def _check_replicas(self):
         """Raise on all ranks unless the routes' chunks train parameters of the same shapes."""
-        own = torch.zeros(len(self.stages), dtype=torch.int64)
-        for chunk, stage in enumerate(self.stages):
-            own[chunk] = _digest([(tuple(p.shape), p.dtype) for p in _trained(stage)])
-        every = torch.empty(self.num_stages, len(own), dtype=torch.int64, device=self.device)
-        all_gather_single(every, own.to(self.device), self.group)
-        every = every.tolist()
+        own = [[(tuple(p.shape), p.dtype) for p in _trained(stage)] for stage in self.stages]
+        every = gather_objects(own, self.group)
         for (rank, chunk), (other, replica) in zip(*self.schedule.routes):
             if every[rank][chunk] != every[other][replica]:
                 raise ValueError(
@@ -863,14 +855,9 @@ class Pipeline:
             since = lambda moment: self.began.elapsed_time(moment) / 1e3
         else:
             since = lambda moment: moment - self.began
-        mine = [list(map(since, self.times[action])) for action in self.actions]
-        longest = max(map(len, self.schedule))
-        mine = torch.tensor(mine + [[0.0, 0.0]] * (longest - len(mine)), dtype=torch.float64)
-        mine = mine.to(self.device)
-        every = mine.new_empty(self.num_stages * longest, 2)
-        all_gather_single(every, mine, self.group)
-        every, start, end = every.view(self.num_stages, longest, 2).tolist(), [], []
-        for actions, times in zip(self.schedule, every):
+        mine = [tuple(map(since, self.times[action])) for action in self.actions]
+        start, end = [], []
+        for actions, times in zip(self.schedule, gather_objects(mine, self.group)):
             start.append({action: first for action, (first, _) in zip(actions, times)})
             end.append({action: last for action, (_, last) in zip(actions, times)})
         return _timeline(self.schedule, start, end, simulate(self.schedule).transfers)
@@ -946,8 +933,9 @@ class Pipeline:
 def sum_replicas(stages, group=None):
     """Sum the gradients of DualPipe's replicas: chunk 0 here is chunk 1 of the mirrored rank.
 
-    stages: this rank's two, as a Pipeline has them. Collective; to be called once the gradients of
-    a batch are complete, be it of one step or several. Both replicas then have the same bits.
+    stages: this rank's two, as a Pipeline has them, none of whose parameters was frozen or thawed
+    since. Collective; to be called once the gradients of a batch are complete, be it of one step
+    or several. Both replicas then have the same bits.
     Raises ValueError if the group is odd or there is another number of stages.
     """
     rank, world_size = rank_and_size(group)
@@ -976,11 +964,6 @@ def _device_of(stages, group):
     tensors = [t for stage in stages for t in (*stage.parameters(), *stage.buffers())]
     backends = "cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu"
     return tensors[0].device if tensors else torch.device(backends)
-
-
-def _digest(value):
-    """An int64 that differs, in all likelihood, where the value's text does."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little", signed=True)
 
 
 # ---- cost ----------------------------------------------------------------------------------------

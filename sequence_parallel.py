@@ -193,11 +193,11 @@ def _by_position(parts, world_size, dim):
 def _by_rank(whole, world_size, each, dim):
     """The reverse: the sequence, along `dim`, -> (C, ...), chunks of each rank side by side."""
     numbers = _chunks_by_rank(world_size, each)
-    chunks = _cut(whole, len(numbers), dim).unbind(dim)
+    chunks = _unflatten(whole, len(numbers), dim).unbind(dim)
     return torch.stack([chunks[number] for number in numbers])
 
 
-def _cut(x, count, dim):
+def _unflatten(x, count, dim):
     return x.unflatten(dim, (count, x.shape[dim] // count))
 
 
@@ -347,7 +347,7 @@ class _AllGatherAttention(torch.autograd.Function):
         runs = [context_runs(r, P, T, zigzag) for r in (rank, 0)]
         ctx.group, ctx.dtype, ctx.chunks = group, k.dtype, len(runs[1])
         ctx.tiles = context_tiles(runs[0], [(0, T)], causal, documents)
-        kv = _cut(torch.stack([k, v]), ctx.chunks, 3).movedim(3, 0).contiguous()
+        kv = _unflatten(torch.stack([k, v]), ctx.chunks, 3).movedim(3, 0).contiguous()
         kv = all_gather_to_group(kv, 0, group)  # (chunks, 2, B, KV, T/chunks, K)
         whole = _by_position(kv, P, 3)  # (2, B, KV, T, K)
         output, lse = _precise(q), _precise(q, *q.shape[:3]).fill_(-math.inf)
@@ -502,13 +502,14 @@ def ulysses_attention(q, k, v, group=None, causal=True, zigzag=True):
     if kv_heads < P:
         k, v = (x.repeat_interleave(P // kv_heads, 1) for x in (k, v))
     each = len(context_runs(0, P, P * length, zigzag))  # chunks of a rank
-    parts = torch.cat([_cut(x, P, 1) for x in (q, k, v)], 2)  # (B, P, h, T/P, K)
-    parts = _cut(parts, each, 3).permute(1, 3, 0, 2, 4, 5).flatten(0, 1)  # (chunks, B, h, ., K)
+    parts = torch.cat([_unflatten(x, P, 1) for x in (q, k, v)], 2)  # (B, P, h, T/P, K)
+    parts = _unflatten(parts, each, 3).permute(1, 3, 0, 2, 4, 5)
+    parts = parts.flatten(0, 1)  # (chunks, B, h, ., K)
     parts = all_to_all_in_group(parts.contiguous(), group=group)
     whole = _by_position(parts, P, 2)  # (B, h, T, K)
     own = whole.split([x.shape[1] // P for x in (q, k, v)], 1)
     y = _by_rank(attention(*own, causal=causal), P, each, 2)  # (B, H/P, T, K) -> (chunks, ...)
-    y = _cut(all_to_all_in_group(y, group=group), P, 0)  # (P, each, B, H/P, ., K)
+    y = _unflatten(all_to_all_in_group(y, group=group), P, 0)  # (P, each, B, H/P, ., K)
     return y.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).flatten(1, 2)
 
 

@@ -58,8 +58,8 @@ from ddp import (
     before_backward,
     check_finite,
     check_whole,
-    exact_sum,
     fill_buckets,
+    float64_sum,
     grad_dtype,
     in_backward,
     tensors_in,
@@ -210,7 +210,7 @@ class FlatParameter:
         view.copy_(gradient) if i in self.missing else view.add_(gradient)
         self.missing.discard(i)
         if self.settings.error_if_nonfinite:
-            self.sums[self.names[i]] = exact_sum(view)
+            self.sums[self.names[i]] = float64_sum(view)
 
     def is_full(self):
         """Whether every parameter's gradient is there."""

@@ -81,7 +81,8 @@ ENDS = """
 
     def zero(**how):
         optimizer = ZeroRedundancyOptimizer
-        train(lambda model: model, lambda m: optimizer(m.parameters(), torch.optim.SGD, lr=1, **how))
+        sgd = torch.optim.SGD
+        train(lambda model: model, lambda m: optimizer(m.parameters(), sgd, lr=1, **how))
 
     def split(model):
         model[0] = ColumnParallelLinear(64, 64, group=dist.group.WORLD)
@@ -105,7 +106,8 @@ ENDS = """
         if (pid := os.fork()) == 0:
             break
         _, status = os.waitpid(pid, 0)
-        print(f"{number} ended with status {status}", flush=True)
+        # in one write, which the other rank's cannot cut in two
+        print(f"{number} ended with status {status}\\n", end="", flush=True)
     else:
         sys.exit()
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -1195,7 +1197,7 @@ PIPELINE = """
     try:
         pipeline.step(tokens, labels if rank == 0 else labels[:4])
     except (ValueError, RuntimeError) as error:  # of its own, or of the connection that was closed
-        print(f"rank {rank}: {type(error).__name__}: {error}", flush=True)
+        print(f"rank {rank}: {type(error).__name__}: {error}\\n", end="", flush=True)
     dist.destroy_process_group()
 """
 
