@@ -1031,15 +1031,15 @@ LINK_SPEEDS = {
 }
 
 
-def all_reduce_cost(algorithm, nbytes, world_size, inner_size=1, rank=0):
-    """Cost of an all-reduce of `nbytes`, with inner_size ranks to a node; rank 0 is the busiest.
+def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
+    """Cost of an all-reduce of `nbytes`, ranks_per_node to a node; rank 0 is the busiest.
 
     Exact where 128 P divides nbytes (128 x 2^k, where 2^k of the P ranks halve and double); else a
     chunk is at most 128 bytes longer, or shorter, than its share.
     """
     D, P, core = nbytes, world_size, 1 << (world_size.bit_length() - 1)
     if algorithm == "hierarchical":
-        return _hierarchical_cost(all_reduce_cost, D, P, inner_size)
+        return _hierarchical_cost(all_reduce_cost, D, P, ranks_per_node)
     if algorithm == "naive":
         cost = Cost(min(P - 1, 1), (P - 1) * D, (P - 1) * D)
     elif algorithm == "direct":
@@ -1054,36 +1054,36 @@ def all_reduce_cost(algorithm, nbytes, world_size, inner_size=1, rank=0):
         cost = cost if halving else Cost(steps, steps * D, steps * D)
         if rank + core < P:
             cost = Cost(cost.steps + 2, cost.bytes + D, cost.added + D)
-    return _paced(cost, P, inner_size)
+    return _paced(cost, P, ranks_per_node)
 
 
-def _hierarchical_cost(cost, nbytes, world_size, inner_size):
-    inside = cost("direct", nbytes, inner_size, inner_size)
-    between = cost("ring", nbytes // inner_size, world_size // inner_size)
+def _hierarchical_cost(cost, nbytes, world_size, ranks_per_node):
+    inside = cost("direct", nbytes, ranks_per_node, ranks_per_node)
+    between = cost("ring", nbytes // ranks_per_node, world_size // ranks_per_node)
     return Cost(*(sum(pair) for pair in zip(inside, between)))
 
 
-def _paced(cost, world_size, inner_size):
+def _paced(cost, world_size, ranks_per_node):
     """With several nodes every step has messages between them, whose pace the others keep."""
-    return cost._replace(between=cost.bytes if inner_size < world_size else 0)
+    return cost._replace(between=cost.bytes if ranks_per_node < world_size else 0)
 
 
-def reduce_scatter_cost(algorithm, nbytes, world_size, inner_size=1):
-    """Cost of a reduce-scatter of a full tensor of `nbytes`, with inner_size ranks to a node.
+def reduce_scatter_cost(algorithm, nbytes, world_size, ranks_per_node=1):
+    """Cost of a reduce-scatter of a full tensor of `nbytes`, ranks_per_node to a node.
 
     algorithm: halving, direct, ring or hierarchical. Exact where P divides nbytes.
     """
     D, P = nbytes, world_size
     if algorithm == "hierarchical":
-        return _hierarchical_cost(reduce_scatter_cost, D, P, inner_size)
+        return _hierarchical_cost(reduce_scatter_cost, D, P, ranks_per_node)
     steps = {"halving": (P - 1).bit_length(), "direct": min(P - 1, 1), "ring": P - 1}[algorithm]
     cost = Cost(steps, (P - 1) * D // P, (P - 1) * D // P)
     if algorithm == "ring" and P > 1:
         cost = cost._replace(added=min(SEGMENT, D // P))
-    return _paced(cost, P, inner_size)
+    return _paced(cost, P, ranks_per_node)
 
 
-def broadcast_cost(algorithm, nbytes, world_size, inner_size=1):
+def broadcast_cost(algorithm, nbytes, world_size, ranks_per_node=1):
     """Cost of a broadcast for the root: "tree", or "scatter_all_gather".
 
     Exact where 128 P divides nbytes; else a chunk is at most 128 bytes longer, or shorter.
@@ -1092,7 +1092,7 @@ def broadcast_cost(algorithm, nbytes, world_size, inner_size=1):
     cost = Cost(rounds, rounds * nbytes)
     if algorithm == "scatter_all_gather":
         cost = Cost(world_size, 2 * nbytes * (world_size - 1) // world_size)
-    return _paced(cost, world_size, inner_size)
+    return _paced(cost, world_size, ranks_per_node)
 
 
 def all_reduce_bytes(nbytes, world_size):
@@ -1201,13 +1201,13 @@ def _average(row, op, world_size):
         row.div_(world_size)
 
 
-def _all_reduce(output, input, op, algorithm, inner_size, link):
+def _all_reduce(output, input, op, algorithm, ranks_per_node, link):
     """All-reduce `input` into `output`, which may be the same."""
     P = link.world_size
     if algorithm == "auto":
         algorithm = _auto(all_reduce_cost, input.nbytes, link)
     if algorithm == "hierarchical":
-        reduce = _hierarchical(inner_size or _ranks_per_node(link))
+        reduce = _hierarchical(ranks_per_node or _ranks_per_node(link))
     else:
         reduce = _ALL_REDUCE[algorithm]
     most = _part_bytes(algorithm, P, link)
@@ -1221,23 +1221,24 @@ def _all_reduce(output, input, op, algorithm, inner_size, link):
 
 @_for_members
 def all_reduce(
-    tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", inner_size=None
+    tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", ranks_per_node=None
 ):
     """Reduce `tensor` over the group, in place; every rank ends with the same bits.
 
     algorithm: naive, direct, ring, recursive_doubling, halving_doubling, or hierarchical with
-    `inner_size` consecutive ranks to a node; auto takes the one that costs least. Returns None, or
-    a Work with async_op. Raises ValueError for an op or algorithm that is not known, for AVG of
-    integers, MIN and MAX of complex numbers, and for an inner_size that does not divide the group.
+    `ranks_per_node` consecutive ranks to a node; auto takes the one that costs least. Returns None,
+    or a Work with async_op. Raises ValueError for an op or algorithm that is not known, for AVG of
+    integers, MIN and MAX of complex numbers, and for a ranks_per_node that does not divide the
+    group.
     """
     _check_op(op, tensor.dtype)
     known = "auto", "hierarchical", *_ALL_REDUCE
     _check(algorithm in known, "algorithm={!r} is not one of {}", algorithm, ", ".join(known))
     world_size = dist.get_world_size(group)
-    divides = algorithm != "hierarchical" or (inner_size and world_size % inner_size == 0)
-    _check(divides, "inner_size={} does not divide world_size={}", inner_size, world_size)
-    run = partial(_all_reduce, tensor, tensor, op, algorithm, inner_size)
-    signature = tuple(tensor.shape), tensor.dtype, op, algorithm, inner_size
+    divides = algorithm != "hierarchical" or (ranks_per_node and world_size % ranks_per_node == 0)
+    _check(divides, "ranks_per_node={} does not divide world_size={}", ranks_per_node, world_size)
+    run = partial(_all_reduce, tensor, tensor, op, algorithm, ranks_per_node)
+    signature = tuple(tensor.shape), tensor.dtype, op, algorithm, ranks_per_node
     return _launch("all_reduce", run, [tensor], group, async_op, signature)
 
 
@@ -1714,13 +1715,13 @@ def _demonstrate():
     unit = ALIGNMENT * math.lcm(world_size, 1 << (world_size.bit_length() - 1))
     for size in (1 << 12, 1 << 18, 1 << 24):
         nbytes = math.ceil(size / unit) * unit  # what all algorithms cut into chunks alike
-        tensor, inner_size = torch.zeros(nbytes // 4), 2 - world_size % 2
+        tensor, ranks_per_node = torch.zeros(nbytes // 4), 2 - world_size % 2
         gloo = _median_seconds(lambda: dist.group.WORLD.allreduce([tensor]).wait())
         for algorithm in (*_ALL_REDUCE, "hierarchical"):
-            call = lambda: all_reduce(tensor, algorithm=algorithm, inner_size=inner_size)
+            call = lambda: all_reduce(tensor, algorithm=algorithm, ranks_per_node=ranks_per_node)
             with count_bytes() as traffic:
                 call()
-            cost = all_reduce_cost(algorithm, nbytes, world_size, inner_size, rank)
+            cost = all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node, rank)
             seconds = (cost.seconds(link), _median_seconds(call), gloo)
             if rank == 0:
                 counts = f"{cost.bytes:10}{traffic.bytes():10}{cost.steps:6}"

@@ -64,7 +64,7 @@ class Router(nn.Module):
     score: "softmax" of the logits, or "sigmoid" of each, which DeepSeek-V3 does. normalize: weights
     are scores divided by their sum over the chosen, by default unless k = 1, where that would leave
     the router without gradient. `bias` is added for the choice and is not in the weights. Among
-    equal scores the lowest expert wins. num_groups, max_groups: experts come in groups, of nodes,
+    equal scores the lowest expert wins. n_group, topk_group: experts come in groups, of nodes,
     and a token may use at most so many of them: those with the highest sum of their two best.
 
     Raises ValueError for a score that is not known, groups that do not divide the experts, and a
@@ -78,24 +78,24 @@ class Router(nn.Module):
         top_k=1,
         score="softmax",
         normalize=None,
-        num_groups=1,
-        max_groups=None,
+        n_group=1,
+        topk_group=None,
     ):
         super().__init__()
-        max_groups = max_groups or num_groups
+        topk_group = topk_group or n_group
         if score not in ("softmax", "sigmoid"):
             raise ValueError(f"score={score!r} is neither 'softmax' nor 'sigmoid'")
-        if num_groups < 1 or num_experts % num_groups:
-            raise ValueError(f"num_experts={num_experts} cannot form num_groups={num_groups}")
-        reachable = min(max_groups, num_groups) * num_experts // num_groups
+        if n_group < 1 or num_experts % n_group:
+            raise ValueError(f"num_experts={num_experts} cannot form n_group={n_group}")
+        reachable = min(topk_group, n_group) * num_experts // n_group
         if not 1 <= top_k <= reachable:
             raise ValueError(
                 f"top_k={top_k} is not from 1 to {reachable}, the experts that a token can reach: "
-                f"num_experts={num_experts}, num_groups={num_groups}, max_groups={max_groups}"
+                f"num_experts={num_experts}, n_group={n_group}, topk_group={topk_group}"
             )
         self.top_k, self.score = top_k, score
         self.normalize = top_k > 1 if normalize is None else normalize
-        self.num_groups, self.max_groups = num_groups, max_groups
+        self.n_group, self.topk_group = n_group, topk_group
         self.weight = nn.Parameter(torch.randn(num_experts, hidden) * hidden**-0.5)
         self.register_buffer("bias", torch.zeros(num_experts))
 
@@ -116,10 +116,10 @@ class Router(nn.Module):
 
     def choose(self, scores):
         """(N, E) -> (N, k), best first."""
-        if self.max_groups < self.num_groups:
-            grouped = scores.unflatten(1, (self.num_groups, -1))  # (N, G, E/G)
+        if self.topk_group < self.n_group:
+            grouped = scores.unflatten(1, (self.n_group, -1))  # (N, G, E/G)
             best = grouped.topk(min(2, grouped.shape[2]), -1).values.sum(-1)  # (N, G)
-            far = _best(best, self.num_groups)[:, self.max_groups :].unsqueeze(-1)
+            far = _best(best, self.n_group)[:, self.topk_group :].unsqueeze(-1)
             far = far.expand(-1, -1, grouped.shape[2])
             scores = grouped.scatter(1, far, -math.inf).flatten(1)
         return _best(scores, self.top_k)
@@ -569,7 +569,7 @@ def _demonstrate():
 
 def _crossings(nodes, most, tokens=4096):
     """Rows that leave node 0 in one hop and in two, for DeepSeek-V3's choice of experts."""
-    router = Router(64, 256, 8, "sigmoid", num_groups=nodes, max_groups=most)
+    router = Router(64, 256, 8, "sigmoid", n_group=nodes, topk_group=most)
     node = router(torch.randn(tokens, 64)).experts * nodes // 256
     copies = F.one_hot(node, nodes).amax(1)  # (N, nodes)
     return (node > 0).sum().item(), copies[:, 1:].sum().item()

@@ -91,13 +91,13 @@ from tensor_parallel import (
     ShardedRandomState,
     VocabParallelEmbedding,
     attention,
-    counted_ranges,
     gather_shards,
     is_sharded,
     mark_partial,
     parallel_linear,
     shard_sizes,
     sum_partial_gradients,
+    unique_ranges,
     vocab_parallel_cross_entropy,
 )
 from zero import ZeroRedundancyOptimizer
@@ -107,7 +107,7 @@ CP_METHODS = {
     "ring": ring_attention,
     "ulysses": ulysses_attention,
 }
-IGNORED = -100  # a target that does not count
+IGNORE_INDEX = -100  # a target that does not count
 SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 200, 0.8
 
 # ---- mesh ----------------------------------------------------------------------------------------
@@ -117,9 +117,9 @@ SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 200, 0.8
 class Mesh:
     """This process's groups. Its rank along an axis is its rank inside that axis's group.
 
-    grad_group joins the ranks whose gradients are summed, dp x cp; ep_group those of them that have
-    different experts, expert_grad_group those that have the same; embedding_group the first and the
-    last stage, which both hold the token embedding (None on the stages between).
+    dp_cp_group joins the ranks whose gradients are summed, dp x cp; ep_group those of them that
+    have different experts, expert_dp_group those that have the same; embedding_group the first and
+    the last stage, which both hold the token embedding (None on the stages between).
 
     Groups of the same ranks are one, but gradients have communicators of their own: messages of a
     layer would wait for the gradients that are under way.
@@ -129,9 +129,9 @@ class Mesh:
     dp_group: dist.ProcessGroup
     cp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup
-    grad_group: dist.ProcessGroup
+    dp_cp_group: dist.ProcessGroup
     ep_group: dist.ProcessGroup
-    expert_grad_group: dist.ProcessGroup
+    expert_dp_group: dist.ProcessGroup
     embedding_group: dist.ProcessGroup | None = None
 
 
@@ -155,15 +155,15 @@ def make_mesh(pp=1, dp=1, cp=1, tp=1, ep=1, local_world_size=None):
         "dp_group": grid.permute(0, 2, 3, 1).reshape(-1, dp),
         "cp_group": grid.permute(0, 1, 3, 2).reshape(-1, cp),
         "tp_group": grid.reshape(-1, tp),
-        "grad_group": replicas,
+        "dp_cp_group": replicas,
         "ep_group": replicas.reshape(-1, ep),
-        "expert_grad_group": replicas.unflatten(1, (-1, ep)).mT.flatten(0, 1),
+        "expert_dp_group": replicas.unflatten(1, (-1, ep)).mT.flatten(0, 1),
         "embedding_group": ends.permute(1, 2, 3, 0).reshape(-1, len(ends)),
     }
     groups, mine = {}, {}  # made by all ranks in the same order
     for name, rows in slices.items():
         for ranks in map(tuple, rows.tolist()):
-            key = ranks, len(ranks) > 1 and "grad" in name
+            key = ranks, len(ranks) > 1 and name in ("dp_cp_group", "expert_dp_group")
             groups[key] = groups.get(key) or dist.new_group(ranks)
             if rank in ranks:
                 mine[name] = groups[key]
@@ -268,13 +268,13 @@ class Block(nn.Module):
     """Pre-LayerNorm transformer layer, (T, B, D) -> (T, B, D).
 
     With sequence parallelism T is this rank's part. random: the state from which dropout draws
-    where ranks of tp hold different activations. core(q, k, v, dropout): attention itself. moe: a
-    function that makes what takes the MLP's place.
+    where ranks of tp hold different activations. attention_fn(q, k, v, dropout): attention itself.
+    moe: a function that makes what takes the MLP's place.
     """
 
-    def __init__(self, config, random, core=attention, moe=None, **options):
+    def __init__(self, config, random, attention_fn=attention, moe=None, **options):
         super().__init__()
-        self.config, self.random, self.core = config, random, core
+        self.config, self.random, self.attention_fn = config, random, attention_fn
         options["sequence_parallel"] = config.sequence_parallel
         self.ln_1 = _layer_norm(config)
         self.attn = ParallelSelfAttention(
@@ -296,7 +296,7 @@ class Block(nn.Module):
     def _attend(self, q, k, v):
         p = self.config.dropout if self.training else 0.0
         with self.random if p else nullcontext():
-            return self.core(q, k, v, p)
+            return self.attention_fn(q, k, v, p)
 
 
 def _layer_norm(config):
@@ -326,7 +326,7 @@ class GPT(nn.Module):
     with more the last stage has a copy, kept equal by sum_shared_gradients().
 
     positions: those of the tokens in the whole sequence, of which context parallelism leaves a rank
-    some, on the model's device; core: its attention; moe: makes the layers of experts.
+    some, on the model's device; attention_fn: its attention; moe: makes the layers of experts.
     """
 
     def __init__(
@@ -338,7 +338,7 @@ class GPT(nn.Module):
         random=nullcontext(),
         defer=None,
         positions=None,
-        core=attention,
+        attention_fn=attention,
         moe=None,
     ):
         super().__init__()
@@ -358,7 +358,7 @@ class GPT(nn.Module):
             wpe = nn.Embedding(config.seq_len, config.hidden)
             self.transformer["wpe"] = mark_partial(wpe) if sequence_parallel else wpe
         layers = layers_of(stage, num_stages, config.layers)
-        block = partial(Block, config, random, core, group=tp_group, defer=defer)
+        block = partial(Block, config, random, attention_fn, group=tp_group, defer=defer)
         blocks = {str(i): block(moe=moe if config.has_experts(i) else None) for i in layers}
         self.transformer["h"] = nn.ModuleDict(blocks)
         if self.last:
@@ -394,12 +394,12 @@ class GPT(nn.Module):
         return _residual_dropout(self, x)
 
     def token_losses(self, logits, targets):
-        """Loss of each token (T*B,), from split logits, which are lost; zero where IGNORED."""
+        """Loss of each token (T*B,), from split logits, which are lost; zero where IGNORE_INDEX."""
         return vocab_parallel_cross_entropy(
             logits.flatten(0, 1),
             targets.t().flatten(),
             self.lm_head.start,
-            IGNORED,
+            IGNORE_INDEX,
             self.tp_group,
             inplace=True,
         )
@@ -492,7 +492,7 @@ def gather_state(trainer, value=lambda parameter: parameter):
     value picks what is gathered of a parameter: itself, or `lambda p: p.grad`.
     """
     config, mesh, route = trainer.config, trainer.mesh, trainer.route
-    if dist.get_rank(mesh.expert_grad_group) > 0:
+    if dist.get_rank(mesh.expert_dp_group) > 0:
         return None  # replicas
     groups = mesh.pp_group, mesh.tp_group, mesh.ep_group
     rank, tp_rank, ep_rank = map(dist.get_rank, groups)
@@ -557,9 +557,9 @@ class Data:
         return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
     def validation_batch(self, index, batch_size, seq_len):
-        """The index-th batch of the validation part, read in order; IGNORED where it has ended."""
+        """The index-th batch of the validation part, in order; IGNORE_INDEX where it has ended."""
         inputs = torch.zeros(batch_size * seq_len, dtype=torch.int64)
-        targets = torch.full_like(inputs, IGNORED)
+        targets = torch.full_like(inputs, IGNORE_INDEX)
         start = index * len(inputs)
         window = torch.from_numpy(self.validation[start : start + len(inputs) + 1].astype(np.int64))
         count = max(len(window) - 1, 0)
@@ -684,7 +684,7 @@ class Trainer:
         # Dropout masks: alike over tp where activations are, different over dp, cp and pp. On the
         # CPU a generator has 32 bits of seed: hashed, those of two --seed do not overlap.
         digest = hashlib.sha256(f"{args.seed} dropout".encode()).digest()
-        number = dist.get_rank(mesh.grad_group) * num_stages + rank
+        number = dist.get_rank(mesh.dp_cp_group) * num_stages + rank
         torch.manual_seed(int.from_bytes(digest[:4], "big") + number)
         named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
         self.parameters = [parameter for _, parameter in named]
@@ -699,9 +699,9 @@ class Trainer:
     def _make_chunks(self, schedule):
         """The stages of the model that this rank has, by chunk."""
         args, mesh = self.args, self.mesh
-        core, method = attention, CP_METHODS[args.cp_method]
+        attention_fn, method = attention, CP_METHODS[args.cp_method]
         if args.cp > 1:
-            core = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)
+            attention_fn = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)
         make = partial(
             GPT,
             self.config,
@@ -710,7 +710,7 @@ class Trainer:
             random=ShardedRandomState(self.device, mesh.tp_group),
             defer=lambda: self.pipeline.queue,
             positions=self.positions.to(self.device),
-            core=core,
+            attention_fn=attention_fn,
             moe=partial(ParallelMoE, self.config, mesh, args.microbatches),
         )
         rank = dist.get_rank(mesh.pp_group)
@@ -725,11 +725,11 @@ class Trainer:
     def _replicate(self, chunk):
         return DistributedDataParallel(
             chunk,
-            self.mesh.grad_group,
+            self.mesh.dp_cp_group,
             broadcast_buffers=False,
             gradient_divide_factor=1,  # the loss has its global divisor already
             wait_in_backward=False,
-            groups=dict.fromkeys(self.experts, self.mesh.expert_grad_group),
+            groups=dict.fromkeys(self.experts, self.mesh.expert_dp_group),
         )
 
     def _make_optimizers(self):
@@ -753,9 +753,9 @@ class Trainer:
         if bf16:
             options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
         make = partial(ZeroRedundancyOptimizer, gradient_divide_factor=1, **options)
-        yield make(groups, torch.optim.AdamW, self.mesh.grad_group)
+        yield make(groups, torch.optim.AdamW, self.mesh.dp_cp_group)
         if self.experts:
-            yield make(expert_groups, torch.optim.AdamW, self.mesh.expert_grad_group)
+            yield make(expert_groups, torch.optim.AdamW, self.mesh.expert_dp_group)
 
     def forward_pipeline(self, num_microbatches, loss_fn):
         """A pipeline without backward, along the first route."""
@@ -822,7 +822,7 @@ class Trainer:
         total = count = 0
         for index in range(batches):
             inputs, targets = data.validation_batch(index, self.args.batch_size, self.args.seq_len)
-            counted = int((targets != IGNORED).sum())
+            counted = int((targets != IGNORE_INDEX).sum())
             inputs, targets = (tokens[self.local_rows()] for tokens in (inputs, targets))
             loss, num_outside = torch.stack(self._run(self.evaluation, inputs, targets)).tolist()
             self._refuse_outside(num_outside, inputs, targets)
@@ -841,12 +841,12 @@ class Trainer:
         # The divisor of the loss: counted tokens of all replicas and microbatches, known before
         # backward.
         outside = torch.maximum(inputs, targets) >= self.config.vocab_size
-        counts = torch.stack([(targets != IGNORED).sum(), outside.sum()])
-        all_reduce(counts, group=self.mesh.grad_group)
+        counts = torch.stack([(targets != IGNORE_INDEX).sum(), outside.sum()])
+        all_reduce(counts, group=self.mesh.dp_cp_group)
         self.tokens = counts[0].clamp(min=1)
         loss = pipeline.step(inputs, targets)
         loss = torch.zeros((), device=self.device) if loss is None else loss
-        all_reduce(loss, group=self.mesh.grad_group)
+        all_reduce(loss, group=self.mesh.dp_cp_group)
         all_reduce(loss, group=self.mesh.pp_group)  # from the rank, or the two, that have one
         return loss, counts[1].to(loss.dtype)
 
@@ -861,7 +861,7 @@ class Trainer:
         """Raise TrainingError if number, alike on all ranks, tells of tokens outside."""
         if number:
             largest = torch.maximum(inputs, targets).max().to(self.device)
-            all_reduce(largest, ReduceOp.MAX, self.mesh.grad_group)
+            all_reduce(largest, ReduceOp.MAX, self.mesh.dp_cp_group)
             where = f"--data {self.args.data}: " if self.args.data else ""
             vocabulary = f"--vocab-size {self.config.vocab_size}"
             raise TrainingError(f"{where}token {largest} is outside {vocabulary}")
@@ -911,7 +911,7 @@ class Trainer:
                 if name != "lm_head.weight":  # a copy of the embedding
                     counted[_is_expert(name)] += [
                         piece[max(0, begin - first) : max(0, end - first)]
-                        for begin, end in counted_ranges(parameter, mesh.tp_group)
+                        for begin, end in unique_ranges(parameter, mesh.tp_group)
                     ]
         dense, experts = (
             torch.stack(torch._foreach_norm(gradients)).square().sum()
@@ -922,7 +922,7 @@ class Trainer:
         if not self.args.zero:  # replicas count once, but experts are others on each rank of ep
             all_reduce(experts, group=mesh.ep_group)
         square = dense + experts
-        groups = [mesh.grad_group] if self.args.zero else []
+        groups = [mesh.dp_cp_group] if self.args.zero else []
         for group in (*groups, mesh.tp_group, mesh.pp_group):
             all_reduce(square, group=group)
         norm = square.sqrt()
@@ -947,7 +947,7 @@ class Trainer:
         for number, layer in routed.items():
             counts[number] += layer.counts
             layer.counts.zero_()
-        for group in (self.mesh.grad_group, self.mesh.tp_group, self.mesh.pp_group):
+        for group in (self.mesh.dp_cp_group, self.mesh.tp_group, self.mesh.pp_group):
             all_reduce(counts, group=group)
         for number, layer in routed.items():
             layer.router.update_bias(counts[number])

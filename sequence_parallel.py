@@ -156,7 +156,7 @@ def recompute(function, *inputs):
 #     zig-zag    rank    0 1 2 3 3 2 1 0
 
 
-def context_runs(rank, world_size, seq_len, zigzag=True):
+def chunk_ranges(rank, world_size, seq_len, zigzag=True):
     """(first position, positions) of each run of the sequence that a rank has, in order.
 
     Raises ValueError if seq_len cannot be cut into equal chunks, two for each of several ranks.
@@ -173,7 +173,7 @@ def context_runs(rank, world_size, seq_len, zigzag=True):
 
 def context_positions(seq_len, group=None, zigzag=True):
     """The positions (T/P,) in the whole sequence of what this rank has. ValueError as above."""
-    runs = context_runs(*rank_and_size(group), seq_len, zigzag)
+    runs = chunk_ranges(*rank_and_size(group), seq_len, zigzag)
     return torch.cat([torch.arange(begin, begin + size) for begin, size in runs])
 
 
@@ -344,7 +344,7 @@ class _AllGatherAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, group, causal, zigzag, documents):
         rank, P = rank_and_size(group)
         T = P * q.shape[2]
-        runs = [context_runs(r, P, T, zigzag) for r in (rank, 0)]
+        runs = [chunk_ranges(r, P, T, zigzag) for r in (rank, 0)]
         ctx.group, ctx.dtype, ctx.chunks = group, k.dtype, len(runs[1])
         ctx.tiles = context_tiles(runs[0], [(0, T)], causal, documents)
         kv = _unflatten(torch.stack([k, v]), ctx.chunks, 3).movedim(3, 0).contiguous()
@@ -408,7 +408,7 @@ def _check_kernel(q):
 @lru_cache(maxsize=64)
 def _ring_tiles(rank, world_size, seq_len, causal, zigzag, documents):
     """The tiles of each step; kept, as Python takes longer for them than for the messages."""
-    runs = [context_runs(r, world_size, seq_len, zigzag) for r in range(world_size)]
+    runs = [chunk_ranges(r, world_size, seq_len, zigzag) for r in range(world_size)]
     sources = [(rank - step) % world_size for step in range(world_size)]
     return [context_tiles(runs[rank], runs[source], causal, documents) for source in sources]
 
@@ -501,7 +501,7 @@ def ulysses_attention(q, k, v, group=None, causal=True, zigzag=True):
         )
     if kv_heads < P:
         k, v = (x.repeat_interleave(P // kv_heads, 1) for x in (k, v))
-    each = len(context_runs(0, P, P * length, zigzag))  # chunks of a rank
+    each = len(chunk_ranges(0, P, P * length, zigzag))  # chunks of a rank
     parts = torch.cat([_unflatten(x, P, 1) for x in (q, k, v)], 2)  # (B, P, h, T/P, K)
     parts = _unflatten(parts, each, 3).permute(1, 3, 0, 2, 4, 5)
     parts = parts.flatten(0, 1)  # (chunks, B, h, ., K)

@@ -184,7 +184,7 @@ def _flat_blocks(parameter, rank, world_size):
     return flat
 
 
-def counted_ranges(parameter, group=None):
+def unique_ranges(parameter, group=None):
     """[(begin, end)] of the flattened elements that no lower rank of the group has too.
 
     Over the ranks they are the whole, once: what a norm has to count (torch.nn.utils' would be
@@ -468,7 +468,8 @@ class ParallelSelfAttention(nn.Module):
     x: (T, B, D) -> (T, B, D), both (T/P, B, D) with sequence_parallel. kv_heads: grouped-query
     attention, where heads / kv_heads queries share a key and a value; with fewer than P of them
     neighbouring ranks hold, and compute, the same, and sum_partial_gradients() sums its gradient.
-    core(q, k, v): attention itself, from (B, H/P, T, K) and (B, KV/P, T, K), to (B, H/P, T, K).
+    attention_fn(q, k, v): attention itself, from (B, H/P, T, K) and (B, KV/P, T, K) to
+        (B, H/P, T, K).
     Raises ValueError if kv_heads does not divide heads, P heads, or one of P and kv_heads the
     other.
     """
@@ -478,7 +479,7 @@ class ParallelSelfAttention(nn.Module):
         hidden,
         heads,
         kv_heads=None,
-        core=None,
+        attention_fn=None,
         group=None,
         sequence_parallel=False,
         save_gathered=False,
@@ -494,7 +495,7 @@ class ParallelSelfAttention(nn.Module):
             )
         K, kv_parts = hidden // heads, min(tp, kv_heads)
         self.heads, self.kv_heads, self.K = heads // tp, kv_heads // kv_parts, K
-        self.core = core or attention
+        self.attention_fn = attention_fn or attention
         keys = (kv_heads * K, kv_parts)
         self.c_attn = ColumnParallelLinear(
             hidden,
@@ -514,7 +515,7 @@ class ParallelSelfAttention(nn.Module):
         T, B, _ = qkv.shape
         sizes = [self.heads, self.kv_heads, self.kv_heads]
         qkv = qkv.view(T, B, sum(sizes), self.K).permute(1, 2, 0, 3)  # (B, (H + 2 KV) / P, T, K)
-        y = self.core(*qkv.split(sizes, 1)).permute(2, 0, 1, 3)  # (T, B, H/P, K)
+        y = self.attention_fn(*qkv.split(sizes, 1)).permute(2, 0, 1, 3)  # (T, B, H/P, K)
         return self.c_proj(y.reshape(T, B, self.heads * self.K))  # (T, B, D/P) -> (T, B, D)
 
 

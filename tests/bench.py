@@ -57,7 +57,7 @@ from reference_gpt import Layer, ReferenceGPT
 from sequence_parallel import (
     allgather_attention,
     attended_pairs,
-    context_runs,
+    chunk_ranges,
     context_tiles,
     ring_attention,
     ulysses_attention,
@@ -498,7 +498,7 @@ def _time_context_parallel(T, rounds):
 
 def _slowest_pairs(P, T, zigzag):
     """Pairs of the slowest rank, in a ring whose steps all wait for theirs."""
-    runs = [context_runs(r, P, T, zigzag) for r in range(P)]
+    runs = [chunk_ranges(r, P, T, zigzag) for r in range(P)]
     pairs = lambda r, step: attended_pairs(context_tiles(runs[r], runs[(r - step) % P]))
     return sum(max(pairs(r, step) for r in range(P)) for step in range(P))
 

@@ -2,6 +2,7 @@
 
     run(4, function, *args)     ranks of a pool kept alive between calls: for tests that pass
     spawn(4, function, *args)   ranks used once and thrown away: for tests of failure
+    @on_ranks(1, 2, 3)          a test whose body is what each rank does, on so many ranks
 
     parent  -- task -->  each rank: FileStore, init_process_group, function(*args), destroy
             <-- result or traceback, or end of file where the rank died --
@@ -11,6 +12,9 @@ pickled by value. A rank that fails leaves at once: its peers are told by their 
 """
 
 import faulthandler
+import functools
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -31,6 +35,7 @@ from unittest.mock import patch
 os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -263,3 +268,33 @@ def spawn(world_size, function, *args, check=True, timeout=40, group_timeout=Non
     finally:
         once.close()
     return results(outcomes) if check else outcomes
+
+
+@dataclass
+class Body:
+    """What a rank does of a test that on_ranks() made: found by name, as pickle wants it."""
+    module: str
+    name: str
+
+    def __call__(self, **arguments):
+        return getattr(importlib.import_module(self.module), self.name).__wrapped__(**arguments)
+
+
+def on_ranks(*world_sizes, **options):
+    """Make a function a test that runs it on each rank of groups of these sizes.
+
+    Its parameters are pytest's, fixtures too, if they can be pickled. A size may be a pytest.param,
+    or a function of the parameters: on_ranks(lambda ep, dp, **_: ep * dp). options: those of run().
+    """
+
+    def decorate(body):
+        @functools.wraps(body)
+        def test(world_size, **arguments):
+            size = world_size(**arguments) if callable(world_size) else world_size
+            run(size, Body(body.__module__, body.__name__), **options, **arguments)
+
+        signature, own = inspect.signature(body), inspect.Parameter("world_size", 1)
+        test.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])
+        return pytest.mark.parametrize("world_size", world_sizes)(test)
+
+    return decorate

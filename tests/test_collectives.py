@@ -444,19 +444,19 @@ def test_barrier_waits_for_the_last_rank(world_size, tmp_path):
 
 
 def _algorithms(world_size):
-    """(name, inner_size) of every algorithm that a group of this size has."""
+    """(name, ranks_per_node) of every algorithm that a group of this size has."""
     inner = [size for size in range(1, world_size + 1) if world_size % size == 0]
     names = ("auto", "naive", "direct", "ring", "recursive_doubling", "halving_doubling")
     return [(name, None) for name in names] + [("hierarchical", size) for size in inner]
 
 
 @patch.object(collectives, "SEGMENT", 1 << 12)
-def _reduce_by(name, inner_size):
+def _reduce_by(name, ranks_per_node):
     """Every dtype and odd length, several segments, and a tensor that is not contiguous."""
     rank, world_size = rank_and_size()
     big = world_size * ((1 << 10) + 3)
     cases = [(dtype, n) for dtype in DTYPES for n in (0, 1, 2, 5, 64)] + [(torch.float64, big)]
-    how = {"algorithm": name, "inner_size": inner_size}
+    how = {"algorithm": name, "ranks_per_node": ranks_per_node}
     for dtype, length in cases:
         everyone = _integers(world_size, length, dtype=dtype, seed=length)
         for op, expected in REDUCED.items():
@@ -483,8 +483,8 @@ SIZES = [1, 2, 3, 4, *(pytest.param(size, marks=pytest.mark.soak) for size in (5
 
 @pytest.mark.parametrize("world_size", SIZES)
 def test_every_algorithm_reduces_and_leaves_the_same_bits_on_all_ranks(world_size):
-    for name, inner_size in _algorithms(world_size):
-        first, *others = run(world_size, _reduce_by, name, inner_size)
+    for name, ranks_per_node in _algorithms(world_size):
+        first, *others = run(world_size, _reduce_by, name, ranks_per_node)
         assert all(torch.equal(first, other) for other in others), name
 
 
@@ -578,8 +578,8 @@ def _send_from_rows(dtype):
         shard = torch.zeros(length // unit * unit, dtype=dtype)
         full = torch.zeros(len(shard) * world_size, dtype=dtype)
         ragged = [torch.zeros(length + r, dtype=dtype) for r in range(world_size)]
-        for name, inner_size in _algorithms(world_size):
-            all_reduce(row, algorithm=name, inner_size=inner_size)
+        for name, ranks_per_node in _algorithms(world_size):
+            all_reduce(row, algorithm=name, ranks_per_node=ranks_per_node)
         for ranks_per_node in (world_size, world_size // 2, 1):
             set_ranks_per_node(ranks_per_node)
             all_reduce(row)
@@ -615,9 +615,9 @@ def test_every_message_begins_on_128_bytes_of_a_row_that_does():
         assert not [offset for offset in offsets if offset % 128]
 
 
-def _count_odd(name, inner_size, elements):
+def _count_odd(name, ranks_per_node, elements):
     with count_bytes() as traffic:
-        all_reduce(torch.zeros(elements), algorithm=name, inner_size=inner_size)
+        all_reduce(torch.zeros(elements), algorithm=name, ranks_per_node=ranks_per_node)
     return traffic.bytes()
 
 
@@ -625,9 +625,9 @@ def _count_odd(name, inner_size, elements):
 def test_of_any_length_a_rank_sends_at_most_128_bytes_a_chunk_more_than_is_claimed(world_size):
     P = world_size
     for elements in (1, 1001):
-        for name, inner_size in _algorithms(P)[1:]:
-            for rank, sent in enumerate(run(P, _count_odd, name, inner_size, elements)):
-                claimed = all_reduce_cost(name, 4 * elements, P, inner_size or 1, rank).bytes
+        for name, ranks_per_node in _algorithms(P)[1:]:
+            for rank, sent in enumerate(run(P, _count_odd, name, ranks_per_node, elements)):
+                claimed = all_reduce_cost(name, 4 * elements, P, ranks_per_node or 1, rank).bytes
                 assert sent <= claimed + 2 * (P - 1) * 128, (name, sent, claimed)
                 if name == "ring":
                     assert sent <= all_reduce_bytes(4 * elements, P) + 256
@@ -666,9 +666,11 @@ def _among_nodes(ranks_per_node):
     return counts, noise
 
 
-@pytest.mark.parametrize(("world_size", "inner_size"), [(4, 2), (6, 2), (6, 3), (8, 4)])
-def test_between_nodes_go_an_ith_of_the_bytes_and_a_ring_inside_one_batch(world_size, inner_size):
-    P, I, O = world_size, inner_size, world_size // inner_size
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 2), (6, 2), (6, 3), (8, 4)])
+def test_between_nodes_go_an_ith_of_the_bytes_and_a_ring_inside_one_batch(
+    world_size, ranks_per_node
+):
+    P, I, O = world_size, ranks_per_node, world_size // ranks_per_node
     D = 96 * 8 * P
     results = run(P, _among_nodes, I)
     within, between = (I - 1) * D // I, (O - 1) * D // O // I
@@ -1068,12 +1070,12 @@ def test_the_backend_is_for_the_groups_that_are_set_and_its_bytes_are_not_counte
     run(2, _hand_over)
 
 
-def _count_by(name, inner_size, nbytes):
+def _count_by(name, ranks_per_node, nbytes):
     with count_bytes() as traffic, record() as events:
-        all_reduce(torch.zeros(nbytes // 4), algorithm=name, inner_size=inner_size)
+        all_reduce(torch.zeros(nbytes // 4), algorithm=name, ranks_per_node=ranks_per_node)
     rank, world_size = rank_and_size()
-    node = rank // (inner_size or 1) * (inner_size or 1)
-    inside = traffic.bytes("all_reduce", peers=range(node, node + (inner_size or 1)))
+    node = rank // (ranks_per_node or 1) * (ranks_per_node or 1)
+    inside = traffic.bytes("all_reduce", peers=range(node, node + (ranks_per_node or 1)))
     return traffic.bytes(), inside, sum(event["kind"] == "post" for event in events)
 
 
@@ -1081,9 +1083,9 @@ def _count_by(name, inner_size, nbytes):
 def test_every_algorithm_takes_the_steps_and_sends_the_bytes_that_its_cost_says(world_size):
     nbytes = 840 * 128  # what any P up to 8 divides, by 128
     P = world_size
-    for name, inner_size in _algorithms(P)[1:]:
-        counted = run(P, _count_by, name, inner_size, nbytes)
-        costs = [all_reduce_cost(name, nbytes, P, inner_size or 1, r) for r in range(P)]
+    for name, ranks_per_node in _algorithms(P)[1:]:
+        counted = run(P, _count_by, name, ranks_per_node, nbytes)
+        costs = [all_reduce_cost(name, nbytes, P, ranks_per_node or 1, r) for r in range(P)]
         claimed = [cost.bytes for cost in costs]
         assert [total for total, _, _ in counted] == claimed, name
         assert [steps for *_, steps in counted] == [cost.steps for cost in costs], name
@@ -1091,7 +1093,7 @@ def test_every_algorithm_takes_the_steps_and_sends_the_bytes_that_its_cost_says(
         if name in ("direct", "ring", "hierarchical"):
             assert claimed[0] == 2 * nbytes * (P - 1) // P == all_reduce_bytes(nbytes, P)
         if name == "hierarchical":
-            I, O = inner_size, P // inner_size
+            I, O = ranks_per_node, P // ranks_per_node
             within = 2 * nbytes * (I - 1) // I
             assert counted[0][:2] == (within + 2 * nbytes * (O - 1) // O // I, within)
     assert all_reduce_cost("naive", nbytes, P).bytes == (P - 1) * nbytes
@@ -1703,7 +1705,10 @@ def _raise_value_errors():
         (lambda: all_gather([x(3), x(3)], x(2)), r"\(3,\).*\(2,\)"),
         (lambda: all_gather([x(2), x(2)], x(2).int()), "torch.float32.*torch.int32"),
         (lambda: all_reduce(x(2), algorithm="best"), "algorithm='best'.*ring"),
-        (lambda: all_reduce(x(2), algorithm="hierarchical", inner_size=3), "inner_size=3.*size=2"),
+        (
+            lambda: all_reduce(x(2), algorithm="hierarchical", ranks_per_node=3),
+            "ranks_per_node=3.*size=2",
+        ),
         (lambda: broadcast(x(2), algorithm="best"), "algorithm='best'.*tree"),
         (lambda: reduce(x(2), 5), "dst=5"),
         (lambda: scatter(x(2), [x(2)], dist.get_rank()), "scatter_list is of 1 .*world_size=2"),
@@ -1933,7 +1938,7 @@ def _record_all():
                 common = {"group": group, "async_op": async_op}
                 works += [
                     *(
-                        all_reduce(torch.zeros(n), algorithm=name, inner_size=inner, **common)
+                        all_reduce(torch.zeros(n), algorithm=name, ranks_per_node=inner, **common)
                         for n in (5, (3 << 10) * world_size)
                         for name, inner in _algorithms(world_size)
                     ),

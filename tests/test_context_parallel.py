@@ -20,7 +20,7 @@ from sequence_parallel import (
     attended_pairs,
     context_parallel_bytes,
     context_positions,
-    context_runs,
+    chunk_ranges,
     context_tiles,
     ring_attention,
     ulysses_attention,
@@ -185,10 +185,10 @@ def test_one_rank_needs_no_message_and_takes_odd_lengths(method):
 
 
 def test_zig_zag_gives_rank_r_chunks_r_and_2p_minus_1_minus_r():
-    assert [context_runs(r, 4, 16) for r in range(4)] == [
+    assert [chunk_ranges(r, 4, 16) for r in range(4)] == [
         [(0, 2), (14, 2)], [(2, 2), (12, 2)], [(4, 2), (10, 2)], [(6, 4)]
     ]
-    assert [context_runs(r, 4, 16, zigzag=False) for r in range(4)] == [
+    assert [chunk_ranges(r, 4, 16, zigzag=False) for r in range(4)] == [
         [(0, 4)], [(4, 4)], [(8, 4)], [(12, 4)]
     ]
 
@@ -205,7 +205,7 @@ def test_tiles_are_exactly_the_pairs_that_the_mask_leaves(P):
             number = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))
         seen = torch.zeros(T, T, dtype=torch.int64)
         positions = lambda runs: torch.cat([torch.arange(a, a + n) for a, n in runs])
-        runs = [context_runs(r, P, T, zigzag) for r in range(P)]
+        runs = [chunk_ranges(r, P, T, zigzag) for r in range(P)]
         for queries in runs:
             for keys in runs if case % 2 else [[(0, T)]]:  # as in a ring, or all gathered
                 for tile in context_tiles(queries, keys, causal, documents):
@@ -224,7 +224,7 @@ def test_zig_zag_balances_the_causal_work_and_the_plain_order_does_not():
         T = 2 * P * 64
         work = {}
         for zigzag in (True, False):
-            runs = [context_runs(r, P, T, zigzag) for r in range(P)]
+            runs = [chunk_ranges(r, P, T, zigzag) for r in range(P)]
             tiles = lambda r: [context_tiles(runs[r], keys) for keys in runs]
             work[zigzag] = [sum(map(attended_pairs, tiles(r))) for r in range(P)]
             assert sum(work[zigzag]) == T * (T + 1) // 2
@@ -238,7 +238,7 @@ def test_zig_zag_balances_the_causal_work_and_the_plain_order_does_not():
 
 
 def _largest_tiles(P, T, zigzag):
-    runs = [context_runs(r, P, T, zigzag) for r in range(P)]
+    runs = [chunk_ranges(r, P, T, zigzag) for r in range(P)]
     for step in range(P):
         tiles = (context_tiles(runs[r], runs[(r - step) % P]) for r in range(P))
         yield max(map(attended_pairs, tiles))

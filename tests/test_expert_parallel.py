@@ -71,7 +71,7 @@ CASES = {
     "top-2": dict(E=12, top_k=2),
     "top-3, with drops": dict(E=12, top_k=3, capacity_factor=1.0),
     "top-8 of 64, sigmoid, shared": dict(E=64, top_k=8, score="sigmoid", shared_experts=2),
-    "of 2 of 4 groups": dict(E=12, top_k=4, score="sigmoid", num_groups=4, max_groups=2),
+    "of 2 of 4 groups": dict(E=12, top_k=4, score="sigmoid", n_group=4, topk_group=2),
     "losses": dict(E=12, top_k=2, losses=(0.3, 0.2)),
 }
 
@@ -83,7 +83,7 @@ def _against_loop(case, ep, nodes=None):
     options = dict(CASES[case])
     E, losses = options.pop("E"), options.pop("losses", (0, 0))
     E -= E % ep  # 63 of 64 over 3 ranks
-    groups = options.get("num_groups", 1), options.get("max_groups", 1)
+    groups = options.get("n_group", 1), options.get("topk_group", 1)
     scaled = {"balance_coefficient": losses[0] / 2, "z_coefficient": losses[1] / 2}
     options |= scaled | {"loss_scale": 2.0}
     D, factor = 4, options.get("capacity_factor")
@@ -285,7 +285,7 @@ def _count_waits(dtype, nodes, **options):
     "options",
     [
         {},
-        {"capacity_factor": 1.0, "shared_experts": 1, "score": "sigmoid", "num_groups": 2},
+        {"capacity_factor": 1.0, "shared_experts": 1, "score": "sigmoid", "n_group": 2},
         {"balance_coefficient": 0.1, "z_coefficient": 0.1, "balance_groups": (None,)},
     ],
 )
@@ -376,7 +376,7 @@ def test_a_bias_moves_the_choice_and_not_the_weights():
 def test_a_token_uses_the_groups_of_the_highest_two_best_and_no_more():
     """DeepSeek-V3: 8 of 256 experts, in 4 of 8 groups."""
     torch.manual_seed(0)
-    router = Router(16, 256, 8, "sigmoid", num_groups=8, max_groups=4)
+    router = Router(16, 256, 8, "sigmoid", n_group=8, topk_group=4)
     router.bias.copy_(torch.randn(256) * 0.1)
     x = torch.randn(40, 16)
     scores = (x @ router.weight.t()).sigmoid() + router.bias
@@ -433,7 +433,7 @@ def _both_ways(nodes, N, k, E, D, max_nodes):
     rank, P = rank_and_size()
     local, (node_group, cross_group) = P // nodes, _nodes(nodes)
     torch.manual_seed(rank)
-    router = Router(D, E, k, "sigmoid", num_groups=nodes, max_groups=max_nodes)
+    router = Router(D, E, k, "sigmoid", n_group=nodes, topk_group=max_nodes)
     x = torch.randn(N, D, dtype=torch.float64)
     routing = router(x)
     experts, weights = routing.experts, routing.weights.detach()
@@ -539,7 +539,7 @@ def test_the_bias_moves_by_its_rate_against_the_load():
 def _deepseek_v3():
     rank, P = rank_and_size()
     layer = MoE(
-        16, 8, 256, 8, None, shared_experts=1, score="sigmoid", num_groups=8, max_groups=4
+        16, 8, 256, 8, None, shared_experts=1, score="sigmoid", n_group=8, topk_group=4
     ).double()
     assert len(layer.experts.w_in) == 32
     torch.manual_seed(rank)
@@ -628,14 +628,14 @@ def _errors():
         MoE(4, 16, 5)
     with pytest.raises(ValueError, match="capacity_factor=0.0 leaves no room"):
         MoE(4, 16, 4, capacity_factor=0.0)
-    with pytest.raises(ValueError, match="top_k=5 is not from 1 to 4, .*max_groups=1"):
-        Router(4, 8, 5, num_groups=2, max_groups=1)
+    with pytest.raises(ValueError, match="top_k=5 is not from 1 to 4, .*topk_group=1"):
+        Router(4, 8, 5, n_group=2, topk_group=1)
     with pytest.raises(ValueError, match="top_k=9 is not from 1 to 8"):
         Router(4, 8, 9)
-    with pytest.raises(ValueError, match="num_experts=8 cannot form num_groups=3"):
-        Router(4, 8, 1, num_groups=3)
-    with pytest.raises(ValueError, match="num_experts=8 cannot form num_groups=0"):
-        Router(4, 8, 1, num_groups=0)
+    with pytest.raises(ValueError, match="num_experts=8 cannot form n_group=3"):
+        Router(4, 8, 1, n_group=3)
+    with pytest.raises(ValueError, match="num_experts=8 cannot form n_group=0"):
+        Router(4, 8, 1, n_group=0)
     with pytest.raises(ValueError, match="score='relu'"):
         Router(4, 8, 1, "relu")
 

@@ -99,8 +99,9 @@ def batch(step):
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(V, (BATCH, T + 1), generator=generator)
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
-    targets[torch.rand(BATCH, T, generator=generator, dtype=torch.float32) < 0.2] = hybrid.IGNORED
-    targets[: BATCH // 8] = hybrid.IGNORED  # with dp = 8 rank 0 has nothing to count
+    ignored = torch.rand(BATCH, T, generator=generator, dtype=torch.float32) < 0.2
+    targets[ignored] = hybrid.IGNORE_INDEX
+    targets[: BATCH // 8] = hybrid.IGNORE_INDEX  # with dp = 8 rank 0 has nothing to count
     return inputs.contiguous(), targets
 
 
@@ -147,7 +148,7 @@ def record_gradients(trainer):
             flat[first : first + len(piece)] = piece
             if trainer.args.zero:
                 is_expert = any(parameter is expert for expert in trainer.experts)
-                groups = trainer.mesh.grad_group, trainer.mesh.expert_grad_group
+                groups = trainer.mesh.dp_cp_group, trainer.mesh.expert_dp_group
                 dist.all_reduce(flat, group=groups[is_expert])
             whole[parameter] = flat.view_as(parameter)
         found.append(hybrid.gather_state(trainer, whole.get))
@@ -347,7 +348,7 @@ def test_losses_of_balance_are_means_over_microbatches_in_any_layout():
         state = {n: hybrid.initial_value(n, config, 3) for n in hybrid.parameter_shapes(config)}
         model.load_state_dict(state | {"lm_head.weight": state["transformer.wte.weight"]})
         inputs, targets = batch(0)
-        counted, losses = (targets != hybrid.IGNORED).sum(), torch.nn.functional.cross_entropy
+        counted, losses = (targets != hybrid.IGNORE_INDEX).sum(), torch.nn.functional.cross_entropy
         for x, y in zip(inputs.chunk(4), targets.chunk(4)):  # four microbatches
             loss = losses(model(x).flatten(0, 1), y.flatten(), ignore_index=-100, reduction="sum")
             (loss / counted + sum(layer.mlp.loss for layer in model.transformer.h) / 4).backward()
@@ -559,7 +560,7 @@ def _bf16_gradients(schedule, microbatches):
     loss = trainer.step(inputs, targets)["loss"]
     summed = {name: p.grad.clone() for name, p in trainer.chunks[0].named_parameters()}
     fresh = make_trainer(f"--dtype bf16 --microbatches {microbatches}").chunks[0]
-    counted = (targets != hybrid.IGNORED).sum()
+    counted = (targets != hybrid.IGNORE_INDEX).sum()
     expected = {
         name: torch.zeros_like(p, dtype=torch.float64) for name, p in fresh.named_parameters()
     }
@@ -656,13 +657,13 @@ def _count(flags):
     with least_bytes(), count_bytes() as traffic:
         trainer.step(inputs, targets)
     mesh = trainer.mesh
-    names = "pp_group grad_group tp_group embedding_group".split()
+    names = "pp_group dp_cp_group tp_group embedding_group".split()
     groups = {name: getattr(mesh, name) for name in names}
     counted = {name: traffic.bytes(group=group) if group else 0 for name, group in groups.items()}
     return (
         counted,
         traffic.bytes("exchange"),
-        ddp_bytes(trainer.chunks[0], dist.get_world_size(mesh.grad_group)),
+        ddp_bytes(trainer.chunks[0], dist.get_world_size(mesh.dp_cp_group)),
     )
 
 
@@ -671,7 +672,7 @@ def test_data_parallel_sends_each_gradient_once_around_the_ring(dp):
     counted = run(dp, _count, f"--dp {dp} --vocab-size 68")
     counters = 2 * (4 + 16) * (dp - 1)  # the loss (4 bytes), two counts of tokens, over all ranks
     assert (
-        sum(c["grad_group"] for c, _, _ in counted)
+        sum(c["dp_cp_group"] for c, _, _ in counted)
         == sum(claim for _, _, claim in counted) + counters
     )
 
@@ -737,7 +738,7 @@ def test_mesh_has_tp_innermost_then_cp_dp_pp(pp, dp, cp, tp):
         assert np.ravel_multi_index(place, (pp, dp, cp, tp)) == global_rank
         grid = np.arange(pp * dp * cp * tp).reshape(pp, dp, cp, tp)
         assert ranks["tp_group"] == tuple(grid[place[0], place[1], place[2]])
-        assert ranks["grad_group"] == tuple(grid[place[0], :, :, place[3]].ravel())
+        assert ranks["dp_cp_group"] == tuple(grid[place[0], :, :, place[3]].ravel())
         if pp > 1:
             ends = tuple(grid[[0, -1], place[1], place[2], place[3]])
             assert ranks.get("embedding_group") == (ends if place[0] in (0, pp - 1) else None)
@@ -746,7 +747,7 @@ def test_mesh_has_tp_innermost_then_cp_dp_pp(pp, dp, cp, tp):
 def _shared_communicators(dp, cp, ep):
     """Names of the groups that have the communicator of one of gradients."""
     groups = vars(hybrid.make_mesh(1, dp, cp, 1, ep))
-    own = [groups.pop(name) for name in ("grad_group", "expert_grad_group")]
+    own = [groups.pop(name) for name in ("dp_cp_group", "expert_dp_group")]
     large = [group for group in own if dist.get_world_size(group) > 1]
     return [name for name, group in groups.items() if group in large], own[0] is own[1]
 
@@ -779,7 +780,7 @@ def _ranks_told(local_world_size):
     told = {}
     with patch.object(hybrid, "set_ranks_per_node", lambda n, group: told.update({group: n})):
         mesh = hybrid.make_mesh(2, 2, 1, 2, 1, local_world_size)
-    return [told[mesh.tp_group], told[mesh.grad_group], told[mesh.pp_group]]
+    return [told[mesh.tp_group], told[mesh.dp_cp_group], told[mesh.pp_group]]
 
 
 @pytest.mark.parametrize("local_world_size, expected", [(None, [2] * 3), (4, [2, 2, 1])])

@@ -186,7 +186,7 @@ def _kept(sequence_parallel, mode):
     return count()
 
 
-def _kept_by_hybrid(sequence_parallel, mode, core=unfused_attention, T=SIZES[1], p=0.1):
+def _kept_by_hybrid(sequence_parallel, mode, attention_fn=unfused_attention, T=SIZES[1], p=0.1):
     """The same of hybrid's layer, whose matrices are those of tensor_parallel.py."""
     _, tp = rank_and_size()
     B, _, D, H = SIZES
@@ -245,7 +245,7 @@ def _kept_by_gpt(layers, mode):
     B, T, D, H = SIZES
     config = hybrid.GPTConfig(layers, D, H, T, 64, 0.1, None, True, mode)
     random = hybrid.ShardedRandomState("cpu")
-    model = hybrid.GPT(config, None, random=random, core=unfused_attention).bfloat16()
+    model = hybrid.GPT(config, None, random=random, attention_fn=unfused_attention).bfloat16()
     with saved_bytes(model.parameters()) as count:
         model(torch.zeros(B, T, dtype=torch.int64))
     return count()

@@ -29,7 +29,7 @@ from tensor_parallel import (
     ShardedRandomState,
     VocabParallelEmbedding,
     alexnet,
-    counted_ranges,
+    unique_ranges,
     gather_shards,
     is_sharded,
     mark_partial,
@@ -344,7 +344,7 @@ def _mlp_attention_layer(tp, along_sequence):
         squares = torch.zeros((), dtype=torch.float64) + sum(
             parameter.grad.flatten()[begin:end].square().sum()
             for parameter in parallel.parameters()
-            for begin, end in counted_ranges(parameter, group)
+            for begin, end in unique_ranges(parameter, group)
         )
         dist.all_reduce(squares, group=group)
         _equal(squares, sum(p.grad.square().sum() for p in plain.parameters()), name="norm")
@@ -564,10 +564,10 @@ def _summed_in_pieces(tp):
             counted = [
                 piece.grad[max(0, begin - piece.first) : max(0, end - piece.first)]
                 for piece in pieces
-                for begin, end in counted_ranges(piece)
+                for begin, end in unique_ranges(piece)
             ]
             flat = parameter.grad.flatten()
-            expected = [flat[begin:end] for begin, end in counted_ranges(parameter)]
+            expected = [flat[begin:end] for begin, end in unique_ranges(parameter)]
             squares = lambda parts: sum(part.square().sum() for part in parts)
             _equal(squares(counted), squares(expected), 1e-6, name)
             full = torch.randn(gather_shards(parameter, parameter).shape)

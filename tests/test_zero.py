@@ -28,7 +28,7 @@ from zero import (
 )
 
 from hybrid import GPT, GPTConfig, initialize
-from tensor_parallel import counted_ranges, gather_shards, sum_partial_gradients
+from tensor_parallel import unique_ranges, gather_shards, sum_partial_gradients
 
 from gpu_counts import waits
 from nccl_replay import record, replay
@@ -559,7 +559,7 @@ def _shard_a_split_gpt(kv_heads):
         sum_partial_gradients(model.parameters(), tp_group)
     square, expected = torch.zeros((), dtype=torch.float64), dict(plain.named_parameters())
     for name, piece in model.named_parameters():
-        for begin, end in counted_ranges(piece, tp_group):
+        for begin, end in unique_ranges(piece, tp_group):
             counted = piece.grad[max(0, begin - piece.first) : max(0, end - piece.first)]
             square += counted.square().sum()
         whole = torch.zeros(piece.whole_shape.numel(), dtype=torch.float64)
