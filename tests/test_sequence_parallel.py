@@ -192,7 +192,7 @@ def _kept_by_hybrid(sequence_parallel, mode, attention_fn=unfused_attention, T=S
     B, _, D, H = SIZES
     config = hybrid.GPTConfig(1, D, H, T, 64, p, None, sequence_parallel, mode)
     random = hybrid.ShardedRandomState("cpu")
-    block = hybrid.Block(config, random, core, group=None).bfloat16()
+    block = hybrid.Block(config, random, attention_fn, group=None).bfloat16()
     x = torch.randn(T // tp if sequence_parallel else T, B, D, dtype=torch.bfloat16)
     with saved_bytes(block.parameters()) as count:
         x.requires_grad_()
@@ -231,7 +231,7 @@ def test_fused_attention_keeps_no_scores():
     """Without dropout of scores; what is left grows as the sequence does."""
     B, T, D, H = SIZES
     for tp in (1, 2):
-        measure = lambda core, k: run(tp, _kept_by_hybrid, True, "none", core, k * T, 0.0)[0]
+        measure = lambda fn, k: run(tp, _kept_by_hybrid, True, "none", fn, k * T, 0.0)[0]
         kept = [measure(hybrid.attention, k) for k in (1, 2, 4)]
         unfused = [measure(unfused_attention, k) for k in (1, 2)]
         assert kept[1] == 2 * kept[0] and kept[2] == 4 * kept[0]
