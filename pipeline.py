@@ -41,6 +41,7 @@ import time
 from collections import Counter, deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -161,35 +162,35 @@ def _as_action(rank, action):
     raise ValueError(f"rank {rank} has {action!r}, which is no Action(kind, microbatch, chunk)")
 
 
-class _Actions(list):
-    """One rank's actions, written in letters: F B I W of chunk 0, f b i w of chunk 1.
-
-    microbatches: of each chunk, those that it does, in this order.
-    """
-
-    def __init__(self, *microbatches):
-        super().__init__()
-        self.microbatches, self.turns = microbatches, Counter()
-
-    def do(self, letters, times=1):
-        """Each letter stands for its kind's next microbatch, and where none is left for nothing."""
-        for letter in letters * times:
-            kind, chunk = letter.upper(), int(letter.islower())
-            kinds = "IW" if kind == "B" else kind
-            turn = self.turns[kinds[0], chunk]
-            if turn < len(self.microbatches[chunk]):
-                self.append(Action(kind, self.microbatches[chunk][turn], chunk))
-            for counted in kinds:
-                self.turns[counted, chunk] += 1
-
-
-def _no_actions(num_stages, num_microbatches, num_chunks=1):
-    """For each rank a list, to be filled, of what it does. ValueError for sizes below 1."""
+def _check_sizes(num_stages, num_microbatches):
     if num_stages < 1 or num_microbatches < 1:
         raise ValueError(
             f"num_stages={num_stages} and num_microbatches={num_microbatches} must be at least 1"
         )
-    return [_Actions(*num_chunks * [range(num_microbatches)]) for _ in range(num_stages)]
+
+
+def _actions(letters, *microbatches):
+    """A rank's actions, written in letters: F B I W of chunk 0, f b i w of chunk 1.
+
+    Each stands for its kind's next microbatch, of those of its chunk; where none is left for none.
+    """
+    actions, turns = [], Counter()
+    for letter in letters:
+        kind, chunk = letter.upper(), int(letter.islower())
+        halves = "IW" if kind == "B" else kind
+        turn = turns[halves[0], chunk]
+        if turn < len(microbatches[chunk]):
+            actions.append(Action(kind, microbatches[chunk][turn], chunk))
+        for half in halves:
+            turns[half, chunk] += 1
+    return actions
+
+
+def _schedule(num_stages, num_microbatches, letters, routes=None):
+    """The Schedule in which rank r does letters(r), and each of its chunks every microbatch."""
+    _check_sizes(num_stages, num_microbatches)
+    every = range(num_microbatches)
+    return Schedule([_actions(letters(r), every, every) for r in range(num_stages)], routes)
 
 
 # Each of the following returns a Schedule, and raises ValueError for sizes below 1.
@@ -197,19 +198,13 @@ def _no_actions(num_stages, num_microbatches, num_chunks=1):
 
 def naive(num_stages, num_microbatches):
     """One microbatch at a time, forward and back: a single rank works. Peak activations: 1."""
-    schedule = _no_actions(num_stages, num_microbatches)
-    for actions in schedule:
-        actions.do("FB", num_microbatches)
-    return Schedule(schedule)
+    return _schedule(num_stages, num_microbatches, lambda rank: "FB" * num_microbatches)
 
 
 def gpipe(num_stages, num_microbatches):
     """All forwards, then all backwards, on every rank. Peak activations: m microbatches."""
-    schedule = _no_actions(num_stages, num_microbatches)
-    for actions in schedule:
-        actions.do("F", num_microbatches)
-        actions.do("B", num_microbatches)
-    return Schedule(schedule)
+    m = num_microbatches
+    return _schedule(num_stages, m, lambda rank: "F" * m + "B" * m)
 
 
 def one_f_one_b(num_stages, num_microbatches):
@@ -222,13 +217,13 @@ def one_f_one_b(num_stages, num_microbatches):
 
     Peak activations: min(m, p - stage).
     """
-    schedule = _no_actions(num_stages, num_microbatches)
-    for rank, actions in enumerate(schedule):
-        warmup = num_stages - rank - 1
-        actions.do("F", warmup)
-        actions.do("FB", num_microbatches - warmup)  # steady
-        actions.do("B", num_microbatches)  # cooldown: those that are left
-    return Schedule(schedule)
+    p, m = num_stages, num_microbatches
+
+    def letters(rank):
+        warmup = cooldown = min(p - rank - 1, m)
+        return "F" * warmup + "FB" * (m - warmup) + "B" * cooldown
+
+    return _schedule(p, m, letters)
 
 
 def interleaved(num_stages, num_microbatches, num_chunks=2):
@@ -244,24 +239,23 @@ def interleaved(num_stages, num_microbatches, num_chunks=2):
     Peak activations of rank r: min(2(p-r-1) + (v-1)p + 1, mv) chunks. Raises ValueError if p does
     not divide m.
     """
-    schedule = _no_actions(num_stages, num_microbatches)
+    _check_sizes(num_stages, num_microbatches)
     if num_chunks < 1 or num_microbatches % num_stages:
         raise ValueError(
             f"num_microbatches={num_microbatches} is not a multiple of num_stages={num_stages}, "
             f"or num_chunks={num_chunks} is not at least 1"
         )
-    forwards, backwards = [], []
+    forwards, backwards, schedule = [], [], []
     for first in range(0, num_microbatches, num_stages):
         for chunk in range(num_chunks):
             group = range(first, first + num_stages)
             forwards += [Action("F", microbatch, chunk) for microbatch in group]
             backwards += [Action("B", microbatch, num_chunks - 1 - chunk) for microbatch in group]
-    for rank, actions in enumerate(schedule):
+    for rank in range(num_stages):
         warmup = 2 * (num_stages - rank - 1) + (num_chunks - 1) * num_stages
-        actions += forwards[:warmup]
-        for pair in zip(forwards[warmup:], backwards):  # steady
-            actions += pair
-        actions += backwards[max(0, len(forwards) - warmup) :]  # cooldown
+        steady = [action for pair in zip(forwards[warmup:], backwards) for action in pair]
+        cooldown = backwards[len(steady) // 2 :]
+        schedule.append(forwards[:warmup] + steady + cooldown)
     route = [(rank, chunk) for chunk in range(num_chunks) for rank in range(num_stages)]
     return Schedule(schedule, [route])
 
@@ -278,12 +272,9 @@ def zb_h1(num_stages, num_microbatches):
 
     Bubble (p-1)(F+B-2W) for m >= p. Peak activations: min(m, p).
     """
-    schedule = _no_actions(num_stages, num_microbatches)
-    for rank, actions in enumerate(schedule):
-        actions.do("F", num_stages - rank)
-        actions.do("IF", rank)
-        actions.do("IWF", num_microbatches)  # in the end I and F are done, and W alone is left
-    return Schedule(schedule)
+    p, m = num_stages, num_microbatches
+    # steady, "IWF": first F is used up, then I, and W is left
+    return _schedule(p, m, lambda rank: "F" * (p - rank) + "IF" * rank + "IWF" * m)
 
 
 def zb_h2(num_stages, num_microbatches):
@@ -297,12 +288,8 @@ def zb_h2(num_stages, num_microbatches):
     Idle time of a rank between its first and last action: (p-1)(F+B-3W), for m >= 2p-1. Peak
     activations: min(m, 2p-1).
     """
-    schedule = _no_actions(num_stages, num_microbatches)
-    for rank, actions in enumerate(schedule):
-        actions.do("F", 2 * (num_stages - rank) - 1)
-        actions.do("IF", 2 * rank)
-        actions.do("IWF", num_microbatches)
-    return Schedule(schedule)
+    p, m = num_stages, num_microbatches
+    return _schedule(p, m, lambda r: "F" * (2 * (p - r) - 1) + "IF" * (2 * r) + "IWF" * m)
 
 
 def zb_v(num_stages, num_microbatches):
@@ -317,18 +304,15 @@ def zb_v(num_stages, num_microbatches):
     Peak activations: min(2m, 2p) chunks.
     """
     p, m = num_stages, num_microbatches
-    schedule = _no_actions(p, m, num_chunks=2)
-    for rank, actions in enumerate(schedule):
-        actions.do("F", 2 * (p - rank) - 1)  # warmup: down, up, until backward begins
-        actions.do("fF", rank)
-        actions.do("fiw", p - rank)
-        actions.do("FIWfiw", max(m - p, p))  # steady
-        actions.do("Ii", rank)  # cooldown: no other rank waits for a W
-        actions.do("IW", p - rank)
-        actions.do("w", m)
-        actions.do("W", m)
+
+    def letters(rank):
+        warmup = "F" * (2 * (p - rank) - 1) + "fF" * rank + "fiw" * (p - rank)
+        steady = "FIWfiw" * max(m - p, p)
+        cooldown = "Ii" * rank + "IW" * (p - rank) + "w" * m + "W" * m  # nobody waits for a W
+        return warmup + steady + cooldown
+
     down = [(rank, 0) for rank in range(p)]
-    return Schedule(schedule, [down + [(rank, 1) for rank in reversed(range(p))]])
+    return _schedule(p, m, letters, [down + [(rank, 1) for rank in reversed(range(p))]])
 
 
 def dualpipe(num_stages, num_microbatches):
@@ -345,51 +329,46 @@ def dualpipe(num_stages, num_microbatches):
     where, as here, one comes after the other. Peak activations: p+1. Raises ValueError if p is odd,
     m is odd, or m < 2p.
     """
+    _check_sizes(num_stages, num_microbatches)
     p, pairs = num_stages, num_microbatches // 2
-    schedule = _no_actions(p, num_microbatches)
     if p % 2 or num_microbatches % 2 or num_microbatches < 2 * p:
         raise ValueError(
             f"num_stages={num_stages} and num_microbatches={num_microbatches}: DualPipe needs both "
             "even, and two microbatches a stage or more"
         )
-    for rank, actions in enumerate(schedule):
-        actions.microbatches = range(pairs), range(pairs, 2 * pairs)
-        _both_directions(actions, min(rank, p - 1 - rank), p, pairs, mirrored=rank >= p // 2)
-    ranks = range(p)
-    return Schedule(schedule, [[(r, 0) for r in ranks], [(r, 1) for r in reversed(ranks)]])
+    halves = range(pairs), range(pairs, 2 * pairs)
+    schedule = [_actions(_dualpipe_letters(rank, p, pairs), *halves) for rank in range(p)]
+    return Schedule(schedule, [[(r, 0) for r in range(p)], [(r, 1) for r in reversed(range(p))]])
 
 
-def _both_directions(actions, depth, p, pairs, mirrored):
-    """DualPipe on the rank `depth` ranks from the nearer end, in the steps of DeepSeek's code.
-
-    Capitals are the microbatches that enter at the nearer end, which come first: chunk 0 of ranks
-    of the first half, and mirrored, chunk 1, of those of the second.
-    """
-    above = p // 2 - 1 - depth  # ranks between this one and the middle
-
-    def do(letters, times=1):
-        actions.do(letters.swapcase() if mirrored else letters, times)
-
-    backwards = (depth + 1) * "bB"
-    halves = backwards[depth + 1 :].replace("b", "i").replace("B", "I")
-    late = (halves + above * "I").replace("i", "w").replace("I", "W")  # in the order of their I
-    do("F", 2 * above)  # step 1: fill the pipeline from the nearer end
-    do("Ff", depth + 1)  # step 2: microbatches of the other end have arrived
-    do("iwf", above)  # step 3: a backward in halves, so that the other end waits less
-    do("FbfB", pairs - p + depth + 1)  # step 4, the main one: every forward beside a backward
-    do("bfB", above)  # step 5: forwards of the nearer end are done
-    do(backwards[: depth + 1] + halves)  # step 6: backwards; from the middle on W is put off
-    for weight in late[:above]:  # step 7: W fills the waiting for a gradient
-        do(weight + "I")
-    do(late[above:])  # step 8: the W that are left
+def _dualpipe_letters(rank, p, pairs):
+    """In the eight steps of DeepSeek's code. Capitals: what enters at the end that is nearer."""
+    depth = min(rank, p - 1 - rank)  # ranks between this one and the nearer end
+    above = p // 2 - 1 - depth  # and the middle
+    backwards = "bB" * (depth + 1)
+    whole, halves = backwards[: depth + 1], backwards[depth + 1 :]
+    halves = halves.replace("b", "i").replace("B", "I")
+    late = (halves + "I" * above).replace("i", "w").replace("I", "W")  # each I's, in their order
+    letters = (
+        "F" * (2 * above)  # step 1: fill the ranks up to the middle
+        + "Ff" * (depth + 1)  # step 2: what entered at the other end is here, too
+        + "iwf" * above  # step 3: halved, so that the other end waits less for its gradient
+        + "FbfB" * (pairs - p + depth + 1)  # step 4, the main one: a forward beside each backward
+        + "bfB" * above  # step 5: no forward of the nearer end is left
+        + (whole + halves)  # step 6: nor of the other; W is put off from the middle of it on
+        + "".join(weight + "I" for weight in late[:above])  # step 7: W while a gradient comes
+        + late[above:]  # step 8
+    )
+    return letters if rank < p // 2 else letters.swapcase()
 
 
 def forward_only(num_stages, num_microbatches, route=None):
     """Evaluation: the forwards alone, along one route; the executor keeps no activations."""
-    schedule = _no_actions(num_stages, num_microbatches)
+    _check_sizes(num_stages, num_microbatches)
     route = route or [(rank, 0) for rank in range(num_stages)]
     # a place of the route works on a microbatch one turn after the place before it
     turns = [(m + turn, turn, m) for m in range(num_microbatches) for turn in range(len(route))]
+    schedule = [[] for _ in range(num_stages)]
     for _, turn, microbatch in sorted(turns):
         rank, chunk = route[turn]
         schedule[rank].append(Action("F", microbatch, chunk))
@@ -401,21 +380,15 @@ def forward_only(num_stages, num_microbatches, route=None):
 
 @dataclass
 class Timeline:
-    """What a schedule does in time.
+    """What a schedule does in time."""
 
-    start, end: per rank, {action: time}; total: the end of the last action; bubble: per rank, its
-    idle time in total; idle: that between its first and its last action; peak: most microbatches
-    (of a chunk) whose forward is done and whose backward is not; transfers: all messages between
-    ranks in one global order, by the time at which they can leave.
-    """
-
-    start: list
+    start: list  # per rank, {action: time}
     end: list
-    total: float
-    bubble: list
-    idle: list
-    peak: list
-    transfers: list
+    total: float  # the end of the last action
+    bubble: list  # per rank, its idle time in total
+    idle: list  # per rank, that between its first and its last action
+    peak: list  # per rank, most microbatches of a chunk whose forward is done and backward is not
+    transfers: list  # all between ranks in one global order, by the time at which they arrive
 
 
 def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
@@ -464,7 +437,8 @@ def _timeline(schedule, start, end, transfers):
     for first, last in zip(start, end):
         work.append(sum(last[action] - first[action] for action in first))
         idle.append(max(last.values()) - min(first.values()) - work[-1])
-    peak = [_peak_activations(actions) for actions in schedule]
+    held = {"F": 1, "B": -1, "I": 0, "W": -1}
+    peak = [max(accumulate(held[action.kind] for action in actions)) for actions in schedule]
     return Timeline(start, end, total, [total - done for done in work], idle, peak, transfers)
 
 
@@ -483,14 +457,6 @@ def _check_actions(schedule):
         wrong += [f"has {action} once too often" for action in found - expected]
         if wrong:
             raise ValueError(f"rank {rank} {wrong[0]}")
-
-
-def _peak_activations(actions):
-    live = peak = 0
-    for action in actions:
-        live += {"F": 1, "I": 0}.get(action.kind, -1)
-        peak = max(peak, live)
-    return peak
 
 
 COLORS = {"F": 44, "B": 42, "I": 46, "W": 43}  # backgrounds on a terminal
@@ -679,6 +645,7 @@ class _Messenger:
         return buffer
 
     def finish(self):
+        """Post and wait for what is left."""
         self.post()
         for messages in self.sent:
             messages.wait()
@@ -723,6 +690,7 @@ class _Messenger:
             )
 
     def _recv_meta(self, transfer):
+        """Waits for it, as it may: what the sender needs was posted before this transfer."""
         header = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
         exchange([], [(header, transfer.source)], self.group)
         rows, dtype, ndim, *shape = header.tolist()
@@ -826,15 +794,20 @@ class Pipeline:
             self.messages.send(result, self.schedule.made.get((action, self.rank)))
         self.messages.finish()
         self.midway = False
-        _pass_on_gradients(inputs, self.inputs)
+        if any(x.requires_grad for x in self.inputs):
+            grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in self.inputs]
+            torch.autograd.backward(inputs, torch.cat(grads))
         self.inputs = self.targets = self.loss_arguments = ()
         return self.loss
 
     def _begin(self, inputs, targets, loss_arguments):
         """What a step has of its own."""
         m = self.schedule.num_microbatches
-        wants_grad = bool(self.last_backward and self.first_chunks)
-        self.inputs = () if inputs is None else _leaves(inputs, m, wants_grad)
+        # of .data, so that a stage may write in one microbatch while another is in flight
+        self.inputs = () if inputs is None else [x.data for x in inputs.detach().chunk(m)]
+        if self.last_backward and self.first_chunks and inputs.requires_grad:
+            for x in self.inputs:
+                x.requires_grad_()
         self.targets = () if targets is None else targets.chunk(m)
         self.loss, self.loss_arguments = None, loss_arguments
         self.in_flight = {}  # (microbatch, chunk) -> (input, output, random state), until backward
@@ -1002,23 +975,6 @@ class _Clock:
             torch.cuda.synchronize(self.device)
             since = lambda moment: self.began.elapsed_time(moment) / 1e3
         return {action: tuple(map(since, span)) for action, span in self.spans.items()}
-
-
-def _leaves(inputs, num_microbatches, wants_grad):
-    """The microbatches of the inputs, which have gradients of their own if the inputs want one.
-
-    Of .data, so that a stage may write in one microbatch while another is in flight.
-    """
-    leaves = [part.data for part in inputs.detach().chunk(num_microbatches)]
-    for x in leaves if wants_grad and inputs.requires_grad else ():
-        x.requires_grad_()
-    return leaves
-
-
-def _pass_on_gradients(inputs, leaves):
-    if any(x.requires_grad for x in leaves):
-        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-        torch.autograd.backward(inputs, torch.cat(grads))
 
 
 # ---- replicas ------------------------------------------------------------------------------------
