@@ -41,6 +41,7 @@ import time
 from collections import Counter, deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -58,7 +59,40 @@ from collectives import (
     run_ranks,
 )
 
+# ---- the idea ------------------------------------------------------------------------------------
+
+
+def gpipe_step(stage, inputs, targets, loss_fn, group=None):
+    """A step of GPipe in plain words: microbatches go forward, then their gradients come back.
+
+    inputs, targets: lists of microbatches, given to every rank; each stage keeps the inputs' shape.
+    Gradients add up in the parameters. Returns the microbatches' losses on the last rank.
+    """
+    rank, world_size = rank_and_size(group)
+    passes = []
+    for x, target in zip(inputs, targets):
+        if rank > 0:
+            x = torch.empty_like(x).requires_grad_()
+            exchange([], [(x.data, rank - 1)], group)
+        output = stage(x)
+        if rank < world_size - 1:
+            exchange([(output.detach(), rank + 1)], [], group)
+        else:
+            output = loss_fn(output, target)
+        passes.append((x, output))
+    for x, output in passes:
+        grad_output = torch.empty_like(output) if rank < world_size - 1 else None
+        if rank < world_size - 1:
+            exchange([], [(grad_output, rank + 1)], group)
+        output.backward(grad_output)
+        if rank > 0:
+            exchange([(x.grad, rank - 1)], [], group)
+    return [loss.detach() for _, loss in passes] if rank == world_size - 1 else None
+
+
 # ---- schedules -----------------------------------------------------------------------------------
+#
+# Any order instead of that one: as data, which is timed below, and then executed.
 
 
 class Action(NamedTuple):
@@ -73,11 +107,26 @@ class Action(NamedTuple):
     chunk: int = 0
 
 
+class Transfer(NamedTuple):
+    """What `action` on rank `source` makes, and `chunk` of rank `destination` waits for.
+
+    It is a B's, too, where the backward is an I.
+    """
+
+    action: Action
+    source: int
+    destination: int
+    chunk: int
+
+
 class Schedule(list):
     """A list of actions per rank, and the routes of microbatches through (rank, chunk) places.
 
     routes: the first takes the first m / len(routes) microbatches, and so on; by default one, from
-    rank to rank. Raises ValueError for a rank without actions, and what is not an action.
+    rank to rank.
+    needed, made: {(action, rank): the Transfer that it waits for, and that it gives rise to}; there
+    is none for W, nor at the ends of a route.
+    Raises ValueError for a rank without actions, and what is not an action.
     """
 
     def __init__(self, actions, routes=None):
@@ -86,41 +135,23 @@ class Schedule(list):
             raise ValueError(f"rank {self.index([]) if self else 0} of {len(self)} has no actions")
         self.routes = routes or [[(rank, 0) for rank in range(len(self))]]
         self.num_microbatches = 1 + max(action.microbatch for row in self for action in row)
+        self.needed, self.made = {}, {}
+        for microbatch in range(self.num_microbatches):
+            route = self.route(microbatch)
+            self._link("F", microbatch, route)
+            self._link("BI", microbatch, route[::-1])
 
     def route(self, microbatch):
         """The places that a microbatch visits on its way forward."""
         return self.routes[microbatch * len(self.routes) // self.num_microbatches]
 
-    def neighbours(self, action, rank):
-        """The places before and after this one on the way of the action; None at an end."""
-        route = self.route(action.microbatch)
-        if action.kind != "F":
-            route = route[::-1]
-        place = route.index((rank, action.chunk))
-        before = route[place - 1] if place else None
-        return before, route[place + 1] if place + 1 < len(route) else None
-
-    def input_transfer(self, action, rank):
-        """The transfer that `action` waits for; None for W and at the begin of the route."""
-        before, _ = (None, None) if action.kind == "W" else self.neighbours(action, rank)
-        return before and Transfer(_made_by(action, before[1]), before[0], rank)
-
-    def output_transfer(self, action, rank):
-        """The transfer that `action` gives rise to; None for W and at the end of the route."""
-        _, after = (None, None) if action.kind == "W" else self.neighbours(action, rank)
-        return after and Transfer(_made_by(action, action.chunk), rank, after[0])
-
-
-class Transfer(NamedTuple):
-    """What `action` on rank `source` makes, and rank `destination` waits for; I counts as B."""
-
-    action: Action
-    source: int
-    destination: int
-
-
-def _made_by(action, chunk):
-    return Action("F" if action.kind == "F" else "B", action.microbatch, chunk)
+    def _link(self, kinds, microbatch, places):
+        for (source, chunk), (destination, next_chunk) in zip(places, places[1:]):
+            action = Action(kinds[0], microbatch, chunk)
+            transfer = Transfer(action, source, destination, next_chunk)
+            for kind in kinds:
+                self.made[Action(kind, microbatch, chunk), source] = transfer
+                self.needed[Action(kind, microbatch, next_chunk), destination] = transfer
 
 
 def _as_action(rank, action):
@@ -138,25 +169,42 @@ def _check_sizes(num_stages, num_microbatches):
         )
 
 
-def naive(num_stages, num_microbatches):
-    """One microbatch at a time, forward and back: a single rank works at any moment.
+def _actions(letters, *microbatches):
+    """A rank's actions, written in letters: F B I W of chunk 0, f b i w of chunk 1.
 
-    Returns a Schedule. Peak activations: 1. Raises ValueError for sizes below 1.
+    Each stands for its kind's next microbatch, of those of its chunk; where none is left for none.
     """
+    actions, turns = [], Counter()
+    for letter in letters:
+        kind, chunk = letter.upper(), int(letter.islower())
+        halves = "IW" if kind == "B" else kind
+        turn = turns[halves[0], chunk]
+        if turn < len(microbatches[chunk]):
+            actions.append(Action(kind, microbatches[chunk][turn], chunk))
+        for half in halves:
+            turns[half, chunk] += 1
+    return actions
+
+
+def _schedule(num_stages, num_microbatches, letters, routes=None):
+    """The Schedule in which rank r does letters(r), and each of its chunks every microbatch."""
     _check_sizes(num_stages, num_microbatches)
-    turns = [Action(kind, m) for m in range(num_microbatches) for kind in "FB"]
-    return Schedule([turns for _ in range(num_stages)])
+    every = range(num_microbatches)
+    return Schedule([_actions(letters(r), every, every) for r in range(num_stages)], routes)
+
+
+# Each of the following returns a Schedule, and raises ValueError for sizes below 1.
+
+
+def naive(num_stages, num_microbatches):
+    """One microbatch at a time, forward and back: a single rank works. Peak activations: 1."""
+    return _schedule(num_stages, num_microbatches, lambda rank: "FB" * num_microbatches)
 
 
 def gpipe(num_stages, num_microbatches):
-    """All forwards, then all backwards, on every rank. Returns a Schedule.
-
-    Peak activations: m microbatches. Raises ValueError for sizes below 1.
-    """
-    _check_sizes(num_stages, num_microbatches)
-    forwards = [Action("F", microbatch) for microbatch in range(num_microbatches)]
-    backwards = [Action("B", microbatch) for microbatch in range(num_microbatches)]
-    return Schedule([forwards + backwards for _ in range(num_stages)])
+    """All forwards, then all backwards, on every rank. Peak activations: m microbatches."""
+    m = num_microbatches
+    return _schedule(num_stages, m, lambda rank: "F" * m + "B" * m)
 
 
 def one_f_one_b(num_stages, num_microbatches):
@@ -167,18 +215,15 @@ def one_f_one_b(num_stages, num_microbatches):
         rank 2   F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5
         rank 3   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
 
-    Returns a Schedule. Peak activations: min(m, p - stage). Raises ValueError for sizes below 1.
+    Peak activations: min(m, p - stage).
     """
-    _check_sizes(num_stages, num_microbatches)
-    schedule = []
-    for stage in range(num_stages):
-        warmup = min(num_stages - stage - 1, num_microbatches)
-        actions = [Action("F", microbatch) for microbatch in range(warmup)]
-        for microbatch in range(num_microbatches - warmup):
-            actions += [Action("F", warmup + microbatch), Action("B", microbatch)]
-        cooldown = range(num_microbatches - warmup, num_microbatches)
-        schedule.append(actions + [Action("B", microbatch) for microbatch in cooldown])
-    return Schedule(schedule)
+    p, m = num_stages, num_microbatches
+
+    def letters(rank):
+        warmup = cooldown = min(p - rank - 1, m)
+        return "F" * warmup + "FB" * (m - warmup) + "B" * cooldown
+
+    return _schedule(p, m, letters)
 
 
 def interleaved(num_stages, num_microbatches, num_chunks=2):
@@ -191,8 +236,8 @@ def interleaved(num_stages, num_microbatches, num_chunks=2):
         rank 0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3
         rank 1   F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3
 
-    Returns a Schedule. Peak activations of rank r: min(2(p-r-1) + (v-1)p + 1, mv) chunks. Raises
-    ValueError for sizes below 1 and if p does not divide m.
+    Peak activations of rank r: min(2(p-r-1) + (v-1)p + 1, mv) chunks. Raises ValueError if p does
+    not divide m.
     """
     _check_sizes(num_stages, num_microbatches)
     if num_chunks < 1 or num_microbatches % num_stages:
@@ -200,20 +245,17 @@ def interleaved(num_stages, num_microbatches, num_chunks=2):
             f"num_microbatches={num_microbatches} is not a multiple of num_stages={num_stages}, "
             f"or num_chunks={num_chunks} is not at least 1"
         )
-    forwards, backwards = [], []
+    forwards, backwards, schedule = [], [], []
     for first in range(0, num_microbatches, num_stages):
         for chunk in range(num_chunks):
             group = range(first, first + num_stages)
             forwards += [Action("F", microbatch, chunk) for microbatch in group]
             backwards += [Action("B", microbatch, num_chunks - 1 - chunk) for microbatch in group]
-    schedule = []
     for rank in range(num_stages):
         warmup = 2 * (num_stages - rank - 1) + (num_chunks - 1) * num_stages
-        warmup = min(warmup, len(forwards))
-        actions = forwards[:warmup]
-        for pair in zip(forwards[warmup:], backwards):
-            actions += pair
-        schedule.append(actions + backwards[len(backwards) - warmup :])
+        steady = [action for pair in zip(forwards[warmup:], backwards) for action in pair]
+        cooldown = backwards[len(steady) // 2 :]
+        schedule.append(forwards[:warmup] + steady + cooldown)
     route = [(rank, chunk) for chunk in range(num_chunks) for rank in range(num_stages)]
     return Schedule(schedule, [route])
 
@@ -228,11 +270,11 @@ def zb_h1(num_stages, num_microbatches):
         rank 2   F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
         rank 3   F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
 
-    Returns a Schedule. Bubble (p-1)(F+B-2W) for m >= p. Peak activations: min(m, p). Raises
-    ValueError for sizes below 1.
+    Bubble (p-1)(F+B-2W) for m >= p. Peak activations: min(m, p).
     """
-    _check_sizes(num_stages, num_microbatches)
-    return _late_weights(num_microbatches, [(num_stages - r, r) for r in range(num_stages)])
+    p, m = num_stages, num_microbatches
+    # steady, "IWF": first F is used up, then I, and W is left
+    return _schedule(p, m, lambda rank: "F" * (p - rank) + "IF" * rank + "IWF" * m)
 
 
 def zb_h2(num_stages, num_microbatches):
@@ -243,43 +285,11 @@ def zb_h2(num_stages, num_microbatches):
         rank 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
         rank 1   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    Returns a Schedule. Idle time of a rank between its first and last action: (p-1)(F+B-3W), for
-    m >= 2p-1. Peak activations: min(m, 2p-1). Raises ValueError for sizes below 1.
+    Idle time of a rank between its first and last action: (p-1)(F+B-3W), for m >= 2p-1. Peak
+    activations: min(m, 2p-1).
     """
-    _check_sizes(num_stages, num_microbatches)
-    delays = [(2 * (num_stages - r) - 1, 2 * r) for r in range(num_stages)]
-    return _late_weights(num_microbatches, delays)
-
-
-def _late_weights(num_microbatches, ranks):
-    """ranks: (forwards before the first backward, microbatches by which W is late)."""
-    schedule = []
-    for warmup, late in ranks:
-        actions = [Action("F", microbatch) for microbatch in range(min(warmup, num_microbatches))]
-        for microbatch in range(num_microbatches):
-            actions.append(Action("I", microbatch))
-            if microbatch >= late:
-                actions.append(Action("W", microbatch - late))
-            if microbatch + warmup < num_microbatches:
-                actions.append(Action("F", microbatch + warmup))
-        rest = range(max(0, num_microbatches - late), num_microbatches)
-        schedule.append(actions + [Action("W", microbatch) for microbatch in rest])
-    return Schedule(schedule)
-
-
-class _Counted(list):
-    """Actions of which each kind and chunk takes the microbatches one after the other."""
-
-    def __init__(self, first=(0, 0)):
-        self.first, self.counts = first, Counter()
-
-    def do(self, text, times=1):
-        """ "F0 I1": a forward of chunk 0, then the input's gradient of chunk 1, so many times."""
-        for kind, chunk in text.split() * times:
-            counted = "I" if kind == "B" else kind, chunk
-            microbatch = self.first[int(chunk)] + self.counts[counted]
-            self.append(Action(kind, microbatch, int(chunk)))
-            self.counts[counted] += 1
+    p, m = num_stages, num_microbatches
+    return _schedule(p, m, lambda r: "F" * (2 * (p - r) - 1) + "IF" * (2 * r) + "IWF" * m)
 
 
 def zb_v(num_stages, num_microbatches):
@@ -290,27 +300,19 @@ def zb_v(num_stages, num_microbatches):
         rank 0   F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
         rank 1   F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
 
-    Returns a Schedule. Idle time of a rank between its first and last action: (p-1)(I-W) for
-    m >= 2p, W <= F <= I. Peak activations: min(2m, 2p) chunks. Raises ValueError for sizes below 1.
+    Idle time of a rank between its first and last action: (p-1)(I-W), for m >= 2p, W <= F <= I.
+    Peak activations: min(2m, 2p) chunks.
     """
-    _check_sizes(num_stages, num_microbatches)
-    p, m, schedule = num_stages, max(num_microbatches, 2 * num_stages), []
-    for rank in range(p):
-        actions = _Counted()
-        actions.do("F0", 2 * (p - rank) - 1)
-        actions.do("F1 F0", rank)
-        actions.do("F1 I1 W1", p - rank)
-        while actions.counts["F", "1"] < m:
-            if actions.counts["F", "0"] < m:
-                actions.do("F0")
-            actions.do("I0 W0 F1 I1 W1")
-        actions.do("I0 I1", rank)
-        actions.do("I0 W0", p - rank)
-        actions.do("W1", m - actions.counts["W", "1"])
-        actions.do("W0", m - actions.counts["W", "0"])
-        schedule.append([action for action in actions if action.microbatch < num_microbatches])
+    p, m = num_stages, num_microbatches
+
+    def letters(rank):
+        warmup = "F" * (2 * (p - rank) - 1) + "fF" * rank + "fiw" * (p - rank)
+        steady = "FIWfiw" * max(m - p, p)
+        cooldown = "Ii" * rank + "IW" * (p - rank) + "w" * m + "W" * m  # nobody waits for a W
+        return warmup + steady + cooldown
+
     down = [(rank, 0) for rank in range(p)]
-    return Schedule(schedule, [down + [(rank, 1) for rank in reversed(range(p))]])
+    return _schedule(p, m, letters, [down + [(rank, 1) for rank in reversed(range(p))]])
 
 
 def dualpipe(num_stages, num_microbatches):
@@ -323,56 +325,45 @@ def dualpipe(num_stages, num_microbatches):
         rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
         rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
 
-    Returns a Schedule. Bubble (p/2-1)(F&B+B-3W), where F&B is the time of a forward and a backward
-    that overlap; less where, as here, one comes after the other. Peak activations: p+1. Raises
-    ValueError if p is odd, m is odd, or m < 2p.
+    Bubble (p/2-1)(F&B+B-3W), where F&B is the time of a forward and a backward that overlap; less
+    where, as here, one comes after the other. Peak activations: p+1. Raises ValueError if p is odd,
+    m is odd, or m < 2p.
     """
     _check_sizes(num_stages, num_microbatches)
-    if num_stages % 2 or num_microbatches % 2 or num_microbatches < 2 * num_stages:
+    p, pairs = num_stages, num_microbatches // 2
+    if p % 2 or num_microbatches % 2 or num_microbatches < 2 * p:
         raise ValueError(
             f"num_stages={num_stages} and num_microbatches={num_microbatches}: DualPipe needs both "
             "even, and two microbatches a stage or more"
         )
-    schedule, pairs = [], num_microbatches // 2
-    for rank in range(num_stages):
-        depth = min(rank, num_stages - 1 - rank)  # from the nearer end, whose direction is first
-        above = num_stages // 2 - 1 - depth  # ranks between this one and the middle
-        near, far = ("0", "1") if rank < num_stages // 2 else ("1", "0")
-        actions, late = _Counted(first=(0, pairs)), deque()
+    halves = range(pairs), range(pairs, 2 * pairs)
+    schedule = [_actions(_dualpipe_letters(rank, p, pairs), *halves) for rank in range(p)]
+    return Schedule(schedule, [[(r, 0) for r in range(p)], [(r, 1) for r in reversed(range(p))]])
 
-        def halve(chunk):
-            actions.do(f"I{chunk}")
-            late.append(actions[-1]._replace(kind="W"))
 
-        # the eight steps of DeepSeek's code
-        actions.do(f"F{near}", 2 * above)  # step 1
-        actions.do(f"F{near} F{far}", depth + 1)  # step 2
-        for _ in range(above):  # step 3: a backward in halves, so that the other end waits less
-            halve(far)
-            actions.append(late.popleft())
-            actions.do(f"F{far}")
-        actions.do(f"F{near} B{far} F{far} B{near}", pairs - num_stages + depth + 1)  # step 4: main
-        actions.do(f"B{far} F{far} B{near}", above)  # step 5
-        actions.do(f"B{far} B{near}", (depth + 1) // 2)  # step 6; then halves, their W put off
-        if depth % 2 == 0:
-            actions.do(f"B{far}")
-            halve(near)
-        for _ in range((depth + 1) // 2):
-            halve(far)
-            halve(near)
-        for _ in range(above):  # step 7
-            actions.append(late.popleft())
-            halve(near)
-        schedule.append(list(actions) + list(late))  # step 8: the late W
-    ranks = range(num_stages)
-    return Schedule(schedule, [[(r, 0) for r in ranks], [(r, 1) for r in reversed(ranks)]])
+def _dualpipe_letters(rank, p, pairs):
+    """In the eight steps of DeepSeek's code. Capitals: what enters at the end that is nearer."""
+    depth = min(rank, p - 1 - rank)  # ranks between this one and the nearer end
+    above = p // 2 - 1 - depth  # and the middle
+    backwards = "bB" * (depth + 1)
+    whole, halves = backwards[: depth + 1], backwards[depth + 1 :]
+    halves = halves.replace("b", "i").replace("B", "I")
+    late = (halves + "I" * above).replace("i", "w").replace("I", "W")  # each I's, in their order
+    letters = (
+        "F" * (2 * above)  # step 1: fill the ranks up to the middle
+        + "Ff" * (depth + 1)  # step 2: what entered at the other end is here, too
+        + "iwf" * above  # step 3: halved, so that the other end waits less for its gradient
+        + "FbfB" * (pairs - p + depth + 1)  # step 4, the main one: a forward beside each backward
+        + "bfB" * above  # step 5: no forward of the nearer end is left
+        + (whole + halves)  # step 6: nor of the other; W is put off from the middle of it on
+        + "".join(weight + "I" for weight in late[:above])  # step 7: W while a gradient comes
+        + late[above:]  # step 8
+    )
+    return letters if rank < p // 2 else letters.swapcase()
 
 
 def forward_only(num_stages, num_microbatches, route=None):
-    """Evaluation: the forwards alone, along one route; the executor keeps no activations.
-
-    Raises ValueError for sizes below 1.
-    """
+    """Evaluation: the forwards alone, along one route; the executor keeps no activations."""
     _check_sizes(num_stages, num_microbatches)
     route = route or [(rank, 0) for rank in range(num_stages)]
     # a place of the route works on a microbatch one turn after the place before it
@@ -389,24 +380,15 @@ def forward_only(num_stages, num_microbatches, route=None):
 
 @dataclass
 class Timeline:
-    """What a schedule does in time.
+    """What a schedule does in time."""
 
-    start, end: per rank, {action: time}; total: the end of the last action; bubble: per rank, its
-    idle time in total; idle: that between its first and its last action; peak: most microbatches
-    (of a chunk) whose forward is done and whose backward is not; transfers: all messages between
-    ranks in one global order, by the time at which they can leave.
-    """
-
-    start: list
+    start: list  # per rank, {action: time}
     end: list
-    total: float
-    bubble: list
-    idle: list
-    peak: list
-    transfers: list
-
-
-SHORT = 1 / 128  # a message's time, as a part of a forward's, by which a step orders its messages
+    total: float  # the end of the last action
+    bubble: list  # per rank, its idle time in total
+    idle: list  # per rank, that between its first and its last action
+    peak: list  # per rank, most microbatches of a chunk whose forward is done and backward is not
+    transfers: list  # all between ranks in one global order, by the time at which they arrive
 
 
 def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
@@ -419,44 +401,44 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     schedule = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
     _check_actions(schedule)
     duration = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
-    start, end, arrival = [{} for _ in schedule], [{} for _ in schedule], {}
-    busy_until, position = [0.0] * len(schedule), [0] * len(schedule)
-    progress = True
+    start, end, left = [{} for _ in schedule], [{} for _ in schedule], list(map(deque, schedule))
+    there, free, progress = {None: 0.0}, [0.0] * len(schedule), True  # when transfers, ranks are
     while progress:
         progress = False
-        for rank, actions in enumerate(schedule):
-            while position[rank] < len(actions):
-                action = actions[position[rank]]
-                needed = schedule.input_transfer(action, rank)
-                if needed is not None and needed not in arrival:
-                    break
-                earlier = {"F": None, "W": "I"}.get(action.kind, "F")
-                if earlier and action._replace(kind=earlier) not in end[rank]:
-                    break
-                begin = max(busy_until[rank], arrival.get(needed, 0.0))
-                busy_until[rank] = begin + duration[action.kind]
-                start[rank][action], end[rank][action] = begin, busy_until[rank]
-                if made := schedule.output_transfer(action, rank):
-                    between = message if made.destination != rank else 0
-                    arrival[made] = busy_until[rank] + between
-                position[rank] += 1
+        for rank, actions in enumerate(left):
+            while actions and (needed := _needed(schedule, actions[0], rank)) in there:
+                action = actions.popleft()
+                start[rank][action] = max(free[rank], there[needed])
+                free[rank] = start[rank][action] + duration[action.kind]
+                there[action, rank] = end[rank][action] = free[rank]
+                if made := schedule.made.get((action, rank)):
+                    there[made] = free[rank] + (message if made.destination != rank else 0)
                 progress = True
-    stuck = {r: a[position[r]] for r, a in enumerate(schedule) if position[r] < len(a)}
-    if stuck:
-        where = ", ".join(f"rank {r} at {a.kind}{a.microbatch}" for r, a in stuck.items())
+    if any(left):
+        stuck = [(rank, actions[0]) for rank, actions in enumerate(left) if actions]
+        where = ", ".join(f"rank {rank} at {a.kind}{a.microbatch}" for rank, a in stuck)
         raise ValueError(f"the schedule cannot finish: {where} waiting for what never comes")
-    between = [transfer for transfer in arrival if transfer.source != transfer.destination]
-    between.sort(key=lambda transfer: (arrival[transfer], transfer))
-    return _timeline(schedule, start, end, between)
+    transfers = [t for t in there if isinstance(t, Transfer) and t.source != t.destination]
+    transfers.sort(key=lambda transfer: (there[transfer], transfer))
+    return _timeline(schedule, start, end, transfers)
+
+
+def _needed(schedule, action, rank):
+    """What has to be there before `action`: its input, or else what this rank does first."""
+    earlier = {"F": None, "W": "I"}.get(action.kind, "F")
+    own = earlier and (action._replace(kind=earlier), rank)
+    return schedule.needed.get((action, rank), own)
 
 
 def _timeline(schedule, start, end, transfers):
+    """The Timeline of these times."""
     total = max(max(times.values()) for times in end)
     work, idle = [], []
     for first, last in zip(start, end):
         work.append(sum(last[action] - first[action] for action in first))
         idle.append(max(last.values()) - min(first.values()) - work[-1])
-    peak = [_peak_activations(actions) for actions in schedule]
+    held = {"F": 1, "B": -1, "I": 0, "W": -1}
+    peak = [max(accumulate(held[action.kind] for action in actions)) for actions in schedule]
     return Timeline(start, end, total, [total - done for done in work], idle, peak, transfers)
 
 
@@ -477,20 +459,11 @@ def _check_actions(schedule):
             raise ValueError(f"rank {rank} {wrong[0]}")
 
 
-def _peak_activations(actions):
-    live = peak = 0
-    for action in actions:
-        live += {"F": 1, "I": 0}.get(action.kind, -1)
-        peak = max(peak, live)
-    return peak
-
-
 COLORS = {"F": 44, "B": 42, "I": 46, "W": 43}  # backgrounds on a terminal
 
 
 def draw(schedule, forward=1, backward=2, weight=1, color=False):
     """The timeline as text: a row per rank, a cell per slot of time; chunk 0 in large letters."""
-    duration = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
     width = len(f"F{max(action.microbatch for actions in schedule for action in actions)}")
     timeline, rows = simulate(schedule, forward, backward, weight=weight), []
     for rank, start in enumerate(timeline.start):
@@ -499,7 +472,7 @@ def draw(schedule, forward=1, backward=2, weight=1, color=False):
             letter = action.kind.lower() if action.chunk else action.kind
             cell = f"{letter}{action.microbatch}".ljust(width)
             cell = f"\033[{COLORS[action.kind]};30m{cell}\033[0m" if color else cell
-            for slot in range(int(begin), int(begin) + duration[action.kind]):
+            for slot in range(int(begin), int(timeline.end[rank][action])):
                 cells[slot] = cell
         rows.append(f"rank {rank}  " + "".join(cells))
     return "\n".join(rows)
@@ -610,297 +583,74 @@ def _add_products(products):
             torch.autograd.backward(parameter, sums.pop(parameter))
 
 
-# ---- executor ------------------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------
+#
+# Transfers have one global order, and a rank posts its own in that order: a receive as soon as all
+# before it are posted, a send as soon as its tensor exists as well. Nothing deadlocks then, whether
+# sends are buffered (gloo) or meet their receive in issue order (NCCL). For take the first transfer
+# in the order that is not done. All before it are done, and so posted at both ends: its receive is
+# posted, too. Its tensor depends on transfers before it only, for what an action makes leaves later
+# than what the action waits for has arrived: so the tensor comes to exist, and the send is posted.
+#
+# The order is that in which messages would arrive that take a little time. If they took none, a
+# send and a receive of the same moment could come in either order: a receive behind a send, whose
+# tensor the rank is about to make, would be posted an action late, and the other rank wait.
+
+SHORT = 1 / 128  # that little time, as a part of a forward's
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER = 9  # int64s that announce a tensor: rows of its inputs, dtype, number of dims, shape
 
 
-class _Entry(torch.autograd.Function):
-    """The identity: a stage may write in what it gives, as autograd lets nobody write in a leaf."""
+class _Messenger:
+    """Posts one rank's transfers of one step.
 
-    @staticmethod
-    def forward(ctx, x):
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return grad_output
-
-
-class Pipeline:
-    """Runs one rank of a schedule.
-
-    stage: its module, or a list of one per chunk. In a DistributedDataParallel no_sync() holds for
-        all its backwards but the last; where that one is split, start_grad_sync() comes before W.
-    schedule: the same on all ranks of the group, a Schedule or a list of actions per rank.
-    loss_fn: loss_fn(output, target, *loss_arguments of step()), called at the end of a route,
-        returns the microbatch's share of the loss: the sum over microbatches is the step's; nothing
-        here divides by their number.
-    recompute: a stage keeps nothing between forward and backward but its input and the state of the
-        random generators, and runs forward again.
-    defer: the WeightGradStore into which layers of the stages put products off; by default its own.
-
-    Where backwards are split, those of linear layers are: what other parameters get is computed
-    with the first half, unless their layers use the store as well. Of two routes (DualPipe) each
-    has a replica of all layers: see sum_replicas().
-
-    The transfers of a rank are posted in their global order: a receive as soon as all before it are
-    posted, a send as soon as its tensor exists as well. So both ends of every link agree, the first
-    transfer that is not done always has both its ends posted, and nothing deadlocks, whether sends
-    are buffered (gloo) or meet their receive in issue order (NCCL). The order is that of messages
-    that take a little time: if they took none, a receive could come after a send of the same moment
-    and so be posted an action late.
-
-    Collective. Raises ValueError on all ranks if their schedules differ, or replicas do not train
-    parameters of the same shapes; on one if the schedule is not made for the group's size, the list
-    of stages does not have one per chunk, or a stage is PyTorch's DistributedDataParallel, which
-    takes part in one backward per forward.
+    transfers: this rank's, in the global order.
+    formats: {(source, its chunk): (rows of inputs, dtype, shape)} of what crosses a boundary, told
+        ahead of the first tensor; it outlives the step.
+    rows: {microbatch: rows of its inputs}; where no route begins they are learnt on the way.
     """
 
-    def __init__(self, stage, schedule, loss_fn, group=None, recompute=False, defer=None):
+    def __init__(self, transfers, formats, rows, device, group):
+        self.formats, self.rows, self.device, self.group = formats, rows, device, group
         self.rank, self.num_stages = rank_and_size(group)
-        self.stages = list(stage) if isinstance(stage, (list, tuple, nn.ModuleList)) else [stage]
-        self.loss_fn, self.group, self.recompute = loss_fn, group, recompute
-        self.defer = defer or WeightGradStore()
-        self.schedule = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
-        self.num_microbatches = self.schedule.num_microbatches
-        self.device = _device_of(self.stages, group)
-        self._check_schedule()
-        self.actions = self.schedule[self.rank]
-        self._check_stages()
-        if len(self.schedule.routes) == 2:
-            self._check_replicas()
-        # stage -> the action that completes its gradients; an evaluation has none
-        self.last = {self.stages[a.chunk]: a for a in self.actions if a.kind != "F"}
-        self.split_backward = {action[1:] for action in self.actions if action.kind == "W"}
-        transfers = simulate(self.schedule, message=SHORT).transfers
-        self.transfers = [t for t in transfers if self.rank in (t.source, t.destination)]
-        ends = [(route[0][0], route[-1][0]) for route in self.schedule.routes]
-        self.needed = {
-            "inputs": self.rank in [first for first, _ in ends],
-            "targets": self.rank in [last for _, last in ends],
-        }
-        self.formats = {}  # (source, chunk) of a boundary -> (rows of inputs, dtype, shape) there
-        self.midway, self.times = False, {}
+        self.unposted, self.sent = deque(transfers), deque()
+        self.leaving, self.arriving = {}, {}  # transfer -> tensor; (buffer, its message)
 
-    def _check_schedule(self):
-        """Raise on all ranks if their schedules differ. NCCL wants all in a group's first batch."""
-        sizes = len(self.schedule), self.num_microbatches
-        own = sizes, list(self.schedule), self.schedule.routes
-        first, *others = gather_objects(own, self.group)
-        for rank, other in enumerate(others, 1):
-            if other != first:
-                raise ValueError(
-                    f"rank {rank} of the group has another schedule than rank 0, theirs for "
-                    f"(stages, microbatches) = {other[0]} and {first[0]}"
-                )
-        if len(self.schedule) != self.num_stages:
-            raise ValueError(
-                f"a schedule for {len(self.schedule)} stages in a group of {self.num_stages} ranks"
-            )
-
-    def _check_stages(self):
-        num_chunks = 1 + max(action.chunk for action in self.actions)
-        if len(self.stages) != num_chunks:
-            raise ValueError(
-                f"rank {self.rank} has {len(self.stages)} stages for num_chunks={num_chunks} "
-                "of the schedule, one each"
-            )
-        if any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in self.stages):
-            raise ValueError(
-                f"rank {self.rank}: torch's DistributedDataParallel reduces gradients to which "
-                "later microbatches still add; ddp.DistributedDataParallel does not"
-            )
-
-    def _check_replicas(self):
-        """Raise on all ranks unless the routes' chunks train parameters of the same shapes."""
-        own = [[(tuple(p.shape), p.dtype) for p in _trained(stage)] for stage in self.stages]
-        every = gather_objects(own, self.group)
-        for (rank, chunk), (other, replica) in zip(*self.schedule.routes):
-            if every[rank][chunk] != every[other][replica]:
-                raise ValueError(
-                    f"chunk {chunk} of rank {rank} and its replica, chunk {replica} of rank "
-                    f"{other}, do not train parameters of the same shapes"
-                )
-
-    def step(self, inputs=None, targets=None, *loss_arguments):
-        """Run every action once.
-
-        inputs, targets: (B, ...), cut along B into microbatches; needed by ranks where routes
-        begin, and end. loss_arguments: passed to loss_fn. Gradients are added to the parameters',
-        and to inputs that require one.
-        Returns the summed loss, detached, on ranks where routes end and None on the others. Raises
-        ValueError for batches that are missing, of different B, or of one that the number of
-        microbatches does not divide; for a stage that does not return a tensor, or not one of the
-        shape and dtype that it first returned; for a loss that is not a scalar tensor, and under
-        no_grad() where the schedule has backwards; RuntimeError after a step that failed midway.
-        """
-        self._check_step(inputs, targets)
-        self.midway = bool(self.transfers)
-        self.in_flight = {}  # (microbatch, chunk) -> (input, output, random state), until backward
-        self.put_off = {}  # (microbatch, chunk) -> products of its weights' gradients, until W
-        self.unposted = deque(self.transfers)
-        self.leaving, self.arriving, self.sent = {}, {}, deque()
-        self.loss, self.loss_arguments = None, loss_arguments
-        m = self.num_microbatches
-        wants_grad = bool(self.last) and self.needed["inputs"] and inputs.requires_grad
-        self.targets = () if targets is None else targets.chunk(m)
-        # of .data, so that a stage may write in one microbatch while another is in flight
-        self.inputs = () if inputs is None else [part.data for part in inputs.detach().chunk(m)]
-        for x in self.inputs if wants_grad else ():
-            x.requires_grad_()
-        self.rows = {k: len(x) for k, x in enumerate(self.inputs)}
-        self.began, self.times = self._now(), {}
-        backward = self._backward
-        perform = {"F": self._forward, "B": backward, "I": backward, "W": self._weights}
-        for action in self.actions:
-            self._post_transfers()
-            received = self._receive(self.schedule.input_transfer(action, self.rank))
-            began = self._now()
-            result = perform[action.kind](action, received)
-            self.times[action] = began, self._now()
-            if made := self.schedule.output_transfer(action, self.rank):
-                self.leaving[made] = result
-        self._post_transfers()
-        for messages in self.sent:
-            messages.wait()
-        self.midway = False
-        if wants_grad:
-            grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in self.inputs]
-            torch.autograd.backward(inputs, torch.cat(grads))
-        self.inputs = self.targets = self.loss_arguments = ()
-        return self.loss
-
-    def _check_step(self, inputs, targets):
-        batches = {"inputs": inputs, "targets": targets}
-        for name, batch in batches.items():
-            if batch is None:
-                if self.needed[name]:
-                    end = "begins" if name == "inputs" else "ends"
-                    raise ValueError(f"{name}=None on rank {self.rank}, where a route {end}")
-            elif not torch.is_tensor(batch) or not batch.ndim:
-                raise ValueError(f"{name} is not a tensor of rows, but {type(batch).__name__}")
-            elif not len(batch) or len(batch) % self.num_microbatches:
-                raise ValueError(
-                    f"{name} has {len(batch)} rows, "
-                    f"not divisible by num_microbatches={self.num_microbatches}"
-                )
-        if inputs is not None and targets is not None and len(inputs) != len(targets):
-            raise ValueError(f"inputs has {len(inputs)} rows, targets has {len(targets)}")
-        if self.last and not torch.is_grad_enabled():
-            raise ValueError("step() under no_grad(): of a schedule that is not forward_only()")
-        if self.midway:
-            raise RuntimeError("an earlier step() failed midway: its messages are still under way")
-
-    def _forward(self, action, received):
-        x = self.inputs[action.microbatch] if received is None else received
-        if received is not None and self.last:
-            x.requires_grad_()
-        state = RandomState(self.device) if self.recompute and self.last else None
-        if state:
-            with torch.no_grad():
-                output = self._run(action, x.clone())  # x itself is what backward begins with
-        else:
-            output = self._run(action, x)
-        if self.schedule.neighbours(action, self.rank)[1] is None:
-            self.loss = output.detach() + (0 if self.loss is None else self.loss)
-        if self.last:
-            self.in_flight[action[1:]] = x, None if state else output, state
-        return output.detach().contiguous()
-
-    def _run(self, action, x):
-        """What the chunk makes of x; at the end of a route, the loss of it."""
-        microbatch, chunk = place = action[1:]
-        deferring = _DeferWeights(self.defer) if place in self.split_backward else None
-        with deferring or nullcontext():
-            output = self.stages[chunk](_Entry.apply(x))
-        if not torch.is_tensor(output):
-            raise ValueError(f"stage {self.rank} returned {type(output).__name__}, not a tensor")
-        if self.schedule.neighbours(action._replace(kind="F"), self.rank)[1] is None:
-            output = self._loss_of(output, self.targets[microbatch], self.rows[microbatch])
-        return output
-
-    def _loss_of(self, output, target, rows):
-        if len(target) != rows:
-            raise ValueError(f"a microbatch has {rows} rows of inputs, {len(target)} of targets")
-        loss = self.loss_fn(output, target, *self.loss_arguments)
-        if not torch.is_tensor(loss):
-            raise ValueError(f"loss_fn returned {type(loss).__name__}, not a tensor")
-        if loss.numel() != 1 and self.last:
-            raise ValueError(f"loss_fn returned {tuple(loss.shape)}, not a scalar")
-        return loss
-
-    def _backward(self, action, grad_output):
-        x, output, state = self.in_flight.pop(action[1:])
-        if state:
-            with state:
-                output = self._run(action, x)
-        halved = self.defer.collect() if action.kind == "I" else nullcontext()
-        with self._no_sync(action), halved as products:
-            if output.requires_grad or grad_output is None:  # not so if all before it is frozen
-                torch.autograd.backward(output, grad_output)
-        if action.kind == "I":
-            self.put_off[action[1:]] = products
-        if self.schedule.output_transfer(action, self.rank) is None:
-            return None
-        return torch.zeros_like(x) if x.grad is None else x.grad
-
-    def _weights(self, action, _):
-        products, stage = self.put_off.pop(action[1:]), self.stages[action.chunk]
-        if action == self.last[stage] and hasattr(stage, "start_grad_sync"):
-            stage.start_grad_sync(awaited={parameter for parameter, _ in products})
-        with self._no_sync(action):
-            _add_products(products)
-
-    def _no_sync(self, action):
-        """Gradients are reduced once, with the last backward of a module."""
-        stage = self.stages[action.chunk]
-        if action == self.last[stage]:
-            return nullcontext()
-        return getattr(stage, "no_sync", nullcontext)()
-
-    def _now(self):
-        """This moment; on a GPU, that at which it gets here."""
-        if self.device.type == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def timeline(self):
-        """What the last step did in time, as simulate() would say it, in seconds. Collective.
-
-        Each rank's time begins with its step: a barrier before that makes them the same.
-        RuntimeError if no step has ended.
-        """
-        if len(self.times) < len(self.actions):
-            raise RuntimeError("timeline() of a step that has not ended")
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            since = lambda moment: self.began.elapsed_time(moment) / 1e3
-        else:
-            since = lambda moment: moment - self.began
-        mine = [tuple(map(since, self.times[action])) for action in self.actions]
-        start, end = [], []
-        for actions, times in zip(self.schedule, gather_objects(mine, self.group)):
-            start.append({action: first for action, (first, _) in zip(actions, times)})
-            end.append({action: last for action, (_, last) in zip(actions, times)})
-        return _timeline(self.schedule, start, end, simulate(self.schedule).transfers)
-
-    def _post_transfers(self):
-        """Post what can be posted without waiting, in the global order."""
+    def post(self):
+        """Post what can be posted without waiting for a tensor of this rank."""
         while self.unposted:
             transfer = self.unposted[0]
-            if transfer.source == self.rank:
-                if transfer not in self.leaving:
-                    return
-                self._send(self.leaving.pop(transfer), transfer)
-            else:
+            if transfer.destination == self.rank:
                 self._post_receive(transfer)
+            elif transfer in self.leaving:
+                self._post_send(self.leaving.pop(transfer), transfer)
+            else:
+                return
             self.unposted.popleft()
 
-    def _send(self, tensor, transfer):
+    def send(self, tensor, transfer):
+        """Have it leave in its turn; nothing does at the end of a route, where transfer is None."""
+        if transfer is not None:
+            self.leaving[transfer] = tensor
+
+    def receive(self, transfer):
+        """The tensor of a transfer, once it is there; None of None, where a route begins."""
+        if transfer is None:
+            return None
+        if transfer.source == self.rank:  # from the rank's own other chunk
+            return self.leaving.pop(transfer)
+        buffer, messages = self.arriving.pop(transfer)
+        messages.wait()
+        return buffer
+
+    def finish(self):
+        """Post and wait for what is left."""
+        self.post()
+        for messages in self.sent:
+            messages.wait()
+
+    def _post_send(self, tensor, transfer):
         if transfer.action.kind == "F":
             self._send_meta(tensor, transfer)
         messages = exchange([(tensor, transfer.destination)], [], self.group, async_op=True)
@@ -909,13 +659,12 @@ class Pipeline:
             self.sent.popleft().wait()
 
     def _post_receive(self, transfer):
-        boundary = transfer.source, transfer.action.chunk
+        boundary = self.rank, transfer.chunk  # of a gradient: it is like what this rank has sent
         if transfer.action.kind == "F":
+            boundary = transfer.source, transfer.action.chunk
             if boundary not in self.formats:
                 self.formats[boundary] = self._recv_meta(transfer)
             self.rows[transfer.action.microbatch] = self.formats[boundary][0]
-        else:  # the gradient of what this rank has sent
-            _, boundary = self.schedule.neighbours(transfer.action, transfer.source)
         _, dtype, shape = self.formats[boundary]
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
         messages = exchange([], [(buffer, transfer.source)], self.group, async_op=True)
@@ -941,19 +690,294 @@ class Pipeline:
             )
 
     def _recv_meta(self, transfer):
+        """Waits for it, as it may: what the sender needs was posted before this transfer."""
         header = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
         exchange([], [(header, transfer.source)], self.group)
         rows, dtype, ndim, *shape = header.tolist()
         return rows, _DTYPES[dtype], torch.Size(shape[:ndim])
 
-    def _receive(self, transfer):
-        if transfer is None:
+
+# ---- executor ------------------------------------------------------------------------------------
+
+
+class _Entry(torch.autograd.Function):
+    """The identity: a stage may write in what it gives, as autograd lets nobody write in a leaf."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return grad_output
+
+
+def _device_of(stages, group):
+    """Where the stages are; if they hold no tensor, where the group's backend wants messages."""
+    tensors = [t for stage in stages for t in (*stage.parameters(), *stage.buffers())]
+    backends = "cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu"
+    return tensors[0].device if tensors else torch.device(backends)
+
+
+class Pipeline:
+    """Runs one rank of a schedule.
+
+    stage: its module, or a list of one per chunk. In a DistributedDataParallel no_sync() holds for
+        all its backwards but the last; where that one is split, start_grad_sync() comes before W.
+    schedule: the same on all ranks of the group, a Schedule or a list of actions per rank.
+    loss_fn: loss_fn(output, target, *loss_arguments of step()), called at the end of a route,
+        returns the microbatch's share of the loss: the sum over microbatches is the step's; nothing
+        here divides by their number.
+    recompute: a stage keeps nothing between forward and backward but its input and the state of the
+        random generators, and runs forward again.
+    defer: the WeightGradStore into which layers of the stages put products off; by default its own.
+
+    Where backwards are split, those of plain linear layers are, and of those that have the store:
+    what other parameters get is computed with the first half. Of two routes (DualPipe) each has a
+    replica of all layers: see sum_replicas().
+
+    Collective. Raises ValueError on all ranks if their schedules differ, or replicas do not train
+    parameters of the same shapes; on one if the schedule is not made for the group's size, the list
+    of stages does not have one per chunk, or a stage is PyTorch's DistributedDataParallel, which
+    takes part in one backward per forward.
+    """
+
+    def __init__(self, stage, schedule, loss_fn, group=None, recompute=False, defer=None):
+        self.rank, _ = rank_and_size(group)
+        self.stages = list(stage) if isinstance(stage, (list, tuple, nn.ModuleList)) else [stage]
+        self.schedule = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
+        self.loss_fn, self.group, self.recompute = loss_fn, group, recompute
+        self.defer = defer or WeightGradStore()
+        _check_schedule(self.schedule, group)
+        _check_stages(self.stages, self.schedule, self.rank)
+        self.actions, routes = self.schedule[self.rank], self.schedule.routes
+        if len(routes) == 2:
+            _check_replicas(self.stages, routes, group)
+        self.device = _device_of(self.stages, group)
+        # the action that completes a stage's gradients; an evaluation has none
+        self.last_backward = {self.stages[a.chunk]: a for a in self.actions if a.kind != "F"}
+        self.split_backward = {action[1:] for action in self.actions if action.kind == "W"}
+        # the chunks of this rank where routes begin, and end
+        self.first_chunks = {chunk for (rank, chunk), *_ in routes if rank == self.rank}
+        self.last_chunks = {chunk for *_, (rank, chunk) in routes if rank == self.rank}
+        transfers = simulate(self.schedule, message=SHORT).transfers
+        self.transfers = [t for t in transfers if self.rank in (t.source, t.destination)]
+        self.formats, self.midway, self.clock = {}, False, None
+
+    def step(self, inputs=None, targets=None, *loss_arguments):
+        """Run every action once.
+
+        inputs, targets: (B, ...), cut along B into microbatches; needed by ranks where routes
+        begin, and end. loss_arguments: passed to loss_fn. Gradients are added to the parameters',
+        and to inputs that require one.
+        Returns the summed loss, detached, on ranks where routes end and None on the others. Raises
+        ValueError for batches that are missing, of different B, or of one that the number of
+        microbatches does not divide; for a stage that does not return a tensor, or not one of the
+        shape and dtype that it first returned; for a loss that is not a scalar tensor, and under
+        no_grad() where the schedule has backwards; RuntimeError after a step that failed midway.
+        """
+        m = self.schedule.num_microbatches
+        _check_batches(inputs, targets, self.first_chunks, self.last_chunks, self.rank, m)
+        if self.last_backward and not torch.is_grad_enabled():
+            raise ValueError("step() under no_grad(): of a schedule that is not forward_only()")
+        if self.midway:
+            raise RuntimeError("an earlier step() failed midway: its messages are still under way")
+        self._begin(inputs, targets, loss_arguments)
+        backward = self._backward
+        perform = {"F": self._forward, "B": backward, "I": backward, "W": self._weights}
+        for action in self.actions:
+            self.messages.post()
+            received = self.messages.receive(self.schedule.needed.get((action, self.rank)))
+            began = self.clock.now()
+            result = perform[action.kind](action, received)
+            self.clock.spans[action] = began, self.clock.now()
+            self.messages.send(result, self.schedule.made.get((action, self.rank)))
+        self.messages.finish()
+        self.midway = False
+        if any(x.requires_grad for x in self.inputs):
+            grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in self.inputs]
+            torch.autograd.backward(inputs, torch.cat(grads))
+        self.inputs = self.targets = self.loss_arguments = ()
+        return self.loss
+
+    def _begin(self, inputs, targets, loss_arguments):
+        """What a step has of its own."""
+        m = self.schedule.num_microbatches
+        # of .data, so that a stage may write in one microbatch while another is in flight
+        self.inputs = () if inputs is None else [x.data for x in inputs.detach().chunk(m)]
+        if self.last_backward and self.first_chunks and inputs.requires_grad:
+            for x in self.inputs:
+                x.requires_grad_()
+        self.targets = () if targets is None else targets.chunk(m)
+        self.loss, self.loss_arguments = None, loss_arguments
+        self.in_flight = {}  # (microbatch, chunk) -> (input, output, random state), until backward
+        self.put_off = {}  # (microbatch, chunk) -> products of its weights' gradients, until W
+        rows = {microbatch: len(x) for microbatch, x in enumerate(self.inputs)}
+        messenger = _Messenger(self.transfers, self.formats, rows, self.device, self.group)
+        self.messages, self.clock = messenger, _Clock(self.device)
+        self.midway = bool(self.transfers)
+
+    def _forward(self, action, received):
+        x = self.inputs[action.microbatch] if received is None else received
+        if received is not None and self.last_backward:
+            x.requires_grad_()
+        runs_again = self.recompute and self.last_backward
+        state = RandomState(self.device) if runs_again else None
+        with torch.no_grad() if runs_again else nullcontext():
+            # a copy, where the stage may write: x itself is what backward begins with
+            output = self._run(action, x.clone() if runs_again else x)
+        if action.chunk in self.last_chunks:
+            self.loss = output.detach() + (0 if self.loss is None else self.loss)
+        if self.last_backward:
+            self.in_flight[action[1:]] = x, None if runs_again else output, state
+        return output.detach().contiguous()
+
+    def _run(self, action, x):
+        """What the chunk makes of x; at the end of a route, the loss of it."""
+        split = action[1:] in self.split_backward
+        with _DeferWeights(self.defer) if split else nullcontext():
+            output = self.stages[action.chunk](_Entry.apply(x))
+        if not torch.is_tensor(output):
+            raise ValueError(f"stage {self.rank} returned {type(output).__name__}, not a tensor")
+        return self._loss(action, output) if action.chunk in self.last_chunks else output
+
+    def _loss(self, action, output):
+        target, rows = self.targets[action.microbatch], self.messages.rows[action.microbatch]
+        if len(target) != rows:
+            raise ValueError(f"a microbatch has {rows} rows of inputs, {len(target)} of targets")
+        loss = self.loss_fn(output, target, *self.loss_arguments)
+        if not torch.is_tensor(loss):
+            raise ValueError(f"loss_fn returned {type(loss).__name__}, not a tensor")
+        if loss.numel() != 1 and self.last_backward:
+            raise ValueError(f"loss_fn returned {tuple(loss.shape)}, not a scalar")
+        return loss
+
+    def _backward(self, action, grad_output):
+        """B, or with the store open I: returns the gradient of the chunk's input."""
+        x, output, state = self.in_flight.pop(action[1:])
+        if state:
+            # here and not inside of autograd, whose thread for a GPU no TorchFunctionMode reaches
+            with state:
+                output = self._run(action, x)
+        halved = self.defer.collect() if action.kind == "I" else nullcontext()
+        with self._no_sync(action), halved as products:
+            if output.requires_grad or grad_output is None:  # not so if all before it is frozen
+                torch.autograd.backward(output, grad_output)
+        if action.kind == "I":
+            self.put_off[action[1:]] = products
+        if action.chunk in self.first_chunks:
             return None
-        if transfer.source == self.rank:  # from the rank's own other chunk
-            return self.leaving.pop(transfer)
-        buffer, messages = self.arriving.pop(transfer)
-        messages.wait()
-        return buffer
+        return torch.zeros_like(x) if x.grad is None else x.grad
+
+    def _weights(self, action, _):
+        products, stage = self.put_off.pop(action[1:]), self.stages[action.chunk]
+        if action == self.last_backward[stage] and hasattr(stage, "start_grad_sync"):
+            stage.start_grad_sync(awaited={parameter for parameter, _ in products})
+        with self._no_sync(action):
+            _add_products(products)
+
+    def _no_sync(self, action):
+        """Gradients are reduced once, with the last backward of a module."""
+        stage = self.stages[action.chunk]
+        if action == self.last_backward[stage]:
+            return nullcontext()
+        return getattr(stage, "no_sync", nullcontext)()
+
+    def timeline(self):
+        """What the last step did in time, as simulate() would say it, in seconds. Collective.
+
+        Each rank's time begins with its step: a barrier before that makes them the same.
+        RuntimeError if no step has ended.
+        """
+        if self.clock is None or len(self.clock.spans) < len(self.actions):
+            raise RuntimeError("timeline() of a step that has not ended")
+        spans = gather_objects(self.clock.seconds(), self.group)
+        start = [{action: begin for action, (begin, _) in own.items()} for own in spans]
+        end = [{action: end for action, (_, end) in own.items()} for own in spans]
+        return _timeline(self.schedule, start, end, simulate(self.schedule).transfers)
+
+
+def _check_schedule(schedule, group):
+    """Raise on all ranks if their schedules differ. NCCL wants all in a group's first batch."""
+    sizes = len(schedule), schedule.num_microbatches
+    first, *others = gather_objects((sizes, list(schedule), schedule.routes), group)
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise ValueError(
+                f"rank {rank} of the group has another schedule than rank 0, theirs for "
+                f"(stages, microbatches) = {other[0]} and {first[0]}"
+            )
+    _, num_stages = rank_and_size(group)
+    if len(schedule) != num_stages:
+        raise ValueError(f"a schedule for {len(schedule)} stages in a group of {num_stages} ranks")
+
+
+def _check_stages(stages, schedule, rank):
+    num_chunks = 1 + max(action.chunk for action in schedule[rank])
+    if len(stages) != num_chunks:
+        raise ValueError(
+            f"rank {rank} has {len(stages)} stages for num_chunks={num_chunks} of the schedule, "
+            "one each"
+        )
+    if any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
+        raise ValueError(
+            f"rank {rank}: torch's DistributedDataParallel reduces gradients to which "
+            "later microbatches still add; ddp.DistributedDataParallel does not"
+        )
+
+
+def _check_replicas(stages, routes, group):
+    """Raise on all ranks unless the routes' chunks train parameters of the same shapes."""
+    own = [[(tuple(p.shape), p.dtype) for p in _trained(stage)] for stage in stages]
+    every = gather_objects(own, group)
+    for (rank, chunk), (other, replica) in zip(*routes):
+        if every[rank][chunk] != every[other][replica]:
+            raise ValueError(
+                f"chunk {chunk} of rank {rank} and its replica, chunk {replica} of rank "
+                f"{other}, do not train parameters of the same shapes"
+            )
+
+
+def _check_batches(inputs, targets, first_chunks, last_chunks, rank, num_microbatches):
+    begins, ends = first_chunks and "begins", last_chunks and "ends"
+    for name, batch, route in (("inputs", inputs, begins), ("targets", targets, ends)):
+        if batch is None:
+            if route:
+                raise ValueError(f"{name}=None on rank {rank}, where a route {route}")
+        elif not torch.is_tensor(batch) or not batch.ndim:
+            raise ValueError(f"{name} is not a tensor of rows, but {type(batch).__name__}")
+        elif not len(batch) or len(batch) % num_microbatches:
+            m = num_microbatches
+            raise ValueError(f"{name} has {len(batch)} rows, not divisible by num_microbatches={m}")
+    if inputs is not None and targets is not None and len(inputs) != len(targets):
+        raise ValueError(f"inputs has {len(inputs)} rows, targets has {len(targets)}")
+
+
+class _Clock:
+    """When a step's actions began and ended; on a GPU, when it got there and not the host."""
+
+    def __init__(self, device):
+        self.device, self.spans = device, {}
+        self.began = self.now()
+
+    def now(self):
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self):
+        """{action: (begin, end)}, since the step began. The host waits for the device."""
+        if self.device.type == "cpu":
+            since = lambda moment: moment - self.began
+        else:
+            torch.cuda.synchronize(self.device)
+            since = lambda moment: self.began.elapsed_time(moment) / 1e3
+        return {action: tuple(map(since, span)) for action, span in self.spans.items()}
+
+
+# ---- replicas ------------------------------------------------------------------------------------
 
 
 def sum_replicas(stages, group=None):
@@ -983,13 +1007,6 @@ def sum_replicas(stages, group=None):
 
 def _trained(stage):
     return [parameter for parameter in stage.parameters() if parameter.requires_grad]
-
-
-def _device_of(stages, group):
-    """Where the stages are; if they hold no tensor, where the group's backend wants messages."""
-    tensors = [t for stage in stages for t in (*stage.parameters(), *stage.buffers())]
-    backends = "cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu"
-    return tensors[0].device if tensors else torch.device(backends)
 
 
 # ---- cost ----------------------------------------------------------------------------------------
@@ -1085,14 +1102,19 @@ def _demonstrate():
             print(f"largest difference from one process's gradients: {error:.1e}\n")
 
 
-def _simulated(name, num_stages, num_microbatches):
-    """A schedule, its timeline, bubble and peak; F, I and W of all of a rank's layers take 1."""
+def _figures(name, num_stages, num_microbatches):
+    """Of a schedule: itself, its timeline, bubble and peak, each as claimed and as simulated.
+
+    F, I and W of all of a rank's layers take 1.
+    """
     schedule = SCHEDULES[name](num_stages, num_microbatches)
     chunks = {action.chunk for actions in schedule for action in actions}
     parts = 1 if name == "dualpipe" else len(chunks)  # there a chunk is a replica of all layers
     timeline = simulate(schedule, 1 / parts, 2 / parts, weight=1 / parts)
     bubble = max(timeline.idle if name in ("zb-h2", "zb-v") else timeline.bubble)
-    return schedule, timeline, bubble, max(timeline.peak) / parts
+    bubbles = bubble_time(name, num_stages, num_microbatches), bubble
+    peaks = peak_activations(name, num_stages, num_microbatches), max(timeline.peak) / parts
+    return schedule, timeline, bubbles, peaks
 
 
 def _compare(num_stages, num_microbatches):
@@ -1100,15 +1122,13 @@ def _compare(num_stages, num_microbatches):
     print(f"{'':12}{'bubble':>18}{'peak activations':>24}{'total':>9}")
     print(f"{'':12}{'claimed simulated':>18}{'claimed simulated':>24}")
     for name in SCHEDULES:
-        claimed = bubble_time(name, num_stages, num_microbatches)
-        peak = peak_activations(name, num_stages, num_microbatches)
         try:
-            _, timeline, bubble, held = _simulated(name, num_stages, num_microbatches)
+            _, timeline, bubbles, peaks = _figures(name, num_stages, num_microbatches)
         except ValueError as error:
             print(f"{name:12}{error}")
             continue
-        numbers = f"{claimed:8.1f}{bubble:10.1f}{peak:14.1f}{held:10.1f}{timeline.total:9.1f}"
-        print(f"{name:12}{numbers}")
+        numbers = *bubbles, *peaks, timeline.total
+        print("{:12}{:8.1f}{:10.1f}{:14.1f}{:10.1f}{:9.1f}".format(name, *numbers))
 
 
 def main():
@@ -1125,18 +1145,16 @@ def main():
         if args.schedule is None:
             _compare(args.stages, args.microbatches)
             return
-        simulated = _simulated(args.schedule, args.stages, args.microbatches)
-        schedule, timeline, bubble, peak = simulated
+        found = _figures(args.schedule, args.stages, args.microbatches)
+        schedule, timeline, bubbles, peaks = found
         if args.trace:
             with open(args.trace, "w") as file:
                 json.dump({"traceEvents": trace_events(timeline)}, file)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     print(draw(schedule, color=sys.stdout.isatty()))
-    claimed = bubble_time(args.schedule, args.stages, args.microbatches)
-    print(f"bubble: claimed {claimed:g}, simulated {bubble:g}")
-    claimed = peak_activations(args.schedule, args.stages, args.microbatches)
-    print(f"peak activations, in microbatches: claimed {claimed:g}, simulated {peak:g}")
+    print("bubble: claimed {:g}, simulated {:g}".format(*bubbles))
+    print("peak activations, in microbatches: claimed {:g}, simulated {:g}".format(*peaks))
 
 
 if __name__ == "__main__":

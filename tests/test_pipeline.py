@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections import Counter, defaultdict, deque
 from contextlib import contextmanager
 from weakref import ref
@@ -21,11 +22,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 import pipeline
-from collectives import count_bytes, rank_and_size
+from collectives import count_bytes, gather_objects, rank_and_size
 from ddp import DistributedDataParallel
 from gpu_counts import batches, waits
+from nccl_replay import Deadlock, record, replay
 from pipeline import (
     SCHEDULES,
+    SHORT,
     Action,
     Pipeline,
     bubble_time,
@@ -33,6 +36,7 @@ from pipeline import (
     dualpipe,
     forward_only,
     gpipe,
+    gpipe_step,
     interleaved,
     one_f_one_b,
     peak_activations,
@@ -43,29 +47,14 @@ from pipeline import (
     zb_h2,
     zb_v,
 )
-from nccl_replay import record, replay
-from ranks import run
+from ranks import on_ranks, run
 
 SIZES = [(p, m) for p in range(1, 9) for m in range(1, 4 * p + 1)]
-TRAINING = [gpipe, one_f_one_b]
 
-every_size = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+every_schedule = pytest.mark.parametrize("name", SCHEDULES)
 
 
 # ---- schedules -----------------------------------------------------------------------------------
-
-
-def test_evaluation_is_the_forwards_alone():
-    for p, m in SIZES:
-        assert forward_only(p, m) == [[("F", k, 0) for k in range(m)]] * p
-        timeline = simulate(forward_only(p, m), forward=3)
-        assert timeline.total == 3 * (m + p - 1) and timeline.bubble == [3 * (p - 1)] * p
-
-
-def test_peak_activations_are_m_for_gpipe_and_at_most_p_minus_rank_for_1f1b():
-    for p, m in SIZES:
-        assert simulate(gpipe(p, m)).peak == [m] * p
-        assert simulate(one_f_one_b(p, m)).peak == [min(m, p - rank) for rank in range(p)]
 
 
 # where each schedule is defined, and where its formulas are exact
@@ -78,24 +67,18 @@ EXACT = {"zb-h1": lambda p, m: m >= p, "zb-h2": lambda p, m: m >= 2 * p - 1,
 SPLIT_TIMES = [(1, 2, 1), (2, 5, 2), (3, 4, 1)]  # forward, backward, its part that is W
 
 
-def _sizes_of(name):
-    return [size for size in SIZES if DEFINED.get(name, lambda p, m: True)(*size)]
+def _sizes_of(name, sizes=SIZES):
+    return [size for size in sizes if DEFINED.get(name, lambda p, m: True)(*size)]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_place_of_a_route_does_each_microbatch_once_and_in_order(name):
-    for p, m in _sizes_of(name):
-        schedule = SCHEDULES[name](p, m)
-        done = {(k, *place) for k in range(m) for place in schedule.route(k)}
-        assert done == {(a.microbatch, r, a.chunk) for r, row in enumerate(schedule) for a in row}
-        for actions in schedule:
-            kinds = defaultdict(str)
-            for action in actions:
-                kinds[action.microbatch, action.chunk] += action.kind
-            assert set(kinds.values()) <= {"FB", "FIW"}
+def test_evaluation_is_the_forwards_alone():
+    for p, m in SIZES:
+        assert forward_only(p, m) == [[("F", k, 0) for k in range(m)]] * p
+        timeline = simulate(forward_only(p, m), forward=3)
+        assert timeline.total == 3 * (m + p - 1) and timeline.bubble == [3 * (p - 1)] * p
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@every_schedule
 def test_every_action_waits_for_what_the_route_brings(name):
     """Against the definition: F after the F before it on the route, B or I after that behind it."""
     for p, m in _sizes_of(name)[::3]:
@@ -130,7 +113,7 @@ def test_every_action_waits_for_what_the_route_brings(name):
                     free = ready + length[kind]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@every_schedule
 def test_bubble_and_peak_are_those_of_the_formulas(name):
     for p, m in _sizes_of(name):
         schedule = SCHEDULES[name](p, m)
@@ -146,8 +129,8 @@ def test_bubble_and_peak_are_those_of_the_formulas(name):
             if name not in ("zb-h2", "zb-v", "dualpipe"):
                 assert timeline.bubble == pytest.approx([max(ranks)] * p)
         assert max(timeline.peak) / parts == peak_activations(name, p, m)
-        if name == "dualpipe":
-            assert timeline.peak == [p + 1] * p
+        of_ranks = {"gpipe": [m] * p, "1f1b": [min(m, p - rank) for rank in range(p)]}
+        assert timeline.peak == (of_ranks | {"dualpipe": [p + 1] * p}).get(name, timeline.peak)
 
 
 def test_more_chunks_make_the_bubble_smaller():
@@ -159,7 +142,7 @@ def test_more_chunks_make_the_bubble_smaller():
             assert max(timeline.peak) / v == peak_activations("interleaved", p, m, v)
 
 
-def test_the_tables_of_the_schedules_are_what_the_code_gives():
+def test_tables_and_drawings_in_docstrings_are_what_the_code_gives():
     small = lambda a: f"{a.kind.lower() if a.chunk else a.kind}{a.microbatch}"
     for make_schedule, p, m in (
         (one_f_one_b, 4, 6), (interleaved, 2, 4), (zb_h1, 4, 6), (zb_h2, 2, 4), (zb_v, 2, 4),
@@ -168,9 +151,17 @@ def test_the_tables_of_the_schedules_are_what_the_code_gives():
         rows = re.findall(r"rank \d   ((?:[FBIWfbiw]\d ?)+)", make_schedule.__doc__)
         told = [" ".join(map(small, actions)) for actions in make_schedule(p, m)]
         assert [row.strip() for row in rows] == told
+    pairs = zip(draw(gpipe(4, 4)).splitlines(), draw(one_f_one_b(4, 4)).splitlines())
+    drawn = [tuple(row.removeprefix(f"rank {r}  ") for row in pair) for r, pair in enumerate(pairs)]
+    assert re.findall(r"([.FB\d]{20,}) +([.FB\d]{20,})", pipeline.__doc__) == drawn
 
 
 def test_where_a_schedule_is_not_defined_the_error_names_the_sizes():
+    for make_schedule in (*SCHEDULES.values(), forward_only):
+        with pytest.raises(ValueError, match="num_stages=0 "):
+            make_schedule(0, 4)
+        with pytest.raises(ValueError, match="num_microbatches=0 "):
+            make_schedule(2, 0)
     with pytest.raises(ValueError, match="num_microbatches=6 is not a multiple of num_stages=4"):
         interleaved(4, 6)
     with pytest.raises(ValueError, match="num_chunks=0"):
@@ -221,23 +212,19 @@ def test_what_the_command_cannot_do_is_one_line(arguments, message, monkeypatch,
     assert not printed and re.search(message, error.splitlines()[-1])
 
 
-def test_the_drawing_of_the_module_is_what_the_code_gives():
-    pairs = zip(draw(gpipe(4, 4)).splitlines(), draw(one_f_one_b(4, 4)).splitlines())
-    drawn = [tuple(row.removeprefix(f"rank {r}  ") for row in pair) for r, pair in enumerate(pairs)]
-    assert re.findall(r"([.FB\d]{20,}) +([.FB\d]{20,})", pipeline.__doc__) == drawn
-
-
 def _actions(text):
     return [Action(cell[0], int(cell[1:])) for cell in text.split()]
 
 
 def test_a_schedule_that_cannot_finish_is_refused():
-    with pytest.raises(ValueError, match="rank 0 at B0, rank 1 at F0"):
-        simulate([_actions("B0 F0"), _actions("F0 B0")])
-    with pytest.raises(ValueError, match="rank 0 at B1, rank 1 at F1"):
-        simulate([_actions("F0 B1 F1 B0"), _actions("F0 F1 B1 B0")])
-    with pytest.raises(ValueError, match="cannot finish: rank 0 at B0, rank 1 at B0 "):
-        simulate([_actions("F0 B0"), _actions("B0 F0")])
+    for rows, stuck in (
+        (("B0 F0", "F0 B0"), "rank 0 at B0, rank 1 at F0"),
+        (("F0 B1 F1 B0", "F0 F1 B1 B0"), "rank 0 at B1, rank 1 at F1"),
+        (("F0 B0", "B0 F0"), "cannot finish: rank 0 at B0, rank 1 at B0 "),
+        (("F0 W0 I0", "F0 B0"), "cannot finish: rank 0 at W0 "),
+    ):
+        with pytest.raises(ValueError, match=stuck):
+            simulate(list(map(_actions, rows)))
     action = "Action(kind='{}', microbatch={}, chunk=0)".format
     for other, wrong in (
         ("F0 B0 F1", "rank 0 lacks " + action("F", 1)),  # the rank that is wrong is the other one
@@ -264,175 +251,128 @@ def test_what_is_no_schedule_is_named():
     assert simulate(rows).start == simulate([_actions("F0 B0")] * 2).start  # tuples will do
 
 
-@pytest.mark.parametrize("make_schedule", [*TRAINING, forward_only])
-def test_sizes_below_1_are_named(make_schedule):
-    with pytest.raises(ValueError, match="num_stages=0 "):
-        make_schedule(0, 4)
-    with pytest.raises(ValueError, match="num_microbatches=0 "):
-        make_schedule(2, 0)
-
-
 # ---- the order of messages, under NCCL's rules ---------------------------------------------------
 
 
-def _replay(programs, message=0.0):
-    """Run programs whose messages meet in issue order; (what each rank is stuck at, their times).
+def _program(schedule, rank, transfers, times=(0, 0, 0)):
+    """What a rank does: ("post", transfer), ("wait", transfer) and ("work", its time).
 
-    A program is a list of ("post", message), which never blocks, ("wait", message) and ("work",
-    its time). A message is a tuple whose places 1 and 2 hold the ranks of its ends. It is under way
-    once, at both of them, it is the first that was posted and is not done, and what was before its
-    post is done; it takes the time `message`.
+    It posts its transfers in their order, each as soon as it can, and waits for what it needs, and
+    for a send once there are more than p of them. times: of F, B and its part W.
     """
-    position, clocks, done = [0] * len(programs), [0.0] * len(programs), {}
-    queues, free = [deque() for _ in programs], [0.0] * len(programs)
-    progress = True
-    while progress:
-        progress = False
-        for rank, program in enumerate(programs):
-            while position[rank] < len(program):
-                kind, what = program[position[rank]]
-                if kind == "post":
-                    queues[rank].append((what, clocks[rank]))
-                elif kind == "work":
-                    clocks[rank] += what
-                elif what in done:
-                    clocks[rank] = max(clocks[rank], done[what])
-                else:
-                    break
-                position[rank] += 1
-                progress = True
-        for queue in queues:
-            while queue:
-                ranks = queue[0][0][1:3]
-                ends = [queues[rank][0] for rank in ranks if queues[rank]]
-                if [end[0] for end in ends] != 2 * [queue[0][0]]:
-                    break
-                began = max(*[posted for _, posted in ends], *[free[rank] for rank in ranks])
-                for rank in ranks:
-                    done[queues[rank].popleft()[0]] = free[rank] = began + message
-                progress = True
-    stuck = {r: a[position[r]] for r, a in enumerate(programs) if position[r] < len(a)}
-    return stuck, clocks
-
-
-def _links(schedule):
-    """{(action, rank): (transfer that it needs, the one it makes)}, None at ends of a route."""
-    return {
-        (action, rank): (
-            schedule.input_transfer(action, rank), schedule.output_transfer(action, rank)
-        )
-        for rank, actions in enumerate(schedule)
-        for action in actions
-    }
-
-
-def _program(actions, order, rank, links, times, most):
-    """A rank that posts messages in `order`, each as soon as it can, waiting for what it needs.
-
-    times: of each kind of action; most: sends that are not waited for.
-    """
-    program, unposted, exists, sent = [], deque(order), set(), deque()
-
-    def post():
-        while unposted and (unposted[0].destination == rank or unposted[0] in exists):
-            message = unposted.popleft()
-            program.append(("post", message))
-            if message.source == rank:
-                sent.append(message)
-            if len(sent) > most:
-                program.append(("wait", sent.popleft()))
-
-    for action in actions:
-        needed, made = links[action, rank]
-        post()
-        if needed and needed.source != rank:
-            program.append(("wait", needed))
-        program.append(("work", times[action.kind]))
-        if made:
-            exists.add(made)
-    post()
-    return program + [("wait", message) for message in order]
-
-
-def _replay_orders(schedule, orders, times=(0, 0, 0), message=0.0):
-    """What ranks are stuck at, and their times. times: of F, B and its part W."""
-    (forward, backward, weight), links, p = times, _links(schedule), len(schedule)
+    (forward, backward, weight), program, exists, sent = times, [], set(), deque()
     times = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
-    programs = [_program(schedule[r], orders[r], r, links, times, p) for r in range(p)]
-    return _replay(programs, message)
+    own = [transfer for transfer in transfers if rank in transfer[1:3]]
+    unposted = deque(own)
+    for action in [*schedule[rank], None]:
+        while unposted and (unposted[0].destination == rank or unposted[0] in exists):
+            transfer = unposted.popleft()
+            program.append(("post", transfer))
+            if transfer.source == rank:
+                sent.append(transfer)
+            if len(sent) > len(schedule):
+                program.append(("wait", sent.popleft()))
+        if action is not None:
+            needed = schedule.needed.get((action, rank))
+            program += [("wait", needed)] if needed in own else []
+            program.append(("work", times[action.kind]))
+            exists.add(schedule.made.get((action, rank)))
+    return program + [("wait", transfer) for transfer in own]
 
 
-def _orders(schedule, message):
-    """Each rank's transfers, in the order of `simulate` for messages that take so long."""
-    transfers = simulate(schedule, message=message).transfers
-    return [[t for t in transfers if rank in t[1:]] for rank in range(len(schedule))]
+def _replay(programs):
+    """Run the programs as if record() had told them. Raises Deadlock."""
+    group, told = ("pipeline", tuple(range(len(programs)))), []
+    for rank, program in enumerate(programs):
+        event = {"stream": 0, "name": "exchange", "group": group}
+        # the first batch of a group is of all its ranks, as that of the Pipeline's constructor
+        told.append([{"kind": "post", "key": "first", "messages": [], **event}])
+        for kind, transfer in program:
+            if kind != "work":
+                ends = ("send", transfer.destination), ("receive", transfer.source)
+                messages = [(*ends[transfer.source != rank], 4)]
+                told[rank].append({"kind": kind, "key": transfer, "messages": messages, **event})
+    replay(told)
+
+
+def _loss_of_time(schedule, transfers, times, message):
+    """By how much longer it takes if each rank has one queue of messages, in this order."""
+    forward, backward, weight = times
+    ideal = simulate(schedule, forward, backward, message, weight).total
+    programs = [_program(schedule, rank, transfers, times) for rank in range(len(schedule))]
+    done, before = {}, None  # when each message is over; a first guess
+    while done != before:
+        before, posted, clocks, free = done, {}, [0.0] * len(schedule), [0.0] * len(schedule)
+        for rank, program in enumerate(programs):
+            for kind, what in program:
+                if kind == "post":
+                    posted[what, rank] = clocks[rank]
+                elif kind == "wait":
+                    clocks[rank] = max(clocks[rank], before.get(what, 0.0))
+                else:
+                    clocks[rank] += what
+        done = {}
+        for transfer in transfers:
+            ends = transfer[1:3]
+            began = max(*[posted[transfer, rank] for rank in ends], *[free[rank] for rank in ends])
+            done[transfer] = free[ends[0]] = free[ends[1]] = began + message
+    return max(clocks) / ideal - 1
+
+
+def _ends(schedule, links):
+    """Of all actions, the messages that they need, or make."""
+    found = [links.get((action, r)) for r, row in enumerate(schedule) for action in row]
+    return Counter(t for t in found if t and t.source != t.destination)
 
 
 @pytest.mark.parametrize("name", [*SCHEDULES, "forward_only"])
 def test_no_rank_waits_forever_when_messages_go_in_their_global_order(name):
     """Ranks post what they can in the global order; a send is over when its receive is posted."""
-    for p, m in _sizes_of(name)[::3]:
+    for p, m in _sizes_of(name)[::5]:
         schedule = {**SCHEDULES, "forward_only": forward_only}[name](p, m)
-        needed, made = (
-            Counter(t for t in ends if t and t.source != t.destination)
-            for ends in zip(*_links(schedule).values())
-        )
-        assert needed == made
+        assert _ends(schedule, schedule.needed) == _ends(schedule, schedule.made)
         # F, B, a message, W
-        for times in ((1, 2, 0, 1), (1, 2, pipeline.SHORT, 1), (2, 5, 1, 2), (1, 1, 7, 1)):
+        for times in ((1, 2, 0, 1), (1, 2, SHORT, 1), (1, 1, 7, 1)):
             transfers = simulate(schedule, *times).transfers
-            assert made == Counter(transfers)
-            orders = [[t for t in transfers if rank in t[1:]] for rank in range(p)]
-            assert not _replay_orders(schedule, orders)[0]
+            assert Counter(transfers) == _ends(schedule, schedule.made)
+            _replay([_program(schedule, rank, transfers) for rank in range(p)])
 
 
-def _loss_of_time(schedule, orders, times, message):
-    """By how much longer it takes if each rank has one queue of messages, in this order."""
-    forward, backward, weight = times
-    ideal = simulate(schedule, forward, backward, message, weight).total
-    stuck, clocks = _replay_orders(schedule, orders, times, message)
-    assert not stuck
-    return max(clocks) / ideal - 1
+def test_the_naive_order_deadlocks():
+    """Receive before an action and send after it: neighbours in 1F1B then send to each other."""
+    schedule, programs = one_f_one_b(3, 4), [[], [], []]
+    for rank, actions in enumerate(schedule):
+        for action in actions:
+            for links in (schedule.needed, schedule.made):
+                if transfer := links.get((action, rank)):
+                    programs[rank] += [("post", transfer), ("wait", transfer)]
+    with pytest.raises(Deadlock, match="rank 0 at .*rank 1 at .*rank 2 at "):
+        _replay(programs)
 
 
-def _transfers(name, m):
-    _, p = rank_and_size()
-    schedule = SCHEDULES[name](p, m)
-    chunks = range(1 + max(action.chunk for action in schedule[0]))
-    return Pipeline([nn.Linear(3, 3) for _ in chunks], schedule, _loss).transfers
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
+@every_schedule
 def test_a_queue_of_messages_per_rank_makes_a_step_no_longer(name):
     """In order, as NCCL's communicators are, against messages that pass one another."""
-    for p, m in {(2, 8), (3, 9), (8, 32)} & set(_sizes_of(name)):
+    short = lambda schedule: simulate(schedule, message=SHORT).transfers
+    for p, m in _sizes_of(name, [(2, 8), (3, 9), (8, 32)]):
         schedule = SCHEDULES[name](p, m)
-        assert _loss_of_time(schedule, _orders(schedule, pipeline.SHORT), (1, 2, 1), 0.05) < 0.005
-    schedule, orders = SCHEDULES[name](4, 16), run(4, _transfers, name, 16)
-    assert _loss_of_time(schedule, orders, (1, 2, 1), 0.05) < 0.005
+        assert _loss_of_time(schedule, short(schedule), (1, 2, 1), 0.05) < 0.005
+    schedule = SCHEDULES[name](4, 16)
     for times in ((1, 3, 1), (1, 2, 0.7)):  # others than those of the order
-        assert _loss_of_time(schedule, orders, times, 0.1) < 0.01
+        assert _loss_of_time(schedule, short(schedule), times, 0.1) < 0.01
     if name in ("gpipe", "zb-h1"):  # in the order of messages that take no time
-        assert _loss_of_time(schedule, _orders(schedule, 0), (1, 2, 1), 0.05) > 0.03
+        assert _loss_of_time(schedule, simulate(schedule).transfers, (1, 2, 1), 0.05) > 0.03
 
 
-def test_the_replay_finds_the_deadlock_of_the_naive_order():
-    """Receive before an action and send after it: neighbours in 1F1B then send to each other."""
-    schedule = one_f_one_b(3, 4)
-    links = _links(schedule)
-    naive = [
-        [link for action in actions for link in links[action, rank] if link]
-        for rank, actions in enumerate(schedule)
-    ]
-    assert set(_replay_orders(schedule, naive)[0]) == {0, 1, 2}
-
-
-def test_the_replay_finds_two_messages_exchanged_at_one_end():
-    schedule = gpipe(2, 3)
-    transfers = simulate(schedule).transfers
-    other = [transfers[1], transfers[0], *transfers[2:]]
-    assert not _replay_orders(schedule, [transfers, transfers])[0]
-    assert set(_replay_orders(schedule, [transfers, other])[0]) == {0, 1}
+@on_ranks(4)
+def test_that_order_is_the_executors():
+    rank, p = rank_and_size()
+    for make_schedule in SCHEDULES.values():
+        schedule = make_schedule(p, 8)
+        stages = [nn.Linear(3, 3) for _ in _chunks(schedule)]
+        expected = simulate(schedule, message=SHORT).transfers
+        found = Pipeline(stages, schedule, _loss).transfers
+        assert found == [transfer for transfer in expected if rank in transfer[1:3]]
 
 
 # ---- the executor against one process ------------------------------------------------------------
@@ -443,183 +383,135 @@ def _loss(output, target):
     return (output.double() - target).square().sum() / 7
 
 
-def _compare(layers, bounds, schedule, batches, group=None, recompute=False, make=torch.clone):
-    """Run this rank's layers[bounds[rank]:bounds[rank + 1]]; compare with all on whole batches.
-
-    Losses, the gradients of what `make` makes the inputs of, and the gradients summed over the
-    batches. Returns the names compared.
-    """
-    rank, num_stages = rank_and_size(group)
-    model = nn.Sequential(*layers)
-    model.zero_grad()
-    losses, input_grads = [], []
-    for inputs, targets in batches:
-        inputs = inputs.clone().requires_grad_(inputs.is_floating_point())
-        losses.append(_loss(model(make(inputs)), targets))
-        losses[-1].backward()
-        input_grads.append(inputs.grad)
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
-
-    stage = model[bounds[rank] : bounds[rank + 1]]
-    executor = Pipeline(stage, schedule, _loss, group, recompute)
-    first, last = rank == 0, rank == num_stages - 1
-    for (inputs, targets), loss, input_grad in zip(batches, losses, input_grads):
-        inputs = inputs.clone().requires_grad_(inputs.is_floating_point() and first)
-        batch = inputs if make is torch.clone else make(inputs)
-        found = executor.step(batch if first else None, targets if last else None)
-        if last:
-            assert not found.requires_grad
-            _equal(found, loss.detach())
-        else:
-            assert found is None
-        if first:
-            _equal(inputs.grad, input_grad)
-    for name, parameter in stage.named_parameters():
-        _equal(parameter.grad, expected[name], name)
-    return [name for name, _ in stage.named_parameters()]
-
-
 def _equal(found, expected, name=""):
     message = lambda text: f"{name} {text}"
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, msg=message)
 
 
-def _problem(seed, num_stages, rows, num_batches=1):
-    """Layers of random widths, cut into stages of uneven depth, and batches of `rows`."""
+def _chunks(schedule):
+    """The chunks of a rank, alike on all."""
+    return range(1 + max(action.chunk for action in schedule[0]))
+
+
+def _cut(layers, schedule, rank, bounds):
+    """This rank's stages, copies, one per chunk, and the numbers of their layers.
+
+    bounds: where the stages of a route begin, and the end.
+    """
+    places = {}
+    for route in schedule.routes:
+        for (place, chunk), begin, end in zip(route, bounds, bounds[1:]):
+            places[place, chunk] = range(begin, end)
+    numbers = [places[rank, chunk] for chunk in _chunks(schedule)]
+    return [nn.Sequential(*[copy.deepcopy(layers[i]) for i in own]) for own in numbers], numbers
+
+
+def _compare(layers, bounds, schedule, batches, group=None, make=torch.clone, **options):
+    """A step for each batch on this rank's part of the layers, against all on the whole batches.
+
+    Compares losses, the gradients of what `make` makes the inputs of, and, summed over the batches,
+    of all parameters; with two routes both replicas have the same bits.
+    """
+    rank, num_stages = rank_and_size(group)
+    stages, numbers = _cut(layers, schedule, rank, bounds)
+    model = nn.Sequential(*layers)
+    model.zero_grad()
+    executor = Pipeline(stages, schedule, _loss, group, **options)
+    routes = schedule.routes
+    first, last = rank in [r[0][0] for r in routes], rank in [r[-1][0] for r in routes]
+    for inputs, targets in batches:
+        ours, whole = (inputs.clone().requires_grad_(inputs.is_floating_point()) for _ in range(2))
+        loss = _loss(model(make(whole)), targets)
+        loss.backward()
+        found = executor.step(make(ours) if first else None, targets if last else None)
+        assert not executor.in_flight and not executor.put_off
+        assert not executor.messages.leaving and not executor.messages.arriving
+        assert found is None if not last else not found.requires_grad
+        found = gather_objects((found, ours.grad), group)
+        _equal(sum(loss for loss, _ in found if loss is not None), loss.detach())
+        assert len([loss for loss, _ in found if loss is not None]) == len(routes)
+        if whole.grad is not None:
+            _equal(sum(grad for _, grad in found if grad is not None), whole.grad)
+    if len(routes) == 2:
+        sum_replicas(stages, group)
+        bits = [[p.grad for p in stage.parameters()] for stage in stages]
+        mirrored = gather_objects(bits, group)[num_stages - 1 - rank]
+        assert all(all(map(torch.equal, *pair)) for pair in zip(bits, mirrored[::-1]))
+    for stage, own in zip(stages, numbers):
+        for layer, number in zip(stage, own):
+            expected = dict(layers[number].named_parameters())
+            for name, parameter in layer.named_parameters():
+                _equal(parameter.grad, expected[name].grad, f"layer {number} {name}")
+    everywhere = sum(gather_objects([i for own in numbers for i in own], group), [])
+    assert sorted(everywhere) == sorted(len(routes) * list(range(len(layers))))
+
+
+def _problem(seed, num_stages, rows, num_batches=2):
+    """Layers of random widths, where to cut them into stages of uneven depth, and batches."""
     torch.manual_seed(seed)
     sizes = random.Random(seed)
-    depth = num_stages + sizes.randint(0, 4)
+    depth = num_stages + sizes.randint(1, 4)
     widths = [sizes.randint(1, 6) for _ in range(depth + 1)]
-    linears = [nn.Linear(i, o, dtype=torch.float64) for i, o in zip(widths, widths[1:])]
-    layers = [nn.Sequential(linear, nn.Tanh()) for linear in linears]
+    layers = [
+        nn.Sequential(nn.LayerNorm(i), nn.Linear(i, o), nn.Tanh()).double()
+        for i, o in zip(widths, widths[1:])
+    ]
     bounds = [0, *sorted(sizes.sample(range(1, depth), num_stages - 1)), depth]
-    shape = (num_batches, rows, sizes.randint(1, 3))
+    shape = num_batches, rows, sizes.randint(1, 3)
     inputs = torch.randn(*shape, widths[0], dtype=torch.float64)
     targets = torch.randn(*shape, widths[-1], dtype=torch.float64)
     return layers, bounds, list(zip(inputs, targets))
 
 
-def _random_problems():
+SOAK = [pytest.param(p, marks=pytest.mark.soak) for p in (3, 4)]
+
+
+@on_ranks(1, 2, *SOAK)
+@every_schedule
+def test_every_schedule_gives_the_losses_and_gradients_of_one_process(name):
+    """Of stages of any width and depth; also where a stage runs again in backward."""
     _, p = rank_and_size()
-    names = set()
-    for m in (1, 2, p, 2 * p + 1):
-        layers, bounds, batches = _problem(m, p, rows=m * (1 + m % 3), num_batches=2)
-        names |= {(m, name) for name in _compare(layers, bounds, one_f_one_b(p, m), batches)}
-    return names
+    sizes = [m for size, m in _sizes_of(name) if size == p]
+    for m in sorted({*sizes[:2], *sizes[len(sizes) // 2 :][:1], *sizes[-1:]}):
+        schedule = SCHEDULES[name](p, m)
+        layers, bounds, batches = _problem(m, len(schedule.routes[0]), rows=m * (1 + m % 3))
+        _compare(layers, bounds, schedule, batches, recompute=m == max(sizes))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
-def test_stages_of_any_width_and_depth_and_inputs_get_the_gradients_of_one_process(world_size):
-    compared = run(world_size, _random_problems)
-    for m in (1, 2, world_size, 2 * world_size + 1):
-        layers, _, _ = _problem(m, world_size, rows=m)
-        every_name = {(m, name) for name, _ in nn.Sequential(*layers).named_parameters()}
-        assert every_name == {(k, name) for names in compared for k, name in names if k == m}
+@on_ranks(3, 6)
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_so_do_more_stages(name):
+    _, p = rank_and_size()
+    for m in (1, p, 2 * p + 1):
+        layers, bounds, batches = _problem(m, p, rows=2 * m)
+        _compare(layers, bounds, SCHEDULES[name](p, m), batches)
 
 
-def _cut_for(schedule, layers, seed):
-    """This rank's stages, one per chunk: layers cut unevenly along the route; and their names."""
-    rank, _ = rank_and_size()
-    sizes, stages, names = random.Random(seed), {}, {}
-    for route in schedule.routes:
-        count = len(route)
-        bounds = [0, *sorted(sizes.sample(range(1, len(layers)), count - 1)), len(layers)]
-        sizes = random.Random(seed)  # the same cut for a replica
-        for stage, (place, chunk) in enumerate(route):
-            if place == rank:
-                mine = range(bounds[stage], bounds[stage + 1])
-                stages[chunk] = nn.Sequential(*[copy.deepcopy(layers[i]) for i in mine])
-                names[chunk] = mine
-    return [stages[chunk] for chunk in sorted(stages)], [names[chunk] for chunk in sorted(names)]
-
-
-def _run_schedule(name, m, dtype, tolerance, recompute=False):
-    """Two steps, whose gradients add up; returns whether this rank has them all, and its loss."""
+@on_ranks(1, 2, 3)
+def test_the_idea_and_the_executor_give_the_same_bits():
     rank, p = rank_and_size()
-    schedule = SCHEDULES[name](p, m)
-    torch.manual_seed(m)
-    make_layer = lambda: nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 5), nn.Tanh()).to(dtype)
-    layers = [make_layer() for _ in range(2 * p + 3)]
-    inputs, targets = torch.randn(2, 2, 2 * m, 3, 5, dtype=dtype)
-    loss_fn = lambda output, target: (output - target).square().sum() / 7
-    stages, owned = _cut_for(schedule, layers, seed=m)
-    executor = Pipeline(stages, schedule, loss_fn, recompute=recompute)
-    losses, expected = [], []
-    for x, y in zip(inputs, targets):
-        # in fp32 by microbatches, too: on the whole batch other sums round other ways
-        parts = zip(*(t.chunk(m if dtype == torch.float32 else 1) for t in (x, y)))
-        expected.append(0)
-        for part, target in parts:
-            loss = loss_fn(nn.Sequential(*layers)(part), target)
-            loss.backward()
-            expected[-1] += loss.detach()
-        losses.append(executor.step(x, y))
-        assert not executor.in_flight and not executor.put_off
-        assert not executor.leaving and not executor.arriving
-    if name == "dualpipe":
-        sum_replicas(stages)
-    for stage, mine in zip(stages, owned):
-        for layer, i in zip(stage, mine):
-            for (key, found), one in zip(layer.named_parameters(), layers[i].parameters()):
-                message = lambda text: f"{name} layer {i} {key} {text}"
-                error = tolerance * one.grad.abs().max().item()  # of a sum: sums round
-                torch.testing.assert_close(found.grad, one.grad, rtol=0, atol=error, msg=message)
-    gradients = [
-        torch.cat([p.grad.flatten() for p in stage.parameters()]) for stage in stages
-    ]
-    return losses, expected, owned, gradients
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(p)]
+    plain, stage = copy.deepcopy(layers[rank]), layers[rank]
+    inputs, targets = torch.randn(2, 8, 4)
+    losses = gpipe_step(plain, inputs.chunk(4), targets.chunk(4), _loss)
+    loss = Pipeline(stage, gpipe(p, 4), _loss).step(inputs, targets)
+    assert loss == (sum(losses) if rank == p - 1 else None)
+    for one, other in zip(plain.parameters(), stage.parameters()):
+        assert torch.equal(one.grad, other.grad) and one.grad.any()
 
 
-SOAK_3_AND_4 = [pytest.param(p, marks=pytest.mark.soak) for p in (3, 4)]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, *SOAK_3_AND_4])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_gives_the_losses_and_gradients_of_one_process(name, world_size):
-    sizes = [m for p, m in _sizes_of(name) if p == world_size]
-    for m in {*sizes[:2], *sizes[len(sizes) // 2 :][:1], *sizes[-1:]}:
-        for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-6)):
-            results = run(world_size, _run_schedule, name, m, dtype, tolerance)
-            losses = [loss for loss, *_ in results if loss[0] is not None]
-            assert len(losses) == (2 if name == "dualpipe" else 1)
-            for step, expected in enumerate(results[0][1]):
-                total = sum(loss[step] for loss in losses)
-                torch.testing.assert_close(total, expected, rtol=tolerance, atol=tolerance)
-            owned = [i for *_, mine, _ in results for part in mine for i in part]
-            copies = 2 if name == "dualpipe" else 1
-            assert sorted(owned) == sorted(copies * list(range(2 * world_size + 3)))
-            if name == "dualpipe":  # replicas have the same bits
-                for rank, (*_, gradients) in enumerate(results):
-                    assert torch.equal(gradients[0], results[world_size - 1 - rank][3][1])
-
-
-def _count_flops(make_schedule):
-    rank, p = rank_and_size()
-    stage = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    executor = Pipeline(stage, make_schedule(p, 4), _loss)
-    inputs, targets = torch.randn(2, 8, 8)
-    with FlopCounterMode(display=False) as counter:
-        executor.step(inputs, targets.double())
-    return counter.get_total_flops()
-
-
+@on_ranks(2)
 def test_halved_backwards_do_no_work_twice():
-    whole = run(2, _count_flops, one_f_one_b)
-    assert run(2, _count_flops, zb_h1) == run(2, _count_flops, zb_h2) == whole and min(whole) > 0
-
-
-def _live_bytes(name):
-    """Bytes of all tensors after each of three steps."""
-    rank, p = rank_and_size()
-    schedule = SCHEDULES[name](p, 8)
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(8)]
-    executor = Pipeline(_cut_for(schedule, layers, seed=0)[0], schedule, _loss)
-    inputs, targets, live = torch.randn(16, 8), torch.zeros(16, 8), []
-    for _ in range(3):
-        executor.step(inputs, targets)
-        live.append(_bytes_of_all_tensors())
-    return live
+    _, p = rank_and_size()
+    flops = []
+    for make_schedule in (one_f_one_b, zb_h1, zb_h2):
+        stage = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        executor = Pipeline(stage, make_schedule(p, 4), _loss)
+        with FlopCounterMode(display=False) as counter:
+            executor.step(*torch.randn(2, 8, 8))
+        flops.append(counter.get_total_flops())
+    assert flops[0] == flops[1] == flops[2] > 0
 
 
 def _bytes_of_all_tensors():
@@ -629,54 +521,45 @@ def _bytes_of_all_tensors():
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe"])
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
 def test_a_step_leaves_nothing_behind(name):
-    for first, second, third in run(2, _live_bytes, name):
-        assert first >= second >= third  # what earlier tests have left may go meanwhile
+    schedule, live = SCHEDULES[name](2, 8), []
+    stages = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in _chunks(schedule)]
+    executor = Pipeline(stages, schedule, _loss)
+    inputs, targets = torch.randn(16, 8), torch.zeros(16, 8)
+    for _ in range(3):
+        executor.step(inputs, targets)
+        live.append(_bytes_of_all_tensors())
+    assert live[0] >= live[1] >= live[2]  # what earlier tests have left may go meanwhile
 
 
-def _return_two():
-    stage = nn.LSTM(3, 3)  # returns a tuple
-    executor = Pipeline(stage, gpipe(1, 2), _loss)
+@on_ranks(1)
+def test_a_stage_that_returns_no_tensor_and_a_loss_that_is_no_scalar_are_named():
+    batch = torch.zeros(2, 4, 2, 3)
     with pytest.raises(ValueError, match="stage 0 returned tuple, not a tensor"):
-        executor.step(torch.zeros(4, 2, 3), torch.zeros(4, 2, 3))
-
-
-def test_a_stage_that_does_not_return_a_tensor_is_named():
-    run(1, _return_two)
-
-
-def _return_rows():
+        Pipeline(nn.LSTM(3, 3), gpipe(1, 2), _loss).step(*batch)
     for loss_fn, wrong in (
-        (lambda output, target: output - target, r"\(2, 3\), not a scalar"),
+        (lambda output, target: output - target, r"\(2, 2, 3\), not a scalar"),
         (lambda output, target: _loss(output, target).item(), "float, not a tensor"),
         (lambda output, target: None, "NoneType, not a tensor"),
     ):
         with pytest.raises(ValueError, match="loss_fn returned " + wrong):
-            Pipeline(nn.Linear(3, 3), zb_h1(1, 2), loss_fn).step(*torch.zeros(2, 4, 3))
+            Pipeline(nn.Linear(3, 3), zb_h1(1, 2), loss_fn).step(*batch)
 
 
-def test_a_loss_that_is_not_a_scalar_is_named():
-    run(1, _return_rows)
-
-
-def _loss_of_more():
-    """What further arguments of step() are reaches the loss of each microbatch, and only there."""
+@on_ranks(2)
+def test_further_arguments_of_a_step_are_those_of_the_loss():
     rank, p = rank_and_size()
-    seen, weighted = [], lambda output, target, *more: seen.append(more) or output.sum() * more[0]
-    stage = nn.Linear(3, 3)
-    executor, batch = Pipeline(stage, one_f_one_b(p, 2), weighted), torch.ones(4, 3)
-    grads = []
+    seen, stage = [], nn.Linear(3, 3)
+    weighted = lambda output, target, *more: seen.append(more) or output.sum() * more[0]
+    executor, batch, grads = Pipeline(stage, one_f_one_b(p, 2), weighted), torch.ones(4, 3), []
     for factor in (1.0, 3.0):
         stage.zero_grad()
         executor.step(batch, batch, factor, "other")
         grads.append(stage.weight.grad.clone())
     torch.testing.assert_close(grads[1], 3 * grads[0])
     assert seen == (2 * [(1.0, "other")] + 2 * [(3.0, "other")] if rank == p - 1 else [])
-
-
-def test_further_arguments_of_a_step_are_those_of_the_loss():
-    run(2, _loss_of_more)
 
 
 class Twice(nn.Module):
@@ -695,7 +578,9 @@ class Twice(nn.Module):
             return self.linear(self.linear(x).tanh()).float()
 
 
-def _used_twice(autocast):
+@on_ranks(1)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_weight_used_twice_gets_one_sum_also_under_autocast(autocast):
     results = []
     for make_schedule in (one_f_one_b, zb_h1):
         torch.manual_seed(0)
@@ -703,14 +588,8 @@ def _used_twice(autocast):
         loss = Pipeline(stage, make_schedule(1, 4), _loss).step(torch.randn(8, 4), torch.ones(8, 4))
         results.append((loss, stage.linear.weight.grad, stage.linear.bias.grad))
         assert stage.additions == 4  # once for each microbatch
-    return results
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_a_weight_used_twice_gets_one_sum_also_under_autocast(autocast):
-    whole, halved = run(1, _used_twice, autocast)[0]
     tolerance = 2e-2 if autocast else 1e-6  # two products in bf16 are summed in fp32, or before
-    for found, expected in zip(halved, whole):
+    for expected, found in zip(*results):
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
@@ -726,7 +605,9 @@ class SeveralTimes(nn.Module):
         return sum(self.layer(x * factor).float() for factor in self.factors)
 
 
-def _summed_in_fp32():
+@on_ranks(1)
+def test_gradients_of_bf16_weights_add_up_in_fp32():
+    """256 + 1 takes nine bits; bf16 has eight."""
     for make_schedule, inputs, factors in (
         (one_f_one_b, (256, 1), (1,)),  # two microbatches
         (zb_h1, (256, 1), (1,)),
@@ -742,13 +623,9 @@ def _summed_in_fp32():
         assert layer.weight.grad.dtype == torch.float32
 
 
-def test_gradients_of_bf16_weights_add_up_in_fp32():
-    """256 + 1 takes nine bits; bf16 has eight."""
-    run(1, _summed_in_fp32)
-
-
-def _replicas_in_fp32():
-    """DualPipe's, of bf16 weights, some without a gradient."""
+@on_ranks(2)
+def test_replicas_of_bf16_weights_are_summed_in_fp32_in_one_batch_for_which_no_host_waits():
+    """DualPipe's, some without a gradient."""
     rank, p = rank_and_size()
     stages = [nn.Linear(3, 3).bfloat16() for _ in range(p)]
     for chunk, stage in enumerate(stages):
@@ -761,55 +638,36 @@ def _replicas_in_fp32():
     with batches() as count, waits() as waited:
         sum_replicas(stages)
     assert count == {"batches": 1, "off 16": 0} and not waited
-    return [[p.grad.unique() for p in stage.parameters()] for stage in stages]
+    for chunk, stage in enumerate(stages):
+        assert stage.weight.grad.eq(256 + (rank != chunk)).all()  # of rank 0 alone
+        assert stage.bias.grad.eq((1 + (rank != chunk)) * torch.tensor(1 / 3)).all()
 
 
-def test_replicas_of_bf16_weights_are_summed_in_fp32_in_one_batch_for_which_no_host_waits():
-    first, second = run(2, _replicas_in_fp32)
-    third = torch.tensor([1 / 3])
-    for found in (first, second[::-1]):
-        expected = [[torch.tensor([256.0]), third], [torch.tensor([257.0]), 2 * third]]
-        assert all(torch.equal(*pair) for pairs in zip(found, expected) for pair in zip(*pairs))
-
-
-def _order_of_products():
+@on_ranks(3)
+def test_weight_gradients_come_in_their_own_slot():
     """In W, and not before, a linear's weight gets its gradient; hooks see it then."""
     rank, p = rank_and_size()
-    schedule, events = zb_h1(p, 4), []
-    stage = nn.Linear(3, 3)
-    executor = Pipeline(stage, schedule, _loss)
+    stage, events = nn.Linear(3, 3), []
+    executor = Pipeline(stage, zb_h1(p, 4), _loss)
     stage.weight.register_post_accumulate_grad_hook(lambda _: events.append("W"))
     backward = executor._backward
-
-    def logged(*arguments):
-        events.append("I")
-        return backward(*arguments)
-
-    executor._backward = logged
+    executor._backward = lambda *arguments: events.append("I") or backward(*arguments)
     executor.step(torch.randn(4, 3), torch.zeros(4, 3))
-    return events, [action.kind for action in schedule[rank] if action.kind in "IW"]
-
-
-def test_weight_gradients_come_in_their_own_slot():
-    for found, expected in run(3, _order_of_products):
-        assert found == expected
+    assert events == [action.kind for action in executor.actions if action.kind in "IW"]
 
 
 def _record_schedule(name, m):
-    rank, p = rank_and_size()
-    schedule = SCHEDULES[name](p, m)
+    schedule = SCHEDULES[name](rank_and_size()[1], m)
     with record() as events:
-        layers = [nn.Linear(3, 3) for _ in range(2 * p + 3)]
-        stages, _ = _cut_for(schedule, layers, seed=0)
-        executor = Pipeline(stages, schedule, _loss)
+        executor = Pipeline([nn.Linear(3, 3) for _ in _chunks(schedule)], schedule, _loss)
         for _ in range(2):
             executor.step(torch.randn(m, 3), torch.zeros(m, 3))
     return events
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@every_schedule
 def test_no_schedule_would_hang_on_nccl_waits_for_all_and_keeps_few_sends_under_way(name):
-    for p, m in {(2, 1), (2, 4), (3, 6), (4, 8), (6, 12)} & set(_sizes_of(name)):
+    for p, m in _sizes_of(name, [(2, 1), (2, 4), (3, 6), (4, 8), (6, 12)]):
         programs = run(p, _record_schedule, name, m)
         for events in programs:
             keys = lambda kind: sorted(e["key"] for e in events if e["kind"] == kind)
@@ -823,17 +681,13 @@ def test_no_schedule_would_hang_on_nccl_waits_for_all_and_keeps_few_sends_under_
         replay(programs)
 
 
-def _interleaved_groups():
+@on_ranks(4)
+def test_two_pipelines_side_by_side_in_groups_of_their_own():
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     dist.barrier()  # to a rank that still connects, one that has already left is a failure
     mine = dist.get_rank() % 2
-    for make_schedule in TRAINING:
-        layers, bounds, batches = _problem(mine, 2, rows=6)
-        _compare(layers, bounds, make_schedule(2, 3), batches, groups[mine])
-
-
-def test_two_pipelines_side_by_side_in_groups_of_their_own():
-    run(4, _interleaved_groups)
+    layers, bounds, batches = _problem(mine, 2, rows=6)
+    _compare(layers, bounds, one_f_one_b(2, 3), batches, groups[mine])
 
 
 class Transpose(nn.Module):
@@ -850,7 +704,8 @@ class Cast(nn.Module):
         return x.to(self.dtype)
 
 
-def _boundaries():
+@on_ranks(2)
+def test_boundaries_that_are_transposed_views_or_bf16_and_tokens_as_inputs():
     p, m, T, D, V = 2, 3, 4, 5, 11
     linear = lambda i, o: nn.Linear(i, o, dtype=torch.float64)
     embedding = nn.Embedding(V, D, dtype=torch.float64)
@@ -864,15 +719,11 @@ def _boundaries():
         ([embedding, nn.Tanh(), linear(D, 3)], tokens, (T, 3)),
     ):
         targets = torch.randn(2 * m, *output_shape, dtype=torch.float64)
-        for make_schedule in TRAINING:
-            _compare(layers, [0, 2, len(layers)], make_schedule(p, m), [(inputs, targets)])
+        _compare(layers, [0, 2, len(layers)], one_f_one_b(p, m), [(inputs, targets)])
 
 
-def test_boundaries_that_are_transposed_views_or_bf16_and_tokens_as_inputs():
-    run(2, _boundaries)
-
-
-def _odd_stages():
+@on_ranks(2)
+def test_stages_that_are_frozen_without_parameters_identities_or_in_place():
     rank, p = rank_and_size()
     torch.manual_seed(0)
     linear = lambda: nn.Linear(4, 4, dtype=torch.float64)
@@ -891,16 +742,10 @@ def _odd_stages():
         # data that requires no gradient; the square of a leaf, whose graph is run through once
         data = lambda x: x.detach().clone()
         _compare(layers, [0, 2, 4], zb_h1(p, 4), batches, make=data)
-        arguments = one_f_one_b(p, 4), batches, None, True, torch.square
-        compared = _compare(layers, [0, 2, 4], *arguments)
-        mine = layers[2 * rank : 2 * rank + 2]
-        assert len(compared) == len(list(nn.Sequential(*mine).parameters()))
+        schedule = one_f_one_b(p, 4)
+        _compare(layers, [0, 2, 4], schedule, batches, make=torch.square, recompute=True)
         again = pickle.loads(pickle.dumps(copy.deepcopy(nn.Sequential(*layers))))
         assert all(map(torch.equal, again.parameters(), nn.Sequential(*layers).parameters()))
-
-
-def test_stages_that_are_frozen_without_parameters_identities_or_in_place():
-    run(2, _odd_stages)
 
 
 class Detach(nn.Module):
@@ -908,7 +753,8 @@ class Detach(nn.Module):
         return x.detach()
 
 
-def _nothing_from_behind():
+@on_ranks(2)
+def test_behind_a_detach_gradients_are_zero():
     """Frozen all but the input, which gets no gradient; what gets none behind a detach() gets 0."""
     rank, p = rank_and_size()
     stage = [nn.Linear(4, 4), nn.Sequential(Detach(), nn.Linear(4, 4))][rank]
@@ -916,14 +762,12 @@ def _nothing_from_behind():
     inputs = torch.ones(4, 4)
     executor.step(inputs, torch.zeros(4, 4))
     assert inputs.grad is None
-    return [bool(parameter.grad.any()) for parameter in stage.parameters()]
+    assert [bool(parameter.grad.any()) for parameter in stage.parameters()] == 2 * [rank == 1]
 
 
-def test_behind_a_detach_gradients_are_zero():
-    assert run(2, _nothing_from_behind) == [[False, False], [True, True]]
-
-
-def _one_module_as_two_chunks(name):
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["interleaved", "zb-v"])
+def test_one_replicated_module_as_two_chunks_is_reduced_once(name):
     """A weight-tied model, replicated: gradients are reduced once, when both uses have theirs."""
     rank, world_size = rank_and_size()
     groups = [dist.new_group([r]) for r in range(world_size)]
@@ -942,12 +786,8 @@ def _one_module_as_two_chunks(name):
             _equal(parameter.grad, gradient, name)
 
 
-@pytest.mark.parametrize("name", ["interleaved", "zb-v"])
-def test_one_replicated_module_as_two_chunks_is_reduced_once(name):
-    run(2, _one_module_as_two_chunks, name)
-
-
-def _replicas_without_parameters():
+@on_ranks(2)
+def test_replicas_may_be_without_parameters_and_must_train_the_same():
     """DualPipe over a linear layer and one without parameters; then with one that is frozen."""
     rank, p = rank_and_size()
     torch.manual_seed(0)
@@ -966,10 +806,6 @@ def _replicas_without_parameters():
         Pipeline(stages, dualpipe(p, 4), _loss)
     with pytest.raises(ValueError, match="1 stages on a rank of 2"):
         sum_replicas(stages[:1])
-
-
-def test_replicas_may_be_without_parameters_and_must_train_the_same():
-    run(2, _replicas_without_parameters)
 
 
 class Failing(nn.Module):
@@ -992,7 +828,8 @@ class Failing(nn.Module):
         raise ArithmeticError("backward")
 
 
-def _fail_and_go_on():
+@on_ranks(1)
+def test_a_step_that_failed_leaves_nothing_to_the_next():
     for make_schedule in (gpipe, one_f_one_b, zb_h2):
         stage = Failing()
         executor = Pipeline(stage, make_schedule(1, 2), _loss)
@@ -1010,11 +847,8 @@ def _fail_and_go_on():
         assert torch.equal(stage.linear.weight.grad, expected)
 
 
-def test_a_step_that_failed_leaves_nothing_to_the_next():
-    run(1, _fail_and_go_on)
-
-
-def _fail_among_others():
+@on_ranks(2)
+def test_after_a_step_that_failed_amid_its_messages_there_is_no_other():
     rank, p = rank_and_size()
     stage, batch = Failing(), torch.zeros(2, 4)
     executor = Pipeline(stage, forward_only(p, 1), _loss)
@@ -1026,10 +860,6 @@ def _fail_among_others():
         executor.step(None, batch)
     with pytest.raises(RuntimeError, match="failed midway"):  # messages would meet others' places
         executor.step(None, batch)
-
-
-def test_after_a_step_that_failed_amid_its_messages_there_is_no_other():
-    run(2, _fail_among_others)
 
 
 class Dropping(nn.Module):
@@ -1044,133 +874,116 @@ class Dropping(nn.Module):
         return self.layers(x)
 
 
-def _recompute_with_dropout(name, dtype):
+@on_ranks(2)
+@every_schedule
+def test_recomputation_replays_dropout_and_changes_no_bit(name):
     rank, p = rank_and_size()
-    schedule = SCHEDULES[name](p, 4)
-    results = []
+    schedule, results = SCHEDULES[name](p, 4), []
+    batch = torch.ones(8, 4, dtype=torch.float64), torch.zeros(8, 4)
     for recompute in (False, True):
         torch.manual_seed(rank)
-        stages = [Dropping().to(dtype) for _ in range(1 + max(a.chunk for a in schedule[0]))]
+        stages = [Dropping().double() for _ in _chunks(schedule)]
         executor = Pipeline(stages, schedule, _loss, recompute=recompute)
-        losses = [executor.step(torch.ones(8, 4, dtype=dtype), torch.zeros(8, 4)) for _ in range(2)]
-        results.append((losses, [p.grad for stage in stages for p in stage.parameters()]))
-        results[-1] += (torch.rand(1), sum(stage.runs for stage in stages))
-    return results
+        losses = [executor.step(*batch) for _ in range(2)]
+        grads = [p.grad for stage in stages for p in stage.parameters()]
+        results.append((losses, grads, torch.rand(1), sum(stage.runs for stage in stages)))
+    (losses, grads, drawn, runs), again = results
+    assert losses == again[0] and torch.equal(drawn, again[2]) and again[3] == 2 * runs
+    assert all(map(torch.equal, grads, again[1])) and any(grad.any() for grad in grads)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_recomputation_replays_dropout_and_changes_no_bit(name):
-    for (losses, grads, drawn, runs), again in run(2, _recompute_with_dropout, name, torch.float64):
-        assert losses == again[0] and torch.equal(drawn, again[2]) and again[3] == 2 * runs
-        assert all(map(torch.equal, grads, again[1])) and any(grad.any() for grad in grads)
-
-
-def _recomputed(name, m):
-    return _run_schedule(name, m, torch.float64, 1e-10, recompute=True)[:2]
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_recomputation_gives_the_losses_and_gradients_of_one_process(name):
-    results = run(2, _recomputed, name, 4)
-    for step, expected in enumerate(results[0][1]):
-        total = sum(losses[step] for losses, _ in results if losses[step] is not None)
-        torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-10)
-
-
-def _evaluation(num_microbatches):
-    """Losses of a training step, two evaluations, and one process; gradients stay as they were."""
+@on_ranks(1, 2, 4)
+def test_evaluation_gives_the_loss_and_leaves_the_gradients():
     rank, p = rank_and_size()
-    layers, bounds, [(inputs, targets)] = _problem(0, p, rows=num_microbatches)
-    stage = nn.Sequential(*layers[bounds[rank] : bounds[rank + 1]])
-    train = Pipeline(stage, one_f_one_b(p, num_microbatches), _loss)
-    evaluate = Pipeline(stage, forward_only(p, num_microbatches), _loss)
-    losses = [train.step(inputs, targets)]
-    before = [parameter.grad.clone() for parameter in stage.parameters()]
-    with torch.no_grad():
-        losses += [evaluate.step(inputs, targets) for _ in range(2)]
-        losses += [_loss(nn.Sequential(*layers)(inputs), targets) if rank == p - 1 else None]
-    after = [parameter.grad for parameter in stage.parameters()]
-    assert all(map(torch.equal, before, after)) and not evaluate.in_flight
-    return losses
-
-
-@every_size
-def test_evaluation_gives_the_loss_and_leaves_the_gradients(world_size):
     for m in (1, 5):
-        *others, losses = run(world_size, _evaluation, m)
-        assert others == [[None] * 4] * (world_size - 1)
-        for loss in losses[:-1]:
-            _equal(loss, losses[-1])
+        layers, bounds, [(inputs, targets)] = _problem(0, p, rows=m, num_batches=1)
+        [stage], _ = _cut(layers, one_f_one_b(p, m), rank, bounds)
+        train = Pipeline(stage, one_f_one_b(p, m), _loss)
+        evaluate = Pipeline(stage, forward_only(p, m), _loss)
+        losses = [train.step(inputs, targets)]
+        before = [parameter.grad.clone() for parameter in stage.parameters()]
+        with torch.no_grad():
+            losses += [evaluate.step(inputs, targets) for _ in range(2)]
+            expected = _loss(nn.Sequential(*layers)(inputs), targets)
+        assert all(map(torch.equal, before, [p.grad for p in stage.parameters()]))
+        assert not evaluate.in_flight
+        for loss in losses:
+            _equal(loss, expected) if rank == p - 1 else _equal(loss, None)
 
 
-def _norms(num_microbatches):
-    """For LayerNorm and BatchNorm: the loss in microbatches, and the loss of the whole batch."""
+@on_ranks(1, 2)
+def test_layer_norm_does_not_see_microbatches_and_batch_norm_does():
     rank, p = rank_and_size()
     inputs, targets = torch.randn(2, 8, 4, dtype=torch.float64)
-    losses = []
-    for norm in nn.LayerNorm(4), nn.BatchNorm1d(4):
-        layers = [nn.Linear(4, 4), norm, nn.Linear(4, 4), nn.Tanh()]
-        model = nn.Sequential(*layers).double()
+    for norm, m, same in (
+        (nn.LayerNorm(4), 4, True), (nn.BatchNorm1d(4), 4, False), (nn.BatchNorm1d(4), 1, True)
+    ):
+        model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), nn.Tanh()).double()
         stage = model[rank * 4 // p : (rank + 1) * 4 // p]
-        loss = Pipeline(stage, gpipe(p, num_microbatches), _loss).step(inputs, targets)
-        losses.append((loss, _loss(model(inputs), targets)))
-    return losses if rank == p - 1 else None
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_layer_norm_does_not_see_microbatches_and_batch_norm_does(world_size):
-    (layer, whole_layer), (batch, whole_batch) = run(world_size, _norms, 4)[-1]
-    _equal(layer, whole_layer)
-    assert abs(batch - whole_batch) > 1e-3 * whole_batch
-    (batch, whole_batch) = run(world_size, _norms, 1)[-1][1]
-    _equal(batch, whole_batch)
+        loss = Pipeline(stage, gpipe(p, m), _loss).step(inputs, targets)
+        whole = _loss(model(inputs), targets)
+        assert rank < p - 1 or same == bool(abs(loss - whole) < 1e-12 * whole)
+        assert rank < p - 1 or same or abs(loss - whole) > 1e-3 * whole
 
 
 # ---- what a step costs ---------------------------------------------------------------------------
 
 
-def _step_bytes(num_microbatches, shape):
-    _, p = rank_and_size()
-    executor = Pipeline(nn.Linear(shape[-1], shape[-1]), one_f_one_b(p, num_microbatches), _loss)
-    batch = torch.randn(num_microbatches * shape[0], *shape[1:])
-    counted = []
-    for _ in range(3):
+@on_ranks(1, 2, 4)
+def test_a_step_sends_b_s_h_per_microbatch_boundary_and_direction():
+    rank, p = rank_and_size()
+    m, (b, s, h) = 5, (2, 3, 4)
+    executor = Pipeline(nn.Linear(h, h), one_f_one_b(p, m), _loss)
+    batch = torch.randn(m * b, s, h)
+    executor.step(batch, batch)  # the first one also tells formats
+    neighbours = len({rank - 1, rank + 1} & set(range(p)))
+    nbytes = neighbours * m * b * s * h * 4
+    assert nbytes == pipeline_bytes(rank, p, m, b * s * h * 4)
+    for _ in range(2):
         with count_bytes() as traffic:
             executor.step(batch, batch)
-        counted.append((traffic.bytes(), traffic.messages()))
-    return counted[1:]
+        assert (traffic.bytes(), traffic.messages()) == (nbytes, neighbours * m)
 
 
-@every_size
-def test_a_step_sends_b_s_h_per_microbatch_boundary_and_direction(world_size):
-    m, (b, s, h) = 5, (2, 3, 4)
-    counted = run(world_size, _step_bytes, m, (b, s, h))
-    for rank, steps in enumerate(counted):
-        neighbours = len({rank - 1, rank + 1} & set(range(world_size)))
-        nbytes = neighbours * m * b * s * h * 4
-        assert nbytes == pipeline_bytes(rank, world_size, m, b * s * h * 4)
-        assert steps == [(nbytes, neighbours * m)] * 2
-
-
-def _count_waits(name, recompute):
-    rank, p = rank_and_size()
-    schedule = SCHEDULES[name](p, 4)
-    chunks = range(1 + max(action.chunk for action in schedule[rank]))
-    stages = [nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in chunks]
+@on_ranks(2)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
+def test_the_host_waits_for_formats_in_the_first_step_and_for_nothing_in_others(name, recompute):
+    schedule, steps = SCHEDULES[name](2, 4), []
+    stages = [nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in _chunks(schedule)]
     executor = Pipeline(stages, schedule, lambda y, z: (y - z).square().sum(), recompute=recompute)
-    steps = []
     for _ in range(2):
         with waits() as count:
             executor.step(torch.randn(8, 4), torch.randn(8, 4))
         steps.append(dict(count))
-    return steps
+    assert steps[0] and not steps[1]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
-def test_the_host_waits_for_formats_in_the_first_step_and_for_nothing_in_others(name, recompute):
-    for first, second in run(2, _count_waits, name, recompute):
-        assert first and not second
+class Slow(nn.Linear):
+    def forward(self, x):
+        time.sleep(0.05)
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_the_timeline_of_a_step_is_what_was_done_when():
+    rank, p = rank_and_size()
+    schedule = zb_h1(p, 2)
+    executor = Pipeline([Slow, nn.Linear][rank](3, 3), schedule, _loss)
+    with pytest.raises(RuntimeError, match="of a step that has not ended"):
+        executor.timeline()
+    for _ in range(2):
+        dist.barrier()
+        executor.step(torch.ones(4, 3), torch.ones(4, 3))
+        timeline, claimed = executor.timeline(), simulate(schedule)
+        assert timeline.transfers == claimed.transfers and timeline.peak == claimed.peak
+        for actions, start, end in zip(schedule, timeline.start, timeline.end):
+            assert list(start) == list(end) == actions
+            moments = [moment for action in actions for moment in (start[action], end[action])]
+            assert moments == sorted(moments) and moments[0] >= 0
+        slow = [timeline.end[0]["F", k, 0] - timeline.start[0]["F", k, 0] for k in range(2)]
+        assert min(slow) > 0.04 and timeline.bubble[1] > 0.08  # rank 1 waits for both forwards
+        assert timeline.total == max(max(end.values()) for end in timeline.end) < 10
 
 
 class Held(list):
@@ -1202,10 +1015,8 @@ class Remembering(nn.Module):
 
 
 def _peak_held(name, num_microbatches, recompute):
-    rank, p = rank_and_size()
-    schedule, held, outputs = SCHEDULES[name](p, num_microbatches), Held(), Held()
-    chunks = range(1 + max(a.chunk for a in schedule[rank]))
-    stages = [Remembering(held, outputs) for _ in chunks]
+    schedule, held, outputs = SCHEDULES[name](rank_and_size()[1], num_microbatches), Held(), Held()
+    stages = [Remembering(held, outputs) for _ in _chunks(schedule)]
     executor = Pipeline(stages, schedule, _loss, recompute=recompute)
     for _ in range(2):
         executor.step(torch.randn(num_microbatches, 4), torch.randn(num_microbatches, 4))
@@ -1213,19 +1024,19 @@ def _peak_held(name, num_microbatches, recompute):
     return held.peak, outputs.peak
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@every_schedule
 def test_every_schedule_holds_as_many_activations_as_the_simulator_says(name):
-    for p, m in {(1, 3), (2, 1), (2, 4), (3, 6), (4, 8)} & set(_sizes_of(name)):
+    for p, m in _sizes_of(name, [(1, 3), (2, 1), (2, 4), (3, 6), (4, 8)]):
         held, outputs = zip(*run(p, _peak_held, name, m, False))
         assert list(held) == simulate(SCHEDULES[name](p, m)).peak
         assert all(map(operator.le, outputs, held))
 
 
+@on_ranks(2)
 def test_recomputation_holds_those_of_one_microbatch_and_of_deferred_weight_products():
-    held = lambda name: [held for held, _ in run(2, _peak_held, name, 8, True)]
     for name in ("naive", "gpipe", "1f1b", "interleaved"):
-        assert held(name) == [1, 1]
-    assert max(held("zb-h1")) <= 2
+        assert _peak_held(name, 8, True)[0] == 1
+    assert _peak_held("zb-h1", 8, True)[0] <= 2
 
 
 class Synced(nn.Linear):
@@ -1254,16 +1065,15 @@ def _order_of_syncs(name, num_microbatches):
     """What happened to chunks: gradients that came, inside no_sync or not, and starts of a sync."""
     rank, p = rank_and_size()
     schedule, events = SCHEDULES[name](p, num_microbatches), []
-    chunks = range(1 + max(action.chunk for action in schedule[rank]))
-    executor = Pipeline([Synced(events, chunk) for chunk in chunks], schedule, _loss)
+    executor = Pipeline([Synced(events, chunk) for chunk in _chunks(schedule)], schedule, _loss)
     executor.step(torch.randn(num_microbatches, 4), torch.randn(num_microbatches, 4))
-    kinds = ["".join(a.kind for a in schedule[rank] if a.chunk == chunk) for chunk in chunks]
-    return [([e[::2] for e in events if e[1] == c], kind) for c, kind in zip(chunks, kinds)]
+    kinds = ["".join(a.kind for a in schedule[rank] if a.chunk == c) for c in _chunks(schedule)]
+    return [([e[::2] for e in events if e[1] == c], kind) for c, kind in enumerate(kinds)]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@every_schedule
 def test_each_chunk_reduces_once_in_its_last_backward_or_before_its_last_weight_product(name):
-    for p, m in {(1, 1), (1, 4), (2, 4), (4, 8)} & set(_sizes_of(name)):
+    for p, m in _sizes_of(name, [(1, 1), (1, 4), (2, 4), (4, 8)]):
         for events, kinds in sum(run(p, _order_of_syncs, name, m), []):
             last = kinds.replace("F", "")[-1]
             assert events[-1] == ("gradient", False)
@@ -1275,7 +1085,8 @@ def test_each_chunk_reduces_once_in_its_last_backward_or_before_its_last_weight_
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def _errors():
+@on_ranks(2)
+def test_batches_and_schedules_that_do_not_fit_are_named():
     rank, _ = rank_and_size()
     stage, batch = nn.Linear(3, 3), torch.randn(4, 3)
     with pytest.raises(ValueError, match="3 stages in a group of 2 ranks"):
@@ -1305,11 +1116,8 @@ def _errors():
             executor.step(torch.randn(8, 3))
 
 
-def test_batches_and_schedules_that_do_not_fit_are_named():
-    run(2, _errors)
-
-
-def _unlike_lengths():
+@on_ranks(3)
+def test_targets_of_another_length_than_the_inputs_on_another_rank_are_refused():
     """Of the first rank's inputs and the last one's targets, which broadcast; known at the loss."""
     rank, p = rank_and_size()
     executor = Pipeline(nn.Linear(3, 3), forward_only(p, 1), _loss)
@@ -1320,11 +1128,8 @@ def _unlike_lengths():
         executor.step(targets=torch.randn(1, 3))
 
 
-def test_targets_of_another_length_than_the_inputs_on_another_rank_are_refused():
-    run(3, _unlike_lengths)
-
-
-def _unlike_schedules():
+@on_ranks(3)
+def test_ranks_with_different_schedules_are_refused_on_all():
     rank, p = rank_and_size()
     stage, other = nn.Linear(3, 3), rank == 1
     route = [[(r, 0) for r in range(p)][:: -1 if other else 1]]
@@ -1338,7 +1143,3 @@ def _unlike_schedules():
         with pytest.raises(ValueError, match=wrong):
             Pipeline(stage, schedule, _loss)
     Pipeline(stage, gpipe(p, 4), _loss).step(torch.randn(4, 3), torch.randn(4, 3))
-
-
-def test_ranks_with_different_schedules_are_refused_on_all():
-    run(3, _unlike_schedules)
