@@ -267,6 +267,53 @@ def check_whole(named):
         )
 
 
+# ---- one norm ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def get_total_norm(tensors, norm_type=2.0, groups=()):
+    """The norm of all elements of tensors, of which each rank of the groups has others.
+
+    A float64 scalar on the device, for which the host does not wait. tensors: one at least, maybe
+    of no elements; the norm of some of them may stand in for those. ValueError for a norm_type that
+    is not positive.
+    """
+    norm_type, tensors = float(norm_type), list(tensors)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type} must be positive")
+    norms = [tensors[0].new_zeros(1, dtype=torch.float64)]  # what a maximum of nothing is here
+    for dtype, alike in _by_dtype(tensors):
+        found = torch._foreach_norm(alike, norm_type, torch.promote_types(dtype, torch.float32))
+        norms.append(torch.stack(found).double())
+    total = torch.linalg.vector_norm(torch.cat(norms), norm_type)
+    if norm_type == torch.inf:
+        for group in groups:
+            all_reduce(total, ReduceOp.MAX, group)
+        return total
+    total.pow_(norm_type)
+    for group in groups:
+        all_reduce(total, ReduceOp.SUM, group)
+    return total.pow_(1 / norm_type)
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(tensors, max_norm, total_norm):
+    """Scale gradients whose norm is `total_norm`, on the device, to a norm of at most `max_norm`."""
+    coefficient = (max_norm / (total_norm + 1e-6)).clamp(max=1)
+    for dtype, alike in _by_dtype(tensors):
+        # of 16-bit gradients each element is rounded, once, and the coefficient not
+        torch._foreach_mul_(alike, coefficient.to(torch.promote_types(dtype, torch.float32)))
+
+
+def _by_dtype(tensors):
+    """(dtype, [the tensors that have it and some elements]): one kernel takes tensors of one."""
+    alike = {}
+    for tensor in tensors:
+        if tensor.numel():
+            alike.setdefault(tensor.dtype, []).append(tensor)
+    return alike.items()
+
+
 # ---- buckets, reduced while backward runs --------------------------------------------------------
 
 

@@ -58,8 +58,10 @@ from ddp import (
     before_backward,
     check_finite,
     check_whole,
+    clip_grads_with_norm_,
     fill_buckets,
     float64_sum,
+    get_total_norm,
     grad_dtype,
     in_backward,
     tensors_in,
@@ -255,36 +257,9 @@ def _check_finite(flats, group):
     check_finite(sums, group)
 
 
-def _clip(gradients, max_norm, norm_type, group, also=()):
-    """Scale gradients, of which each rank has a shard, to a norm of at most `max_norm`.
-
-    Returns the norm before. Tensors in `also` are scaled alike, but not counted. RuntimeError if
-    there is no gradient.
-    """
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"norm_type={norm_type} must be positive")
-    if all(gradient is None for gradient in gradients):
+def _check_any(gradients):
+    if not gradients:
         raise RuntimeError("no parameter has a gradient")
-    gradients = [gradient for gradient in gradients if gradient is not None]
-    total = gradients[0].new_zeros(1, dtype=torch.float64)
-    norms = [
-        torch.linalg.vector_norm(g, norm_type, dtype=torch.promote_types(g.dtype, torch.float32))
-        for g in gradients
-        if g.numel()
-    ]
-    norms = torch.cat([total, *(norm.double().view(1) for norm in norms)])
-    if norm_type == torch.inf:
-        total = norms.max()
-        all_reduce(total, ReduceOp.MAX, group)
-    else:
-        total = norms.pow(norm_type).sum()
-        all_reduce(total, ReduceOp.SUM, group)
-        total = total.pow(1 / norm_type)
-    coefficient = (max_norm / (total + 1e-6)).clamp(max=1)
-    for gradient in (*gradients, *also):
-        gradient.mul_(coefficient)
-    return total
 
 
 # ---- optimizer state: full on one side, in pieces on the other -----------------------------------
@@ -595,8 +570,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if not self._shard_gradients:  # a further backward starts from .grad
             self.reduce_gradients()
             own = [p.grad for p in self._place if p.grad is not None]
-        gradients = [flat.gradient for flat in self._flats]
-        norm = _clip(gradients, max_norm, norm_type, self._settings.group, own)
+        gradients = [flat.gradient for flat in self._flats if flat.gradient is not None]
+        _check_any(gradients)
+        norm = get_total_norm(gradients, norm_type, [self._settings.group])
+        clip_grads_with_norm_([*gradients, *own], max_norm, norm)
         if not self._shard_gradients:
             self._reduced = self._gradients()
         return norm
@@ -1220,8 +1197,12 @@ class FullyShardedDataParallel(nn.Module):
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the gradients to a norm of at most `max_norm`; returns their norm. Collective."""
-        gradients = [piece.grad for flat in self._flats for piece in flat.pieces]
-        return _clip(gradients, max_norm, norm_type, self.process_group)
+        pieces = [piece for flat in self._flats for piece in flat.pieces]
+        gradients = [piece.grad for piece in pieces if piece.grad is not None]
+        _check_any(gradients)
+        norm = get_total_norm(gradients, norm_type, [self.process_group])
+        clip_grads_with_norm_(gradients, max_norm, norm)
+        return norm
 
     # -- state
 

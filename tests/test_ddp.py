@@ -17,7 +17,7 @@ from collectives import count_bytes, rank_and_size
 from ddp import DistributedDataParallel, FlatLayout, average_gradients, ddp_bytes
 
 from gpu_counts import waits
-from ranks import least_bytes, run
+from ranks import least_bytes, on_ranks, run
 
 CAPS = [1e-9, 3e-3, 25]  # MiB: a bucket for each parameter, a few buckets, one bucket
 
@@ -811,6 +811,48 @@ def test_the_host_waits_for_a_gpu_once_if_it_must_know_and_else_never(world_size
     assert run(world_size, _synchronise) == world_size * [{}]
     for how in ({"find_unused_parameters": True}, {"error_if_nonfinite": True}):
         assert run(world_size, _synchronise, **how) == world_size * [{"tolist": 1}]
+
+
+# ---- clipping ------------------------------------------------------------------------------------
+
+
+@on_ranks(1, 3)
+@pytest.mark.parametrize("norm_type", [2.0, 1, 0.5, 3.0, "inf", float("inf")])
+def test_the_norm_of_what_ranks_have_and_clipping_are_those_of_torch(norm_type):
+    rank, world_size = rank_and_size()
+    generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.complex128)
+    wholes = [torch.randn(9, dtype=dtype, generator=generator) for dtype in 2 * dtypes]
+    parts = [whole.chunk(world_size)[rank].clone() for whole in wholes]
+    parts.append(torch.zeros(0))
+    like = [whole.to(torch.promote_types(whole.dtype, torch.float64)) for whole in wholes]
+    expected = nn.utils.get_total_norm(like, float(norm_type)).item()
+    norm = ddp.get_total_norm(parts, norm_type, [None])
+    assert norm.shape == () and norm.item() == pytest.approx(expected, rel=1e-6)
+    nested = [*parts[4:], ddp.get_total_norm(parts[:4], norm_type)]
+    assert ddp.get_total_norm(nested, norm_type, [None]).item() == pytest.approx(norm.item())
+    for max_norm in (0.3 * expected, 2 * expected):
+        factor = min(1, max_norm / (norm.item() + 1e-6))
+        clipped = [part.clone() for part in parts]
+        with waits() as found:
+            ddp.clip_grads_with_norm_(clipped, max_norm, norm)
+        assert not found
+        for actual, part in zip(clipped, parts):
+            rtol = {2: 2**-8, 4: 1e-6}.get(part.itemsize, 1e-9)
+            torch.testing.assert_close(actual, part * factor, rtol=rtol, atol=0)
+
+
+@on_ranks(4)
+def test_a_norm_goes_over_several_groups_one_after_the_other():
+    rank = dist.get_rank()
+    rows = [dist.new_group(members) for members in ([0, 1], [2, 3])]
+    columns = [dist.new_group(members) for members in ([0, 2], [1, 3])]
+    groups = rows[rank // 2], columns[rank % 2]
+    part = torch.tensor([rank + 1.0])
+    for norm_type, expected in ((2.0, 30**0.5), (1.0, 10), ("inf", 4)):
+        assert ddp.get_total_norm([part], norm_type, groups).item() == pytest.approx(expected)
+    with pytest.raises(ValueError, match="norm_type=-1.0 must be positive"):
+        ddp.get_total_norm([part], -1)
 
 
 # ---- cost ----------------------------------------------------------------------------------------
