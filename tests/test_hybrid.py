@@ -637,7 +637,7 @@ def test_tensor_parallel_sends_eight_bsh_per_layer():
     layers = LAYERS * tensor_parallel_layer_bytes(BATCH, T, HIDDEN, tp)
     ends = 2 * 2 * (tp - 1) * BATCH * T * HIDDEN * 4 // tp  # out of the embedding, into the head
     loss = 2 * (tp - 1) * 3 * BATCH * T * 4 // tp  # maximum; sum and target's logit
-    norm = 2 * (tp - 1) * 4  # one float, over all ranks
+    norm = 2 * (tp - 1) * 8  # one number, over all ranks
     sent = _sum(traffic.bytes(group=trainer.mesh.tp_group))
     assert sent == tp * (layers + ends + loss) + norm
 
