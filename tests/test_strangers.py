@@ -23,7 +23,7 @@ from ddp import DistributedDataParallel
 from pipeline import simulate, trace_events, zb_v
 from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 
-from ranks import PROJECT, run
+from ranks import PROJECT, on_ranks
 
 
 def launch(folder, world_size, script, *arguments, timeout=120):
@@ -147,9 +147,8 @@ def _gradients(module):
 
 
 def _expected(net, loss=lambda net, x: net(x).square().mean()):
-    """The gradients of one process: of the mean over the ranks' parts."""
-    net, parts = copy.deepcopy(net), _parts()
-    net.zero_grad()
+    """The gradients of one process: of the mean over the ranks' parts. net: a new one."""
+    parts = _parts()
     (sum(loss(net, part) for part in parts) / len(parts)).backward()
     return _gradients(net)
 
@@ -217,18 +216,6 @@ def _loss_of(kind, model, x):
     return model.module.loss if wrap is None else unwrap(output).square().mean()
 
 
-def _return_anything(wrapper, kind):
-    model = wrapper(_Returns(KINDS[kind][0]))
-    expected = _expected(_net())
-    for _ in range(2):
-        model.zero_grad()
-        _loss_of(kind, model, _own()).backward()
-    if wrapper is DistributedDataParallel:
-        _close(_gradients(model.module.net), expected)
-    else:
-        _close(_whole_gradients(model), {f"net.{name}": g for name, g in expected.items()})
-
-
 def _whole_gradients(model):
     """The gradients of a sharded module by name, put together by torch's own all_gather."""
     whole = {}
@@ -242,26 +229,34 @@ def _whole_gradients(model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ddp_reduces_whatever_the_module_returns(kind):
-    run(2, _return_anything, DistributedDataParallel, kind)
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, FullyShardedDataParallel])
+@on_ranks(2)
+def test_a_wrapper_reduces_whatever_its_module_returns(wrapper, kind):
+    model = wrapper(_Returns(KINDS[kind][0]))
+    for _ in range(2):
+        model.zero_grad()
+        _loss_of(kind, model, _own()).backward()
+    if wrapper is DistributedDataParallel:
+        _close(_gradients(model.module.net), _expected(_net()))
+    else:
+        expected = {f"net.{name}": grad for name, grad in _expected(_net()).items()}
+        _close(_whole_gradients(model), expected)
 
 
-def _checkpoint_a_wrapper(use_reentrant):
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@on_ranks(2)
+def test_a_ddp_module_may_be_recomputed(use_reentrant):
     net = _net()
     model = DistributedDataParallel(net)
     for _ in range(2):
         net.zero_grad()
         x = _own().requires_grad_()
         checkpoint(model, x, use_reentrant=use_reentrant).square().mean().backward()
-        _close(_gradients(net), _expected(net))
+        _close(_gradients(net), _expected(_net()))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_ddp_module_may_be_recomputed(use_reentrant):
-    run(2, _checkpoint_a_wrapper, use_reentrant)
-
-
-def _copy_and_save():
+@on_ranks(2)
+def test_ddp_can_be_copied_and_saved_after_a_step():
     """A copy and a loaded file train like the original, and apart from it."""
     net = _net()
     model = DistributedDataParallel(net, find_unused_parameters=True)
@@ -276,18 +271,15 @@ def _copy_and_save():
         before = _gradients(net)
         other.zero_grad()
         other(_own()).square().mean().backward()
-        _close(_gradients(other.module), _expected(net))
+        _close(_gradients(other.module), _expected(_net()))
         with torch.no_grad():
             other.module[0].weight.zero_()
         assert net[0].weight.abs().min() > 0
         _close(_gradients(net), before)
 
 
-def test_ddp_can_be_copied_and_saved_after_a_step():
-    run(2, _copy_and_save)
-
-
-def _penalise():
+@on_ranks(2)
+def test_autograd_grad_through_ddp_sends_nothing_and_backward_through_it_reduces():
     """A gradient penalty: autograd.grad() through the wrapper, then backward through that."""
     net = _net()
 
@@ -306,17 +298,14 @@ def _penalise():
     for _ in range(2):
         net.zero_grad()
         loss(model, _own()).backward()
-        _close(_gradients(net), _expected(net, loss))
+        _close(_gradients(net), _expected(_net(), loss))
     net.zero_grad()
     with pytest.raises(RuntimeError, match=r"of '2\.\w+' is part of a graph \(create_graph=True"):
         model(_own()).square().mean().backward(create_graph=True)
 
 
-def test_autograd_grad_through_ddp_sends_nothing_and_backward_through_it_reduces():
-    run(2, _penalise)
-
-
-def _pass_the_wrapper_by():
+@on_ranks(2)
+def test_a_backward_past_the_wrapper_is_this_ranks_own():
     """The module called itself, on one rank alone: its gradients stay there."""
     net = _net()
     model = DistributedDataParallel(net)
@@ -330,10 +319,6 @@ def _pass_the_wrapper_by():
     net.zero_grad()
     model(_own()).square().mean().backward()
     _close(_gradients(net), _expected(_net()))
-
-
-def test_a_backward_past_the_wrapper_is_this_ranks_own():
-    run(2, _pass_the_wrapper_by)
 
 
 class _Undefined(torch.autograd.Function):
@@ -355,7 +340,8 @@ class _NoGradient(nn.Module):
         return _Undefined.apply(self.net(x), self.weight)
 
 
-def _leave_undefined():
+@on_ranks(2)
+def test_an_undefined_gradient_stays_none_as_in_torch():
     theirs, ours = _NoGradient(), _NoGradient()
     models = nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=True), (
         DistributedDataParallel(ours, find_unused_parameters=True)
@@ -366,11 +352,8 @@ def _leave_undefined():
     _close(_gradients(ours.net), _gradients(theirs.net))
 
 
-def test_an_undefined_gradient_stays_none_as_in_torch():
-    run(2, _leave_undefined)
-
-
-def _wrap_twice():
+@on_ranks(2)
+def test_two_wrappers_of_one_module_and_sparse_gradients_are_refused():
     net = _net()
     models = DistributedDataParallel(net), DistributedDataParallel(net)
     with pytest.raises(RuntimeError, match="somebody took the gradient of .*0.weight.* another"):
@@ -390,20 +373,9 @@ def _wrap_twice():
         for wrap in (DistributedDataParallel, FullyShardedDataParallel):
             with pytest.raises(ValueError, match=f"gradient_divide_factor={factor} must be"):
                 wrap(_net(), gradient_divide_factor=factor)
-
-
-def test_two_wrappers_of_one_module_are_refused():
-    run(2, _wrap_twice)
-
-
-def _sparse():
-    model = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
+    sparse = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
     with pytest.raises(RuntimeError, match="the gradient of 'weight' is sparse"):
-        model(torch.tensor([1, 2])).sum().backward()
-
-
-def test_sparse_gradients_are_refused():
-    run(2, _sparse)
+        sparse(torch.tensor([1, 2])).sum().backward()
 
 
 # ---- zero.py -------------------------------------------------------------------------------------
@@ -430,7 +402,8 @@ def _train_alone(net, steps=3, clip=None, **defaults):
     return net.state_dict()
 
 
-def _pair_with_ddp():
+@on_ranks(1, 2, 3)
+def test_ddp_with_the_zero_optimizer_trains_as_one_process_does():
     """PyTorch's documented pair, theirs and ours in all combinations; Adam sees equal gradients."""
     expected = _train_alone(_net())
     for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
@@ -441,12 +414,10 @@ def _pair_with_ddp():
         _close(net.state_dict(), expected, 1e-10)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ddp_with_the_zero_optimizer_trains_as_one_process_does(world_size):
-    run(world_size, _pair_with_ddp)
-
-
-def _stage_2_under_ddp(wrap, wrap_first):
+@pytest.mark.parametrize("wrap_first", [True, False])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, nn.parallel.DistributedDataParallel])
+@on_ranks(2)
+def test_stage_2_under_ddp_is_refused(wrap, wrap_first):
     net = _net()
     make = partial(ZeroRedundancyOptimizer, net.parameters(), torch.optim.SGD, lr=0.1)
     model = wrap(net) if wrap_first else None
@@ -457,13 +428,8 @@ def _stage_2_under_ddp(wrap, wrap_first):
     _close(net.state_dict(), before)
 
 
-@pytest.mark.parametrize("wrap_first", [True, False])
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, nn.parallel.DistributedDataParallel])
-def test_stage_2_under_ddp_is_refused(wrap, wrap_first):
-    run(2, _stage_2_under_ddp, wrap, wrap_first)
-
-
-def _zero_by_the_module():
+@on_ranks(3)
+def test_stage_2_knows_what_the_module_has_zeroed():
     """Stage 2: between steps the module zeroes its gradients; in a further one nobody does."""
     for set_to_none in (True, False):
         alone, net = _net(), _net()
@@ -486,11 +452,8 @@ def _zero_by_the_module():
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
 
 
-def test_stage_2_knows_what_the_module_has_zeroed():
-    run(3, _zero_by_the_module)
-
-
-def _change_weights():
+@on_ranks(2)
+def test_weights_changed_by_hand_are_what_training_goes_on_from():
     """Weights that are loaded or clamped after the optimizer was made, in 16 and in 64 bits."""
     for stage_2 in (False, True):
         for param_dtype in (None, torch.bfloat16):
@@ -520,11 +483,8 @@ def _change_weights():
                 optimizer.step()
 
 
-def test_weights_changed_by_hand_are_what_training_goes_on_from():
-    run(2, _change_weights)
-
-
-def _load_plain_state():
+@on_ranks(2)
+def test_a_plain_state_leaves_the_exact_weights_alone():
     """Adam's state of plain fp32 training: the exact weights stay exact."""
     alone = _net().float()
     _train_alone(alone.double())
@@ -541,11 +501,18 @@ def _load_plain_state():
         assert torch.equal(master, expected) and torch.equal(rounded, expected.bfloat16())
 
 
-def test_a_plain_state_leaves_the_exact_weights_alone():
-    run(2, _load_plain_state)
+def _stage_1(net):
+    return net, ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
 
 
-def _scale_gradients(make):
+def _stage_3(net):
+    model = FullyShardedDataParallel(net, units=[net[0]])
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("make", [_stage_1, _stage_3])
+@on_ranks(2)
+def test_the_sharded_grad_scaler_of_torch_skips_on_all_ranks(make):
     """One rank's gradients overflow once: every rank skips that step, and all others it takes."""
     nets = _net(), _net()
     models, optimizers = zip(*[make(net) for net in nets])
@@ -567,20 +534,6 @@ def _scale_gradients(make):
     assert scaler.get_scale() == 4
 
 
-def _stage_1(net):
-    return net, ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
-
-
-def _stage_3(net):
-    model = FullyShardedDataParallel(net, units=[net[0]])
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize("make", [_stage_1, _stage_3])
-def test_the_sharded_grad_scaler_of_torch_skips_on_all_ranks(make):
-    run(2, _scale_gradients, make)
-
-
 class _Parent(nn.Module):
     """A plain layer before a sharded net."""
 
@@ -595,7 +548,8 @@ class _Parent(nn.Module):
         return self.inner(self.plain(x)) * self.scale
 
 
-def _below_a_parent():
+@on_ranks(2)
+def test_a_sharded_module_may_be_part_of_another():
     wrap = lambda net: FullyShardedDataParallel(net, units=[net[0], net[2]])
     alone, model = _Parent(nn.Identity()), _Parent(wrap)
     alone.inner = _net()
@@ -628,11 +582,8 @@ def _below_a_parent():
         other.load_state_dict(state | {"inner.other": torch.ones(1)})
 
 
-def test_a_sharded_module_may_be_part_of_another():
-    run(2, _below_a_parent)
-
-
-def _read_between_passes():
+@on_ranks(2)
+def test_parameters_of_a_sharded_module_can_be_read_between_passes():
     """Norms, repr, copies of parameters and moving averages see this rank's pieces."""
     net = _net()
     before = list(net.parameters())
@@ -659,11 +610,8 @@ def _read_between_passes():
         model.float()(_own())
 
 
-def test_parameters_of_a_sharded_module_can_be_read_between_passes():
-    run(2, _read_between_passes)
-
-
-def _change_pieces():
+@on_ranks(3)
+def test_pieces_may_be_changed_by_hand():
     """Pieces that are set by hand, or replaced, are what the next pass computes with."""
     net = _net()
     model = FullyShardedDataParallel(net, units=[net[0], net[2]])
@@ -681,15 +629,6 @@ def _change_pieces():
     _close(model.state_dict(), _train_alone(expected), 1e-10)
 
 
-def test_pieces_may_be_changed_by_hand():
-    run(3, _change_pieces)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_fsdp_reduces_whatever_the_module_returns(kind):
-    run(2, _return_anything, FullyShardedDataParallel, kind)
-
-
 class _Layers(nn.Module):
     """Units that return their output in some object."""
 
@@ -704,7 +643,9 @@ class _Layers(nn.Module):
         return x
 
 
-def _return_from_units(kind):
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "none"])
+@on_ranks(2)
+def test_units_may_return_objects_and_what_hides_its_tensors_is_refused(kind):
     torch.manual_seed(0)
     alone = _Layers(kind)
     net = copy.deepcopy(alone)
@@ -718,12 +659,8 @@ def _return_from_units(kind):
     _close(_whole_gradients(model), _expected(alone))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "none"])
-def test_units_may_return_objects_and_what_hides_its_tensors_is_refused(kind):
-    run(2, _return_from_units, kind)
-
-
-def _differentiate_sharded():
+@on_ranks(2)
+def test_autograd_grad_through_a_sharded_module_reduces_nothing():
     net = _net()
     model = FullyShardedDataParallel(net, units=[net[0], net[2]])
     x = _own().requires_grad_()
@@ -743,11 +680,8 @@ def _differentiate_sharded():
     _close(_whole_gradients(model), _expected(_net()))
 
 
-def test_autograd_grad_through_a_sharded_module_reduces_nothing():
-    run(2, _differentiate_sharded)
-
-
-def _recurrent():
+@on_ranks(2)
+def test_a_recurrent_layer_can_be_sharded():
     """A module with a list of its own of its parameters."""
     torch.manual_seed(0)
     alone = nn.LSTM(6, 5).double()
@@ -758,10 +692,6 @@ def _recurrent():
     model(_own()).square().mean().backward()
     expected = {f"lstm.{name}": g for name, g in _expected(alone, loss).items()}
     _close(_whole_gradients(model), expected)
-
-
-def test_a_recurrent_layer_can_be_sharded():
-    run(2, _recurrent)
 
 
 class _Inside(nn.Module):
@@ -800,41 +730,34 @@ class _Stack(nn.Module):
         return state["x"]
 
 
-def _use_inside(how):
-    alone, net = _Stack(how), _Stack(how)
-    (sum(alone(part).square().mean() for part in _parts()) / dist.get_world_size()).backward()
+@pytest.mark.parametrize("how", [False, True, "weight norm", "post hook", "plain"])
+@on_ranks(2)
+def test_units_may_recompute_normalise_weights_and_change_their_inputs(how):
+    net, expected = _Stack(how), _expected(_Stack(how))
     model = FullyShardedDataParallel(net, units=net.layers)
     for _ in range(2):
         model.zero_grad()
         model(_own()).square().mean().backward()
-        _close(_whole_gradients(model), _gradients(alone))
+        _close(_whole_gradients(model), expected)
 
 
-@pytest.mark.parametrize("how", [False, True, "weight norm", "post hook", "plain"])
-def test_units_may_recompute_normalise_weights_and_change_their_inputs(how):
-    run(2, _use_inside, how)
-
-
-def _normalise_a_unit():
+@on_ranks(2)
+def test_a_hook_of_a_unit_sees_whole_parameters():
     """The unit itself has a hook, registered before, that makes its weight."""
     alone, net = _net(), _net()
     for module in (alone, net):
         nn.utils.weight_norm(module[2])
-    (sum(alone(part).square().mean() for part in _parts()) / dist.get_world_size()).backward()
     model = FullyShardedDataParallel(net, units=[net[0], net[2]])
     model(_own()).square().mean().backward()
-    _close(_whole_gradients(model), _gradients(alone))
-
-
-def test_a_hook_of_a_unit_sees_whole_parameters():
-    run(2, _normalise_a_unit)
+    _close(_whole_gradients(model), _expected(alone))
 
 
 def _fail(grad):
     raise KeyError("backward fails here")
 
 
-def _fail_then_go_on():
+@on_ranks(2)
+def test_after_a_backward_that_failed_gradients_can_be_zeroed_and_training_go_on():
     """A backward that fails, the module's zero_grad(), and another one."""
     for kind in ("ddp", 2, 3):
         net = _net()
@@ -867,11 +790,8 @@ def _fail_then_go_on():
             _close(_gradients(net) if kind == "ddp" else _whole_gradients(model), expected)
 
 
-def test_after_a_backward_that_failed_gradients_can_be_zeroed_and_training_go_on():
-    run(2, _fail_then_go_on)
-
-
-def _preset_gradients():
+@on_ranks(2)
+def test_the_weight_decay_of_pieces_may_be_part_of_the_loss():
     """Gradients that are there before the first backward, and a loss on the parameters."""
     alone = _net()
     sum(p.square().sum() for p in alone.parameters()).backward()
@@ -885,11 +805,8 @@ def _preset_gradients():
     _close(_whole_gradients(model), _gradients(alone))
 
 
-def test_the_weight_decay_of_pieces_may_be_part_of_the_loss():
-    run(2, _preset_gradients)
-
-
-def _in_other_order():
+@on_ranks(2)
+def test_fused_optimizers_see_gradients_in_the_order_of_their_weights():
     """Weights in another order in memory, and optimizers that go through memory."""
     for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
         torch.manual_seed(0)
@@ -905,11 +822,8 @@ def _in_other_order():
     _close(ours, conv.state_dict())
 
 
-def test_fused_optimizers_see_gradients_in_the_order_of_their_weights():
-    run(2, _in_other_order)
-
-
-def _ask_for_gradients():
+@on_ranks(2)
+def test_autograd_grad_beside_stage_2_sends_nothing():
     net = _net()
     optimizer = ZeroRedundancyOptimizer(
         net.parameters(), torch.optim.SGD, shard_gradients=True, foreach=True, lr=0.1
@@ -923,10 +837,6 @@ def _ask_for_gradients():
         optimizer.step()
 
 
-def test_autograd_grad_beside_stage_2_sends_nothing():
-    run(2, _ask_for_gradients)
-
-
 class _Gives(nn.Module):
     def __init__(self):
         super().__init__()
@@ -936,7 +846,8 @@ class _Gives(nn.Module):
         return self.layer(x), self.table[:1]
 
 
-def _refuse_changes():
+@on_ranks(2)
+def test_changes_that_a_wrapper_cannot_follow_are_refused():
     """What cannot be right is a sentence, at the next use."""
 
     def sharded():
@@ -991,11 +902,8 @@ def _refuse_changes():
         model(_own()).sum().backward()
 
 
-def test_changes_that_a_wrapper_cannot_follow_are_refused():
-    run(2, _refuse_changes)
-
-
-def _step_in_backward():
+@on_ranks(2)
+def test_an_optimizer_may_step_in_backward():
     """Hooks of pieces run once their gradients are summed: an optimizer for each parameter."""
     net = _net()
     model = FullyShardedDataParallel(net, units=[net[0], net[2]])
@@ -1015,10 +923,6 @@ def _step_in_backward():
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(ValueError, match="the optimizer has 1 parameters of other modules"):
         model.optimizer_state_dict(optimizer)
-
-
-def test_an_optimizer_may_step_in_backward():
-    run(2, _step_in_backward)
 
 
 # ---- what PyTorch's documentation and courses show -----------------------------------------------
