@@ -449,7 +449,15 @@ class Trainer:
         self.dense = [parameter for name, parameter in named if not is_expert(name)]
         self.experts = [parameter for name, parameter in named if is_expert(name)]
         self.optimizers = make_optimizers(args, mesh, self.dense, self.experts)
-        self.replicas = [] if args.zero else [self._replicate(chunk) for chunk in self.chunks]
+        replicate = partial(
+            DistributedDataParallel,
+            process_group=mesh.dp_cp_group,
+            broadcast_buffers=False,
+            gradient_divide_factor=1,  # the loss has its global divisor already
+            wait_in_backward=False,
+            groups=dict.fromkeys(self.experts, mesh.expert_dp_group),
+        )
+        self.replicas = [] if args.zero else list(map(replicate, self.chunks))
         stages = self.replicas or self.chunks
         self.pipeline = Pipeline(stages, schedule, self.loss, mesh.pp_group, defer=put_off)
         self.evaluation = self.forward_pipeline(args.microbatches, self.loss)
@@ -502,11 +510,10 @@ class Trainer:
         These count for nothing in the step. Both stay on the device.
         """
         inputs, targets = self.own_tokens(inputs, targets)
-        # The divisor of the loss: counted tokens of all replicas and microbatches, known before
-        # backward.
         outside = torch.maximum(inputs, targets) >= self.config.vocab_size
         counts = torch.stack([(targets != IGNORE_INDEX).sum(), outside.sum()])
         all_reduce(counts, group=self.mesh.dp_cp_group)
+        # The divisor is known before backward: gradients are summed, and never averaged.
         loss = pipeline.step(inputs, targets, counts[0].clamp(min=1))
         loss = torch.zeros((), device=self.device) if loss is None else loss
         all_reduce(loss, group=self.mesh.dp_cp_group)
@@ -592,16 +599,6 @@ class Trainer:
             where = f"--data {self.args.data}: " if self.args.data else ""
             vocabulary = f"--vocab-size {self.config.vocab_size}"
             raise TrainingError(f"{where}token {largest} is outside {vocabulary}")
-
-    def _replicate(self, chunk):
-        return DistributedDataParallel(
-            chunk,
-            self.mesh.dp_cp_group,
-            broadcast_buffers=False,
-            gradient_divide_factor=1,  # the loss has its global divisor already
-            wait_in_backward=False,
-            groups=dict.fromkeys(self.experts, self.mesh.expert_dp_group),
-        )
 
     def forward_pipeline(self, num_microbatches, loss_fn):
         """A pipeline without backward, along the first route."""

@@ -41,91 +41,6 @@ def launch(folder, world_size, script, *arguments, timeout=120):
     )
 
 
-# ---- collectives.py ------------------------------------------------------------------------------
-
-ENDS = """
-    import gc, os, sys
-    import torch
-    import torch.distributed as dist
-    import torch._dynamo
-    from torch import nn
-    from collectives import all_reduce, report_stalls
-    from ddp import DistributedDataParallel
-    from tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
-
-    def awaited():
-        for _ in range(10):
-            all_reduce(torch.ones(1000), async_op=True).wait()
-
-    def not_awaited():
-        group = dist.new_group([0, 1])
-        for _ in range(3):
-            all_reduce(torch.ones(1000), group=group, async_op=True)
-
-    def pending():
-        x = torch.ones(1 << 20)
-        works = [all_reduce(x, async_op=True) for _ in range(20)]
-
-    def never_destroyed():
-        pending()
-        dist.destroy_process_group = lambda: None
-
-    def train(wrap, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)):
-        model = wrap(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)))
-        optimizer = optimizer(model)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(16, 64)).square().mean().backward()
-            optimizer.step()
-
-    def zero(**how):
-        optimizer = ZeroRedundancyOptimizer
-        sgd = torch.optim.SGD
-        train(lambda model: model, lambda m: optimizer(m.parameters(), sgd, lr=1, **how))
-
-    def split(model):
-        model[0] = ColumnParallelLinear(64, 64, group=dist.group.WORLD)
-        model[2] = RowParallelLinear(64, 8, group=dist.group.WORLD)
-        return model
-
-    uses = [
-        awaited,
-        not_awaited,
-        pending,
-        never_destroyed,
-        lambda: train(DistributedDataParallel),
-        zero,
-        lambda: zero(shard_gradients=True),
-        lambda: train(lambda model: FullyShardedDataParallel(model, units=[model[0], model[2]])),
-        lambda: train(split),
-    ]
-    torch.set_num_threads(1)
-    gc.freeze()  # a process that ends has less to look at
-    for number, use in enumerate(2 * uses):  # each in a process of its own, which goes on below
-        if (pid := os.fork()) == 0:
-            break
-        _, status = os.waitpid(pid, 0)
-        # in one write, which the other rank's cannot cut in two
-        print(f"{number} ended with status {status}\\n", end="", flush=True)
-    else:
-        sys.exit()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = f"file://{os.getcwd()}/{number}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-    report_stalls(30)
-    use()
-    dist.destroy_process_group()
-"""
-
-
-def test_a_script_that_leaves_the_normal_way_exits_with_0(tmp_path):
-    done = launch(tmp_path, 2, ENDS)
-    assert done.returncode == 0, done.stderr
-    ends = [f"{number} ended with status 0" for number in range(18)]
-    assert sorted(done.stdout.splitlines()) == sorted(2 * ends), done.stderr
-
-
 # ---- ddp.py --------------------------------------------------------------------------------------
 
 
@@ -925,152 +840,224 @@ def test_an_optimizer_may_step_in_backward():
         model.optimizer_state_dict(optimizer)
 
 
-# ---- what PyTorch's documentation and courses show -----------------------------------------------
+# ---- scripts -------------------------------------------------------------------------------------
 
-DOCUMENTED = """\
-import copy
-import os
+EACH = """
+    import functools, gc, os, sys
+    import torch
+    import torch._dynamo, torch.multiprocessing
+    import torch.distributed as dist
+    import pipeline, sequence_parallel, zero
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-import torch.nn as nn
-import torch.optim as optim
-
-from ddp import DistributedDataParallel as DDP
-from zero import FullyShardedDataParallel as FSDP
-from zero import ZeroRedundancyOptimizer
-
-
-def basic(rank, world_size):
-    model = nn.Linear(10, 10)
-    ddp_model = DDP(model)
-    loss_fn = nn.MSELoss()
-    optimizer = optim.SGD(ddp_model.parameters(), lr=0.001)
-    outputs = ddp_model(torch.randn(20, 10))
-    labels = torch.randn(20, 10)
-    loss_fn(outputs, labels).backward()
-    optimizer.step()
-    print_equal("basic", model)
-
-
-def print_equal(name, model):
-    # the same on all ranks, by torch's own collectives
-    for value in model.state_dict().values():
-        least, most = value.clone(), value.clone()
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        assert torch.equal(least, most), name
-    if dist.get_rank() == 0:
-        print(name, "is equal", flush=True)
-
-
-def zero(rank, world_size, use_zero):
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(20, 20) for _ in range(20)])
-    ddp_model = DDP(model)
-    loss_fn = nn.MSELoss()
-    if use_zero:
-        optimizer = ZeroRedundancyOptimizer(
-            ddp_model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01
-        )
+    torch.set_num_threads(1)
+    gc.freeze()  # a process that ends has less to look at
+    for number, name in enumerate(sys.argv[1:]):
+        if (pid := os.fork()) == 0:  # each in a process of its own, which goes on below
+            break
+        _, status = os.waitpid(pid, 0)
+        # in one write, which the other rank's cannot cut in two
+        print(f"{number} ended with status {status}\\n", end="", flush=True)
     else:
-        optimizer = torch.optim.Adam(ddp_model.parameters(), lr=0.01)
-    torch.manual_seed(rank)
-    for _ in range(3):
-        outputs = ddp_model(torch.randn(20, 20))
-        labels = torch.randn(20, 20)
+        sys.exit()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    own = {"store": dist.FileStore(f"{name}.store"), "rank": rank, "world_size": world_size}
+    dist.init_process_group = functools.partial(dist.init_process_group, **own)
+    exec(compile(open(name).read(), name, "exec"))
+"""
+ENDS = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from collectives import all_reduce, report_stalls
+    from ddp import DistributedDataParallel
+    from tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
+
+    def awaited():
+        for _ in range(10):
+            all_reduce(torch.ones(1000), async_op=True).wait()
+
+    def not_awaited():
+        group = dist.new_group([0, 1])
+        for _ in range(3):
+            all_reduce(torch.ones(1000), group=group, async_op=True)
+
+    def pending():
+        x = torch.ones(1 << 20)
+        works = [all_reduce(x, async_op=True) for _ in range(20)]
+
+    def never_destroyed():
+        pending()
+        dist.destroy_process_group = lambda: None
+
+    def train(wrap, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)):
+        model = wrap(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)))
+        optimizer = optimizer(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(16, 64)).square().mean().backward()
+            optimizer.step()
+
+    def zero(**how):
+        optimizer = ZeroRedundancyOptimizer
+        sgd = torch.optim.SGD
+        train(lambda model: model, lambda m: optimizer(m.parameters(), sgd, lr=1, **how))
+
+    def split(model):
+        model[0] = ColumnParallelLinear(64, 64, group=dist.group.WORLD)
+        model[2] = RowParallelLinear(64, 8, group=dist.group.WORLD)
+        return model
+
+    uses = [
+        awaited,
+        not_awaited,
+        pending,
+        never_destroyed,
+        lambda: train(DistributedDataParallel),
+        zero,
+        lambda: zero(shard_gradients=True),
+        lambda: train(lambda model: FullyShardedDataParallel(model, units=[model[0], model[2]])),
+        lambda: train(split),
+    ]
+    dist.init_process_group("gloo")
+    report_stalls(30)
+    uses[number % len(uses)]()
+    dist.destroy_process_group()
+"""
+NUMBER_OF_ENDS = 18  # each use twice
+# what PyTorch's documentation and courses show
+DOCUMENTED = """
+    import copy
+    import os
+
+    import torch
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
+    import torch.nn as nn
+    import torch.optim as optim
+
+    from ddp import DistributedDataParallel as DDP
+    from zero import FullyShardedDataParallel as FSDP
+    from zero import ZeroRedundancyOptimizer
+
+
+    def basic(rank, world_size):
+        model = nn.Linear(10, 10)
+        ddp_model = DDP(model)
+        loss_fn = nn.MSELoss()
+        optimizer = optim.SGD(ddp_model.parameters(), lr=0.001)
+        outputs = ddp_model(torch.randn(20, 10))
+        labels = torch.randn(20, 10)
         loss_fn(outputs, labels).backward()
         optimizer.step()
-    print_equal("zero", model)
-    return model.state_dict()
+        print_equal("basic", model)
 
 
-def fsdp(rank, world_size):
-    torch.manual_seed(0)
-    my_module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-    sharded_module = FSDP(my_module)
-    optim = torch.optim.Adam(sharded_module.parameters(), lr=0.0001)
-    x = sharded_module(torch.ones(2, 8))
-    loss = x.sum()
-    loss.backward()
-    optim.step()
-    print_equal("fsdp", sharded_module)
+    def print_equal(name, model):
+        # the same on all ranks, by torch's own collectives
+        for value in model.state_dict().values():
+            least, most = value.clone(), value.clone()
+            dist.all_reduce(least, dist.ReduceOp.MIN)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            assert torch.equal(least, most), name
+        if dist.get_rank() == 0:
+            print(f"{name} is equal\\n", end="", flush=True)
 
 
-class ToyModelWithTiedWeights(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1 = nn.Linear(10, 10, bias=False)
-        self.ln = nn.LayerNorm(10)
-        self.fc2 = nn.Linear(10, 50, bias=False)
-        self.fc3 = nn.Linear(50, 10, bias=False)
-        self.fc4 = nn.Linear(10, 50, bias=False)
-        self.fc5 = nn.Linear(50, 5, bias=False)
-        self.fc4.weight = self.fc2.weight
-        self.no_grad_fixed_param = nn.Parameter(torch.tensor([2.0, 2.0]), requires_grad=False)
-
-    def forward(self, x):
-        x = torch.relu(self.fc2(self.ln(torch.relu(self.fc1(x)))))
-        return self.fc5(torch.relu(self.fc4(torch.relu(self.fc3(x)))))
-
-
-def course(rank, world_size):
-    # a wrapped copy on parts of the batch beside a plain one on all of it
-    torch.manual_seed(rank)
-    plain = ToyModelWithTiedWeights()
-    ddp_model = DDP(copy.deepcopy(plain))
-    plain.load_state_dict(ddp_model.module.state_dict())
-    optimizers = [optim.SGD(plain.parameters(), lr=0.1), optim.SGD(ddp_model.parameters(), lr=0.1)]
-    generator = torch.Generator().manual_seed(42)
-    for _ in range(5):
-        x = torch.randn(20, 10, generator=generator)
-        y = torch.randn(20, 5, generator=generator)
-        part = slice(rank * 20 // world_size, (rank + 1) * 20 // world_size)
-        for model, optimizer, rows in zip((plain, ddp_model), optimizers, (slice(None), part)):
-            optimizer.zero_grad()
-            nn.MSELoss()(model(x[rows]), y[rows]).backward()
+    def zero(rank, world_size, use_zero):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(20, 20) for _ in range(20)])
+        ddp_model = DDP(model)
+        loss_fn = nn.MSELoss()
+        if use_zero:
+            optimizer = ZeroRedundancyOptimizer(
+                ddp_model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01
+            )
+        else:
+            optimizer = torch.optim.Adam(ddp_model.parameters(), lr=0.01)
+        torch.manual_seed(rank)
+        for _ in range(3):
+            outputs = ddp_model(torch.randn(20, 20))
+            labels = torch.randn(20, 20)
+            loss_fn(outputs, labels).backward()
             optimizer.step()
-    for a, b in zip(plain.parameters(), ddp_model.module.parameters()):
+        print_equal("zero", model)
+        return model.state_dict()
+
+
+    def fsdp(rank, world_size):
+        torch.manual_seed(0)
+        my_module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        sharded_module = FSDP(my_module)
+        optim = torch.optim.Adam(sharded_module.parameters(), lr=0.0001)
+        x = sharded_module(torch.ones(2, 8))
+        loss = x.sum()
+        loss.backward()
+        optim.step()
+        print_equal("fsdp", sharded_module)
+
+
+    class ToyModelWithTiedWeights(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1 = nn.Linear(10, 10, bias=False)
+            self.ln = nn.LayerNorm(10)
+            self.fc2 = nn.Linear(10, 50, bias=False)
+            self.fc3 = nn.Linear(50, 10, bias=False)
+            self.fc4 = nn.Linear(10, 50, bias=False)
+            self.fc5 = nn.Linear(50, 5, bias=False)
+            self.fc4.weight = self.fc2.weight
+            self.no_grad_fixed_param = nn.Parameter(torch.tensor([2.0, 2.0]), requires_grad=False)
+
+        def forward(self, x):
+            x = torch.relu(self.fc2(self.ln(torch.relu(self.fc1(x)))))
+            return self.fc5(torch.relu(self.fc4(torch.relu(self.fc3(x)))))
+
+
+    def course(rank, world_size):
+        # a wrapped copy on parts of the batch beside a plain one on all of it
+        torch.manual_seed(rank)
+        plain = ToyModelWithTiedWeights()
+        ddp_model = DDP(copy.deepcopy(plain))
+        plain.load_state_dict(ddp_model.module.state_dict())
+        optimizers = [optim.SGD(model.parameters(), lr=0.1) for model in (plain, ddp_model)]
+        generator = torch.Generator().manual_seed(42)
+        for _ in range(5):
+            x = torch.randn(20, 10, generator=generator)
+            y = torch.randn(20, 5, generator=generator)
+            part = slice(rank * 20 // world_size, (rank + 1) * 20 // world_size)
+            for model, optimizer, rows in zip((plain, ddp_model), optimizers, (slice(None), part)):
+                optimizer.zero_grad()
+                nn.MSELoss()(model(x[rows]), y[rows]).backward()
+                optimizer.step()
+        for a, b in zip(plain.parameters(), ddp_model.module.parameters()):
+            assert torch.allclose(a, b, atol=1e-6)
+        sharded, whole = copy.deepcopy(plain), copy.deepcopy(plain)
+        optimizers = [
+            optim.AdamW(whole.parameters(), lr=0.1, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8),
+            ZeroRedundancyOptimizer(sharded.parameters(), optim.AdamW, lr=0.1, weight_decay=0.1,
+                                    betas=(0.9, 0.999), eps=1e-8),
+        ]
+        for _ in range(5):
+            x, y = torch.rand(32, 10, generator=generator), torch.rand(32, 5, generator=generator)
+            for model, optimizer in zip((whole, sharded), optimizers):
+                optimizer.zero_grad()
+                ((model(x) - y) ** 2).sum().backward()
+                optimizer.step()
+        for a, b in zip(whole.parameters(), sharded.parameters()):
+            assert torch.allclose(a, b, atol=1e-5)
+        print_equal("course", sharded)
+
+
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    basic(rank, world_size)
+    for a, b in zip(zero(rank, world_size, True).values(), zero(rank, world_size, False).values()):
         assert torch.allclose(a, b, atol=1e-6)
-    sharded, whole = copy.deepcopy(plain), copy.deepcopy(plain)
-    optimizers = [
-        optim.AdamW(whole.parameters(), lr=0.1, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8),
-        ZeroRedundancyOptimizer(sharded.parameters(), optim.AdamW, lr=0.1, weight_decay=0.1,
-                                betas=(0.9, 0.999), eps=1e-8),
-    ]
-    for _ in range(5):
-        x, y = torch.rand(32, 10, generator=generator), torch.rand(32, 5, generator=generator)
-        for model, optimizer in zip((whole, sharded), optimizers):
-            optimizer.zero_grad()
-            ((model(x) - y) ** 2).sum().backward()
-            optimizer.step()
-    for a, b in zip(whole.parameters(), sharded.parameters()):
-        assert torch.allclose(a, b, atol=1e-5)
-    print_equal("course", sharded)
-
-
-dist.init_process_group("gloo")
-rank, world_size = dist.get_rank(), dist.get_world_size()
-basic(rank, world_size)
-for a, b in zip(zero(rank, world_size, True).values(), zero(rank, world_size, False).values()):
-    assert torch.allclose(a, b, atol=1e-6)
-fsdp(rank, world_size)
-course(rank, world_size)
-dist.destroy_process_group()
+    fsdp(rank, world_size)
+    course(rank, world_size)
+    dist.destroy_process_group()
 """
-
-
-def test_documented_examples_run_with_our_imports(tmp_path):
-    done = launch(tmp_path, 2, DOCUMENTED)
-    assert done.returncode == 0, done.stderr
-    names = ["basic", "zero", "zero", "fsdp", "course"]
-    assert done.stdout.splitlines() == [f"{name} is equal" for name in names]
-
-
-# ---- pipeline.py ---------------------------------------------------------------------------------
-
-
 PIPELINE = """
     import torch, torch.distributed as dist
     from torch import nn
@@ -1106,18 +1093,39 @@ PIPELINE = """
 """
 
 
-def test_a_pipeline_of_two_trains_and_one_that_fails_does_not_hang_the_other(tmp_path):
-    done = launch(tmp_path, 2, PIPELINE)
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """What all these scripts said, on two ranks of one torchrun, of which each ends by itself."""
+    folder, names = tmp_path_factory.mktemp("scripts"), []
+    for text in NUMBER_OF_ENDS * [ENDS] + [DOCUMENTED, PIPELINE]:
+        names.append(folder / f"{len(names)}.py")
+        names[-1].write_text(textwrap.dedent(text))
+    return launch(folder, 2, EACH, *names)
+
+
+def test_scripts_that_leave_the_normal_way_exit_with_0(done):
     assert done.returncode == 0, done.stderr
-    assert "rank 1: ValueError: inputs has 8 rows, targets has 4" in done.stdout
-    assert "rank 0: RuntimeError: " in done.stdout
+    ended = [line for line in done.stdout.splitlines() if " ended with " in line]
+    ends = [f"{number} ended with status 0" for number in range(NUMBER_OF_ENDS + 2)]
+    assert sorted(ended) == sorted(2 * ends), done.stderr
+
+
+def test_documented_examples_run_with_our_imports(done):
+    names = ["basic", "zero", "zero", "fsdp", "course"]
+    equal = [line for line in done.stdout.splitlines() if line.endswith(" is equal")]
+    assert equal == [f"{name} is equal" for name in names], done.stderr
+
+
+def test_a_pipeline_of_two_trains_and_one_that_fails_does_not_hang_the_other(done):
+    assert "\nrank 1: ValueError: inputs has 8 rows, targets has 4" in done.stdout, done.stderr
+    assert "\nrank 0: RuntimeError: " in done.stdout, done.stderr
 
 
 # ---- hybrid.py -----------------------------------------------------------------------------------
 
 
 HYBRID = (PROJECT / "hybrid.py").read_text()
-SMALL = "--hidden 16 --heads 2 --seq-len 16"
+SMALL = f"--hidden 16 --heads 2 --seq-len 16 --data {PROJECT / 'ddp.py'}"
 
 
 def complaints(done):
@@ -1135,12 +1143,12 @@ def read_metrics(file):
 def test_torchrun_and_one_process_write_the_same_metrics_and_a_trace(tmp_path):
     flags = f"{SMALL} --schedule zb-v --microbatches 4 --layers 4 --steps 3 --metrics".split()
     command = [sys.executable, PROJECT / "hybrid.py", *flags, tmp_path / "one"]
-    one = subprocess.run(command, cwd=tmp_path, timeout=120, capture_output=True, text=True)
-    layout = [tmp_path / "two", "--pp", 2, "--trace", tmp_path / "trace"]
-    two = launch(tmp_path, 2, HYBRID, *flags, *layout)
-    for done in (one, two):
-        assert done.returncode == 0, done.stderr
-        lines = done.stdout.splitlines()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, **pipes) as one:  # beside the others
+        two = launch(tmp_path, 2, HYBRID, *flags, "two", "--pp", 2, "--trace", "trace")
+        output, errors = one.communicate(timeout=120)
+    assert one.returncode == two.returncode == 0, errors + two.stderr
+    for lines in (output.splitlines(), two.stdout.splitlines()):
         assert [line.split()[:2] for line in lines[:3]] == [["step", str(k)] for k in (1, 2, 3)]
         assert all(word in lines[0] for word in ("loss", "grad norm", "lr", "tokens/s", "MB"))
         assert lines[3].startswith("validation loss ") and "---- continuation" in lines
@@ -1226,9 +1234,9 @@ def test_help_and_faults_of_one_machine_are_said_once(tmp_path):
         import hybrid
 
         hybrid.main(["--help"])
-        sys.exit(hybrid.main(["--data", "MISSING"] if os.environ["RANK"] == "2" else []))
+        sys.exit(hybrid.main(["--data", "MISSING"] if os.environ["RANK"] == "1" else []))
     """
-    done = launch(tmp_path, 3, script)
+    done = launch(tmp_path, 2, script)
     assert done.returncode != 0 and done.stdout.count("usage: hybrid.py") == 1
-    missing = "rank 2: --data MISSING: no such file or folder"
+    missing = "rank 1: --data MISSING: no such file or folder"
     assert complaints(done) == [f"hybrid.py: error: {missing}"]
