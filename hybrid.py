@@ -475,7 +475,7 @@ class Trainer:
         norm = self.clip_gradients(self.gradient_pieces())
         # the one time that the host waits for the device
         loss, num_outside, norm = torch.stack([*found, norm]).tolist()
-        self.refuse_outside(num_outside, inputs, targets)
+        refuse_outside(self, num_outside, inputs, targets)
         if not math.isfinite(loss + norm):
             found = f"loss {loss:.4f}, grad norm {norm:.3f}, lr {rate:.2e}"
             raise TrainingError(f"step {self.steps_done + 1} is not finite: {found}")
@@ -591,21 +591,22 @@ class Trainer:
             tokens = tokens.pin_memory()  # else the host would wait
         return tokens.to(self.device, non_blocking=True)
 
-    def refuse_outside(self, number, inputs, targets):
-        """Raise TrainingError if number, alike on all ranks, tells of tokens outside."""
-        if number:
-            largest = torch.maximum(inputs, targets).max().to(self.device)
-            all_reduce(largest, ReduceOp.MAX, self.mesh.dp_cp_group)
-            where = f"--data {self.args.data}: " if self.args.data else ""
-            vocabulary = f"--vocab-size {self.config.vocab_size}"
-            raise TrainingError(f"{where}token {largest} is outside {vocabulary}")
-
     def forward_pipeline(self, num_microbatches, loss_fn):
         """A pipeline without backward, along the first route."""
         _, num_stages = rank_and_size(self.mesh.pp_group)
         schedule = forward_only(num_stages, num_microbatches, self.route)
         chunks = self.chunks[:1] if self.replicated else self.chunks
         return Pipeline(chunks, schedule, loss_fn, self.mesh.pp_group)
+
+
+def refuse_outside(trainer, number, inputs, targets):
+    """Raise TrainingError if number, alike on all ranks, tells of tokens outside."""
+    if number:
+        largest = torch.maximum(inputs, targets).max().to(trainer.device)
+        all_reduce(largest, ReduceOp.MAX, trainer.mesh.dp_cp_group)
+        where = f"--data {trainer.args.data}: " if trainer.args.data else ""
+        vocabulary = f"--vocab-size {trainer.config.vocab_size}"
+        raise TrainingError(f"{where}token {largest} is outside {vocabulary}")
 
 
 def learning_rate(step, steps, warmup, peak):
@@ -772,7 +773,7 @@ def evaluate(trainer, data, batches=8):
         inputs, targets = (tokens[trainer.local_rows()] for tokens in (inputs, targets))
         found = trainer.run(trainer.evaluation, inputs, targets)
         loss, num_outside = torch.stack(found).tolist()
-        trainer.refuse_outside(num_outside, inputs, targets)
+        refuse_outside(trainer, num_outside, inputs, targets)
         total += loss * counted
         count += counted
     if not math.isfinite(total):
