@@ -1241,6 +1241,7 @@ def check_device(args, device):
             f"{args.dtype}, not a multiple of {multiple}"
         )
 
+
 # ---- one process ---------------------------------------------------------------------------------
 
 LAUNCHER = ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("TORCHELASTIC_RESTART_COUNT", 0)
@@ -1348,6 +1349,7 @@ def _leave_on_interrupt(rank):
         os._exit(128 + signal.SIGINT)
 
     threading.Thread(target=leave, daemon=True).start()
+
 
 if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as a shell's background jobs have it

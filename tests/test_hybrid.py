@@ -87,11 +87,11 @@ def reference(dtype, layers=LAYERS):
     return train_plainly(plain_gpt(layers, *SIZES[1:], dtype=dtype))
 
 
-def make_trainer(flags, dtype=torch.float32):
+def make_trainer(flags, dtype=torch.float32, device=torch.device("cpu")):
     torch.set_default_dtype(dtype)
     args = hybrid.parse_args(f"{FLAGS} {flags}".split(), dist.get_world_size())
     mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
-    return hybrid.Trainer(args, mesh, torch.device("cpu"))
+    return hybrid.Trainer(args, mesh, device)
 
 
 def record_gradients(trainer):
