@@ -434,11 +434,9 @@ def assert_trains(on, monkeypatch):
 
 def _rows(layouts):
     """(kind, ranks, ...) of those (ranks, ...) that can share a GPU, or have one each."""
-    for row in layouts:
-        if row[0] in (2, 4):
-            yield pytest.param("gloo", *row, marks=one_gpu)
-        if 1 < row[0] <= max(GPUS, 2):
-            yield pytest.param("nccl", *row, marks=several_gpus)
+    each = [row for row in layouts if 1 < row[0] <= max(GPUS, 2)]
+    rows = [pytest.param("gloo", *row, marks=one_gpu) for row in layouts if row[0] in (2, 4)]
+    return rows + [pytest.param("nccl", *row, marks=several_gpus) for row in each]
 
 
 MIXED = [(*layout, m) for layout in MOE_LAYOUTS if "--cp " not in layout[1] for m in MOE]

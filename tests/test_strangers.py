@@ -1100,7 +1100,7 @@ def done(tmp_path_factory):
     for text in NUMBER_OF_ENDS * [ENDS] + [DOCUMENTED, PIPELINE]:
         names.append(folder / f"{len(names)}.py")
         names[-1].write_text(textwrap.dedent(text))
-    return launch(folder, 2, EACH, *names)
+    return launch(folder, 2, EACH, *names, timeout=240)
 
 
 def test_scripts_that_leave_the_normal_way_exit_with_0(done):
