@@ -47,6 +47,7 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback out of the imports that follow
@@ -73,7 +74,7 @@ from collectives import (
     set_backend_collectives,
     set_ranks_per_node,
 )
-from ddp import DistributedDataParallel
+from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
 from expert_parallel import MoE
 from pipeline import (
     SCHEDULES,
@@ -236,6 +237,149 @@ class MLP(nn.Module):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
+class Block(nn.Module):
+    """Pre-LayerNorm transformer layer, (T, B, D) -> (T, B, D).
+
+    With sequence parallelism T is this rank's part.
+
+    random: the state from which dropout draws where ranks of tp hold different activations.
+    attention_fn: attention_fn(q, k, v, dropout), attention itself.
+    moe: makes what takes the MLP's place, if given.
+    options: of the linear layers.
+    """
+
+    def __init__(self, config, random, attention_fn=attention, moe=None, **options):
+        super().__init__()
+        self.config, self.random, self.attention_fn = config, random, attention_fn
+        options["sequence_parallel"] = config.sequence_parallel
+        self.ln_1 = _replicated(nn.LayerNorm(config.hidden), config)
+        self.attn = ParallelSelfAttention(
+            config.hidden, config.heads, config.kv_heads, self.attend, **options
+        )
+        self.ln_2 = _replicated(nn.LayerNorm(config.hidden), config)
+        self.mlp = moe() if moe else MLP(config.hidden, **options)
+
+    def forward(self, x):
+        x = x + _residual_dropout(self, self.attn(self.ln_1(x)))
+        return x + _residual_dropout(self, self.mlp(self.ln_2(x)))
+
+    def attend(self, q, k, v):
+        """The attention core; its heads are this rank's own, and so are its masks."""
+        if self.config.recompute == "selective" and torch.is_grad_enabled():
+            return recompute(self._attend, q, k, v)
+        return self._attend(q, k, v)
+
+    def _attend(self, q, k, v):
+        p = self.config.dropout if self.training else 0.0
+        with self.random if p else nullcontext():
+            return self.attention_fn(q, k, v, p)
+
+
+class GPT(nn.Module):
+    """One pipeline stage's layers; parameters have GPT-2's names, layers their number in the whole.
+
+    The first stage takes tokens (B, T), the others activations (T, B, D); the last one returns the
+    logits of its part of the vocabulary (T, B, V/tp), the others activations; with sequence
+    parallelism a rank has T/tp of those between. With one stage the head is the token embedding;
+    with more the last stage has a copy, kept equal by sum_shared_gradients().
+
+    stage, num_stages: which part of the layers this is.
+    random, attention_fn, moe: see Block; moe is for the layers that have experts.
+    defer: see parallel_linear().
+    positions: of the tokens in the whole sequence, of which context parallelism leaves a rank some.
+    """
+
+    def __init__(
+        self,
+        config,
+        tp_group=None,
+        stage=0,
+        num_stages=1,
+        random=nullcontext(),
+        defer=None,
+        positions=None,
+        attention_fn=attention,
+        moe=None,
+    ):
+        super().__init__()
+        self.first, self.last = stage == 0, stage == num_stages - 1
+        self.config, self.tp_group, self.random, self.defer = config, tp_group, random, defer
+        self.positions = torch.arange(config.seq_len) if positions is None else positions
+        if config.sequence_parallel:
+            rank, tp = rank_and_size(tp_group)
+            self.positions = self.positions.chunk(tp)[rank]
+        embedding = lambda: VocabParallelEmbedding(
+            config.vocab_size, config.hidden, tp_group, config.sequence_parallel
+        )
+        block = partial(Block, config, random, attention_fn, group=tp_group, defer=defer)
+        self.transformer = nn.ModuleDict()
+        if self.first:
+            self.transformer["wte"] = embedding()
+            self.transformer["wpe"] = _replicated(
+                nn.Embedding(config.seq_len, config.hidden), config
+            )
+        self.transformer["h"] = nn.ModuleDict(
+            (str(i), block(moe=moe if config.has_experts(i) else None))
+            for i in layers_of(stage, num_stages, config.layers)
+        )
+        if self.last:
+            self.transformer["ln_f"] = _replicated(nn.LayerNorm(config.hidden), config)
+            self.lm_head = self.transformer["wte"] if self.first else embedding()
+
+    def forward(self, x):
+        if self.first:
+            x = self._embed(x.t())
+        for block in self.transformer["h"].values():
+            full = self.config.recompute == "full" and torch.is_grad_enabled()
+            x = recompute(block, x) if full else block(x)
+        if self.last:
+            x = parallel_linear(  # (T, B, D) -> (T, B, V/tp)
+                self.transformer["ln_f"](x),
+                self.lm_head.weight,
+                group=self.tp_group,
+                sequence_parallel=self.config.sequence_parallel,
+                defer=self.defer,
+            )
+        return x
+
+    def _embed(self, tokens):
+        """(T, B) -> (T, B, D), or this rank's part of the sequence."""
+        x = self.transformer["wte"](tokens)
+        x = x + self.transformer["wpe"](self.positions[: len(x)]).unsqueeze(1)
+        return _residual_dropout(self, x)
+
+    def token_losses(self, logits, targets):
+        """Loss of each token (T*B,), from split logits, which are lost; zero where IGNORE_INDEX."""
+        start, logits, targets = self.lm_head.start, logits.flatten(0, 1), targets.t().flatten()
+        return vocab_parallel_cross_entropy(
+            logits, targets, start, IGNORE_INDEX, self.tp_group, inplace=True
+        )
+
+    def tied_weight(self):
+        """The embedding or the head, of a stage that has one of them: the other is elsewhere."""
+        if self.first == self.last:
+            return None
+        return self.transformer["wte"].weight if self.first else self.lm_head.weight
+
+
+def layers_of(stage, num_stages, layers):
+    """The layers of a stage, as even as can be: the first stages have the remainder."""
+    sizes = shard_sizes(layers, num_stages)
+    return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
+
+
+def _replicated(module, config):
+    """A module that every rank of tp has, with sequence parallelism for its part of the tokens."""
+    return mark_partial(module) if config.sequence_parallel else module
+
+
+def _residual_dropout(module, x):
+    """Masks alike over tp, where x is; its own for each rank's part of the sequence."""
+    config = module.config
+    with module.random if config.sequence_parallel and config.dropout else nullcontext():
+        return dropout(x, config.dropout, module.training)
+
+
 class ParallelMoE(MoE):
     """Experts whose tokens are dealt out to the ranks of tp, (T, B, D) -> (T, B, D).
 
@@ -271,279 +415,452 @@ class ParallelMoE(MoE):
         """None: what is not finite reaches the loss, and stops all ranks, not those of ep only."""
 
 
-class Block(nn.Module):
-    """Pre-LayerNorm transformer layer, (T, B, D) -> (T, B, D).
+# ---- one step ------------------------------------------------------------------------------------
 
-    With sequence parallelism T is this rank's part. random: the state from which dropout draws
-    where ranks of tp hold different activations. attention_fn(q, k, v, dropout): attention itself.
-    moe: a function that makes what takes the MLP's place.
+
+class TrainingError(ValueError):
+    """What ends the training, raised on all ranks alike."""
+
+
+class Trainer:
+    """One rank's part of the training.
+
+    config: of the model. positions: this rank's of each sequence.
+    route: the places (rank of the pipeline, chunk) of the model's stages. DualPipe has a second
+        route, of a replica: then `replicated` is true.
+    chunks: the stages that this rank has. dense, experts: their parameters.
+    replicas: the chunks in DistributedDataParallel; none with ZeRO, which sums gradients itself.
+    pipeline, evaluation: run the chunks over a batch, with backward and without.
     """
 
-    def __init__(self, config, random, attention_fn=attention, moe=None, **options):
-        super().__init__()
-        self.config, self.random, self.attention_fn = config, random, attention_fn
-        options["sequence_parallel"] = config.sequence_parallel
-        self.ln_1 = _layer_norm(config)
-        self.attn = ParallelSelfAttention(
-            config.hidden, config.heads, config.kv_heads, self.attend, **options
+    def __init__(self, args, mesh, device):
+        self.args, self.mesh, self.device, self.steps_done = args, mesh, device, 0
+        sizes = {field.name: getattr(args, field.name, None) for field in fields(GPTConfig)}
+        self.config = GPTConfig(**sizes | {"sequence_parallel": args.sp})
+        schedule = make_schedule(args)
+        self.route, self.replicated = schedule.routes[0], len(schedule.routes) > 1
+        self.positions = torch.arange(args.seq_len)
+        if args.cp > 1:
+            self.positions = context_positions(args.seq_len, mesh.cp_group)
+        put_off = WeightGradStore()
+        self.chunks = make_chunks(self, schedule, put_off)
+        seed_dropout(args.seed, mesh)
+        named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
+        self.dense = [parameter for name, parameter in named if not is_expert(name)]
+        self.experts = [parameter for name, parameter in named if is_expert(name)]
+        self.optimizers = make_optimizers(args, mesh, self.dense, self.experts)
+        replicate = partial(
+            DistributedDataParallel,
+            process_group=mesh.dp_cp_group,
+            broadcast_buffers=False,
+            gradient_divide_factor=1,  # the loss has its global divisor already
+            wait_in_backward=False,
+            groups=dict.fromkeys(self.experts, mesh.expert_dp_group),
         )
-        self.ln_2 = _layer_norm(config)
-        self.mlp = moe() if moe else MLP(config.hidden, **options)
+        self.replicas = [] if args.zero else list(map(replicate, self.chunks))
+        stages = self.replicas or self.chunks
+        self.pipeline = Pipeline(stages, schedule, self.loss, mesh.pp_group, defer=put_off)
+        self.evaluation = self.forward_pipeline(args.microbatches, self.loss)
 
-    def forward(self, x):
-        x = x + _residual_dropout(self, self.attn(self.ln_1(x)))
-        return x + _residual_dropout(self, self.mlp(self.ln_2(x)))
+    def step(self, inputs, targets):
+        """One optimizer step on this rank's rows of the batch, (B/dp, T) each.
 
-    def attend(self, q, k, v):
-        """The attention core; its heads are this rank's own, and so are its masks."""
-        if self.config.recompute == "selective" and torch.is_grad_enabled():
-            return recompute(self._attend, q, k, v)
-        return self._attend(q, k, v)
+        Returns the global loss, the gradient norm before clipping and the learning rate. Raises
+        TrainingError, on all ranks, for tokens outside the vocabulary and where the loss or the
+        norm is not finite; weights are then those of before.
+        """
+        args = self.args
+        rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
+        found = self.forward_backward(inputs, targets)
+        norm = self.clip_gradients(self.gradient_pieces())
+        # the one time that the host waits for the device
+        loss, num_outside, norm = torch.stack([*found, norm]).tolist()
+        refuse_outside(self, num_outside, inputs, targets)
+        if not math.isfinite(loss + norm):
+            found = f"loss {loss:.4f}, grad norm {norm:.3f}, lr {rate:.2e}"
+            raise TrainingError(f"step {self.steps_done + 1} is not finite: {found}")
+        self.update(rate)
+        self.steps_done += 1
+        return {"loss": loss, "grad_norm": norm, "lr": rate}
 
-    def _attend(self, q, k, v):
-        p = self.config.dropout if self.training else 0.0
-        with self.random if p else nullcontext():
-            return self.attention_fn(q, k, v, p)
+    def forward_backward(self, inputs, targets):
+        """Leave gradients, which ZeRO has yet to sum; returns what run() does."""
+        for chunk in self.chunks:
+            chunk.train()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=False)  # gradients are views into rows or buckets
+        found = self.run(self.pipeline, inputs, targets)
+        for replica in self.replicas:
+            replica.finish_grad_sync()
+        self.sum_shared_gradients()
+        return found
+
+    def update(self, rate):
+        """Move the weights along the gradients, and the biases of routers against their loads."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+        if self.args.balance == "bias":
+            balance_experts(self)
+
+    def run(self, pipeline, inputs, targets):
+        """Drive one pipeline step; returns the global loss, and how many tokens no vocabulary has.
+
+        These count for nothing in the step. Both stay on the device.
+        """
+        inputs, targets = self.own_tokens(inputs, targets)
+        outside = torch.maximum(inputs, targets) >= self.config.vocab_size
+        counts = torch.stack([(targets != IGNORE_INDEX).sum(), outside.sum()])
+        all_reduce(counts, group=self.mesh.dp_cp_group)
+        # The divisor is known before backward: gradients are summed, and never averaged.
+        loss = pipeline.step(inputs, targets, counts[0].clamp(min=1))
+        loss = torch.zeros((), device=self.device) if loss is None else loss
+        all_reduce(loss, group=self.mesh.dp_cp_group)
+        all_reduce(loss, group=self.mesh.pp_group)  # from the rank, or the two, that have one
+        return loss, counts[1].to(loss.dtype)
+
+    def loss(self, logits, targets, num_tokens):
+        """A microbatch's share of the loss per token of the whole batch, of `num_tokens` in all."""
+        last = next(chunk for chunk in self.chunks if chunk.last)
+        return last.token_losses(logits, targets).sum() / num_tokens
+
+    def sum_shared_gradients(self):
+        """Sum what the copies of a parameter got for their part of the work.
+
+        Those are DualPipe's replicas, what tensor-parallel ranks use for a part of the sequence or
+        of the heads, and the tied embedding and head.
+        """
+        sum_partial_gradients(self.dense + self.experts, self.mesh.tp_group)
+        if self.replicated:
+            sum_replicas(self.chunks, self.mesh.pp_group)
+        weights = [chunk.tied_weight() for chunk in self.chunks]
+        tied = [weight.grad for weight in weights if weight is not None]
+        if len(tied) == 2:  # embedding and head are on one rank
+            tied[0].copy_(tied[1].add_(tied[0]))
+        elif tied:
+            all_reduce(tied[0], group=self.mesh.embedding_group)
+
+    def gradient_pieces(self):
+        """{parameter: (first element, piece)}: what this rank has of each summed gradient, flat.
+
+        With ZeRO gradients are summed here, and a rank has pieces of them.
+        """
+        if not self.args.zero:
+            return {p: (0, p.grad.view(-1)) for p in self.dense + self.experts}
+        pieces = {}
+        for optimizer in self.optimizers:
+            pieces |= optimizer.reduce_gradients()
+        return pieces
+
+    def clip_gradients(self, pieces):
+        """Scale gradients so their joint norm, each logical parameter once, is at most grad_clip.
+
+        pieces: what gradient_pieces() returns. Returns the norm before, on the device.
+        """
+        mesh, zero, dense, experts = self.mesh, self.args.zero, [], []
+        for chunk in self.chunks[:1] if self.replicated else self.chunks:
+            for name, parameter in chunk.named_parameters():
+                first, piece = pieces[parameter]
+                if name != "lm_head.weight":  # a copy of the embedding
+                    (experts if is_expert(name) else dense).extend(
+                        piece[max(0, begin - first) : max(0, end - first)]
+                        for begin, end in unique_ranges(parameter, mesh.tp_group)
+                    )
+        if zero or not experts:
+            dense += experts
+        else:  # replicas count once, but experts are others on each rank of ep
+            dense.append(get_total_norm(experts, groups=[mesh.ep_group]))
+        groups = ([mesh.dp_cp_group] if zero else []) + [mesh.tp_group, mesh.pp_group]
+        norm = get_total_norm(dense, groups=groups)
+        if self.args.grad_clip > 0:
+            gradients = [piece for _, piece in pieces.values()]
+            clip_grads_with_norm_(gradients, self.args.grad_clip, norm)
+        return norm
+
+    def local_rows(self):
+        """This rank's rows of the global batch."""
+        rank, world_size = rank_and_size(self.mesh.dp_group)
+        rows = self.args.batch_size // world_size
+        return slice(rank * rows, (rank + 1) * rows)
+
+    def own_tokens(self, *batches):
+        """This rank's positions of batches of tokens (B, T), on the device, by one copy."""
+        tokens = torch.stack(batches)[:, :, self.positions]
+        if self.device.type == "cuda":
+            tokens = tokens.pin_memory()  # else the host would wait
+        return tokens.to(self.device, non_blocking=True)
+
+    def forward_pipeline(self, num_microbatches, loss_fn):
+        """A pipeline without backward, along the first route."""
+        _, num_stages = rank_and_size(self.mesh.pp_group)
+        schedule = forward_only(num_stages, num_microbatches, self.route)
+        chunks = self.chunks[:1] if self.replicated else self.chunks
+        return Pipeline(chunks, schedule, loss_fn, self.mesh.pp_group)
 
 
-def _layer_norm(config):
-    norm = nn.LayerNorm(config.hidden)
-    return mark_partial(norm) if config.sequence_parallel else norm
+def refuse_outside(trainer, number, inputs, targets):
+    """Raise TrainingError if number, alike on all ranks, tells of tokens outside."""
+    if number:
+        largest = torch.maximum(inputs, targets).max().to(trainer.device)
+        all_reduce(largest, ReduceOp.MAX, trainer.mesh.dp_cp_group)
+        where = f"--data {trainer.args.data}: " if trainer.args.data else ""
+        vocabulary = f"--vocab-size {trainer.config.vocab_size}"
+        raise TrainingError(f"{where}token {largest} is outside {vocabulary}")
 
 
-def _residual_dropout(module, x):
-    """Masks alike over tp, where x is; its own for each rank's part of the sequence."""
-    config = module.config
-    with module.random if config.sequence_parallel and config.dropout else nullcontext():
-        return dropout(x, config.dropout, module.training)
+def learning_rate(step, steps, warmup, peak):
+    """Linear warm-up over `warmup` steps, then a cosine down to peak / 10. step counts from 0."""
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-def layers_of(stage, num_stages, layers):
-    """The layers of a stage, as even as can be: the first stages have the remainder."""
-    sizes = shard_sizes(layers, num_stages)
-    return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
-
-
-class GPT(nn.Module):
-    """One pipeline stage's layers; parameters have GPT-2's names, layers their number in the whole.
-
-    The first stage takes tokens (B, T), the others activations (T, B, D); the last one returns the
-    logits of its part of the vocabulary (T, B, V/tp), the others activations; with sequence
-    parallelism a rank has T/tp of those between. With one stage the head is the token embedding;
-    with more the last stage has a copy, kept equal by sum_shared_gradients().
-
-    positions: those of the tokens in the whole sequence, of which context parallelism leaves a rank
-    some, on the model's device; attention_fn: its attention; moe: makes the layers of experts.
-    """
-
-    def __init__(
-        self,
+def make_chunks(trainer, schedule, put_off):
+    """The stages of the model that this rank has, by chunk; put_off: a WeightGradStore."""
+    args, mesh, device, config = trainer.args, trainer.mesh, trainer.device, trainer.config
+    rank, method = dist.get_rank(mesh.pp_group), CP_METHODS[args.cp_method]
+    across = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)
+    make = partial(
+        GPT,
         config,
-        tp_group=None,
-        stage=0,
-        num_stages=1,
-        random=nullcontext(),
-        defer=None,
-        positions=None,
-        attention_fn=attention,
-        moe=None,
-    ):
-        super().__init__()
-        self.first, self.last = stage == 0, stage == num_stages - 1
-        self.config, self.tp_group, self.random, self.defer = config, tp_group, random, defer
-        self.positions = torch.arange(config.seq_len) if positions is None else positions
-        sequence_parallel = config.sequence_parallel
-        if sequence_parallel:
-            rank, tp = rank_and_size(tp_group)
-            self.positions = self.positions.chunk(tp)[rank]
-        embedding = lambda: VocabParallelEmbedding(
-            config.vocab_size, config.hidden, tp_group, sequence_parallel
-        )
-        self.transformer = nn.ModuleDict()
-        if self.first:
-            self.transformer["wte"] = embedding()
-            wpe = nn.Embedding(config.seq_len, config.hidden)
-            self.transformer["wpe"] = mark_partial(wpe) if sequence_parallel else wpe
-        layers = layers_of(stage, num_stages, config.layers)
-        block = partial(Block, config, random, attention_fn, group=tp_group, defer=defer)
-        blocks = {str(i): block(moe=moe if config.has_experts(i) else None) for i in layers}
-        self.transformer["h"] = nn.ModuleDict(blocks)
-        if self.last:
-            self.transformer["ln_f"] = _layer_norm(config)
-            self.lm_head = self.transformer["wte"] if self.first else embedding()
-
-    def tied_weight(self):
-        """The embedding or the head, of a stage that has one of them: the other is elsewhere."""
-        if self.first == self.last:
-            return None
-        return self.transformer["wte"].weight if self.first else self.lm_head.weight
-
-    def forward(self, x):
-        if self.first:
-            x = self._embed(x.t())
-        for block in self.transformer["h"].values():
-            full = self.config.recompute == "full" and torch.is_grad_enabled()
-            x = recompute(block, x) if full else block(x)
-        if self.last:
-            x = parallel_linear(  # (T, B, D) -> (T, B, V/tp)
-                self.transformer["ln_f"](x),
-                self.lm_head.weight,
-                group=self.tp_group,
-                sequence_parallel=self.config.sequence_parallel,
-                defer=self.defer,
-            )
-        return x
-
-    def _embed(self, tokens):
-        """(T, B) -> (T, B, D), or this rank's part of the sequence."""
-        x = self.transformer["wte"](tokens)
-        x = x + self.transformer["wpe"](self.positions[: len(x)]).unsqueeze(1)
-        return _residual_dropout(self, x)
-
-    def token_losses(self, logits, targets):
-        """Loss of each token (T*B,), from split logits, which are lost; zero where IGNORE_INDEX."""
-        return vocab_parallel_cross_entropy(
-            logits.flatten(0, 1),
-            targets.t().flatten(),
-            self.lm_head.start,
-            IGNORE_INDEX,
-            self.tp_group,
-            inplace=True,
-        )
+        mesh.tp_group,
+        num_stages=len(trainer.route),
+        random=ShardedRandomState(device, mesh.tp_group),
+        defer=put_off,
+        positions=trainer.positions.to(device),
+        attention_fn=across if args.cp > 1 else attention,
+        moe=partial(ParallelMoE, config, mesh, args.microbatches),
+    )
+    places = [(c, s) for route in schedule.routes for s, (r, c) in enumerate(route) if r == rank]
+    chunks = []
+    for _, stage in sorted(places):
+        with torch.device("meta"):
+            chunk = make(stage=stage)
+        chunk.to_empty(device=device)
+        initialize(chunk, config, args.seed, mesh.ep_group)
+        chunks.append(chunk)
+    return chunks
 
 
-def parameter_shapes(config):
-    """{name: shape} of the whole model, unsplit; the tied head is transformer.wte.weight."""
-    D, shapes = config.hidden, {}
-    qkv = D + 2 * D // config.heads * (config.kv_heads or config.heads)
-    shapes["transformer.wte.weight"] = (config.vocab_size, D)
-    shapes["transformer.wpe.weight"] = (config.seq_len, D)
-    block = {"ln_1": (D,), "attn.c_attn": (qkv, D), "attn.c_proj": (D, D), "ln_2": (D,)}
-    mlp = {"mlp.c_fc": (4 * D, D), "mlp.c_proj": (D, 4 * D)}
-    E, wide = config.experts, 4 * D * config.shared_experts
-    moe = {"router.weight": (E, D), "experts.w_in": (E, 4 * D, D), "experts.w_out": (E, D, 4 * D)}
-    if wide:
-        moe |= {"shared.0.weight": (wide, D), "shared.2.weight": (D, wide)}
-    for layer in range(config.layers):
-        prefix, dense = f"transformer.h.{layer}.", not config.has_experts(layer)
-        for name, shape in (block | mlp if dense else block).items():
-            shapes[f"{prefix}{name}.weight"] = shape
-            shapes[f"{prefix}{name}.bias"] = shape[:1]
-        if not dense:
-            shapes |= {f"{prefix}mlp.{name}": shape for name, shape in moe.items()}
-    return shapes | {"transformer.ln_f.weight": (D,), "transformer.ln_f.bias": (D,)}
+def seed_dropout(seed, mesh):
+    """Seed masks of dropout: alike over tp where activations are, different over dp, cp and pp.
 
-
-def _logical_name(name):
-    return "transformer.wte.weight" if name == "lm_head.weight" else name
-
-
-def initial_value(name, config, seed, begin=0, end=None):
-    """Rows [begin, end) of the whole parameter `name`, of a c_proj columns, as in GPT-2.
-
-    Each depends on the seed, the name and its number alone, so that a rank draws what it holds.
+    On the CPU a generator has 32 bits of seed: hashed, those of two --seed do not overlap.
     """
-    shape, by_column = parameter_shapes(config)[name], name.endswith("c_proj.weight")
-    first, *rest = reversed(shape) if by_column else shape
-    shape = (len(range(first)[begin:end]), *rest)
-    if name.endswith("bias"):
-        return torch.zeros(shape)
-    if "ln_" in name:
-        return torch.ones(shape)
-    # 2 matrices per layer add to the residual stream
-    into_residual = any(part in name for part in ("c_proj", "w_out", "shared.2"))
-    std = 0.02 / math.sqrt(2 * config.layers) if into_residual else 0.02
-    value = torch.empty(shape, dtype=torch.float32)
-    rows = value.view(-1, shape[-1])
-    _draw_normal(rows.numpy(), begin * math.prod(rest[:-1]), f"{seed} {name}")
-    value.mul_(std)
-    return value.t() if by_column else value
+    digest = hashlib.sha256(f"{seed} dropout".encode()).digest()
+    stage, num_stages = rank_and_size(mesh.pp_group)
+    number = dist.get_rank(mesh.dp_cp_group) * num_stages + stage
+    torch.manual_seed(int.from_bytes(digest[:4], "big") + number)
 
 
-def _draw_normal(rows, first, name):
-    """Fill `rows`, the first one being number `first`: each has a stream of its own (Philox)."""
-    digest = hashlib.sha256(name.encode()).digest()
-    bits = np.random.Philox(key=int.from_bytes(digest[:16], "big"))
-    generator, state = np.random.Generator(bits), bits.state
-    for number, row in enumerate(rows, first):
-        state["state"]["counter"][3] = number  # the highest word: a stream has 2**192 draws
-        bits.state = state
-        generator.standard_normal(out=row, dtype=np.float32)
+def make_optimizers(args, mesh, dense, experts):
+    """AdamW, which makes parameters bf16 if asked for; with ZeRO one for each group of replicas."""
+    bf16, options = args.dtype == "bf16", {"lr": args.lr, "betas": (0.9, 0.95), "fused": True}
+    decayed = lambda ps: {"params": ps, "weight_decay": args.weight_decay}
+    groups = [
+        decayed([p for p in dense if p.ndim == 2]),
+        {"params": [p for p in dense if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    expert_groups = [decayed(experts)] if experts else []
+    if bf16:
+        for parameter in dense + experts:
+            parameter.grad_dtype = torch.float32
+    if not args.zero:
+        return [(MasterAdamW if bf16 else torch.optim.AdamW)(groups + expert_groups, **options)]
+    if bf16:
+        options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    make = partial(ZeroRedundancyOptimizer, gradient_divide_factor=1, **options)
+    optimizers = [make(groups, torch.optim.AdamW, mesh.dp_cp_group)]
+    if experts:
+        optimizers.append(make(expert_groups, torch.optim.AdamW, mesh.expert_dp_group))
+    return optimizers
 
 
-def _is_expert(name):
-    return ".experts." in name
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW of masters in fp32, which are rounded into the parameters: bf16 from here on.
+
+    groups: of parameters in fp32, whose values the masters take over as they are.
+    """
+
+    def __init__(self, groups, **options):
+        self.weights = [weight for group in groups for weight in group["params"]]
+        masters = {weight: weight.detach() for weight in self.weights}
+        groups = [group | {"params": [masters[w] for w in group["params"]]} for group in groups]
+        super().__init__(groups, **options)
+        self.masters = list(masters.values())
+        for weight in self.weights:
+            weight.data = weight.to(torch.bfloat16)
+
+    @torch.no_grad()
+    def step(self):
+        for master, weight in zip(self.masters, self.weights):
+            master.grad = weight.grad  # the same memory, which zero_grad() zeroes
+        super().step()
+        torch._foreach_copy_(self.weights, self.masters)
 
 
 @torch.no_grad()
-def initialize(model, config, seed, ep_group=None):
-    """Fill this rank's part of every parameter, and zero the buffers: the biases of routers."""
-    for name, parameter in model.named_parameters():
-        dim, rows = 0, len(parameter)
-        parts = [(0, rows)]  # (first row, rows) in the whole
-        if _is_expert(name):
-            parts = [(dist.get_rank(ep_group) * rows, rows)]
-        elif is_sharded(parameter):
-            dim = parameter.shard.dim
-            parts = parameter.shard.rows_of(*rank_and_size(model.tp_group))
-        for (begin, rows), part in zip(parts, parameter.split([rows for _, rows in parts], dim)):
-            value = initial_value(_logical_name(name), config, seed, begin, begin + rows)
-            part.copy_(value)
-    for buffer in model.buffers():
-        buffer.zero_()
+def balance_experts(trainer):
+    """Move the routers' biases against the step's loads, of all ranks and microbatches."""
+    mesh, config = trainer.mesh, trainer.config
+    layers = [item for chunk in trainer.chunks for item in chunk.transformer["h"].items()]
+    routed = {int(i): block.mlp for i, block in layers if config.has_experts(int(i))}
+    counts = torch.zeros(config.layers, config.experts, dtype=torch.int64, device=trainer.device)
+    for number, layer in routed.items():
+        counts[number] += layer.counts
+        layer.counts.zero_()
+    for group in (mesh.dp_cp_group, mesh.tp_group, mesh.pp_group):
+        all_reduce(counts, group=group)
+    for number, layer in routed.items():
+        layer.router.update_bias(counts[number])
 
 
-def gather_state(trainer, value=lambda parameter: parameter):
-    """{GPT-2's name: full tensor} on global rank 0, None elsewhere. Collective.
+# ---- loop ----------------------------------------------------------------------------------------
 
-    value picks what is gathered of a parameter: itself, or `lambda p: p.grad`.
+
+def train(args, mesh, device, data, metrics_file=None, trace_file=None):
+    """The loop: batches, steps, one line per step on rank 0; then validation and a sample.
+
+    Rank 0 may have files for one JSON object per step and for a trace of the last one. Raises
+    TrainingError, on all ranks, for what Trainer refuses.
     """
-    config, mesh, route = trainer.config, trainer.mesh, trainer.route
-    if dist.get_rank(mesh.expert_dp_group) > 0:
-        return None  # replicas
-    groups = mesh.pp_group, mesh.tp_group, mesh.ep_group
-    rank, tp_rank, ep_rank = map(dist.get_rank, groups)
-    chunks, state = [dict(chunk.named_parameters()) for chunk in trainer.chunks], {}
-    any_value = value(next(trainer.chunks[0].parameters()))
-    for name, shape in parameter_shapes(config).items():
-        owner, chunk = route[_stage_of(name, config, len(route))]
-        if rank == owner:
-            parameter = chunks[chunk][name]
-            if _is_expert(name):
-                full = any_value.new_empty(shape)
-                all_gather_single(full, value(parameter).detach(), mesh.ep_group)
-            elif ep_rank == 0:
-                full = gather_shards(value(parameter), parameter, mesh.tp_group)
-            if tp_rank == ep_rank == 0 and owner > 0:
-                exchange([(full, 0)], [], mesh.pp_group)
-        if rank == tp_rank == ep_rank == 0:
-            if owner > 0:
-                full = any_value.new_empty(shape)
-                exchange([], [(full, owner)], mesh.pp_group)
-            state[name] = full
-    if rank > 0 or tp_rank > 0 or ep_rank > 0:
-        return None
-    return state | {"lm_head.weight": state["transformer.wte.weight"]}
+    rank, trainer = dist.get_rank(), Trainer(args, mesh, device)
+    for step in range(args.steps):
+        if args.trace:
+            barrier()  # the ranks of a traced step begin together
+        began = time.perf_counter()
+        rows = trainer.local_rows()
+        batch = data.batch(step, args.batch_size, args.seq_len, args.seed, rows)
+        metrics = {"step": step + 1, **trainer.step(*batch)}
+        metrics["tokens_per_s"] = args.batch_size * args.seq_len / (time.perf_counter() - began)
+        metrics["memory_mb"] = peak_memory_mb(device)
+        if rank == 0:
+            print(
+                "step {step:5d}  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  "
+                "{tokens_per_s:,.0f} tokens/s  {memory_mb:,.0f} MB".format(**metrics),
+                flush=True,
+            )
+            metrics_file = _write(metrics_file, metrics)
+    if args.trace:
+        timeline = trainer.pipeline.timeline()
+        if rank == 0:
+            _write(trace_file, {"traceEvents": trace_events(timeline, slot=1e6)})
+    loss = evaluate(trainer, data)
+    if rank == 0:
+        print(f"validation loss {loss:.4f}")
+    middle = len(data.validation) // 2
+    prompt = data.validation[middle : middle + args.seq_len // 2].tolist()
+    tokens = sample(trainer, prompt, SAMPLE_LENGTH, SAMPLE_TEMPERATURE, args.seed)
+    if rank == 0:
+        prompt, tokens = data.show(prompt), data.show(tokens)
+        print(f"---- prompt\n{prompt}\n---- continuation\n{tokens}", flush=True)
 
 
-def _stage_of(name, config, num_stages):
-    if "wte" in name or "wpe" in name:
-        return 0
-    if "ln_f" in name:
-        return num_stages - 1
-    layer = int(name.split(".")[2])
-    stages = range(num_stages)
-    return next(s for s in stages if layer in layers_of(s, num_stages, config.layers))
+@torch.no_grad()
+def evaluate(trainer, data, batches=8):
+    """Mean loss per token over the first `batches` batches of the validation part.
+
+    Raises TrainingError, on all ranks, as Trainer.step() does.
+    """
+    args, total, count = trainer.args, 0, 0
+    for chunk in trainer.chunks:
+        chunk.eval()
+    for index in range(batches):
+        inputs, targets = data.validation_batch(index, args.batch_size, args.seq_len)
+        counted = int((targets != IGNORE_INDEX).sum())
+        inputs, targets = (tokens[trainer.local_rows()] for tokens in (inputs, targets))
+        found = trainer.run(trainer.evaluation, inputs, targets)
+        loss, num_outside = torch.stack(found).tolist()
+        refuse_outside(trainer, num_outside, inputs, targets)
+        total += loss * counted
+        count += counted
+    if not math.isfinite(total):
+        raise TrainingError(f"validation loss {total} is not finite")
+    return total / count
+
+
+@torch.no_grad()
+def sample(trainer, prompt, length, temperature=1.0, seed=0):
+    """Continue token ids `prompt` by `length` tokens drawn from the model; the same on every rank.
+
+    The largest of logit + temperature x Gumbel noise is a draw from the softmax of the logits /
+    temperature, so each rank of tp proposes its best token and no logits are gathered. Collective:
+    replicas, too, since experts may be spread over them. Raises TrainingError if the prompt has a
+    token outside the vocabulary.
+    """
+    T, V = trainer.config.seq_len, trainer.config.vocab_size
+    if (largest := max(prompt, default=0)) >= V:
+        raise TrainingError(f"the prompt's token {largest} is outside --vocab-size {V}")
+    for chunk in trainer.chunks:
+        chunk.eval()
+    pipeline = trainer.forward_pipeline(1, lambda logits, _: logits)
+    generator, tokens = torch.Generator().manual_seed(seed), list(prompt)
+    for _ in range(length):
+        window = tokens[-T:]
+        # causal: the rest is unseen
+        (inputs,) = trainer.own_tokens(torch.tensor([window + [0] * (T - len(window))]))
+        logits = pipeline.step(inputs, inputs)
+        noise = -temperature * torch.empty(V).exponential_(generator=generator).log()
+        tokens.append(_best_token(trainer, logits, len(window) - 1, noise.to(trainer.device)))
+    return tokens[len(prompt) :]
+
+
+def _best_token(trainer, logits, position, noise):
+    """The token with the largest logit + noise (V,) at a position, on all ranks of the replica.
+
+    logits: (T, 1, V/tp) of this rank's positions, on the last stage; None on the others.
+    """
+    mesh, (last_rank, last_chunk) = trainer.mesh, trainer.route[-1]
+    best = torch.zeros(2, dtype=torch.float64, device=trainer.device)  # value, token
+    (place,) = (trainer.positions == position).nonzero(as_tuple=True)
+    if logits is not None and len(place):  # of the cp ranks one has the position
+        start, logits = trainer.chunks[last_chunk].lm_head.start, logits[place.item(), 0].double()
+        value, index = (logits + noise[start : start + len(logits)]).max(0)
+        best[0], best[1] = value, index + start
+        proposals = best.new_empty(dist.get_world_size(mesh.tp_group), 2)
+        all_gather_single(proposals, best, mesh.tp_group)
+        best = proposals[proposals[:, 0].argmax()].clone()
+    all_reduce(best, group=mesh.cp_group)
+    broadcast(best, dist.get_global_rank(mesh.pp_group, last_rank), mesh.pp_group)
+    return int(best[1])
+
+
+def peak_memory_mb(device):
+    """Most memory this process ever held: on the GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def _write(file, value):
+    """Write a line of JSON; returns the file, or None once that failed, which ends no training."""
+    try:
+        if file:
+            print(json.dumps(value, allow_nan=False), file=file, flush=True)
+        return file
+    except OSError as error:
+        _complain(f"error: {file.name}: {error.strerror}")
+        with suppress(OSError):
+            file.close()
+
+
+def _complain(sentence):
+    # in one write, which another process's line cannot cut in two
+    print(f"hybrid.py: {sentence}\n", end="", file=sys.stderr, flush=True)
 
 
 # ---- data ----------------------------------------------------------------------------------------
 
 
-class Data:
+class Data(NamedTuple):
     """Tokens of a training and a validation part, and the batches cut from them."""
 
-    def __init__(self, train, validation, is_text):
-        self.train, self.validation, self.is_text = train, validation, is_text
+    train: np.ndarray
+    validation: np.ndarray
+    is_text: bool
 
     def batch(self, step, batch_size, seq_len, seed, rows=slice(None)):
         """Inputs and targets (rows, T) of `step`: the global batch depends on seed and step only.
@@ -632,443 +949,90 @@ def _is_wanted(file, folder):
     return file.is_file() and not skipped & set(names) and not any(n.startswith(".") for n in names)
 
 
-# ---- training ------------------------------------------------------------------------------------
-
-
-def learning_rate(step, steps, warmup, peak):
-    """Linear warm-up over `warmup` steps, then a cosine down to peak / 10. step counts from 0."""
-    if step < warmup:
-        return peak * (step + 1) / (warmup + 1)
-    progress = (step - warmup) / max(1, steps - warmup)
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-
-
-class TrainingError(ValueError):
-    """What ends the training, raised on all ranks alike."""
-
-
-class MasterAdamW(torch.optim.AdamW):
-    """AdamW of masters in fp32, which are rounded into the parameters: bf16 from here on.
-
-    groups: of parameters in fp32, whose values the masters take over as they are.
-    """
-
-    def __init__(self, groups, **options):
-        self.weights = [weight for group in groups for weight in group["params"]]
-        masters = {weight: weight.detach() for weight in self.weights}
-        groups = [group | {"params": [masters[w] for w in group["params"]]} for group in groups]
-        super().__init__(groups, **options)
-        self.masters = list(masters.values())
-        for weight in self.weights:
-            weight.data = weight.to(torch.bfloat16)
-
-    @torch.no_grad()
-    def step(self):
-        for master, weight in zip(self.masters, self.weights):
-            master.grad = weight.grad  # the same memory, which zero_grad() zeroes
-        super().step()
-        torch._foreach_copy_(self.weights, self.masters)
-
-
-class Trainer:
-    """One rank's part of the training: chunks of the model, their reduction, pipeline, optimizer.
-
-    route: the places (rank of the pipeline, chunk) of the model's stages. DualPipe has a second
-    route, of a replica.
-    """
-
-    def __init__(self, args, mesh, device):
-        self.args, self.mesh, self.device = args, mesh, device
-        sizes = {field.name: getattr(args, field.name, None) for field in fields(GPTConfig)}
-        self.config = GPTConfig(**sizes | {"sequence_parallel": args.sp})
-        rank, num_stages = rank_and_size(mesh.pp_group)
-        schedule = make_schedule(args)
-        self.route, self.replicated = schedule.routes[0], len(schedule.routes) > 1
-        self.positions = torch.arange(args.seq_len)
-        if args.cp > 1:
-            self.positions = context_positions(args.seq_len, mesh.cp_group)
-        put_off = WeightGradStore()
-        self.chunks = list(self._make_chunks(schedule, put_off))
-        # Dropout masks: alike over tp where activations are, different over dp, cp and pp. On the
-        # CPU a generator has 32 bits of seed: hashed, those of two --seed do not overlap.
-        digest = hashlib.sha256(f"{args.seed} dropout".encode()).digest()
-        number = dist.get_rank(mesh.dp_cp_group) * num_stages + rank
-        torch.manual_seed(int.from_bytes(digest[:4], "big") + number)
-        named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
-        self.parameters = [parameter for _, parameter in named]
-        self.experts = [parameter for name, parameter in named if _is_expert(name)]
-        self.optimizers = list(self._make_optimizers())  # which make the parameters bf16
-        self.replicas = [] if args.zero else list(map(self._replicate, self.chunks))
-        stages = self.replicas or self.chunks
-        self.pipeline = Pipeline(stages, schedule, self._loss, mesh.pp_group, defer=put_off)
-        self.evaluation = self.forward_pipeline(args.microbatches, self._loss)
-        self.steps_done = 0
-
-    def _make_chunks(self, schedule, put_off):
-        """The stages of the model that this rank has, by chunk; put_off: a WeightGradStore."""
-        args, mesh = self.args, self.mesh
-        attention_fn, method = attention, CP_METHODS[args.cp_method]
-        if args.cp > 1:
-            attention_fn = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)
-        make = partial(
-            GPT,
-            self.config,
-            mesh.tp_group,
-            num_stages=len(self.route),
-            random=ShardedRandomState(self.device, mesh.tp_group),
-            defer=put_off,
-            positions=self.positions.to(self.device),
-            attention_fn=attention_fn,
-            moe=partial(ParallelMoE, self.config, mesh, args.microbatches),
-        )
-        rank = dist.get_rank(mesh.pp_group)
-        places = [(c, s) for r in schedule.routes for s, (p, c) in enumerate(r) if p == rank]
-        for _, stage in sorted(places):
-            with torch.device("meta"):
-                chunk = make(stage=stage)
-            chunk.to_empty(device=self.device)
-            initialize(chunk, self.config, args.seed, mesh.ep_group)
-            yield chunk
-
-    def _replicate(self, chunk):
-        return DistributedDataParallel(
-            chunk,
-            self.mesh.dp_cp_group,
-            broadcast_buffers=False,
-            gradient_divide_factor=1,  # the loss has its global divisor already
-            wait_in_backward=False,
-            groups=dict.fromkeys(self.experts, self.mesh.expert_dp_group),
-        )
-
-    def _make_optimizers(self):
-        """One, or with ZeRO one for each group over which its state is dealt out."""
-        args, experts = self.args, set(self.experts)
-        dense = [parameter for parameter in self.parameters if parameter not in experts]
-        options = {"lr": args.lr, "betas": (0.9, 0.95), "fused": True}
-        decayed = lambda ps: {"params": ps, "weight_decay": args.weight_decay}
-        groups = [
-            decayed([p for p in dense if p.ndim == 2]),
-            {"params": [p for p in dense if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        expert_groups = [decayed(self.experts)] if self.experts else []
-        bf16 = args.dtype == "bf16"
-        if bf16:
-            for parameter in self.parameters:
-                parameter.grad_dtype = torch.float32
-        if not args.zero:
-            yield (MasterAdamW if bf16 else torch.optim.AdamW)(groups + expert_groups, **options)
-            return
-        if bf16:
-            options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        make = partial(ZeroRedundancyOptimizer, gradient_divide_factor=1, **options)
-        yield make(groups, torch.optim.AdamW, self.mesh.dp_cp_group)
-        if self.experts:
-            yield make(expert_groups, torch.optim.AdamW, self.mesh.expert_dp_group)
-
-    def forward_pipeline(self, num_microbatches, loss_fn):
-        """A pipeline without backward, along the first route."""
-        _, num_stages = rank_and_size(self.mesh.pp_group)
-        schedule = forward_only(num_stages, num_microbatches, self.route)
-        chunks = self.chunks[:1] if self.replicated else self.chunks
-        return Pipeline(chunks, schedule, loss_fn, self.mesh.pp_group)
-
-    def local_rows(self):
-        """This rank's rows of the global batch."""
-        rank, world_size = rank_and_size(self.mesh.dp_group)
-        rows = self.args.batch_size // world_size
-        return slice(rank * rows, (rank + 1) * rows)
-
-    def step(self, inputs, targets):
-        """One optimizer step on this rank's rows of the batch, (B/dp, T) each.
-
-        Returns the global loss, the gradient norm before clipping and the learning rate. Raises
-        TrainingError, on all ranks, for tokens outside the vocabulary and where the loss or the
-        norm is not finite; weights are then those of before.
-        """
-        args = self.args
-        rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
-        found = self.forward_backward(inputs, targets)
-        norm = self.clip_gradients(self.gradient_pieces())
-        # the one time that the host waits for the device
-        loss, num_outside, norm = torch.stack([*found, norm]).tolist()
-        self._refuse_outside(num_outside, inputs, targets)
-        if not math.isfinite(loss + norm):
-            found = f"loss {loss:.4f}, grad norm {norm:.3f}, lr {rate:.2e}"
-            raise TrainingError(f"step {self.steps_done + 1} is not finite: {found}")
-        self.update(rate)
-        self.steps_done += 1
-        return {"loss": loss, "grad_norm": norm, "lr": rate}
-
-    def forward_backward(self, inputs, targets):
-        """Leave gradients, which ZeRO has yet to sum; returns what _run() does."""
-        for chunk in self.chunks:
-            chunk.train()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=False)  # gradients are views into rows or buckets
-        found = self._run(self.pipeline, inputs, targets)
-        for replica in self.replicas:
-            replica.finish_grad_sync()
-        self.sum_shared_gradients()
-        return found
-
-    def update(self, rate):
-        """Move the weights along the gradients, and the biases of routers against their loads."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step()
-        self.balance_experts()
-
-    @torch.no_grad()
-    def evaluate(self, data, batches=8):
-        """Mean loss per token over the first `batches` batches of the validation part.
-
-        Raises TrainingError, on all ranks, as step() does.
-        """
-        for chunk in self.chunks:
-            chunk.eval()
-        total = count = 0
-        for index in range(batches):
-            inputs, targets = data.validation_batch(index, self.args.batch_size, self.args.seq_len)
-            counted = int((targets != IGNORE_INDEX).sum())
-            inputs, targets = (tokens[self.local_rows()] for tokens in (inputs, targets))
-            loss, num_outside = torch.stack(self._run(self.evaluation, inputs, targets)).tolist()
-            self._refuse_outside(num_outside, inputs, targets)
-            total += loss * counted
-            count += counted
-        if not math.isfinite(total):
-            raise TrainingError(f"validation loss {total} is not finite")
-        return total / count
-
-    def _run(self, pipeline, inputs, targets):
-        """Drive one pipeline step; returns the global loss, and how many tokens no vocabulary has.
-
-        These count for nothing in the step. Both stay on the device.
-        """
-        inputs, targets = self.own_tokens(inputs, targets)
-        # The divisor of the loss: counted tokens of all replicas and microbatches, known before
-        # backward.
-        outside = torch.maximum(inputs, targets) >= self.config.vocab_size
-        counts = torch.stack([(targets != IGNORE_INDEX).sum(), outside.sum()])
-        all_reduce(counts, group=self.mesh.dp_cp_group)
-        loss = pipeline.step(inputs, targets, counts[0].clamp(min=1))
-        loss = torch.zeros((), device=self.device) if loss is None else loss
-        all_reduce(loss, group=self.mesh.dp_cp_group)
-        all_reduce(loss, group=self.mesh.pp_group)  # from the rank, or the two, that have one
-        return loss, counts[1].to(loss.dtype)
-
-    def own_tokens(self, *batches):
-        """This rank's positions of batches of tokens (B, T), on the device, by one copy."""
-        tokens = torch.stack(batches)[:, :, self.positions]
-        if self.device.type == "cuda":
-            tokens = tokens.pin_memory()  # else the host would wait
-        return tokens.to(self.device, non_blocking=True)
-
-    def _refuse_outside(self, number, inputs, targets):
-        """Raise TrainingError if number, alike on all ranks, tells of tokens outside."""
-        if number:
-            largest = torch.maximum(inputs, targets).max().to(self.device)
-            all_reduce(largest, ReduceOp.MAX, self.mesh.dp_cp_group)
-            where = f"--data {self.args.data}: " if self.args.data else ""
-            vocabulary = f"--vocab-size {self.config.vocab_size}"
-            raise TrainingError(f"{where}token {largest} is outside {vocabulary}")
-
-    def _loss(self, logits, targets, num_tokens):
-        """A microbatch's share of the loss per token of the whole batch, of `num_tokens` in all."""
-        last = next(chunk for chunk in self.chunks if chunk.last)
-        return last.token_losses(logits, targets).sum() / num_tokens
-
-    def sum_shared_gradients(self):
-        """Sum what the copies of a parameter got for their part of the work.
-
-        Those are DualPipe's replicas, what tensor-parallel ranks use for a part of the sequence or
-        of the heads, and the tied embedding and head.
-        """
-        sum_partial_gradients(self.parameters, self.mesh.tp_group)
-        if self.replicated:
-            sum_replicas(self.chunks, self.mesh.pp_group)
-        weights = [chunk.tied_weight() for chunk in self.chunks]
-        tied = [weight.grad for weight in weights if weight is not None]
-        if len(tied) == 2:  # embedding and head are on one rank
-            tied[0].copy_(tied[1].add_(tied[0]))
-        elif tied:
-            all_reduce(tied[0], group=self.mesh.embedding_group)
-
-    def gradient_pieces(self):
-        """{parameter: (first element, piece)}: what this rank has of each summed gradient, flat.
-
-        With ZeRO gradients are summed here, and a rank has pieces of them.
-        """
-        if not self.args.zero:
-            return {p: (0, p.grad.view(-1)) for p in self.parameters}
-        pieces = {}
-        for optimizer in self.optimizers:
-            pieces |= optimizer.reduce_gradients()
-        return pieces
-
-    def clip_gradients(self, pieces):
-        """Scale gradients so their joint norm, each logical parameter once, is at most grad_clip.
-
-        pieces: what gradient_pieces() returns. Returns the norm before, on the device.
-        """
-        mesh = self.mesh
-        counted = {False: [], True: []}  # of dense parameters, and of experts
-        for chunk in self.chunks[:1] if self.replicated else self.chunks:
-            for name, parameter in chunk.named_parameters():
-                first, piece = pieces[parameter]
-                if name != "lm_head.weight":  # a copy of the embedding
-                    counted[_is_expert(name)] += [
-                        piece[max(0, begin - first) : max(0, end - first)]
-                        for begin, end in unique_ranges(parameter, mesh.tp_group)
-                    ]
-        dense, experts = (
-            torch.stack(torch._foreach_norm(gradients)).square().sum()
-            if gradients
-            else torch.zeros((), device=self.device)
-            for gradients in counted.values()
-        )
-        if not self.args.zero:  # replicas count once, but experts are others on each rank of ep
-            all_reduce(experts, group=mesh.ep_group)
-        square = dense + experts
-        groups = [mesh.dp_cp_group] if self.args.zero else []
-        for group in (*groups, mesh.tp_group, mesh.pp_group):
-            all_reduce(square, group=group)
-        norm = square.sqrt()
-        if self.args.grad_clip > 0:
-            coefficient = (self.args.grad_clip / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([piece for _, piece in pieces.values()], coefficient)
-        return norm
-
-    @torch.no_grad()
-    def balance_experts(self):
-        """Move the routers' biases against the step's loads, of all ranks and microbatches."""
-        if self.args.balance != "bias":
-            return
-        routed = {
-            int(number): block.mlp
-            for chunk in self.chunks
-            for number, block in chunk.transformer["h"].items()
-            if self.config.has_experts(int(number))
-        }
-        shape = self.config.layers, self.config.experts
-        counts = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        for number, layer in routed.items():
-            counts[number] += layer.counts
-            layer.counts.zero_()
-        for group in (self.mesh.dp_cp_group, self.mesh.tp_group, self.mesh.pp_group):
-            all_reduce(counts, group=group)
-        for number, layer in routed.items():
-            layer.router.update_bias(counts[number])
+# ---- initial values, and the whole state ---------------------------------------------------------
 
 
 @torch.no_grad()
-def sample(trainer, prompt, length, temperature=1.0, seed=0):
-    """Continue token ids `prompt` by `length` tokens drawn from the model; the same on every rank.
+def initialize(model, config, seed, ep_group=None):
+    """Fill this rank's part of every parameter, and zero the buffers: the biases of routers."""
+    for name, parameter in model.named_parameters():
+        dim, rows = 0, len(parameter)
+        parts = [(0, rows)]  # (first row, rows) in the whole
+        if is_expert(name):
+            parts = [(dist.get_rank(ep_group) * rows, rows)]
+        elif is_sharded(parameter):
+            dim = parameter.shard.dim
+            parts = parameter.shard.rows_of(*rank_and_size(model.tp_group))
+        name = name.replace("lm_head", "transformer.wte")  # to which it is tied
+        for (first, _), part in zip(parts, parameter.split([rows for _, rows in parts], dim)):
+            part.copy_(initial_value(name, part.shape, config.layers, seed, first))
+    for buffer in model.buffers():
+        buffer.zero_()
 
-    The largest of logit / temperature + Gumbel noise is a draw from the softmax (Gumbel-max), so
-    each rank of tp proposes its best token and no logits are gathered. Collective: replicas, too,
-    since experts may be spread over them. Raises TrainingError if the prompt has a token outside
-    the vocabulary.
+
+def initial_value(name, shape, layers, seed, first=0):
+    """As GPT-2's: rows `first` and on of parameter `name`, of a c_proj columns, in this shape.
+
+    Each depends on the seed, the name and its number alone, so that a rank draws what it holds.
     """
-    if (largest := max(prompt, default=0)) >= trainer.config.vocab_size:
-        vocabulary = f"--vocab-size {trainer.config.vocab_size}"
-        raise TrainingError(f"the prompt's token {largest} is outside {vocabulary}")
-    mesh, device, T = trainer.mesh, trainer.device, trainer.config.seq_len
-    for chunk in trainer.chunks:
-        chunk.eval()
-    _, tp = rank_and_size(mesh.tp_group)
-    pipeline = trainer.forward_pipeline(1, lambda logits, _: logits)
-    last_rank, last_chunk = trainer.route[-1]
-    last_stage = dist.get_global_rank(mesh.pp_group, last_rank)
-    generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
-    for _ in range(length):
-        window = tokens[-T:]
-        # causal: the rest is unseen
-        (inputs,) = trainer.own_tokens(torch.tensor([window + [0] * (T - len(window))]))
-        logits = pipeline.step(inputs, inputs)
-        (place,) = (trainer.positions == len(window) - 1).nonzero(as_tuple=True)
-        choice = torch.zeros(2, dtype=torch.float64, device=device)  # value, token
-        noise = (
-            -torch.empty(trainer.config.vocab_size)
-            .exponential_(generator=generator)
-            .log()
-            .to(device)
-        )
-        if logits is not None and len(place):  # of the cp ranks one has the position
-            logits = logits[place.item(), 0].double() / temperature
-            start = trainer.chunks[last_chunk].lm_head.start
-            value, index = (logits + noise[start : start + len(logits)]).max(0)
-            choice[0], choice[1] = value, index + start
-            choices = choice.new_empty(tp, 2)
-            all_gather_single(choices, choice, mesh.tp_group)
-            choice = choices[choices[:, 0].argmax()].clone()
-        all_reduce(choice, group=mesh.cp_group)
-        broadcast(choice, last_stage, mesh.pp_group)
-        tokens.append(int(choice[1]))
-    return tokens[len(prompt) :]
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if "ln_" in name:
+        return torch.ones(shape)
+    # 2 matrices per layer add to the residual stream
+    into_residual = any(part in name for part in ("c_proj", "w_out", "shared.2"))
+    std = 0.02 / math.sqrt(2 * layers) if into_residual else 0.02
+    by_column = name.endswith("c_proj.weight")
+    value = torch.empty(shape[::-1] if by_column else shape, dtype=torch.float32)
+    rows = value.view(-1, value.shape[-1])
+    _draw_normal(rows.numpy(), first * math.prod(value.shape[1:-1]), f"{seed} {name}")
+    value.mul_(std)
+    return value.t() if by_column else value
 
 
-# ---- loop ----------------------------------------------------------------------------------------
+def _draw_normal(rows, first, name):
+    """Fill `rows`, the first one being number `first`: each has a stream of its own (Philox)."""
+    digest = hashlib.sha256(name.encode()).digest()
+    bits = np.random.Philox(key=int.from_bytes(digest[:16], "big"))
+    generator, state = np.random.Generator(bits), bits.state
+    for number, row in enumerate(rows, first):
+        state["state"]["counter"][3] = number  # the highest word: a stream has 2**192 draws
+        bits.state = state
+        generator.standard_normal(out=row, dtype=np.float32)
 
 
-def train(args, mesh, device, data, metrics_file=None, trace_file=None):
-    """The loop: batches, steps, one line per step on rank 0; then validation and a sample.
+def is_expert(name):
+    """Whether a rank of ep has other experts than the next one in the parameter of this name."""
+    return ".experts." in name
 
-    Rank 0 may have files for one JSON object per step and for a trace of the last one. Raises
-    TrainingError, on all ranks, for what Trainer refuses.
+
+def gather_state(trainer, value=lambda parameter: parameter):
+    """{GPT-2's name: full tensor} on global rank 0, None elsewhere. Collective.
+
+    value picks what is gathered of a parameter: itself, or `lambda p: p.grad`.
     """
-    rank, trainer = dist.get_rank(), Trainer(args, mesh, device)
-    for step in range(args.steps):
-        if args.trace:
-            barrier()  # the ranks of a traced step begin together
-        began = time.perf_counter()
-        inputs, targets = data.batch(
-            step, args.batch_size, args.seq_len, args.seed, trainer.local_rows()
-        )
-        metrics = {"step": step + 1, **trainer.step(inputs, targets)}
-        metrics["tokens_per_s"] = args.batch_size * args.seq_len / (time.perf_counter() - began)
-        metrics["memory_mb"] = peak_memory_mb(device)
-        if rank == 0:
-            print(
-                "step {step:5d}  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  "
-                "{tokens_per_s:,.0f} tokens/s  {memory_mb:,.0f} MB".format(**metrics),
-                flush=True,
-            )
-            metrics_file = _write(metrics_file, metrics)
-    if args.trace:
-        timeline = trainer.pipeline.timeline()
-        if rank == 0:
-            _write(trace_file, {"traceEvents": trace_events(timeline, slot=1e6)})
-    loss = trainer.evaluate(data)
-    if rank == 0:
-        print(f"validation loss {loss:.4f}")
-    middle = len(data.validation) // 2
-    prompt = data.validation[middle : middle + args.seq_len // 2].tolist()
-    tokens = sample(trainer, prompt, SAMPLE_LENGTH, SAMPLE_TEMPERATURE, args.seed)
-    if rank == 0:
-        prompt, tokens = data.show(prompt), data.show(tokens)
-        print(f"---- prompt\n{prompt}\n---- continuation\n{tokens}", flush=True)
-
-
-def _write(file, value):
-    """Write a line of JSON; returns the file, or None once that failed, which ends no training."""
-    try:
-        if file:
-            print(json.dumps(value, allow_nan=False), file=file, flush=True)
-        return file
-    except OSError as error:
-        _complain(f"{file.name}: {error.strerror}")
-        with suppress(OSError):
-            file.close()
-
-
-def peak_memory_mb(device):
-    """Most memory this process ever held: on the GPU, or resident on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    mesh, state = trainer.mesh, {}
+    ep_rank, ep = rank_and_size(mesh.ep_group)
+    if dist.get_rank(mesh.expert_dp_group) > 0:
+        return None  # replicas
+    for name, parameter in (pair for chunk in trainer.chunks for pair in chunk.named_parameters()):
+        part = value(parameter).detach()
+        if is_expert(name):
+            state[name] = part.new_empty(ep * len(part), *part.shape[1:])
+            all_gather_single(state[name], part, mesh.ep_group)
+        elif ep_rank == 0:
+            state[name] = gather_shards(part, parameter, mesh.tp_group)
+    if ep_rank > 0 or dist.get_rank(mesh.tp_group) > 0:
+        return None
+    shapes = gather_objects({name: full.shape for name, full in state.items()}, mesh.pp_group)
+    stage, like = dist.get_rank(mesh.pp_group), next(iter(state.values()))
+    for owner, name in [(s, name) for s, names in enumerate(shapes) if s for name in names]:
+        if stage == owner:
+            exchange([(state[name], 0)], [], mesh.pp_group)
+        elif stage == 0:
+            state[name] = like.new_empty(shapes[owner][name])
+            exchange([], [(state[name], owner)], mesh.pp_group)
+    return state | {"lm_head.weight": state["transformer.wte.weight"]} if stage == 0 else None
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -1125,62 +1089,51 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("trace", str, None, None, "write the last step of rank 0's pipeline here, for Perfetto"),
     ("timeout", int, 600, SECONDS, "seconds that a rank waits for another"),
 )
-SUBJECTS = (  # flags that mean nothing but in this case
-    (lambda a: a.cp > 1, "--cp of 2 or more", ("cp_method",)),
-    (lambda a: a.schedule == "interleaved", "--schedule interleaved", ("chunks",)),
-    (lambda a: a.dtype == "fp32" and a.device != "cpu", "--dtype fp32 and a GPU", ("tf32",)),
-    (
+SUBJECTS = {  # flags that mean nothing but in this case
+    "--cp of 2 or more": (lambda a: a.cp > 1, ["cp_method"]),
+    "--schedule interleaved": (lambda a: a.schedule == "interleaved", ["chunks"]),
+    "--dtype fp32 and a GPU": (lambda a: a.dtype == "fp32" and a.device != "cpu", ["tf32"]),
+    "--experts": (
         lambda a: a.experts > 0,
-        "--experts",
-        ("top_k", "capacity_factor", "shared_experts", "balance", "moe_every"),
+        ["top_k", "capacity_factor", "shared_experts", "balance", "moe_every"],
     ),
-)
-RULES = (  # what is wrong, and how to say it; a rule may count on those before it
-    (lambda a: a.seed >= 2**32, "{seed} must be less than 2**32"),
-    (
-        lambda a: a.backend == "nccl" and a.device == "cpu",
-        "{backend} is not possible with {device}",
+}
+RULES = {  # how to say what is wrong, and whether it is; a rule may count on those before it
+    "{seed} must be less than 2**32": lambda a: a.seed >= 2**32,
+    "{backend} is not possible with {device}": lambda a: a.backend == "nccl" and a.device == "cpu",
+    "{pp} x {dp} x {cp} x {tp} is not the number of processes, {world_size}": lambda a: (
+        a.pp * a.dp * a.cp * a.tp != a.world_size
     ),
-    (
-        lambda a: a.pp * a.dp * a.cp * a.tp != a.world_size,
-        "{pp} x {dp} x {cp} x {tp} is not the number of processes, {world_size}",
+    "{hidden} is not divisible by {heads}": lambda a: a.hidden % a.heads,
+    "{hidden} is not divisible by {tp}": lambda a: a.hidden % a.tp,
+    "{heads} is not divisible by {tp}": lambda a: a.heads % a.tp,
+    "{heads} is not divisible by {kv_heads}": lambda a: a.heads % a.kv_heads,
+    "neither of {kv_heads} and {tp} divides the other": lambda a: (
+        a.kv_heads % a.tp and a.tp % a.kv_heads
     ),
-    (lambda a: a.hidden % a.heads, "{hidden} is not divisible by {heads}"),
-    (lambda a: a.hidden % a.tp, "{hidden} is not divisible by {tp}"),
-    (lambda a: a.heads % a.tp, "{heads} is not divisible by {tp}"),
-    (lambda a: a.heads % a.kv_heads, "{heads} is not divisible by {kv_heads}"),
-    (
-        lambda a: a.kv_heads % a.tp and a.tp % a.kv_heads,
-        "neither of {kv_heads} and {tp} divides the other",
+    "{seq_len} is not divisible by 2 x {cp}": lambda a: a.cp > 1 and a.seq_len % (2 * a.cp),
+    "{seq_len} is not divisible by {cp} x {tp}, which with --sp split the sequence": lambda a: (
+        a.sp and a.seq_len // a.cp % a.tp
     ),
-    (lambda a: a.cp > 1 and a.seq_len % (2 * a.cp), "{seq_len} is not divisible by 2 x {cp}"),
-    (
-        lambda a: a.sp and a.seq_len // a.cp % a.tp,
-        "{seq_len} is not divisible by {cp} x {tp}, which with --sp split the sequence",
+    "{dropout} is not possible with {cp}": lambda a: a.cp > 1 and a.dropout,
+    "{cp_method} cannot deal out {heads} and {kv_heads}, split by {tp}, to {cp}": lambda a: (
+        a.cp_method == "ulysses" and not _deals_out(a.heads, a.kv_heads, a.tp, a.cp)
     ),
-    (lambda a: a.cp > 1 and a.dropout, "{dropout} is not possible with {cp}"),
-    (
-        lambda a: a.cp_method == "ulysses" and not _deals_out(a.heads, a.kv_heads, a.tp, a.cp),
-        "{cp_method} cannot deal out {heads} and {kv_heads}, split by {tp}, to {cp}",
+    "{dp} x {cp} is not divisible by {ep}": lambda a: a.dp * a.cp % a.ep,
+    "{ep} needs --experts": lambda a: a.ep > 1 and not a.experts,
+    "{experts} is not divisible by {ep}": lambda a: a.experts % a.ep,
+    "{top_k} is more than {experts}": lambda a: a.experts and a.top_k > a.experts,
+    "{moe_every} leaves no layer of {layers} with experts": lambda a: (
+        a.experts and a.moe_every > a.layers
     ),
-    (lambda a: a.dp * a.cp % a.ep, "{dp} x {cp} is not divisible by {ep}"),
-    (lambda a: a.ep > 1 and not a.experts, "{ep} needs --experts"),
-    (lambda a: a.experts % a.ep, "{experts} is not divisible by {ep}"),
-    (lambda a: a.experts and a.top_k > a.experts, "{top_k} is more than {experts}"),
-    (
-        lambda a: a.experts and a.moe_every > a.layers,
-        "{moe_every} leaves no layer of {layers} with experts",
+    "{seq_len} is not divisible by {cp} x {tp}, which deal out the tokens to experts": lambda a: (
+        a.experts and a.seq_len // a.cp % a.tp
     ),
-    (
-        lambda a: a.experts and a.seq_len // a.cp % a.tp,
-        "{seq_len} is not divisible by {cp} x {tp}, which deal out the tokens to experts",
+    "{vocab_size} is less than {tp}": lambda a: a.vocab_size < a.tp,
+    "{batch_size} is not divisible by {dp} x {microbatches}": lambda a: (
+        a.batch_size % (a.dp * a.microbatches)
     ),
-    (lambda a: a.vocab_size < a.tp, "{vocab_size} is less than {tp}"),
-    (
-        lambda a: a.batch_size % (a.dp * a.microbatches),
-        "{batch_size} is not divisible by {dp} x {microbatches}",
-    ),
-)
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -1189,25 +1142,22 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser():
-    parser = _Parser(
-        prog="hybrid.py", allow_abbrev=False, description="Train a small GPT on many processes."
-    )
+    about = "Train a small GPT on many processes."
+    parser = _Parser(prog="hybrid.py", allow_abbrev=False, description=about)
     for name, kind, default, _, help in FLAGS:
         if default is not None and kind is not bool:
             help += f" (default: {default})"
         options = {"action": "store_const", "const": True} if kind is bool else {"type": kind}
         if isinstance(kind, tuple):
             options = {"type": type(kind[0]), "choices": kind}
-        parser.add_argument(_dashed(name), help=help, **options)
+        parser.add_argument(_shown(name, True), help=help, **options)
     return parser
 
 
-def _dashed(name):
-    return "--" + name.replace("_", "-")
-
-
 def _shown(name, value):
-    return _dashed(name) if value is True else f"{_dashed(name)} {value}"
+    """A flag as it is typed."""
+    dashed = "--" + name.replace("_", "-")
+    return dashed if value is True else f"{dashed} {value}"
 
 
 def parse_args(argv, world_size):
@@ -1217,8 +1167,8 @@ def parse_args(argv, world_size):
     for name, _, default, must_be, _ in FLAGS:
         setattr(args, name, given.get(name, default))
         if name in given and must_be and not must_be[0](given[name]):
-            raise ValueError(f"{_dashed(name)} {given[name]} {must_be[1]}")
-    for chosen, subject, names in SUBJECTS:
+            raise ValueError(f"{_shown(name, given[name])} {must_be[1]}")
+    for subject, (chosen, names) in SUBJECTS.items():
         for name in names:
             if name in given and not chosen(args):
                 raise ValueError(f"{_shown(name, given[name])} needs {subject}")
@@ -1229,10 +1179,9 @@ def parse_args(argv, world_size):
     rows = args.dp * args.microbatches
     args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
     shown = {name: _shown(name, value) for name, value in vars(args).items()}
-    shown["world_size"] = world_size
-    for wrong, sentence in RULES:
-        if wrong(args):
-            raise ValueError(sentence.format_map(shown))
+    for sentence, is_wrong in RULES.items():
+        if is_wrong(args):
+            raise ValueError(sentence.format_map(shown | {"world_size": world_size}))
     make_schedule(args)
     return args
 
@@ -1245,10 +1194,12 @@ def _deals_out(heads, kv_heads, tp, cp):
 
 def make_schedule(args):
     """The pipeline's schedule. Raises ValueError where it is not defined for these flags."""
-    names = ["pp", "microbatches", *(["chunks"] if args.schedule == "interleaved" else [])]
-    flags = " ".join(f"{_dashed(name)} {getattr(args, name)}" for name in ["schedule", *names])
+    sizes = {"pp": args.pp, "microbatches": args.microbatches}
+    if args.schedule == "interleaved":
+        sizes["chunks"] = args.chunks
+    flags = " ".join(_shown(*flag) for flag in [("schedule", args.schedule), *sizes.items()])
     try:
-        schedule = SCHEDULES[args.schedule](*(getattr(args, name) for name in names))
+        schedule = SCHEDULES[args.schedule](*sizes.values())
     except ValueError as error:
         raise ValueError(f"{flags}: {error}") from None
     stages = len(schedule.routes[0])
@@ -1293,9 +1244,68 @@ def check_device(args, device):
 
 # ---- one process ---------------------------------------------------------------------------------
 
+LAUNCHER = ("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("TORCHELASTIC_RESTART_COUNT", 0)
 
-def _complain(sentence):
-    print(f"hybrid.py: error: {sentence}", file=sys.stderr, flush=True)
+
+def main(argv=None):
+    """Run one rank, which torchrun numbers, or a world of one. Returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    rank, world_size, local_rank, attempt = (int(os.environ.get(*item)) for item in LAUNCHER)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if {"-h", "--help"} & set(argv):
+        if rank == 0:
+            _parser().print_help()
+        return 0
+    store = next(dist.rendezvous("env://"))[0] if "RANK" in os.environ else dist.HashStore()
+    # torchrun's store still has the keys of the attempt before
+    store = dist.PrefixStore(f"attempt {attempt}", store)
+    fault, metrics_file, trace_file = "", None, None
+    try:
+        args = parse_args(argv, world_size)
+        device, backend = choose_device(args.device, args.backend, local_rank, local_world_size)
+        check_device(args, device)
+        data = load_data(args.data, args.seq_len, args.data_dtype)
+        if rank == 0:
+            metrics_file = args.metrics and open(args.metrics, "a" if attempt else "w")
+            trace_file = args.trace and open(args.trace, "w")
+    except (ValueError, OSError) as error:
+        fault = str(error)
+    if _any_fault(fault, rank, world_size, store):
+        return 2
+    mesh = _join(args, device, backend, store, rank, local_world_size)
+    status = 0
+    try:
+        train(args, mesh, device, data, metrics_file, trace_file)
+    except TrainingError as error:
+        status = 1
+        if rank == 0:
+            _complain(f"error: {error}")
+    barrier()  # nobody closes its connections while another still uses them
+    dist.destroy_process_group()
+    return status
+
+
+def _join(args, device, backend, store, rank, local_world_size):
+    """Meet the other processes; returns the mesh of all."""
+    if backend == "gloo":
+        schedule_as_batch()
+    if args.tf32:
+        torch.set_float32_matmul_precision("high")
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=args.world_size,
+        timeout=timedelta(seconds=args.timeout),
+        device_id=device if backend == "nccl" else None,  # errors come early
+    )
+    report_stalls(30)
+    if len(set(gather_objects(local_world_size))) > 1:  # nodes are unlike: none is taken for one
+        local_world_size = 1
+    mesh = make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep, local_world_size)
+    if args.collectives == "backend":
+        use_backend_collectives(mesh)
+    return mesh
 
 
 def _any_fault(fault, rank, world_size, store):
@@ -1310,7 +1320,7 @@ def _any_fault(fault, rank, world_size, store):
             fault = next((f"rank {r}: {theirs}" for r, theirs in others if theirs), "")
         if rank == 0:
             if fault:
-                _complain(fault)
+                _complain(f"error: {fault}")
             store.set("fault", fault)
         return store.get("fault") != b""
     except dist.DistError:  # rank 0 has spoken, and gone with the store
@@ -1331,7 +1341,7 @@ def _leave_on_interrupt(rank):
     def leave():
         os.read(heard, 1)
         if rank == 0:
-            print("hybrid.py: interrupted", file=sys.stderr, flush=True)
+            _complain("interrupted")
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
@@ -1340,64 +1350,6 @@ def _leave_on_interrupt(rank):
 
     threading.Thread(target=leave, daemon=True).start()
 
-
-def main(argv=None):
-    """Run one rank, which torchrun numbers, or a world of one. Returns the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
-    rank, world_size, local_rank = (int(os.environ.get(n, d)) for n, d in _LAUNCHER)
-    if {"-h", "--help"} & set(argv):
-        if rank == 0:
-            _parser().print_help()
-        return 0
-    # torchrun's store still has the keys of the attempt before.
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    store = next(dist.rendezvous("env://"))[0] if "RANK" in os.environ else dist.HashStore()
-    store = dist.PrefixStore(f"attempt {attempt}", store)
-    fault, metrics_file, trace_file = "", None, None
-    try:
-        args = parse_args(argv, world_size)
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        device, backend = choose_device(args.device, args.backend, local_rank, local_world_size)
-        check_device(args, device)
-        data = load_data(args.data, args.seq_len, args.data_dtype)
-        if rank == 0:
-            metrics_file = args.metrics and open(args.metrics, "a" if attempt else "w")
-            trace_file = args.trace and open(args.trace, "w")
-    except (ValueError, OSError) as error:
-        fault = str(error)
-    if _any_fault(fault, rank, world_size, store):
-        return 2
-    if backend == "gloo":
-        schedule_as_batch()
-    if args.tf32:
-        torch.set_float32_matmul_precision("high")
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=args.timeout),
-        device_id=device if backend == "nccl" else None,  # errors come early
-    )
-    report_stalls(30)
-    if len(set(gather_objects(local_world_size))) > 1:  # nodes are unlike: none is taken for one
-        local_world_size = 1
-    mesh = make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep, local_world_size)
-    if args.collectives == "backend":
-        use_backend_collectives(mesh)
-    status = 0
-    try:
-        train(args, mesh, device, data, metrics_file, trace_file)
-    except TrainingError as error:
-        status = 1
-        if rank == 0:
-            _complain(error)
-    barrier()  # nobody closes its connections while another still uses them
-    dist.destroy_process_group()
-    return status
-
-
-_LAUNCHER = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
 
 if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as a shell's background jobs have it

@@ -8,8 +8,6 @@ import itertools
 import os
 import signal
 import statistics
-import subprocess
-import sys
 import time
 import warnings
 from datetime import timedelta
@@ -30,6 +28,8 @@ import test_hybrid
 from collectives import ReduceOp
 from ddp import DistributedDataParallel
 from ranks import PROJECT, run, spawn
+from test_hybrid import EVERY_LAYOUT, LAYERS, MOE, MOE_LAYOUTS, RUN, make_trainer, own_batch
+from test_strangers import launch
 from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -37,6 +37,8 @@ one_gpu = pytest.mark.skipif(GPUS < 1, reason="there is no GPU")
 several_gpus = pytest.mark.skipif(GPUS < 2, reason=f"there are {GPUS} GPUs, not several")
 ON_CPU = pytest.param("cpu", marks=pytest.mark.soak)  # what these do on GPUs, tried without one
 DEVICES = [ON_CPU, pytest.param("cuda", marks=one_gpu)]
+ALONE = [ON_CPU, pytest.param("nccl", marks=one_gpu)]
+SEVERAL = [ON_CPU, pytest.param("nccl", marks=several_gpus)]
 WAIT = 60  # seconds for a group's operations: several times what the slowest takes
 
 # ---- ranks on GPUs -------------------------------------------------------------------------------
@@ -96,30 +98,22 @@ def _kinds(*world_sizes):
 # ---- one GPU: hybrid alone -----------------------------------------------------------------------
 
 
-def _make_trainer(device, flags, dtype=torch.float32):
-    torch.set_default_dtype(dtype)
-    args = hybrid.parse_args(f"{test_hybrid.FLAGS} {flags}".split(), dist.get_world_size())
-    mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
-    return hybrid.Trainer(args, mesh, device)
-
-
 def _watched_steps(device, flags):
     """Losses of three steps, and how often the host waited for the device in each."""
-    trainer, losses, waits = _make_trainer(device, flags), [], []
-    for step in range(test_hybrid.RUN):
-        inputs, targets = (tensor[trainer.local_rows()] for tensor in test_hybrid.batch(step))
+    trainer, losses, waits = make_trainer(flags, device=device), [], []
+    watch = torch.cuda.set_sync_debug_mode if device.type == "cuda" else lambda mode: None
+    for step in range(RUN):
+        batch = own_batch(trainer, step)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            if device.type == "cuda":
-                torch.cuda.set_sync_debug_mode("warn")
-            losses.append(trainer.step(inputs, targets)["loss"])
-            if device.type == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
+            watch("warn")
+            losses.append(trainer.step(*batch)["loss"])
+            watch("default")
         waits.append(sum("synchronizing" in str(w.message) for w in caught))
     return losses, waits
 
 
-ALONE = {  # flags -> how far losses may be from a plain GPT's in fp32; 2e-2: it is another model
+FAR = {  # flags -> how far losses may be from a plain GPT's in fp32; 2e-2: it is another model
     "": 5e-5,
     "--recompute selective": 5e-5,
     "--recompute full --schedule zb-h1": 5e-5,
@@ -134,22 +128,20 @@ ALONE = {  # flags -> how far losses may be from a plain GPT's in fp32; 2e-2: it
 }
 
 
-@pytest.mark.parametrize("kind", [ON_CPU, pytest.param("nccl", marks=one_gpu)])
-@pytest.mark.parametrize("flags", ALONE)
+@pytest.mark.parametrize("kind", ALONE)
+@pytest.mark.parametrize("flags", FAR)
 def test_one_process_trains_and_waits_for_its_gpu_once_a_step(on, kind, flags):
     ((losses, waits),) = on(kind, 1, _watched_steps, f"--microbatches 4 {flags}")
     expected = [loss for loss, _, _ in test_hybrid.reference(torch.float32)[0]]
-    assert losses == pytest.approx(expected, rel=ALONE[flags])
-    layers = test_hybrid.LAYERS * ("--experts" in flags)  # hear of their rows each microbatch
-    assert waits[1:] == [0 if kind == "cpu" else 1 + 4 * layers] * (test_hybrid.RUN - 1)
+    assert losses == pytest.approx(expected, rel=FAR[flags])
+    layers = LAYERS * ("--experts" in flags)  # hear of their rows each microbatch
+    assert waits[1:] == [0 if kind == "cpu" else 1 + 4 * layers] * (RUN - 1)
 
 
 def _losses_of_40_steps(device, flags):
     """A small GPT on a source of this project: the mean loss of the last five steps."""
-    torch.set_default_dtype(torch.float32)
-    args = hybrid.parse_args(flags.split(), dist.get_world_size())
-    mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
-    trainer, losses = hybrid.Trainer(args, mesh, device), []
+    trainer, losses = make_trainer(flags, device=device), []
+    args = trainer.args
     data = hybrid.load_data(str(PROJECT / "collectives.py"), args.seq_len)
     for step in range(40):
         batch = data.batch(step, args.batch_size, args.seq_len, 0, trainer.local_rows())
@@ -157,10 +149,11 @@ def _losses_of_40_steps(device, flags):
     return statistics.mean(losses[-5:])
 
 
-@pytest.mark.parametrize("kind", [ON_CPU, pytest.param("nccl", marks=one_gpu)])
+@pytest.mark.parametrize("kind", ALONE)
 def test_40_steps_in_bf16_end_within_a_percent_of_fp32(on, kind):
-    sizes = "--layers 2 --hidden 32 --seq-len 32" if kind == "cpu" else "--layers 8 --hidden 512"
-    flags = f"{sizes} --heads 4 --batch-size 16 --warmup 5 --steps 40"
+    sizes = (2, 32, 32) if kind == "cpu" else (8, 512, 64)
+    flags = "--layers {} --hidden {} --seq-len {} --heads 4 --vocab-size 256".format(*sizes)
+    flags += " --grad-clip 1 --weight-decay 0.1 --seed 0 --warmup 5 --steps 40"
     (fp32,), (bf16,) = (
         on(kind, 1, _losses_of_40_steps, f"{flags} --dtype {dtype}") for dtype in ("fp32", "bf16")
     )
@@ -270,7 +263,7 @@ def _experts(device, dtype, D, tokens, used):
     return [_relative(*pair) for pair in zip(found, wanted)] if tokens else [0.0]
 
 
-@pytest.mark.parametrize("kind", [ON_CPU, pytest.param("nccl", marks=one_gpu)])
+@pytest.mark.parametrize("kind", ALONE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("D", [64, 36])  # for PyTorch's grouped product, and not
 @pytest.mark.parametrize(
@@ -412,14 +405,10 @@ def test_operations_of_a_group_run_in_order_beside_computation(on, kind, world_s
 
 def _train(device, flags, dtype):
     """A run of test_hybrid's on this device; what it returns, on the host."""
-    with patch.object(test_hybrid, "make_trainer", partial(_make_trainer, device)):
+    with patch.object(test_hybrid, "make_trainer", partial(make_trainer, device=device)):
         results, gradients, state = test_hybrid._train(flags, dtype)
     on_host = lambda named: named and {name: tensor.cpu() for name, tensor in named.items()}
     return results, list(map(on_host, gradients)), on_host(state)
-
-
-def _train_all(device, layouts, dtype):
-    return [_train(device, flags, dtype) for flags in layouts]
 
 
 @pytest.fixture
@@ -443,14 +432,14 @@ def assert_trains(on, monkeypatch):
     return check
 
 
-SHARING = [row for row in test_hybrid.EVERY_LAYOUT if row[0] in (2, 4)]
-EACH = [row for row in test_hybrid.EVERY_LAYOUT if 1 < row[0] <= max(GPUS, 2)]
-MIXTURES = [
-    (*layout, mixture)
-    for layout in test_hybrid.MOE_LAYOUTS
-    if "--cp " not in layout[1]
-    for mixture in test_hybrid.MOE
-]
+def _rows(layouts):
+    """(kind, ranks, ...) of those (ranks, ...) that can share a GPU, or have one each."""
+    each = [row for row in layouts if 1 < row[0] <= max(GPUS, 2)]
+    rows = [pytest.param("gloo", *row, marks=one_gpu) for row in layouts if row[0] in (2, 4)]
+    return rows + [pytest.param("nccl", *row, marks=several_gpus) for row in each]
+
+
+MIXED = [(*layout, m) for layout in MOE_LAYOUTS if "--cp " not in layout[1] for m in MOE]
 
 
 @pytest.mark.soak
@@ -459,39 +448,21 @@ def test_layouts_on_the_cpu_too(assert_trains, flags):
     assert_trains("cpu", 2, flags)
 
 
-@one_gpu
-@pytest.mark.parametrize("world_size, flags", SHARING)
-def test_every_layout_of_ranks_that_share_a_gpu(assert_trains, world_size, flags):
-    assert_trains("gloo", world_size, flags)
+@pytest.mark.parametrize("kind, world_size, flags", _rows(EVERY_LAYOUT))
+def test_every_layout_on_gpus(assert_trains, kind, world_size, flags):
+    assert_trains(kind, world_size, flags)
 
 
 @several_gpus
-@pytest.mark.parametrize("world_size, flags", EACH)
-def test_every_layout_of_ranks_with_a_gpu_each(assert_trains, world_size, flags):
-    assert_trains("nccl", world_size, flags)
-
-
-@several_gpus
-@pytest.mark.parametrize("world_size, flags", EACH)
+@pytest.mark.parametrize("world_size, flags", [r for r in EVERY_LAYOUT if 1 < r[0] <= max(GPUS, 2)])
 def test_every_layout_where_a_gpu_has_one_hardware_queue(assert_trains, world_size, flags):
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert_trains("nccl", world_size, flags, environment=environment)
 
 
-@one_gpu
-@pytest.mark.parametrize(
-    "world_size, flags, mixture", [row for row in MIXTURES if row[0] in (2, 4)]
-)
-def test_experts_of_ranks_that_share_a_gpu(assert_trains, world_size, flags, mixture):
-    assert_trains("gloo", world_size, f"{flags} --microbatches 1", mixture)
-
-
-@several_gpus
-@pytest.mark.parametrize(
-    "world_size, flags, mixture", [row for row in MIXTURES if 1 < row[0] <= max(GPUS, 2)]
-)
-def test_experts_of_ranks_with_a_gpu_each(assert_trains, world_size, flags, mixture):
-    assert_trains("nccl", world_size, f"{flags} --microbatches 1", mixture)
+@pytest.mark.parametrize("kind, world_size, flags, mixture", _rows(MIXED))
+def test_experts_on_gpus(assert_trains, kind, world_size, flags, mixture):
+    assert_trains(kind, world_size, f"{flags} --microbatches 1", mixture)
 
 
 IN_BF16 = [
@@ -507,10 +478,8 @@ IN_BF16 = [
 
 
 def _bf16_losses(device, flags):
-    trainer = _make_trainer(device, flags)
-    batches = (test_hybrid.batch(step) for step in range(test_hybrid.RUN))
-    rows = trainer.local_rows()
-    return [trainer.step(*(t[rows] for t in batch))["loss"] for batch in batches]
+    trainer = make_trainer(flags, device=device)
+    return [trainer.step(*own_batch(trainer, step))["loss"] for step in range(RUN)]
 
 
 @pytest.mark.parametrize("kind, world_size", _kinds(2))
@@ -584,7 +553,7 @@ def _overlap(device, how, D, layers, rows):
 
 
 @pytest.mark.parametrize("how", ["ddp", "zero 2", "fsdp"])
-@pytest.mark.parametrize("kind", [ON_CPU, pytest.param("nccl", marks=several_gpus)])
+@pytest.mark.parametrize("kind", SEVERAL)
 def test_messages_travel_behind_backward(on, kind, how):
     if kind == "cpu":  # where ranks share cores nothing is hidden
         assert len(on(kind, 2, _overlap, how, 32, 2, 8)) == 2
@@ -604,7 +573,7 @@ def _die(device):
         x.tolist()
 
 
-@pytest.mark.parametrize("kind", [ON_CPU, pytest.param("nccl", marks=several_gpus)])
+@pytest.mark.parametrize("kind", SEVERAL)
 def test_who_waits_for_a_killed_rank_names_it(on, kind):
     environment = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
     survivor, dead = on(kind, 2, _die, environment=environment, check=False)
@@ -615,7 +584,6 @@ def test_who_waits_for_a_killed_rank_names_it(on, kind):
 
 DIE = """
 import os, signal, sys
-sys.path.insert(0, {project!r})
 import hybrid
 step = hybrid.Trainer.step
 def die(trainer, *batch):
@@ -629,10 +597,6 @@ sys.exit(hybrid.main())
 
 @several_gpus
 def test_torchrun_ends_and_names_a_killed_rank(tmp_path):
-    script = tmp_path / "die.py"
-    script.write_text(DIE.format(project=str(PROJECT)))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node", "2", str(script), "--timeout", "30", "--tp", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * WAIT)
+    done = launch(tmp_path, 2, DIE, "--timeout", 30, "--tp", 2, timeout=3 * WAIT)
     assert done.returncode != 0
     assert "Signal 9 (SIGKILL)" in done.stderr and "local_rank: 1" in done.stderr

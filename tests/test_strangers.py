@@ -23,7 +23,7 @@ from ddp import DistributedDataParallel
 from pipeline import simulate, trace_events, zb_v
 from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 
-from ranks import PROJECT, run
+from ranks import PROJECT, on_ranks
 
 
 def launch(folder, world_size, script, *arguments, timeout=120):
@@ -39,91 +39,6 @@ def launch(folder, world_size, script, *arguments, timeout=120):
     return subprocess.run(
         command, env=environment, cwd=folder, timeout=timeout, capture_output=True, text=True
     )
-
-
-# ---- collectives.py ------------------------------------------------------------------------------
-
-ENDS = """
-    import gc, os, sys
-    import torch
-    import torch.distributed as dist
-    import torch._dynamo
-    from torch import nn
-    from collectives import all_reduce, report_stalls
-    from ddp import DistributedDataParallel
-    from tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
-
-    def awaited():
-        for _ in range(10):
-            all_reduce(torch.ones(1000), async_op=True).wait()
-
-    def not_awaited():
-        group = dist.new_group([0, 1])
-        for _ in range(3):
-            all_reduce(torch.ones(1000), group=group, async_op=True)
-
-    def pending():
-        x = torch.ones(1 << 20)
-        works = [all_reduce(x, async_op=True) for _ in range(20)]
-
-    def never_destroyed():
-        pending()
-        dist.destroy_process_group = lambda: None
-
-    def train(wrap, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)):
-        model = wrap(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)))
-        optimizer = optimizer(model)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(16, 64)).square().mean().backward()
-            optimizer.step()
-
-    def zero(**how):
-        optimizer = ZeroRedundancyOptimizer
-        sgd = torch.optim.SGD
-        train(lambda model: model, lambda m: optimizer(m.parameters(), sgd, lr=1, **how))
-
-    def split(model):
-        model[0] = ColumnParallelLinear(64, 64, group=dist.group.WORLD)
-        model[2] = RowParallelLinear(64, 8, group=dist.group.WORLD)
-        return model
-
-    uses = [
-        awaited,
-        not_awaited,
-        pending,
-        never_destroyed,
-        lambda: train(DistributedDataParallel),
-        zero,
-        lambda: zero(shard_gradients=True),
-        lambda: train(lambda model: FullyShardedDataParallel(model, units=[model[0], model[2]])),
-        lambda: train(split),
-    ]
-    torch.set_num_threads(1)
-    gc.freeze()  # a process that ends has less to look at
-    for number, use in enumerate(2 * uses):  # each in a process of its own, which goes on below
-        if (pid := os.fork()) == 0:
-            break
-        _, status = os.waitpid(pid, 0)
-        # in one write, which the other rank's cannot cut in two
-        print(f"{number} ended with status {status}\\n", end="", flush=True)
-    else:
-        sys.exit()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = f"file://{os.getcwd()}/{number}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-    report_stalls(30)
-    use()
-    dist.destroy_process_group()
-"""
-
-
-def test_a_script_that_leaves_the_normal_way_exits_with_0(tmp_path):
-    done = launch(tmp_path, 2, ENDS)
-    assert done.returncode == 0, done.stderr
-    ends = [f"{number} ended with status 0" for number in range(18)]
-    assert sorted(done.stdout.splitlines()) == sorted(2 * ends), done.stderr
 
 
 # ---- ddp.py --------------------------------------------------------------------------------------
@@ -147,9 +62,8 @@ def _gradients(module):
 
 
 def _expected(net, loss=lambda net, x: net(x).square().mean()):
-    """The gradients of one process: of the mean over the ranks' parts."""
-    net, parts = copy.deepcopy(net), _parts()
-    net.zero_grad()
+    """The gradients of one process: of the mean over the ranks' parts. net: a new one."""
+    parts = _parts()
     (sum(loss(net, part) for part in parts) / len(parts)).backward()
     return _gradients(net)
 
@@ -217,18 +131,6 @@ def _loss_of(kind, model, x):
     return model.module.loss if wrap is None else unwrap(output).square().mean()
 
 
-def _return_anything(wrapper, kind):
-    model = wrapper(_Returns(KINDS[kind][0]))
-    expected = _expected(_net())
-    for _ in range(2):
-        model.zero_grad()
-        _loss_of(kind, model, _own()).backward()
-    if wrapper is DistributedDataParallel:
-        _close(_gradients(model.module.net), expected)
-    else:
-        _close(_whole_gradients(model), {f"net.{name}": g for name, g in expected.items()})
-
-
 def _whole_gradients(model):
     """The gradients of a sharded module by name, put together by torch's own all_gather."""
     whole = {}
@@ -242,26 +144,34 @@ def _whole_gradients(model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ddp_reduces_whatever_the_module_returns(kind):
-    run(2, _return_anything, DistributedDataParallel, kind)
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, FullyShardedDataParallel])
+@on_ranks(2)
+def test_a_wrapper_reduces_whatever_its_module_returns(wrapper, kind):
+    model = wrapper(_Returns(KINDS[kind][0]))
+    for _ in range(2):
+        model.zero_grad()
+        _loss_of(kind, model, _own()).backward()
+    if wrapper is DistributedDataParallel:
+        _close(_gradients(model.module.net), _expected(_net()))
+    else:
+        expected = {f"net.{name}": grad for name, grad in _expected(_net()).items()}
+        _close(_whole_gradients(model), expected)
 
 
-def _checkpoint_a_wrapper(use_reentrant):
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@on_ranks(2)
+def test_a_ddp_module_may_be_recomputed(use_reentrant):
     net = _net()
     model = DistributedDataParallel(net)
     for _ in range(2):
         net.zero_grad()
         x = _own().requires_grad_()
         checkpoint(model, x, use_reentrant=use_reentrant).square().mean().backward()
-        _close(_gradients(net), _expected(net))
+        _close(_gradients(net), _expected(_net()))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_ddp_module_may_be_recomputed(use_reentrant):
-    run(2, _checkpoint_a_wrapper, use_reentrant)
-
-
-def _copy_and_save():
+@on_ranks(2)
+def test_ddp_can_be_copied_and_saved_after_a_step():
     """A copy and a loaded file train like the original, and apart from it."""
     net = _net()
     model = DistributedDataParallel(net, find_unused_parameters=True)
@@ -276,18 +186,15 @@ def _copy_and_save():
         before = _gradients(net)
         other.zero_grad()
         other(_own()).square().mean().backward()
-        _close(_gradients(other.module), _expected(net))
+        _close(_gradients(other.module), _expected(_net()))
         with torch.no_grad():
             other.module[0].weight.zero_()
         assert net[0].weight.abs().min() > 0
         _close(_gradients(net), before)
 
 
-def test_ddp_can_be_copied_and_saved_after_a_step():
-    run(2, _copy_and_save)
-
-
-def _penalise():
+@on_ranks(2)
+def test_autograd_grad_through_ddp_sends_nothing_and_backward_through_it_reduces():
     """A gradient penalty: autograd.grad() through the wrapper, then backward through that."""
     net = _net()
 
@@ -306,17 +213,14 @@ def _penalise():
     for _ in range(2):
         net.zero_grad()
         loss(model, _own()).backward()
-        _close(_gradients(net), _expected(net, loss))
+        _close(_gradients(net), _expected(_net(), loss))
     net.zero_grad()
     with pytest.raises(RuntimeError, match=r"of '2\.\w+' is part of a graph \(create_graph=True"):
         model(_own()).square().mean().backward(create_graph=True)
 
 
-def test_autograd_grad_through_ddp_sends_nothing_and_backward_through_it_reduces():
-    run(2, _penalise)
-
-
-def _pass_the_wrapper_by():
+@on_ranks(2)
+def test_a_backward_past_the_wrapper_is_this_ranks_own():
     """The module called itself, on one rank alone: its gradients stay there."""
     net = _net()
     model = DistributedDataParallel(net)
@@ -330,10 +234,6 @@ def _pass_the_wrapper_by():
     net.zero_grad()
     model(_own()).square().mean().backward()
     _close(_gradients(net), _expected(_net()))
-
-
-def test_a_backward_past_the_wrapper_is_this_ranks_own():
-    run(2, _pass_the_wrapper_by)
 
 
 class _Undefined(torch.autograd.Function):
@@ -355,7 +255,8 @@ class _NoGradient(nn.Module):
         return _Undefined.apply(self.net(x), self.weight)
 
 
-def _leave_undefined():
+@on_ranks(2)
+def test_an_undefined_gradient_stays_none_as_in_torch():
     theirs, ours = _NoGradient(), _NoGradient()
     models = nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=True), (
         DistributedDataParallel(ours, find_unused_parameters=True)
@@ -366,11 +267,8 @@ def _leave_undefined():
     _close(_gradients(ours.net), _gradients(theirs.net))
 
 
-def test_an_undefined_gradient_stays_none_as_in_torch():
-    run(2, _leave_undefined)
-
-
-def _wrap_twice():
+@on_ranks(2)
+def test_two_wrappers_of_one_module_and_sparse_gradients_are_refused():
     net = _net()
     models = DistributedDataParallel(net), DistributedDataParallel(net)
     with pytest.raises(RuntimeError, match="somebody took the gradient of .*0.weight.* another"):
@@ -390,20 +288,9 @@ def _wrap_twice():
         for wrap in (DistributedDataParallel, FullyShardedDataParallel):
             with pytest.raises(ValueError, match=f"gradient_divide_factor={factor} must be"):
                 wrap(_net(), gradient_divide_factor=factor)
-
-
-def test_two_wrappers_of_one_module_are_refused():
-    run(2, _wrap_twice)
-
-
-def _sparse():
-    model = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
+    sparse = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
     with pytest.raises(RuntimeError, match="the gradient of 'weight' is sparse"):
-        model(torch.tensor([1, 2])).sum().backward()
-
-
-def test_sparse_gradients_are_refused():
-    run(2, _sparse)
+        sparse(torch.tensor([1, 2])).sum().backward()
 
 
 # ---- zero.py -------------------------------------------------------------------------------------
@@ -430,7 +317,8 @@ def _train_alone(net, steps=3, clip=None, **defaults):
     return net.state_dict()
 
 
-def _pair_with_ddp():
+@on_ranks(1, 2, 3)
+def test_ddp_with_the_zero_optimizer_trains_as_one_process_does():
     """PyTorch's documented pair, theirs and ours in all combinations; Adam sees equal gradients."""
     expected = _train_alone(_net())
     for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
@@ -441,12 +329,10 @@ def _pair_with_ddp():
         _close(net.state_dict(), expected, 1e-10)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ddp_with_the_zero_optimizer_trains_as_one_process_does(world_size):
-    run(world_size, _pair_with_ddp)
-
-
-def _stage_2_under_ddp(wrap, wrap_first):
+@pytest.mark.parametrize("wrap_first", [True, False])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, nn.parallel.DistributedDataParallel])
+@on_ranks(2)
+def test_stage_2_under_ddp_is_refused(wrap, wrap_first):
     net = _net()
     make = partial(ZeroRedundancyOptimizer, net.parameters(), torch.optim.SGD, lr=0.1)
     model = wrap(net) if wrap_first else None
@@ -457,13 +343,8 @@ def _stage_2_under_ddp(wrap, wrap_first):
     _close(net.state_dict(), before)
 
 
-@pytest.mark.parametrize("wrap_first", [True, False])
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, nn.parallel.DistributedDataParallel])
-def test_stage_2_under_ddp_is_refused(wrap, wrap_first):
-    run(2, _stage_2_under_ddp, wrap, wrap_first)
-
-
-def _zero_by_the_module():
+@on_ranks(3)
+def test_stage_2_knows_what_the_module_has_zeroed():
     """Stage 2: between steps the module zeroes its gradients; in a further one nobody does."""
     for set_to_none in (True, False):
         alone, net = _net(), _net()
@@ -486,11 +367,8 @@ def _zero_by_the_module():
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
 
 
-def test_stage_2_knows_what_the_module_has_zeroed():
-    run(3, _zero_by_the_module)
-
-
-def _change_weights():
+@on_ranks(2)
+def test_weights_changed_by_hand_are_what_training_goes_on_from():
     """Weights that are loaded or clamped after the optimizer was made, in 16 and in 64 bits."""
     for stage_2 in (False, True):
         for param_dtype in (None, torch.bfloat16):
@@ -520,11 +398,8 @@ def _change_weights():
                 optimizer.step()
 
 
-def test_weights_changed_by_hand_are_what_training_goes_on_from():
-    run(2, _change_weights)
-
-
-def _load_plain_state():
+@on_ranks(2)
+def test_a_plain_state_leaves_the_exact_weights_alone():
     """Adam's state of plain fp32 training: the exact weights stay exact."""
     alone = _net().float()
     _train_alone(alone.double())
@@ -541,11 +416,18 @@ def _load_plain_state():
         assert torch.equal(master, expected) and torch.equal(rounded, expected.bfloat16())
 
 
-def test_a_plain_state_leaves_the_exact_weights_alone():
-    run(2, _load_plain_state)
+def _stage_1(net):
+    return net, ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
 
 
-def _scale_gradients(make):
+def _stage_3(net):
+    model = FullyShardedDataParallel(net, units=[net[0]])
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("make", [_stage_1, _stage_3])
+@on_ranks(2)
+def test_the_sharded_grad_scaler_of_torch_skips_on_all_ranks(make):
     """One rank's gradients overflow once: every rank skips that step, and all others it takes."""
     nets = _net(), _net()
     models, optimizers = zip(*[make(net) for net in nets])
@@ -567,20 +449,6 @@ def _scale_gradients(make):
     assert scaler.get_scale() == 4
 
 
-def _stage_1(net):
-    return net, ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
-
-
-def _stage_3(net):
-    model = FullyShardedDataParallel(net, units=[net[0]])
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize("make", [_stage_1, _stage_3])
-def test_the_sharded_grad_scaler_of_torch_skips_on_all_ranks(make):
-    run(2, _scale_gradients, make)
-
-
 class _Parent(nn.Module):
     """A plain layer before a sharded net."""
 
@@ -595,7 +463,8 @@ class _Parent(nn.Module):
         return self.inner(self.plain(x)) * self.scale
 
 
-def _below_a_parent():
+@on_ranks(2)
+def test_a_sharded_module_may_be_part_of_another():
     wrap = lambda net: FullyShardedDataParallel(net, units=[net[0], net[2]])
     alone, model = _Parent(nn.Identity()), _Parent(wrap)
     alone.inner = _net()
@@ -628,11 +497,8 @@ def _below_a_parent():
         other.load_state_dict(state | {"inner.other": torch.ones(1)})
 
 
-def test_a_sharded_module_may_be_part_of_another():
-    run(2, _below_a_parent)
-
-
-def _read_between_passes():
+@on_ranks(2)
+def test_parameters_of_a_sharded_module_can_be_read_between_passes():
     """Norms, repr, copies of parameters and moving averages see this rank's pieces."""
     net = _net()
     before = list(net.parameters())
@@ -659,11 +525,8 @@ def _read_between_passes():
         model.float()(_own())
 
 
-def test_parameters_of_a_sharded_module_can_be_read_between_passes():
-    run(2, _read_between_passes)
-
-
-def _change_pieces():
+@on_ranks(3)
+def test_pieces_may_be_changed_by_hand():
     """Pieces that are set by hand, or replaced, are what the next pass computes with."""
     net = _net()
     model = FullyShardedDataParallel(net, units=[net[0], net[2]])
@@ -681,15 +544,6 @@ def _change_pieces():
     _close(model.state_dict(), _train_alone(expected), 1e-10)
 
 
-def test_pieces_may_be_changed_by_hand():
-    run(3, _change_pieces)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_fsdp_reduces_whatever_the_module_returns(kind):
-    run(2, _return_anything, FullyShardedDataParallel, kind)
-
-
 class _Layers(nn.Module):
     """Units that return their output in some object."""
 
@@ -704,7 +558,9 @@ class _Layers(nn.Module):
         return x
 
 
-def _return_from_units(kind):
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "none"])
+@on_ranks(2)
+def test_units_may_return_objects_and_what_hides_its_tensors_is_refused(kind):
     torch.manual_seed(0)
     alone = _Layers(kind)
     net = copy.deepcopy(alone)
@@ -718,12 +574,8 @@ def _return_from_units(kind):
     _close(_whole_gradients(model), _expected(alone))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "none"])
-def test_units_may_return_objects_and_what_hides_its_tensors_is_refused(kind):
-    run(2, _return_from_units, kind)
-
-
-def _differentiate_sharded():
+@on_ranks(2)
+def test_autograd_grad_through_a_sharded_module_reduces_nothing():
     net = _net()
     model = FullyShardedDataParallel(net, units=[net[0], net[2]])
     x = _own().requires_grad_()
@@ -743,11 +595,8 @@ def _differentiate_sharded():
     _close(_whole_gradients(model), _expected(_net()))
 
 
-def test_autograd_grad_through_a_sharded_module_reduces_nothing():
-    run(2, _differentiate_sharded)
-
-
-def _recurrent():
+@on_ranks(2)
+def test_a_recurrent_layer_can_be_sharded():
     """A module with a list of its own of its parameters."""
     torch.manual_seed(0)
     alone = nn.LSTM(6, 5).double()
@@ -758,10 +607,6 @@ def _recurrent():
     model(_own()).square().mean().backward()
     expected = {f"lstm.{name}": g for name, g in _expected(alone, loss).items()}
     _close(_whole_gradients(model), expected)
-
-
-def test_a_recurrent_layer_can_be_sharded():
-    run(2, _recurrent)
 
 
 class _Inside(nn.Module):
@@ -800,41 +645,34 @@ class _Stack(nn.Module):
         return state["x"]
 
 
-def _use_inside(how):
-    alone, net = _Stack(how), _Stack(how)
-    (sum(alone(part).square().mean() for part in _parts()) / dist.get_world_size()).backward()
+@pytest.mark.parametrize("how", [False, True, "weight norm", "post hook", "plain"])
+@on_ranks(2)
+def test_units_may_recompute_normalise_weights_and_change_their_inputs(how):
+    net, expected = _Stack(how), _expected(_Stack(how))
     model = FullyShardedDataParallel(net, units=net.layers)
     for _ in range(2):
         model.zero_grad()
         model(_own()).square().mean().backward()
-        _close(_whole_gradients(model), _gradients(alone))
+        _close(_whole_gradients(model), expected)
 
 
-@pytest.mark.parametrize("how", [False, True, "weight norm", "post hook", "plain"])
-def test_units_may_recompute_normalise_weights_and_change_their_inputs(how):
-    run(2, _use_inside, how)
-
-
-def _normalise_a_unit():
+@on_ranks(2)
+def test_a_hook_of_a_unit_sees_whole_parameters():
     """The unit itself has a hook, registered before, that makes its weight."""
     alone, net = _net(), _net()
     for module in (alone, net):
         nn.utils.weight_norm(module[2])
-    (sum(alone(part).square().mean() for part in _parts()) / dist.get_world_size()).backward()
     model = FullyShardedDataParallel(net, units=[net[0], net[2]])
     model(_own()).square().mean().backward()
-    _close(_whole_gradients(model), _gradients(alone))
-
-
-def test_a_hook_of_a_unit_sees_whole_parameters():
-    run(2, _normalise_a_unit)
+    _close(_whole_gradients(model), _expected(alone))
 
 
 def _fail(grad):
     raise KeyError("backward fails here")
 
 
-def _fail_then_go_on():
+@on_ranks(2)
+def test_after_a_backward_that_failed_gradients_can_be_zeroed_and_training_go_on():
     """A backward that fails, the module's zero_grad(), and another one."""
     for kind in ("ddp", 2, 3):
         net = _net()
@@ -867,11 +705,8 @@ def _fail_then_go_on():
             _close(_gradients(net) if kind == "ddp" else _whole_gradients(model), expected)
 
 
-def test_after_a_backward_that_failed_gradients_can_be_zeroed_and_training_go_on():
-    run(2, _fail_then_go_on)
-
-
-def _preset_gradients():
+@on_ranks(2)
+def test_the_weight_decay_of_pieces_may_be_part_of_the_loss():
     """Gradients that are there before the first backward, and a loss on the parameters."""
     alone = _net()
     sum(p.square().sum() for p in alone.parameters()).backward()
@@ -885,11 +720,8 @@ def _preset_gradients():
     _close(_whole_gradients(model), _gradients(alone))
 
 
-def test_the_weight_decay_of_pieces_may_be_part_of_the_loss():
-    run(2, _preset_gradients)
-
-
-def _in_other_order():
+@on_ranks(2)
+def test_fused_optimizers_see_gradients_in_the_order_of_their_weights():
     """Weights in another order in memory, and optimizers that go through memory."""
     for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
         torch.manual_seed(0)
@@ -905,11 +737,8 @@ def _in_other_order():
     _close(ours, conv.state_dict())
 
 
-def test_fused_optimizers_see_gradients_in_the_order_of_their_weights():
-    run(2, _in_other_order)
-
-
-def _ask_for_gradients():
+@on_ranks(2)
+def test_autograd_grad_beside_stage_2_sends_nothing():
     net = _net()
     optimizer = ZeroRedundancyOptimizer(
         net.parameters(), torch.optim.SGD, shard_gradients=True, foreach=True, lr=0.1
@@ -923,10 +752,6 @@ def _ask_for_gradients():
         optimizer.step()
 
 
-def test_autograd_grad_beside_stage_2_sends_nothing():
-    run(2, _ask_for_gradients)
-
-
 class _Gives(nn.Module):
     def __init__(self):
         super().__init__()
@@ -936,7 +761,8 @@ class _Gives(nn.Module):
         return self.layer(x), self.table[:1]
 
 
-def _refuse_changes():
+@on_ranks(2)
+def test_changes_that_a_wrapper_cannot_follow_are_refused():
     """What cannot be right is a sentence, at the next use."""
 
     def sharded():
@@ -991,11 +817,8 @@ def _refuse_changes():
         model(_own()).sum().backward()
 
 
-def test_changes_that_a_wrapper_cannot_follow_are_refused():
-    run(2, _refuse_changes)
-
-
-def _step_in_backward():
+@on_ranks(2)
+def test_an_optimizer_may_step_in_backward():
     """Hooks of pieces run once their gradients are summed: an optimizer for each parameter."""
     net = _net()
     model = FullyShardedDataParallel(net, units=[net[0], net[2]])
@@ -1017,156 +840,224 @@ def _step_in_backward():
         model.optimizer_state_dict(optimizer)
 
 
-def test_an_optimizer_may_step_in_backward():
-    run(2, _step_in_backward)
+# ---- scripts -------------------------------------------------------------------------------------
 
+EACH = """
+    import functools, gc, os, sys
+    import torch
+    import torch._dynamo, torch.multiprocessing
+    import torch.distributed as dist
+    import pipeline, sequence_parallel, zero
 
-# ---- what PyTorch's documentation and courses show -----------------------------------------------
-
-DOCUMENTED = """\
-import copy
-import os
-
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-import torch.nn as nn
-import torch.optim as optim
-
-from ddp import DistributedDataParallel as DDP
-from zero import FullyShardedDataParallel as FSDP
-from zero import ZeroRedundancyOptimizer
-
-
-def basic(rank, world_size):
-    model = nn.Linear(10, 10)
-    ddp_model = DDP(model)
-    loss_fn = nn.MSELoss()
-    optimizer = optim.SGD(ddp_model.parameters(), lr=0.001)
-    outputs = ddp_model(torch.randn(20, 10))
-    labels = torch.randn(20, 10)
-    loss_fn(outputs, labels).backward()
-    optimizer.step()
-    print_equal("basic", model)
-
-
-def print_equal(name, model):
-    # the same on all ranks, by torch's own collectives
-    for value in model.state_dict().values():
-        least, most = value.clone(), value.clone()
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        assert torch.equal(least, most), name
-    if dist.get_rank() == 0:
-        print(name, "is equal", flush=True)
-
-
-def zero(rank, world_size, use_zero):
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(20, 20) for _ in range(20)])
-    ddp_model = DDP(model)
-    loss_fn = nn.MSELoss()
-    if use_zero:
-        optimizer = ZeroRedundancyOptimizer(
-            ddp_model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01
-        )
+    torch.set_num_threads(1)
+    gc.freeze()  # a process that ends has less to look at
+    for number, name in enumerate(sys.argv[1:]):
+        if (pid := os.fork()) == 0:  # each in a process of its own, which goes on below
+            break
+        _, status = os.waitpid(pid, 0)
+        # in one write, which the other rank's cannot cut in two
+        print(f"{number} ended with status {status}\\n", end="", flush=True)
     else:
-        optimizer = torch.optim.Adam(ddp_model.parameters(), lr=0.01)
-    torch.manual_seed(rank)
-    for _ in range(3):
-        outputs = ddp_model(torch.randn(20, 20))
-        labels = torch.randn(20, 20)
+        sys.exit()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    own = {"store": dist.FileStore(f"{name}.store"), "rank": rank, "world_size": world_size}
+    dist.init_process_group = functools.partial(dist.init_process_group, **own)
+    exec(compile(open(name).read(), name, "exec"))
+"""
+ENDS = """
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from collectives import all_reduce, report_stalls
+    from ddp import DistributedDataParallel
+    from tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
+
+    def awaited():
+        for _ in range(10):
+            all_reduce(torch.ones(1000), async_op=True).wait()
+
+    def not_awaited():
+        group = dist.new_group([0, 1])
+        for _ in range(3):
+            all_reduce(torch.ones(1000), group=group, async_op=True)
+
+    def pending():
+        x = torch.ones(1 << 20)
+        works = [all_reduce(x, async_op=True) for _ in range(20)]
+
+    def never_destroyed():
+        pending()
+        dist.destroy_process_group = lambda: None
+
+    def train(wrap, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1)):
+        model = wrap(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)))
+        optimizer = optimizer(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(16, 64)).square().mean().backward()
+            optimizer.step()
+
+    def zero(**how):
+        optimizer = ZeroRedundancyOptimizer
+        sgd = torch.optim.SGD
+        train(lambda model: model, lambda m: optimizer(m.parameters(), sgd, lr=1, **how))
+
+    def split(model):
+        model[0] = ColumnParallelLinear(64, 64, group=dist.group.WORLD)
+        model[2] = RowParallelLinear(64, 8, group=dist.group.WORLD)
+        return model
+
+    uses = [
+        awaited,
+        not_awaited,
+        pending,
+        never_destroyed,
+        lambda: train(DistributedDataParallel),
+        zero,
+        lambda: zero(shard_gradients=True),
+        lambda: train(lambda model: FullyShardedDataParallel(model, units=[model[0], model[2]])),
+        lambda: train(split),
+    ]
+    dist.init_process_group("gloo")
+    report_stalls(30)
+    uses[number % len(uses)]()
+    dist.destroy_process_group()
+"""
+NUMBER_OF_ENDS = 18  # each use twice
+# what PyTorch's documentation and courses show
+DOCUMENTED = """
+    import copy
+    import os
+
+    import torch
+    import torch.distributed as dist
+    import torch.multiprocessing as mp
+    import torch.nn as nn
+    import torch.optim as optim
+
+    from ddp import DistributedDataParallel as DDP
+    from zero import FullyShardedDataParallel as FSDP
+    from zero import ZeroRedundancyOptimizer
+
+
+    def basic(rank, world_size):
+        model = nn.Linear(10, 10)
+        ddp_model = DDP(model)
+        loss_fn = nn.MSELoss()
+        optimizer = optim.SGD(ddp_model.parameters(), lr=0.001)
+        outputs = ddp_model(torch.randn(20, 10))
+        labels = torch.randn(20, 10)
         loss_fn(outputs, labels).backward()
         optimizer.step()
-    print_equal("zero", model)
-    return model.state_dict()
+        print_equal("basic", model)
 
 
-def fsdp(rank, world_size):
-    torch.manual_seed(0)
-    my_module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-    sharded_module = FSDP(my_module)
-    optim = torch.optim.Adam(sharded_module.parameters(), lr=0.0001)
-    x = sharded_module(torch.ones(2, 8))
-    loss = x.sum()
-    loss.backward()
-    optim.step()
-    print_equal("fsdp", sharded_module)
+    def print_equal(name, model):
+        # the same on all ranks, by torch's own collectives
+        for value in model.state_dict().values():
+            least, most = value.clone(), value.clone()
+            dist.all_reduce(least, dist.ReduceOp.MIN)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            assert torch.equal(least, most), name
+        if dist.get_rank() == 0:
+            print(f"{name} is equal\\n", end="", flush=True)
 
 
-class ToyModelWithTiedWeights(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1 = nn.Linear(10, 10, bias=False)
-        self.ln = nn.LayerNorm(10)
-        self.fc2 = nn.Linear(10, 50, bias=False)
-        self.fc3 = nn.Linear(50, 10, bias=False)
-        self.fc4 = nn.Linear(10, 50, bias=False)
-        self.fc5 = nn.Linear(50, 5, bias=False)
-        self.fc4.weight = self.fc2.weight
-        self.no_grad_fixed_param = nn.Parameter(torch.tensor([2.0, 2.0]), requires_grad=False)
-
-    def forward(self, x):
-        x = torch.relu(self.fc2(self.ln(torch.relu(self.fc1(x)))))
-        return self.fc5(torch.relu(self.fc4(torch.relu(self.fc3(x)))))
-
-
-def course(rank, world_size):
-    # a wrapped copy on parts of the batch beside a plain one on all of it
-    torch.manual_seed(rank)
-    plain = ToyModelWithTiedWeights()
-    ddp_model = DDP(copy.deepcopy(plain))
-    plain.load_state_dict(ddp_model.module.state_dict())
-    optimizers = [optim.SGD(plain.parameters(), lr=0.1), optim.SGD(ddp_model.parameters(), lr=0.1)]
-    generator = torch.Generator().manual_seed(42)
-    for _ in range(5):
-        x = torch.randn(20, 10, generator=generator)
-        y = torch.randn(20, 5, generator=generator)
-        part = slice(rank * 20 // world_size, (rank + 1) * 20 // world_size)
-        for model, optimizer, rows in zip((plain, ddp_model), optimizers, (slice(None), part)):
-            optimizer.zero_grad()
-            nn.MSELoss()(model(x[rows]), y[rows]).backward()
+    def zero(rank, world_size, use_zero):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(20, 20) for _ in range(20)])
+        ddp_model = DDP(model)
+        loss_fn = nn.MSELoss()
+        if use_zero:
+            optimizer = ZeroRedundancyOptimizer(
+                ddp_model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01
+            )
+        else:
+            optimizer = torch.optim.Adam(ddp_model.parameters(), lr=0.01)
+        torch.manual_seed(rank)
+        for _ in range(3):
+            outputs = ddp_model(torch.randn(20, 20))
+            labels = torch.randn(20, 20)
+            loss_fn(outputs, labels).backward()
             optimizer.step()
-    for a, b in zip(plain.parameters(), ddp_model.module.parameters()):
+        print_equal("zero", model)
+        return model.state_dict()
+
+
+    def fsdp(rank, world_size):
+        torch.manual_seed(0)
+        my_module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        sharded_module = FSDP(my_module)
+        optim = torch.optim.Adam(sharded_module.parameters(), lr=0.0001)
+        x = sharded_module(torch.ones(2, 8))
+        loss = x.sum()
+        loss.backward()
+        optim.step()
+        print_equal("fsdp", sharded_module)
+
+
+    class ToyModelWithTiedWeights(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1 = nn.Linear(10, 10, bias=False)
+            self.ln = nn.LayerNorm(10)
+            self.fc2 = nn.Linear(10, 50, bias=False)
+            self.fc3 = nn.Linear(50, 10, bias=False)
+            self.fc4 = nn.Linear(10, 50, bias=False)
+            self.fc5 = nn.Linear(50, 5, bias=False)
+            self.fc4.weight = self.fc2.weight
+            self.no_grad_fixed_param = nn.Parameter(torch.tensor([2.0, 2.0]), requires_grad=False)
+
+        def forward(self, x):
+            x = torch.relu(self.fc2(self.ln(torch.relu(self.fc1(x)))))
+            return self.fc5(torch.relu(self.fc4(torch.relu(self.fc3(x)))))
+
+
+    def course(rank, world_size):
+        # a wrapped copy on parts of the batch beside a plain one on all of it
+        torch.manual_seed(rank)
+        plain = ToyModelWithTiedWeights()
+        ddp_model = DDP(copy.deepcopy(plain))
+        plain.load_state_dict(ddp_model.module.state_dict())
+        optimizers = [optim.SGD(model.parameters(), lr=0.1) for model in (plain, ddp_model)]
+        generator = torch.Generator().manual_seed(42)
+        for _ in range(5):
+            x = torch.randn(20, 10, generator=generator)
+            y = torch.randn(20, 5, generator=generator)
+            part = slice(rank * 20 // world_size, (rank + 1) * 20 // world_size)
+            for model, optimizer, rows in zip((plain, ddp_model), optimizers, (slice(None), part)):
+                optimizer.zero_grad()
+                nn.MSELoss()(model(x[rows]), y[rows]).backward()
+                optimizer.step()
+        for a, b in zip(plain.parameters(), ddp_model.module.parameters()):
+            assert torch.allclose(a, b, atol=1e-6)
+        sharded, whole = copy.deepcopy(plain), copy.deepcopy(plain)
+        optimizers = [
+            optim.AdamW(whole.parameters(), lr=0.1, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8),
+            ZeroRedundancyOptimizer(sharded.parameters(), optim.AdamW, lr=0.1, weight_decay=0.1,
+                                    betas=(0.9, 0.999), eps=1e-8),
+        ]
+        for _ in range(5):
+            x, y = torch.rand(32, 10, generator=generator), torch.rand(32, 5, generator=generator)
+            for model, optimizer in zip((whole, sharded), optimizers):
+                optimizer.zero_grad()
+                ((model(x) - y) ** 2).sum().backward()
+                optimizer.step()
+        for a, b in zip(whole.parameters(), sharded.parameters()):
+            assert torch.allclose(a, b, atol=1e-5)
+        print_equal("course", sharded)
+
+
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    basic(rank, world_size)
+    for a, b in zip(zero(rank, world_size, True).values(), zero(rank, world_size, False).values()):
         assert torch.allclose(a, b, atol=1e-6)
-    sharded, whole = copy.deepcopy(plain), copy.deepcopy(plain)
-    optimizers = [
-        optim.AdamW(whole.parameters(), lr=0.1, weight_decay=0.1, betas=(0.9, 0.999), eps=1e-8),
-        ZeroRedundancyOptimizer(sharded.parameters(), optim.AdamW, lr=0.1, weight_decay=0.1,
-                                betas=(0.9, 0.999), eps=1e-8),
-    ]
-    for _ in range(5):
-        x, y = torch.rand(32, 10, generator=generator), torch.rand(32, 5, generator=generator)
-        for model, optimizer in zip((whole, sharded), optimizers):
-            optimizer.zero_grad()
-            ((model(x) - y) ** 2).sum().backward()
-            optimizer.step()
-    for a, b in zip(whole.parameters(), sharded.parameters()):
-        assert torch.allclose(a, b, atol=1e-5)
-    print_equal("course", sharded)
-
-
-dist.init_process_group("gloo")
-rank, world_size = dist.get_rank(), dist.get_world_size()
-basic(rank, world_size)
-for a, b in zip(zero(rank, world_size, True).values(), zero(rank, world_size, False).values()):
-    assert torch.allclose(a, b, atol=1e-6)
-fsdp(rank, world_size)
-course(rank, world_size)
-dist.destroy_process_group()
+    fsdp(rank, world_size)
+    course(rank, world_size)
+    dist.destroy_process_group()
 """
-
-
-def test_documented_examples_run_with_our_imports(tmp_path):
-    done = launch(tmp_path, 2, DOCUMENTED)
-    assert done.returncode == 0, done.stderr
-    names = ["basic", "zero", "zero", "fsdp", "course"]
-    assert done.stdout.splitlines() == [f"{name} is equal" for name in names]
-
-
-# ---- pipeline.py ---------------------------------------------------------------------------------
-
-
 PIPELINE = """
     import torch, torch.distributed as dist
     from torch import nn
@@ -1202,18 +1093,39 @@ PIPELINE = """
 """
 
 
-def test_a_pipeline_of_two_trains_and_one_that_fails_does_not_hang_the_other(tmp_path):
-    done = launch(tmp_path, 2, PIPELINE)
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """What all these scripts said, on two ranks of one torchrun, of which each ends by itself."""
+    folder, names = tmp_path_factory.mktemp("scripts"), []
+    for text in NUMBER_OF_ENDS * [ENDS] + [DOCUMENTED, PIPELINE]:
+        names.append(folder / f"{len(names)}.py")
+        names[-1].write_text(textwrap.dedent(text))
+    return launch(folder, 2, EACH, *names, timeout=240)
+
+
+def test_scripts_that_leave_the_normal_way_exit_with_0(done):
     assert done.returncode == 0, done.stderr
-    assert "rank 1: ValueError: inputs has 8 rows, targets has 4" in done.stdout
-    assert "rank 0: RuntimeError: " in done.stdout
+    ended = [line for line in done.stdout.splitlines() if " ended with " in line]
+    ends = [f"{number} ended with status 0" for number in range(NUMBER_OF_ENDS + 2)]
+    assert sorted(ended) == sorted(2 * ends), done.stderr
+
+
+def test_documented_examples_run_with_our_imports(done):
+    names = ["basic", "zero", "zero", "fsdp", "course"]
+    equal = [line for line in done.stdout.splitlines() if line.endswith(" is equal")]
+    assert equal == [f"{name} is equal" for name in names], done.stderr
+
+
+def test_a_pipeline_of_two_trains_and_one_that_fails_does_not_hang_the_other(done):
+    assert "\nrank 1: ValueError: inputs has 8 rows, targets has 4" in done.stdout, done.stderr
+    assert "\nrank 0: RuntimeError: " in done.stdout, done.stderr
 
 
 # ---- hybrid.py -----------------------------------------------------------------------------------
 
 
 HYBRID = (PROJECT / "hybrid.py").read_text()
-SMALL = "--hidden 16 --heads 2 --seq-len 16"
+SMALL = f"--hidden 16 --heads 2 --seq-len 16 --data {PROJECT / 'ddp.py'}"
 
 
 def complaints(done):
@@ -1231,12 +1143,12 @@ def read_metrics(file):
 def test_torchrun_and_one_process_write_the_same_metrics_and_a_trace(tmp_path):
     flags = f"{SMALL} --schedule zb-v --microbatches 4 --layers 4 --steps 3 --metrics".split()
     command = [sys.executable, PROJECT / "hybrid.py", *flags, tmp_path / "one"]
-    one = subprocess.run(command, cwd=tmp_path, timeout=120, capture_output=True, text=True)
-    layout = [tmp_path / "two", "--pp", 2, "--trace", tmp_path / "trace"]
-    two = launch(tmp_path, 2, HYBRID, *flags, *layout)
-    for done in (one, two):
-        assert done.returncode == 0, done.stderr
-        lines = done.stdout.splitlines()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, **pipes) as one:  # beside the others
+        two = launch(tmp_path, 2, HYBRID, *flags, "two", "--pp", 2, "--trace", "trace")
+        output, errors = one.communicate(timeout=120)
+    assert one.returncode == two.returncode == 0, errors + two.stderr
+    for lines in (output.splitlines(), two.stdout.splitlines()):
         assert [line.split()[:2] for line in lines[:3]] == [["step", str(k)] for k in (1, 2, 3)]
         assert all(word in lines[0] for word in ("loss", "grad norm", "lr", "tokens/s", "MB"))
         assert lines[3].startswith("validation loss ") and "---- continuation" in lines
@@ -1322,9 +1234,9 @@ def test_help_and_faults_of_one_machine_are_said_once(tmp_path):
         import hybrid
 
         hybrid.main(["--help"])
-        sys.exit(hybrid.main(["--data", "MISSING"] if os.environ["RANK"] == "2" else []))
+        sys.exit(hybrid.main(["--data", "MISSING"] if os.environ["RANK"] == "1" else []))
     """
-    done = launch(tmp_path, 3, script)
+    done = launch(tmp_path, 2, script)
     assert done.returncode != 0 and done.stdout.count("usage: hybrid.py") == 1
-    missing = "rank 2: --data MISSING: no such file or folder"
+    missing = "rank 1: --data MISSING: no such file or folder"
     assert complaints(done) == [f"hybrid.py: error: {missing}"]
