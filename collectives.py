@@ -44,9 +44,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections import Counter, deque
+from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import lru_cache, partial, wraps
 from itertools import accumulate, islice, zip_longest
 from typing import NamedTuple
@@ -112,8 +111,8 @@ def exchange(sends, receives, group=None, async_op=False):
     The group's pending operations come first. Returns None, or with async_op an object whose wait()
     completes the batch. A RuntimeError names the peer of a message that failed.
     """
-    tensor = next((tensor for tensor, _ in (*sends, *receives)), None)
-    link = _Link("exchange", group, tensor, EXCHANGE_TAG)
+    first = sends or receives
+    link = _Link("exchange", group, first[0][0] if first else None, EXCHANGE_TAG)
     if link.worker is not None:
         link.worker.last.finish()  # a group's messages keep their order
     messages = link.post(sends, receives)
@@ -149,25 +148,23 @@ class _Link:
         """
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
-        works, peers = [], ()
-        messages = _Messages(self, works)
+        messages, peers = _Messages(self), ()
         self.tell("post", messages, sends, receives)
         try:
             if self.on_stream:
                 peers = [peer for _, peer in sends + receives]
-                works += [(work, peers) for work in _batch(sends, receives, self.group)]
+                messages.works = [(work, peers) for work in _batch(sends, receives, self.group)]
                 return messages
             for tensor, peer in receives:
-                peers = [peer]
-                buffer = _on_host(tensor)
-                work = self.group.recv([buffer], peer, self.tag)
-                works.append((work if buffer is tensor else _Staged(work, buffer, tensor), peers))
+                peers, buffer = [peer], _on_host(tensor)
+                messages.works.append((self.group.recv([buffer], peer, self.tag), peers))
+                if buffer is not tensor:
+                    messages.staged.append((tensor, buffer))
             for tensor, peer in sends:
-                peers = [peer]
-                buffer = _on_host(tensor)
+                peers, buffer = [peer], _on_host(tensor)
                 if buffer is not tensor:
                     buffer.copy_(tensor)
-                works.append((self.group.send([buffer], peer, self.tag), peers))
+                messages.works.append((self.group.send([buffer], peer, self.tag), peers))
         except RuntimeError as error:
             raise self.lost(peers, error) from error
         return messages
@@ -183,10 +180,12 @@ class _Link:
 
 
 class _Messages:
-    """Messages under way: [(work, its peers)]."""
+    """Messages under way."""
 
-    def __init__(self, link, works):
-        self.link, self.works = link, works
+    def __init__(self, link):
+        self.link = link
+        self.works = []  # (work, its peers)
+        self.staged = []  # (tensor on a GPU, the host memory that receives for it)
 
     def wait(self):
         peers = ()
@@ -198,6 +197,8 @@ class _Messages:
             raise self.link.lost(peers, error) from error
         finally:
             self.link.tell("done", self)
+        for tensor, buffer in self.staged:
+            tensor.copy_(buffer)
 
 
 def _has_nccl(group, device_type):
@@ -209,18 +210,6 @@ def _batch(sends, receives, group):
     batch = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t, peer in receives]
     batch += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for t, peer in sends]
     return dist.batch_isend_irecv(batch) if batch else []
-
-
-class _Staged(NamedTuple):
-    """The work of a receive into host memory, for a tensor on a GPU."""
-
-    work: object
-    buffer: torch.Tensor
-    tensor: torch.Tensor
-
-    def wait(self):
-        self.work.wait()
-        self.tensor.copy_(self.buffer)
 
 
 def _on_host(tensor):
@@ -258,14 +247,13 @@ _LISTENERS = []
 def observe(listener):
     """Have listener(event, link, ...) called for every operation that begins inside.
 
-    link: its `operation`, `group` and global `ranks`. In its own thread each operation tells of
-        call                            it was called
-        launch                          it goes to the group's thread, or stream
-        begin, end                      its run in the thread
-        join                            somebody has waited for its Work
-        post, messages, sends, receives     lists of (tensor, peer in the group)
-        wait, messages, peers           it waits for one of the messages, with these peers
-        done, messages                  it waits no more
+    link: its `operation`, `group` and global `ranks`. The events, each told where it happens:
+        call                             the operation was called
+        launch, begin, end               it goes to the group's thread, and runs there
+        join                             somebody has waited for its Work
+        post, messages, sends, receives  it begins messages, [(tensor, peer in the group)]
+        wait, messages, peers            it waits for one of them, that with these peers
+        done, messages                   it waits no more
     """
     _LISTENERS.append(listener)
     try:
@@ -304,18 +292,14 @@ def take_turns(algorithms, link):
             under_way.append((algorithm, link.post(sends, receives)))
 
 
-def _cuts(row, parts):
-    """Where parts of a row begin, on multiples of 128 bytes, and its end.
+def _cut(row, parts):
+    """A row in parts that begin on multiples of 128 bytes.
 
     A part is less than 128 bytes longer or shorter than its share; those of a small row are empty.
     """
     unit = ALIGNMENT // row.itemsize
     units = math.ceil(len(row) / unit)
-    return [*(units * part // parts * unit for part in range(parts)), len(row)]
-
-
-def _cut(row, parts):
-    return row.tensor_split(_cuts(row, parts)[1:-1])
+    return row.tensor_split([units * part // parts * unit for part in range(1, parts)])
 
 
 def _segments(chunks, most):
@@ -326,8 +310,10 @@ def _segments(chunks, most):
 
 def _slices(row, parts, most):
     """A row in slices of about `most` bytes, each but the last of `parts` like multiples of 128."""
+    if row.nbytes <= most:
+        return [row]
     count, multiple = math.ceil(row.nbytes / most), parts * ALIGNMENT // row.itemsize
-    return row.split(math.ceil(len(row) / (count * multiple)) * multiple) if count > 1 else [row]
+    return row.split(math.ceil(len(row) / (count * multiple)) * multiple)
 
 
 # ---- reduce-scatter and all-gather ---------------------------------------------------------------
@@ -447,17 +433,12 @@ def _side_by_side(chunks):
 
 
 def _direct_reduce_scatter(chunks, output, add, rank):
-    """Every chunk to its rank, which adds in the order of ranks."""
+    """Every chunk to its rank, which adds in the order of ranks. `output` may be the own chunk."""
     parts = [chunk if r == rank else torch.empty_like(output) for r, chunk in enumerate(chunks)]
     yield from _pairwise(chunks, parts, rank)
-    _add_up(parts, output, add, rank)
-
-
-def _add_up(parts, output, add, rank):
-    """Into `output`, which may be the own part; those of the others are scratch."""
     total, *others = parts
     for part in others:
-        scratch = parts[0 if rank else 1]
+        scratch = parts[0 if rank else 1]  # another rank's
         total = add(total, part, out=output if part is parts[-1] else scratch)
     if not others:
         output.copy_(total)
@@ -819,24 +800,22 @@ def _choose(link, algorithms, cost, nbytes, name="auto", ranks_per_node=None):
 
 @lru_cache(maxsize=4096)
 def _cheapest(backend, cost, nbytes, world_size, ranks_per_node, speeds):
-    names = _candidates(backend, cost, world_size, ranks_per_node)
-    size = nbytes, world_size, ranks_per_node
-    return min(names, key=lambda name: cost(name, *size).seconds(*speeds))
-
-
-def _candidates(backend, cost, world_size, ranks_per_node):
-    """What "auto" chooses from. An all-gather goes as its reverse, the reduce-scatter.
+    """What "auto" takes. An all-gather goes as its reverse, the reduce-scatter.
 
     On gloo, where ranks share cores, every message costs and every byte, also another rank's.
     """
     if cost is broadcast_cost:
-        return ("tree",) if backend == "gloo" else ("tree", "scatter_all_gather")
-    if backend == "nccl":  # inside a node P-1 messages at once are quickest
-        return ("direct",) if ranks_per_node == world_size else ("ring", "hierarchical")
-    if cost is all_reduce_cost:
-        return "ring", "halving_doubling", "recursive_doubling"
-    doubles = world_size & (world_size - 1) == 0
-    return "halving" if doubles else "direct", "ring"  # log2(P) messages are quicker than P-1
+        names = ["tree"] if backend == "gloo" else ["tree", "scatter_all_gather"]
+    elif backend == "nccl":  # inside a node P-1 messages at once are quickest
+        names = ["direct"] if ranks_per_node == world_size else ["ring", "hierarchical"]
+    elif cost is all_reduce_cost:
+        names = ["ring", "halving_doubling", "recursive_doubling"]
+    elif world_size & (world_size - 1) == 0:  # log2(P) messages are quicker than P-1
+        names = ["halving", "ring"]
+    else:
+        names = ["direct", "ring"]
+    size = nbytes, world_size, ranks_per_node
+    return min(names, key=lambda name: cost(name, *size).seconds(*speeds))
 
 
 # ---- operations: now, or while Python computes ---------------------------------------------------
@@ -910,9 +889,9 @@ class StreamWork:
 class _Thread(threading.Thread):
     """A thread that ends when it takes None out of its queue."""
 
-    def __init__(self, target, *arguments):
+    def __init__(self, target):
         self.queue = queue.SimpleQueue()
-        super().__init__(target=target, args=(self.queue, *arguments), daemon=True)
+        super().__init__(target=target, args=(self.queue,), daemon=True)
         self.start()
 
 
@@ -1020,6 +999,9 @@ def _write_back(tensor, row):
 
 
 # ---- the collectives -----------------------------------------------------------------------------
+#
+# Each returns None, or a Work with async_op, and raises ValueError, which names the values, for
+# arguments that do not fit. As in torch.distributed, src and dst are ranks of the world.
 
 _ALL_REDUCE = {
     "naive": _naive,
@@ -1069,11 +1051,9 @@ def all_reduce(
 ):
     """Reduce `tensor` over the group, in place; every rank ends with the same bits.
 
+    op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers).
     algorithm: naive, direct, ring, recursive_doubling, halving_doubling, or hierarchical with
-    `ranks_per_node` consecutive ranks to a node; auto takes the one that costs least. Returns None,
-    or a Work with async_op. Raises ValueError for an op or algorithm that is not known, for AVG of
-    integers, MIN and MAX of complex numbers, and for a ranks_per_node that does not divide the
-    group.
+    `ranks_per_node` consecutive ranks to a node; auto takes the one that costs least.
     """
     link = _Link("all_reduce", group, tensor)
     _check_op(op, tensor.dtype)
@@ -1089,11 +1069,7 @@ def all_reduce(
 
 @_for_members
 def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
-    """Reduce `tensor` over the group into that of the *global* rank `dst`; the others keep theirs.
-
-    Returns None, or a Work with async_op. Raises ValueError as all_reduce(), and if dst is not in
-    the group.
-    """
+    """Reduce `tensor` over the group into that of rank `dst`; the others keep theirs."""
     link = _Link("reduce", group, tensor)
     _check_op(op, tensor.dtype)
     root = _group_rank("dst", dst, link)
@@ -1111,11 +1087,9 @@ def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
 
 @_for_members
 def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
-    """Copy `tensor` of the *global* rank `src` to every rank of the group, in place.
+    """Copy `tensor` of rank `src` to every rank of the group, in place.
 
     algorithm: tree, scatter_all_gather, or auto, the one that costs least (on gloo the tree).
-    Returns None, or a Work with async_op. Raises ValueError if src is not in the group, and for an
-    unknown algorithm.
     """
     link = _Link("broadcast", group, tensor)
     root = _group_rank("src", src, link)
@@ -1134,8 +1108,7 @@ def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
 def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
     """Reduce `input` over the group; rank r keeps chunk r in `output`, a P-th as long.
 
-    Sends (P-1)/P of the input. Returns None, or a Work with async_op. Raises ValueError for an
-    unknown op and for sizes or dtypes that do not fit.
+    Sends (P-1)/P of the input. op: as in all_reduce().
     """
     link = _Link("reduce_scatter_single", group, output)
     _check_op(op, input.dtype)
@@ -1169,12 +1142,10 @@ def _gather_chunks(link, algorithms, chunks, own, row):
 def all_gather_single(output, input, group=None, async_op=False):
     """Collect `input` of every rank in `output`, P times as long, in rank order.
 
-    Sends (P-1)/P of the output. Returns None, or a Work with async_op. Raises ValueError for sizes
-    or dtypes that do not fit.
+    Sends (P-1)/P of the output.
     """
     link = _Link("all_gather_single", group, output)
-    _check_dtype(output, input)
-    _check_numel(output, input, input.numel() * link.world_size)
+    _check_fits(output, input, input.numel() * link.world_size)
 
     def run(link):
         row = _row(output)
@@ -1186,15 +1157,10 @@ def all_gather_single(output, input, group=None, async_op=False):
 
 @_for_members
 def all_gather(tensor_list, tensor, group=None, async_op=False):
-    """Collect `tensor` of every rank r in tensor_list[r]; the lengths may differ between ranks.
-
-    Returns None, or a Work with async_op. Raises ValueError if the list does not have one
-    contiguous entry per rank, or this rank's does not fit.
-    """
+    """Collect `tensor` of every rank r in the contiguous tensor_list[r]; lengths may differ."""
     link = _Link("all_gather", group, tensor)
     _check_list("tensor_list", tensor_list, link.world_size)
-    _check_dtype(tensor_list[link.rank], tensor)
-    _check_numel(tensor_list[link.rank], tensor, tensor.numel())
+    _check_fits(tensor_list[link.rank], tensor, tensor.numel())
     algorithms = _ALL_GATHER | {"halving": _direct_all_gather}  # entries are not side by side
 
     def run(link):
@@ -1207,10 +1173,7 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
 
 @_for_members
 def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
-    """Give rank r of the group the r-th tensor of `scatter_list`, which global rank `src` has.
-
-    Returns None, or a Work with async_op. Raises ValueError for a list that does not fit on src.
-    """
+    """Give rank r of the group the r-th tensor of `scatter_list`, which rank `src` has."""
     link = _Link("scatter", group, tensor)
     root = _group_rank("src", src, link)
     inputs = _list_of_root("scatter_list", scatter_list, tensor, root, link)
@@ -1225,10 +1188,7 @@ def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
 
 @_for_members
 def gather(tensor, gather_list=None, dst=0, group=None, async_op=False):
-    """Collect `tensor` of every rank r of the group in gather_list[r] of the global rank `dst`.
-
-    Returns None, or a Work with async_op. Raises ValueError for a list that does not fit on dst.
-    """
+    """Collect `tensor` of every rank r of the group in gather_list[r] of rank `dst`."""
     link = _Link("gather", group, tensor)
     root = _group_rank("dst", dst, link)
     outputs = _list_of_root("gather_list", gather_list, tensor, root, link)
@@ -1246,8 +1206,7 @@ def all_to_all_single(
 ):
     """Send the i-th piece of `input` to rank i, and receive rank i's piece as the i-th of `output`.
 
-    Pieces are rows (dim 0): *_split_sizes rows for each rank, or equal ones. Returns None, or a
-    Work with async_op. Raises ValueError for splits that do not fit.
+    Pieces are rows (dim 0): *_split_sizes rows for each rank, or equal ones.
     """
     link = _Link("all_to_all_single", group, output)
     rows = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in (output, input)]
@@ -1561,7 +1520,8 @@ def _check_dtype(output, input):
     _check(dtypes[0] == dtypes[1], "output.dtype={} is not input.dtype={}", *dtypes)
 
 
-def _check_numel(output, input, expected):
+def _check_fits(output, input, expected):
+    _check_dtype(output, input)
     text = "output of shape {} has {} elements where input of shape {} makes {}"
     values = tuple(output.shape), output.numel(), tuple(input.shape), expected
     _check(output.numel() == expected, text, *values)
@@ -1609,47 +1569,44 @@ def _group_rank(name, global_rank, link):
 # ---- who listens ---------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
 class Traffic:
-    """Payload that this rank sent: bytes and messages by (operation, group, peer in the group).
+    """Payload that this rank sent.
 
     Nobody counts what the backend's own collectives send: bytes() and messages() then raise
     RuntimeError.
     """
 
-    bytes_by: Counter = field(default_factory=Counter)
-    messages_by: Counter = field(default_factory=Counter)
-    uncounted: set = field(default_factory=set)  # operations that were the backend's own
+    def __init__(self):
+        self.sent = []  # (operation, group, peer in the group, bytes) of every message
+        self.uncounted = set()  # operations that were the backend's own
 
     def bytes(self, operation=None, group=None, peers=None):
         """Bytes sent by one operation, in one group, to some peers; None stands for all."""
-        return self._select(self.bytes_by, operation, group, peers)
+        return sum(self._select(operation, group, peers))
 
     def messages(self, operation=None, group=None, peers=None):
         """Messages sent, selected as in bytes()."""
-        return self._select(self.messages_by, operation, group, peers)
+        return len(self._select(operation, group, peers))
+
+    def _select(self, operation, group, peers):
+        if self.uncounted:
+            names = ", ".join(sorted(self.uncounted))
+            raise RuntimeError(f"nobody counts the bytes of the backend's own collectives: {names}")
+        return [
+            nbytes
+            for name, its_group, peer, nbytes in self.sent
+            if operation in (None, name)
+            and group in (None, its_group)
+            and (peers is None or peer in peers)
+        ]
 
     def listen(self, event, link, *what):
         """Count what observe() tells."""
         if event == "call" and link.state.backend is not None:
             self.uncounted.add(link.operation)
         if event == "post":
-            for tensor, peer in what[1]:
-                self.bytes_by[link.operation, link.group, peer] += tensor.nbytes
-                self.messages_by[link.operation, link.group, peer] += 1
-
-    def _select(self, counter, operation, group, peers):
-        def wanted(key):
-            return (
-                operation in (None, key[0])
-                and group in (None, key[1])
-                and (peers is None or key[2] in peers)
-            )
-
-        if self.uncounted:
-            names = ", ".join(sorted(self.uncounted))
-            raise RuntimeError(f"nobody counts the bytes of the backend's own collectives: {names}")
-        return sum(count for key, count in counter.items() if wanted(key))
+            _, sends, _ = what
+            self.sent += [(link.operation, link.group, peer, t.nbytes) for t, peer in sends]
 
 
 @contextmanager
@@ -1673,21 +1630,21 @@ def report_stalls(seconds):
         elif event == "done":
             waits.pop(threading.get_ident(), None)
 
+    def report(end):
+        while True:
+            try:
+                return end.get(timeout=seconds / 8)
+            except queue.Empty:
+                now = time.monotonic()
+            for wait in list(waits.values()):
+                link, peers, since = wait
+                if now - since >= seconds:
+                    wait[2] = math.inf  # it has been told
+                    line = f"{link.describe('waits for', peers)} for more than {seconds} s\n"
+                    sys.stderr.write(line)
+
     _LISTENERS.append(listen)
-    _Thread(_report_stalls, waits, seconds)
-
-
-def _report_stalls(end, waits, seconds):
-    while True:
-        try:
-            return end.get(timeout=seconds / 8)
-        except queue.Empty:
-            now = time.monotonic()
-        for wait in list(waits.values()):
-            link, peers, since = wait
-            if now - since >= seconds:
-                wait[2] = math.inf  # it has been told
-                sys.stderr.write(f"{link.describe('waits for', peers)} for more than {seconds} s\n")
+    _Thread(report)
 
 
 def measure_link(group=None, rounds=20):
