@@ -66,9 +66,10 @@ class Stream:
 
 @contextmanager
 def as_on_nccl(**others):
-    """torch says that the group has NCCL for every tensor, and streams. others: patches of dist."""
+    """torch says that groups have NCCL for every tensor, and has streams. others: dist's, too."""
+    config = {"get_backend_config": lambda group=None: "cpu:nccl,meta:nccl"}
     with (
-        patch.multiple(dist, get_backend_config=lambda group=None: "cpu:nccl,meta:nccl", **others),
+        patch.multiple(dist, **config | others),
         patch.multiple(torch.cuda, Stream=Stream, Event=Stream, current_stream=Stream),
         patch.object(torch.cuda, "stream", lambda stream: nullcontext()),
     ):
