@@ -47,7 +47,7 @@ import weakref
 from collections import deque
 from contextlib import contextmanager
 from functools import lru_cache, partial, wraps
-from itertools import accumulate, islice, zip_longest
+from itertools import islice, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -144,7 +144,8 @@ class _Link:
         """Begin messages [(tensor, peer)] that progress together; their wait() completes them.
 
         NCCL takes them as one batch of the stream. gloo has tags, which keep them apart from those
-        of a user, and wants every message to be waited for.
+        of a user, and wants every message to be waited for. It is called through the group's own
+        send() and recv(): dist.isend() and irecv() cost the host twice as much.
         """
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
@@ -250,7 +251,7 @@ def observe(listener):
     link: its `operation`, `group` and global `ranks`. The events, each told where it happens:
         call                             the operation was called
         launch, begin, end               it goes to the group's thread, and runs there
-        join                             somebody has waited for its Work
+        join                             somebody has waited for its Work (if a listener keeps link)
         post, messages, sends, receives  it begins messages, [(tensor, peer in the group)]
         wait, messages, peers            it waits for one of them, that with these peers
         done, messages                   it waits no more
@@ -304,6 +305,8 @@ def _cut(row, parts):
 
 def _segments(chunks, most):
     """The k-th part of every chunk, for each k; none is of more than `most` bytes and 128."""
+    if most == math.inf:
+        return [chunks]
     count = math.ceil(max(chunk.nbytes for chunk in chunks) / most)
     return list(zip(*(_cut(chunk, count) for chunk in chunks))) if count > 1 else [chunks]
 
@@ -392,21 +395,20 @@ def _halving(chunks, output, add, rank):
         step 0   c01: 0+2       c01: 1+3       c23: 0+2       c23: 1+3       (partner = rank xor 2)
         step 1   c0: 0+1+2+3    c1: 0+1+2+3    c2: 0+1+2+3    c3: 0+1+2+3    (partner = rank xor 1)
     """
-    total, bounds = _side_by_side(chunks)
-    start, size = 0, len(chunks)
-    while size > 1:  # `total` has `size` chunks, the first of them `start`
-        size //= 2
-        partner = rank ^ size
-        keep, give = (start + size, start) if rank & size else (start, start + size)
-        kept, given = (
-            total[bounds[half] - bounds[start] : bounds[half + size] - bounds[start]]
-            for half in (keep, give)
-        )
-        received = torch.empty_like(kept)
+    lengths, half = [len(chunk) for chunk in chunks], len(chunks) // 2
+    if half == 0:
+        output.copy_(chunks[0])
+        return
+    halves = _joined(chunks[:half]), _joined(chunks[half:])
+    while half:
+        kept, given = halves[::-1] if rank & half else halves
+        received, partner = torch.empty_like(kept), rank ^ half
         yield [(given, partner)], [(received, partner)]
-        total, start = add(kept, received, out=output if size == 1 else received), keep
-    if len(chunks) == 1:
-        output.copy_(total)
+        lengths = lengths[half:] if rank & half else lengths[:half]
+        half //= 2
+        total = add(kept, received, out=received if half else output)
+        if half:
+            halves = total.split([sum(lengths[:half]), sum(lengths[half:])])
 
 
 def _doubling(chunks, rank):
@@ -417,19 +419,18 @@ def _doubling(chunks, rank):
         step 0   0 1 . .   0 1 . .   . . 2 3   . . 2 3       (partner = rank xor 1)
         step 1   0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3       (partner = rank xor 2)
     """
-    row, bounds = _side_by_side(chunks)
     size = 1
     while size < len(chunks):
-        partner, mine = rank ^ size, rank & -size
-        own, other = (row[bounds[i] : bounds[i + size]] for i in (mine, mine ^ size))
-        yield [(own, partner)], [(other, partner)]
+        mine = rank & -size
+        own, other = (_joined(chunks[i : i + size]) for i in (mine, mine ^ size))
+        yield [(own, rank ^ size)], [(other, rank ^ size)]
         size *= 2
 
 
-def _side_by_side(chunks):
-    """Chunks that follow each other in memory as one row, and where in it each begins and ends."""
-    bounds = [0, *accumulate(map(len, chunks))]
-    return chunks[0].as_strided(bounds[-1:], (1,)), bounds
+def _joined(chunks):
+    """Chunks that follow each other in memory, as one tensor."""
+    first, *others = chunks
+    return first.as_strided((sum(map(len, chunks)),), (1,)) if others else first
 
 
 def _direct_reduce_scatter(chunks, output, add, rank):
@@ -911,7 +912,7 @@ class _WorkThread(_Thread):
 
     def __init__(self, group):
         super().__init__(self._loop)
-        weakref.finalize(group, self.queue.put, None)
+        weakref.finalize(group, self.queue.put, None)  # the thread ends with its group
 
     def submit(self, run, link, tensors):
         self.last = Work(run, link)
@@ -1120,7 +1121,7 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
     def run(link):
         P, row, inputs = link.world_size, _row(output), _row(input)
         scatter, most = _choose(link, _REDUCE_SCATTER, reduce_scatter_cost, inputs.nbytes)
-        parts = _segments([*inputs.tensor_split(P), row], most / P)
+        parts = _segments([*inputs.view(P, len(row)).unbind(), row], most / P)
         steps = [scatter(chunks, own, _REDUCE[op], link.rank) for *chunks, own in parts]
         _perform(link, steps, row, inputs, op)
         _average(row, op, P)
@@ -1149,7 +1150,8 @@ def all_gather_single(output, input, group=None, async_op=False):
 
     def run(link):
         row = _row(output)
-        _gather_chunks(link, _ALL_GATHER, row.tensor_split(link.world_size), input, row)
+        chunks = row.view(link.world_size, input.numel()).unbind()
+        _gather_chunks(link, _ALL_GATHER, chunks, input, row)
         _write_back(output, row)
 
     return _launch(link, run, [output, input], async_op, input.numel(), input.dtype)

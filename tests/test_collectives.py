@@ -626,13 +626,14 @@ def test_ranks_per_node_is_a_positive_integer():
 def test_an_error_of_a_batch_names_the_operation_and_its_peers(one_of_eight):
     lost = dist.DistBackendError("NCCL communicator was aborted")
     x, world, some = torch.ones(4), str(list(range(8))), dist.new_group([0, 3, 5])
+    naive = partial(all_reduce, algorithm="naive")
     for post in (Mock(side_effect=lost), Mock(return_value=[Mock(wait=Mock(side_effect=lost))])):
         for call, operation, ranks, peers in [
             (lambda: exchange([(x, 3)], [(x.clone(), 2)]), "exchange", world, "2 or 3"),
             (lambda: exchange([(x, 3)], [], async_op=True).wait(), "exchange", world, "3"),
             (lambda: exchange([(x, 2)], [], some), "exchange", "[0, 3, 5]", "5"),
             (lambda: broadcast(x), "broadcast", world, "1 or 2 or 4"),
-            (lambda: all_reduce(x, group=some), "all_reduce", "[0, 3, 5]", "3 or 5"),
+            (lambda: naive(x, group=some), "all_reduce", "[0, 3, 5]", "3 or 5"),
         ]:
             with as_on_nccl(batch_isend_irecv=post), pytest.raises(RuntimeError) as info:
                 call()
@@ -759,7 +760,7 @@ def _operators(ops):
     return operators.names
 
 
-LAYOUT = {"view", "split", "split_with_sizes", "tensor_split", "slice", "detach", "alias"}
+LAYOUT = {"view", "unbind", "split", "split_with_sizes", "tensor_split", "slice", "detach", "alias"}
 MEMORY = {"empty", "empty_like", "copy_"}
 
 
@@ -1254,9 +1255,14 @@ def test_all_reduce_of_inference_tensors_in_the_background():
 
 @on_ranks(2)
 def test_a_listener_hears_of_what_begins_inside_in_its_order():
-    x, heard = torch.ones(4), []
-    in_main = lambda: threading.current_thread() is threading.main_thread()
-    with observe(lambda event, link, *what: heard.append((event, link.operation, in_main()))):
+    x, heard, links = torch.ones(4), [], []
+
+    def listen(event, link, *what):
+        in_main = threading.current_thread() is threading.main_thread()
+        heard.append((event, link.operation, in_main))
+        links.append(link)
+
+    with observe(listen):
         all_reduce(x, algorithm="naive")
         all_gather([x, x.clone()], x.clone(), async_op=True).wait()
     all_reduce(x)
