@@ -784,14 +784,14 @@ def _choose(link, algorithms, cost, nbytes, name="auto", ranks_per_node=None):
 
     algorithms: {name: algorithm}; cost(name, nbytes, world_size, ranks_per_node) is its Cost.
     """
-    backend = "nccl" if link.on_stream else "gloo"
-    ranks_per_node = ranks_per_node or link.state.ranks_per_node
+    told = link.state.ranks_per_node
     if name == "auto":
+        backend = "nccl" if link.on_stream else "gloo"
         speeds = LINK_SPEEDS[backend], LINK_SPEEDS.get(f"{backend} between nodes")
-        name = _cheapest(backend, cost, nbytes, link.world_size, ranks_per_node, speeds)
+        name = _cheapest(backend, cost, nbytes, link.world_size, told, speeds)
     algorithm, most = algorithms[name], math.inf  # for ranks that take unlike steps: all at once
     if name == "hierarchical":
-        algorithm = partial(algorithm, ranks_per_node=ranks_per_node)
+        algorithm = partial(algorithm, ranks_per_node=ranks_per_node or told)
     if name in ("direct", "hierarchical") and link.on_stream:
         most = DIRECT_BYTES
     elif name in ("direct", "ring", "hierarchical") and not link.on_stream:
