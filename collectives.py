@@ -407,8 +407,8 @@ def _halving(chunks, output, add, rank):
         lengths = lengths[half:] if rank & half else lengths[:half]
         half //= 2
         total = add(kept, received, out=received if half else output)
-        if half:
-            halves = total.split([sum(lengths[:half]), sum(lengths[half:])])
+        middle = sum(lengths[:half])
+        halves = total[:middle], total[middle:]
 
 
 def _doubling(chunks, rank):

@@ -1626,8 +1626,16 @@ def test_pairs_of_empty_tensors():
 # ---- order of messages under NCCL's rules -------------------------------------------------------
 
 
-def _record_all():
-    """The events of every collective, in the foreground and in the background."""
+def _replay(events):
+    """Those of all ranks, on the first of them."""
+    programs = gather_objects(events)
+    if dist.get_rank() == 0:
+        replay(programs)
+
+
+@on_ranks(2, 3, 4, 6)
+def test_every_collective_runs_under_the_rules_of_nccl():
+    """In the foreground and in the background."""
     rank, world_size = rank_and_size()
     second = dist.new_group(range(world_size)[::-1])
     sizes = _split_matrix(world_size, 0)
@@ -1661,17 +1669,13 @@ def _record_all():
             for work in works if async_op else ():
                 work.wait()
     LINK_SPEEDS["gloo"] = speeds[0]
-    return events
+    assert len(events) > 50
+    _replay(events)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 6])
-def test_every_collective_runs_under_the_rules_of_nccl(world_size):
-    programs = run(world_size, _record_all)
-    assert all(len(events) > 50 for events in programs)
-    replay(programs)
-
-
-def _record_among_nodes(ranks_per_node):
+@pytest.mark.parametrize("ranks_per_node", [2, 3])
+@on_ranks(4)
+def test_collectives_among_nodes_run_under_the_rules_of_nccl(ranks_per_node):
     """From a group's first batch on, and of so few bytes that most chunks are empty."""
     _, world_size = rank_and_size()
     set_ranks_per_node(ranks_per_node)
@@ -1685,29 +1689,21 @@ def _record_among_nodes(ranks_per_node):
             ]
             for work in works if async_op else ():
                 work.wait()
-    return events
+    assert len(events) > 10
+    _replay(events)
 
 
-@pytest.mark.parametrize("ranks_per_node", [2, 3])
-def test_collectives_among_nodes_run_under_the_rules_of_nccl(ranks_per_node):
-    programs = run(4, _record_among_nodes, ranks_per_node)
-    assert all(len(events) > 10 for events in programs)
-    replay(programs)
-
-
-def _ring_without_batches():
+@on_ranks(3)
+def test_the_replay_catches_a_ring_that_sends_before_it_receives_without_batching():
     rank, world_size = rank_and_size()
     barrier()
     with record() as events:
         sent = exchange([(torch.zeros(1), (rank + 1) % world_size)], [], async_op=True)
         exchange([], [(torch.zeros(1), (rank - 1) % world_size)])
         sent.wait()
-    return events
-
-
-def test_the_replay_catches_a_ring_that_sends_before_it_receives_without_batching():
-    with pytest.raises(Deadlock, match="rank 0 at exchange .*send 4 B 1.*rank 2 at exchange .*"):
-        replay(run(3, _ring_without_batches))
+    text = "rank 0 at exchange .*send 4 B 1.*rank 2 at exchange .*"
+    with pytest.raises(Deadlock, match=text) if rank == 0 else nullcontext():
+        _replay(events)
 
 
 def _batches_in_crossing_orders():
