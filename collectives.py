@@ -145,7 +145,7 @@ class _Link:
 
         NCCL takes them as one batch of the stream. gloo has tags, which keep them apart from those
         of a user, and wants every message to be waited for. It is called through the group's own
-        send() and recv(): dist.isend() and irecv() cost the host twice as much.
+        send() and recv(): dist.isend() and irecv() cost the host almost twice as much.
         """
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
@@ -231,17 +231,14 @@ class _State:
         self.thread = self.stream = None  # which run its operations in the background
 
 
-_STATES = weakref.WeakKeyDictionary()
+_STATES = weakref.WeakKeyDictionary()  # group -> its _State
 
 
 def _state(group):
-    state = _STATES.get(group)
-    if state is None:
-        state = _STATES[group] = _State(group)
-    return state
+    return _STATES.get(group) or _STATES.setdefault(group, _State(group))
 
 
-_LISTENERS = []
+_LISTENERS = []  # those of every observe() now open
 
 
 @contextmanager
