@@ -44,9 +44,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections import Counter, deque
+from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import lru_cache, partial, wraps
 from itertools import islice, zip_longest
 from typing import NamedTuple
@@ -76,46 +75,14 @@ def ring_all_reduce(tensor, group=None):
             own.copy_(arriving)  # a finished sum, on its way to everybody
 
 
-# ---- processes and groups ------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------
 
-
-def schedule_as_batch():
-    """Have this thread, and those it starts from now on, scheduled as batch work (on Linux).
-
-    Call it before the process group is made. A thread of gloo's that preempts the rank it serves
-    spins on a lock that the rank holds, so that a message takes 2-5 ms, not 0.1 ms.
-    """
-    if hasattr(os, "SCHED_BATCH"):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def run_ranks(function, world_size=4):
-    """Call function() on the ranks of a new CPU group: torchrun's, or `world_size` new ones."""
-    if "RANK" in os.environ:
-        _run_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", function)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (world_size, f"file://{folder}/store", function)
-        torch.multiprocessing.spawn(_run_rank, arguments, nprocs=world_size)
-
-
-def _run_rank(rank, world_size, init_method, function):
-    torch.set_num_threads(1)
-    schedule_as_batch()
-    dist.init_process_group("gloo", init_method, rank=rank, world_size=world_size)
-    function()
-    barrier()  # nobody closes its connections while another still reads from them
-    dist.destroy_process_group()
+EXCHANGE_TAG = 1 << 30  # beyond a user's tags; so is the next one, that of the collectives
 
 
 def rank_and_size(group=None):
     """This rank inside `group`, and the group's size."""
     return dist.get_rank(group), dist.get_world_size(group)
-
-
-def _has_nccl(group):
-    """Whether NCCL carries CUDA tensors in the group, which may have gloo for others."""
-    return "cuda:nccl" in dist.get_backend_config(group)
 
 
 def _for_members(collective):
@@ -134,92 +101,6 @@ def _for_members(collective):
 
 
 @_for_members
-def set_ranks_per_node(ranks_per_node, group=None):
-    """Tell how many consecutive ranks of the group share a node; unless told, all of them do.
-
-    Where that does not divide the group, its nodes are unlike, and it is a ring on NCCL.
-    """
-    counts = isinstance(ranks_per_node, int) and ranks_per_node > 0
-    _check(counts, "ranks_per_node={!r} is not a positive integer", ranks_per_node)
-    _RANKS_PER_NODE[group or dist.group.WORLD] = ranks_per_node
-
-
-_RANKS_PER_NODE = weakref.WeakKeyDictionary()
-
-
-@_for_members
-def set_backend_collectives(group=None):
-    """From now on the group's collectives are the backend's own: a yardstick and an oracle.
-
-    Arguments, order, results and errors of use stay; exchange() stays a batch of messages. Whoever
-    then asks count_bytes() for counts gets a RuntimeError.
-    """
-    _BACKEND_GROUPS.add(group or dist.group.WORLD)
-
-
-_BACKEND_GROUPS = weakref.WeakSet()
-
-
-# ---- messages ------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class Traffic:
-    """Payload that this rank sent: bytes and messages by (operation, group, peer in the group).
-
-    Nobody counts what the backend's own collectives send: bytes() and messages() then raise
-    RuntimeError.
-    """
-
-    bytes_by: Counter = field(default_factory=Counter)
-    messages_by: Counter = field(default_factory=Counter)
-    uncounted: set = field(default_factory=set)  # operations that were the backend's own
-
-    def bytes(self, operation=None, group=None, peers=None):
-        """Bytes sent by one operation, in one group, to some peers; None stands for all."""
-        return self._select(self.bytes_by, operation, group, peers)
-
-    def messages(self, operation=None, group=None, peers=None):
-        """Messages sent, selected as in bytes()."""
-        return self._select(self.messages_by, operation, group, peers)
-
-    def add(self, operation, group, sends):
-        for tensor, peer in sends:
-            self.bytes_by[operation, group, peer] += tensor.nbytes
-            self.messages_by[operation, group, peer] += 1
-
-    def _select(self, counter, operation, group, peers):
-        def wanted(key):
-            return (
-                operation in (None, key[0])
-                and group in (None, key[1])
-                and (peers is None or key[2] in peers)
-            )
-
-        if self.uncounted:
-            names = ", ".join(sorted(self.uncounted))
-            raise RuntimeError(f"nobody counts the bytes of the backend's own collectives: {names}")
-        return sum(count for key, count in counter.items() if wanted(key))
-
-
-_COUNTERS = []  # the Traffic of every count_bytes() now open
-
-
-@contextmanager
-def count_bytes():
-    """Count what this rank sends in operations begun inside: `with count_bytes() as traffic:`"""
-    traffic = Traffic()
-    _COUNTERS.append(traffic)
-    try:
-        yield traffic
-    finally:
-        _COUNTERS.remove(traffic)
-
-
-EXCHANGE_TAG = 1 << 30  # beyond a user's tags; so is the next one, that of the collectives
-
-
-@_for_members
 def exchange(sends, receives, group=None, async_op=False):
     """Send and receive several tensors in one batch, whose messages progress together.
 
@@ -230,103 +111,106 @@ def exchange(sends, receives, group=None, async_op=False):
     The group's pending operations come first. Returns None, or with async_op an object whose wait()
     completes the batch. A RuntimeError names the peer of a message that failed.
     """
-    group = group or dist.group.WORLD
-    on_stream = any(_on_stream(tensor, group) for tensor, _ in (*sends, *receives)[:1])
-    if (worker := (_STREAMS if on_stream else _THREADS).get(group)) is not None:
-        worker.last.finish()  # a group's messages keep their order
-    messages = _Link("exchange", group, on_stream, EXCHANGE_TAG).post(sends, receives)
-    if async_op:
-        return messages
-    messages.wait()
-
-
-def _on_stream(tensor, group):
-    return tensor.is_cuda and _has_nccl(group)
+    first = sends or receives
+    link = _Link("exchange", group, first[0][0] if first else None, EXCHANGE_TAG)
+    if link.worker is not None:
+        link.worker.last.finish()  # a group's messages keep their order
+    messages = link.post(sends, receives)
+    return messages if async_op else messages.wait()
 
 
 class _Link:
-    """Posts the messages of one operation in one group, and counts what it sends."""
+    """An operation under way in a group: posts its messages, and tells who listens.
 
-    def __init__(self, operation, group, on_stream, tag=EXCHANGE_TAG + 1, counted=True):
-        self.operation, self.group, self.on_stream, self.tag = operation, group, on_stream, tag
-        self.rank, self.world_size, self.by_backend = group.rank(), group.size(), False
-        self.ranks = dist.get_process_group_ranks(group)  # unknown once the group is destroyed
-        self.counters = tuple(_COUNTERS) if counted else ()
+    operation: its name
+    group: the process group, None for that of all ranks
+    tensor: one of those that travel, or None: where NCCL carries it, the operation is a stream's
+    tag: what keeps its messages on gloo apart from others
+    """
+
+    def __init__(self, operation, group, tensor, tag=EXCHANGE_TAG + 1):
+        self.operation, self.tag, self.listeners = operation, tag, tuple(_LISTENERS)
+        self.group = group or dist.group.WORLD
+        self.on_stream = tensor is not None and _has_nccl(self.group, tensor.device.type)
+        self.state = state = _state(self.group)
+        self.worker = state.stream if self.on_stream else state.thread
+        self.rank, self.world_size, self.ranks = state.rank, state.world_size, state.ranks
+
+    def tell(self, event, *what):
+        for listener in self.listeners:
+            listener(event, self, *what)
 
     def post(self, sends, receives):
         """Begin messages [(tensor, peer)] that progress together; their wait() completes them.
 
         NCCL takes them as one batch of the stream. gloo has tags, which keep them apart from those
-        of a user, and wants every message to be waited for.
+        of a user, and wants every message to be waited for. It is called through the group's own
+        send() and recv(): dist.isend() and irecv() cost the host almost twice as much.
         """
-        sends, receives = ([m for m in some if m[0].numel()] for some in (sends, receives))
-        for traffic in self.counters:
-            traffic.add(self.operation, self.group, sends)
-        works, peers = [], ()
+        sends = [message for message in sends if message[0].numel()]
+        receives = [message for message in receives if message[0].numel()]
+        messages, peers = _Messages(self), ()
+        self.tell("post", messages, sends, receives)
         try:
             if self.on_stream:
-                peers = tuple(sorted({peer for _, peer in sends + receives}))
-                works = [(work, peers) for work in _batch(sends, receives, self.group)]
-                return _Messages(self, works)
+                peers = [peer for _, peer in sends + receives]
+                messages.works = [(work, peers) for work in _batch(sends, receives, self.group)]
+                return messages
             for tensor, peer in receives:
-                peers = (peer,)
-                buffer = _on_host(tensor)
-                work = self.group.recv([buffer], peer, self.tag)
-                works.append((work if buffer is tensor else _Staged(work, buffer, tensor), peers))
+                peers, buffer = [peer], _on_host(tensor)
+                messages.works.append((self.group.recv([buffer], peer, self.tag), peers))
+                if buffer is not tensor:
+                    messages.staged.append((tensor, buffer))
             for tensor, peer in sends:
-                peers = (peer,)
-                buffer = _on_host(tensor)
+                peers, buffer = [peer], _on_host(tensor)
                 if buffer is not tensor:
                     buffer.copy_(tensor)
-                works.append((self.group.send([buffer], peer, self.tag), peers))
+                messages.works.append((self.group.send([buffer], peer, self.tag), peers))
         except RuntimeError as error:
             raise self.lost(peers, error) from error
-        return _Messages(self, works)
+        return messages
 
     def lost(self, peers, error):
         return RuntimeError(f"{self.describe('lost', peers)}: {error}")
 
     def describe(self, verb, peers):
         """What this rank has to say of some peers, and in which operation."""
-        others = " or ".join(str(self.ranks[peer]) for peer in peers)
+        others = " or ".join(str(self.ranks[peer]) for peer in sorted(set(peers)))
         where = f"{self.operation} in the group of ranks {self.ranks}"
         return f"{where}: rank {self.ranks[self.rank]} {verb} rank {others}"
 
 
-class _Messages(NamedTuple):
-    """Messages under way: [(work, its peers)]."""
+class _Messages:
+    """Messages under way."""
 
-    link: _Link
-    works: list
+    def __init__(self, link):
+        self.link = link
+        self.works = []  # (work, its peers)
+        self.staged = []  # (tensor on a GPU, the host memory that receives for it)
 
     def wait(self):
-        thread = threading.get_ident()
-        for work, peers in self.works:
-            _WAITS[thread] = self.link, work, peers
-            try:
+        peers = ()
+        try:
+            for work, peers in self.works:
+                self.link.tell("wait", self, peers)
                 work.wait()
-            except RuntimeError as error:
-                raise self.link.lost(peers, error) from error
-            finally:
-                del _WAITS[thread]
+        except RuntimeError as error:
+            raise self.link.lost(peers, error) from error
+        finally:
+            self.link.tell("done", self)
+        for tensor, buffer in self.staged:
+            tensor.copy_(buffer)
+
+
+def _has_nccl(group, device_type):
+    """Whether NCCL carries such a device's tensors in the group, which may have gloo for others."""
+    return f"{device_type}:nccl" in dist.get_backend_config(group)
 
 
 def _batch(sends, receives, group):
     batch = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t, peer in receives]
     batch += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for t, peer in sends]
     return dist.batch_isend_irecv(batch) if batch else []
-
-
-class _Staged(NamedTuple):
-    """The work of a receive into host memory, for a tensor on a GPU."""
-
-    work: object
-    buffer: torch.Tensor
-    tensor: torch.Tensor
-
-    def wait(self):
-        self.work.wait()
-        self.tensor.copy_(self.buffer)
 
 
 def _on_host(tensor):
@@ -336,7 +220,44 @@ def _on_host(tensor):
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
-_WAITS = {}  # thread -> (link, work, peers) of the message that it waits for
+class _State:
+    """What is kept of a process group that has been used here, and ends with it."""
+
+    def __init__(self, group):
+        self.rank, self.world_size = group.rank(), group.size()
+        self.ranks = dist.get_process_group_ranks(group)  # unknown once the group is destroyed
+        self.ranks_per_node = self.world_size  # see set_ranks_per_node()
+        self.backend = None  # see set_backend_collectives()
+        self.thread = self.stream = None  # which run its operations in the background
+
+
+_STATES = weakref.WeakKeyDictionary()  # group -> its _State
+
+
+def _state(group):
+    return _STATES.get(group) or _STATES.setdefault(group, _State(group))
+
+
+_LISTENERS = []  # those of every observe() now open
+
+
+@contextmanager
+def observe(listener):
+    """Have listener(event, link, ...) called for every operation that begins inside.
+
+    link: its `operation`, `group` and global `ranks`. The events, each told where it happens:
+        call                             the operation was called
+        launch, begin, end               it goes to the group's thread, and runs there
+        join                             somebody has waited for its Work (if a listener keeps link)
+        post, messages, sends, receives  it begins messages, [(tensor, peer in the group)]
+        wait, messages, peers            it waits for one of them, that with these peers
+        done, messages                   it waits no more
+    """
+    _LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(listener)
 
 
 # ---- algorithms take turns -----------------------------------------------------------------------
@@ -369,275 +290,30 @@ def take_turns(algorithms, link):
             under_way.append((algorithm, link.post(sends, receives)))
 
 
-def _cuts(row, parts):
-    """Where parts of a row begin, on multiples of 128 bytes, and its end.
+def _cut(row, parts):
+    """A row in parts that begin on multiples of 128 bytes.
 
     A part is less than 128 bytes longer or shorter than its share; those of a small row are empty.
     """
     unit = ALIGNMENT // row.itemsize
     units = math.ceil(len(row) / unit)
-    return [*(units * part // parts * unit for part in range(parts)), len(row)]
-
-
-def _cut(row, parts):
-    return row.tensor_split(_cuts(row, parts)[1:-1])
+    return row.tensor_split([units * part // parts * unit for part in range(1, parts)])
 
 
 def _segments(chunks, most):
     """The k-th part of every chunk, for each k; none is of more than `most` bytes and 128."""
+    if most == math.inf:
+        return [chunks]
     count = math.ceil(max(chunk.nbytes for chunk in chunks) / most)
     return list(zip(*(_cut(chunk, count) for chunk in chunks))) if count > 1 else [chunks]
 
 
 def _slices(row, parts, most):
     """A row in slices of about `most` bytes, each but the last of `parts` like multiples of 128."""
+    if row.nbytes <= most:
+        return [row]
     count, multiple = math.ceil(row.nbytes / most), parts * ALIGNMENT // row.itemsize
-    return row.split(math.ceil(len(row) / (count * multiple)) * multiple) if count > 1 else [row]
-
-
-# ---- operations: now, or while Python computes ---------------------------------------------------
-#
-# A group's operations run strictly one after the other, and each reads its inputs when its turn
-# comes: at once if nothing is pending, else in the background. That means
-#   gloo   a thread of the group's: a batch is only complete when somebody has waited for it;
-#   NCCL   a side stream of the group's: there waiting orders streams and blocks nobody.
-
-
-class Work:
-    """A group's operation, under way in a thread. wait() blocks until done; errors arise there."""
-
-    def __init__(self, run, link):
-        self._run, self._error = partial(run, link), None
-        self._inference = torch.is_inference_mode_enabled()  # a mode of each thread
-        self._finished = threading.Event()
-
-    def run(self):
-        try:
-            with torch.inference_mode(self._inference):
-                self._run()
-        except BaseException as error:
-            self._error = error
-        self._run = None
-        self._finished.set()
-
-    def is_completed(self):
-        """Whether wait() would return, or raise, at once."""
-        return self._finished.is_set()
-
-    def finish(self):
-        """wait() that leaves errors to others."""
-        self._finished.wait()
-
-    def wait(self):
-        self._finished.wait()
-        if self._error is not None:
-            raise self._error
-
-
-class StreamWork:
-    """An operation of a group's CUDA stream, under way. wait() makes the current stream wait."""
-
-    def __init__(self, run, link, tensors, stream):
-        self._tensors = tensors  # held until wait(), lest their memory be used again before
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run(link)
-        self._event = stream.record_event()
-
-    def is_completed(self):
-        """Whether the stream has passed the operation."""
-        return self._event.query()
-
-    def finish(self):
-        torch.cuda.current_stream().wait_event(self._event)
-
-    def wait(self):
-        self.finish()
-        self._tensors = None
-
-
-class _Thread(threading.Thread):
-    """A thread that ends when it takes None out of its queue."""
-
-    def __init__(self, target, *arguments):
-        self.queue = queue.SimpleQueue()
-        super().__init__(target=target, args=(self.queue, *arguments), daemon=True)
-        self.start()
-
-
-@atexit.register
-def _end_threads(seconds=30):
-    """A thread that comes back from C++ when there is no Python any more aborts the process."""
-    threads = [thread for thread in threading.enumerate() if isinstance(thread, _Thread)]
-    deadline = time.monotonic() + seconds
-    for thread in threads:
-        thread.queue.put(None)
-    for thread in threads:
-        thread.join(max(0, deadline - time.monotonic()))
-
-
-class _WorkThread(_Thread):
-    """A group's thread."""
-
-    def __init__(self, group):
-        super().__init__(self._loop)
-        weakref.finalize(group, self.queue.put, None)
-
-    def submit(self, run, link, tensors):
-        self.last = Work(run, link)
-        self.queue.put(self.last)
-        return self.last
-
-    @staticmethod
-    def _loop(works):
-        if hasattr(os, "SCHED_OTHER"):  # not as batch work: who wakes it would have it go on
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-        while (work := works.get()) is not None:
-            work.run()
-
-
-class _WorkStream:
-    """A group's stream: torch hands out a pool of 32 in turn, so it is made once and kept."""
-
-    def __init__(self, group):
-        self.stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
-        self.pending = deque()  # works hold their tensors until the stream has passed them
-
-    def submit(self, run, link, tensors):
-        while self.pending and self.pending[0].is_completed():
-            self.pending.popleft()
-        self.last = StreamWork(run, link, tensors, self.stream)
-        self.pending.append(self.last)
-        return self.last
-
-
-_THREADS = weakref.WeakKeyDictionary()  # group -> _WorkThread
-_STREAMS = weakref.WeakKeyDictionary()  # group -> _WorkStream
-
-
-def _launch(operation, run, tensors, group, async_op, signature=()):
-    """Call run(link) in the group's order; returns None, or its Work with async_op.
-
-    signature: what must be the same on all ranks; compared where PyTorch's debug level is DETAIL.
-    """
-    group = group or dist.group.WORLD
-    link = _Link(operation, group, _on_stream(tensors[0], group))
-    if group in _BACKEND_GROUPS and link.world_size > 1:
-        link.by_backend = True
-        for traffic in link.counters:
-            traffic.uncounted.add(operation)
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        call = " ".join(map(str, (operation, *signature)))
-        run = partial(_compare_and_run, run, call, tensors[0].device)
-    if link.world_size == 1:  # needs neither stream nor thread
-        work = Work(run, link)
-        work.run()
-        return work if async_op else work.wait()
-    workers, kind = (_STREAMS, _WorkStream) if link.on_stream else (_THREADS, _WorkThread)
-    worker = workers.get(group)
-    if not async_op and (worker is None or worker.last.is_completed()):
-        return run(link)
-    worker = worker or kind(group)
-    work = worker.submit(run, link, tensors)
-    workers[group] = worker
-    return work if async_op else work.wait()
-
-
-def _perform(link, algorithms, *arguments):
-    """Do a link's operation: by algorithms that take turns, or by the backend, on `arguments`."""
-    if link.by_backend:
-        _backend_collective(link.operation, link.group, *arguments)
-    else:
-        take_turns(algorithms, link)
-
-
-def _backend_collective(operation, group, *arguments):
-    """The backend's own collective on contiguous rows; AVG is a SUM, whose caller divides."""
-
-    def plain(op):
-        return ReduceOp.SUM if op == ReduceOp.AVG else op
-
-    def all_reduce(output, input, op):
-        if output is not input:
-            output.copy_(input)
-        dist.all_reduce(output, plain(op), group)
-
-    def reduce(row, root, op):
-        own = row if dist.get_rank(group) == root else row.clone()  # gloo overwrites it
-        dist.reduce(own, op=plain(op), group=group, group_dst=root)
-
-    def reduce_scatter(output, input, op):
-        dist.reduce_scatter_single(output, input, plain(op), group)
-
-    def all_gather(chunks, own):
-        if len({len(chunk) for chunk in chunks}) == 1:
-            return dist.all_gather(chunks, own, group)
-        for root, chunk in enumerate(chunks):
-            dist.broadcast(chunk, group=group, group_src=root)
-
-    calls = {
-        "all_reduce": all_reduce,
-        "reduce": reduce,
-        "broadcast": lambda row, root: dist.broadcast(row, group=group, group_src=root),
-        "reduce_scatter_single": reduce_scatter,
-        "all_gather_single": lambda row, own: dist.all_gather_single(row, own, group),
-        "all_gather": all_gather,
-        "scatter": lambda row, rows, root: dist.scatter(row, rows, group=group, group_src=root),
-        "gather": lambda row, rows, root: dist.gather(row, rows, group=group, group_dst=root),
-        "all_to_all_single": lambda *rows: dist.all_to_all_single(*rows, group),
-        "barrier": lambda token: dist.all_reduce(token, group=group),  # on the token's device
-    }
-    calls[operation](*arguments)
-
-
-def _compare_and_run(run, call, device, link, length=256):
-    """Tell every rank what this one is about to do; raise if somebody is about to do otherwise."""
-    text = torch.tensor(list(call.encode()[:length].ljust(length)), dtype=torch.uint8)
-    texts = list(text.to(device).repeat(link.world_size, 1))
-    apart = _Link(link.operation, link.group, link.on_stream, counted=False)
-    take_turns([_direct_all_gather(texts, link.rank)], apart)
-    calls = [bytes(text.tolist()).decode().strip() for text in texts]
-    for other, theirs in zip(link.ranks, calls):
-        if theirs != calls[0]:
-            raise ValueError(f"rank {link.ranks[0]} calls {calls[0]}, rank {other} calls {theirs}")
-    run(link)
-
-
-def report_stalls(seconds):
-    """From now on, say on stderr whom an operation waits for that has not moved for so long.
-
-    One line a stall. For gloo; on NCCL nobody waits in wait().
-    """
-    _Thread(_report_stalls, seconds)
-
-
-def _report_stalls(end, seconds):
-    since = {}  # when a wait was first seen; infinite once it has been told
-    while True:
-        try:
-            return end.get(timeout=seconds / 8)
-        except queue.Empty:
-            now = time.monotonic()
-        since = {wait: since.get(wait, now) for wait in list(_WAITS.values())}
-        for wait in [wait for wait in since if now - since[wait] >= seconds]:
-            since[wait] = math.inf
-            link, _, peers = wait
-            waits = link.describe("waits for", peers)
-            sys.stderr.write(f"{waits} for more than {seconds} s\n")
-
-
-def _row(tensor):
-    """Its elements in a row: a view if it is contiguous, else a copy."""
-    return tensor.detach().contiguous().view(-1)
-
-
-@contextmanager
-def _into_row(output):
-    """_row(output); what is written there reaches `output` in the end."""
-    row = _row(output)
-    yield row
-    if not output.is_contiguous():
-        output.detach().copy_(row.view(output.shape))
+    return row.split(math.ceil(len(row) / (count * multiple)) * multiple)
 
 
 # ---- reduce-scatter and all-gather ---------------------------------------------------------------
@@ -709,32 +385,30 @@ def _pairwise(outgoing, arriving, rank):
         yield [(outgoing[r], r) for r in to_ranks], [(arriving[r], r) for r in from_ranks]
 
 
-def _halving(input, bounds, output, add, rank):
+def _halving(chunks, output, add, rank):
     """Reduce-scatter among 2^k ranks by swapping halves of sums, then quarters ... log2(P) steps.
-
-    Chunks c to d - 1 are input[bounds[c] : bounds[d]].
 
         rank        0              1              2              3
         step 0   c01: 0+2       c01: 1+3       c23: 0+2       c23: 1+3       (partner = rank xor 2)
         step 1   c0: 0+1+2+3    c1: 0+1+2+3    c2: 0+1+2+3    c3: 0+1+2+3    (partner = rank xor 1)
     """
-    total, start, size = input, 0, len(bounds) - 1
-    while size > 1:  # `total` has `size` chunks, the first of them `start`
-        size //= 2
-        partner = rank ^ size
-        keep, give = (start + size, start) if rank & size else (start, start + size)
-        kept, given = (
-            total[bounds[half] - bounds[start] : bounds[half + size] - bounds[start]]
-            for half in (keep, give)
-        )
-        received = torch.empty_like(kept)
+    lengths, half = [len(chunk) for chunk in chunks], len(chunks) // 2
+    if half == 0:
+        output.copy_(chunks[0])
+        return
+    halves = _joined(chunks[:half]), _joined(chunks[half:])
+    while half:
+        kept, given = halves[::-1] if rank & half else halves
+        received, partner = torch.empty_like(kept), rank ^ half
         yield [(given, partner)], [(received, partner)]
-        total, start = add(kept, received, out=output if size == 1 else received), keep
-    if len(bounds) == 2:
-        output.copy_(total)
+        lengths = lengths[half:] if rank & half else lengths[:half]
+        half //= 2
+        total = add(kept, received, out=received if half else output)
+        middle = sum(lengths[:half])
+        halves = total[:middle], total[middle:]
 
 
-def _doubling(row, bounds, rank):
+def _doubling(chunks, rank):
     """All-gather among 2^k ranks by swapping one chunk, then two ..., in place. log2(P) steps.
 
         rank        0         1         2         3
@@ -743,25 +417,26 @@ def _doubling(row, bounds, rank):
         step 1   0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3       (partner = rank xor 2)
     """
     size = 1
-    while size < len(bounds) - 1:
-        partner, mine = rank ^ size, rank & -size
-        own, other = (row[bounds[i] : bounds[i + size]] for i in (mine, mine ^ size))
-        yield [(own, partner)], [(other, partner)]
+    while size < len(chunks):
+        mine = rank & -size
+        own, other = (_joined(chunks[i : i + size]) for i in (mine, mine ^ size))
+        yield [(own, rank ^ size)], [(other, rank ^ size)]
         size *= 2
 
 
+def _joined(chunks):
+    """Chunks that follow each other in memory, as one tensor."""
+    first, *others = chunks
+    return first.as_strided((sum(map(len, chunks)),), (1,)) if others else first
+
+
 def _direct_reduce_scatter(chunks, output, add, rank):
-    """Every chunk to its rank, which adds in the order of ranks."""
+    """Every chunk to its rank, which adds in the order of ranks. `output` may be the own chunk."""
     parts = [chunk if r == rank else torch.empty_like(output) for r, chunk in enumerate(chunks)]
     yield from _pairwise(chunks, parts, rank)
-    _add_up(parts, output, add, rank)
-
-
-def _add_up(parts, output, add, rank):
-    """Into `output`, which may be the own part; those of the others are scratch."""
     total, *others = parts
     for part in others:
-        scratch = parts[0 if rank else 1]
+        scratch = parts[0 if rank else 1]  # another rank's
         total = add(total, part, out=output if part is parts[-1] else scratch)
     if not others:
         output.copy_(total)
@@ -836,18 +511,18 @@ def _naive(output, input, add, rank, world_size):
     yield from _direct_reduce_scatter([input] * world_size, output, add, rank)
 
 
-def _direct(output, input, add, rank, world_size):
-    """Reduce-scatter and all-gather in one step each. 2(P-1)/P D bytes."""
-    chunks = _cut(output, world_size)
-    yield from _direct_reduce_scatter(_cut(input, world_size), chunks[rank], add, rank)
-    yield from _direct_all_gather(chunks, rank)
+def _in_two_phases(reduce_scatter, all_gather):
+    """Reduce-scatter, then all-gather: 2(P-1)/P D bytes."""
+
+    def algorithm(output, input, add, rank, world_size):
+        chunks = _cut(output, world_size)
+        yield from reduce_scatter(_cut(input, world_size), chunks[rank], add, rank)
+        yield from all_gather(chunks, rank)
+
+    return algorithm
 
 
-def _ring(output, input, add, rank, world_size):
-    """Reduce-scatter and all-gather round the ring. 2(P-1) steps, 2(P-1)/P D bytes."""
-    chunks = _cut(output, world_size)
-    yield from _ring_reduce_scatter(_cut(input, world_size), chunks[rank], add, rank)
-    yield from _ring_all_gather(chunks, rank)
+_ring = _in_two_phases(_ring_reduce_scatter, _ring_all_gather)  # 2(P-1) steps
 
 
 def _recursive_doubling(output, input, add, rank, world_size):
@@ -866,14 +541,6 @@ def _recursive_doubling(output, input, add, rank, world_size):
         total = add(total, received, out=output if distance == world_size else received)
     if world_size == 1:
         output.copy_(input)
-
-
-def _halving_doubling(output, input, add, rank, world_size):
-    """Reduce-scatter and all-gather so. 2 log2(P) steps, 2(P-1)/P D bytes. Rabenseifner, 2004."""
-    bounds = _cuts(output, world_size)
-    own = output[bounds[rank] : bounds[rank + 1]]
-    yield from _halving(input, bounds, own, add, rank)
-    yield from _doubling(output, bounds, rank)
 
 
 def _for_any_size(algorithm):
@@ -897,8 +564,8 @@ def _for_any_size(algorithm):
     return folded
 
 
-def _hierarchical(ranks_per_node):
-    """The all-reduce for P = O x I ranks, node by node I ranks each, or a 2D torus of rows of I.
+def _hierarchical(output, input, add, rank, world_size, ranks_per_node):
+    """For P = O x I ranks, node by node I ranks each, or a 2D torus of rows of I.
 
     Reduce-scatter inside the node, all-reduce of the own chunk with the ranks of the same place in
     other nodes, all-gather inside: direct, ring, direct. 2(I-1)/I D bytes stay inside, 2(O-1)/O D/I
@@ -909,16 +576,12 @@ def _hierarchical(ranks_per_node):
         all-reduce between       c0: 0..3     c1: 0..3     c0: 0..3     c1: 0..3
         all-gather inside        c0 c1        c0 c1        c0 c1        c0 c1
     """
-
-    def algorithm(output, input, add, rank, world_size):
-        place, inside, node, between = _node(rank, world_size, ranks_per_node)
-        inputs, chunks = _cut(input, ranks_per_node), _cut(output, ranks_per_node)
-        own = chunks[place]
-        yield from _among(inside, _direct_reduce_scatter(inputs, own, add, place))
-        yield from _among(between, _ring(own, own, add, node, len(between)))
-        yield from _among(inside, _direct_all_gather(chunks, place))
-
-    return algorithm
+    place, inside, node, between = _node(rank, world_size, ranks_per_node)
+    inputs, chunks = _cut(input, ranks_per_node), _cut(output, ranks_per_node)
+    own = chunks[place]
+    yield from _among(inside, _direct_reduce_scatter(inputs, own, add, place))
+    yield from _among(between, _ring(own, own, add, node, len(between)))
+    yield from _among(inside, _direct_all_gather(chunks, place))
 
 
 # ---- one at an end: trees, and everyone to one ---------------------------------------------------
@@ -1031,30 +694,19 @@ LINK_SPEEDS = {
 }
 
 
-def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
-    """Cost of an all-reduce of `nbytes`, ranks_per_node to a node; rank 0 is the busiest.
+def reduce_scatter_cost(algorithm, nbytes, world_size, ranks_per_node=1):
+    """Cost of a reduce-scatter of a full tensor of `nbytes`, ranks_per_node to a node.
 
-    Exact where 128 P divides nbytes (128 x 2^k, where 2^k of the P ranks halve and double); else a
-    chunk is at most 128 bytes longer, or shorter, than its share.
+    algorithm: halving, direct, ring or hierarchical. Exact where P divides nbytes.
     """
-    D, P, core = nbytes, world_size, 1 << (world_size.bit_length() - 1)
+    D, P = nbytes, world_size
     if algorithm == "hierarchical":
-        return _hierarchical_cost(all_reduce_cost, D, P, ranks_per_node)
-    if algorithm == "naive":
-        cost = Cost(min(P - 1, 1), (P - 1) * D, (P - 1) * D)
-    elif algorithm == "direct":
-        cost = Cost(min(2 * (P - 1), 2), 2 * (P - 1) * D // P, (P - 1) * D // P)
-    elif algorithm == "ring":  # all but the last segment is added while the next one arrives
-        cost = Cost(2 * (P - 1), 2 * (P - 1) * D // P, min(SEGMENT, D // P) if P > 1 else 0)
-    elif rank >= core:
-        cost = Cost(2, D)
-    else:
-        halving, steps = algorithm == "halving_doubling", core.bit_length() - 1
-        cost = Cost(2 * steps, 2 * (core - 1) * D // core, (core - 1) * D // core)
-        cost = cost if halving else Cost(steps, steps * D, steps * D)
-        if rank + core < P:
-            cost = Cost(cost.steps + 2, cost.bytes + D, cost.added + D)
-    return _paced(cost, P, ranks_per_node)
+        return _hierarchical_cost(reduce_scatter_cost, D, P, ranks_per_node)
+    steps = {"halving": (P - 1).bit_length(), "direct": min(P - 1, 1), "ring": P - 1}[algorithm]
+    sent = added = (P - 1) * D // P
+    if algorithm == "ring" and P > 1:
+        added = min(SEGMENT, D // P)  # all but the last segment, while the next one arrives
+    return _paced(Cost(steps, sent, added), P, ranks_per_node)
 
 
 def _hierarchical_cost(cost, nbytes, world_size, ranks_per_node):
@@ -1068,18 +720,29 @@ def _paced(cost, world_size, ranks_per_node):
     return cost._replace(between=cost.bytes if ranks_per_node < world_size else 0)
 
 
-def reduce_scatter_cost(algorithm, nbytes, world_size, ranks_per_node=1):
-    """Cost of a reduce-scatter of a full tensor of `nbytes`, ranks_per_node to a node.
+def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
+    """Cost of an all-reduce of `nbytes`, ranks_per_node to a node; rank 0 is the busiest.
 
-    algorithm: halving, direct, ring or hierarchical. Exact where P divides nbytes.
+    Exact where 128 P divides nbytes (128 x 2^k, where 2^k of the P ranks halve and double); else a
+    chunk is at most 128 bytes longer, or shorter, than its share.
     """
-    D, P = nbytes, world_size
+    D, P, core = nbytes, world_size, 1 << (world_size.bit_length() - 1)
     if algorithm == "hierarchical":
-        return _hierarchical_cost(reduce_scatter_cost, D, P, ranks_per_node)
-    steps = {"halving": (P - 1).bit_length(), "direct": min(P - 1, 1), "ring": P - 1}[algorithm]
-    cost = Cost(steps, (P - 1) * D // P, (P - 1) * D // P)
-    if algorithm == "ring" and P > 1:
-        cost = cost._replace(added=min(SEGMENT, D // P))
+        return _hierarchical_cost(all_reduce_cost, D, P, ranks_per_node)
+    if algorithm == "naive":
+        cost = Cost(min(P - 1, 1), (P - 1) * D, (P - 1) * D)
+    elif algorithm == "recursive_doubling":
+        steps = core.bit_length() - 1
+        cost = Cost(steps, steps * D, steps * D)
+    else:
+        halving = algorithm == "halving_doubling"
+        phase = reduce_scatter_cost(*("halving", D, core) if halving else (algorithm, D, P))
+        cost = Cost(2 * phase.steps, 2 * phase.bytes, phase.added)
+    if algorithm in ("recursive_doubling", "halving_doubling"):
+        if rank >= core:
+            cost = Cost(2, D)
+        elif rank + core < P:
+            cost = Cost(cost.steps + 2, cost.bytes + D, cost.added + D)
     return _paced(cost, P, ranks_per_node)
 
 
@@ -1110,89 +773,268 @@ def reduce_scatter_bytes(nbytes, world_size):
 
 all_gather_bytes = reduce_scatter_bytes
 
-# What "auto" chooses from. On gloo, where ranks share cores, every message costs and every byte,
-# also another rank's. An all-gather goes as its reverse, the reduce-scatter.
-_CHOICES = {
-    ("gloo", all_reduce_cost): ("ring", "halving_doubling", "recursive_doubling"),
-    ("nccl", all_reduce_cost): ("direct", "ring", "hierarchical"),
-    ("gloo", reduce_scatter_cost): ("halving", "direct", "ring"),
-    ("nccl", reduce_scatter_cost): ("direct", "ring", "hierarchical"),
-    ("gloo", broadcast_cost): ("tree",),
-    ("nccl", broadcast_cost): ("tree", "scatter_all_gather"),
-}
+DIRECT_BYTES = 1 << 26  # of a full tensor that NCCL takes in one step: so much scratch it needs
 
 
-def _auto(cost, nbytes, link):
-    """The algorithm whose cost(algorithm, nbytes, world_size, ranks to a node) is least in time."""
-    backend = "nccl" if link.on_stream else "gloo"
-    speeds = LINK_SPEEDS[backend], LINK_SPEEDS.get(f"{backend} between nodes")
-    return _cheapest(backend, cost, nbytes, link.world_size, _ranks_per_node(link), speeds)
+def _choose(link, algorithms, cost, nbytes, name="auto", ranks_per_node=None):
+    """The algorithm of that name, or of least cost, and the bytes that it takes at once.
 
-
-def _ranks_per_node(link):
-    """How many consecutive ranks share a node; nodes that are not alike count as one rank each."""
-    ranks = min(_RANKS_PER_NODE.get(link.group, link.world_size), link.world_size)
-    return ranks if link.world_size % ranks == 0 else 1
+    algorithms: {name: algorithm}; cost(name, nbytes, world_size, ranks_per_node) is its Cost.
+    """
+    told = link.state.ranks_per_node
+    if name == "auto":
+        backend = "nccl" if link.on_stream else "gloo"
+        speeds = LINK_SPEEDS[backend], LINK_SPEEDS.get(f"{backend} between nodes")
+        name = _cheapest(backend, cost, nbytes, link.world_size, told, speeds)
+    algorithm, most = algorithms[name], math.inf  # for ranks that take unlike steps: all at once
+    if name == "hierarchical":
+        algorithm = partial(algorithm, ranks_per_node=ranks_per_node or told)
+    if name in ("direct", "hierarchical") and link.on_stream:
+        most = DIRECT_BYTES
+    elif name in ("direct", "ring", "hierarchical") and not link.on_stream:
+        most = link.world_size * SEGMENT
+    return algorithm, most
 
 
 @lru_cache(maxsize=4096)
 def _cheapest(backend, cost, nbytes, world_size, ranks_per_node, speeds):
-    doubles, one_node = world_size & (world_size - 1) == 0, ranks_per_node == world_size
-    fits = {"halving": doubles, "direct": not doubles}  # log2(P) messages are quicker than P-1
-    if backend == "nccl":  # inside a node P-1 at once are quickest
-        fits = {"direct": one_node, "ring": not one_node}
-    names = [name for name in _CHOICES[backend, cost] if fits.get(name, True)]
+    """What "auto" takes. An all-gather goes as its reverse, the reduce-scatter.
+
+    On gloo, where ranks share cores, every message costs and every byte, also another rank's.
+    """
+    if cost is broadcast_cost:
+        names = ["tree"] if backend == "gloo" else ["tree", "scatter_all_gather"]
+    elif backend == "nccl":  # inside a node P-1 messages at once are quickest
+        names = ["direct"] if ranks_per_node == world_size else ["ring", "hierarchical"]
+    elif cost is all_reduce_cost:
+        names = ["ring", "halving_doubling", "recursive_doubling"]
+    elif world_size & (world_size - 1) == 0:  # log2(P) messages are quicker than P-1
+        names = ["halving", "ring"]
+    else:
+        names = ["direct", "ring"]
     size = nbytes, world_size, ranks_per_node
     return min(names, key=lambda name: cost(name, *size).seconds(*speeds))
 
 
-def measure_link(group=None, rounds=20):
-    """LinkSpeed of a group, measured: rings of 8 bytes and of 4 MB, and adding 4 MB. Collective."""
-    rank, world_size = rank_and_size(group)
-    device = _device(group)
-    small, large = torch.zeros(8, device=device), torch.zeros(1 << 20, device=device)
-    peers = (rank + 1) % world_size, (rank - 1) % world_size
-
-    def shift(tensor):
-        if world_size > 1:
-            exchange([(tensor, peers[0])], [(tensor.clone(), peers[1])], group)
-
-    alpha = _median_seconds(lambda: shift(small), group, rounds)
-    beta = max(0.0, _median_seconds(lambda: shift(large), group, rounds) - alpha) / large.nbytes
-    gamma = _median_seconds(lambda: large.add_(large), group, rounds) / large.nbytes
-    return LinkSpeed(alpha, beta, gamma)
+# ---- operations: now, or while Python computes ---------------------------------------------------
+#
+# A group's operations run strictly one after the other, and each reads its inputs when its turn
+# comes: at once if nothing is pending, else in the background. That means
+#   gloo   a thread of the group's: a batch is only complete when somebody has waited for it;
+#   NCCL   a side stream of the group's: there waiting orders streams and blocks nobody.
 
 
-def _median_seconds(call, group=None, rounds=9):
-    times = []
-    for _ in range(rounds):
-        barrier(group)
-        began = time.perf_counter()
-        call()
-        if _device(group) == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return sorted(times)[rounds // 2]
+class Work:
+    """A group's operation, under way in a thread. wait() blocks until done; errors arise there."""
+
+    def __init__(self, run, link):
+        self._run, self._error = partial(run, link), None
+        self._link = weakref.ref(link)  # lest a group's last Work keep the group alive
+        self._inference = torch.is_inference_mode_enabled()  # a mode of each thread
+        self._finished = threading.Event()
+        link.tell("launch")
+
+    def run(self):
+        link = self._link()
+        link.tell("begin")
+        try:
+            with torch.inference_mode(self._inference):
+                self._run()
+        except BaseException as error:
+            self._error = error
+        self._run = None
+        link.tell("end")
+        self._finished.set()
+
+    def is_completed(self):
+        """Whether wait() would return, or raise, at once."""
+        return self._finished.is_set()
+
+    def finish(self):
+        """wait() that leaves errors to others."""
+        self._finished.wait()
+        if (link := self._link()) is not None:  # which a listener keeps
+            link.tell("join")
+
+    def wait(self):
+        self.finish()
+        if self._error is not None:
+            raise self._error
+
+
+class StreamWork:
+    """An operation of a group's CUDA stream, under way. wait() makes the current stream wait."""
+
+    def __init__(self, run, link, tensors, stream):
+        self._tensors = tensors  # held until wait(), lest their memory be used again before
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run(link)
+        self._event = stream.record_event()
+
+    def is_completed(self):
+        """Whether the stream has passed the operation."""
+        return self._event.query()
+
+    def finish(self):
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def wait(self):
+        self.finish()
+        self._tensors = None
+
+
+class _Thread(threading.Thread):
+    """A thread that ends when it takes None out of its queue."""
+
+    def __init__(self, target):
+        self.queue = queue.SimpleQueue()
+        super().__init__(target=target, args=(self.queue,), daemon=True)
+        self.start()
+
+
+@atexit.register
+def _end_threads(seconds=30):
+    """A thread that comes back from C++ when there is no Python any more aborts the process."""
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, _Thread)]
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.queue.put(None)
+    for thread in threads:
+        thread.join(max(0, deadline - time.monotonic()))
+
+
+class _WorkThread(_Thread):
+    """A group's thread."""
+
+    def __init__(self, group):
+        super().__init__(self._loop)
+        weakref.finalize(group, self.queue.put, None)  # the thread ends with its group
+
+    def submit(self, run, link, tensors):
+        self.last = Work(run, link)
+        self.queue.put(self.last)
+        return self.last
+
+    @staticmethod
+    def _loop(works):
+        if hasattr(os, "SCHED_OTHER"):  # not as batch work: who wakes it would have it go on
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        while (work := works.get()) is not None:
+            work.run()
+
+
+class _WorkStream:
+    """A group's stream: torch hands out a pool of 32 in turn, so it is made once and kept."""
+
+    def __init__(self):
+        self.stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
+        self.pending = deque()  # works hold their tensors until the stream has passed them
+
+    def submit(self, run, link, tensors):
+        while self.pending and self.pending[0].is_completed():
+            self.pending.popleft()
+        self.last = StreamWork(run, link, tensors, self.stream)
+        self.pending.append(self.last)
+        return self.last
+
+
+def _launch(link, run, tensors, async_op, *signature):
+    """Call run(link) in the group's order; returns None, or its Work with async_op.
+
+    signature: what must be the same on all ranks; compared where PyTorch's debug level is DETAIL.
+    """
+    link.tell("call")
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        call = " ".join(map(str, (link.operation, *signature)))
+        run = partial(_compare_and_run, run, call, tensors[0].device)
+    worker = link.worker
+    if not async_op and (worker is None or worker.last.is_completed()):
+        return run(link)
+    if link.world_size == 1:  # needs neither stream nor thread
+        work = Work(run, link)
+        work.run()
+        return work
+    if worker is None and link.on_stream:
+        worker = link.state.stream = _WorkStream()
+    elif worker is None:
+        worker = link.state.thread = _WorkThread(link.group)
+    work = worker.submit(run, link, tensors)
+    return work if async_op else work.wait()
+
+
+def _perform(link, algorithms, *arguments):
+    """Do a link's operation: by algorithms that take turns, or by the backend, on `arguments`."""
+    if link.state.backend is None:
+        take_turns(algorithms, link)
+    else:
+        link.state.backend(link.operation, link.group, *arguments)
+
+
+def _compare_and_run(run, call, device, link, length=256):
+    """Tell every rank what this one is about to do; raise if somebody is about to do otherwise."""
+    text = torch.tensor(list(call.encode()[:length].ljust(length)), dtype=torch.uint8)
+    texts = list(text.to(device).repeat(link.world_size, 1))
+    apart = _Link(link.operation, link.group, texts[0])
+    apart.listeners = ()
+    take_turns([_direct_all_gather(texts, link.rank)], apart)
+    calls = [bytes(text.tolist()).decode().strip() for text in texts]
+    for other, theirs in zip(link.ranks, calls):
+        if theirs != calls[0]:
+            raise ValueError(f"rank {link.ranks[0]} calls {calls[0]}, rank {other} calls {theirs}")
+    run(link)
+
+
+def _row(tensor):
+    """Its elements in a row: a view if it is contiguous, else a copy."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def _write_back(tensor, row):
+    """What was written to the row of a tensor reaches the tensor."""
+    if not tensor.is_contiguous():
+        tensor.detach().copy_(row.view(tensor.shape))
 
 
 # ---- the collectives -----------------------------------------------------------------------------
+#
+# Each returns None, or a Work with async_op, and raises ValueError, which names the values, for
+# arguments that do not fit. As in torch.distributed, src and dst are ranks of the world.
 
 _ALL_REDUCE = {
     "naive": _naive,
-    "direct": _direct,
+    "direct": _in_two_phases(_direct_reduce_scatter, _direct_all_gather),
     "ring": _ring,
     "recursive_doubling": _for_any_size(_recursive_doubling),
-    "halving_doubling": _for_any_size(_halving_doubling),
+    "halving_doubling": _for_any_size(_in_two_phases(_halving, _doubling)),
+    "hierarchical": _hierarchical,
 }
-DIRECT_BYTES = 1 << 26  # of a full tensor that NCCL takes in one step: so much scratch it needs
+_REDUCE_SCATTER = {
+    "halving": _halving,
+    "direct": _direct_reduce_scatter,
+    "ring": _ring_reduce_scatter,
+    "hierarchical": _hierarchical_reduce_scatter,
+}
+_ALL_GATHER = {
+    "halving": _doubling,
+    "direct": _direct_all_gather,
+    "ring": _ring_all_gather,
+    "hierarchical": _hierarchical_all_gather,
+}
+_BROADCAST = {"tree": _tree_broadcast, "scatter_all_gather": _scatter_all_gather}
 
 
-def _part_bytes(algorithm, chunks, link):
-    """Bytes in which a tensor of so many chunks travels: where ranks take unlike steps, all."""
-    if algorithm in ("direct", "hierarchical") and link.on_stream:
-        return DIRECT_BYTES
-    in_turns = algorithm in ("direct", "ring", "hierarchical") and not link.on_stream
-    return chunks * SEGMENT if in_turns else math.inf
+def _all_reduce(output, input, op, algorithm, ranks_per_node, link):
+    """All-reduce `input` into `output`, which may be the same."""
+    rank, P = link.rank, link.world_size
+    row = _row(output)
+    inputs = row if input is output else _row(input)
+    how = algorithm, ranks_per_node
+    reduce, most = _choose(link, _ALL_REDUCE, all_reduce_cost, inputs.nbytes, *how)
+    pairs = zip(_slices(row, P, most), _slices(inputs, P, most))
+    _perform(link, [reduce(*pair, _REDUCE[op], rank, P) for pair in pairs], row, inputs, op)
+    _average(row, op, P)
+    _write_back(output, row)
 
 
 def _average(row, op, world_size):
@@ -1201,220 +1043,160 @@ def _average(row, op, world_size):
         row.div_(world_size)
 
 
-def _all_reduce(output, input, op, algorithm, ranks_per_node, link):
-    """All-reduce `input` into `output`, which may be the same."""
-    P = link.world_size
-    if algorithm == "auto":
-        algorithm = _auto(all_reduce_cost, input.nbytes, link)
-    if algorithm == "hierarchical":
-        reduce = _hierarchical(ranks_per_node or _ranks_per_node(link))
-    else:
-        reduce = _ALL_REDUCE[algorithm]
-    most = _part_bytes(algorithm, P, link)
-    with _into_row(output) as row:
-        inputs = row if input is output else _row(input)
-        pairs = zip(_slices(row, P, most), _slices(inputs, P, most))
-        rounds = [reduce(*pair, _REDUCE[op], link.rank, P) for pair in pairs]
-        _perform(link, rounds, row, inputs, op)
-        _average(row, op, P)
-
-
 @_for_members
 def all_reduce(
     tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", ranks_per_node=None
 ):
     """Reduce `tensor` over the group, in place; every rank ends with the same bits.
 
+    op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers).
     algorithm: naive, direct, ring, recursive_doubling, halving_doubling, or hierarchical with
-    `ranks_per_node` consecutive ranks to a node; auto takes the one that costs least. Returns None,
-    or a Work with async_op. Raises ValueError for an op or algorithm that is not known, for AVG of
-    integers, MIN and MAX of complex numbers, and for a ranks_per_node that does not divide the
-    group.
+    `ranks_per_node` consecutive ranks to a node; auto takes the one that costs least.
     """
+    link = _Link("all_reduce", group, tensor)
     _check_op(op, tensor.dtype)
-    known = "auto", "hierarchical", *_ALL_REDUCE
-    _check(algorithm in known, "algorithm={!r} is not one of {}", algorithm, ", ".join(known))
-    world_size = dist.get_world_size(group)
-    divides = algorithm != "hierarchical" or (ranks_per_node and world_size % ranks_per_node == 0)
-    _check(divides, "ranks_per_node={} does not divide world_size={}", ranks_per_node, world_size)
+    _check_algorithm(algorithm, _ALL_REDUCE)
+    if algorithm == "hierarchical":
+        divides = ranks_per_node and link.world_size % ranks_per_node == 0
+        text = "ranks_per_node={} does not divide world_size={}"
+        _check(divides, text, ranks_per_node, link.world_size)
     run = partial(_all_reduce, tensor, tensor, op, algorithm, ranks_per_node)
     signature = tuple(tensor.shape), tensor.dtype, op, algorithm, ranks_per_node
-    return _launch("all_reduce", run, [tensor], group, async_op, signature)
+    return _launch(link, run, [tensor], async_op, *signature)
 
 
 @_for_members
 def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
-    """Reduce `tensor` over the group into that of the *global* rank `dst`; the others keep theirs.
-
-    Returns None, or a Work with async_op. Raises ValueError as all_reduce(), and if dst is not in
-    the group.
-    """
+    """Reduce `tensor` over the group into that of rank `dst`; the others keep theirs."""
+    link = _Link("reduce", group, tensor)
     _check_op(op, tensor.dtype)
-    root = _group_rank("dst", dst, group)
+    root = _group_rank("dst", dst, link)
 
     def run(link):
-        with _into_row(tensor) as row:
-            tree = _tree_reduce(row, root, _REDUCE[op], link.rank, link.world_size)
-            _perform(link, [tree], row, root, op)
-            if link.rank == root:
-                _average(row, op, link.world_size)
+        row = _row(tensor)
+        tree = _tree_reduce(row, root, _REDUCE[op], link.rank, link.world_size)
+        _perform(link, [tree], row, root, op)
+        if link.rank == root:
+            _average(row, op, link.world_size)
+            _write_back(tensor, row)
 
-    signature = tuple(tensor.shape), tensor.dtype, op, dst
-    return _launch("reduce", run, [tensor], group, async_op, signature)
+    return _launch(link, run, [tensor], async_op, tuple(tensor.shape), tensor.dtype, op, dst)
 
 
 @_for_members
 def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
-    """Copy `tensor` of the *global* rank `src` to every rank of the group, in place.
+    """Copy `tensor` of rank `src` to every rank of the group, in place.
 
     algorithm: tree, scatter_all_gather, or auto, the one that costs least (on gloo the tree).
-    Returns None, or a Work with async_op. Raises ValueError if src is not in the group, and for an
-    unknown algorithm.
     """
-    root = _group_rank("src", src, group)
-    known = {"auto": None, "tree": _tree_broadcast, "scatter_all_gather": _scatter_all_gather}
-    _check(algorithm in known, "algorithm={!r} is not one of {}", algorithm, ", ".join(known))
+    link = _Link("broadcast", group, tensor)
+    root = _group_rank("src", src, link)
+    _check_algorithm(algorithm, _BROADCAST)
 
     def run(link):
-        chosen = algorithm if known[algorithm] else _auto(broadcast_cost, tensor.nbytes, link)
-        with _into_row(tensor) as row:
-            _perform(link, [known[chosen](row, root, link.rank, link.world_size)], row, root)
+        row = _row(tensor)
+        send, _ = _choose(link, _BROADCAST, broadcast_cost, row.nbytes, algorithm)
+        _perform(link, [send(row, root, link.rank, link.world_size)], row, root)
+        _write_back(tensor, row)
 
-    signature = tuple(tensor.shape), tensor.dtype, src, algorithm
-    return _launch("broadcast", run, [tensor], group, async_op, signature)
-
-
-def _reduce_scatters(output, input, add, link):
-    """Chunk r of the reduced input into `output` of rank r."""
-    P = link.world_size
-    algorithm = _auto(reduce_scatter_cost, input.nbytes, link)
-    if algorithm == "halving":
-        bounds = [len(output) * chunk for chunk in range(P + 1)]
-        return [_halving(input, bounds, output, add, link.rank)]
-    parts = _segments([*input.tensor_split(P), output], _part_bytes(algorithm, P, link) / P)
-    if algorithm == "hierarchical":
-        scatter = partial(_hierarchical_reduce_scatter, ranks_per_node=_ranks_per_node(link))
-    else:
-        scatter = _ring_reduce_scatter if algorithm == "ring" else _direct_reduce_scatter
-    return [scatter(part[:-1], part[-1], add, link.rank) for part in parts]
+    return _launch(link, run, [tensor], async_op, tuple(tensor.shape), tensor.dtype, src, algorithm)
 
 
 @_for_members
 def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
     """Reduce `input` over the group; rank r keeps chunk r in `output`, a P-th as long.
 
-    Sends (P-1)/P of the input. Returns None, or a Work with async_op. Raises ValueError for an
-    unknown op and for sizes or dtypes that do not fit.
+    Sends (P-1)/P of the input. op: as in all_reduce().
     """
+    link = _Link("reduce_scatter_single", group, output)
     _check_op(op, input.dtype)
-    world_size = dist.get_world_size(group)
-    shapes = tuple(input.shape), world_size, tuple(output.shape)
-    fits = input.numel() == output.numel() * world_size
+    fits = input.numel() == output.numel() * link.world_size
+    shapes = tuple(input.shape), link.world_size, tuple(output.shape)
     _check(fits, "input of shape {} is not world_size={} times output of shape {}", *shapes)
     _check_dtype(output, input)
 
     def run(link):
-        with _into_row(output) as row:
-            inputs = _row(input)
-            _perform(link, _reduce_scatters(row, inputs, _REDUCE[op], link), row, inputs, op)
-            _average(row, op, link.world_size)
+        P, row, inputs = link.world_size, _row(output), _row(input)
+        scatter, most = _choose(link, _REDUCE_SCATTER, reduce_scatter_cost, inputs.nbytes)
+        parts = _segments([*inputs.view(P, len(row)).unbind(), row], most / P)
+        steps = [scatter(chunks, own, _REDUCE[op], link.rank) for *chunks, own in parts]
+        _perform(link, steps, row, inputs, op)
+        _average(row, op, P)
+        _write_back(output, row)
 
-    signature = tuple(output.shape), output.dtype, op
-    return _launch("reduce_scatter_single", run, [output, input], group, async_op, signature)
+    return _launch(link, run, [output, input], async_op, tuple(output.shape), output.dtype, op)
 
 
-def _all_gathers(chunks, link, row=None):
-    """Chunk r of rank r into chunk r of every rank; `row` is all of them where they are alike."""
-    P = link.world_size
-    algorithm = _auto(reduce_scatter_cost, sum(chunk.nbytes for chunk in chunks), link)
-    if algorithm == "halving" and row is not None:
-        return [_doubling(row, [len(chunks[0]) * chunk for chunk in range(P + 1)], link.rank)]
-    if algorithm == "hierarchical":
-        gather = partial(_hierarchical_all_gather, ranks_per_node=_ranks_per_node(link))
-    else:
-        gather = _ring_all_gather if algorithm == "ring" else _direct_all_gather
-    parts = _segments(chunks, _part_bytes(algorithm, P, link) / P)
-    return [gather(part, link.rank) for part in parts]
+def _gather_chunks(link, algorithms, chunks, own, row):
+    """Chunk r, `own` of rank r, into chunk r of every rank; `row` is what the backend takes."""
+    chunks[link.rank].copy_(_row(own))
+    nbytes = sum(chunk.nbytes for chunk in chunks)
+    gather, most = _choose(link, algorithms, reduce_scatter_cost, nbytes)
+    parts = _segments(chunks, most / link.world_size)
+    _perform(link, [gather(part, link.rank) for part in parts], row, chunks[link.rank])
 
 
 @_for_members
 def all_gather_single(output, input, group=None, async_op=False):
     """Collect `input` of every rank in `output`, P times as long, in rank order.
 
-    Sends (P-1)/P of the output. Returns None, or a Work with async_op. Raises ValueError for sizes
-    or dtypes that do not fit.
+    Sends (P-1)/P of the output.
     """
-    _check_dtype(output, input)
-    _check_numel(output, input, input.numel() * dist.get_world_size(group))
+    link = _Link("all_gather_single", group, output)
+    _check_fits(output, input, input.numel() * link.world_size)
 
     def run(link):
-        with _into_row(output) as row:
-            chunks = row.tensor_split(link.world_size)
-            chunks[link.rank].copy_(_row(input))
-            _perform(link, _all_gathers(chunks, link, row), row, chunks[link.rank])
+        row = _row(output)
+        chunks = row.view(link.world_size, input.numel()).unbind()
+        _gather_chunks(link, _ALL_GATHER, chunks, input, row)
+        _write_back(output, row)
 
-    signature = input.numel(), input.dtype
-    return _launch("all_gather_single", run, [output, input], group, async_op, signature)
+    return _launch(link, run, [output, input], async_op, input.numel(), input.dtype)
 
 
 @_for_members
 def all_gather(tensor_list, tensor, group=None, async_op=False):
-    """Collect `tensor` of every rank r in tensor_list[r]; the lengths may differ between ranks.
-
-    Returns None, or a Work with async_op. Raises ValueError if the list does not have one
-    contiguous entry per rank, or this rank's does not fit.
-    """
-    rank, world_size = rank_and_size(group)
-    _check_list("tensor_list", tensor_list, world_size)
-    _check_dtype(tensor_list[rank], tensor)
-    _check_numel(tensor_list[rank], tensor, tensor.numel())
+    """Collect `tensor` of every rank r in the contiguous tensor_list[r]; lengths may differ."""
+    link = _Link("all_gather", group, tensor)
+    _check_list("tensor_list", tensor_list, link.world_size)
+    _check_fits(tensor_list[link.rank], tensor, tensor.numel())
+    algorithms = _ALL_GATHER | {"halving": _direct_all_gather}  # entries are not side by side
 
     def run(link):
         chunks = [_row(entry) for entry in tensor_list]
-        chunks[rank].copy_(_row(tensor))
-        _perform(link, _all_gathers(chunks, link), chunks, chunks[rank])
+        _gather_chunks(link, algorithms, chunks, tensor, chunks)
 
     signature = [tuple(entry.shape) for entry in tensor_list], tensor.dtype
-    return _launch("all_gather", run, [tensor, *tensor_list], group, async_op, signature)
+    return _launch(link, run, [tensor, *tensor_list], async_op, *signature)
 
 
 @_for_members
 def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
-    """Give rank r of the group the r-th tensor of `scatter_list`, which global rank `src` has.
-
-    Returns None, or a Work with async_op. Raises ValueError for a list that does not fit on src.
-    """
-    root, (rank, world_size) = _group_rank("src", src, group), rank_and_size(group)
-    if rank == root:
-        _check_list("scatter_list", scatter_list, world_size, alike=tensor)
-    inputs = scatter_list if rank == root else []
+    """Give rank r of the group the r-th tensor of `scatter_list`, which rank `src` has."""
+    link = _Link("scatter", group, tensor)
+    root = _group_rank("src", src, link)
+    inputs = _list_of_root("scatter_list", scatter_list, tensor, root, link)
 
     def run(link):
-        with _into_row(tensor) as row:
-            rows = [_row(entry) for entry in inputs]
-            _perform(link, [_scatter(row, rows, root, rank)], row, rows, root)
+        row, rows = _row(tensor), [_row(entry) for entry in inputs]
+        _perform(link, [_scatter(row, rows, root, link.rank)], row, rows, root)
+        _write_back(tensor, row)
 
-    signature = tuple(tensor.shape), tensor.dtype, src
-    return _launch("scatter", run, [tensor, *inputs], group, async_op, signature)
+    return _launch(link, run, [tensor, *inputs], async_op, tuple(tensor.shape), tensor.dtype, src)
 
 
 @_for_members
 def gather(tensor, gather_list=None, dst=0, group=None, async_op=False):
-    """Collect `tensor` of every rank r of the group in gather_list[r] of the global rank `dst`.
-
-    Returns None, or a Work with async_op. Raises ValueError for a list that does not fit on dst.
-    """
-    root, (rank, world_size) = _group_rank("dst", dst, group), rank_and_size(group)
-    if rank == root:
-        _check_list("gather_list", gather_list, world_size, alike=tensor)
-    outputs = gather_list if rank == root else []
+    """Collect `tensor` of every rank r of the group in gather_list[r] of rank `dst`."""
+    link = _Link("gather", group, tensor)
+    root = _group_rank("dst", dst, link)
+    outputs = _list_of_root("gather_list", gather_list, tensor, root, link)
 
     def run(link):
         row, rows = _row(tensor), [_row(entry) for entry in outputs]
-        _perform(link, [_gather(row, rows, root, rank)], row, rows, root)
+        _perform(link, [_gather(row, rows, root, link.rank)], row, rows, root)
 
-    signature = tuple(tensor.shape), tensor.dtype, dst
-    return _launch("gather", run, [tensor, *outputs], group, async_op, signature)
+    return _launch(link, run, [tensor, *outputs], async_op, tuple(tensor.shape), tensor.dtype, dst)
 
 
 @_for_members
@@ -1423,28 +1205,27 @@ def all_to_all_single(
 ):
     """Send the i-th piece of `input` to rank i, and receive rank i's piece as the i-th of `output`.
 
-    Pieces are rows (dim 0): *_split_sizes rows for each rank, or equal ones. Returns None, or a
-    Work with async_op. Raises ValueError for splits that do not fit.
+    Pieces are rows (dim 0): *_split_sizes rows for each rank, or equal ones.
     """
+    link = _Link("all_to_all_single", group, output)
     rows = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in (output, input)]
     text = "rows of output, {} {}, are not like rows of input, {} {}"
     _check(rows[0] == rows[1], text, *rows[0], *rows[1])
-    rank, world_size = rank_and_size(group)
-    output_sizes = _split_sizes("output", output, output_split_sizes, world_size)
-    input_sizes = _split_sizes("input", input, input_split_sizes, world_size)
+    rank, P = link.rank, link.world_size
+    output_sizes = _split_sizes("output", output, output_split_sizes, P)
+    input_sizes = _split_sizes("input", input, input_split_sizes, P)
     own = rank, input_sizes[rank], output_sizes[rank]
     _check(own[1] == own[2], "rank {} sends itself {} elements, but expects {}", *own)
 
     def run(link):
-        with _into_row(output) as row:
-            source = _row(input)
-            outputs, inputs = row.split(output_sizes), source.split(input_sizes)
-            outputs[rank].copy_(inputs[rank])
-            pairs, sizes = _pairwise(inputs, outputs, rank), (output_sizes, input_sizes)
-            _perform(link, [pairs], row, source, *sizes)
+        row, source = _row(output), _row(input)
+        outputs, inputs = row.split(output_sizes), source.split(input_sizes)
+        outputs[rank].copy_(inputs[rank])
+        steps = [_pairwise(inputs, outputs, rank)]
+        _perform(link, steps, row, source, output_sizes, input_sizes)
+        _write_back(output, row)
 
-    signature = "rows of", *rows[0]
-    return _launch("all_to_all_single", run, [output, input], group, async_op, signature)
+    return _launch(link, run, [output, input], async_op, "rows of", *rows[0])
 
 
 @_for_members
@@ -1460,99 +1241,15 @@ def barrier(group=None):
     def run(link):
         _perform(link, [_dissemination(token, link.rank, link.world_size)], token)
 
-    _launch("barrier", run, [token], group, async_op=False)
+    _launch(_Link("barrier", group, token), run, [token], async_op=False)
     if token.is_cuda:
         torch.cuda.current_stream().synchronize()
 
 
 def _device(group):
     """Where a group's own tensors are: a group of CPUs, too, may have NCCL for CUDA tensors."""
-    on_gpu = torch.cuda.is_available() and _has_nccl(group or dist.group.WORLD)
+    on_gpu = torch.cuda.is_available() and _has_nccl(group or dist.group.WORLD, "cuda")
     return "cuda" if on_gpu else "cpu"
-
-
-def gather_objects(value, group=None):
-    """Every rank's `value`, anything that can be pickled, in rank order. Collective."""
-    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(_device(group))
-    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=own.device)
-    all_gather_single(lengths, lengths.new_tensor([len(own)]), group)
-    texts = [own.new_empty(length) for length in lengths.tolist()]
-    all_gather(texts, own, group)
-    return [pickle.loads(text.cpu().numpy()) for text in texts]
-
-
-def check_parameters(named, group=None):
-    """ValueError if [(name, tensor)] are on several devices, or not alike on all ranks. Collective.
-
-    What ranks disagree on is an error on every rank of the group, naming the first difference.
-    """
-    devices = {tensor.device: name for name, tensor in named}
-    where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-    _check(len(devices) <= 1, "parameters are on several devices: {}", where)
-    lines = [f"{name!r} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in named]
-    first, *others = gather_objects(lines, group)
-    for rank, other in enumerate(others, 1):
-        for line, expected in zip_longest(other, first, fillvalue="nothing"):
-            if line != expected:
-                raise ValueError(f"rank {rank} of the group has {line}, rank 0 has {expected}")
-
-
-def _check(right, message, *values):
-    """ValueError, with the values in the message, unless all is right."""
-    if not right:
-        raise ValueError(message.format(*values))
-
-
-def _check_op(op, dtype):
-    _check(op in _REDUCE, "op={} is not one of SUM, AVG, PRODUCT, MIN, MAX", op)
-    if dtype.is_floating_point:
-        return
-    _check(op != ReduceOp.AVG, "op=AVG needs a floating-point tensor, not dtype={}", dtype)
-    ordered = not dtype.is_complex or op not in (ReduceOp.MIN, ReduceOp.MAX)
-    _check(ordered, "op={} needs an order, which dtype={} does not have", op, dtype)
-
-
-def _check_dtype(output, input):
-    dtypes = output.dtype, input.dtype
-    _check(dtypes[0] == dtypes[1], "output.dtype={} is not input.dtype={}", *dtypes)
-
-
-def _check_numel(output, input, expected):
-    text = "output of shape {} has {} elements where input of shape {} makes {}"
-    values = tuple(output.shape), output.numel(), tuple(input.shape), expected
-    _check(output.numel() == expected, text, *values)
-
-
-def _check_list(name, tensors, world_size, alike=None):
-    _check(tensors is not None, "{} is None, not of world_size={}", name, world_size)
-    size = name, len(tensors), world_size
-    _check(len(tensors) == world_size, "{} is of {} tensors, not of world_size={}", *size)
-    contiguous = all(tensor.is_contiguous() for tensor in tensors)
-    _check(contiguous, "{} has an entry that is not contiguous", name)
-    if alike is not None:
-        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in (alike, *tensors)]
-        text = "{} has an entry that is not {} {}, as tensor is"
-        _check(len(set(shapes)) == 1, text, name, *shapes[0])
-
-
-def _split_sizes(name, tensor, split_sizes, world_size):
-    """Elements of `tensor` for each rank, from rows (dim 0) for each rank; equal rows if None."""
-    rows = len(tensor)
-    divides = split_sizes is not None or rows % world_size == 0
-    _check(divides, "{} has {} rows, not divisible by world_size={}", name, rows, world_size)
-    split_sizes = split_sizes or [rows // world_size] * world_size
-    fits = len(split_sizes) == world_size and sum(split_sizes) == rows
-    text = "{}_split_sizes={} are not world_size={} sizes of sum {}"
-    _check(fits, text, name, split_sizes, world_size, rows)
-    row = tensor.numel() // rows if rows else 0
-    return [size * row for size in split_sizes]
-
-
-def _group_rank(name, global_rank, group):
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    text = "{}={} is not one of the group's ranks, {}"
-    _check(global_rank in ranks, text, name, global_rank, ranks)
-    return ranks.index(global_rank)
 
 
 # ---- derivatives: the backward of a collective is a collective -----------------------------------
@@ -1568,7 +1265,8 @@ def _identity(x, group):
 def _all_reduced(x, group):
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
     run = partial(_all_reduce, output, x, ReduceOp.SUM, "auto", None)
-    _launch("all_reduce", run, [output, x], group, False, (tuple(x.shape), x.dtype))
+    link = _Link("all_reduce", group, x)
+    _launch(link, run, [output, x], False, tuple(x.shape), x.dtype)
     return output
 
 
@@ -1670,6 +1368,313 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
     return _Conjugate.apply(x, _PAIRS["all_to_all_in_group"], *splits, group)
 
 
+# ---- processes and groups ------------------------------------------------------------------------
+
+
+def schedule_as_batch():
+    """Have this thread, and those it starts from now on, scheduled as batch work (on Linux).
+
+    Call it before the process group is made. A thread of gloo's that preempts the rank it serves
+    spins on a lock that the rank holds, so that a message takes 2-5 ms, not 0.1 ms.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def run_ranks(function, world_size=4):
+    """Call function() on the ranks of a new CPU group: torchrun's, or `world_size` new ones."""
+    if "RANK" in os.environ:
+        _run_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", function)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (world_size, f"file://{folder}/store", function)
+        torch.multiprocessing.spawn(_run_rank, arguments, nprocs=world_size)
+
+
+def _run_rank(rank, world_size, init_method, function):
+    torch.set_num_threads(1)
+    schedule_as_batch()
+    dist.init_process_group("gloo", init_method, rank=rank, world_size=world_size)
+    function()
+    barrier()  # nobody closes its connections while another still reads from them
+    dist.destroy_process_group()
+
+
+@_for_members
+def set_ranks_per_node(ranks_per_node, group=None):
+    """Tell how many consecutive ranks of the group share a node; unless told, all of them do.
+
+    Where that does not divide the group, its nodes are unlike, and it is a ring on NCCL.
+    """
+    counts = isinstance(ranks_per_node, int) and ranks_per_node > 0
+    _check(counts, "ranks_per_node={!r} is not a positive integer", ranks_per_node)
+    state = _state(group or dist.group.WORLD)
+    ranks = min(ranks_per_node, state.world_size)
+    state.ranks_per_node = ranks if state.world_size % ranks == 0 else 1
+
+
+@_for_members
+def set_backend_collectives(group=None):
+    """From now on the group's collectives are the backend's own: a yardstick and an oracle.
+
+    Arguments, order, results and errors of use stay; exchange() stays a batch of messages. Whoever
+    then asks count_bytes() for counts gets a RuntimeError.
+    """
+    state = _state(group or dist.group.WORLD)
+    if state.world_size > 1:
+        state.backend = _backend_collective
+
+
+def _backend_collective(operation, group, *arguments):
+    """The backend's own collective on contiguous rows; AVG is a SUM, whose caller divides."""
+
+    def plain(op):
+        return ReduceOp.SUM if op == ReduceOp.AVG else op
+
+    def all_reduce(output, input, op):
+        if output is not input:
+            output.copy_(input)
+        dist.all_reduce(output, plain(op), group)
+
+    def reduce(row, root, op):
+        own = row if dist.get_rank(group) == root else row.clone()  # gloo overwrites it
+        dist.reduce(own, op=plain(op), group=group, group_dst=root)
+
+    def reduce_scatter(output, input, op):
+        dist.reduce_scatter_single(output, input, plain(op), group)
+
+    def all_gather(chunks, own):
+        if len({len(chunk) for chunk in chunks}) == 1:
+            return dist.all_gather(chunks, own, group)
+        for root, chunk in enumerate(chunks):
+            dist.broadcast(chunk, group=group, group_src=root)
+
+    calls = {
+        "all_reduce": all_reduce,
+        "reduce": reduce,
+        "broadcast": lambda row, root: dist.broadcast(row, group=group, group_src=root),
+        "reduce_scatter_single": reduce_scatter,
+        "all_gather_single": lambda row, own: dist.all_gather_single(row, own, group),
+        "all_gather": all_gather,
+        "scatter": lambda row, rows, root: dist.scatter(row, rows, group=group, group_src=root),
+        "gather": lambda row, rows, root: dist.gather(row, rows, group=group, group_dst=root),
+        "all_to_all_single": lambda *rows: dist.all_to_all_single(*rows, group),
+        "barrier": lambda token: dist.all_reduce(token, group=group),  # on the token's device
+    }
+    calls[operation](*arguments)
+
+
+def gather_objects(value, group=None):
+    """Every rank's `value`, anything that can be pickled, in rank order. Collective."""
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(_device(group))
+    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=own.device)
+    all_gather_single(lengths, lengths.new_tensor([len(own)]), group)
+    texts = [own.new_empty(length) for length in lengths.tolist()]
+    all_gather(texts, own, group)
+    return [pickle.loads(text.cpu().numpy()) for text in texts]
+
+
+def check_parameters(named, group=None):
+    """ValueError if [(name, tensor)] are on several devices, or not alike on all ranks. Collective.
+
+    What ranks disagree on is an error on every rank of the group, naming the first difference.
+    """
+    devices = {tensor.device: name for name, tensor in named}
+    where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
+    _check(len(devices) <= 1, "parameters are on several devices: {}", where)
+    lines = [f"{name!r} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in named]
+    first, *others = gather_objects(lines, group)
+    for rank, other in enumerate(others, 1):
+        for line, expected in zip_longest(other, first, fillvalue="nothing"):
+            if line != expected:
+                raise ValueError(f"rank {rank} of the group has {line}, rank 0 has {expected}")
+
+
+# ---- what arguments must be ----------------------------------------------------------------------
+
+
+def _check(right, message, *values):
+    """ValueError, with the values in the message, unless all is right."""
+    if not right:
+        raise ValueError(message.format(*values))
+
+
+def _check_op(op, dtype):
+    _check(op in _REDUCE, "op={} is not one of SUM, AVG, PRODUCT, MIN, MAX", op)
+    if dtype.is_floating_point:
+        return
+    _check(op != ReduceOp.AVG, "op=AVG needs a floating-point tensor, not dtype={}", dtype)
+    ordered = not dtype.is_complex or op not in (ReduceOp.MIN, ReduceOp.MAX)
+    _check(ordered, "op={} needs an order, which dtype={} does not have", op, dtype)
+
+
+def _check_algorithm(algorithm, known):
+    if algorithm != "auto":
+        names = ", ".join(["auto", *known])
+        _check(algorithm in known, "algorithm={!r} is not one of {}", algorithm, names)
+
+
+def _check_dtype(output, input):
+    dtypes = output.dtype, input.dtype
+    _check(dtypes[0] == dtypes[1], "output.dtype={} is not input.dtype={}", *dtypes)
+
+
+def _check_fits(output, input, expected):
+    _check_dtype(output, input)
+    text = "output of shape {} has {} elements where input of shape {} makes {}"
+    values = tuple(output.shape), output.numel(), tuple(input.shape), expected
+    _check(output.numel() == expected, text, *values)
+
+
+def _check_list(name, tensors, world_size, alike=None):
+    _check(tensors is not None, "{} is None, not of world_size={}", name, world_size)
+    size = name, len(tensors), world_size
+    _check(len(tensors) == world_size, "{} is of {} tensors, not of world_size={}", *size)
+    contiguous = all(tensor.is_contiguous() for tensor in tensors)
+    _check(contiguous, "{} has an entry that is not contiguous", name)
+    if alike is not None:
+        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in (alike, *tensors)]
+        text = "{} has an entry that is not {} {}, as tensor is"
+        _check(len(set(shapes)) == 1, text, name, *shapes[0])
+
+
+def _split_sizes(name, tensor, split_sizes, world_size):
+    """Elements of `tensor` for each rank, from rows (dim 0) for each rank; equal rows if None."""
+    rows = len(tensor)
+    divides = split_sizes is not None or rows % world_size == 0
+    _check(divides, "{} has {} rows, not divisible by world_size={}", name, rows, world_size)
+    split_sizes = split_sizes or [rows // world_size] * world_size
+    fits = len(split_sizes) == world_size and sum(split_sizes) == rows
+    text = "{}_split_sizes={} are not world_size={} sizes of sum {}"
+    _check(fits, text, name, split_sizes, world_size, rows)
+    row = tensor.numel() // rows if rows else 0
+    return [size * row for size in split_sizes]
+
+
+def _list_of_root(name, tensors, alike, root, link):
+    """The tensors that the root has for all ranks; those of others are not looked at."""
+    if link.rank != root:
+        return []
+    _check_list(name, tensors, link.world_size, alike)
+    return tensors
+
+
+def _group_rank(name, global_rank, link):
+    text = "{}={} is not one of the group's ranks, {}"
+    _check(global_rank in link.ranks, text, name, global_rank, link.ranks)
+    return link.ranks.index(global_rank)
+
+
+# ---- who listens ---------------------------------------------------------------------------------
+
+
+class Traffic:
+    """Payload that this rank sent.
+
+    Nobody counts what the backend's own collectives send: bytes() and messages() then raise
+    RuntimeError.
+    """
+
+    def __init__(self):
+        self.sent = []  # (operation, group, peer in the group, bytes) of every message
+        self.uncounted = set()  # operations that were the backend's own
+
+    def bytes(self, operation=None, group=None, peers=None):
+        """Bytes sent by one operation, in one group, to some peers; None stands for all."""
+        return sum(self._select(operation, group, peers))
+
+    def messages(self, operation=None, group=None, peers=None):
+        """Messages sent, selected as in bytes()."""
+        return len(self._select(operation, group, peers))
+
+    def _select(self, operation, group, peers):
+        if self.uncounted:
+            names = ", ".join(sorted(self.uncounted))
+            raise RuntimeError(f"nobody counts the bytes of the backend's own collectives: {names}")
+        return [
+            nbytes
+            for name, its_group, peer, nbytes in self.sent
+            if operation in (None, name)
+            and group in (None, its_group)
+            and (peers is None or peer in peers)
+        ]
+
+    def listen(self, event, link, *what):
+        """Count what observe() tells."""
+        if event == "call" and link.state.backend is not None:
+            self.uncounted.add(link.operation)
+        if event == "post":
+            _, sends, _ = what
+            self.sent += [(link.operation, link.group, peer, t.nbytes) for t, peer in sends]
+
+
+@contextmanager
+def count_bytes():
+    """Count what this rank sends in operations begun inside: `with count_bytes() as traffic:`"""
+    traffic = Traffic()
+    with observe(traffic.listen):
+        yield traffic
+
+
+def report_stalls(seconds):
+    """From now on, say on stderr whom an operation waits for that has not moved for so long.
+
+    One line a stall. For gloo; on NCCL nobody waits in wait().
+    """
+    waits = {}  # thread -> [link, peers, since when it waits for them]
+
+    def listen(event, link, *what):
+        if event == "wait":
+            waits[threading.get_ident()] = [link, what[1], time.monotonic()]
+        elif event == "done":
+            waits.pop(threading.get_ident(), None)
+
+    def report(end):
+        while True:
+            try:
+                return end.get(timeout=seconds / 8)
+            except queue.Empty:
+                now = time.monotonic()
+            for wait in list(waits.values()):
+                link, peers, since = wait
+                if now - since >= seconds:
+                    wait[2] = math.inf  # it has been told
+                    line = f"{link.describe('waits for', peers)} for more than {seconds} s\n"
+                    sys.stderr.write(line)
+
+    _LISTENERS.append(listen)
+    _Thread(report)
+
+
+def measure_link(group=None, rounds=20):
+    """LinkSpeed of a group, measured: rings of 8 bytes and of 4 MB, and adding 4 MB. Collective."""
+    rank, world_size = rank_and_size(group)
+    device = _device(group)
+    small, large = torch.zeros(8, device=device), torch.zeros(1 << 20, device=device)
+    peers = (rank + 1) % world_size, (rank - 1) % world_size
+
+    def shift(tensor):
+        if world_size > 1:
+            exchange([(tensor, peers[0])], [(tensor.clone(), peers[1])], group)
+
+    alpha = _median_seconds(lambda: shift(small), group, rounds)
+    beta = max(0.0, _median_seconds(lambda: shift(large), group, rounds) - alpha) / large.nbytes
+    gamma = _median_seconds(lambda: large.add_(large), group, rounds) / large.nbytes
+    return LinkSpeed(alpha, beta, gamma)
+
+
+def _median_seconds(call, group=None, rounds=9):
+    times = []
+    for _ in range(rounds):
+        barrier(group)
+        began = time.perf_counter()
+        call()
+        if _device(group) == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return sorted(times)[rounds // 2]
+
+
 # ---- precision and chance ------------------------------------------------------------------------
 
 
@@ -1717,7 +1722,7 @@ def _demonstrate():
         nbytes = math.ceil(size / unit) * unit  # what all algorithms cut into chunks alike
         tensor, ranks_per_node = torch.zeros(nbytes // 4), 2 - world_size % 2
         gloo = _median_seconds(lambda: dist.group.WORLD.allreduce([tensor]).wait())
-        for algorithm in (*_ALL_REDUCE, "hierarchical"):
+        for algorithm in _ALL_REDUCE:
             call = lambda: all_reduce(tensor, algorithm=algorithm, ranks_per_node=ranks_per_node)
             with count_bytes() as traffic:
                 call()

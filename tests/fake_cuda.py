@@ -52,6 +52,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives
 import hybrid
 import pipeline
+from gpu_counts import Stream, as_on_nccl
 from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 
 # ---- outside -------------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ class Watch(TorchDispatchMode):
             for multiple, places in counts.misaligned.items():
                 if begin % int(multiple):
                     places[where] += 1
-        return [_Inline()]
+        return [Stream()]  # done, too
 
     def header(self, transfer, num_microbatches):
         """Rows, dtype and shape of the activations that another stage is about to send."""
@@ -267,18 +268,6 @@ def _tensors(values):
 def _is_on_device(tensor):
     """Without asking the tensor, which would dispatch."""
     return (getattr(tensor, "fake_device", None) or tensor.device).type == "cuda"
-
-
-class _Inline:
-    """A stream, an event or messages: all has happened as soon as it is asked for."""
-
-    def __init__(self, *arguments, **options):
-        pass
-
-    wait = wait_stream = wait_event = record = lambda self, *arguments: None
-    record_event = lambda self, event=None: event or _Inline()
-    query = lambda self: True
-    elapsed_time = lambda self, other: 0.0
 
 
 def _address(tensor):
@@ -305,13 +294,12 @@ def _patches(watch):
     """What stands for CUDA and for the other ranks."""
     cuda, ignore = torch.cuda, lambda *_, **__: None
     wait = lambda *_: watch.note_wait("synchronize")
-    stream = type("Stream", (_Inline,), {"synchronize": wait})
+    stream = type("Stream", (Stream,), {"synchronize": wait})
     yield patch.object(cuda.amp.common, "amp_definitely_not_available", lambda: False)
     yield patch.object(cuda, "is_bf16_supported", lambda *_, **__: True)
-    yield patch.object(cuda, "Stream", stream)
-    yield patch.object(cuda, "Event", stream)
-    yield patch.object(cuda, "stream", lambda stream: nullcontext())
-    yield patch.object(cuda, "current_stream", stream)
+    config = lambda group=None: "cuda:nccl"
+    yield as_on_nccl(get_backend_config=config, batch_isend_irecv=watch.post)
+    yield patch.multiple(cuda, Stream=stream, Event=stream, current_stream=stream)
     yield patch.object(cuda, "synchronize", wait)
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "max_memory_allocated"):
         yield patch.object(cuda, name, ignore)
@@ -321,8 +309,6 @@ def _patches(watch):
     yield patch.object(FakeTensor, "tolist", lambda tensor: watch.tolist(tensor))
     yield patch.object(FakeTensor, "data_ptr", _address)
     yield patch.object(dist, "get_backend", lambda group=None: "nccl")
-    yield patch.object(dist, "get_backend_config", lambda group=None: "cuda:nccl")
-    yield patch.object(dist, "batch_isend_irecv", watch.post)
     alike = lambda value, group=None: [value] * dist.get_world_size(group)
     for module in (collectives, pipeline):
         yield patch.object(module, "gather_objects", alike)

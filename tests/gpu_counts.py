@@ -3,16 +3,18 @@
     with waits() as count: ...      Counter, by name, of what would hold up the host
     with batches() as count: ...    Counter: "batches" that NCCL would be given, and of their
                                     messages those "off 16" bytes, which it copies byte by byte
+    with as_on_nccl(): ...          the collectives go as they do on NCCL, over gloo
 """
 
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import collectives
+from collectives import observe
 
 
 class _Waits(TorchDispatchMode):
@@ -50,33 +52,41 @@ def waits():
         yield mode.count
 
 
-class _AtOnce:
-    """In place of a group's CUDA stream."""
+class Stream:
+    """In place of torch.cuda's: all has happened as soon as it is launched. Its own event, too."""
 
-    def __init__(self, group):
+    def __init__(self, *arguments, **options):
         pass
 
-    def submit(self, run, link, tensors):
-        self.last = collectives.Work(run, link)
-        self.last.run()
-        return self.last
+    wait = wait_stream = wait_event = record = synchronize = lambda self, *arguments: None
+    record_event = lambda self, event=None: event or self
+    query = lambda self: True
+    elapsed_time = lambda self, other: 0.0
+
+
+@contextmanager
+def as_on_nccl(**others):
+    """torch says that groups have NCCL for every tensor, and has streams. others: dist's, too."""
+    config = {"get_backend_config": lambda group=None: "cpu:nccl,meta:nccl"}
+    with (
+        patch.multiple(dist, **config | others),
+        patch.multiple(torch.cuda, Stream=Stream, Event=Stream, current_stream=Stream),
+        patch.object(torch.cuda, "stream", lambda stream: nullcontext()),
+    ):
+        yield
 
 
 @contextmanager
 def batches():
-    """The collectives go as they do on NCCL, over gloo."""
-    batch, count = collectives._batch, Counter()
+    """Of what runs as on NCCL, over gloo."""
+    count = Counter()
 
-    def counted(sends, receives, group):
-        messages = [tensor for tensor, _ in (*sends, *receives)]
-        assert all(tensor.is_contiguous() for tensor in messages)
-        count["batches"] += bool(messages)
-        count["off 16"] += sum(tensor.data_ptr() % 16 != 0 for tensor in messages)
-        return batch(sends, receives, group)
+    def listen(event, link, *what):
+        if event == "post":
+            tensors = [tensor for tensor, _ in (*what[1], *what[2])]
+            assert all(tensor.is_contiguous() for tensor in tensors)
+            count["batches"] += bool(tensors)
+            count["off 16"] += sum(tensor.data_ptr() % 16 != 0 for tensor in tensors)
 
-    with (
-        patch.object(collectives, "_on_stream", lambda tensor, group: True),
-        patch.object(collectives, "_WorkStream", _AtOnce),
-        patch.object(collectives, "_batch", counted),
-    ):
+    with as_on_nccl(), observe(listen):
         yield count

@@ -13,12 +13,9 @@ after what its launcher waited for, and Work.wait() is after its end. Tags are n
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import contextmanager
-from typing import NamedTuple
-from unittest.mock import patch
 
-import collectives
+from collectives import observe
 
 
 class Deadlock(AssertionError):
@@ -32,54 +29,27 @@ class Mismatch(AssertionError):
 @contextmanager
 def record():
     """The events of this rank, in the order in which it issues them."""
-    events, post = [], collectives._Link.post
-    begin, run, wait = collectives.Work.__init__, collectives.Work.run, collectives.Work.wait
-    number = lambda: len(events)
+    events, keys = [], {}  # of operations and batches of messages
 
-    def note(kind, key, **what):
+    def note(kind, of, **what):
+        key = keys.setdefault(of, len(events))
         events.append({"kind": kind, "key": key, "stream": threading.get_ident(), **what})
-        return key
 
-    def recorded_post(link, sends, receives):
-        messages = [("send", link.ranks[peer], t.nbytes) for t, peer in sends if t.numel()]
-        messages += [("receive", link.ranks[peer], t.nbytes) for t, peer in receives if t.numel()]
-        group = link.group.group_name, tuple(link.ranks)
-        works, key = post(link, sends, receives), None
-        if messages:
-            key = note("post", number(), name=link.operation, group=group, messages=messages)
-        return _Watched(works, lambda: note("wait", key))
+    def listen(event, link, *what):
+        if event in ("launch", "begin", "end", "join"):
+            note(event, link)
+        elif event == "post":
+            batch, sends, receives = what
+            messages = [("send", link.ranks[peer], t.nbytes) for t, peer in sends]
+            messages += [("receive", link.ranks[peer], t.nbytes) for t, peer in receives]
+            group = link.group.group_name, tuple(link.ranks)
+            if messages:
+                note("post", batch, name=link.operation, group=group, messages=messages)
+        elif event == "done" and what[0] in keys:
+            note("wait", what[0])
 
-    def recorded_begin(work, *arguments):
-        work.key = note("launch", number())
-        begin(work, *arguments)
-
-    def recorded_run(work):
-        note("begin", work.key)
-        run(work)
-        note("end", work.key)
-
-    def recorded_wait(work):
-        wait(work)
-        note("join", work.key)
-
-    with (
-        patch.object(collectives._Link, "post", recorded_post),
-        patch.object(collectives.Work, "__init__", recorded_begin),
-        patch.object(collectives.Work, "run", recorded_run),
-        patch.object(collectives.Work, "wait", recorded_wait),
-    ):
+    with observe(listen):
         yield events
-
-
-class _Watched(NamedTuple):
-    """Messages under way, and what to call when they are waited for."""
-
-    works: object
-    done: Callable
-
-    def wait(self):
-        self.works.wait()
-        self.done()
 
 
 class _Rank:

@@ -10,10 +10,9 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import pytest
@@ -47,7 +46,9 @@ from collectives import (
     exchange,
     gather,
     gather_from_group,
+    gather_objects,
     measure_link,
+    observe,
     rank_and_size,
     reduce,
     reduce_from_group,
@@ -63,8 +64,9 @@ from collectives import (
     set_ranks_per_node,
 )
 
+from gpu_counts import as_on_nccl, batches
 from nccl_replay import Deadlock, Mismatch, record, replay
-from ranks import run, spawn
+from ranks import on_ranks, run, spawn
 
 PROJECT = Path(__file__).resolve().parent.parent
 DTYPES = [
@@ -95,6 +97,11 @@ def _same(actual, expected):
     assert torch.equal(actual, expected), (actual, expected)
 
 
+def _same_on_all_ranks(tensor):
+    for other in gather_objects(tensor):
+        _same(tensor, other)
+
+
 def _wait(work):
     if work is not None:
         work.wait()
@@ -103,12 +110,15 @@ def _wait(work):
 # ---- values -------------------------------------------------------------------------------------
 
 
+def _ops_of(dtype, ops=tuple(REDUCED)):
+    """Those of `ops` that there are for the dtype."""
+    return [op for op in ops if op != ReduceOp.AVG or dtype.is_floating_point]
+
+
 def _check_reductions(length, dtype, group, async_op, ops):
     rank, world_size = rank_and_size(group)
     everyone = _integers(world_size, world_size * length, dtype=dtype, seed=length)
-    for op in ops:
-        if op == ReduceOp.AVG and not dtype.is_floating_point:
-            continue
+    for op in _ops_of(dtype, ops):
         expected = REDUCED[op](everyone.double()).to(dtype)
         tensor = everyone[rank, :length].clone()
         _wait(all_reduce(tensor, op, group, async_op))
@@ -140,22 +150,6 @@ def _check_moves(length, dtype, group, async_op, members):
         _same(tensor, everyone[root, 0])
 
 
-def _rings():
-    """Reduce-scatter and all-gather go round the ring from 3 ranks on: adding is all that costs."""
-    return patch.dict(LINK_SPEEDS, gloo=LinkSpeed(alpha=0, beta=0, gamma=1))
-
-
-def _check_values_in_rings(lengths, ops):
-    with _rings(), patch.object(collectives, "SEGMENT", 1 << 12):
-        _check_values(lengths, DTYPES[:2], ops=ops)
-        _check_values([(1 << 10) + 3], DTYPES[1:2], ops=ops[:1])
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_tensors_too_large_for_few_steps_go_round_the_ring(world_size):
-    run(world_size, _check_values_in_rings, [0, 1, 7], (ReduceOp.SUM, ReduceOp.AVG))
-
-
 def _check_values(lengths, dtypes=DTYPES, group=None, async_op=False, ops=tuple(REDUCED)):
     members = dist.get_process_group_ranks(group or dist.group.WORLD)
     for dtype in dtypes:
@@ -164,75 +158,39 @@ def _check_values(lengths, dtypes=DTYPES, group=None, async_op=False, ops=tuple(
             _check_moves(length, dtype, group, async_op, members)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
-def test_every_collective_on_every_dtype_and_length(world_size):
+def _rings():
+    """Reduce-scatter and all-gather go round the ring from 3 ranks on: adding is all that costs."""
+    return patch.dict(LINK_SPEEDS, gloo=LinkSpeed(alpha=0, beta=0, gamma=1))
+
+
+@on_ranks(1, 2, 3, 4)
+def test_tensors_too_large_for_few_steps_go_round_the_ring():
+    ops = ReduceOp.SUM, ReduceOp.AVG
+    with _rings(), patch.object(collectives, "SEGMENT", 1 << 12):
+        _check_values([0, 1, 7], DTYPES[:2], ops=ops)
+        _check_values([(1 << 10) + 3], DTYPES[1:2], ops=ops[:1])
+
+
+@on_ranks(1, 2, 3, 4, 6, 8)
+def test_every_collective_on_every_dtype_and_length():
+    world_size = dist.get_world_size()
     lengths = sorted({0, 1, world_size - 1, 2 * world_size + 1})
-    run(world_size, _check_values, lengths, ops=(ReduceOp.SUM, ReduceOp.AVG))
+    _check_values(lengths, ops=(ReduceOp.SUM, ReduceOp.AVG))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 6])
-def test_every_reduction(world_size):
-    run(world_size, _check_values, [5])
+@on_ranks(2, 3, 6)
+def test_every_reduction():
+    _check_values([5])
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_every_collective_in_the_background(world_size):
+@on_ranks(1, 3, 4)
+def test_every_collective_in_the_background():
     dtypes = [torch.float64, torch.bfloat16, torch.int64]
-    run(world_size, _check_values, [0, 1, 11], dtypes, async_op=True, ops=(ReduceOp.SUM,))
+    _check_values([0, 1, 11], dtypes, async_op=True, ops=(ReduceOp.SUM,))
 
 
-def _theirs(name):
-    """torch.distributed's own; before torch 2.13 the *_single had longer names."""
-    older = {
-        "all_gather_single": "all_gather_into_tensor",
-        "reduce_scatter_single": "reduce_scatter_tensor",
-    }
-    return getattr(dist, name, None) or getattr(dist, older[name])
-
-
-def _compare_with_torch_distributed():
-    rank, world_size = rank_and_size()
-    for seed, dtype in enumerate([torch.float32, torch.float64, torch.int64]):
-        full = (10 * _normal(world_size, world_size * 7, seed=seed)[rank]).to(dtype)
-        shard = full[:7].clone()
-        for ours, theirs, output, *arguments in [
-            (all_reduce, dist.all_reduce, full),
-            (reduce_scatter_single, _theirs("reduce_scatter_single"), shard, full),
-            (all_gather_single, _theirs("all_gather_single"), full, shard),
-            (all_to_all_single, dist.all_to_all_single, full, full),
-            (broadcast, dist.broadcast, full, world_size - 1),
-        ]:
-            actual, expected = output.clone(), output.clone()
-            ours(actual, *arguments)
-            theirs(expected, *arguments)
-            torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_values_are_those_of_torch_distributed(world_size):
-    run(world_size, _compare_with_torch_distributed)
-
-
-def _reduced_noise():
-    rank, world_size = rank_and_size()
-    reduced = []
-    for length in (1, world_size - 1, 1000):
-        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
-                reduced.append(_normal(world_size, length, dtype=dtype)[rank])
-                all_reduce(reduced[-1], op)
-    return reduced
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4, 6])
-def test_all_reduce_leaves_the_same_bits_on_every_rank(world_size):
-    first, *others = run(world_size, _reduced_noise)
-    for other in others:
-        for actual, expected in zip(other, first, strict=True):
-            _same(actual, expected)
-
-
-def _reduce_odd_tensors():
+@on_ranks(3)
+def test_large_integers_scalars_and_parameters():
     rank, world_size = rank_and_size()
     large = 2**53 + 1  # no float holds it
     tensor = torch.full((3,), large + rank)
@@ -248,14 +206,11 @@ def _reduce_odd_tensors():
     assert (parameter == world_size * (world_size - 1)).all()
 
 
-def test_large_integers_scalars_and_parameters():
-    run(3, _reduce_odd_tensors)
-
-
 # ---- groups -------------------------------------------------------------------------------------
 
 
-def _in_disjoint_groups():
+@on_ranks(6)
+def test_two_disjoint_groups_at_once():
     groups = {members: dist.new_group(members) for members in [(1, 4, 5), (0, 2, 3)]}
     group = next(group for group in groups.values() if dist.get_rank(group) >= 0)
     _check_values([0, 2, 5], [torch.float32, torch.int64], group)
@@ -263,11 +218,8 @@ def _in_disjoint_groups():
     barrier(group)
 
 
-def test_two_disjoint_groups_at_once():
-    run(6, _in_disjoint_groups)
-
-
-def _in_rows_and_columns():
+@on_ranks(6)
+def test_groups_that_share_a_rank():
     mesh = torch.arange(6).view(2, 3)
     rows, columns = ([dist.new_group(m) for m in lines.tolist()] for lines in (mesh, mesh.T))
     row, column = dist.get_rank() // 3, dist.get_rank() % 3
@@ -283,11 +235,8 @@ def _in_rows_and_columns():
     _same(along_column, everyone[mesh[:, column]].sum(0))
 
 
-def test_groups_that_share_a_rank():
-    run(6, _in_rows_and_columns)
-
-
-def _outside_a_group():
+@on_ranks(2)
+def test_a_rank_outside_the_group_is_warned_and_takes_no_part():
     group, x = dist.new_group([1]), torch.full((2,), 7.0)
     if dist.get_rank() == 1:
         return
@@ -309,21 +258,14 @@ def _outside_a_group():
     assert (x == 7).all()
 
 
-def test_a_rank_outside_the_group_is_warned_and_takes_no_part():
-    run(2, _outside_a_group)
-
-
-def _in_reordered_group():
+@on_ranks(4)
+def test_ranks_are_those_of_the_group_and_src_is_global():
     try:
         group = dist.new_group([3, 0, 2], sort_ranks=False)
     except TypeError:  # before torch 2.13 a group's ranks are always sorted
         group = dist.new_group([3, 0, 2])
     if dist.get_rank() != 1:
         _check_values([1, 5], [torch.float64], group)
-
-
-def test_ranks_are_those_of_the_group_and_src_is_global():
-    run(4, _in_reordered_group)
 
 
 # ---- layouts ------------------------------------------------------------------------------------
@@ -337,7 +279,9 @@ def _strided_layouts(*shape):
     yield transposed.permute(*range(len(shape))[::-1]), transposed
 
 
-def _into_strided_tensors(async_op):
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks(1, 2, 3)
+def test_the_result_reaches_a_tensor_that_is_not_contiguous(async_op):
     rank, world_size = rank_and_size()
     everyone = _integers(world_size, world_size, 2, 3, dtype=torch.float32)
     total = everyone.sum(0)
@@ -363,12 +307,6 @@ def _into_strided_tensors(async_op):
             _same(input, everyone[rank])
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_result_reaches_a_tensor_that_is_not_contiguous(world_size, async_op):
-    run(world_size, _into_strided_tensors, async_op)
-
-
 # ---- all-to-all with splits ---------------------------------------------------------------------
 
 
@@ -387,7 +325,8 @@ def _rows_to_send(sizes, seed):
     ]
 
 
-def _exchange_rows():
+@on_ranks(1, 2, 3, 4, 6)
+def test_all_to_all_with_splits_and_ranks_without_rows():
     rank, world_size = rank_and_size()
     for seed in range(10):
         sizes = _split_matrix(world_size, seed)
@@ -402,12 +341,8 @@ def _exchange_rows():
         assert traffic.bytes() == 24 * int(sizes[rank].sum() - sizes[rank, rank])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
-def test_all_to_all_with_splits_and_ranks_without_rows(world_size):
-    run(world_size, _exchange_rows)
-
-
-def _exchange_rows_in_groups():
+@on_ranks(6)
+def test_a_large_all_to_all_goes_in_batches():
     rank, world_size = rank_and_size()
     everyone = _integers(world_size, world_size, 3)
     output = torch.empty_like(everyone[0])
@@ -418,26 +353,18 @@ def _exchange_rows_in_groups():
     assert [len(batch) for batch in batches] == [4, 4, 2], batches
 
 
-def test_a_large_all_to_all_goes_in_batches():
-    run(6, _exchange_rows_in_groups)
-
-
 # ---- barrier ------------------------------------------------------------------------------------
 
 
-def _meet(folder):
+@on_ranks(1, 2, 3, 4, 6)
+def test_barrier_waits_for_the_last_rank(tmp_path):
     rank, world_size = rank_and_size()
     for late in range(world_size):
         time.sleep(0.02 * (rank == late))
-        (folder / f"{late}.{rank}").touch()
+        (tmp_path / f"{late}.{rank}").touch()
         barrier()
         for other in range(world_size):
-            assert (folder / f"{late}.{other}").exists(), f"rank {rank} left before {other} came"
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
-def test_barrier_waits_for_the_last_rank(world_size, tmp_path):
-    run(world_size, _meet, tmp_path)
+            assert (tmp_path / f"{late}.{other}").exists(), f"rank {rank} left before {other} came"
 
 
 # ---- algorithms ---------------------------------------------------------------------------------
@@ -450,45 +377,37 @@ def _algorithms(world_size):
     return [(name, None) for name in names] + [("hierarchical", size) for size in inner]
 
 
+SIZES = [1, 2, 3, 4, *(pytest.param(size, marks=pytest.mark.soak) for size in (5, 6, 7, 8))]
+
+
+@on_ranks(*SIZES)
 @patch.object(collectives, "SEGMENT", 1 << 12)
-def _reduce_by(name, ranks_per_node):
+def test_every_algorithm_reduces_and_leaves_the_same_bits_on_all_ranks():
     """Every dtype and odd length, several segments, and a tensor that is not contiguous."""
     rank, world_size = rank_and_size()
     big = world_size * ((1 << 10) + 3)
     cases = [(dtype, n) for dtype in DTYPES for n in (0, 1, 2, 5, 64)] + [(torch.float64, big)]
-    how = {"algorithm": name, "ranks_per_node": ranks_per_node}
-    for dtype, length in cases:
-        everyone = _integers(world_size, length, dtype=dtype, seed=length)
-        for op, expected in REDUCED.items():
-            if (op == ReduceOp.AVG and not dtype.is_floating_point) or (length == big and op.value):
-                continue
-            tensor = everyone[rank].clone()
-            all_reduce(tensor, op, **how)
-            _same(tensor, expected(everyone.double()).to(dtype))
-    columns = _integers(world_size, 6, 5)
-    tensor = columns[rank].clone().t()
-    all_reduce(tensor, **how)
-    _same(tensor, columns.sum(0).t())
-    bits = []
-    for dtype in DTYPES[:4]:
-        for length in (1, 7, 1000):
-            tensor = _normal(length, dtype=dtype, seed=rank)
-            all_reduce(tensor, **how)
-            bits.append(tensor.double())
-    return torch.cat(bits)
-
-
-SIZES = [1, 2, 3, 4, *(pytest.param(size, marks=pytest.mark.soak) for size in (5, 6, 7, 8))]
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-def test_every_algorithm_reduces_and_leaves_the_same_bits_on_all_ranks(world_size):
     for name, ranks_per_node in _algorithms(world_size):
-        first, *others = run(world_size, _reduce_by, name, ranks_per_node)
-        assert all(torch.equal(first, other) for other in others), name
+        reduce_by = partial(all_reduce, algorithm=name, ranks_per_node=ranks_per_node)
+        for dtype, length in cases:
+            everyone = _integers(world_size, length, dtype=dtype, seed=length)
+            for op in [ReduceOp.SUM] if length == big else _ops_of(dtype):
+                tensor = everyone[rank].clone()
+                reduce_by(tensor, op)
+                _same(tensor, REDUCED[op](everyone.double()).to(dtype))
+        columns = _integers(world_size, 6, 5)
+        tensor = columns[rank].clone().t()
+        reduce_by(tensor)
+        _same(tensor, columns.sum(0).t())
+        noise = [_normal(n, dtype=dtype, seed=rank) for dtype in DTYPES[:4] for n in (1, 7, 1000)]
+        for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
+            for tensor in noise:
+                reduce_by(tensor, op)
+            _same_on_all_ranks(torch.cat([tensor.double() for tensor in noise]))
 
 
-def _go_round_by_hand():
+@on_ranks(1, 2, 3, 4)
+def test_the_ring_of_the_opening_makes_the_bits_of_the_real_one():
     rank, world_size = rank_and_size()
     for chunk in (0, 32, 320):  # where it cuts a tensor like the real one
         simple = _normal(chunk * world_size, dtype=torch.float32, seed=rank)
@@ -498,57 +417,29 @@ def _go_round_by_hand():
         _same(simple, full)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_ring_of_the_opening_makes_the_bits_of_the_real_one(world_size):
-    run(world_size, _go_round_by_hand)
-
-
-def _on_streams():
-    """The batches that NCCL would get, over gloo: values, and how many of them."""
+@on_ranks(2, 3, 4)
+def test_on_a_stream_a_step_is_one_batch_and_in_a_node_a_collective_is_one_step():
     rank, world_size = rank_and_size()
-    group, full = dist.group.WORLD, torch.zeros(64 * world_size)
-    with (
-        patch.object(collectives, "_on_stream", return_value=True),
-        patch.object(collectives, "SEGMENT", 8),
-        patch.object(collectives, "DIRECT_BYTES", 1 << 20),
-        patch.object(collectives, "StreamWork", collectives.Work),
-    ):
+    full, shard = torch.zeros(64 * world_size), torch.zeros(64)
+    with as_on_nccl(), patch.multiple(collectives, SEGMENT=8, DIRECT_BYTES=1 << 20):
         _check_values([0, 1, 7], DTYPES[:1], ops=(ReduceOp.SUM, ReduceOp.AVG))
-        for ranks_per_node, steps in [(world_size, 1), (1, world_size - 1)]:
+        for ranks_per_node, steps in [(1, world_size - 1), (world_size, 1)]:
             set_ranks_per_node(ranks_per_node)
-            for call, count in [
+            for call, expected in [
                 (lambda: all_reduce(full), 2 * steps),
                 (lambda: all_reduce(full, algorithm="ring"), 2 * (world_size - 1)),
-                (lambda: reduce_scatter_single(torch.empty(64), full), steps),
-                (lambda: all_gather_single(full, torch.zeros(64)), steps),
+                (lambda: reduce_scatter_single(shard, full), steps),
+                (lambda: all_gather_single(full, shard), steps),
                 (lambda: all_to_all_single(torch.empty_like(full), full), 1),
             ]:
-                with patch.object(collectives, "_batch", wraps=collectives._batch) as batch:
+                with batches() as count:
                     call()
-                assert batch.call_count == count
-        set_ranks_per_node(world_size)
+                assert count["batches"] == expected
         with patch.object(collectives, "DIRECT_BYTES", 128 * world_size):  # two pieces
             with record() as events:
                 all_reduce(full)
-                reduce_scatter_single(torch.empty(64), full)
+                reduce_scatter_single(shard, full)
         assert [event["kind"] for event in events] == ["post", "wait"] * (4 + 2)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_on_a_stream_a_step_is_one_batch_and_in_a_node_a_collective_is_one_step(world_size):
-    run(world_size, _on_streams)
-
-
-@contextmanager
-def _as_on_streams():
-    """The way of NCCL, over gloo: one batch a step; background operations in threads."""
-    with (
-        patch.object(collectives, "_on_stream", return_value=True),
-        patch.object(collectives, "StreamWork", collectives.Work),
-        patch.object(collectives, "_STREAMS", collectives._THREADS),
-        patch.object(collectives, "_WorkStream", collectives._WorkThread),
-    ):
-        yield
 
 
 def test_a_row_is_cut_on_128_bytes_and_parts_differ_from_their_share_by_less():
@@ -589,118 +480,81 @@ def _send_from_rows(dtype):
         broadcast(row, 1, algorithm="scatter_all_gather")
 
 
-def _offsets_of_messages(dtype):
-    """Where messages begin in their memory, in bytes; in several segments and pieces."""
-    post, offsets = collectives._Link.post, []
-
-    def noted(link, sends, receives):
-        tensors = [tensor for tensor, _ in (*sends, *receives) if tensor.numel()]
-        offsets.extend(tensor.storage_offset() * tensor.itemsize for tensor in tensors)
-        return post(link, sends, receives)
-
-    with (
-        patch.object(collectives._Link, "post", noted),
-        patch.object(collectives, "SEGMENT", 1 << 10),
-        patch.object(collectives, "DIRECT_BYTES", 1 << 12),
-    ):
-        for way in (nullcontext(), _rings(), _as_on_streams()):
-            with way:
-                _send_from_rows(dtype)
-    return offsets
-
-
+@on_ranks(4)
 def test_every_message_begins_on_128_bytes_of_a_row_that_does():
-    for offsets in run(4, _offsets_of_messages, torch.bfloat16):
-        assert len(set(offsets)) > 50
-        assert not [offset for offset in offsets if offset % 128]
+    offsets = set()  # in their memory
+
+    def listen(event, link, *what):
+        if event == "post":
+            tensors = [tensor for tensor, _ in (*what[1], *what[2])]
+            offsets.update(tensor.storage_offset() * tensor.itemsize for tensor in tensors)
+
+    several = patch.multiple(collectives, SEGMENT=1 << 10, DIRECT_BYTES=1 << 12)
+    with observe(listen), several:  # segments and pieces
+        for way in (nullcontext(), _rings(), as_on_nccl()):
+            with way:
+                _send_from_rows(torch.bfloat16)
+    assert len(offsets) > 50
+    assert not [offset for offset in offsets if offset % 128]
 
 
-def _count_odd(name, ranks_per_node, elements):
-    with count_bytes() as traffic:
-        all_reduce(torch.zeros(elements), algorithm=name, ranks_per_node=ranks_per_node)
-    return traffic.bytes()
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 6])
-def test_of_any_length_a_rank_sends_at_most_128_bytes_a_chunk_more_than_is_claimed(world_size):
-    P = world_size
+@on_ranks(2, 3, 6)
+def test_of_any_length_a_rank_sends_at_most_128_bytes_a_chunk_more_than_is_claimed():
+    rank, P = rank_and_size()
     for elements in (1, 1001):
         for name, ranks_per_node in _algorithms(P)[1:]:
-            for rank, sent in enumerate(run(P, _count_odd, name, ranks_per_node, elements)):
-                claimed = all_reduce_cost(name, 4 * elements, P, ranks_per_node or 1, rank).bytes
-                assert sent <= claimed + 2 * (P - 1) * 128, (name, sent, claimed)
-                if name == "ring":
-                    assert sent <= all_reduce_bytes(4 * elements, P) + 256
+            with count_bytes() as traffic:
+                all_reduce(torch.zeros(elements), algorithm=name, ranks_per_node=ranks_per_node)
+            claimed = all_reduce_cost(name, 4 * elements, P, ranks_per_node or 1, rank).bytes
+            assert traffic.bytes() <= claimed + 2 * (P - 1) * 128, (name, traffic.bytes(), claimed)
+            if name == "ring":
+                assert traffic.bytes() <= all_reduce_bytes(4 * elements, P) + 256
 
 
-def _among_nodes(ranks_per_node):
-    """(bytes inside the node, between nodes, batches) of each collective; the bits of a sum."""
-    rank, world_size = rank_and_size()
-    set_ranks_per_node(ranks_per_node)
-    first = rank - rank % ranks_per_node
-    inside = range(first, first + ranks_per_node)
-    full = torch.zeros(96 * world_size, dtype=torch.float64)
-    shard, counts = full[:96].clone(), []
-    batches = patch.object(collectives, "_batch", wraps=collectives._batch)
-    with _as_on_streams():
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (3, 2), (2, 3), (2, 4)])
+@on_ranks(lambda nodes, ranks_per_node: nodes * ranks_per_node)
+def test_between_nodes_go_an_ith_of_the_bytes_and_a_ring_inside_one_batch(nodes, ranks_per_node):
+    O, I, (rank, P) = nodes, ranks_per_node, rank_and_size()
+    D, inside = 96 * 8 * P, range(rank - rank % I, rank - rank % I + I)
+    within, between = (I - 1) * D // I, (O - 1) * D // O // I
+    full = torch.zeros(96 * P, dtype=torch.float64)
+    shard = full[:96].clone()
+    set_ranks_per_node(I)
+    with as_on_nccl():
         _check_values([0, 1, 7], DTYPES[1:2], ops=(ReduceOp.SUM, ReduceOp.AVG))
-        for call in (
-            lambda: reduce_scatter_single(shard, full),
-            lambda: all_gather_single(full, shard),
-            lambda: all_reduce(full),
+        for call, times, steps in (
+            (lambda: reduce_scatter_single(shard, full), 1, 1 + (O - 1)),
+            (lambda: all_gather_single(full, shard), 1, 1 + (O - 1)),
+            (lambda: all_reduce(full), 2, 2 + 2 * (O - 1)),
         ):
-            with count_bytes() as traffic, batches as batch:
+            with count_bytes() as traffic, batches() as count:
                 call()
-            within = traffic.bytes(peers=inside)
-            counts.append((within, traffic.bytes() - within, batch.call_count))
+            assert traffic.bytes(peers=inside) == times * within
+            assert traffic.bytes() == times * (within + between)
+            assert count["batches"] == steps
         noise = _normal(1000, dtype=torch.float32, seed=rank)
         all_reduce(noise)
         with patch.object(collectives, "DIRECT_BYTES", 1 << 10):  # 6 P pieces of 128 bytes a rank
             _check_values([96], DTYPES[1:2], ops=(ReduceOp.SUM,))
-        with patch.object(collectives, "MOST_PEERS", ranks_per_node), batches as batch:
+        with patch.object(collectives, "MOST_PEERS", I), batches() as count:
             reduce_scatter_single(shard, full)  # one node's chunks in a batch
-        nodes = world_size // ranks_per_node
-        assert batch.call_count == nodes + (nodes - 1)
+        assert count["batches"] == O + (O - 1)
         with patch.object(collectives, "MOST_PEERS", 1):
             _check_values([5], DTYPES[1:2], ops=(ReduceOp.SUM,))
-    return counts, noise
-
-
-@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(4, 2), (6, 2), (6, 3), (8, 4)])
-def test_between_nodes_go_an_ith_of_the_bytes_and_a_ring_inside_one_batch(
-    world_size, ranks_per_node
-):
-    P, I, O = world_size, ranks_per_node, world_size // ranks_per_node
-    D = 96 * 8 * P
-    results = run(P, _among_nodes, I)
-    within, between = (I - 1) * D // I, (O - 1) * D // O // I
-    for counts, noise in results:
-        assert counts[0] == counts[1] == (within, between, 1 + (O - 1))
-        assert counts[2] == (2 * within, 2 * between, 2 + 2 * (O - 1))
-        _same(noise, results[0][1])
-    cost = reduce_scatter_cost("hierarchical", D, P, I)
-    assert (cost.steps, cost.bytes, cost.between) == (O, within + between, between)
-    cost = all_reduce_cost("hierarchical", D, P, I)
-    assert (cost.steps, cost.bytes, cost.between) == (2 * O, 2 * (within + between), 2 * between)
+    _same_on_all_ranks(noise)
+    for cost, times, steps in ((reduce_scatter_cost, 1, O), (all_reduce_cost, 2, 2 * O)):
+        expected = steps, times * (within + between), times * between
+        cost = cost("hierarchical", D, P, I)
+        assert (cost.steps, cost.bytes, cost.between) == expected
 
 
 def test_auto_is_direct_in_a_node_hierarchical_between_alike_nodes_and_else_the_ring():
-    group = object()
-
-    def choose(cost, nbytes, world_size, ranks_per_node):
-        told = {group: ranks_per_node} if ranks_per_node else {}
-        link = SimpleNamespace(on_stream=True, group=group, world_size=world_size)
-        with patch.object(collectives, "_RANKS_PER_NODE", told):
-            return collectives._auto(cost, nbytes, link)
-
+    inside, between = LINK_SPEEDS["nccl"], LINK_SPEEDS["nccl between nodes"]
     for cost in (all_reduce_cost, reduce_scatter_cost):
         for nbytes in (1 << 10, 25 << 20, 206 << 20, 1 << 32):
-            assert choose(cost, nbytes, 16, 8) == choose(cost, nbytes, 6, 2) == "hierarchical"
-            assert choose(cost, nbytes, 8, 8) == choose(cost, nbytes, 4, 8) == "direct"
-            assert choose(cost, nbytes, 8, None) == "direct"
-            for uneven in (3, 5, 1):
-                assert choose(cost, nbytes, 8, uneven) == "ring"
-    inside, between = LINK_SPEEDS["nccl"], LINK_SPEEDS["nccl between nodes"]
+            choose = partial(collectives._cheapest, "nccl", cost, nbytes, speeds=(inside, between))
+            assert choose(16, 8) == choose(6, 2) == "hierarchical"
+            assert choose(8, 8) == "direct" and choose(8, 1) == "ring"
     cost = Cost(steps=2, bytes=30, added=0, between=10)
     seconds = 2 * inside.alpha + 20 * inside.beta + 10 * between.beta
     assert cost.seconds(inside, between) == pytest.approx(seconds)
@@ -708,14 +562,14 @@ def test_auto_is_direct_in_a_node_hierarchical_between_alike_nodes_and_else_the_
     assert all_reduce_cost("ring", 80, 4, 4).between == 0
 
 
-def _in_unlike_nodes():
-    set_ranks_per_node(3)
-    with _as_on_streams():
-        _check_values([1, 7], DTYPES[:1], ops=(ReduceOp.SUM,))
-
-
+@on_ranks(4)
 def test_nodes_of_unlike_size_are_a_ring():
-    run(4, _in_unlike_nodes)
+    set_ranks_per_node(3)
+    with as_on_nccl():
+        _check_values([1, 7], DTYPES[:1], ops=(ReduceOp.SUM,))
+        with batches() as count:
+            all_reduce(torch.zeros(128))
+        assert count["batches"] == 2 * (4 - 1)
 
 
 @pytest.fixture
@@ -747,16 +601,12 @@ def test_inside_a_node_a_collective_is_one_batch_for_each_64_MiB(one_of_eight, n
     counts = {}
     for ranks_per_node in (8, 4):
         set_ranks_per_node(ranks_per_node)
-        with (
-            patch.object(collectives, "_on_stream", return_value=True),
-            patch.object(collectives, "_batch", return_value=[]) as batch,
-        ):
-            for name, call in calls.items():
-                batch.reset_mock()
+        for name, call in calls.items():
+            with as_on_nccl(batch_isend_irecv=lambda operations: []), record() as events:
                 call()
-                messages = [sum(map(len, posted.args[:2])) for posted in batch.call_args_list]
-                assert max(messages) <= 2 * collectives.MOST_PEERS
-                counts[name, ranks_per_node] = sum(count > 0 for count in messages)
+            messages = [len(event["messages"]) for event in events if event["kind"] == "post"]
+            assert max(messages) <= 2 * collectives.MOST_PEERS
+            counts[name, ranks_per_node] = len(messages)
     for name in ("reduce_scatter_single", "all_gather_single", "all_gather"):
         assert counts[name, 8] == pieces and counts[name, 4] == 2 * pieces
     assert counts["all_reduce", 8] == 2 * pieces and counts["all_reduce", 4] == 4 * pieces
@@ -766,47 +616,29 @@ def test_inside_a_node_a_collective_is_one_batch_for_each_64_MiB(one_of_eight, n
     assert counts["broadcast", 8] == (8 if pieces > 1 else 1), counts
 
 
-def _set_wrong_ranks_per_node():
+@on_ranks(1)
+def test_ranks_per_node_is_a_positive_integer():
     for wrong in (0, -1, 2.0, None, "2"):
         with pytest.raises(ValueError, match=f"ranks_per_node={wrong!r} is not a positive integer"):
             set_ranks_per_node(wrong)
 
 
-def test_ranks_per_node_is_a_positive_integer():
-    run(1, _set_wrong_ranks_per_node)
-
-
-def _lose_a_batch():
-    lost = RuntimeError("the cable is cut")
-    with (
-        patch.object(collectives, "_on_stream", return_value=True),
-        patch.object(dist, "batch_isend_irecv", side_effect=lost),
-        pytest.raises(RuntimeError) as info,
-    ):
-        all_reduce(torch.ones(4), algorithm="naive")
-    return str(info.value)
-
-
-def test_an_error_of_a_batch_names_the_operation_and_its_peers():
-    told = run(3, _lose_a_batch)
-    text = "all_reduce in the group of ranks [0, 1, 2]: rank 1 lost rank 0 or 2: the cable is cut"
-    assert told[1] == text
-
-
-def test_an_error_while_waiting_for_a_batch_names_the_operation_and_its_peers(one_of_eight):
-    lost = Mock(wait=Mock(side_effect=dist.DistBackendError("NCCL communicator was aborted")))
-    x = torch.ones(4)
-    with (
-        patch.object(collectives, "_on_stream", return_value=True),
-        patch.object(dist, "batch_isend_irecv", return_value=[lost]),
-    ):
-        for call, text in [
-            (lambda: exchange([(x, 3)], [(x.clone(), 2)]), "exchange in .* lost rank 2 or 3"),
-            (lambda: exchange([(x, 3)], [], async_op=True).wait(), "exchange in .* lost rank 3"),
-            (lambda: broadcast(x), "broadcast in .* lost rank 1 or 2 or 4"),
+def test_an_error_of_a_batch_names_the_operation_and_its_peers(one_of_eight):
+    lost = dist.DistBackendError("NCCL communicator was aborted")
+    x, world, some = torch.ones(4), str(list(range(8))), dist.new_group([0, 3, 5])
+    naive = partial(all_reduce, algorithm="naive")
+    for post in (Mock(side_effect=lost), Mock(return_value=[Mock(wait=Mock(side_effect=lost))])):
+        for call, operation, ranks, peers in [
+            (lambda: exchange([(x, 3)], [(x.clone(), 2)]), "exchange", world, "2 or 3"),
+            (lambda: exchange([(x, 3)], [], async_op=True).wait(), "exchange", world, "3"),
+            (lambda: exchange([(x, 2)], [], some), "exchange", "[0, 3, 5]", "5"),
+            (lambda: broadcast(x), "broadcast", world, "1 or 2 or 4"),
+            (lambda: naive(x, group=some), "all_reduce", "[0, 3, 5]", "3 or 5"),
         ]:
-            with pytest.raises(RuntimeError, match=f"{text}: NCCL communicator was aborted"):
+            with as_on_nccl(batch_isend_irecv=post), pytest.raises(RuntimeError) as info:
                 call()
+            text = f"{operation} in the group of ranks {ranks}: rank 0 lost rank {peers}: {lost}"
+            assert str(info.value) == text
 
 
 # ---- streams ------------------------------------------------------------------------------------
@@ -847,13 +679,8 @@ def _fake_streams():
         made.append(_Stream())
         return made[-1]
 
-    with (  # no Mock, which would keep its arguments
-        patch.object(collectives, "_on_stream", lambda *arguments: True),
-        patch.object(collectives, "_batch", lambda *messages: []),
-        patch.object(torch.cuda, "Stream", make),
-        patch.object(torch.cuda, "stream", lambda stream: nullcontext()),
-        patch.object(torch.cuda, "current_stream", lambda: current),
-    ):
+    streams = patch.multiple(torch.cuda, Stream=make, current_stream=lambda: current)
+    with as_on_nccl(batch_isend_irecv=lambda operations: []), streams:
         yield current, made
 
 
@@ -916,7 +743,7 @@ def _operators(ops):
     here = lists if rank == root else None
     own = [8 * (1 + (rank + r) % 2) for r in range(world_size)]
     rows = torch.ones(sum(own), 2)
-    with _as_on_streams(), _Operators() as operators:
+    with as_on_nccl(), _Operators() as operators:
         for op in ops:
             all_reduce(x, op)
             reduce_scatter_single(shard, x, op)
@@ -933,7 +760,7 @@ def _operators(ops):
     return operators.names
 
 
-LAYOUT = {"view", "split", "split_with_sizes", "tensor_split", "slice", "detach", "alias"}
+LAYOUT = {"view", "unbind", "split", "split_with_sizes", "tensor_split", "slice", "detach", "alias"}
 MEMORY = {"empty", "empty_like", "copy_"}
 
 
@@ -948,25 +775,21 @@ def test_a_collective_moves_and_adds_and_never_looks_at_a_value():
         assert {"add", "div_"} <= names <= known, names - known
 
 
-def _groups_of_two_backends(path):
-    x = torch.ones(3)
+@on_ranks(2)
+def test_a_group_may_have_two_backends_or_leave_them_to_torch(tmp_path):
+    x, rank = torch.ones(3), dist.get_rank()
     group = dist.new_group(backend="cpu:gloo,cuda:gloo")
     for pair in (group, None):
         all_reduce(x, group=pair)
         all_reduce(x, group=pair, async_op=True).wait()
         barrier(pair)
-        assert collectives.gather_objects("a", pair) == ["a", "a"]
-        if pair is None:
-            break
-        rank = dist.get_rank()
-        dist.destroy_process_group()
-        dist.init_process_group(store=dist.FileStore(path, 2), rank=rank, world_size=2)
-        assert dist.get_backend() == "undefined"
+        assert gather_objects("a", pair) == ["a", "a"]
+        if pair is group:
+            dist.destroy_process_group()
+            store = dist.FileStore(str(tmp_path / "store"), 2)
+            dist.init_process_group(store=store, rank=rank, world_size=2)
+            assert dist.get_backend() == "undefined"
     assert (x == 16).all()
-
-
-def test_a_group_may_have_two_backends_or_leave_them_to_torch(tmp_path):
-    run(2, _groups_of_two_backends, str(tmp_path / "store"))
 
 
 def test_the_device_of_a_group_is_where_nccl_is_if_there_is_a_gpu(one_of_eight):
@@ -981,29 +804,11 @@ def test_the_device_of_a_group_is_where_nccl_is_if_there_is_a_gpu(one_of_eight):
             patch.object(torch.cuda, "is_available", return_value=gpu),
         ):
             assert collectives._device(None) == device
-            tensors = Mock(is_cuda=True), Mock(is_cuda=False)
-            on_stream = [collectives._on_stream(tensor, dist.group.WORLD) for tensor in tensors]
-            assert on_stream == ["nccl" in config, False]
+            has_nccl = [collectives._has_nccl(dist.group.WORLD, kind) for kind in ("cuda", "cpu")]
+            assert has_nccl == ["nccl" in config, False]
 
 
 # ---- the backend's own --------------------------------------------------------------------------
-
-
-def _by_the_backend(async_op):
-    """Results of every collective in a group of ours and in one of the backend's."""
-    rank, world_size = rank_and_size()
-    group = dist.new_group(range(world_size))
-    set_backend_collectives(group)
-    for strided in (False, True):
-        results = [list(_results(g, async_op, strided)) for g in (None, group)]
-        for ours, theirs in zip(*results, strict=True):
-            torch.testing.assert_close(theirs, ours, rtol=1e-14, atol=1e-14)
-    ops = (ReduceOp.SUM, ReduceOp.AVG)
-    _check_values([0, 1, 5], [torch.float64, torch.int64], group, async_op, ops)
-    for name in PAIRS:
-        _check_pair(name, 1, group)
-    barrier(group)
-    assert collectives.gather_objects("a" * rank, group) == ["a" * r for r in range(world_size)]
 
 
 def _results(group, async_op, strided):
@@ -1035,11 +840,26 @@ def _results(group, async_op, strided):
 
 
 @pytest.mark.parametrize("async_op", [False, True])
+@on_ranks(3)
 def test_the_collectives_of_the_backend_give_the_same_results(async_op):
-    run(3, _by_the_backend, async_op)
+    """Results of every collective in a group of ours and in one of the backend's."""
+    rank, world_size = rank_and_size()
+    group = dist.new_group(range(world_size))
+    set_backend_collectives(group)
+    for strided in (False, True):
+        results = [list(_results(g, async_op, strided)) for g in (None, group)]
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(theirs, ours, rtol=1e-14, atol=1e-14)
+    ops = (ReduceOp.SUM, ReduceOp.AVG)
+    _check_values([0, 1, 5], [torch.float64, torch.int64], group, async_op, ops)
+    for name in PAIRS:
+        _check_pair(name, 1, group)
+    barrier(group)
+    assert gather_objects("a" * rank, group) == ["a" * r for r in range(world_size)]
 
 
-def _hand_over():
+@on_ranks(2)
+def test_the_backend_is_for_the_groups_that_are_set_and_its_bytes_are_not_counted():
     """Which groups use the backend's own, and what counters say of it."""
     rank, world_size = rank_and_size()
     x, group = torch.ones(4), dist.new_group(range(world_size))
@@ -1066,36 +886,30 @@ def _hand_over():
     assert traffic.bytes() == 0
 
 
-def test_the_backend_is_for_the_groups_that_are_set_and_its_bytes_are_not_counted():
-    run(2, _hand_over)
-
-
 def _count_by(name, ranks_per_node, nbytes):
+    """The traffic of an all-reduce, and how many steps it took."""
     with count_bytes() as traffic, record() as events:
         all_reduce(torch.zeros(nbytes // 4), algorithm=name, ranks_per_node=ranks_per_node)
-    rank, world_size = rank_and_size()
-    node = rank // (ranks_per_node or 1) * (ranks_per_node or 1)
-    inside = traffic.bytes("all_reduce", peers=range(node, node + (ranks_per_node or 1)))
-    return traffic.bytes(), inside, sum(event["kind"] == "post" for event in events)
+    return traffic, sum(event["kind"] == "post" for event in events)
 
 
-@pytest.mark.parametrize("world_size", range(1, 9))
-def test_every_algorithm_takes_the_steps_and_sends_the_bytes_that_its_cost_says(world_size):
+@on_ranks(*range(1, 9))
+def test_every_algorithm_takes_the_steps_and_sends_the_bytes_that_its_cost_says():
     nbytes = 840 * 128  # what any P up to 8 divides, by 128
-    P = world_size
+    rank, P = rank_and_size()
     for name, ranks_per_node in _algorithms(P)[1:]:
-        counted = run(P, _count_by, name, ranks_per_node, nbytes)
-        costs = [all_reduce_cost(name, nbytes, P, ranks_per_node or 1, r) for r in range(P)]
-        claimed = [cost.bytes for cost in costs]
-        assert [total for total, _, _ in counted] == claimed, name
-        assert [steps for *_, steps in counted] == [cost.steps for cost in costs], name
-        assert claimed[0] == max(claimed)
+        traffic, steps = _count_by(name, ranks_per_node, nbytes)
+        busiest = all_reduce_cost(name, nbytes, P, ranks_per_node or 1)
+        cost = all_reduce_cost(name, nbytes, P, ranks_per_node or 1, rank)
+        assert (traffic.bytes(), steps) == (cost.bytes, cost.steps), name
+        assert cost.bytes <= busiest.bytes
         if name in ("direct", "ring", "hierarchical"):
-            assert claimed[0] == 2 * nbytes * (P - 1) // P == all_reduce_bytes(nbytes, P)
+            assert cost.bytes == 2 * nbytes * (P - 1) // P == all_reduce_bytes(nbytes, P)
         if name == "hierarchical":
             I, O = ranks_per_node, P // ranks_per_node
-            within = 2 * nbytes * (I - 1) // I
-            assert counted[0][:2] == (within + 2 * nbytes * (O - 1) // O // I, within)
+            within, first = 2 * nbytes * (I - 1) // I, rank // I * I
+            assert traffic.bytes("all_reduce", peers=range(first, first + I)) == within
+            assert traffic.bytes() == within + 2 * nbytes * (O - 1) // O // I
     assert all_reduce_cost("naive", nbytes, P).bytes == (P - 1) * nbytes
     if P in (2, 4, 8):
         steps = P.bit_length() - 1
@@ -1115,18 +929,17 @@ def test_auto_takes_fewer_steps_for_small_tensors_and_fewer_bytes_for_large_ones
         assert seconds("recursive_doubling", 4096) < seconds("halving_doubling", 4096)
 
 
-def _measure():
-    return measure_link(rounds=5), _count_by("auto", None, 64), _count_by("auto", None, 2**22)
-
-
+@on_ranks(4)
 def test_the_link_is_measured_and_auto_goes_by_it():
-    for link, (few, *_), (many, *_) in run(4, _measure):
-        assert 1e-6 < link.alpha < 0.1 and 1e-11 < link.beta < 1e-7 and 1e-11 < link.gamma < 1e-7
-        assert few == 2 * 64  # recursive doubling
-        assert many == 2 * 3 * 2**22 // 4
+    link = measure_link(rounds=5)
+    assert 1e-6 < link.alpha < 0.1 and 1e-11 < link.beta < 1e-7 and 1e-11 < link.gamma < 1e-7
+    (few, _), (many, _) = _count_by("auto", None, 64), _count_by("auto", None, 2**22)
+    assert few.bytes() == 2 * 64  # recursive doubling
+    assert many.bytes() == 2 * 3 * 2**22 // 4
 
 
-def _move_to_and_from_one():
+@on_ranks(1, 2, 3, 4, 6)
+def test_scatter_gather_reduce_and_broadcast_have_one_rank_at_an_end():
     rank, world_size = rank_and_size()
     members = list(range(world_size))[::-1]
     group = dist.new_group(members[: max(2, world_size - 1)]) if world_size > 1 else None
@@ -1161,70 +974,53 @@ def _move_to_and_from_one():
                     _same(tensor, everyone[place, 0])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
-def test_scatter_gather_reduce_and_broadcast_have_one_rank_at_an_end(world_size):
-    run(world_size, _move_to_and_from_one)
-
-
-def _count_broadcast(algorithm, nbytes):
-    with count_bytes() as traffic:
-        broadcast(torch.zeros(nbytes // 4), 0, algorithm=algorithm)
-    return traffic.bytes("broadcast")
-
-
-@pytest.mark.parametrize("world_size", range(1, 9))
-def test_a_broadcast_costs_its_root_what_is_claimed(world_size):
-    nbytes = 840 * 128
+@on_ranks(*range(1, 9))
+def test_a_broadcast_costs_its_root_what_is_claimed():
+    nbytes, (rank, P) = 840 * 128, rank_and_size()
     for algorithm in ("tree", "scatter_all_gather"):
-        root, *others = run(world_size, _count_broadcast, algorithm, nbytes)
-        assert root == broadcast_cost(algorithm, nbytes, world_size).bytes
-        most = nbytes * (world_size - 1) // world_size
-        assert algorithm == "tree" or all(sent <= most for sent in others)
+        with count_bytes() as traffic:
+            broadcast(torch.zeros(nbytes // 4), 0, algorithm=algorithm)
+        if rank == 0:
+            assert traffic.bytes("broadcast") == broadcast_cost(algorithm, nbytes, P).bytes
+        elif algorithm == "scatter_all_gather":
+            assert traffic.bytes() <= nbytes * (P - 1) // P
         if algorithm == "tree":
-            assert root + sum(others) == (world_size - 1) * nbytes
+            assert sum(gather_objects(traffic.bytes())) == (P - 1) * nbytes
 
 
-def _behind_a_late_rank():
+@on_ranks(5)
+def test_partial_sums_stay_until_they_are_sent():
     """Rank 1 stops receiving for a while; the others must not overwrite what it has not yet got."""
     rank, world_size = rank_and_size()
-    wait, late = collectives._Messages.wait, []
+    late = []
 
-    def wait_late(messages):
-        if rank == 1 and not late:
+    def listen(event, link, *what):
+        if event == "wait" and rank == 1 and not late:
             late.append(time.sleep(0.3))
-        wait(messages)
 
     everyone = _integers(world_size, world_size * 3 << 17)
     output = torch.empty(len(everyone[0]) // world_size, dtype=everyone.dtype)
-    with _rings(), patch.object(collectives._Messages, "wait", wait_late):
+    with _rings(), observe(listen):
         reduce_scatter_single(output, everyone[rank])
     _same(output, everyone.sum(0).chunk(world_size)[rank])
 
 
-def test_partial_sums_stay_until_they_are_sent():
-    run(5, _behind_a_late_rank)
-
-
-def _stage(world_size):
+@on_ranks(2, 3)
+def test_staged_buffers_carry_what_tensors_hold():
     """What _on_host() does for CUDA tensors on gloo, done to CPU tensors: other buffers travel."""
-    staged = []
+    (rank, world_size), staged = rank_and_size(), []
 
     def on_host(tensor):
         staged.append(torch.full_like(tensor, -7))
         return staged[-1]
 
     with patch.object(collectives, "_on_host", on_host):
-        tensor = torch.full((5,), dist.get_rank() + 1.0)
+        tensor = torch.full((5,), rank + 1.0)
         all_reduce(tensor, async_op=True).wait()
         received = torch.zeros(3)
-        peers = (dist.get_rank() + 1) % world_size, (dist.get_rank() - 1) % world_size
-        exchange([(torch.ones(3), peers[0])], [(received, peers[1])])
+        next_rank, prev_rank = (rank + 1) % world_size, (rank - 1) % world_size
+        exchange([(torch.ones(3), next_rank)], [(received, prev_rank)])
     assert staged and (tensor == world_size * (world_size + 1) / 2).all() and (received == 1).all()
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_staged_buffers_carry_what_tensors_hold(world_size):
-    run(world_size, _stage, world_size)
 
 
 # ---- failure ------------------------------------------------------------------------------------
@@ -1282,35 +1078,25 @@ def test_a_stalled_operation_says_once_whom_it_waits_for(tmp_path):
     assert nothing == []
 
 
-def _disagree(calls):
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    try:
-        all_reduce(torch.zeros(3))  # agrees
-        calls[dist.get_rank()]()
-    except ValueError as error:
-        return str(error)
-    finally:
-        dist.set_debug_level(dist.DebugLevel.OFF)
-
-
-def _wrong(case):
-    reduce_three, background = lambda: all_reduce(torch.zeros(3)), {"async_op": True}
-    other = {
+@pytest.mark.parametrize("case", ["shape", "dtype", "op", "operation", "background"])
+@on_ranks(3)
+def test_ranks_that_disagree_are_both_named_under_the_debug_level_detail(case):
+    others = {
         "shape": lambda: all_reduce(torch.zeros(4)),
         "dtype": lambda: all_reduce(torch.zeros(3, dtype=torch.int64)),
         "op": lambda: all_reduce(torch.zeros(3), ReduceOp.MAX),
         "operation": lambda: broadcast(torch.zeros(3)),
-        "background": lambda: all_reduce(torch.zeros(2), **background).wait(),
-    }[case]
-    return _disagree([reduce_three, reduce_three, other])
-
-
-@pytest.mark.parametrize("case", ["shape", "dtype", "op", "operation", "background"])
-def test_ranks_that_disagree_are_both_named_under_the_debug_level_detail(case):
-    first, *others = run(3, _wrong, case)
-    call = "all_reduce (3,) torch.float32 RedOpType.SUM auto None"
-    assert first.startswith(f"rank 0 calls {call}, rank 2 calls ")
-    assert all(other == first for other in others)
+        "background": lambda: all_reduce(torch.zeros(2), async_op=True).wait(),
+    }
+    call = others[case] if dist.get_rank() == 2 else lambda: all_reduce(torch.zeros(3))
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    all_reduce(torch.zeros(3))  # agrees
+    with pytest.raises(ValueError) as info:
+        call()
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    text = "rank 0 calls all_reduce (3,) torch.float32 RedOpType.SUM auto None, rank 2 calls "
+    assert str(info.value).startswith(text)
+    assert len(set(gather_objects(str(info.value)))) == 1
 
 
 # ---- in the background --------------------------------------------------------------------------
@@ -1319,34 +1105,29 @@ def test_ranks_that_disagree_are_both_named_under_the_debug_level_detail(case):
 @contextmanager
 def _background_held():
     """No background thread sends or receives anything before the event that this gives is set."""
-    gate, post = threading.Event(), collectives._Link.post
+    gate = threading.Event()
 
-    def held(link, *messages):
-        if threading.current_thread() is not threading.main_thread():
+    def listen(event, link, *what):
+        if event == "post" and threading.current_thread() is not threading.main_thread():
             gate.wait(20)
-        return post(link, *messages)
 
-    with patch.object(collectives._Link, "post", held):
+    with observe(listen):
         yield gate
 
 
-def _compute_meanwhile():
+@on_ranks(3)
+def test_an_operation_in_the_background_progresses_while_python_computes():
     """Nobody waits for the operation, and the computing thread sees it end."""
-    tensor, work, deadline = torch.ones(1 << 20), None, time.monotonic() + 30
+    tensor, rounds, deadline = torch.ones(1 << 20), 0, time.monotonic() + 30
     work = all_reduce(tensor, async_op=True)
-    rounds = 0
     while not work.is_completed() and time.monotonic() < deadline:
         sum(range(1000))
         rounds += 1
-    assert work.is_completed() and (tensor == dist.get_world_size()).all()
-    return rounds
+    assert rounds > 0 and work.is_completed() and (tensor == dist.get_world_size()).all()
 
 
-def test_an_operation_in_the_background_progresses_while_python_computes():
-    assert all(rounds > 0 for rounds in run(3, _compute_meanwhile))
-
-
-def _keep_order():
+@on_ranks(2, 3, 4)
+def test_operations_of_a_group_keep_their_order():
     rank, world_size = rank_and_size()
     second = dist.new_group(range(world_size))
     everyone = _integers(world_size, 7)
@@ -1376,12 +1157,8 @@ def _keep_order():
     _same(y, total)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_operations_of_a_group_keep_their_order(world_size):
-    run(world_size, _keep_order)
-
-
-def _overlap_groups():
+@on_ranks(3)
+def test_groups_do_not_wait_for_each_other():
     rank, world_size = rank_and_size()
     second = dist.new_group(range(world_size))
     x, y = torch.ones(5), torch.ones(5)
@@ -1394,11 +1171,9 @@ def _overlap_groups():
     assert (x == world_size).all()
 
 
-def test_groups_do_not_wait_for_each_other():
-    run(3, _overlap_groups)
-
-
-def _read_after_a_pending_sum(contiguous):
+@pytest.mark.parametrize("contiguous", [True, False])
+@on_ranks(3)
+def test_an_operation_reads_its_input_when_those_before_it_are_done(contiguous):
     """Each collective on a tensor that an operation launched before it has still to sum."""
     rank, world_size = rank_and_size()
     everyone = _integers(world_size, world_size, 2 * world_size)
@@ -1432,15 +1207,15 @@ def _read_after_a_pending_sum(contiguous):
             _same(output[0] if expected.ndim == 1 else output, expected)
 
 
-@pytest.mark.parametrize("contiguous", [True, False])
-def test_an_operation_reads_its_input_when_those_before_it_are_done(contiguous):
-    run(3, _read_after_a_pending_sum, contiguous)
-
-
-def _break_the_link():
+@on_ranks(2)
+def test_an_error_in_the_background_arises_in_wait():
     tensor = torch.ones(4)
-    broken = ConnectionError("the link is down")
-    with patch.object(collectives._Link, "post", side_effect=broken):
+
+    def listen(event, link, *what):
+        if event == "post":
+            raise ConnectionError("the link is down")
+
+    with observe(listen):
         works = [all_reduce(tensor, async_op=True) for _ in range(2)]
         for work in [*works, works[0]]:
             with pytest.raises(ConnectionError, match="the link is down"):
@@ -1450,14 +1225,12 @@ def _break_the_link():
     assert (tensor == 2).all()
 
 
-def test_an_error_in_the_background_arises_in_wait():
-    run(2, _break_the_link)
-
-
-def _background_threads():
+@on_ranks(2)
+def test_the_thread_of_a_group_ends_with_it():
     def use_a_group():
         group = dist.new_group(range(dist.get_world_size()))
-        all_reduce(torch.ones(3), group=group, async_op=True).wait()
+        with count_bytes():
+            all_reduce(torch.ones(3), group=group, async_op=True).wait()
         barrier()
         dist.destroy_process_group(group)
 
@@ -1467,24 +1240,38 @@ def _background_threads():
     deadline = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    return threading.active_count() - before
+    assert threading.active_count() == before
 
 
-def test_the_thread_of_a_group_ends_with_it():
-    assert run(2, _background_threads) == [0, 0]
-
-
-def _reduce_inference_tensor():
+@on_ranks(2)
+def test_all_reduce_of_inference_tensors_in_the_background():
     with torch.inference_mode():
         tensor = torch.ones(4)
         all_reduce(tensor, async_op=True).wait()
 
 
-def test_all_reduce_of_inference_tensors_in_the_background():
-    run(2, _reduce_inference_tensor)
-
-
 # ---- messages -----------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_listener_hears_of_what_begins_inside_in_its_order():
+    x, heard, links = torch.ones(4), [], []
+
+    def listen(event, link, *what):
+        in_main = threading.current_thread() is threading.main_thread()
+        heard.append((event, link.operation, in_main))
+        links.append(link)
+
+    with observe(listen):
+        all_reduce(x, algorithm="naive")
+        all_gather([x, x.clone()], x.clone(), async_op=True).wait()
+    all_reduce(x)
+    run = ["post", "wait", "wait", "done"]  # a send and a receive
+    assert heard[:5] == [(event, "all_reduce", True) for event in ["call", *run]]
+    in_thread = [(event, "all_gather", False) for event in ["begin", *run, "end"]]
+    assert [what for what in heard if not what[2]] == in_thread
+    in_caller = [(event, "all_gather", True) for event in ("call", "launch", "join")]
+    assert [what for what in heard[5:] if what[2]] == in_caller
 
 
 def _message(source, target, k):
@@ -1493,7 +1280,9 @@ def _message(source, target, k):
     return _integers((source + 2 * target + k) % 4, 1 + k, dtype=dtype, seed=seed)
 
 
-def _exchange_messages(members):
+@pytest.mark.parametrize("members", [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [1, 3]])
+@on_ranks(4)
+def test_exchange_of_several_messages_on_each_link(members):
     group = dist.new_group(members)
     if dist.get_rank() not in members:
         return
@@ -1518,12 +1307,8 @@ def _exchange_messages(members):
     assert traffic.messages("exchange", group) == traffic.messages() == len(sizes)
 
 
-@pytest.mark.parametrize("members", [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [1, 3]])
-def test_exchange_of_several_messages_on_each_link(members):
-    run(4, _exchange_messages, members)
-
-
-def _send_to_a_rank_that_comes_later():
+@on_ranks(2)
+def test_an_asynchronous_exchange_does_not_wait_for_the_peer():
     rank = dist.get_rank()
     outgoing, incoming = torch.full((3,), float(rank)), torch.empty(3)
     if rank == 1:
@@ -1535,11 +1320,9 @@ def _send_to_a_rank_that_comes_later():
     assert (incoming == 1 - rank).all()
 
 
-def test_an_asynchronous_exchange_does_not_wait_for_the_peer():
-    run(2, _send_to_a_rank_that_comes_later)
-
-
-def _exchange_while_reducing(async_op):
+@pytest.mark.parametrize("async_op", [False, True])
+@on_ranks(2)
+def test_exchange_sends_what_the_operations_before_it_have_made(async_op):
     rank = dist.get_rank()
     x, incoming = torch.full((4,), rank + 1.0), torch.empty(4)
     with _background_held() as gate:
@@ -1549,12 +1332,8 @@ def _exchange_while_reducing(async_op):
     assert pending.is_completed() and (incoming == 3).all(), incoming
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-def test_exchange_sends_what_the_operations_before_it_have_made(async_op):
-    run(2, _exchange_while_reducing, async_op)
-
-
-def _beside_messages_of_the_user():
+@on_ranks(2)
+def test_messages_of_the_user_pass_beside_ours():
     peer = 1 - dist.get_rank()
     sent = [dist.isend(torch.full((3,), 100.0 + tag), peer, tag=tag) for tag in range(4)]
     x, incoming = torch.ones(3), torch.empty(3)
@@ -1566,10 +1345,6 @@ def _beside_messages_of_the_user():
         dist.recv(incoming, peer, tag=tag)
         assert (incoming == 100 + tag).all()
         work.wait()
-
-
-def test_messages_of_the_user_pass_beside_ours():
-    run(2, _beside_messages_of_the_user)
 
 
 # ---- cost ---------------------------------------------------------------------------------------
@@ -1600,49 +1375,42 @@ def _count(elements, dtype):
     return counts
 
 
-def _count_in_rings(elements, dtype):
-    with _rings():
-        return _count(elements, dtype)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
-def test_each_rank_sends_the_bytes_of_the_formulas(world_size, dtype):
-    nbytes = 768 * dtype.itemsize
-    ring = nbytes * (world_size - 1) // world_size
-    rounds = (world_size - 1).bit_length()
-    counts = run(world_size, _count, 768, dtype)
-    in_rings = run(world_size, _count_in_rings, 768, dtype)
-    steps = rounds if world_size & (world_size - 1) == 0 else world_size - 1
-    for count, in_ring in zip(counts, in_rings):
+@on_ranks(1, 2, 3, 4, 6)
+def test_each_rank_sends_the_bytes_of_the_formulas():
+    P = dist.get_world_size()
+    rounds = (P - 1).bit_length()
+    steps = rounds if P & (P - 1) == 0 else P - 1
+    for dtype in (torch.bfloat16, torch.float32, torch.int64):
+        nbytes = 768 * dtype.itemsize
+        sent = nbytes * (P - 1) // P
+        count = _count(768, dtype)
+        with _rings():
+            in_rings = _count(768, dtype)
         for name in ("reduce_scatter_single", "all_gather_single"):
-            assert in_ring[name] == (ring, world_size - 1) and count.pop(name) == (ring, steps)
-        assert count.pop("all_reduce") == (2 * ring, 2 * (world_size - 1))
+            assert in_rings[name] == (sent, P - 1) and count[name] == (sent, steps)
+        assert count["all_to_all_single"] == count["all_gather"] == (sent, P - 1)
+        assert count["all_reduce"] == (2 * sent, 2 * (P - 1))
+        assert count["barrier"] == (rounds, rounds)
         assert count["broadcast"][0] <= rounds * nbytes
-        assert count.pop("barrier") == (rounds, rounds)
-    assert sum(count.pop("broadcast")[0] for count in counts) == (world_size - 1) * nbytes
-    for count in counts:
-        assert len(count) == 2 and set(count.values()) == {(ring, world_size - 1)}
-    assert reduce_scatter_bytes(nbytes, world_size) == all_gather_bytes(nbytes, world_size) == ring
-    assert all_reduce_bytes(nbytes, world_size) == 2 * ring
-    for algorithm, steps in [
-        ("ring", world_size - 1), ("halving", rounds), ("direct", min(world_size - 1, 1))
-    ]:
-        assert reduce_scatter_cost(algorithm, nbytes, world_size)[:2] == (steps, ring)
+        assert sum(gather_objects(count["broadcast"][0])) == (P - 1) * nbytes
+        assert reduce_scatter_bytes(nbytes, P) == all_gather_bytes(nbytes, P) == sent
+        assert all_reduce_bytes(nbytes, P) == 2 * sent
+        for algorithm, taken in [("ring", P - 1), ("halving", rounds), ("direct", min(P - 1, 1))]:
+            assert reduce_scatter_cost(algorithm, nbytes, P)[:2] == (taken, sent)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 6])
-def test_all_ranks_together_send_no_byte_more_when_lengths_do_not_divide(world_size):
-    for elements in (0, 1, world_size - 1, 5 * world_size + 1):
-        counts = run(world_size, _count, elements, torch.float32)
-        total = Counter()
-        for count in counts:
-            total.update({name: count[name][0] for name in count})
-        assert total["all_reduce"] == 2 * (world_size - 1) * 4 * elements
-        assert total["all_gather"] == total["broadcast"] == (world_size - 1) * 4 * elements
+@on_ranks(2, 3, 4, 6)
+def test_all_ranks_together_send_no_byte_more_when_lengths_do_not_divide():
+    P = dist.get_world_size()
+    for elements in (0, 1, P - 1, 5 * P + 1):
+        counts = gather_objects(_count(elements, torch.float32))
+        total = {name: sum(count[name][0] for count in counts) for name in counts[0]}
+        assert total["all_reduce"] == 2 * (P - 1) * 4 * elements
+        assert total["all_gather"] == total["broadcast"] == (P - 1) * 4 * elements
 
 
-def _nest_counters():
+@on_ranks(2)
+def test_counters_nest_and_count_what_began_inside():
     second = dist.new_group([0, 1])
     x, y = torch.zeros(6), torch.zeros(6)  # all-reduced by two ranks: 24 bytes sent
     with _background_held() as gate:
@@ -1650,7 +1418,7 @@ def _nest_counters():
         with count_bytes() as outer:
             with count_bytes() as first:
                 all_reduce(y, group=second)
-            assert first.bytes_by == outer.bytes_by
+            assert first.sent == outer.sent
             with count_bytes() as inner:
                 late = all_reduce(x, async_op=True)
                 broadcast(y, 0, second)
@@ -1666,21 +1434,13 @@ def _nest_counters():
     assert outer.messages("all_reduce") == 2 and outer.messages("all_reduce", second) == 1
 
 
-def test_counters_nest_and_count_what_began_inside():
-    run(2, _nest_counters)
-
-
-def _demonstration():
+@on_ranks(1, 3, 4)
+def test_the_demonstration_counts_what_it_claims():
     with redirect_stdout(io.StringIO()) as printed:
         collectives._demonstrate()
-    return printed.getvalue()
-
-
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_the_demonstration_counts_what_it_claims(world_size):
-    printed, *others = run(world_size, _demonstration)
-    rows = re.findall(r"^ *\d+  (\w+) +(\d+) +(\d+) +\d+( +\d+ us){3}$", printed, re.M)
-    assert len(rows) == 18 and not any(others)
+    table = r"^ *\d+  (\w+) +(\d+) +(\d+) +\d+( +\d+ us){3}$"
+    rows = re.findall(table, printed.getvalue(), re.M)
+    assert len(rows) == (18 if dist.get_rank() == 0 else 0)
     for algorithm, claimed, counted, _ in rows:
         assert claimed == counted, algorithm
 
@@ -1688,7 +1448,8 @@ def test_the_demonstration_counts_what_it_claims(world_size):
 # ---- errors -------------------------------------------------------------------------------------
 
 
-def _raise_value_errors():
+@on_ranks(2)
+def test_value_errors_name_the_values():
     x = torch.zeros
     for call, words in [
         (lambda: all_reduce(x(2), "sum"), "op=sum"),
@@ -1720,6 +1481,9 @@ def _raise_value_errors():
         (lambda: all_to_all_single(x(4), x(4), None, [4]), r"input_split_sizes=\[4\].*size=2"),
         (lambda: all_to_all_single(x(4), x(4), [1, 3], [3, 1]), "rank [01] .*[13] .*[13]"),
         (lambda: all_to_all_single(x(4), x(4).int()), "torch.float32.*torch.int32"),
+        (lambda: all_to_all_single(x(4, 3), x(6, 2), [2, 2], [3, 3]), r"\(3,\).*like.*\(2,\)"),
+        (lambda: all_gather([x(3, 2).T, x(3, 2).T], x(2, 3)), "tensor_list .* not contiguous"),
+        (lambda: broadcast(x(2), 7), "src=7"),
         (lambda: scatter_to_group(x(4, 3), -1), r"dim 1 of \(4, 3\).*world_size=2"),
         (lambda: reduce_scatter_to_group(x(3, 4), 0), r"dim 0 of \(3, 4\).*world_size=2"),
     ]:
@@ -1728,37 +1492,6 @@ def _raise_value_errors():
     alone = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
     with pytest.raises(ValueError, match=str(1 - dist.get_rank())):
         broadcast(x(2), 1 - dist.get_rank(), alone)
-
-
-def test_value_errors_name_the_values():
-    run(2, _raise_value_errors)
-
-
-def _broadcast_from_nowhere():
-    with pytest.raises(ValueError, match="7"):
-        broadcast(torch.zeros(2), 7)
-
-
-def test_broadcast_from_outside_the_world_is_a_value_error():
-    run(2, _broadcast_from_nowhere)
-
-
-def _gather_into_strided_list():
-    with pytest.raises(ValueError):
-        all_gather([torch.zeros(3, 2).T for _ in range(2)], torch.zeros(2, 3))
-
-
-def test_all_gather_into_entries_that_are_not_contiguous_is_a_value_error():
-    run(2, _gather_into_strided_list)
-
-
-def _exchange_rows_of_other_widths():
-    with pytest.raises(ValueError):
-        all_to_all_single(torch.zeros(4, 3), torch.zeros(6, 2), [2, 2], [3, 3])
-
-
-def test_all_to_all_between_rows_of_other_widths_is_a_value_error():
-    run(2, _exchange_rows_of_other_widths)
 
 
 # ---- derivatives --------------------------------------------------------------------------------
@@ -1824,7 +1557,8 @@ def _check_pairs(*members):
                     _check_pair(name, dim, group)
 
 
-def _differentiate_twice():
+@on_ranks(1, 3)
+def test_the_backward_of_a_backward_is_the_forward():
     """The sum over ranks of y . v, differentiated by x and then by v, is y again."""
     rank, world_size = rank_and_size()
     for name, (_, x_is_alike, y_is_alike) in PAIRS.items():
@@ -1837,35 +1571,9 @@ def _differentiate_twice():
         torch.testing.assert_close(again, y.detach())
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_the_backward_of_a_backward_is_the_forward(world_size):
-    run(world_size, _differentiate_twice)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_pairs_are_those_of_one_process_forward_and_backward(world_size):
-    run(world_size, _check_pairs)
-
-
-def _dot_products(name):
-    """<y, weight> and <x, gradient> of this rank, or 0 where another rank's are the same."""
-    rank, world_size = rank_and_size()
-    _, x_is_alike, y_is_alike = PAIRS[name]
-    x = _normal(world_size, world_size, 5 * world_size)[0 if x_is_alike else rank].requires_grad_()
-    y = _apply(name, x, 1 if x.ndim > 1 else 0, None)
-    weight = _normal(world_size, *y.shape, seed=1)[0 if y_is_alike else rank]
-    (gradient,) = torch.autograd.grad(y, x, weight)
-    return (
-        (y * weight).sum().item() * (rank == 0 or not y_is_alike),
-        (x * gradient).sum().item() * (rank == 0 or not x_is_alike),
-    )
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_the_backward_of_a_pair_is_the_adjoint_of_its_forward(name):
-    for world_size in (2, 3, 4):
-        forward, backward = map(sum, zip(*run(world_size, _dot_products, name)))
-        assert forward == pytest.approx(backward, rel=1e-12)
+@on_ranks(1, 2, 3, 4)
+def test_pairs_are_those_of_one_process_forward_and_backward():
+    _check_pairs()
 
 
 def _differentiate_all_to_all(*members):
@@ -1896,32 +1604,38 @@ def _differentiate_all_to_all(*members):
             _same(gradient, weights[:, rank])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_all_to_all_is_differentiable_with_splits_and_without(world_size):
-    run(world_size, _differentiate_all_to_all)
+@on_ranks(1, 2, 3, 4)
+def test_all_to_all_is_differentiable_with_splits_and_without():
+    _differentiate_all_to_all()
 
 
+@on_ranks(5)
 def test_pairs_in_disjoint_groups():
-    run(4, _check_pairs, [0, 2], [1, 3])
-    run(5, _differentiate_all_to_all, [0, 3, 4], [1, 2])
+    _check_pairs([0, 2], [1, 3])
+    _differentiate_all_to_all([0, 3, 4], [1, 2])
 
 
-def _differentiate_empty_tensors():
+@on_ranks(3)
+def test_pairs_of_empty_tensors():
     for name in PAIRS:
         x = torch.zeros(0, 3, requires_grad=True)
         _apply(name, x, 0, None).sum().backward()
         assert x.grad.shape == (0, 3)
 
 
-def test_pairs_of_empty_tensors():
-    run(3, _differentiate_empty_tensors)
-
-
 # ---- order of messages under NCCL's rules -------------------------------------------------------
 
 
-def _record_all():
-    """The events of every collective, in the foreground and in the background."""
+def _replay(events):
+    """Those of all ranks, on the first of them."""
+    programs = gather_objects(events)
+    if dist.get_rank() == 0:
+        replay(programs)
+
+
+@on_ranks(2, 3, 4, 6)
+def test_every_collective_runs_under_the_rules_of_nccl():
+    """In the foreground and in the background."""
     rank, world_size = rank_and_size()
     second = dist.new_group(range(world_size)[::-1])
     sizes = _split_matrix(world_size, 0)
@@ -1955,22 +1669,18 @@ def _record_all():
             for work in works if async_op else ():
                 work.wait()
     LINK_SPEEDS["gloo"] = speeds[0]
-    return events
+    assert len(events) > 50
+    _replay(events)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 6])
-def test_every_collective_runs_under_the_rules_of_nccl(world_size):
-    programs = run(world_size, _record_all)
-    assert all(len(events) > 50 for events in programs)
-    replay(programs)
-
-
-def _record_among_nodes(ranks_per_node):
+@pytest.mark.parametrize("ranks_per_node", [2, 3])
+@on_ranks(4)
+def test_collectives_among_nodes_run_under_the_rules_of_nccl(ranks_per_node):
     """From a group's first batch on, and of so few bytes that most chunks are empty."""
     _, world_size = rank_and_size()
     set_ranks_per_node(ranks_per_node)
     shard, full = torch.zeros(2), torch.zeros(2 * world_size)
-    with _as_on_streams(), record() as events:
+    with as_on_nccl(), record() as events:
         for async_op in (False, True):
             works = [
                 all_reduce(torch.zeros(1), async_op=async_op),
@@ -1979,29 +1689,21 @@ def _record_among_nodes(ranks_per_node):
             ]
             for work in works if async_op else ():
                 work.wait()
-    return events
+    assert len(events) > 10
+    _replay(events)
 
 
-@pytest.mark.parametrize("ranks_per_node", [2, 3])
-def test_collectives_among_nodes_run_under_the_rules_of_nccl(ranks_per_node):
-    programs = run(4, _record_among_nodes, ranks_per_node)
-    assert all(len(events) > 10 for events in programs)
-    replay(programs)
-
-
-def _ring_without_batches():
+@on_ranks(3)
+def test_the_replay_catches_a_ring_that_sends_before_it_receives_without_batching():
     rank, world_size = rank_and_size()
     barrier()
     with record() as events:
         sent = exchange([(torch.zeros(1), (rank + 1) % world_size)], [], async_op=True)
         exchange([], [(torch.zeros(1), (rank - 1) % world_size)])
         sent.wait()
-    return events
-
-
-def test_the_replay_catches_a_ring_that_sends_before_it_receives_without_batching():
-    with pytest.raises(Deadlock, match="rank 0 at exchange .*send 4 B 1.*rank 2 at exchange .*"):
-        replay(run(3, _ring_without_batches))
+    text = "rank 0 at exchange .*send 4 B 1.*rank 2 at exchange .*"
+    with pytest.raises(Deadlock, match=text) if rank == 0 else nullcontext():
+        _replay(events)
 
 
 def _batches_in_crossing_orders():

@@ -6,8 +6,7 @@ apart. What overlaps on a GPU happens here where it is launched, so that an orde
 could hang there hangs here.
 """
 
-from contextlib import contextmanager, nullcontext
-from unittest.mock import patch
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,20 +15,9 @@ import torch.distributed as dist
 import collectives
 import test_hybrid
 from collectives import all_gather_single, all_reduce, exchange, reduce_scatter_single
+from gpu_counts import as_on_nccl
 from ranks import RanksFailed, run, spawn
 from test_hybrid import EVERY_LAYOUT, MOE, MOE_LAYOUTS, soak_but
-
-
-class _Stream:
-    """A stream where everything has happened as soon as it is launched. Its own event, too."""
-
-    def __init__(self, *arguments, **options):
-        pass
-
-    wait_stream = wait_event = record = lambda self, *arguments: None
-    synchronize = lambda self: None
-    record_event = lambda self: self
-    query = lambda self: True
 
 
 @contextmanager
@@ -37,25 +25,21 @@ def nccl_over_gloo():
     """NCCL's branches, for CPU tensors: a list of the sizes of the batches that they post."""
     sizes = []
 
-    def post_and_block(sends, receives, group):
-        messages = [*sends, *receives]
-        assert all(tensor.is_contiguous() and tensor.numel() for tensor, _ in messages)
-        assert len(messages) <= 256  # beyond that NCCL may hang
-        works = [group.recv([tensor], peer, 0) for tensor, peer in receives]
-        works += [group.send([tensor], peer, 0) for tensor, peer in sends]
+    def post_and_block(operations):
+        works = []
+        for operation in operations:
+            tensor, peer = operation.tensor, operation.group_peer
+            assert tensor.is_contiguous() and tensor.numel()
+            receives = operation.op is dist.irecv
+            post = operation.group.recv if receives else operation.group.send
+            works.append(post([tensor], peer, 0))
         for work in works:
             work.wait()
-        sizes.append(len(messages))
+        sizes.append(len(works))
+        assert sizes[-1] <= 256  # beyond that NCCL may hang
         return []
 
-    with (
-        patch.object(collectives, "_on_stream", lambda tensor, group: True),
-        patch.object(collectives, "_batch", post_and_block),
-        patch.object(torch.cuda, "Stream", _Stream),
-        patch.object(torch.cuda, "Event", _Stream),
-        patch.object(torch.cuda, "stream", lambda stream: nullcontext()),
-        patch.object(torch.cuda, "current_stream", lambda device=None: _Stream()),
-    ):
+    with as_on_nccl(batch_isend_irecv=post_and_block):
         yield sizes
 
 

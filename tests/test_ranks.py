@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import RanksFailed, run, spawn
+from ranks import RanksFailed, on_ranks, run, spawn
 
 
 def sum_of_ranks(dtype=torch.float32):
@@ -120,6 +120,28 @@ def test_a_hang_ends_at_its_timeout_with_the_stack():
     assert text.startswith("rank 1 of 3 failed:\ndid not answer in 3 s")
     assert "in wait_forever_on" in text and "rank 0" not in text and "rank 2" not in text
     assert 3 <= seconds < 20
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 2), (3, 1)])
+@on_ranks(lambda rows, columns, **_: rows * columns)
+def test_a_body_runs_on_each_rank_of_a_group_of_the_size_that_parameters_give(
+    rows, columns, tmp_path
+):
+    (tmp_path / str(dist.get_rank())).touch()
+    dist.barrier()
+    assert dist.get_world_size() == rows * columns == len(list(tmp_path.iterdir()))
+
+
+@on_ranks(2)
+def fail_on(bad_rank):
+    assert dist.get_rank() != bad_rank, "in the body"
+    dist.barrier()
+
+
+def test_a_body_that_fails_fails_its_test_with_the_traceback_of_the_rank():
+    text, _ = failure(fail_on, 2, bad_rank=1)
+    assert text.startswith("rank 1 of 2 failed:\nTraceback")
+    assert "in fail_on" in text and "AssertionError: in the body" in text
 
 
 def test_outcomes_of_spawned_ranks():
