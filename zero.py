@@ -289,7 +289,7 @@ def _check_gradients(rows, group):
 
 
 class WholeRow(FlatParameter):
-    """A row whose parameters stay whole, as views into it; the pieces are an optimizer's alone."""
+    """A row whose parameters stay whole, as views into it; pieces are the inner optimizer's."""
 
     def __init__(self, named, settings):
         super().__init__(named, settings)
@@ -320,13 +320,16 @@ class WholeRow(FlatParameter):
 
 
 class ShardedUpdate:
-    """Stage 1: backward leaves gradients whole in .grad; a step sums them, row after row."""
+    """Stage 1: backward leaves gradients whole in .grad; a step sums them, row after row.
 
-    keeps_sums = False
+    settings: what the rows have in common.
+    pieces: {parameter: what this rank updates of it}
+    """
+
+    keeps_sums = False  # from one step to the next
 
     def __init__(self, settings):
-        self.settings, self.rows, self._summed = settings, [], None
-        self.pieces = {}  # of each parameter
+        self.settings, self.rows, self.pieces, self._summed = settings, [], {}, None
 
     def add(self, named):
         """Make a row of parameters of one dtype."""
@@ -488,7 +491,7 @@ class ShardedGradients(ShardedUpdate):
 
     def _failed(self):
         self.under_way.rows = ()
-        for row in self.rows:
+        for row in self.rows:  # a sum that still travels has memory of its own
             row.reset()
 
     def whole_gradients(self):
@@ -842,7 +845,7 @@ class _Unit:
     """Rows that come and go together, in memory that they share with other units."""
 
     def __init__(self, rows):
-        self.rows, self.works = rows, None
+        self.rows, self.works, self.inputs = rows, None, ()
         self.trainable = [row for row in rows if row.pieces[0].requires_grad]
 
     def offsets(self):
@@ -899,7 +902,12 @@ class _Schedule:
     """What is gathered when: a unit computes while the next one comes; the one before is dropped.
 
     It is the same on every rank, whatever units a rank uses, as collectives must be. Forward goes
-    up from unit 0, backward down to it. The root, parameters in no unit, is there during both.
+    up from unit 0, backward down to it.
+
+    root: the unit of the parameters in no other, which is there during both.
+    units: in the order of forward.
+    group: the ranks that have shards.
+    device: where the memory is had.
 
     current_unit: the number of the unit whose backward runs; that of units before the first one's;
         None outside of backward.
@@ -964,7 +972,7 @@ class _Schedule:
         if self.current_unit is not None and in_backward():
             raise RuntimeError("the module is recomputed in its own backward: checkpoint its units")
         self.current_unit, self.under_way.rows = None, ()  # a pass may have failed half-way
-        self.reshard()
+        self.reshard()  # which waits: what that pass had begun to gather still writes
         self.follow()
         for row in self.rows:
             row.reset()
@@ -991,14 +999,12 @@ class _Schedule:
         before_backward(partial(self.unit_backward, number), outputs, unit.inputs)
         unit.inputs = ()
 
-    def end_forward(self):
-        """What backward needs to know of this pass; without a backward, nothing stays."""
-        if not torch.is_grad_enabled():
-            self.free()
-        self.latest = self.versions()
-        return self.latest
-
     # -- backward
+
+    def expect_backward(self, outputs):
+        """Of the forward pass that has just returned these."""
+        self.latest = self.versions()
+        before_backward(partial(self.enter_backward, self.latest), outputs)
 
     def enter_backward(self, versions):
         """versions: those of the pieces in the forward pass that backward has come to."""
@@ -1027,6 +1033,7 @@ class _Schedule:
             self.current_unit = len(self.units)
         while self.current_unit > number:
             self.current_unit -= 1
+            # Before the sums: what is computed next waits for parameters, and for no sum.
             self.prefetch(self.current_unit, -1)
             if self.current_unit + 1 < len(self.units):
                 self._reduce(self.units[self.current_unit + 1])
@@ -1125,8 +1132,8 @@ class FullyShardedDataParallel(nn.Module):
     load_state_dict() take whole tensors under the module's own names, also where this is part of
     another module; so do those for optimizers.
 
-    units: submodules, such as a transformer's blocks, in the order in which forward runs them, and
-        runs them on every rank.
+    units: submodules, such as a transformer's blocks, in the order in which forward runs them.
+        Every rank must run the same units.
     param_dtype: that of the gathered parameters, and what floating-point inputs are cast to; the
         pieces keep their own.
     reduce_dtype, gradient_divide_factor, replicate_group, error_if_nonfinite: as for
@@ -1184,8 +1191,10 @@ class FullyShardedDataParallel(nn.Module):
             schedule.root.check_outputs(outputs)
         finally:
             schedule.reshard()
-        versions = schedule.end_forward()
-        before_backward(partial(schedule.enter_backward, versions), outputs)
+        if torch.is_grad_enabled():
+            schedule.expect_backward(outputs)
+        else:  # no backward comes, for which the memory would be had again
+            schedule.free()
         return outputs
 
     @torch.no_grad()
@@ -1275,7 +1284,7 @@ class FullyShardedDataParallel(nn.Module):
     __getstate__ = lambda self: self.__deepcopy__(None)
 
 
-# ---- optimizer state: full on one side, in pieces on the other -----------------------------------
+# ---- an optimizer's state: full on one side, in pieces on the other ------------------------------
 
 
 def full_state(optimizer, rows, numbers):
