@@ -600,7 +600,7 @@ class DistributedDataParallel(nn.Module):
         for parameter in module.parameters():
             broadcast_first([parameter], self.group_of(parameter))
         broadcast_first(module.buffers(), process_group)
-        self._sync, self._buffers_differ, self._expected = True, True, False
+        self._sync, self._buffers_differ = True, True
         self._attach()
 
     def _check(self, device_ids):
@@ -623,7 +623,7 @@ class DistributedDataParallel(nn.Module):
 
     def _attach(self):
         """Buckets and hooks: what belongs to these parameters, and not to a copy of them."""
-        self._gradients = BucketedGradients(self)
+        self._gradients, self._expected = BucketedGradients(self), False
         self._backward = Backward(self._begin_backward, self._end_backward, self._failed)
         for parameter in self._gradients.names:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))

@@ -258,7 +258,10 @@ class FlatParameter:
 
 
 class _UnderWay:
-    """Rows whose sums travel until the next ones leave: two units' gradients exist at most."""
+    """The rows whose sums travel, which are finished once the next ones have left.
+
+    So one sum travels while the next row fills, and two rows of gradients exist at most.
+    """
 
     def __init__(self):
         self.rows = ()
@@ -978,7 +981,7 @@ class _Schedule:
             row.reset()
         self.root.unshard()
         self.prefetch(0, 1)
-        self.root.wait()  # not before: unit 0 is to come while the root's first layer computes
+        self.root.wait()  # not before unit 0 is under way, which waiting would hold up
 
     def before_forward(self, number, module, args, kwargs):
         """A hook: unit `number` runs forward, maybe in backward, where it is recomputed."""
@@ -1193,7 +1196,7 @@ class FullyShardedDataParallel(nn.Module):
             schedule.reshard()
         if torch.is_grad_enabled():
             schedule.expect_backward(outputs)
-        else:  # no backward comes, for which the memory would be had again
+        else:  # no backward will need the memory
             schedule.free()
         return outputs
 

@@ -84,15 +84,23 @@ def _close(actual, expected, tolerance=1e-12):
 
 
 @contextmanager
-def _recorded_reductions():
-    """(elements, dtype) of each all-reduce that ddp.py begins."""
-    calls, all_reduce = [], ddp.all_reduce
+def _watched_reductions(note):
+    """Calls note(tensor) for each all-reduce that ddp.py begins."""
+    all_reduce = ddp.all_reduce
 
-    def recorded(tensor, *args, **kwargs):
-        calls.append((tensor.numel(), tensor.dtype))
+    def watched(tensor, *args, **kwargs):
+        note(tensor)
         return all_reduce(tensor, *args, **kwargs)
 
-    with patch.object(ddp, "all_reduce", recorded):
+    with patch.object(ddp, "all_reduce", watched):
+        yield
+
+
+@contextmanager
+def _recorded_reductions():
+    """(elements, dtype) of each."""
+    calls = []
+    with _watched_reductions(lambda tensor: calls.append((tensor.numel(), tensor.dtype))):
         yield calls
 
 
@@ -142,14 +150,9 @@ def test_tensors_shards_and_their_pieces_begin_on_128_bytes():
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_and_what_is_sent_begin_on_128_bytes(dtype):
-    net, starts, all_reduce = _Net(7).to(dtype), [], ddp.all_reduce
+    net, starts = _Net(7).to(dtype), []
     model = DistributedDataParallel(net, bucket_cap_mb=1e-3, find_unused_parameters=True)
-
-    def recorded(tensor, *args, **kwargs):
-        starts.append(tensor)
-        return all_reduce(tensor, *args, **kwargs)
-
-    with patch.object(ddp, "all_reduce", recorded):
+    with _watched_reductions(starts.append):
         for _ in range(2):
             model(torch.ones(2, 7, dtype=dtype)).sum().backward()
     starts += [p.grad for p in net.parameters() if p.requires_grad]
@@ -427,15 +430,10 @@ def test_a_bucket_leaves_while_backward_still_runs():
     rank, world_size = rank_and_size()
     layers = nn.Sequential(*[nn.Linear(12, 12, bias=False) for _ in range(4)]).double()
     model = DistributedDataParallel(layers, bucket_cap_mb=1e-9)
-    events, all_reduce = [], ddp.all_reduce
-
-    def recorded(tensor, *args, **kwargs):
-        events.append("reduce")
-        return all_reduce(tensor, *args, **kwargs)
-
+    events = []
     for i, layer in enumerate(layers):
         layer.weight.register_hook(lambda grad, i=i: events.append(f"gradient {i}"))
-    with patch.object(ddp, "all_reduce", recorded):
+    with _watched_reductions(lambda tensor: events.append("reduce")):
         model(_data(2 * world_size).chunk(world_size)[rank]).square().mean().backward()
     assert events == [event for i in (3, 2, 1, 0) for event in (f"gradient {i}", "reduce")]
 

@@ -212,7 +212,7 @@ OPTIMIZERS = [
 ]
 
 
-@on_ranks(3)
+@on_ranks(2)
 def test_any_optimizer_that_treats_elements_alone_runs_on_shards():
     batches = [_data(6, seed) for seed in range(3)]
     for name, defaults in OPTIMIZERS:
@@ -608,7 +608,7 @@ def _rounded_net(seed=0):
     return net
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, None])
 def test_a_32_bit_copy_of_the_shard_is_updated_by_16_bit_gradients(reduce_dtype):
     world_size, steps = dist.get_world_size(), 5
@@ -641,7 +641,7 @@ def _masters(net, optimizer):
     return {name: exact[p] for name, p in net.named_parameters()}
 
 
-@on_ranks(2, 3)
+@on_ranks(1, 3)
 @pytest.mark.parametrize("how", ["ZeRO", "DDP", "before", "after", "stage 2"])
 def test_16_bit_weights_with_32_bit_gradients_and_copies_train_as_the_plain_formula(how):
     """Ten steps of two microbatches; rows, or under DDP gradients, travel in fp32."""
@@ -1418,7 +1418,7 @@ class _Warming(torch.optim.Optimizer):
                     p -= group["lr"] / group["count"] * state["scale"].item() * state["mean"]
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("optimizer_class", [torch.optim.NAdam, torch.optim.ASGD, _Warming])
 def test_any_state_is_gathered_and_loaded(optimizer_class):
     """Save after two steps, on all ranks alike; load; a third step."""
