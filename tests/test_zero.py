@@ -963,11 +963,10 @@ class _OnStream:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("clip", [False, True])
-def test_stage_1_has_copies_of_two_rows_of_gradients_and_two_shards_under_way(clip):
+@pytest.mark.parametrize("stage, clip", [(1, False), (1, True), (2, False), (3, False)])
+def test_two_rows_of_gradients_and_two_shards_are_under_way_at_most(stage, clip):
     """The rows of gradients, and the copies of shards, that live when another one leaves."""
-    model, optimizer = _shard(_Stack(blocks=6), 1, param_dtype=torch.bfloat16)
-    model(torch.ones(1, 96).bfloat16()).sum().backward()
+    model, optimizer = _shard(_Stack(blocks=6), stage, param_dtype=torch.bfloat16)
     living = {"reduce_scatter_single": [], "all_gather_single": []}
 
     def watched(name, function, made):
@@ -982,11 +981,15 @@ def test_stage_1_has_copies_of_two_rows_of_gradients_and_two_shards_under_way(cl
         watched("reduce_scatter_single", zero.reduce_scatter_single, []),
         watched("all_gather_single", zero.all_gather_single, []),
     ):
+        model(torch.ones(1, 96).bfloat16()).sum().backward()
         if clip:
             optimizer.clip_grad_norm_(1.0)
         optimizer.step()
     assert living["reduce_scatter_single"] == [1, 2, 2, 2, 2, 2]
-    assert living["all_gather_single"] == [1, 2, 2, 2, 2, 2]
+    if stage == 3:
+        assert max(living["all_gather_single"]) == 2
+    else:
+        assert living["all_gather_single"] == [1, 2, 2, 2, 2, 2]
 
 
 @on_ranks(3)
