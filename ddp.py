@@ -22,6 +22,7 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 
 import copy
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -61,6 +62,33 @@ def grad_dtype(parameter):
     return parameter.grad_dtype or parameter.dtype
 
 
+class Bucket:
+    """The middle step: gradients that travel together, once backward has made the last of them.
+
+    Make one for each part of the parameters before backward, and call finish() after it. What the
+    real one below adds: gradients are views of the buffer, not copies; all ranks send their buckets
+    in one order; some parameters may get no gradient, and some backward passes only add.
+    """
+
+    def __init__(self, parameters, group=None):
+        self.parameters, self.group, self.waiting = parameters, group, set(parameters)
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self.mark_ready)
+
+    def mark_ready(self, parameter):
+        self.waiting.remove(parameter)
+        if not self.waiting:
+            self.buffer = torch.cat([p.grad.flatten() for p in self.parameters])
+            self.work = all_reduce(self.buffer, ReduceOp.AVG, self.group, async_op=True)
+
+    def finish(self):
+        self.work.wait()
+        parts = self.buffer.split([p.numel() for p in self.parameters])
+        for parameter, part in zip(self.parameters, parts):
+            parameter.grad.copy_(part.view_as(parameter))
+        self.waiting = set(self.parameters)
+
+
 # ---- tensors in one row --------------------------------------------------------------------------
 
 
@@ -98,9 +126,12 @@ class FlatLayout:
         """Each tensor's elements of a row, in its shape."""
         return [part.view(shape) for part, shape in zip(self._split(row, 0)[::2], self.shapes)]
 
-    def padding(self, row):
-        """The elements of a row that are no tensor's."""
-        return [part for part in self._split(row, 0)[1::2] if len(part)]
+    def pack(self, tensors):
+        """The tensors in a new row, with zeros for padding."""
+        row = tensors[0].new_zeros(self.length)
+        for view, tensor in zip(self.views(row), tensors):
+            view.copy_(tensor.detach())
+        return row
 
     def ranges(self, rank):
         """[(begin, end)]: what shard `rank` holds of each tensor, flattened; maybe nothing."""
@@ -137,6 +168,91 @@ def fill_buckets(parameters, cap_bytes, kind=lambda parameter: parameter.dtype):
     return sorted(full + list(filling.values()), key=lambda bucket: place[bucket[-1]])
 
 
+# ---- one order of launches -----------------------------------------------------------------------
+
+
+class Reducer:
+    """Launches buckets while backward runs: each once it is full, in one order on every rank.
+
+    Autograd may finish gradients in another order on each rank, but collectives must be called in
+    the same one: a full bucket waits for those before it.
+
+    launch: starts to sum a bucket, which is anything with `parameters`, over the ranks.
+    """
+
+    def __init__(self, launch):
+        self.launch = launch
+
+    def begin(self, buckets):
+        """A backward pass begins, in which a bucket waits for all of its parameters."""
+        self.queue, self.waiting = deque(), {}
+        for bucket in buckets:
+            waiting = set(bucket.parameters)
+            self.queue.append((bucket, waiting))
+            self.waiting |= dict.fromkeys(bucket.parameters, waiting)
+
+    def waits_for(self, parameter):
+        return parameter in self.waiting[parameter]
+
+    def mark_ready(self, parameter):
+        """Nothing more will be added to its gradient in this pass."""
+        self.waiting[parameter].discard(parameter)
+        while self.queue and not self.queue[0][1]:
+            self.launch(self.queue.popleft()[0])
+
+    def finish(self):
+        """The pass is over: what has no gradient by now gets none."""
+        while self.queue:
+            self.launch(self.queue.popleft()[0])
+
+
+# ---- one norm ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def get_total_norm(tensors, norm_type=2.0, groups=()):
+    """The norm of all elements of tensors, of which each rank of the groups has others.
+
+    A float64 scalar on the device, for which the host does not wait. tensors: one at least, maybe
+    of no elements; the norm of some of them may stand in for those. ValueError for a norm_type that
+    is not positive.
+    """
+    norm_type, tensors = float(norm_type), list(tensors)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type} must be positive")
+    norms = [tensors[0].new_zeros(1, dtype=torch.float64)]  # what a maximum of nothing is here
+    for dtype, alike in _by_dtype(tensors):
+        found = torch._foreach_norm(alike, norm_type, torch.promote_types(dtype, torch.float32))
+        norms.append(torch.stack(found).double())
+    total = torch.linalg.vector_norm(torch.cat(norms), norm_type)
+    if norm_type == torch.inf:
+        for group in groups:
+            all_reduce(total, ReduceOp.MAX, group)
+        return total
+    total.pow_(norm_type)
+    for group in groups:
+        all_reduce(total, ReduceOp.SUM, group)
+    return total.pow_(1 / norm_type)
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(tensors, max_norm, total_norm):
+    """Scale tensors, whose norm is `total_norm`, to a norm of at most `max_norm`."""
+    coefficient = (max_norm / (total_norm + 1e-6)).clamp(max=1)
+    for dtype, alike in _by_dtype(tensors):
+        # of 16-bit gradients each element is rounded, once, and the coefficient not
+        torch._foreach_mul_(alike, coefficient.to(torch.promote_types(dtype, torch.float32)))
+
+
+def _by_dtype(tensors):
+    """(dtype, [the tensors that have it and some elements]): one kernel takes tensors of one."""
+    alike = {}
+    for tensor in tensors:
+        if tensor.numel():
+            alike.setdefault(tensor.dtype, []).append(tensor)
+    return alike.items()
+
+
 # ---- when backward comes and goes ----------------------------------------------------------------
 
 
@@ -159,6 +275,7 @@ class Backward:
         # The engine alone keeps `end`: when it is gone, so is the pass.
         self._pass = weakref.ref(end, lambda _: self._over())
         self._begin()
+        # Private: no public hook runs once all gradients of a pass are there.
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _finish(self):
@@ -173,7 +290,7 @@ class Backward:
 
 def in_backward():
     """Whether a backward pass runs: then what runs forward is recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != -1  # private: -1 is said outside of all passes
 
 
 def before_backward(function, outputs, inputs=()):
@@ -220,8 +337,9 @@ def accumulates():
     seen, nodes = set(), [torch._C._current_autograd_node()]
     while nodes:
         node = nodes.pop()
-        if hasattr(node, "variable"):
+        if hasattr(node, "variable"):  # a leaf's, whose work is to add to its .grad
             try:
+                # Private: the engine alone knows which of the graph's nodes it will run.
                 if torch._C._will_engine_execute_node(node):
                     return True
             except RuntimeError:  # autograd.grad() returns this leaf's gradient
@@ -242,6 +360,169 @@ def weakly(method):
     return lambda *arguments: (alive := reference()) and alive(*arguments)
 
 
+# ---- gradients in buckets ------------------------------------------------------------------------
+
+
+class GradBucket:
+    """Gradients that travel together: each is a view into one flat buffer."""
+
+    def __init__(self, parameters, with_flags, group):
+        self.parameters, self.group, layout = parameters, group, FlatLayout(parameters)
+        flags = len(parameters) if with_flags else 0  # per parameter: how many ranks have used it
+        dtype = grad_dtype(parameters[0])
+        self.buffer = parameters[0].new_zeros(layout.length + flags, dtype=dtype)
+        self.flags = self.buffer[layout.length :]
+        # in the order in memory that the parameters have, as fused optimizers expect
+        strides = [torch.empty_like(p, device="meta").stride() for p in parameters]
+        self.views = [
+            view.as_strided(view.shape, stride)
+            for view, stride in zip(layout.views(self.buffer[: layout.length]), strides)
+        ]
+        self.sum = self.work = None
+
+    def reset(self):
+        if self.work is not None:  # of a pass that has failed: it writes into the buffer
+            self.work.wait()
+        self.flags.fill_(1)
+
+    def reduce(self, dtype):
+        dtype = dtype if dtype and self.buffer.is_floating_point() else self.buffer.dtype
+        self.sum = self.buffer.to(dtype)  # the buffer itself, or a copy
+        self.work = all_reduce(self.sum, group=self.group, async_op=True)
+
+    def finish(self):
+        self.work.wait()
+        if self.sum is not self.buffer:
+            self.buffer.copy_(self.sum)
+        self.sum = self.work = None
+
+
+class BucketedGradients:
+    """Gradients as views into buckets, from the first copy to their sum over the ranks.
+
+    wrapper: the DistributedDataParallel whose gradients they are, and whose options it goes by.
+    """
+
+    def __init__(self, wrapper):
+        self.options, named = wrapper, wrapper.module.named_parameters()
+        self.names = {parameter: name for name, parameter in named if parameter.requires_grad}
+        self.reducer = Reducer(lambda bucket: bucket.reduce(wrapper.reduce_dtype))
+        self.reducing, self.ready_order = False, []
+        # Backward runs from the last layer to the first, which is the order buckets should fill in.
+        self.fill(list(self.names)[::-1])
+
+    def fill(self, order):
+        """Make the buckets, in the given order; gradients that exist move into them."""
+        group_of, with_flags = self.options.group_of, self.options.find_unused_parameters
+        kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
+        self.order, self.place = order, {}
+        self.buckets = [
+            GradBucket(parameters, with_flags, group_of(parameters[0]))
+            for parameters in fill_buckets(order, int(self.options.bucket_cap_mb * 2**20), kind)
+        ]
+        for bucket in self.buckets:
+            for i, parameter in enumerate(bucket.parameters):
+                self.place[parameter] = bucket, i
+                if parameter.grad is not None:
+                    parameter.grad = bucket.views[i].copy_(parameter.grad)
+
+    def begin(self, awaited):
+        """Reduce what is there; gradients of `awaited`, each once it was added to."""
+        self.reducing, self.sums, self.unused = True, {}, []
+        for bucket in self.buckets:
+            bucket.reset()
+        self.reducer.begin(self.buckets)
+        self.complete(self.names.keys() - set(awaited))
+
+    @torch.no_grad()
+    def complete(self, parameters):
+        """Reduce these as they are: nothing more will be added to them."""
+        for parameter in self.place:
+            if parameter in parameters and self.reducer.waits_for(parameter):
+                if parameter.grad is None:
+                    self.unused.append(self.names[parameter])
+                self.mark_ready(parameter)
+
+    def gradient_came(self, parameter):
+        """Backward has added to a gradient."""
+        if not self.reducing:
+            self.copy_to_bucket(parameter, 1)
+            return
+        if not self.reducer.waits_for(parameter):
+            name = self.names[parameter]
+            raise RuntimeError(f"parameter {name!r} got two gradients in one backward pass")
+        if self.ready_order is not None:
+            self.ready_order.append(parameter)
+        self.mark_ready(parameter)
+
+    def mark_ready(self, parameter):
+        bucket, i = self.place[parameter]
+        if parameter.grad is None and self.options.find_unused_parameters:
+            bucket.flags[i].zero_()
+        self.copy_to_bucket(parameter, self.options.gradient_divide_factor)
+        self.reducer.mark_ready(parameter)
+
+    def copy_to_bucket(self, parameter, factor):
+        """Divide the gradient, into its bucket."""
+        bucket, i = self.place[parameter]
+        view = bucket.views[i]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad is not view:
+            torch.div(parameter.grad, factor, out=view)
+        elif factor != 1:  # autograd has added to it in place
+            view.div_(factor)
+        parameter.grad = view
+        if self.options.error_if_nonfinite and self.reducing:
+            self.sums[self.names[parameter]] = float64_sum(view)
+
+    @torch.no_grad()
+    def finish(self):
+        """Wait for all sums. Errors come after them, so that no other rank is left waiting."""
+        taken = []
+        for bucket in self.buckets:
+            bucket.finish()
+            for parameter, view in zip(bucket.parameters, bucket.views):
+                if parameter.grad is not view:
+                    taken.append(self.names[parameter])
+        if self.options.find_unused_parameters:
+            self._drop_unused()
+        self.reducing = False
+        if self.ready_order is not None:
+            self._rebuild()
+        self._raise_errors(taken)
+
+    def _drop_unused(self):
+        flags = torch.cat([bucket.flags for bucket in self.buckets]).tolist()
+        for parameter, used in zip(self.place, flags):
+            if not used:
+                parameter.grad = None
+
+    def _rebuild(self):
+        """Once, refill the buckets in the order in which gradients came on the first rank."""
+        number = {parameter: i for i, parameter in enumerate(self.order)}
+        order = [number[parameter] for parameter in dict.fromkeys(self.ready_order + self.order)]
+        numbers = torch.tensor(order, device=self.order[0].device)
+        broadcast_first([numbers], self.options.process_group)
+        self.ready_order, numbers = None, numbers.tolist()
+        if numbers != sorted(numbers):
+            self.fill([self.order[i] for i in numbers])
+
+    def _raise_errors(self, taken):
+        rank = dist.get_rank(self.options.process_group)
+        if taken:
+            raise RuntimeError(
+                f"rank {rank}: somebody took the gradient of {', '.join(taken)} while it was "
+                "reduced: another wrapper of the module, or ZeRO-2, which reduces by itself"
+            )
+        if self.unused and not self.options.find_unused_parameters:
+            raise RuntimeError(
+                f"rank {rank}: no gradient for {', '.join(self.unused)}; "
+                "with find_unused_parameters=True they would count as zero"
+            )
+        check_finite(self.sums, self.options.process_group)
+
+
 def float64_sum(gradient):
     """Finite if, and only if, all elements are."""
     return gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float64))
@@ -258,110 +539,26 @@ def check_finite(sums, group=None):
         raise RuntimeError(f"rank {rank}: gradient not finite for {', '.join(names)}")
 
 
-def check_whole(named):
-    """ValueError if one of [(name, parameter)] is a shard, which has no replicas."""
-    if pieces := [name for name, parameter in named if hasattr(parameter, "whole_shape")]:
-        raise ValueError(
-            f"{pieces[0]!r} is sharded by FullyShardedDataParallel: wrap the module once, and name "
-            "its parts as units"
-        )
-
-
-# ---- one norm ------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def get_total_norm(tensors, norm_type=2.0, groups=()):
-    """The norm of all elements of tensors, of which each rank of the groups has others.
-
-    A float64 scalar on the device, for which the host does not wait. tensors: one at least, maybe
-    of no elements; the norm of some of them may stand in for those. ValueError for a norm_type that
-    is not positive.
-    """
-    norm_type, tensors = float(norm_type), list(tensors)
-    if not norm_type > 0:
-        raise ValueError(f"norm_type={norm_type} must be positive")
-    norms = [tensors[0].new_zeros(1, dtype=torch.float64)]  # what a maximum of nothing is here
-    for dtype, alike in _by_dtype(tensors):
-        found = torch._foreach_norm(alike, norm_type, torch.promote_types(dtype, torch.float32))
-        norms.append(torch.stack(found).double())
-    total = torch.linalg.vector_norm(torch.cat(norms), norm_type)
-    if norm_type == torch.inf:
-        for group in groups:
-            all_reduce(total, ReduceOp.MAX, group)
-        return total
-    total.pow_(norm_type)
-    for group in groups:
-        all_reduce(total, ReduceOp.SUM, group)
-    return total.pow_(1 / norm_type)
-
-
-@torch.no_grad()
-def clip_grads_with_norm_(tensors, max_norm, total_norm):
-    """Scale gradients whose norm is `total_norm`, on the device, to a norm of at most `max_norm`."""
-    coefficient = (max_norm / (total_norm + 1e-6)).clamp(max=1)
-    for dtype, alike in _by_dtype(tensors):
-        # of 16-bit gradients each element is rounded, once, and the coefficient not
-        torch._foreach_mul_(alike, coefficient.to(torch.promote_types(dtype, torch.float32)))
-
-
-def _by_dtype(tensors):
-    """(dtype, [the tensors that have it and some elements]): one kernel takes tensors of one."""
-    alike = {}
-    for tensor in tensors:
-        if tensor.numel():
-            alike.setdefault(tensor.dtype, []).append(tensor)
-    return alike.items()
-
-
-# ---- buckets, reduced while backward runs --------------------------------------------------------
-
-
-class _Bucket:
-    """Gradients that travel together: each is a view into one flat buffer."""
-
-    def __init__(self, parameters, with_flags, group):
-        self.parameters, self.group, layout = parameters, group, FlatLayout(parameters)
-        flags = len(parameters) if with_flags else 0  # per parameter: how many ranks have used it
-        dtype = grad_dtype(parameters[0])
-        self.buffer = parameters[0].new_zeros(layout.length + flags, dtype=dtype)
-        self.flags = self.buffer[layout.length :]
-        # in the order in memory that the parameters have, as fused optimizers expect
-        strides = [torch.empty_like(p, device="meta").stride() for p in parameters]
-        self.views = [
-            view.as_strided(view.shape, stride)
-            for view, stride in zip(layout.views(self.buffer[: layout.length]), strides)
-        ]
-        self.waiting, self.sum, self.work = set(), None, None
-
-    def reduce(self, dtype):
-        dtype = dtype if dtype and self.buffer.is_floating_point() else self.buffer.dtype
-        self.sum = self.buffer.to(dtype)  # the buffer itself, or a copy
-        self.work = all_reduce(self.sum, group=self.group, async_op=True)
-
-    def finish(self):
-        self.work.wait()
-        if self.sum is not self.buffer:
-            self.buffer.copy_(self.sum)
-        self.sum = self.work = None
+# ---- the module ----------------------------------------------------------------------------------
 
 
 class DistributedDataParallel(nn.Module):
     """Wraps a module: `loss.backward()` leaves, on every rank, gradients averaged over the group.
 
-    Parameters and buffers start as the group's first rank's; with broadcast_buffers, buffers are so
-    again in the first forward pass after one whose gradients are reduced. Each gradient is a view
-    into a bucket of at most `bucket_cap_mb` MiB and of one dtype, the grad_dtype that its parameter
-    has here; the buckets are rebuilt once, in the order in which gradients arrive on the first
-    rank. Outside of no_sync() a backward() through what the wrapper has returned reduces;
-    torch.autograd.grad() does not.
+    Parameters and buffers start as the group's first rank's. Outside of no_sync() a backward()
+    through what the wrapper has returned reduces; torch.autograd.grad() does not.
 
+    bucket_cap_mb: each gradient is a view into a bucket of at most so many MiB and of one dtype,
+        the grad_dtype that its parameter has here. The buckets are rebuilt once, in the order in
+        which gradients arrive on the first rank.
+    find_unused_parameters: a parameter that a rank's loss does not reach counts as zero there, and
+        where no rank's loss reaches it, its gradient stays None; else it is an error.
+    broadcast_buffers: buffers are the first rank's again in the first forward pass after one whose
+        gradients are reduced.
     gradient_divide_factor: what gradients are divided by before they are summed; by default the
         group's size, or 1 where the loss has its global divisor already. With another than the
         group's size, zero the gradients between two reductions: what is there is summed again.
     reduce_dtype: the dtype in which they travel, by default their own.
-    find_unused_parameters: a parameter that a rank's loss does not reach counts as zero there, and
-        where no rank's loss reaches it, its gradient stays None; else it is an error.
     error_if_nonfinite: name the gradients that are not finite on this rank.
     wait_in_backward: if False, backward() only starts the reductions, and finish_grad_sync() waits.
     groups: {parameter: group} of parameters with fewer replicas, such as an expert's; each a subset
@@ -401,8 +598,8 @@ class DistributedDataParallel(nn.Module):
             self.gradient_divide_factor = dist.get_world_size(process_group)
         self._check(device_ids)
         for parameter in module.parameters():
-            self._broadcast([parameter], self._group_of(parameter))
-        self._broadcast(module.buffers(), process_group)
+            broadcast_first([parameter], self.group_of(parameter))
+        broadcast_first(module.buffers(), process_group)
         self._sync, self._buffers_differ = True, True
         self._attach()
 
@@ -420,22 +617,93 @@ class DistributedDataParallel(nn.Module):
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
         check_parameters([*named, *self.module.named_buffers()], self.process_group)
 
+    def group_of(self, parameter):
+        """The ranks that have a replica of it."""
+        return self.groups.get(parameter, self.process_group)
+
     def _attach(self):
-        """Hooks and buckets: what belongs to these parameters, and not to a copy of them."""
-        kept = {*vars(self)}
-        self._names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
+        """Buckets and hooks: what belongs to these parameters, and not to a copy of them."""
+        self._gradients, self._expected = BucketedGradients(self), False
         self._backward = Backward(self._begin_backward, self._end_backward, self._failed)
-        self._reducing, self._expected, self._next = False, False, 0
-        self._sums, self._unused = {}, []
-        # Backward runs from the last layer to the first, which is the order buckets should fill in.
-        self._arrived = []
-        self._build(list(self._names)[::-1])
-        for parameter in self._names:
+        for parameter in self._gradients.names:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
-        self._attached = {"_attached", *vars(self)} - kept
+
+    # -- forward
+
+    def forward(self, *args, **kwargs):
+        if not in_backward():  # where it is recomputed
+            if self.broadcast_buffers and self._buffers_differ:
+                broadcast_first(self.module.buffers(), self.process_group)
+            self._expected = self._expected or torch.is_grad_enabled()
+            self._buffers_differ = torch.is_grad_enabled() and self._sync
+        outputs = self.module(*args, **kwargs)
+        before_backward(self._at_outputs, outputs)
+        return outputs
+
+    @contextmanager
+    def no_sync(self):
+        """Backward inside only adds to this rank's gradients; the next outside reduces the sum."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    # -- backward
+
+    def _at_outputs(self):
+        if accumulates():
+            self._enter_backward()
+
+    def _enter_backward(self):
+        if self._sync and not self._gradients.reducing:
+            self._backward.enter()
+
+    def _begin_backward(self):
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and parameter not in self._gradients.names:
+                raise RuntimeError(f"{name!r} came, or was unfrozen, after the module was wrapped")
+        self.start_grad_sync(awaited=self._gradients.names)
+
+    @torch.no_grad()
+    def _gradient_ready(self, parameter):
+        gradient = parameter.grad
+        if gradient is not None and (gradient.requires_grad or gradient.is_sparse):
+            name = self._gradients.names[parameter]
+            what = "sparse" if gradient.is_sparse else "part of a graph (create_graph=True)"
+            raise RuntimeError(f"the gradient of {name!r} is {what}, which is not reduced")
+        # The outputs may have hidden their tensors, and so the pass. But where the module itself
+        # was called, past the wrapper, its gradients are this rank's own.
+        if self._expected:
+            self._expected = False
+            self._enter_backward()
+        self._gradients.gradient_came(parameter)
+
+    def _end_backward(self):
+        self._gradients.complete(self._gradients.names)
+        if self.wait_in_backward:
+            self.finish_grad_sync()
+
+    def _failed(self):
+        self._gradients.reducing = False
+
+    def start_grad_sync(self, awaited=()):
+        """Reduce the gradients that are there; those of `awaited`, each once it was added to.
+
+        For gradients that no backward of the module computes, such as weight gradients put off.
+        finish_grad_sync() ends it.
+        """
+        self._gradients.begin(awaited)
+
+    def finish_grad_sync(self):
+        """Wait for the reductions that backward() or start_grad_sync() started, if they did."""
+        if self._gradients.reducing:
+            self._gradients.finish()
+
+    # -- copies
 
     def __getstate__(self):
-        state = {key: value for key, value in vars(self).items() if key not in self._attached}
+        state = {k: v for k, v in vars(self).items() if k not in ("_gradients", "_backward")}
         return state | {"grad_dtypes": [p.grad_dtype for p in self.module.parameters()]}
 
     def __setstate__(self, state):
@@ -453,190 +721,21 @@ class DistributedDataParallel(nn.Module):
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
 
-    def _group_of(self, parameter):
-        return self.groups.get(parameter, self.process_group)
 
-    def _broadcast(self, tensors, group):
-        source = dist.get_global_rank(group or dist.group.WORLD, 0)
-        for tensor in tensors:
-            broadcast(tensor, source, group)
+def broadcast_first(tensors, group):
+    """Give all ranks of the group what its first one has."""
+    source = dist.get_global_rank(group or dist.group.WORLD, 0)
+    for tensor in tensors:
+        broadcast(tensor, source, group)
 
-    def _build(self, order):
-        """Fill buckets in the given order; gradients that exist move into them."""
-        self._order = order
-        kind = lambda parameter: (grad_dtype(parameter), self._group_of(parameter))
-        self._buckets = [
-            _Bucket(bucket, self.find_unused_parameters, self._group_of(bucket[0]))
-            for bucket in fill_buckets(order, int(self.bucket_cap_mb * 2**20), kind)
-        ]
-        self._place = {}
-        for bucket in self._buckets:
-            for i, parameter in enumerate(bucket.parameters):
-                self._place[parameter] = bucket, i
-                if parameter.grad is not None:
-                    parameter.grad = bucket.views[i].copy_(parameter.grad)
 
-    def forward(self, *args, **kwargs):
-        if not in_backward():  # where it is recomputed
-            if self.broadcast_buffers and self._buffers_differ:
-                self._broadcast(self.module.buffers(), self.process_group)
-            self._expected = self._expected or torch.is_grad_enabled()
-            self._buffers_differ = torch.is_grad_enabled() and self._sync
-        outputs = self.module(*args, **kwargs)
-        before_backward(self._at_outputs, outputs)
-        return outputs
-
-    @contextmanager
-    def no_sync(self):
-        """Backward inside only adds to this rank's gradients; the next outside reduces the sum."""
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
-
-    def _at_outputs(self):
-        if accumulates():
-            self._enter_backward()
-
-    def _enter_backward(self):
-        if self._sync and not self._reducing:
-            self._backward.enter()
-
-    def _begin_backward(self):
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and parameter not in self._names:
-                raise RuntimeError(f"{name!r} came, or was unfrozen, after the module was wrapped")
-        self.start_grad_sync(awaited=self._names)
-
-    def _failed(self):
-        self._reducing = False
-
-    def start_grad_sync(self, awaited=()):
-        """Reduce the gradients that are there; those of `awaited`, each once it was added to.
-
-        For gradients that no backward of the module computes, such as weight gradients put off.
-        finish_grad_sync() ends it.
-        """
-        self._reducing, self._next, self._sums, self._unused = True, 0, {}, []
-        for bucket in self._buckets:
-            if bucket.work is not None:  # of a pass that has failed: it writes into the buffer
-                bucket.work.wait()
-            bucket.waiting = set(bucket.parameters)
-            bucket.flags.fill_(1)
-        self._complete(self._names.keys() - set(awaited))
-
-    @torch.no_grad()
-    def _gradient_ready(self, parameter):
-        name, (bucket, _) = self._names[parameter], self._place[parameter]
-        gradient = parameter.grad
-        if gradient is not None and (gradient.requires_grad or gradient.is_sparse):
-            what = "sparse" if gradient.is_sparse else "part of a graph (create_graph=True)"
-            raise RuntimeError(f"the gradient of {name!r} is {what}, which is not reduced")
-        if self._expected:  # not where the module itself was called, past the wrapper
-            self._expected = False
-            self._enter_backward()
-        if not self._reducing:
-            self._copy_to_bucket(parameter, 1)
-            return
-        if parameter not in bucket.waiting:
-            raise RuntimeError(f"parameter {name!r} got two gradients in one backward pass")
-        self._mark_ready(parameter)
-        if self._arrived is not None:
-            self._arrived.append(parameter)
-        self._launch_full_buckets()
-
-    def _mark_ready(self, parameter):
-        bucket, i = self._place[parameter]
-        if parameter.grad is None and self.find_unused_parameters:
-            bucket.flags[i].zero_()
-        self._copy_to_bucket(parameter, self.gradient_divide_factor)
-        bucket.waiting.remove(parameter)
-
-    def _copy_to_bucket(self, parameter, factor):
-        """Divide the gradient, into its bucket."""
-        bucket, i = self._place[parameter]
-        view = bucket.views[i]
-        if parameter.grad is None:
-            view.zero_()
-        elif parameter.grad is not view:
-            torch.div(parameter.grad, factor, out=view)
-        elif factor != 1:  # autograd has added to it in place
-            view.div_(factor)
-        parameter.grad = view
-        if self.error_if_nonfinite and self._reducing:
-            self._sums[self._names[parameter]] = float64_sum(view)
-
-    def _launch_full_buckets(self):
-        """Reduce full buckets, in bucket order: collectives need the same order on every rank."""
-        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
-            self._buckets[self._next].reduce(self.reduce_dtype)
-            self._next += 1
-
-    @torch.no_grad()
-    def _complete(self, parameters):
-        """Reduce these as they are: nothing more will be added to them."""
-        for bucket in self._buckets:
-            for parameter in bucket.parameters:
-                if parameter in bucket.waiting and parameter in parameters:
-                    if parameter.grad is None:
-                        self._unused.append(self._names[parameter])
-                    self._mark_ready(parameter)
-        self._launch_full_buckets()
-
-    def _end_backward(self):
-        self._complete(self._names)
-        if self.wait_in_backward:
-            self.finish_grad_sync()
-
-    @torch.no_grad()
-    def finish_grad_sync(self):
-        """Wait for the reductions that backward() or start_grad_sync() started, if they did."""
-        if not self._reducing:
-            return
-        taken = []
-        for bucket in self._buckets:
-            bucket.finish()
-            for parameter, view in zip(bucket.parameters, bucket.views):
-                if parameter.grad is not view:
-                    taken.append(self._names[parameter])
-        if self.find_unused_parameters:
-            self._drop_unused()
-        self._reducing = False
-        if self._arrived is not None:
-            self._rebuild()
-        self._raise_errors(taken)
-
-    def _drop_unused(self):
-        flags = torch.cat([bucket.flags for bucket in self._buckets]).tolist()
-        for parameter, used in zip(self._place, flags):
-            if not used:
-                parameter.grad = None
-
-    def _rebuild(self):
-        """Once, refill the buckets in the order in which gradients arrived on the first rank."""
-        place = {parameter: i for i, parameter in enumerate(self._order)}
-        order = [place[parameter] for parameter in dict.fromkeys(self._arrived + self._order)]
-        places = torch.tensor(order, device=self._order[0].device)
-        self._broadcast([places], self.process_group)
-        self._arrived, places = None, places.tolist()
-        if places != sorted(places):
-            self._build([self._order[place] for place in places])
-
-    def _raise_errors(self, taken):
-        """After the reduction, so that no other rank is left waiting."""
-        rank = dist.get_rank(self.process_group)
-        if taken:
-            raise RuntimeError(
-                f"rank {rank}: somebody took the gradient of {', '.join(taken)} while it was "
-                "reduced: another wrapper of the module, or ZeRO-2, which reduces by itself"
-            )
-        if self._unused and not self.find_unused_parameters:
-            raise RuntimeError(
-                f"rank {rank}: no gradient for {', '.join(self._unused)}; "
-                "with find_unused_parameters=True they would count as zero"
-            )
-        check_finite(self._sums, self.process_group)
+def check_whole(named):
+    """ValueError if one of [(name, parameter)] is a shard, which has no replicas."""
+    if pieces := [name for name, parameter in named if hasattr(parameter, "whole_shape")]:
+        raise ValueError(
+            f"{pieces[0]!r} is sharded by FullyShardedDataParallel: wrap the module once, and name "
+            "its parts as units"
+        )
 
 
 # ---- cost ----------------------------------------------------------------------------------------
@@ -668,7 +767,7 @@ def _demonstrate():
         model(inputs.chunk(world_size)[rank]).square().mean().backward()
     error = max((p.grad - g).abs().max().item() for p, g in zip(module.parameters(), whole))
     if rank == 0:
-        claimed, buckets = ddp_bytes(module, world_size), len(model._buckets)
+        claimed, buckets = ddp_bytes(module, world_size), len(model._gradients.buckets)
         print(
             f"{world_size} ranks, {buckets} buckets: "
             f"claimed {claimed} bytes, counted {traffic.bytes('all_reduce')}"

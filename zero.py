@@ -30,17 +30,19 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from collectives import (
     ReduceOp,
     all_gather_single,
+    all_gather_to_group,
     all_reduce,
-    broadcast,
     check_parameters,
     count_bytes,
     dist,
@@ -54,8 +56,10 @@ from ddp import (
     Backward,
     DistributedDataParallel,
     FlatLayout,
+    Reducer,
     accumulates,
     before_backward,
+    broadcast_first,
     check_finite,
     check_whole,
     clip_grads_with_norm_,
@@ -80,18 +84,31 @@ def sharded_step(parameters, update, group=None):
     """
     rank, world_size = rank_and_size(group)
     layout = FlatLayout(parameters, world_size)
-    weights, gradients = parameters[0].new_zeros(2, layout.length)
-    for view, parameter in zip(layout.views(weights), parameters):
-        view.copy_(parameter)
-    for view, parameter in zip(layout.views(gradients), parameters):
-        view.copy_(parameter.grad)
-    shard = weights.chunk(world_size)[rank].clone()
+    weights, gradients = layout.pack(parameters), layout.pack([p.grad for p in parameters])
+    shard = weights.chunk(world_size)[rank]
     gradient = torch.empty_like(shard)
     reduce_scatter_single(gradient, gradients, ReduceOp.AVG, group)
     update(shard, gradient)
     all_gather_single(weights, shard, group)
     for view, parameter in zip(layout.views(weights), parameters):
         parameter.copy_(view)
+
+
+def sharded_forward(unit, x, shard, layout, group=None):
+    """unit(x) under ZeRO-3: parameters are gathered, used and dropped, and again in backward.
+
+    shard: this rank's part of a row of the unit's parameters; its gradient becomes that part of
+    their sum over the ranks. The unit's own parameters are not read. The real one, further down,
+    computes forward once, and gathers the next unit meanwhile.
+    """
+    names = [name for name, _ in unit.named_parameters()]
+
+    def gather_and_use(x, shard):
+        row = all_gather_to_group(shard, 0, group)  # whose backward is a reduce-scatter
+        return functional_call(unit, dict(zip(names, layout.views(row))), x)
+
+    # keeps x and the shard alone, and calls the function again when backward comes to it
+    return checkpoint(gather_and_use, x, shard, use_reentrant=False)
 
 
 # ---- parameters in one row, and its shards -------------------------------------------------------
@@ -118,17 +135,18 @@ class _Settings:
         if not self.divide_factor > 0:
             raise ValueError(f"gradient_divide_factor={self.divide_factor} must be positive")
 
-    def broadcast(self, tensor):
+    def broadcast(self, tensors):
         """Give all ranks the first one's."""
-        for group in self.groups:
-            broadcast(tensor, dist.get_global_rank(group or dist.group.WORLD, 0), group)
+        for tensor in tensors:
+            for group in self.groups:
+                broadcast_first([tensor], group)
 
     def check(self, named):
         check_whole(named)
         for group in self.groups:
             check_parameters(named, group)
         ranges = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in named)
-        for (_, end, name), (begin, _, other) in zip(ranges, ranges[1:]):
+        for (_, end, name), (begin, _, other) in pairwise(ranges):
             if begin < end:
                 raise ValueError(f"{name!r} and {other!r} share memory: tie them, or copy one")
 
@@ -136,43 +154,44 @@ class _Settings:
 class FlatParameter:
     """Parameters of one dtype as one row of elements, cut into shards, of which each rank owns one.
 
-    `unsharded` is the row that the module computes with; `shard` is this rank's part of it, in the
-    parameters' own dtype, and `pieces` what that holds of each parameter, as parameters of an
-    optimizer: one dimension, maybe empty. Gradients go the opposite way: `flat_grad` is a full row,
-    `gradient` this rank's shard of the sum.
+    unsharded_param, sharded_param: the row that the module computes with, and this rank's part of
+        it, which is in the parameters' own dtype.
+    pieces: what that part holds of each parameter, as parameters of an optimizer: one dimension,
+        maybe empty.
+    flat_grad, sharded_grad: a row of gradients, from the first one to reduce(), and this rank's
+        part of their sum.
+    whole: the parameters, of full shape, that the module computes with.
     """
 
     def __init__(self, named, settings):
-        self.names, self.originals = zip(*named)
+        self.names, self.parameters = zip(*named)
         self.settings, self.group = settings, settings.group
         self.rank, world_size = rank_and_size(self.group)
-        self.layout = FlatLayout(self.originals, world_size)
+        self.layout = FlatLayout(self.parameters, world_size)
         begin = self.rank * self.layout.shard_size
         self.own = slice(begin, begin + self.layout.shard_size)
-        self.dtype = self.originals[0].dtype
+        self.ranges = self.layout.ranges(self.rank)  # what that holds of each parameter
+        self.dtype = self.parameters[0].dtype
         floating = self.dtype.is_floating_point
         self.param_dtype = settings.param_dtype if settings.param_dtype and floating else self.dtype
-        self.computed_with, self.pieces, self.gradient = self.originals, (), None
+        self.whole, self.sharded_grad = self.parameters, None
         self.reset()
 
     @property
     def reduce_dtype(self):
         """That in which gradients are summed: by default as autograd adds them up."""
         given = self.settings.reduce_dtype if self.dtype.is_floating_point else None
-        return given or max(map(grad_dtype, self.computed_with), key=lambda dtype: dtype.itemsize)
+        return given or max(map(grad_dtype, self.whole), key=lambda dtype: dtype.itemsize)
 
     def first_row(self):
         """The first rank's parameters, as a row. Collective."""
-        row = self.originals[0].new_zeros(self.layout.length)
-        for view, parameter in zip(self.layout.views(row), self.originals):
-            view.copy_(parameter.detach())
-        self.settings.broadcast(row)
+        row = self.layout.pack(self.parameters)
+        self.settings.broadcast([row])
         return row
 
     def piece(self, i, tensor):
         """What this rank's shard holds of a full tensor, one that is like the i-th parameter."""
-        begin, end = self.layout.ranges(self.rank)[i]
-        return tensor.flatten()[begin:end]
+        return tensor.flatten()[slice(*self.ranges[i])]
 
     def join(self, pieces):
         """The full tensors of which each rank passes its pieces. Collective."""
@@ -185,154 +204,344 @@ class FlatParameter:
 
     def unshard(self):
         """Begin to collect every rank's shard in the full row; returns the Work."""
-        shard = self.shard.to(self.param_dtype)
-        return all_gather_single(self.unsharded, shard, self.group, async_op=True)
+        shard = self.sharded_param.to(self.param_dtype)
+        return all_gather_single(self.unsharded_param, shard, self.group, async_op=True)
 
     # -- gradients
 
     def reset(self):
         """No gradient is on its way."""
-        self.flat_grad, self.grad_views, self.missing = None, (), set()
+        self.flat_grad, self.grad_views, self.sums = None, (), {}
         self.incoming = self.work = None
-        self.sums = {}
 
     def alloc_grad(self):
-        """Memory for a full row of gradients."""
-        self.flat_grad = self.shard.new_empty(self.layout.length, dtype=self.reduce_dtype)
-        for padding in self.layout.padding(self.flat_grad):
-            padding.zero_()
+        """Memory for a row of gradients, zero for those that do not come."""
+        self.flat_grad = self.sharded_param.new_zeros(self.layout.length, dtype=self.reduce_dtype)
         self.grad_views = self.layout.views(self.flat_grad)
-        self.missing = set(range(len(self.names)))
 
     def add_gradient(self, i, gradient):
-        """Put a gradient of the i-th parameter into the row."""
+        """Add a gradient of the i-th parameter to the row."""
         if self.flat_grad is None:
             self.alloc_grad()
-        view = self.grad_views[i]
-        view.copy_(gradient) if i in self.missing else view.add_(gradient)
-        self.missing.discard(i)
+        self.grad_views[i].add_(gradient)
         if self.settings.error_if_nonfinite:
-            self.sums[self.names[i]] = float64_sum(view)
-
-    def is_full(self):
-        """Whether every parameter's gradient is there."""
-        return self.flat_grad is not None and not self.missing
+            self.sums[self.names[i]] = float64_sum(self.grad_views[i])
 
     def reduce(self):
-        """Begin to sum the rows of all ranks; a parameter without gradient counts as zero."""
+        """Begin to sum the rows of all ranks."""
         if self.flat_grad is None:
             self.alloc_grad()
-        for i in self.missing:
-            self.grad_views[i].zero_()
         self.incoming = self.flat_grad.new_empty(self.layout.shard_size)
         row, self.flat_grad, self.grad_views = self.flat_grad, None, ()
         self.work = reduce_scatter_single(self.incoming, row, group=self.group, async_op=True)
 
-    def finish(self, dtype):
-        """Add this rank's shard of the sum to its gradient, which is of `dtype`."""
+    def finish(self, dtype=None):
+        """Add this rank's part of the sum to sharded_grad, which is of `dtype`."""
         self.work.wait()
         if self.settings.replicate_group is not None:
             all_reduce(self.incoming, group=self.settings.replicate_group)
         if self.settings.divide_factor != 1:
             self.incoming.div_(self.settings.divide_factor)
-        incoming, self.incoming, self.work = self.incoming.to(dtype), None, None
-        self.gradient = incoming if self.gradient is None else self.gradient.add_(incoming)
+        total = self.incoming.to(dtype or self.reduce_dtype)
+        if self.sharded_grad is not None:
+            total = self.sharded_grad.add_(total)
+        self.sharded_grad, self.incoming, self.work = total, None, None
 
     def gradient_pieces(self):
-        """What this rank's shard of the sum holds of each parameter."""
-        return self.layout.pieces(self.gradient, self.rank)
+        """What this rank's part of the sum holds of each parameter."""
+        return self.layout.pieces(self.sharded_grad, self.rank)
+
+    def zero_gradient(self, i):
+        """Forget what was summed for the i-th parameter."""
+        if self.sharded_grad is not None:
+            self.gradient_pieces()[i].zero_()
 
 
-def _check_backward(flats, group):
-    """After a backward pass: no gradient came too late, and all were finite on this rank."""
-    if late := [name for flat in flats if flat.flat_grad is not None for name in flat.names]:
+class _UnderWay:
+    """The rows whose sums travel, which are finished once the next ones have left.
+
+    So one sum travels while the next row fills, and two rows of gradients exist at most.
+    """
+
+    def __init__(self):
+        self.rows = ()
+
+    def start(self, *rows):
+        for row in rows:
+            row.reduce()
+        self.finish()
+        self.rows = rows
+
+    def finish(self):
+        for row in self.rows:
+            row.finish()
+        self.rows = ()
+
+
+def _check_gradients(rows, group):
+    """After a pass or a step: no gradient came too late, and all were finite on this rank."""
+    if late := [name for row in rows if row.flat_grad is not None for name in row.names]:
         raise RuntimeError(f"a gradient came after those of its row were summed: {', '.join(late)}")
-    _check_finite(flats, group)
-
-
-def _check_finite(flats, group):
-    sums = {name: value for flat in flats for name, value in flat.sums.items()}
-    for flat in flats:
-        flat.sums = {}
+    sums = {name: value for row in rows for name, value in row.sums.items()}
+    for row in rows:
+        row.sums = {}
     check_finite(sums, group)
 
 
-def _check_any(gradients):
-    if not gradients:
-        raise RuntimeError("no parameter has a gradient")
-
-
-# ---- optimizer state: full on one side, in pieces on the other -----------------------------------
-
-
-def _full_state(optimizer, flats, place):
-    """The state of an optimizer of pieces as one of whole parameters: {place[piece]: {key: value}}.
-
-    Collective. What has its piece's shape on every rank is part of a tensor of the parameter's
-    shape; anything else is the same on all ranks that have it, which empty pieces may not.
-    """
-    state = {}
-    for flat in flats:
-        own = [optimizer.state.get(piece, {}) for piece in flat.pieces]
-        described = [
-            {key: _describe(value, piece) for key, value in values.items()}
-            for values, piece in zip(own, flat.pieces)
-        ]
-        ranks = gather_objects(described, flat.group)
-        for key in dict.fromkeys(key for rank in ranks for values in rank for key in values):
-            found = [[rank[i][key] for rank in ranks if key in rank[i]] for i in range(len(own))]
-            dtypes = [dtype for some in found for dtype, _ in some]
-            if None not in dtypes:
-                pairs = zip(own, flat.pieces)
-                parts = [values.get(key, piece.new_zeros(piece.shape)) for values, piece in pairs]
-                wholes = flat.join([part.to(dtypes[0]) for part in parts])
-            else:
-                wholes = [some[0][1] if some else None for some in found]
-            for piece, some, whole in zip(flat.pieces, found, wholes):
-                if some:
-                    state.setdefault(place[piece], {})[key] = whole
-    return dict(sorted(state.items()))
-
-
-def _describe(value, piece):
-    """(dtype, or None for what is no part of a tensor; the value, if it may be none)."""
-    if not torch.is_tensor(value):
-        return None, value
-    is_part = value.shape == piece.shape
-    known = value.cpu() if value.numel() == 1 or not is_part else None
-    return value.dtype if is_part else None, known
-
-
-_SCALARS = ("step", "mu_product", "eta", "mu")  # of Adam, NAdam, ASGD: whatever the parameter
-
-
-def _load_full_state(optimizer, flats, place, lengths, state_dict):
-    """The opposite: give an optimizer of pieces its part of the state of whole parameters.
-
-    lengths: how many parameters, trainable or not, each of its groups has.
-    """
-    where = {piece: (flat, i) for flat in flats for i, piece in enumerate(flat.pieces)}
-    groups, state = [], {}
-    packed = optimizer.state_dict()["param_groups"]
-    found = [len(group["params"]) for group in state_dict["param_groups"]]
-    if found != lengths:
-        raise ValueError(f"state_dict has groups of {found} parameters, the optimizer of {lengths}")
-    for group, own, theirs in zip(optimizer.param_groups, packed, state_dict["param_groups"]):
-        groups.append({**theirs, "params": own["params"]})
-        for number, piece in zip(own["params"], group["params"]):
-            (flat, i), state[number] = where[piece], {}
-            for key, value in state_dict["state"].get(place[piece], {}).items():
-                if torch.is_tensor(value) and key not in _SCALARS:
-                    if value.shape == flat.layout.shapes[i]:
-                        value = flat.piece(i, value).clone()
-                    elif value.numel() > 1:
-                        found, needed = tuple(value.shape), tuple(flat.layout.shapes[i])
-                        raise ValueError(f"{key} of {flat.names[i]!r} is {found}, not {needed}")
-                state[number][key] = value
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
 # ---- stages 1 and 2: whole parameters, an optimizer of shards ------------------------------------
+
+
+class WholeRow(FlatParameter):
+    """A row whose parameters stay whole, as views into it; pieces are the inner optimizer's."""
+
+    def __init__(self, named, settings):
+        super().__init__(named, settings)
+        row = self.first_row()
+        self.unsharded_param = row.to(self.param_dtype)
+        own = row[self.own]
+        self.sharded_param = own if self.unsharded_param is row else own.clone()
+        self.pieces = [
+            nn.Parameter(piece) for piece in self.layout.pieces(self.sharded_param, self.rank)
+        ]
+        for parameter, view in zip(self.parameters, self.layout.views(self.unsharded_param)):
+            parameter.data = view
+
+    def follow(self):
+        """Take over what somebody has changed in the parameters since the last step."""
+        for name, parameter, view in zip(
+            self.names, self.parameters, self.layout.views(self.unsharded_param)
+        ):
+            if parameter.shape != view.shape or parameter.dtype != view.dtype:
+                found, needed = (f"{tuple(t.shape)} {t.dtype}" for t in (parameter, view))
+                raise RuntimeError(f"{name!r} has become {found}, its optimizer has {needed}")
+            if parameter.data_ptr() != view.data_ptr():
+                parameter.data = view.copy_(parameter)
+        if self.dtype != self.param_dtype:  # where the copy does not round to it, it was changed
+            own, rounded = self.unsharded_param[self.own], self.sharded_param.to(self.param_dtype)
+            exact = torch.where(own == rounded, self.sharded_param, own.to(self.dtype))
+            self.sharded_param.copy_(exact)
+
+
+class ShardedUpdate:
+    """Stage 1: backward leaves gradients whole in .grad; a step sums them, row after row.
+
+    settings: what the rows have in common.
+    pieces: {parameter: what this rank updates of it}
+    """
+
+    keeps_sums = False  # from one step to the next
+
+    def __init__(self, settings):
+        self.settings, self.rows, self.pieces, self._summed = settings, [], {}, None
+
+    def add(self, named):
+        """Make a row of parameters of one dtype."""
+        row = WholeRow(named, self.settings)
+        self.rows.append(row)
+        self.pieces |= zip(row.parameters, row.pieces)
+        self.expect_gradients(row)
+
+    def expect_gradients(self, row):
+        """Have autograd add up gradients in the dtype in which they are summed, if it is wider."""
+        for parameter in row.parameters:
+            if row.reduce_dtype.itemsize > parameter.dtype.itemsize:
+                parameter.grad_dtype = row.reduce_dtype
+
+    def follow(self):
+        """See what was done to the parameters."""
+        for row in self.rows:
+            row.follow()
+
+    def forget_gradients(self):
+        for row in self.rows:
+            row.reset()
+            row.sharded_grad = None
+        self._summed = None
+
+    # -- the sums
+
+    def whole_gradients(self):
+        return [parameter.grad for row in self.rows for parameter in row.parameters]
+
+    def _versions(self):
+        """The gradients, each with a number that changes with it."""
+        return [(grad, grad is not None and grad._version) for grad in self.whole_gradients()]
+
+    def summed_rows(self):
+        """Each row with the sum of its gradients, which travels now, or has before."""
+        if self._summed is not None:
+            pairs = zip(self._summed, self._versions())
+            if all(grad is other and version == v for (grad, version), (other, v) in pairs):
+                return self.rows
+        return self._sum_rows()
+
+    def _sum_rows(self):
+        """One row leaves while the one before is used; copies of two exist at most."""
+        if all(gradient is None for gradient in self.whole_gradients()):
+            raise RuntimeError("step() before backward(): no parameter has a gradient")
+        self._reduce(self.rows[0])
+        for row, following in pairwise([*self.rows, None]):
+            if following is not None:
+                self._reduce(following)
+            row.finish()
+            yield row
+
+    @staticmethod
+    def _reduce(row):
+        row.reset()
+        row.sharded_grad = None
+        for i, parameter in enumerate(row.parameters):
+            if parameter.grad is not None:
+                row.add_gradient(i, parameter.grad)
+        row.reduce()
+
+    def sum_now(self):
+        """All rows; step() will not sum gradients again that are the same then."""
+        rows = list(self.summed_rows())
+        self._summed = self._versions()
+        return rows
+
+    def clip(self, max_norm, norm_type):
+        sums = [row.sharded_grad for row in self.sum_now()]
+        norm = get_total_norm(sums, norm_type, [self.settings.group])
+        # a further backward adds to .grad, which is scaled alike
+        own = [gradient for gradient in self.whole_gradients() if gradient is not None]
+        clip_grads_with_norm_([*sums, *own], max_norm, norm)
+        self._summed = self._versions()
+        return norm
+
+    # -- the step
+
+    def step(self, optimizer):
+        """Update this rank's part of each row by an optimizer of pieces, and gather everybody's.
+
+        One row is updated while the next one arrives and the last one leaves. But PyTorch's
+        optimizers alone are known to keep nothing in their groups, such as a count of steps: others
+        make one step of all rows.
+        """
+        rows, works = self.summed_rows(), []
+        one_by_one = type(optimizer).__module__.startswith("torch.optim.")
+        for together in ([row] for row in rows) if one_by_one else [list(rows)]:
+            for row in together:
+                for piece, part in zip(row.pieces, row.gradient_pieces()):
+                    piece.grad = part.to(row.dtype)
+            optimizer.step()  # which passes over pieces without gradient
+            for row in together:
+                for piece in row.pieces:
+                    piece.grad = None
+                if not self.keeps_sums:
+                    row.sharded_grad = None
+                if len(works) == 2:  # each holds a copy of its shard
+                    works.pop(0).wait()
+                works.append(row.unshard())
+        for work in works:
+            work.wait()
+        self._summed = None
+        _check_gradients(self.rows, self.settings.group)
+
+
+class ShardedGradients(ShardedUpdate):
+    """Stage 2: a gradient leaves for its owner when backward has filled its row.
+
+    The order of launches is DistributedDataParallel's; a reduce-scatter takes the place of the
+    all-reduce. The sums add up over backward passes, and what .grad has only says so.
+    """
+
+    keeps_sums = True
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.place, self.under_way = {}, _UnderWay()
+        self.reducer = Reducer(self.under_way.start)
+        self.backward = Backward(self._begin, self._end, self._failed)
+
+    def expect_gradients(self, row):
+        for i, parameter in enumerate(row.parameters):
+            self.place[parameter] = row, i
+            parameter.register_hook(weakly(self._gradient_comes))
+            parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
+
+    def _gradient_comes(self, gradient):
+        """Before autograd adds it to .grad."""
+        if accumulates():
+            self.backward.enter()
+
+    def _begin(self):
+        """Autograd adds to nothing, whether the last gradient was sent or set to None since."""
+        self.reducer.begin(self.rows)
+        for parameter, (row, i) in self.place.items():
+            if isinstance(parameter.grad, _SentGradient):
+                parameter.grad = None
+            elif parameter.grad is None:
+                row.zero_gradient(i)
+
+    @torch.no_grad()
+    def _gradient_ready(self, parameter):
+        if parameter.grad is None:  # its backward has put it off
+            return
+        row, i = self.place[parameter]
+        row.add_gradient(i, parameter.grad)
+        parameter.grad = None
+        self.reducer.mark_ready(parameter)
+
+    def _end(self):
+        self.reducer.finish()
+        self.under_way.finish()
+        for parameter, (row, i) in self.place.items():
+            if parameter.grad is None:
+                parameter.grad = _SentGradient(parameter, partial(weakly(row.zero_gradient), i))
+        _check_gradients(self.rows, self.settings.group)
+
+    def _failed(self):
+        self.under_way.rows = ()
+        for row in self.rows:  # a sum that still travels has memory of its own
+            row.reset()
+
+    def whole_gradients(self):
+        return []
+
+    def summed_rows(self):
+        """The rows. What was zeroed since it was sent is zero; nothing else may be there."""
+        if any(row.sharded_grad is None for row in self.rows):
+            raise RuntimeError("step() before backward(): no parameter has a gradient")
+        for parameter, (row, i) in self.place.items():
+            if parameter.grad is None:
+                row.zero_gradient(i)
+            elif not isinstance(parameter.grad, _SentGradient):
+                raise RuntimeError(
+                    f"{row.names[i]!r} has a gradient that is not ZeRO-2's: set by hand, or by "
+                    "DistributedDataParallel, which reduces what ZeRO-2 already has (use stage 1)"
+                )
+        return self.rows
+
+
+class _SentGradient(torch.Tensor):
+    """The .grad of a parameter whose gradient is on its owner: has its shape, and can be zeroed."""
+
+    @staticmethod
+    def __new__(cls, parameter, zero):
+        # Private: the one way to a tensor with a shape and no memory that may be a .grad.
+        like = {"dtype": grad_dtype(parameter), "device": parameter.device, "storage_size": 0}
+        return torch.Tensor._make_wrapper_subclass(cls, parameter.shape, **like)
+
+    def __init__(self, parameter, zero):
+        self.zero = zero
+
+    def __repr__(self):
+        return f"gradient {tuple(self.shape)}, of which each rank has a shard"
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default):
+            many = function is torch.ops.aten._foreach_zero_.default
+            for gradient in args[0] if many else args:
+                gradient.zero()
+            return None if many else args[0]
+        raise RuntimeError(
+            f"{function}: under ZeRO-2 .grad has left for its owner: use the optimizer's "
+            "clip_grad_norm_(), and stage 1 beside what needs whole gradients, such as GradScaler "
+            "or DistributedDataParallel"
+        )
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
@@ -382,30 +591,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         error_if_nonfinite=False,
         **defaults,
     ):
-        names = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
-        if any(issubclass(optimizer_class, getattr(torch.optim, name, ())) for name in names):
-            raise ValueError(
-                f"{optimizer_class.__name__} does not update each element by itself, "
-                "which an optimizer of shards must"
-            )
-        if not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be positive")
-        self._settings = _Settings(
-            process_group,
-            replicate_group,
-            param_dtype,
-            reduce_dtype,
-            gradient_divide_factor,
-            error_if_nonfinite,
-        )
-        self._shard_gradients, self._cap_bytes = shard_gradients, int(bucket_cap_mb * 2**20)
-        self._flats, self._place, self.optimizer = [], {}, None
-        self._backward = Backward(self._begin_backward, self._end_backward, self._failed)
-        self._next, self._reduced = 0, None
+        _check_optimizer(optimizer_class, bucket_cap_mb)
+        groups, dtypes = (process_group, replicate_group), (param_dtype, reduce_dtype)
+        self._settings = _Settings(*groups, *dtypes, gradient_divide_factor, error_if_nonfinite)
+        self._shards = (ShardedGradients if shard_gradients else ShardedUpdate)(self._settings)
+        self._cap_bytes, self.optimizer = int(bucket_cap_mb * 2**20), None
         super().__init__(params, defaults)
-        if not self._flats:
+        if not self._shards.rows:
             raise ValueError("there are no trainable parameters")
-        self.optimizer = optimizer_class(map(self._pieces_of, self.param_groups), **defaults)
+        self.optimizer = optimizer_class(map(self._group_of_pieces, self.param_groups), **defaults)
         self.defaults = self.optimizer.defaults
         for group, pieces in zip(self.param_groups, self.optimizer.param_groups):
             group.update({key: value for key, value in pieces.items() if key not in group})
@@ -418,7 +612,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         if self.optimizer is not None:
-            self.optimizer.add_param_group(self._pieces_of(self.param_groups[-1]))
+            self.optimizer.add_param_group(self._group_of_pieces(self.param_groups[-1]))
 
     def _shard_group(self, group, number):
         names = group.get("param_names") or [
@@ -428,122 +622,25 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         self._settings.check(named)
         for parameter in group["params"]:
             if not parameter.requires_grad:
-                self._settings.broadcast(parameter.detach())
+                self._settings.broadcast([parameter.detach()])
                 if self._settings.param_dtype and parameter.is_floating_point():
                     parameter.data = parameter.data.to(self._settings.param_dtype)
         # Backward runs from the last layer to the first, which is the order rows should fill in.
         names = {parameter: name for name, parameter in named[::-1] if parameter.requires_grad}
         for bucket in fill_buckets(list(names), self._cap_bytes):
-            flat = FlatParameter([(names[p], p) for p in bucket], self._settings)
-            number = len(self._flats)
-            self._flats.append(flat)
-            row = flat.first_row()
-            flat.unsharded = row.to(flat.param_dtype)
-            own = row[flat.own]
-            flat.shard = own if flat.unsharded is row else own.clone()
-            flat.pieces = [nn.Parameter(p) for p in flat.layout.pieces(flat.shard, flat.rank)]
-            for parameter, view in zip(flat.originals, flat.layout.views(flat.unsharded)):
-                parameter.data = view
-            for i, parameter in enumerate(flat.originals):
-                self._place[parameter] = number, i
-                if self._shard_gradients:
-                    parameter.register_hook(weakly(self._gradient_comes))
-                    parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
-                elif flat.reduce_dtype.itemsize > parameter.dtype.itemsize:
-                    parameter.grad_dtype = flat.reduce_dtype
+            self._shards.add([(names[p], p) for p in bucket])
 
-    def _pieces_of(self, group):
-        pieces = _pieces(self._flats)
-        own = [pieces[parameter] for parameter in group["params"] if parameter in pieces]
+    def _group_of_pieces(self, group):
+        own = [self._shards.pieces[p] for p in group["params"] if p in self._shards.pieces]
         return {key: v for key, v in group.items() if key != "param_names"} | {"params": own}
 
-    # -- gradients of stage 2
-
-    def _gradient_comes(self, gradient):
-        """Before autograd adds it to .grad."""
-        if accumulates():
-            self._backward.enter()
-
-    def _begin_backward(self):
-        """Autograd adds to nothing, whether the last gradient was sent or set to None since."""
-        self._next = 0
-        for parameter, (number, i) in self._place.items():
-            if isinstance(parameter.grad, _SentGradient):
-                parameter.grad = None
-            elif parameter.grad is None:
-                self._zero(number, i)
-
-    def _failed(self):
-        for flat in self._flats:
-            flat.reset()
-
-    def _zero(self, number, i):
-        if self._flats[number].gradient is not None:
-            self._flats[number].gradient_pieces()[i].zero_()
-
-    @torch.no_grad()
-    def _gradient_ready(self, parameter):
-        if parameter.grad is None:  # its backward has put it off
-            return
-        number, i = self._place[parameter]
-        self._flats[number].add_gradient(i, parameter.grad)
-        parameter.grad = None
-        while self._next < len(self._flats) and self._flats[self._next].is_full():
-            self._reduce_next()
-
-    def _reduce_next(self):
-        """Collectives need the same order on every rank; two rows of gradients exist at most."""
-        self._flats[self._next].reduce()
-        if self._next:
-            self._finish(self._flats[self._next - 1])
-        self._next += 1
-
     @staticmethod
-    def _finish(flat):
-        flat.finish(flat.reduce_dtype)
+    def _copy_options(sources, targets):
+        """Learning rates and the like, and what an optimizer keeps beside them."""
+        for source, target in zip(sources, targets):
+            target.update({k: v for k, v in source.items() if k not in ("params", "param_names")})
 
-    def _end_backward(self):
-        while self._next < len(self._flats):
-            self._reduce_next()
-        self._finish(self._flats[-1])
-        for parameter, (number, i) in self._place.items():
-            if parameter.grad is None:
-                parameter.grad = _SentGradient(parameter, partial(weakly(self._zero), number, i))
-        _check_backward(self._flats, self._settings.group)
-
-    # -- gradients of stage 1
-
-    def _gradients(self):
-        """What backward has left, each with a number that changes with it."""
-        gradients = [parameter.grad for parameter in self._place]
-        return [(gradient, gradient is not None and gradient._version) for gradient in gradients]
-
-    def _are_reduced(self):
-        """Whether the shards of the sum are those of the gradients that are there now."""
-        if self._reduced is None:
-            return False
-        pairs = zip(self._reduced, self._gradients())
-        return all(g is other and version == v for (g, version), (other, v) in pairs)
-
-    def _reduced_rows(self):
-        """Each row, once its gradients are summed; copies of two rows exist at most."""
-        if all(parameter.grad is None for parameter in self._place):
-            raise RuntimeError("step() before backward(): no parameter has a gradient")
-        self._reduce(self._flats[0])
-        for flat, next_flat in zip_longest(self._flats, self._flats[1:]):
-            if next_flat is not None:
-                self._reduce(next_flat)
-            self._finish(flat)
-            yield flat
-
-    @staticmethod
-    def _reduce(flat):
-        flat.reset()
-        flat.gradient = None
-        for i, parameter in enumerate(flat.originals):
-            if parameter.grad is not None:
-                flat.add_gradient(i, parameter.grad)
-        flat.reduce()
+    # -- gradients
 
     @torch.no_grad()
     def reduce_gradients(self):
@@ -552,13 +649,13 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         Returns {parameter: (first element, piece)}: what this rank has of the sum, of a flattened
         gradient. The pieces may be scaled in place.
         """
-        pieces = {}
-        for flat in self._reduced_rows():
-            ranges = flat.layout.ranges(flat.rank)
-            for parameter, (begin, _), piece in zip(flat.originals, ranges, flat.gradient_pieces()):
-                pieces[parameter] = begin, piece
-        self._reduced = self._gradients()
-        return pieces
+        return {
+            parameter: (begin, piece)
+            for row in self._shards.sum_now()
+            for parameter, (begin, _), piece in zip(
+                row.parameters, row.ranges, row.gradient_pieces()
+            )
+        }
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
@@ -566,26 +663,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
         Call it after the last backward, before step().
         """
-        own = []
-        if not self._shard_gradients:  # a further backward starts from .grad
-            self.reduce_gradients()
-            own = [p.grad for p in self._place if p.grad is not None]
-        gradients = [flat.gradient for flat in self._flats if flat.gradient is not None]
-        _check_any(gradients)
-        norm = get_total_norm(gradients, norm_type, [self._settings.group])
-        clip_grads_with_norm_([*gradients, *own], max_norm, norm)
-        if not self._shard_gradients:
-            self._reduced = self._gradients()
-        return norm
+        return self._shards.clip(max_norm, norm_type)
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)
-        for flat in self._flats:
-            flat.reset()
-            flat.gradient = None
-        self._reduced = None
-
-    # -- update
+        self._shards.forget_gradients()
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -594,88 +676,19 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             loss = closure() if closure else None
         for group in self.param_groups:
             for i, parameter in enumerate(group["params"]):
-                if parameter.requires_grad != (parameter in self._place):
+                if parameter.requires_grad != (parameter in self._shards.pieces):
                     raise RuntimeError(f"parameter {i} was frozen, or thawed, after it was sharded")
-        for flat in self._flats:
-            self._follow(flat)
-        rows = self._flats
-        if self._shard_gradients:
-            self._check_sent()
-        elif not self._are_reduced():
-            rows = self._reduced_rows()
+        self._shards.follow()
         self._copy_options(self.param_groups, self.optimizer.param_groups)
-        works = []
-        for flats in self._updated_together(rows):
-            for flat in flats:
-                for piece, part in zip(flat.pieces, flat.gradient_pieces()):
-                    piece.grad = part.to(flat.dtype)
-            self.optimizer.step()
-            for flat in flats:
-                for piece in flat.pieces:
-                    piece.grad = None
-                if not self._shard_gradients:
-                    flat.gradient = None
-                if len(works) == 2:  # each holds a copy of its shard
-                    works.pop(0).wait()
-                works.append(flat.unshard())
+        self._shards.step(self.optimizer)
         self._copy_options(self.optimizer.param_groups, self.param_groups)
-        for work in works:
-            work.wait()
-        if not self._shard_gradients:
-            self._reduced = None
-            _check_finite(self._flats, self._settings.group)
         return loss
-
-    def _updated_together(self, rows):
-        """One row is updated while the next one arrives and the last one leaves.
-
-        But PyTorch's optimizers alone are known to keep nothing in their groups, such as a count of
-        steps: others make one step of all rows.
-        """
-        if type(self.optimizer).__module__.startswith("torch.optim."):
-            return ([flat] for flat in rows)
-        return [list(rows)]
-
-    @staticmethod
-    def _copy_options(sources, targets):
-        """Learning rates and the like, and what an optimizer keeps beside them."""
-        for source, target in zip(sources, targets):
-            target.update({k: v for k, v in source.items() if k not in ("params", "param_names")})
-
-    def _check_sent(self):
-        """Stage 2: what was zeroed since it was sent counts as zero; nothing else may be there."""
-        if any(flat.gradient is None for flat in self._flats):
-            raise RuntimeError("step() before backward(): no parameter has a gradient")
-        for parameter, (number, i) in self._place.items():
-            if parameter.grad is None:
-                self._zero(number, i)
-            elif not isinstance(parameter.grad, _SentGradient):
-                name = self._flats[number].names[i]
-                raise RuntimeError(
-                    f"{name!r} has a gradient that is not ZeRO-2's: set by hand, or by "
-                    "DistributedDataParallel, which reduces what ZeRO-2 already has (use stage 1)"
-                )
-
-    @staticmethod
-    def _follow(flat):
-        """Take over what somebody has changed in the parameters since the last step."""
-        for name, parameter, view in zip(
-            flat.names, flat.originals, flat.layout.views(flat.unsharded)
-        ):
-            if parameter.shape != view.shape or parameter.dtype != view.dtype:
-                found, needed = (f"{tuple(t.shape)} {t.dtype}" for t in (parameter, view))
-                raise RuntimeError(f"{name!r} has become {found}, its optimizer has {needed}")
-            if parameter.data_ptr() != view.data_ptr():
-                parameter.data = view.copy_(parameter)
-        if flat.dtype != flat.param_dtype:
-            rounded, own = flat.shard.to(flat.param_dtype), flat.unsharded[flat.own]
-            flat.shard.copy_(torch.where(own == rounded, flat.shard, own.to(flat.dtype)))
 
     # -- state
 
-    def _places(self):
+    def _numbers(self):
         """piece -> its parameter's number in a state dict."""
-        pieces = _pieces(self._flats)
+        pieces = self._shards.pieces
         parameters = [p for group in self.param_groups for p in group["params"]]
         return {pieces[p]: number for number, p in enumerate(parameters) if p in pieces}
 
@@ -685,14 +698,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
         Where param_dtype differs from the parameters' own, with the exact ones as "master".
         """
-        place, state_dict = self._places(), super().state_dict()
-        state = _full_state(self.optimizer, self._flats, place)
-        for flat in self._flats:
-            self._follow(flat)
-            if flat.dtype != flat.param_dtype:
-                for piece, master in zip(flat.pieces, flat.join(flat.pieces)):
-                    state.setdefault(place[piece], {})["master"] = master
-        return {"state": state, "param_groups": state_dict["param_groups"]}
+        numbers, rows = self._numbers(), self._shards.rows
+        state, groups = full_state(self.optimizer, rows, numbers), super().state_dict()
+        self._shards.follow()
+        return {**groups, "state": add_masters(state, rows, numbers)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
@@ -700,66 +709,35 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
         Raises ValueError for other parameter groups or shapes.
         """
-        place = self._places()
-        masters = {n: values.get("master") for n, values in state_dict["state"].items()}
-        plain = {
-            number: {key: value for key, value in values.items() if key != "master"}
-            for number, values in state_dict["state"].items()
-        }
+        numbers, rows = self._numbers(), self._shards.rows
+        state = {number: {**values} for number, values in state_dict["state"].items()}
+        masters = {number: values.pop("master", None) for number, values in state.items()}
         lengths = [len(group["params"]) for group in self.param_groups]
-        plain = {**state_dict, "state": plain}
-        _load_full_state(self.optimizer, self._flats, place, lengths, plain)
+        load_full_state(self.optimizer, rows, numbers, lengths, {**state_dict, "state": state})
         self._copy_options(self.optimizer.param_groups, self.param_groups)
-        for flat in self._flats:
-            self._follow(flat)
-            for i, (parameter, piece) in enumerate(zip(flat.originals, flat.pieces)):
-                exact = masters.get(place[piece])
-                if exact is not None and flat.dtype != flat.param_dtype:
-                    piece.copy_(flat.piece(i, exact))
-                    parameter.copy_(exact)
+        self._shards.follow()
+        load_masters(masters, rows, numbers)
 
     def __getstate__(self):
         raise RuntimeError("ZeRO's optimizer cannot be copied or pickled: call state_dict()")
 
 
-def _pieces(flats):
-    """{parameter: its piece}"""
-    return {p: piece for flat in flats for p, piece in zip(flat.originals, flat.pieces)}
-
-
-class _SentGradient(torch.Tensor):
-    """The .grad of a parameter whose gradient is on its owner: has its shape, and can be zeroed."""
-
-    @staticmethod
-    def __new__(cls, parameter, zero):
-        like = {"dtype": grad_dtype(parameter), "device": parameter.device, "storage_size": 0}
-        return torch.Tensor._make_wrapper_subclass(cls, parameter.shape, **like)
-
-    def __init__(self, parameter, zero):
-        self.zero = zero
-
-    def __repr__(self):
-        return f"gradient {tuple(self.shape)}, of which each rank has a shard"
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default):
-            many = function is torch.ops.aten._foreach_zero_.default
-            for gradient in args[0] if many else args:
-                gradient.zero()
-            return None if many else args[0]
-        raise RuntimeError(
-            f"{function}: under ZeRO-2 .grad has left for its owner: use the optimizer's "
-            "clip_grad_norm_(), and stage 1 beside what needs whole gradients, such as GradScaler "
-            "or DistributedDataParallel"
+def _check_optimizer(optimizer_class, bucket_cap_mb):
+    names = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
+    if any(issubclass(optimizer_class, getattr(torch.optim, name, ())) for name in names):
+        raise ValueError(
+            f"{optimizer_class.__name__} does not update each element by itself, "
+            "which an optimizer of shards must"
         )
+    if not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be positive")
 
 
-# ---- stage 3: parameters that are there when their turn comes ------------------------------------
+# ---- stage 3: a unit that comes and goes ---------------------------------------------------------
 
 
 class _Memory:
-    """Bytes that several rows live in, one after the other; freed and had again in one place.
+    """Bytes that several units live in, one after the other; freed and had again in one place.
 
     Autograd keeps views of parameters, not copies: what it kept in forward is right again in
     backward because the same row is gathered into the same storage.
@@ -770,6 +748,8 @@ class _Memory:
         self.nbytes = nbytes
 
     def have(self):
+        # Private: resize_() of the storage, not of the tensor, keeps the views that autograd has,
+        # and gives the memory back while they exist.
         if self.bytes.untyped_storage().nbytes() < self.nbytes:
             self.bytes.untyped_storage().resize_(self.nbytes)
 
@@ -777,31 +757,28 @@ class _Memory:
         self.bytes.untyped_storage().resize_(0)
 
 
-class _ShardedParameter(FlatParameter):
-    """A row whose originals become the pieces; whole parameters take their places in the modules.
+class ShardedRow(FlatParameter):
+    """A row whose parameters become the pieces; whole ones take their places in the modules.
 
     places: {parameter: [(module, name)]}, where the modules have it.
     """
 
     def __init__(self, named, settings, places):
         super().__init__(named, settings)
-        self.places = [places[parameter] for parameter in self.originals]
-        self.grad_dtype = grad_dtype(self.originals[0])
-        self.shard = self.first_row()[self.own].clone()
-        for parameter, (begin, _), piece in zip(
-            self.originals, self.layout.ranges(self.rank), self._views()
-        ):
+        self.places = [places[parameter] for parameter in self.parameters]
+        self.grad_dtype = grad_dtype(self.parameters[0])
+        self.sharded_param = self.first_row()[self.own].clone()
+        for parameter, (begin, _), view in zip(self.parameters, self.ranges, self._views()):
             parameter.first, parameter.whole_shape = begin, parameter.shape
-            parameter.data = piece
-        self.pieces = self.originals
+            parameter.data = view
+        self.pieces = self.parameters
 
     def _views(self):
-        return self.layout.pieces(self.shard, self.rank)
+        return self.layout.pieces(self.sharded_param, self.rank)
 
     def live_in(self, row):
         """Make the whole parameters views of this memory."""
-        self.unsharded, self.whole = row, []
-        self.computed_with = self.whole
+        self.unsharded_param, self.whole = row, []
         for piece, view in zip(self.pieces, self.layout.views(row)):
             whole = nn.Parameter(row.new_empty(0), piece.requires_grad)
             whole.data = view  # not nn.Parameter(view): gathering would count as a change in place
@@ -813,71 +790,97 @@ class _ShardedParameter(FlatParameter):
         """Have the modules compute with these: the pieces, or the whole parameters."""
         for parameter, places in zip(parameters, self.places):
             for module, name in places:
+                # Private: setattr() would run what some modules do when a parameter is replaced.
                 module._parameters[name] = parameter
 
     def follow(self):
         """Take over pieces that somebody has put in place of these, or moved elsewhere."""
-        pieces = []
-        for name, places, whole, old, view in zip(
-            self.names, self.places, self.whole, self.pieces, self._views()
-        ):
-            found = {module._parameters[key] for module, key in places}
-            piece = found.pop()
-            piece = old if piece is whole else piece
-            if found:
-                raise RuntimeError(f"{name!r} was tied when it was sharded, and is no longer")
-            if piece.shape != view.shape or piece.dtype != view.dtype:
-                found, needed = (f"{tuple(t.shape)} {t.dtype}" for t in (piece, view))
-                raise RuntimeError(
-                    f"{name!r} has become {found}, this rank's piece is {needed}: move and convert "
-                    "a module before it is sharded"
-                )
-            if piece.requires_grad != whole.requires_grad or piece._backward_hooks:
-                raise RuntimeError(
-                    f"{name!r} was frozen, thawed or given a hook: do so before it is sharded"
-                )
+        views = self._views()
+        pieces = tuple(self._found(i, view) for i, view in enumerate(views))
+        for piece, old, view in zip(pieces, self.pieces, views):
             if piece.data_ptr() != view.data_ptr():
                 piece.data = view.copy_(piece.detach())
             if piece is not old:
                 piece.first, piece.whole_shape = old.first, old.whole_shape
-            pieces.append(piece)
-        self.pieces = self.originals = tuple(pieces)
+        self.pieces = self.parameters = pieces
         self.put(pieces)
+
+    def _found(self, i, view):
+        """What the modules have as the i-th parameter, if it can be a piece."""
+        name, whole = self.names[i], self.whole[i]
+        piece, *others = {module._parameters[key] for module, key in self.places[i]}
+        piece = self.pieces[i] if piece is whole else piece
+        if others:
+            raise RuntimeError(f"{name!r} was tied when it was sharded, and is no longer")
+        if piece.shape != view.shape or piece.dtype != view.dtype:
+            found, needed = (f"{tuple(t.shape)} {t.dtype}" for t in (piece, view))
+            raise RuntimeError(
+                f"{name!r} has become {found}, this rank's piece is {needed}: move and convert "
+                "a module before it is sharded"
+            )
+        if piece.requires_grad != whole.requires_grad or piece._backward_hooks:
+            raise RuntimeError(
+                f"{name!r} was frozen, thawed or given a hook: do so before it is sharded"
+            )
+        return piece
+
+    def finish(self):
+        """Have the pieces' .grad be parts of sharded_grad, to which the sum is added."""
+        if all(piece.grad is None for piece in self.pieces):
+            self.sharded_grad = None
+        else:  # an optimizer may hold some of the pieces only, and somebody may set gradients
+            if self.sharded_grad is None:
+                self.sharded_grad = torch.zeros_like(self.sharded_param, dtype=self.grad_dtype)
+            for piece, part in zip(self.pieces, self.gradient_pieces()):
+                if piece.grad is None:
+                    part.zero_()
+                elif piece.grad.data_ptr() != part.data_ptr():
+                    part.copy_(piece.grad)
+        super().finish(self.grad_dtype)
+        for piece, part in zip(self.pieces, self.gradient_pieces()):
+            piece.grad = part
+            # Private: autograd, which would call them, sees the whole parameters alone.
+            for hook in (piece._post_accumulate_grad_hooks or {}).values():
+                hook(piece)
 
 
 class _Unit:
     """Rows that come and go together, in memory that they share with other units."""
 
-    def __init__(self, flats):
-        self.flats, self.works = flats, None
-        self.trainable = [flat for flat in flats if flat.pieces[0].requires_grad]
+    def __init__(self, rows):
+        self.rows, self.works, self.inputs = rows, None, ()
+        self.trainable = [row for row in rows if row.pieces[0].requires_grad]
 
     def offsets(self):
         """Where in its memory each row begins, and the end of all."""
         starts = [0]
-        for flat in self.flats:
-            nbytes = flat.layout.length * flat.param_dtype.itemsize
+        for row in self.rows:
+            nbytes = row.layout.length * row.param_dtype.itemsize
             starts.append(starts[-1] + -(-nbytes // 128) * 128)
         return starts
 
     def live_in(self, memory):
         self.memory = memory
-        for flat, start in zip(self.flats, self.offsets()):
-            part = memory.bytes[start : start + flat.layout.length * flat.param_dtype.itemsize]
-            flat.live_in(part.view(flat.param_dtype))
+        for row, start in zip(self.rows, self.offsets()):
+            part = memory.bytes[start : start + row.layout.length * row.param_dtype.itemsize]
+            row.live_in(part.view(row.param_dtype))
 
     def unshard(self):
         """Begin to gather the parameters."""
         if self.works is None:
             self.memory.have()
-            self.works = [flat.unshard() for flat in self.flats]
+            self.works = [row.unshard() for row in self.rows]
 
     def wait(self):
         """Have the modules compute with the whole parameters, now that they are there."""
         for work in self.works:
             work.wait()
-        for flat in self.flats:
-            flat.put(flat.whole)
+        for row in self.rows:
+            row.put(row.whole)
+
+    def put_pieces(self):
+        for row in self.rows:
+            row.put(row.pieces)
 
     def reshard(self):
         """Give the memory to the next unit; but not before all of this one has arrived in it."""
@@ -887,41 +890,257 @@ class _Unit:
                 work.wait()
             self.works = None
 
-    def put_pieces(self):
-        for flat in self.flats:
-            flat.put(flat.pieces)
-
     def check_outputs(self, outputs):
         """RuntimeError if a parameter leaves the unit, which its memory does not."""
         memory = self.memory.bytes.untyped_storage().data_ptr()
         for tensor in tensors_in(outputs):
             if memory and tensor.untyped_storage().data_ptr() == memory:
                 raise RuntimeError(
-                    f"what holds {self.flats[0].names[0]!r} returns a parameter, or a view of one, "
+                    f"what holds {self.rows[0].names[0]!r} returns a parameter, or a view of one, "
                     "whose memory is about to be another's: return a clone"
                 )
+
+
+class _Schedule:
+    """What is gathered when: a unit computes while the next one comes; the one before is dropped.
+
+    It is the same on every rank, whatever units a rank uses, as collectives must be. Forward goes
+    up from unit 0, backward down to it.
+
+    root: the unit of the parameters in no other, which is there during both.
+    units: in the order of forward.
+    group: the ranks that have shards.
+    device: where the memory is had.
+
+    current_unit: the number of the unit whose backward runs; that of units before the first one's;
+        None outside of backward.
+    """
+
+    def __init__(self, root, units, group, device):
+        self.root, self.units, self.group = root, units, group
+        self.all_units = (root, *units)
+        self.rows = [row for unit in self.all_units for row in unit.rows]
+        self.memories = []  # of even units, of odd ones, of the rest
+        for sharing in (units[0::2], units[1::2], [root]):
+            largest = max((unit.offsets()[-1] for unit in sharing), default=0)
+            self.memories.append(_Memory(largest, device))
+            for unit in sharing:
+                unit.live_in(self.memories[-1])
+        self.free()
+        self.turn_of = {  # whole parameter -> its unit's number, its row, its place there
+            whole: (number, row, i)
+            for number, unit in enumerate((*units, root))
+            for row in unit.trainable
+            for i, whole in enumerate(row.whole)
+        }
+        for whole in self.turn_of:
+            whole.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
+        self.backward = Backward(self._begin_backward, self._end_backward, self._failed)
+        self.current_unit, self.under_way = None, _UnderWay()
+
+    def reshard(self):
+        for unit in self.all_units:
+            unit.reshard()
+
+    def free(self):
+        self.reshard()
+        for memory in self.memories:
+            memory.free()
+
+    def follow(self):
+        """See what was done to the pieces."""
+        for row in self.rows:
+            row.follow()
+        pieces = [piece for row in self.rows for piece in row.pieces]
+        if len(set(pieces)) < len(pieces):
+            raise RuntimeError("parameters were tied after they were sharded: tie them before")
+
+    def versions(self):
+        """A number for each piece that changes with it."""
+        return [piece._version for row in self.rows for piece in row.pieces]
+
+    def prefetch(self, number, direction):
+        """Have this unit and the next one. The one before must be done: its memory is needed."""
+        wanted = [n for n in (number, number + direction) if 0 <= n < len(self.units)]
+        for n, unit in enumerate(self.units):
+            if n not in wanted:
+                unit.reshard()
+        for n in wanted:
+            self.units[n].unshard()
+
+    # -- forward
+
+    @torch.no_grad()
+    def begin_forward(self):
+        if self.current_unit is not None and in_backward():
+            raise RuntimeError("the module is recomputed in its own backward: checkpoint its units")
+        self.current_unit, self.under_way.rows = None, ()  # a pass may have failed half-way
+        self.reshard()  # which waits: what that pass had begun to gather still writes
+        self.follow()
+        for row in self.rows:
+            row.reset()
+        self.root.unshard()
+        self.prefetch(0, 1)
+        self.root.wait()  # not before unit 0 is under way, which waiting would hold up
+
+    def before_forward(self, number, module, args, kwargs):
+        """A hook: unit `number` runs forward, maybe in backward, where it is recomputed."""
+        if self.current_unit is None:
+            self.prefetch(number, 1)
+        elif self.units[number].works is None:
+            raise RuntimeError(
+                f"units[{number}] is recomputed before its turn: checkpoint single units"
+            )
+        self.units[number].wait()
+        self.units[number].inputs = tensors_in((args, kwargs))
+
+    def after_forward(self, number, module, args, outputs):
+        unit = self.units[number]
+        unit.check_outputs(outputs)
+        if self.current_unit is None:
+            unit.reshard()
+        before_backward(partial(self.unit_backward, number), outputs, unit.inputs)
+        unit.inputs = ()
+
+    # -- backward
+
+    def expect_backward(self, outputs):
+        """Of the forward pass that has just returned these."""
+        self.latest = self.versions()
+        before_backward(partial(self.enter_backward, self.latest), outputs)
+
+    def enter_backward(self, versions):
+        """versions: those of the pieces in the forward pass that backward has come to."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True: a sharded module has no gradients of gradients")
+        self.backward.enter()
+        if versions != self.gathered:
+            raise RuntimeError("the parameters were changed between forward and backward")
+
+    def _begin_backward(self):
+        self.gathered = self.versions()
+        self.current_unit = len(self.units)
+        self.accumulates = accumulates()
+        self.root.unshard()
+        self.prefetch(len(self.units) - 1, -1)
+        self.root.wait()
+
+    def unit_backward(self, number):
+        """Backward has come to a unit.
+
+        Those between were skipped on this rank, but have their turn, as on all others.
+        """
+        self.enter_backward(self.latest)
+        if number > self.current_unit:  # of a second forward pass
+            self._reduce(self.units[self.current_unit])
+            self.current_unit = len(self.units)
+        while self.current_unit > number:
+            self.current_unit -= 1
+            # Before the sums: what is computed next waits for parameters, and for no sum.
+            self.prefetch(self.current_unit, -1)
+            if self.current_unit + 1 < len(self.units):
+                self._reduce(self.units[self.current_unit + 1])
+        self.units[number].wait()
+
+    @torch.no_grad()
+    def _gradient_ready(self, whole):
+        number, row, i = self.turn_of[whole]
+        if number == len(self.units):
+            self.enter_backward(self.latest)
+        if self.current_unit is None or number < self.current_unit:
+            raise RuntimeError(
+                f"backward reached the parameters {', '.join(row.names)} on a way other than "
+                "through the outputs of their unit, or those of the module"
+            )
+        if whole.grad is not None:
+            row.add_gradient(i, whole.grad)
+            whole.grad = None
+
+    @torch.no_grad()
+    def _reduce(self, unit):
+        """Sum a unit's gradients, while those of the one before arrive."""
+        if self.accumulates:
+            self.under_way.start(*unit.trainable)
+
+    @torch.no_grad()
+    def _end_backward(self):
+        if self.units:
+            self.unit_backward(0)
+            self._reduce(self.units[0])
+        self._reduce(self.root)
+        self.under_way.finish()
+        self.current_unit = None
+        self.free()
+        _check_gradients(self.rows, self.group)
+
+    def _failed(self):
+        """Whoever looks at the parameters now sees the pieces; what is under way may come."""
+        self.current_unit = None
+        for unit in self.all_units:
+            if unit.works is not None:
+                unit.put_pieces()
+
+
+def _check_module(module, units, settings):
+    named = list(module.named_parameters())
+    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+        raise ValueError("the module holds a DistributedDataParallel: shard what that wraps")
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise ValueError("there are no trainable parameters")
+    settings.check(named)
+    names = {submodule: name for name, submodule in module.named_modules()}
+    prefixes = [names.get(unit) for unit in units]
+    for i, prefix in enumerate(prefixes):
+        others = prefixes[:i] + prefixes[i + 1 :]
+        if not prefix or any(f"{prefix}.".startswith(f"{other}.") for other in others):
+            raise ValueError(f"units[{i}] is not a submodule, or inside of another unit")
+    for i, unit in enumerate(units):
+        if isinstance(unit, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+            raise ValueError(f"units[{i}] has no forward of its own: name what it holds")
+
+
+def _make_units(module, units, settings):
+    """Units of the parameters in no unit or in several, then of each one's."""
+    names = {submodule: name for name, submodule in module.named_modules()}
+    prefixes, owners, places = [f"{names[unit]}." for unit in units], {}, {}
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        inside = [i for i, prefix in enumerate(prefixes, 1) if f"{path}.".startswith(prefix)]
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, set()).add(inside[0] if inside else 0)
+                places.setdefault(parameter, []).append((submodule, name))
+    # A row is of one dtype, and its gradients, all trainable or not. What carries other
+    # attributes has a row of its own: tensor-parallel ranks, which hold parts of unlike sizes
+    # of what they split, so have the same pieces of what they all hold.
+    rows = [{} for _ in range(len(units) + 1)]
+    for name, parameter in module.named_parameters():
+        owner = owners[parameter].pop() if len(owners[parameter]) == 1 else 0
+        kind = parameter.dtype, grad_dtype(parameter), parameter.requires_grad
+        rows[owner].setdefault((*kind, *sorted(vars(parameter))), []).append((name, parameter))
+    make = lambda named: ShardedRow(named, settings, places)
+    return [_Unit([make(named) for named in kinds.values()]) for kinds in rows]
 
 
 class FullyShardedDataParallel(nn.Module):
     """Wraps a module of which each rank keeps a shard: ZeRO-3.
 
-    `units` are submodules, such as a transformer's blocks, in the order in which forward runs them.
     A unit's parameters are gathered for its forward and for its backward pass, while the unit
     before it computes, and then dropped: two units are there at a time, in two buffers that all
-    units share. Parameters in no unit, or in several, are there during the whole pass. Every rank
-    must run the same units.
+    units share. Parameters in no unit, or in several, are there during the whole pass.
 
     Between passes the module's parameters *are* this rank's pieces: each parameter is cut down to
     one dimension, maybe empty, and keeps its identity, name and attributes, with two more: `first`,
     the place of its first element in the whole, and `whole_shape`. Any optimizer that treats each
-    element by itself may update them. backward() leaves their gradients, summed over the ranks and
-    divided by gradient_divide_factor (by default the number of ranks), and added to what earlier
-    passes gave. state_dict() and load_state_dict() take whole tensors under the module's own names,
-    also where this is part of another module; so do those for optimizers.
+    element by itself may update them. backward() adds to their gradients. state_dict() and
+    load_state_dict() take whole tensors under the module's own names, also where this is part of
+    another module; so do those for optimizers.
 
+    units: submodules, such as a transformer's blocks, in the order in which forward runs them.
+        Every rank must run the same units.
     param_dtype: that of the gathered parameters, and what floating-point inputs are cast to; the
-    pieces keep their own. reduce_dtype, replicate_group and error_if_nonfinite are as for
-    ZeroRedundancyOptimizer.
+        pieces keep their own.
+    reduce_dtype, gradient_divide_factor, replicate_group, error_if_nonfinite: as for
+        ZeroRedundancyOptimizer.
 
     A trainable parameter without gradient counts as zero. What a forward pass does to a parameter
     in place is lost. The norm of all gradients is that of clip_grad_norm_() here: torch.nn.utils'
@@ -949,257 +1168,45 @@ class FullyShardedDataParallel(nn.Module):
     ):
         super().__init__()
         self.module, self.process_group, self.param_dtype = module, process_group, param_dtype
-        self._settings = _Settings(
-            process_group,
-            replicate_group,
-            param_dtype,
-            reduce_dtype,
-            gradient_divide_factor,
-            error_if_nonfinite,
-        )
-        named = list(module.named_parameters())
-        if any(isinstance(submodule, DistributedDataParallel) for submodule in module.modules()):
-            raise ValueError("the module holds a DistributedDataParallel: shard what that wraps")
-        if not any(parameter.requires_grad for _, parameter in named):
-            raise ValueError("there are no trainable parameters")
-        self._settings.check(named)
+        groups, dtypes = (process_group, replicate_group), (param_dtype, reduce_dtype)
+        settings = _Settings(*groups, *dtypes, gradient_divide_factor, error_if_nonfinite)
         units = list(units)
-        self._root, *self._units = map(_Unit, self._flats_of_units(units))
-        self._flats = [flat for unit in (self._root, *self._units) for flat in unit.flats]
-        self._share_memory(next(module.parameters()).device)
-        for buffer in module.buffers():
-            self._settings.broadcast(buffer)
+        _check_module(module, units, settings)
+        root, *sharded = _make_units(module, units, settings)
+        device = next(module.parameters()).device
+        self._schedule = _Schedule(root, sharded, process_group, device)
+        settings.broadcast(module.buffers())
         for i, unit in enumerate(units):
             # before all hooks of others, which may use the parameters
-            before, after = partial(self._before_forward, i), partial(self._after_forward, i)
+            before = partial(self._schedule.before_forward, i)
             unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            unit.register_forward_hook(after)
-        self._turn_of = {  # parameter -> its unit's number, its row, its place there
-            whole: (i, flat, j)
-            for i, unit in enumerate((*self._units, self._root))
-            for flat in unit.trainable
-            for j, whole in enumerate(flat.whole)
-        }
-        for whole in self._turn_of:
-            whole.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
-        self._backward = Backward(self._begin_backward, self._end_backward, self._failed)
-        self._cursor, self._reducing = None, []  # the unit whose backward runs; rows under way
-        self._inputs = [()] * len(units)
+            unit.register_forward_hook(partial(self._schedule.after_forward, i))
         self._register_load_state_dict_pre_hook(self._before_loading)
-
-    def _flats_of_units(self, units):
-        """Rows of the parameters in no unit or in several, then of each unit."""
-        names = {submodule: name for name, submodule in self.module.named_modules()}
-        prefixes = [names.get(unit) for unit in units]
-        for i, prefix in enumerate(prefixes):
-            others = prefixes[:i] + prefixes[i + 1 :]
-            if not prefix or any(prefix == p or prefix.startswith(f"{p}.") for p in others):
-                raise ValueError(f"units[{i}] is not a submodule, or inside of another unit")
-        for i, unit in enumerate(units):
-            if isinstance(unit, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
-                raise ValueError(f"units[{i}] has no forward of its own: name what it holds")
-        owners, places = {}, {}
-        for module_name, submodule in self.module.named_modules(remove_duplicate=False):
-            for name, parameter in submodule._parameters.items():
-                if parameter is not None:
-                    path = f"{module_name}.{name}"
-                    inside = [i for i, p in enumerate(prefixes, 1) if path.startswith(f"{p}.")]
-                    owners.setdefault(parameter, set()).add(inside[0] if inside else 0)
-                    places.setdefault(parameter, []).append((submodule, name))
-        # A row is of one dtype, and its gradients, all trainable or not. What carries other
-        # attributes has a row of its own: tensor-parallel ranks, which hold parts of unlike sizes
-        # of what they split, so have the same pieces of what they all hold.
-        flats = [{} for _ in range(len(units) + 1)]
-        for name, parameter in self.module.named_parameters():
-            owner = owners[parameter].pop() if len(owners[parameter]) == 1 else 0
-            kind = parameter.dtype, grad_dtype(parameter), parameter.requires_grad
-            flats[owner].setdefault((*kind, *sorted(vars(parameter))), []).append((name, parameter))
-        make = lambda named: _ShardedParameter(named, self._settings, places)
-        return [[make(named) for named in kinds.values()] for kinds in flats]
-
-    def _share_memory(self, device):
-        """Even units live in one buffer, odd ones in another, the rest in a third."""
-        self._memories = []
-        for units in (self._units[0::2], self._units[1::2], [self._root]):
-            largest = max((unit.offsets()[-1] for unit in units), default=0)
-            self._memories.append(_Memory(largest, device))
-            for unit in units:
-                unit.live_in(self._memories[-1])
-        self._free()
-
-    def _free(self):
-        for unit in (self._root, *self._units):
-            unit.reshard()
-        for memory in self._memories:
-            memory.free()
-
-    # -- forward
 
     def forward(self, *args, **kwargs):
         if self.param_dtype is not None:
             cast = lambda x: x.to(self.param_dtype) if x.is_floating_point() else x
             args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
-        if self._cursor is not None and in_backward():
-            raise RuntimeError("the module is recomputed in its own backward: checkpoint its units")
-        self._recover()
-        self._root.unshard()
-        if self._units:
-            self._prefetch(0, 1)
-        self._root.wait()
+        schedule = self._schedule
+        schedule.begin_forward()
         try:
             outputs = self.module(*args, **kwargs)
-            self._root.check_outputs(outputs)
+            schedule.root.check_outputs(outputs)
         finally:
-            for unit in (self._root, *self._units):
-                unit.reshard()
-        if not torch.is_grad_enabled():
-            self._free()
-            return outputs
-        self._versions = self._piece_versions()
-        before_backward(partial(self._enter_backward, self._versions), outputs)
-        return outputs
-
-    @torch.no_grad()
-    def _recover(self):
-        """Forget what a pass that failed has left half-way; see what was done to the pieces."""
-        self._cursor, self._reducing = None, []
-        for unit in (self._root, *self._units):
-            unit.reshard()
-        self._follow()
-        for flat in self._flats:
-            flat.reset()
-
-    def _follow(self):
-        for flat in self._flats:
-            flat.follow()
-        pieces = [piece for flat in self._flats for piece in flat.pieces]
-        if len(set(pieces)) < len(pieces):
-            raise RuntimeError("parameters were tied after they were sharded: tie them before")
-
-    def _piece_versions(self):
-        return [piece._version for flat in self._flats for piece in flat.pieces]
-
-    def _prefetch(self, i, direction):
-        """Have unit i and the next one; the one before it must be done."""
-        wanted = [j for j in (i, i + direction) if 0 <= j < len(self._units)]
-        for j, unit in enumerate(self._units):
-            if j not in wanted:
-                unit.reshard()
-        for j in wanted:
-            self._units[j].unshard()
-
-    def _before_forward(self, i, module, args, kwargs):
-        if self._cursor is None:
-            self._prefetch(i, 1)
-        elif self._units[i].works is None:
-            raise RuntimeError(f"units[{i}] is recomputed before its turn: checkpoint single units")
-        self._units[i].wait()
-        self._inputs[i] = tensors_in((args, kwargs))
-
-    def _after_forward(self, i, module, args, outputs):
-        self._units[i].check_outputs(outputs)
-        if self._cursor is None:
-            self._units[i].reshard()
-        before_backward(partial(self._unit_backward, i), outputs, self._inputs[i])
-        self._inputs[i] = ()
-
-    # -- backward
-
-    def _enter_backward(self, versions):
-        """versions: those of the pieces in the forward pass that backward has come to."""
+            schedule.reshard()
         if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True: a sharded module has no gradients of gradients")
-        self._backward.enter()
-        if versions != self._gathered:
-            raise RuntimeError("the parameters were changed between forward and backward")
-
-    def _begin_backward(self):
-        self._gathered = self._piece_versions()
-        self._cursor = len(self._units)
-        self._accumulates = accumulates()
-        self._root.unshard()
-        if self._units:
-            self._prefetch(len(self._units) - 1, -1)
-        self._root.wait()
-
-    def _failed(self):
-        """Whoever looks at the parameters now sees the pieces; what is under way may come."""
-        self._cursor = None
-        for unit in (self._root, *self._units):
-            if unit.works is not None:
-                unit.put_pieces()
-
-    @torch.no_grad()
-    def _gradient_ready(self, whole):
-        turn, flat, i = self._turn_of[whole]
-        if turn == len(self._units):
-            self._enter_backward(self._versions)
-        if self._cursor is None or turn < self._cursor:
-            raise RuntimeError(
-                f"backward reached the parameters {', '.join(flat.names)} on a way other than "
-                "through the outputs of their unit, or those of the module"
-            )
-        if whole.grad is not None:
-            flat.add_gradient(i, whole.grad)
-            whole.grad = None
-
-    def _unit_backward(self, i):
-        """The units between were skipped on this rank, but have their turn, as on all others."""
-        self._enter_backward(self._versions)
-        if i > self._cursor:  # of a second forward pass
-            self._reduce(self._units[self._cursor])
-            self._cursor = len(self._units)
-        for j in range(self._cursor - 1, i - 1, -1):
-            self._cursor = j
-            self._prefetch(j, -1)
-            if j + 1 < len(self._units):
-                self._reduce(self._units[j + 1])
-        self._units[i].wait()
-
-    def _reduce(self, unit):
-        """Sum a unit's gradients, while those of the one before arrive."""
-        if self._accumulates:
-            for flat in unit.trainable:
-                flat.reduce()
-            self._finish_reduction()
-            self._reducing = unit.trainable
-
-    @torch.no_grad()
-    def _finish_reduction(self):
-        for flat in self._reducing:
-            if all(piece.grad is None for piece in flat.pieces):
-                flat.gradient = None
-            else:  # an optimizer may hold some of the pieces only, and somebody may set gradients
-                if flat.gradient is None:
-                    flat.gradient = torch.zeros_like(flat.shard, dtype=flat.grad_dtype)
-                for piece, part in zip(flat.pieces, flat.gradient_pieces()):
-                    if piece.grad is None:
-                        part.zero_()
-                    elif piece.grad.data_ptr() != part.data_ptr():
-                        part.copy_(piece.grad)
-            flat.finish(flat.grad_dtype)
-            for piece, part in zip(flat.pieces, flat.gradient_pieces()):
-                piece.grad = part
-                for hook in (piece._post_accumulate_grad_hooks or {}).values():
-                    hook(piece)
-        self._reducing = []
-
-    def _end_backward(self):
-        if self._units:
-            self._unit_backward(0)
-            self._reduce(self._units[0])
-        self._reduce(self._root)
-        self._finish_reduction()
-        self._cursor = None
-        self._free()
-        _check_backward(self._flats, self.process_group)
+            schedule.expect_backward(outputs)
+        else:  # no backward will need the memory
+            schedule.free()
+        return outputs
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the gradients to a norm of at most `max_norm`; returns their norm. Collective."""
-        pieces = [piece for flat in self._flats for piece in flat.pieces]
+        pieces = [piece for row in self._schedule.rows for piece in row.pieces]
         gradients = [piece.grad for piece in pieces if piece.grad is not None]
-        _check_any(gradients)
+        if not gradients:
+            raise RuntimeError("no parameter has a gradient")
         norm = get_total_norm(gradients, norm_type, [self.process_group])
         clip_grads_with_norm_(gradients, max_norm, norm)
         return norm
@@ -1217,11 +1224,11 @@ class FullyShardedDataParallel(nn.Module):
     @torch.no_grad()
     def state_dict(self, *args, destination=None, prefix="", keep_vars=False):
         """The module's own state dict, of whole tensors, on every rank. Collective."""
-        self._follow()
+        self._schedule.follow()
         own = self.module.state_dict(prefix=prefix, keep_vars=True)
         whole = {}
-        for flat in self._flats:
-            whole.update(zip(flat.pieces, flat.join(flat.pieces)))
+        for row in self._schedule.rows:
+            whole.update(zip(row.pieces, row.join(row.pieces)))
         for name, value in own.items():
             if isinstance(value, nn.Parameter):
                 own[name] = whole[value]
@@ -1230,44 +1237,45 @@ class FullyShardedDataParallel(nn.Module):
         if destination is None:
             return own
         destination.update(own)
-        if hasattr(destination, "_metadata"):
+        if hasattr(destination, "_metadata"):  # where this is part of another module
             destination._metadata.update(own._metadata)
         return destination
 
     @torch.no_grad()
     def _before_loading(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
         """Turn what load_state_dict() was given, whole tensors, into what the module has."""
-        self._follow()
-        where = {p: (flat, i) for flat in self._flats for i, p in enumerate(flat.pieces)}
+        self._schedule.follow()
+        where = _where(self._schedule.rows)
         own = self.module.state_dict(keep_vars=True)
         for name in [name for name in state_dict if name.startswith(prefix)]:
             value, short = state_dict.pop(name), name[len(prefix) :]
             piece = own.get(short)
             if isinstance(piece, nn.Parameter):
-                if value.shape != piece.whole_shape:
+                if value.shape == piece.whole_shape:
+                    row, i = where[piece]
+                    value = row.piece(i, value).clone()
+                else:
                     found, needed = tuple(value.shape), tuple(piece.whole_shape)
                     errors.append(f"size mismatch for {name}: {found}, not {needed}")
                     value = piece
-                else:
-                    flat, i = where[piece]
-                    value = flat.piece(i, value).clone()
             state_dict[f"{prefix}module.{short}"] = value
 
     def optimizer_state_dict(self, optimizer):
         """The state dict of an optimizer of parameters(), for whole parameters. Collective."""
-        state = _full_state(optimizer, self._flats, self._numbers(optimizer))
+        state = full_state(optimizer, self._schedule.rows, self._numbers(optimizer))
         return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
 
     def load_optimizer_state_dict(self, optimizer, state_dict):
         """Give an optimizer of parameters() its part of a state dict for whole parameters."""
         lengths = [len(group["params"]) for group in optimizer.param_groups]
-        _load_full_state(optimizer, self._flats, self._numbers(optimizer), lengths, state_dict)
+        numbers = self._numbers(optimizer)
+        load_full_state(optimizer, self._schedule.rows, numbers, lengths, state_dict)
 
     def _numbers(self, optimizer):
         """piece -> its number in the optimizer's state dict."""
-        self._follow()
+        self._schedule.follow()
         held = [piece for group in optimizer.param_groups for piece in group["params"]]
-        if others := set(held) - {piece for flat in self._flats for piece in flat.pieces}:
+        if others := set(held) - _where(self._schedule.rows).keys():
             raise ValueError(f"the optimizer has {len(others)} parameters of other modules")
         return {piece: number for number, piece in enumerate(held)}
 
@@ -1277,6 +1285,99 @@ class FullyShardedDataParallel(nn.Module):
         )
 
     __getstate__ = lambda self: self.__deepcopy__(None)
+
+
+# ---- an optimizer's state: full on one side, in pieces on the other ------------------------------
+
+
+def full_state(optimizer, rows, numbers):
+    """An optimizer's state of pieces as that of whole parameters: {numbers[piece]: {key: value}}.
+
+    Collective. What has its piece's shape on every rank is part of a tensor of the parameter's
+    shape; anything else is the same on all ranks that have it, which empty pieces may not.
+    """
+    state = {}
+    for row in rows:
+        own = [optimizer.state.get(piece, {}) for piece in row.pieces]
+        described = [
+            {key: _describe(value, piece) for key, value in values.items()}
+            for values, piece in zip(own, row.pieces)
+        ]
+        ranks = gather_objects(described, row.group)
+        for key in dict.fromkeys(key for rank in ranks for values in rank for key in values):
+            found = [[rank[i][key] for rank in ranks if key in rank[i]] for i in range(len(own))]
+            dtypes = [dtype for some in found for dtype, _ in some]
+            if None not in dtypes:
+                pairs = zip(own, row.pieces)
+                parts = [values.get(key, piece.new_zeros(piece.shape)) for values, piece in pairs]
+                wholes = row.join([part.to(dtypes[0]) for part in parts])
+            else:
+                wholes = [some[0][1] if some else None for some in found]
+            for piece, some, whole in zip(row.pieces, found, wholes):
+                if some:
+                    state.setdefault(numbers[piece], {})[key] = whole
+    return dict(sorted(state.items()))
+
+
+def _describe(value, piece):
+    """(dtype, or None for what is no part of a tensor; the value, if it may be none)."""
+    if not torch.is_tensor(value):
+        return None, value
+    is_part = value.shape == piece.shape
+    known = value.cpu() if value.numel() == 1 or not is_part else None
+    return value.dtype if is_part else None, known
+
+
+_SCALARS = ("step", "mu_product", "eta", "mu")  # of Adam, NAdam, ASGD: whatever the parameter
+
+
+def _where(rows):
+    """{piece: (its row, its place there)}"""
+    return {piece: (row, i) for row in rows for i, piece in enumerate(row.pieces)}
+
+
+def load_full_state(optimizer, rows, numbers, lengths, state_dict):
+    """The opposite: give an optimizer of pieces its part of the state of whole parameters.
+
+    lengths: how many parameters, trainable or not, each of its groups has.
+    """
+    groups, state, where = [], {}, _where(rows)
+    packed = optimizer.state_dict()["param_groups"]
+    found = [len(group["params"]) for group in state_dict["param_groups"]]
+    if found != lengths:
+        raise ValueError(f"state_dict has groups of {found} parameters, the optimizer of {lengths}")
+    for group, own, theirs in zip(optimizer.param_groups, packed, state_dict["param_groups"]):
+        groups.append({**theirs, "params": own["params"]})
+        for number, piece in zip(own["params"], group["params"]):
+            (row, i), state[number] = where[piece], {}
+            for key, value in state_dict["state"].get(numbers[piece], {}).items():
+                if torch.is_tensor(value) and key not in _SCALARS:
+                    if value.shape == row.layout.shapes[i]:
+                        value = row.piece(i, value).clone()
+                    elif value.numel() > 1:
+                        found, needed = tuple(value.shape), tuple(row.layout.shapes[i])
+                        raise ValueError(f"{key} of {row.names[i]!r} is {found}, not {needed}")
+                state[number][key] = value
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def add_masters(state, rows, numbers):
+    """The state, with the exact weights where the module computes with others. Collective."""
+    for row in rows:
+        if row.dtype != row.param_dtype:
+            for piece, master in zip(row.pieces, row.join(row.pieces)):
+                state.setdefault(numbers[piece], {})["master"] = master
+    return state
+
+
+def load_masters(masters, rows, numbers):
+    """The opposite, of {number: the exact weights, or None}."""
+    for row in rows:
+        for i, (parameter, piece) in enumerate(zip(row.parameters, row.pieces)):
+            exact = masters.get(numbers[piece])
+            if exact is not None and row.dtype != row.param_dtype:
+                piece.copy_(row.piece(i, exact))
+                parameter.copy_(exact)
 
 
 # ---- cost ----------------------------------------------------------------------------------------
@@ -1304,21 +1405,25 @@ def largest_model(stage, world_size, memory_bytes, parameter=2, gradient=2, opti
     return memory_bytes / zero_memory(stage, world_size, parameter, gradient, optimizer)
 
 
+# ---- demonstration -------------------------------------------------------------------------------
+
+
 def memory_ledger(model, optimizer):
     """Bytes of the storages that this rank holds: {"parameters", "gradients", "optimizer"}.
 
     A storage that several kinds of tensors share counts for the first of them.
     """
     parameters = list(model.parameters())
-    flats = getattr(model, "_flats", getattr(optimizer, "_flats", []))
+    rows = optimizer._shards.rows if isinstance(optimizer, ZeroRedundancyOptimizer) else []
     if isinstance(model, FullyShardedDataParallel):
-        parameters += [memory.bytes for memory in model._memories]
-    pieces = [piece for flat in flats for piece in flat.pieces]
-    rows = [row for flat in flats for row in (flat.flat_grad, flat.gradient, flat.incoming)]
+        rows = model._schedule.rows
+        parameters += [memory.bytes for memory in model._schedule.memories]
+    pieces = [piece for row in rows for piece in row.pieces]
+    sums = [part for row in rows for part in (row.flat_grad, row.sharded_grad, row.incoming)]
     states = getattr(optimizer, "optimizer", optimizer).state.values()
     kinds = {
         "parameters": parameters,
-        "gradients": [parameter.grad for parameter in parameters] + rows,
+        "gradients": [parameter.grad for parameter in parameters] + sums,
         "optimizer": [value for state in states for value in state.values()] + pieces,
     }
     seen, ledger = set(), Counter()
@@ -1329,9 +1434,6 @@ def memory_ledger(model, optimizer):
                 seen.add(storage.data_ptr())
                 ledger[kind] += storage.nbytes()
     return ledger
-
-
-# ---- demonstration -------------------------------------------------------------------------------
 
 
 def _demonstrate():

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ddp
-from collectives import count_bytes, rank_and_size
+from collectives import count_bytes, gather_objects, rank_and_size
 from ddp import DistributedDataParallel, FlatLayout, average_gradients, ddp_bytes
 
 from gpu_counts import waits
@@ -84,15 +84,23 @@ def _close(actual, expected, tolerance=1e-12):
 
 
 @contextmanager
-def _recorded_reductions():
-    """(elements, dtype) of each all-reduce that ddp.py begins."""
-    calls, all_reduce = [], ddp.all_reduce
+def _watched_reductions(note):
+    """Calls note(tensor) for each all-reduce that ddp.py begins."""
+    all_reduce = ddp.all_reduce
 
-    def recorded(tensor, *args, **kwargs):
-        calls.append((tensor.numel(), tensor.dtype))
+    def watched(tensor, *args, **kwargs):
+        note(tensor)
         return all_reduce(tensor, *args, **kwargs)
 
-    with patch.object(ddp, "all_reduce", recorded):
+    with patch.object(ddp, "all_reduce", watched):
+        yield
+
+
+@contextmanager
+def _recorded_reductions():
+    """(elements, dtype) of each."""
+    calls = []
+    with _watched_reductions(lambda tensor: calls.append((tensor.numel(), tensor.dtype))):
         yield calls
 
 
@@ -123,10 +131,9 @@ def test_tensors_shards_and_their_pieces_begin_on_128_bytes():
         for view, tensor in zip(layout.views(row), tensors):
             assert view.storage_offset() % 64 == 0 and view.shape == tensor.shape
             view.copy_(tensor)
-        padding = layout.padding(row)
-        assert all(part.isnan().all() for part in padding)
         assert layout.length - row.isnan().sum() == sum(t.numel() for t in tensors)
-        assert row.isnan().sum() == sum(map(len, padding)) <= 63 * len(shapes) + 64 * (shards - 1)
+        assert row.isnan().sum() <= 63 * len(shapes) + 64 * (shards - 1)
+        assert torch.equal(layout.pack(tensors), row.nan_to_num(0))
         assert layout.length == shards * layout.shard_size and layout.shard_size % 64 == 0
         wholes = [[] for _ in tensors]
         for rank, shard in enumerate(row.split(layout.shard_size)):
@@ -140,33 +147,26 @@ def test_tensors_shards_and_their_pieces_begin_on_128_bytes():
             assert torch.equal(torch.cat(whole), tensor.flatten())
 
 
-def _odd_sizes(dtype):
-    """Where gradients, and what is sent, begin in their buckets, in bytes."""
-    net, starts, all_reduce = _Net(7).to(dtype), [], ddp.all_reduce
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_and_what_is_sent_begin_on_128_bytes(dtype):
+    net, starts = _Net(7).to(dtype), []
     model = DistributedDataParallel(net, bucket_cap_mb=1e-3, find_unused_parameters=True)
-
-    def recorded(tensor, *args, **kwargs):
-        starts.append(tensor)
-        return all_reduce(tensor, *args, **kwargs)
-
-    with patch.object(ddp, "all_reduce", recorded):
+    with _watched_reductions(starts.append):
         for _ in range(2):
             model(torch.ones(2, 7, dtype=dtype)).sum().backward()
     starts += [p.grad for p in net.parameters() if p.requires_grad]
-    starts += [bucket.flags for bucket in model._buckets]
-    return [start.storage_offset() * start.itemsize for start in starts]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_gradients_and_what_is_sent_begin_on_128_bytes(dtype):
-    for starts in run(2, _odd_sizes, dtype):
-        assert any(starts) and all(start % 128 == 0 for start in starts)
+    starts += [bucket.flags for bucket in model._gradients.buckets]
+    begins = [start.storage_offset() * start.itemsize for start in starts]
+    assert any(begins) and all(begin % 128 == 0 for begin in begins)
 
 
 # ---- the gradient of the whole batch -------------------------------------------------------------
 
 
-def _reduce_in_buckets(cap):
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("cap, few", list(zip(CAPS, (9, 4, 1))))
+def test_gradients_are_those_of_one_process_on_the_whole_batch(cap, few):
     net, x = _net(), _data(4 * dist.get_world_size())
     expected = _whole_batch(net, x)
     model = DistributedDataParallel(net, bucket_cap_mb=cap)
@@ -174,28 +174,23 @@ def _reduce_in_buckets(cap):
         model(_own_part(x)).square().mean().backward()
     _close(_gradients(net), expected)
     assert net.frozen.weight.grad is None
-    buckets = {p.grad.untyped_storage().data_ptr() for p in net.parameters() if p.requires_grad}
-    assert len(buckets) == len(calls)  # gradients are views
-    return calls
+    trained = [p for p in net.parameters() if p.requires_grad]
+    buckets = {p.grad.untyped_storage().data_ptr() for p in trained}
+    assert len(buckets) == len(calls) == few  # gradients are views
+    elements = [elements for elements, _ in calls]
+    assert sum(elements) == sum(_padded(p.numel()) for p in trained)
+    if 1 < few < len(trained):
+        assert max(elements) <= cap * 2**20 / 8
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_gradients_are_those_of_one_process_on_the_whole_batch(world_size):
-    sizes = [p.numel() for p in _net().parameters() if p.requires_grad]
-    for cap, few in zip(CAPS, [len(sizes), 4, 1]):
-        for calls in run(world_size, _reduce_in_buckets, cap):
-            assert len(calls) == few
-            assert sum(elements for elements, _ in calls) == sum(map(_padded, sizes))
-            if 1 < few < len(sizes):
-                assert max(elements for elements, _ in calls) <= cap * 2**20 / 8
-
-
-def _compare_with_torch(cap):
+@on_ranks(1, 2, 3, 4)
+def test_bucketed_and_naive_gradients_are_those_of_torch():
+    """Also those of the middle step, where every parameter has one."""
     x = _data(2 * dist.get_world_size())
-    theirs, ours, naive = _net(), _net(), _net()
+    theirs, ours, naive, plain = _net(), _net(), _net(), _net()
     model = nn.parallel.DistributedDataParallel(theirs, find_unused_parameters=True)
     model(_own_part(x), (2, 0)).square().mean().backward()
-    model = DistributedDataParallel(ours, bucket_cap_mb=cap, find_unused_parameters=True)
+    model = DistributedDataParallel(ours, bucket_cap_mb=CAPS[1], find_unused_parameters=True)
     model(_own_part(x), (2, 0)).square().mean().backward()
     naive(_own_part(x), (2, 0)).square().mean().backward()
     average_gradients(naive)
@@ -208,14 +203,20 @@ def _compare_with_torch(cap):
     _close(_gradients(ours), _gradients(theirs))
     _close(_gradients(naive), _gradients(theirs))
     assert [*model.state_dict()] == [f"module.{name}" for name in theirs.state_dict()]
+    used = [p for name, p in plain.named_parameters() if name not in unused and p.requires_grad]
+    buckets = [ddp.Bucket(used[half::2]) for half in range(2)]
+    for _ in range(2):
+        plain.zero_grad()
+        plain(_own_part(x), (2, 0)).square().mean().backward()
+        for bucket in buckets:
+            bucket.finish()
+    for name in unused:
+        plain.get_parameter(name).grad = torch.zeros_like(plain.get_parameter(name))
+    _close(_gradients(plain), _gradients(theirs))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_bucketed_and_naive_gradients_are_those_of_torch(world_size):
-    run(world_size, _compare_with_torch, CAPS[1])
-
-
-def _reduce_in_subgroup():
+@on_ranks(4)
+def test_gradients_are_averaged_over_the_group():
     groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
     group = groups[dist.get_rank() % 2]
     rank, world_size = rank_and_size(group)
@@ -229,11 +230,8 @@ def _reduce_in_subgroup():
         _close(_gradients(net), expected)
 
 
-def test_gradients_are_averaged_over_the_group():
-    run(4, _reduce_in_subgroup)
-
-
-def _sum_uneven_parts():
+@on_ranks(1, 2, 3)
+def test_gradients_are_summed_and_divided_by_the_given_factor():
     rank, world_size = rank_and_size()
     sizes = [r + 1 for r in range(world_size)]
     net, x = _net(), _data(sum(sizes))
@@ -247,15 +245,15 @@ def _sum_uneven_parts():
     _close(_gradients(model.module), expected, 1e-11)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_gradients_are_summed_and_divided_by_the_given_factor(world_size):
-    run(world_size, _sum_uneven_parts)
-
-
 # ---- over several backward passes ----------------------------------------------------------------
 
 
-def _accumulate(cap, set_to_none):
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("cap", CAPS)
+def test_no_sync_accumulates_microbatches_and_the_next_backward_reduces_their_sum(
+    cap, set_to_none
+):
     world_size = dist.get_world_size()
     net = _net()
     model = DistributedDataParallel(net, bucket_cap_mb=cap)
@@ -274,16 +272,8 @@ def _accumulate(cap, set_to_none):
         _close(_gradients(net), expected)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_no_sync_accumulates_microbatches_and_the_next_backward_reduces_their_sum(
-    world_size, set_to_none
-):
-    for cap in CAPS:
-        run(world_size, _accumulate, cap, set_to_none)
-
-
-def _accumulate_on_some_ranks():
+@on_ranks(3)
+def test_a_gradient_of_an_earlier_microbatch_alone_is_reduced():
     """Only the first microbatch, and only on rank 0, uses branch 1."""
     rank, world_size = rank_and_size()
     net, x = _net(), _data(4 * world_size)
@@ -302,24 +292,8 @@ def _accumulate_on_some_ranks():
         _close(_gradients(model.module), expected, 1e-11)
 
 
-def test_a_gradient_of_an_earlier_microbatch_alone_is_reduced():
-    run(3, _accumulate_on_some_ranks)
-
-
-def _reduce_twice():
-    net, x = _net(), _data(4 * dist.get_world_size())
-    expected = {name: 2 * grad for name, grad in _whole_batch(net, x).items()}
-    model = DistributedDataParallel(net, bucket_cap_mb=CAPS[1])
-    for _ in range(2):
-        model(_own_part(x)).square().mean().backward()
-    _close(_gradients(net), expected)
-
-
-def test_gradients_that_are_not_zeroed_add_up():
-    run(3, _reduce_twice)
-
-
-def _no_sync_raises():
+@on_ranks(2)
+def test_no_sync_ends_with_an_exception():
     net, x = _net(), _data(4 * dist.get_world_size())
     model = DistributedDataParallel(net)
     with pytest.raises(KeyError):
@@ -329,39 +303,12 @@ def _no_sync_raises():
     _close(_gradients(net), _whole_batch(net, x))
 
 
-def test_no_sync_ends_with_an_exception():
-    run(2, _no_sync_raises)
-
-
-def _train(cap, dtype, set_to_none):
-    rank, world_size = rank_and_size()
-    net, alone = _net().to(dtype), _net().to(dtype)
-    model = DistributedDataParallel(net, bucket_cap_mb=cap)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (net, alone)]
-    for step in range(5):
-        x = _data(2 * world_size, seed=step).to(dtype)
-        for optimizer, m, part in zip(optimizers, (model, alone), (_own_part(x), x)):
-            optimizer.zero_grad(set_to_none)
-            m(part).square().mean().backward()
-            optimizer.step()
-    if dtype == torch.float64:
-        _close(net.state_dict(), alone.state_dict(), 1e-9)
-    return net.state_dict(), _gradients(net)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_replicas_stay_bit_identical_and_train_like_one_process(world_size, dtype):
-    first, *others = run(world_size, _train, CAPS[1], dtype, world_size == 3)
-    for other in others:
-        for expected, actual in zip(first, other):
-            assert all(torch.equal(actual[name], expected[name]) for name in expected)
-
-
 # ---- parameters without gradient, and other orders (trap 5) --------------------------------------
 
 
-def _use_other_branches(cap):
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("cap", CAPS)
+def test_ranks_may_use_other_parameters_in_another_order(cap):
     """Each rank runs other branches, in another order, and others again in the next step."""
     rank, world_size = rank_and_size()
     net = _net()
@@ -382,12 +329,6 @@ def _use_other_branches(cap):
         _close(_gradients(net), expected, 1e-11)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_ranks_may_use_other_parameters_in_another_order(world_size):
-    for cap in CAPS:
-        run(world_size, _use_other_branches, cap)
-
-
 class _Shelf(nn.Module):
     """Layers of 64, 128, 192 and 256 elements, used in a given order, or not."""
 
@@ -399,7 +340,9 @@ class _Shelf(nn.Module):
         return {"outputs": [self.layers[i](x) for i in order], "x": x.clone()}
 
 
-def _bucket_order(cap):
+@on_ranks(4)
+@pytest.mark.parametrize("cap", CAPS[::2])
+def test_buckets_go_out_in_one_order_on_every_rank(cap):
     """The elements of each all-reduce, where every rank finishes its gradients in another order."""
     rank, calls = dist.get_rank(), []
     model = DistributedDataParallel(_Shelf(), bucket_cap_mb=cap, find_unused_parameters=True)
@@ -414,18 +357,13 @@ def _bucket_order(cap):
         for i, layer in enumerate(model.module.layers):
             assert (layer.weight.grad is not None) == (i in used)
             layer.weight.grad = None
-    return calls
+    for reductions in calls:
+        assert sum(elements for elements, _ in reductions) == 640 + 4  # a flag for each parameter
+    assert all(other == calls for other in gather_objects(calls))
 
 
-@pytest.mark.parametrize("cap", CAPS[::2])
-def test_buckets_go_out_in_one_order_on_every_rank(cap):
-    first, *others = run(4, _bucket_order, cap)
-    for calls in first:
-        assert sum(elements for elements, _ in calls) == 640 + 4  # and a flag for each parameter
-    assert all(other == first for other in others)
-
-
-def _rebuild():
+@on_ranks(3)
+def test_buckets_are_rebuilt_once_in_the_order_of_arrival_on_the_first_rank():
     """Registered 0 1 2 3; on rank r layer r comes first in forward, and so last in backward."""
     rank, orders = dist.get_rank(), []
     model = DistributedDataParallel(_Shelf(), bucket_cap_mb=1e-9)
@@ -438,16 +376,14 @@ def _rebuild():
         orders.append([elements // 64 - 1 for elements, _ in calls])
         for layer in model.module.layers:
             assert (layer.weight.grad == 1).all()
-    return orders
+    assert orders[0] == [3, 2, 1, 0] != orders[1] == orders[2]
+    assert sorted(orders[1]) == [0, 1, 2, 3]
+    assert all(other == orders for other in gather_objects(orders))
 
 
-def test_buckets_are_rebuilt_once_in_the_order_of_arrival_on_the_first_rank():
-    first, *others = run(3, _rebuild)
-    assert first[0] == [3, 2, 1, 0] and first[1] == first[2] and sorted(first[1]) == [0, 1, 2, 3]
-    assert first[1] != first[0] and all(other == first for other in others)
-
-
-def _leave_unused(find):
+@on_ranks(3)
+@pytest.mark.parametrize("find", [True, False])
+def test_a_parameter_without_gradient_is_named_or_counts_as_zero(find):
     """Rank 1 does not use branch 1; nobody uses branch 2."""
     rank, world_size = rank_and_size()
     net, x = _net(), _data(2 * world_size)
@@ -473,12 +409,8 @@ def _leave_unused(find):
     _close(_gradients(net), expected, 1e-11)
 
 
-@pytest.mark.parametrize("find", [True, False])
-def test_a_parameter_without_gradient_is_named_or_counts_as_zero(find):
-    run(3, _leave_unused, find)
-
-
-def _average_unused():
+@on_ranks(3)
+def test_naively_an_unused_parameter_counts_as_zero():
     net, x = _net(), _data(2 * dist.get_world_size())
     orders = [(0, 2) if r else (0, 1, 2) for r in range(dist.get_world_size())]
     net(_own_part(x), orders[dist.get_rank()]).square().mean().backward()
@@ -490,49 +422,25 @@ def _average_unused():
     _close(_gradients(net), expected)
 
 
-def test_naively_an_unused_parameter_counts_as_zero():
-    run(3, _average_unused)
-
-
 # ---- overlap -------------------------------------------------------------------------------------
 
 
-def _watch_backward():
+@on_ranks(2)
+def test_a_bucket_leaves_while_backward_still_runs():
     rank, world_size = rank_and_size()
     layers = nn.Sequential(*[nn.Linear(12, 12, bias=False) for _ in range(4)]).double()
     model = DistributedDataParallel(layers, bucket_cap_mb=1e-9)
-    events, all_reduce = [], ddp.all_reduce
-
-    def recorded(tensor, *args, **kwargs):
-        events.append("reduce")
-        return all_reduce(tensor, *args, **kwargs)
-
+    events = []
     for i, layer in enumerate(layers):
         layer.weight.register_hook(lambda grad, i=i: events.append(f"gradient {i}"))
-    with patch.object(ddp, "all_reduce", recorded):
+    with _watched_reductions(lambda tensor: events.append("reduce")):
         model(_data(2 * world_size).chunk(world_size)[rank]).square().mean().backward()
     assert events == [event for i in (3, 2, 1, 0) for event in (f"gradient {i}", "reduce")]
 
 
-def test_a_bucket_leaves_while_backward_still_runs():
-    run(2, _watch_backward)
-
-
-# ---- what starts equal ---------------------------------------------------------------------------
-
-
-class _State(nn.Module):
-    def __init__(self, value):
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((3, 2), value))
-        self.fixed = nn.Parameter(torch.full((4,), value), requires_grad=False)
-        self.short = nn.Parameter(torch.full((1,), value, dtype=torch.bfloat16))
-        self.register_buffer("mean", torch.full((5,), value))
-        self.register_buffer("steps", torch.tensor(int(value)))
-        self.register_buffer("hidden", torch.full((2, 3), value).T, persistent=False)
-
-
-def _wait_later(cap):
+@on_ranks(2)
+@pytest.mark.parametrize("cap", CAPS)
+def test_backward_may_leave_the_waiting_to_the_caller(cap):
     net, x = _net(), _data(4 * dist.get_world_size())
     expected = _whole_batch(net, x)
     model = DistributedDataParallel(net, bucket_cap_mb=cap, wait_in_backward=False)
@@ -547,12 +455,9 @@ def _wait_later(cap):
         _close(_gradients(net), expected)
 
 
-@pytest.mark.parametrize("cap", CAPS)
-def test_backward_may_leave_the_waiting_to_the_caller(cap):
-    run(2, _wait_later, cap)
-
-
-def _set_by_hand(cap):
+@on_ranks(2)
+@pytest.mark.parametrize("cap, few", list(zip(CAPS, (9, 4, 1))))
+def test_gradients_that_come_outside_of_backward_are_reduced_as_they_come(cap, few):
     """Gradients that come outside of any backward of the module: some are there, some follow."""
     net, x = _net(), _data(4 * dist.get_world_size())
     expected = _whole_batch(net, x)
@@ -572,16 +477,12 @@ def _set_by_hand(cap):
                 torch.autograd.backward(parameter, own[name])
             model.finish_grad_sync()
         _close(_gradients(net), expected)
-    return begun, len(calls)
+    assert begun < len(calls) == few
 
 
+@on_ranks(4)
 @pytest.mark.parametrize("cap", CAPS)
-def test_gradients_that_come_outside_of_backward_are_reduced_as_they_come(cap):
-    for begun, all in run(2, _set_by_hand, cap):
-        assert begun < all == len({1e-9: range(9), 3e-3: range(4), 25: range(1)}[cap])
-
-
-def _two_groups(cap):
+def test_some_parameters_may_have_a_group_of_their_own(cap):
     """The branches are replicated over pairs of ranks, the rest over all four."""
     rank, world_size = rank_and_size()
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -603,26 +504,7 @@ def _two_groups(cap):
         net.zero_grad()
         model(_own_part(x)).square().mean().backward()
         _close(_gradients(net), expected)
-    return [round((start - starts[0]).item()) for start in starts]
-
-
-@pytest.mark.parametrize("cap", CAPS)
-def test_some_parameters_may_have_a_group_of_their_own(cap):
-    assert run(4, _two_groups, cap) == [[0, 1, 0, 1]] * 4
-
-
-def _start(*members):
-    group = dist.new_group(members) if members else None
-    if not members or dist.get_rank() in members:
-        source = members[0] if members else 0
-        model = DistributedDataParallel(_State(10.0 + dist.get_rank()), group).module
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            assert (tensor == 10 + source).all(), name
-
-
-def test_parameters_and_buffers_start_as_those_of_the_first_rank_of_the_group():
-    run(3, _start)
-    run(4, _start, 1, 3)
+    assert [round((start - starts[0]).item()) for start in starts] == [0, 1, 0, 1]
 
 
 # ---- dtypes --------------------------------------------------------------------------------------
@@ -640,7 +522,9 @@ class _Mixed(nn.Module):
         return sum((x * weight.double()).sum() for weight in self.weights)
 
 
-def _reduce_mixed(cap):
+@on_ranks(1, 3)
+@pytest.mark.parametrize("cap", CAPS[::2])
+def test_a_bucket_holds_one_dtype(cap):
     rank, world_size = rank_and_size()
     for factor in (None, 1):
         net = _Mixed()
@@ -656,14 +540,10 @@ def _reduce_mixed(cap):
         ) + [(64, torch.float32)])
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_bucket_holds_one_dtype(world_size):
-    for cap in CAPS[::2]:
-        run(world_size, _reduce_mixed, cap)
-
-
-def _reduce_bfloat16(reduce_dtype):
-    """The largest error of a mean of bfloat16 gradients, in units of their own precision."""
+@on_ranks(4)
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_bfloat16_gradients_are_reduced_in_the_given_dtype(reduce_dtype):
+    """In float32 the error of a mean is at most one of their own precision."""
     rank, world_size = rank_and_size()
     net = nn.Linear(50, 1, bias=False).bfloat16()
     x = torch.randn(world_size, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -674,30 +554,20 @@ def _reduce_bfloat16(reduce_dtype):
     assert net.weight.grad.dtype == torch.bfloat16
     exact = x.double().mean(0)
     error = (net.weight.grad[0].double() - exact).abs() / (2**-8 * exact.abs())
-    assert (error <= 1.01).all() or reduce_dtype is None
-    return net.weight.grad, error.max()
+    assert (error.max() > 1.01) == (reduce_dtype is None)
+    assert all(torch.equal(other, net.weight.grad) for other in gather_objects(net.weight.grad))
 
 
-def test_bfloat16_gradients_are_reduced_in_the_given_dtype():
-    for dtype in (None, torch.float32):
-        (first, error), *others = run(4, _reduce_bfloat16, dtype)
-        assert all(torch.equal(other, first) for other, _ in others)
-        assert (error > 1.01) == (dtype is None)
-
-
-def _compress():
+@on_ranks(2)
+def test_float32_gradients_can_travel_as_bfloat16():
     net = nn.Linear(64, 4, bias=False)
     model = DistributedDataParallel(net, reduce_dtype=torch.bfloat16)
     x = torch.randn(1, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
     with least_bytes(), count_bytes() as traffic:
         model(x).sum().backward()
     assert net.weight.grad.dtype == torch.float32
-    return traffic.bytes("all_reduce"), net.weight.grad, x
-
-
-def test_float32_gradients_can_travel_as_bfloat16():
-    counts, gradients, inputs = zip(*run(2, _compress))
-    assert set(counts) == {2 * 256}  # 2(P-1)/P of 2 bytes for each element
+    assert traffic.bytes("all_reduce") == 2 * 256  # 2(P-1)/P of 2 bytes for each element
+    gradients, inputs = zip(*gather_objects((net.weight.grad, x)))
     assert torch.equal(*gradients)
     torch.testing.assert_close(gradients[0][0], torch.cat(inputs).mean(0), rtol=0.02, atol=0.02)
 
@@ -715,7 +585,9 @@ class _Branches(nn.Module):
         return sum(b(x) for b in self.branches) if i is None else self.branches[i](x)
 
 
-def _accumulate_in_float32(find, copied):
+@on_ranks(3)
+@pytest.mark.parametrize("find, copied", [(False, False), (True, False), (False, True)])
+def test_gradients_of_bfloat16_parameters_add_up_and_travel_in_float32(find, copied):
     """Four microbatches; branch 2 has no gradient with `find`."""
     torch.manual_seed(0)
     rank, world_size = rank_and_size()
@@ -747,17 +619,13 @@ def _accumulate_in_float32(find, copied):
                 continue
             assert parameter.grad.dtype == torch.float32
             _close(parameter.grad.double(), expected[name], 1e-6)
-    return traffic.bytes("all_reduce")
-
-
-@pytest.mark.parametrize("find, copied", [(False, False), (True, False), (False, True)])
-def test_gradients_of_bfloat16_parameters_add_up_and_travel_in_float32(find, copied):
-    counts = run(3, _accumulate_in_float32, find, copied)
     if not find:
+        counts = gather_objects(traffic.bytes("all_reduce"))
         assert sum(counts) // 3 == ddp_bytes(_Branches(), 3) == 4 * 4 * 3 * (192 + 64) // 3
 
 
-def _average_in_float32():
+@on_ranks(2)
+def test_naively_too_gradients_are_averaged_in_their_own_dtype():
     net = _Branches()
     net(torch.full((1, 12), 1 + 2.0**-7 * dist.get_rank()).bfloat16(), 0).sum().backward()
     average_gradients(net)
@@ -766,11 +634,8 @@ def _average_in_float32():
         assert branch.weight.grad.dtype == torch.float32
 
 
-def test_naively_too_gradients_are_averaged_in_their_own_dtype():
-    run(2, _average_in_float32)
-
-
-def _reduce_complex():
+@on_ranks(2)
+def test_complex_gradients_travel_as_they_are():
     rank, world_size = rank_and_size()
     net = nn.Linear(3, 2, bias=False, dtype=torch.complex128)
     generator = torch.Generator().manual_seed(0)
@@ -787,30 +652,21 @@ def _reduce_complex():
         model(x[rank : rank + 1]).abs().square().sum().backward()
 
 
-def test_complex_gradients_travel_as_they_are():
-    run(2, _reduce_complex)
-
-
 # ---- synchronisation -----------------------------------------------------------------------------
 
 
-def _synchronise(**how):
+@on_ranks(1, 2)
+@pytest.mark.parametrize("find", [False, True])
+def test_the_host_waits_for_a_gpu_once_if_it_must_know_what_is_unused_and_else_never(find):
     net, x = _net(), _own_part(_data(2 * dist.get_world_size()))
-    model = DistributedDataParallel(net, bucket_cap_mb=CAPS[1], **how)
-    branches = (2, 0) if "find_unused_parameters" in how else (0, 1, 2)
+    model = DistributedDataParallel(net, bucket_cap_mb=CAPS[1], find_unused_parameters=find)
+    branches = (2, 0) if find else (0, 1, 2)
     model(x, branches).square().mean().backward()  # then the order of the buckets is known
     with waits() as found:
         with model.no_sync():
             model(x, branches).square().mean().backward()
         model(x, branches).square().mean().backward()
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_host_waits_for_a_gpu_once_if_it_must_know_and_else_never(world_size):
-    assert run(world_size, _synchronise) == world_size * [{}]
-    for how in ({"find_unused_parameters": True}, {"error_if_nonfinite": True}):
-        assert run(world_size, _synchronise, **how) == world_size * [{"tolist": 1}]
+    assert found == ({"tolist": 1} if find else {})
 
 
 # ---- clipping ------------------------------------------------------------------------------------
@@ -865,37 +721,30 @@ def _partly_frozen(width):
     return net
 
 
-def _count(width, cap):
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("width, cap", [(48, 1e-9), (48, 25), (7, 1e-9), (7, CAPS[1] / 4), (7, 25)])
+def test_a_step_sends_each_gradient_once_around_the_ring(width, cap):
     net = _partly_frozen(width)
     model = DistributedDataParallel(net, bucket_cap_mb=cap)
     model(torch.ones(2, width)).sum().backward()  # after which the order of the buckets is known
     with least_bytes(), _recorded_reductions() as calls, count_bytes() as traffic:
         model(torch.ones(2, width)).sum().backward()
     assert traffic.bytes() == traffic.bytes("all_reduce")
-    return traffic.bytes(), traffic.messages(), len(calls)
+    world_size = dist.get_world_size()
+    gradient_bytes = 2 * 4 * (48 * 48 if width == 48 else 64 + 64)
+    counted = gather_objects(traffic.bytes())
+    assert sum(counted) == 2 * (world_size - 1) * gradient_bytes
+    assert ddp_bytes(_partly_frozen(width), world_size) == sum(counted) // world_size
+    if width == 48:
+        assert traffic.bytes() == 2 * (world_size - 1) * gradient_bytes // world_size
+        assert traffic.messages() == 2 * (world_size - 1) * len(calls)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_a_step_sends_each_gradient_once_around_the_ring(world_size):
-    for width, cap in [(48, 1e-9), (48, 25), (7, 1e-9), (7, CAPS[1] / 4), (7, 25)]:
-        gradient_bytes = 2 * 4 * (48 * 48 if width == 48 else 64 + 64)
-        counted, messages, buckets = zip(*run(world_size, _count, width, cap))
-        assert sum(counted) == 2 * (world_size - 1) * gradient_bytes
-        assert ddp_bytes(_partly_frozen(width), world_size) == sum(counted) // world_size
-        if width == 48:
-            expected = 2 * (world_size - 1) * gradient_bytes // world_size
-            assert set(counted) == {expected}
-            assert set(messages) == {2 * (world_size - 1) * buckets[0]}
-
-
-def _demonstration():
+@on_ranks(4)
+def test_the_demonstration_counts_what_it_claims():
     with redirect_stdout(io.StringIO()) as printed:
         ddp._demonstrate()
-    return printed.getvalue()
-
-
-def test_the_demonstration_counts_what_it_claims():
-    printed, *others = run(4, _demonstration)
+    printed, *others = gather_objects(printed.getvalue())
     claimed, counted = re.search(r"claimed (\d+) bytes, counted (\d+)", printed).groups()
     assert claimed == counted and not any(others)
     assert float(printed.split()[-1]) < 1e-14
@@ -904,21 +753,22 @@ def test_the_demonstration_counts_what_it_claims():
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def _raise_value_errors():
-    with pytest.raises(ValueError, match="no trainable parameters"):
-        DistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))
+@on_ranks(2)
+def test_a_bucket_has_a_positive_size():
     for cap in (0, -1, float("nan")):
         with pytest.raises(ValueError, match=f"bucket_cap_mb={cap}"):
             DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=cap)
-    with pytest.raises(ValueError, match="several devices: '0.bias' on cpu, '1.bias' on meta"):
-        DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
 
 
-def test_value_errors_name_the_values():
-    run(2, _raise_value_errors)
-
-
-def _disagree(case):
+@on_ranks(3)
+@pytest.mark.parametrize("case, here, there", [
+    ("shape", "'1.weight' (5, 2) torch.float32 True", "'1.weight' (4, 2) torch.float32 True"),
+    ("dtype", "'1.weight' (4, 2) torch.float64 True", "'1.weight' (4, 2) torch.float32 True"),
+    ("frozen", "'1.weight' (4, 2) torch.float32 False", "'1.weight' (4, 2) torch.float32 True"),
+    ("missing", "nothing", "'1.bias' (4,) torch.float32 True"),
+    ("more", "'2.weight' (1, 1) torch.float32 True", "nothing"),
+])
+def test_models_that_differ_are_an_error_on_every_rank(case, here, there):
     rank = dist.get_rank()
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4))
     if rank == 2:
@@ -931,42 +781,11 @@ def _disagree(case):
         }[case]()
     with pytest.raises(ValueError) as raised:
         DistributedDataParallel(net)
-    return str(raised.value)
+    assert str(raised.value) == f"rank 2 of the group has {here}, rank 0 has {there}"
 
 
-@pytest.mark.parametrize("case, here, there", [
-    ("shape", "'1.weight' (5, 2) torch.float32 True", "'1.weight' (4, 2) torch.float32 True"),
-    ("dtype", "'1.weight' (4, 2) torch.float64 True", "'1.weight' (4, 2) torch.float32 True"),
-    ("frozen", "'1.weight' (4, 2) torch.float32 False", "'1.weight' (4, 2) torch.float32 True"),
-    ("missing", "nothing", "'1.bias' (4,) torch.float32 True"),
-    ("more", "'2.weight' (1, 1) torch.float32 True", "nothing"),
-])
-def test_models_that_differ_are_an_error_on_every_rank(case, here, there):
-    assert set(run(3, _disagree, case)) == {f"rank 2 of the group has {here}, rank 0 has {there}"}
-
-
-def _not_finite(value):
-    """Only rank 1 has such a gradient, and only of its first layer's bias."""
-    net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-    model = DistributedDataParallel(net, error_if_nonfinite=True)
-    model(torch.ones(1, 3)).sum().backward()
-    if dist.get_rank() == 1:
-        net[0].bias.register_hook(lambda grad: torch.full_like(grad, value))
-    loss = model(torch.ones(1, 3)).sum()
-    if dist.get_rank() == 1:
-        with pytest.raises(RuntimeError, match=r"rank 1: gradient not finite for 0\.bias$"):
-            loss.backward()
-    else:
-        loss.backward()
-    assert not net[0].bias.grad.isfinite().any() and net[0].weight.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_gradient_that_is_not_finite_is_named_where_it_arose(value):
-    run(3, _not_finite, value)
-
-
-def _two_gradients():
+@on_ranks(1)
+def test_a_second_gradient_in_one_backward_is_an_error():
     shared = nn.Linear(3, 3)
 
     class Twice(nn.Module):
@@ -982,10 +801,6 @@ def _two_gradients():
     loss = DistributedDataParallel(Twice())(torch.ones(1, 3, requires_grad=True)).sum()
     with pytest.raises(RuntimeError, match="'shared.(weight|bias)' got two gradients"):
         loss.backward()
-
-
-def test_a_second_gradient_in_one_backward_is_an_error():
-    run(1, _two_gradients)
 
 
 # ---- buffers -------------------------------------------------------------------------------------
@@ -1017,33 +832,6 @@ def test_buffers_are_the_first_ranks_in_the_passes_in_which_pytorchs_are(broadca
     assert alike == ({5, 6} if broadcast_buffers else set())
 
 
-class _Fail(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        raise KeyError("backward fails here")
-
-
-def _fail_once():
-    net, x = _net(), _data(2 * dist.get_world_size())
-    model = DistributedDataParallel(net)
-    net.head.register_forward_pre_hook(lambda module, inputs: _Fail.apply(inputs[0]))
-    hooks = net.head._forward_pre_hooks
-    with pytest.raises(KeyError):
-        model(_own_part(x)).sum().backward()
-    hooks.clear()
-    net.zero_grad()
-    model(_own_part(x)).square().mean().backward()
-    _close(_gradients(net), _whole_batch(net, x))
-
-
-def test_a_backward_that_failed_does_not_spoil_the_next():
-    run(2, _fail_once)
-
-
 class _Recomputed(nn.Module):
     def __init__(self, net, use_reentrant):
         super().__init__()
@@ -1054,7 +842,9 @@ class _Recomputed(nn.Module):
         return checkpoint(later, self.branches[2](x), use_reentrant=self.use_reentrant)
 
 
-def _recompute(use_reentrant):
+@on_ranks(2)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradients_under_recomputation(use_reentrant):
     net, x = _net(), _data(2 * dist.get_world_size())
     expected = _one_process(
         net.branches,
@@ -1063,8 +853,3 @@ def _recompute(use_reentrant):
     model = DistributedDataParallel(_Recomputed(net, use_reentrant), gradient_divide_factor=1)
     model(_own_part(x).requires_grad_()).square().sum().backward()
     _close(_gradients(net.branches), expected, 1e-11)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradients_under_recomputation(use_reentrant):
-    run(2, _recompute, use_reentrant)

@@ -16,8 +16,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from collectives import all_reduce_bytes, count_bytes, rank_and_size, reduce_scatter_bytes
-from ddp import DistributedDataParallel
+from collectives import (
+    all_reduce_bytes,
+    count_bytes,
+    gather_objects,
+    rank_and_size,
+    reduce_scatter_bytes,
+)
+from ddp import DistributedDataParallel, FlatLayout
 from zero import (
     FullyShardedDataParallel,
     ZeroRedundancyOptimizer,
@@ -32,9 +38,9 @@ from tensor_parallel import unique_ranges, gather_shards, sum_partial_gradients
 
 from gpu_counts import waits
 from nccl_replay import record, replay
-from ranks import least_bytes, run
+from ranks import least_bytes, on_ranks, run
 
-STAGES = (1, 2, 3)
+STAGES = (1, 2, 3)  # 0 is DistributedDataParallel
 CAP = 2e-3  # MiB: several rows
 
 
@@ -78,18 +84,10 @@ def _data(examples, seed=1, dtype=torch.float64):
 
 
 def _groups(parameters):
-    """Two parameter groups, as those of a GPT: matrices decay."""
-    parameters = list(parameters)
-    matrices = [p for p in parameters if p.ndim == 2]
-    return [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": [p for p in parameters if p.ndim != 2], "weight_decay": 0.0, "lr": 0.02},
-    ]
-
-
-def _groups_of_pieces(model):
-    matrices = [p for p in model.parameters() if len(p.whole_shape) == 2]
-    others = [p for p in model.parameters() if len(p.whole_shape) != 2]
+    """Two parameter groups, as those of a GPT: matrices decay, or their pieces."""
+    matrices, others = [], []
+    for p in parameters:
+        (matrices if len(getattr(p, "whole_shape", p.shape)) == 2 else others).append(p)
     return [
         {"params": matrices, "weight_decay": 0.1},
         {"params": others, "weight_decay": 0.0, "lr": 0.02},
@@ -99,11 +97,11 @@ def _groups_of_pieces(model):
 def _shard(net, stage, optimizer_class=torch.optim.AdamW, defaults=None, group=None, **how):
     """(model, optimizer) of a stage, whose step() trains `net`; stage 0 is DDP."""
     defaults = defaults or {"lr": 0.01}
-    if stage == 3:
-        model = FullyShardedDataParallel(net, group, units=net.blocks, **how)
-        return model, optimizer_class(_groups_of_pieces(model), **defaults)
-    if stage == 0:
-        model = DistributedDataParallel(net, group, bucket_cap_mb=CAP, **how)
+    if stage in (0, 3):
+        if stage == 3:
+            model = FullyShardedDataParallel(net, group, units=net.blocks, **how)
+        else:
+            model = DistributedDataParallel(net, group, bucket_cap_mb=CAP, **how)
         return model, optimizer_class(_groups(net.parameters()), **defaults)
     optimizer = ZeroRedundancyOptimizer(
         _groups(net.parameters()),
@@ -117,8 +115,18 @@ def _shard(net, stage, optimizer_class=torch.optim.AdamW, defaults=None, group=N
     return net, optimizer
 
 
+def _trainers(stages=STAGES, optimizer_class=torch.optim.SGD, lr=0.1):
+    """[(model, optimizer, what it takes of a batch)] of one process alone and of each stage."""
+    alone = _net()
+    plain = optimizer_class(_groups(alone.parameters()), lr=lr)
+    shards = [_shard(_net(), stage, optimizer_class, {"lr": lr}) for stage in stages]
+    return [(alone, plain, lambda x: x), *((*shard, _own_part) for shard in shards)]
+
+
 def _flats(model, optimizer):
-    return getattr(model, "_flats", getattr(optimizer, "_flats", []))
+    if isinstance(model, FullyShardedDataParallel):
+        return model._schedule.rows
+    return optimizer._shards.rows if hasattr(optimizer, "_shards") else []
 
 
 def _own_part(x, group=None):
@@ -151,8 +159,12 @@ def _close(actual, expected, tolerance=1e-12):
 # ---- training ------------------------------------------------------------------------------------
 
 
+def _equal(first, second):
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
 def _train_all(dtype, tolerance):
-    """Ten steps by one process, by DDP and by each stage; their weights."""
+    """Ten steps by one process, by DDP and by each stage; their weights, alike on all ranks."""
     world_size = dist.get_world_size()
     batches = [_data(2 * world_size, seed, dtype) for seed in range(10)]
     alone = _net(dtype)
@@ -167,23 +179,22 @@ def _train_all(dtype, tolerance):
         _close(losses / world_size, expected, tolerance)
         weights.append(_whole(model))
         _close(weights[-1], alone.state_dict(), tolerance)
+    assert all(_equal(*pair) for pair in zip(weights, gather_objects(weights)[0]))
     return weights
 
 
-def _equal(first, second):
-    return all(torch.equal(first[name], second[name]) for name in first)
+@on_ranks(1, 2, 3, 4)
+def test_ten_steps_of_every_stage_are_those_of_one_process():
+    _train_all(torch.float64, 1e-10)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_ten_steps_of_every_stage_are_those_of_one_process(world_size):
-    run(world_size, _train_all, torch.float64, 1e-10)
-    results = run(world_size, _train_all, torch.float32, 1e-6)
-    for ddp, first, second, third in results:
-        assert _equal(first, second)  # the same rows, summed in the same order
-        if world_size <= 2:  # a + b is b + a
-            assert _equal(ddp, first) and _equal(first, third)
-    for others in results[1:]:
-        assert all(_equal(*pair) for pair in zip(others, results[0]))
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 0.2)])
+def test_stages_that_sum_in_the_same_order_have_the_same_bits(dtype, tolerance):
+    ddp, first, second, third = _train_all(dtype, tolerance)
+    assert _equal(first, second)
+    if dist.get_world_size() <= 2:  # a + b is b + a
+        assert _equal(ddp, first) and _equal(first, third)
 
 
 OPTIMIZERS = [
@@ -201,14 +212,14 @@ OPTIMIZERS = [
 ]
 
 
-def _train_with_optimizers():
+@on_ranks(2)
+def test_any_optimizer_that_treats_elements_alone_runs_on_shards():
     batches = [_data(6, seed) for seed in range(3)]
     for name, defaults in OPTIMIZERS:
         optimizer_class, alone = getattr(torch.optim, name), _net()
         groups = [{"params": [p]} for p in alone.parameters()] if name == "Rprop" else None
         if name == "Rprop":  # has no weight decay
-            optimizer = optimizer_class(groups, **defaults)
-            _train(alone, optimizer, batches)
+            _train(alone, optimizer_class(groups, **defaults), batches)
             net = _net()
             optimizer = ZeroRedundancyOptimizer(net.parameters(), optimizer_class, **defaults)
             _train(net, optimizer, [_own_part(x) for x in batches])
@@ -219,10 +230,6 @@ def _train_with_optimizers():
             model, optimizer = _shard(_net(), stage, optimizer_class, defaults)
             _train(model, optimizer, [_own_part(x) for x in batches])
             _close(_whole(model), alone.state_dict(), 1e-9)
-
-
-def test_any_optimizer_that_treats_elements_alone_runs_on_shards():
-    run(3, _train_with_optimizers)
 
 
 def _accumulate(set_to_none):
@@ -266,12 +273,14 @@ def _accumulate(set_to_none):
         _close(_whole(trainers[stage][0]), alone.state_dict(), 1e-10)
 
 
+@on_ranks(3)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_accumulate_and_are_clipped_by_their_global_norm(set_to_none):
-    run(3, _accumulate, set_to_none)
+    _accumulate(set_to_none)
 
 
-def _accumulate_in_poisoned_memory():
+@on_ranks(2)
+def test_padding_is_no_part_of_a_sum_or_norm():
     new_empty = torch.Tensor.new_empty
 
     def poisoned(*args, **kwargs):
@@ -282,21 +291,14 @@ def _accumulate_in_poisoned_memory():
         _accumulate(True)
 
 
-def test_padding_is_no_part_of_a_sum_or_norm():
-    run(2, _accumulate_in_poisoned_memory)
-
-
-def _keep_gradients():
+@on_ranks(2)
+def test_gradients_that_are_not_zeroed_add_up():
     """Two steps without zero_grad(): the second sees the sum; module.zero_grad() in place of it."""
     x = _data(4 * dist.get_world_size())
-    alone = _net()
-    trainers = [(alone, torch.optim.SGD(_groups(alone.parameters()), lr=0.1), x)]
-    trainers += [
-        (*_shard(_net(), stage, torch.optim.SGD, {"lr": 0.1}), _own_part(x)) for stage in STAGES
-    ]
-    for stage, (model, optimizer, part) in enumerate(trainers):
+    (alone, *_), *_ = trainers = _trainers(range(4))
+    for stage, (model, optimizer, part) in enumerate(trainers, -1):
         for step in range(3):
-            model(part).square().mean().backward()
+            model(part(x)).square().mean().backward()
             optimizer.step()
             if step == 1 and stage != 2:
                 model.zero_grad()
@@ -304,10 +306,6 @@ def _keep_gradients():
                 optimizer.zero_grad()
     for model, *_ in trainers[1:]:
         _close(_whole(model), alone.state_dict())
-
-
-def test_gradients_that_are_not_zeroed_add_up():
-    run(2, _keep_gradients)
 
 
 class _Pair(nn.Module):
@@ -330,7 +328,8 @@ class _Branches(nn.Module):
         return x
 
 
-def _use_other_parameters():
+@on_ranks(3)
+def test_ranks_may_use_other_parameters():
     """Rank r uses branch r % 2 of each block: the other one counts as zero there."""
     rank, world_size = rank_and_size()
     x = _data(2 * world_size)
@@ -353,25 +352,23 @@ def _use_other_parameters():
         _close(_whole(model), expected)
 
 
-def test_ranks_may_use_other_parameters():
-    run(3, _use_other_parameters)
-
-
-def _small_and_empty():
+class _Small(nn.Module):
     """Fewer elements than ranks, an empty tensor, and no gradient for a whole row."""
-    net = nn.Module()
-    net.blocks = nn.ModuleList()
-    net.a, net.b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(0, 3))
-    net.c, net.d = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(5).bfloat16())
-    net.forward = lambda: net.a.sum() + net.b.sum() + 2 * net.c.sum()
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = ()
+        self.a, self.b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(0, 3))
+        self.c, self.d = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(5).bfloat16())
+
+    def forward(self):
+        return self.a.sum() + self.b.sum() + 2 * self.c.sum()
+
+
+@on_ranks(4)
+def test_tensors_smaller_than_the_group():
     for stage in STAGES:
-        model, optimizer = _shard(copy.deepcopy(net), stage, torch.optim.SGD, {"lr": 0.5})
-        model.forward = model.forward if stage == 3 else (
-            lambda model=model: model.a.sum() + model.b.sum() + 2 * model.c.sum()
-        )
-        if stage == 3:
-            inner = model.module
-            inner.forward = lambda: inner.a.sum() + inner.b.sum() + 2 * inner.c.sum()
+        model, optimizer = _shard(_Small(), stage, torch.optim.SGD, {"lr": 0.5})
         model().backward()
         optimizer.step()
         weights = _whole(model)
@@ -380,40 +377,31 @@ def _small_and_empty():
         assert weights["d"].tolist() == [1] * 5 and weights["d"].dtype == torch.bfloat16
 
 
-def test_tensors_smaller_than_the_group():
-    run(4, _small_and_empty)
+class _State(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.blocks = ()
+        self.weight = nn.Parameter(torch.full((3, 2), value))
+        self.fixed = nn.Parameter(torch.full((4,), value), requires_grad=False)
+        self.short = nn.Parameter(torch.full((1,), value, dtype=torch.bfloat16))
+        self.register_buffer("mean", torch.full((5,), value))
+        self.register_buffer("steps", torch.tensor(int(value)))
+        self.register_buffer("hidden", torch.full((2, 3), value).T, persistent=False)
 
 
-def _train_in_subgroups():
-    groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
-    group, batches = groups[dist.get_rank() % 2], [_data(4, s) for s in range(2)]
-    alone = _net()
-    _train(alone, torch.optim.AdamW(_groups(alone.parameters()), lr=0.01), batches)
-    for stage in STAGES:
-        model, optimizer = _shard(_net(), stage, group=group)
-        _train(model, optimizer, [_own_part(x, group) for x in batches])
-        _close(_whole(model), alone.state_dict(), 1e-9)
-
-
-def test_shards_in_a_subgroup():
-    run(4, _train_in_subgroups)
-
-
-def _start():
-    """Weights and buffers are the first rank's."""
-    for stage in STAGES:
-        net = _net(seed=dist.get_rank())
-        net.shift += dist.get_rank()
-        model, _ = _shard(net, stage)
-        weights = _whole(model)
-        if stage < 3:  # an optimizer does not know of buffers
-            del weights["shift"]
-        first = _net(seed=0).state_dict()
-        assert all(torch.equal(weights[name], first[name]) for name in weights)
-
-
-def test_every_stage_starts_from_the_first_ranks_model():
-    run(3, _start)
+@on_ranks(4)
+@pytest.mark.parametrize("members", [None, (1, 3)])
+def test_parameters_and_buffers_start_as_those_of_the_first_rank_of_the_group(members):
+    group, rank = dist.new_group(members) if members else None, dist.get_rank()
+    if members and rank not in members:
+        return
+    for stage in (0, *STAGES):
+        net = _State(10.0 + rank)
+        model, _ = _shard(net, stage, group=group)
+        start = _whole(model) | (dict(net.named_buffers()) if stage in (0, 3) else {})
+        for name, tensor in start.items():
+            if stage in (0, 3) or name in dict(net.named_parameters()):  # optimizers see no buffers
+                assert (tensor == 10 + (members or [0])[0]).all(), (stage, name)
 
 
 class _Cast(nn.Module):
@@ -428,7 +416,8 @@ class _Cast(nn.Module):
         return self.layer(x * scale["s"])[index]
 
 
-def _cast_inputs():
+@on_ranks(2)
+def test_inputs_are_cast_to_the_dtype_of_gathered_parameters():
     model = FullyShardedDataParallel(_Cast(), param_dtype=torch.bfloat16)
     index = torch.tensor([0])
     output = model(torch.ones(2, 3), scale={"s": torch.ones(3)}, index=index)
@@ -437,11 +426,9 @@ def _cast_inputs():
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_inputs_are_cast_to_the_dtype_of_gathered_parameters():
-    run(2, _cast_inputs)
-
-
-def _divide(factor):
+@on_ranks(3)
+@pytest.mark.parametrize("factor", [1, 5.0])
+def test_gradients_are_divided_by_the_given_factor(factor):
     """SGD's step is the sum of the ranks' gradients over the factor."""
     x = _data(2 * dist.get_world_size())
     alone = _net()
@@ -459,12 +446,8 @@ def _divide(factor):
         _close(_whole(model), alone.state_dict())
 
 
-@pytest.mark.parametrize("factor", [1, 5.0])
-def test_gradients_are_divided_by_the_given_factor(factor):
-    run(3, _divide, factor)
-
-
-def _replicas_differ():
+@on_ranks(4)
+def test_replicas_of_shards_that_differ_are_an_error():
     """Alike inside each group of shards, not across."""
     rank = dist.get_rank()
     shards = [dist.new_group(members) for members in ([0, 1], [2, 3])][rank // 2]
@@ -476,11 +459,8 @@ def _replicas_differ():
             _shard(net, stage, group=shards, replicate_group=replicas)
 
 
-def test_replicas_of_shards_that_differ_are_an_error():
-    run(4, _replicas_differ)
-
-
-def _sharded_step(update=lambda weights, gradient: weights.sub_(0.1 * gradient)):
+@on_ranks(1, 3)
+def test_stage_1_in_full_is_a_step_of_one_process():
     x, net, alone = _data(2 * dist.get_world_size()), _net(), _net()
     trained = [p for p in net.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
@@ -489,19 +469,41 @@ def _sharded_step(update=lambda weights, gradient: weights.sub_(0.1 * gradient))
             model.zero_grad()
             model(part).square().mean().backward()
         optimizer.step()
-        zero.sharded_step(trained, update)
+        zero.sharded_step(trained, lambda weights, gradient: weights.sub_(0.1 * gradient))
     _close(net.state_dict(), alone.state_dict())
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_the_idea_in_full_is_a_step_of_one_process(world_size):
-    run(world_size, _sharded_step)
+@on_ranks(1, 3)
+def test_a_unit_that_is_gathered_used_and_dropped_has_the_gradients_of_stage_3():
+    """And stage 3's bytes: two gathers and a reduce-scatter."""
+    (rank, world_size), net = rank_and_size(), _Stack()
+    x, sharded, shards = torch.ones(2, 96) + dist.get_rank(), copy.deepcopy(net), []
+    model = FullyShardedDataParallel(sharded, units=sharded.blocks)
+    for unit in net.blocks:
+        layout = FlatLayout(list(unit.parameters()), world_size)
+        row = layout.pack(list(unit.parameters()))
+        shards.append((row.chunk(world_size)[rank].clone().requires_grad_(), layout))
+    counts = []
+    for forward in (model, lambda x: _run_units(net.to("meta").blocks, x, shards)):
+        with least_bytes(), count_bytes() as traffic:
+            (forward(x).square().mean() / world_size).backward()
+        counts.append(traffic.bytes())
+    assert counts[0] == counts[1]
+    for unit, (shard, layout) in zip(sharded.blocks, shards):
+        _close(shard.grad / world_size, unit.weight.grad, 1e-5)
+
+
+def _run_units(units, x, shards):
+    for unit, (shard, layout) in zip(units, shards):
+        x = zero.sharded_forward(unit, x, shard, layout)
+    return x
 
 
 # ---- hybrid sharding -----------------------------------------------------------------------------
 
 
-def _train_replicas_of_shards():
+@on_ranks(4)
+def test_shards_inside_a_group_and_replicas_across():
     rank = dist.get_rank()
     shards = [dist.new_group(members) for members in ([0, 1], [2, 3])][rank // 2]
     replicas = [dist.new_group(members) for members in ([0, 2], [1, 3])][rank % 2]
@@ -521,10 +523,6 @@ def _train_replicas_of_shards():
         assert traffic.bytes("all_reduce", shards) == 0
 
 
-def test_shards_inside_a_group_and_replicas_across():
-    run(4, _train_replicas_of_shards)
-
-
 # ---- stage 3 across tensor and sequence parallelism ----------------------------------------------
 
 
@@ -539,7 +537,9 @@ def _loss(gpt, model, tokens, count):
     return gpt.token_losses(model(inputs), targets).sum() / count
 
 
-def _shard_a_split_gpt(kv_heads):
+@on_ranks(4)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_pieces_of_a_split_model_sum_and_count_as_their_wholes(kv_heads):
     """2 replicas of 2 tensor-parallel ranks; neither divides the vocabulary."""
     rank = dist.get_rank()
     tp_group = [dist.new_group(members) for members in ([0, 1], [2, 3])][rank // 2]
@@ -575,11 +575,6 @@ def _shard_a_split_gpt(kv_heads):
     assert square.sqrt().item() == pytest.approx(norm.item(), rel=1e-11)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_pieces_of_a_split_model_sum_and_count_as_their_wholes(kv_heads):
-    run(4, _shard_a_split_gpt, kv_heads)
-
-
 # ---- 16-bit parameters, 32-bit copies ------------------------------------------------------------
 
 
@@ -613,7 +608,9 @@ def _rounded_net(seed=0):
     return net
 
 
-def _train_in_bfloat16(reduce_dtype):
+@on_ranks(1, 3)
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, None])
+def test_a_32_bit_copy_of_the_shard_is_updated_by_16_bit_gradients(reduce_dtype):
     world_size, steps = dist.get_world_size(), 5
     batches = [_data(2 * world_size, s, torch.float32) for s in range(steps)]
     exacts = [_exact_weights(batches, world_size, wide) for wide in (False, True)]
@@ -644,13 +641,9 @@ def _masters(net, optimizer):
     return {name: exact[p] for name, p in net.named_parameters()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_32_bit_copy_of_the_shard_is_updated_by_16_bit_gradients(world_size):
-    run(world_size, _train_in_bfloat16, torch.float32)
-    run(world_size, _train_in_bfloat16, None)
-
-
-def _train_with_wide_gradients(how):
+@on_ranks(1, 3)
+@pytest.mark.parametrize("how", ["ZeRO", "DDP", "before", "after", "stage 2"])
+def test_16_bit_weights_with_32_bit_gradients_and_copies_train_as_the_plain_formula(how):
     """Ten steps of two microbatches; rows, or under DDP gradients, travel in fp32."""
     world_size = dist.get_world_size()
     batches = [_data(4 * world_size, s, torch.float32) for s in range(10)]
@@ -685,17 +678,8 @@ def _train_with_wide_gradients(how):
             assert torch.equal(parameter, found[name].bfloat16())
 
 
-@pytest.mark.parametrize("world_size, how", [
-    *[(world_size, how) for world_size in (1, 2, 3) for how in ("ZeRO", "DDP")],
-    *[(2, how) for how in ("before", "after", "stage 2")],
-])
-def test_16_bit_weights_with_32_bit_gradients_and_copies_train_as_the_plain_formula(
-    world_size, how
-):
-    run(world_size, _train_with_wide_gradients, how)
-
-
-def _start_masters():
+@on_ranks(2)
+def test_the_copies_start_from_what_was_not_rounded():
     """The copies before a step, and after one of rate zero."""
     start, masters = _net(torch.float32), []
     for stage in (1, 2):
@@ -713,11 +697,8 @@ def _start_masters():
                 assert torch.equal(found[name], parameter)
 
 
-def test_the_copies_start_from_what_was_not_rounded():
-    run(2, _start_masters)
-
-
-def _accumulate_pieces():
+@on_ranks(2)
+def test_pieces_have_gradients_of_the_dtype_that_their_parameters_ask_for():
     """FSDP of bfloat16 parameters, four passes: the fp32 sum of their bfloat16 gradients."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(9, 9).bfloat16() for _ in range(3)))
@@ -738,11 +719,8 @@ def _accumulate_pieces():
     torch.testing.assert_close(piece.grad.double(), own, rtol=1e-5, atol=1e-6)
 
 
-def test_pieces_have_gradients_of_the_dtype_that_their_parameters_ask_for():
-    run(2, _accumulate_pieces)
-
-
-def _train_complex():
+@on_ranks(2)
+def test_complex_parameters_travel_as_they_are():
     """reduce_dtype and param_dtype are for real numbers."""
     x = torch.randn(4, 3, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
     for stage in STAGES:
@@ -771,10 +749,6 @@ def _train_complex():
             plain.step()
             optimizer.step()
         _close(_whole(model), alone.state_dict(), 1e-10)
-
-
-def test_complex_parameters_travel_as_they_are():
-    run(2, _train_complex)
 
 
 # ---- state dicts ---------------------------------------------------------------------------------
@@ -832,7 +806,8 @@ def test_state_dicts_are_those_of_one_process_and_move_between_group_sizes(stage
     _same_state(run(1, _save_and_go_on, None, saved, 2)[0], ended)
 
 
-def _resume_masters():
+@on_ranks(2)
+def test_exact_weights_are_part_of_the_state():
     """With 16-bit parameters: resumed training is bit for bit that without a break."""
     batches = [_own_part(_data(4, s, torch.float32).bfloat16()) for s in range(4)]
     results = []
@@ -850,11 +825,8 @@ def _resume_masters():
         assert _equal(results[0], other)
 
 
-def test_exact_weights_are_part_of_the_state():
-    run(2, _resume_masters)
-
-
-def _raise_load_errors():
+@on_ranks(2)
+def test_a_state_that_does_not_fit_is_an_error():
     x = _own_part(_data(4))
     for stage in (1, 3):
         model, optimizer = _shard(_net(), stage)
@@ -876,10 +848,6 @@ def _raise_load_errors():
         model.load_state_dict(weights | {"scale": torch.zeros(2)})
 
 
-def test_a_state_that_does_not_fit_is_an_error():
-    run(2, _raise_load_errors)
-
-
 # ---- what is sent --------------------------------------------------------------------------------
 
 
@@ -892,22 +860,17 @@ class _Stack(nn.Module):
         self.forward = self.blocks.forward
 
 
-def _count_step(stage):
+@on_ranks(1, 2, 3, 4, 6)
+@pytest.mark.parametrize("stage", [0, *STAGES])
+def test_stages_send_2_2_2_and_3_times_the_parameters(stage):
     model, optimizer = _shard(_Stack(), stage)
     x = torch.ones(2, 96)
     _train(model, optimizer, [x])
     with least_bytes(), count_bytes() as traffic:
         _train(model, optimizer, [x])
-    return traffic.bytes()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
-def test_stages_send_2_2_2_and_3_times_the_parameters(world_size):
-    nbytes = 4 * sum(p.numel() for p in _Stack().parameters())
-    for stage in (0, *STAGES):
-        counts = run(world_size, _count_step, stage)
-        assert set(counts) == {zero_bytes(stage, nbytes, world_size)}
-        assert counts[0] == (3 if stage == 3 else 2) * reduce_scatter_bytes(nbytes, world_size)
+    world_size, nbytes = dist.get_world_size(), sum(p.nbytes for p in _Stack().parameters())
+    assert traffic.bytes() == zero_bytes(stage, nbytes, world_size)
+    assert traffic.bytes() == (3 if stage == 3 else 2) * reduce_scatter_bytes(nbytes, world_size)
 
 
 # ---- what is held --------------------------------------------------------------------------------
@@ -920,8 +883,13 @@ def _storages():
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-def _measure_memory(stage):
-    """After a step, per parameter: the ledger, and the bytes of all tensors that now exist."""
+SOAK_3_AND_4 = [pytest.param(world_size, marks=pytest.mark.soak) for world_size in (3, 4)]
+
+
+@on_ranks(1, 2, *SOAK_3_AND_4)
+@pytest.mark.parametrize("stage", [0, *STAGES])
+def test_a_rank_holds_16_and_4_12_2_14_and_16_bytes_per_parameter(stage):
+    """Of all tensors that a step leaves; the first stage is that of a group of one rank."""
     gc.collect()
     before = _storages()
     net = _Stack()
@@ -929,58 +897,43 @@ def _measure_memory(stage):
     model, optimizer = _shard(
         net, stage or 1, group=None if stage else alone, param_dtype=torch.bfloat16
     )
-    parameters = 4 * 96 * 96
+    parameters, P = 4 * 96 * 96, dist.get_world_size()
     _train(model, optimizer, [torch.ones(1, 96).bfloat16()])
     ledger = memory_ledger(model, optimizer)
     gc.collect()
     exists = sum(n for pointer, n in _storages().items() if pointer not in before)
-    return {kind: n / parameters for kind, n in ledger.items()}, exists / parameters
-
-
-SOAK_3_AND_4 = [pytest.param(world_size, marks=pytest.mark.soak) for world_size in (3, 4)]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, *SOAK_3_AND_4])
-def test_a_rank_holds_16_and_4_12_2_14_and_16_bytes_per_parameter(world_size):
-    P = world_size
     kinds = {0: (2, 2, 12), 1: (2, 2, 12 / P), 2: (2, 2 / P, 12 / P), 3: (4 / P, 4 / P, 8 / P)}
-    claims = (16, 4 + 12 / P, 2 + 14 / P, 16 / P)
-    for stage, claim in enumerate(claims):
-        assert zero_memory(stage, P) == claim
-        for ledger, exists in run(P, _measure_memory, stage):
-            assert tuple(ledger.values()) == pytest.approx(kinds[stage], abs=2e-3)  # step counts
-            assert sum(ledger.values()) == pytest.approx(claim, abs=2e-3)
-            assert exists == pytest.approx(claim, abs=2e-2)
+    claim = (16, 4 + 12 / P, 2 + 14 / P, 16 / P)[stage]
+    assert zero_memory(stage, P) == claim
+    held = [n / parameters for n in ledger.values()]
+    assert held == pytest.approx(kinds[stage], abs=2e-3)  # counts of steps
+    assert sum(held) == pytest.approx(claim, abs=2e-3)
+    assert exists / parameters == pytest.approx(claim, abs=2e-2)
 
 
-def _measure_wide_gradients():
-    """Bytes of each kind of an odd net in one row, with AdamW and gradients in 32 bits."""
+@on_ranks(1, 2, 3)
+def test_with_32_bit_gradients_a_rank_holds_2_and_4_and_12_bytes_over_p():
+    """An odd net in one row."""
     net = _rounded_net()
     optimizer = ZeroRedundancyOptimizer(
         net.parameters(), torch.optim.AdamW, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
     )
     _train(net, optimizer, [_data(2).bfloat16()] * 2)
-    return memory_ledger(net, optimizer)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_with_32_bit_gradients_a_rank_holds_2_and_4_and_12_bytes_over_p(world_size):
+    ledger, world_size = memory_ledger(net, optimizer), dist.get_world_size()
     assert zero_memory(1, 1, gradient=4) == 18
-    named = [(name, p.numel()) for name, p in _net().named_parameters()]
-    frozen = dict(named).pop("blocks.1.up.weight")
-    sizes = [size for name, size in named if name != "blocks.1.up.weight"]
-    units = sum(-(-size // 64) for size in sizes)
-    shard = 64 * -(-units // world_size)
-    ledgers, moments = run(world_size, _measure_wide_gradients), 0
-    for ledger in ledgers:
-        assert ledger["parameters"] == 2 * shard * world_size + 2 * frozen
-        assert ledger["gradients"] == 4 * sum(sizes)
-        moments += ledger["optimizer"] - 4 * shard - 4 * len(sizes)  # the copy; counts of steps
-    assert moments == 8 * sum(sizes)  # which torch's optimizers do not pad
+    sizes = {name: p.numel() for name, p in net.named_parameters()}
+    frozen = sizes.pop("blocks.1.up.weight")
+    shard = 64 * -(-sum(-(-size // 64) for size in sizes.values()) // world_size)
+    assert ledger["parameters"] == 2 * shard * world_size + 2 * frozen
+    assert ledger["gradients"] == 4 * sum(sizes.values())
+    # less the copy and counts of steps, two moments, which torch's optimizers do not pad
+    moments = gather_objects(ledger["optimizer"] - 4 * shard - 4 * len(sizes))
+    assert sum(moments) == 8 * sum(sizes.values())
 
 
-def _watch_gradients(stage):
-    """The most bytes of gradients during backward, those of all of them, and of this rank's."""
+@on_ranks(4)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stage_2_never_holds_all_gradients(stage):
     net = _Stack(blocks=8)
     model, optimizer = _shard(net, stage)
     most = []
@@ -992,13 +945,10 @@ def _watch_gradients(stage):
         net(torch.ones(1, 96)).sum().backward()
     whole = sum(p.nbytes for p in net.parameters())
     shards = -(-whole // dist.get_world_size())
-    return max(most), whole, shards
-
-
-def test_stage_2_never_holds_all_gradients():
-    for most, whole, shards in run(4, _watch_gradients, 2):
-        assert shards < most <= shards + 2 * 96 * 96 * 4 * (1 + 1 / 4) < whole
-    assert all(most >= whole for most, whole, _ in run(4, _watch_gradients, 1))
+    if stage == 2:
+        assert shards < max(most) <= shards + 2 * 96 * 96 * 4 * (1 + 1 / 4) < whole
+    else:
+        assert max(most) >= whole
 
 
 class _OnStream:
@@ -1012,10 +962,11 @@ class _OnStream:
         self.work.wait()
 
 
-def _watch_rows(clip):
+@on_ranks(2)
+@pytest.mark.parametrize("stage, clip", [(1, False), (1, True), (2, False), (3, False)])
+def test_two_rows_of_gradients_and_two_shards_are_under_way_at_most(stage, clip):
     """The rows of gradients, and the copies of shards, that live when another one leaves."""
-    model, optimizer = _shard(_Stack(blocks=6), 1, param_dtype=torch.bfloat16)
-    model(torch.ones(1, 96).bfloat16()).sum().backward()
+    model, optimizer = _shard(_Stack(blocks=6), stage, param_dtype=torch.bfloat16)
     living = {"reduce_scatter_single": [], "all_gather_single": []}
 
     def watched(name, function, made):
@@ -1030,24 +981,24 @@ def _watch_rows(clip):
         watched("reduce_scatter_single", zero.reduce_scatter_single, []),
         watched("all_gather_single", zero.all_gather_single, []),
     ):
+        model(torch.ones(1, 96).bfloat16()).sum().backward()
         if clip:
             optimizer.clip_grad_norm_(1.0)
         optimizer.step()
-    return living
-
-
-@pytest.mark.parametrize("clip", [False, True])
-def test_stage_1_has_copies_of_two_rows_of_gradients_and_two_shards_under_way(clip):
-    for living in run(2, _watch_rows, clip):
-        assert living["reduce_scatter_single"] == [1, 2, 2, 2, 2, 2]
+    assert living["reduce_scatter_single"] == [1, 2, 2, 2, 2, 2]
+    if stage == 3:
+        assert max(living["all_gather_single"]) == 2
+    else:
         assert living["all_gather_single"] == [1, 2, 2, 2, 2, 2]
 
 
-def _watch_units():
+@on_ranks(3)
+def test_stage_3_holds_its_shard_and_at_most_two_units():
     """Bytes of gathered parameters: at rest, and the most in forward and backward."""
     net = _Stack(blocks=8)
     model, optimizer = _shard(net, 3)
-    gathered = lambda: sum(memory.bytes.untyped_storage().nbytes() for memory in model._memories)
+    memories = model._schedule.memories
+    gathered = lambda: sum(memory.bytes.untyped_storage().nbytes() for memory in memories)
     rest, most = [gathered()], []
     for block in net.blocks:
         block.register_forward_hook(lambda *_: most.append(gathered()))
@@ -1059,12 +1010,7 @@ def _watch_units():
             model(torch.ones(1, 96))
         rest.append(gathered())
     assert sum(p.numel() for p in net.parameters()) == 8 * 96 * 96 / dist.get_world_size()
-    return rest, max(most)
-
-
-def test_stage_3_holds_its_shard_and_at_most_two_units():
-    for rest, most in run(3, _watch_units):
-        assert rest == [0] * 5 and most == 2 * 96 * 96 * 4
+    assert rest == [0] * 5 and max(most) == 2 * 96 * 96 * 4
 
 
 def test_the_largest_model_on_8_gpus_of_80_gb():
@@ -1075,7 +1021,19 @@ def test_the_largest_model_on_8_gpus_of_80_gb():
 # ---- overlap and order ---------------------------------------------------------------------------
 
 
-def _watch_step(stage):
+FORWARD = "forward 0 forward 1 forward 2 "
+EVENTS = {
+    1: FORWARD + "backward 2 backward 1 backward 0 step"
+    " scatter scatter gather scatter gather gather",  # row 1 leaves before row 0 is updated
+    2: FORWARD + "backward 2 scatter backward 1 scatter backward 0 scatter step" + 3 * " gather",
+    3: "gather gather forward 0 gather forward 1 forward 2 "  # the next one, before computing
+    "gather gather backward 2 gather scatter backward 1 scatter backward 0 scatter step",
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_leave_and_parameters_come_while_others_are_computed(stage):
     """What begins in which order during one step."""
     net = _Stack(blocks=3)
     model, optimizer = _shard(net, stage)
@@ -1102,26 +1060,13 @@ def _watch_step(stage):
         model(torch.ones(1, 96, requires_grad=True)).sum().backward()
         events.append("step")
         optimizer.step()
-    return " ".join(events)
+    assert " ".join(events) == EVENTS[stage]
 
 
-def test_gradients_leave_and_parameters_come_while_others_are_computed():
-    forward = "forward 0 forward 1 forward 2 "
-    assert set(run(2, _watch_step, 1)) == {
-        forward + "backward 2 backward 1 backward 0 step"
-        " scatter scatter gather scatter gather gather"  # row 1 leaves before row 0 is updated
-    }
-    assert set(run(2, _watch_step, 2)) == {
-        forward
-        + "backward 2 scatter backward 1 scatter backward 0 scatter step" + 3 * " gather"
-    }
-    assert set(run(2, _watch_step, 3)) == {
-        "gather gather forward 0 gather forward 1 forward 2 "  # the next one, before computing
-        "gather gather backward 2 gather scatter backward 1 scatter backward 0 scatter step"
-    }
-
-
-def _synchronise(stage, error_if_nonfinite=False):
+@on_ranks(1, 2)
+@pytest.mark.parametrize("error_if_nonfinite", [False, True])
+@pytest.mark.parametrize("stage", [0, *STAGES])
+def test_no_stage_has_the_host_wait_for_a_gpu_but_to_name_a_gradient(stage, error_if_nonfinite):
     sgd = {"lr": 0.1, "momentum": 0.9}
     how = {"error_if_nonfinite": error_if_nonfinite}
     model, optimizer = _shard(_net(torch.float32), stage, torch.optim.SGD, sgd, **how)
@@ -1134,18 +1079,17 @@ def _synchronise(stage, error_if_nonfinite=False):
             (model if stage == 3 else optimizer).clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
-def test_no_stage_has_the_host_wait_for_a_gpu_but_to_name_a_gradient(stage, world_size):
-    assert run(world_size, _synchronise, stage) == world_size * [{}]
     once = 1 if stage == 1 else 2  # in step(), or at the end of each backward
-    assert run(world_size, _synchronise, stage, True) == world_size * [{"tolist": once}]
+    assert found == ({"tolist": once} if error_if_nonfinite else {})
 
 
-def _begin_somewhere(stage, how):
+HALF = {"param_dtype": torch.bfloat16}
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("how", [{}, HALF, HALF | {"reduce_dtype": torch.float32}])
+@pytest.mark.parametrize("stage", STAGES)
+def test_views_shards_pieces_and_what_is_sent_begin_on_128_bytes(stage, how):
     """Where what is computed with, updated and sent begins in its row, in bytes."""
     tensors, functions = [], ("all_gather_single", "reduce_scatter_single")
 
@@ -1165,9 +1109,9 @@ def _begin_somewhere(stage, how):
         net.shift = net.shift.to(how.get("param_dtype"))
         x = _own_part(_data(6, dtype=how.get("param_dtype", torch.float32)))
         if stage == 3:
-            for unit in (model._root, *model._units):
+            for unit in model._schedule.all_units:
                 unit.unshard()
-                tensors += [whole.data for flat in unit.flats for whole in flat.whole]
+                tensors += [whole.data for flat in unit.rows for whole in flat.whole]
                 unit.reshard()
         elif "param_dtype" in how:
             net.blocks[1].up.weight.data = net.blocks[1].up.weight.bfloat16()
@@ -1177,20 +1121,11 @@ def _begin_somewhere(stage, how):
         optimizer.step()
         model(x).square().mean().backward()
     for flat in _flats(model, optimizer):
-        tensors += [flat.unsharded, flat.shard, *flat.pieces, *flat.originals]
-        tensors += [*flat.gradient_pieces()] if flat.gradient is not None else []
+        tensors += [flat.unsharded_param, flat.sharded_param, *flat.pieces, *flat.parameters]
+        tensors += [*flat.gradient_pieces()] if flat.sharded_grad is not None else []
     frozen = net.blocks[1].up.weight if stage < 3 else None
     begins = [t.storage_offset() * t.itemsize for t in tensors if t.numel() and t is not frozen]
-    assert any(begins)
-    return [begin % 128 for begin in begins]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_views_shards_pieces_and_what_is_sent_begin_on_128_bytes(stage):
-    half = {"param_dtype": torch.bfloat16}
-    for how in ({}, half, half | {"reduce_dtype": torch.float32}):
-        for begins in run(3, _begin_somewhere, stage, how):
-            assert set(begins) == {0}
+    assert any(begins) and all(begin % 128 == 0 for begin in begins)
 
 
 def _record_steps(stage):
@@ -1258,7 +1193,13 @@ class _Odd(nn.Module):
         return {"x": (x, 3)} if self.how == "nested" else x
 
 
-def _use_oddly(how):
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "how",
+    ["plain", "twice", "nested", "in place", "view in place", "passed on", "backwards"]
+    + ["two passes", False, True],
+)
+def test_units_may_be_used_in_any_way_that_all_ranks_share(how):
     x = _data(2 * dist.get_world_size()).requires_grad_()
     torch.manual_seed(0)
     alone = _Odd(how).double()
@@ -1283,40 +1224,6 @@ def _use_oddly(how):
         _close(_whole(model), alone.state_dict(), 1e-10)
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["plain", "twice", "nested", "in place", "view in place", "passed on", "backwards"]
-    + ["two passes", False, True],
-)
-def test_units_may_be_used_in_any_way_that_all_ranks_share(how):
-    run(2, _use_oddly, how)
-
-
-def _fail_once():
-    x = _data(2 * dist.get_world_size())
-    alone = _net()
-    trainers = [(alone, torch.optim.AdamW(_groups(alone.parameters()), lr=0.01))]
-    trainers += [_shard(_net(), stage) for stage in STAGES]
-    for model, optimizer in trainers:
-        def fail(grad):
-            raise KeyError("backward fails here")
-
-        inner = model.module if isinstance(model, FullyShardedDataParallel) else model
-        handle = inner.blocks[1].norm.register_forward_hook(
-            lambda module, args, output: output.register_hook(fail) and None
-        )
-        with pytest.raises(KeyError):
-            model(x if model is alone else _own_part(x)).square().mean().backward()
-        handle.remove()
-        optimizer.zero_grad()
-        _train(model, optimizer, [x if model is alone else _own_part(x)])
-        _close(_whole(model), alone.state_dict(), 1e-9)
-
-
-def test_a_backward_that_failed_does_not_spoil_the_next():
-    run(2, _fail_once)
-
-
 class _Late:
     """The work of a gather that comes in its own wait(), into memory that is NaN until then."""
 
@@ -1338,7 +1245,9 @@ def _overlap(a, b):
     return max(begins) < min(ends)
 
 
-def _arrive_late(how):
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["plain", "backwards"])
+def test_parameters_are_waited_for_before_their_use_and_before_their_memory_is_used_again(how):
     """Also in an order in which what is fetched ahead is never used."""
     pending, gather, free = [], zero.all_gather_single, zero._Memory.free
 
@@ -1374,31 +1283,22 @@ def _arrive_late(how):
     _close(_whole(model), alone.state_dict(), 1e-10)
 
 
-@pytest.mark.parametrize("how", ["plain", "backwards"])
-def test_parameters_are_waited_for_before_their_use_and_before_their_memory_is_used_again(how):
-    run(2, _arrive_late, how)
-
-
-def _fail_in_forward():
+@on_ranks(2)
+def test_a_forward_that_failed_does_not_spoil_the_next():
     """After a forward pass that failed half-way, the next one has the newest parameters."""
     x = _data(2 * dist.get_world_size())
-    alone = _net()
-    trainers = [(alone, torch.optim.SGD(_groups(alone.parameters()), lr=0.1), x)]
-    trainers.append((*_shard(_net(), 3, torch.optim.SGD, {"lr": 0.1}), _own_part(x)))
+    (alone, *_), *_ = trainers = _trainers([3])
     for model, optimizer, part in trainers:
-        model(part).square().mean().backward()
+        model(part(x)).square().mean().backward()
         with pytest.raises(RuntimeError):
             model(torch.zeros(1, 3).double())
         optimizer.step()
-        _train(model, optimizer, [part])
+        _train(model, optimizer, [part(x)])
     _close(_whole(model), alone.state_dict())
 
 
-def test_a_forward_that_failed_does_not_spoil_the_next():
-    run(2, _fail_in_forward)
-
-
-def _bypass_units():
+@on_ranks(2)
+def test_ways_around_the_units_are_errors():
     """What stage 3 cannot see is an error and no wrong number."""
     x, net = _own_part(_data(4)).requires_grad_(), _Odd("plain").double()
     with pytest.raises(ValueError, match=r"units\[0\] has no forward of its own"):
@@ -1414,11 +1314,8 @@ def _bypass_units():
         model(x).sum().backward()
 
 
-def test_ways_around_the_units_are_errors():
-    run(2, _bypass_units)
-
-
-def _use_some_gradients():
+@on_ranks(3)
+def test_gradients_may_be_set_by_hand():
     """A piece's gradient set to None, or to another, counts as such; the others accumulate."""
     x = _data(2 * dist.get_world_size())
     alone = _Odd("plain").double()
@@ -1434,11 +1331,8 @@ def _use_some_gradients():
     _close(_whole(model), alone.state_dict())
 
 
-def test_gradients_may_be_set_by_hand():
-    run(3, _use_some_gradients)
-
-
-def _use_twice():
+@on_ranks(2)
+def test_two_gradients_of_one_pass_add_up():
     """Recomputed in a nested backward, a weight in no unit gets two gradients in one pass."""
     x, alone = _data(2 * dist.get_world_size()).requires_grad_(), _Odd("plain").double()
     forward = lambda net, x: net.blocks[0](checkpoint(net.blocks[0], x, use_reentrant=True))
@@ -1451,11 +1345,8 @@ def _use_twice():
     _close(_whole(model), alone.state_dict())
 
 
-def test_two_gradients_of_one_pass_add_up():
-    run(2, _use_twice)
-
-
-def _come_late():
+@on_ranks(2)
+def test_a_late_gradient_is_an_error():
     """A recomputed use of a weight gives a second gradient in one backward pass."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = ZeroRedundancyOptimizer(
@@ -1467,43 +1358,32 @@ def _come_late():
         x.sum().backward()
 
 
-def test_a_late_gradient_is_an_error():
-    run(2, _come_late)
-
-
-def _clip_again():
+@on_ranks(2)
+def test_clipping_scales_what_later_passes_add_to():
     """Clipped, then more gradients, then clipped twice, as torch has it."""
     x = _data(2 * dist.get_world_size())
-    nets = [_net(torch.float64), *(_net(torch.float64) for _ in STAGES)]
-    trainers = [(nets[0], torch.optim.SGD(_groups(nets[0].parameters()), lr=0.1), x)]
-    trainers += [
-        (*_shard(net, stage, torch.optim.SGD, {"lr": 0.1}), _own_part(x))
-        for stage, net in zip(STAGES, nets[1:])
-    ]
+    (alone, *_), *_ = trainers = _trainers()
     norms = []
     for model, optimizer, part in trainers:
-        trained = [p for p in nets[0].parameters() if p.requires_grad]
+        trained = [p for p in alone.parameters() if p.requires_grad]
         clip = partial(nn.utils.clip_grad_norm_, trained)
-        if model is not nets[0]:
+        if model is not alone:
             clip = getattr(optimizer, "clip_grad_norm_", getattr(model, "clip_grad_norm_", None))
             with pytest.raises(RuntimeError, match="no parameter has a gradient"):
                 clip(1.0)
-        model(part).square().mean().backward()
+        model(part(x)).square().mean().backward()
         clip(0.1)
-        model(part).square().mean().backward()
+        model(part(x)).square().mean().backward()
         norms.append([clip(0.2).item(), clip(0.5).item()])
-        model(part).square().mean().backward()
+        model(part(x)).square().mean().backward()
         optimizer.step()
     for (model, *_), found in zip(trainers, norms):
         assert found == pytest.approx(norms[0], rel=1e-12)
-        _close(_whole(model), nets[0].state_dict(), 1e-12)
+        _close(_whole(model), alone.state_dict(), 1e-12)
 
 
-def test_clipping_scales_what_later_passes_add_to():
-    run(2, _clip_again)
-
-
-def _mix_dtypes():
+@on_ranks(4)
+def test_clipping_goes_over_all_dtypes():
     """Clipping over float32, float64 and bfloat16, and over nothing."""
     for stage in STAGES:
         net = nn.Module()
@@ -1518,10 +1398,6 @@ def _mix_dtypes():
             (model() if stage == 3 else net.forward()).backward()
             clip = (model if stage == 3 else optimizer).clip_grad_norm_
             assert clip(100.0, norm_type).item() == pytest.approx(norm)
-
-
-def test_clipping_goes_over_all_dtypes():
-    run(4, _mix_dtypes)
 
 
 class _Warming(torch.optim.Optimizer):
@@ -1545,7 +1421,9 @@ class _Warming(torch.optim.Optimizer):
                     p -= group["lr"] / group["count"] * state["scale"].item() * state["mean"]
 
 
-def _round_trip(optimizer_class):
+@on_ranks(3)
+@pytest.mark.parametrize("optimizer_class", [torch.optim.NAdam, torch.optim.ASGD, _Warming])
+def test_any_state_is_gathered_and_loaded(optimizer_class):
     """Save after two steps, on all ranks alike; load; a third step."""
     x = _data(4 * dist.get_world_size())
     alone = _net()
@@ -1565,13 +1443,8 @@ def _round_trip(optimizer_class):
             _close(_whole(model), alone.state_dict(), 1e-9)
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.NAdam, torch.optim.ASGD, _Warming])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_any_state_is_gathered_and_loaded(optimizer_class, world_size):
-    run(world_size, _round_trip, optimizer_class)
-
-
-def _forget_everything():
+@on_ranks(2)
+def test_what_is_no_longer_used_is_freed():
     """Weak references to what was made, dropped and collected."""
     made = []
     for stage in (0, *STAGES):
@@ -1581,14 +1454,11 @@ def _forget_everything():
         made += [weakref.ref(x) for x in (net.scale, model, optimizer)]
         del net, model, optimizer
     gc.collect()
-    return [reference() is None for reference in made]
+    assert all(reference() is None for reference in made)
 
 
-def test_what_is_no_longer_used_is_freed():
-    assert all(sum(run(2, _forget_everything), []))
-
-
-def _freeze_some():
+@on_ranks(2)
+def test_groups_may_be_frozen_or_refused():
     """A group of frozen parameters only; frozen ones are converted as well."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     net[0].requires_grad_(False)
@@ -1604,14 +1474,11 @@ def _freeze_some():
     assert len(optimizer.param_groups) == 2
 
 
-def test_groups_may_be_frozen_or_refused():
-    run(2, _freeze_some)
-
-
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def _raise_errors():
+@on_ranks(3)
+def test_bad_input_gets_a_line_that_names_it():
     rank, sgd = dist.get_rank(), torch.optim.SGD
     for name in ("LBFGS", "Adafactor"):
         with pytest.raises(ValueError, match=f"{name} does not update each element by itself"):
@@ -1623,7 +1490,8 @@ def _raise_errors():
     longer = nn.Linear(2, 3 + rank // 2)
     for wrap in (
         lambda net: ZeroRedundancyOptimizer(net.parameters(), sgd, lr=0.1),
-        lambda net: FullyShardedDataParallel(net),
+        FullyShardedDataParallel,
+        DistributedDataParallel,
     ):
         with pytest.raises(ValueError, match="no trainable parameters"):
             wrap(frozen)
@@ -1648,24 +1516,23 @@ def _raise_errors():
         assert optimizer.clip_grad_norm_(1, "inf") > 0
 
 
-def test_bad_input_gets_a_line_that_names_it():
-    run(3, _raise_errors)
-
-
-def _not_finite(stage):
+@on_ranks(3)
+@pytest.mark.parametrize("stage", [0, *STAGES])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_is_named_where_it_arose(stage, value):
     rank = dist.get_rank()
     model, optimizer = _shard(_net(), stage, error_if_nonfinite=True)
     _train(model, optimizer, [_data(2)])
-    inner = model.module if stage == 3 else model
+    inner = getattr(model, "module", model)
     if rank == 1:
         up = inner.blocks[0].up  # in stage 3 another bias is there in each forward pass
         up.register_forward_pre_hook(
-            lambda *_: up.bias.register_hook(lambda grad: grad * float("nan")) and None
+            lambda *_: up.bias.register_hook(lambda grad: torch.full_like(grad, value)) and None
         )
     optimizer.zero_grad()
     loss = model(_data(2)).square().mean()
     if rank == 1:
-        name = "blocks.0.up.bias" if stage == 3 else r"\d+ of group 1"
+        name = "blocks.0.up.bias" if stage in (0, 3) else r"\d+ of group 1"
         with pytest.raises(RuntimeError, match=f"rank 1: gradient not finite for {name}$"):
             loss.backward()
             optimizer.step()
@@ -1675,12 +1542,8 @@ def _not_finite(stage):
             optimizer.step()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_that_is_not_finite_is_named_where_it_arose(stage):
-    run(3, _not_finite, stage)
-
-
-def _add_group():
+@on_ranks(3)
+def test_a_parameter_group_can_be_added():
     x = _data(2 * dist.get_world_size())
     alone = _net()
     optimizers = []
@@ -1701,18 +1564,11 @@ def _add_group():
         assert [g["lr"] for g in optimizer.param_groups] == [0.01, 0.02]
 
 
-def test_a_parameter_group_can_be_added():
-    run(3, _add_group)
-
-
-def _demonstration():
+@on_ranks(3)
+def test_the_demonstration_measures_what_it_claims():
     with redirect_stdout(io.StringIO()) as printed, least_bytes():
         zero._demonstrate()
-    return printed.getvalue()
-
-
-def test_the_demonstration_measures_what_it_claims():
-    printed, *others = run(3, _demonstration)
+    printed, *others = gather_objects(printed.getvalue())
     assert not any(others)
     for stage, line in zip(STAGES, printed.splitlines(), strict=True):
         sent, claimed, held, expected = re.findall(r"[\d.]+", line.split(":")[1])[:4]
