@@ -75,7 +75,14 @@ from collectives import (
 )
 from ddp import DistributedDataParallel
 from expert_parallel import MoE
-from pipeline import SCHEDULES, Pipeline, forward_only, sum_replicas, trace_events
+from pipeline import (
+    SCHEDULES,
+    Pipeline,
+    WeightGradStore,
+    forward_only,
+    sum_replicas,
+    trace_events,
+)
 from sequence_parallel import (
     allgather_attention,
     context_positions,
@@ -680,7 +687,8 @@ class Trainer:
         self.positions = torch.arange(args.seq_len)
         if args.cp > 1:
             self.positions = context_positions(args.seq_len, mesh.cp_group)
-        self.chunks = list(self._make_chunks(schedule))
+        put_off = WeightGradStore()
+        self.chunks = list(self._make_chunks(schedule, put_off))
         # Dropout masks: alike over tp where activations are, different over dp, cp and pp. On the
         # CPU a generator has 32 bits of seed: hashed, those of two --seed do not overlap.
         digest = hashlib.sha256(f"{args.seed} dropout".encode()).digest()
@@ -692,12 +700,12 @@ class Trainer:
         self.optimizers = list(self._make_optimizers())  # which make the parameters bf16
         self.replicas = [] if args.zero else list(map(self._replicate, self.chunks))
         stages = self.replicas or self.chunks
-        self.pipeline = Pipeline(stages, schedule, self._loss, mesh.pp_group)
+        self.pipeline = Pipeline(stages, schedule, self._loss, mesh.pp_group, defer=put_off)
         self.evaluation = self.forward_pipeline(args.microbatches, self._loss)
         self.steps_done = 0
 
-    def _make_chunks(self, schedule):
-        """The stages of the model that this rank has, by chunk."""
+    def _make_chunks(self, schedule, put_off):
+        """The stages of the model that this rank has, by chunk; put_off: a WeightGradStore."""
         args, mesh = self.args, self.mesh
         attention_fn, method = attention, CP_METHODS[args.cp_method]
         if args.cp > 1:
@@ -708,7 +716,7 @@ class Trainer:
             mesh.tp_group,
             num_stages=len(self.route),
             random=ShardedRandomState(self.device, mesh.tp_group),
-            defer=lambda: self.pipeline.queue,
+            defer=put_off,
             positions=self.positions.to(self.device),
             attention_fn=attention_fn,
             moe=partial(ParallelMoE, self.config, mesh, args.microbatches),
@@ -843,8 +851,7 @@ class Trainer:
         outside = torch.maximum(inputs, targets) >= self.config.vocab_size
         counts = torch.stack([(targets != IGNORE_INDEX).sum(), outside.sum()])
         all_reduce(counts, group=self.mesh.dp_cp_group)
-        self.tokens = counts[0].clamp(min=1)
-        loss = pipeline.step(inputs, targets)
+        loss = pipeline.step(inputs, targets, counts[0].clamp(min=1))
         loss = torch.zeros((), device=self.device) if loss is None else loss
         all_reduce(loss, group=self.mesh.dp_cp_group)
         all_reduce(loss, group=self.mesh.pp_group)  # from the rank, or the two, that have one
@@ -866,9 +873,10 @@ class Trainer:
             vocabulary = f"--vocab-size {self.config.vocab_size}"
             raise TrainingError(f"{where}token {largest} is outside {vocabulary}")
 
-    def _loss(self, logits, targets):
+    def _loss(self, logits, targets, num_tokens):
+        """A microbatch's share of the loss per token of the whole batch, of `num_tokens` in all."""
         last = next(chunk for chunk in self.chunks if chunk.last)
-        return last.token_losses(logits, targets).sum() / self.tokens
+        return last.token_losses(logits, targets).sum() / num_tokens
 
     def sum_shared_gradients(self):
         """Sum what the copies of a parameter got for their part of the work.

@@ -38,8 +38,8 @@ import json
 import os
 import sys
 import time
-from collections import Counter, defaultdict, deque
-from contextlib import nullcontext
+from collections import Counter, deque
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -526,17 +526,44 @@ def trace_events(timeline, slot=1000):
 # ---- the halves of a backward --------------------------------------------------------------------
 
 
+class WeightGradStore:
+    """Where the first half of a backward, I, leaves the products of weights' gradients for W.
+
+    While it is open, which is while such a half runs, a layer may put(parameter, product) in place
+    of computing the parameter's gradient, which is what product() returns.
+    """
+
+    def __init__(self):
+        self.products = None  # of the half that runs
+
+    @property
+    def open(self):
+        return self.products is not None
+
+    def put(self, parameter, product):
+        self.products.append((parameter, product))
+
+    @contextmanager
+    def collect(self):
+        """Open it; gives the list of what is put."""
+        self.products = products = []
+        try:
+            yield products
+        finally:
+            self.products = None
+
+
 class _DeferredLinear(torch.autograd.Function):
-    """forward: x W^T + b; backward: the gradient of x; put in a queue: how to compute those of W, b
+    """forward: x W^T + b; backward: the gradient of x; put in the store: how to get those of W, b.
 
     Autograd does not see the parameters, whose hooks would run too early; it sees `anchor`, which
     needs a gradient where x does not.
     """
 
     @staticmethod
-    def forward(ctx, x, anchor, parameters, queue):
+    def forward(ctx, x, anchor, parameters, store):
         ctx.save_for_backward(x)
-        ctx.parameters, ctx.queue = parameters, queue
+        ctx.parameters, ctx.store = parameters, store
         return nn.functional.linear(x, *parameters)
 
     @staticmethod
@@ -544,22 +571,19 @@ class _DeferredLinear(torch.autograd.Function):
         (x,), (weight, bias) = ctx.saved_tensors, ctx.parameters
         x = x.detach().reshape(-1, x.shape[-1])  # what came before x is done with
         rows = grad_output.reshape(-1, grad_output.shape[-1])
-        ctx.queue.append((weight, lambda: rows.t() @ x))
+        ctx.store.put(weight, lambda: rows.t() @ x)
         if bias is not None and bias.requires_grad:
-            ctx.queue.append((bias, lambda: rows.sum(0)))
+            ctx.store.put(bias, lambda: rows.sum(0))
         grad_x = grad_output @ weight.to(grad_output.dtype) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, None
 
 
 class _DeferWeights(TorchFunctionMode):
-    """Linear layers inside leave the products of their backward in `queue`: (parameter, product).
+    """Plain linear layers that run inside put their weights' products off, into `store`."""
 
-    The product returns the parameter's gradient.
-    """
-
-    def __init__(self, queue):
+    def __init__(self, store):
         super().__init__()
-        self.queue = queue
+        self.store = store
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is nn.functional.linear:
@@ -569,15 +593,15 @@ class _DeferWeights(TorchFunctionMode):
     def _linear(self, input, weight, bias=None):
         if weight.requires_grad and weight.is_leaf and torch.is_grad_enabled():
             anchor = torch.empty(0, requires_grad=True)
-            return _DeferredLinear.apply(autocasted(input), anchor, (weight, bias), self.queue)
+            return _DeferredLinear.apply(autocasted(input), anchor, (weight, bias), self.store)
         return nn.functional.linear(input, weight, bias)
 
 
-def _add_products(queue):
-    """Empty a queue, adding each parameter's gradient to it once, so that its hooks run once."""
-    uses, sums = Counter(parameter for parameter, _ in queue), {}
-    while queue:  # emptied, as the graph refers to it and it to activations
-        parameter, product = queue.pop(0)
+def _add_products(products):
+    """Empty the list, adding each parameter's gradient to it once, so that its hooks run once."""
+    uses, sums = Counter(parameter for parameter, _ in products), {}
+    while products:  # a product is let go, and the activations with it, once it is computed
+        parameter, product = products.pop(0)
         dtype = parameter.grad_dtype if parameter.is_leaf else None  # may be fp32 of a bf16 weight
         gradient = product().to(dtype or parameter.dtype)
         sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
@@ -610,15 +634,16 @@ class Pipeline:
     stage: its module, or a list of one per chunk. In a DistributedDataParallel no_sync() holds for
         all its backwards but the last; where that one is split, start_grad_sync() comes before W.
     schedule: the same on all ranks of the group, a Schedule or a list of actions per rank.
-    loss_fn: loss_fn(output, target), called at the end of a route, returns the microbatch's share
-        of the loss: the sum over microbatches is the step's; nothing here divides by their number.
+    loss_fn: loss_fn(output, target, *loss_arguments of step()), called at the end of a route,
+        returns the microbatch's share of the loss: the sum over microbatches is the step's; nothing
+        here divides by their number.
     recompute: a stage keeps nothing between forward and backward but its input and the state of the
         random generators, and runs forward again.
+    defer: the WeightGradStore into which layers of the stages put products off; by default its own.
 
     Where backwards are split, those of linear layers are: what other parameters get is computed
-    with the first half. A layer of another kind may put its products off as well, into `queue`,
-    which in such a backward is a list of (parameter, function that computes its gradient), and else
-    None. Of two routes (DualPipe) each has a replica of all layers: see sum_replicas().
+    with the first half, unless their layers use the store as well. Of two routes (DualPipe) each
+    has a replica of all layers: see sum_replicas().
 
     The transfers of a rank are posted in their global order: a receive as soon as all before it are
     posted, a send as soon as its tensor exists as well. So both ends of every link agree, the first
@@ -633,10 +658,11 @@ class Pipeline:
     takes part in one backward per forward.
     """
 
-    def __init__(self, stage, schedule, loss_fn, group=None, recompute=False):
+    def __init__(self, stage, schedule, loss_fn, group=None, recompute=False, defer=None):
         self.rank, self.num_stages = rank_and_size(group)
         self.stages = list(stage) if isinstance(stage, (list, tuple, nn.ModuleList)) else [stage]
         self.loss_fn, self.group, self.recompute = loss_fn, group, recompute
+        self.defer = defer or WeightGradStore()
         self.schedule = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
         self.num_microbatches = self.schedule.num_microbatches
         self.device = _device_of(self.stages, group)
@@ -656,7 +682,7 @@ class Pipeline:
             "targets": self.rank in [last for _, last in ends],
         }
         self.formats = {}  # (source, chunk) of a boundary -> (rows of inputs, dtype, shape) there
-        self.queue, self.midway, self.times = None, False, {}
+        self.midway, self.times = False, {}
 
     def _check_schedule(self):
         """Raise on all ranks if their schedules differ. NCCL wants all in a group's first batch."""
@@ -698,11 +724,12 @@ class Pipeline:
                     f"{other}, do not train parameters of the same shapes"
                 )
 
-    def step(self, inputs=None, targets=None):
+    def step(self, inputs=None, targets=None, *loss_arguments):
         """Run every action once.
 
         inputs, targets: (B, ...), cut along B into microbatches; needed by ranks where routes
-        begin, and end. Gradients are added to the parameters', and to inputs that require one.
+        begin, and end. loss_arguments: passed to loss_fn. Gradients are added to the parameters',
+        and to inputs that require one.
         Returns the summed loss, detached, on ranks where routes end and None on the others. Raises
         ValueError for batches that are missing, of different B, or of one that the number of
         microbatches does not divide; for a stage that does not return a tensor, or not one of the
@@ -712,10 +739,10 @@ class Pipeline:
         self._check_step(inputs, targets)
         self.midway = bool(self.transfers)
         self.in_flight = {}  # (microbatch, chunk) -> (input, output, random state), until backward
-        self.queues = defaultdict(list)  # (microbatch, chunk) -> products of its weights' gradients
+        self.put_off = {}  # (microbatch, chunk) -> products of its weights' gradients, until W
         self.unposted = deque(self.transfers)
         self.leaving, self.arriving, self.sent = {}, {}, deque()
-        self.loss = None
+        self.loss, self.loss_arguments = None, loss_arguments
         m = self.num_microbatches
         wants_grad = bool(self.last) and self.needed["inputs"] and inputs.requires_grad
         self.targets = () if targets is None else targets.chunk(m)
@@ -742,7 +769,7 @@ class Pipeline:
         if wants_grad:
             grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in self.inputs]
             torch.autograd.backward(inputs, torch.cat(grads))
-        self.inputs = self.targets = ()
+        self.inputs = self.targets = self.loss_arguments = ()
         return self.loss
 
     def _check_step(self, inputs, targets):
@@ -785,7 +812,7 @@ class Pipeline:
     def _run(self, action, x):
         """What the chunk makes of x; at the end of a route, the loss of it."""
         microbatch, chunk = place = action[1:]
-        deferring = _DeferWeights(self.queues[place]) if place in self.split_backward else None
+        deferring = _DeferWeights(self.defer) if place in self.split_backward else None
         with deferring or nullcontext():
             output = self.stages[chunk](_Entry.apply(x))
         if not torch.is_tensor(output):
@@ -797,7 +824,7 @@ class Pipeline:
     def _loss_of(self, output, target, rows):
         if len(target) != rows:
             raise ValueError(f"a microbatch has {rows} rows of inputs, {len(target)} of targets")
-        loss = self.loss_fn(output, target)
+        loss = self.loss_fn(output, target, *self.loss_arguments)
         if not torch.is_tensor(loss):
             raise ValueError(f"loss_fn returned {type(loss).__name__}, not a tensor")
         if loss.numel() != 1 and self.last:
@@ -809,23 +836,22 @@ class Pipeline:
         if state:
             with state:
                 output = self._run(action, x)
-        self.queue = self.queues[action[1:]] if action.kind == "I" else None
-        try:
-            with self._no_sync(action):
-                if output.requires_grad or grad_output is None:  # not so if all before it is frozen
-                    torch.autograd.backward(output, grad_output)
-        finally:
-            self.queue = None
+        halved = self.defer.collect() if action.kind == "I" else nullcontext()
+        with self._no_sync(action), halved as products:
+            if output.requires_grad or grad_output is None:  # not so if all before it is frozen
+                torch.autograd.backward(output, grad_output)
+        if action.kind == "I":
+            self.put_off[action[1:]] = products
         if self.schedule.output_transfer(action, self.rank) is None:
             return None
         return torch.zeros_like(x) if x.grad is None else x.grad
 
     def _weights(self, action, _):
-        queue, stage = self.queues.pop(action[1:]), self.stages[action.chunk]
+        products, stage = self.put_off.pop(action[1:]), self.stages[action.chunk]
         if action == self.last[stage] and hasattr(stage, "start_grad_sync"):
-            stage.start_grad_sync(awaited={parameter for parameter, _ in queue})
+            stage.start_grad_sync(awaited={parameter for parameter, _ in products})
         with self._no_sync(action):
-            _add_products(queue)
+            _add_products(products)
 
     def _no_sync(self, action):
         """Gradients are reduced once, with the last backward of a module."""

@@ -272,11 +272,11 @@ class _ParallelLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_output):
         (x, matrix), (weight, bias), group = ctx.saved_tensors, ctx.parameters, ctx.group
-        queue = ctx.defer() if ctx.defer else None
+        deferring = ctx.defer is not None and ctx.defer.open
         gathering = grad_x = reducing = None
         if not ctx.column and ctx.sequence_parallel:
             grad_output = _gather(grad_output, group)
-        if ctx.regather and queue is None and ctx.needs_input_grad[1]:
+        if ctx.regather and not deferring and ctx.needs_input_grad[1]:
             x, gathering = _gather(x, group, async_op=True)
         if ctx.needs_input_grad[0]:
             grad_x = grad_output @ matrix.to(grad_output.dtype)
@@ -294,10 +294,11 @@ class _ParallelLinear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             products.append((bias, lambda: rows.sum(0).to(bias.dtype)))
         grads = {}
-        if queue is None:
-            grads = {parameter: product() for parameter, product in products}
-        else:
-            queue.extend(products)
+        for parameter, product in products:
+            if deferring:
+                ctx.defer.put(parameter, product)
+            else:
+                grads[parameter] = product()
         if reducing:
             reducing.wait()
         return grad_x, grads.get(weight), grads.get(bias), *5 * [None]
@@ -349,8 +350,8 @@ def parallel_linear(
     ranks' outputs are summed; with sequence_parallel each gets a part of the sum along dim 0.
 
     Backward gathers the whole of x again, unless save_gathered: more memory, less communication.
-    defer: called in backward; returns None, or a list in which to leave (parameter, a function that
-    computes its gradient) for later, as zero-bubble pipelines want it.
+    defer: a pipeline's WeightGradStore; a backward that finds it open leaves the weight's gradient
+    to it, as a function that computes it later, and computes that of x only.
     Raises ValueError for a sequence that P does not divide.
     """
     options = group, column, sequence_parallel, save_gathered, defer

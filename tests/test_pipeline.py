@@ -555,7 +555,7 @@ def _run_schedule(name, m, dtype, tolerance, recompute=False):
             loss.backward()
             expected[-1] += loss.detach()
         losses.append(executor.step(x, y))
-        assert not executor.in_flight and not any(executor.queues.values())
+        assert not executor.in_flight and not executor.put_off
         assert not executor.leaving and not executor.arriving
     if name == "dualpipe":
         sum_replicas(stages)
@@ -658,6 +658,25 @@ def _return_rows():
 
 def test_a_loss_that_is_not_a_scalar_is_named():
     run(1, _return_rows)
+
+
+def _loss_of_more():
+    """What further arguments of step() are reaches the loss of each microbatch, and only there."""
+    rank, p = rank_and_size()
+    seen, weighted = [], lambda output, target, *more: seen.append(more) or output.sum() * more[0]
+    stage = nn.Linear(3, 3)
+    executor, batch = Pipeline(stage, one_f_one_b(p, 2), weighted), torch.ones(4, 3)
+    grads = []
+    for factor in (1.0, 3.0):
+        stage.zero_grad()
+        executor.step(batch, batch, factor, "other")
+        grads.append(stage.weight.grad.clone())
+    torch.testing.assert_close(grads[1], 3 * grads[0])
+    assert seen == (2 * [(1.0, "other")] + 2 * [(3.0, "other")] if rank == p - 1 else [])
+
+
+def test_further_arguments_of_a_step_are_those_of_the_loss():
+    run(2, _loss_of_more)
 
 
 class Twice(nn.Module):
@@ -986,7 +1005,7 @@ def _fail_and_go_on():
                 executor.step(*batch)
         stage.fail, stage.calls = None, 0
         stage.zero_grad()
-        assert executor.queue is None
+        assert not executor.defer.open
         assert torch.equal(executor.step(*batch), loss)
         assert torch.equal(stage.linear.weight.grad, expected)
 

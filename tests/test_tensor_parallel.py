@@ -3,6 +3,7 @@
 import copy
 import io
 import random
+from contextlib import nullcontext
 from itertools import combinations, product
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tensor_parallel
 from collectives import RandomState, copy_to_group, count_bytes, rank_and_size
 from gpu_counts import batches, waits
+from pipeline import WeightGradStore
 from ranks import least_bytes, run
 from sequence_parallel import saved_bytes
 from tensor_parallel import (
@@ -154,25 +156,26 @@ def test_column_and_row_linears_are_parts_of_one_linear(world_size, tp):
 
 
 def _put_off(tp):
-    """Weight products go to the queue, and give the same bits later; frozen parameters, too."""
+    """Weight products go to an open store, and give the same bits later; frozen parameters, too."""
     group, replica = _group(tp)
     for column in (True, False):
         for along_sequence in (False, True):
-            queue, grads = [], []
+            store, grads = WeightGradStore(), []
             torch.manual_seed(replica)
             x = torch.randn(2 * tp, 3, 4)
             weight, bias = torch.randn(5, 4), torch.randn(5)
-            for defer in (None, lambda: None, lambda: queue):
+            for defer, opened in ((None, False), (store, False), (store, True)):
                 leaves = [p.clone().requires_grad_() for p in (x, weight, bias)]
                 y = parallel_linear(
                     *leaves, group, column, along_sequence, save_gathered=False, defer=defer
                 )
-                y.sin().sum().backward()
-                if defer and defer() is not None:
+                with store.collect() if opened else nullcontext([]) as put_off:
+                    y.sin().sum().backward()
+                if opened:
                     assert leaves[1].grad is None and leaves[2].grad is None
-                    assert [parameter for parameter, _ in queue] == leaves[1:]
-                    for parameter, product in queue:
-                        parameter.grad = product()
+                    assert [parameter for parameter, _ in put_off] == leaves[1:]
+                for parameter, product in put_off:
+                    parameter.grad = product()
                 grads.append([leaf.grad for leaf in leaves])
             for other in grads[1:]:
                 assert all(map(torch.equal, grads[0], other))
@@ -188,11 +191,12 @@ def test_weight_products_can_be_put_off(tp):
 
 def _like_torch_nn():
     """What a linear layer of torch.nn does with saved-tensor hooks, frozen weights, autocast."""
-    queue, layer = [], RowParallelLinear(8, 4, defer=lambda: queue)
+    layer = RowParallelLinear(8, 4, defer=WeightGradStore())
     with torch.autograd.graph.save_on_cpu():
         y = layer(torch.randn(3, 4, requires_grad=True))
-    y.sum().backward()
-    assert [parameter for parameter, _ in queue] == [layer.weight]
+    with layer.defer.collect() as put_off:
+        y.sum().backward()
+    assert [parameter for parameter, _ in put_off] == [layer.weight]
     layer = ColumnParallelLinear(8, 4)
     layer.weight.requires_grad_(False)
     with saved_bytes(layer.parameters()) as count:
@@ -363,9 +367,8 @@ def _gradients_in_bf16(tp):
     for along_sequence, deferred, how in product((False, True), (False, True), hows):
         autocast = how == "autocast"
         torch.manual_seed(0)
-        queue = []
         plain = _plain_layer(D, heads, kv_heads).double()
-        defer = (lambda: queue) if deferred else None
+        defer = WeightGradStore() if deferred else None
         layer = _parallel_layer(D, heads, kv_heads, None, along_sequence, defer=defer)
         for parameter, own in zip(plain.parameters(), layer.parameters(), strict=True):
             parameter.data = torch.randn(parameter.shape).mul(D**-0.5).bfloat16().double()
@@ -382,10 +385,11 @@ def _gradients_in_bf16(tp):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             found = layer(local)
         assert found.dtype == local.dtype
-        found.backward(part(grad).to(found.dtype))
-        assert len(queue) == deferred * 6  # four matrices, two biases of column-parallel layers
-        for parameter, put_off in queue:
-            torch.autograd.backward(parameter, put_off())
+        with defer.collect() if deferred else nullcontext([]) as put_off:
+            found.backward(part(grad).to(found.dtype))
+        assert len(put_off) == deferred * 6  # four matrices, two biases of column-parallel layers
+        for parameter, product_of in put_off:
+            torch.autograd.backward(parameter, product_of())
         sum_partial_gradients(layer.parameters())
         dtypes = {parameter.grad.dtype for parameter in layer.parameters()}
         assert dtypes == {torch.bfloat16 if how == "bf16" else torch.float32}
@@ -857,16 +861,16 @@ def test_a_layer_sends_8_b_s_h_elements_times_t_minus_1_over_t_or_10(
 def _layer_batches(along_sequence, save_gathered, deferred):
     """Forward, and backward with the products that were put off."""
     _, tp = rank_and_size()
-    queue = []
-    defer = (lambda: queue) if deferred else None
+    defer = WeightGradStore() if deferred else None
     layer = _parallel_layer(8 * tp, 2 * tp, tp, None, along_sequence, save_gathered, defer)
     x = torch.randn(2 if along_sequence else 2 * tp, 4, 8 * tp, requires_grad=True)
     with batches() as count, waits() as waited:
         y = layer(x)
         forward = count["batches"]
-        y.sum().backward()
-        for _, put_off in queue:
-            put_off()
+        with defer.collect() if deferred else nullcontext([]) as put_off:
+            y.sum().backward()
+        for _, product_of in put_off:
+            product_of()
     assert not waited and not count["off 16"]
     return forward, count["batches"] - forward
 
