@@ -1,30 +1,27 @@
 """Sequence parallelism: the sequence is split, first outside of attention, then everywhere.
 
-First, what tensor parallelism leaves whole. Over t ranks it splits the inside of attention and MLP,
-but every rank holds the norms, dropouts and the residual stream of all tokens. These treat each
-token alone, so each rank may have 1/t of the sequence there. To enter a split matrix the sequence
-is gathered, to leave it the partial sums are reduce-scattered:
+Over t ranks tensor parallelism splits the inside of attention and MLP, but every rank holds the
+norms, dropouts and the residual stream of all tokens. These treat each token alone, so each rank
+may have 1/t of the sequence there, which is dim 0 of (T, B, D):
 
            split along the sequence |  split by heads or by columns    | along the sequence
     x_r ---- LayerNorm ---- all-gather ---- QKV, attention, out ---- reduce-scatter ---- dropout, +
            backward:        reduce-scatter                           all-gather
 
-An all-reduce is a reduce-scatter and an all-gather: the bytes are those of tensor parallelism,
-8 b s h (t-1)/t elements per layer, or 10 if backward gathers the inputs again that it needs, since
-each rank has kept only its part. Bytes of activations kept per layer in 16 bit, for batch b,
-sequence s, width h, a heads, a mask of dropout being one byte per element:
+The bytes sent are those of tensor parallelism, 8 b s h (t-1)/t elements per layer, or 10 if
+backward gathers its inputs again, since each rank has kept only its part. Bytes of activations kept
+per layer in 16 bit, for batch b, sequence s, width h, a heads, a byte per element of a mask:
 
     tensor parallelism                     s b h (10 + 24/t + 5 a s / (h t))
     and sequence parallelism               s b h (34/t + 5 a s / (h t))
     with selective recomputation           the same without 5 a s / (h t)
     with full recomputation                2 s b h, or 2 s b h / t
 
-Recomputation keeps the inputs of a function and runs it again in backward. Selective recomputation
-does that to the attention core alone, whose s x s scores take the most memory and little time;
-fused attention never makes them. Tensors are (T, B, D): the sequence is dim 0.
+Recomputation keeps the inputs of a function and runs it again in backward: selective, the attention
+core, whose s x s scores take the most memory and little time; fused attention never makes them.
 
-Then context parallelism: attention crosses the split, in one of three ways. Elements that each of
-P ranks sends for an attention, forward, where h_kv is the width of the keys:
+With context parallelism attention crosses the split, in one of three ways. Elements that each of P
+ranks sends for an attention, forward, where h_kv is the width of the keys:
 
     all-gather   everyone gets all keys and values            2 (P-1)/P b s h_kv
     ring         keys and values come by, a part at a time    2 (P-1)/P b s h_kv, while it computes
@@ -103,6 +100,7 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):
+        # what PyTorch's own reentrant checkpoint asks: is this a backward() to all .grad?
         if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError("recompute() is for backward(): it leaves gradients in .grad")
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
@@ -260,24 +258,23 @@ def context_positions(seq_len, group=None, zigzag=True):
     return torch.cat([torch.arange(begin, begin + size) for begin, size in runs])
 
 
-def _chunks_by_rank(world_size, each):
-    """The numbers of the sequence's chunks, in the order of the ranks that have 1 or 2 each."""
-    if each == 1:
-        return list(range(world_size))
-    return [chunk for rank in range(world_size) for chunk in (rank, 2 * world_size - 1 - rank)]
+def _places(world_size, each):
+    """Where the sequence's chunks are among those of all ranks, which have 1 or 2 of them each."""
+    by_rank = list(range(each * world_size))
+    return by_rank if each == 1 else by_rank[::2] + by_rank[:0:-2]
 
 
 def _by_position(parts, world_size, dim):
     """Chunks (C, ...) by rank -> the sequence, along `dim`. Slices: no index goes to the device."""
-    numbers, parts = _chunks_by_rank(world_size, len(parts) // world_size), parts.unbind(0)
-    return torch.cat([parts[numbers.index(chunk)] for chunk in range(len(numbers))], dim)
+    places, parts = _places(world_size, len(parts) // world_size), parts.unbind(0)
+    return torch.cat([parts[place] for place in places], dim)
 
 
 def _by_rank(whole, world_size, each, dim):
     """The reverse: the sequence, along `dim`, -> (C, ...), chunks of each rank side by side."""
-    numbers = _chunks_by_rank(world_size, each)
-    chunks = _unflatten(whole, len(numbers), dim).unbind(dim)
-    return torch.stack([chunks[number] for number in numbers])
+    places = _places(world_size, each)
+    chunks = _unflatten(whole, len(places), dim).unbind(dim)
+    return torch.stack([chunks[places.index(i)] for i in range(len(places))])
 
 
 def _unflatten(x, count, dim):
@@ -342,6 +339,40 @@ def attended_pairs(blocks):
     size = lambda s: s.stop - s.start
     half = lambda n: n * (n + 1) // 2
     return sum(half(size(t.keys)) if t.causal else size(t.queries) * size(t.keys) for t in blocks)
+
+
+# ---- context parallelism: attention to some blocks -----------------------------------------------
+
+
+def _attend(blocks, q, k, v, output, lse):
+    """Add to output (B, H, T, K) and lse (B, H, T), of the keys so far, what these keys bring.
+
+    Softmaxes over parts merge as a softmax over the parts: with weights exp(lse of the part - lse).
+    """
+    for queries, keys, causal in blocks:
+        part, part_lse = block_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal)
+        so_far, own = lse[:, :, queries], output[:, :, queries]
+        total = torch.logaddexp(so_far, part_lse)
+        own.mul_((so_far - total).exp_().unsqueeze(-1))
+        own.add_(part * (part_lse - total).exp_().unsqueeze(-1))
+        so_far.copy_(total)
+
+
+def _attend_backward(blocks, grad, q, k, v, output, lse, grad_q, grad_k, grad_v):
+    """Add to the three gradients what these keys bring."""
+    for queries, keys, causal in blocks:
+        grad_part, q_part = grad[:, :, queries], q[:, :, queries]
+        known = output[:, :, queries], lse[:, :, queries]
+        kv = k[:, :, keys], v[:, :, keys]
+        parts = block_attention_backward(grad_part, q_part, *kv, *known, causal)
+        grad_q[:, :, queries] += parts[0]
+        grad_k[:, :, keys] += parts[1]
+        grad_v[:, :, keys] += parts[2]
+
+
+def _precise(x, *shape):
+    """Zeros to sum up in, fp32 at least."""
+    return x.new_zeros(shape or x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 # ---- context parallelism: three ways for attention to cross the split ----------------------------
@@ -523,42 +554,11 @@ def ulysses_attention(q, k, v, group=None, causal=True, zigzag=True):
     return y.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).flatten(1, 2)
 
 
-# ---- context parallelism: attention of a block, and of several -----------------------------------
+# ---- context parallelism: kernels of a block -----------------------------------------------------
 
 
-def _attend(blocks, q, k, v, output, lse):
-    """Add to output (B, H, T, K) and lse (B, H, T), of the keys so far, what these keys bring.
-
-    Softmaxes over parts merge as a softmax over the parts: with weights exp(lse of the part - lse).
-    """
-    for queries, keys, causal in blocks:
-        part, part_lse = _block_forward(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal)
-        so_far, own = lse[:, :, queries], output[:, :, queries]
-        total = torch.logaddexp(so_far, part_lse)
-        own.mul_((so_far - total).exp_().unsqueeze(-1))
-        own.add_(part * (part_lse - total).exp_().unsqueeze(-1))
-        so_far.copy_(total)
-
-
-def _attend_backward(blocks, grad, q, k, v, output, lse, grad_q, grad_k, grad_v):
-    """Add to the three gradients what these keys bring."""
-    for queries, keys, causal in blocks:
-        grad_part, q_part = grad[:, :, queries], q[:, :, queries]
-        known = output[:, :, queries], lse[:, :, queries]
-        kv = k[:, :, keys], v[:, :, keys]
-        parts = _block_backward(grad_part, q_part, *kv, *known, causal)
-        grad_q[:, :, queries] += parts[0]
-        grad_k[:, :, keys] += parts[1]
-        grad_v[:, :, keys] += parts[2]
-
-
-def _precise(x, *shape):
-    """Zeros to sum up in, fp32 at least."""
-    return x.new_zeros(shape or x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-def _block_forward(q, k, v, causal):
-    """Attention by PyTorch's fused kernel: output, and log-sum-exp of the scores (B, H, T)."""
+def block_attention(q, k, v, causal):
+    """Output, and log-sum-exp of the scores (B, H, T), which only PyTorch's own kernels return."""
     aten = torch.ops.aten
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
@@ -569,7 +569,7 @@ def _block_forward(q, k, v, causal):
     return output, lse.narrow(2, 0, q.shape[2])
 
 
-def _block_backward(grad, q, k, v, output, lse, causal):
+def block_attention_backward(grad, q, k, v, output, lse, causal):
     """The gradients of q, k and v, from the output and log-sum-exp over *all* keys of a query."""
     aten = torch.ops.aten
     if q.device.type == "cpu":
@@ -591,7 +591,8 @@ def _repeated(k, q):
     return k.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
-context_tiles, _tile_forward, _tile_backward = context_blocks, _block_forward, _block_backward
+context_tiles = context_blocks
+_tile_forward, _tile_backward = block_attention, block_attention_backward
 
 
 # ---- context parallelism: cost -------------------------------------------------------------------

@@ -32,7 +32,6 @@ Convolutional Neural Networks", 2012 (the same idea, ten years before: last part
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -134,14 +133,17 @@ class _ParallelLinear(torch.autograd.Function):
 
         def weight_product():
             whole = all_gather_to_group(x, 0, group) if ctx.regather and not gathering else x
-            return rows.t() @ _rows(whole)
+            return (rows.t() @ _rows(whole)).to(ctx.parameters[0].dtype)
 
-        products, grads = (weight_product, lambda: rows.sum(0)), [None, None]
-        for i, (parameter, product) in enumerate(zip(ctx.parameters, products)):
+        def bias_sum():
+            return rows.sum(0).to(ctx.parameters[1].dtype)
+
+        grads = [None, None]
+        for i, gradient in enumerate((weight_product, bias_sum)):
             if ctx.needs_input_grad[1 + i] and put_off:
-                defer.put(parameter, partial(_in_dtype_of, parameter, product))
+                defer.put(ctx.parameters[i], gradient)
             elif ctx.needs_input_grad[1 + i]:
-                grads[i] = _in_dtype_of(parameter, product)
+                grads[i] = gradient()
         if reducing:
             reducing.wait()
         return grad_x, *grads, None, None
@@ -149,10 +151,6 @@ class _ParallelLinear(torch.autograd.Function):
 
 def _rows(x):
     return x.reshape(-1, x.shape[-1])
-
-
-def _in_dtype_of(parameter, product):
-    return product().to(parameter.dtype)
 
 
 def _reduce(y, options, async_op=False):
@@ -175,8 +173,8 @@ def parallel_linear(x, weight, bias=None, column=True, **options):
 
     x: (..., in), weight: (out, in), this rank's part. column: as column_linear(), where with
     sequence_parallel x is this rank's part along dim 0 of what is gathered. Otherwise as
-    row_linear(), where with sequence_parallel each rank gets a part of the sum along dim 0, and
-    every rank adds its bias. options: those of ParallelOptions.
+    row_linear(), where with sequence_parallel each rank gets a part of the sum along dim 0; a bias
+    would be in every summand. options: those of ParallelOptions.
     Raises ValueError for a sequence that P does not divide.
     """
     x = autocasted(x)  # before it is kept and sent
@@ -622,16 +620,13 @@ def gather_shards(local, parameter, group=None):
 
 
 class _Range(NamedTuple):
-    """A block of this rank's part of a parameter, flat: elements from `begin` to `end`.
-
-    They are part number `part` of `parts`; the largest part has `largest` elements.
-    """
+    """Elements `begin` to `end` of this rank's part, flat: number `part` of a block's `parts`."""
 
     begin: int
     end: int
     part: int
     parts: int
-    largest: int
+    largest: int  # elements of the largest part
 
 
 def _ranges(parameter, rank, world_size):

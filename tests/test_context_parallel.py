@@ -253,8 +253,8 @@ def test_on_a_gpu_16_bit_goes_through_flash_attention_and_fp32_through_the_effic
     with FakeTensorMode(), Kernels():
         make = lambda heads, length: torch.empty(2, heads, length, 64, device="cuda", dtype=dtype)
         q, k, v = make(8, 33), make(2, 40), make(2, 40)
-        output, lse = sequence_parallel._block_forward(q, k, v, False)
-        grads = sequence_parallel._block_backward(output, q, k, v, output, lse, False)
+        output, lse = sequence_parallel.block_attention(q, k, v, False)
+        grads = sequence_parallel.block_attention_backward(output, q, k, v, output, lse, False)
     assert lse.shape == (2, 8, 33) and lse.dtype == torch.float32
     assert [x.shape for x in (output, *grads)] == [x.shape for x in (q, q, k, v)]
     assert {x.dtype for x in (output, *grads)} == {dtype}
