@@ -462,7 +462,7 @@ class MoE(nn.Module):
             _check_nodes(*nodes, group)
         self.num_experts, self.group, self.nodes = num_experts, group, nodes
         self.capacity_factor, self.balance_groups = capacity_factor, balance_groups
-        self.coefficients, self.loss_scale = (balance_coefficient, z_coefficient), loss_scale
+        self.balance, self.z = balance_coefficient * loss_scale, z_coefficient * loss_scale
         self.router = Router(hidden, num_experts, top_k, **router)
         self.experts = Experts(num_experts // P, hidden, ffn_hidden)
         self.shared = None
@@ -492,15 +492,14 @@ class MoE(nn.Module):
 
     def _loss(self, routing, counts):
         """The losses of the router, of this rank's part of the tokens."""
-        balance, z = (coefficient * self.loss_scale for coefficient in self.coefficients)
-        if not balance and not z:
+        if not self.balance and not self.z:
             return None
         totals = F.pad(counts, (0, 1), value=len(routing.logits))
         for group in self.balance_groups:
             all_reduce(totals, group=group)
         counts, tokens = totals[:-1], totals[-1]
-        loss = balance * balance_loss(routing.probabilities, counts, tokens, self.router.top_k)
-        return loss + z * router_z_loss(routing.logits, tokens) if z else loss
+        loss = balance_loss(routing.probabilities, counts, tokens, self.router.top_k) * self.balance
+        return loss + self.z * router_z_loss(routing.logits, tokens) if self.z else loss
 
     def _within_capacity(self, experts):
         """The experts, or -1 in place of those that have as many tokens already as they may."""
