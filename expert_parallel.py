@@ -27,7 +27,6 @@ DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
 """
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -46,6 +45,44 @@ from collectives import (
     run_ranks,
 )
 
+# ---- the idea ------------------------------------------------------------------------------------
+
+
+class Load(NamedTuple):
+    """Rows of each of a rank's G experts: (G,) on the device, and the same on the host.
+
+    A kernel wants the one, a loop the other: read from the device it would hold up the host.
+    """
+
+    tokens_per_expert: torch.Tensor
+    sizes: list
+
+
+def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None):
+    """Send each token to the ranks of its experts, compute there, and sum up what comes back.
+
+    x: (N, D); experts, weights: (N, k), where expert e is on rank e P // num_experts;
+    compute(rows, load): this rank's experts, on (M, D) rows sorted by expert. Returns (N, D).
+    one_hop() does the same in the way that a GPU wants it, also where a token loses an expert.
+    """
+    (N, k), (_, P) = experts.shape, rank_and_size(group)
+    order = experts.flatten().argsort(stable=True)  # of N k copies: by expert, and so by rank
+    sent = experts.flatten().bincount(minlength=num_experts).view(P, -1)
+    received = torch.empty_like(sent)  # (P, G): from each rank, for each expert
+    all_to_all_single(received, sent, group=group)
+    splits = received.sum(1).tolist(), sent.sum(1).tolist()
+    rows = all_to_all_in_group(x[order // k], *splits, group)  # dispatch: (M, D), by source
+
+    expert_of = torch.arange(received.shape[1]).repeat(P).repeat_interleave(received.flatten())
+    by_expert = expert_of.argsort(stable=True)
+    load = Load(received.sum(0), received.sum(0).tolist())
+    rows = compute(rows[by_expert], load)[by_expert.argsort()]
+
+    rows = all_to_all_in_group(rows, *splits[::-1], group)  # combine: (N k, D), as they left
+    copies = rows[order.argsort()].view(N, k, x.shape[1])
+    return (weights.unsqueeze(2) * copies).sum(1)
+
+
 # ---- router --------------------------------------------------------------------------------------
 
 
@@ -61,14 +98,15 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Chooses the k experts of each token, and the weights of their results. In fp32 at least.
 
-    score: "softmax" of the logits, or "sigmoid" of each, which DeepSeek-V3 does. normalize: weights
-    are scores divided by their sum over the chosen, by default unless k = 1, where that would leave
-    the router without gradient. `bias` is added for the choice and is not in the weights. Among
-    equal scores the lowest expert wins. n_group, topk_group: experts come in groups, of nodes,
-    and a token may use at most so many of them: those with the highest sum of their two best.
+    top_k: k; among equal scores the lowest expert wins.
+    score: "softmax" of the logits, or "sigmoid" of each, which DeepSeek-V3 does.
+    normalize: whether weights are scores divided by their sum over the chosen; by default unless
+        k = 1, where that would leave the router without gradient.
+    n_group, topk_group: experts come in groups, of nodes, and a token may use at most so many of
+        them: those with the highest sum of their two best.
 
-    Raises ValueError for a score that is not known, groups that do not divide the experts, and a
-    top_k above what can be reached.
+    Its buffer `bias` is added for the choice and is not in the weights. Raises ValueError for a
+    score that is not known, groups that do not divide the experts, and a top_k out of reach.
     """
 
     def __init__(
@@ -129,12 +167,13 @@ class Router(nn.Module):
         self.bias = self.bias.float()  # in 16 bit it would soon not move any more
         return self
 
-    def update_bias(self, counts, rate=0.001):
+    def update_bias(self, tokens_per_expert, rate=0.001):
         """After a step: raise the bias of experts with less than the mean load, lower the others'.
 
-        counts: (E,) tokens that each got, over all ranks and microbatches of the step.
+        tokens_per_expert: (E,), over all ranks and microbatches of the step.
         """
-        self.bias.add_(rate * torch.sign(counts.double().mean() - counts).to(self.bias.dtype))
+        excess = tokens_per_expert - tokens_per_expert.double().mean()
+        self.bias.sub_(rate * excess.sign().to(self.bias.dtype))
 
 
 def _normalized(scores):
@@ -148,14 +187,14 @@ def _best(scores, count):
 # ---- balance -------------------------------------------------------------------------------------
 
 
-def balance_loss(probabilities, counts, tokens, top_k):
+def balance_loss(probabilities, tokens_per_expert, tokens, top_k):
     """This rank's part of Switch's E sum_i f_i P_i: 1 where all experts have the same load.
 
-    probabilities: (n, E) of this rank's tokens; counts: (E,) choices of all ranks; tokens: their
-    number on all ranks. The sum of the ranks' parts is the loss of all tokens.
+    probabilities: (n, E) of this rank's tokens; tokens_per_expert: (E,) choices of all ranks;
+    tokens: of all ranks. The sum of the ranks' parts is the loss of all tokens.
     """
-    fractions = counts.to(probabilities.dtype) / (tokens * top_k)
-    return len(counts) * (fractions * probabilities.sum(0)).sum() / tokens
+    fractions = tokens_per_expert.to(probabilities.dtype) / (tokens * top_k)
+    return len(fractions) * (fractions * probabilities.sum(0)).sum() / tokens
 
 
 def router_z_loss(logits, tokens):
@@ -163,8 +202,8 @@ def router_z_loss(logits, tokens):
     return logits.logsumexp(-1).square().sum() / tokens
 
 
-class _Attach(torch.autograd.Function):
-    """forward: x; backward: also the gradient of `loss`, and counts are added to their total
+class AuxLossAutoScaler(torch.autograd.Function):
+    """forward: x; backward: the gradient of `loss` begins here, and counts are added to their total
 
     So a loss that arises within a model need not be carried to its end; and what is counted is
     counted once, if forward runs again for backward, and not at all, if there is no backward.
@@ -186,16 +225,6 @@ class _Attach(torch.autograd.Function):
 # ---- experts -------------------------------------------------------------------------------------
 
 
-class Load(NamedTuple):
-    """Rows of each of a rank's G experts: (G,) on the device, and the same on the host.
-
-    A kernel wants the one, a loop the other: read from the device it would hold up the host.
-    """
-
-    counts: torch.Tensor
-    sizes: list
-
-
 class _GroupedLinear(torch.autograd.Function):
     """forward: rows of each group times its own matrix; backward: the same, twice
 
@@ -204,7 +233,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, load):
-        ends = load.counts.cumsum(0).to(torch.int32)  # where each group's rows end
+        ends = load.tokens_per_expert.cumsum(0).to(torch.int32)  # where each group's rows end
         ctx.groups = ends, load.sizes
         ctx.save_for_backward(x, weight)
         return _grouped(x, weight.to(x.dtype).transpose(1, 2), *ctx.groups)
@@ -269,40 +298,30 @@ class Experts(nn.Module):
 # ---- dispatch and combine ------------------------------------------------------------------------
 
 
-class _Spread(torch.autograd.Function):
-    """forward: row i // k of x, for each i of `order`; backward: the sum of each row's copies"""
+class _Copies(torch.autograd.Function):
+    """forward: row i // k of x, for each i of `order`; backward: the sum of each row's copies
+
+    PyTorch's own gradient of x[order] would sort the indices, or add atomically.
+    """
 
     @staticmethod
     def forward(ctx, x, order, k):
         ctx.save_for_backward(order)
         ctx.shape, ctx.k = x.shape, k
-        return x[order // k]
+        return x[order // k] if k > 1 else x[order]
 
     @staticmethod
     def backward(ctx, grad_output):
-        (order,), (N, D) = ctx.saved_tensors, ctx.shape
-        copies = grad_output.new_zeros(N * ctx.k, D)
-        copies[order] = grad_output
-        return copies.view(N, ctx.k, D).sum(1), None, None
-
-
-class _Permute(torch.autograd.Function):
-    """forward: x[order], a permutation, or with `back` the reverse; backward: the other way"""
-
-    @staticmethod
-    def forward(ctx, x, order, back):
-        ctx.save_for_backward(order)
-        ctx.back = back
-        return torch.empty_like(x).index_copy_(0, order, x) if back else x[order]
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (order,) = ctx.saved_tensors
-        return _Permute.apply(grad_output, order, not ctx.back), None, None
+        (order,), (N, D), k = ctx.saved_tensors, ctx.shape, ctx.k
+        missing = len(order) < N * k
+        copies = grad_output.new_zeros(N * k, D) if missing else grad_output.new_empty(N * k, D)
+        copies.index_copy_(0, order, grad_output)
+        return copies.view(N, k, D).sum(1) if k > 1 else copies, None, None
 
 
 def _histogram(chosen, num_experts):
     """How often each expert is in `chosen`, where -1 is none: (num_experts,)."""
+    # bincount() would have the host wait
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=chosen.device)
     return counts.scatter_add_(0, chosen % len(counts), torch.ones_like(chosen))[:-1]
 
@@ -331,11 +350,9 @@ def exchange_counts(counts, group=None, fault=None):
 
 
 def one_hop(x, experts, weights, num_experts, compute, group=None, fault=None):
-    """Send each token to its experts' ranks, compute there, and sum up what comes back.
+    """dispatch_and_combine(), with expert -1 for none, where the host waits once.
 
-    x: (N, D); experts, weights: (N, k), where expert -1 means none; compute(rows, load): this
-    rank's experts, on (M, D) rows sorted by expert. Experts lie on the group's ranks in order.
-    Returns (N, D). fault, errors: see exchange_counts().
+    fault, errors: see exchange_counts().
     """
     (N, k), (_, P) = experts.shape, rank_and_size(group)
     chosen = experts.flatten()
@@ -344,18 +361,18 @@ def one_hop(x, experts, weights, num_experts, compute, group=None, fault=None):
     arriving, sent, received = exchange_counts(counts, group, fault)  # by rank and its experts
     splits = [sum(row) for row in received], [sum(row) for row in sent]
     order = order[len(order) - sum(splits[1]) :]
-    rows = all_to_all_in_group(_Spread.apply(x, order, k), *splits, group)  # by source, by expert
+    rows = all_to_all_in_group(_Copies.apply(x, order, k), *splits, group)  # by source, by expert
 
     place = torch.repeat_interleave(arriving.flatten(), output_size=len(rows))
     by_expert = (place % arriving.shape[1]).argsort(stable=True)
     load = Load(arriving.sum(0), [sum(column) for column in zip(*received)])
-    rows = compute(_Permute.apply(rows, by_expert, False), load)
-    rows = _Permute.apply(rows, by_expert, True)
+    rows = compute(_Copies.apply(rows, by_expert, 1), load)
+    rows = torch.empty_like(rows).index_copy_(0, by_expert, rows)
     rows = all_to_all_in_group(rows, *splits[::-1], group)  # back, in the order of `order`
 
-    slots = rows.new_zeros(N * k, rows.shape[1]).index_copy(0, order, rows)
-    slots = slots.view(N, k, rows.shape[1])
-    return torch.bmm(weights.to(rows.dtype).unsqueeze(1), slots).squeeze(1)
+    copies = rows.new_zeros(N * k, rows.shape[1]).index_copy_(0, order, rows)
+    copies = copies.view(N, k, rows.shape[1])
+    return torch.bmm(weights.to(rows.dtype).unsqueeze(1), copies).squeeze(1)
 
 
 def two_hops(
@@ -402,18 +419,21 @@ class MoE(nn.Module):
     """A mixture of experts over the ranks of `group`: (..., D) -> (..., D) of this rank's tokens.
 
     capacity_factor: an expert takes at most ceil(n k / E x capacity_factor) of a rank's n tokens,
-    the first ones; a token that finds no place gets nothing, and passes by in the residual
-    (`dropped` is their fraction, in the last forward). shared_experts: how many more every token
-    uses. balance_coefficient, z_coefficient: of the losses, whose gradients are added in backward,
-    scaled by loss_scale: 1 where gradients are summed over the ranks, their number where they are
-    averaged. balance_groups: the groups over which the ranks have different tokens, which make up
-    the batch of these losses. `counts` adds up the choices of each expert over backwards: the load,
-    for update_bias(). nodes: (node_group, cross_group), for two_hops(). router: further options of
-    the Router.
+        the first ones; a token that finds no place gets nothing, and passes by in the residual
+        (`dropped` is their fraction, in the last forward).
+    shared_experts: how many more every token uses.
+    balance_coefficient, z_coefficient: of the losses, whose gradients are added in backward.
+    loss_scale: of these losses: 1 where gradients are summed over the ranks, their number where
+        they are averaged.
+    balance_groups: the groups over which the ranks have different tokens, which make up the batch
+        of these losses.
+    nodes: (node_group, cross_group), for two_hops().
+    router: further options of the Router.
 
-    Raises ValueError if P does not divide the experts, for a capacity that holds no token, for
-    nodes that are not neighbours in the group, and, on every rank of the group, for logits that are
-    not finite.
+    `counts` adds up the choices of each expert over backwards: the load, for update_bias(). Raises
+    ValueError if P does not divide the experts, for a capacity that holds no token, for nodes that
+    are not neighbours in the group, and, on every rank of the group, for logits that are not
+    finite.
     """
 
     def __init__(
@@ -442,7 +462,7 @@ class MoE(nn.Module):
             _check_nodes(*nodes, group)
         self.num_experts, self.group, self.nodes = num_experts, group, nodes
         self.capacity_factor, self.balance_groups = capacity_factor, balance_groups
-        self.coefficients, self.loss_scale = (balance_coefficient, z_coefficient), loss_scale
+        self.balance, self.z = balance_coefficient * loss_scale, z_coefficient * loss_scale
         self.router = Router(hidden, num_experts, top_k, **router)
         self.experts = Experts(num_experts // P, hidden, ffn_hidden)
         self.shared = None
@@ -459,31 +479,27 @@ class MoE(nn.Module):
         routing = self.router(tokens)
         tokens = autocasted(tokens)  # before they travel
         experts = self._within_capacity(routing.experts)
+        hops, groups = (two_hops, self.nodes) if self.nodes else (one_hop, [self.group])
         arguments = (tokens, experts, routing.weights, self.num_experts, self.experts)
-        fault = self._fault(routing.logits)
-        if self.nodes:
-            y = two_hops(*arguments, *self.nodes, fault)
-        else:
-            y = one_hop(*arguments, self.group, fault)
+        y = hops(*arguments, *groups, self._fault(routing.logits))
         if self.shared is not None:
             y = y + self.shared(tokens)
         if torch.is_grad_enabled():
             counts = _histogram(routing.experts.flatten(), self.num_experts)
             self.counts = self.counts.to(x.device)
-            y = _Attach.apply(y, self._loss(routing, counts), counts, self.counts)
+            y = AuxLossAutoScaler.apply(y, self._loss(routing, counts), counts, self.counts)
         return y.view(x.shape)
 
     def _loss(self, routing, counts):
         """The losses of the router, of this rank's part of the tokens."""
-        balance, z = (coefficient * self.loss_scale for coefficient in self.coefficients)
-        if not balance and not z:
+        if not self.balance and not self.z:
             return None
         totals = F.pad(counts, (0, 1), value=len(routing.logits))
         for group in self.balance_groups:
             all_reduce(totals, group=group)
         counts, tokens = totals[:-1], totals[-1]
-        loss = balance * balance_loss(routing.probabilities, counts, tokens, self.router.top_k)
-        return loss + z * router_z_loss(routing.logits, tokens) if z else loss
+        loss = balance_loss(routing.probabilities, counts, tokens, self.router.top_k) * self.balance
+        return loss + self.z * router_z_loss(routing.logits, tokens) if self.z else loss
 
     def _within_capacity(self, experts):
         """The experts, or -1 in place of those that have as many tokens already as they may."""
@@ -503,13 +519,14 @@ class MoE(nn.Module):
 
     def _fault(self, logits):
         """A flag on the device, and a function that tells what is wrong; None checks nothing."""
-        return ~logits.isfinite().all(), partial(self._describe, logits)
+        infinite = ~logits.isfinite()
 
-    def _describe(self, logits):
-        rank, _ = rank_and_size(self.group)
-        token, expert = (~logits.isfinite()).nonzero()[0].tolist()
-        value = logits[token, expert].item()
-        return f"rank {rank}: the router's logit of token {token} for expert {expert} is {value}"
+        def describe():
+            token, expert = infinite.nonzero()[0].tolist()
+            what = f"logit of token {token} for expert {expert} is {logits[token, expert].item()}"
+            return f"rank {rank_and_size(self.group)[0]}: the router's {what}"
+
+        return infinite.any(), describe
 
 
 def _check_nodes(node_group, cross_group, group):
@@ -560,7 +577,7 @@ def _demonstrate():
         print(f"largest difference from a loop over tokens and experts: {error:.1e}")
         one, two = _crossings(8, 4)
         print(f"rows between nodes, top 8 over at most 4 of 8: two hops / one = {two / one:.2f}\n")
-        print(f"{'balance':8}{'largest load / mean, before':>30}{'after 200 steps':>18}")
+        print(f"{'balance':8}{'largest load / mean, before':>30}{'after 100 steps':>18}")
     for balance in ("none", "aux", "bias"):
         before, after = _balance(balance)
         if rank == 0:
@@ -575,7 +592,7 @@ def _crossings(nodes, most, tokens=4096):
     return (node > 0).sum().item(), copies[:, 1:].sum().item()
 
 
-def _balance(how, steps=200):
+def _balance(how, steps=100):
     """Largest load / mean, before and after training a router that begins skewed."""
     rank, P = rank_and_size()
     torch.manual_seed(rank)

@@ -1,30 +1,27 @@
 """Sequence parallelism: the sequence is split, first outside of attention, then everywhere.
 
-First, what tensor parallelism leaves whole. Over t ranks it splits the inside of attention and MLP,
-but every rank holds the norms, dropouts and the residual stream of all tokens. These treat each
-token alone, so each rank may have 1/t of the sequence there. To enter a split matrix the sequence
-is gathered, to leave it the partial sums are reduce-scattered:
+Over t ranks tensor parallelism splits the inside of attention and MLP, but every rank holds the
+norms, dropouts and the residual stream of all tokens. These treat each token alone, so each rank
+may have 1/t of the sequence there, which is dim 0 of (T, B, D):
 
            split along the sequence |  split by heads or by columns    | along the sequence
     x_r ---- LayerNorm ---- all-gather ---- QKV, attention, out ---- reduce-scatter ---- dropout, +
            backward:        reduce-scatter                           all-gather
 
-An all-reduce is a reduce-scatter and an all-gather: the bytes are those of tensor parallelism,
-8 b s h (t-1)/t elements per layer, or 10 if backward gathers the inputs again that it needs, since
-each rank has kept only its part. Bytes of activations kept per layer in 16 bit, for batch b,
-sequence s, width h, a heads, a mask of dropout being one byte per element:
+The bytes sent are those of tensor parallelism, 8 b s h (t-1)/t elements per layer, or 10 if
+backward gathers its inputs again, since each rank has kept only its part. Bytes of activations kept
+per layer in 16 bit, for batch b, sequence s, width h, a heads, a byte per element of a mask:
 
     tensor parallelism                     s b h (10 + 24/t + 5 a s / (h t))
     and sequence parallelism               s b h (34/t + 5 a s / (h t))
     with selective recomputation           the same without 5 a s / (h t)
     with full recomputation                2 s b h, or 2 s b h / t
 
-Recomputation keeps the inputs of a function and runs it again in backward. Selective recomputation
-does that to the attention core alone, whose s x s scores take the most memory and little time;
-fused attention never makes them. Tensors are (T, B, D): the sequence is dim 0.
+Recomputation keeps the inputs of a function and runs it again in backward: selective, the attention
+core, whose s x s scores take the most memory and little time; fused attention never makes them.
 
-Then context parallelism: attention crosses the split, in one of three ways. Elements that each of
-P ranks sends for an attention, forward, where h_kv is the width of the keys:
+With context parallelism attention crosses the split, in one of three ways. Elements that each of P
+ranks sends for an attention, forward, where h_kv is the width of the keys:
 
     all-gather   everyone gets all keys and values            2 (P-1)/P b s h_kv
     ring         keys and values come by, a part at a time    2 (P-1)/P b s h_kv, while it computes
@@ -41,11 +38,12 @@ for Near-Infinite Context", 2023. Jacobs et al., "DeepSpeed Ulysses", 2023.
 import math
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.autograd.function import once_differentiable
 
 from collectives import (
@@ -53,49 +51,33 @@ from collectives import (
     all_gather_to_group,
     all_to_all_in_group,
     autocasted,
-    copy_to_group,
     count_bytes,
     exchange,
     rank_and_size,
-    reduce_from_group,
     reduce_scatter_single,
     reduce_scatter_to_group,
     run_ranks,
 )
-from tensor_parallel import attention
+from tensor_parallel import (
+    ColumnParallelLinear,
+    ParallelSelfAttention,
+    RowParallelLinear,
+    attention,
+    mark_partial,
+)
 
-# ---- into a split matrix -------------------------------------------------------------------------
-
-
-class _GatherLinear(torch.autograd.Function):
-    """forward: all-gather x -> x W^T + b, keeping x; backward: all-gather x; reduce-scatter"""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, group):
-        ctx.group = group
-        ctx.save_for_backward(x, weight)
-        return F.linear(all_gather_to_group(x, 0, group), weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output):
-        x, weight = ctx.saved_tensors
-        grad_whole = grad_output @ weight
-        grad_x = torch.empty_like(x)
-        reduce_scatter_single(grad_x, grad_whole, group=ctx.group)
-        rows = grad_output.flatten(0, -2)
-        grad_weight = rows.t() @ all_gather_to_group(x, 0, ctx.group).flatten(0, -2)
-        return grad_x, grad_weight, rows.sum(0), None
+# ---- the idea ------------------------------------------------------------------------------------
 
 
-def gather_linear(x, weight, bias, group=None):
-    """A column-parallel linear layer of a sequence in parts; only this rank's part is kept.
+def sequence_parallel_mlp(x, norm, up, down, group=None):
+    """x + MLP(norm(x)) of this rank's tokens x, (T/P, B, D); up: (F/P, D) and down: (D, F/P)."""
+    whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter
+    y = F.linear(F.gelu(F.linear(whole, up), approximate="tanh"), down)  # a summand of (T, B, D)
+    return x + reduce_scatter_to_group(y, 0, group)  # (T/P, B, D); backward: all-gather
 
-    x: (T/P, B, in), weight: (out/P, in), bias: (out/P,) -> (T, B, out/P). The idea alone: what
-    tensor_parallel.parallel_linear() does as well, computing while it communicates, and with
-    autocast, frozen parameters and no bias.
-    """
-    return _GatherLinear.apply(x, weight, bias, group)
+
+# tensor_parallel.py's layers do the same with sequence_parallel=True, and keep norm(x) in place of
+# `whole`; its mark_partial() and sum_partial_gradients() sum what each rank's tokens give a norm.
 
 
 # ---- recomputation -------------------------------------------------------------------------------
@@ -118,6 +100,7 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):
+        # what PyTorch's own reentrant checkpoint asks: is this a backward() to all .grad?
         if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError("recompute() is for backward(): it leaves gradients in .grad")
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
@@ -142,6 +125,104 @@ def recompute(function, *inputs):
     if torch.is_grad_enabled() and not any(x.requires_grad for x in inputs):
         raise ValueError("recompute() of inputs none of which requires a gradient")
     return _Recompute.apply(function, *inputs)
+
+
+# ---- a layer, and what it keeps ------------------------------------------------------------------
+
+
+def dropout(x, p, training=True):
+    """F.dropout, whose mask takes a byte per element also on CPUs."""
+    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+
+
+def unfused_attention(q, k, v, p=0.0):
+    """Causal attention with dropout of its weights, in its steps: it makes (B, H, T, T) scores.
+
+    q, k, v: (B, H, T, K), and so the result.
+    """
+    T, K = q.shape[-2:]
+    future = torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+    weights = (q @ k.transpose(-2, -1) * K**-0.5 + future).softmax(-1)
+    return dropout(weights, p) @ v
+
+
+class TransformerLayer(nn.Module):
+    """A layer of tensor_parallel.py's parts, (T, B, D) -> (T, B, D): whose memory the table gives.
+
+    kv_heads: see ParallelSelfAttention.
+    p: of the dropout of attention's weights and before each residual connection.
+    attention_fn(q, k, v, p): attention itself.
+    mode: what is recomputed, "none", "selective" or "full".
+    options: those of tensor_parallel.ParallelOptions; with sequence_parallel T is a rank's part.
+    """
+
+    def __init__(
+        self,
+        hidden,
+        heads,
+        kv_heads=None,
+        p=0.0,
+        attention_fn=unfused_attention,
+        mode="none",
+        **options,
+    ):
+        super().__init__()
+        self.p, self.mode = p, mode
+        core = lambda q, k, v: attention_fn(q, k, v, p)
+        attend = partial(recompute, core) if mode == "selective" else core
+        self.ln_1 = nn.LayerNorm(hidden)
+        self.attn = ParallelSelfAttention(hidden, heads, kv_heads, attend, **options)
+        self.ln_2 = nn.LayerNorm(hidden)
+        self.mlp = nn.Sequential()
+        self.mlp.c_fc = ColumnParallelLinear(hidden, 4 * hidden, **options)
+        self.mlp.gelu = nn.GELU(approximate="tanh")
+        self.mlp.c_proj = RowParallelLinear(4 * hidden, hidden, **options)
+        if self.mlp.c_fc.options.sequence_parallel:
+            mark_partial(self.ln_1), mark_partial(self.ln_2)
+
+    def forward(self, x):
+        return recompute(self._forward, x) if self.mode == "full" else self._forward(x)
+
+    def _forward(self, x):
+        x = x + dropout(self.attn(self.ln_1(x)), self.p)
+        return x + dropout(self.mlp(self.ln_2(x)), self.p)
+
+
+def activation_bytes(
+    batch, seq_len, hidden, heads, tp=1, sequence_parallel=False, recompute="none"
+):
+    """Bytes of activations that a rank keeps of a layer in 16 bit, with unfused attention.
+
+    recompute: "none", "selective" or "full". Korthikanti et al., 2022, table 2.
+    """
+    sbh, split = seq_len * batch * hidden, tp if sequence_parallel else 1
+    if recompute == "full":
+        return 2 * sbh / split
+    scores = 5 * heads * seq_len / (hidden * tp) if recompute == "none" else 0
+    return sbh * (10 / split + 24 / tp + scores)
+
+
+def norm_bytes(batch, seq_len, tp=1, sequence_parallel=False, recompute="none", itemsize=2):
+    """Bytes of the mean and deviation per token of a layer's two norms, not counted there."""
+    tokens = seq_len * batch // (tp if sequence_parallel else 1)
+    return 0 if recompute == "full" else 2 * 2 * itemsize * tokens
+
+
+@contextmanager
+def saved_bytes(parameters=()):
+    """Counts what autograd keeps: `with saved_bytes(parameters) as count: ...; count()`.
+
+    Each storage counts once, and those of parameters do not.
+    """
+    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    kept = {}  # address of a storage -> a tensor in it, which keeps it from being reused
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield lambda: sum(t.untyped_storage().nbytes() for a, t in kept.items() if a not in own)
 
 
 # ---- context parallelism: which positions a rank has ---------------------------------------------
@@ -177,31 +258,30 @@ def context_positions(seq_len, group=None, zigzag=True):
     return torch.cat([torch.arange(begin, begin + size) for begin, size in runs])
 
 
-def _chunks_by_rank(world_size, each):
-    """The numbers of the sequence's chunks, in the order of the ranks that have 1 or 2 each."""
-    if each == 1:
-        return list(range(world_size))
-    return [chunk for rank in range(world_size) for chunk in (rank, 2 * world_size - 1 - rank)]
+def _places(world_size, each):
+    """Where the sequence's chunks are among those of all ranks, which have 1 or 2 of them each."""
+    by_rank = list(range(each * world_size))
+    return by_rank if each == 1 else by_rank[::2] + by_rank[:0:-2]
 
 
 def _by_position(parts, world_size, dim):
     """Chunks (C, ...) by rank -> the sequence, along `dim`. Slices: no index goes to the device."""
-    numbers, parts = _chunks_by_rank(world_size, len(parts) // world_size), parts.unbind(0)
-    return torch.cat([parts[numbers.index(chunk)] for chunk in range(len(numbers))], dim)
+    places, parts = _places(world_size, len(parts) // world_size), parts.unbind(0)
+    return torch.cat([parts[place] for place in places], dim)
 
 
 def _by_rank(whole, world_size, each, dim):
     """The reverse: the sequence, along `dim`, -> (C, ...), chunks of each rank side by side."""
-    numbers = _chunks_by_rank(world_size, each)
-    chunks = _unflatten(whole, len(numbers), dim).unbind(dim)
-    return torch.stack([chunks[number] for number in numbers])
+    places = _places(world_size, each)
+    chunks = _unflatten(whole, len(places), dim).unbind(dim)
+    return torch.stack([chunks[places.index(i)] for i in range(len(places))])
 
 
 def _unflatten(x, count, dim):
     return x.unflatten(dim, (count, x.shape[dim] // count))
 
 
-class Tile(NamedTuple):
+class Block(NamedTuple):
     """Local queries and keys that attend to one another: all of them, or causally in a square."""
 
     queries: slice
@@ -209,14 +289,14 @@ class Tile(NamedTuple):
     causal: bool
 
 
-def context_tiles(queries, keys, causal=True, documents=None):
-    """What runs of queries see of runs of keys, as tiles without a mask inside.
+def context_blocks(queries, keys, causal=True, documents=None):
+    """What runs of queries see of runs of keys, as blocks without a mask inside.
 
     documents: lengths of the documents that are packed into the sequence; attention stays in each.
     """
     ends = list(accumulate(documents)) if documents else [math.inf]
     bounds = list(zip([0, *ends], ends))
-    tiles = []
+    blocks = []
     for q_start, (q_first, q_size) in zip(_starts(queries), queries):
         for k_start, (k_first, k_size) in zip(_starts(keys), keys):
             for begin, end in bounds:
@@ -226,85 +306,51 @@ def context_tiles(queries, keys, causal=True, documents=None):
                 parts = [(a, b, c, min(d, a) if causal else d, False)]
                 if causal:
                     parts.append((max(a, c), min(b, d), max(a, c), min(b, d), True))
-                tiles += [
-                    Tile(slice(a + q_shift, b + q_shift), slice(c + k_shift, d + k_shift), half)
+                blocks += [
+                    Block(slice(a + q_shift, b + q_shift), slice(c + k_shift, d + k_shift), half)
                     for a, b, c, d, half in parts
                     if a < b and c < d
                 ]
-    return _joined(tiles)
+    return _joined(blocks)
 
 
 def _starts(runs):
     return accumulate((size for _, size in runs), initial=0)
 
 
-def _joined(tiles):
-    """Neighbouring tiles as one, where they are whole rectangles."""
+def _joined(blocks):
+    """Neighbouring blocks as one, where they are whole rectangles."""
     joined = []
-    for tile in tiles:
+    for block in blocks:
         last = joined[-1] if joined else None
-        if last and not last.causal and not tile.causal:
-            if last.queries == tile.queries and last.keys.stop == tile.keys.start:
-                tile = Tile(tile.queries, slice(last.keys.start, tile.keys.stop), False)
+        if last and not last.causal and not block.causal:
+            if last.queries == block.queries and last.keys.stop == block.keys.start:
+                block = Block(block.queries, slice(last.keys.start, block.keys.stop), False)
                 joined.pop()
-            elif last.keys == tile.keys and last.queries.stop == tile.queries.start:
-                tile = Tile(slice(last.queries.start, tile.queries.stop), tile.keys, False)
+            elif last.keys == block.keys and last.queries.stop == block.queries.start:
+                block = Block(slice(last.queries.start, block.queries.stop), block.keys, False)
                 joined.pop()
-        joined.append(tile)
+        joined.append(block)
     return joined
 
 
-def attended_pairs(tiles):
-    """Pairs of a query and a key that the tiles consist of: the work of attention."""
+def attended_pairs(blocks):
+    """Pairs of a query and a key that the blocks consist of: the work of attention."""
     size = lambda s: s.stop - s.start
     half = lambda n: n * (n + 1) // 2
-    return sum(half(size(t.keys)) if t.causal else size(t.queries) * size(t.keys) for t in tiles)
+    return sum(half(size(t.keys)) if t.causal else size(t.queries) * size(t.keys) for t in blocks)
 
 
-# ---- context parallelism: attention of a tile, and of several ------------------------------------
+# ---- context parallelism: attention to some blocks -----------------------------------------------
 
 
-def _tile_forward(q, k, v, causal):
-    """Attention by PyTorch's fused kernel: output, and log-sum-exp of the scores (B, H, T)."""
-    aten = torch.ops.aten
-    if q.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    if q.dtype in (torch.float16, torch.bfloat16):
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    k, v = _repeated(k, q), _repeated(v, q)
-    output, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
-    return output, lse.narrow(2, 0, q.shape[2])
-
-
-def _tile_backward(grad, q, k, v, output, lse, causal):
-    """The gradients of q, k and v, from the output and log-sum-exp over *all* keys of a query."""
-    aten = torch.ops.aten
-    if q.device.type == "cpu":
-        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return kernel(grad, q, k, v, output, lse, 0.0, causal)
-    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout, which there is not
-    if q.dtype in (torch.float16, torch.bfloat16):
-        kernel, sizes = aten._scaled_dot_product_flash_attention_backward, (q.shape[2], k.shape[2])
-        arguments = (grad, q, k, v, output, lse.contiguous(), None, None, *sizes, 0.0, causal)
-        return kernel(*arguments, seed, seed)
-    shape, lse = k.shape, F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # as it came
-    kernel, mask = aten._scaled_dot_product_efficient_attention_backward, (True, True, True, False)
-    k, v = _repeated(k, q), _repeated(v, q)
-    grads = kernel(grad, q, k, v, None, output, lse, seed, seed, 0.0, mask, causal)
-    return grads[0], *[g.unflatten(1, (shape[1], -1)).sum(2) for g in grads[1:3]]
-
-
-def _repeated(k, q):
-    return k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-
-
-def _attend(tiles, q, k, v, output, lse):
+def _attend(blocks, q, k, v, output, lse):
     """Add to output (B, H, T, K) and lse (B, H, T), of the keys so far, what these keys bring.
 
     Softmaxes over parts merge as a softmax over the parts: with weights exp(lse of the part - lse).
     """
-    for queries, keys, causal in tiles:
-        part, part_lse = _tile_forward(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal)
+    for queries, keys, causal in blocks:
+        part, part_lse = block_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal)
         so_far, own = lse[:, :, queries], output[:, :, queries]
         total = torch.logaddexp(so_far, part_lse)
         own.mul_((so_far - total).exp_().unsqueeze(-1))
@@ -312,21 +358,16 @@ def _attend(tiles, q, k, v, output, lse):
         so_far.copy_(total)
 
 
-def _attend_backward(tiles, grad, q, k, v, output, lse, grad_q, grad_k, grad_v):
+def _attend_backward(blocks, grad, q, k, v, output, lse, grad_q, grad_k, grad_v):
     """Add to the three gradients what these keys bring."""
-    for queries, keys, causal in tiles:
-        of_queries = [x[:, :, queries] for x in (grad, q)]
-        part = _tile_backward(
-            *of_queries,
-            k[:, :, keys],
-            v[:, :, keys],
-            output[:, :, queries],
-            lse[:, :, queries],
-            causal,
-        )
-        grad_q[:, :, queries] += part[0]
-        grad_k[:, :, keys] += part[1]
-        grad_v[:, :, keys] += part[2]
+    for queries, keys, causal in blocks:
+        grad_part, q_part = grad[:, :, queries], q[:, :, queries]
+        known = output[:, :, queries], lse[:, :, queries]
+        kv = k[:, :, keys], v[:, :, keys]
+        parts = block_attention_backward(grad_part, q_part, *kv, *known, causal)
+        grad_q[:, :, queries] += parts[0]
+        grad_k[:, :, keys] += parts[1]
+        grad_v[:, :, keys] += parts[2]
 
 
 def _precise(x, *shape):
@@ -346,12 +387,12 @@ class _AllGatherAttention(torch.autograd.Function):
         T = P * q.shape[2]
         runs = [chunk_ranges(r, P, T, zigzag) for r in (rank, 0)]
         ctx.group, ctx.dtype, ctx.chunks = group, k.dtype, len(runs[1])
-        ctx.tiles = context_tiles(runs[0], [(0, T)], causal, documents)
+        ctx.blocks = context_blocks(runs[0], [(0, T)], causal, documents)
         kv = _unflatten(torch.stack([k, v]), ctx.chunks, 3).movedim(3, 0).contiguous()
         kv = all_gather_to_group(kv, 0, group)  # (chunks, 2, B, KV, T/chunks, K)
         whole = _by_position(kv, P, 3)  # (2, B, KV, T, K)
         output, lse = _precise(q), _precise(q, *q.shape[:3]).fill_(-math.inf)
-        _attend(ctx.tiles, q, *whole, output, lse)
+        _attend(ctx.blocks, q, *whole, output, lse)
         output = output.to(q.dtype)
         ctx.save_for_backward(q, whole, output, lse)
         return output
@@ -361,7 +402,7 @@ class _AllGatherAttention(torch.autograd.Function):
     def backward(ctx, grad_output):
         (q, whole, output, lse), (_, P) = ctx.saved_tensors, rank_and_size(ctx.group)
         grad_q, grad_whole = _precise(q), _precise(whole)
-        _attend_backward(ctx.tiles, grad_output, q, *whole, output, lse, grad_q, *grad_whole)
+        _attend_backward(ctx.blocks, grad_output, q, *whole, output, lse, grad_q, *grad_whole)
         parts = _by_rank(grad_whole, P, ctx.chunks, 3)  # (chunks, 2, B, KV, T/chunks, K)
         own = parts.new_empty(ctx.chunks, *parts.shape[1:])
         reduce_scatter_single(own, parts, group=ctx.group)
@@ -406,11 +447,11 @@ def _check_kernel(q):
 
 
 @lru_cache(maxsize=64)
-def _ring_tiles(rank, world_size, seq_len, causal, zigzag, documents):
-    """The tiles of each step; kept, as Python takes longer for them than for the messages."""
+def _ring_blocks(rank, world_size, seq_len, causal, zigzag, documents):
+    """The blocks of each step; kept, as Python takes longer for them than for the messages."""
     runs = [chunk_ranges(r, world_size, seq_len, zigzag) for r in range(world_size)]
     sources = [(rank - step) % world_size for step in range(world_size)]
-    return [context_tiles(runs[rank], runs[source], causal, documents) for source in sources]
+    return [context_blocks(runs[rank], runs[source], causal, documents) for source in sources]
 
 
 class _RingAttention(torch.autograd.Function):
@@ -424,14 +465,14 @@ class _RingAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, group, causal, zigzag, documents):
         rank, P = rank_and_size(group)
         documents = documents and tuple(documents)
-        ctx.tiles = _ring_tiles(rank, P, P * q.shape[2], causal, zigzag, documents)
+        ctx.blocks = _ring_blocks(rank, P, P * q.shape[2], causal, zigzag, documents)
         ctx.group = group
         output, lse = _precise(q), _precise(q, *q.shape[:3]).fill_(-math.inf)
         kv, arriving = torch.stack([k, v]).contiguous(), None
-        for step, tiles in enumerate(ctx.tiles):
+        for step, blocks in enumerate(ctx.blocks):
             if step < P - 1:
                 arriving, kv_work = _send_recv(kv, arriving, group)
-            _attend(tiles, q, *kv, output, lse)
+            _attend(blocks, q, *kv, output, lse)
             if step < P - 1:
                 kv_work.wait()
                 kv, arriving = arriving, kv
@@ -446,11 +487,11 @@ class _RingAttention(torch.autograd.Function):
         _, P = rank_and_size(group)
         kv, grad_q = torch.stack([k, v]).contiguous(), _precise(q)
         arriving = sums = grad_work = None
-        for step, tiles in enumerate(ctx.tiles):
+        for step, blocks in enumerate(ctx.blocks):
             if step < P - 1:
                 arriving, kv_work = _send_recv(kv, arriving, group)
             grad_kv = _precise(kv)
-            _attend_backward(tiles, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
+            _attend_backward(blocks, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
             if step > 0:  # what the ranks before this one have found for these keys
                 grad_work.wait()
                 grad_kv += sums
@@ -513,46 +554,48 @@ def ulysses_attention(q, k, v, group=None, causal=True, zigzag=True):
     return y.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).flatten(1, 2)
 
 
-# ---- what a layer is made of ---------------------------------------------------------------------
+# ---- context parallelism: kernels of a block -----------------------------------------------------
 
 
-def dropout(x, p, training=True):
-    """F.dropout, whose mask takes a byte per element also on CPUs."""
-    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+def block_attention(q, k, v, causal):
+    """Output, and log-sum-exp of the scores (B, H, T), which only PyTorch's own kernels return."""
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    if q.dtype in (torch.float16, torch.bfloat16):
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    k, v = _repeated(k, q), _repeated(v, q)
+    output, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
+    return output, lse.narrow(2, 0, q.shape[2])
 
 
-def unfused_attention(q, k, v, p=0.0):
-    """Causal attention with dropout of its weights, in its steps: it makes (B, H, T, T) scores.
-
-    q, k, v: (B, H, T, K), and so the result.
-    """
-    T, K = q.shape[-2:]
-    future = torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
-    weights = (q @ k.transpose(-2, -1) * K**-0.5 + future).softmax(-1)
-    return dropout(weights, p) @ v
-
-
-# ---- cost ----------------------------------------------------------------------------------------
-
-
-def activation_bytes(
-    batch, seq_len, hidden, heads, tp=1, sequence_parallel=False, recompute="none"
-):
-    """Bytes of activations that a rank keeps of a layer in 16 bit, with unfused attention.
-
-    recompute: "none", "selective" or "full". Korthikanti et al., 2022, table 2.
-    """
-    sbh, split = seq_len * batch * hidden, tp if sequence_parallel else 1
-    if recompute == "full":
-        return 2 * sbh / split
-    scores = 5 * heads * seq_len / (hidden * tp) if recompute == "none" else 0
-    return sbh * (10 / split + 24 / tp + scores)
+def block_attention_backward(grad, q, k, v, output, lse, causal):
+    """The gradients of q, k and v, from the output and log-sum-exp over *all* keys of a query."""
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return kernel(grad, q, k, v, output, lse, 0.0, causal)
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout, which there is not
+    if q.dtype in (torch.float16, torch.bfloat16):
+        kernel, sizes = aten._scaled_dot_product_flash_attention_backward, (q.shape[2], k.shape[2])
+        arguments = (grad, q, k, v, output, lse.contiguous(), None, None, *sizes, 0.0, causal)
+        return kernel(*arguments, seed, seed)
+    shape, lse = k.shape, F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # as it came
+    kernel, mask = aten._scaled_dot_product_efficient_attention_backward, (True, True, True, False)
+    k, v = _repeated(k, q), _repeated(v, q)
+    grads = kernel(grad, q, k, v, None, output, lse, seed, seed, 0.0, mask, causal)
+    return grads[0], *[g.unflatten(1, (shape[1], -1)).sum(2) for g in grads[1:3]]
 
 
-def norm_bytes(batch, seq_len, tp=1, sequence_parallel=False, recompute="none", itemsize=2):
-    """Bytes of the mean and deviation per token of a layer's two norms, not counted there."""
-    tokens = seq_len * batch // (tp if sequence_parallel else 1)
-    return 0 if recompute == "full" else 2 * 2 * itemsize * tokens
+def _repeated(k, q):
+    return k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+
+
+context_tiles = context_blocks
+_tile_forward, _tile_backward = block_attention, block_attention_backward
+
+
+# ---- context parallelism: cost -------------------------------------------------------------------
 
 
 def context_parallel_bytes(
@@ -575,90 +618,27 @@ def context_parallel_bytes(
     return nbytes, nbytes
 
 
-@contextmanager
-def saved_bytes(parameters=()):
-    """Counts what autograd keeps: `with saved_bytes(parameters) as count: ...; count()`.
-
-    Each storage counts once, and those of parameters do not.
-    """
-    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    kept = {}  # address of a storage -> a tensor in it, which keeps it from being reused
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield lambda: sum(t.untyped_storage().nbytes() for a, t in kept.items() if a not in own)
-
-
 # ---- demonstration -------------------------------------------------------------------------------
-
-
-def make_weights(hidden, tp, dtype=torch.bfloat16):
-    """Parameters of a layer's shard, in the order in which transformer_layer() uses them."""
-    D = hidden
-    shapes = [(D,), (D,), (3 * D // tp, D), (3 * D // tp,), (D, D // tp), (D,)]
-    shapes += [(D,), (D,), (4 * D // tp, D), (4 * D // tp,), (D, 4 * D // tp), (D,)]
-    return [(torch.randn(s, dtype=dtype) * D**-0.5).requires_grad_() for s in shapes]
-
-
-def transformer_layer(x, weights, heads, p, group=None, sequence_parallel=False, mode="none"):
-    """A layer with dropout p, split by matrices and, if so asked, along the sequence.
-
-    x: (T, B, D), or (T/P, B, D). mode: what is recomputed, "none", "selective" or "full".
-    """
-    if mode == "full":
-        again = partial(transformer_layer, heads=heads, p=p, group=group)
-        again = partial(again, sequence_parallel=sequence_parallel)
-        return recompute(lambda x, *weights: again(x, weights), x, *weights)
-    _, tp = rank_and_size(group)
-
-    def into(x, weight, bias):
-        if sequence_parallel:
-            return gather_linear(x, weight, bias, group)
-        return F.linear(copy_to_group(x, group), weight, bias)
-
-    def out_of(x, weight, bias):
-        y = F.linear(x, weight)
-        split = partial(reduce_scatter_to_group, dim=0, group=group)
-        y = split(y) if sequence_parallel else reduce_from_group(y, group)
-        return dropout(y + bias, p)
-
-    def attend(q, k, v):
-        return unfused_attention(q, k, v, p)
-
-    w = iter(weights)
-    take = lambda count: [next(w) for _ in range(count)]
-    D = x.shape[-1]
-    qkv = into(F.layer_norm(x, (D,), *take(2)), *take(2))  # (T, B, 3 D/P)
-    T, B, _ = qkv.shape
-    q, k, v = qkv.view(T, B, 3, heads // tp, -1).permute(2, 1, 3, 0, 4)  # (B, H/P, T, K) each
-    y = recompute(attend, q, k, v) if mode == "selective" else attend(q, k, v)
-    x = x + out_of(y.permute(2, 0, 1, 3).reshape(T, B, -1), *take(2))
-    y = F.gelu(into(F.layer_norm(x, (D,), *take(2)), *take(2)))  # (T, B, 4 D/P)
-    return x + out_of(y, *take(2))
 
 
 def _demonstrate():
     rank, tp = rank_and_size()
     B, T, D, H = 2, 64 * tp, 32 * tp, 4 * tp
     torch.manual_seed(rank)
-    weights = make_weights(D, tp)
     if rank == 0:
         print(f"b={B} s={T} h={D} a={H} t={tp}: bytes of activations per layer")
         print(f"{'':24}{'claimed':>12}{'norms':>8}{'kept':>12}")
-    for sequence_parallel in (False, True):
-        for mode in ("none", "selective", "full"):
-            x = torch.randn(T // tp if sequence_parallel else T, B, D, dtype=torch.bfloat16)
-            x.requires_grad_()
-            with saved_bytes(weights) as kept:
-                transformer_layer(x, weights, H, 0.1, None, sequence_parallel, mode)
-            claimed = activation_bytes(B, T, D, H, tp, sequence_parallel, mode)
-            norms = norm_bytes(B, T, tp, sequence_parallel, mode)
-            if rank == 0:
-                name = f"tp{' + sp' if sequence_parallel else ''}, recompute {mode}"
-                print(f"{name:24}{claimed:12.0f}{norms:8}{kept():12}")
+    for sequence_parallel, mode in product((False, True), ("none", "selective", "full")):
+        layer = TransformerLayer(D, H, p=0.1, mode=mode, sequence_parallel=sequence_parallel)
+        layer.bfloat16()
+        x = torch.randn(T // tp if sequence_parallel else T, B, D, dtype=torch.bfloat16)
+        with saved_bytes(layer.parameters()) as kept:
+            layer(x.requires_grad_())
+        claimed = activation_bytes(B, T, D, H, tp, sequence_parallel, mode)
+        norms = norm_bytes(B, T, tp, sequence_parallel, mode)
+        if rank == 0:
+            name = f"tp{' + sp' if sequence_parallel else ''}, recompute {mode}"
+            print(f"{name:24}{claimed:12.0f}{norms:8}{kept():12}")
     _demonstrate_context(rank, tp)
 
 

@@ -32,6 +32,7 @@ Convolutional Neural Networks", 2012 (the same idea, ten years before: last part
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,7 @@ from collectives import (
     all_reduce_bytes,
     autocasted,
     check_parameters,
+    copy_to_group,
     count_bytes,
     dist,
     rank_and_size,
@@ -56,275 +58,109 @@ from collectives import (
     run_ranks,
 )
 
-# ---- what a rank holds of a parameter ------------------------------------------------------------
+# ---- the idea ------------------------------------------------------------------------------------
 
 
-def shard_sizes(size, world_size):
-    """How `size` rows are dealt out: as evenly as can be, the first ranks taking the remainder."""
-    return [size // world_size + (rank < size % world_size) for rank in range(world_size)]
+def column_linear(x, weight, bias=None, group=None):
+    """Y_r = f(X) A_r + b_r: X is equal on every rank, Y_r is this rank's outputs."""
+    return F.linear(copy_to_group(x, group), weight, bias)
 
 
-@dataclass(frozen=True)
-class Shard:
-    """How a parameter is split along `dim`.
-
-    blocks: (rows, parts) of each of the blocks it consists of, such as the queries', the keys' and
-    the values' of a fused matrix. A block is cut into `parts`; where there are fewer than ranks,
-    neighbouring ranks hold the same part. It is an attribute of the parameter, `shard`.
-    """
-
-    dim: int
-    blocks: tuple
-
-    def rows_of(self, rank, world_size):
-        """(first row in the whole, rows) of the rank's part of each block."""
-        found, begin = [], 0
-        for rows, parts in self.blocks:
-            sizes, part = shard_sizes(rows, parts), rank * parts // world_size
-            found.append((begin + sum(sizes[:part]), sizes[part]))
-            begin += rows
-        return found
-
-
-class _Marked(dict):
-    """A module's parameters by name: what takes the place of a marked one takes its marks.
-
-    So `shard` and `partial` outlive copy.deepcopy, load_state_dict(assign=True) and to_empty().
-    """
-
-    marks = {}
-
-    def __setitem__(self, name, parameter):
-        super().__setitem__(name, parameter)
-        if parameter is not None:
-            for mark, value in self.marks.get(name, {}).items():
-                vars(parameter).setdefault(mark, value)
-
-
-def _mark(module, name, **marks):
-    """Set attributes of the module's parameter of this name."""
-    if not isinstance(module._parameters, _Marked):
-        module._parameters = _Marked(module._parameters)
-    parameters = module._parameters
-    parameters.marks = parameters.marks | {name: parameters.marks.get(name, {}) | marks}
-    parameters[name] = parameters[name]
-
-
-def is_sharded(parameter):
-    """Whether the ranks hold different parts of this parameter, rather than copies of it."""
-    return hasattr(parameter, "shard")
-
-
-def _whole_shape(parameter):
-    """The shape of this rank's part, also of one of FSDP's pieces of it.
-
-    Such a piece is a flat range of the part, and has attributes `first` and `whole_shape`.
-    """
-    return getattr(parameter, "whole_shape", parameter.shape)
-
-
-def take_shard(full, parameter, group=None):
-    """This rank's part of `full`, laid out as `parameter` is. Copies are returned whole.
-
-    So are other initial weights set: drawn in place they would be equal on ranks seeded alike.
-    """
-    part = _cut(full, parameter.shard, group) if is_sharded(parameter) else full
-    if not hasattr(parameter, "whole_shape"):
-        return part
-    return part.flatten()[parameter.first : parameter.first + parameter.numel()]
-
-
-def _cut(full, shard, group):
-    found = shard.rows_of(*rank_and_size(group))
-    return torch.cat([full.narrow(shard.dim, begin, rows) for begin, rows in found], shard.dim)
-
-
-def gather_shards(local, parameter, group=None):
-    """The inverse: the full tensor from every rank's `local`, say `parameter` or its gradient.
-
-    Raises ValueError for a piece of a part: FSDP's group has to gather that first.
-    """
-    shape = list(getattr(parameter, "whole_shape", local.shape))
-    if list(local.shape) != shape:
-        raise ValueError(f"a piece {tuple(local.shape)} of {tuple(shape)} cannot be gathered alone")
-    if not is_sharded(parameter):
-        return local.detach().clone()
-    _, world_size = rank_and_size(group)
-    dim, blocks = parameter.shard.dim, parameter.shard.blocks
-    rows_of = [parameter.shard.rows_of(rank, world_size) for rank in range(world_size)]
-    parts = []
-    for mine in rows_of:
-        shape[dim] = sum(rows for _, rows in mine)
-        parts.append(local.new_empty(shape))
-    all_gather(parts, local.detach().contiguous(), group)
-    shape[dim] = sum(rows for rows, _ in blocks)
-    full = local.new_empty(shape)
-    for mine, part in zip(rows_of, parts):
-        for (begin, rows), block in zip(mine, part.split([rows for _, rows in mine], dim)):
-            full.narrow(dim, begin, rows).copy_(block)
-    return full
-
-
-def _flat_blocks(parameter, rank, world_size):
-    """[(begin, end, part, parts, elements of the largest part)] of this rank's blocks, flat.
-
-    A parameter of which all ranks have copies is one block in one part.
-    """
-    shape = _whole_shape(parameter)
-    if not is_sharded(parameter):
-        return [(0, shape.numel(), 0, 1, shape.numel())]
-    dim, blocks = parameter.shard.dim, parameter.shard.blocks
-    if dim > 0 and len(blocks) > 1:
-        raise ValueError(f"blocks {blocks} along dim={dim} of {tuple(shape)} are not ranges of it")
-    row, begin, flat = math.prod(shape[:dim] + shape[dim + 1 :]), 0, []
-    for (whole, parts), (_, rows) in zip(blocks, parameter.shard.rows_of(rank, world_size)):
-        end, largest = begin + rows * row, shard_sizes(whole, parts)[0] * row
-        flat.append((begin, end, rank * parts // world_size, parts, largest))
-        begin = end
-    return flat
-
-
-def unique_ranges(parameter, group=None):
-    """[(begin, end)] of the flattened elements that no lower rank of the group has too.
-
-    Over the ranks they are the whole, once: what a norm has to count (torch.nn.utils' would be
-    another on each rank). They are ranges of this rank's part; one of FSDP's pieces has those
-    between its `first` element and its last.
-    """
-    rank, world_size = rank_and_size(group)
-    below = lambda parts: (rank - 1) * parts // world_size  # the part of the rank below, or -1
-    blocks = _flat_blocks(parameter, rank, world_size)
-    return [(begin, end) for begin, end, part, parts, _ in blocks if below(parts) < part]
-
-
-def mark_partial(module):
-    """Note that each rank uses its copy of the module's parameters for a part of the tokens."""
-    for part in module.modules():
-        for name, _ in part.named_parameters(recurse=False):
-            _mark(part, name, partial=True)
-    return module
-
-
-@torch.no_grad()
-def sum_partial_gradients(parameters, group=None):
-    """After backward: sum over the group what each rank has only a part of. One all-reduce.
-
-    That is the gradient of what is marked as partial, and of what several ranks hold of a sharded
-    parameter; one that a rank has not used counts as zero. FSDP's pieces must be the same ranges on
-    all ranks, which one message more makes sure of: ValueError on all of them if they are not.
-    """
-    rank, world_size = rank_and_size(group)
-    if world_size == 1:
-        return
-    shared = []  # (parameter, a block of it for which other ranks have a gradient, too)
-    for parameter in parameters:
-        is_shared = is_sharded(parameter) or getattr(parameter, "partial", False)
-        if parameter.requires_grad and is_shared:
-            blocks = _flat_blocks(parameter, rank, world_size)
-            shared += [(parameter, block) for block in blocks if block[3] < world_size]
-    if any(hasattr(parameter, "whole_shape") for parameter, _ in shared):
-        where = lambda p: f"elements from {getattr(p, 'first', 0)} of {tuple(_whole_shape(p))}"
-        check_parameters([(where(parameter), parameter) for parameter, _ in shared], group)
-    own, sums = [], []  # this rank's elements; room for those of every part, this one's filled in
-    for parameter, (begin, end, part, parts, largest) in shared:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-        parameter.grad, first = parameter.grad.contiguous(), getattr(parameter, "first", 0)
-        mine = parameter.grad.view(-1)[max(0, begin - first) : max(0, end - first)]
-        total = mine.new_zeros(parts, len(mine) + largest - (end - begin))
-        total[part, : len(mine)] = mine
-        own.append(mine)
-        sums.append((part, total))
-    if not sums:
-        return
-    flat = torch.cat([total.flatten() for _, total in sums])
-    all_reduce(flat, group=group)
-    for mine, (part, total), summed in zip(own, sums, flat.split([t.numel() for _, t in sums])):
-        mine.copy_(summed.view_as(total)[part, : len(mine)])
+def row_linear(x, weight, bias=None, group=None):
+    """Z = g(Y_r B_r) + b, from this rank's inputs Y_r. Added before g, b would count P times."""
+    z = reduce_from_group(F.linear(x, weight), group)
+    return z if bias is None else z + bias
 
 
 # ---- linear layers -------------------------------------------------------------------------------
+#
+# What a real layer adds: the communication of backward goes on beside the product for the weight;
+# with sequence parallelism a rank keeps its own part of X alone; and that product may come later.
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """What a layer takes by keyword, and passes on to the layers inside.
+
+    group: the ranks over which it is split; None for all.
+    sequence_parallel: whether X and Z are split as well, along dim 0.
+    save_gathered: whether backward finds all of a gathered X, rather than gathers it again: more
+        memory, less communication.
+    defer: a pipeline's WeightGradStore; a backward that finds it open leaves the weight's gradient
+        to it, as a function that computes it later, and computes that of X only.
+    """
+
+    group: dist.ProcessGroup | None = None
+    sequence_parallel: bool = False
+    save_gathered: bool = False
+    defer: object = None
 
 
 class _ParallelLinear(torch.autograd.Function):
     """forward: [all-gather x] -> x W^T + b -> [all-reduce or reduce-scatter y]
     backward: [all-gather y's gradient] -> [all-reduce or reduce-scatter x's], beside W's product
-
-    column: x is the whole input of a column-parallel layer, or with sequence_parallel this rank's
-    part of it. Otherwise the layer is row-parallel.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, column, sequence_parallel, save_gathered, defer):
-        ctx.group, ctx.column, ctx.sequence_parallel = group, column, sequence_parallel
-        ctx.regather, ctx.defer, ctx.parameters = False, defer, (weight, bias)
-        if column and sequence_parallel:
-            shard, x = x, _gather(x, group)
-            ctx.regather = not save_gathered
-        kept = shard if ctx.regather else x
+    def forward(ctx, x, weight, bias, column, options):
+        ctx.column, ctx.options, ctx.parameters = column, options, (weight, bias)
+        gather = column and options.sequence_parallel
+        ctx.regather = gather and not options.save_gathered
+        whole = all_gather_to_group(x, 0, options.group) if gather else x
+        kept = x if ctx.regather else whole
         ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, weight)
-        y = F.linear(x, weight, bias)
-        if column:
-            return y
-        return _reduce(y, group, sequence_parallel)[0]
+        y = F.linear(whole, weight, bias)
+        return y if column else _reduce(y, options)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_output):
-        (x, matrix), (weight, bias), group = ctx.saved_tensors, ctx.parameters, ctx.group
-        deferring = ctx.defer is not None and ctx.defer.open
+    def backward(ctx, grad_y):
+        (x, weight), group, defer = ctx.saved_tensors, ctx.options.group, ctx.options.defer
+        put_off = defer is not None and defer.open
         gathering = grad_x = reducing = None
-        if not ctx.column and ctx.sequence_parallel:
-            grad_output = _gather(grad_output, group)
-        if ctx.regather and not deferring and ctx.needs_input_grad[1]:
-            x, gathering = _gather(x, group, async_op=True)
+        if ctx.options.sequence_parallel and not ctx.column:
+            grad_y = all_gather_to_group(grad_y, 0, group)
+        if ctx.regather and ctx.needs_input_grad[1] and not put_off:
+            own, x = x, x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+            gathering = all_gather_single(x, own, group, async_op=True)
         if ctx.needs_input_grad[0]:
-            grad_x = grad_output @ matrix.to(grad_output.dtype)
+            grad_x = grad_y @ weight.to(grad_y.dtype)
             if ctx.column:
-                grad_x, reducing = _reduce(grad_x, group, ctx.sequence_parallel, async_op=True)
+                grad_x, reducing = _reduce(grad_x, ctx.options, async_op=True)
         if gathering:
             gathering.wait()
-        rows = _rows(grad_output)
+        rows = _rows(grad_y)
 
         def weight_product():
-            whole = _gather(x, group) if ctx.regather and not gathering else x
-            return (rows.t() @ _rows(whole)).to(weight.dtype)
+            whole = all_gather_to_group(x, 0, group) if ctx.regather and not gathering else x
+            return (rows.t() @ _rows(whole)).to(ctx.parameters[0].dtype)
 
-        products = [(weight, weight_product)] if ctx.needs_input_grad[1] else []
-        if ctx.needs_input_grad[2]:
-            products.append((bias, lambda: rows.sum(0).to(bias.dtype)))
-        grads = {}
-        for parameter, product in products:
-            if deferring:
-                ctx.defer.put(parameter, product)
-            else:
-                grads[parameter] = product()
+        def bias_sum():
+            return rows.sum(0).to(ctx.parameters[1].dtype)
+
+        grads = [None, None]
+        for i, gradient in enumerate((weight_product, bias_sum)):
+            if ctx.needs_input_grad[1 + i] and put_off:
+                defer.put(ctx.parameters[i], gradient)
+            elif ctx.needs_input_grad[1 + i]:
+                grads[i] = gradient()
         if reducing:
             reducing.wait()
-        return grad_x, grads.get(weight), grads.get(bias), *5 * [None]
+        return grad_x, *grads, None, None
 
 
 def _rows(x):
     return x.reshape(-1, x.shape[-1])
 
 
-def _gather(x, group, async_op=False):
-    """Every rank's x, joined along dim 0; with async_op also the work to wait for."""
-    _, world_size = rank_and_size(group)
-    output = x.new_empty(world_size * len(x), *x.shape[1:])
-    work = all_gather_single(output, x.contiguous(), group, async_op=async_op)
-    return (output, work) if async_op else output
-
-
-def _reduce(y, group, sequence_parallel, async_op=False):
+def _reduce(y, options, async_op=False):
     """The sum of every rank's y, or this rank's part of its dim 0; and the work to wait for."""
-    y = y.contiguous()
-    if not sequence_parallel:
-        return y, all_reduce(y, group=group, async_op=async_op)
-    _, world_size = rank_and_size(group)
+    if not options.sequence_parallel:
+        return y, all_reduce(y, group=options.group, async_op=async_op)
+    _, world_size = rank_and_size(options.group)
     _check_sequence(len(y), world_size)
     output = y.new_empty(len(y) // world_size, *y.shape[1:])
-    return output, reduce_scatter_single(output, y, group=group, async_op=async_op)
+    return output, reduce_scatter_single(output, y, group=options.group, async_op=async_op)
 
 
 def _check_sequence(length, world_size):
@@ -332,68 +168,35 @@ def _check_sequence(length, world_size):
         raise ValueError(f"sequence length {length} is not divisible by tp={world_size}")
 
 
-def parallel_linear(
-    x,
-    weight,
-    bias=None,
-    group=None,
-    column=True,
-    sequence_parallel=False,
-    save_gathered=False,
-    defer=None,
-):
+def parallel_linear(x, weight, bias=None, column=True, **options):
     """A linear layer of which this rank has some of the outputs (column) or of the inputs.
 
-    x: (..., in), weight: (out, in), this rank's part. column: x is equal on every rank or, with
-    sequence_parallel, a part of it along dim 0, and the gradients that the ranks have for it are
-    summed while the weight's is computed. Otherwise x is this rank's part of the inputs and the
-    ranks' outputs are summed; with sequence_parallel each gets a part of the sum along dim 0.
-
-    Backward gathers the whole of x again, unless save_gathered: more memory, less communication.
-    defer: a pipeline's WeightGradStore; a backward that finds it open leaves the weight's gradient
-    to it, as a function that computes it later, and computes that of x only.
+    x: (..., in), weight: (out, in), this rank's part. column: as column_linear(), where with
+    sequence_parallel x is this rank's part along dim 0 of what is gathered. Otherwise as
+    row_linear(), where with sequence_parallel each rank gets a part of the sum along dim 0; a bias
+    would be in every summand. options: those of ParallelOptions.
     Raises ValueError for a sequence that P does not divide.
     """
-    options = group, column, sequence_parallel, save_gathered, defer
-    return _ParallelLinear.apply(autocasted(x), weight, bias, *options)  # before x is kept and sent
-
-
-def _draw_shard(module, name, shape, shard, std=0.0):
-    """This rank's part of a normal matrix, or of zeros, that depends on the seed and not on P."""
-    full = torch.randn(shape) * std if std else torch.zeros(shape)
-    _set_shard(module, name, full, shard, module.group)
-
-
-def _set_shard(module, name, full, shard, group):
-    """Have the module's parameter of this name be this rank's part of `full`."""
-    setattr(module, name, nn.Parameter(_cut(full.detach(), shard, group)))
-    _mark(module, name, shard=shard)
+    x = autocasted(x)  # before it is kept and sent
+    return _ParallelLinear.apply(x, weight, bias, column, ParallelOptions(**options))
 
 
 class ColumnParallelLinear(nn.Module):
     """Y_r = X A_r + b_r: X (..., in) is equal on every rank, Y_r (..., out/P) this rank's outputs.
 
-    With sequence_parallel X is (T/P, ..., in), Y_r (T, ..., out/P). blocks: (outputs, parts) of
-    what the outputs consist of, each of which is split (see Shard); by default one block of P
-    parts. save_gathered, defer: see parallel_linear. Raises ValueError if a number of parts does
-    not divide its block, or is above P, and if the blocks are not out_features together.
+    With sequence_parallel X is (T/P, ..., in), Y_r (T, ..., out/P).
+    blocks: (outputs, parts) of what the outputs consist of, each of which is split (see Shard); by
+        default one block of P parts.
+    options: those of ParallelOptions.
+
+    Raises ValueError if a number of parts does not divide its block, or is above P, and if the
+    blocks are not out_features together.
     """
 
-    def __init__(
-        self,
-        in_features,
-        out_features,
-        bias=True,
-        blocks=None,
-        group=None,
-        sequence_parallel=False,
-        save_gathered=False,
-        defer=None,
-    ):
+    def __init__(self, in_features, out_features, bias=True, blocks=None, **options):
         super().__init__()
-        self.group, self.sequence_parallel = group, sequence_parallel
-        self.save_gathered, self.defer = save_gathered, defer
-        _, tp = rank_and_size(group)
+        self.options = ParallelOptions(**options)
+        group, (_, tp) = self.options.group, rank_and_size(self.options.group)
         shard = Shard(0, blocks or ((out_features, tp),))
         for rows, parts in shard.blocks:
             if rows % parts:
@@ -401,63 +204,40 @@ class ColumnParallelLinear(nn.Module):
         rows, parts = zip(*shard.blocks)
         if sum(rows) != out_features or max(parts) > tp:
             raise ValueError(f"blocks={blocks} for out_features={out_features} and tp={tp}")
-        _draw_shard(self, "weight", (out_features, in_features), shard, in_features**-0.5)
+        weight = torch.randn(out_features, in_features) * in_features**-0.5
+        set_shard(self, "weight", weight, shard, group)
+        self.bias = None
         if bias:
-            _draw_shard(self, "bias", (out_features,), shard)
-        else:
-            self.bias = None
+            set_shard(self, "bias", torch.zeros(out_features), shard, group)
 
     def forward(self, x):
-        return parallel_linear(
-            x,
-            self.weight,
-            self.bias,
-            self.group,
-            sequence_parallel=self.sequence_parallel,
-            save_gathered=self.save_gathered,
-            defer=self.defer,
-        )
+        return parallel_linear(x, self.weight, self.bias, **vars(self.options))
 
 
 class RowParallelLinear(nn.Module):
     """Z = sum_r (X_r B_r) + b: X_r (..., in/P) is this rank's inputs, Z (..., out) the same on all.
 
-    With sequence_parallel X_r is (T, ..., in/P) and Z (T/P, ..., out). defer: see parallel_linear.
+    With sequence_parallel X_r is (T, ..., in/P) and Z (T/P, ..., out).
+    options: those of ParallelOptions.
+
     Raises ValueError if P does not divide in_features, and in forward if it does not divide T.
     """
 
-    def __init__(
-        self,
-        in_features,
-        out_features,
-        bias=True,
-        group=None,
-        sequence_parallel=False,
-        defer=None,
-    ):
+    def __init__(self, in_features, out_features, bias=True, **options):
         super().__init__()
-        self.group, self.sequence_parallel, self.defer = group, sequence_parallel, defer
-        _, tp = rank_and_size(group)
+        self.options = ParallelOptions(**options)
+        group, (_, tp) = self.options.group, rank_and_size(self.options.group)
         if in_features % tp:
             raise ValueError(f"in_features={in_features} is not divisible by tp={tp}")
-        shard = Shard(1, ((in_features, tp),))
-        _draw_shard(self, "weight", (out_features, in_features), shard, in_features**-0.5)
+        weight = torch.randn(out_features, in_features) * in_features**-0.5
+        set_shard(self, "weight", weight, Shard(1, ((in_features, tp),)), group)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-        if bias and sequence_parallel:
-            _mark(self, "bias", partial=True)
+        if bias and self.options.sequence_parallel:  # each rank adds it to its own tokens
+            mark_parameter(self, "bias", partial=True)
 
     def forward(self, x):
-        output = parallel_linear(
-            x,
-            self.weight,
-            None,
-            self.group,
-            column=False,
-            sequence_parallel=self.sequence_parallel,
-            defer=self.defer,
-        )
-        # Every rank holds the whole bias: added before the sum it would count P times.
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+        z = parallel_linear(x, self.weight, column=False, **vars(self.options))
+        return z if self.bias is None else z + self.bias.to(z.dtype)
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -466,29 +246,22 @@ class RowParallelLinear(nn.Module):
 class ParallelSelfAttention(nn.Module):
     """Causal self-attention, split by heads: q, k, v column-parallel, projection row-parallel.
 
-    x: (T, B, D) -> (T, B, D), both (T/P, B, D) with sequence_parallel. kv_heads: grouped-query
-    attention, where heads / kv_heads queries share a key and a value; with fewer than P of them
-    neighbouring ranks hold, and compute, the same, and sum_partial_gradients() sums its gradient.
+    x: (T, B, D) -> (T, B, D), both (T/P, B, D) with sequence_parallel.
+    kv_heads: grouped-query attention, where heads / kv_heads queries share a key and a value; with
+        fewer than P of them neighbouring ranks hold, and compute, the same, and
+        sum_partial_gradients() sums its gradient.
     attention_fn(q, k, v): attention itself, from (B, H/P, T, K) and (B, KV/P, T, K) to
         (B, H/P, T, K).
+    options: those of ParallelOptions.
+
     Raises ValueError if kv_heads does not divide heads, P heads, or one of P and kv_heads the
     other.
     """
 
-    def __init__(
-        self,
-        hidden,
-        heads,
-        kv_heads=None,
-        attention_fn=None,
-        group=None,
-        sequence_parallel=False,
-        save_gathered=False,
-        defer=None,
-    ):
+    def __init__(self, hidden, heads, kv_heads=None, attention_fn=None, **options):
         super().__init__()
         kv_heads = kv_heads or heads
-        _, tp = rank_and_size(group)
+        _, tp = rank_and_size(options.get("group"))
         if hidden % heads or heads % tp or heads % kv_heads or (kv_heads % tp and tp % kv_heads):
             raise ValueError(
                 f"hidden={hidden}, heads={heads}, kv_heads={kv_heads} and tp={tp}: heads must "
@@ -497,19 +270,10 @@ class ParallelSelfAttention(nn.Module):
         K, kv_parts = hidden // heads, min(tp, kv_heads)
         self.heads, self.kv_heads, self.K = heads // tp, kv_heads // kv_parts, K
         self.attention_fn = attention_fn or attention
-        keys = (kv_heads * K, kv_parts)
-        self.c_attn = ColumnParallelLinear(
-            hidden,
-            (heads + 2 * kv_heads) * K,
-            blocks=((hidden, tp), keys, keys),
-            group=group,
-            sequence_parallel=sequence_parallel,
-            save_gathered=save_gathered,
-            defer=defer,
-        )
-        self.c_proj = RowParallelLinear(
-            hidden, hidden, group=group, sequence_parallel=sequence_parallel, defer=defer
-        )
+        blocks = (hidden, tp), (kv_heads * K, kv_parts), (kv_heads * K, kv_parts)
+        out_features = sum(rows for rows, _ in blocks)
+        self.c_attn = ColumnParallelLinear(hidden, out_features, blocks=blocks, **options)
+        self.c_proj = RowParallelLinear(hidden, hidden, **options)
 
     def forward(self, x):
         qkv = self.c_attn(x)  # (T, B, (H + 2 KV) K / P)
@@ -569,7 +333,7 @@ class VocabParallelEmbedding(nn.Module):
         self.group, self.sequence_parallel = group, sequence_parallel
         self.num_embeddings = num_embeddings
         shard = Shard(0, ((num_embeddings, world_size),))
-        _draw_shard(self, "weight", (num_embeddings, embedding_dim), shard, 1.0)
+        set_shard(self, "weight", torch.randn(num_embeddings, embedding_dim), shard, group)
         ((self.start, _),) = shard.rows_of(rank, world_size)
 
     def forward(self, tokens):
@@ -675,18 +439,6 @@ class ShardedRandomState:
         self.module.set_rng_state(self.outside)
 
 
-# ---- cost ----------------------------------------------------------------------------------------
-
-
-def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather=False):
-    """Bytes a rank sends per transformer layer, forward and backward: 8 b s h (t-1)/t elements.
-
-    With sequence parallelism they are the same, or 10 if backward gathers the inputs again.
-    """
-    all_reduces = 5 if regather else 4
-    return all_reduces * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
-
-
 # ---- 2012: AlexNet on two GPUs -------------------------------------------------------------------
 #
 # Each GPU has half of every layer's filters. Those of conv2, 4 and 5 read only the channels of
@@ -710,7 +462,7 @@ class _Halved(nn.Module):
         _, world_size = rank_and_size(group)
         self.layer, self.after, self.reads_all, self.group = layer, after, reads_all, group
         for name, full in list(layer.named_parameters()):
-            _set_shard(layer, name, full, Shard(0, ((len(full), world_size),)), group)
+            set_shard(layer, name, full, Shard(0, ((len(full), world_size),)), group)
         if isinstance(layer, nn.Conv2d):
             layer.groups = 1
 
@@ -750,6 +502,217 @@ def alexnet(width=96, dense=4096, classes=1000, group=None):
     return nn.Sequential(*parts)
 
 
+# ---- what a rank holds of a parameter ------------------------------------------------------------
+
+
+def shard_sizes(size, world_size):
+    """How `size` rows are dealt out: as evenly as can be, the first ranks taking the remainder."""
+    return [size // world_size + (rank < size % world_size) for rank in range(world_size)]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a parameter is split along `dim`.
+
+    blocks: (rows, parts) of each of the blocks it consists of, such as the queries', the keys' and
+    the values' of a fused matrix. A block is cut into `parts`; where there are fewer than ranks,
+    neighbouring ranks hold the same part. It is an attribute of the parameter, `shard`.
+    """
+
+    dim: int
+    blocks: tuple
+
+    def rows_of(self, rank, world_size):
+        """(first row in the whole, rows) of the rank's part of each block."""
+        found, begin = [], 0
+        for rows, parts in self.blocks:
+            sizes, part = shard_sizes(rows, parts), rank * parts // world_size
+            found.append((begin + sum(sizes[:part]), sizes[part]))
+            begin += rows
+        return found
+
+    def cut(self, full, group=None):
+        """This rank's part of `full`."""
+        found = self.rows_of(*rank_and_size(group))
+        return torch.cat([full.narrow(self.dim, begin, rows) for begin, rows in found], self.dim)
+
+
+class _Marked(dict):
+    """A module's parameters by name: what takes the place of a marked one takes its marks.
+
+    So `shard` and `partial` outlive copy.deepcopy, load_state_dict(assign=True) and to_empty(), all
+    of which put other parameters into nn.Module's own dict of them.
+    """
+
+    marks = {}
+
+    def __setitem__(self, name, parameter):
+        super().__setitem__(name, parameter)
+        if parameter is not None:
+            for mark, value in self.marks.get(name, {}).items():
+                vars(parameter).setdefault(mark, value)
+
+
+def mark_parameter(module, name, **marks):
+    """Set attributes of the module's parameter of this name, and of what takes its place."""
+    if not isinstance(module._parameters, _Marked):
+        module._parameters = _Marked(module._parameters)
+    parameters = module._parameters
+    parameters.marks = parameters.marks | {name: parameters.marks.get(name, {}) | marks}
+    parameters[name] = parameters[name]
+
+
+def mark_partial(module):
+    """Note that each rank uses its copy of the module's parameters for a part of the tokens."""
+    for part in module.modules():
+        for name, _ in part.named_parameters(recurse=False):
+            mark_parameter(part, name, partial=True)
+    return module
+
+
+def set_shard(module, name, full, shard, group=None):
+    """Have the module's parameter of this name be this rank's part of `full`.
+
+    `full` is drawn on every rank alike: so initial weights depend on the seed and not on P.
+    """
+    setattr(module, name, nn.Parameter(shard.cut(full.detach(), group)))
+    mark_parameter(module, name, shard=shard)
+
+
+def is_sharded(parameter):
+    """Whether the ranks hold different parts of this parameter, rather than copies of it."""
+    return hasattr(parameter, "shard")
+
+
+# One of FSDP's pieces of a rank's part is a flat range of it: `first` is the place of its first
+# element there, `whole_shape` the shape of the part.
+
+
+def take_shard(full, parameter, group=None):
+    """This rank's part of `full`, laid out as `parameter` is. Copies are returned whole."""
+    part = parameter.shard.cut(full, group) if is_sharded(parameter) else full
+    if not hasattr(parameter, "whole_shape"):
+        return part
+    return part.flatten()[parameter.first : parameter.first + parameter.numel()]
+
+
+def gather_shards(local, parameter, group=None):
+    """The inverse: the full tensor from every rank's `local`, say `parameter` or its gradient.
+
+    Raises ValueError for a piece of a part: FSDP's group has to gather that first.
+    """
+    shape = list(getattr(parameter, "whole_shape", local.shape))
+    if list(local.shape) != shape:
+        raise ValueError(f"a piece {tuple(local.shape)} of {tuple(shape)} cannot be gathered alone")
+    if not is_sharded(parameter):
+        return local.detach().clone()
+    dim, (_, world_size) = parameter.shard.dim, rank_and_size(group)
+    places = [parameter.shard.rows_of(rank, world_size) for rank in range(world_size)]
+    like = lambda sizes: local.new_empty([*shape[:dim], sum(sizes), *shape[dim + 1 :]])
+    parts = [like(rows for _, rows in place) for place in places]
+    all_gather(parts, local.detach().contiguous(), group)
+    full = like(rows for rows, _ in parameter.shard.blocks)
+    for place, part in zip(places, parts):
+        blocks = part.split([rows for _, rows in place], dim)
+        for (begin, rows), block in zip(place, blocks):
+            full.narrow(dim, begin, rows).copy_(block)
+    return full
+
+
+class _Range(NamedTuple):
+    """Elements `begin` to `end` of this rank's part, flat: number `part` of a block's `parts`."""
+
+    begin: int
+    end: int
+    part: int
+    parts: int
+    largest: int  # elements of the largest part
+
+
+def _ranges(parameter, rank, world_size):
+    """The blocks of this rank's part. A parameter of which all have copies is one, in one part."""
+    shape = getattr(parameter, "whole_shape", parameter.shape)
+    if not is_sharded(parameter):
+        return [_Range(0, shape.numel(), 0, 1, shape.numel())]
+    dim, blocks = parameter.shard.dim, parameter.shard.blocks
+    if dim > 0 and len(blocks) > 1:
+        raise ValueError(f"blocks {blocks} along dim={dim} of {tuple(shape)} are not ranges of it")
+    row, begin, ranges = math.prod(shape[:dim] + shape[dim + 1 :]), 0, []
+    for (whole, parts), (_, rows) in zip(blocks, parameter.shard.rows_of(rank, world_size)):
+        largest, part = shard_sizes(whole, parts)[0] * row, rank * parts // world_size
+        ranges.append(_Range(begin, begin + rows * row, part, parts, largest))
+        begin += rows * row
+    return ranges
+
+
+def unique_ranges(parameter, group=None):
+    """[(begin, end)] of the flattened elements that no lower rank of the group has too.
+
+    Over the ranks they are the whole, once: what a norm has to count (torch.nn.utils' would be
+    another on each rank). They are ranges of this rank's part; one of FSDP's pieces has those
+    between its `first` element and its last.
+    """
+    rank, world_size = rank_and_size(group)
+    below = lambda parts: (rank - 1) * parts // world_size  # the part of the rank below, or -1
+    ranges = _ranges(parameter, rank, world_size)
+    return [(found.begin, found.end) for found in ranges if below(found.parts) < found.part]
+
+
+@torch.no_grad()
+def sum_partial_gradients(parameters, group=None):
+    """After backward: sum over the group what each rank has only a part of. One all-reduce.
+
+    That is the gradient of what is marked as partial, and of what several ranks hold of a sharded
+    parameter; one that a rank has not used counts as zero. FSDP's pieces must be the same ranges on
+    all ranks, which one message more makes sure of: ValueError on all of them if they are not.
+    """
+    rank, world_size = rank_and_size(group)
+    if world_size == 1:
+        return
+    shared = []  # (parameter, a range of it for which other ranks have a gradient, too)
+    for parameter in parameters:
+        is_shared = is_sharded(parameter) or getattr(parameter, "partial", False)
+        if parameter.requires_grad and is_shared:
+            ranges = _ranges(parameter, rank, world_size)
+            shared += [(parameter, found) for found in ranges if found.parts < world_size]
+    if not shared:
+        return
+    _check_pieces([parameter for parameter, _ in shared], group)
+    own, sums = [], []  # this rank's elements; room for those of every part, this one's filled in
+    for parameter, (begin, end, part, parts, largest) in shared:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        parameter.grad, first = parameter.grad.contiguous(), getattr(parameter, "first", 0)
+        mine = parameter.grad.view(-1)[max(0, begin - first) : max(0, end - first)]
+        total = mine.new_zeros(parts, len(mine) + largest - (end - begin))
+        total[part, : len(mine)] = mine
+        own.append((mine, part))
+        sums.append(total)
+    flat = torch.cat([total.flatten() for total in sums])
+    all_reduce(flat, group=group)
+    for (mine, part), total, summed in zip(own, sums, flat.split([t.numel() for t in sums])):
+        mine.copy_(summed.view_as(total)[part, : len(mine)])
+
+
+def _check_pieces(parameters, group):
+    if any(hasattr(parameter, "whole_shape") for parameter in parameters):
+        whole = lambda p: tuple(getattr(p, "whole_shape", p.shape))
+        where = lambda p: f"elements from {getattr(p, 'first', 0)} of {whole(p)}"
+        check_parameters([(where(parameter), parameter) for parameter in parameters], group)
+
+
+# ---- cost ----------------------------------------------------------------------------------------
+
+
+def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather=False):
+    """Bytes a rank sends per transformer layer, forward and backward: 8 b s h (t-1)/t elements.
+
+    With sequence parallelism they are the same, or 10 if backward gathers the inputs again.
+    """
+    all_reduces = 5 if regather else 4
+    return all_reduces * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
+
+
 # ---- demonstration -------------------------------------------------------------------------------
 
 
@@ -757,40 +720,31 @@ def _demonstrate():
     rank, world_size = rank_and_size()
     B, T, D, V = 8, 128, 64 * world_size, 101
     torch.manual_seed(0)
-    weights = {
-        "up": torch.randn(4 * D, D),
-        "down": torch.randn(D, 4 * D),
-        "head": torch.randn(V, D),
-    }
-    weights = {name: (w * D**-0.5).double().requires_grad_() for name, w in weights.items()}
+    shapes = {"up": (4 * D, D), "down": (D, 4 * D), "head": (V, D)}
+    weights = [torch.randn(shape, dtype=torch.float64) * D**-0.5 for shape in shapes.values()]
+    up, down, head = (weight.requires_grad_() for weight in weights)
     x, target = torch.randn(T * B, D, dtype=torch.float64), torch.randint(V, (T * B,))
-    y = x + F.linear(F.gelu(F.linear(x, weights["up"])), weights["down"])
-    loss = F.cross_entropy(F.linear(y, weights["head"]), target)
-    expected = torch.autograd.grad(loss, list(weights.values()))
+    y = x + F.linear(F.gelu(F.linear(x, up)), down)
+    loss = F.cross_entropy(F.linear(y, head), target)
+    expected = torch.autograd.grad(loss, [up, down, head])
 
-    layers = nn.ModuleDict(
-        {
-            "up": ColumnParallelLinear(D, 4 * D, bias=False),
-            "down": RowParallelLinear(4 * D, D, bias=False),
-            "head": VocabParallelEmbedding(V, D),
-        }
-    ).double()
-    for name, layer in layers.items():
-        layer.weight.data.copy_(take_shard(weights[name].detach(), layer.weight))
+    layers = [ColumnParallelLinear(D, 4 * D, False), RowParallelLinear(4 * D, D, False)]
+    layers.append(VocabParallelEmbedding(V, D).double())
+    for layer, weight in zip(layers, weights):
+        layer.weight.data = take_shard(weight.detach(), layer.weight)
+    column, row, embedding = layers
     with count_bytes() as traffic:
         y = x.clone().requires_grad_()
-        y = y + layers["down"](F.gelu(layers["up"](y)))
-        counted_forward = traffic.bytes()
-        logits = parallel_linear(y, layers["head"].weight)
-        losses = vocab_parallel_cross_entropy(logits, target, layers["head"].start, inplace=True)
+        y = y + row(F.gelu(column(y)))
+        counted = traffic.bytes()
+        logits = parallel_linear(y, embedding.weight)
+        losses = vocab_parallel_cross_entropy(logits, target, embedding.start, inplace=True)
         losses.mean().backward()
-    gathered = [gather_shards(l.weight.grad, l.weight) for l in layers.values()]
+    gathered = [gather_shards(layer.weight.grad, layer.weight) for layer in layers]
     error = max((a - b).abs().max().item() for a, b in zip(gathered, expected))
     if rank == 0:
         claimed = all_reduce_bytes(B * T * D * 8, world_size)
-        print(
-            f"{world_size} ranks, MLP forward: claimed {claimed} bytes, counted {counted_forward}"
-        )
+        print(f"{world_size} ranks, MLP forward: claimed {claimed} bytes, counted {counted}")
         print(f"largest difference from one process's gradients: {error:.1e}\n")
     if world_size == 2:
         _demonstrate_alexnet(rank)

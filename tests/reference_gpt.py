@@ -7,10 +7,25 @@ import torch.nn.functional as F
 from torch import nn
 
 
+def attention(q, k, v, causal=True, documents=None):
+    """Softmax of all scores at once: q (B, H, T, K), k and v (B, KV, T, K) -> (B, H, T, K).
+
+    documents: lengths of those that are packed into the sequence; attention stays in each.
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    T = q.shape[2]
+    number = torch.arange(len(documents or [T])).repeat_interleave(torch.tensor(documents or [T]))
+    hidden = number[:, None] != number[None, :]
+    if causal:
+        hidden |= torch.ones(T, T, dtype=torch.bool).triu(1)
+    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+
 class Attention(nn.Module):
     def __init__(self, hidden, heads, kv_heads):
         super().__init__()
-        self.heads, self.kv_heads, self.kv_width = heads, kv_heads, hidden // heads * kv_heads
+        self.heads, self.kv_width = heads, hidden // heads * kv_heads
         self.c_attn = nn.Linear(hidden, hidden + 2 * self.kv_width)
         self.c_proj = nn.Linear(hidden, hidden)
 
@@ -20,11 +35,7 @@ class Attention(nn.Module):
             part.view(B, T, -1, D // self.heads).transpose(1, 2)
             for part in self.c_attn(x).split([D, self.kv_width, self.kv_width], dim=2)
         )
-        k, v = (part.repeat_interleave(self.heads // self.kv_heads, 1) for part in (k, v))
-        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-        future = torch.ones(T, T, dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
-        return self.c_proj((weights @ v).transpose(1, 2).reshape(B, T, D))
+        return self.c_proj(attention(q, k, v).transpose(1, 2).reshape(B, T, D))
 
 
 class MLP(nn.Module):

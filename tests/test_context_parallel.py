@@ -1,11 +1,11 @@
 """Context parallelism of sequence_parallel.py: attention that crosses a split of the sequence."""
 
-import math
 import random
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,14 +14,15 @@ import sequence_parallel
 from collectives import count_bytes, rank_and_size
 from gpu_counts import batches, waits
 from nccl_replay import record, replay
-from ranks import least_bytes, run
+from ranks import least_bytes, on_ranks, run
+from reference_gpt import attention
 from sequence_parallel import (
     allgather_attention,
     attended_pairs,
     context_parallel_bytes,
     context_positions,
     chunk_ranges,
-    context_tiles,
+    context_blocks,
     ring_attention,
     ulysses_attention,
 )
@@ -32,22 +33,6 @@ METHODS = {
     "ulysses": ulysses_attention,
 }
 every_method = pytest.mark.parametrize("method", METHODS)
-every_size = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-
-
-def full_attention(q, k, v, causal, documents=None):
-    """Softmax of all scores at once, in fp64."""
-    q, k, v = (x.double() for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    T = q.shape[2]
-    document = torch.arange(T) * 0
-    if documents:
-        document = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))
-    seen = document[:, None] == document[None, :]
-    if causal:
-        seen &= torch.ones(T, T).tril().bool()
-    scores = (q @ k.transpose(2, 3)) / math.sqrt(q.shape[3])
-    return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
 
 
 def _attend(method, tensors, grad, positions, dtype, **options):
@@ -63,7 +48,7 @@ def _attend(method, tensors, grad, positions, dtype, **options):
 
 def _reference(tensors, grad, *options):
     whole = [x.double().clone().requires_grad_() for x in tensors]
-    output = full_attention(*whole, *options)
+    output = attention(*whole, *options)
     output.backward(grad.double())
     return [output.detach(), *[x.grad for x in whole]]
 
@@ -73,7 +58,9 @@ def _documents(sizes, T):
     return [end - begin for begin, end in zip([0, *ends], ends)]
 
 
-def _against_full_attention(method):
+@every_method
+@on_ranks(1, 2, 3, 4)
+def test_output_and_gradients_are_those_of_full_attention(method):
     _, P = rank_and_size()
     for case in range(10):
         torch.manual_seed(case)
@@ -101,44 +88,29 @@ def _against_full_attention(method):
 
 
 @every_method
-@every_size
-def test_output_and_gradients_are_those_of_full_attention(world_size, method):
-    run(world_size, _against_full_attention, method)
-
-
-def _errors_in_bf16(method):
-    """Largest errors of output and gradients, and those of one process in bf16, against fp64."""
+@on_ranks(2, 4)
+def test_bf16_is_as_exact_as_full_attention_in_bf16(method):
+    """Parts are rounded before they are merged or summed, and the whole after that."""
     _, P = rank_and_size()
     torch.manual_seed(0)
     B, H, KV, T, K = 2, 4, 2, 64 * P, 16
     tensors = [torch.randn(B, heads, T, K).bfloat16() for heads in (H, KV, KV)]
     grad = torch.randn(B, H, T, K).bfloat16()
-    exact = _reference(tensors, grad, True)
-    positions = context_positions(T)
+    exact, positions = _reference(tensors, grad, True), context_positions(T)
     found = _attend(method, tensors, grad, positions, torch.bfloat16)
     single = [x.clone().requires_grad_() for x in tensors]
-    y = torch.nn.functional.scaled_dot_product_attention(*single, is_causal=True, enable_gqa=True)
+    y = F.scaled_dot_product_attention(*single, is_causal=True, enable_gqa=True)
     y.backward(grad)
-    alone = [y.detach(), *[x.grad for x in single]]
-    error = lambda part, whole: (part.double() - whole).norm().item()
-    own = [error(part, whole[:, :, positions]) for part, whole in zip(found, exact)]
-    pairs = [(part[:, :, positions], whole[:, :, positions]) for part, whole in zip(alone, exact)]
-    bound = [error(part, whole) for part, whole in pairs]
-    assert all(part.dtype == torch.bfloat16 for part in found)
-    return own, bound
+    error = lambda part, whole: (part.double() - whole[:, :, positions]).norm()
+    for part, alone, whole in zip(found, [y, *[x.grad for x in single]], exact):
+        assert part.dtype == torch.bfloat16
+        assert error(part, whole) <= 2**0.5 * error(alone[:, :, positions], whole)
 
 
 @every_method
-def test_bf16_is_as_exact_as_full_attention_in_bf16(method):
-    """Parts are rounded before they are merged or summed, and the whole after that."""
-    for P in (2, 4):
-        for own, bound in run(P, _errors_in_bf16, method):
-            for error, limit in zip(own, bound):
-                assert error <= 2**0.5 * limit
-
-
-def _unusual_inputs(method):
-    """Memory in another order, and autocast."""
+@on_ranks(2)
+def test_any_order_in_memory_will_do_and_shapes_that_do_not_fit_are_named(method):
+    """Autocast, too."""
     _, P = rank_and_size()
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, 2 * P, 8) for _ in range(3))
@@ -160,25 +132,13 @@ def _unusual_inputs(method):
 
 
 @every_method
-def test_any_order_in_memory_will_do_and_shapes_that_do_not_fit_are_named(method):
-    run(2, _unusual_inputs, method)
-
-
-def _alone(method):
-    """A group of one: what torch computes, and no message."""
+@on_ranks(1)
+def test_one_rank_needs_no_message_and_takes_odd_lengths(method):
     q, k, v = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
     with count_bytes() as traffic:
         y = METHODS[method](q, k, v)
     assert traffic.bytes() == 0
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, enable_gqa=True
-    )
-    torch.testing.assert_close(y, expected)
-
-
-@every_method
-def test_one_rank_needs_no_message_and_takes_odd_lengths(method):
-    run(1, _alone, method)
+    torch.testing.assert_close(y, attention(q, k, v))
 
 
 # ---- who has what, and how much work that is -----------------------------------------------------
@@ -194,7 +154,7 @@ def test_zig_zag_gives_rank_r_chunks_r_and_2p_minus_1_minus_r():
 
 
 @pytest.mark.parametrize("P", [1, 2, 3, 4, 8])
-def test_tiles_are_exactly_the_pairs_that_the_mask_leaves(P):
+def test_blocks_are_exactly_the_pairs_that_the_mask_leaves(P):
     for case in range(20):
         sizes = random.Random(case)
         T = 2 * P * sizes.randint(1, 4)
@@ -208,83 +168,70 @@ def test_tiles_are_exactly_the_pairs_that_the_mask_leaves(P):
         runs = [chunk_ranges(r, P, T, zigzag) for r in range(P)]
         for queries in runs:
             for keys in runs if case % 2 else [[(0, T)]]:  # as in a ring, or all gathered
-                for tile in context_tiles(queries, keys, causal, documents):
-                    rows = positions(queries)[tile.queries]
-                    columns = positions(keys)[tile.keys]
-                    block = torch.ones(len(rows), len(columns), dtype=torch.int64)
-                    seen[rows[:, None], columns] += block.tril() if tile.causal else block
+                for block in context_blocks(queries, keys, causal, documents):
+                    rows = positions(queries)[block.queries]
+                    columns = positions(keys)[block.keys]
+                    pairs = torch.ones(len(rows), len(columns), dtype=torch.int64)
+                    seen[rows[:, None], columns] += pairs.tril() if block.causal else pairs
         expected = number[:, None] == number[None, :]
         if causal:
             expected &= torch.ones(T, T).tril().bool()
         assert torch.equal(seen, expected.long())
 
 
-def test_zig_zag_balances_the_causal_work_and_the_plain_order_does_not():
-    for P in (2, 4, 8):
-        T = 2 * P * 64
-        work = {}
-        for zigzag in (True, False):
-            runs = [chunk_ranges(r, P, T, zigzag) for r in range(P)]
-            tiles = lambda r: [context_tiles(runs[r], keys) for keys in runs]
-            work[zigzag] = [sum(map(attended_pairs, tiles(r))) for r in range(P)]
-            assert sum(work[zigzag]) == T * (T + 1) // 2
-        average = T * (T + 1) / 2 / P
-        assert set(work[True]) == {average}
-        assert max(work[False]) / average == pytest.approx(2 - 1 / P, rel=0.01)
-        # a ring waits in every step for the slowest: where the plain order has a whole tile to do,
-        # a rank of the zig-zag order has half of one
-        slowest = lambda zigzag: sum(_largest_tiles(P, T, zigzag))
-        assert P == 2 or slowest(False) / slowest(True) >= 1.5
-
-
-def _largest_tiles(P, T, zigzag):
-    runs = [chunk_ranges(r, P, T, zigzag) for r in range(P)]
-    for step in range(P):
-        tiles = (context_tiles(runs[r], runs[(r - step) % P]) for r in range(P))
-        yield max(map(attended_pairs, tiles))
+@pytest.mark.parametrize("P", [2, 4, 8])
+def test_zig_zag_balances_the_causal_work_and_the_plain_order_does_not(P):
+    T, work, slowest = 2 * P * 64, {}, {}
+    for zigzag in (True, False):
+        runs = [chunk_ranges(r, P, T, zigzag) for r in range(P)]
+        pairs = [[attended_pairs(context_blocks(runs[r], runs[(r - step) % P]))
+                  for step in range(P)] for r in range(P)]
+        work[zigzag] = [sum(of_rank) for of_rank in pairs]
+        # a ring waits in every step for the slowest: where the plain order has a whole block to
+        # do, a rank of the zig-zag order has half of one
+        slowest[zigzag] = sum(map(max, zip(*pairs)))
+        assert sum(work[zigzag]) == T * (T + 1) // 2
+    average = T * (T + 1) / 2 / P
+    assert set(work[True]) == {average}
+    assert max(work[False]) / average == pytest.approx(2 - 1 / P, rel=0.01)
+    assert P == 2 or slowest[False] / slowest[True] >= 1.5
 
 
 # ---- bytes on the wire ---------------------------------------------------------------------------
 
 
-def _count(method, shapes, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_method
+@on_ranks(1, 2, 3, 4)
+def test_every_method_sends_what_its_formula_says(method, dtype):
+    _, P = rank_and_size()
+    B, H, KV, T, K = 2, 12, 3 if P == 3 else 2, 24, 8
+    shapes = [(B, heads, T // P, K) for heads in (H, KV, KV)]
     q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
     with least_bytes(), count_bytes() as traffic:
         y = METHODS[method](q, k, v)
         forward = traffic.bytes()
         y.sum().backward()
-    return forward, traffic.bytes() - forward
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@every_method
-@every_size
-def test_every_method_sends_what_its_formula_says(world_size, method, dtype):
-    B, H, KV, T, K, P = 2, 12, 2 if world_size != 3 else 3, 24, 8, world_size
-    shapes = [(B, heads, T // P, K) for heads in (H, KV, KV)]
     claimed = context_parallel_bytes(method, B, T, H, KV, K, P, itemsize=dtype.itemsize)
-    assert run(P, _count, method, shapes, dtype) == [claimed] * P
+    assert (forward, traffic.bytes() - forward) == claimed
     if method == "ring" and P > 1:  # elements: 2 (P-1)/P b s h_kv, and about twice that
         forward, backward = context_parallel_bytes(method, B, T, H, KV, K, P, 1, 1)
         assert forward == 2 * (P - 1) / P * B * T * KV * K
         assert backward == forward + 2 * B * T * KV * K
 
 
-def _count_batches(method):
-    q, k, v = (torch.randn(2, heads, 4, 8, requires_grad=True) for heads in (8, 4, 4))
-    with batches() as count, waits() as waited:
-        y = METHODS[method](q, k, v)
-        forward = count["batches"]
-        y.sum().backward()
-    assert not count["off 16"] and not waited
-    return forward, count["batches"] - forward
-
-
-@pytest.mark.parametrize("P", [2, 4])
-def test_keys_and_values_travel_in_the_same_batches_and_no_host_waits(P):
+@on_ranks(2, 4)
+def test_keys_and_values_travel_in_the_same_batches_and_no_host_waits():
+    _, P = rank_and_size()
     expected = {"allgather": (1, 1), "ring": (P - 1, 2 * P - 1), "ulysses": (2, 2)}
     for method, found in expected.items():
-        assert run(P, _count_batches, method) == [found] * P
+        q, k, v = (torch.randn(2, heads, 4, 8, requires_grad=True) for heads in (8, 4, 4))
+        with batches() as count, waits() as waited:
+            y = METHODS[method](q, k, v)
+            forward = count["batches"]
+            y.sum().backward()
+        assert not count["off 16"] and not waited
+        assert (forward, count["batches"] - forward) == found
 
 
 # ---- kernels of a GPU, on pretended tensors ------------------------------------------------------
@@ -306,8 +253,8 @@ def test_on_a_gpu_16_bit_goes_through_flash_attention_and_fp32_through_the_effic
     with FakeTensorMode(), Kernels():
         make = lambda heads, length: torch.empty(2, heads, length, 64, device="cuda", dtype=dtype)
         q, k, v = make(8, 33), make(2, 40), make(2, 40)
-        output, lse = sequence_parallel._tile_forward(q, k, v, False)
-        grads = sequence_parallel._tile_backward(output, q, k, v, output, lse, False)
+        output, lse = sequence_parallel.block_attention(q, k, v, False)
+        grads = sequence_parallel.block_attention_backward(output, q, k, v, output, lse, False)
     assert lse.shape == (2, 8, 33) and lse.dtype == torch.float32
     assert [x.shape for x in (output, *grads)] == [x.shape for x in (q, q, k, v)]
     assert {x.dtype for x in (output, *grads)} == {dtype}
@@ -315,15 +262,12 @@ def test_on_a_gpu_16_bit_goes_through_flash_attention_and_fp32_through_the_effic
     assert {heads for _, heads in kernels} == {1 if name == "efficient" else 2}  # of q, and k
 
 
-def _refused():
-    for method in ("allgather", "ring"):
-        for dtype, size in ((torch.float64, 8), (torch.bfloat16, 12), (torch.float32, 6)):
-            with FakeTensorMode(), pytest.raises(ValueError, match=f"{dtype} and head size {size}"):
-                METHODS[method](*3 * [torch.empty(1, 2, 4, size, dtype=dtype, device="cuda")])
-
-
-def test_what_no_kernel_of_a_gpu_takes_is_refused_in_a_line():
-    run(1, _refused)
+@pytest.mark.parametrize("method", ["allgather", "ring"])
+@on_ranks(1)
+def test_what_no_kernel_of_a_gpu_takes_is_refused_in_a_line(method):
+    for dtype, size in ((torch.float64, 8), (torch.bfloat16, 12), (torch.float32, 6)):
+        with FakeTensorMode(), pytest.raises(ValueError, match=f"{dtype} and head size {size}"):
+            METHODS[method](*3 * [torch.empty(1, 2, 4, size, dtype=dtype, device="cuda")])
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -385,7 +329,8 @@ def test_no_method_would_hang_on_nccl(method):
     replay(run(4, _recorded, method))
 
 
-def _in_subgroups():
+@on_ranks(4)
+def test_groups_side_by_side():
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     dist.barrier()
     mine = dist.get_rank() % 2
@@ -400,11 +345,8 @@ def _in_subgroups():
             torch.testing.assert_close(part, whole[:, :, positions], rtol=1e-10, atol=1e-10)
 
 
-def test_groups_side_by_side():
-    run(4, _in_subgroups)
-
-
-def _errors():
+@on_ranks(2)
+def test_lengths_and_heads_that_cannot_be_split_are_named():
     q, k = torch.zeros(1, 4, 3, 4), torch.zeros(1, 2, 3, 4)
     for method in METHODS.values():
         with pytest.raises(ValueError, match="seq_len=6 is not 4 equal chunks for cp=2"):
@@ -415,7 +357,3 @@ def _errors():
         for method in (allgather_attention, ring_attention):
             with pytest.raises(ValueError, match=f"documents of {named}"):
                 method(*3 * [torch.zeros(1, 2, 4, 4)], documents=wrong)
-
-
-def test_lengths_and_heads_that_cannot_be_split_are_named():
-    run(2, _errors)

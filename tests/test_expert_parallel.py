@@ -15,6 +15,7 @@ from expert_parallel import (
     MoE,
     Router,
     balance_loss,
+    dispatch_and_combine,
     expert_parallel_bytes,
     grouped_linear,
     one_hop,
@@ -23,23 +24,21 @@ from expert_parallel import (
 )
 from gpu_counts import batches, waits
 from nccl_replay import record, replay
-from ranks import least_bytes, run
+from ranks import least_bytes, on_ranks, run
 from reference_gpt import MoE as ReferenceMoE
 from sequence_parallel import recompute, saved_bytes
 
 
-def _groups(ep):
-    """Groups of neighbours, which have different experts, and of ranks with the same ones."""
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    rows = torch.arange(world_size).view(-1, ep)
-    mine = {}
-    for name, slices in (("ep", rows), ("same", rows.t())):
+def _groups(size):
+    """This rank's group of `size` neighbours, and that of ranks with its place in theirs."""
+    rank, rows, mine = dist.get_rank(), torch.arange(dist.get_world_size()).view(-1, size), []
+    for slices in (rows, rows.t()):
         for ranks in slices.tolist():
             group = dist.new_group(ranks)
             if rank in ranks:
-                mine[name] = group
+                mine.append(group)
     dist.barrier()
-    return mine["ep"], mine["same"]
+    return mine
 
 
 def _equal(found, expected, name="", tolerance=1e-11):
@@ -76,66 +75,79 @@ CASES = {
 }
 
 
-def _against_loop(case, ep, nodes=None):
+# ranks of ep and dp, and how many of ep's share a node
+LAYOUTS = [(1, 1, 0), (2, 1, 0), (3, 1, 0), (1, 2, 0), (2, 2, 0), (3, 2, 0), (4, 1, 2), (6, 1, 2)]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ep, dp, per_node", LAYOUTS)
+@on_ranks(lambda ep, dp, **_: ep * dp)
+def test_output_and_gradients_are_those_of_a_loop(ep, dp, per_node, case):
     """Output, input gradient and every parameter's, of ranks with 5, 0, 3 ... tokens."""
     rank, world_size = rank_and_size()
     ep_group, same_group = _groups(ep)
     options = dict(CASES[case])
     E, losses = options.pop("E"), options.pop("losses", (0, 0))
     E -= E % ep  # 63 of 64 over 3 ranks
-    groups = options.get("n_group", 1), options.get("topk_group", 1)
-    scaled = {"balance_coefficient": losses[0] / 2, "z_coefficient": losses[1] / 2}
-    options |= scaled | {"loss_scale": 2.0}
     D, factor = 4, options.get("capacity_factor")
-    options |= {"nodes": nodes and _nodes(nodes), "balance_groups": (None,)}
+    of_plain = {
+        "shared": options.get("shared_experts", 0),
+        "factor": factor,
+        "losses": losses,
+        "groups": (options.get("n_group", 1), options.get("topk_group", 1)),
+    }
+    options |= {"balance_coefficient": losses[0] / 2, "z_coefficient": losses[1] / 2}
+    options |= {"loss_scale": 2.0, "balance_groups": (None,)}
+    options["nodes"] = per_node and _groups(per_node)
     layer = MoE(D, 4 * D, E, group=ep_group, **options)
     sizes = [(5, 0, 3, 8, 1, 2)[r % 6] if losses == (0, 0) else 4 for r in range(world_size)]
     torch.manual_seed(7)
-    whole = torch.randn(sum(sizes), D, dtype=torch.float64)
-    grad = torch.randn(sum(sizes), D, dtype=torch.float64)
-    shared = options.get("shared_experts", 0)
-    own = {"shared": shared, "factor": factor, "losses": losses, "groups": groups}
-    plain = _reference(layer, whole, E, **own)
-    parts = whole.split(sizes)
-    if factor is None:
-        parts, grads = [whole], [grad]  # capacity is of each rank's tokens
-    else:
-        grads = grad.split(sizes)
-    parts = [part.clone().requires_grad_() for part in parts]
-    outputs = [plain(part) for part in parts if len(part)]
-    torch.autograd.backward(
-        [*outputs, *[torch.as_tensor(plain.loss)] * (losses != (0, 0))],
-        [*[g for g in grads if len(g)], *[None] * (losses != (0, 0))],
-    )
-    expected = torch.cat(outputs).split(sizes)[rank]
-    expected_grad = torch.cat([p.grad for p in parts if len(p)]).split(sizes)[rank]
+    whole, grad = torch.randn(2, sum(sizes), D, dtype=torch.float64)
+    plain = _reference(layer, whole, E, **of_plain)
+    calls = sizes if factor else [sum(sizes)]  # capacity is of each rank's tokens
+    inputs = [x.clone().requires_grad_() for x in whole.split(calls)]
+    outputs = torch.cat([plain(x) for x in inputs if len(x)])
+    (outputs * grad).sum().add(plain.loss).backward()
+    input_grad = torch.cat([x.grad for x in inputs if len(x)])
 
     x = whole.split(sizes)[rank].clone().requires_grad_()
     y = layer(x)
     y.backward(grad.split(sizes)[rank])
-    _equal(y, expected.detach(), "output")
-    _equal(x.grad, expected_grad, "input")
+    _equal(y, outputs.split(sizes)[rank].detach(), "output")
+    _equal(x.grad, input_grad.split(sizes)[rank], "input")
+    expected, place = dict(plain.named_parameters()), rank_and_size(ep_group)[0]
     for name, parameter in layer.named_parameters():
-        full = dict(plain.named_parameters())[name].grad
-        own_rank, ep_size = rank_and_size(ep_group)
         is_expert = name.startswith("experts")
         dist.all_reduce(parameter.grad, group=same_group if is_expert else None)
-        _equal(parameter.grad, full.chunk(ep_size)[own_rank] if is_expert else full, name)
+        full = expected[name].grad
+        _equal(parameter.grad, full.chunk(ep)[place] if is_expert else full, name)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ep, dp", [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (3, 2)])
-def test_output_and_gradients_are_those_of_a_loop(ep, dp, case):
-    run(ep * dp, _against_loop, case, ep)
+@on_ranks(1, 3)
+def test_the_idea_is_one_hop():
+    """dispatch_and_combine() as it stands at the file's top: results and gradients."""
+    rank, P = rank_and_size()
+    torch.manual_seed(rank)
+    N, k, E, D = (5, 0, 7)[rank], 2, 4 * P, 6
+    experts, found = torch.rand(N, E).argsort(-1)[:, :k], []
+    scale = torch.randn(4, 1, dtype=torch.float64, requires_grad=True)
+
+    def compute(rows, load):
+        assert load.tokens_per_expert.tolist() == load.sizes
+        return rows.sin() * scale.repeat_interleave(load.tokens_per_expert, 0)
+
+    x, weights = torch.randn(N, D, dtype=torch.float64), torch.rand(N, k, dtype=torch.float64)
+    for function in (dispatch_and_combine, one_hop):
+        leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_(), scale]
+        y = function(leaves[0], experts, leaves[1], E, compute)
+        found.append([y, *torch.autograd.grad(y.cos().sum(), leaves)])
+    for one, other in zip(*found):
+        _equal(one, other)
 
 
-@pytest.mark.parametrize("case", ["top-2", "top-3, with drops", "losses"])
-@pytest.mark.parametrize("ep, nodes", [(4, 2), (6, 3), (6, 2)])
-def test_a_layer_whose_tokens_go_by_way_of_nodes_is_that_of_the_loop(ep, nodes, case):
-    run(ep, _against_loop, case, ep, nodes)
-
-
-def _gradients_in_bf16(how):
+@pytest.mark.parametrize("how", ["autocast", "bf16", "bf16, summed in fp32"])
+@on_ranks(2)
+def test_gradients_in_bf16_are_those_of_the_loop_but_for_a_few_per_cent(how):
     """Of each parameter, and of the input: the loop's in fp64, but for a few per cent."""
     rank, ep = rank_and_size()
     torch.manual_seed(3)
@@ -172,12 +184,8 @@ def _gradients_in_bf16(how):
         assert error < 0.03, f"{name}: {error}"
 
 
-@pytest.mark.parametrize("how", ["autocast", "bf16", "bf16, summed in fp32"])
-def test_gradients_in_bf16_are_those_of_the_loop_but_for_a_few_per_cent(how):
-    run(2, _gradients_in_bf16, how)
-
-
-def _one_expert_for_all():
+@on_ranks(2)
+def test_all_tokens_may_go_to_one_expert_and_a_rank_may_have_none():
     """All tokens choose the first expert, and rank 1 has none of its own."""
     rank, _ = rank_and_size()
     layer = MoE(4, 16, 4).double()
@@ -195,14 +203,11 @@ def _one_expert_for_all():
         assert layer.experts.w_in.grad[0].any() and not layer.experts.w_in.grad[1].any()
     else:
         assert y.shape == (0, 4) and not layer.experts.w_in.grad.any()
-    return layer.counts.tolist()
+    assert layer.counts.tolist() == [len(x), 0, 0, 0]
 
 
-def test_all_tokens_may_go_to_one_expert_and_a_rank_may_have_none():
-    assert run(2, _one_expert_for_all) == [[3, 0, 0, 0], [0, 0, 0, 0]]
-
-
-def _bf16():
+@on_ranks(2)
+def test_experts_run_under_autocast_and_the_router_in_fp32():
     layer = MoE(16, 64, 4, 2)
     x = torch.randn(24, 16)
     expected = layer(x)
@@ -218,10 +223,6 @@ def _bf16():
         with torch.autocast("cpu", torch.bfloat16):
             layer.experts(torch.randn(4, 16), Load(torch.tensor([3, 1]), [3, 1]))
     assert count() < layer.experts.w_in.nbytes // 2  # rows, and no copy of the matrices
-
-
-def test_experts_run_under_autocast_and_the_router_in_fp32():
-    run(2, _bf16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -262,55 +263,46 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero_whatever_the_kernel_lea
 # ---- what holds up the host, and what it launches ------------------------------------------------
 
 
-def _count_waits(dtype, nodes, **options):
-    rank, _ = rank_and_size()
-    layer = MoE(16, 64, 8, 2, nodes=nodes and _nodes(nodes), **options).to(dtype)
+OPTIONS = [
+    {},
+    {"capacity_factor": 1.0, "shared_experts": 1, "score": "sigmoid", "n_group": 2},
+    {"balance_coefficient": 0.1, "z_coefficient": 0.1, "balance_groups": (None,)},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("per_node", [0, 2])
+@on_ranks(lambda per_node, **_: per_node * 2 or 2)
+def test_the_host_waits_once_a_hop_in_forward_and_not_in_backward(per_node, options, dtype):
+    once = {"tolist": 2 if per_node else 1}
+    layer = MoE(16, 64, 8, 2, nodes=per_node and _groups(per_node), **options).to(dtype)
     x = torch.randn(5, 16, dtype=dtype, requires_grad=True)
     layer(x).sum().backward()
-    found = []
     for again in (False, True):
         with waits() as forward:
             y = recompute(layer, x) if again else layer(x)
         with waits() as backward:
             y.sum().backward()
-        found.append((dict(forward), dict(backward)))
+        assert forward == once and backward == (once if again else {})
     with waits() as update:
         layer.router.update_bias(layer.counts)
     assert not update
-    return found
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"capacity_factor": 1.0, "shared_experts": 1, "score": "sigmoid", "n_group": 2},
-        {"balance_coefficient": 0.1, "z_coefficient": 0.1, "balance_groups": (None,)},
-    ],
-)
-@pytest.mark.parametrize("P, nodes", [(2, None), (4, 2)])
-def test_the_host_waits_once_a_hop_in_forward_and_not_in_backward(P, nodes, options, dtype):
-    once = {"tolist": 2 if nodes else 1}
-    for (forward, backward), recomputed in run(P, _count_waits, dtype, nodes, **options):
-        assert (forward, backward) == (once, {})
-        assert recomputed == (once, once)
-
-
-def _count_batches(nodes):
-    layer = MoE(16, 64, 12, 3, nodes=nodes and _nodes(nodes))
+@pytest.mark.parametrize("per_node, expected", [(0, (3, 2)), (2, (8, 5))])
+@on_ranks(4)
+def test_a_layer_launches_three_batches_forward_and_two_backward_or_eight_and_five_in_two_hops(
+    per_node, expected
+):
+    layer = MoE(16, 64, 12, 3, nodes=per_node and _groups(per_node))
     x = torch.randn(5, 16, requires_grad=True)
     with batches() as count:
         y = layer(x)
         forward = count["batches"]
         y.sum().backward()
-    assert not count["off 16"] or nodes
-    return forward, count["batches"] - forward
-
-
-def test_a_layer_launches_three_batches_forward_and_two_backward_or_eight_and_five_in_two_hops():
-    assert run(4, _count_batches, None) == [(3, 2)] * 4
-    assert run(4, _count_batches, 2) == [(8, 5)] * 4
+    assert not count["off 16"] or per_node
+    assert (forward, count["batches"] - forward) == expected
 
 
 # ---- router --------------------------------------------------------------------------------------
@@ -338,7 +330,8 @@ def test_the_router_computes_in_fp32_what_comes_in_16_bit():
     torch.testing.assert_close(router(x).logits, x.float() @ router.weight.t())
 
 
-def _losses_of_bf16():
+@on_ranks(1)
+def test_balance_losses_are_computed_in_fp32_where_the_weights_are_bf16():
     layer = MoE(16, 64, 8, 2, balance_coefficient=0.5, z_coefficient=0.5).bfloat16()
     routing = layer.router(torch.randn(64, 16).bfloat16())
     counts = F.one_hot(routing.experts, 8).sum((0, 1))
@@ -349,10 +342,6 @@ def _losses_of_bf16():
     ), counts)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), exact, rtol=1e-6, atol=0)
-
-
-def test_balance_losses_are_computed_in_fp32_where_the_weights_are_bf16():
-    run(1, _losses_of_bf16)
 
 
 def test_scores_that_underflow_give_no_nan_and_the_bias_stays_in_fp32():
@@ -398,40 +387,32 @@ def _routed(rank, P, N, k, E, even, seed=0):
     return torch.rand(N, E, generator=generator).argsort(-1)[:, :k]
 
 
-def _count_one_hop(N, k, E, D, even):
-    rank, P = rank_and_size()
-    experts = _routed(rank, P, N, k, E, even)
+@pytest.mark.parametrize("even", [True, False])
+@on_ranks(1, 2, 3, 4)
+def test_dispatch_and_combine_send_the_routed_tokens(even):
+    own, P = rank_and_size()
+    N, k, E, D = 24, 2, 12, 8
+    routed = [_routed(rank, P, N, k, E, even) for rank in range(P)]
+    crossing = torch.zeros(P, P, dtype=torch.int64)  # rows from one rank to another
+    for rank in range(P):
+        crossing[rank] = (routed[rank] * P // E).flatten().bincount(minlength=P)
+    crossing.fill_diagonal_(0)
+    rows = int(crossing[own].sum() + crossing[:, own].sum()) * D * 4  # out and, of others, back
+    counts = 8 * (E // P + E // P % 2) * (P - 1)
     x, weights = torch.randn(N, D, requires_grad=True), torch.rand(N, k)
     with least_bytes(), count_bytes() as traffic:
-        y = one_hop(x, experts, weights, E, lambda rows, load: rows * 2)
+        y = one_hop(x, routed[own], weights, E, lambda rows, load: rows * 2)
         forward = traffic.bytes()
         y.sum().backward()
     _equal(y, 2 * x * weights.sum(-1, keepdim=True), tolerance=1e-5)
-    return forward, traffic.bytes() - forward
-
-
-@pytest.mark.parametrize("even", [True, False])
-@pytest.mark.parametrize("P", [1, 2, 3, 4])
-def test_dispatch_and_combine_send_the_routed_tokens(P, even):
-    N, k, E, D = 24, 2, 12, 8
-    counts = 8 * (E // P + E // P % 2) * (P - 1)
-    sent, received = [0] * P, [0] * P
-    for rank in range(P):
-        for expert in _routed(rank, P, N, k, E, even).flatten().tolist():
-            owner = expert * P // E
-            sent[rank] += owner != rank
-            received[owner] += owner != rank
-    for rank, (forward, backward) in enumerate(run(P, _count_one_hop, N, k, E, D, even)):
-        rows = (sent[rank] + received[rank]) * D * 4  # out and, of others, back
-        assert (forward, backward) == (rows + counts, rows)
-        if even:
-            assert rows == expert_parallel_bytes(N, k, D, P)
+    assert (forward, traffic.bytes() - forward) == (rows + counts, rows)
+    assert not even or rows == expert_parallel_bytes(N, k, D, P)
 
 
 def _both_ways(nodes, N, k, E, D, max_nodes):
     """One hop and two of the same tokens: results, gradients, bytes between nodes."""
     rank, P = rank_and_size()
-    local, (node_group, cross_group) = P // nodes, _nodes(nodes)
+    local, groups = P // nodes, _groups(P // nodes)
     torch.manual_seed(rank)
     router = Router(D, E, k, "sigmoid", n_group=nodes, topk_group=max_nodes)
     x = torch.randn(N, D, dtype=torch.float64)
@@ -441,12 +422,11 @@ def _both_ways(nodes, N, k, E, D, max_nodes):
     results = []
 
     def compute(rows, load):
-        assert load.counts.tolist() == load.sizes
-        return rows.sin() * scale.repeat_interleave(load.counts).unsqueeze(1)
+        return rows.sin() * scale.repeat_interleave(load.tokens_per_expert).unsqueeze(1)
 
     for way in (one_hop, two_hops):
         leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
-        where = (None,) if way is one_hop else (node_group, cross_group)
+        where = (None,) if way is one_hop else groups
         with least_bytes(), count_bytes() as traffic:
             y = way(leaves[0], experts, leaves[1], E, compute, *where)
         y.cos().sum().backward()
@@ -456,7 +436,7 @@ def _both_ways(nodes, N, k, E, D, max_nodes):
     node_of = experts * nodes // E
     far = node_of != rank // local
     crossing = [len(set(row.tolist()) - {rank // local}) for row in node_of]
-    return int(far.sum()), sum(crossing), traffic.bytes(group=cross_group)
+    return int(far.sum()), sum(crossing), traffic.bytes(group=groups[1])
 
 
 @pytest.mark.parametrize("nodes, local", [(2, 2), (2, 1), (1, 3), (4, 2), (3, 2)])
@@ -496,35 +476,27 @@ def test_the_balance_loss_is_1_when_even_and_e_when_one_expert_has_all():
     torch.testing.assert_close(router_z_loss(logits, N), expected)
 
 
-def _counted_once():
-    """What `counts` says after a forward alone, a recomputed backward, and an evaluation."""
-    layer, seen = MoE(4, 16, 4, 2), []
-    x = torch.randn(6, 4, requires_grad=True)
+@on_ranks(1)
+def test_loads_are_counted_once_for_each_backward():
+    """Not in a forward alone, once if that is recomputed, and not in an evaluation."""
+    layer, x = MoE(4, 16, 4, 2), torch.randn(6, 4, requires_grad=True)
     y = layer(x)
-    seen.append(int(layer.counts.sum()))
+    assert layer.counts.sum() == 0
     y.sum().backward()
-    seen.append(int(layer.counts.sum()))
+    assert layer.counts.sum() == 12
     recompute(layer, x).sum().backward()
-    seen.append(int(layer.counts.sum()))
+    assert layer.counts.sum() == 24
     with torch.no_grad():
         layer(x)
-    seen.append(int(layer.counts.sum()))
-    return seen
+    assert layer.counts.sum() == 24
 
 
-def test_loads_are_counted_once_for_each_backward():
-    assert run(1, _counted_once)[0] == [0, 12, 24, 24]
-
-
-def _balanced(how):
-    return expert_parallel._balance(how)
-
-
-@pytest.mark.parametrize("how", ["none", "aux", "bias"])
-def test_a_skewed_router_is_balanced_within_200_steps_or_left_alone(how):
-    for before, after in run(2, _balanced, how):
-        assert before > 1.9
-        assert after > 1.9 if how == "none" else after < 1.1
+@pytest.mark.parametrize("how, steps", [("none", 12), ("aux", 100), ("bias", 100)])
+@on_ranks(2)
+def test_a_skewed_router_is_balanced_within_100_steps_or_left_alone(how, steps):
+    before, after = expert_parallel._balance(how, steps)
+    assert before > 1.9
+    assert after > 1.9 if how == "none" else after < 1.1
 
 
 def test_the_bias_moves_by_its_rate_against_the_load():
@@ -536,42 +508,24 @@ def test_the_bias_moves_by_its_rate_against_the_load():
 # ---- DeepSeek-V3's shape, NCCL's rules, errors ---------------------------------------------------
 
 
-def _deepseek_v3():
-    rank, P = rank_and_size()
-    layer = MoE(
-        16, 8, 256, 8, None, shared_experts=1, score="sigmoid", n_group=8, topk_group=4
-    ).double()
+@on_ranks(8)
+def test_deepseek_v3s_256_experts_run_over_8_ranks():
+    rank, _ = rank_and_size()
+    options = {"score": "sigmoid", "n_group": 8, "topk_group": 4}
+    layer = MoE(16, 8, 256, 8, shared_experts=1, **options).double()
     assert len(layer.experts.w_in) == 32
     torch.manual_seed(rank)
     x = torch.randn(12, 16, dtype=torch.float64, requires_grad=True)
-    y = layer(x)
-    y.square().sum().backward()
+    layer(x).square().sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
     nodes = layer.router(x).experts // 32
-    return max(len(set(row)) for row in nodes.tolist()), int(layer.counts.sum())
-
-
-def test_deepseek_v3s_256_experts_run_over_8_ranks():
-    for most_nodes, choices in run(8, _deepseek_v3):
-        assert most_nodes <= 4 and choices == 12 * 8
-
-
-def _nodes(count):
-    """This rank's group within its node, and that across nodes."""
-    rank, P = rank_and_size()
-    rows, mine = torch.arange(P).view(count, -1), []
-    for slices in (rows, rows.t()):
-        for ranks in slices.tolist():
-            group = dist.new_group(ranks)
-            if rank in ranks:
-                mine.append(group)
-    dist.barrier()
-    return mine
+    assert max(len(set(row)) for row in nodes.tolist()) <= 4
+    assert layer.counts.sum() == 12 * 8
 
 
 def _recorded(two):
     rank, _ = rank_and_size()
-    nodes = _nodes(2) if two else None
+    nodes = _groups(2) if two else None
     layer = MoE(4, 16, 8, 2, nodes=nodes, balance_coefficient=0.1, balance_groups=(None,))
     torch.manual_seed(rank)
     with record() as events:
@@ -585,7 +539,8 @@ def test_no_exchange_would_hang_on_nccl(two):
     replay(run(4, _recorded, two))
 
 
-def _not_finite():
+@on_ranks(2)
+def test_logits_that_are_not_finite_are_an_error_on_every_rank():
     rank, _ = rank_and_size()
     layer = MoE(4, 16, 4, 2)
     layer.router.weight.data.abs_()
@@ -602,28 +557,22 @@ def _not_finite():
     assert layer(x).isfinite().all()  # nothing is left under way
 
 
-def test_logits_that_are_not_finite_are_an_error_on_every_rank():
-    run(2, _not_finite)
-
-
-def _not_finite_in_two_hops():
+@on_ranks(4)
+def test_logits_that_are_not_finite_are_an_error_in_two_hops_too_and_so_are_other_nodes():
     rank, _ = rank_and_size()
-    layer, x = MoE(4, 16, 8, 2, nodes=_nodes(2)), torch.randn(3, 4)
+    node, cross = _groups(2)
+    layer, x = MoE(4, 16, 8, 2, nodes=(node, cross)), torch.randn(3, 4)
     x[1] = float("inf") if rank == 2 else x[1]
     with pytest.raises(ValueError, match="logit of token 1" if rank == 2 else "cannot go on: rank"):
         layer(x)
     assert layer(torch.randn(3, 4)).isfinite().all()
-    node, cross = _nodes(2)
     for wrong in ((cross, node), (node, node), (None, cross), (node, None)):
         with pytest.raises(ValueError, match=r"nodes: \[.*, and across \[.* among \[0, 1, 2, 3\]"):
             MoE(4, 16, 8, nodes=wrong)
 
 
-def test_logits_that_are_not_finite_are_an_error_in_two_hops_too_and_so_are_other_nodes():
-    run(4, _not_finite_in_two_hops)
-
-
-def _errors():
+@on_ranks(2)
+def test_sizes_that_cannot_be_are_named():
     with pytest.raises(ValueError, match="num_experts=5 is not divisible by ep=2"):
         MoE(4, 16, 5)
     with pytest.raises(ValueError, match="capacity_factor=0.0 leaves no room"):
@@ -640,22 +589,14 @@ def _errors():
         Router(4, 8, 1, "relu")
 
 
-def test_sizes_that_cannot_be_are_named():
-    run(2, _errors)
-
-
-def test_the_dropped_fraction_is_reported():
-    dropped = run(1, _dropped)[0]
-    assert dropped == pytest.approx(0.5)
-
-
-def _dropped():
+@on_ranks(1)
+def test_a_capacity_takes_the_first_tokens_and_tells_the_fraction_of_the_others():
     assert MoE(4, 16, 4, capacity_factor=float("inf"))(torch.randn(8, 4)).any(-1).all()
     layer = MoE(4, 16, 4, capacity_factor=2.0)
     layer.router.weight.data.zero_()  # all to expert 0, which takes 8 / 4 x 2 = 4 of 8
     x = torch.randn(8, 4)
     y = layer(x)
-    assert y[:4].any(-1).all() and not y[4:].any()  # the first have their place
+    assert y[:4].any(-1).all() and not y[4:].any() and float(layer.dropped) == 0.5
     twice = MoE(4, 16, 4, 2, capacity_factor=1.0)
     twice.router.weight.data.zero_()  # to experts 0 and 1, which take 16 / 4 of 8 each
     twice(x)
@@ -663,4 +604,3 @@ def _dropped():
     layer.router.bias[1] = 1
     layer(x.requires_grad_()).sum().backward()
     assert layer.counts.tolist() == [0, 8, 0, 0]  # the load is what was asked for
-    return float(layer.dropped)

@@ -1,124 +1,74 @@
 """Sequence parallelism and recomputation: gradients of one process, bytes of activations."""
 
+from functools import partial
+
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import hybrid
+import reference_gpt
 from collectives import count_bytes, rank_and_size
-from ranks import least_bytes, run
+from ranks import least_bytes, on_ranks
 from sequence_parallel import (
+    TransformerLayer,
     activation_bytes,
     dropout,
-    gather_linear,
-    make_weights,
     norm_bytes,
     recompute,
     saved_bytes,
-    transformer_layer,
+    sequence_parallel_mlp,
     unfused_attention,
 )
-from tensor_parallel import tensor_parallel_layer_bytes
+from tensor_parallel import attention, tensor_parallel_layer_bytes
 
 MODES = ["none", "selective", "full"]
-every_size = pytest.mark.parametrize("tp", [1, 2, 3, 4, 6])
+every_mode = pytest.mark.parametrize("mode", MODES)
+split_or_not = pytest.mark.parametrize("sequence_parallel", [False, True])
+
+# test_tensor_parallel.py compares TransformerLayer, in every mode, with a layer of one process.
 
 
-# ---- a layer against one process -----------------------------------------------------------------
+@on_ranks(1, 3)
+def test_the_idea_of_a_layer_is_the_real_one():
+    rank, P = rank_and_size()
+    layer, found = TransformerLayer(4 * P, P, sequence_parallel=True).double(), []
+    up, down = layer.mlp.c_fc, layer.mlp.c_proj
+    weights = [*layer.ln_2.parameters(), up.weight, down.weight]
+    x = torch.randn(3 * P, 2, 4 * P, dtype=torch.float64).chunk(P)[rank].requires_grad_()
+    real = x + layer.mlp(layer.ln_2(x))
+    for y in (real, sequence_parallel_mlp(x, layer.ln_2, up.weight, down.weight)):
+        found.append([y, *torch.autograd.grad(y.sin().sum(), [x, *weights])])
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-class PlainLayer(nn.Module):
-    """What transformer_layer() computes, in torch.nn; parameters in the same order."""
-
-    def __init__(self, D, heads):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.qkv, self.out = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
-        self.norm2, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
-
-    def forward(self, x):
-        split = lambda y: y.unflatten(-1, (self.heads, -1)).permute(1, 2, 0, 3)  # (B, H, T, K)
-        q, k, v = map(split, self.qkv(self.norm1(x)).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.permute(2, 0, 1, 3).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-def _own(tensor, dim, blocks=1):
-    rank, tp = rank_and_size()
-    parts = [block.chunk(tp, dim)[rank] for block in tensor.chunk(blocks, dim)]
-    return torch.cat(parts, dim).detach().clone()
-
-
-def _shards(tensors):
-    """This rank's parts of a plain layer's parameters, or of their gradients."""
-    n1, b1, qkv, bqkv, out, bout, n2, b2, up, bup, down, bdown = tensors
-    qkv, bqkv = _own(qkv, 0, 3), _own(bqkv, 0, 3)
-    split = [_own(up, 0), _own(bup, 0), _own(down, 1), bdown]
-    return [n1, b1, qkv, bqkv, _own(out, 1), bout, n2, b2, *split]
-
-
-def _layer(dtype=torch.float64):
-    _, tp = rank_and_size()
-    B, T, D, heads = 2, 2 * tp, 4 * tp, 2 * tp
-    torch.manual_seed(0)
-    plain = PlainLayer(D, heads).to(dtype)
-    for parameter in plain.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return plain, torch.randn(T, B, D, dtype=dtype), torch.randn(T, B, D, dtype=dtype), heads
-
-
-def _compare():
-    plain, x, grad, heads = _layer()
-    whole = x.clone().requires_grad_()
-    expected = plain(whole)
-    expected.backward(grad)
-    expected_grads = _shards([parameter.grad for parameter in plain.parameters()])
-    for sequence_parallel in (False, True):
-        own = (lambda full: _own(full, 0)) if sequence_parallel else torch.clone
-        for mode in MODES:
-            weights = _shards([parameter.detach().clone() for parameter in plain.parameters()])
-            weights = [weight.requires_grad_() for weight in weights]
-            local = own(x).requires_grad_()
-            options = {"sequence_parallel": sequence_parallel, "mode": mode}
-            found = transformer_layer(local, weights, heads, 0.0, **options)
-            found.backward(own(grad))
-            assert_close = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
-            assert_close(found, own(expected.detach()))
-            assert_close(local.grad, own(whole.grad))
-            for place, (weight, correct) in enumerate(zip(weights, expected_grads)):
-                if sequence_parallel and place in (0, 1, 5, 6, 7, 11):  # norms, biases after a sum
-                    torch.distributed.all_reduce(weight.grad)
-                assert_close(weight.grad, correct)
-
-
-@every_size
-def test_a_layer_is_that_of_one_process_split_or_recomputed_in_any_way(tp):
-    run(tp, _compare)
+def test_attention_in_its_steps_is_that_of_the_reference():
+    q, k, v = torch.randn(3, 2, 4, 7, 8, dtype=torch.float64)
+    expected = reference_gpt.attention(q, k, v)
+    torch.testing.assert_close(unfused_attention(q, k, v), expected)
+    torch.testing.assert_close(attention(q, k, v), expected)
 
 
 # ---- recomputation -------------------------------------------------------------------------------
 
 
-def _dropout_again(sequence_parallel):
-    """With dropout, every mode has the same bits, and leaves the generators in the same state."""
+@split_or_not
+@on_ranks(2)
+def test_recomputation_replays_dropout(sequence_parallel):
+    """In every mode the bits are the same, and generators are left in the same state."""
     _, tp = rank_and_size()
-    weights, results = make_weights(4 * tp, tp, torch.float32), []
-    x = torch.randn(2 * tp, 2, 4 * tp)
+    x, results = torch.randn(2 * tp, 2, 4 * tp), []
     for mode in MODES:
         torch.manual_seed(7)
-        leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, *weights)]
-        y = transformer_layer(leaves[0], leaves[1:], 2 * tp, 0.3, None, sequence_parallel, mode)
+        options = {"p": 0.3, "mode": mode, "sequence_parallel": sequence_parallel}
+        layer, own = TransformerLayer(4 * tp, 2 * tp, **options), x.clone().requires_grad_()
+        y = layer(own)
         y.sin().sum().backward()
-        results.append([y, *[leaf.grad for leaf in leaves], torch.rand(2)])
+        gradients = [parameter.grad for parameter in layer.parameters()]
+        results.append([y, own.grad, *gradients, torch.rand(2)])
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_recomputation_replays_dropout(sequence_parallel):
-    run(2, _dropout_again, sequence_parallel)
 
 
 def test_recomputation_runs_under_the_autocast_of_forward():
@@ -175,44 +125,42 @@ def test_a_recomputed_function_runs_twice_and_keeps_its_inputs_only():
 SIZES = (2, 24, 48, 12)  # batch, sequence, width, heads: 1, 2, 3, 4 and 6 divide them
 
 
-def _kept(sequence_parallel, mode):
-    """Bytes that autograd keeps of transformer_layer()."""
-    _, tp = rank_and_size()
-    B, T, D, H = SIZES
-    weights = make_weights(D, tp)
-    x = torch.randn(T // tp if sequence_parallel else T, B, D, dtype=torch.bfloat16)
-    with saved_bytes(weights) as count:
-        transformer_layer(x.requires_grad_(), weights, H, 0.1, None, sequence_parallel, mode)
-    return count()
+def _layer(sequence_parallel, mode):
+    _, _, D, H = SIZES
+    return TransformerLayer(D, H, p=0.1, mode=mode, sequence_parallel=sequence_parallel)
 
 
-def _kept_by_hybrid(sequence_parallel, mode, attention_fn=unfused_attention, T=SIZES[1], p=0.1):
-    """The same of hybrid's layer, whose matrices are those of tensor_parallel.py."""
-    _, tp = rank_and_size()
-    B, _, D, H = SIZES
+def _block(sequence_parallel, mode, attention_fn=unfused_attention, p=0.1):
+    """hybrid's layer."""
+    _, T, D, H = SIZES
     config = hybrid.GPTConfig(1, D, H, T, 64, p, None, sequence_parallel, mode)
-    random = hybrid.ShardedRandomState("cpu")
-    block = hybrid.Block(config, random, attention_fn, group=None).bfloat16()
-    x = torch.randn(T // tp if sequence_parallel else T, B, D, dtype=torch.bfloat16)
-    with saved_bytes(block.parameters()) as count:
-        x.requires_grad_()
-        recompute(block, x) if mode == "full" else block(x)
+    block = hybrid.Block(config, hybrid.ShardedRandomState("cpu"), attention_fn, group=None)
+    block.forward = partial(recompute, block.forward) if mode == "full" else block.forward
+    return block
+
+
+def _kept(layer, T):
+    """Bytes that autograd keeps of a layer, of T positions, in 16 bit."""
+    B, _, D, _ = SIZES
+    x = torch.randn(T, B, D, dtype=torch.bfloat16, requires_grad=True)
+    with saved_bytes(layer.bfloat16().parameters()) as count:
+        layer(x)
     return count()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("measure", [_kept, _kept_by_hybrid])
-@every_size
+@every_mode
+@split_or_not
+@on_ranks(1, 2, 3, 4, 6)
 def test_a_layer_keeps_the_bytes_of_the_paper_and_the_statistics_of_its_norms(
-    tp, measure, sequence_parallel, mode
+    sequence_parallel, mode
 ):
-    B, T, D, H = SIZES
+    (B, T, D, H), (_, tp) = SIZES, rank_and_size()
     claimed = activation_bytes(B, T, D, H, tp, sequence_parallel, mode)
     norms = norm_bytes(B, T, tp, sequence_parallel, mode)
     assert norms <= 0.05 * claimed
-    kept = run(tp, measure, sequence_parallel, mode)
-    assert kept == pytest.approx([claimed + norms] * tp, rel=1e-12)
+    for make in (_layer, _block):
+        kept = _kept(make(sequence_parallel, mode), T // tp if sequence_parallel else T)
+        assert kept == pytest.approx(claimed + norms, rel=1e-12)
 
 
 def test_the_rows_of_the_table():
@@ -227,79 +175,50 @@ def test_the_rows_of_the_table():
     assert row(False, "full") == 2
 
 
+@on_ranks(1, 2)
 def test_fused_attention_keeps_no_scores():
     """Without dropout of scores; what is left grows as the sequence does."""
-    B, T, D, H = SIZES
-    for tp in (1, 2):
-        measure = lambda fn, k: run(tp, _kept_by_hybrid, True, "none", fn, k * T, 0.0)[0]
-        kept = [measure(hybrid.attention, k) for k in (1, 2, 4)]
-        unfused = [measure(unfused_attention, k) for k in (1, 2)]
-        assert kept[1] == 2 * kept[0] and kept[2] == 4 * kept[0]
-        assert unfused[1] > 2 * unfused[0]
-        log_sum_exp, masks = 4 * B * T * H // tp, 2 * B * T * D // tp
-        claimed = activation_bytes(B, T, D, H, tp, True, "selective") - masks + log_sum_exp
-        assert kept[0] == claimed + norm_bytes(B, T, tp, True)
+    (B, T, D, H), (_, tp) = SIZES, rank_and_size()
+    kept = [_kept(_block(True, "none", attention, 0.0), k * T // tp) for k in (1, 2, 4)]
+    unfused = [_kept(_block(True, "none", unfused_attention, 0.0), k * T // tp) for k in (1, 2)]
+    assert kept[1] == 2 * kept[0] and kept[2] == 4 * kept[0]
+    assert unfused[1] > 2 * unfused[0]
+    log_sum_exp, masks = 4 * B * T * H // tp, 2 * B * T * D // tp
+    claimed = activation_bytes(B, T, D, H, tp, True, "selective") - masks + log_sum_exp
+    assert kept[0] == claimed + norm_bytes(B, T, tp, True)
 
 
-def _kept_by_gpt(layers, mode):
-    B, T, D, H = SIZES
-    config = hybrid.GPTConfig(layers, D, H, T, 64, 0.1, None, True, mode)
-    random = hybrid.ShardedRandomState("cpu")
-    model = hybrid.GPT(config, None, random=random, attention_fn=unfused_attention).bfloat16()
-    with saved_bytes(model.parameters()) as count:
-        model(torch.zeros(B, T, dtype=torch.int64))
-    return count()
-
-
-@pytest.mark.parametrize("mode", MODES)
+@every_mode
+@on_ranks(2)
 def test_each_layer_of_a_gpt_adds_the_bytes_of_the_paper(mode):
-    B, T, D, H = SIZES
+    (B, T, D, H), kept = SIZES, []
+    for layers in (2, 3):
+        config = hybrid.GPTConfig(layers, D, H, T, 64, 0.1, None, True, mode)
+        random = hybrid.ShardedRandomState("cpu")
+        model = hybrid.GPT(config, None, random=random, attention_fn=unfused_attention).bfloat16()
+        with saved_bytes(model.parameters()) as count:
+            model(torch.zeros(B, T, dtype=torch.int64))
+        kept.append(count())
     claimed = activation_bytes(B, T, D, H, 2, True, mode) + norm_bytes(B, T, 2, True, mode)
-    for fewer, more in zip(run(2, _kept_by_gpt, 2, mode), run(2, _kept_by_gpt, 3, mode)):
-        assert more - fewer == claimed
+    assert kept[1] - kept[0] == claimed
 
 
 # ---- bytes on the wire ---------------------------------------------------------------------------
 
 
-def _sent(sequence_parallel, mode):
-    _, tp = rank_and_size()
-    B, T, D, H = SIZES
-    weights = make_weights(D, tp, torch.float32)
+@every_mode
+@split_or_not
+@on_ranks(1, 2, 3)
+def test_a_layer_sends_8_b_s_h_or_10_in_parts_and_half_of_8_more_if_all_is_recomputed(
+    sequence_parallel, mode
+):
+    (B, T, D, _), (_, tp) = SIZES, rank_and_size()
     x = torch.randn(T // tp if sequence_parallel else T, B, D, requires_grad=True)
     with least_bytes(), count_bytes() as traffic:
-        transformer_layer(x, weights, H, 0.0, None, sequence_parallel, mode).sum().backward()
-    return traffic.bytes()
-
-
-@every_size
-def test_a_layer_sends_8_b_s_h_or_10_in_parts_and_half_of_8_more_if_all_is_recomputed(tp):
-    B, T, D, _ = SIZES
-    forward = 4 * 4 * B * T * D * (tp - 1) // tp
-    for sequence_parallel in (False, True):
-        claimed = tensor_parallel_layer_bytes(B, T, D, tp, 4, sequence_parallel)
-        for mode in MODES:
-            again = forward if mode == "full" else 0
-            assert run(tp, _sent, sequence_parallel, mode) == [claimed + again] * tp
-
-
-def _gathered_alike():
-    """The simple linear and that of tensor_parallel.py."""
-    _, tp = rank_and_size()
-    results = []
-    for function in (gather_linear, hybrid.parallel_linear):
-        torch.manual_seed(1)
-        leaves = [torch.randn(*s).requires_grad_() for s in ((3, 2, 5), (4, 5), (4,))]
-        options = {} if function is gather_linear else {"sequence_parallel": True}
-        y = function(*leaves, None, **options)
-        assert y.shape == (3 * tp, 2, 4)
-        y.sin().sum().backward()
-        results.append([y] + [leaf.grad for leaf in leaves])
-    assert all(map(torch.equal, *results))
-
-
-def test_both_linears_of_a_sequence_in_parts_have_the_same_bits():
-    run(3, _gathered_alike)
+        _layer(sequence_parallel, mode)(x).sum().backward()
+    claimed = tensor_parallel_layer_bytes(B, T, D, tp, 4, sequence_parallel)
+    again = tensor_parallel_layer_bytes(B, T, D, tp, 4) // 2 if mode == "full" else 0
+    assert traffic.bytes() == claimed + again
 
 
 def test_dropout_keeps_a_mask_of_a_byte_and_scales_what_is_left():

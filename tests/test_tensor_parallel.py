@@ -4,7 +4,7 @@ import copy
 import io
 import random
 from contextlib import nullcontext
-from itertools import combinations, product
+from itertools import product
 from unittest.mock import patch
 
 import numpy as np
@@ -17,12 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import reference_gpt
 import tensor_parallel
 from collectives import RandomState, copy_to_group, count_bytes, rank_and_size
 from gpu_counts import batches, waits
 from pipeline import WeightGradStore
-from ranks import least_bytes, run
-from sequence_parallel import saved_bytes
+from ranks import least_bytes, on_ranks, run
+from sequence_parallel import TransformerLayer, saved_bytes
 from tensor_parallel import (
     ColumnParallelLinear,
     ParallelSelfAttention,
@@ -31,31 +32,37 @@ from tensor_parallel import (
     ShardedRandomState,
     VocabParallelEmbedding,
     alexnet,
-    unique_ranges,
+    attention,
+    column_linear,
     gather_shards,
     is_sharded,
     mark_partial,
     parallel_linear,
+    row_linear,
     shard_sizes,
     sum_partial_gradients,
     take_shard,
     tensor_parallel_layer_bytes,
+    unique_ranges,
     vocab_parallel_cross_entropy,
 )
 
-# Ranks, and the size of a tensor-parallel group. Several groups are interleaved: with (4, 2) they
+# Sizes of tensor-parallel groups, and how many there are. They are interleaved: with (2, 2) they
 # are ranks 0, 2 and ranks 1, 3, and they see different data.
-LAYOUTS = [(1, 1), (2, 2), (3, 3), (4, 4), (6, 6), (4, 2), (6, 3)]
-every_layout = pytest.mark.parametrize("world_size, tp", LAYOUTS)
+LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (2, 2), (3, 2)]
 
 
-def _group(tp):
+def in_layouts(*layouts):
+    """Like on_ranks(), for a body of (tp, replicas, ...)."""
+    ranks = on_ranks(lambda tp, replicas, **_: tp * replicas)
+    return lambda body: pytest.mark.parametrize("tp, replicas", layouts)(ranks(body))
+
+
+def _group(tp, replicas):
     """This rank's tensor-parallel group, and the number of the replica that the group is."""
-    world_size = dist.get_world_size()
-    replicas = world_size // tp
     if replicas == 1:
         return None, 0
-    groups = [dist.new_group(list(range(r, world_size, replicas))) for r in range(replicas)]
+    groups = [dist.new_group(list(range(r, tp * replicas, replicas))) for r in range(replicas)]
     dist.barrier()  # to a rank that still connects, one that has already left is a failure
     replica = dist.get_rank() % replicas
     return groups[replica], replica
@@ -74,13 +81,18 @@ def _equal(found, expected, tolerance=1e-12, name=""):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=message)
 
 
+def _error(found, expected):
+    return (found.double() - expected).norm() / expected.norm()
+
+
 # ---- layers --------------------------------------------------------------------------------------
 
 
-def _check(plain, parallel, x, group, x_split=None, y_split=None):
+def _check(plain, parallel, x, group, x_split=None, y_split=None, batch_first=False):
     """Output, input gradient and every parameter gradient of `parallel` are those of `plain`.
 
-    x_split, y_split: (dim, blocks) along which the input or output is split.
+    x_split, y_split: (dim, blocks) along which the input or output is split. batch_first: whether
+    `plain` wants the first two dims of x in the other order.
     """
     part = lambda full, dim, blocks: _shard(full, dim % full.ndim, group, blocks)
     shard = lambda full, split: part(full, *split) if split else full
@@ -93,7 +105,8 @@ def _check(plain, parallel, x, group, x_split=None, y_split=None):
     full_x, local_x = x.clone(), shard(x, x_split).clone()
     if x.is_floating_point():
         full_x.requires_grad_(), local_x.requires_grad_()
-    full_y, local_y = plain(full_x), parallel(local_x)
+    flip = lambda tensor: tensor.transpose(0, 1) if batch_first else tensor
+    full_y, local_y = flip(plain(flip(full_x))), parallel(local_x)
     grad = torch.randn(full_y.shape, dtype=torch.float64)
     local_grad = shard(grad, y_split).clone()
     full_y.backward(grad)
@@ -119,8 +132,9 @@ def _cases(number, replica):
         yield random.Random(case)
 
 
-def _linear_layers(tp):
-    group, replica = _group(tp)
+@in_layouts(*LAYOUTS)
+def test_column_and_row_linears_are_parts_of_one_linear(tp, replicas):
+    group, replica = _group(tp, replicas)
     for sizes in _cases(8, replica):
         shape = [sizes.randint(1, 5) for _ in range(sizes.randint(0, 2))]
         along_sequence = sizes.random() < 0.5
@@ -129,17 +143,12 @@ def _linear_layers(tp):
         bias, blocks = sizes.random() < 0.7, sizes.choice([1, 3])
         in_features, out_features = sizes.randint(1, 7), blocks * tp * sizes.randint(1, 4)
         options = {"group": group, "sequence_parallel": along_sequence}
+        options["save_gathered"] = sizes.random() < 0.5
         whole = (0, 1) if along_sequence else None
         x = torch.randn(*shape, in_features, dtype=torch.float64)
         plain = nn.Linear(in_features, out_features, bias)
-        column = ColumnParallelLinear(
-            in_features,
-            out_features,
-            bias,
-            blocks=((out_features // blocks, tp),) * blocks,
-            save_gathered=sizes.random() < 0.5,
-            **options,
-        )
+        parts = ((out_features // blocks, tp),) * blocks
+        column = ColumnParallelLinear(in_features, out_features, bias, parts, **options)
         assert [is_sharded(p) for p in column.parameters()] == [True] * (1 + bias)
         _check(plain, column, x, group, x_split=whole, y_split=(-1, blocks))
 
@@ -150,51 +159,54 @@ def _linear_layers(tp):
         _check(plain, row, x, group, x_split=(-1, 1), y_split=whole)
 
 
-@every_layout
-def test_column_and_row_linears_are_parts_of_one_linear(world_size, tp):
-    run(world_size, _linear_layers, tp)
+@on_ranks(1, 3)
+def test_the_idea_of_a_linear_is_the_real_one():
+    rank, _ = rank_and_size()
+    column, row = ColumnParallelLinear(4, 6), RowParallelLinear(6, 5)
+    own = torch.randn(7, row.weight.shape[1]) + rank
+    for layer, idea, x in ((column, column_linear, torch.randn(7, 4)), (row, row_linear, own)):
+        layer.bias.data.normal_()
+        x, found = x.requires_grad_(), []
+        for y in (layer(x), idea(x, layer.weight, layer.bias)):
+            found.append([y, *torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()])])
+        for real, simple in zip(*found):
+            _equal(real, simple, 1e-6)
 
 
-def _put_off(tp):
-    """Weight products go to an open store, and give the same bits later; frozen parameters, too."""
-    group, replica = _group(tp)
-    for column in (True, False):
-        for along_sequence in (False, True):
-            store, grads = WeightGradStore(), []
-            torch.manual_seed(replica)
-            x = torch.randn(2 * tp, 3, 4)
-            weight, bias = torch.randn(5, 4), torch.randn(5)
-            for defer, opened in ((None, False), (store, False), (store, True)):
-                leaves = [p.clone().requires_grad_() for p in (x, weight, bias)]
-                y = parallel_linear(
-                    *leaves, group, column, along_sequence, save_gathered=False, defer=defer
-                )
-                with store.collect() if opened else nullcontext([]) as put_off:
-                    y.sin().sum().backward()
-                if opened:
-                    assert leaves[1].grad is None and leaves[2].grad is None
-                    assert [parameter for parameter, _ in put_off] == leaves[1:]
-                for parameter, product in put_off:
-                    parameter.grad = product()
-                grads.append([leaf.grad for leaf in leaves])
-            for other in grads[1:]:
-                assert all(map(torch.equal, grads[0], other))
-            y = parallel_linear(x, weight, bias.requires_grad_(), group, column, along_sequence)
-            y.sum().backward()
-            assert weight.grad is None and bias.grad is not None
+@on_ranks(1, 2, 3)
+def test_weight_products_can_be_put_off():
+    """They go to an open store, and give the same bits later; frozen parameters, too."""
+    _, tp = rank_and_size()
+    for column, along_sequence in product((True, False), (False, True)):
+        store, grads = WeightGradStore(), []
+        torch.manual_seed(0)
+        x = torch.randn(2 * tp, 3, 4)
+        weight, bias = torch.randn(5, 4), torch.randn(5)
+        for defer, opened in ((None, False), (store, False), (store, True)):
+            leaves = [p.clone().requires_grad_() for p in (x, weight, bias)]
+            y = parallel_linear(*leaves, column, sequence_parallel=along_sequence, defer=defer)
+            with store.collect() if opened else nullcontext([]) as put_off:
+                y.sin().sum().backward()
+            if opened:
+                assert leaves[1].grad is None and leaves[2].grad is None
+                assert [parameter for parameter, _ in put_off] == leaves[1:]
+            for parameter, product_of in put_off:
+                parameter.grad = product_of()
+            grads.append([leaf.grad for leaf in leaves])
+        for other in grads[1:]:
+            assert all(map(torch.equal, grads[0], other))
+        leaf = bias.clone().requires_grad_()
+        y = parallel_linear(x, weight, leaf, column, sequence_parallel=along_sequence)
+        y.sum().backward()
+        assert weight.grad is None and leaf.grad is not None
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3])
-def test_weight_products_can_be_put_off(tp):
-    run(tp, _put_off, tp)
-
-
-def _like_torch_nn():
-    """What a linear layer of torch.nn does with saved-tensor hooks, frozen weights, autocast."""
+@on_ranks(2)
+def test_layers_treat_hooks_frozen_weights_autocast_and_empty_batches_as_torch_nn_does():
     layer = RowParallelLinear(8, 4, defer=WeightGradStore())
     with torch.autograd.graph.save_on_cpu():
         y = layer(torch.randn(3, 4, requires_grad=True))
-    with layer.defer.collect() as put_off:
+    with layer.options.defer.collect() as put_off:
         y.sum().backward()
     assert [parameter for parameter, _ in put_off] == [layer.weight]
     layer = ColumnParallelLinear(8, 4)
@@ -206,36 +218,12 @@ def _like_torch_nn():
         with torch.autocast("cpu", torch.bfloat16):
             assert layer(torch.randn(3, width)).dtype == torch.bfloat16
             assert layer.double()(torch.randn(3, width).double()).dtype == torch.float64
-    attention = ParallelSelfAttention(8, 2)
-    assert attention(torch.zeros(3, 0, 8)).shape == (3, 0, 8)
+    assert ParallelSelfAttention(8, 2)(torch.zeros(3, 0, 8)).shape == (3, 0, 8)
 
 
-def test_layers_treat_hooks_frozen_weights_autocast_and_empty_batches_as_torch_nn_does():
-    run(2, _like_torch_nn)
-
-
-def _unused_on_one_rank():
-    rank, _ = rank_and_size()
-    norm, scalar = mark_partial(nn.LayerNorm(4)), nn.Parameter(torch.tensor(2.0))
-    columns = nn.Parameter(torch.randn(4, 3).t())  # whose gradient is not contiguous either
-    scalar.partial = columns.partial = True
-    parameters = [*norm.parameters(), scalar, columns]
-    if rank == 0:
-        (norm(torch.randn(3, 4)) * scalar * columns).sum().backward()
-    own = [None if p.grad is None else p.grad.clone() for p in parameters]
-    sum_partial_gradients(parameters)
-    if rank == 0:
-        assert all(map(torch.equal, own, [p.grad for p in parameters]))
-    return [p.grad.tolist() for p in parameters]
-
-
-def test_a_partial_parameter_may_be_unused_on_a_rank():
-    first, second = run(2, _unused_on_one_rank)
-    assert first == second
-
-
-def _overlap(tp):
+def _overlap(along_sequence):
     """The order of what happens in a column-parallel backward."""
+    _, tp = rank_and_size()
     events, names = [], ("all_gather_single", "all_reduce", "reduce_scatter_single")
     originals = {name: getattr(tensor_parallel, name) for name in names}
 
@@ -256,95 +244,41 @@ def _overlap(tp):
                 events.append("product")
             return function(*args, **(kwargs or {}))
 
-    found = []
-    for along_sequence in (False, True):
-        layer = ColumnParallelLinear(4, 4 * tp, sequence_parallel=along_sequence)
-        y = layer(torch.randn(2, 3, 4, requires_grad=True))
-        with patch.multiple(tensor_parallel, **{name: logged(name) for name in names}), Products():
-            y.sum().backward()
-        found.append(events[:])
-        events.clear()
-    return found
+    layer = ColumnParallelLinear(4, 4 * tp, sequence_parallel=along_sequence)
+    y = layer(torch.randn(2, 3, 4, requires_grad=True))
+    with patch.multiple(tensor_parallel, **{name: logged(name) for name in names}), Products():
+        y.sum().backward()
+    return events
 
 
+@on_ranks(2)
 def test_communication_in_backward_runs_beside_the_products():
-    for plain, along_sequence in run(2, _overlap, 2):
-        assert plain == ["product", "begin all_reduce", "product", "wait for all_reduce"]
-        gather, scatter = "all_gather_single", "reduce_scatter_single"
-        begin = [f"begin {gather}", "product", f"begin {scatter}", f"wait for {gather}"]
-        assert along_sequence == [*begin, "product", f"wait for {scatter}"]
+    reduced = ["product", "begin all_reduce", "product", "wait for all_reduce"]
+    assert _overlap(False) == reduced
+    gather, scatter = "all_gather_single", "reduce_scatter_single"
+    begin = [f"begin {gather}", "product", f"begin {scatter}", f"wait for {gather}"]
+    assert _overlap(True) == [*begin, "product", f"wait for {scatter}"]
 
 
-def _mlp(up, down):
-    return nn.Sequential(up, nn.GELU(), down)
-
-
-class Attention(nn.Module):
-    """Causal attention on (T, B, D), in its steps; kv_heads keys and values for more queries."""
-
-    def __init__(self, D, heads, kv_heads):
-        super().__init__()
-        self.heads, self.kv_heads, self.K = heads, kv_heads, D // heads
-        self.c_attn, self.c_proj = nn.Linear(D, D + 2 * kv_heads * self.K), nn.Linear(D, D)
-
-    def forward(self, x):
-        T, B, D = x.shape
-        q, k, v = self.c_attn(x).split([D, *2 * [self.kv_heads * self.K]], -1)
-        parts = []
-        for head in range(self.heads):
-            shared = head * self.kv_heads // self.heads
-            own = lambda y, i: y[..., i * self.K : (i + 1) * self.K].transpose(0, 1)  # (B, T, K)
-            scores = own(q, head) @ own(k, shared).transpose(1, 2) / self.K**0.5
-            scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf"))
-            parts.append((scores.softmax(-1) @ own(v, shared)).transpose(0, 1))
-        return self.c_proj(torch.cat(parts, -1))
-
-
-class Layer(nn.Module):
-    """A transformer layer: attention and MLP, each with its norm and residual."""
-
-    def __init__(self, D, attention, mlp):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(D), nn.LayerNorm(D)
-        self.attention, self.mlp = attention, mlp
-
-    def forward(self, x):
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-def _plain_layer(D, heads, kv_heads):
-    mlp = _mlp(nn.Linear(D, 4 * D), nn.Linear(4 * D, D))
-    return Layer(D, Attention(D, heads, kv_heads), mlp)
-
-
-def _parallel_layer(
-    D, heads, kv_heads, group, along_sequence=False, save_gathered=False, defer=None
-):
-    options = {"group": group, "sequence_parallel": along_sequence, "defer": defer}
-    kept = options | {"save_gathered": save_gathered}
-    up = ColumnParallelLinear(D, 4 * D, **kept)
-    mlp = _mlp(up, RowParallelLinear(4 * D, D, **options))
-    layer = Layer(D, ParallelSelfAttention(D, heads, kv_heads, **kept), mlp)
-    if along_sequence:
-        mark_partial(layer.norm1), mark_partial(layer.norm2)
-    return layer
-
-
-def _mlp_attention_layer(tp, along_sequence):
-    group, replica = _group(tp)
-    for sizes in _cases(6, replica):
+@pytest.mark.parametrize("along_sequence", [False, True])
+@in_layouts(*LAYOUTS)
+def test_mlp_attention_and_a_whole_layer_recomputed_or_not(tp, replicas, along_sequence):
+    group, replica = _group(tp, replicas)
+    for case, sizes in enumerate(_cases(6, replica)):
         heads = tp * sizes.randint(1, 2)
         fits = lambda kv: heads % kv == 0 and (kv % tp == 0 or tp % kv == 0)
         kv_heads = sizes.choice([kv for kv in range(1, heads + 1) if fits(kv)])
         D, B, T = heads * sizes.randint(1, 4), sizes.randint(1, 3), tp * sizes.randint(1, 3)
         x = torch.randn(T, B, D, dtype=torch.float64)
-        plain = _plain_layer(D, heads, kv_heads)
-        parallel = _parallel_layer(D, heads, kv_heads, group, along_sequence, sizes.random() < 0.5)
+        plain = reference_gpt.Layer(D, heads, kv_heads)
+        options = {"group": group, "sequence_parallel": along_sequence}
+        options |= {"save_gathered": sizes.random() < 0.5, "attention_fn": attention}
+        options["mode"] = ("none", "selective", "full")[case % 3]
+        parallel = TransformerLayer(D, heads, kv_heads, **options)
         split = {"x_split": (0, 1), "y_split": (0, 1)} if along_sequence else {}
         _check(plain.mlp, parallel.mlp, x, group, **split)
-        _check(plain.attention, parallel.attention, x, group, **split)
-        _check(plain, parallel, x, group, **split)
+        _check(plain.attn, parallel.attn, x, group, **split, batch_first=True)
+        _check(plain, parallel, x, group, **split, batch_first=True)
         squares = torch.zeros((), dtype=torch.float64) + sum(
             parameter.grad.flatten()[begin:end].square().sum()
             for parameter in parallel.parameters()
@@ -354,61 +288,65 @@ def _mlp_attention_layer(tp, along_sequence):
         _equal(squares, sum(p.grad.square().sum() for p in plain.parameters()), name="norm")
 
 
-@pytest.mark.parametrize("along_sequence", [False, True])
-@every_layout
-def test_mlp_attention_and_a_whole_layer(world_size, tp, along_sequence):
-    run(world_size, _mlp_attention_layer, tp, along_sequence)
-
-
-def _gradients_in_bf16(tp):
-    """Of each parameter, and of the input: one process's in fp64, but for a few per cent."""
-    D, heads, kv_heads, T = 8 * tp, 2 * tp, tp, 2 * tp
+@on_ranks(1, 2, 3)
+def test_gradients_in_bf16_are_those_of_fp64_but_for_a_few_per_cent():
+    """Of each parameter, and of the input."""
+    _, tp = rank_and_size()
+    D, heads, kv_heads, T, low = 8 * tp, 2 * tp, tp, 2 * tp, torch.bfloat16
     hows = "autocast", "bf16", "bf16, summed in fp32"
-    for along_sequence, deferred, how in product((False, True), (False, True), hows):
-        autocast = how == "autocast"
+    for along_sequence, defer, how in product((False, True), (None, WeightGradStore()), hows):
+        sums = low if how == "bf16" else torch.float32
         torch.manual_seed(0)
-        plain = _plain_layer(D, heads, kv_heads).double()
-        defer = WeightGradStore() if deferred else None
-        layer = _parallel_layer(D, heads, kv_heads, None, along_sequence, defer=defer)
+        plain = reference_gpt.Layer(D, heads, kv_heads).double()
+        options = {"sequence_parallel": along_sequence, "defer": defer}
+        layer = TransformerLayer(D, heads, kv_heads, attention_fn=attention, **options)
         for parameter, own in zip(plain.parameters(), layer.parameters(), strict=True):
-            parameter.data = torch.randn(parameter.shape).mul(D**-0.5).bfloat16().double()
+            parameter.data = torch.randn(parameter.shape).mul(D**-0.5).to(low).double()
             own.data = take_shard(parameter.detach(), own).to(torch.float32)
-        x, grad = torch.randn(2, T, 3, D).bfloat16().double()
+        x, grad = torch.randn(2, T, 3, D).to(low).double()
         x.requires_grad_()
-        y = plain(x)
+        y = plain(x.transpose(0, 1)).transpose(0, 1)
         y.backward(grad)
         part = lambda full: _shard(full, 0, None) if along_sequence else full
-        local = part(x.detach()).to(torch.float32 if autocast else torch.bfloat16).requires_grad_()
+        local = part(x.detach()).to(torch.float32 if how == "autocast" else low).requires_grad_()
         layer.to(local.dtype)
-        for parameter in layer.parameters() if how == "bf16, summed in fp32" else ():
-            parameter.grad_dtype = torch.float32
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for parameter in layer.parameters():
+            parameter.grad_dtype = sums
+        with torch.autocast("cpu", low, enabled=how == "autocast"):
             found = layer(local)
         assert found.dtype == local.dtype
-        with defer.collect() if deferred else nullcontext([]) as put_off:
+        with defer.collect() if defer else nullcontext([]) as put_off:
             found.backward(part(grad).to(found.dtype))
-        assert len(put_off) == deferred * 6  # four matrices, two biases of column-parallel layers
+        assert len(put_off) == 6 * (defer is not None)  # 4 matrices, 2 column-parallel biases
         for parameter, product_of in put_off:
             torch.autograd.backward(parameter, product_of())
         sum_partial_gradients(layer.parameters())
-        dtypes = {parameter.grad.dtype for parameter in layer.parameters()}
-        assert dtypes == {torch.bfloat16 if how == "bf16" else torch.float32}
+        assert {parameter.grad.dtype for parameter in layer.parameters()} == {sums}
         pairs = {"output": (found, part(y)), "input": (local.grad, part(x.grad))}
         for (name, parameter), own in zip(plain.named_parameters(), layer.parameters()):
             pairs[name] = own.grad, take_shard(parameter.grad, own)
-        for name, (own, expected) in pairs.items():
-            error = (own.double() - expected).norm() / expected.norm()
-            where = along_sequence, deferred, how
-            assert error < 0.03, f"{name}, {where}: {error}"
+        for name, pair in pairs.items():
+            assert _error(*pair) < 0.03, f"{name}, {how}, {options}: {_error(*pair)}"
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3])
-def test_gradients_in_bf16_are_those_of_fp64_but_for_a_few_per_cent(tp):
-    run(tp, _gradients_in_bf16, tp)
+@on_ranks(2)
+def test_a_partial_parameter_may_be_unused_on_a_rank():
+    rank, _ = rank_and_size()
+    norm, scalar = mark_partial(nn.LayerNorm(4)), nn.Parameter(torch.tensor(2.0))
+    columns = nn.Parameter(torch.randn(4, 3).t())  # whose gradient is not contiguous either
+    scalar.partial = columns.partial = True
+    parameters = [*norm.parameters(), scalar, columns]
+    (norm(torch.randn(3, 4)) * scalar * columns).sum().backward()
+    expected = [p.grad.clone() for p in parameters]
+    for parameter in parameters if rank == 1 else ():
+        parameter.grad = None
+    sum_partial_gradients(parameters)
+    assert all(map(torch.equal, expected, [p.grad for p in parameters]))
 
 
-def _partial_in_fp32():
-    """Of bf16 weights; one rank has not used one."""
+@on_ranks(2)
+def test_partial_gradients_of_bf16_weights_are_summed_in_fp32():
+    """One rank has not used one."""
     rank, _ = rank_and_size()
     norm = mark_partial(nn.LayerNorm(4)).bfloat16()
     for parameter in norm.parameters():
@@ -423,28 +361,23 @@ def _partial_in_fp32():
     assert torch.equal(norm.bias.grad, torch.full((4,), 1 / 3))
 
 
-def test_partial_gradients_of_bf16_weights_are_summed_in_fp32():
-    run(2, _partial_in_fp32)
+@pytest.mark.parametrize(
+    "dtype, device, repeated",
+    [(torch.float32, "cuda", True), (torch.bfloat16, "cuda", False), (torch.float32, "cpu", False)],
+)
+def test_on_a_gpu_keys_and_values_of_fp32_are_repeated_for_its_only_kernel(dtype, device, repeated):
+    with FakeTensorMode(), patch.object(F, "scaled_dot_product_attention") as kernel:
+        make = lambda heads: torch.empty(1, heads, 4, 8, dtype=dtype, device=device)
+        attention(make(4), make(2), make(2))
+    q, k, v = kernel.call_args.args
+    assert k.shape == v.shape and (k.shape == q.shape) == repeated
+    assert kernel.call_args.kwargs["enable_gqa"] != repeated
 
 
-def test_on_a_gpu_keys_and_values_of_fp32_are_repeated_for_its_only_kernel():
-    for dtype, device, repeated in (
-        (torch.float32, "cuda", True),
-        (torch.bfloat16, "cuda", False),
-        (torch.float32, "cpu", False),
-    ):
-        with FakeTensorMode(), patch.object(F, "scaled_dot_product_attention") as kernel:
-            make = lambda heads: torch.empty(1, heads, 4, 8, dtype=dtype, device=device)
-            tensor_parallel.attention(make(4), make(2), make(2))
-        q, k, v = kernel.call_args.args
-        assert k.shape == v.shape and (k.shape == q.shape) == repeated
-        assert kernel.call_args.kwargs["enable_gqa"] != repeated
-
-
-def _single_rank_layers():
+@on_ranks(1)
+def test_one_rank_computes_the_very_bits_of_torch_nn():
     x = torch.randn(2, 5, 64)
-    column, row = ColumnParallelLinear(64, 48), RowParallelLinear(64, 48)
-    for layer in (column, row):
+    for layer in (ColumnParallelLinear(64, 48), RowParallelLinear(64, 48)):
         plain = nn.Linear(64, 48)
         layer.load_state_dict(plain.state_dict())
         outputs = plain(x), layer(x)
@@ -459,16 +392,13 @@ def _single_rank_layers():
     assert torch.equal(plain(tokens), embedding(tokens))
 
 
-def test_one_rank_computes_the_very_bits_of_torch_nn():
-    run(1, _single_rank_layers)
-
-
 # ---- what a rank holds of a parameter ------------------------------------------------------------
 
 
-def _shards_round_trip(tp):
-    group, replica = _group(tp)
-    rank = rank_and_size(group)[0]
+@in_layouts(*LAYOUTS)
+def test_take_shard_and_gather_shards_are_inverse(tp, replicas):
+    group, replica = _group(tp, replicas)
+    rank, _ = rank_and_size(group)
     for sizes in _cases(20, replica):
         shape = [sizes.randint(1, 4) for _ in range(sizes.randint(1, 4))]
         dim, blocks = sizes.randrange(len(shape)), sizes.choice([1, 1, 2, 3])
@@ -480,8 +410,8 @@ def _shards_round_trip(tp):
 
         assert not is_sharded(parameter)
         assert torch.equal(take_shard(full, parameter, group), full)
-        copy = gather_shards(full, parameter, group)
-        assert torch.equal(copy, full) and copy.data_ptr() != full.data_ptr()
+        same = gather_shards(full, parameter, group)
+        assert torch.equal(same, full) and same.data_ptr() != full.data_ptr()
 
         parameter.shard = Shard(dim, ((rows, tp),) * blocks)
         local = take_shard(full, parameter, group)
@@ -491,11 +421,6 @@ def _shards_round_trip(tp):
         other = torch.randn(local.shape).mul(100).to(dtype) + 1000 * rank
         gathered = gather_shards(other, parameter, group)
         assert torch.equal(take_shard(gathered, parameter, group), other)
-
-
-@every_layout
-def test_take_shard_and_gather_shards_are_inverse(world_size, tp):
-    run(world_size, _shards_round_trip, tp)
 
 
 def test_a_block_in_fewer_parts_than_ranks_is_held_by_neighbours():
@@ -513,11 +438,13 @@ def _marks(module):
             for name, p in module.named_parameters()}
 
 
-def _same_marks():
-    layer = _parallel_layer(12, 6, 2, None, along_sequence=True)
-    layer.embedding, expected = VocabParallelEmbedding(7, 4), _marks(layer)
+@on_ranks(2)
+def test_copies_and_whatever_takes_the_place_of_a_parameter_have_its_shard_and_partial():
+    layer = TransformerLayer(12, 6, 2, attention_fn=attention, sequence_parallel=True)
+    del layer.attn.attention_fn  # a lambda, which cannot be pickled
+    layer.embedding = VocabParallelEmbedding(7, 4)
+    expected = _marks(layer)
     kinds = {(shard is not None, partial) for shard, partial in expected.values()}
-    expected |= {f"embedding.{name}": mark for name, mark in _marks(layer.embedding).items()}
     assert kinds == {(True, False), (False, True)}
     file = io.BytesIO()
     torch.save(layer, file)
@@ -529,12 +456,8 @@ def _same_marks():
         assert _marks(other) == expected
     assert all(p is not q for p, q in zip(copies[0].parameters(), layer.parameters()))
     layer.to("meta").to_empty(device="cpu").half()
-    layer.mlp[0].weight = nn.Parameter(torch.zeros_like(layer.mlp[0].weight))
+    layer.mlp.c_fc.weight = nn.Parameter(torch.zeros_like(layer.mlp.c_fc.weight))
     assert _marks(layer) == expected
-
-
-def test_copies_and_whatever_takes_the_place_of_a_parameter_have_its_shard_and_partial():
-    run(2, _same_marks)
 
 
 def _pieces_of(parameter, cut):
@@ -548,58 +471,47 @@ def _pieces_of(parameter, cut):
     return pieces
 
 
-def _summed_in_pieces(tp):
-    rank, _ = rank_and_size()
-    whole = _parallel_layer(24, 12, 2, None, along_sequence=True)
-    for parameter in whole.parameters():
-        parameter.grad = torch.randn(parameter.shape) + rank
-    for sizes in (random.Random(case) for case in range(4)):
-        layer, halves = copy.deepcopy(whole), []
-        for other, parameter in zip(layer.parameters(), whole.parameters()):
-            other.grad = parameter.grad.clone()
-            cut = sizes.choice([0, other.numel(), sizes.randint(0, other.numel())])
-            halves.append(_pieces_of(other, cut))
+@on_ranks(1, 2, 4, 6)
+def test_gradients_norms_and_shards_of_fsdps_pieces_are_those_of_the_whole():
+    rank, tp = rank_and_size()
+    for sizes in (random.Random(case) for case in range(3)):
+        layer = TransformerLayer(24, 12, 2, attention_fn=attention, sequence_parallel=True)
+        halves = []
+        for parameter in layer.parameters():
+            parameter.grad = torch.randn(parameter.shape) + rank
+            cut = sizes.choice([0, parameter.numel(), sizes.randint(0, parameter.numel())])
+            halves.append(_pieces_of(parameter, cut))
         for pieces in zip(*halves):
             sum_partial_gradients(pieces)
         sum_partial_gradients(layer.parameters())
         for (name, parameter), pieces in zip(layer.named_parameters(), halves):
-            joined = torch.cat([piece.grad for piece in pieces])
-            _equal(joined, parameter.grad.flatten(), name=name)
+            flat = parameter.grad.flatten()
+            _equal(torch.cat([piece.grad for piece in pieces]), flat, name=name)
             counted = [
                 piece.grad[max(0, begin - piece.first) : max(0, end - piece.first)]
                 for piece in pieces
                 for begin, end in unique_ranges(piece)
             ]
-            flat = parameter.grad.flatten()
             expected = [flat[begin:end] for begin, end in unique_ranges(parameter)]
             squares = lambda parts: sum(part.square().sum() for part in parts)
             _equal(squares(counted), squares(expected), 1e-6, name)
             full = torch.randn(gather_shards(parameter, parameter).shape)
             own = torch.cat([take_shard(full, piece) for piece in pieces])
             assert torch.equal(own, take_shard(full, parameter).flatten())
-            gathered = gather_shards(take_shard(full, parameter), pieces[0])
-            assert torch.equal(gathered, full)
-    weight = layer.attention.c_proj.weight
+            assert torch.equal(gather_shards(take_shard(full, parameter), pieces[0]), full)
+    weight = layer.attn.c_proj.weight
     with pytest.raises(ValueError, match=rf"a piece \(5,\) of \(24, {24 // tp}\) cannot be gath"):
         gather_shards(torch.zeros(5), _pieces_of(weight, 5)[0])
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 6])
-def test_gradients_norms_and_shards_of_fsdps_pieces_are_those_of_the_whole(tp):
-    run(tp, _summed_in_pieces, tp)
-
-
-def _unequal_pieces():
+@on_ranks(2)
+def test_pieces_that_differ_between_ranks_are_an_error_on_all_of_them():
     rank, _ = rank_and_size()
     weight = mark_partial(nn.LayerNorm(6)).weight
     weight.grad = torch.ones(6)
     message = r"rank 1 .*elements from 0 of \(6,\)' \(3,\).*rank 0 .* \(2,\)"
     with pytest.raises(ValueError, match=message):
         sum_partial_gradients(_pieces_of(weight, 2 + rank)[:1])
-
-
-def test_pieces_that_differ_between_ranks_are_an_error_on_all_of_them():
-    run(2, _unequal_pieces)
 
 
 def _initial_weights():
@@ -615,7 +527,7 @@ def _initial_weights():
 
 def test_initial_weights_do_not_depend_on_the_number_of_ranks():
     one, drawn = run(1, _initial_weights)[0]
-    for tp in (2, 4, 6):
+    for tp in (2, 6):
         for weights, again in run(tp, _initial_weights):
             assert torch.equal(drawn, again) and all(map(torch.equal, weights, one))
 
@@ -635,8 +547,9 @@ class LanguageModel(nn.Module):
         return self.losses(x, self.embedding.weight, tokens.roll(-1).flatten())
 
 
-def _vocabulary(tp):
-    group, replica = _group(tp)
+@in_layouts(*LAYOUTS)
+def test_embedding_and_a_tied_head_with_its_loss(tp, replicas):
+    group, replica = _group(tp, replicas)
     for sizes in _cases(4, replica):
         V, D = sizes.choice([tp, 2 * tp + 1, 101, 6 * tp]), sizes.randint(1, 5)
         tokens = torch.cat([torch.randperm(V), torch.randint(V, (V,))]).view(2, V)
@@ -657,26 +570,18 @@ def _vocabulary(tp):
         _check(*models, tokens, group)
 
 
-@every_layout
-def test_embedding_and_a_tied_head_with_its_loss(world_size, tp):
-    run(world_size, _vocabulary, tp)
-
-
-def _often():
+@on_ranks(2)
+def test_the_gradient_of_a_token_that_comes_often_is_summed_in_fp32():
+    """bf16 counts to 256. 600 is one of its numbers."""
     embedding = VocabParallelEmbedding(4, 3).bfloat16()
-    expected = torch.zeros(4, 1)
+    expected = torch.zeros(4, 3)
+    expected[1] = 600
     for dtype in (torch.bfloat16, torch.float32):
         embedding.weight.grad_dtype = dtype
         embedding(torch.tensor([1]).repeat(600)).sum().backward()
-        expected[1] = 600
         whole = gather_shards(embedding.weight.grad, embedding.weight)
-        assert whole.dtype == dtype and torch.equal(whole.float(), expected.expand(4, 3))
+        assert whole.dtype == dtype and torch.equal(whole.float(), expected)
         embedding.weight.grad = None
-
-
-def test_the_gradient_of_a_token_that_comes_often_is_summed_in_fp32():
-    """bf16 counts to 256. 600 is one of its numbers."""
-    run(2, _often)
 
 
 def _loss_of_shards(full, target, group, ignore_index, inplace):
@@ -701,8 +606,9 @@ def _gradient(losses, logits, grad_output):
     return grad
 
 
-def _cross_entropy(tp):
-    group, replica = _group(tp)
+@in_layouts(*LAYOUTS)
+def test_cross_entropy_of_split_logits(tp, replicas):
+    group, replica = _group(tp, replicas)
     for sizes in _cases(12, replica):
         V, N = sizes.choice([tp, 2 * tp + 1, 101]), sizes.randint(1, 9)
         full, target = torch.randn(N, V, dtype=torch.float64), torch.randint(V, (N,))
@@ -724,12 +630,8 @@ def _cross_entropy(tp):
             _gradient(losses, logits, grad_output)
 
 
-@every_layout
-def test_cross_entropy_of_split_logits(world_size, tp):
-    run(world_size, _cross_entropy, tp)
-
-
-def _unknown_ids(tp):
+@on_ranks(1, 3)
+def test_ids_outside_of_the_vocabulary_are_nan():
     embedding, logits = VocabParallelEmbedding(7, 2), torch.randn(5, 7)
     ids = torch.tensor([0, 7, 6, -1, -100])
     y = embedding(ids)
@@ -740,27 +642,22 @@ def _unknown_ids(tp):
     assert losses.isnan().tolist() == [0, 1, 0, 1, 0] and losses[4] == 0
 
 
-@pytest.mark.parametrize("tp", [1, 3])
-def test_ids_outside_of_the_vocabulary_are_nan(tp):
-    run(tp, _unknown_ids, tp)
-
-
-def _cross_entropy_dtypes(tp):
-    group, _ = _group(tp)
-    target = torch.tensor([0, 12, 5, -100, 7])
-    for dtype, tolerance in (torch.bfloat16, 2**-7), (torch.float32, 1e-6):
-        for inplace in (False, True):
-            full = torch.randn(5, 13).mul(10).to(dtype)
-            whole = full.double().requires_grad_()
-            expected = F.cross_entropy(whole, target, reduction="none")
-            expected_grad = torch.autograd.grad(expected, whole, torch.arange(5.0).double())[0]
-            logits, columns, losses = _loss_of_shards(full, target, group, -100, inplace)
-            assert losses.dtype == torch.float32
-            _equal(losses.double(), expected, 1e-5)
-            grad = _gradient(losses, logits, torch.arange(5.0))
-            assert grad.dtype == dtype
-            bounds = {"rtol": tolerance, "atol": 1e-6}
-            torch.testing.assert_close(grad.double(), expected_grad[:, columns], **bounds)
+@on_ranks(1, 3)
+def test_cross_entropy_is_computed_in_fp32_and_its_gradient_is_in_the_dtype_of_the_logits():
+    target, bounds = torch.tensor([0, 12, 5, -100, 7]), {torch.bfloat16: 2**-7, torch.float32: 1e-6}
+    for dtype, inplace in product(bounds, (False, True)):
+        full = torch.randn(5, 13).mul(10).to(dtype)
+        whole = full.double().requires_grad_()
+        expected = F.cross_entropy(whole, target, reduction="none")
+        expected_grad = torch.autograd.grad(expected, whole, torch.arange(5.0).double())[0]
+        logits, columns, losses = _loss_of_shards(full, target, None, -100, inplace)
+        assert losses.dtype == torch.float32
+        _equal(losses.double(), expected, 1e-5)
+        grad = _gradient(losses, logits, torch.arange(5.0))
+        assert grad.dtype == dtype
+        torch.testing.assert_close(
+            grad.double(), expected_grad[:, columns], rtol=bounds[dtype], atol=1e-6
+        )
 
 
 def _peak_of_loss(inplace, dtype):
@@ -793,57 +690,36 @@ def _peak_of_loss(inplace, dtype):
     return peak - own[1] * inplace, sum(kept.values())
 
 
+@on_ranks(1)
 def test_the_gradient_of_the_logits_takes_one_copy_of_them_or_their_place():
     nbytes = 64 * 512 * 4
-    peak = lambda *arguments: run(1, _peak_of_loss, *arguments)[0]
-    assert peak(False, torch.float32) == (2 * nbytes, nbytes)  # the leaf's gradient is a copy, too
-    assert peak(True, torch.float32) == (nbytes, nbytes)
+    # the leaf's gradient is a copy, too
+    assert _peak_of_loss(False, torch.float32) == (2 * nbytes, nbytes)
+    assert _peak_of_loss(True, torch.float32) == (nbytes, nbytes)
     for inplace in (False, True):  # the copy in fp32 is gone when forward ends
-        peaked, kept = peak(inplace, torch.bfloat16)
+        peaked, kept = _peak_of_loss(inplace, torch.bfloat16)
         assert kept == nbytes // 2 and peaked <= nbytes + nbytes // 2
 
 
-def _use_lost_logits():
+@on_ranks(1)
+def test_logits_that_others_still_need_are_not_lost_in_silence():
     logits = torch.randn(3, 5, requires_grad=True).exp()  # exp's backward wants what it returned
     losses = vocab_parallel_cross_entropy(logits, torch.arange(3), inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         losses.sum().backward()
 
 
-def test_logits_that_others_still_need_are_not_lost_in_silence():
-    run(1, _use_lost_logits)
-
-
-@pytest.mark.parametrize("tp", [1, 2, 3])
-def test_cross_entropy_is_computed_in_fp32_and_its_gradient_is_in_the_dtype_of_the_logits(tp):
-    run(tp, _cross_entropy_dtypes, tp)
-
-
 # ---- bytes ---------------------------------------------------------------------------------------
-
-
-def _layer_bytes(tp, B, T, D, heads, along_sequence, save_gathered):
-    group, _ = _group(tp)
-    counted = {}
-    for name in ("attention", "mlp", "layer"):
-        layer = _parallel_layer(D, heads, heads, group, along_sequence, save_gathered)
-        module = layer if name == "layer" else getattr(layer, name)
-        with least_bytes(), count_bytes() as traffic:
-            y = module(torch.randn(T // tp if along_sequence else T, B, D, requires_grad=True))
-            forward = traffic.bytes()
-            y.sum().backward()
-        counted[name] = forward, traffic.bytes() - forward
-    return counted
-
 
 # 8 b s h (t-1)/t of which half in forward; 10 where inputs are gathered again
 WAYS = [(False, False, 4, 4), (True, True, 4, 4), (True, False, 4, 6)]
+every_way = pytest.mark.parametrize("along_sequence, save_gathered, forward, backward", WAYS)
 
 
-@pytest.mark.parametrize("along_sequence, save_gathered, forward, backward", WAYS)
-@every_layout
+@every_way
+@in_layouts((1, 1), (2, 1), (3, 1), (6, 1), (2, 2))
 def test_a_layer_sends_8_b_s_h_elements_times_t_minus_1_over_t_or_10(
-    world_size, tp, along_sequence, save_gathered, forward, backward
+    tp, replicas, along_sequence, save_gathered, forward, backward
 ):
     B, T, heads = 2, 12, 12
     D = 2 * heads
@@ -851,94 +727,82 @@ def test_a_layer_sends_8_b_s_h_elements_times_t_minus_1_over_t_or_10(
     claimed = tensor_parallel_layer_bytes(B, T, D, tp, regather=again)
     assert claimed == 4 * (forward + backward) * elements
     assert tensor_parallel_layer_bytes(B, T, D, tp, 2, again) == claimed / 2
-    options = along_sequence, save_gathered
-    for counted in run(world_size, _layer_bytes, tp, B, T, D, heads, *options):
-        expected = 4 * forward * elements, 4 * backward * elements  # bytes of fp32
-        assert counted["layer"] == expected
-        assert counted["attention"] == counted["mlp"] == tuple(n // 2 for n in expected)
+    options = {"sequence_parallel": along_sequence, "save_gathered": save_gathered}
+    layer = TransformerLayer(D, heads, group=_group(tp, replicas)[0], **options)
+    for module, share in ((layer.attn, 0.5), (layer.mlp, 0.5), (layer, 1)):
+        with least_bytes(), count_bytes() as traffic:
+            y = module(torch.randn(T // tp if along_sequence else T, B, D, requires_grad=True))
+            sent = traffic.bytes()
+            y.sum().backward()
+        assert sent == 4 * forward * elements * share  # bytes of fp32
+        assert traffic.bytes() - sent == 4 * backward * elements * share
 
 
-def _layer_batches(along_sequence, save_gathered, deferred):
-    """Forward, and backward with the products that were put off."""
+@pytest.mark.parametrize("deferred", [False, True])
+@every_way
+@on_ranks(2, 4)
+def test_a_layer_launches_four_batches_forward_and_six_backward(
+    along_sequence, save_gathered, forward, backward, deferred
+):
+    """Those of bytes above: one for each gather or reduce-scatter, two for each all-reduce."""
     _, tp = rank_and_size()
     defer = WeightGradStore() if deferred else None
-    layer = _parallel_layer(8 * tp, 2 * tp, tp, None, along_sequence, save_gathered, defer)
+    options = {"sequence_parallel": along_sequence, "save_gathered": save_gathered, "defer": defer}
+    layer = TransformerLayer(8 * tp, 2 * tp, tp, attention_fn=attention, **options)
     x = torch.randn(2 if along_sequence else 2 * tp, 4, 8 * tp, requires_grad=True)
     with batches() as count, waits() as waited:
         y = layer(x)
-        forward = count["batches"]
+        launched = count["batches"]
         with defer.collect() if deferred else nullcontext([]) as put_off:
             y.sum().backward()
         for _, product_of in put_off:
             product_of()
     assert not waited and not count["off 16"]
-    return forward, count["batches"] - forward
+    assert (launched, count["batches"] - launched) == (forward, backward)
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("tp", [2, 4])
-def test_a_layer_launches_four_batches_forward_and_six_backward(tp, deferred):
-    """Those of bytes above: one for each gather or reduce-scatter, two for each all-reduce."""
-    assert run(tp, _layer_batches, False, False, deferred) == [(4, 4)] * tp
-    assert run(tp, _layer_batches, True, False, deferred) == [(4, 6)] * tp
-    assert run(tp, _layer_batches, True, True, deferred) == [(4, 4)] * tp
-
-
-def _loss_bytes(tp, N):
-    group, _ = _group(tp)
-    logits = torch.randn(N, 5, requires_grad=True)
+@in_layouts(*LAYOUTS)
+def test_the_loss_reduces_3_floats_per_token(tp, replicas):
+    N = 384  # any tp of these cuts it on 128 bytes
+    logits, group = torch.randn(N, 5, requires_grad=True), _group(tp, replicas)[0]
     with least_bytes(), count_bytes() as traffic:
         losses = vocab_parallel_cross_entropy(logits, torch.arange(N) % 5, group=group)
         forward = traffic.bytes(), traffic.messages()
         losses.sum().backward()
     assert traffic.bytes() == forward[0], "backward needs no message"
-    return forward
-
-
-@every_layout
-def test_the_loss_reduces_3_floats_per_token(world_size, tp):
-    N = 384  # any tp of these cuts it on 128 bytes
-    nbytes = 2 * 3 * N * 4 * (tp - 1) // tp  # a maximum of N floats and a sum of 2 N
-    messages = 2 * 2 * (tp - 1)
-    assert run(world_size, _loss_bytes, tp, N) == [(nbytes, messages)] * world_size
+    # a maximum of N floats and a sum of 2 N, in two all-reduces
+    assert forward == (2 * 3 * N * 4 * (tp - 1) // tp, 2 * 2 * (tp - 1))
 
 
 # ---- dropout -------------------------------------------------------------------------------------
 
 
-def _mask():
-    return F.dropout(torch.ones(64)).bool().tolist()
-
-
-def _masks(tp):
-    group, replica = _group(tp)
-    state = ShardedRandomState("cpu", group)
+@in_layouts(*LAYOUTS)
+def test_masks_are_equal_over_the_group_except_inside_the_sharded_state(tp, replicas):
+    group, replica = _group(tp, replicas)
+    state, mask = ShardedRandomState("cpu", group), lambda: F.dropout(torch.ones(64)).tolist()
     torch.manual_seed(1000 + replica)
-    begun, outside, inside = RandomState(torch.device("cpu")), [_mask()], []
+    begun, outside, inside = RandomState(torch.device("cpu")), [mask()], []
     with state:
-        inside += [_mask()]
-    outside += [_mask()]
+        inside += [mask()]
+    outside += [mask()]
     with pytest.raises(KeyError), state:
-        inside += [_mask()]
+        inside += [mask()]
         raise KeyError
-    outside += [_mask()]
+    outside += [mask()]
     after = torch.get_rng_state()
     with begun:  # replayed, as recomputation does
-        assert _mask() == outside[0]
+        assert mask() == outside[0]
         with ShardedRandomState("cpu", group):
-            assert _mask() == inside[0]
+            assert mask() == inside[0]
     assert torch.equal(torch.get_rng_state(), after)
-    return replica, outside, inside
-
-
-@every_layout
-def test_masks_are_equal_over_the_group_except_inside_the_sharded_state(world_size, tp):
-    masks = run(world_size, _masks, tp)
-    for (replica, outside, _), (other_replica, other_outside, _) in combinations(masks, 2):
-        assert (outside == other_outside) == (replica == other_replica)
+    masks = [None] * (tp * replicas)
+    dist.all_gather_object(masks, (replica, outside, inside))
+    for other, theirs, _ in masks:
+        assert (theirs == outside) == (other == replica)
     outside = {tuple(mask) for _, uses, _ in masks for mask in uses}
     inside = [tuple(mask) for _, _, uses in masks for mask in uses]
-    assert len(set(inside)) == len(inside) == 2 * world_size
+    assert len(set(inside)) == len(inside) == 2 * tp * replicas
     assert not outside & set(inside)
 
 
@@ -975,49 +839,45 @@ class PlainAlexNet(nn.Module):
         return self.dense[2](x)
 
 
-def _alexnet():
+@on_ranks(2)
+def test_alexnet_on_two_ranks_is_the_model_with_grouped_convolutions():
     rank, _ = rank_and_size()
+    B, w, dense = 2, 12, 16
     torch.manual_seed(0)
-    plain = PlainAlexNet(12, 16, 10).double()
+    plain = PlainAlexNet(w, dense, 10).double()
     torch.manual_seed(0)
-    net = alexnet(12, 16, 10).double()
+    net = alexnet(w, dense, 10).double()
     for part, layer in zip(net, [*plain.convolutions, *plain.dense], strict=True):
         for local, full in zip(part.parameters(), layer.parameters(), strict=True):
             assert torch.equal(local, take_shard(full, local))
-    images = torch.randn(2, 3, 224, 224, dtype=torch.float64).requires_grad_()
-    seen = copy_to_group(images)
-    counted = []
-    y = seen
+    images = torch.randn(B, 3, 224, 224, dtype=torch.float64).requires_grad_()
+    y, sent = copy_to_group(images), []
     for part in net:
         with count_bytes() as traffic:
             y = part(y)
-        counted.append(traffic.bytes())
-    expected = plain(images.detach().requires_grad_())
+        sent.append(traffic.bytes())
+    reference = images.detach().requires_grad_()
+    expected = plain(reference)
     grad = torch.randn(expected.shape, dtype=torch.float64)
+    expected.backward(grad)
     with count_bytes() as traffic:
         y.backward(grad.chunk(2, 1)[rank])
     _equal(y, expected.chunk(2, 1)[rank])
-    reference = images.detach().requires_grad_()
-    plain(reference).backward(grad)
     _equal(images.grad, reference.grad)
     for part, layer in zip(net, [*plain.convolutions, *plain.dense]):
         for local, full in zip(part.parameters(), layer.parameters()):
             _equal(local.grad, take_shard(full.grad, local))
-    return counted, traffic.bytes("reduce_scatter_single")
-
-
-def test_alexnet_on_two_ranks_is_the_model_with_grouped_convolutions():
-    B, w, dense = 2, 12, 16
     own = [w * 8 // 6 * 13 * 13, w * 8 // 6 * 36, dense // 2, dense // 2]  # what a rank passes on
-    sent = [8 * B * n for n in own]
-    for forward, backward in run(2, _alexnet):
-        assert forward == [0, 0, sent[0], 0, 0, *sent[1:]] and backward == sum(sent)
+    third, *of_dense = [8 * B * n for n in own]
+    assert sent == [0, 0, third, 0, 0, *of_dense]
+    assert traffic.bytes("reduce_scatter_single") == sum(sent)
 
 
 # ---- errors --------------------------------------------------------------------------------------
 
 
-def _errors():
+@on_ranks(3)
+def test_sizes_that_cannot_be_split_are_named():
     with pytest.raises(ValueError, match="out_features=10 .*tp=3"):
         ColumnParallelLinear(4, 10)
     with pytest.raises(ValueError, match="out_features=4 .*tp=3"):
@@ -1029,9 +889,8 @@ def _errors():
         ParallelSelfAttention(24, 4)
     with pytest.raises(ValueError, match="heads=6, kv_heads=2 and tp=3"):
         ParallelSelfAttention(24, 6, 2)
-    for layer in (RowParallelLinear(3, 2, sequence_parallel=True),):
-        with pytest.raises(ValueError, match="sequence length 4 is not divisible by tp=3"):
-            layer(torch.zeros(4, 2, 1))
+    with pytest.raises(ValueError, match="sequence length 4 is not divisible by tp=3"):
+        RowParallelLinear(3, 2, sequence_parallel=True)(torch.zeros(4, 2, 1))
     with pytest.raises(ValueError, match="sequence length 5 is not divisible by tp=3"):
         VocabParallelEmbedding(7, 2, sequence_parallel=True)(torch.zeros(5, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"\[10, .*world_size=3 does not divide"):
@@ -1040,7 +899,3 @@ def _errors():
         RowParallelLinear(4, 3)
     with pytest.raises(ValueError, match="num_embeddings=2 .*tp=3"):
         VocabParallelEmbedding(2, 4)
-
-
-def test_sizes_that_cannot_be_split_are_named():
-    run(3, _errors)
