@@ -58,7 +58,7 @@ from sequence_parallel import (
     allgather_attention,
     attended_pairs,
     chunk_ranges,
-    context_tiles,
+    context_blocks,
     ring_attention,
     ulysses_attention,
 )
@@ -499,7 +499,7 @@ def _time_context_parallel(T, rounds):
 def _slowest_pairs(P, T, zigzag):
     """Pairs of the slowest rank, in a ring whose steps all wait for theirs."""
     runs = [chunk_ranges(r, P, T, zigzag) for r in range(P)]
-    pairs = lambda r, step: attended_pairs(context_tiles(runs[r], runs[(r - step) % P]))
+    pairs = lambda r, step: attended_pairs(context_blocks(runs[r], runs[(r - step) % P]))
     return sum(max(pairs(r, step) for r in range(P)) for step in range(P))
 
 
