@@ -591,10 +591,6 @@ def _repeated(k, q):
     return k.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
-context_tiles = context_blocks
-_tile_forward, _tile_backward = block_attention, block_attention_backward
-
-
 # ---- context parallelism: cost -------------------------------------------------------------------
 
 

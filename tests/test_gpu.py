@@ -181,7 +181,7 @@ def _plain_attention(q, k, v, causal):
 @pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 2), (6, 1)])
 @pytest.mark.parametrize("queries, keys", [(64, 64), (33, 33), (48, 40), (40, 77), (1, 129)])
 @pytest.mark.parametrize("size", [64, 24])
-def test_attention_of_a_tile_and_its_gradients(
+def test_attention_of_a_block_and_its_gradients(
     device, dtype, heads, kv_heads, queries, keys, size
 ):
     causal = queries == keys
@@ -194,8 +194,8 @@ def test_attention_of_a_tile_and_its_gradients(
     expected, expected_lse = _plain_attention(*exact, causal)
     expected_grads = torch.autograd.grad(expected, exact, grad.double())
     q, k, v, grad = (x.to(device) for x in (q, k, v, grad))
-    output, lse = sequence_parallel._tile_forward(q, k, v, causal)
-    grads = sequence_parallel._tile_backward(grad, q, k, v, output, lse, causal)
+    output, lse = sequence_parallel.block_attention(q, k, v, causal)
+    grads = sequence_parallel.block_attention_backward(grad, q, k, v, output, lse, causal)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     assert lse.shape == (2, heads, queries) and _relative(lse, expected_lse) < 2e-4
     for found, wanted in zip([output, *grads], [expected, *expected_grads]):
