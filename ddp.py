@@ -33,16 +33,8 @@ import torch
 from torch import nn
 
 from collectives import (
-    ALIGNMENT,
-    ReduceOp,
-    all_reduce,
-    all_reduce_bytes,
-    broadcast,
-    check_parameters,
-    count_bytes,
-    dist,
-    rank_and_size,
-    run_ranks,
+    ALIGNMENT, ReduceOp, all_reduce, all_reduce_bytes, broadcast, check_parameters, count_bytes,
+    dist, rank_and_size, run_ranks,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------

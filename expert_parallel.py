@@ -35,14 +35,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from collectives import (
-    all_reduce,
-    all_to_all_in_group,
-    all_to_all_single,
-    autocasted,
-    count_bytes,
-    dist,
-    rank_and_size,
-    run_ranks,
+    all_reduce, all_to_all_in_group, all_to_all_single, autocasted, count_bytes, dist,
+    rank_and_size, run_ranks,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------

@@ -59,54 +59,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from collectives import (
-    ReduceOp,
-    all_gather_single,
-    all_reduce,
-    barrier,
-    broadcast,
-    exchange,
-    gather_from_group,
-    gather_objects,
-    rank_and_size,
-    report_stalls,
-    scatter_to_group,
-    schedule_as_batch,
-    set_backend_collectives,
-    set_ranks_per_node,
+    ReduceOp, all_gather_single, all_reduce, barrier, broadcast, exchange, gather_from_group,
+    gather_objects, rank_and_size, report_stalls, scatter_to_group, schedule_as_batch,
+    set_backend_collectives, set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
 from expert_parallel import MoE
-from pipeline import (
-    SCHEDULES,
-    Pipeline,
-    WeightGradStore,
-    forward_only,
-    sum_replicas,
-    trace_events,
-)
+from pipeline import SCHEDULES, Pipeline, WeightGradStore, forward_only, sum_replicas, trace_events
 from sequence_parallel import (
-    allgather_attention,
-    context_positions,
-    dropout,
-    recompute,
-    ring_attention,
-    ulysses_attention,
+    allgather_attention, context_positions, dropout, recompute, ring_attention, ulysses_attention,
 )
 from tensor_parallel import (
-    ColumnParallelLinear,
-    ParallelSelfAttention,
-    RowParallelLinear,
-    ShardedRandomState,
-    VocabParallelEmbedding,
-    attention,
-    gather_shards,
-    is_sharded,
-    mark_partial,
-    parallel_linear,
-    shard_sizes,
-    sum_partial_gradients,
-    unique_ranges,
-    vocab_parallel_cross_entropy,
+    ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, ShardedRandomState,
+    VocabParallelEmbedding, attention, gather_shards, is_sharded, mark_partial, parallel_linear,
+    shard_sizes, sum_partial_gradients, unique_ranges, vocab_parallel_cross_entropy,
 )
 from zero import ZeroRedundancyOptimizer
 

@@ -50,13 +50,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from collectives import (
-    RandomState,
-    autocasted,
-    count_bytes,
-    exchange,
-    gather_objects,
-    rank_and_size,
-    run_ranks,
+    RandomState, autocasted, count_bytes, exchange, gather_objects, rank_and_size, run_ranks,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------

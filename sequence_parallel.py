@@ -47,23 +47,11 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from collectives import (
-    RandomState,
-    all_gather_to_group,
-    all_to_all_in_group,
-    autocasted,
-    count_bytes,
-    exchange,
-    rank_and_size,
-    reduce_scatter_single,
-    reduce_scatter_to_group,
-    run_ranks,
+    RandomState, all_gather_to_group, all_to_all_in_group, autocasted, count_bytes, exchange,
+    rank_and_size, reduce_scatter_single, reduce_scatter_to_group, run_ranks,
 )
 from tensor_parallel import (
-    ColumnParallelLinear,
-    ParallelSelfAttention,
-    RowParallelLinear,
-    attention,
-    mark_partial,
+    ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, attention, mark_partial,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------

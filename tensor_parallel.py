@@ -40,22 +40,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from collectives import (
-    ReduceOp,
-    all_gather,
-    all_gather_single,
-    all_gather_to_group,
-    all_reduce,
-    all_reduce_bytes,
-    autocasted,
-    check_parameters,
-    copy_to_group,
-    count_bytes,
-    dist,
-    rank_and_size,
-    reduce_from_group,
-    reduce_scatter_single,
-    reduce_scatter_to_group,
-    run_ranks,
+    ReduceOp, all_gather, all_gather_single, all_gather_to_group, all_reduce, all_reduce_bytes,
+    autocasted, check_parameters, copy_to_group, count_bytes, dist, rank_and_size,
+    reduce_from_group, reduce_scatter_single, reduce_scatter_to_group, run_ranks,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------

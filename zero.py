@@ -39,37 +39,13 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from collectives import (
-    ReduceOp,
-    all_gather_single,
-    all_gather_to_group,
-    all_reduce,
-    check_parameters,
-    count_bytes,
-    dist,
-    gather_objects,
-    rank_and_size,
-    reduce_scatter_bytes,
-    reduce_scatter_single,
-    run_ranks,
+    ReduceOp, all_gather_single, all_gather_to_group, all_reduce, check_parameters, count_bytes,
+    dist, gather_objects, rank_and_size, reduce_scatter_bytes, reduce_scatter_single, run_ranks,
 )
 from ddp import (
-    Backward,
-    DistributedDataParallel,
-    FlatLayout,
-    Reducer,
-    accumulates,
-    before_backward,
-    broadcast_first,
-    check_finite,
-    check_whole,
-    clip_grads_with_norm_,
-    fill_buckets,
-    float64_sum,
-    get_total_norm,
-    grad_dtype,
-    in_backward,
-    tensors_in,
-    weakly,
+    Backward, DistributedDataParallel, FlatLayout, Reducer, accumulates, before_backward,
+    broadcast_first, check_finite, check_whole, clip_grads_with_norm_, fill_buckets, float64_sum,
+    get_total_norm, grad_dtype, in_backward, tensors_in, weakly,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------

@@ -40,11 +40,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
+    ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module,
 )
 
 import collectives
@@ -55,11 +51,7 @@ from pipeline import SCHEDULES, Pipeline, simulate
 from ranks import run, spawn
 from reference_gpt import Layer, ReferenceGPT
 from sequence_parallel import (
-    allgather_attention,
-    attended_pairs,
-    chunk_ranges,
-    context_blocks,
-    ring_attention,
+    allgather_attention, attended_pairs, chunk_ranges, context_blocks, ring_attention,
     ulysses_attention,
 )
 from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer

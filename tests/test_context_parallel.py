@@ -17,14 +17,8 @@ from nccl_replay import record, replay
 from ranks import least_bytes, on_ranks, run
 from reference_gpt import attention
 from sequence_parallel import (
-    allgather_attention,
-    attended_pairs,
-    context_parallel_bytes,
-    context_positions,
-    chunk_ranges,
-    context_blocks,
-    ring_attention,
-    ulysses_attention,
+    allgather_attention, attended_pairs, context_parallel_bytes, context_positions, chunk_ranges,
+    context_blocks, ring_attention, ulysses_attention,
 )
 
 METHODS = {

@@ -11,16 +11,8 @@ from torch import nn
 import expert_parallel
 from collectives import count_bytes, rank_and_size
 from expert_parallel import (
-    Load,
-    MoE,
-    Router,
-    balance_loss,
-    dispatch_and_combine,
-    expert_parallel_bytes,
-    grouped_linear,
-    one_hop,
-    router_z_loss,
-    two_hops,
+    Load, MoE, Router, balance_loss, dispatch_and_combine, expert_parallel_bytes, grouped_linear,
+    one_hop, router_z_loss, two_hops,
 )
 from gpu_counts import batches, waits
 from nccl_replay import record, replay

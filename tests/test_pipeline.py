@@ -27,25 +27,9 @@ from ddp import DistributedDataParallel
 from gpu_counts import batches, waits
 from nccl_replay import Deadlock, record, replay
 from pipeline import (
-    SCHEDULES,
-    SHORT,
-    Action,
-    Pipeline,
-    bubble_time,
-    draw,
-    dualpipe,
-    forward_only,
-    gpipe,
-    gpipe_step,
-    interleaved,
-    one_f_one_b,
-    peak_activations,
-    pipeline_bytes,
-    simulate,
-    sum_replicas,
-    zb_h1,
-    zb_h2,
-    zb_v,
+    SCHEDULES, SHORT, Action, Pipeline, bubble_time, draw, dualpipe, forward_only, gpipe,
+    gpipe_step, interleaved, one_f_one_b, peak_activations, pipeline_bytes, simulate, sum_replicas,
+    zb_h1, zb_h2, zb_v,
 )
 from ranks import on_ranks, run
 

@@ -11,14 +11,8 @@ import reference_gpt
 from collectives import count_bytes, rank_and_size
 from ranks import least_bytes, on_ranks
 from sequence_parallel import (
-    TransformerLayer,
-    activation_bytes,
-    dropout,
-    norm_bytes,
-    recompute,
-    saved_bytes,
-    sequence_parallel_mlp,
-    unfused_attention,
+    TransformerLayer, activation_bytes, dropout, norm_bytes, recompute, saved_bytes,
+    sequence_parallel_mlp, unfused_attention,
 )
 from tensor_parallel import attention, tensor_parallel_layer_bytes
 

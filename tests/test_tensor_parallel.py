@@ -25,26 +25,10 @@ from pipeline import WeightGradStore
 from ranks import least_bytes, on_ranks, run
 from sequence_parallel import TransformerLayer, saved_bytes
 from tensor_parallel import (
-    ColumnParallelLinear,
-    ParallelSelfAttention,
-    RowParallelLinear,
-    Shard,
-    ShardedRandomState,
-    VocabParallelEmbedding,
-    alexnet,
-    attention,
-    column_linear,
-    gather_shards,
-    is_sharded,
-    mark_partial,
-    parallel_linear,
-    row_linear,
-    shard_sizes,
-    sum_partial_gradients,
-    take_shard,
-    tensor_parallel_layer_bytes,
-    unique_ranges,
-    vocab_parallel_cross_entropy,
+    ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
+    VocabParallelEmbedding, alexnet, attention, column_linear, gather_shards, is_sharded,
+    mark_partial, parallel_linear, row_linear, shard_sizes, sum_partial_gradients, take_shard,
+    tensor_parallel_layer_bytes, unique_ranges, vocab_parallel_cross_entropy,
 )
 
 # Sizes of tensor-parallel groups, and how many there are. They are interleaved: with (2, 2) they

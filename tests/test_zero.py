@@ -17,19 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from collectives import (
-    all_reduce_bytes,
-    count_bytes,
-    gather_objects,
-    rank_and_size,
-    reduce_scatter_bytes,
+    all_reduce_bytes, count_bytes, gather_objects, rank_and_size, reduce_scatter_bytes,
 )
 from ddp import DistributedDataParallel, FlatLayout
 from zero import (
-    FullyShardedDataParallel,
-    ZeroRedundancyOptimizer,
-    largest_model,
-    memory_ledger,
-    zero_bytes,
+    FullyShardedDataParallel, ZeroRedundancyOptimizer, largest_model, memory_ledger, zero_bytes,
     zero_memory,
 )
 
