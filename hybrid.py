@@ -185,6 +185,12 @@ class GPTConfig:
     shared_experts: int = 0
     balance: str = "none"  # or "aux", by losses, or "bias", by DeepSeek's bias on sigmoid scores
     moe_every: int = 1
+    ffn: int | None = None  # 4 x hidden
+
+    @property
+    def mlp_width(self):
+        """F, that of the MLP and of every expert inside."""
+        return self.ffn or 4 * self.hidden
 
     def has_experts(self, layer):
         """Whether this layer's MLP is a mixture of experts."""
@@ -192,12 +198,12 @@ class GPTConfig:
 
 
 class MLP(nn.Module):
-    """(T, B, D) -> 4D, column-parallel, GELU -> D, row-parallel."""
+    """(T, B, D) -> F, column-parallel, GELU -> D, row-parallel."""
 
-    def __init__(self, hidden, **options):
+    def __init__(self, hidden, width, **options):
         super().__init__()
-        self.c_fc = ColumnParallelLinear(hidden, 4 * hidden, **options)
-        self.c_proj = RowParallelLinear(4 * hidden, hidden, **options)
+        self.c_fc = ColumnParallelLinear(hidden, width, **options)
+        self.c_proj = RowParallelLinear(width, hidden, **options)
 
     def forward(self, x):
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
@@ -223,7 +229,7 @@ class Block(nn.Module):
             config.hidden, config.heads, config.kv_heads, self.attend, **options
         )
         self.ln_2 = _replicated(nn.LayerNorm(config.hidden), config)
-        self.mlp = moe() if moe else MLP(config.hidden, **options)
+        self.mlp = moe() if moe else MLP(config.hidden, config.mlp_width, **options)
 
     def forward(self, x):
         x = x + _residual_dropout(self, self.attn(self.ln_1(x)))
@@ -356,7 +362,7 @@ class ParallelMoE(MoE):
         balance, z = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
         super().__init__(
             config.hidden,
-            4 * config.hidden,
+            config.mlp_width,
             config.experts,
             top_k=config.top_k,
             group=mesh.ep_group,
@@ -1031,6 +1037,7 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("moe_every", int, 1, SIZE, "every so many layers has experts"),
     ("layers", int, 4, SIZE, "of the model"),
     ("hidden", int, 128, SIZE, "width of the model"),
+    ("ffn", int, None, SIZE, "width of the MLP, and of each expert (default: 4 x --hidden)"),
     ("heads", int, 4, SIZE, "of attention"),
     ("kv_heads", int, None, SIZE, "heads of keys and values (default: --heads)"),
     ("seq_len", int, 64, SIZE, "tokens of a sequence"),
@@ -1072,6 +1079,9 @@ RULES = {  # how to say what is wrong, and whether it is; a rule may count on th
     ),
     "{hidden} is not divisible by {heads}": lambda a: a.hidden % a.heads,
     "{hidden} is not divisible by {tp}": lambda a: a.hidden % a.tp,
+    "{ffn} is not divisible by {tp}": lambda a: (
+        a.ffn % a.tp and (not a.experts or a.moe_every > 1)  # experts are not split
+    ),
     "{heads} is not divisible by {tp}": lambda a: a.heads % a.tp,
     "{heads} is not divisible by {kv_heads}": lambda a: a.heads % a.kv_heads,
     "neither of {kv_heads} and {tp} divides the other": lambda a: (
@@ -1142,6 +1152,7 @@ def parse_args(argv, world_size):
     args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
     args.microbatches = args.microbatches or args.pp
     args.kv_heads = args.kv_heads or args.heads
+    args.ffn = args.ffn or 4 * args.hidden
     rows = args.dp * args.microbatches
     args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
     shown = {name: _shown(name, value) for name, value in vars(args).items()}

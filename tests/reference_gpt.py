@@ -39,10 +39,10 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, hidden):
+    def __init__(self, hidden, ffn=None):
         super().__init__()
-        self.c_fc = nn.Linear(hidden, 4 * hidden)
-        self.c_proj = nn.Linear(4 * hidden, hidden)
+        self.c_fc = nn.Linear(hidden, ffn or 4 * hidden)
+        self.c_proj = nn.Linear(ffn or 4 * hidden, hidden)
 
     def forward(self, x):
         return self.c_proj(nn.GELU(approximate="tanh")(self.c_fc(x)))
@@ -56,17 +56,27 @@ class MoE(nn.Module):
     """
 
     def __init__(
-        self, hidden, experts, top_k, score, shared=0, factor=None, losses=(0, 0), groups=(1, 1)
+        self,
+        hidden,
+        experts,
+        top_k,
+        score,
+        shared=0,
+        factor=None,
+        losses=(0, 0),
+        groups=(1, 1),
+        ffn=None,
     ):
         super().__init__()
+        ffn = ffn or 4 * hidden
         self.top_k, self.score, self.factor, self.coefficients = top_k, score, factor, losses
         self.router = nn.Linear(hidden, experts, bias=False)
         self.experts = nn.Module()
-        self.experts.w_in = nn.Parameter(torch.empty(experts, 4 * hidden, hidden))
-        self.experts.w_out = nn.Parameter(torch.empty(experts, hidden, 4 * hidden))
+        self.experts.w_in = nn.Parameter(torch.empty(experts, ffn, hidden))
+        self.experts.w_out = nn.Parameter(torch.empty(experts, hidden, ffn))
         if shared:
-            up = nn.Linear(hidden, 4 * hidden * shared, bias=False)
-            down = nn.Linear(4 * hidden * shared, hidden, bias=False)
+            up = nn.Linear(hidden, ffn * shared, bias=False)
+            down = nn.Linear(ffn * shared, hidden, bias=False)
             self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
         self.bias, self.counts, self.loss = torch.zeros(experts), torch.zeros(experts), 0
         self.groups, self.group_size = groups, experts // groups[0]

@@ -28,6 +28,7 @@ from ddp import ddp_bytes
 from nccl_replay import record, replay
 from pipeline import SCHEDULES, interleaved, pipeline_bytes
 from ranks import least_bytes, on_ranks, run, spawn
+from reference_gpt import MLP as ReferenceMLP
 from reference_gpt import MoE as ReferenceMoE
 from reference_gpt import ReferenceGPT, ReferenceTraining
 from tensor_parallel import tensor_parallel_layer_bytes
@@ -316,6 +317,18 @@ def test_a_capacity_drops_tokens_in_every_layer_with_experts():
     mixture = "--balance none --top-k 1 --moe-every 2"
     _assert_trains_as_a_loop_does(2, "--pp 2 --microbatches 1", mixture, factor=0.75)
     assert reference_moe(mixture, 0.75)[0] != reference_moe(mixture)[0]
+
+
+@pytest.mark.parametrize("flags", ["--tp 2 --sp", "--tp 2 --experts 4 --moe-every 2", "--dp 2"])
+def test_the_mlp_and_the_experts_have_the_width_asked_for(flags):
+    mixed = "experts" in flags
+    mixture = lambda: TimeFirstMoE(16, 4, 2, "softmax", shared=1, ffn=28)
+    mlp = lambda i: mixture() if mixed and i % 2 else ReferenceMLP(16, 28)
+    expected = train_plainly(plain_gpt(4, 16, 4, T, V, mlp=mlp))
+    experts = "--balance none --top-k 2 --shared-experts 1" if mixed else ""
+    sizes = "--layers 4 --hidden 16 --heads 4 --ffn 28 --microbatches 1"
+    ranks = run(2, _train, f"{sizes} {experts} {flags}", torch.float64)
+    _assert_all_alike(ranks, expected, 1e-10, 1e-8, 1e-8)
 
 
 def test_losses_of_balance_are_means_over_microbatches_in_any_layout():
@@ -1065,6 +1078,7 @@ ulysses cannot deal out --heads 2 and --kv-heads 2, split by --tp 2, to --cp 2
 1 | --heads 3 | --hidden 128 is not divisible by --heads 3
 3 | --tp 3 --hidden 129 --heads 1 | --heads 1 is not divisible by --tp 3
 4 | --tp 4 --hidden 6 --heads 2 | --hidden 6 is not divisible by --tp 4
+2 | --tp 2 --ffn 27 | --ffn 27 is not divisible by --tp 2
 4 | --tp 4 --vocab-size 3 | --vocab-size 3 is less than --tp 4
 1 | --kv-heads 3 | --heads 4 is not divisible by --kv-heads 3
 1 | --kv-heads 0 | --kv-heads 0 must be at least 1
