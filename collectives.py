@@ -1646,6 +1646,9 @@ def report_stalls(seconds):
     _Thread(report)
 
 
+# ---- links, measured -----------------------------------------------------------------------------
+
+
 def measure_link(group=None, rounds=20):
     """LinkSpeed of a group, measured: rings of 8 bytes and of 4 MB, and adding 4 MB. Collective."""
     rank, world_size = rank_and_size(group)

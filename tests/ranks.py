@@ -295,6 +295,7 @@ def on_ranks(*world_sizes, **options):
 
         signature, own = inspect.signature(body), inspect.Parameter("world_size", 1)
         test.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])
-        return pytest.mark.parametrize("world_size", world_sizes)(test)
+        of_others = lambda size: "ranks" if callable(size) else None
+        return pytest.mark.parametrize("world_size", world_sizes, ids=of_others)(test)
 
     return decorate

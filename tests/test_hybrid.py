@@ -832,26 +832,28 @@ def _plain_loss(model, tokens):
 
 
 MIXTURE = "--experts 4 --top-k 2 --hidden 16 --heads 4 --layers 2 --microbatches 1"
-EVALUATED = {  # flags of the model -> ranks and layouts
-    "--microbatches 2": [
-        (2, "--dp 2"),
-        (3, "--cp 3"),
-        (4, "--cp 2 --pp 2"),
-        (4, "--pp 2 --tp 2 --sp"),
+DENSE = "--microbatches 2"
+FEW = [(2, "--dp 2"), (3, "--cp 3"), (4, "--cp 2 --pp 2"), (4, "--pp 2 --tp 2 --sp")]
+MORE = [(2, "--pp 2"), (4, "--tp 4"), (8, "--cp 2 --pp 2 --tp 2 --sp"), (8, "--dp 2 --pp 2 --tp 2")]
+OF_EXPERTS = [(2, "--dp 2 --ep 2"), (4, "--cp 2 --dp 2 --ep 4"), (4, "--tp 2 --pp 2")]
+
+
+@pytest.mark.parametrize(
+    "model, layouts",
+    [
+        pytest.param(DENSE, FEW, id="dense"),
+        pytest.param(DENSE, MORE, id="dense, more", marks=pytest.mark.soak),
+        pytest.param(MIXTURE, OF_EXPERTS, id="experts"),
     ],
-    MIXTURE: [(2, "--dp 2 --ep 2"), (4, "--cp 2 --dp 2 --ep 4"), (4, "--tp 2 --pp 2")],
-}
-
-
-@pytest.mark.parametrize("model", EVALUATED, ids=["dense", "experts"])
-def test_evaluation_and_samples_do_not_depend_on_the_layout(model):
+)
+def test_evaluation_and_samples_do_not_depend_on_the_layout(model, layouts):
     loss, drawn, state, tokens = run(1, _evaluate_and_sample, model)[0]
     assert all(0 <= token < V for token in drawn) and len(drawn) == T + 6 and len(set(drawn)) > 5
     if model != MIXTURE:
         plain = plain_gpt(*SIZES)
         plain.load_state_dict(state)
         assert loss == pytest.approx(_plain_loss(plain, tokens), rel=1e-12)
-    for world_size, flags in EVALUATED[model]:
+    for world_size, flags in layouts:
         for found, others, _, _ in run(world_size, _evaluate_and_sample, f"{model} {flags}"):
             assert found == pytest.approx(loss, rel=1e-12) and others == drawn, flags
 

@@ -439,6 +439,17 @@ def test_gradients_are_divided_by_the_given_factor(factor):
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("stage", [0, *STAGES])
+def test_a_subgroup_trains_by_itself(stage):
+    group = [dist.new_group(members) for members in ([0, 2], [1, 3])][dist.get_rank() % 2]
+    batches, alone = [_data(4, seed) for seed in range(2)], _net()
+    _train(alone, torch.optim.AdamW(_groups(alone.parameters()), lr=0.01), batches)
+    model, optimizer = _shard(_net(), stage, group=group)
+    _train(model, optimizer, [_own_part(x, group) for x in batches])
+    _close(_whole(model), alone.state_dict(), 1e-9)
+
+
+@on_ranks(4)
 def test_replicas_of_shards_that_differ_are_an_error():
     """Alike inside each group of shards, not across."""
     rank = dist.get_rank()
@@ -1532,6 +1543,10 @@ def test_a_gradient_that_is_not_finite_is_named_where_it_arose(stage, value):
         loss.backward()
         if stage == 1:
             optimizer.step()
+    for name, parameter in inner.named_parameters() if stage == 0 else ():  # the sum, on all ranks
+        if parameter.requires_grad:
+            finite = parameter.grad.isfinite()
+            assert finite.all() if name != "blocks.0.up.bias" else not finite.any(), name
 
 
 @on_ranks(3)
