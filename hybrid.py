@@ -414,8 +414,8 @@ class Trainer:
         self.positions = torch.arange(args.seq_len)
         if args.cp > 1:
             self.positions = context_positions(args.seq_len, mesh.cp_group)
-        put_off = WeightGradStore()
-        self.chunks = make_chunks(self, schedule, put_off)
+        put_off, routes = WeightGradStore(), schedule.routes
+        self.chunks = make_chunks(args, self.config, mesh, device, routes, self.positions, put_off)
         seed_dropout(args.seed, mesh)
         named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
         self.dense = [parameter for name, parameter in named if not is_expert(name)]
@@ -589,23 +589,25 @@ def learning_rate(step, steps, warmup, peak):
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-def make_chunks(trainer, schedule, put_off):
-    """The stages of the model that this rank has, by chunk; put_off: a WeightGradStore."""
-    args, mesh, device, config = trainer.args, trainer.mesh, trainer.device, trainer.config
+def make_chunks(args, config, mesh, device, routes, positions, put_off):
+    """The stages of the model that this rank has, by chunk, with their initial values.
+
+    routes: those of the schedule; positions: this rank's; put_off: a WeightGradStore.
+    """
     rank, method = dist.get_rank(mesh.pp_group), CP_METHODS[args.cp_method]
     across = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)
     make = partial(
         GPT,
         config,
         mesh.tp_group,
-        num_stages=len(trainer.route),
+        num_stages=len(routes[0]),
         random=ShardedRandomState(device, mesh.tp_group),
         defer=put_off,
-        positions=trainer.positions.to(device),
+        positions=positions.to(device),
         attention_fn=across if args.cp > 1 else attention,
         moe=partial(ParallelMoE, config, mesh, args.microbatches),
     )
-    places = [(c, s) for route in schedule.routes for s, (r, c) in enumerate(route) if r == rank]
+    places = [(c, s) for route in routes for s, (r, c) in enumerate(route) if r == rank]
     chunks = []
     for _, stage in sorted(places):
         with torch.device("meta"):
