@@ -11,8 +11,8 @@ to those from which it differs in one coordinate:
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
 
 tp is innermost since it talks most: its ranks should share a node. Experts are spread over ep
-neighbours of dp x cp, where they replace replicas; tp splits attention, and deals out the tokens
-that go to experts.
+neighbours of dp x cp x tp, where they replace replicas; tp splits attention, and deals out the
+tokens that go to experts.
 
 Every layout computes the same thing as one process does: the loss is the sum of the token losses
 over the *global* number of tokens, so gradients are summed and never averaged; initial weights
@@ -74,7 +74,7 @@ from tensor_parallel import (
     VocabParallelEmbedding, attention, gather_shards, is_sharded, mark_partial, parallel_linear,
     shard_sizes, sum_partial_gradients, unique_ranges, vocab_parallel_cross_entropy,
 )
-from zero import ZeroRedundancyOptimizer
+from zero import FullyShardedDataParallel
 
 CP_METHODS = {
     "allgather": allgather_attention,
@@ -91,9 +91,11 @@ SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 200, 0.8
 class Mesh:
     """This process's groups. Its rank along an axis is its rank inside that axis's group.
 
-    dp_cp_group joins the ranks whose gradients are summed, dp x cp; ep_group those of them that
-    have different experts, expert_dp_group those that have the same; embedding_group the first and
-    the last stage, which both hold the token embedding (None on the stages between).
+    dp_cp_group joins the ranks whose gradients are summed, dp x cp; ep_group neighbours in dp x cp
+    x tp that have different experts; expert_dp_group and expert_tp_group those of dp x cp, and of
+    tp, that have the same; embedding_group the first and the last stage, which both hold the token
+    embedding (None on the stages between). ZeRO's shards are spread over shard_group, a run of
+    dp_cp_group, and copied over replicate_group; experts' over runs of expert_dp_group.
 
     Groups of the same ranks are one, but gradients have communicators of their own: messages of a
     layer would wait for the gradients that are under way.
@@ -104,40 +106,59 @@ class Mesh:
     cp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup
     dp_cp_group: dist.ProcessGroup
+    shard_group: dist.ProcessGroup
+    replicate_group: dist.ProcessGroup
     ep_group: dist.ProcessGroup
     expert_dp_group: dist.ProcessGroup
+    expert_tp_group: dist.ProcessGroup
+    expert_shard_group: dist.ProcessGroup
+    expert_replicate_group: dist.ProcessGroup
     embedding_group: dist.ProcessGroup | None = None
 
 
-def make_mesh(pp=1, dp=1, cp=1, tp=1, ep=1, local_world_size=None):
+def make_mesh(pp=1, dp=1, cp=1, tp=1, ep=1, replicate=1, local_world_size=None):
     """Arrange the default group's ranks as a grid (pp, dp, cp, tp); an axis's slices become groups.
 
+    replicate: how many runs of dp x cp have a copy of ZeRO's shards each; where that does not
+    divide the replicas of an expert, these have as many as divides both.
     local_world_size: so many consecutive ranks share a node; by default all do.
     Collective: every rank calls it. Raises ValueError if the degrees do not multiply to the world
-    size, or ep does not divide dp x cp.
+    size, ep does not divide dp x cp x tp, or replicate dp x cp.
     """
     rank, world_size = rank_and_size()
     if pp * dp * cp * tp != world_size:
         raise ValueError(f"pp={pp} x dp={dp} x cp={cp} x tp={tp} is not world_size={world_size}")
-    if dp * cp % ep:
-        raise ValueError(f"dp={dp} x cp={cp} is not divisible by ep={ep}")
+    if dp * cp * tp % ep:
+        raise ValueError(f"dp={dp} x cp={cp} x tp={tp} is not divisible by ep={ep}")
+    if dp * cp % replicate:
+        raise ValueError(f"dp={dp} x cp={cp} is not divisible by replicate={replicate}")
     grid = torch.arange(world_size).view(pp, dp, cp, tp)
     replicas = grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)
     ends = grid[[0, -1]] if pp > 1 else grid
+    # experts are cut over as much of tp as there is in ep, and over dp x cp
+    in_tp = math.gcd(ep, tp)
+    domain = grid.view(pp, -1, ep // in_tp, tp // in_tp, in_tp)
+    expert_replicas = domain.permute(0, 2, 3, 4, 1).flatten(0, 3)
+    expert_runs = math.gcd(replicate, expert_replicas.shape[1])
     slices = {
         "pp_group": grid.permute(1, 2, 3, 0).reshape(-1, pp),
         "dp_group": grid.permute(0, 2, 3, 1).reshape(-1, dp),
         "cp_group": grid.permute(0, 1, 3, 2).reshape(-1, cp),
         "tp_group": grid.reshape(-1, tp),
         "dp_cp_group": replicas,
-        "ep_group": replicas.reshape(-1, ep),
-        "expert_dp_group": replicas.unflatten(1, (-1, ep)).mT.flatten(0, 1),
+        "shard_group": _runs(replicas, replicate),
+        "replicate_group": _across(replicas, replicate),
+        "ep_group": domain.permute(0, 1, 3, 2, 4).reshape(-1, ep),
+        "expert_dp_group": expert_replicas,
+        "expert_tp_group": domain.mT.flatten(0, 3),
+        "expert_shard_group": _runs(expert_replicas, expert_runs),
+        "expert_replicate_group": _across(expert_replicas, expert_runs),
         "embedding_group": ends.permute(1, 2, 3, 0).reshape(-1, len(ends)),
     }
     groups, mine = {}, {}  # made by all ranks in the same order
     for name, rows in slices.items():
         for ranks in map(tuple, rows.tolist()):
-            key = ranks, len(ranks) > 1 and name in ("dp_cp_group", "expert_dp_group")
+            key = ranks, len(ranks) > 1 and name in GRADIENT_GROUPS
             groups[key] = groups.get(key) or dist.new_group(ranks)
             if rank in ranks:
                 mine[name] = groups[key]
@@ -146,6 +167,22 @@ def make_mesh(pp=1, dp=1, cp=1, tp=1, ep=1, local_world_size=None):
         set_ranks_per_node(ranks_per_node(ranks, local_world_size or world_size), group)
         barrier(group)  # NCCL wants all ranks of a group in its first batch
     return Mesh(**mine)
+
+
+GRADIENT_GROUPS = (
+    *("dp_cp_group", "shard_group", "replicate_group"),
+    *("expert_dp_group", "expert_shard_group", "expert_replicate_group"),
+)
+
+
+def _runs(rows, count):
+    """Each row of ranks cut into so many runs of neighbours."""
+    return rows.reshape(-1, rows.shape[1] // count)
+
+
+def _across(rows, count):
+    """The ranks that have the same place in those runs."""
+    return rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
 
 
 def use_backend_collectives(mesh):
@@ -401,8 +438,8 @@ class Trainer:
     route: the places (rank of the pipeline, chunk) of the model's stages. DualPipe has a second
         route, of a replica: then `replicated` is true.
     chunks: the stages that this rank has. dense, experts: their parameters.
-    replicas: the chunks in DistributedDataParallel; none with ZeRO, which sums gradients itself.
-    pipeline, evaluation: run the chunks over a batch, with backward and without.
+    stages: the chunks in DistributedDataParallel, or with ZeRO in FullyShardedDataParallel.
+    pipeline, evaluation: run the stages over a batch, with backward and without.
     """
 
     def __init__(self, args, mesh, device):
@@ -420,18 +457,12 @@ class Trainer:
         named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
         self.dense = [parameter for name, parameter in named if not is_expert(name)]
         self.experts = [parameter for name, parameter in named if is_expert(name)]
-        self.optimizers = make_optimizers(args, mesh, self.dense, self.experts)
-        replicate = partial(
-            DistributedDataParallel,
-            process_group=mesh.dp_cp_group,
-            broadcast_buffers=False,
-            gradient_divide_factor=1,  # the loss has its global divisor already
-            wait_in_backward=False,
-            groups=dict.fromkeys(self.experts, mesh.expert_dp_group),
+        self.stages, self.optimizer = share_out(args, mesh, self.chunks, self.dense, self.experts)
+        self.pipeline = Pipeline(
+            *(self.stages, schedule, self.loss, mesh.pp_group),
+            defer=put_off,
+            sync_each=args.zero > 1,  # so that no rank has whole gradients
         )
-        self.replicas = [] if args.zero else list(map(replicate, self.chunks))
-        stages = self.replicas or self.chunks
-        self.pipeline = Pipeline(stages, schedule, self.loss, mesh.pp_group, defer=put_off)
         self.evaluation = self.forward_pipeline(args.microbatches, self.loss)
 
     def step(self, inputs, targets):
@@ -456,23 +487,25 @@ class Trainer:
         return {"loss": loss, "grad_norm": norm, "lr": rate}
 
     def forward_backward(self, inputs, targets):
-        """Leave gradients, which ZeRO has yet to sum; returns what run() does."""
+        """Leave the summed gradients in .grad, of whole parameters or pieces; returns as run()."""
         for chunk in self.chunks:
             chunk.train()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=False)  # gradients are views into rows or buckets
+        # without ZeRO they stay views into buckets; a first sum need not be added to zero
+        self.optimizer.zero_grad(set_to_none=self.args.zero > 0)
         found = self.run(self.pipeline, inputs, targets)
-        for replica in self.replicas:
-            replica.finish_grad_sync()
+        for stage in self.stages:
+            stage.finish_grad_sync()
         self.sum_shared_gradients()
         return found
 
     def update(self, rate):
         """Move the weights along the gradients, and the biases of routers against their loads."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        if self.args.zero:
+            for stage in self.stages:
+                stage.reshard()
         if self.args.balance == "bias":
             balance_experts(self)
 
@@ -503,7 +536,9 @@ class Trainer:
         Those are DualPipe's replicas, what tensor-parallel ranks use for a part of the sequence or
         of the heads, and the tied embedding and head.
         """
-        sum_partial_gradients(self.dense + self.experts, self.mesh.tp_group)
+        first = self.steps_done == 0
+        sum_partial_gradients(self.dense, self.mesh.tp_group, check=first)
+        sum_partial_gradients(self.experts, self.mesh.expert_tp_group, check=first)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
         weights = [chunk.tied_weight() for chunk in self.chunks]
@@ -514,37 +549,32 @@ class Trainer:
             all_reduce(tied[0], group=self.mesh.embedding_group)
 
     def gradient_pieces(self):
-        """{parameter: (first element, piece)}: what this rank has of each summed gradient, flat.
-
-        With ZeRO gradients are summed here, and a rank has pieces of them.
-        """
-        if not self.args.zero:
-            return {p: (0, p.grad.view(-1)) for p in self.dense + self.experts}
-        pieces = {}
-        for optimizer in self.optimizers:
-            pieces |= optimizer.reduce_gradients()
-        return pieces
+        """{parameter: (first element, piece)}: what this rank has of each gradient, flattened."""
+        return {p: (getattr(p, "first", 0), p.grad.view(-1)) for p in self.dense + self.experts}
 
     def clip_gradients(self, pieces):
         """Scale gradients so their joint norm, each logical parameter once, is at most grad_clip.
 
         pieces: what gradient_pieces() returns. Returns the norm before, on the device.
         """
-        mesh, zero, dense, experts = self.mesh, self.args.zero, [], []
+        mesh, dense, experts = self.mesh, [], []
         for chunk in self.chunks[:1] if self.replicated else self.chunks:
             for name, parameter in chunk.named_parameters():
                 first, piece = pieces[parameter]
-                if name != "lm_head.weight":  # a copy of the embedding
-                    (experts if is_expert(name) else dense).extend(
+                if is_expert(name):
+                    experts.append(piece)
+                elif name != "lm_head.weight":  # a copy of the embedding
+                    dense.extend(
                         piece[max(0, begin - first) : max(0, end - first)]
                         for begin, end in unique_ranges(parameter, mesh.tp_group)
                     )
-        if zero or not experts:
-            dense += experts
-        else:  # replicas count once, but experts are others on each rank of ep
-            dense.append(get_total_norm(experts, groups=[mesh.ep_group]))
-        groups = ([mesh.dp_cp_group] if zero else []) + [mesh.tp_group, mesh.pp_group]
-        norm = get_total_norm(dense, groups=groups)
+        shards, expert_shards = [], []  # the groups over which there are other pieces
+        if self.args.zero:
+            shards, expert_shards = [mesh.shard_group], [mesh.expert_shard_group]
+        norms = [get_total_norm(dense, groups=[*shards, mesh.tp_group])]
+        if experts:
+            norms.append(get_total_norm(experts, groups=[*expert_shards, mesh.ep_group]))
+        norm = get_total_norm(norms, groups=[mesh.pp_group])
         if self.args.grad_clip > 0:
             gradients = [piece for _, piece in pieces.values()]
             clip_grads_with_norm_(gradients, self.args.grad_clip, norm)
@@ -567,8 +597,8 @@ class Trainer:
         """A pipeline without backward, along the first route."""
         _, num_stages = rank_and_size(self.mesh.pp_group)
         schedule = forward_only(num_stages, num_microbatches, self.route)
-        chunks = self.chunks[:1] if self.replicated else self.chunks
-        return Pipeline(chunks, schedule, loss_fn, self.mesh.pp_group)
+        stages = self.stages[:1] if self.replicated else self.stages
+        return Pipeline(stages, schedule, loss_fn, self.mesh.pp_group)
 
 
 def refuse_outside(trainer, number, inputs, targets):
@@ -629,27 +659,59 @@ def seed_dropout(seed, mesh):
     torch.manual_seed(int.from_bytes(digest[:4], "big") + number)
 
 
-def make_optimizers(args, mesh, dense, experts):
-    """AdamW, which makes parameters bf16 if asked for; with ZeRO one for each group of replicas."""
-    bf16, options = args.dtype == "bf16", {"lr": args.lr, "betas": (0.9, 0.95), "fused": True}
-    decayed = lambda ps: {"params": ps, "weight_decay": args.weight_decay}
-    groups = [
-        decayed([p for p in dense if p.ndim == 2]),
-        {"params": [p for p in dense if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    expert_groups = [decayed(experts)] if experts else []
-    if bf16:
-        for parameter in dense + experts:
-            parameter.grad_dtype = torch.float32
+def share_out(args, mesh, chunks, dense, experts):
+    """The chunks as replicas that sum gradients, or as shards (ZeRO), and the optimizer of them.
+
+    A step sends 2 (P-1)/P of the gradients' bytes, with ZeRO-1 half of them, parameters, in the
+    next forward. ZeRO-2 and -3 keep no whole gradients: each microbatch sends (P-1)/P, and with
+    ZeRO-3, which keeps no whole parameters either, two times more.
+    """
     if not args.zero:
-        return [(MasterAdamW if bf16 else torch.optim.AdamW)(groups + expert_groups, **options)]
-    if bf16:
-        options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    make = partial(ZeroRedundancyOptimizer, gradient_divide_factor=1, **options)
-    optimizers = [make(groups, torch.optim.AdamW, mesh.dp_cp_group)]
-    if experts:
-        optimizers.append(make(expert_groups, torch.optim.AdamW, mesh.expert_dp_group))
-    return optimizers
+        optimizer = make_optimizer(args, dense + experts)
+        replicate = partial(
+            DistributedDataParallel,
+            process_group=mesh.dp_cp_group,
+            broadcast_buffers=False,
+            gradient_divide_factor=1,  # the loss has its global divisor already
+            wait_in_backward=False,
+            groups=dict.fromkeys(experts, mesh.expert_dp_group),
+        )
+        return [replicate(chunk) for chunk in chunks], optimizer
+    bf16 = args.dtype == "bf16"
+    shard = partial(
+        FullyShardedDataParallel,
+        process_group=mesh.shard_group,
+        replicate_group=_if_several(mesh.replicate_group),
+        param_dtype=torch.bfloat16 if bf16 else None,
+        reduce_dtype=torch.float32 if bf16 else None,
+        gradient_divide_factor=1,
+        keep_unsharded=args.zero < 3,
+        wait_in_backward=False,
+        groups=dict.fromkeys(
+            experts, (mesh.expert_shard_group, _if_several(mesh.expert_replicate_group))
+        ),
+    )
+    stages = [shard(chunk, units=chunk.transformer["h"].values()) for chunk in chunks]
+    return stages, make_optimizer(args, dense + experts)  # of pieces, which they now are
+
+
+def _if_several(group):
+    return group if dist.get_world_size(group) > 1 else None
+
+
+def make_optimizer(args, parameters):
+    """AdamW, with decay of matrices. Whole parameters become bf16 if asked for; pieces are exact."""
+    is_matrix = lambda parameter: len(getattr(parameter, "whole_shape", parameter.shape)) > 1
+    groups = [
+        {"params": list(filter(is_matrix, parameters)), "weight_decay": args.weight_decay},
+        {"params": [p for p in parameters if not is_matrix(p)], "weight_decay": 0.0},
+    ]
+    options = {"lr": args.lr, "betas": (0.9, 0.95), "fused": True}
+    if args.zero or args.dtype == "fp32":
+        return torch.optim.AdamW(groups, **options)
+    for parameter in parameters:
+        parameter.grad_dtype = torch.float32
+    return MasterAdamW(groups, **options)
 
 
 class MasterAdamW(torch.optim.AdamW):
@@ -986,17 +1048,18 @@ def gather_state(trainer, value=lambda parameter: parameter):
     value picks what is gathered of a parameter: itself, or `lambda p: p.grad`.
     """
     mesh, state = trainer.mesh, {}
-    ep_rank, ep = rank_and_size(mesh.ep_group)
-    if dist.get_rank(mesh.expert_dp_group) > 0:
-        return None  # replicas
+    is_first = dist.get_rank(mesh.dp_cp_group) == dist.get_rank(mesh.tp_group) == 0
     for name, parameter in (pair for chunk in trainer.chunks for pair in chunk.named_parameters()):
         part = value(parameter).detach()
         if is_expert(name):
-            state[name] = part.new_empty(ep * len(part), *part.shape[1:])
-            all_gather_single(state[name], part, mesh.ep_group)
-        elif ep_rank == 0:
-            state[name] = gather_shards(part, parameter, mesh.tp_group)
-    if ep_rank > 0 or dist.get_rank(mesh.tp_group) > 0:
+            part = unsharded(part, parameter, mesh.expert_shard_group)
+            full = part.new_empty(dist.get_world_size(mesh.ep_group) * len(part), *part.shape[1:])
+            all_gather_single(full, part, mesh.ep_group)
+        else:
+            part = unsharded(part, parameter, mesh.shard_group)
+            full = gather_shards(part, parameter, mesh.tp_group)
+        state[name] = full if is_first else None
+    if not is_first:
         return None
     shapes = gather_objects({name: full.shape for name, full in state.items()}, mesh.pp_group)
     stage, like = dist.get_rank(mesh.pp_group), next(iter(state.values()))
@@ -1009,6 +1072,16 @@ def gather_state(trainer, value=lambda parameter: parameter):
     return state | {"lm_head.weight": state["transformer.wte.weight"]} if stage == 0 else None
 
 
+def unsharded(piece, parameter, group):
+    """This rank's part of a parameter, or of what is like it, from ZeRO's pieces of the group."""
+    if not hasattr(parameter, "whole_shape"):
+        return piece
+    part = piece.new_zeros(parameter.whole_shape.numel())
+    part[parameter.first : parameter.first + len(piece)] = piece
+    all_reduce(part, group=group)
+    return part.view(parameter.whole_shape)
+
+
 # ---- command line --------------------------------------------------------------------------------
 
 
@@ -1019,9 +1092,14 @@ RATIO = lambda value: 0 < value < math.inf, "must be finite and more than 0"
 SECONDS = lambda value: 1 <= value <= 10**6, "must be at least 1 and at most 10**6"
 PORTION = lambda value: 0 <= value < 1, "must be at least 0 and less than 1"
 
+ZERO = (
+    "what replicas share out: 1: the optimizer's state, 2: gradients, too, 3: parameters, too "
+    "(default: 1; of one replica 0)"
+)
 FLAGS = (  # name, type or choices, default, what its value must be, help
     ("dp", int, None, SIZE, "replicas (default: what the others leave of the processes)"),
-    ("zero", (0, 1), 0, None, "1: each replica keeps a part of the optimizer's state"),
+    ("zero", (0, 1, 2, 3), None, None, ZERO),
+    ("replicate", int, 1, SIZE, "copies of ZeRO's shards, each over neighbours (HSDP)"),
     ("tp", int, 1, SIZE, "ranks that split every matrix"),
     ("sp", bool, False, None, "split the sequence over tp outside of its matrices"),
     ("cp", int, 1, SIZE, "ranks that split the sequence, in attention, too"),
@@ -1030,7 +1108,7 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("schedule", tuple(SCHEDULES), "1f1b", None, "order of the microbatches in the pipeline"),
     ("chunks", int, 2, SIZE, "of a rank, with --schedule interleaved"),
     ("microbatches", int, None, SIZE, "microbatches per replica and step (default: pp)"),
-    ("ep", int, 1, SIZE, "ranks of dp x cp over which the experts are spread"),
+    ("ep", int, 1, SIZE, "ranks of dp x cp x tp over which the experts are spread"),
     ("experts", int, 0, COUNT, "of a mixture in place of the MLP; 0: an MLP"),
     ("top_k", int, 2, SIZE, "experts that a token uses"),
     ("capacity_factor", float, None, RATIO, "drop tokens above this load of an expert / mean"),
@@ -1079,6 +1157,8 @@ RULES = {  # how to say what is wrong, and whether it is; a rule may count on th
     "{pp} x {dp} x {cp} x {tp} is not the number of processes, {world_size}": lambda a: (
         a.pp * a.dp * a.cp * a.tp != a.world_size
     ),
+    "{replicate} needs --zero 1, 2 or 3": lambda a: a.replicate > 1 and not a.zero,
+    "{dp} x {cp} is not divisible by {replicate}": lambda a: a.dp * a.cp % a.replicate,
     "{hidden} is not divisible by {heads}": lambda a: a.hidden % a.heads,
     "{hidden} is not divisible by {tp}": lambda a: a.hidden % a.tp,
     "{ffn} is not divisible by {tp}": lambda a: (
@@ -1097,7 +1177,7 @@ RULES = {  # how to say what is wrong, and whether it is; a rule may count on th
     "{cp_method} cannot deal out {heads} and {kv_heads}, split by {tp}, to {cp}": lambda a: (
         a.cp_method == "ulysses" and not _deals_out(a.heads, a.kv_heads, a.tp, a.cp)
     ),
-    "{dp} x {cp} is not divisible by {ep}": lambda a: a.dp * a.cp % a.ep,
+    "{dp} x {cp} x {tp} is not divisible by {ep}": lambda a: a.dp * a.cp * a.tp % a.ep,
     "{ep} needs --experts": lambda a: a.ep > 1 and not a.experts,
     "{experts} is not divisible by {ep}": lambda a: a.experts % a.ep,
     "{top_k} is more than {experts}": lambda a: a.experts and a.top_k > a.experts,
@@ -1152,6 +1232,8 @@ def parse_args(argv, world_size):
                 raise ValueError(f"{_shown(name, given[name])} needs {subject}")
     args.world_size = world_size
     args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
+    if args.zero is None:
+        args.zero = int(args.dp * args.cp > 1)
     args.microbatches = args.microbatches or args.pp
     args.kv_heads = args.kv_heads or args.heads
     args.ffn = args.ffn or 4 * args.hidden
@@ -1281,7 +1363,8 @@ def _join(args, device, backend, store, rank, local_world_size):
     report_stalls(30)
     if len(set(gather_objects(local_world_size))) > 1:  # nodes are unlike: none is taken for one
         local_world_size = 1
-    mesh = make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep, local_world_size)
+    sizes = args.pp, args.dp, args.cp, args.tp, args.ep, args.replicate
+    mesh = make_mesh(*sizes, local_world_size)
     if args.collectives == "backend":
         use_backend_collectives(mesh)
     return mesh

@@ -716,8 +716,9 @@ def _device_of(stages, group):
 class Pipeline:
     """Runs one rank of a schedule.
 
-    stage: its module, or a list of one per chunk. In a DistributedDataParallel no_sync() holds for
-        all its backwards but the last; where that one is split, start_grad_sync() comes before W.
+    stage: its module, or a list of one per chunk. In a DistributedDataParallel, and a
+        FullyShardedDataParallel, no_sync() holds for all its backwards but the last; where that one
+        is split, start_grad_sync() comes before W.
     schedule: the same on all ranks of the group, a Schedule or a list of actions per rank.
     loss_fn: loss_fn(output, target, *loss_arguments of step()), called at the end of a route,
         returns the microbatch's share of the loss: the sum over microbatches is the step's; nothing
@@ -725,6 +726,7 @@ class Pipeline:
     recompute: a stage keeps nothing between forward and backward but its input and the state of the
         random generators, and runs forward again.
     defer: the WeightGradStore into which layers of the stages put products off; by default its own.
+    sync_each: gradients are summed over replicas with every microbatch (ZeRO-2, -3), not the last.
 
     Where backwards are split, those of plain linear layers are, and of those that have the store:
     what other parameters get is computed with the first half. Of two routes (DualPipe) each has a
@@ -736,11 +738,14 @@ class Pipeline:
     takes part in one backward per forward.
     """
 
-    def __init__(self, stage, schedule, loss_fn, group=None, recompute=False, defer=None):
+    def __init__(
+        self, stage, schedule, loss_fn, group=None, recompute=False, defer=None, sync_each=False
+    ):
         self.rank, _ = rank_and_size(group)
         self.stages = list(stage) if isinstance(stage, (list, tuple, nn.ModuleList)) else [stage]
         self.schedule = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
         self.loss_fn, self.group, self.recompute = loss_fn, group, recompute
+        self.sync_each = sync_each
         self.defer = defer or WeightGradStore()
         _check_schedule(self.schedule, group)
         _check_stages(self.stages, self.schedule, self.rank)
@@ -865,17 +870,19 @@ class Pipeline:
 
     def _weights(self, action, _):
         products, stage = self.put_off.pop(action[1:]), self.stages[action.chunk]
-        if action == self.last_backward[stage] and hasattr(stage, "start_grad_sync"):
+        if self._syncs(action) and hasattr(stage, "start_grad_sync"):
             stage.start_grad_sync(awaited={parameter for parameter, _ in products})
         with self._no_sync(action):
             _add_products(products)
 
+    def _syncs(self, action):
+        """Whether gradients are summed over replicas with this action: with its second half."""
+        is_last = action == self.last_backward[self.stages[action.chunk]]
+        return is_last or (self.sync_each and action.kind != "I")
+
     def _no_sync(self, action):
-        """Gradients are reduced once, with the last backward of a module."""
         stage = self.stages[action.chunk]
-        if action == self.last_backward[stage]:
-            return nullcontext()
-        return getattr(stage, "no_sync", nullcontext)()
+        return nullcontext() if self._syncs(action) else getattr(stage, "no_sync", nullcontext)()
 
     def timeline(self):
         """What the last step did in time, as simulate() would say it, in seconds. Collective.

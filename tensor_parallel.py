@@ -646,12 +646,13 @@ def unique_ranges(parameter, group=None):
 
 
 @torch.no_grad()
-def sum_partial_gradients(parameters, group=None):
+def sum_partial_gradients(parameters, group=None, check=True):
     """After backward: sum over the group what each rank has only a part of. One all-reduce.
 
     That is the gradient of what is marked as partial, and of what several ranks hold of a sharded
     parameter; one that a rank has not used counts as zero. FSDP's pieces must be the same ranges on
     all ranks, which one message more makes sure of: ValueError on all of them if they are not.
+    check: False where they are known to be.
     """
     rank, world_size = rank_and_size(group)
     if world_size == 1:
@@ -664,7 +665,8 @@ def sum_partial_gradients(parameters, group=None):
             shared += [(parameter, found) for found in ranges if found.parts < world_size]
     if not shared:
         return
-    _check_pieces([parameter for parameter, _ in shared], group)
+    if check:
+        _check_pieces([parameter for parameter, _ in shared], group)
     own, sums = [], []  # this rank's elements; room for those of every part, this one's filled in
     for parameter, (begin, end, part, parts, largest) in shared:
         if parameter.grad is None:

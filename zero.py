@@ -27,8 +27,8 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 
 import math
 from collections import Counter
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
@@ -100,27 +100,34 @@ class _Settings:
     reduce_dtype: torch.dtype | None
     divide_factor: float | None
     error_if_nonfinite: bool
+    groups: dict = field(default_factory=dict)  # {parameter: its (group, replicate_group)}
 
     def __post_init__(self):
-        # replicas first: then what the first replica broadcasts reaches all of its ranks
-        self.groups = [self.group]
-        if self.replicate_group is not None:
-            self.groups = [self.replicate_group, self.group]
         if self.divide_factor is None:
-            self.divide_factor = math.prod(dist.get_world_size(group) for group in self.groups)
+            self.divide_factor = dist.get_world_size(self.group)
+            if self.replicate_group is not None:
+                self.divide_factor *= dist.get_world_size(self.replicate_group)
         if not self.divide_factor > 0:
             raise ValueError(f"gradient_divide_factor={self.divide_factor} must be positive")
 
-    def broadcast(self, tensors):
+    def groups_of(self, parameter=None):
+        """(group, replicate_group) of a parameter, or of what has none of its own."""
+        return self.groups.get(parameter, (self.group, self.replicate_group))
+
+    def broadcast(self, tensors, parameter=None):
         """Give all ranks the first one's."""
+        group, replicate_group = self.groups_of(parameter)
         for tensor in tensors:
-            for group in self.groups:
-                broadcast_first([tensor], group)
+            # replicas first: then what the first replica broadcasts reaches all of its ranks
+            if replicate_group is not None:
+                broadcast_first([tensor], replicate_group)
+            broadcast_first([tensor], group)
 
     def check(self, named):
         check_whole(named)
-        for group in self.groups:
-            check_parameters(named, group)
+        if self.replicate_group is not None:
+            check_parameters(named, self.replicate_group)
+        check_parameters(named, self.group)
         ranges = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in named)
         for (_, end, name), (begin, _, other) in pairwise(ranges):
             if begin < end:
@@ -141,7 +148,8 @@ class FlatParameter:
 
     def __init__(self, named, settings):
         self.names, self.parameters = zip(*named)
-        self.settings, self.group = settings, settings.group
+        self.settings = settings
+        self.group, self.replicate_group = settings.groups_of(self.parameters[0])
         self.rank, world_size = rank_and_size(self.group)
         self.layout = FlatLayout(self.parameters, world_size)
         begin = self.rank * self.layout.shard_size
@@ -162,7 +170,7 @@ class FlatParameter:
     def first_row(self):
         """The first rank's parameters, as a row. Collective."""
         row = self.layout.pack(self.parameters)
-        self.settings.broadcast([row])
+        self.settings.broadcast([row], self.parameters[0])
         return row
 
     def piece(self, i, tensor):
@@ -214,8 +222,8 @@ class FlatParameter:
     def finish(self, dtype=None):
         """Add this rank's part of the sum to sharded_grad, which is of `dtype`."""
         self.work.wait()
-        if self.settings.replicate_group is not None:
-            all_reduce(self.incoming, group=self.settings.replicate_group)
+        if self.replicate_group is not None:
+            all_reduce(self.incoming, group=self.replicate_group)
         if self.settings.divide_factor != 1:
             self.incoming.div_(self.settings.divide_factor)
         total = self.incoming.to(dtype or self.reduce_dtype)
@@ -243,6 +251,8 @@ class _UnderWay:
         self.rows = ()
 
     def start(self, *rows):
+        if set(rows) & set(self.rows):  # a row that is the next one, too
+            self.finish()
         for row in rows:
             row.reduce()
         self.finish()
@@ -752,9 +762,13 @@ class ShardedRow(FlatParameter):
     def _views(self):
         return self.layout.pieces(self.sharded_param, self.rank)
 
-    def live_in(self, row):
-        """Make the whole parameters views of this memory."""
+    def live_in(self, row, keeps):
+        """Make the whole parameters views of this memory; if it keeps them, the shard is there."""
         self.unsharded_param, self.whole = row, []
+        if keeps and self.dtype == self.param_dtype:
+            self.sharded_param = row[self.own].copy_(self.sharded_param)
+            for piece, view in zip(self.pieces, self._views()):
+                piece.data = view
         for piece, view in zip(self.pieces, self.layout.views(row)):
             whole = nn.Parameter(row.new_empty(0), piece.requires_grad)
             whole.data = view  # not nn.Parameter(view): gathering would count as a change in place
@@ -800,11 +814,16 @@ class ShardedRow(FlatParameter):
             )
         return piece
 
-    def finish(self):
-        """Have the pieces' .grad be parts of sharded_grad, to which the sum is added."""
+    def let_go(self):
+        """Have no memory for gradients that were set to None."""
         if all(piece.grad is None for piece in self.pieces):
             self.sharded_grad = None
-        else:  # an optimizer may hold some of the pieces only, and somebody may set gradients
+
+    def finish(self):
+        """Have the pieces' .grad be parts of sharded_grad, to which the sum is added."""
+        self.let_go()
+        if any(piece.grad is not None for piece in self.pieces):
+            # an optimizer may hold some of the pieces only, and somebody may set gradients
             if self.sharded_grad is None:
                 self.sharded_grad = torch.zeros_like(self.sharded_param, dtype=self.grad_dtype)
             for piece, part in zip(self.pieces, self.gradient_pieces()):
@@ -835,11 +854,11 @@ class _Unit:
             starts.append(starts[-1] + -(-nbytes // 128) * 128)
         return starts
 
-    def live_in(self, memory):
+    def live_in(self, memory, keeps):
         self.memory = memory
         for row, start in zip(self.rows, self.offsets()):
             part = memory.bytes[start : start + row.layout.length * row.param_dtype.itemsize]
-            row.live_in(part.view(row.param_dtype))
+            row.live_in(part.view(row.param_dtype), keeps)
 
     def unshard(self):
         """Begin to gather the parameters."""
@@ -887,22 +906,28 @@ class _Schedule:
     units: in the order of forward.
     group: the ranks that have shards.
     device: where the memory is had.
+    keeps: no unit is dropped before reshard().
+    waits: backward ends when all of its sums have arrived.
 
     current_unit: the number of the unit whose backward runs; that of units before the first one's;
         None outside of backward.
+    sync: whether backward sums what it has added up.
     """
 
-    def __init__(self, root, units, group, device):
+    def __init__(self, root, units, group, device, keeps, waits):
         self.root, self.units, self.group = root, units, group
+        self.keeps, self.waits = keeps, waits
         self.all_units = (root, *units)
         self.rows = [row for unit in self.all_units for row in unit.rows]
-        self.memories = []  # of even units, of odd ones, of the rest
-        for sharing in (units[0::2], units[1::2], [root]):
-            largest = max((unit.offsets()[-1] for unit in sharing), default=0)
+        # of even units, of odd ones, of the rest
+        sharing = [[unit] for unit in units] if keeps else [units[0::2], units[1::2]]
+        self.memories = []
+        for members in (*sharing, [root]):
+            largest = max((unit.offsets()[-1] for unit in members), default=0)
             self.memories.append(_Memory(largest, device))
-            for unit in sharing:
-                unit.live_in(self.memories[-1])
-        self.free()
+            for unit in members:
+                unit.live_in(self.memories[-1], keeps)
+        self.leave()
         self.turn_of = {  # whole parameter -> its unit's number, its row, its place there
             whole: (number, row, i)
             for number, unit in enumerate((*units, root))
@@ -912,15 +937,21 @@ class _Schedule:
         for whole in self.turn_of:
             whole.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
         self.backward = Backward(self._begin_backward, self._end_backward, self._failed)
-        self.current_unit, self.under_way = None, _UnderWay()
+        self.current_unit, self.gathered, self.under_way = None, None, _UnderWay()
+        # backward runs down the units, and comes to the root's parameters last
+        order = [row for unit in (*units[::-1], root) for row in unit.trainable]
+        self.order, self.reducer, self.sync = order, Reducer(self.under_way.start), True
+        self.reducer.begin([])
 
     def reshard(self):
         for unit in self.all_units:
             unit.reshard()
 
-    def free(self):
-        self.reshard()
-        for memory in self.memories:
+    def leave(self, free=True):
+        """A pass is over: the modules have the pieces again, and if `free`, nobody the memory."""
+        for unit in self.all_units:
+            unit.put_pieces() if self.keeps else unit.reshard()
+        for memory in self.memories if free and not self.keeps else ():
             memory.free()
 
     def follow(self):
@@ -937,7 +968,8 @@ class _Schedule:
 
     def prefetch(self, number, direction):
         """Have this unit and the next one. The one before must be done: its memory is needed."""
-        wanted = [n for n in (number, number + direction) if 0 <= n < len(self.units)]
+        wanted = range(len(self.units)) if self.keeps else (number, number + direction)
+        wanted = [n for n in wanted if 0 <= n < len(self.units)]
         for n, unit in enumerate(self.units):
             if n not in wanted:
                 unit.reshard()
@@ -950,11 +982,13 @@ class _Schedule:
     def begin_forward(self):
         if self.current_unit is not None and in_backward():
             raise RuntimeError("the module is recomputed in its own backward: checkpoint its units")
-        self.current_unit, self.under_way.rows = None, ()  # a pass may have failed half-way
-        self.reshard()  # which waits: what that pass had begun to gather still writes
+        self.current_unit = None  # a pass may have failed half-way
+        if not self.keeps:
+            self.reshard()  # which waits: what that pass had begun to gather still writes
         self.follow()
-        for row in self.rows:
-            row.reset()
+        if self.root.works is not None and self.versions() != self.gathered:
+            raise RuntimeError("the parameters were changed and kept: call reshard() after step()")
+        self.gathered = self.versions()
         self.root.unshard()
         self.prefetch(0, 1)
         self.root.wait()  # not before unit 0 is under way, which waiting would hold up
@@ -973,7 +1007,7 @@ class _Schedule:
     def after_forward(self, number, module, args, outputs):
         unit = self.units[number]
         unit.check_outputs(outputs)
-        if self.current_unit is None:
+        if self.current_unit is None and not self.keeps:
             unit.reshard()
         before_backward(partial(self.unit_backward, number), outputs, unit.inputs)
         unit.inputs = ()
@@ -994,9 +1028,11 @@ class _Schedule:
             raise RuntimeError("the parameters were changed between forward and backward")
 
     def _begin_backward(self):
+        for row in self.rows:
+            row.let_go()
         self.gathered = self.versions()
         self.current_unit = len(self.units)
-        self.accumulates = accumulates()
+        self.sums = accumulates() and self.sync
         self.root.unshard()
         self.prefetch(len(self.units) - 1, -1)
         self.root.wait()
@@ -1021,9 +1057,11 @@ class _Schedule:
     @torch.no_grad()
     def _gradient_ready(self, whole):
         number, row, i = self.turn_of[whole]
-        if number == len(self.units):
+        collecting = bool(self.reducer.queue)
+        put_off = self.current_unit is None and (collecting or not self.sync)
+        if number == len(self.units) and not put_off:
             self.enter_backward(self.latest)
-        if self.current_unit is None or number < self.current_unit:
+        if not put_off and (self.current_unit is None or number < self.current_unit):
             raise RuntimeError(
                 f"backward reached the parameters {', '.join(row.names)} on a way other than "
                 "through the outputs of their unit, or those of the module"
@@ -1031,12 +1069,27 @@ class _Schedule:
         if whole.grad is not None:
             row.add_gradient(i, whole.grad)
             whole.grad = None
+        if collecting:
+            self.reducer.mark_ready(row.pieces[i])
 
     @torch.no_grad()
     def _reduce(self, unit):
         """Sum a unit's gradients, while those of the one before arrive."""
-        if self.accumulates:
+        if self.sums:
             self.under_way.start(*unit.trainable)
+
+    @torch.no_grad()
+    def start_sync(self, awaited):
+        """Sum what is there, each row once it has its gradients of the whole parameters awaited."""
+        self.reducer.begin(self.order)
+        for whole, (_, row, i) in self.turn_of.items():
+            if whole not in awaited:
+                self.reducer.mark_ready(row.pieces[i])
+
+    @torch.no_grad()
+    def finish_sync(self):
+        self.reducer.finish()
+        self.under_way.finish()
 
     @torch.no_grad()
     def _end_backward(self):
@@ -1044,14 +1097,18 @@ class _Schedule:
             self.unit_backward(0)
             self._reduce(self.units[0])
         self._reduce(self.root)
-        self.under_way.finish()
+        if self.waits:
+            self.finish_sync()
         self.current_unit = None
-        self.free()
-        _check_gradients(self.rows, self.group)
+        self.leave()
+        if self.sums:
+            _check_gradients(self.rows, self.group)
 
     def _failed(self):
         """Whoever looks at the parameters now sees the pieces; what is under way may come."""
-        self.current_unit = None
+        self.current_unit, self.under_way.rows = None, ()
+        for row in self.rows:
+            row.reset()
         for unit in self.all_units:
             if unit.works is not None:
                 unit.put_pieces()
@@ -1092,6 +1149,7 @@ def _make_units(module, units, settings):
     for name, parameter in module.named_parameters():
         owner = owners[parameter].pop() if len(owners[parameter]) == 1 else 0
         kind = parameter.dtype, grad_dtype(parameter), parameter.requires_grad
+        kind += settings.groups_of(parameter)
         rows[owner].setdefault((*kind, *sorted(vars(parameter))), []).append((name, parameter))
     make = lambda named: ShardedRow(named, settings, places)
     return [_Unit([make(named) for named in kinds.values()]) for kinds in rows]
@@ -1102,7 +1160,10 @@ class FullyShardedDataParallel(nn.Module):
 
     A unit's parameters are gathered for its forward and for its backward pass, while the unit
     before it computes, and then dropped: two units are there at a time, in two buffers that all
-    units share. Parameters in no unit, or in several, are there during the whole pass.
+    units share. Parameters in no unit, or in several, are there during the whole pass. Each
+    backward() sums gradients, into shards: of m backwards a step sends 3 m (P-1)/P D. With
+    keep_unsharded=True it sends (m + 1) (P-1)/P D and is stage 2; and with no_sync() around all
+    backwards but the last 2 (P-1)/P D, and is stage 1, whose gathers forward hides.
 
     Between passes the module's parameters *are* this rank's pieces: each parameter is cut down to
     one dimension, maybe empty, and keeps its identity, name and attributes, with two more: `first`,
@@ -1117,6 +1178,11 @@ class FullyShardedDataParallel(nn.Module):
         pieces keep their own.
     reduce_dtype, gradient_divide_factor, replicate_group, error_if_nonfinite: as for
         ZeroRedundancyOptimizer.
+    keep_unsharded: what is gathered stays until reshard(), to be called whenever parameters have
+        changed: optimizer.register_step_post_hook(lambda *_: model.reshard()).
+    wait_in_backward: if False, backward() leaves sums under way, and finish_grad_sync() waits.
+    groups: {parameter: (group, replicate_group or None)} of parameters with fewer replicas, such
+        as an expert's; subsets of the two groups' ranks.
 
     A trainable parameter without gradient counts as zero. What a forward pass does to a parameter
     in place is lost. The norm of all gradients is that of clip_grad_norm_() here: torch.nn.utils'
@@ -1141,16 +1207,21 @@ class FullyShardedDataParallel(nn.Module):
         gradient_divide_factor=None,
         replicate_group=None,
         error_if_nonfinite=False,
+        keep_unsharded=False,
+        wait_in_backward=True,
+        groups=None,
     ):
         super().__init__()
         self.module, self.process_group, self.param_dtype = module, process_group, param_dtype
-        groups, dtypes = (process_group, replicate_group), (param_dtype, reduce_dtype)
-        settings = _Settings(*groups, *dtypes, gradient_divide_factor, error_if_nonfinite)
+        settings = _Settings(
+            *(process_group, replicate_group, param_dtype, reduce_dtype),
+            *(gradient_divide_factor, error_if_nonfinite, groups or {}),
+        )
         units = list(units)
         _check_module(module, units, settings)
         root, *sharded = _make_units(module, units, settings)
-        device = next(module.parameters()).device
-        self._schedule = _Schedule(root, sharded, process_group, device)
+        how = next(module.parameters()).device, keep_unsharded, wait_in_backward
+        self._schedule = _Schedule(root, sharded, process_group, *how)
         settings.broadcast(module.buffers())
         for i, unit in enumerate(units):
             # before all hooks of others, which may use the parameters
@@ -1168,17 +1239,47 @@ class FullyShardedDataParallel(nn.Module):
         try:
             outputs = self.module(*args, **kwargs)
             schedule.root.check_outputs(outputs)
-        finally:
-            schedule.reshard()
+        finally:  # without a backward that will need it, nobody has the memory
+            schedule.leave(free=not torch.is_grad_enabled())
         if torch.is_grad_enabled():
             schedule.expect_backward(outputs)
-        else:  # no backward will need the memory
-            schedule.free()
         return outputs
+
+    def reshard(self):
+        """Drop what is gathered: the next forward pass gathers again."""
+        self._schedule.reshard()
+
+    # -- gradients
+
+    @contextmanager
+    def no_sync(self):
+        """Backward inside only adds to rows of whole gradients; the next outside sums those."""
+        before, self._schedule.sync = self._schedule.sync, False
+        try:
+            yield
+        finally:
+            self._schedule.sync = before
+
+    def start_grad_sync(self, awaited=()):
+        """Sum what no_sync() has left; rows with gathered parameters of `awaited`, with these.
+
+        For gradients that no backward of the module computes, such as weight gradients put off.
+        finish_grad_sync() ends it.
+        """
+        self._schedule.start_sync(awaited)
+
+    def finish_grad_sync(self):
+        """Wait for the sums that backward() or start_grad_sync() started, if they did."""
+        self._schedule.finish_sync()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the gradients to a norm of at most `max_norm`; returns their norm. Collective."""
+        """Scale the gradients to a norm of at most `max_norm`; returns their norm. Collective.
+
+        RuntimeError where some have a group of their own: get_total_norm() takes each group's.
+        """
+        if any(row.group is not self.process_group for row in self._schedule.rows):
+            raise RuntimeError("clip_grad_norm_() of parameters that have groups of their own")
         pieces = [piece for row in self._schedule.rows for piece in row.pieces]
         gradients = [piece.grad for piece in pieces if piece.grad is not None]
         if not gradients:
@@ -1359,12 +1460,13 @@ def load_masters(masters, rows, numbers):
 # ---- cost ----------------------------------------------------------------------------------------
 
 
-def zero_bytes(stage, nbytes, world_size):
+def zero_bytes(stage, nbytes, world_size, microbatches=1):
     """Bytes that a rank sends in a step for rows of `nbytes`; stage 0 is data parallelism.
 
     In a row 64 elements of padding follow each parameter and each shard but one, at most.
     """
-    return (2, 2, 2, 3)[stage] * reduce_scatter_bytes(nbytes, world_size)
+    times = (2, 2, 1 + microbatches, 3 * microbatches)[stage]
+    return times * reduce_scatter_bytes(nbytes, world_size)
 
 
 def zero_memory(stage, world_size, parameter=2, gradient=2, optimizer=12):

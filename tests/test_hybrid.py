@@ -23,8 +23,9 @@ from torch.overrides import TorchFunctionMode
 
 import collectives
 import hybrid
+import zero as zero_module
 from collectives import count_bytes, gather_objects
-from ddp import ddp_bytes
+from ddp import GradBucket, ddp_bytes
 from nccl_replay import record, replay
 from pipeline import SCHEDULES, interleaved, pipeline_bytes
 from ranks import least_bytes, on_ranks, run, spawn
@@ -32,6 +33,7 @@ from reference_gpt import MLP as ReferenceMLP
 from reference_gpt import MoE as ReferenceMoE
 from reference_gpt import ReferenceGPT, ReferenceTraining
 from tensor_parallel import tensor_parallel_layer_bytes
+from zero import zero_bytes, zero_memory
 
 STEPS, BATCH, LAYERS, HIDDEN, HEADS, T, V = 5, 16, 4, 32, 8, 12, 67
 RUN = 3  # of these steps
@@ -91,7 +93,7 @@ def reference(dtype, layers=LAYERS):
 def make_trainer(flags, dtype=torch.float32, device=torch.device("cpu")):
     torch.set_default_dtype(dtype)
     args = hybrid.parse_args(f"{FLAGS} {flags}".split(), dist.get_world_size())
-    mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
+    mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep, args.replicate)
     return hybrid.Trainer(args, mesh, device)
 
 
@@ -100,16 +102,8 @@ def record_gradients(trainer):
     found, clip = [], trainer.clip_gradients
 
     def record_then_clip(pieces):
-        whole = {}
-        for parameter, (first, piece) in pieces.items():
-            flat = torch.zeros_like(parameter, requires_grad=False).view(-1)
-            flat[first : first + len(piece)] = piece
-            if trainer.args.zero:
-                is_expert = any(parameter is expert for expert in trainer.experts)
-                groups = trainer.mesh.dp_cp_group, trainer.mesh.expert_dp_group
-                dist.all_reduce(flat, group=groups[is_expert])
-            whole[parameter] = flat.view_as(parameter)
-        found.append(hybrid.gather_state(trainer, whole.get))
+        gradients = {p: piece.clone().view_as(p) for p, (_, piece) in pieces.items()}
+        found.append(hybrid.gather_state(trainer, gradients.get))
         return clip(pieces)
 
     trainer.clip_gradients = record_then_clip
@@ -196,10 +190,19 @@ EVERY_LAYOUT += [
     (4, "--cp 2 --dp 2 --recompute selective"),
     (8, "--cp 2 --dp 2 --tp 2 --cp-method allgather"),
     *((8, f"--zero 1 --dp 2 --cp 2 --tp 2 --sp --cp-method {m}") for m in hybrid.CP_METHODS),
-    (4, "--zero 1 --dp 4 --microbatches 2"),
-    (3, "--zero 1 --cp 3 --microbatches 2"),
-    (8, "--zero 1 --dp 2 --tp 2 --pp 2 --schedule dualpipe --microbatches 4"),
-    (8, "--zero 1 --dp 4 --pp 2 --schedule zb-v --microbatches 4"),
+    *((2, f"--zero {zero} --dp 2 --microbatches 2") for zero in (0, 1, 2, 3)),
+    *((1, f"--zero {zero} --microbatches 2 --recompute full") for zero in (1, 2, 3)),
+    *((3, f"--zero {zero} --cp 3 --microbatches 2") for zero in (1, 2, 3)),
+    *(
+        (4, f"--zero {zero} --dp 2 --pp 2 --microbatches 4 --schedule {schedule}")
+        for schedule in SCHEDULES
+        for zero in (1, 2, 3)
+    ),
+    *((4, f"--zero {zero} --dp 2 --tp 2 --sp --recompute full") for zero in (1, 2, 3)),
+    *((4, f"--zero {zero} --dp 4 --replicate 2 --microbatches 2") for zero in (1, 2, 3)),
+    (6, "--zero 3 --dp 2 --cp 3 --replicate 3 --kv-heads 2"),
+    (8, "--zero 2 --dp 2 --tp 2 --pp 2 --schedule dualpipe --microbatches 4 --recompute selective"),
+    (8, "--zero 3 --dp 4 --replicate 2 --pp 2 --schedule zb-v --microbatches 4 --kv-heads 4"),
     (8, "--cp 2 --pp 2 --tp 2 --sp --schedule zb-h1 --microbatches 4"),
     (8, "--cp 2 --pp 2 --dp 2 --schedule dualpipe --microbatches 4 --cp-method ulysses"),
     # stages of 2, 1 and 1 layers; and of 2, 2, 2, 1, 1
@@ -271,6 +274,11 @@ MOE_LAYOUTS = [
     (4, "--dp 2 --ep 2 --tp 2 --sp --recompute full"),
     (4, "--dp 2 --cp 2 --ep 4 --recompute selective"),
     (8, "--dp 4 --ep 2 --zero 1 --tp 2"),
+    (2, "--tp 2 --ep 2"),
+    (4, "--tp 4 --ep 2 --sp"),
+    (4, "--tp 2 --dp 2 --ep 4 --zero 0"),
+    (4, "--tp 2 --dp 2 --ep 4 --zero 3 --sp"),
+    (4, "--dp 4 --ep 2 --zero 2 --replicate 4"),
     (8, "--dp 2 --cp 2 --ep 2 --pp 2"),
 ]
 
@@ -351,6 +359,27 @@ def test_losses_of_balance_are_means_over_microbatches_in_any_layout():
         assert_alike(found, expected, 1e-9)
 
 
+BIASED = "--balance bias --top-k 3 --shared-experts 1"
+PUBLISHED = {  # the axes of models of the literature, at 8 ranks; and of what a mixture consists
+    "Llama 3": "--tp 2 --cp 2 --pp 2 --schedule interleaved --zero 2 --cp-method allgather",
+    "Gemma 2": "--tp 2 --sp --dp 4 --zero 3",
+    "GLM-5": "--pp 2 --schedule interleaved --cp 2 --dp 2 --zero 2",
+    "Solar Open": f"--dp 8 --zero 3 --replicate 2 --ep 2 {BIASED}",
+    "Kimi K2": f"--pp 2 --schedule interleaved --dp 4 --ep 4 --zero 1 {BIASED}",
+    "Mixtral": f"--tp 2 --pp 2 --dp 2 --ep 4 {BIASED}",
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_the_layout_of_a_published_model_trains_as_one_process_does(model):
+    flags, mixed, _ = PUBLISHED[model].partition(f" {BIASED}")
+    flags += " --microbatches 2"
+    if mixed:
+        _assert_trains_as_a_loop_does(8, flags, BIASED)
+    else:
+        _assert_trains(8, f"{flags} --layers 4", torch.float64, 1e-11, 1e-9, 1e-9)
+
+
 # ---- the model and its state ---------------------------------------------------------------------
 
 
@@ -402,7 +431,8 @@ def test_every_rank_draws_what_it_holds_and_together_the_same_bits_in_any_layout
     with patch.object(hybrid, "_draw_normal", count):
         trainer = make_trainer(flags)
     parameters = [p for chunk in trainer.chunks for p in chunk.parameters()]
-    assert sum(drawn) == sum(p.numel() for p in parameters if p.ndim > 1)
+    shapes = [getattr(p, "whole_shape", p.shape) for p in parameters]
+    assert sum(drawn) == sum(shape.numel() for shape in shapes if len(shape) > 1)
     state = hybrid.gather_state(trainer) or {}
     assert (len(state) > 4 * LAYERS) == (dist.get_rank() == 0)
     for name, full in state.items():
@@ -557,34 +587,42 @@ def test_40_steps_in_bf16_have_losses_within_1_percent_of_fp32s(world_size, flag
         np.testing.assert_allclose(losses, exact, rtol=0.01)
 
 
-@pytest.mark.parametrize("zero, each", [(0, 2 + 4 + 12), (1, 2 + 4 + 12 / 2)])
-@on_ranks(lambda zero, **_: 1 + zero)
-def test_bf16_has_exact_masters_and_takes_18_bytes_per_parameter(zero, each):
-    flags = f"--zero {zero} --dtype bf16 --layers 2 --hidden 64 --microbatches 1"
-    trainer = make_trainer(flags)
-    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in trainer.optimizers]
-    own = [p for optimizer in inner for g in optimizer.param_groups for p in g["params"]]
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@on_ranks(lambda zero, **_: 2 if zero else 1)
+def test_bf16_has_exact_masters_and_as_many_bytes_as_the_formula(zero):
+    flags = f"--zero {zero} --dtype bf16 --layers 16 --hidden 64 --microbatches 2"
+    trainer, P, most = make_trainer(flags), dist.get_world_size(), []
+    parameters = dict(trainer.chunks[0].named_parameters())
+    first = [master for group in trainer.optimizer.param_groups for master in group["params"]]
+    assert {master.dtype for master in first} == {torch.float32}
+    masters = torch.cat(gather_objects(torch.cat([m.detach().flatten() for m in first])))
+    shapes = {name: getattr(p, "whole_shape", p.shape) for name, p in parameters.items()}
+    values = [hybrid.initial_value(n, shape, 16, 3).flatten() for n, shape in shapes.items()]
+    assert torch.equal(masters.sort().values, torch.cat(values).sort().values)
+    assert not torch.equal(masters, masters.bfloat16().float())
 
-    def masters():  # of all ranks
-        flat = torch.cat([master.detach().flatten() for master in own])
-        return torch.cat(gather_objects(flat)).sort().values
+    def held():  # when a row's sum begins, in the last backward
+        rows = [row for stage in trainer.stages for row in stage._schedule.rows] if zero else []
+        memories = [m.bytes for stage in trainer.stages if zero for m in stage._schedule.memories]
+        sums = [t for row in rows for t in (row.flat_grad, row.sharded_grad, row.sharded_param)]
+        states = [t for state in trainer.optimizer.state.values() for t in state.values()]
+        tensors = [*parameters.values(), *first, *memories, *sums, *states]
+        tensors += [p.grad for p in parameters.values()]
+        storages = [t.untyped_storage() for t in tensors if torch.is_tensor(t)]
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
-    first = masters()
-    names = [name for name, _ in trainer.chunks[0].named_parameters()]
-    weights = list(trainer.chunks[0].parameters())
-    values = [hybrid.initial_value(n, w.shape, 2, 3).flatten() for n, w in zip(names, weights)]
-    assert torch.equal(first, torch.cat(values).sort().values)
-    assert not torch.equal(first, first.bfloat16().float())
-    trainer.step(*own_batch(trainer))
-    whole = torch.cat([weight.detach().flatten() for weight in weights])
-    assert torch.equal(masters().bfloat16(), whole.sort().values)
-    states = [state for optimizer in inner for state in optimizer.state.values()]
-    moments = [value for state in states for name, value in state.items() if name != "step"]
-    tensors = weights + [weight.grad for weight in weights] + own + moments
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    nbytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-    # parameters begin on multiples of 64 elements
-    assert each * len(whole) <= nbytes < 1.03 * each * len(whole)
+    trainer.step(*own_batch(trainer))  # after which the optimizer has its state
+    watched = zero_module.FlatParameter if zero else GradBucket
+    reduce = watched.reduce
+    watch = lambda row, *arguments: most.append(held()) or reduce(row, *arguments)
+    with patch.object(watched, "reduce", watch):
+        trainer.step(*own_batch(trainer))
+    count = len(masters)
+    # Of 16 units two are whole at a time; parameters begin on multiples of 64 elements.
+    of_two_units = (0, 0, 2 * 4 / 16, 2 * 2 / 16 + 2 * 4 / 16)[zero]
+    # in stage 3 no rank has a bf16 copy of its shard
+    claimed = zero_memory(zero, P, parameter=0 if zero == 3 else 2, gradient=4, optimizer=12)
+    assert claimed <= max(most) / count < 1.04 * claimed + of_two_units
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -628,10 +666,30 @@ def _sum(number):
 @on_ranks(2, 4)
 def test_data_parallel_sends_each_gradient_once_around_the_ring():
     dp = dist.get_world_size()
-    trainer, traffic = _second_step(f"--dp {dp} --vocab-size 68")
+    trainer, traffic = _second_step(f"--dp {dp} --vocab-size 68 --zero 0")
     counters = 2 * (4 + 16) * (dp - 1)  # the loss (4 bytes), two counts of tokens, over all ranks
     claimed = _sum(ddp_bytes(trainer.chunks[0], dp)) + counters
     assert _sum(traffic.bytes(group=trainer.mesh.dp_cp_group)) == claimed
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("m", [1, 4])
+@on_ranks(2)
+def test_zero_sends_what_it_says_for_each_microbatch(zero, m):
+    trainer, traffic = _second_step(f"--dp 2 --zero {zero} --microbatches {m}")
+    nbytes = sum(4 * row.layout.length for row in trainer.stages[0]._schedule.rows)
+    sent = traffic.bytes("all_gather_single") + traffic.bytes("reduce_scatter_single")
+    assert sent == zero_bytes(zero, nbytes, 2, m)
+    assert zero_bytes(zero, 2, 2, m) == (2, m + 1, 3 * m)[zero - 1]
+
+
+@on_ranks(4)
+def test_replicas_of_shards_send_each_shard_once_more():
+    trainer, traffic = _second_step("--dp 4 --zero 1 --replicate 2")
+    rows = [row.layout.length for row in trainer.stages[0]._schedule.rows]
+    assert dist.get_process_group_ranks(trainer.mesh.shard_group) in ([0, 1], [2, 3])
+    assert dist.get_process_group_ranks(trainer.mesh.replicate_group) in ([0, 2], [1, 3])
+    assert traffic.bytes(group=trainer.mesh.replicate_group) == sum(4 * n // 2 for n in rows)
 
 
 @on_ranks(4)
@@ -672,7 +730,7 @@ def test_zero_bubble_schedules_put_off_the_product_of_every_matrix():
     assert found and all(any(other in name for other in others) for name in found)
 
 
-@pytest.mark.parametrize("flags", ["--dp 4", "--tp 2 --sp --cp 2 --zero 1", "--dp 2 --pp 2"])
+@pytest.mark.parametrize("flags", ["--dp 4", "--tp 2 --sp --cp 2 --zero 3", "--dp 2 --pp 2"])
 @on_ranks(4)
 def test_the_same_step_runs_over_the_backends_own_collectives(flags):
     losses, posted, post = [], [], collectives._Link.post
@@ -701,6 +759,8 @@ LAYOUTS_OF_8 += [
     "--experts 8 --ep 4 --dp 4 --tp 2 --sp --microbatches 2",
     "--experts 4 --ep 2 --dp 2 --cp 2 --pp 2 --microbatches 4 --schedule zb-h1 --balance bias",
     "--experts 4 --ep 2 --dp 4 --tp 2 --zero 1 --microbatches 2 --recompute full",
+    "--experts 4 --ep 4 --dp 4 --tp 2 --zero 3 --replicate 2 --microbatches 2 --recompute full",
+    "--dp 4 --pp 2 --zero 2 --microbatches 4 --schedule dualpipe",
 ]
 
 
@@ -726,7 +786,7 @@ class _Reads(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("flags", ["--dp 2", "--zero 1", "--pp 2 --schedule zb-h1", "--tp 2"])
+@pytest.mark.parametrize("flags", ["--zero 0", "--zero 1", "--zero 3", "--pp 2 --schedule zb-h1", "--tp 2"])
 @on_ranks(2)
 def test_the_host_reads_from_the_device_once_a_step(flags):
     trainer = make_trainer(f"{flags} --microbatches 2")
@@ -765,10 +825,31 @@ def test_mesh_has_tp_innermost_then_cp_dp_pp(pp, dp, cp, tp):
 @on_ranks(4)
 def test_gradients_have_communicators_of_their_own(dp, cp, ep):
     groups = vars(hybrid.make_mesh(1, dp, cp, 1, ep))
-    own = [groups.pop(name) for name in ("dp_cp_group", "expert_dp_group")]
-    large = [group for group in own if dist.get_world_size(group) > 1]
+    own = {name: groups.pop(name) for name in hybrid.GRADIENT_GROUPS}
+    large = [group for group in own.values() if dist.get_world_size(group) > 1]
     assert not any(group in large for group in groups.values())
-    assert (own[0] is own[1]) == (ep == 1)
+    assert (own["dp_cp_group"] is own["expert_dp_group"]) == (ep == 1)
+    assert own["shard_group"] is own["dp_cp_group"]
+
+
+@pytest.mark.parametrize(
+    "dp, tp, ep, replicate, expected",
+    [  # rank 5's, of 8
+        (8, 1, 2, 1, {"ep": [4, 5], "expert_dp": [1, 3, 5, 7], "expert_shard": [1, 3, 5, 7]}),
+        (8, 1, 2, 2, {"shard": [4, 5, 6, 7], "replicate": [1, 5], "expert_shard": [5, 7]}),
+        (8, 1, 4, 4, {"shard": [4, 5], "expert_shard": [5], "expert_replicate": [1, 5]}),
+        (4, 2, 4, 1, {"ep": [4, 5, 6, 7], "expert_dp": [1, 5], "expert_tp": [5]}),
+        (2, 4, 2, 1, {"ep": [4, 5], "expert_dp": [1, 5], "expert_tp": [5, 7]}),
+        (4, 2, 8, 2, {"ep": list(range(8)), "expert_dp": [5], "replicate": [1, 5]}),
+    ],
+)
+@on_ranks(8)
+def test_experts_are_spread_over_tp_and_over_dp_and_shards_over_runs(
+    dp, tp, ep, replicate, expected
+):
+    groups = vars(hybrid.make_mesh(1, dp, 1, tp, ep, replicate))
+    for name, ranks in expected.items() if dist.get_rank() == 5 else ():
+        assert dist.get_process_group_ranks(groups[f"{name}_group"]) == ranks, name
 
 
 @pytest.mark.parametrize(
@@ -795,7 +876,7 @@ def test_a_group_knows_how_many_of_its_ranks_share_a_node(ranks, local_world_siz
 def test_every_group_of_the_mesh_is_told_its_nodes(local_world_size, expected):
     told = {}
     with patch.object(hybrid, "set_ranks_per_node", lambda n, group: told.update({group: n})):
-        mesh = hybrid.make_mesh(2, 2, 1, 2, 1, local_world_size)
+        mesh = hybrid.make_mesh(2, 2, 1, 2, 1, 1, local_world_size)
     assert [told[mesh.tp_group], told[mesh.dp_cp_group], told[mesh.pp_group]] == expected
 
 
@@ -883,7 +964,7 @@ def _train_on_text(flags):
     """The losses that train() logs, what it prints, and the arguments of its sample."""
     torch.set_default_dtype(torch.float64)
     args = hybrid.parse_args(f"{FLAGS} {flags} --seed 5".split(), dist.get_world_size())
-    mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
+    mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep, args.replicate)
     tokens = np.random.default_rng(1).integers(0, V, (2, 10 * BATCH * T)).astype(np.uint8)
     metrics_file, samples, printed = io.StringIO(), [], io.StringIO()
     with (
@@ -917,7 +998,7 @@ def test_the_loop_trains_on_every_row_of_every_step_and_samples_from_validation(
     assert all(len(samples) == 1 for _, _, samples, _ in others)  # which experts may need of all
 
 
-@pytest.mark.parametrize("flags", ["--dp 2 --tp 2", "--cp 2 --pp 2 --microbatches 2", "--zero 1"])
+@pytest.mark.parametrize("flags", ["--dp 2 --tp 2", "--cp 2 --pp 2 --microbatches 2", "--zero 3"])
 @on_ranks(4)
 def test_a_token_outside_the_vocabulary_stops_every_rank_alike(flags):
     trainer = make_trainer(f"{flags} --data X.bin")
@@ -946,7 +1027,8 @@ def test_a_token_outside_the_vocabulary_stops_every_rank_alike(flags):
     [
         "--dp 2 --tp 2",
         "--pp 2 --cp 2",
-        "--zero 1 --dp 4",
+        "--zero 0 --dp 4",
+        "--zero 3 --dp 4",
         "--pp 2 --dp 2 --layers 2 --experts 4 --ep 2",
         "--tp 2 --dp 2 --layers 2 --experts 4 --balance bias",
     ],
@@ -1055,7 +1137,9 @@ BAD_FLAGS = """processes | flags | what is wrong
 4 | --tp 3 | --pp 1 x --dp 1 x --cp 1 x --tp 3 is not the number of processes, 4
 3 | --cp 2 | --pp 1 x --dp 1 x --cp 2 x --tp 1 is not the number of processes, 3
 2 | --dp 2 --ep 2 | --ep 2 needs --experts
-3 | --experts 4 --ep 2 | --dp 3 x --cp 1 is not divisible by --ep 2
+3 | --experts 4 --ep 2 | --dp 3 x --cp 1 x --tp 1 is not divisible by --ep 2
+4 | --zero 1 --replicate 3 | --dp 4 x --cp 1 is not divisible by --replicate 3
+2 | --pp 2 --replicate 2 | --replicate 2 needs --zero 1, 2 or 3
 2 | --experts 5 --ep 2 | --experts 5 is not divisible by --ep 2
 1 | --experts 2 --top-k 3 | --top-k 3 is more than --experts 2
 1 | --experts -1 | --experts -1 must not be negative
@@ -1076,7 +1160,7 @@ BAD_FLAGS = """processes | flags | what is wrong
 4 | --cp 2 --tp 2 --heads 2 --cp-method ulysses | \
 ulysses cannot deal out --heads 2 and --kv-heads 2, split by --tp 2, to --cp 2
 1 | --cp-method torus | argument --cp-method: invalid choice: 'torus'
-1 | --zero 2 | argument --zero: invalid choice: 2
+1 | --zero 4 | argument --zero: invalid choice: 4
 1 | --heads 3 | --hidden 128 is not divisible by --heads 3
 3 | --tp 3 --hidden 129 --heads 1 | --heads 1 is not divisible by --tp 3
 4 | --tp 4 --hidden 6 --heads 2 | --hidden 6 is not divisible by --tp 4
@@ -1179,7 +1263,8 @@ def test_without_flags_any_number_of_processes_trains_the_same_model():
         args = hybrid.parse_args([], world_size)
         assert args.batch_size % world_size == 0 and 16 <= args.batch_size < 16 + world_size
         changed = {name for name in vars(one) if getattr(args, name) != getattr(one, name)}
-        assert changed <= {"dp", "batch_size", "world_size"}
+        assert changed <= {"dp", "batch_size", "world_size", "zero"}
+        assert args.zero == (world_size > 1)
     assert hybrid.parse_args("--pp 2 --microbatches 3".split(), 4).batch_size == 18
     for world_size in (1, 2, 3):  # degrees of 1, --sp and --zero are for any number of processes
         degrees = "--tp 1 --pp 1 --cp 1 --ep 1 --sp --zero 1"

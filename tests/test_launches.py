@@ -17,7 +17,7 @@ COMMON = "--dtype bf16 --vocab-size 50304"
 BATCHES = [  # ranks, layers, layout; batches of a step on one rank
     (8, 4, f"{SMALL} --tp 8 --sp", 53),
     (8, 4, f"{SMALL} --dp 8 --zero 0", 36),
-    (8, 4, f"{SMALL} --dp 8 --zero 1", 38),
+    (8, 4, f"{SMALL} --dp 8 --zero 1", 30),
     (8, 4, f"{SMALL} --cp 8 --cp-method allgather --zero 0", 44),
     (8, 32, f"{SEVEN} --tp 8 --sp", 335),
     (8, 32, f"{SEVEN} --tp 8", 266),
