@@ -17,8 +17,9 @@ that go to experts.
 Every layout computes the same thing as one process does: the loss is the sum of the token losses
 over the *global* number of tokens, so gradients are summed and never averaged; initial weights
 depend on the parameter's name and the seed, batches on the seed and the step, and on nothing else.
-What does depend on the layout: masks of dropout, which tokens a capacity drops, and the losses of
-balance, which are those of a microbatch of all replicas.
+What does depend on the layout: masks of dropout, which tokens a capacity drops, which experts
+--topk-nodes leaves a token, and the losses of balance, which are those of a microbatch of all
+replicas.
 
 The model is GPT-2's architecture (Radford et al., 2019), under GPT-2's parameter names. Shoeybi et
 al., "Megatron-LM", 2019, and Narayanan et al., "Efficient Large-Scale Language Model Training on
@@ -93,7 +94,9 @@ class Mesh:
 
     dp_cp_group joins the ranks whose gradients are summed, dp x cp; ep_group those of them that
     have different experts, expert_dp_group those that have the same; embedding_group the first and
-    the last stage, which both hold the token embedding (None on the stages between).
+    the last stage, which both hold the token embedding (None on the stages between); node_group
+    the ranks of ep_group on this node, and cross_group those that have this one's place on theirs
+    (None on one node).
 
     Groups of the same ranks are one, but gradients have communicators of their own: messages of a
     layer would wait for the gradients that are under way.
@@ -107,20 +110,25 @@ class Mesh:
     ep_group: dist.ProcessGroup
     expert_dp_group: dist.ProcessGroup
     embedding_group: dist.ProcessGroup | None = None
+    node_group: dist.ProcessGroup | None = None
+    cross_group: dist.ProcessGroup | None = None
 
 
-def make_mesh(pp=1, dp=1, cp=1, tp=1, ep=1, local_world_size=None):
+def make_mesh(pp=1, dp=1, cp=1, tp=1, ep=1, local_world_size=None, ep_nodes=1):
     """Arrange the default group's ranks as a grid (pp, dp, cp, tp); an axis's slices become groups.
 
-    local_world_size: so many consecutive ranks share a node; by default all do.
+    local_world_size: so many consecutive ranks share a node; by default all do. ep_nodes: on so
+    many nodes lie the ranks of ep.
     Collective: every rank calls it. Raises ValueError if the degrees do not multiply to the world
-    size, or ep does not divide dp x cp.
+    size, ep does not divide dp x cp, or ep_nodes ep.
     """
     rank, world_size = rank_and_size()
     if pp * dp * cp * tp != world_size:
         raise ValueError(f"pp={pp} x dp={dp} x cp={cp} x tp={tp} is not world_size={world_size}")
     if dp * cp % ep:
         raise ValueError(f"dp={dp} x cp={cp} is not divisible by ep={ep}")
+    if ep % ep_nodes:
+        raise ValueError(f"ep={ep} is not divisible by ep_nodes={ep_nodes}")
     grid = torch.arange(world_size).view(pp, dp, cp, tp)
     replicas = grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)
     ends = grid[[0, -1]] if pp > 1 else grid
@@ -134,6 +142,9 @@ def make_mesh(pp=1, dp=1, cp=1, tp=1, ep=1, local_world_size=None):
         "expert_dp_group": replicas.unflatten(1, (-1, ep)).mT.flatten(0, 1),
         "embedding_group": ends.permute(1, 2, 3, 0).reshape(-1, len(ends)),
     }
+    if ep_nodes > 1:
+        nodes = slices["ep_group"].unflatten(1, (ep_nodes, -1))
+        slices |= {"node_group": nodes.flatten(0, 1), "cross_group": nodes.mT.flatten(0, 1)}
     groups, mine = {}, {}  # made by all ranks in the same order
     for name, rows in slices.items():
         for ranks in map(tuple, rows.tolist()):
@@ -185,6 +196,7 @@ class GPTConfig:
     shared_experts: int = 0
     balance: str = "none"  # or "aux", by losses, or "bias", by DeepSeek's bias on sigmoid scores
     moe_every: int = 1
+    topk_nodes: int | None = None  # of those on which the experts lie, a token uses so many
     ffn: int | None = None  # 4 x hidden
 
     @property
@@ -360,6 +372,7 @@ class ParallelMoE(MoE):
 
     def __init__(self, config, mesh, num_microbatches):
         balance, z = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
+        nodes = (mesh.node_group, mesh.cross_group) if mesh.cross_group else None
         super().__init__(
             config.hidden,
             config.mlp_width,
@@ -372,6 +385,9 @@ class ParallelMoE(MoE):
             z_coefficient=z,
             loss_scale=1 / num_microbatches,
             balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
+            nodes=nodes,
+            n_group=dist.get_world_size(mesh.cross_group) if nodes else 1,
+            topk_group=config.topk_nodes,
             score="sigmoid" if config.balance == "bias" else "softmax",
         )
         self.tp_group, self.split = mesh.tp_group, not config.sequence_parallel
@@ -437,23 +453,26 @@ class Trainer:
     def step(self, inputs, targets):
         """One optimizer step on this rank's rows of the batch, (B/dp, T) each.
 
-        Returns the global loss, the gradient norm before clipping and the learning rate. Raises
-        TrainingError, on all ranks, for tokens outside the vocabulary and where the loss or the
-        norm is not finite; weights are then those of before.
+        Returns the global loss, the gradient norm before clipping, the learning rate, and what
+        expert_metrics() has. Raises TrainingError, on all ranks, for tokens outside the vocabulary
+        and where the loss or the norm is not finite; weights are then those of before.
         """
         args = self.args
         rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
         found = self.forward_backward(inputs, targets)
         norm = self.clip_gradients(self.gradient_pieces())
+        tallies = sum_tallies(self)
+        of_experts = expert_metrics(args, tallies)
         # the one time that the host waits for the device
-        loss, num_outside, norm = torch.stack([*found, norm]).tolist()
+        numbers = torch.stack([*found, norm, *of_experts.values()])
+        loss, num_outside, norm, *loads = numbers.tolist()
         refuse_outside(self, num_outside, inputs, targets)
         if not math.isfinite(loss + norm):
             found = f"loss {loss:.4f}, grad norm {norm:.3f}, lr {rate:.2e}"
             raise TrainingError(f"step {self.steps_done + 1} is not finite: {found}")
-        self.update(rate)
+        self.update(rate, tallies)
         self.steps_done += 1
-        return {"loss": loss, "grad_norm": norm, "lr": rate}
+        return {"loss": loss, "grad_norm": norm, "lr": rate, **dict(zip(of_experts, loads))}
 
     def forward_backward(self, inputs, targets):
         """Leave gradients, which ZeRO has yet to sum; returns what run() does."""
@@ -467,14 +486,14 @@ class Trainer:
         self.sum_shared_gradients()
         return found
 
-    def update(self, rate):
-        """Move the weights along the gradients, and the biases of routers against their loads."""
+    def update(self, rate, tallies):
+        """Move the weights along the gradients, and the biases of routers against the tallies."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
         if self.args.balance == "bias":
-            balance_experts(self)
+            balance_experts(self, tallies)
 
     def run(self, pipeline, inputs, targets):
         """Drive one pipeline step; returns the global loss, and how many tokens no vocabulary has.
@@ -675,20 +694,57 @@ class MasterAdamW(torch.optim.AdamW):
         torch._foreach_copy_(self.weights, self.masters)
 
 
-@torch.no_grad()
-def balance_experts(trainer):
-    """Move the routers' biases against the step's loads, of all ranks and microbatches."""
-    mesh, config = trainer.mesh, trainer.config
+def mixtures(trainer):
+    """(Layer, its MoE) of this rank's layers with experts."""
     layers = [item for chunk in trainer.chunks for item in chunk.transformer["h"].items()]
-    routed = {int(i): block.mlp for i, block in layers if config.has_experts(int(i))}
-    counts = torch.zeros(config.layers, config.experts, dtype=torch.int64, device=trainer.device)
-    for number, layer in routed.items():
-        counts[number] += layer.counts
-        layer.counts.zero_()
+    return [(int(i), block.mlp) for i, block in layers if trainer.config.has_experts(int(i))]
+
+
+@torch.no_grad()
+def sum_tallies(trainer):
+    """{layer with experts: MoE's tally of the step, of all ranks and microbatches}, and begin anew.
+
+    One reduction for all layers, and none without experts.
+    """
+    mesh, config = trainer.mesh, trainer.config
+    numbers = [i for i in range(config.layers) if config.has_experts(i)]
+    if not numbers:
+        return {}
+    sizes = len(numbers), config.experts + 3
+    tallies = torch.zeros(sizes, dtype=torch.float64, device=trainer.device)
+    by_layer = dict(zip(numbers, tallies))
+    for number, layer in mixtures(trainer):
+        by_layer[number].copy_(layer.tally)
+        layer.tally.zero_()
     for group in (mesh.dp_cp_group, mesh.tp_group, mesh.pp_group):
-        all_reduce(counts, group=group)
-    for number, layer in routed.items():
-        layer.router.update_bias(counts[number])
+        all_reduce(tallies, group=group)
+    return by_layer
+
+
+def expert_metrics(args, tallies):
+    """{name: number on the device} of a step, from what sum_tallies() returns.
+
+    expert_load: the largest load of an expert / the mean, of the worst layer. expert_dropped: the
+    fraction of the choices that a capacity dropped. balance_loss, z_loss, with --balance aux: means
+    over layers and microbatches, without coefficients.
+    """
+    if not tallies:
+        return {}
+    counts, dropped, losses = torch.stack([*tallies.values()]).split([args.experts, 1, 2], 1)
+    metrics = {
+        "expert_load": (counts.amax(1) / counts.mean(1)).max(),
+        "expert_dropped": dropped.sum() / counts.sum(),
+    }
+    if args.balance == "aux":
+        metrics["balance_loss"], metrics["z_loss"] = losses.mean(0) / args.microbatches
+    return metrics
+
+
+@torch.no_grad()
+def balance_experts(trainer, tallies):
+    """Move the routers' biases against the step's loads, of what sum_tallies() returns."""
+    for number, layer in mixtures(trainer):
+        layer.router.update_bias(tallies[number][: layer.num_experts])
 
 
 # ---- loop ----------------------------------------------------------------------------------------
@@ -1031,6 +1087,8 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("chunks", int, 2, SIZE, "of a rank, with --schedule interleaved"),
     ("microbatches", int, None, SIZE, "microbatches per replica and step (default: pp)"),
     ("ep", int, 1, SIZE, "ranks of dp x cp over which the experts are spread"),
+    ("ep_nodes", int, 1, SIZE, "on which they lie: a token crosses to each at most once"),
+    ("topk_nodes", int, None, SIZE, "that a token may use of these (default: all)"),
     ("experts", int, 0, COUNT, "of a mixture in place of the MLP; 0: an MLP"),
     ("top_k", int, 2, SIZE, "experts that a token uses"),
     ("capacity_factor", float, None, RATIO, "drop tokens above this load of an expert / mean"),
@@ -1066,6 +1124,7 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
 )
 SUBJECTS = {  # flags that mean nothing but in this case
     "--cp of 2 or more": (lambda a: a.cp > 1, ["cp_method"]),
+    "--ep-nodes of 2 or more": (lambda a: a.ep_nodes > 1, ["topk_nodes"]),
     "--schedule interleaved": (lambda a: a.schedule == "interleaved", ["chunks"]),
     "--dtype fp32 and a GPU": (lambda a: a.dtype == "fp32" and a.device != "cpu", ["tf32"]),
     "--experts": (
@@ -1101,6 +1160,11 @@ RULES = {  # how to say what is wrong, and whether it is; a rule may count on th
     "{ep} needs --experts": lambda a: a.ep > 1 and not a.experts,
     "{experts} is not divisible by {ep}": lambda a: a.experts % a.ep,
     "{top_k} is more than {experts}": lambda a: a.experts and a.top_k > a.experts,
+    "{ep} is not divisible by {ep_nodes}": lambda a: a.ep % a.ep_nodes,
+    "{topk_nodes} is more than {ep_nodes}": lambda a: a.topk_nodes > a.ep_nodes,
+    "{top_k} is more than {topk_nodes} of {ep_nodes} have of {experts}": lambda a: (
+        a.experts and a.top_k > a.experts // a.ep_nodes * a.topk_nodes
+    ),
     "{moe_every} leaves no layer of {layers} with experts": lambda a: (
         a.experts and a.moe_every > a.layers
     ),
@@ -1154,6 +1218,7 @@ def parse_args(argv, world_size):
     args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
     args.microbatches = args.microbatches or args.pp
     args.kv_heads = args.kv_heads or args.heads
+    args.topk_nodes = args.topk_nodes or args.ep_nodes
     args.ffn = args.ffn or 4 * args.hidden
     rows = args.dp * args.microbatches
     args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
@@ -1281,7 +1346,8 @@ def _join(args, device, backend, store, rank, local_world_size):
     report_stalls(30)
     if len(set(gather_objects(local_world_size))) > 1:  # nodes are unlike: none is taken for one
         local_world_size = 1
-    mesh = make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep, local_world_size)
+    degrees = args.pp, args.dp, args.cp, args.tp, args.ep
+    mesh = make_mesh(*degrees, local_world_size, args.ep_nodes)
     if args.collectives == "backend":
         use_backend_collectives(mesh)
     return mesh
