@@ -197,21 +197,21 @@ def router_z_loss(logits, tokens):
 
 
 class AuxLossAutoScaler(torch.autograd.Function):
-    """forward: x; backward: the gradient of `loss` begins here, and counts are added to their total
+    """forward: x; backward: the gradient of `loss` begins here, and `found` is added to the tally
 
     So a loss that arises within a model need not be carried to its end; and what is counted is
     counted once, if forward runs again for backward, and not at all, if there is no backward.
     """
 
     @staticmethod
-    def forward(ctx, x, loss, counts, total):
-        ctx.counts, ctx.total = counts, total
+    def forward(ctx, x, loss, found, tally):
+        ctx.found, ctx.tally = found, tally
         ctx.shape = loss.shape if loss is not None else None
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad_output):
-        ctx.total.add_(ctx.counts)
+        ctx.tally.add_(ctx.found)
         one = None if ctx.shape is None else grad_output.new_ones(ctx.shape, dtype=torch.float32)
         return grad_output, one, None, None
 
@@ -413,8 +413,7 @@ class MoE(nn.Module):
     """A mixture of experts over the ranks of `group`: (..., D) -> (..., D) of this rank's tokens.
 
     capacity_factor: an expert takes at most ceil(n k / E x capacity_factor) of a rank's n tokens,
-        the first ones; a token that finds no place gets nothing, and passes by in the residual
-        (`dropped` is their fraction, in the last forward).
+        the first ones; a token that finds no place gets nothing, and passes by in the residual.
     shared_experts: how many more every token uses.
     balance_coefficient, z_coefficient: of the losses, whose gradients are added in backward.
     loss_scale: of these losses: 1 where gradients are summed over the ranks, their number where
@@ -424,10 +423,11 @@ class MoE(nn.Module):
     nodes: (node_group, cross_group), for two_hops().
     router: further options of the Router.
 
-    `counts` adds up the choices of each expert over backwards: the load, for update_bias(). Raises
-    ValueError if P does not divide the experts, for a capacity that holds no token, for nodes that
-    are not neighbours in the group, and, on every rank of the group, for logits that are not
-    finite.
+    `tally` adds up over backwards, (E + 3,): how many choices fell on each expert, how many of them
+    were dropped, and this rank's parts of the two losses, without coefficients, where there are
+    any. Its view `counts` (E,) is the load, for update_bias(). Raises ValueError if P does not
+    divide the experts, for a capacity that holds no token, for nodes that are not neighbours in the
+    group, and, on every rank of the group, for logits that are not finite.
     """
 
     def __init__(
@@ -465,8 +465,11 @@ class MoE(nn.Module):
             down = nn.Linear(shared_experts * ffn_hidden, hidden, bias=False)
             self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
         # this rank's: not a buffer, and filled with zeros also where parameters have no memory yet
-        self.counts = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
-        self.dropped = 0.0
+        self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
+
+    @property
+    def counts(self):
+        return self.tally[: self.num_experts]
 
     def forward(self, x):
         tokens = x.reshape(-1, x.shape[-1])  # (N, D)
@@ -479,21 +482,28 @@ class MoE(nn.Module):
         if self.shared is not None:
             y = y + self.shared(tokens)
         if torch.is_grad_enabled():
-            counts = _histogram(routing.experts.flatten(), self.num_experts)
-            self.counts = self.counts.to(x.device)
-            y = AuxLossAutoScaler.apply(y, self._loss(routing, counts), counts, self.counts)
+            y = self._with_losses(y, routing, experts)
         return y.view(x.shape)
 
-    def _loss(self, routing, counts):
-        """The losses of the router, of this rank's part of the tokens."""
-        if not self.balance and not self.z:
-            return None
+    def _with_losses(self, y, routing, experts):
+        """y, in whose backward the gradients of the losses begin, and the tally grows."""
+        counts = _histogram(routing.experts.flatten(), self.num_experts)
+        losses, loss = counts.new_zeros(2), None
+        if self.balance or self.z:
+            losses = self._losses(routing, counts)
+            loss = self.balance * losses[0] + self.z * losses[1]
+        found = torch.cat([counts.double(), (experts < 0).sum().view(1), losses.detach()])
+        self.tally = self.tally.to(y.device)
+        return AuxLossAutoScaler.apply(y, loss, found, self.tally)
+
+    def _losses(self, routing, counts):
+        """The losses of balance and of the logits' size, of this rank's part of the tokens."""
         totals = F.pad(counts, (0, 1), value=len(routing.logits))
         for group in self.balance_groups:
             all_reduce(totals, group=group)
         counts, tokens = totals[:-1], totals[-1]
-        loss = balance_loss(routing.probabilities, counts, tokens, self.router.top_k) * self.balance
-        return loss + self.z * router_z_loss(routing.logits, tokens) if self.z else loss
+        balance = balance_loss(routing.probabilities, counts, tokens, self.router.top_k)
+        return torch.stack([balance, router_z_loss(routing.logits, tokens)])
 
     def _within_capacity(self, experts):
         """The experts, or -1 in place of those that have as many tokens already as they may."""
@@ -508,7 +518,6 @@ class MoE(nn.Module):
         place = torch.arange(len(chosen), device=chosen.device) - first  # among its expert's tokens
         late = torch.empty_like(chosen, dtype=torch.bool)
         late[order] = place >= capacity
-        self.dropped = late.sum() / max(1, len(chosen))
         return chosen.masked_fill(late, -1).view_as(experts)
 
     def _fault(self, logits):

@@ -17,8 +17,9 @@ tokens that go to experts.
 Every layout computes the same thing as one process does: the loss is the sum of the token losses
 over the *global* number of tokens, so gradients are summed and never averaged; initial weights
 depend on the parameter's name and the seed, batches on the seed and the step, and on nothing else.
-What does depend on the layout: masks of dropout, which tokens a capacity drops, and the losses of
-balance, which are those of a microbatch of all replicas.
+What does depend on the layout: masks of dropout, which tokens a capacity drops, which experts
+--topk-nodes leaves a token, and the losses of balance, which are those of a microbatch of all
+replicas.
 
 The model is GPT-2's architecture (Radford et al., 2019), under GPT-2's parameter names. Shoeybi et
 al., "Megatron-LM", 2019, and Narayanan et al., "Efficient Large-Scale Language Model Training on
@@ -95,7 +96,9 @@ class Mesh:
     x tp that have different experts; expert_dp_group and expert_tp_group those of dp x cp, and of
     tp, that have the same; embedding_group the first and the last stage, which both hold the token
     embedding (None on the stages between). ZeRO's shards are spread over shard_group, a run of
-    dp_cp_group, and copied over replicate_group; experts' over runs of expert_dp_group.
+    dp_cp_group, and copied over replicate_group; experts' over runs of expert_dp_group. node_group
+    has the ranks of ep_group on this node, and cross_group those that have this one's place on
+    theirs (None on one node).
 
     Groups of the same ranks are one, but gradients have communicators of their own: messages of a
     layer would wait for the gradients that are under way.
@@ -114,47 +117,20 @@ class Mesh:
     expert_shard_group: dist.ProcessGroup
     expert_replicate_group: dist.ProcessGroup
     embedding_group: dist.ProcessGroup | None = None
+    node_group: dist.ProcessGroup | None = None
+    cross_group: dist.ProcessGroup | None = None
 
 
-def make_mesh(pp=1, dp=1, cp=1, tp=1, ep=1, replicate=1, local_world_size=None):
-    """Arrange the default group's ranks as a grid (pp, dp, cp, tp); an axis's slices become groups.
+def make_mesh(pp=1, dp=1, cp=1, tp=1, ep=1, ep_nodes=1, replicate=1, local_world_size=None):
+    """Make groups of the slices of the grid of the default group's ranks.
 
-    replicate: how many runs of dp x cp have a copy of ZeRO's shards each; where that does not
-    divide the replicas of an expert, these have as many as divides both.
-    local_world_size: so many consecutive ranks share a node; by default all do.
-    Collective: every rank calls it. Raises ValueError if the degrees do not multiply to the world
-    size, ep does not divide dp x cp x tp, or replicate dp x cp.
+    local_world_size: so many consecutive ranks share a node; by default all do. The others: see
+    slices_of(). Collective: every rank calls it. Raises ValueError if the degrees do not multiply
+    to the world size, ep does not divide dp x cp x tp, ep_nodes ep, or replicate dp x cp.
     """
     rank, world_size = rank_and_size()
-    if pp * dp * cp * tp != world_size:
-        raise ValueError(f"pp={pp} x dp={dp} x cp={cp} x tp={tp} is not world_size={world_size}")
-    if dp * cp * tp % ep:
-        raise ValueError(f"dp={dp} x cp={cp} x tp={tp} is not divisible by ep={ep}")
-    if dp * cp % replicate:
-        raise ValueError(f"dp={dp} x cp={cp} is not divisible by replicate={replicate}")
-    grid = torch.arange(world_size).view(pp, dp, cp, tp)
-    replicas = grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)
-    ends = grid[[0, -1]] if pp > 1 else grid
-    # experts are cut over as much of tp as there is in ep, and over dp x cp
-    in_tp = math.gcd(ep, tp)
-    domain = grid.view(pp, -1, ep // in_tp, tp // in_tp, in_tp)
-    expert_replicas = domain.permute(0, 2, 3, 4, 1).flatten(0, 3)
-    expert_runs = math.gcd(replicate, expert_replicas.shape[1])
-    slices = {
-        "pp_group": grid.permute(1, 2, 3, 0).reshape(-1, pp),
-        "dp_group": grid.permute(0, 2, 3, 1).reshape(-1, dp),
-        "cp_group": grid.permute(0, 1, 3, 2).reshape(-1, cp),
-        "tp_group": grid.reshape(-1, tp),
-        "dp_cp_group": replicas,
-        "shard_group": _runs(replicas, replicate),
-        "replicate_group": _across(replicas, replicate),
-        "ep_group": domain.permute(0, 1, 3, 2, 4).reshape(-1, ep),
-        "expert_dp_group": expert_replicas,
-        "expert_tp_group": domain.mT.flatten(0, 3),
-        "expert_shard_group": _runs(expert_replicas, expert_runs),
-        "expert_replicate_group": _across(expert_replicas, expert_runs),
-        "embedding_group": ends.permute(1, 2, 3, 0).reshape(-1, len(ends)),
-    }
+    _check_degrees(pp, dp, cp, tp, ep, ep_nodes, replicate, world_size)
+    slices = slices_of(pp, dp, cp, tp, ep, ep_nodes, replicate)
     groups, mine = {}, {}  # made by all ranks in the same order
     for name, rows in slices.items():
         for ranks in map(tuple, rows.tolist()):
@@ -167,6 +143,59 @@ def make_mesh(pp=1, dp=1, cp=1, tp=1, ep=1, replicate=1, local_world_size=None):
         set_ranks_per_node(ranks_per_node(ranks, local_world_size or world_size), group)
         barrier(group)  # NCCL wants all ranks of a group in its first batch
     return Mesh(**mine)
+
+
+def mesh_of(args, local_world_size=None):
+    """The mesh of the command line."""
+    degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
+    return make_mesh(*degrees, local_world_size)
+
+
+def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
+    """{a group's name: ranks (number of such groups, size)} of the grid (pp, dp, cp, tp).
+
+    ep_nodes: on so many nodes lie the ranks of ep. replicate: how many runs of dp x cp have a copy
+    of ZeRO's shards each; where that does not divide the replicas of an expert, these have as many
+    as divides both.
+    """
+    grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
+    replicas = grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)
+    ends = grid[[0, -1]] if pp > 1 else grid
+    # experts are cut over as much of tp as there is in ep, and over dp x cp
+    in_tp = math.gcd(ep, tp)
+    domain = grid.view(pp, -1, ep // in_tp, tp // in_tp, in_tp)
+    spread = domain.permute(0, 1, 3, 2, 4).reshape(-1, ep)
+    expert_replicas = domain.permute(0, 2, 3, 4, 1).flatten(0, 3)
+    expert_runs = math.gcd(replicate, expert_replicas.shape[1])
+    slices = {
+        "pp_group": grid.permute(1, 2, 3, 0).reshape(-1, pp),
+        "dp_group": grid.permute(0, 2, 3, 1).reshape(-1, dp),
+        "cp_group": grid.permute(0, 1, 3, 2).reshape(-1, cp),
+        "tp_group": grid.reshape(-1, tp),
+        "dp_cp_group": replicas,
+        "shard_group": _runs(replicas, replicate),
+        "replicate_group": _across(replicas, replicate),
+        "ep_group": spread,
+        "expert_dp_group": expert_replicas,
+        "expert_tp_group": domain.mT.flatten(0, 3),
+        "expert_shard_group": _runs(expert_replicas, expert_runs),
+        "expert_replicate_group": _across(expert_replicas, expert_runs),
+        "embedding_group": ends.permute(1, 2, 3, 0).reshape(-1, len(ends)),
+    }
+    if ep_nodes > 1:
+        slices |= {"node_group": _runs(spread, ep_nodes), "cross_group": _across(spread, ep_nodes)}
+    return slices
+
+
+def _check_degrees(pp, dp, cp, tp, ep, ep_nodes, replicate, world_size):
+    if pp * dp * cp * tp != world_size:
+        raise ValueError(f"pp={pp} x dp={dp} x cp={cp} x tp={tp} is not world_size={world_size}")
+    if dp * cp * tp % ep:
+        raise ValueError(f"dp={dp} x cp={cp} x tp={tp} is not divisible by ep={ep}")
+    if ep % ep_nodes:
+        raise ValueError(f"ep={ep} is not divisible by ep_nodes={ep_nodes}")
+    if dp * cp % replicate:
+        raise ValueError(f"dp={dp} x cp={cp} is not divisible by replicate={replicate}")
 
 
 GRADIENT_GROUPS = (
@@ -222,6 +251,7 @@ class GPTConfig:
     shared_experts: int = 0
     balance: str = "none"  # or "aux", by losses, or "bias", by DeepSeek's bias on sigmoid scores
     moe_every: int = 1
+    topk_nodes: int | None = None  # of those on which the experts lie, a token uses so many
     ffn: int | None = None  # 4 x hidden
 
     @property
@@ -397,6 +427,7 @@ class ParallelMoE(MoE):
 
     def __init__(self, config, mesh, num_microbatches):
         balance, z = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
+        nodes = (mesh.node_group, mesh.cross_group) if mesh.cross_group else None
         super().__init__(
             config.hidden,
             config.mlp_width,
@@ -409,6 +440,9 @@ class ParallelMoE(MoE):
             z_coefficient=z,
             loss_scale=1 / num_microbatches,
             balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
+            nodes=nodes,
+            n_group=dist.get_world_size(mesh.cross_group) if nodes else 1,
+            topk_group=config.topk_nodes,
             score="sigmoid" if config.balance == "bias" else "softmax",
         )
         self.tp_group, self.split = mesh.tp_group, not config.sequence_parallel
@@ -468,23 +502,26 @@ class Trainer:
     def step(self, inputs, targets):
         """One optimizer step on this rank's rows of the batch, (B/dp, T) each.
 
-        Returns the global loss, the gradient norm before clipping and the learning rate. Raises
-        TrainingError, on all ranks, for tokens outside the vocabulary and where the loss or the
-        norm is not finite; weights are then those of before.
+        Returns the global loss, the gradient norm before clipping, the learning rate, and what
+        expert_metrics() has. Raises TrainingError, on all ranks, for tokens outside the vocabulary
+        and where the loss or the norm is not finite; weights are then those of before.
         """
         args = self.args
         rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
         found = self.forward_backward(inputs, targets)
         norm = self.clip_gradients(self.gradient_pieces())
+        tallies = sum_tallies(self)
+        of_experts = expert_metrics(args, tallies)
         # the one time that the host waits for the device
-        loss, num_outside, norm = torch.stack([*found, norm]).tolist()
+        numbers = torch.stack([*found, norm, *of_experts.values()])
+        loss, num_outside, norm, *loads = numbers.tolist()
         refuse_outside(self, num_outside, inputs, targets)
         if not math.isfinite(loss + norm):
             found = f"loss {loss:.4f}, grad norm {norm:.3f}, lr {rate:.2e}"
             raise TrainingError(f"step {self.steps_done + 1} is not finite: {found}")
-        self.update(rate)
+        self.update(rate, tallies)
         self.steps_done += 1
-        return {"loss": loss, "grad_norm": norm, "lr": rate}
+        return {"loss": loss, "grad_norm": norm, "lr": rate, **dict(zip(of_experts, loads))}
 
     def forward_backward(self, inputs, targets):
         """Leave the summed gradients in .grad, of whole parameters or pieces; returns as run()."""
@@ -498,8 +535,8 @@ class Trainer:
         self.sum_shared_gradients()
         return found
 
-    def update(self, rate):
-        """Move the weights along the gradients, and the biases of routers against their loads."""
+    def update(self, rate, tallies):
+        """Move the weights along the gradients, and the biases of routers against the tallies."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -507,7 +544,7 @@ class Trainer:
             for stage in self.stages:
                 stage.reshard()
         if self.args.balance == "bias":
-            balance_experts(self)
+            balance_experts(self, tallies)
 
     def run(self, pipeline, inputs, targets):
         """Drive one pipeline step; returns the global loss, and how many tokens no vocabulary has.
@@ -737,20 +774,57 @@ class MasterAdamW(torch.optim.AdamW):
         torch._foreach_copy_(self.weights, self.masters)
 
 
-@torch.no_grad()
-def balance_experts(trainer):
-    """Move the routers' biases against the step's loads, of all ranks and microbatches."""
-    mesh, config = trainer.mesh, trainer.config
+def mixtures(trainer):
+    """(Layer, its MoE) of this rank's layers with experts."""
     layers = [item for chunk in trainer.chunks for item in chunk.transformer["h"].items()]
-    routed = {int(i): block.mlp for i, block in layers if config.has_experts(int(i))}
-    counts = torch.zeros(config.layers, config.experts, dtype=torch.int64, device=trainer.device)
-    for number, layer in routed.items():
-        counts[number] += layer.counts
-        layer.counts.zero_()
+    return [(int(i), block.mlp) for i, block in layers if trainer.config.has_experts(int(i))]
+
+
+@torch.no_grad()
+def sum_tallies(trainer):
+    """{layer with experts: MoE's tally of the step, of all ranks and microbatches}, and begin anew.
+
+    One reduction for all layers, and none without experts.
+    """
+    mesh, config = trainer.mesh, trainer.config
+    numbers = [i for i in range(config.layers) if config.has_experts(i)]
+    if not numbers:
+        return {}
+    sizes = len(numbers), config.experts + 3
+    tallies = torch.zeros(sizes, dtype=torch.float64, device=trainer.device)
+    by_layer = dict(zip(numbers, tallies))
+    for number, layer in mixtures(trainer):
+        by_layer[number].copy_(layer.tally)
+        layer.tally.zero_()
     for group in (mesh.dp_cp_group, mesh.tp_group, mesh.pp_group):
-        all_reduce(counts, group=group)
-    for number, layer in routed.items():
-        layer.router.update_bias(counts[number])
+        all_reduce(tallies, group=group)
+    return by_layer
+
+
+def expert_metrics(args, tallies):
+    """{name: number on the device} of a step, from what sum_tallies() returns.
+
+    expert_load: the largest load of an expert / the mean, of the worst layer. expert_dropped: the
+    fraction of the choices that a capacity dropped. balance_loss, z_loss, with --balance aux: means
+    over layers and microbatches, without coefficients.
+    """
+    if not tallies:
+        return {}
+    counts, dropped, losses = torch.stack([*tallies.values()]).split([args.experts, 1, 2], 1)
+    metrics = {
+        "expert_load": (counts.amax(1) / counts.mean(1)).max(),
+        "expert_dropped": dropped.sum() / counts.sum(),
+    }
+    if args.balance == "aux":
+        metrics["balance_loss"], metrics["z_loss"] = losses.mean(0) / args.microbatches
+    return metrics
+
+
+@torch.no_grad()
+def balance_experts(trainer, tallies):
+    """Move the routers' biases against the step's loads, of what sum_tallies() returns."""
+    for number, layer in mixtures(trainer):
+        layer.router.update_bias(tallies[number][: layer.num_experts])
 
 
 # ---- loop ----------------------------------------------------------------------------------------
@@ -1109,6 +1183,8 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("chunks", int, 2, SIZE, "of a rank, with --schedule interleaved"),
     ("microbatches", int, None, SIZE, "microbatches per replica and step (default: pp)"),
     ("ep", int, 1, SIZE, "ranks of dp x cp x tp over which the experts are spread"),
+    ("ep_nodes", int, 1, SIZE, "on which they lie: a token crosses to each at most once"),
+    ("topk_nodes", int, None, SIZE, "that a token may use of these (default: all)"),
     ("experts", int, 0, COUNT, "of a mixture in place of the MLP; 0: an MLP"),
     ("top_k", int, 2, SIZE, "experts that a token uses"),
     ("capacity_factor", float, None, RATIO, "drop tokens above this load of an expert / mean"),
@@ -1144,6 +1220,7 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
 )
 SUBJECTS = {  # flags that mean nothing but in this case
     "--cp of 2 or more": (lambda a: a.cp > 1, ["cp_method"]),
+    "--ep-nodes of 2 or more": (lambda a: a.ep_nodes > 1, ["topk_nodes"]),
     "--schedule interleaved": (lambda a: a.schedule == "interleaved", ["chunks"]),
     "--dtype fp32 and a GPU": (lambda a: a.dtype == "fp32" and a.device != "cpu", ["tf32"]),
     "--experts": (
@@ -1181,6 +1258,11 @@ RULES = {  # how to say what is wrong, and whether it is; a rule may count on th
     "{ep} needs --experts": lambda a: a.ep > 1 and not a.experts,
     "{experts} is not divisible by {ep}": lambda a: a.experts % a.ep,
     "{top_k} is more than {experts}": lambda a: a.experts and a.top_k > a.experts,
+    "{ep} is not divisible by {ep_nodes}": lambda a: a.ep % a.ep_nodes,
+    "{topk_nodes} is more than {ep_nodes}": lambda a: a.topk_nodes > a.ep_nodes,
+    "{top_k} is more than {topk_nodes} of {ep_nodes} have of {experts}": lambda a: (
+        a.experts and a.top_k > a.experts // a.ep_nodes * a.topk_nodes
+    ),
     "{moe_every} leaves no layer of {layers} with experts": lambda a: (
         a.experts and a.moe_every > a.layers
     ),
@@ -1236,6 +1318,7 @@ def parse_args(argv, world_size):
         args.zero = int(args.dp * args.cp > 1)
     args.microbatches = args.microbatches or args.pp
     args.kv_heads = args.kv_heads or args.heads
+    args.topk_nodes = args.topk_nodes or args.ep_nodes
     args.ffn = args.ffn or 4 * args.hidden
     rows = args.dp * args.microbatches
     args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
@@ -1363,8 +1446,7 @@ def _join(args, device, backend, store, rank, local_world_size):
     report_stalls(30)
     if len(set(gather_objects(local_world_size))) > 1:  # nodes are unlike: none is taken for one
         local_world_size = 1
-    sizes = args.pp, args.dp, args.cp, args.tp, args.ep, args.replicate
-    mesh = make_mesh(*sizes, local_world_size)
+    mesh = mesh_of(args, local_world_size)
     if args.collectives == "backend":
         use_backend_collectives(mesh)
     return mesh

@@ -319,7 +319,7 @@ def _patches(watch):
 
 def _hybrid_step(args, device):
     with patch.object(hybrid, "barrier"), unset_fake_temporarily():  # a group's is a real tensor
-        mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep)
+        mesh = hybrid.mesh_of(args)
     trainer = hybrid.Trainer(args, mesh, device)
     tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
     return lambda: trainer.step(tokens, tokens)

@@ -49,7 +49,8 @@ class MLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """A loop over tokens and their experts. After forward: .loss of the router, .counts.
+    """A loop over tokens and their experts. After forward: .loss of the router and its parts,
+    .balance and .z; .counts; .dropped, how many choices found no place.
 
     score: "softmax" or "sigmoid"; factor: of the capacity, over the tokens of this call; losses:
     coefficients of balance and of the logits' size; groups: of experts, and how many a token uses.
@@ -85,7 +86,7 @@ class MoE(nn.Module):
         shape, x = x.shape, x.flatten(0, -2)
         logits, E = self.router(x), len(self.bias)
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
-        output, counts = [], torch.zeros(E, dtype=x.dtype)
+        output, counts, self.dropped = [], torch.zeros(E, dtype=x.dtype), 0
         for token, row in zip(x, scores):
             biased = [(-(row[e] + self.bias[e]).item(), e) for e in range(E)]
             parts = [biased[i : i + self.group_size] for i in range(0, E, self.group_size)]
@@ -96,16 +97,18 @@ class MoE(nn.Module):
             y = torch.zeros_like(token)
             for e in chosen:
                 counts[e] += 1
-                if self.factor is None or counts[e] <= math.ceil(
+                if self.factor and counts[e] > math.ceil(
                     len(x) * self.top_k / E * self.factor
                 ):
-                    hidden = nn.GELU(approximate="tanh")(self.experts.w_in[e] @ token)
-                    y = y + row[e] / total * (self.experts.w_out[e] @ hidden)
+                    self.dropped += 1
+                    continue
+                hidden = nn.GELU(approximate="tanh")(self.experts.w_in[e] @ token)
+                y = y + row[e] / total * (self.experts.w_out[e] @ hidden)
             output.append(y)
         fractions = counts / counts.sum()
-        balance = E * (fractions * scores.mean(0)).sum()
-        z = logits.logsumexp(-1).square().mean()
-        self.loss = self.coefficients[0] * balance + self.coefficients[1] * z
+        self.balance = E * (fractions * scores.mean(0)).sum()
+        self.z = logits.logsumexp(-1).square().mean()
+        self.loss = self.coefficients[0] * self.balance + self.coefficients[1] * self.z
         self.counts = counts
         y = torch.stack(output)
         return (y + self.shared(x) if hasattr(self, "shared") else y).view(shape)

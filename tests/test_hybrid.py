@@ -74,11 +74,28 @@ def plain_gpt(layers, *sizes, dtype=torch.float64, seed=3, **options):
     return model
 
 
+METRICS = "loss", "grad_norm", "lr", "expert_load", "expert_dropped", "balance_loss", "z_loss"
+
+
+def expert_metrics(model):
+    """Those of the last forward of a plain GPT of experts."""
+    mixtures = [module for module in model.modules() if isinstance(module, ReferenceMoE)]
+    if not mixtures:
+        return []
+    choices = sum(layer.counts.sum().item() for layer in mixtures)
+    load = max(layer.counts.max() / layer.counts.mean() for layer in mixtures).item()
+    found = [load, sum(layer.dropped for layer in mixtures) / choices]
+    if any(mixtures[0].coefficients):
+        for losses in ([m.balance for m in mixtures], [m.z for m in mixtures]):
+            found.append(sum(losses).item() / len(losses))
+    return found
+
+
 def train_plainly(model, steps=RUN, after_step=lambda: None):
-    """(Loss, norm, rate) and gradients per step, and the final weights, of one plain process."""
+    """METRICS and gradients per step, and the final weights, of one plain process."""
     training, results, gradients = ReferenceTraining(model, RATES, 0.2, 0.5), [], []
     for step in range(steps):
-        results.append((*training.step(*batch(step)), RATES[step]))
+        results.append((*training.step(*batch(step)), RATES[step], *expert_metrics(model)))
         gradients.append(training.gradients)
         after_step()
     return results, gradients, model.state_dict()
@@ -93,7 +110,7 @@ def reference(dtype, layers=LAYERS):
 def make_trainer(flags, dtype=torch.float32, device=torch.device("cpu")):
     torch.set_default_dtype(dtype)
     args = hybrid.parse_args(f"{FLAGS} {flags}".split(), dist.get_world_size())
-    mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep, args.replicate)
+    mesh = hybrid.mesh_of(args)
     return hybrid.Trainer(args, mesh, device)
 
 
@@ -116,7 +133,7 @@ def _train(flags, dtype, steps=RUN):
     gradients, results = record_gradients(trainer), []
     for step in range(steps):
         metrics = trainer.step(*own_batch(trainer, step))
-        results.append((metrics["loss"], metrics["grad_norm"], metrics["lr"]))
+        results.append([metrics[name] for name in METRICS if name in metrics])
     return results, gradients, hybrid.gather_state(trainer)
 
 
@@ -252,10 +269,21 @@ def test_every_gradient_of_a_split_gpt_in_every_mode_of_recomputation(tp, kv_hea
 
 
 class TimeFirstMoE(ReferenceMoE):
-    """Its tokens in hybrid's order, on which it depends which of them a capacity drops."""
+    """Its tokens in hybrid's order, on which it depends which of them a capacity drops.
+
+    dp: replicas, each of which drops some of its own sequences' tokens.
+    """
+
+    dp = 1
 
     def forward(self, x):
-        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+        output, counts, dropped = [], 0, 0
+        for part in x.chunk(self.dp):
+            output.append(super().forward(part.transpose(0, 1)).transpose(0, 1))
+            counts += self.counts
+            dropped += self.dropped
+        self.counts, self.dropped = counts, dropped
+        return torch.cat(output)
 
 
 MOE_SIZES = "--layers 4 --hidden 16 --heads 4 --experts 4"
@@ -263,6 +291,13 @@ MOE = {  # flags of the mixture -> score, top_k, shared, losses, layers with exp
     "--balance aux --top-k 2": ("softmax", 2, 0, (0.01, 0.001), (0, 1, 2, 3)),
     "--balance none --top-k 1 --moe-every 2": ("softmax", 1, 0, (0, 0), (1, 3)),
     "--balance bias --top-k 3 --shared-experts 1": ("sigmoid", 3, 1, (0, 0), (0, 1, 2, 3)),
+}
+DEEPSEEK = "--balance bias --top-k 2 --shared-experts 1 --ep-nodes 2 --topk-nodes 1"
+AUX_ON_NODES = "--balance aux --top-k 1 --ep-nodes 2 --topk-nodes 1"
+ON_NODES = {  # the same, and groups of experts and how many of these a token uses
+    DEEPSEEK: ("sigmoid", 2, 1, (0, 0), (0, 1, 2, 3), (2, 1)),
+    AUX_ON_NODES: ("softmax", 1, 0, (0.01, 0.001), (0, 1, 2, 3), (2, 1)),
+    "--balance none --top-k 3 --ep-nodes 2": ("softmax", 3, 0, (0, 0), (0, 1, 2, 3)),
 }
 MOE_LAYOUTS = [
     (1, ""),
@@ -284,10 +319,15 @@ MOE_LAYOUTS = [
 
 
 @functools.cache
-def reference_moe(flags, factor=None):
+def reference_moe(flags, factor=None, dp=1):
     """What train_plainly() returns of a GPT with a loop over experts."""
-    score, top_k, shared, losses, places = MOE[flags]
-    mixture = lambda: TimeFirstMoE(16, 4, top_k, score, shared, factor, losses)
+    score, top_k, shared, losses, places, *groups = (MOE | ON_NODES)[flags]
+
+    def mixture():
+        layer = TimeFirstMoE(16, 4, top_k, score, shared, factor, losses, *groups)
+        layer.dp = dp
+        return layer
+
     model = plain_gpt(4, 16, 4, T, V, mlp=lambda i: mixture() if i in places else None)
 
     def move_biases():
@@ -298,11 +338,11 @@ def reference_moe(flags, factor=None):
     return train_plainly(model, after_step=move_biases)
 
 
-def _assert_trains_as_a_loop_does(world_size, flags, mixture, factor=None):
+def _assert_trains_as_a_loop_does(world_size, flags, mixture, factor=None, dp=1):
     capacity = "" if factor is None else f"--capacity-factor {factor}"
     flags = f"{MOE_SIZES} {mixture} {capacity} {flags}"
     ranks = run(world_size, _train, flags, torch.float64)
-    _assert_all_alike(ranks, reference_moe(mixture, factor), 1e-10, 1e-8, 1e-8)
+    _assert_all_alike(ranks, reference_moe(mixture, factor, dp), 1e-10, 1e-8, 1e-8)
 
 
 MIXED = [(*row, mixture) for row in MOE_LAYOUTS for mixture in MOE]
@@ -325,6 +365,30 @@ def test_a_capacity_drops_tokens_in_every_layer_with_experts():
     mixture = "--balance none --top-k 1 --moe-every 2"
     _assert_trains_as_a_loop_does(2, "--pp 2 --microbatches 1", mixture, factor=0.75)
     assert reference_moe(mixture, 0.75)[0] != reference_moe(mixture)[0]
+    mixture = "--balance none --top-k 3 --ep-nodes 2"
+    flags = "--dp 2 --ep 2 --pp 2 --microbatches 1 --recompute full"
+    _assert_trains_as_a_loop_does(4, flags, mixture, factor=0.75, dp=2)
+    assert all(dropped > 0.1 for *_, dropped in reference_moe(mixture, 0.75, 2)[0])
+
+
+LAYOUTS_ON_NODES = [
+    (4, "--dp 2 --cp 2 --ep 4 --microbatches 1"),
+    (8, "--pp 2 --dp 4 --ep 4 --schedule dualpipe --microbatches 4 --recompute full"),
+    (2, "--dp 2 --ep 2 --microbatches 1"),
+    (8, "--tp 2 --sp --dp 4 --ep 4 --zero 1 --microbatches 1 --recompute full"),
+    (8, "--pp 2 --dp 2 --cp 2 --ep 2 --schedule zb-h1 --microbatches 1"),
+]
+NODES = [(*row, mixture) for mixture in ON_NODES for row in LAYOUTS_ON_NODES]
+NODES = [row for row in NODES if row[2] != AUX_ON_NODES or "--microbatches 1" in row[1]]
+
+
+@pytest.mark.parametrize(
+    "world_size, flags, mixture", soak_but(lambda i, row: i in (0, 1, 5), NODES)
+)
+def test_experts_on_nodes_train_as_a_loop_over_those_that_a_token_may_use(
+    world_size, flags, mixture
+):
+    _assert_trains_as_a_loop_does(world_size, flags, mixture)
 
 
 @pytest.mark.parametrize("flags", ["--tp 2 --sp", "--tp 2 --experts 4 --moe-every 2", "--dp 2"])
@@ -342,21 +406,24 @@ def test_the_mlp_and_the_experts_have_the_width_asked_for(flags):
 def test_losses_of_balance_are_means_over_microbatches_in_any_layout():
     mixture = lambda i: ReferenceMoE(16, 4, 2, "softmax", losses=(0.01, 0.001))
     model, (inputs, targets) = plain_gpt(4, 16, 4, T, V, mlp=mixture), batch(0)
-    counted = (targets != hybrid.IGNORE_INDEX).sum()
+    counted, metrics = (targets != hybrid.IGNORE_INDEX).sum(), []
     for x, y in zip(inputs.chunk(4), targets.chunk(4)):  # four microbatches
         logits = model(x).flatten(0, 1)
         loss = cross_entropy(logits, y.flatten(), ignore_index=-100, reduction="sum") / counted
         (loss + sum(layer.mlp.loss for layer in model.transformer.h) / 4).backward()
+        metrics.append(expert_metrics(model))
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     for world_size, flags in [
         (1, ""),
         (2, "--pp 2 --schedule zb-h1"),
+        (2, "--pp 2 --schedule dualpipe"),
         (4, "--tp 2 --cp 2 --ep 2"),
         (4, "--tp 2 --sp --pp 2 --recompute full"),
     ]:
         flags = f"{MOE_SIZES} --balance aux --microbatches 4 {flags}"
-        (_, (found,), _), *_ = run(world_size, _train, flags, torch.float64, 1)
+        (((*_, balance, z),), (found,), _), *_ = run(world_size, _train, flags, torch.float64, 1)
         assert_alike(found, expected, 1e-9)
+        np.testing.assert_allclose([balance, z], np.mean(metrics, 0)[-2:], rtol=1e-11)
 
 
 BIASED = "--balance bias --top-k 3 --shared-experts 1"
@@ -761,6 +828,7 @@ LAYOUTS_OF_8 += [
     "--experts 4 --ep 2 --dp 4 --tp 2 --zero 1 --microbatches 2 --recompute full",
     "--experts 4 --ep 4 --dp 4 --tp 2 --zero 3 --replicate 2 --microbatches 2 --recompute full",
     "--dp 4 --pp 2 --zero 2 --microbatches 4 --schedule dualpipe",
+    "--experts 4 --ep 4 --ep-nodes 2 --dp 4 --pp 2 --microbatches 4 --schedule dualpipe",
 ]
 
 
@@ -847,7 +915,7 @@ def test_gradients_have_communicators_of_their_own(dp, cp, ep):
 def test_experts_are_spread_over_tp_and_over_dp_and_shards_over_runs(
     dp, tp, ep, replicate, expected
 ):
-    groups = vars(hybrid.make_mesh(1, dp, 1, tp, ep, replicate))
+    groups = vars(hybrid.make_mesh(1, dp, 1, tp, ep, replicate=replicate))
     for name, ranks in expected.items() if dist.get_rank() == 5 else ():
         assert dist.get_process_group_ranks(groups[f"{name}_group"]) == ranks, name
 
@@ -876,7 +944,7 @@ def test_a_group_knows_how_many_of_its_ranks_share_a_node(ranks, local_world_siz
 def test_every_group_of_the_mesh_is_told_its_nodes(local_world_size, expected):
     told = {}
     with patch.object(hybrid, "set_ranks_per_node", lambda n, group: told.update({group: n})):
-        mesh = hybrid.make_mesh(2, 2, 1, 2, 1, 1, local_world_size)
+        mesh = hybrid.make_mesh(2, 2, 1, 2, local_world_size=local_world_size)
     assert [told[mesh.tp_group], told[mesh.dp_cp_group], told[mesh.pp_group]] == expected
 
 
@@ -884,6 +952,8 @@ def test_every_group_of_the_mesh_is_told_its_nodes(local_world_size, expected):
 def test_mesh_names_degrees_that_do_not_fit():
     with pytest.raises(ValueError, match="pp=2 x dp=1 x cp=1 x tp=2 is not world_size=2"):
         hybrid.make_mesh(2, 1, 1, 2)
+    with pytest.raises(ValueError, match="ep=2 is not divisible by ep_nodes=3"):
+        hybrid.make_mesh(1, 2, 1, 1, 2, ep_nodes=3)
 
 
 # ---- evaluation, samples and the loop ------------------------------------------------------------
@@ -964,7 +1034,7 @@ def _train_on_text(flags):
     """The losses that train() logs, what it prints, and the arguments of its sample."""
     torch.set_default_dtype(torch.float64)
     args = hybrid.parse_args(f"{FLAGS} {flags} --seed 5".split(), dist.get_world_size())
-    mesh = hybrid.make_mesh(args.pp, args.dp, args.cp, args.tp, args.ep, args.replicate)
+    mesh = hybrid.mesh_of(args)
     tokens = np.random.default_rng(1).integers(0, V, (2, 10 * BATCH * T)).astype(np.uint8)
     metrics_file, samples, printed = io.StringIO(), [], io.StringIO()
     with (
@@ -1141,6 +1211,13 @@ BAD_FLAGS = """processes | flags | what is wrong
 4 | --zero 1 --replicate 3 | --dp 4 x --cp 1 is not divisible by --replicate 3
 2 | --pp 2 --replicate 2 | --replicate 2 needs --zero 1, 2 or 3
 2 | --experts 5 --ep 2 | --experts 5 is not divisible by --ep 2
+4 | --experts 8 --ep 4 --ep-nodes 3 | --ep 4 is not divisible by --ep-nodes 3
+1 | --ep-nodes 2 | --ep 1 is not divisible by --ep-nodes 2
+1 | --ep-nodes 0 | --ep-nodes 0 must be at least 1
+2 | --experts 4 --ep 2 --topk-nodes 1 | --topk-nodes 1 needs --ep-nodes of 2 or more
+2 | --experts 4 --ep 2 --ep-nodes 2 --topk-nodes 3 | --topk-nodes 3 is more than --ep-nodes 2
+2 | --experts 4 --ep 2 --ep-nodes 2 --topk-nodes 1 --top-k 3 | \
+--top-k 3 is more than --topk-nodes 1 of --ep-nodes 2 have of --experts 4
 1 | --experts 2 --top-k 3 | --top-k 3 is more than --experts 2
 1 | --experts -1 | --experts -1 must not be negative
 1 | --experts 2 --capacity-factor 0 | --capacity-factor 0.0 must be finite and more than 0

@@ -17,7 +17,7 @@ import test_hybrid
 from collectives import all_gather_single, all_reduce, exchange, reduce_scatter_single
 from gpu_counts import as_on_nccl
 from ranks import RanksFailed, run, spawn
-from test_hybrid import EVERY_LAYOUT, MOE, MOE_LAYOUTS, soak_but
+from test_hybrid import EVERY_LAYOUT, MIXED, NODES, soak_but
 
 
 @contextmanager
@@ -68,12 +68,11 @@ def test_every_layout_trains_as_one_process_does(on_nccl, world_size, flags):
     test_hybrid._assert_trains(world_size, flags, torch.float64, 1e-11, 1e-9, 1e-9)
 
 
-MIXTURES = [(*layout, mixture) for layout in MOE_LAYOUTS for mixture in MOE]
+MIXTURES = [(n, f"{flags} --microbatches 1", mixture) for n, flags, mixture in MIXED] + NODES
 
 
 @pytest.mark.parametrize("world_size, flags, mixture", _several(MIXTURES))
 def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(on_nccl, world_size, flags, mixture):
-    flags = f"{flags} --microbatches 1"
     test_hybrid._assert_trains_as_a_loop_does(world_size, flags, mixture)
 
 
