@@ -42,6 +42,7 @@ import sys
 import sysconfig
 import threading
 import time
+import zipfile
 from collections import Counter
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
@@ -83,7 +84,7 @@ CP_METHODS = {
     "ulysses": ulysses_attention,
 }
 IGNORE_INDEX = -100  # a target that does not count
-SAMPLE_LENGTH, SAMPLE_TEMPERATURE = 200, 0.8
+SAMPLE_TEMPERATURE = 0.8
 
 # ---- mesh ----------------------------------------------------------------------------------------
 
@@ -675,12 +676,13 @@ def make_chunks(args, config, mesh, device, routes, positions, put_off):
         moe=partial(ParallelMoE, config, mesh, args.microbatches),
     )
     places = [(c, s) for route in routes for s, (r, c) in enumerate(route) if r == rank]
+    value = initial_values(args)
     chunks = []
     for _, stage in sorted(places):
         with torch.device("meta"):
             chunk = make(stage=stage)
         chunk.to_empty(device=device)
-        initialize(chunk, config, args.seed, mesh.ep_group)
+        initialize(chunk, value, mesh.ep_group)
         chunks.append(chunk)
     return chunks
 
@@ -834,7 +836,7 @@ def train(args, mesh, device, data, metrics_file=None, trace_file=None):
     """The loop: batches, steps, one line per step on rank 0; then validation and a sample.
 
     Rank 0 may have files for one JSON object per step and for a trace of the last one. Raises
-    TrainingError, on all ranks, for what Trainer refuses.
+    TrainingError, on all ranks, for what Trainer refuses, and if --export fails.
     """
     rank, trainer = dist.get_rank(), Trainer(args, mesh, device)
     for step in range(args.steps):
@@ -857,14 +859,29 @@ def train(args, mesh, device, data, metrics_file=None, trace_file=None):
         timeline = trainer.pipeline.timeline()
         if rank == 0:
             _write(trace_file, {"traceEvents": trace_events(timeline, slot=1e6)})
+    if args.export:
+        export(trainer, args.export)
     loss = evaluate(trainer, data)
     if rank == 0:
-        print(f"validation loss {loss:.4f}")
-    middle = len(data.validation) // 2
-    prompt = data.validation[middle : middle + args.seq_len // 2].tolist()
-    tokens = sample(trainer, prompt, SAMPLE_LENGTH, SAMPLE_TEMPERATURE, args.seed)
-    if rank == 0:
-        prompt, tokens = data.show(prompt), data.show(tokens)
+        print(f"validation loss {loss:.4f}", flush=True)
+    if args.sample:
+        middle = len(data.validation) // 2
+        prompt = data.validation[middle : middle + args.seq_len // 2].tolist()
+        continue_prompt(trainer, prompt, data.is_text)
+
+
+def generate(args, mesh, device):
+    """Continue the prompt of --generate, without training."""
+    trainer = Trainer(args, mesh, device)
+    continue_prompt(trainer, prompt_tokens(args), args.vocab_size == 256)
+
+
+def continue_prompt(trainer, prompt, is_text):
+    """Rank 0 prints the prompt and what the model makes of it. Collective."""
+    args = trainer.args
+    tokens = sample(trainer, prompt, args.sample, SAMPLE_TEMPERATURE, args.seed)
+    if dist.get_rank() == 0:
+        prompt, tokens = show(prompt, is_text), show(tokens, is_text)
         print(f"---- prompt\n{prompt}\n---- continuation\n{tokens}", flush=True)
 
 
@@ -983,13 +1000,6 @@ class Data(NamedTuple):
         window = torch.from_numpy(window)
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
-    def show(self, tokens):
-        """Tokens as text that is safe to print, or as numbers where they are not bytes of text."""
-        if not self.is_text:
-            return str(tokens)
-        text = bytes(min(token, 255) for token in tokens).decode(errors="replace")  # 255 is no text
-        return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
     def validation_batch(self, index, batch_size, seq_len):
         """The index-th batch of the validation part, in order; IGNORE_INDEX where it has ended."""
         inputs = torch.zeros(batch_size * seq_len, dtype=torch.int64)
@@ -1053,6 +1063,29 @@ def _memory_map(path, dtype):
     return tokens
 
 
+def show(tokens, is_text):
+    """Tokens as text that is safe to print, or as numbers where they are not bytes of text."""
+    if not is_text:
+        return str(tokens)
+    text = bytes(min(token, 255) for token in tokens).decode(errors="replace")  # 255 is no text
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def prompt_tokens(args):
+    """The tokens of --generate: its bytes if there are 256, else the numbers in it.
+
+    Raises ValueError for what is no list of tokens.
+    """
+    if args.vocab_size == 256:
+        return list(os.fsencode(args.generate))
+    numbers = args.generate.split(",")
+    if not all(n.isdecimal() and int(n) < args.vocab_size for n in numbers):
+        raise ValueError(
+            f"--generate {args.generate}: not tokens of --vocab-size {args.vocab_size}, such as 5,0"
+        )
+    return list(map(int, numbers))
+
+
 def _is_wanted(file, folder):
     skipped = {"site-packages", "dist-packages", "test", "tests"}
     names = file.relative_to(folder).parts
@@ -1063,8 +1096,11 @@ def _is_wanted(file, folder):
 
 
 @torch.no_grad()
-def initialize(model, config, seed, ep_group=None):
-    """Fill this rank's part of every parameter, and zero the buffers: the biases of routers."""
+def initialize(model, value, ep_group=None):
+    """Fill this rank's part of every parameter, and zero the buffers: the biases of routers.
+
+    value(name, shape, first=0): rows `first` and on, of a c_proj columns, in this shape.
+    """
     for name, parameter in model.named_parameters():
         dim, rows = 0, len(parameter)
         parts = [(0, rows)]  # (first row, rows) in the whole
@@ -1075,9 +1111,16 @@ def initialize(model, config, seed, ep_group=None):
             parts = parameter.shard.rows_of(*rank_and_size(model.tp_group))
         name = name.replace("lm_head", "transformer.wte")  # to which it is tied
         for (first, _), part in zip(parts, parameter.split([rows for _, rows in parts], dim)):
-            part.copy_(initial_value(name, part.shape, config.layers, seed, first))
+            part.copy_(value(name, part.shape, first=first))
     for buffer in model.buffers():
         buffer.zero_()
+
+
+def initial_values(args):
+    """What initialize() takes values from: --init-from, or random numbers."""
+    if args.init_from:
+        return partial(loaded_value, load_weights(args))
+    return partial(initial_value, layers=args.layers, seed=args.seed)
 
 
 def initial_value(name, shape, layers, seed, first=0):
@@ -1156,6 +1199,129 @@ def unsharded(piece, parameter, group):
     return part.view(parameter.whole_shape)
 
 
+# ---- files of GPT-2 ------------------------------------------------------------------------------
+
+TRANSPOSED = "c_attn.weight", "c_proj.weight", "c_fc.weight"  # in Hugging Face's Conv1D
+
+
+def gpt2_shapes(args):
+    """{GPT-2's name: shape}: the parameters of the whole model."""
+    D, F = args.hidden, args.ffn
+    vectors = lambda name: {f"{name}.weight": (D,), f"{name}.bias": (D,)}
+    linear = lambda name, N, K: {f"{name}.weight": (N, K), f"{name}.bias": (N,)}
+    layer = vectors("ln_1") | linear("attn.c_attn", 3 * D, D) | linear("attn.c_proj", D, D)
+    layer |= vectors("ln_2") | linear("mlp.c_fc", F, D) | linear("mlp.c_proj", D, F)
+    shapes = {"wte.weight": (args.vocab_size, D), "wpe.weight": (args.seq_len, D)}
+    for i in range(args.layers):
+        shapes |= {f"h.{i}.{name}": shape for name, shape in layer.items()}
+    return {f"transformer.{name}": shape for name, shape in (shapes | vectors("ln_f")).items()}
+
+
+def load_weights(args):
+    """{GPT-2's name: tensor} of --init-from: nanoGPT's file, Hugging Face's, or one of --export.
+
+    The file is mapped into memory: a rank reads only what it uses. Positions beyond --seq-len are
+    left out; a model without biases gets zeros. Raises ValueError for a file of another kind, or a
+    model of other sizes.
+    """
+    path, shapes, wpe = args.init_from, gpt2_shapes(args), "transformer.wpe.weight"
+    try:
+        mapped = zipfile.is_zipfile(path)  # the format before PyTorch 1.6 cannot be
+        file = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        heads = file.get("model_args", {}).get("n_head", args.heads)
+        found = gpt2_names(file.get("model", file))
+        found[wpe] = found[wpe][: args.seq_len]
+    except OSError as error:
+        raise ValueError(f"--init-from {path}: {error.strerror}") from None
+    except Exception:  # a pickle may raise anything
+        raise ValueError(f"--init-from {path}: not a GPT-2 that torch.save wrote") from None
+    if not any(name.endswith("bias") for name in found):
+        found |= {n: torch.zeros(shape) for n, shape in shapes.items() if n.endswith("bias")}
+    check_weights(path, found, shapes)
+    if heads != args.heads:
+        raise ValueError(f"--init-from {path}: its model has --heads {heads}, not {args.heads}")
+    return found
+
+
+def gpt2_names(state):
+    """The tensors of a state dict, without masks, under nanoGPT's names and in its layout.
+
+    c_attn, which is never square, tells whether the weights are Hugging Face's transposed ones.
+    """
+    bare = lambda name: name.removeprefix("_orig_mod.").removeprefix("transformer.")
+    found = {bare(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    rows, columns = found["h.0.attn.c_attn.weight"].shape
+    return {
+        f"transformer.{name}": value.t() if columns > rows and name.endswith(TRANSPOSED) else value
+        for name, value in found.items()
+        if not name.endswith((".attn.bias", ".attn.masked_bias"))
+    }
+
+
+def check_weights(path, found, shapes):
+    """Take the head from the weights found. Raises ValueError if it, or a shape, is another."""
+    head = found.pop("transformer.lm_head.weight", None)
+    for name in shapes | found:
+        theirs, ours = (
+            f"is {tuple(sizes[name])}" if name in sizes else "is not there"
+            for sizes in ({n: weight.shape for n, weight in found.items()}, shapes)
+        )
+        if theirs != ours:
+            raise ValueError(f"--init-from {path}: {name} {theirs}, in the model it {ours}")
+    embedding = found["transformer.wte.weight"]
+    shared = head is None or head.data_ptr() == embedding.data_ptr()
+    if not shared and not torch.equal(head, embedding):
+        raise ValueError(f"--init-from {path}: its lm_head.weight is not its wte.weight")
+
+
+def loaded_value(weights, name, shape, first=0):
+    """What initial_value() is, from load_weights()."""
+    dim = 1 if name.endswith("c_proj.weight") else 0
+    return weights[name].narrow(dim, first, shape[dim])
+
+
+def gpt2_file(state, config):
+    """nanoGPT's checkpoint, and beside it, under Hugging Face's names, views of the same memory.
+
+    state: what gather_state() returns.
+    """
+    state = {name: tensor.cpu() for name, tensor in state.items()}
+    state["lm_head.weight"] = state["transformer.wte.weight"]  # a copy of one memory makes two
+    sizes = {"n_layer": config.layers, "n_head": config.heads, "n_embd": config.hidden}
+    sizes |= {"block_size": config.seq_len, "vocab_size": config.vocab_size, "bias": True}
+    flat = {n: value.t() if n.endswith(TRANSPOSED) else value for n, value in state.items()}
+    return flat | {"model": state, "model_args": sizes | {"dropout": config.dropout}}
+
+
+def check_export(path):
+    """ValueError where no file can be written."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"--export {path}: cannot write into {folder}")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"--export {path}: exists, and is no file")
+
+
+def export(trainer, path):
+    """Rank 0 writes the whole model, all of it or nothing. Collective.
+
+    Raises TrainingError, on all ranks, if it cannot.
+    """
+    state, fault, part = gather_state(trainer), "", f"{path}.part"
+    if state:
+        try:
+            with open(part, "wb") as file:
+                torch.save(gpt2_file(state, trainer.config), file)
+            os.replace(part, path)
+        except (OSError, RuntimeError) as error:  # torch.save hides the one behind the other
+            reason = error if isinstance(error, OSError) else error.__context__
+            fault = f"{path}: {getattr(reason, 'strerror', error)}"
+            with suppress(OSError):
+                os.remove(part)
+    if fault := max(gather_objects(fault)):
+        raise TrainingError(fault)
+
+
 # ---- command line --------------------------------------------------------------------------------
 
 
@@ -1165,6 +1331,7 @@ FACTOR = lambda value: 0 <= value < math.inf, "must be finite and not negative"
 RATIO = lambda value: 0 < value < math.inf, "must be finite and more than 0"
 SECONDS = lambda value: 1 <= value <= 10**6, "must be at least 1 and at most 10**6"
 PORTION = lambda value: 0 <= value < 1, "must be at least 0 and less than 1"
+TEXT = lambda value: value != "", "must not be empty"
 
 ZERO = (
     "what replicas share out: 1: the optimizer's state, 2: gradients, too, 3: parameters, too "
@@ -1214,6 +1381,10 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("collectives", ("ours", "backend"), "ours", None, "backend: of NCCL or gloo, to compare"),
     ("data", str, None, None, "text, a folder of text, or a .bin (default: Python's own sources)"),
     ("data_dtype", ("uint16", "uint32"), None, None, "tokens of a .bin (default: uint16)"),
+    ("init_from", str, None, TEXT, "first weights: a file of nanoGPT, Hugging Face or --export"),
+    ("export", str, None, TEXT, "write the model here, for nanoGPT and Hugging Face's GPT-2"),
+    ("generate", str, None, TEXT, "do not train; continue this text, or tokens such as 5,0,7"),
+    ("sample", int, 60, COUNT, "tokens that the model writes at the end; 0: none"),
     ("metrics", str, None, None, "write one JSON object per step to this file"),
     ("trace", str, None, None, "write the last step of rank 0's pipeline here, for Perfetto"),
     ("timeout", int, 600, SECONDS, "seconds that a rank waits for another"),
@@ -1226,6 +1397,16 @@ SUBJECTS = {  # flags that mean nothing but in this case
     "--experts": (
         lambda a: a.experts > 0,
         ["top_k", "capacity_factor", "shared_experts", "balance", "moe_every"],
+    ),
+    "GPT-2's architecture, without --experts": (lambda a: not a.experts, ["init_from", "export"]),
+    "GPT-2's architecture, as many --kv-heads as --heads": (
+        lambda a: a.kv_heads in (None, a.heads),
+        ["init_from", "export"],
+    ),
+    "--init-from": (lambda a: a.init_from, ["generate"]),
+    "training, not --generate": (
+        lambda a: not a.generate,
+        ["export", "data", "data_dtype", "metrics", "trace"],
     ),
 }
 RULES = {  # how to say what is wrong, and whether it is; a rule may count on those before it
@@ -1327,6 +1508,8 @@ def parse_args(argv, world_size):
         if is_wrong(args):
             raise ValueError(sentence.format_map(shown | {"world_size": world_size}))
     make_schedule(args)
+    if args.generate:
+        prompt_tokens(args)
     return args
 
 
@@ -1408,10 +1591,11 @@ def main(argv=None):
         args = parse_args(argv, world_size)
         device, backend = choose_device(args.device, args.backend, local_rank, local_world_size)
         check_device(args, device)
-        data = load_data(args.data, args.seq_len, args.data_dtype)
+        if args.init_from:
+            load_weights(args)
+        data = None if args.generate else load_data(args.data, args.seq_len, args.data_dtype)
         if rank == 0:
-            metrics_file = args.metrics and open(args.metrics, "a" if attempt else "w")
-            trace_file = args.trace and open(args.trace, "w")
+            metrics_file, trace_file = _open_outputs(args, "a" if attempt else "w")
     except (ValueError, OSError) as error:
         fault = str(error)
     if _any_fault(fault, rank, world_size, store):
@@ -1419,7 +1603,10 @@ def main(argv=None):
     mesh = _join(args, device, backend, store, rank, local_world_size)
     status = 0
     try:
-        train(args, mesh, device, data, metrics_file, trace_file)
+        if args.generate:
+            generate(args, mesh, device)
+        else:
+            train(args, mesh, device, data, metrics_file, trace_file)
     except TrainingError as error:
         status = 1
         if rank == 0:
@@ -1427,6 +1614,14 @@ def main(argv=None):
     barrier()  # nobody closes its connections while another still uses them
     dist.destroy_process_group()
     return status
+
+
+def _open_outputs(args, mode):
+    """The files for metrics and for the trace, where they are asked for; that of --export later."""
+    if args.export:
+        check_export(args.export)
+    metrics_file = args.metrics and open(args.metrics, mode)
+    return metrics_file, args.trace and open(args.trace, "w")
 
 
 def _join(args, device, backend, store, rank, local_world_size):

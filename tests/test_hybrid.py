@@ -1055,7 +1055,7 @@ def test_the_loop_trains_on_every_row_of_every_step_and_samples_from_validation(
     losses, printed, samples, data = run(1, _train_on_text, "--dp 1")[0]
     prompt, length, temperature, seed = samples[0]
     assert bytes(prompt) in bytes(data.validation) and len(prompt) == T // 2 and seed == 5
-    assert (length, temperature) == (hybrid.SAMPLE_LENGTH, hybrid.SAMPLE_TEMPERATURE)
+    assert (length, temperature) == (60, hybrid.SAMPLE_TEMPERATURE)
     model = plain_gpt(*SIZES, seed=5)
     training = ReferenceTraining(model, RATES, 0.2, 0.5)
     expected = [training.step(*data.batch(step, BATCH, T, seed=5))[0] for step in range(STEPS)]
@@ -1116,10 +1116,9 @@ def test_what_is_not_finite_stops_every_rank_alike(flags):
 
 
 def test_samples_are_shown_as_text_without_control_characters_or_as_numbers():
-    none = np.zeros(0, np.uint8)
-    assert hybrid.Data(none, none, True).show([*b"a\n\x1b[1m\xff"]) == "a\n\ufffd[1m\ufffd"
-    assert hybrid.Data(none, none, True).show([97, 256, 50256, 98]) == "a\ufffd\ufffdb"
-    assert hybrid.Data(none, none, False).show([50256, 1]) == "[50256, 1]"
+    assert hybrid.show([*b"a\n\x1b[1m\xff"], is_text=True) == "a\n\ufffd[1m\ufffd"
+    assert hybrid.show([97, 256, 50256, 98], is_text=True) == "a\ufffd\ufffdb"
+    assert hybrid.show([50256, 1], is_text=False) == "[50256, 1]"
 
 
 def test_the_learning_rate_may_be_all_warm_up():

@@ -25,7 +25,7 @@ from zero import (
     zero_memory,
 )
 
-from hybrid import GPT, GPTConfig, initialize
+from hybrid import GPT, GPTConfig, initial_value, initialize
 from tensor_parallel import unique_ranges, gather_shards, sum_partial_gradients
 
 from gpu_counts import waits
@@ -531,7 +531,7 @@ def test_shards_inside_a_group_and_replicas_across():
 
 def _gpt(config, group):
     model = GPT(config, group).double()
-    initialize(model, config, 0)
+    initialize(model, partial(initial_value, layers=config.layers, seed=0))
     return model
 
 
