@@ -1477,6 +1477,91 @@ def test_groups_may_be_frozen_or_refused():
     assert len(optimizer.param_groups) == 2
 
 
+# ---- stage 3 that keeps what it has gathered: stages 2 and 1 -------------------------------------
+
+
+def _kept(net, **how):
+    """(model, optimizer)"""
+    model = FullyShardedDataParallel(net, units=net.blocks, keep_unsharded=True, **how)
+    optimizer = torch.optim.AdamW(_groups(model.parameters()), lr=0.01, fused=True)
+    optimizer.register_step_post_hook(lambda *_: model.reshard())
+    return model, optimizer
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("wait_in_backward", [True, False])
+@on_ranks(1, 3)
+def test_what_is_kept_is_gathered_once_a_step_and_trains_as_one_process(stage, wait_in_backward):
+    (rank, world_size), plain, m = rank_and_size(), _net(), 3
+    expected = torch.optim.AdamW(_groups(plain.parameters()), lr=0.01)
+    model, optimizer = _kept(_net(), wait_in_backward=wait_in_backward)
+    nbytes = sum(8 * row.layout.length for row in model._schedule.rows if row.pieces[0].requires_grad)
+    frozen = sum(8 * row.layout.length for row in model._schedule.rows) - nbytes
+    for step in range(3):
+        data = _data(m * 4 * world_size, seed=step).chunk(m)
+        expected.zero_grad()
+        for part in data:
+            (plain(part).square().mean() / m).backward()
+        expected.step()
+        optimizer.zero_grad()
+        with count_bytes() as traffic:
+            for i, part in enumerate(data):
+                with model.no_sync() if stage == 1 and i < m - 1 else nullcontext():
+                    (model(part.chunk(world_size)[rank]).square().mean() / m).backward()
+            model.finish_grad_sync()
+        claimed = zero_bytes(stage, nbytes, world_size, m)
+        assert traffic.bytes() == claimed + reduce_scatter_bytes(frozen, world_size)
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-12)
+
+
+@on_ranks(2)
+def test_parameters_that_were_changed_while_they_are_kept_are_an_error():
+    model, _ = _kept(_net())
+    model(_data(4)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match="changed and kept: call reshard"):
+        model(_data(4))
+    model.reshard()
+    model(_data(4)).sum().backward()
+
+
+@on_ranks(2)
+def test_what_is_kept_is_held_once_and_the_shard_is_part_of_it():
+    model, optimizer = _kept(_net())
+    model(_data(4)).sum().backward()
+    held = sum(memory.nbytes for memory in model._schedule.memories)
+    assert held == sum(8 * row.layout.length for row in model._schedule.rows)
+    assert memory_ledger(model, optimizer)["parameters"] == held
+
+
+@on_ranks(4)
+def test_parameters_may_have_groups_of_their_own():
+    rank, plain = dist.get_rank(), _net()
+    inputs = _data(8)
+    plain(inputs).square().sum().backward()
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    net = _net()
+    own = dict.fromkeys(net.blocks[0].parameters(), (pairs[rank // 2], None))
+    how = {"gradient_divide_factor": 1, "groups": own}
+    model = FullyShardedDataParallel(net, units=net.blocks, **how)
+    outputs = model(inputs.chunk(4)[rank])
+    outputs.square().sum().backward()
+    halves = _net()  # what the pair alone has computed
+    halves(inputs.chunk(2)[rank // 2]).square().sum().backward()
+    for row in model._schedule.rows:
+        alone = any(name.startswith("blocks.0") for name in row.names)
+        wanted = dict((halves if alone else plain).named_parameters())
+        trained = row.pieces[0].requires_grad
+        wholes = row.join([piece.grad for piece in row.pieces]) if trained else ()
+        for name, whole in zip(row.names, wholes):
+            torch.testing.assert_close(whole, wanted[name].grad, rtol=1e-12, atol=1e-12)
+        assert dist.get_world_size(row.group) == (2 if alone else 4)
+    with pytest.raises(RuntimeError, match="clip_grad_norm_.. of parameters that have groups"):
+        model.clip_grad_norm_(1.0)
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 
