@@ -740,10 +740,11 @@ def test_data_parallel_sends_each_gradient_once_around_the_ring():
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("m", [1, 4])
+@pytest.mark.parametrize("m, schedule", [(1, "1f1b"), (4, "1f1b"), (4, "zb-h1")])
 @on_ranks(2)
-def test_zero_sends_what_it_says_for_each_microbatch(zero, m):
-    trainer, traffic = _second_step(f"--dp 2 --zero {zero} --microbatches {m}")
+def test_zero_sends_what_it_says_for_each_microbatch(zero, m, schedule):
+    flags = f"--dp 2 --zero {zero} --microbatches {m} --schedule {schedule}"
+    trainer, traffic = _second_step(flags)
     nbytes = sum(4 * row.layout.length for row in trainer.stages[0]._schedule.rows)
     sent = traffic.bytes("all_gather_single") + traffic.bytes("reduce_scatter_single")
     assert sent == zero_bytes(zero, nbytes, 2, m)

@@ -1517,6 +1517,20 @@ def test_what_is_kept_is_gathered_once_a_step_and_trains_as_one_process(stage, w
 
 
 @on_ranks(2)
+def test_a_row_that_leaves_again_before_it_was_waited_for_adds_up():
+    rank, plain, data = dist.get_rank(), _net(), _data(12).chunk(3)
+    model = FullyShardedDataParallel(_net(), wait_in_backward=False)  # one unit
+    for part in data:
+        plain(part).square().sum().backward()
+        (model(part.chunk(2)[rank]).square().sum() * 2).backward()  # the mean over two ranks
+    model.finish_grad_sync()
+    for row in model._schedule.order:
+        for name, whole in zip(row.names, row.join([piece.grad for piece in row.pieces])):
+            wanted = dict(plain.named_parameters())[name].grad
+            torch.testing.assert_close(whole, wanted, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(2)
 def test_parameters_that_were_changed_while_they_are_kept_are_an_error():
     model, _ = _kept(_net())
     model(_data(4)).sum().backward()
