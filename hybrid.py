@@ -48,6 +48,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,7 +75,7 @@ from sequence_parallel import (
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, ShardedRandomState,
     VocabParallelEmbedding, attention, gather_shards, is_sharded, mark_partial, parallel_linear,
-    shard_sizes, sum_partial_gradients, unique_ranges, vocab_parallel_cross_entropy,
+    sum_partial_gradients, unique_ranges, vocab_parallel_cross_entropy,
 )
 from zero import FullyShardedDataParallel
 
@@ -360,7 +361,7 @@ class GPT(nn.Module):
             )
         self.transformer["h"] = nn.ModuleDict(
             (str(i), block(moe=moe if config.has_experts(i) else None))
-            for i in layers_of(stage, num_stages, config.layers)
+            for i in layers_of(stage, num_stages, config)
         )
         if self.last:
             self.transformer["ln_f"] = _replicated(nn.LayerNorm(config.hidden), config)
@@ -402,10 +403,50 @@ class GPT(nn.Module):
         return self.transformer["wte"].weight if self.first else self.lm_head.weight
 
 
-def layers_of(stage, num_stages, layers):
-    """The layers of a stage, as even as can be: the first stages have the remainder."""
-    sizes = shard_sizes(layers, num_stages)
-    return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
+def layers_of(stage, num_stages, config):
+    """The layers of a stage, so that the most expensive one costs as little as can be.
+
+    Products count, of the layers and of the head, which the last stage has. The embedding has none:
+    what it costs is memory, for which the first stages get fewer layers where that is no slower.
+    Stages are balanced, also where a rank has two of them.
+    """
+    costs = [layer_flops(config, layer) for layer in range(config.layers)]
+    costs[-1] += 3 * 2 * config.hidden * config.vocab_size
+    begin, end = cheapest_cuts(costs, num_stages)[stage : stage + 2]
+    return range(begin, end)
+
+
+def layer_flops(config, layer):
+    """Of a layer in a step, per token: a forward, and twice that in backward.
+
+    Matrices cost 2 per weight that a token uses, about 24 h^2; scores and their use 4 s h.
+    """
+    h, F, kv_heads = config.hidden, config.mlp_width, config.kv_heads or config.heads
+    weights = 2 * h * h + 2 * h * h * kv_heads // config.heads + 2 * h * F
+    if config.has_experts(layer):
+        weights += 2 * h * F * (config.top_k + config.shared_experts - 1) + h * config.experts
+    passes = 4 if config.recompute == "full" else 3
+    return passes * (2 * weights + 4 * config.seq_len * h)
+
+
+def cheapest_cuts(costs, parts):
+    """The places [0, ..., len(costs)] between runs of a list, none empty, whose sums are smallest.
+
+    First the largest sum is as small as can be, then the second, and so on; of equals the runs in
+    front are the shortest.
+    """
+    sums = [0, *accumulate(costs)]
+    best = {0: ([], [0])}  # {length: (sums of its runs, largest first, their places)}
+    for left in reversed(range(parts)):  # runs to come
+        best = {
+            end: min(
+                (sorted([*found, sums[end] - sums[cuts[-1]]], reverse=True), [*cuts, end])
+                for found, cuts in best.values()
+                if cuts[-1] < end
+            )
+            for end in range(parts - left, len(costs) - left + 1)
+        }
+    return best[len(costs)][1]
 
 
 def _replicated(module, config):

@@ -222,7 +222,7 @@ EVERY_LAYOUT += [
     (8, "--zero 3 --dp 4 --replicate 2 --pp 2 --schedule zb-v --microbatches 4 --kv-heads 4"),
     (8, "--cp 2 --pp 2 --tp 2 --sp --schedule zb-h1 --microbatches 4"),
     (8, "--cp 2 --pp 2 --dp 2 --schedule dualpipe --microbatches 4 --cp-method ulysses"),
-    # stages of 2, 1 and 1 layers; and of 2, 2, 2, 1, 1
+    # stages of 1, 2 and 1 layers; and of 1, 2, 2, 2, 1
     (3, "--pp 3 --schedule 1f1b --microbatches 4"),
     (1, "--pp 1 --schedule interleaved --chunks 5 --microbatches 2 --layers 8"),
 ]
@@ -505,6 +505,37 @@ def test_every_rank_draws_what_it_holds_and_together_the_same_bits_in_any_layout
     for name, full in state.items():
         name = name.replace("lm_head", "transformer.wte")
         assert torch.equal(full, hybrid.initial_value(name, full.shape, LAYERS, 3)), name
+
+
+def test_no_other_cuts_have_a_smaller_largest_sum():
+    generator = np.random.default_rng(0)
+    for length, parts, highest in itertools.product((1, 4, 7), (1, 2, 3, 7), (1, 3, 50)):
+        costs = generator.integers(1, highest, length, endpoint=True).tolist()
+        every = itertools.combinations(range(1, length), parts - 1)
+        sums = {  # largest first
+            cuts: sorted(map(sum, (costs[i:j] for i, j in itertools.pairwise(cuts))))[::-1]
+            for cuts in ((0, *inner, length) for inner in every)
+        }
+        if parts <= length:  # min() takes the first of equals: that of the shortest first runs
+            assert tuple(hybrid.cheapest_cuts(costs, parts)) == min(sums, key=sums.get)
+
+
+def test_the_head_and_the_experts_count_where_layers_are_cut_into_stages():
+    def sizes(num_stages, **others):
+        config = hybrid.GPTConfig(**others)
+        stages = [hybrid.layers_of(s, num_stages, config) for s in range(num_stages)]
+        assert [i for layers in stages for i in layers] == list(range(config.layers))
+        return [len(layers) for layers in stages]
+
+    llama = {"layers": 126, "hidden": 16384, "heads": 128, "kv_heads": 8, "seq_len": 8192}
+    assert sizes(16, **llama, vocab_size=128256, ffn=53248) == [7, *14 * [8], 7]  # as theirs
+    gpt2 = {"layers": 12, "hidden": 768, "heads": 12, "seq_len": 1024}
+    # the head costs 2 h V, a layer 24 h^2 + 4 s h: 4.5 layers
+    assert sizes(3, **gpt2, vocab_size=50304) == [5, 6, 1]
+    assert sizes(3, **gpt2, vocab_size=50304, recompute="full") == [5, 5, 2]  # 3.4 layers
+    assert sizes(4, **gpt2, vocab_size=1) == 4 * [3]
+    experts = {"experts": 8, "top_k": 4, "moe_every": 6}  # layers 5 and 11 cost 2.6
+    assert sizes(3, **gpt2, vocab_size=1, **experts) == [5, 3, 4]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
