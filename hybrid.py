@@ -1389,7 +1389,7 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("pp", int, 1, SIZE, "pipeline stages"),
     ("schedule", tuple(SCHEDULES), "1f1b", None, "order of the microbatches in the pipeline"),
     ("chunks", int, 2, SIZE, "of a rank, with --schedule interleaved"),
-    ("microbatches", int, None, SIZE, "microbatches per replica and step (default: pp)"),
+    ("microbatches", int, None, SIZE, "of a replica's step (default: most it allows up to 4 x pp)"),
     ("ep", int, 1, SIZE, "ranks of dp x cp x tp over which the experts are spread"),
     ("ep_nodes", int, 1, SIZE, "on which they lie: a token crosses to each at most once"),
     ("topk_nodes", int, None, SIZE, "that a token may use of these (default: all)"),
@@ -1538,12 +1538,10 @@ def parse_args(argv, world_size):
     args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
     if args.zero is None:
         args.zero = int(args.dp * args.cp > 1)
-    args.microbatches = args.microbatches or args.pp
     args.kv_heads = args.kv_heads or args.heads
     args.topk_nodes = args.topk_nodes or args.ep_nodes
     args.ffn = args.ffn or 4 * args.hidden
-    rows = args.dp * args.microbatches
-    args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
+    complete_batch(args)
     shown = {name: _shown(name, value) for name, value in vars(args).items()}
     for sentence, is_wrong in RULES.items():
         if is_wrong(args):
@@ -1552,6 +1550,29 @@ def parse_args(argv, world_size):
     if args.generate:
         prompt_tokens(args)
     return args
+
+
+def complete_batch(args):
+    """Choose --batch-size and --microbatches where they are not given.
+
+    A pipeline has at most 4 microbatches a stage: of 1F1B's time the bubble is then a fifth.
+    """
+    most = 4 * args.pp if 1 < args.pp <= args.world_size else 1
+    wanted = (m for m in range(args.pp, most + 1) if _is_defined(args, m))
+    fewest = args.microbatches or next(wanted, args.pp)
+    rows = args.dp * fewest
+    args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
+    own = args.batch_size // args.dp
+    fitting = (m for m in range(most, 0, -1) if own % m == 0 and _is_defined(args, m))
+    args.microbatches = args.microbatches or next(fitting, fewest)
+
+
+def _is_defined(args, microbatches):
+    """Whether the schedule knows this number of microbatches."""
+    with suppress(ValueError):
+        make_schedule(argparse.Namespace(**vars(args) | {"microbatches": microbatches}))
+        return True
+    return False
 
 
 def _deals_out(heads, kv_heads, tp, cp):

@@ -535,7 +535,7 @@ def test_the_head_and_the_experts_count_where_layers_are_cut_into_stages():
     assert sizes(3, **gpt2, vocab_size=50304, recompute="full") == [5, 5, 2]  # 3.4 layers
     assert sizes(4, **gpt2, vocab_size=1) == 4 * [3]
     experts = {"experts": 8, "top_k": 4, "moe_every": 6}  # layers 5 and 11 cost 2.6
-    assert sizes(3, **gpt2, vocab_size=1, **experts) == [5, 3, 4]
+    assert sizes(3, **gpt2, vocab_size=1, **experts) == [5, 4, 3]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -1283,7 +1283,11 @@ ulysses cannot deal out --heads 2 and --kv-heads 2, split by --tp 2, to --cp 2
 2 | --pp 2 --schedule interleaved --chunks 3 | \
 is less than the 6 stages of --schedule interleaved --pp 2 --microbatches 2 --chunks 3
 2 | --pp 2 --schedule interleaved --microbatches 3 | --microbatches 3 --chunks 2: num_micro
-2 | --pp 2 --schedule dualpipe | --schedule dualpipe --pp 2 --microbatches 2: num_stages=2
+2 | --pp 2 --schedule dualpipe --microbatches 2 | --pp 2 --microbatches 2: num_stages=2
+3 | --pp 3 --schedule dualpipe | --schedule dualpipe --pp 3 --microbatches 3: num_stages=3
+2 | --pp 2 --schedule dualpipe --batch-size 5 | \
+--batch-size 5 is not divisible by --dp 1 x --microbatches 4
+2 | --pp 2 --schedule interleaved --batch-size 5 | is not divisible by --dp 1 x --microbatches 2
 1 | --chunks 0 --schedule interleaved | --chunks 0 must be at least 1
 1 | --chunks 3 | --chunks 3 needs --schedule interleaved
 2 | --dp 2 --cp-method ring | --cp-method ring needs --cp of 2 or more
@@ -1376,6 +1380,39 @@ def test_without_flags_any_number_of_processes_trains_the_same_model():
     for world_size in (1, 2, 3):  # degrees of 1, --sp and --zero are for any number of processes
         degrees = "--tp 1 --pp 1 --cp 1 --ep 1 --sp --zero 1"
         assert hybrid.parse_args(degrees.split(), world_size).dp == world_size
+
+
+DEFAULTS = """processes | flags | microbatches | batch
+1 | | 1 | 16
+3 | --schedule gpipe | 1 | 18
+2 | --pp 2 | 8 | 16
+4 | --pp 4 | 16 | 16
+4 | --pp 2 | 8 | 16
+6 | --pp 2 | 6 | 18
+12 | --pp 4 | 8 | 24
+32 | --pp 16 | 16 | 32
+64 | --pp 8 --tp 2 | 8 | 32
+3 | --pp 3 --layers 3 | 9 | 18
+3 | --pp 3 --layers 6 --schedule interleaved | 9 | 18
+3 | --pp 3 --layers 6 --schedule interleaved --batch-size 12 | 12 | 12
+3 | --pp 3 --layers 6 --schedule interleaved --batch-size 24 | 12 | 24
+2 | --pp 2 --schedule dualpipe | 8 | 16
+2 | --pp 2 --schedule dualpipe --batch-size 12 | 6 | 12
+16 | --pp 8 --schedule dualpipe | 16 | 32
+2 | --pp 2 --schedule zb-v --batch-size 10 | 5 | 10
+2 | --pp 2 --batch-size 1 | 1 | 1
+4 | --pp 2 --batch-size 28 | 7 | 28
+2 | --pp 2 --microbatches 3 | 3 | 18
+2 | --pp 2 --microbatches 20 | 20 | 20
+1 | --batch-size 7 | 1 | 7
+"""
+
+
+@pytest.mark.parametrize("line", DEFAULTS.splitlines()[1:])
+def test_a_pipeline_has_most_microbatches_up_to_four_a_stage_that_its_batch_allows(line):
+    world_size, flags, microbatches, batch_size = line.split("|")
+    args = hybrid.parse_args(f"--layers 32 {flags}".split(), int(world_size))
+    assert (args.microbatches, args.batch_size) == (int(microbatches), int(batch_size))
 
 
 def test_torchrun_takes_no_flag_for_its_own():
