@@ -231,6 +231,14 @@ def ranks_per_node(ranks, local_world_size):
     return counts.pop() if len(counts) == 1 else 1
 
 
+def spans_nodes(tp, local_world_sizes):
+    """Whether some ranks of tp do not share a node, which has local_world_sizes[rank] ranks."""
+    nodes, ranks = [], range(0, len(local_world_sizes), tp)
+    while len(nodes) < len(local_world_sizes):
+        nodes += [len(nodes)] * local_world_sizes[len(nodes)]
+    return any(nodes[rank] != nodes[rank + tp - 1] for rank in ranks)
+
+
 # ---- model ---------------------------------------------------------------------------------------
 
 
@@ -1701,7 +1709,10 @@ def _join(args, device, backend, store, rank, local_world_size):
         device_id=device if backend == "nccl" else None,  # errors come early
     )
     report_stalls(30)
-    if len(set(gather_objects(local_world_size))) > 1:  # nodes are unlike: none is taken for one
+    every = gather_objects(local_world_size)
+    if rank == 0 and spans_nodes(args.tp, every):
+        _complain(f"warning: --tp {args.tp} spans nodes: every layer waits for the links between")
+    if len(set(every)) > 1:  # nodes are unlike: none is taken for one
         local_world_size = 1
     mesh = mesh_of(args, local_world_size)
     if args.collectives == "backend":

@@ -970,6 +970,38 @@ def test_a_group_knows_how_many_of_its_ranks_share_a_node(ranks, local_world_siz
     assert hybrid.ranks_per_node(ranks, local_world_size) == expected
 
 
+@pytest.mark.parametrize(
+    "tp, nodes, expected",
+    [
+        (4, [4, 4], False),
+        (2, [4, 4], False),
+        (8, [4, 4], True),
+        (4, [8, 4], False),
+        (4, [2, 4, 2], True),
+        (2, [2, 4, 2], False),
+        (3, [4, 2], True),
+        (1, [1, 1], False),
+    ],
+)
+def test_tp_spans_nodes_where_one_of_its_groups_does(tp, nodes, expected):
+    assert hybrid.spans_nodes(tp, [size for size in nodes for _ in range(size)]) == expected
+
+
+@pytest.mark.parametrize("local_world_sizes", [[4] * 4, [2] * 4, [1, 3, 3, 3]])
+@on_ranks(4)
+def test_rank_0_warns_of_tp_across_nodes_once_and_goes_on(local_world_sizes):
+    said, args = [], hybrid.parse_args(["--tp", "4"], 4)
+    joined = [args, torch.device("cpu"), "gloo", None, dist.get_rank()]
+    with (
+        patch.object(dist, "init_process_group", lambda *_, **__: None),
+        patch.object(hybrid, "report_stalls", lambda seconds: None),
+        patch.object(hybrid, "_complain", said.append),
+    ):
+        hybrid._join(*joined, local_world_sizes[dist.get_rank()])
+    sentence = "warning: --tp 4 spans nodes: every layer waits for the links between"
+    assert said == [sentence] * (dist.get_rank() == 0 and local_world_sizes[0] < 4)
+
+
 @pytest.mark.parametrize("local_world_size, expected", [(None, [2] * 3), (4, [2, 2, 1])])
 @on_ranks(8)
 def test_every_group_of_the_mesh_is_told_its_nodes(local_world_size, expected):
