@@ -526,6 +526,8 @@ class Trainer:
     pipeline, evaluation: run the stages over a batch, with backward and without.
     """
 
+    skipped = skipped_in_a_row = 0  # steps, which were not finite
+
     def __init__(self, args, mesh, device):
         self.args, self.mesh, self.device, self.steps_done = args, mesh, device, 0
         sizes = {field.name: getattr(args, field.name, None) for field in fields(GPTConfig)}
@@ -552,26 +554,29 @@ class Trainer:
     def step(self, inputs, targets):
         """One optimizer step on this rank's rows of the batch, (B/dp, T) each.
 
-        Returns the global loss, the gradient norm before clipping, the learning rate, and what
-        expert_metrics() has. Raises TrainingError, on all ranks, for tokens outside the vocabulary
-        and where the loss or the norm is not finite; weights are then those of before.
+        Returns the global loss, the gradient norm before clipping, the learning rate, the number of
+        steps skipped so far, and what expert_metrics() has. Raises TrainingError, on all ranks, for
+        tokens outside the vocabulary and where skip_step() does; weights are then those of before.
         """
         args = self.args
         rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
         found = self.forward_backward(inputs, targets)
-        norm = self.clip_gradients(self.gradient_pieces())
+        pieces = self.gradient_pieces()
+        norm = self.clip_gradients(pieces)
         tallies = sum_tallies(self)
         of_experts = expert_metrics(args, tallies)
         # the one time that the host waits for the device
         numbers = torch.stack([*found, norm, *of_experts.values()])
         loss, num_outside, norm, *loads = numbers.tolist()
         refuse_outside(self, num_outside, inputs, targets)
-        if not math.isfinite(loss + norm):
-            found = f"loss {loss:.4f}, grad norm {norm:.3f}, lr {rate:.2e}"
-            raise TrainingError(f"step {self.steps_done + 1} is not finite: {found}")
-        self.update(rate, tallies)
+        metrics = {"loss": loss, "grad_norm": norm, "lr": rate}
+        if math.isfinite(loss + norm):
+            self.update(rate, tallies)
+            self.skipped_in_a_row = 0
+        else:
+            skip_step(self, metrics, pieces)
         self.steps_done += 1
-        return {"loss": loss, "grad_norm": norm, "lr": rate, **dict(zip(of_experts, loads))}
+        return metrics | {"skipped": self.skipped, **dict(zip(of_experts, loads))}
 
     def forward_backward(self, inputs, targets):
         """Leave the summed gradients in .grad, of whole parameters or pieces; returns as run()."""
@@ -664,7 +669,8 @@ class Trainer:
         norm = get_total_norm(norms, groups=[mesh.pp_group])
         if self.args.grad_clip > 0:
             gradients = [piece for _, piece in pieces.values()]
-            clip_grads_with_norm_(gradients, self.args.grad_clip, norm)
+            # a nan would make all gradients nan, and skip_step() tells which were
+            clip_grads_with_norm_(gradients, self.args.grad_clip, norm.nan_to_num())
         return norm
 
     def local_rows(self):
@@ -696,6 +702,30 @@ def refuse_outside(trainer, number, inputs, targets):
         where = f"--data {trainer.args.data}: " if trainer.args.data else ""
         vocabulary = f"--vocab-size {trainer.config.vocab_size}"
         raise TrainingError(f"{where}token {largest} is outside {vocabulary}")
+
+
+def skip_step(trainer, metrics, pieces):
+    """Leave out a step that is not finite: nothing moves but the learning rate's schedule.
+
+    pieces: what gradient_pieces() returned. Raises TrainingError, on all ranks, if it is one too
+    many in a row.
+    """
+    trainer.skipped += 1
+    trainer.skipped_in_a_row += 1
+    if trainer.skipped_in_a_row >= (most := trainer.args.skip_nonfinite):
+        found = "loss {loss:.4f}, grad norm {grad_norm:.3f}, lr {lr:.2e}".format(**metrics)
+        if most:
+            found += f"; {most} in a row; gradients not finite: {_not_finite(trainer, pieces)}"
+        raise TrainingError(f"step {trainer.steps_done + 1} is not finite: {found}")
+
+
+def _not_finite(trainer, pieces, shown=8):
+    """The parameters whose gradients are not finite on some rank, in words. Collective."""
+    named = [pair for chunk in trainer.chunks for pair in chunk.named_parameters()]
+    own = [name for name, parameter in named if not pieces[parameter][1].isfinite().all()]
+    names = list(dict.fromkeys(sum(gather_objects(own), [])))
+    others = [f"{len(names) - shown} more"] if len(names) > shown else []
+    return ", ".join(names[:shown] + others) or "none"
 
 
 def learning_rate(step, steps, warmup, peak):
@@ -900,10 +930,11 @@ def train(args, mesh, device, data, metrics_file=None, trace_file=None):
         if rank == 0:
             print(
                 "step {step:5d}  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  "
-                "{tokens_per_s:,.0f} tokens/s  {memory_mb:,.0f} MB".format(**metrics),
+                "{tokens_per_s:,.0f} tokens/s  {memory_mb:,.0f} MB".format(**metrics)
+                + (f"  skipped, {trainer.skipped} so far" if trainer.skipped_in_a_row else ""),
                 flush=True,
             )
-            metrics_file = _write(metrics_file, metrics)
+            metrics_file = _write(metrics_file, _without_nan(metrics))
     if args.trace:
         timeline = trainer.pipeline.timeline()
         if rank == 0:
@@ -1009,6 +1040,11 @@ def peak_memory_mb(device):
         return torch.cuda.max_memory_allocated(device) / 2**20
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def _without_nan(metrics):
+    """None, which JSON knows, for what is not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def _write(file, value):
@@ -1421,6 +1457,7 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("warmup", int, 20, COUNT, "steps of linear warm-up"),
     ("weight_decay", float, 0.1, FACTOR, "of matrices"),
     ("grad_clip", float, 1.0, FACTOR, "largest norm of the gradient; 0 does not clip"),
+    ("skip_nonfinite", int, 0, COUNT, "skip a step that is not finite; so many in a row end all"),
     ("seed", int, 0, COUNT, "of weights, batches and dropout"),
     ("dtype", ("fp32", "bf16"), "fp32", None, "bf16: all but the optimizer's copy and gradients"),
     ("tf32", bool, False, None, "fp32 products in TensorFloat-32, on a GPU"),

@@ -1178,6 +1178,101 @@ def test_what_is_not_finite_stops_every_rank_alike(flags):
         trainer.step(*own_batch(trainer))
 
 
+def _nan_on_rank_3(trainer, name):
+    """Set its last parameter of that name to nan; returns how to undo that."""
+    named = [pair for chunk in trainer.chunks for pair in chunk.named_parameters()]
+    parameter = [parameter for other, parameter in named if other.endswith(name)][-1]
+    before = parameter.detach().clone()
+    if dist.get_rank() == 3:
+        parameter.data.view(-1)[0] = math.nan
+    return lambda: parameter.data.copy_(before)
+
+
+def _whole_state(trainer):
+    """Copies of everything that a step may change on this rank."""
+    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in trainer.optimizers]
+    states = [state for optimizer in inner for state in optimizer.state.values()]
+    tensors = [tensor for state in states for tensor in state.values()]
+    for chunk in trainer.chunks:
+        tensors += chunk.state_dict().values()
+        tensors += [module.counts for module in chunk.modules() if hasattr(module, "counts")]
+    return [tensor.clone() for tensor in tensors]
+
+
+MIXED_BY_BIAS = "--layers 2 --experts 4 --balance bias"
+
+
+@pytest.mark.parametrize(
+    "flags, names",
+    [
+        ("--dp 2 --tp 2", ["ln_2.bias"]),
+        ("--pp 2 --cp 2 --dtype bf16", ["c_fc.bias"]),
+        ("--zero 1 --dp 2 --tp 2 --sp", ["ln_2.bias"]),
+        (f"--pp 2 --dp 2 --ep 2 {MIXED_BY_BIAS}", ["router.weight", "experts.w_in", "ln_1.bias"]),
+        (f"--tp 2 --dp 2 {MIXED_BY_BIAS} --capacity-factor 2 --dtype bf16", ["router.weight"]),
+        (f"--zero 1 --dp 4 --ep 4 {MIXED_BY_BIAS}", ["router.weight", "wpe.weight"]),
+    ],
+)
+@on_ranks(4)
+def test_a_step_that_is_not_finite_leaves_no_trace_on_any_rank(flags, names):
+    trainer, other = make_trainer(f"{flags} --skip-nonfinite 2"), make_trainer(flags)
+    assert trainer.step(*own_batch(trainer)) == other.step(*own_batch(other))
+    for skipped, name in enumerate(names, 1):
+        undo = _nan_on_rank_3(trainer, name)
+        found = trainer.step(*own_batch(trainer, 1))
+        assert math.isnan(found["loss"]) and found["skipped"] == skipped
+        undo()
+        other.steps_done += 1  # as if there had been no such batch
+        expected = other.step(*own_batch(other, 2))
+        assert trainer.step(*own_batch(trainer, 2)) == expected | {"skipped": skipped}
+        states = _whole_state(trainer), _whole_state(other)
+        assert len(states[0]) > 20 and all(map(torch.equal, *states))
+
+
+@pytest.mark.parametrize(
+    "flags, name",
+    [
+        ("--dp 2 --tp 2", "h.3.mlp.c_fc.weight"),
+        ("--pp 2 --dp 2", "h.3.attn.c_attn.weight"),
+        ("--zero 1 --dp 4 --grad-clip 0", "h.0.ln_1.bias"),
+        ("--dp 4 --ep 4 --layers 2 --experts 4", "h.1.mlp.experts.w_out"),
+    ],
+)
+@on_ranks(4)
+def test_so_many_in_a_row_end_the_training_with_the_gradients_that_are_not_finite(flags, name):
+    trainer, is_sound = make_trainer(f"{flags} --skip-nonfinite 2"), []
+    named = [pair for chunk in trainer.chunks for pair in chunk.named_parameters()]
+    if dist.get_rank() == 3:
+        (parameter,) = [parameter for other, parameter in named if other.endswith(name)]
+        parameter.register_hook(lambda gradient: gradient if is_sound else gradient * math.inf)
+    for sound in (False, True, False):
+        is_sound[:] = [1] * sound
+        assert math.isfinite(trainer.step(*own_batch(trainer))["grad_norm"]) == sound
+    sentence = "step 4 is not finite: loss [0-9.]+, grad norm (nan|inf), lr 2.3[23]e-03; "
+    sentence += f"2 in a row; gradients not finite: transformer.{name}"
+    with pytest.raises(hybrid.TrainingError, match=f"^{sentence}$"):
+        trainer.step(*own_batch(trainer))
+
+
+@on_ranks(1)
+def test_a_skipped_step_is_seen_in_the_log_and_in_the_metrics():
+    args = hybrid.parse_args(f"{FLAGS} --skip-nonfinite 3".split(), 1)
+    data = hybrid.Data(*2 * [np.zeros(9 * BATCH * T + 1, np.uint8)], is_text=False)
+    metrics_file, printed, clip = io.StringIO(), io.StringIO(), hybrid.Trainer.clip_gradients
+    factors = iter([1, math.nan, 1, math.inf, 1])
+    with (
+        patch.object(hybrid.Trainer, "clip_gradients", lambda *args: clip(*args) * next(factors)),
+        patch.object(hybrid, "sample", lambda *arguments: []),
+        redirect_stdout(printed),
+    ):
+        hybrid.train(args, hybrid.make_mesh(), torch.device("cpu"), data, metrics_file)
+    lines = [json.loads(line) for line in metrics_file.getvalue().splitlines()]
+    assert [line["skipped"] for line in lines] == [0, 1, 1, 2, 2]
+    assert [line["grad_norm"] is None for line in lines] == [False, True, False, True, False]
+    ends = [line.split(" MB")[1] for line in printed.getvalue().splitlines()[:STEPS]]
+    assert ends == ["", "  skipped, 1 so far", "", "  skipped, 2 so far", ""]
+
+
 def test_samples_are_shown_as_text_without_control_characters_or_as_numbers():
     assert hybrid.show([*b"a\n\x1b[1m\xff"], is_text=True) == "a\n\ufffd[1m\ufffd"
     assert hybrid.show([97, 256, 50256, 98], is_text=True) == "a\ufffd\ufffdb"
