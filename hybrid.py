@@ -669,8 +669,8 @@ class Trainer:
         norm = get_total_norm(norms, groups=[mesh.pp_group])
         if self.args.grad_clip > 0:
             gradients = [piece for _, piece in pieces.values()]
-            # a nan would make all gradients nan, and skip_step() tells which were
-            clip_grads_with_norm_(gradients, self.args.grad_clip, norm.nan_to_num())
+            norm_or_0 = norm.nan_to_num()  # a nan would spread, and skip_step() tells where it was
+            clip_grads_with_norm_(gradients, self.args.grad_clip, norm_or_0)
         return norm
 
     def local_rows(self):
@@ -712,6 +712,8 @@ def skip_step(trainer, metrics, pieces):
     """
     trainer.skipped += 1
     trainer.skipped_in_a_row += 1
+    for stage in trainer.stages if trainer.args.zero else ():
+        stage.reshard()  # what was gathered may be what was wrong
     if trainer.skipped_in_a_row >= (most := trainer.args.skip_nonfinite):
         found = "loss {loss:.4f}, grad norm {grad_norm:.3f}, lr {lr:.2e}".format(**metrics)
         if most:
@@ -908,6 +910,82 @@ def balance_experts(trainer, tallies):
         layer.router.update_bias(tallies[number][: layer.num_experts])
 
 
+# ---- copies --------------------------------------------------------------------------------------
+
+
+def groups_of_copies(trainer, name, tensor):
+    """The groups whose ranks have the same bits in the parameter, or buffer, of this name.
+
+    Of ZeRO's pieces there are as many copies as --replicate says. Rows of keys and values that some
+    ranks of tp have in common, where tp > kv_heads, are not compared.
+    """
+    mesh, is_piece = trainer.mesh, hasattr(tensor, "whole_shape")
+    if is_expert(name):
+        replicas = mesh.expert_replicate_group if is_piece else mesh.expert_dp_group
+        groups = [replicas, mesh.expert_tp_group]
+    else:
+        groups = [mesh.replicate_group if is_piece else mesh.dp_cp_group]
+        groups += [] if is_sharded(tensor) else [mesh.tp_group]
+    return [group for group in groups if dist.get_world_size(group) > 1]
+
+
+@torch.no_grad()
+def check_replicas(trainer):
+    """Raise TrainingError, on all ranks, unless all copies have the same bits: a machine has erred.
+
+    Compares a sum of each copy, which one flipped bit changes for certain. The host waits for the
+    device once.
+    """
+    sums, of_group, rank = {}, {}, dist.get_rank()
+    for chunk in trainer.chunks:
+        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+            total = sum_of_bits(tensor)
+            groups = groups_of_copies(trainer, name, tensor)
+            # ranks that have copies differ in coordinates of the grid, whose steps add up
+            lowest = rank + sum(dist.get_process_group_ranks(group)[0] - rank for group in groups)
+            sums[name, lowest] = total
+            for group in groups:
+                of_group.setdefault(group, []).append(total)
+    different = torch.zeros((), dtype=torch.int64, device=trainer.device)
+    for group, own in of_group.items():
+        own = torch.stack(own)
+        every = own.new_empty(dist.get_world_size(group), len(own))
+        all_gather_single(every, own, group)
+        different += (every != own).sum()
+    all_reduce(different)  # what one group sees, all ranks know
+    if different:
+        every = gather_objects({copy: total.item() for copy, total in sums.items()})
+        raise TrainingError(f"step {trainer.steps_done}: {describe_copies(every)}")
+
+
+def sum_of_bits(tensor):
+    """The sum of the elements read as integers, modulo 2**64."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().view(integers[tensor.itemsize]).sum(dtype=torch.int64)
+
+
+def describe_copies(sums, shown=3):
+    """Which ranks have another copy than most others. sums: {(name, ...): sum} of each rank.
+
+    Under a key, all ranks that have it should have the same sum.
+    """
+    sentences = []
+    for key in dict.fromkeys(key for own in sums for key in own):
+        copies = {rank: own[key] for rank, own in enumerate(sums) if key in own}
+        ((usual, count), *others) = Counter(copies.values()).most_common()
+        odd = [rank for rank in copies if copies[rank] != usual or 2 * count <= len(copies)]
+        if others:
+            rest = [rank for rank in copies if rank not in odd]
+            where = f"from the copies of {_ranks(rest)}" if rest else "between them"
+            sentences.append(f"{_ranks(odd)}: {key[0]} differs {where}")
+    more = [f"{len(sentences) - shown} more"] if len(sentences) > shown else []
+    return "; ".join(sentences[:shown] + more)
+
+
+def _ranks(ranks):
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 # ---- loop ----------------------------------------------------------------------------------------
 
 
@@ -925,6 +1003,8 @@ def train(args, mesh, device, data, metrics_file=None, trace_file=None):
         rows = trainer.local_rows()
         batch = data.batch(step, args.batch_size, args.seq_len, args.seed, rows)
         metrics = {"step": step + 1, **trainer.step(*batch)}
+        if args.check_replicas and trainer.steps_done % args.check_replicas == 0:
+            check_replicas(trainer)
         metrics["tokens_per_s"] = args.batch_size * args.seq_len / (time.perf_counter() - began)
         metrics["memory_mb"] = peak_memory_mb(device)
         if rank == 0:
@@ -1458,6 +1538,7 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("weight_decay", float, 0.1, FACTOR, "of matrices"),
     ("grad_clip", float, 1.0, FACTOR, "largest norm of the gradient; 0 does not clip"),
     ("skip_nonfinite", int, 0, COUNT, "skip a step that is not finite; so many in a row end all"),
+    ("check_replicas", int, 0, COUNT, "compare the bits of copies of weights every so many steps"),
     ("seed", int, 0, COUNT, "of weights, batches and dropout"),
     ("dtype", ("fp32", "bf16"), "fp32", None, "bf16: all but the optimizer's copy and gradients"),
     ("tf32", bool, False, None, "fp32 products in TensorFloat-32, on a GPU"),
@@ -1537,6 +1618,9 @@ RULES = {  # how to say what is wrong, and whether it is; a rule may count on th
         a.experts and a.seq_len // a.cp % a.tp
     ),
     "{vocab_size} is less than {tp}": lambda a: a.vocab_size < a.tp,
+    "{check_replicas} has no copies to compare with {zero}, {replicate} and {tp}": lambda a: (
+        a.check_replicas and a.zero and a.replicate * a.tp == 1
+    ),
     "{batch_size} is not divisible by {dp} x {microbatches}": lambda a: (
         a.batch_size % (a.dp * a.microbatches)
     ),

@@ -1179,20 +1179,19 @@ def test_what_is_not_finite_stops_every_rank_alike(flags):
 
 
 def _nan_on_rank_3(trainer, name):
-    """Set its last parameter of that name to nan; returns how to undo that."""
+    """Set an element of its last parameter of that name to nan; returns how to undo that."""
+    if dist.get_rank() < 3:
+        return lambda: None
     named = [pair for chunk in trainer.chunks for pair in chunk.named_parameters()]
-    parameter = [parameter for other, parameter in named if other.endswith(name)][-1]
+    parameter = [p for other, p in named if other.endswith(name) and p.numel()][-1]
     before = parameter.detach().clone()
-    if dist.get_rank() == 3:
-        parameter.data.view(-1)[0] = math.nan
+    parameter.data.view(-1)[0] = math.nan
     return lambda: parameter.data.copy_(before)
 
 
 def _whole_state(trainer):
     """Copies of everything that a step may change on this rank."""
-    inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in trainer.optimizers]
-    states = [state for optimizer in inner for state in optimizer.state.values()]
-    tensors = [tensor for state in states for tensor in state.values()]
+    tensors = [x for state in trainer.optimizer.state.values() for x in state.values()]
     for chunk in trainer.chunks:
         tensors += chunk.state_dict().values()
         tensors += [module.counts for module in chunk.modules() if hasattr(module, "counts")]
@@ -1205,12 +1204,13 @@ MIXED_BY_BIAS = "--layers 2 --experts 4 --balance bias"
 @pytest.mark.parametrize(
     "flags, names",
     [
-        ("--dp 2 --tp 2", ["ln_2.bias"]),
-        ("--pp 2 --cp 2 --dtype bf16", ["c_fc.bias"]),
-        ("--zero 1 --dp 2 --tp 2 --sp", ["ln_2.bias"]),
-        (f"--pp 2 --dp 2 --ep 2 {MIXED_BY_BIAS}", ["router.weight", "experts.w_in", "ln_1.bias"]),
-        (f"--tp 2 --dp 2 {MIXED_BY_BIAS} --capacity-factor 2 --dtype bf16", ["router.weight"]),
-        (f"--zero 1 --dp 4 --ep 4 {MIXED_BY_BIAS}", ["router.weight", "wpe.weight"]),
+        ("--dp 2 --tp 2 --zero 0", ["ln_2.bias"]),
+        ("--dp 4 --replicate 2 --zero 3 --dtype bf16", ["weight"]),
+        ("--pp 2 --cp 2 --dtype bf16 --zero 0", ["c_fc.bias"]),
+        ("--zero 1 --dp 2 --tp 2 --sp", ["weight"]),
+        (f"--zero 0 --pp 2 --dp 2 --ep 2 {MIXED_BY_BIAS}", ["router.weight", "experts.w_in"]),
+        (f"--zero 0 --tp 2 --dp 2 {MIXED_BY_BIAS} --dtype bf16", ["router.weight"]),
+        (f"--zero 2 --dp 4 --ep 2 {MIXED_BY_BIAS}", ["weight", "experts.w_out"]),
     ],
 )
 @on_ranks(4)
@@ -1232,19 +1232,23 @@ def test_a_step_that_is_not_finite_leaves_no_trace_on_any_rank(flags, names):
 @pytest.mark.parametrize(
     "flags, name",
     [
-        ("--dp 2 --tp 2", "h.3.mlp.c_fc.weight"),
-        ("--pp 2 --dp 2", "h.3.attn.c_attn.weight"),
-        ("--zero 1 --dp 4 --grad-clip 0", "h.0.ln_1.bias"),
-        ("--dp 4 --ep 4 --layers 2 --experts 4", "h.1.mlp.experts.w_out"),
+        ("--zero 0 --dp 2 --tp 2", "h.3.mlp.c_fc.weight"),
+        ("--zero 0 --pp 2 --dp 2", "h.3.attn.c_attn.weight"),
+        ("--zero 1 --dp 4 --grad-clip 0", "h.0.mlp.c_proj.weight"),
+        ("--zero 0 --dp 4 --ep 4 --layers 2 --experts 4", "h.1.mlp.experts.w_out"),
     ],
 )
 @on_ranks(4)
 def test_so_many_in_a_row_end_the_training_with_the_gradients_that_are_not_finite(flags, name):
     trainer, is_sound = make_trainer(f"{flags} --skip-nonfinite 2"), []
     named = [pair for chunk in trainer.chunks for pair in chunk.named_parameters()]
-    if dist.get_rank() == 3:
-        (parameter,) = [parameter for other, parameter in named if other.endswith(name)]
-        parameter.register_hook(lambda gradient: gradient if is_sound else gradient * math.inf)
+    (parameter,) = [parameter for other, parameter in named if other.endswith(name)] or [None]
+    factor = lambda: 1 if is_sound or dist.get_rank() < 3 else math.inf
+    if trainer.args.zero:  # a hook is refused; pieces are summed already
+        compute = trainer.forward_backward
+        trainer.forward_backward = lambda *b: (compute(*b), parameter.grad.mul_(factor()))[0]
+    elif parameter is not None:  # on this stage
+        parameter.register_hook(lambda gradient: gradient * factor())
     for sound in (False, True, False):
         is_sound[:] = [1] * sound
         assert math.isfinite(trainer.step(*own_batch(trainer))["grad_norm"]) == sound
@@ -1255,12 +1259,13 @@ def test_so_many_in_a_row_end_the_training_with_the_gradients_that_are_not_finit
 
 
 @on_ranks(1)
-def test_a_skipped_step_is_seen_in_the_log_and_in_the_metrics():
-    args = hybrid.parse_args(f"{FLAGS} --skip-nonfinite 3".split(), 1)
+def test_a_skipped_step_is_in_the_log_and_in_the_metrics_and_copies_are_compared_after_it():
+    args = hybrid.parse_args(f"{FLAGS} --skip-nonfinite 3 --check-replicas 2".split(), 1)
     data = hybrid.Data(*2 * [np.zeros(9 * BATCH * T + 1, np.uint8)], is_text=False)
     metrics_file, printed, clip = io.StringIO(), io.StringIO(), hybrid.Trainer.clip_gradients
-    factors = iter([1, math.nan, 1, math.inf, 1])
+    factors, checked = iter([1, math.nan, 1, math.inf, 1]), []
     with (
+        patch.object(hybrid, "check_replicas", lambda trainer: checked.append(trainer.steps_done)),
         patch.object(hybrid.Trainer, "clip_gradients", lambda *args: clip(*args) * next(factors)),
         patch.object(hybrid, "sample", lambda *arguments: []),
         redirect_stdout(printed),
@@ -1270,7 +1275,77 @@ def test_a_skipped_step_is_seen_in_the_log_and_in_the_metrics():
     assert [line["skipped"] for line in lines] == [0, 1, 1, 2, 2]
     assert [line["grad_norm"] is None for line in lines] == [False, True, False, True, False]
     ends = [line.split(" MB")[1] for line in printed.getvalue().splitlines()[:STEPS]]
+    assert checked == [2, 4]
     assert ends == ["", "  skipped, 1 so far", "", "  skipped, 2 so far", ""]
+
+
+def _flip(trainer, rank, name, bit):
+    """Flip a bit of one element on that rank."""
+    tensors = [pair for chunk in trainer.chunks for pair in chunk.named_parameters()]
+    tensors += [pair for chunk in trainer.chunks for pair in chunk.named_buffers()]
+    if dist.get_rank() == rank:
+        (tensor,) = [tensor.data for other, tensor in tensors if other.endswith(name)]
+        element = tensor.view(torch.int32).view(-1)[len(tensor) // 2]
+        element ^= -(2**31) if bit == 31 else 1 << bit
+
+
+FLIPS = """processes | flags | rank | parameter | who is named
+2 | --dp 2 --zero 0 | 1 | h.1.mlp.c_fc.weight | ranks 0, 1: between them
+3 | --dp 3 --zero 0 | 2 | h.1.mlp.c_fc.weight | rank 2: from the copies of ranks 0, 1
+3 | --cp 3 --zero 0 | 0 | wte.weight | rank 0: from the copies of ranks 1, 2
+2 | --tp 2 | 1 | ln_f.weight | ranks 0, 1: between them
+2 | --tp 2 --sp | 0 | h.0.attn.c_proj.bias | ranks 0, 1: between them
+4 | --dp 2 --tp 2 --zero 0 | 3 | h.0.ln_1.weight | rank 3: from the copies of ranks 0, 1, 2
+4 | --dp 2 --tp 2 --zero 0 | 3 | h.0.attn.c_attn.weight | ranks 1, 3: between them
+4 | --zero 1 --dp 2 --tp 2 | 3 | h.1.mlp.c_proj.bias | ranks 2, 3: between them
+4 | --zero 3 --dp 4 --replicate 2 | 2 | wte.weight | ranks 0, 2: between them
+3 | --zero 2 --dp 3 --replicate 3 | 1 | wte.weight | rank 1: from the copies of ranks 0, 2
+4 | --pp 2 --dp 2 --zero 0 | 3 | ln_f.weight | ranks 2, 3: between them
+4 | --zero 0 --dp 4 --ep 2 EXPERTS | 3 | h.0.mlp.experts.w_in | ranks 1, 3: between them
+4 | --dp 4 --ep 2 EXPERTS | 2 | h.0.mlp.router.bias | rank 2: from the copies of ranks 0, 1, 3
+6 | --dp 3 --tp 2 --ep 3 EXPERTS | 4 | h.1.mlp.experts.w_out | ranks 4, 5: between them
+4 | --dp 4 --ep 2 --replicate 2 EXPERTS | 2 | h.1.mlp.experts.w_in | ranks 0, 2: between them
+"""
+
+
+@pytest.mark.parametrize("line", FLIPS.splitlines()[1:])
+@on_ranks(lambda line: int(line.split(" | ")[0]))
+def test_one_flipped_bit_is_found_and_its_rank_named_on_all_ranks(line):
+    _, flags, rank, name, named = line.split(" | ")
+    flags = flags.replace("EXPERTS", "--experts 6 --balance bias") + " --layers 2"
+    trainer = make_trainer(f"{flags} --batch-size 24")
+    inputs, targets = (torch.cat([tokens, tokens[:8]]) for tokens in batch(0))
+    own = trainer.local_rows()
+    trainer.step(inputs[own], targets[own])
+    hybrid.check_replicas(trainer)
+    named = named.replace(": ", f": (transformer.)?{name} differs ")
+    for bit in (0, 22, 30, 31):
+        _flip(trainer, int(rank), name, bit)
+        with pytest.raises(hybrid.TrainingError, match=f"^step 1: {named}$"):
+            hybrid.check_replicas(trainer)
+        _flip(trainer, int(rank), name, bit)
+    hybrid.check_replicas(trainer)
+
+
+@on_ranks(3)
+def test_copies_stay_different_through_a_step_and_nan_is_compared_by_its_bits():
+    trainer = make_trainer("--zero 0 --dp 3 --layers 2 --batch-size 15")
+    inputs, targets = (tokens[:15][trainer.local_rows()] for tokens in batch(0))
+    weights = [p.data for p in trainer.chunks[0].parameters()]
+    for weight in [weight for weight in weights if weight.any()][:5]:
+        weight.view(torch.int32).view(-1)[1] ^= (1 << 20) * (dist.get_rank() == 1)
+    trainer.step(inputs, targets)
+    message = r"^step 1: rank 1: transformer.wte.weight differs from the copies of ranks 0, 2; "
+    with pytest.raises(hybrid.TrainingError, match=f"{message}.*; 2 more$"):
+        hybrid.check_replicas(trainer)
+    for weight in weights:
+        weight.fill_(math.nan)
+    with _Reads() as reads:
+        hybrid.check_replicas(trainer)
+    assert reads.names == ["__bool__"]
+    _flip(trainer, 2, "ln_f.bias", 3)  # not a number of another kind
+    with pytest.raises(hybrid.TrainingError, match="^step 1: rank 2: transformer.ln_f.bias"):
+        hybrid.check_replicas(trainer)
 
 
 def test_samples_are_shown_as_text_without_control_characters_or_as_numbers():
@@ -1426,6 +1501,9 @@ is less than the 6 stages of --schedule interleaved --pp 2 --microbatches 2 --ch
 1 | --timeout 0 | --timeout 0 must be at least 1 and at most 10**6
 1 | --timeout 1000000000000000 | --timeout 1000000000000000 must be at least 1 and at most 10**6
 2 | --batch-size 6 --microbatches 2 | --batch-size 6 is not divisible by --dp 2 x --microbatches 2
+2 | --check-replicas 3 | \
+--check-replicas 3 has no copies to compare with --zero 1, --replicate 1 and --tp 1
+1 | --skip-nonfinite -1 | --skip-nonfinite -1 must not be negative
 1 | --layers 0 | --layers 0 must be at least 1
 1 | --tp 0 | --tp 0 must be at least 1
 1 | --pp 0 | --pp 0 must be at least 1
