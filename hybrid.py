@@ -48,6 +48,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,7 +75,7 @@ from sequence_parallel import (
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, ShardedRandomState,
     VocabParallelEmbedding, attention, gather_shards, is_sharded, mark_partial, parallel_linear,
-    shard_sizes, sum_partial_gradients, unique_ranges, vocab_parallel_cross_entropy,
+    sum_partial_gradients, unique_ranges, vocab_parallel_cross_entropy,
 )
 from zero import FullyShardedDataParallel
 
@@ -230,6 +231,14 @@ def ranks_per_node(ranks, local_world_size):
     return counts.pop() if len(counts) == 1 else 1
 
 
+def spans_nodes(tp, local_world_sizes):
+    """Whether some ranks of tp do not share a node, which has local_world_sizes[rank] ranks."""
+    nodes, ranks = [], range(0, len(local_world_sizes), tp)
+    while len(nodes) < len(local_world_sizes):
+        nodes += [len(nodes)] * local_world_sizes[len(nodes)]
+    return any(nodes[rank] != nodes[rank + tp - 1] for rank in ranks)
+
+
 # ---- model ---------------------------------------------------------------------------------------
 
 
@@ -360,7 +369,7 @@ class GPT(nn.Module):
             )
         self.transformer["h"] = nn.ModuleDict(
             (str(i), block(moe=moe if config.has_experts(i) else None))
-            for i in layers_of(stage, num_stages, config.layers)
+            for i in layers_of(stage, num_stages, config)
         )
         if self.last:
             self.transformer["ln_f"] = _replicated(nn.LayerNorm(config.hidden), config)
@@ -402,10 +411,50 @@ class GPT(nn.Module):
         return self.transformer["wte"].weight if self.first else self.lm_head.weight
 
 
-def layers_of(stage, num_stages, layers):
-    """The layers of a stage, as even as can be: the first stages have the remainder."""
-    sizes = shard_sizes(layers, num_stages)
-    return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
+def layers_of(stage, num_stages, config):
+    """The layers of a stage, so that the most expensive one costs as little as can be.
+
+    Products count, of the layers and of the head, which the last stage has. The embedding has none:
+    what it costs is memory, for which the first stages get fewer layers where that is no slower.
+    Stages are balanced, also where a rank has two of them.
+    """
+    costs = [layer_flops(config, layer) for layer in range(config.layers)]
+    costs[-1] += 3 * 2 * config.hidden * config.vocab_size
+    begin, end = cheapest_cuts(costs, num_stages)[stage : stage + 2]
+    return range(begin, end)
+
+
+def layer_flops(config, layer):
+    """Of a layer in a step, per token: a forward, and twice that in backward.
+
+    Matrices cost 2 per weight that a token uses, about 24 h^2; scores and their use 4 s h.
+    """
+    h, F, kv_heads = config.hidden, config.mlp_width, config.kv_heads or config.heads
+    weights = 2 * h * h + 2 * h * h * kv_heads // config.heads + 2 * h * F
+    if config.has_experts(layer):
+        weights += 2 * h * F * (config.top_k + config.shared_experts - 1) + h * config.experts
+    passes = 4 if config.recompute == "full" else 3
+    return passes * (2 * weights + 4 * config.seq_len * h)
+
+
+def cheapest_cuts(costs, parts):
+    """The places [0, ..., len(costs)] between runs of a list, none empty, whose sums are smallest.
+
+    First the largest sum is as small as can be, then the second, and so on; of equals the runs in
+    front are the shortest.
+    """
+    sums = [0, *accumulate(costs)]
+    best = {0: ([], [0])}  # {length: (sums of its runs, largest first, their places)}
+    for left in reversed(range(parts)):  # runs to come
+        best = {
+            end: min(
+                (sorted([*found, sums[end] - sums[cuts[-1]]], reverse=True), [*cuts, end])
+                for found, cuts in best.values()
+                if cuts[-1] < end
+            )
+            for end in range(parts - left, len(costs) - left + 1)
+        }
+    return best[len(costs)][1]
 
 
 def _replicated(module, config):
@@ -477,6 +526,8 @@ class Trainer:
     pipeline, evaluation: run the stages over a batch, with backward and without.
     """
 
+    skipped = skipped_in_a_row = 0  # steps, which were not finite
+
     def __init__(self, args, mesh, device):
         self.args, self.mesh, self.device, self.steps_done = args, mesh, device, 0
         sizes = {field.name: getattr(args, field.name, None) for field in fields(GPTConfig)}
@@ -503,26 +554,29 @@ class Trainer:
     def step(self, inputs, targets):
         """One optimizer step on this rank's rows of the batch, (B/dp, T) each.
 
-        Returns the global loss, the gradient norm before clipping, the learning rate, and what
-        expert_metrics() has. Raises TrainingError, on all ranks, for tokens outside the vocabulary
-        and where the loss or the norm is not finite; weights are then those of before.
+        Returns the global loss, the gradient norm before clipping, the learning rate, the number of
+        steps skipped so far, and what expert_metrics() has. Raises TrainingError, on all ranks, for
+        tokens outside the vocabulary and where skip_step() does; weights are then those of before.
         """
         args = self.args
         rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
         found = self.forward_backward(inputs, targets)
-        norm = self.clip_gradients(self.gradient_pieces())
+        pieces = self.gradient_pieces()
+        norm = self.clip_gradients(pieces)
         tallies = sum_tallies(self)
         of_experts = expert_metrics(args, tallies)
         # the one time that the host waits for the device
         numbers = torch.stack([*found, norm, *of_experts.values()])
         loss, num_outside, norm, *loads = numbers.tolist()
         refuse_outside(self, num_outside, inputs, targets)
-        if not math.isfinite(loss + norm):
-            found = f"loss {loss:.4f}, grad norm {norm:.3f}, lr {rate:.2e}"
-            raise TrainingError(f"step {self.steps_done + 1} is not finite: {found}")
-        self.update(rate, tallies)
+        metrics = {"loss": loss, "grad_norm": norm, "lr": rate}
+        if math.isfinite(loss + norm):
+            self.update(rate, tallies)
+            self.skipped_in_a_row = 0
+        else:
+            skip_step(self, metrics, pieces)
         self.steps_done += 1
-        return {"loss": loss, "grad_norm": norm, "lr": rate, **dict(zip(of_experts, loads))}
+        return metrics | {"skipped": self.skipped, **dict(zip(of_experts, loads))}
 
     def forward_backward(self, inputs, targets):
         """Leave the summed gradients in .grad, of whole parameters or pieces; returns as run()."""
@@ -615,7 +669,8 @@ class Trainer:
         norm = get_total_norm(norms, groups=[mesh.pp_group])
         if self.args.grad_clip > 0:
             gradients = [piece for _, piece in pieces.values()]
-            clip_grads_with_norm_(gradients, self.args.grad_clip, norm)
+            norm_or_0 = norm.nan_to_num()  # a nan would spread, and skip_step() tells where it was
+            clip_grads_with_norm_(gradients, self.args.grad_clip, norm_or_0)
         return norm
 
     def local_rows(self):
@@ -647,6 +702,32 @@ def refuse_outside(trainer, number, inputs, targets):
         where = f"--data {trainer.args.data}: " if trainer.args.data else ""
         vocabulary = f"--vocab-size {trainer.config.vocab_size}"
         raise TrainingError(f"{where}token {largest} is outside {vocabulary}")
+
+
+def skip_step(trainer, metrics, pieces):
+    """Leave out a step that is not finite: nothing moves but the learning rate's schedule.
+
+    pieces: what gradient_pieces() returned. Raises TrainingError, on all ranks, if it is one too
+    many in a row.
+    """
+    trainer.skipped += 1
+    trainer.skipped_in_a_row += 1
+    for stage in trainer.stages if trainer.args.zero else ():
+        stage.reshard()  # what was gathered may be what was wrong
+    if trainer.skipped_in_a_row >= (most := trainer.args.skip_nonfinite):
+        found = "loss {loss:.4f}, grad norm {grad_norm:.3f}, lr {lr:.2e}".format(**metrics)
+        if most:
+            found += f"; {most} in a row; gradients not finite: {_not_finite(trainer, pieces)}"
+        raise TrainingError(f"step {trainer.steps_done + 1} is not finite: {found}")
+
+
+def _not_finite(trainer, pieces, shown=8):
+    """The parameters whose gradients are not finite on some rank, in words. Collective."""
+    named = [pair for chunk in trainer.chunks for pair in chunk.named_parameters()]
+    own = [name for name, parameter in named if not pieces[parameter][1].isfinite().all()]
+    names = list(dict.fromkeys(sum(gather_objects(own), [])))
+    others = [f"{len(names) - shown} more"] if len(names) > shown else []
+    return ", ".join(names[:shown] + others) or "none"
 
 
 def learning_rate(step, steps, warmup, peak):
@@ -829,6 +910,82 @@ def balance_experts(trainer, tallies):
         layer.router.update_bias(tallies[number][: layer.num_experts])
 
 
+# ---- copies --------------------------------------------------------------------------------------
+
+
+def groups_of_copies(trainer, name, tensor):
+    """The groups whose ranks have the same bits in the parameter, or buffer, of this name.
+
+    Of ZeRO's pieces there are as many copies as --replicate says. Rows of keys and values that some
+    ranks of tp have in common, where tp > kv_heads, are not compared.
+    """
+    mesh, is_piece = trainer.mesh, hasattr(tensor, "whole_shape")
+    if is_expert(name):
+        replicas = mesh.expert_replicate_group if is_piece else mesh.expert_dp_group
+        groups = [replicas, mesh.expert_tp_group]
+    else:
+        groups = [mesh.replicate_group if is_piece else mesh.dp_cp_group]
+        groups += [] if is_sharded(tensor) else [mesh.tp_group]
+    return [group for group in groups if dist.get_world_size(group) > 1]
+
+
+@torch.no_grad()
+def check_replicas(trainer):
+    """Raise TrainingError, on all ranks, unless all copies have the same bits: a machine has erred.
+
+    Compares a sum of each copy, which one flipped bit changes for certain. The host waits for the
+    device once.
+    """
+    sums, of_group, rank = {}, {}, dist.get_rank()
+    for chunk in trainer.chunks:
+        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+            total = sum_of_bits(tensor)
+            groups = groups_of_copies(trainer, name, tensor)
+            # ranks that have copies differ in coordinates of the grid, whose steps add up
+            lowest = rank + sum(dist.get_process_group_ranks(group)[0] - rank for group in groups)
+            sums[name, lowest] = total
+            for group in groups:
+                of_group.setdefault(group, []).append(total)
+    different = torch.zeros((), dtype=torch.int64, device=trainer.device)
+    for group, own in of_group.items():
+        own = torch.stack(own)
+        every = own.new_empty(dist.get_world_size(group), len(own))
+        all_gather_single(every, own, group)
+        different += (every != own).sum()
+    all_reduce(different)  # what one group sees, all ranks know
+    if different:
+        every = gather_objects({copy: total.item() for copy, total in sums.items()})
+        raise TrainingError(f"step {trainer.steps_done}: {describe_copies(every)}")
+
+
+def sum_of_bits(tensor):
+    """The sum of the elements read as integers, modulo 2**64."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().view(integers[tensor.itemsize]).sum(dtype=torch.int64)
+
+
+def describe_copies(sums, shown=3):
+    """Which ranks have another copy than most others. sums: {(name, ...): sum} of each rank.
+
+    Under a key, all ranks that have it should have the same sum.
+    """
+    sentences = []
+    for key in dict.fromkeys(key for own in sums for key in own):
+        copies = {rank: own[key] for rank, own in enumerate(sums) if key in own}
+        ((usual, count), *others) = Counter(copies.values()).most_common()
+        odd = [rank for rank in copies if copies[rank] != usual or 2 * count <= len(copies)]
+        if others:
+            rest = [rank for rank in copies if rank not in odd]
+            where = f"from the copies of {_ranks(rest)}" if rest else "between them"
+            sentences.append(f"{_ranks(odd)}: {key[0]} differs {where}")
+    more = [f"{len(sentences) - shown} more"] if len(sentences) > shown else []
+    return "; ".join(sentences[:shown] + more)
+
+
+def _ranks(ranks):
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 # ---- loop ----------------------------------------------------------------------------------------
 
 
@@ -846,15 +1003,18 @@ def train(args, mesh, device, data, metrics_file=None, trace_file=None):
         rows = trainer.local_rows()
         batch = data.batch(step, args.batch_size, args.seq_len, args.seed, rows)
         metrics = {"step": step + 1, **trainer.step(*batch)}
+        if args.check_replicas and trainer.steps_done % args.check_replicas == 0:
+            check_replicas(trainer)
         metrics["tokens_per_s"] = args.batch_size * args.seq_len / (time.perf_counter() - began)
         metrics["memory_mb"] = peak_memory_mb(device)
         if rank == 0:
             print(
                 "step {step:5d}  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  "
-                "{tokens_per_s:,.0f} tokens/s  {memory_mb:,.0f} MB".format(**metrics),
+                "{tokens_per_s:,.0f} tokens/s  {memory_mb:,.0f} MB".format(**metrics)
+                + (f"  skipped, {trainer.skipped} so far" if trainer.skipped_in_a_row else ""),
                 flush=True,
             )
-            metrics_file = _write(metrics_file, metrics)
+            metrics_file = _write(metrics_file, _without_nan(metrics))
     if args.trace:
         timeline = trainer.pipeline.timeline()
         if rank == 0:
@@ -960,6 +1120,11 @@ def peak_memory_mb(device):
         return torch.cuda.max_memory_allocated(device) / 2**20
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def _without_nan(metrics):
+    """None, which JSON knows, for what is not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def _write(file, value):
@@ -1348,7 +1513,7 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("pp", int, 1, SIZE, "pipeline stages"),
     ("schedule", tuple(SCHEDULES), "1f1b", None, "order of the microbatches in the pipeline"),
     ("chunks", int, 2, SIZE, "of a rank, with --schedule interleaved"),
-    ("microbatches", int, None, SIZE, "microbatches per replica and step (default: pp)"),
+    ("microbatches", int, None, SIZE, "of a replica's step (default: most it allows up to 4 x pp)"),
     ("ep", int, 1, SIZE, "ranks of dp x cp x tp over which the experts are spread"),
     ("ep_nodes", int, 1, SIZE, "on which they lie: a token crosses to each at most once"),
     ("topk_nodes", int, None, SIZE, "that a token may use of these (default: all)"),
@@ -1372,6 +1537,8 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("warmup", int, 20, COUNT, "steps of linear warm-up"),
     ("weight_decay", float, 0.1, FACTOR, "of matrices"),
     ("grad_clip", float, 1.0, FACTOR, "largest norm of the gradient; 0 does not clip"),
+    ("skip_nonfinite", int, 0, COUNT, "skip a step that is not finite; so many in a row end all"),
+    ("check_replicas", int, 0, COUNT, "compare the bits of copies of weights every so many steps"),
     ("seed", int, 0, COUNT, "of weights, batches and dropout"),
     ("dtype", ("fp32", "bf16"), "fp32", None, "bf16: all but the optimizer's copy and gradients"),
     ("tf32", bool, False, None, "fp32 products in TensorFloat-32, on a GPU"),
@@ -1451,6 +1618,9 @@ RULES = {  # how to say what is wrong, and whether it is; a rule may count on th
         a.experts and a.seq_len // a.cp % a.tp
     ),
     "{vocab_size} is less than {tp}": lambda a: a.vocab_size < a.tp,
+    "{check_replicas} has no copies to compare with {zero}, {replicate} and {tp}": lambda a: (
+        a.check_replicas and a.zero and a.replicate * a.tp == 1
+    ),
     "{batch_size} is not divisible by {dp} x {microbatches}": lambda a: (
         a.batch_size % (a.dp * a.microbatches)
     ),
@@ -1497,12 +1667,10 @@ def parse_args(argv, world_size):
     args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
     if args.zero is None:
         args.zero = int(args.dp * args.cp > 1)
-    args.microbatches = args.microbatches or args.pp
     args.kv_heads = args.kv_heads or args.heads
     args.topk_nodes = args.topk_nodes or args.ep_nodes
     args.ffn = args.ffn or 4 * args.hidden
-    rows = args.dp * args.microbatches
-    args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
+    complete_batch(args)
     shown = {name: _shown(name, value) for name, value in vars(args).items()}
     for sentence, is_wrong in RULES.items():
         if is_wrong(args):
@@ -1511,6 +1679,29 @@ def parse_args(argv, world_size):
     if args.generate:
         prompt_tokens(args)
     return args
+
+
+def complete_batch(args):
+    """Choose --batch-size and --microbatches where they are not given.
+
+    A pipeline has at most 4 microbatches a stage: of 1F1B's time the bubble is then a fifth.
+    """
+    most = 4 * args.pp if 1 < args.pp <= args.world_size else 1
+    wanted = (m for m in range(args.pp, most + 1) if _is_defined(args, m))
+    fewest = args.microbatches or next(wanted, args.pp)
+    rows = args.dp * fewest
+    args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
+    own = args.batch_size // args.dp
+    fitting = (m for m in range(most, 0, -1) if own % m == 0 and _is_defined(args, m))
+    args.microbatches = args.microbatches or next(fitting, fewest)
+
+
+def _is_defined(args, microbatches):
+    """Whether the schedule knows this number of microbatches."""
+    with suppress(ValueError):
+        make_schedule(argparse.Namespace(**vars(args) | {"microbatches": microbatches}))
+        return True
+    return False
 
 
 def _deals_out(heads, kv_heads, tp, cp):
@@ -1639,7 +1830,10 @@ def _join(args, device, backend, store, rank, local_world_size):
         device_id=device if backend == "nccl" else None,  # errors come early
     )
     report_stalls(30)
-    if len(set(gather_objects(local_world_size))) > 1:  # nodes are unlike: none is taken for one
+    every = gather_objects(local_world_size)
+    if rank == 0 and spans_nodes(args.tp, every):
+        _complain(f"warning: --tp {args.tp} spans nodes: every layer waits for the links between")
+    if len(set(every)) > 1:  # nodes are unlike: none is taken for one
         local_world_size = 1
     mesh = mesh_of(args, local_world_size)
     if args.collectives == "backend":

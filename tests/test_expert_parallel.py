@@ -297,6 +297,26 @@ def test_a_layer_launches_three_batches_forward_and_two_backward_or_eight_and_fi
     assert (forward, count["batches"] - forward) == expected
 
 
+@pytest.mark.parametrize("poisoned", ["router.weight", "experts.w_in", None])
+@pytest.mark.parametrize("per_node", [0, 2])
+@on_ranks(4)
+def test_what_is_not_finite_and_not_refused_is_dispatched_and_reaches_the_output(
+    per_node, poisoned
+):
+    options = {"n_group": 2, "topk_group": 1, "capacity_factor": 2.0, "balance_coefficient": 0.1}
+    layer = MoE(16, 64, 8, 2, nodes=per_node and _groups(per_node), **options)
+    layer._fault = lambda logits: None
+    x = torch.randn(50, 16, requires_grad=True)
+    if dist.get_rank() == 3:
+        values = dict(layer.named_parameters())[poisoned].data if poisoned else x.data
+        values.view(-1)[::2] = torch.nan
+    y = layer(x)
+    y.sum().backward()
+    reached = torch.tensor([float(y.isnan().any()), float(x.grad.isnan().any())])
+    dist.all_reduce(reached)
+    assert (reached > 0).all()
+
+
 # ---- router --------------------------------------------------------------------------------------
 
 

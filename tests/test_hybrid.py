@@ -222,7 +222,7 @@ EVERY_LAYOUT += [
     (8, "--zero 3 --dp 4 --replicate 2 --pp 2 --schedule zb-v --microbatches 4 --kv-heads 4"),
     (8, "--cp 2 --pp 2 --tp 2 --sp --schedule zb-h1 --microbatches 4"),
     (8, "--cp 2 --pp 2 --dp 2 --schedule dualpipe --microbatches 4 --cp-method ulysses"),
-    # stages of 2, 1 and 1 layers; and of 2, 2, 2, 1, 1
+    # stages of 1, 2 and 1 layers; and of 1, 2, 2, 2, 1
     (3, "--pp 3 --schedule 1f1b --microbatches 4"),
     (1, "--pp 1 --schedule interleaved --chunks 5 --microbatches 2 --layers 8"),
 ]
@@ -505,6 +505,37 @@ def test_every_rank_draws_what_it_holds_and_together_the_same_bits_in_any_layout
     for name, full in state.items():
         name = name.replace("lm_head", "transformer.wte")
         assert torch.equal(full, hybrid.initial_value(name, full.shape, LAYERS, 3)), name
+
+
+def test_no_other_cuts_have_a_smaller_largest_sum():
+    generator = np.random.default_rng(0)
+    for length, parts, highest in itertools.product((1, 4, 7), (1, 2, 3, 7), (1, 3, 50)):
+        costs = generator.integers(1, highest, length, endpoint=True).tolist()
+        every = itertools.combinations(range(1, length), parts - 1)
+        sums = {  # largest first
+            cuts: sorted(map(sum, (costs[i:j] for i, j in itertools.pairwise(cuts))))[::-1]
+            for cuts in ((0, *inner, length) for inner in every)
+        }
+        if parts <= length:  # min() takes the first of equals: that of the shortest first runs
+            assert tuple(hybrid.cheapest_cuts(costs, parts)) == min(sums, key=sums.get)
+
+
+def test_the_head_and_the_experts_count_where_layers_are_cut_into_stages():
+    def sizes(num_stages, **others):
+        config = hybrid.GPTConfig(**others)
+        stages = [hybrid.layers_of(s, num_stages, config) for s in range(num_stages)]
+        assert [i for layers in stages for i in layers] == list(range(config.layers))
+        return [len(layers) for layers in stages]
+
+    llama = {"layers": 126, "hidden": 16384, "heads": 128, "kv_heads": 8, "seq_len": 8192}
+    assert sizes(16, **llama, vocab_size=128256, ffn=53248) == [7, *14 * [8], 7]  # as theirs
+    gpt2 = {"layers": 12, "hidden": 768, "heads": 12, "seq_len": 1024}
+    # the head costs 2 h V, a layer 24 h^2 + 4 s h: 4.5 layers
+    assert sizes(3, **gpt2, vocab_size=50304) == [5, 6, 1]
+    assert sizes(3, **gpt2, vocab_size=50304, recompute="full") == [5, 5, 2]  # 3.4 layers
+    assert sizes(4, **gpt2, vocab_size=1) == 4 * [3]
+    experts = {"experts": 8, "top_k": 4, "moe_every": 6}  # layers 5 and 11 cost 2.6
+    assert sizes(3, **gpt2, vocab_size=1, **experts) == [5, 4, 3]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -940,6 +971,38 @@ def test_a_group_knows_how_many_of_its_ranks_share_a_node(ranks, local_world_siz
     assert hybrid.ranks_per_node(ranks, local_world_size) == expected
 
 
+@pytest.mark.parametrize(
+    "tp, nodes, expected",
+    [
+        (4, [4, 4], False),
+        (2, [4, 4], False),
+        (8, [4, 4], True),
+        (4, [8, 4], False),
+        (4, [2, 4, 2], True),
+        (2, [2, 4, 2], False),
+        (3, [4, 2], True),
+        (1, [1, 1], False),
+    ],
+)
+def test_tp_spans_nodes_where_one_of_its_groups_does(tp, nodes, expected):
+    assert hybrid.spans_nodes(tp, [size for size in nodes for _ in range(size)]) == expected
+
+
+@pytest.mark.parametrize("local_world_sizes", [[4] * 4, [2] * 4, [1, 3, 3, 3]])
+@on_ranks(4)
+def test_rank_0_warns_of_tp_across_nodes_once_and_goes_on(local_world_sizes):
+    said, args = [], hybrid.parse_args(["--tp", "4"], 4)
+    joined = [args, torch.device("cpu"), "gloo", None, dist.get_rank()]
+    with (
+        patch.object(dist, "init_process_group", lambda *_, **__: None),
+        patch.object(hybrid, "report_stalls", lambda seconds: None),
+        patch.object(hybrid, "_complain", said.append),
+    ):
+        hybrid._join(*joined, local_world_sizes[dist.get_rank()])
+    sentence = "warning: --tp 4 spans nodes: every layer waits for the links between"
+    assert said == [sentence] * (dist.get_rank() == 0 and local_world_sizes[0] < 4)
+
+
 @pytest.mark.parametrize("local_world_size, expected", [(None, [2] * 3), (4, [2, 2, 1])])
 @on_ranks(8)
 def test_every_group_of_the_mesh_is_told_its_nodes(local_world_size, expected):
@@ -1116,6 +1179,176 @@ def test_what_is_not_finite_stops_every_rank_alike(flags):
         trainer.step(*own_batch(trainer))
 
 
+def _nan_on_rank_3(trainer, name):
+    """Set an element of its last parameter of that name to nan; returns how to undo that."""
+    if dist.get_rank() < 3:
+        return lambda: None
+    named = [pair for chunk in trainer.chunks for pair in chunk.named_parameters()]
+    parameter = [p for other, p in named if other.endswith(name) and p.numel()][-1]
+    before = parameter.detach().clone()
+    parameter.data.view(-1)[0] = math.nan
+    return lambda: parameter.data.copy_(before)
+
+
+def _whole_state(trainer):
+    """Copies of everything that a step may change on this rank."""
+    tensors = [x for state in trainer.optimizer.state.values() for x in state.values()]
+    for chunk in trainer.chunks:
+        tensors += chunk.state_dict().values()
+        tensors += [module.counts for module in chunk.modules() if hasattr(module, "counts")]
+    return [tensor.clone() for tensor in tensors]
+
+
+MIXED_BY_BIAS = "--layers 2 --experts 4 --balance bias"
+
+
+@pytest.mark.parametrize(
+    "flags, names",
+    [
+        ("--dp 2 --tp 2 --zero 0", ["ln_2.bias"]),
+        ("--dp 4 --replicate 2 --zero 3 --dtype bf16", ["weight"]),
+        ("--pp 2 --cp 2 --dtype bf16 --zero 0", ["c_fc.bias"]),
+        ("--zero 1 --dp 2 --tp 2 --sp", ["weight"]),
+        (f"--zero 0 --pp 2 --dp 2 --ep 2 {MIXED_BY_BIAS}", ["router.weight", "experts.w_in"]),
+        (f"--zero 0 --tp 2 --dp 2 {MIXED_BY_BIAS} --dtype bf16", ["router.weight"]),
+        (f"--zero 2 --dp 4 --ep 2 {MIXED_BY_BIAS}", ["weight", "experts.w_out"]),
+    ],
+)
+@on_ranks(4)
+def test_a_step_that_is_not_finite_leaves_no_trace_on_any_rank(flags, names):
+    trainer, other = make_trainer(f"{flags} --skip-nonfinite 2"), make_trainer(flags)
+    assert trainer.step(*own_batch(trainer)) == other.step(*own_batch(other))
+    for skipped, name in enumerate(names, 1):
+        undo = _nan_on_rank_3(trainer, name)
+        found = trainer.step(*own_batch(trainer, 1))
+        assert math.isnan(found["loss"]) and found["skipped"] == skipped
+        undo()
+        other.steps_done += 1  # as if there had been no such batch
+        expected = other.step(*own_batch(other, 2))
+        assert trainer.step(*own_batch(trainer, 2)) == expected | {"skipped": skipped}
+        states = _whole_state(trainer), _whole_state(other)
+        assert len(states[0]) > 20 and all(map(torch.equal, *states))
+
+
+@pytest.mark.parametrize(
+    "flags, name",
+    [
+        ("--zero 0 --dp 2 --tp 2", "h.3.mlp.c_fc.weight"),
+        ("--zero 0 --pp 2 --dp 2", "h.3.attn.c_attn.weight"),
+        ("--zero 1 --dp 4 --grad-clip 0", "h.0.mlp.c_proj.weight"),
+        ("--zero 0 --dp 4 --ep 4 --layers 2 --experts 4", "h.1.mlp.experts.w_out"),
+    ],
+)
+@on_ranks(4)
+def test_so_many_in_a_row_end_the_training_with_the_gradients_that_are_not_finite(flags, name):
+    trainer, is_sound = make_trainer(f"{flags} --skip-nonfinite 2"), []
+    named = [pair for chunk in trainer.chunks for pair in chunk.named_parameters()]
+    (parameter,) = [parameter for other, parameter in named if other.endswith(name)] or [None]
+    factor = lambda: 1 if is_sound or dist.get_rank() < 3 else math.inf
+    if trainer.args.zero:  # a hook is refused; pieces are summed already
+        compute = trainer.forward_backward
+        trainer.forward_backward = lambda *b: (compute(*b), parameter.grad.mul_(factor()))[0]
+    elif parameter is not None:  # on this stage
+        parameter.register_hook(lambda gradient: gradient * factor())
+    for sound in (False, True, False):
+        is_sound[:] = [1] * sound
+        assert math.isfinite(trainer.step(*own_batch(trainer))["grad_norm"]) == sound
+    sentence = "step 4 is not finite: loss [0-9.]+, grad norm (nan|inf), lr 2.3[23]e-03; "
+    sentence += f"2 in a row; gradients not finite: transformer.{name}"
+    with pytest.raises(hybrid.TrainingError, match=f"^{sentence}$"):
+        trainer.step(*own_batch(trainer))
+
+
+@on_ranks(1)
+def test_a_skipped_step_is_in_the_log_and_in_the_metrics_and_copies_are_compared_after_it():
+    args = hybrid.parse_args(f"{FLAGS} --skip-nonfinite 3 --check-replicas 2".split(), 1)
+    data = hybrid.Data(*2 * [np.zeros(9 * BATCH * T + 1, np.uint8)], is_text=False)
+    metrics_file, printed, clip = io.StringIO(), io.StringIO(), hybrid.Trainer.clip_gradients
+    factors, checked = iter([1, math.nan, 1, math.inf, 1]), []
+    with (
+        patch.object(hybrid, "check_replicas", lambda trainer: checked.append(trainer.steps_done)),
+        patch.object(hybrid.Trainer, "clip_gradients", lambda *args: clip(*args) * next(factors)),
+        patch.object(hybrid, "sample", lambda *arguments: []),
+        redirect_stdout(printed),
+    ):
+        hybrid.train(args, hybrid.make_mesh(), torch.device("cpu"), data, metrics_file)
+    lines = [json.loads(line) for line in metrics_file.getvalue().splitlines()]
+    assert [line["skipped"] for line in lines] == [0, 1, 1, 2, 2]
+    assert [line["grad_norm"] is None for line in lines] == [False, True, False, True, False]
+    ends = [line.split(" MB")[1] for line in printed.getvalue().splitlines()[:STEPS]]
+    assert checked == [2, 4]
+    assert ends == ["", "  skipped, 1 so far", "", "  skipped, 2 so far", ""]
+
+
+def _flip(trainer, rank, name, bit):
+    """Flip a bit of one element on that rank."""
+    tensors = [pair for chunk in trainer.chunks for pair in chunk.named_parameters()]
+    tensors += [pair for chunk in trainer.chunks for pair in chunk.named_buffers()]
+    if dist.get_rank() == rank:
+        (tensor,) = [tensor.data for other, tensor in tensors if other.endswith(name)]
+        element = tensor.view(torch.int32).view(-1)[len(tensor) // 2]
+        element ^= -(2**31) if bit == 31 else 1 << bit
+
+
+FLIPS = """processes | flags | rank | parameter | who is named
+2 | --dp 2 --zero 0 | 1 | h.1.mlp.c_fc.weight | ranks 0, 1: between them
+3 | --dp 3 --zero 0 | 2 | h.1.mlp.c_fc.weight | rank 2: from the copies of ranks 0, 1
+3 | --cp 3 --zero 0 | 0 | wte.weight | rank 0: from the copies of ranks 1, 2
+2 | --tp 2 | 1 | ln_f.weight | ranks 0, 1: between them
+2 | --tp 2 --sp | 0 | h.0.attn.c_proj.bias | ranks 0, 1: between them
+4 | --dp 2 --tp 2 --zero 0 | 3 | h.0.ln_1.weight | rank 3: from the copies of ranks 0, 1, 2
+4 | --dp 2 --tp 2 --zero 0 | 3 | h.0.attn.c_attn.weight | ranks 1, 3: between them
+4 | --zero 1 --dp 2 --tp 2 | 3 | h.1.mlp.c_proj.bias | ranks 2, 3: between them
+4 | --zero 3 --dp 4 --replicate 2 | 2 | wte.weight | ranks 0, 2: between them
+3 | --zero 2 --dp 3 --replicate 3 | 1 | wte.weight | rank 1: from the copies of ranks 0, 2
+4 | --pp 2 --dp 2 --zero 0 | 3 | ln_f.weight | ranks 2, 3: between them
+4 | --zero 0 --dp 4 --ep 2 EXPERTS | 3 | h.0.mlp.experts.w_in | ranks 1, 3: between them
+4 | --dp 4 --ep 2 EXPERTS | 2 | h.0.mlp.router.bias | rank 2: from the copies of ranks 0, 1, 3
+6 | --dp 3 --tp 2 --ep 3 EXPERTS | 4 | h.1.mlp.experts.w_out | ranks 4, 5: between them
+4 | --dp 4 --ep 2 --replicate 2 EXPERTS | 2 | h.1.mlp.experts.w_in | ranks 0, 2: between them
+"""
+
+
+@pytest.mark.parametrize("line", FLIPS.splitlines()[1:])
+@on_ranks(lambda line: int(line.split(" | ")[0]))
+def test_one_flipped_bit_is_found_and_its_rank_named_on_all_ranks(line):
+    _, flags, rank, name, named = line.split(" | ")
+    flags = flags.replace("EXPERTS", "--experts 6 --balance bias") + " --layers 2"
+    trainer = make_trainer(f"{flags} --batch-size 24")
+    inputs, targets = (torch.cat([tokens, tokens[:8]]) for tokens in batch(0))
+    own = trainer.local_rows()
+    trainer.step(inputs[own], targets[own])
+    hybrid.check_replicas(trainer)
+    named = named.replace(": ", f": (transformer.)?{name} differs ")
+    for bit in (0, 22, 30, 31):
+        _flip(trainer, int(rank), name, bit)
+        with pytest.raises(hybrid.TrainingError, match=f"^step 1: {named}$"):
+            hybrid.check_replicas(trainer)
+        _flip(trainer, int(rank), name, bit)
+    hybrid.check_replicas(trainer)
+
+
+@on_ranks(3)
+def test_copies_stay_different_through_a_step_and_nan_is_compared_by_its_bits():
+    trainer = make_trainer("--zero 0 --dp 3 --layers 2 --batch-size 15")
+    inputs, targets = (tokens[:15][trainer.local_rows()] for tokens in batch(0))
+    weights = [p.data for p in trainer.chunks[0].parameters()]
+    for weight in [weight for weight in weights if weight.any()][:5]:
+        weight.view(torch.int32).view(-1)[1] ^= (1 << 20) * (dist.get_rank() == 1)
+    trainer.step(inputs, targets)
+    message = r"^step 1: rank 1: transformer.wte.weight differs from the copies of ranks 0, 2; "
+    with pytest.raises(hybrid.TrainingError, match=f"{message}.*; 2 more$"):
+        hybrid.check_replicas(trainer)
+    for weight in weights:
+        weight.fill_(math.nan)
+    with _Reads() as reads:
+        hybrid.check_replicas(trainer)
+    assert reads.names == ["__bool__"]
+    _flip(trainer, 2, "ln_f.bias", 3)  # not a number of another kind
+    with pytest.raises(hybrid.TrainingError, match="^step 1: rank 2: transformer.ln_f.bias"):
+        hybrid.check_replicas(trainer)
+
+
 def test_samples_are_shown_as_text_without_control_characters_or_as_numbers():
     assert hybrid.show([*b"a\n\x1b[1m\xff"], is_text=True) == "a\n\ufffd[1m\ufffd"
     assert hybrid.show([97, 256, 50256, 98], is_text=True) == "a\ufffd\ufffdb"
@@ -1253,7 +1486,11 @@ ulysses cannot deal out --heads 2 and --kv-heads 2, split by --tp 2, to --cp 2
 2 | --pp 2 --schedule interleaved --chunks 3 | \
 is less than the 6 stages of --schedule interleaved --pp 2 --microbatches 2 --chunks 3
 2 | --pp 2 --schedule interleaved --microbatches 3 | --microbatches 3 --chunks 2: num_micro
-2 | --pp 2 --schedule dualpipe | --schedule dualpipe --pp 2 --microbatches 2: num_stages=2
+2 | --pp 2 --schedule dualpipe --microbatches 2 | --pp 2 --microbatches 2: num_stages=2
+3 | --pp 3 --schedule dualpipe | --schedule dualpipe --pp 3 --microbatches 3: num_stages=3
+2 | --pp 2 --schedule dualpipe --batch-size 5 | \
+--batch-size 5 is not divisible by --dp 1 x --microbatches 4
+2 | --pp 2 --schedule interleaved --batch-size 5 | is not divisible by --dp 1 x --microbatches 2
 1 | --chunks 0 --schedule interleaved | --chunks 0 must be at least 1
 1 | --chunks 3 | --chunks 3 needs --schedule interleaved
 2 | --dp 2 --cp-method ring | --cp-method ring needs --cp of 2 or more
@@ -1265,6 +1502,9 @@ is less than the 6 stages of --schedule interleaved --pp 2 --microbatches 2 --ch
 1 | --timeout 0 | --timeout 0 must be at least 1 and at most 10**6
 1 | --timeout 1000000000000000 | --timeout 1000000000000000 must be at least 1 and at most 10**6
 2 | --batch-size 6 --microbatches 2 | --batch-size 6 is not divisible by --dp 2 x --microbatches 2
+2 | --check-replicas 3 | \
+--check-replicas 3 has no copies to compare with --zero 1, --replicate 1 and --tp 1
+1 | --skip-nonfinite -1 | --skip-nonfinite -1 must not be negative
 1 | --layers 0 | --layers 0 must be at least 1
 1 | --tp 0 | --tp 0 must be at least 1
 1 | --pp 0 | --pp 0 must be at least 1
@@ -1346,6 +1586,39 @@ def test_without_flags_any_number_of_processes_trains_the_same_model():
     for world_size in (1, 2, 3):  # degrees of 1, --sp and --zero are for any number of processes
         degrees = "--tp 1 --pp 1 --cp 1 --ep 1 --sp --zero 1"
         assert hybrid.parse_args(degrees.split(), world_size).dp == world_size
+
+
+DEFAULTS = """processes | flags | microbatches | batch
+1 | | 1 | 16
+3 | --schedule gpipe | 1 | 18
+2 | --pp 2 | 8 | 16
+4 | --pp 4 | 16 | 16
+4 | --pp 2 | 8 | 16
+6 | --pp 2 | 6 | 18
+12 | --pp 4 | 8 | 24
+32 | --pp 16 | 16 | 32
+64 | --pp 8 --tp 2 | 8 | 32
+3 | --pp 3 --layers 3 | 9 | 18
+3 | --pp 3 --layers 6 --schedule interleaved | 9 | 18
+3 | --pp 3 --layers 6 --schedule interleaved --batch-size 12 | 12 | 12
+3 | --pp 3 --layers 6 --schedule interleaved --batch-size 24 | 12 | 24
+2 | --pp 2 --schedule dualpipe | 8 | 16
+2 | --pp 2 --schedule dualpipe --batch-size 12 | 6 | 12
+16 | --pp 8 --schedule dualpipe | 16 | 32
+2 | --pp 2 --schedule zb-v --batch-size 10 | 5 | 10
+2 | --pp 2 --batch-size 1 | 1 | 1
+4 | --pp 2 --batch-size 28 | 7 | 28
+2 | --pp 2 --microbatches 3 | 3 | 18
+2 | --pp 2 --microbatches 20 | 20 | 20
+1 | --batch-size 7 | 1 | 7
+"""
+
+
+@pytest.mark.parametrize("line", DEFAULTS.splitlines()[1:])
+def test_a_pipeline_has_most_microbatches_up_to_four_a_stage_that_its_batch_allows(line):
+    world_size, flags, microbatches, batch_size = line.split("|")
+    args = hybrid.parse_args(f"--layers 32 {flags}".split(), int(world_size))
+    assert (args.microbatches, args.batch_size) == (int(microbatches), int(batch_size))
 
 
 def test_torchrun_takes_no_flag_for_its_own():
