@@ -1154,7 +1154,7 @@ def test_torchrun_and_one_process_write_the_same_metrics_and_a_trace(tmp_path):
         assert all(word in lines[0] for word in ("loss", "grad norm", "lr", "tokens/s", "MB"))
         assert lines[3].startswith("validation loss ") and "---- continuation" in lines
     metrics = [read_metrics(tmp_path / name) for name in ("one", "two")]
-    names = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "memory_mb"}
+    names = {"step", "loss", "grad_norm", "lr", "skipped", "tokens_per_s", "memory_mb"}
     for ours, theirs in zip(*metrics, strict=True):
         assert ours.keys() == theirs.keys() == names
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
