@@ -399,7 +399,7 @@ class BucketedGradients:
         self.options, named = wrapper, wrapper.module.named_parameters()
         self.names = {parameter: name for name, parameter in named if parameter.requires_grad}
         self.reducer = Reducer(lambda bucket: bucket.reduce(wrapper.reduce_dtype))
-        self.reducing, self.ready_order = False, []
+        self.reducing, self.ready_order = False, [] if wrapper.rebuild_buckets else None
         # Backward runs from the last layer to the first, which is the order buckets should fill in.
         self.fill(list(self.names)[::-1])
 
@@ -556,6 +556,8 @@ class DistributedDataParallel(nn.Module):
     groups: {parameter: group} of parameters with fewer replicas, such as an expert's; each a subset
         of process_group's ranks.
     device_ids: for torch's sake: the one GPU that the module is on, or None.
+    rebuild_buckets: if False they stay as they are, so that sums are the same bits in any process
+        that goes on from the same weights.
 
     A copy (copy.deepcopy) trains on its own; only a wrapper of the default group can be pickled.
 
@@ -579,10 +581,12 @@ class DistributedDataParallel(nn.Module):
         wait_in_backward=True,
         groups=None,
         device_ids=None,
+        rebuild_buckets=True,
     ):
         super().__init__()
         self.module, self.process_group, self.reduce_dtype = module, process_group, reduce_dtype
         self.wait_in_backward, self.groups = wait_in_backward, groups or {}
+        self.rebuild_buckets = rebuild_buckets
         self.find_unused_parameters = find_unused_parameters
         self.broadcast_buffers, self.error_if_nonfinite = broadcast_buffers, error_if_nonfinite
         self.gradient_divide_factor, self.bucket_cap_mb = gradient_divide_factor, bucket_cap_mb

@@ -33,10 +33,12 @@ GPU Clusters Using Megatron-LM", 2021.
 
 import argparse
 import hashlib
+import io
 import json
 import math
 import os
 import resource
+import shutil
 import signal
 import sys
 import sysconfig
@@ -44,7 +46,7 @@ import threading
 import time
 import zipfile
 from collections import Counter
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import partial
@@ -58,8 +60,14 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata, MetadataIndex, TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from collectives import (
     ReduceOp, all_gather_single, all_reduce, barrier, broadcast, exchange, gather_from_group,
@@ -514,6 +522,14 @@ class ParallelMoE(MoE):
 class TrainingError(ValueError):
     """What ends the training, raised on all ranks alike."""
 
+    kind, status = "error", 1
+
+
+class Terminated(TrainingError):
+    """What SIGTERM asked for; the exit status is what a shell gives one that it has killed."""
+
+    kind, status = "terminated", 128 + signal.SIGTERM
+
 
 class Trainer:
     """One rank's part of the training.
@@ -539,7 +555,6 @@ class Trainer:
             self.positions = context_positions(args.seq_len, mesh.cp_group)
         put_off, routes = WeightGradStore(), schedule.routes
         self.chunks = make_chunks(args, self.config, mesh, device, routes, self.positions, put_off)
-        seed_dropout(args.seed, mesh)
         named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
         self.dense = [parameter for name, parameter in named if not is_expert(name)]
         self.experts = [parameter for name, parameter in named if is_expert(name)]
@@ -559,6 +574,7 @@ class Trainer:
         tokens outside the vocabulary and where skip_step() does; weights are then those of before.
         """
         args = self.args
+        seed_dropout(args.seed, self.steps_done, self.mesh)
         rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
         found = self.forward_backward(inputs, targets)
         pieces = self.gradient_pieces()
@@ -768,12 +784,13 @@ def make_chunks(args, config, mesh, device, routes, positions, put_off):
     return chunks
 
 
-def seed_dropout(seed, mesh):
-    """Seed masks of dropout: alike over tp where activations are, different over dp, cp and pp.
+def seed_dropout(seed, step, mesh):
+    """Seed a step's masks of dropout: alike over tp where activations are, different elsewhere.
 
-    On the CPU a generator has 32 bits of seed: hashed, those of two --seed do not overlap.
+    They depend on seed, step and layout alone, so a run that is resumed draws the same. On the CPU
+    a generator has 32 bits of seed: hashed, those of two --seed do not overlap.
     """
-    digest = hashlib.sha256(f"{seed} dropout".encode()).digest()
+    digest = hashlib.sha256(f"{seed} dropout {step}".encode()).digest()
     stage, num_stages = rank_and_size(mesh.pp_group)
     number = dist.get_rank(mesh.dp_cp_group) * num_stages + stage
     torch.manual_seed(int.from_bytes(digest[:4], "big") + number)
@@ -793,6 +810,7 @@ def share_out(args, mesh, chunks, dense, experts):
             process_group=mesh.dp_cp_group,
             broadcast_buffers=False,
             gradient_divide_factor=1,  # the loss has its global divisor already
+            rebuild_buckets=False,  # after a restart sums have the same order
             wait_in_backward=False,
             groups=dict.fromkeys(experts, mesh.expert_dp_group),
         )
@@ -850,11 +868,16 @@ class MasterAdamW(torch.optim.AdamW):
             weight.data = weight.to(torch.bfloat16)
 
     @torch.no_grad()
+    def round(self):
+        """Make the parameters what the masters are."""
+        torch._foreach_copy_(self.weights, self.masters)
+
+    @torch.no_grad()
     def step(self):
         for master, weight in zip(self.masters, self.weights):
             master.grad = weight.grad  # the same memory, which zero_grad() zeroes
         super().step()
-        torch._foreach_copy_(self.weights, self.masters)
+        self.round()
 
 
 def mixtures(trainer):
@@ -990,35 +1013,14 @@ def _ranks(ranks):
 
 
 def train(args, mesh, device, data, metrics_file=None, trace_file=None):
-    """The loop: batches, steps, one line per step on rank 0; then validation and a sample.
+    """Steps from the first, or the last checkpoint's, on; then validation and a sample.
 
     Rank 0 may have files for one JSON object per step and for a trace of the last one. Raises
     TrainingError, on all ranks, for what Trainer refuses, and if --export fails.
     """
     rank, trainer = dist.get_rank(), Trainer(args, mesh, device)
-    for step in range(args.steps):
-        if args.trace:
-            barrier()  # the ranks of a traced step begin together
-        began = time.perf_counter()
-        rows = trainer.local_rows()
-        batch = data.batch(step, args.batch_size, args.seq_len, args.seed, rows)
-        metrics = {"step": step + 1, **trainer.step(*batch)}
-        if args.check_replicas and trainer.steps_done % args.check_replicas == 0:
-            check_replicas(trainer)
-        metrics["tokens_per_s"] = args.batch_size * args.seq_len / (time.perf_counter() - began)
-        metrics["memory_mb"] = peak_memory_mb(device)
-        if rank == 0:
-            print(
-                "step {step:5d}  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  "
-                "{tokens_per_s:,.0f} tokens/s  {memory_mb:,.0f} MB".format(**metrics)
-                + (f"  skipped, {trainer.skipped} so far" if trainer.skipped_in_a_row else ""),
-                flush=True,
-            )
-            metrics_file = _write(metrics_file, _without_nan(metrics))
-    if args.trace:
-        timeline = trainer.pipeline.timeline()
-        if rank == 0:
-            _write(trace_file, {"traceEvents": trace_events(timeline, slot=1e6)})
+    with Checkpoints(trainer) if args.checkpoint else nullcontext() as checkpoints:
+        run_steps(trainer, data, checkpoints, metrics_file, trace_file)
     if args.export:
         export(trainer, args.export)
     loss = evaluate(trainer, data)
@@ -1033,6 +1035,8 @@ def train(args, mesh, device, data, metrics_file=None, trace_file=None):
 def generate(args, mesh, device):
     """Continue the prompt of --generate, without training."""
     trainer = Trainer(args, mesh, device)
+    with Checkpoints(trainer) if args.checkpoint else nullcontext():
+        pass  # it has loaded the last one
     continue_prompt(trainer, prompt_tokens(args), args.vocab_size == 256)
 
 
@@ -1043,6 +1047,37 @@ def continue_prompt(trainer, prompt, is_text):
     if dist.get_rank() == 0:
         prompt, tokens = show(prompt, is_text), show(tokens, is_text)
         print(f"---- prompt\n{prompt}\n---- continuation\n{tokens}", flush=True)
+
+
+def run_steps(trainer, data, checkpoints=None, metrics_file=None, trace_file=None):
+    """The loop: batches, steps, one line per step on rank 0."""
+    rank, args = dist.get_rank(), trainer.args
+    steps = range(trainer.steps_done, args.steps)
+    for step in steps:
+        if args.trace:
+            barrier()  # the ranks of a traced step begin together
+        began = time.perf_counter()
+        rows = trainer.local_rows()
+        batch = data.batch(step, args.batch_size, args.seq_len, args.seed, rows)
+        metrics = {"step": step + 1, **trainer.step(*batch)}
+        if args.check_replicas and trainer.steps_done % args.check_replicas == 0:
+            check_replicas(trainer)
+        metrics["tokens_per_s"] = args.batch_size * args.seq_len / (time.perf_counter() - began)
+        metrics["memory_mb"] = peak_memory_mb(trainer.device)
+        if rank == 0:
+            print(
+                "step {step:5d}  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  "
+                "{tokens_per_s:,.0f} tokens/s  {memory_mb:,.0f} MB".format(**metrics)
+                + (f"  skipped, {trainer.skipped} so far" if trainer.skipped_in_a_row else ""),
+                flush=True,
+            )
+            metrics_file = _write(metrics_file, _without_nan(metrics))
+        if checkpoints:
+            checkpoints.after_step()
+    if args.trace and steps:
+        timeline = trainer.pipeline.timeline()
+        if rank == 0:
+            _write(trace_file, {"traceEvents": trace_events(timeline, slot=1e6)})
 
 
 @torch.no_grad()
@@ -1267,13 +1302,7 @@ def initialize(model, value, ep_group=None):
     value(name, shape, first=0): rows `first` and on, of a c_proj columns, in this shape.
     """
     for name, parameter in model.named_parameters():
-        dim, rows = 0, len(parameter)
-        parts = [(0, rows)]  # (first row, rows) in the whole
-        if is_expert(name):
-            parts = [(dist.get_rank(ep_group) * rows, rows)]
-        elif is_sharded(parameter):
-            dim = parameter.shard.dim
-            parts = parameter.shard.rows_of(*rank_and_size(model.tp_group))
+        dim, parts, _ = rows_held(name, parameter, ep_group, model.tp_group)
         name = name.replace("lm_head", "transformer.wte")  # to which it is tied
         for (first, _), part in zip(parts, parameter.split([rows for _, rows in parts], dim)):
             part.copy_(value(name, part.shape, first=first))
@@ -1286,6 +1315,22 @@ def initial_values(args):
     if args.init_from:
         return partial(loaded_value, load_weights(args))
     return partial(initial_value, layers=args.layers, seed=args.seed)
+
+
+def rows_held(name, parameter, ep_group, tp_group):
+    """This rank's part of a parameter: (dim, [(first row in the whole, rows)], rows of the whole).
+
+    Where dim is 1 the rows are columns.
+    """
+    rows = getattr(parameter, "whole_shape", parameter.shape)[0]
+    if is_expert(name):
+        rank, ep = rank_and_size(ep_group)
+        return 0, [(rank * rows, rows)], ep * rows
+    if is_sharded(parameter):
+        shard = parameter.shard
+        parts = shard.rows_of(*rank_and_size(tp_group))
+        return shard.dim, parts, sum(rows for rows, _ in shard.blocks)
+    return 0, [(0, rows)], rows
 
 
 def initial_value(name, shape, layers, seed, first=0):
@@ -1485,6 +1530,351 @@ def export(trainer, path):
                 os.remove(part)
     if fault := max(gather_objects(fault)):
         raise TrainingError(fault)
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+OF_THE_MODEL = (  # flags that a checkpoint and --resume must agree on
+    "layers", "hidden", "ffn", "heads", "kv_heads", "seq_len", "vocab_size",
+    "experts", "top_k", "shared_experts", "balance", "moe_every",
+)  # fmt: skip
+OF_NO_STEP = (  # flags that change nothing that is trained
+    "checkpoint", "save_every", "resume", "metrics", "trace", "export", "generate", "sample",
+    "timeout", "check_replicas",
+)  # fmt: skip
+SKIPPED = "skipped", "skipped_in_a_row"  # numbers that a Trainer goes on with
+KEPT = 2  # checkpoints
+
+
+class Boxes(torch.Tensor):
+    """A tensor of which this rank has some boxes, as torch.distributed.checkpoint asks for them.
+
+    boxes: {place of the first element: view}. No rank has the whole.
+    """
+
+    @staticmethod
+    def __new__(cls, shape, dtype, boxes):
+        whole = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        whole.boxes = boxes
+        return whole
+
+    @classmethod
+    def __torch_dispatch__(cls, function, *_):
+        raise NotImplementedError(f"{function} of {cls}")
+
+    def __create_chunk_list__(self):
+        return [ChunkStorageMetadata(torch.Size(p), box.shape) for p, box in self.boxes.items()]
+
+    def __create_write_items__(self, name, _):
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties(self.dtype), self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index):
+        return self.boxes[index.offset]
+
+
+class Disk(FileSystem):
+    """Where not write() fails but flush(): torch.save() writes from C++, which an error ends."""
+
+    @contextmanager
+    def create_stream(self, path, mode):
+        with Stream(io.FileIO(path, mode)) as stream:
+            yield stream
+
+
+class Stream(io.BufferedWriter):
+    """A file of Disk."""
+
+    fault = None
+
+    def write(self, data):
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.fault = error
+            return len(data)
+
+    def flush(self):
+        if self.fault:
+            raise self.fault
+        super().flush()
+
+
+def boxes_of(shape, begin, end):
+    """The elements begin to end of a flattened tensor as boxes: [(place of the first, sizes)].
+
+    In order: what there is of a row's tail, whole rows, what there is of a row's head.
+    """
+    if len(shape) == 1:
+        return [((begin,), (end - begin,))] if begin < end else []
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row  # whole rows
+    inside = lambda number, begin, end: [
+        ((number, *place), (1, *sizes)) for place, sizes in boxes_of(shape[1:], begin, end)
+    ]
+    if first > last:
+        return inside(last, begin - last * row, end - last * row)
+    whole = ((first, *[0] * len(shape[1:])), (last - first, *shape[1:]))
+    head = inside(first - 1, begin - (first - 1) * row, row) if begin < first * row else []
+    return head + [whole] * (first < last) + inside(last, 0, end - last * row)
+
+
+def boxes_held(flat, first, ranges, shape, dim, parts):
+    """{place in the whole: view} of ranges of a rank's part, of which `flat` begins at `first`.
+
+    shape: of the part; dim, parts: where its rows are, see rows_held().
+    """
+    boxes = {}
+    for begin, end in ranges:
+        for place, sizes in boxes_of(shape, begin, end):
+            begin, row = begin + math.prod(sizes), 0
+            box = flat[begin - math.prod(sizes) - first : begin - first].view(sizes)
+            for start, rows in parts:
+                low, high = max(place[dim], row), min(place[dim] + sizes[dim], row + rows)
+                if low < high:
+                    there = *place[:dim], start + low - row, *place[dim + 1 :]
+                    boxes[there] = box.narrow(dim, low - place[dim], high - low)
+                row += rows
+    return boxes
+
+
+def ranges_to_save(name, parameter, mesh):
+    """Ranges of the flattened part of this rank: those of all ranks are the whole, each once.
+
+    Replicas share out what they have copies of. Where ranks of tp have the same experts, DCP sees
+    that they save the same.
+    """
+    if name == "lm_head.weight":  # a copy of the embedding
+        return []
+    replicas, expert_replicas = mesh.dp_cp_group, mesh.expert_dp_group
+    if hasattr(parameter, "first"):
+        replicas, expert_replicas = mesh.replicate_group, mesh.expert_replicate_group
+    rank, count = rank_and_size(expert_replicas if is_expert(name) else replicas)
+    first, size = getattr(parameter, "first", 0), parameter.numel()
+    begin, end = first + rank * size // count, first + (rank + 1) * size // count
+    ranges = [(begin, end)] if is_expert(name) else unique_ranges(parameter, mesh.tp_group)
+    ranges = [(max(begin, low), min(end, high)) for low, high in ranges]
+    return [(low, high) for low, high in ranges if low < high]
+
+
+def held(trainer, chunk):
+    """Yields (name, parameter, {kind: exact tensor}) of a chunk's parameters, and of its buffers.
+
+    The tensors are this rank's part or, with ZeRO, a flat piece of it that begins at `.first`.
+    """
+    optimizer = trainer.optimizer
+    masters = dict(zip(getattr(optimizer, "weights", []), getattr(optimizer, "masters", [])))
+    for name, parameter in chunk.named_parameters():
+        weight = masters.get(parameter, parameter)
+        moments = {kind: optimizer.state[weight][kind] for kind in ("exp_avg", "exp_avg_sq")}
+        yield name, parameter, {"model": weight.detach()} | moments
+    for name, buffer in chunk.named_buffers():
+        yield name, buffer, {"model": buffer}
+
+
+def state_of(trainer, chunks, to_save):
+    """{kind: {GPT-2's name: Boxes}}: views of what this rank has or, of that, has to save."""
+    mesh, state = trainer.mesh, {"model": {}, "exp_avg": {}, "exp_avg_sq": {}}
+    for name, parameter, tensors in (item for chunk in chunks for item in held(trainer, chunk)):
+        shape = getattr(parameter, "whole_shape", parameter.shape)
+        first = getattr(parameter, "first", 0)
+        ranges = [(first, first + parameter.numel())]
+        if to_save:
+            ranges = ranges_to_save(name, parameter, mesh)
+        dim, parts, rows = rows_held(name, parameter, mesh.ep_group, mesh.tp_group)
+        whole = (*shape[:dim], rows, *shape[dim + 1 :])
+        for kind, tensor in tensors.items() if ranges else ():
+            boxes = boxes_held(tensor.view(-1), first, ranges, shape, dim, parts)
+            tied = name.replace("lm_head", "transformer.wte")
+            state[kind][tied] = Boxes(whole, tensor.dtype, boxes)
+    return state
+
+
+class Checkpoints:
+    """Keeps the checkpoints of a training, while `with` lasts; it begins with the last one.
+
+    A save copies what this rank has to save into host memory, and a thread writes it while training
+    goes on; the next save, and the end, wait for that. A checkpoint is complete once its folder is
+    renamed. Where a save fails rank 0 says so, the checkpoints before are intact, and training goes
+    on. SIGTERM ends the training after a save.
+    """
+
+    def __init__(self, trainer):
+        self.trainer, self.folder = trainer, Path(trainer.args.checkpoint)
+        self.group = dist.new_group(backend="gloo")  # the thread has it to itself
+        self.thread, self.memory, self.saved, self.is_asked = None, {}, None, False
+
+    def __enter__(self):
+        (path, *_) = gather_objects(last_checkpoint(self.folder))
+        if path:
+            self.load(path)
+        else:
+            begin_at(self.trainer.optimizer, 0)  # a first step may be skipped, and saved
+        self.handler = signal.signal(signal.SIGTERM, self.ask)
+        return self
+
+    def ask(self, *_):
+        self.is_asked = True
+
+    def __exit__(self, kind, *_):
+        if kind is None or issubclass(kind, TrainingError):  # else a peer may be dead
+            self.wait()
+        signal.signal(signal.SIGTERM, self.handler)
+
+    def after_step(self):
+        """Save if it is time to. Raises Terminated, on all ranks, once one of them has SIGTERM."""
+        trainer, step = self.trainer, self.trainer.steps_done
+        stop, last = on_any_rank(self.is_asked, trainer.device), step == trainer.args.steps
+        if stop or last or step % (trainer.args.save_every or math.inf) == 0:
+            self.save(step)
+        if stop or last:
+            self.wait()
+            if on_any_rank(self.saved != step, trainer.device):
+                raise TrainingError(f"--checkpoint {self.folder} lacks the last step, {step}")
+        if stop:
+            raise Terminated(f"--checkpoint {self.folder} has step {step}")
+
+    def save(self, step):
+        self.wait()
+        chunks = self.trainer.chunks[:1] if self.trainer.replicated else self.trainer.chunks
+        state = state_of(self.trainer, chunks, to_save=True)
+        for kind, tensors in state.items():
+            for name, whole in tensors.items():
+                for place, box in whole.boxes.items():
+                    key = kind, name, place
+                    if key not in self.memory:
+                        self.memory[key] = torch.empty_like(box, device="cpu")
+                    whole.boxes[place] = self.memory[key].copy_(box)
+        run = vars(self.trainer.args) | {name: getattr(self.trainer, name) for name in SKIPPED}
+        # a daemon: after the death of a peer it may never end
+        self.thread = threading.Thread(target=self.write, args=(state, step, run), daemon=True)
+        self.thread.start()
+
+    def wait(self):
+        if self.thread:
+            self.thread.join()
+
+    def write(self, state, step, run):
+        partial = self.folder / f"step_{step:08d}.partial"
+        try:
+            writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)  # no work for a GPU
+            writer.fs = Disk()
+            dcp.save(state, storage_writer=writer, process_group=self.group)
+            if dist.get_rank() == 0:
+                commit(partial, run)
+            self.saved = step
+        except (Exception, dcp.api.CheckpointException) as error:
+            if dist.get_rank() == 0:
+                _complain(f"error: --checkpoint {partial.with_suffix('')}: {_cause(error)}")
+                shutil.rmtree(partial, ignore_errors=True)
+
+    def load(self, path):
+        """Raises TrainingError, on all ranks, where one cannot read what it needs."""
+        trainer, run = self.trainer, json.loads((path / "run.json").read_text())
+        for name in SKIPPED:
+            setattr(trainer, name, run[name])
+        trainer.steps_done = int(path.name.removeprefix("step_"))
+        begin_at(trainer.optimizer, trainer.steps_done - trainer.skipped)
+        try:
+            for chunk in trainer.chunks:  # in turns: two may have the embedding
+                state = state_of(trainer, [chunk], to_save=False)
+                dcp.load(state, checkpoint_id=path, process_group=self.group)
+        except dcp.api.CheckpointException as error:
+            raise TrainingError(f"--resume: {path}: {_cause(error)}") from None
+        if isinstance(trainer.optimizer, MasterAdamW):
+            trainer.optimizer.round()
+        if dist.get_rank() == 0:
+            print(f"resumed from {path}{changed_flags(run, trainer.args)}", flush=True)
+
+
+def _cause(error):
+    """What went wrong, in a line: of what DCP raises on all ranks, on the first that failed."""
+    failures = getattr(error, "failures", {})
+    text = next((f"rank {rank}: {cause}" for rank, (cause, _) in failures.items()), str(error))
+    return text.strip().splitlines()[0]
+
+
+def changed_flags(run, args):
+    """The flags that differ from those of the run that saved, as text."""
+    changed = []
+    for name, *_ in FLAGS:
+        was, value = run.get(name, getattr(args, name)), getattr(args, name)
+        if name not in OF_NO_STEP and was != value:
+            changed.append(f"{_shown(name, value)} (was {was})")
+    return f"; changed: {', '.join(changed)}" if changed else ""
+
+
+def begin_at(optimizer, step):
+    """Give AdamW the state, yet to be filled, that it has after some steps."""
+    for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+        number = torch.tensor(float(step), dtype=torch.float32, device=weight.device)
+        moments = {kind: torch.zeros_like(weight) for kind in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[weight] = {"step": number} | moments
+
+
+def on_any_rank(condition, device):
+    """Whether it holds on some rank. Collective."""
+    flag = torch.tensor(int(condition), device=device)
+    all_reduce(flag, ReduceOp.MAX)
+    return bool(flag)
+
+
+def commit(partial, run):
+    """Make what all ranks have written a checkpoint, at once; then remove old ones."""
+    (partial / "run.json").write_text(json.dumps(run, indent=4))
+    _sync(partial / "run.json")
+    _sync(partial)
+    partial.rename(partial.with_suffix(""))
+    _sync(partial.parent)
+    for old in complete_checkpoints(partial.parent)[:-KEPT]:
+        old.rename(old.with_suffix(".partial"))  # half of it is no checkpoint
+        shutil.rmtree(old.with_suffix(".partial"), ignore_errors=True)
+
+
+def _sync(path):
+    """Have a file, or a folder's list of them, on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def complete_checkpoints(folder):
+    """Those in a folder, the last step last."""
+    return sorted(path for path in folder.glob("step_*") if path.name[5:].isdecimal())
+
+
+def last_checkpoint(folder):
+    """The last complete one's path, or None."""
+    return next(reversed(complete_checkpoints(folder)), None)
+
+
+def prepare_checkpoints(args):
+    """Make the folder, without what killed saves left; returns the last checkpoint's path, or None.
+
+    For one rank to call. Raises ValueError where it is there without --resume, or of another model,
+    OSError for a folder that cannot be used.
+    """
+    folder = Path(args.checkpoint)
+    folder.mkdir(parents=True, exist_ok=True)
+    for partial in folder.glob("step_*.partial"):
+        shutil.rmtree(partial)
+    last = last_checkpoint(folder)
+    if args.generate and not last:
+        raise ValueError(f"--generate: {folder} has no checkpoint")
+    if last and not args.resume:
+        raise ValueError(f"{last} is there already: --resume, or another --checkpoint")
+    theirs = json.loads((last / "run.json").read_text()) if last else {}
+    for name in OF_THE_MODEL:
+        own, value = getattr(args, name), theirs.get(name, getattr(args, name))
+        if own != value:
+            raise ValueError(f"{_shown(name, own)}, but {last} has {_shown(name, value)}")
+    return last
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -1552,6 +1942,9 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("export", str, None, TEXT, "write the model here, for nanoGPT and Hugging Face's GPT-2"),
     ("generate", str, None, TEXT, "do not train; continue this text, or tokens such as 5,0,7"),
     ("sample", int, 60, COUNT, "tokens that the model writes at the end; 0: none"),
+    ("checkpoint", str, None, None, "keep checkpoints in this folder: the last two"),
+    ("save_every", int, None, SIZE, "steps (default: save at the end, and on SIGTERM)"),
+    ("resume", bool, False, None, "go on from the last checkpoint, if there is one"),
     ("metrics", str, None, None, "write one JSON object per step to this file"),
     ("trace", str, None, None, "write the last step of rank 0's pipeline here, for Perfetto"),
     ("timeout", int, 600, SECONDS, "seconds that a rank waits for another"),
@@ -1561,6 +1954,7 @@ SUBJECTS = {  # flags that mean nothing but in this case
     "--ep-nodes of 2 or more": (lambda a: a.ep_nodes > 1, ["topk_nodes"]),
     "--schedule interleaved": (lambda a: a.schedule == "interleaved", ["chunks"]),
     "--dtype fp32 and a GPU": (lambda a: a.dtype == "fp32" and a.device != "cpu", ["tf32"]),
+    "--checkpoint": (lambda a: a.checkpoint, ["save_every", "resume"]),
     "--experts": (
         lambda a: a.experts > 0,
         ["top_k", "capacity_factor", "shared_experts", "balance", "moe_every"],
@@ -1570,10 +1964,10 @@ SUBJECTS = {  # flags that mean nothing but in this case
         lambda a: a.kv_heads in (None, a.heads),
         ["init_from", "export"],
     ),
-    "--init-from": (lambda a: a.init_from, ["generate"]),
+    "--init-from or --resume": (lambda a: a.init_from or a.resume, ["generate"]),
     "training, not --generate": (
         lambda a: not a.generate,
-        ["export", "data", "data_dtype", "metrics", "trace"],
+        ["export", "data", "data_dtype", "metrics", "trace", "save_every"],
     ),
 }
 RULES = {  # how to say what is wrong, and whether it is; a rule may count on those before it
@@ -1786,7 +2180,7 @@ def main(argv=None):
             load_weights(args)
         data = None if args.generate else load_data(args.data, args.seq_len, args.data_dtype)
         if rank == 0:
-            metrics_file, trace_file = _open_outputs(args, "a" if attempt else "w")
+            metrics_file, trace_file = _open_outputs(args, attempt)
     except (ValueError, OSError) as error:
         fault = str(error)
     if _any_fault(fault, rank, world_size, store):
@@ -1799,19 +2193,22 @@ def main(argv=None):
         else:
             train(args, mesh, device, data, metrics_file, trace_file)
     except TrainingError as error:
-        status = 1
+        status = error.status
         if rank == 0:
-            _complain(f"error: {error}")
+            _complain(f"{error.kind}: {error}")
     barrier()  # nobody closes its connections while another still uses them
     dist.destroy_process_group()
     return status
 
 
-def _open_outputs(args, mode):
+def _open_outputs(args, attempt):
     """The files for metrics and for the trace, where they are asked for; that of --export later."""
+    goes_on = attempt > 0
+    if args.checkpoint and prepare_checkpoints(args):
+        goes_on = True
     if args.export:
         check_export(args.export)
-    metrics_file = args.metrics and open(args.metrics, mode)
+    metrics_file = args.metrics and open(args.metrics, "a" if goes_on else "w")
     return metrics_file, args.trace and open(args.trace, "w")
 
 
@@ -1872,7 +2269,8 @@ def _leave_on_interrupt(rank):
     signal.set_wakeup_fd(signalled)
 
     def leave():
-        os.read(heard, 1)
+        while os.read(heard, 1)[0] != signal.SIGINT:  # others have handlers, too
+            pass
         if rank == 0:
             _complain("interrupted")
         silence = os.open(os.devnull, os.O_WRONLY)

@@ -1537,6 +1537,10 @@ is less than the 6 stages of --schedule interleaved --pp 2 --microbatches 2 --ch
 1 | --data WIDE.bin | WIDE.bin: every other token is 0; is it of --data-dtype uint32?
 1 | --data HALF.bin --data-dtype uint32 | 2002 bytes are no tokens of 4 bytes each
 1 | --data EDGE --data-dtype uint32 | --data-dtype uint32 needs --data with a .bin
+1 | --save-every 2 | --save-every 2 needs --checkpoint
+1 | --resume | --resume needs --checkpoint
+1 | --checkpoint X --save-every 0 | --save-every 0 must be at least 1
+1 | --checkpoint SHORT | File exists: 'SHORT'
 1 | --metrics no/such/folder/log | No such file or directory: 'no/such/folder/log'
 1 | --trace no/such/folder/it | No such file or directory: 'no/such/folder/it'
 """
