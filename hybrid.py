@@ -543,6 +543,7 @@ class Trainer:
     """
 
     skipped = skipped_in_a_row = 0  # steps, which were not finite
+    sigterm = stop = False  # it has come to this rank, and to some rank before a step's end
 
     def __init__(self, args, mesh, device):
         self.args, self.mesh, self.device, self.steps_done = args, mesh, device, 0
@@ -582,8 +583,8 @@ class Trainer:
         tallies = sum_tallies(self)
         of_experts = expert_metrics(args, tallies)
         # the one time that the host waits for the device
-        numbers = torch.stack([*found, norm, *of_experts.values()])
-        loss, num_outside, norm, *loads = numbers.tolist()
+        numbers = torch.stack([*found, norm, told_to_stop(self), *of_experts.values()])
+        loss, num_outside, norm, self.stop, *loads = numbers.tolist()
         refuse_outside(self, num_outside, inputs, targets)
         metrics = {"loss": loss, "grad_norm": norm, "lr": rate}
         if math.isfinite(loss + norm):
@@ -746,6 +747,14 @@ def _not_finite(trainer, pieces, shown=8):
     return ", ".join(names[:shown] + others) or "none"
 
 
+def told_to_stop(trainer):
+    """Whether SIGTERM has come to some rank, on the device; only of a run that keeps checkpoints."""
+    told = torch.full((), float(trainer.sigterm), device=trainer.device)
+    if trainer.args.checkpoint:
+        all_reduce(told, ReduceOp.MAX)
+    return told
+
+
 def learning_rate(step, steps, warmup, peak):
     """Linear warm-up over `warmup` steps, then a cosine down to peak / 10. step counts from 0."""
     if step < warmup:
@@ -838,7 +847,7 @@ def _if_several(group):
 
 
 def make_optimizer(args, parameters):
-    """AdamW, with decay of matrices. Whole parameters become bf16 if asked for; pieces are exact."""
+    """AdamW, with decay of matrices. Whole parameters become bf16 if asked for, pieces do not."""
     is_matrix = lambda parameter: len(getattr(parameter, "whole_shape", parameter.shape)) > 1
     groups = [
         {"params": list(filter(is_matrix, parameters)), "weight_decay": args.weight_decay},
@@ -1706,7 +1715,7 @@ class Checkpoints:
     def __init__(self, trainer):
         self.trainer, self.folder = trainer, Path(trainer.args.checkpoint)
         self.group = dist.new_group(backend="gloo")  # the thread has it to itself
-        self.thread, self.memory, self.saved, self.is_asked = None, {}, None, False
+        self.thread, self.memory, self.saved = None, {}, None
 
     def __enter__(self):
         (path, *_) = gather_objects(last_checkpoint(self.folder))
@@ -1714,11 +1723,9 @@ class Checkpoints:
             self.load(path)
         else:
             begin_at(self.trainer.optimizer, 0)  # a first step may be skipped, and saved
-        self.handler = signal.signal(signal.SIGTERM, self.ask)
+        told = lambda *_: setattr(self.trainer, "sigterm", True)
+        self.handler = signal.signal(signal.SIGTERM, told)
         return self
-
-    def ask(self, *_):
-        self.is_asked = True
 
     def __exit__(self, kind, *_):
         if kind is None or issubclass(kind, TrainingError):  # else a peer may be dead
@@ -1728,14 +1735,14 @@ class Checkpoints:
     def after_step(self):
         """Save if it is time to. Raises Terminated, on all ranks, once one of them has SIGTERM."""
         trainer, step = self.trainer, self.trainer.steps_done
-        stop, last = on_any_rank(self.is_asked, trainer.device), step == trainer.args.steps
-        if stop or last or step % (trainer.args.save_every or math.inf) == 0:
+        is_over = trainer.stop or step == trainer.args.steps
+        if is_over or step % (trainer.args.save_every or math.inf) == 0:
             self.save(step)
-        if stop or last:
+        if is_over:
             self.wait()
-            if on_any_rank(self.saved != step, trainer.device):
+            if any(gather_objects(self.saved != step)):
                 raise TrainingError(f"--checkpoint {self.folder} lacks the last step, {step}")
-        if stop:
+        if trainer.stop:
             raise Terminated(f"--checkpoint {self.folder} has step {step}")
 
     def save(self, step):
@@ -1814,13 +1821,6 @@ def begin_at(optimizer, step):
         number = torch.tensor(float(step), dtype=torch.float32, device=weight.device)
         moments = {kind: torch.zeros_like(weight) for kind in ("exp_avg", "exp_avg_sq")}
         optimizer.state[weight] = {"step": number} | moments
-
-
-def on_any_rank(condition, device):
-    """Whether it holds on some rank. Collective."""
-    flag = torch.tensor(int(condition), device=device)
-    all_reduce(flag, ReduceOp.MAX)
-    return bool(flag)
 
 
 def commit(partial, run):

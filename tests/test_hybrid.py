@@ -886,7 +886,10 @@ class _Reads(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("flags", ["--zero 0", "--zero 1", "--zero 3", "--pp 2 --schedule zb-h1", "--tp 2"])
+FEW_READS = ["--zero 0", "--zero 1 --checkpoint X", "--zero 3", "--pp 2 --schedule zb-h1", "--tp 2"]
+
+
+@pytest.mark.parametrize("flags", FEW_READS)
 @on_ranks(2)
 def test_the_host_reads_from_the_device_once_a_step(flags):
     trainer = make_trainer(f"{flags} --microbatches 2")
