@@ -6,6 +6,7 @@
     python tests/bench.py tensor_parallel
     python tests/bench.py context_parallel
     python tests/bench.py expert_parallel
+    python tests/bench.py hybrid        (whole training steps: a GPT of 6.4M on two cores)
     python tests/bench.py overlap       (as root on Linux: over a link of 2 Gbit/s, shaped by tc)
     python tests/bench.py gpu           (one GPT on a GPU; with several, their messages)
 
@@ -16,6 +17,7 @@ for both sides.
 
 import argparse
 import copy
+import ctypes
 import math
 import random
 import re
@@ -27,6 +29,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
@@ -45,7 +48,7 @@ from torch.distributed.tensor.parallel import (
 
 import collectives
 import hybrid
-from ddp import DistributedDataParallel
+from ddp import DistributedDataParallel, GradBucket
 from expert_parallel import MoE, one_hop
 from pipeline import SCHEDULES, Pipeline, simulate
 from ranks import run, spawn
@@ -54,7 +57,9 @@ from sequence_parallel import (
     allgather_attention, attended_pairs, chunk_ranges, context_blocks, ring_attention,
     ulysses_attention,
 )
-from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
+from zero import (
+    FlatParameter, FullyShardedDataParallel, ZeroRedundancyOptimizer, memory_ledger, zero_memory,
+)
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -198,16 +203,19 @@ def _time_data_parallel(rounds):
     return take_turns({n: partial(_step, *_trainer(n), _tokens(4)) for n in names}, rounds)
 
 
+def _status(key):
+    """KB, of this process (Linux)."""
+    found = re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())
+    return int(found.group(1))
+
+
 def _peak_memory(name):
-    """MB that a training adds to this process's memory at its worst (Linux)."""
-    status = lambda key: int(
-        re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text()).group(1)
-    )
-    before, tokens = status("VmRSS"), _tokens(4)
+    """MB that a training adds to this process's memory at its worst."""
+    before, tokens = _status("VmRSS"), _tokens(4)
     trainer = _trainer(name)
     for _ in range(3):
         _step(*trainer, tokens)
-    return (status("VmHWM") - before) / 1024
+    return (_status("VmHWM") - before) / 1024
 
 
 def bench_data_parallel(arguments):
@@ -568,6 +576,124 @@ def bench_expert_parallel(arguments):
             print(f"  a loop over all experts  {loop:7.1f} ms = {ours / loop:.2f}")
 
 
+# ---- whole training steps ------------------------------------------------------------------------
+
+SMALL_GPT = {"layers": 8, "hidden": 256, "heads": 4, "seq_len": 256, "batch_size": 8}
+LAYOUTS = {  # flags of both: {of two processes: the aim, times one process}
+    "": {
+        "--dp 2 --zero 0": 1.85,
+        "--dp 2 --zero 1": 1.8,
+        "--dp 2 --zero 2": 1.8,
+        "--dp 2 --zero 3": 1.7,
+        "--tp 2": 1.6,
+        "--cp 2 --zero 0": 1.6,
+    },
+    "--batch-size 16": {"--pp 2 --microbatches 8": 1.65},
+    "--experts 4 --moe-every 2": {"--dp 2 --ep 2 --zero 0": 1.5},
+}
+
+
+def _training(flags, mesh=None):
+    """A step of hybrid on this rank's rows; a mesh that is given is of this rank alone."""
+    sizes = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in SMALL_GPT.items())
+    args = hybrid.parse_args(f"{sizes} {flags}".split(), 1 if mesh else dist.get_world_size())
+    trainer = hybrid.Trainer(args, mesh or hybrid.mesh_of(args), torch.device("cpu"))
+    tokens = torch.randint(256, (args.batch_size, args.seq_len + 1))[trainer.local_rows()]
+    return trainer, partial(trainer.step, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def _plain_training(args):
+    """The same step in torch.nn alone."""
+    model = _GPT(args.layers, args.hidden, args.heads, args.seq_len, args.vocab_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=True)
+    tokens = torch.randint(args.vocab_size, (args.batch_size, args.seq_len + 1))
+
+    def step():
+        optimizer.zero_grad()
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def _on_first_rank(step):
+    """The others are idle meanwhile."""
+
+    def alone():
+        if dist.get_rank() == 0:
+            step()
+        dist.barrier()
+
+    return alone
+
+
+def _time_layouts(flags, layouts, rounds):
+    """Seconds of a step of layouts, and of one process: ours, torch.nn's, two with half each."""
+    _keep_memory()
+    contenders = {layout: _training(f"{flags} {layout}")[1] for layout in layouts}
+    mesh = [hybrid.Mesh(*[dist.new_group([r])] * 13) for r in range(2)][dist.get_rank()]
+    trainer, step = _training(flags, mesh)
+    half = f"{flags} --batch-size {trainer.args.batch_size // 2}"
+    contenders |= {
+        "one process": _on_first_rank(step),
+        "two processes that never talk": _training(half, mesh)[1],
+    }
+    if not trainer.args.experts:
+        contenders["torch.nn"] = _on_first_rank(_plain_training(trainer.args))
+    return take_turns(contenders, rounds)
+
+
+def _keep_memory():
+    """Have malloc give nothing back: what page faults cost depends on who was measured before."""
+    trim_threshold, mmap_threshold = -1, -3
+    for parameter in (trim_threshold, mmap_threshold):
+        ctypes.CDLL(None).mallopt(parameter, 1 << 30)
+
+
+def _bytes_per_parameter(stage):
+    """What a rank holds at most in a step, of storages and of the system's memory (Linux)."""
+    _training("--layers 1 --dp 2")[1]()  # what libraries have is there
+    before, most = _status("VmRSS"), []
+    sizes = "--layers 16 --hidden 512 --seq-len 16 --batch-size 4 --microbatches 2"
+    trainer, step = _training(f"--dp 2 --zero {stage} {sizes}")
+    count = sum(getattr(p, "whole_shape", p.shape).numel() for p in trainer.dense)
+    step()  # after which the optimizer has its state
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    step()
+    resident = (_status("VmHWM") - before) * KB
+    watched = FlatParameter if stage else GradBucket
+    reduce = watched.reduce
+
+    def watch(row, *arguments):  # when a sum begins
+        most.append(memory_ledger(trainer.stages[0], trainer.optimizer).total())
+        reduce(row, *arguments)
+
+    with patch.object(watched, "reduce", watch):
+        step()
+    return max(most) / count, resident / count
+
+
+def bench_hybrid(arguments):
+    """Training steps on two cores, times one process with one thread; bytes that ZeRO holds."""
+    print(", ".join(f"{name} {size}" for name, size in SMALL_GPT.items()), "in fp32")
+    for flags, layouts in LAYOUTS.items():
+        times = run(2, _time_layouts, flags, list(layouts), arguments.rounds, timeout=3000)[0]
+        one = times["one process"]
+        print(f"\n{flags or 'dense'}")
+        for name, seconds in times.items():
+            aim = f", aim {layouts[name]}" if name in layouts else ""
+            print(f"{name:30}{seconds * 1e3:6.0f} ms = {one / seconds:4.2f}{aim}", flush=True)
+    print("\nbytes per parameter of 16 layers of 512: storages, resident, the formula")
+    for stage in range(4):
+        storages, resident = spawn(2, _bytes_per_parameter, stage, timeout=100)[0]
+        formula = zero_memory(stage, 2, parameter=4, gradient=4, optimizer=8)
+        print(f"zero {stage}{storages:7.1f}{resident:7.1f}{formula:7.1f}")
+
+
 # ---- GPUs ----------------------------------------------------------------------------------------
 
 GPT_350M = {"layers": 24, "hidden": 1024, "heads": 16, "seq_len": 1024, "vocab_size": 50304}
@@ -699,6 +825,7 @@ BENCHMARKS = {
     "tensor_parallel": bench_tensor_parallel,
     "context_parallel": bench_context_parallel,
     "expert_parallel": bench_expert_parallel,
+    "hybrid": bench_hybrid,
     "overlap": bench_overlap,
     "gpu": bench_gpu,
 }
