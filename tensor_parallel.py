@@ -224,7 +224,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x):
         z = parallel_linear(x, self.weight, column=False, **vars(self.options))
-        return z if self.bias is None else z + self.bias.to(z.dtype)
+        return z if self.bias is None else z.add_(self.bias.to(z.dtype))
 
 
 # ---- attention -----------------------------------------------------------------------------------
