@@ -117,8 +117,9 @@ def assert_close(path, other, tolerance=1e-9):
 SOAK = pytest.mark.soak
 LAYOUTS = [  # model, world size, flags
     ("", 3, "--dp 3 --zero 0"),
-    ("", 4, "--pp 2 --tp 2 --schedule zb-v --microbatches 4 --zero 3"),
-    (MIXTURE, 4, "--tp 2 --dp 2 --ep 2"),
+    (MIXTURE, 4, "--tp 2 --pp 2 --ep 2 --zero 3"),
+    pytest.param("", 4, "--pp 2 --tp 2 --schedule zb-v --microbatches 4 --zero 3", marks=SOAK),
+    pytest.param(MIXTURE, 4, "--tp 2 --dp 2 --ep 2", marks=SOAK),
     pytest.param("", 3, "--dp 3 --zero 1", marks=SOAK),
     pytest.param("", 4, "--tp 4 --sp", marks=SOAK),  # two ranks have the same keys and values
     pytest.param("", 4, "--pp 2 --dp 2 --schedule dualpipe --microbatches 6", marks=SOAK),
@@ -128,7 +129,6 @@ LAYOUTS = [  # model, world size, flags
     pytest.param("", 6, "--pp 3 --dp 2 --zero 0", marks=SOAK),
     pytest.param(MIXTURE, 4, "--dp 4 --ep 2 --zero 0", marks=SOAK),
     pytest.param(MIXTURE, 4, "--dp 4 --ep 2", marks=SOAK),
-    pytest.param(MIXTURE, 4, "--tp 2 --pp 2 --ep 2 --zero 3", marks=SOAK),
     pytest.param(MIXTURE, 4, "--tp 4", marks=SOAK),  # all ranks have the same experts
     pytest.param(MIXTURE, 3, "--dp 3 --replicate 3", marks=SOAK),
 ]
@@ -405,9 +405,10 @@ def _kill_ranks(process, at_steps, generator):
 def test_a_run_of_which_ranks_are_killed_ends_with_the_bits_of_one_left_alone(
     kills, world_size, flags, tmp_path
 ):
-    text, steps = tmp_path / "text", 1 + 12 * kills
+    text, steps = tmp_path / "text", 1 + 7 * kills
     text.write_text("All happy families are alike. " * 99)
     flags = f"{FLAGS} --data {text} {flags} --vocab-size 256 --steps {steps} --save-every 3"
+    flags += " --sample 0"
     run(world_size, _undisturbed, f"{flags} --checkpoint {tmp_path / 'alone'}", timeout=120)
     command = ["-c", FORKED, world_size, kills]
     if kills > 3 and world_size == 2:
