@@ -965,7 +965,7 @@ class Clock:
         if self.device.type == "cpu":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))  # a thread has a device of its own
         return event
 
     def since(self, moment):
