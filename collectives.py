@@ -247,8 +247,10 @@ def observe(listener):
 
     link: its `operation`, `group` and global `ranks`. The events, each told where it happens:
         call                             the operation was called
-        launch, begin, end               it goes to the group's thread, and runs there
-        join                             somebody has waited for its Work (if a listener keeps link)
+        return                           it is done, of which nobody gets a Work
+        launch, begin, end               it goes to the group's thread or stream, and runs there
+        await, join                      somebody waits for its Work, and has waited; told only if a
+                                         listener keeps link
         post, messages, sends, receives  it begins messages, [(tensor, peer in the group)]
         wait, messages, peers            it waits for one of them, that with these peers
         done, messages                   it waits no more
@@ -852,9 +854,9 @@ class Work:
 
     def finish(self):
         """wait() that leaves errors to others."""
+        _tell(self._link, "await")
         self._finished.wait()
-        if (link := self._link()) is not None:  # which a listener keeps
-            link.tell("join")
+        _tell(self._link, "join")
 
     def wait(self):
         self.finish()
@@ -867,9 +869,13 @@ class StreamWork:
 
     def __init__(self, run, link, tensors, stream):
         self._tensors = tensors  # held until wait(), lest their memory be used again before
+        self._link = weakref.ref(link)
+        link.tell("launch")
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
+            link.tell("begin")
             run(link)
+            link.tell("end")
         self._event = stream.record_event()
 
     def is_completed(self):
@@ -877,11 +883,18 @@ class StreamWork:
         return self._event.query()
 
     def finish(self):
+        _tell(self._link, "await")
         torch.cuda.current_stream().wait_event(self._event)
+        _tell(self._link, "join")
 
     def wait(self):
         self.finish()
         self._tensors = None
+
+
+def _tell(reference, event):
+    if (link := reference()) is not None:
+        link.tell(event)
 
 
 class _Thread(threading.Thread):
@@ -950,7 +963,9 @@ def _launch(link, run, tensors, async_op, *signature):
         run = partial(_compare_and_run, run, call, tensors[0].device)
     worker = link.worker
     if not async_op and (worker is None or worker.last.is_completed()):
-        return run(link)
+        run(link)
+        link.tell("return")
+        return None
     if link.world_size == 1:  # needs neither stream nor thread
         work = Work(run, link)
         work.run()

@@ -47,10 +47,10 @@ import time
 import zipfile
 from collections import Counter
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,12 +71,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from collectives import (
     ReduceOp, all_gather_single, all_reduce, barrier, broadcast, exchange, gather_from_group,
-    gather_objects, rank_and_size, report_stalls, scatter_to_group, schedule_as_batch,
+    gather_objects, observe, rank_and_size, report_stalls, scatter_to_group, schedule_as_batch,
     set_backend_collectives, set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
 from expert_parallel import MoE
-from pipeline import SCHEDULES, Pipeline, WeightGradStore, forward_only, sum_replicas, trace_events
+from pipeline import SCHEDULES, Clock, Pipeline, WeightGradStore, forward_only, sum_replicas
 from sequence_parallel import (
     allgather_attention, context_positions, dropout, recompute, ring_attention, ulysses_attention,
 )
@@ -1024,17 +1024,17 @@ def _ranks(ranks):
 def train(args, mesh, device, data, metrics_file=None, trace_file=None):
     """Steps from the first, or the last checkpoint's, on; then validation and a sample.
 
-    Rank 0 may have files for one JSON object per step and for a trace of the last one. Raises
+    Rank 0 may have files for metrics, in lines of JSON, and for a trace of the last step. Raises
     TrainingError, on all ranks, for what Trainer refuses, and if --export fails.
     """
-    rank, trainer = dist.get_rank(), Trainer(args, mesh, device)
+    before = peak_memory_mb(device)
+    trainer = Trainer(args, mesh, device)
     with Checkpoints(trainer) if args.checkpoint else nullcontext() as checkpoints:
-        run_steps(trainer, data, checkpoints, metrics_file, trace_file)
+        with Log(trainer, metrics_file, before) as log:
+            run_steps(trainer, data, log, checkpoints, trace_file)
     if args.export:
         export(trainer, args.export)
-    loss = evaluate(trainer, data)
-    if rank == 0:
-        print(f"validation loss {loss:.4f}", flush=True)
+    log.validation(*evaluate(trainer, data))
     if args.sample:
         middle = len(data.validation) // 2
         prompt = data.validation[middle : middle + args.seq_len // 2].tolist()
@@ -1058,40 +1058,29 @@ def continue_prompt(trainer, prompt, is_text):
         print(f"---- prompt\n{prompt}\n---- continuation\n{tokens}", flush=True)
 
 
-def run_steps(trainer, data, checkpoints=None, metrics_file=None, trace_file=None):
-    """The loop: batches, steps, one line per step on rank 0."""
-    rank, args = dist.get_rank(), trainer.args
-    steps = range(trainer.steps_done, args.steps)
-    for step in steps:
-        if args.trace:
-            barrier()  # the ranks of a traced step begin together
-        began = time.perf_counter()
-        rows = trainer.local_rows()
-        batch = data.batch(step, args.batch_size, args.seq_len, args.seed, rows)
-        metrics = {"step": step + 1, **trainer.step(*batch)}
-        if args.check_replicas and trainer.steps_done % args.check_replicas == 0:
-            check_replicas(trainer)
-        metrics["tokens_per_s"] = args.batch_size * args.seq_len / (time.perf_counter() - began)
-        metrics["memory_mb"] = peak_memory_mb(trainer.device)
-        if rank == 0:
-            print(
-                "step {step:5d}  loss {loss:.4f}  grad norm {grad_norm:.3f}  lr {lr:.2e}  "
-                "{tokens_per_s:,.0f} tokens/s  {memory_mb:,.0f} MB".format(**metrics)
-                + (f"  skipped, {trainer.skipped} so far" if trainer.skipped_in_a_row else ""),
-                flush=True,
-            )
-            metrics_file = _write(metrics_file, _without_nan(metrics))
+def run_steps(trainer, data, log, checkpoints=None, trace_file=None):
+    """The loop: batches, steps, and what is due after a step."""
+    args = trainer.args
+    for step in range(trainer.steps_done, args.steps):
+        is_last = step + 1 == args.steps
+        with traced(trainer, log, trace_file) if args.trace and is_last else nullcontext():
+            began = time.perf_counter()
+            rows = trainer.local_rows()
+            batch = data.batch(step, args.batch_size, args.seq_len, args.seed, rows)
+            metrics = {"step": step + 1, **trainer.step(*batch)}
+            if args.check_replicas and trainer.steps_done % args.check_replicas == 0:
+                check_replicas(trainer)
+            seconds = time.perf_counter() - began
+        log.step(metrics | {"tokens_per_s": args.batch_size * args.seq_len / seconds})
+        if args.eval_every and trainer.steps_done % args.eval_every == 0 and not is_last:
+            log.validation(*evaluate(trainer, data))
         if checkpoints:
             checkpoints.after_step()
-    if args.trace and steps:
-        timeline = trainer.pipeline.timeline()
-        if rank == 0:
-            _write(trace_file, {"traceEvents": trace_events(timeline, slot=1e6)})
 
 
 @torch.no_grad()
 def evaluate(trainer, data, batches=8):
-    """Mean loss per token over the first `batches` batches of the validation part.
+    """Mean loss per token over the first `batches` batches of the validation part, and its tokens.
 
     Raises TrainingError, on all ranks, as Trainer.step() does.
     """
@@ -1109,7 +1098,7 @@ def evaluate(trainer, data, batches=8):
         count += counted
     if not math.isfinite(total):
         raise TrainingError(f"validation loss {total} is not finite")
-    return total / count
+    return total / count, count
 
 
 @torch.no_grad()
@@ -1158,12 +1147,160 @@ def _best_token(trainer, logits, position, noise):
     return int(best[1])
 
 
+# ---- what people watch ---------------------------------------------------------------------------
+
+PEAKS = {  # part of a GPU's name: TFLOP/s of dense products in bf16, TensorFloat-32, fp32
+    "A100": (312, 156, 19.5),
+    "H100 80GB HBM3": (989, 494, 67),
+    "H200": (989, 494, 67),
+}
+
+
+class Log:
+    """What rank 0 says of a training: lines, and the metrics. To be made by all ranks.
+
+    On a terminal one line is rewritten with every step; elsewhere some are printed, the first and
+    the last among them.
+
+    metrics_file: opens with the flags. before: MB that were in use before the trainer was made.
+    """
+
+    def __init__(self, trainer, metrics_file=None, before=0.0):
+        args = trainer.args
+        self.trainer, self.file, self.before = trainer, metrics_file, before
+        self.speaks, self.is_terminal = dist.get_rank() == 0, sys.stdout.isatty()
+        self.every, self.pending = args.print_every or max(1, round(args.steps / 40)), ""
+        self.first, self.began = trainer.steps_done + 1, time.perf_counter()
+        self.parameters = count_parameters(trainer)
+        self.flops = flops_per_token(trainer.config)
+        self.peak = peak_tflops(args, trainer.device)
+
+    def __enter__(self):
+        args, flops = self.trainer.args, self.flops * self.trainer.args.batch_size
+        self.write(
+            {
+                "step": self.trainer.steps_done,
+                "flags": {name: getattr(args, name) for name, *_ in FLAGS},
+                "world_size": args.world_size,
+                "parameters": self.parameters,
+                "flops_per_token": self.flops,
+                "torch": torch.__version__,
+                "python": sys.version.split()[0],
+            }
+        )
+        tokens = args.batch_size * args.seq_len
+        self.say(
+            f"{self.parameters:,} parameters on {args.world_size} x {self.trainer.device.type}: "
+            f"pp {args.pp} x dp {args.dp} x cp {args.cp} x tp {args.tp}; a step: {tokens:,} tokens, "
+            f"{self.flops * tokens:.3g} FLOPs of the model"
+        )
+        return self
+
+    def __exit__(self, *_):
+        self.flush()
+
+    def step(self, metrics):
+        metrics["memory_mb"] = peak_memory_mb(self.trainer.device) - self.before
+        self.write(_without_nan(metrics))
+        self.pending, step = self.describe(**metrics), metrics["step"]
+        if step in (self.first, self.trainer.args.steps):
+            self.flush()
+        elif self.is_terminal:
+            self.say(self.pending[: shutil.get_terminal_size().columns - 1], end="")
+        elif step % self.every == 0:
+            self.flush()
+
+    def describe(self, step, loss, grad_norm, lr, tokens_per_s, memory_mb, **_):
+        trainer, steps = self.trainer, self.trainer.args.steps
+        left = (time.perf_counter() - self.began) / (step - self.first + 1) * (steps - step)
+        own = tokens_per_s / trainer.args.world_size
+        tflops = own * self.flops / 1e12
+        mfu = f", MFU {tflops / self.peak:.1%}" if self.peak else ""
+        return (
+            f"step {step:5d} of {steps}, {timedelta(seconds=round(left))} left  loss {loss:.4f}  "
+            f"grad norm {grad_norm:.3f}  lr {lr:.2e}  {tokens_per_s:,.0f} tokens/s; of a process "
+            f"{own:,.0f}, {tflops:.3g} TFLOP/s{mfu}, {memory_mb:,.0f} MB"
+            + (f"  skipped, {trainer.skipped} so far" if trainer.skipped_in_a_row else "")
+        )
+
+    def validation(self, loss, tokens):
+        perplexity = math.exp(min(loss, 700))
+        self.write(
+            {
+                "step": self.trainer.steps_done,
+                "validation_loss": loss,
+                "perplexity": perplexity,
+                "validation_tokens": tokens,
+            }
+        )
+        self.say(
+            f"validation loss {loss:.4f}, perplexity {perplexity:.2f}, of {tokens:,} tokens"
+            f" after step {self.trainer.steps_done}"
+        )
+
+    def flush(self):
+        """Print the last step's line, unless it is printed."""
+        if self.pending:
+            self.say(self.pending)
+            self.pending = ""
+
+    def say(self, line, end="\n"):
+        if self.speaks:
+            erase = "\r\033[K" if self.is_terminal else ""
+            print(erase + line, end=end, flush=True)
+
+    def write(self, value):
+        if self.speaks:
+            self.file = _write(self.file, value)
+
+
+def count_parameters(trainer):
+    """How many numbers the model learns, each once. Collective."""
+    mesh, dense, experts = trainer.mesh, 0, 0
+    for chunk in trainer.chunks[:1] if trainer.replicated else trainer.chunks:
+        for name, parameter in chunk.named_parameters():
+            if is_expert(name):
+                shape = getattr(parameter, "whole_shape", parameter.shape)
+                experts += shape.numel() * dist.get_world_size(mesh.ep_group)
+            elif name != "lm_head.weight":  # a copy of the embedding
+                dense += sum(e - b for b, e in unique_ranges(parameter, mesh.tp_group))
+    return sum(gather_objects(sum(gather_objects(dense, mesh.tp_group)) + experts, mesh.pp_group))
+
+
+def flops_per_token(config):
+    """The model's, forward and backward: what is recomputed does not count."""
+    config = replace(config, recompute="none")
+    layers = sum(layer_flops(config, layer) for layer in range(config.layers))
+    return layers + 3 * 2 * config.hidden * config.vocab_size
+
+
+def peak_tflops(args, device):
+    """Of a GPU that the process has to itself, if it is known; else None."""
+    if device.type == "cpu" or dist.get_backend() != "nccl":
+        return None
+    name, kind = torch.cuda.get_device_name(device), 0 if args.dtype == "bf16" else 2 - args.tf32
+    return next((peaks[kind] for part, peaks in PEAKS.items() if part in name), None)
+
+
 def peak_memory_mb(device):
     """Most memory this process ever held: on the GPU, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     unit = 2**20 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def keep_metrics(path, step):
+    """Cut a file of metrics, if there is one, where a run that goes on from `step` would repeat."""
+    if os.path.isfile(path):
+        with open(path, "rb+") as file:
+            file.truncate(sum(map(len, takewhile(partial(_is_up_to, step), file))))
+
+
+def _is_up_to(step, line):
+    with suppress(ValueError, KeyError, TypeError):  # the last line of a killed run may be half
+        return json.loads(line)["step"] <= step
+    return False
 
 
 def _without_nan(metrics):
@@ -1186,6 +1323,131 @@ def _write(file, value):
 def _complain(sentence):
     # in one write, which another process's line cannot cut in two
     print(f"hybrid.py: {sentence}\n", end="", file=sys.stderr, flush=True)
+
+
+# ---- where a step went ---------------------------------------------------------------------------
+
+AXES = {  # whose groups are lanes of a trace
+    "tp": ("tp_group", "expert_tp_group"),
+    "cp": ("cp_group",),
+    "ep": ("ep_group", "node_group", "cross_group"),
+    "pp": ("pp_group", "embedding_group"),
+    "dp": ("dp_group", *GRADIENT_GROUPS),
+}
+PART_OF = {"pp": "bubble"}  # of a step: to wait on pp is to wait for other stages
+
+
+@contextmanager
+def traced(trainer, log, file):
+    """Have rank 0 write what all ranks do inside, and say where the time went. Collective."""
+    barrier()  # they begin together
+    trace = Trace(trainer)
+    with observe(trace.listen):
+        yield
+        trace.ended = trace.clock.now()
+    every = gather_objects(trace.read())
+    if log.speaks:
+        events, parts = [event for own, _ in every for event in own], [parts for _, parts in every]
+        _write(file, {"traceEvents": events, "otherData": {"seconds": parts}})
+        log.flush()
+        log.say(describe_parts(parts))
+
+
+class Trace:
+    """What this rank does in a step, as observe() and the pipeline's clock tell it.
+
+    On a GPU moments are those of its streams, not the host's.
+    """
+
+    def __init__(self, trainer):
+        self.pipeline, self.clock = trainer.pipeline, Clock(trainer.device)
+        self.axes, self.told = axes_of(trainer.mesh), {}
+
+    def listen(self, event, link, *what):
+        if link.group not in self.axes:  # of one rank, or no axis's
+            return
+        told = self.told.setdefault(link, [])
+        if event == "post":
+            told += [("sent", tensor.nbytes) for tensor, _ in what[1]]
+        if link.operation == "exchange" or event not in ("post", "wait", "done"):
+            told.append((event, self.clock.now()))
+
+    def read(self):
+        """([event of Chrome's format], {part: seconds}) of the step. The host waits for the device.
+
+        Compute is the pipeline's actions without what they wait for; the rest is data, the clipping
+        norm and the optimizer.
+        """
+        since, waits, axes = self.clock.since, [], dict.fromkeys(self.axes.values())
+        compute = {a: tuple(map(since, span)) for a, span in self.pipeline.clock.spans.items()}
+        lanes = {lane: [] for lane in ["compute", *axes]}
+        for link, told in self.told.items():
+            span, waited, sent = read_operation(told, since)
+            known = {"messages": len(sent), "bytes": sum(sent)}
+            lanes[self.axes[link.group]].append((*span, link.operation, known))
+            waits += [(*wait, self.axes[link.group]) for wait in waited]
+        parts = {PART_OF.get(lane, lane): 0.0 for lane in lanes}
+        parts["compute"] = sum(end - begin for begin, end in compute.values())
+        for begin, end, axis in waits:
+            parts[PART_OF.get(axis, axis)] += end - begin
+            inside = any(first <= begin < last for first, last in compute.values())
+            parts["compute"] -= (end - begin) * inside
+        lanes["compute"] = [
+            (*span, f"{a.kind}{a.microbatch}", {"microbatch": a.microbatch, "chunk": a.chunk})
+            for a, span in compute.items()
+        ]
+        lanes["compute"] += [(*span, f"wait for {axis}", {}) for *span, axis in waits]
+        return trace_events(lanes), parts | {"rest": since(self.ended) - sum(parts.values())}
+
+
+def axes_of(mesh):
+    """{group: the axes that it is of}, of those that have several ranks."""
+    axes = {}
+    for axis, names in AXES.items():
+        for group in {getattr(mesh, name) for name in names} - {None}:
+            if dist.get_world_size(group) > 1:
+                axes[group] = f"{axes[group]}, {axis}" if group in axes else axis
+    return axes
+
+
+def read_operation(told, since):
+    """Its span (begin, end), the spans in which somebody waited for it, and the bytes it sent."""
+    moments, sent = {}, []
+    for event, what in told:
+        (sent if event == "sent" else moments.setdefault(event, [])).append(what)
+    at = {event: list(map(since, found)) for event, found in moments.items()}
+    if "begin" in at:  # in the background
+        return (at["begin"][0], at["end"][0]), list(zip(at["await"], at["join"])), sent
+    if "call" in at:
+        span = at["call"][0], at["return"][0]
+        return span, [span], sent
+    waited = [(at["wait"][0], at["done"][0])] if "wait" in at else []
+    return (at["post"][0], at["done"][0]), waited, sent
+
+
+def trace_events(lanes):
+    """Chrome's events of this rank's {lane: [(begin, end, name, what is known of it)]}."""
+    rank, events = dist.get_rank(), []
+    name = lambda kind, tid, name: {"name": kind, "ph": "M", "tid": tid, "args": {"name": name}}
+    events.append(name("process_name", 0, f"rank {rank}"))
+    for number, (lane, spans) in enumerate(lanes.items()):
+        ends = []  # of rows: what overlaps has several; compute's spans are nested
+        for begin, end, what, known in sorted(spans, key=lambda span: (span[0], -span[1])):
+            row = next((i for i, last in enumerate(ends) if last <= begin), len(ends))
+            row = 0 if lane == "compute" else row
+            if row == len(ends):
+                events.append(name("thread_name", 100 * number + row, lane))
+            ends[row : row + 1] = [end]
+            event = {"name": what, "cat": lane, "ph": "X", "tid": 100 * number + row, "args": known}
+            events.append(event | {"ts": begin * 1e6, "dur": (end - begin) * 1e6})
+    return [event | {"pid": rank} for event in events]
+
+
+def describe_parts(every):
+    """The ranks' parts of a step in a line: their means, which add up to the step's."""
+    means = {part: 1e3 * sum(own[part] for own in every) / len(every) for part in every[0]}
+    parts = ", ".join(f"{part} {mean:.2f}" for part, mean in means.items())
+    return f"the last step took {sum(means.values()):.2f} ms: {parts} (means of {len(every)} ranks)"
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -1547,7 +1809,7 @@ OF_THE_MODEL = (  # flags that a checkpoint and --resume must agree on
 )  # fmt: skip
 OF_NO_STEP = (  # flags that change nothing that is trained
     "checkpoint", "save_every", "resume", "metrics", "trace", "export", "generate", "sample",
-    "timeout", "check_replicas",
+    "timeout", "check_replicas", "eval_every", "print_every",
 )  # fmt: skip
 SKIPPED = "skipped", "skipped_in_a_row"  # numbers that a Trainer goes on with
 KEPT = 2  # checkpoints
@@ -1784,7 +2046,7 @@ class Checkpoints:
         trainer, run = self.trainer, json.loads((path / "run.json").read_text())
         for name in SKIPPED:
             setattr(trainer, name, run[name])
-        trainer.steps_done = int(path.name.removeprefix("step_"))
+        trainer.steps_done = step_of(path)
         begin_at(trainer.optimizer, trainer.steps_done - trainer.skipped)
         try:
             for chunk in trainer.chunks:  # in turns: two may have the embedding
@@ -1852,6 +2114,11 @@ def complete_checkpoints(folder):
 def last_checkpoint(folder):
     """The last complete one's path, or None."""
     return next(reversed(complete_checkpoints(folder)), None)
+
+
+def step_of(path):
+    """The step of a checkpoint."""
+    return int(path.name.removeprefix("step_"))
 
 
 def prepare_checkpoints(args):
@@ -1945,8 +2212,10 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("checkpoint", str, None, None, "keep checkpoints in this folder: the last two"),
     ("save_every", int, None, SIZE, "steps (default: save at the end, and on SIGTERM)"),
     ("resume", bool, False, None, "go on from the last checkpoint, if there is one"),
-    ("metrics", str, None, None, "write one JSON object per step to this file"),
-    ("trace", str, None, None, "write the last step of rank 0's pipeline here, for Perfetto"),
+    ("eval_every", int, None, SIZE, "validate every so many steps (default: at the end)"),
+    ("print_every", int, None, SIZE, "steps per line, on no terminal (default: some 40 lines)"),
+    ("metrics", str, None, None, "write the flags and one JSON object per step to this file"),
+    ("trace", str, None, None, "write what all ranks do in the last step here, for Perfetto"),
     ("timeout", int, 600, SECONDS, "seconds that a rank waits for another"),
 )
 SUBJECTS = {  # flags that mean nothing but in this case
@@ -1967,7 +2236,8 @@ SUBJECTS = {  # flags that mean nothing but in this case
     "--init-from or --resume": (lambda a: a.init_from or a.resume, ["generate"]),
     "training, not --generate": (
         lambda a: not a.generate,
-        ["export", "data", "data_dtype", "metrics", "trace", "save_every"],
+        ["export", "data", "data_dtype", "save_every"]
+        + ["metrics", "trace", "eval_every", "print_every"],
     ),
 }
 RULES = {  # how to say what is wrong, and whether it is; a rule may count on those before it
@@ -2180,7 +2450,7 @@ def main(argv=None):
             load_weights(args)
         data = None if args.generate else load_data(args.data, args.seq_len, args.data_dtype)
         if rank == 0:
-            metrics_file, trace_file = _open_outputs(args, attempt)
+            metrics_file, trace_file = _open_outputs(args)
     except (ValueError, OSError) as error:
         fault = str(error)
     if _any_fault(fault, rank, world_size, store):
@@ -2201,14 +2471,14 @@ def main(argv=None):
     return status
 
 
-def _open_outputs(args, attempt):
+def _open_outputs(args):
     """The files for metrics and for the trace, where they are asked for; that of --export later."""
-    goes_on = attempt > 0
-    if args.checkpoint and prepare_checkpoints(args):
-        goes_on = True
+    last = prepare_checkpoints(args) if args.checkpoint else None
     if args.export:
         check_export(args.export)
-    metrics_file = args.metrics and open(args.metrics, "a" if goes_on else "w")
+    if args.metrics and last:
+        keep_metrics(args.metrics, step_of(last))
+    metrics_file = args.metrics and open(args.metrics, "a" if last else "w")
     return metrics_file, args.trace and open(args.trace, "w")
 
 

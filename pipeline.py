@@ -813,7 +813,7 @@ class Pipeline:
         self.put_off = {}  # (microbatch, chunk) -> products of its weights' gradients, until W
         rows = {microbatch: len(x) for microbatch, x in enumerate(self.inputs)}
         messenger = _Messenger(self.transfers, self.formats, rows, self.device, self.group)
-        self.messages, self.clock = messenger, _Clock(self.device)
+        self.messages, self.clock = messenger, Clock(self.device)
         self.midway = bool(self.transfers)
 
     def _forward(self, action, received):
@@ -954,7 +954,7 @@ def _check_batches(inputs, targets, first_chunks, last_chunks, rank, num_microba
         raise ValueError(f"inputs has {len(inputs)} rows, targets has {len(targets)}")
 
 
-class _Clock:
+class Clock:
     """When a step's actions began and ended; on a GPU, when it got there and not the host."""
 
     def __init__(self, device):
@@ -965,17 +965,19 @@ class _Clock:
         if self.device.type == "cpu":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))  # a thread has a device of its own
         return event
 
-    def seconds(self):
-        """{action: (begin, end)}, since the step began. The host waits for the device."""
+    def since(self, moment):
+        """Seconds from when the clock was made to what now() gave. The host waits for the device."""
         if self.device.type == "cpu":
-            since = lambda moment: moment - self.began
-        else:
-            torch.cuda.synchronize(self.device)
-            since = lambda moment: self.began.elapsed_time(moment) / 1e3
-        return {action: tuple(map(since, span)) for action, span in self.spans.items()}
+            return moment - self.began
+        moment.synchronize()
+        return self.began.elapsed_time(moment) / 1e3
+
+    def seconds(self):
+        """{action: (begin, end)}, since the step began."""
+        return {action: tuple(map(self.since, span)) for action, span in self.spans.items()}
 
 
 # ---- replicas ------------------------------------------------------------------------------------

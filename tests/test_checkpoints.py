@@ -78,7 +78,7 @@ def _train(flags, folder, dtype=torch.float64, resume=False, prepare=lambda _: N
             checkpoints.save(trainer.steps_done)
             checkpoints.wait()
             checkpoints.folder = folder
-        hybrid.run_steps(trainer, _data(), checkpoints)
+        hybrid.run_steps(trainer, _data(), hybrid.Log(trainer), checkpoints)
     saved = sum(box.numel() for box in checkpoints.memory.values())
     return hybrid.gather_state(trainer), saved
 
@@ -225,7 +225,7 @@ def _last_steps(flags, folder, disturb):
     with redirect_stdout(io.StringIO()), redirect_stderr(said):
         try:
             with hybrid.Checkpoints(trainer) as checkpoints:
-                hybrid.run_steps(trainer, _data(), checkpoints)
+                hybrid.run_steps(trainer, _data(), hybrid.Log(trainer), checkpoints)
         except hybrid.TrainingError as error:
             ended = error
     _limit_files()
@@ -345,7 +345,8 @@ def test_resume_wants_the_same_model_and_names_what_else_has_changed(tmp_path):
 def _undisturbed(flags):
     trainer = _trainer(flags)
     with redirect_stdout(io.StringIO()), hybrid.Checkpoints(trainer) as checkpoints:
-        hybrid.run_steps(trainer, hybrid.load_data(trainer.args.data, T), checkpoints)
+        data = hybrid.load_data(trainer.args.data, T)
+        hybrid.run_steps(trainer, data, hybrid.Log(trainer), checkpoints)
 
 
 FORKED = """
@@ -408,7 +409,7 @@ def test_a_run_of_which_ranks_are_killed_ends_with_the_bits_of_one_left_alone(
     text, steps = tmp_path / "text", 1 + 7 * kills
     text.write_text("All happy families are alike. " * 99)
     flags = f"{FLAGS} --data {text} {flags} --vocab-size 256 --steps {steps} --save-every 3"
-    flags += " --sample 0"
+    flags += " --sample 0 --print-every 1"
     run(world_size, _undisturbed, f"{flags} --checkpoint {tmp_path / 'alone'}", timeout=120)
     command = ["-c", FORKED, world_size, kills]
     if kills > 3 and world_size == 2:

@@ -1236,11 +1236,11 @@ def test_a_listener_hears_of_what_begins_inside_in_its_order():
         all_gather([x, x.clone()], x.clone(), async_op=True).wait()
     all_reduce(x)
     run = ["post", "wait", "wait", "done"]  # a send and a receive
-    assert heard[:5] == [(event, "all_reduce", True) for event in ["call", *run]]
+    assert heard[:6] == [(event, "all_reduce", True) for event in ["call", *run, "return"]]
     in_thread = [(event, "all_gather", False) for event in ["begin", *run, "end"]]
     assert [what for what in heard if not what[2]] == in_thread
-    in_caller = [(event, "all_gather", True) for event in ("call", "launch", "join")]
-    assert [what for what in heard[5:] if what[2]] == in_caller
+    in_caller = [(event, "all_gather", True) for event in ("call", "launch", "await", "join")]
+    assert [what for what in heard[6:] if what[2]] == in_caller
 
 
 def _message(source, target, k):

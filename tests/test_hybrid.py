@@ -1033,7 +1033,7 @@ def _evaluate_and_sample(flags):
     tokens = np.random.default_rng(0).integers(0, V, BATCH * T * 2 + 29).astype(np.uint8)
     data = hybrid.Data(tokens[::-1], tokens, is_text=False)
     # the third batch ends early, the fourth is empty
-    loss = hybrid.evaluate(trainer, data, batches=4)
+    loss, _ = hybrid.evaluate(trainer, data, batches=4)
     drawn = hybrid.sample(trainer, [1, 2, 3], T + 6)
     return loss, drawn, hybrid.gather_state(trainer), tokens
 
@@ -1104,6 +1104,7 @@ def _train_on_text(flags):
     mesh = hybrid.mesh_of(args)
     tokens = np.random.default_rng(1).integers(0, V, (2, 10 * BATCH * T)).astype(np.uint8)
     metrics_file, samples, printed = io.StringIO(), [], io.StringIO()
+    before = _high_water_mark()
     with (
         patch.object(hybrid, "sample", lambda trainer, *rest: samples.append(rest) or [65]),
         patch.object(hybrid, "time", SimpleNamespace(perf_counter=itertools.count().__next__)),
@@ -1112,8 +1113,9 @@ def _train_on_text(flags):
         data = hybrid.Data(*tokens, is_text=True)
         hybrid.train(args, mesh, torch.device("cpu"), data, metrics_file)
     lines = [json.loads(line) for line in metrics_file.getvalue().splitlines()]
+    lines = [line for line in lines if "loss" in line]
     assert all(line["tokens_per_s"] == BATCH * T for line in lines)
-    memory = [line["memory_mb"] for line in lines]
+    memory = [line["memory_mb"] + before for line in lines]
     assert memory == pytest.approx(len(lines) * [_high_water_mark()], rel=0.02)
     return [line["loss"] for line in lines], printed.getvalue(), samples, data
 
@@ -1130,7 +1132,8 @@ def test_the_loop_trains_on_every_row_of_every_step_and_samples_from_validation(
     others = run(4, _train_on_text, "--dp 2 --tp 2 --microbatches 2")
     for losses, printed, _, _ in ((losses, printed, samples, data), others[0]):
         assert losses == pytest.approx(expected, rel=1e-11)
-        assert f"\nvalidation loss {loss:.4f}\n" in printed
+        counted = f"perplexity {math.exp(loss):.2f}, of {8 * BATCH * T:,} tokens after step {STEPS}"
+        assert f"\nvalidation loss {loss:.4f}, {counted}\n" in printed
     assert not any(losses or printed for losses, printed, _, _ in others[1:])  # rank 0 speaks
     assert all(len(samples) == 1 for _, _, samples, _ in others)  # which experts may need of all
 
@@ -1276,9 +1279,10 @@ def test_a_skipped_step_is_in_the_log_and_in_the_metrics_and_copies_are_compared
     ):
         hybrid.train(args, hybrid.make_mesh(), torch.device("cpu"), data, metrics_file)
     lines = [json.loads(line) for line in metrics_file.getvalue().splitlines()]
+    lines = [line for line in lines if "loss" in line]
     assert [line["skipped"] for line in lines] == [0, 1, 1, 2, 2]
     assert [line["grad_norm"] is None for line in lines] == [False, True, False, True, False]
-    ends = [line.split(" MB")[1] for line in printed.getvalue().splitlines()[:STEPS]]
+    ends = [line.split(" MB")[1] for line in printed.getvalue().splitlines()[1 : STEPS + 1]]
     assert checked == [2, 4]
     assert ends == ["", "  skipped, 1 so far", "", "  skipped, 2 so far", ""]
 
