@@ -2171,8 +2171,8 @@ def verify(args, argv, device, local_world_size, groups):
         errors.append(error)
     wrong = sum(error > bound for error in errors)
     say(
-        f"{len(rows)} layouts on {args.world_size} x {device.type} in {precision}: worst difference "
-        f"{max(errors):.1e}, bound {bound:.0e}; {wrong} of them wrong"
+        f"{len(rows)} layouts on {args.world_size} x {device.type} in {precision}: worst "
+        f"difference {max(errors):.1e}, bound {bound:.0e}; {wrong} of them wrong"
     )
     torch.set_default_dtype(torch.float32)
     return not wrong

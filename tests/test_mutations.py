@@ -1,4 +1,4 @@
-"""The proof of `hybrid.py --verify` rejects every trap: a wrong line at a time, put in at run time."""
+"""The proof of `hybrid.py --verify` rejects every trap: one wrong line, put in at run time."""
 
 from dataclasses import replace
 from types import SimpleNamespace
