@@ -50,8 +50,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate, takewhile
+from itertools import accumulate, combinations, pairwise, takewhile
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
@@ -70,13 +71,16 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from collectives import (
-    ReduceOp, all_gather_single, all_reduce, barrier, broadcast, exchange, gather_from_group,
-    gather_objects, observe, rank_and_size, report_stalls, scatter_to_group, schedule_as_batch,
-    set_backend_collectives, set_ranks_per_node,
+    ReduceOp, all_gather_single, all_reduce, barrier, broadcast, count_bytes, exchange,
+    gather_from_group, gather_objects, observe, rank_and_size, report_stalls, scatter_to_group,
+    schedule_as_batch, set_backend_collectives, set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
 from expert_parallel import MoE
-from pipeline import SCHEDULES, Clock, Pipeline, WeightGradStore, forward_only, sum_replicas
+from pipeline import (
+    SCHEDULES, Clock, Pipeline, WeightGradStore, bubble_time, forward_only, pipeline_bytes,
+    simulate, sum_replicas,
+)
 from sequence_parallel import (
     allgather_attention, context_positions, dropout, recompute, ring_attention, ulysses_attention,
 )
@@ -85,7 +89,7 @@ from tensor_parallel import (
     VocabParallelEmbedding, attention, gather_shards, is_sharded, mark_partial, parallel_linear,
     sum_partial_gradients, unique_ranges, vocab_parallel_cross_entropy,
 )
-from zero import FullyShardedDataParallel
+from zero import FullyShardedDataParallel, memory_ledger, zero_bytes, zero_memory
 
 CP_METHODS = {
     "allgather": allgather_attention,
@@ -131,17 +135,20 @@ class Mesh:
     cross_group: dist.ProcessGroup | None = None
 
 
-def make_mesh(pp=1, dp=1, cp=1, tp=1, ep=1, ep_nodes=1, replicate=1, local_world_size=None):
+def make_mesh(
+    pp=1, dp=1, cp=1, tp=1, ep=1, ep_nodes=1, replicate=1, local_world_size=None, groups=None
+):
     """Make groups of the slices of the grid of the default group's ranks.
 
-    local_world_size: so many consecutive ranks share a node; by default all do. The others: see
-    slices_of(). Collective: every rank calls it. Raises ValueError if the degrees do not multiply
-    to the world size, ep does not divide dp x cp x tp, ep_nodes ep, or replicate dp x cp.
+    local_world_size: so many consecutive ranks share a node; by default all do. groups: those of
+    earlier meshes, to be used again; new ones are added. The others: see slices_of(). Collective:
+    every rank calls it. Raises ValueError if the degrees do not multiply to the world size, ep does
+    not divide dp x cp x tp, ep_nodes ep, or replicate dp x cp.
     """
     rank, world_size = rank_and_size()
     _check_degrees(pp, dp, cp, tp, ep, ep_nodes, replicate, world_size)
     slices = slices_of(pp, dp, cp, tp, ep, ep_nodes, replicate)
-    groups, mine = {}, {}  # made by all ranks in the same order
+    groups, mine = {} if groups is None else groups, {}  # made by all ranks in the same order
     for name, rows in slices.items():
         for ranks in map(tuple, rows.tolist()):
             key = ranks, len(ranks) > 1 and name in GRADIENT_GROUPS
@@ -155,10 +162,15 @@ def make_mesh(pp=1, dp=1, cp=1, tp=1, ep=1, ep_nodes=1, replicate=1, local_world
     return Mesh(**mine)
 
 
-def mesh_of(args, local_world_size=None):
-    """The mesh of the command line."""
+def mesh_of(args, local_world_size=None, groups=None):
+    """The mesh of the command line; see make_mesh()."""
+    if len(set(gather_objects(local_world_size))) > 1:  # nodes are unlike: none is taken for one
+        local_world_size = 1
     degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
-    return make_mesh(*degrees, local_world_size)
+    mesh = make_mesh(*degrees, local_world_size, groups)
+    if args.collectives == "backend":
+        use_backend_collectives(mesh)
+    return mesh
 
 
 def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
@@ -2144,6 +2156,308 @@ def prepare_checkpoints(args):
     return last
 
 
+# ---- proof ---------------------------------------------------------------------------------------
+
+BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 5e-2}  # of a difference / the norm of what it is of
+CHOICES = {  # of layouts, beside pp, dp, cp and tp
+    "zero": [f"--zero {stage}" for stage in (0, 1, 2, 3)],
+    "replicate": ["", "--replicate 2"],
+    "sp": ["", "--sp"],
+    "cp_method": [f"--cp-method {name}" for name in CP_METHODS],
+    "schedule": [f"--schedule {name}" for name in SCHEDULES],
+    "recompute": ["", "--recompute selective", "--recompute full"],
+    "kv_heads": ["", "--kv-heads 2"],
+    "balance": ["", "aux --top-k 1", "none --moe-every 2", "bias --shared-experts 1"],
+    "ep": ["--ep 1", "--ep 2", "--ep 4", "--ep 4 --ep-nodes 2", "--ep 8"],
+}
+
+
+def proof_flags(world_size):
+    """Sizes of --verify, where no other flag says others: all ranks may split heads and tokens."""
+    heads = world_size * math.ceil(8 / world_size)
+    sizes = {"layers": max(4, world_size), "hidden": 8 * heads, "heads": heads, "ffn": 16 * heads}
+    sizes |= {"seq_len": 2 * heads, "vocab_size": 8 * heads + 3, "steps": 2, "warmup": 1}
+    sizes |= {"grad_clip": 0.1, "weight_decay": 0.2, "timeout": 60}
+    return " ".join(_shown(*size) for size in sizes.items()).split()
+
+
+def layouts(flags, world_size, rounds=66):
+    """Valid layouts as lists of flags; nearly any two that go together are together in one.
+
+    flags: further ones. Each round draws some, and takes the one with most pairs that are new.
+    """
+    random, seen, found = Random(0), set(), []
+    for _ in range(rounds):
+        drawn = [_draw_layout(random, world_size) for _ in range(30)]
+        fresh = {layout: set(combinations(layout, 2)) - seen for layout in drawn}
+        for layout in sorted(filter(fresh.get, fresh), key=lambda layout: -len(fresh[layout])):
+            words = " ".join(layout).split()
+            with suppress(ValueError):
+                parse_args([*words, *flags], world_size)
+                found.append(words)
+                seen |= fresh[layout]
+                break
+    return found
+
+
+def _draw_layout(random, world_size):
+    """A tuple of flags, which may not go together."""
+    degrees, left = {}, world_size
+    for axis in random.sample(["pp", "dp", "cp", "tp"], 4):
+        degrees[axis] = random.choice([d for d in range(1, left + 1) if left % d == 0])
+        left //= degrees[axis]
+    degrees["dp"] *= left
+    chosen = {name: random.choice(choices) for name, choices in CHOICES.items()}
+    microbatches = random.choice((1, 2)) * degrees["pp"]
+    for name, axis in {"sp": "tp", "cp_method": "cp", "schedule": "pp"}.items():
+        if degrees[axis] == 1:
+            del chosen[name]
+    if chosen["balance"]:
+        experts = world_size * math.ceil(4 / world_size)
+        chosen["balance"] = f"--experts {experts} --balance {chosen['balance']}"
+    else:
+        del chosen["ep"]
+    chosen["microbatches"] = _shown("microbatches", microbatches)
+    return *(_shown(*degree) for degree in degrees.items()), *filter(None, chosen.values())
+
+
+class OneProcess:
+    """The whole training in fp64, in PyTorch's own functions: initial values, batches and rates are
+    the layout's, and nothing else.
+
+    shapes: {GPT-2's name: shape}.
+    """
+
+    def __init__(self, args, shapes, device):
+        self.args = args
+        self.weights = {
+            name: initial_value(name, shape, args.layers, args.seed).double().to(device)
+            for name, shape in shapes.items()
+        }
+        parameters = [weight.requires_grad_() for weight in self.weights.values()]
+        decays = {True: args.weight_decay, False: 0.0}
+        groups = [
+            {"params": [p for p in parameters if (p.ndim > 1) == matrix], "weight_decay": decay}
+            for matrix, decay in decays.items()
+        ]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+        self.router_bias = torch.zeros(args.layers, max(1, args.experts), device=device)
+
+    def forward_backward(self, inputs, targets):
+        """Leave clipped gradients in .grad; returns the loss and the norm.
+
+        With losses of balance in microbatches, whose they are.
+        """
+        args, loss, count = self.args, 0, (targets != IGNORE_INDEX).sum()
+        parts = args.microbatches if args.experts and args.balance == "aux" else 1
+        rows = torch.arange(len(inputs), device=inputs.device).view(args.dp, parts, -1)
+        self.optimizer.zero_grad()
+        self.load = torch.zeros_like(self.router_bias)
+        for part in rows.transpose(0, 1).flatten(1):
+            self.balance_loss = 0.0
+            logits = self.logits(inputs[part]).flatten(0, 1)
+            own = F.cross_entropy(logits, targets[part].flatten(), reduction="sum") / count
+            (own + self.balance_loss / parts).backward()
+            loss += own.detach()
+        most = args.grad_clip or math.inf
+        return loss, nn.utils.clip_grad_norm_(self.weights.values(), most)
+
+    def update(self, gradients, rate):
+        """A step along these gradients."""
+        for name, weight in self.weights.items():
+            weight.grad = gradients[name].to(weight).view_as(weight)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        if self.args.balance == "bias":
+            self.router_bias += 0.001 * (self.load.mean(1, True) - self.load).sign()
+
+    def logits(self, tokens):
+        """(B, T) -> (B, T, V)."""
+        args, weights = self.args, self.weights
+        D, width = args.hidden, args.hidden // args.heads
+        norm = lambda x, at: F.layer_norm(x, [D], weights[f"{at}.weight"], weights[f"{at}.bias"])
+        linear = lambda x, at: F.linear(x, weights[f"{at}.weight"], weights[f"{at}.bias"])
+        wte, wpe = weights["transformer.wte.weight"], weights["transformer.wpe.weight"]
+        x, later = wte[tokens] + wpe, wpe.new_ones(len(wpe), len(wpe)).triu(1) > 0
+        for i in range(args.layers):
+            at = f"transformer.h.{i}"
+            qkv = linear(norm(x, f"{at}.ln_1"), f"{at}.attn.c_attn").unflatten(2, (-1, width))
+            q, k, v = qkv.transpose(1, 2).split([args.heads, args.kv_heads, args.kv_heads], 1)
+            k, v = (heads.repeat_interleave(args.heads // args.kv_heads, 1) for heads in (k, v))
+            scores = q @ k.mT / math.sqrt(width)
+            y = scores.masked_fill(later, -math.inf).softmax(-1) @ v
+            x = x + linear(y.transpose(1, 2).flatten(2), f"{at}.attn.c_proj")
+            y = norm(x, f"{at}.ln_2")
+            if args.experts and (i + 1) % args.moe_every == 0:
+                x = x + self.mixture(y.flatten(0, 1), i, f"{at}.mlp").view_as(x)
+            else:
+                y = F.gelu(linear(y, f"{at}.mlp.c_fc"), approximate="tanh")
+                x = x + linear(y, f"{at}.mlp.c_proj")
+        return F.linear(norm(x, "transformer.ln_f"), wte)
+
+    def mixture(self, x, layer, at):
+        """(N, D) -> (N, D): every expert takes every token, with weight 0 where not chosen."""
+        args, weights = self.args, self.weights
+        logits = x @ weights[f"{at}.router.weight"].t()
+        scores = logits.sigmoid() if args.balance == "bias" else logits.softmax(1)
+        chosen = (scores + self.router_bias[layer]).topk(args.top_k).indices
+        chosen = torch.zeros_like(scores).scatter(1, chosen, 1.0)  # (N, E)
+        gates = chosen * scores
+        if args.top_k > 1:
+            gates = gates / gates.sum(1, keepdim=True)
+        inside = torch.einsum("nd,efd->enf", x, weights[f"{at}.experts.w_in"])
+        inside = F.gelu(inside, approximate="tanh")
+        y = torch.einsum("ne,enf,edf->nd", gates, inside, weights[f"{at}.experts.w_out"])
+        if args.shared_experts:
+            inside = F.gelu(x @ weights[f"{at}.shared.0.weight"].t(), approximate="tanh")
+            y = y + inside @ weights[f"{at}.shared.2.weight"].t()
+        self.load[layer] += chosen.sum(0)
+        if args.balance == "aux":
+            balance = args.experts * (chosen.sum(0) / chosen.sum() * scores.mean(0)).sum()
+            self.balance_loss += 0.01 * balance + 0.001 * logits.logsumexp(1).square().mean()
+        return y
+
+
+def compare(args, mesh, device):
+    """Some steps of a layout beside one process: {what: difference / norm}, and costs().
+
+    Collective; rank 0 has the differences.
+    """
+    trainer, found, traffic = Trainer(args, mesh, device), {}, None
+    tokens = np.random.default_rng(args.seed).integers(args.vocab_size, size=10**4)
+    batch = partial(_proof_batch, args, Data(tokens, tokens, False))
+    weights = gather_state(trainer)
+    if weights:
+        del weights["lm_head.weight"]  # the embedding
+        one = OneProcess(args, {name: weight.shape for name, weight in weights.items()}, device)
+        found |= _differences("first", weights, one.weights)
+    for step in range(args.steps):
+        with count_bytes() as traffic:
+            metrics = trainer.step(*batch(step, trainer.local_rows()))
+        numbers = gather_objects([metrics["loss"], metrics["grad_norm"]])
+        gradients = gather_state(trainer, lambda parameter: parameter.grad)
+        weights, when = gather_state(trainer), f"step {step + 1}"
+        if weights:
+            expected = one.forward_backward(*(tokens.to(device) for tokens in batch(step)))
+            for name, own, theirs in zip(("loss", "norm"), expected, zip(*numbers)):
+                found |= _differences(when, {name: own.new_tensor(theirs)}, {name: own})
+            own = {name: weight.grad for name, weight in one.weights.items()}
+            found |= _differences(f"{when} gradient", gradients, own)
+            one.update(gradients, metrics["lr"])
+            found |= _differences(when, weights, one.weights)
+    return found, costs(trainer, traffic)
+
+
+def _proof_batch(args, data, step, rows=slice(None)):
+    """As in training, but some targets do not count: here and there, and all of the first rows."""
+    inputs, targets = data.batch(step, args.batch_size, args.seq_len, args.seed, rows)
+    out = np.random.default_rng([args.seed, step, 1]).random((args.batch_size, args.seq_len)) < 0.2
+    out[: args.batch_size // 8] = True
+    return inputs, targets.masked_fill(torch.from_numpy(out[rows]), IGNORE_INDEX)
+
+
+@torch.no_grad()
+def _differences(what, found, expected):
+    """{what, name: norm of the difference / norm}, each of a dict of tensors."""
+    errors = {}
+    for name, own in expected.items():
+        difference = found[name].to(own) - own
+        if name.endswith("c_attn.bias"):  # the keys' has no gradient but rounding errors
+            D = len(found[name.replace("c_attn", "c_proj")])
+            difference[D : (D + len(difference)) // 2] = 0
+        size = torch.linalg.vector_norm(difference).item()
+        norm = torch.linalg.vector_norm(own).clamp(min=1e-300).item()
+        errors[f"{what} {name}"] = size / norm
+    return errors
+
+
+def costs(trainer, traffic):
+    """{what: (found, claimed)} of the last step, where a formula tells; to be summed over ranks.
+
+    gradients, stages: KB sent; memory: bytes held per parameter; bubble: that of the schedule.
+    """
+    args, mesh, size = trainer.args, trainer.mesh, dist.get_world_size
+    item = torch.get_default_dtype().itemsize
+    sizes = (item, item, 2 * item) if args.dtype == "fp32" else (2 * (args.zero < 3), 4, 12)
+    groups, operations = (mesh.dp_cp_group, mesh.expert_dp_group), ["all_reduce"]
+    if args.zero:
+        groups = mesh.shard_group, mesh.expert_shard_group
+        operations = ["reduce_scatter_single", "all_gather_single"]
+    numel = lambda p: getattr(p, "whole_shape", p.shape).numel()
+    kinds = [(sum(map(numel, ps)), g) for ps, g in zip((trainer.dense, trainer.experts), groups)]
+    held = memory_ledger(trainer.stages, trainer.optimizer).total()
+    claimed = sum(number * zero_memory(args.zero, size(group), *sizes) for number, group in kinds)
+    per_parameter = size() * sum(number for number, _ in kinds)
+    found = {"memory": (held / per_parameter, claimed / per_parameter)}
+    if args.pp > 1:
+        parts = len(trainer.route) // args.pp  # of a rank's layers
+        timeline = simulate(make_schedule(args), 1 / parts, 2 / parts, weight=1 / parts)
+        bubble = timeline.idle if args.schedule in ("zb-h2", "zb-v") else timeline.bubble
+        claimed = bubble_time(args.schedule, args.pp, args.microbatches, num_chunks=args.chunks)
+        found["bubble"] = max(bubble) / size(), claimed / size()
+    if traffic.uncounted:
+        return found
+    if args.dtype == "fp32" or not args.zero:
+        microbatches = args.microbatches // (1 + trainer.replicated)
+        sent = sum(traffic.bytes(name, group) for name in operations for group in set(groups))
+        kinds = [(sizes[1] * number, size(group)) for number, group in kinds]
+        claimed = sum(zero_bytes(args.zero, *kind, microbatches) for kind in kinds)
+        found["gradients"] = sent / 1024, claimed / 1024
+    if args.pp > 1 and not trainer.replicated:  # replicas exchange gradients, too
+        places = 1 + sum(here[0] != there[0] for here, there in pairwise(trainer.route))
+        tokens = args.batch_size * args.seq_len // (args.dp * args.cp * (args.tp if args.sp else 1))
+        nbytes = tokens * args.hidden * (item if args.dtype == "fp32" else 2)  # of all microbatches
+        claimed = sum(pipeline_bytes(place, places, 1, nbytes) for place in range(places))
+        sent = traffic.bytes("exchange", mesh.pp_group)
+        found["stages"] = sent / 1024, claimed / args.pp / 1024
+    return found
+
+
+def verify(args, argv, device, local_world_size, groups):
+    """Rank 0 prints a line for each layout; returns whether all are like one process. Collective.
+
+    argv: the command line; where it has no layout these are all of layouts(). The others: see
+    mesh_of().
+    """
+    precision = "fp64" if device.type == "cpu" and args.dtype == "fp32" else args.dtype
+    torch.set_default_dtype(torch.float64 if precision == "fp64" else torch.float32)
+    given, names = vars(_parser().parse_args(argv)), [name for name, *_ in FLAGS]
+    names = [*names[: names.index("layers")], "kv_heads", "recompute"]
+    is_one = any(given[name] is not None for name in names)
+    rows, bound, errors = [[]] if is_one else layouts(argv, args.world_size), BOUNDS[precision], []
+    say = partial(print, flush=True) if dist.get_rank() == 0 else lambda line: None
+    for words in rows:
+        layout = parse_args([*words, *argv], args.world_size)
+        if precision != "fp64" and layout.experts:
+            layout.top_k = layout.experts  # rounding would choose others
+        error, where, figures = judge(layout, device, local_world_size, groups)
+        figures = [f"{what} {a:.5g} ({b:.5g})" for what, (a, b) in sorted(figures.items())]
+        mark = "ok" if error <= bound else "WRONG"
+        say("  ".join([f"{mark:5} {error:8.1e}  {where:48}", " ".join(words), *figures]))
+        errors.append(error)
+    wrong = sum(error > bound for error in errors)
+    say(
+        f"{len(rows)} layouts on {args.world_size} x {device.type} in {precision}: worst "
+        f"difference {max(errors):.1e}, bound {bound:.0e}; {wrong} of them wrong"
+    )
+    torch.set_default_dtype(torch.float32)
+    return not wrong
+
+
+def judge(args, device, local_world_size, groups):
+    """A layout's worst difference, or infinity, of what, and the sums of costs(), on all ranks."""
+    try:
+        found = compare(args, mesh_of(args, local_world_size, groups), device)
+    except Exception as error:  # the other layouts are tried all the same
+        found = {f"{type(error).__name__}: {error}": math.inf}, {}
+    worst = [(math.inf if math.isnan(error) else error, what) for what, error in found[0].items()]
+    worst, figures = zip(*gather_objects((max(worst, default=(0.0, "")), found[1])))
+    common = figures[0].keys() if all(figures) else ()
+    sums = {what: tuple(map(sum, zip(*(own[what] for own in figures)))) for what in common}
+    return *max(worst), sums
+
+
 # ---- command line --------------------------------------------------------------------------------
 
 
@@ -2214,6 +2528,7 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("resume", bool, False, None, "go on from the last checkpoint, if there is one"),
     ("eval_every", int, None, SIZE, "validate every so many steps (default: at the end)"),
     ("print_every", int, None, SIZE, "steps per line, on no terminal (default: some 40 lines)"),
+    ("verify", bool, False, None, "do not train; compare layouts, or this one, with one process"),
     ("metrics", str, None, None, "write the flags and one JSON object per step to this file"),
     ("trace", str, None, None, "write what all ranks do in the last step here, for Perfetto"),
     ("timeout", int, 600, SECONDS, "seconds that a rank waits for another"),
@@ -2234,6 +2549,12 @@ SUBJECTS = {  # flags that mean nothing but in this case
         ["init_from", "export"],
     ),
     "--init-from or --resume": (lambda a: a.init_from or a.resume, ["generate"]),
+    "training, not --verify": (
+        lambda a: not a.verify,
+        ["topk_nodes", "capacity_factor", "dropout", "tf32", "init_from", "export", "generate"]
+        + ["data", "data_dtype", "metrics", "trace", "sample"]
+        + ["checkpoint", "save_every", "resume", "eval_every", "print_every"],
+    ),
     "training, not --generate": (
         lambda a: not a.generate,
         ["export", "data", "data_dtype", "save_every"]
@@ -2438,27 +2759,32 @@ def main(argv=None):
         if rank == 0:
             _parser().print_help()
         return 0
+    if "--verify" in argv:
+        argv = [*proof_flags(world_size), *argv]
     store = next(dist.rendezvous("env://"))[0] if "RANK" in os.environ else dist.HashStore()
     # torchrun's store still has the keys of the attempt before
     store = dist.PrefixStore(f"attempt {attempt}", store)
-    fault, metrics_file, trace_file = "", None, None
+    fault, metrics_file, trace_file, groups = "", None, None, {}
     try:
         args = parse_args(argv, world_size)
         device, backend = choose_device(args.device, args.backend, local_rank, local_world_size)
         check_device(args, device)
         if args.init_from:
             load_weights(args)
-        data = None if args.generate else load_data(args.data, args.seq_len, args.data_dtype)
+        trains = not args.generate and not args.verify
+        data = load_data(args.data, args.seq_len, args.data_dtype) if trains else None
         if rank == 0:
             metrics_file, trace_file = _open_outputs(args)
     except (ValueError, OSError) as error:
         fault = str(error)
     if _any_fault(fault, rank, world_size, store):
         return 2
-    mesh = _join(args, device, backend, store, rank, local_world_size)
+    mesh = _join(args, device, backend, store, rank, local_world_size, groups)
     status = 0
     try:
-        if args.generate:
+        if args.verify:
+            status = int(not verify(args, argv, device, local_world_size, groups))
+        elif args.generate:
             generate(args, mesh, device)
         else:
             train(args, mesh, device, data, metrics_file, trace_file)
@@ -2482,8 +2808,8 @@ def _open_outputs(args):
     return metrics_file, args.trace and open(args.trace, "w")
 
 
-def _join(args, device, backend, store, rank, local_world_size):
-    """Meet the other processes; returns the mesh of all."""
+def _join(args, device, backend, store, rank, local_world_size, groups):
+    """Meet the other processes; returns the mesh of all, whose groups are added to `groups`."""
     if backend == "gloo":
         schedule_as_batch()
     if args.tf32:
@@ -2500,12 +2826,7 @@ def _join(args, device, backend, store, rank, local_world_size):
     every = gather_objects(local_world_size)
     if rank == 0 and spans_nodes(args.tp, every):
         _complain(f"warning: --tp {args.tp} spans nodes: every layer waits for the links between")
-    if len(set(every)) > 1:  # nodes are unlike: none is taken for one
-        local_world_size = 1
-    mesh = mesh_of(args, local_world_size)
-    if args.collectives == "backend":
-        use_backend_collectives(mesh)
-    return mesh
+    return mesh_of(args, local_world_size, groups)
 
 
 def _any_fault(fault, rank, world_size, store):

@@ -1489,13 +1489,15 @@ def largest_model(stage, world_size, memory_bytes, parameter=2, gradient=2, opti
 def memory_ledger(model, optimizer):
     """Bytes of the storages that this rank holds: {"parameters", "gradients", "optimizer"}.
 
-    A storage that several kinds of tensors share counts for the first of them.
+    model: one, or a list of those that share the optimizer. A storage that several kinds of tensors share counts for the first of them.
     """
-    parameters = list(model.parameters())
-    rows = optimizer._shards.rows if isinstance(optimizer, ZeroRedundancyOptimizer) else []
-    if isinstance(model, FullyShardedDataParallel):
-        rows = model._schedule.rows
-        parameters += [memory.bytes for memory in model._schedule.memories]
+    models = model if isinstance(model, list) else [model]
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    rows = list(optimizer._shards.rows) if isinstance(optimizer, ZeroRedundancyOptimizer) else []
+    for model in models:
+        if isinstance(model, FullyShardedDataParallel):
+            rows += model._schedule.rows
+            parameters += [memory.bytes for memory in model._schedule.memories]
     pieces = [piece for row in rows for piece in row.pieces]
     sums = [part for row in rows for part in (row.flat_grad, row.sharded_grad, row.incoming)]
     states = getattr(optimizer, "optimizer", optimizer).state.values()

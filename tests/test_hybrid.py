@@ -1506,6 +1506,8 @@ is less than the 6 stages of --schedule interleaved --pp 2 --microbatches 2 --ch
 1 | --shared-experts 1 | --shared-experts 1 needs --experts
 1 | --experts 0 --balance none | --balance none needs --experts
 1 | --moe-every 1 | --moe-every 1 needs --experts
+1 | --verify --dropout 0.1 | --dropout 0.1 needs training, not --verify
+2 | --verify --tp 2 --steps 0 | --steps 0 must be at least 1
 1 | --timeout 0 | --timeout 0 must be at least 1 and at most 10**6
 1 | --timeout 1000000000000000 | --timeout 1000000000000000 must be at least 1 and at most 10**6
 2 | --batch-size 6 --microbatches 2 | --batch-size 6 is not divisible by --dp 2 x --microbatches 2

@@ -1,0 +1,326 @@
+"""The proof of `hybrid.py --verify` rejects every trap: one wrong line, put in at run time."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import collectives
+import expert_parallel
+import hybrid
+import pipeline
+import sequence_parallel
+import tensor_parallel
+import zero
+from ranks import on_ranks
+
+BOUND = hybrid.BOUNDS["fp64"]
+
+
+def put(owner, name, wrong):
+    """In place of owner.name: wrong(the right one)."""
+    return lambda: patch.object(owner, name, wrong(getattr(owner, name)))
+
+
+def pair(name, *functions):
+    """Other functions forward and backward."""
+    return lambda: patch.dict(collectives._PAIRS, {name: functions})
+
+
+def without_reduction(module, is_it):
+    """all_reduce() of the module leaves out a tensor of which that is true."""
+    left_out = lambda right: lambda t, *a, **k: None if is_it(t, *a) else right(t, *a, **k)
+    return put(module, "all_reduce", left_out)
+
+
+def with_mesh(**names):
+    """share_out() takes one group of the mesh for another."""
+    other = lambda mesh: replace(mesh, **{name: getattr(mesh, n) for name, n in names.items()})
+    return put(hybrid, "share_out", lambda right: lambda a, mesh, *r: right(a, other(mesh), *r))
+
+
+def after(owner, name, action):
+    """owner.name, a method, and then action(self)."""
+    return put(owner, name, lambda right: lambda self, *a: (right(self, *a), action(self))[0])
+
+
+def _own_targets(right):
+    shifted = lambda inputs, targets: (inputs, inputs.roll(-1, 1))
+    return lambda self, *tokens: shifted(*right(self, *tokens))
+
+
+def _unseen_by_autograd(right):
+    alone = lambda tensor, *_: (tensor.clone(), SimpleNamespace(wait=lambda: None))
+
+    def backward(ctx, grad):
+        with patch.object(sequence_parallel, "_send_recv", alone):
+            return right(ctx, grad)
+
+    return staticmethod(backward)
+
+
+def _both_replicas(right):
+    def clip(self, pieces):
+        with patch.object(self, "replicated", False):
+            return right(self, pieces)
+
+    return clip
+
+
+def _head_counts(right):
+    def clip(self, pieces):
+        rename = lambda chunk: ((f"{n}'", p) for n, p in nn.Module.named_parameters(chunk))
+        with patch.object(hybrid.GPT, "named_parameters", rename):
+            return right(self, pieces)
+
+    return clip
+
+
+def _last_is_zero(products):
+    if products:
+        parameter, product = products.pop()
+        products.append((parameter, lambda: 0 * product()))
+    return products
+
+
+def _own_part(output, input, group=None):
+    rank, world_size = collectives.rank_and_size(group)
+    output.copy_(input.reshape(world_size, *output.shape)[rank])
+
+
+def _no_rows_back(grad, output_split_sizes, input_split_sizes, group):
+    rows = len(grad) if input_split_sizes is None else sum(input_split_sizes)
+    return grad.new_zeros(rows, *grad.shape[1:])
+
+
+def _alone(layer):
+    layer.balance_groups = ()
+    return layer
+
+
+GATHER, OWN = collectives._all_gathered, collectives._own_chunk
+MUTATIONS = {  # number of the trap, and the wrong line -> ranks, layout, patch
+    "1: the count of counted tokens is this rank's": (
+        *(2, "--dp 2"),
+        without_reduction(hybrid, lambda t, *_: t.dtype == torch.int64 and t.shape == (2,)),
+    ),
+    "1: gradients are averaged over the replicas": (
+        *(2, "--dp 2 --zero 0"),
+        put(
+            hybrid,
+            "DistributedDataParallel",
+            lambda right: lambda *a, **k: right(*a, **k | {"gradient_divide_factor": 2}),
+        ),
+    ),
+    "2: labels are shifted after the sequence is sharded": (
+        *(2, "--cp 2"),
+        put(hybrid.Trainer, "own_tokens", _own_targets),
+    ),
+    "2: positions are counted from the shard's first": (
+        *(2, "--cp 2"),
+        put(
+            hybrid,
+            "make_chunks",
+            lambda right: lambda *a: right(*a[:5], torch.arange(len(a[5])), *a[6:]),
+        ),
+    ),
+    "2: the loss reported is this replica's": (
+        *(2, "--dp 2"),
+        without_reduction(hybrid, lambda t, *_: t.ndim == 0),
+    ),
+    "3: initial weights depend on the rank": (
+        *(2, "--tp 2"),
+        put(
+            hybrid,
+            "_draw_normal",
+            lambda right: lambda rows, first, name: right(rows, first, f"{name}{dist.get_rank()}"),
+        ),
+    ),
+    "3: a rank numbers its rows from 0": (
+        *(2, "--tp 2"),
+        put(hybrid, "initial_value", lambda right: lambda *a, first=0, **k: right(*a, **k)),
+    ),
+    "3: the order of the data depends on the rank": (
+        *(2, "--dp 2"),
+        put(
+            hybrid.Data,
+            "batch",
+            lambda right: lambda self, step, B, T, seed, rows: right(
+                self, step, B, T, seed + (rows.start or 0), rows
+            ),
+        ),
+    ),
+    "4: gradients are summed over dp alone": (
+        *(2, "--cp 2 --zero 0"),
+        with_mesh(dp_cp_group="dp_group"),
+    ),
+    "4: shards are summed over dp alone": (
+        *(2, "--cp 2 --zero 2"),
+        with_mesh(shard_group="dp_group"),
+    ),
+    "4: copies of shards are not summed": (
+        *(2, "--dp 2 --zero 1 --replicate 2"),
+        put(hybrid, "_if_several", lambda right: lambda group: None),
+    ),
+    "4: DDP reduces after every microbatch": (
+        *(2, "--dp 2 --zero 0 --microbatches 2"),
+        put(hybrid, "Pipeline", lambda right: lambda *a, **k: right(*a, **k | {"sync_each": True})),
+    ),
+    "7: f does not reduce in backward": (
+        *(2, "--tp 2"),
+        put(
+            tensor_parallel,
+            "_reduce",
+            lambda right: lambda y, options, async_op=False: (
+                (y, None) if async_op else right(y, options)
+            ),
+        ),
+    ),
+    "7: g reduces in backward, too": (
+        *(2, "--tp 2"),
+        pair("reduce_from_group", collectives._all_reduced, collectives._all_reduced),
+    ),
+    "7: gradients of norms are those of this rank's tokens": (
+        *(2, "--tp 2 --sp"),
+        put(hybrid, "sum_partial_gradients", lambda right: lambda *a, **k: None),
+    ),
+    "7: what all use alike is summed in backward": (
+        *(2, "--tp 2 --experts 4 --balance none"),
+        pair("gather_from_group", GATHER, collectives._reduce_scattered),
+    ),
+    "8: every rank adds the bias of a row-parallel layer": (
+        *(2, "--tp 2"),
+        put(
+            tensor_parallel.RowParallelLinear,
+            "forward",
+            lambda right: lambda self, x: right(self, x) + self.bias,
+        ),
+    ),
+    "8: the maximum of the logits is this rank's": (
+        *(2, "--tp 2"),
+        without_reduction(tensor_parallel, lambda t, *a: collectives.ReduceOp.MAX in a),
+    ),
+    "8: the sum of the exponentials is this rank's": (
+        *(2, "--tp 2"),
+        without_reduction(tensor_parallel, lambda t, *_: t.ndim == 2 and len(t) == 2),
+    ),
+    "11: embedding and head keep gradients of their own": (
+        *(2, "--pp 2"),
+        put(hybrid.GPT, "tied_weight", lambda right: lambda self: None),
+    ),
+    "11: DualPipe's replicas keep gradients of their own": (
+        *(2, "--pp 2 --schedule dualpipe --microbatches 4"),
+        put(hybrid, "sum_replicas", lambda right: lambda *a: None),
+    ),
+    "11: DualPipe's replicas count twice in the norm": (
+        *(2, "--pp 2 --schedule dualpipe --microbatches 4"),
+        put(hybrid.Trainer, "clip_gradients", _both_replicas),
+    ),
+    "12: losses of balance are added once per microbatch": (
+        *(1, "--experts 4 --microbatches 2"),
+        put(hybrid, "ParallelMoE", lambda right: lambda config, mesh, m: right(config, mesh, 1)),
+    ),
+    "12: losses of balance are of this rank's tokens": (
+        *(2, "--dp 2 --experts 4"),
+        put(hybrid, "ParallelMoE", lambda right: lambda *a: _alone(right(*a))),
+    ),
+    "13: a W is left undone": (
+        *(2, "--pp 2 --schedule zb-h1"),
+        put(pipeline, "_add_products", lambda right: lambda p: right(_last_is_zero(p))),
+    ),
+    "13: a weight that is used twice counts once": (
+        *(2, "--pp 2 --schedule zb-h1"),
+        put(pipeline, "_add_products", lambda right: lambda p: (p.extend(p[:1]), right(p))),
+    ),
+    "15: parts of a softmax merge by their maximum": (
+        *(2, "--cp 2 --cp-method ring"),
+        put(torch, "logaddexp", lambda right: torch.maximum),
+    ),
+    "15: backward uses the local keys and values": (
+        *(2, "--cp 2 --cp-method ring"),
+        put(sequence_parallel._RingAttention, "backward", _unseen_by_autograd),
+    ),
+    "15: gradients of gathered keys and values are not summed": (
+        *(2, "--cp 2 --cp-method allgather"),
+        put(sequence_parallel, "reduce_scatter_single", lambda right: _own_part),
+    ),
+    "16: autograd does not see Ulysses' all-to-all": (
+        *(2, "--cp 2 --cp-method ulysses"),
+        pair("all_to_all_in_group", collectives._all_to_all, _no_rows_back),
+    ),
+    "16: autograd does not see the way to the experts": (
+        *(2, "--dp 2 --experts 4 --ep 2"),
+        pair("all_to_all_in_group", collectives._all_to_all, _no_rows_back),
+    ),
+    "16: gradients of different experts are summed": (
+        *(2, "--dp 2 --experts 4 --ep 2 --zero 0"),
+        with_mesh(expert_dp_group="dp_cp_group"),
+    ),
+    "16: gradients of experts are averaged over ep": (
+        *(2, "--dp 2 --experts 4 --ep 2"),
+        after(
+            hybrid.Trainer,
+            "sum_shared_gradients",
+            lambda self: [p.grad.div_(2) for p in self.experts],
+        ),
+    ),
+    "17: loads are counted on this rank alone": (
+        *(2, "--dp 2 --experts 4 --balance bias"),
+        without_reduction(hybrid, lambda t, *_: t.ndim == 2 and t.shape[1] == 7),
+    ),
+    "17: the bias for the choice enters the weights": (
+        *(1, "--experts 4 --balance bias"),
+        put(
+            expert_parallel.Router,
+            "forward",
+            lambda right: lambda self, x: (
+                lambda routing: routing._replace(
+                    weights=routing.weights + self.bias[routing.experts]
+                )
+            )(right(self, x)),
+        ),
+    ),
+    "18: the norm is that of this rank's shards": (
+        *(2, "--tp 2"),
+        put(hybrid, "get_total_norm", lambda right: lambda tensors, groups: right(tensors)),
+    ),
+    "18: what tp ranks have alike counts on each in the norm": (
+        *(2, "--tp 2"),
+        put(hybrid, "unique_ranges", lambda right: lambda p, group: [(0, 10**9)]),
+    ),
+    "18: the tied weight counts twice in the norm": (
+        *(2, "--pp 2"),
+        put(hybrid.Trainer, "clip_gradients", _head_counts),
+    ),
+    "21: weights gathered before the update are used after it": (
+        *(2, "--dp 2 --zero 1"),
+        put(zero.FullyShardedDataParallel, "reshard", lambda right: lambda self: None),
+    ),
+}
+IN_SUITE = "1: gra", "7: f", "11: emb", "15: back", "18: the norm"
+ROWS = [
+    pytest.param(trap, marks=() if trap.startswith(IN_SUITE) else pytest.mark.soak)
+    for trap in MUTATIONS
+]
+
+
+def _worst(flags):
+    world_size = dist.get_world_size()
+    torch.set_default_dtype(torch.float64)
+    flags = [*hybrid.proof_flags(world_size), "--layers", "2", *flags.split()]
+    args = hybrid.parse_args(flags, world_size)
+    return hybrid.judge(args, torch.device("cpu"), None, {})[:2]
+
+
+@pytest.mark.parametrize("trap", ROWS)
+@on_ranks(lambda trap: MUTATIONS[trap][0])
+def test_the_proof_rejects_every_trap(trap):
+    _, flags, sprung = MUTATIONS[trap]
+    right, _ = _worst(flags)
+    with sprung():
+        wrong, where = _worst(flags)
+    assert right <= BOUND < wrong, f"right: {right:.1e}; wrong: {wrong:.1e} of {where}"
