@@ -1349,7 +1349,6 @@ def traced(trainer, log, file):
     if log.speaks:
         events, parts = [event for own, _ in every for event in own], [parts for _, parts in every]
         _write(file, {"traceEvents": events, "otherData": {"seconds": parts}})
-        log.flush()
         log.say(describe_parts(parts))
 
 
@@ -1406,7 +1405,7 @@ def axes_of(mesh):
     for axis, names in AXES.items():
         for group in {getattr(mesh, name) for name in names} - {None}:
             if dist.get_world_size(group) > 1:
-                axes[group] = f"{axes[group]}, {axis}" if group in axes else axis
+                axes[group] = f"{axes[group]}+{axis}" if group in axes else axis
     return axes
 
 
@@ -1417,7 +1416,7 @@ def read_operation(told, since):
         (sent if event == "sent" else moments.setdefault(event, [])).append(what)
     at = {event: list(map(since, found)) for event, found in moments.items()}
     if "begin" in at:  # in the background
-        return (at["begin"][0], at["end"][0]), list(zip(at["await"], at["join"])), sent
+        return (at["begin"][0], at["end"][0]), [*zip(at["await"], at["join"])], sent
     if "call" in at:
         span = at["call"][0], at["return"][0]
         return span, [span], sent
