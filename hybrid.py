@@ -760,7 +760,7 @@ def _not_finite(trainer, pieces, shown=8):
 
 
 def told_to_stop(trainer):
-    """Whether SIGTERM has come to some rank, on the device; only of a run that keeps checkpoints."""
+    """Whether SIGTERM has come to some rank, on the device; only where there are checkpoints."""
     told = torch.full((), float(trainer.sigterm), device=trainer.device)
     if trainer.args.checkpoint:
         all_reduce(told, ReduceOp.MAX)
@@ -1203,8 +1203,8 @@ class Log:
         tokens = args.batch_size * args.seq_len
         self.say(
             f"{self.parameters:,} parameters on {args.world_size} x {self.trainer.device.type}: "
-            f"pp {args.pp} x dp {args.dp} x cp {args.cp} x tp {args.tp}; a step: {tokens:,} tokens, "
-            f"{self.flops * tokens:.3g} FLOPs of the model"
+            f"pp {args.pp} x dp {args.dp} x cp {args.cp} x tp {args.tp}; a step: {tokens:,} "
+            f"tokens, {self.flops * tokens:.3g} FLOPs of the model"
         )
         return self
 
@@ -1361,7 +1361,6 @@ def traced(trainer, log, file):
     if log.speaks:
         events, parts = [event for own, _ in every for event in own], [parts for _, parts in every]
         _write(file, {"traceEvents": events, "otherData": {"seconds": parts}})
-        log.flush()
         log.say(describe_parts(parts))
 
 
@@ -1418,7 +1417,7 @@ def axes_of(mesh):
     for axis, names in AXES.items():
         for group in {getattr(mesh, name) for name in names} - {None}:
             if dist.get_world_size(group) > 1:
-                axes[group] = f"{axes[group]}, {axis}" if group in axes else axis
+                axes[group] = f"{axes[group]}+{axis}" if group in axes else axis
     return axes
 
 
@@ -1429,7 +1428,7 @@ def read_operation(told, since):
         (sent if event == "sent" else moments.setdefault(event, [])).append(what)
     at = {event: list(map(since, found)) for event, found in moments.items()}
     if "begin" in at:  # in the background
-        return (at["begin"][0], at["end"][0]), list(zip(at["await"], at["join"])), sent
+        return (at["begin"][0], at["end"][0]), [*zip(at["await"], at["join"])], sent
     if "call" in at:
         span = at["call"][0], at["return"][0]
         return span, [span], sent

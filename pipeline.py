@@ -969,7 +969,7 @@ class Clock:
         return event
 
     def since(self, moment):
-        """Seconds from when the clock was made to what now() gave. The host waits for the device."""
+        """Seconds from the clock's beginning to what now() gave. The host waits for the device."""
         if self.device.type == "cpu":
             return moment - self.began
         moment.synchronize()

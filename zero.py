@@ -1489,7 +1489,8 @@ def largest_model(stage, world_size, memory_bytes, parameter=2, gradient=2, opti
 def memory_ledger(model, optimizer):
     """Bytes of the storages that this rank holds: {"parameters", "gradients", "optimizer"}.
 
-    model: one, or a list of those that share the optimizer. A storage that several kinds of tensors share counts for the first of them.
+    model: one, or a list of those that share the optimizer. A storage that several kinds of tensors
+    share counts for the first of them.
     """
     models = model if isinstance(model, list) else [model]
     parameters = [parameter for model in models for parameter in model.parameters()]
