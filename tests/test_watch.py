@@ -246,6 +246,8 @@ def _trace(flags, prepare=lambda trainer: None):
     with redirect_stdout(printed), hybrid.traced(trainer, log, file):
         with count_bytes() as traffic, observe(listen):
             trainer.step(*tokens)
+            with torch.no_grad():  # so that a rank sends other bytes than it receives
+                trainer.run(trainer.evaluation, *tokens)
     sent = defaultdict(lambda: (0, 0))
     for group, axis in axes.items():
         messages, nbytes = sent[axis]
