@@ -406,7 +406,7 @@ def _kill_ranks(process, at_steps, generator):
 def test_a_run_of_which_ranks_are_killed_ends_with_the_bits_of_one_left_alone(
     kills, world_size, flags, tmp_path
 ):
-    text, steps = tmp_path / "text", 1 + 7 * kills
+    text, steps = tmp_path / "text", 1 + 6 * kills
     text.write_text("All happy families are alike. " * 99)
     flags = f"{FLAGS} --data {text} {flags} --vocab-size 256 --steps {steps} --save-every 3"
     flags += " --sample 0 --print-every 1"
