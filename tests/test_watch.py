@@ -311,6 +311,7 @@ def _slowed(flags):
     return file and json.loads(file)["otherData"]["seconds"]
 
 
+@pytest.mark.soak  # by the clock
 @pytest.mark.parametrize("flags, part", [("--pp 2", "bubble"), ("--tp 2", "tp"), ("--dp 2", "dp")])
 def test_a_rank_that_is_late_shows_in_its_compute_and_in_what_others_wait_for(flags, part):
     slow, other = run(2, _slowed, f"{flags} --microbatches 2")[0]
