@@ -2807,7 +2807,7 @@ def _open_outputs(args):
     return metrics_file, args.trace and open(args.trace, "w")
 
 
-def _join(args, device, backend, store, rank, local_world_size, groups):
+def _join(args, device, backend, store, rank, local_world_size, groups=None):
     """Meet the other processes; returns the mesh of all, whose groups are added to `groups`."""
     if backend == "gloo":
         schedule_as_batch()
