@@ -164,8 +164,6 @@ def make_mesh(
 
 def mesh_of(args, local_world_size=None, groups=None):
     """The mesh of the command line; see make_mesh()."""
-    if len(set(gather_objects(local_world_size))) > 1:  # nodes are unlike: none is taken for one
-        local_world_size = 1
     degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
     mesh = make_mesh(*degrees, local_world_size, groups)
     if args.collectives == "backend":
@@ -2419,6 +2417,7 @@ def verify(args, argv, device, local_world_size, groups):
     argv: the command line; where it has no layout these are all of layouts(). The others: see
     mesh_of().
     """
+    local_world_size = alike(gather_objects(local_world_size))
     precision = "fp64" if device.type == "cpu" and args.dtype == "fp32" else args.dtype
     torch.set_default_dtype(torch.float64 if precision == "fp64" else torch.float32)
     given, names = vars(_parser().parse_args(argv)), [name for name, *_ in FLAGS]
@@ -2825,7 +2824,12 @@ def _join(args, device, backend, store, rank, local_world_size, groups=None):
     every = gather_objects(local_world_size)
     if rank == 0 and spans_nodes(args.tp, every):
         _complain(f"warning: --tp {args.tp} spans nodes: every layer waits for the links between")
-    return mesh_of(args, local_world_size, groups)
+    return mesh_of(args, alike(every), groups)
+
+
+def alike(local_world_sizes):
+    """How many ranks each node has; 1 where nodes are unlike, and none is taken for one."""
+    return local_world_sizes[0] if len(set(local_world_sizes)) == 1 else 1
 
 
 def _any_fault(fault, rank, world_size, store):
