@@ -21,6 +21,9 @@ What does depend on the layout: masks of dropout, which tokens a capacity drops,
 --topk-nodes leaves a token, and the losses of balance, which are those of a microbatch of all
 replicas.
 
+To be read: mesh, model, one step, loop. Each section after these is by itself: what people watch, the
+bits of copies, data, initial values, files, checkpoints, the proof, the command line.
+
 The model is GPT-2's architecture (Radford et al., 2019), under GPT-2's parameter names. Shoeybi et
 al., "Megatron-LM", 2019, and Narayanan et al., "Efficient Large-Scale Language Model Training on
 GPU Clusters Using Megatron-LM", 2021.
@@ -952,82 +955,6 @@ def balance_experts(trainer, tallies):
         layer.router.update_bias(tallies[number][: layer.num_experts])
 
 
-# ---- copies --------------------------------------------------------------------------------------
-
-
-def groups_of_copies(trainer, name, tensor):
-    """The groups whose ranks have the same bits in the parameter, or buffer, of this name.
-
-    Of ZeRO's pieces there are as many copies as --replicate says. Rows of keys and values that some
-    ranks of tp have in common, where tp > kv_heads, are not compared.
-    """
-    mesh, is_piece = trainer.mesh, hasattr(tensor, "whole_shape")
-    if is_expert(name):
-        replicas = mesh.expert_replicate_group if is_piece else mesh.expert_dp_group
-        groups = [replicas, mesh.expert_tp_group]
-    else:
-        groups = [mesh.replicate_group if is_piece else mesh.dp_cp_group]
-        groups += [] if is_sharded(tensor) else [mesh.tp_group]
-    return [group for group in groups if dist.get_world_size(group) > 1]
-
-
-@torch.no_grad()
-def check_replicas(trainer):
-    """Raise TrainingError, on all ranks, unless all copies have the same bits: a machine has erred.
-
-    Compares a sum of each copy, which one flipped bit changes for certain. The host waits for the
-    device once.
-    """
-    sums, of_group, rank = {}, {}, dist.get_rank()
-    for chunk in trainer.chunks:
-        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
-            total = sum_of_bits(tensor)
-            groups = groups_of_copies(trainer, name, tensor)
-            # ranks that have copies differ in coordinates of the grid, whose steps add up
-            lowest = rank + sum(dist.get_process_group_ranks(group)[0] - rank for group in groups)
-            sums[name, lowest] = total
-            for group in groups:
-                of_group.setdefault(group, []).append(total)
-    different = torch.zeros((), dtype=torch.int64, device=trainer.device)
-    for group, own in of_group.items():
-        own = torch.stack(own)
-        every = own.new_empty(dist.get_world_size(group), len(own))
-        all_gather_single(every, own, group)
-        different += (every != own).sum()
-    all_reduce(different)  # what one group sees, all ranks know
-    if different:
-        every = gather_objects({copy: total.item() for copy, total in sums.items()})
-        raise TrainingError(f"step {trainer.steps_done}: {describe_copies(every)}")
-
-
-def sum_of_bits(tensor):
-    """The sum of the elements read as integers, modulo 2**64."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.detach().view(integers[tensor.itemsize]).sum(dtype=torch.int64)
-
-
-def describe_copies(sums, shown=3):
-    """Which ranks have another copy than most others. sums: {(name, ...): sum} of each rank.
-
-    Under a key, all ranks that have it should have the same sum.
-    """
-    sentences = []
-    for key in dict.fromkeys(key for own in sums for key in own):
-        copies = {rank: own[key] for rank, own in enumerate(sums) if key in own}
-        ((usual, count), *others) = Counter(copies.values()).most_common()
-        odd = [rank for rank in copies if copies[rank] != usual or 2 * count <= len(copies)]
-        if others:
-            rest = [rank for rank in copies if rank not in odd]
-            where = f"from the copies of {_ranks(rest)}" if rest else "between them"
-            sentences.append(f"{_ranks(odd)}: {key[0]} differs {where}")
-    more = [f"{len(sentences) - shown} more"] if len(sentences) > shown else []
-    return "; ".join(sentences[:shown] + more)
-
-
-def _ranks(ranks):
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
 # ---- loop ----------------------------------------------------------------------------------------
 
 
@@ -1221,15 +1148,16 @@ class Log:
             self.flush()
 
     def describe(self, step, loss, grad_norm, lr, tokens_per_s, memory_mb, **_):
+        """What matters most first: a terminal may cut the rest."""
         trainer, steps = self.trainer, self.trainer.args.steps
         left = (time.perf_counter() - self.began) / (step - self.first + 1) * (steps - step)
         own = tokens_per_s / trainer.args.world_size
         tflops = own * self.flops / 1e12
         mfu = f", MFU {tflops / self.peak:.1%}" if self.peak else ""
         return (
-            f"step {step:5d} of {steps}, {timedelta(seconds=round(left))} left  loss {loss:.4f}  "
-            f"grad norm {grad_norm:.3f}  lr {lr:.2e}  {tokens_per_s:,.0f} tokens/s; of a process "
-            f"{own:,.0f}, {tflops:.3g} TFLOP/s{mfu}, {memory_mb:,.0f} MB"
+            f"step {step} of {steps}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s, each "
+            f"{own:,.0f}, {tflops:.3g} TFLOP/s{mfu}, {memory_mb:,.0f} MB  "
+            f"{timedelta(seconds=round(left))} left  grad norm {grad_norm:.3f}  lr {lr:.2e}"
             + (f"  skipped, {trainer.skipped} so far" if trainer.skipped_in_a_row else "")
         )
 
@@ -1459,6 +1387,82 @@ def describe_parts(every):
     return f"the last step took {sum(means.values()):.2f} ms: {parts} (means of {len(every)} ranks)"
 
 
+# ---- copies --------------------------------------------------------------------------------------
+
+
+def groups_of_copies(trainer, name, tensor):
+    """The groups whose ranks have the same bits in the parameter, or buffer, of this name.
+
+    Of ZeRO's pieces there are as many copies as --replicate says. Rows of keys and values that some
+    ranks of tp have in common, where tp > kv_heads, are not compared.
+    """
+    mesh, is_piece = trainer.mesh, hasattr(tensor, "whole_shape")
+    if is_expert(name):
+        replicas = mesh.expert_replicate_group if is_piece else mesh.expert_dp_group
+        groups = [replicas, mesh.expert_tp_group]
+    else:
+        groups = [mesh.replicate_group if is_piece else mesh.dp_cp_group]
+        groups += [] if is_sharded(tensor) else [mesh.tp_group]
+    return [group for group in groups if dist.get_world_size(group) > 1]
+
+
+@torch.no_grad()
+def check_replicas(trainer):
+    """Raise TrainingError, on all ranks, unless all copies have the same bits: a machine has erred.
+
+    Compares a sum of each copy, which one flipped bit changes for certain. The host waits for the
+    device once.
+    """
+    sums, of_group, rank = {}, {}, dist.get_rank()
+    for chunk in trainer.chunks:
+        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+            total = sum_of_bits(tensor)
+            groups = groups_of_copies(trainer, name, tensor)
+            # ranks that have copies differ in coordinates of the grid, whose steps add up
+            lowest = rank + sum(dist.get_process_group_ranks(group)[0] - rank for group in groups)
+            sums[name, lowest] = total
+            for group in groups:
+                of_group.setdefault(group, []).append(total)
+    different = torch.zeros((), dtype=torch.int64, device=trainer.device)
+    for group, own in of_group.items():
+        own = torch.stack(own)
+        every = own.new_empty(dist.get_world_size(group), len(own))
+        all_gather_single(every, own, group)
+        different += (every != own).sum()
+    all_reduce(different)  # what one group sees, all ranks know
+    if different:
+        every = gather_objects({copy: total.item() for copy, total in sums.items()})
+        raise TrainingError(f"step {trainer.steps_done}: {describe_copies(every)}")
+
+
+def sum_of_bits(tensor):
+    """The sum of the elements read as integers, modulo 2**64."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().view(integers[tensor.itemsize]).sum(dtype=torch.int64)
+
+
+def describe_copies(sums, shown=3):
+    """Which ranks have another copy than most others. sums: {(name, ...): sum} of each rank.
+
+    Under a key, all ranks that have it should have the same sum.
+    """
+    sentences = []
+    for key in dict.fromkeys(key for own in sums for key in own):
+        copies = {rank: own[key] for rank, own in enumerate(sums) if key in own}
+        ((usual, count), *others) = Counter(copies.values()).most_common()
+        odd = [rank for rank in copies if copies[rank] != usual or 2 * count <= len(copies)]
+        if others:
+            rest = [rank for rank in copies if rank not in odd]
+            where = f"from the copies of {_ranks(rest)}" if rest else "between them"
+            sentences.append(f"{_ranks(odd)}: {key[0]} differs {where}")
+    more = [f"{len(sentences) - shown} more"] if len(sentences) > shown else []
+    return "; ".join(sentences[:shown] + more)
+
+
+def _ranks(ranks):
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 # ---- data ----------------------------------------------------------------------------------------
 
 
@@ -1654,39 +1658,47 @@ def gather_state(trainer, value=lambda parameter: parameter):
 
     value picks what is gathered of a parameter: itself, or `lambda p: p.grad`.
     """
-    mesh, state = trainer.mesh, {}
-    is_first = dist.get_rank(mesh.dp_cp_group) == dist.get_rank(mesh.tp_group) == 0
-    for name, parameter in (pair for chunk in trainer.chunks for pair in chunk.named_parameters()):
-        part = value(parameter).detach()
+    mesh = trainer.mesh
+    named = dict(pair for chunk in trainer.chunks for pair in chunk.named_parameters())
+    state = {name: value(parameter).detach() for name, parameter in named.items()}
+    for group, experts in (mesh.shard_group, False), (mesh.expert_shard_group, True):
+        pieces = {n: p for n, p in named.items() if hasattr(p, "first") and is_expert(n) == experts}
+        state |= unsharded(state, pieces, group)
+    for name, part in state.items():
         if is_expert(name):
-            part = unsharded(part, parameter, mesh.expert_shard_group)
-            full = part.new_empty(dist.get_world_size(mesh.ep_group) * len(part), *part.shape[1:])
-            all_gather_single(full, part, mesh.ep_group)
+            shape = dist.get_world_size(mesh.ep_group) * len(part), *part.shape[1:]
+            state[name] = part.new_empty(shape)
+            all_gather_single(state[name], part, mesh.ep_group)
         else:
-            part = unsharded(part, parameter, mesh.shard_group)
-            full = gather_shards(part, parameter, mesh.tp_group)
-        state[name] = full if is_first else None
-    if not is_first:
-        return None
-    shapes = gather_objects({name: full.shape for name, full in state.items()}, mesh.pp_group)
-    stage, like = dist.get_rank(mesh.pp_group), next(iter(state.values()))
-    for owner, name in [(s, name) for s, names in enumerate(shapes) if s for name in names]:
-        if stage == owner:
-            exchange([(state[name], 0)], [], mesh.pp_group)
-        elif stage == 0:
-            state[name] = like.new_empty(shapes[owner][name])
-            exchange([], [(state[name], owner)], mesh.pp_group)
-    return state | {"lm_head.weight": state["transformer.wte.weight"]} if stage == 0 else None
+            state[name] = gather_shards(part, named[name], mesh.tp_group)
+    is_first = dist.get_rank(mesh.dp_cp_group) == dist.get_rank(mesh.tp_group) == 0
+    return join_stages(state, mesh.pp_group) if is_first else None
 
 
-def unsharded(piece, parameter, group):
-    """This rank's part of a parameter, or of what is like it, from ZeRO's pieces of the group."""
-    if not hasattr(parameter, "whole_shape"):
-        return piece
-    part = piece.new_zeros(parameter.whole_shape.numel())
-    part[parameter.first : parameter.first + len(piece)] = piece
-    all_reduce(part, group=group)
-    return part.view(parameter.whole_shape)
+def unsharded(state, pieces, group):
+    """{name: whole tensor} of those in `state` of which ZeRO's ranks have these pieces."""
+    if not pieces:
+        return {}
+    sizes = {name: piece.whole_shape.numel() for name, piece in pieces.items()}
+    row = state[next(iter(pieces))].new_zeros(sum(sizes.values()))
+    parts = dict(zip(sizes, row.split([*sizes.values()])))
+    for name, piece in pieces.items():
+        parts[name][piece.first : piece.first + len(piece)] = state[name]
+    all_reduce(row, group=group)
+    return {name: part.view(pieces[name].whole_shape) for name, part in parts.items()}
+
+
+def join_stages(state, pp_group):
+    """{name: full tensor} of all stages on the first rank of the pipeline, None elsewhere."""
+    shapes = enumerate(gather_objects({name: full.shape for name, full in state.items()}, pp_group))
+    owners = {name: (owner, shape) for owner, its in shapes for name, shape in its.items()}
+    rank, like = dist.get_rank(pp_group), next(iter(state.values()))
+    if rank:
+        sent = [(state[name], 0) for name, (owner, _) in owners.items() if owner == rank]
+        return exchange(sent, [], pp_group)
+    others = {name: like.new_empty(shape) for name, (owner, shape) in owners.items() if owner}
+    exchange([], [(full, owners[name][0]) for name, full in others.items()], pp_group)
+    return state | others | {"lm_head.weight": state["transformer.wte.weight"]}
 
 
 # ---- files of GPT-2 ------------------------------------------------------------------------------
@@ -2411,19 +2423,18 @@ def costs(trainer, traffic):
     return found
 
 
-def verify(args, argv, device, local_world_size, groups):
-    """Rank 0 prints a line for each layout; returns whether all are like one process. Collective.
+def verify(args, argv, device, local_world_size):
+    """Rank 0 prints a line for each layout; returns whether one is unlike one process. Collective.
 
-    argv: the command line; where it has no layout these are all of layouts(). The others: see
-    mesh_of().
+    argv: the command line; where it has no layout these are all of layouts().
     """
-    local_world_size = alike(gather_objects(local_world_size))
     precision = "fp64" if device.type == "cpu" and args.dtype == "fp32" else args.dtype
     torch.set_default_dtype(torch.float64 if precision == "fp64" else torch.float32)
     given, names = vars(_parser().parse_args(argv)), [name for name, *_ in FLAGS]
     names = [*names[: names.index("layers")], "kv_heads", "recompute"]
     is_one = any(given[name] is not None for name in names)
-    rows, bound, errors = [[]] if is_one else layouts(argv, args.world_size), BOUNDS[precision], []
+    rows = [[]] if is_one else layouts(argv, args.world_size)
+    bound, errors, groups = BOUNDS[precision], [], {}
     say = partial(print, flush=True) if dist.get_rank() == 0 else lambda line: None
     for words in rows:
         layout = parse_args([*words, *argv], args.world_size)
@@ -2440,7 +2451,7 @@ def verify(args, argv, device, local_world_size, groups):
         f"difference {max(errors):.1e}, bound {bound:.0e}; {wrong} of them wrong"
     )
     torch.set_default_dtype(torch.float32)
-    return not wrong
+    return wrong > 0
 
 
 def judge(args, device, local_world_size, groups):
@@ -2531,6 +2542,10 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("trace", str, None, None, "write what all ranks do in the last step here, for Perfetto"),
     ("timeout", int, 600, SECONDS, "seconds that a rank waits for another"),
 )
+OF_TRAINING = (  # flags that mean nothing where there is none
+    *("data", "data_dtype", "save_every", "eval_every"),
+    *("print_every", "metrics", "trace", "export"),
+)
 SUBJECTS = {  # flags that mean nothing but in this case
     "--cp of 2 or more": (lambda a: a.cp > 1, ["cp_method"]),
     "--ep-nodes of 2 or more": (lambda a: a.ep_nodes > 1, ["topk_nodes"]),
@@ -2549,15 +2564,10 @@ SUBJECTS = {  # flags that mean nothing but in this case
     "--init-from or --resume": (lambda a: a.init_from or a.resume, ["generate"]),
     "training, not --verify": (
         lambda a: not a.verify,
-        ["topk_nodes", "capacity_factor", "dropout", "tf32", "init_from", "export", "generate"]
-        + ["data", "data_dtype", "metrics", "trace", "sample"]
-        + ["checkpoint", "save_every", "resume", "eval_every", "print_every"],
+        [*OF_TRAINING, "topk_nodes", "capacity_factor", "dropout", "tf32"]
+        + ["init_from", "generate", "sample", "checkpoint", "resume"],
     ),
-    "training, not --generate": (
-        lambda a: not a.generate,
-        ["export", "data", "data_dtype", "save_every"]
-        + ["metrics", "trace", "eval_every", "print_every"],
-    ),
+    "training, not --generate": (lambda a: not a.generate, OF_TRAINING),
 }
 RULES = {  # how to say what is wrong, and whether it is; a rule may count on those before it
     "{seed} must be less than 2**32": lambda a: a.seed >= 2**32,
@@ -2761,31 +2771,19 @@ def main(argv=None):
         argv = [*proof_flags(world_size), *argv]
     store = next(dist.rendezvous("env://"))[0] if "RANK" in os.environ else dist.HashStore()
     # torchrun's store still has the keys of the attempt before
-    store = dist.PrefixStore(f"attempt {attempt}", store)
-    fault, metrics_file, trace_file, groups = "", None, None, {}
+    store, fault = dist.PrefixStore(f"attempt {attempt}", store), ""
     try:
         args = parse_args(argv, world_size)
         device, backend = choose_device(args.device, args.backend, local_rank, local_world_size)
         check_device(args, device)
-        if args.init_from:
-            load_weights(args)
-        trains = not args.generate and not args.verify
-        data = load_data(args.data, args.seq_len, args.data_dtype) if trains else None
-        if rank == 0:
-            metrics_file, trace_file = _open_outputs(args)
+        work = _prepare(args, argv, device, rank)
     except (ValueError, OSError) as error:
         fault = str(error)
     if _any_fault(fault, rank, world_size, store):
         return 2
-    mesh = _join(args, device, backend, store, rank, local_world_size, groups)
-    status = 0
+    local_world_size = _join(args, device, backend, store, rank, local_world_size)
     try:
-        if args.verify:
-            status = int(not verify(args, argv, device, local_world_size, groups))
-        elif args.generate:
-            generate(args, mesh, device)
-        else:
-            train(args, mesh, device, data, metrics_file, trace_file)
+        status = work(local_world_size) or 0
     except TrainingError as error:
         status = error.status
         if rank == 0:
@@ -2793,6 +2791,22 @@ def main(argv=None):
     barrier()  # nobody closes its connections while another still uses them
     dist.destroy_process_group()
     return status
+
+
+def _prepare(args, argv, device, rank):
+    """What is to be done once all have met, work(ranks of a node); it may return an exit status.
+
+    Raises ValueError or OSError for files that cannot be used.
+    """
+    if args.init_from:
+        load_weights(args)
+    if args.verify:
+        return partial(verify, args, argv, device)
+    if args.generate:
+        return lambda ranks: generate(args, mesh_of(args, ranks), device)
+    data = load_data(args.data, args.seq_len, args.data_dtype)
+    files = _open_outputs(args) if rank == 0 else (None, None)
+    return lambda ranks: train(args, mesh_of(args, ranks), device, data, *files)
 
 
 def _open_outputs(args):
@@ -2806,8 +2820,8 @@ def _open_outputs(args):
     return metrics_file, args.trace and open(args.trace, "w")
 
 
-def _join(args, device, backend, store, rank, local_world_size, groups=None):
-    """Meet the other processes; returns the mesh of all, whose groups are added to `groups`."""
+def _join(args, device, backend, store, rank, local_world_size):
+    """Meet the other processes; returns how many share a node, see alike()."""
     if backend == "gloo":
         schedule_as_batch()
     if args.tf32:
@@ -2824,7 +2838,7 @@ def _join(args, device, backend, store, rank, local_world_size, groups=None):
     every = gather_objects(local_world_size)
     if rank == 0 and spans_nodes(args.tp, every):
         _complain(f"warning: --tp {args.tp} spans nodes: every layer waits for the links between")
-    return mesh_of(args, alike(every), groups)
+    return alike(every)
 
 
 def alike(local_world_sizes):

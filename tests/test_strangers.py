@@ -1152,7 +1152,7 @@ def test_torchrun_and_one_process_write_the_same_metrics_and_a_trace(tmp_path):
     for lines in (output.splitlines(), two.stdout.splitlines()):
         assert " parameters on " in lines[0] and " FLOPs of the model" in lines[0]
         steps = [line for line in lines if line.startswith("step ")]
-        wanted = [f"step {k} of 3,".split() for k in (1, 2, 3)]
+        wanted = [f"step {k} of 3".split() for k in (1, 2, 3)]
         assert [line.split()[:4] for line in steps] == wanted
         words = "left", "loss", "grad norm", "lr", "tokens/s", "TFLOP/s", "MB"
         assert all(word in steps[0] for word in words)

@@ -119,9 +119,9 @@ def test_some_forty_lines_are_printed_the_first_and_the_last_among_them():
 def test_on_a_terminal_one_line_is_rewritten():
     text = _log("--steps 1200", 100, True, width=60)
     header, first, *rewritten = text.split("\r\033[K")[1:]
-    assert header.endswith(" of the model\n") and first.startswith("step     1 of 1200, ")
+    assert header.endswith(" of the model\n") and first.startswith("step 1 of 1200  loss ")
     assert len(rewritten) == 100 and text.count("\n") == 3  # the last is printed as it is left
-    assert all(len(line) == 59 for line in rewritten[:-1]) and rewritten[-1].endswith(" MB\n")
+    assert all(len(line) == 59 for line in rewritten[:-1]) and rewritten[-1].endswith(" lr 1.00e-01\n")
 
 
 @on_ranks(2)
@@ -134,7 +134,7 @@ def test_a_line_has_speeds_of_all_and_of_one_process():
         return
     assert f"a step: {BATCH * T:,} tokens, {per_token * BATCH * T:.3g} FLOPs of the model\n" in line
     tflops = f"{1.5e6 * per_token / 1e12:.3g} TFLOP/s, "
-    assert f"  3,000,000 tokens/s; of a process 1,500,000, {tflops}" in line
+    assert f"  3,000,000 tokens/s, each 1,500,000, {tflops}" in line
 
 
 def test_flops_are_those_of_the_products_and_recomputation_is_none_of_the_models():
