@@ -1,0 +1,200 @@
+"""The README's table of claims, counted anew: `python tests/claims.py` prints it, --write puts it there.
+
+Each row has a formula of the literature, its value worked out here by plain arithmetic, what four
+ranks counted, and the test that holds it in every size.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import torch
+from torch import nn
+
+from collectives import all_gather_single, all_reduce, count_bytes, rank_and_size
+from ddp import DistributedDataParallel
+from expert_parallel import one_hop
+from pipeline import SCHEDULES, draw, simulate
+from ranks import least_bytes, run
+from sequence_parallel import (
+    TransformerLayer, allgather_attention, norm_bytes, ring_attention, saved_bytes,
+    ulysses_attention,
+)
+from tensor_parallel import attention
+from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer, memory_ledger
+
+P = 4
+README = Path(__file__).resolve().parent.parent / "README.md"
+BEGIN, END = "<!-- made by tests/claims.py -->\n", "<!-- end -->\n"
+B, S, H, A = 2, 64, 64, 8  # batch, sequence, hidden, heads of a layer
+N, K = 96, 2  # tokens of a rank, experts that each uses
+
+
+def _sent(function, *arguments):
+    """Bytes that this rank sends in a call."""
+    with least_bytes(), count_bytes() as traffic:
+        function(*arguments)
+    return traffic.bytes()
+
+
+def _collectives():
+    x, row = torch.zeros(1 << 16), torch.zeros(1 << 18)
+    return {
+        "ring": _sent(partial(all_reduce, algorithm="ring"), x),
+        "doubling": _sent(partial(all_reduce, algorithm="recursive_doubling"), x),
+        "gather": _sent(all_gather_single, row, x),
+    }
+
+
+def _replicas(stage):
+    """(bytes that a step sends, bytes held per parameter) of replicas of four matrices of 480."""
+    net = nn.Sequential(*[nn.Linear(480, 480, bias=False) for _ in range(4)])
+    count = sum(parameter.numel() for parameter in net.parameters())
+    model, adam = net, torch.optim.AdamW
+    if stage == 0:
+        model = DistributedDataParallel(net)
+    if stage == 3:
+        model = FullyShardedDataParallel(net, units=net)
+    if stage in (1, 2):
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), adam, shard_gradients=stage == 2)
+    else:
+        optimizer = adam(model.parameters())
+
+    def step():
+        model(torch.ones(1, 480)).sum().backward()
+        optimizer.step()
+
+    step()  # gradients and states are there
+    return _sent(step), sum(memory_ledger(model, optimizer).values()) / count
+
+
+def _layer(mode="none", **options):
+    """(bytes that a layer sends, forward and backward; bytes that it keeps, but for its norms)."""
+    _, tp = rank_and_size()
+    sequence_parallel = options.get("sequence_parallel", False)
+    layer = TransformerLayer(H, A, p=0.1, mode=mode, **options).bfloat16()
+    x = torch.randn(S // tp if sequence_parallel else S, B, H, dtype=torch.bfloat16)
+    with saved_bytes(layer.parameters()) as kept:
+        layer(x.requires_grad_())
+    norms = norm_bytes(B, S, tp, sequence_parallel, mode)
+    options["save_gathered"] = True
+    layer = TransformerLayer(H, A, mode=mode, attention_fn=attention, **options)
+    return _sent(lambda: layer(x.float()).sum().backward()), kept() - norms
+
+
+def _context(method):
+    _, cp = rank_and_size()
+    q, k, v = (torch.randn(B, A, S // cp, H // A, requires_grad=True) for _ in range(3))
+    return _sent(method, q, k, v)
+
+
+def _experts():
+    rank, _ = rank_and_size()
+    experts = (torch.arange(N * K).view(N, K) + rank) % P  # as many tokens for each
+    x = torch.zeros(N, H)
+    return _sent(one_hop, x, experts, torch.ones(N, K), P, lambda rows, load: rows)
+
+
+def count():
+    """{what: number} of this rank."""
+    found = _collectives()
+    for stage in range(4):
+        found[f"bytes {stage}"], found[f"held {stage}"] = _replicas(stage)
+    sequence = {"sequence_parallel": True}
+    found["tp"], found["kept"] = _layer()
+    found["sp"], found["kept sp"] = _layer(**sequence)
+    found["kept selective"] = _layer("selective", **sequence)[1]
+    found["kept full"] = _layer("full", **sequence)[1]
+    for method in (allgather_attention, ring_attention, ulysses_attention):
+        found[method.__name__] = _context(method)
+    return found | {"experts": _experts()}
+
+
+def rows():
+    """[(claim, formula, its value, counted, file of its test, words in the name of its test)]
+
+    n, D: bytes of the tensor, of all gradients; F and B = 2F: a rank's forward and backward.
+    """
+    found, crossing, sbh = run(P, count)[0], (P - 1) / P, S * B * H
+    n, D, scores = 1 << 20, 4 * 4 * 480 * 480, 5 * A * S / H
+    kv, tokens = 2 * sbh // P, N * K * H
+    small, zero = n // 4, ("zero", "2_2_2_and_3")
+    held, kept = ("zero", "holds_16"), ("sequence_parallel", "bytes_of_the_paper")
+    layer, context = ("tensor_parallel", "8_b_s_h"), ("context_parallel", "what_its_formula")
+    table = [
+        ("all-gather", "n(P-1)/P", n * crossing, "gather", "collectives", "bytes_of_the_formulas"),
+        ("ring all-reduce", "2n(P-1)/P", 2 * small * crossing, "ring", "collectives", "cost_says"),
+        ("recursive doubling", "n log2 P", small * 2, "doubling", "collectives", "cost_says"),
+        ("data parallelism", "2D(P-1)/P", 2 * D * crossing, "bytes 0", "ddp", "around_the_ring"),
+        ("ZeRO-1", "2D(P-1)/P", 2 * D * crossing, "bytes 1", *zero),
+        ("ZeRO-2", "2D(P-1)/P", 2 * D * crossing, "bytes 2", *zero),
+        ("ZeRO-3", "3D(P-1)/P", 3 * D * crossing, "bytes 3", *zero),
+        ("memory per parameter", "4 + 4 + 8", 16, "held 0", *held),
+        ("with ZeRO-1", "4 + 4 + 8/P", 10, "held 1", *held),
+        ("with ZeRO-2", "4 + (4 + 8)/P", 7, "held 2", *held),
+        ("with ZeRO-3", "(4 + 4 + 8)/P", 4, "held 3", *held),
+        ("a layer of tp", "8bsh(P-1)/P, each 4 bytes", 32 * sbh * crossing, "tp", *layer),
+        ("a layer of tp + sp", "the same", 32 * sbh * crossing, "sp", *layer),
+        ("it keeps, tp", "sbh(10 + 24/P + 5as/hP)", sbh * (16 + scores / P), "kept", *kept),
+        ("tp + sp", "sbh(34 + 5as/h)/P", sbh * (34 + scores) / P, "kept sp", *kept),
+        ("the scores again", "34sbh/P", 34 * sbh / P, "kept selective", *kept),
+        ("all again", "2sbh/P", 2 * sbh / P, "kept full", *kept),
+        ("cp by all-gather", "keys, values x (P-1)", 4 * kv * (P - 1), "allgather_attention", *context),
+        ("cp by a ring", "the same", 4 * kv * (P - 1), "ring_attention", *context),
+        ("cp by Ulysses", "4bsh/P x (P-1)/P", 16 * sbh / P * crossing, "ulysses_attention", *context),
+        (
+            *("experts", "2Nkh(P-1)/P, and counts", 2 * 4 * tokens * crossing + 16 * (P - 1)),
+            *("experts", "expert_parallel", "send_the_routed"),
+        ),
+    ]
+    return [(claim, text, value, found[key], *test) for claim, text, value, key, *test in table]
+
+
+SCHEDULED = {  # bubble of P = 4 stages and m = 8, F = W = 1 and B = 2, and most activations
+    "naive": ("m(P-1)(F+B)", 72, "1", 1),
+    "gpipe": ("(P-1)(F+B)", 9, "m", 8),
+    "1f1b": ("(P-1)(F+B)", 9, "P", 4),
+    "interleaved": ("(P-1)(F+B)/v", 4.5, "P + (P-1)/v", 5.5),
+    "zb-h1": ("(P-1)(F+B-2W)", 3, "P", 4),
+    "zb-h2": ("(P-1)(F+B-3W)", 0, "2P-1", 7),
+    "zb-v": ("(P-1)(B-2W)", 0, "P", 4),
+    "dualpipe": ("(P/2-1)(F+2B-3W), at most", 2, "P + 1", 5),
+}
+
+
+def _simulated(name, m=8):
+    """(bubble, most activations) of the schedule."""
+    schedule = SCHEDULES[name](P, m)
+    chunks = 1 if name == "dualpipe" else len({a.chunk for actions in schedule for a in actions})
+    timeline = simulate(schedule, 1 / chunks, 2 / chunks, weight=1 / chunks)
+    idle = timeline.idle if name in ("zb-h2", "zb-v") else timeline.bubble
+    return max(idle), max(timeline.peak) / chunks
+
+
+def block():
+    """The tables and timelines, in Markdown."""
+    lines = ["| claim, of 4 ranks | formula | value | counted | test |", "|---|---|---|---|---|"]
+    for claim, text, value, found, file, words in rows():
+        lines.append(f"| {claim} | {text} | {value:,.0f} | {found:,.0f} | `{file}`: {words} |")
+    lines += ["", "| schedule | bubble | value | counted | activations | value | counted |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for name, (bubble, value, peak, most) in SCHEDULED.items():
+        idle, held = _simulated(name)
+        numbers = f"{value:g} | {idle:g} | {peak} | {most:g} | {held:g}"
+        lines.append(f"| `{name}` | {bubble} | {numbers} |")
+    for name, m in ("1f1b", 8), ("zb-h1", 8), ("zb-h2", 8), ("interleaved", 4), ("dualpipe", 8):
+        timeline = draw(SCHEDULES[name](P, m)).splitlines()
+        lines += ["", *[f"    {line}" for line in [f"{name}, {m} microbatches", *timeline]]]
+    return "\n".join(lines) + "\n"
+
+
+def write():
+    """Put it into the README, in place of what is there."""
+    before, rest = README.read_text().split(BEGIN)
+    README.write_text(before + BEGIN + "\n" + block() + "\n" + END + rest.split(END)[1])
+
+
+if __name__ == "__main__":
+    write() if sys.argv[1:] == ["--write"] else print(block())
