@@ -429,7 +429,7 @@ class MoE(nn.Module):
     balance_coefficient, z_coefficient: of the losses, whose gradients are added in backward.
     loss_scale: of these losses: 1 where gradients are summed over the ranks, their number where
         they are averaged.
-    balance_groups: the groups whose ranks have different tokens: those of all are the losses' batch.
+    balance_groups: the groups whose ranks have different tokens; the losses are those of all.
     nodes: (node_group, cross_group), for two_hops().
     router: further options of the Router.
 

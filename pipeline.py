@@ -86,7 +86,8 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
 
 # ---- schedules -----------------------------------------------------------------------------------
 #
-# Any order instead of that one, as data: a Schedule, which is a list of actions per rank.
+# Any order instead of that one, as data: a list of actions per rank. A Schedule, below, has beside
+# it the routes of microbatches, as (rank, chunk) by (rank, chunk): by default from rank to rank.
 
 
 class Action(NamedTuple):
@@ -185,19 +186,18 @@ def interleaved(num_stages, num_microbatches, num_chunks=2):
             f"num_microbatches={num_microbatches} is not a multiple of num_stages={num_stages}, "
             f"or num_chunks={num_chunks} is not at least 1"
         )
+    p, m, v = num_stages, num_microbatches, num_chunks
     forwards, backwards, schedule = [], [], []
-    for first in range(0, num_microbatches, num_stages):
-        for chunk in range(num_chunks):
-            group = range(first, first + num_stages)
-            forwards += [Action("F", microbatch, chunk) for microbatch in group]
-            backwards += [Action("B", microbatch, num_chunks - 1 - chunk) for microbatch in group]
-    for rank in range(num_stages):
-        warmup = 2 * (num_stages - rank - 1) + (num_chunks - 1) * num_stages
+    for first in range(0, m, p):
+        for chunk in range(v):
+            forwards += [Action("F", i, chunk) for i in range(first, first + p)]
+            backwards += [Action("B", i, v - 1 - chunk) for i in range(first, first + p)]
+    for rank in range(p):
+        warmup = 2 * (p - rank - 1) + (v - 1) * p
         steady = [action for pair in zip(forwards[warmup:], backwards) for action in pair]
         cooldown = backwards[len(steady) // 2 :]
         schedule.append(forwards[:warmup] + steady + cooldown)
-    route = [(rank, chunk) for chunk in range(num_chunks) for rank in range(num_stages)]
-    return Schedule(schedule, [route])
+    return Schedule(schedule, [[(rank, chunk) for chunk in range(v) for rank in range(p)]])
 
 
 def zb_h1(num_stages, num_microbatches):
@@ -307,7 +307,7 @@ def forward_only(num_stages, num_microbatches, route=None):
     _check_sizes(num_stages, num_microbatches)
     route = route or [(rank, 0) for rank in range(num_stages)]
     # a place of the route works on a microbatch one turn after the place before it
-    turns = [(m + turn, turn, m) for m in range(num_microbatches) for turn in range(len(route))]
+    turns = [(i + turn, turn, i) for i in range(num_microbatches) for turn in range(len(route))]
     schedule = [[] for _ in range(num_stages)]
     for _, turn, microbatch in sorted(turns):
         rank, chunk = route[turn]
@@ -333,8 +333,8 @@ class Transfer(NamedTuple):
 class Schedule(list):
     """A list of actions per rank, and the routes of microbatches through (rank, chunk) places.
 
-    routes: by default one, from rank to rank; of two the first has the first half of
-        the microbatches.
+    routes: by default one, from rank to rank; of two the first has half of the microbatches, those
+        from 0 on.
     needed, made: {(action, rank): the Transfer that it waits for, and that it gives rise to}; there
     is none for W, nor at the ends of a route.
     Raises ValueError for a rank without actions, and what is not an action.
@@ -741,7 +741,7 @@ class Pipeline:
 
     Collective. Raises ValueError on all ranks if their schedules differ, or replicas do not train
     parameters of the same shapes; on one if the schedule is not of the group's size, there is not
-    one stage per chunk, or one is PyTorch's DistributedDataParallel, made for one backward each.
+    one stage per chunk, or a stage is PyTorch's DistributedDataParallel.
     """
 
     def __init__(
@@ -962,7 +962,7 @@ def _check_batches(pipeline, inputs, targets):
 
 
 class Clock:
-    """When a step's actions began and ended; on a GPU, when it got there and not the host."""
+    """When a step's actions began and ended; on a GPU by its own clock, not the host's."""
 
     def __init__(self, device):
         self.device, self.spans = device, {}
@@ -993,9 +993,9 @@ class Clock:
 def sum_replicas(stages, group=None):
     """Sum the gradients of DualPipe's replicas: chunk 0 here is chunk 1 of the mirrored rank.
 
-    stages: this rank's two, as a Pipeline has them, none of whose parameters was frozen or thawed
-    since. Collective; to be called once the gradients of a batch are complete, be it of one step
-    or several. Both replicas then have the same bits.
+    stages: those of a Pipeline, since whose making no parameter was frozen or thawed. Collective;
+    to be called once the gradients of a batch are complete, be it of one step or several. Both
+    replicas then have the same bits.
     Raises ValueError if the group is odd or there is another number of stages.
     """
     rank, world_size = rank_and_size(group)
@@ -1039,9 +1039,8 @@ def bubble_time(
 ):
     """A rank's idle time, where F, B and its part W take these times for all of a rank's layers.
 
-    Of zb-h2 and zb-v, whose ranks begin and end one after the other, that between its first and its
-    last action, zb-v's where W <= F <= B - W; dualpipe's is an upper bound; naive's grows with the
-    number of microbatches.
+    Ranks of zb-h2 and zb-v begin and end one after the other: there it is the idle time between a
+    rank's first and last action, of zb-v if W <= F <= B - W. dualpipe's is an upper bound.
     """
     rounds, F, B, W = num_stages - 1, forward, backward, weight
     return {

@@ -600,10 +600,10 @@ def gather_shards(local, parameter, group=None):
         return local.detach().clone()
     dim, (_, world_size) = parameter.shard.dim, rank_and_size(group)
     places = [parameter.shard.rows_of(rank, world_size) for rank in range(world_size)]
-    like = lambda sizes: local.new_empty([*shape[:dim], sum(sizes), *shape[dim + 1 :]])
-    parts = [like(rows for _, rows in place) for place in places]
+    empty = lambda sizes: local.new_empty([*shape[:dim], sum(sizes), *shape[dim + 1 :]])
+    parts = [empty(rows for _, rows in place) for place in places]
     all_gather(parts, local.detach().contiguous(), group)
-    full = like(rows for rows, _ in parameter.shard.blocks)
+    full = empty(rows for rows, _ in parameter.shard.blocks)
     for place, part in zip(places, parts):
         blocks = part.split([rows for _, rows in place], dim)
         for (begin, rows), block in zip(place, blocks):
