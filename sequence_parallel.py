@@ -140,7 +140,7 @@ class TransformerLayer(nn.Module):
     """A layer of tensor_parallel.py's parts, (T, B, D) -> (T, B, D): whose memory the table gives.
 
     kv_heads: see ParallelSelfAttention.
-    p: of dropout, of attention's weights and before each residual connection.
+    p: the probability of dropout, in attention's weights and before each residual connection.
     attention_fn(q, k, v, p): attention itself.
     mode: what is recomputed, "none", "selective" or "full".
     options: those of tensor_parallel.ParallelOptions; with sequence_parallel T is a rank's part.
@@ -264,15 +264,16 @@ def context_blocks(queries, keys, causal=True, documents=None):
     documents: lengths of the documents that are packed into the sequence; attention stays in each.
     """
     ends = list(accumulate(documents)) if documents else [math.inf]
+    local = lambda positions, shift: slice(positions.start + shift, positions.stop + shift)
     blocks = []
     for q_start, (q_first, q_size) in zip(_starts(queries), queries):
         for k_start, (k_first, k_size) in zip(_starts(keys), keys):
-            q_shift, k_shift = q_start - q_first, k_start - k_first  # from position to local index
+            q_shift, k_shift = q_start - q_first, k_start - k_first
             for begin, end in zip([0, *ends], ends):
                 q = range(max(q_first, begin), min(q_first + q_size, end))
                 k = range(max(k_first, begin), min(k_first + k_size, end))
                 blocks += [
-                    Block(_moved(seeing, q_shift), _moved(seen, k_shift), is_square)
+                    Block(local(seeing, q_shift), local(seen, k_shift), is_square)
                     for seeing, seen, is_square in _visible(q, k, causal)
                     if seeing and seen
                 ]
@@ -286,10 +287,6 @@ def _visible(queries, keys, causal):
     before = range(keys.start, min(queries.start, keys.stop))
     both = range(max(queries.start, keys.start), min(queries.stop, keys.stop))
     return [(queries, before, False), (both, both, True)]
-
-
-def _moved(positions, shift):
-    return slice(positions.start + shift, positions.stop + shift)
 
 
 def _starts(runs):
@@ -356,8 +353,7 @@ def _precise(x, *shape):
 
 # ---- context parallelism: three ways for attention to cross the split ----------------------------
 #
-# The ring needs nothing else. The other two put the chunks of all ranks into the sequence's order,
-# and back: _by_position() and _by_rank(), below.
+# Two of them put all ranks' chunks in the sequence's order, and back: _by_position(), _by_rank().
 
 
 class _AllGatherAttention(torch.autograd.Function):
@@ -367,10 +363,11 @@ class _AllGatherAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, group, causal, zigzag, documents):
         rank, P = rank_and_size(group)
         T = P * q.shape[2]
-        ctx.group, ctx.dtype, ctx.chunks = group, k.dtype, _chunks_each(P, T, zigzag)
-        own = chunk_ranges(rank, P, T, zigzag)
+        own, first = (chunk_ranges(r, P, T, zigzag) for r in (rank, 0))
+        ctx.group, ctx.dtype = group, k.dtype
+        ctx.chunks = len(first)  # of every rank, where the last one's two are one run
         ctx.blocks = context_blocks(own, [(0, T)], causal, documents)
-        kv = _unflatten(torch.stack([k, v]), ctx.chunks, 3).movedim(3, 0).contiguous()
+        kv = torch.stack([k, v]).unflatten(3, (ctx.chunks, -1)).movedim(3, 0).contiguous()
         kv = all_gather_to_group(kv, 0, group)  # (chunks, 2, B, KV, T/chunks, K)
         whole = _by_position(kv, P, 3)  # (2, B, KV, T, K)
         output, lse = _precise(q), _precise(q, *q.shape[:3]).fill_(-math.inf)
@@ -524,25 +521,20 @@ def ulysses_attention(q, k, v, group=None, causal=True, zigzag=True):
         )
     if kv_heads < P:
         k, v = (x.repeat_interleave(P // kv_heads, 1) for x in (k, v))
-    each = _chunks_each(P, P * length, zigzag)
+    each = len(chunk_ranges(0, P, P * length, zigzag))  # chunks of a rank
     # h = (H + 2 KV) / P heads for each rank: (B, P, h, T/P, K)
-    parts = torch.cat([_unflatten(x, P, 1) for x in (q, k, v)], 2)
-    parts = _unflatten(parts, each, 3).permute(1, 3, 0, 2, 4, 5)  # (P, each, B, h, ., K)
+    parts = torch.cat([x.unflatten(1, (P, -1)) for x in (q, k, v)], 2)
+    parts = parts.unflatten(3, (each, -1)).permute(1, 3, 0, 2, 4, 5)  # (P, each, B, h, ., K)
     parts = parts.flatten(0, 1)  # (chunks, B, h, ., K)
     parts = all_to_all_in_group(parts.contiguous(), group=group)
     whole = _by_position(parts, P, 2)  # (B, h, T, K)
     own = whole.split([x.shape[1] // P for x in (q, k, v)], 1)
     y = _by_rank(attention(*own, causal=causal), P, each, 2)  # (B, H/P, T, K) -> (chunks, ...)
-    y = _unflatten(all_to_all_in_group(y, group=group), P, 0)  # (P, each, B, H/P, ., K)
+    y = all_to_all_in_group(y, group=group).unflatten(0, (P, each))  # (P, each, B, H/P, ., K)
     return y.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).flatten(1, 2)
 
 
 # ---- context parallelism: chunks in the order of ranks and of the sequence -----------------------
-
-
-def _chunks_each(world_size, seq_len, zigzag):
-    """How many chunks each rank has. Rank 0 tells: the last one's two are neighbours, one run."""
-    return len(chunk_ranges(0, world_size, seq_len, zigzag))
 
 
 def _places(world_size, each):
@@ -563,12 +555,8 @@ def _by_position(parts, world_size, dim):
 def _by_rank(whole, world_size, each, dim):
     """The reverse: the sequence, along `dim`, -> (C, ...), chunks of each rank side by side."""
     places = _places(world_size, each)
-    chunks = _unflatten(whole, len(places), dim).unbind(dim)
+    chunks = whole.unflatten(dim, (len(places), -1)).unbind(dim)
     return torch.stack([chunks[places.index(i)] for i in range(len(places))])
-
-
-def _unflatten(x, count, dim):
-    return x.unflatten(dim, (count, x.shape[dim] // count))
 
 
 # ---- context parallelism: kernels of a block -----------------------------------------------------
@@ -597,7 +585,7 @@ def block_attention_backward(grad, q, k, v, output, lse, causal):
         kernel, sizes = aten._scaled_dot_product_flash_attention_backward, (q.shape[2], k.shape[2])
         arguments = (grad, q, k, v, output, lse.contiguous(), None, None, *sizes, 0.0, causal)
         return kernel(*arguments, seed, seed)
-    shape, lse = k.shape, F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # as made
+    shape, lse = k.shape, F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # as it was made
     kernel, mask = aten._scaled_dot_product_efficient_attention_backward, (True, True, True, False)
     k, v = _repeated(k, q), _repeated(v, q)
     grads = kernel(grad, q, k, v, None, output, lse, seed, seed, 0.0, mask, causal)
