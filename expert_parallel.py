@@ -45,7 +45,7 @@ from collectives import (
 class Load(NamedTuple):
     """Rows of each of a rank's G experts: (G,) on the device, and the same on the host.
 
-    A kernel wants the one, a loop the other: read from the device it would hold up the host.
+    A kernel takes the one, a loop the other, for which the host need not wait for the device again.
     """
 
     tokens_per_expert: torch.Tensor
@@ -64,7 +64,7 @@ def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None):
     sent = experts.flatten().bincount(minlength=num_experts).view(P, -1)
     received = torch.empty_like(sent)  # (P, G): from each rank, for each expert
     all_to_all_single(received, sent, group=group)
-    splits = received.sum(1).tolist(), sent.sum(1).tolist()
+    splits = received.sum(1).tolist(), sent.sum(1).tolist()  # rows from each rank, and to each
     rows = all_to_all_in_group(x[order // k], *splits, group)  # dispatch: (M, D), by source
 
     expert_of = torch.arange(received.shape[1]).repeat(P).repeat_interleave(received.flatten())
@@ -196,26 +196,6 @@ def router_z_loss(logits, tokens):
     return logits.logsumexp(-1).square().sum() / tokens
 
 
-class AuxLossAutoScaler(torch.autograd.Function):
-    """forward: x; backward: the gradient of `loss` begins here, and `found` is added to the tally
-
-    So a loss that arises within a model need not be carried to its end; and what is counted is
-    counted once, if forward runs again for backward, and not at all, if there is no backward.
-    """
-
-    @staticmethod
-    def forward(ctx, x, loss, found, tally):
-        ctx.found, ctx.tally = found, tally
-        ctx.shape = loss.shape if loss is not None else None
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        ctx.tally.add_(ctx.found)
-        one = None if ctx.shape is None else grad_output.new_ones(ctx.shape, dtype=torch.float32)
-        return grad_output, one, None, None
-
-
 # ---- experts -------------------------------------------------------------------------------------
 
 
@@ -324,23 +304,29 @@ def exchange_counts(counts, group=None, fault=None):
     """Tell each rank how many rows of each kind it will get: counts, (P, kinds) on the device.
 
     Returns those received, on the device, then as lists those sent and those received. To read them
-    is the one time that the host waits for the device. fault: (a flag on the device, a function
-    that tells what is wrong) or None. Raises ValueError on every rank if one has its flag set.
+    is the one time that the host waits for the device, so an error travels with them.
+    fault: None, or (a flag on the device, a function that tells what is wrong). Raises ValueError
+        on every rank if one has its flag set.
     """
-    (_, kinds), (rank, _) = counts.shape, rank_and_size(group)
+    kinds = counts.shape[1]
     counts = F.pad(counts, (0, kinds % 2))  # what is sent begins on 16 bytes
     sent = counts.masked_fill(fault[0], -1) if fault else counts
     received = torch.empty_like(sent)
     all_to_all_single(received, sent, group=group)
     received = received[:, :kinds]
     sent_rows, received_rows = torch.stack([sent[:, :kinds], received]).tolist()
-    faulty = [r for r, row in enumerate(received_rows) if row[0] < 0]
+    faulty = [rank for rank, row in enumerate(received_rows) if row[0] < 0]
+    if faulty:
+        _raise(faulty, fault, group)
+    return received, sent_rows, received_rows
+
+
+def _raise(faulty, fault, group):
+    rank, _ = rank_and_size(group)
     if rank in faulty:
         raise ValueError(fault[1]())
-    if faulty:
-        text = f"ranks {faulty} of its group have an error in routing"
-        raise ValueError(f"rank {rank} cannot go on: {text}")
-    return received, sent_rows, received_rows
+    text = f"ranks {faulty} of its group have an error in routing"
+    raise ValueError(f"rank {rank} cannot go on: {text}")
 
 
 def one_hop(x, experts, weights, num_experts, compute, group=None, fault=None):
@@ -386,14 +372,12 @@ def two_hops(
     order = wanted.flatten().byte().argsort(descending=True, stable=True)  # those first, by node
     try:
         _, *counts = exchange_counts(wanted.sum(1, keepdim=True), cross_group, fault)
-    except ValueError as error:  # this node's other ranks will ask for counts in one_hop()
-        _, local = rank_and_size(node_group)
-        told = wanted.new_ones(()), lambda: error.args[0]
-        exchange_counts(order.new_zeros(local, per_node // local), node_group, told)
+    except ValueError as error:
+        _raise_on_node(error, node_group, per_node, x.device)
     sent, received = ([count for (count,) in rows] for rows in counts)
     splits = received, sent
     order = order[: sum(sent)]
-    node, token = order // max(1, N), order % max(1, N)
+    node, token = order // max(1, N), order % max(1, N)  # of each copy
 
     here = node_of[token] == node.unsqueeze(1)  # (copies, k)
     local = (experts[token] - node.unsqueeze(1) * per_node).masked_fill(~here, -1)
@@ -406,7 +390,34 @@ def two_hops(
     return rows.new_zeros(N, rows.shape[1]).index_add(0, token, rows)
 
 
+def _raise_on_node(error, group, num_experts, device):
+    """Raise it on every rank of the node: the others are about to exchange counts in one_hop()."""
+    _, P = rank_and_size(group)
+    counts = torch.zeros(P, num_experts // P, dtype=torch.int64, device=device)
+    exchange_counts(counts, group, (counts.new_ones((), dtype=torch.bool), lambda: error.args[0]))
+
+
 # ---- the layer -----------------------------------------------------------------------------------
+
+
+class AuxLossAutoScaler(torch.autograd.Function):
+    """forward: x; backward: gives `loss` its gradient, 1, and adds `found` to `tally`
+
+    So a loss that arises within a model need not be carried to its end; and what is found counts
+    once where forward runs twice, for recomputation, and not at all without a backward.
+    """
+
+    @staticmethod
+    def forward(ctx, x, loss, found, tally):
+        ctx.found, ctx.tally = found, tally
+        ctx.shape = loss.shape if loss is not None else None
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        ctx.tally.add_(ctx.found)
+        one = None if ctx.shape is None else grad_output.new_ones(ctx.shape, dtype=torch.float32)
+        return grad_output, one, None, None
 
 
 class MoE(nn.Module):
@@ -418,16 +429,17 @@ class MoE(nn.Module):
     balance_coefficient, z_coefficient: of the losses, whose gradients are added in backward.
     loss_scale: of these losses: 1 where gradients are summed over the ranks, their number where
         they are averaged.
-    balance_groups: the groups over which the ranks have different tokens, which make up the batch
-        of these losses.
+    balance_groups: the groups whose ranks have different tokens; the losses are those of all.
     nodes: (node_group, cross_group), for two_hops().
     router: further options of the Router.
 
-    `tally` adds up over backwards, (E + 3,): how many choices fell on each expert, how many of them
-    were dropped, and this rank's parts of the two losses, without coefficients, where there are
-    any. Its view `counts` (E,) is the load, for update_bias(). Raises ValueError if P does not
-    divide the experts, for a capacity that holds no token, for nodes that are not neighbours in the
-    group, and, on every rank of the group, for logits that are not finite.
+    `tally`, (E + 3,), grows with every backward: how many choices fell on each expert; how many of
+    them were dropped; this rank's parts of the two losses, without coefficients, or 0. Its view
+    `counts`, (E,), is the load, for update_bias().
+
+    Raises ValueError if P does not divide the experts, for a capacity that holds no token, for
+    nodes that are not neighbours in the group, and, on every rank of the group, for logits that are
+    not finite.
     """
 
     def __init__(

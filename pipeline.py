@@ -86,7 +86,8 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
 
 # ---- schedules -----------------------------------------------------------------------------------
 #
-# Any order instead of that one: as data, which is timed below, and then executed.
+# Any order instead of that one, as data: a list of actions per rank. A Schedule, below, has beside
+# it the routes of microbatches, as (rank, chunk) by (rank, chunk): by default from rank to rank.
 
 
 class Action(NamedTuple):
@@ -101,61 +102,6 @@ class Action(NamedTuple):
     chunk: int = 0
 
 
-class Transfer(NamedTuple):
-    """What `action` on rank `source` makes, and `chunk` of rank `destination` waits for.
-
-    It is a B's, too, where the backward is an I.
-    """
-
-    action: Action
-    source: int
-    destination: int
-    chunk: int
-
-
-class Schedule(list):
-    """A list of actions per rank, and the routes of microbatches through (rank, chunk) places.
-
-    routes: the first takes the first m / len(routes) microbatches, and so on; by default one, from
-    rank to rank.
-    needed, made: {(action, rank): the Transfer that it waits for, and that it gives rise to}; there
-    is none for W, nor at the ends of a route.
-    Raises ValueError for a rank without actions, and what is not an action.
-    """
-
-    def __init__(self, actions, routes=None):
-        super().__init__([_as_action(rank, a) for a in row] for rank, row in enumerate(actions))
-        if [] in self or not self:
-            raise ValueError(f"rank {self.index([]) if self else 0} of {len(self)} has no actions")
-        self.routes = routes or [[(rank, 0) for rank in range(len(self))]]
-        self.num_microbatches = 1 + max(action.microbatch for row in self for action in row)
-        self.needed, self.made = {}, {}
-        for microbatch in range(self.num_microbatches):
-            route = self.route(microbatch)
-            self._link("F", microbatch, route)
-            self._link("BI", microbatch, route[::-1])
-
-    def route(self, microbatch):
-        """The places that a microbatch visits on its way forward."""
-        return self.routes[microbatch * len(self.routes) // self.num_microbatches]
-
-    def _link(self, kinds, microbatch, places):
-        for (source, chunk), (destination, next_chunk) in zip(places, places[1:]):
-            action = Action(kinds[0], microbatch, chunk)
-            transfer = Transfer(action, source, destination, next_chunk)
-            for kind in kinds:
-                self.made[Action(kind, microbatch, chunk), source] = transfer
-                self.needed[Action(kind, microbatch, next_chunk), destination] = transfer
-
-
-def _as_action(rank, action):
-    """An Action of one, or of a tuple like one."""
-    if isinstance(action, tuple) and len(action) in (2, 3) and action[0] in tuple("FBIW"):
-        if all(isinstance(number, int) and number >= 0 for number in action[1:]):
-            return Action(*action)
-    raise ValueError(f"rank {rank} has {action!r}, which is no Action(kind, microbatch, chunk)")
-
-
 def _check_sizes(num_stages, num_microbatches):
     if num_stages < 1 or num_microbatches < 1:
         raise ValueError(
@@ -166,7 +112,8 @@ def _check_sizes(num_stages, num_microbatches):
 def _actions(letters, *microbatches):
     """A rank's actions, written in letters: F B I W of chunk 0, f b i w of chunk 1.
 
-    Each stands for its kind's next microbatch, of those of its chunk; where none is left for none.
+    Each is of its kind's next microbatch, of those of its chunk: "FFIWB" is F0 F1 I0 W0 B1. Where
+    none is left it is nothing.
     """
     actions, turns = [], Counter()
     for letter in letters:
@@ -239,19 +186,18 @@ def interleaved(num_stages, num_microbatches, num_chunks=2):
             f"num_microbatches={num_microbatches} is not a multiple of num_stages={num_stages}, "
             f"or num_chunks={num_chunks} is not at least 1"
         )
+    p, m, v = num_stages, num_microbatches, num_chunks
     forwards, backwards, schedule = [], [], []
-    for first in range(0, num_microbatches, num_stages):
-        for chunk in range(num_chunks):
-            group = range(first, first + num_stages)
-            forwards += [Action("F", microbatch, chunk) for microbatch in group]
-            backwards += [Action("B", microbatch, num_chunks - 1 - chunk) for microbatch in group]
-    for rank in range(num_stages):
-        warmup = 2 * (num_stages - rank - 1) + (num_chunks - 1) * num_stages
+    for first in range(0, m, p):
+        for chunk in range(v):
+            forwards += [Action("F", i, chunk) for i in range(first, first + p)]
+            backwards += [Action("B", i, v - 1 - chunk) for i in range(first, first + p)]
+    for rank in range(p):
+        warmup = 2 * (p - rank - 1) + (v - 1) * p
         steady = [action for pair in zip(forwards[warmup:], backwards) for action in pair]
         cooldown = backwards[len(steady) // 2 :]
         schedule.append(forwards[:warmup] + steady + cooldown)
-    route = [(rank, chunk) for chunk in range(num_chunks) for rank in range(num_stages)]
-    return Schedule(schedule, [route])
+    return Schedule(schedule, [[(rank, chunk) for chunk in range(v) for rank in range(p)]])
 
 
 def zb_h1(num_stages, num_microbatches):
@@ -267,7 +213,7 @@ def zb_h1(num_stages, num_microbatches):
     Bubble (p-1)(F+B-2W) for m >= p. Peak activations: min(m, p).
     """
     p, m = num_stages, num_microbatches
-    # steady, "IWF": first F is used up, then I, and W is left
+    # "IWF" * m is too long: at its end first F is used up, then I, and W is left
     return _schedule(p, m, lambda rank: "F" * (p - rank) + "IF" * rank + "IWF" * m)
 
 
@@ -361,12 +307,70 @@ def forward_only(num_stages, num_microbatches, route=None):
     _check_sizes(num_stages, num_microbatches)
     route = route or [(rank, 0) for rank in range(num_stages)]
     # a place of the route works on a microbatch one turn after the place before it
-    turns = [(m + turn, turn, m) for m in range(num_microbatches) for turn in range(len(route))]
+    turns = [(i + turn, turn, i) for i in range(num_microbatches) for turn in range(len(route))]
     schedule = [[] for _ in range(num_stages)]
     for _, turn, microbatch in sorted(turns):
         rank, chunk = route[turn]
         schedule[rank].append(Action("F", microbatch, chunk))
     return Schedule(schedule, [route])
+
+
+# ---- what passes from action to action -----------------------------------------------------------
+
+
+class Transfer(NamedTuple):
+    """What `action`, F or B, on rank `source` makes, and `chunk` of rank `destination` waits for.
+
+    A gradient is said to be of the B, also where it is an I that makes it.
+    """
+
+    action: Action
+    source: int
+    destination: int
+    chunk: int
+
+
+class Schedule(list):
+    """A list of actions per rank, and the routes of microbatches through (rank, chunk) places.
+
+    routes: by default one, from rank to rank; of two the first has half of the microbatches, those
+        from 0 on.
+    needed, made: {(action, rank): the Transfer that it waits for, and that it gives rise to}; there
+    is none for W, nor at the ends of a route.
+    Raises ValueError for a rank without actions, and what is not an action.
+    """
+
+    def __init__(self, actions, routes=None):
+        super().__init__([_as_action(rank, a) for a in row] for rank, row in enumerate(actions))
+        if [] in self or not self:
+            raise ValueError(f"rank {self.index([]) if self else 0} of {len(self)} has no actions")
+        self.routes = routes or [[(rank, 0) for rank in range(len(self))]]
+        self.num_microbatches = 1 + max(action.microbatch for row in self for action in row)
+        self.needed, self.made = {}, {}
+        for microbatch in range(self.num_microbatches):
+            route = self.route(microbatch)
+            self._link("F", microbatch, route)
+            self._link("BI", microbatch, route[::-1])
+
+    def route(self, microbatch):
+        """The places that a microbatch visits on its way forward."""
+        return self.routes[microbatch * len(self.routes) // self.num_microbatches]
+
+    def _link(self, kinds, microbatch, places):
+        for (source, chunk), (destination, next_chunk) in zip(places, places[1:]):
+            action = Action(kinds[0], microbatch, chunk)
+            transfer = Transfer(action, source, destination, next_chunk)
+            for kind in kinds:
+                self.made[Action(kind, microbatch, chunk), source] = transfer
+                self.needed[Action(kind, microbatch, next_chunk), destination] = transfer
+
+
+def _as_action(rank, action):
+    """An Action of one, or of a tuple like one."""
+    if isinstance(action, tuple) and len(action) in (2, 3) and action[0] in tuple("FBIW"):
+        if all(isinstance(number, int) and number >= 0 for number in action[1:]):
+            return Action(*action)
+    raise ValueError(f"rank {rank} has {action!r}, which is no Action(kind, microbatch, chunk)")
 
 
 # ---- simulator -----------------------------------------------------------------------------------
@@ -396,7 +400,9 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     _check_actions(schedule)
     duration = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
     start, end, left = [{} for _ in schedule], [{} for _ in schedule], list(map(deque, schedule))
-    there, free, progress = {None: 0.0}, [0.0] * len(schedule), True  # when transfers, ranks are
+    free = [0.0] * len(schedule)  # when a rank has done what it has begun
+    there = {None: 0.0}  # when a Transfer has arrived, and an (action, rank) is done; None: nothing
+    progress = True
     while progress:
         progress = False
         for rank, actions in enumerate(left):
@@ -418,7 +424,7 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
 
 
 def _needed(schedule, action, rank):
-    """What has to be there before `action`: its input, or else what this rank does first."""
+    """The Transfer that `action` waits for; else the F before its B or I, the I before its W."""
     earlier = {"F": None, "W": "I"}.get(action.kind, "F")
     own = earlier and (action._replace(kind=earlier), rank)
     return schedule.needed.get((action, rank), own)
@@ -581,14 +587,14 @@ def _add_products(products):
 #
 # Transfers have one global order, and a rank posts its own in that order: a receive as soon as all
 # before it are posted, a send as soon as its tensor exists as well. Nothing deadlocks then, whether
-# sends are buffered (gloo) or meet their receive in issue order (NCCL). For take the first transfer
-# in the order that is not done. All before it are done, and so posted at both ends: its receive is
-# posted, too. Its tensor depends on transfers before it only, for what an action makes leaves later
-# than what the action waits for has arrived: so the tensor comes to exist, and the send is posted.
+# sends are buffered (gloo) or meet their receive in issue order (NCCL). To see it, take the first
+# transfer that is not done. All before it are done, so its receive is posted. Its tensor depends on
+# transfers before it alone, since an action's result leaves after its input has arrived: so the
+# tensor comes to exist, and the send is posted.
 #
-# The order is that in which messages would arrive that take a little time. If they took none, a
-# send and a receive of the same moment could come in either order: a receive behind a send, whose
-# tensor the rank is about to make, would be posted an action late, and the other rank wait.
+# The order is that of arrival in a simulation where messages take a little time. If they took none,
+# a send and a receive of one moment could come in either order: a receive behind a send whose
+# tensor the rank is yet to make would be posted an action late, and the other rank wait.
 
 SHORT = 1 / 128  # that little time, as a part of a forward's
 
@@ -599,10 +605,12 @@ _HEADER = 9  # int64s that announce a tensor: rows of its inputs, dtype, number 
 class _Messenger:
     """Posts one rank's transfers of one step.
 
+    A receive needs a buffer. So ahead of the first tensor from a chunk to the next goes its format,
+    (rows of the microbatch's inputs, dtype, shape), which holds for all later ones.
+
     transfers: this rank's, in the global order.
-    formats: {(source, its chunk): (rows of inputs, dtype, shape)} of what crosses a boundary, told
-        ahead of the first tensor; it outlives the step.
-    rows: {microbatch: rows of its inputs}; where no route begins they are learnt on the way.
+    formats: {(rank, chunk) that makes a tensor: its format}; it outlives the step.
+    rows: {microbatch: rows of its inputs}; where no route begins they come with the format.
     """
 
     def __init__(self, transfers, formats, rows, device, group):
@@ -646,45 +654,45 @@ class _Messenger:
 
     def _post_send(self, tensor, transfer):
         if transfer.action.kind == "F":
-            self._send_meta(tensor, transfer)
+            self._tell_format(tensor, transfer)
         messages = exchange([(tensor, transfer.destination)], [], self.group, async_op=True)
         self.sent.append(messages)
         if len(self.sent) > self.num_stages:  # sent tensors live until waited for: keep only a few
             self.sent.popleft().wait()
 
     def _post_receive(self, transfer):
-        boundary = self.rank, transfer.chunk  # of a gradient: it is like what this rank has sent
+        maker = self.rank, transfer.chunk  # a gradient is like the activations that it is of
         if transfer.action.kind == "F":
-            boundary = transfer.source, transfer.action.chunk
-            if boundary not in self.formats:
-                self.formats[boundary] = self._recv_meta(transfer)
-            self.rows[transfer.action.microbatch] = self.formats[boundary][0]
-        _, dtype, shape = self.formats[boundary]
+            maker = transfer.source, transfer.action.chunk
+            if maker not in self.formats:
+                self.formats[maker] = self._recv_meta(transfer)
+            self.rows[transfer.action.microbatch] = self.formats[maker][0]
+        _, dtype, shape = self.formats[maker]
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
         messages = exchange([], [(buffer, transfer.source)], self.group, async_op=True)
         self.arriving[transfer] = buffer, messages
 
-    def _send_meta(self, tensor, transfer):
-        """Ahead of the first tensor of a boundary, tell the next rank its format."""
-        boundary = self.rank, transfer.action.chunk
-        found = self.rows[transfer.action.microbatch], tensor.dtype, tensor.shape
-        if boundary not in self.formats:
-            if tensor.dtype not in _DTYPES or tensor.ndim > _HEADER - 3:
-                raise ValueError(
-                    f"stage {self.rank} cannot send {tensor.dtype} of {tensor.ndim} dims"
-                )
-            header = [found[0], _DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape]
-            header = torch.tensor(header + [0] * (_HEADER - len(header)), device=self.device)
-            exchange([(header, transfer.destination)], [], self.group)
-        (_, dtype, shape), first = found, self.formats.setdefault(boundary, found)
+    def _tell_format(self, tensor, transfer):
+        maker, rows = (self.rank, transfer.action.chunk), self.rows[transfer.action.microbatch]
+        found = rows, tensor.dtype, tensor.shape
+        if maker not in self.formats:
+            self._send_meta(*found, transfer.destination)
+        first = self.formats.setdefault(maker, found)
         if found != first:
             raise ValueError(
-                f"stage {self.rank} made {tuple(shape)} {dtype} of {found[0]} rows of inputs after "
-                f"its first output was {tuple(first[2])} {first[1]} of {first[0]}"
+                f"stage {self.rank} made {tuple(tensor.shape)} {tensor.dtype} of {rows} rows of "
+                f"inputs after its first output was {tuple(first[2])} {first[1]} of {first[0]}"
             )
 
+    def _send_meta(self, rows, dtype, shape, destination):
+        if dtype not in _DTYPES or len(shape) > _HEADER - 3:
+            raise ValueError(f"stage {self.rank} cannot send {dtype} of {len(shape)} dims")
+        header = [rows, _DTYPES.index(dtype), len(shape), *shape]
+        header = torch.tensor(header + [0] * (_HEADER - len(header)), device=self.device)
+        exchange([(header, destination)], [], self.group)
+
     def _recv_meta(self, transfer):
-        """Waits for it, as it may: what the sender needs was posted before this transfer."""
+        """The host may wait here: what the sender needs was posted before this transfer."""
         header = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
         exchange([], [(header, transfer.source)], self.group)
         rows, dtype, ndim, *shape = header.tolist()
@@ -695,7 +703,7 @@ class _Messenger:
 
 
 class _Entry(torch.autograd.Function):
-    """The identity: a stage may write in what it gives, as autograd lets nobody write in a leaf."""
+    """The identity, after which a stage may write in its input: in a leaf autograd forbids it."""
 
     @staticmethod
     def forward(ctx, x):
@@ -709,33 +717,31 @@ class _Entry(torch.autograd.Function):
 def _device_of(stages, group):
     """Where the stages are; if they hold no tensor, where the group's backend wants messages."""
     tensors = [t for stage in stages for t in (*stage.parameters(), *stage.buffers())]
-    backends = "cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu"
-    return tensors[0].device if tensors else torch.device(backends)
+    of_backend = "cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu"
+    return tensors[0].device if tensors else torch.device(of_backend)
 
 
 class Pipeline:
     """Runs one rank of a schedule.
 
-    stage: its module, or a list of one per chunk. In a DistributedDataParallel, and a
-        FullyShardedDataParallel, no_sync() holds for all its backwards but the last; where that one
-        is split, start_grad_sync() comes before W.
+    stage: its module, or a list of one per chunk. Of a DistributedDataParallel and a
+        FullyShardedDataParallel all backwards but the last run under no_sync(); if the last is
+        split, its W begins with start_grad_sync().
     schedule: the same on all ranks of the group, a Schedule or a list of actions per rank.
     loss_fn: loss_fn(output, target, *loss_arguments of step()), called at the end of a route,
-        returns the microbatch's share of the loss: the sum over microbatches is the step's; nothing
-        here divides by their number.
-    recompute: a stage keeps nothing between forward and backward but its input and the state of the
-        random generators, and runs forward again.
+        returns the microbatch's share of the loss; the step's is their sum, divided by nothing.
+    recompute: a stage keeps for backward its input and the random generators' state alone, and runs
+        forward again.
     defer: the WeightGradStore into which layers of the stages put products off; by default its own.
     sync_each: gradients are summed over replicas with every microbatch (ZeRO-2, -3), not the last.
 
-    Where backwards are split, those of plain linear layers are, and of those that have the store:
-    what other parameters get is computed with the first half. Of two routes (DualPipe) each has a
-    replica of all layers: see sum_replicas().
+    The half W of a backward is for plain linear layers and for those that have the store; other
+    parameters get their gradients in the first half. Of two routes (DualPipe) each has a replica of
+    all layers: see sum_replicas().
 
     Collective. Raises ValueError on all ranks if their schedules differ, or replicas do not train
-    parameters of the same shapes; on one if the schedule is not made for the group's size, the list
-    of stages does not have one per chunk, or a stage is PyTorch's DistributedDataParallel, which
-    takes part in one backward per forward.
+    parameters of the same shapes; on one if the schedule is not of the group's size, there is not
+    one stage per chunk, or a stage is PyTorch's DistributedDataParallel.
     """
 
     def __init__(
@@ -745,16 +751,15 @@ class Pipeline:
         self.stages = list(stage) if isinstance(stage, (list, tuple, nn.ModuleList)) else [stage]
         self.schedule = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
         self.loss_fn, self.group, self.recompute = loss_fn, group, recompute
-        self.sync_each = sync_each
-        self.defer = defer or WeightGradStore()
+        self.sync_each, self.defer = sync_each, defer or WeightGradStore()
         _check_schedule(self.schedule, group)
         _check_stages(self.stages, self.schedule, self.rank)
         self.actions, routes = self.schedule[self.rank], self.schedule.routes
-        if len(routes) == 2:
-            _check_replicas(self.stages, routes, group)
+        _check_replicas(self.stages, routes, group)
         self.device = _device_of(self.stages, group)
-        # the action that completes a stage's gradients; an evaluation has none
+        # the action that completes a stage's gradients
         self.last_backward = {self.stages[a.chunk]: a for a in self.actions if a.kind != "F"}
+        self.training = bool(self.last_backward)  # or else an evaluation, forward_only()
         self.split_backward = {action[1:] for action in self.actions if action.kind == "W"}
         # the chunks of this rank where routes begin, and end
         self.first_chunks = {chunk for (rank, chunk), *_ in routes if rank == self.rank}
@@ -769,15 +774,14 @@ class Pipeline:
         inputs, targets: (B, ...), cut along B into microbatches; needed by ranks where routes
         begin, and end. loss_arguments: passed to loss_fn. Gradients are added to the parameters',
         and to inputs that require one.
-        Returns the summed loss, detached, on ranks where routes end and None on the others. Raises
-        ValueError for batches that are missing, of different B, or of one that the number of
-        microbatches does not divide; for a stage that does not return a tensor, or not one of the
-        shape and dtype that it first returned; for a loss that is not a scalar tensor, and under
-        no_grad() where the schedule has backwards; RuntimeError after a step that failed midway.
+        Returns the summed loss, detached, on ranks where routes end and None on the others.
+        Raises ValueError for batches that are missing, of different B, or of one that m does not
+        divide; for a stage's output that is no tensor, or not of the first one's shape and dtype;
+        for a loss that is not a scalar tensor; under no_grad(), if the schedule has backwards.
+        RuntimeError after a step that failed midway.
         """
-        m = self.schedule.num_microbatches
-        _check_batches(inputs, targets, self.first_chunks, self.last_chunks, self.rank, m)
-        if self.last_backward and not torch.is_grad_enabled():
+        _check_batches(self, inputs, targets)
+        if self.training and not torch.is_grad_enabled():
             raise ValueError("step() under no_grad(): of a schedule that is not forward_only()")
         if self.midway:
             raise RuntimeError("an earlier step() failed midway: its messages are still under way")
@@ -800,39 +804,40 @@ class Pipeline:
         return self.loss
 
     def _begin(self, inputs, targets, loss_arguments):
-        """What a step has of its own."""
+        """The state of one step."""
         m = self.schedule.num_microbatches
-        # of .data, so that a stage may write in one microbatch while another is in flight
+        # .data: autograd then counts writes by microbatch, and a stage may write in its own
         self.inputs = () if inputs is None else [x.data for x in inputs.detach().chunk(m)]
-        if self.last_backward and self.first_chunks and inputs.requires_grad:
+        if self.training and self.first_chunks and inputs.requires_grad:
             for x in self.inputs:
                 x.requires_grad_()
         self.targets = () if targets is None else targets.chunk(m)
         self.loss, self.loss_arguments = None, loss_arguments
-        self.in_flight = {}  # (microbatch, chunk) -> (input, output, random state), until backward
-        self.put_off = {}  # (microbatch, chunk) -> products of its weights' gradients, until W
+        # by action[1:], which is (microbatch, chunk):
+        self.in_flight = {}  # (input, output, random state), until backward
+        self.put_off = {}  # products of the weights' gradients, until W
         rows = {microbatch: len(x) for microbatch, x in enumerate(self.inputs)}
-        messenger = _Messenger(self.transfers, self.formats, rows, self.device, self.group)
-        self.messages, self.clock = messenger, Clock(self.device)
-        self.midway = bool(self.transfers)
+        self.messages = _Messenger(self.transfers, self.formats, rows, self.device, self.group)
+        self.clock, self.midway = Clock(self.device), bool(self.transfers)
 
     def _forward(self, action, received):
+        """F: returns what the next chunk receives."""
         x = self.inputs[action.microbatch] if received is None else received
-        if received is not None and self.last_backward:
+        if received is not None and self.training:
             x.requires_grad_()
-        runs_again = self.recompute and self.last_backward
+        runs_again = self.recompute and self.training
         state = RandomState(self.device) if runs_again else None
         with torch.no_grad() if runs_again else nullcontext():
             # a copy, where the stage may write: x itself is what backward begins with
             output = self._run(action, x.clone() if runs_again else x)
         if action.chunk in self.last_chunks:
             self.loss = output.detach() + (0 if self.loss is None else self.loss)
-        if self.last_backward:
+        if self.training:
             self.in_flight[action[1:]] = x, None if runs_again else output, state
         return output.detach().contiguous()
 
     def _run(self, action, x):
-        """What the chunk makes of x; at the end of a route, the loss of it."""
+        """The chunk's output, or at the end of a route its loss."""
         split = action[1:] in self.split_backward
         with _DeferWeights(self.defer) if split else nullcontext():
             output = self.stages[action.chunk](_Entry.apply(x))
@@ -847,7 +852,7 @@ class Pipeline:
         loss = self.loss_fn(output, target, *self.loss_arguments)
         if not torch.is_tensor(loss):
             raise ValueError(f"loss_fn returned {type(loss).__name__}, not a tensor")
-        if loss.numel() != 1 and self.last_backward:
+        if loss.numel() != 1 and self.training:
             raise ValueError(f"loss_fn returned {tuple(loss.shape)}, not a scalar")
         return loss
 
@@ -855,12 +860,12 @@ class Pipeline:
         """B, or with the store open I: returns the gradient of the chunk's input."""
         x, output, state = self.in_flight.pop(action[1:])
         if state:
-            # here and not inside of autograd, whose thread for a GPU no TorchFunctionMode reaches
+            # before autograd's backward, whose thread for a GPU no TorchFunctionMode reaches
             with state:
                 output = self._run(action, x)
         halved = self.defer.collect() if action.kind == "I" else nullcontext()
         with self._no_sync(action), halved as products:
-            if output.requires_grad or grad_output is None:  # not so if all before it is frozen
+            if output.requires_grad or grad_output is None:  # else all layers before it are frozen
                 torch.autograd.backward(output, grad_output)
         if action.kind == "I":
             self.put_off[action[1:]] = products
@@ -869,6 +874,7 @@ class Pipeline:
         return torch.zeros_like(x) if x.grad is None else x.grad
 
     def _weights(self, action, _):
+        """W: adds the products that its I has put off."""
         products, stage = self.put_off.pop(action[1:]), self.stages[action.chunk]
         if self._syncs(action) and hasattr(stage, "start_grad_sync"):
             stage.start_grad_sync(awaited={parameter for parameter, _ in products})
@@ -876,7 +882,7 @@ class Pipeline:
             _add_products(products)
 
     def _syncs(self, action):
-        """Whether gradients are summed over replicas with this action: with its second half."""
+        """Whether gradients are summed over replicas with this action, of a split one with W."""
         is_last = action == self.last_backward[self.stages[action.chunk]]
         return is_last or (self.sync_each and action.kind != "I")
 
@@ -885,10 +891,9 @@ class Pipeline:
         return nullcontext() if self._syncs(action) else getattr(stage, "no_sync", nullcontext)()
 
     def timeline(self):
-        """What the last step did in time, as simulate() would say it, in seconds. Collective.
+        """The last step as a Timeline of seconds, each rank's from its own beginning. Collective.
 
-        Each rank's time begins with its step: a barrier before that makes them the same.
-        RuntimeError if no step has ended.
+        A barrier before the step makes the beginnings the same. RuntimeError if no step has ended.
         """
         if self.clock is None or len(self.clock.spans) < len(self.actions):
             raise RuntimeError("timeline() of a step that has not ended")
@@ -899,7 +904,7 @@ class Pipeline:
 
 
 def _check_schedule(schedule, group):
-    """Raise on all ranks if their schedules differ. NCCL wants all in a group's first batch."""
+    """Raise on all ranks if their schedules differ. Also all ranks' first batch, as NCCL wants."""
     sizes = len(schedule), schedule.num_microbatches
     first, *others = gather_objects((sizes, list(schedule), schedule.routes), group)
     for rank, other in enumerate(others, 1):
@@ -928,7 +933,9 @@ def _check_stages(stages, schedule, rank):
 
 
 def _check_replicas(stages, routes, group):
-    """Raise on all ranks unless the routes' chunks train parameters of the same shapes."""
+    """Raise on all ranks unless two routes' chunks train parameters of the same shapes."""
+    if len(routes) != 2:
+        return
     own = [[(tuple(p.shape), p.dtype) for p in _trained(stage)] for stage in stages]
     every = gather_objects(own, group)
     for (rank, chunk), (other, replica) in zip(*routes):
@@ -939,23 +946,23 @@ def _check_replicas(stages, routes, group):
             )
 
 
-def _check_batches(inputs, targets, first_chunks, last_chunks, rank, num_microbatches):
-    begins, ends = first_chunks and "begins", last_chunks and "ends"
+def _check_batches(pipeline, inputs, targets):
+    begins, ends = pipeline.first_chunks and "begins", pipeline.last_chunks and "ends"
+    m = pipeline.schedule.num_microbatches
     for name, batch, route in (("inputs", inputs, begins), ("targets", targets, ends)):
         if batch is None:
             if route:
-                raise ValueError(f"{name}=None on rank {rank}, where a route {route}")
+                raise ValueError(f"{name}=None on rank {pipeline.rank}, where a route {route}")
         elif not torch.is_tensor(batch) or not batch.ndim:
             raise ValueError(f"{name} is not a tensor of rows, but {type(batch).__name__}")
-        elif not len(batch) or len(batch) % num_microbatches:
-            m = num_microbatches
+        elif not len(batch) or len(batch) % m:
             raise ValueError(f"{name} has {len(batch)} rows, not divisible by num_microbatches={m}")
     if inputs is not None and targets is not None and len(inputs) != len(targets):
         raise ValueError(f"inputs has {len(inputs)} rows, targets has {len(targets)}")
 
 
 class Clock:
-    """When a step's actions began and ended; on a GPU, when it got there and not the host."""
+    """When a step's actions began and ended; on a GPU by its own clock, not the host's."""
 
     def __init__(self, device):
         self.device, self.spans = device, {}
@@ -986,9 +993,9 @@ class Clock:
 def sum_replicas(stages, group=None):
     """Sum the gradients of DualPipe's replicas: chunk 0 here is chunk 1 of the mirrored rank.
 
-    stages: this rank's two, as a Pipeline has them, none of whose parameters was frozen or thawed
-    since. Collective; to be called once the gradients of a batch are complete, be it of one step
-    or several. Both replicas then have the same bits.
+    stages: those of a Pipeline, since whose making no parameter was frozen or thawed. Collective;
+    to be called once the gradients of a batch are complete, be it of one step or several. Both
+    replicas then have the same bits.
     Raises ValueError if the group is odd or there is another number of stages.
     """
     rank, world_size = rank_and_size(group)
@@ -1032,9 +1039,8 @@ def bubble_time(
 ):
     """A rank's idle time, where F, B and its part W take these times for all of a rank's layers.
 
-    Of zb-h2 and zb-v, whose ranks begin and end one after the other, that between its first and its
-    last action, zb-v's where W <= F <= B - W; dualpipe's is an upper bound; naive's grows with the
-    number of microbatches.
+    Ranks of zb-h2 and zb-v begin and end one after the other: there it is the idle time between a
+    rank's first and last action, of zb-v if W <= F <= B - W. dualpipe's is an upper bound.
     """
     rounds, F, B, W = num_stages - 1, forward, backward, weight
     return {

@@ -10,23 +10,25 @@ may have 1/t of the sequence there, which is dim 0 of (T, B, D):
 
 The bytes sent are those of tensor parallelism, 8 b s h (t-1)/t elements per layer, or 10 if
 backward gathers its inputs again, since each rank has kept only its part. Bytes of activations kept
-per layer in 16 bit, for batch b, sequence s, width h, a heads, a byte per element of a mask:
+per layer in 16 bit (b batch, s sequence, h width, a heads; a mask of dropout takes a byte per
+element):
 
     tensor parallelism                     s b h (10 + 24/t + 5 a s / (h t))
     and sequence parallelism               s b h (34/t + 5 a s / (h t))
     with selective recomputation           the same without 5 a s / (h t)
-    with full recomputation                2 s b h, or 2 s b h / t
+    with full recomputation                2 s b h, with sequence parallelism 2 s b h / t
 
 Recomputation keeps the inputs of a function and runs it again in backward: selective, the attention
-core, whose s x s scores take the most memory and little time; fused attention never makes them.
+core, whose s x s scores take the most memory and little time (fused attention never makes them);
+full, the whole layer.
 
 With context parallelism attention crosses the split, in one of three ways. Elements that each of P
 ranks sends for an attention, forward, where h_kv is the width of the keys:
 
     all-gather   everyone gets all keys and values            2 (P-1)/P b s h_kv
     ring         keys and values come by, a part at a time    2 (P-1)/P b s h_kv, while it computes
-    Ulysses      split by heads instead, and back             2 (P-1)/P b s/P (h + h_kv), and
-                                                              of keys P heads at least
+    Ulysses      split by heads instead, and back             2 (P-1)/P b s/P (h + h_kv), where
+                                                              h_kv counts P heads at least
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022. Llama
 Team, "The Llama 3 Herd of Models", 2024. Liu et al., "Ring Attention with Blockwise Transformers
@@ -138,7 +140,7 @@ class TransformerLayer(nn.Module):
     """A layer of tensor_parallel.py's parts, (T, B, D) -> (T, B, D): whose memory the table gives.
 
     kv_heads: see ParallelSelfAttention.
-    p: of the dropout of attention's weights and before each residual connection.
+    p: the probability of dropout, in attention's weights and before each residual connection.
     attention_fn(q, k, v, p): attention itself.
     mode: what is recomputed, "none", "selective" or "full".
     options: those of tensor_parallel.ParallelOptions; with sequence_parallel T is a rank's part.
@@ -166,7 +168,8 @@ class TransformerLayer(nn.Module):
         self.mlp.gelu = nn.GELU(approximate="tanh")
         self.mlp.c_proj = RowParallelLinear(4 * hidden, hidden, **options)
         if self.mlp.c_fc.options.sequence_parallel:
-            mark_partial(self.ln_1), mark_partial(self.ln_2)
+            for norm in (self.ln_1, self.ln_2):
+                mark_partial(norm)
 
     def forward(self, x):
         return recompute(self._forward, x) if self.mode == "full" else self._forward(x)
@@ -218,7 +221,7 @@ def saved_bytes(parameters=()):
 # Now the sequence is split everywhere, also inside attention: rank r of P has T/P positions of q, k
 # and v, and attention crosses the split. Under a causal mask a query has as many keys as positions
 # before it, so in the plain order the last rank works 2 - 1/P times the average. In the zig-zag
-# order rank r has chunks r and 2P-1-r of 2P: a cheap and a dear one, and all ranks work alike.
+# order rank r has chunks r and 2P-1-r of 2P, one with few keys and one with many: all work alike.
 #
 #     P = 4      chunk   0 1 2 3 4 5 6 7
 #     plain      rank    0 0 1 1 2 2 3 3
@@ -226,7 +229,7 @@ def saved_bytes(parameters=()):
 
 
 def chunk_ranges(rank, world_size, seq_len, zigzag=True):
-    """(first position, positions) of each run of the sequence that a rank has, in order.
+    """(first position, how many) of each run of positions that a rank has, in order.
 
     Raises ValueError if seq_len cannot be cut into equal chunks, two for each of several ranks.
     """
@@ -246,31 +249,8 @@ def context_positions(seq_len, group=None, zigzag=True):
     return torch.cat([torch.arange(begin, begin + size) for begin, size in runs])
 
 
-def _places(world_size, each):
-    """Where the sequence's chunks are among those of all ranks, which have 1 or 2 of them each."""
-    by_rank = list(range(each * world_size))
-    return by_rank if each == 1 else by_rank[::2] + by_rank[:0:-2]
-
-
-def _by_position(parts, world_size, dim):
-    """Chunks (C, ...) by rank -> the sequence, along `dim`. Slices: no index goes to the device."""
-    places, parts = _places(world_size, len(parts) // world_size), parts.unbind(0)
-    return torch.cat([parts[place] for place in places], dim)
-
-
-def _by_rank(whole, world_size, each, dim):
-    """The reverse: the sequence, along `dim`, -> (C, ...), chunks of each rank side by side."""
-    places = _places(world_size, each)
-    chunks = _unflatten(whole, len(places), dim).unbind(dim)
-    return torch.stack([chunks[places.index(i)] for i in range(len(places))])
-
-
-def _unflatten(x, count, dim):
-    return x.unflatten(dim, (count, x.shape[dim] // count))
-
-
 class Block(NamedTuple):
-    """Local queries and keys that attend to one another: all of them, or causally in a square."""
+    """Local queries and the local keys that they see: all of them, or causally in a square."""
 
     queries: slice
     keys: slice
@@ -278,28 +258,35 @@ class Block(NamedTuple):
 
 
 def context_blocks(queries, keys, causal=True, documents=None):
-    """What runs of queries see of runs of keys, as blocks without a mask inside.
+    """The Blocks of queries and keys whose positions are given as runs; see chunk_ranges().
 
+    Two runs are the same, apart, or that of the queries is within that of the keys.
     documents: lengths of the documents that are packed into the sequence; attention stays in each.
     """
     ends = list(accumulate(documents)) if documents else [math.inf]
-    bounds = list(zip([0, *ends], ends))
+    local = lambda positions, shift: slice(positions.start + shift, positions.stop + shift)
     blocks = []
     for q_start, (q_first, q_size) in zip(_starts(queries), queries):
         for k_start, (k_first, k_size) in zip(_starts(keys), keys):
-            for begin, end in bounds:
-                a, b = max(q_first, begin), min(q_first + q_size, end)
-                c, d = max(k_first, begin), min(k_first + k_size, end)
-                q_shift, k_shift = q_start - q_first, k_start - k_first
-                parts = [(a, b, c, min(d, a) if causal else d, False)]
-                if causal:
-                    parts.append((max(a, c), min(b, d), max(a, c), min(b, d), True))
+            q_shift, k_shift = q_start - q_first, k_start - k_first
+            for begin, end in zip([0, *ends], ends):
+                q = range(max(q_first, begin), min(q_first + q_size, end))
+                k = range(max(k_first, begin), min(k_first + k_size, end))
                 blocks += [
-                    Block(slice(a + q_shift, b + q_shift), slice(c + k_shift, d + k_shift), half)
-                    for a, b, c, d, half in parts
-                    if a < b and c < d
+                    Block(local(seeing, q_shift), local(seen, k_shift), is_square)
+                    for seeing, seen, is_square in _visible(q, k, causal)
+                    if seeing and seen
                 ]
     return _joined(blocks)
+
+
+def _visible(queries, keys, causal):
+    """[(queries, keys, causal)] of two ranges: the keys before all queries, and a causal square."""
+    if not causal:
+        return [(queries, keys, False)]
+    before = range(keys.start, min(queries.start, keys.stop))
+    both = range(max(queries.start, keys.start), min(queries.stop, keys.stop))
+    return [(queries, before, False), (both, both, True)]
 
 
 def _starts(runs):
@@ -307,7 +294,7 @@ def _starts(runs):
 
 
 def _joined(blocks):
-    """Neighbouring blocks as one, where they are whole rectangles."""
+    """Neighbouring rectangles as one, for which a kernel runs once."""
     joined = []
     for block in blocks:
         last = joined[-1] if joined else None
@@ -335,7 +322,8 @@ def attended_pairs(blocks):
 def _attend(blocks, q, k, v, output, lse):
     """Add to output (B, H, T, K) and lse (B, H, T), of the keys so far, what these keys bring.
 
-    Softmaxes over parts merge as a softmax over the parts: with weights exp(lse of the part - lse).
+    lse is the log of a query's sum of exp(score). Softmaxes over parts of the keys merge as a
+    softmax over the parts: with weights exp(lse of the part - lse).
     """
     for queries, keys, causal in blocks:
         part, part_lse = block_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal)
@@ -364,6 +352,8 @@ def _precise(x, *shape):
 
 
 # ---- context parallelism: three ways for attention to cross the split ----------------------------
+#
+# Two of them put all ranks' chunks in the sequence's order, and back: _by_position(), _by_rank().
 
 
 class _AllGatherAttention(torch.autograd.Function):
@@ -373,10 +363,11 @@ class _AllGatherAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, group, causal, zigzag, documents):
         rank, P = rank_and_size(group)
         T = P * q.shape[2]
-        runs = [chunk_ranges(r, P, T, zigzag) for r in (rank, 0)]
-        ctx.group, ctx.dtype, ctx.chunks = group, k.dtype, len(runs[1])
-        ctx.blocks = context_blocks(runs[0], [(0, T)], causal, documents)
-        kv = _unflatten(torch.stack([k, v]), ctx.chunks, 3).movedim(3, 0).contiguous()
+        own, first = (chunk_ranges(r, P, T, zigzag) for r in (rank, 0))
+        ctx.group, ctx.dtype = group, k.dtype
+        ctx.chunks = len(first)  # of every rank, where the last one's two are one run
+        ctx.blocks = context_blocks(own, [(0, T)], causal, documents)
+        kv = torch.stack([k, v]).unflatten(3, (ctx.chunks, -1)).movedim(3, 0).contiguous()
         kv = all_gather_to_group(kv, 0, group)  # (chunks, 2, B, KV, T/chunks, K)
         whole = _by_position(kv, P, 3)  # (2, B, KV, T, K)
         output, lse = _precise(q), _precise(q, *q.shape[:3]).fill_(-math.inf)
@@ -531,15 +522,41 @@ def ulysses_attention(q, k, v, group=None, causal=True, zigzag=True):
     if kv_heads < P:
         k, v = (x.repeat_interleave(P // kv_heads, 1) for x in (k, v))
     each = len(chunk_ranges(0, P, P * length, zigzag))  # chunks of a rank
-    parts = torch.cat([_unflatten(x, P, 1) for x in (q, k, v)], 2)  # (B, P, h, T/P, K)
-    parts = _unflatten(parts, each, 3).permute(1, 3, 0, 2, 4, 5)
+    # h = (H + 2 KV) / P heads for each rank: (B, P, h, T/P, K)
+    parts = torch.cat([x.unflatten(1, (P, -1)) for x in (q, k, v)], 2)
+    parts = parts.unflatten(3, (each, -1)).permute(1, 3, 0, 2, 4, 5)  # (P, each, B, h, ., K)
     parts = parts.flatten(0, 1)  # (chunks, B, h, ., K)
     parts = all_to_all_in_group(parts.contiguous(), group=group)
     whole = _by_position(parts, P, 2)  # (B, h, T, K)
     own = whole.split([x.shape[1] // P for x in (q, k, v)], 1)
     y = _by_rank(attention(*own, causal=causal), P, each, 2)  # (B, H/P, T, K) -> (chunks, ...)
-    y = _unflatten(all_to_all_in_group(y, group=group), P, 0)  # (P, each, B, H/P, ., K)
+    y = all_to_all_in_group(y, group=group).unflatten(0, (P, each))  # (P, each, B, H/P, ., K)
     return y.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).flatten(1, 2)
+
+
+# ---- context parallelism: chunks in the order of ranks and of the sequence -----------------------
+
+
+def _places(world_size, each):
+    """Where the sequence's chunks are in the order of ranks, which have `each` of them: 1 or 2.
+
+    P = 2, zig-zag: the ranks have chunks 0 3, 1 2, so that chunks 0 1 2 3 are in places 0 2 3 1.
+    """
+    places = list(range(each * world_size))
+    return places if each == 1 else places[::2] + places[:0:-2]
+
+
+def _by_position(parts, world_size, dim):
+    """Chunks (C, ...) by rank -> the sequence, along `dim`. Slices: no index goes to the device."""
+    places, parts = _places(world_size, len(parts) // world_size), parts.unbind(0)
+    return torch.cat([parts[place] for place in places], dim)
+
+
+def _by_rank(whole, world_size, each, dim):
+    """The reverse: the sequence, along `dim`, -> (C, ...), chunks of each rank side by side."""
+    places = _places(world_size, each)
+    chunks = whole.unflatten(dim, (len(places), -1)).unbind(dim)
+    return torch.stack([chunks[places.index(i)] for i in range(len(places))])
 
 
 # ---- context parallelism: kernels of a block -----------------------------------------------------
@@ -568,7 +585,7 @@ def block_attention_backward(grad, q, k, v, output, lse, causal):
         kernel, sizes = aten._scaled_dot_product_flash_attention_backward, (q.shape[2], k.shape[2])
         arguments = (grad, q, k, v, output, lse.contiguous(), None, None, *sizes, 0.0, causal)
         return kernel(*arguments, seed, seed)
-    shape, lse = k.shape, F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # as it came
+    shape, lse = k.shape, F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # as it was made
     kernel, mask = aten._scaled_dot_product_efficient_attention_backward, (True, True, True, False)
     k, v = _repeated(k, q), _repeated(v, q)
     grads = kernel(grad, q, k, v, None, output, lse, seed, seed, 0.0, mask, causal)

@@ -17,14 +17,15 @@ this costs no more (see sequence_parallel.py for what it saves):
     g   forward: reduce-scatter                backward: all-gather
 
 Cost per transformer layer (attention and MLP) and step: 2 f and 2 g, so 4 all-reduces of b s h
-elements (batch x sequence x width), 8 b s h (t-1)/t elements sent by each of t ranks. Weights,
-gradients and optimizer state are divided by t. The vocabulary of V tokens is split as well, and the
-loss is taken where the logits are: 3 b s numbers are reduced, not b s V gathered.
+elements (batch x sequence x width), 8 b s h (t-1)/t elements sent by each of t ranks (P below, tp
+in errors). Weights, gradients and optimizer state are divided by t. The vocabulary of V tokens is
+split as well, and the loss is taken where the logits are: 3 b s numbers are reduced, not b s V
+gathered.
 
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism", 2019. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models", 2022 (sequence parallelism). Krizhevsky et al., "ImageNet Classification with Deep
-Convolutional Neural Networks", 2012 (the same idea, ten years before: last part).
+Convolutional Neural Networks", 2012 (the same idea, ten years before: alexnet()).
 
     torchrun --nproc-per-node 4 tensor_parallel.py      claimed and counted bytes;
                                                         the error against one process
@@ -63,6 +64,7 @@ def row_linear(x, weight, bias=None, group=None):
 #
 # What a real layer adds: the communication of backward goes on beside the product for the weight;
 # with sequence parallelism a rank keeps its own part of X alone; and that product may come later.
+# A Shard, below, says which part of a weight is this rank's; set_shard() cuts it.
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,8 @@ class ParallelOptions:
     sequence_parallel: whether X and Z are split as well, along dim 0.
     save_gathered: whether backward finds all of a gathered X, rather than gathers it again: more
         memory, less communication.
-    defer: a pipeline's WeightGradStore; a backward that finds it open leaves the weight's gradient
-        to it, as a function that computes it later, and computes that of X only.
+    defer: where a pipeline halves its backwards, its WeightGradStore (see pipeline.py). A backward
+        that finds it open computes the gradient of X, and puts a function there for the weight's.
     """
 
     group: dist.ProcessGroup | None = None
@@ -172,8 +174,8 @@ class ColumnParallelLinear(nn.Module):
     """Y_r = X A_r + b_r: X (..., in) is equal on every rank, Y_r (..., out/P) this rank's outputs.
 
     With sequence_parallel X is (T/P, ..., in), Y_r (T, ..., out/P).
-    blocks: (outputs, parts) of what the outputs consist of, each of which is split (see Shard); by
-        default one block of P parts.
+    blocks: ((outputs, parts), ...) where the outputs are several things, such as queries, keys and
+        values, each to be cut into its parts (see Shard); by default one, in P parts.
     options: those of ParallelOptions.
 
     Raises ValueError if a number of parts does not divide its block, or is above P, and if the
@@ -219,7 +221,7 @@ class RowParallelLinear(nn.Module):
         weight = torch.randn(out_features, in_features) * in_features**-0.5
         set_shard(self, "weight", weight, Shard(1, ((in_features, tp),)), group)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-        if bias and self.options.sequence_parallel:  # each rank adds it to its own tokens
+        if bias and self.options.sequence_parallel:  # each rank's gradient is of its own tokens
             mark_parameter(self, "bias", partial=True)
 
     def forward(self, x):
@@ -234,9 +236,9 @@ class ParallelSelfAttention(nn.Module):
     """Causal self-attention, split by heads: q, k, v column-parallel, projection row-parallel.
 
     x: (T, B, D) -> (T, B, D), both (T/P, B, D) with sequence_parallel.
-    kv_heads: grouped-query attention, where heads / kv_heads queries share a key and a value; with
-        fewer than P of them neighbouring ranks hold, and compute, the same, and
-        sum_partial_gradients() sums its gradient.
+    kv_heads: grouped-query attention, where heads / kv_heads queries share a key and a value. Of
+        fewer than P neighbouring ranks hold, and compute, the same one, whose gradient
+        sum_partial_gradients() then sums.
     attention_fn(q, k, v): attention itself, from (B, H/P, T, K) and (B, KV/P, T, K) to
         (B, H/P, T, K).
     options: those of ParallelOptions.
@@ -286,7 +288,7 @@ def attention(q, k, v, dropout=0.0, causal=True):
 
 
 class _Lookup(torch.autograd.Function):
-    """forward: the rows of some ids; backward: the sum of each row's gradients, in fp32 at least"""
+    """forward: F.embedding; backward: each row's gradients are summed in fp32 at least"""
 
     @staticmethod
     def forward(ctx, ids, weight):
@@ -306,10 +308,10 @@ class VocabParallelEmbedding(nn.Module):
     """An embedding (V, D) of which a rank holds the rows of its part of the vocabulary.
 
     tokens: (T, ...) -> (T, ..., D), or (T/P, ..., D) with sequence_parallel. A rank looks up the
-    tokens it owns and puts zeros for the others; the sum over the ranks is complete. Any V will do:
-    sizes differ by one where P does not divide it. A token outside the vocabulary is no error, for
-    which a GPU would have to stop; its embedding is NaN. Raises ValueError if V < P, and in forward
-    if P does not divide the T of sequence_parallel.
+    tokens it owns and puts zeros for the others; the sum over the ranks is complete. P need not
+    divide V: parts then differ by one. A token outside the vocabulary gets NaN, since for an error
+    a GPU would have to stop.
+    Raises ValueError if V < P, and in forward if P does not divide the T of sequence_parallel.
     """
 
     def __init__(self, num_embeddings, embedding_dim, group=None, sequence_parallel=False):
@@ -328,7 +330,7 @@ class VocabParallelEmbedding(nn.Module):
         out_of_range = (local < 0) | (local >= len(self.weight))
         rows = _Lookup.apply(local.masked_fill(out_of_range, 0), self.weight)
         unknown = (tokens < 0) | (tokens >= self.num_embeddings)
-        others = rows.new_zeros(()).masked_fill(unknown, math.nan)  # (T, ...): 0 for other ranks'
+        others = rows.new_zeros(()).masked_fill(unknown, math.nan)  # (T, ...): 0, or NaN
         rows = torch.where(out_of_range.unsqueeze(-1), others.unsqueeze(-1), rows)
         if not self.sequence_parallel:
             return reduce_from_group(rows, self.group)
@@ -363,7 +365,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         all_reduce(sums, group=group)
         normalizer, target_logit = sums
         grad.div_(normalizer.unsqueeze(-1))
-        grad.scatter_add_(-1, local, out_of_range.to(grad.dtype).sub_(1).unsqueeze(-1))
+        minus_one = out_of_range.to(grad.dtype).sub_(1)  # of this rank's targets, or else 0
+        grad.scatter_add_(-1, local, minus_one.unsqueeze(-1))
 
         ctx.ignored = target == ignore_index
         ctx.grad = logits.copy_(grad) if inplace else grad.to(logits.dtype)
@@ -384,13 +387,15 @@ def vocab_parallel_cross_entropy(
 ):
     """Cross-entropy of each token, from logits that stay split over the vocabulary.
 
-    logits: (N, V_r), the columns from `vocab_start` on, in the order of the ranks; target: (N,)
-    token ids, the same on every rank. Returns (N,) losses, in fp32 or better, the same on every
-    rank: zero where target is `ignore_index`, NaN where it is another one outside the vocabulary. 3
-    N numbers are reduced over the group; the logits are never gathered. Their gradient is kept in
-    a copy of them, of their dtype, or with inplace where they are themselves: then they are lost.
-    It is computed in fp32 at least: 16 bit take room for that until the end of forward. Backward
-    runs once: RuntimeError, if it does so again.
+    logits: (N, V_r), the columns from vocab_start on, in the order of the ranks.
+    target: (N,) token ids, the same on every rank.
+    inplace: whether backward finds the logits' gradient in the logits, which are lost, rather than
+        in a copy of their dtype. It is computed in fp32 at least: of 16 bit logits forward has
+        such a copy for a while.
+
+    Returns (N,) losses in fp32 at least, the same on every rank: 0 where target is ignore_index,
+    NaN where it is otherwise outside the vocabulary. 3 N numbers are reduced over the group.
+    Backward runs once: RuntimeError, if it does so again.
     """
     return _VocabParallelCrossEntropy.apply(
         logits, target, vocab_start, ignore_index, group, inplace
@@ -525,10 +530,10 @@ class Shard:
 
 
 class _Marked(dict):
-    """A module's parameters by name: what takes the place of a marked one takes its marks.
+    """nn.Module's dict of parameters, where what takes a parameter's place takes its attributes.
 
     So `shard` and `partial` outlive copy.deepcopy, load_state_dict(assign=True) and to_empty(), all
-    of which put other parameters into nn.Module's own dict of them.
+    of which put in other parameters. marks: {name: {attribute: value}}.
     """
 
     marks = {}
@@ -546,11 +551,11 @@ def mark_parameter(module, name, **marks):
         module._parameters = _Marked(module._parameters)
     parameters = module._parameters
     parameters.marks = parameters.marks | {name: parameters.marks.get(name, {}) | marks}
-    parameters[name] = parameters[name]
+    parameters[name] = parameters[name]  # marks the one that is there
 
 
 def mark_partial(module):
-    """Note that each rank uses its copy of the module's parameters for a part of the tokens."""
+    """Mark parameters of which each rank uses its copy for a part of the tokens only."""
     for part in module.modules():
         for name, _ in part.named_parameters(recurse=False):
             mark_parameter(part, name, partial=True)
@@ -571,8 +576,8 @@ def is_sharded(parameter):
     return hasattr(parameter, "shard")
 
 
-# One of FSDP's pieces of a rank's part is a flat range of it: `first` is the place of its first
-# element there, `whole_shape` the shape of the part.
+# FSDP cuts a rank's part further, into flat pieces. Such a parameter has two more attributes:
+# `whole_shape`, of the part, and `first`, where in the flat part the piece begins.
 
 
 def take_shard(full, parameter, group=None):
@@ -595,10 +600,10 @@ def gather_shards(local, parameter, group=None):
         return local.detach().clone()
     dim, (_, world_size) = parameter.shard.dim, rank_and_size(group)
     places = [parameter.shard.rows_of(rank, world_size) for rank in range(world_size)]
-    like = lambda sizes: local.new_empty([*shape[:dim], sum(sizes), *shape[dim + 1 :]])
-    parts = [like(rows for _, rows in place) for place in places]
+    empty = lambda sizes: local.new_empty([*shape[:dim], sum(sizes), *shape[dim + 1 :]])
+    parts = [empty(rows for _, rows in place) for place in places]
     all_gather(parts, local.detach().contiguous(), group)
-    full = like(rows for rows, _ in parameter.shard.blocks)
+    full = empty(rows for rows, _ in parameter.shard.blocks)
     for place, part in zip(places, parts):
         blocks = part.split([rows for _, rows in place], dim)
         for (begin, rows), block in zip(place, blocks):
@@ -607,7 +612,7 @@ def gather_shards(local, parameter, group=None):
 
 
 class _Range(NamedTuple):
-    """Elements `begin` to `end` of this rank's part, flat: number `part` of a block's `parts`."""
+    """Elements `begin` to `end` of a rank's flat part: number `part` of the `parts` of a block."""
 
     begin: int
     end: int
@@ -617,27 +622,26 @@ class _Range(NamedTuple):
 
 
 def _ranges(parameter, rank, world_size):
-    """The blocks of this rank's part. A parameter of which all have copies is one, in one part."""
+    """What a rank has of each block. Where all have copies, that is one block in one part."""
     shape = getattr(parameter, "whole_shape", parameter.shape)
     if not is_sharded(parameter):
         return [_Range(0, shape.numel(), 0, 1, shape.numel())]
     dim, blocks = parameter.shard.dim, parameter.shard.blocks
     if dim > 0 and len(blocks) > 1:
         raise ValueError(f"blocks {blocks} along dim={dim} of {tuple(shape)} are not ranges of it")
-    row, begin, ranges = math.prod(shape[:dim] + shape[dim + 1 :]), 0, []
+    width, begin, ranges = math.prod(shape[:dim] + shape[dim + 1 :]), 0, []  # width: of a row
     for (whole, parts), (_, rows) in zip(blocks, parameter.shard.rows_of(rank, world_size)):
-        largest, part = shard_sizes(whole, parts)[0] * row, rank * parts // world_size
-        ranges.append(_Range(begin, begin + rows * row, part, parts, largest))
-        begin += rows * row
+        largest, part = shard_sizes(whole, parts)[0] * width, rank * parts // world_size
+        ranges.append(_Range(begin, begin + rows * width, part, parts, largest))
+        begin += rows * width
     return ranges
 
 
 def unique_ranges(parameter, group=None):
     """[(begin, end)] of the flattened elements that no lower rank of the group has too.
 
-    Over the ranks they are the whole, once: what a norm has to count (torch.nn.utils' would be
-    another on each rank). They are ranges of this rank's part; one of FSDP's pieces has those
-    between its `first` element and its last.
+    Over the ranks they are the whole, once: what a norm has to count. They are counted in this
+    rank's part; one of FSDP's pieces has what is between its `first` element and its last.
     """
     rank, world_size = rank_and_size(group)
     below = lambda parts: (rank - 1) * parts // world_size  # the part of the rank below, or -1
@@ -655,32 +659,37 @@ def sum_partial_gradients(parameters, group=None, check=True):
     check: False where they are known to be.
     """
     rank, world_size = rank_and_size(group)
-    if world_size == 1:
-        return
-    shared = []  # (parameter, a range of it for which other ranks have a gradient, too)
-    for parameter in parameters:
-        is_shared = is_sharded(parameter) or getattr(parameter, "partial", False)
-        if parameter.requires_grad and is_shared:
-            ranges = _ranges(parameter, rank, world_size)
-            shared += [(parameter, found) for found in ranges if found.parts < world_size]
+    shared = _shared_ranges(parameters, rank, world_size) if world_size > 1 else []
     if not shared:
         return
     if check:
         _check_pieces([parameter for parameter, _ in shared], group)
-    own, sums = [], []  # this rank's elements; room for those of every part, this one's filled in
+    own, totals = [], []
     for parameter, (begin, end, part, parts, largest) in shared:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         parameter.grad, first = parameter.grad.contiguous(), getattr(parameter, "first", 0)
         mine = parameter.grad.view(-1)[max(0, begin - first) : max(0, end - first)]
+        # a row for each part: the ranks that hold a part meet in its row, and others add zeros
         total = mine.new_zeros(parts, len(mine) + largest - (end - begin))
         total[part, : len(mine)] = mine
         own.append((mine, part))
-        sums.append(total)
-    flat = torch.cat([total.flatten() for total in sums])
+        totals.append(total)
+    flat = torch.cat([total.flatten() for total in totals])
     all_reduce(flat, group=group)
-    for (mine, part), total, summed in zip(own, sums, flat.split([t.numel() for t in sums])):
+    for (mine, part), total, summed in zip(own, totals, flat.split([t.numel() for t in totals])):
         mine.copy_(summed.view_as(total)[part, : len(mine)])
+
+
+def _shared_ranges(parameters, rank, world_size):
+    """[(parameter, a range of it)] for which other ranks have a gradient, too."""
+    shared = []
+    for parameter in parameters:
+        is_shared = is_sharded(parameter) or getattr(parameter, "partial", False)
+        if parameter.requires_grad and is_shared:
+            ranges = _ranges(parameter, rank, world_size)
+            shared += [(parameter, found) for found in ranges if found.parts < world_size]
+    return shared
 
 
 def _check_pieces(parameters, group):
