@@ -1,5 +1,6 @@
 """Speed beside PyTorch's own: pairs of contenders take turns in one run; medians, and their ratio.
 
+    python tests/bench.py               (all that this machine can, an hour; one table at the end)
     python tests/bench.py collectives [--world-sizes 2 4 8] [--largest 128]
     python tests/bench.py data_parallel [--world-sizes 2]
     python tests/bench.py pipeline      (sleeping stages, then real ones beside PyTorch's)
@@ -10,6 +11,8 @@
     python tests/bench.py overlap       (as root on Linux: over a link of 2 Gbit/s, shaped by tc)
     python tests/bench.py gpu           (one GPT on a GPU; with several, their messages)
 
+--json FILE keeps the table's rows: what was measured, beside what, both in ms, and the ratio.
+
 Times on a shared machine drift by 10-15% and now and then by more; the ratio of medians over
 interleaved rounds drifts much less. Every rank has one thread, and gloo's threads run as batch work
 for both sides.
@@ -18,7 +21,9 @@ for both sides.
 import argparse
 import copy
 import ctypes
+import json
 import math
+import os
 import random
 import re
 import shlex
@@ -29,6 +34,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from shutil import which
 from unittest.mock import patch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
@@ -138,6 +144,9 @@ def bench_collectives(arguments):
         call = world_size, _measure, sizes, arguments.rounds, arguments.operations
         print(f"\nP = {world_size}" + "".join(f"{size // KB:>26} KB" for size in sizes))
         for operation, times in run(*call, timeout=3000)[0].items():
+            for size, t in zip(sizes, times):
+                what = f"{operation}, P = {world_size}, {size // KB} KB"
+                arguments.report(what, t["ours"], "PyTorch's", t["theirs"])
             cells = [
                 f"{t['ours'] * 1e6:9.0f} /{t['theirs'] * 1e6:7.0f} ={t['ours'] / t['theirs']:5.2f}"
                 f"{t['link'] / t['ours']:5.0%}"
@@ -227,7 +236,11 @@ def bench_data_parallel(arguments):
         for name in ("alone", *dict.fromkeys(RIVALS.values()), *RIVALS):
             exposed = (times[name] - alone) * 1e3
             peak = spawn(world_size, _peak_memory, name)[0]
-            ratio = f"{times[name] / times[RIVALS[name]]:6.2f}" if name in RIVALS else " " * 6
+            ratio = " " * 6
+            if name in RIVALS:
+                ratio = f"{times[name] / times[RIVALS[name]]:6.2f}"
+                what = f"{name}, P = {world_size}"
+                arguments.report(what, times[name], RIVALS[name], times[RIVALS[name]])
             print(
                 f"{name:18}{times[name] * 1e3:6.0f} ms{ratio}   exposed {exposed:4.0f} ms"
                 f"   peak {peak:4.0f} MB"
@@ -262,8 +275,13 @@ def _time_over_slow_link(name, cap, steps=8):
 def bench_overlap(arguments):
     """How much of the reduction's time disappears behind backward, where the link has its own."""
     if not arguments.inside:
-        again = shlex.join([sys.executable, *sys.argv, "--inside"])
-        sys.exit(subprocess.call(["unshare", "--net", "sh", "-c", f"{SHAPE} && exec {again}"]))
+        with tempfile.NamedTemporaryFile() as file:
+            options = "overlap", "--inside", "--rounds", str(arguments.rounds), "--json", file.name
+            again = shlex.join([sys.executable, __file__, *options])
+            inside = ["unshare", "--net", "sh", "-c", f"{SHAPE} && exec {again}"]
+            subprocess.run(inside, check=True)
+            arguments.rows += json.load(file)["rows"]
+        return
     caps = [(name, cap) for cap in (25, 4, 1) for name in ("torch DDP", "ddp")]
     contenders = [("alone", 0), ("reduction", 0), *caps]
     times = {contender: [] for contender in contenders}
@@ -276,6 +294,9 @@ def bench_overlap(arguments):
     for name, cap in caps:
         exposed = times[name, cap] - alone
         hidden = 1 - exposed / reduction
+        if name == "ddp":
+            theirs = times["torch DDP", cap]
+            arguments.report(f"ddp, {cap} MB buckets", times[name, cap], "torch DDP", theirs)
         print(f"{name:9} {cap:2} MB buckets  exposed {exposed * 1e3:4.0f} ms  hidden {hidden:4.0%}")
 
 
@@ -382,6 +403,7 @@ def bench_pipeline(arguments):
             print(f"{name:12}{what:7}{slots:7.2f} slots, simulated {expected:5.1f}{ratio}")
     times = run(2, _time_pipelines, 8, arguments.rounds, timeout=3000)[0]
     for name, (*_, mine) in _torch_schedules().items():
+        arguments.report(mine, times[f"ours, {name}"], name, times[name])
         ours, theirs = times[f"ours, {name}"] * 1e3, times[name] * 1e3
         print(f"{name:22}{mine:12}{ours:7.1f} / {theirs:6.1f} ms = {ours / theirs:5.2f}")
 
@@ -462,6 +484,8 @@ def bench_tensor_parallel(arguments):
             one = times["one process"] * 1e3
             print(f"P = {world_size}, (B, T, D) = {shape}: {one:.1f} ms with all on every rank")
             for name in ("TP", "TP + SP"):
+                what = f"{name}, P = {world_size}, {shape}"
+                arguments.report(what, times[f"ours, {name}"], "DTensor", times[name])
                 ours, theirs = times[f"ours, {name}"] * 1e3, times[name] * 1e3
                 print(f"{name:10}{ours:7.1f} / {theirs:6.1f} ms = {ours / theirs:5.2f}")
 
@@ -509,6 +533,8 @@ def bench_context_parallel(arguments):
         for T in (2048, 4096, 8192, 16384):
             times = run(P, _time_context_parallel, T, arguments.rounds, timeout=3000)[0]
             alone = times.pop("one process")
+            for name, t in times.items():
+                arguments.report(f"{name}, P = {P}, s = {T}", t, "fused, one process", alone)
             cells = [f"{name} {t * 1e3:7.1f} = {t / alone:4.2f}" for name, t in times.items()]
             print(f"P = {P}, s = {T}: alone {alone * 1e3:.1f} ms; {', '.join(cells)}", flush=True)
         plain, zigzag = (_slowest_pairs(P, T, order) for order in (False, True))
@@ -568,6 +594,8 @@ def bench_expert_parallel(arguments):
     for P in arguments.world_sizes:
         for D in (256, 512):
             times = run(P, _time_experts, 4096, D, 8, 2, arguments.rounds, timeout=3000)[0]
+            what = f"8 experts, top 2, P = {P}, D = {D}"
+            arguments.report(what, times["experts"], "dense, equal FLOPs", times["dense"])
             names = ("experts", "dense", "loop", "travel")
             ours, dense, loop, travel = (times[name] * 1e3 for name in names)
             share = f"permutation and exchange {travel / ours:.0%} of it"
@@ -685,6 +713,7 @@ def bench_hybrid(arguments):
         one = times["one process"]
         print(f"\n{flags or 'dense'}")
         for name, seconds in times.items():
+            arguments.report(f"{name} {flags}", seconds, "one process", one)
             aim = f", aim {layouts[name]}" if name in layouts else ""
             print(f"{name:30}{seconds * 1e3:6.0f} ms = {one / seconds:4.2f}{aim}", flush=True)
     print("\nbytes per parameter of 16 layers of 512: storages, resident, the formula")
@@ -809,10 +838,13 @@ def bench_gpu(arguments):
     for contender, seconds in times.items():
         rate = SEQUENCES * T / seconds
         ratio = seconds / times["plain"]
+        arguments.report(f"{contender} on {name}", seconds, "plain", times["plain"])
         print(f"{contender:16}{rate:9.0f} tokens/s  MFU {rate * flops / peak:4.0%}{ratio:6.2f}")
     if gpus > 1:
         print(f"a batch: {host * 1e6:.0f} us of the host, {device * 1e6:.0f} us in all")
         for (operation, size), t in messages.items():
+            what = f"{operation}, {gpus} x {name}, {size // KB} KB"
+            arguments.report(what, t["ours"], "NCCL's", t["theirs"])
             ours, theirs = t["ours"] * 1e6, t["theirs"] * 1e6
             times = f"{ours:7.0f} /{theirs:7.0f} us ={ours / theirs:5.2f}"
             print(f"{operation:15}{size // KB:6} KB {times}")
@@ -831,21 +863,50 @@ BENCHMARKS = {
 }
 
 
+WORLD_SIZES = {"collectives": [2, 4, 8], "context_parallel": [2, 4]}  # of others 2
+
+
+def possible():
+    """The benchmarks that this machine can run."""
+    lacks = {"gpu": not torch.cuda.is_available(), "overlap": os.geteuid() or not which("tc")}
+    return [subject for subject in BENCHMARKS if not lacks.get(subject)]
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("subject", choices=list(BENCHMARKS))
+    parser.add_argument("subject", nargs="?", choices=list(BENCHMARKS))
     parser.add_argument("--world-sizes", type=int, nargs="+")
     parser.add_argument("--largest", type=int, default=128, help="MB")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", metavar="FILE")
     names = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
     parser.add_argument("--operations", nargs="+", default=names)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    defaults = {"collectives": [2, 4, 8], "context_parallel": [2, 4]}
-    arguments.world_sizes = arguments.world_sizes or defaults.get(arguments.subject, [2])
-    BENCHMARKS[arguments.subject](arguments)
+    arguments.rows, given = [], arguments.world_sizes
+    subjects = [arguments.subject] if arguments.subject else possible()
+    for number, subject in enumerate(subjects, 1):
+        if not arguments.subject:
+            print(f"\n==== {number} of {len(subjects)}: {subject}", flush=True)
+        arguments.world_sizes = given or WORLD_SIZES.get(subject, [2])
+        arguments.report = partial(_report, arguments.rows, subject)
+        BENCHMARKS[subject](arguments)
+    if not arguments.subject:
+        print(f"\n{'':20}{'':44}{'ms':>9}  {'beside':24}{'ms':>9}{'ratio':>7}")
+        for row in arguments.rows:
+            line = "{subject:20}{what:44}{ours:9.2f}  {beside:24}{theirs:9.2f}{ratio:7.2f}"
+            print(line.format(**row))
+    if arguments.json:
+        machine = {"torch": torch.__version__, "cpus": os.cpu_count(), "time": time.ctime()}
+        Path(arguments.json).write_text(json.dumps(machine | {"rows": arguments.rows}, indent=1))
+
+
+def _report(rows, subject, what, ours, beside, theirs):
+    """A row of the table, from seconds."""
+    times = {"ours": 1e3 * ours, "beside": beside, "theirs": 1e3 * theirs, "ratio": ours / theirs}
+    rows.append({"subject": subject, "what": what} | times)
 
 
 if __name__ == "__main__":

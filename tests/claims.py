@@ -1,4 +1,4 @@
-"""The README's table of claims, counted anew: `python tests/claims.py` prints it, --write puts it there.
+"""The README's claims, counted anew: `python tests/claims.py` prints them, --write puts them there.
 
 Each row has a formula of the literature, its value worked out here by plain arithmetic, what four
 ranks counted, and the test that holds it in every size.
@@ -121,6 +121,7 @@ def rows():
     n, D, scores = 1 << 20, 4 * 4 * 480 * 480, 5 * A * S / H
     kv, tokens = 2 * sbh // P, N * K * H
     small, zero = n // 4, ("zero", "2_2_2_and_3")
+    gathered, ulysses = "allgather_attention", "ulysses_attention"
     held, kept = ("zero", "holds_16"), ("sequence_parallel", "bytes_of_the_paper")
     layer, context = ("tensor_parallel", "8_b_s_h"), ("context_parallel", "what_its_formula")
     table = [
@@ -141,9 +142,9 @@ def rows():
         ("tp + sp", "sbh(34 + 5as/h)/P", sbh * (34 + scores) / P, "kept sp", *kept),
         ("the scores again", "34sbh/P", 34 * sbh / P, "kept selective", *kept),
         ("all again", "2sbh/P", 2 * sbh / P, "kept full", *kept),
-        ("cp by all-gather", "keys, values x (P-1)", 4 * kv * (P - 1), "allgather_attention", *context),
+        ("cp by all-gather", "keys, values x (P-1)", 4 * kv * (P - 1), gathered, *context),
         ("cp by a ring", "the same", 4 * kv * (P - 1), "ring_attention", *context),
-        ("cp by Ulysses", "4bsh/P x (P-1)/P", 16 * sbh / P * crossing, "ulysses_attention", *context),
+        ("cp by Ulysses", "4bsh/P x (P-1)/P", 16 * sbh / P * crossing, ulysses, *context),
         (
             *("experts", "2Nkh(P-1)/P, and counts", 2 * 4 * tokens * crossing + 16 * (P - 1)),
             *("experts", "expert_parallel", "send_the_routed"),

@@ -40,7 +40,8 @@ def test_the_table_of_claims_is_what_is_counted_now():
 def test_each_claim_is_what_is_counted_and_names_its_test():
     for claim, _, value, counted, file, words in claims.rows():
         assert counted == pytest.approx(value, abs=0.01), claim
-        tests = re.findall(r"^def (test_\w+)", (PROJECT / f"tests/test_{file}.py").read_text(), re.M)
+        source = (PROJECT / f"tests/test_{file}.py").read_text()
+        tests = re.findall(r"^def (test_\w+)", source, re.M)
         assert any(words in name for name in tests), claim
 
 
