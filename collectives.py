@@ -127,7 +127,7 @@ class _State:
         self.rank, self.world_size = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)  # unknown once the group is destroyed
         self.ranks_per_node = self.world_size  # see set_ranks_per_node()
-        self.backend = None  # see set_backend_collectives()
+        self.by_backend = False  # see set_backend_collectives()
         self.thread = self.stream = None  # which run its operations in the background
 
 
@@ -273,8 +273,8 @@ def observe(listener):
 
 SEGMENT = 1 << 20  # bytes of a chunk that travel in one message
 WINDOW = 3  # segments under way
-# Bytes on multiples of which begin messages, and what buffers hold: NCCL copies 16 at a time only
-# between pointers on 16, which grouped products want, too, and a GPU reads 128.
+# On multiples of so many bytes begin messages, and tensors in buffers: a GPU reads 128 at once, and
+# grouped products, and NCCL for its quick copies, want pointers on 16.
 ALIGNMENT = 128
 
 
@@ -340,7 +340,8 @@ MOST_PEERS = 128  # of a batch: NCCL may hang on more than 256 messages at once
 def _ring_reduce_scatter(chunks, output, add, rank):
     """Chunk r, reduced over all ranks, into `output` of rank r. P-1 steps.
 
-    A partial sum travels the ring, and each rank it visits adds its own chunk. P = 4:
+    A partial sum travels the ring, and each rank it visits adds its own chunk. c2: 3+0 is chunk 2,
+    summed over ranks 3 and 0. P = 4:
 
         rank        0             1             2             3
         step 0   c2: 3+0       c3: 0+1       c0: 1+2       c1: 2+3
@@ -829,6 +830,54 @@ def _cheapest(backend, cost, nbytes, world_size, ranks_per_node, speeds):
 #   NCCL   a side stream of the group's: there waiting orders streams and blocks nobody.
 
 
+def _launch(call, run, tensors, async_op, *signature):
+    """Call run() in the group's order; returns None, or its Work with async_op.
+
+    signature: what must be the same on all ranks; compared where PyTorch's debug level is DETAIL.
+    """
+    call.tell("call")
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        told = " ".join(map(str, (call.operation, *signature)))
+        run = partial(_compare_and_run, call, told, tensors[0].device, run)
+    worker = call.worker
+    if not async_op and (worker is None or worker.last.is_completed()):
+        run()
+        call.tell("return")
+        return None
+    if call.world_size == 1:  # needs neither stream nor thread
+        work = Work(run, call)
+        work.run()
+        return work
+    if worker is None and call.on_stream:
+        worker = call.state.stream = _WorkStream()
+    elif worker is None:
+        worker = call.state.thread = _WorkThread(call.group)
+    work = worker.submit(run, call, tensors)
+    return work if async_op else work.wait()
+
+
+def _compare_and_run(call, told, device, run, length=256):
+    """Tell every rank what this one is about to do; raise if somebody is about to do otherwise."""
+    text = torch.tensor(list(told.encode()[:length].ljust(length)), dtype=torch.uint8)
+    texts = list(text.to(device).repeat(call.world_size, 1))
+    apart = _Call(call.operation, call.group, texts[0])
+    apart.listeners = ()
+    take_turns([_direct_all_gather(texts, call.rank)], apart)
+    calls = [bytes(text.tolist()).decode().strip() for text in texts]
+    for other, theirs in zip(call.ranks, calls):
+        if theirs != calls[0]:
+            raise ValueError(f"rank {call.ranks[0]} calls {calls[0]}, rank {other} calls {theirs}")
+    run()
+
+
+def _perform(call, algorithms, *arguments):
+    """Do a call's operation: by algorithms that take turns, or by the backend, on `arguments`."""
+    if call.state.by_backend:
+        _backend_collective(call.operation, call.group, *arguments)
+    else:
+        take_turns(algorithms, call)
+
+
 class Work:
     """A group's operation, under way in a thread. wait() blocks until done; errors arise there."""
 
@@ -934,7 +983,7 @@ class _WorkThread(_Thread):
 
     @staticmethod
     def _loop(works):
-        if hasattr(os, "SCHED_OTHER"):  # not as batch work: who wakes it would have it go on
+        if hasattr(os, "SCHED_OTHER"):  # batch work would wait until whoever wakes it pauses
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         while (work := works.get()) is not None:
             work.run()
@@ -955,52 +1004,54 @@ class _WorkStream:
         return self.last
 
 
-def _launch(call, run, tensors, async_op, *signature):
-    """Call run() in the group's order; returns None, or its Work with async_op.
+@_for_members
+def set_backend_collectives(group=None):
+    """From now on the group's collectives are the backend's own: a yardstick and an oracle.
 
-    signature: what must be the same on all ranks; compared where PyTorch's debug level is DETAIL.
+    Arguments, order, results and errors of use stay; exchange() stays a batch of messages. Whoever
+    then asks count_bytes() for counts gets a RuntimeError.
     """
-    call.tell("call")
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        told = " ".join(map(str, (call.operation, *signature)))
-        run = partial(_compare_and_run, call, told, tensors[0].device, run)
-    worker = call.worker
-    if not async_op and (worker is None or worker.last.is_completed()):
-        run()
-        call.tell("return")
-        return None
-    if call.world_size == 1:  # needs neither stream nor thread
-        work = Work(run, call)
-        work.run()
-        return work
-    if worker is None and call.on_stream:
-        worker = call.state.stream = _WorkStream()
-    elif worker is None:
-        worker = call.state.thread = _WorkThread(call.group)
-    work = worker.submit(run, call, tensors)
-    return work if async_op else work.wait()
+    state = _state(group or dist.group.WORLD)
+    state.by_backend = state.world_size > 1
 
 
-def _perform(call, algorithms, *arguments):
-    """Do a call's operation: by algorithms that take turns, or by the backend, on `arguments`."""
-    if call.state.backend is None:
-        take_turns(algorithms, call)
-    else:
-        call.state.backend(call.operation, call.group, *arguments)
+def _backend_collective(operation, group, *arguments):
+    """The backend's own collective on contiguous rows; AVG is a SUM, whose caller divides."""
 
+    def plain(op):
+        return ReduceOp.SUM if op == ReduceOp.AVG else op
 
-def _compare_and_run(call, told, device, run, length=256):
-    """Tell every rank what this one is about to do; raise if somebody is about to do otherwise."""
-    text = torch.tensor(list(told.encode()[:length].ljust(length)), dtype=torch.uint8)
-    texts = list(text.to(device).repeat(call.world_size, 1))
-    apart = _Call(call.operation, call.group, texts[0])
-    apart.listeners = ()
-    take_turns([_direct_all_gather(texts, call.rank)], apart)
-    calls = [bytes(text.tolist()).decode().strip() for text in texts]
-    for other, theirs in zip(call.ranks, calls):
-        if theirs != calls[0]:
-            raise ValueError(f"rank {call.ranks[0]} calls {calls[0]}, rank {other} calls {theirs}")
-    run()
+    def all_reduce(output, input, op):
+        if output is not input:
+            output.copy_(input)
+        dist.all_reduce(output, plain(op), group)
+
+    def reduce(row, root, op):
+        own = row if dist.get_rank(group) == root else row.clone()  # gloo overwrites it
+        dist.reduce(own, op=plain(op), group=group, group_dst=root)
+
+    def reduce_scatter(output, input, op):
+        dist.reduce_scatter_single(output, input, plain(op), group)
+
+    def all_gather(chunks, own):
+        if len({len(chunk) for chunk in chunks}) == 1:
+            return dist.all_gather(chunks, own, group)
+        for root, chunk in enumerate(chunks):
+            dist.broadcast(chunk, group=group, group_src=root)
+
+    calls = {
+        "all_reduce": all_reduce,
+        "reduce": reduce,
+        "broadcast": lambda row, root: dist.broadcast(row, group=group, group_src=root),
+        "reduce_scatter_single": reduce_scatter,
+        "all_gather_single": lambda row, own: dist.all_gather_single(row, own, group),
+        "all_gather": all_gather,
+        "scatter": lambda row, rows, root: dist.scatter(row, rows, group=group, group_src=root),
+        "gather": lambda row, rows, root: dist.gather(row, rows, group=group, group_dst=root),
+        "all_to_all_single": lambda *rows: dist.all_to_all_single(*rows, group),
+        "barrier": lambda token: dist.all_reduce(token, group=group),  # on the token's device
+    }
+    calls[operation](*arguments)
 
 
 def _row(tensor):
@@ -1432,57 +1483,6 @@ def set_ranks_per_node(ranks_per_node, group=None):
     state.ranks_per_node = ranks if state.world_size % ranks == 0 else 1
 
 
-@_for_members
-def set_backend_collectives(group=None):
-    """From now on the group's collectives are the backend's own: a yardstick and an oracle.
-
-    Arguments, order, results and errors of use stay; exchange() stays a batch of messages. Whoever
-    then asks count_bytes() for counts gets a RuntimeError.
-    """
-    state = _state(group or dist.group.WORLD)
-    if state.world_size > 1:
-        state.backend = _backend_collective
-
-
-def _backend_collective(operation, group, *arguments):
-    """The backend's own collective on contiguous rows; AVG is a SUM, whose caller divides."""
-
-    def plain(op):
-        return ReduceOp.SUM if op == ReduceOp.AVG else op
-
-    def all_reduce(output, input, op):
-        if output is not input:
-            output.copy_(input)
-        dist.all_reduce(output, plain(op), group)
-
-    def reduce(row, root, op):
-        own = row if dist.get_rank(group) == root else row.clone()  # gloo overwrites it
-        dist.reduce(own, op=plain(op), group=group, group_dst=root)
-
-    def reduce_scatter(output, input, op):
-        dist.reduce_scatter_single(output, input, plain(op), group)
-
-    def all_gather(chunks, own):
-        if len({len(chunk) for chunk in chunks}) == 1:
-            return dist.all_gather(chunks, own, group)
-        for root, chunk in enumerate(chunks):
-            dist.broadcast(chunk, group=group, group_src=root)
-
-    calls = {
-        "all_reduce": all_reduce,
-        "reduce": reduce,
-        "broadcast": lambda row, root: dist.broadcast(row, group=group, group_src=root),
-        "reduce_scatter_single": reduce_scatter,
-        "all_gather_single": lambda row, own: dist.all_gather_single(row, own, group),
-        "all_gather": all_gather,
-        "scatter": lambda row, rows, root: dist.scatter(row, rows, group=group, group_src=root),
-        "gather": lambda row, rows, root: dist.gather(row, rows, group=group, group_dst=root),
-        "all_to_all_single": lambda *rows: dist.all_to_all_single(*rows, group),
-        "barrier": lambda token: dist.all_reduce(token, group=group),  # on the token's device
-    }
-    calls[operation](*arguments)
-
-
 def gather_objects(value, group=None):
     """Every rank's `value`, anything that can be pickled, in rank order. Collective."""
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(_device(group))
@@ -1620,7 +1620,7 @@ class Traffic:
 
     def listen(self, event, call, *what):
         """Count what observe() tells."""
-        if event == "call" and call.state.backend is not None:
+        if event == "call" and call.state.by_backend:
             self.uncounted.add(call.operation)
         if event == "post":
             _, sends, _ = what

@@ -94,6 +94,8 @@ def sharded_forward(unit, x, shard, layout, group=None):
 class FlatParameter:
     """Parameters of one dtype as one row of elements, cut into shards, of which each rank owns one.
 
+    group, replicate_group: the ranks that share the row out, and those that have this rank's shard,
+        too (HSDP), or None.
     unsharded_param, sharded_param: the row that the module computes with, and this rank's part of
         it, which is in the parameters' own dtype.
     pieces: what that part holds of each parameter, as parameters of an optimizer: one dimension,
@@ -130,19 +132,6 @@ class FlatParameter:
         row = self.layout.pack(self.parameters)
         self.settings.broadcast([row], self.parameters[0])
         return row
-
-    def piece(self, i, tensor):
-        """What this rank's shard holds of a full tensor, one that is like the i-th parameter."""
-        return tensor.flatten()[slice(*self.ranges[i])]
-
-    def join(self, pieces):
-        """The full tensors of which each rank passes its pieces. Collective."""
-        shard = pieces[0].new_zeros(self.layout.shard_size)
-        for part, piece in zip(self.layout.pieces(shard, self.rank), pieces):
-            part.copy_(piece.detach())
-        row = shard.new_empty(self.layout.length)
-        all_gather_single(row, shard, self.group)
-        return [view.clone() for view in self.layout.views(row)]
 
     def unshard(self):
         """Begin to collect every rank's shard in the full row; returns the Work."""
@@ -197,6 +186,21 @@ class FlatParameter:
         """Forget what was summed for the i-th parameter."""
         if self.sharded_grad is not None:
             self.gradient_pieces()[i].zero_()
+
+    # -- state dicts
+
+    def piece(self, i, tensor):
+        """What this rank's shard holds of a full tensor, one that is like the i-th parameter."""
+        return tensor.flatten()[slice(*self.ranges[i])]
+
+    def join(self, pieces):
+        """The full tensors of which each rank passes its pieces. Collective."""
+        shard = pieces[0].new_zeros(self.layout.shard_size)
+        for part, piece in zip(self.layout.pieces(shard, self.rank), pieces):
+            part.copy_(piece.detach())
+        row = shard.new_empty(self.layout.length)
+        all_gather_single(row, shard, self.group)
+        return [view.clone() for view in self.layout.views(row)]
 
 
 class _UnderWay:
@@ -276,7 +280,7 @@ class _Settings:
                 raise ValueError(f"{name!r} and {other!r} share memory: tie them, or copy one")
 
 
-# ---- stages 1 and 2: whole parameters, an optimizer of shards ------------------------------------
+# ---- stage 1: whole parameters, an optimizer of shards -------------------------------------------
 
 
 class WholeRow(FlatParameter):
@@ -296,9 +300,8 @@ class WholeRow(FlatParameter):
 
     def follow(self):
         """Take over what somebody has changed in the parameters since the last step."""
-        for name, parameter, view in zip(
-            self.names, self.parameters, self.layout.views(self.unsharded_param)
-        ):
+        views = self.layout.views(self.unsharded_param)
+        for name, parameter, view in zip(self.names, self.parameters, views):
             if parameter.shape != view.shape or parameter.dtype != view.dtype:
                 found, needed = (f"{tuple(t.shape)} {t.dtype}" for t in (parameter, view))
                 raise RuntimeError(f"{name!r} has become {found}, its optimizer has {needed}")
@@ -359,7 +362,8 @@ class ShardedUpdate:
         """
         rows, works = self.summed_rows(), []
         one_by_one = type(optimizer).__module__.startswith("torch.optim.")
-        for together in ([row] for row in rows) if one_by_one else [list(rows)]:
+        batches = ([row] for row in rows) if one_by_one else [list(rows)]
+        for together in batches:
             self._update(optimizer, together)
             for row in together:
                 if len(works) == 2:  # each holds a copy of its shard
@@ -434,6 +438,9 @@ class ShardedUpdate:
         return norm
 
 
+# ---- stage 2: gradients leave while backward runs ------------------------------------------------
+
+
 class ShardedGradients(ShardedUpdate):
     """Stage 2: a gradient leaves for its owner when backward has filled its row.
 
@@ -461,7 +468,7 @@ class ShardedGradients(ShardedUpdate):
             self.backward.enter()
 
     def _begin(self):
-        """Autograd adds to nothing, whether the last gradient was sent or set to None since."""
+        """Have autograd find no .grad to add to; what was set to None since it was sent is zero."""
         self.reducer.begin(self.rows)
         for parameter, (row, i) in self.place.items():
             if isinstance(parameter.grad, _SentGradient):
@@ -538,16 +545,19 @@ class _SentGradient(torch.Tensor):
         )
 
 
+# ---- stages 1 and 2: the optimizer ---------------------------------------------------------------
+
+
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     """Runs `optimizer_class(..., **defaults)` on this rank's shard of all elements: ZeRO-1 and -2.
 
     Stage 1: step() reduce-scatters the gradients that backward has left, updates the shard and
     all-gathers the parameters, a row of at most `bucket_cap_mb` MiB after the other; under
-    DistributedDataParallel, which sums them too, it sums equal ones. Stage 2, shard_gradients=True:
-    a gradient leaves for its owner when backward has filled its row, and the shards add up over
-    backward passes, each of which must reach some parameter on every rank. Its .grad then only says
-    so: zero_grad() of a module or optimizer may zero it, and all else is refused,
-    DistributedDataParallel too.
+    DistributedDataParallel all ranks' gradients are equal already, and so is their mean. Stage 2,
+    shard_gradients=True: a gradient leaves for its owner when backward has filled its row, and the
+    shards add up over backward passes, each of which must reach some parameter on every rank. Its
+    .grad then only tells that it has left: zero_grad() of a module or optimizer may zero it, and
+    all else is refused, DistributedDataParallel too.
 
     params: as for any optimizer; they start as the first rank's, and become views into rows.
     param_dtype: what they are converted to, the update being made on a copy in their old dtype, of
@@ -727,7 +737,7 @@ def _check_optimizer(optimizer_class, bucket_cap_mb):
         raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be positive")
 
 
-# ---- stage 3: a unit that comes and goes ---------------------------------------------------------
+# ---- stage 3: rows that come and go in shared memory ---------------------------------------------
 
 
 class _Memory:
@@ -903,6 +913,9 @@ class _Unit:
                     f"what holds {self.rows[0].names[0]!r} returns a parameter, or a view of one, "
                     "whose memory is about to be another's: return a clone"
                 )
+
+
+# ---- stage 3: when units come and go -------------------------------------------------------------
 
 
 class _Units(list):
@@ -1136,45 +1149,7 @@ class _Schedule:
         self.under_way.finish()
 
 
-def _check_module(module, units, settings):
-    named = list(module.named_parameters())
-    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
-        raise ValueError("the module holds a DistributedDataParallel: shard what that wraps")
-    if not any(parameter.requires_grad for _, parameter in named):
-        raise ValueError("there are no trainable parameters")
-    settings.check(named)
-    names = {submodule: name for name, submodule in module.named_modules()}
-    prefixes = [names.get(unit) for unit in units]
-    for i, prefix in enumerate(prefixes):
-        others = prefixes[:i] + prefixes[i + 1 :]
-        if not prefix or any(f"{prefix}.".startswith(f"{other}.") for other in others):
-            raise ValueError(f"units[{i}] is not a submodule, or inside of another unit")
-    for i, unit in enumerate(units):
-        if isinstance(unit, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
-            raise ValueError(f"units[{i}] has no forward of its own: name what it holds")
-
-
-def _make_units(module, units, settings):
-    """The root, of the parameters in no unit or in several, and then each unit's own."""
-    names = {submodule: name for name, submodule in module.named_modules()}
-    prefixes, owners, places = [f"{names[unit]}." for unit in units], {}, {}
-    for path, submodule in module.named_modules(remove_duplicate=False):
-        inside = [i for i, prefix in enumerate(prefixes, 1) if f"{path}.".startswith(prefix)]
-        for name, parameter in submodule._parameters.items():
-            if parameter is not None:
-                owners.setdefault(parameter, set()).add(inside[0] if inside else 0)
-                places.setdefault(parameter, []).append((submodule, name))
-    # A row is of one dtype, and its gradients, all trainable or not. What carries other
-    # attributes has a row of its own: tensor-parallel ranks, which hold parts of unlike sizes
-    # of what they split, so have the same pieces of what they all hold.
-    rows = [{} for _ in range(len(units) + 1)]
-    for name, parameter in module.named_parameters():
-        owner = owners[parameter].pop() if len(owners[parameter]) == 1 else 0
-        kind = parameter.dtype, grad_dtype(parameter), parameter.requires_grad
-        kind += settings.groups_of(parameter)
-        rows[owner].setdefault((*kind, *sorted(vars(parameter))), []).append((name, parameter))
-    make = lambda named: ShardedRow(named, settings, places)
-    return [_Unit([make(named) for named in kinds.values()]) for kinds in rows]
+# ---- stage 3: the module -------------------------------------------------------------------------
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -1355,6 +1330,47 @@ class FullyShardedDataParallel(nn.Module):
         )
 
     __getstate__ = lambda self: self.__deepcopy__(None)
+
+
+def _check_module(module, units, settings):
+    named = list(module.named_parameters())
+    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+        raise ValueError("the module holds a DistributedDataParallel: shard what that wraps")
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise ValueError("there are no trainable parameters")
+    settings.check(named)
+    names = {submodule: name for name, submodule in module.named_modules()}
+    prefixes = [names.get(unit) for unit in units]
+    for i, prefix in enumerate(prefixes):
+        others = prefixes[:i] + prefixes[i + 1 :]
+        if not prefix or any(f"{prefix}.".startswith(f"{other}.") for other in others):
+            raise ValueError(f"units[{i}] is not a submodule, or inside of another unit")
+    for i, unit in enumerate(units):
+        if isinstance(unit, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+            raise ValueError(f"units[{i}] has no forward of its own: name what it holds")
+
+
+def _make_units(module, units, settings):
+    """The root, of the parameters in no unit or in several, and then each unit's own."""
+    names = {submodule: name for name, submodule in module.named_modules()}
+    prefixes, owners, places = [f"{names[unit]}." for unit in units], {}, {}
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        inside = [i for i, prefix in enumerate(prefixes, 1) if f"{path}.".startswith(prefix)]
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, set()).add(inside[0] if inside else 0)
+                places.setdefault(parameter, []).append((submodule, name))
+    # A row is of one dtype, and its gradients, all trainable or not. What carries other
+    # attributes has a row of its own: tensor-parallel ranks, which hold parts of unlike sizes
+    # of what they split, so have the same pieces of what they all hold.
+    rows = [{} for _ in range(len(units) + 1)]
+    for name, parameter in module.named_parameters():
+        owner = owners[parameter].pop() if len(owners[parameter]) == 1 else 0
+        kind = parameter.dtype, grad_dtype(parameter), parameter.requires_grad
+        kind += settings.groups_of(parameter)
+        rows[owner].setdefault((*kind, *sorted(vars(parameter))), []).append((name, parameter))
+    make = lambda named: ShardedRow(named, settings, places)
+    return [_Unit([make(named) for named in kinds.values()]) for kinds in rows]
 
 
 # ---- state dicts: full on one side, in pieces on the other ---------------------------------------
