@@ -1,8 +1,9 @@
 """Collectives made of messages.
 
-A process group of P ranks shares nothing; all that a rank can do is send a tensor to another rank
-and receive one. Everything that training needs beyond that is built here from one primitive,
-exchange(): a batch of sends and receives that progress together.
+A rank is a process, on a GPU of its own or on CPU cores; a process group is P of them, which share
+nothing: all that a rank can do is send a tensor to another rank and receive one. Everything that
+training needs beyond that is built here from one primitive, exchange(): a batch of sends and
+receives that progress together.
 
                            what happens                              a rank sends     steps
     all_reduce             everybody gets the sum of all tensors
@@ -20,10 +21,10 @@ exchange(): a batch of sends and receives that progress together.
     scatter                one to everyone; the root sends            (P-1)/P D       1
     gather                 everyone to one; the root sends nothing    D/P             1
 
-D is the size of the full tensor in bytes; P = O x I ranks are O nodes of I ranks each.
+D is the size of the full tensor in bytes; P = O x I ranks are O nodes (machines) of I ranks each.
 
 2(P-1)/P D is the least that any all-reduce can send. Names, arguments and meaning are those of
-torch.distributed; the code is the same on NCCL and on gloo.
+torch.distributed; the code is the same on its two carriers, NCCL (for GPUs) and gloo (for CPUs).
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
@@ -104,28 +105,48 @@ def _for_members(collective):
 def exchange(sends, receives, group=None, async_op=False):
     """Send and receive several tensors in one batch, whose messages progress together.
 
-    sends, receives: lists of (contiguous tensor, peer), peer being a rank of `group`. Both ends of
-    a link list its messages in the same order and with the same sizes (a message larger than its
-    buffer aborts a gloo rank). Empty tensors are not sent. On NCCL batches run in the order they
-    were issued in, so two ranks must issue the batches that they share in the same order.
-    The group's pending operations come first. Returns None, or with async_op an object whose wait()
-    completes the batch. A RuntimeError names the peer of a message that failed.
+    sends, receives: lists of (contiguous tensor, peer), peer being a rank of `group`. Any two ranks
+    list the messages between them in the same order and with the same sizes (a message larger than
+    its buffer aborts a gloo rank), and issue the batches that they share in the same order. Empty
+    tensors are not sent. The group's pending operations come first. Returns None, or with async_op
+    an object whose wait() completes the batch. A RuntimeError names the peer of a message that
+    failed.
     """
     first = sends or receives
-    link = _Link("exchange", group, first[0][0] if first else None, EXCHANGE_TAG)
-    if link.worker is not None:
-        link.worker.last.finish()  # a group's messages keep their order
-    messages = link.post(sends, receives)
+    call = _Call("exchange", group, first[0][0] if first else None, EXCHANGE_TAG)
+    if call.worker is not None:
+        call.worker.last.finish()  # a group's messages keep their order
+    messages = call.post(sends, receives)
     return messages if async_op else messages.wait()
 
 
-class _Link:
-    """An operation under way in a group: posts its messages, and tells who listens.
+class _State:
+    """What is kept of a process group that has been used here, and ends with it."""
+
+    def __init__(self, group):
+        self.rank, self.world_size = group.rank(), group.size()
+        self.ranks = dist.get_process_group_ranks(group)  # unknown once the group is destroyed
+        self.ranks_per_node = self.world_size  # see set_ranks_per_node()
+        self.by_backend = False  # see set_backend_collectives()
+        self.thread = self.stream = None  # which run its operations in the background
+
+
+_STATES = weakref.WeakKeyDictionary()  # group -> its _State
+
+
+def _state(group):
+    return _STATES.get(group) or _STATES.setdefault(group, _State(group))
+
+
+class _Call:
+    """One call of an operation: posts its messages, and tells those who listen (see observe()).
 
     operation: its name
     group: the process group, None for that of all ranks
-    tensor: one of those that travel, or None: where NCCL carries it, the operation is a stream's
+    tensor: one of those that travel, or None: where NCCL carries it, the call is a CUDA stream's
     tag: what keeps its messages on gloo apart from others
+
+    worker: what runs the group's calls in the background, a thread or stream, once there was one
     """
 
     def __init__(self, operation, group, tensor, tag=EXCHANGE_TAG + 1):
@@ -183,8 +204,8 @@ class _Link:
 class _Messages:
     """Messages under way."""
 
-    def __init__(self, link):
-        self.link = link
+    def __init__(self, call):
+        self.call = call
         self.works = []  # (work, its peers)
         self.staged = []  # (tensor on a GPU, the host memory that receives for it)
 
@@ -192,12 +213,12 @@ class _Messages:
         peers = ()
         try:
             for work, peers in self.works:
-                self.link.tell("wait", self, peers)
+                self.call.tell("wait", self, peers)
                 work.wait()
         except RuntimeError as error:
-            raise self.link.lost(peers, error) from error
+            raise self.call.lost(peers, error) from error
         finally:
-            self.link.tell("done", self)
+            self.call.tell("done", self)
         for tensor, buffer in self.staged:
             tensor.copy_(buffer)
 
@@ -220,37 +241,19 @@ def _on_host(tensor):
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
 
-class _State:
-    """What is kept of a process group that has been used here, and ends with it."""
-
-    def __init__(self, group):
-        self.rank, self.world_size = group.rank(), group.size()
-        self.ranks = dist.get_process_group_ranks(group)  # unknown once the group is destroyed
-        self.ranks_per_node = self.world_size  # see set_ranks_per_node()
-        self.backend = None  # see set_backend_collectives()
-        self.thread = self.stream = None  # which run its operations in the background
-
-
-_STATES = weakref.WeakKeyDictionary()  # group -> its _State
-
-
-def _state(group):
-    return _STATES.get(group) or _STATES.setdefault(group, _State(group))
-
-
 _LISTENERS = []  # those of every observe() now open
 
 
 @contextmanager
 def observe(listener):
-    """Have listener(event, link, ...) called for every operation that begins inside.
+    """Have listener(event, call, ...) called for every operation that begins inside.
 
-    link: its `operation`, `group` and global `ranks`. The events, each told where it happens:
+    call: its `operation`, `group` and global `ranks`. The events, each told where it happens:
         call                             the operation was called
         return                           it is done, of which nobody gets a Work
         launch, begin, end               it goes to the group's thread or stream, and runs there
         await, join                      somebody waits for its Work, and has waited; told only if a
-                                         listener keeps link
+                                         listener keeps the call
         post, messages, sends, receives  it begins messages, [(tensor, peer in the group)]
         wait, messages, peers            it waits for one of them, that with these peers
         done, messages                   it waits no more
@@ -270,18 +273,18 @@ def observe(listener):
 
 SEGMENT = 1 << 20  # bytes of a chunk that travel in one message
 WINDOW = 3  # segments under way
-# Bytes on multiples of which begin messages, and what buffers hold: NCCL copies 16 at a time only
-# between pointers on 16, which grouped products want, too, and a GPU reads 128.
+# On multiples of so many bytes begin messages, and tensors in buffers: a GPU reads 128 at once, and
+# grouped products, and NCCL for its quick copies, want pointers on 16.
 ALIGNMENT = 128
 
 
-def take_turns(algorithms, link):
+def take_turns(algorithms, call):
     """Run algorithms, WINDOW of them at a time, each one step in its turn.
 
-    All ranks take the same turns, so that the messages of a link match in the order of posting.
+    All ranks take the same turns, so that the messages between two match in the order of posting.
     """
     waiting, under_way = deque(algorithms), deque()
-    most = 1 if link.on_stream else WINDOW  # a stream runs one batch after the other
+    most = 1 if call.on_stream else WINDOW  # a stream runs one batch after the other
     while waiting or under_way:
         if waiting and len(under_way) < most:
             algorithm = waiting.popleft()
@@ -289,7 +292,7 @@ def take_turns(algorithms, link):
             algorithm, messages = under_way.popleft()
             messages.wait()
         for sends, receives in islice(algorithm, 1):  # its next step, if there is one
-            under_way.append((algorithm, link.post(sends, receives)))
+            under_way.append((algorithm, call.post(sends, receives)))
 
 
 def _cut(row, parts):
@@ -311,7 +314,7 @@ def _segments(chunks, most):
 
 
 def _slices(row, parts, most):
-    """A row in slices of about `most` bytes, each but the last of `parts` like multiples of 128."""
+    """Slices of a row, about `most` bytes each; all but the last hold `parts` equal chunks."""
     if row.nbytes <= most:
         return [row]
     count, multiple = math.ceil(row.nbytes / most), parts * ALIGNMENT // row.itemsize
@@ -337,7 +340,8 @@ MOST_PEERS = 128  # of a batch: NCCL may hang on more than 256 messages at once
 def _ring_reduce_scatter(chunks, output, add, rank):
     """Chunk r, reduced over all ranks, into `output` of rank r. P-1 steps.
 
-    A partial sum travels the ring, and each rank it visits adds its own chunk. P = 4:
+    A partial sum travels the ring, and each rank it visits adds its own chunk. c2: 3+0 is chunk 2,
+    summed over ranks 3 and 0. P = 4:
 
         rank        0             1             2             3
         step 0   c2: 3+0       c3: 0+1       c0: 1+2       c1: 2+3
@@ -661,8 +665,8 @@ def _dissemination(token, rank, world_size):
 
 
 class Cost(NamedTuple):
-    """What one rank does: steps one after the other, bytes sent, bytes added with nothing to do
-    meanwhile, and those of the bytes sent that go at the pace of links between nodes."""
+    """What one rank does: steps one after the other, bytes sent, bytes added while none travel, and
+    those of the bytes sent that go at the pace of links between nodes."""
 
     steps: int
     bytes: int
@@ -778,23 +782,23 @@ all_gather_bytes = reduce_scatter_bytes
 DIRECT_BYTES = 1 << 26  # of a full tensor that NCCL takes in one step: so much scratch it needs
 
 
-def _choose(link, algorithms, cost, nbytes, name="auto", ranks_per_node=None):
-    """The algorithm of that name, or of least cost, and the bytes that it takes at once.
+def _choose(call, algorithms, cost, nbytes, name="auto", ranks_per_node=None):
+    """The algorithm of that name, or of least cost, and of how many bytes a slice of its turns is.
 
     algorithms: {name: algorithm}; cost(name, nbytes, world_size, ranks_per_node) is its Cost.
     """
-    told = link.state.ranks_per_node
+    told = call.state.ranks_per_node
     if name == "auto":
-        backend = "nccl" if link.on_stream else "gloo"
+        backend = "nccl" if call.on_stream else "gloo"
         speeds = LINK_SPEEDS[backend], LINK_SPEEDS.get(f"{backend} between nodes")
-        name = _cheapest(backend, cost, nbytes, link.world_size, told, speeds)
-    algorithm, most = algorithms[name], math.inf  # for ranks that take unlike steps: all at once
+        name = _cheapest(backend, cost, nbytes, call.world_size, told, speeds)
+    algorithm, most = algorithms[name], math.inf  # no turns for ranks that take unlike steps
     if name == "hierarchical":
         algorithm = partial(algorithm, ranks_per_node=ranks_per_node or told)
-    if name in ("direct", "hierarchical") and link.on_stream:
+    if name in ("direct", "hierarchical") and call.on_stream:
         most = DIRECT_BYTES
-    elif name in ("direct", "ring", "hierarchical") and not link.on_stream:
-        most = link.world_size * SEGMENT
+    elif name in ("direct", "ring", "hierarchical") and not call.on_stream:
+        most = call.world_size * SEGMENT
     return algorithm, most
 
 
@@ -826,26 +830,74 @@ def _cheapest(backend, cost, nbytes, world_size, ranks_per_node, speeds):
 #   NCCL   a side stream of the group's: there waiting orders streams and blocks nobody.
 
 
+def _launch(call, run, tensors, async_op, *signature):
+    """Call run() in the group's order; returns None, or its Work with async_op.
+
+    signature: what must be the same on all ranks; compared where PyTorch's debug level is DETAIL.
+    """
+    call.tell("call")
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        told = " ".join(map(str, (call.operation, *signature)))
+        run = partial(_compare_and_run, call, told, tensors[0].device, run)
+    worker = call.worker
+    if not async_op and (worker is None or worker.last.is_completed()):
+        run()
+        call.tell("return")
+        return None
+    if call.world_size == 1:  # needs neither stream nor thread
+        work = Work(run, call)
+        work.run()
+        return work
+    if worker is None and call.on_stream:
+        worker = call.state.stream = _WorkStream()
+    elif worker is None:
+        worker = call.state.thread = _WorkThread(call.group)
+    work = worker.submit(run, call, tensors)
+    return work if async_op else work.wait()
+
+
+def _compare_and_run(call, told, device, run, length=256):
+    """Tell every rank what this one is about to do; raise if somebody is about to do otherwise."""
+    text = torch.tensor(list(told.encode()[:length].ljust(length)), dtype=torch.uint8)
+    texts = list(text.to(device).repeat(call.world_size, 1))
+    apart = _Call(call.operation, call.group, texts[0])
+    apart.listeners = ()
+    take_turns([_direct_all_gather(texts, call.rank)], apart)
+    calls = [bytes(text.tolist()).decode().strip() for text in texts]
+    for other, theirs in zip(call.ranks, calls):
+        if theirs != calls[0]:
+            raise ValueError(f"rank {call.ranks[0]} calls {calls[0]}, rank {other} calls {theirs}")
+    run()
+
+
+def _perform(call, algorithms, *arguments):
+    """Do a call's operation: by algorithms that take turns, or by the backend, on `arguments`."""
+    if call.state.by_backend:
+        _backend_collective(call.operation, call.group, *arguments)
+    else:
+        take_turns(algorithms, call)
+
+
 class Work:
     """A group's operation, under way in a thread. wait() blocks until done; errors arise there."""
 
-    def __init__(self, run, link):
-        self._run, self._error = partial(run, link), None
-        self._link = weakref.ref(link)  # lest a group's last Work keep the group alive
+    def __init__(self, run, call):
+        self._run, self._error = run, None
+        self._call = weakref.ref(call)  # lest a group's last Work keep the group alive
         self._inference = torch.is_inference_mode_enabled()  # a mode of each thread
         self._finished = threading.Event()
-        link.tell("launch")
+        call.tell("launch")
 
     def run(self):
-        link = self._link()
-        link.tell("begin")
+        call = self._call()
+        call.tell("begin")
         try:
             with torch.inference_mode(self._inference):
                 self._run()
         except BaseException as error:
             self._error = error
         self._run = None
-        link.tell("end")
+        call.tell("end")
         self._finished.set()
 
     def is_completed(self):
@@ -854,9 +906,9 @@ class Work:
 
     def finish(self):
         """wait() that leaves errors to others."""
-        _tell(self._link, "await")
+        _tell(self._call, "await")
         self._finished.wait()
-        _tell(self._link, "join")
+        _tell(self._call, "join")
 
     def wait(self):
         self.finish()
@@ -867,15 +919,15 @@ class Work:
 class StreamWork:
     """An operation of a group's CUDA stream, under way. wait() makes the current stream wait."""
 
-    def __init__(self, run, link, tensors, stream):
+    def __init__(self, run, call, tensors, stream):
         self._tensors = tensors  # held until wait(), lest their memory be used again before
-        self._link = weakref.ref(link)
-        link.tell("launch")
+        self._call = weakref.ref(call)
+        call.tell("launch")
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            link.tell("begin")
-            run(link)
-            link.tell("end")
+            call.tell("begin")
+            run()
+            call.tell("end")
         self._event = stream.record_event()
 
     def is_completed(self):
@@ -883,9 +935,9 @@ class StreamWork:
         return self._event.query()
 
     def finish(self):
-        _tell(self._link, "await")
+        _tell(self._call, "await")
         torch.cuda.current_stream().wait_event(self._event)
-        _tell(self._link, "join")
+        _tell(self._call, "join")
 
     def wait(self):
         self.finish()
@@ -893,8 +945,8 @@ class StreamWork:
 
 
 def _tell(reference, event):
-    if (link := reference()) is not None:
-        link.tell(event)
+    if (call := reference()) is not None:
+        call.tell(event)
 
 
 class _Thread(threading.Thread):
@@ -924,14 +976,14 @@ class _WorkThread(_Thread):
         super().__init__(self._loop)
         weakref.finalize(group, self.queue.put, None)  # the thread ends with its group
 
-    def submit(self, run, link, tensors):
-        self.last = Work(run, link)
+    def submit(self, run, call, tensors):
+        self.last = Work(run, call)
         self.queue.put(self.last)
         return self.last
 
     @staticmethod
     def _loop(works):
-        if hasattr(os, "SCHED_OTHER"):  # not as batch work: who wakes it would have it go on
+        if hasattr(os, "SCHED_OTHER"):  # batch work would wait until whoever wakes it pauses
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         while (work := works.get()) is not None:
             work.run()
@@ -944,60 +996,62 @@ class _WorkStream:
         self.stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
         self.pending = deque()  # works hold their tensors until the stream has passed them
 
-    def submit(self, run, link, tensors):
+    def submit(self, run, call, tensors):
         while self.pending and self.pending[0].is_completed():
             self.pending.popleft()
-        self.last = StreamWork(run, link, tensors, self.stream)
+        self.last = StreamWork(run, call, tensors, self.stream)
         self.pending.append(self.last)
         return self.last
 
 
-def _launch(link, run, tensors, async_op, *signature):
-    """Call run(link) in the group's order; returns None, or its Work with async_op.
+@_for_members
+def set_backend_collectives(group=None):
+    """From now on the group's collectives are the backend's own: a yardstick and an oracle.
 
-    signature: what must be the same on all ranks; compared where PyTorch's debug level is DETAIL.
+    Arguments, order, results and errors of use stay; exchange() stays a batch of messages. Whoever
+    then asks count_bytes() for counts gets a RuntimeError.
     """
-    link.tell("call")
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        call = " ".join(map(str, (link.operation, *signature)))
-        run = partial(_compare_and_run, run, call, tensors[0].device)
-    worker = link.worker
-    if not async_op and (worker is None or worker.last.is_completed()):
-        run(link)
-        link.tell("return")
-        return None
-    if link.world_size == 1:  # needs neither stream nor thread
-        work = Work(run, link)
-        work.run()
-        return work
-    if worker is None and link.on_stream:
-        worker = link.state.stream = _WorkStream()
-    elif worker is None:
-        worker = link.state.thread = _WorkThread(link.group)
-    work = worker.submit(run, link, tensors)
-    return work if async_op else work.wait()
+    state = _state(group or dist.group.WORLD)
+    state.by_backend = state.world_size > 1
 
 
-def _perform(link, algorithms, *arguments):
-    """Do a link's operation: by algorithms that take turns, or by the backend, on `arguments`."""
-    if link.state.backend is None:
-        take_turns(algorithms, link)
-    else:
-        link.state.backend(link.operation, link.group, *arguments)
+def _backend_collective(operation, group, *arguments):
+    """The backend's own collective on contiguous rows; AVG is a SUM, whose caller divides."""
 
+    def plain(op):
+        return ReduceOp.SUM if op == ReduceOp.AVG else op
 
-def _compare_and_run(run, call, device, link, length=256):
-    """Tell every rank what this one is about to do; raise if somebody is about to do otherwise."""
-    text = torch.tensor(list(call.encode()[:length].ljust(length)), dtype=torch.uint8)
-    texts = list(text.to(device).repeat(link.world_size, 1))
-    apart = _Link(link.operation, link.group, texts[0])
-    apart.listeners = ()
-    take_turns([_direct_all_gather(texts, link.rank)], apart)
-    calls = [bytes(text.tolist()).decode().strip() for text in texts]
-    for other, theirs in zip(link.ranks, calls):
-        if theirs != calls[0]:
-            raise ValueError(f"rank {link.ranks[0]} calls {calls[0]}, rank {other} calls {theirs}")
-    run(link)
+    def all_reduce(output, input, op):
+        if output is not input:
+            output.copy_(input)
+        dist.all_reduce(output, plain(op), group)
+
+    def reduce(row, root, op):
+        own = row if dist.get_rank(group) == root else row.clone()  # gloo overwrites it
+        dist.reduce(own, op=plain(op), group=group, group_dst=root)
+
+    def reduce_scatter(output, input, op):
+        dist.reduce_scatter_single(output, input, plain(op), group)
+
+    def all_gather(chunks, own):
+        if len({len(chunk) for chunk in chunks}) == 1:
+            return dist.all_gather(chunks, own, group)
+        for root, chunk in enumerate(chunks):
+            dist.broadcast(chunk, group=group, group_src=root)
+
+    calls = {
+        "all_reduce": all_reduce,
+        "reduce": reduce,
+        "broadcast": lambda row, root: dist.broadcast(row, group=group, group_src=root),
+        "reduce_scatter_single": reduce_scatter,
+        "all_gather_single": lambda row, own: dist.all_gather_single(row, own, group),
+        "all_gather": all_gather,
+        "scatter": lambda row, rows, root: dist.scatter(row, rows, group=group, group_src=root),
+        "gather": lambda row, rows, root: dist.gather(row, rows, group=group, group_dst=root),
+        "all_to_all_single": lambda *rows: dist.all_to_all_single(*rows, group),
+        "barrier": lambda token: dist.all_reduce(token, group=group),  # on the token's device
+    }
+    calls[operation](*arguments)
 
 
 def _row(tensor):
@@ -1039,15 +1093,15 @@ _ALL_GATHER = {
 _BROADCAST = {"tree": _tree_broadcast, "scatter_all_gather": _scatter_all_gather}
 
 
-def _all_reduce(output, input, op, algorithm, ranks_per_node, link):
+def _all_reduce(call, output, input, op, algorithm, ranks_per_node):
     """All-reduce `input` into `output`, which may be the same."""
-    rank, P = link.rank, link.world_size
+    rank, P = call.rank, call.world_size
     row = _row(output)
     inputs = row if input is output else _row(input)
     how = algorithm, ranks_per_node
-    reduce, most = _choose(link, _ALL_REDUCE, all_reduce_cost, inputs.nbytes, *how)
+    reduce, most = _choose(call, _ALL_REDUCE, all_reduce_cost, inputs.nbytes, *how)
     pairs = zip(_slices(row, P, most), _slices(inputs, P, most))
-    _perform(link, [reduce(*pair, _REDUCE[op], rank, P) for pair in pairs], row, inputs, op)
+    _perform(call, [reduce(*pair, _REDUCE[op], rank, P) for pair in pairs], row, inputs, op)
     _average(row, op, P)
     _write_back(output, row)
 
@@ -1068,34 +1122,34 @@ def all_reduce(
     algorithm: naive, direct, ring, recursive_doubling, halving_doubling, or hierarchical with
     `ranks_per_node` consecutive ranks to a node; auto takes the one that costs least.
     """
-    link = _Link("all_reduce", group, tensor)
+    call = _Call("all_reduce", group, tensor)
     _check_op(op, tensor.dtype)
     _check_algorithm(algorithm, _ALL_REDUCE)
     if algorithm == "hierarchical":
-        divides = ranks_per_node and link.world_size % ranks_per_node == 0
+        divides = ranks_per_node and call.world_size % ranks_per_node == 0
         text = "ranks_per_node={} does not divide world_size={}"
-        _check(divides, text, ranks_per_node, link.world_size)
-    run = partial(_all_reduce, tensor, tensor, op, algorithm, ranks_per_node)
+        _check(divides, text, ranks_per_node, call.world_size)
+    run = partial(_all_reduce, call, tensor, tensor, op, algorithm, ranks_per_node)
     signature = tuple(tensor.shape), tensor.dtype, op, algorithm, ranks_per_node
-    return _launch(link, run, [tensor], async_op, *signature)
+    return _launch(call, run, [tensor], async_op, *signature)
 
 
 @_for_members
 def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
     """Reduce `tensor` over the group into that of rank `dst`; the others keep theirs."""
-    link = _Link("reduce", group, tensor)
+    call = _Call("reduce", group, tensor)
     _check_op(op, tensor.dtype)
-    root = _group_rank("dst", dst, link)
+    root = _group_rank("dst", dst, call)
 
-    def run(link):
+    def run():
         row = _row(tensor)
-        tree = _tree_reduce(row, root, _REDUCE[op], link.rank, link.world_size)
-        _perform(link, [tree], row, root, op)
-        if link.rank == root:
-            _average(row, op, link.world_size)
+        tree = _tree_reduce(row, root, _REDUCE[op], call.rank, call.world_size)
+        _perform(call, [tree], row, root, op)
+        if call.rank == root:
+            _average(row, op, call.world_size)
             _write_back(tensor, row)
 
-    return _launch(link, run, [tensor], async_op, tuple(tensor.shape), tensor.dtype, op, dst)
+    return _launch(call, run, [tensor], async_op, tuple(tensor.shape), tensor.dtype, op, dst)
 
 
 @_for_members
@@ -1104,17 +1158,17 @@ def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
 
     algorithm: tree, scatter_all_gather, or auto, the one that costs least (on gloo the tree).
     """
-    link = _Link("broadcast", group, tensor)
-    root = _group_rank("src", src, link)
+    call = _Call("broadcast", group, tensor)
+    root = _group_rank("src", src, call)
     _check_algorithm(algorithm, _BROADCAST)
 
-    def run(link):
+    def run():
         row = _row(tensor)
-        send, _ = _choose(link, _BROADCAST, broadcast_cost, row.nbytes, algorithm)
-        _perform(link, [send(row, root, link.rank, link.world_size)], row, root)
+        send, _ = _choose(call, _BROADCAST, broadcast_cost, row.nbytes, algorithm)
+        _perform(call, [send(row, root, call.rank, call.world_size)], row, root)
         _write_back(tensor, row)
 
-    return _launch(link, run, [tensor], async_op, tuple(tensor.shape), tensor.dtype, src, algorithm)
+    return _launch(call, run, [tensor], async_op, tuple(tensor.shape), tensor.dtype, src, algorithm)
 
 
 @_for_members
@@ -1123,32 +1177,32 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
 
     Sends (P-1)/P of the input. op: as in all_reduce().
     """
-    link = _Link("reduce_scatter_single", group, output)
+    call = _Call("reduce_scatter_single", group, output)
     _check_op(op, input.dtype)
-    fits = input.numel() == output.numel() * link.world_size
-    shapes = tuple(input.shape), link.world_size, tuple(output.shape)
+    fits = input.numel() == output.numel() * call.world_size
+    shapes = tuple(input.shape), call.world_size, tuple(output.shape)
     _check(fits, "input of shape {} is not world_size={} times output of shape {}", *shapes)
     _check_dtype(output, input)
 
-    def run(link):
-        P, row, inputs = link.world_size, _row(output), _row(input)
-        scatter, most = _choose(link, _REDUCE_SCATTER, reduce_scatter_cost, inputs.nbytes)
+    def run():
+        P, row, inputs = call.world_size, _row(output), _row(input)
+        scatter, most = _choose(call, _REDUCE_SCATTER, reduce_scatter_cost, inputs.nbytes)
         parts = _segments([*inputs.view(P, len(row)).unbind(), row], most / P)
-        steps = [scatter(chunks, own, _REDUCE[op], link.rank) for *chunks, own in parts]
-        _perform(link, steps, row, inputs, op)
+        steps = [scatter(chunks, own, _REDUCE[op], call.rank) for *chunks, own in parts]
+        _perform(call, steps, row, inputs, op)
         _average(row, op, P)
         _write_back(output, row)
 
-    return _launch(link, run, [output, input], async_op, tuple(output.shape), output.dtype, op)
+    return _launch(call, run, [output, input], async_op, tuple(output.shape), output.dtype, op)
 
 
-def _gather_chunks(link, algorithms, chunks, own, row):
+def _gather_chunks(call, algorithms, chunks, own, row):
     """Chunk r, `own` of rank r, into chunk r of every rank; `row` is what the backend takes."""
-    chunks[link.rank].copy_(_row(own))
+    chunks[call.rank].copy_(_row(own))
     nbytes = sum(chunk.nbytes for chunk in chunks)
-    gather, most = _choose(link, algorithms, reduce_scatter_cost, nbytes)
-    parts = _segments(chunks, most / link.world_size)
-    _perform(link, [gather(part, link.rank) for part in parts], row, chunks[link.rank])
+    gather, most = _choose(call, algorithms, reduce_scatter_cost, nbytes)
+    parts = _segments(chunks, most / call.world_size)
+    _perform(call, [gather(part, call.rank) for part in parts], row, chunks[call.rank])
 
 
 @_for_members
@@ -1157,61 +1211,61 @@ def all_gather_single(output, input, group=None, async_op=False):
 
     Sends (P-1)/P of the output.
     """
-    link = _Link("all_gather_single", group, output)
-    _check_fits(output, input, input.numel() * link.world_size)
+    call = _Call("all_gather_single", group, output)
+    _check_fits(output, input, input.numel() * call.world_size)
 
-    def run(link):
+    def run():
         row = _row(output)
-        chunks = row.view(link.world_size, input.numel()).unbind()
-        _gather_chunks(link, _ALL_GATHER, chunks, input, row)
+        chunks = row.view(call.world_size, input.numel()).unbind()
+        _gather_chunks(call, _ALL_GATHER, chunks, input, row)
         _write_back(output, row)
 
-    return _launch(link, run, [output, input], async_op, input.numel(), input.dtype)
+    return _launch(call, run, [output, input], async_op, input.numel(), input.dtype)
 
 
 @_for_members
 def all_gather(tensor_list, tensor, group=None, async_op=False):
     """Collect `tensor` of every rank r in the contiguous tensor_list[r]; lengths may differ."""
-    link = _Link("all_gather", group, tensor)
-    _check_list("tensor_list", tensor_list, link.world_size)
-    _check_fits(tensor_list[link.rank], tensor, tensor.numel())
+    call = _Call("all_gather", group, tensor)
+    _check_list("tensor_list", tensor_list, call.world_size)
+    _check_fits(tensor_list[call.rank], tensor, tensor.numel())
     algorithms = _ALL_GATHER | {"halving": _direct_all_gather}  # entries are not side by side
 
-    def run(link):
+    def run():
         chunks = [_row(entry) for entry in tensor_list]
-        _gather_chunks(link, algorithms, chunks, tensor, chunks)
+        _gather_chunks(call, algorithms, chunks, tensor, chunks)
 
     signature = [tuple(entry.shape) for entry in tensor_list], tensor.dtype
-    return _launch(link, run, [tensor, *tensor_list], async_op, *signature)
+    return _launch(call, run, [tensor, *tensor_list], async_op, *signature)
 
 
 @_for_members
 def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
     """Give rank r of the group the r-th tensor of `scatter_list`, which rank `src` has."""
-    link = _Link("scatter", group, tensor)
-    root = _group_rank("src", src, link)
-    inputs = _list_of_root("scatter_list", scatter_list, tensor, root, link)
+    call = _Call("scatter", group, tensor)
+    root = _group_rank("src", src, call)
+    inputs = _list_of_root("scatter_list", scatter_list, tensor, root, call)
 
-    def run(link):
+    def run():
         row, rows = _row(tensor), [_row(entry) for entry in inputs]
-        _perform(link, [_scatter(row, rows, root, link.rank)], row, rows, root)
+        _perform(call, [_scatter(row, rows, root, call.rank)], row, rows, root)
         _write_back(tensor, row)
 
-    return _launch(link, run, [tensor, *inputs], async_op, tuple(tensor.shape), tensor.dtype, src)
+    return _launch(call, run, [tensor, *inputs], async_op, tuple(tensor.shape), tensor.dtype, src)
 
 
 @_for_members
 def gather(tensor, gather_list=None, dst=0, group=None, async_op=False):
     """Collect `tensor` of every rank r of the group in gather_list[r] of rank `dst`."""
-    link = _Link("gather", group, tensor)
-    root = _group_rank("dst", dst, link)
-    outputs = _list_of_root("gather_list", gather_list, tensor, root, link)
+    call = _Call("gather", group, tensor)
+    root = _group_rank("dst", dst, call)
+    outputs = _list_of_root("gather_list", gather_list, tensor, root, call)
 
-    def run(link):
+    def run():
         row, rows = _row(tensor), [_row(entry) for entry in outputs]
-        _perform(link, [_gather(row, rows, root, link.rank)], row, rows, root)
+        _perform(call, [_gather(row, rows, root, call.rank)], row, rows, root)
 
-    return _launch(link, run, [tensor, *outputs], async_op, tuple(tensor.shape), tensor.dtype, dst)
+    return _launch(call, run, [tensor, *outputs], async_op, tuple(tensor.shape), tensor.dtype, dst)
 
 
 @_for_members
@@ -1222,25 +1276,25 @@ def all_to_all_single(
 
     Pieces are rows (dim 0): *_split_sizes rows for each rank, or equal ones.
     """
-    link = _Link("all_to_all_single", group, output)
+    call = _Call("all_to_all_single", group, output)
     rows = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in (output, input)]
     text = "rows of output, {} {}, are not like rows of input, {} {}"
     _check(rows[0] == rows[1], text, *rows[0], *rows[1])
-    rank, P = link.rank, link.world_size
+    rank, P = call.rank, call.world_size
     output_sizes = _split_sizes("output", output, output_split_sizes, P)
     input_sizes = _split_sizes("input", input, input_split_sizes, P)
     own = rank, input_sizes[rank], output_sizes[rank]
     _check(own[1] == own[2], "rank {} sends itself {} elements, but expects {}", *own)
 
-    def run(link):
+    def run():
         row, source = _row(output), _row(input)
         outputs, inputs = row.split(output_sizes), source.split(input_sizes)
         outputs[rank].copy_(inputs[rank])
         steps = [_pairwise(inputs, outputs, rank)]
-        _perform(link, steps, row, source, output_sizes, input_sizes)
+        _perform(call, steps, row, source, output_sizes, input_sizes)
         _write_back(output, row)
 
-    return _launch(link, run, [output, input], async_op, "rows of", *rows[0])
+    return _launch(call, run, [output, input], async_op, "rows of", *rows[0])
 
 
 @_for_members
@@ -1252,11 +1306,12 @@ def barrier(group=None):
     if dist.get_world_size(group) == 1:
         return
     token = torch.zeros(1, dtype=torch.uint8, device=_device(group))
+    call = _Call("barrier", group, token)
 
-    def run(link):
-        _perform(link, [_dissemination(token, link.rank, link.world_size)], token)
+    def run():
+        _perform(call, [_dissemination(token, call.rank, call.world_size)], token)
 
-    _launch(_Link("barrier", group, token), run, [token], async_op=False)
+    _launch(call, run, [token], async_op=False)
     if token.is_cuda:
         torch.cuda.current_stream().synchronize()
 
@@ -1279,9 +1334,9 @@ def _identity(x, group):
 
 def _all_reduced(x, group):
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
-    run = partial(_all_reduce, output, x, ReduceOp.SUM, "auto", None)
-    link = _Link("all_reduce", group, x)
-    _launch(link, run, [output, x], False, tuple(x.shape), x.dtype)
+    call = _Call("all_reduce", group, x)
+    run = partial(_all_reduce, call, output, x, ReduceOp.SUM, "auto", None)
+    _launch(call, run, [output, x], False, tuple(x.shape), x.dtype)
     return output
 
 
@@ -1428,57 +1483,6 @@ def set_ranks_per_node(ranks_per_node, group=None):
     state.ranks_per_node = ranks if state.world_size % ranks == 0 else 1
 
 
-@_for_members
-def set_backend_collectives(group=None):
-    """From now on the group's collectives are the backend's own: a yardstick and an oracle.
-
-    Arguments, order, results and errors of use stay; exchange() stays a batch of messages. Whoever
-    then asks count_bytes() for counts gets a RuntimeError.
-    """
-    state = _state(group or dist.group.WORLD)
-    if state.world_size > 1:
-        state.backend = _backend_collective
-
-
-def _backend_collective(operation, group, *arguments):
-    """The backend's own collective on contiguous rows; AVG is a SUM, whose caller divides."""
-
-    def plain(op):
-        return ReduceOp.SUM if op == ReduceOp.AVG else op
-
-    def all_reduce(output, input, op):
-        if output is not input:
-            output.copy_(input)
-        dist.all_reduce(output, plain(op), group)
-
-    def reduce(row, root, op):
-        own = row if dist.get_rank(group) == root else row.clone()  # gloo overwrites it
-        dist.reduce(own, op=plain(op), group=group, group_dst=root)
-
-    def reduce_scatter(output, input, op):
-        dist.reduce_scatter_single(output, input, plain(op), group)
-
-    def all_gather(chunks, own):
-        if len({len(chunk) for chunk in chunks}) == 1:
-            return dist.all_gather(chunks, own, group)
-        for root, chunk in enumerate(chunks):
-            dist.broadcast(chunk, group=group, group_src=root)
-
-    calls = {
-        "all_reduce": all_reduce,
-        "reduce": reduce,
-        "broadcast": lambda row, root: dist.broadcast(row, group=group, group_src=root),
-        "reduce_scatter_single": reduce_scatter,
-        "all_gather_single": lambda row, own: dist.all_gather_single(row, own, group),
-        "all_gather": all_gather,
-        "scatter": lambda row, rows, root: dist.scatter(row, rows, group=group, group_src=root),
-        "gather": lambda row, rows, root: dist.gather(row, rows, group=group, group_dst=root),
-        "all_to_all_single": lambda *rows: dist.all_to_all_single(*rows, group),
-        "barrier": lambda token: dist.all_reduce(token, group=group),  # on the token's device
-    }
-    calls[operation](*arguments)
-
-
 def gather_objects(value, group=None):
     """Every rank's `value`, anything that can be pickled, in rank order. Collective."""
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(_device(group))
@@ -1566,18 +1570,18 @@ def _split_sizes(name, tensor, split_sizes, world_size):
     return [size * row for size in split_sizes]
 
 
-def _list_of_root(name, tensors, alike, root, link):
+def _list_of_root(name, tensors, alike, root, call):
     """The tensors that the root has for all ranks; those of others are not looked at."""
-    if link.rank != root:
+    if call.rank != root:
         return []
-    _check_list(name, tensors, link.world_size, alike)
+    _check_list(name, tensors, call.world_size, alike)
     return tensors
 
 
-def _group_rank(name, global_rank, link):
+def _group_rank(name, global_rank, call):
     text = "{}={} is not one of the group's ranks, {}"
-    _check(global_rank in link.ranks, text, name, global_rank, link.ranks)
-    return link.ranks.index(global_rank)
+    _check(global_rank in call.ranks, text, name, global_rank, call.ranks)
+    return call.ranks.index(global_rank)
 
 
 # ---- who listens ---------------------------------------------------------------------------------
@@ -1614,13 +1618,13 @@ class Traffic:
             and (peers is None or peer in peers)
         ]
 
-    def listen(self, event, link, *what):
+    def listen(self, event, call, *what):
         """Count what observe() tells."""
-        if event == "call" and link.state.backend is not None:
-            self.uncounted.add(link.operation)
+        if event == "call" and call.state.by_backend:
+            self.uncounted.add(call.operation)
         if event == "post":
             _, sends, _ = what
-            self.sent += [(link.operation, link.group, peer, t.nbytes) for t, peer in sends]
+            self.sent += [(call.operation, call.group, peer, t.nbytes) for t, peer in sends]
 
 
 @contextmanager
@@ -1636,11 +1640,11 @@ def report_stalls(seconds):
 
     One line a stall. For gloo; on NCCL nobody waits in wait().
     """
-    waits = {}  # thread -> [link, peers, since when it waits for them]
+    waits = {}  # thread -> [call, peers, since when it waits for them]
 
-    def listen(event, link, *what):
+    def listen(event, call, *what):
         if event == "wait":
-            waits[threading.get_ident()] = [link, what[1], time.monotonic()]
+            waits[threading.get_ident()] = [call, what[1], time.monotonic()]
         elif event == "done":
             waits.pop(threading.get_ident(), None)
 
@@ -1651,10 +1655,10 @@ def report_stalls(seconds):
             except queue.Empty:
                 now = time.monotonic()
             for wait in list(waits.values()):
-                link, peers, since = wait
+                call, peers, since = wait
                 if now - since >= seconds:
                     wait[2] = math.inf  # it has been told
-                    line = f"{link.describe('waits for', peers)} for more than {seconds} s\n"
+                    line = f"{call.describe('waits for', peers)} for more than {seconds} s\n"
                     sys.stderr.write(line)
 
     _LISTENERS.append(listen)

@@ -145,9 +145,9 @@ def gradient_bytes(parameter):
 
 
 def fill_buckets(parameters, cap_bytes, kind=lambda parameter: parameter.dtype):
-    """Lists of parameters to travel together, in the order in which they are complete.
+    """Lists of parameters whose gradients travel together, in the order in which they are complete.
 
-    Each is of one kind, by default dtype, and of gradients of at most `cap_bytes`, or of one.
+    Each is of one kind, by default dtype, and of at most `cap_bytes` of gradients, or of one.
     """
     filling, full, nbytes = {}, [], {p: gradient_bytes(p) for p in parameters}
     for parameter in parameters:
@@ -198,160 +198,6 @@ class Reducer:
             self.launch(self.queue.popleft()[0])
 
 
-# ---- one norm ------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def get_total_norm(tensors, norm_type=2.0, groups=()):
-    """The norm of all elements of tensors, of which each rank of the groups has others.
-
-    A float64 scalar on the device, for which the host does not wait. tensors: one at least, maybe
-    of no elements; the norm of some of them may stand in for those. ValueError for a norm_type that
-    is not positive.
-    """
-    norm_type, tensors = float(norm_type), list(tensors)
-    if not norm_type > 0:
-        raise ValueError(f"norm_type={norm_type} must be positive")
-    norms = [tensors[0].new_zeros(1, dtype=torch.float64)]  # what a maximum of nothing is here
-    for dtype, alike in _by_dtype(tensors):
-        found = torch._foreach_norm(alike, norm_type, torch.promote_types(dtype, torch.float32))
-        norms.append(torch.stack(found).double())
-    total = torch.linalg.vector_norm(torch.cat(norms), norm_type)
-    if norm_type == torch.inf:
-        for group in groups:
-            all_reduce(total, ReduceOp.MAX, group)
-        return total
-    total.pow_(norm_type)
-    for group in groups:
-        all_reduce(total, ReduceOp.SUM, group)
-    return total.pow_(1 / norm_type)
-
-
-@torch.no_grad()
-def clip_grads_with_norm_(tensors, max_norm, total_norm):
-    """Scale tensors, whose norm is `total_norm`, to a norm of at most `max_norm`."""
-    coefficient = (max_norm / (total_norm + 1e-6)).clamp(max=1)
-    for dtype, alike in _by_dtype(tensors):
-        # of 16-bit gradients each element is rounded, once, and the coefficient not
-        torch._foreach_mul_(alike, coefficient.to(torch.promote_types(dtype, torch.float32)))
-
-
-def _by_dtype(tensors):
-    """(dtype, [the tensors that have it and some elements]): one kernel takes tensors of one."""
-    alike = {}
-    for tensor in tensors:
-        if tensor.numel():
-            alike.setdefault(tensor.dtype, []).append(tensor)
-    return alike.items()
-
-
-# ---- when backward comes and goes ----------------------------------------------------------------
-
-
-class Backward:
-    """Calls begin() when a backward pass comes to a module, and end() when it is over, once each.
-
-    It comes to the outputs first, on every rank, also on one whose loss reaches none of the
-    parameters; or to a parameter, where the outputs hold their tensors in a way unknown here.
-    failed() is called in place of end() if the pass dies.
-    """
-
-    def __init__(self, begin, end, failed=lambda: None):
-        self._begin, self._end, self._failed, self._running = begin, end, failed, False
-
-    def enter(self):
-        """Say that the pass that runs now has come to the module."""
-        if self._running:
-            return
-        end, self._running = partial(self._finish), True
-        # The engine alone keeps `end`: when it is gone, so is the pass.
-        self._pass = weakref.ref(end, lambda _: self._over())
-        self._begin()
-        # Private: no public hook runs once all gradients of a pass are there.
-        torch.autograd.Variable._execution_engine.queue_callback(end)
-
-    def _finish(self):
-        self._end()
-        self._running = False
-
-    def _over(self):
-        if self._running:
-            self._running = False
-            self._failed()
-
-
-def in_backward():
-    """Whether a backward pass runs: then what runs forward is recomputation."""
-    return torch._C._current_graph_task_id() != -1  # private: -1 is said outside of all passes
-
-
-def before_backward(function, outputs, inputs=()):
-    """Have backward call function() when it comes to a module's outputs, of any nesting.
-
-    inputs: tensors that do not count as outputs where they are passed on.
-    """
-    known = {id(_source(tensor)) for tensor in inputs}
-    for source in map(_source, tensors_in(outputs)):
-        if source.requires_grad and not source.is_leaf and id(source) not in known:
-            source.register_hook(lambda grad: function())
-
-
-_NO_TENSORS = (type(None), int, float, str, bytes, type, ModuleType, nn.Module)
-
-
-def tensors_in(nested):
-    """The tensors in containers, in dataclasses and in other objects that have attributes."""
-    found, seen, nested = [], set(), [nested]
-    while nested:
-        value = nested.pop()
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif not isinstance(value, _NO_TENSORS) and id(value) not in seen:
-            seen.add(id(value))
-            if isinstance(value, Mapping):
-                nested += value.values()
-            elif isinstance(value, (list, tuple, set)):
-                nested += value
-            nested += getattr(value, "__dict__", {}).values()
-    return found
-
-
-def _source(tensor):
-    """What a tensor is a view of: the view itself leaves the graph if it is changed in place."""
-    return tensor._base if tensor._is_view() and tensor._base.requires_grad else tensor
-
-
-def accumulates():
-    """Whether the pass that runs, now at a hook, is backward() and not autograd.grad().
-
-    backward() adds to the .grad of some leaf below; what autograd.grad() returns no leaf gets.
-    """
-    seen, nodes = set(), [torch._C._current_autograd_node()]
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):  # a leaf's, whose work is to add to its .grad
-            try:
-                # Private: the engine alone knows which of the graph's nodes it will run.
-                if torch._C._will_engine_execute_node(node):
-                    return True
-            except RuntimeError:  # autograd.grad() returns this leaf's gradient
-                return False
-        for other, _ in node.next_functions:
-            if other is not None and other not in seen:
-                seen.add(other)
-                nodes.append(other)
-    return False
-
-
-def weakly(method):
-    """A hook that calls `method` as long as its object lives.
-
-    A parameter whose hook held the object that holds the parameter would never be freed.
-    """
-    reference = weakref.WeakMethod(method)
-    return lambda *arguments: (alive := reference()) and alive(*arguments)
-
-
 # ---- gradients in buckets ------------------------------------------------------------------------
 
 
@@ -393,6 +239,12 @@ class BucketedGradients:
     """Gradients as views into buckets, from the first copy to their sum over the ranks.
 
     wrapper: the DistributedDataParallel whose gradients they are, and whose options it goes by.
+
+    reducing: whether a pass is on that ends in sums.
+    names, order: {parameter: its name}; the parameters, as the buckets were filled.
+    place: {parameter: (its bucket, its number there)}.
+    ready_order: the parameters as their gradients came, for the one new filling; then None.
+    unused, sums: in this pass, names without gradient; {name: sum of its gradient}, to be finite.
     """
 
     def __init__(self, wrapper):
@@ -419,7 +271,7 @@ class BucketedGradients:
                     parameter.grad = bucket.views[i].copy_(parameter.grad)
 
     def begin(self, awaited):
-        """Reduce what is there; gradients of `awaited`, each once it was added to."""
+        """Reduce gradients of `awaited`, each once backward has added to it; others as they are."""
         self.reducing, self.sums, self.unused = True, {}, []
         for bucket in self.buckets:
             bucket.reset()
@@ -434,6 +286,12 @@ class BucketedGradients:
                 if parameter.grad is None:
                     self.unused.append(self.names[parameter])
                 self.mark_ready(parameter)
+
+    def check(self, parameter):
+        gradient, name = parameter.grad, self.names[parameter]
+        if gradient is not None and (gradient.requires_grad or gradient.is_sparse):
+            what = "sparse" if gradient.is_sparse else "part of a graph (create_graph=True)"
+            raise RuntimeError(f"the gradient of {name!r} is {what}, which is not reduced")
 
     def gradient_came(self, parameter):
         """Backward has added to a gradient."""
@@ -592,26 +450,12 @@ class DistributedDataParallel(nn.Module):
         self.gradient_divide_factor, self.bucket_cap_mb = gradient_divide_factor, bucket_cap_mb
         if gradient_divide_factor is None:
             self.gradient_divide_factor = dist.get_world_size(process_group)
-        self._check(device_ids)
+        _check_module(self, device_ids)
         for parameter in module.parameters():
             broadcast_first([parameter], self.group_of(parameter))
         broadcast_first(module.buffers(), process_group)
         self._sync, self._buffers_differ = True, True
         self._attach()
-
-    def _check(self, device_ids):
-        named = list(self.module.named_parameters())
-        check_whole(named)
-        for device in device_ids or ():
-            name, parameter = named[0]
-            if torch.device(device) != parameter.device:
-                raise ValueError(f"device_ids={device_ids}, {name!r} on {parameter.device}")
-        if not any(parameter.requires_grad for _, parameter in named):
-            raise ValueError("the module has no trainable parameters")
-        for name in ("bucket_cap_mb", "gradient_divide_factor"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
-        check_parameters([*named, *self.module.named_buffers()], self.process_group)
 
     def group_of(self, parameter):
         """The ranks that have a replica of it."""
@@ -619,7 +463,8 @@ class DistributedDataParallel(nn.Module):
 
     def _attach(self):
         """Buckets and hooks: what belongs to these parameters, and not to a copy of them."""
-        self._gradients, self._expected = BucketedGradients(self), False
+        self._gradients = BucketedGradients(self)
+        self._expected = False  # whether outputs were returned that no backward has come to
         self._backward = Backward(self._begin_backward, self._end_backward, self._failed)
         for parameter in self._gradients.names:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
@@ -646,6 +491,10 @@ class DistributedDataParallel(nn.Module):
             self._sync = before
 
     # -- backward
+    #
+    # it comes to the outputs    _at_outputs()       each bucket waits for its gradients
+    # autograd adds to a .grad   _gradient_ready()   the next bucket leaves, if it is full
+    # all gradients are there    _end_backward()     the rest leaves, and all sums are waited for
 
     def _at_outputs(self):
         if accumulates():
@@ -663,11 +512,7 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def _gradient_ready(self, parameter):
-        gradient = parameter.grad
-        if gradient is not None and (gradient.requires_grad or gradient.is_sparse):
-            name = self._gradients.names[parameter]
-            what = "sparse" if gradient.is_sparse else "part of a graph (create_graph=True)"
-            raise RuntimeError(f"the gradient of {name!r} is {what}, which is not reduced")
+        self._gradients.check(parameter)
         # The outputs may have hidden their tensors, and so the pass. But where the module itself
         # was called, past the wrapper, its gradients are this rank's own.
         if self._expected:
@@ -725,6 +570,21 @@ def broadcast_first(tensors, group):
         broadcast(tensor, source, group)
 
 
+def _check_module(model, device_ids):
+    named = list(model.module.named_parameters())
+    check_whole(named)
+    for device in device_ids or ():
+        name, parameter = named[0]
+        if torch.device(device) != parameter.device:
+            raise ValueError(f"device_ids={device_ids}, {name!r} on {parameter.device}")
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise ValueError("the module has no trainable parameters")
+    for name in ("bucket_cap_mb", "gradient_divide_factor"):
+        if not getattr(model, name) > 0:
+            raise ValueError(f"{name}={getattr(model, name)} must be positive")
+    check_parameters([*named, *model.module.named_buffers()], model.process_group)
+
+
 def check_whole(named):
     """ValueError if one of [(name, parameter)] is a shard, which has no replicas."""
     if pieces := [name for name, parameter in named if hasattr(parameter, "whole_shape")]:
@@ -732,6 +592,160 @@ def check_whole(named):
             f"{pieces[0]!r} is sharded by FullyShardedDataParallel: wrap the module once, and name "
             "its parts as units"
         )
+
+
+# ---- when backward comes and goes ----------------------------------------------------------------
+
+
+class Backward:
+    """Calls begin() when a backward pass comes to a module, and end() when it is over, once each.
+
+    It comes to the outputs first, on every rank, also on one whose loss reaches none of the
+    parameters; or to a parameter, where the outputs hold their tensors in a way unknown here.
+    failed() is called in place of end() if the pass dies.
+    """
+
+    def __init__(self, begin, end, failed=lambda: None):
+        self._begin, self._end, self._failed, self._running = begin, end, failed, False
+
+    def enter(self):
+        """Say that the pass that runs now has come to the module."""
+        if self._running:
+            return
+        end, self._running = partial(self._finish), True
+        # The engine alone keeps `end`: when it is gone, so is the pass.
+        self._pass = weakref.ref(end, lambda _: self._over())
+        self._begin()
+        # Private: no public hook runs once all gradients of a pass are there.
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def _finish(self):
+        self._end()
+        self._running = False
+
+    def _over(self):
+        if self._running:
+            self._running = False
+            self._failed()
+
+
+def in_backward():
+    """Whether a backward pass runs: then what runs forward is recomputation."""
+    return torch._C._current_graph_task_id() != -1  # private: -1 is said outside of all passes
+
+
+def before_backward(function, outputs, inputs=()):
+    """Have backward call function() when it comes to a module's outputs, of any nesting.
+
+    inputs: tensors that do not count as outputs where they are passed on.
+    """
+    known = {id(_source(tensor)) for tensor in inputs}
+    for source in map(_source, tensors_in(outputs)):
+        if source.requires_grad and not source.is_leaf and id(source) not in known:
+            source.register_hook(lambda grad: function())
+
+
+_NO_TENSORS = (type(None), int, float, str, bytes, type, ModuleType, nn.Module)
+
+
+def tensors_in(nested):
+    """The tensors in containers, in dataclasses and in other objects that have attributes."""
+    found, seen, nested = [], set(), [nested]
+    while nested:
+        value = nested.pop()
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif not isinstance(value, _NO_TENSORS) and id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, Mapping):
+                nested += value.values()
+            elif isinstance(value, (list, tuple, set)):
+                nested += value
+            nested += getattr(value, "__dict__", {}).values()
+    return found
+
+
+def _source(tensor):
+    """What a tensor is a view of: the view itself leaves the graph if it is changed in place."""
+    return tensor._base if tensor._is_view() and tensor._base.requires_grad else tensor
+
+
+def accumulates():
+    """Whether the pass that runs, now at a hook, is backward() and not autograd.grad().
+
+    backward() adds to the .grad of some leaf below; what autograd.grad() returns no leaf gets.
+    """
+    seen, nodes = set(), [torch._C._current_autograd_node()]
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):  # a leaf's, whose work is to add to its .grad
+            try:
+                # Private: the engine alone knows which of the graph's nodes it will run.
+                if torch._C._will_engine_execute_node(node):
+                    return True
+            except RuntimeError:  # autograd.grad() returns this leaf's gradient
+                return False
+        for other, _ in node.next_functions:
+            if other is not None and other not in seen:
+                seen.add(other)
+                nodes.append(other)
+    return False
+
+
+def weakly(method):
+    """A hook that calls `method` as long as its object lives.
+
+    A parameter whose hook held the object that holds the parameter would never be freed.
+    """
+    reference = weakref.WeakMethod(method)
+    return lambda *arguments: (alive := reference()) and alive(*arguments)
+
+
+# ---- one norm ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def get_total_norm(tensors, norm_type=2.0, groups=()):
+    """The norm of all elements of tensors, of which each rank of the groups has others.
+
+    A float64 scalar on the device, for which the host does not wait. tensors: at least one, which
+    may be empty; several may be given as one, their norm. ValueError for a norm_type that is not
+    positive.
+    """
+    norm_type, tensors = float(norm_type), list(tensors)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type} must be positive")
+    norms = [tensors[0].new_zeros(1, dtype=torch.float64)]  # what a maximum of nothing is here
+    for dtype, alike in _by_dtype(tensors):
+        found = torch._foreach_norm(alike, norm_type, torch.promote_types(dtype, torch.float32))
+        norms.append(torch.stack(found).double())
+    total = torch.linalg.vector_norm(torch.cat(norms), norm_type)
+    if norm_type == torch.inf:
+        for group in groups:
+            all_reduce(total, ReduceOp.MAX, group)
+        return total
+    total.pow_(norm_type)
+    for group in groups:
+        all_reduce(total, ReduceOp.SUM, group)
+    return total.pow_(1 / norm_type)
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(tensors, max_norm, total_norm):
+    """Scale tensors, whose norm is `total_norm`, to a norm of at most `max_norm`."""
+    coefficient = (max_norm / (total_norm + 1e-6)).clamp(max=1)
+    for dtype, alike in _by_dtype(tensors):
+        # of 16-bit gradients each element is rounded, once, and the coefficient not
+        torch._foreach_mul_(alike, coefficient.to(torch.promote_types(dtype, torch.float32)))
+
+
+def _by_dtype(tensors):
+    """(dtype, [the tensors that have it and some elements]): one kernel takes tensors of one."""
+    alike = {}
+    for tensor in tensors:
+        if tensor.numel():
+            alike.setdefault(tensor.dtype, []).append(tensor)
+    return alike.items()
 
 
 # ---- cost ----------------------------------------------------------------------------------------

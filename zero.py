@@ -1,7 +1,7 @@
 """ZeRO: data parallelism in which no rank keeps what it can fetch in time.
 
-P replicas hold P copies of everything that training needs. Of all that a rank uses its gradients
-only to update, and each element could be updated by one rank alone; so give each rank a shard, a
+P replicas hold P copies of everything that training needs. But gradients and optimizer state only
+serve to update weights, and one rank alone could update an element; so give each rank a shard, a
 P-th of the elements, to look after, and let it forget the rest as early as it can:
 
              a rank holds                                bytes per parameter   a rank sends
@@ -39,8 +39,9 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from collectives import (
-    ReduceOp, all_gather_single, all_gather_to_group, all_reduce, check_parameters, count_bytes,
-    dist, gather_objects, rank_and_size, reduce_scatter_bytes, reduce_scatter_single, run_ranks,
+    ALIGNMENT, ReduceOp, all_gather_single, all_gather_to_group, all_reduce, check_parameters,
+    count_bytes, dist, gather_objects, rank_and_size, reduce_scatter_bytes, reduce_scatter_single,
+    run_ranks,
 )
 from ddp import (
     Backward, DistributedDataParallel, FlatLayout, Reducer, accumulates, before_backward,
@@ -90,60 +91,19 @@ def sharded_forward(unit, x, shard, layout, group=None):
 # ---- parameters in one row, and its shards -------------------------------------------------------
 
 
-@dataclass
-class _Settings:
-    """What all rows of a model have in common."""
-
-    group: object
-    replicate_group: object
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    divide_factor: float | None
-    error_if_nonfinite: bool
-    groups: dict = field(default_factory=dict)  # {parameter: its (group, replicate_group)}
-
-    def __post_init__(self):
-        if self.divide_factor is None:
-            self.divide_factor = dist.get_world_size(self.group)
-            if self.replicate_group is not None:
-                self.divide_factor *= dist.get_world_size(self.replicate_group)
-        if not self.divide_factor > 0:
-            raise ValueError(f"gradient_divide_factor={self.divide_factor} must be positive")
-
-    def groups_of(self, parameter=None):
-        """(group, replicate_group) of a parameter, or of what has none of its own."""
-        return self.groups.get(parameter, (self.group, self.replicate_group))
-
-    def broadcast(self, tensors, parameter=None):
-        """Give all ranks the first one's."""
-        group, replicate_group = self.groups_of(parameter)
-        for tensor in tensors:
-            # replicas first: then what the first replica broadcasts reaches all of its ranks
-            if replicate_group is not None:
-                broadcast_first([tensor], replicate_group)
-            broadcast_first([tensor], group)
-
-    def check(self, named):
-        check_whole(named)
-        if self.replicate_group is not None:
-            check_parameters(named, self.replicate_group)
-        check_parameters(named, self.group)
-        ranges = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in named)
-        for (_, end, name), (begin, _, other) in pairwise(ranges):
-            if begin < end:
-                raise ValueError(f"{name!r} and {other!r} share memory: tie them, or copy one")
-
-
 class FlatParameter:
     """Parameters of one dtype as one row of elements, cut into shards, of which each rank owns one.
 
+    group, replicate_group: the ranks that share the row out, and those that have this rank's shard,
+        too (HSDP), or None.
     unsharded_param, sharded_param: the row that the module computes with, and this rank's part of
         it, which is in the parameters' own dtype.
     pieces: what that part holds of each parameter, as parameters of an optimizer: one dimension,
         maybe empty.
-    flat_grad, sharded_grad: a row of gradients, from the first one to reduce(), and this rank's
-        part of their sum.
-    whole: the parameters, of full shape, that the module computes with.
+    parameters, whole: those that were given, and those, of full shape, that the module computes
+        with. In stages 1 and 2 they are the same; in stage 3 the given ones become the pieces.
+    flat_grad: a row of gradients, from the first one that comes until reduce().
+    incoming, sharded_grad: this rank's part of their sum, while it travels and from then on.
     """
 
     def __init__(self, named, settings):
@@ -172,19 +132,6 @@ class FlatParameter:
         row = self.layout.pack(self.parameters)
         self.settings.broadcast([row], self.parameters[0])
         return row
-
-    def piece(self, i, tensor):
-        """What this rank's shard holds of a full tensor, one that is like the i-th parameter."""
-        return tensor.flatten()[slice(*self.ranges[i])]
-
-    def join(self, pieces):
-        """The full tensors of which each rank passes its pieces. Collective."""
-        shard = pieces[0].new_zeros(self.layout.shard_size)
-        for part, piece in zip(self.layout.pieces(shard, self.rank), pieces):
-            part.copy_(piece.detach())
-        row = shard.new_empty(self.layout.length)
-        all_gather_single(row, shard, self.group)
-        return [view.clone() for view in self.layout.views(row)]
 
     def unshard(self):
         """Begin to collect every rank's shard in the full row; returns the Work."""
@@ -240,6 +187,21 @@ class FlatParameter:
         if self.sharded_grad is not None:
             self.gradient_pieces()[i].zero_()
 
+    # -- state dicts
+
+    def piece(self, i, tensor):
+        """What this rank's shard holds of a full tensor, one that is like the i-th parameter."""
+        return tensor.flatten()[slice(*self.ranges[i])]
+
+    def join(self, pieces):
+        """The full tensors of which each rank passes its pieces. Collective."""
+        shard = pieces[0].new_zeros(self.layout.shard_size)
+        for part, piece in zip(self.layout.pieces(shard, self.rank), pieces):
+            part.copy_(piece.detach())
+        row = shard.new_empty(self.layout.length)
+        all_gather_single(row, shard, self.group)
+        return [view.clone() for view in self.layout.views(row)]
+
 
 class _UnderWay:
     """The rows whose sums travel, which are finished once the next ones have left.
@@ -251,7 +213,7 @@ class _UnderWay:
         self.rows = ()
 
     def start(self, *rows):
-        if set(rows) & set(self.rows):  # a row that is the next one, too
+        if set(rows) & set(self.rows):  # a row has one sum under way at most
             self.finish()
         for row in rows:
             row.reduce()
@@ -274,7 +236,51 @@ def _check_gradients(rows, group):
     check_finite(sums, group)
 
 
-# ---- stages 1 and 2: whole parameters, an optimizer of shards ------------------------------------
+@dataclass
+class _Settings:
+    """What all rows of a model have in common."""
+
+    group: object
+    replicate_group: object
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    divide_factor: float | None
+    error_if_nonfinite: bool
+    groups: dict = field(default_factory=dict)  # {parameter: its (group, replicate_group)}
+
+    def __post_init__(self):
+        if self.divide_factor is None:
+            self.divide_factor = dist.get_world_size(self.group)
+            if self.replicate_group is not None:
+                self.divide_factor *= dist.get_world_size(self.replicate_group)
+        if not self.divide_factor > 0:
+            raise ValueError(f"gradient_divide_factor={self.divide_factor} must be positive")
+
+    def groups_of(self, parameter=None):
+        """(group, replicate_group) of a parameter, or of what has none of its own."""
+        return self.groups.get(parameter, (self.group, self.replicate_group))
+
+    def broadcast(self, tensors, parameter=None):
+        """Give all ranks the first one's."""
+        group, replicate_group = self.groups_of(parameter)
+        for tensor in tensors:
+            # replicas first: then what the first replica broadcasts reaches all of its ranks
+            if replicate_group is not None:
+                broadcast_first([tensor], replicate_group)
+            broadcast_first([tensor], group)
+
+    def check(self, named):
+        check_whole(named)
+        if self.replicate_group is not None:
+            check_parameters(named, self.replicate_group)
+        check_parameters(named, self.group)
+        ranges = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in named)
+        for (_, end, name), (begin, _, other) in pairwise(ranges):
+            if begin < end:
+                raise ValueError(f"{name!r} and {other!r} share memory: tie them, or copy one")
+
+
+# ---- stage 1: whole parameters, an optimizer of shards -------------------------------------------
 
 
 class WholeRow(FlatParameter):
@@ -294,9 +300,8 @@ class WholeRow(FlatParameter):
 
     def follow(self):
         """Take over what somebody has changed in the parameters since the last step."""
-        for name, parameter, view in zip(
-            self.names, self.parameters, self.layout.views(self.unsharded_param)
-        ):
+        views = self.layout.views(self.unsharded_param)
+        for name, parameter, view in zip(self.names, self.parameters, views):
             if parameter.shape != view.shape or parameter.dtype != view.dtype:
                 found, needed = (f"{tuple(t.shape)} {t.dtype}" for t in (parameter, view))
                 raise RuntimeError(f"{name!r} has become {found}, its optimizer has {needed}")
@@ -313,6 +318,8 @@ class ShardedUpdate:
 
     settings: what the rows have in common.
     pieces: {parameter: what this rank updates of it}
+
+    A row's sum is made once: _summed says of which gradients the rows now have it, if they do.
     """
 
     keeps_sums = False  # from one step to the next
@@ -343,6 +350,40 @@ class ShardedUpdate:
             row.reset()
             row.sharded_grad = None
         self._summed = None
+
+    # -- the step
+
+    def step(self, optimizer):
+        """Update this rank's part of each row by an optimizer of pieces, and gather everybody's.
+
+        One row is updated while the next one arrives and the last one leaves. But PyTorch's
+        optimizers alone are known to keep nothing in their groups, such as a count of steps: others
+        make one step of all rows.
+        """
+        rows, works = self.summed_rows(), []
+        one_by_one = type(optimizer).__module__.startswith("torch.optim.")
+        batches = ([row] for row in rows) if one_by_one else [list(rows)]
+        for together in batches:
+            self._update(optimizer, together)
+            for row in together:
+                if len(works) == 2:  # each holds a copy of its shard
+                    works.pop(0).wait()
+                works.append(row.unshard())
+        for work in works:
+            work.wait()
+        self._summed = None
+        _check_gradients(self.rows, self.settings.group)
+
+    def _update(self, optimizer, rows):
+        for row in rows:
+            for piece, part in zip(row.pieces, row.gradient_pieces()):
+                piece.grad = part.to(row.dtype)
+        optimizer.step()  # which passes over pieces without gradient
+        for row in rows:
+            for piece in row.pieces:
+                piece.grad = None
+            if not self.keeps_sums:
+                row.sharded_grad = None
 
     # -- the sums
 
@@ -396,34 +437,8 @@ class ShardedUpdate:
         self._summed = self._versions()
         return norm
 
-    # -- the step
 
-    def step(self, optimizer):
-        """Update this rank's part of each row by an optimizer of pieces, and gather everybody's.
-
-        One row is updated while the next one arrives and the last one leaves. But PyTorch's
-        optimizers alone are known to keep nothing in their groups, such as a count of steps: others
-        make one step of all rows.
-        """
-        rows, works = self.summed_rows(), []
-        one_by_one = type(optimizer).__module__.startswith("torch.optim.")
-        for together in ([row] for row in rows) if one_by_one else [list(rows)]:
-            for row in together:
-                for piece, part in zip(row.pieces, row.gradient_pieces()):
-                    piece.grad = part.to(row.dtype)
-            optimizer.step()  # which passes over pieces without gradient
-            for row in together:
-                for piece in row.pieces:
-                    piece.grad = None
-                if not self.keeps_sums:
-                    row.sharded_grad = None
-                if len(works) == 2:  # each holds a copy of its shard
-                    works.pop(0).wait()
-                works.append(row.unshard())
-        for work in works:
-            work.wait()
-        self._summed = None
-        _check_gradients(self.rows, self.settings.group)
+# ---- stage 2: gradients leave while backward runs ------------------------------------------------
 
 
 class ShardedGradients(ShardedUpdate):
@@ -453,7 +468,7 @@ class ShardedGradients(ShardedUpdate):
             self.backward.enter()
 
     def _begin(self):
-        """Autograd adds to nothing, whether the last gradient was sent or set to None since."""
+        """Have autograd find no .grad to add to; what was set to None since it was sent is zero."""
         self.reducer.begin(self.rows)
         for parameter, (row, i) in self.place.items():
             if isinstance(parameter.grad, _SentGradient):
@@ -530,16 +545,19 @@ class _SentGradient(torch.Tensor):
         )
 
 
+# ---- stages 1 and 2: the optimizer ---------------------------------------------------------------
+
+
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     """Runs `optimizer_class(..., **defaults)` on this rank's shard of all elements: ZeRO-1 and -2.
 
     Stage 1: step() reduce-scatters the gradients that backward has left, updates the shard and
     all-gathers the parameters, a row of at most `bucket_cap_mb` MiB after the other; under
-    DistributedDataParallel, which sums them too, it sums equal ones. Stage 2, shard_gradients=True:
-    a gradient leaves for its owner when backward has filled its row, and the shards add up over
-    backward passes, each of which must reach some parameter on every rank. Its .grad then only says
-    so: zero_grad() of a module or optimizer may zero it, and all else is refused,
-    DistributedDataParallel too.
+    DistributedDataParallel all ranks' gradients are equal already, and so is their mean. Stage 2,
+    shard_gradients=True: a gradient leaves for its owner when backward has filled its row, and the
+    shards add up over backward passes, each of which must reach some parameter on every rank. Its
+    .grad then only tells that it has left: zero_grad() of a module or optimizer may zero it, and
+    all else is refused, DistributedDataParallel too.
 
     params: as for any optimizer; they start as the first rank's, and become views into rows.
     param_dtype: what they are converted to, the update being made on a copy in their old dtype, of
@@ -719,7 +737,7 @@ def _check_optimizer(optimizer_class, bucket_cap_mb):
         raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be positive")
 
 
-# ---- stage 3: a unit that comes and goes ---------------------------------------------------------
+# ---- stage 3: rows that come and go in shared memory ---------------------------------------------
 
 
 class _Memory:
@@ -843,7 +861,8 @@ class _Unit:
     """Rows that come and go together, in memory that they share with other units."""
 
     def __init__(self, rows):
-        self.rows, self.works, self.inputs = rows, None, ()
+        self.rows, self.inputs = rows, ()
+        self.works = None  # of what is gathered, or on its way
         self.trainable = [row for row in rows if row.pieces[0].requires_grad]
 
     def offsets(self):
@@ -851,7 +870,7 @@ class _Unit:
         starts = [0]
         for row in self.rows:
             nbytes = row.layout.length * row.param_dtype.itemsize
-            starts.append(starts[-1] + -(-nbytes // 128) * 128)
+            starts.append(starts[-1] + math.ceil(nbytes / ALIGNMENT) * ALIGNMENT)
         return starts
 
     def live_in(self, memory, keeps):
@@ -896,29 +915,20 @@ class _Unit:
                 )
 
 
-class _Schedule:
-    """What is gathered when: a unit computes while the next one comes; the one before is dropped.
+# ---- stage 3: when units come and go -------------------------------------------------------------
 
-    It is the same on every rank, whatever units a rank uses, as collectives must be. Forward goes
-    up from unit 0, backward down to it.
 
-    root: the unit of the parameters in no other, which is there during both.
-    units: in the order of forward.
-    group: the ranks that have shards.
-    device: where the memory is had.
+class _Units(list):
+    """The units of a module, in the order of forward, in memory that they share.
+
+    root: the unit of the parameters in no other, which is there during the whole pass.
     keeps: no unit is dropped before reshard().
-    waits: backward ends when all of its sums have arrived.
-
-    current_unit: the number of the unit whose backward runs; that of units before the first one's;
-        None outside of backward.
-    sync: whether backward sums what it has added up.
     """
 
-    def __init__(self, root, units, group, device, keeps, waits):
-        self.root, self.units, self.group = root, units, group
-        self.keeps, self.waits = keeps, waits
-        self.all_units = (root, *units)
-        self.rows = [row for unit in self.all_units for row in unit.rows]
+    def __init__(self, root, units, device, keeps):
+        super().__init__(units)
+        self.root, self.keeps, self.all = root, keeps, (root, *units)
+        self.rows = [row for unit in self.all for row in unit.rows]
         # of even units, of odd ones, of the rest
         sharing = [[unit] for unit in units] if keeps else [units[0::2], units[1::2]]
         self.memories = []
@@ -928,28 +938,24 @@ class _Schedule:
             for unit in members:
                 unit.live_in(self.memories[-1], keeps)
         self.leave()
-        self.turn_of = {  # whole parameter -> its unit's number, its row, its place there
-            whole: (number, row, i)
-            for number, unit in enumerate((*units, root))
-            for row in unit.trainable
-            for i, whole in enumerate(row.whole)
-        }
-        for whole in self.turn_of:
-            whole.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
-        self.backward = Backward(self._begin_backward, self._end_backward, self._failed)
-        self.current_unit, self.gathered, self.under_way = None, None, _UnderWay()
-        # backward runs down the units, and comes to the root's parameters last
-        order = [row for unit in (*units[::-1], root) for row in unit.trainable]
-        self.order, self.reducer, self.sync = order, Reducer(self.under_way.start), True
-        self.reducer.begin([])
+
+    def prefetch(self, number, direction):
+        """Have this unit and the next one. The one before must be done: its memory is needed."""
+        wanted = range(len(self)) if self.keeps else (number, number + direction)
+        wanted = [n for n in wanted if 0 <= n < len(self)]
+        for n, unit in enumerate(self):
+            if n not in wanted:
+                unit.reshard()
+        for n in wanted:
+            self[n].unshard()
 
     def reshard(self):
-        for unit in self.all_units:
+        for unit in self.all:
             unit.reshard()
 
     def leave(self, free=True):
         """A pass is over: the modules have the pieces again, and if `free`, nobody the memory."""
-        for unit in self.all_units:
+        for unit in self.all:
             unit.put_pieces() if self.keeps else unit.reshard()
         for memory in self.memories if free and not self.keeps else ():
             memory.free()
@@ -966,15 +972,41 @@ class _Schedule:
         """A number for each piece that changes with it."""
         return [piece._version for row in self.rows for piece in row.pieces]
 
-    def prefetch(self, number, direction):
-        """Have this unit and the next one. The one before must be done: its memory is needed."""
-        wanted = range(len(self.units)) if self.keeps else (number, number + direction)
-        wanted = [n for n in wanted if 0 <= n < len(self.units)]
-        for n, unit in enumerate(self.units):
-            if n not in wanted:
-                unit.reshard()
-        for n in wanted:
-            self.units[n].unshard()
+
+class _Schedule:
+    """What is gathered when: a unit computes while the next one comes; the one before is dropped.
+
+    It is the same on every rank, whatever units a rank uses, as collectives must be. Forward goes
+    up from unit 0, backward down to it.
+
+    group: the ranks that have shards.
+    waits: backward ends when all of its sums have arrived.
+
+    current_unit: the number of the unit whose backward runs; that of units before the first one's;
+        None outside of backward.
+    sync, sums: whether a backward sums what it has added up, and whether the one that runs does.
+    gathered, latest: versions of the pieces, as they were gathered, and in the last forward pass.
+    turn_of: {whole parameter: (its unit's number, its row, its place there)}; the root's number is
+        the last.
+    order: the rows as backward comes to them: down the units, and the root's at the end.
+    """
+
+    def __init__(self, units, group, waits):
+        self.units, self.group, self.waits = units, group, waits
+        self.current_unit, self.gathered, self.sync = None, None, True
+        self.turn_of = {
+            whole: (number, row, i)
+            for number, unit in enumerate((*units, units.root))
+            for row in unit.trainable
+            for i, whole in enumerate(row.whole)
+        }
+        for whole in self.turn_of:
+            whole.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
+        self.order = [row for unit in (*units[::-1], units.root) for row in unit.trainable]
+        self.backward = Backward(self._begin_backward, self._end_backward, self._failed)
+        self.under_way = _UnderWay()
+        self.reducer = Reducer(self.under_way.start)
+        self.reducer.begin([])
 
     # -- forward
 
@@ -983,20 +1015,20 @@ class _Schedule:
         if self.current_unit is not None and in_backward():
             raise RuntimeError("the module is recomputed in its own backward: checkpoint its units")
         self.current_unit = None  # a pass may have failed half-way
-        if not self.keeps:
-            self.reshard()  # which waits: what that pass had begun to gather still writes
-        self.follow()
-        if self.root.works is not None and self.versions() != self.gathered:
+        if not self.units.keeps:
+            self.units.reshard()  # which waits: what that pass had begun to gather still writes
+        self.units.follow()
+        if self.units.root.works is not None and self.units.versions() != self.gathered:
             raise RuntimeError("the parameters were changed and kept: call reshard() after step()")
-        self.gathered = self.versions()
-        self.root.unshard()
-        self.prefetch(0, 1)
-        self.root.wait()  # not before unit 0 is under way, which waiting would hold up
+        self.gathered = self.units.versions()
+        self.units.root.unshard()
+        self.units.prefetch(0, 1)
+        self.units.root.wait()  # not before unit 0 is under way, which waiting would hold up
 
     def before_forward(self, number, module, args, kwargs):
         """A hook: unit `number` runs forward, maybe in backward, where it is recomputed."""
         if self.current_unit is None:
-            self.prefetch(number, 1)
+            self.units.prefetch(number, 1)
         elif self.units[number].works is None:
             raise RuntimeError(
                 f"units[{number}] is recomputed before its turn: checkpoint single units"
@@ -1007,7 +1039,7 @@ class _Schedule:
     def after_forward(self, number, module, args, outputs):
         unit = self.units[number]
         unit.check_outputs(outputs)
-        if self.current_unit is None and not self.keeps:
+        if self.current_unit is None and not self.units.keeps:
             unit.reshard()
         before_backward(partial(self.unit_backward, number), outputs, unit.inputs)
         unit.inputs = ()
@@ -1016,7 +1048,7 @@ class _Schedule:
 
     def expect_backward(self, outputs):
         """Of the forward pass that has just returned these."""
-        self.latest = self.versions()
+        self.latest = self.units.versions()
         before_backward(partial(self.enter_backward, self.latest), outputs)
 
     def enter_backward(self, versions):
@@ -1028,14 +1060,14 @@ class _Schedule:
             raise RuntimeError("the parameters were changed between forward and backward")
 
     def _begin_backward(self):
-        for row in self.rows:
+        for row in self.units.rows:
             row.let_go()
-        self.gathered = self.versions()
+        self.gathered = self.units.versions()
         self.current_unit = len(self.units)
         self.sums = accumulates() and self.sync
-        self.root.unshard()
-        self.prefetch(len(self.units) - 1, -1)
-        self.root.wait()
+        self.units.root.unshard()
+        self.units.prefetch(len(self.units) - 1, -1)
+        self.units.root.wait()
 
     def unit_backward(self, number):
         """Backward has come to a unit.
@@ -1049,15 +1081,40 @@ class _Schedule:
         while self.current_unit > number:
             self.current_unit -= 1
             # Before the sums: what is computed next waits for parameters, and for no sum.
-            self.prefetch(self.current_unit, -1)
+            self.units.prefetch(self.current_unit, -1)
             if self.current_unit + 1 < len(self.units):
                 self._reduce(self.units[self.current_unit + 1])
         self.units[number].wait()
 
     @torch.no_grad()
+    def _end_backward(self):
+        if self.units:
+            self.unit_backward(0)
+            self._reduce(self.units[0])
+        self._reduce(self.units.root)
+        if self.waits:
+            self.finish_sync()
+        self.current_unit = None
+        self.units.leave()
+        if self.sums:
+            _check_gradients(self.units.rows, self.group)
+
+    def _failed(self):
+        """Whoever looks at the parameters now sees the pieces; what is under way may come."""
+        self.current_unit, self.under_way.rows = None, ()
+        for row in self.units.rows:
+            row.reset()
+        for unit in self.units.all:
+            if unit.works is not None:
+                unit.put_pieces()
+
+    # -- sums
+
+    @torch.no_grad()
     def _gradient_ready(self, whole):
         number, row, i = self.turn_of[whole]
-        collecting = bool(self.reducer.queue)
+        collecting = bool(self.reducer.queue)  # what start_sync() awaits
+        # a weight gradient may be computed after the backward that has put it off
         put_off = self.current_unit is None and (collecting or not self.sync)
         if number == len(self.units) and not put_off:
             self.enter_backward(self.latest)
@@ -1091,68 +1148,8 @@ class _Schedule:
         self.reducer.finish()
         self.under_way.finish()
 
-    @torch.no_grad()
-    def _end_backward(self):
-        if self.units:
-            self.unit_backward(0)
-            self._reduce(self.units[0])
-        self._reduce(self.root)
-        if self.waits:
-            self.finish_sync()
-        self.current_unit = None
-        self.leave()
-        if self.sums:
-            _check_gradients(self.rows, self.group)
 
-    def _failed(self):
-        """Whoever looks at the parameters now sees the pieces; what is under way may come."""
-        self.current_unit, self.under_way.rows = None, ()
-        for row in self.rows:
-            row.reset()
-        for unit in self.all_units:
-            if unit.works is not None:
-                unit.put_pieces()
-
-
-def _check_module(module, units, settings):
-    named = list(module.named_parameters())
-    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
-        raise ValueError("the module holds a DistributedDataParallel: shard what that wraps")
-    if not any(parameter.requires_grad for _, parameter in named):
-        raise ValueError("there are no trainable parameters")
-    settings.check(named)
-    names = {submodule: name for name, submodule in module.named_modules()}
-    prefixes = [names.get(unit) for unit in units]
-    for i, prefix in enumerate(prefixes):
-        others = prefixes[:i] + prefixes[i + 1 :]
-        if not prefix or any(f"{prefix}.".startswith(f"{other}.") for other in others):
-            raise ValueError(f"units[{i}] is not a submodule, or inside of another unit")
-    for i, unit in enumerate(units):
-        if isinstance(unit, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
-            raise ValueError(f"units[{i}] has no forward of its own: name what it holds")
-
-
-def _make_units(module, units, settings):
-    """Units of the parameters in no unit or in several, then of each one's."""
-    names = {submodule: name for name, submodule in module.named_modules()}
-    prefixes, owners, places = [f"{names[unit]}." for unit in units], {}, {}
-    for path, submodule in module.named_modules(remove_duplicate=False):
-        inside = [i for i, prefix in enumerate(prefixes, 1) if f"{path}.".startswith(prefix)]
-        for name, parameter in submodule._parameters.items():
-            if parameter is not None:
-                owners.setdefault(parameter, set()).add(inside[0] if inside else 0)
-                places.setdefault(parameter, []).append((submodule, name))
-    # A row is of one dtype, and its gradients, all trainable or not. What carries other
-    # attributes has a row of its own: tensor-parallel ranks, which hold parts of unlike sizes
-    # of what they split, so have the same pieces of what they all hold.
-    rows = [{} for _ in range(len(units) + 1)]
-    for name, parameter in module.named_parameters():
-        owner = owners[parameter].pop() if len(owners[parameter]) == 1 else 0
-        kind = parameter.dtype, grad_dtype(parameter), parameter.requires_grad
-        kind += settings.groups_of(parameter)
-        rows[owner].setdefault((*kind, *sorted(vars(parameter))), []).append((name, parameter))
-    make = lambda named: ShardedRow(named, settings, places)
-    return [_Unit([make(named) for named in kinds.values()]) for kinds in rows]
+# ---- stage 3: the module -------------------------------------------------------------------------
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -1185,9 +1182,7 @@ class FullyShardedDataParallel(nn.Module):
         as an expert's; subsets of the two groups' ranks.
 
     A trainable parameter without gradient counts as zero. What a forward pass does to a parameter
-    in place is lost. The norm of all gradients is that of clip_grad_norm_() here: torch.nn.utils'
-    has this rank's pieces alone. A GradScaler must ask all ranks whether one of them is infinite:
-    torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler does.
+    in place is lost. Norms and GradScaler: as for ZeroRedundancyOptimizer's stage 1.
 
     Raises ValueError for units that are not distinct submodules, a module that is wrapped already,
     no trainable parameters, several devices, and parameters that differ between ranks; RuntimeError
@@ -1220,8 +1215,8 @@ class FullyShardedDataParallel(nn.Module):
         units = list(units)
         _check_module(module, units, settings)
         root, *sharded = _make_units(module, units, settings)
-        how = next(module.parameters()).device, keep_unsharded, wait_in_backward
-        self._schedule = _Schedule(root, sharded, process_group, *how)
+        self._units = _Units(root, sharded, next(module.parameters()).device, keep_unsharded)
+        self._schedule = _Schedule(self._units, process_group, wait_in_backward)
         settings.broadcast(module.buffers())
         for i, unit in enumerate(units):
             # before all hooks of others, which may use the parameters
@@ -1234,20 +1229,19 @@ class FullyShardedDataParallel(nn.Module):
         if self.param_dtype is not None:
             cast = lambda x: x.to(self.param_dtype) if x.is_floating_point() else x
             args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
-        schedule = self._schedule
-        schedule.begin_forward()
+        self._schedule.begin_forward()
         try:
             outputs = self.module(*args, **kwargs)
-            schedule.root.check_outputs(outputs)
+            self._units.root.check_outputs(outputs)
         finally:  # without a backward that will need it, nobody has the memory
-            schedule.leave(free=not torch.is_grad_enabled())
+            self._units.leave(free=not torch.is_grad_enabled())
         if torch.is_grad_enabled():
-            schedule.expect_backward(outputs)
+            self._schedule.expect_backward(outputs)
         return outputs
 
     def reshard(self):
         """Drop what is gathered: the next forward pass gathers again."""
-        self._schedule.reshard()
+        self._units.reshard()
 
     # -- gradients
 
@@ -1261,11 +1255,7 @@ class FullyShardedDataParallel(nn.Module):
             self._schedule.sync = before
 
     def start_grad_sync(self, awaited=()):
-        """Sum what no_sync() has left; rows with gathered parameters of `awaited`, with these.
-
-        For gradients that no backward of the module computes, such as weight gradients put off.
-        finish_grad_sync() ends it.
-        """
+        """As DistributedDataParallel's, of what no_sync() left; awaited: gathered parameters."""
         self._schedule.start_sync(awaited)
 
     def finish_grad_sync(self):
@@ -1278,9 +1268,9 @@ class FullyShardedDataParallel(nn.Module):
 
         RuntimeError where some have a group of their own: get_total_norm() takes each group's.
         """
-        if any(row.group is not self.process_group for row in self._schedule.rows):
+        if any(row.group is not self.process_group for row in self._units.rows):
             raise RuntimeError("clip_grad_norm_() of parameters that have groups of their own")
-        pieces = [piece for row in self._schedule.rows for piece in row.pieces]
+        pieces = [piece for row in self._units.rows for piece in row.pieces]
         gradients = [piece.grad for piece in pieces if piece.grad is not None]
         if not gradients:
             raise RuntimeError("no parameter has a gradient")
@@ -1301,16 +1291,8 @@ class FullyShardedDataParallel(nn.Module):
     @torch.no_grad()
     def state_dict(self, *args, destination=None, prefix="", keep_vars=False):
         """The module's own state dict, of whole tensors, on every rank. Collective."""
-        self._schedule.follow()
-        own = self.module.state_dict(prefix=prefix, keep_vars=True)
-        whole = {}
-        for row in self._schedule.rows:
-            whole.update(zip(row.pieces, row.join(row.pieces)))
-        for name, value in own.items():
-            if isinstance(value, nn.Parameter):
-                own[name] = whole[value]
-            elif torch.is_tensor(value):
-                own[name] = value if keep_vars else value.detach().clone()
+        self._units.follow()
+        own = _whole_state_dict(self.module, self._units.rows, prefix, keep_vars)
         if destination is None:
             return own
         destination.update(own)
@@ -1320,39 +1302,25 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def _before_loading(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
-        """Turn what load_state_dict() was given, whole tensors, into what the module has."""
-        self._schedule.follow()
-        where = _where(self._schedule.rows)
-        own = self.module.state_dict(keep_vars=True)
-        for name in [name for name in state_dict if name.startswith(prefix)]:
-            value, short = state_dict.pop(name), name[len(prefix) :]
-            piece = own.get(short)
-            if isinstance(piece, nn.Parameter):
-                if value.shape == piece.whole_shape:
-                    row, i = where[piece]
-                    value = row.piece(i, value).clone()
-                else:
-                    found, needed = tuple(value.shape), tuple(piece.whole_shape)
-                    errors.append(f"size mismatch for {name}: {found}, not {needed}")
-                    value = piece
-            state_dict[f"{prefix}module.{short}"] = value
+        self._units.follow()
+        errors += _take_pieces(self.module, self._units.rows, state_dict, prefix)
 
     def optimizer_state_dict(self, optimizer):
         """The state dict of an optimizer of parameters(), for whole parameters. Collective."""
-        state = full_state(optimizer, self._schedule.rows, self._numbers(optimizer))
+        state = full_state(optimizer, self._units.rows, self._numbers(optimizer))
         return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
 
     def load_optimizer_state_dict(self, optimizer, state_dict):
         """Give an optimizer of parameters() its part of a state dict for whole parameters."""
         lengths = [len(group["params"]) for group in optimizer.param_groups]
         numbers = self._numbers(optimizer)
-        load_full_state(optimizer, self._schedule.rows, numbers, lengths, state_dict)
+        load_full_state(optimizer, self._units.rows, numbers, lengths, state_dict)
 
     def _numbers(self, optimizer):
         """piece -> its number in the optimizer's state dict."""
-        self._schedule.follow()
+        self._units.follow()
         held = [piece for group in optimizer.param_groups for piece in group["params"]]
-        if others := set(held) - _where(self._schedule.rows).keys():
+        if others := set(held) - _where(self._units.rows).keys():
             raise ValueError(f"the optimizer has {len(others)} parameters of other modules")
         return {piece: number for number, piece in enumerate(held)}
 
@@ -1364,7 +1332,79 @@ class FullyShardedDataParallel(nn.Module):
     __getstate__ = lambda self: self.__deepcopy__(None)
 
 
-# ---- an optimizer's state: full on one side, in pieces on the other ------------------------------
+def _check_module(module, units, settings):
+    named = list(module.named_parameters())
+    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+        raise ValueError("the module holds a DistributedDataParallel: shard what that wraps")
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise ValueError("there are no trainable parameters")
+    settings.check(named)
+    names = {submodule: name for name, submodule in module.named_modules()}
+    prefixes = [names.get(unit) for unit in units]
+    for i, prefix in enumerate(prefixes):
+        others = prefixes[:i] + prefixes[i + 1 :]
+        if not prefix or any(f"{prefix}.".startswith(f"{other}.") for other in others):
+            raise ValueError(f"units[{i}] is not a submodule, or inside of another unit")
+    for i, unit in enumerate(units):
+        if isinstance(unit, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+            raise ValueError(f"units[{i}] has no forward of its own: name what it holds")
+
+
+def _make_units(module, units, settings):
+    """The root, of the parameters in no unit or in several, and then each unit's own."""
+    names = {submodule: name for name, submodule in module.named_modules()}
+    prefixes, owners, places = [f"{names[unit]}." for unit in units], {}, {}
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        inside = [i for i, prefix in enumerate(prefixes, 1) if f"{path}.".startswith(prefix)]
+        for name, parameter in submodule._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, set()).add(inside[0] if inside else 0)
+                places.setdefault(parameter, []).append((submodule, name))
+    # A row is of one dtype, and its gradients, all trainable or not. What carries other
+    # attributes has a row of its own: tensor-parallel ranks, which hold parts of unlike sizes
+    # of what they split, so have the same pieces of what they all hold.
+    rows = [{} for _ in range(len(units) + 1)]
+    for name, parameter in module.named_parameters():
+        owner = owners[parameter].pop() if len(owners[parameter]) == 1 else 0
+        kind = parameter.dtype, grad_dtype(parameter), parameter.requires_grad
+        kind += settings.groups_of(parameter)
+        rows[owner].setdefault((*kind, *sorted(vars(parameter))), []).append((name, parameter))
+    make = lambda named: ShardedRow(named, settings, places)
+    return [_Unit([make(named) for named in kinds.values()]) for kinds in rows]
+
+
+# ---- state dicts: full on one side, in pieces on the other ---------------------------------------
+
+
+def _whole_state_dict(module, rows, prefix, keep_vars):
+    """The state dict of a module of pieces, with whole tensors in their place. Collective."""
+    state_dict, whole = module.state_dict(prefix=prefix, keep_vars=True), {}
+    for row in rows:
+        whole.update(zip(row.pieces, row.join(row.pieces)))
+    for name, value in state_dict.items():
+        if isinstance(value, nn.Parameter):
+            state_dict[name] = whole[value]
+        elif torch.is_tensor(value):
+            state_dict[name] = value if keep_vars else value.detach().clone()
+    return state_dict
+
+
+def _take_pieces(module, rows, state_dict, prefix):
+    """The opposite, in place, under the names that modules have in a wrapper; returns errors."""
+    where, own, errors = _where(rows), module.state_dict(keep_vars=True), []
+    for name in [name for name in state_dict if name.startswith(prefix)]:
+        value, short = state_dict.pop(name), name[len(prefix) :]
+        piece = own.get(short)
+        if isinstance(piece, nn.Parameter):
+            if value.shape == piece.whole_shape:
+                row, i = where[piece]
+                value = row.piece(i, value).clone()
+            else:
+                found, needed = tuple(value.shape), tuple(piece.whole_shape)
+                errors.append(f"size mismatch for {name}: {found}, not {needed}")
+                value = piece
+        state_dict[f"{prefix}module.{short}"] = value
+    return errors
 
 
 def full_state(optimizer, rows, numbers):
@@ -1382,18 +1422,22 @@ def full_state(optimizer, rows, numbers):
         ]
         ranks = gather_objects(described, row.group)
         for key in dict.fromkeys(key for rank in ranks for values in rank for key in values):
-            found = [[rank[i][key] for rank in ranks if key in rank[i]] for i in range(len(own))]
-            dtypes = [dtype for some in found for dtype, _ in some]
-            if None not in dtypes:
-                pairs = zip(own, row.pieces)
-                parts = [values.get(key, piece.new_zeros(piece.shape)) for values, piece in pairs]
-                wholes = row.join([part.to(dtypes[0]) for part in parts])
-            else:
-                wholes = [some[0][1] if some else None for some in found]
-            for piece, some, whole in zip(row.pieces, found, wholes):
-                if some:
-                    state.setdefault(numbers[piece], {})[key] = whole
+            for i, whole in _whole_values(row, own, ranks, key).items():
+                state.setdefault(numbers[row.pieces[i]], {})[key] = whole
     return dict(sorted(state.items()))
+
+
+def _whole_values(row, own, ranks, key):
+    """{i: what the i-th parameter has under this key}, of those that have something on a rank."""
+    found = [[rank[i][key] for rank in ranks if key in rank[i]] for i in range(len(own))]
+    dtypes = [dtype for some in found for dtype, _ in some]
+    if None in dtypes:
+        wholes = [some[0][1] if some else None for some in found]
+    else:
+        pairs = zip(own, row.pieces)
+        parts = [values.get(key, piece.new_zeros(piece.shape)) for values, piece in pairs]
+        wholes = row.join([part.to(dtypes[0]) for part in parts])
+    return {i: whole for i, whole in enumerate(wholes) if found[i]}
 
 
 def _describe(value, piece):
@@ -1426,16 +1470,21 @@ def load_full_state(optimizer, rows, numbers, lengths, state_dict):
     for group, own, theirs in zip(optimizer.param_groups, packed, state_dict["param_groups"]):
         groups.append({**theirs, "params": own["params"]})
         for number, piece in zip(own["params"], group["params"]):
-            (row, i), state[number] = where[piece], {}
-            for key, value in state_dict["state"].get(numbers[piece], {}).items():
-                if torch.is_tensor(value) and key not in _SCALARS:
-                    if value.shape == row.layout.shapes[i]:
-                        value = row.piece(i, value).clone()
-                    elif value.numel() > 1:
-                        found, needed = tuple(value.shape), tuple(row.layout.shapes[i])
-                        raise ValueError(f"{key} of {row.names[i]!r} is {found}, not {needed}")
-                state[number][key] = value
+            values = state_dict["state"].get(numbers[piece], {})
+            state[number] = {k: _own_part(k, value, *where[piece]) for k, value in values.items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _own_part(key, value, row, i):
+    """This rank's part of a value of the i-th parameter; what is no tensor of its shape, as is."""
+    if not torch.is_tensor(value) or key in _SCALARS:
+        return value
+    needed = row.layout.shapes[i]
+    if value.shape == needed:
+        return row.piece(i, value).clone()
+    if value.numel() > 1:
+        raise ValueError(f"{key} of {row.names[i]!r} is {tuple(value.shape)}, not {tuple(needed)}")
+    return value
 
 
 def add_masters(state, rows, numbers):
@@ -1497,8 +1546,8 @@ def memory_ledger(model, optimizer):
     rows = list(optimizer._shards.rows) if isinstance(optimizer, ZeroRedundancyOptimizer) else []
     for model in models:
         if isinstance(model, FullyShardedDataParallel):
-            rows += model._schedule.rows
-            parameters += [memory.bytes for memory in model._schedule.memories]
+            rows += model._units.rows
+            parameters += [memory.bytes for memory in model._units.memories]
     pieces = [piece for row in rows for piece in row.pieces]
     sums = [part for row in rows for part in (row.flat_grad, row.sharded_grad, row.incoming)]
     states = getattr(optimizer, "optimizer", optimizer).state.values()

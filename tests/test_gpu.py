@@ -12,7 +12,7 @@ import time
 import warnings
 from datetime import timedelta
 from functools import partial
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -287,11 +287,11 @@ def test_work_of_a_stream_keeps_its_place_among_kernels_and_holds_up_no_host():
     torch.cuda._sleep(cycles)
     x.fill_(3)  # before the work
 
-    def double_late(link):
+    def double_late():
         torch.cuda._sleep(cycles)
         x.mul_(2)
 
-    work = collectives.StreamWork(double_late, None, [x], stream)
+    work = collectives.StreamWork(double_late, Mock(), [x], stream)
     assert not work.is_completed()
     work.wait()
     y = x + 1  # after it

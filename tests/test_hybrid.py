@@ -700,8 +700,8 @@ def test_bf16_has_exact_masters_and_as_many_bytes_as_the_formula(zero):
     assert not torch.equal(masters, masters.bfloat16().float())
 
     def held():  # when a row's sum begins, in the last backward
-        rows = [row for stage in trainer.stages for row in stage._schedule.rows] if zero else []
-        memories = [m.bytes for stage in trainer.stages if zero for m in stage._schedule.memories]
+        rows = [row for stage in trainer.stages for row in stage._units.rows] if zero else []
+        memories = [m.bytes for stage in trainer.stages if zero for m in stage._units.memories]
         sums = [t for row in rows for t in (row.flat_grad, row.sharded_grad, row.sharded_param)]
         states = [t for state in trainer.optimizer.state.values() for t in state.values()]
         tensors = [*parameters.values(), *first, *memories, *sums, *states]
@@ -776,7 +776,7 @@ def test_data_parallel_sends_each_gradient_once_around_the_ring():
 def test_zero_sends_what_it_says_for_each_microbatch(zero, m, schedule):
     flags = f"--dp 2 --zero {zero} --microbatches {m} --schedule {schedule}"
     trainer, traffic = _second_step(flags)
-    nbytes = sum(4 * row.layout.length for row in trainer.stages[0]._schedule.rows)
+    nbytes = sum(4 * row.layout.length for row in trainer.stages[0]._units.rows)
     sent = traffic.bytes("all_gather_single") + traffic.bytes("reduce_scatter_single")
     assert sent == zero_bytes(zero, nbytes, 2, m)
     assert zero_bytes(zero, 2, 2, m) == (2, m + 1, 3 * m)[zero - 1]
@@ -785,7 +785,7 @@ def test_zero_sends_what_it_says_for_each_microbatch(zero, m, schedule):
 @on_ranks(4)
 def test_replicas_of_shards_send_each_shard_once_more():
     trainer, traffic = _second_step("--dp 4 --zero 1 --replicate 2")
-    rows = [row.layout.length for row in trainer.stages[0]._schedule.rows]
+    rows = [row.layout.length for row in trainer.stages[0]._units.rows]
     assert dist.get_process_group_ranks(trainer.mesh.shard_group) in ([0, 1], [2, 3])
     assert dist.get_process_group_ranks(trainer.mesh.replicate_group) in ([0, 2], [1, 3])
     assert traffic.bytes(group=trainer.mesh.replicate_group) == sum(4 * n // 2 for n in rows)
@@ -832,13 +832,13 @@ def test_zero_bubble_schedules_put_off_the_product_of_every_matrix():
 @pytest.mark.parametrize("flags", ["--dp 4", "--tp 2 --sp --cp 2 --zero 3", "--dp 2 --pp 2"])
 @on_ranks(4)
 def test_the_same_step_runs_over_the_backends_own_collectives(flags):
-    losses, posted, post = [], [], collectives._Link.post
+    losses, posted, post = [], [], collectives._Call.post
     for is_backends in (False, True):
         trainer, count = make_trainer(flags, torch.float64), itertools.count()
         if is_backends:
             hybrid.use_backend_collectives(trainer.mesh)
         counted = lambda *arguments: next(count) >= 0 and post(*arguments)
-        with patch.object(collectives._Link, "post", counted):
+        with patch.object(collectives._Call, "post", counted):
             losses.append(trainer.step(*own_batch(trainer))["loss"])
         posted.append(next(count))
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)

@@ -117,7 +117,7 @@ def _trainers(stages=STAGES, optimizer_class=torch.optim.SGD, lr=0.1):
 
 def _flats(model, optimizer):
     if isinstance(model, FullyShardedDataParallel):
-        return model._schedule.rows
+        return model._units.rows
     return optimizer._shards.rows if hasattr(optimizer, "_shards") else []
 
 
@@ -1000,7 +1000,7 @@ def test_stage_3_holds_its_shard_and_at_most_two_units():
     """Bytes of gathered parameters: at rest, and the most in forward and backward."""
     net = _Stack(blocks=8)
     model, optimizer = _shard(net, 3)
-    memories = model._schedule.memories
+    memories = model._units.memories
     gathered = lambda: sum(memory.bytes.untyped_storage().nbytes() for memory in memories)
     rest, most = [gathered()], []
     for block in net.blocks:
@@ -1112,7 +1112,7 @@ def test_views_shards_pieces_and_what_is_sent_begin_on_128_bytes(stage, how):
         net.shift = net.shift.to(how.get("param_dtype"))
         x = _own_part(_data(6, dtype=how.get("param_dtype", torch.float32)))
         if stage == 3:
-            for unit in model._schedule.all_units:
+            for unit in model._units.all:
                 unit.unshard()
                 tensors += [whole.data for flat in unit.rows for whole in flat.whole]
                 unit.reshard()
@@ -1496,7 +1496,7 @@ def test_what_is_kept_is_gathered_once_a_step_and_trains_as_one_process(stage, w
     expected = torch.optim.AdamW(_groups(plain.parameters()), lr=0.01)
     model, optimizer = _kept(_net(), wait_in_backward=wait_in_backward)
     nbytes = sum(8 * row.layout.length for row in model._schedule.order)  # of what is trained
-    frozen = sum(8 * row.layout.length for row in model._schedule.rows) - nbytes
+    frozen = sum(8 * row.layout.length for row in model._units.rows) - nbytes
     for step in range(3):
         data = _data(m * 4 * world_size, seed=step).chunk(m)
         expected.zero_grad()
@@ -1545,8 +1545,8 @@ def test_parameters_that_were_changed_while_they_are_kept_are_an_error():
 def test_what_is_kept_is_held_once_and_the_shard_is_part_of_it():
     model, optimizer = _kept(_net())
     model(_data(4)).sum().backward()
-    held = sum(memory.nbytes for memory in model._schedule.memories)
-    assert held == sum(8 * row.layout.length for row in model._schedule.rows)
+    held = sum(memory.nbytes for memory in model._units.memories)
+    assert held == sum(8 * row.layout.length for row in model._units.rows)
     assert memory_ledger(model, optimizer)["parameters"] == held
 
 
@@ -1564,7 +1564,7 @@ def test_parameters_may_have_groups_of_their_own():
     outputs.square().sum().backward()
     halves = _net()  # what the pair alone has computed
     halves(inputs.chunk(2)[rank // 2]).square().sum().backward()
-    for row in model._schedule.rows:
+    for row in model._units.rows:
         alone = any(name.startswith("blocks.0") for name in row.names)
         wanted = dict((halves if alone else plain).named_parameters())
         trained = row.pieces[0].requires_grad
