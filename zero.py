@@ -422,14 +422,9 @@ class ShardedUpdate:
                 row.add_gradient(i, parameter.grad)
         row.reduce()
 
-    def sum_now(self):
-        """All rows; step() will not sum gradients again that are the same then."""
-        rows = list(self.summed_rows())
-        self._summed = self._versions()
-        return rows
-
     def clip(self, max_norm, norm_type):
-        sums = [row.sharded_grad for row in self.sum_now()]
+        """step() will not sum gradients again that are the same then."""
+        sums = [row.sharded_grad for row in list(self.summed_rows())]
         norm = get_total_norm(sums, norm_type, [self.settings.group])
         # a further backward adds to .grad, which is scaled alike
         own = [gradient for gradient in self.whole_gradients() if gradient is not None]
@@ -645,21 +640,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             target.update({k: v for k, v in source.items() if k not in ("params", "param_names")})
 
     # -- gradients
-
-    @torch.no_grad()
-    def reduce_gradients(self):
-        """Stage 1: sum the gradients before step(), which then starts from these. Collective.
-
-        Returns {parameter: (first element, piece)}: what this rank has of the sum, of a flattened
-        gradient. The pieces may be scaled in place.
-        """
-        return {
-            parameter: (begin, piece)
-            for row in self._shards.sum_now()
-            for parameter, (begin, _), piece in zip(
-                row.parameters, row.ranges, row.gradient_pieces()
-            )
-        }
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
