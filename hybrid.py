@@ -21,8 +21,8 @@ What does depend on the layout: masks of dropout, which tokens a capacity drops,
 --topk-nodes leaves a token, and the losses of balance, which are those of a microbatch of all
 replicas.
 
-To be read: mesh, model, one step, loop. Each section after these is by itself: what people watch, the
-bits of copies, data, initial values, files, checkpoints, the proof, the command line.
+To be read: mesh, model, one step, loop. Each section after these is by itself: what people watch,
+the bits of copies, data, initial values, files, checkpoints, the proof, the command line.
 
 The model is GPT-2's architecture (Radford et al., 2019), under GPT-2's parameter names. Shoeybi et
 al., "Megatron-LM", 2019, and Narayanan et al., "Efficient Large-Scale Language Model Training on
