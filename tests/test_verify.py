@@ -1,9 +1,12 @@
 """hybrid.py --verify: which layouts it tries, what it says, and the exit status."""
 
+import io
 import itertools
+from contextlib import redirect_stdout
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import hybrid
@@ -59,7 +62,9 @@ def test_wrong_layouts_and_errors_are_named_and_the_others_go_on(tmp_path):
     assert error.startswith("WRONG      inf  TypeError") and right.startswith("ok")
 
 
-@pytest.mark.soak
-def test_every_layout_of_four_ranks_is_like_one_process(tmp_path):
-    found = launch(tmp_path, 4, MAIN.format("0"), "--verify", timeout=300)
-    assert found.returncode == 0 and found.stdout.count("\nok") >= 59
+@on_ranks(4, timeout=240)
+def test_every_layout_of_four_ranks_is_like_one_process():
+    argv = [*hybrid.proof_flags(4), "--verify"]
+    with redirect_stdout(io.StringIO()) as printed:
+        wrong = hybrid.verify(hybrid.parse_args(argv, 4), argv, torch.device("cpu"), 4)
+    assert not wrong and (dist.get_rank() or printed.getvalue().count("\nok") >= 59)
