@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import resource
 import signal
 import threading
