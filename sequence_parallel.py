@@ -263,6 +263,9 @@ def context_blocks(queries, keys, causal=True, documents=None):
     Two runs are the same, apart, or that of the queries is within that of the keys.
     documents: lengths of the documents that are packed into the sequence; attention stays in each.
     """
+    if causal and queries == keys and not documents:  # runs are in the order of positions
+        own = slice(0, sum(size for _, size in queries))
+        return [Block(own, own, True)]
     ends = list(accumulate(documents)) if documents else [math.inf]
     local = lambda positions, shift: slice(positions.start + shift, positions.stop + shift)
     blocks = []
@@ -438,6 +441,8 @@ class _RingAttention(torch.autograd.Function):
 
         step     0     1     2     3     P = 4: whose keys and values rank r attends to; those of
         keys of  r    r-1   r-2   r-3    the next step arrive meanwhile
+
+    In backward step 0 comes last, while the gradients go home.
     """
 
     @staticmethod
@@ -465,23 +470,24 @@ class _RingAttention(torch.autograd.Function):
         (q, k, v, output, lse), group = ctx.saved_tensors, ctx.group
         _, P = rank_and_size(group)
         kv, grad_q = torch.stack([k, v]).contiguous(), _precise(q)
-        arriving = sums = grad_work = None
-        for step, blocks in enumerate(ctx.blocks):
+        if P > 1:
+            arriving, kv_work = _send_recv(kv, None, group)
+        for step, blocks in enumerate(ctx.blocks[1:], 1):
+            kv_work.wait()
+            kv, arriving = arriving, kv
             if step < P - 1:
                 arriving, kv_work = _send_recv(kv, arriving, group)
             grad_kv = _precise(kv)
             _attend_backward(blocks, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
-            if step > 0:  # what the ranks before this one have found for these keys
+            if step > 1:  # what the ranks before this one have found for these keys
                 grad_work.wait()
                 grad_kv += sums
-            if P > 1:
-                sums, grad_work = _send_recv(grad_kv, None, group)
-            if step < P - 1:
-                kv_work.wait()
-                kv, arriving = arriving, kv
+            sums, grad_work = _send_recv(grad_kv, None, group)
+        grad_kv = _precise(kv)
+        _attend_backward(ctx.blocks[0], grad_output, q, k, v, output, lse, grad_q, *grad_kv)
         if P > 1:
             grad_work.wait()  # home
-            grad_kv = sums
+            grad_kv += sums
         grad_k, grad_v = grad_kv.to(k.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, *4 * [None]
 
@@ -611,9 +617,8 @@ def context_parallel_bytes(
     kv = 2 * kv_heads * token
     if method == "allgather":
         return (cp - 1) * kv * itemsize, (cp - 1) * kv * grad_itemsize
-    if method == "ring":  # keys and values go P - 1 steps, their gradients all P
-        steps = cp if cp > 1 else 0
-        return (cp - 1) * kv * itemsize, (cp - 1) * kv * itemsize + steps * kv * grad_itemsize
+    if method == "ring":
+        return (cp - 1) * kv * itemsize, (cp - 1) * kv * (itemsize + grad_itemsize)
     heads_sent = 2 * heads + 2 * max(kv_heads, cp)
     nbytes = heads_sent * token * (cp - 1) // cp * itemsize
     return nbytes, nbytes
