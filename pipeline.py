@@ -503,11 +503,13 @@ class WeightGradStore:
     """Where the first half of a backward, I, leaves the products of weights' gradients for W.
 
     While it is open, which is while such a half runs, a layer may put(parameter, product) in place
-    of computing the parameter's gradient, which is what product() returns.
+    of computing the parameter's gradient, which is what product() returns. While it `adds`, which
+    is in a microbatch's whole backward that another follows, a layer may add to .grad by itself:
+    autograd would write the product and read it again. Hooks wait for the last.
     """
 
     def __init__(self):
-        self.products = None  # of the half that runs
+        self.products, self.adds = None, False  # of the half that runs
 
     @property
     def open(self):
@@ -524,6 +526,14 @@ class WeightGradStore:
             yield products
         finally:
             self.products = None
+
+    @contextmanager
+    def add(self, adds):
+        self.adds = adds
+        try:
+            yield
+        finally:
+            self.adds = False
 
 
 class _DeferredLinear(torch.autograd.Function):
@@ -863,8 +873,9 @@ class Pipeline:
             # before autograd's backward, whose thread for a GPU no TorchFunctionMode reaches
             with state:
                 output = self._run(action, x)
-        halved = self.defer.collect() if action.kind == "I" else nullcontext()
-        with self._no_sync(action), halved as products:
+        store, last = self.defer, self._syncs(action)
+        into = store.collect() if action.kind == "I" else store.add(not last)
+        with self._no_sync(action), into as products:
             if output.requires_grad or grad_output is None:  # else all layers before it are frozen
                 torch.autograd.backward(output, grad_output)
         if action.kind == "I":

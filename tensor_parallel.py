@@ -76,7 +76,8 @@ class ParallelOptions:
     save_gathered: whether backward finds all of a gathered X, rather than gathers it again: more
         memory, less communication.
     defer: where a pipeline halves its backwards, its WeightGradStore (see pipeline.py). A backward
-        that finds it open computes the gradient of X, and puts a function there for the weight's.
+        that finds it open computes the gradient of X, and puts a function there for the weight's;
+        one that finds that it `adds` adds the weight's to .grad as it computes it.
     """
 
     group: dist.ProcessGroup | None = None
@@ -122,7 +123,11 @@ class _ParallelLinear(torch.autograd.Function):
 
         def weight_product():
             whole = all_gather_to_group(x, 0, group) if ctx.regather and not gathering else x
-            return (rows.t() @ _rows(whole)).to(ctx.parameters[0].dtype)
+            weight, adds = ctx.parameters[0], defer is not None and defer.adds
+            if adds and weight.is_leaf and getattr(weight.grad, "dtype", None) == rows.dtype:
+                weight.grad.addmm_(rows.t(), _rows(whole))
+                return None
+            return (rows.t() @ _rows(whole)).to(weight.dtype)
 
         def bias_sum():
             return rows.sum(0).to(ctx.parameters[1].dtype)

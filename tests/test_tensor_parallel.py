@@ -21,7 +21,7 @@ import reference_gpt
 import tensor_parallel
 from collectives import RandomState, copy_to_group, count_bytes, rank_and_size
 from gpu_counts import batches, waits
-from pipeline import WeightGradStore
+from pipeline import Pipeline, WeightGradStore, one_f_one_b
 from ranks import least_bytes, on_ranks, run
 from sequence_parallel import TransformerLayer, saved_bytes
 from tensor_parallel import (
@@ -183,6 +183,31 @@ def test_weight_products_can_be_put_off():
         y = parallel_linear(x, weight, leaf, column, sequence_parallel=along_sequence)
         y.sum().backward()
         assert weight.grad is None and leaf.grad is not None
+
+
+@on_ranks(1)
+def test_microbatches_but_the_last_add_products_to_the_gradient_that_there_is():
+    layer = ColumnParallelLinear(4, 3, defer=WeightGradStore()).double()
+    loss_fn = lambda y, target: (y - target).square().sum()
+    pipeline = Pipeline(layer, one_f_one_b(1, 4), loss_fn, defer=layer.options.defer)
+    x, target = torch.randn(8, 5, 4).double(), torch.randn(8, 5, 3).double()
+    expected = torch.autograd.grad(loss_fn(layer(x), target), list(layer.parameters()))
+    added = []
+
+    class Sums(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            added.append(function is torch.ops.aten.addmm_.default)
+            return function(*args, **(kwargs or {}))
+
+    step, backward = pipeline.step, lambda x, target: loss_fn(layer(x), target).backward()
+    for run_once, found in ((step, 2), (step, 3), (backward, 0)):  # the very first makes it
+        added.clear()
+        with Sums():
+            run_once(x, target)
+        assert sum(added) == found
+        for parameter, gradient in zip(layer.parameters(), expected):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-13, atol=1e-13)
+        layer.zero_grad(set_to_none=False)
 
 
 @on_ranks(2)
