@@ -694,7 +694,7 @@ class LinkSpeed(NamedTuple):
 # GPU's NVLink of 250 GB/s or more and its 400 Gbit/s network card (nccl). They are constants: an
 # algorithm chosen by the mood of a machine would change the bits of a training.
 LINK_SPEEDS = {
-    "gloo": LinkSpeed(1.2e-4, 6.5e-10, 2.2e-10),
+    "gloo": LinkSpeed(1.2e-4, 6.5e-10, 1.1e-10),
     "nccl": LinkSpeed(6e-5, 4e-12, 1e-12),
     "nccl between nodes": LinkSpeed(6e-5, 2e-11, 1e-12),
 }
