@@ -565,6 +565,16 @@ def expert_parallel_bytes(tokens, top_k, hidden, ep, itemsize=4):
     return 2 * tokens * top_k * hidden * (ep - 1) // ep * itemsize
 
 
+def expert_activation_bytes(tokens, top_k, hidden, ffn, itemsize=2):
+    """Bytes that a layer keeps of so many tokens, without the scores of the router.
+
+    Of each row that goes to an expert: itself, what GELU takes and makes, and the result three
+    times, as it is made, as it comes back, and weighted; of each token what the router takes, in
+    32 bit.
+    """
+    return tokens * (top_k * (4 * hidden + 2 * ffn) * itemsize + 4 * hidden)
+
+
 # ---- demonstration -------------------------------------------------------------------------------
 
 

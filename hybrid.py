@@ -52,8 +52,8 @@ from collections import Counter
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from functools import partial
-from itertools import accumulate, combinations, pairwise, takewhile
+from functools import lru_cache, partial
+from itertools import accumulate, combinations, pairwise, product, takewhile
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -74,25 +74,31 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from collectives import (
-    ReduceOp, all_gather_single, all_reduce, barrier, broadcast, count_bytes, exchange,
-    gather_from_group, gather_objects, observe, rank_and_size, report_stalls, scatter_to_group,
-    schedule_as_batch, set_backend_collectives, set_ranks_per_node,
+    LINK_SPEEDS, Cost, LinkSpeed, ReduceOp, all_gather_single, all_reduce, barrier, broadcast,
+    count_bytes, exchange, gather_from_group, gather_objects, observe, rank_and_size,
+    reduce_scatter_bytes, reduce_scatter_cost, report_stalls, scatter_to_group, schedule_as_batch,
+    set_backend_collectives, set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
-from expert_parallel import MoE
+from expert_parallel import MoE, expert_activation_bytes, expert_parallel_bytes
 from pipeline import (
-    SCHEDULES, Clock, Pipeline, WeightGradStore, bubble_time, forward_only, pipeline_bytes,
-    simulate, sum_replicas,
+    SCHEDULES, Clock, Pipeline, WeightGradStore, bubble_of_step, bubble_time, forward_only,
+    least_microbatches, peak_activations, pipeline_bytes, simulate, sum_replicas,
 )
 from sequence_parallel import (
-    allgather_attention, context_positions, dropout, recompute, ring_attention, ulysses_attention,
+    activation_bytes, allgather_attention, context_parallel_bytes, context_positions, dropout,
+    recompute, ring_attention, ulysses_attention,
 )
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, ShardedRandomState,
-    VocabParallelEmbedding, attention, gather_shards, is_sharded, mark_partial, parallel_linear,
-    sum_partial_gradients, unique_ranges, vocab_parallel_cross_entropy,
+    VocabParallelEmbedding, attention, compute_bound_degree, gather_shards, is_sharded,
+    mark_partial, parallel_linear, sum_partial_gradients, tensor_parallel_layer_bytes,
+    unique_ranges, vocab_parallel_cross_entropy,
 )
-from zero import FullyShardedDataParallel, memory_ledger, zero_bytes, zero_memory
+from zero import (
+    FullyShardedDataParallel, compute_bound_tokens, largest_model, memory_ledger, zero_bytes,
+    zero_memory, zero_rounds,
+)
 
 CP_METHODS = {
     "allgather": allgather_attention,
@@ -439,6 +445,9 @@ def layers_of(stage, num_stages, config):
     what it costs is memory, for which the first stages get fewer layers where that is no slower.
     Stages are balanced, also where a rank has two of them.
     """
+    if num_stages > config.layers:  # the head alone, and of two more the embedding, as in Llama 3
+        begin = stage - (num_stages - config.layers - 1)
+        return range(max(0, begin), min(begin + 1, config.layers))
     costs = [layer_flops(config, layer) for layer in range(config.layers)]
     costs[-1] += 3 * 2 * config.hidden * config.vocab_size
     begin, end = cheapest_cuts(costs, num_stages)[stage : stage + 2]
@@ -2467,6 +2476,600 @@ def judge(args, device, local_world_size, groups):
     return *max(worst), sums
 
 
+# ---- planner -------------------------------------------------------------------------------------
+
+
+class Gpu(NamedTuple):
+    """A GPU by its data sheet: TFLOP/s of dense products in bf16; GB of memory; GB/s of memory, to
+    its node of `per_node` GPUs, and of its share of the network, links in one direction.
+
+    products, moves: what programs reach of these TFLOP/s, and of all GB/s. The planner has no other
+    constants; tests/test_plan.py fits them to half of the published runs.
+    """
+
+    tflops: float
+    memory: float
+    memory_speed: float
+    node: float
+    network: float
+    products: float = 0.55
+    moves: float = 1.0
+    per_node: int = 8
+
+
+GPUS = {  # 80 GB are of 80 GiB: the other 6 are for CUDA, NCCL and holes
+    "a100": Gpu(312, 80, 2039, 300, 25, 0.68, 0.84),
+    "h100": Gpu(989, 80, 3350, 450, 50),
+    "h800": Gpu(989, 80, 3350, 200, 50),
+    "h200": Gpu(989, 141, 4800, 450, 50),
+    "b200": Gpu(2250, 180, 8000, 900, 50),
+    "tpu-v5p": Gpu(459, 95, 2765, 180, 180),
+}
+
+
+class Model(NamedTuple):
+    """A model of the literature as a GPT of its layers, width and heads, by the names of the flags.
+
+    Where its MLP has three matrices, ffn is 1.5 times theirs: as many FLOPs. billions: of its own
+    parameters. unfused: attention writes its scores to memory, as Megatron-LM's did in 2021.
+    """
+
+    billions: float
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int | None = None
+    ffn: int | None = None
+    vocab_size: int = 51200
+    seq_len: int = 2048
+    dropout: float = 0.0
+    experts: int = 0
+    top_k: int = 1
+    shared_experts: int = 0
+    topk_nodes: int | None = None
+    unfused: bool = False
+
+
+MEGATRON = [  # Narayanan et al., 2021, table 1
+    *[(1.7, 24, 2304, 24), (3.6, 30, 3072, 32), (7.5, 36, 4096, 32), (18.4, 40, 6144, 48)],
+    *[(39.1, 48, 8192, 64), (76.1, 60, 10240, 80), (145.6, 80, 12288, 96)],
+    *[(310.1, 96, 16384, 128), (529.6, 105, 20480, 128), (1008.0, 128, 25600, 160)],
+]
+MODELS = {
+    **{f"gpt-{sizes[0]}b": Model(*sizes, dropout=0.1, unfused=True) for sizes in MEGATRON},
+    "llama3-8b": Model(8.03, 32, 4096, 32, 8, 21504, 128256, 8192),
+    "llama3-70b": Model(70.6, 80, 8192, 64, 8, 43008, 128256, 8192),
+    "llama3-405b": Model(405.9, 126, 16384, 128, 8, 79872, 128256, 8192),
+    "gemma2-27b": Model(27.2, 46, 4608, 32, 16, 55296, 256128, 8192),
+    "mixtral-8x22b": Model(140.6, 56, 6144, 48, 8, 24576, 32768, 4096, 0.0, 8, 2),
+    "deepseek-v3": Model(671.0, 61, 7168, 128, None, 3072, 129280, 4096, 0.0, 256, 8, 1, 4),
+    "kimi-k2": Model(1040.0, 61, 7168, 64, None, 3072, 163840, 4096, 0.0, 384, 8, 1),
+    "solar-open": Model(102.6, 48, 4096, 64, 8, 1920, 196608, 4096, 0.0, 128, 8, 1),
+}
+
+
+class Layout(NamedTuple):
+    """How a step is cut, by the names of the flags."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    sp: bool = False
+    cp_method: str = "ring"
+    recompute: str = "none"
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    zero: int = 0
+    replicate: int = 1
+
+
+class Plan(NamedTuple):
+    """A layout's price: bytes that the fullest GPU holds, by kind; seconds of a step, by part."""
+
+    layout: Layout
+    memory: dict
+    seconds: dict
+
+    @property
+    def step(self):
+        return sum(self.seconds.values())
+
+    @property
+    def held(self):
+        return sum(self.memory.values())
+
+
+class Work(NamedTuple):
+    """Of a layer, or of the head, with a microbatch, on one GPU.
+
+    forward, backward: seconds of compute, and exposed ones of tp, cp and ep. weight: those of
+    backward's compute that are for weights. kept, made: bytes of activations until backward, and
+    while it computes.
+    """
+
+    forward: tuple
+    backward: tuple
+    weight: float
+    kept: float
+    made: float
+
+
+def links(gpu):
+    """LinkSpeed inside a node and between nodes. A message costs the host what NCCL's do here."""
+    speeds = gpu.node, gpu.network
+    return [LinkSpeed(LINK_SPEEDS["nccl"].alpha, _per_byte(gpu, gbs), 0.0) for gbs in speeds]
+
+
+def _per_byte(gpu, gb_per_second):
+    return 1e-9 / (gpu.moves * gb_per_second)
+
+
+@lru_cache(maxsize=None)
+def shard_seconds(gpu, nbytes, size, stride=1):
+    """Of a reduce-scatter or an all-gather of so many bytes, by `size` ranks, `stride` apart."""
+    per_node = math.gcd(size, max(1, gpu.per_node // stride))
+    names = ["direct"] if per_node == size else ["ring", "hierarchical"]
+    costs = [reduce_scatter_cost(name, int(nbytes), size, per_node) for name in names]
+    return min(cost.seconds(*links(gpu)) for cost in costs)
+
+
+def dispatch_seconds(gpu, config, rows, tp, ep):
+    """Of a layer's dispatch and combine. A token goes once to a node, and to topk_nodes at most."""
+    if ep == 1:
+        return 0.0
+    per_node = math.gcd(ep, math.gcd(ep, tp) * max(1, gpu.per_node // tp))
+    nbytes = expert_parallel_bytes(rows, config.top_k, config.hidden, ep, 2)
+    crossings = min(config.top_k, ep // per_node, config.topk_nodes or ep) / config.top_k
+    outside = nbytes * (ep - per_node) / (ep - 1) * crossings
+    hops = Cost(2, nbytes), Cost(2 * (per_node < ep), outside)
+    return sum(hop.seconds(link) for hop, link in zip(hops, links(gpu)))
+
+
+@lru_cache
+def parameters_of(config):
+    """How many a GPT has: in a layer, outside of its experts and in them; and outside of layers."""
+    h, width, experts = config.hidden, config.mlp_width, _portion(config)
+    kv = h * (config.kv_heads or config.heads) // config.heads
+    attention = 2 * h * h + 2 * h * kv + 2 * h + 2 * kv + 4 * h  # with biases, and two norms
+    mlp = (1 - experts) * (2 * h * width + width + h)
+    mlp += experts * h * (config.experts + 2 * width * config.shared_experts)
+    whole = 2 * h * width * config.experts * experts
+    return attention + mlp, whole, (config.vocab_size + config.seq_len + 2) * h
+
+
+def _portion(config):
+    """Of the layers, those that have experts."""
+    return sum(map(config.has_experts, range(config.layers))) / config.layers
+
+
+@lru_cache(maxsize=None)
+def layer_work(config, gpu, batch, layout, unfused):
+    """The mean layer's. batch: sequences of a microbatch. layout: tp, cp, ep, sp, recompute count.
+
+    Forward computes products, at the pace of the GPU or of its memory, which holds the weights; and
+    writes and reads again what is kept for backward if nothing is recomputed. Backward does all of
+    it twice; gradients of weights are read and written in 32 bit. tp and ep wait; ring attention
+    hides its messages behind attention.
+    """
+    h, tp, cp, heads = config.hidden, layout.tp, layout.cp, config.heads
+    own, experts = config.seq_len / cp, _portion(config)
+    kv_heads = max(1, (config.kv_heads or heads) // tp)
+    plain, full = replace(config, recompute="none"), layout.recompute == "full"
+    flops = sum(layer_flops(plain, layer) for layer in range(config.layers)) / config.layers / 3
+    per_flop = batch * own / tp / (gpu.tflops * 1e12 * gpu.products)
+    core, per_byte = 4 * config.seq_len * h * per_flop, _per_byte(gpu, gpu.memory_speed)
+    dense, routed, _ = parameters_of(config)
+    weights = (dense / tp + routed / layout.ep) * per_byte
+    product, weight = (max(flops * per_flop - core, size * weights) for size in (2, 8))
+    fused = _activations(config, batch, layout, "selective")
+    made = _activations(config, batch, layout, "none") if unfused else fused
+    kept = made if layout.recompute == "none" else _activations(config, batch, layout)
+    if layout.cp_method == "allgather" and layout.recompute == "none":
+        kept += 2 * 2 * batch * (config.seq_len - own) * h // heads * kv_heads
+    compute, scores = product + core + 2 * made * per_byte, core + 2 * (made - fused) * per_byte
+
+    sizes = batch, own, h, tp, 2
+    rounds = [tensor_parallel_layer_bytes(*sizes, sp) for sp in (False, layout.sp)]
+    whole = batch * own * h * 2
+    rounds = [n / max(1, reduce_scatter_bytes(whole, tp)) * (1 - experts / 2) for n in rounds]
+    split = shard_seconds(gpu, whole, tp)  # experts are not split
+    around = _context_seconds(gpu, layout, batch, config.seq_len, heads // tp, kv_heads, h // heads)
+    if layout.cp_method == "ring":
+        around = [max(0.0, t - n * core) for t, n in zip(around, (1, 2))]
+    experts *= dispatch_seconds(gpu, config, batch * own / tp, tp, layout.ep)
+    forward = compute, rounds[0] / 2 * split, around[0], experts
+    # a fused kernel makes the scores again in backward: 5 products, to the 2 of forward
+    backward = [product + weight + 2 * (compute - product) + (not unfused) * core / 2]
+    backward += [(rounds[1] - rounds[0] / 2) * split, around[1], experts]
+    again = {"full": forward, "selective": (scores, 0, around[0], 0)}.get(layout.recompute, (0,) * 4)
+    return Work(forward, tuple(map(sum, zip(backward, again))), weight, kept, made)
+
+
+def _context_seconds(gpu, layout, batch, *sizes):
+    """Of attention across cp, forward and backward."""
+    if layout.cp == 1:
+        return 0.0, 0.0
+    sent = context_parallel_bytes(layout.cp_method, batch, *sizes, layout.cp, 2, 4)
+    steps = (layout.cp - 1, 2 * layout.cp) if layout.cp_method == "ring" else (4, 4)
+    link = links(gpu)[layout.cp * layout.tp > gpu.per_node]
+    return [Cost(*cost).seconds(link) for cost in zip(steps, sent)]
+
+
+def _of_layer(layout):
+    """What of a layout a layer's work depends on."""
+    return Layout(*layout[:2], ep=layout.ep, **dict(zip(Layout._fields[5:8], layout[5:8])))
+
+
+def _activations(config, batch, layout, recompute=None):
+    """Bytes that a rank keeps of a layer, the mean of all."""
+    h, experts, recompute = config.hidden, _portion(config), recompute or layout.recompute
+    width, own = (1 - experts) * config.mlp_width, config.seq_len / layout.cp
+    sizes = batch, own, h, config.heads, layout.tp, layout.sp, recompute
+    dense = activation_bytes(*sizes, config.kv_heads, width, config.dropout > 0)
+    copies, rows = config.top_k + config.shared_experts, experts * batch * own / layout.tp
+    routed = expert_activation_bytes(rows, copies, h, config.mlp_width)
+    return dense + routed * (recompute != "full")
+
+
+@lru_cache(maxsize=None)
+def head_work(config, gpu, batch, parts):
+    """The head's, and the loss's: logits in 16 bit, and in 32. parts: tp x cp."""
+    logits = batch * config.seq_len * config.vocab_size / parts
+    product = 2 * config.hidden * logits / (gpu.tflops * 1e12 * gpu.products)
+    forward = product + 12 * logits * _per_byte(gpu, gpu.memory_speed)
+    return Work((forward, 0, 0, 0), (2 * forward, 0, 0, 0), product, 6 * logits, 6 * logits)
+
+
+@lru_cache(maxsize=None)
+def busiest_rank(layers, head, stages, chunks):
+    """(layers, heads) of the rank that has most to do, where the head costs `head` layers.
+
+    As layers_of() cuts, where all layers cost the same.
+    """
+    if stages == 1:
+        return layers, 1
+    cuts, others = [], min(stages - 1, layers)
+    for last in range(stages <= layers, min(layers - others, math.ceil(layers / stages)) + 1):
+        most = math.ceil((layers - last) / others)
+        ranks = (most * chunks, 0), (last + most * (chunks - 1), 1)
+        cuts.append((max(most, last + head), max(ranks, key=lambda rank: rank[0] + head * rank[1])))
+    return min(cuts)[1]
+
+
+def price(config, gpu, layout, batch_size, unfused=False):
+    """The Plan of a layout. Its slowest rank sets the pace; its fullest has both ends' memory.
+
+    A step is the microbatches, the bubble, and what messages leave exposed. Gradients hide behind
+    the backward of the last microbatch, or, interleaved, of the last p of all chunks but the first;
+    weights behind the first forward alike; what ZeRO-2 and -3 send more, behind all. A stage waits
+    for messages, which are split over tp (--sp, or Megatron-LM's scatter and gather). DualPipe
+    hides ep.
+    """
+    dp, pp, m, schedule = layout.dp, layout.pp, layout.microbatches, layout.schedule
+    batch = batch_size // (dp * m)
+    v = {"interleaved": layout.chunks, "zb-v": 2}.get(schedule, 1)
+    layer = layer_work(config, gpu, batch, _of_layer(layout), unfused)
+    head = head_work(config, gpu, batch, layout.tp * layout.cp)
+    relative = round(head.forward[0] / sum(layer.forward), 6)
+    layers, heads = busiest_rank(config.layers, relative, pp * v, v)
+    parts = [a + b for a, b in zip(layer.forward, layer.backward)]
+    seconds = {name: m * layers * part for name, part in zip(("compute", "tp", "cp", "ep"), parts)}
+    seconds["compute"] += m * heads * (head.forward[0] + head.backward[0])
+    if schedule == "dualpipe":
+        seconds["ep"] = max(0.0, seconds["ep"] - seconds["compute"])
+    times = [  # forward, backward, weight: of this rank, and the mean of the others
+        (layers * a + heads * b, ((config.layers - layers) * a + (1 - heads) * b) / max(1, pp - 1))
+        for a, b in (
+            *[(sum(a), sum(b)) for a, b in zip(layer[:2], head[:2])],
+            (layer.weight, head.weight),
+        )
+    ]
+    own, others = zip(*times)
+    message = batch * config.seq_len // layout.cp * config.hidden * 2 // layout.tp
+    link = links(gpu)[pp * dp * layout.cp * layout.tp > gpu.per_node]
+    hops = (v * pipeline_bytes(int(pp > 2), pp, m, nbytes) for nbytes in (1, message))
+    seconds["pp"] = Cost(*hops).seconds(link)
+    most = math.ceil(config.layers / (pp * v)) * v
+    chunked = schedule == "interleaved" and not unfused  # in 2021 all gradients went at the end
+    span = (pp * (v - 1) + 1) / v if chunked else 1
+    late = span * own[0], span * own[1]
+    memory, seconds["dp"] = replicas(config, gpu, layout, most, *own[:2], *late)
+    seconds["bubble"] = bubble_of_step(schedule, pp, m, *others, v) if pp > 1 else 0.0
+    held = peak_activations(schedule, pp, m, v) if pp > 1 else 1
+    memory["activations"] = held * most * layer.kept + layer.made
+    if pp == 1 or schedule not in ("1f1b", "interleaved"):  # in these the last stage holds least
+        memory["activations"] += head.made
+    return Plan(layout, memory, seconds)
+
+
+def replicas(config, gpu, layout, layers, forward, backward, first, last):
+    """What a rank holds of so many layers, {kind: bytes}, and the exposed seconds of dp.
+
+    With --dtype bf16: weights of 2 bytes, gradients of 4, and 12 of the optimizer. forward,
+    backward: seconds of a microbatch; first, last: of what a step begins and ends with.
+    """
+    tp, ep, zero, kinds = layout.tp, layout.ep, layout.zero, ("weights", "gradients", "optimizer")
+    dense, experts, outside = parameters_of(config)
+    copies, ranks = layers * (1 + (layout.schedule == "dualpipe")), layout.dp * layout.cp
+    rows = [((dense + outside / layers) / tp, ranks, tp)]  # of a layer: elements, ranks, stride
+    rows += [(experts / ep, ranks * tp // ep, ep * tp // math.gcd(ep, tp))] * (experts > 0)
+    memory, scatter, gather = dict.fromkeys(kinds, 0.0), 0.0, 0.0
+    for elements, size, stride in rows:
+        shards = size // math.gcd(layout.replicate, size)
+        for kind, nbytes in zip(kinds, ((2 * (zero < 3), 0, 0), (0, 4, 0), (0, 0, 12))):
+            memory[kind] += copies * elements * zero_memory(zero, shards, *nbytes)
+        scatter += copies * shard_seconds(gpu, 4 * elements, shards, stride)
+        gather += copies * shard_seconds(gpu, 2 * elements, shards, stride)
+        across = 4 * elements / shards, size // shards, shards * stride
+        scatter += copies * 2 * shard_seconds(gpu, *across)
+    if not zero:  # the sums of gradients are gathered, in 32 bit, before backward ends
+        return memory, max(0.0, 2 * scatter - last)
+    scatters, gathers = zero_rounds(zero, layout.microbatches)
+    again = gather * (gathers > 1)  # stage 3 gathers in backward, too
+    each = max(0.0, scatter + again + again - forward - backward)  # hidden behind the next, too
+    late = max(0.0, scatter + again - last) + max(0.0, gather - first)
+    return memory, (scatters - 1) * each + late
+
+
+def grids(args):
+    """The Layouts of all degrees that the command line takes for args.gpus, with one microbatch."""
+    limits = {"tp": args.heads, "cp": args.seq_len // 2, "pp": args.layers + 2, "ep": args.experts}
+    degrees = [_given(args, name, _divisors(args.gpus, limits[name])) for name in limits]
+    for tp, cp, pp, ep in product(*degrees):
+        dp, rest = divmod(args.gpus, tp * cp * pp)
+        sp = args.given.get("sp", tp > 1 and args.seq_len // cp % tp == 0)
+        grid = Layout(tp, cp, pp, dp, ep, sp, args.cp_method, replicate=args.replicate)
+        flags = {"topk_nodes": 1, "world_size": args.gpus, "zero": args.given.get("zero", 1)}
+        flags = argparse.Namespace(**vars(args) | grid._asdict() | flags)
+        wrong = rest or not dp or dp != args.given.get("dp", dp)
+        if not wrong and not any(is_wrong(flags) for is_wrong in RULES.values()):
+            yield grid
+
+
+def _divisors(number, most):
+    return [n for n in range(1, max(1, min(number, most)) + 1) if number % n == 0]
+
+
+def _given(args, name, choices):
+    return [args.given[name]] if name in args.given else choices
+
+
+def pieces_of(args, grid):
+    """A grid's Layouts of all microbatches and recomputations."""
+    own = args.batch_size // grid.dp
+    counts = _given(args, "microbatches", _divisors(own, own))
+    modes = _given(args, "recompute", ["none", "selective", "full"])
+    for m, mode in product(counts, modes):
+        if own % m == 0:
+            yield grid._replace(microbatches=m, recompute=mode)
+
+
+def pipelines_of(args, one):
+    """Layouts of all schedules whose formulas hold, without ZeRO, and lists of its stages.
+
+    With one stage all schedules are alike.
+    """
+    pp, m = one.pp, one.microbatches
+    stages = [[0], [1, 2, 3]] if one.dp * one.cp > 1 else [[0]]
+    stages = [_given(args, "zero", [])] if "zero" in args.given else stages
+    chunks = [(name, 2 if name == "zb-v" else 1) for name in SCHEDULES if name != "interleaved"]
+    chunks += [("interleaved", v) for v in _given(args, "chunks", range(2, 9))]
+    names = _given(args, "schedule", [*SCHEDULES] if pp > 1 else ["1f1b"])
+    for name, v in chunks:
+        least, multiple = least_microbatches(name, pp)
+        fits = m >= least and m % multiple == 0 and pp * v <= args.layers + 2
+        if fits and name in names and (name != "dualpipe" or pp % 2 == 0):
+            of = one._replace(schedule=name, chunks=v)
+            yield from ([of._replace(zero=stage) for stage in some] for some in stages)
+
+
+def best_plans(args, config, count=10, **given):
+    """The quickest Plan that fits of each grid, of so many grids, quickest first.
+
+    given: flags beside args.given. Of ZeRO's stages the first that fits waits least. What has least
+    to compute is priced first, until that alone takes longer than the plans that are found.
+    """
+    args = argparse.Namespace(**vars(args) | {"given": args.given | given})
+    pieces = [one for grid in grids(args) for one in pieces_of(args, grid)]
+    timed = sorted(((least_seconds(args, config, one), one) for one in pieces), key=lambda t: t[0])
+    best, last, limit = {}, math.inf, args.machine.memory * 1e9  # of a grid; the count-th of these
+    for seconds, one in timed:
+        if seconds >= last:
+            break
+        for layouts in pipelines_of(args, one):
+            known = best[one[:5]].step if one[:5] in best else math.inf
+            if seconds < min(known, last):
+                plans = (price_of(args, config, layout) for layout in layouts)
+                plan = next((plan for plan in plans if plan.held <= limit), None)
+                if plan and plan.step < min(known, last):
+                    best[one[:5]] = plan
+                    steps = sorted(plan.step for plan in best.values())
+                    last = steps[count - 1] if len(steps) >= count else last
+    return sorted(best.values(), key=lambda plan: plan.step)[:count]
+
+
+def price_of(args, config, layout):
+    return price(config, args.machine, layout, args.batch_size, args.unfused)
+
+
+def least_seconds(args, config, layout):
+    """Of compute, tp and cp, were all stages alike."""
+    batch = args.batch_size // (layout.dp * layout.microbatches)
+    layer = layer_work(config, args.machine, batch, _of_layer(layout), args.unfused)
+    layers = layout.microbatches * config.layers / layout.pp
+    return layers * sum(layer.forward[:3] + layer.backward[:3])
+
+
+def plan(argv):
+    """Print the layouts that cost least, and the rules that say why. Returns the exit status."""
+    try:
+        args = plan_args(argv)
+    except ValueError as error:
+        _complain(f"error: {error}")
+        return 2
+    config, gpus, kind = config_of(args), args.gpus, args.gpu or "this machine"
+    dense, experts, outside = parameters_of(config)
+    parameters = config.layers * (dense + experts) + outside
+    own = f", {MODELS[args.model].billions:g}B of its own" if args.model else ""
+    print(f"{args.model or 'model'}: {parameters / 1e9:.4g}B parameters as a GPT{own}")
+    print(f"{gpus} x {kind}, {args.batch_size} x {args.seq_len} tokens a step, bf16\n")
+    plans = best_plans(args, config)
+    if not plans:
+        print(
+            f"no layout fits: 16 bytes x parameters are {16e-9 * parameters:,.0f} GB, and {gpus} GPUs"
+            f" have {gpus * args.machine.memory:,.0f}; activations come on top"
+        )
+        return 1
+    show_plans(plans, args, flops_per_token(config))
+    print(*first_beats_second(plans), *rules(args, config, parameters, plans[0]), sep="\n")
+    return 0
+
+
+def config_of(args):
+    return GPTConfig(**{field.name: getattr(args, field.name, None) for field in fields(GPTConfig)})
+
+
+def show_plans(plans, args, flops):
+    """Two tables. flops: the model's, per token."""
+    flops *= args.batch_size * args.seq_len / args.gpus / 1e12
+    print(
+        "     tp  cp   pp    dp  ep ZeRO schedule         m x b recompute   step s  TFLOP/s    MFU"
+    )
+    for number, p in enumerate(plans, 1):
+        of, tflops = p.layout, flops / p.step
+        name = f"{of.schedule} {of.chunks}" if of.schedule == "interleaved" else of.schedule
+        sizes = f"{of.microbatches} x {args.batch_size // of.dp // of.microbatches}"
+        print(
+            f"{number:3} {of.tp:3} {of.cp:3} {of.pp:4} {of.dp:5} {of.ep:3} {of.zero:4} {name:14}"
+            f"{sizes:>8} {of.recompute:9} {p.step:8.4g} {tflops:8.4g}",
+            f"{tflops / args.machine.tflops:6.1%}",
+        )
+    print("\n     GB = weights  grads optim. activ.  s = compute", end="")
+    print("     tp     cp     ep     pp     dp bubble")
+    for number, p in enumerate(plans, 1):
+        held = " ".join(f"{nbytes / 1e9:6.2f}" for nbytes in p.memory.values())
+        compute, *waits = p.seconds.values()
+        print(f"{number:3} {p.held / 1e9:6.1f}  {held} {compute:12.4g}", *(f"{s:6.2g}" for s in waits))
+    print()
+
+
+def first_beats_second(plans):
+    """One sentence, where there are two."""
+    for one, two in pairwise(plans[:2]):
+        gains = {name: two.seconds[name] - one.seconds[name] for name in one.seconds}
+        most, least = max(gains, key=gains.get), min(gains, key=gains.get)
+        yield (
+            f"1 beats 2 by {two.step - one.step:.2g} s: {gains[most]:.2g} s less of {most}, "
+            f"{-gains[least]:.2g} s more of {least}"
+        )
+
+
+def rules(args, config, parameters, best):
+    """The literature's rules, each with the numbers that make it true or false here: the best
+    plan that keeps it, and the best one that does not."""
+    of, gpu = best.layout, args.machine
+    state = 18 * parameters / 1e9
+    yield f"fit first: 18 bytes a parameter are the memory of {state / gpu.memory:,.3g} GPUs"
+    half, degrees = of.microbatches // 2, {"tp": of.tp, "cp": of.cp, "pp": of.pp, "ep": of.ep}
+    for rule, flag, kept, broken, part, fixed in (
+        ("tp inside the node", "tp", gpu.per_node, 2 * gpu.per_node, "tp", {}),
+        ("pipeline across nodes", "pp", max(2, of.pp), 1, "bubble", {}),
+        ("data with the rest", "dp", of.dp, of.dp // 2, "dp", {}),
+        ("ZeRO-1 always", "zero", 1, 0, "dp", {}),
+        ("bubble small by m", "microbatches", of.microbatches, half, "bubble", degrees),
+    ):
+        if flag not in args.given and (of.dp if flag == "dp" else of.pp if fixed else 2) > 1:
+            plans = [best_plans(args, config, 1, **fixed | {flag: n}) for n in (kept, broken)]
+            steps = [min((plan.step for plan in found), default=math.inf) for found in plans]
+            shown = [describe(flag[:2], *pair, part) for pair in zip((kept, broken), plans)]
+            yield f"{'true ' if steps[0] <= steps[1] else 'FALSE'} {rule}. {'; '.join(shown)}"
+    flops, node, network = gpu.tflops * 1e12, gpu.node * 1e9, gpu.network * 1e9
+    if config.experts:
+        inside, whole = (compute_bound_degree(w, flops, node) for w in (args.ffn, 4 * args.hidden))
+        yield (
+            f"{'true ' if inside < whole else 'FALSE'} experts for the MLP, tp for attention: an "
+            f"expert is worth tp {inside:.2g}, a width of 4 h {whole:.2g}"
+        )
+    tokens = [compute_bound_tokens(flops, speed) for speed in (node, network)]
+    yield (
+        f"roofline: dp, FSDP want {tokens[0]:,.0f} tokens a rank in a node, {tokens[1]:,.0f} across "
+        f"(here {args.batch_size // of.dp * args.seq_len // of.cp:,}); tp up to "
+        f"{compute_bound_degree(args.ffn, flops, node):.2g}"
+    )
+    limits = args.gpus, 1e9 * gpu.memory
+    sizes = (largest_model(z, *limits, 2 * (z < 3), 4, 12) / 1e9 for z in range(4))
+    yield "largest model by ZeRO 0, 1, 2, 3 alone: " + ", ".join(f"{n:,.3g}B" for n in sizes)
+    save, between = 12 * parameters / STORAGE, 86400 / FAILURES / args.gpus
+    young, daly = checkpoint_intervals(save, between)
+    yield (
+        f"a failure in {between / 3600:,.3g} h, {save:.2g} s to save: checkpoints every {young:,.0f} s"
+        f" (Young), {daly:,.0f} s (Daly), {daly / best.step:,.0f} steps"
+    )
+
+
+def describe(flag, value, plans, part):
+    """The best of plans, of which there are one or none."""
+    for p in plans:
+        portion = p.seconds[part] / p.step
+        return f"{flag} {value}: {p.step:.3g} s, {p.held / 1e9:.3g} GB, {portion:.0%} {part}"
+    return f"{flag} {value}: none fits"
+
+
+FAILURES = 419 / 54 / 16384  # of a GPU in a day: Llama 3's
+STORAGE = 2e12  # bytes/s that its checkpoints went at
+
+
+def checkpoint_intervals(save, between_failures):
+    """Seconds between checkpoints that lose least, by Young, 1974, and by Daly, 2006.
+
+    save: what one takes; a failure loses half an interval. Daly's next terms hold for long saves.
+    """
+    young = math.sqrt(2 * save * between_failures)
+    ratio = math.sqrt(save / (2 * between_failures))
+    return young, young * (1 + ratio / 3 + ratio**2 / 9) - save
+
+
+def this_machine():
+    """(GPUs, Gpu) of this machine; without any, its cores, by a product and a copy of theirs."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name().lower()
+        kinds = [gpu for key, gpu in GPUS.items() if key in name]
+        if not kinds:
+            raise ValueError(f"--plan does not know {name}: say --gpus and --gpu")
+        return torch.cuda.device_count(), kinds[0]
+    x, cores = torch.ones(1024, 1024), os.cpu_count()
+    product, copy = (min(_seconds(call) for _ in range(5)) for call in (lambda: x @ x, x.clone))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / cores / 1e9
+    link = 1e-9 / LINK_SPEEDS["gloo"].beta
+    speeds = 2 * 1024**3 / product / cores / 1e12, memory, 2 * x.nbytes / copy / cores / 1e9
+    return cores, Gpu(*speeds, link, link, 1.0, 1.0, cores)
+
+
+def _seconds(call):
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def plan_args(argv):
+    """The checked command line of --plan. Raises ValueError, one line naming flags and values."""
+    args, args.given = read_flags(argv)
+    sizes = MODELS[args.model]._asdict() if args.model else {}
+    vars(args).update({"unfused": False} | sizes | args.given)
+    own, args.machine = (args.gpus, GPUS[args.gpu]) if args.gpu and args.gpus else this_machine()
+    args.gpus, args.machine = args.gpus or own, GPUS.get(args.gpu, args.machine)
+    args.kv_heads, args.ffn = args.kv_heads or args.heads, args.ffn or 4 * args.hidden
+    usual = 2**24 // args.seq_len if args.model else math.ceil(16 / args.gpus) * args.gpus
+    args.batch_size = args.batch_size or usual
+    if next(grids(args), None) is None:
+        kind = args.gpu or "this machine"
+        raise ValueError(f"--plan: no layout of {args.gpus} x {kind} has these degrees and sizes")
+    return args
+
+
 # ---- command line --------------------------------------------------------------------------------
 
 
@@ -2538,6 +3141,10 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("eval_every", int, None, SIZE, "validate every so many steps (default: at the end)"),
     ("print_every", int, None, SIZE, "steps per line, on no terminal (default: some 40 lines)"),
     ("verify", bool, False, None, "do not train; compare layouts, or this one, with one process"),
+    ("plan", bool, False, None, "do not train; print the layouts that cost least, and why"),
+    ("model", tuple(MODELS), None, None, "of the literature, for --plan"),
+    ("gpus", int, None, SIZE, "for --plan (default: this machine's)"),
+    ("gpu", tuple(GPUS), None, None, "their type, for --plan (default: this machine's)"),
     ("metrics", str, None, None, "write the flags and one JSON object per step to this file"),
     ("trace", str, None, None, "write what all ranks do in the last step here, for Perfetto"),
     ("timeout", int, 600, SECONDS, "seconds that a rank waits for another"),
@@ -2566,6 +3173,12 @@ SUBJECTS = {  # flags that mean nothing but in this case
         lambda a: not a.verify,
         [*OF_TRAINING, "topk_nodes", "capacity_factor", "dropout", "tf32"]
         + ["init_from", "generate", "sample", "checkpoint", "resume"],
+    ),
+    "--plan": (lambda a: a.plan, ["model", "gpus", "gpu"]),
+    "training, not --plan": (
+        lambda a: not a.plan,
+        [*OF_TRAINING, "verify", "generate", "sample", "init_from", "checkpoint", "resume", "steps"]
+        + ["ep_nodes", "tf32", "device", "backend", "collectives", "check_replicas"],
     ),
     "training, not --generate": (lambda a: not a.generate, OF_TRAINING),
 }
@@ -2644,8 +3257,8 @@ def _shown(name, value):
     return dashed if value is True else f"{dashed} {value}"
 
 
-def parse_args(argv, world_size):
-    """The checked, completed command line. Raises ValueError, one line naming flags and values."""
+def read_flags(argv):
+    """The flags, each checked for itself, and {name: value} of those that are given."""
     args = _parser().parse_args(argv)
     given = {name: value for name, value in vars(args).items() if value is not None}
     for name, _, default, must_be, _ in FLAGS:
@@ -2656,6 +3269,12 @@ def parse_args(argv, world_size):
         for name in names:
             if name in given and not chosen(args):
                 raise ValueError(f"{_shown(name, given[name])} needs {subject}")
+    return args, given
+
+
+def parse_args(argv, world_size):
+    """The checked, completed command line. Raises ValueError, one line naming flags and values."""
+    args, _ = read_flags(argv)
     args.world_size = world_size
     args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
     if args.zero is None:
@@ -2714,8 +3333,8 @@ def make_schedule(args):
     except ValueError as error:
         raise ValueError(f"{flags}: {error}") from None
     stages = len(schedule.routes[0])
-    if args.layers < stages:
-        raise ValueError(f"--layers {args.layers} is less than the {stages} stages of {flags}")
+    if args.layers + 2 < stages:  # these may have no layer: the first one, and the last
+        raise ValueError(f"--layers {args.layers} is too few for the {stages} stages of {flags}")
     return schedule
 
 
@@ -2767,6 +3386,8 @@ def main(argv=None):
         if rank == 0:
             _parser().print_help()
         return 0
+    if "--plan" in argv:
+        return plan(argv) if rank == 0 else 0
     if "--verify" in argv:
         argv = [*proof_flags(world_size), *argv]
     store = next(dist.rendezvous("env://"))[0] if "RANK" in os.environ else dist.HashStore()

@@ -1066,6 +1066,28 @@ def bubble_time(
     }[schedule]
 
 
+def bubble_of_step(
+    schedule, num_stages, num_microbatches, forward=1.0, backward=2.0, weight=1.0, num_chunks=2
+):
+    """bubble_time() where all ranks wait for each other at the step's end, as for one norm.
+
+    zb-h2's and zb-v's ranks end one after the other, so that these wait once more. Holds where m is
+    least_microbatches() or more, and W <= F <= B - W; dualpipe's is an upper bound.
+    """
+    staggered = {"zb-h2": forward, "zb-v": (backward - weight) / 2}
+    if schedule in staggered:
+        return (num_stages - 1) * staggered[schedule]
+    times = forward, backward, weight
+    return bubble_time(schedule, num_stages, num_microbatches, *times, num_chunks)
+
+
+def least_microbatches(schedule, num_stages):
+    """The fewest with which these formulas hold, and what their number is a multiple of."""
+    p = num_stages
+    special = {"interleaved": (p, p), "zb-h1": (p, 1), "zb-h2": (2 * p - 1, 1)}
+    return (special | {"zb-v": (2 * p, 1), "dualpipe": (2 * p, 2)}).get(schedule, (1, 1))
+
+
 def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2):
     """The most microbatches, each through all of a rank's layers, that the fullest rank holds."""
     p, m, v = num_stages, num_microbatches, num_chunks

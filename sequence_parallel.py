@@ -180,17 +180,30 @@ class TransformerLayer(nn.Module):
 
 
 def activation_bytes(
-    batch, seq_len, hidden, heads, tp=1, sequence_parallel=False, recompute="none"
+    batch,
+    seq_len,
+    hidden,
+    heads,
+    tp=1,
+    sequence_parallel=False,
+    recompute="none",
+    kv_heads=None,
+    ffn=None,
+    masks=True,
 ):
     """Bytes of activations that a rank keeps of a layer in 16 bit, with unfused attention.
 
-    recompute: "none", "selective" or "full". Korthikanti et al., 2022, table 2.
+    recompute: "none", "selective", which is also what fused attention keeps, or "full". kv_heads,
+    ffn: where they are not heads and 4 h. masks: whether there is dropout, outside of the scores.
+    Korthikanti et al., 2022, table 2, for the defaults.
     """
     sbh, split = seq_len * batch * hidden, tp if sequence_parallel else 1
     if recompute == "full":
         return 2 * sbh / split
     scores = 5 * heads * seq_len / (hidden * tp) if recompute == "none" else 0
-    return sbh * (10 / split + 24 / tp + scores)
+    whole = 10 if masks else 8
+    inside = 4 + 4 * (kv_heads or heads) / heads + 4 * (4 if ffn is None else ffn / hidden)
+    return sbh * (whole / split + inside / tp + scores)
 
 
 def norm_bytes(batch, seq_len, tp=1, sequence_parallel=False, recompute="none", itemsize=2):

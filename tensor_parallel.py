@@ -716,6 +716,15 @@ def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather
     return all_reduces * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
 
 
+def compute_bound_degree(ffn, flops, bandwidth, itemsize=2):
+    """Up to which degree an MLP of that width computes for longer than it sends.
+
+    flops, bandwidth: a rank's, per second. Forward: 4 h F / t FLOPs per token, for an all-reduce of
+    about 2 h elements. Austin et al., "How to Scale Your Model", 2025.
+    """
+    return 2 * ffn / itemsize * bandwidth / flops
+
+
 # ---- demonstration -------------------------------------------------------------------------------
 
 

@@ -1494,8 +1494,16 @@ def zero_bytes(stage, nbytes, world_size, microbatches=1):
 
     In a row 64 elements of padding follow each parameter and each shard but one, at most.
     """
-    times = (2, 2, 1 + microbatches, 3 * microbatches)[stage]
-    return times * reduce_scatter_bytes(nbytes, world_size)
+    return sum(zero_rounds(stage, microbatches)) * reduce_scatter_bytes(nbytes, world_size)
+
+
+def zero_rounds(stage, microbatches=1):
+    """How often a step reduce-scatters the gradients, and how often it all-gathers the parameters.
+
+    Stage 0, data parallelism, all-reduces the gradients: it gathers their sums.
+    """
+    m = microbatches
+    return ((1, 1), (1, 1), (m, 1), (m, 2 * m))[stage]
 
 
 def zero_memory(stage, world_size, parameter=2, gradient=2, optimizer=12):
@@ -1510,6 +1518,16 @@ def zero_memory(stage, world_size, parameter=2, gradient=2, optimizer=12):
 def largest_model(stage, world_size, memory_bytes, parameter=2, gradient=2, optimizer=8):
     """Parameters of the largest model whose training state fits into each rank's memory."""
     return memory_bytes / zero_memory(stage, world_size, parameter, gradient, optimizer)
+
+
+def compute_bound_tokens(flops, bandwidth, itemsize=2):
+    """From how many tokens on a rank computes for longer than it sends weights, or their gradients.
+
+    flops, bandwidth: a rank's, per second. A weight of `itemsize` bytes is gathered for 2 FLOPs per
+    token in forward (stage 3). In backward it is gathered and its gradient scattered, or that is
+    all-reduced (data parallelism), for 4. Austin et al., "How to Scale Your Model", 2025.
+    """
+    return itemsize / 2 * flops / bandwidth
 
 
 # ---- demonstration -------------------------------------------------------------------------------

@@ -1490,10 +1490,10 @@ ulysses cannot deal out --heads 2 and --kv-heads 2, split by --tp 2, to --cp 2
 3 | --tp 3 --kv-heads 2 --heads 6 --hidden 12 | neither of --kv-heads 2 and --tp 3 divides the other
 4 | --tp 4 --sp --seq-len 6 | --seq-len 6 is not divisible by --cp 1 x --tp 4
 1 | --recompute some | argument --recompute: invalid choice: 'some'
-3 | --pp 3 --layers 2 | --layers 2 is less than the 3 stages of --schedule 1f1b --pp 3
-4 | --pp 4 --schedule zb-v --layers 7 | --layers 7 is less than the 8 stages of --schedule
-2 | --pp 2 --schedule interleaved --chunks 3 | \
-is less than the 6 stages of --schedule interleaved --pp 2 --microbatches 2 --chunks 3
+4 | --pp 4 --layers 1 | --layers 1 is too few for the 4 stages of --schedule 1f1b --pp 4
+4 | --pp 4 --schedule zb-v --layers 5 | --layers 5 is too few for the 8 stages of --schedule
+2 | --pp 2 --schedule interleaved --chunks 3 --layers 3 | \
+is too few for the 6 stages of --schedule interleaved --pp 2 --microbatches 2 --chunks 3
 2 | --pp 2 --schedule interleaved --microbatches 3 | --microbatches 3 --chunks 2: num_micro
 2 | --pp 2 --schedule dualpipe --microbatches 2 | --pp 2 --microbatches 2: num_stages=2
 3 | --pp 3 --schedule dualpipe | --schedule dualpipe --pp 3 --microbatches 3: num_stages=3
