@@ -2684,8 +2684,9 @@ def layer_work(config, gpu, batch, layout, unfused):
     # a fused kernel makes the scores again in backward: 5 products, to the 2 of forward
     backward = [product + weight + 2 * (compute - product) + (not unfused) * core / 2]
     backward += [(rounds[1] - rounds[0] / 2) * split, around[1], experts]
-    again = {"full": forward, "selective": (scores, 0, around[0], 0)}.get(layout.recompute, (0,) * 4)
-    return Work(forward, tuple(map(sum, zip(backward, again))), weight, kept, made)
+    again = {"none": (0,) * 4, "selective": (scores, 0, around[0], 0), "full": forward}
+    backward = tuple(map(sum, zip(backward, again[layout.recompute])))
+    return Work(forward, backward, weight, kept, made)
 
 
 def _context_seconds(gpu, layout, batch, *sizes):
@@ -2919,8 +2920,8 @@ def plan(argv):
     plans = best_plans(args, config)
     if not plans:
         print(
-            f"no layout fits: 16 bytes x parameters are {16e-9 * parameters:,.0f} GB, and {gpus} GPUs"
-            f" have {gpus * args.machine.memory:,.0f}; activations come on top"
+            f"no layout fits: 16 bytes x parameters are {16e-9 * parameters:,.0f} GB, and {gpus} "
+            f"GPUs have {gpus * args.machine.memory:,.0f}; activations come on top"
         )
         return 1
     show_plans(plans, args, flops_per_token(config))
@@ -2952,7 +2953,8 @@ def show_plans(plans, args, flops):
     for number, p in enumerate(plans, 1):
         held = " ".join(f"{nbytes / 1e9:6.2f}" for nbytes in p.memory.values())
         compute, *waits = p.seconds.values()
-        print(f"{number:3} {p.held / 1e9:6.1f}  {held} {compute:12.4g}", *(f"{s:6.2g}" for s in waits))
+        waits = " ".join(f"{seconds:6.2g}" for seconds in waits)
+        print(f"{number:3} {p.held / 1e9:6.1f}  {held} {compute:12.4g} {waits}")
     print()
 
 
@@ -2995,8 +2997,8 @@ def rules(args, config, parameters, best):
         )
     tokens = [compute_bound_tokens(flops, speed) for speed in (node, network)]
     yield (
-        f"roofline: dp, FSDP want {tokens[0]:,.0f} tokens a rank in a node, {tokens[1]:,.0f} across "
-        f"(here {args.batch_size // of.dp * args.seq_len // of.cp:,}); tp up to "
+        f"roofline: dp, FSDP want {tokens[0]:,.0f} tokens a rank in a node, {tokens[1]:,.0f} across"
+        f" (here {args.batch_size // of.dp * args.seq_len // of.cp:,}); tp up to "
         f"{compute_bound_degree(args.ffn, flops, node):.2g}"
     )
     limits = args.gpus, 1e9 * gpu.memory
@@ -3005,8 +3007,8 @@ def rules(args, config, parameters, best):
     save, between = 12 * parameters / STORAGE, 86400 / FAILURES / args.gpus
     young, daly = checkpoint_intervals(save, between)
     yield (
-        f"a failure in {between / 3600:,.3g} h, {save:.2g} s to save: checkpoints every {young:,.0f} s"
-        f" (Young), {daly:,.0f} s (Daly), {daly / best.step:,.0f} steps"
+        f"a failure in {between / 3600:,.3g} h, {save:.2g} s to save: checkpoints every "
+        f"{young:,.0f} s (Young), {daly:,.0f} s (Daly), {daly / best.step:,.0f} steps"
     )
 
 

@@ -146,13 +146,14 @@ def test_gpus_models_and_counts_are_those_of_the_literature():
             for gpus, cp, _, s, _ in LLAMA
         ],
         "--model deepseek-v3 --gpus 2048 --gpu h800 --tp 1 --pp 16 --cp 1 --ep 64 --zero 1"
-        " --schedule dualpipe",
+        + " --schedule dualpipe",
         "--model kimi-k2 --gpus 2048 --gpu h800 --tp 1 --pp 16 --cp 1 --ep 16 --zero 1"
-        " --schedule interleaved",
+        + " --schedule interleaved",
         "--model mixtral-8x22b --gpus 128 --gpu h100 --tp 4 --pp 4 --cp 1 --ep 8",
-        "--model gemma2-27b --gpus 6144 --gpu tpu-v5p --batch-size 3072 --tp 2 --pp 1 --cp 1 --zero 3",
-        "--model solar-open --gpus 480 --gpu b200 --batch-size 1920 --tp 1 --pp 1 --cp 1 --ep 1 --zero 3"
-        " --replicate 6",
+        "--model gemma2-27b --gpus 6144 --gpu tpu-v5p --batch-size 3072 --tp 2 --pp 1 --cp 1"
+        + " --zero 3",
+        "--model solar-open --gpus 480 --gpu b200 --batch-size 1920 --tp 1 --pp 1 --cp 1 --ep 1"
+        + " --zero 3 --replicate 6",
     ],
 )
 def test_every_published_layout_fits(line):
@@ -341,7 +342,7 @@ def test_the_best_plans_are_those_of_a_search_through_everything():
     flags = "--gpus 8 --gpu h100 --layers 4 --hidden 64 --heads 4 --seq-len 32 --batch-size 16"
     args = arguments(flags)
     config, best = hybrid.config_of(args), {}
-    for memory in (2e-3, 9e-4):  # GB: what is quickest fits, and does not
+    for memory in (2e-3, 2.5e-4):  # GB: what is quickest fits, and does not
         args.machine = hybrid.GPUS["h100"]._replace(memory=memory, per_node=4)
         for grid in hybrid.grids(args):
             choices = itertools.product((1, 2, 4, 8, 16), SCHEDULES, range(1, 7), range(4))
@@ -369,7 +370,7 @@ def test_the_best_plans_are_those_of_a_search_through_everything():
         assert found == pytest.approx(expected[:5])
         everything = hybrid.best_plans(args, config, 100)
         assert [plan.step for plan in everything] == pytest.approx(expected)
-    assert 0 < len(everything) < len(best) / 2
+    assert 0 < len(everything) < len(best) - len(everything)
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -388,7 +389,7 @@ def test_the_plan_of_llama_3_says_which_rules_hold_and_by_which_numbers():
     lines = out.splitlines()
     assert (status, err) == (0, "") and max(map(len, lines)) <= 100
     assert lines[0] == "llama3-405b: 403.9B parameters as a GPT, 405.9B of its own"
-    assert sum(line[:3].strip().isdigit() for line in lines) == 20  # ten plans, in two tables
+    assert sum(line[:4].strip().isdigit() for line in lines) == 20  # ten plans, in two tables
     rules = ["tp inside the node", "pipeline across nodes", "data with the rest", "ZeRO-1 always"]
     for rule in [*rules, "bubble small by m"]:
         assert any(line.startswith(f"true  {rule}. ") for line in lines), rule
