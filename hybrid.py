@@ -32,6 +32,7 @@ GPU Clusters Using Megatron-LM", 2021.
     torchrun --nproc-per-node 4 hybrid.py                                 four replicas (dp = 4)
     torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4  dp = 2
     torchrun --nproc-per-node 8 hybrid.py --cp 2 --ep 8 --experts 16      dp = 4
+    python hybrid.py --plan --model llama3-405b --gpus 16384 --gpu h100   what layouts would cost
 """
 
 import argparse
@@ -2657,7 +2658,7 @@ def layer_work(config, gpu, batch, layout, unfused):
     h, tp, cp, heads = config.hidden, layout.tp, layout.cp, config.heads
     own, experts = config.seq_len / cp, _portion(config)
     kv_heads = max(1, (config.kv_heads or heads) // tp)
-    plain, full = replace(config, recompute="none"), layout.recompute == "full"
+    plain = replace(config, recompute="none")
     flops = sum(layer_flops(plain, layer) for layer in range(config.layers)) / config.layers / 3
     per_flop = batch * own / tp / (gpu.tflops * 1e12 * gpu.products)
     core, per_byte = 4 * config.seq_len * h * per_flop, _per_byte(gpu, gpu.memory_speed)
@@ -2926,6 +2927,7 @@ def plan(argv):
         return 1
     show_plans(plans, args, flops_per_token(config))
     print(*first_beats_second(plans), *rules(args, config, parameters, plans[0]), sep="\n")
+    print(*thresholds(args, config, parameters, plans[0]), sep="\n")
     return 0
 
 
@@ -2959,19 +2961,20 @@ def show_plans(plans, args, flops):
 
 
 def first_beats_second(plans):
-    """One sentence, where there are two."""
-    for one, two in pairwise(plans[:2]):
+    """One sentence, where there is a slower one."""
+    one, *others = plans
+    for number, two in [(n, p) for n, p in enumerate(others, 2) if p.step > 1.0001 * one.step][:1]:
         gains = {name: two.seconds[name] - one.seconds[name] for name in one.seconds}
         most, least = max(gains, key=gains.get), min(gains, key=gains.get)
         yield (
-            f"1 beats 2 by {two.step - one.step:.2g} s: {gains[most]:.2g} s less of {most}, "
+            f"1 beats {number} by {two.step - one.step:.2g} s: {gains[most]:.2g} s less of {most}, "
             f"{-gains[least]:.2g} s more of {least}"
         )
 
 
 def rules(args, config, parameters, best):
-    """The literature's rules, each with the numbers that make it true or false here: the best
-    plan that keeps it, and the best one that does not."""
+    """The literature's rules, each with what makes it true or false here: the best plan that keeps
+    it, and the best one that does not."""
     of, gpu = best.layout, args.machine
     state = 18 * parameters / 1e9
     yield f"fit first: 18 bytes a parameter are the memory of {state / gpu.memory:,.3g} GPUs"
@@ -2986,8 +2989,13 @@ def rules(args, config, parameters, best):
         if flag not in args.given and (of.dp if flag == "dp" else of.pp if fixed else 2) > 1:
             plans = [best_plans(args, config, 1, **fixed | {flag: n}) for n in (kept, broken)]
             steps = [min((plan.step for plan in found), default=math.inf) for found in plans]
-            shown = [describe(flag[:2], *pair, part) for pair in zip((kept, broken), plans)]
+            shown = [describe(flag, *pair, part) for pair in zip((kept, broken), plans)]
             yield f"{'true ' if steps[0] <= steps[1] else 'FALSE'} {rule}. {'; '.join(shown)}"
+
+
+def thresholds(args, config, parameters, best):
+    """The roofline's, ZeRO's and those of failures, which say what sizes a layout may have."""
+    of, gpu = best.layout, args.machine
     flops, node, network = gpu.tflops * 1e12, gpu.node * 1e9, gpu.network * 1e9
     if config.experts:
         inside, whole = (compute_bound_degree(w, flops, node) for w in (args.ffn, 4 * args.hidden))
@@ -3014,10 +3022,11 @@ def rules(args, config, parameters, best):
 
 def describe(flag, value, plans, part):
     """The best of plans, of which there are one or none."""
+    name = {"zero": "ZeRO", "microbatches": "m"}.get(flag, flag)
     for p in plans:
         portion = p.seconds[part] / p.step
-        return f"{flag} {value}: {p.step:.3g} s, {p.held / 1e9:.3g} GB, {portion:.0%} {part}"
-    return f"{flag} {value}: none fits"
+        return f"{name} {value}: {p.step:.3g} s, {p.held / 1e9:.3g} GB, {portion:.0%} {part}"
+    return f"{name} {value}: none fits"
 
 
 FAILURES = 419 / 54 / 16384  # of a GPU in a day: Llama 3's

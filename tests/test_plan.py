@@ -266,6 +266,17 @@ def test_stages_at_the_ends_may_have_no_layer():
     assert [[*hybrid.layers_of(s, 7, config)] for s in (0, 5, 6)] == [[0], [5], []]
 
 
+@on_ranks(2)
+def test_a_pipeline_whose_ends_have_no_layer_trains_as_one_process_does():
+    flags = "--pp 2 --layers 2 --schedule interleaved --chunks 2 --hidden 32 --heads 4 --seq-len 16"
+    torch.set_default_dtype(torch.float64)
+    for more in ("--zero 0", "--zero 3 --recompute full"):
+        args = hybrid.parse_args(f"{flags} --steps 2 {more}".split(), 2)
+        differences, _ = hybrid.compare(args, hybrid.mesh_of(args, 2), torch.device("cpu"))
+        assert max(differences.values(), default=0) < 1e-9
+    torch.set_default_dtype(torch.float32)
+
+
 def test_zero_rounds_are_what_is_sent():
     for stage, m in itertools.product(range(4), (1, 3)):
         assert sum(zero_rounds(stage, m)) * 75 == zero_bytes(stage, 100, 4, m)
@@ -342,7 +353,7 @@ def test_the_best_plans_are_those_of_a_search_through_everything():
     flags = "--gpus 8 --gpu h100 --layers 4 --hidden 64 --heads 4 --seq-len 32 --batch-size 16"
     args = arguments(flags)
     config, best = hybrid.config_of(args), {}
-    for memory in (2e-3, 2.5e-4):  # GB: what is quickest fits, and does not
+    for memory in (2e-3, 5e-4):  # GB: what is quickest fits, and does not
         args.machine = hybrid.GPUS["h100"]._replace(memory=memory, per_node=4)
         for grid in hybrid.grids(args):
             choices = itertools.product((1, 2, 4, 8, 16), SCHEDULES, range(1, 7), range(4))
@@ -389,7 +400,7 @@ def test_the_plan_of_llama_3_says_which_rules_hold_and_by_which_numbers():
     lines = out.splitlines()
     assert (status, err) == (0, "") and max(map(len, lines)) <= 100
     assert lines[0] == "llama3-405b: 403.9B parameters as a GPT, 405.9B of its own"
-    assert sum(line[:4].strip().isdigit() for line in lines) == 20  # ten plans, in two tables
+    assert sum(line[:4].strip().isdigit() for line in lines if line[:1] == " ") == 20  # ten plans, in two tables
     rules = ["tp inside the node", "pipeline across nodes", "data with the rest", "ZeRO-1 always"]
     for rule in [*rules, "bubble small by m"]:
         assert any(line.startswith(f"true  {rule}. ") for line in lines), rule
