@@ -2978,16 +2978,18 @@ def rules(args, config, parameters, best):
     of, gpu = best.layout, args.machine
     state = 18 * parameters / 1e9
     yield f"fit first: 18 bytes a parameter are the memory of {state / gpu.memory:,.3g} GPUs"
-    half, degrees = of.microbatches // 2, {"tp": of.tp, "cp": of.cp, "pp": of.pp, "ep": of.ep}
+    half, degrees = max(1, of.microbatches // 2), {"tp": of.tp, "cp": of.cp, "pp": of.pp, "ep": of.ep}
     for rule, flag, kept, broken, part, fixed in (
         ("tp inside the node", "tp", gpu.per_node, 2 * gpu.per_node, "tp", {}),
         ("pipeline across nodes", "pp", max(2, of.pp), 1, "bubble", {}),
-        ("data with the rest", "dp", of.dp, of.dp // 2, "dp", {}),
+        ("data with the rest", "dp", of.dp, max(1, of.dp // 2), "dp", {}),
         ("ZeRO-1 always", "zero", 1, 0, "dp", {}),
         ("bubble small by m", "microbatches", of.microbatches, half, "bubble", degrees),
     ):
-        if flag not in args.given and (of.dp if flag == "dp" else of.pp if fixed else 2) > 1:
-            plans = [best_plans(args, config, 1, **fixed | {flag: n}) for n in (kept, broken)]
+        if flag in args.given or kept == broken or (fixed and of.pp == 1):
+            continue
+        plans = [best_plans(args, config, 1, **fixed | {flag: n}) for n in (kept, broken)]
+        if plans[0]:
             steps = [min((plan.step for plan in found), default=math.inf) for found in plans]
             shown = [describe(flag, *pair, part) for pair in zip((kept, broken), plans)]
             yield f"{'true ' if steps[0] <= steps[1] else 'FALSE'} {rule}. {'; '.join(shown)}"

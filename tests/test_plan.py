@@ -278,6 +278,7 @@ def test_a_pipeline_whose_ends_have_no_layer_trains_as_one_process_does():
 
 
 def test_zero_rounds_are_what_is_sent():
+    assert [zero_rounds(stage, 4) for stage in range(4)] == [(1, 1), (1, 1), (4, 1), (4, 8)]
     for stage, m in itertools.product(range(4), (1, 3)):
         assert sum(zero_rounds(stage, m)) * 75 == zero_bytes(stage, 100, 4, m)
 
@@ -421,8 +422,15 @@ def test_experts_are_worth_less_tp_than_attention_and_400_billion_need_more_than
 
 
 def test_without_flags_it_plans_for_this_machine():
-    status, out, err = _output("--plan --gpus 2 --batch-size 4")
-    assert (status, err) == (0, "") and "2 x this machine" in out
+    status, out, err = _output("--plan")
+    assert (status, err) == (0, "") and " x this machine" in out
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 3, 8])
+@pytest.mark.parametrize("more", ["", "--experts 4", "--pp 1", "--zero 3 --recompute full"])
+def test_small_worlds_have_a_plan(gpus, more):
+    status, out, err = _output(f"--plan --gpus {gpus} --gpu h100 {more}")
+    assert (status, err) == (0, "") and "\n  1 " in out and "none fits; " not in out
 
 
 @pytest.mark.parametrize(
