@@ -2978,7 +2978,8 @@ def rules(args, config, parameters, best):
     of, gpu = best.layout, args.machine
     state = 18 * parameters / 1e9
     yield f"fit first: 18 bytes a parameter are the memory of {state / gpu.memory:,.3g} GPUs"
-    half, degrees = max(1, of.microbatches // 2), {"tp": of.tp, "cp": of.cp, "pp": of.pp, "ep": of.ep}
+    half = max(1, of.microbatches // 2)
+    degrees = {"tp": of.tp, "cp": of.cp, "pp": of.pp, "ep": of.ep}
     for rule, flag, kept, broken, part, fixed in (
         ("tp inside the node", "tp", gpu.per_node, 2 * gpu.per_node, "tp", {}),
         ("pipeline across nodes", "pp", max(2, of.pp), 1, "bubble", {}),

@@ -401,7 +401,7 @@ def test_the_plan_of_llama_3_says_which_rules_hold_and_by_which_numbers():
     lines = out.splitlines()
     assert (status, err) == (0, "") and max(map(len, lines)) <= 100
     assert lines[0] == "llama3-405b: 403.9B parameters as a GPT, 405.9B of its own"
-    assert sum(line[:4].strip().isdigit() for line in lines if line[:1] == " ") == 20  # ten plans, in two tables
+    assert sum(line[:4].strip().isdigit() for line in lines if line[:1] == " ") == 20
     rules = ["tp inside the node", "pipeline across nodes", "data with the rest", "ZeRO-1 always"]
     for rule in [*rules, "bubble small by m"]:
         assert any(line.startswith(f"true  {rule}. ") for line in lines), rule
