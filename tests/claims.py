@@ -13,6 +13,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 import torch
 from torch import nn
 
+import hybrid
 from collectives import all_gather_single, all_reduce, count_bytes, rank_and_size
 from ddp import DistributedDataParallel
 from expert_parallel import one_hop
@@ -27,7 +28,6 @@ from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer, memory_ledge
 
 P = 4
 README = Path(__file__).resolve().parent.parent / "README.md"
-BEGIN, END = "<!-- made by tests/claims.py -->\n", "<!-- end -->\n"
 B, S, H, A = 2, 64, 64, 8  # batch, sequence, hidden, heads of a layer
 N, K = 96, 2  # tokens of a rank, experts that each uses
 
@@ -174,6 +174,44 @@ def _simulated(name, m=8):
     return max(idle), max(timeline.peak) / chunks
 
 
+# layouts as they were trained, by the flags of --plan; TFLOP/s of a GPU, if known, of Megatron-LM's
+# GPTs with those of recomputation
+PUBLISHED = {
+    "gpt-7.5b --gpus 128 --gpu a100 --batch-size 512 --tp 4 --pp 1": 142,
+    "gpt-145.6b --gpus 1536 --gpu a100 --batch-size 2304 --tp 8 --pp 8 --schedule interleaved": 148,
+    "gpt-1008.0b --gpus 3072 --gpu a100 --batch-size 3072 --tp 8 --pp 64 --schedule 1f1b": 163,
+    "llama3-405b --gpus 8192 --gpu h100 --tp 8 --pp 16": 430,
+    "llama3-405b --gpus 16384 --gpu h100 --tp 8 --pp 16": 400,
+    "llama3-405b --gpus 16384 --gpu h100 --seq-len 131072 --tp 8 --pp 16 --cp 16": 380,
+    "deepseek-v3 --gpus 2048 --gpu h800 --tp 1 --pp 16 --ep 64 --schedule dualpipe": None,
+    "kimi-k2 --gpus 2048 --gpu h800 --tp 1 --pp 16 --ep 16 --schedule interleaved": None,
+    "mixtral-8x22b --gpus 128 --gpu h100 --tp 4 --pp 4 --ep 8": None,
+    "gemma2-27b --gpus 6144 --gpu tpu-v5p --batch-size 3072 --tp 2 --pp 1 --zero 3": None,
+    "solar-open --gpus 480 --gpu b200 --batch-size 1920 --tp 1 --pp 1 --zero 3 --replicate 6": None,
+}
+
+
+def published():
+    """What --plan answers to them, in Markdown."""
+    lines = ["| `python hybrid.py --plan --model` | answer | GB | TFLOP/s | reached |"]
+    lines += ["|---|---|---|---|---|"]
+    for flags, reached in PUBLISHED.items():
+        flags += "" if "--cp" in flags else " --cp 1"
+        flags += " --zero 0 --recompute full" if "gpt" in flags else ""
+        args = hybrid.plan_args(f"--plan --model {flags}".split())
+        config = hybrid.config_of(args)
+        (plan,) = hybrid.best_plans(args, config, 1)
+        tokens, of = args.batch_size * args.seq_len / args.gpus, plan.layout
+        again = 4 / 3 if "gpt" in flags else 1
+        tflops = again * hybrid.flops_per_token(config) * tokens / plan.step / 1e12
+        chunks = f" {of.chunks}" if of.schedule == "interleaved" else ""
+        name = f"{of.schedule}{chunks}, " if of.pp > 1 else ""
+        answer = f"{name}m {of.microbatches}, ZeRO {of.zero}, recompute {of.recompute}"
+        numbers = f"{plan.held / 1e9:.0f} | {tflops:.0f} | {reached or ''}"
+        lines.append(f"| `{flags}` | {answer} | {numbers} |")
+    return "\n".join(lines) + "\n"
+
+
 def block():
     """The tables and timelines, in Markdown."""
     lines = ["| claim, of 4 ranks | formula | value | counted | test |", "|---|---|---|---|---|"]
@@ -191,11 +229,18 @@ def block():
     return "\n".join(lines) + "\n"
 
 
+BLOCKS = {"claims": block, "published layouts": published}
+
+
 def write():
-    """Put it into the README, in place of what is there."""
-    before, rest = README.read_text().split(BEGIN)
-    README.write_text(before + BEGIN + "\n" + block() + "\n" + END + rest.split(END)[1])
+    """Put them into the README, in place of what is there."""
+    text = README.read_text()
+    for name, make in BLOCKS.items():
+        begin, end = f"<!-- {name}, by tests/claims.py -->\n\n", "\n<!-- end -->"
+        before, rest = text.split(begin)
+        text = before + begin + make() + end + rest.split(end, 1)[1]
+    README.write_text(text)
 
 
 if __name__ == "__main__":
-    write() if sys.argv[1:] == ["--write"] else print(block())
+    write() if sys.argv[1:] == ["--write"] else print(block(), published(), sep="\n")
