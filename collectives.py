@@ -127,6 +127,7 @@ class _State:
         self.rank, self.world_size = group.rank(), group.size()
         self.ranks = dist.get_process_group_ranks(group)  # unknown once the group is destroyed
         self.ranks_per_node = self.world_size  # see set_ranks_per_node()
+        self.is_fake = dist.get_backend(group) == "fake"  # whose messages go nowhere
         self.by_backend = False  # see set_backend_collectives()
         self.thread = self.stream = None  # which run its operations in the background
 
@@ -172,6 +173,8 @@ class _Call:
         receives = [message for message in receives if message[0].numel()]
         messages, peers = _Messages(self), ()
         self.tell("post", messages, sends, receives)
+        if self.state.is_fake:
+            return messages
         try:
             if self.on_stream:
                 peers = [peer for _, peer in sends + receives]
@@ -224,8 +227,12 @@ class _Messages:
 
 
 def _has_nccl(group, device_type):
-    """Whether NCCL carries such a device's tensors in the group, which may have gloo for others."""
-    return f"{device_type}:nccl" in dist.get_backend_config(group)
+    """Whether NCCL carries such a device's tensors in the group, which may have gloo for others.
+
+    PyTorch's "fake" groups, whose messages go nowhere, stand for NCCL's.
+    """
+    config = dist.get_backend_config(group)
+    return f"{device_type}:nccl" in config or f"{device_type}:fake" in config
 
 
 def _batch(sends, receives, group):
@@ -691,10 +698,12 @@ class LinkSpeed(NamedTuple):
 
 
 # Measured with 2 to 8 ranks on 2 cores (gloo); a batch's time on the host and, from data sheets, a
-# GPU's NVLink of 250 GB/s or more and its 400 Gbit/s network card (nccl). They are constants: an
-# algorithm chosen by the mood of a machine would change the bits of a training.
+# GPU's NVLink of 250 GB/s or more and its 400 Gbit/s network card (nccl); between machines of CPUs
+# a network of 1 Gbit/s. They are constants: an algorithm chosen by the mood of a machine would
+# change the bits of a training.
 LINK_SPEEDS = {
     "gloo": LinkSpeed(1.2e-4, 6.5e-10, 1.1e-10),
+    "gloo between nodes": LinkSpeed(1.2e-4, 8e-9, 1.1e-10),
     "nccl": LinkSpeed(6e-5, 4e-12, 1e-12),
     "nccl between nodes": LinkSpeed(6e-5, 2e-11, 1e-12),
 }
@@ -811,13 +820,15 @@ def _cheapest(backend, cost, nbytes, world_size, ranks_per_node, speeds):
     if cost is broadcast_cost:
         names = ["tree"] if backend == "gloo" else ["tree", "scatter_all_gather"]
     elif backend == "nccl":  # inside a node P-1 messages at once are quickest
-        names = ["direct"] if ranks_per_node == world_size else ["ring", "hierarchical"]
+        names = ["direct"] if ranks_per_node == world_size else ["ring"]
     elif cost is all_reduce_cost:
         names = ["ring", "halving_doubling", "recursive_doubling"]
     elif world_size & (world_size - 1) == 0:  # log2(P) messages are quicker than P-1
         names = ["halving", "ring"]
     else:
         names = ["direct", "ring"]
+    if 1 < ranks_per_node < world_size and cost is not broadcast_cost:
+        names = [*names, "hierarchical"]
     size = nbytes, world_size, ranks_per_node
     return min(names, key=lambda name: cost(name, *size).seconds(*speeds))
 
@@ -844,7 +855,7 @@ def _launch(call, run, tensors, async_op, *signature):
         run()
         call.tell("return")
         return None
-    if call.world_size == 1:  # needs neither stream nor thread
+    if call.world_size == 1 or call.state.is_fake:  # needs neither stream nor thread
         work = Work(run, call)
         work.run()
         return work
@@ -1484,7 +1495,12 @@ def set_ranks_per_node(ranks_per_node, group=None):
 
 
 def gather_objects(value, group=None):
-    """Every rank's `value`, anything that can be pickled, in rank order. Collective."""
+    """Every rank's `value`, anything that can be pickled, in rank order. Collective.
+
+    In a fake group the others are taken to have the same.
+    """
+    if dist.get_backend(group) == "fake":
+        return [value] * dist.get_world_size(group)
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(_device(group))
     lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=own.device)
     all_gather_single(lengths, lengths.new_tensor([len(own)]), group)

@@ -48,16 +48,18 @@ import sys
 import sysconfig
 import threading
 import time
+import weakref
 import zipfile
 from collections import Counter
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import lru_cache, partial
-from itertools import accumulate, combinations, pairwise, product, takewhile
+from itertools import accumulate, combinations, cycle, groupby, pairwise, product, takewhile
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
+from unittest.mock import patch
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback out of the imports that follow
@@ -68,17 +70,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata, MetadataIndex, TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 
 from collectives import (
-    LINK_SPEEDS, Cost, LinkSpeed, ReduceOp, all_gather_single, all_reduce, barrier, broadcast,
-    count_bytes, exchange, gather_from_group, gather_objects, observe, rank_and_size,
-    reduce_scatter_bytes, reduce_scatter_cost, report_stalls, scatter_to_group, schedule_as_batch,
-    set_backend_collectives, set_ranks_per_node,
+    LINK_SPEEDS, Cost, LinkSpeed, ReduceOp, all_gather_single, all_reduce, all_reduce_bytes,
+    barrier, broadcast, count_bytes, exchange, gather_from_group, gather_objects, observe,
+    rank_and_size, reduce_scatter_bytes, reduce_scatter_cost, report_stalls, scatter_to_group,
+    schedule_as_batch, set_backend_collectives, set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
 from expert_parallel import MoE, expert_activation_bytes, expert_parallel_bytes
@@ -146,23 +151,35 @@ class Mesh:
 
 
 def make_mesh(
-    pp=1, dp=1, cp=1, tp=1, ep=1, ep_nodes=1, replicate=1, local_world_size=None, groups=None
+    pp=1,
+    dp=1,
+    cp=1,
+    tp=1,
+    ep=1,
+    ep_nodes=1,
+    replicate=1,
+    local_world_size=None,
+    groups=None,
+    timeout=None,
 ):
     """Make groups of the slices of the grid of the default group's ranks.
 
     local_world_size: so many consecutive ranks share a node; by default all do. groups: those of
-    earlier meshes, to be used again; new ones are added. The others: see slices_of(). Collective:
-    every rank calls it. Raises ValueError if the degrees do not multiply to the world size, ep does
-    not divide dp x cp x tp, ep_nodes ep, or replicate dp x cp.
+    earlier meshes, to be used again; new ones are added. timeout: of their waits, a timedelta; by
+    default PyTorch's. The others: see slices_of(). Collective: every rank calls it. Raises
+    ValueError if the degrees do not multiply to the world size, ep does not divide dp x cp x tp,
+    ep_nodes ep, or replicate dp x cp.
     """
     rank, world_size = rank_and_size()
     _check_degrees(pp, dp, cp, tp, ep, ep_nodes, replicate, world_size)
     slices = slices_of(pp, dp, cp, tp, ep, ep_nodes, replicate)
     groups, mine = {} if groups is None else groups, {}  # made by all ranks in the same order
+    is_fake = dist.get_backend() == "fake"  # then no other rank waits for its groups
     for name, rows in slices.items():
+        rows = rows[(rows == rank).any(1)] if is_fake else rows
         for ranks in map(tuple, rows.tolist()):
             key = ranks, len(ranks) > 1 and name in GRADIENT_GROUPS
-            groups[key] = groups.get(key) or dist.new_group(ranks)
+            groups[key] = groups.get(key) or dist.new_group(ranks, timeout)
             if rank in ranks:
                 mine[name] = groups[key]
     for group in dict.fromkeys(mine.values()):
@@ -175,7 +192,7 @@ def make_mesh(
 def mesh_of(args, local_world_size=None, groups=None):
     """The mesh of the command line; see make_mesh()."""
     degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
-    mesh = make_mesh(*degrees, local_world_size, groups)
+    mesh = make_mesh(*degrees, local_world_size, groups, timedelta(seconds=args.timeout))
     if args.collectives == "backend":
         use_backend_collectives(mesh)
     return mesh
@@ -810,7 +827,8 @@ def make_chunks(args, config, mesh, device, routes, positions, put_off):
     for _, stage in sorted(places):
         with torch.device("meta"):
             chunk = make(stage=stage)
-        chunk.to_empty(device=device)
+        for module in chunk.modules():  # each once, though the head is the embedding
+            module.to_empty(device=device, recurse=False)
         initialize(chunk, value, mesh.ep_group)
         chunks.append(chunk)
     return chunks
@@ -1608,6 +1626,8 @@ def initial_values(args):
     """What initialize() takes values from: --init-from, or random numbers."""
     if args.init_from:
         return partial(loaded_value, load_weights(args))
+    if dist.get_backend() == "fake":
+        return lambda name, shape, first=0: torch.empty(shape)
     return partial(initial_value, layers=args.layers, seed=args.seed)
 
 
@@ -2397,14 +2417,8 @@ def costs(trainer, traffic):
     gradients, stages: KB sent; memory: bytes held per parameter; bubble: that of the schedule.
     """
     args, mesh, size = trainer.args, trainer.mesh, dist.get_world_size
-    item = torch.get_default_dtype().itemsize
-    sizes = (item, item, 2 * item) if args.dtype == "fp32" else (2 * (args.zero < 3), 4, 12)
-    groups, operations = (mesh.dp_cp_group, mesh.expert_dp_group), ["all_reduce"]
-    if args.zero:
-        groups = mesh.shard_group, mesh.expert_shard_group
-        operations = ["reduce_scatter_single", "all_gather_single"]
-    numel = lambda p: getattr(p, "whole_shape", p.shape).numel()
-    kinds = [(sum(map(numel, ps)), g) for ps, g in zip((trainer.dense, trainer.experts), groups)]
+    item, (sizes, kinds) = torch.get_default_dtype().itemsize, shared_out(trainer)
+    operations = ["reduce_scatter_single", "all_gather_single"] if args.zero else ["all_reduce"]
     held = memory_ledger(trainer.stages, trainer.optimizer).total()
     claimed = sum(number * zero_memory(args.zero, size(group), *sizes) for number, group in kinds)
     per_parameter = size() * sum(number for number, _ in kinds)
@@ -2419,7 +2433,8 @@ def costs(trainer, traffic):
         return found
     if args.dtype == "fp32" or not args.zero:
         microbatches = args.microbatches // (1 + trainer.replicated)
-        sent = sum(traffic.bytes(name, group) for name in operations for group in set(groups))
+        groups = {group for _, group in kinds}
+        sent = sum(traffic.bytes(name, group) for name in operations for group in groups)
         kinds = [(sizes[1] * number, size(group)) for number, group in kinds]
         claimed = sum(zero_bytes(args.zero, *kind, microbatches) for kind in kinds)
         found["gradients"] = sent / 1024, claimed / 1024
@@ -2431,6 +2446,18 @@ def costs(trainer, traffic):
         sent = traffic.bytes("exchange", mesh.pp_group)
         found["stages"] = sent / 1024, claimed / args.pp / 1024
     return found
+
+
+def shared_out(trainer):
+    """Bytes of a parameter, its gradient, its optimizer's state; [(parameters, whose group)]."""
+    args, mesh, item = trainer.args, trainer.mesh, torch.get_default_dtype().itemsize
+    sizes = (item, item, 2 * item) if args.dtype == "fp32" else (2 * (args.zero < 3), 4, 12)
+    groups = mesh.dp_cp_group, mesh.expert_dp_group
+    if args.zero:
+        groups = mesh.shard_group, mesh.expert_shard_group
+    numel = lambda p: getattr(p, "whole_shape", p.shape).numel()
+    kinds = trainer.dense, trainer.experts
+    return sizes, [(sum(map(numel, kind)), group) for kind, group in zip(kinds, groups)]
 
 
 def verify(args, argv, device, local_world_size):
@@ -3082,6 +3109,304 @@ def plan_args(argv):
         kind = args.gpu or "this machine"
         raise ValueError(f"--plan: no layout of {args.gpus} x {kind} has these degrees and sizes")
     return args
+# ---- rehearsal -----------------------------------------------------------------------------------
+#
+# The trainer takes a step as one rank of any world, in one process: tensors have shapes and no
+# memory, and the messages of PyTorch's "fake" groups go nowhere. Other ranks are taken to have what
+# this one has, and experts to have even loads.
+
+GPUS_PER_NODE = 8
+META = torch.device("meta")
+SUMS = "all_reduce", "reduce_scatter_single"
+KINDS = "parameters", "gradients", "optimizer", "activations", "all at once"
+AXIS_NAMES = "pp", "dp", "cp", "tp"
+aten = torch.ops.aten
+PRODUCTS = {  # operator: (place of its first factor, FLOPs / elements of that / columns)
+    **dict.fromkeys((aten.mm, aten.bmm, aten._grouped_mm), (0, 2)),
+    **dict.fromkeys((aten.addmm, aten.baddbmm), (1, 2)),
+    aten._scaled_dot_product_flash_attention_for_cpu: (0, 4),  # its columns are keys
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 8),
+}
+
+
+def product_flops(function, arguments):
+    """Of an operator; attention's without what its kernel computes again, as in layer_flops()."""
+    if function.overloadpacket not in PRODUCTS:
+        return 0
+    place, times = PRODUCTS[function.overloadpacket]
+    first, second = arguments[place : place + 2]
+    return times * first.numel() * second.shape[-1 if times == 2 else -2]
+
+
+class Rehearsal(FakeTensorMode):
+    """Tensors that are made inside have no memory; counts what a GPU would do with them.
+
+    flops: of products. batches, sent, crossed: {group: number, bytes sent, those of them that leave
+    the node}. log: (storage, change of its bytes), of storages by number. summed: those that were
+    sent to be summed in gradient_groups.
+    """
+
+    def __init__(self, args):
+        super().__init__(allow_non_fake_inputs=True)
+        self.flops, self.inside, self.rows = 0, False, cycle(even_rows(args))
+        self.batches, self.sent, self.crossed = Counter(), Counter(), Counter()
+        self.held, self.log, self.summed, self.gradient_groups = {}, [], set(), ()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        options = options or {}
+        if function is aten._local_scalar_dense.default:
+            return 0
+        if _is_on_meta(types, arguments, options):
+            return function(*arguments, **options)
+        outermost, self.inside = not self.inside, True  # an operator may be made of others
+        try:
+            result = super().__torch_dispatch__(function, types, arguments, options)
+        finally:
+            self.inside = not outermost
+        if not outermost:
+            return result
+        self.flops += product_flops(function, arguments)
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if torch.is_tensor(tensor):
+                storage = tensor.untyped_storage()
+                self.hold(storage, storage.nbytes())
+        return result
+
+    def hold(self, storage, nbytes):
+        """From now on a storage has so many bytes, until it ends."""
+        key = storage._cdata  # Private: stands for an address
+        if key not in self.held:
+            weakref.finalize(storage, self.let_go, key).atexit = False
+        number, before = self.held.get(key, (len(self.log), None))
+        if nbytes != before:
+            self.log.append((number, nbytes - (before or 0)))
+            self.held[key] = number, nbytes
+
+    def let_go(self, key):
+        number, nbytes = self.held.pop(key)
+        self.log.append((number, -nbytes))
+
+    def numbers(self, tensors):
+        """Those of tensors' storages."""
+        return {self.held[t.untyped_storage()._cdata][0] for t in tensors if torch.is_tensor(t)}
+
+    def listen(self, event, link, *what):
+        """Count the messages that observe() tells of."""
+        if event == "post" and (what[1] or what[2]):
+            self.batches[link.group] += 1
+            if link.group in self.gradient_groups and link.operation in SUMS:
+                parts = [t for t, _ in what[1] if t.nbytes < t.untyped_storage().nbytes()]
+                self.summed |= self.numbers(parts)  # of rows, and no sums on their way
+            for tensor, peer in what[1]:
+                nodes = {link.ranks[end] // GPUS_PER_NODE for end in (link.rank, peer)}
+                self.sent[link.group] += tensor.nbytes
+                self.crossed[link.group] += tensor.nbytes * (len(nodes) > 1)
+
+    @contextmanager
+    def stand_in(self):
+        """For what these tensors lack: values that the host reads, addresses, memory to resize."""
+
+        def tolist(tensor):  # numbers of rows, for each rank and its experts; others are floats
+            parts = math.prod(tensor.shape[1:])
+            number = 0.0 if tensor.is_floating_point() else next(self.rows) // parts
+            nest = lambda shape: [nest(shape[1:]) for _ in range(shape[0])] if shape else number
+            return nest(tensor.shape)
+
+        def resize(storage, nbytes, resize=torch.UntypedStorage.resize_):
+            self.hold(storage, nbytes)
+            return resize(storage, nbytes)
+
+        address = lambda t: (t.untyped_storage()._cdata << 40) + t.storage_offset() * t.itemsize
+        storages = {"data_ptr": lambda storage: storage._cdata, "resize_": resize}
+        with (
+            patch.multiple(FakeTensor, tolist=tolist, data_ptr=address),
+            patch.multiple(torch.UntypedStorage, **storages),
+        ):
+            yield
+
+
+def _is_on_meta(types, arguments, options):
+    """Whether these are no fake tensors, but those of device meta, which Module.to_empty() takes.
+
+    Fake ones would be swapped there, and cannot.
+    """
+    if FakeTensor in types or options.get("device", META) != META:
+        return False
+    tensors = list(filter(torch.is_tensor, tree_leaves(arguments)))
+    return all(tensor.device == META for tensor in tensors) and bool(tensors or options)
+
+
+def even_rows(args):
+    """The rows that a rank sends in a layer of experts, all ranks alike: by hop."""
+    tokens = args.batch_size * args.seq_len // (args.dp * args.microbatches * args.cp * args.tp)
+    hops = [args.top_k] if args.ep_nodes == 1 else [min(args.top_k, args.topk_nodes), args.top_k]
+    return [tokens * copies for copies in hops]
+
+
+def rehearse_step(args):
+    """The Trainer after a step as rank --rank, the Rehearsal, and the bytes held, by kind."""
+    store, device = FakeStore(), torch.device("cpu")
+    dist.init_process_group("fake", store=store, rank=args.rank, world_size=args.world_size)
+    mesh, rehearsal = mesh_of(args, GPUS_PER_NODE), Rehearsal(args)
+    with rehearsal, rehearsal.stand_in():
+        trainer = Trainer(args, mesh, device)
+        places = [place for route in trainer.pipeline.schedule.routes for place in route]
+        trainer.pipeline.formats |= dict.fromkeys(places, stage_format(args))
+        tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
+        rehearsal.gradient_groups = {getattr(mesh, name) for name in GRADIENT_GROUPS}
+        with observe(rehearsal.listen):
+            trainer.step(tokens, tokens)
+        return trainer, rehearsal, most_memory(trainer, rehearsal)
+
+
+def most_memory(trainer, rehearsal):
+    """{kind: bytes} at most, in a step that finds the optimizer's state there; and those of all.
+
+    activations: what else there is when there is most, such as parameters that were gathered.
+    """
+    args, optimizer, parameters = trainer.args, trainer.optimizer, trainer.dense + trainer.experts
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    lasting = rehearsal.numbers(states)
+    gradients = rehearsal.numbers(parameter.grad for parameter in parameters)
+    gradients |= rehearsal.summed if args.zero < 2 else set()  # else whole rows come and go
+    memory = memory_ledger(trainer.stages, optimizer)
+    if args.dtype == "bf16":
+        masters = parameters if args.zero else optimizer.masters
+        memory["optimizer"] += sum(master.nbytes for master in masters)
+        memory["parameters"] -= sum(master.nbytes for master in masters) * (args.zero > 0)
+    log = sorted(rehearsal.log, key=lambda entry: entry[0] not in lasting)
+    totals = list(accumulate(change for _, change in log))
+    sums = list(accumulate(change * (number in gradients) for number, change in log))
+    memory["all at once"] = max(totals)
+    others = max(totals) - sums[totals.index(max(totals))]
+    memory["activations"] = others - memory["parameters"] - memory["optimizer"]
+    memory["gradients"] = max(sums)
+    return memory
+
+
+def stage_format(args):
+    """Rows, dtype and shape of what stages send each other, as a pipeline learns in its first step.
+    """
+    rows = args.batch_size // (args.dp * args.microbatches)
+    length = args.seq_len // (args.cp * (args.tp if args.sp else 1))
+    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
+    return rows, dtype, torch.Size([length, rows, args.hidden])
+
+
+def claimed_memory(trainer):
+    """{kind: bytes} that a rank holds, as zero_memory() has them; activations have no formula."""
+    sizes, parts = shared_out(trainer)
+    claims = {}
+    for i, kind in enumerate(("parameters", "gradients", "optimizer")):
+        own = [size * (i == j) for j, size in enumerate(sizes)]
+        of = lambda group: zero_memory(trainer.args.zero, dist.get_world_size(group), *own)
+        claims[kind] = sum(number * of(group) for number, group in parts)
+    return claims
+
+
+def claimed_flops(trainer):
+    """Of this rank's layers, and the head, in a step."""
+    args, config, flops = trainer.args, trainer.config, 0
+    scores = 4 * args.seq_len * args.hidden
+    # of zig-zag's 2 cp chunks a rank has two, which see 2 cp - 1 whole ones and themselves
+    seen = (2 * args.cp + 1) / (4 * args.cp) if args.cp > 1 and args.cp_method != "ulysses" else 1
+    passes = 3 + (args.recompute != "none")
+    for chunk in trainer.chunks:
+        layers = list(map(int, chunk.transformer["h"]))
+        flops += sum(layer_flops(config, layer) for layer in layers)
+        flops += len(layers) * scores * (passes * seen - 3 - (args.recompute == "full"))
+        flops += chunk.last * 3 * 2 * args.hidden * args.vocab_size
+    tokens = args.batch_size * args.seq_len // (args.dp * args.cp * args.tp)
+    return flops * tokens // (1 + trainer.replicated)
+
+
+def claimed_bytes(trainer):
+    """{a group's name in Mesh: bytes} that a rank sends in a step, by the modules' formulas."""
+    args, config, chunks = trainer.args, trainer.config, trainer.chunks
+    item = 2 if args.dtype == "bf16" else torch.get_default_dtype().itemsize
+    m = args.microbatches // (1 + trainer.replicated)  # of each chunk
+    batch, own = args.batch_size // (args.dp * args.microbatches), args.seq_len // args.cp
+    sizes, again = (batch, own, args.hidden, args.tp, item), args.recompute == "full"
+    layers = [int(layer) for chunk in chunks for layer in chunk.transformer["h"]]
+    experts = sum(map(config.has_experts, layers))
+
+    whole = all_reduce_bytes(batch * own * args.hidden * item, args.tp)  # forward, or backward
+    split = tensor_parallel_layer_bytes(*sizes, args.sp) + again * 2 * whole
+    dealt = split / 2 + (not args.sp) * (1 + again / 2) * whole
+    ends = sum(chunk.first + chunk.last * (1.5 if args.sp else 1) for chunk in chunks)
+    kv_heads = max(1, args.kv_heads // args.tp)
+    around = args.cp_method, batch, args.seq_len, args.heads // args.tp, kv_heads
+    widths = args.hidden // args.heads, args.cp, item, max(4, item)
+    forward, backward = context_parallel_bytes(*around, *widths)
+    tokens, ep, nodes = batch * own // args.tp, args.ep, args.ep_nodes
+    hops = {"ep_group": (args.top_k, ep)}
+    if nodes > 1:
+        hops = {"node_group": (args.top_k, ep // nodes), "cross_group": (args.topk_nodes, nodes)}
+    hop = lambda k, P: expert_parallel_bytes(tokens, min(k, args.top_k), args.hidden, P, item)
+    return {
+        "tp_group": m * ((len(layers) - experts) * split + experts * dealt + ends * whole),
+        "cp_group": m * len(layers) * (forward * (1 + (args.recompute != "none")) + backward),
+        **{name: m * experts * hop(*sizes) * (2 + again) for name, sizes in hops.items()},
+        **claimed_stage_bytes(trainer, m * batch * own * args.hidden * item),
+        **claimed_gradient_bytes(trainer, item, m),
+    }
+
+
+def claimed_stage_bytes(trainer, nbytes):
+    """To other stages: nbytes over each boundary, and gradients of what two stages have."""
+    args, rank = trainer.args, dist.get_rank(trainer.mesh.pp_group)
+    if args.pp == 1:
+        return {}
+    nbytes //= args.tp if args.sp else 1
+    sent = trainer.replicated * sum(p.grad.nbytes for p in trainer.dense + trainer.experts)
+    for route in trainer.pipeline.schedule.routes:
+        places = [place for place, _ in groupby(stage for stage, _ in route)]
+        own = [i for i, place in enumerate(places) if place == rank]
+        sent += sum(pipeline_bytes(place, len(places), 1, nbytes) for place in own)
+    tied = [chunk.tied_weight() for chunk in trainer.chunks]
+    tied = [weight.grad.nbytes for weight in tied if weight is not None]
+    return {"pp_group": sent, "embedding_group": sum(tied) * (len(tied) == 1)}
+
+
+def claimed_gradient_bytes(trainer, item, microbatches):
+    """To replicas; parameters travel in `item` bytes each."""
+    args, mesh, claims = trainer.args, trainer.mesh, {}
+    (_, gradient, _), parts = shared_out(trainer)
+    sums = (2, 1, microbatches, microbatches)[args.zero]
+    for prefix, (number, group) in zip(("", "expert_"), parts):
+        P, copies = dist.get_world_size(group), getattr(mesh, f"{prefix}replicate_group")
+        sent = zero_bytes(args.zero, item * number, P, microbatches)
+        sent += sums * reduce_scatter_bytes((gradient - item) * number, P)
+        claims[f"{prefix}{'shard' if args.zero else 'dp_cp' if not prefix else 'dp'}_group"] = sent
+        if args.zero:
+            copied = all_reduce_bytes(gradient * number // P, dist.get_world_size(copies))
+            claims[f"{prefix}replicate_group"] = sums * copied
+    return claims
+
+
+def rehearse(args):
+    """Print what a step costs rank --rank: what is counted, and by formula."""
+    trainer, rehearsal, memory = rehearse_step(args)
+    mesh, claims = trainer.mesh, claimed_memory(trainer)
+    axes = [f"{axis} {rank_and_size(getattr(mesh, f'{axis}_group'))[0]}" for axis in AXIS_NAMES]
+    layers = [list(chunk.transformer["h"]) for chunk in trainer.chunks]
+    layers = ", ".join(f"{own[0]} to {own[-1]}" for own in layers)
+    print(f"rank {args.rank} of {args.world_size}, {', '.join(axes)}: layers {layers}")
+    rows = [(f"{kind}, MB", memory[kind] / 1e6, claims.get(kind, 0) / 1e6) for kind in KINDS]
+    rows += [("TFLOPs", rehearsal.flops / 1e12, claimed_flops(trainer) / 1e12)]
+    claims, lanes = claimed_bytes(trainer), axes_of(mesh)
+    for lane in dict.fromkeys(lanes.values()):
+        groups = {group for group, name in lanes.items() if name == lane}
+        claim = sum(claims.get(name, 0) for name, group in vars(mesh).items() if group in groups)
+        total = lambda counted: sum(counted[group] for group in groups)
+        rows += [(f"{lane}, MB sent", total(rehearsal.sent) / 1e6, claim / 1e6)]
+        rows += [("  between nodes", total(rehearsal.crossed) / 1e6, 0)]
+        rows += [("  batches", total(rehearsal.batches), 0)]
+    print(f"{'':20}{'counted':>16}{'formula':>16}{'difference':>12}")
+    for what, found, claim in rows:
+        compared = f"{claim:16,.3f}{found / claim - 1:12.2%}" if claim else ""
+        print(f"{what:20}{found:16,.3f}{compared}")
+    dist.destroy_process_group()
 
 
 # ---- command line --------------------------------------------------------------------------------
@@ -3157,8 +3482,10 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("verify", bool, False, None, "do not train; compare layouts, or this one, with one process"),
     ("plan", bool, False, None, "do not train; print the layouts that cost least, and why"),
     ("model", tuple(MODELS), None, None, "of the literature, for --plan"),
-    ("gpus", int, None, SIZE, "for --plan (default: this machine's)"),
+    ("gpus", int, None, SIZE, "for --plan (default: this machine's) or --rehearse (1)"),
     ("gpu", tuple(GPUS), None, None, "their type, for --plan (default: this machine's)"),
+    ("rehearse", bool, False, None, "do not train; count what a step of one rank costs"),
+    ("rank", int, 0, COUNT, "which one"),
     ("metrics", str, None, None, "write the flags and one JSON object per step to this file"),
     ("trace", str, None, None, "write what all ranks do in the last step here, for Perfetto"),
     ("timeout", int, 600, SECONDS, "seconds that a rank waits for another"),
@@ -3188,15 +3515,23 @@ SUBJECTS = {  # flags that mean nothing but in this case
         [*OF_TRAINING, "topk_nodes", "capacity_factor", "dropout", "tf32"]
         + ["init_from", "generate", "sample", "checkpoint", "resume"],
     ),
-    "--plan": (lambda a: a.plan, ["model", "gpus", "gpu"]),
+    "--plan": (lambda a: a.plan, ["model", "gpu"]),
+    "--plan or --rehearse": (lambda a: a.plan or a.rehearse, ["gpus"]),
     "training, not --plan": (
         lambda a: not a.plan,
         [*OF_TRAINING, "verify", "generate", "sample", "init_from", "checkpoint", "resume", "steps"]
         + ["ep_nodes", "tf32", "device", "backend", "collectives", "check_replicas"],
     ),
     "training, not --generate": (lambda a: not a.generate, OF_TRAINING),
+    "--rehearse": (lambda a: a.rehearse, ["rank"]),
+    "training, not --rehearse": (
+        lambda a: not a.rehearse,
+        [*OF_TRAINING, "verify", "generate", "init_from", "sample", "checkpoint", "resume", "tf32"]
+        + ["device", "backend", "collectives", "timeout", "check_replicas", "steps"],
+    ),
 }
 RULES = {  # how to say what is wrong, and whether it is; a rule may count on those before it
+    "{rank} is not one of {gpus}": lambda a: a.rehearse and a.rank >= a.world_size,
     "{seed} must be less than 2**32": lambda a: a.seed >= 2**32,
     "{backend} is not possible with {device}": lambda a: a.backend == "nccl" and a.device == "cpu",
     "{pp} x {dp} x {cp} x {tp} is not the number of processes, {world_size}": lambda a: (
@@ -3289,7 +3624,9 @@ def read_flags(argv):
 def parse_args(argv, world_size):
     """The checked, completed command line. Raises ValueError, one line naming flags and values."""
     args, _ = read_flags(argv)
-    args.world_size = world_size
+    if args.rehearse and world_size > 1:
+        raise ValueError("--rehearse runs in one process, not in those of torchrun")
+    args.world_size = world_size = args.gpus or world_size
     args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
     if args.zero is None:
         args.zero = int(args.dp * args.cp > 1)
@@ -3416,6 +3753,9 @@ def main(argv=None):
         fault = str(error)
     if _any_fault(fault, rank, world_size, store):
         return 2
+    if args.rehearse:
+        rehearse(args)
+        return 0
     local_world_size = _join(args, device, backend, store, rank, local_world_size)
     try:
         status = work(local_world_size) or 0
@@ -3435,6 +3775,8 @@ def _prepare(args, argv, device, rank):
     """
     if args.init_from:
         load_weights(args)
+    if args.rehearse:
+        return None
     if args.verify:
         return partial(verify, args, argv, device)
     if args.generate:

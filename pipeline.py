@@ -945,7 +945,7 @@ def _check_stages(stages, schedule, rank):
 
 def _check_replicas(stages, routes, group):
     """Raise on all ranks unless two routes' chunks train parameters of the same shapes."""
-    if len(routes) != 2:
+    if len(routes) != 2 or dist.get_backend(group) == "fake":  # where others are like this one
         return
     own = [[(tuple(p.shape), p.dtype) for p in _trained(stage)] for stage in stages]
     every = gather_objects(own, group)

@@ -59,7 +59,8 @@ def test_every_command_is_known():
         flags = words[words.index("hybrid.py") + 1 :]
         size = _world_size(words)
         verify = hybrid.proof_flags(size) if "--verify" in flags else []
-        assert hybrid.parse_args([*verify, *flags], size).world_size == size
+        args = hybrid.parse_args([*verify, *flags], size)
+        assert args.world_size == (args.gpus or size)
     for words in COMMANDS:
         if "tests/bench.py" in words:
             assert set(words[2:]) <= {*bench.BENCHMARKS}

@@ -1,0 +1,227 @@
+"""hybrid.py --rehearse: what it counts is what real ranks do, and its errors are one line."""
+
+import time
+from collections import Counter
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
+
+import hybrid
+from collectives import count_bytes, observe
+from expert_parallel import Router
+from ranks import run
+from sequence_parallel import saved_bytes
+from test_nccl_path import nccl_over_gloo
+from zero import memory_ledger
+
+aten = torch.ops.aten
+FORWARD = aten._scaled_dot_product_flash_attention_for_cpu
+BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+MAPPING = {  # PyTorch's counter does not know the CPU's kernels
+    FORWARD: lambda q, k, *_, **__: 4 * q[0] * q[1] * q[2] * k[2] * q[3],
+    aten._grouped_mm: lambda x, y, *_, **__: 2 * x[0] * x[1] * y[-1],
+    BACKWARD: lambda grad, q, k, *_, **__: 8 * q[0] * q[1] * q[2] * k[2] * q[3],
+}
+SIZES = "--layers 2 --hidden 32 --heads 4 --seq-len 32 --vocab-size 67 --batch-size 16"
+LAYOUTS = [
+    "--dp 2 --tp 2 --sp --zero 2 --microbatches 2",
+    "--layers 4 --pp 4 --microbatches 4 --recompute selective",
+    "--dp 4 --ep 4 --ep-nodes 2 --topk-nodes 1 --experts 8 --shared-experts 1 --zero 0",
+    "--pp 2 --dp 2 --ep 2 --experts 4 --moe-every 2 --dtype bf16 --microbatches 2",
+]
+OTHERS = [
+    "--dp 4 --zero 0",
+    "--dp 4 --zero 1 --microbatches 2 --dtype bf16",
+    "--dp 2 --cp 2 --zero 3 --replicate 2",
+    "--tp 4 --recompute full --dropout 0.1",
+    "--pp 2 --cp 2 --cp-method allgather --schedule zb-h1 --microbatches 4",
+    "--layers 4 --pp 2 --tp 2 --schedule zb-v --kv-heads 1 --microbatches 4",
+    "--layers 4 --pp 2 --dp 2 --schedule interleaved --microbatches 2 --dtype bf16 --zero 0",
+    "--layers 4 --pp 4 --schedule dualpipe --microbatches 8",
+    "--dp 2 --cp 2 --cp-method ulysses --ep 4 --experts 8 --balance bias --zero 1",
+    "--dp 2 --tp 2 --ep 2 --experts 4 --zero 3 --recompute full --microbatches 2",
+]
+
+
+def even_choice(router, scores):
+    """In place of Router.choose(): as many rows for each expert, on --topk-nodes nodes a token."""
+    tokens, experts, k = len(scores), scores.shape[1], router.top_k
+    if router.topk_group == 1 and router.n_group > 1:
+        per_node = experts // router.n_group
+        first = torch.arange(tokens) % router.n_group * per_node
+        within = torch.arange(tokens) // router.n_group * k
+        return first.unsqueeze(1) + (within.unsqueeze(1) + torch.arange(k)) % per_node
+    return (torch.arange(tokens * k) % experts).view(tokens, k)
+
+
+def _names(mesh, counted):
+    """{a group's name in Mesh: what is counted of it}, of those with several ranks."""
+    several = {n: g for n, g in vars(mesh).items() if g and dist.get_world_size(g) > 1}
+    return {name: counted(group) for name, group in several.items()}
+
+
+def _real(flags):
+    """What a second step does: the first one also learns formats and compares parameters."""
+    args = hybrid.parse_args(flags.split(), dist.get_world_size())
+    batches = Counter()
+
+    def listen(event, link, *what):
+        batches[link.group] += event == "post" and bool(what[1] or what[2])
+
+    with nccl_over_gloo(), patch.object(Router, "choose", even_choice):
+        mesh = hybrid.mesh_of(args, hybrid.GPUS_PER_NODE)
+        trainer = hybrid.Trainer(args, mesh, torch.device("cpu"))
+        tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
+        trainer.step(tokens, tokens)
+        flops = FlopCounterMode(display=False, custom_mapping=MAPPING)
+        with count_bytes() as traffic, observe(listen), flops:
+            trainer.step(tokens, tokens)
+    ledger = memory_ledger(trainer.stages, trainer.optimizer)
+    messages = _names(mesh, lambda group: (traffic.bytes(group=group), batches[group]))
+    return messages, flops.get_total_flops(), dict(ledger)
+
+
+def _rehearsed(flags, rank, world_size=4):
+    flags = f"{flags} --rehearse --rank {rank} --gpus {world_size}"
+    try:
+        trainer, rehearsal, memory = hybrid.rehearse_step(hybrid.parse_args(flags.split(), 1))
+        sent, batches = rehearsal.sent, rehearsal.batches
+        messages = _names(trainer.mesh, lambda group: (sent[group], batches[group]))
+        return messages, rehearsal.flops, memory
+    finally:
+        dist.destroy_process_group()
+
+
+def _assert_alike(layout):
+    ranks = run(4, _real, f"{SIZES} {layout}")
+    for rank, (messages, flops, ledger) in enumerate(ranks):
+        found_messages, found_flops, found = _rehearsed(f"{SIZES} {layout}", rank)
+        assert found_messages == messages, rank
+        assert found_flops == flops, rank
+        masters = ledger["optimizer"] // 2 if "bf16 --zero 0" in layout else 0  # not in the ledger
+        state = ledger["parameters"] + ledger["optimizer"] + masters
+        assert abs(found["parameters"] + found["optimizer"] - state) < 100, rank
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bytes_batches_flops_and_state_are_those_of_real_ranks(layout):
+    _assert_alike(layout)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", OTHERS)
+def test_so_they_are_in_other_layouts(layout):
+    _assert_alike(layout)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def _kept(flags):
+    """Bytes that autograd keeps of a microbatch, and of the stage's output, on real tensors."""
+    args = hybrid.parse_args(flags.split(), dist.get_world_size())
+    trainer = hybrid.Trainer(args, hybrid.mesh_of(args), torch.device("cpu"))
+    (chunk,) = trainer.chunks
+    if chunk.first or chunk.last:
+        return None
+    rows = args.batch_size // args.microbatches
+    x = torch.zeros(args.seq_len, rows, args.hidden, requires_grad=True)
+    with saved_bytes(chunk.parameters()) as kept:
+        y = trainer.stages[0](x.view_as(x))
+    return kept() + y.nbytes
+
+
+def test_a_stage_holds_one_microbatch_more_than_the_next_and_each_is_what_autograd_keeps():
+    flags = f"{SIZES} --layers 4 --pp 4 --microbatches 4"
+    (kept,) = set(run(4, _kept, flags)) - {None}
+    first, second = (_rehearsed(flags, rank)[2]["activations"] for rank in (1, 2))
+    assert first - second == kept
+
+
+def test_an_activation_too_many_and_a_message_too_many_are_seen():
+    flags, forward = f"{SIZES} --dp 4 --microbatches 2", hybrid.MLP.forward
+    messages, _, memory = _rehearsed(flags, 0)
+
+    def hoard(self, x):
+        self.hoarded = x.detach().clone()
+        return forward(self, x)
+
+    with patch.object(hybrid.MLP, "forward", hoard):
+        found = _rehearsed(flags, 0)
+    assert found[2]["activations"] - memory["activations"] == 2 * (32 * 2 * 32 * 4)  # of 2 layers
+    assert found[0] == messages
+
+    def chatter(self):
+        hybrid.all_reduce(torch.zeros(128), group=self.mesh.dp_group)
+
+    with patch.object(hybrid.Trainer, "sum_shared_gradients", chatter):
+        found = _rehearsed(flags, 0)
+    extra = [a - b for a, b in zip(found[0]["dp_group"], messages["dp_group"])]
+    assert extra == [2 * 128 * 4 * 3 // 4, 2]  # bytes, and batches: there and back
+
+
+# ---- sizes of the literature ---------------------------------------------------------------------
+
+LLAMA = (
+    "--layers 126 --hidden 16384 --heads 128 --kv-heads 8 --ffn 79872 --vocab-size 128256 --tp 8 "
+    "--seq-len 8192 --dtype bf16 --sp --pp 16 --batch-size 2048 --microbatches 16 --gpus 16384"
+)
+DEEPSEEK = (
+    "--layers 61 --hidden 7168 --heads 128 --ffn 3072 --experts 256 --top-k 8 --shared-experts 1 "
+    "--ep 64 --ep-nodes 8 --topk-nodes 4 --balance bias --vocab-size 129280 --seq-len 4096 --pp 16 "
+    "--dtype bf16 --batch-size 15360 --microbatches 60 --gpus 2048"
+)
+LARGE = [(LLAMA, rank) for rank in (0, 4711, 16383)]
+LARGE += [(DEEPSEEK, rank) for rank in (0, 1000, 2047)]
+
+
+def _table(flags, capsys):
+    """{what: (counted, difference from the formula, or None)} as printed."""
+    assert hybrid.main(f"--rehearse {flags}".split()) == 0
+    title, _, *lines = capsys.readouterr().out.splitlines()
+    rows = [(line[:20].strip(), line[20:].replace(",", "").split()) for line in lines]
+    percent = lambda text: float(text.rstrip("%")) / 100
+    return title, {
+        what: (float(words[0]), percent(words[2]) if words[2:] else None) for what, words in rows
+    }
+
+
+def test_a_rank_of_16384_is_rehearsed_and_its_formulas_agree(capsys):
+    flags = "--gpus 16384 --rank 4711 --pp 16 --tp 8 --sp --layers 16 --seq-len 128 --hidden 2048"
+    title, table = _table(f"{flags} --microbatches 16 --batch-size 2048 --heads 8", capsys)
+    assert title == "rank 4711 of 16384, pp 4, dp 76, cp 0, tp 7: layers 4 to 4"
+    assert table["dp, MB sent"][0] and table["tp, MB sent"][0] and table["pp, MB sent"][0]
+    assert all(abs(row[1]) < 0.02 for row in table.values() if row[1] is not None), table
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("flags, rank", LARGE)
+def test_large_models_take_a_minute_at_most_and_their_formulas_agree(capsys, flags, rank):
+    began = time.process_time()
+    _, table = _table(f"{flags} --rank {rank}", capsys)
+    assert time.process_time() - began < 60
+    assert all(abs(row[1]) < 0.02 for row in table.values() if row[1] is not None), table
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+ERRORS = [
+    ("--rehearse --rank 8 --gpus 8", 1, "--rank 8 is not one of --gpus 8"),
+    ("--rehearse --rank -1 --gpus 8", 1, "--rank -1 must not be negative"),
+    ("--rehearse", 2, "--rehearse runs in one process, not in those of torchrun"),
+    ("--rank 3", 1, "--rank 3 needs --rehearse"),
+    ("--gpus 8", 1, "--gpus 8 needs --plan or --rehearse"),
+    ("--rehearse --gpus 8 --tp 3", 1, "--pp 1 x --dp 2 x --cp 1 x --tp 3 is not the number of"),
+    ("--rehearse --gpus 8 --backend nccl", 1, "--backend nccl needs training, not --rehearse"),
+    ("--rehearse --gpus 8 --verify", 1, "--verify needs training, not --rehearse"),
+]
+
+
+@pytest.mark.parametrize("flags, processes, message", ERRORS)
+def test_what_cannot_be_rehearsed_is_told_in_a_line(flags, processes, message):
+    with pytest.raises(ValueError) as error:
+        hybrid.parse_args(flags.split(), processes)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
