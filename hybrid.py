@@ -3123,7 +3123,7 @@ AXIS_NAMES = "pp", "dp", "cp", "tp"
 aten = torch.ops.aten
 PRODUCTS = {  # operator: (place of its first factor, FLOPs / elements of that / columns)
     **dict.fromkeys((aten.mm, aten.bmm, aten._grouped_mm), (0, 2)),
-    **dict.fromkeys((aten.addmm, aten.baddbmm), (1, 2)),
+    **dict.fromkeys((aten.addmm, aten.addmm_, aten.baddbmm), (1, 2)),
     aten._scaled_dot_product_flash_attention_for_cpu: (0, 4),  # its columns are keys
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 8),
 }

@@ -20,8 +20,9 @@ from zero import memory_ledger
 aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
-MAPPING = {  # PyTorch's counter does not know the CPU's kernels
+MAPPING = {  # PyTorch's counter does not know these
     FORWARD: lambda q, k, *_, **__: 4 * q[0] * q[1] * q[2] * k[2] * q[3],
+    aten.addmm_: lambda z, x, y, **_: 2 * x[0] * x[1] * y[1],
     aten._grouped_mm: lambda x, y, *_, **__: 2 * x[0] * x[1] * y[-1],
     BACKWARD: lambda grad, q, k, *_, **__: 8 * q[0] * q[1] * q[2] * k[2] * q[3],
 }
