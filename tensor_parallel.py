@@ -124,7 +124,8 @@ class _ParallelLinear(torch.autograd.Function):
         def weight_product():
             whole = all_gather_to_group(x, 0, group) if ctx.regather and not gathering else x
             weight, adds = ctx.parameters[0], defer is not None and defer.adds
-            if adds and weight.is_leaf and getattr(weight.grad, "dtype", None) == rows.dtype:
+            adds = adds and weight.is_leaf and not weight._backward_hooks  # which want the product
+            if adds and getattr(weight.grad, "dtype", None) == rows.dtype:
                 weight.grad.addmm_(rows.t(), _rows(whole))
                 return None
             return (rows.t() @ _rows(whole)).to(weight.dtype)
