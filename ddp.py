@@ -22,7 +22,7 @@ Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Train
 
 import copy
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -33,8 +33,8 @@ import torch
 from torch import nn
 
 from collectives import (
-    ALIGNMENT, ReduceOp, all_reduce, all_reduce_bytes, broadcast, check_parameters, count_bytes,
-    dist, rank_and_size, run_ranks,
+    ALIGNMENT, ReduceOp, all_gather_single, all_reduce, all_reduce_bytes, broadcast,
+    check_parameters, count_bytes, dist, gather_objects, rank_and_size, run_ranks,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------
@@ -746,6 +746,64 @@ def _by_dtype(tensors):
         if tensor.numel():
             alike.setdefault(tensor.dtype, []).append(tensor)
     return alike.items()
+
+
+# ---- whether copies are alike --------------------------------------------------------------------
+
+
+@torch.no_grad()
+def find_unlike_copies(copies):
+    """Which ranks have other bits than most, in a tensor of which they have copies; "" if none has.
+
+    copies: [(name, tensor, the groups whose ranks have copies of it)]. Compares a sum of each,
+    which one flipped bit changes for certain. The host waits for the device once. Collective.
+    """
+    sums, of_group, rank = {}, {}, dist.get_rank()
+    for name, tensor, groups in copies:
+        total = sum_of_bits(tensor)
+        # the lowest rank that has it: the groups are axes of a grid, whose steps add up
+        lowest = rank + sum(dist.get_process_group_ranks(group)[0] - rank for group in groups)
+        sums[name, lowest] = total
+        for group in groups:
+            of_group.setdefault(group, []).append(total)
+    different = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for group, own in of_group.items():
+        own = torch.stack(own)
+        every = own.new_empty(dist.get_world_size(group), len(own))
+        all_gather_single(every, own, group)
+        different += (every != own).sum()
+    all_reduce(different)  # what one group sees, all ranks know
+    if not different:
+        return ""
+    return describe_copies(gather_objects({copy: total.item() for copy, total in sums.items()}))
+
+
+def sum_of_bits(tensor):
+    """The sum of the elements read as integers, modulo 2**64."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().view(integers[tensor.itemsize]).sum(dtype=torch.int64)
+
+
+def describe_copies(sums):
+    """Which ranks have another copy than most others. sums: {(name, ...): sum} of each rank.
+
+    Under a key, all ranks that have it should have the same sum.
+    """
+    sentences = []
+    for key in dict.fromkeys(key for own in sums for key in own):
+        copies = {rank: own[key] for rank, own in enumerate(sums) if key in own}
+        ((usual, count), *others) = Counter(copies.values()).most_common()
+        odd = [rank for rank in copies if copies[rank] != usual or 2 * count <= len(copies)]
+        if others:
+            rest = [rank for rank in copies if rank not in odd]
+            where = f"from the copies of {_ranks(rest)}" if rest else "between them"
+            sentences.append(f"{_ranks(odd)}: {key[0]} differs {where}")
+    more = [f"{len(sentences) - 3} more"] if len(sentences) > 3 else []
+    return "; ".join(sentences[:3] + more)
+
+
+def _ranks(ranks):
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 # ---- cost ----------------------------------------------------------------------------------------

@@ -544,6 +544,23 @@ class MoE(nn.Module):
         return infinite.any(), describe
 
 
+def tally_metrics(tallies, num_microbatches, with_losses):
+    """{name: number on the device} of a step, from the tallies (layers, E + 3) of all its tokens.
+
+    expert_load: the largest load of an expert / the mean, of the worst layer. expert_dropped: the
+    fraction of the choices that a capacity dropped. balance_loss, z_loss: means over layers and
+    microbatches, without coefficients.
+    """
+    counts, dropped, losses = tallies.split([tallies.shape[1] - 3, 1, 2], 1)
+    metrics = {
+        "expert_load": (counts.amax(1) / counts.mean(1)).max(),
+        "expert_dropped": dropped.sum() / counts.sum(),
+    }
+    if with_losses:
+        metrics["balance_loss"], metrics["z_loss"] = losses.mean(0) / num_microbatches
+    return metrics
+
+
 def _check_nodes(node_group, cross_group, group):
     """ValueError unless experts lie on the nodes' ranks in the order of those of `group`."""
     of = lambda group: dist.get_process_group_ranks(group or dist.group.WORLD)

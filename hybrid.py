@@ -22,7 +22,7 @@ What does depend on the layout: masks of dropout, which tokens a capacity drops,
 replicas.
 
 To be read: mesh, model, one step, loop. Each section after these is by itself: what people watch,
-the bits of copies, data, initial values, files, checkpoints, the proof, the command line.
+faults, data, initial values, files, checkpoints, the proof, the command line.
 
 The model is GPT-2's architecture (Radford et al., 2019), under GPT-2's parameter names. Shoeybi et
 al., "Megatron-LM", 2019, and Narayanan et al., "Efficient Large-Scale Language Model Training on
@@ -50,7 +50,7 @@ import threading
 import time
 import weakref
 import zipfile
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -71,7 +71,6 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata, MetadataIndex, TensorProperties,
 )
@@ -80,16 +79,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from collectives import (
-    LINK_SPEEDS, Cost, LinkSpeed, ReduceOp, all_gather_single, all_reduce, all_reduce_bytes,
-    barrier, broadcast, count_bytes, exchange, gather_from_group, gather_objects, observe,
-    rank_and_size, reduce_scatter_bytes, reduce_scatter_cost, report_stalls, scatter_to_group,
-    schedule_as_batch, set_backend_collectives, set_ranks_per_node,
+    LINK_SPEEDS, Cost, LinkSpeed, ReduceOp, all_reduce, all_reduce_bytes, barrier, broadcast,
+    count_bytes, exchange, gather_from_group, gather_objects, observe, rank_and_size,
+    reduce_scatter_bytes, reduce_scatter_cost, report_stalls, scatter_to_group, schedule_as_batch,
+    set_backend_collectives, set_ranks_per_node,
 )
-from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
-from expert_parallel import MoE, expert_activation_bytes, expert_parallel_bytes
+from ddp import (
+    DistributedDataParallel, clip_grads_with_norm_, find_unlike_copies, get_total_norm,
+)
+from expert_parallel import MoE, expert_activation_bytes, expert_parallel_bytes, tally_metrics
 from pipeline import (
-    SCHEDULES, Clock, Pipeline, WeightGradStore, bubble_of_step, bubble_time, forward_only,
-    least_microbatches, peak_activations, pipeline_bytes, simulate, sum_replicas,
+    SCHEDULES, Clock, Pipeline, WeightGradStore, bubble_of_step, bubble_time, cheapest_cuts,
+    forward_only, least_microbatches, peak_activations, pipeline_bytes, simulate, sum_replicas,
 )
 from sequence_parallel import (
     activation_bytes, allgather_attention, context_parallel_bytes, context_positions, dropout,
@@ -97,9 +98,9 @@ from sequence_parallel import (
 )
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, ShardedRandomState,
-    VocabParallelEmbedding, attention, compute_bound_degree, gather_shards, is_sharded,
-    mark_partial, parallel_linear, sum_partial_gradients, tensor_parallel_layer_bytes,
-    unique_ranges, vocab_parallel_cross_entropy,
+    VocabParallelEmbedding, attention, compute_bound_degree, is_sharded, mark_partial,
+    parallel_linear, part_of, sum_partial_gradients, tensor_parallel_layer_bytes, unique_ranges,
+    views_in_whole, vocab_parallel_cross_entropy, vocab_parallel_max,
 )
 from zero import (
     FullyShardedDataParallel, compute_bound_tokens, largest_model, memory_ledger, zero_bytes,
@@ -485,26 +486,6 @@ def layer_flops(config, layer):
     return passes * (2 * weights + 4 * config.seq_len * h)
 
 
-def cheapest_cuts(costs, parts):
-    """The places [0, ..., len(costs)] between runs of a list, none empty, whose sums are smallest.
-
-    First the largest sum is as small as can be, then the second, and so on; of equals the runs in
-    front are the shortest.
-    """
-    sums = [0, *accumulate(costs)]
-    best = {0: ([], [0])}  # {length: (sums of its runs, largest first, their places)}
-    for left in reversed(range(parts)):  # runs to come
-        best = {
-            end: min(
-                (sorted([*found, sums[end] - sums[cuts[-1]]], reverse=True), [*cuts, end])
-                for found, cuts in best.values()
-                if cuts[-1] < end
-            )
-            for end in range(parts - left, len(costs) - left + 1)
-        }
-    return best[len(costs)][1]
-
-
 def _replicated(module, config):
     """A module that every rank of tp has, with sequence parallelism for its part of the tokens."""
     return mark_partial(module) if config.sequence_parallel else module
@@ -559,18 +540,6 @@ class ParallelMoE(MoE):
 # ---- one step ------------------------------------------------------------------------------------
 
 
-class TrainingError(ValueError):
-    """What ends the training, raised on all ranks alike."""
-
-    kind, status = "error", 1
-
-
-class Terminated(TrainingError):
-    """What SIGTERM asked for; the exit status is what a shell gives one that it has killed."""
-
-    kind, status = "terminated", 128 + signal.SIGTERM
-
-
 class Trainer:
     """One rank's part of the training.
 
@@ -611,17 +580,18 @@ class Trainer:
         """One optimizer step on this rank's rows of the batch, (B/dp, T) each.
 
         Returns the global loss, the gradient norm before clipping, the learning rate, the number of
-        steps skipped so far, and what expert_metrics() has. Raises TrainingError, on all ranks, for
+        steps skipped so far, and what tally_metrics() has. Raises TrainingError, on all ranks, for
         tokens outside the vocabulary and where skip_step() does; weights are then those of before.
         """
         args = self.args
         seed_dropout(args.seed, self.steps_done, self.mesh)
         rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
         found = self.forward_backward(inputs, targets)
-        pieces = self.gradient_pieces()
-        norm = self.clip_gradients(pieces)
+        norm = self.clip_gradients()
         tallies = sum_tallies(self)
-        of_experts = expert_metrics(args, tallies)
+        of_experts = {}
+        if args.experts:
+            of_experts = tally_metrics(tallies, args.microbatches, args.balance == "aux")
         # the one time that the host waits for the device
         numbers = torch.stack([*found, norm, told_to_stop(self), *of_experts.values()])
         loss, num_outside, norm, self.stop, *loads = numbers.tolist()
@@ -631,7 +601,7 @@ class Trainer:
             self.update(rate, tallies)
             self.skipped_in_a_row = 0
         else:
-            skip_step(self, metrics, pieces)
+            skip_step(self, metrics)
         self.steps_done += 1
         return metrics | {"skipped": self.skipped, **dict(zip(of_experts, loads))}
 
@@ -656,7 +626,8 @@ class Trainer:
             for stage in self.stages:
                 stage.reshard()
         if self.args.balance == "bias":
-            balance_experts(self, tallies)
+            for row, layer in mixtures(self):
+                layer.router.update_bias(tallies[row, : layer.num_experts])
 
     def run(self, pipeline, inputs, targets):
         """Drive one pipeline step; returns the global loss, and how many tokens no vocabulary has.
@@ -697,26 +668,21 @@ class Trainer:
         elif tied:
             all_reduce(tied[0], group=self.mesh.embedding_group)
 
-    def gradient_pieces(self):
-        """{parameter: (first element, piece)}: what this rank has of each gradient, flattened."""
-        return {p: (getattr(p, "first", 0), p.grad.view(-1)) for p in self.dense + self.experts}
-
-    def clip_gradients(self, pieces):
+    def clip_gradients(self):
         """Scale gradients so their joint norm, each logical parameter once, is at most grad_clip.
 
-        pieces: what gradient_pieces() returns. Returns the norm before, on the device.
+        Returns the norm before, on the device.
         """
         mesh, dense, experts = self.mesh, [], []
-        for chunk in self.chunks[:1] if self.replicated else self.chunks:
-            for name, parameter in chunk.named_parameters():
-                first, piece = pieces[parameter]
-                if is_expert(name):
-                    experts.append(piece)
-                elif name != "lm_head.weight":  # a copy of the embedding
-                    dense.extend(
-                        piece[max(0, begin - first) : max(0, end - first)]
-                        for begin, end in unique_ranges(parameter, mesh.tp_group)
-                    )
+        for name, parameter in named_parameters(self):
+            (_, first), piece = part_of(parameter), parameter.grad.view(-1)
+            if is_expert(name):
+                experts.append(piece)
+            elif name != "lm_head.weight":  # a copy of the embedding
+                dense.extend(
+                    piece[max(0, begin - first) : max(0, end - first)]
+                    for begin, end in unique_ranges(parameter, mesh.tp_group)
+                )
         shards, expert_shards = [], []  # the groups over which there are other pieces
         if self.args.zero:
             shards, expert_shards = [mesh.shard_group], [mesh.expert_shard_group]
@@ -725,7 +691,7 @@ class Trainer:
             norms.append(get_total_norm(experts, groups=[*expert_shards, mesh.ep_group]))
         norm = get_total_norm(norms, groups=[mesh.pp_group])
         if self.args.grad_clip > 0:
-            gradients = [piece for _, piece in pieces.values()]
+            gradients = [parameter.grad for parameter in self.dense + self.experts]
             norm_or_0 = norm.nan_to_num()  # a nan would spread, and skip_step() tells where it was
             clip_grads_with_norm_(gradients, self.args.grad_clip, norm_or_0)
         return norm
@@ -749,50 +715,6 @@ class Trainer:
         schedule = forward_only(num_stages, num_microbatches, self.route)
         stages = self.stages[:1] if self.replicated else self.stages
         return Pipeline(stages, schedule, loss_fn, self.mesh.pp_group)
-
-
-def refuse_outside(trainer, number, inputs, targets):
-    """Raise TrainingError if number, alike on all ranks, tells of tokens outside."""
-    if number:
-        largest = torch.maximum(inputs, targets).max().to(trainer.device)
-        all_reduce(largest, ReduceOp.MAX, trainer.mesh.dp_cp_group)
-        where = f"--data {trainer.args.data}: " if trainer.args.data else ""
-        vocabulary = f"--vocab-size {trainer.config.vocab_size}"
-        raise TrainingError(f"{where}token {largest} is outside {vocabulary}")
-
-
-def skip_step(trainer, metrics, pieces):
-    """Leave out a step that is not finite: nothing moves but the learning rate's schedule.
-
-    pieces: what gradient_pieces() returned. Raises TrainingError, on all ranks, if it is one too
-    many in a row.
-    """
-    trainer.skipped += 1
-    trainer.skipped_in_a_row += 1
-    for stage in trainer.stages if trainer.args.zero else ():
-        stage.reshard()  # what was gathered may be what was wrong
-    if trainer.skipped_in_a_row >= (most := trainer.args.skip_nonfinite):
-        found = "loss {loss:.4f}, grad norm {grad_norm:.3f}, lr {lr:.2e}".format(**metrics)
-        if most:
-            found += f"; {most} in a row; gradients not finite: {_not_finite(trainer, pieces)}"
-        raise TrainingError(f"step {trainer.steps_done + 1} is not finite: {found}")
-
-
-def _not_finite(trainer, pieces, shown=8):
-    """The parameters whose gradients are not finite on some rank, in words. Collective."""
-    named = [pair for chunk in trainer.chunks for pair in chunk.named_parameters()]
-    own = [name for name, parameter in named if not pieces[parameter][1].isfinite().all()]
-    names = list(dict.fromkeys(sum(gather_objects(own), [])))
-    others = [f"{len(names) - shown} more"] if len(names) > shown else []
-    return ", ".join(names[:shown] + others) or "none"
-
-
-def told_to_stop(trainer):
-    """Whether SIGTERM has come to some rank, on the device; only where there are checkpoints."""
-    told = torch.full((), float(trainer.sigterm), device=trainer.device)
-    if trainer.args.checkpoint:
-        all_reduce(told, ReduceOp.MAX)
-    return told
 
 
 def learning_rate(step, steps, warmup, peak):
@@ -889,7 +811,7 @@ def _if_several(group):
 
 def make_optimizer(args, parameters):
     """AdamW, with decay of matrices. Whole parameters become bf16 if asked for, pieces do not."""
-    is_matrix = lambda parameter: len(getattr(parameter, "whole_shape", parameter.shape)) > 1
+    is_matrix = lambda parameter: len(part_of(parameter)[0]) > 1
     groups = [
         {"params": list(filter(is_matrix, parameters)), "weight_decay": args.weight_decay},
         {"params": [p for p in parameters if not is_matrix(p)], "weight_decay": 0.0},
@@ -903,84 +825,51 @@ def make_optimizer(args, parameters):
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """AdamW of masters in fp32, which are rounded into the parameters: bf16 from here on.
-
-    groups: of parameters in fp32, whose values the masters take over as they are.
-    """
+    """AdamW of masters in fp32, which are rounded into the parameters: bf16 from here on."""
 
     def __init__(self, groups, **options):
-        self.weights = [weight for group in groups for weight in group["params"]]
-        masters = {weight: weight.detach() for weight in self.weights}
-        groups = [group | {"params": [masters[w] for w in group["params"]]} for group in groups]
+        self.masters = {weight: weight.detach() for group in groups for weight in group["params"]}
+        groups = [g | {"params": [self.masters[w] for w in g["params"]]} for g in groups]
         super().__init__(groups, **options)
-        self.masters = list(masters.values())
-        for weight in self.weights:
+        for weight in self.masters:
             weight.data = weight.to(torch.bfloat16)
 
     @torch.no_grad()
     def round(self):
         """Make the parameters what the masters are."""
-        torch._foreach_copy_(self.weights, self.masters)
+        torch._foreach_copy_(list(self.masters), list(self.masters.values()))
 
     @torch.no_grad()
     def step(self):
-        for master, weight in zip(self.masters, self.weights):
+        for weight, master in self.masters.items():
             master.grad = weight.grad  # the same memory, which zero_grad() zeroes
         super().step()
         self.round()
 
 
 def mixtures(trainer):
-    """(Layer, its MoE) of this rank's layers with experts."""
-    layers = [item for chunk in trainer.chunks for item in chunk.transformer["h"].items()]
-    return [(int(i), block.mlp) for i, block in layers if trainer.config.has_experts(int(i))]
+    """[(number among the model's mixtures of experts, MoE)] of this rank's."""
+    config = trainer.config
+    numbers = [i for i in range(config.layers) if config.has_experts(i)]
+    layers = {i: layer for chunk in trainer.chunks for i, layer in chunk.transformer["h"].items()}
+    return [(row, layers[str(i)].mlp) for row, i in enumerate(numbers) if str(i) in layers]
 
 
 @torch.no_grad()
 def sum_tallies(trainer):
-    """{layer with experts: MoE's tally of the step, of all ranks and microbatches}, and begin anew.
+    """What the model's mixtures have counted in the step, of all ranks; they begin anew.
 
-    One reduction for all layers, and none without experts.
+    A row for each, MoE's tally. One reduction, and none without experts.
     """
     mesh, config = trainer.mesh, trainer.config
-    numbers = [i for i in range(config.layers) if config.has_experts(i)]
-    if not numbers:
-        return {}
-    sizes = len(numbers), config.experts + 3
+    sizes = sum(map(config.has_experts, range(config.layers))), config.experts + 3
     tallies = torch.zeros(sizes, dtype=torch.float64, device=trainer.device)
-    by_layer = dict(zip(numbers, tallies))
-    for number, layer in mixtures(trainer):
-        by_layer[number].copy_(layer.tally)
+    for row, layer in mixtures(trainer):
+        tallies[row].copy_(layer.tally)
         layer.tally.zero_()
-    for group in (mesh.dp_cp_group, mesh.tp_group, mesh.pp_group):
+    for group in (mesh.dp_cp_group, mesh.tp_group, mesh.pp_group) if config.experts else ():
         all_reduce(tallies, group=group)
-    return by_layer
-
-
-def expert_metrics(args, tallies):
-    """{name: number on the device} of a step, from what sum_tallies() returns.
-
-    expert_load: the largest load of an expert / the mean, of the worst layer. expert_dropped: the
-    fraction of the choices that a capacity dropped. balance_loss, z_loss, with --balance aux: means
-    over layers and microbatches, without coefficients.
-    """
-    if not tallies:
-        return {}
-    counts, dropped, losses = torch.stack([*tallies.values()]).split([args.experts, 1, 2], 1)
-    metrics = {
-        "expert_load": (counts.amax(1) / counts.mean(1)).max(),
-        "expert_dropped": dropped.sum() / counts.sum(),
-    }
-    if args.balance == "aux":
-        metrics["balance_loss"], metrics["z_loss"] = losses.mean(0) / args.microbatches
-    return metrics
-
-
-@torch.no_grad()
-def balance_experts(trainer, tallies):
-    """Move the routers' biases against the step's loads, of what sum_tallies() returns."""
-    for number, layer in mixtures(trainer):
-        layer.router.update_bias(tallies[number][: layer.num_experts])
+    return tallies
 
 
 # ---- loop ----------------------------------------------------------------------------------------
@@ -1055,8 +944,8 @@ def evaluate(trainer, data, batches=8):
     for index in range(batches):
         inputs, targets = data.validation_batch(index, args.batch_size, args.seq_len)
         counted = int((targets != IGNORE_INDEX).sum())
-        inputs, targets = (tokens[trainer.local_rows()] for tokens in (inputs, targets))
-        found = trainer.run(trainer.evaluation, inputs, targets)
+        rows = trainer.local_rows()
+        found = trainer.run(trainer.evaluation, inputs[rows], targets[rows])
         loss, num_outside = torch.stack(found).tolist()
         refuse_outside(trainer, num_outside, inputs, targets)
         total += loss * counted
@@ -1102,11 +991,8 @@ def _best_token(trainer, logits, position, noise):
     (place,) = (trainer.positions == position).nonzero(as_tuple=True)
     if logits is not None and len(place):  # of the cp ranks one has the position
         start, logits = trainer.chunks[last_chunk].lm_head.start, logits[place.item(), 0].double()
-        value, index = (logits + noise[start : start + len(logits)]).max(0)
-        best[0], best[1] = value, index + start
-        proposals = best.new_empty(dist.get_world_size(mesh.tp_group), 2)
-        all_gather_single(proposals, best, mesh.tp_group)
-        best = proposals[proposals[:, 0].argmax()].clone()
+        noisy = logits + noise[start : start + len(logits)]
+        best = vocab_parallel_max(noisy, start, mesh.tp_group)
     all_reduce(best, group=mesh.cp_group)
     broadcast(best, dist.get_global_rank(mesh.pp_group, last_rank), mesh.pp_group)
     return int(best[1])
@@ -1141,21 +1027,14 @@ class Log:
         self.peak = peak_tflops(args, trainer.device)
 
     def __enter__(self):
-        args, flops = self.trainer.args, self.flops * self.trainer.args.batch_size
-        self.write(
-            {
-                "step": self.trainer.steps_done,
-                "flags": {name: getattr(args, name) for name, *_ in FLAGS},
-                "world_size": args.world_size,
-                "parameters": self.parameters,
-                "flops_per_token": self.flops,
-                "torch": torch.__version__,
-                "python": sys.version.split()[0],
-            }
-        )
+        trainer, args = self.trainer, self.trainer.args
+        header = {"flags": {name: getattr(args, name) for name, *_ in FLAGS}}
+        header |= {"step": trainer.steps_done, "world_size": args.world_size}
+        header |= {"parameters": self.parameters, "flops_per_token": self.flops}
+        self.write(header | {"torch": torch.__version__, "python": sys.version.split()[0]})
         tokens = args.batch_size * args.seq_len
         self.say(
-            f"{self.parameters:,} parameters on {args.world_size} x {self.trainer.device.type}: "
+            f"{self.parameters:,} parameters on {args.world_size} x {trainer.device.type}: "
             f"pp {args.pp} x dp {args.dp} x cp {args.cp} x tp {args.tp}; a step: {tokens:,} "
             f"tokens, {self.flops * tokens:.3g} FLOPs of the model"
         )
@@ -1166,7 +1045,8 @@ class Log:
 
     def step(self, metrics):
         metrics["memory_mb"] = peak_memory_mb(self.trainer.device) - self.before
-        self.write(_without_nan(metrics))
+        # JSON knows no number that is not finite
+        self.write({name: v if math.isfinite(v) else None for name, v in metrics.items()})
         self.pending, step = self.describe(**metrics), metrics["step"]
         if step in (self.first, self.trainer.args.steps):
             self.flush()
@@ -1190,18 +1070,12 @@ class Log:
         )
 
     def validation(self, loss, tokens):
-        perplexity = math.exp(min(loss, 700))
-        self.write(
-            {
-                "step": self.trainer.steps_done,
-                "validation_loss": loss,
-                "perplexity": perplexity,
-                "validation_tokens": tokens,
-            }
-        )
+        step, perplexity = self.trainer.steps_done, math.exp(min(loss, 700))
+        numbers = {"validation_loss": loss, "perplexity": perplexity, "validation_tokens": tokens}
+        self.write({"step": step} | numbers)
         self.say(
-            f"validation loss {loss:.4f}, perplexity {perplexity:.2f}, of {tokens:,} tokens"
-            f" after step {self.trainer.steps_done}"
+            f"validation loss {loss:.4f}, perplexity {perplexity:.2f}, of {tokens:,} tokens "
+            f"after step {step}"
         )
 
     def flush(self):
@@ -1222,15 +1096,8 @@ class Log:
 
 def count_parameters(trainer):
     """How many numbers the model learns, each once. Collective."""
-    mesh, dense, experts = trainer.mesh, 0, 0
-    for chunk in trainer.chunks[:1] if trainer.replicated else trainer.chunks:
-        for name, parameter in chunk.named_parameters():
-            if is_expert(name):
-                shape = getattr(parameter, "whole_shape", parameter.shape)
-                experts += shape.numel() * dist.get_world_size(mesh.ep_group)
-            elif name != "lm_head.weight":  # a copy of the embedding
-                dense += sum(e - b for b, e in unique_ranges(parameter, mesh.tp_group))
-    return sum(gather_objects(sum(gather_objects(dense, mesh.tp_group)) + experts, mesh.pp_group))
+    ranges = [own_ranges(trainer.mesh, *named) for named in named_parameters(trainer)]
+    return sum(gather_objects(sum(end - begin for own in ranges for begin, end in own)))
 
 
 def flops_per_token(config):
@@ -1258,20 +1125,14 @@ def peak_memory_mb(device):
 
 def keep_metrics(path, step):
     """Cut a file of metrics, if there is one, where a run that goes on from `step` would repeat."""
+
+    def is_kept(line):
+        with suppress(ValueError, KeyError, TypeError):  # a killed run may have left half a line
+            return json.loads(line)["step"] <= step
+
     if os.path.isfile(path):
         with open(path, "rb+") as file:
-            file.truncate(sum(map(len, takewhile(partial(_is_up_to, step), file))))
-
-
-def _is_up_to(step, line):
-    with suppress(ValueError, KeyError, TypeError):  # the last line of a killed run may be half
-        return json.loads(line)["step"] <= step
-    return False
-
-
-def _without_nan(metrics):
-    """None, which JSON knows, for what is not finite."""
-    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            file.truncate(sum(map(len, takewhile(is_kept, file))))
 
 
 def _write(file, value):
@@ -1331,11 +1192,11 @@ class Trace:
     def listen(self, event, link, *what):
         if link.group not in self.axes:  # of one rank, or no axis's
             return
-        told = self.told.setdefault(link, [])
+        moments, sent = self.told.setdefault(link, (defaultdict(list), []))
         if event == "post":
-            told += [("sent", tensor.nbytes) for tensor, _ in what[1]]
+            sent += [tensor.nbytes for tensor, _ in what[1]]
         if link.operation == "exchange" or event not in ("post", "wait", "done"):
-            told.append((event, self.clock.now()))
+            moments[event].append(self.clock.now())
 
     def read(self):
         """([event of Chrome's format], {part: seconds}) of the step. The host waits for the device.
@@ -1343,25 +1204,25 @@ class Trace:
         Compute is the pipeline's actions without what they wait for; the rest is data, the clipping
         norm and the optimizer.
         """
-        since, waits, axes = self.clock.since, [], dict.fromkeys(self.axes.values())
-        compute = {a: tuple(map(since, span)) for a, span in self.pipeline.clock.spans.items()}
-        lanes = {lane: [] for lane in ["compute", *axes]}
-        for link, told in self.told.items():
-            span, waited, sent = read_operation(told, since)
-            known = {"messages": len(sent), "bytes": sum(sent)}
-            lanes[self.axes[link.group]].append((*span, link.operation, known))
-            waits += [(*wait, self.axes[link.group]) for wait in waited]
-        parts = {PART_OF.get(lane, lane): 0.0 for lane in lanes}
-        parts["compute"] = sum(end - begin for begin, end in compute.values())
-        for begin, end, axis in waits:
-            parts[PART_OF.get(axis, axis)] += end - begin
-            inside = any(first <= begin < last for first, last in compute.values())
-            parts["compute"] -= (end - begin) * inside
-        lanes["compute"] = [
-            (*span, f"{a.kind}{a.microbatch}", {"microbatch": a.microbatch, "chunk": a.chunk})
-            for a, span in compute.items()
-        ]
-        lanes["compute"] += [(*span, f"wait for {axis}", {}) for *span, axis in waits]
+        since, actions = self.clock.since, self.pipeline.clock.spans
+        lanes, parts = {"compute": []}, {"compute": 0.0}
+        for axis in self.axes.values():
+            lanes[axis], parts[PART_OF.get(axis, axis)] = [], 0.0
+        spans = [tuple(map(since, span)) for span in actions.values()]
+        for action, (begin, end) in zip(actions, spans):
+            known = {"microbatch": action.microbatch, "chunk": action.chunk}
+            lanes["compute"].append((begin, end, f"{action.kind}{action.microbatch}", known))
+            parts["compute"] += end - begin
+        for link, (moments, sent) in self.told.items():
+            axis, known = self.axes[link.group], {"messages": len(sent), "bytes": sum(sent)}
+            at = {event: list(map(since, found)) for event, found in moments.items()}
+            span, waits = spans_of_operation(at)
+            lanes[axis].append((*span, link.operation, known))
+            for begin, end in waits:
+                lanes["compute"].append((begin, end, f"wait for {axis}", {}))
+                parts[PART_OF.get(axis, axis)] += end - begin
+                if any(first <= begin < last for first, last in spans):
+                    parts["compute"] -= end - begin
         return trace_events(lanes), parts | {"rest": since(self.ended) - sum(parts.values())}
 
 
@@ -1375,19 +1236,14 @@ def axes_of(mesh):
     return axes
 
 
-def read_operation(told, since):
-    """Its span (begin, end), the spans in which somebody waited for it, and the bytes it sent."""
-    moments, sent = {}, []
-    for event, what in told:
-        (sent if event == "sent" else moments.setdefault(event, [])).append(what)
-    at = {event: list(map(since, found)) for event, found in moments.items()}
+def spans_of_operation(at):
+    """Its (begin, end), and those of the waits for it. at: {event: its moments}."""
     if "begin" in at:  # in the background
-        return (at["begin"][0], at["end"][0]), [*zip(at["await"], at["join"])], sent
+        return (at["begin"][0], at["end"][0]), [*zip(at["await"], at["join"])]
     if "call" in at:
         span = at["call"][0], at["return"][0]
-        return span, [span], sent
-    waited = [(at["wait"][0], at["done"][0])] if "wait" in at else []
-    return (at["post"][0], at["done"][0]), waited, sent
+        return span, [span]
+    return (at["post"][0], at["done"][0]), [*zip(at.get("wait", []), at["done"])]
 
 
 def trace_events(lanes):
@@ -1415,80 +1271,87 @@ def describe_parts(every):
     return f"the last step took {sum(means.values()):.2f} ms: {parts} (means of {len(every)} ranks)"
 
 
-# ---- copies --------------------------------------------------------------------------------------
+# ---- faults --------------------------------------------------------------------------------------
 
 
-def groups_of_copies(trainer, name, tensor):
+class TrainingError(ValueError):
+    """What ends the training, raised on all ranks alike."""
+
+    kind, status = "error", 1
+
+
+class Terminated(TrainingError):
+    """What SIGTERM asked for; the exit status is what a shell gives one that it has killed."""
+
+    kind, status = "terminated", 128 + signal.SIGTERM
+
+
+def refuse_outside(trainer, number, inputs, targets):
+    """Raise TrainingError if number, alike on all ranks, tells of tokens outside."""
+    if number:
+        largest = torch.maximum(inputs, targets).max().to(trainer.device)
+        all_reduce(largest, ReduceOp.MAX, trainer.mesh.dp_cp_group)
+        where = f"--data {trainer.args.data}: " if trainer.args.data else ""
+        vocabulary = f"--vocab-size {trainer.config.vocab_size}"
+        raise TrainingError(f"{where}token {largest} is outside {vocabulary}")
+
+
+def skip_step(trainer, metrics):
+    """Leave out a step that is not finite: nothing moves but the learning rate's schedule.
+
+    Raises TrainingError, on all ranks, if it is one too many in a row.
+    """
+    trainer.skipped += 1
+    trainer.skipped_in_a_row += 1
+    for stage in trainer.stages if trainer.args.zero else ():
+        stage.reshard()  # what was gathered may be what was wrong
+    if trainer.skipped_in_a_row >= (most := trainer.args.skip_nonfinite):
+        found = "loss {loss:.4f}, grad norm {grad_norm:.3f}, lr {lr:.2e}".format(**metrics)
+        if most:
+            found += f"; {most} in a row; gradients not finite: {_not_finite(trainer)}"
+        raise TrainingError(f"step {trainer.steps_done + 1} is not finite: {found}")
+
+
+def _not_finite(trainer):
+    """The parameters whose gradients are not finite on some rank, in words. Collective."""
+    named = [pair for chunk in trainer.chunks for pair in chunk.named_parameters()]
+    own = [name for name, parameter in named if not parameter.grad.isfinite().all()]
+    names = list(dict.fromkeys(sum(gather_objects(own), [])))
+    more = [f"{len(names) - 8} more"] if len(names) > 8 else []
+    return ", ".join(names[:8] + more) or "none"
+
+
+def told_to_stop(trainer):
+    """Whether SIGTERM has come to some rank, on the device; only where there are checkpoints."""
+    told = torch.full((), float(trainer.sigterm), device=trainer.device)
+    if trainer.args.checkpoint:
+        all_reduce(told, ReduceOp.MAX)
+    return told
+
+
+def groups_of_copies(mesh, name, tensor):
     """The groups whose ranks have the same bits in the parameter, or buffer, of this name.
 
-    Of ZeRO's pieces there are as many copies as --replicate says. Rows of keys and values that some
-    ranks of tp have in common, where tp > kv_heads, are not compared.
+    Rows of keys and values that some ranks of tp have in common, where tp > kv_heads, are not
+    compared.
     """
-    mesh, is_piece = trainer.mesh, hasattr(tensor, "whole_shape")
+    groups = [replicas_of(mesh, name, tensor)]
     if is_expert(name):
-        replicas = mesh.expert_replicate_group if is_piece else mesh.expert_dp_group
-        groups = [replicas, mesh.expert_tp_group]
-    else:
-        groups = [mesh.replicate_group if is_piece else mesh.dp_cp_group]
-        groups += [] if is_sharded(tensor) else [mesh.tp_group]
+        groups.append(mesh.expert_tp_group)
+    elif not is_sharded(tensor):
+        groups.append(mesh.tp_group)
     return [group for group in groups if dist.get_world_size(group) > 1]
 
 
-@torch.no_grad()
 def check_replicas(trainer):
-    """Raise TrainingError, on all ranks, unless all copies have the same bits: a machine has erred.
-
-    Compares a sum of each copy, which one flipped bit changes for certain. The host waits for the
-    device once.
-    """
-    sums, of_group, rank = {}, {}, dist.get_rank()
-    for chunk in trainer.chunks:
-        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
-            total = sum_of_bits(tensor)
-            groups = groups_of_copies(trainer, name, tensor)
-            # ranks that have copies differ in coordinates of the grid, whose steps add up
-            lowest = rank + sum(dist.get_process_group_ranks(group)[0] - rank for group in groups)
-            sums[name, lowest] = total
-            for group in groups:
-                of_group.setdefault(group, []).append(total)
-    different = torch.zeros((), dtype=torch.int64, device=trainer.device)
-    for group, own in of_group.items():
-        own = torch.stack(own)
-        every = own.new_empty(dist.get_world_size(group), len(own))
-        all_gather_single(every, own, group)
-        different += (every != own).sum()
-    all_reduce(different)  # what one group sees, all ranks know
-    if different:
-        every = gather_objects({copy: total.item() for copy, total in sums.items()})
-        raise TrainingError(f"step {trainer.steps_done}: {describe_copies(every)}")
-
-
-def sum_of_bits(tensor):
-    """The sum of the elements read as integers, modulo 2**64."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.detach().view(integers[tensor.itemsize]).sum(dtype=torch.int64)
-
-
-def describe_copies(sums, shown=3):
-    """Which ranks have another copy than most others. sums: {(name, ...): sum} of each rank.
-
-    Under a key, all ranks that have it should have the same sum.
-    """
-    sentences = []
-    for key in dict.fromkeys(key for own in sums for key in own):
-        copies = {rank: own[key] for rank, own in enumerate(sums) if key in own}
-        ((usual, count), *others) = Counter(copies.values()).most_common()
-        odd = [rank for rank in copies if copies[rank] != usual or 2 * count <= len(copies)]
-        if others:
-            rest = [rank for rank in copies if rank not in odd]
-            where = f"from the copies of {_ranks(rest)}" if rest else "between them"
-            sentences.append(f"{_ranks(odd)}: {key[0]} differs {where}")
-    more = [f"{len(sentences) - shown} more"] if len(sentences) > shown else []
-    return "; ".join(sentences[:shown] + more)
-
-
-def _ranks(ranks):
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    """Raise TrainingError, on all ranks, if copies have other bits: a machine has erred."""
+    copies = [
+        (name, tensor, groups_of_copies(trainer.mesh, name, tensor))
+        for chunk in trainer.chunks
+        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]
+    ]
+    if found := find_unlike_copies(copies):
+        raise TrainingError(f"step {trainer.steps_done}: {found}")
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -1636,7 +1499,7 @@ def rows_held(name, parameter, ep_group, tp_group):
 
     Where dim is 1 the rows are columns.
     """
-    rows = getattr(parameter, "whole_shape", parameter.shape)[0]
+    rows = part_of(parameter)[0][0]
     if is_expert(name):
         rank, ep = rank_and_size(ep_group)
         return 0, [(rank * rows, rows)], ep * rows
@@ -1683,52 +1546,59 @@ def is_expert(name):
     return ".experts." in name
 
 
+def replicas_of(mesh, name, tensor):
+    """The ranks of dp x cp that have the same in it as this one: with ZeRO as --replicate says."""
+    is_piece = hasattr(tensor, "whole_shape")
+    if is_expert(name):
+        return mesh.expert_replicate_group if is_piece else mesh.expert_dp_group
+    return mesh.replicate_group if is_piece else mesh.dp_cp_group
+
+
+def own_ranges(mesh, name, parameter):
+    """Ranges of this rank's flattened part: those of all ranks are the whole model, each once.
+
+    Replicas share out what they have copies of.
+    """
+    is_copy = name == "lm_head.weight"  # of the embedding
+    if is_copy or (is_expert(name) and dist.get_rank(mesh.expert_tp_group) > 0):
+        return []
+    rank, count = rank_and_size(replicas_of(mesh, name, parameter))
+    first, size = part_of(parameter)[1], parameter.numel()
+    begin, end = first + rank * size // count, first + (rank + 1) * size // count
+    ranges = [(begin, end)] if is_expert(name) else unique_ranges(parameter, mesh.tp_group)
+    ranges = [(max(begin, low), min(end, high)) for low, high in ranges]
+    return [(low, high) for low, high in ranges if low < high]
+
+
+def named_parameters(trainer):
+    """(Name, parameter) of this rank's stages, without DualPipe's replica."""
+    chunks = trainer.chunks[:1] if trainer.replicated else trainer.chunks
+    return [pair for chunk in chunks for pair in chunk.named_parameters()]
+
+
 def gather_state(trainer, value=lambda parameter: parameter):
     """{GPT-2's name: full tensor} on global rank 0, None elsewhere. Collective.
 
     value picks what is gathered of a parameter: itself, or `lambda p: p.grad`.
     """
-    mesh = trainer.mesh
-    named = dict(pair for chunk in trainer.chunks for pair in chunk.named_parameters())
-    state = {name: value(parameter).detach() for name, parameter in named.items()}
-    for group, experts in (mesh.shard_group, False), (mesh.expert_shard_group, True):
-        pieces = {n: p for n, p in named.items() if hasattr(p, "first") and is_expert(n) == experts}
-        state |= unsharded(state, pieces, group)
-    for name, part in state.items():
-        if is_expert(name):
-            shape = dist.get_world_size(mesh.ep_group) * len(part), *part.shape[1:]
-            state[name] = part.new_empty(shape)
-            all_gather_single(state[name], part, mesh.ep_group)
-        else:
-            state[name] = gather_shards(part, named[name], mesh.tp_group)
-    is_first = dist.get_rank(mesh.dp_cp_group) == dist.get_rank(mesh.tp_group) == 0
-    return join_stages(state, mesh.pp_group) if is_first else None
-
-
-def unsharded(state, pieces, group):
-    """{name: whole tensor} of those in `state` of which ZeRO's ranks have these pieces."""
-    if not pieces:
-        return {}
-    sizes = {name: piece.whole_shape.numel() for name, piece in pieces.items()}
-    row = state[next(iter(pieces))].new_zeros(sum(sizes.values()))
-    parts = dict(zip(sizes, row.split([*sizes.values()])))
-    for name, piece in pieces.items():
-        parts[name][piece.first : piece.first + len(piece)] = state[name]
-    all_reduce(row, group=group)
-    return {name: part.view(pieces[name].whole_shape) for name, part in parts.items()}
-
-
-def join_stages(state, pp_group):
-    """{name: full tensor} of all stages on the first rank of the pipeline, None elsewhere."""
-    shapes = enumerate(gather_objects({name: full.shape for name, full in state.items()}, pp_group))
-    owners = {name: (owner, shape) for owner, its in shapes for name, shape in its.items()}
-    rank, like = dist.get_rank(pp_group), next(iter(state.values()))
-    if rank:
-        sent = [(state[name], 0) for name, (owner, _) in owners.items() if owner == rank]
-        return exchange(sent, [], pp_group)
-    others = {name: like.new_empty(shape) for name, (owner, shape) in owners.items() if owner}
-    exchange([], [(full, owners[name][0]) for name, full in others.items()], pp_group)
-    return state | others | {"lm_head.weight": state["transformer.wte.weight"]}
+    mesh, wholes, own = trainer.mesh, {}, {}  # shapes, and this rank's views
+    for name, parameter in named_parameters(trainer):
+        if ranges := own_ranges(mesh, name, parameter):
+            rows = rows_held(name, parameter, mesh.ep_group, mesh.tp_group)
+            wholes[name], views = views_in_whole(parameter, value(parameter), ranges, *rows)
+            own |= {(name, place): view for place, view in views.items()}
+    every = gather_objects((wholes, {key: view.shape for key, view in own.items()}))
+    if dist.get_rank() > 0:
+        return exchange([(view.contiguous(), 0) for view in own.values()], [])
+    empty = partial(torch.empty, dtype=next(iter(own.values())).dtype, device=trainer.device)
+    state = {name: empty(whole) for theirs, _ in every for name, whole in theirs.items()}
+    for peer, (_, sizes) in enumerate(every):
+        parts = {key: empty(size) for key, size in sizes.items()} if peer > 0 else own
+        exchange([], [(part, peer) for part in parts.values() if peer > 0])
+        for (name, place), part in parts.items():
+            box = tuple(slice(first, first + size) for first, size in zip(place, part.shape))
+            state[name][box] = part
+    return state | {"lm_head.weight": state["transformer.wte.weight"]}
 
 
 # ---- files of GPT-2 ------------------------------------------------------------------------------
@@ -1793,13 +1663,11 @@ def gpt2_names(state):
 def check_weights(path, found, shapes):
     """Take the head from the weights found. Raises ValueError if it, or a shape, is another."""
     head = found.pop("transformer.lm_head.weight", None)
-    for name in shapes | found:
-        theirs, ours = (
-            f"is {tuple(sizes[name])}" if name in sizes else "is not there"
-            for sizes in ({n: weight.shape for n, weight in found.items()}, shapes)
-        )
+    sizes = {name: tuple(weight.shape) for name, weight in found.items()}
+    for name in shapes | sizes:
+        theirs, ours = (of.get(name, "not there") for of in (sizes, shapes))
         if theirs != ours:
-            raise ValueError(f"--init-from {path}: {name} {theirs}, in the model it {ours}")
+            raise ValueError(f"--init-from {path}: {name} is {theirs}, in the model it is {ours}")
     embedding = found["transformer.wte.weight"]
     shared = head is None or head.data_ptr() == embedding.data_ptr()
     if not shared and not torch.equal(head, embedding):
@@ -1834,6 +1702,27 @@ def check_export(path):
         raise ValueError(f"--export {path}: exists, and is no file")
 
 
+class Stream(io.BufferedWriter):
+    """A file of which not write() fails but flush(): torch.save() writes from C++.
+
+    There an error ends the process, or becomes another one.
+    """
+
+    fault = None
+
+    def write(self, data):
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.fault = error
+            return len(data)
+
+    def flush(self):
+        if self.fault:
+            raise self.fault
+        super().flush()
+
+
 def export(trainer, path):
     """Rank 0 writes the whole model, all of it or nothing. Collective.
 
@@ -1842,16 +1731,17 @@ def export(trainer, path):
     state, fault, part = gather_state(trainer), "", f"{path}.part"
     if state:
         try:
-            with open(part, "wb") as file:
+            with Stream(io.FileIO(part, "wb")) as file:
                 torch.save(gpt2_file(state, trainer.config), file)
             os.replace(part, path)
-        except (OSError, RuntimeError) as error:  # torch.save hides the one behind the other
-            reason = error if isinstance(error, OSError) else error.__context__
-            fault = f"{path}: {getattr(reason, 'strerror', error)}"
+        except OSError as error:
+            fault = f"{path}: {error.strerror}"
             with suppress(OSError):
                 os.remove(part)
     if fault := max(gather_objects(fault)):
         raise TrainingError(fault)
+
+
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 OF_THE_MODEL = (  # flags that a checkpoint and --resume must agree on
@@ -1862,6 +1752,7 @@ OF_NO_STEP = (  # flags that change nothing that is trained
     "checkpoint", "save_every", "resume", "metrics", "trace", "export", "generate", "sample",
     "timeout", "check_replicas", "eval_every", "print_every",
 )  # fmt: skip
+KINDS = "model", "exp_avg", "exp_avg_sq"  # of tensors, of which two are Adam's moments
 SKIPPED = "skipped", "skipped_in_a_row"  # numbers that a Trainer goes on with
 KEPT = 2  # checkpoints
 
@@ -1869,18 +1760,14 @@ KEPT = 2  # checkpoints
 class Boxes(torch.Tensor):
     """A tensor of which this rank has some boxes, as torch.distributed.checkpoint asks for them.
 
-    boxes: {place of the first element: view}. No rank has the whole.
+    boxes: {place of the first element: view}. The tensor itself has no memory but a number's.
     """
 
     @staticmethod
-    def __new__(cls, shape, dtype, boxes):
-        whole = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+    def __new__(cls, dtype, shape, boxes):
+        whole = torch.zeros((), dtype=dtype).expand(shape).as_subclass(cls)
         whole.boxes = boxes
         return whole
-
-    @classmethod
-    def __torch_dispatch__(cls, function, *_):
-        raise NotImplementedError(f"{function} of {cls}")
 
     def __create_chunk_list__(self):
         return [ChunkStorageMetadata(torch.Size(p), box.shape) for p, box in self.boxes.items()]
@@ -1899,120 +1786,24 @@ class Boxes(torch.Tensor):
         return self.boxes[index.offset]
 
 
-class Disk(FileSystem):
-    """Where not write() fails but flush(): torch.save() writes from C++, which an error ends."""
-
-    @contextmanager
-    def create_stream(self, path, mode):
-        with Stream(io.FileIO(path, mode)) as stream:
-            yield stream
-
-
-class Stream(io.BufferedWriter):
-    """A file of Disk."""
-
-    fault = None
-
-    def write(self, data):
-        try:
-            return super().write(data)
-        except OSError as error:
-            self.fault = error
-            return len(data)
-
-    def flush(self):
-        if self.fault:
-            raise self.fault
-        super().flush()
-
-
-def boxes_of(shape, begin, end):
-    """The elements begin to end of a flattened tensor as boxes: [(place of the first, sizes)].
-
-    In order: what there is of a row's tail, whole rows, what there is of a row's head.
-    """
-    if len(shape) == 1:
-        return [((begin,), (end - begin,))] if begin < end else []
-    row = math.prod(shape[1:])
-    first, last = -(-begin // row), end // row  # whole rows
-    inside = lambda number, begin, end: [
-        ((number, *place), (1, *sizes)) for place, sizes in boxes_of(shape[1:], begin, end)
-    ]
-    if first > last:
-        return inside(last, begin - last * row, end - last * row)
-    whole = ((first, *[0] * len(shape[1:])), (last - first, *shape[1:]))
-    head = inside(first - 1, begin - (first - 1) * row, row) if begin < first * row else []
-    return head + [whole] * (first < last) + inside(last, 0, end - last * row)
-
-
-def boxes_held(flat, first, ranges, shape, dim, parts):
-    """{place in the whole: view} of ranges of a rank's part, of which `flat` begins at `first`.
-
-    shape: of the part; dim, parts: where its rows are, see rows_held().
-    """
-    boxes = {}
-    for begin, end in ranges:
-        for place, sizes in boxes_of(shape, begin, end):
-            begin, row = begin + math.prod(sizes), 0
-            box = flat[begin - math.prod(sizes) - first : begin - first].view(sizes)
-            for start, rows in parts:
-                low, high = max(place[dim], row), min(place[dim] + sizes[dim], row + rows)
-                if low < high:
-                    there = *place[:dim], start + low - row, *place[dim + 1 :]
-                    boxes[there] = box.narrow(dim, low - place[dim], high - low)
-                row += rows
-    return boxes
-
-
-def ranges_to_save(name, parameter, mesh):
-    """Ranges of the flattened part of this rank: those of all ranks are the whole, each once.
-
-    Replicas share out what they have copies of. Where ranks of tp have the same experts, DCP sees
-    that they save the same.
-    """
-    if name == "lm_head.weight":  # a copy of the embedding
-        return []
-    replicas, expert_replicas = mesh.dp_cp_group, mesh.expert_dp_group
-    if hasattr(parameter, "first"):
-        replicas, expert_replicas = mesh.replicate_group, mesh.expert_replicate_group
-    rank, count = rank_and_size(expert_replicas if is_expert(name) else replicas)
-    first, size = getattr(parameter, "first", 0), parameter.numel()
-    begin, end = first + rank * size // count, first + (rank + 1) * size // count
-    ranges = [(begin, end)] if is_expert(name) else unique_ranges(parameter, mesh.tp_group)
-    ranges = [(max(begin, low), min(end, high)) for low, high in ranges]
-    return [(low, high) for low, high in ranges if low < high]
-
-
-def held(trainer, chunk):
-    """Yields (name, parameter, {kind: exact tensor}) of a chunk's parameters, and of its buffers.
-
-    The tensors are this rank's part or, with ZeRO, a flat piece of it that begins at `.first`.
-    """
-    optimizer = trainer.optimizer
-    masters = dict(zip(getattr(optimizer, "weights", []), getattr(optimizer, "masters", [])))
-    for name, parameter in chunk.named_parameters():
-        weight = masters.get(parameter, parameter)
-        moments = {kind: optimizer.state[weight][kind] for kind in ("exp_avg", "exp_avg_sq")}
-        yield name, parameter, {"model": weight.detach()} | moments
-    for name, buffer in chunk.named_buffers():
-        yield name, buffer, {"model": buffer}
-
-
 def state_of(trainer, chunks, to_save):
-    """{kind: {GPT-2's name: Boxes}}: views of what this rank has or, of that, has to save."""
-    mesh, state = trainer.mesh, {"model": {}, "exp_avg": {}, "exp_avg_sq": {}}
-    for name, parameter, tensors in (item for chunk in chunks for item in held(trainer, chunk)):
-        shape = getattr(parameter, "whole_shape", parameter.shape)
-        first = getattr(parameter, "first", 0)
-        ranges = [(first, first + parameter.numel())]
-        if to_save:
-            ranges = ranges_to_save(name, parameter, mesh)
-        dim, parts, rows = rows_held(name, parameter, mesh.ep_group, mesh.tp_group)
-        whole = (*shape[:dim], rows, *shape[dim + 1 :])
-        for kind, tensor in tensors.items() if ranges else ():
-            boxes = boxes_held(tensor.view(-1), first, ranges, shape, dim, parts)
-            tied = name.replace("lm_head", "transformer.wte")
-            state[kind][tied] = Boxes(whole, tensor.dtype, boxes)
+    """{kind: {GPT-2's name: Boxes}}: views of what this rank has or, of that, has to save.
+
+    Weights are the optimizer's, which are exact.
+    """
+    mesh, optimizer, state = trainer.mesh, trainer.optimizer, {kind: {} for kind in KINDS}
+    masters = getattr(optimizer, "masters", {})
+    named = lambda chunk: [*chunk.named_parameters(), *chunk.named_buffers()]
+    for name, own in (pair for chunk in chunks for pair in named(chunk)):
+        first, weight = part_of(own)[1], masters.get(own, own)
+        ranges = own_ranges(mesh, name, own) if to_save else [(first, first + own.numel())]
+        rows = rows_held(name, own, mesh.ep_group, mesh.tp_group)
+        tensors = {"model": weight} | optimizer.state.get(weight, {})
+        for kind in KINDS if ranges else ():
+            if kind in tensors:
+                boxes = views_in_whole(own, tensors[kind], ranges, *rows)
+                tied = name.replace("lm_head", "transformer.wte")
+                state[kind][tied] = Boxes(weight.dtype, *boxes)
     return state
 
 
@@ -2031,9 +1822,9 @@ class Checkpoints:
         self.thread, self.memory, self.saved = None, {}, None
 
     def __enter__(self):
-        (path, *_) = gather_objects(last_checkpoint(self.folder))
-        if path:
-            self.load(path)
+        (paths, *_) = gather_objects(complete_checkpoints(self.folder))
+        if paths:
+            self.load(paths[-1])
         else:
             begin_at(self.trainer.optimizer, 0)  # a first step may be skipped, and saved
         told = lambda *_: setattr(self.trainer, "sigterm", True)
@@ -2079,25 +1870,25 @@ class Checkpoints:
             self.thread.join()
 
     def write(self, state, step, run):
-        partial = self.folder / f"step_{step:08d}.partial"
+        path = self.folder / f"step_{step:08d}.partial"
         try:
-            writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)  # no work for a GPU
-            writer.fs = Disk()
+            writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)  # no work for a GPU
+            writer.fs.create_stream = lambda path, mode: Stream(io.FileIO(path, mode))
             dcp.save(state, storage_writer=writer, process_group=self.group)
             if dist.get_rank() == 0:
-                commit(partial, run)
+                commit(path, run)
             self.saved = step
         except (Exception, dcp.api.CheckpointException) as error:
             if dist.get_rank() == 0:
-                _complain(f"error: --checkpoint {partial.with_suffix('')}: {_cause(error)}")
-                shutil.rmtree(partial, ignore_errors=True)
+                _complain(f"error: --checkpoint {path.with_suffix('')}: {_cause(error)}")
+                shutil.rmtree(path, ignore_errors=True)
 
     def load(self, path):
         """Raises TrainingError, on all ranks, where one cannot read what it needs."""
         trainer, run = self.trainer, json.loads((path / "run.json").read_text())
         for name in SKIPPED:
             setattr(trainer, name, run[name])
-        trainer.steps_done = step_of(path)
+        trainer.steps_done = int(path.name.removeprefix("step_"))
         begin_at(trainer.optimizer, trainer.steps_done - trainer.skipped)
         try:
             for chunk in trainer.chunks:  # in turns: two may have the embedding
@@ -2120,11 +1911,9 @@ def _cause(error):
 
 def changed_flags(run, args):
     """The flags that differ from those of the run that saved, as text."""
-    changed = []
-    for name, *_ in FLAGS:
-        was, value = run.get(name, getattr(args, name)), getattr(args, name)
-        if name not in OF_NO_STEP and was != value:
-            changed.append(f"{_shown(name, value)} (was {was})")
+    names = [name for name, *_ in FLAGS if name in run and name not in OF_NO_STEP]
+    pairs = [(name, getattr(args, name), run[name]) for name in names]
+    changed = [f"{_shown(name, own)} (was {was})" for name, own, was in pairs if own != was]
     return f"; changed: {', '.join(changed)}" if changed else ""
 
 
@@ -2132,18 +1921,18 @@ def begin_at(optimizer, step):
     """Give AdamW the state, yet to be filled, that it has after some steps."""
     for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
         number = torch.tensor(float(step), dtype=torch.float32, device=weight.device)
-        moments = {kind: torch.zeros_like(weight) for kind in ("exp_avg", "exp_avg_sq")}
+        moments = {kind: torch.zeros_like(weight) for kind in KINDS[1:]}
         optimizer.state[weight] = {"step": number} | moments
 
 
-def commit(partial, run):
+def commit(path, run):
     """Make what all ranks have written a checkpoint, at once; then remove old ones."""
-    (partial / "run.json").write_text(json.dumps(run, indent=4))
-    _sync(partial / "run.json")
-    _sync(partial)
-    partial.rename(partial.with_suffix(""))
-    _sync(partial.parent)
-    for old in complete_checkpoints(partial.parent)[:-KEPT]:
+    (path / "run.json").write_text(json.dumps(run, indent=4))
+    _sync(path / "run.json")
+    _sync(path)
+    path.rename(path.with_suffix(""))
+    _sync(path.parent)
+    for old in complete_checkpoints(path.parent)[:-KEPT]:
         old.rename(old.with_suffix(".partial"))  # half of it is no checkpoint
         shutil.rmtree(old.with_suffix(".partial"), ignore_errors=True)
 
@@ -2151,25 +1940,13 @@ def commit(partial, run):
 def _sync(path):
     """Have a file, or a folder's list of them, on the disk."""
     file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
+    os.fsync(file)
+    os.close(file)
 
 
 def complete_checkpoints(folder):
     """Those in a folder, the last step last."""
     return sorted(path for path in folder.glob("step_*") if path.name[5:].isdecimal())
-
-
-def last_checkpoint(folder):
-    """The last complete one's path, or None."""
-    return next(reversed(complete_checkpoints(folder)), None)
-
-
-def step_of(path):
-    """The step of a checkpoint."""
-    return int(path.name.removeprefix("step_"))
 
 
 def prepare_checkpoints(args):
@@ -2182,7 +1959,7 @@ def prepare_checkpoints(args):
     folder.mkdir(parents=True, exist_ok=True)
     for partial in folder.glob("step_*.partial"):
         shutil.rmtree(partial)
-    last = last_checkpoint(folder)
+    last = next(reversed(complete_checkpoints(folder)), None)
     if args.generate and not last:
         raise ValueError(f"--generate: {folder} has no checkpoint")
     if last and not args.resume:
@@ -2273,12 +2050,9 @@ class OneProcess:
             name: initial_value(name, shape, args.layers, args.seed).double().to(device)
             for name, shape in shapes.items()
         }
-        parameters = [weight.requires_grad_() for weight in self.weights.values()]
-        decays = {True: args.weight_decay, False: 0.0}
-        groups = [
-            {"params": [p for p in parameters if (p.ndim > 1) == matrix], "weight_decay": decay}
-            for matrix, decay in decays.items()
-        ]
+        decay = lambda weight: args.weight_decay * (weight.ndim > 1)
+        weights = [weight.requires_grad_() for weight in self.weights.values()]
+        groups = [{"params": weight, "weight_decay": decay(weight)} for weight in weights]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
         self.router_bias = torch.zeros(args.layers, max(1, args.experts), device=device)
 
@@ -2363,7 +2137,7 @@ def compare(args, mesh, device):
 
     Collective; rank 0 has the differences.
     """
-    trainer, found, traffic = Trainer(args, mesh, device), {}, None
+    trainer, found = Trainer(args, mesh, device), {}
     tokens = np.random.default_rng(args.seed).integers(args.vocab_size, size=10**4)
     batch = partial(_proof_batch, args, Data(tokens, tokens, False))
     weights = gather_state(trainer)
@@ -2468,7 +2242,7 @@ def verify(args, argv, device, local_world_size):
     precision = "fp64" if device.type == "cpu" and args.dtype == "fp32" else args.dtype
     torch.set_default_dtype(torch.float64 if precision == "fp64" else torch.float32)
     given, names = vars(_parser().parse_args(argv)), [name for name, *_ in FLAGS]
-    names = [*names[: names.index("layers")], "kv_heads", "recompute"]
+    names = [*names[: names.index("layers")], "kv_heads", "recompute"]  # the layout's come first
     is_one = any(given[name] is not None for name in names)
     rows = [[]] if is_one else layouts(argv, args.world_size)
     bound, errors, groups = BOUNDS[precision], [], {}
@@ -3792,13 +3566,13 @@ def _open_outputs(args):
     if args.export:
         check_export(args.export)
     if args.metrics and last:
-        keep_metrics(args.metrics, step_of(last))
+        keep_metrics(args.metrics, int(last.name.removeprefix("step_")))
     metrics_file = args.metrics and open(args.metrics, "a" if last else "w")
     return metrics_file, args.trace and open(args.trace, "w")
 
 
 def _join(args, device, backend, store, rank, local_world_size):
-    """Meet the other processes; returns how many share a node, see alike()."""
+    """Meet the other processes; returns how many share a node, 1 where nodes are unlike."""
     if backend == "gloo":
         schedule_as_batch()
     if args.tf32:
@@ -3815,12 +3589,7 @@ def _join(args, device, backend, store, rank, local_world_size):
     every = gather_objects(local_world_size)
     if rank == 0 and spans_nodes(args.tp, every):
         _complain(f"warning: --tp {args.tp} spans nodes: every layer waits for the links between")
-    return alike(every)
-
-
-def alike(local_world_sizes):
-    """How many ranks each node has; 1 where nodes are unlike, and none is taken for one."""
-    return local_world_sizes[0] if len(set(local_world_sizes)) == 1 else 1
+    return local_world_size if len(set(every)) == 1 else 1
 
 
 def _any_fault(fault, rank, world_size, store):

@@ -84,6 +84,29 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
     return [loss.detach() for _, loss in passes] if rank == world_size - 1 else None
 
 
+# ---- stages --------------------------------------------------------------------------------------
+
+
+def cheapest_cuts(costs, parts):
+    """The places [0, ..., len(costs)] between runs of a list, none empty, whose sums are smallest.
+
+    First the largest sum is as small as can be, then the second, and so on; of equals the runs in
+    front are the shortest.
+    """
+    sums = [0, *accumulate(costs)]
+    best = {0: ([], [0])}  # {length: (sums of its runs, largest first, their places)}
+    for left in reversed(range(parts)):  # runs to come
+        best = {
+            end: min(
+                (sorted([*found, sums[end] - sums[cuts[-1]]], reverse=True), [*cuts, end])
+                for found, cuts in best.values()
+                if cuts[-1] < end
+            )
+            for end in range(parts - left, len(costs) - left + 1)
+        }
+    return best[len(costs)][1]
+
+
 # ---- schedules -----------------------------------------------------------------------------------
 #
 # Any order instead of that one, as data: a list of actions per rank. A Schedule, below, has beside

@@ -408,6 +408,15 @@ def vocab_parallel_cross_entropy(
     )
 
 
+def vocab_parallel_max(logits, start, group=None):
+    """[the largest of all logits, its token], of one token's logits (V/P,) from `start` on."""
+    value, index = logits.max(0)
+    own = torch.stack([value, (start + index).to(value)])
+    every = own.new_empty(rank_and_size(group)[1], 2)
+    all_gather_single(every, own, group)
+    return every[every[:, 0].argmax()].clone()
+
+
 # ---- dropout -------------------------------------------------------------------------------------
 
 
@@ -586,6 +595,11 @@ def is_sharded(parameter):
 # `whole_shape`, of the part, and `first`, where in the flat part the piece begins.
 
 
+def part_of(parameter):
+    """(Shape of this rank's part, its first element that is here): ZeRO leaves a flat piece."""
+    return getattr(parameter, "whole_shape", parameter.shape), getattr(parameter, "first", 0)
+
+
 def take_shard(full, parameter, group=None):
     """This rank's part of `full`, laid out as `parameter` is. Copies are returned whole."""
     part = parameter.shard.cut(full, group) if is_sharded(parameter) else full
@@ -629,7 +643,7 @@ class _Range(NamedTuple):
 
 def _ranges(parameter, rank, world_size):
     """What a rank has of each block. Where all have copies, that is one block in one part."""
-    shape = getattr(parameter, "whole_shape", parameter.shape)
+    shape, _ = part_of(parameter)
     if not is_sharded(parameter):
         return [_Range(0, shape.numel(), 0, 1, shape.numel())]
     dim, blocks = parameter.shard.dim, parameter.shard.blocks
@@ -674,7 +688,7 @@ def sum_partial_gradients(parameters, group=None, check=True):
     for parameter, (begin, end, part, parts, largest) in shared:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-        parameter.grad, first = parameter.grad.contiguous(), getattr(parameter, "first", 0)
+        parameter.grad, (_, first) = parameter.grad.contiguous(), part_of(parameter)
         mine = parameter.grad.view(-1)[max(0, begin - first) : max(0, end - first)]
         # a row for each part: the ranks that hold a part meet in its row, and others add zeros
         total = mine.new_zeros(parts, len(mine) + largest - (end - begin))
@@ -700,9 +714,48 @@ def _shared_ranges(parameters, rank, world_size):
 
 def _check_pieces(parameters, group):
     if any(hasattr(parameter, "whole_shape") for parameter in parameters):
-        whole = lambda p: tuple(getattr(p, "whole_shape", p.shape))
-        where = lambda p: f"elements from {getattr(p, 'first', 0)} of {whole(p)}"
+        where = lambda p: f"elements from {part_of(p)[1]} of {tuple(part_of(p)[0])}"
         check_parameters([(where(parameter), parameter) for parameter in parameters], group)
+
+
+def boxes_of(shape, begin, end):
+    """The elements begin to end of a flattened tensor as boxes: [(place of the first, sizes)].
+
+    In order: what there is of a row's tail, whole rows, what there is of a row's head.
+    """
+    if len(shape) == 1:
+        return [((begin,), (end - begin,))] if begin < end else []
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row  # whole rows
+    inside = lambda number, begin, end: [
+        ((number, *place), (1, *sizes)) for place, sizes in boxes_of(shape[1:], begin, end)
+    ]
+    if first > last:
+        return inside(last, begin - last * row, end - last * row)
+    whole = ((first, *[0] * len(shape[1:])), (last - first, *shape[1:]))
+    head = inside(first - 1, begin - (first - 1) * row, row) if begin < first * row else []
+    return head + [whole] * (first < last) + inside(last, 0, end - last * row)
+
+
+def views_in_whole(parameter, tensor, ranges, dim, parts, rows):
+    """(Shape of the whole, {place in it: view}) of ranges of this rank's part.
+
+    tensor: the parameter, or one like it. Along `dim` this rank has `parts`, [(first row, rows)],
+    of the whole's rows.
+    """
+    shape, first = part_of(parameter)
+    flat, views = tensor.detach().view(-1), {}
+    for begin, end in ranges:
+        for place, sizes in boxes_of(shape, begin, end):
+            box, row = flat[begin - first :][: math.prod(sizes)].view(sizes), 0
+            for start, count in parts:
+                low, high = max(place[dim], row), min(place[dim] + sizes[dim], row + count)
+                if low < high:
+                    there = *place[:dim], start + low - row, *place[dim + 1 :]
+                    views[there] = box.narrow(dim, low - place[dim], high - low)
+                row += count
+            begin += box.numel()
+    return (*shape[:dim], rows, *shape[dim + 1 :]), views
 
 
 # ---- cost ----------------------------------------------------------------------------------------

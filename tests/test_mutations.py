@@ -64,18 +64,18 @@ def _unseen_by_autograd(right):
 
 
 def _both_replicas(right):
-    def clip(self, pieces):
+    def clip(self):
         with patch.object(self, "replicated", False):
-            return right(self, pieces)
+            return right(self)
 
     return clip
 
 
 def _head_counts(right):
-    def clip(self, pieces):
+    def clip(self):
         rename = lambda chunk: ((f"{n}'", p) for n, p in nn.Module.named_parameters(chunk))
         with patch.object(hybrid.GPT, "named_parameters", rename):
-            return right(self, pieces)
+            return right(self)
 
     return clip
 
