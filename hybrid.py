@@ -2892,7 +2892,7 @@ def plan_args(argv):
 GPUS_PER_NODE = 8
 META = torch.device("meta")
 SUMS = "all_reduce", "reduce_scatter_single"
-KINDS = "parameters", "gradients", "optimizer", "activations", "all at once"
+HELD = "parameters", "gradients", "optimizer", "activations", "all at once"
 AXIS_NAMES = "pp", "dp", "cp", "tp"
 aten = torch.ops.aten
 PRODUCTS = {  # operator: (place of its first factor, FLOPs / elements of that / columns)
@@ -3068,22 +3068,47 @@ def stage_format(args):
 
 
 def claimed_memory(trainer):
-    """{kind: bytes} that a rank holds, as zero_memory() has them; activations have no formula."""
+    """{kind: bytes} that a rank holds, by zero_memory() and, as the planner says, activations.
+
+    These in 16 bit, without cp and full recomputation, where what a layer makes in backward is more.
+    """
     sizes, parts = shared_out(trainer)
     claims = {}
     for i, kind in enumerate(("parameters", "gradients", "optimizer")):
         own = [size * (i == j) for j, size in enumerate(sizes)]
         of = lambda group: zero_memory(trainer.args.zero, dist.get_world_size(group), *own)
         claims[kind] = sum(number * of(group) for number, group in parts)
+    args = trainer.args
+    if args.dtype == "bf16" and args.cp == 1 and args.recompute != "full":
+        claims["activations"] = claimed_activations(trainer)
+        claims["all at once"] = sum(claims.values())
     return claims
+
+
+def claimed_activations(trainer):
+    """What microbatches under way keep of this rank's layers, and what one layer or the head makes.
+
+    Of attention is kept what its fused kernel needs, which is as if its core ran again.
+    """
+    args, config, chunks = trainer.args, trainer.config, trainer.chunks
+    batch = args.batch_size // (args.dp * args.microbatches)
+    layout = Layout(args.tp, args.cp, ep=args.ep, sp=args.sp)
+    kept = made = _activations(config, batch, layout, "selective")
+    held = simulate(make_schedule(args)).peak[dist.get_rank(trainer.mesh.pp_group)]
+    layers = sum(len(chunk.transformer["h"]) for chunk in chunks) / len(chunks)
+    if any(chunk.last for chunk in chunks):
+        made = max(made, head_work(config, GPUS["h100"], batch, args.tp * args.cp).made)
+    return held * layers * kept + made
 
 
 def claimed_flops(trainer):
     """Of this rank's layers, and the head, in a step."""
     args, config, flops = trainer.args, trainer.config, 0
     scores = 4 * args.seq_len * args.hidden
-    # of zig-zag's 2 cp chunks a rank has two, which see 2 cp - 1 whole ones and themselves
-    seen = (2 * args.cp + 1) / (4 * args.cp) if args.cp > 1 and args.cp_method != "ulysses" else 1
+    # of zig-zag's 2 cp chunks a rank has two, which see 2 cp - 1 whole ones and themselves; a ring
+    # computes its own two as one square
+    seen = {"ring": 2 * args.cp + 2, "allgather": 2 * args.cp + 1}.get(args.cp_method, 4 * args.cp)
+    seen = seen / (4 * args.cp) if args.cp > 1 else 1
     passes = 3 + (args.recompute != "none")
     for chunk in trainer.chunks:
         layers = list(map(int, chunk.transformer["h"]))
@@ -3166,7 +3191,7 @@ def rehearse(args):
     layers = [list(chunk.transformer["h"]) for chunk in trainer.chunks]
     layers = ", ".join(f"{own[0]} to {own[-1]}" for own in layers)
     print(f"rank {args.rank} of {args.world_size}, {', '.join(axes)}: layers {layers}")
-    rows = [(f"{kind}, MB", memory[kind] / 1e6, claims.get(kind, 0) / 1e6) for kind in KINDS]
+    rows = [(f"{kind}, MB", memory[kind] / 1e6, claims.get(kind, 0) / 1e6) for kind in HELD]
     rows += [("TFLOPs", rehearsal.flops / 1e12, claimed_flops(trainer) / 1e12)]
     claims, lanes = claimed_bytes(trainer), axes_of(mesh)
     for lane in dict.fromkeys(lanes.values()):
