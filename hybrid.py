@@ -3070,7 +3070,7 @@ def stage_format(args):
 def claimed_memory(trainer):
     """{kind: bytes} that a rank holds, by zero_memory() and, as the planner says, activations.
 
-    These in 16 bit, without cp and full recomputation, where what a layer makes in backward is more.
+    These in 16 bit, without cp and full recomputation, where backward makes more than is kept.
     """
     sizes, parts = shared_out(trainer)
     claims = {}

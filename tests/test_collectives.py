@@ -543,9 +543,10 @@ def test_nodes_of_unlike_size_are_a_ring():
 
 @pytest.fixture
 def one_of_eight():
-    """This process as rank 0 of a group of 8 that moves nothing."""
+    """This process as rank 0 of a group of 8 that moves nothing, and is not known to."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    yield
+    with patch.object(dist, "get_backend", lambda group=None: "nccl"):
+        yield
     dist.destroy_process_group()
 
 
