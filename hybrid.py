@@ -3045,7 +3045,7 @@ def most_memory(trainer, rehearsal):
     gradients |= rehearsal.summed if args.zero < 2 else set()  # else whole rows come and go
     memory = memory_ledger(trainer.stages, optimizer)
     if args.dtype == "bf16":
-        masters = parameters if args.zero else optimizer.masters
+        masters = parameters if args.zero else optimizer.masters.values()
         memory["optimizer"] += sum(master.nbytes for master in masters)
         memory["parameters"] -= sum(master.nbytes for master in masters) * (args.zero > 0)
     log = sorted(rehearsal.log, key=lambda entry: entry[0] not in lasting)
@@ -3070,7 +3070,7 @@ def stage_format(args):
 def claimed_memory(trainer):
     """{kind: bytes} that a rank holds, by zero_memory() and, as the planner says, activations.
 
-    These in 16 bit, without cp and full recomputation, where backward makes more than is kept.
+    These in 16 bit, without experts, cp and full recomputation, where more is made on the way.
     """
     sizes, parts = shared_out(trainer)
     claims = {}
@@ -3079,7 +3079,8 @@ def claimed_memory(trainer):
         of = lambda group: zero_memory(trainer.args.zero, dist.get_world_size(group), *own)
         claims[kind] = sum(number * of(group) for number, group in parts)
     args = trainer.args
-    if args.dtype == "bf16" and args.cp == 1 and args.recompute != "full":
+    plain = args.cp == 1 and args.recompute != "full" and not args.experts
+    if args.dtype == "bf16" and plain:
         claims["activations"] = claimed_activations(trainer)
         claims["all at once"] = sum(claims.values())
     return claims
