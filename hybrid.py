@@ -2279,6 +2279,9 @@ def judge(args, device, local_world_size, groups):
 
 
 # ---- planner -------------------------------------------------------------------------------------
+#
+# price() is the idea: what the fullest GPU of a layout holds, and how long its slowest rank takes for
+# a step, from the modules' own cost functions. best_plans() prices what can be, and plan() prints.
 
 
 class Gpu(NamedTuple):
