@@ -22,7 +22,8 @@ What does depend on the layout: masks of dropout, which tokens a capacity drops,
 replicas.
 
 To be read: mesh, model, one step, loop. Each section after these is by itself: what people watch,
-faults, data, initial values, files, checkpoints, the proof, the command line.
+where a step went, faults, data, initial values, files, checkpoints; --verify, the proof; --plan,
+the planner; --rehearse, a rank of any world in one process; the command line.
 
 The model is GPT-2's architecture (Radford et al., 2019), under GPT-2's parameter names. Shoeybi et
 al., "Megatron-LM", 2019, and Narayanan et al., "Efficient Large-Scale Language Model Training on
@@ -2280,8 +2281,8 @@ def judge(args, device, local_world_size, groups):
 
 # ---- planner -------------------------------------------------------------------------------------
 #
-# price() is the idea: what the fullest GPU of a layout holds, and how long its slowest rank takes for
-# a step, from the modules' own cost functions. best_plans() prices what can be, and plan() prints.
+# price() is the idea: what the fullest GPU of a layout holds, and how long its slowest rank takes
+# for a step, from the modules' cost functions. best_plans() prices what can be, and plan() prints.
 
 
 class Gpu(NamedTuple):
