@@ -293,6 +293,29 @@ class _Copies(torch.autograd.Function):
         return copies.view(N, k, D).sum(1) if k > 1 else copies, None, None
 
 
+class _WeightedSums(torch.autograd.Function):
+    """forward: (N, D), each token's rows, those that are its copies by `order`, by weights (N, k)
+
+    Keeps the rows. k places for each token would be more, where experts of other nodes have some.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, weights, order):
+        ctx.save_for_backward(rows, weights, order)
+        copies = rows.new_zeros(weights.numel(), rows.shape[1]).index_copy_(0, order, rows)
+        copies = copies.view(*weights.shape, rows.shape[1])
+        return torch.bmm(weights.unsqueeze(1), copies).squeeze(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        rows, weights, order = ctx.saved_tensors
+        gradients, own = grad_output[order // weights.shape[1]], weights.flatten()[order]
+        products = torch.bmm(gradients.unsqueeze(1), rows.unsqueeze(2)).flatten()
+        to_weights = torch.zeros_like(weights).flatten().index_copy_(0, order, products)
+        return gradients * own.unsqueeze(1), to_weights.view_as(weights), None
+
+
 def _histogram(chosen, num_experts):
     """How often each expert is in `chosen`, where -1 is none: (num_experts,)."""
     # bincount() would have the host wait
@@ -350,9 +373,7 @@ def one_hop(x, experts, weights, num_experts, compute, group=None, fault=None):
     rows = torch.empty_like(rows).index_copy_(0, by_expert, rows)
     rows = all_to_all_in_group(rows, *splits[::-1], group)  # back, in the order of `order`
 
-    copies = rows.new_zeros(N * k, rows.shape[1]).index_copy_(0, order, rows)
-    copies = copies.view(N, k, rows.shape[1])
-    return torch.bmm(weights.to(rows.dtype).unsqueeze(1), copies).squeeze(1)
+    return _WeightedSums.apply(rows, weights.to(rows.dtype), order)
 
 
 def two_hops(
@@ -585,11 +606,10 @@ def expert_parallel_bytes(tokens, top_k, hidden, ep, itemsize=4):
 def expert_activation_bytes(tokens, top_k, hidden, ffn, itemsize=2):
     """Bytes that a layer keeps of so many tokens, without the scores of the router.
 
-    Of each row that goes to an expert: itself, what GELU takes and makes, and the result three
-    times, as it is made, as it comes back, and weighted; of each token what the router takes, in
-    32 bit.
+    Of each row that goes to an expert: itself, what GELU takes and makes, and the result, as it is
+    made and as it comes back; of each token what the router takes, in 32 bit.
     """
-    return tokens * (top_k * (4 * hidden + 2 * ffn) * itemsize + 4 * hidden)
+    return tokens * (top_k * (3 * hidden + 2 * ffn) * itemsize + 4 * hidden)
 
 
 # ---- demonstration -------------------------------------------------------------------------------
