@@ -351,15 +351,16 @@ def _undisturbed(flags):
 
 
 FORKED = """
+import multiprocessing
 import sys
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 import hybrid
 
 world_size, kills = map(int, sys.argv[1:3])
-run = lambda: sys.exit(hybrid.main(sys.argv[3:]))
+multiprocessing.set_forkserver_preload(["hybrid"])  # has no threads, whose locks a fork would keep
 options = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "monitor_interval": 0.1}
-config = LaunchConfig(1, 1, world_size, max_restarts=kills, start_method="fork", **options)
-elastic_launch(config, run)()
+config = LaunchConfig(1, 1, world_size, max_restarts=kills, start_method="forkserver", **options)
+elastic_launch(config, hybrid.main)(sys.argv[3:])
 """
 
 
@@ -391,8 +392,13 @@ def _kill_ranks(process, at_steps, generator):
             moment = time.perf_counter() + generator.uniform(0, 0.05)
             while time.perf_counter() < moment:  # a step takes 10 ms, a save 30
                 pass
-            ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            launched = _children(process.pid)
+            ranks = sum(map(_children, launched), []) or launched  # a fork server's, or torchrun's
             os.kill(int(generator.choice(ranks)), signal.SIGKILL)
+
+
+def _children(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 @pytest.mark.parametrize(
