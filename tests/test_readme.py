@@ -81,6 +81,7 @@ def test_commands_that_fit_one_machine_run(words, tmp_path):
     words = [str(tmp_path / "DIR") if word == "DIR" else word for word in words]
     short = [] if UNTRAINED & {*words} else ["--steps", "2", "--sample", "1"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, *words[1:], *short] if words[0] == "torchrun" else words + short
+    launcher = launcher if words[0] == "torchrun" else [sys.executable]
+    command = [*launcher, *words[1:], *short]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=PROJECT, env=environment, timeout=1200, check=True)
