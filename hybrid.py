@@ -321,6 +321,11 @@ class GPTConfig:
         return self.experts > 0 and (layer + 1) % self.moe_every == 0
 
 
+def config_of(args):
+    """What the command line says of the model."""
+    return GPTConfig(**{field.name: getattr(args, field.name, None) for field in fields(GPTConfig)})
+
+
 class MLP(nn.Module):
     """(T, B, D) -> F, column-parallel, GELU -> D, row-parallel."""
 
@@ -557,8 +562,7 @@ class Trainer:
 
     def __init__(self, args, mesh, device):
         self.args, self.mesh, self.device, self.steps_done = args, mesh, device, 0
-        sizes = {field.name: getattr(args, field.name, None) for field in fields(GPTConfig)}
-        self.config = GPTConfig(**sizes | {"sequence_parallel": args.sp})
+        self.config = replace(config_of(args), sequence_parallel=args.sp)
         schedule = make_schedule(args)
         self.route, self.replicated = schedule.routes[0], len(schedule.routes) > 1
         self.positions = torch.arange(args.seq_len)
@@ -2285,6 +2289,9 @@ def judge(args, device, local_world_size, groups):
 # for a step, from the modules' cost functions. best_plans() prices what can be, and plan() prints.
 
 
+GPUS_PER_NODE = 8
+
+
 class Gpu(NamedTuple):
     """A GPU by its data sheet: TFLOP/s of dense products in bf16; GB of memory; GB/s of memory, to
     its node of `per_node` GPUs, and of its share of the network, links in one direction.
@@ -2300,57 +2307,70 @@ class Gpu(NamedTuple):
     network: float
     products: float = 0.55
     moves: float = 1.0
-    per_node: int = 8
+    per_node: int = GPUS_PER_NODE
 
 
 GPUS = {  # 80 GB are of 80 GiB: the other 6 are for CUDA, NCCL and holes
-    "a100": Gpu(312, 80, 2039, 300, 25, 0.68, 0.84),
-    "h100": Gpu(989, 80, 3350, 450, 50),
+    "a100": Gpu(PEAKS["A100"][0], 80, 2039, 300, 25, 0.68, 0.84),
+    "h100": Gpu(PEAKS["H100 80GB HBM3"][0], 80, 3350, 450, 50),
     "h800": Gpu(989, 80, 3350, 200, 50),
-    "h200": Gpu(989, 141, 4800, 450, 50),
+    "h200": Gpu(PEAKS["H200"][0], 141, 4800, 450, 50),
     "b200": Gpu(2250, 180, 8000, 900, 50),
     "tpu-v5p": Gpu(459, 95, 2765, 180, 180),
 }
 
 
 class Model(NamedTuple):
-    """A model of the literature as a GPT of its layers, width and heads, by the names of the flags.
+    """A model of the literature as a GPT of its layers, width and heads.
 
     Where its MLP has three matrices, ffn is 1.5 times theirs: as many FLOPs. billions: of its own
     parameters. unfused: attention writes its scores to memory, as Megatron-LM's did in 2021.
     """
 
     billions: float
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int | None = None
-    ffn: int | None = None
-    vocab_size: int = 51200
-    seq_len: int = 2048
-    dropout: float = 0.0
-    experts: int = 0
-    top_k: int = 1
-    shared_experts: int = 0
-    topk_nodes: int | None = None
+    config: GPTConfig
     unfused: bool = False
 
 
-MEGATRON = [  # Narayanan et al., 2021, table 1
-    *[(1.7, 24, 2304, 24), (3.6, 30, 3072, 32), (7.5, 36, 4096, 32), (18.4, 40, 6144, 48)],
-    *[(39.1, 48, 8192, 64), (76.1, 60, 10240, 80), (145.6, 80, 12288, 96)],
-    *[(310.1, 96, 16384, 128), (529.6, 105, 20480, 128), (1008.0, 128, 25600, 160)],
-]
+MEGATRON = {  # Narayanan et al., 2021, table 1: billions of parameters: layers, hidden, heads
+    **{1.7: (24, 2304, 24), 3.6: (30, 3072, 32), 7.5: (36, 4096, 32), 18.4: (40, 6144, 48)},
+    **{39.1: (48, 8192, 64), 76.1: (60, 10240, 80), 145.6: (80, 12288, 96)},
+    **{310.1: (96, 16384, 128), 529.6: (105, 20480, 128), 1008.0: (128, 25600, 160)},
+}
+LLAMA = partial(GPTConfig, seq_len=8192, vocab_size=128256, kv_heads=8)
 MODELS = {
-    **{f"gpt-{sizes[0]}b": Model(*sizes, dropout=0.1, unfused=True) for sizes in MEGATRON},
-    "llama3-8b": Model(8.03, 32, 4096, 32, 8, 21504, 128256, 8192),
-    "llama3-70b": Model(70.6, 80, 8192, 64, 8, 43008, 128256, 8192),
-    "llama3-405b": Model(405.9, 126, 16384, 128, 8, 79872, 128256, 8192),
-    "gemma2-27b": Model(27.2, 46, 4608, 32, 16, 55296, 256128, 8192),
-    "mixtral-8x22b": Model(140.6, 56, 6144, 48, 8, 24576, 32768, 4096, 0.0, 8, 2),
-    "deepseek-v3": Model(671.0, 61, 7168, 128, None, 3072, 129280, 4096, 0.0, 256, 8, 1, 4),
-    "kimi-k2": Model(1040.0, 61, 7168, 64, None, 3072, 163840, 4096, 0.0, 384, 8, 1),
-    "solar-open": Model(102.6, 48, 4096, 64, 8, 1920, 196608, 4096, 0.0, 128, 8, 1),
+    **{
+        f"gpt-{billions}b": Model(billions, GPTConfig(*sizes, 2048, 51200, dropout=0.1), True)
+        for billions, sizes in MEGATRON.items()
+    },
+    "llama3-8b": Model(8.03, LLAMA(32, 4096, 32, ffn=21504)),
+    "llama3-70b": Model(70.6, LLAMA(80, 8192, 64, ffn=43008)),
+    "llama3-405b": Model(405.9, LLAMA(126, 16384, 128, ffn=79872)),
+    "gemma2-27b": Model(27.2, GPTConfig(46, 4608, 32, 8192, 256128, kv_heads=16, ffn=55296)),
+    "mixtral-8x22b": Model(
+        140.6, GPTConfig(56, 6144, 48, 4096, 32768, kv_heads=8, ffn=24576, experts=8, top_k=2)
+    ),
+    "deepseek-v3": Model(
+        671.0,
+        GPTConfig(
+            *(61, 7168, 128, 4096, 129280),
+            **{"ffn": 3072, "experts": 256, "top_k": 8, "shared_experts": 1, "topk_nodes": 4},
+        ),
+    ),
+    "kimi-k2": Model(
+        1040.0,
+        GPTConfig(
+            *(61, 7168, 64, 4096, 163840),
+            **{"ffn": 3072, "experts": 384, "top_k": 8, "shared_experts": 1},
+        ),
+    ),
+    "solar-open": Model(
+        102.6,
+        GPTConfig(
+            *(48, 4096, 64, 4096, 196608),
+            **{"kv_heads": 8, "ffn": 1920, "experts": 128, "top_k": 8, "shared_experts": 1},
+        ),
+    ),
 }
 
 
@@ -2370,6 +2390,16 @@ class Layout(NamedTuple):
     chunks: int = 1
     zero: int = 0
     replicate: int = 1
+
+    @property
+    def degrees(self):
+        return self[:5]
+
+    @property
+    def of_layer(self):
+        """What of it a layer's work depends on."""
+        names = "tp", "cp", "ep", "sp", "cp_method", "recompute"
+        return Layout(**{name: getattr(self, name) for name in names})
 
 
 class Plan(NamedTuple):
@@ -2460,39 +2490,57 @@ def layer_work(config, gpu, batch, layout, unfused):
     it twice; gradients of weights are read and written in 32 bit. tp and ep wait; ring attention
     hides its messages behind attention.
     """
-    h, tp, cp, heads = config.hidden, layout.tp, layout.cp, config.heads
-    own, experts = config.seq_len / cp, _portion(config)
-    kv_heads = max(1, (config.kv_heads or heads) // tp)
-    plain = replace(config, recompute="none")
-    flops = sum(layer_flops(plain, layer) for layer in range(config.layers)) / config.layers / 3
-    per_flop = batch * own / tp / (gpu.tflops * 1e12 * gpu.products)
-    core, per_byte = 4 * config.seq_len * h * per_flop, _per_byte(gpu, gpu.memory_speed)
-    dense, routed, _ = parameters_of(config)
-    weights = (dense / tp + routed / layout.ep) * per_byte
-    product, weight = (max(flops * per_flop - core, size * weights) for size in (2, 8))
+    product, weight, core = product_seconds(config, gpu, batch, layout)
+    per_byte = _per_byte(gpu, gpu.memory_speed)
     fused = _activations(config, batch, layout, "selective")
     made = _activations(config, batch, layout, "none") if unfused else fused
     kept = made if layout.recompute == "none" else _activations(config, batch, layout)
-    if layout.cp_method == "allgather" and layout.recompute == "none":
-        kept += 2 * 2 * batch * (config.seq_len - own) * h // heads * kv_heads
+    if layout.cp_method == "allgather" and layout.recompute == "none":  # others' keys and values
+        kv = config.hidden // config.heads * _kv_heads(config, layout)
+        kept += 2 * 2 * batch * config.seq_len * (1 - 1 / layout.cp) * kv
     compute, scores = product + core + 2 * made * per_byte, core + 2 * (made - fused) * per_byte
+    ahead, back = message_seconds(config, gpu, batch, layout, core)
+    forward = compute, *ahead
+    # a fused kernel makes the scores again in backward: 5 products, to the 2 of forward
+    backward = product + weight + 2 * (compute - product) + (not unfused) * core / 2, *back
+    again = {"none": (0,) * 4, "selective": (scores, 0, ahead[1], 0), "full": forward}
+    backward = tuple(map(sum, zip(backward, again[layout.recompute])))
+    return Work(forward, backward, weight, kept, made)
 
-    sizes = batch, own, h, tp, 2
-    rounds = [tensor_parallel_layer_bytes(*sizes, sp) for sp in (False, layout.sp)]
+
+def product_seconds(config, gpu, batch, layout):
+    """Of a layer's matrices in forward, of those for their gradients, and of attention's core."""
+    plain = replace(config, recompute="none")
+    flops = sum(layer_flops(plain, layer) for layer in range(config.layers)) / config.layers / 3
+    tokens = batch * config.seq_len / layout.cp / layout.tp
+    per_flop = tokens / (gpu.tflops * 1e12 * gpu.products)
+    core = 4 * config.seq_len * config.hidden * per_flop
+    dense, routed, _ = parameters_of(config)
+    weights = (dense / layout.tp + routed / layout.ep) * _per_byte(gpu, gpu.memory_speed)
+    product, weight = (max(flops * per_flop - core, size * weights) for size in (2, 8))
+    return product, weight, core
+
+
+def message_seconds(config, gpu, batch, layout, core):
+    """Of a layer's tp, cp and ep: forward, backward. core: attention's seconds, which hide a ring.
+    """
+    h, tp, own, experts = config.hidden, layout.tp, config.seq_len / layout.cp, _portion(config)
+    rounds = [tensor_parallel_layer_bytes(batch, own, h, tp, 2, sp) for sp in (False, layout.sp)]
     whole = batch * own * h * 2
     rounds = [n / max(1, reduce_scatter_bytes(whole, tp)) * (1 - experts / 2) for n in rounds]
     split = shard_seconds(gpu, whole, tp)  # experts are not split
-    around = _context_seconds(gpu, layout, batch, config.seq_len, heads // tp, kv_heads, h // heads)
+    heads = config.heads // tp, _kv_heads(config, layout), h // config.heads
+    around = _context_seconds(gpu, layout, batch, config.seq_len, *heads)
     if layout.cp_method == "ring":
         around = [max(0.0, t - n * core) for t, n in zip(around, (1, 2))]
     experts *= dispatch_seconds(gpu, config, batch * own / tp, tp, layout.ep)
-    forward = compute, rounds[0] / 2 * split, around[0], experts
-    # a fused kernel makes the scores again in backward: 5 products, to the 2 of forward
-    backward = [product + weight + 2 * (compute - product) + (not unfused) * core / 2]
-    backward += [(rounds[1] - rounds[0] / 2) * split, around[1], experts]
-    again = {"none": (0,) * 4, "selective": (scores, 0, around[0], 0), "full": forward}
-    backward = tuple(map(sum, zip(backward, again[layout.recompute])))
-    return Work(forward, backward, weight, kept, made)
+    forward = rounds[0] / 2 * split, around[0], experts
+    return forward, ((rounds[1] - rounds[0] / 2) * split, around[1], experts)
+
+
+def _kv_heads(config, layout):
+    """Of a rank."""
+    return max(1, (config.kv_heads or config.heads) // layout.tp)
 
 
 def _context_seconds(gpu, layout, batch, *sizes):
@@ -2503,11 +2551,6 @@ def _context_seconds(gpu, layout, batch, *sizes):
     steps = (layout.cp - 1, 2 * layout.cp) if layout.cp_method == "ring" else (4, 4)
     link = links(gpu)[layout.cp * layout.tp > gpu.per_node]
     return [Cost(*cost).seconds(link) for cost in zip(steps, sent)]
-
-
-def _of_layer(layout):
-    """What of a layout a layer's work depends on."""
-    return Layout(*layout[:2], ep=layout.ep, **dict(zip(Layout._fields[5:8], layout[5:8])))
 
 
 def _activations(config, batch, layout, recompute=None):
@@ -2523,11 +2566,17 @@ def _activations(config, batch, layout, recompute=None):
 
 @lru_cache(maxsize=None)
 def head_work(config, gpu, batch, parts):
-    """The head's, and the loss's: logits in 16 bit, and in 32. parts: tp x cp."""
-    logits = batch * config.seq_len * config.vocab_size / parts
+    """The head's, and the loss's. parts: tp x cp."""
+    made = head_bytes(config, batch, parts)
+    logits = made / 6
     product = 2 * config.hidden * logits / (gpu.tflops * 1e12 * gpu.products)
     forward = product + 12 * logits * _per_byte(gpu, gpu.memory_speed)
-    return Work((forward, 0, 0, 0), (2 * forward, 0, 0, 0), product, 6 * logits, 6 * logits)
+    return Work((forward, 0, 0, 0), (2 * forward, 0, 0, 0), product, made, made)
+
+
+def head_bytes(config, batch, parts):
+    """Logits in 16 bit, and in 32."""
+    return 6 * batch * config.seq_len * config.vocab_size / parts
 
 
 @lru_cache(maxsize=None)
@@ -2558,7 +2607,7 @@ def price(config, gpu, layout, batch_size, unfused=False):
     dp, pp, m, schedule = layout.dp, layout.pp, layout.microbatches, layout.schedule
     batch = batch_size // (dp * m)
     v = {"interleaved": layout.chunks, "zb-v": 2}.get(schedule, 1)
-    layer = layer_work(config, gpu, batch, _of_layer(layout), unfused)
+    layer = layer_work(config, gpu, batch, layout.of_layer, unfused)
     head = head_work(config, gpu, batch, layout.tp * layout.cp)
     relative = round(head.forward[0] / sum(layer.forward), 6)
     layers, heads = busiest_rank(config.layers, relative, pp * v, v)
@@ -2567,14 +2616,9 @@ def price(config, gpu, layout, batch_size, unfused=False):
     seconds["compute"] += m * heads * (head.forward[0] + head.backward[0])
     if schedule == "dualpipe":
         seconds["ep"] = max(0.0, seconds["ep"] - seconds["compute"])
-    times = [  # forward, backward, weight: of this rank, and the mean of the others
-        (layers * a + heads * b, ((config.layers - layers) * a + (1 - heads) * b) / max(1, pp - 1))
-        for a, b in (
-            *[(sum(a), sum(b)) for a, b in zip(layer[:2], head[:2])],
-            (layer.weight, head.weight),
-        )
-    ]
-    own, others = zip(*times)
+    own = _paces(layer, head, layers, heads)
+    rest = _paces(layer, head, config.layers - layers, 1 - heads)
+    others = [seconds / max(1, pp - 1) for seconds in rest]  # the mean of the other ranks
     message = batch * config.seq_len // layout.cp * config.hidden * 2 // layout.tp
     link = links(gpu)[pp * dp * layout.cp * layout.tp > gpu.per_node]
     hops = (v * pipeline_bytes(int(pp > 2), pp, m, nbytes) for nbytes in (1, message))
@@ -2583,7 +2627,7 @@ def price(config, gpu, layout, batch_size, unfused=False):
     chunked = schedule == "interleaved" and not unfused  # in 2021 all gradients went at the end
     span = (pp * (v - 1) + 1) / v if chunked else 1
     late = span * own[0], span * own[1]
-    memory, seconds["dp"] = replicas(config, gpu, layout, most, *own[:2], *late)
+    memory, seconds["dp"] = price_replicas(config, gpu, layout, most, *own[:2], *late)
     seconds["bubble"] = bubble_of_step(schedule, pp, m, *others, v) if pp > 1 else 0.0
     held = peak_activations(schedule, pp, m, v) if pp > 1 else 1
     memory["activations"] = held * most * layer.kept + layer.made
@@ -2592,7 +2636,13 @@ def price(config, gpu, layout, batch_size, unfused=False):
     return Plan(layout, memory, seconds)
 
 
-def replicas(config, gpu, layout, layers, forward, backward, first, last):
+def _paces(layer, head, layers, heads):
+    """Seconds of so many layers and heads: forward, backward, and of that for weights."""
+    pairs = *zip(map(sum, layer[:2]), map(sum, head[:2])), (layer.weight, head.weight)
+    return [layers * a + heads * b for a, b in pairs]
+
+
+def price_replicas(config, gpu, layout, layers, forward, backward, first, last):
     """What a rank holds of so many layers, {kind: bytes}, and the exposed seconds of dp.
 
     With --dtype bf16: weights of 2 bytes, gradients of 4, and 12 of the optimizer. forward,
@@ -2687,25 +2737,26 @@ def best_plans(args, config, count=10, **given):
         if seconds >= last:
             break
         for layouts in pipelines_of(args, one):
-            known = best[one[:5]].step if one[:5] in best else math.inf
+            known = best[one.degrees].step if one.degrees in best else math.inf
             if seconds < min(known, last):
                 plans = (price_of(args, config, layout) for layout in layouts)
                 plan = next((plan for plan in plans if plan.held <= limit), None)
                 if plan and plan.step < min(known, last):
-                    best[one[:5]] = plan
+                    best[one.degrees] = plan
                     steps = sorted(plan.step for plan in best.values())
                     last = steps[count - 1] if len(steps) >= count else last
     return sorted(best.values(), key=lambda plan: plan.step)[:count]
 
 
 def price_of(args, config, layout):
+    """price() on the command line's GPU and batch."""
     return price(config, args.machine, layout, args.batch_size, args.unfused)
 
 
 def least_seconds(args, config, layout):
     """Of compute, tp and cp, were all stages alike."""
     batch = args.batch_size // (layout.dp * layout.microbatches)
-    layer = layer_work(config, args.machine, batch, _of_layer(layout), args.unfused)
+    layer = layer_work(config, args.machine, batch, layout.of_layer, args.unfused)
     layers = layout.microbatches * config.layers / layout.pp
     return layers * sum(layer.forward[:3] + layer.backward[:3])
 
@@ -2734,10 +2785,6 @@ def plan(argv):
     print(*first_beats_second(plans), *rules(args, config, parameters, plans[0]), sep="\n")
     print(*thresholds(args, config, parameters, plans[0]), sep="\n")
     return 0
-
-
-def config_of(args):
-    return GPTConfig(**{field.name: getattr(args, field.name, None) for field in fields(GPTConfig)})
 
 
 def show_plans(plans, args, flops):
@@ -2876,8 +2923,8 @@ def _seconds(call):
 def plan_args(argv):
     """The checked command line of --plan. Raises ValueError, one line naming flags and values."""
     args, args.given = read_flags(argv)
-    sizes = MODELS[args.model]._asdict() if args.model else {}
-    vars(args).update({"unfused": False} | sizes | args.given)
+    model = MODELS[args.model] if args.model else Model(0.0, config_of(args))
+    vars(args).update(vars(model.config) | {"unfused": model.unfused} | args.given)
     own, args.machine = (args.gpus, GPUS[args.gpu]) if args.gpu and args.gpus else this_machine()
     args.gpus, args.machine = args.gpus or own, GPUS.get(args.gpu, args.machine)
     args.kv_heads, args.ffn = args.kv_heads or args.heads, args.ffn or 4 * args.hidden
@@ -2887,13 +2934,14 @@ def plan_args(argv):
         kind = args.gpu or "this machine"
         raise ValueError(f"--plan: no layout of {args.gpus} x {kind} has these degrees and sizes")
     return args
+
+
 # ---- rehearsal -----------------------------------------------------------------------------------
 #
 # The trainer takes a step as one rank of any world, in one process: tensors have shapes and no
 # memory, and the messages of PyTorch's "fake" groups go nowhere. Other ranks are taken to have what
 # this one has, and experts to have even loads.
 
-GPUS_PER_NODE = 8
 META = torch.device("meta")
 SUMS = "all_reduce", "reduce_scatter_single"
 HELD = "parameters", "gradients", "optimizer", "activations", "all at once"
@@ -3063,8 +3111,7 @@ def most_memory(trainer, rehearsal):
 
 
 def stage_format(args):
-    """Rows, dtype and shape of what stages send each other, as a pipeline learns in its first step.
-    """
+    """Rows, dtype, shape of what stages send each other, as a pipeline learns in its first step."""
     rows = args.batch_size // (args.dp * args.microbatches)
     length = args.seq_len // (args.cp * (args.tp if args.sp else 1))
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
@@ -3102,7 +3149,7 @@ def claimed_activations(trainer):
     held = simulate(make_schedule(args)).peak[dist.get_rank(trainer.mesh.pp_group)]
     layers = sum(len(chunk.transformer["h"]) for chunk in chunks) / len(chunks)
     if any(chunk.last for chunk in chunks):
-        made = max(made, head_work(config, GPUS["h100"], batch, args.tp * args.cp).made)
+        made = max(made, head_bytes(config, batch, args.tp * args.cp))
     return held * layers * kept + made
 
 

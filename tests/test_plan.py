@@ -125,7 +125,8 @@ def test_gpus_models_and_counts_are_those_of_the_literature():
         count = (args.layers * (dense + experts) + outside) / 1e9
         assert count == pytest.approx(model.billions, rel=0.1), name
         if name in RUNS:
-            L, h, V, s = model.layers, model.hidden, model.vocab_size, model.seq_len
+            of = model.config
+            L, h, V, s = of.layers, of.hidden, of.vocab_size, of.seq_len
             formula = 12 * L * h * h * (1 + 13 / (12 * h) + (V + s) / (12 * L * h))
             assert 1e9 * count == pytest.approx(formula, rel=1e-5)
             args, layout = run_of(name)
