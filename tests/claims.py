@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 import hybrid
+import pipeline
 from collectives import all_gather_single, all_reduce, count_bytes, rank_and_size
 from ddp import DistributedDataParallel
 from expert_parallel import one_hop
-from pipeline import SCHEDULES, draw, simulate
+from pipeline import SCHEDULES, draw
 from ranks import least_bytes, run
 from sequence_parallel import (
     TransformerLayer, allgather_attention, norm_bytes, ring_attention, saved_bytes,
@@ -165,15 +166,6 @@ SCHEDULED = {  # bubble of P = 4 stages and m = 8, F = W = 1 and B = 2, and most
 }
 
 
-def _simulated(name, m=8):
-    """(bubble, most activations) of the schedule."""
-    schedule = SCHEDULES[name](P, m)
-    chunks = 1 if name == "dualpipe" else len({a.chunk for actions in schedule for a in actions})
-    timeline = simulate(schedule, 1 / chunks, 2 / chunks, weight=1 / chunks)
-    idle = timeline.idle if name in ("zb-h2", "zb-v") else timeline.bubble
-    return max(idle), max(timeline.peak) / chunks
-
-
 # layouts as they were trained, by the flags of --plan; TFLOP/s of a GPU, if known, of Megatron-LM's
 # GPTs with those of recomputation
 PUBLISHED = {
@@ -220,7 +212,7 @@ def block():
     lines += ["", "| schedule | bubble | value | counted | activations | value | counted |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for name, (bubble, value, peak, most) in SCHEDULED.items():
-        idle, held = _simulated(name)
+        _, _, (_, idle), (_, held) = pipeline._figures(name, P, 8)
         numbers = f"{value:g} | {idle:g} | {peak} | {most:g} | {held:g}"
         lines.append(f"| `{name}` | {bubble} | {numbers} |")
     for name, m in ("1f1b", 8), ("zb-h1", 8), ("zb-h2", 8), ("interleaved", 4), ("dualpipe", 8):
