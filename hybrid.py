@@ -479,17 +479,22 @@ def layers_of(stage, num_stages, config):
     return range(begin, end)
 
 
-def layer_flops(config, layer):
-    """Of a layer in a step, per token: a forward, and twice that in backward.
+def forward_flops(config, experts):
+    """Of a layer, per token: of products with weights, and of scores and their use.
 
-    Matrices cost 2 per weight that a token uses, about 24 h^2; scores and their use 4 s h.
+    experts: whether it has them, or the portion of layers that do. Products cost 2 per weight that
+    a token uses, about 24 h^2; scores 4 s h.
     """
     h, F, kv_heads = config.hidden, config.mlp_width, config.kv_heads or config.heads
     weights = 2 * h * h + 2 * h * h * kv_heads // config.heads + 2 * h * F
-    if config.has_experts(layer):
-        weights += 2 * h * F * (config.top_k + config.shared_experts - 1) + h * config.experts
+    more = 2 * h * F * (config.top_k + config.shared_experts - 1) + h * config.experts
+    return 2 * (weights + experts * more), 4 * config.seq_len * h
+
+
+def layer_flops(config, layer):
+    """Of a layer in a step, per token: a forward, and twice that in backward."""
     passes = 4 if config.recompute == "full" else 3
-    return passes * (2 * weights + 4 * config.seq_len * h)
+    return passes * sum(forward_flops(config, config.has_experts(layer)))
 
 
 def _replicated(module, config):
@@ -1977,6 +1982,184 @@ def prepare_checkpoints(args):
     return last
 
 
+# ---- costs ---------------------------------------------------------------------------------------
+#
+# What a rank holds, computes and sends in a step, from the modules' formulas. --plan makes seconds
+# of it; --verify and --rehearse count, and show both. `layout` is the command line, or the
+# planner's Layout, whose names are those of flags.
+
+
+class Share(NamedTuple):
+    """A rank's part of the model: layers, those of them with experts, embeddings and heads.
+
+    tied: a head is its embedding, as in a single stage. borders: of its stages with other ranks'.
+    """
+
+    layers: float
+    mixtures: float
+    embeddings: int
+    heads: int
+    tied: bool
+    borders: int
+
+
+def share_of(args, config, place):
+    """The Share of a rank of the pipeline."""
+    routes, stages, borders = make_schedule(args).routes, [], 0
+    for route in routes:
+        ranks = [rank for rank, _ in route]
+        stages += [stage for stage, rank in enumerate(ranks) if rank == place]
+        borders += sum(place in pair for pair in pairwise(ranks) if pair != (place, place))
+    last = len(routes[0]) - 1
+    layers = [layer for stage in stages for layer in layers_of(stage, last + 1, config)]
+    mixtures = sum(map(config.has_experts, layers))
+    return Share(len(layers), mixtures, stages.count(0), stages.count(last), not last, borders)
+
+
+def own_kv_heads(config, layout):
+    """Of a rank of tp: several share one if there are fewer."""
+    return max(1, (config.kv_heads or config.heads) // layout.tp)
+
+
+def parameters_of(config, layout, share):
+    """[(how many, ranks that have the same, how far apart these are)]: dense ones, and experts."""
+    h, tp, ep, width = config.hidden, layout.tp, layout.ep, config.mlp_width
+    queries, keys = h // tp, h // config.heads * own_kv_heads(config, layout)
+    attention = (queries + 2 * keys) * (h + 1) + queries * h + 5 * h  # with biases, and two norms
+    mlp = (2 * h + 1) * width // tp + h
+    whole = h * config.experts + 2 * h * width * config.shared_experts  # the router, and these
+    dense = share.layers * attention + (share.layers - share.mixtures) * mlp
+    vocabulary = config.vocab_size / tp * h
+    dense += share.mixtures * whole + share.embeddings * (vocabulary + config.seq_len * h)
+    dense += share.heads * (2 * h + (not share.tied) * vocabulary)
+    ranks = layout.dp * layout.cp
+    experts = share.mixtures * 2 * h * width * config.experts / ep
+    kinds = (dense, ranks, tp), (experts, ranks * tp // ep, ep * tp // math.gcd(ep, tp))
+    return [kind for kind in kinds if kind[0]]
+
+
+def itemsize_of(layout):
+    """Bytes of an activation, and of a parameter at work."""
+    return 2 if layout.dtype == "bf16" else torch.get_default_dtype().itemsize
+
+
+def state_sizes(layout):
+    """Bytes of a parameter, its gradient, and the optimizer's state; in bf16 that has the masters.
+
+    ZeRO-3 makes bf16 of these as it gathers.
+    """
+    item = itemsize_of(layout)
+    bf16 = item * (layout.zero < 3), 4, 12
+    return bf16 if layout.dtype == "bf16" else (item, item, 2 * item)
+
+
+def state_bytes(config, layout, share):
+    """{kind: bytes} that a rank holds between steps, without the padding of rows."""
+    held, sizes = dict.fromkeys(("parameters", "gradients", "optimizer"), 0), state_sizes(layout)
+    zero = max(layout.zero, 2 * scatters_at_once(layout))
+    for number, ranks, _ in parameters_of(config, layout, share):
+        shards = ranks // math.gcd(layout.replicate, ranks)
+        for i, kind in enumerate(held):
+            of_kind = [size * (i == j) for j, size in enumerate(sizes)]
+            held[kind] += number * zero_memory(zero, shards, *of_kind)
+    return held
+
+
+def scatters_at_once(layout):
+    """Whether a gradient is scattered as it comes: in ZeRO-1 only the last microbatch's are."""
+    return layout.zero > 1 or layout.zero == own_microbatches(layout) == 1
+
+
+def step_flops(config, layout, share, batch):
+    """Of a rank's products in a step, in microbatches of `batch` sequences.
+
+    Of scores half, as a causal kernel computes, without those that it computes again in backward.
+    """
+    product, core = forward_flops(config, share.mixtures / max(1, share.layers))
+    again = layout.recompute
+    flops = share.layers * (3 + (again == "full")) * product
+    flops += share.layers * (3 + (again != "none")) * core / 2
+    flops += share.heads * 3 * 2 * config.hidden * config.vocab_size
+    tokens = own_microbatches(layout) * batch * config.seq_len // (layout.cp * layout.tp)
+    return flops * tokens
+
+
+def own_microbatches(layout):
+    """Those that a stage computes: of DualPipe's two replicas each has half."""
+    return layout.microbatches // (1 + (layout.schedule == "dualpipe"))
+
+
+def layer_bytes(config, layout, batch, experts):
+    """{axis: (forward, backward)}: bytes that a rank sends for a layer and a microbatch.
+
+    experts: the portion of layers that have them. There tokens are dealt out over tp, which has
+    half as much to send, and without --sp gathers what experts made. ep: inside of nodes; across:
+    between them.
+    """
+    h, tp, item, own = config.hidden, layout.tp, itemsize_of(layout), config.seq_len // layout.cp
+    sums = 2 * all_reduce_bytes(batch * own * h * item, tp)
+    both = tensor_parallel_layer_bytes(batch, own, h, tp, item, layout.sp)
+    gathered = 0 if layout.sp else experts * sums / 4
+    sizes = config.heads // tp, own_kv_heads(config, layout), h // config.heads, layout.cp
+    around = layout.cp_method, batch, config.seq_len, *sizes, item, max(4, item)
+    tokens, nodes = batch * own // tp, layout.ep_nodes
+    copies = min(config.top_k, nodes, config.topk_nodes or nodes)
+    near = experts * expert_parallel_bytes(tokens, config.top_k, h, layout.ep // nodes, item)
+    far = experts * expert_parallel_bytes(tokens, copies, h, nodes, item)
+    return {
+        "tp": tuple((1 - experts / 2) * nbytes + gathered for nbytes in (sums, both - sums)),
+        "cp": context_parallel_bytes(*around),
+        "ep": (near, near),
+        "across": (far, far),
+    }
+
+
+AGAIN = {"none": (), "selective": ("cp",), "full": ("tp", "cp", "ep", "across")}  # by --recompute
+
+
+def sent_bytes(config, layout, share, batch):
+    """{axis: bytes} that a rank sends in a step, in microbatches of `batch` sequences."""
+    m, again = own_microbatches(layout), AGAIN[layout.recompute]
+    layer = layer_bytes(config, layout, batch, share.mixtures / max(1, share.layers))
+    sent = {
+        axis: m * share.layers * (forward * (1 + (axis in again)) + backward)
+        for axis, (forward, backward) in layer.items()
+    }
+    nbytes = batch * config.seq_len // layout.cp * config.hidden * itemsize_of(layout)
+    sums = share.embeddings + share.heads * (1.5 if layout.sp else 1)
+    sent["tp"] += m * sums * all_reduce_bytes(nbytes, layout.tp)
+    sent["ep"] += sent.pop("across")
+    sent["pp"] = m * share.borders * nbytes // (layout.tp if layout.sp else 1)
+    sent["pp"] += copied_gradient_bytes(config, layout, share)
+    sent["dp"] = replica_bytes(config, layout, share)
+    return sent
+
+
+def copied_gradient_bytes(config, layout, share):
+    """What stages send each other of gradients: those of DualPipe's replicas and of the embedding.
+
+    The first and the last stage have this, as the embedding and the head.
+    """
+    ends, copied = share.embeddings + share.heads, 0
+    for i, (number, ranks, _) in enumerate(parameters_of(config, layout, share)):
+        number *= layout.schedule == "dualpipe"
+        number += (i == 0 and ends == 1) * config.vocab_size / layout.tp * config.hidden
+        copied += number * math.gcd(layout.replicate, ranks) / ranks if layout.zero else number
+    return copied * state_sizes(layout)[1]
+
+
+def replica_bytes(config, layout, share):
+    """What replicas send each other in a step: sums of gradients, and parameters."""
+    gradient, parameter = state_sizes(layout)[1], itemsize_of(layout)
+    sums, gathers = zero_rounds(layout.zero, own_microbatches(layout))
+    row, sent = sums * gradient + gathers * (parameter if layout.zero else gradient), 0
+    for number, ranks, _ in parameters_of(config, layout, share):
+        copies = math.gcd(layout.replicate, ranks)
+        sent += reduce_scatter_bytes(row * number, ranks // copies)
+        sent += sums * all_reduce_bytes(gradient * number * copies / ranks, copies)
+    return sent
+
+
 # ---- proof ---------------------------------------------------------------------------------------
 
 BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 5e-2}  # of a difference / the norm of what it is of
@@ -2195,48 +2378,27 @@ def costs(trainer, traffic):
 
     gradients, stages: KB sent; memory: bytes held per parameter; bubble: that of the schedule.
     """
-    args, mesh, size = trainer.args, trainer.mesh, dist.get_world_size
-    item, (sizes, kinds) = torch.get_default_dtype().itemsize, shared_out(trainer)
-    operations = ["reduce_scatter_single", "all_gather_single"] if args.zero else ["all_reduce"]
+    args, mesh, config = trainer.args, trainer.mesh, trainer.config
+    share, size = share_of(args, config, dist.get_rank(mesh.pp_group)), dist.get_world_size()
     held = memory_ledger(trainer.stages, trainer.optimizer).total()
-    claimed = sum(number * zero_memory(args.zero, size(group), *sizes) for number, group in kinds)
-    per_parameter = size() * sum(number for number, _ in kinds)
+    claimed = sum(state_bytes(config, args, share).values())
+    per_parameter = size * sum(number for number, *_ in parameters_of(config, args, share))
     found = {"memory": (held / per_parameter, claimed / per_parameter)}
     if args.pp > 1:
         parts = len(trainer.route) // args.pp  # of a rank's layers
         timeline = simulate(make_schedule(args), 1 / parts, 2 / parts, weight=1 / parts)
         bubble = timeline.idle if args.schedule in ("zb-h2", "zb-v") else timeline.bubble
         claimed = bubble_time(args.schedule, args.pp, args.microbatches, num_chunks=args.chunks)
-        found["bubble"] = max(bubble) / size(), claimed / size()
+        found["bubble"] = max(bubble) / size, claimed / size
     if traffic.uncounted:
         return found
-    if args.dtype == "fp32" or not args.zero:
-        microbatches = args.microbatches // (1 + trainer.replicated)
-        groups = {group for _, group in kinds}
-        sent = sum(traffic.bytes(name, group) for name in operations for group in groups)
-        kinds = [(sizes[1] * number, size(group)) for number, group in kinds]
-        claimed = sum(zero_bytes(args.zero, *kind, microbatches) for kind in kinds)
-        found["gradients"] = sent / 1024, claimed / 1024
-    if args.pp > 1 and not trainer.replicated:  # replicas exchange gradients, too
-        places = 1 + sum(here[0] != there[0] for here, there in pairwise(trainer.route))
-        tokens = args.batch_size * args.seq_len // (args.dp * args.cp * (args.tp if args.sp else 1))
-        nbytes = tokens * args.hidden * (item if args.dtype == "fp32" else 2)  # of all microbatches
-        claimed = sum(pipeline_bytes(place, places, 1, nbytes) for place in range(places))
-        sent = traffic.bytes("exchange", mesh.pp_group)
-        found["stages"] = sent / 1024, claimed / args.pp / 1024
+    batch = args.batch_size // (args.dp * args.microbatches)
+    claims, groups = sent_bytes(config, args, share, batch), {mesh.pp_group, mesh.embedding_group}
+    ours = {getattr(mesh, name) for name in GRADIENT_GROUPS}
+    for what, axis, groups in ("gradients", "dp", ours), ("stages", "pp", groups):
+        sent = sum(traffic.bytes(group=group) for group in groups - {None})
+        found[what] = sent / 1024, claims[axis] / 1024
     return found
-
-
-def shared_out(trainer):
-    """Bytes of a parameter, its gradient, its optimizer's state; [(parameters, whose group)]."""
-    args, mesh, item = trainer.args, trainer.mesh, torch.get_default_dtype().itemsize
-    sizes = (item, item, 2 * item) if args.dtype == "fp32" else (2 * (args.zero < 3), 4, 12)
-    groups = mesh.dp_cp_group, mesh.expert_dp_group
-    if args.zero:
-        groups = mesh.shard_group, mesh.expert_shard_group
-    numel = lambda p: getattr(p, "whole_shape", p.shape).numel()
-    kinds = trainer.dense, trainer.experts
-    return sizes, [(sum(map(numel, kind)), group) for kind, group in zip(kinds, groups)]
 
 
 def verify(args, argv, device, local_world_size):
@@ -2305,7 +2467,7 @@ class Gpu(NamedTuple):
     memory_speed: float
     node: float
     network: float
-    products: float = 0.55
+    products: float = 0.56
     moves: float = 1.0
     per_node: int = GPUS_PER_NODE
 
@@ -2390,6 +2552,8 @@ class Layout(NamedTuple):
     chunks: int = 1
     zero: int = 0
     replicate: int = 1
+    ep_nodes: int = 1
+    dtype: str = "bf16"
 
     @property
     def degrees(self):
@@ -2398,7 +2562,7 @@ class Layout(NamedTuple):
     @property
     def of_layer(self):
         """What of it a layer's work depends on."""
-        names = "tp", "cp", "ep", "sp", "cp_method", "recompute"
+        names = "tp", "cp", "ep", "sp", "cp_method", "recompute", "ep_nodes"
         return Layout(**{name: getattr(self, name) for name in names})
 
 
@@ -2452,30 +2616,13 @@ def shard_seconds(gpu, nbytes, size, stride=1):
     return min(cost.seconds(*links(gpu)) for cost in costs)
 
 
-def dispatch_seconds(gpu, config, rows, tp, ep):
-    """Of a layer's dispatch and combine. A token goes once to a node, and to topk_nodes at most."""
-    if ep == 1:
-        return 0.0
-    per_node = math.gcd(ep, math.gcd(ep, tp) * max(1, gpu.per_node // tp))
-    nbytes = expert_parallel_bytes(rows, config.top_k, config.hidden, ep, 2)
-    crossings = min(config.top_k, ep // per_node, config.topk_nodes or ep) / config.top_k
-    outside = nbytes * (ep - per_node) / (ep - 1) * crossings
-    hops = Cost(2, nbytes), Cost(2 * (per_node < ep), outside)
-    return sum(hop.seconds(link) for hop, link in zip(hops, links(gpu)))
+def size_of(config):
+    """Parameters of a GPT."""
+    whole = Share(config.layers, config.layers * _portion(config), 1, 1, True, 0)
+    return sum(number for number, *_ in parameters_of(config, Layout(), whole))
 
 
 @lru_cache
-def parameters_of(config):
-    """How many a GPT has: in a layer, outside of its experts and in them; and outside of layers."""
-    h, width, experts = config.hidden, config.mlp_width, _portion(config)
-    kv = h * (config.kv_heads or config.heads) // config.heads
-    attention = 2 * h * h + 2 * h * kv + 2 * h + 2 * kv + 4 * h  # with biases, and two norms
-    mlp = (1 - experts) * (2 * h * width + width + h)
-    mlp += experts * h * (config.experts + 2 * width * config.shared_experts)
-    whole = 2 * h * width * config.experts * experts
-    return attention + mlp, whole, (config.vocab_size + config.seq_len + 2) * h
-
-
 def _portion(config):
     """Of the layers, those that have experts."""
     return sum(map(config.has_experts, range(config.layers))) / config.layers
@@ -2491,12 +2638,13 @@ def layer_work(config, gpu, batch, layout, unfused):
     hides its messages behind attention.
     """
     product, weight, core = product_seconds(config, gpu, batch, layout)
+    core *= 1 if unfused else 0.5  # a fused kernel leaves out what a causal mask does
     per_byte = _per_byte(gpu, gpu.memory_speed)
     fused = _activations(config, batch, layout, "selective")
     made = _activations(config, batch, layout, "none") if unfused else fused
     kept = made if layout.recompute == "none" else _activations(config, batch, layout)
     if layout.cp_method == "allgather" and layout.recompute == "none":  # others' keys and values
-        kv = config.hidden // config.heads * _kv_heads(config, layout)
+        kv = config.hidden // config.heads * own_kv_heads(config, layout)
         kept += 2 * 2 * batch * config.seq_len * (1 - 1 / layout.cp) * kv
     compute, scores = product + core + 2 * made * per_byte, core + 2 * (made - fused) * per_byte
     ahead, back = message_seconds(config, gpu, batch, layout, core)
@@ -2510,47 +2658,29 @@ def layer_work(config, gpu, batch, layout, unfused):
 
 def product_seconds(config, gpu, batch, layout):
     """Of a layer's matrices in forward, of those for their gradients, and of attention's core."""
-    plain = replace(config, recompute="none")
-    flops = sum(layer_flops(plain, layer) for layer in range(config.layers)) / config.layers / 3
-    tokens = batch * config.seq_len / layout.cp / layout.tp
-    per_flop = tokens / (gpu.tflops * 1e12 * gpu.products)
-    core = 4 * config.seq_len * config.hidden * per_flop
-    dense, routed, _ = parameters_of(config)
-    weights = (dense / layout.tp + routed / layout.ep) * _per_byte(gpu, gpu.memory_speed)
-    product, weight = (max(flops * per_flop - core, size * weights) for size in (2, 8))
-    return product, weight, core
+    per_flop = batch * config.seq_len / layout.cp / layout.tp / (gpu.tflops * 1e12 * gpu.products)
+    product, core = (flops * per_flop for flops in forward_flops(config, _portion(config)))
+    layer = Share(1, _portion(config), 0, 0, False, 0)
+    weights = sum(number for number, *_ in parameters_of(config, layout, layer))
+    weights *= _per_byte(gpu, gpu.memory_speed)
+    return *(max(product, size * weights) for size in (2, 8)), core
 
 
 def message_seconds(config, gpu, batch, layout, core):
     """Of a layer's tp, cp and ep: forward, backward. core: attention's seconds, which hide a ring.
     """
-    h, tp, own, experts = config.hidden, layout.tp, config.seq_len / layout.cp, _portion(config)
-    rounds = [tensor_parallel_layer_bytes(batch, own, h, tp, 2, sp) for sp in (False, layout.sp)]
-    whole = batch * own * h * 2
-    rounds = [n / max(1, reduce_scatter_bytes(whole, tp)) * (1 - experts / 2) for n in rounds]
-    split = shard_seconds(gpu, whole, tp)  # experts are not split
-    heads = config.heads // tp, _kv_heads(config, layout), h // config.heads
-    around = _context_seconds(gpu, layout, batch, config.seq_len, *heads)
-    if layout.cp_method == "ring":
-        around = [max(0.0, t - n * core) for t, n in zip(around, (1, 2))]
-    experts *= dispatch_seconds(gpu, config, batch * own / tp, tp, layout.ep)
-    forward = rounds[0] / 2 * split, around[0], experts
-    return forward, ((rounds[1] - rounds[0] / 2) * split, around[1], experts)
-
-
-def _kv_heads(config, layout):
-    """Of a rank."""
-    return max(1, (config.kv_heads or config.heads) // layout.tp)
-
-
-def _context_seconds(gpu, layout, batch, *sizes):
-    """Of attention across cp, forward and backward."""
-    if layout.cp == 1:
-        return 0.0, 0.0
-    sent = context_parallel_bytes(layout.cp_method, batch, *sizes, layout.cp, 2, 4)
-    steps = (layout.cp - 1, 2 * layout.cp) if layout.cp_method == "ring" else (4, 4)
-    link = links(gpu)[layout.cp * layout.tp > gpu.per_node]
-    return [Cost(*cost).seconds(link) for cost in zip(steps, sent)]
+    tp, cp, ring = layout.tp, layout.cp, layout.cp_method == "ring" and layout.cp > 1
+    sent, (inside, between) = layer_bytes(config, layout, batch, _portion(config)), links(gpu)
+    whole = batch * config.seq_len // cp * config.hidden * 2  # what tp gathers
+    pace = shard_seconds(gpu, whole, tp) / max(1, reduce_scatter_bytes(whole, tp))
+    steps = (cp - 1, 2 * cp) if ring else (4 * (cp > 1),) * 2
+    hops = 2 * (layout.ep > layout.ep_nodes), 2 * (layout.ep_nodes > 1)
+    for i, hidden in enumerate((1, 2)):
+        link = between if cp * tp > gpu.per_node else inside
+        around = Cost(steps[i], sent["cp"][i]).seconds(link) - ring * hidden * core
+        dealt = Cost(hops[0], sent["ep"][i]).seconds(inside)
+        dealt += Cost(hops[1], sent["across"][i]).seconds(between)
+        yield sent["tp"][i] * pace, max(0.0, around), dealt
 
 
 def _activations(config, batch, layout, recompute=None):
@@ -2627,7 +2757,12 @@ def price(config, gpu, layout, batch_size, unfused=False):
     chunked = schedule == "interleaved" and not unfused  # in 2021 all gradients went at the end
     span = (pp * (v - 1) + 1) / v if chunked else 1
     late = span * own[0], span * own[1]
-    memory, seconds["dp"] = price_replicas(config, gpu, layout, most, *own[:2], *late)
+    both = pp == 1 or schedule in ("zb-v", "dualpipe")  # ends are on one rank
+    alone = pp * v == config.layers + 2  # are the embedding and the head in their stages
+    held = most * (1 + (schedule == "dualpipe"))
+    share = Share(held, held * _portion(config), int(not alone), int(both), pp * v == 1, 0)
+    memory = state_bytes(config, layout, share)
+    seconds["dp"] = replica_seconds(config, gpu, layout, share, *own[:2], *late)
     seconds["bubble"] = bubble_of_step(schedule, pp, m, *others, v) if pp > 1 else 0.0
     held = peak_activations(schedule, pp, m, v) if pp > 1 else 1
     memory["activations"] = held * most * layer.kept + layer.made
@@ -2642,33 +2777,26 @@ def _paces(layer, head, layers, heads):
     return [layers * a + heads * b for a, b in pairs]
 
 
-def price_replicas(config, gpu, layout, layers, forward, backward, first, last):
-    """What a rank holds of so many layers, {kind: bytes}, and the exposed seconds of dp.
+def replica_seconds(config, gpu, layout, share, forward, backward, first, last):
+    """Exposed ones of dp, a message for each layer.
 
-    With --dtype bf16: weights of 2 bytes, gradients of 4, and 12 of the optimizer. forward,
-    backward: seconds of a microbatch; first, last: of what a step begins and ends with.
+    forward, backward: of a microbatch; first, last: of what a step begins and ends with.
     """
-    tp, ep, zero, kinds = layout.tp, layout.ep, layout.zero, ("weights", "gradients", "optimizer")
-    dense, experts, outside = parameters_of(config)
-    copies, ranks = layers * (1 + (layout.schedule == "dualpipe")), layout.dp * layout.cp
-    rows = [((dense + outside / layers) / tp, ranks, tp)]  # of a layer: elements, ranks, stride
-    rows += [(experts / ep, ranks * tp // ep, ep * tp // math.gcd(ep, tp))] * (experts > 0)
-    memory, scatter, gather = dict.fromkeys(kinds, 0.0), 0.0, 0.0
-    for elements, size, stride in rows:
-        shards = size // math.gcd(layout.replicate, size)
-        for kind, nbytes in zip(kinds, ((2 * (zero < 3), 0, 0), (0, 4, 0), (0, 0, 12))):
-            memory[kind] += copies * elements * zero_memory(zero, shards, *nbytes)
-        scatter += copies * shard_seconds(gpu, 4 * elements, shards, stride)
-        gather += copies * shard_seconds(gpu, 2 * elements, shards, stride)
-        across = 4 * elements / shards, size // shards, shards * stride
-        scatter += copies * 2 * shard_seconds(gpu, *across)
-    if not zero:  # the sums of gradients are gathered, in 32 bit, before backward ends
-        return memory, max(0.0, 2 * scatter - last)
-    scatters, gathers = zero_rounds(zero, layout.microbatches)
+    scatter, gather = 0.0, 0.0
+    for number, ranks, stride in parameters_of(config, layout, share):
+        number /= share.layers
+        shards = ranks // math.gcd(layout.replicate, ranks)
+        scatter += share.layers * shard_seconds(gpu, 4 * number, shards, stride)
+        gather += share.layers * shard_seconds(gpu, 2 * number, shards, stride)
+        across = 4 * number / shards, ranks // shards, shards * stride
+        scatter += share.layers * 2 * shard_seconds(gpu, *across)
+    if not layout.zero:  # the sums of gradients are gathered, in 32 bit, before backward ends
+        return max(0.0, 2 * scatter - last)
+    scatters, gathers = zero_rounds(layout.zero, layout.microbatches)
     again = gather * (gathers > 1)  # stage 3 gathers in backward, too
     each = max(0.0, scatter + again + again - forward - backward)  # hidden behind the next, too
     late = max(0.0, scatter + again - last) + max(0.0, gather - first)
-    return memory, (scatters - 1) * each + late
+    return (scatters - 1) * each + late
 
 
 def grids(args):
@@ -2678,8 +2806,12 @@ def grids(args):
     for tp, cp, pp, ep in product(*degrees):
         dp, rest = divmod(args.gpus, tp * cp * pp)
         sp = args.given.get("sp", tp > 1 and args.seq_len // cp % tp == 0)
-        grid = Layout(tp, cp, pp, dp, ep, sp, args.cp_method, replicate=args.replicate)
-        flags = {"topk_nodes": 1, "world_size": args.gpus, "zero": args.given.get("zero", 1)}
+        # a node has as much of tp as there is in ep, and of dp x cp what fits beside tp
+        nodes = ep // math.gcd(ep, math.gcd(ep, tp) * max(1, args.machine.per_node // tp))
+        of = {"replicate": args.replicate, "ep_nodes": nodes}
+        grid = Layout(tp, cp, pp, dp, ep, sp, args.cp_method, **of)
+        flags = {"topk_nodes": min(args.topk_nodes or nodes, nodes), "world_size": args.gpus}
+        flags["zero"] = args.given.get("zero", 1)
         flags = argparse.Namespace(**vars(args) | grid._asdict() | flags)
         wrong = rest or not dp or dp != args.given.get("dp", dp)
         if not wrong and not any(is_wrong(flags) for is_wrong in RULES.values()):
@@ -2769,8 +2901,7 @@ def plan(argv):
         _complain(f"error: {error}")
         return 2
     config, gpus, kind = config_of(args), args.gpus, args.gpu or "this machine"
-    dense, experts, outside = parameters_of(config)
-    parameters = config.layers * (dense + experts) + outside
+    parameters = size_of(config)
     own = f", {MODELS[args.model].billions:g}B of its own" if args.model else ""
     print(f"{args.model or 'model'}: {parameters / 1e9:.4g}B parameters as a GPT{own}")
     print(f"{gpus} x {kind}, {args.batch_size} x {args.seq_len} tokens a step, bf16\n")
@@ -2923,8 +3054,7 @@ def _seconds(call):
 def plan_args(argv):
     """The checked command line of --plan. Raises ValueError, one line naming flags and values."""
     args, args.given = read_flags(argv)
-    model = MODELS[args.model] if args.model else Model(0.0, config_of(args))
-    vars(args).update(vars(model.config) | {"unfused": model.unfused} | args.given)
+    args.unfused = bool(args.model) and MODELS[args.model].unfused
     own, args.machine = (args.gpus, GPUS[args.gpu]) if args.gpu and args.gpus else this_machine()
     args.gpus, args.machine = args.gpus or own, GPUS.get(args.gpu, args.machine)
     args.kv_heads, args.ffn = args.kv_heads or args.heads, args.ffn or 4 * args.hidden
@@ -2947,21 +3077,22 @@ SUMS = "all_reduce", "reduce_scatter_single"
 HELD = "parameters", "gradients", "optimizer", "activations", "all at once"
 AXIS_NAMES = "pp", "dp", "cp", "tp"
 aten = torch.ops.aten
-PRODUCTS = {  # operator: (place of its first factor, FLOPs / elements of that / columns)
-    **dict.fromkeys((aten.mm, aten.bmm, aten._grouped_mm), (0, 2)),
-    **dict.fromkeys((aten.addmm, aten.addmm_, aten.baddbmm), (1, 2)),
-    aten._scaled_dot_product_flash_attention_for_cpu: (0, 4),  # its columns are keys
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 8),
+PRODUCTS = {  # operator: (place of its first factor, FLOPs / elements of that / columns, of causal)
+    **dict.fromkeys((aten.mm, aten.bmm, aten._grouped_mm), (0, 2, None)),
+    **dict.fromkeys((aten.addmm, aten.addmm_, aten.baddbmm), (1, 2, None)),
+    aten._scaled_dot_product_flash_attention_for_cpu: (0, 4, 4),  # its columns are keys
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 8, 7),
 }
 
 
 def product_flops(function, arguments):
-    """Of an operator; attention's without what its kernel computes again, as in layer_flops()."""
+    """Of an operator; attention's as in step_flops()."""
     if function.overloadpacket not in PRODUCTS:
         return 0
-    place, times = PRODUCTS[function.overloadpacket]
+    place, times, causal = PRODUCTS[function.overloadpacket]
     first, second = arguments[place : place + 2]
-    return times * first.numel() * second.shape[-1 if times == 2 else -2]
+    flops = times * first.numel() * second.shape[-1 if times == 2 else -2]
+    return flops // 2 if causal and arguments[causal : causal + 1] == (True,) else flops
 
 
 class Rehearsal(FakeTensorMode):
@@ -3030,7 +3161,10 @@ class Rehearsal(FakeTensorMode):
 
     @contextmanager
     def stand_in(self):
-        """For what these tensors lack: values that the host reads, addresses, memory to resize."""
+        """For what these tensors lack: values that the host reads, addresses, memory to resize.
+
+        And for fused attention with dropout, which a GPU has and a CPU has not.
+        """
 
         def tolist(tensor):  # numbers of rows, for each rank and its experts; others are floats
             parts = math.prod(tensor.shape[1:])
@@ -3042,11 +3176,15 @@ class Rehearsal(FakeTensorMode):
             self.hold(storage, nbytes)
             return resize(storage, nbytes)
 
+        def fused(*qkv, dropout_p, whole=F.scaled_dot_product_attention, **options):
+            return whole(*qkv, **options)
+
         address = lambda t: (t.untyped_storage()._cdata << 40) + t.storage_offset() * t.itemsize
         storages = {"data_ptr": lambda storage: storage._cdata, "resize_": resize}
         with (
             patch.multiple(FakeTensor, tolist=tolist, data_ptr=address),
             patch.multiple(torch.UntypedStorage, **storages),
+            patch.object(F, "scaled_dot_product_attention", fused),
         ):
             yield
 
@@ -3094,7 +3232,8 @@ def most_memory(trainer, rehearsal):
     states = [value for state in optimizer.state.values() for value in state.values()]
     lasting = rehearsal.numbers(states)
     gradients = rehearsal.numbers(parameter.grad for parameter in parameters)
-    gradients |= rehearsal.summed if args.zero < 2 else set()  # else whole rows come and go
+    if not scatters_at_once(args):  # else whole rows come and go
+        gradients |= rehearsal.summed
     memory = memory_ledger(trainer.stages, optimizer)
     if args.dtype == "bf16":
         masters = parameters if args.zero else optimizer.masters.values()
@@ -3118,25 +3257,6 @@ def stage_format(args):
     return rows, dtype, torch.Size([length, rows, args.hidden])
 
 
-def claimed_memory(trainer):
-    """{kind: bytes} that a rank holds, by zero_memory() and, as the planner says, activations.
-
-    These in 16 bit, without experts, cp and full recomputation, where more is made on the way.
-    """
-    sizes, parts = shared_out(trainer)
-    claims = {}
-    for i, kind in enumerate(("parameters", "gradients", "optimizer")):
-        own = [size * (i == j) for j, size in enumerate(sizes)]
-        of = lambda group: zero_memory(trainer.args.zero, dist.get_world_size(group), *own)
-        claims[kind] = sum(number * of(group) for number, group in parts)
-    args = trainer.args
-    plain = args.cp == 1 and args.recompute != "full" and not args.experts
-    if args.dtype == "bf16" and plain:
-        claims["activations"] = claimed_activations(trainer)
-        claims["all at once"] = sum(claims.values())
-    return claims
-
-
 def claimed_activations(trainer):
     """What microbatches under way keep of this rank's layers, and what one layer or the head makes.
 
@@ -3153,107 +3273,41 @@ def claimed_activations(trainer):
     return held * layers * kept + made
 
 
-def claimed_flops(trainer):
-    """Of this rank's layers, and the head, in a step."""
-    args, config, flops = trainer.args, trainer.config, 0
-    scores = 4 * args.seq_len * args.hidden
-    # of zig-zag's 2 cp chunks a rank has two, which see 2 cp - 1 whole ones and themselves; a ring
-    # computes its own two as one square
-    seen = {"ring": 2 * args.cp + 2, "allgather": 2 * args.cp + 1}.get(args.cp_method, 4 * args.cp)
-    seen = seen / (4 * args.cp) if args.cp > 1 else 1
-    passes = 3 + (args.recompute != "none")
-    for chunk in trainer.chunks:
-        layers = list(map(int, chunk.transformer["h"]))
-        flops += sum(layer_flops(config, layer) for layer in layers)
-        flops += len(layers) * scores * (passes * seen - 3 - (args.recompute == "full"))
-        flops += chunk.last * 3 * 2 * args.hidden * args.vocab_size
-    tokens = args.batch_size * args.seq_len // (args.dp * args.cp * args.tp)
-    return flops * tokens // (1 + trainer.replicated)
+def planned(trainer):
+    """{what: number} of this rank's step by the formulas, as the planner takes them.
 
-
-def claimed_bytes(trainer):
-    """{a group's name in Mesh: bytes} that a rank sends in a step, by the modules' formulas."""
-    args, config, chunks = trainer.args, trainer.config, trainer.chunks
-    item = 2 if args.dtype == "bf16" else torch.get_default_dtype().itemsize
-    m = args.microbatches // (1 + trainer.replicated)  # of each chunk
-    batch, own = args.batch_size // (args.dp * args.microbatches), args.seq_len // args.cp
-    sizes, again = (batch, own, args.hidden, args.tp, item), args.recompute == "full"
-    layers = [int(layer) for chunk in chunks for layer in chunk.transformer["h"]]
-    experts = sum(map(config.has_experts, layers))
-
-    whole = all_reduce_bytes(batch * own * args.hidden * item, args.tp)  # forward, or backward
-    split = tensor_parallel_layer_bytes(*sizes, args.sp) + again * 2 * whole
-    dealt = split / 2 + (not args.sp) * (1 + again / 2) * whole
-    ends = sum(chunk.first + chunk.last * (1.5 if args.sp else 1) for chunk in chunks)
-    kv_heads = max(1, args.kv_heads // args.tp)
-    around = args.cp_method, batch, args.seq_len, args.heads // args.tp, kv_heads
-    widths = args.hidden // args.heads, args.cp, item, max(4, item)
-    forward, backward = context_parallel_bytes(*around, *widths)
-    tokens, ep, nodes = batch * own // args.tp, args.ep, args.ep_nodes
-    hops = {"ep_group": (args.top_k, ep)}
-    if nodes > 1:
-        hops = {"node_group": (args.top_k, ep // nodes), "cross_group": (args.topk_nodes, nodes)}
-    hop = lambda k, P: expert_parallel_bytes(tokens, min(k, args.top_k), args.hidden, P, item)
-    return {
-        "tp_group": m * ((len(layers) - experts) * split + experts * dealt + ends * whole),
-        "cp_group": m * len(layers) * (forward * (1 + (args.recompute != "none")) + backward),
-        **{name: m * experts * hop(*sizes) * (2 + again) for name, sizes in hops.items()},
-        **claimed_stage_bytes(trainer, m * batch * own * args.hidden * item),
-        **claimed_gradient_bytes(trainer, item, m),
-    }
-
-
-def claimed_stage_bytes(trainer, nbytes):
-    """To other stages: nbytes over each boundary, and gradients of what two stages have."""
-    args, rank = trainer.args, dist.get_rank(trainer.mesh.pp_group)
-    if args.pp == 1:
-        return {}
-    nbytes //= args.tp if args.sp else 1
-    sent = trainer.replicated * sum(p.grad.nbytes for p in trainer.dense + trainer.experts)
-    for route in trainer.pipeline.schedule.routes:
-        places = [place for place, _ in groupby(stage for stage, _ in route)]
-        own = [i for i, place in enumerate(places) if place == rank]
-        sent += sum(pipeline_bytes(place, len(places), 1, nbytes) for place in own)
-    tied = [chunk.tied_weight() for chunk in trainer.chunks]
-    tied = [weight.grad.nbytes for weight in tied if weight is not None]
-    return {"pp_group": sent, "embedding_group": sum(tied) * (len(tied) == 1)}
-
-
-def claimed_gradient_bytes(trainer, item, microbatches):
-    """To replicas; parameters travel in `item` bytes each."""
-    args, mesh, claims = trainer.args, trainer.mesh, {}
-    (_, gradient, _), parts = shared_out(trainer)
-    sums = (2, 1, microbatches, microbatches)[args.zero]
-    for prefix, (number, group) in zip(("", "expert_"), parts):
-        P, copies = dist.get_world_size(group), getattr(mesh, f"{prefix}replicate_group")
-        sent = zero_bytes(args.zero, item * number, P, microbatches)
-        sent += sums * reduce_scatter_bytes((gradient - item) * number, P)
-        claims[f"{prefix}{'shard' if args.zero else 'dp_cp' if not prefix else 'dp'}_group"] = sent
-        if args.zero:
-            copied = all_reduce_bytes(gradient * number // P, dist.get_world_size(copies))
-            claims[f"{prefix}replicate_group"] = sums * copied
-    return claims
+    Of activations in 16 bit, without experts, cp and full recomputation.
+    """
+    args, config = trainer.args, trainer.config
+    share = share_of(args, config, dist.get_rank(trainer.mesh.pp_group))
+    batch = args.batch_size // (args.dp * args.microbatches)
+    found = state_bytes(config, args, share)
+    if args.dtype == "bf16" and args.cp == 1 and args.recompute != "full" and not args.experts:
+        found["activations"] = claimed_activations(trainer)
+        found["all at once"] = sum(found.values())
+    found["TFLOPs"] = step_flops(config, args, share, batch) / 1e6
+    return found | sent_bytes(config, args, share, batch)
 
 
 def rehearse(args):
     """Print what a step costs rank --rank: what is counted, and by formula."""
     trainer, rehearsal, memory = rehearse_step(args)
-    mesh, claims = trainer.mesh, claimed_memory(trainer)
+    mesh, claims = trainer.mesh, planned(trainer)
     axes = [f"{axis} {rank_and_size(getattr(mesh, f'{axis}_group'))[0]}" for axis in AXIS_NAMES]
     layers = [list(chunk.transformer["h"]) for chunk in trainer.chunks]
     layers = ", ".join(f"{own[0]} to {own[-1]}" for own in layers)
     print(f"rank {args.rank} of {args.world_size}, {', '.join(axes)}: layers {layers}")
     rows = [(f"{kind}, MB", memory[kind] / 1e6, claims.get(kind, 0) / 1e6) for kind in HELD]
-    rows += [("TFLOPs", rehearsal.flops / 1e12, claimed_flops(trainer) / 1e12)]
-    claims, lanes = claimed_bytes(trainer), axes_of(mesh)
+    rows += [("TFLOPs", rehearsal.flops / 1e12, claims["TFLOPs"] / 1e6)]
+    lanes = axes_of(mesh)
     for lane in dict.fromkeys(lanes.values()):
         groups = {group for group, name in lanes.items() if name == lane}
-        claim = sum(claims.get(name, 0) for name, group in vars(mesh).items() if group in groups)
+        claim = sum(claims[axis] for axis in lane.split("+"))
         total = lambda counted: sum(counted[group] for group in groups)
         rows += [(f"{lane}, MB sent", total(rehearsal.sent) / 1e6, claim / 1e6)]
         rows += [("  between nodes", total(rehearsal.crossed) / 1e6, 0)]
         rows += [("  batches", total(rehearsal.batches), 0)]
-    print(f"{'':20}{'counted':>16}{'formula':>16}{'difference':>12}")
+    print(f"{'':20}{'counted':>16}{'planned':>16}{'difference':>12}")
     for what, found, claim in rows:
         compared = f"{claim:16,.3f}{found / claim - 1:12.2%}" if claim else ""
         print(f"{what:20}{found:16,.3f}{compared}")
@@ -3332,7 +3386,7 @@ FLAGS = (  # name, type or choices, default, what its value must be, help
     ("print_every", int, None, SIZE, "steps per line, on no terminal (default: some 40 lines)"),
     ("verify", bool, False, None, "do not train; compare layouts, or this one, with one process"),
     ("plan", bool, False, None, "do not train; print the layouts that cost least, and why"),
-    ("model", tuple(MODELS), None, None, "of the literature, for --plan"),
+    ("model", tuple(MODELS), None, None, "of the literature, for --plan or --rehearse"),
     ("gpus", int, None, SIZE, "for --plan (default: this machine's) or --rehearse (1)"),
     ("gpu", tuple(GPUS), None, None, "their type, for --plan (default: this machine's)"),
     ("rehearse", bool, False, None, "do not train; count what a step of one rank costs"),
@@ -3366,8 +3420,8 @@ SUBJECTS = {  # flags that mean nothing but in this case
         [*OF_TRAINING, "topk_nodes", "capacity_factor", "dropout", "tf32"]
         + ["init_from", "generate", "sample", "checkpoint", "resume"],
     ),
-    "--plan": (lambda a: a.plan, ["model", "gpu"]),
-    "--plan or --rehearse": (lambda a: a.plan or a.rehearse, ["gpus"]),
+    "--plan": (lambda a: a.plan, ["gpu"]),
+    "--plan or --rehearse": (lambda a: a.plan or a.rehearse, ["gpus", "model"]),
     "training, not --plan": (
         lambda a: not a.plan,
         [*OF_TRAINING, "verify", "generate", "sample", "init_from", "checkpoint", "resume", "steps"]
@@ -3458,13 +3512,18 @@ def _shown(name, value):
 
 
 def read_flags(argv):
-    """The flags, each checked for itself, and {name: value} of those that are given."""
+    """The flags, each checked for itself, and {name: value} of those that are given.
+
+    Sizes that are not are those of --model.
+    """
     args = _parser().parse_args(argv)
     given = {name: value for name, value in vars(args).items() if value is not None}
     for name, _, default, must_be, _ in FLAGS:
         setattr(args, name, given.get(name, default))
         if name in given and must_be and not must_be[0](given[name]):
             raise ValueError(f"{_shown(name, given[name])} {must_be[1]}")
+    if args.model:
+        vars(args).update(vars(MODELS[args.model].config) | given)
     for subject, (chosen, names) in SUBJECTS.items():
         for name in names:
             if name in given and not chosen(args):
@@ -3474,7 +3533,7 @@ def read_flags(argv):
 
 def parse_args(argv, world_size):
     """The checked, completed command line. Raises ValueError, one line naming flags and values."""
-    args, _ = read_flags(argv)
+    args, given = read_flags(argv)
     if args.rehearse and world_size > 1:
         raise ValueError("--rehearse runs in one process, not in those of torchrun")
     args.world_size = world_size = args.gpus or world_size
@@ -3482,7 +3541,8 @@ def parse_args(argv, world_size):
     if args.zero is None:
         args.zero = int(args.dp * args.cp > 1)
     args.kv_heads = args.kv_heads or args.heads
-    args.topk_nodes = args.topk_nodes or args.ep_nodes
+    of_model = min(args.topk_nodes or args.ep_nodes, args.ep_nodes)
+    args.topk_nodes = given.get("topk_nodes", of_model)
     args.ffn = args.ffn or 4 * args.hidden
     complete_batch(args)
     shown = {name: _shown(name, value) for name, value in vars(args).items()}

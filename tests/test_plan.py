@@ -69,8 +69,8 @@ def llama(row, gpu=None):
     config, m = hybrid.config_of(args), args.batch_size // dp
     layout = hybrid.Layout(8, cp, 16, dp, 1, True, "allgather", "none", m, "interleaved", 8, 2)
     plan = hybrid.price(config, gpu or args.machine, layout, args.batch_size)
-    flops = args.batch_size * s * hybrid.flops_per_token(config) / gpus
-    return plan, flops / plan.step / 1e12
+    flops = hybrid.flops_per_token(config) - 126 * 3 * 2 * s * 16384  # causal: half of the scores
+    return plan, args.batch_size * s * flops / gpus / plan.step / 1e12
 
 
 def fitted(kind, errors):
@@ -114,15 +114,14 @@ def test_llama_3_comes_out_in_its_order_of_which_the_second_row_was_not_fitted_t
     assert fitted("h100", errors) == hybrid.GPUS["h100"]
     plans, found = zip(*map(llama, LLAMA))
     assert found[0] > found[1] > found[2]
-    assert [abs(a / row[4] - 1) < 0.04 for a, row in zip(found, LLAMA)] == [True] * 3
+    assert [abs(a / row[4] - 1) < 0.02 for a, row in zip(found, LLAMA)] == [True] * 3
     assert all(plan.held < 80 * 2**30 for plan in plans)  # more than the planner would take
 
 
 def test_gpus_models_and_counts_are_those_of_the_literature():
     for name, model in hybrid.MODELS.items():
         args = arguments(f"--model {name} --gpus 64 --gpu a100")
-        dense, experts, outside = hybrid.parameters_of(hybrid.config_of(args))
-        count = (args.layers * (dense + experts) + outside) / 1e9
+        count = hybrid.size_of(hybrid.config_of(args)) / 1e9
         assert count == pytest.approx(model.billions, rel=0.1), name
         if name in RUNS:
             of = model.config
@@ -199,10 +198,11 @@ def test_memory_of_a_layout_by_hand():
     layout = hybrid.Layout(2, 1, 2, 4, 1, True, microbatches=4, zero=1)
     memory = hybrid.price(hybrid.config_of(args), args.machine, layout, 32).memory
     h, tokens = 64, 2 * 32
-    row = (2 * (12 * h * h + 13 * h) + (100 + 32 + 2) * h) // 2
+    # split over tp: matrices, and the biases of their columns; whole: the others, norms, positions
+    row = 2 * ((12 * h * h + 7 * h) // 2 + 6 * h) + (100 // 2 + 32) * h
     layer = tokens * h * 34 // 2
     expected = [2 * row, 4 * row, 12 * row // 4, 2 * 2 * layer + layer]
-    assert [*memory] == ["weights", "gradients", "optimizer", "activations"]
+    assert [*memory] == ["parameters", "gradients", "optimizer", "activations"]
     assert [*memory.values()] == pytest.approx(expected, rel=1e-12)
     assert sum(memory.values()) == hybrid.Plan(layout, memory, {}).held
 
@@ -215,10 +215,19 @@ def test_time_of_a_layout_by_hand():
     layout = hybrid.Layout(pp=2, dp=1, microbatches=4)
     seconds = hybrid.price(hybrid.config_of(args), gpu, layout, 4).seconds
     product, scores, head = 24 * 64 * 64 * 32 / 5e5, 4 * 32 * 64 * 32 / 5e5, 2 * 64 * 16 * 32 / 5e5
-    layer = 3 * product + 3.5 * scores
+    layer = 3 * product + 3.5 * scores / 2  # half of them, by the causal mask
     assert seconds["compute"] == pytest.approx(4 * (2 * layer + 3 * head))
     assert seconds["bubble"] == pytest.approx(2 * layer)  # the first stage has no head
     assert seconds["tp"] == seconds["cp"] == seconds["ep"] == seconds["dp"] == 0
+
+
+def test_small_batches_take_as_long_as_memory_has_with_weights_and_their_gradients():
+    """A weight is read in 16 bit, and its gradient in 32, which is read and written."""
+    args = arguments("--gpus 2 --gpu h100 --layers 4 --hidden 64 --heads 4 --seq-len 32")
+    gpu = hybrid.Gpu(1e30, 80, 1e-9, 1, 1, 1.0, 0.5)  # half a byte in a second
+    found = hybrid.product_seconds(hybrid.config_of(args), gpu, 1, hybrid.Layout(tp=2))
+    weights = (12 * 64 * 64 + 7 * 64) // 2 + 6 * 64
+    assert found == pytest.approx((2 * weights / 0.5, 8 * weights / 0.5, 0), abs=1e-9)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -438,7 +447,7 @@ def test_small_worlds_have_a_plan(gpus, more):
     "line, words",
     [
         ("--gpus 8", "--gpus 8 needs --plan"),
-        ("--model llama3-8b", "--model llama3-8b needs --plan"),
+        ("--model llama3-8b", "--model llama3-8b needs --plan or --rehearse"),
         ("--plan --gpus 0", "--gpus 0 must be at least 1"),
         ("--plan --model gpt-5", "invalid choice: 'gpt-5'"),
         ("--plan --steps 5", "--steps 5 needs training, not --plan"),

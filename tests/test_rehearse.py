@@ -20,11 +20,18 @@ from zero import memory_ledger
 aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _scores(q, k, causal):
+    """FLOPs of attention: of each query with all keys, or with half of them."""
+    return 4 * q[0] * q[1] * q[2] * k[2] * q[3] // (1 + causal)
+
+
 MAPPING = {  # PyTorch's counter does not know these
-    FORWARD: lambda q, k, *_, **__: 4 * q[0] * q[1] * q[2] * k[2] * q[3],
+    FORWARD: lambda q, k, v, p=0, causal=False, **_: _scores(q, k, causal),
     aten.addmm_: lambda z, x, y, **_: 2 * x[0] * x[1] * y[1],
     aten._grouped_mm: lambda x, y, *_, **__: 2 * x[0] * x[1] * y[-1],
-    BACKWARD: lambda grad, q, k, *_, **__: 8 * q[0] * q[1] * q[2] * k[2] * q[3],
+    BACKWARD: lambda grad, q, k, v, o, lse, p, causal, **_: 2 * _scores(q, k, causal),
 }
 SIZES = "--layers 2 --hidden 32 --heads 4 --seq-len 32 --vocab-size 67 --batch-size 16"
 LAYOUTS = [
@@ -72,7 +79,14 @@ def _real(flags):
     def listen(event, link, *what):
         batches[link.group] += event == "post" and bool(what[1] or what[2])
 
-    with nccl_over_gloo(), patch.object(Router, "choose", even_choice):
+    def fused(*qkv, dropout_p, whole=torch.nn.functional.scaled_dot_product_attention, **options):
+        return whole(*qkv, **options)  # the CPU's has no dropout
+
+    with (
+        nccl_over_gloo(),
+        patch.object(Router, "choose", even_choice),
+        patch.object(torch.nn.functional, "scaled_dot_product_attention", fused),
+    ):
         mesh = hybrid.mesh_of(args, hybrid.GPUS_PER_NODE)
         trainer = hybrid.Trainer(args, mesh, torch.device("cpu"))
         tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
@@ -223,11 +237,19 @@ def test_large_models_take_a_minute_at_most_and_their_formulas_agree(capsys, fla
     _assert_agree(table, 0.09 if rank == 16383 else 0.03)  # little but the head's, of one layer
 
 
+def test_a_model_of_the_literature_has_its_sizes_but_for_those_that_are_given(capsys):
+    flags = "--model deepseek-v3 --gpus 64 --rank 20 --ep 8 --pp 4 --batch-size 64 --hidden 1024"
+    _, table = _table(f"{flags} --heads 8 --balance bias", capsys)
+    layer = 4 * 1024**2 + 9 * 1024 + 256 * 1024 + 2 * 1024 * 3072 * (256 // 8 + 1)
+    assert table["parameters, MB"][0] == pytest.approx(16 * 4e-6 * layer)  # 16 layers a stage
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 ERRORS = [
     ("--rehearse --rank 8 --gpus 8", 1, "--rank 8 is not one of --gpus 8"),
     ("--rehearse --rank -1 --gpus 8", 1, "--rank -1 must not be negative"),
+    ("--model llama3-8b", 1, "--model llama3-8b needs --plan or --rehearse"),
     ("--rehearse", 2, "--rehearse runs in one process, not in those of torchrun"),
     ("--rank 3", 1, "--rank 3 needs --rehearse"),
     ("--gpus 8", 1, "--gpus 8 needs --plan or --rehearse"),

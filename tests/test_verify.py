@@ -54,7 +54,7 @@ def test_a_layout_like_one_process_is_ok_and_ends_with_0(tmp_path):
 def test_wrong_layouts_and_errors_are_named_and_the_others_go_on(tmp_path):
     sprung = "hybrid.layouts = lambda *_: [['--tp', '2', '--sp'], ['--pp', '2'], ['--dp', '2']]; "
     sprung += "hybrid.sum_partial_gradients = lambda *_, **options: None; "
-    sprung += "hybrid.pipeline_bytes = None"
+    sprung += "hybrid.bubble_time = None"
     found = launch(tmp_path, 2, MAIN.format(sprung), "--verify", "--layers", "2")
     wrong, error, right, summary = found.stdout.splitlines()
     assert found.returncode != 0 and "2 of them wrong" in summary
