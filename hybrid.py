@@ -2526,6 +2526,13 @@ MODELS = {
             **{"ffn": 3072, "experts": 384, "top_k": 8, "shared_experts": 1},
         ),
     ),
+    "glm-5": Model(
+        744.0,
+        GPTConfig(
+            *(78, 6144, 64, 4096, 154880),
+            **{"ffn": 3072, "experts": 256, "top_k": 8, "shared_experts": 1},
+        ),
+    ),
     "solar-open": Model(
         102.6,
         GPTConfig(

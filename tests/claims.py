@@ -177,9 +177,10 @@ PUBLISHED = {
     "llama3-405b --gpus 16384 --gpu h100 --seq-len 131072 --tp 8 --pp 16 --cp 16": 380,
     "deepseek-v3 --gpus 2048 --gpu h800 --tp 1 --pp 16 --ep 64 --schedule dualpipe": None,
     "kimi-k2 --gpus 2048 --gpu h800 --tp 1 --pp 16 --ep 16 --schedule interleaved": None,
+    "glm-5 --gpus 2048 --gpu h800 --tp 1 --schedule interleaved --zero 2 --cp 2": None,
     "mixtral-8x22b --gpus 128 --gpu h100 --tp 4 --pp 4 --ep 8": None,
     "gemma2-27b --gpus 6144 --gpu tpu-v5p --batch-size 3072 --tp 2 --pp 1 --zero 3": None,
-    "solar-open --gpus 480 --gpu b200 --batch-size 1920 --tp 1 --pp 1 --zero 3 --replicate 6": None,
+    "solar-open --gpus 480 --gpu b200 --batch-size 1920 --tp 1 --pp 1 --zero 3 --replicate 6 --ep 1": None,
 }
 
 
@@ -201,6 +202,8 @@ def published():
         tflops = flops * tokens / plan.step / 1e12
         chunks = f" {of.chunks}" if of.schedule == "interleaved" else ""
         name = f"{of.schedule}{chunks}, " if of.pp > 1 else ""
+        chosen = [(axis, getattr(of, axis)) for axis in ("pp", "ep") if f"--{axis}" not in flags]
+        name += "".join(f"{axis} {degree}, " for axis, degree in chosen if degree > 1)
         answer = f"{name}m {of.microbatches}, ZeRO {of.zero}, recompute {of.recompute}"
         numbers = f"{plan.held / 1e9:.0f} | {tflops:.0f} | {reached or ''}"
         lines.append(f"| `{flags}` | {answer} | {numbers} |")

@@ -149,6 +149,7 @@ def test_gpus_models_and_counts_are_those_of_the_literature():
         + " --schedule dualpipe",
         "--model kimi-k2 --gpus 2048 --gpu h800 --tp 1 --pp 16 --cp 1 --ep 16 --zero 1"
         + " --schedule interleaved",
+        "--model glm-5 --gpus 2048 --gpu h800 --tp 1 --cp 2 --schedule interleaved --zero 2",
         "--model mixtral-8x22b --gpus 128 --gpu h100 --tp 4 --pp 4 --cp 1 --ep 8",
         "--model gemma2-27b --gpus 6144 --gpu tpu-v5p --batch-size 3072 --tp 2 --pp 1 --cp 1"
         + " --zero 3",
@@ -158,7 +159,7 @@ def test_gpus_models_and_counts_are_those_of_the_literature():
 )
 def test_every_published_layout_fits(line):
     args = arguments(line)
-    (plan,) = hybrid.best_plans(args, hybrid.config_of(args))
+    (plan,) = hybrid.best_plans(args, hybrid.config_of(args), 1)
     assert plan.held <= args.machine.memory * 1e9
 
 
