@@ -298,8 +298,8 @@ def take_turns(algorithms, call):
         else:
             algorithm, messages = under_way.popleft()
             messages.wait()
-        for sends, receives in islice(algorithm, 1):  # its next step, if there is one
-            under_way.append((algorithm, call.post(sends, receives)))
+        # its next step, if there is one; no name keeps the tensors of the one before
+        under_way += [(algorithm, call.post(*step)) for step in islice(algorithm, 1)]
 
 
 def _cut(row, parts):
@@ -400,6 +400,8 @@ def _pairwise(outgoing, arriving, rank):
 
 def _halving(chunks, output, add, rank):
     """Reduce-scatter among 2^k ranks by swapping halves of sums, then quarters ... log2(P) steps.
+
+    Its scratch is 3/4 of the tensor, where that of a ring is 2/P.
 
         rank        0              1              2              3
         step 0   c01: 0+2       c01: 1+3       c23: 0+2       c23: 1+3       (partner = rank xor 2)
@@ -813,24 +815,28 @@ def _choose(call, algorithms, cost, nbytes, name="auto", ranks_per_node=None):
 
 @lru_cache(maxsize=4096)
 def _cheapest(backend, cost, nbytes, world_size, ranks_per_node, speeds):
-    """What "auto" takes. An all-gather goes as its reverse, the reduce-scatter.
+    """What "auto" takes."""
+    names = candidates(backend, cost, world_size, ranks_per_node)
+    size = nbytes, world_size, ranks_per_node
+    return min(names, key=lambda name: cost(name, *size).seconds(*speeds))
+
+
+def candidates(backend, cost, world_size, ranks_per_node):
+    """The algorithms that "auto" compares. An all-gather goes as its reverse, the reduce-scatter.
 
     On gloo, where ranks share cores, every message costs and every byte, also another rank's.
     """
     if cost is broadcast_cost:
-        names = ["tree"] if backend == "gloo" else ["tree", "scatter_all_gather"]
-    elif backend == "nccl":  # inside a node P-1 messages at once are quickest
-        names = ["direct"] if ranks_per_node == world_size else ["ring"]
-    elif cost is all_reduce_cost:
+        return ["tree"] if backend == "gloo" else ["tree", "scatter_all_gather"]
+    if backend == "nccl" and ranks_per_node == world_size:
+        return ["direct"]  # inside a node P-1 messages at once are quickest
+    if cost is all_reduce_cost:
         names = ["ring", "halving_doubling", "recursive_doubling"]
     elif world_size & (world_size - 1) == 0:  # log2(P) messages are quicker than P-1
         names = ["halving", "ring"]
     else:
-        names = ["direct", "ring"]
-    if 1 < ranks_per_node < world_size and cost is not broadcast_cost:
-        names = [*names, "hierarchical"]
-    size = nbytes, world_size, ranks_per_node
-    return min(names, key=lambda name: cost(name, *size).seconds(*speeds))
+        names = ["ring"] if backend == "nccl" else ["direct", "ring"]
+    return names + ["hierarchical"] * (1 < ranks_per_node < world_size)
 
 
 # ---- operations: now, or while Python computes ---------------------------------------------------
@@ -1240,7 +1246,8 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
     call = _Call("all_gather", group, tensor)
     _check_list("tensor_list", tensor_list, call.world_size)
     _check_fits(tensor_list[call.rank], tensor, tensor.numel())
-    algorithms = _ALL_GATHER | {"halving": _direct_all_gather}  # entries are not side by side
+    apart = _ring_all_gather if call.on_stream else _direct_all_gather
+    algorithms = _ALL_GATHER | {"halving": apart}  # entries are not side by side
 
     def run():
         chunks = [_row(entry) for entry in tensor_list]
@@ -1485,7 +1492,7 @@ def _run_rank(rank, world_size, init_method, function):
 def set_ranks_per_node(ranks_per_node, group=None):
     """Tell how many consecutive ranks of the group share a node; unless told, all of them do.
 
-    Where that does not divide the group, its nodes are unlike, and it is a ring on NCCL.
+    Where that does not divide the group, its nodes are unlike: no algorithm goes node by node.
     """
     counts = isinstance(ranks_per_node, int) and ranks_per_node > 0
     _check(counts, "ranks_per_node={!r} is not a positive integer", ranks_per_node)

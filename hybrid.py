@@ -81,7 +81,7 @@ from torch.utils._pytree import tree_leaves
 
 from collectives import (
     LINK_SPEEDS, Cost, LinkSpeed, ReduceOp, all_reduce, all_reduce_bytes, barrier, broadcast,
-    count_bytes, exchange, gather_from_group, gather_objects, observe, rank_and_size,
+    candidates, count_bytes, exchange, gather_from_group, gather_objects, observe, rank_and_size,
     reduce_scatter_bytes, reduce_scatter_cost, report_stalls, scatter_to_group, schedule_as_batch,
     set_backend_collectives, set_ranks_per_node,
 )
@@ -2473,7 +2473,7 @@ class Gpu(NamedTuple):
 
 
 GPUS = {  # 80 GB are of 80 GiB: the other 6 are for CUDA, NCCL and holes
-    "a100": Gpu(PEAKS["A100"][0], 80, 2039, 300, 25, 0.68, 0.84),
+    "a100": Gpu(PEAKS["A100"][0], 80, 2039, 300, 25, 0.69, 0.81),
     "h100": Gpu(PEAKS["H100 80GB HBM3"][0], 80, 3350, 450, 50),
     "h800": Gpu(989, 80, 3350, 200, 50),
     "h200": Gpu(PEAKS["H200"][0], 141, 4800, 450, 50),
@@ -2618,7 +2618,7 @@ def _per_byte(gpu, gb_per_second):
 def shard_seconds(gpu, nbytes, size, stride=1):
     """Of a reduce-scatter or an all-gather of so many bytes, by `size` ranks, `stride` apart."""
     per_node = math.gcd(size, max(1, gpu.per_node // stride))
-    names = ["direct"] if per_node == size else ["ring", "hierarchical"]
+    names = candidates("nccl", reduce_scatter_cost, size, per_node)
     costs = [reduce_scatter_cost(name, int(nbytes), size, per_node) for name in names]
     return min(cost.seconds(*links(gpu)) for cost in costs)
 
@@ -3107,14 +3107,15 @@ class Rehearsal(FakeTensorMode):
 
     flops: of products. batches, sent, crossed: {group: number, bytes sent, those of them that leave
     the node}. log: (storage, change of its bytes), of storages by number. summed: those that were
-    sent to be summed in gradient_groups.
+    sent to be summed in gradient_groups, and outlived it.
     """
 
     def __init__(self, args):
         super().__init__(allow_non_fake_inputs=True)
         self.flops, self.inside, self.rows = 0, False, cycle(even_rows(args))
         self.batches, self.sent, self.crossed = Counter(), Counter(), Counter()
-        self.held, self.log, self.summed, self.gradient_groups = {}, [], set(), ()
+        self.held, self.log, self.gradient_groups = {}, [], ()
+        self.summed, self.sums = set(), set()
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         options = options or {}
@@ -3159,12 +3160,14 @@ class Rehearsal(FakeTensorMode):
         if event == "post" and (what[1] or what[2]):
             self.batches[link.group] += 1
             if link.group in self.gradient_groups and link.operation in SUMS:
-                parts = [t for t, _ in what[1] if t.nbytes < t.untyped_storage().nbytes()]
-                self.summed |= self.numbers(parts)  # of rows, and no sums on their way
+                self.sums |= self.numbers(tensor for tensor, _ in what[1])
             for tensor, peer in what[1]:
                 nodes = {link.ranks[end] // GPUS_PER_NODE for end in (link.rank, peer)}
                 self.sent[link.group] += tensor.nbytes
                 self.crossed[link.group] += tensor.nbytes * (len(nodes) > 1)
+        if event in ("return", "end"):  # sums on their way are gone
+            self.summed |= self.sums & {number for number, _ in self.held.values()}
+            self.sums = set()
 
     @contextmanager
     def stand_in(self):

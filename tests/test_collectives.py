@@ -3,6 +3,8 @@
 import ast
 import gc
 import io
+import itertools
+import math
 import os
 import re
 import signal
@@ -13,6 +15,7 @@ import weakref
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import pytest
@@ -130,6 +133,20 @@ def _check_values(lengths, dtypes=DTYPES, group=None, async_op=False, ops=tuple(
 def _rings():
     """Reduce-scatter and all-gather go round the ring from 3 ranks on: adding is all that costs."""
     return patch.dict(LINK_SPEEDS, gloo=LinkSpeed(alpha=0, beta=0, gamma=1))
+
+
+def _fast_steps(factor):
+    """On NCCL, steps that cost so little: as many bytes less make a tensor large."""
+    speed = LINK_SPEEDS["nccl"]
+    return patch.dict(LINK_SPEEDS, nccl=speed._replace(alpha=speed.alpha * factor))
+
+
+def _doubling_steps(rank, world_size, rounds=1):
+    """Of recursive doubling; `rounds` = 2: of halving and doubling. 2^k ranks, 2 more stood in for."""
+    core = 1 << (world_size.bit_length() - 1)
+    if rank >= core:
+        return 2
+    return rounds * (core.bit_length() - 1) + 2 * (rank + core < world_size)
 
 
 @on_ranks(1, 2, 3, 4)
@@ -392,10 +409,12 @@ def test_on_a_stream_a_step_is_one_batch_and_in_a_node_a_collective_is_one_step(
     full, shard = torch.zeros(64 * world_size), torch.zeros(64)
     with as_on_nccl(), patch.multiple(collectives, SEGMENT=8, DIRECT_BYTES=1 << 20):
         _check_values([0, 1, 7], DTYPES[:1], ops=(ReduceOp.SUM, ReduceOp.AVG))
-        for ranks_per_node, steps in [(1, world_size - 1), (world_size, 1)]:
+        apart = _doubling_steps(rank, world_size)  # of so few bytes
+        scattered = world_size - 1 if world_size == 3 else apart
+        for ranks_per_node, reduced, steps in [(1, apart, scattered), (world_size, 2, 1)]:
             set_ranks_per_node(ranks_per_node)
             for call, expected in [
-                (lambda: all_reduce(full), 2 * steps),
+                (lambda: all_reduce(full), reduced),
                 (lambda: all_reduce(full, algorithm="ring"), 2 * (world_size - 1)),
                 (lambda: reduce_scatter_single(shard, full), steps),
                 (lambda: all_gather_single(full, shard), steps),
@@ -489,7 +508,7 @@ def test_between_nodes_go_an_ith_of_the_bytes_and_a_ring_inside_one_batch(nodes,
     full = torch.zeros(96 * P, dtype=torch.float64)
     shard = full[:96].clone()
     set_ranks_per_node(I)
-    with as_on_nccl():
+    with as_on_nccl(), _fast_steps(0):
         _check_values([0, 1, 7], DTYPES[1:2], ops=(ReduceOp.SUM, ReduceOp.AVG))
         for call, times, steps in (
             (lambda: reduce_scatter_single(shard, full), 1, 1 + (O - 1)),
@@ -517,14 +536,66 @@ def test_between_nodes_go_an_ith_of_the_bytes_and_a_ring_inside_one_batch(nodes,
         assert (cost.steps, cost.bytes, cost.between) == expected
 
 
-def test_auto_is_direct_in_a_node_hierarchical_between_alike_nodes_and_else_the_ring():
-    inside, between = LINK_SPEEDS["nccl"], LINK_SPEEDS["nccl between nodes"]
-    for cost in (all_reduce_cost, reduce_scatter_cost):
-        for nbytes in (1 << 10, 25 << 20, 206 << 20, 1 << 32):
-            choose = partial(collectives._cheapest, "nccl", cost, nbytes, speeds=(inside, between))
-            assert choose(16, 8) == choose(6, 2) == "hierarchical"
-            assert choose(8, 8) == "direct" and choose(8, 1) == "ring"
-    cost = Cost(steps=2, bytes=30, added=0, between=10)
+def _reduce_scatter_seconds(D, P, I):
+    """{algorithm: seconds on NCCL} for P ranks on nodes of I, by hand."""
+    alpha, inside, between, add = 6e-5, 4e-12, 2e-11, 1e-12
+    part, in_node, O = (P - 1) / P * D, (I - 1) / I * D, P // I
+    while_none_travels = min(1 << 20, D / P) if P > 1 else 0
+    seconds = {"ring": (P - 1) * alpha + part * between + while_none_travels * add}
+    if P & (P - 1) == 0:
+        seconds["halving"] = math.log2(P) * alpha + part * (between + add)
+    if 1 < I < P:
+        crossing = (O - 1) / O * D / I * between + min(1 << 20, D / P) * add
+        seconds["hierarchical"] = O * alpha + in_node * (inside + add) + crossing
+    return seconds
+
+
+def _all_reduce_seconds(D, P, I):
+    """A rank that stands in for one beyond 2^k sends and adds all once more."""
+    alpha, inside, between, add = 6e-5, 4e-12, 2e-11, 1e-12
+    core = 1 << (P.bit_length() - 1)
+    rounds, half = math.log2(core), (core - 1) / core * D
+    folded = 2 * alpha + D * (between + add) if core < P else 0
+    halves = 2 * rounds * alpha + half * (2 * between + add) + folded
+    seconds = {
+        "recursive_doubling": rounds * (alpha + D * (between + add)) + folded,
+        "halving_doubling": halves,
+    }
+    scattered = _reduce_scatter_seconds(D, P, I)
+    added = {"ring": min(1 << 20, D / P), "hierarchical": (I - 1) / I * D + min(1 << 20, D / P)}
+    for name in added.keys() & scattered.keys():  # then gathered, and nothing added
+        seconds[name] = 2 * scattered[name] - added[name] * add
+    return seconds
+
+
+@pytest.mark.parametrize("I", [1, 2, 8])
+@pytest.mark.parametrize("O", [2, 3, 4, 24, 32, 256, 2048])
+def test_between_nodes_auto_takes_what_the_model_of_alpha_and_beta_says(O, I):
+    speeds = LINK_SPEEDS["nccl"], LINK_SPEEDS["nccl between nodes"]
+    sums = (reduce_scatter_cost, _reduce_scatter_seconds), (all_reduce_cost, _all_reduce_seconds)
+    for exponent, (cost, seconds_of) in itertools.product(range(8, 34), sums):
+        D, P = 3 << exponent, O * I
+        seconds, choose = seconds_of(D, P, I), partial(collectives._cheapest, "nccl", cost, D)
+        assert seconds[choose(P, I, speeds)] == pytest.approx(min(seconds.values()), rel=1e-6)
+        assert choose(P, P, speeds) == "direct"
+
+
+def test_auto_between_nodes_by_size():
+    """Where each begins to pay: few steps for few bytes, few bytes for many, a node's links too."""
+    speeds = LINK_SPEEDS["nccl"], LINK_SPEEDS["nccl between nodes"]
+    reduce, scatter = (
+        partial(collectives._cheapest, "nccl", cost, speeds=speeds)
+        for cost in (all_reduce_cost, reduce_scatter_cost)
+    )
+    for P in (64, 2048):
+        names = [reduce(nbytes, P, 1) for nbytes in (1 << 10, 25 << 20, 1 << 30)]
+        assert names == ["recursive_doubling", "halving_doubling", "halving_doubling"]
+        assert scatter(1 << 10, P, 1) == scatter(1 << 30, P, 1) == "halving"
+    assert scatter(1 << 10, 24, 1) == "ring"  # no power of two
+    for nbytes in (25 << 20, 206 << 20, 1 << 32):
+        assert reduce(nbytes, 16, 8) == scatter(nbytes, 16, 8) == scatter(nbytes, 6, 2)
+        assert scatter(nbytes, 16, 8) == "hierarchical"
+    cost, (inside, between) = Cost(steps=2, bytes=30, added=0, between=10), speeds
     seconds = 2 * inside.alpha + 20 * inside.beta + 10 * between.beta
     assert cost.seconds(inside, between) == pytest.approx(seconds)
     assert all_reduce_cost("ring", 80, 4, 2).between == all_reduce_bytes(80, 4)
@@ -532,13 +603,64 @@ def test_auto_is_direct_in_a_node_hierarchical_between_alike_nodes_and_else_the_
 
 
 @on_ranks(4)
-def test_nodes_of_unlike_size_are_a_ring():
+def test_nodes_of_unlike_size_are_ranks_apart():
     set_ranks_per_node(3)
     with as_on_nccl():
         _check_values([1, 7], DTYPES[:1], ops=(ReduceOp.SUM,))
         with batches() as count:
             all_reduce(torch.zeros(128))
-        assert count["batches"] == 2 * (4 - 1)
+        assert count["batches"] == 2  # recursive doubling
+
+
+@on_ranks(*SIZES)
+def test_between_nodes_every_algorithm_that_auto_takes_leaves_the_same_bits_on_all_ranks():
+    """Of three lengths: recursive doubling, halving and doubling, and a ring; alone on a node."""
+    (rank, P), steps = rank_and_size(), set()
+    set_ranks_per_node(1)
+    with as_on_nccl(), _fast_steps(1e-3):
+        _check_values([0, 1, 7], ops=(ReduceOp.SUM, ReduceOp.AVG))
+        for length in (7, 20_001, 100_003 * P):
+            integers = _integers(P, length, seed=length)
+            sums, noise = integers[rank].clone(), _normal(length, seed=rank).float()
+            with batches() as count:
+                all_reduce(sums)
+            steps.add(count["batches"])
+            _same(sums, integers.sum(0))
+            for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
+                all_reduce(noise, op)
+            _same_on_all_ranks(noise)
+    if P in (4, 8):
+        assert steps == {_doubling_steps(rank, P), _doubling_steps(rank, P, 2), 2 * (P - 1)}
+
+
+def _scratch(algorithm):
+    """Most bytes that an algorithm holds at once of what it allocates; no message goes anywhere."""
+    held, empty_like = [0], torch.empty_like
+
+    def allocate(tensor):
+        made, change = empty_like(tensor), lambda nbytes: held.append(held[-1] + nbytes)
+        change(made.nbytes)
+        weakref.finalize(made.untyped_storage(), change, -made.nbytes)
+        return made
+
+    call = SimpleNamespace(on_stream=True, post=lambda *messages: Mock())
+    with patch.object(torch, "empty_like", allocate):
+        collectives.take_turns([algorithm], call)
+    return max(held)
+
+
+@pytest.mark.parametrize("P", [2, 4, 16, 64])
+def test_halving_needs_three_quarters_of_a_tensor_of_scratch_and_a_ring_two_chunks(P):
+    full, rank = torch.zeros(32 * P), P - 1
+    D, chunks, add = full.nbytes, full.chunk(P), torch.add
+    halving, ring = D // 2 + D // 4 * (P > 2), D // P * min(2, P - 1)
+    for algorithm, scratch in ("halving", halving), ("ring", ring):
+        reduce, gather = collectives._REDUCE_SCATTER[algorithm], collectives._ALL_GATHER[algorithm]
+        assert _scratch(reduce(chunks, torch.empty(32), add, rank)) == scratch
+        assert _scratch(gather(chunks, rank)) == 0
+    sums = {"ring": ring, "halving_doubling": halving, "recursive_doubling": D * min(2, P // 2)}
+    for algorithm, scratch in sums.items():
+        assert _scratch(collectives._ALL_REDUCE[algorithm](full, full, add, rank, P)) == scratch
 
 
 @pytest.fixture
@@ -579,11 +701,29 @@ def test_inside_a_node_a_collective_is_one_batch_for_each_64_MiB(one_of_eight, n
             counts[name, ranks_per_node] = len(messages)
     for name in ("reduce_scatter_single", "all_gather_single", "all_gather"):
         assert counts[name, 8] == pieces and counts[name, 4] == 2 * pieces
-    assert counts["all_reduce", 8] == 2 * pieces and counts["all_reduce", 4] == 4 * pieces
+    few = nbytes == 1 << 10  # recursive doubling
+    assert counts["all_reduce", 8] == 2 * pieces
+    assert counts["all_reduce", 4] == (3 if few else 4 * pieces)
     for name in ("scatter", "gather", "all_to_all_single", "reduce"):
         assert counts[name, 8] == 1, name
     assert counts["barrier", 8] == 3
     assert counts["broadcast", 8] == (8 if pieces > 1 else 1), counts
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 8])
+def test_2048_ranks_scatter_and_gather_in_twice_log2_of_them_batches(ranks_per_node):
+    dist.init_process_group("fake", store=FakeStore(), rank=1000, world_size=2048)
+    set_ranks_per_node(ranks_per_node)
+    full = torch.empty(25 << 18, device="meta")
+    shard = full[: len(full) // 2048].clone()
+    with batches() as count, count_bytes() as traffic, record() as events:
+        reduce_scatter_single(shard, full)
+        all_gather_single(full, shard)
+    dist.destroy_process_group()
+    assert count["batches"] == 2 * 11
+    assert traffic.bytes() == 2 * reduce_scatter_bytes(full.nbytes, 2048)
+    peers = [peer for event in events if event["kind"] == "post" for _, peer, _ in event["messages"]]
+    assert set(peers) == {1000 ^ 1 << place for place in range(11)}
 
 
 @on_ranks(1)
@@ -1643,20 +1783,29 @@ def test_every_collective_runs_under_the_rules_of_nccl():
     _replay(events)
 
 
-@pytest.mark.parametrize("ranks_per_node", [2, 3])
-@on_ranks(4)
-def test_collectives_among_nodes_run_under_the_rules_of_nccl(ranks_per_node):
-    """From a group's first batch on, and of so few bytes that most chunks are empty."""
-    _, world_size = rank_and_size()
+NODES = [(2, 1), (3, 1), (4, 1), (4, 2), (4, 3), (6, 2)]
+NODES += [pytest.param(*sizes, marks=pytest.mark.soak) for sizes in ((6, 1), (7, 1), (8, 1), (8, 4))]
+
+
+@pytest.mark.parametrize("factor", [0, 1e-3, 1])
+@pytest.mark.parametrize("P, ranks_per_node", NODES)
+@on_ranks(lambda P, **_: P)
+def test_collectives_among_nodes_run_under_the_rules_of_nccl(P, ranks_per_node, factor):
+    """From a group's first batch on, and of so few bytes, too, that most chunks are empty."""
     set_ranks_per_node(ranks_per_node)
-    shard, full = torch.zeros(2), torch.zeros(2 * world_size)
-    with as_on_nccl(), record() as events:
+    shards = [torch.zeros(n) for n in (2, 20_000)]
+    with as_on_nccl(), _fast_steps(factor), record() as events:
         for async_op in (False, True):
-            works = [
-                all_reduce(torch.zeros(1), async_op=async_op),
-                reduce_scatter_single(shard, full, async_op=async_op),
-                all_gather_single(full, shard, async_op=async_op),
-            ]
+            common, works = {"async_op": async_op}, []
+            for shard in shards:
+                full = torch.zeros(len(shard) * P)
+                works += [
+                    all_reduce(shard[:1], **common),
+                    all_reduce(full, **common),
+                    reduce_scatter_single(shard, full, **common),
+                    all_gather_single(full, shard, **common),
+                    all_gather(list(full.chunk(P)), shard, **common),
+                ]
             for work in works if async_op else ():
                 work.wait()
     assert len(events) > 10

@@ -7,12 +7,15 @@ could hang there hangs here.
 """
 
 from contextlib import contextmanager
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import collectives
+import hybrid
 import test_hybrid
 from collectives import all_gather_single, all_reduce, exchange, reduce_scatter_single
 from gpu_counts import as_on_nccl
@@ -74,6 +77,37 @@ MIXTURES = [(n, f"{flags} --microbatches 1", mixture) for n, flags, mixture in M
 @pytest.mark.parametrize("world_size, flags, mixture", _several(MIXTURES))
 def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(on_nccl, world_size, flags, mixture):
     test_hybrid._assert_trains_as_a_loop_does(world_size, flags, mixture)
+
+
+@pytest.fixture
+def on_nodes(monkeypatch):
+    """And each on a node of its own, or, of four ranks and more, two on each."""
+
+    def call(world_size, function, *args):
+        return run(world_size, _on_nodes, 1 if world_size < 4 else 2, function, *args)
+
+    monkeypatch.setattr(test_hybrid, "run", call)
+
+
+def _on_nodes(local_world_size, *call):
+    with patch.object(hybrid, "mesh_of", partial(hybrid.mesh_of, local_world_size=local_world_size)):
+        return _as_on_nccl(*call)
+
+
+ACROSS = [
+    (2, "--dp 2 --zero 0 --microbatches 2"),
+    (3, "--cp 3 --zero 3"),
+    (4, "--dp 4 --zero 1 --microbatches 2"),
+    (4, "--tp 4 --sp --recompute full"),
+    (4, "--dp 2 --tp 2 --zero 2"),
+    (6, "--cp 6 --zero 0 --cp-method allgather"),
+    (8, "--dp 8 --zero 3"),
+]
+
+
+@pytest.mark.parametrize("world_size, flags", soak_but(lambda i, _: i < 3, ACROSS))
+def test_layouts_that_span_nodes_train_as_one_process_does(on_nodes, world_size, flags):
+    test_hybrid._assert_trains(world_size, flags, torch.float64, 1e-11, 1e-9, 1e-9)
 
 
 # ---- the emulation itself ------------------------------------------------------------------------

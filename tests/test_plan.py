@@ -103,8 +103,8 @@ def test_the_ten_rows_of_megatron_come_out_within_5_percent_in_their_order():
     measured = [row[4] for row in RUNS.values()]
     found = [predicted(name) for name in RUNS]
     errors = [abs(a / b - 1) for a, b in zip(found, measured)]
-    assert sum(errors) / 10 < 0.016  # one constant: 0.062
-    assert sum(errors[1::2]) / 5 < 0.027  # what was not fitted to
+    assert sum(errors) / 10 < 0.014  # one constant: 0.062
+    assert sum(errors[1::2]) / 5 < 0.022  # what was not fitted to
     assert max(errors) < 0.04
     assert wrong_pairs(found, measured) == []
 
@@ -163,7 +163,7 @@ def test_every_published_layout_fits(line):
     assert plan.held <= args.machine.memory * 1e9
 
 
-def test_the_published_degrees_are_within_10_percent_of_the_best_two_rows_within_12():
+def test_the_published_degrees_are_within_10_percent_of_the_best_two_rows_within_13():
     """Megatron-LM's among what it had in 2021: no ZeRO, all recomputed, 1F1B and interleaving."""
     ratios = {}
     for name, (t, p, *_) in RUNS.items():
@@ -180,7 +180,7 @@ def test_the_published_degrees_are_within_10_percent_of_the_best_two_rows_within
         )
         ratios[name] = published / best
     assert {name for name, ratio in ratios.items() if ratio > 1.1} == {"gpt-7.5b", "gpt-18.4b"}
-    assert max(ratios.values()) < 1.12
+    assert max(ratios.values()) < 1.125
     args = arguments("--model llama3-405b --gpus 16384 --gpu h100")
     config = hybrid.config_of(args)
     (best,), (published,) = (

@@ -71,7 +71,7 @@ def _names(mesh, counted):
     return {name: counted(group) for name, group in several.items()}
 
 
-def _real(flags):
+def _real(flags, per_node):
     """What a second step does: the first one also learns formats and compares parameters."""
     args = hybrid.parse_args(flags.split(), dist.get_world_size())
     batches = Counter()
@@ -87,7 +87,7 @@ def _real(flags):
         patch.object(Router, "choose", even_choice),
         patch.object(torch.nn.functional, "scaled_dot_product_attention", fused),
     ):
-        mesh = hybrid.mesh_of(args, hybrid.GPUS_PER_NODE)
+        mesh = hybrid.mesh_of(args, per_node)
         trainer = hybrid.Trainer(args, mesh, torch.device("cpu"))
         tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
         trainer.step(tokens, tokens)
@@ -99,10 +99,11 @@ def _real(flags):
     return messages, flops.get_total_flops(), dict(ledger)
 
 
-def _rehearsed(flags, rank, world_size=4):
+def _rehearsed(flags, rank, world_size=4, per_node=8):
     flags = f"{flags} --rehearse --rank {rank} --gpus {world_size}"
     try:
-        trainer, rehearsal, memory = hybrid.rehearse_step(hybrid.parse_args(flags.split(), 1))
+        with patch.object(hybrid, "GPUS_PER_NODE", per_node):
+            trainer, rehearsal, memory = hybrid.rehearse_step(hybrid.parse_args(flags.split(), 1))
         sent, batches = rehearsal.sent, rehearsal.batches
         messages = _names(trainer.mesh, lambda group: (sent[group], batches[group]))
         return messages, rehearsal.flops, memory
@@ -110,10 +111,11 @@ def _rehearsed(flags, rank, world_size=4):
         dist.destroy_process_group()
 
 
-def _assert_alike(layout):
-    ranks = run(4, _real, f"{SIZES} {layout}")
+def _assert_alike(layout, per_node=8):
+    ranks = run(4, _real, f"{SIZES} {layout}", per_node)
     for rank, (messages, flops, ledger) in enumerate(ranks):
-        found_messages, found_flops, found = _rehearsed(f"{SIZES} {layout}", rank)
+        flags = f"{SIZES} {layout}"
+        found_messages, found_flops, found = _rehearsed(flags, rank, per_node=per_node)
         assert found_messages == messages, rank
         assert found_flops == flops, rank
         masters = ledger["optimizer"] // 2 if "bf16 --zero 0" in layout else 0  # not in the ledger
@@ -130,6 +132,18 @@ def test_bytes_batches_flops_and_state_are_those_of_real_ranks(layout):
 @pytest.mark.parametrize("layout", OTHERS)
 def test_so_they_are_in_other_layouts(layout):
     _assert_alike(layout)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_so_they_are_between_nodes_and_gradients_take_no_more_memory(per_node, zero):
+    """Whatever carries their sums: scratch is none of them."""
+    layout = f"--dp 4 --zero {zero}"
+    _assert_alike(layout, per_node)
+    within, between = (
+        _rehearsed(f"{SIZES} {layout}", 1, per_node=n)[2]["gradients"] for n in (4, per_node)
+    )
+    assert between == within
 
 
 # ---- memory --------------------------------------------------------------------------------------
