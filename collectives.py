@@ -1246,7 +1246,8 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
     call = _Call("all_gather", group, tensor)
     _check_list("tensor_list", tensor_list, call.world_size)
     _check_fits(tensor_list[call.rank], tensor, tensor.numel())
-    apart = _ring_all_gather if call.on_stream else _direct_all_gather
+    by_node = partial(_hierarchical_all_gather, ranks_per_node=call.state.ranks_per_node)
+    apart = by_node if call.on_stream else _direct_all_gather
     algorithms = _ALL_GATHER | {"halving": apart}  # entries are not side by side
 
     def run():

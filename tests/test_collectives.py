@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import collectives
 from collectives import (
-    ALIGNMENT, DIRECT_BYTES, LINK_SPEEDS, Cost, LinkSpeed, all_gather, all_gather_bytes,
+    ALIGNMENT, DIRECT_BYTES, LINK_SPEEDS, MOST_PEERS, Cost, LinkSpeed, all_gather, all_gather_bytes,
     all_gather_single, all_gather_to_group, all_reduce, all_reduce_bytes, all_reduce_cost,
     all_to_all_in_group, all_to_all_single, barrier, broadcast, broadcast_cost, copy_to_group,
     count_bytes, exchange, gather, gather_from_group, gather_objects, measure_link, observe,
@@ -142,7 +142,7 @@ def _fast_steps(factor):
 
 
 def _doubling_steps(rank, world_size, rounds=1):
-    """Of recursive doubling; `rounds` = 2: of halving and doubling. 2^k ranks, 2 more stood in for."""
+    """Of recursive doubling, or, with 2 rounds, of halving and doubling."""
     core = 1 << (world_size.bit_length() - 1)
     if rank >= core:
         return 2
@@ -634,7 +634,7 @@ def test_between_nodes_every_algorithm_that_auto_takes_leaves_the_same_bits_on_a
 
 
 def _scratch(algorithm):
-    """Most bytes that an algorithm holds at once of what it allocates; no message goes anywhere."""
+    """Most bytes that an algorithm has at once to receive in; no message goes anywhere."""
     held, empty_like = [0], torch.empty_like
 
     def allocate(tensor):
@@ -719,11 +719,14 @@ def test_2048_ranks_scatter_and_gather_in_twice_log2_of_them_batches(ranks_per_n
     with batches() as count, count_bytes() as traffic, record() as events:
         reduce_scatter_single(shard, full)
         all_gather_single(full, shard)
+    with batches() as listed:  # entries that are not side by side: a ring of the nodes
+        all_gather(list(full.chunk(2048)), shard)
     dist.destroy_process_group()
     assert count["batches"] == 2 * 11
     assert traffic.bytes() == 2 * reduce_scatter_bytes(full.nbytes, 2048)
-    peers = [peer for event in events if event["kind"] == "post" for _, peer, _ in event["messages"]]
-    assert set(peers) == {1000 ^ 1 << place for place in range(11)}
+    posts = [event["messages"] for event in events if event["kind"] == "post"]
+    assert {peer for post in posts for _, peer, _ in post} == {1000 ^ 1 << k for k in range(11)}
+    assert listed["batches"] == (2047 if ranks_per_node == 1 else 255 + 2048 // MOST_PEERS)
 
 
 @on_ranks(1)
@@ -1784,7 +1787,7 @@ def test_every_collective_runs_under_the_rules_of_nccl():
 
 
 NODES = [(2, 1), (3, 1), (4, 1), (4, 2), (4, 3), (6, 2)]
-NODES += [pytest.param(*sizes, marks=pytest.mark.soak) for sizes in ((6, 1), (7, 1), (8, 1), (8, 4))]
+NODES += [pytest.param(*row, marks=pytest.mark.soak) for row in ((6, 1), (7, 1), (8, 1), (8, 4))]
 
 
 @pytest.mark.parametrize("factor", [0, 1e-3, 1])

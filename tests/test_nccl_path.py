@@ -90,7 +90,8 @@ def on_nodes(monkeypatch):
 
 
 def _on_nodes(local_world_size, *call):
-    with patch.object(hybrid, "mesh_of", partial(hybrid.mesh_of, local_world_size=local_world_size)):
+    mesh_of = partial(hybrid.mesh_of, local_world_size=local_world_size)
+    with patch.object(hybrid, "mesh_of", mesh_of):
         return _as_on_nccl(*call)
 
 
