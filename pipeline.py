@@ -47,6 +47,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from collectives import (
@@ -754,6 +755,11 @@ def _device_of(stages, group):
     return tensors[0].device if tensors else torch.device(of_backend)
 
 
+def _start_of_backward(output):
+    """Its place in the graph, not the output itself, which need not live once it is sent."""
+    return get_gradient_edge(output) if output.requires_grad else output
+
+
 class Pipeline:
     """Runs one rank of a schedule.
 
@@ -847,7 +853,7 @@ class Pipeline:
         self.targets = () if targets is None else targets.chunk(m)
         self.loss, self.loss_arguments = None, loss_arguments
         # by action[1:], which is (microbatch, chunk):
-        self.in_flight = {}  # (input, output, random state), until backward
+        self.in_flight = {}  # (input, start of backward, random state), until then
         self.put_off = {}  # products of the weights' gradients, until W
         rows = {microbatch: len(x) for microbatch, x in enumerate(self.inputs)}
         self.messages = _Messenger(self.transfers, self.formats, rows, self.device, self.group)
@@ -866,7 +872,8 @@ class Pipeline:
         if action.chunk in self.last_chunks:
             self.loss = output.detach() + (0 if self.loss is None else self.loss)
         if self.training:
-            self.in_flight[action[1:]] = x, None if runs_again else output, state
+            start = None if runs_again else _start_of_backward(output)
+            self.in_flight[action[1:]] = x, start, state
         return output.detach().contiguous()
 
     def _run(self, action, x):
@@ -891,16 +898,17 @@ class Pipeline:
 
     def _backward(self, action, grad_output):
         """B, or with the store open I: returns the gradient of the chunk's input."""
-        x, output, state = self.in_flight.pop(action[1:])
+        x, start, state = self.in_flight.pop(action[1:])
         if state:
             # before autograd's backward, whose thread for a GPU no TorchFunctionMode reaches
             with state:
-                output = self._run(action, x)
+                start = _start_of_backward(self._run(action, x))
         store, last = self.defer, self._syncs(action)
         into = store.collect() if action.kind == "I" else store.add(not last)
         with self._no_sync(action), into as products:
-            if output.requires_grad or grad_output is None:  # else all layers before it are frozen
-                torch.autograd.backward(output, grad_output)
+            # a tensor is one without graph: all layers before it are frozen
+            if not torch.is_tensor(start) or grad_output is None:
+                torch.autograd.backward(start, grad_output)
         if action.kind == "I":
             self.put_off[action[1:]] = products
         if action.chunk in self.first_chunks:

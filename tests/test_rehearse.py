@@ -150,7 +150,7 @@ def test_so_they_are_between_nodes_and_gradients_take_no_more_memory(per_node, z
 
 
 def _kept(flags):
-    """Bytes that autograd keeps of a microbatch, and of the stage's output, on real tensors."""
+    """Bytes that autograd keeps of a microbatch, on real tensors."""
     args = hybrid.parse_args(flags.split(), dist.get_world_size())
     trainer = hybrid.Trainer(args, hybrid.mesh_of(args), torch.device("cpu"))
     (chunk,) = trainer.chunks
@@ -159,8 +159,8 @@ def _kept(flags):
     rows = args.batch_size // args.microbatches
     x = torch.zeros(args.seq_len, rows, args.hidden, requires_grad=True)
     with saved_bytes(chunk.parameters()) as kept:
-        y = trainer.stages[0](x.view_as(x))
-    return kept() + y.nbytes
+        trainer.stages[0](x.view_as(x))
+    return kept()
 
 
 def test_a_stage_holds_one_microbatch_more_than_the_next_and_each_is_what_autograd_keeps():
