@@ -793,6 +793,12 @@ all_gather_bytes = reduce_scatter_bytes
 DIRECT_BYTES = 1 << 26  # of a full tensor that NCCL takes in one step: so much scratch it needs
 
 
+def direct_scratch_bytes(nbytes, world_size):
+    """Bytes that a rank receives into, to reduce `nbytes` directly, as NCCL does inside a node."""
+    return min(nbytes, DIRECT_BYTES) * (world_size - 1) / world_size
+
+
+
 def _choose(call, algorithms, cost, nbytes, name="auto", ranks_per_node=None):
     """The algorithm of that name, or of least cost, and of how many bytes a slice of its turns is.
 

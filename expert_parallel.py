@@ -313,7 +313,24 @@ class _WeightedSums(torch.autograd.Function):
         gradients, own = grad_output[order // weights.shape[1]], weights.flatten()[order]
         products = torch.bmm(gradients.unsqueeze(1), rows.unsqueeze(2)).flatten()
         to_weights = torch.zeros_like(weights).flatten().index_copy_(0, order, products)
-        return gradients * own.unsqueeze(1), to_weights.view_as(weights), None
+        return gradients.mul_(own.unsqueeze(1)), to_weights.view_as(weights), None
+
+
+class _Sums(torch.autograd.Function):
+    """forward: (N, D), the sum of the rows that are each token's; backward: each row its token's
+
+    PyTorch's own index_add() would keep the rows.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, token, N):
+        ctx.save_for_backward(token)
+        return rows.new_zeros(N, rows.shape[1]).index_add_(0, token, rows)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (token,) = ctx.saved_tensors
+        return grad_output[token], None, None
 
 
 def _histogram(chosen, num_experts):
@@ -370,7 +387,9 @@ def one_hop(x, experts, weights, num_experts, compute, group=None, fault=None):
     by_expert = (place % arriving.shape[1]).argsort(stable=True)
     load = Load(arriving.sum(0), [sum(column) for column in zip(*received)])
     rows = compute(_Copies.apply(rows, by_expert, 1), load)
-    rows = torch.empty_like(rows).index_copy_(0, by_expert, rows)
+    by_source = torch.empty_like(by_expert)
+    by_source[by_expert] = torch.arange(len(by_expert), device=x.device)
+    rows = _Copies.apply(rows, by_source, 1)
     rows = all_to_all_in_group(rows, *splits[::-1], group)  # back, in the order of `order`
 
     return _WeightedSums.apply(rows, weights.to(rows.dtype), order)
@@ -408,7 +427,7 @@ def two_hops(
     rows = all_to_all_in_group(x.index_select(0, token), *splits, cross_group)
     rows = one_hop(rows, experts, weights, per_node, compute, node_group)
     rows = all_to_all_in_group(rows, *splits[::-1], cross_group)
-    return rows.new_zeros(N, rows.shape[1]).index_add(0, token, rows)
+    return _Sums.apply(rows, token, N)
 
 
 def _raise_on_node(error, group, num_experts, device):
@@ -603,13 +622,16 @@ def expert_parallel_bytes(tokens, top_k, hidden, ep, itemsize=4):
     return 2 * tokens * top_k * hidden * (ep - 1) // ep * itemsize
 
 
-def expert_activation_bytes(tokens, top_k, hidden, ffn, itemsize=2):
+def expert_activation_bytes(tokens, top_k, hidden, ffn, itemsize=2, shared_experts=0):
     """Bytes that a layer keeps of so many tokens, without the scores of the router.
 
-    Of each row that goes to an expert: itself, what GELU takes and makes, and the result, as it is
-    made and as it comes back; of each token what the router takes, in 32 bit.
+    Of each row that goes to an expert: itself, what GELU takes and makes, and the result, as it
+    comes back; of shared experts what GELU takes and makes; of each token what the router takes,
+    in 32 bit, and what shared experts take, in 16 bit.
     """
-    return tokens * (top_k * (3 * hidden + 2 * ffn) * itemsize + 4 * hidden)
+    rows = 2 * top_k * hidden + 2 * (top_k + shared_experts) * ffn
+    rows += hidden * (shared_experts > 0 and itemsize < 4)
+    return tokens * (rows * itemsize + 4 * hidden)
 
 
 # ---- demonstration -------------------------------------------------------------------------------

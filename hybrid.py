@@ -81,9 +81,9 @@ from torch.utils._pytree import tree_leaves
 
 from collectives import (
     LINK_SPEEDS, Cost, LinkSpeed, ReduceOp, all_reduce, all_reduce_bytes, barrier, broadcast,
-    candidates, count_bytes, exchange, gather_from_group, gather_objects, observe, rank_and_size,
-    reduce_scatter_bytes, reduce_scatter_cost, report_stalls, scatter_to_group, schedule_as_batch,
-    set_backend_collectives, set_ranks_per_node,
+    candidates, count_bytes, direct_scratch_bytes, exchange, gather_from_group, gather_objects,
+    observe, rank_and_size, reduce_scatter_bytes, reduce_scatter_cost, report_stalls, scatter_to_group,
+    schedule_as_batch, set_backend_collectives, set_ranks_per_node,
 )
 from ddp import (
     DistributedDataParallel, clip_grads_with_norm_, find_unlike_copies, get_total_norm,
@@ -94,8 +94,8 @@ from pipeline import (
     forward_only, least_microbatches, peak_activations, pipeline_bytes, simulate, sum_replicas,
 )
 from sequence_parallel import (
-    activation_bytes, allgather_attention, context_parallel_bytes, context_positions, dropout,
-    recompute, ring_attention, ulysses_attention,
+    activation_bytes, allgather_attention, context_activation_bytes, context_parallel_bytes,
+    context_positions, dropout, recompute, ring_attention, ulysses_attention,
 )
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, ShardedRandomState,
@@ -104,8 +104,8 @@ from tensor_parallel import (
     views_in_whole, vocab_parallel_cross_entropy, vocab_parallel_max,
 )
 from zero import (
-    FullyShardedDataParallel, compute_bound_tokens, largest_model, memory_ledger, zero_bytes,
-    zero_memory, zero_rounds,
+    FlatParameter, FullyShardedDataParallel, compute_bound_tokens, largest_model, memory_ledger,
+    zero_bytes, zero_memory, zero_rounds,
 )
 
 CP_METHODS = {
@@ -2647,19 +2647,20 @@ def layer_work(config, gpu, batch, layout, unfused):
     product, weight, core = product_seconds(config, gpu, batch, layout)
     core *= 1 if unfused else 0.5  # a fused kernel leaves out what a causal mask does
     per_byte = _per_byte(gpu, gpu.memory_speed)
-    fused = _activations(config, batch, layout, "selective")
-    made = _activations(config, batch, layout, "none") if unfused else fused
-    kept = made if layout.recompute == "none" else _activations(config, batch, layout)
-    if layout.cp_method == "allgather" and layout.recompute == "none":  # others' keys and values
-        kv = config.hidden // config.heads * own_kv_heads(config, layout)
-        kept += 2 * 2 * batch * config.seq_len * (1 - 1 / layout.cp) * kv
-    compute, scores = product + core + 2 * made * per_byte, core + 2 * (made - fused) * per_byte
+    experts, own = _portion(config), config.seq_len / layout.cp
+    written = fused = kept_bytes(config, layout, batch, experts, recompute="selective")
+    written += unfused * 5 * batch * own**2 * config.heads / layout.tp
+    kept = kept_bytes(config, layout, batch, experts)
+    kept += (layout.recompute == "none") * (written - fused)
+    compute = product + core + 2 * written * per_byte
+    scores = core + 2 * (written - fused) * per_byte
     ahead, back = message_seconds(config, gpu, batch, layout, core)
     forward = compute, *ahead
     # a fused kernel makes the scores again in backward: 5 products, to the 2 of forward
     backward = product + weight + 2 * (compute - product) + (not unfused) * core / 2, *back
     again = {"none": (0,) * 4, "selective": (scores, 0, ahead[1], 0), "full": forward}
     backward = tuple(map(sum, zip(backward, again[layout.recompute])))
+    made = max(made_bytes(config, layout, batch, experts))
     return Work(forward, backward, weight, kept, made)
 
 
@@ -2690,30 +2691,226 @@ def message_seconds(config, gpu, batch, layout, core):
         yield sent["tp"][i] * pace, max(0.0, around), dealt
 
 
-def _activations(config, batch, layout, recompute=None):
-    """Bytes that a rank keeps of a layer, the mean of all."""
-    h, experts, recompute = config.hidden, _portion(config), recompute or layout.recompute
-    width, own = (1 - experts) * config.mlp_width, config.seq_len / layout.cp
-    sizes = batch, own, h, config.heads, layout.tp, layout.sp, recompute
-    dense = activation_bytes(*sizes, config.kv_heads, width, config.dropout > 0)
-    copies, rows = config.top_k + config.shared_experts, experts * batch * own / layout.tp
-    routed = expert_activation_bytes(rows, copies, h, config.mlp_width)
-    return dense + routed * (recompute != "full")
+class Sizes(NamedTuple):
+    """Bytes of what a layer works on, with a microbatch on one rank.
+
+    whole: the residual stream of the rank's positions; own: its part of that. heads: of queries, or
+    what attention makes; inner: what GELU takes, or makes; token: of the tokens that it deals out
+    to experts. scratch: of a sum over tp. weight: of a matrix of the MLP; routed: of one of its
+    experts. cast: what a gradient takes in 32 bit, by its bytes.
+    """
+
+    whole: float
+    own: float
+    heads: float
+    inner: float
+    tokens: float
+    scratch: float
+    weight: float
+    routed: float
+    cast: float
+
+
+def sizes_of(config, layout, batch, itemsize=2):
+    tp, h, width = layout.tp, config.hidden, config.mlp_width
+    whole = batch * config.seq_len / layout.cp * h * itemsize
+    scratch, split = direct_scratch_bytes(whole, tp), tp if layout.sp else 1
+    weights = itemsize * h * width
+    routed = weights * config.experts / layout.ep
+    return Sizes(
+        *(whole, whole / split, whole / tp, whole / tp * width / h, whole / tp, scratch),
+        *(weights / tp, routed, 4 / itemsize * (itemsize < 4)),
+    )
+
+
+def kept_bytes(config, layout, batch, experts, itemsize=2, recompute=None):
+    """Bytes that a rank keeps of a layer until backward, if a portion `experts` has experts.
+
+    Of attention is kept what its fused kernel needs, which is as if its core ran again.
+    """
+    h, tp, recompute = config.hidden, layout.tp, recompute or layout.recompute
+    own, width = config.seq_len / layout.cp, (1 - experts) * config.mlp_width
+    mode = "full" if recompute == "full" else "selective"
+    sizes = batch, own, h, config.heads, tp, layout.sp, mode
+    kept = activation_bytes(*sizes, config.kv_heads, width, config.dropout > 0, itemsize)
+    if recompute == "none":
+        heads = config.heads // tp, own_kv_heads(config, layout), h // config.heads
+        around = layout.cp_method, batch, config.seq_len, *heads, layout.cp, itemsize
+        kept += context_activation_bytes(*around)
+    if recompute == "full" or not experts:
+        return kept
+    norm = batch * own * h * itemsize / (tp if layout.sp else 1)  # experts take copies of it
+    rows = batch * own / tp, config.top_k, h, config.mlp_width, itemsize, config.shared_experts
+    return kept + experts * (expert_activation_bytes(*rows) - norm)
+
+
+def made_bytes(config, layout, batch, experts, itemsize=2):
+    """Bytes that exist beside what is kept at most, while a layer computes: forward, backward.
+
+    Products of backward make a gradient of their input and one of their weights, in 16 bit first
+    and then, added up, in 32; sums over tp need scratch, and sequence parallelism gathers. ZeRO-2
+    and -3 begin a row of gradients with the layer's first one.
+    """
+    of = sizes_of(config, layout, batch, itemsize)
+    gathered = of.whole if layout.sp and layout.tp > 1 else 0
+    out, row = of.own if gathered else 0, 0
+    if scatters_at_once(layout):
+        row = 4 * _parameters(config, layout, Share(1, experts, 0, 0, True, 0))
+    forward, backward = [0], [0]
+    if experts < 1:
+        forward.append(of.whole + max(out + of.scratch, of.own))  # the MLP's sum, the residual
+        backward += [
+            gathered + of.inner + of.weight,  # the second product
+            of.weight + of.weight * of.cast,
+            of.inner + row,  # GELU
+            gathered + of.whole + out + of.scratch - of.inner + row,  # the first one, after GELU
+            max(gathered, of.whole) + out + of.weight - of.inner + row,
+            of.weight + of.weight * of.cast - 2 * of.inner + row,
+        ]
+    if experts:
+        ahead, back = _made_of_experts(config, layout, of)
+        forward.append(ahead)
+        backward.append(back + row)
+    if layout.cp > 1 and layout.cp_method == "allgather":
+        kept = kept_bytes(config, layout, batch, experts, itemsize, "selective") - 2 * of.own
+        kv = of.heads * 2 * own_kv_heads(config, layout) / (config.heads / layout.tp) * layout.cp
+        sums = (2 * kv + of.heads) * 4 / itemsize  # of others' keys and values, and as they leave
+        again = (kv + 2 * of.heads) * (layout.recompute == "selective")
+        backward.append(sums + again + of.own + of.heads - kept + row)
+    if layout.recompute == "full":  # all of the layer is there as well, but what is kept
+        inside = kept_bytes(config, layout, batch, experts, itemsize, "none") - of.own
+        return 0, max(backward) + inside
+    return max(forward), max(backward)
+
+
+def _made_of_experts(config, layout, of):
+    """Forward puts rows where their tokens are; backward makes the gradients of rows, and then."""
+    hops = min(config.top_k, config.topk_nodes or 1) if getattr(layout, "ep_nodes", 1) > 1 else 1
+    rows, inner = config.top_k * of.tokens, of.inner * config.top_k
+    backward = rows + of.tokens, inner + of.routed, inner - rows + of.routed * (1 + of.cast)
+    return hops * (rows + of.tokens), max(backward)
+
+
+def head_bytes(config, layout, batch, itemsize=2):
+    """Bytes of the head and the loss: kept of a microbatch, made beside that forward, backward.
+
+    Kept are the norm's input and output, and the logits, which become their gradient.
+    """
+    of, part = sizes_of(config, layout, batch, itemsize), config.vocab_size / layout.tp
+    logits, weight = of.whole / config.hidden * part, config.hidden * part * itemsize
+    gathered = of.whole if layout.sp and layout.tp > 1 else 0
+    backward = max(
+        gathered + of.whole + (of.own if gathered else 0) + of.scratch,
+        max(gathered, of.whole) + (of.own if gathered else 0) + weight,
+        of.own + weight * (1 + of.cast) - logits,
+    )
+    return 2 * of.own + logits, logits * of.cast, backward
+
+
+def put_off_bytes(config, layout, batch, experts, itemsize=2):
+    """Bytes that a layer keeps from the first half of a backward, I, to the second one, W.
+
+    The inputs of products, and the gradients of what they make; experts put nothing off.
+    """
+    of = sizes_of(config, layout, batch, itemsize)
+    kv = of.heads * 2 * (config.kv_heads or config.heads) / config.heads
+    attention = of.own + of.whole + 2 * of.heads + kv
+    shared = (2 * of.tokens + 2 * config.shared_experts * of.inner) * (config.shared_experts > 0)
+    return attention + (1 - experts) * (of.own + of.whole + 2 * of.inner) + experts * shared
+
+
+class Chunk(NamedTuple):
+    """One of a rank's stages: of each of its layers whether it has experts, and of ends."""
+
+    layers: list
+    first: bool = False
+    last: bool = False
+
+
+def peak_bytes(config, layout, batch, actions, chunks, gradients=0, itemsize=2):
+    """Bytes of activations that a rank holds when it holds most, and those with its gradients.
+
+    actions: the rank's, of a schedule. gradients: bytes that exist after the first backward. A
+    message is there before it is needed; where nothing is sent meanwhile, all that come are.
+    """
+    costs = [_costs_of(config, layout, batch, chunk, itemsize) for chunk in chunks]
+    message = sizes_of(config, layout, batch, itemsize).own * (layout.pp > 1)
+    there, held, peaks = 0 if layout.zero else gradients, 0, []
+    for i, (kind, _, number) in enumerate(actions):
+        cost, chunk = costs[number], chunks[number]
+        if kind == "F":
+            held += cost.kept
+            peaks.append((there + held + cost.ahead + message, there))
+        elif kind == "W":
+            peaks.append((there + held + cost.late + message, there))
+            held -= cost.put_off
+        else:
+            coming = sum(1 for _ in takewhile(lambda action: action.kind in "BI", actions[i:]))
+            received = message * (1 if chunk.last else max(2, coming) if chunk.first else 2)
+            peaks.append((there + held + cost.back + received, there))
+            held += cost.put_off * (kind == "I") - cost.kept
+            most, there = max(0, there, gradients - cost.row), gradients
+            peaks.append((most + held + cost.embedding + received, most))
+    total, there = max(peaks)
+    lasting = _shared_bytes(config, layout, chunks, itemsize)
+    return lasting + total - there, lasting + total
+
+
+class Costs(NamedTuple):
+    """Bytes of a chunk with a microbatch: kept until backward, or of that put off until W; made in
+    forward, backward, W, and by the embedding in backward; of the embedding's gradient."""
+
+    kept: float
+    put_off: float
+    ahead: float
+    back: float
+    late: float
+    embedding: float
+    row: float
+
+
+def _costs_of(config, layout, batch, chunk, itemsize):
+    layers, experts = len(chunk.layers), sum(chunk.layers) / max(1, len(chunk.layers))
+    sizes = config, layout, batch, experts, itemsize
+    of = sizes_of(config, layout, batch, itemsize)
+    kept, put_off = layers * kept_bytes(*sizes), layers * put_off_bytes(*sizes)
+    ahead, back = made_bytes(*sizes) if layers else (0, 0)
+    gathered = of.whole if layout.sp and layout.tp > 1 else 0
+    late = gathered + of.weight * (1 + of.cast) * (experts < 1)
+    weight = config.hidden * config.vocab_size / layout.tp * itemsize
+    row = 4 / itemsize * weight
+    if chunk.last:
+        of_head, loss, product = head_bytes(config, layout, batch, itemsize)
+        kept, put_off = kept + of_head, put_off + of_head - of.own
+        back = max(back - of_head + of.own, product) + row * scatters_at_once(layout)
+        ahead, late = max(ahead - of_head, loss), max(late, gathered + weight * (1 + of.cast))
+    embedding = chunk.first * (weight * (1 + of.cast) + of.own)
+    return Costs(kept, put_off, ahead, back, late, embedding, row * chunk.first)
+
+
+def _shared_bytes(config, layout, chunks, itemsize):
+    """Bytes of what ZeRO-2 and -3 have at all times: the sum of the last row, which is waited for
+    in the next pass, and of stage 3 the parameters of two layers and of none."""
+    layers = min(2, max(len(chunk.layers) for chunk in chunks))
+    ends = any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks)
+    outside = _parameters(config, layout, Share(0, 0, *ends, all(ends), 0))
+    units = _parameters(config, layout, Share(layers, layers * _portion(config), 0, 0, True, 0))
+    sums = 4 * outside / (layout.dp * layout.cp) * scatters_at_once(layout)
+    return len(chunks) * (sums + itemsize * (units + outside) * (layout.zero > 2))
+
+
+def _parameters(config, layout, share):
+    return sum(number for number, *_ in parameters_of(config, layout, share))
 
 
 @lru_cache(maxsize=None)
 def head_work(config, gpu, batch, parts):
     """The head's, and the loss's. parts: tp x cp."""
-    made = head_bytes(config, batch, parts)
-    logits = made / 6
+    logits = batch * config.seq_len * config.vocab_size / parts
+    made = 6 * logits
     product = 2 * config.hidden * logits / (gpu.tflops * 1e12 * gpu.products)
     forward = product + 12 * logits * _per_byte(gpu, gpu.memory_speed)
     return Work((forward, 0, 0, 0), (2 * forward, 0, 0, 0), product, made, made)
-
-
-def head_bytes(config, batch, parts):
-    """Logits in 16 bit, and in 32."""
-    return 6 * batch * config.seq_len * config.vocab_size / parts
 
 
 @lru_cache(maxsize=None)
@@ -3080,7 +3277,6 @@ def plan_args(argv):
 # this one has, and experts to have even loads.
 
 META = torch.device("meta")
-SUMS = "all_reduce", "reduce_scatter_single"
 HELD = "parameters", "gradients", "optimizer", "activations", "all at once"
 AXIS_NAMES = "pp", "dp", "cp", "tp"
 aten = torch.ops.aten
@@ -3106,16 +3302,15 @@ class Rehearsal(FakeTensorMode):
     """Tensors that are made inside have no memory; counts what a GPU would do with them.
 
     flops: of products. batches, sent, crossed: {group: number, bytes sent, those of them that leave
-    the node}. log: (storage, change of its bytes), of storages by number. summed: those that were
-    sent to be summed in gradient_groups, and outlived it.
+    the node}. log: (storage, change of its bytes), of storages by number. rows_of_gradients: those
+    of ZeRO's.
     """
 
     def __init__(self, args):
         super().__init__(allow_non_fake_inputs=True)
         self.flops, self.inside, self.rows = 0, False, cycle(even_rows(args))
         self.batches, self.sent, self.crossed = Counter(), Counter(), Counter()
-        self.held, self.log, self.gradient_groups = {}, [], ()
-        self.summed, self.sums = set(), set()
+        self.held, self.log, self.rows_of_gradients = {}, [], set()
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         options = options or {}
@@ -3159,15 +3354,10 @@ class Rehearsal(FakeTensorMode):
         """Count the messages that observe() tells of."""
         if event == "post" and (what[1] or what[2]):
             self.batches[link.group] += 1
-            if link.group in self.gradient_groups and link.operation in SUMS:
-                self.sums |= self.numbers(tensor for tensor, _ in what[1])
             for tensor, peer in what[1]:
                 nodes = {link.ranks[end] // GPUS_PER_NODE for end in (link.rank, peer)}
                 self.sent[link.group] += tensor.nbytes
                 self.crossed[link.group] += tensor.nbytes * (len(nodes) > 1)
-        if event in ("return", "end"):  # sums on their way are gone
-            self.summed |= self.sums & {number for number, _ in self.held.values()}
-            self.sums = set()
 
     @contextmanager
     def stand_in(self):
@@ -3189,11 +3379,16 @@ class Rehearsal(FakeTensorMode):
         def fused(*qkv, dropout_p, whole=F.scaled_dot_product_attention, **options):
             return whole(*qkv, **options)
 
+        def alloc_grad(row, alloc=FlatParameter.alloc_grad):
+            alloc(row)
+            self.rows_of_gradients |= self.numbers([row.flat_grad])
+
         address = lambda t: (t.untyped_storage()._cdata << 40) + t.storage_offset() * t.itemsize
         storages = {"data_ptr": lambda storage: storage._cdata, "resize_": resize}
         with (
             patch.multiple(FakeTensor, tolist=tolist, data_ptr=address),
             patch.multiple(torch.UntypedStorage, **storages),
+            patch.object(FlatParameter, "alloc_grad", alloc_grad),
             patch.object(F, "scaled_dot_product_attention", fused),
         ):
             yield
@@ -3227,7 +3422,6 @@ def rehearse_step(args):
         places = [place for route in trainer.pipeline.schedule.routes for place in route]
         trainer.pipeline.formats |= dict.fromkeys(places, stage_format(args))
         tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
-        rehearsal.gradient_groups = {getattr(mesh, name) for name in GRADIENT_GROUPS}
         with observe(rehearsal.listen):
             trainer.step(tokens, tokens)
         return trainer, rehearsal, most_memory(trainer, rehearsal)
@@ -3243,7 +3437,7 @@ def most_memory(trainer, rehearsal):
     lasting = rehearsal.numbers(states)
     gradients = rehearsal.numbers(parameter.grad for parameter in parameters)
     if not scatters_at_once(args):  # else whole rows come and go
-        gradients |= rehearsal.summed
+        gradients |= rehearsal.rows_of_gradients
     memory = memory_ledger(trainer.stages, optimizer)
     if args.dtype == "bf16":
         masters = parameters if args.zero else optimizer.masters.values()
@@ -3267,34 +3461,24 @@ def stage_format(args):
     return rows, dtype, torch.Size([length, rows, args.hidden])
 
 
-def claimed_activations(trainer):
-    """What microbatches under way keep of this rank's layers, and what one layer or the head makes.
-
-    Of attention is kept what its fused kernel needs, which is as if its core ran again.
-    """
-    args, config, chunks = trainer.args, trainer.config, trainer.chunks
-    batch = args.batch_size // (args.dp * args.microbatches)
-    layout = Layout(args.tp, args.cp, ep=args.ep, sp=args.sp)
-    kept = made = _activations(config, batch, layout, "selective")
-    held = simulate(make_schedule(args)).peak[dist.get_rank(trainer.mesh.pp_group)]
-    layers = sum(len(chunk.transformer["h"]) for chunk in chunks) / len(chunks)
-    if any(chunk.last for chunk in chunks):
-        made = max(made, head_bytes(config, batch, args.tp * args.cp))
-    return held * layers * kept + made
+def claimed_activations(trainer, gradients):
+    """peak_bytes() of this rank."""
+    args, config, rank = trainer.args, trainer.config, dist.get_rank(trainer.mesh.pp_group)
+    layers = [[config.has_experts(int(i)) for i in c.transformer["h"]] for c in trainer.chunks]
+    chunks = [Chunk(own, c.first, c.last) for own, c in zip(layers, trainer.chunks)]
+    batch, actions = args.batch_size // (args.dp * args.microbatches), make_schedule(args)[rank]
+    return peak_bytes(config, args, batch, actions, chunks, gradients, itemsize_of(args))
 
 
 def planned(trainer):
-    """{what: number} of this rank's step by the formulas, as the planner takes them.
-
-    Of activations in 16 bit, without experts, cp and full recomputation.
-    """
+    """{what: number} of this rank's step by the formulas, as the planner takes them."""
     args, config = trainer.args, trainer.config
     share = share_of(args, config, dist.get_rank(trainer.mesh.pp_group))
     batch = args.batch_size // (args.dp * args.microbatches)
     found = state_bytes(config, args, share)
-    if args.dtype == "bf16" and args.cp == 1 and args.recompute != "full" and not args.experts:
-        found["activations"] = claimed_activations(trainer)
-        found["all at once"] = sum(found.values())
+    activations, total = claimed_activations(trainer, found["gradients"])
+    found["all at once"] = found["parameters"] + found["optimizer"] + total
+    found["activations"] = activations
     found["TFLOPs"] = step_flops(config, args, share, batch) / 1e6
     return found | sent_bytes(config, args, share, batch)
 

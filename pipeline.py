@@ -834,6 +834,7 @@ class Pipeline:
             result = perform[action.kind](action, received)
             self.clock.spans[action] = began, self.clock.now()
             self.messages.send(result, self.schedule.made.get((action, self.rank)))
+            del received, result  # the next action need not find their memory in use
         self.messages.finish()
         self.midway = False
         if any(x.requires_grad for x in self.inputs):

@@ -47,6 +47,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from collectives import (
     RandomState, all_gather_to_group, all_to_all_in_group, autocasted, count_bytes, exchange,
@@ -95,8 +96,8 @@ class _Recompute(torch.autograd.Function):
             raise RuntimeError("recompute() is for backward(): it leaves gradients in .grad")
         inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
         with torch.enable_grad(), ctx.state, torch.autocast(*ctx.autocast):
-            output = ctx.function(*inputs)
-        torch.autograd.backward(output, grad_output)
+            start = get_gradient_edge(ctx.function(*inputs))  # of an output that nobody needs
+        torch.autograd.backward(start, grad_output)
         return None, *[x.grad for x in inputs]
 
 
@@ -190,20 +191,22 @@ def activation_bytes(
     kv_heads=None,
     ffn=None,
     masks=True,
+    itemsize=2,
 ):
-    """Bytes of activations that a rank keeps of a layer in 16 bit, with unfused attention.
+    """Bytes of activations that a rank keeps of a layer, with unfused attention.
 
     recompute: "none", "selective", which is also what fused attention keeps, or "full". kv_heads,
     ffn: where they are not heads and 4 h. masks: whether there is dropout, outside of the scores.
+    itemsize: of all but masks, which take a byte.
     Korthikanti et al., 2022, table 2, for the defaults.
     """
     sbh, split = seq_len * batch * hidden, tp if sequence_parallel else 1
     if recompute == "full":
-        return 2 * sbh / split
-    scores = 5 * heads * seq_len / (hidden * tp) if recompute == "none" else 0
-    whole = 10 if masks else 8
-    inside = 4 + 4 * (kv_heads or heads) / heads + 4 * (4 if ffn is None else ffn / hidden)
-    return sbh * (whole / split + inside / tp + scores)
+        return itemsize * sbh / split
+    scores = (2 * itemsize + 1) * heads * seq_len / (hidden * tp) if recompute == "none" else 0
+    whole = 4 * itemsize + 2 * masks
+    inside = 2 + 2 * (kv_heads or heads) / heads + 2 * (4 if ffn is None else ffn / hidden)
+    return sbh * (whole / split + itemsize * inside / tp + scores)
 
 
 def norm_bytes(batch, seq_len, tp=1, sequence_parallel=False, recompute="none", itemsize=2):
@@ -635,6 +638,20 @@ def context_parallel_bytes(
     heads_sent = 2 * heads + 2 * max(kv_heads, cp)
     nbytes = heads_sent * token * (cp - 1) // cp * itemsize
     return nbytes, nbytes
+
+
+def context_activation_bytes(
+    method, batch, seq_len, heads, kv_heads, head_dim, cp, itemsize=2
+):
+    """Bytes that attention across cp keeps and attention inside a rank does not.
+
+    A copy of its output; of others' keys and values all (allgather), or what heads are repeated.
+    """
+    if cp == 1:
+        return 0
+    copies = {"ring": 1, "allgather": cp, "ulysses": max(1, cp / kv_heads)}[method]
+    token = batch * seq_len / cp * head_dim * itemsize
+    return token * (heads + 2 * kv_heads * (copies - 1))
 
 
 # ---- demonstration -------------------------------------------------------------------------------
