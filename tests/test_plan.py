@@ -115,7 +115,8 @@ def test_llama_3_comes_out_in_its_order_of_which_the_second_row_was_not_fitted_t
     plans, found = zip(*map(llama, LLAMA))
     assert found[0] > found[1] > found[2]
     assert [abs(a / row[4] - 1) < 0.02 for a, row in zip(found, LLAMA)] == [True] * 3
-    assert all(plan.held < 80 * 2**30 for plan in plans)  # more than the planner would take
+    # more than the planner would take; across cp attention's output is kept twice
+    assert all(plan.held < 83 * 2**30 for plan in plans)
 
 
 def test_gpus_models_and_counts_are_those_of_the_literature():
@@ -202,7 +203,8 @@ def test_memory_of_a_layout_by_hand():
     # split over tp: matrices, and the biases of their columns; whole: the others, norms, positions
     row = 2 * ((12 * h * h + 7 * h) // 2 + 6 * h) + (100 // 2 + 32) * h
     layer = tokens * h * 34 // 2
-    expected = [2 * row, 4 * row, 12 * row // 4, 2 * 2 * layer + layer]
+    made = (2 + 4) * h * 4 * h // 2  # a matrix's gradient, in 16 bit and in 32
+    expected = [2 * row, 4 * row, 12 * row // 4, 2 * 2 * layer + made]
     assert [*memory] == ["parameters", "gradients", "optimizer", "activations"]
     assert [*memory.values()] == pytest.approx(expected, rel=1e-12)
     assert sum(memory.values()) == hybrid.Plan(layout, memory, {}).held
@@ -308,7 +310,7 @@ def test_a_layer_of_other_widths_keeps_what_is_claimed():
 
 @on_ranks(1)
 def test_experts_keep_what_is_claimed():
-    tokens, D, F, k = 256, 256, 512, 2
+    tokens, D, F, k = 256, 512, 1024, 2
     layer = MoE(D, F, 4, k).bfloat16()
     x = torch.randn(tokens, D, dtype=torch.bfloat16, requires_grad=True)
     with saved_bytes(layer.parameters()) as count:
