@@ -2697,7 +2697,8 @@ class Sizes(NamedTuple):
     whole: the residual stream of the rank's positions; own: its part of that. heads: of queries, or
     what attention makes; inner: what GELU takes, or makes; token: of the tokens that it deals out
     to experts. scratch: of a sum over tp. weight: of a matrix of the MLP; routed: of one of its
-    experts. cast: what a gradient takes in 32 bit, by its bytes.
+    experts. cast: what a number takes in 32 bit, by its bytes; added: so of the gradient of a
+    weight, which ZeRO adds to its rows as it is.
     """
 
     whole: float
@@ -2709,17 +2710,18 @@ class Sizes(NamedTuple):
     weight: float
     routed: float
     cast: float
+    added: float
 
 
 def sizes_of(config, layout, batch, itemsize=2):
     tp, h, width = layout.tp, config.hidden, config.mlp_width
     whole = batch * config.seq_len / layout.cp * h * itemsize
     scratch, split = direct_scratch_bytes(whole, tp), tp if layout.sp else 1
-    weights = itemsize * h * width
+    weights, cast = itemsize * h * width, 4 / itemsize * (itemsize < 4)
     routed = weights * config.experts / layout.ep
     return Sizes(
         *(whole, whole / split, whole / tp, whole / tp * width / h, whole / tp, scratch),
-        *(weights / tp, routed, 4 / itemsize * (itemsize < 4)),
+        *(weights / tp, routed, cast, cast * (not layout.zero)),
     )
 
 
@@ -2761,11 +2763,11 @@ def made_bytes(config, layout, batch, experts, itemsize=2):
         forward.append(of.whole + max(out + of.scratch, of.own))  # the MLP's sum, the residual
         backward += [
             gathered + of.inner + of.weight,  # the second product
-            of.weight + of.weight * of.cast,
+            of.weight * (1 + of.added),
             of.inner + row,  # GELU
             gathered + of.whole + out + of.scratch - of.inner + row,  # the first one, after GELU
             max(gathered, of.whole) + out + of.weight - of.inner + row,
-            of.weight + of.weight * of.cast - 2 * of.inner + row,
+            of.weight * (1 + of.added) - 2 * of.inner + row,
         ]
     if experts:
         ahead, back = _made_of_experts(config, layout, of)
@@ -2787,7 +2789,7 @@ def _made_of_experts(config, layout, of):
     """Forward puts rows where their tokens are; backward makes the gradients of rows, and then."""
     hops = min(config.top_k, config.topk_nodes or 1) if getattr(layout, "ep_nodes", 1) > 1 else 1
     rows, inner = config.top_k * of.tokens, of.inner * config.top_k
-    backward = rows + of.tokens, inner + of.routed, inner - rows + of.routed * (1 + of.cast)
+    backward = rows + of.tokens, inner + of.routed, inner - rows + of.routed * (1 + of.added)
     return hops * (rows + of.tokens), max(backward)
 
 
@@ -2802,7 +2804,7 @@ def head_bytes(config, layout, batch, itemsize=2):
     backward = max(
         gathered + of.whole + (of.own if gathered else 0) + of.scratch,
         max(gathered, of.whole) + (of.own if gathered else 0) + weight,
-        of.own + weight * (1 + of.cast) - logits,
+        of.own + weight * (1 + of.added) - logits,
     )
     return 2 * of.own + logits, logits * of.cast, backward
 
