@@ -82,8 +82,8 @@ from torch.utils._pytree import tree_leaves
 from collectives import (
     LINK_SPEEDS, Cost, LinkSpeed, ReduceOp, all_reduce, all_reduce_bytes, barrier, broadcast,
     candidates, count_bytes, direct_scratch_bytes, exchange, gather_from_group, gather_objects,
-    observe, rank_and_size, reduce_scatter_bytes, reduce_scatter_cost, report_stalls, scatter_to_group,
-    schedule_as_batch, set_backend_collectives, set_ranks_per_node,
+    observe, rank_and_size, reduce_scatter_bytes, reduce_scatter_cost, report_stalls,
+    scatter_to_group, schedule_as_batch, set_backend_collectives, set_ranks_per_node,
 )
 from ddp import (
     DistributedDataParallel, clip_grads_with_norm_, find_unlike_copies, get_total_norm,
