@@ -798,7 +798,6 @@ def direct_scratch_bytes(nbytes, world_size):
     return min(nbytes, DIRECT_BYTES) * (world_size - 1) / world_size
 
 
-
 def _choose(call, algorithms, cost, nbytes, name="auto", ranks_per_node=None):
     """The algorithm of that name, or of least cost, and of how many bytes a slice of its turns is.
 

@@ -1997,23 +1997,30 @@ class Share(NamedTuple):
 
     layers: float
     mixtures: float
-    embeddings: int
-    heads: int
-    tied: bool
-    borders: int
+    embeddings: int = 0
+    heads: int = 0
+    tied: bool = False
+    borders: int = 0
 
 
-def share_of(args, config, place):
-    """The Share of a rank of the pipeline."""
-    routes, stages, borders = make_schedule(args).routes, [], 0
-    for route in routes:
-        ranks = [rank for rank, _ in route]
-        stages += [stage for stage, rank in enumerate(ranks) if rank == place]
-        borders += sum(place in pair for pair in pairwise(ranks) if pair != (place, place))
-    last = len(routes[0]) - 1
-    layers = [layer for stage in stages for layer in layers_of(stage, last + 1, config)]
-    mixtures = sum(map(config.has_experts, layers))
-    return Share(len(layers), mixtures, stages.count(0), stages.count(last), not last, borders)
+def shares_of(args, config, place):
+    """The Shares of a rank of the pipeline, by chunk."""
+    shares = {}
+    for route in make_schedule(args).routes:
+        last, ranks = len(route) - 1, [rank for rank, _ in route]
+        for stage in (stage for stage, rank in enumerate(ranks) if rank == place):
+            layers = layers_of(stage, len(route), config)
+            mixtures = sum(map(config.has_experts, layers))
+            near = ranks[max(0, stage - 1) : stage] + ranks[stage + 1 : stage + 2]
+            ends = int(stage == 0), int(stage == last), not last
+            borders = sum(rank != place for rank in near)
+            shares[route[stage][1]] = Share(len(layers), mixtures, *ends, borders)
+    return [shares[chunk] for chunk in sorted(shares)]
+
+
+def sum_of(shares):
+    """One Share of all of a rank's stages."""
+    return Share(*map(sum, zip(*shares)))
 
 
 def own_kv_heads(config, layout):
@@ -2036,6 +2043,11 @@ def parameters_of(config, layout, share):
     experts = share.mixtures * 2 * h * width * config.experts / ep
     kinds = (dense, ranks, tp), (experts, ranks * tp // ep, ep * tp // math.gcd(ep, tp))
     return [kind for kind in kinds if kind[0]]
+
+
+def count_of(config, layout, share):
+    """How many parameters these are."""
+    return sum(number for number, *_ in parameters_of(config, layout, share))
 
 
 def itemsize_of(layout):
@@ -2158,6 +2170,215 @@ def replica_bytes(config, layout, share):
         sent += reduce_scatter_bytes(row * number, ranks // copies)
         sent += sums * all_reduce_bytes(gradient * number * copies / ranks, copies)
     return sent
+
+
+# ---- costs: activations --------------------------------------------------------------------------
+#
+# What lies in memory beside the state, when there is most: of microbatches under way what layers
+# keep until backward, and what one layer makes while it computes.
+
+
+class Sizes(NamedTuple):
+    """Bytes of what a layer works on, with a microbatch on one rank.
+
+    whole: the residual stream of the rank's positions; own: its part of that. heads: of queries, or
+    what attention makes; inner: what GELU takes, or makes; tokens: those that it deals out to
+    experts. scratch: of a sum over tp. gathered, out: with sequence parallelism, what a product
+    takes and what it leaves. weight: of a matrix of the MLP; routed: of one of its experts. cast:
+    what a number takes in 32 bit, by its bytes; added: so of the gradient of a weight, which ZeRO
+    adds to its rows as it is.
+    """
+
+    whole: float
+    own: float
+    heads: float
+    inner: float
+    tokens: float
+    scratch: float
+    gathered: float
+    out: float
+    weight: float
+    routed: float
+    cast: float
+    added: float
+
+
+def sizes_of(config, layout, batch):
+    """The Sizes of a microbatch of `batch` sequences."""
+    tp, h, width, item = layout.tp, config.hidden, config.mlp_width, itemsize_of(layout)
+    whole, split = batch * config.seq_len / layout.cp * h * item, layout.sp and tp > 1
+    own = whole / tp if split else whole
+    weights, cast = item * h * width, 4 / item * (item < 4)
+    return Sizes(
+        *(whole, own, whole / tp, whole / tp * width / h, whole / tp),
+        *(direct_scratch_bytes(whole, tp), whole * split, own * split),
+        *(weights / tp, weights * config.experts / layout.ep, cast, cast * (not layout.zero)),
+    )
+
+
+def kept_bytes(config, layout, batch, experts, recompute=None):
+    """Bytes that a rank keeps of a layer until backward, if a portion `experts` has experts.
+
+    Of attention is kept what its fused kernel needs, which is as if its core ran again.
+    """
+    h, tp, recompute = config.hidden, layout.tp, recompute or layout.recompute
+    own, width, item = config.seq_len / layout.cp, config.mlp_width, itemsize_of(layout)
+    mode = "full" if recompute == "full" else "selective"
+    sizes = batch, own, h, config.heads, tp, layout.sp, mode, config.kv_heads
+    kept = activation_bytes(*sizes, (1 - experts) * width, config.dropout > 0, item)
+    if recompute == "none":
+        heads = config.heads // tp, own_kv_heads(config, layout), h // config.heads
+        around = layout.cp_method, batch, config.seq_len, *heads, layout.cp, item
+        kept += context_activation_bytes(*around)
+    if recompute == "full":
+        return kept
+    norm = batch * own * h * item / (tp if layout.sp else 1)  # experts take copies of it
+    rows = batch * own / tp, config.top_k, h, width, item, config.shared_experts
+    return kept + experts * (expert_activation_bytes(*rows) - norm)
+
+
+def made_bytes(config, layout, batch, experts):
+    """Bytes that exist beside what is kept at most, while a layer computes: forward, backward.
+
+    Products of backward make a gradient of their input and one of their weights, in 16 bit first
+    and then, added up, in 32; sums over tp need scratch, and sequence parallelism gathers. ZeRO-2
+    and -3 begin a row of gradients with the layer's first one.
+    """
+    of, row = sizes_of(config, layout, batch), 0
+    if scatters_at_once(layout):
+        row = 4 * count_of(config, layout, Share(1, experts))
+    forward, backward = [0], [0]
+    if experts < 1:
+        forward.append(of.whole + max(of.out + of.scratch, of.own))  # the MLP's sum, the residual
+        backward += [
+            of.gathered + of.inner + of.weight,  # the second product
+            of.weight * (1 + of.added),
+            of.inner + row,  # GELU
+            of.gathered + of.whole + of.out + of.scratch - of.inner + row,  # the first, after GELU
+            of.whole + of.out + of.weight - of.inner + row,
+            of.weight * (1 + of.added) - 2 * of.inner + row,
+        ]
+    if experts:  # forward puts rows where their tokens are; backward makes the gradients of rows
+        hops = min(config.top_k, config.topk_nodes or 1) if layout.ep_nodes > 1 else 1
+        rows, inner = config.top_k * of.tokens, of.inner * config.top_k
+        forward.append(hops * (rows + of.tokens))
+        back = rows + of.tokens, inner + of.routed, inner - rows + of.routed * (1 + of.added)
+        backward.append(max(back) + row)
+    if layout.cp > 1 and layout.cp_method == "allgather":
+        backward.append(_made_of_allgather(config, layout, batch, experts, of) + row)
+    if layout.recompute == "full":  # all of the layer is there as well, but what is kept
+        return 0, max(backward) + kept_bytes(config, layout, batch, experts, "none") - of.own
+    return max(forward), max(backward)
+
+
+def _made_of_allgather(config, layout, batch, experts, of):
+    """In backward: sums in 32 bit for others' keys and values, and as they leave."""
+    kept = kept_bytes(config, layout, batch, experts, "selective") - 2 * of.own
+    heads = config.heads / layout.tp / layout.cp
+    kv = of.heads * 2 * own_kv_heads(config, layout) / heads
+    sums = (2 * kv + of.heads) * 4 / itemsize_of(layout)
+    again = (kv + 2 * of.heads) * (layout.recompute == "selective")
+    return sums + again + of.own + of.heads - kept
+
+
+def put_off_bytes(config, layout, batch, experts):
+    """Bytes that a layer keeps from the first half of a backward, I, to the second one, W.
+
+    The inputs of products, and the gradients of what they make; experts put nothing off.
+    """
+    of = sizes_of(config, layout, batch)
+    kv = of.heads * 2 * (config.kv_heads or config.heads) / config.heads
+    attention = of.own + of.whole + 2 * of.heads + kv
+    shared = (2 * of.tokens + 2 * config.shared_experts * of.inner) * (config.shared_experts > 0)
+    return attention + (1 - experts) * (of.own + of.whole + 2 * of.inner) + experts * shared
+
+
+def head_bytes(config, layout, batch):
+    """Bytes of the head and the loss: kept of a microbatch, made beside that forward, backward.
+
+    Kept are the norm's input and output, and the logits, which become their gradient.
+    """
+    of, part = sizes_of(config, layout, batch), config.vocab_size / layout.tp
+    logits, weight = of.whole / config.hidden * part, config.hidden * part * itemsize_of(layout)
+    backward = max(
+        of.gathered + of.whole + of.out + of.scratch,
+        of.whole + of.out + weight,
+        of.own + weight * (1 + of.added) - logits,
+    )
+    return 2 * of.own + logits, logits * of.cast, backward
+
+
+class Costs(NamedTuple):
+    """Bytes of a stage with a microbatch: kept until backward, or of that put off until W; made in
+    forward, in backward, in W, and by the embedding; of its row of gradients."""
+
+    kept: float
+    put_off: float
+    ahead: float
+    back: float
+    late: float
+    embedding: float
+    row: float
+
+
+def costs_of_stage(config, layout, batch, share):
+    """The Costs of a stage."""
+    sizes = config, layout, batch, share.mixtures / max(1, share.layers)
+    of, (ahead, back) = sizes_of(config, layout, batch), made_bytes(*sizes)
+    kept, put_off = share.layers * kept_bytes(*sizes), share.layers * put_off_bytes(*sizes)
+    ahead, back = ahead * (share.layers > 0), back * (share.layers > 0)
+    late = of.gathered + of.weight * (1 + of.cast) * (share.mixtures < share.layers)
+    numbers = config.hidden * config.vocab_size / layout.tp
+    weight = numbers * itemsize_of(layout)
+    if share.heads:
+        of_head, loss, product = head_bytes(config, layout, batch)
+        kept, put_off = kept + of_head, put_off + of_head - of.own
+        back = max(back - of_head + of.own, product) + 4 * numbers * scatters_at_once(layout)
+        ahead = max(ahead - of_head, loss)
+        late = max(late, of.gathered + weight * (1 + of.cast))
+    embedding = share.embeddings * (weight * (1 + of.cast) + of.own)
+    return Costs(kept, put_off, ahead, back, late, embedding, 4 * numbers * share.embeddings)
+
+
+def peak_bytes(config, layout, batch, actions, shares, gradients=0):
+    """Bytes of activations that a rank holds when it holds most, and those with its gradients.
+
+    actions: the rank's, of a schedule. shares: of its stages. gradients: bytes that exist after the
+    first backward. A message is there before it is needed; where nothing is sent meanwhile, all
+    that come are.
+    """
+    costs = [costs_of_stage(config, layout, batch, share) for share in shares]
+    message = sizes_of(config, layout, batch).own * (layout.pp > 1)
+    there, held, peaks = 0 if layout.zero else gradients, 0, []
+    for i, (kind, _, number) in enumerate(actions):
+        cost, share = costs[number], shares[number]
+        if kind == "F":
+            held += cost.kept
+            peaks.append((there + held + cost.ahead + message, there))
+        elif kind == "W":
+            peaks.append((there + held + cost.late + message, there))
+            held -= cost.put_off
+        else:
+            coming = sum(1 for _ in takewhile(lambda action: action.kind in "BI", actions[i:]))
+            first = max(2, coming) if share.embeddings else 2
+            received = message * (1 if share.heads else first)
+            peaks.append((there + held + cost.back + received, there))
+            held += cost.put_off * (kind == "I") - cost.kept
+            most, there = max(0, there, gradients - cost.row), gradients
+            peaks.append((most + held + cost.embedding + received, most))
+    total, there = max(peaks)
+    lasting = _units_bytes(config, layout, shares)
+    return lasting + total - there, lasting + total
+
+
+def _units_bytes(config, layout, shares):
+    """Bytes of what ZeRO-2 and -3 have at all times: the sum of the last row, which is waited for
+    in the next pass, and of stage 3 the parameters of two layers and of none."""
+    layers, ends = min(2, max(share.layers for share in shares)), sum_of(shares)
+    outside = count_of(config, layout, ends._replace(layers=0, mixtures=0))
+    units = count_of(config, layout, Share(layers, layers * ends.mixtures / max(1, ends.layers)))
+    sums = 4 * outside / (layout.dp * layout.cp) * scatters_at_once(layout)
+    return len(shares) * sums + itemsize_of(layout) * (units + outside) * (layout.zero > 2)
 
 
 # ---- proof ---------------------------------------------------------------------------------------
@@ -2379,10 +2600,11 @@ def costs(trainer, traffic):
     gradients, stages: KB sent; memory: bytes held per parameter; bubble: that of the schedule.
     """
     args, mesh, config = trainer.args, trainer.mesh, trainer.config
-    share, size = share_of(args, config, dist.get_rank(mesh.pp_group)), dist.get_world_size()
+    share = sum_of(shares_of(args, config, dist.get_rank(mesh.pp_group)))
+    size = dist.get_world_size()
     held = memory_ledger(trainer.stages, trainer.optimizer).total()
     claimed = sum(state_bytes(config, args, share).values())
-    per_parameter = size * sum(number for number, *_ in parameters_of(config, args, share))
+    per_parameter = size * count_of(config, args, share)
     found = {"memory": (held / per_parameter, claimed / per_parameter)}
     if args.pp > 1:
         parts = len(trainer.route) // args.pp  # of a rank's layers
@@ -2625,8 +2847,8 @@ def shard_seconds(gpu, nbytes, size, stride=1):
 
 def size_of(config):
     """Parameters of a GPT."""
-    whole = Share(config.layers, config.layers * _portion(config), 1, 1, True, 0)
-    return sum(number for number, *_ in parameters_of(config, Layout(), whole))
+    whole = Share(config.layers, config.layers * _portion(config), 1, 1, tied=True)
+    return count_of(config, Layout(), whole)
 
 
 @lru_cache
@@ -2668,8 +2890,7 @@ def product_seconds(config, gpu, batch, layout):
     """Of a layer's matrices in forward, of those for their gradients, and of attention's core."""
     per_flop = batch * config.seq_len / layout.cp / layout.tp / (gpu.tflops * 1e12 * gpu.products)
     product, core = (flops * per_flop for flops in forward_flops(config, _portion(config)))
-    layer = Share(1, _portion(config), 0, 0, False, 0)
-    weights = sum(number for number, *_ in parameters_of(config, layout, layer))
+    weights = count_of(config, layout, Share(1, _portion(config)))
     weights *= _per_byte(gpu, gpu.memory_speed)
     return *(max(product, size * weights) for size in (2, 8)), core
 
@@ -2689,220 +2910,6 @@ def message_seconds(config, gpu, batch, layout, core):
         dealt = Cost(hops[0], sent["ep"][i]).seconds(inside)
         dealt += Cost(hops[1], sent["across"][i]).seconds(between)
         yield sent["tp"][i] * pace, max(0.0, around), dealt
-
-
-class Sizes(NamedTuple):
-    """Bytes of what a layer works on, with a microbatch on one rank.
-
-    whole: the residual stream of the rank's positions; own: its part of that. heads: of queries, or
-    what attention makes; inner: what GELU takes, or makes; token: of the tokens that it deals out
-    to experts. scratch: of a sum over tp. weight: of a matrix of the MLP; routed: of one of its
-    experts. cast: what a number takes in 32 bit, by its bytes; added: so of the gradient of a
-    weight, which ZeRO adds to its rows as it is.
-    """
-
-    whole: float
-    own: float
-    heads: float
-    inner: float
-    tokens: float
-    scratch: float
-    weight: float
-    routed: float
-    cast: float
-    added: float
-
-
-def sizes_of(config, layout, batch, itemsize=2):
-    tp, h, width = layout.tp, config.hidden, config.mlp_width
-    whole = batch * config.seq_len / layout.cp * h * itemsize
-    scratch, split = direct_scratch_bytes(whole, tp), tp if layout.sp else 1
-    weights, cast = itemsize * h * width, 4 / itemsize * (itemsize < 4)
-    routed = weights * config.experts / layout.ep
-    return Sizes(
-        *(whole, whole / split, whole / tp, whole / tp * width / h, whole / tp, scratch),
-        *(weights / tp, routed, cast, cast * (not layout.zero)),
-    )
-
-
-def kept_bytes(config, layout, batch, experts, itemsize=2, recompute=None):
-    """Bytes that a rank keeps of a layer until backward, if a portion `experts` has experts.
-
-    Of attention is kept what its fused kernel needs, which is as if its core ran again.
-    """
-    h, tp, recompute = config.hidden, layout.tp, recompute or layout.recompute
-    own, width = config.seq_len / layout.cp, (1 - experts) * config.mlp_width
-    mode = "full" if recompute == "full" else "selective"
-    sizes = batch, own, h, config.heads, tp, layout.sp, mode
-    kept = activation_bytes(*sizes, config.kv_heads, width, config.dropout > 0, itemsize)
-    if recompute == "none":
-        heads = config.heads // tp, own_kv_heads(config, layout), h // config.heads
-        around = layout.cp_method, batch, config.seq_len, *heads, layout.cp, itemsize
-        kept += context_activation_bytes(*around)
-    if recompute == "full" or not experts:
-        return kept
-    norm = batch * own * h * itemsize / (tp if layout.sp else 1)  # experts take copies of it
-    rows = batch * own / tp, config.top_k, h, config.mlp_width, itemsize, config.shared_experts
-    return kept + experts * (expert_activation_bytes(*rows) - norm)
-
-
-def made_bytes(config, layout, batch, experts, itemsize=2):
-    """Bytes that exist beside what is kept at most, while a layer computes: forward, backward.
-
-    Products of backward make a gradient of their input and one of their weights, in 16 bit first
-    and then, added up, in 32; sums over tp need scratch, and sequence parallelism gathers. ZeRO-2
-    and -3 begin a row of gradients with the layer's first one.
-    """
-    of = sizes_of(config, layout, batch, itemsize)
-    gathered = of.whole if layout.sp and layout.tp > 1 else 0
-    out, row = of.own if gathered else 0, 0
-    if scatters_at_once(layout):
-        row = 4 * _parameters(config, layout, Share(1, experts, 0, 0, True, 0))
-    forward, backward = [0], [0]
-    if experts < 1:
-        forward.append(of.whole + max(out + of.scratch, of.own))  # the MLP's sum, the residual
-        backward += [
-            gathered + of.inner + of.weight,  # the second product
-            of.weight * (1 + of.added),
-            of.inner + row,  # GELU
-            gathered + of.whole + out + of.scratch - of.inner + row,  # the first one, after GELU
-            max(gathered, of.whole) + out + of.weight - of.inner + row,
-            of.weight * (1 + of.added) - 2 * of.inner + row,
-        ]
-    if experts:
-        ahead, back = _made_of_experts(config, layout, of)
-        forward.append(ahead)
-        backward.append(back + row)
-    if layout.cp > 1 and layout.cp_method == "allgather":
-        kept = kept_bytes(config, layout, batch, experts, itemsize, "selective") - 2 * of.own
-        kv = of.heads * 2 * own_kv_heads(config, layout) / (config.heads / layout.tp) * layout.cp
-        sums = (2 * kv + of.heads) * 4 / itemsize  # of others' keys and values, and as they leave
-        again = (kv + 2 * of.heads) * (layout.recompute == "selective")
-        backward.append(sums + again + of.own + of.heads - kept + row)
-    if layout.recompute == "full":  # all of the layer is there as well, but what is kept
-        inside = kept_bytes(config, layout, batch, experts, itemsize, "none") - of.own
-        return 0, max(backward) + inside
-    return max(forward), max(backward)
-
-
-def _made_of_experts(config, layout, of):
-    """Forward puts rows where their tokens are; backward makes the gradients of rows, and then."""
-    hops = min(config.top_k, config.topk_nodes or 1) if getattr(layout, "ep_nodes", 1) > 1 else 1
-    rows, inner = config.top_k * of.tokens, of.inner * config.top_k
-    backward = rows + of.tokens, inner + of.routed, inner - rows + of.routed * (1 + of.added)
-    return hops * (rows + of.tokens), max(backward)
-
-
-def head_bytes(config, layout, batch, itemsize=2):
-    """Bytes of the head and the loss: kept of a microbatch, made beside that forward, backward.
-
-    Kept are the norm's input and output, and the logits, which become their gradient.
-    """
-    of, part = sizes_of(config, layout, batch, itemsize), config.vocab_size / layout.tp
-    logits, weight = of.whole / config.hidden * part, config.hidden * part * itemsize
-    gathered = of.whole if layout.sp and layout.tp > 1 else 0
-    backward = max(
-        gathered + of.whole + (of.own if gathered else 0) + of.scratch,
-        max(gathered, of.whole) + (of.own if gathered else 0) + weight,
-        of.own + weight * (1 + of.added) - logits,
-    )
-    return 2 * of.own + logits, logits * of.cast, backward
-
-
-def put_off_bytes(config, layout, batch, experts, itemsize=2):
-    """Bytes that a layer keeps from the first half of a backward, I, to the second one, W.
-
-    The inputs of products, and the gradients of what they make; experts put nothing off.
-    """
-    of = sizes_of(config, layout, batch, itemsize)
-    kv = of.heads * 2 * (config.kv_heads or config.heads) / config.heads
-    attention = of.own + of.whole + 2 * of.heads + kv
-    shared = (2 * of.tokens + 2 * config.shared_experts * of.inner) * (config.shared_experts > 0)
-    return attention + (1 - experts) * (of.own + of.whole + 2 * of.inner) + experts * shared
-
-
-class Chunk(NamedTuple):
-    """One of a rank's stages: of each of its layers whether it has experts, and of ends."""
-
-    layers: list
-    first: bool = False
-    last: bool = False
-
-
-def peak_bytes(config, layout, batch, actions, chunks, gradients=0, itemsize=2):
-    """Bytes of activations that a rank holds when it holds most, and those with its gradients.
-
-    actions: the rank's, of a schedule. gradients: bytes that exist after the first backward. A
-    message is there before it is needed; where nothing is sent meanwhile, all that come are.
-    """
-    costs = [_costs_of(config, layout, batch, chunk, itemsize) for chunk in chunks]
-    message = sizes_of(config, layout, batch, itemsize).own * (layout.pp > 1)
-    there, held, peaks = 0 if layout.zero else gradients, 0, []
-    for i, (kind, _, number) in enumerate(actions):
-        cost, chunk = costs[number], chunks[number]
-        if kind == "F":
-            held += cost.kept
-            peaks.append((there + held + cost.ahead + message, there))
-        elif kind == "W":
-            peaks.append((there + held + cost.late + message, there))
-            held -= cost.put_off
-        else:
-            coming = sum(1 for _ in takewhile(lambda action: action.kind in "BI", actions[i:]))
-            received = message * (1 if chunk.last else max(2, coming) if chunk.first else 2)
-            peaks.append((there + held + cost.back + received, there))
-            held += cost.put_off * (kind == "I") - cost.kept
-            most, there = max(0, there, gradients - cost.row), gradients
-            peaks.append((most + held + cost.embedding + received, most))
-    total, there = max(peaks)
-    lasting = _shared_bytes(config, layout, chunks, itemsize)
-    return lasting + total - there, lasting + total
-
-
-class Costs(NamedTuple):
-    """Bytes of a chunk with a microbatch: kept until backward, or of that put off until W; made in
-    forward, backward, W, and by the embedding in backward; of the embedding's gradient."""
-
-    kept: float
-    put_off: float
-    ahead: float
-    back: float
-    late: float
-    embedding: float
-    row: float
-
-
-def _costs_of(config, layout, batch, chunk, itemsize):
-    layers, experts = len(chunk.layers), sum(chunk.layers) / max(1, len(chunk.layers))
-    sizes = config, layout, batch, experts, itemsize
-    of = sizes_of(config, layout, batch, itemsize)
-    kept, put_off = layers * kept_bytes(*sizes), layers * put_off_bytes(*sizes)
-    ahead, back = made_bytes(*sizes) if layers else (0, 0)
-    gathered = of.whole if layout.sp and layout.tp > 1 else 0
-    late = gathered + of.weight * (1 + of.cast) * (experts < 1)
-    weight = config.hidden * config.vocab_size / layout.tp * itemsize
-    row = 4 / itemsize * weight
-    if chunk.last:
-        of_head, loss, product = head_bytes(config, layout, batch, itemsize)
-        kept, put_off = kept + of_head, put_off + of_head - of.own
-        back = max(back - of_head + of.own, product) + row * scatters_at_once(layout)
-        ahead, late = max(ahead - of_head, loss), max(late, gathered + weight * (1 + of.cast))
-    embedding = chunk.first * (weight * (1 + of.cast) + of.own)
-    return Costs(kept, put_off, ahead, back, late, embedding, row * chunk.first)
-
-
-def _shared_bytes(config, layout, chunks, itemsize):
-    """Bytes of what ZeRO-2 and -3 have at all times: the sum of the last row, which is waited for
-    in the next pass, and of stage 3 the parameters of two layers and of none."""
-    layers = min(2, max(len(chunk.layers) for chunk in chunks))
-    ends = any(chunk.first for chunk in chunks), any(chunk.last for chunk in chunks)
-    outside = _parameters(config, layout, Share(0, 0, *ends, all(ends), 0))
-    units = _parameters(config, layout, Share(layers, layers * _portion(config), 0, 0, True, 0))
-    sums = 4 * outside / (layout.dp * layout.cp) * scatters_at_once(layout)
-    return len(chunks) * (sums + itemsize * (units + outside) * (layout.zero > 2))
-
-
-def _parameters(config, layout, share):
-    return sum(number for number, *_ in parameters_of(config, layout, share))
 
 
 @lru_cache(maxsize=None)
@@ -2959,22 +2966,28 @@ def price(config, gpu, layout, batch_size, unfused=False):
     link = links(gpu)[pp * dp * layout.cp * layout.tp > gpu.per_node]
     hops = (v * pipeline_bytes(int(pp > 2), pp, m, nbytes) for nbytes in (1, message))
     seconds["pp"] = Cost(*hops).seconds(link)
-    most = math.ceil(config.layers / (pp * v)) * v
     chunked = schedule == "interleaved" and not unfused  # in 2021 all gradients went at the end
     span = (pp * (v - 1) + 1) / v if chunked else 1
     late = span * own[0], span * own[1]
-    both = pp == 1 or schedule in ("zb-v", "dualpipe")  # ends are on one rank
-    alone = pp * v == config.layers + 2  # are the embedding and the head in their stages
-    held = most * (1 + (schedule == "dualpipe"))
-    share = Share(held, held * _portion(config), int(not alone), int(both), pp * v == 1, 0)
-    memory = state_bytes(config, layout, share)
+    share = fullest(config, layout, v)
     seconds["dp"] = replica_seconds(config, gpu, layout, share, *own[:2], *late)
     seconds["bubble"] = bubble_of_step(schedule, pp, m, *others, v) if pp > 1 else 0.0
     held = peak_activations(schedule, pp, m, v) if pp > 1 else 1
-    memory["activations"] = held * most * layer.kept + layer.made
+    held *= share.layers / (1 + (schedule == "dualpipe"))  # of two replicas
+    memory = state_bytes(config, layout, share) | {"activations": held * layer.kept + layer.made}
     if pp == 1 or schedule not in ("1f1b", "interleaved"):  # in these the last stage holds least
         memory["activations"] += head.made
     return Plan(layout, memory, seconds)
+
+
+def fullest(config, layout, chunks):
+    """The Share of the rank that holds most: as many layers as any has, the embedding, and, where
+    a rank has both ends of the model, the head."""
+    stages, two = layout.pp * chunks, layout.schedule in ("zb-v", "dualpipe")
+    layers = math.ceil(config.layers / stages) * chunks * (1 + (layout.schedule == "dualpipe"))
+    alone = stages == config.layers + 2  # are the embedding and the head in their stages
+    ends = int(not alone), int(two or stages == 1)
+    return Share(layers, layers * _portion(config), *ends, tied=stages == 1)
 
 
 def _paces(layer, head, layers, heads):
@@ -3463,38 +3476,29 @@ def stage_format(args):
     return rows, dtype, torch.Size([length, rows, args.hidden])
 
 
-def claimed_activations(trainer, gradients):
-    """peak_bytes() of this rank."""
-    args, config, rank = trainer.args, trainer.config, dist.get_rank(trainer.mesh.pp_group)
-    layers = [[config.has_experts(int(i)) for i in c.transformer["h"]] for c in trainer.chunks]
-    chunks = [Chunk(own, c.first, c.last) for own, c in zip(layers, trainer.chunks)]
-    batch, actions = args.batch_size // (args.dp * args.microbatches), make_schedule(args)[rank]
-    return peak_bytes(config, args, batch, actions, chunks, gradients, itemsize_of(args))
-
-
-def planned(trainer):
-    """{what: number} of this rank's step by the formulas, as the planner takes them."""
-    args, config = trainer.args, trainer.config
-    share = share_of(args, config, dist.get_rank(trainer.mesh.pp_group))
-    batch = args.batch_size // (args.dp * args.microbatches)
+def planned(args, config, place):
+    """{what: number} of a step of this rank of the pipeline, by the formulas."""
+    shares, actions = shares_of(args, config, place), make_schedule(args)[place]
+    share, batch = sum_of(shares), args.batch_size // (args.dp * args.microbatches)
     found = state_bytes(config, args, share)
-    activations, total = claimed_activations(trainer, found["gradients"])
-    found["all at once"] = found["parameters"] + found["optimizer"] + total
-    found["activations"] = activations
-    found["TFLOPs"] = step_flops(config, args, share, batch) / 1e6
+    peaks = peak_bytes(config, args, batch, actions, shares, found["gradients"])
+    found["activations"], others = peaks
+    found["all at once"] = found["parameters"] + found["optimizer"] + others
+    found["TFLOPs"] = step_flops(config, args, share, batch) / 1e12
     return found | sent_bytes(config, args, share, batch)
 
 
 def rehearse(args):
     """Print what a step costs rank --rank: what is counted, and by formula."""
     trainer, rehearsal, memory = rehearse_step(args)
-    mesh, claims = trainer.mesh, planned(trainer)
+    mesh, place = trainer.mesh, dist.get_rank(trainer.mesh.pp_group)
+    claims = planned(args, trainer.config, place)
     axes = [f"{axis} {rank_and_size(getattr(mesh, f'{axis}_group'))[0]}" for axis in AXIS_NAMES]
     layers = [list(chunk.transformer["h"]) for chunk in trainer.chunks]
     layers = ", ".join(f"{own[0]} to {own[-1]}" for own in layers)
     print(f"rank {args.rank} of {args.world_size}, {', '.join(axes)}: layers {layers}")
     rows = [(f"{kind}, MB", memory[kind] / 1e6, claims.get(kind, 0) / 1e6) for kind in HELD]
-    rows += [("TFLOPs", rehearsal.flops / 1e12, claims["TFLOPs"] / 1e6)]
+    rows += [("TFLOPs", rehearsal.flops / 1e12, claims["TFLOPs"])]
     lanes = axes_of(mesh)
     for lane in dict.fromkeys(lanes.values()):
         groups = {group for group, name in lanes.items() if name == lane}
