@@ -2341,7 +2341,7 @@ def costs_of_stage(config, layout, batch, share):
 
 
 def peak_bytes(config, layout, batch, actions, shares, gradients=0):
-    """Bytes of activations that a rank holds when it holds most, and those with its gradients.
+    """Bytes of activations that a rank holds at most, and of these with its gradients.
 
     actions: the rank's, of a schedule. shares: of its stages. gradients: bytes that exist after the
     first backward. A message is there before it is needed; where nothing is sent meanwhile, all
@@ -2366,9 +2366,8 @@ def peak_bytes(config, layout, batch, actions, shares, gradients=0):
             held += cost.put_off * (kind == "I") - cost.kept
             most, there = max(0, there, gradients - cost.row), gradients
             peaks.append((most + held + cost.embedding + received, most))
-    total, there = max(peaks)
     lasting = _units_bytes(config, layout, shares)
-    return lasting + total - there, lasting + total
+    return lasting + max(total - there for total, there in peaks), lasting + max(peaks)[0]
 
 
 def _units_bytes(config, layout, shares):
@@ -3317,15 +3316,15 @@ class Rehearsal(FakeTensorMode):
     """Tensors that are made inside have no memory; counts what a GPU would do with them.
 
     flops: of products. batches, sent, crossed: {group: number, bytes sent, those of them that leave
-    the node}. log: (storage, change of its bytes), of storages by number. rows_of_gradients: those
-    of ZeRO's.
+    the node}. log: (storage, change of its bytes), of storages by number; those of the step from
+    `began` on. rows_of_gradients: ZeRO's.
     """
 
     def __init__(self, args):
         super().__init__(allow_non_fake_inputs=True)
         self.flops, self.inside, self.rows = 0, False, cycle(even_rows(args))
         self.batches, self.sent, self.crossed = Counter(), Counter(), Counter()
-        self.held, self.log, self.rows_of_gradients = {}, [], set()
+        self.held, self.log, self.began, self.rows_of_gradients = {}, [], 0, set()
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         options = options or {}
@@ -3437,6 +3436,7 @@ def rehearse_step(args):
         places = [place for route in trainer.pipeline.schedule.routes for place in route]
         trainer.pipeline.formats |= dict.fromkeys(places, stage_format(args))
         tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
+        rehearsal.began = len(rehearsal.log)
         with observe(rehearsal.listen):
             trainer.step(tokens, tokens)
         return trainer, rehearsal, most_memory(trainer, rehearsal)
@@ -3445,7 +3445,7 @@ def rehearse_step(args):
 def most_memory(trainer, rehearsal):
     """{kind: bytes} at most, in a step that finds the optimizer's state there; and those of all.
 
-    activations: what else there is when there is most, such as parameters that were gathered.
+    activations: what else there is, such as parameters that were gathered.
     """
     args, optimizer, parameters = trainer.args, trainer.optimizer, trainer.dense + trainer.experts
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -3462,7 +3462,8 @@ def most_memory(trainer, rehearsal):
     totals = list(accumulate(change for _, change in log))
     sums = list(accumulate(change * (number in gradients) for number, change in log))
     memory["all at once"] = max(totals)
-    others = max(totals) - sums[totals.index(max(totals))]
+    began = rehearsal.began + sum(number in lasting for number, _ in log)
+    others = max(map(int.__sub__, totals[began:], sums[began:]))
     memory["activations"] = others - memory["parameters"] - memory["optimizer"]
     memory["gradients"] = max(sums)
     return memory

