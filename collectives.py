@@ -1312,7 +1312,7 @@ def all_to_all_single(
 
     def run():
         row, source = _row(output), _row(input)
-        outputs, inputs = row.split(output_sizes), source.split(input_sizes)
+        outputs, inputs = row.split_with_sizes(output_sizes), source.split_with_sizes(input_sizes)
         outputs[rank].copy_(inputs[rank])
         steps = [_pairwise(inputs, outputs, rank)]
         _perform(call, steps, row, source, output_sizes, input_sizes)
