@@ -1,21 +1,22 @@
 """Speed beside PyTorch's own: pairs of contenders take turns in one run; medians, and their ratio.
 
-    python tests/bench.py               (all that this machine can, an hour; one table at the end)
+    python tests/bench.py               (all that this machine can, 15 minutes; a table at the end)
     python tests/bench.py collectives [--world-sizes 2 4 8] [--largest 128]
     python tests/bench.py data_parallel [--world-sizes 2]
     python tests/bench.py pipeline      (sleeping stages, then real ones beside PyTorch's)
     python tests/bench.py tensor_parallel
-    python tests/bench.py context_parallel
+    python tests/bench.py context_parallel [--longest 16384]
     python tests/bench.py expert_parallel
     python tests/bench.py hybrid        (whole training steps: a GPT of 6.4M on two cores)
     python tests/bench.py overlap       (as root on Linux: over a link of 2 Gbit/s, shaped by tc)
     python tests/bench.py gpu           (one GPT on a GPU; with several, their messages)
 
---json FILE keeps the table's rows: what was measured, beside what, both in ms, and the ratio.
+--json FILE keeps the table's rows: what was measured, beside what, both in ms, and the ratio. A
+subject that fails is told in the table, as are those that Ctrl-C cuts off, with exit status 1.
 
-Times on a shared machine drift by 10-15% and now and then by more; the ratio of medians over
-interleaved rounds drifts much less. Every rank has one thread, and gloo's threads run as batch work
-for both sides.
+A round takes as long as its slowest rank. Times on a shared machine drift by 10-15% and now and
+then by more; the ratio of medians over interleaved rounds drifts much less. Every rank has one
+thread, and gloo's threads run as batch work for both sides.
 """
 
 import argparse
@@ -32,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from functools import partial
 from pathlib import Path
 from shutil import which
@@ -57,7 +59,7 @@ import hybrid
 from ddp import DistributedDataParallel, GradBucket
 from expert_parallel import MoE, one_hop
 from pipeline import SCHEDULES, Pipeline, simulate
-from ranks import run, spawn
+from ranks import headline, run, spawn
 from reference_gpt import Layer, ReferenceGPT
 from sequence_parallel import (
     allgather_attention, attended_pairs, chunk_ranges, context_blocks, ring_attention,
@@ -68,10 +70,22 @@ from zero import (
 )
 
 KB, MB = 1 << 10, 1 << 20
+COLLECTIVE_SIZES = [4 * KB, 64 * KB, MB, 16 * MB, 128 * MB]
+
+
+def _keep_memory():
+    """Have malloc give nothing back: what page faults cost depends on who was measured before."""
+    trim_threshold, mmap_threshold = -1, -3
+    for parameter in (trim_threshold, mmap_threshold):
+        ctypes.CDLL(None).mallopt(parameter, 1 << 30)
 
 
 def take_turns(contenders, rounds, seconds=0.02):
-    """Median seconds per call of each contender {name: function}; call it on all ranks at once."""
+    """Median seconds per call of each contender {name: function}, on the slowest rank each time.
+
+    Call it on all ranks at once.
+    """
+    _keep_memory()
     calls = {}
     for name, function in contenders.items():
         for _ in range(2):
@@ -90,7 +104,17 @@ def take_turns(contenders, rounds, seconds=0.02):
             for _ in range(calls[name]):
                 function()
             times[name].append((time.perf_counter() - began) / calls[name])
-    return {name: statistics.median(values) for name, values in times.items()}
+    slowest = torch.tensor(list(times.values()), dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return {name: statistics.median(values) for name, values in zip(times, slowest.tolist())}
+
+
+def measure(cases):
+    """(case, rank 0's result) of {case: (world size, function, *arguments)}, each told first."""
+    for number, (case, call) in enumerate(cases.items(), 1):
+        what = case if isinstance(case, str) else ", ".join(map(str, case))
+        print(f"  {number} of {len(cases)}: {what}", file=sys.stderr, flush=True)
+        yield case, run(*call, timeout=3000)[0]
 
 
 # ---- collectives ---------------------------------------------------------------------------------
@@ -129,30 +153,27 @@ def _contenders(operation, nbytes):
     return {"ours": lambda: ours(*arguments), "theirs": lambda: theirs(*arguments), "link": link}
 
 
-def _measure(sizes, rounds, operations):
-    return {
-        operation: [take_turns(_contenders(operation, size), rounds) for size in sizes]
-        for operation in operations
-    }
+def _time_collective(operation, sizes, rounds):
+    return [take_turns(_contenders(operation, size), rounds) for size in sizes]
 
 
 def bench_collectives(arguments):
     """A row per operation: microseconds ours / PyTorch's = ratio, and the bare link's / ours."""
-    sizes = [4 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 128 * MB]
-    sizes = [size for size in sizes if size <= arguments.largest * MB]
-    for world_size in arguments.world_sizes:
-        call = world_size, _measure, sizes, arguments.rounds, arguments.operations
-        print(f"\nP = {world_size}" + "".join(f"{size // KB:>26} KB" for size in sizes))
-        for operation, times in run(*call, timeout=3000)[0].items():
-            for size, t in zip(sizes, times):
-                what = f"{operation}, P = {world_size}, {size // KB} KB"
-                arguments.report(what, t["ours"], "PyTorch's", t["theirs"])
-            cells = [
-                f"{t['ours'] * 1e6:9.0f} /{t['theirs'] * 1e6:7.0f} ={t['ours'] / t['theirs']:5.2f}"
-                f"{t['link'] / t['ours']:5.0%}"
-                for t in times
-            ]
-            print(f"{operation:15}" + "".join(cells), flush=True)
+    sizes = [size for size in COLLECTIVE_SIZES if size <= arguments.largest * MB]
+    print(" " * 22 + "".join(f"{size // KB:>24} KB" for size in sizes))
+    cases = {
+        (operation, f"P = {P}"): (P, _time_collective, operation, sizes, arguments.rounds)
+        for P in arguments.world_sizes
+        for operation in arguments.operations
+    }
+    for case, times in measure(cases):
+        cells = []
+        for size, t in zip(sizes, times):
+            what = f"{', '.join(case)}, {size // KB} KB"
+            arguments.report(what, t["ours"], "PyTorch's", t["theirs"])
+            ours, theirs, link = (t[name] * 1e6 for name in ("ours", "theirs", "link"))
+            cells.append(f"{ours:8.0f} /{theirs:7.0f} ={ours / theirs:5.2f}{link / ours:4.0%}")
+        print(f"{', '.join(case):22}" + "".join(cells), flush=True)
 
 
 # ---- data parallelism ----------------------------------------------------------------------------
@@ -229,8 +250,8 @@ def _peak_memory(name):
 
 def bench_data_parallel(arguments):
     """A row per technique: milliseconds of a step, ratio to the rival's, exposed, peak memory."""
-    for world_size in arguments.world_sizes:
-        times = run(world_size, _time_data_parallel, arguments.rounds, timeout=3000)[0]
+    cases = {f"P = {P}": (P, _time_data_parallel, arguments.rounds) for P in arguments.world_sizes}
+    for world_size, (_, times) in zip(arguments.world_sizes, measure(cases)):
         alone = times["alone"]
         print(f"\nP = {world_size}; exposed is what a step takes beyond that of a process alone")
         for name in ("alone", *dict.fromkeys(RIVALS.values()), *RIVALS):
@@ -252,7 +273,7 @@ def bench_data_parallel(arguments):
 SHAPE = "ip link set lo up && tc qdisc add dev lo root tbf rate 2gbit burst 1mb latency 100ms"
 
 
-def _time_over_slow_link(name, cap, steps=8):
+def _time_over_slow_link(name, cap, steps=3):
     """Seconds of each step of one contender, which has the ranks to itself."""
     model, tokens, times = _gpt(), _tokens(8), []
     if name == "reduction":
@@ -279,15 +300,20 @@ def bench_overlap(arguments):
             options = "overlap", "--inside", "--rounds", str(arguments.rounds), "--json", file.name
             again = shlex.join([sys.executable, __file__, *options])
             inside = ["unshare", "--net", "sh", "-c", f"{SHAPE} && exec {again}"]
-            subprocess.run(inside, check=True)
+            if status := subprocess.run(inside).returncode:
+                raise RuntimeError(f"over the slow link it ended with status {status}")
             arguments.rows += json.load(file)["rows"]
         return
-    caps = [(name, cap) for cap in (25, 4, 1) for name in ("torch DDP", "ddp")]
+    caps = [(name, cap) for cap in (25, 4) for name in ("torch DDP", "ddp")]
     contenders = [("alone", 0), ("reduction", 0), *caps]
     times = {contender: [] for contender in contenders}
-    for _ in range(arguments.rounds):
-        for contender in contenders:
-            times[contender] += run(2, _time_over_slow_link, *contender, timeout=600)[0]
+    cases = {
+        (f"round {i}", *contender): (2, _time_over_slow_link, *contender)
+        for i in range(arguments.rounds)
+        for contender in contenders
+    }
+    for (_, *contender), seconds in measure(cases):
+        times[tuple(contender)] += seconds
     times = {contender: statistics.median(values) for contender, values in times.items()}
     alone, reduction = times["alone", 0], times["reduction", 0]
     print(f"a step alone takes {alone * 1e3:.0f} ms, the reduction alone {reduction * 1e3:.0f} ms")
@@ -302,7 +328,7 @@ def bench_overlap(arguments):
 
 # ---- pipelines -----------------------------------------------------------------------------------
 
-SLOT = 0.08  # seconds that F, I and W of all of a rank's layers sleep
+SLOT = 0.04  # seconds that F, I and W of all of a rank's layers sleep
 
 
 class _Sleeping(Pipeline):
@@ -396,12 +422,13 @@ def _time_pipelines(num_microbatches, rounds):
 
 def bench_pipeline(arguments):
     """Sleeping stages, P = 4: slots measured / simulated. Real ones, P = 2: ms, ours / theirs."""
-    for name in SCHEDULES:
-        found, claimed = run(4, _sleep_through, name, 8, arguments.rounds, timeout=600)[0]
+    cases = {name: (4, _sleep_through, name, 8, arguments.rounds) for name in SCHEDULES}
+    for name, (found, claimed) in measure(cases):
+        arguments.report(f"{name}, sleeping", found[0] * SLOT, "simulated", claimed[0] * SLOT)
         for what, slots, expected in zip(("step", "bubble"), found, claimed):
             ratio = f" = {slots / expected:5.3f}" if expected else ""
             print(f"{name:12}{what:7}{slots:7.2f} slots, simulated {expected:5.1f}{ratio}")
-    times = run(2, _time_pipelines, 8, arguments.rounds, timeout=3000)[0]
+    [(_, times)] = measure({"real stages": (2, _time_pipelines, 8, arguments.rounds)})
     for name, (*_, mine) in _torch_schedules().items():
         arguments.report(mine, times[f"ours, {name}"], name, times[name])
         ours, theirs = times[f"ours, {name}"] * 1e3, times[name] * 1e3
@@ -477,17 +504,19 @@ def _time_tensor_parallel(B, T, D, rounds):
 
 def bench_tensor_parallel(arguments):
     """A stack of layers beside DTensor's: ms per step, ours / theirs."""
-    for world_size in arguments.world_sizes:
-        for shape in ((2, 64, 256), (2, 128, 256), (8, 128, 256)):
-            call = world_size, _time_tensor_parallel, *shape, arguments.rounds
-            times = run(*call, timeout=3000)[0]
-            one = times["one process"] * 1e3
-            print(f"P = {world_size}, (B, T, D) = {shape}: {one:.1f} ms with all on every rank")
-            for name in ("TP", "TP + SP"):
-                what = f"{name}, P = {world_size}, {shape}"
-                arguments.report(what, times[f"ours, {name}"], "DTensor", times[name])
-                ours, theirs = times[f"ours, {name}"] * 1e3, times[name] * 1e3
-                print(f"{name:10}{ours:7.1f} / {theirs:6.1f} ms = {ours / theirs:5.2f}")
+    shapes = (2, 64, 256), (2, 128, 256), (8, 128, 256)
+    cases = {
+        (f"P = {P}", f"(B, T, D) = {shape}"): (P, _time_tensor_parallel, *shape, arguments.rounds)
+        for P in arguments.world_sizes
+        for shape in shapes
+    }
+    for case, times in measure(cases):
+        print(f"{', '.join(case)}: {times['one process'] * 1e3:.1f} ms with all on every rank")
+        for name in ("TP", "TP + SP"):
+            what = ", ".join((name, *case))
+            arguments.report(what, times[f"ours, {name}"], "DTensor", times[name])
+            ours, theirs = times[f"ours, {name}"] * 1e3, times[name] * 1e3
+            print(f"{name:10}{ours:7.1f} / {theirs:6.1f} ms = {ours / theirs:5.2f}", flush=True)
 
 
 # ---- context parallelism -------------------------------------------------------------------------
@@ -529,15 +558,20 @@ def _slowest_pairs(P, T, zigzag):
 
 def bench_context_parallel(arguments):
     """One causal attention, forward and backward: ms, and that / fused attention alone."""
+    lengths = [T for T in (2048, 4096, 8192, 16384) if T <= arguments.longest]
+    cases = {
+        (f"P = {P}", f"s = {T}"): (P, _time_context_parallel, T, arguments.rounds)
+        for P in arguments.world_sizes
+        for T in lengths
+    }
+    for case, times in measure(cases):
+        alone = times.pop("one process")
+        for name, t in times.items():
+            arguments.report(", ".join((name, *case)), t, "fused, one process", alone)
+        cells = [f"{name} {t * 1e3:7.1f} = {t / alone:4.2f}" for name, t in times.items()]
+        print(f"{', '.join(case)}: alone {alone * 1e3:.1f} ms; {', '.join(cells)}", flush=True)
     for P in arguments.world_sizes:
-        for T in (2048, 4096, 8192, 16384):
-            times = run(P, _time_context_parallel, T, arguments.rounds, timeout=3000)[0]
-            alone = times.pop("one process")
-            for name, t in times.items():
-                arguments.report(f"{name}, P = {P}, s = {T}", t, "fused, one process", alone)
-            cells = [f"{name} {t * 1e3:7.1f} = {t / alone:4.2f}" for name, t in times.items()]
-            print(f"P = {P}, s = {T}: alone {alone * 1e3:.1f} ms; {', '.join(cells)}", flush=True)
-        plain, zigzag = (_slowest_pairs(P, T, order) for order in (False, True))
+        plain, zigzag = (_slowest_pairs(P, lengths[-1], order) for order in (False, True))
         print(f"P = {P}: pairs of the slowest rank, plain / zig-zag: {plain / zigzag:.2f}")
     # what grows with the sequence: a layer's 34 s b h bytes in 16 bit (see sequence_parallel.py)
     memory, layers, h = 80e9, 32, 4096
@@ -591,17 +625,21 @@ def _time_experts(N, D, E, k, rounds):
 
 def bench_expert_parallel(arguments):
     """Forward and backward of a layer of 8 experts, top 2, 4096 tokens a rank; ms."""
-    for P in arguments.world_sizes:
-        for D in (256, 512):
-            times = run(P, _time_experts, 4096, D, 8, 2, arguments.rounds, timeout=3000)[0]
-            what = f"8 experts, top 2, P = {P}, D = {D}"
-            arguments.report(what, times["experts"], "dense, equal FLOPs", times["dense"])
-            names = ("experts", "dense", "loop", "travel")
-            ours, dense, loop, travel = (times[name] * 1e3 for name in names)
-            share = f"permutation and exchange {travel / ours:.0%} of it"
-            print(f"P = {P}, D = {D}: {ours:.1f} ms; {share}")
-            print(f"  dense MLP of equal FLOPs {dense:7.1f} ms = {ours / dense:.2f}")
-            print(f"  a loop over all experts  {loop:7.1f} ms = {ours / loop:.2f}")
+    cases = {
+        (f"P = {P}", f"D = {D}"): (P, _time_experts, 4096, D, 8, 2, arguments.rounds)
+        for P in arguments.world_sizes
+        for D in (256, 512)
+    }
+    for case, times in measure(cases):
+        what = ", ".join(("8 experts", "top 2", *case))
+        arguments.report(what, times["experts"], "dense, equal FLOPs", times["dense"])
+        ours, dense, loop, travel = (
+            times[name] * 1e3 for name in ("experts", "dense", "loop", "travel")
+        )
+        share = f"permutation and exchange {travel / ours:.0%} of it"
+        print(f"{', '.join(case)}: {ours:.1f} ms; {share}")
+        print(f"  dense MLP of equal FLOPs {dense:7.1f} ms = {ours / dense:.2f}")
+        print(f"  a loop over all experts  {loop:7.1f} ms = {ours / loop:.2f}", flush=True)
 
 
 # ---- whole training steps ------------------------------------------------------------------------
@@ -660,7 +698,6 @@ def _on_first_rank(step):
 
 def _time_layouts(flags, layouts, rounds):
     """Seconds of a step of layouts, and of one process: ours, torch.nn's, two with half each."""
-    _keep_memory()
     contenders = {layout: _training(f"{flags} {layout}")[1] for layout in layouts}
     mesh = [hybrid.Mesh(*[dist.new_group([r])] * 13) for r in range(2)][dist.get_rank()]
     trainer, step = _training(flags, mesh)
@@ -672,13 +709,6 @@ def _time_layouts(flags, layouts, rounds):
     if not trainer.args.experts:
         contenders["torch.nn"] = _on_first_rank(_plain_training(trainer.args))
     return take_turns(contenders, rounds)
-
-
-def _keep_memory():
-    """Have malloc give nothing back: what page faults cost depends on who was measured before."""
-    trim_threshold, mmap_threshold = -1, -3
-    for parameter in (trim_threshold, mmap_threshold):
-        ctypes.CDLL(None).mallopt(parameter, 1 << 30)
 
 
 def _bytes_per_parameter(stage):
@@ -708,10 +738,13 @@ def _bytes_per_parameter(stage):
 def bench_hybrid(arguments):
     """Training steps on two cores, times one process with one thread; bytes that ZeRO holds."""
     print(", ".join(f"{name} {size}" for name, size in SMALL_GPT.items()), "in fp32")
-    for flags, layouts in LAYOUTS.items():
-        times = run(2, _time_layouts, flags, list(layouts), arguments.rounds, timeout=3000)[0]
+    cases = {
+        flags or "dense": (2, _time_layouts, flags, list(layouts), arguments.rounds)
+        for flags, layouts in LAYOUTS.items()
+    }
+    for (case, times), (flags, layouts) in zip(measure(cases), LAYOUTS.items()):
         one = times["one process"]
-        print(f"\n{flags or 'dense'}")
+        print(f"\n{case}")
         for name, seconds in times.items():
             arguments.report(f"{name} {flags}", seconds, "one process", one)
             aim = f", aim {layouts[name]}" if name in layouts else ""
@@ -872,41 +905,62 @@ def possible():
     return [subject for subject in BENCHMARKS if not lacks.get(subject)]
 
 
-def main():
+def main(words=None):
+    arguments = _parser().parse_args(words)
+    arguments.rows, given, failed = [], arguments.world_sizes, {}
+    subjects = [arguments.subject] if arguments.subject else possible()
+    began = time.perf_counter()
+    for number, subject in enumerate(subjects):
+        passed, later = time.perf_counter() - began, ", ".join(subjects[number + 1 :])
+        print(f"\n==== {passed:.0f} s: {subject}{later and f'; then {later}'}", flush=True)
+        arguments.world_sizes = given or WORLD_SIZES.get(subject, [2])
+        arguments.report = partial(_report, arguments.rows, subject)
+        try:
+            BENCHMARKS[subject](arguments)
+        except KeyboardInterrupt:
+            failed |= dict.fromkeys(subjects[number:], "interrupted")
+            break
+        except Exception:
+            traceback.print_exc()
+            failed[subject] = headline(traceback.format_exc())
+    if not arguments.subject:
+        _print_table(arguments.rows, failed)
+    if arguments.json:
+        machine = {"torch": torch.__version__, "cpus": os.cpu_count(), "time": time.ctime()}
+        machine |= {"seconds": time.perf_counter() - began, "failed": failed}
+        Path(arguments.json).write_text(json.dumps(machine | {"rows": arguments.rows}, indent=1))
+    sys.exit(1 if failed else 0)
+
+
+def _parser():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("subject", nargs="?", choices=list(BENCHMARKS))
     parser.add_argument("--world-sizes", type=int, nargs="+")
-    parser.add_argument("--largest", type=int, default=128, help="MB")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--largest", type=int, default=16, help="MB of a collective")
+    parser.add_argument("--longest", type=int, default=4096, help="tokens of context_parallel")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", metavar="FILE")
     names = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
     parser.add_argument("--operations", nargs="+", default=names)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    arguments.rows, given = [], arguments.world_sizes
-    subjects = [arguments.subject] if arguments.subject else possible()
-    for number, subject in enumerate(subjects, 1):
-        if not arguments.subject:
-            print(f"\n==== {number} of {len(subjects)}: {subject}", flush=True)
-        arguments.world_sizes = given or WORLD_SIZES.get(subject, [2])
-        arguments.report = partial(_report, arguments.rows, subject)
-        BENCHMARKS[subject](arguments)
-    if not arguments.subject:
-        print(f"\n{'':20}{'':44}{'ms':>9}  {'beside':24}{'ms':>9}{'ratio':>7}")
-        for row in arguments.rows:
-            line = "{subject:20}{what:44}{ours:9.2f}  {beside:24}{theirs:9.2f}{ratio:7.2f}"
-            print(line.format(**row))
-    if arguments.json:
-        machine = {"torch": torch.__version__, "cpus": os.cpu_count(), "time": time.ctime()}
-        Path(arguments.json).write_text(json.dumps(machine | {"rows": arguments.rows}, indent=1))
+    return parser
 
 
 def _report(rows, subject, what, ours, beside, theirs):
     """A row of the table, from seconds."""
     times = {"ours": 1e3 * ours, "beside": beside, "theirs": 1e3 * theirs, "ratio": ours / theirs}
     rows.append({"subject": subject, "what": what} | times)
+
+
+def _print_table(rows, failed):
+    print(f"\n{'':18}{'':44}{'ms':>9}  {'beside':18}{'ms':>9}{'ratio':>7}")
+    for row in rows:
+        line = "{subject:18}{what:44}{ours:9.2f}  {beside:18}{theirs:9.2f}{ratio:7.2f}"
+        print(line.format(**row))
+    for subject, error in failed.items():
+        print(f"{subject:18}FAILED: {error}")
 
 
 if __name__ == "__main__":
