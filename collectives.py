@@ -791,6 +791,7 @@ def reduce_scatter_bytes(nbytes, world_size):
 all_gather_bytes = reduce_scatter_bytes
 
 DIRECT_BYTES = 1 << 26  # of a full tensor that NCCL takes in one step: so much scratch it needs
+HALVED_BYTES = 1 << 21  # of a tensor that gloo takes in halves: longer ones leave a core's cache
 
 
 def direct_scratch_bytes(nbytes, world_size):
@@ -822,6 +823,8 @@ def _choose(call, algorithms, cost, nbytes, name="auto", ranks_per_node=None):
 def _cheapest(backend, cost, nbytes, world_size, ranks_per_node, speeds):
     """What "auto" takes."""
     names = candidates(backend, cost, world_size, ranks_per_node)
+    if backend == "gloo" and nbytes >= HALVED_BYTES:
+        names = [name for name in names if "halving" not in name]
     size = nbytes, world_size, ranks_per_node
     return min(names, key=lambda name: cost(name, *size).seconds(*speeds))
 

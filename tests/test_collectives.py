@@ -1043,6 +1043,23 @@ def test_auto_takes_fewer_steps_for_small_tensors_and_fewer_bytes_for_large_ones
 
 
 @on_ranks(4)
+def test_what_is_too_long_for_halves_travels_in_segments():
+    longest = []
+
+    def listen(event, call, *what):
+        if event == "post":
+            longest.extend(tensor.nbytes for tensor, _ in what[1])
+
+    for nbytes in (3 << 20, 10 << 20):
+        full, shard = torch.zeros(nbytes // 4), torch.zeros(nbytes // 16)
+        with collectives.observe(listen):
+            all_reduce(full)
+            reduce_scatter_single(shard, full)
+            all_gather_single(full, shard)
+    assert max(longest) <= collectives.SEGMENT
+
+
+@on_ranks(4)
 def test_the_link_is_measured_and_auto_goes_by_it():
     link = measure_link(rounds=5)
     assert 1e-6 < link.alpha < 0.1 and 1e-11 < link.beta < 1e-7 and 1e-11 < link.gamma < 1e-7
