@@ -746,7 +746,8 @@ def bench_hybrid(arguments):
         one = times["one process"]
         print(f"\n{case}")
         for name, seconds in times.items():
-            arguments.report(f"{name} {flags}", seconds, "one process", one)
+            if name in layouts or name == "torch.nn":
+                arguments.report(f"{name} {flags}", seconds, "one process", one)
             aim = f", aim {layouts[name]}" if name in layouts else ""
             print(f"{name:30}{seconds * 1e3:6.0f} ms = {one / seconds:4.2f}{aim}", flush=True)
     print("\nbytes per parameter of 16 layers of 512: storages, resident, the formula")
@@ -955,12 +956,14 @@ def _report(rows, subject, what, ours, beside, theirs):
 
 
 def _print_table(rows, failed):
-    print(f"\n{'':18}{'':44}{'ms':>9}  {'beside':18}{'ms':>9}{'ratio':>7}")
+    names = ("subject", "what", "beside")
+    a, b, c = (max([len(row[name]) for row in rows], default=0) + 2 for name in names)
+    print(f"\n{'':{a}}{'':{b}}{'ms':>9}  {'beside':{c}}{'ms':>9}{'ratio':>7}")
     for row in rows:
-        line = "{subject:18}{what:44}{ours:9.2f}  {beside:18}{theirs:9.2f}{ratio:7.2f}"
-        print(line.format(**row))
+        subject, what, ours, beside, theirs, ratio = row.values()
+        print(f"{subject:{a}}{what:{b}}{ours:9.2f}  {beside:{c}}{theirs:9.2f}{ratio:7.2f}")
     for subject, error in failed.items():
-        print(f"{subject:18}FAILED: {error}")
+        print(f"{subject:{a}}FAILED: {error}")
 
 
 if __name__ == "__main__":
