@@ -963,7 +963,7 @@ def _print_table(rows, failed):
         subject, what, ours, beside, theirs, ratio = row.values()
         print(f"{subject:{a}}{what:{b}}{ours:9.2f}  {beside:{c}}{theirs:9.2f}{ratio:7.2f}")
     for subject, error in failed.items():
-        print(f"{subject:{a}}FAILED: {error}")
+        print(f"{subject:{a}} FAILED: {error}")
 
 
 if __name__ == "__main__":
