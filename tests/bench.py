@@ -958,12 +958,13 @@ def _report(rows, subject, what, ours, beside, theirs):
 def _print_table(rows, failed):
     names = ("subject", "what", "beside")
     a, b, c = (max([len(row[name]) for row in rows], default=0) + 2 for name in names)
+    a = max([a, *(len(subject) + 2 for subject in failed)])
     print(f"\n{'':{a}}{'':{b}}{'ms':>9}  {'beside':{c}}{'ms':>9}{'ratio':>7}")
     for row in rows:
         subject, what, ours, beside, theirs, ratio = row.values()
         print(f"{subject:{a}}{what:{b}}{ours:9.2f}  {beside:{c}}{theirs:9.2f}{ratio:7.2f}")
     for subject, error in failed.items():
-        print(f"{subject:{a}} FAILED: {error}")
+        print(f"{subject:{a}}FAILED: {error}")
 
 
 if __name__ == "__main__":
