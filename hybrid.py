@@ -38,6 +38,7 @@ GPU Clusters Using Megatron-LM", 2021.
 
 import argparse
 import hashlib
+import heapq
 import io
 import json
 import math
@@ -57,6 +58,7 @@ from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import accumulate, combinations, cycle, groupby, pairwise, product, takewhile
+from itertools import count as numbers
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -473,10 +475,14 @@ def layers_of(stage, num_stages, config):
     if num_stages > config.layers:  # the head alone, and of two more the embedding, as in Llama 3
         begin = stage - (num_stages - config.layers - 1)
         return range(max(0, begin), min(begin + 1, config.layers))
+    return range(*_cuts(num_stages, config)[stage : stage + 2])
+
+
+@lru_cache(maxsize=None)
+def _cuts(num_stages, config):
     costs = [layer_flops(config, layer) for layer in range(config.layers)]
     costs[-1] += 3 * 2 * config.hidden * config.vocab_size
-    begin, end = cheapest_cuts(costs, num_stages)[stage : stage + 2]
-    return range(begin, end)
+    return cheapest_cuts(costs, num_stages)
 
 
 def forward_flops(config, experts):
@@ -2003,10 +2009,10 @@ class Share(NamedTuple):
     borders: int = 0
 
 
-def shares_of(args, config, place):
-    """The Shares of a rank of the pipeline, by chunk."""
+def shares_of(routes, config, place):
+    """The Shares of a rank of the pipeline, by chunk. routes: of its schedule."""
     shares = {}
-    for route in make_schedule(args).routes:
+    for route in routes:
         last, ranks = len(route) - 1, [rank for rank, _ in route]
         for stage in (stage for stage, rank in enumerate(ranks) if rank == place):
             layers = layers_of(stage, len(route), config)
@@ -2028,26 +2034,43 @@ def own_kv_heads(config, layout):
     return max(1, (config.kv_heads or config.heads) // layout.tp)
 
 
+class Kind(NamedTuple):
+    """Parameters of a rank: how many, how many replicas share out their state, and at what distance
+    these are; and over how many ranks of tp their gradients are summed before."""
+
+    number: float
+    replicas: int
+    stride: int
+    partial: int = 1
+
+
 def parameters_of(config, layout, share):
-    """[(how many, ranks that have the same, how far apart these are)]: dense ones, and experts."""
+    """[Kind] of a rank's share: what tp cuts, what it leaves whole to the experts' layers, experts.
+
+    Experts are cut over gcd(ep, tp) of tp, and the rest of tp has the same ones.
+    """
     h, tp, ep, width = config.hidden, layout.tp, layout.ep, config.mlp_width
     queries, keys = h // tp, h // config.heads * own_kv_heads(config, layout)
     attention = (queries + 2 * keys) * (h + 1) + queries * h + 5 * h  # with biases, and two norms
     mlp = (2 * h + 1) * width // tp + h
-    whole = h * config.experts + 2 * h * width * config.shared_experts  # the router, and these
     dense = share.layers * attention + (share.layers - share.mixtures) * mlp
     vocabulary = config.vocab_size / tp * h
-    dense += share.mixtures * whole + share.embeddings * (vocabulary + config.seq_len * h)
-    dense += share.heads * (2 * h + (not share.tied) * vocabulary)
-    ranks = layout.dp * layout.cp
+    dense += share.embeddings * (vocabulary + config.seq_len * h)
+    dense += share.heads * (2 * h + (not share.tied) * vocabulary)  # the last norm, and the head
+    routers = share.mixtures * (h * config.experts + 2 * h * width * config.shared_experts)
     experts = share.mixtures * 2 * h * width * config.experts / ep
-    kinds = (dense, ranks, tp), (experts, ranks * tp // ep, ep * tp // math.gcd(ep, tp))
-    return [kind for kind in kinds if kind[0]]
+    replicas, in_tp = layout.dp * layout.cp, math.gcd(ep, tp)
+    kinds = (
+        Kind(dense, replicas, tp),
+        Kind(routers, replicas, tp, tp),
+        Kind(experts, replicas * in_tp // ep, ep * tp // in_tp, tp // in_tp),
+    )
+    return [kind for kind in kinds if kind.number]
 
 
 def count_of(config, layout, share):
     """How many parameters these are."""
-    return sum(number for number, *_ in parameters_of(config, layout, share))
+    return sum(kind.number for kind in parameters_of(config, layout, share))
 
 
 def itemsize_of(layout):
@@ -2069,11 +2092,11 @@ def state_bytes(config, layout, share):
     """{kind: bytes} that a rank holds between steps, without the padding of rows."""
     held, sizes = dict.fromkeys(("parameters", "gradients", "optimizer"), 0), state_sizes(layout)
     zero = max(layout.zero, 2 * scatters_at_once(layout))
-    for number, ranks, _ in parameters_of(config, layout, share):
-        shards = ranks // math.gcd(layout.replicate, ranks)
+    for of in parameters_of(config, layout, share):
+        shards = of.replicas // math.gcd(layout.replicate, of.replicas)
         for i, kind in enumerate(held):
             of_kind = [size * (i == j) for j, size in enumerate(sizes)]
-            held[kind] += number * zero_memory(zero, shards, *of_kind)
+            held[kind] += of.number * zero_memory(zero, shards, *of_kind)
     return held
 
 
@@ -2092,6 +2115,9 @@ def step_flops(config, layout, share, batch):
     flops = share.layers * (3 + (again == "full")) * product
     flops += share.layers * (3 + (again != "none")) * core / 2
     flops += share.heads * 3 * 2 * config.hidden * config.vocab_size
+    twice = own_kv_heads(config, layout) - (config.kv_heads or config.heads) / layout.tp  # heads
+    products = 4 * config.hidden**2 // config.heads * twice * layout.tp
+    flops += share.layers * (3 + (again == "full")) * products
     tokens = own_microbatches(layout) * batch * config.seq_len // (layout.cp * layout.tp)
     return flops * tokens
 
@@ -2140,6 +2166,10 @@ def sent_bytes(config, layout, share, batch):
     nbytes = batch * config.seq_len // layout.cp * config.hidden * itemsize_of(layout)
     sums = share.embeddings + share.heads * (1.5 if layout.sp else 1)
     sent["tp"] += m * sums * all_reduce_bytes(nbytes, layout.tp)
+    for kind in parameters_of(config, layout, share):
+        pieces = kind.replicas // math.gcd(layout.replicate, kind.replicas) if layout.zero else 1
+        summed = state_sizes(layout)[1] * kind.number / pieces
+        sent["tp"] += all_reduce_bytes(summed, kind.partial)
     sent["ep"] += sent.pop("across")
     sent["pp"] = m * share.borders * nbytes // (layout.tp if layout.sp else 1)
     sent["pp"] += copied_gradient_bytes(config, layout, share)
@@ -2153,10 +2183,11 @@ def copied_gradient_bytes(config, layout, share):
     The first and the last stage have this, as the embedding and the head.
     """
     ends, copied = share.embeddings + share.heads, 0
-    for i, (number, ranks, _) in enumerate(parameters_of(config, layout, share)):
-        number *= layout.schedule == "dualpipe"
+    for i, kind in enumerate(parameters_of(config, layout, share)):
+        number = kind.number * (layout.schedule == "dualpipe")
         number += (i == 0 and ends == 1) * config.vocab_size / layout.tp * config.hidden
-        copied += number * math.gcd(layout.replicate, ranks) / ranks if layout.zero else number
+        shards = kind.replicas / math.gcd(layout.replicate, kind.replicas)
+        copied += number / shards if layout.zero else number
     return copied * state_sizes(layout)[1]
 
 
@@ -2165,10 +2196,10 @@ def replica_bytes(config, layout, share):
     gradient, parameter = state_sizes(layout)[1], itemsize_of(layout)
     sums, gathers = zero_rounds(layout.zero, own_microbatches(layout))
     row, sent = sums * gradient + gathers * (parameter if layout.zero else gradient), 0
-    for number, ranks, _ in parameters_of(config, layout, share):
-        copies = math.gcd(layout.replicate, ranks)
-        sent += reduce_scatter_bytes(row * number, ranks // copies)
-        sent += sums * all_reduce_bytes(gradient * number * copies / ranks, copies)
+    for number, replicas, *_ in parameters_of(config, layout, share):
+        copies = math.gcd(layout.replicate, replicas)
+        sent += reduce_scatter_bytes(row * number, replicas // copies)
+        sent += sums * all_reduce_bytes(gradient * number * copies / replicas, copies)
     return sent
 
 
@@ -2224,7 +2255,7 @@ def kept_bytes(config, layout, batch, experts, recompute=None):
     h, tp, recompute = config.hidden, layout.tp, recompute or layout.recompute
     own, width, item = config.seq_len / layout.cp, config.mlp_width, itemsize_of(layout)
     mode = "full" if recompute == "full" else "selective"
-    sizes = batch, own, h, config.heads, tp, layout.sp, mode, config.kv_heads
+    sizes = batch, own, h, config.heads, tp, layout.sp, mode, tp * own_kv_heads(config, layout)
     kept = activation_bytes(*sizes, (1 - experts) * width, config.dropout > 0, item)
     if recompute == "none":
         heads = config.heads // tp, own_kv_heads(config, layout), h // config.heads
@@ -2259,7 +2290,7 @@ def made_bytes(config, layout, batch, experts):
             of.weight * (1 + of.added) - 2 * of.inner + row,
         ]
     if experts:  # forward puts rows where their tokens are; backward makes the gradients of rows
-        hops = min(config.top_k, config.topk_nodes or 1) if layout.ep_nodes > 1 else 1
+        hops = min(config.top_k, layout.ep_nodes, config.topk_nodes or layout.ep_nodes)
         rows, inner = config.top_k * of.tokens, of.inner * config.top_k
         forward.append(hops * (rows + of.tokens))
         back = rows + of.tokens, inner + of.routed, inner - rows + of.routed * (1 + of.added)
@@ -2287,7 +2318,7 @@ def put_off_bytes(config, layout, batch, experts):
     The inputs of products, and the gradients of what they make; experts put nothing off.
     """
     of = sizes_of(config, layout, batch)
-    kv = of.heads * 2 * (config.kv_heads or config.heads) / config.heads
+    kv = of.heads * 2 * own_kv_heads(config, layout) * layout.tp / config.heads
     attention = of.own + of.whole + 2 * of.heads + kv
     shared = (2 * of.tokens + 2 * config.shared_experts * of.inner) * (config.shared_experts > 0)
     return attention + (1 - experts) * (of.own + of.whole + 2 * of.inner) + experts * shared
@@ -2321,11 +2352,12 @@ class Costs(NamedTuple):
     row: float
 
 
-def costs_of_stage(config, layout, batch, share):
-    """The Costs of a stage."""
+def costs_of_stage(config, layout, batch, share, scores=0):
+    """The Costs of a stage; see peak_bytes()."""
     sizes = config, layout, batch, share.mixtures / max(1, share.layers)
     of, (ahead, back) = sizes_of(config, layout, batch), made_bytes(*sizes)
-    kept, put_off = share.layers * kept_bytes(*sizes), share.layers * put_off_bytes(*sizes)
+    kept = share.layers * (kept_bytes(*sizes) + scores)
+    put_off = share.layers * put_off_bytes(*sizes)
     ahead, back = ahead * (share.layers > 0), back * (share.layers > 0)
     late = of.gathered + of.weight * (1 + of.cast) * (share.mixtures < share.layers)
     numbers = config.hidden * config.vocab_size / layout.tp
@@ -2340,14 +2372,14 @@ def costs_of_stage(config, layout, batch, share):
     return Costs(kept, put_off, ahead, back, late, embedding, 4 * numbers * share.embeddings)
 
 
-def peak_bytes(config, layout, batch, actions, shares, gradients=0):
+def peak_bytes(config, layout, batch, actions, shares, gradients=0, scores=0):
     """Bytes of activations that a rank holds at most, and of these with its gradients.
 
     actions: the rank's, of a schedule. shares: of its stages. gradients: bytes that exist after the
-    first backward. A message is there before it is needed; where nothing is sent meanwhile, all
-    that come are.
+    first backward. scores: what a layer keeps where attention is not fused. A message is there
+    before it is needed; where nothing is sent meanwhile, all that come are.
     """
-    costs = [costs_of_stage(config, layout, batch, share) for share in shares]
+    costs = [costs_of_stage(config, layout, batch, share, scores) for share in shares]
     message = sizes_of(config, layout, batch).own * (layout.pp > 1)
     there, held, peaks = 0 if layout.zero else gradients, 0, []
     for i, (kind, _, number) in enumerate(actions):
@@ -2376,7 +2408,8 @@ def _units_bytes(config, layout, shares):
     layers, ends = min(2, max(share.layers for share in shares)), sum_of(shares)
     outside = count_of(config, layout, ends._replace(layers=0, mixtures=0))
     units = count_of(config, layout, Share(layers, layers * ends.mixtures / max(1, ends.layers)))
-    sums = 4 * outside / (layout.dp * layout.cp) * scatters_at_once(layout)
+    shards = layout.dp * layout.cp / math.gcd(layout.replicate, layout.dp * layout.cp)
+    sums = 4 * outside / shards * scatters_at_once(layout)
     return len(shares) * sums + itemsize_of(layout) * (units + outside) * (layout.zero > 2)
 
 
@@ -2599,7 +2632,8 @@ def costs(trainer, traffic):
     gradients, stages: KB sent; memory: bytes held per parameter; bubble: that of the schedule.
     """
     args, mesh, config = trainer.args, trainer.mesh, trainer.config
-    share = sum_of(shares_of(args, config, dist.get_rank(mesh.pp_group)))
+    routes, place = trainer.pipeline.schedule.routes, dist.get_rank(mesh.pp_group)
+    share = sum_of(shares_of(routes, config, place))
     size = dist.get_world_size()
     held = memory_ledger(trainer.stages, trainer.optimizer).total()
     claimed = sum(state_bytes(config, args, share).values())
@@ -2814,15 +2848,12 @@ class Work(NamedTuple):
     """Of a layer, or of the head, with a microbatch, on one GPU.
 
     forward, backward: seconds of compute, and exposed ones of tp, cp and ep. weight: those of
-    backward's compute that are for weights. kept, made: bytes of activations until backward, and
-    while it computes.
+    backward's compute that are for weights.
     """
 
     forward: tuple
     backward: tuple
     weight: float
-    kept: float
-    made: float
 
 
 def links(gpu):
@@ -2868,11 +2899,8 @@ def layer_work(config, gpu, batch, layout, unfused):
     product, weight, core = product_seconds(config, gpu, batch, layout)
     core *= 1 if unfused else 0.5  # a fused kernel leaves out what a causal mask does
     per_byte = _per_byte(gpu, gpu.memory_speed)
-    experts, own = _portion(config), config.seq_len / layout.cp
-    written = fused = kept_bytes(config, layout, batch, experts, recompute="selective")
-    written += unfused * 5 * batch * own**2 * config.heads / layout.tp
-    kept = kept_bytes(config, layout, batch, experts)
-    kept += (layout.recompute == "none") * (written - fused)
+    written = fused = kept_bytes(config, layout, batch, _portion(config), recompute="selective")
+    written += unfused * score_bytes(config, layout, batch)
     compute = product + core + 2 * written * per_byte
     scores = core + 2 * (written - fused) * per_byte
     ahead, back = message_seconds(config, gpu, batch, layout, core)
@@ -2881,8 +2909,12 @@ def layer_work(config, gpu, batch, layout, unfused):
     backward = product + weight + 2 * (compute - product) + (not unfused) * core / 2, *back
     again = {"none": (0,) * 4, "selective": (scores, 0, ahead[1], 0), "full": forward}
     backward = tuple(map(sum, zip(backward, again[layout.recompute])))
-    made = max(made_bytes(config, layout, batch, experts))
-    return Work(forward, backward, weight, kept, made)
+    return Work(forward, backward, weight)
+
+
+def score_bytes(config, layout, batch):
+    """Bytes of attention's scores, before and after softmax and dropout, and of its mask."""
+    return 5 * batch * config.seq_len / layout.cp * config.seq_len * config.heads / layout.tp
 
 
 def product_seconds(config, gpu, batch, layout):
@@ -2901,7 +2933,8 @@ def message_seconds(config, gpu, batch, layout, core):
     sent, (inside, between) = layer_bytes(config, layout, batch, _portion(config)), links(gpu)
     whole = batch * config.seq_len // cp * config.hidden * 2  # what tp gathers
     pace = shard_seconds(gpu, whole, tp) / max(1, reduce_scatter_bytes(whole, tp))
-    steps = (cp - 1, 2 * cp) if ring else (4 * (cp > 1),) * 2
+    methods = {"ring": (cp - 1, 2 * cp - 2), "allgather": (1, 1), "ulysses": (2, 2)}
+    steps = methods[layout.cp_method] if cp > 1 else (0, 0)
     hops = 2 * (layout.ep > layout.ep_nodes), 2 * (layout.ep_nodes > 1)
     for i, hidden in enumerate((1, 2)):
         link = between if cp * tp > gpu.per_node else inside
@@ -2915,10 +2948,9 @@ def message_seconds(config, gpu, batch, layout, core):
 def head_work(config, gpu, batch, parts):
     """The head's, and the loss's. parts: tp x cp."""
     logits = batch * config.seq_len * config.vocab_size / parts
-    made = 6 * logits
     product = 2 * config.hidden * logits / (gpu.tflops * 1e12 * gpu.products)
     forward = product + 12 * logits * _per_byte(gpu, gpu.memory_speed)
-    return Work((forward, 0, 0, 0), (2 * forward, 0, 0, 0), product, made, made)
+    return Work((forward, 0, 0, 0), (2 * forward, 0, 0, 0), product)
 
 
 @lru_cache(maxsize=None)
@@ -2938,55 +2970,72 @@ def busiest_rank(layers, head, stages, chunks):
 
 
 def price(config, gpu, layout, batch_size, unfused=False):
-    """The Plan of a layout. Its slowest rank sets the pace; its fullest has both ends' memory.
+    """The Plan of a layout: what its fullest rank holds, and how long its slowest one takes."""
+    memory = memory_of(config, layout, batch_size, unfused)
+    return Plan(layout, memory, seconds_of(config, gpu, layout, batch_size, unfused))
 
-    A step is the microbatches, the bubble, and what messages leave exposed. Gradients hide behind
-    the backward of the last microbatch, or, interleaved, of the last p of all chunks but the first;
-    weights behind the first forward alike; what ZeRO-2 and -3 send more, behind all. A stage waits
-    for messages, which are split over tp (--sp, or Megatron-LM's scatter and gather). DualPipe
-    hides ep.
+
+def memory_of(config, layout, batch_size, unfused=False):
+    """{kind: bytes} of the fullest of the first, a middle and the last rank of a pipeline.
+
+    activations: what else there is when there is most.
+    """
+    batch, ranks = batch_size // (layout.dp * layout.microbatches), []
+    scores = unfused * (layout.recompute == "none") * score_bytes(config, layout, batch)
+    m = layout.microbatches
+    m = m if layout.schedule == "gpipe" else min(m, 2 * layout.pp)  # by then there is most
+    for actions, shares in stages_of(config, layout.schedule, layout.pp, m, layout.chunks):
+        held = state_bytes(config, layout, sum_of(shares))
+        of = actions, shares, held["gradients"], scores
+        _, others = peak_bytes(config, layout, batch, *of)
+        ranks.append(held | {"activations": others - held["gradients"]})
+    return max(ranks, key=lambda held: sum(held.values()))
+
+
+@lru_cache(maxsize=None)
+def stages_of(config, schedule, pp, microbatches, chunks):
+    """[(actions, Shares)] of the first, a middle and the last rank."""
+    flags = {"schedule": schedule, "pp": pp, "microbatches": microbatches, "chunks": chunks}
+    schedule = make_schedule(argparse.Namespace(**flags, layers=config.layers))
+    places = {0, pp // 2, pp - 1}
+    return [(schedule[place], shares_of(schedule.routes, config, place)) for place in places]
+
+
+def seconds_of(config, gpu, layout, batch_size, unfused=False):
+    """{part: seconds} of a step: the microbatches, the bubble, and what messages leave exposed.
+
+    Gradients hide behind the backward of the last microbatch, or, interleaved, of the last p of all
+    chunks but the first; weights behind the first forward alike; what ZeRO-2 and -3 send more,
+    behind all. A stage waits for messages, which are split over tp (--sp, or Megatron-LM's scatter
+    and gather). DualPipe hides ep.
     """
     dp, pp, m, schedule = layout.dp, layout.pp, layout.microbatches, layout.schedule
     batch = batch_size // (dp * m)
-    v = {"interleaved": layout.chunks, "zb-v": 2}.get(schedule, 1)
+    chunks = {"interleaved": layout.chunks, "zb-v": 2}.get(schedule, 1)
     layer = layer_work(config, gpu, batch, layout.of_layer, unfused)
     head = head_work(config, gpu, batch, layout.tp * layout.cp)
     relative = round(head.forward[0] / sum(layer.forward), 6)
-    layers, heads = busiest_rank(config.layers, relative, pp * v, v)
+    layers, heads = busiest_rank(config.layers, relative, pp * chunks, chunks)
     parts = [a + b for a, b in zip(layer.forward, layer.backward)]
     seconds = {name: m * layers * part for name, part in zip(("compute", "tp", "cp", "ep"), parts)}
     seconds["compute"] += m * heads * (head.forward[0] + head.backward[0])
     if schedule == "dualpipe":
         seconds["ep"] = max(0.0, seconds["ep"] - seconds["compute"])
-    own = _paces(layer, head, layers, heads)
+    forward, backward, _ = _paces(layer, head, layers, heads)
     rest = _paces(layer, head, config.layers - layers, 1 - heads)
-    others = [seconds / max(1, pp - 1) for seconds in rest]  # the mean of the other ranks
+    others = [time / max(1, pp - 1) for time in rest]  # the mean of the other ranks
     message = batch * config.seq_len // layout.cp * config.hidden * 2 // layout.tp
     link = links(gpu)[pp * dp * layout.cp * layout.tp > gpu.per_node]
-    hops = (v * pipeline_bytes(int(pp > 2), pp, m, nbytes) for nbytes in (1, message))
+    hops = (chunks * pipeline_bytes(int(pp > 2), pp, m, nbytes) for nbytes in (1, message))
     seconds["pp"] = Cost(*hops).seconds(link)
     chunked = schedule == "interleaved" and not unfused  # in 2021 all gradients went at the end
-    span = (pp * (v - 1) + 1) / v if chunked else 1
-    late = span * own[0], span * own[1]
-    share = fullest(config, layout, v)
-    seconds["dp"] = replica_seconds(config, gpu, layout, share, *own[:2], *late)
-    seconds["bubble"] = bubble_of_step(schedule, pp, m, *others, v) if pp > 1 else 0.0
-    held = peak_activations(schedule, pp, m, v) if pp > 1 else 1
-    held *= share.layers / (1 + (schedule == "dualpipe"))  # of two replicas
-    memory = state_bytes(config, layout, share) | {"activations": held * layer.kept + layer.made}
-    if pp == 1 or schedule not in ("1f1b", "interleaved"):  # in these the last stage holds least
-        memory["activations"] += head.made
-    return Plan(layout, memory, seconds)
-
-
-def fullest(config, layout, chunks):
-    """The Share of the rank that holds most: as many layers as any has, the embedding, and, where
-    a rank has both ends of the model, the head."""
-    stages, two = layout.pp * chunks, layout.schedule in ("zb-v", "dualpipe")
-    layers = math.ceil(config.layers / stages) * chunks * (1 + (layout.schedule == "dualpipe"))
-    alone = stages == config.layers + 2  # are the embedding and the head in their stages
-    ends = int(not alone), int(two or stages == 1)
-    return Share(layers, layers * _portion(config), *ends, tied=stages == 1)
+    span = (pp * (chunks - 1) + 1) / chunks if chunked else 1
+    most = math.ceil(config.layers / (pp * chunks)) * chunks * (1 + (schedule == "dualpipe"))
+    share = Share(most, most * _portion(config), embeddings=1)
+    ends = span * forward, span * backward
+    seconds["dp"] = replica_seconds(config, gpu, layout, share, forward, backward, *ends)
+    seconds["bubble"] = bubble_of_step(schedule, pp, m, *others, chunks) if pp > 1 else 0.0
+    return seconds
 
 
 def _paces(layer, head, layers, heads):
@@ -2996,25 +3045,28 @@ def _paces(layer, head, layers, heads):
 
 
 def replica_seconds(config, gpu, layout, share, forward, backward, first, last):
-    """Exposed ones of dp, a message for each layer.
+    """Seconds of dp that compute does not hide, with a message for each layer.
 
-    forward, backward: of a microbatch; first, last: of what a step begins and ends with.
+    forward, backward: of a microbatch. The last one hides its scatter behind `last` seconds of
+    backward, the first its gather behind `first` of forward, any other all behind one of both.
     """
     scatter, gather = 0.0, 0.0
-    for number, ranks, stride in parameters_of(config, layout, share):
+    for number, replicas, stride, _ in parameters_of(config, layout, share):
         number /= share.layers
-        shards = ranks // math.gcd(layout.replicate, ranks)
+        shards = replicas // math.gcd(layout.replicate, replicas)
         scatter += share.layers * shard_seconds(gpu, 4 * number, shards, stride)
         gather += share.layers * shard_seconds(gpu, 2 * number, shards, stride)
-        across = 4 * number / shards, ranks // shards, shards * stride
+        across = 4 * number / shards, replicas // shards, shards * stride
         scatter += share.layers * 2 * shard_seconds(gpu, *across)
     if not layout.zero:  # the sums of gradients are gathered, in 32 bit, before backward ends
         return max(0.0, 2 * scatter - last)
-    scatters, gathers = zero_rounds(layout.zero, layout.microbatches)
-    again = gather * (gathers > 1)  # stage 3 gathers in backward, too
-    each = max(0.0, scatter + again + again - forward - backward)  # hidden behind the next, too
-    late = max(0.0, scatter + again - last) + max(0.0, gather - first)
-    return (scatters - 1) * each + late
+    m = own_microbatches(layout)
+    scatters, gathers = zero_rounds(layout.zero, m)
+    regather = gather * (gathers > 1)  # stage 3 gathers in backward, too
+    computing = (forward + backward) * layout.microbatches / m  # DualPipe's two replicas meanwhile
+    exposed = max(0.0, scatter + 2 * regather - computing)
+    ends = max(0.0, scatter + regather - last) + max(0.0, gather - first)
+    return (scatters - 1) * exposed + ends
 
 
 def grids(args):
@@ -3055,52 +3107,58 @@ def pieces_of(args, grid):
 
 
 def pipelines_of(args, one):
-    """Layouts of all schedules whose formulas hold, without ZeRO, and lists of its stages.
+    """Layouts of all schedules whose formulas hold, with all stages of ZeRO.
 
-    With one stage all schedules are alike.
+    With one stage all schedules are alike; naive and GPipe are no quicker than 1F1B, and hold more.
     """
     pp, m = one.pp, one.microbatches
-    stages = [[0], [1, 2, 3]] if one.dp * one.cp > 1 else [[0]]
-    stages = [_given(args, "zero", [])] if "zero" in args.given else stages
+    stages = _given(args, "zero", range(4) if one.dp * one.cp > 1 else [0])
     chunks = [(name, 2 if name == "zb-v" else 1) for name in SCHEDULES if name != "interleaved"]
     chunks += [("interleaved", v) for v in _given(args, "chunks", range(2, 9))]
-    names = _given(args, "schedule", [*SCHEDULES] if pp > 1 else ["1f1b"])
+    names = [*SCHEDULES][2:] if pp > 1 else ["1f1b"]
+    names = _given(args, "schedule", names)
     for name, v in chunks:
         least, multiple = least_microbatches(name, pp)
         fits = m >= least and m % multiple == 0 and pp * v <= args.layers + 2
         if fits and name in names and (name != "dualpipe" or pp % 2 == 0):
-            of = one._replace(schedule=name, chunks=v)
-            yield from ([of._replace(zero=stage) for stage in some] for some in stages)
+            yield from (one._replace(schedule=name, chunks=v, zero=stage) for stage in stages)
 
 
 def best_plans(args, config, count=10, **given):
-    """The quickest Plan that fits of each grid, of so many grids, quickest first.
+    """The quickest Plan that fits of each grid, of the `count` quickest grids, quickest first.
 
-    given: flags beside args.given. Of ZeRO's stages the first that fits waits least. What has least
-    to compute is priced first, until that alone takes longer than the plans that are found.
+    given: flags on top of args.given. A heap gives first what takes least: a piece by the least
+    that it can take, which is then replaced by its layouts, and these by what they take. So a
+    grid's first layout that fits is its quickest, and only what is this quick is asked for memory.
     """
     args = argparse.Namespace(**vars(args) | {"given": args.given | given})
-    pieces = [one for grid in grids(args) for one in pieces_of(args, grid)]
-    timed = sorted(((least_seconds(args, config, one), one) for one in pieces), key=lambda t: t[0])
-    best, last, limit = {}, math.inf, args.machine.memory * 1e9  # of a grid; the count-th of these
-    for seconds, one in timed:
-        if seconds >= last:
-            break
-        for layouts in pipelines_of(args, one):
-            known = best[one.degrees].step if one.degrees in best else math.inf
-            if seconds < min(known, last):
-                plans = (price_of(args, config, layout) for layout in layouts)
-                plan = next((plan for plan in plans if plan.held <= limit), None)
-                if plan and plan.step < min(known, last):
-                    best[one.degrees] = plan
-                    steps = sorted(plan.step for plan in best.values())
-                    last = steps[count - 1] if len(steps) >= count else last
-    return sorted(best.values(), key=lambda plan: plan.step)[:count]
+    size, number = (args.batch_size, args.unfused), numbers()
+    pieces = (one for grid in grids(args) for one in pieces_of(args, grid))
+    heap = [(least_seconds(args, config, one), next(number), one, {}) for one in pieces]
+    heapq.heapify(heap)
+    plans, memory = {}, args.machine.memory * 1e9
+    while heap and len(plans) < count:
+        _, _, layout, seconds = heapq.heappop(heap)
+        if layout.degrees in plans:
+            continue
+        if seconds:
+            held = memory_of(config, layout, *size)
+            if sum(held.values()) <= memory:
+                plans[layout.degrees] = Plan(layout, held, seconds)
+            continue
+        for of in pipelines_of(args, layout):
+            if least_memory(config, of, args.batch_size) <= memory:
+                seconds = seconds_of(config, args.machine, of, *size)
+                heapq.heappush(heap, (sum(seconds.values()), next(number), of, seconds))
+    return [*plans.values()]
 
 
-def price_of(args, config, layout):
-    """price() on the command line's GPU and batch."""
-    return price(config, args.machine, layout, args.batch_size, args.unfused)
+def least_memory(config, layout, batch_size):
+    """Bytes of the mean rank's state, and of one microbatch in one of its chunks."""
+    layers, batch = config.layers / layout.pp, batch_size // (layout.dp * layout.microbatches)
+    state = state_bytes(config, layout, Share(layers, layers * _portion(config)))
+    kept = kept_bytes(config, layout, batch, _portion(config)) * layers / max(2, layout.chunks)
+    return sum(state.values()) + kept
 
 
 def least_seconds(args, config, layout):
@@ -3479,8 +3537,9 @@ def stage_format(args):
 
 def planned(args, config, place):
     """{what: number} of a step of this rank of the pipeline, by the formulas."""
-    shares, actions = shares_of(args, config, place), make_schedule(args)[place]
-    share, batch = sum_of(shares), args.batch_size // (args.dp * args.microbatches)
+    schedule, batch = make_schedule(args), args.batch_size // (args.dp * args.microbatches)
+    actions, shares = schedule[place], shares_of(schedule.routes, config, place)
+    share = sum_of(shares)
     found = state_bytes(config, args, share)
     peaks = peak_bytes(config, args, batch, actions, shares, found["gradients"])
     found["activations"], others = peaks
@@ -3496,14 +3555,14 @@ def rehearse(args):
     claims = planned(args, trainer.config, place)
     axes = [f"{axis} {rank_and_size(getattr(mesh, f'{axis}_group'))[0]}" for axis in AXIS_NAMES]
     layers = [list(chunk.transformer["h"]) for chunk in trainer.chunks]
-    layers = ", ".join(f"{own[0]} to {own[-1]}" for own in layers)
+    layers = ", ".join(f"{own[0]} to {own[-1]}" if own else "none" for own in layers)
     print(f"rank {args.rank} of {args.world_size}, {', '.join(axes)}: layers {layers}")
     rows = [(f"{kind}, MB", memory[kind] / 1e6, claims.get(kind, 0) / 1e6) for kind in HELD]
     rows += [("TFLOPs", rehearsal.flops / 1e12, claims["TFLOPs"])]
     lanes = axes_of(mesh)
-    for lane in dict.fromkeys(lanes.values()):
+    for lane in sorted({*lanes.values()}, key=len):  # of several axes: what has none of its own
         groups = {group for group, name in lanes.items() if name == lane}
-        claim = sum(claims[axis] for axis in lane.split("+"))
+        claim = sum(claims.pop(axis, 0) for axis in lane.split("+"))
         total = lambda counted: sum(counted[group] for group in groups)
         rows += [(f"{lane}, MB sent", total(rehearsal.sent) / 1e6, claim / 1e6)]
         rows += [("  between nodes", total(rehearsal.crossed) / 1e6, 0)]

@@ -285,6 +285,23 @@ def test_large_models_take_a_minute_at_most_and_their_formulas_agree(capsys, fla
     _assert_agree(table)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--gpus 16 --tp 4 --experts 8",  # each expert on all of tp, whose gradients are summed
+        "--gpus 16 --tp 4 --ep 2 --experts 8 --shared-experts 1 --sp --zero 0",
+        "--gpus 16 --tp 8 --kv-heads 1 --sp",  # all of tp have the keys
+        "--gpus 16 --ep 16 --ep-nodes 2 --experts 16",  # ep shares groups with the replicas
+        "--gpus 6 --pp 6 --microbatches 8",  # the head, and the embedding, are alone in their stages
+    ],
+)
+def test_what_a_few_ranks_share_is_counted_as_it_is_planned(flags, capsys):
+    sizes = "--layers 4 --hidden 2048 --heads 16 --seq-len 1024 --vocab-size 512 --batch-size 48"
+    _, table = _table(f"{sizes} --dtype bf16 {flags}", capsys)
+    for what in table.keys() - {*MEMORY, "gradients, MB"}:
+        assert table[what][1] is None or abs(table[what][1]) < 0.02, table
+
+
 def test_a_model_of_the_literature_has_its_sizes_but_for_those_that_are_given(capsys):
     flags = "--model deepseek-v3 --gpus 64 --rank 20 --ep 8 --pp 4 --batch-size 64 --hidden 1024"
     _, table = _table(f"{flags} --heads 8 --balance bias", capsys)
