@@ -217,15 +217,21 @@ RULES = "inside the node", "across nodes", "small by m", "roofline"
 
 
 def plan():
-    """Of what --plan says to that: the first two layouts, Llama 3's own, and some rules."""
-    with redirect_stdout(io.StringIO()) as out:
-        hybrid.main(PLAN.split())
-    lines = out.getvalue().splitlines()
-    own = next(line[:4] for line in lines if line.split()[1:4] == ["8", "1", "16"])  # tp, cp, pp
-    chosen = "  1 ", "  2 ", own, "    "
-    rows = [line for line in lines if line.startswith(chosen) or any(r in line for r in RULES)]
-    rows.insert(next(i for i, line in enumerate(rows) if " GB = " in line), "")
-    rows.insert(next(i for i, line in enumerate(rows) if RULES[0] in line), "")
+    """Of what --plan says to that: the first two layouts, L with Llama 3's degrees, some rules."""
+    outputs = []
+    for degrees in "", " --tp 8 --cp 1 --pp 16":
+        with redirect_stdout(io.StringIO()) as out:
+            hybrid.main(f"{PLAN}{degrees}".split())
+        outputs.append(out.getvalue().splitlines())
+    own = iter(line for line in outputs[1] if line.startswith("  1 "))
+    rows = []
+    for line in outputs[0]:
+        if " GB = " in line or RULES[0] in line:
+            rows.append("")
+        if line.startswith(("    ", "  1 ", "  2 ")) or any(rule in line for rule in RULES):
+            rows.append(line)
+        if line.startswith("  2 "):
+            rows.append("  L" + next(own)[3:])
     return "\n".join(f"    {line}".rstrip() for line in rows) + "\n"
 
 
