@@ -2130,9 +2130,8 @@ def own_microbatches(layout):
 def layer_bytes(config, layout, batch, experts):
     """{axis: (forward, backward)}: bytes that a rank sends for a layer and a microbatch.
 
-    experts: the portion of layers that have them. There tokens are dealt out over tp, which has
-    half as much to send, and without --sp gathers what experts made. ep: inside of nodes; across:
-    between them.
+    experts: the portion of layers that have them. These have one of the two sums over tp, and
+    without --sp gather what experts made. ep: inside of nodes; across: between them.
     """
     h, tp, item, own = config.hidden, layout.tp, itemsize_of(layout), config.seq_len // layout.cp
     sums = 2 * all_reduce_bytes(batch * own * h * item, tp)
@@ -2210,40 +2209,40 @@ def replica_bytes(config, layout, share):
 
 
 class Sizes(NamedTuple):
-    """Bytes of what a layer works on, with a microbatch on one rank.
+    """Bytes of what a layer works on, with a microbatch on one rank."""
 
-    whole: the residual stream of the rank's positions; own: its part of that. heads: of queries, or
-    what attention makes; inner: what GELU takes, or makes; tokens: those that it deals out to
-    experts. scratch: of a sum over tp. gathered, out: with sequence parallelism, what a product
-    takes and what it leaves. weight: of a matrix of the MLP; routed: of one of its experts. cast:
-    what a number takes in 32 bit, by its bytes; added: so of the gradient of a weight, which ZeRO
-    adds to its rows as it is.
-    """
-
-    whole: float
-    own: float
-    heads: float
-    inner: float
-    tokens: float
-    scratch: float
-    gathered: float
-    out: float
-    weight: float
-    routed: float
-    cast: float
-    added: float
+    whole: float  # the residual stream of the rank's positions
+    own: float  # the part of it that the rank keeps: 1 / tp with --sp
+    heads: float  # the queries of the rank's heads; what their attention makes
+    inner: float  # what GELU takes, or makes
+    tokens: float  # those that the rank deals out to experts
+    scratch: float  # of a sum over tp
+    gathered: float  # with --sp, what a product takes; else 0
+    out: float  # with --sp, what it leaves; else 0
+    weight: float  # a matrix of the MLP
+    routed: float  # such a matrix of all of the rank's experts
+    cast: float  # more bytes, of each byte, if there is a copy in 32 bit: 2, in fp32 0
+    added: float  # so of a weight's gradient: 0 with ZeRO, whose rows take it as it is
 
 
 def sizes_of(config, layout, batch):
     """The Sizes of a microbatch of `batch` sequences."""
     tp, h, width, item = layout.tp, config.hidden, config.mlp_width, itemsize_of(layout)
     whole, split = batch * config.seq_len / layout.cp * h * item, layout.sp and tp > 1
-    own = whole / tp if split else whole
-    weights, cast = item * h * width, 4 / item * (item < 4)
+    own, cast = whole / tp if split else whole, 4 / item * (item < 4)
     return Sizes(
-        *(whole, own, whole / tp, whole / tp * width / h, whole / tp),
-        *(direct_scratch_bytes(whole, tp), whole * split, own * split),
-        *(weights / tp, weights * config.experts / layout.ep, cast, cast * (not layout.zero)),
+        whole=whole,
+        own=own,
+        heads=whole / tp,
+        inner=whole / tp * width / h,
+        tokens=whole / tp,
+        scratch=direct_scratch_bytes(whole, tp),
+        gathered=whole * split,
+        out=own * split,
+        weight=item * h * width / tp,
+        routed=item * h * width * config.experts / layout.ep,
+        cast=cast,
+        added=cast * (not layout.zero),
     )
 
 
@@ -2271,9 +2270,10 @@ def kept_bytes(config, layout, batch, experts, recompute=None):
 def made_bytes(config, layout, batch, experts):
     """Bytes that exist beside what is kept at most, while a layer computes: forward, backward.
 
-    Products of backward make a gradient of their input and one of their weights, in 16 bit first
-    and then, added up, in 32; sums over tp need scratch, and sequence parallelism gathers. ZeRO-2
-    and -3 begin a row of gradients with the layer's first one.
+    Each entry is a moment: what is made by then, less what was kept and is free again. Products of
+    backward make a gradient of their input and one of their weight, in 16 bit first and then, added
+    up, in 32; sums over tp need scratch, and sequence parallelism gathers. ZeRO-2 and -3 begin a
+    row of gradients with the layer's first one.
     """
     of, row = sizes_of(config, layout, batch), 0
     if scatters_at_once(layout):
@@ -2282,12 +2282,12 @@ def made_bytes(config, layout, batch, experts):
     if experts < 1:
         forward.append(of.whole + max(of.out + of.scratch, of.own))  # the MLP's sum, the residual
         backward += [
-            of.gathered + of.inner + of.weight,  # the second product
-            of.weight * (1 + of.added),
-            of.inner + row,  # GELU
-            of.gathered + of.whole + of.out + of.scratch - of.inner + row,  # the first, after GELU
-            of.whole + of.out + of.weight - of.inner + row,
-            of.weight * (1 + of.added) - 2 * of.inner + row,
+            of.gathered + of.inner + of.weight,  # the second matrix: both gradients
+            of.weight * (1 + of.added),  # then its own alone, in 32 bit, too
+            of.inner + row,  # GELU's, after which its output is free
+            of.gathered + of.whole + of.out + of.scratch - of.inner + row,  # the first one's input
+            of.whole + of.out + of.weight - of.inner + row,  # and its own
+            of.weight * (1 + of.added) - 2 * of.inner + row,  # its input is free as well
         ]
     if experts:  # forward puts rows where their tokens are; backward makes the gradients of rows
         hops = min(config.top_k, layout.ep_nodes, config.topk_nodes or layout.ep_nodes)
@@ -2363,17 +2363,17 @@ def costs_of_stage(config, layout, batch, share, scores=0):
     numbers = config.hidden * config.vocab_size / layout.tp
     weight = numbers * itemsize_of(layout)
     if share.heads:
-        of_head, loss, product = head_bytes(config, layout, batch)
-        kept, put_off = kept + of_head, put_off + of_head - of.own
-        back = max(back - of_head + of.own, product) + 4 * numbers * scatters_at_once(layout)
-        ahead = max(ahead - of_head, loss)
+        kept_head, loss, product = head_bytes(config, layout, batch)
+        kept, put_off = kept + kept_head, put_off + kept_head - of.own
+        back = max(back - kept_head + of.own, product) + 4 * numbers * scatters_at_once(layout)
+        ahead = max(ahead - kept_head, loss)
         late = max(late, of.gathered + weight * (1 + of.cast))
     embedding = share.embeddings * (weight * (1 + of.cast) + of.own)
     return Costs(kept, put_off, ahead, back, late, embedding, 4 * numbers * share.embeddings)
 
 
 def peak_bytes(config, layout, batch, actions, shares, gradients=0, scores=0):
-    """Bytes of activations that a rank holds at most, and of these with its gradients.
+    """Bytes of activations, and of activations and gradients, each when a rank holds most of them.
 
     actions: the rank's, of a schedule. shares: of its stages. gradients: bytes that exist after the
     first backward. scores: what a layer keeps where attention is not fused. A message is there
@@ -2381,25 +2381,26 @@ def peak_bytes(config, layout, batch, actions, shares, gradients=0, scores=0):
     """
     costs = [costs_of_stage(config, layout, batch, share, scores) for share in shares]
     message = sizes_of(config, layout, batch).own * (layout.pp > 1)
-    there, held, peaks = 0 if layout.zero else gradients, 0, []
+    summed, held, peaks = 0 if layout.zero else gradients, 0, []  # (all, gradients) of each moment
     for i, (kind, _, number) in enumerate(actions):
         cost, share = costs[number], shares[number]
         if kind == "F":
             held += cost.kept
-            peaks.append((there + held + cost.ahead + message, there))
+            peaks.append((summed + held + cost.ahead + message, summed))
         elif kind == "W":
-            peaks.append((there + held + cost.late + message, there))
+            peaks.append((summed + held + cost.late + message, summed))
             held -= cost.put_off
         else:
-            coming = sum(1 for _ in takewhile(lambda action: action.kind in "BI", actions[i:]))
-            first = max(2, coming) if share.embeddings else 2
-            received = message * (1 if share.heads else first)
-            peaks.append((there + held + cost.back + received, there))
+            # the first stage sends nothing after a backward: all gradients that come may lie there
+            waiting = sum(1 for _ in takewhile(lambda action: action.kind in "BI", actions[i:]))
+            waiting = max(2, waiting) if share.embeddings else 2
+            received = message * (1 if share.heads else waiting)
+            peaks.append((summed + held + cost.back + received, summed))
             held += cost.put_off * (kind == "I") - cost.kept
-            most, there = max(0, there, gradients - cost.row), gradients
+            most, summed = max(0, summed, gradients - cost.row), gradients
             peaks.append((most + held + cost.embedding + received, most))
     lasting = _units_bytes(config, layout, shares)
-    return lasting + max(total - there for total, there in peaks), lasting + max(peaks)[0]
+    return lasting + max(total - of for total, of in peaks), lasting + max(peaks)[0]
 
 
 def _units_bytes(config, layout, shares):
@@ -2889,12 +2890,12 @@ def _portion(config):
 
 @lru_cache(maxsize=None)
 def layer_work(config, gpu, batch, layout, unfused):
-    """The mean layer's. batch: sequences of a microbatch. layout: tp, cp, ep, sp, recompute count.
+    """The mean layer's Work, with `batch` sequences of a microbatch.
 
-    Forward computes products, at the pace of the GPU or of its memory, which holds the weights; and
-    writes and reads again what is kept for backward if nothing is recomputed. Backward does all of
-    it twice; gradients of weights are read and written in 32 bit. tp and ep wait; ring attention
-    hides its messages behind attention.
+    Forward computes products, at the pace of the GPU or of its memory, which holds the weights, and
+    writes and reads once what is kept if nothing is recomputed. Backward computes the products of
+    inputs and of weights, whose gradients are read and written in 32 bit, and twice the rest. tp
+    and ep wait; ring attention hides its messages behind attention.
     """
     product, weight, core = product_seconds(config, gpu, batch, layout)
     core *= 1 if unfused else 0.5  # a fused kernel leaves out what a causal mask does
@@ -2927,8 +2928,7 @@ def product_seconds(config, gpu, batch, layout):
 
 
 def message_seconds(config, gpu, batch, layout, core):
-    """Of a layer's tp, cp and ep: forward, backward. core: attention's seconds, which hide a ring.
-    """
+    """Of a layer's tp, cp, ep: forward, backward. core: attention's seconds, which hide a ring."""
     tp, cp, ring = layout.tp, layout.cp, layout.cp_method == "ring" and layout.cp > 1
     sent, (inside, between) = layer_bytes(config, layout, batch, _portion(config)), links(gpu)
     whole = batch * config.seq_len // cp * config.hidden * 2  # what tp gathers
@@ -3239,7 +3239,7 @@ def rules(args, config, parameters, best):
     yield f"fit first: 18 bytes a parameter are the memory of {state / gpu.memory:,.3g} GPUs"
     half = max(1, of.microbatches // 2)
     degrees = {"tp": of.tp, "cp": of.cp, "pp": of.pp, "ep": of.ep}
-    for rule, flag, kept, broken, part, fixed in (
+    for rule, flag, kept, broken, part, fixed in (  # kept, broken: values of the flag
         ("tp inside the node", "tp", gpu.per_node, 2 * gpu.per_node, "tp", {}),
         ("pipeline across nodes", "pp", max(2, of.pp), 1, "bubble", {}),
         ("data with the rest", "dp", of.dp, max(1, of.dp // 2), "dp", {}),
@@ -3516,14 +3516,15 @@ def most_memory(trainer, rehearsal):
         masters = parameters if args.zero else optimizer.masters.values()
         memory["optimizer"] += sum(master.nbytes for master in masters)
         memory["parameters"] -= sum(master.nbytes for master in masters) * (args.zero > 0)
+    # this step makes the optimizer's state at its end, any other finds it there
     log = sorted(rehearsal.log, key=lambda entry: entry[0] not in lasting)
     totals = list(accumulate(change for _, change in log))
-    sums = list(accumulate(change * (number in gradients) for number, change in log))
+    of_gradients = list(accumulate(change * (storage in gradients) for storage, change in log))
     memory["all at once"] = max(totals)
-    began = rehearsal.began + sum(number in lasting for number, _ in log)
-    others = max(map(int.__sub__, totals[began:], sums[began:]))
+    began = rehearsal.began + sum(storage in lasting for storage, _ in log)
+    others = max(map(int.__sub__, totals[began:], of_gradients[began:]))
     memory["activations"] = others - memory["parameters"] - memory["optimizer"]
-    memory["gradients"] = max(sums)
+    memory["gradients"] = max(of_gradients)
     return memory
 
 
