@@ -232,7 +232,7 @@ def test_a_rank_of_16384_is_rehearsed_and_its_formulas_agree(capsys):
     _assert_agree(table)
 
 
-@pytest.mark.parametrize("rank", [0, 400, 1023])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.soak), 400, 1023])
 def test_activations_of_the_first_a_middle_and_the_last_stage_are_the_planners(capsys, rank):
     flags = "--gpus 1024 --pp 4 --tp 8 --sp --layers 12 --hidden 4096 --heads 32 --kv-heads 8"
     flags += " --dtype bf16 --seq-len 8192 --vocab-size 128256 --batch-size 512 --microbatches 8"
