@@ -2035,13 +2035,20 @@ def own_kv_heads(config, layout):
 
 
 class Kind(NamedTuple):
-    """Parameters of a rank: how many, how many replicas share out their state, and at what distance
-    these are; and over how many ranks of tp their gradients are summed before."""
+    """Parameters of a rank that have the same replicas."""
 
     number: float
     replicas: int
-    stride: int
-    partial: int = 1
+    stride: int  # between ranks that are replicas
+    partial: int = 1  # ranks of tp that use them for a part of the tokens, and sum their gradients
+
+    def shards(self, layout):
+        """Over how many replicas ZeRO shares their state out."""
+        return self.replicas // math.gcd(layout.replicate, self.replicas)
+
+    def gradients(self, layout):
+        """How many of their gradients a rank has at the end of backward."""
+        return self.number / self.shards(layout) if layout.zero else self.number
 
 
 def parameters_of(config, layout, share):
@@ -2092,11 +2099,10 @@ def state_bytes(config, layout, share):
     """{kind: bytes} that a rank holds between steps, without the padding of rows."""
     held, sizes = dict.fromkeys(("parameters", "gradients", "optimizer"), 0), state_sizes(layout)
     zero = max(layout.zero, 2 * scatters_at_once(layout))
-    for of in parameters_of(config, layout, share):
-        shards = of.replicas // math.gcd(layout.replicate, of.replicas)
-        for i, kind in enumerate(held):
-            of_kind = [size * (i == j) for j, size in enumerate(sizes)]
-            held[kind] += of.number * zero_memory(zero, shards, *of_kind)
+    for kind in parameters_of(config, layout, share):
+        for i, what in enumerate(held):
+            only = [size * (i == j) for j, size in enumerate(sizes)]
+            held[what] += kind.number * zero_memory(zero, kind.shards(layout), *only)
     return held
 
 
@@ -2166,8 +2172,7 @@ def sent_bytes(config, layout, share, batch):
     sums = share.embeddings + share.heads * (1.5 if layout.sp else 1)
     sent["tp"] += m * sums * all_reduce_bytes(nbytes, layout.tp)
     for kind in parameters_of(config, layout, share):
-        pieces = kind.replicas // math.gcd(layout.replicate, kind.replicas) if layout.zero else 1
-        summed = state_sizes(layout)[1] * kind.number / pieces
+        summed = state_sizes(layout)[1] * kind.gradients(layout)
         sent["tp"] += all_reduce_bytes(summed, kind.partial)
     sent["ep"] += sent.pop("across")
     sent["pp"] = m * share.borders * nbytes // (layout.tp if layout.sp else 1)
@@ -2181,12 +2186,12 @@ def copied_gradient_bytes(config, layout, share):
 
     The first and the last stage have this, as the embedding and the head.
     """
-    ends, copied = share.embeddings + share.heads, 0
-    for i, kind in enumerate(parameters_of(config, layout, share)):
-        number = kind.number * (layout.schedule == "dualpipe")
-        number += (i == 0 and ends == 1) * config.vocab_size / layout.tp * config.hidden
-        shards = kind.replicas / math.gcd(layout.replicate, kind.replicas)
-        copied += number / shards if layout.zero else number
+    kinds, copied = parameters_of(config, layout, share), 0
+    if layout.schedule == "dualpipe":
+        copied += sum(kind.gradients(layout) for kind in kinds)
+    if share.embeddings + share.heads == 1:
+        table = kinds[0]._replace(number=config.vocab_size / layout.tp * config.hidden)
+        copied += table.gradients(layout)
     return copied * state_sizes(layout)[1]
 
 
@@ -2195,10 +2200,10 @@ def replica_bytes(config, layout, share):
     gradient, parameter = state_sizes(layout)[1], itemsize_of(layout)
     sums, gathers = zero_rounds(layout.zero, own_microbatches(layout))
     row, sent = sums * gradient + gathers * (parameter if layout.zero else gradient), 0
-    for number, replicas, *_ in parameters_of(config, layout, share):
-        copies = math.gcd(layout.replicate, replicas)
-        sent += reduce_scatter_bytes(row * number, replicas // copies)
-        sent += sums * all_reduce_bytes(gradient * number * copies / replicas, copies)
+    for kind in parameters_of(config, layout, share):
+        shards = kind.shards(layout)
+        sent += reduce_scatter_bytes(row * kind.number, shards)
+        sent += sums * all_reduce_bytes(gradient * kind.number / shards, kind.replicas // shards)
     return sent
 
 
@@ -2339,21 +2344,20 @@ def head_bytes(config, layout, batch):
     return 2 * of.own + logits, logits * of.cast, backward
 
 
-class Costs(NamedTuple):
-    """Bytes of a stage with a microbatch: kept until backward, or of that put off until W; made in
-    forward, in backward, in W, and by the embedding; of its row of gradients."""
+class StageBytes(NamedTuple):
+    """Of a stage with a microbatch."""
 
-    kept: float
-    put_off: float
-    ahead: float
-    back: float
-    late: float
-    embedding: float
-    row: float
+    kept: float  # from forward until backward
+    put_off: float  # from I until W
+    ahead: float  # made in forward, beside what is kept
+    back: float  # in backward, or in I
+    late: float  # in W
+    embedding: float  # by the embedding, at backward's end
+    row: float  # of the embedding's gradient
 
 
-def costs_of_stage(config, layout, batch, share, scores=0):
-    """The Costs of a stage; see peak_bytes()."""
+def stage_bytes(config, layout, batch, share, scores=0):
+    """The StageBytes of a stage; see peak_bytes()."""
     sizes = config, layout, batch, share.mixtures / max(1, share.layers)
     of, (ahead, back) = sizes_of(config, layout, batch), made_bytes(*sizes)
     kept = share.layers * (kept_bytes(*sizes) + scores)
@@ -2369,7 +2373,7 @@ def costs_of_stage(config, layout, batch, share, scores=0):
         ahead = max(ahead - kept_head, loss)
         late = max(late, of.gathered + weight * (1 + of.cast))
     embedding = share.embeddings * (weight * (1 + of.cast) + of.own)
-    return Costs(kept, put_off, ahead, back, late, embedding, 4 * numbers * share.embeddings)
+    return StageBytes(kept, put_off, ahead, back, late, embedding, 4 * numbers * share.embeddings)
 
 
 def peak_bytes(config, layout, batch, actions, shares, gradients=0, scores=0):
@@ -2379,7 +2383,7 @@ def peak_bytes(config, layout, batch, actions, shares, gradients=0, scores=0):
     first backward. scores: what a layer keeps where attention is not fused. A message is there
     before it is needed; where nothing is sent meanwhile, all that come are.
     """
-    costs = [costs_of_stage(config, layout, batch, share, scores) for share in shares]
+    costs = [stage_bytes(config, layout, batch, share, scores) for share in shares]
     message = sizes_of(config, layout, batch).own * (layout.pp > 1)
     summed, held, peaks = 0 if layout.zero else gradients, 0, []  # (all, gradients) of each moment
     for i, (kind, _, number) in enumerate(actions):
@@ -2409,7 +2413,7 @@ def _units_bytes(config, layout, shares):
     layers, ends = min(2, max(share.layers for share in shares)), sum_of(shares)
     outside = count_of(config, layout, ends._replace(layers=0, mixtures=0))
     units = count_of(config, layout, Share(layers, layers * ends.mixtures / max(1, ends.layers)))
-    shards = layout.dp * layout.cp / math.gcd(layout.replicate, layout.dp * layout.cp)
+    shards = Kind(outside, layout.dp * layout.cp, layout.tp).shards(layout)
     sums = 4 * outside / shards * scatters_at_once(layout)
     return len(shares) * sums + itemsize_of(layout) * (units + outside) * (layout.zero > 2)
 
@@ -2914,8 +2918,9 @@ def layer_work(config, gpu, batch, layout, unfused):
 
 
 def score_bytes(config, layout, batch):
-    """Bytes of attention's scores, before and after softmax and dropout, and of its mask."""
-    return 5 * batch * config.seq_len / layout.cp * config.seq_len * config.heads / layout.tp
+    """Bytes of a layer's scores where attention is not fused."""
+    sizes = batch, config.seq_len / layout.cp, config.hidden, config.heads, layout.tp
+    return activation_bytes(*sizes) - activation_bytes(*sizes, recompute="selective")
 
 
 def product_seconds(config, gpu, batch, layout):
@@ -3051,12 +3056,11 @@ def replica_seconds(config, gpu, layout, share, forward, backward, first, last):
     backward, the first its gather behind `first` of forward, any other all behind one of both.
     """
     scatter, gather = 0.0, 0.0
-    for number, replicas, stride, _ in parameters_of(config, layout, share):
-        number /= share.layers
-        shards = replicas // math.gcd(layout.replicate, replicas)
-        scatter += share.layers * shard_seconds(gpu, 4 * number, shards, stride)
-        gather += share.layers * shard_seconds(gpu, 2 * number, shards, stride)
-        across = 4 * number / shards, replicas // shards, shards * stride
+    for kind in parameters_of(config, layout, share):
+        number, shards = kind.number / share.layers, kind.shards(layout)
+        scatter += share.layers * shard_seconds(gpu, 4 * number, shards, kind.stride)
+        gather += share.layers * shard_seconds(gpu, 2 * number, shards, kind.stride)
+        across = 4 * number / shards, kind.replicas // shards, shards * kind.stride
         scatter += share.layers * 2 * shard_seconds(gpu, *across)
     if not layout.zero:  # the sums of gradients are gathered, in 32 bit, before backward ends
         return max(0.0, 2 * scatter - last)
@@ -3157,7 +3161,7 @@ def least_memory(config, layout, batch_size):
     """Bytes of the mean rank's state, and of one microbatch in one of its chunks."""
     layers, batch = config.layers / layout.pp, batch_size // (layout.dp * layout.microbatches)
     state = state_bytes(config, layout, Share(layers, layers * _portion(config)))
-    kept = kept_bytes(config, layout, batch, _portion(config)) * layers / max(2, layout.chunks)
+    kept = kept_bytes(config, layout, batch, _portion(config)) * layers / layout.chunks
     return sum(state.values()) + kept
 
 
@@ -3306,18 +3310,19 @@ def checkpoint_intervals(save, between_failures):
 
 
 def this_machine():
-    """(GPUs, Gpu) of this machine; without any, its cores, by a product and a copy of theirs."""
+    """(GPUs, Gpu) of this machine; without any, its cores, by a product and a copy of PyTorch's
+    threads."""
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name().lower()
         kinds = [gpu for key, gpu in GPUS.items() if key in name]
         if not kinds:
             raise ValueError(f"--plan does not know {name}: say --gpus and --gpu")
         return torch.cuda.device_count(), kinds[0]
-    x, cores = torch.ones(1024, 1024), os.cpu_count()
+    x, cores, threads = torch.ones(1024, 1024), os.cpu_count(), torch.get_num_threads()
     product, copy = (min(_seconds(call) for _ in range(5)) for call in (lambda: x @ x, x.clone))
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / cores / 1e9
     link = 1e-9 / LINK_SPEEDS["gloo"].beta
-    speeds = 2 * 1024**3 / product / cores / 1e12, memory, 2 * x.nbytes / copy / cores / 1e9
+    speeds = 2 * 1024**3 / product / threads / 1e12, memory, 2 * x.nbytes / copy / threads / 1e9
     return cores, Gpu(*speeds, link, link, 1.0, 1.0, cores)
 
 
@@ -3561,7 +3566,8 @@ def rehearse(args):
     rows = [(f"{kind}, MB", memory[kind] / 1e6, claims.get(kind, 0) / 1e6) for kind in HELD]
     rows += [("TFLOPs", rehearsal.flops / 1e12, claims["TFLOPs"])]
     lanes = axes_of(mesh)
-    for lane in sorted({*lanes.values()}, key=len):  # of several axes: what has none of its own
+    # a lane of several axes comes last, and is for those that have none of their own
+    for lane in sorted(dict.fromkeys(lanes.values()), key=len):
         groups = {group for group, name in lanes.items() if name == lane}
         claim = sum(claims.pop(axis, 0) for axis in lane.split("+"))
         total = lambda counted: sum(counted[group] for group in groups)

@@ -640,9 +640,7 @@ def context_parallel_bytes(
     return nbytes, nbytes
 
 
-def context_activation_bytes(
-    method, batch, seq_len, heads, kv_heads, head_dim, cp, itemsize=2
-):
+def context_activation_bytes(method, batch, seq_len, heads, kv_heads, head_dim, cp, itemsize=2):
     """Bytes that attention across cp keeps and attention inside a rank does not.
 
     A copy of its output; of others' keys and values all (allgather), or what heads are repeated.

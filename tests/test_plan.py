@@ -233,6 +233,22 @@ def test_small_batches_take_as_long_as_memory_has_with_weights_and_their_gradien
     assert found == pytest.approx((2 * weights / 0.5, 8 * weights / 0.5, 0), abs=1e-9)
 
 
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "gpipe"])
+def test_with_twice_as_many_microbatches_as_stages_there_is_as_much_memory_as_with_more(name):
+    chunks = {"interleaved": 3, "zb-v": 2}.get(name, 1)
+    config = hybrid.GPTConfig(24, 64, 4, 32, 100)
+    for pp in (2, 4, 8):
+        layout = hybrid.Layout(pp=pp, microbatches=8 * pp, schedule=name, chunks=chunks)
+        few, many = (
+            max(
+                hybrid.peak_bytes(config, layout, 1, *of)
+                for of in hybrid.stages_of(config, name, pp, m, chunks)
+            )
+            for m in (2 * pp, 8 * pp)
+        )
+        assert few == pytest.approx(many, rel=1e-9)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_bubble_of_a_step_is_that_of_the_simulator(name):
     for p, times in itertools.product((2, 4, 6), ((1, 2, 1), (1.2, 2.4, 1), (1, 2.2, 1))):
