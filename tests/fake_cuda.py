@@ -377,12 +377,26 @@ def _attempt(*job):
         return vars(Counts(error=traceback.format_exc()))
 
 
+def _settle():
+    """Wait for autograd's thread, which lets go of a backward's modes only after that has returned.
+
+    It takes Python's lock for it, and an interpreter that is ending meanwhile is aborted (PyTorch's
+    own race: one run in two that ends with backward()). What the engine is given here holds no
+    object of Python's, so it leaves nothing to let go of.
+    """
+    with FakeTensorMode():
+        leaf, gradient = (torch.empty(1, device="cuda", requires_grad=i) for i in (True, False))
+    run = torch.autograd.Variable._execution_engine.run_backward
+    run((leaf,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def main(job):
     if job:
         world_size, rank, *flags = job
         print(json.dumps(vars(count_step(int(world_size), int(rank), " ".join(flags))), indent=1))
     else:
         print(json.dumps([_attempt(*job) for job in json.load(sys.stdin)]))
+    _settle()
 
 
 if __name__ == "__main__":
