@@ -509,11 +509,15 @@ def _nodes(chunks, ranks_per_node):
 
 def _together(algorithms, world_size):
     """Algorithms of one step each, as many to a step as MOST_PEERS allows."""
-    most = max(1, MOST_PEERS // world_size)
+    most = _most(world_size)
     for first in range(0, len(algorithms), most):
         for steps in zip_longest(*algorithms[first : first + most]):
             sends, receives = zip(*steps)
             yield sum(sends, []), sum(receives, [])
+
+
+def _most(world_size):
+    return max(1, MOST_PEERS // world_size)
 
 
 # ---- all-reduce ----------------------------------------------------------------------------------
@@ -727,8 +731,10 @@ def reduce_scatter_cost(algorithm, nbytes, world_size, ranks_per_node=1):
 
 
 def _hierarchical_cost(cost, nbytes, world_size, ranks_per_node):
+    nodes = world_size // ranks_per_node
     inside = cost("direct", nbytes, ranks_per_node, ranks_per_node)
-    between = cost("ring", nbytes // ranks_per_node, world_size // ranks_per_node)
+    inside = inside._replace(steps=inside.steps * math.ceil(nodes / _most(ranks_per_node)))
+    between = cost("ring", nbytes // ranks_per_node, nodes)
     return Cost(*(sum(pair) for pair in zip(inside, between)))
 
 
@@ -845,6 +851,17 @@ def candidates(backend, cost, world_size, ranks_per_node):
     else:
         names = ["ring"] if backend == "nccl" else ["direct", "ring"]
     return names + ["hierarchical"] * (1 < ranks_per_node < world_size)
+
+
+def nccl_batches(cost, nbytes, world_size, ranks_per_node):
+    """In how many batches, one after the other, NCCL gets what "auto" does with `nbytes`.
+
+    cost: reduce_scatter_cost, also for an all-gather, or all_reduce_cost.
+    """
+    speeds = LINK_SPEEDS["nccl"], LINK_SPEEDS["nccl between nodes"]
+    name = _cheapest("nccl", cost, nbytes, world_size, ranks_per_node, speeds)
+    slices = math.ceil(nbytes / DIRECT_BYTES) if name in ("direct", "hierarchical") else 1
+    return slices * cost(name, nbytes, world_size, ranks_per_node).steps
 
 
 # ---- operations: now, or while Python computes ---------------------------------------------------

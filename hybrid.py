@@ -82,10 +82,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from collectives import (
-    LINK_SPEEDS, Cost, LinkSpeed, ReduceOp, all_reduce, all_reduce_bytes, barrier, broadcast,
-    candidates, count_bytes, direct_scratch_bytes, exchange, gather_from_group, gather_objects,
-    observe, rank_and_size, reduce_scatter_bytes, reduce_scatter_cost, report_stalls,
-    scatter_to_group, schedule_as_batch, set_backend_collectives, set_ranks_per_node,
+    LINK_SPEEDS, MOST_PEERS, Cost, LinkSpeed, ReduceOp, all_reduce, all_reduce_bytes,
+    all_reduce_cost, barrier, broadcast, candidates, count_bytes, direct_scratch_bytes, exchange,
+    gather_from_group, gather_objects, nccl_batches, observe, rank_and_size, reduce_scatter_bytes,
+    reduce_scatter_cost, report_stalls, scatter_to_group, schedule_as_batch,
+    set_backend_collectives, set_ranks_per_node,
 )
 from ddp import (
     DistributedDataParallel, clip_grads_with_norm_, find_unlike_copies, get_total_norm,
@@ -2051,8 +2052,8 @@ class Kind(NamedTuple):
         return self.number / self.shards(layout) if layout.zero else self.number
 
 
-def parameters_of(config, layout, share):
-    """[Kind] of a rank's share: what tp cuts, what it leaves whole to the experts' layers, experts.
+def kinds_of(config, layout, share):
+    """The Kinds of a rank's share: what layers and ends have, routers and shared experts, experts.
 
     Experts are cut over gcd(ep, tp) of tp, and the rest of tp has the same ones.
     """
@@ -2067,12 +2068,16 @@ def parameters_of(config, layout, share):
     routers = share.mixtures * (h * config.experts + 2 * h * width * config.shared_experts)
     experts = share.mixtures * 2 * h * width * config.experts / ep
     replicas, in_tp = layout.dp * layout.cp, math.gcd(ep, tp)
-    kinds = (
+    return (
         Kind(dense, replicas, tp),
         Kind(routers, replicas, tp, tp),
         Kind(experts, replicas * in_tp // ep, ep * tp // in_tp, tp // in_tp),
     )
-    return [kind for kind in kinds if kind.number]
+
+
+def parameters_of(config, layout, share):
+    """Those of these that there are."""
+    return [kind for kind in kinds_of(config, layout, share) if kind.number]
 
 
 def count_of(config, layout, share):
@@ -2162,23 +2167,28 @@ AGAIN = {"none": (), "selective": ("cp",), "full": ("tp", "cp", "ep", "across")}
 
 def sent_bytes(config, layout, share, batch):
     """{axis: bytes} that a rank sends in a step, in microbatches of `batch` sequences."""
-    m, again = own_microbatches(layout), AGAIN[layout.recompute]
-    layer = layer_bytes(config, layout, batch, share.mixtures / max(1, share.layers))
-    sent = {
-        axis: m * share.layers * (forward * (1 + (axis in again)) + backward)
-        for axis, (forward, backward) in layer.items()
-    }
+    m = own_microbatches(layout)
+    sent = of_layers(layer_bytes, config, layout, share, batch)
     nbytes = batch * config.seq_len // layout.cp * config.hidden * itemsize_of(layout)
     sums = share.embeddings + share.heads * (1.5 if layout.sp else 1)
     sent["tp"] += m * sums * all_reduce_bytes(nbytes, layout.tp)
     for kind in parameters_of(config, layout, share):
         summed = state_sizes(layout)[1] * kind.gradients(layout)
         sent["tp"] += all_reduce_bytes(summed, kind.partial)
-    sent["ep"] += sent.pop("across")
     sent["pp"] = m * share.borders * nbytes // (layout.tp if layout.sp else 1)
     sent["pp"] += copied_gradient_bytes(config, layout, share)
     sent["dp"] = replica_bytes(config, layout, share)
     return sent
+
+
+def of_layers(cost, config, layout, share, batch):
+    """{axis: sum} over a rank's layers and microbatches. cost: layer_bytes, or layer_batches."""
+    layer = cost(config, layout, batch, share.mixtures / max(1, share.layers))
+    runs = {axis: 1 + (axis in AGAIN[layout.recompute]) for axis in layer}
+    times = own_microbatches(layout) * share.layers
+    found = {axis: times * (runs[axis] * ahead + back) for axis, (ahead, back) in layer.items()}
+    found["ep"] += found.pop("across")
+    return found
 
 
 def copied_gradient_bytes(config, layout, share):
@@ -2204,6 +2214,117 @@ def replica_bytes(config, layout, share):
         shards = kind.shards(layout)
         sent += reduce_scatter_bytes(row * kind.number, shards)
         sent += sums * all_reduce_bytes(gradient * kind.number / shards, kind.replicas // shards)
+    return sent
+
+
+# ---- costs: batches ------------------------------------------------------------------------------
+#
+# What NCCL gets at once is a batch, and costs the host some 60 us. The counts are of the busiest
+# rank of a group: of a sum of few bytes others have no part.
+
+
+def rounds(nbytes, size, stride=1, cost=reduce_scatter_cost):
+    """Batches of one collective, if it has any bytes, of `size` ranks, `stride` apart."""
+    per_node = on_one_node(size, stride, GPUS_PER_NODE)
+    return nccl_batches(cost, int(nbytes), size, per_node) if nbytes else 0
+
+
+def on_one_node(size, stride, gpus):
+    """How many ranks of such a group share a node of `gpus`."""
+    return size if size * stride <= gpus else math.gcd(size, max(1, gpus // stride))
+
+
+def layer_batches(config, layout, batch, experts):
+    """{axis: (forward, backward)}: batches for a layer and a microbatch; see layer_bytes().
+
+    Rows go to experts after their numbers; between nodes with their weights and experts.
+    """
+    tp, cp, near, nodes = layout.tp, layout.cp, layout.ep // layout.ep_nodes, layout.ep_nodes
+    whole = batch * config.seq_len // cp * config.hidden * itemsize_of(layout)
+    once, both = rounds(whole, tp), rounds(whole, tp, cost=all_reduce_cost)
+    dense, mixture = (2 * both, 2 * both), (both + once, both + once)
+    if layout.sp:
+        dense, mixture = (4 * once, 6 * once), (2 * once, 3 * once)
+    sent = layer_bytes(config, layout, batch, experts)["cp"]
+    gathers = [rounds(nbytes * cp / max(1, cp - 1), cp, tp) for nbytes in sent]
+    around = {"ring": (cp - 1, 2 * cp - 2), "allgather": gathers, "ulysses": (2, 2)}
+    hops = [experts * math.ceil((size - 1) / MOST_PEERS) for size in (near, nodes)]
+    return {
+        "tp": tuple((1 - experts) * a + experts * b for a, b in zip(dense, mixture)),
+        "cp": tuple(around[layout.cp_method]) if cp > 1 else (0, 0),
+        "ep": (3 * hops[0], 2 * hops[0]),
+        "across": (5 * hops[1], 3 * hops[1]),
+    }
+
+
+def sent_batches(config, layout, share, batch):
+    """{axis: batches} of a step; none of dp with --zero 0, which sends as many as buckets."""
+    m, tp, tokens = own_microbatches(layout), layout.tp, batch * config.seq_len // layout.cp
+    sent = of_layers(layer_batches, config, layout, share, batch)
+    whole = tokens * config.hidden * itemsize_of(layout)
+    once, both = rounds(whole, tp), rounds(whole, tp, cost=all_reduce_cost)
+    embedding, head = (2 * once, 3 * once) if layout.sp else (both, both)
+    loss = 2 * rounds(4 * tokens, tp, cost=all_reduce_cost)  # the logits' maxima, and sums
+    sent["tp"] += m * (share.embeddings * embedding + share.heads * (head + loss))
+    sent["pp"] = m * share.borders * 2
+    for axis, number in step_batches(config, layout, share):
+        sent[axis] = sent.get(axis, 0) + number
+    if layout.balance == "aux":  # its losses are those of all tokens
+        groups = ("dp", layout.dp, tp * layout.cp), ("cp", layout.cp, tp), ("tp", tp, 1)
+        for axis, *group in groups:
+            sums = rounds(8 * config.experts, *group, all_reduce_cost)
+            sent[axis] += m * share.mixtures * sums
+    return sent if layout.zero else sent | {"dp": 0}
+
+
+def step_batches(config, layout, share):
+    """(axis, batches) of what a step sends once, or ZeRO with each backward or forward."""
+    reduced, gradient = partial(rounds, cost=all_reduce_cost), state_sizes(layout)[1]
+    dense, routers, experts = kinds_of(config, layout, share)
+    tp, replicas, mixtures = layout.tp, layout.dp * layout.cp, share.mixtures > 0
+    # what ranks of tp have a part of, and stages a copy
+    if mixtures or layout.sp or (config.kv_heads or tp) < tp:
+        positions = share.embeddings * layout.sp * config.seq_len * config.hidden
+        parts = dense._replace(number=positions + routers.number)
+        yield "tp", reduced(gradient * parts.gradients(layout) + 8, tp)
+    yield "tp", reduced(gradient * experts.gradients(layout), experts.partial)
+    yield "pp", layout.schedule == "dualpipe"
+    if share.embeddings + share.heads == 1:
+        table = dense._replace(number=config.vocab_size / tp * config.hidden)
+        yield "pp", reduced(gradient * table.gradients(layout), 2, tp * replicas)
+    # scalars: the gradients' norm, the loss, numbers of tokens, and what experts have counted
+    yield "tp", reduced(8, tp) * (1 + mixtures)
+    yield "ep", reduced(8, layout.ep) * mixtures
+    yield "pp", reduced(8, layout.pp, tp * replicas) * (2 + mixtures)
+    yield "dp", reduced(8, replicas, tp) * (2 + mixtures)
+    for kind in (dense, experts) if layout.zero else ():
+        yield "dp", reduced(8 * (kind.number > 0), kind.shards(layout), kind.stride)
+    if layout.zero:
+        yield "dp", row_batches(config, layout, share)
+
+
+def row_batches(config, layout, share):
+    """Of ZeRO's rows. A layer, or an end, has one of matrices and one of vectors.
+
+    Routers and experts have others; what tp sums, and has the same replicas, is in one.
+    """
+    gradient, parameter, sent = state_sizes(layout)[1], itemsize_of(layout), 0
+    sums, gathers = zero_rounds(layout.zero, own_microbatches(layout))
+    units = {Share(1, 0): share.layers - share.mixtures, Share(1, 1): share.mixtures}
+    units |= {Share(0, 0, 1): share.embeddings, Share(0, 0, 0, 1): share.heads - share.tied}
+    for unit, times in units.items():
+        dense, *others = kinds_of(config, layout, unit)
+        rows = Counter({(dense.replicas, dense.stride, "matrices"): dense.number})
+        rows[dense.replicas, dense.stride, layout.sp] += 6 * config.hidden
+        for kind in others:
+            rows[kind.replicas, kind.stride, True] += kind.number
+        for (size, stride, _), number in rows.items():
+            shards = Kind(number, size, stride).shards(layout)
+            across = size // shards, stride * shards, all_reduce_cost
+            scattered = rounds(gradient * number, shards, stride)
+            scattered += rounds(gradient * number / shards, *across)
+            gathered = rounds(parameter * number, shards, stride)
+            sent += times * (sums * scattered + gathers * gathered)
     return sent
 
 
@@ -2874,7 +2995,7 @@ def _per_byte(gpu, gb_per_second):
 @lru_cache(maxsize=None)
 def shard_seconds(gpu, nbytes, size, stride=1):
     """Of a reduce-scatter or an all-gather of so many bytes, by `size` ranks, `stride` apart."""
-    per_node = math.gcd(size, max(1, gpu.per_node // stride))
+    per_node = on_one_node(size, stride, gpu.per_node)
     names = candidates("nccl", reduce_scatter_cost, size, per_node)
     costs = [reduce_scatter_cost(name, int(nbytes), size, per_node) for name in names]
     return min(cost.seconds(*links(gpu)) for cost in costs)
@@ -2935,18 +3056,16 @@ def product_seconds(config, gpu, batch, layout):
 def message_seconds(config, gpu, batch, layout, core):
     """Of a layer's tp, cp, ep: forward, backward. core: attention's seconds, which hide a ring."""
     tp, cp, ring = layout.tp, layout.cp, layout.cp_method == "ring" and layout.cp > 1
-    sent, (inside, between) = layer_bytes(config, layout, batch, _portion(config)), links(gpu)
+    sizes = config, layout, batch, _portion(config)
+    sent, batches, (inside, between) = layer_bytes(*sizes), layer_batches(*sizes), links(gpu)
     whole = batch * config.seq_len // cp * config.hidden * 2  # what tp gathers
     pace = shard_seconds(gpu, whole, tp) / max(1, reduce_scatter_bytes(whole, tp))
-    methods = {"ring": (cp - 1, 2 * cp - 2), "allgather": (1, 1), "ulysses": (2, 2)}
-    steps = methods[layout.cp_method] if cp > 1 else (0, 0)
-    hops = 2 * (layout.ep > layout.ep_nodes), 2 * (layout.ep_nodes > 1)
+    around = between if cp * tp > gpu.per_node else inside
+    seconds = lambda axis, i, link: Cost(batches[axis][i], sent[axis][i]).seconds(link)
     for i, hidden in enumerate((1, 2)):
-        link = between if cp * tp > gpu.per_node else inside
-        around = Cost(steps[i], sent["cp"][i]).seconds(link) - ring * hidden * core
-        dealt = Cost(hops[0], sent["ep"][i]).seconds(inside)
-        dealt += Cost(hops[1], sent["across"][i]).seconds(between)
-        yield sent["tp"][i] * pace, max(0.0, around), dealt
+        exposed = seconds("cp", i, around) - ring * hidden * core
+        dealt = seconds("ep", i, inside) + seconds("across", i, between)
+        yield sent["tp"][i] * pace, max(0.0, exposed), dealt
 
 
 @lru_cache(maxsize=None)
@@ -3551,6 +3670,7 @@ def planned(args, config, place):
     found["activations"], others = peaks
     found["all at once"] = found["parameters"] + found["optimizer"] + others
     found["TFLOPs"] = step_flops(config, args, share, batch) / 1e12
+    found["batches"] = sent_batches(config, args, share, batch)
     return found | sent_bytes(config, args, share, batch)
 
 
@@ -3559,6 +3679,7 @@ def rehearse(args):
     trainer, rehearsal, memory = rehearse_step(args)
     mesh, place = trainer.mesh, dist.get_rank(trainer.mesh.pp_group)
     claims = planned(args, trainer.config, place)
+    messages = claims, claims.pop("batches")
     axes = [f"{axis} {rank_and_size(getattr(mesh, f'{axis}_group'))[0]}" for axis in AXIS_NAMES]
     layers = [list(chunk.transformer["h"]) for chunk in trainer.chunks]
     layers = ", ".join(f"{own[0]} to {own[-1]}" if own else "none" for own in layers)
@@ -3569,11 +3690,11 @@ def rehearse(args):
     # a lane of several axes comes last, and is for those that have none of their own
     for lane in sorted(dict.fromkeys(lanes.values()), key=len):
         groups = {group for group, name in lanes.items() if name == lane}
-        claim = sum(claims.pop(axis, 0) for axis in lane.split("+"))
+        claim, batches = (sum(of.pop(axis, 0) for axis in lane.split("+")) for of in messages)
         total = lambda counted: sum(counted[group] for group in groups)
         rows += [(f"{lane}, MB sent", total(rehearsal.sent) / 1e6, claim / 1e6)]
         rows += [("  between nodes", total(rehearsal.crossed) / 1e6, 0)]
-        rows += [("  batches", total(rehearsal.batches), 0)]
+        rows += [("  batches", total(rehearsal.batches), batches)]
     print(f"{'':20}{'counted':>16}{'planned':>16}{'difference':>12}")
     for what, found, claim in rows:
         compared = f"{claim:16,.3f}{found / claim - 1:12.2%}" if claim else ""

@@ -210,6 +210,18 @@ def test_memory_of_a_layout_by_hand():
     assert sum(memory.values()) == hybrid.Plan(layout, memory, {}).held
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_attention_that_is_not_fused_keeps_its_scores_unless_it_runs_again(recompute):
+    """5 T^2 for each head and sequence: scores and their softmax in 16 bit, and a mask of bytes."""
+    config = hybrid.GPTConfig(3, 64, 4, 32, 512)
+    layout = hybrid.Layout(tp=2, recompute=recompute)
+    fused, unfused = (
+        hybrid.memory_of(config, layout, 2, unfused)["activations"] for unfused in (False, True)
+    )
+    kept = 3 * 5 * 32**2 * 2 * (4 // 2)  # layers, scores, sequences, heads
+    assert unfused - fused == (kept if recompute == "none" else 0)
+
+
 def test_time_of_a_layout_by_hand():
     """Two stages of two layers each, four microbatches, on links and memory that take no time."""
     flags = "--gpus 2 --gpu h100 --layers 4 --hidden 64 --heads 4 --seq-len 32 --vocab-size 16"

@@ -208,14 +208,17 @@ LARGE += [(DEEPSEEK, rank) for rank in (0, 1000, 2047)]
 
 
 def _table(flags, capsys):
-    """{what: (counted, difference from the formula, or None)} as printed."""
+    """{what: (counted, difference from what is planned, or None, that)} as printed."""
     assert hybrid.main(f"--rehearse {flags}".split()) == 0
     title, _, *lines = capsys.readouterr().out.splitlines()
-    rows = [(line[:20].strip(), line[20:].replace(",", "").split()) for line in lines]
-    percent = lambda text: float(text.rstrip("%")) / 100
-    return title, {
-        what: (float(words[0]), percent(words[2]) if words[2:] else None) for what, words in rows
-    }
+    percent, table, lane = lambda text: float(text.rstrip("%")) / 100, {}, ""
+    for line in lines:
+        what, words = line[:20].strip(), line[20:].replace(",", "").split()
+        lane = what.removesuffix(", MB sent") if what.endswith("sent") else lane
+        name = f"{lane}, {what}" if line.startswith(" ") else what
+        planned, difference = (float(words[1]), percent(words[2])) if words[2:] else (0.0, None)
+        table[name] = float(words[0]), difference, planned
+    return title, table
 
 
 def _assert_agree(table, what=None):
@@ -277,6 +280,42 @@ def test_activations_are_the_formulas_within_2_percent(capsys, flags, rank):
     _assert_agree(table, MEMORY)
 
 
+OF_ALL_AXES = [  # GPUs, rank, layout
+    (8, 0, "--dp 4 --tp 2 --zero 0"),
+    (8, 7, "--dp 4 --tp 2 --sp --zero 1 --kv-heads 1"),
+    (8, 0, "--dp 4 --cp 2 --zero 3 --microbatches 2 --replicate 2"),
+    (8, 7, "--ep 4 --ep-nodes 2 --experts 8 --balance none"),
+    (8, 0, "--ep 4 --experts 8 --shared-experts 1 --recompute full --moe-every 2"),
+    (16, 0, "--tp 4 --ep 4 --experts 8 --balance bias --zero 2 --microbatches 2"),
+    (16, 15, "--ep 2 --experts 8 --microbatches 2"),
+    (16, 0, "--tp 2 --sp --ep 4 --experts 8 --balance bias"),
+    (4, 3, "--tp 4 --ep 1 --experts 4 --balance bias"),
+    (8, 7, "--cp 4 --cp-method allgather --recompute selective"),
+    (8, 0, "--cp 4 --cp-method ulysses --recompute selective --kv-heads 4"),
+    (4, 1, "--pp 4 --schedule 1f1b --microbatches 8"),
+    (6, 5, "--pp 6 --layers 6 --schedule 1f1b --microbatches 6 --batch-size 48"),
+    (4, 0, "--pp 4 --schedule dualpipe --microbatches 8"),
+    (4, 1, "--pp 2 --schedule zb-v --microbatches 8 --zero 2"),
+    (16, 15, "--tp 4 --pp 2 --microbatches 4 --recompute full"),
+    (16, 0, "--tp 4 --pp 2 --sp --microbatches 4 --schedule interleaved"),
+    (64, 0, "--dp 64"),  # over eight nodes
+    (1024, 0, "--tp 4 --sp --zero 3 --batch-size 256"),
+    (1024, 0, "--cp 4 --zero 2 --batch-size 512"),
+    (8, 0, "--tp 8 --sp --hidden 4096 --seq-len 16384 --layers 2 --batch-size 4"),  # in slices
+    (8, 0, "--tp 2 --sp --hidden 4096 --layers 2 --dtype bf16"),
+]
+
+
+@pytest.mark.parametrize("gpus, rank, layout", OF_ALL_AXES)
+def test_batches_are_those_of_the_formula_to_the_last(capsys, gpus, rank, layout):
+    sizes = "--hidden 256 --heads 8 --seq-len 512 --vocab-size 256 --layers 4 --batch-size 64"
+    _, table = _table(f"{sizes} --gpus {gpus} --rank {rank} {layout}", capsys)
+    batches = {name: row for name, row in table.items() if name.endswith("batches")}
+    if "--zero 0" in layout:  # as many as buckets
+        assert batches.pop("dp, batches")[1] is None
+    assert batches and all(difference == 0 for _, difference, _ in batches.values()), table
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("flags, rank", LARGE)
 def test_large_models_take_a_minute_at_most_and_their_formulas_agree(capsys, flags, rank):
@@ -298,7 +337,12 @@ def test_large_models_take_a_minute_at_most_and_their_formulas_agree(capsys, fla
 )
 def test_what_a_few_ranks_share_is_counted_as_it_is_planned(flags, capsys):
     sizes = "--layers 4 --hidden 2048 --heads 16 --seq-len 1024 --vocab-size 512 --batch-size 48"
-    _, table = _table(f"{sizes} --dtype bf16 {flags}", capsys)
+    last = int(flags.split()[1]) - 1  # has the scalars of a sum
+    _, table = _table(f"{sizes} --dtype bf16 {flags} --rank {last}", capsys)
+    batches = [table.pop(name) for name in list(table) if name.endswith("batches")]
+    if "--zero 0" not in flags:
+        counted, _, planned = map(sum, zip(*((a, 0, c) for a, _, c in batches)))
+        assert counted == pytest.approx(planned, rel=0.02)
     for what in table.keys() - {*MEMORY, "gradients, MB"}:
         assert table[what][1] is None or abs(table[what][1]) < 0.02, table
 
