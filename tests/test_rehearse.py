@@ -299,6 +299,7 @@ OF_ALL_AXES = [  # GPUs, rank, layout
     (16, 15, "--tp 4 --pp 2 --microbatches 4 --recompute full"),
     (16, 0, "--tp 4 --pp 2 --sp --microbatches 4 --schedule interleaved"),
     (64, 0, "--dp 64"),  # over eight nodes
+    (192, 0, "--hidden 2048 --layers 2 --batch-size 192"),  # over more than a batch has peers for
     (1024, 0, "--tp 4 --sp --zero 3 --batch-size 256"),
     (1024, 0, "--cp 4 --zero 2 --batch-size 512"),
     (8, 0, "--tp 8 --sp --hidden 4096 --seq-len 16384 --layers 2 --batch-size 4"),  # in slices
