@@ -2524,6 +2524,9 @@ def peak_bytes(config, layout, batch, actions, shares, gradients=0, scores=0):
             held += cost.put_off * (kind == "I") - cost.kept
             most, summed = max(0, summed, gradients - cost.row), gradients
             peaks.append((most + held + cost.embedding + received, most))
+    for kind in parameters_of(config, layout, sum_of(shares)):  # at last what tp sums
+        copies = (kind.partial > 1) * 4 * kind.gradients(layout)
+        peaks.append((summed + copies + direct_scratch_bytes(copies, kind.partial), summed))
     lasting = _units_bytes(config, layout, shares)
     return lasting + max(total - of for total, of in peaks), lasting + max(peaks)[0]
 

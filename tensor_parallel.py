@@ -684,21 +684,24 @@ def sum_partial_gradients(parameters, group=None, check=True):
         return
     if check:
         _check_pieces([parameter for parameter, _ in shared], group)
-    own, totals = [], []
+    own, places = [], []
     for parameter, (begin, end, part, parts, largest) in shared:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         parameter.grad, (_, first) = parameter.grad.contiguous(), part_of(parameter)
-        mine = parameter.grad.view(-1)[max(0, begin - first) : max(0, end - first)]
+        own.append(parameter.grad.view(-1)[max(0, begin - first) : max(0, end - first)])
         # a row for each part: the ranks that hold a part meet in its row, and others add zeros
-        total = mine.new_zeros(parts, len(mine) + largest - (end - begin))
-        total[part, : len(mine)] = mine
-        own.append((mine, part))
-        totals.append(total)
-    flat = torch.cat([total.flatten() for total in totals])
+        places.append((part, parts, len(own[-1]) + largest - (end - begin)))
+    lengths = [parts * length for _, parts, length in places]
+    dtype = max((gradient.dtype for gradient in own), key=lambda dtype: dtype.itemsize)
+    flat = own[0].new_zeros(sum(lengths), dtype=dtype)
+    rows = [
+        total.view(parts, length)[part, : len(gradient)]
+        for gradient, total, (part, parts, length) in zip(own, flat.split(lengths), places)
+    ]
+    torch._foreach_copy_(rows, own)
     all_reduce(flat, group=group)
-    for (mine, part), total, summed in zip(own, totals, flat.split([t.numel() for t in totals])):
-        mine.copy_(summed.view_as(total)[part, : len(mine)])
+    torch._foreach_copy_(own, rows)
 
 
 def _shared_ranges(parameters, rank, world_size):

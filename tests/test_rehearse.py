@@ -348,6 +348,13 @@ def test_what_a_few_ranks_share_is_counted_as_it_is_planned(flags, capsys):
         assert table[what][1] is None or abs(table[what][1]) < 0.02, table
 
 
+def test_to_sum_experts_over_tp_takes_their_gradients_once_more(capsys):
+    flags = "--layers 4 --hidden 1024 --heads 8 --seq-len 512 --vocab-size 512 --dtype bf16"
+    _, table = _table(f"{flags} --gpus 16 --tp 4 --ep 2 --experts 8 --zero 0", capsys)
+    assert table["tp, MB sent"][0] > 400
+    _assert_agree(table, MEMORY)
+
+
 def test_a_model_of_the_literature_has_its_sizes_but_for_those_that_are_given(capsys):
     flags = "--model deepseek-v3 --layers 9 --gpus 64 --rank 20 --ep 8 --pp 4 --batch-size 64"
     title, table = _table(f"{flags} --hidden 1024 --heads 8 --balance bias", capsys)
