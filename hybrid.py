@@ -57,7 +57,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import lru_cache, partial
-from itertools import accumulate, combinations, cycle, groupby, pairwise, product, takewhile
+from itertools import accumulate, combinations, cycle, product, takewhile
 from itertools import count as numbers
 from pathlib import Path
 from random import Random
@@ -94,7 +94,7 @@ from ddp import (
 from expert_parallel import MoE, expert_activation_bytes, expert_parallel_bytes, tally_metrics
 from pipeline import (
     SCHEDULES, Clock, Pipeline, WeightGradStore, bubble_of_step, bubble_time, cheapest_cuts,
-    forward_only, least_microbatches, peak_activations, pipeline_bytes, simulate, sum_replicas,
+    forward_only, least_microbatches, simulate, sum_replicas,
 )
 from sequence_parallel import (
     activation_bytes, allgather_attention, context_activation_bytes, context_parallel_bytes,
@@ -108,7 +108,7 @@ from tensor_parallel import (
 )
 from zero import (
     FlatParameter, FullyShardedDataParallel, compute_bound_tokens, largest_model, memory_ledger,
-    zero_bytes, zero_memory, zero_rounds,
+    zero_memory, zero_rounds,
 )
 
 CP_METHODS = {
@@ -2009,6 +2009,11 @@ class Share(NamedTuple):
     tied: bool = False
     borders: int = 0
 
+    @property
+    def portion(self):
+        """Of the layers, those with experts."""
+        return self.mixtures / max(1, self.layers)
+
 
 def shares_of(routes, config, place):
     """The Shares of a rank of the pipeline, by chunk. routes: of its schedule."""
@@ -2075,14 +2080,9 @@ def kinds_of(config, layout, share):
     )
 
 
-def parameters_of(config, layout, share):
-    """Those of these that there are."""
-    return [kind for kind in kinds_of(config, layout, share) if kind.number]
-
-
 def count_of(config, layout, share):
-    """How many parameters these are."""
-    return sum(kind.number for kind in parameters_of(config, layout, share))
+    """How many parameters a rank's share has."""
+    return sum(kind.number for kind in kinds_of(config, layout, share))
 
 
 def itemsize_of(layout):
@@ -2104,7 +2104,7 @@ def state_bytes(config, layout, share):
     """{kind: bytes} that a rank holds between steps, without the padding of rows."""
     held, sizes = dict.fromkeys(("parameters", "gradients", "optimizer"), 0), state_sizes(layout)
     zero = max(layout.zero, 2 * scatters_at_once(layout))
-    for kind in parameters_of(config, layout, share):
+    for kind in kinds_of(config, layout, share):
         for i, what in enumerate(held):
             only = [size * (i == j) for j, size in enumerate(sizes)]
             held[what] += kind.number * zero_memory(zero, kind.shards(layout), *only)
@@ -2121,14 +2121,14 @@ def step_flops(config, layout, share, batch):
 
     Of scores half, as a causal kernel computes, without those that it computes again in backward.
     """
-    product, core = forward_flops(config, share.mixtures / max(1, share.layers))
+    product, core = forward_flops(config, share.portion)
+    # heads of keys and values that other ranks of tp compute, too
+    twice = own_kv_heads(config, layout) * layout.tp - (config.kv_heads or config.heads)
+    product += 4 * config.hidden**2 // config.heads * twice
     again = layout.recompute
     flops = share.layers * (3 + (again == "full")) * product
     flops += share.layers * (3 + (again != "none")) * core / 2
     flops += share.heads * 3 * 2 * config.hidden * config.vocab_size
-    twice = own_kv_heads(config, layout) - (config.kv_heads or config.heads) / layout.tp  # heads
-    products = 4 * config.hidden**2 // config.heads * twice * layout.tp
-    flops += share.layers * (3 + (again == "full")) * products
     tokens = own_microbatches(layout) * batch * config.seq_len // (layout.cp * layout.tp)
     return flops * tokens
 
@@ -2172,7 +2172,7 @@ def sent_bytes(config, layout, share, batch):
     nbytes = batch * config.seq_len // layout.cp * config.hidden * itemsize_of(layout)
     sums = share.embeddings + share.heads * (1.5 if layout.sp else 1)
     sent["tp"] += m * sums * all_reduce_bytes(nbytes, layout.tp)
-    for kind in parameters_of(config, layout, share):
+    for kind in kinds_of(config, layout, share):
         summed = state_sizes(layout)[1] * kind.gradients(layout)
         sent["tp"] += all_reduce_bytes(summed, kind.partial)
     sent["pp"] = m * share.borders * nbytes // (layout.tp if layout.sp else 1)
@@ -2183,7 +2183,7 @@ def sent_bytes(config, layout, share, batch):
 
 def of_layers(cost, config, layout, share, batch):
     """{axis: sum} over a rank's layers and microbatches. cost: layer_bytes, or layer_batches."""
-    layer = cost(config, layout, batch, share.mixtures / max(1, share.layers))
+    layer = cost(config, layout, batch, share.portion)
     runs = {axis: 1 + (axis in AGAIN[layout.recompute]) for axis in layer}
     times = own_microbatches(layout) * share.layers
     found = {axis: times * (runs[axis] * ahead + back) for axis, (ahead, back) in layer.items()}
@@ -2196,7 +2196,7 @@ def copied_gradient_bytes(config, layout, share):
 
     The first and the last stage have this, as the embedding and the head.
     """
-    kinds, copied = parameters_of(config, layout, share), 0
+    kinds, copied = kinds_of(config, layout, share), 0
     if layout.schedule == "dualpipe":
         copied += sum(kind.gradients(layout) for kind in kinds)
     if share.embeddings + share.heads == 1:
@@ -2210,7 +2210,7 @@ def replica_bytes(config, layout, share):
     gradient, parameter = state_sizes(layout)[1], itemsize_of(layout)
     sums, gathers = zero_rounds(layout.zero, own_microbatches(layout))
     row, sent = sums * gradient + gathers * (parameter if layout.zero else gradient), 0
-    for kind in parameters_of(config, layout, share):
+    for kind in kinds_of(config, layout, share):
         shards = kind.shards(layout)
         sent += reduce_scatter_bytes(row * kind.number, shards)
         sent += sums * all_reduce_bytes(gradient * kind.number / shards, kind.replicas // shards)
@@ -2221,6 +2221,9 @@ def replica_bytes(config, layout, share):
 #
 # What NCCL gets at once is a batch, and costs the host some 60 us. The counts are of the busiest
 # rank of a group: of a sum of few bytes others have no part.
+
+
+GPUS_PER_NODE = 8
 
 
 def rounds(nbytes, size, stride=1, cost=reduce_scatter_cost):
@@ -2297,9 +2300,9 @@ def step_batches(config, layout, share):
     yield "ep", reduced(8, layout.ep) * mixtures
     yield "pp", reduced(8, layout.pp, tp * replicas) * (2 + mixtures)
     yield "dp", reduced(8, replicas, tp) * (2 + mixtures)
-    for kind in (dense, experts) if layout.zero else ():
-        yield "dp", reduced(8 * (kind.number > 0), kind.shards(layout), kind.stride)
     if layout.zero:
+        for kind in dense, experts:
+            yield "dp", reduced(8 * (kind.number > 0), kind.shards(layout), kind.stride)
         yield "dp", row_batches(config, layout, share)
 
 
@@ -2339,12 +2342,12 @@ class Sizes(NamedTuple):
 
     whole: float  # the residual stream of the rank's positions
     own: float  # the part of it that the rank keeps: 1 / tp with --sp
-    heads: float  # the queries of the rank's heads; what their attention makes
+    part: float  # 1 / tp of it: the queries of the rank's heads; what it deals out to experts
+    kv: float  # the keys and values of its heads
     inner: float  # what GELU takes, or makes
-    tokens: float  # those that the rank deals out to experts
     scratch: float  # of a sum over tp
     gathered: float  # with --sp, what a product takes; else 0
-    out: float  # with --sp, what it leaves; else 0
+    summed: float  # what a sum over tp takes and, with --sp, leaves
     weight: float  # a matrix of the MLP
     routed: float  # such a matrix of all of the rank's experts
     cast: float  # more bytes, of each byte, if there is a copy in 32 bit: 2, in fp32 0
@@ -2359,12 +2362,12 @@ def sizes_of(config, layout, batch):
     return Sizes(
         whole=whole,
         own=own,
-        heads=whole / tp,
+        part=whole / tp,
+        kv=whole * 2 * own_kv_heads(config, layout) / config.heads,
         inner=whole / tp * width / h,
-        tokens=whole / tp,
         scratch=direct_scratch_bytes(whole, tp),
         gathered=whole * split,
-        out=own * split,
+        summed=whole + own * split,
         weight=item * h * width / tp,
         routed=item * h * width * config.experts / layout.ep,
         cast=cast,
@@ -2377,18 +2380,18 @@ def kept_bytes(config, layout, batch, experts, recompute=None):
 
     Of attention is kept what its fused kernel needs, which is as if its core ran again.
     """
-    h, tp, recompute = config.hidden, layout.tp, recompute or layout.recompute
-    own, width, item = config.seq_len / layout.cp, config.mlp_width, itemsize_of(layout)
-    mode = "full" if recompute == "full" else "selective"
-    sizes = batch, own, h, config.heads, tp, layout.sp, mode, tp * own_kv_heads(config, layout)
+    norm = sizes_of(config, layout, batch).own  # of which experts take copies
+    recompute = recompute or layout.recompute
+    if recompute == "full":
+        return norm
+    h, tp, width, item = config.hidden, layout.tp, config.mlp_width, itemsize_of(layout)
+    own, kv_heads = config.seq_len / layout.cp, tp * own_kv_heads(config, layout)
+    sizes = batch, own, h, config.heads, tp, layout.sp, "selective", kv_heads
     kept = activation_bytes(*sizes, (1 - experts) * width, config.dropout > 0, item)
     if recompute == "none":
         heads = config.heads // tp, own_kv_heads(config, layout), h // config.heads
         around = layout.cp_method, batch, config.seq_len, *heads, layout.cp, item
         kept += context_activation_bytes(*around)
-    if recompute == "full":
-        return kept
-    norm = batch * own * h * item / (tp if layout.sp else 1)  # experts take copies of it
     rows = batch * own / tp, config.top_k, h, width, item, config.shared_experts
     return kept + experts * (expert_activation_bytes(*rows) - norm)
 
@@ -2406,20 +2409,20 @@ def made_bytes(config, layout, batch, experts):
         row = 4 * count_of(config, layout, Share(1, experts))
     forward, backward = [0], [0]
     if experts < 1:
-        forward.append(of.whole + max(of.out + of.scratch, of.own))  # the MLP's sum, the residual
+        forward += [of.summed + of.scratch, of.whole + of.own]  # the MLP's sum, the residual
         backward += [
             of.gathered + of.inner + of.weight,  # the second matrix: both gradients
             of.weight * (1 + of.added),  # then its own alone, in 32 bit, too
             of.inner + row,  # GELU's, after which its output is free
-            of.gathered + of.whole + of.out + of.scratch - of.inner + row,  # the first one's input
-            of.whole + of.out + of.weight - of.inner + row,  # and its own
+            of.gathered + of.summed + of.scratch - of.inner + row,  # the first one's input
+            of.summed + of.weight - of.inner + row,  # and its own
             of.weight * (1 + of.added) - 2 * of.inner + row,  # its input is free as well
         ]
     if experts:  # forward puts rows where their tokens are; backward makes the gradients of rows
         hops = min(config.top_k, layout.ep_nodes, config.topk_nodes or layout.ep_nodes)
-        rows, inner = config.top_k * of.tokens, of.inner * config.top_k
-        forward.append(hops * (rows + of.tokens))
-        back = rows + of.tokens, inner + of.routed, inner - rows + of.routed * (1 + of.added)
+        rows, inner = config.top_k * of.part, config.top_k * of.inner
+        forward.append(hops * (rows + of.part))
+        back = rows + of.part, inner + of.routed, inner - rows + of.routed * (1 + of.added)
         backward.append(max(back) + row)
     if layout.cp > 1 and layout.cp_method == "allgather":
         backward.append(_made_of_allgather(config, layout, batch, experts, of) + row)
@@ -2431,11 +2434,10 @@ def made_bytes(config, layout, batch, experts):
 def _made_of_allgather(config, layout, batch, experts, of):
     """In backward: sums in 32 bit for others' keys and values, and as they leave."""
     kept = kept_bytes(config, layout, batch, experts, "selective") - 2 * of.own
-    heads = config.heads / layout.tp / layout.cp
-    kv = of.heads * 2 * own_kv_heads(config, layout) / heads
-    sums = (2 * kv + of.heads) * 4 / itemsize_of(layout)
-    again = (kv + 2 * of.heads) * (layout.recompute == "selective")
-    return sums + again + of.own + of.heads - kept
+    kv = of.kv * layout.cp  # of all
+    sums = (2 * kv + of.part) * 4 / itemsize_of(layout)
+    again = (kv + 2 * of.part) * (layout.recompute == "selective")
+    return sums + again + of.own + of.part - kept
 
 
 def put_off_bytes(config, layout, batch, experts):
@@ -2444,9 +2446,8 @@ def put_off_bytes(config, layout, batch, experts):
     The inputs of products, and the gradients of what they make; experts put nothing off.
     """
     of = sizes_of(config, layout, batch)
-    kv = of.heads * 2 * own_kv_heads(config, layout) * layout.tp / config.heads
-    attention = of.own + of.whole + 2 * of.heads + kv
-    shared = (2 * of.tokens + 2 * config.shared_experts * of.inner) * (config.shared_experts > 0)
+    attention = of.own + of.whole + 2 * of.part + of.kv
+    shared = (2 * of.part + 2 * config.shared_experts * of.inner) * (config.shared_experts > 0)
     return attention + (1 - experts) * (of.own + of.whole + 2 * of.inner) + experts * shared
 
 
@@ -2458,8 +2459,8 @@ def head_bytes(config, layout, batch):
     of, part = sizes_of(config, layout, batch), config.vocab_size / layout.tp
     logits, weight = of.whole / config.hidden * part, config.hidden * part * itemsize_of(layout)
     backward = max(
-        of.gathered + of.whole + of.out + of.scratch,
-        of.whole + of.out + weight,
+        of.gathered + of.summed + of.scratch,
+        of.summed + weight,
         of.own + weight * (1 + of.added) - logits,
     )
     return 2 * of.own + logits, logits * of.cast, backward
@@ -2479,7 +2480,7 @@ class StageBytes(NamedTuple):
 
 def stage_bytes(config, layout, batch, share, scores=0):
     """The StageBytes of a stage; see peak_bytes()."""
-    sizes = config, layout, batch, share.mixtures / max(1, share.layers)
+    sizes = config, layout, batch, share.portion
     of, (ahead, back) = sizes_of(config, layout, batch), made_bytes(*sizes)
     kept = share.layers * (kept_bytes(*sizes) + scores)
     put_off = share.layers * put_off_bytes(*sizes)
@@ -2517,14 +2518,13 @@ def peak_bytes(config, layout, batch, actions, shares, gradients=0, scores=0):
             held -= cost.put_off
         else:
             # the first stage sends nothing after a backward: all gradients that come may lie there
-            waiting = sum(1 for _ in takewhile(lambda action: action.kind in "BI", actions[i:]))
-            waiting = max(2, waiting) if share.embeddings else 2
-            received = message * (1 if share.heads else waiting)
+            waiting = [*takewhile(lambda action: action.kind in "BI", actions[i:])]
+            received = message * (1 if share.heads else max(2, share.embeddings * len(waiting)))
             peaks.append((summed + held + cost.back + received, summed))
             held += cost.put_off * (kind == "I") - cost.kept
-            most, summed = max(0, summed, gradients - cost.row), gradients
+            most, summed = max(summed, gradients - cost.row), gradients
             peaks.append((most + held + cost.embedding + received, most))
-    for kind in parameters_of(config, layout, sum_of(shares)):  # at last what tp sums
+    for kind in kinds_of(config, layout, sum_of(shares)):  # at last what tp sums
         copies = (kind.partial > 1) * 4 * kind.gradients(layout)
         peaks.append((summed + copies + direct_scratch_bytes(copies, kind.partial), summed))
     lasting = _units_bytes(config, layout, shares)
@@ -2536,7 +2536,7 @@ def _units_bytes(config, layout, shares):
     in the next pass, and of stage 3 the parameters of two layers and of none."""
     layers, ends = min(2, max(share.layers for share in shares)), sum_of(shares)
     outside = count_of(config, layout, ends._replace(layers=0, mixtures=0))
-    units = count_of(config, layout, Share(layers, layers * ends.mixtures / max(1, ends.layers)))
+    units = count_of(config, layout, Share(layers, layers * ends.portion))
     shards = Kind(outside, layout.dp * layout.cp, layout.tp).shards(layout)
     sums = 4 * outside / shards * scatters_at_once(layout)
     return len(shares) * sums + itemsize_of(layout) * (units + outside) * (layout.zero > 2)
@@ -2835,9 +2835,6 @@ def judge(args, device, local_world_size, groups):
 # for a step, from the modules' cost functions. best_plans() prices what can be, and plan() prints.
 
 
-GPUS_PER_NODE = 8
-
-
 class Gpu(NamedTuple):
     """A GPU by its data sheet: TFLOP/s of dense products in bf16; GB of memory; GB/s of memory, to
     its node of `per_node` GPUs, and of its share of the network, links in one direction.
@@ -2855,76 +2852,9 @@ class Gpu(NamedTuple):
     moves: float = 1.0
     per_node: int = GPUS_PER_NODE
 
-
-GPUS = {  # 80 GB are of 80 GiB: the other 6 are for CUDA, NCCL and holes
-    "a100": Gpu(PEAKS["A100"][0], 80, 2039, 300, 25, 0.69, 0.81),
-    "h100": Gpu(PEAKS["H100 80GB HBM3"][0], 80, 3350, 450, 50),
-    "h800": Gpu(989, 80, 3350, 200, 50),
-    "h200": Gpu(PEAKS["H200"][0], 141, 4800, 450, 50),
-    "b200": Gpu(2250, 180, 8000, 900, 50),
-    "tpu-v5p": Gpu(459, 95, 2765, 180, 180),
-}
-
-
-class Model(NamedTuple):
-    """A model of the literature as a GPT of its layers, width and heads.
-
-    Where its MLP has three matrices, ffn is 1.5 times theirs: as many FLOPs. billions: of its own
-    parameters. unfused: attention writes its scores to memory, as Megatron-LM's did in 2021.
-    """
-
-    billions: float
-    config: GPTConfig
-    unfused: bool = False
-
-
-MEGATRON = {  # Narayanan et al., 2021, table 1: billions of parameters: layers, hidden, heads
-    **{1.7: (24, 2304, 24), 3.6: (30, 3072, 32), 7.5: (36, 4096, 32), 18.4: (40, 6144, 48)},
-    **{39.1: (48, 8192, 64), 76.1: (60, 10240, 80), 145.6: (80, 12288, 96)},
-    **{310.1: (96, 16384, 128), 529.6: (105, 20480, 128), 1008.0: (128, 25600, 160)},
-}
-LLAMA = partial(GPTConfig, seq_len=8192, vocab_size=128256, kv_heads=8)
-MODELS = {
-    **{
-        f"gpt-{billions}b": Model(billions, GPTConfig(*sizes, 2048, 51200, dropout=0.1), True)
-        for billions, sizes in MEGATRON.items()
-    },
-    "llama3-8b": Model(8.03, LLAMA(32, 4096, 32, ffn=21504)),
-    "llama3-70b": Model(70.6, LLAMA(80, 8192, 64, ffn=43008)),
-    "llama3-405b": Model(405.9, LLAMA(126, 16384, 128, ffn=79872)),
-    "gemma2-27b": Model(27.2, GPTConfig(46, 4608, 32, 8192, 256128, kv_heads=16, ffn=55296)),
-    "mixtral-8x22b": Model(
-        140.6, GPTConfig(56, 6144, 48, 4096, 32768, kv_heads=8, ffn=24576, experts=8, top_k=2)
-    ),
-    "deepseek-v3": Model(
-        671.0,
-        GPTConfig(
-            *(61, 7168, 128, 4096, 129280),
-            **{"ffn": 3072, "experts": 256, "top_k": 8, "shared_experts": 1, "topk_nodes": 4},
-        ),
-    ),
-    "kimi-k2": Model(
-        1040.0,
-        GPTConfig(
-            *(61, 7168, 64, 4096, 163840),
-            **{"ffn": 3072, "experts": 384, "top_k": 8, "shared_experts": 1},
-        ),
-    ),
-    "glm-5": Model(
-        744.0,
-        GPTConfig(
-            *(78, 6144, 64, 4096, 154880),
-            **{"ffn": 3072, "experts": 256, "top_k": 8, "shared_experts": 1},
-        ),
-    ),
-    "solar-open": Model(
-        102.6,
-        GPTConfig(
-            *(48, 4096, 64, 4096, 196608),
-            **{"kv_heads": 8, "ffn": 1920, "experts": 128, "top_k": 8, "shared_experts": 1},
-        ),
-    ),
-}
+    def per_byte(self, gb_per_second):
+        """Seconds."""
+        return 1e-9 / (self.moves * gb_per_second)
 
 
 class Layout(NamedTuple):
@@ -2940,7 +2870,7 @@ class Layout(NamedTuple):
     recompute: str = "none"
     microbatches: int = 1
     schedule: str = "1f1b"
-    chunks: int = 1
+    chunks: int = 1  # of a rank: 2 of zb-v
     zero: int = 0
     replicate: int = 1
     ep_nodes: int = 1
@@ -2952,7 +2882,7 @@ class Layout(NamedTuple):
 
     @property
     def of_layer(self):
-        """What of it a layer's work depends on."""
+        """What of it a layer's work depends on, a key for caches; the rest is the default."""
         names = "tp", "cp", "ep", "sp", "cp_method", "recompute", "ep_nodes"
         return Layout(**{name: getattr(self, name) for name in names})
 
@@ -2971,129 +2901,6 @@ class Plan(NamedTuple):
     @property
     def held(self):
         return sum(self.memory.values())
-
-
-class Work(NamedTuple):
-    """Of a layer, or of the head, with a microbatch, on one GPU.
-
-    forward, backward: seconds of compute, and exposed ones of tp, cp and ep. weight: those of
-    backward's compute that are for weights.
-    """
-
-    forward: tuple
-    backward: tuple
-    weight: float
-
-
-def links(gpu):
-    """LinkSpeed inside a node and between nodes. A message costs the host what NCCL's do here."""
-    speeds = gpu.node, gpu.network
-    return [LinkSpeed(LINK_SPEEDS["nccl"].alpha, _per_byte(gpu, gbs), 0.0) for gbs in speeds]
-
-
-def _per_byte(gpu, gb_per_second):
-    return 1e-9 / (gpu.moves * gb_per_second)
-
-
-@lru_cache(maxsize=None)
-def shard_seconds(gpu, nbytes, size, stride=1):
-    """Of a reduce-scatter or an all-gather of so many bytes, by `size` ranks, `stride` apart."""
-    per_node = on_one_node(size, stride, gpu.per_node)
-    names = candidates("nccl", reduce_scatter_cost, size, per_node)
-    costs = [reduce_scatter_cost(name, int(nbytes), size, per_node) for name in names]
-    return min(cost.seconds(*links(gpu)) for cost in costs)
-
-
-def size_of(config):
-    """Parameters of a GPT."""
-    whole = Share(config.layers, config.layers * _portion(config), 1, 1, tied=True)
-    return count_of(config, Layout(), whole)
-
-
-@lru_cache
-def _portion(config):
-    """Of the layers, those that have experts."""
-    return sum(map(config.has_experts, range(config.layers))) / config.layers
-
-
-@lru_cache(maxsize=None)
-def layer_work(config, gpu, batch, layout, unfused):
-    """The mean layer's Work, with `batch` sequences of a microbatch.
-
-    Forward computes products, at the pace of the GPU or of its memory, which holds the weights, and
-    writes and reads once what is kept if nothing is recomputed. Backward computes the products of
-    inputs and of weights, whose gradients are read and written in 32 bit, and twice the rest. tp
-    and ep wait; ring attention hides its messages behind attention.
-    """
-    product, weight, core = product_seconds(config, gpu, batch, layout)
-    core *= 1 if unfused else 0.5  # a fused kernel leaves out what a causal mask does
-    per_byte = _per_byte(gpu, gpu.memory_speed)
-    written = fused = kept_bytes(config, layout, batch, _portion(config), recompute="selective")
-    written += unfused * score_bytes(config, layout, batch)
-    compute = product + core + 2 * written * per_byte
-    scores = core + 2 * (written - fused) * per_byte
-    ahead, back = message_seconds(config, gpu, batch, layout, core)
-    forward = compute, *ahead
-    # a fused kernel makes the scores again in backward: 5 products, to the 2 of forward
-    backward = product + weight + 2 * (compute - product) + (not unfused) * core / 2, *back
-    again = {"none": (0,) * 4, "selective": (scores, 0, ahead[1], 0), "full": forward}
-    backward = tuple(map(sum, zip(backward, again[layout.recompute])))
-    return Work(forward, backward, weight)
-
-
-def score_bytes(config, layout, batch):
-    """Bytes of a layer's scores where attention is not fused."""
-    sizes = batch, config.seq_len / layout.cp, config.hidden, config.heads, layout.tp
-    return activation_bytes(*sizes) - activation_bytes(*sizes, recompute="selective")
-
-
-def product_seconds(config, gpu, batch, layout):
-    """Of a layer's matrices in forward, of those for their gradients, and of attention's core."""
-    per_flop = batch * config.seq_len / layout.cp / layout.tp / (gpu.tflops * 1e12 * gpu.products)
-    product, core = (flops * per_flop for flops in forward_flops(config, _portion(config)))
-    weights = count_of(config, layout, Share(1, _portion(config)))
-    weights *= _per_byte(gpu, gpu.memory_speed)
-    return *(max(product, size * weights) for size in (2, 8)), core
-
-
-def message_seconds(config, gpu, batch, layout, core):
-    """Of a layer's tp, cp, ep: forward, backward. core: attention's seconds, which hide a ring."""
-    tp, cp, ring = layout.tp, layout.cp, layout.cp_method == "ring" and layout.cp > 1
-    sizes = config, layout, batch, _portion(config)
-    sent, batches, (inside, between) = layer_bytes(*sizes), layer_batches(*sizes), links(gpu)
-    whole = batch * config.seq_len // cp * config.hidden * 2  # what tp gathers
-    pace = shard_seconds(gpu, whole, tp) / max(1, reduce_scatter_bytes(whole, tp))
-    around = between if cp * tp > gpu.per_node else inside
-    seconds = lambda axis, i, link: Cost(batches[axis][i], sent[axis][i]).seconds(link)
-    for i, hidden in enumerate((1, 2)):
-        exposed = seconds("cp", i, around) - ring * hidden * core
-        dealt = seconds("ep", i, inside) + seconds("across", i, between)
-        yield sent["tp"][i] * pace, max(0.0, exposed), dealt
-
-
-@lru_cache(maxsize=None)
-def head_work(config, gpu, batch, parts):
-    """The head's, and the loss's. parts: tp x cp."""
-    logits = batch * config.seq_len * config.vocab_size / parts
-    product = 2 * config.hidden * logits / (gpu.tflops * 1e12 * gpu.products)
-    forward = product + 12 * logits * _per_byte(gpu, gpu.memory_speed)
-    return Work((forward, 0, 0, 0), (2 * forward, 0, 0, 0), product)
-
-
-@lru_cache(maxsize=None)
-def busiest_rank(layers, head, stages, chunks):
-    """(layers, heads) of the rank that has most to do, where the head costs `head` layers.
-
-    As layers_of() cuts, where all layers cost the same.
-    """
-    if stages == 1:
-        return layers, 1
-    cuts, others = [], min(stages - 1, layers)
-    for last in range(stages <= layers, min(layers - others, math.ceil(layers / stages)) + 1):
-        most = math.ceil((layers - last) / others)
-        ranks = (most * chunks, 0), (last + most * (chunks - 1), 1)
-        cuts.append((max(most, last + head), max(ranks, key=lambda rank: rank[0] + head * rank[1])))
-    return min(cuts)[1]
 
 
 def price(config, gpu, layout, batch_size, unfused=False):
@@ -3138,7 +2945,7 @@ def seconds_of(config, gpu, layout, batch_size, unfused=False):
     """
     dp, pp, m, schedule = layout.dp, layout.pp, layout.microbatches, layout.schedule
     batch = batch_size // (dp * m)
-    chunks = {"interleaved": layout.chunks, "zb-v": 2}.get(schedule, 1)
+    chunks = layout.chunks
     layer = layer_work(config, gpu, batch, layout.of_layer, unfused)
     head = head_work(config, gpu, batch, layout.tp * layout.cp)
     relative = round(head.forward[0] / sum(layer.forward), 6)
@@ -3153,8 +2960,8 @@ def seconds_of(config, gpu, layout, batch_size, unfused=False):
     others = [time / max(1, pp - 1) for time in rest]  # the mean of the other ranks
     message = batch * config.seq_len // layout.cp * config.hidden * 2 // layout.tp
     link = links(gpu)[pp * dp * layout.cp * layout.tp > gpu.per_node]
-    hops = (chunks * pipeline_bytes(int(pp > 2), pp, m, nbytes) for nbytes in (1, message))
-    seconds["pp"] = Cost(*hops).seconds(link)
+    hops = chunks * m * min(2, pp - 1)  # to its neighbours, of a rank that has most
+    seconds["pp"] = Cost(hops, hops * message).seconds(link)
     chunked = schedule == "interleaved" and not unfused  # in 2021 all gradients went at the end
     span = (pp * (chunks - 1) + 1) / chunks if chunked else 1
     most = math.ceil(config.layers / (pp * chunks)) * chunks * (1 + (schedule == "dualpipe"))
@@ -3171,6 +2978,125 @@ def _paces(layer, head, layers, heads):
     return [layers * a + heads * b for a, b in pairs]
 
 
+class Work(NamedTuple):
+    """Of a layer, or of the head, with a microbatch, on one GPU.
+
+    forward, backward: seconds of compute, and exposed ones of tp, cp and ep. weight: those of
+    backward's compute that are for weights.
+    """
+
+    forward: tuple
+    backward: tuple
+    weight: float
+
+
+def links(gpu):
+    """LinkSpeed inside a node and between nodes. A message costs the host what NCCL's do here."""
+    speeds = gpu.node, gpu.network
+    return [LinkSpeed(LINK_SPEEDS["nccl"].alpha, gpu.per_byte(gbs), 0.0) for gbs in speeds]
+
+
+@lru_cache(maxsize=None)
+def shard_seconds(gpu, nbytes, size, stride=1):
+    """Of a reduce-scatter or an all-gather of so many bytes, by `size` ranks, `stride` apart."""
+    per_node = on_one_node(size, stride, gpu.per_node)
+    names = candidates("nccl", reduce_scatter_cost, size, per_node)
+    costs = [reduce_scatter_cost(name, int(nbytes), size, per_node) for name in names]
+    return min(cost.seconds(*links(gpu)) for cost in costs) if nbytes else 0.0
+
+
+def model_size(config):
+    """Parameters of a GPT."""
+    whole = Share(config.layers, config.layers * _portion(config), 1, 1, tied=True)
+    return count_of(config, Layout(), whole)
+
+
+@lru_cache
+def _portion(config):
+    """Of the layers, those that have experts."""
+    return sum(map(config.has_experts, range(config.layers))) / config.layers
+
+
+@lru_cache(maxsize=None)
+def layer_work(config, gpu, batch, layout, unfused):
+    """The mean layer's Work, with `batch` sequences of a microbatch.
+
+    Forward computes products, at the pace of the GPU or of its memory, which holds the weights, and
+    writes and reads once what is kept if nothing is recomputed. Backward computes the products of
+    inputs and of weights, whose gradients are read and written in 32 bit, and twice the rest. tp
+    and ep wait; ring attention hides its messages behind attention.
+    """
+    product, weight, core = product_seconds(config, gpu, batch, layout)
+    core *= 1 if unfused else 0.5  # a fused kernel leaves out what a causal mask does
+    per_byte = gpu.per_byte(gpu.memory_speed)
+    written = fused = kept_bytes(config, layout, batch, _portion(config), recompute="selective")
+    written += unfused * score_bytes(config, layout, batch)
+    compute = product + core + 2 * written * per_byte
+    scores = core + 2 * (written - fused) * per_byte
+    ahead, back = message_seconds(config, gpu, batch, layout, core)
+    forward = compute, *ahead
+    # a fused kernel makes the scores again in backward: 5 products, to the 2 of forward
+    backward = product + weight + 2 * (compute - product) + (not unfused) * core / 2, *back
+    again = {"none": (0,) * 4, "selective": (scores, 0, ahead[1], 0), "full": forward}
+    backward = tuple(map(sum, zip(backward, again[layout.recompute])))
+    return Work(forward, backward, weight)
+
+
+def score_bytes(config, layout, batch):
+    """Bytes of a layer's scores where attention is not fused."""
+    sizes = batch, config.seq_len / layout.cp, config.hidden, config.heads, layout.tp
+    return activation_bytes(*sizes) - activation_bytes(*sizes, recompute="selective")
+
+
+def product_seconds(config, gpu, batch, layout):
+    """Of a layer's matrices in forward, of those for their gradients, and of attention's core."""
+    per_flop = batch * config.seq_len / layout.cp / layout.tp / (gpu.tflops * 1e12 * gpu.products)
+    product, core = (flops * per_flop for flops in forward_flops(config, _portion(config)))
+    weights = count_of(config, layout, Share(1, _portion(config)))
+    weights *= gpu.per_byte(gpu.memory_speed)
+    return *(max(product, size * weights) for size in (2, 8)), core
+
+
+def message_seconds(config, gpu, batch, layout, core):
+    """Of a layer's tp, cp, ep: forward, backward. core: attention's seconds, which hide a ring."""
+    tp, cp, ring = layout.tp, layout.cp, layout.cp_method == "ring" and layout.cp > 1
+    sizes = config, layout, batch, _portion(config)
+    sent, batches, (inside, between) = layer_bytes(*sizes), layer_batches(*sizes), links(gpu)
+    whole = batch * config.seq_len // cp * config.hidden * 2  # what tp gathers
+    pace = shard_seconds(gpu, whole, tp) / max(1, reduce_scatter_bytes(whole, tp))
+    around = between if cp * tp > gpu.per_node else inside
+    seconds = lambda axis, i, link: Cost(batches[axis][i], sent[axis][i]).seconds(link)
+    for i, hidden in enumerate((1, 2)):
+        exposed = seconds("cp", i, around) - ring * hidden * core
+        dealt = seconds("ep", i, inside) + seconds("across", i, between)
+        yield sent["tp"][i] * pace, max(0.0, exposed), dealt
+
+
+@lru_cache(maxsize=None)
+def head_work(config, gpu, batch, parts):
+    """The head's, and the loss's. parts: tp x cp."""
+    logits = batch * config.seq_len * config.vocab_size / parts
+    product = 2 * config.hidden * logits / (gpu.tflops * 1e12 * gpu.products)
+    forward = product + 12 * logits * gpu.per_byte(gpu.memory_speed)
+    return Work((forward, 0, 0, 0), (2 * forward, 0, 0, 0), product)
+
+
+@lru_cache(maxsize=None)
+def busiest_rank(layers, head, stages, chunks):
+    """(layers, heads) of the rank that has most to do, where the head costs `head` layers.
+
+    As layers_of() cuts, where all layers cost the same.
+    """
+    if stages == 1:
+        return layers, 1
+    cuts, others = [], min(stages - 1, layers)
+    for last in range(stages <= layers, min(layers - others, math.ceil(layers / stages)) + 1):
+        most = math.ceil((layers - last) / others)
+        ranks = (most * chunks, 0), (last + most * (chunks - 1), 1)
+        cuts.append((max(most, last + head), max(ranks, key=lambda rank: rank[0] + head * rank[1])))
+    return min(cuts)[1]
+
+
 def replica_seconds(config, gpu, layout, share, forward, backward, first, last):
     """Seconds of dp that compute does not hide, with a message for each layer.
 
@@ -3178,7 +3104,7 @@ def replica_seconds(config, gpu, layout, share, forward, backward, first, last):
     backward, the first its gather behind `first` of forward, any other all behind one of both.
     """
     scatter, gather = 0.0, 0.0
-    for kind in parameters_of(config, layout, share):
+    for kind in kinds_of(config, layout, share):
         number, shards = kind.number / share.layers, kind.shards(layout)
         scatter += share.layers * shard_seconds(gpu, 4 * number, shards, kind.stride)
         gather += share.layers * shard_seconds(gpu, 2 * number, shards, kind.stride)
@@ -3193,6 +3119,58 @@ def replica_seconds(config, gpu, layout, share, forward, backward, first, last):
     exposed = max(0.0, scatter + 2 * regather - computing)
     ends = max(0.0, scatter + regather - last) + max(0.0, gather - first)
     return (scatters - 1) * exposed + ends
+
+
+GPUS = {  # 80 GB are of 80 GiB: the other 6 are for CUDA, NCCL and holes
+    "a100": Gpu(PEAKS["A100"][0], 80, 2039, 300, 25, 0.69, 0.81),
+    "h100": Gpu(PEAKS["H100 80GB HBM3"][0], 80, 3350, 450, 50),
+    "h800": Gpu(989, 80, 3350, 200, 50),
+    "h200": Gpu(PEAKS["H200"][0], 141, 4800, 450, 50),
+    "b200": Gpu(2250, 180, 8000, 900, 50),
+    "tpu-v5p": Gpu(459, 95, 2765, 180, 180),
+}
+
+
+class Model(NamedTuple):
+    """A model of the literature as a GPT of its layers, width and heads.
+
+    Where its MLP has three matrices, ffn is 1.5 times theirs: as many FLOPs. billions: of its own
+    parameters. unfused: attention writes its scores to memory, as Megatron-LM's did in 2021.
+    """
+
+    billions: float
+    config: GPTConfig
+    unfused: bool = False
+
+
+MEGATRON = {  # Narayanan et al., 2021, table 1: billions of parameters: layers, hidden, heads
+    **{1.7: (24, 2304, 24), 3.6: (30, 3072, 32), 7.5: (36, 4096, 32), 18.4: (40, 6144, 48)},
+    **{39.1: (48, 8192, 64), 76.1: (60, 10240, 80), 145.6: (80, 12288, 96)},
+    **{310.1: (96, 16384, 128), 529.6: (105, 20480, 128), 1008.0: (128, 25600, 160)},
+}
+LLAMA = partial(GPTConfig, seq_len=8192, vocab_size=128256, kv_heads=8)
+MIXTURE = partial(GPTConfig, seq_len=4096, top_k=8, shared_experts=1)
+MODELS = {
+    **{
+        f"gpt-{billions}b": Model(billions, GPTConfig(*sizes, 2048, 51200, dropout=0.1), True)
+        for billions, sizes in MEGATRON.items()
+    },
+    "llama3-8b": Model(8.03, LLAMA(32, 4096, 32, ffn=21504)),
+    "llama3-70b": Model(70.6, LLAMA(80, 8192, 64, ffn=43008)),
+    "llama3-405b": Model(405.9, LLAMA(126, 16384, 128, ffn=79872)),
+    "gemma2-27b": Model(27.2, GPTConfig(46, 4608, 32, 8192, 256128, kv_heads=16, ffn=55296)),
+    "mixtral-8x22b": Model(
+        140.6, GPTConfig(56, 6144, 48, 4096, 32768, kv_heads=8, ffn=24576, experts=8, top_k=2)
+    ),
+    "deepseek-v3": Model(
+        671.0, MIXTURE(61, 7168, 128, vocab_size=129280, ffn=3072, experts=256, topk_nodes=4)
+    ),
+    "kimi-k2": Model(1040.0, MIXTURE(61, 7168, 64, vocab_size=163840, ffn=3072, experts=384)),
+    "glm-5": Model(744.0, MIXTURE(78, 6144, 64, vocab_size=154880, ffn=3072, experts=256)),
+    "solar-open": Model(
+        102.6, MIXTURE(48, 4096, 64, vocab_size=196608, kv_heads=8, ffn=1920, experts=128)
+    ),
+}
 
 
 def grids(args):
@@ -3241,8 +3219,7 @@ def pipelines_of(args, one):
     stages = _given(args, "zero", range(4) if one.dp * one.cp > 1 else [0])
     chunks = [(name, 2 if name == "zb-v" else 1) for name in SCHEDULES if name != "interleaved"]
     chunks += [("interleaved", v) for v in _given(args, "chunks", range(2, 9))]
-    names = [*SCHEDULES][2:] if pp > 1 else ["1f1b"]
-    names = _given(args, "schedule", names)
+    names = _given(args, "schedule", [*SCHEDULES][2:] if pp > 1 else ["1f1b"])
     for name, v in chunks:
         least, multiple = least_microbatches(name, pp)
         fits = m >= least and m % multiple == 0 and pp * v <= args.layers + 2
@@ -3303,7 +3280,7 @@ def plan(argv):
         _complain(f"error: {error}")
         return 2
     config, gpus, kind = config_of(args), args.gpus, args.gpu or "this machine"
-    parameters = size_of(config)
+    parameters = model_size(config)
     own = f", {MODELS[args.model].billions:g}B of its own" if args.model else ""
     print(f"{args.model or 'model'}: {parameters / 1e9:.4g}B parameters as a GPT{own}")
     print(f"{gpus} x {kind}, {args.batch_size} x {args.seq_len} tokens a step, bf16\n")
@@ -3551,7 +3528,7 @@ class Rehearsal(FakeTensorMode):
 
     def listen(self, event, link, *what):
         """Count the messages that observe() tells of."""
-        if event == "post" and (what[1] or what[2]):
+        if event == "post" and any(what[1:]):  # its sends, its receives
             self.batches[link.group] += 1
             for tensor, peer in what[1]:
                 nodes = {link.ranks[end] // GPUS_PER_NODE for end in (link.rank, peer)}
@@ -3664,7 +3641,7 @@ def stage_format(args):
 
 
 def planned(args, config, place):
-    """{what: number} of a step of this rank of the pipeline, by the formulas."""
+    """{what: number}, {axis: batches} of a step of this rank of the pipeline, by the formulas."""
     schedule, batch = make_schedule(args), args.batch_size // (args.dp * args.microbatches)
     actions, shares = schedule[place], shares_of(schedule.routes, config, place)
     share = sum_of(shares)
@@ -3673,21 +3650,20 @@ def planned(args, config, place):
     found["activations"], others = peaks
     found["all at once"] = found["parameters"] + found["optimizer"] + others
     found["TFLOPs"] = step_flops(config, args, share, batch) / 1e12
-    found["batches"] = sent_batches(config, args, share, batch)
-    return found | sent_bytes(config, args, share, batch)
+    found |= sent_bytes(config, args, share, batch)
+    return found, sent_batches(config, args, share, batch)
 
 
 def rehearse(args):
     """Print what a step costs rank --rank: what is counted, and by formula."""
     trainer, rehearsal, memory = rehearse_step(args)
     mesh, place = trainer.mesh, dist.get_rank(trainer.mesh.pp_group)
-    claims = planned(args, trainer.config, place)
-    messages = claims, claims.pop("batches")
+    claims, _ = messages = planned(args, trainer.config, place)
     axes = [f"{axis} {rank_and_size(getattr(mesh, f'{axis}_group'))[0]}" for axis in AXIS_NAMES]
     layers = [list(chunk.transformer["h"]) for chunk in trainer.chunks]
     layers = ", ".join(f"{own[0]} to {own[-1]}" if own else "none" for own in layers)
     print(f"rank {args.rank} of {args.world_size}, {', '.join(axes)}: layers {layers}")
-    rows = [(f"{kind}, MB", memory[kind] / 1e6, claims.get(kind, 0) / 1e6) for kind in HELD]
+    rows = [(f"{kind}, MB", memory[kind] / 1e6, claims[kind] / 1e6) for kind in HELD]
     rows += [("TFLOPs", rehearsal.flops / 1e12, claims["TFLOPs"])]
     lanes = axes_of(mesh)
     # a lane of several axes comes last, and is for those that have none of their own

@@ -122,7 +122,7 @@ def test_llama_3_comes_out_in_its_order_of_which_the_second_row_was_not_fitted_t
 def test_gpus_models_and_counts_are_those_of_the_literature():
     for name, model in hybrid.MODELS.items():
         args = arguments(f"--model {name} --gpus 64 --gpu a100")
-        count = hybrid.size_of(hybrid.config_of(args)) / 1e9
+        count = hybrid.model_size(hybrid.config_of(args)) / 1e9
         assert count == pytest.approx(model.billions, rel=0.1), name
         if name in RUNS:
             of = model.config
