@@ -2914,6 +2914,7 @@ def memory_of(config, layout, batch_size, unfused=False):
 
     activations: what else there is when there is most.
     """
+    config = replace(config, recompute=layout.recompute)  # by which stages are cut
     batch, ranks = batch_size // (layout.dp * layout.microbatches), []
     scores = unfused * (layout.recompute == "none") * score_bytes(config, layout, batch)
     m = layout.microbatches
@@ -2943,13 +2944,14 @@ def seconds_of(config, gpu, layout, batch_size, unfused=False):
     behind all. A stage waits for messages, which are split over tp (--sp, or Megatron-LM's scatter
     and gather). DualPipe hides ep.
     """
+    config = replace(config, recompute=layout.recompute)  # by which stages are cut
     dp, pp, m, schedule = layout.dp, layout.pp, layout.microbatches, layout.schedule
     batch = batch_size // (dp * m)
     chunks = layout.chunks
     layer = layer_work(config, gpu, batch, layout.of_layer, unfused)
     head = head_work(config, gpu, batch, layout.tp * layout.cp)
     relative = round(head.forward[0] / sum(layer.forward), 6)
-    layers, heads = busiest_rank(config.layers, relative, pp * chunks, chunks)
+    layers, heads = busiest_rank(config, relative, schedule, pp, chunks)
     parts = [a + b for a, b in zip(layer.forward, layer.backward)]
     seconds = {name: m * layers * part for name, part in zip(("compute", "tp", "cp", "ep"), parts)}
     seconds["compute"] += m * heads * (head.forward[0] + head.backward[0])
@@ -3044,7 +3046,7 @@ def layer_work(config, gpu, batch, layout, unfused):
 
 def score_bytes(config, layout, batch):
     """Bytes of a layer's scores where attention is not fused."""
-    sizes = batch, config.seq_len / layout.cp, config.hidden, config.heads, layout.tp
+    sizes = batch, config.seq_len, config.hidden, config.heads, layout.tp * layout.cp
     return activation_bytes(*sizes) - activation_bytes(*sizes, recompute="selective")
 
 
@@ -3082,19 +3084,13 @@ def head_work(config, gpu, batch, parts):
 
 
 @lru_cache(maxsize=None)
-def busiest_rank(layers, head, stages, chunks):
-    """(layers, heads) of the rank that has most to do, where the head costs `head` layers.
-
-    As layers_of() cuts, where all layers cost the same.
-    """
-    if stages == 1:
-        return layers, 1
-    cuts, others = [], min(stages - 1, layers)
-    for last in range(stages <= layers, min(layers - others, math.ceil(layers / stages)) + 1):
-        most = math.ceil((layers - last) / others)
-        ranks = (most * chunks, 0), (last + most * (chunks - 1), 1)
-        cuts.append((max(most, last + head), max(ranks, key=lambda rank: rank[0] + head * rank[1])))
-    return min(cuts)[1]
+def busiest_rank(config, head, schedule, pp, chunks):
+    """(layers, heads) of the rank that has most to do, where the head costs `head` layers."""
+    stages = pp * chunks
+    cut = [(len(layers_of(stage, stages, config)), stage == stages - 1) for stage in range(stages)]
+    of_rank = lambda place: (cut[place], cut[-1 - place]) if schedule == "zb-v" else cut[place::pp]
+    ranks = [tuple(map(sum, zip(*of_rank(place)))) for place in range(pp)]
+    return max(ranks, key=lambda rank: rank[0] + head * rank[1])
 
 
 def replica_seconds(config, gpu, layout, share, forward, backward, first, last):

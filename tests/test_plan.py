@@ -290,14 +290,19 @@ def test_with_fewer_microbatches_no_schedule_waits_less():
             assert idle > bubble_of_step(name, p, m) - 1e-9, (name, p, m)
 
 
-def test_the_busiest_rank_is_that_of_the_layers_as_they_are_cut():
-    for layers, stages, vocabulary in itertools.product((5, 8, 12), (1, 2, 4, 6), (10, 3000)):
-        config = hybrid.GPTConfig(layers, 64, 4, 32, vocabulary)
-        if stages <= layers + 2:
-            cut = [len(hybrid.layers_of(stage, stages, config)) for stage in range(stages)]
-            head = 6 * 64 * vocabulary / hybrid.layer_flops(config, 0)
-            cost = max([*cut[:-1], cut[-1] + head])
-            of_layers, heads = hybrid.busiest_rank(layers, head, stages, 1)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_busiest_rank_is_that_of_the_layers_as_they_are_cut(recompute):
+    for layers, pp, vocabulary in itertools.product((5, 8, 12), (1, 2, 4, 6), (10, 3000)):
+        config = hybrid.GPTConfig(layers, 64, 4, 32, vocabulary, recompute=recompute)
+        head = 6 * 64 * vocabulary / hybrid.layer_flops(config, 0)
+        for name, chunks in ("1f1b", 1), ("interleaved", 2), ("zb-v", 2):
+            if pp * chunks > layers + 2 or name == "zb-v" and pp == 1:
+                continue
+            flags = {"schedule": name, "pp": pp, "microbatches": pp, "chunks": chunks}
+            routes = hybrid.make_schedule(hybrid.argparse.Namespace(**flags, layers=layers)).routes
+            shares = [hybrid.sum_of(hybrid.shares_of(routes, config, place)) for place in range(pp)]
+            cost = max(share.layers + head * share.heads for share in shares)
+            of_layers, heads = hybrid.busiest_rank(config, head, name, pp, chunks)
             assert of_layers + heads * head == pytest.approx(cost)
 
 
