@@ -2233,7 +2233,7 @@ def rounds(nbytes, size, stride=1, cost=reduce_scatter_cost):
 
 
 def on_one_node(size, stride, gpus):
-    """How many ranks of such a group share a node of `gpus`."""
+    """How many ranks of such a group share a node of `gpus`, if it begins where a node does."""
     return size if size * stride <= gpus else math.gcd(size, max(1, gpus // stride))
 
 
@@ -3024,7 +3024,7 @@ def layer_work(config, gpu, batch, layout, unfused):
     """The mean layer's Work, with `batch` sequences of a microbatch.
 
     Forward computes products, at the pace of the GPU or of its memory, which holds the weights, and
-    writes and reads once what is kept if nothing is recomputed. Backward computes the products of
+    writes and reads once what fused attention and the rest keep. Backward computes the products of
     inputs and of weights, whose gradients are read and written in 32 bit, and twice the rest. tp
     and ep wait; ring attention hides its messages behind attention.
     """
@@ -3079,6 +3079,7 @@ def head_work(config, gpu, batch, parts):
     """The head's, and the loss's. parts: tp x cp."""
     logits = batch * config.seq_len * config.vocab_size / parts
     product = 2 * config.hidden * logits / (gpu.tflops * 1e12 * gpu.products)
+    # written and read: logits in 16 bit, and in 32 bit for the loss
     forward = product + 12 * logits * gpu.per_byte(gpu.memory_speed)
     return Work((forward, 0, 0, 0), (2 * forward, 0, 0, 0), product)
 
@@ -3240,7 +3241,7 @@ def best_plans(args, config, count=10, **given):
         _, _, layout, seconds = heapq.heappop(heap)
         if layout.degrees in plans:
             continue
-        if seconds:
+        if seconds:  # else it is a piece
             held = memory_of(config, layout, *size)
             if sum(held.values()) <= memory:
                 plans[layout.degrees] = Plan(layout, held, seconds)
@@ -3646,6 +3647,10 @@ def planned(args, config, place):
     found["activations"], others = peaks
     found["all at once"] = found["parameters"] + found["optimizer"] + others
     found["TFLOPs"] = step_flops(config, args, share, batch) / 1e12
+    if args.zero == 1 and not scatters_at_once(args):  # beside whole gradients the sum of a row
+        rows = kinds_of(config, args, Share(1, share.mixtures > 0))
+        row = max(kind.number / kind.shards(args) for kind in rows)
+        found["gradients"] += row * state_sizes(args)[1] * (share.layers > 0)
     found |= sent_bytes(config, args, share, batch)
     return found, sent_batches(config, args, share, batch)
 

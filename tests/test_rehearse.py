@@ -344,7 +344,7 @@ def test_what_a_few_ranks_share_is_counted_as_it_is_planned(flags, capsys):
     if "--zero 0" not in flags:
         counted, _, planned = map(sum, zip(*((a, 0, c) for a, _, c in batches)))
         assert counted == pytest.approx(planned, rel=0.02)
-    for what in table.keys() - {*MEMORY, "gradients, MB"}:
+    for what in table.keys() - {*MEMORY}:
         assert table[what][1] is None or abs(table[what][1]) < 0.02, table
 
 
@@ -353,6 +353,13 @@ def test_to_sum_experts_over_tp_takes_their_gradients_once_more(capsys):
     _, table = _table(f"{flags} --gpus 16 --tp 4 --ep 2 --experts 8 --zero 0", capsys)
     assert table["tp, MB sent"][0] > 400
     _assert_agree(table, MEMORY)
+
+
+@pytest.mark.parametrize("flags", ["--gpus 2 --pp 1", "--gpus 8 --tp 2 --ep 2 --experts 8"])
+def test_gradients_are_whole_and_a_row_is_summed_beside_them(capsys, flags):
+    sizes = "--layers 4 --hidden 1024 --heads 8 --seq-len 512 --vocab-size 512 --batch-size 16"
+    _, table = _table(f"{sizes} --microbatches 2 --zero 1 {flags}", capsys)
+    _assert_agree(table, ["gradients, MB"])
 
 
 def test_a_model_of_the_literature_has_its_sizes_but_for_those_that_are_given(capsys):
