@@ -2111,6 +2111,19 @@ def state_bytes(config, layout, share):
     return held
 
 
+def summed_row_bytes(config, layout, share):
+    """Bytes of the sum of a row of gradients at most, beside ZeRO-1's whole ones, which go then."""
+    if layout.zero != 1 or scatters_at_once(layout):
+        return 0
+    most = now = 0
+    ends = share._replace(layers=0, mixtures=0)
+    for unit in [Share(1, share.mixtures > 0)] * int(share.layers) + [ends]:
+        for kind in kinds_of(config, layout, unit):
+            summed = kind.number / kind.shards(layout)
+            most, now = max(most, now + summed), now + summed - kind.number
+    return most * state_sizes(layout)[1]
+
+
 def scatters_at_once(layout):
     """Whether a gradient is scattered as it comes: in ZeRO-1 only the last microbatch's are."""
     return layout.zero > 1 or layout.zero == own_microbatches(layout) == 1
@@ -3647,10 +3660,7 @@ def planned(args, config, place):
     found["activations"], others = peaks
     found["all at once"] = found["parameters"] + found["optimizer"] + others
     found["TFLOPs"] = step_flops(config, args, share, batch) / 1e12
-    if args.zero == 1 and not scatters_at_once(args):  # beside whole gradients the sum of a row
-        rows = kinds_of(config, args, Share(1, share.mixtures > 0))
-        row = max(kind.number / kind.shards(args) for kind in rows)
-        found["gradients"] += row * state_sizes(args)[1] * (share.layers > 0)
+    found["gradients"] += summed_row_bytes(config, args, share)
     found |= sent_bytes(config, args, share, batch)
     return found, sent_batches(config, args, share, batch)
 
