@@ -11,6 +11,7 @@
 pickled by value. A rank that fails leaves at once: its peers are told by their closed connections.
 """
 
+import _thread
 import faulthandler
 import functools
 import importlib
@@ -68,6 +69,15 @@ def least_bytes():
         yield
 
 
+def leave_groups():
+    """Destroy all groups, but wait for none: a thread of gloo ends 10 ms later."""
+    groups = list(dist.distributed_c10d._world.pg_map)
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    del groups[:]
+    dist.destroy_process_group()
+    _thread.start_new_thread(backends.clear, ())  # not one that threading.active_count() has
+
+
 def run_in_group(rank, world_size, store_path, group_timeout, call):
     """Result of the pickled `call`, pickled, made inside a fresh default process group."""
     random.seed(0)
@@ -83,7 +93,7 @@ def run_in_group(rank, world_size, store_path, group_timeout, call):
     function, args, kwargs = pickle.loads(call)
     # Not Connection.send: its pickler would share a tensor's memory instead of copying it.
     result = pickle.dumps(function(*args, **kwargs))
-    dist.destroy_process_group()
+    leave_groups()
     return result
 
 
