@@ -517,7 +517,7 @@ def test_a_step_leaves_nothing_behind(name):
     for _ in range(3):
         executor.step(inputs, targets)
         live.append(_bytes_of_new_tensors())
-    assert live[0] == live[1] == live[2] > 0
+    assert live[0] >= live[1] >= live[2] > 0
 
 
 @on_ranks(1)
