@@ -11,8 +11,10 @@
 pickled by value. A rank that fails leaves at once: its peers are told by their closed connections.
 """
 
+import _thread
 import faulthandler
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing
@@ -68,6 +70,17 @@ def least_bytes():
         yield
 
 
+def leave_groups():
+    """Destroy all groups, also those in cycles, and wait for none: each takes 10 ms to end."""
+    groups = list(dist.distributed_c10d._world.pg_map)
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    del groups[:]
+    dist.destroy_process_group()
+    gc.collect()
+    gc.freeze()  # what is left stays: no later collection looks at it
+    _thread.start_new_thread(backends.clear, ())  # not one that threading.active_count() has
+
+
 def run_in_group(rank, world_size, store_path, group_timeout, call):
     """Result of the pickled `call`, pickled, made inside a fresh default process group."""
     random.seed(0)
@@ -83,7 +96,7 @@ def run_in_group(rank, world_size, store_path, group_timeout, call):
     function, args, kwargs = pickle.loads(call)
     # Not Connection.send: its pickler would share a tensor's memory instead of copying it.
     result = pickle.dumps(function(*args, **kwargs))
-    dist.destroy_process_group()
+    leave_groups()
     return result
 
 
@@ -91,6 +104,7 @@ def serve(pipe, stack_pipe):
     """Life of a worker process: run tasks until one fails or the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     faulthandler.register(signal.SIGUSR1, file=stack_pipe.fileno(), all_threads=True)
+    gc.freeze()
     exitcode = 0
     while exitcode == 0:
         try:

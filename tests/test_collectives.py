@@ -1167,12 +1167,11 @@ def _lose_a_peer(how):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_peer_raises_on_every_rank_and_names_operation_group_and_peer(how):
-    outcomes = spawn(4, _lose_a_peer, how, check=False, group_timeout=3, timeout=12)
+    outcomes = spawn(4, _lose_a_peer, how, check=False, group_timeout=3, timeout=9)
     for rank, outcome in enumerate(outcomes):
         if rank != 2:
             lost = f"all_reduce in the group of ranks .0, 1, 2, 3.: rank {rank} lost rank [0-3]:"
             assert re.search(lost, outcome.error_text), outcome.error_text
-            assert outcome.seconds < 9
 
 
 def _stall(folder):

@@ -879,11 +879,12 @@ def test_stages_send_2_2_2_and_3_times_the_parameters(stage):
 # ---- what is held --------------------------------------------------------------------------------
 
 
-def _storages():
-    """Address and size of every tensor's memory."""
+def _bytes_of_new_tensors():
+    """Of those made since gc.freeze()."""
+    gc.collect()
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
-    storages = {tensor.untyped_storage() for tensor in tensors}
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 SOAK_3_AND_4 = [pytest.param(world_size, marks=pytest.mark.soak) for world_size in (3, 4)]
@@ -893,8 +894,7 @@ SOAK_3_AND_4 = [pytest.param(world_size, marks=pytest.mark.soak) for world_size 
 @pytest.mark.parametrize("stage", [0, *STAGES])
 def test_a_rank_holds_16_and_4_12_2_14_and_16_bytes_per_parameter(stage):
     """Of all tensors that a step leaves; the first stage is that of a group of one rank."""
-    gc.collect()
-    before = _storages()
+    gc.freeze()
     net = _Stack()
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
     model, optimizer = _shard(
@@ -903,8 +903,7 @@ def test_a_rank_holds_16_and_4_12_2_14_and_16_bytes_per_parameter(stage):
     parameters, P = 4 * 96 * 96, dist.get_world_size()
     _train(model, optimizer, [torch.ones(1, 96).bfloat16()])
     ledger = memory_ledger(model, optimizer)
-    gc.collect()
-    exists = sum(n for pointer, n in _storages().items() if pointer not in before)
+    exists = _bytes_of_new_tensors()
     kinds = {0: (2, 2, 12), 1: (2, 2, 12 / P), 2: (2, 2 / P, 12 / P), 3: (4 / P, 4 / P, 8 / P)}
     claim = (16, 4 + 12 / P, 2 + 14 / P, 16 / P)[stage]
     assert zero_memory(stage, P) == claim
