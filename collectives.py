@@ -509,14 +509,14 @@ def _nodes(chunks, ranks_per_node):
 
 def _together(algorithms, world_size):
     """Algorithms of one step each, as many to a step as MOST_PEERS allows."""
-    most = _most(world_size)
+    most = _most_at_once(world_size)
     for first in range(0, len(algorithms), most):
         for steps in zip_longest(*algorithms[first : first + most]):
             sends, receives = zip(*steps)
             yield sum(sends, []), sum(receives, [])
 
 
-def _most(world_size):
+def _most_at_once(world_size):
     return max(1, MOST_PEERS // world_size)
 
 
@@ -733,7 +733,7 @@ def reduce_scatter_cost(algorithm, nbytes, world_size, ranks_per_node=1):
 def _hierarchical_cost(cost, nbytes, world_size, ranks_per_node):
     nodes = world_size // ranks_per_node
     inside = cost("direct", nbytes, ranks_per_node, ranks_per_node)
-    inside = inside._replace(steps=inside.steps * math.ceil(nodes / _most(ranks_per_node)))
+    inside = inside._replace(steps=inside.steps * math.ceil(nodes / _most_at_once(ranks_per_node)))
     between = cost("ring", nbytes // ranks_per_node, nodes)
     return Cost(*(sum(pair) for pair in zip(inside, between)))
 

@@ -2253,7 +2253,9 @@ def on_one_node(size, stride, gpus):
 def layer_batches(config, layout, batch, experts):
     """{axis: (forward, backward)}: batches for a layer and a microbatch; see layer_bytes().
 
-    Rows go to experts after their numbers; between nodes with their weights and experts.
+    tp all-reduces behind attention and MLP, and in backward before them. With --sp it gathers
+    before and scatters behind, and in backward gathers what both take again; experts spare an
+    MLP's. Rows go to experts after their numbers; between nodes with their weights and experts.
     """
     tp, cp, near, nodes = layout.tp, layout.cp, layout.ep // layout.ep_nodes, layout.ep_nodes
     whole = batch * config.seq_len // cp * config.hidden * itemsize_of(layout)
@@ -2322,7 +2324,7 @@ def step_batches(config, layout, share):
 def row_batches(config, layout, share):
     """Of ZeRO's rows. A layer, or an end, has one of matrices and one of vectors.
 
-    Routers and experts have others; what tp sums, and has the same replicas, is in one.
+    Routers and experts have others; what tp sums (True), and has the same replicas, is in one.
     """
     gradient, parameter, sent = state_sizes(layout)[1], itemsize_of(layout), 0
     sums, gathers = zero_rounds(layout.zero, own_microbatches(layout))
@@ -2331,6 +2333,7 @@ def row_batches(config, layout, share):
     for unit, times in units.items():
         dense, *others = kinds_of(config, layout, unit)
         rows = Counter({(dense.replicas, dense.stride, "matrices"): dense.number})
+        # two norms, and the biases behind the sums over tp
         rows[dense.replicas, dense.stride, layout.sp] += 6 * config.hidden
         for kind in others:
             rows[kind.replicas, kind.stride, True] += kind.number
@@ -2866,7 +2869,7 @@ class Gpu(NamedTuple):
     per_node: int = GPUS_PER_NODE
 
     def per_byte(self, gb_per_second):
-        """Seconds."""
+        """Seconds of a byte at a speed of the data sheet."""
         return 1e-9 / (self.moves * gb_per_second)
 
 
@@ -2959,8 +2962,7 @@ def seconds_of(config, gpu, layout, batch_size, unfused=False):
     """
     config = replace(config, recompute=layout.recompute)  # by which stages are cut
     dp, pp, m, schedule = layout.dp, layout.pp, layout.microbatches, layout.schedule
-    batch = batch_size // (dp * m)
-    chunks = layout.chunks
+    batch, chunks = batch_size // (dp * m), layout.chunks
     layer = layer_work(config, gpu, batch, layout.of_layer, unfused)
     head = head_work(config, gpu, batch, layout.tp * layout.cp)
     relative = round(head.forward[0] / sum(layer.forward), 6)
