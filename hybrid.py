@@ -135,7 +135,7 @@ GROUPS = {
         Flag("schedule", tuple(SCHEDULES), "1f1b", "order of microbatches in the pipeline"),
         Flag("chunks", SIZE, 2, "of a rank's layers", "interleaved"),
         Flag("microbatches", SIZE, None, "of a step (default: what divides 4 x pp)"),
-        Flag("ep", SIZE, 1, "ranks of dp x cp x tp over which experts are spread", "experts"),
+        Flag("ep", SIZE, 1, "ranks of dp x cp x tp over which experts are spread"),
         Flag("recompute", ("none", "selective", "full"), "none", "attention, or every layer"),
         Flag("collectives", ("ours", "backend"), "ours", "backend: NCCL's or gloo's, to compare"),
     ),
@@ -198,6 +198,7 @@ RULES = {  # how to say what is wrong, and whether it is; a rule may count on th
     ),
     "{dp} x {cp} is not divisible by {replicate}": lambda a: a.dp * a.cp % a.replicate,
     "{dp} x {cp} x {tp} is not divisible by {ep}": lambda a: a.dp * a.cp * a.tp % a.ep,
+    "{ep} needs --experts": lambda a: a.ep > 1 and not a.experts,
     "{experts} is not divisible by {ep}": lambda a: a.experts % a.ep,
     "{hidden} is not divisible by {heads}": lambda a: a.hidden % a.heads,
     "{heads} is not divisible by {kv_heads}": lambda a: a.heads % a.kv_heads,
@@ -1431,7 +1432,8 @@ class Log:
     def step(self, metrics, seconds):
         """A step's metrics; it took so long."""
         step, args = self.trainer.steps_done, self.trainer.args
-        speed, memory = args.batch_size * args.seq_len / seconds, peak_memory_mb(self.trainer.device)
+        speed = args.batch_size * args.seq_len / seconds
+        memory = peak_memory_mb(self.trainer.device)
         self.write({"step": step, **metrics, "tokens_per_s": speed, "memory_mb": memory})
         tflops = speed / args.world_size * self.flops / 1e12
         mfu = f", MFU {tflops / self.peak:.1%}" if self.peak else ""
@@ -1670,9 +1672,10 @@ def main(argv=None, work=train):
         device, backend = choose_device(args, local_rank, per_node)
     except ValueError as error:
         say(f"error: {error}")
-        # nobody leaves, and has the launcher end the others, before rank 0 has spoken
-        join(rank, world_size, None, "gloo", 30)
-        return leave(2)
+        if "RANK" in variables:  # nobody leaves, and has the launcher end all, before rank 0 spoke
+            join(rank, world_size, None, "gloo", 30)
+            leave(2)
+        return 2
     join(rank, world_size, device, backend, args.timeout)
     if args.dtype == "tf32":
         torch.set_float32_matmul_precision("high")
