@@ -854,30 +854,6 @@ def is_expert(name):
     return ".experts." in name
 
 
-def replicas_of(mesh, name, tensor):
-    """The ranks of dp x cp that have the same in it as this one: with ZeRO as --replicate says."""
-    is_piece = hasattr(tensor, "whole_shape")
-    if is_expert(name):
-        return mesh.expert_replicate_group if is_piece else mesh.expert_dp_group
-    return mesh.replicate_group if is_piece else mesh.dp_cp_group
-
-
-def own_ranges(mesh, name, parameter):
-    """Ranges of this rank's flattened part: those of all ranks are the whole model, each once.
-
-    Replicas share out what they have copies of.
-    """
-    is_copy = name == "lm_head.weight"  # of the embedding
-    if is_copy or (is_expert(name) and dist.get_rank(mesh.expert_tp_group) > 0):
-        return []
-    rank, count = rank_and_size(replicas_of(mesh, name, parameter))
-    first, size = part_of(parameter)[1], parameter.numel()
-    begin, end = first + rank * size // count, first + (rank + 1) * size // count
-    ranges = [(begin, end)] if is_expert(name) else unique_ranges(parameter, mesh.tp_group)
-    ranges = [(max(begin, low), min(end, high)) for low, high in ranges]
-    return [(low, high) for low, high in ranges if low < high]
-
-
 def own_chunks(trainer):
     """This rank's stages, without DualPipe's replica of another rank's."""
     return trainer.chunks[:1] if trainer.replicated else trainer.chunks
@@ -1271,23 +1247,20 @@ class Boxes(torch.Tensor):
 
 
 def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
-    """{GPT-2's name: Boxes} of parameters and buffers: views of what this rank has to save.
+    """{GPT-2's name: Boxes} of parameters and buffers: views of what this rank has, for a save.
 
-    Every element of the model is in a box of exactly one rank. value picks what is looked at of a
-    parameter: itself, or what has its shape, or None. chunks: look at all that these have.
+    Ranks with copies have the same boxes, of which one is written; the head is left out, since it
+    is the embedding. value picks what is looked at of a parameter: itself, or what has its shape,
+    or None. chunks: look at all that these have, the head included.
     """
     mesh, found = trainer.mesh, {}
-    for chunk in own_chunks(trainer) if chunks is None else chunks:
-        for name, own in [*chunk.named_parameters(), *chunk.named_buffers()]:
-            tensor, first = value(own), part_of(own)[1]
-            ranges = [(first, first + own.numel())]
-            if chunks is None:
-                ranges = own_ranges(mesh, name, own)
-            if tensor is not None and ranges:
-                rows = rows_held(name, own, mesh.ep_group, mesh.tp_group)
-                boxes = views_in_whole(own, tensor, ranges, *rows)
-                tied = name.replace("lm_head", "transformer.wte")
-                found[tied] = Boxes(tensor.dtype, *boxes)
+    named = lambda chunk: [*chunk.named_parameters(), *chunk.named_buffers()]
+    for name, own in (pair for c in chunks or own_chunks(trainer) for pair in named(c)):
+        tensor, first = value(own), part_of(own)[1]
+        if tensor is not None and (chunks or name != "lm_head.weight"):
+            rows = rows_held(name, own, mesh.ep_group, mesh.tp_group)
+            boxes = views_in_whole(own, tensor, [(first, first + own.numel())], *rows)
+            found[name.replace("lm_head", "transformer.wte")] = Boxes(tensor.dtype, *boxes)
     return found
 
 
@@ -1423,9 +1396,10 @@ class Log:
         self.file = on_all_ranks(open, path, "a" if trainer.steps_done else "w")
         self.write({"flags": {flag.name: getattr(args, flag.name) for flag in FLAGS}})
         own = boxes_of(trainer, lambda tensor: tensor if tensor.requires_grad else None)
-        own = sum(box.numel() for whole in own.values() for box in whole.boxes.values())
+        shapes = [(name, whole.numel()) for name, whole in own.items()]
+        parameters = sum(dict(sum(gather_objects(shapes), [])).values())
         self.say(
-            f"{sum(gather_objects(own)):,} parameters on {args.world_size} x "
+            f"{parameters:,} parameters on {args.world_size} x "
             f"{trainer.device.type}: pp {args.pp} x dp {args.dp} x cp {args.cp} x tp {args.tp}"
         )
 

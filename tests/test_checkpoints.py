@@ -56,10 +56,7 @@ def test_a_range_of_a_flat_tensor_is_a_few_boxes_in_order(shape):
 
 
 def _train(flags, folder, dtype=torch.float64, prepare=lambda _: None):
-    """Train to the end, from the last checkpoint of the folder on, which is saved again elsewhere.
-
-    Returns how many elements this rank saved at the end.
-    """
+    """Train to the end, from the last checkpoint of the folder on, which is saved again elsewhere."""
     torch.set_default_dtype(dtype)
     words = f"{FLAGS} --checkpoint {folder} --save-every 2 {flags}".split()
     args = hybrid.parse(words, dist.get_world_size())
@@ -74,8 +71,6 @@ def _train(flags, folder, dtype=torch.float64, prepare=lambda _: None):
         trainer.step(*data.batch(step, BATCH, T, args.seed, trainer.own_rows()))
         if trainer.steps_done % args.save_every == 0:
             hybrid.save(trainer, folder)
-    wholes = [w for tensors in hybrid.state_of(trainer).values() for w in tensors.values()]
-    return sum(box.numel() for whole in wholes for box in whole.boxes.values())
 
 
 def _resume(world_size, flags, source, folder, dtype=torch.float64):
@@ -133,8 +128,7 @@ LAYOUTS = [  # model, world size, flags
 def _alone(model):
     """The folder of one process's checkpoints; they end with this process."""
     folder = tempfile.TemporaryDirectory()
-    (saved,) = run(1, _train, model, Path(folder.name))
-    assert saved == sum(map(torch.numel, read(Path(folder.name) / "step_00000004").values()))
+    run(1, _train, model, Path(folder.name))
     return folder
 
 
@@ -181,18 +175,21 @@ def test_bf16_keeps_its_masters_and_goes_on_in_fp32(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, most",
+    "flags",
     [
-        ("--dp 4 --zero 0", 1.05),
-        (f"--dp 4 --ep 2 {MIXTURE}", 1.05),
-        ("--tp 2 --pp 2 --schedule dualpipe --microbatches 6", 1.3),
+        "--dp 4 --zero 0",
+        f"--dp 4 --ep 2 {MIXTURE}",
+        "--tp 2 --pp 2 --schedule dualpipe --microbatches 6",
     ],
 )
-def test_ranks_share_out_what_is_to_be_saved(flags, most, tmp_path):
-    """Each element is saved by one rank, and each has about as many."""
-    saved = run(4, _train, flags, tmp_path)
-    whole = sum(map(torch.numel, read(tmp_path / "step_00000004").values()))
-    assert sum(saved) == whole and max(saved) < most * whole / 4
+def test_ranks_share_out_what_is_to_be_saved(flags, tmp_path):
+    """Each element is written by one rank, and each writes about as many."""
+    run(4, _train, f"{flags} --hidden 64", tmp_path)
+    whole = sum(t.numel() * t.itemsize for t in read(tmp_path / "step_00000004").values())
+    files = (tmp_path / "step_00000004").glob("*.distcp")
+    sizes = {file.name: file.stat().st_size for file in files}
+    assert len(sizes) == 4 and sum(sizes.values()) < 1.3 * whole  # each box has a header
+    assert max(sizes.values()) < 1.5 * sum(sizes.values()) / 4
 
 
 # ---- while it trains -----------------------------------------------------------------------------
