@@ -45,7 +45,7 @@ import signal
 import sys
 import sysconfig
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -68,7 +68,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from collectives import (
-    ReduceOp, all_gather_single, all_reduce, barrier, broadcast, gather_from_group, gather_objects,
+    ReduceOp, all_reduce, barrier, broadcast, gather_from_group, gather_objects,
     rank_and_size, report_stalls, scatter_to_group, schedule_as_batch, set_backend_collectives,
     set_ranks_per_node,
 )
@@ -84,7 +84,6 @@ from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, ShardedRandomState,
     VocabParallelEmbedding, attention, is_sharded, mark_partial, parallel_linear, part_of,
     sum_partial_gradients, unique_ranges, views_in_whole, vocab_parallel_cross_entropy,
-    vocab_parallel_max,
 )
 from zero import FullyShardedDataParallel
 
@@ -101,15 +100,12 @@ IGNORE_INDEX = -100  # a target that does not count
 def at_least(least, kind=int, below=math.inf):
     """A type for argparse: numbers from `least` on, below `below`."""
 
-    def read(text):
-        value = kind(text)
-        if not least <= value < below:
-            limit = f" and less than {below}" if below < math.inf else " and finite"
-            raise argparse.ArgumentTypeError(f"{text} must be at least {least}{limit}")
+    def number(text):
+        if not least <= (value := kind(text)) < below:
+            raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {below})")
         return value
 
-    read.__name__ = kind.__name__  # in argparse's own errors
-    return read
+    return number
 
 
 SIZE, COUNT, FACTOR = at_least(1), at_least(0), at_least(0, float)
@@ -138,7 +134,7 @@ GROUPS = {
         Flag("cp_method", tuple(CP_METHODS), "ring", "how attention crosses that split", "cp"),
         Flag("schedule", tuple(SCHEDULES), "1f1b", "order of microbatches in the pipeline"),
         Flag("chunks", SIZE, 2, "of a rank's layers", "interleaved"),
-        Flag("microbatches", SIZE, None, "of a step (default: most it allows up to 4 x pp)"),
+        Flag("microbatches", SIZE, None, "of a step (default: what divides 4 x pp)"),
         Flag("ep", SIZE, 1, "ranks of dp x cp x tp over which experts are spread", "experts"),
         Flag("recompute", ("none", "selective", "full"), "none", "attention, or every layer"),
         Flag("collectives", ("ours", "backend"), "ours", "backend: NCCL's or gloo's, to compare"),
@@ -223,9 +219,6 @@ RULES = {  # how to say what is wrong, and whether it is; a rule may count on th
     "{top_k} is more than {topk_nodes} have of {experts}": lambda a: (
         a.experts and a.top_k > a.experts // a.ep_nodes * a.topk_nodes
     ),
-    "{moe_every} leaves no layer of {layers} with experts": lambda a: (
-        a.experts and a.moe_every > a.layers
-    ),
     "{vocab_size} is less than {tp}": lambda a: a.vocab_size < a.tp,
     "{batch_size} is not divisible by {dp} x {microbatches}": lambda a: (
         a.batch_size % (a.dp * a.microbatches)
@@ -266,8 +259,7 @@ def read_flags(argv):
     Raises ValueError, one line that names flags and values, as the next two do.
     """
     given = vars(Parser().parse_args(argv))
-    defaults = {flag.name: flag.default for flag in FLAGS}
-    return argparse.Namespace(**defaults | given, given=given)
+    return argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | given, given=given)
 
 
 def parse(argv, world_size, per_node=None):
@@ -279,39 +271,25 @@ def parse(argv, world_size, per_node=None):
     args = read_flags(argv)
     args.world_size, args.per_node = world_size, per_node or world_size
     args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
+    replicas = args.dp * args.cp
     if args.zero is None:
-        args.zero = int(args.dp * args.cp > 1)
+        args.zero = int(replicas > 1)
+    if args.dtype == "bf16" and not args.zero:
+        args.zero, args.replicate = 1, replicas  # shards of one rank: the masters are ZeRO's
     args.kv_heads = args.kv_heads or args.heads
     args.ffn = args.ffn or 4 * args.hidden
     # a node has as much of tp as there is in ep, and of dp x cp what fits beside tp
     inside = math.gcd(args.ep, args.tp) * max(1, args.per_node // args.tp)
     args.ep_nodes = args.ep // math.gcd(args.ep, inside)
     args.topk_nodes = args.topk_nodes or args.ep_nodes
-    if args.prompt:
-        read_prompt(args.prompt, args.vocab_size)
-    complete_batch(args)
+    # a pipeline has up to 4 microbatches a stage: of 1F1B's time the bubble is then a fifth
+    fewest, most = (2 * args.pp, 4 * args.pp) if args.pp > 1 else (1, 1)
+    rows = args.dp * (args.microbatches or fewest)
+    args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
+    args.microbatches = args.microbatches or math.gcd(args.batch_size // args.dp, most)
     check(args)
     schedule_of(args)
     return args
-
-
-def complete_batch(args):
-    """Choose --batch-size and --microbatches where they are not given.
-
-    A pipeline has at most 4 microbatches a stage: of 1F1B's time the bubble is then a fifth.
-    """
-
-    def is_defined(microbatches):
-        with suppress(ValueError):
-            return bool(schedule_of(args, microbatches))
-
-    most = 4 * args.pp if 1 < args.pp <= args.world_size else 1
-    fewest = args.microbatches or next(filter(is_defined, range(args.pp, most + 1)), args.pp)
-    rows = args.dp * fewest
-    args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
-    own = args.batch_size // args.dp
-    fitting = (m for m in range(most, 0, -1) if own % m == 0 and is_defined(m))
-    args.microbatches = args.microbatches or next(fitting, fewest)
 
 
 def check(args):
@@ -326,9 +304,9 @@ def check(args):
             raise ValueError(sentence.format_map(shown))
 
 
-def schedule_of(args, microbatches=None):
-    """The pipeline's schedule, of other microbatches if given. Raises ValueError if undefined."""
-    sizes = {"pp": args.pp, "microbatches": microbatches or args.microbatches}
+def schedule_of(args):
+    """The pipeline's schedule. Raises ValueError where it is not defined for these flags."""
+    sizes = {"pp": args.pp, "microbatches": args.microbatches}
     if args.schedule == "interleaved":
         sizes["chunks"] = args.chunks
     flags = " ".join(as_typed(*flag) for flag in [("schedule", args.schedule), *sizes.items()])
@@ -489,25 +467,19 @@ def load_data(path, seq_len, vocab_size=256):
     """Read --data: None (the standard library's sources), text, or tokens, which stay on the disk.
 
     Text is a file or a folder, and its tokens are its UTF-8 bytes; tokens are a .bin of uint16, or
-    uint32 for a larger vocabulary, or nanoGPT's folder of train.bin and val.bin. Another folder is
-    split by file, every tenth being for validation; of a single file validation is the last tenth.
-    Raises ValueError for a path that is missing or too short, and a folder without text. Whether
+    uint32 for a larger vocabulary, or nanoGPT's folder of train.bin and val.bin. Else validation is
+    the last tenth. Raises OSError or ValueError for what is missing, no text, or too short. Whether
     tokens are in the vocabulary is seen as they are used.
     """
     pattern, path = "*" if path else "*.py", Path(path or sysconfig.get_path("stdlib"))
     dtype, is_text = np.uint16 if vocab_size <= 2**16 else np.uint32, False
     if (path / "train.bin").is_file():
-        if not (path / "val.bin").is_file():
-            raise ValueError(f"--data {path}: there is a train.bin, and no val.bin")
         parts = [tokens_of(path / name, dtype) for name in ("train.bin", "val.bin")]
-    elif path.is_dir():
-        parts, is_text = texts_of(path, pattern), True
-    elif path.is_file():
-        is_text = path.suffix != ".bin"
-        tokens = tokens_of(path, np.uint8 if is_text else dtype)
-        parts = np.split(tokens, [len(tokens) - len(tokens) // 10])
     else:
-        raise ValueError(f"--data {path}: neither a file nor a folder")
+        is_text = path.suffix != ".bin"
+        dtype = np.uint8 if is_text else dtype
+        tokens = text_of(path, pattern) if path.is_dir() else tokens_of(path, dtype)
+        parts = np.split(tokens, [len(tokens) - len(tokens) // 10])
     for part, tokens in zip(("training", "validation"), parts):
         if len(tokens) <= seq_len:
             found = f"its {part} part has {len(tokens)} tokens"
@@ -523,20 +495,13 @@ def tokens_of(path, dtype):
     return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
 
 
-def texts_of(folder, pattern):
-    """The bytes of a folder's files of text: nine tenths of the files, and every tenth one."""
+def text_of(folder, pattern):
+    """The bytes of a folder's files of text."""
     skipped = {"site-packages", "dist-packages", "test", "tests"}
-    names = lambda file: file.relative_to(folder).parts
-    texts = [
-        file.read_bytes()
-        for file in sorted(folder.rglob(pattern))
-        if file.is_file() and not any(n in skipped or n.startswith(".") for n in names(file))
-    ]
-    texts = [text for text in texts if b"\0" not in text]
-    if not texts:
-        raise ValueError(f"--data {folder}: none of its files is text")
-    joined = b"\n".join(t for i, t in enumerate(texts) if i % 10), b"\n".join(texts[::10])
-    return [np.frombuffer(part, np.uint8) for part in joined]
+    is_wanted = lambda names: not any(n in skipped or n.startswith(".") for n in names)
+    files = [file for file in sorted(folder.rglob(pattern)) if file.is_file()]
+    texts = [f.read_bytes() for f in files if is_wanted(f.relative_to(folder).parts)]
+    return np.frombuffer(b"\n".join(text for text in texts if b"\0" not in text), np.uint8)
 
 
 def show(tokens, is_text):
@@ -545,16 +510,6 @@ def show(tokens, is_text):
         return str(tokens)
     text = bytes(min(token, 255) for token in tokens).decode(errors="replace")  # 255 is no text
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
-def read_prompt(text, vocab_size):
-    """The tokens of --prompt: its bytes if there are 256, else the numbers in it, such as 5,0,7."""
-    if vocab_size == 256:
-        return list(os.fsencode(text))
-    numbers = text.split(",")
-    if not all(n.isdecimal() and int(n) < vocab_size for n in numbers):
-        raise ValueError(f"--prompt {text}: not tokens of --vocab-size {vocab_size}, such as 5,0")
-    return list(map(int, numbers))
 
 
 # ---- model ---------------------------------------------------------------------------------------
@@ -931,15 +886,11 @@ def own_chunks(trainer):
 
 
 class TrainingError(ValueError):
-    """What ends the training, raised on all ranks alike."""
+    """What ends the training, raised on all ranks alike, and the exit status."""
 
-    status = 1
-
-
-class Terminated(TrainingError):
-    """What SIGTERM asked for; the exit status is what a shell gives one that it has killed."""
-
-    status = 128 + signal.SIGTERM
+    def __init__(self, message, status=1):
+        super().__init__(message)
+        self.status = status
 
 
 class Trainer:
@@ -993,10 +944,13 @@ class Trainer:
         tallies, of_experts = sum_tallies(self), {}
         if args.experts:
             of_experts = tally_metrics(tallies, args.microbatches, args.balance == "aux")
+        told = torch.full((), float(self.sigterm), device=self.device)
+        if args.checkpoint:
+            all_reduce(told, ReduceOp.MAX)
         # the one time that the host waits for the device
-        numbers = torch.stack([*found, norm, self.told_to_stop(), *of_experts.values()])
+        numbers = torch.stack([*found, norm, told, *of_experts.values()])
         loss, num_outside, norm, self.stop, *loads = numbers.tolist()
-        self.refuse_outside(num_outside, inputs, targets)
+        refuse_outside(args, num_outside)
         if math.isfinite(loss + norm):
             self.update(rate, tallies)
             self.skipped_in_a_row = 0
@@ -1110,21 +1064,6 @@ class Trainer:
             found = f"loss {loss:.4f}, grad norm {norm:.3f}; {self.skipped_in_a_row} in a row"
             raise TrainingError(f"step {self.steps_done + 1} is not finite: {found}")
 
-    def refuse_outside(self, number, inputs, targets):
-        """Raise TrainingError if number, alike on all ranks, tells of tokens outside."""
-        if number:
-            largest = torch.maximum(inputs, targets).max().to(self.device)
-            all_reduce(largest, ReduceOp.MAX, self.mesh.dp_cp_group)
-            size = self.config.vocab_size
-            raise TrainingError(f"--data: token {largest} is outside --vocab-size {size}")
-
-    def told_to_stop(self):
-        """Whether SIGTERM has come to some rank, on the device; only with checkpoints."""
-        told = torch.full((), float(self.sigterm), device=self.device)
-        if self.args.checkpoint:
-            all_reduce(told, ReduceOp.MAX)
-        return told
-
     def own_rows(self):
         """This rank's rows of the global batch."""
         rank, world_size = rank_and_size(self.mesh.dp_group)
@@ -1144,6 +1083,13 @@ class Trainer:
         schedule = forward_only(num_stages, num_microbatches, self.route)
         stages = self.stages[:1] if self.replicated else self.stages
         return Pipeline(stages, schedule, loss_fn, self.mesh.pp_group)
+
+
+def refuse_outside(args, number):
+    """Raise TrainingError if so many tokens, alike on all ranks, are outside the vocabulary."""
+    if number:
+        size = args.vocab_size
+        raise TrainingError(f"--data: {number:.0f} tokens are outside --vocab-size {size}")
 
 
 def learning_rate(step, steps, warmup, peak):
@@ -1235,41 +1181,13 @@ def if_several(group):
 
 
 def make_optimizer(args, parameters):
-    """AdamW, with decay of matrices. Whole parameters become bf16 if asked for, pieces do not."""
+    """AdamW, with decay of matrices."""
     is_matrix = lambda parameter: len(part_of(parameter)[0]) > 1
     groups = [
         {"params": list(filter(is_matrix, parameters)), "weight_decay": args.weight_decay},
         {"params": [p for p in parameters if not is_matrix(p)], "weight_decay": 0.0},
     ]
-    options = {"lr": args.lr, "betas": (0.9, 0.95), "fused": True}
-    if args.zero or args.dtype != "bf16":
-        return torch.optim.AdamW(groups, **options)
-    for parameter in parameters:
-        parameter.grad_dtype = torch.float32
-    return MasterAdamW(groups, **options)
-
-
-class MasterAdamW(torch.optim.AdamW):
-    """AdamW of masters in fp32, which are rounded into the parameters: bf16 from here on."""
-
-    def __init__(self, groups, **options):
-        self.masters = {weight: weight.detach() for group in groups for weight in group["params"]}
-        groups = [g | {"params": [self.masters[w] for w in g["params"]]} for g in groups]
-        super().__init__(groups, **options)
-        for weight in self.masters:
-            weight.data = weight.to(torch.bfloat16)
-
-    @torch.no_grad()
-    def round(self):
-        """Make the parameters what the masters are."""
-        torch._foreach_copy_(list(self.masters), list(self.masters.values()))
-
-    @torch.no_grad()
-    def step(self):
-        for weight, master in self.masters.items():
-            master.grad = weight.grad  # the same memory, which zero_grad() zeroes
-        super().step()
-        self.round()
+    return torch.optim.AdamW(groups, args.lr, (0.9, 0.95), fused=True)
 
 
 def mixtures(trainer):
@@ -1304,18 +1222,11 @@ OF_THE_MODEL = (  # flags that a checkpoint and whoever goes on from it must agr
     "experts", "top_k", "shared_experts", "balance", "moe_every",
 )  # fmt: skip
 MOMENTS = "exp_avg", "exp_avg_sq"  # Adam's
-SKIPPED = "skipped", "skipped_in_a_row"  # numbers that a Trainer goes on with
 KEPT = 2  # checkpoints
 
 
-class InputError(TrainingError):
-    """What was wrong with files or flags, raised on all ranks alike."""
-
-    status = 2
-
-
 def on_all_ranks(call, *arguments):
-    """What call() returns, or InputError on all ranks if it fails on one. Collective."""
+    """What call() returns, or on all ranks a TrainingError if it fails on one. Collective."""
     result, fault = None, ""
     try:
         result = call(*arguments)
@@ -1325,7 +1236,7 @@ def on_all_ranks(call, *arguments):
     faults = gather_objects(fault.strip().splitlines()[:1])
     for rank, lines in enumerate(faults):
         for line in lines:
-            raise InputError(f"rank {rank}: {line}" if rank else line)
+            raise TrainingError(f"rank {rank}: {line}" if rank else line, status=2)
     return result
 
 
@@ -1380,42 +1291,39 @@ def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
 
 
 def state_of(trainer, chunks=None):
-    """{"model", or a moment of Adam's: its boxes_of()}. Weights are the optimizer's: exact."""
-    masters, state = getattr(trainer.optimizer, "masters", {}), trainer.optimizer.state
-    master = lambda tensor: masters.get(tensor, tensor)
-    moment = lambda kind, tensor: state[master(tensor)][kind] if master(tensor) in state else None
+    """{"model", or a moment of Adam's: its boxes_of()}. With ZeRO the weights are exact masters."""
+    state = trainer.optimizer.state
+    moment = lambda kind, weight: state[weight][kind] if weight in state else None
     found = {kind: boxes_of(trainer, partial(moment, kind), chunks) for kind in MOMENTS}
-    return {"model": boxes_of(trainer, master, chunks)} | found
+    return {"model": boxes_of(trainer, chunks=chunks)} | found
 
 
 def save(trainer, folder):
-    """Write a checkpoint, which is complete once its folder is renamed, and remove old ones.
+    """Write a checkpoint, and keep the last two. Collective.
 
-    Collective. Raises TrainingError, on all ranks, if copies of a weight differ, so that no
-    checkpoint has a corrupted one, or it cannot be written; those before are intact.
+    Raises TrainingError, on all ranks, if copies of a weight differ, so that no checkpoint has a
+    corrupted one, or it cannot be written; those before are intact.
     """
     if different := unlike_copies(trainer):
-        raise TrainingError(f"step {trainer.steps_done}: {different}")
+        raise TrainingError(f"step {trainer.steps_done}: copies differ: {different}")
     path = Path(folder, f"step_{trainer.steps_done:08d}.partial")
     run = {flag.name: getattr(trainer.args, flag.name) for flag in FLAGS}
-    run |= {name: getattr(trainer, name) for name in SKIPPED}
     try:
         on_all_ranks(partial(dcp.save, checkpoint_id=path), state_of(trainer))
-        on_all_ranks(commit, path, run)
-    except InputError as error:
+        on_all_ranks(commit, path, run | {"skipped": trainer.skipped})
+    except TrainingError as error:
         raise TrainingError(f"--checkpoint {path.with_suffix('')}: {error}") from None
 
 
 def commit(path, run):
     """Rank 0 makes what all ranks have written a checkpoint, at once, and removes old ones."""
-    if dist.get_rank() > 0:
-        return
-    (path / "run.json").write_text(json.dumps(run, indent=4))
-    os.sync()
-    path.rename(path.with_suffix(""))
-    for old in complete_checkpoints(path.parent)[:-KEPT]:
-        old.rename(old.with_suffix(".partial"))  # half of it is no checkpoint
-        shutil.rmtree(old.with_suffix(".partial"), ignore_errors=True)
+    if dist.get_rank() == 0:
+        (path / "run.json").write_text(json.dumps(run, indent=4))
+        os.sync()
+        path.rename(path.with_suffix(""))
+        for old in complete_checkpoints(path.parent)[:-KEPT]:
+            old.rename(old.with_suffix(".partial"))  # half of it is no checkpoint
+            shutil.rmtree(old.with_suffix(".partial"), ignore_errors=True)
 
 
 def complete_checkpoints(folder):
@@ -1434,66 +1342,57 @@ def latest(folder):
 def load(trainer, path):
     """Go on from a checkpoint, of any layout. Collective.
 
-    Raises InputError, on all ranks, if it is of another model, or cannot be read.
+    Raises TrainingError, on all ranks, if it is of another model, or cannot be read.
     """
-    run, optimizer = on_all_ranks(read_run, path, trainer.args), trainer.optimizer
-    trainer.steps_done = int(path.name.removeprefix("step_"))
-    for name in SKIPPED:
-        setattr(trainer, name, run.get(name, 0))
+    run = on_all_ranks(read_run, path, trainer.args)
+    trainer.steps_done, trainer.skipped = int(path.name.removeprefix("step_")), run["skipped"]
     if steps := trainer.steps_done - trainer.skipped:  # else there are no moments
-        for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
-            number = torch.tensor(float(steps), dtype=torch.float32, device=weight.device)
+        for weight in trainer.dense + trainer.experts:
             moments = {kind: torch.zeros_like(weight) for kind in MOMENTS}
-            optimizer.state[weight] = {"step": number} | moments
+            number = torch.full((), steps, dtype=torch.float32, device=weight.device)
+            trainer.optimizer.state[weight] = {"step": number} | moments
     try:
         for chunk in trainer.chunks:  # in turns: two may have the embedding
             on_all_ranks(partial(dcp.load, checkpoint_id=path), state_of(trainer, [chunk]))
-    except InputError as error:
-        raise InputError(f"--checkpoint {path}: {error}") from None
-    if isinstance(optimizer, MasterAdamW):
-        optimizer.round()
+    except TrainingError as error:
+        raise TrainingError(f"--checkpoint {path}: {error}", status=2) from None
 
 
 def read_run(path, args):
     """The run.json of a checkpoint. Raises ValueError if it is damaged, or of another model."""
-    file = path / "run.json"
     try:
-        run = json.loads(file.read_bytes())
-        flags = {name: run[name] for name in OF_THE_MODEL}
+        run = json.loads((path / "run.json").read_bytes())
+        theirs = {name: run[name] for name in (*OF_THE_MODEL, "skipped")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} has not the flags of a run: {error!r}") from None
-    for name, theirs in flags.items():
-        own = getattr(args, name)
-        if own != theirs:
-            raise ValueError(f"{as_typed(name, own)}, but {path} has {as_typed(name, theirs)}")
+        raise ValueError(f"{path / 'run.json'} has not the flags of a run: {error!r}") from None
+    for name in OF_THE_MODEL:
+        if (own := getattr(args, name)) != theirs[name]:
+            raise ValueError(f"{as_typed(name, own)}, but {path} has {as_typed(name, run[name])}")
     return run
 
 
-@torch.no_grad()
 def unlike_copies(trainer):
-    """Which copies of weights have other bits, by rank; "" if none. Collective.
+    """Which copies of a weight have other bits than most have, with their ranks. Collective.
 
-    Compares a sum of each tensor's bits, which one flipped bit changes for certain.
+    What two ranks hold of the same place is compared by a sum of its bits, which one flipped bit
+    changes for certain.
     """
-    integers, of_group, different = {2: torch.int16, 4: torch.int32, 8: torch.int64}, {}, []
+    integers, own, sums = {2: torch.int16, 4: torch.int32, 8: torch.int64}, [], []
     for chunk in trainer.chunks:
-        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
-            total = tensor.detach().view(integers[tensor.itemsize]).sum(dtype=torch.int64)
-            groups = [replicas_of(trainer.mesh, name, tensor)]
-            if is_expert(name) or not is_sharded(tensor):
-                expert = is_expert(name)
-                groups.append(trainer.mesh.expert_tp_group if expert else trainer.mesh.tp_group)
-            for group in filter(if_several, groups):
-                of_group.setdefault(group, []).append((name, total))
-    for group, own in of_group.items():
-        names, sums = zip(*own)
-        every = torch.empty(dist.get_world_size(group), len(sums), dtype=torch.int64)
-        every, sums = every.to(trainer.device), torch.stack(sums)
-        all_gather_single(every, sums, group)
-        majority = every.mode(0).values
-        different += [n for n, is_unlike in zip(names, (sums != majority).tolist()) if is_unlike]
-    found = enumerate(gather_objects(list(dict.fromkeys(different))))
-    return "; ".join(f"rank {rank}: {', '.join(names)} differ" for rank, names in found if names)
+        for name, whole in boxes_of(trainer, chunks=[chunk]).items():
+            for place, box in whole.boxes.items():
+                own.append((name, place, box.shape))
+                sums.append(box.contiguous().view(integers[box.itemsize]).sum(dtype=torch.int64))
+    every, different = defaultdict(list), []
+    sums = torch.stack(sums).tolist()  # one wait for the device
+    for rank, theirs in enumerate(gather_objects([*zip(own, sums)])):
+        for box, total in theirs:
+            every[box].append((rank, total))
+    for (name, *_), found in every.items():
+        [(most, count)] = Counter(total for _, total in found).most_common(1)
+        odd = [rank for rank, total in found if total != most or 2 * count <= len(found)]
+        different += [f"{name} on ranks {odd}"] if count < len(found) else []
+    return "; ".join(different)
 
 
 # ---- log -----------------------------------------------------------------------------------------
@@ -1514,73 +1413,62 @@ class Log:
     """
 
     def __init__(self, trainer):
-        args, device = trainer.args, trainer.device
-        self.trainer, self.args = trainer, args
+        args, self.trainer = trainer.args, trainer
         self.speaks, self.is_terminal = dist.get_rank() == 0, sys.stdout.isatty()
         self.first, self.began = trainer.steps_done + 1, time.perf_counter()
         self.every = args.print_every or max(1, round(args.steps / 40))
-        self.flops, self.peak = flops_per_token(trainer.config), peak_tflops(args, device)
-        mode = "a" if trainer.steps_done else "w"
+        self.flops, self.peak = flops_per_token(trainer.config), peak_tflops(args, trainer.device)
         path = args.metrics if self.speaks and args.metrics else os.devnull
-        self.file = on_all_ranks(open, path, mode)
-        own = boxes_of(trainer, lambda tensor: tensor if tensor.requires_grad else None)
-        boxes = [box.numel() for whole in own.values() for box in whole.boxes.values()]
-        parameters, tokens = sum(gather_objects(sum(boxes))), args.batch_size * args.seq_len
+        self.file = on_all_ranks(open, path, "a" if trainer.steps_done else "w")
         self.write({"flags": {flag.name: getattr(args, flag.name) for flag in FLAGS}})
+        own = boxes_of(trainer, lambda tensor: tensor if tensor.requires_grad else None)
+        own = sum(box.numel() for whole in own.values() for box in whole.boxes.values())
         self.say(
-            f"{parameters:,} parameters on {args.world_size} x {device.type}: pp {args.pp} x dp "
-            f"{args.dp} x cp {args.cp} x tp {args.tp}; a step: {tokens:,} tokens, "
-            f"{self.flops * tokens:.3g} FLOPs of the model"
+            f"{sum(gather_objects(own)):,} parameters on {args.world_size} x "
+            f"{trainer.device.type}: pp {args.pp} x dp {args.dp} x cp {args.cp} x tp {args.tp}"
         )
 
     def step(self, metrics, seconds):
         """A step's metrics; it took so long."""
-        step, steps = self.trainer.steps_done, self.args.steps
-        speed = self.args.batch_size * self.args.seq_len / seconds
-        own, memory = speed / self.args.world_size, peak_memory_mb(self.trainer.device)
+        step, args = self.trainer.steps_done, self.trainer.args
+        speed, memory = args.batch_size * args.seq_len / seconds, peak_memory_mb(self.trainer.device)
         self.write({"step": step, **metrics, "tokens_per_s": speed, "memory_mb": memory})
-        tflops = own * self.flops / 1e12
-        left = (time.perf_counter() - self.began) / (step - self.first + 1) * (steps - step)
+        tflops = speed / args.world_size * self.flops / 1e12
         mfu = f", MFU {tflops / self.peak:.1%}" if self.peak else ""
-        skipped = f"  {metrics['skipped']} skipped" if metrics["skipped"] else ""
+        left = (time.perf_counter() - self.began) / (step - self.first + 1) * (args.steps - step)
         line = (
-            f"step {step} of {steps}  loss {metrics['loss']:.4f}  {speed:,.0f} tokens/s, each "
-            f"{own:,.0f}, {tflops:.3g} TFLOP/s{mfu}, {memory:,.0f} MB  "
-            f"{timedelta(seconds=round(left))} left  grad norm {metrics['grad_norm']:.3f}  "
-            f"lr {metrics['lr']:.2e}{skipped}"
+            f"step {step} of {args.steps}  loss {metrics['loss']:.4f}  {speed:,.0f} tokens/s, "
+            f"{tflops:.3g} TFLOP/s each{mfu}, {memory:,.0f} MB  {timedelta(seconds=round(left))} "
+            f"left  grad norm {metrics['grad_norm']:.3f}  lr {metrics['lr']:.2e}"
+            + (f"  {metrics['skipped']} skipped" if metrics["skipped"] else "")
         )
-        if step in (self.first, steps) or self.trainer.stop:
+        if step in (self.first, args.steps) or self.trainer.stop or step % self.every == 0:
             self.say(line)
         elif self.is_terminal:
             self.say(line[: shutil.get_terminal_size().columns - 1], end="")
-        elif step % self.every == 0:
-            self.say(line)
 
     def validation(self, loss, tokens):
         """Of so many tokens."""
         step, perplexity = self.trainer.steps_done, math.exp(min(loss, 700))
-        self.write({"step": step, "validation_loss": loss, "validation_tokens": tokens})
-        self.say(
-            f"validation loss {loss:.4f}, perplexity {perplexity:.2f}, of {tokens:,} tokens "
-            f"after step {step}"
-        )
+        self.write({"step": step, "validation_loss": loss, "perplexity": perplexity})
+        found = f"validation loss {loss:.4f}, perplexity {perplexity:.2f}"
+        self.say(f"{found}, of {tokens:,} tokens after step {step}")
 
     def say(self, line, end="\n"):
         """Print it, in place of a line that is rewritten."""
         if self.speaks:
-            erase = "\r\033[K" if self.is_terminal else ""
-            print(erase + line, end=end, flush=True)
+            print(("\r\033[K" if self.is_terminal else "") + line, end=end, flush=True)
 
     def write(self, value):
         """A line of JSON, where what is not finite is null. A full disk ends no training."""
-        if self.speaks and self.file:
-            is_bad = lambda number: isinstance(number, float) and not math.isfinite(number)
-            value = {name: None if is_bad(number) else number for name, number in value.items()}
-            try:
+        is_bad = lambda number: isinstance(number, float) and not math.isfinite(number)
+        value = {name: None if is_bad(number) else number for name, number in value.items()}
+        try:
+            if self.file:
                 print(json.dumps(value), file=self.file, flush=True)
-            except OSError as error:
-                complain(f"error: --metrics {self.args.metrics}: {error.strerror}")
-                self.file = None
+        except OSError as error:
+            complain(f"error: --metrics {self.file.name}: {error.strerror}")
+            self.file = None
 
 
 def peak_tflops(args, device):
@@ -1595,8 +1483,7 @@ def peak_memory_mb(device):
     """Most memory this process ever held: on the GPU, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def complain(sentence):
@@ -1622,7 +1509,7 @@ def evaluate(trainer, data, batches=8):
         rows = trainer.own_rows()
         found = trainer.run(trainer.evaluation, inputs[rows], targets[rows])
         loss, num_outside = torch.stack(found).tolist()
-        trainer.refuse_outside(num_outside, inputs, targets)
+        refuse_outside(args, num_outside)
         total += loss * counted
         count += counted
     if not math.isfinite(total):
@@ -1634,14 +1521,12 @@ def evaluate(trainer, data, batches=8):
 def sample(trainer, prompt, length, temperature=1.0, seed=0):
     """Continue token ids `prompt` by `length` tokens drawn from the model; the same on every rank.
 
-    The largest of logit + temperature x Gumbel noise is a draw from the softmax of the logits /
-    temperature, so each rank of tp proposes its best token and no logits are gathered. Collective:
-    replicas, too, since experts may be spread over them. Raises TrainingError if the prompt has a
-    token outside the vocabulary.
+    Collective: replicas, too, since experts may be spread over them. Raises TrainingError if the
+    prompt has a token outside the vocabulary.
     """
     T, V = trainer.config.seq_len, trainer.config.vocab_size
     if (largest := max(prompt, default=0)) >= V:
-        raise TrainingError(f"the prompt's token {largest} is outside --vocab-size {V}")
+        raise TrainingError(f"the prompt's token {largest} is outside --vocab-size {V}", status=2)
     for chunk in trainer.chunks:
         chunk.eval()
     pipeline = trainer.forward_pipeline(1, lambda logits, _: logits)
@@ -1650,27 +1535,27 @@ def sample(trainer, prompt, length, temperature=1.0, seed=0):
         window = tokens[-T:]
         # causal: the rest is unseen
         (inputs,) = trainer.own_tokens(torch.tensor([window + [0] * (T - len(window))]))
-        logits = pipeline.step(inputs, inputs)
-        noise = -temperature * torch.empty(V).exponential_(generator=generator).log()
-        tokens.append(_best_token(trainer, logits, len(window) - 1, noise.to(trainer.device)))
+        logits = logits_at(trainer, len(window) - 1, pipeline.step(inputs, inputs))
+        weights = torch.softmax(logits / temperature, 0)
+        tokens.append(int(torch.multinomial(weights, 1, generator=generator)))
     return tokens[len(prompt) :]
 
 
-def _best_token(trainer, logits, position, noise):
-    """The token with the largest logit + noise (V,) at a position, on all ranks of the replica.
+def logits_at(trainer, position, logits):
+    """Those of all tokens (V,) at a position, on all ranks of the replica and on the CPU.
 
     logits: (T, 1, V/tp) of this rank's positions, on the last stage; None on the others.
     """
     mesh, (last_rank, last_chunk) = trainer.mesh, trainer.route[-1]
-    best = torch.zeros(2, dtype=torch.float64, device=trainer.device)  # value, token
+    whole = torch.zeros(trainer.config.vocab_size, dtype=torch.float64, device=trainer.device)
     (place,) = (trainer.positions == position).nonzero(as_tuple=True)
     if logits is not None and len(place):  # of the cp ranks one has the position
-        start, logits = trainer.chunks[last_chunk].lm_head.start, logits[place.item(), 0].double()
-        noisy = logits + noise[start : start + len(logits)]
-        best = vocab_parallel_max(noisy, start, mesh.tp_group)
-    all_reduce(best, group=mesh.cp_group)
-    broadcast(best, dist.get_global_rank(mesh.pp_group, last_rank), mesh.pp_group)
-    return int(best[1])
+        start, own = trainer.chunks[last_chunk].lm_head.start, logits[place.item(), 0]
+        whole[start : start + len(own)] = own
+    for group in mesh.tp_group, mesh.cp_group:
+        all_reduce(whole, group=group)
+    broadcast(whole, dist.get_global_rank(mesh.pp_group, last_rank), mesh.pp_group)
+    return whole.cpu()
 
 
 def train(args, device):
@@ -1693,19 +1578,25 @@ def train(args, device):
         if args.checkpoint and (is_over or (step + 1) % (args.save_every or math.inf) == 0):
             save(trainer, args.checkpoint)
         if trainer.stop:
-            raise Terminated(f"--checkpoint {args.checkpoint} has step {step + 1}")
+            end = f"SIGTERM; --checkpoint {args.checkpoint} has step {step + 1}"
+            raise TrainingError(end, status=128 + signal.SIGTERM)
         if not is_over and (step + 1) % (args.eval_every or math.inf) == 0:
             log.validation(*evaluate(trainer, data))
     if first < args.steps:
         log.validation(*evaluate(trainer, data))
     if args.sample:
-        middle = len(data.validation) // 2
-        prompt = data.validation[middle : middle + args.seq_len // 2].tolist()
-        if args.prompt:
-            prompt = read_prompt(args.prompt, args.vocab_size)
+        prompt = on_all_ranks(prompt_of, args, data)
         tokens = sample(trainer, prompt, args.sample, temperature=0.8, seed=args.seed)
         prompt, tokens = show(prompt, data.is_text), show(tokens, data.is_text)
         log.say(f"---- prompt\n{prompt}\n---- continuation\n{tokens}")
+
+
+def prompt_of(args, data):
+    """The tokens of --prompt, its bytes or numbers, or the middle of the validation part."""
+    if not args.prompt:
+        middle = len(data.validation) // 2
+        return data.validation[middle : middle + args.seq_len // 2].tolist()
+    return list(os.fsencode(args.prompt)) if data.is_text else [*map(int, args.prompt.split(","))]
 
 
 def go_on(trainer):
@@ -1735,12 +1626,6 @@ def choose_device(args, local_rank=0, per_node=1):
         return torch.device("cpu"), "gloo"
     if not gpus:
         raise ValueError(f"--device {args.device}: there is no GPU on this machine")
-    width, multiple = args.hidden // args.heads, 8 if args.dtype == "bf16" else 4  # of 16 bytes
-    if args.cp > 1 and args.cp_method != "ulysses" and width % multiple:
-        raise ValueError(
-            f"--cp {args.cp} --cp-method {args.cp_method} on a GPU: heads are {width} wide in "
-            f"{args.dtype}, not a multiple of {multiple}"
-        )
     device = torch.device("cuda", local_rank % gpus)
     torch.cuda.set_device(device)
     return device, "gloo" if args.device == "shared" else "nccl"
@@ -1796,7 +1681,7 @@ def main(argv=None, work=train):
     try:
         return leave(work(args, device) or 0)
     except TrainingError as error:
-        say(f"{'terminated' if isinstance(error, Terminated) else 'error'}: {error}")
+        say(f"error: {error}")
         return leave(error.status)
 
 
