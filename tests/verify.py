@@ -158,7 +158,8 @@ def compare(args, device, first, *steps):
             weight.grad.copy_(gradients[name])
         rate = hybrid.learning_rate(step, args.steps, args.warmup, args.lr)
         one.update(rate, bias_rate=0.001 if args.balance == "bias" else 0.0)
-        found |= differences(when, new_weights, weights)
+        biases = {n.replace("bias", "router.bias"): b.float().double() for n, b in model.named_buffers()}
+        found |= differences(when, new_weights, weights | biases)
     return found
 
 
@@ -190,7 +191,7 @@ def verify(argv, args, device):
     """
     given, world_size = hybrid.read_flags(argv).given, args.world_size
     for name in REFUSED & given.keys():
-        raise hybrid.InputError(f"{hybrid.as_typed(name, given[name])} means nothing here")
+        raise hybrid.TrainingError(f"{hybrid.as_typed(name, given[name])} has no use here", 2)
     precision = "fp64" if device.type == "cpu" and args.dtype == "fp32" else args.dtype
     torch.set_default_dtype(torch.float64 if precision == "fp64" else torch.float32)
     is_one, groups, errors = given.keys() - OF_ALL, {}, []
