@@ -465,7 +465,7 @@ def load_data(path, seq_len, vocab_size=256):
     the last tenth. Raises OSError or ValueError for what is missing, no text, or too short. Whether
     tokens are in the vocabulary is seen as they are used.
     """
-    pattern, path = "*" if path else "*.py", Path(path or sysconfig.get_path("stdlib"))
+    pattern, path = "[!.]*" if path else "*.py", Path(path or sysconfig.get_path("stdlib"))
     dtype, is_text = np.uint16 if vocab_size <= 2**16 else np.uint32, False
     if (path / "train.bin").is_file():
         parts = [tokens_of(path / name, dtype) for name in ("train.bin", "val.bin")]
