@@ -97,13 +97,13 @@ from pipeline import (
     forward_only, least_microbatches, simulate, sum_replicas,
 )
 from sequence_parallel import (
-    activation_bytes, allgather_attention, context_activation_bytes, context_parallel_bytes,
-    context_positions, dropout, recompute, ring_attention, ulysses_attention,
+    activation_bytes, allgather_attention, context_parallel_bytes, context_positions,
+    dropout, recompute, ring_attention, ulysses_attention,
 )
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, ShardedRandomState,
-    VocabParallelEmbedding, attention, compute_bound_degree, is_sharded, mark_partial,
-    parallel_linear, part_of, sum_partial_gradients, tensor_parallel_layer_bytes, unique_ranges,
+    Shard, VocabParallelEmbedding, attention, mark_partial, parallel_linear, part_of,
+    partial_parameters, rows_held, shards_of, sum_partial_gradients, tensor_parallel_layer_bytes,
     views_in_whole, vocab_parallel_cross_entropy, vocab_parallel_max,
 )
 from zero import (
@@ -582,6 +582,7 @@ class Trainer:
             self.positions = context_positions(args.seq_len, mesh.cp_group)
         put_off, routes = WeightGradStore(), schedule.routes
         self.chunks = make_chunks(args, self.config, mesh, device, routes, self.positions, put_off)
+        self.shards = {n: shard for chunk in self.chunks for n, shard in shards_of(chunk).items()}
         named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
         self.dense = [parameter for name, parameter in named if not is_expert(name)]
         self.experts = [parameter for name, parameter in named if is_expert(name)]
@@ -674,8 +675,12 @@ class Trainer:
         of the heads, and the tied embedding and head.
         """
         first = self.steps_done == 0
-        sum_partial_gradients(self.dense, self.mesh.tp_group, check=first)
-        sum_partial_gradients(self.experts, self.mesh.expert_tp_group, check=first)
+        experts = set(self.experts)
+        partial = [p for chunk in self.chunks for p in partial_parameters(chunk)]
+        dense = [p for p in partial if p not in experts]
+        sum_partial_gradients(dense, self.mesh.tp_group, check=first)
+        of_experts = [p for p in partial if p in experts]
+        sum_partial_gradients(of_experts, self.mesh.expert_tp_group, check=first)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
         weights = [chunk.tied_weight() for chunk in self.chunks]
@@ -692,14 +697,10 @@ class Trainer:
         """
         mesh, dense, experts = self.mesh, [], []
         for name, parameter in named_parameters(self):
-            (_, first), piece = part_of(parameter), parameter.grad.view(-1)
             if is_expert(name):
-                experts.append(piece)
-            elif name != "lm_head.weight":  # a copy of the embedding
-                dense.extend(
-                    piece[max(0, begin - first) : max(0, end - first)]
-                    for begin, end in unique_ranges(parameter, mesh.tp_group)
-                )
+                experts.append(parameter.grad)
+            elif name != "lm_head.weight" and counts_here(self, name):  # a copy of the embedding
+                dense.append(parameter.grad)
         shards, expert_shards = [], []  # the groups over which there are other pieces
         if self.args.zero:
             shards, expert_shards = [mesh.shard_group], [mesh.expert_shard_group]
@@ -732,6 +733,11 @@ class Trainer:
         schedule = forward_only(num_stages, num_microbatches, self.route)
         stages = self.stages[:1] if self.replicated else self.stages
         return Pipeline(stages, schedule, loss_fn, self.mesh.pp_group)
+
+
+def counts_here(trainer, name):
+    """Whether no lower rank of tp has the same of it."""
+    return name in trainer.shards or dist.get_rank(trainer.mesh.tp_group) == 0
 
 
 def learning_rate(step, steps, warmup, peak):
@@ -818,6 +824,11 @@ def share_out(args, mesh, chunks, dense, experts):
             experts, (mesh.expert_shard_group, _if_several(mesh.expert_replicate_group))
         ),
     )
+    for chunk in chunks:
+        shards = shards_of(chunk)
+        for name, parameter in chunk.named_parameters():
+            if name in shards:  # in a row of their own: copies over tp, and tied, are cut alike
+                parameter.sharded = True
     stages = [shard(chunk, units=chunk.transformer["h"].values()) for chunk in chunks]
     return stages, make_optimizer(args, dense + experts)  # of pieces, which they now are
 
@@ -1113,7 +1124,7 @@ class Log:
 
 def count_parameters(trainer):
     """How many numbers the model learns, each once. Collective."""
-    ranges = [own_ranges(trainer.mesh, *named) for named in named_parameters(trainer)]
+    ranges = [own_ranges(trainer, *named) for named in named_parameters(trainer)]
     return sum(gather_objects(sum(end - begin for own in ranges for begin, end in own)))
 
 
@@ -1346,16 +1357,12 @@ def told_to_stop(trainer):
     return told
 
 
-def groups_of_copies(mesh, name, tensor):
-    """The groups whose ranks have the same bits in the parameter, or buffer, of this name.
-
-    Rows of keys and values that some ranks of tp have in common, where tp > kv_heads, are not
-    compared.
-    """
+def groups_of_copies(mesh, name, tensor, shards):
+    """The groups whose ranks have the same bits in the parameter, or buffer, of this name."""
     groups = [replicas_of(mesh, name, tensor)]
     if is_expert(name):
         groups.append(mesh.expert_tp_group)
-    elif not is_sharded(tensor):
+    elif name not in shards:
         groups.append(mesh.tp_group)
     return [group for group in groups if dist.get_world_size(group) > 1]
 
@@ -1363,7 +1370,7 @@ def groups_of_copies(mesh, name, tensor):
 def check_replicas(trainer):
     """Raise TrainingError, on all ranks, if copies have other bits: a machine has erred."""
     copies = [
-        (name, tensor, groups_of_copies(trainer.mesh, name, tensor))
+        (name, tensor, groups_of_copies(trainer.mesh, name, tensor, trainer.shards))
         for chunk in trainer.chunks
         for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]
     ]
@@ -1493,8 +1500,10 @@ def initialize(model, value, ep_group=None):
 
     value(name, shape, first=0): rows `first` and on, of a c_proj columns, in this shape.
     """
+    shards = shards_of(model)
     for name, parameter in model.named_parameters():
-        dim, parts, _ = rows_held(name, parameter, ep_group, model.tp_group)
+        rows = rows_of(name, parameter, shards, ep_group, model.tp_group)
+        dim, parts, _ = rows
         name = name.replace("lm_head", "transformer.wte")  # to which it is tied
         for (first, _), part in zip(parts, parameter.split([rows for _, rows in parts], dim)):
             part.copy_(value(name, part.shape, first=first))
@@ -1511,20 +1520,12 @@ def initial_values(args):
     return partial(initial_value, layers=args.layers, seed=args.seed)
 
 
-def rows_held(name, parameter, ep_group, tp_group):
-    """This rank's part of a parameter: (dim, [(first row in the whole, rows)], rows of the whole).
-
-    Where dim is 1 the rows are columns.
-    """
-    rows = part_of(parameter)[0][0]
+def rows_of(name, parameter, shards, ep_group, tp_group):
+    """See tensor_parallel.rows_held(): experts are split over ep, all else over tp."""
     if is_expert(name):
-        rank, ep = rank_and_size(ep_group)
-        return 0, [(rank * rows, rows)], ep * rows
-    if is_sharded(parameter):
-        shard = parameter.shard
-        parts = shard.rows_of(*rank_and_size(tp_group))
-        return shard.dim, parts, sum(rows for rows, _ in shard.blocks)
-    return 0, [(0, rows)], rows
+        experts = part_of(parameter)[0][0] * dist.get_world_size(ep_group)
+        return rows_held(parameter, Shard(0, (experts,)), ep_group)
+    return rows_held(parameter, shards.get(name), tp_group)
 
 
 def initial_value(name, shape, layers, seed, first=0):
@@ -1571,20 +1572,21 @@ def replicas_of(mesh, name, tensor):
     return mesh.replicate_group if is_piece else mesh.dp_cp_group
 
 
-def own_ranges(mesh, name, parameter):
+def own_ranges(trainer, name, parameter):
     """Ranges of this rank's flattened part: those of all ranks are the whole model, each once.
 
     Replicas share out what they have copies of.
     """
+    mesh = trainer.mesh
     is_copy = name == "lm_head.weight"  # of the embedding
     if is_copy or (is_expert(name) and dist.get_rank(mesh.expert_tp_group) > 0):
+        return []
+    if not is_expert(name) and not counts_here(trainer, name):
         return []
     rank, count = rank_and_size(replicas_of(mesh, name, parameter))
     first, size = part_of(parameter)[1], parameter.numel()
     begin, end = first + rank * size // count, first + (rank + 1) * size // count
-    ranges = [(begin, end)] if is_expert(name) else unique_ranges(parameter, mesh.tp_group)
-    ranges = [(max(begin, low), min(end, high)) for low, high in ranges]
-    return [(low, high) for low, high in ranges if low < high]
+    return [(begin, end)] if begin < end else []
 
 
 def named_parameters(trainer):
@@ -1600,9 +1602,9 @@ def gather_state(trainer, value=lambda parameter: parameter):
     """
     mesh, wholes, own = trainer.mesh, {}, {}  # shapes, and this rank's views
     for name, parameter in named_parameters(trainer):
-        if ranges := own_ranges(mesh, name, parameter):
-            rows = rows_held(name, parameter, mesh.ep_group, mesh.tp_group)
-            wholes[name], views = views_in_whole(parameter, value(parameter), ranges, *rows)
+        for begin, end in own_ranges(trainer, name, parameter):
+            rows = rows_of(name, parameter, trainer.shards, mesh.ep_group, mesh.tp_group)
+            wholes[name], views = views_in_whole(parameter, value(parameter), begin, end, rows)
             own |= {(name, place): view for place, view in views.items()}
     every = gather_objects((wholes, {key: view.shape for key, view in own.items()}))
     if dist.get_rank() > 0:
@@ -1813,12 +1815,12 @@ def state_of(trainer, chunks, to_save):
     named = lambda chunk: [*chunk.named_parameters(), *chunk.named_buffers()]
     for name, own in (pair for chunk in chunks for pair in named(chunk)):
         first, weight = part_of(own)[1], masters.get(own, own)
-        ranges = own_ranges(mesh, name, own) if to_save else [(first, first + own.numel())]
-        rows = rows_held(name, own, mesh.ep_group, mesh.tp_group)
+        ranges = own_ranges(trainer, name, own) if to_save else [(first, first + own.numel())]
+        rows = rows_of(name, own, trainer.shards, mesh.ep_group, mesh.tp_group)
         tensors = {"model": weight} | optimizer.state.get(weight, {})
         for kind in KINDS if ranges else ():
             if kind in tensors:
-                boxes = views_in_whole(own, tensors[kind], ranges, *rows)
+                boxes = views_in_whole(own, tensors[kind], *ranges[0], rows)
                 tied = name.replace("lm_head", "transformer.wte")
                 state[kind][tied] = Boxes(weight.dtype, *boxes)
     return state
@@ -2033,6 +2035,27 @@ def shares_of(routes, config, place):
 def sum_of(shares):
     """One Share of all of a rank's stages."""
     return Share(*map(sum, zip(*shares)))
+
+
+def compute_bound_degree(ffn, flops, bandwidth, itemsize=2):
+    """Up to which degree an MLP of that width computes for longer than it sends.
+
+    flops, bandwidth: a rank's, per second. Forward: 4 h F / t FLOPs per token, for an all-reduce of
+    about 2 h elements. Austin et al., "How to Scale Your Model", 2025.
+    """
+    return 2 * ffn / itemsize * bandwidth / flops
+
+
+def context_activation_bytes(method, batch, seq_len, heads, kv_heads, head_dim, cp, itemsize=2):
+    """Bytes that attention across cp keeps and attention inside a rank does not.
+
+    A copy of its output; of others' keys and values all (allgather), or what heads are repeated.
+    """
+    if cp == 1:
+        return 0
+    copies = {"ring": 1, "allgather": cp, "ulysses": max(1, cp / kv_heads)}[method]
+    token = batch * seq_len / cp * head_dim * itemsize
+    return token * (heads + 2 * kv_heads * (copies - 1))
 
 
 def own_kv_heads(config, layout):
@@ -3831,9 +3854,7 @@ RULES = {  # how to say what is wrong, and whether it is; a rule may count on th
     ),
     "{heads} is not divisible by {tp}": lambda a: a.heads % a.tp,
     "{heads} is not divisible by {kv_heads}": lambda a: a.heads % a.kv_heads,
-    "neither of {kv_heads} and {tp} divides the other": lambda a: (
-        a.kv_heads % a.tp and a.tp % a.kv_heads
-    ),
+    "{kv_heads} is not divisible by {tp}": lambda a: a.kv_heads % a.tp,
     "{seq_len} is not divisible by 2 x {cp}": lambda a: a.cp > 1 and a.seq_len % (2 * a.cp),
     "{seq_len} is not divisible by {cp} x {tp}, which with --sp split the sequence": lambda a: (
         a.sp and a.seq_len // a.cp % a.tp
