@@ -78,7 +78,8 @@ class ParallelOptions:
     sequence_parallel: whether X and Z are split as well, along dim 0.
     defer: where a pipeline halves its backwards, its WeightGradStore (see pipeline.py). A backward
         that finds it open computes the gradient of X, and puts a function there for the weight's;
-        one that finds that it `adds` adds the weight's to .grad as it computes it.
+        one that finds that it `adds` adds the weight's to .grad as it computes it. A weight with a
+        hook has its gradient at once.
     """
 
     group: dist.ProcessGroup | None = None
@@ -129,7 +130,7 @@ class _ParallelLinear(torch.autograd.Function):
         def weight_product():
             whole = all_gather_to_group(x, 0, group) if ctx.gathers and not gathering else x
             weight, adds = ctx.parameters[0], defer is not None and defer.adds
-            adds = adds and weight.is_leaf and not weight._backward_hooks  # which want the product
+            adds = adds and weight.is_leaf and not weight._backward_hooks
             if adds and getattr(weight.grad, "dtype", None) == rows.dtype:
                 weight.grad.addmm_(rows.t(), _rows(whole))
                 return None
@@ -138,12 +139,13 @@ class _ParallelLinear(torch.autograd.Function):
         def bias_sum():
             return rows.sum(0).to(ctx.parameters[1].dtype)
 
-        grads = [None, None]
-        for i, gradient in enumerate((weight_product, bias_sum)):
-            if ctx.needs_input_grad[1 + i] and put_off:
-                defer.put(ctx.parameters[i], gradient)
-            elif ctx.needs_input_grad[1 + i]:
-                grads[i] = gradient()
+        grads, gradients = [None, None], (weight_product, bias_sum)
+        for i, (parameter, gradient) in enumerate(zip(ctx.parameters, gradients)):
+            if ctx.needs_input_grad[1 + i]:
+                if put_off and not parameter._backward_hooks:
+                    defer.put(parameter, gradient)
+                else:
+                    grads[i] = gradient()
         if reducing:
             reducing.wait()
         return grad_x, *grads, None, None

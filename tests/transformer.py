@@ -8,6 +8,8 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sequence_parallel import dropout, recompute
 from tensor_parallel import (
@@ -94,3 +96,24 @@ def saved_bytes(parameters=()):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield lambda: sum(t.untyped_storage().nbytes() for a, t in kept.items() if a not in own)
+
+
+class Peak(TorchDispatchMode):
+    """`with Peak() as peak:` counts in peak.bytes the most that was alive at a time, in peak.now
+    what still is, of what operations inside have made.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.bytes, self.now = {}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, (tuple, list)) else [output]:
+            if torch.is_tensor(tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.storages = {k: e for k, e in self.storages.items() if not e[0].expired()}
+        self.now = sum(size for _, size in self.storages.values())
+        self.bytes = max(self.bytes, self.now)
+        return output
