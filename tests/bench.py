@@ -61,10 +61,7 @@ from expert_parallel import MoE, one_hop
 from pipeline import SCHEDULES, Pipeline, simulate
 from ranks import headline, run, spawn
 from reference_gpt import Layer, ReferenceGPT
-from sequence_parallel import (
-    allgather_attention, attended_pairs, chunk_ranges, context_blocks, ring_attention,
-    ulysses_attention,
-)
+from sequence_parallel import allgather_attention, ring_attention, ulysses_attention
 from zero import (
     FlatParameter, FullyShardedDataParallel, ZeroRedundancyOptimizer, memory_ledger, zero_memory,
 )
@@ -542,18 +539,10 @@ def _time_context_parallel(T, rounds):
             "one process": alone,
             "allgather": partial(step, allgather_attention, own),
             "ring": partial(step, ring_attention, own),
-            "plain ring": partial(step, partial(ring_attention, zigzag=False), own),
             "ulysses": partial(step, ulysses_attention, own),
         },
         rounds,
     )
-
-
-def _slowest_pairs(P, T, zigzag):
-    """Pairs of the slowest rank, in a ring whose steps all wait for theirs."""
-    runs = [chunk_ranges(r, P, T, zigzag) for r in range(P)]
-    pairs = lambda r, step: attended_pairs(context_blocks(runs[r], runs[(r - step) % P]))
-    return sum(max(pairs(r, step) for r in range(P)) for step in range(P))
 
 
 def bench_context_parallel(arguments):
@@ -570,9 +559,6 @@ def bench_context_parallel(arguments):
             arguments.report(", ".join((name, *case)), t, "fused, one process", alone)
         cells = [f"{name} {t * 1e3:7.1f} = {t / alone:4.2f}" for name, t in times.items()]
         print(f"{', '.join(case)}: alone {alone * 1e3:.1f} ms; {', '.join(cells)}", flush=True)
-    for P in arguments.world_sizes:
-        plain, zigzag = (_slowest_pairs(P, lengths[-1], order) for order in (False, True))
-        print(f"P = {P}: pairs of the slowest rank, plain / zig-zag: {plain / zigzag:.2f}")
     # what grows with the sequence: a layer's 34 s b h bytes in 16 bit (see sequence_parallel.py)
     memory, layers, h = 80e9, 32, 4096
     for cp in (1, 2, 8, 64):

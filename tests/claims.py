@@ -22,11 +22,9 @@ from ddp import DistributedDataParallel
 from expert_parallel import one_hop
 from pipeline import SCHEDULES, draw
 from ranks import least_bytes, run
-from sequence_parallel import (
-    TransformerLayer, allgather_attention, norm_bytes, ring_attention, saved_bytes,
-    ulysses_attention,
-)
+from sequence_parallel import allgather_attention, ring_attention, ulysses_attention
 from tensor_parallel import attention
+from transformer import TransformerLayer, norm_bytes, saved_bytes
 from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer, memory_ledger
 
 P = 4
@@ -82,7 +80,6 @@ def _layer(mode="none", **options):
     with saved_bytes(layer.parameters()) as kept:
         layer(x.requires_grad_())
     norms = norm_bytes(B, S, tp, sequence_parallel, mode)
-    options["save_gathered"] = True
     layer = TransformerLayer(H, A, mode=mode, attention_fn=attention, **options)
     return _sent(lambda: layer(x.float()).sum().backward()), kept() - norms
 
@@ -140,7 +137,7 @@ def rows():
         ("with ZeRO-2", "4 + (4 + 8)/P", 7, "held 2", *held),
         ("with ZeRO-3", "(4 + 4 + 8)/P", 4, "held 3", *held),
         ("a layer of tp", "8bsh(P-1)/P, each 4 bytes", 32 * sbh * crossing, "tp", *layer),
-        ("a layer of tp + sp", "the same", 32 * sbh * crossing, "sp", *layer),
+        ("a layer of tp + sp", "10bsh(P-1)/P", 40 * sbh * crossing, "sp", *layer),
         ("it keeps, tp", "sbh(10 + 24/P + 5as/hP)", sbh * (16 + scores / P), "kept", *kept),
         ("tp + sp", "sbh(34 + 5as/h)/P", sbh * (34 + scores) / P, "kept sp", *kept),
         ("the scores again", "34sbh/P", 34 * sbh / P, "kept selective", *kept),

@@ -18,7 +18,8 @@ from gpu_counts import batches, waits
 from nccl_replay import record, replay
 from ranks import least_bytes, on_ranks, run
 from reference_gpt import MoE as ReferenceMoE
-from sequence_parallel import recompute, saved_bytes
+from sequence_parallel import recompute
+from transformer import saved_bytes
 
 
 def _groups(size):

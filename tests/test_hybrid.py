@@ -121,7 +121,7 @@ def make_trainer(flags, dtype=torch.float32, device=torch.device("cpu")):
 
 
 def record_gradients(trainer):
-    """A list that each step adds to: on rank 0 every gradient by name, whole, before clipping."""
+    """A list that each step adds to: every gradient by name, whole, before clipping."""
     found, clip = [], trainer.clip_gradients
 
     def record_then_clip():
@@ -139,7 +139,8 @@ def _train(flags, dtype, steps=RUN):
     for step in range(steps):
         metrics = trainer.step(*own_batch(trainer, step))
         results.append([metrics[name] for name in METRICS if name in metrics])
-    return results, gradients, gathered(trainer)
+    state = gathered(trainer)
+    return (results, gradients, state) if dist.get_rank() == 0 else (results, None, None)
 
 
 def assert_alike(found, expected, tolerance):
@@ -164,7 +165,6 @@ def _assert_all_alike(ranks, expected, loss_error, gradient_error, weight_error,
     for found, wanted in zip(ranks[0][1][:steps], gradients):
         assert_alike(found, wanted, gradient_error)
     assert_alike(ranks[0][2], state, weight_error)
-    assert not any(state for _, _, state in ranks[1:])
 
 
 def _assert_trains(world_size, flags, dtype, loss_error, gradient_error, weight_error, steps=RUN):
@@ -268,10 +268,10 @@ def test_every_gradient_of_a_split_gpt_in_every_mode_of_recomputation(tp, kv_hea
     (expected,), (wanted,), _ = train_plainly(model, steps=1)
     for sp, mode in itertools.product(("", "--sp"), ("none", "selective", "full")):
         flags = f"--tp {tp} {sizes} {sp} --recompute {mode}"
-        (found,), (gradients,), _ = _train(flags, torch.float64, steps=1)
+        (found,), gradients, _ = _train(flags, torch.float64, steps=1)
         np.testing.assert_allclose(found, expected, rtol=1e-11)
         if dist.get_rank() == 0:
-            assert_alike(gradients, wanted, 1e-10)
+            assert_alike(gradients[0], wanted, 1e-10)
 
 
 class TimeFirstMoE(ReferenceMoE):
@@ -501,7 +501,7 @@ def test_initial_weights_depend_on_name_seed_and_row_and_are_gpt2s():
 @on_ranks(4)
 def test_every_rank_draws_what_it_holds_and_together_the_same_bits_in_any_layout(flags):
     state = gathered(make_trainer(flags))
-    assert (len(state) > 4 * LAYERS) == (dist.get_rank() == 0)
+    assert len(state) > 4 * LAYERS
     for name, full in state.items():
         assert torch.equal(full, hybrid.initial_value(name, full.shape, LAYERS, 3).double()), name
 

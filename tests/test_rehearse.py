@@ -13,7 +13,7 @@ import hybrid
 from collectives import count_bytes, observe
 from expert_parallel import Router
 from ranks import run
-from sequence_parallel import saved_bytes
+from transformer import saved_bytes
 from test_nccl_path import nccl_over_gloo
 from zero import memory_ledger
 
