@@ -66,8 +66,8 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
     return x + reduce_scatter_to_group(y, 0, group)  # (T/P, B, D); backward: all-gather
 
 
-# tensor_parallel.py's layers do the same with sequence_parallel=True, and keep norm(x) in place of
-# `whole`; its sum_partial_gradients() sums what each rank's tokens give a norm.
+# tensor_parallel.py's layers do the same, and keep norm(x) in place of `whole`; there
+# sum_partial_gradients() sums what each rank's tokens give a norm.
 
 
 # ---- recomputation -------------------------------------------------------------------------------
@@ -88,12 +88,10 @@ class _Hollow(torch.autograd.Function):
 def recompute(function, *inputs):
     """function(*inputs), which keeps nothing for backward but its inputs, and runs there again.
 
-    PyTorch's checkpoint(), but that the output made in backward, which nobody reads, is let go.
-    function returns a tensor. Random numbers are the same again, as is autocast. Parameters that it
-    uses get their gradient as soon as backward comes here. Chen et al., "Training Deep Nets with
-    Sublinear Memory Cost", 2016.
-    Raises ValueError where gradients are enabled and no input requires one; autograd.grad() and
-    backward(inputs=...) raise RuntimeError.
+    PyTorch's checkpoint() of tensors, to a tensor, but that the output made in backward, which
+    nobody reads, is let go. Random numbers are the same again, as is autocast. Raises ValueError
+    where gradients are enabled and no input requires one; autograd.grad() and backward(inputs=...)
+    raise RuntimeError. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
     """
     if torch.is_grad_enabled() and not any(x.requires_grad for x in inputs):
         raise ValueError("recompute() of inputs none of which requires a gradient")
@@ -166,9 +164,8 @@ def simple_ring_attention(q, k, v, group=None):
 
 # ---- context parallelism: the zig-zag order ------------------------------------------------------
 #
-# Under a causal mask a query has as many keys as positions before it, so in the plain order the
-# last rank works 2 - 1/P times the average. In the zig-zag order rank r has chunks r and 2P-1-r of
-# 2P, one with few keys and one with many: all work alike.
+# Under a causal mask the last positions have most keys: in the plain order the last rank works
+# 2 - 1/P times the average. In the zig-zag order rank r has chunks r and 2P-1-r of 2P: all alike.
 #
 #     P = 4      chunk   0 1 2 3 4 5 6 7
 #     plain      rank    0 0 1 1 2 2 3 3
@@ -453,9 +450,8 @@ def ring_attention(q, k, v, group=None):
 def ulysses_attention(q, k, v, group=None):
     """Causal attention of some heads to the whole sequence: all-to-alls change the split, and back.
 
-    Shapes as of allgather_attention(). KV < P: a head of keys and values goes to P / KV ranks.
-    Raises ValueError if P does not divide H, or neither of P and KV divides the other, and for T as
-    there.
+    Shapes and errors as of allgather_attention(). KV < P: a head of keys goes to P / KV ranks.
+    Raises ValueError if P does not divide H, or neither of P and KV divides the other.
     """
     q, k, v = _checked(q, k, v, group)
     _, P = rank_and_size(group)
@@ -492,8 +488,7 @@ def context_parallel_bytes(
         return (cp - 1) * kv * itemsize, (cp - 1) * kv * grad_itemsize
     if method == "ring":
         return (cp - 1) * kv * itemsize, (cp - 1) * kv * (itemsize + grad_itemsize)
-    heads_sent = 2 * heads + 2 * max(kv_heads, cp)
-    nbytes = heads_sent * token * (cp - 1) // cp * itemsize
+    nbytes = 2 * (heads + max(kv_heads, cp)) * token * (cp - 1) // cp * itemsize
     return nbytes, nbytes
 
 

@@ -160,14 +160,10 @@ def _reduce(y, options, async_op=False):
     if not options.sequence_parallel:
         return y, all_reduce(y, group=options.group, async_op=async_op)
     _, world_size = rank_and_size(options.group)
-    _check_sequence(len(y), world_size)
+    if len(y) % world_size:
+        raise ValueError(f"sequence length {len(y)} is not divisible by tp={world_size}")
     output = y.new_empty(len(y) // world_size, *y.shape[1:])
     return output, reduce_scatter_single(output, y, group=options.group, async_op=async_op)
-
-
-def _check_sequence(length, world_size):
-    if length % world_size:
-        raise ValueError(f"sequence length {length} is not divisible by tp={world_size}")
 
 
 def parallel_linear(x, weight, bias=None, column=True, **options):
@@ -199,7 +195,7 @@ class ColumnParallelLinear(nn.Module):
         self.options = ParallelOptions(**options)
         group, (_, tp) = self.options.group, rank_and_size(self.options.group)
         shard = Shard(0, blocks or (out_features,))
-        if shard.rows != out_features:
+        if sum(shard.blocks) != out_features:
             raise ValueError(f"blocks={blocks} are not out_features={out_features} together")
         for rows in shard.blocks:
             if rows % tp:
@@ -262,8 +258,7 @@ class ParallelSelfAttention(nn.Module):
         if kv_heads % tp:
             raise ValueError(f"kv_heads={kv_heads} is not divisible by tp={tp}")
         if hidden % heads or heads % kv_heads:
-            raise ValueError(f"kv_heads={kv_heads}, heads={heads} and hidden={hidden}: each of them"
-                             " must divide the next")
+            raise ValueError(f"{kv_heads=}, {heads=} and {hidden=}: each must divide the next")
         self.heads, self.kv_heads, self.K = heads // tp, kv_heads // tp, hidden // heads
         self.attention_fn = attention_fn or attention
         blocks = hidden, kv_heads * self.K, kv_heads * self.K
@@ -340,7 +335,6 @@ class VocabParallelEmbedding(nn.Module):
         rows = torch.where(out_of_range.unsqueeze(-1), others.unsqueeze(-1), rows)
         if not self.sequence_parallel:
             return reduce_from_group(rows, self.group)
-        _check_sequence(len(rows), dist.get_world_size(self.group))
         return reduce_scatter_to_group(rows, 0, self.group)
 
 
@@ -423,12 +417,10 @@ def vocab_parallel_max(logits, start, group=None):
 class ShardedRandomState:
     """Random numbers of its own for each rank: `with state: F.dropout(...)`.
 
-    Activations that all ranks hold must lose the same elements on each: they use PyTorch's global
-    state, seeded alike over the group. Inside attention each rank has heads of its own, and equal
-    masks would repeat one pattern over the heads; with sequence parallelism each has its own part
-    of the sequence. There this replaces the global state for a while. It is seeded by the rank and
-    by a draw from the global state, so that whoever replays that (recomputation) replays both. Uses
-    do not nest.
+    What all ranks hold must lose the same elements on each: PyTorch's global state, seeded alike
+    over the group, draws for that. Of what each has a part, heads or tokens, equal masks would
+    repeat: there this replaces the global state. It is seeded by the rank and by a draw from the
+    global state, so that recomputation, which replays that, replays both. Uses do not nest.
     """
 
     def __init__(self, device, group=None):
@@ -516,11 +508,6 @@ class Shard:
 
     dim: int
     blocks: tuple
-
-    @property
-    def rows(self):
-        """Rows of the whole."""
-        return sum(self.blocks)
 
     def rows_of(self, rank, world_size):
         """[(first row in the whole, rows)] of the rank's part of each block."""
@@ -610,7 +597,7 @@ def rows_held(parameter, shard=None, group=None):
     if shard is None:
         rows = part_of(parameter)[0][0]
         return 0, [(0, rows)], rows
-    return shard.dim, shard.rows_of(*rank_and_size(group)), shard.rows
+    return shard.dim, shard.rows_of(*rank_and_size(group)), sum(shard.blocks)
 
 
 def boxes_of(shape, begin, end):
