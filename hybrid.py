@@ -135,7 +135,7 @@ GROUPS = {
         Flag("schedule", tuple(SCHEDULES), "1f1b", "order of microbatches in the pipeline"),
         Flag("chunks", SIZE, 2, "of a rank's layers", "interleaved"),
         Flag("microbatches", SIZE, None, "of a step (default: what divides 4 x pp)"),
-        Flag("ep", SIZE, 1, "ranks of dp x cp x tp over which experts are spread", "experts"),
+        Flag("ep", SIZE, 1, "ranks of dp x cp x tp over which experts are spread"),
         Flag("recompute", ("none", "selective", "full"), "none", "attention, or every layer"),
         Flag("collectives", ("ours", "backend"), "ours", "backend: NCCL's or gloo's, to compare"),
     ),
@@ -198,6 +198,7 @@ RULES = {  # how to say what is wrong, and whether it is; a rule may count on th
     ),
     "{dp} x {cp} is not divisible by {replicate}": lambda a: a.dp * a.cp % a.replicate,
     "{dp} x {cp} x {tp} is not divisible by {ep}": lambda a: a.dp * a.cp * a.tp % a.ep,
+    "{ep} needs --experts": lambda a: a.ep > 1 and not a.experts,
     "{experts} is not divisible by {ep}": lambda a: a.experts % a.ep,
     "{hidden} is not divisible by {heads}": lambda a: a.hidden % a.heads,
     "{heads} is not divisible by {kv_heads}": lambda a: a.heads % a.kv_heads,
@@ -853,30 +854,6 @@ def is_expert(name):
     return ".experts." in name
 
 
-def replicas_of(mesh, name, tensor):
-    """The ranks of dp x cp that have the same in it as this one: with ZeRO as --replicate says."""
-    is_piece = hasattr(tensor, "whole_shape")
-    if is_expert(name):
-        return mesh.expert_replicate_group if is_piece else mesh.expert_dp_group
-    return mesh.replicate_group if is_piece else mesh.dp_cp_group
-
-
-def own_ranges(mesh, name, parameter):
-    """Ranges of this rank's flattened part: those of all ranks are the whole model, each once.
-
-    Replicas share out what they have copies of.
-    """
-    is_copy = name == "lm_head.weight"  # of the embedding
-    if is_copy or (is_expert(name) and dist.get_rank(mesh.expert_tp_group) > 0):
-        return []
-    rank, count = rank_and_size(replicas_of(mesh, name, parameter))
-    first, size = part_of(parameter)[1], parameter.numel()
-    begin, end = first + rank * size // count, first + (rank + 1) * size // count
-    ranges = [(begin, end)] if is_expert(name) else unique_ranges(parameter, mesh.tp_group)
-    ranges = [(max(begin, low), min(end, high)) for low, high in ranges]
-    return [(low, high) for low, high in ranges if low < high]
-
-
 def own_chunks(trainer):
     """This rank's stages, without DualPipe's replica of another rank's."""
     return trainer.chunks[:1] if trainer.replicated else trainer.chunks
@@ -1270,23 +1247,20 @@ class Boxes(torch.Tensor):
 
 
 def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
-    """{GPT-2's name: Boxes} of parameters and buffers: views of what this rank has to save.
+    """{GPT-2's name: Boxes} of parameters and buffers: views of what this rank has, for a save.
 
-    Every element of the model is in a box of exactly one rank. value picks what is looked at of a
-    parameter: itself, or what has its shape, or None. chunks: look at all that these have.
+    Ranks with copies have the same boxes, of which one is written; the head is left out, since it
+    is the embedding. value picks what is looked at of a parameter: itself, or what has its shape,
+    or None. chunks: look at all that these have, the head included.
     """
     mesh, found = trainer.mesh, {}
-    for chunk in own_chunks(trainer) if chunks is None else chunks:
-        for name, own in [*chunk.named_parameters(), *chunk.named_buffers()]:
-            tensor, first = value(own), part_of(own)[1]
-            ranges = [(first, first + own.numel())]
-            if chunks is None:
-                ranges = own_ranges(mesh, name, own)
-            if tensor is not None and ranges:
-                rows = rows_held(name, own, mesh.ep_group, mesh.tp_group)
-                boxes = views_in_whole(own, tensor, ranges, *rows)
-                tied = name.replace("lm_head", "transformer.wte")
-                found[tied] = Boxes(tensor.dtype, *boxes)
+    named = lambda chunk: [*chunk.named_parameters(), *chunk.named_buffers()]
+    for name, own in (pair for c in chunks or own_chunks(trainer) for pair in named(c)):
+        tensor, first = value(own), part_of(own)[1]
+        if tensor is not None and (chunks or name != "lm_head.weight"):
+            rows = rows_held(name, own, mesh.ep_group, mesh.tp_group)
+            boxes = views_in_whole(own, tensor, [(first, first + own.numel())], *rows)
+            found[name.replace("lm_head", "transformer.wte")] = Boxes(tensor.dtype, *boxes)
     return found
 
 
@@ -1422,16 +1396,18 @@ class Log:
         self.file = on_all_ranks(open, path, "a" if trainer.steps_done else "w")
         self.write({"flags": {flag.name: getattr(args, flag.name) for flag in FLAGS}})
         own = boxes_of(trainer, lambda tensor: tensor if tensor.requires_grad else None)
-        own = sum(box.numel() for whole in own.values() for box in whole.boxes.values())
+        shapes = [(name, whole.numel()) for name, whole in own.items()]
+        parameters = sum(dict(sum(gather_objects(shapes), [])).values())
         self.say(
-            f"{sum(gather_objects(own)):,} parameters on {args.world_size} x "
+            f"{parameters:,} parameters on {args.world_size} x "
             f"{trainer.device.type}: pp {args.pp} x dp {args.dp} x cp {args.cp} x tp {args.tp}"
         )
 
     def step(self, metrics, seconds):
         """A step's metrics; it took so long."""
         step, args = self.trainer.steps_done, self.trainer.args
-        speed, memory = args.batch_size * args.seq_len / seconds, peak_memory_mb(self.trainer.device)
+        speed = args.batch_size * args.seq_len / seconds
+        memory = peak_memory_mb(self.trainer.device)
         self.write({"step": step, **metrics, "tokens_per_s": speed, "memory_mb": memory})
         tflops = speed / args.world_size * self.flops / 1e12
         mfu = f", MFU {tflops / self.peak:.1%}" if self.peak else ""
@@ -1670,9 +1646,10 @@ def main(argv=None, work=train):
         device, backend = choose_device(args, local_rank, per_node)
     except ValueError as error:
         say(f"error: {error}")
-        # nobody leaves, and has the launcher end the others, before rank 0 has spoken
-        join(rank, world_size, None, "gloo", 30)
-        return leave(2)
+        if "RANK" in variables:  # nobody leaves, and has the launcher end all, before rank 0 spoke
+            join(rank, world_size, None, "gloo", 30)
+            leave(2)
+        return 2
     join(rank, world_size, device, backend, args.timeout)
     if args.dtype == "tf32":
         torch.set_float32_matmul_precision("high")
