@@ -48,7 +48,7 @@ from gpu_counts import as_on_nccl
 from pipeline import pipeline_bytes
 from plan import MODELS
 from tensor_parallel import attention, part_of, tensor_parallel_layer_bytes
-from trace import AXES, axes_of
+from trace import axes_of
 from zero import zero_memory, zero_rounds
 
 PER_NODE = 8
@@ -228,7 +228,8 @@ def parse(argv):
 def show(trainer, held, sent):
     """Print the table."""
     mesh, claims = trainer.mesh, formulas(trainer)
-    ranks = [f"{axis} {dist.get_rank(getattr(mesh, f'{axis}_group'))}" for axis in AXES]
+    axes = ["pp", "dp", "cp", "tp"]
+    ranks = [f"{axis} {dist.get_rank(getattr(mesh, f'{axis}_group'))}" for axis in axes]
     layers = [list(chunk.transformer["h"]) for chunk in trainer.chunks]
     layers = ", ".join(f"{own[0]} to {own[-1]}" if own else "none" for own in layers)
     print(f"rank {dist.get_rank()} of {dist.get_world_size()}, {', '.join(ranks)}: layers {layers}")

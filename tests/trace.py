@@ -2,23 +2,22 @@
 
     torchrun --nproc-per-node 8 tests/trace.py FILE --tp 2 --pp 2 --microbatches 4
 
-FILE opens in https://ui.perfetto.dev or chrome://tracing: a process per rank; its lane "compute"
-has the pipeline's actions (F3 is the forward of microbatch 3) and what they waited for, and each
-axis a lane of its operations, of several rows where they overlap. An axis is that of a group: tp,
-cp, ep, pp, dp, or several, as "tp+ep", where these have the same ranks. Prints
+FILE opens in https://ui.perfetto.dev: a process for each rank, whose lane "compute" has the
+pipeline's actions (F3 is the forward of microbatch 3), with waits inside, and a lane for each axis
+with its operations, in several rows where they overlap: tp, cp, ep, pp, dp, or "tp+ep" where these
+have the same ranks. The line, of means over the ranks that add up to the step,
 
-    the last step took 97.18 ms: compute 61.90, tp 12.04, bubble 14.55, dp 3.61, rest 5.08 (...)
+    the last step took 97.18 ms: compute 61.90, tp 12.04, bubble 14.55, dp 3.61, rest 5.08
 
-the means over the ranks of: compute, the actions without their waits; each axis, what was waited
-for it, on the axis pp the bubble; the rest: data, clipping norm, optimizer. They add up to the
-step. On a GPU moments are those of its streams, not the host's.
+has the actions without their waits; the waits for each axis, of pp called the bubble; and the rest:
+data, clipping norm, optimizer. On a GPU moments are those of its streams, not the host's.
 """
 
 import json
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -30,148 +29,113 @@ import torch.distributed as dist
 import hybrid
 from collectives import barrier, gather_objects, observe
 
-AXES = {
-    "tp": ("tp_group", "expert_tp_group"),
-    "cp": ("cp_group",),
-    "ep": ("ep_group", "node_group", "cross_group"),
-    "pp": ("pp_group", "embedding_group"),
-    "dp": ("dp_group", *hybrid.GRADIENT_GROUPS),
-}
-PART_OF = {"pp": "bubble"}  # to wait on pp is to wait for other stages
+AXES = {"tp": ["tp", "expert_tp"], "cp": ["cp"], "ep": ["ep", "node", "cross"]}
+AXES |= {"pp": ["pp", "embedding"]}  # names of groups; the others are dp's
 
 
 def axes_of(mesh):
     """{group: the axes that it is of}, of those that have several ranks."""
-    axes = {}
-    for axis, names in AXES.items():
-        for group in {getattr(mesh, name) for name in names} - {None}:
-            if dist.get_world_size(group) > 1:
-                axes[group] = f"{axes[group]}+{axis}" if group in axes else axis
-    return axes
+    axes, of = defaultdict(list), {f"{n}_group": axis for axis, own in AXES.items() for n in own}
+    for name, group in vars(mesh).items():
+        if group and dist.get_world_size(group) > 1:
+            axes[group].append(of.get(name, "dp"))
+    return {group: "+".join(dict.fromkeys(own)) for group, own in axes.items()}
 
 
-class Trace:
-    """What this rank does in a step, as observe() and the pipeline tell it.
-
-    told: {an operation: its moments, its last one at the end, and the bytes that it sent}.
-    """
-
-    def __init__(self, trainer):
-        self.device, self.pipeline = trainer.device, trainer.pipeline
-        self.axes, self.told, self.began = axes_of(trainer.mesh), {}, self.now()
-
-    def now(self):
-        """A moment of the thread that asks, or of its stream."""
-        if self.device.type == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))  # a thread has a device of its own
-        return event
-
-    def since(self, moment):
-        """Seconds from the beginning. The host waits for the device."""
-        if self.device.type == "cpu":
-            return moment - self.began
-        moment.synchronize()
-        return self.began.elapsed_time(moment) / 1e3
-
-    def listen(self, event, operation, *messages):
-        moments, sent = self.told.setdefault(operation, ([], []))
-        moments.append(self.now())
-        for tensor, _ in messages[0] if messages else ():
-            sent.append(tensor.nbytes)
-
-    def read(self, ended):
-        """([event of Chrome's format], {part: seconds}) of the step."""
-        spans = self.pipeline.clock.spans.items()
-        actions = [(*map(self.since, span), f"{a.kind}{a.microbatch}", a) for a, span in spans]
-        lanes, parts = {"compute": []}, Counter(compute=0.0)
-        for begin, end, name, action in actions:
-            known = {"microbatch": action.microbatch, "chunk": action.chunk}
-            lanes["compute"].append((begin, end, name, known))
-            parts["compute"] += end - begin
-        for operation, (moments, sent) in self.told.items():
-            axis = self.axes.get(operation.group)
-            if axis is None:  # of one rank, or of no axis
-                continue
-            begin, *posted, end = map(self.since, moments)
-            if operation.of is None:
-                known = {"messages": len(sent), "bytes": sum(sent)}
-                span = (posted or [begin])[0], end, operation.name, known
-                lanes.setdefault(axis, []).append(span)
-            if not operation.async_op:
-                lanes["compute"].append((begin, end, f"wait for {axis}", {}))
-                parts[PART_OF.get(axis, axis)] += end - begin
-                if any(first <= begin < last for first, last, *_ in actions):
-                    parts["compute"] -= end - begin
-        parts["rest"] = self.since(ended) - parts.total()
-        return list(events_of(lanes)), parts
+def now(device):
+    """A moment of this thread, or of its stream."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))  # a thread has a device of its own
+    return event
 
 
-def events_of(lanes):
-    """Chrome's events of this rank's {lane: [(begin, end, name, what is known of it)]}."""
-    rank, name = dist.get_rank(), "process_name"
-    yield {"name": name, "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
-    for number, (lane, spans) in enumerate(lanes.items()):
-        ends = []  # of rows: what overlaps has several; compute's spans are nested
-        for begin, end, what, known in sorted(spans, key=lambda span: (span[0], -span[1])):
-            row = next((i for i, last in enumerate(ends) if last <= begin), len(ends))
-            row = 0 if lane == "compute" else row
-            place = {"pid": rank, "tid": 100 * number + row}
-            if row == len(ends):
-                yield {"name": "thread_name", "ph": "M", **place, "args": {"name": lane}}
+def microseconds(began, moment):
+    """From one moment to another, for which the host waits."""
+    if isinstance(moment, float):
+        return 1e6 * (moment - began)
+    moment.synchronize()
+    return 1e3 * began.elapsed_time(moment)
+
+
+def traced(trainer, *batch):
+    """({lane: [(begin, end, name, what is known of it)]}, {part: microseconds}) of a step."""
+    axes, told = axes_of(trainer.mesh), {}
+
+    def listen(event, operation, *messages):
+        moments, sent = told.setdefault(operation, ([], []))
+        moments.append(now(trainer.device))
+        sent += [tensor.nbytes for tensor, _ in messages[0]] if messages else []
+
+    barrier()  # the ranks begin together
+    since = partial(microseconds, now(trainer.device))
+    with observe(listen):
+        trainer.step(*batch)
+        ended = now(trainer.device)
+    spans = [(action, map(since, span)) for action, span in trainer.pipeline.clock.spans.items()]
+    actions = [(*span, f"{a.kind}{a.microbatch}", {"chunk": a.chunk}) for a, span in spans]
+    lanes, parts = {"compute": actions[:]}, Counter()
+    parts["compute"] = sum(end - begin for begin, end, *_ in actions)
+    for operation in [operation for operation in told if operation.group in axes]:
+        axis, (moments, sent) = axes[operation.group], told[operation]
+        begin, *posts, end = map(since, moments)
+        if operation.name != "wait":  # its turn may come later than the call
+            known = {"messages": len(sent), "bytes": sum(sent)}
+            span = posts[0] if posts else begin, end, operation.name, known
+            lanes.setdefault(axis, []).append(span)
+        if not operation.async_op:
+            lanes["compute"].append((begin, end, f"wait for {axis}", {}))
+            parts["bubble" if axis == "pp" else axis] += end - begin
+            if any(first <= begin < last for first, last, *_ in actions):
+                parts["compute"] -= end - begin
+    parts["rest"] = since(ended) - parts.total()
+    return lanes, parts
+
+
+def events_of(rank, lanes):
+    """Those of Chrome's format, for a rank's lanes."""
+    for lane, spans in lanes.items():
+        ends = []  # of rows; compute has one, of nested spans
+        for begin, end, name, known in sorted(spans, key=lambda span: (span[0], -span[1])):
+            free = [row for row, last in enumerate(ends) if last <= begin or lane == "compute"]
+            row = free[0] if free else len(ends)
             ends[row : row + 1] = [end]
-            span = {"name": what, "cat": lane, "ph": "X", "args": known}
-            yield span | place | {"ts": begin * 1e6, "dur": (end - begin) * 1e6}
-
-
-def traced(trainer, step):
-    """The trace of step(): [(events, {part: seconds})] of all ranks. Collective."""
-    barrier()  # they begin together
-    trace = Trace(trainer)
-    with observe(trace.listen):
-        step()
-        ended = trace.now()
-    return gather_objects(trace.read(ended))
+            place = {"pid": f"rank {rank}", "tid": f"{lane} {row}" if row else lane}
+            times = {"ph": "X", "ts": begin, "dur": end - begin}
+            yield {"name": name, "cat": lane, "args": known} | times | place
 
 
 def describe(parts):
-    """The ranks' parts of a step in a line: their means, which add up to the step's."""
+    """The ranks' parts of a step in a line."""
     names = dict.fromkeys(name for own in parts for name in own)
-    means = {name: 1e3 * sum(own[name] for own in parts) / len(parts) for name in names}
-    shown = ", ".join(f"{name} {mean:.2f}" for name, mean in means.items())
-    return f"the last step took {sum(means.values()):.2f} ms: {shown} (means of {len(parts)} ranks)"
-
-
-def create(path):
-    """The file of the trace, on rank 0. Raises OSError, or ValueError without a name."""
-    if not path:
-        raise ValueError("say FILE first, then flags: the file to write")
-    return open(path if dist.get_rank() == 0 else os.devnull, "w")
+    means = [sum(own[name] for own in parts) / len(parts) / 1e3 for name in names]
+    shown = ", ".join(f"{name} {mean:.2f}" for name, mean in zip(names, means))
+    return f"the last step took {sum(means):.2f} ms: {shown}"
 
 
 def work(path, args, device):
-    """Train, and write the trace of the last step. Raises TrainingError."""
-    file = hybrid.on_all_ranks(create, path)
+    """Train, and trace the last step. Raises TrainingError."""
+    is_first = dist.get_rank() == 0
+    file = hybrid.on_all_ranks(open, path if is_first else os.devnull, "w")
     data = hybrid.on_all_ranks(hybrid.load_data, args.data, args.seq_len, args.vocab_size)
     trainer = hybrid.Trainer(args, hybrid.make_mesh(args), device)
-    of_step = args.batch_size, args.seq_len, args.seed, trainer.own_rows()
-    for number in range(args.steps - 1):
-        trainer.step(*data.batch(number, *of_step))
-    every = traced(trainer, lambda: trainer.step(*data.batch(args.steps - 1, *of_step)))
-    if dist.get_rank() == 0:
-        events, parts = [event for own, _ in every for event in own], [own for _, own in every]
-        with file:
-            json.dump({"traceEvents": events, "otherData": {"seconds": parts}}, file)
+    sizes = args.batch_size, args.seq_len, args.seed, trainer.own_rows()
+    for step in range(args.steps - 1):
+        trainer.step(*data.batch(step, *sizes))
+    lanes, parts = zip(*gather_objects(traced(trainer, *data.batch(args.steps - 1, *sizes))))
+    with file:
+        json.dump([event for own in enumerate(lanes) for event in events_of(*own)], file)
+    if is_first:
         print(describe(parts), flush=True)
 
 
 def main(argv=None):
     """FILE and the flags of hybrid.py. Returns the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
-    path, flags = ("", argv) if not argv or argv[0].startswith("-") else (argv[0], argv[1:])
-    if {"-h", "--help"} & set(argv) and int(os.environ.get("RANK", 0)) == 0:
-        print(f"{__doc__}\nThe flags of hybrid.py:\n")
+    path, *flags = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if path in ("-h", "--help"):
+        print(__doc__)
+        flags = [path]
     return hybrid.main(["--steps", "3", *flags], partial(work, path))
 
 
