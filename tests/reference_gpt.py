@@ -150,6 +150,21 @@ class ReferenceGPT(nn.Module):
         return self.lm_head(self.transformer.ln_f(x))
 
 
+def reference_gpt(args):
+    """The GPT that the flags of hybrid.py describe: args.layers, .hidden and so on."""
+    score = "sigmoid" if args.balance == "bias" else "softmax"
+    losses = (0.01, 0.001) if args.balance == "aux" else (0, 0)
+
+    def mlp(layer):
+        if args.experts == 0 or (layer + 1) % args.moe_every > 0:
+            return MLP(args.hidden, args.ffn)
+        sizes = args.hidden, args.experts, args.top_k, score, args.shared_experts
+        return MoE(*sizes, losses=losses, ffn=args.ffn)
+
+    sizes = args.hidden, args.heads, args.seq_len, args.vocab_size, args.kv_heads
+    return ReferenceGPT(args.layers, *sizes, mlp)
+
+
 class ReferenceTraining:
     """Clipped AdamW, on whole batches. step() returns loss and norm; .gradients are unclipped.
 
@@ -175,10 +190,10 @@ class ReferenceTraining:
     def backward(self, inputs, targets, microbatches=(slice(None),)):
         """Leave clipped gradients in .grad; returns the loss and the norm before.
 
-        microbatches: rows of each; the routers' losses are means of theirs.
+        microbatches: rows of each; the routers' losses are means of theirs, and counts their sums.
         """
         self.optimizer.zero_grad()
-        loss, count = 0.0, (targets != -100).sum()
+        loss, count, counts = 0.0, (targets != -100).sum(), [0] * len(self.mixtures)
         for rows in microbatches:
             logits = self.model(inputs[rows]).flatten(0, 1)
             own = F.cross_entropy(
@@ -187,12 +202,17 @@ class ReferenceTraining:
             of_routers = sum(module.loss for module in self.mixtures) / len(microbatches)
             (own / count + of_routers).backward()
             loss += own.item() / count.item()
+            counts = [before + module.counts for before, module in zip(counts, self.mixtures)]
+        for module, of_all in zip(self.mixtures, counts):
+            module.counts = of_all
         self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip or float("inf"))
         return loss, norm.item()
 
-    def update(self, rate):
-        """Move the weights along what is in .grad."""
+    def update(self, rate, bias_rate=0.0):
+        """Move the weights along what is in .grad, and biases of routers against the loads."""
+        for module in self.mixtures:
+            module.bias += bias_rate * (module.counts.mean() - module.counts).sign()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
