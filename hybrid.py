@@ -82,15 +82,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from collectives import (
-    LINK_SPEEDS, MOST_PEERS, Cost, LinkSpeed, ReduceOp, all_reduce, all_reduce_bytes,
-    all_reduce_cost, barrier, broadcast, candidates, count_bytes, direct_scratch_bytes, exchange,
-    gather_from_group, gather_objects, nccl_batches, observe, rank_and_size, reduce_scatter_bytes,
-    reduce_scatter_cost, report_stalls, scatter_to_group, schedule_as_batch,
-    set_backend_collectives, set_ranks_per_node,
+    LINK_SPEEDS, MOST_PEERS, Cost, LinkSpeed, ReduceOp, all_gather_single, all_reduce,
+    all_reduce_bytes, all_reduce_cost, barrier, broadcast, candidates, count_bytes,
+    direct_scratch_bytes, exchange, gather_from_group, gather_objects, nccl_batches, observe,
+    rank_and_size, reduce_scatter_bytes, reduce_scatter_cost, report_stalls, scatter_to_group,
+    schedule_as_batch, set_backend_collectives, set_ranks_per_node,
 )
-from ddp import (
-    DistributedDataParallel, clip_grads_with_norm_, find_unlike_copies, get_total_norm,
-)
+from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
 from expert_parallel import MoE, expert_activation_bytes, expert_parallel_bytes, tally_metrics
 from pipeline import (
     SCHEDULES, Clock, Pipeline, WeightGradStore, bubble_of_step, bubble_time, cheapest_cuts,
@@ -106,10 +104,7 @@ from tensor_parallel import (
     parallel_linear, part_of, sum_partial_gradients, tensor_parallel_layer_bytes, unique_ranges,
     views_in_whole, vocab_parallel_cross_entropy, vocab_parallel_max,
 )
-from zero import (
-    FlatParameter, FullyShardedDataParallel, compute_bound_tokens, largest_model, memory_ledger,
-    zero_memory, zero_rounds,
-)
+from zero import FlatParameter, FullyShardedDataParallel, zero_memory, zero_rounds
 
 CP_METHODS = {
     "allgather": allgather_attention,
@@ -799,7 +794,6 @@ def share_out(args, mesh, chunks, dense, experts):
             process_group=mesh.dp_cp_group,
             broadcast_buffers=False,
             gradient_divide_factor=1,  # the loss has its global divisor already
-            rebuild_buckets=False,  # after a restart sums have the same order
             wait_in_backward=False,
             groups=dict.fromkeys(experts, mesh.expert_dp_group),
         )
@@ -812,7 +806,7 @@ def share_out(args, mesh, chunks, dense, experts):
         param_dtype=torch.bfloat16 if bf16 else None,
         reduce_dtype=torch.float32 if bf16 else None,
         gradient_divide_factor=1,
-        keep_unsharded=args.zero < 3,
+        stage=args.zero,
         wait_in_backward=False,
         groups=dict.fromkeys(
             experts, (mesh.expert_shard_group, _if_several(mesh.expert_replicate_group))
@@ -1358,6 +1352,29 @@ def groups_of_copies(mesh, name, tensor):
     elif not is_sharded(tensor):
         groups.append(mesh.tp_group)
     return [group for group in groups if dist.get_world_size(group) > 1]
+
+
+@torch.no_grad()
+def find_unlike_copies(copies):
+    """Which tensors differ between ranks that have copies of them, by rank; "" if none does.
+
+    copies: [(name, tensor, the groups whose ranks have copies of it)]. Compares a sum of each,
+    which one flipped bit changes for certain. Collective.
+    """
+    integers, of_group, different = {2: torch.int16, 4: torch.int32, 8: torch.int64}, {}, []
+    for name, tensor, groups in copies:
+        total = tensor.detach().view(integers[tensor.itemsize]).sum(dtype=torch.int64)
+        for group in groups:
+            of_group.setdefault(group, []).append((name, total))
+    for group, own in of_group.items():
+        names, sums = zip(*own)
+        sums = torch.stack(sums)
+        every = sums.new_empty(dist.get_world_size(group), len(sums))
+        all_gather_single(every, sums, group)
+        unlike = (every != sums).any(0).tolist()
+        different += [name for name, is_unlike in zip(names, unlike) if is_unlike]
+    found = enumerate(gather_objects(different))
+    return "; ".join(f"rank {r}: {', '.join(names)} differ" for r, names in found if names)
 
 
 def check_replicas(trainer):
@@ -2771,6 +2788,37 @@ def _differences(what, found, expected):
     return errors
 
 
+def memory_ledger(model, optimizer):
+    """Bytes of the storages that this rank holds: {"parameters", "gradients", "optimizer"}.
+
+    model: one, or a list of those that share the optimizer. A storage that several kinds of tensors
+    share counts for the first of them.
+    """
+    models = model if isinstance(model, list) else [model]
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    rows = []
+    for model in models:
+        if isinstance(model, FullyShardedDataParallel):
+            rows += model.flats
+            parameters += [flat.unsharded_param for flat in model.flats]
+    pieces = [piece for row in rows for piece in row.pieces]
+    sums = [part for row in rows for part in (row.flat_grad, row.incoming)]
+    states = getattr(optimizer, "optimizer", optimizer).state.values()
+    kinds = {
+        "parameters": parameters,
+        "gradients": [parameter.grad for parameter in parameters] + sums,
+        "optimizer": [value for state in states for value in state.values()] + pieces,
+    }
+    seen, ledger = set(), Counter()
+    for kind, tensors in kinds.items():
+        for tensor in filter(torch.is_tensor, tensors):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                ledger[kind] += storage.nbytes()
+    return ledger
+
+
 def costs(trainer, traffic):
     """{what: (found, claimed)} of the last step, where a formula tells; to be summed over ranks.
 
@@ -3373,22 +3421,14 @@ def rules(args, config, parameters, best):
 def thresholds(args, config, parameters, best):
     """The roofline's, ZeRO's and those of failures, which say what sizes a layout may have."""
     of, gpu = best.layout, args.machine
-    flops, node, network = gpu.tflops * 1e12, gpu.node * 1e9, gpu.network * 1e9
+    flops, node = gpu.tflops * 1e12, gpu.node * 1e9
     if config.experts:
         inside, whole = (compute_bound_degree(w, flops, node) for w in (args.ffn, 4 * args.hidden))
         yield (
             f"{'true ' if inside < whole else 'FALSE'} experts for the MLP, tp for attention: an "
             f"expert is worth tp {inside:.2g}, a width of 4 h {whole:.2g}"
         )
-    tokens = [compute_bound_tokens(flops, speed) for speed in (node, network)]
-    yield (
-        f"roofline: dp, FSDP want {tokens[0]:,.0f} tokens a rank in a node, {tokens[1]:,.0f} across"
-        f" (here {args.batch_size // of.dp * args.seq_len // of.cp:,}); tp up to "
-        f"{compute_bound_degree(args.ffn, flops, node):.2g}"
-    )
-    limits = args.gpus, 1e9 * gpu.memory
-    sizes = (largest_model(z, *limits, 2 * (z < 3), 4, 12) / 1e9 for z in range(4))
-    yield "largest model by ZeRO 0, 1, 2, 3 alone: " + ", ".join(f"{n:,.3g}B" for n in sizes)
+    yield f"roofline: tp up to {compute_bound_degree(args.ffn, flops, node):.2g}"
     save, between = 12 * parameters / STORAGE, 86400 / FAILURES / args.gpus
     young, daly = checkpoint_intervals(save, between)
     yield (
