@@ -1,6 +1,7 @@
 """hybrid.py: every layout trains as one process does; data, command line, log, and refusals."""
 
 import functools
+import copy
 import io
 import itertools
 import json
@@ -27,6 +28,7 @@ import hybrid
 import zero as zero_module
 from collectives import count_bytes, gather_objects
 from ddp import GradBucket, ddp_bytes
+from ledger import memory_ledger
 from nccl_replay import record, replay
 from pipeline import SCHEDULES, interleaved, pipeline_bytes
 from ranks import least_bytes, on_ranks, run, spawn
@@ -701,16 +703,8 @@ def test_bf16_has_exact_masters_and_as_many_bytes_as_the_formula(zero):
     assert torch.equal(masters.sort().values, torch.cat(values).sort().values)
     assert not torch.equal(masters, masters.bfloat16().float())
 
-    def held():  # when a row's sum begins, in the last backward
-        rows = [row for stage in trainer.stages for row in stage._units.rows] if zero else []
-        memories = [m.bytes for stage in trainer.stages if zero for m in stage._units.memories]
-        sums = [t for row in rows for t in (row.flat_grad, row.sharded_grad, row.sharded_param)]
-        states = [t for state in trainer.optimizer.state.values() for t in state.values()]
-        tensors = [*parameters.values(), *first, *memories, *sums, *states]
-        tensors += [p.grad for p in parameters.values()]
-        storages = [t.untyped_storage() for t in tensors if torch.is_tensor(t)]
-        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
-
+    # when a bucket's sum begins, in the last backward
+    held = lambda: memory_ledger(trainer.stages, trainer.optimizer).total()
     trainer.step(*own_batch(trainer))  # after which the optimizer has its state
     watched = zero_module.FlatParameter if zero else GradBucket
     reduce = watched.reduce
@@ -731,7 +725,7 @@ def test_bf16_computes_near_fp32_and_accumulates_gradients_in_fp32(schedule):
     trainer = make_trainer(f"--dtype bf16 --grad-clip 0 --schedule {schedule} --microbatches 8")
     inputs, targets = batch(0)
     loss = trainer.step(inputs, targets)["loss"]
-    fresh = make_trainer("--dtype bf16 --microbatches 8").chunks[0]
+    fresh = copy.deepcopy(make_trainer("--dtype bf16 --microbatches 8").chunks[0])  # unwrapped
     counted = (targets != hybrid.IGNORE_INDEX).sum()
     sums = [torch.zeros_like(p, dtype=torch.float64) for p in fresh.parameters()]
     for rows in torch.arange(BATCH).chunk(8):  # the sum of each microbatch's own
@@ -778,7 +772,7 @@ def test_data_parallel_sends_each_gradient_once_around_the_ring():
 def test_zero_sends_what_it_says_for_each_microbatch(zero, m, schedule):
     flags = f"--dp 2 --zero {zero} --microbatches {m} --schedule {schedule}"
     trainer, traffic = _second_step(flags)
-    nbytes = sum(4 * row.layout.length for row in trainer.stages[0]._units.rows)
+    nbytes = sum(4 * row.layout.length for row in trainer.stages[0].flats)
     sent = traffic.bytes("all_gather_single") + traffic.bytes("reduce_scatter_single")
     assert sent == zero_bytes(zero, nbytes, 2, m)
     assert zero_bytes(zero, 2, 2, m) == (2, m + 1, 3 * m)[zero - 1]
@@ -787,7 +781,7 @@ def test_zero_sends_what_it_says_for_each_microbatch(zero, m, schedule):
 @on_ranks(4)
 def test_replicas_of_shards_send_each_shard_once_more():
     trainer, traffic = _second_step("--dp 4 --zero 1 --replicate 2")
-    rows = [row.layout.length for row in trainer.stages[0]._units.rows]
+    rows = [row.layout.length for row in trainer.stages[0].flats]
     assert dist.get_process_group_ranks(trainer.mesh.shard_group) in ([0, 1], [2, 3])
     assert dist.get_process_group_ranks(trainer.mesh.replicate_group) in ([0, 2], [1, 3])
     assert traffic.bytes(group=trainer.mesh.replicate_group) == sum(4 * n // 2 for n in rows)
