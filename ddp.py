@@ -95,12 +95,10 @@ class FlatLayout:
         | shard 0            | shard 1            | shard 2             |       shards = 3
 
     Tensors and shards begin on multiples of 64 elements: less than 64 of padding follow a tensor,
-    and 64 for each shard but one, at most, all of them. ValueError for pieces of a tensor.
+    and 64 for each shard but one, at most, all of them.
     """
 
     def __init__(self, tensors, shards=1):
-        if any(hasattr(tensor, "whole_shape") for tensor in tensors):
-            raise ValueError("FullyShardedDataParallel has cut these parameters: wrap a model once")
         self.shapes = [tensor.shape for tensor in tensors]
         self.sizes = [tensor.numel() for tensor in tensors]
         self._edges = [0]  # where a tensor begins, where its padding does, and so on
@@ -259,7 +257,11 @@ class DistributedDataParallel(nn.Module):
         self.module, self.process_group, self.groups = module, process_group, groups or {}
         self.broadcast_buffers, self.wait_in_backward = broadcast_buffers, wait_in_backward
         self.divisor = gradient_divide_factor or dist.get_world_size(process_group)
+        check_whole(module.parameters())
         check_parameters([*module.named_parameters(), *module.named_buffers()], process_group)
+        for parameter in module.parameters():
+            broadcast_first([parameter], self._group_of(parameter))
+        broadcast_first(module.buffers(), process_group)
         # Backward runs from the last layer to the first, which is the order buckets should fill in.
         trained = [p for p in module.parameters() if p.requires_grad][::-1]
         kind = lambda parameter: (grad_dtype(parameter), self._group_of(parameter))
@@ -268,9 +270,6 @@ class DistributedDataParallel(nn.Module):
             for parameters in fill_buckets(trained, int(bucket_cap_mb * 2**20), kind)
         ]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        for parameter in module.parameters():
-            broadcast_first([parameter], self._group_of(parameter))
-        broadcast_first(module.buffers(), process_group)
         self.require_backward_grad_sync = self._buffers_differ = True
         self._queue, self._running = deque(), False
         self._expected = False  # whether a forward pass has had no backward that reduces
@@ -372,6 +371,12 @@ class DistributedDataParallel(nn.Module):
 
     def __getstate__(self):
         raise RuntimeError("a wrapper is not copied or pickled: copy its module, and wrap the copy")
+
+
+def check_whole(parameters):
+    """ValueError for pieces, of which no rank has a replica."""
+    if any(hasattr(parameter, "whole_shape") for parameter in parameters):
+        raise ValueError("FullyShardedDataParallel has cut these parameters: wrap a model once")
 
 
 def broadcast_first(tensors, group):

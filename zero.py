@@ -43,8 +43,8 @@ from collectives import (
     dist, rank_and_size, reduce_scatter_bytes, reduce_scatter_single, run_ranks,
 )
 from ddp import (
-    DistributedDataParallel, FlatLayout, broadcast_first, clip_grads_with_norm_, get_total_norm,
-    grad_dtype, reduce_in_order, weakly,
+    DistributedDataParallel, FlatLayout, broadcast_first, check_whole, clip_grads_with_norm_,
+    get_total_norm, grad_dtype, reduce_in_order, weakly,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------
@@ -109,6 +109,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     def __init__(self, params, optimizer_class, process_group=None, **defaults):
         check_elementwise(optimizer_class)
         super().__init__(params, defaults)
+        check_whole(p for group in self.param_groups for p in group["params"])
         self.group, by_dtype, pieces, self._flats = process_group, {}, {}, []
         rank, world_size = rank_and_size(process_group)
         for parameter in (p for group in self.param_groups for p in group["params"]):
@@ -458,6 +459,7 @@ class FullyShardedDataParallel(nn.Module):
         self.module, self.process_group, self.stage = module, process_group, stage
         self.param_dtype, self.wait_in_backward = param_dtype, wait_in_backward
         every, units, world_size = (process_group, replicate_group), list(units), 1
+        check_whole(module.parameters())
         for group in every if replicate_group is not None else every[:1]:
             check_parameters(list(module.named_parameters()), group)
             world_size *= dist.get_world_size(group)
