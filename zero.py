@@ -629,7 +629,10 @@ class FullyShardedDataParallel(nn.Module):
         """A hook: autograd has added to its .grad, or a weight product that was put off has."""
         flat, i = self._place[whole]
         if self.require_backward_grad_sync and not flat.missing:
-            raise RuntimeError(f"a gradient of {flat.names[i]!r} came after those of its unit left")
+            raise RuntimeError(
+                f"a gradient of {flat.names[i]!r} came after those of its unit left, or past the "
+                "module's outputs"
+            )
         if whole.grad is not None:
             flat.add_gradient(i)
         flat.missing.discard(whole)
