@@ -1356,25 +1356,57 @@ def groups_of_copies(mesh, name, tensor):
 
 @torch.no_grad()
 def find_unlike_copies(copies):
-    """Which tensors differ between ranks that have copies of them, by rank; "" if none does.
+    """Which ranks have other bits than most, in a tensor of which they have copies; "" if none has.
 
     copies: [(name, tensor, the groups whose ranks have copies of it)]. Compares a sum of each,
-    which one flipped bit changes for certain. Collective.
+    which one flipped bit changes for certain. The host waits for the device once. Collective.
     """
-    integers, of_group, different = {2: torch.int16, 4: torch.int32, 8: torch.int64}, {}, []
+    sums, of_group, rank = {}, {}, dist.get_rank()
     for name, tensor, groups in copies:
-        total = tensor.detach().view(integers[tensor.itemsize]).sum(dtype=torch.int64)
+        total = sum_of_bits(tensor)
+        # the lowest rank that has it: the groups are axes of a grid, whose steps add up
+        lowest = rank + sum(dist.get_process_group_ranks(group)[0] - rank for group in groups)
+        sums[name, lowest] = total
         for group in groups:
-            of_group.setdefault(group, []).append((name, total))
+            of_group.setdefault(group, []).append(total)
+    different = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for group, own in of_group.items():
-        names, sums = zip(*own)
-        sums = torch.stack(sums)
-        every = sums.new_empty(dist.get_world_size(group), len(sums))
-        all_gather_single(every, sums, group)
-        unlike = (every != sums).any(0).tolist()
-        different += [name for name, is_unlike in zip(names, unlike) if is_unlike]
-    found = enumerate(gather_objects(different))
-    return "; ".join(f"rank {r}: {', '.join(names)} differ" for r, names in found if names)
+        own = torch.stack(own)
+        every = own.new_empty(dist.get_world_size(group), len(own))
+        all_gather_single(every, own, group)
+        different += (every != own).sum()
+    all_reduce(different)  # what one group sees, all ranks know
+    if not different:
+        return ""
+    return describe_copies(gather_objects({copy: total.item() for copy, total in sums.items()}))
+
+
+def sum_of_bits(tensor):
+    """The sum of the elements read as integers, modulo 2**64."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().view(integers[tensor.itemsize]).sum(dtype=torch.int64)
+
+
+def describe_copies(sums):
+    """Which ranks have another copy than most others. sums: {(name, ...): sum} of each rank.
+
+    Under a key, all ranks that have it should have the same sum.
+    """
+    sentences = []
+    for key in dict.fromkeys(key for own in sums for key in own):
+        copies = {rank: own[key] for rank, own in enumerate(sums) if key in own}
+        ((usual, count), *others) = Counter(copies.values()).most_common()
+        odd = [rank for rank in copies if copies[rank] != usual or 2 * count <= len(copies)]
+        if others:
+            rest = [rank for rank in copies if rank not in odd]
+            where = f"from the copies of {_ranks(rest)}" if rest else "between them"
+            sentences.append(f"{_ranks(odd)}: {key[0]} differs {where}")
+    more = [f"{len(sentences) - 3} more"] if len(sentences) > 3 else []
+    return "; ".join(sentences[:3] + more)
+
+
+def _ranks(ranks):
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def check_replicas(trainer):
