@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import hybrid
 from collectives import count_bytes, observe
 from expert_parallel import Router
+from ledger import memory_ledger
 from ranks import run
 from sequence_parallel import saved_bytes
 from test_nccl_path import nccl_over_gloo
-from zero import memory_ledger
 
 aten = torch.ops.aten
 FORWARD = aten._scaled_dot_product_flash_attention_for_cpu
