@@ -1114,7 +1114,6 @@ def wrap(trainer):
             process_group=mesh.dp_cp_group,
             broadcast_buffers=False,
             gradient_divide_factor=1,  # the loss has its global divisor already
-            rebuild_buckets=False,  # after a restart sums have the same order
             wait_in_backward=False,
             groups=dict.fromkeys(experts, mesh.expert_dp_group),
         )
@@ -1127,7 +1126,7 @@ def wrap(trainer):
         param_dtype=torch.bfloat16 if bf16 else None,
         reduce_dtype=torch.float32 if bf16 else None,
         gradient_divide_factor=1,
-        keep_unsharded=args.zero < 3,
+        stage=args.zero,
         wait_in_backward=False,
         groups=dict.fromkeys(
             experts, (mesh.expert_shard_group, if_several(mesh.expert_replicate_group))

@@ -58,13 +58,12 @@ import collectives
 import hybrid
 from ddp import DistributedDataParallel, GradBucket
 from expert_parallel import MoE, one_hop
+from ledger import memory_ledger
 from pipeline import SCHEDULES, Pipeline, simulate
 from ranks import headline, run, spawn
 from reference_gpt import Layer, ReferenceGPT
 from sequence_parallel import allgather_attention, ring_attention, ulysses_attention
-from zero import (
-    FlatParameter, FullyShardedDataParallel, ZeroRedundancyOptimizer, memory_ledger, zero_memory,
-)
+from zero import FlatParameter, FullyShardedDataParallel, ZeroRedundancyOptimizer, zero_memory
 
 KB, MB = 1 << 10, 1 << 20
 COLLECTIVE_SIZES = [4 * KB, 64 * KB, MB, 16 * MB, 128 * MB]
@@ -188,15 +187,15 @@ def _trainer(name):
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if name == "torch ZeRO + DDP":
         return model, torch.distributed.optim.ZeroRedundancyOptimizer(model.parameters(), adamw)
-    if name in ("stage 1", "stage 2"):
-        sharded = ZeroRedundancyOptimizer(
-            model.parameters(), adamw, shard_gradients=name == "stage 2"
-        )
-        return model, sharded
-    if name == "ddp":
+    if name in ("ddp", "ZeRO + DDP"):
         model = DistributedDataParallel(model)
-    if name == "stage 3":
-        model = FullyShardedDataParallel(model, units=model.transformer.h)
+    if name == "ZeRO + DDP":
+        return model, ZeroRedundancyOptimizer(model.parameters(), adamw)
+    if name.startswith("stage"):
+        model = FullyShardedDataParallel(model, units=model.transformer.h, stage=int(name[-1]))
+        optimizer = adamw(model.parameters())
+        optimizer.register_step_post_hook(lambda *_: model.reshard())
+        return model, optimizer
     if name == "torch FSDP2":
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model.transformer.h:
@@ -219,6 +218,7 @@ def _tokens(sequences):
 
 RIVALS = {  # each beside its rival, PyTorch's
     "ddp": "torch DDP",
+    "ZeRO + DDP": "torch ZeRO + DDP",
     "stage 1": "torch ZeRO + DDP",
     "stage 2": "torch ZeRO + DDP",
     "stage 3": "torch FSDP2",

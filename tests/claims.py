@@ -20,12 +20,13 @@ import pipeline
 from collectives import all_gather_single, all_reduce, count_bytes, rank_and_size
 from ddp import DistributedDataParallel
 from expert_parallel import one_hop
+from ledger import memory_ledger
 from pipeline import SCHEDULES, draw
 from ranks import least_bytes, run
 from sequence_parallel import allgather_attention, ring_attention, ulysses_attention
 from tensor_parallel import attention
 from transformer import TransformerLayer, norm_bytes, saved_bytes
-from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer, memory_ledger
+from zero import FullyShardedDataParallel
 
 P = 4
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -53,15 +54,13 @@ def _replicas(stage):
     """(bytes that a step sends, bytes held per parameter) of replicas of four matrices of 480."""
     net = nn.Sequential(*[nn.Linear(480, 480, bias=False) for _ in range(4)])
     count = sum(parameter.numel() for parameter in net.parameters())
-    model, adam = net, torch.optim.AdamW
-    if stage == 0:
-        model = DistributedDataParallel(net)
-    if stage == 3:
-        model = FullyShardedDataParallel(net, units=net)
-    if stage in (1, 2):
-        optimizer = ZeroRedundancyOptimizer(net.parameters(), adam, shard_gradients=stage == 2)
+    if stage:
+        model = FullyShardedDataParallel(net, units=net, stage=stage)
     else:
-        optimizer = adam(model.parameters())
+        model = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if stage in (1, 2):
+        optimizer.register_step_post_hook(lambda *_: model.reshard())
 
     def step():
         model(torch.ones(1, 480)).sum().backward()

@@ -30,7 +30,7 @@ from ddp import DistributedDataParallel
 from ranks import PROJECT, run, spawn
 from test_hybrid import EVERY_LAYOUT, LAYERS, MOE, MOE_LAYOUTS, RUN, make_trainer, own_batch
 from test_strangers import launch
-from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
+from zero import FullyShardedDataParallel
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 one_gpu = pytest.mark.skipif(GPUS < 1, reason="there is no GPU")
@@ -532,24 +532,12 @@ def _overlap(device, how, D, layers, rows):
         collectives.reduce_scatter_single(shard, gradients)
 
     alone = _seconds(partial(backward, model), device)
-    optimizer = None
+    plain = make()
     if how == "ddp":
-        both = DistributedDataParallel(make())
-    elif how == "fsdp":
-        plain = make()
-        both = FullyShardedDataParallel(plain, units=list(plain))
-    else:
-        both = make()
-        options = {"shard_gradients": True, "lr": 0.0}
-        optimizer = ZeroRedundancyOptimizer(both.parameters(), torch.optim.SGD, **options)
-
-    def step():
-        backward(both)
-        if optimizer:
-            optimizer.clip_grad_norm_(1.0)  # which waits for the reductions
-            optimizer.zero_grad()
-
-    return alone, _seconds(messages, device), _seconds(step, device)
+        both = DistributedDataParallel(plain)
+    else:  # of stage 2 the parameters stay
+        both = FullyShardedDataParallel(plain, units=plain, stage=3 if how == "fsdp" else 2)
+    return alone, _seconds(messages, device), _seconds(partial(backward, both), device)
 
 
 @pytest.mark.parametrize("how", ["ddp", "zero 2", "fsdp"])
