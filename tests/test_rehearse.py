@@ -13,10 +13,10 @@ import rehearse
 from collectives import all_reduce, observe
 from expert_parallel import Router
 from ranks import run
-from sequence_parallel import saved_bytes
 from tensor_parallel import attention
 from test_nccl_path import nccl_over_gloo
 from trace import axes_of
+from transformer import saved_bytes
 
 SIZES = "--layers 2 --hidden 32 --heads 4 --seq-len 32 --vocab-size 67 --batch-size 16"
 LAYOUTS = [
