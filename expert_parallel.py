@@ -8,11 +8,12 @@ with the router's weights. Parameters grow with E, the work per token with k alo
     rank 1   t3 t4 t5                    ---------->                    E2: t2      E3: t5
              the same way back, then    y(t) = sum over its k experts of weight x expert(t)
 
-Nothing is padded: ranks first exchange how many rows they will send, and one grouped product
-computes all experts of a rank, whatever their loads. Only a capacity (Switch) drops tokens. Bytes
-of a layer's forward, where N tokens a rank of width h are evenly routed over P ranks, dispatch and
-combine together: 2 N k h (P-1)/P elements; as many in backward. In two hops a token crosses to
-another node once, however many of its experts are there.
+A rank holds E/P experts, whole, and a copy of the router and of the experts that every token uses.
+Nothing is padded: ranks first exchange how many rows they will send, and an expert computes as many
+as there are. Only a capacity (Switch) drops tokens. Bytes that a rank sends in a layer's forward,
+where N tokens a rank of width h are evenly routed over P ranks, dispatch and combine together:
+2 N k h (P-1)/P elements; as many in backward. In two hops a token crosses to another node once,
+however many of its experts are there.
 
 Left alone, a router sends more and more tokens to fewer and fewer experts. Three remedies: a loss
 E sum f_i P_i of the fraction of tokens and the mean probability of each expert (Switch); a loss of
@@ -32,18 +33,36 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from collectives import (
     all_reduce, all_to_all_in_group, all_to_all_single, autocasted, count_bytes, dist,
-    rank_and_size, run_ranks,
+    gather_from_group, rank_and_size, run_ranks, scatter_to_group,
 )
 
-# ---- the idea ------------------------------------------------------------------------------------
+# ---- dispatch and combine ------------------------------------------------------------------------
+#
+# What each rank sends to each other one, and when. Every message is awaited before the next begins:
+#
+#     forward    counts      rows for each of the receiver's experts; here the host waits, and only
+#                            here: the sizes of what follows are not known before
+#                dispatch    a row of width D for each token and expert
+#                combine     as many, back
+#     backward   1. y's gradient goes to each row, times its weight; times the row it is the weight's
+#                2. combine, reversed: the rows' gradients go to the experts
+#                3. experts: gradients of their inputs and matrices. These are sums over the tokens
+#                   of all ranks already: nothing is left to be summed over the group
+#                4. dispatch, reversed: the gradients of their inputs come back
+#                5. a token's gradient is the sum of its rows'; the router's came by the weights
+#
+# Nothing overlaps: a rank computes or sends. DeepEP's kernels and DualPipe send while another
+# microbatch computes; that takes streams that share the GPU, and a schedule that has two at hand.
+#
+# PyTorch has no such layer. Megatron-LM's (MoELayer, its all-to-all dispatcher) has the same steps,
+# and can also split each expert over ranks; here tp only deals out the tokens (see MoE).
 
 
 class Load(NamedTuple):
-    """Rows of each of a rank's G experts: (G,) on the device, and the same on the host.
+    """How many rows each of a rank's G experts has: (G,) on the device, and as a list on the host.
 
     A kernel takes the one, a loop the other, for which the host need not wait for the device again.
     """
@@ -52,29 +71,83 @@ class Load(NamedTuple):
     sizes: list
 
 
-def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None):
+def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None, along=()):
     """Send each token to the ranks of its experts, compute there, and sum up what comes back.
 
-    x: (N, D); experts, weights: (N, k), where expert e is on rank e P // num_experts;
-    compute(rows, load): this rank's experts, on (M, D) rows sorted by expert. Returns (N, D).
-    one_hop() does the same in the way that a GPU wants it, also where a token loses an expert.
+    x: (N, D). experts: (N, k), where expert e is on rank e P // num_experts, and -1 is none.
+    weights: (N, k), of the results; None where each counts 1.
+    compute(rows, load, *along): this rank's experts, on (M, D) rows sorted by expert.
+    along: tensors of N rows that go with x's, to ranks of one expert. Returns (N, D).
     """
     (N, k), (_, P) = experts.shape, rank_and_size(group)
-    order = experts.flatten().argsort(stable=True)  # of N k copies: by expert, and so by rank
-    sent = experts.flatten().bincount(minlength=num_experts).view(P, -1)
-    received = torch.empty_like(sent)  # (P, G): from each rank, for each expert
+    experts = experts.flatten()  # a row is sent for each of the N k, but for -1
+    counts = count_choices(experts, num_experts).view(P, -1)  # (P, G): to each rank, by its experts
+    arriving, sent, received = exchange_counts(counts, group)
+    splits = [sum(counts) for counts in received], [sum(counts) for counts in sent]
+    order = experts.argsort(stable=True)[N * k - sum(splits[1]) :]  # by expert, and so by rank
+    token = order // k
+
+    def dispatch(tensor):
+        return all_to_all_in_group(tensor.index_select(0, token), *splits, group)
+
+    rows, *along = (dispatch(tensor) for tensor in (x, *along))  # (M, D): by source, and by expert
+    load = Load(arriving.sum(0), [sum(counts) for counts in zip(*received)])
+    if len(load.sizes) > 1:
+        source_and_expert = torch.repeat_interleave(arriving.flatten(), output_size=len(rows))
+        by_expert = (source_and_expert % len(load.sizes)).argsort(stable=True)
+        rows = compute(rows.index_select(0, by_expert), load)
+        rows = rows.index_select(0, by_expert.argsort())  # by source again
+    else:
+        rows = compute(rows, load, *along)
+
+    rows = all_to_all_in_group(rows, *splits[::-1], group)  # combine: in `order`, as they left
+    if weights is not None:
+        rows = rows * weights.flatten().index_select(0, order).to(rows.dtype).unsqueeze(1)
+    # index_add() would keep the rows for its backward
+    return rows.new_zeros(N, rows.shape[1]).scatter_add_(0, token.unsqueeze(1).expand_as(rows), rows)
+
+
+def count_choices(experts, num_experts):
+    """How often each expert is in `experts`, where -1 is none: (num_experts,)."""
+    # bincount() would have the host wait
+    experts = experts.flatten() % (num_experts + 1)
+    counts = experts.new_zeros(num_experts + 1)
+    return counts.scatter_add_(0, experts, torch.ones_like(experts))[:-1]
+
+
+def exchange_counts(counts, group=None):
+    """Tell each rank how many rows it will get for each expert: counts, (P, G) on the device.
+
+    Returns those received, on the device, then as lists those sent and those received.
+    """
+    G = counts.shape[1]
+    sent = F.pad(counts, (0, G % 2))  # what goes to a rank begins on 16 bytes
+    received = torch.empty_like(sent)
     all_to_all_single(received, sent, group=group)
-    splits = received.sum(1).tolist(), sent.sum(1).tolist()  # rows from each rank, and to each
-    rows = all_to_all_in_group(x[order // k], *splits, group)  # dispatch: (M, D), by source
+    on_host = torch.stack([sent, received])[:, :, :G].tolist()  # the host waits for the device
+    return received[:, :G], *on_host
 
-    expert_of = torch.arange(received.shape[1]).repeat(P).repeat_interleave(received.flatten())
-    by_expert = expert_of.argsort(stable=True)
-    load = Load(received.sum(0), received.sum(0).tolist())
-    rows = compute(rows[by_expert], load)[by_expert.argsort()]
 
-    rows = all_to_all_in_group(rows, *splits[::-1], group)  # combine: (N k, D), as they left
-    copies = rows[order.argsort()].view(N, k, x.shape[1])
-    return (weights.unsqueeze(2) * copies).sum(1)
+def two_hops(x, experts, weights, num_experts, compute, node_group=None, cross_group=None):
+    """dispatch_and_combine(), with each token crossing to a node once, and its results as one.
+
+    node_group: the ranks of this node; cross_group: those of all nodes that have the same rank in
+    theirs. The first hop is one across the nodes, each of which is one expert; this computes by a
+    second hop, within the node. Zhao et al., "Insights into DeepSeek-V3", 2025.
+    """
+    node, nodes = rank_and_size(cross_group)
+    per_node = num_experts // nodes
+
+    def within_node(rows, load, experts, weights):
+        local = experts - node * per_node
+        local = local.masked_fill((local < 0) | (local >= per_node), -1)
+        return dispatch_and_combine(rows, local, weights, per_node, compute, node_group)
+
+    node_of = experts.div(per_node, rounding_mode="floor").unsqueeze(2)  # (N, k, 1)
+    number = torch.arange(nodes, device=x.device)
+    wanted = number.where((node_of == number).any(1), -1)  # (N, nodes): each node at most once
+    along = experts, weights
+    return dispatch_and_combine(x, wanted, None, nodes, within_node, cross_group, along)
 
 
 # ---- router --------------------------------------------------------------------------------------
@@ -199,62 +272,6 @@ def router_z_loss(logits, tokens):
 # ---- experts -------------------------------------------------------------------------------------
 
 
-class _GroupedLinear(torch.autograd.Function):
-    """forward: rows of each group times its own matrix; backward: the same, twice
-
-    x: (M, in), sorted by group; weight: (G, out, in).
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, load):
-        ends = load.tokens_per_expert.cumsum(0).to(torch.int32)  # where each group's rows end
-        ctx.groups = ends, load.sizes
-        ctx.save_for_backward(x, weight)
-        return _grouped(x, weight.to(x.dtype).transpose(1, 2), *ctx.groups)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output):
-        x, weight = ctx.saved_tensors
-        grad_output = grad_output.contiguous()
-        grad_weight = _grouped_weights(grad_output, x, *ctx.groups).to(weight.dtype)
-        return _grouped(grad_output, weight.to(x.dtype), *ctx.groups), grad_weight, None
-
-
-def _is_fused(x, *widths):
-    """Whether PyTorch's kernel takes these: bf16, rows of multiples of 16 bytes."""
-    return len(x) and x.dtype == torch.bfloat16 and not any(width % 8 for width in widths)
-
-
-def _grouped(x, matrices, ends, sizes):
-    """(M, a), (G, a, b) -> (M, b)."""
-    if _is_fused(x, *matrices.shape[1:]):
-        return F.grouped_mm(x, matrices, offs=ends)
-    output = x.new_empty(len(x), matrices.shape[2])
-    for rows, matrix, out in zip(x.split(sizes), matrices, output.split(sizes)):
-        torch.mm(rows, matrix, out=out)
-    return output
-
-
-def _grouped_weights(grad, x, ends, sizes):
-    """(M, b), (M, a) -> (G, b, a): the sum over each group's rows."""
-    if _is_fused(x, x.shape[1], grad.shape[1]):
-        output = F.grouped_mm(grad.t(), x, offs=ends)
-        for matrix, size in zip(output, sizes):
-            if not size:
-                matrix.zero_()  # which the kernel leaves as it finds it on some GPUs
-        return output
-    output = x.new_empty(len(sizes), grad.shape[1], x.shape[1])
-    for matrix, rows, inputs in zip(output, grad.split(sizes), x.split(sizes)):
-        torch.mm(rows.t(), inputs, out=matrix)
-    return output
-
-
-def grouped_linear(x, weight, load):
-    """x: (M, in), sorted by group; weight: (G, out, in); load: of the groups -> (M, out)."""
-    return _GroupedLinear.apply(autocasted(x).contiguous(), weight, load)
-
-
 class Experts(nn.Module):
     """This rank's experts: each an MLP, D -> F -> D with GELU, without biases."""
 
@@ -265,206 +282,63 @@ class Experts(nn.Module):
 
     def forward(self, x, load):
         """x: (M, D), sorted by expert; load: how many rows each has."""
-        x = F.gelu(grouped_linear(x, self.w_in, load), approximate="tanh")
-        return grouped_linear(x, self.w_out, load)
+        w_in, w_out = self.w_in.to(x.dtype), self.w_out.to(x.dtype)
+        if _has_kernel(x, *w_in.shape[1:]):
+            x = F.gelu(_grouped(x, w_in, load), approximate="tanh")
+            return _grouped(x, w_out, load)
+        mlps = zip(x.split(load.sizes), w_in, w_out)
+        return torch.cat([_mlp(*mlp) for mlp in mlps])
 
 
-# ---- dispatch and combine ------------------------------------------------------------------------
+def _mlp(x, w_in, w_out):
+    return F.linear(F.gelu(F.linear(x, w_in), approximate="tanh"), w_out)
 
 
-class _Copies(torch.autograd.Function):
-    """forward: row i // k of x, for each i of `order`; backward: the sum of each row's copies
-
-    PyTorch's own gradient of x[order] would sort the indices, or add atomically.
-    """
-
-    @staticmethod
-    def forward(ctx, x, order, k):
-        ctx.save_for_backward(order)
-        ctx.shape, ctx.k = x.shape, k
-        return x[order // k] if k > 1 else x[order]
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (order,), (N, D), k = ctx.saved_tensors, ctx.shape, ctx.k
-        missing = len(order) < N * k
-        copies = grad_output.new_zeros(N * k, D) if missing else grad_output.new_empty(N * k, D)
-        copies.index_copy_(0, order, grad_output)
-        return copies.view(N, k, D).sum(1) if k > 1 else copies, None, None
+def _has_kernel(x, *widths):
+    """Whether PyTorch computes all experts at once, without a wait of the host."""
+    known = x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and x.device.type == "cpu")
+    return known and len(x) > 0 and not any(width * x.itemsize % 16 for width in widths)
 
 
-class _WeightedSums(torch.autograd.Function):
-    """forward: (N, D), each token's rows, those that are its copies by `order`, by weights (N, k)
-
-    Keeps the rows. k places for each token would be more, where experts of other nodes have some.
-    """
-
-    @staticmethod
-    def forward(ctx, rows, weights, order):
-        ctx.save_for_backward(rows, weights, order)
-        copies = rows.new_zeros(weights.numel(), rows.shape[1]).index_copy_(0, order, rows)
-        copies = copies.view(*weights.shape, rows.shape[1])
-        return torch.bmm(weights.unsqueeze(1), copies).squeeze(1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output):
-        rows, weights, order = ctx.saved_tensors
-        gradients, own = grad_output[order // weights.shape[1]], weights.flatten()[order]
-        products = torch.bmm(gradients.unsqueeze(1), rows.unsqueeze(2)).flatten()
-        to_weights = torch.zeros_like(weights).flatten().index_copy_(0, order, products)
-        return gradients.mul_(own.unsqueeze(1)), to_weights.view_as(weights), None
-
-
-class _Sums(torch.autograd.Function):
-    """forward: (N, D), the sum of the rows that are each token's; backward: each row its token's
-
-    PyTorch's own index_add() would keep the rows.
-    """
-
-    @staticmethod
-    def forward(ctx, rows, token, N):
-        ctx.save_for_backward(token)
-        return rows.new_zeros(N, rows.shape[1]).index_add_(0, token, rows)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (token,) = ctx.saved_tensors
-        return grad_output[token], None, None
-
-
-def _histogram(chosen, num_experts):
-    """How often each expert is in `chosen`, where -1 is none: (num_experts,)."""
-    # bincount() would have the host wait
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=chosen.device)
-    return counts.scatter_add_(0, chosen % len(counts), torch.ones_like(chosen))[:-1]
-
-
-def exchange_counts(counts, group=None, fault=None):
-    """Tell each rank how many rows of each kind it will get: counts, (P, kinds) on the device.
-
-    Returns those received, on the device, then as lists those sent and those received. To read them
-    is the one time that the host waits for the device, so an error travels with them.
-    fault: None, or (a flag on the device, a function that tells what is wrong). Raises ValueError
-        on every rank if one has its flag set.
-    """
-    kinds = counts.shape[1]
-    counts = F.pad(counts, (0, kinds % 2))  # what is sent begins on 16 bytes
-    sent = counts.masked_fill(fault[0], -1) if fault else counts
-    received = torch.empty_like(sent)
-    all_to_all_single(received, sent, group=group)
-    received = received[:, :kinds]
-    sent_rows, received_rows = torch.stack([sent[:, :kinds], received]).tolist()
-    faulty = [rank for rank, row in enumerate(received_rows) if row[0] < 0]
-    if faulty:
-        _raise(faulty, fault, group)
-    return received, sent_rows, received_rows
-
-
-def _raise(faulty, fault, group):
-    rank, _ = rank_and_size(group)
-    if rank in faulty:
-        raise ValueError(fault[1]())
-    text = f"ranks {faulty} of its group have an error in routing"
-    raise ValueError(f"rank {rank} cannot go on: {text}")
-
-
-def one_hop(x, experts, weights, num_experts, compute, group=None, fault=None):
-    """dispatch_and_combine(), with expert -1 for none, where the host waits once.
-
-    fault, errors: see exchange_counts().
-    """
-    (N, k), (_, P) = experts.shape, rank_and_size(group)
-    chosen = experts.flatten()
-    order = chosen.argsort(stable=True)  # by expert; those without come first
-    counts = _histogram(chosen, num_experts).view(P, -1)
-    arriving, sent, received = exchange_counts(counts, group, fault)  # by rank and its experts
-    splits = [sum(row) for row in received], [sum(row) for row in sent]
-    order = order[len(order) - sum(splits[1]) :]
-    rows = all_to_all_in_group(_Copies.apply(x, order, k), *splits, group)  # by source, by expert
-
-    place = torch.repeat_interleave(arriving.flatten(), output_size=len(rows))
-    by_expert = (place % arriving.shape[1]).argsort(stable=True)
-    load = Load(arriving.sum(0), [sum(column) for column in zip(*received)])
-    rows = compute(_Copies.apply(rows, by_expert, 1), load)
-    by_source = torch.empty_like(by_expert)
-    by_source[by_expert] = torch.arange(len(by_expert), device=x.device)
-    rows = _Copies.apply(rows, by_source, 1)
-    rows = all_to_all_in_group(rows, *splits[::-1], group)  # back, in the order of `order`
-
-    return _WeightedSums.apply(rows, weights.to(rows.dtype), order)
-
-
-def two_hops(
-    x, experts, weights, num_experts, compute, node_group=None, cross_group=None, fault=None
-):
-    """one_hop(), with each token crossing to a node once, and its results coming back as one.
-
-    node_group: the ranks of this node; cross_group: those of all nodes that have this one's place
-    in theirs. The token goes to the rank of the other node that has the place of its own, which
-    then does one_hop() within the node. Zhao et al., "DeepEP", 2025.
-    """
-    (N, k), (_, nodes) = experts.shape, rank_and_size(cross_group)
-    per_node = num_experts // nodes
-    node_of = experts.div(per_node, rounding_mode="floor")  # (N, k), negative where there is none
-    wanted = node_of.unsqueeze(-1) == torch.arange(nodes, device=x.device)  # (N, k, nodes)
-    wanted = wanted.any(1).t()  # (nodes, N): where a copy is needed
-    order = wanted.flatten().byte().argsort(descending=True, stable=True)  # those first, by node
-    try:
-        _, *counts = exchange_counts(wanted.sum(1, keepdim=True), cross_group, fault)
-    except ValueError as error:
-        _raise_on_node(error, node_group, per_node, x.device)
-    sent, received = ([count for (count,) in rows] for rows in counts)
-    splits = received, sent
-    order = order[: sum(sent)]
-    node, token = order // max(1, N), order % max(1, N)  # of each copy
-
-    here = node_of[token] == node.unsqueeze(1)  # (copies, k)
-    local = (experts[token] - node.unsqueeze(1) * per_node).masked_fill(~here, -1)
-    experts = local.new_empty(sum(received), k)
-    all_to_all_single(experts, local.contiguous(), *splits, cross_group)
-    weights = all_to_all_in_group(weights[token], *splits, cross_group)
-    rows = all_to_all_in_group(x.index_select(0, token), *splits, cross_group)
-    rows = one_hop(rows, experts, weights, per_node, compute, node_group)
-    rows = all_to_all_in_group(rows, *splits[::-1], cross_group)
-    return _Sums.apply(rows, token, N)
-
-
-def _raise_on_node(error, group, num_experts, device):
-    """Raise it on every rank of the node: the others are about to exchange counts in one_hop()."""
-    _, P = rank_and_size(group)
-    counts = torch.zeros(P, num_experts // P, dtype=torch.int64, device=device)
-    exchange_counts(counts, group, (counts.new_ones((), dtype=torch.bool), lambda: error.args[0]))
+def _grouped(x, weight, load):
+    """Rows of each expert times its own matrix: (M, a), (G, b, a) -> (M, b)."""
+    matrices = weight.transpose(1, 2)
+    if 0 in load.sizes and matrices.requires_grad:
+        # gradients of matrices without rows, which the kernel leaves as it finds them on some GPUs
+        idle = (load.tokens_per_expert == 0).view(-1, 1, 1)
+        matrices.register_hook(lambda grad: grad.masked_fill(idle, 0))
+    return F.grouped_mm(x, matrices, offs=load.tokens_per_expert.cumsum(0, dtype=torch.int32))
 
 
 # ---- the layer -----------------------------------------------------------------------------------
 
 
 class AuxLossAutoScaler(torch.autograd.Function):
-    """forward: x; backward: gives `loss` its gradient, 1, and adds `found` to `tally`
+    """forward: x; backward: gives `loss` its gradient, 1, and adds `counted` to `tally`
 
-    So a loss that arises within a model need not be carried to its end; and what is found counts
+    So a loss that arises within a model need not be carried to its end; and what is counted counts
     once where forward runs twice, for recomputation, and not at all without a backward.
     """
 
     @staticmethod
-    def forward(ctx, x, loss, found, tally):
-        ctx.found, ctx.tally = found, tally
-        ctx.shape = loss.shape if loss is not None else None
+    def forward(ctx, x, loss, counted, tally):
+        ctx.counted, ctx.tally = counted, tally
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad_output):
-        ctx.tally.add_(ctx.found)
-        one = None if ctx.shape is None else grad_output.new_ones(ctx.shape, dtype=torch.float32)
-        return grad_output, one, None, None
+        ctx.tally.add_(ctx.counted)
+        return grad_output, grad_output.new_ones((), dtype=torch.float32), None, None
 
 
 class MoE(nn.Module):
     """A mixture of experts over the ranks of `group`: (..., D) -> (..., D) of this rank's tokens.
 
+    tp_group: ranks that have the same tokens, (T, ..., D), and are to have the same results: each
+        does chunk `rank` of T, and then all gather; a parameter's gradient is their sum. None, as
+        with sequence parallelism: every rank has tokens of its own.
     capacity_factor: an expert takes at most ceil(n k / E x capacity_factor) of a rank's n tokens,
-        the first ones; a token that finds no place gets nothing, and passes by in the residual.
+        the first ones; a token that finds no room gets nothing, and passes by in the residual.
     shared_experts: how many more every token uses.
     balance_coefficient, z_coefficient: of the losses, whose gradients are added in backward.
     loss_scale: of these losses: 1 where gradients are summed over the ranks, their number where
@@ -475,11 +349,10 @@ class MoE(nn.Module):
 
     `tally`, (E + 3,), grows with every backward: how many choices fell on each expert; how many of
     them were dropped; this rank's parts of the two losses, without coefficients, or 0. Its view
-    `counts`, (E,), is the load, for update_bias().
+    `counts`, (E,), is the load, for update_bias(). What is not finite travels on, to the loss.
 
-    Raises ValueError if P does not divide the experts, for a capacity that holds no token, for
-    nodes that are not neighbours in the group, and, on every rank of the group, for logits that are
-    not finite.
+    Raises ValueError if P does not divide the experts, for a capacity that holds no token, and for
+    nodes that are not neighbours in the group.
     """
 
     def __init__(
@@ -489,6 +362,7 @@ class MoE(nn.Module):
         num_experts,
         top_k=1,
         group=None,
+        tp_group=None,
         capacity_factor=None,
         shared_experts=0,
         balance_coefficient=0.0,
@@ -506,7 +380,7 @@ class MoE(nn.Module):
             raise ValueError(f"capacity_factor={capacity_factor} leaves no room for a token")
         if nodes:
             _check_nodes(*nodes, group)
-        self.num_experts, self.group, self.nodes = num_experts, group, nodes
+        self.num_experts, self.group, self.nodes, self.tp_group = num_experts, group, nodes, tp_group
         self.capacity_factor, self.balance_groups = capacity_factor, balance_groups
         self.balance, self.z = balance_coefficient * loss_scale, z_coefficient * loss_scale
         self.router = Router(hidden, num_experts, top_k, **router)
@@ -524,29 +398,31 @@ class MoE(nn.Module):
         return self.tally[: self.num_experts]
 
     def forward(self, x):
+        if self.tp_group is not None:
+            x = scatter_to_group(x, 0, self.tp_group)  # (T/tp, ..., D)
         tokens = x.reshape(-1, x.shape[-1])  # (N, D)
         routing = self.router(tokens)
         tokens = autocasted(tokens)  # before they travel
         experts = self._within_capacity(routing.experts)
-        hops, groups = (two_hops, self.nodes) if self.nodes else (one_hop, [self.group])
-        arguments = (tokens, experts, routing.weights, self.num_experts, self.experts)
-        y = hops(*arguments, *groups, self._fault(routing.logits))
+        hops, groups = (two_hops, self.nodes) if self.nodes else (dispatch_and_combine, [self.group])
+        y = hops(tokens, experts, routing.weights, self.num_experts, self.experts, *groups)
         if self.shared is not None:
             y = y + self.shared(tokens)
         if torch.is_grad_enabled():
             y = self._with_losses(y, routing, experts)
-        return y.view(x.shape)
+        y = y.view(x.shape)
+        return y if self.tp_group is None else gather_from_group(y, 0, self.tp_group)
 
     def _with_losses(self, y, routing, experts):
         """y, in whose backward the gradients of the losses begin, and the tally grows."""
-        counts = _histogram(routing.experts.flatten(), self.num_experts)
-        losses, loss = counts.new_zeros(2), None
+        counts = count_choices(routing.experts, self.num_experts)
+        losses = torch.zeros(2, device=y.device)
         if self.balance or self.z:
             losses = self._losses(routing, counts)
-            loss = self.balance * losses[0] + self.z * losses[1]
-        found = torch.cat([counts.double(), (experts < 0).sum().view(1), losses.detach()])
+        loss = self.balance * losses[0] + self.z * losses[1]
+        counted = torch.cat([counts.double(), (experts < 0).sum().view(1), losses.detach()])
         self.tally = self.tally.to(y.device)
-        return AuxLossAutoScaler.apply(y, loss, found, self.tally)
+        return AuxLossAutoScaler.apply(y, loss, counted, self.tally)
 
     def _losses(self, routing, counts):
         """The losses of balance and of the logits' size, of this rank's part of the tokens."""
@@ -562,26 +438,15 @@ class MoE(nn.Module):
         if self.capacity_factor is None:
             return experts
         chosen = experts.flatten()
-        share = len(chosen) / self.num_experts * self.capacity_factor
-        capacity = math.ceil(min(share, len(chosen)))
+        average = len(chosen) / self.num_experts
+        capacity = math.ceil(min(average * self.capacity_factor, len(chosen)))
         order = chosen.argsort(stable=True)
-        counts = _histogram(chosen, self.num_experts)
-        first = (counts.cumsum(0) - counts)[chosen[order]]
-        place = torch.arange(len(chosen), device=chosen.device) - first  # among its expert's tokens
+        counts = count_choices(chosen, self.num_experts)
+        first = (counts.cumsum(0) - counts)[chosen[order]]  # of the same expert, in `order`
+        number = torch.arange(len(chosen), device=chosen.device) - first
         late = torch.empty_like(chosen, dtype=torch.bool)
-        late[order] = place >= capacity
-        return chosen.masked_fill(late, -1).view_as(experts)
-
-    def _fault(self, logits):
-        """A flag on the device, and a function that tells what is wrong; None checks nothing."""
-        infinite = ~logits.isfinite()
-
-        def describe():
-            token, expert = infinite.nonzero()[0].tolist()
-            what = f"logit of token {token} for expert {expert} is {logits[token, expert].item()}"
-            return f"rank {rank_and_size(self.group)[0]}: the router's {what}"
-
-        return infinite.any(), describe
+        late[order] = number >= capacity
+        return experts.masked_fill(late.view_as(experts), -1)
 
 
 def tally_metrics(tallies, num_microbatches, with_losses):

@@ -11,8 +11,8 @@ from torch import nn
 import expert_parallel
 from collectives import count_bytes, rank_and_size
 from expert_parallel import (
-    Load, MoE, Router, balance_loss, dispatch_and_combine, expert_parallel_bytes, grouped_linear,
-    one_hop, router_z_loss, two_hops,
+    Load, MoE, Router, balance_loss, dispatch_and_combine, expert_parallel_bytes,
+    router_z_loss, two_hops,
 )
 from gpu_counts import batches, waits
 from nccl_replay import record, replay
@@ -116,7 +116,7 @@ def test_output_and_gradients_are_those_of_a_loop(ep, dp, per_node, case):
 
 
 @on_ranks(1, 3)
-def test_the_idea_is_one_hop():
+def test_the_idea_is_dispatch_and_combine():
     """dispatch_and_combine() as it stands at the file's top: results and gradients."""
     rank, P = rank_and_size()
     torch.manual_seed(rank)
@@ -413,7 +413,7 @@ def test_dispatch_and_combine_send_the_routed_tokens(even):
     counts = 8 * (E // P + E // P % 2) * (P - 1)
     x, weights = torch.randn(N, D, requires_grad=True), torch.rand(N, k)
     with least_bytes(), count_bytes() as traffic:
-        y = one_hop(x, routed[own], weights, E, lambda rows, load: rows * 2)
+        y = dispatch_and_combine(x, routed[own], weights, E, lambda rows, load: rows * 2)
         forward = traffic.bytes()
         y.sum().backward()
     _equal(y, 2 * x * weights.sum(-1, keepdim=True), tolerance=1e-5)
@@ -436,9 +436,9 @@ def _both_ways(nodes, N, k, E, D, max_nodes):
     def compute(rows, load):
         return rows.sin() * scale.repeat_interleave(load.tokens_per_expert).unsqueeze(1)
 
-    for way in (one_hop, two_hops):
+    for way in (dispatch_and_combine, two_hops):
         leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
-        where = (None,) if way is one_hop else groups
+        where = (None,) if way is dispatch_and_combine else groups
         with least_bytes(), count_bytes() as traffic:
             y = way(leaves[0], experts, leaves[1], E, compute, *where)
         y.cos().sum().backward()
