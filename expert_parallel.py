@@ -9,11 +9,11 @@ with the router's weights. Parameters grow with E, the work per token with k alo
              the same way back, then    y(t) = sum over its k experts of weight x expert(t)
 
 A rank holds E/P experts, whole, and a copy of the router and of the experts that every token uses.
-Nothing is padded: ranks first exchange how many rows they will send, and an expert computes as many
-as there are. Only a capacity (Switch) drops tokens. Bytes that a rank sends in a layer's forward,
-where N tokens a rank of width h are evenly routed over P ranks, dispatch and combine together:
-2 N k h (P-1)/P elements; as many in backward. In two hops a token crosses to another node once,
-however many of its experts are there.
+Nothing is padded: ranks first exchange how many rows they will send, and an expert computes those
+that there are. Only a capacity (Switch) drops tokens. Where the N tokens of each rank, of width h,
+are evenly routed over P ranks, a rank sends 2 N k h (P-1)/P elements in a layer's forward, dispatch
+and combine together; as many in backward. In two hops a token crosses to another node once, however
+many of its experts are there.
 
 Left alone, a router sends more and more tokens to fewer and fewer experts. Three remedies: a loss
 E sum f_i P_i of the fraction of tokens and the mean probability of each expert (Switch); a loss of
@@ -23,7 +23,7 @@ Shazeer et al., "Outrageously Large Neural Networks", 2017. Fedus et al., "Switc
 2021. Zoph et al., "ST-MoE", 2022. Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024.
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
 
-    torchrun --nproc-per-node 4 expert_parallel.py      claimed and counted bytes; balance;
+    torchrun --nproc-per-node 4 expert_parallel.py      claimed and counted bytes;
                                                         the error against a loop over the experts
 """
 
@@ -33,6 +33,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from collectives import (
     all_reduce, all_to_all_in_group, all_to_all_single, autocasted, count_bytes, dist,
@@ -41,113 +42,134 @@ from collectives import (
 
 # ---- dispatch and combine ------------------------------------------------------------------------
 #
-# What each rank sends to each other one, and when. Every message is awaited before the next begins:
+# What a rank sends to each other rank of the group, and when; each is awaited before the next:
 #
-#     forward    counts      rows for each of the receiver's experts; here the host waits, and only
-#                            here: the sizes of what follows are not known before
-#                dispatch    a row of width D for each token and expert
-#                combine     as many, back
-#     backward   1. y's gradient goes to each row, times its weight; times the row it is the weight's
-#                2. combine, reversed: the rows' gradients go to the experts
-#                3. experts: gradients of their inputs and matrices. These are sums over the tokens
-#                   of all ranks already: nothing is left to be summed over the group
-#                4. dispatch, reversed: the gradients of their inputs come back
-#                5. a token's gradient is the sum of its rows'; the router's came by the weights
+#     forward     counts      how many rows come for each of the receiver's E/P experts. The host
+#                             waits for them, and for nothing else: they are sizes of what follows
+#                 dispatch    a row of width D for each choice of one of the receiver's experts
+#                 combine     as many rows back, the experts' results
+#     backward    1. a row's gradient is its token's times its weight; the weight's is their product
+#                 2. combine, the other way round: rows' gradients go to the experts
+#                 3. experts: the gradients of their inputs, and of their matrices, which are sums
+#                    over the tokens of all ranks already: nothing is left to reduce in the group
+#                 4. dispatch, the other way round: gradients of their inputs come back
+#                 5. a token's gradient is the sum of its rows', and the router's from the weights
 #
-# Nothing overlaps: a rank computes or sends. DeepEP's kernels and DualPipe send while another
-# microbatch computes; that takes streams that share the GPU, and a schedule that has two at hand.
+# There is no overlap: a rank either sends or computes. DualPipe and DeepEP send the rows of one
+# microbatch while another one computes, on a part of the GPU that is set aside for it.
 #
-# PyTorch has no such layer. Megatron-LM's (MoELayer, its all-to-all dispatcher) has the same steps,
-# and can also split each expert over ranks; here tp only deals out the tokens (see MoE).
+# PyTorch has no such layer. Megatron-LM's MoELayer takes the same steps, and can also split each
+# expert over ranks and pad it to a capacity; DeepEP has kernels in place of sort and all-to-all. On
+# a GPU rows are added by atomic operations here, as in Megatron-LM: for k > 2 last bits may vary.
 
 
 class Load(NamedTuple):
-    """How many rows each of a rank's G experts has: (G,) on the device, and as a list on the host.
-
-    A kernel takes the one, a loop the other, for which the host need not wait for the device again.
-    """
+    """Rows of each of a rank's G experts: (G,) on the device, for kernels; a list, for loops."""
 
     tokens_per_expert: torch.Tensor
     sizes: list
 
 
-def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None, along=()):
+def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None):
     """Send each token to the ranks of its experts, compute there, and sum up what comes back.
 
-    x: (N, D). experts: (N, k), where expert e is on rank e P // num_experts, and -1 is none.
-    weights: (N, k), of the results; None where each counts 1.
-    compute(rows, load, *along): this rank's experts, on (M, D) rows sorted by expert.
-    along: tensors of N rows that go with x's, to ranks of one expert. Returns (N, D).
+    x: (N, D); experts, weights: (N, k), where expert e is on rank e P // num_experts, and -1 is
+    none; compute(rows, load): this rank's experts, on (M, D) rows sorted by expert. Returns (N, D).
     """
-    (N, k), (_, P) = experts.shape, rank_and_size(group)
-    experts = experts.flatten()  # a row is sent for each of the N k, but for -1
-    counts = count_choices(experts, num_experts).view(P, -1)  # (P, G): to each rank, by its experts
-    arriving, sent, received = exchange_counts(counts, group)
-    splits = [sum(counts) for counts in received], [sum(counts) for counts in sent]
-    order = experts.argsort(stable=True)[N * k - sum(splits[1]) :]  # by expert, and so by rank
-    token = order // k
+    hop = Hop(experts, num_experts, group)
+    return hop.combine(compute(hop.dispatch(x), hop.load), weights)
 
-    def dispatch(tensor):
-        return all_to_all_in_group(tensor.index_select(0, token), *splits, group)
 
-    rows, *along = (dispatch(tensor) for tensor in (x, *along))  # (M, D): by source, and by expert
-    load = Load(arriving.sum(0), [sum(counts) for counts in zip(*received)])
-    if len(load.sizes) > 1:
-        source_and_expert = torch.repeat_interleave(arriving.flatten(), output_size=len(rows))
-        by_expert = (source_and_expert % len(load.sizes)).argsort(stable=True)
-        rows = compute(rows.index_select(0, by_expert), load)
-        rows = rows.index_select(0, by_expert.argsort())  # by source again
-    else:
-        rows = compute(rows, load, *along)
+class Hop:
+    """The way of tokens to the ranks of their experts, and of results back.
 
-    rows = all_to_all_in_group(rows, *splits[::-1], group)  # combine: in `order`, as they left
-    if weights is not None:
-        rows = rows * weights.flatten().index_select(0, order).to(rows.dtype).unsqueeze(1)
-    # index_add() would keep the rows for its backward
-    return rows.new_zeros(N, rows.shape[1]).scatter_add_(0, token.unsqueeze(1).expand_as(rows), rows)
+    experts, num_experts: see dispatch_and_combine(). load: of this rank's G experts.
+    """
+
+    def __init__(self, experts, num_experts, group=None):
+        (self.num_tokens, k), (_, P) = experts.shape, rank_and_size(group)
+        self.group, G = group, num_experts // P
+        experts = experts.flatten()  # a row is sent for each choice
+        counts = count_choices(experts, num_experts).view(P, G)
+        sent = F.pad(counts, (0, G % 2))  # what goes to a rank begins on 16 bytes
+        received = torch.empty_like(sent)
+        all_to_all_single(received, sent, group=group)
+        sent, on_host = torch.stack([sent, received])[:, :, :G].tolist()  # the host waits
+        self.splits = [sum(sizes) for sizes in on_host], [sum(sizes) for sizes in sent]
+        self.load = Load(received[:, :G].sum(0), [sum(sizes) for sizes in zip(*on_host)])
+
+        order = experts.argsort(stable=True)  # by expert, and so by rank; -1 comes first
+        self.order = order[len(order) - sum(self.splits[1]) :]
+        self.token = self.order // k
+        # what arrives is sorted by source, and what comes from one source by expert
+        num_rows, kinds = sum(self.splits[0]), received[:, :G].flatten()
+        expert = torch.repeat_interleave(kinds, output_size=num_rows) % G
+        self.by_expert = expert.argsort(stable=True) if G > 1 else None
+
+    def dispatch(self, x):
+        """(N, ...) of this rank's tokens -> (M, ...), a row for each choice of its experts."""
+        rows = all_to_all_in_group(x.index_select(0, self.token), *self.splits, self.group)
+        return rows if self.by_expert is None else rows.index_select(0, self.by_expert)
+
+    def combine(self, rows, weights=None):
+        """(M, D) -> (N, D): back, and each token's added up, by weights, (N, k), if there are."""
+        if self.by_expert is not None:
+            rows = rows.index_select(0, self.by_expert.argsort())
+        rows = all_to_all_in_group(rows, *self.splits[::-1], self.group)
+        if weights is not None:
+            weights = weights.flatten().index_select(0, self.order).to(rows.dtype)
+            return _WeightedSums.apply(rows, weights, self.token, self.num_tokens)
+        y = rows.new_zeros(self.num_tokens, rows.shape[1])
+        token = self.token.unsqueeze(1).expand_as(rows)
+        return y.scatter_add_(0, token, rows)  # index_add_() would keep the rows for backward
+
+
+class _WeightedSums(torch.autograd.Function):
+    """forward: (N, D), the sums of each token's rows, by weights (M,); backward: as PyTorch's
+
+    In which three buffers of the rows' size would exist at once; here there is one.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, weights, token, num_tokens):
+        ctx.save_for_backward(rows, weights, token)
+        y = rows.new_zeros(num_tokens, rows.shape[1])
+        return y.index_add_(0, token, rows * weights.unsqueeze(1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output):
+        rows, weights, token = ctx.saved_tensors
+        grad_rows = grad_output.index_select(0, token)
+        grad_weights = torch.bmm(grad_rows.unsqueeze(1), rows.unsqueeze(2)).flatten()
+        return grad_rows.mul_(weights.unsqueeze(1)), grad_weights, None, None
 
 
 def count_choices(experts, num_experts):
     """How often each expert is in `experts`, where -1 is none: (num_experts,)."""
-    # bincount() would have the host wait
     experts = experts.flatten() % (num_experts + 1)
-    counts = experts.new_zeros(num_experts + 1)
+    counts = experts.new_zeros(num_experts + 1)  # bincount() would have the host wait
     return counts.scatter_add_(0, experts, torch.ones_like(experts))[:-1]
-
-
-def exchange_counts(counts, group=None):
-    """Tell each rank how many rows it will get for each expert: counts, (P, G) on the device.
-
-    Returns those received, on the device, then as lists those sent and those received.
-    """
-    G = counts.shape[1]
-    sent = F.pad(counts, (0, G % 2))  # what goes to a rank begins on 16 bytes
-    received = torch.empty_like(sent)
-    all_to_all_single(received, sent, group=group)
-    on_host = torch.stack([sent, received])[:, :, :G].tolist()  # the host waits for the device
-    return received[:, :G], *on_host
 
 
 def two_hops(x, experts, weights, num_experts, compute, node_group=None, cross_group=None):
     """dispatch_and_combine(), with each token crossing to a node once, and its results as one.
 
     node_group: the ranks of this node; cross_group: those of all nodes that have the same rank in
-    theirs. The first hop is one across the nodes, each of which is one expert; this computes by a
-    second hop, within the node. Zhao et al., "Insights into DeepSeek-V3", 2025.
+    theirs. A token hops to that rank of each node where it has experts, with its choices and their
+    weights, and from there to the experts within the node. Zhao et al., "DeepEP", 2025.
     """
     node, nodes = rank_and_size(cross_group)
-    per_node = num_experts // nodes
+    per_node, number = num_experts // nodes, torch.arange(nodes, device=x.device)
+    node_of = experts.div(per_node, rounding_mode="floor")  # (N, k)
+    needed = (node_of.unsqueeze(2) == number).any(1)  # (N, nodes)
+    across = Hop(number.where(needed, -1), nodes, cross_group)  # a node is one expert here
 
-    def within_node(rows, load, experts, weights):
-        local = experts - node * per_node
-        local = local.masked_fill((local < 0) | (local >= per_node), -1)
-        return dispatch_and_combine(rows, local, weights, per_node, compute, node_group)
-
-    node_of = experts.div(per_node, rounding_mode="floor").unsqueeze(2)  # (N, k, 1)
-    number = torch.arange(nodes, device=x.device)
-    wanted = number.where((node_of == number).any(1), -1)  # (N, nodes): each node at most once
-    along = experts, weights
-    return dispatch_and_combine(x, wanted, None, nodes, within_node, cross_group, along)
+    rows, experts, weights = (across.dispatch(tensor) for tensor in (x, experts, weights))
+    local = experts - node * per_node
+    local = local.masked_fill((local < 0) | (local >= per_node), -1)
+    rows = dispatch_and_combine(rows, local, weights, per_node, compute, node_group)
+    return across.combine(rows)
 
 
 # ---- router --------------------------------------------------------------------------------------
@@ -167,8 +189,8 @@ class Router(nn.Module):
 
     top_k: k; among equal scores the lowest expert wins.
     score: "softmax" of the logits, or "sigmoid" of each, which DeepSeek-V3 does.
-    normalize: whether weights are scores divided by their sum over the chosen; by default unless
-        k = 1, where that would leave the router without gradient.
+        Weights are scores divided by their sum over the chosen, but for k = 1, where that would be
+        1, and leave the router without gradient.
     n_group, topk_group: experts come in groups, of nodes, and a token may use at most so many of
         them: those with the highest sum of their two best.
 
@@ -176,16 +198,7 @@ class Router(nn.Module):
     score that is not known, groups that do not divide the experts, and a top_k out of reach.
     """
 
-    def __init__(
-        self,
-        hidden,
-        num_experts,
-        top_k=1,
-        score="softmax",
-        normalize=None,
-        n_group=1,
-        topk_group=None,
-    ):
+    def __init__(self, hidden, num_experts, top_k=1, score="softmax", n_group=1, topk_group=None):
         super().__init__()
         topk_group = topk_group or n_group
         if score not in ("softmax", "sigmoid"):
@@ -199,7 +212,6 @@ class Router(nn.Module):
                 f"num_experts={num_experts}, n_group={n_group}, topk_group={topk_group}"
             )
         self.top_k, self.score = top_k, score
-        self.normalize = top_k > 1 if normalize is None else normalize
         self.n_group, self.topk_group = n_group, topk_group
         self.weight = nn.Parameter(torch.randn(num_experts, hidden) * hidden**-0.5)
         self.register_buffer("bias", torch.zeros(num_experts))
@@ -216,7 +228,7 @@ class Router(nn.Module):
                 probabilities = _normalized(scores)
             experts = self.choose(scores.detach() + self.bias)
             weights = scores.gather(1, experts)
-            weights = _normalized(weights) if self.normalize else weights
+            weights = _normalized(weights) if self.top_k > 1 else weights
         return Routing(experts, weights, probabilities, logits)
 
     def choose(self, scores):
@@ -286,18 +298,17 @@ class Experts(nn.Module):
         if _has_kernel(x, *w_in.shape[1:]):
             x = F.gelu(_grouped(x, w_in, load), approximate="tanh")
             return _grouped(x, w_out, load)
-        mlps = zip(x.split(load.sizes), w_in, w_out)
-        return torch.cat([_mlp(*mlp) for mlp in mlps])
-
-
-def _mlp(x, w_in, w_out):
-    return F.linear(F.gelu(F.linear(x, w_in), approximate="tanh"), w_out)
+        outputs = []
+        for rows, up, down in zip(x.split(load.sizes), w_in, w_out):
+            rows = F.gelu(F.linear(rows, up), approximate="tanh")
+            outputs.append(F.linear(rows, down))
+        return torch.cat(outputs)
 
 
 def _has_kernel(x, *widths):
     """Whether PyTorch computes all experts at once, without a wait of the host."""
-    known = x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and x.device.type == "cpu")
-    return known and len(x) > 0 and not any(width * x.itemsize % 16 for width in widths)
+    fits = not any(width * x.itemsize % 16 for width in widths)
+    return x.dtype == torch.bfloat16 and fits and len(x) > 0
 
 
 def _grouped(x, weight, load):
@@ -348,8 +359,8 @@ class MoE(nn.Module):
     router: further options of the Router.
 
     `tally`, (E + 3,), grows with every backward: how many choices fell on each expert; how many of
-    them were dropped; this rank's parts of the two losses, without coefficients, or 0. Its view
-    `counts`, (E,), is the load, for update_bias(). What is not finite travels on, to the loss.
+    them were dropped; this rank's parts of the two losses, without coefficients, or 0. The first E,
+    summed over the ranks, are for update_bias(). What is not finite travels on, to the loss.
 
     Raises ValueError if P does not divide the experts, for a capacity that holds no token, and for
     nodes that are not neighbours in the group.
@@ -379,9 +390,12 @@ class MoE(nn.Module):
         if capacity_factor is not None and not capacity_factor > 0:
             raise ValueError(f"capacity_factor={capacity_factor} leaves no room for a token")
         if nodes:
-            _check_nodes(*nodes, group)
-        self.num_experts, self.group, self.nodes, self.tp_group = num_experts, group, nodes, tp_group
-        self.capacity_factor, self.balance_groups = capacity_factor, balance_groups
+            (local, size), (node, count) = map(rank_and_size, nodes)
+            if rank_and_size(group) != (node * size + local, count * size):
+                raise ValueError(f"rank {local} of node {node} is not {node * size + local} of ep")
+        self.num_experts, self.group, self.nodes = num_experts, group, nodes
+        self.tp_group, self.balance_groups = tp_group, balance_groups
+        self.capacity_factor = capacity_factor
         self.balance, self.z = balance_coefficient * loss_scale, z_coefficient * loss_scale
         self.router = Router(hidden, num_experts, top_k, **router)
         self.experts = Experts(num_experts // P, hidden, ffn_hidden)
@@ -393,10 +407,6 @@ class MoE(nn.Module):
         # this rank's: not a buffer, and filled with zeros also where parameters have no memory yet
         self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
 
-    @property
-    def counts(self):
-        return self.tally[: self.num_experts]
-
     def forward(self, x):
         if self.tp_group is not None:
             x = scatter_to_group(x, 0, self.tp_group)  # (T/tp, ..., D)
@@ -404,8 +414,11 @@ class MoE(nn.Module):
         routing = self.router(tokens)
         tokens = autocasted(tokens)  # before they travel
         experts = self._within_capacity(routing.experts)
-        hops, groups = (two_hops, self.nodes) if self.nodes else (dispatch_and_combine, [self.group])
-        y = hops(tokens, experts, routing.weights, self.num_experts, self.experts, *groups)
+        routed = tokens, experts, routing.weights, self.num_experts, self.experts
+        if self.nodes:
+            y = two_hops(*routed, *self.nodes)
+        else:
+            y = dispatch_and_combine(*routed, self.group)
         if self.shared is not None:
             y = y + self.shared(tokens)
         if torch.is_grad_enabled():
@@ -415,23 +428,19 @@ class MoE(nn.Module):
 
     def _with_losses(self, y, routing, experts):
         """y, in whose backward the gradients of the losses begin, and the tally grows."""
-        counts = count_choices(routing.experts, self.num_experts)
-        losses = torch.zeros(2, device=y.device)
+        counts, losses = count_choices(routing.experts, self.num_experts), y.new_zeros(2)
         if self.balance or self.z:
-            losses = self._losses(routing, counts)
-        loss = self.balance * losses[0] + self.z * losses[1]
-        counted = torch.cat([counts.double(), (experts < 0).sum().view(1), losses.detach()])
+            totals = F.pad(counts, (0, 1), value=len(routing.logits))  # and this rank's tokens
+            for group in self.balance_groups:
+                all_reduce(totals, group=group)
+            of_all = totals[:-1], totals[-1], self.router.top_k
+            z_loss = router_z_loss(routing.logits, totals[-1])
+            losses = torch.stack([balance_loss(routing.probabilities, *of_all), z_loss])
+        dropped = (experts < 0).sum().view(1)
+        counted = torch.cat([counts.double(), dropped, losses.detach()])
         self.tally = self.tally.to(y.device)
+        loss = self.balance * losses[0] + self.z * losses[1]
         return AuxLossAutoScaler.apply(y, loss, counted, self.tally)
-
-    def _losses(self, routing, counts):
-        """The losses of balance and of the logits' size, of this rank's part of the tokens."""
-        totals = F.pad(counts, (0, 1), value=len(routing.logits))
-        for group in self.balance_groups:
-            all_reduce(totals, group=group)
-        counts, tokens = totals[:-1], totals[-1]
-        balance = balance_loss(routing.probabilities, counts, tokens, self.router.top_k)
-        return torch.stack([balance, router_z_loss(routing.logits, tokens)])
 
     def _within_capacity(self, experts):
         """The experts, or -1 in place of those that have as many tokens already as they may."""
@@ -466,15 +475,6 @@ def tally_metrics(tallies, num_microbatches, with_losses):
     return metrics
 
 
-def _check_nodes(node_group, cross_group, group):
-    """ValueError unless experts lie on the nodes' ranks in the order of those of `group`."""
-    of = lambda group: dist.get_process_group_ranks(group or dist.group.WORLD)
-    (rank, _), ranks, node, cross = rank_and_size(group), of(group), of(node_group), of(cross_group)
-    begin, place = rank - rank % len(node), rank % len(node)
-    if node != ranks[begin : begin + len(node)] or cross != ranks[place :: len(node)]:
-        raise ValueError(f"nodes: {node}, and across {cross}, are not neighbours among {ranks}")
-
-
 # ---- cost ----------------------------------------------------------------------------------------
 
 
@@ -506,12 +506,9 @@ def _demonstrate():
     rank, P = rank_and_size()
     N, D, E, k = 64, 32, 2 * P, 2
     torch.manual_seed(0)
-    layer = MoE(D, 4 * D, E, k).double()
-    shapes = [(E, *w.shape[1:]) for w in layer.experts.parameters()]
-    w_in, w_out = (torch.randn(shape).double() * D**-0.5 for shape in shapes)
-    mine = slice(rank * E // P, (rank + 1) * E // P)
-    layer.experts.w_in.data, layer.experts.w_out.data = w_in[mine], w_out[mine]
-    x = torch.randn(P, N, D).double()[rank]
+    layer, x = MoE(D, D, E, k).double(), torch.randn(P, N, D).double()[rank]
+    w_in, w_out = torch.randn(2, E, D, D).double() * D**-0.5
+    layer.experts.w_in.data, layer.experts.w_out.data = w_in.chunk(P)[rank], w_out.chunk(P)[rank]
     with count_bytes() as traffic:
         y = layer(x)
     routing, expected = layer.router(x), torch.zeros_like(x)
@@ -524,49 +521,6 @@ def _demonstrate():
         balanced = expert_parallel_bytes(N, k, D, P, 8)
         print(f"{P} ranks, {E} experts, top {k}: {traffic.bytes()} bytes sent, {balanced} if even")
         print(f"largest difference from a loop over tokens and experts: {error:.1e}")
-        one, two = _crossings(8, 4)
-        print(f"rows between nodes, top 8 over at most 4 of 8: two hops / one = {two / one:.2f}\n")
-        print(f"{'balance':8}{'largest load / mean, before':>30}{'after 100 steps':>18}")
-    for balance in ("none", "aux", "bias"):
-        before, after = _balance(balance)
-        if rank == 0:
-            print(f"{balance:8}{before:30.2f}{after:18.2f}")
-
-
-def _crossings(nodes, most, tokens=4096):
-    """Rows that leave node 0 in one hop and in two, for DeepSeek-V3's choice of experts."""
-    router = Router(64, 256, 8, "sigmoid", n_group=nodes, topk_group=most)
-    node = router(torch.randn(tokens, 64)).experts * nodes // 256
-    copies = F.one_hot(node, nodes).amax(1)  # (N, nodes)
-    return (node > 0).sum().item(), copies[:, 1:].sum().item()
-
-
-def _balance(how, steps=100):
-    """Largest load / mean, before and after training a router that begins skewed."""
-    rank, P = rank_and_size()
-    torch.manual_seed(rank)
-    D, E = 16, 8
-    score = "sigmoid" if how == "bias" else "softmax"
-    coefficient = 1.0 if how == "aux" else 0.0
-    options = {"balance_coefficient": coefficient, "balance_groups": (None,)}
-    layer = MoE(D, D, E, 2, score=score, **options)
-    weight = torch.randn(E, D, generator=torch.Generator().manual_seed(0)) * D**-0.5
-    weight[:, 0] = torch.linspace(-1, 1, E)  # with x[:, 0] = 1: tokens like the last experts best
-    layer.router.weight.data.copy_(weight)
-    optimizer, loads = torch.optim.Adam([layer.router.weight], 0.02), []
-    for _ in range(steps):
-        x = torch.randn(2048, D)
-        x[:, 0] = 1
-        layer(x).sum().mul(0).backward()
-        all_reduce(layer.router.weight.grad)
-        all_reduce(layer.counts)
-        loads.append((layer.counts.max() / layer.counts.double().mean()).item())
-        if how == "bias":
-            layer.router.update_bias(layer.counts, 0.005)
-        layer.counts.zero_()
-        optimizer.step()
-        optimizer.zero_grad()
-    return loads[0], sum(loads[-10:]) / 10
 
 
 if __name__ == "__main__":
