@@ -84,8 +84,8 @@ from torch.utils._pytree import tree_leaves
 from collectives import (
     LINK_SPEEDS, MOST_PEERS, Cost, LinkSpeed, ReduceOp, all_reduce, all_reduce_bytes,
     all_reduce_cost, barrier, broadcast, candidates, count_bytes, direct_scratch_bytes, exchange,
-    gather_from_group, gather_objects, nccl_batches, observe, rank_and_size, reduce_scatter_bytes,
-    reduce_scatter_cost, report_stalls, scatter_to_group, schedule_as_batch,
+    gather_objects, nccl_batches, observe, rank_and_size, reduce_scatter_bytes,
+    reduce_scatter_cost, report_stalls, schedule_as_batch,
     set_backend_collectives, set_ranks_per_node,
 )
 from ddp import (
@@ -516,43 +516,29 @@ def _residual_dropout(module, x):
         return dropout(x, config.dropout, module.training)
 
 
-class ParallelMoE(MoE):
-    """Experts whose tokens are dealt out to the ranks of tp, (T, B, D) -> (T, B, D).
-
-    With sequence parallelism they are already.
-    """
-
-    def __init__(self, config, mesh, num_microbatches):
-        balance, z = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
-        nodes = (mesh.node_group, mesh.cross_group) if mesh.cross_group else None
-        super().__init__(
-            config.hidden,
-            config.mlp_width,
-            config.experts,
-            top_k=config.top_k,
-            group=mesh.ep_group,
-            capacity_factor=config.capacity_factor,
-            shared_experts=config.shared_experts,
-            balance_coefficient=balance,
-            z_coefficient=z,
-            loss_scale=1 / num_microbatches,
-            balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
-            nodes=nodes,
-            n_group=dist.get_world_size(mesh.cross_group) if nodes else 1,
-            topk_group=config.topk_nodes,
-            score="sigmoid" if config.balance == "bias" else "softmax",
-        )
-        self.tp_group, self.split = mesh.tp_group, not config.sequence_parallel
-        mark_partial(self)
-
-    def forward(self, x):
-        if not self.split:
-            return super().forward(x)
-        own = scatter_to_group(x, 0, self.tp_group)
-        return gather_from_group(super().forward(own), 0, self.tp_group)
-
-    def _fault(self, logits):
-        """None: what is not finite reaches the loss, and stops all ranks, not those of ep only."""
+def make_moe(config, mesh, num_microbatches):
+    """Experts in place of an MLP, whose tokens are dealt out to the ranks of tp."""
+    balance, z = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
+    nodes = (mesh.node_group, mesh.cross_group) if mesh.cross_group else None
+    layer = MoE(
+        config.hidden,
+        config.mlp_width,
+        config.experts,
+        top_k=config.top_k,
+        group=mesh.ep_group,
+        tp_group=None if config.sequence_parallel else mesh.tp_group,
+        capacity_factor=config.capacity_factor,
+        shared_experts=config.shared_experts,
+        balance_coefficient=balance,
+        z_coefficient=z,
+        loss_scale=1 / num_microbatches,
+        balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
+        nodes=nodes,
+        n_group=dist.get_world_size(mesh.cross_group) if nodes else 1,
+        topk_group=config.topk_nodes,
+        score="sigmoid" if config.balance == "bias" else "softmax",
+    )
+    return mark_partial(layer)
 
 
 # ---- one step ------------------------------------------------------------------------------------
@@ -758,7 +744,7 @@ def make_chunks(args, config, mesh, device, routes, positions, put_off):
         defer=put_off,
         positions=positions.to(device),
         attention_fn=across if args.cp > 1 else attention,
-        moe=partial(ParallelMoE, config, mesh, args.microbatches),
+        moe=partial(make_moe, config, mesh, args.microbatches),
     )
     places = [(c, s) for route in routes for s, (r, c) in enumerate(route) if r == rank]
     value = initial_values(args)
