@@ -390,9 +390,7 @@ class MoE(nn.Module):
         if capacity_factor is not None and not capacity_factor > 0:
             raise ValueError(f"capacity_factor={capacity_factor} leaves no room for a token")
         if nodes:
-            (local, size), (node, count) = map(rank_and_size, nodes)
-            if rank_and_size(group) != (node * size + local, count * size):
-                raise ValueError(f"rank {local} of node {node} is not {node * size + local} of ep")
+            _check_nodes(group, *nodes)
         self.num_experts, self.group, self.nodes = num_experts, group, nodes
         self.tp_group, self.balance_groups = tp_group, balance_groups
         self.capacity_factor = capacity_factor
@@ -456,6 +454,14 @@ class MoE(nn.Module):
         late = torch.empty_like(chosen, dtype=torch.bool)
         late[order] = number >= capacity
         return experts.masked_fill(late.view_as(experts), -1)
+
+
+def _check_nodes(*groups):
+    """ValueError unless the nodes' ranks are those of the group, in its order: experts lie so."""
+    ranks, node, cross = (dist.get_process_group_ranks(g or dist.group.WORLD) for g in groups)
+    grid = [ranks[i : i + len(node)] for i in range(0, len(ranks), len(node))]
+    if node not in grid or cross not in map(list, zip(*grid)):
+        raise ValueError(f"nodes: {node} and {cross} are not a row and a column of {grid}")
 
 
 def tally_metrics(tallies, num_microbatches, with_losses):

@@ -235,7 +235,7 @@ def _poison(device):
 
 
 def _experts(device, dtype, D, tokens, used):
-    """Errors of dispatch_and_combine() with experts, some of which no token uses: output, gradients."""
+    """Errors of MoE's way with experts, some of which no token uses: output, gradients."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     E, k = 8, 2
