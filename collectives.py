@@ -341,6 +341,8 @@ def _ring_reduce_scatter(chunks, output, add, rank):
         received = torch.empty_like(own)
         yield [(total, (rank + 1) % P)], [(received, (rank - 1) % P)]
         total = add(received, own, out=output if step == P - 2 else received)
+    if P == 1:
+        output.copy_(total)
 
 
 def _ring_all_gather(chunks, rank):
@@ -447,11 +449,9 @@ def _hierarchical_reduce_scatter(chunks, output, add, rank, ranks_per_node):
     P, I = len(chunks), ranks_per_node
     node, local_rank = divmod(rank, I)
     inside, across = range(node * I, node * I + I), range(local_rank, P, I)
-    sums, nodes = [torch.empty_like(output) for _ in across], range(0, P, I)
-    steps = [
-        _direct_reduce_scatter(chunks[first : first + I], total, add, local_rank)
-        for first, total in zip(nodes, sums)
-    ]
+    sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::I]]
+    nodes = [chunks[first : first + I] for first in range(0, P, I)]
+    steps = [_direct_reduce_scatter(n, total, add, local_rank) for n, total in zip(nodes, sums)]
     yield from _among(inside, _together(steps, I))
     yield from _among(across, _ring_reduce_scatter(sums, output, add, node))
 
@@ -710,7 +710,8 @@ def _chosen(operation, nbytes, phases=1, name="auto", ranks_per_node=None):
     most = most if alike else math.inf  # no turns for ranks that take unlike steps
     if name != "hierarchical":
         return name, most, {}
-    _check(P % ranks_per_node == 0, "ranks_per_node={} of world_size={}", ranks_per_node, P)
+    divides = ranks_per_node > 0 and P % ranks_per_node == 0
+    _check(divides, "ranks_per_node={} does not divide world_size={}", ranks_per_node, P)
     return name, most, {"ranks_per_node": ranks_per_node}
 
 
@@ -1024,7 +1025,7 @@ def barrier(group=None):
 
     Its first batch involves every rank, as NCCL asks of the first batch of any group.
     """
-    token = torch.zeros(1, dtype=torch.uint8, device=_device(group))
+    token = torch.empty(1, dtype=torch.uint8, device=_device(group))
     operation = Operation("barrier", group, token)
     rank, P = operation.rank, operation.world_size
     _launch(operation, lambda flat: [_dissemination(flat, rank, P)], [token])

@@ -77,8 +77,8 @@ def as_on_nccl(**others):
 
 
 @contextmanager
-def batches():
-    """Of what runs as on NCCL, over gloo."""
+def batches(**others):
+    """Of what runs as on NCCL, over gloo. others: as for as_on_nccl()."""
     count = Counter()
 
     def listen(event, operation, sends=(), receives=()):
@@ -88,5 +88,5 @@ def batches():
             count["batches"] += 1
             count["off 16"] += sum(tensor.data_ptr() % 16 != 0 for tensor in tensors)
 
-    with as_on_nccl(), observe(listen):
+    with as_on_nccl(**others), observe(listen):
         yield count
