@@ -82,11 +82,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from collectives import (
-    LINK_SPEEDS, MOST_PEERS, Cost, LinkSpeed, ReduceOp, all_reduce, all_reduce_bytes,
-    all_reduce_cost, barrier, broadcast, candidates, count_bytes, direct_scratch_bytes, exchange,
-    gather_from_group, gather_objects, nccl_batches, observe, rank_and_size, reduce_scatter_bytes,
-    reduce_scatter_cost, report_stalls, scatter_to_group, schedule_as_batch,
-    set_backend_collectives, set_ranks_per_node,
+    DIRECT_BYTES, LONG_BYTES as HALVED_BYTES, MOST_PEERS, SEGMENT, ReduceOp, all_reduce,
+    all_reduce_bytes, barrier, broadcast, count_bytes, exchange, gather_from_group, gather_objects,
+    observe, rank_and_size, reduce_scatter_bytes, report_stalls, scatter_to_group,
+    schedule_as_batch, set_backend_collectives, set_ranks_per_node,
 )
 from ddp import (
     DistributedDataParallel, clip_grads_with_norm_, find_unlike_copies, get_total_norm,
@@ -1206,14 +1205,12 @@ class Trace:
         self.pipeline, self.clock = trainer.pipeline, Clock(trainer.device)
         self.axes, self.told = axes_of(trainer.mesh), {}
 
-    def listen(self, event, link, *what):
-        if link.group not in self.axes:  # of one rank, or no axis's
+    def listen(self, event, operation, sends=(), receives=()):
+        if operation.group not in self.axes:  # of one rank, or no axis's
             return
-        moments, sent = self.told.setdefault(link, (defaultdict(list), []))
-        if event == "post":
-            sent += [tensor.nbytes for tensor, _ in what[1]]
-        if link.operation == "exchange" or event not in ("post", "wait", "done"):
-            moments[event].append(self.clock.now())
+        moments, sent = self.told.setdefault(operation, (defaultdict(list), []))
+        sent += [tensor.nbytes for tensor, _ in sends]
+        moments[event].append(self.clock.now())
 
     def read(self):
         """([event of Chrome's format], {part: seconds}) of the step. The host waits for the device.
@@ -1230,12 +1227,14 @@ class Trace:
             known = {"microbatch": action.microbatch, "chunk": action.chunk}
             lanes["compute"].append((begin, end, f"{action.kind}{action.microbatch}", known))
             parts["compute"] += end - begin
-        for link, (moments, sent) in self.told.items():
-            axis, known = self.axes[link.group], {"messages": len(sent), "bytes": sum(sent)}
+        for operation, (moments, sent) in self.told.items():
+            axis, known = self.axes[operation.group], {"messages": len(sent), "bytes": sum(sent)}
             at = {event: list(map(since, found)) for event, found in moments.items()}
-            span, waits = spans_of_operation(at)
-            lanes[axis].append((*span, link.operation, known))
-            for begin, end in waits:
+            end = at["end"][0]
+            if operation.of is None:
+                begin = at.get("post", at["begin"])[0] if operation.async_op else at["begin"][0]
+                lanes[axis].append((begin, end, operation.name, known))
+            for begin in at["begin"] if not operation.async_op else ():
                 lanes["compute"].append((begin, end, f"wait for {axis}", {}))
                 parts[PART_OF.get(axis, axis)] += end - begin
                 if any(first <= begin < last for first, last in spans):
@@ -1251,16 +1250,6 @@ def axes_of(mesh):
             if dist.get_world_size(group) > 1:
                 axes[group] = f"{axes[group]}+{axis}" if group in axes else axis
     return axes
-
-
-def spans_of_operation(at):
-    """Its (begin, end), and those of the waits for it. at: {event: its moments}."""
-    if "begin" in at:  # in the background
-        return (at["begin"][0], at["end"][0]), [*zip(at["await"], at["join"])]
-    if "call" in at:
-        span = at["call"][0], at["return"][0]
-        return span, [span]
-    return (at["post"][0], at["done"][0]), [*zip(at.get("wait", []), at["done"])]
 
 
 def trace_events(lanes):
@@ -2228,6 +2217,143 @@ def replica_bytes(config, layout, share):
         sent += reduce_scatter_bytes(row * kind.number, shards)
         sent += sums * all_reduce_bytes(gradient * kind.number / shards, kind.replicas // shards)
     return sent
+
+
+# ---- costs: links ------------------------------------------------------------------------------
+
+
+class Cost(NamedTuple):
+    """What one rank does: steps one after the other, bytes sent, bytes added while none travel, and
+    those of the bytes sent that go at the pace of links between nodes."""
+
+    steps: int
+    bytes: int
+    added: int = 0
+    between: int = 0
+
+    def seconds(self, link, between=None):
+        """The alpha-beta model: steps * alpha + bytes * beta, and additions at gamma per byte.
+
+        link, between: LinkSpeed of the links inside nodes, and between them where they are others.
+        """
+        sending = (self.bytes - self.between) * link.beta + self.between * (between or link).beta
+        return self.steps * link.alpha + sending + self.added * link.gamma
+
+
+class LinkSpeed(NamedTuple):
+    """Seconds per step, per byte sent, and per byte added; measure_link() measures them."""
+
+    alpha: float
+    beta: float
+    gamma: float
+
+
+# Measured with 2 to 8 ranks on 2 cores (gloo); a batch's time on the host and, from data sheets, a
+# GPU's NVLink of 250 GB/s or more and its 400 Gbit/s network card (nccl); between machines of CPUs
+# a network of 1 Gbit/s. They are constants: an algorithm chosen by the mood of a machine would
+# change the bits of a training.
+LINK_SPEEDS = {
+    "gloo": LinkSpeed(1.2e-4, 6.5e-10, 1.1e-10),
+    "gloo between nodes": LinkSpeed(1.2e-4, 8e-9, 1.1e-10),
+    "nccl": LinkSpeed(6e-5, 4e-12, 1e-12),
+    "nccl between nodes": LinkSpeed(6e-5, 2e-11, 1e-12),
+}
+
+
+def reduce_scatter_cost(algorithm, nbytes, world_size, ranks_per_node=1):
+    """Cost of a reduce-scatter of a full tensor of `nbytes`, ranks_per_node to a node.
+
+    algorithm: halving, direct, ring or hierarchical. Exact where P divides nbytes.
+    """
+    D, P = nbytes, world_size
+    if algorithm == "hierarchical":
+        return _hierarchical_cost(reduce_scatter_cost, D, P, ranks_per_node)
+    steps = {"halving": (P - 1).bit_length(), "direct": min(P - 1, 1), "ring": P - 1}[algorithm]
+    sent = added = (P - 1) * D // P
+    if algorithm == "ring" and P > 1:
+        added = min(SEGMENT, D // P)  # all but the last segment, while the next one arrives
+    return _paced(Cost(steps, sent, added), P, ranks_per_node)
+
+
+def _hierarchical_cost(cost, nbytes, world_size, ranks_per_node):
+    nodes = world_size // ranks_per_node
+    inside = cost("direct", nbytes, ranks_per_node, ranks_per_node)
+    inside = inside._replace(steps=inside.steps * math.ceil(nodes / max(1, MOST_PEERS // ranks_per_node)))
+    between = cost("ring", nbytes // ranks_per_node, nodes)
+    return Cost(*(sum(pair) for pair in zip(inside, between)))
+
+
+def _paced(cost, world_size, ranks_per_node):
+    """With several nodes every step has messages between them, whose pace the others keep."""
+    return cost._replace(between=cost.bytes if ranks_per_node < world_size else 0)
+
+
+def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
+    """Cost of an all-reduce of `nbytes`, ranks_per_node to a node; rank 0 is the busiest.
+
+    Exact where 128 P divides nbytes (128 x 2^k, where 2^k of the P ranks halve and double); else a
+    chunk is at most 128 bytes longer, or shorter, than its share.
+    """
+    D, P, core = nbytes, world_size, 1 << (world_size.bit_length() - 1)
+    if algorithm == "hierarchical":
+        return _hierarchical_cost(all_reduce_cost, D, P, ranks_per_node)
+    if algorithm == "naive":
+        cost = Cost(min(P - 1, 1), (P - 1) * D, (P - 1) * D)
+    elif algorithm == "recursive_doubling":
+        steps = core.bit_length() - 1
+        cost = Cost(steps, steps * D, steps * D)
+    else:
+        halving = algorithm == "halving_doubling"
+        phase = reduce_scatter_cost(*("halving", D, core) if halving else (algorithm, D, P))
+        cost = Cost(2 * phase.steps, 2 * phase.bytes, phase.added)
+    if algorithm in ("recursive_doubling", "halving_doubling"):
+        if rank >= core:
+            cost = Cost(2, D)
+        elif rank + core < P:
+            cost = Cost(cost.steps + 2, cost.bytes + D, cost.added + D)
+    return _paced(cost, P, ranks_per_node)
+
+
+def direct_scratch_bytes(nbytes, world_size):
+    """Bytes that a rank receives into, to reduce `nbytes` directly, as NCCL does inside a node."""
+    return min(nbytes, DIRECT_BYTES) * (world_size - 1) / world_size
+
+
+@lru_cache(maxsize=4096)
+def _cheapest(backend, cost, nbytes, world_size, ranks_per_node, speeds):
+    """What "auto" takes."""
+    names = candidates(backend, cost, world_size, ranks_per_node)
+    if backend == "gloo" and nbytes >= HALVED_BYTES:
+        names = [name for name in names if "halving" not in name]
+    size = nbytes, world_size, ranks_per_node
+    return min(names, key=lambda name: cost(name, *size).seconds(*speeds))
+
+
+def candidates(backend, cost, world_size, ranks_per_node):
+    """The algorithms that "auto" compares. An all-gather goes as its reverse, the reduce-scatter.
+
+    On gloo, where ranks share cores, every message costs and every byte, also another rank's.
+    """
+    if backend == "nccl" and ranks_per_node == world_size:
+        return ["direct"]  # inside a node P-1 messages at once are quickest
+    if cost is all_reduce_cost:
+        names = ["ring", "halving_doubling", "recursive_doubling"]
+    elif world_size & (world_size - 1) == 0:  # log2(P) messages are quicker than P-1
+        names = ["halving", "ring"]
+    else:
+        names = ["ring"] if backend == "nccl" else ["direct", "ring"]
+    return names + ["hierarchical"] * (1 < ranks_per_node < world_size)
+
+
+def nccl_batches(cost, nbytes, world_size, ranks_per_node):
+    """In how many batches, one after the other, NCCL gets what "auto" does with `nbytes`.
+
+    cost: reduce_scatter_cost, also for an all-gather, or all_reduce_cost.
+    """
+    speeds = LINK_SPEEDS["nccl"], LINK_SPEEDS["nccl between nodes"]
+    name = _cheapest("nccl", cost, nbytes, world_size, ranks_per_node, speeds)
+    slices = math.ceil(nbytes / DIRECT_BYTES) if name in ("direct", "hierarchical") else 1
+    return slices * cost(name, nbytes, world_size, ranks_per_node).steps
 
 
 # ---- costs: batches ------------------------------------------------------------------------------
@@ -3540,9 +3666,9 @@ class Rehearsal(FakeTensorMode):
 
     def listen(self, event, link, *what):
         """Count the messages that observe() tells of."""
-        if event == "post" and any(what[1:]):  # its sends, its receives
+        if event == "post":
             self.batches[link.group] += 1
-            for tensor, peer in what[1]:
+            for tensor, peer in what[0]:
                 nodes = {link.ranks[end] // GPUS_PER_NODE for end in (link.rank, peer)}
                 self.sent[link.group] += tensor.nbytes
                 self.crossed[link.group] += tensor.nbytes * (len(nodes) > 1)

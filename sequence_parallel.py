@@ -50,7 +50,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from collectives import (
-    RandomState, all_gather_to_group, all_to_all_in_group, autocasted, count_bytes, exchange,
+    all_gather_to_group, all_to_all_in_group, autocasted, count_bytes, exchange,
     rank_and_size, reduce_scatter_single, reduce_scatter_to_group, run_ranks,
 )
 from tensor_parallel import (
@@ -650,6 +650,28 @@ def context_activation_bytes(method, batch, seq_len, heads, kv_heads, head_dim, 
     copies = {"ring": 1, "allgather": cp, "ulysses": max(1, cp / kv_heads)}[method]
     token = batch * seq_len / cp * head_dim * itemsize
     return token * (heads + 2 * kv_heads * (copies - 1))
+
+
+# ---- chance ----
+
+
+class RandomState:
+    """What the random generators would draw from now on: `with state:` has it drawn once more."""
+
+    def __init__(self, device):
+        self.devices = [device] if device.type == "cuda" else []
+        self.state = torch.get_rng_state()
+        self.device_states = [torch.cuda.get_rng_state(device) for device in self.devices]
+
+    def __enter__(self):
+        self.outside = torch.random.fork_rng(self.devices)
+        self.outside.__enter__()
+        torch.set_rng_state(self.state)
+        for device, state in zip(self.devices, self.device_states):
+            torch.cuda.set_rng_state(state, device)
+
+    def __exit__(self, *exception):
+        self.outside.__exit__(*exception)
 
 
 # ---- demonstration -------------------------------------------------------------------------------

@@ -834,13 +834,13 @@ def test_zero_bubble_schedules_put_off_the_product_of_every_matrix():
 @pytest.mark.parametrize("flags", ["--dp 4", "--tp 2 --sp --cp 2 --zero 3", "--dp 2 --pp 2"])
 @on_ranks(4)
 def test_the_same_step_runs_over_the_backends_own_collectives(flags):
-    losses, posted, post = [], [], collectives._Call.post
+    losses, posted, post = [], [], collectives.Operation.post
     for is_backends in (False, True):
         trainer, count = make_trainer(flags, torch.float64), itertools.count()
         if is_backends:
             hybrid.use_backend_collectives(trainer.mesh)
         counted = lambda *arguments: next(count) >= 0 and post(*arguments)
-        with patch.object(collectives._Call, "post", counted):
+        with patch.object(collectives.Operation, "post", counted):
             losses.append(trainer.step(*own_batch(trainer))["loss"])
         posted.append(next(count))
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference_gpt
 import tensor_parallel
-from collectives import RandomState, copy_to_group, count_bytes, rank_and_size
+from pipeline import RandomState
+from collectives import copy_to_group, count_bytes, rank_and_size
 from gpu_counts import batches, waits
 from pipeline import Pipeline, WeightGradStore, one_f_one_b
 from ranks import least_bytes, on_ranks, run
