@@ -33,7 +33,7 @@ others' tensors alone; a rank outside the group gets a ValueError; there are no 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
 
-    torchrun --nproc-per-node 4 collectives.py      bytes claimed and counted, steps and time
+    torchrun --nproc-per-node 4 collectives.py      steps, bytes claimed and counted
 """
 
 import copy
@@ -49,7 +49,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import islice, product, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -78,8 +78,7 @@ def ring_all_reduce(tensor, group=None):
 
 # ---- messages ------------------------------------------------------------------------------------
 
-EXCHANGE_TAG = 1 << 30  # beyond a user's tags, and apart from the messages of collectives
-COLLECTIVE_TAG = EXCHANGE_TAG + 1
+EXCHANGE_TAG = 1 << 30  # beyond a user's tags; so is the next one, that of the collectives
 
 
 def rank_and_size(group=None):
@@ -94,16 +93,30 @@ def exchange(sends, receives, group=None, async_op=False):
     list the messages between them in the same order and with the same sizes (a message larger than
     its buffer aborts a gloo rank), and issue the batches that they share in the same order. Empty
     tensors are not sent. The group's pending operations come first. Returns None, or with async_op
-    a Work, whose wait() completes the batch. A RuntimeError names the peer of a message that
-    failed.
+    a Work, whose wait() completes the batch. A RuntimeError names the peer of what failed.
     """
     tensor = next((tensor for tensor, _ in (*sends, *receives)), None)
-    operation = Operation("exchange", group, tensor, async_op, EXCHANGE_TAG)
+    operation = Operation("exchange", group, tensor, async_op)
     operation.tell("begin")
-    with suppress(Exception):  # which are for those who wait for the Work
-        operation.pending()[0]()  # a group's messages keep their order
+    with suppress(Exception):  # an error of those before is for whoever waits for them
+        operation.background.finish()
     finish = partial(operation.run_to_end, operation.post(sends, receives))
     return Work(operation, finish) if async_op else finish()
+
+
+class _Group:
+    """What is known of a process group that was used here, until it ends."""
+
+    def __init__(self, group):
+        self.rank, self.world_size = group.rank(), group.size()
+        self.ranks = dist.get_process_group_ranks(group)  # not told once the group is destroyed
+        self.ranks_per_node = self.world_size  # see set_ranks_per_node()
+        self.by_backend = False  # see set_backend_collectives()
+        self.background = {}  # on_nccl -> the thread, or stream, of its asynchronous operations
+
+
+_GROUPS = weakref.WeakKeyDictionary()  # process group -> _Group
+_LISTENERS = []  # those of every observe() now open
 
 
 def _check(right, message, *values):
@@ -112,52 +125,31 @@ def _check(right, message, *values):
         raise ValueError(message.format(*values))
 
 
-class _Known:
-    """What is known of a process group that was used here, until it ends."""
-
-    def __init__(self, group):
-        self.rank, self.world_size = group.rank(), group.size()
-        self.ranks = dist.get_process_group_ranks(group)  # not told once the group is destroyed
-        self.ranks_per_node = self.world_size  # see set_ranks_per_node()
-        self.by_backend = False  # see set_backend_collectives()
-        self.background, self.last = {}, {}  # by on_nccl: what runs its operations, and its last one
-
-
-_KNOWN = weakref.WeakKeyDictionary()  # process group -> _Known
-_LISTENERS = []  # those of every observe() now open
-
-
 class Operation:
     """One call of a collective, of exchange() or of a Work's wait(), which observe() tells of.
 
-    name: "all_reduce" ..., "exchange" or "wait"
+    name: "all_reduce" ..., "exchange" or "wait"; of: for a "wait" what is waited for, else None
     group: the process group; rank, world_size, ranks: this rank in it, its size, its global ranks
     async_op: whether the caller gets a Work and goes on
-    of: for a "wait" the operation that is waited for, else None
     """
 
-    def __init__(self, name, group, tensor=None, async_op=False, tag=COLLECTIVE_TAG):
-        """tensor: one of those that travel. Where NCCL carries it, the call is a CUDA stream's."""
+    def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None):
+        """tensor: one of those that travel; op: what reduces them; root: a global rank."""
         outside = group == dist.GroupMember.NON_GROUP_MEMBER
         _check(not outside, "rank {} calls {} of a group that it is not in", dist.get_rank(), name)
-        self.name, self.async_op, self.of, self.tag = name, async_op, None, tag
+        self.name, self.async_op, self.of, self.op = name, async_op, None, op
         self.group = group = group or dist.group.WORLD
-        self.known = known = _KNOWN.get(group) or _KNOWN.setdefault(group, _Known(group))
+        self.known = known = _GROUPS.get(group) or _GROUPS.setdefault(group, _Group(group))
         self.rank, self.world_size, self.ranks = known.rank, known.world_size, known.ranks
-        self.on_nccl = tensor is not None and _has_nccl(group, tensor.device.type)
         self.listeners = tuple(_LISTENERS)
-
-    def pending(self):
-        """(wait, whether that is over) for the last operation in the group's background."""
-        return self.known.last.get(self.on_nccl, (lambda: None, lambda: True))
-
-    def submit(self, run, tensors):
-        """Have run() called in the group's background, as the last one."""
-        known, on_nccl = self.known, self.on_nccl
-        if on_nccl not in known.background:
-            known.background[on_nccl] = _side_stream() if on_nccl else _thread()
-        known.last[on_nccl] = known.background[on_nccl](run, tensors)
-        return known.last[on_nccl]
+        self.on_nccl = tensor is not None and _has_nccl(group, tensor.device.type)
+        if self.on_nccl not in known.background:
+            known.background[self.on_nccl] = _Stream() if self.on_nccl else _Thread()
+        self.background = known.background[self.on_nccl]
+        if root is not None:
+            text = "src or dst={} is not among the group's ranks {}"
+            _check(root in self.ranks, text, root, self.ranks)
+        self.root = None if root is None else self.ranks.index(root)
 
     def tell(self, event, *messages):
         for listener in self.listeners:
@@ -180,21 +172,24 @@ class Operation:
         receives = [message for message in receives if message[0].numel()]
         if sends or receives:
             self.tell("post", sends, receives)
+        works, staged, tag = [], [], EXCHANGE_TAG + (self.name != "exchange")
         if self.on_nccl:
-            peers = [peer for _, peer in sends + receives]
-            works = self.attempt(peers, _batch, sends, receives, self.group)
+            batch = [(dist.irecv, *message) for message in receives]
+            batch += [(dist.isend, *message) for message in sends]
+            batch = [dist.P2POp(do, t, group=self.group, group_peer=r) for do, t, r in batch]
+            peers = [operation.group_peer for operation in batch]
+            works = self.attempt(peers, dist.batch_isend_irecv, batch) if batch else []
             return partial(self.wait, [(peers, work) for work in works])
-        works, staged = [], []
         for tensor, peer in receives:
             buffer = _on_host(tensor)
-            works.append(([peer], self.attempt([peer], self.group.recv, [buffer], peer, self.tag)))
+            works.append(([peer], self.attempt([peer], self.group.recv, [buffer], peer, tag)))
             if buffer is not tensor:
                 staged.append((tensor, buffer))
         for tensor, peer in sends:
             buffer = _on_host(tensor)
             if buffer is not tensor:
                 buffer.copy_(tensor)
-            works.append(([peer], self.attempt([peer], self.group.send, [buffer], peer, self.tag)))
+            works.append(([peer], self.attempt([peer], self.group.send, [buffer], peer, tag)))
         return partial(self.wait, works, staged)
 
     def wait(self, works, staged=()):
@@ -221,12 +216,6 @@ class Operation:
 def _has_nccl(group, device_type):
     """Whether NCCL carries such a device's tensors in the group, which may have gloo for others."""
     return f"{device_type}:nccl" in dist.get_backend_config(group)
-
-
-def _batch(sends, receives, group):
-    batch = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t, peer in receives]
-    batch += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for t, peer in sends]
-    return dist.batch_isend_irecv(batch) if batch else []
 
 
 def _on_host(tensor):
@@ -296,17 +285,10 @@ def _cut(flat, parts):
 
 
 def _segments(chunks, most):
-    """The k-th part of every chunk, for each k; none is of more than `most` bytes and 128."""
+    """The k-th part of every chunk, for each k; none has more than `most` bytes and 128."""
     count = math.ceil(max(chunk.nbytes for chunk in chunks) / most)
     return list(zip(*(_cut(chunk, count) for chunk in chunks))) if count > 1 else [chunks]
 
-
-def _slices(flat, parts, most):
-    """Slices of about `most` bytes each; all but the last hold `parts` equal chunks."""
-    if flat.nbytes <= most:
-        return [flat]
-    count, multiple = math.ceil(flat.nbytes / most), parts * ALIGNMENT // flat.itemsize
-    return flat.split(math.ceil(len(flat) / (count * multiple)) * multiple)
 
 # ---- reduce-scatter and all-gather ---------------------------------------------------------------
 #
@@ -389,7 +371,7 @@ def _direct_reduce_scatter(chunks, output, add, rank):
 
 def _direct_all_gather(chunks, rank):
     """The own chunk to every rank. 1 step."""
-    yield from _pairwise([chunks[rank]] * len(chunks), chunks, rank)
+    return _pairwise([chunks[rank]] * len(chunks), chunks, rank)
 
 
 def _halving(chunks, output, add, rank):
@@ -572,20 +554,16 @@ def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
     a chunk may be 128 bytes longer than its share of the tensor, or shorter.
     """
     D, P, core = nbytes, world_size, 1 << (world_size.bit_length() - 1)
-    several, rounds = min(P - 1, 1), core.bit_length() - 1
-    inside, across = min(ranks_per_node - 1, 1), P // ranks_per_node - 1
-    steps, sent = {
-        "naive": (several, (P - 1) * D),
-        "direct": (2 * several, all_reduce_bytes(D, P)),
-        "ring": (2 * (P - 1), all_reduce_bytes(D, P)),
-        "hierarchical": (2 * (inside + across), all_reduce_bytes(D, P)),
-        "recursive_doubling": (rounds, rounds * D),
-        "halving_doubling": (2 * rounds, all_reduce_bytes(D, core)),
-    }[algorithm]
-    if "doubling" in algorithm and rank >= core:
-        return 2, D  # another rank stands in
-    stands_in = "doubling" in algorithm and rank + core < P
-    return steps + 2 * stands_in, sent + D * stands_in
+    rounds, inside = core.bit_length() - 1, min(ranks_per_node - 1, 1)
+    steps = {"naive": min(P - 1, 1), "direct": 2 * min(P - 1, 1), "ring": 2 * (P - 1)}
+    steps["hierarchical"] = 2 * (inside + P // ranks_per_node - 1)
+    if algorithm in steps:
+        return steps[algorithm], (P - 1) * D if algorithm == "naive" else all_reduce_bytes(D, P)
+    if rank >= core:
+        return 2, D  # another rank stands in: its tensor goes there, the sum comes back
+    stands_in, few_steps = rank + core < P, algorithm == "recursive_doubling"
+    sent = rounds * D if few_steps else all_reduce_bytes(D, core)
+    return rounds * (1 if few_steps else 2) + 2 * stands_in, sent + stands_in * D
 
 
 # ---- one at an end: trees, and everyone to one ---------------------------------------------------
@@ -705,14 +683,13 @@ def _chosen(operation, nbytes, phases=1, name="auto", ranks_per_node=None):
         name = choose(nbytes, P, ranks_per_node, on_nccl, phases)
     if P == 1:
         name = "direct"  # which copies: there is nobody to send to
-    alike = name in ("direct", "hierarchical") or name == "ring" and not on_nccl
-    most = DIRECT_BYTES if on_nccl else P * SEGMENT
-    most = most if alike else math.inf  # no turns for ranks that take unlike steps
-    if name != "hierarchical":
-        return name, most, {}
-    divides = ranks_per_node > 0 and P % ranks_per_node == 0
+    divides = name != "hierarchical" or ranks_per_node > 0 and P % ranks_per_node == 0
     _check(divides, "ranks_per_node={} does not divide world_size={}", ranks_per_node, P)
-    return name, most, {"ranks_per_node": ranks_per_node}
+    most, unit = DIRECT_BYTES if on_nccl else P * SEGMENT, P * ALIGNMENT
+    if "doubling" in name or name == "naive" or name == "ring" and on_nccl:
+        most = sys.maxsize  # no turns for ranks that take unlike steps
+    own = {"ranks_per_node": ranks_per_node} if name == "hierarchical" else {}
+    return name, max(1, most // unit) * unit, own
 
 
 # ---- operations: now, or while Python computes ---------------------------------------------------
@@ -740,61 +717,69 @@ class Work:
         waiting.run_to_end(self._finish)
 
 
-def _thread():
-    """A group's thread: submit(). It ends with the group, or before the interpreter, which waits."""
-    executor = ThreadPoolExecutor(1, initializer=_schedule, initargs=("SCHED_OTHER",))
+class _Thread:
+    """A group's thread. It ends with the group, or before the interpreter does, which waits.
 
-    def submit(run, tensors):
+    finish(), is_completed(): wait for the last of what was submitted; whether that is over.
+    """
+
+    def __init__(self):
+        # batch work would wait until whoever wakes it pauses
+        self.executor = ThreadPoolExecutor(1, "", schedule_as_batch, ("SCHED_OTHER",))
+        self.finish, self.is_completed = lambda: None, lambda: True
+
+    def submit(self, run, tensors):
         inference = torch.is_inference_mode_enabled()  # a mode of each thread
 
         def task():
             with torch.inference_mode(inference):
                 run()
 
-        future = executor.submit(task)
-        return future.result, future.done
+        future = self.executor.submit(task)
+        self.finish, self.is_completed = future.result, future.done
+        return self.finish, self.is_completed
 
-    return submit
 
+class _Stream:
+    """A group's stream, likewise. torch hands out a pool of 32 in turn: it is made once and kept."""
 
-def _side_stream():
-    """A group's stream: submit(). torch hands out a pool of 32 in turn: it is made once and kept."""
-    stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
-    pending = deque()  # (event, tensors that are held until the stream has passed it)
+    def __init__(self):
+        self.stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
+        self.pending = deque()  # (event, tensors that are held until the stream has passed it)
+        self.finish, self.is_completed = lambda: None, lambda: True
 
-    def submit(run, tensors):
-        while pending and pending[0][0].query():
-            pending.popleft()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+    def submit(self, run, tensors):
+        while self.pending and self.pending[0][0].query():
+            self.pending.popleft()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
             run()
-        event, held = stream.record_event(), list(tensors)
-        pending.append((event, held))
+        event, held = self.stream.record_event(), list(tensors)
+        self.pending.append((event, held))
 
         def finish():
             torch.cuda.current_stream().wait_event(event)
             held.clear()  # whoever uses their memory from now on comes after the event
 
+        self.finish, self.is_completed = finish, event.query
         return finish, event.query
 
-    return submit
 
-
-def _launch(operation, algorithms, outputs, inputs=(), op=None, **options):
+def _launch(operation, algorithms, outputs, inputs=(), **options):
     """Do the operation in its group's order. Returns None, or with async_op its Work.
 
     algorithms(*outputs, *inputs), all of one dimension: what takes turns.
-    options: those of torch.distributed's operation of that name.
+    options: more of what torch.distributed's operation takes.
     """
     tensors, P = (*outputs, *inputs), operation.world_size
 
     def run():
         flat = [tensor.detach().contiguous().view(-1) for tensor in tensors]
         if operation.known.by_backend:
-            _backend_collective(operation, flat, op, **options)
+            _backend_collective(operation, flat, **options)
         else:
             take_turns(algorithms(*flat), operation)
-        if op == ReduceOp.AVG and P > 1 and outputs:
+        if operation.op == ReduceOp.AVG and P > 1 and outputs:
             flat[0].div_(P)
         for tensor, result in zip(outputs, flat):
             if not tensor.is_contiguous():  # then the result is in a copy
@@ -802,9 +787,10 @@ def _launch(operation, algorithms, outputs, inputs=(), op=None, **options):
 
     operation.tell("begin")
     if operation.async_op and P > 1:
-        return Work(operation, *operation.submit(partial(operation.run_to_end, run), tensors))
-    if not operation.pending()[1]():
-        run, _ = operation.submit(run, tensors)  # behind what is pending; now wait for it
+        run_to_end = partial(operation.run_to_end, run)
+        return Work(operation, *operation.background.submit(run_to_end, tensors))
+    if not operation.background.is_completed():
+        run, _ = operation.background.submit(run, tensors)  # behind what is pending; now wait
     operation.run_to_end(run)
     return Work(operation, lambda: None, lambda: True) if operation.async_op else None
 
@@ -812,30 +798,28 @@ def _launch(operation, algorithms, outputs, inputs=(), op=None, **options):
 def set_backend_collectives(group=None):
     """From now on the group's collectives are the backend's own: a yardstick and an oracle.
 
-    exchange() stays a batch of messages; reduce() leaves the others what the backend leaves them;
-    nobody counts bytes, and count_bytes() says so by a RuntimeError.
+    exchange() stays a batch of messages, and what reduce() leaves the others and all_gather() takes
+    is up to the backend. Nobody counts bytes then: count_bytes() says so by a RuntimeError.
     """
     known = Operation("set_backend_collectives", group).known
     known.by_backend = known.world_size > 1
 
 
-def _backend_collective(operation, flat, op, **options):
-    def all_gather(*tensors, group):  # neither backend has one of unlike lengths
-        tensors[operation.rank].copy_(tensors[-1])
-        for rank, tensor in enumerate(tensors[:-1]):
-            dist.broadcast(tensor, group=group, group_src=rank)
-
-    if op is not None:
-        options["op"] = ReduceOp.SUM if op == ReduceOp.AVG else op
+def _backend_collective(operation, flat, **options):
+    if operation.op is not None:
+        options["op"] = ReduceOp.SUM if operation.op == ReduceOp.AVG else operation.op
+    if operation.root is not None:
+        to_root = operation.name in ("reduce", "gather")
+        options["group_dst" if to_root else "group_src"] = operation.root
     own = {
         "all_reduce": lambda out, *x, **how: dist.all_reduce(out.copy_(*x) if x else out, **how),
         "reduce": dist.reduce,
         "broadcast": dist.broadcast,
         "reduce_scatter_single": dist.reduce_scatter_single,
         "all_gather_single": dist.all_gather_single,
-        "all_gather": all_gather,
-        "scatter": lambda out, *rest, **how: dist.scatter(out, list(rest), **how),
-        "gather": lambda *rest, **how: dist.gather(rest[-1], list(rest[:-1]), **how),
+        "all_gather": lambda *outs, **how: dist.all_gather([*outs[:-1]], outs[-1], **how),
+        "scatter": lambda out, *rest, **how: dist.scatter(out, [*rest], **how),
+        "gather": lambda *outs, **how: dist.gather(outs[-1], [*outs[:-1]], **how),
         "all_to_all_single": dist.all_to_all_single,
         "barrier": dist.all_reduce,  # of a token, where it is: gloo's own knows no GPU
     }[operation.name]
@@ -849,16 +833,8 @@ def _backend_collective(operation, flat, op, **options):
 
 
 def _check_fits(output, input, expected):
-    alike = output.dtype == input.dtype and output.numel() == expected
-    text = "output of {} {} where input of {} {} makes {} elements"
-    values = tuple(output.shape), output.dtype, tuple(input.shape), input.dtype, expected
-    _check(alike, text, *values)
-
-
-def _group_rank(operation, global_rank):
-    text = "src or dst={} is none of the group's ranks, {}"
-    _check(global_rank in operation.ranks, text, global_rank, operation.ranks)
-    return operation.ranks.index(global_rank)
+    found, wanted = (output.numel(), output.dtype), (expected, input.dtype)
+    _check(found == wanted, "output has {} elements of {}, input makes {} of {}", *found, *wanted)
 
 
 def all_reduce(
@@ -875,26 +851,25 @@ def all_reduce(
 
 def _all_reduce(tensors, op, group, async_op=False, algorithm="auto", ranks_per_node=None):
     """tensors: (output, input), or one that is both."""
-    operation = Operation("all_reduce", group, tensors[0], async_op)
-    add, rank, P = _REDUCE[op], operation.rank, operation.world_size
+    operation = Operation("all_reduce", group, tensors[0], async_op, op)
+    add, rank, P = _REDUCE[operation.op], operation.rank, operation.world_size
 
     def algorithms(*flat):
         output, input = flat[0], flat[-1]
         name, most, nodes = _chosen(operation, input.nbytes, 2, algorithm, ranks_per_node)
-        pairs = zip(_slices(output, P, most), _slices(input, P, most))
+        pairs = zip(*(tensor.split(max(1, most // tensor.itemsize)) for tensor in (output, input)))
         return [_ALL_REDUCE[name](*pair, add, rank, P, **nodes) for pair in pairs]
 
-    return _launch(operation, algorithms, tensors[:1], tensors[1:], op)
+    return _launch(operation, algorithms, tensors[:1], tensors[1:])
 
 
 def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
     """Reduce `tensor` over the group into that of rank `dst`; the others keep theirs."""
-    operation = Operation("reduce", group, tensor, async_op)
-    root, rank = _group_rank(operation, dst), operation.rank
-    outputs, inputs = ([tensor], []) if rank == root else ([], [tensor])
-    add, P = _REDUCE[op], operation.world_size
-    algorithms = lambda flat: [_tree_reduce(flat, root, add, rank, P)]
-    return _launch(operation, algorithms, outputs, inputs, op, group_dst=root)
+    operation = Operation("reduce", group, tensor, async_op, op, dst)
+    root, rank, P = operation.root, operation.rank, operation.world_size
+    algorithms = lambda flat: [_tree_reduce(flat, root, _REDUCE[operation.op], rank, P)]
+    ends = ([tensor], []) if rank == root else ([], [tensor])
+    return _launch(operation, algorithms, *ends)
 
 
 def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
@@ -902,13 +877,13 @@ def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
 
     algorithm: tree, scatter_all_gather, or auto: on NCCL, of a large tensor, the second.
     """
-    operation = Operation("broadcast", group, tensor, async_op)
-    root, rank, P = _group_rank(operation, src), operation.rank, operation.world_size
+    operation = Operation("broadcast", group, tensor, async_op, root=src)
+    root, rank, P = operation.root, operation.rank, operation.world_size
     if algorithm == "auto":
         in_chunks = operation.on_nccl and tensor.nbytes > DIRECT_BYTES
         algorithm = "scatter_all_gather" if in_chunks else "tree"
     send = _BROADCAST[algorithm]
-    return _launch(operation, lambda flat: [send(flat, root, rank, P)], [tensor], group_src=root)
+    return _launch(operation, lambda flat: [send(flat, root, rank, P)], [tensor])
 
 
 def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
@@ -916,8 +891,8 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
 
     Sends (P-1)/P of the input. op: as in all_reduce().
     """
-    operation = Operation("reduce_scatter_single", group, output, async_op)
-    add, rank, P = _REDUCE[op], operation.rank, operation.world_size
+    operation = Operation("reduce_scatter_single", group, output, async_op, op)
+    add, rank, P = _REDUCE[operation.op], operation.rank, operation.world_size
     _check_fits(output, input, input.numel() / P)
 
     def algorithms(output, input):
@@ -925,7 +900,7 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
         parts = _segments([*input.view(P, len(output)).unbind(), output], most / P)
         return [_PHASES[name][0](chunks, own, add, rank, **nodes) for *chunks, own in parts]
 
-    return _launch(operation, algorithms, [output], [input], op)
+    return _launch(operation, algorithms, [output], [input])
 
 
 def all_gather_single(output, input, group=None, async_op=False):
@@ -943,8 +918,7 @@ def all_gather_single(output, input, group=None, async_op=False):
 def all_gather(tensor_list, tensor, group=None, async_op=False):
     """Collect `tensor` of every rank r in tensor_list[r]; lengths may differ."""
     operation = Operation("all_gather", group, tensor, async_op)
-    count, P = len(tensor_list), operation.world_size
-    _check(count == P, "tensor_list is of {} tensors, not of world_size={}", count, P)
+    _check_list(operation, tensor_list)
     _check_fits(tensor_list[operation.rank], tensor, tensor.numel())
     algorithms = lambda *flat: _gather_all(operation, flat[:-1], flat[-1], apart=True)
     return _launch(operation, algorithms, tensor_list, [tensor])
@@ -962,29 +936,28 @@ def _gather_all(operation, chunks, own, apart=False):
 
 def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
     """Give rank r of the group the r-th tensor of `scatter_list`, which rank `src` has."""
-    operation = Operation("scatter", group, tensor, async_op)
-    root, rank = _group_rank(operation, src), operation.rank
-    inputs = _of_root(operation, root, scatter_list, tensor)
+    operation = Operation("scatter", group, tensor, async_op, root=src)
+    root, rank = operation.root, operation.rank
+    inputs = _check_list(operation, scatter_list, [tensor]) if rank == root else []
     algorithms = lambda output, *inputs: [_scatter(output, inputs, root, rank)]
-    return _launch(operation, algorithms, [tensor], inputs, group_src=root)
+    return _launch(operation, algorithms, [tensor], inputs)
 
 
 def gather(tensor, gather_list=None, dst=0, group=None, async_op=False):
     """Collect `tensor` of every rank r of the group in gather_list[r] of rank `dst`."""
-    operation = Operation("gather", group, tensor, async_op)
-    root, rank = _group_rank(operation, dst), operation.rank
-    outputs = _of_root(operation, root, gather_list, tensor)
+    operation = Operation("gather", group, tensor, async_op, root=dst)
+    root, rank = operation.root, operation.rank
+    outputs = _check_list(operation, gather_list, [tensor]) if rank == root else []
     algorithms = lambda *flat: [_gather(flat[-1], flat[:-1], root, rank)]
-    return _launch(operation, algorithms, outputs, [tensor], group_dst=root)
+    return _launch(operation, algorithms, outputs, [tensor])
 
 
-def _of_root(operation, root, tensors, alike):
-    """The root's list for all ranks, each entry as long as `alike`; others' are not looked at."""
-    tensors, P = (tensors or []) if operation.rank == root else [], operation.world_size
-    fits = operation.rank != root or len(tensors) == P
-    _check(fits, "the root's list is of {} tensors, not of world_size={}", len(tensors), P)
-    for tensor in tensors:
-        _check_fits(tensor, alike, alike.numel())
+def _check_list(operation, tensors, alike=()):
+    """One tensor for each rank, as long as the one in `alike`."""
+    count, P = len(tensors or ()), operation.world_size
+    _check(count == P, "{} got a list of {}, not of world_size={}", operation.name, count, P)
+    for tensor, other in product(tensors, alike):
+        _check_fits(tensor, other, other.numel())
     return tensors
 
 
@@ -1164,16 +1137,12 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
 # ---- processes and groups ------------------------------------------------------------------------
 
 
-def schedule_as_batch():
+def schedule_as_batch(policy="SCHED_BATCH"):
     """Have this thread, and those it starts from now on, scheduled as batch work (on Linux).
 
     Call it before the process group is made. A thread of gloo's that preempts the rank it serves
     spins on a lock that the rank holds, so that a message takes 2-5 ms, not 0.1 ms.
     """
-    _schedule("SCHED_BATCH")
-
-
-def _schedule(policy):
     if hasattr(os, policy):
         os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
 
@@ -1198,10 +1167,9 @@ def _run_rank(rank, world_size, init_method, function):
 
 
 def set_ranks_per_node(ranks_per_node, group=None):
-    """Tell how many consecutive ranks of the group share a node; unless told, all of them do.
+    """Tell how many consecutive ranks of the group share a node: all of them, unless told fewer.
 
-    More than the group has are all of them. Where the number does not divide the group, its nodes
-    are unlike: no algorithm goes node by node.
+    If the number does not divide the group, its nodes are unlike: nothing goes node by node.
     """
     counts = isinstance(ranks_per_node, int) and ranks_per_node > 0
     _check(counts, "ranks_per_node={!r} is not a positive integer", ranks_per_node)
@@ -1213,11 +1181,11 @@ def set_ranks_per_node(ranks_per_node, group=None):
 def gather_objects(value, group=None):
     """Every rank's `value`, anything that can be pickled, in rank order. Collective."""
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(_device(group))
-    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=own.device)
+    lengths = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=own.device)
     all_gather_single(lengths, lengths.new_tensor([len(own)]), group)
-    texts = [own.new_empty(length) for length in lengths.tolist()]
-    all_gather(texts, own, group)
-    return [pickle.loads(text.cpu().numpy()) for text in texts]
+    texts = own.new_empty(len(lengths), max(lengths.tolist()))
+    all_gather_single(texts, torch.nn.functional.pad(own, (0, texts.shape[1] - len(own))), group)
+    return [pickle.loads(text.numpy()) for text in texts.cpu()]
 
 
 def check_parameters(named, group=None):
@@ -1251,23 +1219,18 @@ class Traffic:
 
     def bytes(self, operation=None, group=None, peers=None):
         """Bytes sent by one operation, in one group, to some peers; None stands for all."""
-        return sum(self._select(operation, group, peers))
+        if self.uncounted:
+            raise RuntimeError(f"nobody counts the bytes of the backend's own {self.uncounted}")
+        return sum(nbytes for *what, nbytes in self.sent if self._is(*what, operation, group, peers))
 
     def messages(self, operation=None, group=None, peers=None):
         """Messages sent, selected as in bytes()."""
-        return len(self._select(operation, group, peers))
+        return sum(self._is(*what, operation, group, peers) for *what, _ in self.sent)
 
-    def _select(self, *wanted):
-        if self.uncounted:
-            raise RuntimeError(f"nobody counts the bytes of the backend's own {self.uncounted}")
-        operation, group, peers = wanted
-        return [
-            nbytes
-            for name, its_group, peer, nbytes in self.sent
-            if operation in (None, name)
-            and group in (None, its_group)
-            and (peers is None or peer in peers)
-        ]
+    @staticmethod
+    def _is(name, its_group, peer, operation, group, peers):
+        alike = operation in (None, name) and group in (None, its_group)
+        return alike and (peers is None or peer in peers)
 
     def listen(self, event, operation, sends=(), receives=()):
         """Count what observe() tells."""
@@ -1316,33 +1279,18 @@ def report_stalls(seconds):
 
 def _demonstrate():
     rank, P = rank_and_size()
-    if rank == 0:
-        names = ("bytes", "algorithm", "claimed", "counted", "steps", "time", "gloo's")
-        print("{:>9}  {:20}{:>10}{:>10}{:>6}{:>11}{:>11}".format(*names))
-    unit, ranks_per_node = ALIGNMENT * math.lcm(P, 1 << (P.bit_length() - 1)), 2 - P % 2
-    for size in (1 << 12, 1 << 18, 1 << 24):
-        nbytes = math.ceil(size / unit) * unit  # what all algorithms cut into chunks alike
-        tensor = torch.zeros(nbytes // 4)
-        gloo = _median_us(lambda: dist.group.WORLD.allreduce([tensor]).wait())
-        for name in _ALL_REDUCE:
-            call = partial(all_reduce, tensor, algorithm=name, ranks_per_node=ranks_per_node)
-            with count_bytes() as traffic:
-                call()
-            steps, sent = all_reduce_cost(name, nbytes, P, ranks_per_node, rank)
-            line = f"{nbytes:9}  {name:20}{sent:10}{traffic.bytes():10}{steps:6}"
-            line += f"{_median_us(call):8.0f} us{gloo:8.0f} us"
-            if rank == 0:
-                print(line)
-
-
-def _median_us(call):
-    times = []
-    for _ in range(9):
-        barrier()
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return sorted(times)[4] * 1e6
+    nbytes, ranks_per_node = 840 * 128 * P, 2 - P % 2
+    for name in _ALL_REDUCE:
+        tensor = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(rank))
+        expected = tensor.double()
+        dist.group.WORLD.allreduce([expected]).wait()
+        with count_bytes() as traffic:
+            all_reduce(tensor, algorithm=name, ranks_per_node=ranks_per_node)
+        error = (tensor - expected).abs().max()
+        steps, sent = all_reduce_cost(name, nbytes, P, ranks_per_node, rank)
+        if rank == 0:
+            print(f"{name:20}{steps:3} steps, {sent:9} bytes claimed, {traffic.bytes():9} counted,"
+                  f" at most {error:.0e} from gloo's sum")
 
 
 if __name__ == "__main__":

@@ -239,9 +239,9 @@ def _trace(flags, prepare=lambda trainer: None):
     trainer.step(*tokens)
     log = hybrid.Log(trainer)
 
-    def listen(event, link, *what):
-        if event == "call" or (event == "post" and link.operation == "exchange"):
-            operations[axes.get(link.group)][link.operation] += 1
+    def listen(event, operation, *messages):
+        if event == "begin" and operation.name != "wait":
+            operations[axes.get(operation.group)][operation.name] += 1
 
     with redirect_stdout(printed), hybrid.traced(trainer, log, file):
         with count_bytes() as traffic, observe(listen):
