@@ -135,8 +135,8 @@ class Operation:
 
     def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None):
         """tensor: one of those that travel; op: what reduces them; root: a global rank."""
-        outside = group == dist.GroupMember.NON_GROUP_MEMBER
-        _check(not outside, "rank {} calls {} of a group that it is not in", dist.get_rank(), name)
+        inside = group is not dist.GroupMember.NON_GROUP_MEMBER
+        _check(inside, "{} is called by a rank that is not in the group", name)
         self.name, self.async_op, self.of, self.op = name, async_op, None, op
         self.group = group = group or dist.group.WORLD
         self.known = known = _GROUPS.get(group) or _GROUPS.setdefault(group, _Group(group))
@@ -857,7 +857,9 @@ def _all_reduce(tensors, op, group, async_op=False, algorithm="auto", ranks_per_
     def algorithms(*flat):
         output, input = flat[0], flat[-1]
         name, most, nodes = _chosen(operation, input.nbytes, 2, algorithm, ranks_per_node)
-        pairs = zip(*(tensor.split(max(1, most // tensor.itemsize)) for tensor in (output, input)))
+        width, pairs = most // input.itemsize, [(output, input)]
+        if len(input) > width:
+            pairs = zip(output.split(width), input.split(width))
         return [_ALL_REDUCE[name](*pair, add, rank, P, **nodes) for pair in pairs]
 
     return _launch(operation, algorithms, tensors[:1], tensors[1:])
