@@ -68,8 +68,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from collectives import (
-    ReduceOp, all_reduce, barrier, broadcast, gather_from_group, gather_objects,
-    rank_and_size, report_stalls, scatter_to_group, schedule_as_batch, set_backend_collectives,
+    ReduceOp, all_reduce, barrier, broadcast, gather_objects,
+    rank_and_size, report_stalls, schedule_as_batch, set_backend_collectives,
     set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
@@ -738,43 +738,25 @@ def _residual_dropout(module, x):
         return dropout(x, config.dropout, module.training)
 
 
-class ParallelMoE(MoE):
-    """Experts whose tokens are dealt out to the ranks of tp, (T, B, D) -> (T, B, D).
-
-    With sequence parallelism they are already.
-    """
-
-    def __init__(self, config, mesh, num_microbatches):
-        balance, z = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
-        nodes = (mesh.node_group, mesh.cross_group) if mesh.cross_group else None
-        super().__init__(
-            config.hidden,
-            config.mlp_width,
-            config.experts,
-            top_k=config.top_k,
-            group=mesh.ep_group,
-            capacity_factor=config.capacity_factor,
-            shared_experts=config.shared_experts,
-            balance_coefficient=balance,
-            z_coefficient=z,
-            loss_scale=1 / num_microbatches,
-            balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
-            nodes=nodes,
-            n_group=dist.get_world_size(mesh.cross_group) if nodes else 1,
-            topk_group=config.topk_nodes,
-            score="sigmoid" if config.balance == "bias" else "softmax",
-        )
-        self.tp_group, self.split = mesh.tp_group, not config.sequence_parallel
-        mark_partial(self)
-
-    def forward(self, x):
-        if not self.split:
-            return super().forward(x)
-        own = scatter_to_group(x, 0, self.tp_group)
-        return gather_from_group(super().forward(own), 0, self.tp_group)
-
-    def _fault(self, logits):
-        """None: what is not finite reaches the loss, and stops all ranks, not those of ep only."""
+def make_moe(config, mesh, num_microbatches):
+    """A mixture of experts in place of an MLP, (T, B, D) -> (T, B, D)."""
+    balance, z = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
+    nodes = (mesh.node_group, mesh.cross_group) if mesh.cross_group else None
+    layer = MoE(
+        *(config.hidden, config.mlp_width, config.experts, config.top_k, mesh.ep_group),
+        tp_group=None if config.sequence_parallel else mesh.tp_group,  # deals out the tokens
+        capacity_factor=config.capacity_factor,
+        shared_experts=config.shared_experts,
+        balance_coefficient=balance,
+        z_coefficient=z,
+        loss_scale=1 / num_microbatches,
+        balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
+        nodes=nodes,
+        n_group=dist.get_world_size(mesh.cross_group) if nodes else 1,
+        topk_group=config.topk_nodes,
+        score="sigmoid" if config.balance == "bias" else "softmax",
+    )
+    return mark_partial(layer)
 
 
 # ---- initial values ------------------------------------------------------------------------------
@@ -1091,7 +1073,7 @@ def make_chunks(trainer, routes, put_off):
                 defer=put_off,
                 positions=trainer.positions.to(device),
                 attention_fn=across if args.cp > 1 else attention,
-                moe=partial(ParallelMoE, trainer.config, mesh, args.microbatches),
+                moe=partial(make_moe, trainer.config, mesh, args.microbatches),
             )
         for module in chunk.modules():  # each once, though the head is the embedding
             module.to_empty(device=device, recurse=False)

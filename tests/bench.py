@@ -57,7 +57,7 @@ from torch.distributed.tensor.parallel import (
 import collectives
 import hybrid
 from ddp import DistributedDataParallel, GradBucket
-from expert_parallel import MoE, one_hop
+from expert_parallel import MoE, dispatch_and_combine
 from ledger import memory_ledger
 from pipeline import SCHEDULES, Pipeline, simulate
 from ranks import headline, run, spawn
@@ -602,7 +602,7 @@ def _time_experts(N, D, E, k, rounds):
         function(x).sum().backward()
 
     def travel(x):
-        return one_hop(x, routing.experts, weights, E, lambda rows, counts: rows)
+        return dispatch_and_combine(x, routing.experts, weights, E, lambda rows, counts: rows)
 
     contenders = {"experts": layer, "dense": _mlp(D, 4 * D * k), "loop": _Loop(D, E, k)}
     contenders["travel"] = travel

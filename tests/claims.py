@@ -19,7 +19,7 @@ import hybrid
 import pipeline
 from collectives import all_gather_single, all_reduce, count_bytes, rank_and_size
 from ddp import DistributedDataParallel
-from expert_parallel import one_hop
+from expert_parallel import dispatch_and_combine
 from ledger import memory_ledger
 from pipeline import SCHEDULES, draw
 from ranks import least_bytes, run
@@ -93,7 +93,7 @@ def _experts():
     rank, _ = rank_and_size()
     experts = (torch.arange(N * K).view(N, K) + rank) % P  # as many tokens for each
     x = torch.zeros(N, H)
-    return _sent(one_hop, x, experts, torch.ones(N, K), P, lambda rows, load: rows)
+    return _sent(dispatch_and_combine, x, experts, torch.ones(N, K), P, lambda rows, load: rows)
 
 
 def count():

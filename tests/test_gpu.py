@@ -235,7 +235,7 @@ def _poison(device):
 
 
 def _experts(device, dtype, D, tokens, used):
-    """Errors of one_hop() with experts, some of which no token uses: output, gradients."""
+    """Errors of MoE's way with experts, some of which no token uses: output, gradients."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     E, k = 8, 2
@@ -253,7 +253,8 @@ def _experts(device, dtype, D, tokens, used):
 
     experts, x = experts.to(device), x.to(device).requires_grad_()
     _poison(device)
-    y = expert_parallel.one_hop(x, chosen.to(device), weights.to(device), E, experts)
+    inputs = x, chosen.to(device), weights.to(device), E, experts
+    y = expert_parallel.dispatch_and_combine(*inputs)
     _poison(device)
     y.backward(grad.to(device))
     found = [y, x.grad, *(w.grad for w in experts.parameters())]
