@@ -392,6 +392,9 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     spread = domain.permute(0, 1, 3, 2, 4).reshape(-1, ep)
     expert_replicas = domain.permute(0, 2, 3, 4, 1).flatten(0, 3)
     expert_runs = math.gcd(replicate, expert_replicas.shape[1])
+    # each row of ranks in so many runs of neighbours; and those with the same place in their runs
+    runs_of = lambda rows, count: rows.reshape(-1, rows.shape[1] // count)
+    across_runs = lambda rows, count: rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
     slices = {
         "pp_group": grid.permute(1, 2, 3, 0).reshape(-1, pp),
         "dp_group": grid.permute(0, 2, 3, 1).reshape(-1, dp),
@@ -411,16 +414,6 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
         slices["node_group"] = runs_of(spread, ep_nodes)
         slices["cross_group"] = across_runs(spread, ep_nodes)
     return slices
-
-
-def runs_of(rows, count):
-    """Each row of ranks cut into so many runs of neighbours."""
-    return rows.reshape(-1, rows.shape[1] // count)
-
-
-def across_runs(rows, count):
-    """The ranks that have the same place in those runs."""
-    return rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
 
 
 def ranks_per_node(ranks, per_node):
@@ -472,7 +465,7 @@ def load_data(path, seq_len, vocab_size=256):
     the last tenth. Raises OSError or ValueError for what is missing, no text, or too short. Whether
     tokens are in the vocabulary is seen as they are used.
     """
-    pattern, path = "*" if path else "*.py", Path(path or sysconfig.get_path("stdlib"))
+    pattern, path = "[!.]*" if path else "*.py", Path(path or sysconfig.get_path("stdlib"))
     dtype, is_text = np.uint16 if vocab_size <= 2**16 else np.uint32, False
     if (path / "train.bin").is_file():
         parts = [tokens_of(path / name, dtype) for name in ("train.bin", "val.bin")]
@@ -497,11 +490,8 @@ def tokens_of(path, dtype):
 
 
 def text_of(folder, pattern):
-    """The bytes of a folder's files of text."""
-    skipped = {"site-packages", "dist-packages", "test", "tests"}
-    is_wanted = lambda names: not any(n in skipped or n.startswith(".") for n in names)
-    files = [file for file in sorted(folder.rglob(pattern)) if file.is_file()]
-    texts = [f.read_bytes() for f in files if is_wanted(f.relative_to(folder).parts)]
+    """The bytes of a folder's files of text, one after the other."""
+    texts = [file.read_bytes() for file in sorted(folder.glob(pattern)) if file.is_file()]
     return np.frombuffer(b"\n".join(text for text in texts if b"\0" not in text), np.uint8)
 
 
@@ -927,7 +917,7 @@ class Trainer:
         # the one time that the host waits for the device
         numbers = torch.stack([*found, norm, told, *of_experts.values()])
         loss, num_outside, norm, self.stop, *loads = numbers.tolist()
-        refuse_outside(args, num_outside)
+        self.refuse(num_outside)
         if math.isfinite(loss + norm):
             self.update(rate, tallies)
             self.skipped_in_a_row = 0
@@ -1041,6 +1031,12 @@ class Trainer:
             found = f"loss {loss:.4f}, grad norm {norm:.3f}; {self.skipped_in_a_row} in a row"
             raise TrainingError(f"step {self.steps_done + 1} is not finite: {found}")
 
+    def refuse(self, num_outside):
+        """Raise TrainingError if so many tokens, alike on all ranks, no vocabulary has."""
+        if num_outside:
+            found = f"{num_outside:.0f} tokens are outside --vocab-size {self.config.vocab_size}"
+            raise TrainingError(f"--data: {found}")
+
     def own_rows(self):
         """This rank's rows of the global batch."""
         rank, world_size = rank_and_size(self.mesh.dp_group)
@@ -1060,13 +1056,6 @@ class Trainer:
         schedule = forward_only(num_stages, num_microbatches, self.route)
         stages = self.stages[:1] if self.replicated else self.stages
         return Pipeline(stages, schedule, loss_fn, self.mesh.pp_group)
-
-
-def refuse_outside(args, number):
-    """Raise TrainingError if so many tokens, alike on all ranks, are outside the vocabulary."""
-    if number:
-        size = args.vocab_size
-        raise TrainingError(f"--data: {number:.0f} tokens are outside --vocab-size {size}")
 
 
 def learning_rate(step, steps, warmup, peak):
@@ -1295,22 +1284,16 @@ def commit(path, run):
         (path / "run.json").write_text(json.dumps(run, indent=4))
         os.sync()
         path.rename(path.with_suffix(""))
-        for old in complete_checkpoints(path.parent)[:-KEPT]:
+        for old in checkpoints_of(path.parent)[:-KEPT]:
             old.rename(old.with_suffix(".partial"))  # half of it is no checkpoint
-            shutil.rmtree(old.with_suffix(".partial"), ignore_errors=True)
+        for old in path.parent.glob("step_*.partial"):  # and what killed saves left
+            shutil.rmtree(old, ignore_errors=True)
 
 
-def complete_checkpoints(folder):
-    """Those in a folder, the last step last."""
-    return sorted(path for path in Path(folder).glob("step_*") if path.name[5:].isdecimal())
-
-
-def latest(folder):
-    """The last checkpoint of a folder, or None. Makes it, and removes what killed saves left."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for partial in Path(folder).glob("step_*.partial"):
-        shutil.rmtree(partial, ignore_errors=True)
-    return next(reversed(complete_checkpoints(folder)), None)
+def checkpoints_of(folder):
+    """Those in a folder, which is made if it is not there, the last step last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return sorted(path for path in folder.glob("step_*") if path.name[5:].isdecimal())
 
 
 def load(trainer, path):
@@ -1406,8 +1389,10 @@ class Log:
     def step(self, metrics, seconds):
         """A step's metrics; it took so long."""
         step, args = self.trainer.steps_done, self.trainer.args
-        speed = args.batch_size * args.seq_len / seconds
-        memory = peak_memory_mb(self.trainer.device)
+        speed, device = args.batch_size * args.seq_len / seconds, self.trainer.device
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # MB, at most
+        if device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(device) / 2**20
         self.write({"step": step, **metrics, "tokens_per_s": speed, "memory_mb": memory})
         tflops = speed / args.world_size * self.flops / 1e12
         mfu = f", MFU {tflops / self.peak:.1%}" if self.peak else ""
@@ -1455,13 +1440,6 @@ def peak_tflops(args, device):
     return next((peaks[args.dtype] for part, peaks in PEAKS.items() if part in name), None)
 
 
-def peak_memory_mb(device):
-    """Most memory this process ever held: on the GPU, or resident on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-
-
 def complain(sentence):
     """On stderr, in one write, which another process's line cannot cut in two."""
     print(f"{Path(sys.argv[0]).name}: {sentence}\n", end="", file=sys.stderr, flush=True)
@@ -1485,7 +1463,7 @@ def evaluate(trainer, data, batches=8):
         rows = trainer.own_rows()
         found = trainer.run(trainer.evaluation, inputs[rows], targets[rows])
         loss, num_outside = torch.stack(found).tolist()
-        refuse_outside(args, num_outside)
+        trainer.refuse(num_outside)
         total += loss * counted
         count += counted
     if not math.isfinite(total):
@@ -1534,6 +1512,16 @@ def logits_at(trainer, position, logits):
     return whole.cpu()
 
 
+def go_on(trainer, folder):
+    """From the folder's last checkpoint, if any; SIGTERM now ends the training after a save."""
+    paths, *_ = gather_objects(on_all_ranks(checkpoints_of, folder))
+    if paths:
+        load(trainer, paths[-1])
+        if dist.get_rank() == 0:
+            print(f"goes on from {paths[-1]}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "sigterm", True))
+
+
 def train(args, device):
     """Steps from the first, or the last checkpoint's, on; then validation and a sample. Collective.
 
@@ -1543,7 +1531,7 @@ def train(args, device):
     data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size)
     trainer = Trainer(args, make_mesh(args), device)
     if args.checkpoint:
-        go_on(trainer)
+        go_on(trainer, Path(args.checkpoint))
     log, first = Log(trainer), trainer.steps_done
     for step in range(first, args.steps):
         began = time.perf_counter()
@@ -1575,14 +1563,6 @@ def prompt_of(args, data):
     return list(os.fsencode(args.prompt)) if data.is_text else [*map(int, args.prompt.split(","))]
 
 
-def go_on(trainer):
-    """From the last checkpoint, if there is one; SIGTERM now ends the training after a save."""
-    path, *_ = gather_objects(on_all_ranks(latest, trainer.args.checkpoint))
-    if path:
-        load(trainer, path)
-        if dist.get_rank() == 0:
-            print(f"goes on from {path}", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "sigterm", True))
 
 
 # ---- one process ---------------------------------------------------------------------------------
@@ -1648,7 +1628,7 @@ def main(argv=None, work=train):
         say(f"error: {error}")
         if "RANK" in variables:  # nobody leaves, and has the launcher end all, before rank 0 spoke
             join(rank, world_size, None, "gloo", 30)
-            leave(2)
+            barrier()
         return 2
     join(rank, world_size, device, backend, args.timeout)
     if args.dtype == "tf32":
@@ -1656,14 +1636,10 @@ def main(argv=None, work=train):
     if per_node % args.tp:
         say(f"warning: --tp {args.tp} spans nodes: every layer waits for the links between")
     try:
-        return leave(work(args, device) or 0)
+        status = work(args, device) or 0
     except TrainingError as error:
         say(f"error: {error}")
-        return leave(error.status)
-
-
-def leave(status):
-    """Leave the other processes; returns the status."""
+        status = error.status
     barrier()  # nobody closes its connections while another still uses them
     dist.destroy_process_group()
     return status

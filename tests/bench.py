@@ -662,9 +662,9 @@ LAYOUTS = {  # flags of both: {of two processes: the aim, times one process}
 def _training(flags, mesh=None):
     """A step of hybrid on this rank's rows; a mesh that is given is of this rank alone."""
     sizes = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in SMALL_GPT.items())
-    args = hybrid.parse_args(f"{sizes} {flags}".split(), 1 if mesh else dist.get_world_size())
-    trainer = hybrid.Trainer(args, mesh or hybrid.mesh_of(args), torch.device("cpu"))
-    tokens = torch.randint(256, (args.batch_size, args.seq_len + 1))[trainer.local_rows()]
+    args = hybrid.parse(f"{sizes} {flags}".split(), 1 if mesh else dist.get_world_size())
+    trainer = hybrid.Trainer(args, mesh or hybrid.make_mesh(args), torch.device("cpu"))
+    tokens = torch.randint(256, (args.batch_size, args.seq_len + 1))[trainer.own_rows()]
     return trainer, partial(trainer.step, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
@@ -699,7 +699,8 @@ def _on_first_rank(step):
 def _time_layouts(flags, layouts, rounds):
     """Seconds of a step of layouts, and of one process: ours, torch.nn's, two with half each."""
     contenders = {layout: _training(f"{flags} {layout}")[1] for layout in layouts}
-    mesh = [hybrid.Mesh(*[dist.new_group([r])] * 13) for r in range(2)][dist.get_rank()]
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    mesh = hybrid.Mesh(**dict.fromkeys(hybrid.slices_of(1, 1, 1, 1), alone))
     trainer, step = _training(flags, mesh)
     half = f"{flags} --batch-size {trainer.args.batch_size // 2}"
     contenders |= {
@@ -795,7 +796,8 @@ def _time_gpt(device, rounds):
     """Seconds of a step: hybrid's, and nanoGPT's recipe, as it is and compiled."""
     flags = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in GPT_350M.items())
     flags += f" --batch-size {SEQUENCES} --microbatches 1 --dtype bf16"
-    trainer = hybrid.Trainer(hybrid.parse_args(flags.split(), 1), hybrid.make_mesh(), device)
+    args = hybrid.parse(flags.split(), 1)
+    trainer = hybrid.Trainer(args, hybrid.make_mesh(args), device)
     tokens = torch.randint(GPT_350M["vocab_size"], (SEQUENCES, GPT_350M["seq_len"] + 1))
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

@@ -319,7 +319,7 @@ def _patches(watch):
 
 def _hybrid_step(args, device):
     with patch.object(hybrid, "barrier"), unset_fake_temporarily():  # a group's is a real tensor
-        mesh = hybrid.mesh_of(args)
+        mesh = hybrid.make_mesh(args)
     trainer = hybrid.Trainer(args, mesh, device)
     tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
     return lambda: trainer.step(tokens, tokens)
@@ -356,7 +356,8 @@ def count_step(world_size, rank, what):
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
         stage = int(what[5:]) if what.startswith("zero ") else None
-        args = hybrid.parse_args([] if stage else what.split(), world_size)
+        per_node = world_size // 2 if "--topk-nodes" in what else None
+        args = hybrid.parse([] if stage else what.split(), world_size, per_node)
         watch, device = Watch(args), torch.device("cuda", 0)
         for patched in _patches(watch):
             stack.enter_context(patched)

@@ -64,7 +64,7 @@ def _train(flags, folder, dtype=torch.float64, prepare=lambda _: None):
     data = hybrid.Data(*np.random.default_rng(1).integers(0, V, (2, 500)), is_text=False)
     prepare(trainer)
     with redirect_stdout(io.StringIO()):
-        hybrid.go_on(trainer)
+        hybrid.go_on(trainer, folder)
     if trainer.steps_done:
         hybrid.save(trainer, folder / "again")
     for step in range(trainer.steps_done, args.steps):
@@ -299,10 +299,12 @@ def test_a_damaged_checkpoint_ends_all_ranks_with_a_line_that_names_it(
 def test_a_checkpoint_of_another_model_is_refused_by_names_and_values(flags, named, tmp_path):
     folder = tmp_path / "own"
     _train("", folder)
-    (folder / "step_00000006.partial").mkdir()  # what a killed save leaves
     named = named.format(folder / "step_00000004")
     assert _end(flags, folder)[0] == (2, named)
     assert _complete(folder) == ["step_00000002", "step_00000004"]
+    (folder / "step_00000003.partial").mkdir()  # what a killed save leaves
+    _train("--steps 6", folder)
+    assert _complete(folder) == ["again", "step_00000004", "step_00000006"]
 
 
 # ---- under torchrun ------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def _losses_of_40_steps(device, flags):
     args = trainer.args
     data = hybrid.load_data(str(PROJECT / "collectives.py"), args.seq_len)
     for step in range(40):
-        batch = data.batch(step, args.batch_size, args.seq_len, 0, trainer.local_rows())
+        batch = data.batch(step, args.batch_size, args.seq_len, 0, trainer.own_rows())
         losses.append(trainer.step(*batch)["loss"])
     return statistics.mean(losses[-5:])
 

