@@ -55,25 +55,24 @@ def sizes_of(world_size):
 
 
 def layouts(world_size, per_node, more=(), count=24):
-    """Valid ones, as (flags, processes of a node). more: flags that they all have.
-
-    A draw is taken if it has a choice that none has yet; later, one that few have.
-    """
-    random, seen, found, attempts = Random(0), Counter(), [], 0
+    """Valid ones, (flags, processes of a node): of 50 draws each time that of which most has been
+    seen least. more: flags that they all have."""
+    random, seen, found = Random(0), Counter(), []
     while len(found) < count:
-        flags, nodes = draw(random, world_size), random.choice((1, 2))
-        words, choices = " ".join(flags).split(), [*flags, nodes]
-        attempts += 1
-        if min(seen[choice] for choice in choices) <= attempts // 1000 and per_node % nodes == 0:
+        drawn = [draw(random, world_size) for _ in range(50)]
+        drawn.sort(key=lambda choices: -sum(0.5 ** seen[choice] for choice in choices))
+        for *flags, (nodes, last) in drawn:
+            words, ranks = " ".join(flags).split(), per_node // nodes or 1
             with suppress(ValueError):
-                hybrid.parse([*sizes_of(world_size), *words, *more], world_size, per_node // nodes)
-                found.append((words, per_node // nodes))
-                seen.update(choices)
+                hybrid.parse([*sizes_of(world_size), *words, *more], world_size, ranks)
+                found.append((words, ranks))
+                seen.update([*flags, (nodes, last)])
+                break
     return found
 
 
 def draw(random, world_size):
-    """The flags of a layout, which may not be valid."""
+    """The flags of a layout, which may not be valid, and its nodes, with the last flag."""
     degrees, left, pick = dict.fromkeys(("pp", "dp", "cp", "tp")), world_size, random.choice
     for axis in random.sample(list(degrees), 4):
         degrees[axis] = pick([d for d in range(1, left + 1) if left % d == 0])
@@ -94,8 +93,9 @@ def draw(random, world_size):
     if top_k := pick((0, 1, 2, 3)):
         flags |= {"experts": world_size * math.ceil(4 / world_size), "top_k": top_k}
         flags |= {"balance": pick(("aux", "bias", "none")), "shared_experts": pick((0, 1))}
-        flags |= {"ep": pick((1, 2, 4, 8)), "moe_every": min(flags["layers"], pick((1, 2)))}
-    return [hybrid.as_typed(*flag) for flag in flags.items() if flag[1] is not None]
+        flags |= {"moe_every": min(flags["layers"], pick((1, 2))), "ep": pick((1, 2, 4, 8))}
+    typed = [hybrid.as_typed(*flag) for flag in flags.items() if flag[1] is not None]
+    return [*typed, (pick((1, 2)), typed[-1])]
 
 
 def batch_of(args, step, rows=slice(None)):
