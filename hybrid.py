@@ -68,8 +68,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from collectives import (
-    ReduceOp, all_reduce, barrier, broadcast, gather_from_group, gather_objects,
-    rank_and_size, report_stalls, scatter_to_group, schedule_as_batch, set_backend_collectives,
+    ReduceOp, all_reduce, barrier, broadcast, gather_objects,
+    rank_and_size, report_stalls, schedule_as_batch, set_backend_collectives,
     set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
@@ -81,9 +81,9 @@ from sequence_parallel import (
     allgather_attention, context_positions, dropout, recompute, ring_attention, ulysses_attention,
 )
 from tensor_parallel import (
-    ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, ShardedRandomState,
-    VocabParallelEmbedding, attention, is_sharded, mark_partial, parallel_linear, part_of,
-    sum_partial_gradients, unique_ranges, views_in_whole, vocab_parallel_cross_entropy,
+    ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
+    VocabParallelEmbedding, attention, mark_partial, parallel_linear, part_of, partial_parameters,
+    rows_held, shards_of, sum_partial_gradients, views_in_whole, vocab_parallel_cross_entropy,
 )
 from zero import FullyShardedDataParallel
 
@@ -738,43 +738,25 @@ def _residual_dropout(module, x):
         return dropout(x, config.dropout, module.training)
 
 
-class ParallelMoE(MoE):
-    """Experts whose tokens are dealt out to the ranks of tp, (T, B, D) -> (T, B, D).
-
-    With sequence parallelism they are already.
-    """
-
-    def __init__(self, config, mesh, num_microbatches):
-        balance, z = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
-        nodes = (mesh.node_group, mesh.cross_group) if mesh.cross_group else None
-        super().__init__(
-            config.hidden,
-            config.mlp_width,
-            config.experts,
-            top_k=config.top_k,
-            group=mesh.ep_group,
-            capacity_factor=config.capacity_factor,
-            shared_experts=config.shared_experts,
-            balance_coefficient=balance,
-            z_coefficient=z,
-            loss_scale=1 / num_microbatches,
-            balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
-            nodes=nodes,
-            n_group=dist.get_world_size(mesh.cross_group) if nodes else 1,
-            topk_group=config.topk_nodes,
-            score="sigmoid" if config.balance == "bias" else "softmax",
-        )
-        self.tp_group, self.split = mesh.tp_group, not config.sequence_parallel
-        mark_partial(self)
-
-    def forward(self, x):
-        if not self.split:
-            return super().forward(x)
-        own = scatter_to_group(x, 0, self.tp_group)
-        return gather_from_group(super().forward(own), 0, self.tp_group)
-
-    def _fault(self, logits):
-        """None: what is not finite reaches the loss, and stops all ranks, not those of ep only."""
+def make_moe(config, mesh, num_microbatches):
+    """A mixture of experts in place of an MLP, (T, B, D) -> (T, B, D)."""
+    balance, z = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
+    nodes = (mesh.node_group, mesh.cross_group) if mesh.cross_group else None
+    layer = MoE(
+        *(config.hidden, config.mlp_width, config.experts, config.top_k, mesh.ep_group),
+        tp_group=None if config.sequence_parallel else mesh.tp_group,  # deals out the tokens
+        capacity_factor=config.capacity_factor,
+        shared_experts=config.shared_experts,
+        balance_coefficient=balance,
+        z_coefficient=z,
+        loss_scale=1 / num_microbatches,
+        balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
+        nodes=nodes,
+        n_group=dist.get_world_size(mesh.cross_group) if nodes else 1,
+        topk_group=config.topk_nodes,
+        score="sigmoid" if config.balance == "bias" else "softmax",
+    )
+    return mark_partial(layer)
 
 
 # ---- initial values ------------------------------------------------------------------------------
@@ -783,8 +765,9 @@ class ParallelMoE(MoE):
 @torch.no_grad()
 def initialize(model, layers, seed, ep_group=None):
     """Fill this rank's part of every parameter, and zero the buffers: the biases of routers."""
+    shards = shards_of(model)
     for name, parameter in model.named_parameters():
-        dim, parts, _ = rows_held(name, parameter, ep_group, model.tp_group)
+        dim, parts, _ = rows_of(name, parameter, shards, ep_group, model.tp_group)
         name = name.replace("lm_head", "transformer.wte")  # to which it is tied
         for (first, _), part in zip(parts, parameter.split([rows for _, rows in parts], dim)):
             part.copy_(initial_value(name, part.shape, layers, seed, first))
@@ -792,20 +775,12 @@ def initialize(model, layers, seed, ep_group=None):
         buffer.zero_()
 
 
-def rows_held(name, parameter, ep_group, tp_group):
-    """This rank's part of a parameter: (dim, [(first row in the whole, rows)], rows of the whole).
-
-    Where dim is 1 the rows are columns.
-    """
-    rows = part_of(parameter)[0][0]
+def rows_of(name, parameter, shards, ep_group, tp_group):
+    """What rows_held() says: experts are split over ep, what has a Shard over tp."""
     if is_expert(name):
-        rank, ep = rank_and_size(ep_group)
-        return 0, [(rank * rows, rows)], ep * rows
-    if is_sharded(parameter):
-        shard = parameter.shard
-        parts = shard.rows_of(*rank_and_size(tp_group))
-        return shard.dim, parts, sum(rows for rows, _ in shard.blocks)
-    return 0, [(0, rows)], rows
+        experts = part_of(parameter)[0][0] * dist.get_world_size(ep_group)
+        return rows_held(parameter, Shard(0, (experts,)), ep_group)
+    return rows_held(parameter, shards.get(name), tp_group)
 
 
 def initial_value(name, shape, layers, seed, first=0):
@@ -884,6 +859,7 @@ class Trainer:
             self.positions = context_positions(args.seq_len, mesh.cp_group)
         put_off = WeightGradStore()
         self.chunks = make_chunks(self, schedule.routes, put_off)
+        self.shards = {name: of for chunk in self.chunks for name, of in shards_of(chunk).items()}
         named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
         self.dense = [parameter for name, parameter in named if not is_expert(name)]
         self.experts = [parameter for name, parameter in named if is_expert(name)]
@@ -966,9 +942,12 @@ class Trainer:
         Those are DualPipe's replicas, what tensor-parallel ranks use for a part of the sequence,
         and the tied embedding and head.
         """
-        first = self.steps_done == 0
-        sum_partial_gradients(self.dense, self.mesh.tp_group, check=first)
-        sum_partial_gradients(self.experts, self.mesh.expert_tp_group, check=first)
+        first, experts = self.steps_done == 0, set(self.experts)
+        partial = [parameter for chunk in self.chunks for parameter in partial_parameters(chunk)]
+        dense = [parameter for parameter in partial if parameter not in experts]
+        sum_partial_gradients(dense, self.mesh.tp_group, check=first)
+        of_experts = [parameter for parameter in partial if parameter in experts]
+        sum_partial_gradients(of_experts, self.mesh.expert_tp_group, check=first)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
         weights = [chunk.tied_weight() for chunk in self.chunks]
@@ -986,14 +965,12 @@ class Trainer:
         mesh, experts = self.mesh, []
         dense = [torch.zeros(0, device=self.device)]  # a stage may have nothing that counts
         for name, parameter in (pair for c in own_chunks(self) for pair in c.named_parameters()):
-            (_, first), piece = part_of(parameter), parameter.grad.view(-1)
             if is_expert(name):
-                experts.append(piece)
-            elif name != "lm_head.weight":  # a copy of the embedding
-                dense.extend(
-                    piece[max(0, begin - first) : max(0, end - first)]
-                    for begin, end in unique_ranges(parameter, mesh.tp_group)
-                )
+                experts.append(parameter.grad)
+            elif name == "lm_head.weight":  # a copy of the embedding
+                continue
+            elif name in self.shards or dist.get_rank(mesh.tp_group) == 0:  # others have copies
+                dense.append(parameter.grad)
         shards, expert_shards = [], []  # the groups over which there are other pieces
         if self.args.zero:
             shards, expert_shards = [mesh.shard_group], [mesh.expert_shard_group]
@@ -1096,7 +1073,7 @@ def make_chunks(trainer, routes, put_off):
                 defer=put_off,
                 positions=trainer.positions.to(device),
                 attention_fn=across if args.cp > 1 else attention,
-                moe=partial(ParallelMoE, trainer.config, mesh, args.microbatches),
+                moe=partial(make_moe, trainer.config, mesh, args.microbatches),
             )
         for module in chunk.modules():  # each once, though the head is the embedding
             module.to_empty(device=device, recurse=False)
@@ -1119,7 +1096,6 @@ def wrap(trainer):
             process_group=mesh.dp_cp_group,
             broadcast_buffers=False,
             gradient_divide_factor=1,  # the loss has its global divisor already
-            rebuild_buckets=False,  # after a restart sums have the same order
             wait_in_backward=False,
             groups=dict.fromkeys(experts, mesh.expert_dp_group),
         )
@@ -1132,12 +1108,15 @@ def wrap(trainer):
         param_dtype=torch.bfloat16 if bf16 else None,
         reduce_dtype=torch.float32 if bf16 else None,
         gradient_divide_factor=1,
-        keep_unsharded=args.zero < 3,
+        stage=args.zero,
         wait_in_backward=False,
         groups=dict.fromkeys(
             experts, (mesh.expert_shard_group, if_several(mesh.expert_replicate_group))
         ),
     )
+    for chunk in chunks:
+        for name in shards_of(chunk):  # in rows of their own: what tp ranks have alike is cut alike
+            chunk.get_parameter(name).sharded = True
     return [shard(chunk, units=chunk.transformer["h"].values()) for chunk in chunks]
 
 
@@ -1247,8 +1226,8 @@ def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
     for name, own in (pair for c in chunks or own_chunks(trainer) for pair in named(c)):
         tensor, first = value(own), part_of(own)[1]
         if tensor is not None and (chunks or name != "lm_head.weight"):
-            rows = rows_held(name, own, mesh.ep_group, mesh.tp_group)
-            boxes = views_in_whole(own, tensor, [(first, first + own.numel())], *rows)
+            rows = rows_of(name, own, trainer.shards, mesh.ep_group, mesh.tp_group)
+            boxes = views_in_whole(own, tensor, first, first + own.numel(), rows)
             found[name.replace("lm_head", "transformer.wte")] = Boxes(tensor.dtype, *boxes)
     return found
 

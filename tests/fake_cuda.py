@@ -53,7 +53,7 @@ import collectives
 import hybrid
 import pipeline
 from gpu_counts import Stream, as_on_nccl
-from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
+from zero import FullyShardedDataParallel
 
 # ---- outside -------------------------------------------------------------------------------------
 
@@ -328,20 +328,15 @@ def _hybrid_step(args, device):
 def _zero_step(stage, device, D=1024):
     """A step of a stack of layers under ZeRO."""
     model = torch.nn.Sequential(*[torch.nn.Linear(D, D) for _ in range(4)])
-    adamw = torch.optim.AdamW
     model.to(device)
-    if stage == 3:
-        model = FullyShardedDataParallel(model, units=model)
-        optimizer = adamw(model.parameters(), fused=True)
-    else:
-        options = {"shard_gradients": stage == 2, "fused": True}
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), adamw, **options)
-    x, clips = torch.zeros(8, D, device=device), model if stage == 3 else optimizer
+    model, x = FullyShardedDataParallel(model, units=model, stage=stage), torch.zeros(8, D)
+    optimizer, x = torch.optim.AdamW(model.parameters(), fused=True), x.to(device)
 
     def step():
         model(x).square().mean().backward()
-        clips.clip_grad_norm_(1.0)
+        model.clip_grad_norm_(1.0)
         optimizer.step()
+        model.reshard()
         optimizer.zero_grad()
 
     return step

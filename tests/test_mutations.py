@@ -237,11 +237,11 @@ MUTATIONS = {  # number of the trap, and the wrong line -> ranks, layout, patch
     ),
     "12: losses of balance are added once per microbatch": (
         *(1, "--experts 4 --microbatches 2"),
-        put(hybrid, "ParallelMoE", lambda right: lambda config, mesh, m: right(config, mesh, 1)),
+        put(hybrid, "make_moe", lambda right: lambda config, mesh, m: right(config, mesh, 1)),
     ),
     "12: losses of balance are of this rank's tokens": (
         *(2, "--dp 2 --experts 4"),
-        put(hybrid, "ParallelMoE", lambda right: lambda *a: alone(right(*a))),
+        put(hybrid, "make_moe", lambda right: lambda *a: alone(right(*a))),
     ),
     "13: a W is left undone": (
         *(2, "--pp 2 --schedule zb-h1"),
