@@ -12,29 +12,27 @@ is full:
     backward      | layer 4 | layer 3 | layer 2 | layer 1 |
     network                 | bucket 0: 4, 3 ...| bucket 1: 2, 1 |   only the end costs time
 
-Cost of a step on P ranks: each sends 2(P-1)/P bytes per byte of gradient (the cost of an
-all-reduce, see collectives.py), in as many all-reduces as there are buckets.
+A step sends, from each of P ranks, 2(P-1)/P bytes per byte of gradient (the cost of an all-reduce,
+see collectives.py), in as many all-reduces as there are buckets. Each rank holds everything: all
+parameters, all gradients, which lie in the buckets, and the optimizer's state of all of them.
+zero.py shares those out.
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
     torchrun --nproc-per-node 4 ddp.py      claimed and counted bytes; the error against one process
 """
 
-import copy
 import weakref
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import deque
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
-from types import ModuleType
 
 import torch
 from torch import nn
 
 from collectives import (
-    ALIGNMENT, ReduceOp, all_gather_single, all_reduce, all_reduce_bytes, broadcast,
-    check_parameters, count_bytes, dist, gather_objects, rank_and_size, run_ranks,
+    ALIGNMENT, ReduceOp, all_reduce, all_reduce_bytes, broadcast, check_parameters, count_bytes,
+    dist, rank_and_size, run_ranks,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------
@@ -81,23 +79,23 @@ class Bucket:
         self.waiting = set(self.parameters)
 
 
-# ---- tensors in one row --------------------------------------------------------------------------
+# ---- tensors in one flat tensor ------------------------------------------------------------------
 
 
 def _aligned(elements):
-    """The next multiple of 64: 128 bytes of the smallest dtype, 16 bits, that a row may have."""
+    """The next multiple of 64 elements, which are 128 bytes or more of any dtype of 16 bits up."""
     unit = ALIGNMENT // 2
     return -(-elements // unit) * unit
 
 
 class FlatLayout:
-    """Where tensors lie in one row of elements, which is padded to `shards` equal parts.
+    """Where tensors lie in one flat tensor, which is padded to `shards` equal parts.
 
         | weight              |    | bias | | weight            |         |
         | shard 0            | shard 1            | shard 2             |       shards = 3
 
     Tensors and shards begin on multiples of 64 elements: less than 64 of padding follow a tensor,
-    and 64 for each shard but one, at most, the row.
+    and 64 for each shard but one, at most, all of them.
     """
 
     def __init__(self, tensors, shards=1):
@@ -110,20 +108,20 @@ class FlatLayout:
         self.length = self._edges[-1] = shards * self.shard_size
 
     def _split(self, part, begin):
-        """The elements of each tensor and each padding, in turn, in a part of a row."""
+        """The elements of each tensor and each padding, in turn, in a part of a flat tensor."""
         edges = [min(max(0, edge - begin), len(part)) for edge in self._edges]
         return part.split([end - begin for begin, end in pairwise(edges)])
 
-    def views(self, row):
-        """Each tensor's elements of a row, in its shape."""
-        return [part.view(shape) for part, shape in zip(self._split(row, 0)[::2], self.shapes)]
+    def views(self, flat):
+        """Each tensor's elements of a flat one, in its shape."""
+        return [part.view(shape) for part, shape in zip(self._split(flat, 0)[::2], self.shapes)]
 
     def pack(self, tensors):
-        """The tensors in a new row, with zeros for padding."""
-        row = tensors[0].new_zeros(self.length)
-        for view, tensor in zip(self.views(row), tensors):
+        """The tensors in a new flat one, with zeros for padding."""
+        flat = tensors[0].new_zeros(self.length)
+        for view, tensor in zip(self.views(flat), tensors):
             view.copy_(tensor.detach())
-        return row
+        return flat
 
     def ranges(self, rank):
         """[(begin, end)]: what shard `rank` holds of each tensor, flattened; maybe nothing."""
@@ -140,14 +138,18 @@ class FlatLayout:
 
 
 def gradient_bytes(parameter):
-    """Bytes that a parameter's gradient takes in a row."""
+    """Bytes that a parameter's gradient takes in a bucket."""
     return FlatLayout([parameter]).length * grad_dtype(parameter).itemsize
 
 
-def fill_buckets(parameters, cap_bytes, kind=lambda parameter: parameter.dtype):
+# ---- gradients in buckets ------------------------------------------------------------------------
+
+
+def fill_buckets(parameters, cap_bytes, kind):
     """Lists of parameters whose gradients travel together, in the order in which they are complete.
 
-    Each is of one kind, by default dtype, and of at most `cap_bytes` of gradients, or of one.
+    parameters: in the order in which backward comes to them. kind(parameter): those of a bucket
+    have the same. A bucket has at most `cap_bytes` of gradients, or one parameter.
     """
     filling, full, nbytes = {}, [], {p: gradient_bytes(p) for p in parameters}
     for parameter in parameters:
@@ -156,237 +158,50 @@ def fill_buckets(parameters, cap_bytes, kind=lambda parameter: parameter.dtype):
             full.append(bucket)
             bucket = filling[kind(parameter)] = []
         bucket.append(parameter)
-    place = {parameter: i for i, parameter in enumerate(parameters)}
-    return sorted(full + list(filling.values()), key=lambda bucket: place[bucket[-1]])
-
-
-# ---- one order of launches -----------------------------------------------------------------------
-
-
-class Reducer:
-    """Launches buckets while backward runs: each once it is full, in one order on every rank.
-
-    Autograd may finish gradients in another order on each rank, but collectives must be called in
-    the same one: a full bucket waits for those before it.
-
-    launch: starts to sum a bucket, which is anything with `parameters`, over the ranks.
-    """
-
-    def __init__(self, launch):
-        self.launch = launch
-
-    def begin(self, buckets):
-        """A backward pass begins, in which a bucket waits for all of its parameters."""
-        self.queue, self.waiting = deque(), {}
-        for bucket in buckets:
-            waiting = set(bucket.parameters)
-            self.queue.append((bucket, waiting))
-            self.waiting |= dict.fromkeys(bucket.parameters, waiting)
-
-    def waits_for(self, parameter):
-        return parameter in self.waiting[parameter]
-
-    def mark_ready(self, parameter):
-        """Nothing more will be added to its gradient in this pass."""
-        self.waiting[parameter].discard(parameter)
-        while self.queue and not self.queue[0][1]:
-            self.launch(self.queue.popleft()[0])
-
-    def finish(self):
-        """The pass is over: what has no gradient by now gets none."""
-        while self.queue:
-            self.launch(self.queue.popleft()[0])
-
-
-# ---- gradients in buckets ------------------------------------------------------------------------
+    position = {parameter: i for i, parameter in enumerate(parameters)}
+    return sorted(full + list(filling.values()), key=lambda bucket: position[bucket[-1]])
 
 
 class GradBucket:
-    """Gradients that travel together: each is a view into one flat buffer."""
+    """Gradients that travel together: each is a view of one flat tensor.
 
-    def __init__(self, parameters, with_flags, group):
-        self.parameters, self.group, layout = parameters, group, FlatLayout(parameters)
-        flags = len(parameters) if with_flags else 0  # per parameter: how many ranks have used it
-        dtype = grad_dtype(parameters[0])
-        self.buffer = parameters[0].new_zeros(layout.length + flags, dtype=dtype)
-        self.flags = self.buffer[layout.length :]
-        # in the order in memory that the parameters have, as fused optimizers expect
-        strides = [torch.empty_like(p, device="meta").stride() for p in parameters]
-        self.views = [
-            view.as_strided(view.shape, stride)
-            for view, stride in zip(layout.views(self.buffer[: layout.length]), strides)
-        ]
-        self.sum = self.work = None
-
-    def reset(self):
-        if self.work is not None:  # of a pass that has failed: it writes into the buffer
-            self.work.wait()
-        self.flags.fill_(1)
-
-    def reduce(self, dtype):
-        dtype = dtype if dtype and self.buffer.is_floating_point() else self.buffer.dtype
-        self.sum = self.buffer.to(dtype)  # the buffer itself, or a copy
-        self.work = all_reduce(self.sum, group=self.group, async_op=True)
-
-    def finish(self):
-        self.work.wait()
-        if self.sum is not self.buffer:
-            self.buffer.copy_(self.sum)
-        self.sum = self.work = None
-
-
-class BucketedGradients:
-    """Gradients as views into buckets, from the first copy to their sum over the ranks.
-
-    wrapper: the DistributedDataParallel whose gradients they are, and whose options it goes by.
-
-    reducing: whether a pass is on that ends in sums.
-    names, order: {parameter: its name}; the parameters, as the buckets were filled.
-    place: {parameter: (its bucket, its number there)}.
-    ready_order: the parameters as their gradients came, for the one new filling; then None.
-    unused, sums: in this pass, names without gradient; {name: sum of its gradient}, to be finite.
+    missing: the parameters whose gradients it waits for in this pass.
     """
 
-    def __init__(self, wrapper):
-        self.options, named = wrapper, wrapper.module.named_parameters()
-        self.names = {parameter: name for name, parameter in named if parameter.requires_grad}
-        self.reducer = Reducer(lambda bucket: bucket.reduce(wrapper.reduce_dtype))
-        self.reducing, self.ready_order = False, [] if wrapper.rebuild_buckets else None
-        # Backward runs from the last layer to the first, which is the order buckets should fill in.
-        self.fill(list(self.names)[::-1])
+    def __init__(self, parameters, group):
+        self.parameters, self.group, self.missing = parameters, group, set()
+        layout = FlatLayout(parameters)
+        self.flat = parameters[0].new_zeros(layout.length, dtype=grad_dtype(parameters[0]))
+        # in the order in memory that the parameters have, as fused optimizers expect
+        strides = [torch.empty_like(p, device="meta").stride() for p in parameters]
+        self.views = {
+            parameter: view.as_strided(view.shape, stride)
+            for parameter, view, stride in zip(parameters, layout.views(self.flat), strides)
+        }
 
-    def fill(self, order):
-        """Make the buckets, in the given order; gradients that exist move into them."""
-        group_of, with_flags = self.options.group_of, self.options.find_unused_parameters
-        kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
-        self.order, self.place = order, {}
-        self.buckets = [
-            GradBucket(parameters, with_flags, group_of(parameters[0]))
-            for parameters in fill_buckets(order, int(self.options.bucket_cap_mb * 2**20), kind)
-        ]
-        for bucket in self.buckets:
-            for i, parameter in enumerate(bucket.parameters):
-                self.place[parameter] = bucket, i
-                if parameter.grad is not None:
-                    parameter.grad = bucket.views[i].copy_(parameter.grad)
-
-    def begin(self, awaited):
-        """Reduce gradients of `awaited`, each once backward has added to it; others as they are."""
-        self.reducing, self.sums, self.unused = True, {}, []
-        for bucket in self.buckets:
-            bucket.reset()
-        self.reducer.begin(self.buckets)
-        self.complete(self.names.keys() - set(awaited))
-
-    @torch.no_grad()
-    def complete(self, parameters):
-        """Reduce these as they are: nothing more will be added to them."""
-        for parameter in self.place:
-            if parameter in parameters and self.reducer.waits_for(parameter):
-                if parameter.grad is None:
-                    self.unused.append(self.names[parameter])
-                self.mark_ready(parameter)
-
-    def check(self, parameter):
-        gradient, name = parameter.grad, self.names[parameter]
-        if gradient is not None and (gradient.requires_grad or gradient.is_sparse):
-            what = "sparse" if gradient.is_sparse else "part of a graph (create_graph=True)"
-            raise RuntimeError(f"the gradient of {name!r} is {what}, which is not reduced")
-
-    def gradient_came(self, parameter):
-        """Backward has added to a gradient."""
-        if not self.reducing:
-            self.copy_to_bucket(parameter, 1)
-            return
-        if not self.reducer.waits_for(parameter):
-            name = self.names[parameter]
-            raise RuntimeError(f"parameter {name!r} got two gradients in one backward pass")
-        if self.ready_order is not None:
-            self.ready_order.append(parameter)
-        self.mark_ready(parameter)
-
-    def mark_ready(self, parameter):
-        bucket, i = self.place[parameter]
-        if parameter.grad is None and self.options.find_unused_parameters:
-            bucket.flags[i].zero_()
-        self.copy_to_bucket(parameter, self.options.gradient_divide_factor)
-        self.reducer.mark_ready(parameter)
-
-    def copy_to_bucket(self, parameter, factor):
-        """Divide the gradient, into its bucket."""
-        bucket, i = self.place[parameter]
-        view = bucket.views[i]
+    def take(self, parameter, divisor=1):
+        """Have its gradient, divided, be the view; zeros, if there is none."""
+        view = self.views[parameter]
         if parameter.grad is None:
             view.zero_()
         elif parameter.grad is not view:
-            torch.div(parameter.grad, factor, out=view)
-        elif factor != 1:  # autograd has added to it in place
-            view.div_(factor)
+            torch.div(parameter.grad, divisor, out=view)
+        elif divisor != 1:  # autograd has added to it in place
+            view.div_(divisor)
         parameter.grad = view
-        if self.options.error_if_nonfinite and self.reducing:
-            self.sums[self.names[parameter]] = float64_sum(view)
 
-    @torch.no_grad()
-    def finish(self):
-        """Wait for all sums. Errors come after them, so that no other rank is left waiting."""
-        taken = []
-        for bucket in self.buckets:
-            bucket.finish()
-            for parameter, view in zip(bucket.parameters, bucket.views):
-                if parameter.grad is not view:
-                    taken.append(self.names[parameter])
-        if self.options.find_unused_parameters:
-            self._drop_unused()
-        self.reducing = False
-        if self.ready_order is not None:
-            self._rebuild()
-        self._raise_errors(taken)
-
-    def _drop_unused(self):
-        flags = torch.cat([bucket.flags for bucket in self.buckets]).tolist()
-        for parameter, used in zip(self.place, flags):
-            if not used:
-                parameter.grad = None
-
-    def _rebuild(self):
-        """Once, refill the buckets in the order in which gradients came on the first rank."""
-        number = {parameter: i for i, parameter in enumerate(self.order)}
-        order = [number[parameter] for parameter in dict.fromkeys(self.ready_order + self.order)]
-        numbers = torch.tensor(order, device=self.order[0].device)
-        broadcast_first([numbers], self.options.process_group)
-        self.ready_order, numbers = None, numbers.tolist()
-        if numbers != sorted(numbers):
-            self.fill([self.order[i] for i in numbers])
-
-    def _raise_errors(self, taken):
-        rank = dist.get_rank(self.options.process_group)
-        if taken:
-            raise RuntimeError(
-                f"rank {rank}: somebody took the gradient of {', '.join(taken)} while it was "
-                "reduced: another wrapper of the module, or ZeRO-2, which reduces by itself"
-            )
-        if self.unused and not self.options.find_unused_parameters:
-            raise RuntimeError(
-                f"rank {rank}: no gradient for {', '.join(self.unused)}; "
-                "with find_unused_parameters=True they would count as zero"
-            )
-        check_finite(self.sums, self.options.process_group)
+    def reduce(self):
+        self.work = all_reduce(self.flat, group=self.group, async_op=True)
 
 
-def float64_sum(gradient):
-    """Finite if, and only if, all elements are."""
-    return gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float64))
+def reduce_in_order(queue, reduce):
+    """Call reduce() with the first of the queue as long as that waits for no gradient any more.
 
-
-def check_finite(sums, group=None):
-    """RuntimeError naming the gradients whose sums {name: sum} are not finite on this rank.
-
-    The host waits for the device once.
+    Autograd may finish gradients in another order on each rank, but collectives must be called in
+    the same one: what is complete waits for those before it.
     """
-    finite = torch.stack([*sums.values()]).isfinite().tolist() if sums else []
-    if names := [name for name, is_finite in zip(sums, finite) if not is_finite]:
-        rank = dist.get_rank(group)
-        raise RuntimeError(f"rank {rank}: gradient not finite for {', '.join(names)}")
+    while queue and not queue[0].missing:
+        reduce(queue.popleft())
 
 
 # ---- the module ----------------------------------------------------------------------------------
@@ -395,35 +210,35 @@ def check_finite(sums, group=None):
 class DistributedDataParallel(nn.Module):
     """Wraps a module: `loss.backward()` leaves, on every rank, gradients averaged over the group.
 
-    Parameters and buffers start as the group's first rank's. Outside of no_sync() a backward()
-    through what the wrapper has returned reduces; torch.autograd.grad() does not.
+    Parameters and buffers start as the group's first rank's. Outside of no_sync() every backward()
+    that reaches a parameter reduces; torch.autograd.grad() does not. Where it differs from
+    torch.nn.parallel's:
 
-    bucket_cap_mb: each gradient is a view into a bucket of at most so many MiB and of one dtype,
-        the grad_dtype that its parameter has here. The buckets are rebuilt once, in the order in
-        which gradients arrive on the first rank.
-    find_unused_parameters: a parameter that a rank's loss does not reach counts as zero there, and
-        where no rank's loss reaches it, its gradient stays None; else it is an error.
+    - A parameter that a rank's loss does not reach counts as zero there, and no gradient is None:
+      optimizers move unused parameters, too, by decay and momentum. A rank whose loss reaches no
+      parameter at all calls finish_grad_sync() in place of backward().
+    - Backward decides whether it reduces, not forward: no_sync() goes around backward().
+      `require_backward_grad_sync`, which it sets to False, may also be set by hand.
+    - Buckets keep the order in which the module has its parameters, last to first.
+    - What may be copied and saved is the module, not its wrapper.
+
+    bucket_cap_mb: a bucket has at most so many MiB of gradients, all of one dtype: the grad_dtype
+        that their parameters have when they are wrapped.
     broadcast_buffers: buffers are the first rank's again in the first forward pass after one whose
         gradients are reduced.
-    gradient_divide_factor: what gradients are divided by before they are summed; by default the
-        group's size, or 1 where the loss has its global divisor already. With another than the
-        group's size, zero the gradients between two reductions: what is there is summed again.
-    reduce_dtype: the dtype in which they travel, by default their own.
-    error_if_nonfinite: name the gradients that are not finite on this rank.
-    wait_in_backward: if False, backward() only starts the reductions, and finish_grad_sync() waits.
+    gradient_divide_factor: gradients are divided by it, and summed; by default the group's size; 1
+        where each rank's loss is its part of the whole batch's. With another than the group's size
+        zero_grad() before each reduction: sums that are there would be summed again.
+    wait_in_backward: if False, backward() only starts the reductions, and finish_grad_sync() ends
+        them, once after all backwards that add to the sums.
     groups: {parameter: group} of parameters with fewer replicas, such as an expert's; each a subset
         of process_group's ranks.
-    device_ids: for torch's sake: the one GPU that the module is on, or None.
-    rebuild_buckets: if False they stay as they are, so that sums are the same bits in any process
-        that goes on from the same weights.
+    find_unused_parameters, device_ids: accepted, as PyTorch's has them. Unused parameters are
+        always found, and the module stays where it is.
 
-    A copy (copy.deepcopy) trains on its own; only a wrapper of the default group can be pickled.
-
-    Raises ValueError for a module without trainable parameters, with sharded ones or with some on
-    several devices, for sizes that are not positive, and, on every rank, for modules that differ
-    between ranks. backward() raises RuntimeError naming this rank's parameters without gradient,
-    those with two in one backward, those whose gradient somebody else takes meanwhile (a second
-    wrapper, ZeRO-2), and those whose gradient is sparse or, under create_graph=True, has a graph.
+    Raises ValueError, on every rank, for modules that differ between ranks. RuntimeError in
+    backward for parameters frozen or thawed since, for two gradients of one parameter, for a second
+    wrapper of the module and for create_graph; in forward after a backward that has failed.
     """
 
     def __init__(
@@ -431,136 +246,137 @@ class DistributedDataParallel(nn.Module):
         module,
         process_group=None,
         bucket_cap_mb=25,
-        find_unused_parameters=False,
+        find_unused_parameters=True,
         broadcast_buffers=True,
         gradient_divide_factor=None,
-        reduce_dtype=None,
-        error_if_nonfinite=False,
         wait_in_backward=True,
         groups=None,
         device_ids=None,
-        rebuild_buckets=True,
     ):
         super().__init__()
-        self.module, self.process_group, self.reduce_dtype = module, process_group, reduce_dtype
-        self.wait_in_backward, self.groups = wait_in_backward, groups or {}
-        self.rebuild_buckets = rebuild_buckets
-        self.find_unused_parameters = find_unused_parameters
-        self.broadcast_buffers, self.error_if_nonfinite = broadcast_buffers, error_if_nonfinite
-        self.gradient_divide_factor, self.bucket_cap_mb = gradient_divide_factor, bucket_cap_mb
-        if gradient_divide_factor is None:
-            self.gradient_divide_factor = dist.get_world_size(process_group)
-        _check_module(self, device_ids)
+        self.module, self.process_group, self.groups = module, process_group, groups or {}
+        self.broadcast_buffers, self.wait_in_backward = broadcast_buffers, wait_in_backward
+        self.divisor = gradient_divide_factor or dist.get_world_size(process_group)
+        check_whole(module.parameters())
+        check_parameters([*module.named_parameters(), *module.named_buffers()], process_group)
         for parameter in module.parameters():
-            broadcast_first([parameter], self.group_of(parameter))
+            broadcast_first([parameter], self._group_of(parameter))
         broadcast_first(module.buffers(), process_group)
-        self._sync, self._buffers_differ = True, True
-        self._attach()
+        # Backward runs from the last layer to the first, which is the order buckets should fill in.
+        trained = [p for p in module.parameters() if p.requires_grad][::-1]
+        kind = lambda parameter: (grad_dtype(parameter), self._group_of(parameter))
+        self.buckets = [
+            GradBucket(parameters, self._group_of(parameters[0]))
+            for parameters in fill_buckets(trained, int(bucket_cap_mb * 2**20), kind)
+        ]
+        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self.require_backward_grad_sync = self._buffers_differ = True
+        self._queue, self._running = deque(), False
+        self._expected = False  # whether a forward pass has had no backward that reduces
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
 
-    def group_of(self, parameter):
+    def _group_of(self, parameter):
         """The ranks that have a replica of it."""
         return self.groups.get(parameter, self.process_group)
 
-    def _attach(self):
-        """Buckets and hooks: what belongs to these parameters, and not to a copy of them."""
-        self._gradients = BucketedGradients(self)
-        self._expected = False  # whether outputs were returned that no backward has come to
-        self._backward = Backward(self._begin_backward, self._end_backward, self._failed)
-        for parameter in self._gradients.names:
-            parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
-
-    # -- forward
-
     def forward(self, *args, **kwargs):
-        if not in_backward():  # where it is recomputed
-            if self.broadcast_buffers and self._buffers_differ:
-                broadcast_first(self.module.buffers(), self.process_group)
-            self._expected = self._expected or torch.is_grad_enabled()
-            self._buffers_differ = torch.is_grad_enabled() and self._sync
-        outputs = self.module(*args, **kwargs)
-        before_backward(self._at_outputs, outputs)
-        return outputs
+        if self._running and self.wait_in_backward:
+            raise RuntimeError(
+                "the last backward has not ended. If it failed, finish_grad_sync() ends it, on "
+                "every rank; then zero the gradients"
+            )
+        if self.broadcast_buffers and self._buffers_differ:
+            broadcast_first(self.module.buffers(), self.process_group)
+        self._buffers_differ = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self._expected = self._expected or torch.is_grad_enabled()
+        return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self):
         """Backward inside only adds to this rank's gradients; the next outside reduces the sum."""
-        before, self._sync = self._sync, False
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
-            self._sync = before
+            self.require_backward_grad_sync = before
 
     # -- backward
     #
-    # it comes to the outputs    _at_outputs()       each bucket waits for its gradients
-    # autograd adds to a .grad   _gradient_ready()   the next bucket leaves, if it is full
-    # all gradients are there    _end_backward()     the rest leaves, and all sums are waited for
-
-    def _at_outputs(self):
-        if accumulates():
-            self._enter_backward()
-
-    def _enter_backward(self):
-        if self._sync and not self._gradients.reducing:
-            self._backward.enter()
-
-    def _begin_backward(self):
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad and parameter not in self._gradients.names:
-                raise RuntimeError(f"{name!r} came, or was unfrozen, after the module was wrapped")
-        self.start_grad_sync(awaited=self._gradients.names)
+    # the first gradient is there    start_grad_sync()     each bucket waits for its gradients
+    # a gradient is there            _gradient_ready()     the next bucket leaves, if it is full
+    # backward is over               finish_grad_sync()    the rest leaves; all sums are waited for
 
     @torch.no_grad()
     def _gradient_ready(self, parameter):
-        self._gradients.check(parameter)
-        # The outputs may have hidden their tensors, and so the pass. But where the module itself
-        # was called, past the wrapper, its gradients are this rank's own.
-        if self._expected:
-            self._expected = False
-            self._enter_backward()
-        self._gradients.gradient_came(parameter)
+        """A hook: autograd has added to the parameter's .grad."""
+        if parameter.grad is not None and parameter.grad.requires_grad:
+            raise RuntimeError("create_graph=True: gradients of gradients are not reduced")
+        bucket = self._bucket_of[parameter]
+        if not self.require_backward_grad_sync:
+            bucket.take(parameter)
+            return
+        if not self._running:
+            self.start_grad_sync(awaited=self._bucket_of)
+            self._ends_with_backward = self.wait_in_backward
+        if parameter not in bucket.missing:
+            raise RuntimeError(f"two gradients in one backward, of {tuple(parameter.shape)}")
+        self._complete(parameter)
+        if self._ends_with_backward:
+            # Private: no public hook runs once all gradients of a pass are there.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _complete(self, parameter):
+        bucket = self._bucket_of[parameter]
+        bucket.take(parameter, self.divisor)
+        bucket.missing.discard(parameter)
+        reduce_in_order(self._queue, GradBucket.reduce)
 
     def _end_backward(self):
-        self._gradients.complete(self._gradients.names)
-        if self.wait_in_backward:
+        # Private: the pass of a reentrant checkpoint ends inside of a node of the one around it.
+        is_last = torch._C._current_autograd_node() is None
+        if self._running and (is_last or not self._queue):
             self.finish_grad_sync()
 
-    def _failed(self):
-        self._gradients.reducing = False
-
+    @torch.no_grad()
     def start_grad_sync(self, awaited=()):
-        """Reduce the gradients that are there; those of `awaited`, each once it was added to.
+        """Reduce the gradients that are there; those of `awaited`, each once it was added to."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad != (parameter in self._bucket_of):
+                raise RuntimeError(f"{name!r} was frozen, thawed or replaced after it was wrapped")
+        self._queue, self._running, self._ends_with_backward = deque(self.buckets), True, False
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.parameters)
+        for parameter in self._bucket_of.keys() - set(awaited):
+            self._complete(parameter)
 
-        For gradients that no backward of the module computes, such as weight gradients put off.
-        finish_grad_sync() ends it.
-        """
-        self._gradients.begin(awaited)
-
+    @torch.no_grad()
     def finish_grad_sync(self):
-        """Wait for the reductions that backward() or start_grad_sync() started, if they did."""
-        if self._gradients.reducing:
-            self._gradients.finish()
-
-    # -- copies
+        """Reduce what is left, gradients that did not come as zero, and wait for all sums."""
+        if not self._running and not self._expected:
+            return
+        if not self._running:
+            self.start_grad_sync()
+        for bucket in self.buckets:
+            for parameter in list(bucket.missing):
+                self._complete(parameter)
+        self._running = self._expected = False
+        for bucket in self.buckets:
+            bucket.work.wait()
+        if any(p.grad is not bucket.views[p] for p, bucket in self._bucket_of.items()):
+            raise RuntimeError(
+                "a gradient was taken while it was reduced: by a second wrapper of the module, or "
+                "by a hook of a parameter"
+            )
 
     def __getstate__(self):
-        state = {k: v for k, v in vars(self).items() if k not in ("_gradients", "_backward")}
-        return state | {"grad_dtypes": [p.grad_dtype for p in self.module.parameters()]}
+        raise RuntimeError("a wrapper is not copied or pickled: copy its module, and wrap the copy")
 
-    def __setstate__(self, state):
-        grad_dtypes = state.pop("grad_dtypes")
-        super().__setstate__(state)
-        for parameter, dtype in zip(self.module.parameters(), grad_dtypes):
-            if parameter.grad_dtype != dtype:  # torch's copy of a parameter forgets it
-                parameter.grad_dtype = dtype
-        self._attach()
 
-    def __deepcopy__(self, memo):
-        for group in (self.process_group, *self.groups.values()):
-            memo[id(group)] = group  # the same processes
-        copied = memo[id(self)] = self.__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
+def check_whole(parameters):
+    """ValueError for pieces, of which no rank has a replica."""
+    if any(hasattr(parameter, "whole_shape") for parameter in parameters):
+        raise ValueError("FullyShardedDataParallel has cut these parameters: wrap a model once")
 
 
 def broadcast_first(tensors, group):
@@ -568,128 +384,6 @@ def broadcast_first(tensors, group):
     source = dist.get_global_rank(group or dist.group.WORLD, 0)
     for tensor in tensors:
         broadcast(tensor, source, group)
-
-
-def _check_module(model, device_ids):
-    named = list(model.module.named_parameters())
-    check_whole(named)
-    for device in device_ids or ():
-        name, parameter = named[0]
-        if torch.device(device) != parameter.device:
-            raise ValueError(f"device_ids={device_ids}, {name!r} on {parameter.device}")
-    if not any(parameter.requires_grad for _, parameter in named):
-        raise ValueError("the module has no trainable parameters")
-    for name in ("bucket_cap_mb", "gradient_divide_factor"):
-        if not getattr(model, name) > 0:
-            raise ValueError(f"{name}={getattr(model, name)} must be positive")
-    check_parameters([*named, *model.module.named_buffers()], model.process_group)
-
-
-def check_whole(named):
-    """ValueError if one of [(name, parameter)] is a shard, which has no replicas."""
-    if pieces := [name for name, parameter in named if hasattr(parameter, "whole_shape")]:
-        raise ValueError(
-            f"{pieces[0]!r} is sharded by FullyShardedDataParallel: wrap the module once, and name "
-            "its parts as units"
-        )
-
-
-# ---- when backward comes and goes ----------------------------------------------------------------
-
-
-class Backward:
-    """Calls begin() when a backward pass comes to a module, and end() when it is over, once each.
-
-    It comes to the outputs first, on every rank, also on one whose loss reaches none of the
-    parameters; or to a parameter, where the outputs hold their tensors in a way unknown here.
-    failed() is called in place of end() if the pass dies.
-    """
-
-    def __init__(self, begin, end, failed=lambda: None):
-        self._begin, self._end, self._failed, self._running = begin, end, failed, False
-
-    def enter(self):
-        """Say that the pass that runs now has come to the module."""
-        if self._running:
-            return
-        end, self._running = partial(self._finish), True
-        # The engine alone keeps `end`: when it is gone, so is the pass.
-        self._pass = weakref.ref(end, lambda _: self._over())
-        self._begin()
-        # Private: no public hook runs once all gradients of a pass are there.
-        torch.autograd.Variable._execution_engine.queue_callback(end)
-
-    def _finish(self):
-        self._end()
-        self._running = False
-
-    def _over(self):
-        if self._running:
-            self._running = False
-            self._failed()
-
-
-def in_backward():
-    """Whether a backward pass runs: then what runs forward is recomputation."""
-    return torch._C._current_graph_task_id() != -1  # private: -1 is said outside of all passes
-
-
-def before_backward(function, outputs, inputs=()):
-    """Have backward call function() when it comes to a module's outputs, of any nesting.
-
-    inputs: tensors that do not count as outputs where they are passed on.
-    """
-    known = {id(_source(tensor)) for tensor in inputs}
-    for source in map(_source, tensors_in(outputs)):
-        if source.requires_grad and not source.is_leaf and id(source) not in known:
-            source.register_hook(lambda grad: function())
-
-
-_NO_TENSORS = (type(None), int, float, str, bytes, type, ModuleType, nn.Module)
-
-
-def tensors_in(nested):
-    """The tensors in containers, in dataclasses and in other objects that have attributes."""
-    found, seen, nested = [], set(), [nested]
-    while nested:
-        value = nested.pop()
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif not isinstance(value, _NO_TENSORS) and id(value) not in seen:
-            seen.add(id(value))
-            if isinstance(value, Mapping):
-                nested += value.values()
-            elif isinstance(value, (list, tuple, set)):
-                nested += value
-            nested += getattr(value, "__dict__", {}).values()
-    return found
-
-
-def _source(tensor):
-    """What a tensor is a view of: the view itself leaves the graph if it is changed in place."""
-    return tensor._base if tensor._is_view() and tensor._base.requires_grad else tensor
-
-
-def accumulates():
-    """Whether the pass that runs, now at a hook, is backward() and not autograd.grad().
-
-    backward() adds to the .grad of some leaf below; what autograd.grad() returns no leaf gets.
-    """
-    seen, nodes = set(), [torch._C._current_autograd_node()]
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):  # a leaf's, whose work is to add to its .grad
-            try:
-                # Private: the engine alone knows which of the graph's nodes it will run.
-                if torch._C._will_engine_execute_node(node):
-                    return True
-            except RuntimeError:  # autograd.grad() returns this leaf's gradient
-                return False
-        for other, _ in node.next_functions:
-            if other is not None and other not in seen:
-                seen.add(other)
-                nodes.append(other)
-    return False
 
 
 def weakly(method):
@@ -748,64 +442,6 @@ def _by_dtype(tensors):
     return alike.items()
 
 
-# ---- whether copies are alike --------------------------------------------------------------------
-
-
-@torch.no_grad()
-def find_unlike_copies(copies):
-    """Which ranks have other bits than most, in a tensor of which they have copies; "" if none has.
-
-    copies: [(name, tensor, the groups whose ranks have copies of it)]. Compares a sum of each,
-    which one flipped bit changes for certain. The host waits for the device once. Collective.
-    """
-    sums, of_group, rank = {}, {}, dist.get_rank()
-    for name, tensor, groups in copies:
-        total = sum_of_bits(tensor)
-        # the lowest rank that has it: the groups are axes of a grid, whose steps add up
-        lowest = rank + sum(dist.get_process_group_ranks(group)[0] - rank for group in groups)
-        sums[name, lowest] = total
-        for group in groups:
-            of_group.setdefault(group, []).append(total)
-    different = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for group, own in of_group.items():
-        own = torch.stack(own)
-        every = own.new_empty(dist.get_world_size(group), len(own))
-        all_gather_single(every, own, group)
-        different += (every != own).sum()
-    all_reduce(different)  # what one group sees, all ranks know
-    if not different:
-        return ""
-    return describe_copies(gather_objects({copy: total.item() for copy, total in sums.items()}))
-
-
-def sum_of_bits(tensor):
-    """The sum of the elements read as integers, modulo 2**64."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.detach().view(integers[tensor.itemsize]).sum(dtype=torch.int64)
-
-
-def describe_copies(sums):
-    """Which ranks have another copy than most others. sums: {(name, ...): sum} of each rank.
-
-    Under a key, all ranks that have it should have the same sum.
-    """
-    sentences = []
-    for key in dict.fromkeys(key for own in sums for key in own):
-        copies = {rank: own[key] for rank, own in enumerate(sums) if key in own}
-        ((usual, count), *others) = Counter(copies.values()).most_common()
-        odd = [rank for rank in copies if copies[rank] != usual or 2 * count <= len(copies)]
-        if others:
-            rest = [rank for rank in copies if rank not in odd]
-            where = f"from the copies of {_ranks(rest)}" if rest else "between them"
-            sentences.append(f"{_ranks(odd)}: {key[0]} differs {where}")
-    more = [f"{len(sentences) - 3} more"] if len(sentences) > 3 else []
-    return "; ".join(sentences[:3] + more)
-
-
-def _ranks(ranks):
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
 # ---- cost ----------------------------------------------------------------------------------------
 
 
@@ -835,7 +471,7 @@ def _demonstrate():
         model(inputs.chunk(world_size)[rank]).square().mean().backward()
     error = max((p.grad - g).abs().max().item() for p, g in zip(module.parameters(), whole))
     if rank == 0:
-        claimed, buckets = ddp_bytes(module, world_size), len(model._gradients.buckets)
+        claimed, buckets = ddp_bytes(module, world_size), len(model.buckets)
         print(
             f"{world_size} ranks, {buckets} buckets: "
             f"claimed {claimed} bytes, counted {traffic.bytes('all_reduce')}"

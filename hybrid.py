@@ -45,7 +45,7 @@ import signal
 import sys
 import sysconfig
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -68,8 +68,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from collectives import (
-    ReduceOp, all_gather_single, all_reduce, barrier, broadcast, gather_from_group, gather_objects,
-    rank_and_size, report_stalls, scatter_to_group, schedule_as_batch, set_backend_collectives,
+    ReduceOp, all_reduce, barrier, broadcast, gather_objects,
+    rank_and_size, report_stalls, schedule_as_batch, set_backend_collectives,
     set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
@@ -81,10 +81,9 @@ from sequence_parallel import (
     allgather_attention, context_positions, dropout, recompute, ring_attention, ulysses_attention,
 )
 from tensor_parallel import (
-    ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, ShardedRandomState,
-    VocabParallelEmbedding, attention, is_sharded, mark_partial, parallel_linear, part_of,
-    sum_partial_gradients, unique_ranges, views_in_whole, vocab_parallel_cross_entropy,
-    vocab_parallel_max,
+    ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
+    VocabParallelEmbedding, attention, mark_partial, parallel_linear, part_of, partial_parameters,
+    rows_held, shards_of, sum_partial_gradients, views_in_whole, vocab_parallel_cross_entropy,
 )
 from zero import FullyShardedDataParallel
 
@@ -101,15 +100,12 @@ IGNORE_INDEX = -100  # a target that does not count
 def at_least(least, kind=int, below=math.inf):
     """A type for argparse: numbers from `least` on, below `below`."""
 
-    def read(text):
-        value = kind(text)
-        if not least <= value < below:
-            limit = f" and less than {below}" if below < math.inf else " and finite"
-            raise argparse.ArgumentTypeError(f"{text} must be at least {least}{limit}")
+    def number(text):
+        if not least <= (value := kind(text)) < below:
+            raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {below})")
         return value
 
-    read.__name__ = kind.__name__  # in argparse's own errors
-    return read
+    return number
 
 
 SIZE, COUNT, FACTOR = at_least(1), at_least(0), at_least(0, float)
@@ -138,8 +134,8 @@ GROUPS = {
         Flag("cp_method", tuple(CP_METHODS), "ring", "how attention crosses that split", "cp"),
         Flag("schedule", tuple(SCHEDULES), "1f1b", "order of microbatches in the pipeline"),
         Flag("chunks", SIZE, 2, "of a rank's layers", "interleaved"),
-        Flag("microbatches", SIZE, None, "of a step (default: most it allows up to 4 x pp)"),
-        Flag("ep", SIZE, 1, "ranks of dp x cp x tp over which experts are spread", "experts"),
+        Flag("microbatches", SIZE, None, "of a step (default: what divides 4 x pp)"),
+        Flag("ep", SIZE, 1, "ranks of dp x cp x tp over which experts are spread"),
         Flag("recompute", ("none", "selective", "full"), "none", "attention, or every layer"),
         Flag("collectives", ("ours", "backend"), "ours", "backend: NCCL's or gloo's, to compare"),
     ),
@@ -202,6 +198,7 @@ RULES = {  # how to say what is wrong, and whether it is; a rule may count on th
     ),
     "{dp} x {cp} is not divisible by {replicate}": lambda a: a.dp * a.cp % a.replicate,
     "{dp} x {cp} x {tp} is not divisible by {ep}": lambda a: a.dp * a.cp * a.tp % a.ep,
+    "{ep} needs --experts": lambda a: a.ep > 1 and not a.experts,
     "{experts} is not divisible by {ep}": lambda a: a.experts % a.ep,
     "{hidden} is not divisible by {heads}": lambda a: a.hidden % a.heads,
     "{heads} is not divisible by {kv_heads}": lambda a: a.heads % a.kv_heads,
@@ -222,9 +219,6 @@ RULES = {  # how to say what is wrong, and whether it is; a rule may count on th
     "{topk_nodes} is more than the {ep_nodes} nodes of {ep}": lambda a: a.topk_nodes > a.ep_nodes,
     "{top_k} is more than {topk_nodes} have of {experts}": lambda a: (
         a.experts and a.top_k > a.experts // a.ep_nodes * a.topk_nodes
-    ),
-    "{moe_every} leaves no layer of {layers} with experts": lambda a: (
-        a.experts and a.moe_every > a.layers
     ),
     "{vocab_size} is less than {tp}": lambda a: a.vocab_size < a.tp,
     "{batch_size} is not divisible by {dp} x {microbatches}": lambda a: (
@@ -266,8 +260,7 @@ def read_flags(argv):
     Raises ValueError, one line that names flags and values, as the next two do.
     """
     given = vars(Parser().parse_args(argv))
-    defaults = {flag.name: flag.default for flag in FLAGS}
-    return argparse.Namespace(**defaults | given, given=given)
+    return argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | given, given=given)
 
 
 def parse(argv, world_size, per_node=None):
@@ -279,39 +272,25 @@ def parse(argv, world_size, per_node=None):
     args = read_flags(argv)
     args.world_size, args.per_node = world_size, per_node or world_size
     args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
+    replicas = args.dp * args.cp
     if args.zero is None:
-        args.zero = int(args.dp * args.cp > 1)
+        args.zero = int(replicas > 1)
+    if args.dtype == "bf16" and not args.zero:
+        args.zero, args.replicate = 1, replicas  # shards of one rank: the masters are ZeRO's
     args.kv_heads = args.kv_heads or args.heads
     args.ffn = args.ffn or 4 * args.hidden
     # a node has as much of tp as there is in ep, and of dp x cp what fits beside tp
     inside = math.gcd(args.ep, args.tp) * max(1, args.per_node // args.tp)
     args.ep_nodes = args.ep // math.gcd(args.ep, inside)
     args.topk_nodes = args.topk_nodes or args.ep_nodes
-    if args.prompt:
-        read_prompt(args.prompt, args.vocab_size)
-    complete_batch(args)
+    # a pipeline has up to 4 microbatches a stage: of 1F1B's time the bubble is then a fifth
+    fewest, most = (2 * args.pp, 4 * args.pp) if args.pp > 1 else (1, 1)
+    rows = args.dp * (args.microbatches or fewest)
+    args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
+    args.microbatches = args.microbatches or math.gcd(args.batch_size // args.dp, most)
     check(args)
     schedule_of(args)
     return args
-
-
-def complete_batch(args):
-    """Choose --batch-size and --microbatches where they are not given.
-
-    A pipeline has at most 4 microbatches a stage: of 1F1B's time the bubble is then a fifth.
-    """
-
-    def is_defined(microbatches):
-        with suppress(ValueError):
-            return bool(schedule_of(args, microbatches))
-
-    most = 4 * args.pp if 1 < args.pp <= args.world_size else 1
-    fewest = args.microbatches or next(filter(is_defined, range(args.pp, most + 1)), args.pp)
-    rows = args.dp * fewest
-    args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
-    own = args.batch_size // args.dp
-    fitting = (m for m in range(most, 0, -1) if own % m == 0 and is_defined(m))
-    args.microbatches = args.microbatches or next(fitting, fewest)
 
 
 def check(args):
@@ -326,9 +305,9 @@ def check(args):
             raise ValueError(sentence.format_map(shown))
 
 
-def schedule_of(args, microbatches=None):
-    """The pipeline's schedule, of other microbatches if given. Raises ValueError if undefined."""
-    sizes = {"pp": args.pp, "microbatches": microbatches or args.microbatches}
+def schedule_of(args):
+    """The pipeline's schedule. Raises ValueError where it is not defined for these flags."""
+    sizes = {"pp": args.pp, "microbatches": args.microbatches}
     if args.schedule == "interleaved":
         sizes["chunks"] = args.chunks
     flags = " ".join(as_typed(*flag) for flag in [("schedule", args.schedule), *sizes.items()])
@@ -413,6 +392,9 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     spread = domain.permute(0, 1, 3, 2, 4).reshape(-1, ep)
     expert_replicas = domain.permute(0, 2, 3, 4, 1).flatten(0, 3)
     expert_runs = math.gcd(replicate, expert_replicas.shape[1])
+    # each row of ranks in so many runs of neighbours; and those with the same place in their runs
+    runs_of = lambda rows, count: rows.reshape(-1, rows.shape[1] // count)
+    across_runs = lambda rows, count: rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
     slices = {
         "pp_group": grid.permute(1, 2, 3, 0).reshape(-1, pp),
         "dp_group": grid.permute(0, 2, 3, 1).reshape(-1, dp),
@@ -432,16 +414,6 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
         slices["node_group"] = runs_of(spread, ep_nodes)
         slices["cross_group"] = across_runs(spread, ep_nodes)
     return slices
-
-
-def runs_of(rows, count):
-    """Each row of ranks cut into so many runs of neighbours."""
-    return rows.reshape(-1, rows.shape[1] // count)
-
-
-def across_runs(rows, count):
-    """The ranks that have the same place in those runs."""
-    return rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
 
 
 def ranks_per_node(ranks, per_node):
@@ -489,25 +461,19 @@ def load_data(path, seq_len, vocab_size=256):
     """Read --data: None (the standard library's sources), text, or tokens, which stay on the disk.
 
     Text is a file or a folder, and its tokens are its UTF-8 bytes; tokens are a .bin of uint16, or
-    uint32 for a larger vocabulary, or nanoGPT's folder of train.bin and val.bin. Another folder is
-    split by file, every tenth being for validation; of a single file validation is the last tenth.
-    Raises ValueError for a path that is missing or too short, and a folder without text. Whether
+    uint32 for a larger vocabulary, or nanoGPT's folder of train.bin and val.bin. Else validation is
+    the last tenth. Raises OSError or ValueError for what is missing, no text, or too short. Whether
     tokens are in the vocabulary is seen as they are used.
     """
-    pattern, path = "*" if path else "*.py", Path(path or sysconfig.get_path("stdlib"))
+    pattern, path = "[!.]*" if path else "*.py", Path(path or sysconfig.get_path("stdlib"))
     dtype, is_text = np.uint16 if vocab_size <= 2**16 else np.uint32, False
     if (path / "train.bin").is_file():
-        if not (path / "val.bin").is_file():
-            raise ValueError(f"--data {path}: there is a train.bin, and no val.bin")
         parts = [tokens_of(path / name, dtype) for name in ("train.bin", "val.bin")]
-    elif path.is_dir():
-        parts, is_text = texts_of(path, pattern), True
-    elif path.is_file():
-        is_text = path.suffix != ".bin"
-        tokens = tokens_of(path, np.uint8 if is_text else dtype)
-        parts = np.split(tokens, [len(tokens) - len(tokens) // 10])
     else:
-        raise ValueError(f"--data {path}: neither a file nor a folder")
+        is_text = path.suffix != ".bin"
+        dtype = np.uint8 if is_text else dtype
+        tokens = text_of(path, pattern) if path.is_dir() else tokens_of(path, dtype)
+        parts = np.split(tokens, [len(tokens) - len(tokens) // 10])
     for part, tokens in zip(("training", "validation"), parts):
         if len(tokens) <= seq_len:
             found = f"its {part} part has {len(tokens)} tokens"
@@ -523,20 +489,10 @@ def tokens_of(path, dtype):
     return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
 
 
-def texts_of(folder, pattern):
-    """The bytes of a folder's files of text: nine tenths of the files, and every tenth one."""
-    skipped = {"site-packages", "dist-packages", "test", "tests"}
-    names = lambda file: file.relative_to(folder).parts
-    texts = [
-        file.read_bytes()
-        for file in sorted(folder.rglob(pattern))
-        if file.is_file() and not any(n in skipped or n.startswith(".") for n in names(file))
-    ]
-    texts = [text for text in texts if b"\0" not in text]
-    if not texts:
-        raise ValueError(f"--data {folder}: none of its files is text")
-    joined = b"\n".join(t for i, t in enumerate(texts) if i % 10), b"\n".join(texts[::10])
-    return [np.frombuffer(part, np.uint8) for part in joined]
+def text_of(folder, pattern):
+    """The bytes of a folder's files of text, one after the other."""
+    texts = [file.read_bytes() for file in sorted(folder.glob(pattern)) if file.is_file()]
+    return np.frombuffer(b"\n".join(text for text in texts if b"\0" not in text), np.uint8)
 
 
 def show(tokens, is_text):
@@ -545,16 +501,6 @@ def show(tokens, is_text):
         return str(tokens)
     text = bytes(min(token, 255) for token in tokens).decode(errors="replace")  # 255 is no text
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
-def read_prompt(text, vocab_size):
-    """The tokens of --prompt: its bytes if there are 256, else the numbers in it, such as 5,0,7."""
-    if vocab_size == 256:
-        return list(os.fsencode(text))
-    numbers = text.split(",")
-    if not all(n.isdecimal() and int(n) < vocab_size for n in numbers):
-        raise ValueError(f"--prompt {text}: not tokens of --vocab-size {vocab_size}, such as 5,0")
-    return list(map(int, numbers))
 
 
 # ---- model ---------------------------------------------------------------------------------------
@@ -792,43 +738,25 @@ def _residual_dropout(module, x):
         return dropout(x, config.dropout, module.training)
 
 
-class ParallelMoE(MoE):
-    """Experts whose tokens are dealt out to the ranks of tp, (T, B, D) -> (T, B, D).
-
-    With sequence parallelism they are already.
-    """
-
-    def __init__(self, config, mesh, num_microbatches):
-        balance, z = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
-        nodes = (mesh.node_group, mesh.cross_group) if mesh.cross_group else None
-        super().__init__(
-            config.hidden,
-            config.mlp_width,
-            config.experts,
-            top_k=config.top_k,
-            group=mesh.ep_group,
-            capacity_factor=config.capacity_factor,
-            shared_experts=config.shared_experts,
-            balance_coefficient=balance,
-            z_coefficient=z,
-            loss_scale=1 / num_microbatches,
-            balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
-            nodes=nodes,
-            n_group=dist.get_world_size(mesh.cross_group) if nodes else 1,
-            topk_group=config.topk_nodes,
-            score="sigmoid" if config.balance == "bias" else "softmax",
-        )
-        self.tp_group, self.split = mesh.tp_group, not config.sequence_parallel
-        mark_partial(self)
-
-    def forward(self, x):
-        if not self.split:
-            return super().forward(x)
-        own = scatter_to_group(x, 0, self.tp_group)
-        return gather_from_group(super().forward(own), 0, self.tp_group)
-
-    def _fault(self, logits):
-        """None: what is not finite reaches the loss, and stops all ranks, not those of ep only."""
+def make_moe(config, mesh, num_microbatches):
+    """A mixture of experts in place of an MLP, (T, B, D) -> (T, B, D)."""
+    balance, z = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
+    nodes = (mesh.node_group, mesh.cross_group) if mesh.cross_group else None
+    layer = MoE(
+        *(config.hidden, config.mlp_width, config.experts, config.top_k, mesh.ep_group),
+        tp_group=None if config.sequence_parallel else mesh.tp_group,  # deals out the tokens
+        capacity_factor=config.capacity_factor,
+        shared_experts=config.shared_experts,
+        balance_coefficient=balance,
+        z_coefficient=z,
+        loss_scale=1 / num_microbatches,
+        balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
+        nodes=nodes,
+        n_group=dist.get_world_size(mesh.cross_group) if nodes else 1,
+        topk_group=config.topk_nodes,
+        score="sigmoid" if config.balance == "bias" else "softmax",
+    )
+    return mark_partial(layer)
 
 
 # ---- initial values ------------------------------------------------------------------------------
@@ -837,8 +765,9 @@ class ParallelMoE(MoE):
 @torch.no_grad()
 def initialize(model, layers, seed, ep_group=None):
     """Fill this rank's part of every parameter, and zero the buffers: the biases of routers."""
+    shards = shards_of(model)
     for name, parameter in model.named_parameters():
-        dim, parts, _ = rows_held(name, parameter, ep_group, model.tp_group)
+        dim, parts, _ = rows_of(name, parameter, shards, ep_group, model.tp_group)
         name = name.replace("lm_head", "transformer.wte")  # to which it is tied
         for (first, _), part in zip(parts, parameter.split([rows for _, rows in parts], dim)):
             part.copy_(initial_value(name, part.shape, layers, seed, first))
@@ -846,20 +775,12 @@ def initialize(model, layers, seed, ep_group=None):
         buffer.zero_()
 
 
-def rows_held(name, parameter, ep_group, tp_group):
-    """This rank's part of a parameter: (dim, [(first row in the whole, rows)], rows of the whole).
-
-    Where dim is 1 the rows are columns.
-    """
-    rows = part_of(parameter)[0][0]
+def rows_of(name, parameter, shards, ep_group, tp_group):
+    """What rows_held() says: experts are split over ep, what has a Shard over tp."""
     if is_expert(name):
-        rank, ep = rank_and_size(ep_group)
-        return 0, [(rank * rows, rows)], ep * rows
-    if is_sharded(parameter):
-        shard = parameter.shard
-        parts = shard.rows_of(*rank_and_size(tp_group))
-        return shard.dim, parts, sum(rows for rows, _ in shard.blocks)
-    return 0, [(0, rows)], rows
+        experts = part_of(parameter)[0][0] * dist.get_world_size(ep_group)
+        return rows_held(parameter, Shard(0, (experts,)), ep_group)
+    return rows_held(parameter, shards.get(name), tp_group)
 
 
 def initial_value(name, shape, layers, seed, first=0):
@@ -898,30 +819,6 @@ def is_expert(name):
     return ".experts." in name
 
 
-def replicas_of(mesh, name, tensor):
-    """The ranks of dp x cp that have the same in it as this one: with ZeRO as --replicate says."""
-    is_piece = hasattr(tensor, "whole_shape")
-    if is_expert(name):
-        return mesh.expert_replicate_group if is_piece else mesh.expert_dp_group
-    return mesh.replicate_group if is_piece else mesh.dp_cp_group
-
-
-def own_ranges(mesh, name, parameter):
-    """Ranges of this rank's flattened part: those of all ranks are the whole model, each once.
-
-    Replicas share out what they have copies of.
-    """
-    is_copy = name == "lm_head.weight"  # of the embedding
-    if is_copy or (is_expert(name) and dist.get_rank(mesh.expert_tp_group) > 0):
-        return []
-    rank, count = rank_and_size(replicas_of(mesh, name, parameter))
-    first, size = part_of(parameter)[1], parameter.numel()
-    begin, end = first + rank * size // count, first + (rank + 1) * size // count
-    ranges = [(begin, end)] if is_expert(name) else unique_ranges(parameter, mesh.tp_group)
-    ranges = [(max(begin, low), min(end, high)) for low, high in ranges]
-    return [(low, high) for low, high in ranges if low < high]
-
-
 def own_chunks(trainer):
     """This rank's stages, without DualPipe's replica of another rank's."""
     return trainer.chunks[:1] if trainer.replicated else trainer.chunks
@@ -931,15 +828,11 @@ def own_chunks(trainer):
 
 
 class TrainingError(ValueError):
-    """What ends the training, raised on all ranks alike."""
+    """What ends the training, raised on all ranks alike, and the exit status."""
 
-    status = 1
-
-
-class Terminated(TrainingError):
-    """What SIGTERM asked for; the exit status is what a shell gives one that it has killed."""
-
-    status = 128 + signal.SIGTERM
+    def __init__(self, message, status=1):
+        super().__init__(message)
+        self.status = status
 
 
 class Trainer:
@@ -966,6 +859,7 @@ class Trainer:
             self.positions = context_positions(args.seq_len, mesh.cp_group)
         put_off = WeightGradStore()
         self.chunks = make_chunks(self, schedule.routes, put_off)
+        self.shards = {name: of for chunk in self.chunks for name, of in shards_of(chunk).items()}
         named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
         self.dense = [parameter for name, parameter in named if not is_expert(name)]
         self.experts = [parameter for name, parameter in named if is_expert(name)]
@@ -993,10 +887,13 @@ class Trainer:
         tallies, of_experts = sum_tallies(self), {}
         if args.experts:
             of_experts = tally_metrics(tallies, args.microbatches, args.balance == "aux")
+        told = torch.full((), float(self.sigterm), device=self.device)
+        if args.checkpoint:
+            all_reduce(told, ReduceOp.MAX)
         # the one time that the host waits for the device
-        numbers = torch.stack([*found, norm, self.told_to_stop(), *of_experts.values()])
+        numbers = torch.stack([*found, norm, told, *of_experts.values()])
         loss, num_outside, norm, self.stop, *loads = numbers.tolist()
-        self.refuse_outside(num_outside, inputs, targets)
+        self.refuse(num_outside)
         if math.isfinite(loss + norm):
             self.update(rate, tallies)
             self.skipped_in_a_row = 0
@@ -1045,9 +942,12 @@ class Trainer:
         Those are DualPipe's replicas, what tensor-parallel ranks use for a part of the sequence,
         and the tied embedding and head.
         """
-        first = self.steps_done == 0
-        sum_partial_gradients(self.dense, self.mesh.tp_group, check=first)
-        sum_partial_gradients(self.experts, self.mesh.expert_tp_group, check=first)
+        first, experts = self.steps_done == 0, set(self.experts)
+        partial = [parameter for chunk in self.chunks for parameter in partial_parameters(chunk)]
+        dense = [parameter for parameter in partial if parameter not in experts]
+        sum_partial_gradients(dense, self.mesh.tp_group, check=first)
+        of_experts = [parameter for parameter in partial if parameter in experts]
+        sum_partial_gradients(of_experts, self.mesh.expert_tp_group, check=first)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
         weights = [chunk.tied_weight() for chunk in self.chunks]
@@ -1065,14 +965,12 @@ class Trainer:
         mesh, experts = self.mesh, []
         dense = [torch.zeros(0, device=self.device)]  # a stage may have nothing that counts
         for name, parameter in (pair for c in own_chunks(self) for pair in c.named_parameters()):
-            (_, first), piece = part_of(parameter), parameter.grad.view(-1)
             if is_expert(name):
-                experts.append(piece)
-            elif name != "lm_head.weight":  # a copy of the embedding
-                dense.extend(
-                    piece[max(0, begin - first) : max(0, end - first)]
-                    for begin, end in unique_ranges(parameter, mesh.tp_group)
-                )
+                experts.append(parameter.grad)
+            elif name == "lm_head.weight":  # a copy of the embedding
+                continue
+            elif name in self.shards or dist.get_rank(mesh.tp_group) == 0:  # others have copies
+                dense.append(parameter.grad)
         shards, expert_shards = [], []  # the groups over which there are other pieces
         if self.args.zero:
             shards, expert_shards = [mesh.shard_group], [mesh.expert_shard_group]
@@ -1110,20 +1008,11 @@ class Trainer:
             found = f"loss {loss:.4f}, grad norm {norm:.3f}; {self.skipped_in_a_row} in a row"
             raise TrainingError(f"step {self.steps_done + 1} is not finite: {found}")
 
-    def refuse_outside(self, number, inputs, targets):
-        """Raise TrainingError if number, alike on all ranks, tells of tokens outside."""
-        if number:
-            largest = torch.maximum(inputs, targets).max().to(self.device)
-            all_reduce(largest, ReduceOp.MAX, self.mesh.dp_cp_group)
-            size = self.config.vocab_size
-            raise TrainingError(f"--data: token {largest} is outside --vocab-size {size}")
-
-    def told_to_stop(self):
-        """Whether SIGTERM has come to some rank, on the device; only with checkpoints."""
-        told = torch.full((), float(self.sigterm), device=self.device)
-        if self.args.checkpoint:
-            all_reduce(told, ReduceOp.MAX)
-        return told
+    def refuse(self, num_outside):
+        """Raise TrainingError if so many tokens, alike on all ranks, no vocabulary has."""
+        if num_outside:
+            found = f"{num_outside:.0f} tokens are outside --vocab-size {self.config.vocab_size}"
+            raise TrainingError(f"--data: {found}")
 
     def own_rows(self):
         """This rank's rows of the global batch."""
@@ -1184,7 +1073,7 @@ def make_chunks(trainer, routes, put_off):
                 defer=put_off,
                 positions=trainer.positions.to(device),
                 attention_fn=across if args.cp > 1 else attention,
-                moe=partial(ParallelMoE, trainer.config, mesh, args.microbatches),
+                moe=partial(make_moe, trainer.config, mesh, args.microbatches),
             )
         for module in chunk.modules():  # each once, though the head is the embedding
             module.to_empty(device=device, recurse=False)
@@ -1207,7 +1096,6 @@ def wrap(trainer):
             process_group=mesh.dp_cp_group,
             broadcast_buffers=False,
             gradient_divide_factor=1,  # the loss has its global divisor already
-            rebuild_buckets=False,  # after a restart sums have the same order
             wait_in_backward=False,
             groups=dict.fromkeys(experts, mesh.expert_dp_group),
         )
@@ -1220,12 +1108,15 @@ def wrap(trainer):
         param_dtype=torch.bfloat16 if bf16 else None,
         reduce_dtype=torch.float32 if bf16 else None,
         gradient_divide_factor=1,
-        keep_unsharded=args.zero < 3,
+        stage=args.zero,
         wait_in_backward=False,
         groups=dict.fromkeys(
             experts, (mesh.expert_shard_group, if_several(mesh.expert_replicate_group))
         ),
     )
+    for chunk in chunks:
+        for name in shards_of(chunk):  # in rows of their own: what tp ranks have alike is cut alike
+            chunk.get_parameter(name).sharded = True
     return [shard(chunk, units=chunk.transformer["h"].values()) for chunk in chunks]
 
 
@@ -1235,41 +1126,13 @@ def if_several(group):
 
 
 def make_optimizer(args, parameters):
-    """AdamW, with decay of matrices. Whole parameters become bf16 if asked for, pieces do not."""
+    """AdamW, with decay of matrices."""
     is_matrix = lambda parameter: len(part_of(parameter)[0]) > 1
     groups = [
         {"params": list(filter(is_matrix, parameters)), "weight_decay": args.weight_decay},
         {"params": [p for p in parameters if not is_matrix(p)], "weight_decay": 0.0},
     ]
-    options = {"lr": args.lr, "betas": (0.9, 0.95), "fused": True}
-    if args.zero or args.dtype != "bf16":
-        return torch.optim.AdamW(groups, **options)
-    for parameter in parameters:
-        parameter.grad_dtype = torch.float32
-    return MasterAdamW(groups, **options)
-
-
-class MasterAdamW(torch.optim.AdamW):
-    """AdamW of masters in fp32, which are rounded into the parameters: bf16 from here on."""
-
-    def __init__(self, groups, **options):
-        self.masters = {weight: weight.detach() for group in groups for weight in group["params"]}
-        groups = [g | {"params": [self.masters[w] for w in g["params"]]} for g in groups]
-        super().__init__(groups, **options)
-        for weight in self.masters:
-            weight.data = weight.to(torch.bfloat16)
-
-    @torch.no_grad()
-    def round(self):
-        """Make the parameters what the masters are."""
-        torch._foreach_copy_(list(self.masters), list(self.masters.values()))
-
-    @torch.no_grad()
-    def step(self):
-        for weight, master in self.masters.items():
-            master.grad = weight.grad  # the same memory, which zero_grad() zeroes
-        super().step()
-        self.round()
+    return torch.optim.AdamW(groups, args.lr, (0.9, 0.95), fused=True)
 
 
 def mixtures(trainer):
@@ -1304,18 +1167,11 @@ OF_THE_MODEL = (  # flags that a checkpoint and whoever goes on from it must agr
     "experts", "top_k", "shared_experts", "balance", "moe_every",
 )  # fmt: skip
 MOMENTS = "exp_avg", "exp_avg_sq"  # Adam's
-SKIPPED = "skipped", "skipped_in_a_row"  # numbers that a Trainer goes on with
 KEPT = 2  # checkpoints
 
 
-class InputError(TrainingError):
-    """What was wrong with files or flags, raised on all ranks alike."""
-
-    status = 2
-
-
 def on_all_ranks(call, *arguments):
-    """What call() returns, or InputError on all ranks if it fails on one. Collective."""
+    """What call() returns, or on all ranks a TrainingError if it fails on one. Collective."""
     result, fault = None, ""
     try:
         result = call(*arguments)
@@ -1325,7 +1181,7 @@ def on_all_ranks(call, *arguments):
     faults = gather_objects(fault.strip().splitlines()[:1])
     for rank, lines in enumerate(faults):
         for line in lines:
-            raise InputError(f"rank {rank}: {line}" if rank else line)
+            raise TrainingError(f"rank {rank}: {line}" if rank else line, status=2)
     return result
 
 
@@ -1359,141 +1215,120 @@ class Boxes(torch.Tensor):
 
 
 def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
-    """{GPT-2's name: Boxes} of parameters and buffers: views of what this rank has to save.
+    """{GPT-2's name: Boxes} of parameters and buffers: views of what this rank has, for a save.
 
-    Every element of the model is in a box of exactly one rank. value picks what is looked at of a
-    parameter: itself, or what has its shape, or None. chunks: look at all that these have.
+    Ranks with copies have the same boxes, of which one is written; the head is left out, since it
+    is the embedding. value picks what is looked at of a parameter: itself, or what has its shape,
+    or None. chunks: look at all that these have, the head included.
     """
     mesh, found = trainer.mesh, {}
-    for chunk in own_chunks(trainer) if chunks is None else chunks:
-        for name, own in [*chunk.named_parameters(), *chunk.named_buffers()]:
-            tensor, first = value(own), part_of(own)[1]
-            ranges = [(first, first + own.numel())]
-            if chunks is None:
-                ranges = own_ranges(mesh, name, own)
-            if tensor is not None and ranges:
-                rows = rows_held(name, own, mesh.ep_group, mesh.tp_group)
-                boxes = views_in_whole(own, tensor, ranges, *rows)
-                tied = name.replace("lm_head", "transformer.wte")
-                found[tied] = Boxes(tensor.dtype, *boxes)
+    named = lambda chunk: [*chunk.named_parameters(), *chunk.named_buffers()]
+    for name, own in (pair for c in chunks or own_chunks(trainer) for pair in named(c)):
+        tensor, first = value(own), part_of(own)[1]
+        if tensor is not None and (chunks or name != "lm_head.weight"):
+            rows = rows_of(name, own, trainer.shards, mesh.ep_group, mesh.tp_group)
+            boxes = views_in_whole(own, tensor, first, first + own.numel(), rows)
+            found[name.replace("lm_head", "transformer.wte")] = Boxes(tensor.dtype, *boxes)
     return found
 
 
 def state_of(trainer, chunks=None):
-    """{"model", or a moment of Adam's: its boxes_of()}. Weights are the optimizer's: exact."""
-    masters, state = getattr(trainer.optimizer, "masters", {}), trainer.optimizer.state
-    master = lambda tensor: masters.get(tensor, tensor)
-    moment = lambda kind, tensor: state[master(tensor)][kind] if master(tensor) in state else None
+    """{"model", or a moment of Adam's: its boxes_of()}. With ZeRO the weights are exact masters."""
+    state = trainer.optimizer.state
+    moment = lambda kind, weight: state[weight][kind] if weight in state else None
     found = {kind: boxes_of(trainer, partial(moment, kind), chunks) for kind in MOMENTS}
-    return {"model": boxes_of(trainer, master, chunks)} | found
+    return {"model": boxes_of(trainer, chunks=chunks)} | found
 
 
 def save(trainer, folder):
-    """Write a checkpoint, which is complete once its folder is renamed, and remove old ones.
+    """Write a checkpoint, and keep the last two. Collective.
 
-    Collective. Raises TrainingError, on all ranks, if copies of a weight differ, so that no
-    checkpoint has a corrupted one, or it cannot be written; those before are intact.
+    Raises TrainingError, on all ranks, if copies of a weight differ, so that no checkpoint has a
+    corrupted one, or it cannot be written; those before are intact.
     """
     if different := unlike_copies(trainer):
-        raise TrainingError(f"step {trainer.steps_done}: {different}")
+        raise TrainingError(f"step {trainer.steps_done}: copies differ: {different}")
     path = Path(folder, f"step_{trainer.steps_done:08d}.partial")
     run = {flag.name: getattr(trainer.args, flag.name) for flag in FLAGS}
-    run |= {name: getattr(trainer, name) for name in SKIPPED}
     try:
         on_all_ranks(partial(dcp.save, checkpoint_id=path), state_of(trainer))
-        on_all_ranks(commit, path, run)
-    except InputError as error:
+        on_all_ranks(commit, path, run | {"skipped": trainer.skipped})
+    except TrainingError as error:
         raise TrainingError(f"--checkpoint {path.with_suffix('')}: {error}") from None
 
 
 def commit(path, run):
     """Rank 0 makes what all ranks have written a checkpoint, at once, and removes old ones."""
-    if dist.get_rank() > 0:
-        return
-    (path / "run.json").write_text(json.dumps(run, indent=4))
-    os.sync()
-    path.rename(path.with_suffix(""))
-    for old in complete_checkpoints(path.parent)[:-KEPT]:
-        old.rename(old.with_suffix(".partial"))  # half of it is no checkpoint
-        shutil.rmtree(old.with_suffix(".partial"), ignore_errors=True)
+    if dist.get_rank() == 0:
+        (path / "run.json").write_text(json.dumps(run, indent=4))
+        os.sync()
+        path.rename(path.with_suffix(""))
+        for old in checkpoints_of(path.parent)[:-KEPT]:
+            old.rename(old.with_suffix(".partial"))  # half of it is no checkpoint
+        for old in path.parent.glob("step_*.partial"):  # and what killed saves left
+            shutil.rmtree(old, ignore_errors=True)
 
 
-def complete_checkpoints(folder):
-    """Those in a folder, the last step last."""
-    return sorted(path for path in Path(folder).glob("step_*") if path.name[5:].isdecimal())
-
-
-def latest(folder):
-    """The last checkpoint of a folder, or None. Makes it, and removes what killed saves left."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for partial in Path(folder).glob("step_*.partial"):
-        shutil.rmtree(partial, ignore_errors=True)
-    return next(reversed(complete_checkpoints(folder)), None)
+def checkpoints_of(folder):
+    """Those in a folder, which is made if it is not there, the last step last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return sorted(path for path in folder.glob("step_*") if path.name[5:].isdecimal())
 
 
 def load(trainer, path):
     """Go on from a checkpoint, of any layout. Collective.
 
-    Raises InputError, on all ranks, if it is of another model, or cannot be read.
+    Raises TrainingError, on all ranks, if it is of another model, or cannot be read.
     """
-    run, optimizer = on_all_ranks(read_run, path, trainer.args), trainer.optimizer
-    trainer.steps_done = int(path.name.removeprefix("step_"))
-    for name in SKIPPED:
-        setattr(trainer, name, run.get(name, 0))
+    run = on_all_ranks(read_run, path, trainer.args)
+    trainer.steps_done, trainer.skipped = int(path.name.removeprefix("step_")), run["skipped"]
     if steps := trainer.steps_done - trainer.skipped:  # else there are no moments
-        for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
-            number = torch.tensor(float(steps), dtype=torch.float32, device=weight.device)
+        for weight in trainer.dense + trainer.experts:
             moments = {kind: torch.zeros_like(weight) for kind in MOMENTS}
-            optimizer.state[weight] = {"step": number} | moments
+            number = torch.full((), steps, dtype=torch.float32, device=weight.device)
+            trainer.optimizer.state[weight] = {"step": number} | moments
     try:
         for chunk in trainer.chunks:  # in turns: two may have the embedding
             on_all_ranks(partial(dcp.load, checkpoint_id=path), state_of(trainer, [chunk]))
-    except InputError as error:
-        raise InputError(f"--checkpoint {path}: {error}") from None
-    if isinstance(optimizer, MasterAdamW):
-        optimizer.round()
+    except TrainingError as error:
+        raise TrainingError(f"--checkpoint {path}: {error}", status=2) from None
 
 
 def read_run(path, args):
     """The run.json of a checkpoint. Raises ValueError if it is damaged, or of another model."""
-    file = path / "run.json"
     try:
-        run = json.loads(file.read_bytes())
-        flags = {name: run[name] for name in OF_THE_MODEL}
+        run = json.loads((path / "run.json").read_bytes())
+        theirs = {name: run[name] for name in (*OF_THE_MODEL, "skipped")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} has not the flags of a run: {error!r}") from None
-    for name, theirs in flags.items():
-        own = getattr(args, name)
-        if own != theirs:
-            raise ValueError(f"{as_typed(name, own)}, but {path} has {as_typed(name, theirs)}")
+        raise ValueError(f"{path / 'run.json'} has not the flags of a run: {error!r}") from None
+    for name in OF_THE_MODEL:
+        if (own := getattr(args, name)) != theirs[name]:
+            raise ValueError(f"{as_typed(name, own)}, but {path} has {as_typed(name, run[name])}")
     return run
 
 
-@torch.no_grad()
 def unlike_copies(trainer):
-    """Which copies of weights have other bits, by rank; "" if none. Collective.
+    """Which copies of a weight have other bits than most have, with their ranks. Collective.
 
-    Compares a sum of each tensor's bits, which one flipped bit changes for certain.
+    What two ranks hold of the same place is compared by a sum of its bits, which one flipped bit
+    changes for certain.
     """
-    integers, of_group, different = {2: torch.int16, 4: torch.int32, 8: torch.int64}, {}, []
+    integers, own, sums = {2: torch.int16, 4: torch.int32, 8: torch.int64}, [], []
     for chunk in trainer.chunks:
-        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
-            total = tensor.detach().view(integers[tensor.itemsize]).sum(dtype=torch.int64)
-            groups = [replicas_of(trainer.mesh, name, tensor)]
-            if is_expert(name) or not is_sharded(tensor):
-                expert = is_expert(name)
-                groups.append(trainer.mesh.expert_tp_group if expert else trainer.mesh.tp_group)
-            for group in filter(if_several, groups):
-                of_group.setdefault(group, []).append((name, total))
-    for group, own in of_group.items():
-        names, sums = zip(*own)
-        every = torch.empty(dist.get_world_size(group), len(sums), dtype=torch.int64)
-        every, sums = every.to(trainer.device), torch.stack(sums)
-        all_gather_single(every, sums, group)
-        majority = every.mode(0).values
-        different += [n for n, is_unlike in zip(names, (sums != majority).tolist()) if is_unlike]
-    found = enumerate(gather_objects(list(dict.fromkeys(different))))
-    return "; ".join(f"rank {rank}: {', '.join(names)} differ" for rank, names in found if names)
+        for name, whole in boxes_of(trainer, chunks=[chunk]).items():
+            for place, box in whole.boxes.items():
+                own.append((name, place, box.shape))
+                sums.append(box.contiguous().view(integers[box.itemsize]).sum(dtype=torch.int64))
+    every, different = defaultdict(list), []
+    sums = torch.stack(sums).tolist()  # one wait for the device
+    for rank, theirs in enumerate(gather_objects([*zip(own, sums)])):
+        for box, total in theirs:
+            every[box].append((rank, total))
+    for (name, *_), found in every.items():
+        [(most, count)] = Counter(total for _, total in found).most_common(1)
+        odd = [rank for rank, total in found if total != most or 2 * count <= len(found)]
+        different += [f"{name} on ranks {odd}"] if count < len(found) else []
+    return "; ".join(different)
 
 
 # ---- log -----------------------------------------------------------------------------------------
@@ -1514,73 +1349,66 @@ class Log:
     """
 
     def __init__(self, trainer):
-        args, device = trainer.args, trainer.device
-        self.trainer, self.args = trainer, args
+        args, self.trainer = trainer.args, trainer
         self.speaks, self.is_terminal = dist.get_rank() == 0, sys.stdout.isatty()
         self.first, self.began = trainer.steps_done + 1, time.perf_counter()
         self.every = args.print_every or max(1, round(args.steps / 40))
-        self.flops, self.peak = flops_per_token(trainer.config), peak_tflops(args, device)
-        mode = "a" if trainer.steps_done else "w"
+        self.flops, self.peak = flops_per_token(trainer.config), peak_tflops(args, trainer.device)
         path = args.metrics if self.speaks and args.metrics else os.devnull
-        self.file = on_all_ranks(open, path, mode)
-        own = boxes_of(trainer, lambda tensor: tensor if tensor.requires_grad else None)
-        boxes = [box.numel() for whole in own.values() for box in whole.boxes.values()]
-        parameters, tokens = sum(gather_objects(sum(boxes))), args.batch_size * args.seq_len
+        self.file = on_all_ranks(open, path, "a" if trainer.steps_done else "w")
         self.write({"flags": {flag.name: getattr(args, flag.name) for flag in FLAGS}})
+        own = boxes_of(trainer, lambda tensor: tensor if tensor.requires_grad else None)
+        shapes = [(name, whole.numel()) for name, whole in own.items()]
+        parameters = sum(dict(sum(gather_objects(shapes), [])).values())
         self.say(
-            f"{parameters:,} parameters on {args.world_size} x {device.type}: pp {args.pp} x dp "
-            f"{args.dp} x cp {args.cp} x tp {args.tp}; a step: {tokens:,} tokens, "
-            f"{self.flops * tokens:.3g} FLOPs of the model"
+            f"{parameters:,} parameters on {args.world_size} x "
+            f"{trainer.device.type}: pp {args.pp} x dp {args.dp} x cp {args.cp} x tp {args.tp}"
         )
 
     def step(self, metrics, seconds):
         """A step's metrics; it took so long."""
-        step, steps = self.trainer.steps_done, self.args.steps
-        speed = self.args.batch_size * self.args.seq_len / seconds
-        own, memory = speed / self.args.world_size, peak_memory_mb(self.trainer.device)
+        step, args = self.trainer.steps_done, self.trainer.args
+        speed, device = args.batch_size * args.seq_len / seconds, self.trainer.device
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # MB, at most
+        if device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(device) / 2**20
         self.write({"step": step, **metrics, "tokens_per_s": speed, "memory_mb": memory})
-        tflops = own * self.flops / 1e12
-        left = (time.perf_counter() - self.began) / (step - self.first + 1) * (steps - step)
+        tflops = speed / args.world_size * self.flops / 1e12
         mfu = f", MFU {tflops / self.peak:.1%}" if self.peak else ""
-        skipped = f"  {metrics['skipped']} skipped" if metrics["skipped"] else ""
+        left = (time.perf_counter() - self.began) / (step - self.first + 1) * (args.steps - step)
         line = (
-            f"step {step} of {steps}  loss {metrics['loss']:.4f}  {speed:,.0f} tokens/s, each "
-            f"{own:,.0f}, {tflops:.3g} TFLOP/s{mfu}, {memory:,.0f} MB  "
-            f"{timedelta(seconds=round(left))} left  grad norm {metrics['grad_norm']:.3f}  "
-            f"lr {metrics['lr']:.2e}{skipped}"
+            f"step {step} of {args.steps}  loss {metrics['loss']:.4f}  {speed:,.0f} tokens/s, "
+            f"{tflops:.3g} TFLOP/s each{mfu}, {memory:,.0f} MB  {timedelta(seconds=round(left))} "
+            f"left  grad norm {metrics['grad_norm']:.3f}  lr {metrics['lr']:.2e}"
+            + (f"  {metrics['skipped']} skipped" if metrics["skipped"] else "")
         )
-        if step in (self.first, steps) or self.trainer.stop:
+        if step in (self.first, args.steps) or self.trainer.stop or step % self.every == 0:
             self.say(line)
         elif self.is_terminal:
             self.say(line[: shutil.get_terminal_size().columns - 1], end="")
-        elif step % self.every == 0:
-            self.say(line)
 
     def validation(self, loss, tokens):
         """Of so many tokens."""
         step, perplexity = self.trainer.steps_done, math.exp(min(loss, 700))
-        self.write({"step": step, "validation_loss": loss, "validation_tokens": tokens})
-        self.say(
-            f"validation loss {loss:.4f}, perplexity {perplexity:.2f}, of {tokens:,} tokens "
-            f"after step {step}"
-        )
+        self.write({"step": step, "validation_loss": loss, "perplexity": perplexity})
+        found = f"validation loss {loss:.4f}, perplexity {perplexity:.2f}"
+        self.say(f"{found}, of {tokens:,} tokens after step {step}")
 
     def say(self, line, end="\n"):
         """Print it, in place of a line that is rewritten."""
         if self.speaks:
-            erase = "\r\033[K" if self.is_terminal else ""
-            print(erase + line, end=end, flush=True)
+            print(("\r\033[K" if self.is_terminal else "") + line, end=end, flush=True)
 
     def write(self, value):
         """A line of JSON, where what is not finite is null. A full disk ends no training."""
-        if self.speaks and self.file:
-            is_bad = lambda number: isinstance(number, float) and not math.isfinite(number)
-            value = {name: None if is_bad(number) else number for name, number in value.items()}
-            try:
+        is_bad = lambda number: isinstance(number, float) and not math.isfinite(number)
+        value = {name: None if is_bad(number) else number for name, number in value.items()}
+        try:
+            if self.file:
                 print(json.dumps(value), file=self.file, flush=True)
-            except OSError as error:
-                complain(f"error: --metrics {self.args.metrics}: {error.strerror}")
-                self.file = None
+        except OSError as error:
+            complain(f"error: --metrics {self.file.name}: {error.strerror}")
+            self.file = None
 
 
 def peak_tflops(args, device):
@@ -1589,14 +1417,6 @@ def peak_tflops(args, device):
         return None
     name = torch.cuda.get_device_name(device)
     return next((peaks[args.dtype] for part, peaks in PEAKS.items() if part in name), None)
-
-
-def peak_memory_mb(device):
-    """Most memory this process ever held: on the GPU, or resident on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def complain(sentence):
@@ -1622,7 +1442,7 @@ def evaluate(trainer, data, batches=8):
         rows = trainer.own_rows()
         found = trainer.run(trainer.evaluation, inputs[rows], targets[rows])
         loss, num_outside = torch.stack(found).tolist()
-        trainer.refuse_outside(num_outside, inputs, targets)
+        trainer.refuse(num_outside)
         total += loss * counted
         count += counted
     if not math.isfinite(total):
@@ -1634,14 +1454,12 @@ def evaluate(trainer, data, batches=8):
 def sample(trainer, prompt, length, temperature=1.0, seed=0):
     """Continue token ids `prompt` by `length` tokens drawn from the model; the same on every rank.
 
-    The largest of logit + temperature x Gumbel noise is a draw from the softmax of the logits /
-    temperature, so each rank of tp proposes its best token and no logits are gathered. Collective:
-    replicas, too, since experts may be spread over them. Raises TrainingError if the prompt has a
-    token outside the vocabulary.
+    Collective: replicas, too, since experts may be spread over them. Raises TrainingError if the
+    prompt has a token outside the vocabulary.
     """
     T, V = trainer.config.seq_len, trainer.config.vocab_size
     if (largest := max(prompt, default=0)) >= V:
-        raise TrainingError(f"the prompt's token {largest} is outside --vocab-size {V}")
+        raise TrainingError(f"the prompt's token {largest} is outside --vocab-size {V}", status=2)
     for chunk in trainer.chunks:
         chunk.eval()
     pipeline = trainer.forward_pipeline(1, lambda logits, _: logits)
@@ -1650,27 +1468,37 @@ def sample(trainer, prompt, length, temperature=1.0, seed=0):
         window = tokens[-T:]
         # causal: the rest is unseen
         (inputs,) = trainer.own_tokens(torch.tensor([window + [0] * (T - len(window))]))
-        logits = pipeline.step(inputs, inputs)
-        noise = -temperature * torch.empty(V).exponential_(generator=generator).log()
-        tokens.append(_best_token(trainer, logits, len(window) - 1, noise.to(trainer.device)))
+        logits = logits_at(trainer, len(window) - 1, pipeline.step(inputs, inputs))
+        weights = torch.softmax(logits / temperature, 0)
+        tokens.append(int(torch.multinomial(weights, 1, generator=generator)))
     return tokens[len(prompt) :]
 
 
-def _best_token(trainer, logits, position, noise):
-    """The token with the largest logit + noise (V,) at a position, on all ranks of the replica.
+def logits_at(trainer, position, logits):
+    """Those of all tokens (V,) at a position, on all ranks of the replica and on the CPU.
 
     logits: (T, 1, V/tp) of this rank's positions, on the last stage; None on the others.
     """
     mesh, (last_rank, last_chunk) = trainer.mesh, trainer.route[-1]
-    best = torch.zeros(2, dtype=torch.float64, device=trainer.device)  # value, token
+    whole = torch.zeros(trainer.config.vocab_size, dtype=torch.float64, device=trainer.device)
     (place,) = (trainer.positions == position).nonzero(as_tuple=True)
     if logits is not None and len(place):  # of the cp ranks one has the position
-        start, logits = trainer.chunks[last_chunk].lm_head.start, logits[place.item(), 0].double()
-        noisy = logits + noise[start : start + len(logits)]
-        best = vocab_parallel_max(noisy, start, mesh.tp_group)
-    all_reduce(best, group=mesh.cp_group)
-    broadcast(best, dist.get_global_rank(mesh.pp_group, last_rank), mesh.pp_group)
-    return int(best[1])
+        start, own = trainer.chunks[last_chunk].lm_head.start, logits[place.item(), 0]
+        whole[start : start + len(own)] = own
+    for group in mesh.tp_group, mesh.cp_group:
+        all_reduce(whole, group=group)
+    broadcast(whole, dist.get_global_rank(mesh.pp_group, last_rank), mesh.pp_group)
+    return whole.cpu()
+
+
+def go_on(trainer, folder):
+    """From the folder's last checkpoint, if any; SIGTERM now ends the training after a save."""
+    paths, *_ = gather_objects(on_all_ranks(checkpoints_of, folder))
+    if paths:
+        load(trainer, paths[-1])
+        if dist.get_rank() == 0:
+            print(f"goes on from {paths[-1]}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "sigterm", True))
 
 
 def train(args, device):
@@ -1682,7 +1510,7 @@ def train(args, device):
     data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size)
     trainer = Trainer(args, make_mesh(args), device)
     if args.checkpoint:
-        go_on(trainer)
+        go_on(trainer, Path(args.checkpoint))
     log, first = Log(trainer), trainer.steps_done
     for step in range(first, args.steps):
         began = time.perf_counter()
@@ -1693,29 +1521,27 @@ def train(args, device):
         if args.checkpoint and (is_over or (step + 1) % (args.save_every or math.inf) == 0):
             save(trainer, args.checkpoint)
         if trainer.stop:
-            raise Terminated(f"--checkpoint {args.checkpoint} has step {step + 1}")
+            end = f"SIGTERM; --checkpoint {args.checkpoint} has step {step + 1}"
+            raise TrainingError(end, status=128 + signal.SIGTERM)
         if not is_over and (step + 1) % (args.eval_every or math.inf) == 0:
             log.validation(*evaluate(trainer, data))
     if first < args.steps:
         log.validation(*evaluate(trainer, data))
     if args.sample:
-        middle = len(data.validation) // 2
-        prompt = data.validation[middle : middle + args.seq_len // 2].tolist()
-        if args.prompt:
-            prompt = read_prompt(args.prompt, args.vocab_size)
+        prompt = on_all_ranks(prompt_of, args, data)
         tokens = sample(trainer, prompt, args.sample, temperature=0.8, seed=args.seed)
         prompt, tokens = show(prompt, data.is_text), show(tokens, data.is_text)
         log.say(f"---- prompt\n{prompt}\n---- continuation\n{tokens}")
 
 
-def go_on(trainer):
-    """From the last checkpoint, if there is one; SIGTERM now ends the training after a save."""
-    path, *_ = gather_objects(on_all_ranks(latest, trainer.args.checkpoint))
-    if path:
-        load(trainer, path)
-        if dist.get_rank() == 0:
-            print(f"goes on from {path}", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "sigterm", True))
+def prompt_of(args, data):
+    """The tokens of --prompt, its bytes or numbers, or the middle of the validation part."""
+    if not args.prompt:
+        middle = len(data.validation) // 2
+        return data.validation[middle : middle + args.seq_len // 2].tolist()
+    return list(os.fsencode(args.prompt)) if data.is_text else [*map(int, args.prompt.split(","))]
+
+
 
 
 # ---- one process ---------------------------------------------------------------------------------
@@ -1735,12 +1561,6 @@ def choose_device(args, local_rank=0, per_node=1):
         return torch.device("cpu"), "gloo"
     if not gpus:
         raise ValueError(f"--device {args.device}: there is no GPU on this machine")
-    width, multiple = args.hidden // args.heads, 8 if args.dtype == "bf16" else 4  # of 16 bytes
-    if args.cp > 1 and args.cp_method != "ulysses" and width % multiple:
-        raise ValueError(
-            f"--cp {args.cp} --cp-method {args.cp_method} on a GPU: heads are {width} wide in "
-            f"{args.dtype}, not a multiple of {multiple}"
-        )
     device = torch.device("cuda", local_rank % gpus)
     torch.cuda.set_device(device)
     return device, "gloo" if args.device == "shared" else "nccl"
@@ -1785,23 +1605,20 @@ def main(argv=None, work=train):
         device, backend = choose_device(args, local_rank, per_node)
     except ValueError as error:
         say(f"error: {error}")
-        # nobody leaves, and has the launcher end the others, before rank 0 has spoken
-        join(rank, world_size, None, "gloo", 30)
-        return leave(2)
+        if "RANK" in variables:  # nobody leaves, and has the launcher end all, before rank 0 spoke
+            join(rank, world_size, None, "gloo", 30)
+            barrier()
+        return 2
     join(rank, world_size, device, backend, args.timeout)
     if args.dtype == "tf32":
         torch.set_float32_matmul_precision("high")
     if per_node % args.tp:
         say(f"warning: --tp {args.tp} spans nodes: every layer waits for the links between")
     try:
-        return leave(work(args, device) or 0)
+        status = work(args, device) or 0
     except TrainingError as error:
-        say(f"{'terminated' if isinstance(error, Terminated) else 'error'}: {error}")
-        return leave(error.status)
-
-
-def leave(status):
-    """Leave the other processes; returns the status."""
+        say(f"error: {error}")
+        status = error.status
     barrier()  # nobody closes its connections while another still uses them
     dist.destroy_process_group()
     return status

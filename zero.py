@@ -22,31 +22,29 @@ two costs nothing more (stages 1, 2); stage 3 gathers parameters twice.
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
 
-    torchrun --nproc-per-node 4 zero.py     bytes sent and held, claimed and measured, and the error
+    torchrun --nproc-per-node 4 zero.py       bytes sent, claimed and counted, and the error
 """
 
-import math
-from collections import Counter
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+import warnings
+import weakref
+from collections import deque
+from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map_only
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from collectives import (
-    ALIGNMENT, ReduceOp, all_gather_single, all_gather_to_group, all_reduce, check_parameters,
-    count_bytes, dist, gather_objects, rank_and_size, reduce_scatter_bytes, reduce_scatter_single,
-    run_ranks,
+    ReduceOp, all_gather_single, all_gather_to_group, all_reduce, check_parameters, count_bytes,
+    dist, rank_and_size, reduce_scatter_bytes, reduce_scatter_single, run_ranks,
 )
 from ddp import (
-    Backward, DistributedDataParallel, FlatLayout, Reducer, accumulates, before_backward,
-    broadcast_first, check_finite, check_whole, clip_grads_with_norm_, fill_buckets, float64_sum,
-    get_total_norm, grad_dtype, in_backward, tensors_in, weakly,
+    DistributedDataParallel, FlatLayout, broadcast_first, check_whole, clip_grads_with_norm_,
+    get_total_norm, grad_dtype, reduce_in_order, weakly,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------
@@ -74,1102 +72,374 @@ def sharded_step(parameters, update, group=None):
 def sharded_forward(unit, x, shard, layout, group=None):
     """unit(x) under ZeRO-3: parameters are gathered, used and dropped, and again in backward.
 
-    shard: this rank's part of a row of the unit's parameters; its gradient becomes that part of
-    their sum over the ranks. The unit's own parameters are not read. The real one, further down,
-    computes forward once, and gathers the next unit meanwhile.
+    shard: this rank's part of the unit's parameters, flat; its gradient becomes that part of their
+    sum over the ranks. The unit's own parameters are not read. The real one, further down, computes
+    forward once, and gathers the next unit meanwhile.
     """
     names = [name for name, _ in unit.named_parameters()]
 
     def gather_and_use(x, shard):
-        row = all_gather_to_group(shard, 0, group)  # whose backward is a reduce-scatter
-        return functional_call(unit, dict(zip(names, layout.views(row))), x)
+        flat = all_gather_to_group(shard, 0, group)  # whose backward is a reduce-scatter
+        return functional_call(unit, dict(zip(names, layout.views(flat))), x)
 
     # keeps x and the shard alone, and calls the function again when backward comes to it
     return checkpoint(gather_and_use, x, shard, use_reentrant=False)
 
 
-# ---- parameters in one row, and its shards -------------------------------------------------------
-
-
-class FlatParameter:
-    """Parameters of one dtype as one row of elements, cut into shards, of which each rank owns one.
-
-    group, replicate_group: the ranks that share the row out, and those that have this rank's shard,
-        too (HSDP), or None.
-    unsharded_param, sharded_param: the row that the module computes with, and this rank's part of
-        it, which is in the parameters' own dtype.
-    pieces: what that part holds of each parameter, as parameters of an optimizer: one dimension,
-        maybe empty.
-    parameters, whole: those that were given, and those, of full shape, that the module computes
-        with. In stages 1 and 2 they are the same; in stage 3 the given ones become the pieces.
-    flat_grad: a row of gradients, from the first one that comes until reduce().
-    incoming, sharded_grad: this rank's part of their sum, while it travels and from then on.
-    """
-
-    def __init__(self, named, settings):
-        self.names, self.parameters = zip(*named)
-        self.settings = settings
-        self.group, self.replicate_group = settings.groups_of(self.parameters[0])
-        self.rank, world_size = rank_and_size(self.group)
-        self.layout = FlatLayout(self.parameters, world_size)
-        begin = self.rank * self.layout.shard_size
-        self.own = slice(begin, begin + self.layout.shard_size)
-        self.ranges = self.layout.ranges(self.rank)  # what that holds of each parameter
-        self.dtype = self.parameters[0].dtype
-        floating = self.dtype.is_floating_point
-        self.param_dtype = settings.param_dtype if settings.param_dtype and floating else self.dtype
-        self.whole, self.sharded_grad = self.parameters, None
-        self.reset()
-
-    @property
-    def reduce_dtype(self):
-        """That in which gradients are summed: by default as autograd adds them up."""
-        given = self.settings.reduce_dtype if self.dtype.is_floating_point else None
-        return given or max(map(grad_dtype, self.whole), key=lambda dtype: dtype.itemsize)
-
-    def first_row(self):
-        """The first rank's parameters, as a row. Collective."""
-        row = self.layout.pack(self.parameters)
-        self.settings.broadcast([row], self.parameters[0])
-        return row
-
-    def unshard(self):
-        """Begin to collect every rank's shard in the full row; returns the Work."""
-        shard = self.sharded_param.to(self.param_dtype)
-        return all_gather_single(self.unsharded_param, shard, self.group, async_op=True)
-
-    # -- gradients
-
-    def reset(self):
-        """No gradient is on its way."""
-        self.flat_grad, self.grad_views, self.sums = None, (), {}
-        self.incoming = self.work = None
-
-    def alloc_grad(self):
-        """Memory for a row of gradients, zero for those that do not come."""
-        self.flat_grad = self.sharded_param.new_zeros(self.layout.length, dtype=self.reduce_dtype)
-        self.grad_views = self.layout.views(self.flat_grad)
-
-    def add_gradient(self, i, gradient):
-        """Add a gradient of the i-th parameter to the row."""
-        if self.flat_grad is None:
-            self.alloc_grad()
-        self.grad_views[i].add_(gradient)
-        if self.settings.error_if_nonfinite:
-            self.sums[self.names[i]] = float64_sum(self.grad_views[i])
-
-    def reduce(self):
-        """Begin to sum the rows of all ranks."""
-        if self.flat_grad is None:
-            self.alloc_grad()
-        self.incoming = self.flat_grad.new_empty(self.layout.shard_size)
-        row, self.flat_grad, self.grad_views = self.flat_grad, None, ()
-        self.work = reduce_scatter_single(self.incoming, row, group=self.group, async_op=True)
-
-    def finish(self, dtype=None):
-        """Add this rank's part of the sum to sharded_grad, which is of `dtype`."""
-        self.work.wait()
-        if self.replicate_group is not None:
-            all_reduce(self.incoming, group=self.replicate_group)
-        if self.settings.divide_factor != 1:
-            self.incoming.div_(self.settings.divide_factor)
-        total = self.incoming.to(dtype or self.reduce_dtype)
-        if self.sharded_grad is not None:
-            total = self.sharded_grad.add_(total)
-        self.sharded_grad, self.incoming, self.work = total, None, None
-
-    def gradient_pieces(self):
-        """What this rank's part of the sum holds of each parameter."""
-        return self.layout.pieces(self.sharded_grad, self.rank)
-
-    def zero_gradient(self, i):
-        """Forget what was summed for the i-th parameter."""
-        if self.sharded_grad is not None:
-            self.gradient_pieces()[i].zero_()
-
-    # -- state dicts
-
-    def piece(self, i, tensor):
-        """What this rank's shard holds of a full tensor, one that is like the i-th parameter."""
-        return tensor.flatten()[slice(*self.ranges[i])]
-
-    def join(self, pieces):
-        """The full tensors of which each rank passes its pieces. Collective."""
-        shard = pieces[0].new_zeros(self.layout.shard_size)
-        for part, piece in zip(self.layout.pieces(shard, self.rank), pieces):
-            part.copy_(piece.detach())
-        row = shard.new_empty(self.layout.length)
-        all_gather_single(row, shard, self.group)
-        return [view.clone() for view in self.layout.views(row)]
-
-
-class _UnderWay:
-    """The rows whose sums travel, which are finished once the next ones have left.
-
-    So one sum travels while the next row fills, and two rows of gradients exist at most.
-    """
-
-    def __init__(self):
-        self.rows = ()
-
-    def start(self, *rows):
-        if set(rows) & set(self.rows):  # a row has one sum under way at most
-            self.finish()
-        for row in rows:
-            row.reduce()
-        self.finish()
-        self.rows = rows
-
-    def finish(self):
-        for row in self.rows:
-            row.finish()
-        self.rows = ()
-
-
-def _check_gradients(rows, group):
-    """After a pass or a step: no gradient came too late, and all were finite on this rank."""
-    if late := [name for row in rows if row.flat_grad is not None for name in row.names]:
-        raise RuntimeError(f"a gradient came after those of its row were summed: {', '.join(late)}")
-    sums = {name: value for row in rows for name, value in row.sums.items()}
-    for row in rows:
-        row.sums = {}
-    check_finite(sums, group)
-
-
-@dataclass
-class _Settings:
-    """What all rows of a model have in common."""
-
-    group: object
-    replicate_group: object
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
-    divide_factor: float | None
-    error_if_nonfinite: bool
-    groups: dict = field(default_factory=dict)  # {parameter: its (group, replicate_group)}
-
-    def __post_init__(self):
-        if self.divide_factor is None:
-            self.divide_factor = dist.get_world_size(self.group)
-            if self.replicate_group is not None:
-                self.divide_factor *= dist.get_world_size(self.replicate_group)
-        if not self.divide_factor > 0:
-            raise ValueError(f"gradient_divide_factor={self.divide_factor} must be positive")
-
-    def groups_of(self, parameter=None):
-        """(group, replicate_group) of a parameter, or of what has none of its own."""
-        return self.groups.get(parameter, (self.group, self.replicate_group))
-
-    def broadcast(self, tensors, parameter=None):
-        """Give all ranks the first one's."""
-        group, replicate_group = self.groups_of(parameter)
-        for tensor in tensors:
-            # replicas first: then what the first replica broadcasts reaches all of its ranks
-            if replicate_group is not None:
-                broadcast_first([tensor], replicate_group)
-            broadcast_first([tensor], group)
-
-    def check(self, named):
-        check_whole(named)
-        if self.replicate_group is not None:
-            check_parameters(named, self.replicate_group)
-        check_parameters(named, self.group)
-        ranges = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in named)
-        for (_, end, name), (begin, _, other) in pairwise(ranges):
-            if begin < end:
-                raise ValueError(f"{name!r} and {other!r} share memory: tie them, or copy one")
-
-
-# ---- stage 1: whole parameters, an optimizer of shards -------------------------------------------
-
-
-class WholeRow(FlatParameter):
-    """A row whose parameters stay whole, as views into it; pieces are the inner optimizer's."""
-
-    def __init__(self, named, settings):
-        super().__init__(named, settings)
-        row = self.first_row()
-        self.unsharded_param = row.to(self.param_dtype)
-        own = row[self.own]
-        self.sharded_param = own if self.unsharded_param is row else own.clone()
-        self.pieces = [
-            nn.Parameter(piece) for piece in self.layout.pieces(self.sharded_param, self.rank)
-        ]
-        for parameter, view in zip(self.parameters, self.layout.views(self.unsharded_param)):
-            parameter.data = view
-
-    def follow(self):
-        """Take over what somebody has changed in the parameters since the last step."""
-        views = self.layout.views(self.unsharded_param)
-        for name, parameter, view in zip(self.names, self.parameters, views):
-            if parameter.shape != view.shape or parameter.dtype != view.dtype:
-                found, needed = (f"{tuple(t.shape)} {t.dtype}" for t in (parameter, view))
-                raise RuntimeError(f"{name!r} has become {found}, its optimizer has {needed}")
-            if parameter.data_ptr() != view.data_ptr():
-                parameter.data = view.copy_(parameter)
-        if self.dtype != self.param_dtype:  # where the copy does not round to it, it was changed
-            own, rounded = self.unsharded_param[self.own], self.sharded_param.to(self.param_dtype)
-            exact = torch.where(own == rounded, self.sharded_param, own.to(self.dtype))
-            self.sharded_param.copy_(exact)
-
-
-class ShardedUpdate:
-    """Stage 1: backward leaves gradients whole in .grad; a step sums them, row after row.
-
-    settings: what the rows have in common.
-    pieces: {parameter: what this rank updates of it}
-
-    A row's sum is made once: _summed says of which gradients the rows now have it, if they do.
-    """
-
-    keeps_sums = False  # from one step to the next
-
-    def __init__(self, settings):
-        self.settings, self.rows, self.pieces, self._summed = settings, [], {}, None
-
-    def add(self, named):
-        """Make a row of parameters of one dtype."""
-        row = WholeRow(named, self.settings)
-        self.rows.append(row)
-        self.pieces |= zip(row.parameters, row.pieces)
-        self.expect_gradients(row)
-
-    def expect_gradients(self, row):
-        """Have autograd add up gradients in the dtype in which they are summed, if it is wider."""
-        for parameter in row.parameters:
-            if row.reduce_dtype.itemsize > parameter.dtype.itemsize:
-                parameter.grad_dtype = row.reduce_dtype
-
-    def follow(self):
-        """See what was done to the parameters."""
-        for row in self.rows:
-            row.follow()
-
-    def forget_gradients(self):
-        for row in self.rows:
-            row.reset()
-            row.sharded_grad = None
-        self._summed = None
-
-    # -- the step
-
-    def step(self, optimizer):
-        """Update this rank's part of each row by an optimizer of pieces, and gather everybody's.
-
-        One row is updated while the next one arrives and the last one leaves. But PyTorch's
-        optimizers alone are known to keep nothing in their groups, such as a count of steps: others
-        make one step of all rows.
-        """
-        rows, works = self.summed_rows(), []
-        one_by_one = type(optimizer).__module__.startswith("torch.optim.")
-        batches = ([row] for row in rows) if one_by_one else [list(rows)]
-        for together in batches:
-            self._update(optimizer, together)
-            for row in together:
-                if len(works) == 2:  # each holds a copy of its shard
-                    works.pop(0).wait()
-                works.append(row.unshard())
-        for work in works:
-            work.wait()
-        self._summed = None
-        _check_gradients(self.rows, self.settings.group)
-
-    def _update(self, optimizer, rows):
-        for row in rows:
-            for piece, part in zip(row.pieces, row.gradient_pieces()):
-                piece.grad = part.to(row.dtype)
-        optimizer.step()  # which passes over pieces without gradient
-        for row in rows:
-            for piece in row.pieces:
-                piece.grad = None
-            if not self.keeps_sums:
-                row.sharded_grad = None
-
-    # -- the sums
-
-    def whole_gradients(self):
-        return [parameter.grad for row in self.rows for parameter in row.parameters]
-
-    def _versions(self):
-        """The gradients, each with a number that changes with it."""
-        return [(grad, grad is not None and grad._version) for grad in self.whole_gradients()]
-
-    def summed_rows(self):
-        """Each row with the sum of its gradients, which travels now, or has before."""
-        if self._summed is not None:
-            pairs = zip(self._summed, self._versions())
-            if all(grad is other and version == v for (grad, version), (other, v) in pairs):
-                return self.rows
-        return self._sum_rows()
-
-    def _sum_rows(self):
-        """One row leaves while the one before is used; copies of two exist at most."""
-        if all(gradient is None for gradient in self.whole_gradients()):
-            raise RuntimeError("step() before backward(): no parameter has a gradient")
-        self._reduce(self.rows[0])
-        for row, following in pairwise([*self.rows, None]):
-            if following is not None:
-                self._reduce(following)
-            row.finish()
-            yield row
-
-    @staticmethod
-    def _reduce(row):
-        row.reset()
-        row.sharded_grad = None
-        for i, parameter in enumerate(row.parameters):
-            if parameter.grad is not None:
-                row.add_gradient(i, parameter.grad)
-        row.reduce()
-
-    def clip(self, max_norm, norm_type):
-        """step() will not sum gradients again that are the same then."""
-        sums = [row.sharded_grad for row in list(self.summed_rows())]
-        norm = get_total_norm(sums, norm_type, [self.settings.group])
-        # a further backward adds to .grad, which is scaled alike
-        own = [gradient for gradient in self.whole_gradients() if gradient is not None]
-        clip_grads_with_norm_([*sums, *own], max_norm, norm)
-        self._summed = self._versions()
-        return norm
-
-
-# ---- stage 2: gradients leave while backward runs ------------------------------------------------
-
-
-class ShardedGradients(ShardedUpdate):
-    """Stage 2: a gradient leaves for its owner when backward has filled its row.
-
-    The order of launches is DistributedDataParallel's; a reduce-scatter takes the place of the
-    all-reduce. The sums add up over backward passes, and what .grad has only says so.
-    """
-
-    keeps_sums = True
-
-    def __init__(self, settings):
-        super().__init__(settings)
-        self.place, self.under_way = {}, _UnderWay()
-        self.reducer = Reducer(self.under_way.start)
-        self.backward = Backward(self._begin, self._end, self._failed)
-
-    def expect_gradients(self, row):
-        for i, parameter in enumerate(row.parameters):
-            self.place[parameter] = row, i
-            parameter.register_hook(weakly(self._gradient_comes))
-            parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
-
-    def _gradient_comes(self, gradient):
-        """Before autograd adds it to .grad."""
-        if accumulates():
-            self.backward.enter()
-
-    def _begin(self):
-        """Have autograd find no .grad to add to; what was set to None since it was sent is zero."""
-        self.reducer.begin(self.rows)
-        for parameter, (row, i) in self.place.items():
-            if isinstance(parameter.grad, _SentGradient):
-                parameter.grad = None
-            elif parameter.grad is None:
-                row.zero_gradient(i)
-
-    @torch.no_grad()
-    def _gradient_ready(self, parameter):
-        if parameter.grad is None:  # its backward has put it off
-            return
-        row, i = self.place[parameter]
-        row.add_gradient(i, parameter.grad)
-        parameter.grad = None
-        self.reducer.mark_ready(parameter)
-
-    def _end(self):
-        self.reducer.finish()
-        self.under_way.finish()
-        for parameter, (row, i) in self.place.items():
-            if parameter.grad is None:
-                parameter.grad = _SentGradient(parameter, partial(weakly(row.zero_gradient), i))
-        _check_gradients(self.rows, self.settings.group)
-
-    def _failed(self):
-        self.under_way.rows = ()
-        for row in self.rows:  # a sum that still travels has memory of its own
-            row.reset()
-
-    def whole_gradients(self):
-        return []
-
-    def summed_rows(self):
-        """The rows. What was zeroed since it was sent is zero; nothing else may be there."""
-        if any(row.sharded_grad is None for row in self.rows):
-            raise RuntimeError("step() before backward(): no parameter has a gradient")
-        for parameter, (row, i) in self.place.items():
-            if parameter.grad is None:
-                row.zero_gradient(i)
-            elif not isinstance(parameter.grad, _SentGradient):
-                raise RuntimeError(
-                    f"{row.names[i]!r} has a gradient that is not ZeRO-2's: set by hand, or by "
-                    "DistributedDataParallel, which reduces what ZeRO-2 already has (use stage 1)"
-                )
-        return self.rows
-
-
-class _SentGradient(torch.Tensor):
-    """The .grad of a parameter whose gradient is on its owner: has its shape, and can be zeroed."""
-
-    @staticmethod
-    def __new__(cls, parameter, zero):
-        # Private: the one way to a tensor with a shape and no memory that may be a .grad.
-        like = {"dtype": grad_dtype(parameter), "device": parameter.device, "storage_size": 0}
-        return torch.Tensor._make_wrapper_subclass(cls, parameter.shape, **like)
-
-    def __init__(self, parameter, zero):
-        self.zero = zero
-
-    def __repr__(self):
-        return f"gradient {tuple(self.shape)}, of which each rank has a shard"
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default):
-            many = function is torch.ops.aten._foreach_zero_.default
-            for gradient in args[0] if many else args:
-                gradient.zero()
-            return None if many else args[0]
-        raise RuntimeError(
-            f"{function}: under ZeRO-2 .grad has left for its owner: use the optimizer's "
-            "clip_grad_norm_(), and stage 1 beside what needs whole gradients, such as GradScaler "
-            "or DistributedDataParallel"
-        )
-
-
-# ---- stages 1 and 2: the optimizer ---------------------------------------------------------------
+# ---- stage 1 beside DDP: an optimizer of shards --------------------------------------------------
 
 
 class ZeroRedundancyOptimizer(torch.optim.Optimizer):
-    """Runs `optimizer_class(..., **defaults)` on this rank's shard of all elements: ZeRO-1 and -2.
+    """Runs `optimizer_class(..., **defaults)` on this rank's shard of all elements: ZeRO-1.
 
-    Stage 1: step() reduce-scatters the gradients that backward has left, updates the shard and
-    all-gathers the parameters, a row of at most `bucket_cap_mb` MiB after the other; under
-    DistributedDataParallel all ranks' gradients are equal already, and so is their mean. Stage 2,
-    shard_gradients=True: a gradient leaves for its owner when backward has filled its row, and the
-    shards add up over backward passes, each of which must reach some parameter on every rank. Its
-    .grad then only tells that it has left: zero_grad() of a module or optimizer may zero it, and
-    all else is refused, DistributedDataParallel too.
+        backward    DistributedDataParallel averages all gradients, on every rank    2 (P-1)/P D
+        step()      each rank updates its shard; an all-gather of the parameters       (P-1)/P D
 
-    params: as for any optimizer; they start as the first rank's, and become views into rows.
-    param_dtype: what they are converted to, the update being made on a copy in their old dtype, of
-        the shard alone. An element that somebody else changes is changed in the copy, too.
-    reduce_dtype: in which gradients are summed over the ranks, by default the parameters'
-        grad_dtype; in stage 1 also over backward passes, if it is wider: it becomes the grad_dtype.
-    gradient_divide_factor: what their sum is divided by, by default the number of ranks; 1 where
-        the loss has its global divisor.
-    replicate_group: (HSDP) each of its ranks has a replica of the shards of process_group, and
-        gradients are also summed over it.
-    error_if_nonfinite: step(), or in stage 2 backward(), names the gradients of this rank that are
-        not finite.
+    So does PyTorch's optimizer of this name, which deals out whole parameters where this one cuts
+    a flat tensor. FullyShardedDataParallel(..., stage=1) sends no more than DDP alone.
 
-    A trainable parameter without gradient counts as zero. The norm of all gradients is that of
-    clip_grad_norm_() here: torch.nn.utils' has this rank's gradients alone (stage 1). A GradScaler
-    must ask all ranks whether one of them is infinite:
-    torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, in stage 1, does.
+    params: as for any optimizer; they start as the first rank's, and become views of one flat
+        tensor per dtype.
+    optimizer_class: one that check_elementwise() accepts.
 
-    Raises ValueError for an optimizer that does not treat each element by itself, for no trainable
-    parameters, several devices, and parameters that differ between ranks; RuntimeError from step()
-    without gradients, and for parameters that were moved or converted.
+    state_dict() is that of this rank's shard: each rank saves, and loads, its own. Raises
+    RuntimeError from step() for parameters that were moved or converted since.
     """
 
-    def __init__(
-        self,
-        params,
-        optimizer_class,
-        process_group=None,
-        shard_gradients=False,
-        bucket_cap_mb=25,
-        param_dtype=None,
-        reduce_dtype=None,
-        gradient_divide_factor=None,
-        replicate_group=None,
-        error_if_nonfinite=False,
-        **defaults,
-    ):
-        _check_optimizer(optimizer_class, bucket_cap_mb)
-        groups, dtypes = (process_group, replicate_group), (param_dtype, reduce_dtype)
-        self._settings = _Settings(*groups, *dtypes, gradient_divide_factor, error_if_nonfinite)
-        self._shards = (ShardedGradients if shard_gradients else ShardedUpdate)(self._settings)
-        self._cap_bytes, self.optimizer = int(bucket_cap_mb * 2**20), None
+    def __init__(self, params, optimizer_class, process_group=None, **defaults):
+        check_elementwise(optimizer_class)
         super().__init__(params, defaults)
-        if not self._shards.rows:
-            raise ValueError("there are no trainable parameters")
-        self.optimizer = optimizer_class(map(self._group_of_pieces, self.param_groups), **defaults)
+        check_whole(p for group in self.param_groups for p in group["params"])
+        self.group, by_dtype, pieces, self._flats = process_group, {}, {}, []
+        rank, world_size = rank_and_size(process_group)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for parameters in by_dtype.values():
+            layout = FlatLayout(parameters, world_size)
+            flat = layout.pack(parameters)
+            broadcast_first([flat], process_group)
+            for parameter, view in zip(parameters, layout.views(flat)):
+                parameter.data = view
+            shard = flat.chunk(world_size)[rank]
+            pieces |= zip(parameters, map(nn.Parameter, layout.pieces(shard, rank)))
+            self._flats.append((flat, shard, list(zip(parameters, layout.ranges(rank)))))
+        groups = [g | {"params": [pieces[p] for p in g["params"]]} for g in self.param_groups]
+        self.pieces, self.optimizer = pieces, optimizer_class(groups, **defaults)
         self.defaults = self.optimizer.defaults
-        for group, pieces in zip(self.param_groups, self.optimizer.param_groups):
-            group.update({key: value for key, value in pieces.items() if key not in group})
+        self._copy_options(self.optimizer.param_groups, self.param_groups)
 
     def add_param_group(self, group):
+        if hasattr(self, "optimizer"):
+            raise RuntimeError("an optimizer of shards gets all of its parameters at the beginning")
         super().add_param_group(group)
-        try:
-            self._shard_group(self.param_groups[-1], len(self.param_groups) - 1)
-        except ValueError:
-            self.param_groups.pop()
-            raise
-        if self.optimizer is not None:
-            self.optimizer.add_param_group(self._group_of_pieces(self.param_groups[-1]))
-
-    def _shard_group(self, group, number):
-        names = group.get("param_names") or [
-            f"{i} of group {number}" for i in range(len(group["params"]))
-        ]
-        named = list(zip(names, group["params"]))
-        self._settings.check(named)
-        for parameter in group["params"]:
-            if not parameter.requires_grad:
-                self._settings.broadcast([parameter.detach()])
-                if self._settings.param_dtype and parameter.is_floating_point():
-                    parameter.data = parameter.data.to(self._settings.param_dtype)
-        # Backward runs from the last layer to the first, which is the order rows should fill in.
-        names = {parameter: name for name, parameter in named[::-1] if parameter.requires_grad}
-        for bucket in fill_buckets(list(names), self._cap_bytes):
-            self._shards.add([(names[p], p) for p in bucket])
-
-    def _group_of_pieces(self, group):
-        own = [self._shards.pieces[p] for p in group["params"] if p in self._shards.pieces]
-        return {key: v for key, v in group.items() if key != "param_names"} | {"params": own}
 
     @staticmethod
     def _copy_options(sources, targets):
-        """Learning rates and the like, and what an optimizer keeps beside them."""
+        """Learning rates and the like."""
         for source, target in zip(sources, targets):
-            target.update({k: v for k, v in source.items() if k not in ("params", "param_names")})
-
-    # -- gradients
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the gradients to a norm of at most `max_norm`; returns their norm. Collective.
-
-        Call it after the last backward, before step().
-        """
-        return self._shards.clip(max_norm, norm_type)
-
-    def zero_grad(self, set_to_none=True):
-        super().zero_grad(set_to_none)
-        self._shards.forget_gradients()
+            target |= source | {"params": target["params"]}
 
     @torch.no_grad()
     def step(self, closure=None):
         """Update this rank's shard and gather everybody's. Collective."""
         with torch.enable_grad() if closure else nullcontext():
             loss = closure() if closure else None
-        for group in self.param_groups:
-            for i, parameter in enumerate(group["params"]):
-                if parameter.requires_grad != (parameter in self._shards.pieces):
-                    raise RuntimeError(f"parameter {i} was frozen, or thawed, after it was sharded")
-        self._shards.follow()
+        for flat, _, ranges in self._flats:
+            for parameter, (begin, end) in ranges:
+                if parameter.untyped_storage().data_ptr() != flat.data_ptr():
+                    raise RuntimeError("a parameter was moved or converted since it was sharded")
+                piece, gradient = self.pieces[parameter], parameter.grad
+                piece.grad = None if gradient is None else gradient.flatten()[begin:end]
         self._copy_options(self.param_groups, self.optimizer.param_groups)
-        self._shards.step(self.optimizer)
-        self._copy_options(self.optimizer.param_groups, self.param_groups)
+        self.optimizer.step()
+        for flat, shard, _ in self._flats:
+            all_gather_single(flat, shard, self.group)
         return loss
 
-    # -- state
-
-    def _numbers(self):
-        """piece -> its parameter's number in a state dict."""
-        pieces = self._shards.pieces
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return {pieces[p]: number for number, p in enumerate(parameters) if p in pieces}
-
-    @torch.no_grad()
     def state_dict(self):
-        """The state dict of `optimizer_class` for whole parameters, on every rank. Collective.
+        return self.optimizer.state_dict() | {"shard": rank_and_size(self.group)}
 
-        Where param_dtype differs from the parameters' own, with the exact ones as "master".
-        """
-        numbers, rows = self._numbers(), self._shards.rows
-        state, groups = full_state(self.optimizer, rows, numbers), super().state_dict()
-        self._shards.follow()
-        return {**groups, "state": add_masters(state, rows, numbers)}
-
-    @torch.no_grad()
     def load_state_dict(self, state_dict):
-        """Take this rank's part of a full state dict; load the parameters before.
-
-        Raises ValueError for other parameter groups or shapes.
-        """
-        numbers, rows = self._numbers(), self._shards.rows
-        state = {number: {**values} for number, values in state_dict["state"].items()}
-        masters = {number: values.pop("master", None) for number, values in state.items()}
-        lengths = [len(group["params"]) for group in self.param_groups]
-        load_full_state(self.optimizer, rows, numbers, lengths, {**state_dict, "state": state})
+        saved, own = state_dict.get("shard"), rank_and_size(self.group)
+        if saved != own:
+            raise ValueError(f"the state is of the shard (rank, world size) {saved}, not {own}")
+        self.optimizer.load_state_dict(state_dict)
         self._copy_options(self.optimizer.param_groups, self.param_groups)
-        self._shards.follow()
-        load_masters(masters, rows, numbers)
-
-    def __getstate__(self):
-        raise RuntimeError("ZeRO's optimizer cannot be copied or pickled: call state_dict()")
 
 
-def _check_optimizer(optimizer_class, bucket_cap_mb):
-    names = ("LBFGS", "Adafactor", "Muon", "SparseAdam")
-    if any(issubclass(optimizer_class, getattr(torch.optim, name, ())) for name in names):
-        raise ValueError(
-            f"{optimizer_class.__name__} does not update each element by itself, "
-            "which an optimizer of shards must"
-        )
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb={bucket_cap_mb} must be positive")
+def check_elementwise(optimizer_class):
+    """ValueError if the update of an element needs others, which may be on other ranks.
+
+    Right on shards: what treats each element by itself, as SGD, Adam and its family do. Wrong: what
+    takes a parameter's norm, products of matrices, or searches along a line. A class that is not
+    torch's may be either, and gets a warning.
+    """
+    if issubclass(optimizer_class, (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon)):
+        raise ValueError(f"{optimizer_class.__name__} is wrong on shards: elements need each other")
+    if not optimizer_class.__module__.startswith("torch.optim"):
+        warnings.warn(f"{optimizer_class.__name__} on shards must treat each element by itself")
 
 
-# ---- stage 3: rows that come and go in shared memory ---------------------------------------------
+def _check_optimizer(optimizer, *arguments):
+    """A hook before every optimizer's step: one that has pieces must be fit for them."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    if any(hasattr(parameter, "whole_shape") for parameter in parameters):
+        check_elementwise(type(optimizer))
 
 
-class _Memory:
-    """Bytes that several units live in, one after the other; freed and had again in one place.
+# ---- parameters in one flat tensor, and its shards -----------------------------------------------
 
-    Autograd keeps views of parameters, not copies: what it kept in forward is right again in
-    backward because the same row is gathered into the same storage.
+
+class FlatParameter:
+    """Parameters of one kind in one flat tensor, cut into shards, of which each rank owns one.
+
+    group, replicate_group: the ranks that share it out, and those that have this rank's shard, too
+        (HSDP), or None.
+    pieces: the given parameters, each cut down to its part of sharded_param, this rank's shard.
+    whole: what the module computes with instead, of full shape: views of unsharded_param, whose
+        memory comes and goes or, if it keeps it, stays.
+    flat_grad: gradients of these, from the first one that comes until reduce().
+    incoming: this rank's part of their sum, while it travels.
+    missing: what they wait for before they leave; empty when they have left.
     """
 
-    def __init__(self, nbytes, device):
-        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.nbytes = nbytes
+    def __init__(self, named, places, groups, keeps, param_dtype, reduce_dtype, divisor):
+        self.names, self.pieces = zip(*named)
+        self.places = [places[parameter] for parameter in self.pieces]
+        self.group, self.replicate_group = groups
+        self.keeps, self.divisor, self.missing = keeps, divisor, set()
+        first = self.pieces[0]
+        self.trainable, self.grad_dtype = first.requires_grad, grad_dtype(first)
+        if not first.is_floating_point():
+            param_dtype = reduce_dtype = None
+        self.reduce_dtype = reduce_dtype or self.grad_dtype
+        self.rank, world_size = rank_and_size(self.group)
+        self.layout = FlatLayout(self.pieces, world_size)
+        flat = self.layout.pack(self.pieces)
+        _broadcast_first([flat], *groups)
+        self.unsharded_param = flat.to(param_dtype or first.dtype)
+        own = flat.chunk(world_size)[self.rank]
+        is_part = keeps and self.unsharded_param is flat  # then nothing is held twice
+        self.sharded_param = own if is_part else own.clone()
+        self.whole = [self._whole_of(piece) for piece in self.pieces]
+        self.live_in(self.unsharded_param)
+        for piece, (begin, _), view in zip(
+            self.pieces, self.layout.ranges(self.rank), self.shard_views()
+        ):
+            piece.first, piece.whole_shape, piece.data = begin, piece.shape, view
+        self.flat_grad = self.incoming = self.gathering = None
 
-    def have(self):
-        # Private: resize_() of the storage, not of the tensor, keeps the views that autograd has,
-        # and gives the memory back while they exist.
-        if self.bytes.untyped_storage().nbytes() < self.nbytes:
-            self.bytes.untyped_storage().resize_(self.nbytes)
+    def live_in(self, flat):
+        """Have the whole parameters be views of this tensor."""
+        self.unsharded_param, self.memory = flat, flat.untyped_storage()
+        self.nbytes = self.memory.nbytes()
+        for whole, view in zip(self.whole, self.layout.views(flat)):
+            whole.data = view  # not nn.Parameter(view): gathering would count as a change in place
 
-    def free(self):
-        self.bytes.untyped_storage().resize_(0)
+    def _whole_of(self, parameter):
+        whole = nn.Parameter(self.unsharded_param.new_empty(0), self.trainable)
+        if self.grad_dtype != parameter.dtype:
+            whole.grad_dtype = self.grad_dtype
+        return whole
 
-
-class ShardedRow(FlatParameter):
-    """A row whose parameters become the pieces; whole ones take their places in the modules.
-
-    places: {parameter: [(module, name)]}, where the modules have it.
-    """
-
-    def __init__(self, named, settings, places):
-        super().__init__(named, settings)
-        self.places = [places[parameter] for parameter in self.parameters]
-        self.grad_dtype = grad_dtype(self.parameters[0])
-        self.sharded_param = self.first_row()[self.own].clone()
-        for parameter, (begin, _), view in zip(self.parameters, self.ranges, self._views()):
-            parameter.first, parameter.whole_shape = begin, parameter.shape
-            parameter.data = view
-        self.pieces = self.parameters
-
-    def _views(self):
+    def shard_views(self):
         return self.layout.pieces(self.sharded_param, self.rank)
 
-    def live_in(self, row, keeps):
-        """Make the whole parameters views of this memory; if it keeps them, the shard is there."""
-        self.unsharded_param, self.whole = row, []
-        if keeps and self.dtype == self.param_dtype:
-            self.sharded_param = row[self.own].copy_(self.sharded_param)
-            for piece, view in zip(self.pieces, self._views()):
-                piece.data = view
-        for piece, view in zip(self.pieces, self.layout.views(row)):
-            whole = nn.Parameter(row.new_empty(0), piece.requires_grad)
-            whole.data = view  # not nn.Parameter(view): gathering would count as a change in place
-            if self.grad_dtype != self.dtype:
-                whole.grad_dtype = self.grad_dtype
-            self.whole.append(whole)
+    # -- parameters
 
-    def put(self, parameters):
-        """Have the modules compute with these: the pieces, or the whole parameters."""
+    def gather(self):
+        """Begin to collect every rank's shard, if that has not begun."""
+        if self.gathering is None:
+            if self.memory.nbytes() < self.nbytes:
+                self.memory.resize_(self.nbytes)
+            shard = self.sharded_param.to(self.unsharded_param.dtype)
+            whole = self.unsharded_param
+            self.gathering = all_gather_single(whole, shard, self.group, async_op=True)
+
+    def use(self):
+        """Have the modules compute with the whole parameters, now that they are there."""
+        self.gathering.wait()
+        self._put(self.whole)
+
+    def drop(self):
+        """Forget them. Autograd keeps views of them: right again once they are gathered again."""
+        if self.gathering is not None:
+            self._put(self.pieces)
+            self.gathering.wait()  # what still arrives would write
+            self.gathering = None
+
+    def leave(self):
+        """A pass is over: nobody has the memory, unless it is kept."""
+        self._put(self.pieces)
+        if not self.keeps:
+            self.drop()
+            # Private: resize_() of the storage, not of the tensor, keeps autograd's views.
+            self.memory.resize_(0)
+
+    def _put(self, parameters):
         for parameter, places in zip(parameters, self.places):
             for module, name in places:
                 # Private: setattr() would run what some modules do when a parameter is replaced.
                 module._parameters[name] = parameter
 
-    def follow(self):
-        """Take over pieces that somebody has put in place of these, or moved elsewhere."""
-        views = self._views()
-        pieces = tuple(self._found(i, view) for i, view in enumerate(views))
-        for piece, old, view in zip(pieces, self.pieces, views):
-            if piece.data_ptr() != view.data_ptr():
-                piece.data = view.copy_(piece.detach())
-            if piece is not old:
-                piece.first, piece.whole_shape = old.first, old.whole_shape
-        self.pieces = self.parameters = pieces
-        self.put(pieces)
+    # -- gradients
 
-    def _found(self, i, view):
-        """What the modules have as the i-th parameter, if it can be a piece."""
-        name, whole = self.names[i], self.whole[i]
-        piece, *others = {module._parameters[key] for module, key in self.places[i]}
-        piece = self.pieces[i] if piece is whole else piece
-        if others:
-            raise RuntimeError(f"{name!r} was tied when it was sharded, and is no longer")
-        if piece.shape != view.shape or piece.dtype != view.dtype:
-            found, needed = (f"{tuple(t.shape)} {t.dtype}" for t in (piece, view))
-            raise RuntimeError(
-                f"{name!r} has become {found}, this rank's piece is {needed}: move and convert "
-                "a module before it is sharded"
-            )
-        if piece.requires_grad != whole.requires_grad or piece._backward_hooks:
-            raise RuntimeError(
-                f"{name!r} was frozen, thawed or given a hook: do so before it is sharded"
-            )
-        return piece
+    def alloc_grad(self):
+        """Memory for the gradients, zero for those that do not come."""
+        self.flat_grad = self.sharded_param.new_zeros(self.layout.length, dtype=self.reduce_dtype)
+        self.grad_views = self.layout.views(self.flat_grad)
 
-    def let_go(self):
-        """Have no memory for gradients that were set to None."""
-        if all(piece.grad is None for piece in self.pieces):
-            self.sharded_grad = None
+    def add_gradient(self, i):
+        """Add that of the i-th parameter."""
+        if self.flat_grad is None:
+            self.alloc_grad()
+        self.grad_views[i].add_(self.whole[i].grad)
+        self.whole[i].grad = None
+
+    def reduce(self):
+        """Begin to sum the gradients of all ranks."""
+        if self.flat_grad is None:
+            self.alloc_grad()
+        self.incoming = self.flat_grad.new_empty(self.layout.shard_size)
+        flat, self.flat_grad, self.grad_views = self.flat_grad, None, ()
+        self.summing = reduce_scatter_single(self.incoming, flat, group=self.group, async_op=True)
 
     def finish(self):
-        """Have the pieces' .grad be parts of sharded_grad, to which the sum is added."""
-        self.let_go()
-        if any(piece.grad is not None for piece in self.pieces):
-            # an optimizer may hold some of the pieces only, and somebody may set gradients
-            if self.sharded_grad is None:
-                self.sharded_grad = torch.zeros_like(self.sharded_param, dtype=self.grad_dtype)
-            for piece, part in zip(self.pieces, self.gradient_pieces()):
-                if piece.grad is None:
-                    part.zero_()
-                elif piece.grad.data_ptr() != part.data_ptr():
-                    part.copy_(piece.grad)
-        super().finish(self.grad_dtype)
-        for piece, part in zip(self.pieces, self.gradient_pieces()):
-            piece.grad = part
-            # Private: autograd, which would call them, sees the whole parameters alone.
-            for hook in (piece._post_accumulate_grad_hooks or {}).values():
-                hook(piece)
+        """Add this rank's part of the sum to the .grad of the pieces."""
+        self.summing.wait()
+        if self.replicate_group is not None:
+            all_reduce(self.incoming, group=self.replicate_group)
+        if self.divisor != 1:
+            self.incoming.div_(self.divisor)
+        sums = self.layout.pieces(self.incoming.to(self.grad_dtype), self.rank)
+        self.incoming = None
+        for piece, total in zip(self.pieces, sums):
+            piece.grad = total if piece.grad is None else piece.grad.add_(total)
+
+    # -- checks, and whole tensors
+
+    def check(self):
+        """RuntimeError if somebody has done to a piece what the whole parameter does not see."""
+        own = self.names, self.pieces, self.whole, self.places, self.shard_views()
+        for name, piece, whole, places, view in zip(*own):
+            replaced = any(module._parameters[key] is not piece for module, key in places)
+            if replaced or piece.data_ptr() != view.data_ptr():
+                raise RuntimeError(f"{name!r} was moved, converted or replaced, and is sharded")
+            hooks = piece._backward_hooks or piece._post_accumulate_grad_hooks
+            if hooks or piece.requires_grad != whole.requires_grad:
+                raise RuntimeError(f"{name!r} has a hook, or was frozen or thawed, and is sharded")
+
+    def join(self):
+        """Copies of the full parameters, in their own dtype. Collective."""
+        flat = self.sharded_param.new_empty(self.layout.length)
+        all_gather_single(flat, self.sharded_param, self.group)
+        return [view.clone() for view in self.layout.views(flat)]
 
 
-class _Unit:
-    """Rows that come and go together, in memory that they share with other units."""
+def _share_memory(units):
+    """Have units that are there in turn, each a list of flat parameters, live in one memory.
 
-    def __init__(self, rows):
-        self.rows, self.inputs = rows, ()
-        self.works = None  # of what is gathered, or on its way
-        self.trainable = [row for row in rows if row.pieces[0].requires_grad]
-
-    def offsets(self):
-        """Where in its memory each row begins, and the end of all."""
-        starts = [0]
-        for row in self.rows:
-            nbytes = row.layout.length * row.param_dtype.itemsize
-            starts.append(starts[-1] + math.ceil(nbytes / ALIGNMENT) * ALIGNMENT)
-        return starts
-
-    def live_in(self, memory, keeps):
-        self.memory = memory
-        for row, start in zip(self.rows, self.offsets()):
-            part = memory.bytes[start : start + row.layout.length * row.param_dtype.itemsize]
-            row.live_in(part.view(row.param_dtype), keeps)
-
-    def unshard(self):
-        """Begin to gather the parameters."""
-        if self.works is None:
-            self.memory.have()
-            self.works = [row.unshard() for row in self.rows]
-
-    def wait(self):
-        """Have the modules compute with the whole parameters, now that they are there."""
-        for work in self.works:
-            work.wait()
-        for row in self.rows:
-            row.put(row.whole)
-
-    def put_pieces(self):
-        for row in self.rows:
-            row.put(row.pieces)
-
-    def reshard(self):
-        """Give the memory to the next unit; but not before all of this one has arrived in it."""
-        if self.works is not None:
-            self.put_pieces()
-            for work in self.works:
-                work.wait()
-            self.works = None
-
-    def check_outputs(self, outputs):
-        """RuntimeError if a parameter leaves the unit, which its memory does not."""
-        memory = self.memory.bytes.untyped_storage().data_ptr()
-        for tensor in tensors_in(outputs):
-            if memory and tensor.untyped_storage().data_ptr() == memory:
-                raise RuntimeError(
-                    f"what holds {self.rows[0].names[0]!r} returns a parameter, or a view of one, "
-                    "whose memory is about to be another's: return a clone"
-                )
-
-
-# ---- stage 3: when units come and go -------------------------------------------------------------
-
-
-class _Units(list):
-    """The units of a module, in the order of forward, in memory that they share.
-
-    root: the unit of the parameters in no other, which is there during the whole pass.
-    keeps: no unit is dropped before reshard().
+    Autograd keeps views of parameters, not copies: what it kept in forward is right again in
+    backward because the same shards are gathered into the same place.
     """
-
-    def __init__(self, root, units, device, keeps):
-        super().__init__(units)
-        self.root, self.keeps, self.all = root, keeps, (root, *units)
-        self.rows = [row for unit in self.all for row in unit.rows]
-        # of even units, of odd ones, of the rest
-        sharing = [[unit] for unit in units] if keeps else [units[0::2], units[1::2]]
-        self.memories = []
-        for members in (*sharing, [root]):
-            largest = max((unit.offsets()[-1] for unit in members), default=0)
-            self.memories.append(_Memory(largest, device))
-            for unit in members:
-                unit.live_in(self.memories[-1], keeps)
-        self.leave()
-
-    def prefetch(self, number, direction):
-        """Have this unit and the next one. The one before must be done: its memory is needed."""
-        wanted = range(len(self)) if self.keeps else (number, number + direction)
-        wanted = [n for n in wanted if 0 <= n < len(self)]
-        for n, unit in enumerate(self):
-            if n not in wanted:
-                unit.reshard()
-        for n in wanted:
-            self[n].unshard()
-
-    def reshard(self):
-        for unit in self.all:
-            unit.reshard()
-
-    def leave(self, free=True):
-        """A pass is over: the modules have the pieces again, and if `free`, nobody the memory."""
-        for unit in self.all:
-            unit.put_pieces() if self.keeps else unit.reshard()
-        for memory in self.memories if free and not self.keeps else ():
-            memory.free()
-
-    def follow(self):
-        """See what was done to the pieces."""
-        for row in self.rows:
-            row.follow()
-        pieces = [piece for row in self.rows for piece in row.pieces]
-        if len(set(pieces)) < len(pieces):
-            raise RuntimeError("parameters were tied after they were sharded: tie them before")
-
-    def versions(self):
-        """A number for each piece that changes with it."""
-        return [piece._version for row in self.rows for piece in row.pieces]
+    sizes = [[flat.unsharded_param.nbytes for flat in unit] for unit in units]
+    for unit, nbytes in zip(units, sizes):
+        if unit is units[0]:
+            memory = unit[0].sharded_param.new_empty(max(map(sum, sizes)), dtype=torch.uint8)
+        for flat, part in zip(unit, memory[: sum(nbytes)].split(nbytes)):
+            flat.live_in(part.view(flat.unsharded_param.dtype))
 
 
-class _Schedule:
-    """What is gathered when: a unit computes while the next one comes; the one before is dropped.
+def _broadcast_first(tensors, group, replicate_group):
+    """Give all ranks the first one's."""
+    # replicas first: then what the first replica broadcasts reaches all of its ranks
+    if replicate_group is not None:
+        broadcast_first(tensors, replicate_group)
+    broadcast_first(tensors, group)
 
-    It is the same on every rank, whatever units a rank uses, as collectives must be. Forward goes
-    up from unit 0, backward down to it.
 
-    group: the ranks that have shards.
-    waits: backward ends when all of its sums have arrived.
+# ---- the module ----------------------------------------------------------------------------------
 
-    current_unit: the number of the unit whose backward runs; that of units before the first one's;
-        None outside of backward.
-    sync, sums: whether a backward sums what it has added up, and whether the one that runs does.
-    gathered, latest: versions of the pieces, as they were gathered, and in the last forward pass.
-    turn_of: {whole parameter: (its unit's number, its row, its place there)}; the root's number is
-        the last.
-    order: the rows as backward comes to them: down the units, and the root's at the end.
-    """
 
-    def __init__(self, units, group, waits):
-        self.units, self.group, self.waits = units, group, waits
-        self.current_unit, self.gathered, self.sync = None, None, True
-        self.turn_of = {
-            whole: (number, row, i)
-            for number, unit in enumerate((*units, units.root))
-            for row in unit.trainable
-            for i, whole in enumerate(row.whole)
-        }
-        for whole in self.turn_of:
-            whole.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
-        self.order = [row for unit in (*units[::-1], units.root) for row in unit.trainable]
-        self.backward = Backward(self._begin_backward, self._end_backward, self._failed)
-        self.under_way = _UnderWay()
-        self.reducer = Reducer(self.under_way.start)
-        self.reducer.begin([])
+class _AtBackward(torch.autograd.Function):
+    """The identity, which calls function() when backward comes to it."""
 
-    # -- forward
+    @staticmethod
+    def forward(ctx, function, *tensors):
+        ctx.function = function
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)  # views would forbid changes in place
 
-    @torch.no_grad()
-    def begin_forward(self):
-        if self.current_unit is not None and in_backward():
-            raise RuntimeError("the module is recomputed in its own backward: checkpoint its units")
-        self.current_unit = None  # a pass may have failed half-way
-        if not self.units.keeps:
-            self.units.reshard()  # which waits: what that pass had begun to gather still writes
-        self.units.follow()
-        if self.units.root.works is not None and self.units.versions() != self.gathered:
-            raise RuntimeError("the parameters were changed and kept: call reshard() after step()")
-        self.gathered = self.units.versions()
-        self.units.root.unshard()
-        self.units.prefetch(0, 1)
-        self.units.root.wait()  # not before unit 0 is under way, which waiting would hold up
-
-    def before_forward(self, number, module, args, kwargs):
-        """A hook: unit `number` runs forward, maybe in backward, where it is recomputed."""
-        if self.current_unit is None:
-            self.units.prefetch(number, 1)
-        elif self.units[number].works is None:
-            raise RuntimeError(
-                f"units[{number}] is recomputed before its turn: checkpoint single units"
-            )
-        self.units[number].wait()
-        self.units[number].inputs = tensors_in((args, kwargs))
-
-    def after_forward(self, number, module, args, outputs):
-        unit = self.units[number]
-        unit.check_outputs(outputs)
-        if self.current_unit is None and not self.units.keeps:
-            unit.reshard()
-        before_backward(partial(self.unit_backward, number), outputs, unit.inputs)
-        unit.inputs = ()
-
-    # -- backward
-
-    def expect_backward(self, outputs):
-        """Of the forward pass that has just returned these."""
-        self.latest = self.units.versions()
-        before_backward(partial(self.enter_backward, self.latest), outputs)
-
-    def enter_backward(self, versions):
-        """versions: those of the pieces in the forward pass that backward has come to."""
+    @staticmethod
+    def backward(ctx, *gradients):
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True: a sharded module has no gradients of gradients")
-        self.backward.enter()
-        if versions != self.gathered:
-            raise RuntimeError("the parameters were changed between forward and backward")
-
-    def _begin_backward(self):
-        for row in self.units.rows:
-            row.let_go()
-        self.gathered = self.units.versions()
-        self.current_unit = len(self.units)
-        self.sums = accumulates() and self.sync
-        self.units.root.unshard()
-        self.units.prefetch(len(self.units) - 1, -1)
-        self.units.root.wait()
-
-    def unit_backward(self, number):
-        """Backward has come to a unit.
-
-        Those between were skipped on this rank, but have their turn, as on all others.
-        """
-        self.enter_backward(self.latest)
-        if number > self.current_unit:  # of a second forward pass
-            self._reduce(self.units[self.current_unit])
-            self.current_unit = len(self.units)
-        while self.current_unit > number:
-            self.current_unit -= 1
-            # Before the sums: what is computed next waits for parameters, and for no sum.
-            self.units.prefetch(self.current_unit, -1)
-            if self.current_unit + 1 < len(self.units):
-                self._reduce(self.units[self.current_unit + 1])
-        self.units[number].wait()
-
-    @torch.no_grad()
-    def _end_backward(self):
-        if self.units:
-            self.unit_backward(0)
-            self._reduce(self.units[0])
-        self._reduce(self.units.root)
-        if self.waits:
-            self.finish_sync()
-        self.current_unit = None
-        self.units.leave()
-        if self.sums:
-            _check_gradients(self.units.rows, self.group)
-
-    def _failed(self):
-        """Whoever looks at the parameters now sees the pieces; what is under way may come."""
-        self.current_unit, self.under_way.rows = None, ()
-        for row in self.units.rows:
-            row.reset()
-        for unit in self.units.all:
-            if unit.works is not None:
-                unit.put_pieces()
-
-    # -- sums
-
-    @torch.no_grad()
-    def _gradient_ready(self, whole):
-        number, row, i = self.turn_of[whole]
-        collecting = bool(self.reducer.queue)  # what start_sync() awaits
-        # a weight gradient may be computed after the backward that has put it off
-        put_off = self.current_unit is None and (collecting or not self.sync)
-        if number == len(self.units) and not put_off:
-            self.enter_backward(self.latest)
-        if not put_off and (self.current_unit is None or number < self.current_unit):
-            raise RuntimeError(
-                f"backward reached the parameters {', '.join(row.names)} on a way other than "
-                "through the outputs of their unit, or those of the module"
-            )
-        if whole.grad is not None:
-            row.add_gradient(i, whole.grad)
-            whole.grad = None
-        if collecting:
-            self.reducer.mark_ready(row.pieces[i])
-
-    @torch.no_grad()
-    def _reduce(self, unit):
-        """Sum a unit's gradients, while those of the one before arrive."""
-        if self.sums:
-            self.under_way.start(*unit.trainable)
-
-    @torch.no_grad()
-    def start_sync(self, awaited):
-        """Sum what is there, each row once it has its gradients of the whole parameters awaited."""
-        self.reducer.begin(self.order)
-        for whole, (_, row, i) in self.turn_of.items():
-            if whole not in awaited:
-                self.reducer.mark_ready(row.pieces[i])
-
-    @torch.no_grad()
-    def finish_sync(self):
-        self.reducer.finish()
-        self.under_way.finish()
+        ctx.function()
+        return None, *gradients
 
 
-# ---- stage 3: the module -------------------------------------------------------------------------
+def at_backward(function, outputs, trained):
+    """The outputs, of which backward calls function() before it comes to what has made them.
+
+    outputs: tensors, in tuples, lists, dicts or what else torch.utils._pytree knows. RuntimeError
+    if they are of what is trained, and hold no tensor with a graph.
+    """
+    values, structure = tree_flatten(outputs)
+    places = [i for i, x in enumerate(values) if torch.is_tensor(x) and x.requires_grad]
+    if not places:
+        if trained and torch.is_grad_enabled():
+            raise RuntimeError("a sharded module, or unit, must return tensors that a pytree holds")
+        return outputs
+    for i, tensor in zip(places, _AtBackward.apply(function, *[values[i] for i in places])):
+        values[i] = tensor
+    return tree_unflatten(values, structure)
 
 
 class FullyShardedDataParallel(nn.Module):
-    """Wraps a module of which each rank keeps a shard: ZeRO-3.
+    """Wraps a module of which each rank keeps a shard: ZeRO-3, or -2 and -1.
 
-    A unit's parameters are gathered for its forward and for its backward pass, while the unit
-    before it computes, and then dropped: two units are there at a time, in two buffers that all
-    units share. Parameters in no unit, or in several, are there during the whole pass. Each
-    backward() sums gradients, into shards: of m backwards a step sends 3 m (P-1)/P D. With
-    keep_unsharded=True it sends (m + 1) (P-1)/P D and is stage 2; and with no_sync() around all
-    backwards but the last 2 (P-1)/P D, and is stage 1, whose gathers forward hides.
+    Stage 3 gathers a unit's parameters for its forward and for its backward pass, while the unit
+    before it computes, and then drops them: two units are there at a time. Parameters in no unit,
+    or in several, are there during the whole pass. Each backward() sums gradients, into shards: of
+    m backwards a step sends 3 m (P-1)/P D. Stages 1 and 2 keep what is gathered until reshard():
+    stage 2 sends (m + 1) (P-1)/P D; with no_sync() around all backwards but the last that is
+    2 (P-1)/P D, and is stage 1, whose gathers forward hides.
 
     Between passes the module's parameters *are* this rank's pieces: each parameter is cut down to
     one dimension, maybe empty, and keeps its identity, name and attributes, with two more: `first`,
-    the place of its first element in the whole, and `whole_shape`. Any optimizer that treats each
-    element by itself may update them. backward() adds to their gradients. state_dict() and
-    load_state_dict() take whole tensors under the module's own names, also where this is part of
-    another module; so do those for optimizers.
+    the place of its first element in the whole, and `whole_shape`. An optimizer of pieces must be
+    one that check_elementwise() accepts, and its state is that of the pieces.
+
+    That is flat, as PyTorch's first FSDP: one message has all parameters of a unit. Its second,
+    fully_shard(), cuts each along its first dimension, as a DTensor, and copies before and after a
+    message. Where this one differs from both:
+
+    - Units are named here, and not wrapped one by one.
+    - A parameter without gradient counts as zero. Each pass that comes to the outputs sums, that of
+      torch.autograd.grad(), too: call it under no_sync().
+    - Backward decides whether it sums, not forward. What no_sync() adds up is in no .grad, and
+      zero_grad() does not see it.
+    - A module around this one has no state_dict(): take this one's, of whole tensors.
 
     units: submodules, such as a transformer's blocks, in the order in which forward runs them.
         Every rank must run the same units.
+    stage: 1 and 2 keep what is gathered until reshard(), to be called whenever parameters have
+        changed: optimizer.register_step_post_hook(lambda *_: model.reshard()).
+    replicate_group: (HSDP) each of its ranks has a replica of the shards of process_group, and
+        gradients are also summed over it.
     param_dtype: that of the gathered parameters, and what floating-point inputs are cast to; the
         pieces keep their own.
-    reduce_dtype, gradient_divide_factor, replicate_group, error_if_nonfinite: as for
-        ZeroRedundancyOptimizer.
-    keep_unsharded: what is gathered stays until reshard(), to be called whenever parameters have
-        changed: optimizer.register_step_post_hook(lambda *_: model.reshard()).
+    reduce_dtype: in which gradients are summed, by default the parameters' grad_dtype.
+    gradient_divide_factor: what their sum is divided by, by default the number of ranks; 1 where
+        each rank's loss is its part of the whole batch's.
     wait_in_backward: if False, backward() leaves sums under way, and finish_grad_sync() waits.
     groups: {parameter: (group, replicate_group or None)} of parameters with fewer replicas, such
         as an expert's; subsets of the two groups' ranks.
 
-    A trainable parameter without gradient counts as zero. What a forward pass does to a parameter
-    in place is lost. Norms and GradScaler: as for ZeroRedundancyOptimizer's stage 1.
-
-    Raises ValueError for units that are not distinct submodules, a module that is wrapped already,
-    no trainable parameters, several devices, and parameters that differ between ranks; RuntimeError
-    for a copy (save state_dict()), for gradients of gradients, for parameters that were converted,
-    frozen, thawed or tied since, or changed between forward and backward, for a unit that returns a
-    parameter, and in backward where it cannot see a unit's turn: its outputs hold their tensors in
-    an object without attributes.
+    Raises ValueError for units that are not distinct submodules, and for parameters that differ
+    between ranks; RuntimeError for outputs that hide their tensors, for gradients of gradients, for
+    parameters that were moved, replaced, frozen or thawed since, or changed between forward and
+    backward, and in forward after a backward that has failed.
     """
 
     def __init__(
@@ -1177,322 +447,338 @@ class FullyShardedDataParallel(nn.Module):
         module,
         process_group=None,
         units=(),
+        stage=3,
+        replicate_group=None,
         param_dtype=None,
         reduce_dtype=None,
         gradient_divide_factor=None,
-        replicate_group=None,
-        error_if_nonfinite=False,
-        keep_unsharded=False,
         wait_in_backward=True,
         groups=None,
     ):
         super().__init__()
-        self.module, self.process_group, self.param_dtype = module, process_group, param_dtype
-        settings = _Settings(
-            *(process_group, replicate_group, param_dtype, reduce_dtype),
-            *(gradient_divide_factor, error_if_nonfinite, groups or {}),
-        )
-        units = list(units)
-        _check_module(module, units, settings)
-        root, *sharded = _make_units(module, units, settings)
-        self._units = _Units(root, sharded, next(module.parameters()).device, keep_unsharded)
-        self._schedule = _Schedule(self._units, process_group, wait_in_backward)
-        settings.broadcast(module.buffers())
-        for i, unit in enumerate(units):
+        self.module, self.process_group, self.stage = module, process_group, stage
+        self.param_dtype, self.wait_in_backward = param_dtype, wait_in_backward
+        every, units, world_size = (process_group, replicate_group), list(units), 1
+        check_whole(module.parameters())
+        for group in every if replicate_group is not None else every[:1]:
+            check_parameters(list(module.named_parameters()), group)
+            world_size *= dist.get_world_size(group)
+        options = param_dtype, reduce_dtype, gradient_divide_factor or world_size
+        _broadcast_first(list(module.buffers()), *every)
+        groups_of = lambda parameter: (groups or {}).get(parameter, every)
+        self._units = [
+            [
+                FlatParameter(named, places, groups_of(named[0][1]), stage < 3, *options)
+                for named, places in kinds
+            ]
+            for kinds in _sort_parameters(module, units, groups_of)
+        ]
+        if stage == 3:
+            for sharing in (self._units[:-1:2], self._units[1:-1:2], self._units[-1:]):
+                _share_memory([unit for unit in sharing if unit])
+        self.flats = [flat for unit in self._units for flat in unit]
+        self._place = {
+            whole: (flat, i)
+            for flat in self.flats if flat.trainable
+            for i, whole in enumerate(flat.whole)
+        }
+        self._root = len(units)  # its number: it is the last
+        self._current, self._queue, self._travels = None, deque(), None
+        self.require_backward_grad_sync, self._versions = True, None
+        self._leave()
+        for whole in self._place:
+            whole.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
+        for number, unit in enumerate(units):
             # before all hooks of others, which may use the parameters
-            before = partial(self._schedule.before_forward, i)
-            unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-            unit.register_forward_hook(partial(self._schedule.after_forward, i))
-        self._register_load_state_dict_pre_hook(self._before_loading)
+            before = partial(self._before_forward, number)
+            unit.register_forward_pre_hook(before, prepend=True)
+            unit.register_forward_hook(partial(self._after_forward, number))
+        weakref.finalize(self, register_optimizer_step_pre_hook(_check_optimizer).remove)
+
+    # What happens when, with units 0 to n - 1 and the root, of the parameters outside of them:
+    #
+    # forward     of the module             forward()            gather root and unit 0
+    #             of a unit                 _before_forward()    wait for it; gather the next
+    #             it is over                _after_forward()     drop it (stage 3)
+    # backward    at the module's outputs   _begin_backward()    gather root and unit n - 1
+    #             at a unit's outputs       _turn()              wait for it; gather the one before;
+    #                                                            drop, and sum, the one after
+    #             a gradient is there       _gradient_ready()    it moves into a flat one
+    #             it is over                _end_backward()      sum unit 0 and the root; drop all
 
     def forward(self, *args, **kwargs):
+        if self._current is not None:
+            raise RuntimeError(
+                "forward inside of the module's backward (checkpoint single units), or after one "
+                "that has failed: finish_grad_sync() ends it, on every rank; then zero gradients"
+            )
+        for flat in self.flats:
+            flat.check()
+        if self.stage == 3 or self._versions is None:
+            self._versions = self._versions_now()
+        if self._versions != self._versions_now():
+            raise RuntimeError("the parameters were changed and kept: call reshard() after step()")
         if self.param_dtype is not None:
             cast = lambda x: x.to(self.param_dtype) if x.is_floating_point() else x
             args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
-        self._schedule.begin_forward()
         try:
+            self._gather_all(0, 1)
             outputs = self.module(*args, **kwargs)
-            self._units.root.check_outputs(outputs)
-        finally:  # without a backward that will need it, nobody has the memory
-            self._units.leave(free=not torch.is_grad_enabled())
-        if torch.is_grad_enabled():
-            self._schedule.expect_backward(outputs)
-        return outputs
+        finally:
+            self._leave()
+        return at_backward(self._begin_backward, outputs, bool(self._place))
+
+    def _versions_now(self):
+        """A number for each piece, which changes with it."""
+        return [piece._version for flat in self.flats for piece in flat.pieces]
+
+    def _gather_all(self, number, direction):
+        """Gather the root and a unit, and use the root, once that unit is under way."""
+        for flat in self._units[self._root]:
+            flat.gather()
+        self._gather(number, direction)
+        for flat in self._units[self._root]:
+            flat.use()
+
+    def _gather(self, number, direction):
+        """Have a unit and the next one; others are done."""
+        wanted = [n for n in (number, number + direction) if 0 <= n < self._root]
+        for n, unit in enumerate(self._units[: self._root]):
+            for flat in unit if self.stage == 3 and n not in wanted else ():
+                flat.drop()
+        for flat in (flat for n in wanted for flat in self._units[n]):
+            flat.gather()
+
+    def _use(self, number):
+        for flat in self._units[number]:
+            flat.use()
+
+    def _leave(self):
+        for flat in self.flats:
+            flat.leave()
+
+    # -- forward
+
+    @torch.no_grad()
+    def _before_forward(self, number, module, args):
+        """A hook: a unit runs forward, maybe in backward, where that is recomputed."""
+        if self._current is None:
+            self._gather(number, 1)
+            self._use(number)
+        elif number <= self._current:
+            self._turn(number)
+        else:
+            raise RuntimeError(f"units[{number}] is recomputed before its turn: checkpoint units")
+
+    def _after_forward(self, number, module, args, outputs):
+        unit = self._units[number]
+        memories = [flat.memory.data_ptr() for flat in unit]
+        for x in filter(torch.is_tensor, tree_leaves(outputs)):
+            if x.untyped_storage().data_ptr() in memories:
+                raise RuntimeError(f"units[{number}] returns a parameter, or its view: clone it")
+        for flat in unit if self._current is None and self.stage == 3 else ():
+            flat.drop()
+        trained = any(flat.trainable for flat in unit)
+        return at_backward(partial(self._turn, number), outputs, trained)
 
     def reshard(self):
         """Drop what is gathered: the next forward pass gathers again."""
-        self._units.reshard()
+        self._versions = None
+        for flat in self.flats:
+            flat.drop()
 
-    # -- gradients
+    # -- backward
 
-    @contextmanager
-    def no_sync(self):
-        """Backward inside only adds to rows of whole gradients; the next outside sums those."""
-        before, self._schedule.sync = self._schedule.sync, False
-        try:
-            yield
-        finally:
-            self._schedule.sync = before
+    @torch.no_grad()
+    def _begin_backward(self):
+        """Backward is at the module's outputs; in one pass at those of each call."""
+        if self._versions not in (None, self._versions_now()):
+            raise RuntimeError("the parameters were changed between forward and backward")
+        if self._current is None:
+            # Private: no public hook runs once all gradients of a pass are there.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._restart()
+        self._gather_all(self._root - 1, -1)
 
+    def _restart(self):
+        """All units are to have their turn."""
+        self._current = self._root
+        if self.require_backward_grad_sync:
+            self._queue_sums({flat: {"its turn"} for flat in self.flats})
+
+    @torch.no_grad()
+    def _turn(self, number):
+        """Backward is at a unit's outputs.
+
+        Those between were not used on this rank, but have their turn, as on all others.
+        """
+        if self._current is None:  # the loss is of what a unit has returned
+            self._begin_backward()
+        if number > self._current:  # of a forward pass before
+            self._restart()
+        while self._current > number:
+            self._current -= 1
+            # Before the sums: what is computed next waits for parameters, and for no sum.
+            self._gather(self._current, -1)
+            if self._current + 1 < self._root:
+                self._sum(self._current + 1)
+        self._use(number)
+
+    @torch.no_grad()
+    def _gradient_ready(self, whole):
+        """A hook: autograd has added to its .grad, or a weight product that was put off has."""
+        flat, i = self._place[whole]
+        if self.require_backward_grad_sync and not flat.missing:
+            raise RuntimeError(
+                f"a gradient of {flat.names[i]!r} came after those of its unit left, or past the "
+                "module's outputs"
+            )
+        if whole.grad is not None:
+            flat.add_gradient(i)
+        flat.missing.discard(whole)
+        reduce_in_order(self._queue, self._reduce)
+
+    @torch.no_grad()
+    def _end_backward(self):
+        if self._root > 0:
+            self._turn(0)
+            self._sum(0)
+        self._sum(self._root)
+        self._current = None
+        self._leave()
+        if self.wait_in_backward:
+            self.finish_grad_sync()
+
+    # -- sums
+
+    def _queue_sums(self, missing):
+        """Sum the gradients of the units, from the last on, and at last of the root.
+
+        missing: {flat parameter: what its gradients wait for}
+        """
+        order = *self._units[-2::-1], self._units[-1]
+        self._queue = deque(flat for unit in order for flat in unit if flat.trainable)
+        for flat in self._queue:
+            flat.missing = missing[flat]
+
+    def _sum(self, number):
+        """Nothing more is added to a unit's gradients."""
+        for flat in self._units[number]:
+            flat.missing.clear()
+        reduce_in_order(self._queue, self._reduce)
+
+    def _reduce(self, flat):
+        """One sum travels while the next gradients come: two flat gradients exist at most."""
+        before, self._travels = self._travels, flat
+        if before is flat:
+            before.finish()
+        flat.reduce()
+        if before not in (None, flat):
+            before.finish()
+
+    no_sync = DistributedDataParallel.no_sync
+
+    @torch.no_grad()
     def start_grad_sync(self, awaited=()):
-        """As DistributedDataParallel's, of what no_sync() left; awaited: gathered parameters."""
-        self._schedule.start_sync(awaited)
+        """Sum what no_sync() left, each once it has its gradients of the awaited whole parameters.
 
+        For gradients that no backward of the module computes, such as weight gradients put off.
+        """
+        self._queue_sums({flat: set(flat.whole) & set(awaited) for flat in self.flats})
+        reduce_in_order(self._queue, self._reduce)
+
+    @torch.no_grad()
     def finish_grad_sync(self):
-        """Wait for the sums that backward() or start_grad_sync() started, if they did."""
-        self._schedule.finish_sync()
+        """Wait for the sums that backward() or start_grad_sync() started."""
+        if self._current is not None:  # backward has failed: what is left of it, and no gradients
+            self._end_backward()
+            for flat in self.flats:
+                flat.flat_grad = None
+        for flat in self._queue:
+            flat.missing.clear()
+        reduce_in_order(self._queue, self._reduce)
+        if self._travels is not None:
+            self._travels.finish()
+            self._travels = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the gradients to a norm of at most `max_norm`; returns their norm. Collective.
 
-        RuntimeError where some have a group of their own: get_total_norm() takes each group's.
+        torch.nn.utils' function of this name would see this rank's pieces alone. RuntimeError where
+        some have a group of their own: get_total_norm() takes each group's.
         """
-        if any(row.group is not self.process_group for row in self._units.rows):
+        if any(flat.group is not self.process_group for flat in self.flats):
             raise RuntimeError("clip_grad_norm_() of parameters that have groups of their own")
-        pieces = [piece for row in self._units.rows for piece in row.pieces]
+        pieces = [piece for flat in self.flats for piece in flat.pieces]
         gradients = [piece.grad for piece in pieces if piece.grad is not None]
-        if not gradients:
-            raise RuntimeError("no parameter has a gradient")
         norm = get_total_norm(gradients, norm_type, [self.process_group])
         clip_grads_with_norm_(gradients, max_norm, norm)
         return norm
 
     # -- state
 
-    def named_modules(self, memo=None, prefix="", remove_duplicate=True):
-        """This wrapper, and the module's own under their own names: it adds no level to a name."""
-        memo = set() if memo is None else memo
-        if self not in memo:
-            yield prefix, self
-            memo |= {self} if remove_duplicate else set()
-            yield from self.module.named_modules(memo, prefix, remove_duplicate)
+    @torch.no_grad()
+    def state_dict(self):
+        """The module's own, of whole tensors, on every rank. Collective."""
+        whole = {}
+        for flat in self.flats:
+            whole |= zip(flat.pieces, flat.join())
+        own = self.module.state_dict(keep_vars=True)
+        return {name: whole[x] if x in whole else x.detach().clone() for name, x in own.items()}
 
     @torch.no_grad()
-    def state_dict(self, *args, destination=None, prefix="", keep_vars=False):
-        """The module's own state dict, of whole tensors, on every rank. Collective."""
-        self._units.follow()
-        own = _whole_state_dict(self.module, self._units.rows, prefix, keep_vars)
-        if destination is None:
-            return own
-        destination.update(own)
-        if hasattr(destination, "_metadata"):  # where this is part of another module
-            destination._metadata.update(own._metadata)
-        return destination
+    def load_state_dict(self, state_dict):
+        """The opposite, in place. ValueError for other names or shapes."""
+        own = self.module.state_dict(keep_vars=True)
+        if own.keys() != state_dict.keys():
+            raise ValueError(f"names differ: {', '.join(own.keys() ^ state_dict.keys())}")
+        for name, here in own.items():
+            value, shape = state_dict[name], getattr(here, "whole_shape", here.shape)
+            if value.shape != shape:
+                raise ValueError(f"{name}: {tuple(value.shape)}, not {tuple(shape)}")
+            first = getattr(here, "first", 0)
+            here.copy_(value.flatten()[first : first + here.numel()].view(here.shape))
+        self.reshard()
 
-    @torch.no_grad()
-    def _before_loading(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
-        self._units.follow()
-        errors += _take_pieces(self.module, self._units.rows, state_dict, prefix)
-
-    def optimizer_state_dict(self, optimizer):
-        """The state dict of an optimizer of parameters(), for whole parameters. Collective."""
-        state = full_state(optimizer, self._units.rows, self._numbers(optimizer))
-        return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
-
-    def load_optimizer_state_dict(self, optimizer, state_dict):
-        """Give an optimizer of parameters() its part of a state dict for whole parameters."""
-        lengths = [len(group["params"]) for group in optimizer.param_groups]
-        numbers = self._numbers(optimizer)
-        load_full_state(optimizer, self._units.rows, numbers, lengths, state_dict)
-
-    def _numbers(self, optimizer):
-        """piece -> its number in the optimizer's state dict."""
-        self._units.follow()
-        held = [piece for group in optimizer.param_groups for piece in group["params"]]
-        if others := set(held) - _where(self._units.rows).keys():
-            raise ValueError(f"the optimizer has {len(others)} parameters of other modules")
-        return {piece: number for number, piece in enumerate(held)}
-
-    def __deepcopy__(self, memo):
-        raise RuntimeError(
-            "a sharded module cannot be copied or pickled: call state_dict(), on every rank"
-        )
-
-    __getstate__ = lambda self: self.__deepcopy__(None)
+    def __getstate__(self):
+        raise RuntimeError("a sharded module is not copied or pickled: state_dict() is")
 
 
-def _check_module(module, units, settings):
-    named = list(module.named_parameters())
-    if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
-        raise ValueError("the module holds a DistributedDataParallel: shard what that wraps")
-    if not any(parameter.requires_grad for _, parameter in named):
-        raise ValueError("there are no trainable parameters")
-    settings.check(named)
-    names = {submodule: name for name, submodule in module.named_modules()}
-    prefixes = [names.get(unit) for unit in units]
-    for i, prefix in enumerate(prefixes):
-        others = prefixes[:i] + prefixes[i + 1 :]
-        if not prefix or any(f"{prefix}.".startswith(f"{other}.") for other in others):
-            raise ValueError(f"units[{i}] is not a submodule, or inside of another unit")
+def _sort_parameters(module, units, groups_of):
+    """[(named parameters, places)] of one kind each, for each unit and for the root.
+
+    places: {parameter: {(module, name)}}, where the modules have it.
+    """
     for i, unit in enumerate(units):
-        if isinstance(unit, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
-            raise ValueError(f"units[{i}] has no forward of its own: name what it holds")
-
-
-def _make_units(module, units, settings):
-    """The root, of the parameters in no unit or in several, and then each unit's own."""
-    names = {submodule: name for name, submodule in module.named_modules()}
-    prefixes, owners, places = [f"{names[unit]}." for unit in units], {}, {}
-    for path, submodule in module.named_modules(remove_duplicate=False):
-        inside = [i for i, prefix in enumerate(prefixes, 1) if f"{path}.".startswith(prefix)]
-        for name, parameter in submodule._parameters.items():
-            if parameter is not None:
-                owners.setdefault(parameter, set()).add(inside[0] if inside else 0)
-                places.setdefault(parameter, []).append((submodule, name))
-    # A row is of one dtype, and its gradients, all trainable or not. What carries other
-    # attributes has a row of its own: tensor-parallel ranks, which hold parts of unlike sizes
-    # of what they split, so have the same pieces of what they all hold.
-    rows = [{} for _ in range(len(units) + 1)]
+        others = [part for other in units[:i] + units[i + 1 :] for part in other.modules()]
+        if unit is module or unit in others or unit not in list(module.modules()):
+            raise ValueError(f"units[{i}] is not a submodule, or inside of another unit")
+    owners, places = {}, {}  # owners: the numbers of its units, and the root's, which has them all
+    for number, unit in enumerate([*units, module]):
+        for submodule in unit.modules():
+            for name, parameter in submodule._parameters.items():
+                owners.setdefault(parameter, set()).add(number)
+                places.setdefault(parameter, set()).add((submodule, name))
+    # A flat parameter is of one dtype, and its gradients, all trainable or not. What carries other
+    # attributes has one of its own: tensor-parallel ranks, which hold parts of unlike sizes of what
+    # they split, so have the same pieces of what they all hold.
+    kinds = [{} for _ in range(len(units) + 1)]
     for name, parameter in module.named_parameters():
-        owner = owners[parameter].pop() if len(owners[parameter]) == 1 else 0
+        owner = min(owners[parameter]) if len(owners[parameter]) == 2 else len(units)
         kind = parameter.dtype, grad_dtype(parameter), parameter.requires_grad
-        kind += settings.groups_of(parameter)
-        rows[owner].setdefault((*kind, *sorted(vars(parameter))), []).append((name, parameter))
-    make = lambda named: ShardedRow(named, settings, places)
-    return [_Unit([make(named) for named in kinds.values()]) for kinds in rows]
-
-
-# ---- state dicts: full on one side, in pieces on the other ---------------------------------------
-
-
-def _whole_state_dict(module, rows, prefix, keep_vars):
-    """The state dict of a module of pieces, with whole tensors in their place. Collective."""
-    state_dict, whole = module.state_dict(prefix=prefix, keep_vars=True), {}
-    for row in rows:
-        whole.update(zip(row.pieces, row.join(row.pieces)))
-    for name, value in state_dict.items():
-        if isinstance(value, nn.Parameter):
-            state_dict[name] = whole[value]
-        elif torch.is_tensor(value):
-            state_dict[name] = value if keep_vars else value.detach().clone()
-    return state_dict
-
-
-def _take_pieces(module, rows, state_dict, prefix):
-    """The opposite, in place, under the names that modules have in a wrapper; returns errors."""
-    where, own, errors = _where(rows), module.state_dict(keep_vars=True), []
-    for name in [name for name in state_dict if name.startswith(prefix)]:
-        value, short = state_dict.pop(name), name[len(prefix) :]
-        piece = own.get(short)
-        if isinstance(piece, nn.Parameter):
-            if value.shape == piece.whole_shape:
-                row, i = where[piece]
-                value = row.piece(i, value).clone()
-            else:
-                found, needed = tuple(value.shape), tuple(piece.whole_shape)
-                errors.append(f"size mismatch for {name}: {found}, not {needed}")
-                value = piece
-        state_dict[f"{prefix}module.{short}"] = value
-    return errors
-
-
-def full_state(optimizer, rows, numbers):
-    """An optimizer's state of pieces as that of whole parameters: {numbers[piece]: {key: value}}.
-
-    Collective. What has its piece's shape on every rank is part of a tensor of the parameter's
-    shape; anything else is the same on all ranks that have it, which empty pieces may not.
-    """
-    state = {}
-    for row in rows:
-        own = [optimizer.state.get(piece, {}) for piece in row.pieces]
-        described = [
-            {key: _describe(value, piece) for key, value in values.items()}
-            for values, piece in zip(own, row.pieces)
-        ]
-        ranks = gather_objects(described, row.group)
-        for key in dict.fromkeys(key for rank in ranks for values in rank for key in values):
-            for i, whole in _whole_values(row, own, ranks, key).items():
-                state.setdefault(numbers[row.pieces[i]], {})[key] = whole
-    return dict(sorted(state.items()))
-
-
-def _whole_values(row, own, ranks, key):
-    """{i: what the i-th parameter has under this key}, of those that have something on a rank."""
-    found = [[rank[i][key] for rank in ranks if key in rank[i]] for i in range(len(own))]
-    dtypes = [dtype for some in found for dtype, _ in some]
-    if None in dtypes:
-        wholes = [some[0][1] if some else None for some in found]
-    else:
-        pairs = zip(own, row.pieces)
-        parts = [values.get(key, piece.new_zeros(piece.shape)) for values, piece in pairs]
-        wholes = row.join([part.to(dtypes[0]) for part in parts])
-    return {i: whole for i, whole in enumerate(wholes) if found[i]}
-
-
-def _describe(value, piece):
-    """(dtype, or None for what is no part of a tensor; the value, if it may be none)."""
-    if not torch.is_tensor(value):
-        return None, value
-    is_part = value.shape == piece.shape
-    known = value.cpu() if value.numel() == 1 or not is_part else None
-    return value.dtype if is_part else None, known
-
-
-_SCALARS = ("step", "mu_product", "eta", "mu")  # of Adam, NAdam, ASGD: whatever the parameter
-
-
-def _where(rows):
-    """{piece: (its row, its place there)}"""
-    return {piece: (row, i) for row in rows for i, piece in enumerate(row.pieces)}
-
-
-def load_full_state(optimizer, rows, numbers, lengths, state_dict):
-    """The opposite: give an optimizer of pieces its part of the state of whole parameters.
-
-    lengths: how many parameters, trainable or not, each of its groups has.
-    """
-    groups, state, where = [], {}, _where(rows)
-    packed = optimizer.state_dict()["param_groups"]
-    found = [len(group["params"]) for group in state_dict["param_groups"]]
-    if found != lengths:
-        raise ValueError(f"state_dict has groups of {found} parameters, the optimizer of {lengths}")
-    for group, own, theirs in zip(optimizer.param_groups, packed, state_dict["param_groups"]):
-        groups.append({**theirs, "params": own["params"]})
-        for number, piece in zip(own["params"], group["params"]):
-            values = state_dict["state"].get(numbers[piece], {})
-            state[number] = {k: _own_part(k, value, *where[piece]) for k, value in values.items()}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _own_part(key, value, row, i):
-    """This rank's part of a value of the i-th parameter; what is no tensor of its shape, as is."""
-    if not torch.is_tensor(value) or key in _SCALARS:
-        return value
-    needed = row.layout.shapes[i]
-    if value.shape == needed:
-        return row.piece(i, value).clone()
-    if value.numel() > 1:
-        raise ValueError(f"{key} of {row.names[i]!r} is {tuple(value.shape)}, not {tuple(needed)}")
-    return value
-
-
-def add_masters(state, rows, numbers):
-    """The state, with the exact weights where the module computes with others. Collective."""
-    for row in rows:
-        if row.dtype != row.param_dtype:
-            for piece, master in zip(row.pieces, row.join(row.pieces)):
-                state.setdefault(numbers[piece], {})["master"] = master
-    return state
-
-
-def load_masters(masters, rows, numbers):
-    """The opposite, of {number: the exact weights, or None}."""
-    for row in rows:
-        for i, (parameter, piece) in enumerate(zip(row.parameters, row.pieces)):
-            exact = masters.get(numbers[piece])
-            if exact is not None and row.dtype != row.param_dtype:
-                piece.copy_(row.piece(i, exact))
-                parameter.copy_(exact)
+        kind += *groups_of(parameter), *sorted(vars(parameter))
+        kinds[owner].setdefault(kind, []).append((name, parameter))
+    return [[(named, places) for named in of_unit.values()] for of_unit in kinds]
 
 
 # ---- cost ----------------------------------------------------------------------------------------
 
 
 def zero_bytes(stage, nbytes, world_size, microbatches=1):
-    """Bytes that a rank sends in a step for rows of `nbytes`; stage 0 is data parallelism.
+    """Bytes that a rank sends in a step for `nbytes` of parameters; stage 0 is data parallelism.
 
-    In a row 64 elements of padding follow each parameter and each shard but one, at most.
+    With their padding: 64 elements after each parameter and each shard but one, at most.
     """
     return sum(zero_rounds(stage, microbatches)) * reduce_scatter_bytes(nbytes, world_size)
 
@@ -1509,59 +795,13 @@ def zero_rounds(stage, microbatches=1):
 def zero_memory(stage, world_size, parameter=2, gradient=2, optimizer=12):
     """Bytes per parameter that a rank holds, of so many for each; stage 0 is data parallelism.
 
-    Without the padding of rows; 32-bit gradients take 4.
+    Without padding; 32-bit gradients take 4.
     """
     kinds = (optimizer, gradient, parameter)  # sharded in this order
     return sum(kinds[stage:]) + sum(kinds[:stage]) / world_size
 
 
-def largest_model(stage, world_size, memory_bytes, parameter=2, gradient=2, optimizer=8):
-    """Parameters of the largest model whose training state fits into each rank's memory."""
-    return memory_bytes / zero_memory(stage, world_size, parameter, gradient, optimizer)
-
-
-def compute_bound_tokens(flops, bandwidth, itemsize=2):
-    """From how many tokens on a rank computes for longer than it sends weights, or their gradients.
-
-    flops, bandwidth: a rank's, per second. A weight of `itemsize` bytes is gathered for 2 FLOPs per
-    token in forward (stage 3). In backward it is gathered and its gradient scattered, or that is
-    all-reduced (data parallelism), for 4. Austin et al., "How to Scale Your Model", 2025.
-    """
-    return itemsize / 2 * flops / bandwidth
-
-
 # ---- demonstration -------------------------------------------------------------------------------
-
-
-def memory_ledger(model, optimizer):
-    """Bytes of the storages that this rank holds: {"parameters", "gradients", "optimizer"}.
-
-    model: one, or a list of those that share the optimizer. A storage that several kinds of tensors
-    share counts for the first of them.
-    """
-    models = model if isinstance(model, list) else [model]
-    parameters = [parameter for model in models for parameter in model.parameters()]
-    rows = list(optimizer._shards.rows) if isinstance(optimizer, ZeroRedundancyOptimizer) else []
-    for model in models:
-        if isinstance(model, FullyShardedDataParallel):
-            rows += model._units.rows
-            parameters += [memory.bytes for memory in model._units.memories]
-    pieces = [piece for row in rows for piece in row.pieces]
-    sums = [part for row in rows for part in (row.flat_grad, row.sharded_grad, row.incoming)]
-    states = getattr(optimizer, "optimizer", optimizer).state.values()
-    kinds = {
-        "parameters": parameters,
-        "gradients": [parameter.grad for parameter in parameters] + sums,
-        "optimizer": [value for state in states for value in state.values()] + pieces,
-    }
-    seen, ledger = set(), Counter()
-    for kind, tensors in kinds.items():
-        for tensor in filter(torch.is_tensor, tensors):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                ledger[kind] += storage.nbytes()
-    return ledger
 
 
 def _demonstrate():
@@ -1573,30 +813,21 @@ def _demonstrate():
     start = {name: value.clone() for name, value in plain.state_dict().items()}
     inputs = torch.randn(3, 8 * world_size, 480)
     _train(plain, torch.optim.AdamW(plain.parameters()), inputs)
+    count = sum(parameter.numel() for parameter in plain.parameters())
     for stage in (1, 2, 3):
         module = make()
         module.load_state_dict(start)
-        if stage == 3:
-            model = FullyShardedDataParallel(module, units=module)
-            optimizer = torch.optim.AdamW(model.parameters())
-        else:
-            model, adamw = module, torch.optim.AdamW
-            optimizer = ZeroRedundancyOptimizer(
-                module.parameters(), adamw, shard_gradients=stage == 2, bucket_cap_mb=1
-            )
+        model = FullyShardedDataParallel(module, units=module, stage=stage)
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.register_step_post_hook(lambda *_: model.reshard())
         with count_bytes() as traffic:
             _train(model, optimizer, inputs.chunk(world_size, 1)[rank])
-        held = memory_ledger(model, optimizer).total()
         whole = model.state_dict()
         error = max((whole[name] - value).abs().max() for name, value in plain.state_dict().items())
         if rank == 0:
-            count = sum(parameter.numel() for parameter in plain.parameters())
-            sent = traffic.bytes() // len(inputs)
             print(
-                f"stage {stage}: a step sends {sent} bytes (claimed "
-                f"{zero_bytes(stage, 4 * count, world_size)}); {held / count:.2f} bytes held per "
-                f"parameter (claimed {zero_memory(stage, world_size, 4, 4, 8):.2f}); "
-                f"largest error {error:.0e}"
+                f"stage {stage}: a step sends {traffic.bytes() // len(inputs)} bytes (claimed "
+                f"{zero_bytes(stage, 4 * count, world_size)}); largest error {error:.0e}"
             )
 
 

@@ -57,17 +57,13 @@ from torch.distributed.tensor.parallel import (
 import collectives
 import hybrid
 from ddp import DistributedDataParallel, GradBucket
-from expert_parallel import MoE, one_hop
+from expert_parallel import MoE, dispatch_and_combine
+from ledger import memory_ledger
 from pipeline import SCHEDULES, Pipeline, simulate
 from ranks import headline, run, spawn
 from reference_gpt import Layer, ReferenceGPT
-from sequence_parallel import (
-    allgather_attention, attended_pairs, chunk_ranges, context_blocks, ring_attention,
-    ulysses_attention,
-)
-from zero import (
-    FlatParameter, FullyShardedDataParallel, ZeroRedundancyOptimizer, memory_ledger, zero_memory,
-)
+from sequence_parallel import allgather_attention, ring_attention, ulysses_attention
+from zero import FlatParameter, FullyShardedDataParallel, ZeroRedundancyOptimizer, zero_memory
 
 KB, MB = 1 << 10, 1 << 20
 COLLECTIVE_SIZES = [4 * KB, 64 * KB, MB, 16 * MB, 128 * MB]
@@ -191,15 +187,15 @@ def _trainer(name):
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     if name == "torch ZeRO + DDP":
         return model, torch.distributed.optim.ZeroRedundancyOptimizer(model.parameters(), adamw)
-    if name in ("stage 1", "stage 2"):
-        sharded = ZeroRedundancyOptimizer(
-            model.parameters(), adamw, shard_gradients=name == "stage 2"
-        )
-        return model, sharded
-    if name == "ddp":
+    if name in ("ddp", "ZeRO + DDP"):
         model = DistributedDataParallel(model)
-    if name == "stage 3":
-        model = FullyShardedDataParallel(model, units=model.transformer.h)
+    if name == "ZeRO + DDP":
+        return model, ZeroRedundancyOptimizer(model.parameters(), adamw)
+    if name.startswith("stage"):
+        model = FullyShardedDataParallel(model, units=model.transformer.h, stage=int(name[-1]))
+        optimizer = adamw(model.parameters())
+        optimizer.register_step_post_hook(lambda *_: model.reshard())
+        return model, optimizer
     if name == "torch FSDP2":
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model.transformer.h:
@@ -222,6 +218,7 @@ def _tokens(sequences):
 
 RIVALS = {  # each beside its rival, PyTorch's
     "ddp": "torch DDP",
+    "ZeRO + DDP": "torch ZeRO + DDP",
     "stage 1": "torch ZeRO + DDP",
     "stage 2": "torch ZeRO + DDP",
     "stage 3": "torch FSDP2",
@@ -542,18 +539,10 @@ def _time_context_parallel(T, rounds):
             "one process": alone,
             "allgather": partial(step, allgather_attention, own),
             "ring": partial(step, ring_attention, own),
-            "plain ring": partial(step, partial(ring_attention, zigzag=False), own),
             "ulysses": partial(step, ulysses_attention, own),
         },
         rounds,
     )
-
-
-def _slowest_pairs(P, T, zigzag):
-    """Pairs of the slowest rank, in a ring whose steps all wait for theirs."""
-    runs = [chunk_ranges(r, P, T, zigzag) for r in range(P)]
-    pairs = lambda r, step: attended_pairs(context_blocks(runs[r], runs[(r - step) % P]))
-    return sum(max(pairs(r, step) for r in range(P)) for step in range(P))
 
 
 def bench_context_parallel(arguments):
@@ -570,9 +559,6 @@ def bench_context_parallel(arguments):
             arguments.report(", ".join((name, *case)), t, "fused, one process", alone)
         cells = [f"{name} {t * 1e3:7.1f} = {t / alone:4.2f}" for name, t in times.items()]
         print(f"{', '.join(case)}: alone {alone * 1e3:.1f} ms; {', '.join(cells)}", flush=True)
-    for P in arguments.world_sizes:
-        plain, zigzag = (_slowest_pairs(P, lengths[-1], order) for order in (False, True))
-        print(f"P = {P}: pairs of the slowest rank, plain / zig-zag: {plain / zigzag:.2f}")
     # what grows with the sequence: a layer's 34 s b h bytes in 16 bit (see sequence_parallel.py)
     memory, layers, h = 80e9, 32, 4096
     for cp in (1, 2, 8, 64):
@@ -616,7 +602,7 @@ def _time_experts(N, D, E, k, rounds):
         function(x).sum().backward()
 
     def travel(x):
-        return one_hop(x, routing.experts, weights, E, lambda rows, counts: rows)
+        return dispatch_and_combine(x, routing.experts, weights, E, lambda rows, counts: rows)
 
     contenders = {"experts": layer, "dense": _mlp(D, 4 * D * k), "loop": _Loop(D, E, k)}
     contenders["travel"] = travel
@@ -662,9 +648,9 @@ LAYOUTS = {  # flags of both: {of two processes: the aim, times one process}
 def _training(flags, mesh=None):
     """A step of hybrid on this rank's rows; a mesh that is given is of this rank alone."""
     sizes = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in SMALL_GPT.items())
-    args = hybrid.parse_args(f"{sizes} {flags}".split(), 1 if mesh else dist.get_world_size())
-    trainer = hybrid.Trainer(args, mesh or hybrid.mesh_of(args), torch.device("cpu"))
-    tokens = torch.randint(256, (args.batch_size, args.seq_len + 1))[trainer.local_rows()]
+    args = hybrid.parse(f"{sizes} {flags}".split(), 1 if mesh else dist.get_world_size())
+    trainer = hybrid.Trainer(args, mesh or hybrid.make_mesh(args), torch.device("cpu"))
+    tokens = torch.randint(256, (args.batch_size, args.seq_len + 1))[trainer.own_rows()]
     return trainer, partial(trainer.step, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
@@ -699,7 +685,8 @@ def _on_first_rank(step):
 def _time_layouts(flags, layouts, rounds):
     """Seconds of a step of layouts, and of one process: ours, torch.nn's, two with half each."""
     contenders = {layout: _training(f"{flags} {layout}")[1] for layout in layouts}
-    mesh = [hybrid.Mesh(*[dist.new_group([r])] * 13) for r in range(2)][dist.get_rank()]
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    mesh = hybrid.Mesh(**dict.fromkeys(hybrid.slices_of(1, 1, 1, 1), alone))
     trainer, step = _training(flags, mesh)
     half = f"{flags} --batch-size {trainer.args.batch_size // 2}"
     contenders |= {
@@ -795,7 +782,8 @@ def _time_gpt(device, rounds):
     """Seconds of a step: hybrid's, and nanoGPT's recipe, as it is and compiled."""
     flags = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in GPT_350M.items())
     flags += f" --batch-size {SEQUENCES} --microbatches 1 --dtype bf16"
-    trainer = hybrid.Trainer(hybrid.parse_args(flags.split(), 1), hybrid.make_mesh(), device)
+    args = hybrid.parse(flags.split(), 1)
+    trainer = hybrid.Trainer(args, hybrid.make_mesh(args), device)
     tokens = torch.randint(GPT_350M["vocab_size"], (SEQUENCES, GPT_350M["seq_len"] + 1))
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

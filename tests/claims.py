@@ -19,15 +19,14 @@ import hybrid
 import pipeline
 from collectives import all_gather_single, all_reduce, count_bytes, rank_and_size
 from ddp import DistributedDataParallel
-from expert_parallel import one_hop
+from expert_parallel import dispatch_and_combine
+from ledger import memory_ledger
 from pipeline import SCHEDULES, draw
 from ranks import least_bytes, run
-from sequence_parallel import (
-    TransformerLayer, allgather_attention, norm_bytes, ring_attention, saved_bytes,
-    ulysses_attention,
-)
+from sequence_parallel import allgather_attention, ring_attention, ulysses_attention
 from tensor_parallel import attention
-from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer, memory_ledger
+from transformer import TransformerLayer, norm_bytes, saved_bytes
+from zero import FullyShardedDataParallel
 
 P = 4
 README = Path(__file__).resolve().parent.parent / "README.md"
@@ -55,15 +54,13 @@ def _replicas(stage):
     """(bytes that a step sends, bytes held per parameter) of replicas of four matrices of 480."""
     net = nn.Sequential(*[nn.Linear(480, 480, bias=False) for _ in range(4)])
     count = sum(parameter.numel() for parameter in net.parameters())
-    model, adam = net, torch.optim.AdamW
-    if stage == 0:
-        model = DistributedDataParallel(net)
-    if stage == 3:
-        model = FullyShardedDataParallel(net, units=net)
-    if stage in (1, 2):
-        optimizer = ZeroRedundancyOptimizer(net.parameters(), adam, shard_gradients=stage == 2)
+    if stage:
+        model = FullyShardedDataParallel(net, units=net, stage=stage)
     else:
-        optimizer = adam(model.parameters())
+        model = DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if stage in (1, 2):
+        optimizer.register_step_post_hook(lambda *_: model.reshard())
 
     def step():
         model(torch.ones(1, 480)).sum().backward()
@@ -82,7 +79,6 @@ def _layer(mode="none", **options):
     with saved_bytes(layer.parameters()) as kept:
         layer(x.requires_grad_())
     norms = norm_bytes(B, S, tp, sequence_parallel, mode)
-    options["save_gathered"] = True
     layer = TransformerLayer(H, A, mode=mode, attention_fn=attention, **options)
     return _sent(lambda: layer(x.float()).sum().backward()), kept() - norms
 
@@ -97,7 +93,7 @@ def _experts():
     rank, _ = rank_and_size()
     experts = (torch.arange(N * K).view(N, K) + rank) % P  # as many tokens for each
     x = torch.zeros(N, H)
-    return _sent(one_hop, x, experts, torch.ones(N, K), P, lambda rows, load: rows)
+    return _sent(dispatch_and_combine, x, experts, torch.ones(N, K), P, lambda rows, load: rows)
 
 
 def count():
@@ -140,7 +136,7 @@ def rows():
         ("with ZeRO-2", "4 + (4 + 8)/P", 7, "held 2", *held),
         ("with ZeRO-3", "(4 + 4 + 8)/P", 4, "held 3", *held),
         ("a layer of tp", "8bsh(P-1)/P, each 4 bytes", 32 * sbh * crossing, "tp", *layer),
-        ("a layer of tp + sp", "the same", 32 * sbh * crossing, "sp", *layer),
+        ("a layer of tp + sp", "10bsh(P-1)/P", 40 * sbh * crossing, "sp", *layer),
         ("it keeps, tp", "sbh(10 + 24/P + 5as/hP)", sbh * (16 + scores / P), "kept", *kept),
         ("tp + sp", "sbh(34 + 5as/h)/P", sbh * (34 + scores) / P, "kept sp", *kept),
         ("the scores again", "34sbh/P", 34 * sbh / P, "kept selective", *kept),

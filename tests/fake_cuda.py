@@ -53,7 +53,7 @@ import collectives
 import hybrid
 import pipeline
 from gpu_counts import Stream, as_on_nccl
-from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
+from zero import FullyShardedDataParallel
 
 # ---- outside -------------------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ def _patches(watch):
 
 def _hybrid_step(args, device):
     with patch.object(hybrid, "barrier"), unset_fake_temporarily():  # a group's is a real tensor
-        mesh = hybrid.mesh_of(args)
+        mesh = hybrid.make_mesh(args)
     trainer = hybrid.Trainer(args, mesh, device)
     tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
     return lambda: trainer.step(tokens, tokens)
@@ -328,20 +328,15 @@ def _hybrid_step(args, device):
 def _zero_step(stage, device, D=1024):
     """A step of a stack of layers under ZeRO."""
     model = torch.nn.Sequential(*[torch.nn.Linear(D, D) for _ in range(4)])
-    adamw = torch.optim.AdamW
     model.to(device)
-    if stage == 3:
-        model = FullyShardedDataParallel(model, units=model)
-        optimizer = adamw(model.parameters(), fused=True)
-    else:
-        options = {"shard_gradients": stage == 2, "fused": True}
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), adamw, **options)
-    x, clips = torch.zeros(8, D, device=device), model if stage == 3 else optimizer
+    model, x = FullyShardedDataParallel(model, units=model, stage=stage), torch.zeros(8, D)
+    optimizer, x = torch.optim.AdamW(model.parameters(), fused=True), x.to(device)
 
     def step():
         model(x).square().mean().backward()
-        clips.clip_grad_norm_(1.0)
+        model.clip_grad_norm_(1.0)
         optimizer.step()
+        model.reshard()
         optimizer.zero_grad()
 
     return step
@@ -356,7 +351,8 @@ def count_step(world_size, rank, what):
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
         stage = int(what[5:]) if what.startswith("zero ") else None
-        args = hybrid.parse_args([] if stage else what.split(), world_size)
+        per_node = world_size // 2 if "--topk-nodes" in what else None
+        args = hybrid.parse([] if stage else what.split(), world_size, per_node)
         watch, device = Watch(args), torch.device("cuda", 0)
         for patched in _patches(watch):
             stack.enter_context(patched)

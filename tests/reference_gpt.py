@@ -19,7 +19,7 @@ def attention(q, k, v, causal=True, documents=None):
     if causal:
         hidden |= torch.ones(T, T, dtype=torch.bool).triu(1)
     scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-    return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+    return scores.masked_fill(hidden.to(q.device), float("-inf")).softmax(-1) @ v
 
 
 class Attention(nn.Module):
@@ -49,8 +49,8 @@ class MLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """A loop over tokens and their experts. After forward: .loss of the router and its parts,
-    .balance and .z; .counts; .dropped, how many choices found no place.
+    """Every expert takes every token, with weight 0 where it is not chosen. After forward: .loss of
+    the router and its parts, .balance and .z; .counts; .dropped, how many choices found no place.
 
     score: "softmax" or "sigmoid"; factor: of the capacity, over the tokens of this call; losses:
     coefficients of balance and of the logits' size; groups: of experts, and how many a token uses.
@@ -79,39 +79,41 @@ class MoE(nn.Module):
             up = nn.Linear(hidden, ffn * shared, bias=False)
             down = nn.Linear(ffn * shared, hidden, bias=False)
             self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
-        self.bias, self.counts, self.loss = torch.zeros(experts), torch.zeros(experts), 0
-        self.groups, self.group_size = groups, experts // groups[0]
+        self.register_buffer("bias", torch.zeros(experts), persistent=False)
+        self.groups, self.counts, self.loss = groups, torch.zeros(experts), 0
 
     def forward(self, x):
-        shape, x = x.shape, x.flatten(0, -2)
+        shape, x = x.shape, x.flatten(0, -2)  # (N, D)
         logits, E = self.router(x), len(self.bias)
-        scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
-        output, counts, self.dropped = [], torch.zeros(E, dtype=x.dtype), 0
-        for token, row in zip(x, scores):
-            biased = [(-(row[e] + self.bias[e]).item(), e) for e in range(E)]
-            parts = [biased[i : i + self.group_size] for i in range(0, E, self.group_size)]
-            parts.sort(key=lambda part: sum(score for score, _ in sorted(part)[:2]))
-            near = sum(parts[: self.groups[1]], [])
-            chosen = [e for _, e in sorted(near)[: self.top_k]]  # of equal ones the first
-            total = sum(row[e] for e in chosen) if self.top_k > 1 else 1
-            y = torch.zeros_like(token)
-            for e in chosen:
-                counts[e] += 1
-                if self.factor and counts[e] > math.ceil(
-                    len(x) * self.top_k / E * self.factor
-                ):
-                    self.dropped += 1
-                    continue
-                hidden = nn.GELU(approximate="tanh")(self.experts.w_in[e] @ token)
-                y = y + row[e] / total * (self.experts.w_out[e] @ hidden)
-            output.append(y)
-        fractions = counts / counts.sum()
-        self.balance = E * (fractions * scores.mean(0)).sum()
-        self.z = logits.logsumexp(-1).square().mean()
+        scores = logits.softmax(1) if self.score == "softmax" else logits.sigmoid()
+        chosen = self.choose((scores + self.bias).detach())  # (N, E)
+        kept, self.counts = chosen, chosen.sum(0)
+        if self.factor:
+            capacity = math.ceil(len(x) * self.top_k / E * self.factor)
+            kept = chosen * (chosen.cumsum(0) <= capacity)
+        self.dropped = int((chosen - kept).sum())
+        weights = scores / (chosen * scores).sum(1, keepdim=True) if self.top_k > 1 else scores
+        hidden = torch.einsum("nd,efd->enf", x, self.experts.w_in)
+        hidden = F.gelu(hidden, approximate="tanh")
+        y = torch.einsum("ne,enf,edf->nd", kept * weights, hidden, self.experts.w_out)
+        self.balance = E * (self.counts / self.counts.sum() * scores.mean(0)).sum()
+        self.z = logits.logsumexp(1).square().mean()
         self.loss = self.coefficients[0] * self.balance + self.coefficients[1] * self.z
-        self.counts = counts
-        y = torch.stack(output)
         return (y + self.shared(x) if hasattr(self, "shared") else y).view(shape)
+
+    def choose(self, scores):
+        """1 where a token (row) uses an expert (column): the best of the groups whose two best
+        experts are the best."""
+        in_groups = scores.unflatten(1, (self.groups[0], -1))
+        of_two = in_groups.sort(2, descending=True).values[:, :, :2].sum(2)
+        near = largest(of_two, self.groups[1]).repeat_interleave(in_groups.shape[2], 1)
+        return largest(scores.masked_fill(near == 0, -math.inf), self.top_k)
+
+
+def largest(rows, k):
+    """1 at the k largest of each row, of equal ones the first, and 0 elsewhere."""
+    places = rows.sort(stable=True, dim=1, descending=True).indices[:, :k]
+    return torch.zeros_like(rows).scatter(1, places, 1.0)
 
 
 class Layer(nn.Module):
@@ -142,17 +144,36 @@ class ReferenceGPT(nn.Module):
         self.lm_head.weight = self.transformer.wte.weight
 
     def forward(self, tokens):
-        x = self.transformer.wte(tokens) + self.transformer.wpe(torch.arange(tokens.shape[1]))
+        x = self.transformer.wte(tokens) + self.transformer.wpe.weight[: tokens.shape[1]]
         for layer in self.transformer.h:
             x = layer(x)
         return self.lm_head(self.transformer.ln_f(x))
 
 
+def reference_gpt(args):
+    """The GPT that the flags of hybrid.py describe: args.layers, .hidden and so on."""
+    score = "sigmoid" if args.balance == "bias" else "softmax"
+    losses = (0.01, 0.001) if args.balance == "aux" else (0, 0)
+
+    def mlp(layer):
+        if args.experts == 0 or (layer + 1) % args.moe_every > 0:
+            return MLP(args.hidden, args.ffn)
+        sizes = args.hidden, args.experts, args.top_k, score, args.shared_experts
+        return MoE(*sizes, losses=losses, ffn=args.ffn)
+
+    sizes = args.hidden, args.heads, args.seq_len, args.vocab_size, args.kv_heads
+    return ReferenceGPT(args.layers, *sizes, mlp)
+
+
 class ReferenceTraining:
-    """Clipped AdamW, on whole batches. step() returns loss and norm; .gradients are unclipped."""
+    """Clipped AdamW, on whole batches. step() returns loss and norm; .gradients are unclipped.
+
+    rates: the learning rates of the steps, in order; needed by step() alone.
+    """
 
     def __init__(self, model, rates, weight_decay, grad_clip):
         self.model, self.rates, self.grad_clip = model, iter(rates), grad_clip
+        self.mixtures = [module for module in model.modules() if isinstance(module, MoE)]
         matrices = [p for p in model.parameters() if p.ndim >= 2]
         vectors = [p for p in model.parameters() if p.ndim == 1]
         groups = [
@@ -162,16 +183,36 @@ class ReferenceTraining:
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
     def step(self, inputs, targets):
+        found = self.backward(inputs, targets)
+        self.update(next(self.rates))
+        return found
+
+    def backward(self, inputs, targets, microbatches=(slice(None),)):
+        """Leave clipped gradients in .grad; returns the loss and the norm before.
+
+        microbatches: rows of each; the routers' losses are means of theirs, and counts their sums.
+        """
         self.optimizer.zero_grad()
-        loss = F.cross_entropy(
-            self.model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-100
-        )
-        mixtures = [module for module in self.model.modules() if isinstance(module, MoE)]
-        (loss + sum(module.loss for module in mixtures)).backward()
+        loss, count, counts = 0.0, (targets != -100).sum(), [0] * len(self.mixtures)
+        for rows in microbatches:
+            logits = self.model(inputs[rows]).flatten(0, 1)
+            own = F.cross_entropy(
+                logits, targets[rows].flatten(), ignore_index=-100, reduction="sum"
+            )
+            of_routers = sum(module.loss for module in self.mixtures) / len(microbatches)
+            (own / count + of_routers).backward()
+            loss += own.item() / count.item()
+            counts = [before + module.counts for before, module in zip(counts, self.mixtures)]
+        for module, of_all in zip(self.mixtures, counts):
+            module.counts = of_all
         self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip or float("inf"))
-        rate = next(self.rates)
+        return loss, norm.item()
+
+    def update(self, rate, bias_rate=0.0):
+        """Move the weights along what is in .grad, and biases of routers against the loads."""
+        for module in self.mixtures:
+            module.bias += bias_rate * (module.counts.mean() - module.counts).sign()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        return loss.item(), norm.item()

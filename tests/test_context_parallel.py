@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sequence_parallel
@@ -17,9 +16,10 @@ from nccl_replay import record, replay
 from ranks import least_bytes, on_ranks, run
 from reference_gpt import attention
 from sequence_parallel import (
-    allgather_attention, attended_pairs, context_parallel_bytes, context_positions, chunk_ranges,
-    context_blocks, ring_attention, ulysses_attention,
+    allgather_attention, context_parallel_bytes, context_positions, gathered_blocks,
+    ring_attention, ring_block, simple_ring_attention, ulysses_attention,
 )
+from transformer import Peak
 
 METHODS = {
     "allgather": allgather_attention,
@@ -29,27 +29,31 @@ METHODS = {
 every_method = pytest.mark.parametrize("method", METHODS)
 
 
-def _attend(method, tensors, grad, positions, dtype, **options):
+def _attend(method, tensors, grad, positions, dtype, group=None):
     """Output and gradients of this rank's part of whole tensors."""
     own = [x[:, :, positions].to(dtype).requires_grad_() for x in tensors]
     before = [x.detach().clone() for x in own]
-    output = METHODS[method](*own, **options)
+    output = METHODS[method](*own, group)
     local_grad = grad[:, :, positions].to(dtype)
     output.backward(local_grad)
     assert all(map(torch.equal, own, before)), "an input was changed"
     return [output.detach(), *[x.grad for x in own]]
 
 
-def _reference(tensors, grad, *options):
+def _reference(tensors, grad):
     whole = [x.double().clone().requires_grad_() for x in tensors]
-    output = attention(*whole, *options)
+    output = attention(*whole)
     output.backward(grad.double())
     return [output.detach(), *[x.grad for x in whole]]
 
 
-def _documents(sizes, T):
-    ends = sorted({sizes.randint(1, T) for _ in range(sizes.randint(0, 4))} | {T})
-    return [end - begin for begin, end in zip([0, *ends], ends)]
+@on_ranks(1, 2, 3)
+def test_the_idea_of_a_ring_is_attention_on_one_rank():
+    rank, P = rank_and_size()
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 4, 5 * P, 8, dtype=torch.float64)
+    found = simple_ring_attention(*(x.chunk(P, 2)[rank] for x in (q, k, v)))
+    torch.testing.assert_close(found, attention(q, k, v).chunk(P, 2)[rank], rtol=1e-12, atol=1e-12)
 
 
 @every_method
@@ -62,19 +66,14 @@ def test_output_and_gradients_are_those_of_full_attention(method):
         B, T, K = sizes.randint(1, 3), 2 * P * sizes.randint(1, 5), sizes.choice([4, 8])
         KV = sizes.choice([1, P, 2 * P])
         H = KV * P * sizes.randint(1, 2)
-        causal, zigzag = sizes.random() < 0.7, sizes.random() < 0.7
         shapes = [(B, heads, T, K) for heads in (H, KV, KV, H)]
         q, k, v, grad = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
         tolerance = 1e-10
         if sizes.random() < 0.3:  # scores of +-1e4 do not overflow, but have no more than 12 digits
             q, tolerance = q * 1e4, 1e-7
-        options = {"causal": causal, "zigzag": zigzag}
-        documents = None
-        if method != "ulysses" and sizes.random() < 0.5:
-            documents = options["documents"] = _documents(sizes, T)
-        positions = context_positions(T, None, zigzag)
-        found = _attend(method, (q, k, v), grad, positions, torch.float64, **options)
-        expected = _reference((q, k, v), grad, causal, documents)
+        positions = context_positions(T)
+        found = _attend(method, (q, k, v), grad, positions, torch.float64)
+        expected = _reference((q, k, v), grad)
         for part, whole in zip(found, expected):
             assert part.isfinite().all()
             error = tolerance * whole.abs().max().clamp(min=1).item()
@@ -90,7 +89,7 @@ def test_bf16_is_as_exact_as_full_attention_in_bf16(method):
     B, H, KV, T, K = 2, 4, 2, 64 * P, 16
     tensors = [torch.randn(B, heads, T, K).bfloat16() for heads in (H, KV, KV)]
     grad = torch.randn(B, H, T, K).bfloat16()
-    exact, positions = _reference(tensors, grad, True), context_positions(T)
+    exact, positions = _reference(tensors, grad), context_positions(T)
     found = _attend(method, tensors, grad, positions, torch.bfloat16)
     single = [x.clone().requires_grad_() for x in tensors]
     y = F.scaled_dot_product_attention(*single, is_causal=True, enable_gqa=True)
@@ -127,8 +126,8 @@ def test_any_order_in_memory_will_do_and_shapes_that_do_not_fit_are_named(method
 
 @every_method
 @on_ranks(1)
-def test_one_rank_needs_no_message_and_takes_odd_lengths(method):
-    q, k, v = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
+def test_one_rank_needs_no_message(method):
+    q, k, v = (torch.randn(2, heads, 6, 8) for heads in (4, 2, 2))
     with count_bytes() as traffic:
         y = METHODS[method](q, k, v)
     assert traffic.bytes() == 0
@@ -138,57 +137,38 @@ def test_one_rank_needs_no_message_and_takes_odd_lengths(method):
 # ---- who has what, and how much work that is -----------------------------------------------------
 
 
+def _positions(rank, P, T):
+    """Chunks rank and 2P-1-rank of 2P."""
+    first, second = ([*range(c * T // (2 * P), (c + 1) * T // (2 * P))] for c in (rank, 2 * P - 1 - rank))
+    return first + second
+
+
+@on_ranks(4)
 def test_zig_zag_gives_rank_r_chunks_r_and_2p_minus_1_minus_r():
-    assert [chunk_ranges(r, 4, 16) for r in range(4)] == [
-        [(0, 2), (14, 2)], [(2, 2), (12, 2)], [(4, 2), (10, 2)], [(6, 4)]
-    ]
-    assert [chunk_ranges(r, 4, 16, zigzag=False) for r in range(4)] == [
-        [(0, 4)], [(4, 4)], [(8, 4)], [(12, 4)]
-    ]
+    rank, _ = rank_and_size()
+    expected = [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]][rank]
+    assert context_positions(16).tolist() == expected == _positions(rank, 4, 16)
 
 
-@pytest.mark.parametrize("P", [1, 2, 3, 4, 8])
-def test_blocks_are_exactly_the_pairs_that_the_mask_leaves(P):
-    for case in range(20):
-        sizes = random.Random(case)
-        T = 2 * P * sizes.randint(1, 4)
-        causal, zigzag = sizes.random() < 0.7, sizes.random() < 0.7
-        documents = _documents(sizes, T) if sizes.random() < 0.5 else None
-        number = torch.zeros(T, dtype=torch.int64)
-        if documents:
-            number = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))
-        seen = torch.zeros(T, T, dtype=torch.int64)
-        positions = lambda runs: torch.cat([torch.arange(a, a + n) for a, n in runs])
-        runs = [chunk_ranges(r, P, T, zigzag) for r in range(P)]
-        for queries in runs:
-            for keys in runs if case % 2 else [[(0, T)]]:  # as in a ring, or all gathered
-                for block in context_blocks(queries, keys, causal, documents):
-                    rows = positions(queries)[block.queries]
-                    columns = positions(keys)[block.keys]
-                    pairs = torch.ones(len(rows), len(columns), dtype=torch.int64)
-                    seen[rows[:, None], columns] += pairs.tril() if block.causal else pairs
-        expected = number[:, None] == number[None, :]
-        if causal:
-            expected &= torch.ones(T, T).tril().bool()
-        assert torch.equal(seen, expected.long())
-
-
-@pytest.mark.parametrize("P", [2, 4, 8])
-def test_zig_zag_balances_the_causal_work_and_the_plain_order_does_not(P):
-    T, work, slowest = 2 * P * 64, {}, {}
-    for zigzag in (True, False):
-        runs = [chunk_ranges(r, P, T, zigzag) for r in range(P)]
-        pairs = [[attended_pairs(context_blocks(runs[r], runs[(r - step) % P]))
-                  for step in range(P)] for r in range(P)]
-        work[zigzag] = [sum(of_rank) for of_rank in pairs]
-        # a ring waits in every step for the slowest: where the plain order has a whole block to
-        # do, a rank of the zig-zag order has half of one
-        slowest[zigzag] = sum(map(max, zip(*pairs)))
-        assert sum(work[zigzag]) == T * (T + 1) // 2
-    average = T * (T + 1) / 2 / P
-    assert set(work[True]) == {average}
-    assert max(work[False]) / average == pytest.approx(2 - 1 / P, rel=0.01)
-    assert P == 2 or slowest[False] / slowest[True] >= 1.5
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("P, T", [(1, 6), (2, 4), (2, 20), (3, 18), (4, 24), (8, 16)])
+def test_blocks_are_exactly_the_pairs_that_the_mask_leaves_and_all_ranks_work_alike(P, T, gathered):
+    for rank in range(P):
+        queries, keys = _positions(rank, P, T), [_positions(r, P, T) for r in range(P)]
+        steps = [(keys[source], [ring_block(rank, source, T // P)]) for source in range(P)]
+        if gathered:
+            steps = [(range(T), gathered_blocks(rank, P, T // P))]
+        pairs = []
+        for seen, blocks in steps:
+            before = len(pairs)
+            for rows, columns, causal in blocks:
+                rows, columns = queries[rows], seen[columns]
+                assert not causal or list(rows) == list(columns)
+                pairs += [(q, k) for q in rows for k in columns if k <= q or not causal]
+            if not gathered and seen != queries:  # what a ring waits for in each step
+                assert len(pairs) - before == (T // P) ** 2 // 2
+        assert sorted(pairs) == [(q, k) for q in sorted(queries) for k in range(q + 1)]
+        assert len(pairs) == T * (T + 1) // 2 // P or T * (T + 1) // 2 % P
 
 
 # ---- bytes on the wire ---------------------------------------------------------------------------
@@ -256,42 +236,16 @@ def test_on_a_gpu_16_bit_goes_through_flash_attention_and_fp32_through_the_effic
     assert {heads for _, heads in kernels} == {1 if name == "efficient" else 2}  # of q, and k
 
 
-@pytest.mark.parametrize("method", ["allgather", "ring"])
-@on_ranks(1)
-def test_what_no_kernel_of_a_gpu_takes_is_refused_in_a_line(method):
-    for dtype, size in ((torch.float64, 8), (torch.bfloat16, 12), (torch.float32, 6)):
-        with FakeTensorMode(), pytest.raises(ValueError, match=f"{dtype} and head size {size}"):
-            METHODS[method](*3 * [torch.empty(1, 2, 4, size, dtype=dtype, device="cuda")])
-
-
 # ---- memory --------------------------------------------------------------------------------------
-
-
-class _Peak(TorchDispatchMode):
-    """The most bytes that were alive at a time, of what operations inside have made."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages, self.bytes, self.peak = {}, 0, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        for tensor in output if isinstance(output, (tuple, list)) else [output]:
-            if torch.is_tensor(tensor):
-                storage = tensor.untyped_storage()
-                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.storages = {k: e for k, e in self.storages.items() if not e[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
-        return output
 
 
 def _peak_bytes(method, T):
     _, P = rank_and_size()
     q, k, v = (torch.randn(1, 4, T // P, 16, requires_grad=True) for _ in range(3))
     METHODS[method](q, k, v).sum().backward()
-    with _Peak() as peak:
+    with Peak() as peak:
         METHODS[method](q, k, v).sum().backward()
-    return peak.peak
+    return peak.bytes
 
 
 def test_the_peak_memory_of_a_rank_falls_as_1_over_p_and_grows_as_the_sequence():
@@ -332,9 +286,9 @@ def test_groups_side_by_side():
     tensors = [torch.randn(1, 2, 8, 4, dtype=torch.float64) for _ in range(3)]
     grad = torch.randn(1, 2, 8, 4, dtype=torch.float64)
     positions = context_positions(8, groups[mine])
-    expected = _reference(tensors, grad, True)
+    expected = _reference(tensors, grad)
     for method in METHODS:
-        found = _attend(method, tensors, grad, positions, torch.float64, group=groups[mine])
+        found = _attend(method, tensors, grad, positions, torch.float64, groups[mine])
         for part, whole in zip(found, expected):
             torch.testing.assert_close(part, whole[:, :, positions], rtol=1e-10, atol=1e-10)
 
@@ -346,8 +300,4 @@ def test_lengths_and_heads_that_cannot_be_split_are_named():
         with pytest.raises(ValueError, match="seq_len=6 is not 4 equal chunks for cp=2"):
             method(q, k, k)
     with pytest.raises(ValueError, match="heads=3 and kv_heads=3 .* cp=2"):
-        ulysses_attention(q[:, :3], q[:, :3], q[:, :3])
-    for wrong, named in (([3, 4], "7 .* of 3, in a sequence of 8"), ([9, -1], "8 .* of -1, in")):
-        for method in (allgather_attention, ring_attention):
-            with pytest.raises(ValueError, match=f"documents of {named}"):
-                method(*3 * [torch.zeros(1, 2, 4, 4)], documents=wrong)
+        ulysses_attention(*3 * [torch.zeros(1, 3, 4, 4)])

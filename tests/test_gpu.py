@@ -30,7 +30,7 @@ from ddp import DistributedDataParallel
 from ranks import PROJECT, run, spawn
 from test_hybrid import EVERY_LAYOUT, LAYERS, MOE, MOE_LAYOUTS, RUN, make_trainer, own_batch
 from test_strangers import launch
-from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
+from zero import FullyShardedDataParallel
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 one_gpu = pytest.mark.skipif(GPUS < 1, reason="there is no GPU")
@@ -144,7 +144,7 @@ def _losses_of_40_steps(device, flags):
     args = trainer.args
     data = hybrid.load_data(str(PROJECT / "collectives.py"), args.seq_len)
     for step in range(40):
-        batch = data.batch(step, args.batch_size, args.seq_len, 0, trainer.local_rows())
+        batch = data.batch(step, args.batch_size, args.seq_len, 0, trainer.own_rows())
         losses.append(trainer.step(*batch)["loss"])
     return statistics.mean(losses[-5:])
 
@@ -235,7 +235,7 @@ def _poison(device):
 
 
 def _experts(device, dtype, D, tokens, used):
-    """Errors of one_hop() with experts, some of which no token uses: output, gradients."""
+    """Errors of MoE's way with experts, some of which no token uses: output, gradients."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     E, k = 8, 2
@@ -253,7 +253,8 @@ def _experts(device, dtype, D, tokens, used):
 
     experts, x = experts.to(device), x.to(device).requires_grad_()
     _poison(device)
-    y = expert_parallel.one_hop(x, chosen.to(device), weights.to(device), E, experts)
+    inputs = x, chosen.to(device), weights.to(device), E, experts
+    y = expert_parallel.dispatch_and_combine(*inputs)
     _poison(device)
     y.backward(grad.to(device))
     found = [y, x.grad, *(w.grad for w in experts.parameters())]
@@ -532,24 +533,12 @@ def _overlap(device, how, D, layers, rows):
         collectives.reduce_scatter_single(shard, gradients)
 
     alone = _seconds(partial(backward, model), device)
-    optimizer = None
+    plain = make()
     if how == "ddp":
-        both = DistributedDataParallel(make())
-    elif how == "fsdp":
-        plain = make()
-        both = FullyShardedDataParallel(plain, units=list(plain))
-    else:
-        both = make()
-        options = {"shard_gradients": True, "lr": 0.0}
-        optimizer = ZeroRedundancyOptimizer(both.parameters(), torch.optim.SGD, **options)
-
-    def step():
-        backward(both)
-        if optimizer:
-            optimizer.clip_grad_norm_(1.0)  # which waits for the reductions
-            optimizer.zero_grad()
-
-    return alone, _seconds(messages, device), _seconds(step, device)
+        both = DistributedDataParallel(plain)
+    else:  # of stage 2 the parameters stay
+        both = FullyShardedDataParallel(plain, units=plain, stage=3 if how == "fsdp" else 2)
+    return alone, _seconds(messages, device), _seconds(partial(backward, both), device)
 
 
 @pytest.mark.parametrize("how", ["ddp", "zero 2", "fsdp"])

@@ -16,14 +16,14 @@ COMMON = "--dtype bf16 --vocab-size 50304"
 
 BATCHES = [  # ranks, layers, layout; batches of a step on one rank
     (8, 4, f"{SMALL} --tp 8 --sp", 53),
-    (8, 4, f"{SMALL} --dp 8 --zero 0", 36),
+    (8, 4, f"{SMALL} --dp 8 --zero 0 --dtype fp32", 36),
     (8, 4, f"{SMALL} --dp 8 --zero 1", 30),
-    (8, 4, f"{SMALL} --cp 8 --cp-method allgather --zero 0", 44),
+    (8, 4, f"{SMALL} --cp 8 --cp-method allgather --zero 0", 38),
     (8, 32, f"{SEVEN} --tp 8 --sp", 335),
     (8, 32, f"{SEVEN} --tp 8", 266),
-    (8, 24, f"{XL} --dp 8 --zero 0", 308),
+    (8, 24, f"{XL} --dp 8 --zero 0 --dtype fp32", 308),
     (8, 24, f"{XL} --dp 8 --zero 1", 211),
-    (2, 24, f"{XL} --dp 2 --zero 0", 308),
+    (2, 24, f"{XL} --dp 2 --zero 0 --dtype fp32", 308),
     (8, 24, f"{LONG} --cp 8 --cp-method allgather --zero 0", 456),
     (8, 24, f"{LONG} --cp 8 --cp-method ring --zero 0", 816),
 ]
@@ -41,7 +41,7 @@ OTHERS = [  # ranks, layers, layout, microbatches: of every kind one
     (4, 2, f"{SMALL} --cp 4 --kv-heads 2 --recompute selective --dtype fp32", 1),
     (2, 2, f"{EXPERTS} --dp 2 --ep 2 --dtype fp32", 1),
     (8, 2, f"{EXPERTS} --dp 8 --ep 8 --zero 1", 1),
-    (8, 2, f"{EXPERTS} --dp 8 --ep 8 --ep-nodes 2 --topk-nodes 1", 1),
+    (8, 2, f"{EXPERTS} --dp 8 --ep 8 --topk-nodes 1", 1),
     (8, 2, f"{EXPERTS} --dp 4 --tp 2 --ep 4 --zero 0", 2),
     (8, 2, f"{EXPERTS} --dp 4 --tp 2 --sp --ep 4 --balance bias --recompute full", 1),
     (8, 2, f"{EXPERTS} --dp 4 --pp 2 --ep 2 --capacity-factor 1.0", 2),
@@ -105,7 +105,7 @@ def test_the_host_waits_once_a_step_and_once_where_experts_hear_of_their_rows(
     of_experts = {place: n for place, n in found.items() if "expert_parallel.py" in place}
     runs = 2 if "--recompute full" in layout else 1
     hops = layers // (2 if "--pp 2" in layout else 1) * runs * microbatches
-    hops *= 2 if "--ep-nodes" in layout else 1
+    hops *= 2 if "--topk-nodes" in layout else 1
     assert sum(of_experts.values()) == hops * ("--experts" in layout), found
     elsewhere = {place: n for place, n in found.items() if place not in of_experts}
     assert list(elsewhere.values()) == [1] and "hybrid.py" in min(elsewhere), found

@@ -12,8 +12,9 @@ import hybrid
 from expert_parallel import MoE, expert_activation_bytes
 from pipeline import SCHEDULES, bubble_of_step, least_microbatches, simulate
 from ranks import on_ranks
-from sequence_parallel import activation_bytes, norm_bytes, saved_bytes
-from tensor_parallel import compute_bound_degree
+from hybrid import compute_bound_degree
+from sequence_parallel import activation_bytes
+from transformer import norm_bytes, saved_bytes
 from zero import compute_bound_tokens, zero_bytes, zero_rounds
 
 # Narayanan et al., 2021, table 1: t, p, GPUs, batch, TFLOP/s of a GPU; microbatch and chunks are of

@@ -1,7 +1,9 @@
-"""hybrid.py --verify: which layouts it tries, what it says, and the exit status."""
+"""verify.py: which layouts it tries, what it says of right and wrong ones, and the exit status."""
 
 import io
-import itertools
+import os
+import subprocess
+import sys
 from contextlib import redirect_stdout
 from unittest.mock import patch
 
@@ -10,63 +12,128 @@ import torch
 import torch.distributed as dist
 
 import hybrid
-from ranks import on_ranks
-from test_strangers import launch
-
-MAIN = "import sys; import hybrid; {}; sys.exit(hybrid.main())"
-
-
-@pytest.mark.parametrize("world_size", [1, 3, 4, 8])
-def test_layouts_are_valid_and_nearly_any_two_choices_meet(world_size):
-    flags = hybrid.proof_flags(world_size)
-    found = hybrid.layouts(flags, world_size)
-    for words in found:
-        assert hybrid.parse_args([*words, *flags], world_size).world_size == world_size
-    assert len(set(map(tuple, found))) == len(found)
-    texts = [" ".join(words) for words in found]
-    if world_size in (4, 8):
-        assert len(found) >= 60
-        for choice in filter(None, sum(hybrid.CHOICES.values(), [])):
-            assert any(choice in text for text in texts) or choice == f"--ep {2 * world_size}"
-        pairs = lambda rows: set().union(*(itertools.combinations(row, 2) for row in rows))
-        split = lambda rows: [sorted(" ".join(row).split(" --")) for row in rows]
-        most = pairs(split(hybrid.layouts(flags, world_size, rounds=150)))
-        assert len(pairs(split(found)) & most) > 0.85 * len(most)
+import verify
+from pipeline import SCHEDULES
+from ranks import PROJECT, on_ranks
 
 
-@on_ranks(4)
-def test_layouts_share_groups_of_the_same_ranks():
-    groups, new_group = {}, dist.new_group
-    for flags in ("--tp 2", "--cp 2", "--pp 2 --zero 3", "--tp 2 --sp"):
-        hybrid.mesh_of(hybrid.parse_args(flags.split(), 4), groups=groups)
-    with patch.object(dist, "new_group", side_effect=new_group) as made:
-        hybrid.mesh_of(hybrid.parse_args("--cp 2 --zero 1".split(), 4), groups=groups)
-    assert made.call_count == 0
+def parsed(world_size):
+    """The layouts that verify.py tries, as hybrid.py understands them."""
+    for words, per_node in verify.layouts(world_size, world_size):
+        yield hybrid.parse([*verify.sizes_of(world_size), *words], world_size, per_node)
 
 
-def test_a_layout_like_one_process_is_ok_and_ends_with_0(tmp_path):
-    found = launch(tmp_path, 2, MAIN.format("0"), "--verify", "--tp", "2", "--sp", "--layers", "2")
+def stages_of(args):
+    """Of the model."""
+    return len(hybrid.schedule_of(args).routes[0])
+
+
+@pytest.mark.parametrize("world_size", [3, 8])
+def test_at_least_20_layouts_are_valid_and_the_same_each_time(world_size):
+    found = verify.layouts(world_size, world_size)
+    assert len(found) >= 20 and found == verify.layouts(world_size, world_size)
+    for words, per_node in found:
+        hybrid.parse([*verify.sizes_of(world_size), *words], world_size, per_node)
+
+
+def test_each_choice_is_in_some_layout_of_8_processes():
+    rows = list(parsed(8))
+    with_experts = [args for args in rows if args.experts and args.moe_every <= args.layers]
+    values = lambda name, rows=rows: {getattr(args, name) for args in rows}
+    for axis in ("pp", "dp", "cp", "tp"):
+        assert values(axis) == {1, 2, 4, 8}
+    assert {args.schedule for args in rows if args.pp > 1} == set(SCHEDULES)
+    assert {args.cp_method for args in rows if args.cp > 1} == set(hybrid.CP_METHODS)
+    assert values("zero") == {0, 1, 2, 3} and values("replicate") == {1, 2}
+    assert values("recompute") == {"none", "selective", "full"} and values("sp") == {False, True}
+    assert any(args.kv_heads < args.heads for args in rows)
+    assert {"aux", "bias"} <= values("balance", with_experts)
+    assert len(values("top_k", with_experts)) > 1 and values("ep", with_experts) >= {1, 2, 4}
+    assert values("shared_experts", with_experts) == {0, 1}
+    assert values("moe_every", with_experts) == {1, 2} and values("ep_nodes") >= {1, 2}
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_some_layouts_have_stages_without_layers_and_fewer_layers_than_processes(world_size):
+    rows = list(parsed(world_size))
+    assert any(args.layers < stages_of(args) for args in rows)
+    assert any(args.layers < stages_of(args) and args.tp > 1 for args in rows)
+    assert any(args.layers < world_size for args in rows)
+
+
+def command(*flags, world_size=1):
+    """What the command does, as a CompletedProcess."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun = [*torchrun, f"--nproc-per-node={world_size}"] if world_size > 1 else torchrun[:1]
+    line = [*torchrun, str(PROJECT / "tests" / "verify.py"), *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(line, env=environment, timeout=120, capture_output=True, text=True)
+
+
+def test_a_layout_like_one_process_is_ok_and_ends_with_0():
+    found = command("--tp", "2", "--sp", "--layers", "2", world_size=2)
     line, summary = found.stdout.splitlines()
-    assert found.returncode == 0 and line.startswith("ok") and "memory 32.0" in line
-    assert summary.startswith("1 layouts on 2 x cpu in fp64") and "0 of them wrong" in summary
+    assert found.returncode == 0 and line.startswith("ok") and line.endswith(" --sp --layers 2")
+    assert summary.startswith("1 layouts on 2 x cpu in fp64: 0 wrong, worst difference ")
 
 
-def test_wrong_layouts_and_errors_are_named_and_the_others_go_on(tmp_path):
-    sprung = "hybrid.layouts = lambda *_: [['--tp', '2', '--sp'], ['--pp', '2'], ['--dp', '2']]; "
-    sprung += "hybrid.sum_partial_gradients = lambda *_, **options: None; "
-    sprung += "hybrid.bubble_time = None"
-    found = launch(tmp_path, 2, MAIN.format(sprung), "--verify", "--layers", "2")
-    wrong, error, right, summary = found.stdout.splitlines()
-    assert found.returncode != 0 and "2 of them wrong" in summary
-    assert wrong.startswith("WRONG") and "gradient transformer" in wrong
-    assert error.startswith("WRONG      inf  TypeError") and right.startswith("ok")
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--dropout 0.1", "--dropout 0.1 has no use here"),
+        ("--tp 2", "is not the number of processes, 1"),
+        ("--cats 2", "unrecognized arguments: --cats 2"),
+    ],
+)
+def test_flags_that_cannot_be_are_one_line_and_status_2(flags, message):
+    found = command(*flags.split())
+    (line,) = found.stderr.splitlines()
+    assert found.returncode == 2 and line.startswith("verify.py: error: ") and message in line
 
 
-@pytest.mark.parametrize("each", [2, pytest.param(1, marks=pytest.mark.soak)])
-@on_ranks(4, timeout=240)
-def test_every_layout_of_four_ranks_is_like_one_process(each):
-    argv, layouts = [*hybrid.proof_flags(4), "--verify"], hybrid.layouts
-    some = patch.object(hybrid, "layouts", lambda *sizes: layouts(*sizes)[::each])
-    with redirect_stdout(io.StringIO()) as printed, some:
-        wrong = hybrid.verify(hybrid.parse_args(argv, 4), argv, torch.device("cpu"), 4)
-    assert not wrong and (dist.get_rank() or printed.getvalue().count("\nok") >= 59 // each)
+def test_help_is_how_to_read_what_it_prints():
+    found = command("--help")
+    assert found.returncode == 0 and found.stdout.strip() == verify.__doc__.strip()
+
+
+def judged(argv, rows=None):
+    """The exit status and the lines printed, of layouts in place of those drawn if given."""
+    world_size, layouts = dist.get_world_size(), verify.layouts
+    args = hybrid.parse([*verify.sizes_of(world_size), *argv], world_size)
+    instead = lambda *sizes: layouts(*sizes) if rows is None else rows
+    with redirect_stdout(io.StringIO()) as printed, patch.object(verify, "layouts", instead):
+        status = verify.verify(argv, args, torch.device("cpu"))
+    return status, printed.getvalue().splitlines()
+
+
+@on_ranks(2)
+def test_wrong_layouts_and_errors_are_named_and_the_others_go_on():
+    rows = "--tp 2 --sp", "--cp 2 --cp-method ring", "--dp 2"
+    rows = [(f"--layers 1 {row}".split(), 2) for row in rows]
+    sprung = patch.object(hybrid, "sum_partial_gradients", lambda *_, **options: None)
+    with sprung, patch.dict(hybrid.CP_METHODS, ring=None):
+        status, lines = judged([], rows)
+    assert status == 1
+    if dist.get_rank() == 0:
+        wrong, error, right, summary = lines
+        assert wrong.startswith("WRONG") and "gradient transformer" in wrong
+        assert error.startswith("WRONG      inf  TypeError") and right.startswith("ok")
+        assert "2 wrong" in summary and "worst difference inf" in summary
+
+
+@on_ranks(2)
+def test_in_bf16_the_bound_is_wider_and_every_expert_takes_every_token():
+    rows = [("--dp 2 --ep 2 --experts 4 --layers 2".split(), 2), ("--pp 2 --layers 1".split(), 2)]
+    status, lines = judged(["--dtype", "bf16"], rows)
+    assert status == 0
+    if dist.get_rank() == 0:
+        assert " in bf16: 0 wrong" in lines[-1] and 1e-4 < float(lines[0].split()[1]) < 5e-2
+
+
+@pytest.mark.parametrize("each", [3, pytest.param(1, marks=pytest.mark.soak)])
+@on_ranks(4, *(pytest.param(size, marks=pytest.mark.soak) for size in (1, 2, 3, 8)), timeout=240)
+def test_every_layout_is_like_one_process(each):
+    world_size = dist.get_world_size()
+    rows = verify.layouts(world_size, world_size)[::each]
+    status, lines = judged([], rows)
+    assert status == 0 and (dist.get_rank() or len(lines) == len(rows) + 1)

@@ -1,0 +1,117 @@
+"""trace.py: every operation in its lane, with its bytes; parts that add up to the step."""
+
+import json
+import sys
+import time
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hybrid
+import trace
+from collectives import count_bytes, observe
+from ranks import run
+
+SIZES = "--layers 4 --hidden 32 --heads 4 --seq-len 12 --vocab-size 67 --batch-size 24"
+LAYOUTS = """processes | flags | lanes
+1 | --microbatches 2 |
+4 | --tp 2 --pp 2 --microbatches 4 | tp pp
+4 | --dp 2 --cp 2 --zero 1 | cp dp
+4 | --dp 4 --zero 3 --microbatches 2 | dp
+4 | --dp 4 --zero 0 | dp
+4 | --tp 2 --dp 2 --ep 4 --experts 4 --sp | tp ep dp
+4 | --tp 2 --dp 2 --ep 2 --experts 4 | tp+ep dp
+4 | --pp 4 --schedule zb-v --microbatches 8 --layers 8 | pp
+3 | --dp 3 | dp
+"""
+LAYOUTS = [[cell.strip() for cell in line.split("|")] for line in LAYOUTS.splitlines()[1:]]
+
+
+def _traced(flags, late=None):
+    """A second step's trace, and by lane the traffic and the operations that were counted."""
+    args = hybrid.parse(f"{SIZES} {flags}".split(), dist.get_world_size())
+    trainer = hybrid.Trainer(args, hybrid.make_mesh(args), torch.device("cpu"))
+    tokens = torch.randint(67, (2, args.batch_size // args.dp, 12))
+    trainer.step(*tokens)
+    if late is not None:
+        _delay(trainer, late)
+    axes, counted, operations = trace.axes_of(trainer.mesh), {}, defaultdict(Counter)
+
+    def listen(event, operation, *_):
+        if event == "begin" and operation.name != "wait" and operation.group in axes:
+            operations[axes[operation.group]][operation.name] += 1
+
+    with count_bytes() as traffic, observe(listen):
+        lanes, parts = trace.traced(trainer, *tokens)
+    for group, axis in axes.items():
+        messages, nbytes = counted.get(axis, (0, 0))
+        nbytes += traffic.bytes(group=group)
+        counted[axis] = messages + traffic.messages(group=group), nbytes
+    return lanes, parts, counted, operations
+
+
+def _delay(trainer, rank):
+    """That rank is late, in one forward of a step, and with the optimizer."""
+    late = lambda *_: time.sleep(0.1 * (dist.get_rank() == rank))
+    update = trainer.optimizer.step
+    trainer.optimizer.step = lambda: late() or update()
+    trainer.chunks[0].register_forward_pre_hook(late)
+
+
+@pytest.mark.parametrize("processes, flags, lanes", LAYOUTS)
+def test_lanes_have_every_operation_and_its_bytes_and_the_parts_add_up(processes, flags, lanes):
+    for rank, (own, parts, counted, operations) in enumerate(run(int(processes), _traced, flags)):
+        assert {*own} == {"compute", *lanes.split()}
+        for lane in lanes.split():
+            assert Counter(name for _, _, name, _ in own[lane]) == operations[lane]
+            known = [known for *_, known in own[lane]]
+            totals = [sum(each[what] for each in known) for what in ("messages", "bytes")]
+            assert tuple(totals) == counted[lane]
+        assert min(parts.values()) >= 0 and parts["compute"] > 0
+        assert max(end for spans in own.values() for _, end, *_ in spans) <= sum(parts.values())
+        _assert_nested(trace.events_of(rank, own))
+
+
+def _assert_nested(events):
+    """What the viewers ask of spans in one row."""
+    rows = defaultdict(list)
+    for event in sorted(events, key=lambda e: (e["tid"], e["ts"], -e["dur"])):
+        row, end = rows[event["tid"]], event["ts"] + event["dur"]
+        while row and row[-1] <= event["ts"]:
+            row.pop()
+        assert not row or end <= row[-1] + 1e-3
+        row.append(end)
+
+
+@pytest.mark.soak  # by the clock
+@pytest.mark.parametrize("flags, part", [("--pp 2", "bubble"), ("--tp 2", "tp"), ("--dp 2", "dp")])
+def test_a_rank_that_is_late_shows_in_its_compute_and_in_what_others_wait_for(flags, part):
+    (_, slow, *_), (_, other, *_) = run(2, _traced, f"{flags} --microbatches 2", 0)
+    assert slow["compute"] > 0.2e6 and slow["rest"] > 0.1e6
+    assert other[part] > 0.2e6 and other["compute"] < 0.1e6
+
+
+def _main(capsys, monkeypatch, *argv):
+    """The exit status of one process, and what it prints."""
+    monkeypatch.setattr(sys, "argv", ["trace.py"])
+    flags = [*SIZES.split(), "--vocab-size", "256", "--device", "cpu"]
+    status = trace.main([*map(str, argv), *flags])
+    return status, *capsys.readouterr()
+
+
+def test_the_file_has_the_ranks_and_the_numbers_of_the_line_add_up(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "trace.json"
+    status, out, err = _main(capsys, monkeypatch, file)
+    events = json.loads(file.read_text())
+    assert (status, err) == (0, "") and {event["pid"] for event in events} == {"rank 0"}
+    assert {"F0", "B0"} <= {event["name"] for event in events}
+    total, parts = out.removeprefix("the last step took ").split(" ms: ")
+    numbers = [float(part.split()[1]) for part in parts.split(", ")]
+    assert sum(numbers) == pytest.approx(float(total), abs=0.01 * len(numbers))
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path, capsys, monkeypatch):
+    status, out, err = _main(capsys, monkeypatch, tmp_path / "no" / "trace.json")
+    assert (status, out) == (2, "") and err.startswith("trace.py: error: ") and err.count("\n") == 1

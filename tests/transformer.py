@@ -1,0 +1,119 @@
+"""A transformer layer of tensor_parallel.py's parts, and what autograd keeps of it.
+
+Its attention is not fused and its dropout is everywhere, as in the papers whose memory it has.
+"""
+
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sequence_parallel import dropout, recompute
+from tensor_parallel import (
+    ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, mark_partial,
+)
+
+
+def unfused_attention(q, k, v, p=0.0):
+    """Causal attention with dropout of its weights, in its steps: it makes (B, H, T, T) scores.
+
+    q: (B, H, T, K), and so the result; k, v: (B, KV, T, K).
+    """
+    T, K = q.shape[-2:]
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    future = torch.full((T, T), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+    weights = (q @ k.transpose(-2, -1) * K**-0.5 + future).softmax(-1)
+    return dropout(weights, p) @ v
+
+
+class TransformerLayer(nn.Module):
+    """(T, B, D) -> (T, B, D): the layer whose memory sequence_parallel.py's table gives.
+
+    p: the probability of dropout, in attention's weights and before each residual connection.
+    attention_fn(q, k, v, p): attention itself.
+    mode: what is recomputed, "none", "selective" or "full".
+    options: those of ParallelOptions; with sequence_parallel T is a rank's part.
+    """
+
+    def __init__(
+        self,
+        hidden,
+        heads,
+        kv_heads=None,
+        p=0.0,
+        attention_fn=unfused_attention,
+        mode="none",
+        **options,
+    ):
+        super().__init__()
+        self.p, self.mode = p, mode
+        core = partial(_with_p, attention_fn, p)
+        attend = partial(recompute, core) if mode == "selective" else core
+        self.ln_1 = nn.LayerNorm(hidden)
+        self.attn = ParallelSelfAttention(hidden, heads, kv_heads, attend, **options)
+        self.ln_2 = nn.LayerNorm(hidden)
+        self.mlp = nn.Sequential()
+        self.mlp.c_fc = ColumnParallelLinear(hidden, 4 * hidden, **options)
+        self.mlp.gelu = nn.GELU(approximate="tanh")
+        self.mlp.c_proj = RowParallelLinear(4 * hidden, hidden, **options)
+        if self.mlp.c_fc.options.sequence_parallel:
+            for norm in (self.ln_1, self.ln_2):
+                mark_partial(norm)
+
+    def forward(self, x):
+        return recompute(self._forward, x) if self.mode == "full" else self._forward(x)
+
+    def _forward(self, x):
+        x = x + dropout(self.attn(self.ln_1(x)), self.p)
+        return x + dropout(self.mlp(self.ln_2(x)), self.p)
+
+
+def _with_p(attention_fn, p, q, k, v):
+    return attention_fn(q, k, v, p)
+
+
+def norm_bytes(batch, seq_len, tp=1, sequence_parallel=False, recompute="none", itemsize=2):
+    """Bytes of the mean and deviation per token of a layer's norms, not in activation_bytes()."""
+    tokens = seq_len * batch // (tp if sequence_parallel else 1)
+    return 0 if recompute == "full" else 2 * 2 * itemsize * tokens
+
+
+@contextmanager
+def saved_bytes(parameters=()):
+    """Counts what autograd keeps: `with saved_bytes(parameters) as count: ...; count()`.
+
+    Each storage counts once, and those of parameters do not.
+    """
+    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    kept = {}  # address of a storage -> a tensor in it, which keeps it from being reused
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield lambda: sum(t.untyped_storage().nbytes() for a, t in kept.items() if a not in own)
+
+
+class Peak(TorchDispatchMode):
+    """`with Peak() as peak:` counts in peak.bytes the most that was alive at a time, in peak.now
+    what still is, of what operations inside have made.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.bytes, self.now = {}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, (tuple, list)) else [output]:
+            if torch.is_tensor(tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.storages = {k: e for k, e in self.storages.items() if not e[0].expired()}
+        self.now = sum(size for _, size in self.storages.values())
+        self.bytes = max(self.bytes, self.now)
+        return output

@@ -1,0 +1,220 @@
+"""Does a layout of hybrid.py compute what one process does? The first thing to run on a cluster.
+
+    torchrun --nproc-per-node 8 tests/verify.py                      24 layouts of 8 processes
+    torchrun --nproc-per-node 8 tests/verify.py --dtype bf16         these, on GPUs if there are 8
+    torchrun --nproc-per-node 8 tests/verify.py --tp 2 --pp 2 --sp   this one; flags of hybrid.py
+
+Two steps of each are compared with those of tests/reference_gpt.py, in fp64, on the whole batch:
+loss, gradient norm, every gradient after clipping, and every weight, at first and after each step.
+A line for each layout has the worst difference, of what it is, and the flags:
+
+    ok     1.8e-15  step 1 gradient transformer.h.6.ln_1.bias    --pp 1 --dp 8 --cp 1 --tp 1 ...
+
+It is the norm of the difference / the norm. WRONG is more than 1e-9 (fp64, in place of fp32 on
+CPUs), 1e-4 (fp32 on GPUs) or 5e-2 (bf16, tf32), and a layout that raises an error. The exit status
+is 1 if one is wrong, 2 for flags that cannot be. The layouts are drawn at random, the same each
+time. Some have stages without layers; some ("halves") take each half of a node for a node. Below
+fp64 a token uses all experts: rounding could choose others. What depends on the layout is refused:
+--dropout (its masks and their scale are tests/test_sequence_parallel.py's), --capacity-factor and
+--topk-nodes.
+"""
+
+import math
+import os
+import sys
+from collections import Counter
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from random import Random
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import hybrid
+from collectives import gather_objects
+from pipeline import SCHEDULES
+from reference_gpt import ReferenceTraining, reference_gpt
+
+NUMBERS = "loss", "grad_norm"
+BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 5e-2, "bf16": 5e-2}
+OF_ALL = {"collectives", "device", "dtype", "seed", "timeout"}  # flags that name no layout
+REFUSED = "dropout capacity_factor topk_nodes skip_nonfinite data checkpoint save_every eval_every"
+REFUSED = {*REFUSED.split(), "print_every", "metrics", "sample", "prompt"}
+
+
+def sizes_of(world_size):
+    """Flags of a small model, of which so many processes can split heads, tokens and layers."""
+    heads = world_size * math.ceil(8 / world_size)
+    sizes = f"--layers {max(4, world_size)} --hidden {8 * heads} --heads {heads} --ffn {16 * heads}"
+    sizes += f" --seq-len {2 * heads} --vocab-size {8 * heads + 3} --steps 2 --warmup 1"
+    return f"{sizes} --grad-clip 0.1 --weight-decay 0.2 --timeout 60".split()
+
+
+def layouts(world_size, per_node, more=(), count=24):
+    """Valid ones, as (flags, processes of a node). more: flags that they all have.
+
+    A draw is taken if it has a choice that none has yet; later, one that few have.
+    """
+    random, seen, found, attempts = Random(0), Counter(), [], 0
+    while len(found) < count:
+        flags, nodes = draw(random, world_size), random.choice((1, 2))
+        words, choices = " ".join(flags).split(), [*flags, nodes]
+        attempts += 1
+        if min(seen[choice] for choice in choices) <= attempts // 1000 and per_node % nodes == 0:
+            with suppress(ValueError):
+                hybrid.parse([*sizes_of(world_size), *words, *more], world_size, per_node // nodes)
+                found.append((words, per_node // nodes))
+                seen.update(choices)
+    return found
+
+
+def draw(random, world_size):
+    """The flags of a layout, which may not be valid."""
+    degrees, left, pick = dict.fromkeys(("pp", "dp", "cp", "tp")), world_size, random.choice
+    for axis in random.sample(list(degrees), 4):
+        degrees[axis] = pick([d for d in range(1, left + 1) if left % d == 0])
+        left //= degrees[axis]
+    degrees["dp"] *= left
+    pp, _, cp, tp = degrees.values()
+    flags = degrees | {
+        "layers": pick((1, 2, 3, world_size)),
+        "microbatches": pick((1, 2)) * pp,
+        "kv_heads": pick((tp, 2 * tp, world_size * math.ceil(8 / world_size))),
+        "recompute": pick(("none", "selective", "full")),
+        "zero": pick((0, 1, 2, 3)),
+        "replicate": pick((None, 2)),
+        "sp": pick((None, True)) if tp > 1 else None,
+        "cp_method": pick(list(hybrid.CP_METHODS)) if cp > 1 else None,
+        "schedule": pick(list(SCHEDULES)) if pp > 1 else None,
+    }
+    if top_k := pick((0, 1, 2, 3)):
+        flags |= {"experts": world_size * math.ceil(4 / world_size), "top_k": top_k}
+        flags |= {"balance": pick(("aux", "bias", "none")), "shared_experts": pick((0, 1))}
+        flags |= {"moe_every": pick((1, 2)), "ep": pick((1, 2, 4, world_size))}
+    return [hybrid.as_typed(*flag) for flag in flags.items() if flag[1] is not None]
+
+
+def batch_of(args, step, rows=slice(None)):
+    """Rows of a batch of random tokens, of which a fifth, and the first rows, do not count."""
+    tokens = np.random.default_rng(args.seed).integers(args.vocab_size, size=10**4)
+    data = hybrid.Data(tokens, tokens, False)
+    inputs, targets = data.batch(step, args.batch_size, args.seq_len, args.seed, rows)
+    is_first = torch.arange(args.batch_size)[rows] < args.batch_size // 8
+    return inputs, targets.masked_fill((targets % 5 == 0) | is_first[:, None], hybrid.IGNORE_INDEX)
+
+
+def gathered(trainer, value=lambda tensor: tensor):
+    """{name: whole tensor, in fp64}, of weights or what value() has of them. Collective."""
+    own = {
+        (name, place): (whole.shape, box.detach().cpu().clone())
+        for name, whole in hybrid.boxes_of(trainer, value).items()
+        for place, box in whole.boxes.items()
+    }
+    every, wholes = gather_objects(own), {}
+    for (name, place), (shape, box) in (item for boxes in every for item in boxes.items()):
+        missing = torch.full(shape, math.nan, dtype=torch.float64)
+        inside = tuple(map(slice, place, map(sum, zip(place, box.shape))))
+        wholes.setdefault(name, missing)[inside] = box
+    return wholes
+
+
+def record(args, mesh, device):
+    """First weights; of two steps, NUMBERS of all ranks, gradients and weights. Collective."""
+    trainer = hybrid.Trainer(args, mesh, device)
+    first, steps = gathered(trainer), []
+    for step in range(2):
+        metrics = trainer.step(*batch_of(args, step, trainer.own_rows()))
+        reported = torch.tensor(gather_objects([metrics[name] for name in NUMBERS])).T
+        gradients = gathered(trainer, lambda parameter: parameter.grad)
+        steps.append((dict(zip(NUMBERS, reported)), gradients, gathered(trainer)))
+    return first, *steps
+
+
+def compare(args, device, first, *steps):
+    """{what: norm of the difference / norm} of what record() returns, beside one process.
+
+    Its weights, too, move along the layout's gradients: where these are rounding errors alone, in
+    place of zero, Adam makes whole steps of them.
+    """
+    model = reference_gpt(args).double().to(device)
+    one = ReferenceTraining(model, (), args.weight_decay, args.grad_clip)
+    weights = dict(model.named_parameters())
+    for name, weight in weights.items():
+        weight.data.copy_(hybrid.initial_value(name, weight.shape, args.layers, args.seed))
+    rows = torch.arange(args.batch_size, device=device).view(args.dp, args.microbatches, -1)
+    microbatches = rows.transpose(0, 1).flatten(1)
+    found = differences("first", first, weights)
+    for step, (reported, gradients, new_weights) in enumerate(steps):
+        (inputs, targets), when = batch_of(args, step), f"step {step + 1}"
+        expected = one.backward(inputs.to(device), targets.to(device), microbatches)
+        found |= differences(when, reported, dict(zip(NUMBERS, map(torch.tensor, expected))))
+        expected = {name: weight.grad for name, weight in weights.items()}
+        found |= differences(f"{when} gradient", gradients, expected)
+        for name, weight in weights.items():
+            weight.grad.copy_(gradients[name])
+        rate = hybrid.learning_rate(step, args.steps, args.warmup, args.lr)
+        one.update(rate, bias_rate=0.001 if args.balance == "bias" else 0.0)
+        biases = {n.replace("bias", "router.bias"): b.float().double() for n, b in model.named_buffers()}
+        found |= differences(when, new_weights, weights | biases)
+    return found
+
+
+def differences(when, found, expected):
+    """{when and what: norm of the difference / norm}, infinite if not a number."""
+    errors = {}
+    for name, tensor in expected.items():
+        error = (found[name].to(tensor) - tensor).norm() / tensor.norm().clamp(min=1e-300)
+        errors[f"{when} {name}"] = error.nan_to_num(math.inf).item()
+    return errors
+
+
+def judge(args, device, groups):
+    """The worst difference and of what, on all ranks. groups: of layouts before. Collective."""
+    try:
+        recorded = record(args, hybrid.make_mesh(args, groups), device)
+        found = compare(args, device, *recorded) if dist.get_rank() == 0 else {}
+    except Exception as error:  # the other layouts are tried all the same
+        found = {f"{type(error).__name__}: {error}": math.inf}
+        groups.clear()  # messages may be under way in these
+    worst = max(found.items(), key=lambda item: item[1], default=("", 0.0))
+    return max(gather_objects(worst[::-1]))
+
+
+def verify(argv, args, device):
+    """Rank 0 prints a line for each layout; returns the exit status. Collective.
+
+    argv: the command line. args: what hybrid.main() makes of it.
+    """
+    given, world_size = hybrid.read_flags(argv).given, args.world_size
+    for name in REFUSED & given.keys():
+        raise hybrid.TrainingError(f"{hybrid.as_typed(name, given[name])} has no use here", 2)
+    precision = "fp64" if device.type == "cpu" and args.dtype == "fp32" else args.dtype
+    torch.set_default_dtype(torch.float64 if precision == "fp64" else torch.float32)
+    is_one, groups, errors = given.keys() - OF_ALL, {}, []
+    rows = [(argv, args.per_node)] if is_one else layouts(world_size, args.per_node, argv)
+    say = partial(print, flush=True) if dist.get_rank() == 0 else lambda line: None
+    for words, per_node in rows:
+        layout = hybrid.parse([*sizes_of(world_size), *words, *argv], world_size, per_node)
+        if precision != "fp64" and layout.experts:
+            layout.top_k = layout.experts
+        error, what = judge(layout, device, groups)
+        mark = "ok" if error <= BOUNDS[precision] else "WRONG"
+        shown = [*words, " halves"] if per_node < args.per_node else words
+        say(f"{mark:5}  {error:7.1e}  {what:50}  {' '.join(shown)}")
+        errors.append(error)
+    wrong, found = sum(error > BOUNDS[precision] for error in errors), f"{max(errors):.1e}"
+    what = f"{len(rows)} layouts on {world_size} x {device.type} in {precision}"
+    say(f"{what}: {wrong} wrong, worst difference {found}, bound {BOUNDS[precision]:.0e}")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    argv, environment = sys.argv[1:], os.environ
+    if {"-h", "--help"} & set(argv):
+        sys.exit(None if environment.get("RANK", "0") > "0" else print(__doc__))
+    sizes = sizes_of(int(environment.get("WORLD_SIZE", 1)))
+    sys.exit(hybrid.main([*sizes, *argv], partial(verify, argv)))
