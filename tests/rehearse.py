@@ -7,15 +7,14 @@ memory, messages go nowhere, other ranks are taken to have what this one has, an
 loads. A node has 8 GPUs. "tp+ep" is of groups that have the same ranks. A batch of messages costs
 the host some 60 us. Beside what is counted stands a formula, where a paper has one:
 
-    parameters    between steps                                   ZeRO, Rajbhandari et al., 2020
-    gradients     most at once, of whole ones or of shards        ZeRO, of 32 bits
-    optimizer     its state, and with bf16 the 32-bit weights     ZeRO
+    parameters    between steps                                    ZeRO, Rajbhandari et al., 2020
+    gradients     most at once, of whole ones or of shards         ZeRO, of 32 bits
+    optimizer     its state, and with bf16 the 32-bit weights      ZeRO
     activations   most at once of all else: what ZeRO-3 gathers, what messages need
     all at once   at the step's peak, which need not be that of gradients or activations
-    tp, MB sent   8 b s h (t-1)/t elements a layer, --sp: 10; Megatron-LM, Shoeybi et al., 2019;
-                  without head, embedding, recomputation
-    pp, MB sent   activations, not sums of copied parameters      Narayanan et al., 2021
-    dp, MB sent   without what --replicate adds                   ZeRO
+    tp, MB sent   8 b s h (t-1)/t elements a layer, --sp: 10       Megatron-LM, Shoeybi et al., 2019
+    pp, MB sent   activations, not sums of copied parameters       Narayanan et al., 2021
+    dp, MB sent   without what --replicate adds                    ZeRO
 """
 
 import math
@@ -81,11 +80,11 @@ class Watch(TorchDispatchMode):
         for tensor in filter(torch.is_tensor, tensors):
             self.records[tensor.untyped_storage()._cdata].kind = kind
 
-    def listen(self, event, operation, *messages):
+    def listen(self, event, operation, sends=(), receives=()):
         axis = self.axes.get(operation.group)
         if event != "post" or not axis:
             return
-        sends, counted = messages[0], self.sent[axis]
+        counted = self.sent[axis]
         if axis == "dp" and "reduce" in operation.name and operation not in self.begun:
             self.begun.add(operation)  # its later messages may be of scratch memory
             self.mark((tensor for tensor, _ in sends), "gradients")
@@ -196,8 +195,7 @@ def parse(argv):
     gpus, rank, model = (given.pop(name) for name in ("gpus", "rank", "model"))
     if rank >= gpus:
         raise ValueError(f"--rank {rank} is not one of --gpus {gpus}")
-    config = vars(MODELS[model][1]) if model else usual
-    sizes = {name: value for name, value in config.items() if value != usual[name]}
+    sizes = dict(vars(MODELS[model][1]).items() - usual.items()) if model else {}
     typed = [hybrid.as_typed(*flag).split(" ", 1) for flag in (sizes | given).items()]
     return hybrid.parse(sum(typed, []), gpus, min(gpus, PER_NODE)), rank
 
