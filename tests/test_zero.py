@@ -953,6 +953,10 @@ def test_units_may_be_used_in_any_way_that_all_ranks_share(how, stage):
                 model(x)
 
 
+def _fail(*arguments):
+    raise KeyError("fails here")
+
+
 class _Late:
     """The work of a gather that comes in its own wait(), into memory that is NaN until then."""
 
@@ -989,9 +993,14 @@ def test_parameters_are_waited_for_before_their_use_and_before_their_memory_is_u
     x = _data(2 * dist.get_world_size())
     torch.manual_seed(0)
     alone = _Odd(how).double()
+    alone.blocks[3].up.weight.requires_grad_(False)  # a unit of two flat tensors
     net = copy.deepcopy(alone)
     with patch.object(zero, "all_gather_single", late_gather):
         model = FullyShardedDataParallel(net, units=net.blocks)
+        handle = net.blocks[1].register_forward_hook(_fail)
+        with pytest.raises(KeyError):
+            model(x)
+        handle.remove()
         for trained, part in ((alone, x), (model, _own_part(x))):
             optimizer = torch.optim.SGD(trained.parameters(), lr=1.0)
             for _ in range(2):
@@ -1018,10 +1027,6 @@ def test_what_is_no_longer_used_is_freed():
 
 
 # ---- what would be wrong in silence --------------------------------------------------------------
-
-
-def _fail(*arguments):
-    raise KeyError("fails here")
 
 
 @on_ranks(2)
