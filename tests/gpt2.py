@@ -59,7 +59,7 @@ def take(path, folder, more):
     model.load_state_dict(state)  # the head into the same memory, after the embedding
     if not torch.equal(weights.pop(HEAD), state[WTE].float()):
         raise ValueError("its lm_head.weight is not its wte.weight")
-    for there in hybrid.complete_checkpoints(folder):
+    for there in hybrid.checkpoints_of(Path(folder)):
         raise ValueError(f"{there} is there already")
     unfinished = Path(folder, "step_00000000.partial")
     dcp.save({"model": weights}, checkpoint_id=unfinished)
@@ -70,7 +70,7 @@ def take(path, folder, more):
 
 def give(folder, path):
     """Write the last checkpoint's weights to a file; returns what was written."""
-    checkpoint = max(hybrid.complete_checkpoints(folder), default=Path(folder, "step_*"))
+    checkpoint = max(hybrid.checkpoints_of(Path(folder)), default=Path(folder, "step_*"))
     try:
         args = SimpleNamespace(**json.loads((checkpoint / "run.json").read_bytes()))
         weights = reference_gpt(args).state_dict()
