@@ -741,7 +741,7 @@ class _Thread:
 
 
 class _Stream:
-    """A group's stream, likewise. torch hands out a pool of 32 in turn: it is made once and kept."""
+    """A group's stream, likewise; made once, as torch hands out a pool of 32 in turn."""
 
     def __init__(self):
         self.stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
@@ -1223,16 +1223,16 @@ class Traffic:
         """Bytes sent by one operation, in one group, to some peers; None stands for all."""
         if self.uncounted:
             raise RuntimeError(f"nobody counts the bytes of the backend's own {self.uncounted}")
-        return sum(nbytes for *what, nbytes in self.sent if self._is(*what, operation, group, peers))
+        return sum(nbytes for *_, nbytes in self._select(operation, group, peers))
 
     def messages(self, operation=None, group=None, peers=None):
         """Messages sent, selected as in bytes()."""
-        return sum(self._is(*what, operation, group, peers) for *what, _ in self.sent)
+        return len(self._select(operation, group, peers))
 
-    @staticmethod
-    def _is(name, its_group, peer, operation, group, peers):
-        alike = operation in (None, name) and group in (None, its_group)
-        return alike and (peers is None or peer in peers)
+    def _select(self, operation, group, peers):
+        among = lambda peer: peers is None or peer in peers
+        sent = [m for m in self.sent if operation in (None, m[0]) and among(m[2])]
+        return [message for message in sent if group in (None, message[1])]
 
     def listen(self, event, operation, sends=(), receives=()):
         """Count what observe() tells."""

@@ -544,6 +544,18 @@ def config_of(args):
     return GPTConfig(**own | {"sequence_parallel": args.sp})
 
 
+def _replicated(module, config):
+    """A module that every rank of tp has, with sequence parallelism for its part of the tokens."""
+    return mark_partial(module) if config.sequence_parallel else module
+
+
+def _residual_dropout(module, x):
+    """Masks alike over tp, where x is; its own for each rank's part of the sequence."""
+    config = module.config
+    with module.random if config.sequence_parallel and config.dropout else nullcontext():
+        return dropout(x, config.dropout, module.training)
+
+
 class MLP(nn.Module):
     """(T, B, D) -> F, column-parallel, GELU -> D, row-parallel."""
 
@@ -726,18 +738,6 @@ def flops_per_token(config):
     return layers + 3 * 2 * config.hidden * config.vocab_size
 
 
-def _replicated(module, config):
-    """A module that every rank of tp has, with sequence parallelism for its part of the tokens."""
-    return mark_partial(module) if config.sequence_parallel else module
-
-
-def _residual_dropout(module, x):
-    """Masks alike over tp, where x is; its own for each rank's part of the sequence."""
-    config = module.config
-    with module.random if config.sequence_parallel and config.dropout else nullcontext():
-        return dropout(x, config.dropout, module.training)
-
-
 def make_moe(config, mesh, num_microbatches):
     """A mixture of experts in place of an MLP, (T, B, D) -> (T, B, D)."""
     balance, z = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
@@ -835,6 +835,13 @@ class TrainingError(ValueError):
         self.status = status
 
 
+def refuse(args, num_outside):
+    """Raise TrainingError if so many tokens, alike on all ranks, no vocabulary has."""
+    if num_outside:
+        found = f"{num_outside:.0f} tokens are outside --vocab-size {args.vocab_size}"
+        raise TrainingError(f"--data: {found}")
+
+
 class Trainer:
     """One rank's part of the training.
 
@@ -893,7 +900,7 @@ class Trainer:
         # the one time that the host waits for the device
         numbers = torch.stack([*found, norm, told, *of_experts.values()])
         loss, num_outside, norm, self.stop, *loads = numbers.tolist()
-        self.refuse(num_outside)
+        refuse(args, num_outside)
         if math.isfinite(loss + norm):
             self.update(rate, tallies)
             self.skipped_in_a_row = 0
@@ -942,12 +949,12 @@ class Trainer:
         Those are DualPipe's replicas, what tensor-parallel ranks use for a part of the sequence,
         and the tied embedding and head.
         """
-        first, experts = self.steps_done == 0, set(self.experts)
-        partial = [parameter for chunk in self.chunks for parameter in partial_parameters(chunk)]
-        dense = [parameter for parameter in partial if parameter not in experts]
-        sum_partial_gradients(dense, self.mesh.tp_group, check=first)
-        of_experts = [parameter for parameter in partial if parameter in experts]
-        sum_partial_gradients(of_experts, self.mesh.expert_tp_group, check=first)
+        partial, first = set(), self.steps_done == 0
+        for chunk in self.chunks:
+            partial.update(partial_parameters(chunk))
+        groups = (self.dense, self.mesh.tp_group), (self.experts, self.mesh.expert_tp_group)
+        for parameters, group in groups:
+            sum_partial_gradients([p for p in parameters if p in partial], group, check=first)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
         weights = [chunk.tied_weight() for chunk in self.chunks]
@@ -1007,12 +1014,6 @@ class Trainer:
         if self.skipped_in_a_row >= self.args.skip_nonfinite:
             found = f"loss {loss:.4f}, grad norm {norm:.3f}; {self.skipped_in_a_row} in a row"
             raise TrainingError(f"step {self.steps_done + 1} is not finite: {found}")
-
-    def refuse(self, num_outside):
-        """Raise TrainingError if so many tokens, alike on all ranks, no vocabulary has."""
-        if num_outside:
-            found = f"{num_outside:.0f} tokens are outside --vocab-size {self.config.vocab_size}"
-            raise TrainingError(f"--data: {found}")
 
     def own_rows(self):
         """This rank's rows of the global batch."""
@@ -1442,7 +1443,7 @@ def evaluate(trainer, data, batches=8):
         rows = trainer.own_rows()
         found = trainer.run(trainer.evaluation, inputs[rows], targets[rows])
         loss, num_outside = torch.stack(found).tolist()
-        trainer.refuse(num_outside)
+        refuse(args, num_outside)
         total += loss * counted
         count += counted
     if not math.isfinite(total):

@@ -197,7 +197,7 @@ class FlatParameter:
         (HSDP), or None.
     pieces: the given parameters, each cut down to its part of sharded_param, this rank's shard.
     whole: what the module computes with instead, of full shape: views of unsharded_param, whose
-        memory comes and goes or, if it keeps it, stays.
+        memory comes and goes or, if it `keeps` it, stays.
     flat_grad: gradients of these, from the first one that comes until reduce().
     incoming: this rank's part of their sum, while it travels.
     missing: what they wait for before they leave; empty when they have left.
@@ -207,7 +207,7 @@ class FlatParameter:
         self.names, self.pieces = zip(*named)
         self.places = [places[parameter] for parameter in self.pieces]
         self.group, self.replicate_group = groups
-        self.keeps, self.divisor, self.missing = keeps, divisor, set()
+        self.divisor, self.missing = divisor, set()
         first = self.pieces[0]
         self.trainable, self.grad_dtype = first.requires_grad, grad_dtype(first)
         if not first.is_floating_point():
@@ -221,7 +221,8 @@ class FlatParameter:
         own = flat.chunk(world_size)[self.rank]
         is_part = keeps and self.unsharded_param is flat  # then nothing is held twice
         self.sharded_param = own if is_part else own.clone()
-        self.whole = [self._whole_of(piece) for piece in self.pieces]
+        empty = self.unsharded_param.new_empty(0)
+        self.whole = [nn.Parameter(empty, self.trainable) for _ in self.pieces]
         self.live_in(self.unsharded_param)
         for piece, (begin, _), view in zip(
             self.pieces, self.layout.ranges(self.rank), self.shard_views()
@@ -235,12 +236,8 @@ class FlatParameter:
         self.nbytes = self.memory.nbytes()
         for whole, view in zip(self.whole, self.layout.views(flat)):
             whole.data = view  # not nn.Parameter(view): gathering would count as a change in place
-
-    def _whole_of(self, parameter):
-        whole = nn.Parameter(self.unsharded_param.new_empty(0), self.trainable)
-        if self.grad_dtype != parameter.dtype:
-            whole.grad_dtype = self.grad_dtype
-        return whole
+            if self.grad_dtype != self.sharded_param.dtype:
+                whole.grad_dtype = self.grad_dtype
 
     def shard_views(self):
         return self.layout.pieces(self.sharded_param, self.rank)
@@ -259,24 +256,17 @@ class FlatParameter:
     def use(self):
         """Have the modules compute with the whole parameters, now that they are there."""
         self.gathering.wait()
-        self._put(self.whole)
+        self.put(self.whole)
 
     def drop(self):
         """Forget them. Autograd keeps views of them: right again once they are gathered again."""
         if self.gathering is not None:
-            self._put(self.pieces)
+            self.put(self.pieces)
             self.gathering.wait()  # what still arrives would write
             self.gathering = None
 
-    def leave(self):
-        """A pass is over: nobody has the memory, unless it is kept."""
-        self._put(self.pieces)
-        if not self.keeps:
-            self.drop()
-            # Private: resize_() of the storage, not of the tensor, keeps autograd's views.
-            self.memory.resize_(0)
-
-    def _put(self, parameters):
+    def put(self, parameters):
+        """Have the modules compute with these: the whole parameters, or the pieces."""
         for parameter, places in zip(parameters, self.places):
             for module, name in places:
                 # Private: setattr() would run what some modules do when a parameter is replaced.
@@ -400,10 +390,10 @@ class FullyShardedDataParallel(nn.Module):
 
     Stage 3 gathers a unit's parameters for its forward and for its backward pass, while the unit
     before it computes, and then drops them: two units are there at a time. Parameters in no unit,
-    or in several, are there during the whole pass. Each backward() sums gradients, into shards: of
-    m backwards a step sends 3 m (P-1)/P D. Stages 1 and 2 keep what is gathered until reshard():
-    stage 2 sends (m + 1) (P-1)/P D; with no_sync() around all backwards but the last that is
-    2 (P-1)/P D, and is stage 1, whose gathers forward hides.
+    or in several, are there during the whole pass. Each backward() sums gradients, into shards. Of
+    m backwards a step sends 3 m (P-1)/P D; stages 1 and 2, which keep what is gathered until
+    reshard(), (m + 1) (P-1)/P D, and 2 (P-1)/P D with no_sync() around all backwards but the last:
+    that is stage 1.
 
     Between passes the module's parameters *are* this rank's pieces: each parameter is cut down to
     one dimension, maybe empty, and keeps its identity, name and attributes, with two more: `first`,
@@ -466,13 +456,11 @@ class FullyShardedDataParallel(nn.Module):
         options = param_dtype, reduce_dtype, gradient_divide_factor or world_size
         _broadcast_first(list(module.buffers()), *every)
         groups_of = lambda parameter: (groups or {}).get(parameter, every)
-        self._units = [
-            [
-                FlatParameter(named, places, groups_of(named[0][1]), stage < 3, *options)
-                for named, places in kinds
-            ]
-            for kinds in _sort_parameters(module, units, groups_of)
-        ]
+        kinds, places = _sort_parameters(module, units, groups_of)
+        make = lambda named: FlatParameter(
+            named, places, groups_of(named[0][1]), stage < 3, *options
+        )
+        self._units = [[make(named) for named in of_unit.values()] for of_unit in kinds]
         if stage == 3:
             for sharing in (self._units[:-1:2], self._units[1:-1:2], self._units[-1:]):
                 _share_memory([unit for unit in sharing if unit])
@@ -514,10 +502,10 @@ class FullyShardedDataParallel(nn.Module):
             )
         for flat in self.flats:
             flat.check()
-        if self.stage == 3 or self._versions is None:
-            self._versions = self._versions_now()
-        if self._versions != self._versions_now():
+        versions = self._versions_now()
+        if self.stage < 3 and self._versions not in (None, versions):
             raise RuntimeError("the parameters were changed and kept: call reshard() after step()")
+        self._versions = versions
         if self.param_dtype is not None:
             cast = lambda x: x.to(self.param_dtype) if x.is_floating_point() else x
             args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
@@ -537,8 +525,7 @@ class FullyShardedDataParallel(nn.Module):
         for flat in self._units[self._root]:
             flat.gather()
         self._gather(number, direction)
-        for flat in self._units[self._root]:
-            flat.use()
+        self._use(self._root)
 
     def _gather(self, number, direction):
         """Have a unit and the next one; others are done."""
@@ -554,8 +541,12 @@ class FullyShardedDataParallel(nn.Module):
             flat.use()
 
     def _leave(self):
+        """A pass is over: nobody has the memory, unless it is kept."""
         for flat in self.flats:
-            flat.leave()
+            flat.drop() if self.stage == 3 else flat.put(flat.pieces)
+        for flat in self.flats if self.stage == 3 else ():  # once all that share it are dropped
+            # Private: resize_() of the storage, not of the tensor, keeps autograd's views.
+            flat.memory.resize_(0)
 
     # -- forward
 
@@ -640,9 +631,8 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def _end_backward(self):
-        if self._root > 0:
-            self._turn(0)
-            self._sum(0)
+        self._turn(0)
+        self._sum(0)
         self._sum(self._root)
         self._current = None
         self._leave()
@@ -746,9 +736,9 @@ class FullyShardedDataParallel(nn.Module):
 
 
 def _sort_parameters(module, units, groups_of):
-    """[(named parameters, places)] of one kind each, for each unit and for the root.
+    """[{kind: named parameters}] of each unit and of the root; {parameter: its places}.
 
-    places: {parameter: {(module, name)}}, where the modules have it.
+    Places are the (module, name) where modules have it.
     """
     for i, unit in enumerate(units):
         others = [part for other in units[:i] + units[i + 1 :] for part in other.modules()]
@@ -769,7 +759,7 @@ def _sort_parameters(module, units, groups_of):
         kind = parameter.dtype, grad_dtype(parameter), parameter.requires_grad
         kind += *groups_of(parameter), *sorted(vars(parameter))
         kinds[owner].setdefault(kind, []).append((name, parameter))
-    return [[(named, places) for named in of_unit.values()] for of_unit in kinds]
+    return kinds, places
 
 
 # ---- cost ----------------------------------------------------------------------------------------

@@ -4,8 +4,10 @@
     with batches() as count: ...    Counter: "batches" that NCCL would be given, and of their
                                     messages those "off 16" bytes, which it copies byte by byte
     with as_on_nccl(): ...          the collectives go as they do on NCCL, over gloo
+    with as_alone(): ...            and messages nowhere: other ranks have what this one has
 """
 
+import sys
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
 from unittest.mock import patch
@@ -73,6 +75,17 @@ def as_on_nccl(**others):
         patch.multiple(torch.cuda, Stream=Stream, Event=Stream, current_stream=Stream),
         patch.object(torch.cuda, "stream", lambda stream: nullcontext()),
     ):
+        yield
+
+
+@contextmanager
+def as_alone():
+    """as_on_nccl() of one rank, whose messages go nowhere; the others have what it has."""
+    alike = lambda value, group=None: [value] * dist.get_world_size(group)
+    with ExitStack() as stack:
+        stack.enter_context(as_on_nccl(batch_isend_irecv=lambda operations: []))
+        for module in [m for m in sys.modules.values() if hasattr(m, "gather_objects")]:
+            stack.enter_context(patch.object(module, "gather_objects", alike))
         yield
 
 

@@ -13,10 +13,10 @@ import rehearse
 from collectives import all_reduce, observe
 from expert_parallel import Router
 from ranks import run
-from sequence_parallel import saved_bytes
 from tensor_parallel import attention
 from test_nccl_path import nccl_over_gloo
 from trace import axes_of
+from transformer import saved_bytes
 
 SIZES = "--layers 2 --hidden 32 --heads 4 --seq-len 32 --vocab-size 67 --batch-size 16"
 LAYOUTS = [
@@ -34,7 +34,7 @@ OTHERS = [
     "--layers 4 --pp 2 --tp 2 --schedule zb-v --kv-heads 2 --microbatches 4",
     "--layers 4 --pp 2 --dp 2 --schedule interleaved --microbatches 2 --dtype bf16",
     "--layers 4 --pp 4 --schedule dualpipe --microbatches 8",
-    "--dp 2 --cp 2 --cp-method ulysses --ep 4 --experts 8 --balance bias --zero 1",
+    "--dp 2 --cp 2 --cp-method ulysses --ep 4 --experts 8 --topk-nodes 1 --zero 1",
     "--dp 2 --tp 2 --ep 2 --experts 4 --zero 3 --recompute full --microbatches 2",
 ]
 
@@ -92,7 +92,7 @@ def _assert_alike(flags, per_node):
         assert found_sent == sent, rank
         if "--zero 3" in flags:  # whose memory comes and goes unseen
             del held["activations"], held["all at once"], held["parameters"]
-        assert {kind: found[kind] for kind in held} == pytest.approx(held, rel=0.01), rank
+        assert {kind: found[kind] for kind in held} == pytest.approx(held, rel=0.02), rank
 
 
 @pytest.mark.parametrize("flags", LAYOUTS)
@@ -166,10 +166,10 @@ soak = lambda *case: pytest.param(*case, marks=pytest.mark.soak)
 @pytest.mark.parametrize(
     "flags, title",
     [
-        (f"{SMALL} --rank 4711", "rank 4711 of 16384, pp 4, dp 76, cp 0, tp 7: layers 4 to 4"),
-        soak(f"{LLAMA} --microbatches 16 --rank 4711", "rank 4711 of 16384, pp 4"),
-        soak(f"{LLAMA} --microbatches 16 --rank 0", "rank 0 of 16384, pp 0"),
-        soak(f"{DEEPSEEK} --rank 1000", "rank 1000 of 2048, pp 7"),
+        (f"{SMALL} --rank 4711", "rank 4711 of 16384, layers 4"),
+        soak(f"{LLAMA} --microbatches 16 --rank 4711", "rank 4711 of 16384, layers 31 32"),
+        soak(f"{LLAMA} --microbatches 16 --rank 0", "rank 0 of 16384, layers 0 1"),
+        soak(f"{DEEPSEEK} --rank 1000", "rank 1000 of 2048, layers 27 28 29 30 31"),
     ],
 )
 def test_a_rank_of_many_takes_a_minute_at_most_and_the_papers_agree(capsys, flags, title):

@@ -24,9 +24,6 @@ from zero import (
     FullyShardedDataParallel, ZeroRedundancyOptimizer, zero_bytes, zero_memory, zero_rounds,
 )
 
-from hybrid import GPT, GPTConfig, initial_value, initialize
-from tensor_parallel import gather_shards, sum_partial_gradients, unique_ranges
-
 from gpu_counts import waits
 from ledger import memory_ledger
 from nccl_replay import record, replay
@@ -529,55 +526,6 @@ def test_shards_inside_a_group_and_replicas_across():
             _shard(net, stage, group=shards, replicate_group=replicas)
 
 
-def _gpt(config, group):
-    model = GPT(config, group).double()
-    initialize(model, partial(initial_value, layers=config.layers, seed=0))
-    return model
-
-
-def _loss(gpt, model, tokens, count):
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    return gpt.token_losses(model(inputs), targets).sum() / count
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_pieces_of_a_split_model_sum_and_count_as_their_wholes(kv_heads):
-    """2 replicas of 2 tensor-parallel ranks; neither divides the vocabulary."""
-    rank = dist.get_rank()
-    tp_group = [dist.new_group(members) for members in ([0, 1], [2, 3])][rank // 2]
-    dp_group = [dist.new_group(members) for members in ([0, 2], [1, 3])][rank % 2]
-    alone = [dist.new_group([r]) for r in range(4)][rank]
-    dist.barrier()
-    sizes = {"layers": 2, "hidden": 12, "heads": 4, "seq_len": 8, "vocab_size": 7}
-    plain = _gpt(GPTConfig(**sizes, kv_heads=kv_heads), alone)
-    tokens = torch.randint(7, (4, 9), generator=torch.Generator().manual_seed(0))
-    _loss(plain, plain, tokens, 32).backward()
-    split = _gpt(GPTConfig(**sizes, kv_heads=kv_heads, sequence_parallel=True), tp_group)
-    blocks = split.transformer["h"].values()
-    model = FullyShardedDataParallel(split, dp_group, units=blocks, gradient_divide_factor=1)
-    for _ in range(2):
-        model.zero_grad()
-        _loss(split, model, tokens.chunk(2)[rank // 2], 32).backward()
-        sum_partial_gradients(model.parameters(), tp_group)
-    square, expected = torch.zeros((), dtype=torch.float64), dict(plain.named_parameters())
-    for name, piece in split.named_parameters():
-        for begin, end in unique_ranges(piece, tp_group):
-            counted = piece.grad[max(0, begin - piece.first) : max(0, end - piece.first)]
-            square += counted.square().sum()
-        whole = torch.zeros(piece.whole_shape.numel(), dtype=torch.float64)
-        whole[piece.first : piece.first + len(piece)] = piece.grad
-        dist.all_reduce(whole, group=dp_group)
-        like = torch.empty(piece.whole_shape)
-        vars(like).update({k: v for k, v in vars(piece).items() if k == "shard"})
-        whole = gather_shards(whole.view(piece.whole_shape), like, tp_group)
-        _close(whole, expected.pop(name).grad, 1e-11)
-    assert not expected
-    dist.all_reduce(square)
-    norm = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
-    assert square.sqrt().item() == pytest.approx(norm.item(), rel=1e-11)
-
-
 # ---- 16-bit parameters, 32-bit copies ------------------------------------------------------------
 
 
@@ -1005,6 +953,10 @@ def test_units_may_be_used_in_any_way_that_all_ranks_share(how, stage):
                 model(x)
 
 
+def _fail(*arguments):
+    raise KeyError("fails here")
+
+
 class _Late:
     """The work of a gather that comes in its own wait(), into memory that is NaN until then."""
 
@@ -1041,9 +993,14 @@ def test_parameters_are_waited_for_before_their_use_and_before_their_memory_is_u
     x = _data(2 * dist.get_world_size())
     torch.manual_seed(0)
     alone = _Odd(how).double()
+    alone.blocks[3].up.weight.requires_grad_(False)  # a unit of two flat tensors
     net = copy.deepcopy(alone)
     with patch.object(zero, "all_gather_single", late_gather):
         model = FullyShardedDataParallel(net, units=net.blocks)
+        handle = net.blocks[1].register_forward_hook(_fail)
+        with pytest.raises(KeyError):
+            model(x)
+        handle.remove()
         for trained, part in ((alone, x), (model, _own_part(x))):
             optimizer = torch.optim.SGD(trained.parameters(), lr=1.0)
             for _ in range(2):
@@ -1070,10 +1027,6 @@ def test_what_is_no_longer_used_is_freed():
 
 
 # ---- what would be wrong in silence --------------------------------------------------------------
-
-
-def _fail(*arguments):
-    raise KeyError("fails here")
 
 
 @on_ranks(2)

@@ -1,0 +1,523 @@
+"""Which layout of a model on so many GPUs is quickest? Prices of layouts, by the papers' formulas.
+
+    python tests/plan.py --model llama3-405b --gpus 16384 --gpu h100
+    python tests/plan.py --gpus 64 --gpu a100 --layers 32 --hidden 4096 --heads 32 --seq-len 2048
+
+Prints the ten quickest degrees (tp, cp, pp, dp, ep), each in its quickest layout that fits; flags
+of hybrid.py give sizes, or fix a part of the layout. What is wrong, or why nothing fits, is said in
+one line, with status 2.
+
+    m x b      microbatches of a step, of so many sequences each
+    GB         what the fullest GPU holds at the peak of a step: weights + grads + optim. + activ.
+    step s     what the slowest takes: compute + what it waits for tp, cp, ep, pp and dp + bubble
+    TFLOP/s    of a GPU; MFU: by the data sheet's. What is recomputed does not count.
+
+price() is the idea; memory and seconds follow, then the search. Two constants for a kind of GPU,
+what programs reach of its TFLOP/s and GB/s, are fitted to half of the published runs
+(tests/test_plan.py). A model is taken as a GPT in bf16 with layers that are all alike; times of
+experts are held against no published figure.
+"""
+
+import argparse
+import math
+import sys
+from functools import lru_cache, partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
+
+import hybrid
+from expert_parallel import expert_activation_bytes, expert_parallel_bytes
+from hybrid import GPTConfig, forward_flops
+from pipeline import bubble_time, peak_activations
+from sequence_parallel import activation_bytes, context_activation_bytes, context_parallel_bytes
+from zero import zero_memory, zero_rounds
+
+
+class Gpu(NamedTuple):
+    """A GPU by its data sheet: TFLOP/s of dense products in bf16, GB of memory, GB/s of memory, to
+    its node and of its share of the network; and what programs reach of these TFLOP/s, and GB/s."""
+
+    tflops: float
+    memory: float
+    memory_speed: float
+    node: float
+    network: float
+    products: float = 0.57
+    moves: float = 0.99
+    per_node: int = 8
+
+    def move(self, nbytes, gb_per_second):
+        """Seconds."""
+        return nbytes / (self.moves * gb_per_second * 1e9)
+
+
+class Layout(NamedTuple):
+    """How a step is cut, by the names of the flags; batch: sequences of a microbatch; unfused:
+    attention writes its scores to memory, as Megatron-LM's did in 2021."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    batch: int = 1
+    microbatches: int = 1
+    sp: bool = False
+    cp_method: str = "ring"
+    recompute: str = "none"
+    ep_nodes: int = 1
+    unfused: bool = False
+    schedule: str = "1f1b"
+    chunks: int = 1  # of a rank; 2 of zb-v
+    zero: int = 0
+    replicate: int = 1
+
+    # what a layer's work depends on
+    piece = property(lambda self: Layout(*self[:12]))
+    # microbatches that a stage computes: of DualPipe's two replicas each has half
+    rounds = property(lambda self: self.microbatches // (1 + (self.schedule == "dualpipe")))
+
+
+class Plan(NamedTuple):
+    """A layout's price: bytes that the fullest GPU holds, by kind; seconds of a step, by part."""
+
+    layout: Layout
+    memory: dict
+    seconds: dict
+
+    held = property(lambda self: sum(self.memory.values()))
+    step = property(lambda self: sum(self.seconds.values()))
+
+
+def price(config, gpu, layout):
+    """The Plan of a layout of a GPTConfig."""
+    return Plan(layout, memory_of(config, layout), seconds_of(config, gpu, layout))
+
+
+# ---- what a rank has -----------------------------------------------------------------------------
+
+
+class Share(NamedTuple):
+    """Of the model, a rank's, in all of its stages."""
+
+    layers: float
+    embeddings: float = 0
+    heads: float = 0
+
+
+@lru_cache(maxsize=None)
+def shares_of(config, schedule, pp, chunks):
+    """The Shares of a rank before the last one, and of that which has the head.
+
+    As in hybrid.layers_of() the costliest stage costs as little as can be, with the head.
+    """
+    layers, stages, own = config.layers, pp * chunks, chunks * (1 + (schedule == "dualpipe"))
+    if pp == 1:
+        return [Share(layers, 1, 1)]
+    head = 2 * config.hidden * config.vocab_size / sum(forward_flops(config, portion_of(config)))
+    cost = lambda last: max(math.ceil((layers - last) / (stages - 1)), last + head)
+    last = min(range(layers // stages, 0, -1), key=cost, default=0)
+    others = (layers - last) / (stages - 1)
+    mirrored = schedule in ("zb-v", "dualpipe")  # the rank of the first stage has the last one, too
+    most, least = math.ceil(own * others), math.ceil((own - 1) * others)
+    return [Share(most, not mirrored), Share(least + last, mirrored, 1)]
+
+
+def portion_of(config):
+    """Of the layers, those that have experts: all formulas are of the mean layer."""
+    return (config.experts > 0) * (config.layers // config.moe_every) / config.layers
+
+
+def kinds_of(config, layout, share):
+    """[(number, ZeRO's shards, copies of these, ranks between)] of a rank's parameters: experts,
+    which are cut over gcd(ep, tp) of tp, and the rest."""
+    portion, h, tp, F = portion_of(config), config.hidden, layout.tp, config.mlp_width
+    kv = h * (config.kv_heads or config.heads) // config.heads
+    attention = ((h + 2 * kv) * (h + 1) + h * h) / tp + 5 * h  # with biases, and two norms
+    mlp = (2 * h + 1) * F / tp + h
+    mixture = h * config.experts + 2 * h * F * config.shared_experts  # router, shared experts
+    vocabulary, unlike = config.vocab_size / tp * h, layout.ep // math.gcd(layout.ep, tp)
+    dense = share.layers * (attention + (1 - portion) * mlp + portion * mixture)
+    dense += share.embeddings * (vocabulary + config.seq_len * h)
+    dense += share.heads * (2 * h + (layout.pp > 1) * vocabulary)  # in one stage they are tied
+    experts = share.layers * portion * 2 * h * F * config.experts / layout.ep
+    replicas = [layout.dp * layout.cp, layout.dp * layout.cp // unlike]
+    copies = [math.gcd(layout.replicate, number) for number in replicas]
+    shards = [number // copied for number, copied in zip(replicas, copies)]
+    return list(zip((dense, experts), shards, copies, (tp, tp * unlike)))
+
+
+def count_of(config, layout, share):
+    """How many parameters a rank's share has."""
+    return sum(number for number, *_ in kinds_of(config, layout, share))
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def memory_of(config, layout):
+    """{kind: bytes} of the fullest rank: state, microbatches in flight, and work on one.
+
+    State is bf16, gradients in fp32, masters and Adam's moments. ZeRO-3 makes bf16 as it gathers.
+    """
+    sizes = {"parameters": (2 * (layout.zero < 3), 0, 0), "gradients": (0, 4, 0)}
+    sizes["optimizer"], ranks = (0, 0, 12), []
+    for share in shares_of(config, layout.schedule, layout.pp, layout.chunks):
+        held, kinds = dict.fromkeys(sizes, 0), kinds_of(config, layout, share)
+        for what, (number, shards, *_) in product(sizes, kinds):
+            held[what] += number * zero_memory(layout.zero, shards, *sizes[what])
+        ranks.append(held | {"activations": activations_of(config, layout, share)})
+    return max(ranks, key=lambda held: sum(held.values()))
+
+
+def activations_of(config, layout, share):
+    """Bytes at most: what microbatches in flight keep, and what backward makes beside it.
+
+    Of a matrix it makes the gradients of its input and, in 16 and in 32 bit, its own: with ZeRO-2
+    and -3 a layer's, of which ZeRO-3 has gathered two. The loss has a copy of logits in 32 bit.
+    Where gradients of weights come later, all that was computed waits, and what was gathered.
+    """
+    p, m, v, schedule = layout.pp, layout.microbatches, layout.chunks, layout.schedule
+    tokens, h, tp = layout.batch * config.seq_len / layout.cp, config.hidden, layout.tp
+    whole, kept = (layer_bytes(config, layout.piece, n) for n in ("none", layout.recompute))
+    if schedule.startswith("zb"):
+        kept = whole + 4 * tokens * h * (1 - 1 / tp) * layout.sp
+    behind = 0 if share.heads else p - 1  # ranks
+    flying = {"1f1b": min(m, behind + 1)}  # through all of the rank's layers
+    flying["interleaved"] = min(2 * behind + (v - 1) * p + 1, m * v) / v
+    flying["dualpipe"] = (p + 1) / 2  # each has one of the two stages to go through
+    flying = flying.get(schedule) or peak_activations(schedule, p, m)
+    portion, layer = portion_of(config), count_of(config, layout, Share(1))
+    parts = 1 - portion, portion * config.top_k, portion * config.experts / layout.ep * tp
+    matrix = h * config.mlp_width / tp * (parts[0] + parts[2])
+    inside = 2 * tokens * (h + (parts[0] + parts[1]) * config.mlp_width / tp) + 2 * matrix
+    inside += 4 * (matrix, 0, layer, 2 * layer)[layout.zero] + whole * (layout.recompute == "full")
+    logits = share.heads * tokens * config.vocab_size / tp
+    inside = max(inside, 4 * logits, 4 * share.heads * h * config.vocab_size / tp)
+    late = flying if schedule in ("gpipe", "zb-h1", "zb-h2") else 1
+    return share.layers * flying * kept + 2 * late * logits + inside
+
+
+@lru_cache(maxsize=None)
+def layer_bytes(config, layout, recompute):
+    """Bytes that a rank keeps of the mean layer until backward, with a microbatch.
+
+    Unless it is unfused, attention keeps what it does where its core runs again.
+    """
+    portion, tp, heads = portion_of(config), layout.tp, config.heads
+    own, kv_heads = config.seq_len / layout.cp, config.kv_heads or heads
+    norm = 2 * layout.batch * own * config.hidden / (tp if layout.sp else 1)
+    if recompute == "full":
+        return norm
+    mode, mlp = recompute if layout.unfused else "selective", (1 - portion) * config.mlp_width
+    sizes = layout.batch, own, config.hidden, heads, tp, layout.sp, mode, kv_heads, mlp
+    kept = activation_bytes(*sizes, config.dropout > 0)
+    if recompute == "none":
+        sizes = config.seq_len, heads // tp, kv_heads // tp, config.hidden // heads, layout.cp
+        kept += context_activation_bytes(layout.cp_method, layout.batch, *sizes)
+    rows = layout.batch * own / tp, config.top_k, config.hidden, config.mlp_width, 2
+    return kept + portion * (expert_activation_bytes(*rows, config.shared_experts) - norm)
+
+
+# ---- seconds -------------------------------------------------------------------------------------
+
+ALPHA = 6e-5  # seconds that a batch of messages costs the host
+
+
+def seconds_of(config, gpu, layout):
+    """{part: seconds} of a step: the microbatches, the bubble, and what messages leave exposed.
+
+    A stage waits for its messages, which are split over tp. DualPipe hides ep. All ranks wait for
+    each other at the end, as for one norm: once more where they end one after the other.
+    """
+    schedule, pp, m, chunks = layout.schedule, layout.pp, layout.microbatches, layout.chunks
+    layer, head = (forward + backward for forward, backward, _ in works(config, gpu, layout.piece))
+    shares = shares_of(config, layout.schedule, layout.pp, layout.chunks)
+    busiest = max((share.layers * layer + share.heads * head for share in shares), key=sum)
+    seconds = dict(zip(("compute", "tp", "cp", "ep"), layout.rounds * busiest))
+    if schedule == "dualpipe":
+        seconds["ep"] = max(0.0, seconds["ep"] - seconds["compute"])
+    is_far = pp * layout.dp * layout.cp * layout.tp > gpu.per_node
+    message = 2 * layout.batch * config.seq_len * config.hidden / layout.cp / layout.tp
+    message = ALPHA + gpu.move(message, gpu.network if is_far else gpu.node)
+    seconds["pp"] = chunks * m * min(2, pp - 1) * message
+    mean = [(config.layers * a + b) / pp for a, b in zip(*works(config, gpu, layout.piece))]
+    times = [np.sum(time) for time in mean]
+    seconds["dp"] = replica_seconds(config, gpu, layout, *times[:2])
+    bubble = bubble_time(schedule, pp, m, *times, chunks) if pp > 1 else 0.0
+    staggered = {"zb-h2": times[0], "zb-v": (times[1] - times[2]) / 2}
+    seconds["bubble"] = (pp - 1) * staggered[schedule] if schedule in staggered else bubble
+    return seconds
+
+
+@lru_cache(maxsize=None)
+def works(config, gpu, layout):
+    """(forward, backward, weight) of the mean layer, and of the head, with a microbatch.
+
+    The first two are seconds of compute, and exposed ones of tp, cp and ep; weight is the part of
+    backward's compute that is for weights. What is kept is written and read.
+    """
+    tokens = layout.batch * config.seq_len / layout.cp / layout.tp
+    pace = tokens / (gpu.products * gpu.tflops * 1e12)
+    product, core = (pace * flops for flops in forward_flops(config, portion_of(config)))
+    # a fused kernel leaves out what a causal mask does, and makes the scores again in backward
+    core, more = (core, 0) if layout.unfused else (core / 2, core / 4)
+    kept = layer_bytes(config, layout, "none" if layout.unfused else "selective")
+    rest = core + 2 * gpu.move(kept, gpu.memory_speed)
+    ahead, back = messages(config, gpu, layout, core)
+    forward = np.array([product + rest, *ahead])
+    backward = np.array([2 * product + 2 * rest + more, *back])
+    selective = np.array([core, 0, ahead[1], 0])
+    backward += {"none": 0, "selective": selective, "full": forward}[layout.recompute]
+    head = 2 * config.hidden * config.vocab_size * pace
+    # logits are written and read in 16 bit, and in 32 for the loss
+    loss = np.array([head + gpu.move(12 * tokens * config.vocab_size, gpu.memory_speed), 0, 0, 0])
+    return (forward, backward, product), (loss, 2 * loss, head)
+
+
+def messages(config, gpu, layout, core):
+    """Seconds of a layer's tp, cp, ep: forward, backward. core: attention's, which hide a ring.
+
+    tp sums behind attention and MLP, or experts, and in backward before them: a sum is a
+    reduce-scatter and an all-gather. With --sp backward gathers twice more; without it what experts
+    made is gathered. A token goes once to each node of its experts, then inside to each expert.
+    """
+    tp, cp, portion, h = layout.tp, layout.cp, portion_of(config), config.hidden
+    heads = config.heads // tp, (config.kv_heads or config.heads) // tp, h // config.heads, cp
+    around = context_parallel_bytes(layout.cp_method, layout.batch, config.seq_len, *heads, 2)
+    speed = gpu.network if cp * tp > gpu.per_node else gpu.node
+    nodes, tokens = layout.ep_nodes, layout.batch * config.seq_len // cp
+    copies = min(config.top_k, nodes, config.topk_nodes or nodes)
+    near = expert_parallel_bytes(tokens // tp, config.top_k, h, layout.ep // nodes, 2)
+    far = expert_parallel_bytes(tokens // tp, copies, h, nodes, 2)
+    dealt = portion * (gpu.move(near, gpu.node) + gpu.move(far, gpu.network))
+    turn, found = shard_seconds(gpu, 2 * tokens * h, tp), []
+    for times, turns in (1, 4), (2, 6 if layout.sp else 4):
+        turns += portion * ((not layout.sp) - turns / 2)
+        exposed = (cp - 1) * ALPHA + gpu.move(around[times - 1], speed)
+        exposed -= (layout.cp_method == "ring") * times * core
+        found.append((turns * turn, max(0.0, exposed), dealt))
+    return found
+
+
+@lru_cache(maxsize=None)
+def shard_seconds(gpu, nbytes, size, stride=1):
+    """Of a reduce-scatter or an all-gather of so many bytes, by `size` ranks, `stride` apart.
+
+    In a node at once; between nodes, each GPU with its part, by halves, or around a ring.
+    """
+    inside = math.gcd(size, max(1, gpu.per_node // stride))
+    nodes = size // inside
+    steps = nodes.bit_length() - 1 if nodes & (nodes - 1) == 0 else nodes - 1
+    near, far = (inside - 1) / inside * nbytes, (nodes - 1) / size * nbytes
+    host = ALPHA * (steps + (inside > 1)) * (nbytes > 0)
+    return host + gpu.move(near, gpu.node) + gpu.move(far, gpu.network)
+
+
+def replica_seconds(config, gpu, layout, forward, backward):
+    """Seconds of dp that compute does not hide, with a message for each layer.
+
+    forward, backward: of a microbatch. Gradients hide behind the last backward, or, interleaved,
+    that of the last p of all chunks but the first; weights behind the first forward alike; what
+    ZeRO-2 and -3 send more, behind all.
+    """
+    layers = math.ceil(config.layers / layout.pp) * (layout.microbatches // layout.rounds)
+    scatter, gather = 0.0, 0.0
+    for number, shards, copies, stride in kinds_of(config, layout, Share(1, 1 / layers)):
+        scatter += layers * shard_seconds(gpu, 4 * number, shards, stride)
+        scatter += layers * 2 * shard_seconds(gpu, 4 * number / shards, copies, shards * stride)
+        gather += layers * shard_seconds(gpu, 2 * number, shards, stride)
+    chunked = layout.schedule == "interleaved" and not layout.unfused  # in 2021 they went at last
+    span = (layout.pp * (layout.chunks - 1) + 1) / layout.chunks if chunked else 1
+    if not layout.zero:  # the sums of gradients are gathered, in 32 bit, before backward ends
+        return max(0.0, 2 * scatter - span * backward)
+    scatters, gathers = zero_rounds(layout.zero, layout.rounds)
+    regather = gather * (gathers > 1)  # stage 3 gathers in backward, too
+    exposed = max(0.0, scatter + 2 * regather - forward - backward)
+    ends = max(0.0, scatter + regather - span * backward) + max(0.0, gather - span * forward)
+    return (scatters - 1) * exposed + ends
+
+
+# ---- the search ----------------------------------------------------------------------------------
+
+
+def best_plans(args, count=10):
+    """The quickest Plan that fits of each (tp, cp, pp, dp, ep), of the `count` quickest of these.
+
+    Pieces are tried in the order of the least time that they can take, until that is too much.
+    Raises ValueError if nothing fits.
+    """
+    config, gpu, plans, leanest = hybrid.config_of(args), args.machine, {}, math.inf
+
+    def least(piece):  # compute, tp and cp, were all stages alike
+        layer, head = (a + b for a, b, _ in works(config, gpu, piece))
+        return sum((config.layers * layer + head)[:3]) * piece.microbatches / piece.pp
+
+    for piece in sorted(pieces_of(args), key=least):
+        steps = sorted(plan.step for plan in plans.values())
+        if len(steps) >= count and least(piece) > steps[count - 1]:
+            break
+        for layout in pipelines_of(args, piece):
+            plan = price(config, gpu, layout)
+            leanest = min(leanest, plan.held)
+            if plan.held <= 1e9 * gpu.memory and plan.step <= plans.get(layout[:5], plan).step:
+                plans[layout[:5]] = plan
+    if leanest == math.inf:
+        raise ValueError(f"no number of microbatches here is one of --schedule {args.schedule}")
+    if not plans:
+        held = f"the leanest takes {leanest / 1e9:,.1f} GB of a GPU"
+        raise ValueError(f"no layout fits: {held}, {args.gpu} has {gpu.memory}")
+    return sorted(plans.values(), key=lambda plan: plan.step)[:count]
+
+
+def pieces_of(args):
+    """Layouts of all degrees that hybrid.py takes, numbers of microbatches, and recomputations.
+
+    Raises ValueError if there is none: what keeps the least cut one from being one.
+    """
+    limits = {"tp": args.heads, "cp": args.seq_len // 2, "pp": args.layers + 2, "ep": args.experts}
+    degrees = [args.fixed.get(name, divisors(args.gpus, most)) for name, most in limits.items()]
+    modes, found, refused = args.fixed.get("recompute", ["none", "selective", "full"]), [], []
+    for tp, cp, pp, ep in product(*degrees):
+        dp = args.given.get("dp", max(1, args.gpus // (tp * cp * pp)))
+        # a node has as much of tp as there is in ep, and of dp x cp what fits beside tp
+        nodes = ep // math.gcd(ep, math.gcd(ep, tp) * max(1, args.machine.per_node // tp))
+        sizes = tp, cp, pp, dp, ep, args.batch_size // dp, 1, args.given.get("sp", tp > 1)
+        grid = Layout(*sizes, args.cp_method, "none", nodes, args.unfused, zero=1)
+        grid = grid._replace(replicate=args.replicate)
+        more = {"topk_nodes": min(args.topk_nodes or nodes, nodes), "world_size": args.gpus}
+        try:
+            hybrid.check(argparse.Namespace(**vars(args) | grid._asdict() | args.given | more))
+        except ValueError as error:
+            refused.append(error)
+            continue
+        for m, mode in product(args.fixed.get("microbatches", divisors(grid.batch)), modes):
+            found.append(grid._replace(batch=grid.batch // m, microbatches=m, recompute=mode))
+    if not found:
+        raise ValueError(f"no layout of {args.gpus} GPUs: {refused[0]}")
+    return found
+
+
+def divisors(number, most=math.inf):
+    """Of a number, up to `most`, and 1."""
+    return [n for n in range(1, max(1, min(number, most)) + 1) if number % n == 0]
+
+
+def pipelines_of(args, piece):
+    """A piece's Layouts of all schedules, with so many microbatches that their formulas hold, and
+    all stages of ZeRO. naive and GPipe are no quicker than 1F1B, and hold more."""
+    p, m = piece.pp, piece.microbatches
+    least = {"1f1b": 1, "interleaved": p, "zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": 2 * p}
+    least, multiple = least | {"dualpipe": 2 * p}, {"interleaved": p, "dualpipe": 2}
+    chunks = {"interleaved": args.fixed.get("chunks", range(2, 9)), "zb-v": [2]}
+    stages = args.fixed.get("zero", range(4) if piece.dp * piece.cp > 1 else [0])
+    for name in args.fixed.get("schedule", least if p > 1 else ["1f1b"]):
+        fits = m >= least.get(name, 1) and m % multiple.get(name, 1) == 0
+        if fits and (name != "dualpipe" or p % 2 == 0):
+            for v, zero in product(chunks.get(name, [1]), stages):
+                if p * v <= args.layers + 2:
+                    yield piece._replace(schedule=name, chunks=v, zero=zero)
+
+
+# ---- GPUs and models -----------------------------------------------------------------------------
+
+GPUS = {  # 80 GB are of 80 GiB: the other 6 are for CUDA, NCCL and holes
+    "a100": Gpu(312, 80, 2039, 300, 25, 0.69, 0.81),
+    "h100": Gpu(989, 80, 3350, 450, 50),
+    "h800": Gpu(989, 80, 3350, 200, 50),
+    "h200": Gpu(989, 141, 4800, 450, 50),
+    "b200": Gpu(2250, 180, 8000, 900, 50),
+    "tpu-v5p": Gpu(459, 95, 2765, 180, 180),
+}
+MEGATRON = {  # Narayanan et al., 2021, table 1: billions of parameters: layers, hidden, heads
+    **{1.7: (24, 2304, 24), 3.6: (30, 3072, 32), 7.5: (36, 4096, 32), 18.4: (40, 6144, 48)},
+    **{39.1: (48, 8192, 64), 76.1: (60, 10240, 80), 145.6: (80, 12288, 96)},
+    **{310.1: (96, 16384, 128), 529.6: (105, 20480, 128), 1008.0: (128, 25600, 160)},
+}
+LLAMA = partial(GPTConfig, seq_len=8192, vocab_size=128256, kv_heads=8)
+MIXTURE = partial(GPTConfig, seq_len=4096, ffn=3072, top_k=8, shared_experts=1)
+MIXTRAL = GPTConfig(56, 6144, 48, 4096, 32768, kv_heads=8, ffn=24576, experts=8, top_k=2)
+SOLAR = MIXTURE(48, 4096, 64, vocab_size=196608, kv_heads=8, ffn=1920, experts=128)
+MODELS = {  # billions of its own parameters, and a GPT of its layers, width, heads and FLOPs: where
+    # its MLP has three matrices, ffn is 1.5 times theirs
+    **{f"gpt-{n}b": (n, GPTConfig(*of, 2048, 51200, dropout=0.1)) for n, of in MEGATRON.items()},
+    "llama3-8b": (8.03, LLAMA(32, 4096, 32, ffn=21504)),
+    "llama3-70b": (70.6, LLAMA(80, 8192, 64, ffn=43008)),
+    "llama3-405b": (405.9, LLAMA(126, 16384, 128, ffn=79872)),
+    "gemma2-27b": (27.2, GPTConfig(46, 4608, 32, 8192, 256128, kv_heads=16, ffn=55296)),
+    "mixtral-8x22b": (140.6, MIXTRAL),
+    "deepseek-v3": (671, MIXTURE(61, 7168, 128, vocab_size=129280, experts=256, topk_nodes=4)),
+    "kimi-k2": (1040, MIXTURE(61, 7168, 64, vocab_size=163840, experts=384)),
+    "glm-5": (744, MIXTURE(78, 6144, 64, vocab_size=154880, experts=256)),
+    "solar-open": (102.6, SOLAR),
+}
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def parse(argv):
+    """The flags, completed by sizes. Raises ValueError, one line that names flags and values."""
+    parser = hybrid.Parser()
+    parser.prog, parser.description = Path(__file__).name, __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--gpus", type=hybrid.SIZE, required=True, help="how many")
+    parser.add_argument("--gpu", choices=GPUS, required=True, help="of which kind")
+    parser.add_argument("--model", choices=MODELS, help="of the literature (default: hybrid.py's)")
+    given = vars(parser.parse_args(argv))
+    own = {name: given.pop(name) for name in ("gpus", "gpu", "model")}
+    names = {*Layout._fields, *GPTConfig.__dataclass_fields__, "batch_size"}
+    for flag in given.items():
+        if flag[0] not in names and flag != ("dtype", "bf16"):
+            raise ValueError(f"{hybrid.as_typed(*flag)} means nothing to a plan, which is of bf16")
+    args = argparse.Namespace(**{flag.name: flag.default for flag in hybrid.FLAGS}, **own)
+    _, config = MODELS.get(args.model, (0, GPTConfig(top_k=args.top_k)))
+    vars(args).update(vars(config) | given | {"given": given, "machine": GPUS[args.gpu]})
+    args.fixed = {name: [value] for name, value in given.items()}
+    args.unfused = (args.model or "").startswith("gpt-")
+    args.kv_heads, args.ffn = args.kv_heads or args.heads, args.ffn or 4 * args.hidden
+    usual = 2**24 // args.seq_len if args.model else math.ceil(16 / args.gpus) * args.gpus
+    args.batch_size = args.batch_size or usual
+    return args
+
+
+def show(plans, args, flops):
+    """Two tables. flops: the model's, of a GPU in a step."""
+    print("     tp  cp   pp    dp  ep ZeRO schedule         m x b recompute   step s  TFLOP/s   MFU")
+    for number, p in enumerate(plans, 1):
+        of, speed = p.layout, flops / p.step / 1e12
+        name = f"{of.schedule} {of.chunks}" if of.schedule == "interleaved" else of.schedule
+        line = f"{number:3} {of.tp:3} {of.cp:3} {of.pp:4} {of.dp:5} {of.ep:3} {of.zero:4} {name:14}"
+        line += f"{of.microbatches:5} x {of.batch:<2}{of.recompute:9} {p.step:8.4g} {speed:8.4g}"
+        print(f"{line} {speed / args.machine.tflops:5.1%}")
+    print("\n     GB = weights  grads optim. activ.  s = compute     tp     cp     ep     pp     dp bubble")
+    for number, p in enumerate(plans, 1):
+        held = " ".join(f"{nbytes / 1e9:6.2f}" for nbytes in p.memory.values())
+        compute, *waits = p.seconds.values()
+        waits = " ".join(f"{seconds:6.2g}" for seconds in waits)
+        print(f"{number:3} {p.held / 1e9:6.1f}  {held} {compute:12.4g} {waits}")
+
+
+def main(argv=None):
+    """Print the plans. Returns the exit status."""
+    try:
+        args = parse(argv)
+        plans = best_plans(args)
+    except ValueError as error:
+        print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
+        return 2
+    config, tokens = hybrid.config_of(args), args.batch_size * args.seq_len
+    size = count_of(config, Layout(), Share(config.layers, 1, 1)) / 1e9
+    own = f", {MODELS[args.model][0]:g}B of its own" if args.model else ""
+    print(f"{args.model or 'model'}: {size:.4g}B parameters as a GPT{own}")
+    print(f"{args.gpus} x {args.gpu}, {args.batch_size} x {args.seq_len} tokens a step, bf16\n")
+    show(plans, args, hybrid.flops_per_token(config) * tokens / args.gpus)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
