@@ -243,6 +243,79 @@ def observe(listener):
         _LISTENERS.remove(listener)
 
 
+# ---- at once, or while Python computes -----------------------------------------------------------
+#
+# A group's operations run strictly one after the other, and each reads its inputs when its turn
+# comes: at once if nothing is pending, else in the background. That means
+#   gloo   a thread of the group's: a batch is only complete when somebody has waited for it;
+#   NCCL   a side stream of the group's: there waiting orders streams and blocks nobody.
+
+
+class Work:
+    """An operation under way: wait() returns once it is done, and raises its error.
+
+    On CUDA, as in torch.distributed, wait() holds up the current stream and not the host.
+    is_completed(): whether wait() would return, or raise, at once.
+    """
+
+    def __init__(self, operation, finish, is_completed=lambda: False):
+        self._operation, self._finish, self.is_completed = operation, finish, is_completed
+
+    def wait(self):
+        waiting = copy.copy(self._operation)
+        waiting.name, waiting.async_op, waiting.of = "wait", False, self._operation
+        waiting.tell("begin")
+        waiting.run_to_end(self._finish)
+
+
+class _Thread:
+    """A group's thread. It ends with the group, or before the interpreter does, which waits.
+
+    finish(), is_completed(): wait for the last of what was submitted; whether that is over.
+    """
+
+    def __init__(self):
+        # batch work would wait until whoever wakes it pauses
+        self.executor = ThreadPoolExecutor(1, "", schedule_as_batch, ("SCHED_OTHER",))
+        self.finish, self.is_completed = lambda: None, lambda: True
+
+    def submit(self, run, tensors):
+        inference = torch.is_inference_mode_enabled()  # a mode of each thread
+
+        def task():
+            with torch.inference_mode(inference):
+                run()
+
+        future = self.executor.submit(task)
+        self.finish, self.is_completed = future.result, future.done
+        return self.finish, self.is_completed
+
+
+class _Stream:
+    """A group's stream, likewise; made once, as torch hands out a pool of 32 in turn."""
+
+    def __init__(self):
+        self.stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
+        self.pending = deque()  # (event, tensors that are held until the stream has passed it)
+        self.finish, self.is_completed = lambda: None, lambda: True
+
+    def submit(self, run, tensors):
+        while self.pending and self.pending[0][0].query():
+            self.pending.popleft()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            run()
+        event, held = self.stream.record_event(), list(tensors)
+        self.pending.append((event, held))
+
+        def finish():
+            torch.cuda.current_stream().wait_event(event)
+            held.clear()  # whoever uses their memory from now on comes after the event
+
+        self.finish, self.is_completed = finish, event.query
+        return finish, event.query
+
+
 # ---- algorithms take turns -----------------------------------------------------------------------
 #
 # An algorithm is a generator. It yields (sends, receives), goes on when they are complete, and does
@@ -692,77 +765,10 @@ def _chosen(operation, nbytes, phases=1, name="auto", ranks_per_node=None):
     return name, max(1, most // unit) * unit, own
 
 
-# ---- operations: now, or while Python computes ---------------------------------------------------
+# ---- the collectives -----------------------------------------------------------------------------
 #
-# A group's operations run strictly one after the other, and each reads its inputs when its turn
-# comes: at once if nothing is pending, else in the background. That means
-#   gloo   a thread of the group's: a batch is only complete when somebody has waited for it;
-#   NCCL   a side stream of the group's: there waiting orders streams and blocks nobody.
-
-
-class Work:
-    """An operation under way: wait() returns once it is done, and raises its error.
-
-    On CUDA, as in torch.distributed, wait() holds up the current stream and not the host.
-    is_completed(): whether wait() would return, or raise, at once.
-    """
-
-    def __init__(self, operation, finish, is_completed=lambda: False):
-        self._operation, self._finish, self.is_completed = operation, finish, is_completed
-
-    def wait(self):
-        waiting = copy.copy(self._operation)
-        waiting.name, waiting.async_op, waiting.of = "wait", False, self._operation
-        waiting.tell("begin")
-        waiting.run_to_end(self._finish)
-
-
-class _Thread:
-    """A group's thread. It ends with the group, or before the interpreter does, which waits.
-
-    finish(), is_completed(): wait for the last of what was submitted; whether that is over.
-    """
-
-    def __init__(self):
-        # batch work would wait until whoever wakes it pauses
-        self.executor = ThreadPoolExecutor(1, "", schedule_as_batch, ("SCHED_OTHER",))
-        self.finish, self.is_completed = lambda: None, lambda: True
-
-    def submit(self, run, tensors):
-        inference = torch.is_inference_mode_enabled()  # a mode of each thread
-
-        def task():
-            with torch.inference_mode(inference):
-                run()
-
-        future = self.executor.submit(task)
-        self.finish, self.is_completed = future.result, future.done
-        return self.finish, self.is_completed
-
-
-class _Stream:
-    """A group's stream, likewise; made once, as torch hands out a pool of 32 in turn."""
-
-    def __init__(self):
-        self.stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
-        self.pending = deque()  # (event, tensors that are held until the stream has passed it)
-        self.finish, self.is_completed = lambda: None, lambda: True
-
-    def submit(self, run, tensors):
-        while self.pending and self.pending[0][0].query():
-            self.pending.popleft()
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            run()
-        event, held = self.stream.record_event(), list(tensors)
-        self.pending.append((event, held))
-
-        def finish():
-            torch.cuda.current_stream().wait_event(event)
-            held.clear()  # whoever uses their memory from now on comes after the event
-
-        self.finish, self.is_completed = finish, event.query
-        return finish, event.query
+# Each returns None, or a Work with async_op. ValueError, with the values, says which sizes do not
+# fit: too short a buffer would abort the process. As in torch.distributed, src and dst are global.
 
 
 def _launch(operation, algorithms, outputs, inputs=(), **options):
@@ -826,12 +832,6 @@ def _backend_collective(operation, flat, **options):
     own(*flat, group=operation.group, **options)
 
 
-# ---- the collectives -----------------------------------------------------------------------------
-#
-# Each returns None, or a Work with async_op. ValueError, with the values, says which sizes do not
-# fit: too short a buffer would abort the process. As in torch.distributed, src and dst are global.
-
-
 def _check_fits(output, input, expected):
     found, wanted = (output.numel(), output.dtype), (expected, input.dtype)
     _check(found == wanted, "output has {} elements of {}, input makes {} of {}", *found, *wanted)
@@ -852,7 +852,7 @@ def all_reduce(
 def _all_reduce(tensors, op, group, async_op=False, algorithm="auto", ranks_per_node=None):
     """tensors: (output, input), or one that is both."""
     operation = Operation("all_reduce", group, tensors[0], async_op, op)
-    add, rank, P = _REDUCE[operation.op], operation.rank, operation.world_size
+    add, rank, P = _REDUCE[op], operation.rank, operation.world_size
 
     def algorithms(*flat):
         output, input = flat[0], flat[-1]
@@ -869,7 +869,7 @@ def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
     """Reduce `tensor` over the group into that of rank `dst`; the others keep theirs."""
     operation = Operation("reduce", group, tensor, async_op, op, dst)
     root, rank, P = operation.root, operation.rank, operation.world_size
-    algorithms = lambda flat: [_tree_reduce(flat, root, _REDUCE[operation.op], rank, P)]
+    algorithms = lambda flat: [_tree_reduce(flat, root, _REDUCE[op], rank, P)]
     ends = ([tensor], []) if rank == root else ([], [tensor])
     return _launch(operation, algorithms, *ends)
 
@@ -894,7 +894,7 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
     Sends (P-1)/P of the input. op: as in all_reduce().
     """
     operation = Operation("reduce_scatter_single", group, output, async_op, op)
-    add, rank, P = _REDUCE[operation.op], operation.rank, operation.world_size
+    add, rank, P = _REDUCE[op], operation.rank, operation.world_size
     _check_fits(output, input, input.numel() / P)
 
     def algorithms(output, input):

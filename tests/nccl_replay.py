@@ -7,13 +7,13 @@ The rules. Batches of one group run on one communicator, in the order of issue: 
 once it was issued and the one before it is done. A group's first batch makes the communicator, and
 is active only when every rank's first batch is. A message is done when the batches of both its ends
 are active, and matched messages have the same size; a batch is done when its messages are, in any
-order. An operation ends when its batches are done. What is not asynchronous holds up its stream, a
-thread here, and not the others; what is posts nothing before its launcher has come to it, and
-Work.wait() is after its end. Tags are not looked at.
+order. An operation waits for its batches before it ends, which holds up its stream, a thread here,
+and not the others; in the background it posts nothing before its launcher has come to it, and its
+Work.wait() joins it after its end. Tags are not looked at.
 """
 
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from contextlib import contextmanager
 
 from collectives import observe
@@ -30,21 +30,31 @@ class Mismatch(AssertionError):
 @contextmanager
 def record():
     """The events of this rank, in the order in which it issues them."""
-    events, keys = [], {}  # of operations
+    events, batches = [], {}  # an operation -> the keys of its batches
+
+    def note(kind, key, **what):
+        events.append({"kind": kind, "key": key, "stream": threading.get_ident(), **what})
 
     def listen(event, operation, sends=(), receives=()):
-        of = operation.of or operation
-        if event == "begin" and operation is of:
-            keys[of] = len(keys)
-        if of not in keys or (event == "begin" and operation is not of):
-            return  # it began before, or there is only something to note when it has waited
-        ranks = operation.ranks
-        messages = [("send", ranks[peer], t.nbytes) for t, peer in sends]
-        messages += [("receive", ranks[peer], t.nbytes) for t, peer in receives]
-        group = operation.group.group_name, tuple(ranks)
-        note = {"kind": event, "key": keys[of], "stream": threading.get_ident()}
-        note |= {"name": of.name, "group": group, "messages": messages}
-        events.append(note | {"kind": "waited"} if operation is not of else note)
+        ranks, of = operation.ranks, operation.of or operation
+        launched = id(of) if of.async_op and of.name != "exchange" else None
+        if event == "begin" and of is operation:
+            batches[of] = []
+            if launched:
+                note("launch", launched)
+        elif event == "post":
+            messages = [("send", ranks[peer], t.nbytes) for t, peer in sends]
+            messages += [("receive", ranks[peer], t.nbytes) for t, peer in receives]
+            what = {"name": of.name, "group": (of.group.group_name, tuple(ranks))}
+            batches[of].append(len(events))
+            note("post", len(events), messages=messages, launched=launched, **what)
+        elif event == "end" and of is operation:
+            for key in batches[of]:
+                note("wait", key)
+            if launched:
+                note("end", launched)
+        elif event == "end" and launched and of in batches:
+            note("join", launched)
 
     with observe(listen):
         yield events
@@ -55,13 +65,11 @@ class _Rank:
 
     def __init__(self, events):
         self.streams, self.queues = defaultdict(list), defaultdict(list)
-        self.passed, self.posted, self.left = set(), set(), Counter()  # left: batches of operations
-        for number, event in enumerate(events):
-            event = event | {"number": number, "left": list(event["messages"])}
+        self.passed, self.done = set(), {None}
+        for event in events:
             self.streams[event["stream"]].append(event)
             if event["kind"] == "post":
-                self.queues[event["group"]].append(event)
-                self.left[event["key"]] += 1
+                self.queues[event["group"]].append(event | {"left": list(event["messages"])})
 
     def advance(self):
         """Pass every event that nothing holds up; whether there was one."""
@@ -70,25 +78,25 @@ class _Rank:
             while events and self._free(events[0]):
                 event = events.pop(0)
                 self.passed.add((event["kind"], event["key"]))
-                self.posted.add(event["number"])
                 moved = True
         return moved
 
     def _free(self, event):
         kind, key = event["kind"], event["key"]
-        if kind == "end":
-            return not self.left[key]
-        needed = {"post": "begin", "waited": "end"}.get(kind)
-        return needed is None or (needed, key) in self.passed
+        if kind == "wait":
+            return key in self.done
+        if kind == "post" and event.get("launched"):
+            return ("launch", event["launched"]) in self.passed
+        return kind != "join" or ("end", key) in self.passed
 
     def active(self, group):
         """The batch that this rank's communicator of the group is at, if it was issued already."""
         head = next(iter(self.queues[group]), None)
-        return head if head and head["number"] in self.posted else None
+        return head if head and ("post", head["key"]) in self.passed else None
 
     def finish(self, group):
         if (batch := self.active(group)) and not batch["left"]:
-            self.left[self.queues[group].pop(0)["key"]] -= 1
+            self.done.add(self.queues[group].pop(0)["key"])
             return True
 
 

@@ -1555,11 +1555,11 @@ def _batches_in_crossing_orders():
     for work in works:
         work.wait()
     posts = [event for event in events if event["kind"] == "post"]
-    return [event | {"kind": kind} for event in posts for kind in ("begin", "post", "end")]
+    return [event | {"kind": kind} for event in posts for kind in ("post", "wait")]
 
 
 def test_the_replay_catches_two_ranks_that_batch_in_crossing_orders():
-    with pytest.raises(Deadlock, match="rank 0 .* and before end.*rank 1 .* and before end"):
+    with pytest.raises(Deadlock, match="rank 0 .* and before wait.*rank 1 .* and before wait"):
         replay(run(2, _batches_in_crossing_orders))
 
 
@@ -1567,7 +1567,7 @@ def _posts(*batches, group=("g", (0, 1))):
     """Batches of messages, each posted and waited for."""
     for key, messages in enumerate(batches):
         what = {"key": key, "stream": 0, "name": "exchange", "group": group, "messages": messages}
-        yield from ({"kind": kind} | what for kind in ("begin", "post", "end"))
+        yield from ({"kind": kind} | what for kind in ("post", "wait"))
 
 
 def test_the_replay_compares_sizes_and_wants_all_ranks_in_a_first_batch():
