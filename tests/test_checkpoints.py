@@ -43,7 +43,7 @@ MIXTURE = "--layers 2 --experts 4 --balance bias --shared-experts 1"
 def test_a_range_of_a_flat_tensor_is_a_few_boxes_in_order(shape):
     flat = torch.arange(math.prod(shape))
     for begin, end in itertools.combinations_with_replacement(range(len(flat) + 1), 2):
-        boxes = boxes_of(shape, begin, end)
+        boxes = list(boxes_of(shape, begin, end))
         places = [tuple(slice(p, p + n) for p, n in zip(*box)) for box in boxes]
         found = [flat.view(shape)[place].flatten() for place in places]
         assert all(map(len, found)) and len(boxes) <= 2 * len(shape) - 1
