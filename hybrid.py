@@ -877,7 +877,7 @@ class Trainer:
             defer=put_off,
             sync_each=args.zero > 1,  # so that no rank has whole gradients
         )
-        self.evaluation = self.forward_pipeline(args.microbatches, self.loss)
+        self.evaluation = forward_pipeline(self, args.microbatches, self.loss)
 
     def step(self, inputs, targets):
         """One optimizer step on this rank's rows of the batch, (B/dp, T) each.
@@ -923,10 +923,7 @@ class Trainer:
         return found
 
     def run(self, pipeline, inputs, targets):
-        """Drive one pipeline step; returns the global loss, and how many tokens no vocabulary has.
-
-        These count for nothing in the step. Both stay on the device.
-        """
+        """One pipeline step; returns the global loss and how many tokens no vocabulary has."""
         inputs, targets = self.own_tokens(inputs, targets)
         outside = torch.maximum(inputs, targets) >= self.config.vocab_size
         counts = torch.stack([(targets != IGNORE_INDEX).sum(), outside.sum()])
@@ -1003,10 +1000,7 @@ class Trainer:
                 layer.router.update_bias(tallies[row, : layer.num_experts])
 
     def skip_step(self, loss, norm):
-        """Leave out a step that is not finite: nothing moves but the learning rate's schedule.
-
-        Raises TrainingError, on all ranks, if it is one too many in a row.
-        """
+        """Leave out a step that is not finite; TrainingError if it is one too many in a row."""
         self.skipped += 1
         self.skipped_in_a_row += 1
         for stage in self.stages if self.args.zero else ():
@@ -1028,12 +1022,13 @@ class Trainer:
             tokens = tokens.pin_memory()  # else the host would wait
         return tokens.to(self.device, non_blocking=True)
 
-    def forward_pipeline(self, num_microbatches, loss_fn):
-        """A pipeline without backward, along the first route."""
-        _, num_stages = rank_and_size(self.mesh.pp_group)
-        schedule = forward_only(num_stages, num_microbatches, self.route)
-        stages = self.stages[:1] if self.replicated else self.stages
-        return Pipeline(stages, schedule, loss_fn, self.mesh.pp_group)
+
+def forward_pipeline(trainer, num_microbatches, loss_fn):
+    """A pipeline without backward, along the first route."""
+    group = trainer.mesh.pp_group
+    schedule = forward_only(dist.get_world_size(group), num_microbatches, trainer.route)
+    stages = trainer.stages[:1] if trainer.replicated else trainer.stages
+    return Pipeline(stages, schedule, loss_fn, group)
 
 
 def learning_rate(step, steps, warmup, peak):
@@ -1271,8 +1266,7 @@ def commit(path, run):
 
 
 def checkpoints_of(folder):
-    """Those in a folder, which is made if it is not there, the last step last."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Those in a folder, the last step last."""
     return sorted(path for path in folder.glob("step_*") if path.name[5:].isdecimal())
 
 
@@ -1463,7 +1457,7 @@ def sample(trainer, prompt, length, temperature=1.0, seed=0):
         raise TrainingError(f"the prompt's token {largest} is outside --vocab-size {V}", status=2)
     for chunk in trainer.chunks:
         chunk.eval()
-    pipeline = trainer.forward_pipeline(1, lambda logits, _: logits)
+    pipeline = forward_pipeline(trainer, 1, lambda logits, _: logits)
     generator, tokens = torch.Generator().manual_seed(seed), list(prompt)
     for _ in range(length):
         window = tokens[-T:]
@@ -1494,6 +1488,7 @@ def logits_at(trainer, position, logits):
 
 def go_on(trainer, folder):
     """From the folder's last checkpoint, if any; SIGTERM now ends the training after a save."""
+    on_all_ranks(partial(folder.mkdir, parents=True, exist_ok=True))
     paths, *_ = gather_objects(on_all_ranks(checkpoints_of, folder))
     if paths:
         load(trainer, paths[-1])
