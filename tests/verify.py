@@ -15,8 +15,8 @@ CPUs), 1e-4 (fp32 on GPUs) or 5e-2 (bf16, tf32), and a layout that raises an err
 is 1 if one is wrong, 2 for flags that cannot be. The layouts are drawn at random, the same each
 time. Some have stages without layers; some ("halves") take each half of a node for a node. Below
 fp64 a token uses all experts: rounding could choose others. What depends on the layout is refused:
---dropout (its masks and their scale are tests/test_sequence_parallel.py's), --capacity-factor and
---topk-nodes.
+--dropout (tests/test_hybrid.py has its masks, tests/test_sequence_parallel.py their scale),
+--capacity-factor and --topk-nodes.
 """
 
 import math
