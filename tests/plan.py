@@ -21,39 +21,22 @@ experts are held against no published figure.
 import argparse
 import math
 import sys
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 import hybrid
 from expert_parallel import expert_activation_bytes, expert_parallel_bytes
 from hybrid import GPTConfig, forward_flops
+from models import GPUS, MODELS
 from pipeline import bubble_time, peak_activations
-from sequence_parallel import activation_bytes, context_activation_bytes, context_parallel_bytes
+from sequence_parallel import activation_bytes, context_parallel_bytes
 from zero import zero_memory, zero_rounds
-
-
-class Gpu(NamedTuple):
-    """A GPU by its data sheet: TFLOP/s of dense products in bf16, GB of memory, GB/s of memory, to
-    its node and of its share of the network; and what programs reach of these TFLOP/s, and GB/s."""
-
-    tflops: float
-    memory: float
-    memory_speed: float
-    node: float
-    network: float
-    products: float = 0.57
-    moves: float = 0.99
-    per_node: int = 8
-
-    def move(self, nbytes, gb_per_second):
-        """Seconds."""
-        return nbytes / (self.moves * gb_per_second * 1e9)
 
 
 class Layout(NamedTuple):
@@ -180,34 +163,39 @@ def activations_of(config, layout, share):
 
     Of a matrix it makes the gradients of its input and, in 16 and in 32 bit, its own: with ZeRO-2
     and -3 a layer's, of which ZeRO-3 has gathered two. The loss has a copy of logits in 32 bit.
-    Where gradients of weights come later, all that was computed waits, and what was gathered.
+    Where gradients of weights come later, what they need waits, and what was gathered.
     """
     p, m, v, schedule = layout.pp, layout.microbatches, layout.chunks, layout.schedule
     tokens, h, tp = layout.batch * config.seq_len / layout.cp, config.hidden, layout.tp
+    again = layout.recompute == "full"
     whole, kept = (layer_bytes(config, layout.piece, n) for n in ("none", layout.recompute))
-    if schedule.startswith("zb"):
-        kept = whole + 4 * tokens * h * (1 - 1 / tp) * layout.sp
     behind = 0 if share.heads else p - 1  # ranks
     flying = {"1f1b": min(m, behind + 1)}  # through all of the rank's layers
     flying["interleaved"] = min(2 * behind + (v - 1) * p + 1, m * v) / v
     flying["dualpipe"] = (p + 1) / 2  # each has one of the two stages to go through
-    flying = flying.get(schedule) or peak_activations(schedule, p, m)
+    held = flying.get(schedule) or peak_activations(schedule, p, m)
+    late = held if schedule in ("gpipe", "zb-h1", "zb-h2") else 1  # of logits
+    if schedule.startswith("zb"):
+        kept = whole + 4 * tokens * h * (1 - 1 / tp) * layout.sp
+    held *= share.layers * kept
+    if schedule == "dualpipe" and again and not share.heads:
+        held += p / 4 * share.layers * layer_bytes(config, layout.piece, "none", False)
     portion, layer = portion_of(config), count_of(config, layout, Share(1))
     parts = 1 - portion, portion * config.top_k, portion * config.experts / layout.ep * tp
     matrix = h * config.mlp_width / tp * (parts[0] + parts[2])
     inside = 2 * tokens * (h + (parts[0] + parts[1]) * config.mlp_width / tp) + 2 * matrix
-    inside += 4 * (matrix, 0, layer, 2 * layer)[layout.zero] + whole * (layout.recompute == "full")
+    inside += 4 * (matrix, 0, layer, 2 * layer)[layout.zero] + whole * again
     logits = share.heads * tokens * config.vocab_size / tp
-    inside = max(inside, 4 * logits, 4 * share.heads * h * config.vocab_size / tp)
-    late = flying if schedule in ("gpipe", "zb-h1", "zb-h2") else 1
-    return share.layers * flying * kept + 2 * late * logits + inside
+    made = max(inside, 4 * logits, 4 * share.heads * h * config.vocab_size / tp)
+    return held + 2 * late * logits + made
 
 
 @lru_cache(maxsize=None)
-def layer_bytes(config, layout, recompute):
+def layer_bytes(config, layout, recompute, experts=True):
     """Bytes that a rank keeps of the mean layer until backward, with a microbatch.
 
-    Unless it is unfused, attention keeps what it does where its core runs again.
+    Unless it is unfused, attention keeps what it does where its core runs again. experts: whether
+    these count, whose gradients are never late.
     """
     portion, tp, heads = portion_of(config), layout.tp, config.heads
     own, kv_heads = config.seq_len / layout.cp, config.kv_heads or heads
@@ -217,11 +205,12 @@ def layer_bytes(config, layout, recompute):
     mode, mlp = recompute if layout.unfused else "selective", (1 - portion) * config.mlp_width
     sizes = layout.batch, own, config.hidden, heads, tp, layout.sp, mode, kv_heads, mlp
     kept = activation_bytes(*sizes, config.dropout > 0)
-    if recompute == "none":
-        sizes = config.seq_len, heads // tp, kv_heads // tp, config.hidden // heads, layout.cp
-        kept += context_activation_bytes(layout.cp_method, layout.batch, *sizes)
+    if recompute == "none" and layout.cp > 1:  # its output again; all others' keys and values
+        others = 2 * kv_heads / heads * (layout.cp - 1) * (layout.cp_method == "allgather")
+        kept += 2 * layout.batch * own * config.hidden / tp * (1 + others)
     rows = layout.batch * own / tp, config.top_k, config.hidden, config.mlp_width, 2
-    return kept + portion * (expert_activation_bytes(*rows, config.shared_experts) - norm)
+    mixture = expert_activation_bytes(*rows, config.shared_experts) - norm
+    return kept + experts * portion * mixture
 
 
 # ---- seconds -------------------------------------------------------------------------------------
@@ -349,8 +338,8 @@ def replica_seconds(config, gpu, layout, forward, backward):
 def best_plans(args, count=10):
     """The quickest Plan that fits of each (tp, cp, pp, dp, ep), of the `count` quickest of these.
 
-    Pieces are tried in the order of the least time that they can take, until that is too much.
-    Raises ValueError if nothing fits.
+    Pieces are tried in the order of the least time that they can take, until that is too much; of
+    ZeRO the first stage that fits, as the next sends more. Raises ValueError if nothing fits.
     """
     config, gpu, plans, leanest = hybrid.config_of(args), args.machine, {}, math.inf
 
@@ -362,11 +351,18 @@ def best_plans(args, count=10):
         steps = sorted(plan.step for plan in plans.values())
         if len(steps) >= count and least(piece) > steps[count - 1]:
             break
-        for layout in pipelines_of(args, piece):
-            plan = price(config, gpu, layout)
-            leanest = min(leanest, plan.held)
-            if plan.held <= 1e9 * gpu.memory and plan.step <= plans.get(layout[:5], plan).step:
-                plans[layout[:5]] = plan
+        if piece[:5] in plans and least(piece) > plans[piece[:5]].step:
+            continue
+        stages = args.fixed.get("zero", [1, 2, 3] if piece.dp * piece.cp > 1 else [0])
+        for one in pipelines_of(args, piece):
+            for layout in (one._replace(zero=zero) for zero in stages):
+                memory = memory_of(config, layout)
+                leanest = min(leanest, sum(memory.values()))
+                if sum(memory.values()) <= 1e9 * gpu.memory:
+                    plan = Plan(layout, memory, seconds_of(config, gpu, layout))
+                    if plan.step <= plans.get(layout[:5], plan).step:
+                        plans[layout[:5]] = plan
+                    break
     if leanest == math.inf:
         raise ValueError(f"no number of microbatches here is one of --schedule {args.schedule}")
     if not plans:
@@ -375,7 +371,7 @@ def best_plans(args, count=10):
     return sorted(plans.values(), key=lambda plan: plan.step)[:count]
 
 
-def pieces_of(args):
+def pieces_of(args, most=200_000):
     """Layouts of all degrees that hybrid.py takes, numbers of microbatches, and recomputations.
 
     Raises ValueError if there is none: what keeps the least cut one from being one.
@@ -384,6 +380,8 @@ def pieces_of(args):
     degrees = [args.fixed.get(name, divisors(args.gpus, most)) for name, most in limits.items()]
     modes, found, refused = args.fixed.get("recompute", ["none", "selective", "full"]), [], []
     for tp, cp, pp, ep in product(*degrees):
+        if refused and args.gpus % (tp * cp * pp):
+            continue
         dp = args.given.get("dp", max(1, args.gpus // (tp * cp * pp)))
         # a node has as much of tp as there is in ep, and of dp x cp what fits beside tp
         nodes = ep // math.gcd(ep, math.gcd(ep, tp) * max(1, args.machine.per_node // tp))
@@ -400,6 +398,8 @@ def pieces_of(args):
             found.append(grid._replace(batch=grid.batch // m, microbatches=m, recompute=mode))
     if not found:
         raise ValueError(f"no layout of {args.gpus} GPUs: {refused[0]}")
+    if len(found) > most:
+        raise ValueError(f"{len(found):,} ways to cut the work: --tp, --pp or --ep must say more")
     return found
 
 
@@ -409,53 +409,21 @@ def divisors(number, most=math.inf):
 
 
 def pipelines_of(args, piece):
-    """A piece's Layouts of all schedules, with so many microbatches that their formulas hold, and
-    all stages of ZeRO. naive and GPipe are no quicker than 1F1B, and hold more."""
+    """A piece's Layouts of all schedules, with so many microbatches that their formulas hold.
+
+    naive and GPipe are no quicker than 1F1B, and hold more.
+    """
     p, m = piece.pp, piece.microbatches
     least = {"1f1b": 1, "interleaved": p, "zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": 2 * p}
     least, multiple = least | {"dualpipe": 2 * p}, {"interleaved": p, "dualpipe": 2}
     chunks = {"interleaved": args.fixed.get("chunks", range(2, 9)), "zb-v": [2]}
-    stages = args.fixed.get("zero", range(4) if piece.dp * piece.cp > 1 else [0])
     for name in args.fixed.get("schedule", least if p > 1 else ["1f1b"]):
         fits = m >= least.get(name, 1) and m % multiple.get(name, 1) == 0
         if fits and (name != "dualpipe" or p % 2 == 0):
-            for v, zero in product(chunks.get(name, [1]), stages):
+            for v in chunks.get(name, [1]):
                 if p * v <= args.layers + 2:
-                    yield piece._replace(schedule=name, chunks=v, zero=zero)
+                    yield piece._replace(schedule=name, chunks=v)
 
-
-# ---- GPUs and models -----------------------------------------------------------------------------
-
-GPUS = {  # 80 GB are of 80 GiB: the other 6 are for CUDA, NCCL and holes
-    "a100": Gpu(312, 80, 2039, 300, 25, 0.69, 0.81),
-    "h100": Gpu(989, 80, 3350, 450, 50),
-    "h800": Gpu(989, 80, 3350, 200, 50),
-    "h200": Gpu(989, 141, 4800, 450, 50),
-    "b200": Gpu(2250, 180, 8000, 900, 50),
-    "tpu-v5p": Gpu(459, 95, 2765, 180, 180),
-}
-MEGATRON = {  # Narayanan et al., 2021, table 1: billions of parameters: layers, hidden, heads
-    **{1.7: (24, 2304, 24), 3.6: (30, 3072, 32), 7.5: (36, 4096, 32), 18.4: (40, 6144, 48)},
-    **{39.1: (48, 8192, 64), 76.1: (60, 10240, 80), 145.6: (80, 12288, 96)},
-    **{310.1: (96, 16384, 128), 529.6: (105, 20480, 128), 1008.0: (128, 25600, 160)},
-}
-LLAMA = partial(GPTConfig, seq_len=8192, vocab_size=128256, kv_heads=8)
-MIXTURE = partial(GPTConfig, seq_len=4096, ffn=3072, top_k=8, shared_experts=1)
-MIXTRAL = GPTConfig(56, 6144, 48, 4096, 32768, kv_heads=8, ffn=24576, experts=8, top_k=2)
-SOLAR = MIXTURE(48, 4096, 64, vocab_size=196608, kv_heads=8, ffn=1920, experts=128)
-MODELS = {  # billions of its own parameters, and a GPT of its layers, width, heads and FLOPs: where
-    # its MLP has three matrices, ffn is 1.5 times theirs
-    **{f"gpt-{n}b": (n, GPTConfig(*of, 2048, 51200, dropout=0.1)) for n, of in MEGATRON.items()},
-    "llama3-8b": (8.03, LLAMA(32, 4096, 32, ffn=21504)),
-    "llama3-70b": (70.6, LLAMA(80, 8192, 64, ffn=43008)),
-    "llama3-405b": (405.9, LLAMA(126, 16384, 128, ffn=79872)),
-    "gemma2-27b": (27.2, GPTConfig(46, 4608, 32, 8192, 256128, kv_heads=16, ffn=55296)),
-    "mixtral-8x22b": (140.6, MIXTRAL),
-    "deepseek-v3": (671, MIXTURE(61, 7168, 128, vocab_size=129280, experts=256, topk_nodes=4)),
-    "kimi-k2": (1040, MIXTURE(61, 7168, 64, vocab_size=163840, experts=384)),
-    "glm-5": (744, MIXTURE(78, 6144, 64, vocab_size=154880, experts=256)),
-    "solar-open": (102.6, SOLAR),
-}
 
 # ---- the command ---------------------------------------------------------------------------------
 
@@ -465,9 +433,10 @@ def parse(argv):
     parser = hybrid.Parser()
     parser.prog, parser.description = Path(__file__).name, __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--gpus", type=hybrid.SIZE, required=True, help="how many")
-    parser.add_argument("--gpu", choices=GPUS, required=True, help="of which kind")
-    parser.add_argument("--model", choices=MODELS, help="of the literature (default: hybrid.py's)")
+    group = parser.add_argument_group("plan")
+    group.add_argument("--gpus", type=hybrid.SIZE, required=True, help="how many")
+    group.add_argument("--gpu", choices=GPUS, required=True, help="of which kind")
+    group.add_argument("--model", choices=MODELS, help="of the literature, but for given sizes")
     given = vars(parser.parse_args(argv))
     own = {name: given.pop(name) for name in ("gpus", "gpu", "model")}
     names = {*Layout._fields, *GPTConfig.__dataclass_fields__, "batch_size"}
@@ -487,14 +456,15 @@ def parse(argv):
 
 def show(plans, args, flops):
     """Two tables. flops: the model's, of a GPU in a step."""
-    print("     tp  cp   pp    dp  ep ZeRO schedule         m x b recompute   step s  TFLOP/s   MFU")
+    print("     tp  cp   pp    dp  ep ZeRO schedule        m x b  recompute   step s  TFLOP/s  MFU")
     for number, p in enumerate(plans, 1):
         of, speed = p.layout, flops / p.step / 1e12
         name = f"{of.schedule} {of.chunks}" if of.schedule == "interleaved" else of.schedule
         line = f"{number:3} {of.tp:3} {of.cp:3} {of.pp:4} {of.dp:5} {of.ep:3} {of.zero:4} {name:14}"
         line += f"{of.microbatches:5} x {of.batch:<2}{of.recompute:9} {p.step:8.4g} {speed:8.4g}"
         print(f"{line} {speed / args.machine.tflops:5.1%}")
-    print("\n     GB = weights  grads optim. activ.  s = compute     tp     cp     ep     pp     dp bubble")
+    waits = "     tp     cp     ep     pp     dp bubble"
+    print(f"\n     GB = weights  grads optim. activ.  s = compute{waits}")
     for number, p in enumerate(plans, 1):
         held = " ".join(f"{nbytes / 1e9:6.2f}" for nbytes in p.memory.values())
         compute, *waits = p.seconds.values()
