@@ -118,10 +118,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             layout = FlatLayout(parameters, world_size)
             flat = layout.pack(parameters)
             broadcast_first([flat], process_group)
-            for parameter, view in zip(parameters, layout.views(flat)):
-                parameter.data = view
             shard = flat.chunk(world_size)[rank]
-            pieces |= zip(parameters, map(nn.Parameter, layout.pieces(shard, rank)))
+            views = layout.views(flat), layout.pieces(shard, rank)
+            for parameter, view, piece in zip(parameters, *views):
+                parameter.data = view
+                pieces[parameter] = nn.Parameter(piece, parameter.requires_grad)
             self._flats.append((flat, shard, list(zip(parameters, layout.ranges(rank)))))
         groups = [g | {"params": [pieces[p] for p in g["params"]]} for g in self.param_groups]
         self.pieces, self.optimizer = pieces, optimizer_class(groups, **defaults)
@@ -771,10 +772,7 @@ def zero_rounds(stage, microbatches=1):
 
 
 def zero_memory(stage, world_size, parameter=2, gradient=2, optimizer=12):
-    """Bytes per parameter that a rank holds, of so many for each; stage 0 is data parallelism.
-
-    Without padding; 32-bit gradients take 4.
-    """
+    """Bytes per parameter that a rank holds, of so many for each, without padding; 0 is DDP."""
     kinds = (optimizer, gradient, parameter)  # sharded in this order
     return sum(kinds[stage:]) + sum(kinds[:stage]) / world_size
 
