@@ -168,11 +168,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
 
 def check_elementwise(optimizer_class):
-    """ValueError if the update of an element needs others, which may be on other ranks.
+    """ValueError for optimizers that shards would make wrong; a warning for those not of torch.
 
-    Right on shards: what treats each element by itself, as SGD, Adam and its family do. Wrong: what
-    takes a parameter's norm, products of matrices, or searches along a line. A class that is not
-    torch's may be either, and gets a warning.
+    Right are those that treat each element by itself, as SGD, Adam and its family do; wrong, those
+    that take a parameter's norm or products of matrices, or search along a line.
     """
     if issubclass(optimizer_class, (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon)):
         raise ValueError(f"{optimizer_class.__name__} is wrong on shards: elements need each other")
@@ -203,12 +202,11 @@ class FlatParameter:
     missing: what they wait for before they leave; empty when they have left.
     """
 
-    def __init__(self, named, places, groups, keeps, param_dtype, reduce_dtype, divisor):
+    def __init__(self, named, places, groups_of, keeps, param_dtype, reduce_dtype, divisor):
         self.names, self.pieces = zip(*named)
         self.places = [places[parameter] for parameter in self.pieces]
-        self.group, self.replicate_group = groups
-        self.divisor, self.missing = divisor, set()
-        first = self.pieces[0]
+        self.divisor, self.missing, first = divisor, set(), self.pieces[0]
+        self.group, self.replicate_group = groups_of(first)
         self.trainable, self.grad_dtype = first.requires_grad, grad_dtype(first)
         if not first.is_floating_point():
             param_dtype = reduce_dtype = None
@@ -216,7 +214,7 @@ class FlatParameter:
         self.rank, world_size = rank_and_size(self.group)
         self.layout = FlatLayout(self.pieces, world_size)
         flat = self.layout.pack(self.pieces)
-        _broadcast_first([flat], *groups)
+        _broadcast_first([flat], self.group, self.replicate_group)
         self.unsharded_param = flat.to(param_dtype or first.dtype)
         own = flat.chunk(world_size)[self.rank]
         is_part = keeps and self.unsharded_param is flat  # then nothing is held twice
@@ -224,9 +222,8 @@ class FlatParameter:
         empty = self.unsharded_param.new_empty(0)
         self.whole = [nn.Parameter(empty, self.trainable) for _ in self.pieces]
         self.live_in(self.unsharded_param)
-        for piece, (begin, _), view in zip(
-            self.pieces, self.layout.ranges(self.rank), self.shard_views()
-        ):
+        ranges, views = self.layout.ranges(self.rank), self.shard_views()
+        for piece, (begin, _), view in zip(self.pieces, ranges, views):
             piece.first, piece.whole_shape, piece.data = begin, piece.shape, view
         self.flat_grad = self.incoming = self.gathering = None
 
@@ -326,6 +323,51 @@ class FlatParameter:
         return [view.clone() for view in self.layout.views(flat)]
 
 
+def _broadcast_first(tensors, group, replicate_group):
+    """Give all ranks the first one's."""
+    # replicas first: then what the first replica broadcasts reaches all of its ranks
+    if replicate_group is not None:
+        broadcast_first(tensors, replicate_group)
+    broadcast_first(tensors, group)
+
+
+# ---- which parameters travel together -----------------------------------------------------------
+
+
+def _sort_parameters(module, units, groups_of):
+    """[{kind: named parameters}] of units and root, {parameter: {(module, name) that has it}}."""
+    for i, unit in enumerate(units):
+        others = [part for other in units[:i] + units[i + 1 :] for part in other.modules()]
+        if unit is module or unit in others or unit not in list(module.modules()):
+            raise ValueError(f"units[{i}] is not a submodule, or inside of another unit")
+    owners, places = {}, {}  # owners: the numbers of its units, and the root's, which has them all
+    for number, unit in enumerate([*units, module]):
+        for submodule in unit.modules():
+            for name, parameter in submodule._parameters.items():
+                owners.setdefault(parameter, set()).add(number)
+                places.setdefault(parameter, set()).add((submodule, name))
+    # A flat parameter is of one dtype, and its gradients, all trainable or not. What carries other
+    # attributes has one of its own: tensor-parallel ranks, which hold parts of unlike sizes of what
+    # they split, so have the same pieces of what they all hold.
+    kinds = [{} for _ in range(len(units) + 1)]
+    for name, parameter in module.named_parameters():
+        owner = min(owners[parameter]) if len(owners[parameter]) == 2 else len(units)
+        kind = parameter.dtype, grad_dtype(parameter), parameter.requires_grad
+        kind += *groups_of(parameter), *sorted(vars(parameter))
+        kinds[owner].setdefault(kind, []).append((name, parameter))
+    return kinds, places
+
+
+def _make_units(module, units, groups_of, stage, options):
+    """The FlatParameters of each unit, and at last of the root: the parameters outside of them."""
+    kinds, places = _sort_parameters(module, units, groups_of)
+    make = lambda named: FlatParameter(named, places, groups_of, stage < 3, *options)
+    made = [[make(named) for named in of_unit.values()] for of_unit in kinds]
+    for sharing in (made[:-1:2], made[1:-1:2], made[-1:]) if stage == 3 else ():
+        _share_memory([unit for unit in sharing if unit])
+    return made
+
+
 def _share_memory(units):
     """Have units that are there in turn, each a list of flat parameters, live in one memory.
 
@@ -338,14 +380,6 @@ def _share_memory(units):
             memory = unit[0].sharded_param.new_empty(max(map(sum, sizes)), dtype=torch.uint8)
         for flat, part in zip(unit, memory[: sum(nbytes)].split(nbytes)):
             flat.live_in(part.view(flat.unsharded_param.dtype))
-
-
-def _broadcast_first(tensors, group, replicate_group):
-    """Give all ranks the first one's."""
-    # replicas first: then what the first replica broadcasts reaches all of its ranks
-    if replicate_group is not None:
-        broadcast_first(tensors, replicate_group)
-    broadcast_first(tensors, group)
 
 
 # ---- the module ----------------------------------------------------------------------------------
@@ -371,8 +405,8 @@ class _AtBackward(torch.autograd.Function):
 def at_backward(function, outputs, trained):
     """The outputs, of which backward calls function() before it comes to what has made them.
 
-    outputs: tensors, in tuples, lists, dicts or what else torch.utils._pytree knows. RuntimeError
-    if they are of what is trained, and hold no tensor with a graph.
+    RuntimeError if they come from what is trained, and no tuple, list, dict or what else
+    torch.utils._pytree knows holds a tensor with a graph.
     """
     values, structure = tree_flatten(outputs)
     places = [i for i, x in enumerate(values) if torch.is_tensor(x) and x.requires_grad]
@@ -397,11 +431,11 @@ class FullyShardedDataParallel(nn.Module):
 
     Between passes the module's parameters *are* this rank's pieces: each parameter is cut down to
     one dimension, maybe empty, and keeps its identity, name and attributes, with two more: `first`,
-    the place of its first element in the whole, and `whole_shape`. An optimizer of pieces must be
-    one that check_elementwise() accepts, and its state is that of the pieces.
+    the place of its first element in the whole, and `whole_shape`. Their optimizer must be one that
+    check_elementwise() accepts, and its state is that of the pieces.
 
     That is flat, as PyTorch's first FSDP: one message has all parameters of a unit. Its second,
-    fully_shard(), cuts each along its first dimension, as a DTensor, and copies before and after a
+    fully_shard(), cuts each along its first dimension, a DTensor, and copies before and after each
     message. Where this one differs from both:
 
     - Units are named here, and not wrapped one by one.
@@ -426,10 +460,10 @@ class FullyShardedDataParallel(nn.Module):
     groups: {parameter: (group, replicate_group or None)} of parameters with fewer replicas, such
         as an expert's; subsets of the two groups' ranks.
 
-    Raises ValueError for units that are not distinct submodules, and for parameters that differ
-    between ranks; RuntimeError for outputs that hide their tensors, for gradients of gradients, for
-    parameters that were moved, replaced, frozen or thawed since, or changed between forward and
-    backward, and in forward after a backward that has failed.
+    Raises ValueError for units that are not distinct submodules, parameters that differ between
+    ranks; RuntimeError for outputs that hide their tensors, gradients of gradients, parameters that
+    were moved, replaced, frozen or thawed since, or changed between forward and backward, and for
+    a forward after a backward that has failed.
     """
 
     def __init__(
@@ -456,20 +490,10 @@ class FullyShardedDataParallel(nn.Module):
         options = param_dtype, reduce_dtype, gradient_divide_factor or world_size
         _broadcast_first(list(module.buffers()), *every)
         groups_of = lambda parameter: (groups or {}).get(parameter, every)
-        kinds, places = _sort_parameters(module, units, groups_of)
-        make = lambda named: FlatParameter(
-            named, places, groups_of(named[0][1]), stage < 3, *options
-        )
-        self._units = [[make(named) for named in of_unit.values()] for of_unit in kinds]
-        if stage == 3:
-            for sharing in (self._units[:-1:2], self._units[1:-1:2], self._units[-1:]):
-                _share_memory([unit for unit in sharing if unit])
+        self._units = _make_units(module, units, groups_of, stage, options)
         self.flats = [flat for unit in self._units for flat in unit]
-        self._place = {
-            whole: (flat, i)
-            for flat in self.flats if flat.trainable
-            for i, whole in enumerate(flat.whole)
-        }
+        trained = [flat for flat in self.flats if flat.trainable]
+        self._place = {whole: (flat, i) for flat in trained for i, whole in enumerate(flat.whole)}
         self._root = len(units)  # its number: it is the last
         self._current, self._queue, self._travels = None, deque(), None
         self.require_backward_grad_sync, self._versions = True, None
@@ -533,7 +557,7 @@ class FullyShardedDataParallel(nn.Module):
         for n, unit in enumerate(self._units[: self._root]):
             for flat in unit if self.stage == 3 and n not in wanted else ():
                 flat.drop()
-        for flat in (flat for n in wanted for flat in self._units[n]):
+        for flat in [flat for n in wanted for flat in self._units[n]]:
             flat.gather()
 
     def _use(self, number):
@@ -599,10 +623,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def _turn(self, number):
-        """Backward is at a unit's outputs.
-
-        Those between were not used on this rank, but have their turn, as on all others.
-        """
+        """Backward is at a unit's outputs. Those skipped have their turn, too, as on all ranks."""
         if self._current is None:  # the loss is of what a unit has returned
             self._begin_backward()
         if number > self._current:  # of a forward pass before
@@ -620,10 +641,7 @@ class FullyShardedDataParallel(nn.Module):
         """A hook: autograd has added to its .grad, or a weight product that was put off has."""
         flat, i = self._place[whole]
         if self.require_backward_grad_sync and not flat.missing:
-            raise RuntimeError(
-                f"a gradient of {flat.names[i]!r} came after those of its unit left, or past the "
-                "module's outputs"
-            )
+            raise RuntimeError(f"{flat.names[i]!r} got a gradient past the outputs of its unit")
         if whole.grad is not None:
             flat.add_gradient(i)
         flat.missing.discard(whole)
@@ -670,10 +688,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def start_grad_sync(self, awaited=()):
-        """Sum what no_sync() left, each once it has its gradients of the awaited whole parameters.
-
-        For gradients that no backward of the module computes, such as weight gradients put off.
-        """
+        """Sum what no_sync() left; of the whole parameters `awaited`, once they were added to."""
         self._queue_sums({flat: set(flat.whole) & set(awaited) for flat in self.flats})
         reduce_in_order(self._queue, self._reduce)
 
@@ -695,8 +710,8 @@ class FullyShardedDataParallel(nn.Module):
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the gradients to a norm of at most `max_norm`; returns their norm. Collective.
 
-        torch.nn.utils' function of this name would see this rank's pieces alone. RuntimeError where
-        some have a group of their own: get_total_norm() takes each group's.
+        torch.nn.utils' would see this rank's pieces alone. RuntimeError where some parameters have
+        groups of their own: get_total_norm() is for those.
         """
         if any(flat.group is not self.process_group for flat in self.flats):
             raise RuntimeError("clip_grad_norm_() of parameters that have groups of their own")
@@ -733,33 +748,6 @@ class FullyShardedDataParallel(nn.Module):
 
     def __getstate__(self):
         raise RuntimeError("a sharded module is not copied or pickled: state_dict() is")
-
-
-def _sort_parameters(module, units, groups_of):
-    """[{kind: named parameters}] of each unit and of the root; {parameter: its places}.
-
-    Places are the (module, name) where modules have it.
-    """
-    for i, unit in enumerate(units):
-        others = [part for other in units[:i] + units[i + 1 :] for part in other.modules()]
-        if unit is module or unit in others or unit not in list(module.modules()):
-            raise ValueError(f"units[{i}] is not a submodule, or inside of another unit")
-    owners, places = {}, {}  # owners: the numbers of its units, and the root's, which has them all
-    for number, unit in enumerate([*units, module]):
-        for submodule in unit.modules():
-            for name, parameter in submodule._parameters.items():
-                owners.setdefault(parameter, set()).add(number)
-                places.setdefault(parameter, set()).add((submodule, name))
-    # A flat parameter is of one dtype, and its gradients, all trainable or not. What carries other
-    # attributes has one of its own: tensor-parallel ranks, which hold parts of unlike sizes of what
-    # they split, so have the same pieces of what they all hold.
-    kinds = [{} for _ in range(len(units) + 1)]
-    for name, parameter in module.named_parameters():
-        owner = min(owners[parameter]) if len(owners[parameter]) == 2 else len(units)
-        kind = parameter.dtype, grad_dtype(parameter), parameter.requires_grad
-        kind += *groups_of(parameter), *sorted(vars(parameter))
-        kinds[owner].setdefault(kind, []).append((name, parameter))
-    return kinds, places
 
 
 # ---- cost ----------------------------------------------------------------------------------------

@@ -4,11 +4,11 @@
     python tests/gpt2.py export DIR FILE
 
 import makes of FILE a checkpoint of step 0, in fp32, and prints the command that goes on from it in
-any layout. FILE is what torch.save() wrote of nanoGPT, GPT2Model, GPT2LMHeadModel, or here. --heads
-is what a state dict does not tell, by default hidden / 64; --seq-len leaves out later positions.
-export writes the last checkpoint in DIR, of any layout: what nanoGPT loads, and, in the same
-memory, what GPT2LMHeadModel does by load_state_dict(torch.load(FILE), strict=False). A model with
-experts, or fewer kv-heads than heads, is no GPT-2. What is wrong is one line, with exit status 2.
+any layout. FILE is what torch.save() wrote of nanoGPT, GPT2Model, GPT2LMHeadModel, or here. A state
+dict does not tell --heads, by default hidden / 64. --seq-len leaves out later positions. export
+writes the last checkpoint in DIR, of any layout, for nanoGPT, and for GPT2LMHeadModel's
+load_state_dict(torch.load(FILE), strict=False). A model with experts, or fewer kv-heads than heads,
+is no GPT-2. What is wrong is one line, with exit status 2.
 """
 
 import json
@@ -48,18 +48,18 @@ def read(path):
 
 def take(path, folder, more):
     """Write a checkpoint of step 0; returns how to go on from it. more: flags beside the file's."""
-    state, sizes = read(path)
+    try:
+        state, sizes = read(path)
+    except Exception as error:  # a pickle may raise anything
+        raise ValueError(f"not a GPT-2 that torch.save() wrote: {error!r}") from None
     typed = lambda values: " ".join(hybrid.as_typed(name, values[name]) for name in sizes)
     args = hybrid.parse([*typed(sizes).split(), *more], 1)
-    model = reference_gpt(args)
-    weights = model.state_dict()
-    # models without biases get zeros
-    state = {name: 0 * weights[name] for name in weights if name.endswith("bias")} | state
-    state[WPE] = state[WPE][: args.seq_len]
-    model.load_state_dict(state)  # the head into the same memory, after the embedding
-    if not torch.equal(weights.pop(HEAD), state[WTE].float()):
+    weights = (model := reference_gpt(args)).state_dict()
+    zeros = {name: 0 * weights[name] for name in weights if name.endswith("bias")}  # if none
+    model.load_state_dict(zeros | state | {WPE: state[WPE][: args.seq_len]})
+    if not torch.equal(weights.pop(HEAD), state[WTE].float()):  # in the memory of the embedding
         raise ValueError("its lm_head.weight is not its wte.weight")
-    for there in hybrid.checkpoints_of(Path(folder)):
+    for there in Path(folder).glob("step_????????"):
         raise ValueError(f"{there} is there already")
     unfinished = Path(folder, "step_00000000.partial")
     dcp.save({"model": weights}, checkpoint_id=unfinished)
@@ -70,7 +70,7 @@ def take(path, folder, more):
 
 def give(folder, path):
     """Write the last checkpoint's weights to a file; returns what was written."""
-    checkpoint = max(hybrid.checkpoints_of(Path(folder)), default=Path(folder, "step_*"))
+    checkpoint = max(Path(folder).glob("step_????????"), default=Path(folder, "step_*"))
     try:
         args = SimpleNamespace(**json.loads((checkpoint / "run.json").read_bytes()))
         weights = reference_gpt(args).state_dict()
@@ -99,9 +99,9 @@ def main(argv):
             case ["--help" | "-h"]:
                 return print(__doc__)
         raise ValueError("import FILE DIR [--heads N] [--seq-len T], or export DIR FILE")
-    except (Exception, dcp.api.CheckpointException) as error:  # a pickle may raise anything
+    except (OSError, ValueError, RuntimeError, dcp.api.CheckpointException) as error:
         cause = getattr(error, "failures", {0: [error]})[0][0]
-        text = f"gpt2.py: error: {' '.join(argv[1:2])}: {type(cause).__name__}: {cause}"
+        text = f"gpt2.py: error: {' '.join(argv[1:3])}: {cause}"
         print(" ".join(text.split())[:400], file=sys.stderr)
         return 2
 

@@ -92,7 +92,7 @@ def trainer_of(flags, folder):
     """Of a layout, from the last checkpoint."""
     args = hybrid.parse(f"{FLAGS} {flags}".split(), dist.get_world_size())
     trainer = hybrid.Trainer(args, hybrid.make_mesh(args), torch.device("cpu"))
-    hybrid.load(trainer, hybrid.checkpoints_of(folder)[-1])
+    hybrid.load(trainer, max(folder.glob("step_*")))
     return trainer
 
 
@@ -224,22 +224,22 @@ WRONG = """command | what is wrong
  | import FILE DIR [--heads N] [--seq-len T], or export DIR FILE
 import FILE | import FILE DIR [--heads N] [--seq-len T], or export DIR FILE
 export there OUT --heads 4 | import FILE DIR [--heads N] [--seq-len T], or export DIR FILE
-import MISSING new | MISSING: FileNotFoundError
-import . new | .: IsADirectoryError
-import TEXT new | TEXT: UnpicklingError
-import HALF new | HALF: RuntimeError
-import LIST new | LIST: AttributeError
-import CODE new | CODE: UnpicklingError
-import OTHER new | OTHER: KeyError: 'transformer.h.0.attn.c_attn.weight'
+import MISSING new | not a GPT-2 that torch.save() wrote: FileNotFoundError
+import . new | not a GPT-2 that torch.save() wrote: IsADirectoryError
+import TEXT new | TEXT new: not a GPT-2 that torch.save() wrote
+import HALF new | HALF new: not a GPT-2 that torch.save() wrote
+import LIST new | LIST new: not a GPT-2 that torch.save() wrote
+import CODE new | CODE new: not a GPT-2 that torch.save() wrote
+import OTHER new | OTHER new: not a GPT-2 that torch.save() wrote: KeyError('transformer.h.0
 import NO_LN new | Missing key(s) in state_dict: "transformer.h.1.ln_2.weight"
-import UNTIED new | UNTIED: ValueError: its lm_head.weight is not its wte.weight
+import UNTIED new | UNTIED new: its lm_head.weight is not its wte.weight
 import FILE new --vocab-size 80 | size mismatch for transformer.wte.weight
 import FILE new --seq-len 13 | size mismatch for transformer.wpe.weight
 import FILE new --layers 4 | Missing key(s) in state_dict: "transformer.h.3.ln_1.weight"
 import FILE new --layers 2 | Unexpected key(s) in state_dict: "transformer.h.2.ln_1.weight"
 import FILE new --heads 5 | --hidden 32 is not divisible by --heads 5
 import FILE new --cats 5 | unrecognized arguments: --cats 5
-import FILE TEXT | FILE: 
+import FILE TEXT | FILE TEXT: [Errno 20] Not a directory
 import FILE there | there/step_00000000 is there already
 export MISSING OUT | MISSING/step_*/run.json
 export there no/such | no/such
