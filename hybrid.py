@@ -220,6 +220,9 @@ RULES = {  # how to say what is wrong, and whether it is; a rule may count on th
     "{top_k} is more than {topk_nodes} have of {experts}": lambda a: (
         a.experts and a.top_k > a.experts // a.ep_nodes * a.topk_nodes
     ),
+    "{moe_every} leaves no layer of {layers} with experts": lambda a: (
+        a.experts and a.moe_every > a.layers
+    ),
     "{vocab_size} is less than {tp}": lambda a: a.vocab_size < a.tp,
     "{batch_size} is not divisible by {dp} x {microbatches}": lambda a: (
         a.batch_size % (a.dp * a.microbatches)
