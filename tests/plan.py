@@ -4,18 +4,16 @@
     python tests/plan.py --gpus 64 --gpu a100 --layers 32 --hidden 4096 --heads 32 --seq-len 2048
 
 Prints the ten quickest degrees (tp, cp, pp, dp, ep), each in its quickest layout that fits; flags
-of hybrid.py give sizes, or fix a part of the layout. What is wrong, or why nothing fits, is said in
-one line, with status 2.
+of hybrid.py give sizes, or fix a part of it. In one line, with status 2: what is wrong, or lacking.
 
     m x b      microbatches of a step, of so many sequences each
     GB         what the fullest GPU holds at the peak of a step: weights + grads + optim. + activ.
     step s     what the slowest takes: compute + what it waits for tp, cp, ep, pp and dp + bubble
     TFLOP/s    of a GPU; MFU: by the data sheet's. What is recomputed does not count.
 
-price() is the idea; memory and seconds follow, then the search. Two constants for a kind of GPU,
-what programs reach of its TFLOP/s and GB/s, are fitted to half of the published runs
-(tests/test_plan.py). A model is taken as a GPT in bf16 with layers that are all alike; times of
-experts are held against no published figure.
+price() is the idea; memory and seconds follow, then the search. A model is taken as a GPT in bf16
+with layers that are all alike. Of GPUs two constants are fitted to half of the published runs
+(tests/test_plan.py); times of experts are held against no published figure.
 """
 
 import argparse
@@ -60,8 +58,7 @@ class Layout(NamedTuple):
     zero: int = 0
     replicate: int = 1
 
-    # what a layer's work depends on
-    piece = property(lambda self: Layout(*self[:12]))
+    piece = property(lambda self: Layout(*self[:12]))  # what a layer's work depends on
     # microbatches that a stage computes: of DualPipe's two replicas each has half
     rounds = property(lambda self: self.microbatches // (1 + (self.schedule == "dualpipe")))
 
@@ -148,12 +145,13 @@ def memory_of(config, layout):
 
     State is bf16, gradients in fp32, masters and Adam's moments. ZeRO-3 makes bf16 as it gathers.
     """
-    sizes = {"parameters": (2 * (layout.zero < 3), 0, 0), "gradients": (0, 4, 0)}
-    sizes["optimizer"], ranks = (0, 0, 12), []
+    ranks, bf16 = [], 2 * (layout.zero < 3)
     for share in shares_of(config, layout.schedule, layout.pp, layout.chunks):
-        held, kinds = dict.fromkeys(sizes, 0), kinds_of(config, layout, share)
-        for what, (number, shards, *_) in product(sizes, kinds):
-            held[what] += number * zero_memory(layout.zero, shards, *sizes[what])
+        held = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
+        for number, shards, *_ in kinds_of(config, layout, share):
+            held["parameters"] += number * zero_memory(layout.zero, shards, bf16, 0, 0)
+            held["gradients"] += number * zero_memory(layout.zero, shards, 0, 4, 0)
+            held["optimizer"] += number * zero_memory(layout.zero, shards, 0, 0, 12)
         ranks.append(held | {"activations": activations_of(config, layout, share)})
     return max(ranks, key=lambda held: sum(held.values()))
 
@@ -161,41 +159,38 @@ def memory_of(config, layout):
 def activations_of(config, layout, share):
     """Bytes at most: what microbatches in flight keep, and what backward makes beside it.
 
-    Of a matrix it makes the gradients of its input and, in 16 and in 32 bit, its own: with ZeRO-2
-    and -3 a layer's, of which ZeRO-3 has gathered two. The loss has a copy of logits in 32 bit.
-    Where gradients of weights come later, what they need waits, and what was gathered.
+    Where gradients of weights come later, what they need waits, and what was gathered. Backward
+    makes the gradients of a matrix's input and, in 16 and in 32 bit, its own: with ZeRO-2 and -3 a
+    layer's, of which ZeRO-3 has gathered two. The loss has a copy of logits in 32 bit.
     """
     p, m, v, schedule = layout.pp, layout.microbatches, layout.chunks, layout.schedule
     tokens, h, tp = layout.batch * config.seq_len / layout.cp, config.hidden, layout.tp
-    again = layout.recompute == "full"
     whole, kept = (layer_bytes(config, layout.piece, n) for n in ("none", layout.recompute))
-    behind = 0 if share.heads else p - 1  # ranks
-    flying = {"1f1b": min(m, behind + 1)}  # through all of the rank's layers
-    flying["interleaved"] = min(2 * behind + (v - 1) * p + 1, m * v) / v
-    flying["dualpipe"] = (p + 1) / 2  # each has one of the two stages to go through
-    held = flying.get(schedule) or peak_activations(schedule, p, m)
-    late = held if schedule in ("gpipe", "zb-h1", "zb-h2") else 1  # of logits
     if schedule.startswith("zb"):
         kept = whole + 4 * tokens * h * (1 - 1 / tp) * layout.sp
-    held *= share.layers * kept
+    behind = 0 if share.heads else p - 1  # so many ranks are
+    flying = {"1f1b": min(m, behind + 1)}  # microbatches, through all of its layers
+    flying["interleaved"] = min(2 * behind + (v - 1) * p + 1, m * v) / v
+    flying["dualpipe"] = (p + 1) / 2  # each has one of the two stages to go through
+    flying = flying.get(schedule) or peak_activations(schedule, p, m)
+    logits, again = share.heads * tokens * config.vocab_size / tp, layout.recompute == "full"
+    held = share.layers * flying * kept
+    held += 2 * logits * (flying if schedule in ("gpipe", "zb-h1", "zb-h2") else 1)
     if schedule == "dualpipe" and again and not share.heads:
         held += p / 4 * share.layers * layer_bytes(config, layout.piece, "none", False)
     portion, layer = portion_of(config), count_of(config, layout, Share(1))
-    parts = 1 - portion, portion * config.top_k, portion * config.experts / layout.ep * tp
-    matrix = h * config.mlp_width / tp * (parts[0] + parts[2])
-    inside = 2 * tokens * (h + (parts[0] + parts[1]) * config.mlp_width / tp) + 2 * matrix
-    inside += 4 * (matrix, 0, layer, 2 * layer)[layout.zero] + whole * again
-    logits = share.heads * tokens * config.vocab_size / tp
-    made = max(inside, 4 * logits, 4 * share.heads * h * config.vocab_size / tp)
-    return held + 2 * late * logits + made
+    width = config.mlp_width * (1 - portion + portion * config.top_k) / tp
+    matrix = h * config.mlp_width * ((1 - portion) / tp + portion * config.experts / layout.ep)
+    inside = 2 * tokens * (h + width) + 2 * matrix + whole * again
+    inside += 4 * (matrix, 0, layer, 2 * layer)[layout.zero]
+    return held + max(inside, 4 * logits, 4 * share.heads * h * config.vocab_size / tp)
 
 
 @lru_cache(maxsize=None)
 def layer_bytes(config, layout, recompute, experts=True):
     """Bytes that a rank keeps of the mean layer until backward, with a microbatch.
 
-    Unless it is unfused, attention keeps what it does where its core runs again. experts: whether
-    these count, whose gradients are never late.
+    Fused attention keeps what it does where its core runs again. experts: whether these count.
     """
     portion, tp, heads = portion_of(config), layout.tp, config.heads
     own, kv_heads = config.seq_len / layout.cp, config.kv_heads or heads
@@ -235,8 +230,8 @@ def seconds_of(config, gpu, layout):
     message = 2 * layout.batch * config.seq_len * config.hidden / layout.cp / layout.tp
     message = ALPHA + gpu.move(message, gpu.network if is_far else gpu.node)
     seconds["pp"] = chunks * m * min(2, pp - 1) * message
-    mean = [(config.layers * a + b) / pp for a, b in zip(*works(config, gpu, layout.piece))]
-    times = [np.sum(time) for time in mean]
+    pairs = zip(*works(config, gpu, layout.piece))
+    times = [np.sum(config.layers * a + b) / pp for a, b in pairs]  # of the mean rank
     seconds["dp"] = replica_seconds(config, gpu, layout, *times[:2])
     bubble = bubble_time(schedule, pp, m, *times, chunks) if pp > 1 else 0.0
     staggered = {"zb-h2": times[0], "zb-v": (times[1] - times[2]) / 2}
@@ -311,9 +306,9 @@ def shard_seconds(gpu, nbytes, size, stride=1):
 def replica_seconds(config, gpu, layout, forward, backward):
     """Seconds of dp that compute does not hide, with a message for each layer.
 
-    forward, backward: of a microbatch. Gradients hide behind the last backward, or, interleaved,
-    that of the last p of all chunks but the first; weights behind the first forward alike; what
-    ZeRO-2 and -3 send more, behind all.
+    forward, backward: of a microbatch. Gradients hide behind the last backward, or, interleaved, of
+    the last p of all chunks but the first; weights behind forward alike; what ZeRO sends more
+    often, behind all.
     """
     layers = math.ceil(config.layers / layout.pp) * (layout.microbatches // layout.rounds)
     scatter, gather = 0.0, 0.0
@@ -338,8 +333,8 @@ def replica_seconds(config, gpu, layout, forward, backward):
 def best_plans(args, count=10):
     """The quickest Plan that fits of each (tp, cp, pp, dp, ep), of the `count` quickest of these.
 
-    Pieces are tried in the order of the least time that they can take, until that is too much; of
-    ZeRO the first stage that fits, as the next sends more. Raises ValueError if nothing fits.
+    In the order of the least time that pieces take, until that is too much; of ZeRO the first stage
+    that fits: the next sends more. Raises ValueError if nothing fits.
     """
     config, gpu, plans, leanest = hybrid.config_of(args), args.machine, {}, math.inf
 
@@ -360,14 +355,13 @@ def best_plans(args, count=10):
                 leanest = min(leanest, sum(memory.values()))
                 if sum(memory.values()) <= 1e9 * gpu.memory:
                     plan = Plan(layout, memory, seconds_of(config, gpu, layout))
-                    if plan.step <= plans.get(layout[:5], plan).step:
-                        plans[layout[:5]] = plan
+                    known = plans.get(layout[:5], plan)
+                    plans[layout[:5]] = min(known, plan, key=lambda plan: plan.step)
                     break
     if leanest == math.inf:
         raise ValueError(f"no number of microbatches here is one of --schedule {args.schedule}")
     if not plans:
-        held = f"the leanest takes {leanest / 1e9:,.1f} GB of a GPU"
-        raise ValueError(f"no layout fits: {held}, {args.gpu} has {gpu.memory}")
+        raise ValueError(f"no layout fits {gpu.memory} GB: the leanest takes {leanest / 1e9:,.1f}")
     return sorted(plans.values(), key=lambda plan: plan.step)[:count]
 
 
@@ -377,7 +371,8 @@ def pieces_of(args, most=200_000):
     Raises ValueError if there is none: what keeps the least cut one from being one.
     """
     limits = {"tp": args.heads, "cp": args.seq_len // 2, "pp": args.layers + 2, "ep": args.experts}
-    degrees = [args.fixed.get(name, divisors(args.gpus, most)) for name, most in limits.items()]
+    divisors = lambda number, most: [n for n in range(1, most + 1) if number % n == 0] or [1]
+    degrees = [args.fixed.get(name, divisors(args.gpus, limits[name])) for name in limits]
     modes, found, refused = args.fixed.get("recompute", ["none", "selective", "full"]), [], []
     for tp, cp, pp, ep in product(*degrees):
         if refused and args.gpus % (tp * cp * pp):
@@ -386,15 +381,16 @@ def pieces_of(args, most=200_000):
         # a node has as much of tp as there is in ep, and of dp x cp what fits beside tp
         nodes = ep // math.gcd(ep, math.gcd(ep, tp) * max(1, args.machine.per_node // tp))
         sizes = tp, cp, pp, dp, ep, args.batch_size // dp, 1, args.given.get("sp", tp > 1)
-        grid = Layout(*sizes, args.cp_method, "none", nodes, args.unfused, zero=1)
-        grid = grid._replace(replicate=args.replicate)
+        others = "none", nodes, args.unfused, "1f1b", 1, 1, args.replicate
+        grid = Layout(*sizes, args.cp_method, *others)
         more = {"topk_nodes": min(args.topk_nodes or nodes, nodes), "world_size": args.gpus}
         try:
             hybrid.check(argparse.Namespace(**vars(args) | grid._asdict() | args.given | more))
         except ValueError as error:
             refused.append(error)
             continue
-        for m, mode in product(args.fixed.get("microbatches", divisors(grid.batch)), modes):
+        counts = args.fixed.get("microbatches", divisors(grid.batch, grid.batch))
+        for m, mode in product(counts, modes):
             found.append(grid._replace(batch=grid.batch // m, microbatches=m, recompute=mode))
     if not found:
         raise ValueError(f"no layout of {args.gpus} GPUs: {refused[0]}")
@@ -403,16 +399,9 @@ def pieces_of(args, most=200_000):
     return found
 
 
-def divisors(number, most=math.inf):
-    """Of a number, up to `most`, and 1."""
-    return [n for n in range(1, max(1, min(number, most)) + 1) if number % n == 0]
-
-
 def pipelines_of(args, piece):
-    """A piece's Layouts of all schedules, with so many microbatches that their formulas hold.
-
-    naive and GPipe are no quicker than 1F1B, and hold more.
-    """
+    """A piece's Layouts of all schedules whose formulas hold for its number of microbatches; naive
+    and GPipe are no quicker than 1F1B, and hold more."""
     p, m = piece.pp, piece.microbatches
     least = {"1f1b": 1, "interleaved": p, "zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": 2 * p}
     least, multiple = least | {"dualpipe": 2 * p}, {"interleaved": p, "dualpipe": 2}
@@ -431,8 +420,7 @@ def pipelines_of(args, piece):
 def parse(argv):
     """The flags, completed by sizes. Raises ValueError, one line that names flags and values."""
     parser = hybrid.Parser()
-    parser.prog, parser.description = Path(__file__).name, __doc__
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.prog, parser.description = Path(__file__).name, __doc__.splitlines()[0]
     group = parser.add_argument_group("plan")
     group.add_argument("--gpus", type=hybrid.SIZE, required=True, help="how many")
     group.add_argument("--gpu", choices=GPUS, required=True, help="of which kind")
@@ -456,20 +444,20 @@ def parse(argv):
 
 def show(plans, args, flops):
     """Two tables. flops: the model's, of a GPU in a step."""
-    print("     tp  cp   pp    dp  ep ZeRO schedule        m x b  recompute   step s  TFLOP/s  MFU")
+    print("    tp  cp   pp    dp  ep ZeRO schedule       m x b    recompute   step s TFLOP/s   MFU")
     for number, p in enumerate(plans, 1):
         of, speed = p.layout, flops / p.step / 1e12
         name = f"{of.schedule} {of.chunks}" if of.schedule == "interleaved" else of.schedule
-        line = f"{number:3} {of.tp:3} {of.cp:3} {of.pp:4} {of.dp:5} {of.ep:3} {of.zero:4} {name:14}"
-        line += f"{of.microbatches:5} x {of.batch:<2}{of.recompute:9} {p.step:8.4g} {speed:8.4g}"
+        line = f"{number:2} {of.tp:3} {of.cp:3} {of.pp:4} {of.dp:5} {of.ep:3} {of.zero:4} {name:14}"
+        line += f"{of.microbatches:5} x {of.batch:<4}{of.recompute:9} {p.step:8.4g} {speed:7.4g}"
         print(f"{line} {speed / args.machine.tflops:5.1%}")
     waits = "     tp     cp     ep     pp     dp bubble"
-    print(f"\n     GB = weights  grads optim. activ.  s = compute{waits}")
+    print(f"\n    GB = weights  grads optim. activ.  s = compute{waits}")
     for number, p in enumerate(plans, 1):
         held = " ".join(f"{nbytes / 1e9:6.2f}" for nbytes in p.memory.values())
         compute, *waits = p.seconds.values()
         waits = " ".join(f"{seconds:6.2g}" for seconds in waits)
-        print(f"{number:3} {p.held / 1e9:6.1f}  {held} {compute:12.4g} {waits}")
+        print(f"{number:2} {p.held / 1e9:6.1f}  {held} {compute:12.4g} {waits}")
 
 
 def main(argv=None):
@@ -482,8 +470,7 @@ def main(argv=None):
         return 2
     config, tokens = hybrid.config_of(args), args.batch_size * args.seq_len
     size = count_of(config, Layout(), Share(config.layers, 1, 1)) / 1e9
-    own = f", {MODELS[args.model][0]:g}B of its own" if args.model else ""
-    print(f"{args.model or 'model'}: {size:.4g}B parameters as a GPT{own}")
+    print(f"{args.model or 'model'}: {size:.4g}B parameters as a GPT")
     print(f"{args.gpus} x {args.gpu}, {args.batch_size} x {args.seq_len} tokens a step, bf16\n")
     show(plans, args, hybrid.flops_per_token(config) * tokens / args.gpus)
     return 0
