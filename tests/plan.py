@@ -4,8 +4,7 @@
     python tests/plan.py --gpus 64 --gpu a100 --layers 32 --hidden 4096 --heads 32 --seq-len 2048
 
 Prints the ten quickest degrees (tp, cp, pp, dp, ep), each in its quickest layout that fits; flags
-of hybrid.py give sizes, or fix a part of the layout. What is wrong, or why nothing fits, is said in
-one line, with status 2.
+of hybrid.py give sizes, or fix a part of it. In one line, with status 2: what is wrong, or lacking.
 
     m x b      microbatches of a step, of so many sequences each
     GB         what the fullest GPU holds at the peak of a step: weights + grads + optim. + activ.
@@ -362,8 +361,7 @@ def best_plans(args, count=10):
     if leanest == math.inf:
         raise ValueError(f"no number of microbatches here is one of --schedule {args.schedule}")
     if not plans:
-        least = f"the leanest takes {leanest / 1e9:,.1f} GB of a GPU"
-        raise ValueError(f"no layout fits: {least}, {args.gpu} has {gpu.memory}")
+        raise ValueError(f"no layout fits {gpu.memory} GB: the leanest takes {leanest / 1e9:,.1f}")
     return sorted(plans.values(), key=lambda plan: plan.step)[:count]
 
 
@@ -391,7 +389,8 @@ def pieces_of(args, most=200_000):
         except ValueError as error:
             refused.append(error)
             continue
-        for m, mode in product(args.fixed.get("microbatches", divisors(grid.batch, grid.batch)), modes):
+        counts = args.fixed.get("microbatches", divisors(grid.batch, grid.batch))
+        for m, mode in product(counts, modes):
             found.append(grid._replace(batch=grid.batch // m, microbatches=m, recompute=mode))
     if not found:
         raise ValueError(f"no layout of {args.gpus} GPUs: {refused[0]}")
@@ -445,20 +444,20 @@ def parse(argv):
 
 def show(plans, args, flops):
     """Two tables. flops: the model's, of a GPU in a step."""
-    print("     tp  cp   pp    dp  ep ZeRO schedule       m x b    recompute   step s TFLOP/s   MFU")
+    print("    tp  cp   pp    dp  ep ZeRO schedule       m x b    recompute   step s TFLOP/s   MFU")
     for number, p in enumerate(plans, 1):
         of, speed = p.layout, flops / p.step / 1e12
         name = f"{of.schedule} {of.chunks}" if of.schedule == "interleaved" else of.schedule
-        line = f"{number:3} {of.tp:3} {of.cp:3} {of.pp:4} {of.dp:5} {of.ep:3} {of.zero:4} {name:14}"
+        line = f"{number:2} {of.tp:3} {of.cp:3} {of.pp:4} {of.dp:5} {of.ep:3} {of.zero:4} {name:14}"
         line += f"{of.microbatches:5} x {of.batch:<4}{of.recompute:9} {p.step:8.4g} {speed:7.4g}"
         print(f"{line} {speed / args.machine.tflops:5.1%}")
     waits = "     tp     cp     ep     pp     dp bubble"
-    print(f"\n     GB = weights  grads optim. activ.  s = compute{waits}")
+    print(f"\n    GB = weights  grads optim. activ.  s = compute{waits}")
     for number, p in enumerate(plans, 1):
         held = " ".join(f"{nbytes / 1e9:6.2f}" for nbytes in p.memory.values())
         compute, *waits = p.seconds.values()
         waits = " ".join(f"{seconds:6.2g}" for seconds in waits)
-        print(f"{number:3} {p.held / 1e9:6.1f}  {held} {compute:12.4g} {waits}")
+        print(f"{number:2} {p.held / 1e9:6.1f}  {held} {compute:12.4g} {waits}")
 
 
 def main(argv=None):
@@ -471,8 +470,7 @@ def main(argv=None):
         return 2
     config, tokens = hybrid.config_of(args), args.batch_size * args.seq_len
     size = count_of(config, Layout(), Share(config.layers, 1, 1)) / 1e9
-    own = f", {MODELS[args.model][0]:g}B of its own" if args.model else ""
-    print(f"{args.model or 'model'}: {size:.4g}B parameters as a GPT{own}")
+    print(f"{args.model or 'model'}: {size:.4g}B parameters as a GPT")
     print(f"{args.gpus} x {args.gpu}, {args.batch_size} x {args.seq_len} tokens a step, bf16\n")
     show(plans, args, hybrid.flops_per_token(config) * tokens / args.gpus)
     return 0
