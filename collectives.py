@@ -3,53 +3,53 @@
 A rank is a process, on a GPU of its own or on CPU cores; a process group is P of them, which share
 nothing: all that a rank can do is send a tensor to another rank and receive one. Everything that
 training needs beyond that is built here from one primitive, exchange(): a batch of sends and
-receives that progress together.
+receives that progress together. D bytes is the full tensor; P = O x I, O nodes of I ranks each.
 
-                           what happens                              a rank sends     steps
-    all_reduce             everybody gets the sum of all tensors
-      naive                everyone sends everything to everyone      (P-1) D         1
-      direct               chunks to their ranks, sums to everyone   2(P-1)/P D       2
-      ring                 reduce-scatter, then all-gather           2(P-1)/P D       2(P-1)
-      recursive_doubling   sums swapped with ever farther ranks       log2(P) D       log2(P)
-      halving_doubling     the same, with halves, quarters ...       2(P-1)/P D       2 log2(P)
-      hierarchical         direct inside nodes, rings between them   2(P-1)/P D       2 O
-    reduce_scatter_single  rank r gets chunk r of the sum             (P-1)/P D       1 to P-1
-    all_gather_single      everybody gets every rank's chunk          (P-1)/P D       1 to P-1
-    all_to_all_single      rank i's chunk j goes to rank j            (P-1)/P D       1
-    broadcast              down a tree; the root sends most           log2(P) D       log2(P)
-    reduce                 up the tree, added on the way              D               log2(P)
-    scatter                one to everyone; the root sends            (P-1)/P D       1
-    gather                 everyone to one; the root sends nothing    D/P             1
+                           what each rank holds in the end           a rank sends     steps
+    all_reduce             everybody the sum of all tensors
+      naive                  everyone sends everything to everyone    (P-1) D         1
+      direct                 chunks to their ranks, sums to everyone 2(P-1)/P D       2
+      ring                   reduce-scatter, then all-gather         2(P-1)/P D       2(P-1)
+      recursive_doubling     sums swapped with ever farther ranks     log2(P) D       log2(P)
+      halving_doubling       the same, with halves, quarters ...     2(P-1)/P D       2 log2(P)
+      hierarchical           direct inside nodes, rings across them  2(P-1)/P D       2 O
+    reduce_scatter_single  rank r chunk r of the sum                  (P-1)/P D       1 to P-1
+    all_gather_single      everybody every rank's chunk               (P-1)/P D       1 to P-1
+    all_to_all_single      rank j every rank's chunk j                (P-1)/P D       1
+    broadcast              everybody the root's; the root sends most  log2(P) D       log2(P)
+    reduce                 the root the sum, added up a tree          D               log2(P)
+    scatter                rank r the root's tensor r; root sends     (P-1)/P D       1
+    gather                 the root everybody's; it sends nothing     D/P             1
 
-D is the size of the full tensor in bytes; P = O x I ranks are O nodes (machines) of I ranks each.
+2(P-1)/P D is the least that any all-reduce can send. With async_op=True an operation runs while the
+caller computes: gloo's (for CPUs) in a thread of the group's, NCCL's (for GPUs) on a side stream;
+else the caller waits. In backward a collective is a collective: see copy_to_group() and its like.
 
-2(P-1)/P D is the least that any all-reduce can send. Names, arguments and meaning are those of
-torch.distributed; the code is the same on its two carriers, NCCL (for GPUs) and gloo (for CPUs).
+Names and meaning are torch.distributed's: all_gather_single and reduce_scatter_single are what most
+know as all_gather_into_tensor and reduce_scatter_tensor. What differs: a group's operations run one
+after the other; tensors need not be contiguous; all_gather takes unlike lengths; reduce leaves the
+others' tensors alone; a rank outside the group gets a ValueError; there are no bitwise reductions.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
-Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
-2005.
+Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
 
-    torchrun --nproc-per-node 4 collectives.py      bytes claimed and counted, steps, time and cost
+    torchrun --nproc-per-node 4 collectives.py      steps, bytes claimed and counted
 """
 
-import atexit
-import inspect
+import copy
 import math
 import os
 import pickle
-import queue
 import sys
 import tempfile
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
-from contextlib import contextmanager
-from functools import lru_cache, partial, wraps
-from itertools import islice, zip_longest
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice, product, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -86,22 +86,6 @@ def rank_and_size(group=None):
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def _for_members(collective):
-    """As in torch.distributed, a rank outside the group gets a warning, and None at once."""
-    place = list(inspect.signature(collective).parameters).index("group")
-
-    @wraps(collective)
-    def called(*arguments, **named):
-        group = named.get("group", arguments[place] if len(arguments) > place else None)
-        if group != dist.GroupMember.NON_GROUP_MEMBER:
-            return collective(*arguments, **named)
-        message = f"rank {dist.get_rank()} calls {collective.__name__} of a group that it is not in"
-        warnings.warn(message, stacklevel=2)
-
-    return called
-
-
-@_for_members
 def exchange(sends, receives, group=None, async_op=False):
     """Send and receive several tensors in one batch, whose messages progress together.
 
@@ -109,61 +93,76 @@ def exchange(sends, receives, group=None, async_op=False):
     list the messages between them in the same order and with the same sizes (a message larger than
     its buffer aborts a gloo rank), and issue the batches that they share in the same order. Empty
     tensors are not sent. The group's pending operations come first. Returns None, or with async_op
-    an object whose wait() completes the batch. A RuntimeError names the peer of a message that
-    failed.
+    a Work, whose wait() completes the batch. A RuntimeError names the peer of what failed.
     """
-    first = sends or receives
-    call = _Call("exchange", group, first[0][0] if first else None, EXCHANGE_TAG)
-    if call.worker is not None:
-        call.worker.last.finish()  # a group's messages keep their order
-    messages = call.post(sends, receives)
-    return messages if async_op else messages.wait()
+    tensor = next((tensor for tensor, _ in (*sends, *receives)), None)
+    operation = Operation("exchange", group, tensor, async_op)
+    operation.tell("begin")
+    with suppress(Exception):  # an error of those before is for whoever waits for them
+        operation.background.finish()
+    finish = partial(operation.run_to_end, operation.post(sends, receives))
+    return Work(operation, finish) if async_op else finish()
 
 
-class _State:
-    """What is kept of a process group that has been used here, and ends with it."""
+class _Group:
+    """What is known of a process group that was used here, until it ends."""
 
     def __init__(self, group):
         self.rank, self.world_size = group.rank(), group.size()
-        self.ranks = dist.get_process_group_ranks(group)  # unknown once the group is destroyed
+        self.ranks = dist.get_process_group_ranks(group)  # not told once the group is destroyed
         self.ranks_per_node = self.world_size  # see set_ranks_per_node()
-        self.is_fake = dist.get_backend(group) == "fake"  # whose messages go nowhere
         self.by_backend = False  # see set_backend_collectives()
-        self.thread = self.stream = None  # which run its operations in the background
+        self.background = {}  # on_nccl -> the thread, or stream, of its asynchronous operations
 
 
-_STATES = weakref.WeakKeyDictionary()  # group -> its _State
+_GROUPS = weakref.WeakKeyDictionary()  # process group -> _Group
+_LISTENERS = []  # those of every observe() now open
 
 
-def _state(group):
-    return _STATES.get(group) or _STATES.setdefault(group, _State(group))
+def _check(right, message, *values):
+    """ValueError, with the values in the message, unless all is right."""
+    if not right:
+        raise ValueError(message.format(*values))
 
 
-class _Call:
-    """One call of an operation: posts its messages, and tells those who listen (see observe()).
+class Operation:
+    """One call of a collective, of exchange() or of a Work's wait(), which observe() tells of.
 
-    operation: its name
-    group: the process group, None for that of all ranks
-    tensor: one of those that travel, or None: where NCCL carries it, the call is a CUDA stream's
-    tag: what keeps its messages on gloo apart from others
-
-    worker: what runs the group's calls in the background, a thread or stream, once there was one
+    name: "all_reduce" ..., "exchange" or "wait"; of: for a "wait" what is waited for, else None
+    group: the process group; rank, world_size, ranks: this rank in it, its size, its global ranks
+    async_op: whether the caller gets a Work and goes on
     """
 
-    def __init__(self, operation, group, tensor, tag=EXCHANGE_TAG + 1):
-        self.operation, self.tag, self.listeners = operation, tag, tuple(_LISTENERS)
-        self.group = group or dist.group.WORLD
-        self.on_stream = tensor is not None and _has_nccl(self.group, tensor.device.type)
-        self.state = state = _state(self.group)
-        self.worker = state.stream if self.on_stream else state.thread
-        self.rank, self.world_size, self.ranks = state.rank, state.world_size, state.ranks
+    def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None):
+        """tensor: one of those that travel; op: what reduces them; root: a global rank."""
+        inside = group is not dist.GroupMember.NON_GROUP_MEMBER
+        _check(inside, "{} is called by a rank that is not in the group", name)
+        self.name, self.async_op, self.of, self.op = name, async_op, None, op
+        self.group = group = group or dist.group.WORLD
+        self.known = known = _GROUPS.get(group) or _GROUPS.setdefault(group, _Group(group))
+        self.rank, self.world_size, self.ranks = known.rank, known.world_size, known.ranks
+        self.listeners = tuple(_LISTENERS)
+        self.on_nccl = tensor is not None and _has_nccl(group, tensor.device.type)
+        if self.on_nccl not in known.background:
+            known.background[self.on_nccl] = _Stream() if self.on_nccl else _Thread()
+        self.background = known.background[self.on_nccl]
+        if root is not None:
+            text = "src or dst={} is not among the group's ranks {}"
+            _check(root in self.ranks, text, root, self.ranks)
+        self.root = None if root is None else self.ranks.index(root)
 
-    def tell(self, event, *what):
+    def tell(self, event, *messages):
         for listener in self.listeners:
-            listener(event, self, *what)
+            listener(event, self, *messages)
+
+    def run_to_end(self, run):
+        try:
+            run()
+        finally:
+            self.tell("end")
 
     def post(self, sends, receives):
-        """Begin messages [(tensor, peer)] that progress together; their wait() completes them.
+        """Begin messages [(tensor, peer)] that progress together. Returns what waits for them.
 
         NCCL takes them as one batch of the stream. gloo has tags, which keep them apart from those
         of a user, and wants every message to be waited for. It is called through the group's own
@@ -171,105 +170,150 @@ class _Call:
         """
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
-        messages, peers = _Messages(self), ()
-        self.tell("post", messages, sends, receives)
-        if self.state.is_fake:
-            return messages
-        try:
-            if self.on_stream:
-                peers = [peer for _, peer in sends + receives]
-                messages.works = [(work, peers) for work in _batch(sends, receives, self.group)]
-                return messages
-            for tensor, peer in receives:
-                peers, buffer = [peer], _on_host(tensor)
-                messages.works.append((self.group.recv([buffer], peer, self.tag), peers))
-                if buffer is not tensor:
-                    messages.staged.append((tensor, buffer))
-            for tensor, peer in sends:
-                peers, buffer = [peer], _on_host(tensor)
-                if buffer is not tensor:
-                    buffer.copy_(tensor)
-                messages.works.append((self.group.send([buffer], peer, self.tag), peers))
-        except RuntimeError as error:
-            raise self.lost(peers, error) from error
-        return messages
+        if sends or receives:
+            self.tell("post", sends, receives)
+        works, staged, tag = [], [], EXCHANGE_TAG + (self.name != "exchange")
+        if self.on_nccl:
+            batch = [(dist.irecv, *message) for message in receives]
+            batch += [(dist.isend, *message) for message in sends]
+            batch = [dist.P2POp(do, t, group=self.group, group_peer=r) for do, t, r in batch]
+            peers = [operation.group_peer for operation in batch]
+            works = self.attempt(peers, dist.batch_isend_irecv, batch) if batch else []
+            return partial(self.wait, [(peers, work) for work in works])
+        for tensor, peer in receives:
+            buffer = _on_host(tensor)
+            works.append(([peer], self.attempt([peer], self.group.recv, [buffer], peer, tag)))
+            if buffer is not tensor:
+                staged.append((tensor, buffer))
+        for tensor, peer in sends:
+            buffer = _on_host(tensor)
+            if buffer is not tensor:
+                buffer.copy_(tensor)
+            works.append(([peer], self.attempt([peer], self.group.send, [buffer], peer, tag)))
+        return partial(self.wait, works, staged)
 
-    def lost(self, peers, error):
-        return RuntimeError(f"{self.describe('lost', peers)}: {error}")
+    def wait(self, works, staged=()):
+        """works: [(peers, messages)]; staged: [(tensor on a GPU, what received for it)]"""
+        for peers, work in works:
+            self.attempt(peers, work.wait)
+        for tensor, buffer in staged:
+            tensor.copy_(buffer)
+
+    def attempt(self, peers, call, *arguments):
+        """call(), whose errors name the peers."""
+        try:
+            return call(*arguments)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.describe('lost', peers)}: {error}") from error
 
     def describe(self, verb, peers):
         """What this rank has to say of some peers, and in which operation."""
         others = " or ".join(str(self.ranks[peer]) for peer in sorted(set(peers)))
-        where = f"{self.operation} in the group of ranks {self.ranks}"
+        where = f"{self.name} in the group of ranks {self.ranks}"
         return f"{where}: rank {self.ranks[self.rank]} {verb} rank {others}"
 
 
-class _Messages:
-    """Messages under way."""
-
-    def __init__(self, call):
-        self.call = call
-        self.works = []  # (work, its peers)
-        self.staged = []  # (tensor on a GPU, the host memory that receives for it)
-
-    def wait(self):
-        peers = ()
-        try:
-            for work, peers in self.works:
-                self.call.tell("wait", self, peers)
-                work.wait()
-        except RuntimeError as error:
-            raise self.call.lost(peers, error) from error
-        finally:
-            self.call.tell("done", self)
-        for tensor, buffer in self.staged:
-            tensor.copy_(buffer)
-
-
 def _has_nccl(group, device_type):
-    """Whether NCCL carries such a device's tensors in the group, which may have gloo for others.
-
-    PyTorch's "fake" groups, whose messages go nowhere, stand for NCCL's.
-    """
-    config = dist.get_backend_config(group)
-    return f"{device_type}:nccl" in config or f"{device_type}:fake" in config
-
-
-def _batch(sends, receives, group):
-    batch = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for t, peer in receives]
-    batch += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for t, peer in sends]
-    return dist.batch_isend_irecv(batch) if batch else []
+    """Whether NCCL carries such a device's tensors in the group, which may have gloo for others."""
+    return f"{device_type}:nccl" in dist.get_backend_config(group)
 
 
 def _on_host(tensor):
     """gloo cannot send CUDA memory: a pinned host buffer in its place. CPU tensors travel as is."""
-    if not tensor.is_cuda:
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-
-
-_LISTENERS = []  # those of every observe() now open
+    return torch.empty_like(tensor, device="cpu", pin_memory=True) if tensor.is_cuda else tensor
 
 
 @contextmanager
 def observe(listener):
-    """Have listener(event, call, ...) called for every operation that begins inside.
+    """Have listener(event, operation, ...) called for every Operation that begins inside:
 
-    call: its `operation`, `group` and global `ranks`. The events, each told where it happens:
-        call                             the operation was called
-        return                           it is done, of which nobody gets a Work
-        launch, begin, end               it goes to the group's thread or stream, and runs there
-        await, join                      somebody waits for its Work, and has waited; told only if a
-                                         listener keeps the call
-        post, messages, sends, receives  it begins messages, [(tensor, peer in the group)]
-        wait, messages, peers            it waits for one of them, that with these peers
-        done, messages                   it waits no more
+    begin                     in the caller's thread, when it is called
+    post, sends, receives     before a batch of messages [(tensor, peer in the group)] is posted, in
+                              the thread, or on the stream, that does it
+    end                       when it is done, or has failed: an asynchronous one where it runs
+
+    Work.wait() is an operation, too: a "wait" `of` another one. So callers wait from begin to end
+    of all that are not asynchronous. An asynchronous exchange ends when it is waited for. The
+    backend's own collectives post nothing.
     """
     _LISTENERS.append(listener)
     try:
         yield
     finally:
         _LISTENERS.remove(listener)
+
+
+# ---- at once, or while Python computes -----------------------------------------------------------
+#
+# A group's operations run strictly one after the other, and each reads its inputs when its turn
+# comes: at once if nothing is pending, else in the background. That means
+#   gloo   a thread of the group's: a batch is only complete when somebody has waited for it;
+#   NCCL   a side stream of the group's: there waiting orders streams and blocks nobody.
+
+
+class Work:
+    """An operation under way: wait() returns once it is done, and raises its error.
+
+    On CUDA, as in torch.distributed, wait() holds up the current stream and not the host.
+    is_completed(): whether wait() would return, or raise, at once.
+    """
+
+    def __init__(self, operation, finish, is_completed=lambda: False):
+        self._operation, self._finish, self.is_completed = operation, finish, is_completed
+
+    def wait(self):
+        waiting = copy.copy(self._operation)
+        waiting.name, waiting.async_op, waiting.of = "wait", False, self._operation
+        waiting.tell("begin")
+        waiting.run_to_end(self._finish)
+
+
+class _Thread:
+    """A group's thread. It ends with the group, or before the interpreter does, which waits.
+
+    finish(), is_completed(): wait for the last of what was submitted; whether that is over.
+    """
+
+    def __init__(self):
+        # batch work would wait until whoever wakes it pauses
+        self.executor = ThreadPoolExecutor(1, "", schedule_as_batch, ("SCHED_OTHER",))
+        self.finish, self.is_completed = lambda: None, lambda: True
+
+    def submit(self, run, tensors):
+        inference = torch.is_inference_mode_enabled()  # a mode of each thread
+
+        def task():
+            with torch.inference_mode(inference):
+                run()
+
+        future = self.executor.submit(task)
+        self.finish, self.is_completed = future.result, future.done
+        return self.finish, self.is_completed
+
+
+class _Stream:
+    """A group's stream, likewise; made once, as torch hands out a pool of 32 in turn."""
+
+    def __init__(self):
+        self.stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
+        self.pending = deque()  # (event, tensors that are held until the stream has passed it)
+        self.finish, self.is_completed = lambda: None, lambda: True
+
+    def submit(self, run, tensors):
+        while self.pending and self.pending[0][0].query():
+            self.pending.popleft()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            run()
+        event, held = self.stream.record_event(), list(tensors)
+        self.pending.append((event, held))
+
+        def finish():
+            torch.cuda.current_stream().wait_event(event)
+            held.clear()  # whoever uses their memory from now on comes after the event
+
+        self.finish, self.is_completed = finish, event.query
+        return finish, event.query
 
 
 # ---- algorithms take turns -----------------------------------------------------------------------
@@ -285,47 +329,38 @@ WINDOW = 3  # segments under way
 ALIGNMENT = 128
 
 
-def take_turns(algorithms, call):
-    """Run algorithms, WINDOW of them at a time, each one step in its turn.
+def take_turns(algorithms, operation):
+    """Run algorithms, WINDOW of them at a time: the one that began its step first goes on first.
 
-    All ranks take the same turns, so that the messages between two match in the order of posting.
+    All ranks do so in the same order: the k-th message that rank 0 posts for rank 1 is the k-th
+    that rank 1 expects of rank 0.
     """
     waiting, under_way = deque(algorithms), deque()
-    most = 1 if call.on_stream else WINDOW  # a stream runs one batch after the other
+    most = 1 if operation.on_nccl else WINDOW  # a stream runs one batch after the other
     while waiting or under_way:
         if waiting and len(under_way) < most:
             algorithm = waiting.popleft()
         else:
-            algorithm, messages = under_way.popleft()
-            messages.wait()
+            algorithm, wait = under_way.popleft()
+            wait()
         # its next step, if there is one; no name keeps the tensors of the one before
-        under_way += [(algorithm, call.post(*step)) for step in islice(algorithm, 1)]
+        under_way += [(algorithm, operation.post(*step)) for step in islice(algorithm, 1)]
 
 
-def _cut(row, parts):
-    """A row in parts that begin on multiples of 128 bytes.
+def _cut(flat, parts):
+    """A flat tensor in so many parts, each of which begins on a multiple of 128 bytes.
 
-    A part is less than 128 bytes longer or shorter than its share; those of a small row are empty.
+    10 x 128 bytes in 4 parts: 2, 3, 2 and 3 x 128 bytes. A tensor of few bytes has empty parts.
     """
-    unit = ALIGNMENT // row.itemsize
-    units = math.ceil(len(row) / unit)
-    return row.tensor_split([units * part // parts * unit for part in range(1, parts)])
+    unit = ALIGNMENT // flat.itemsize
+    units = math.ceil(len(flat) / unit)
+    return flat.tensor_split([units * part // parts * unit for part in range(1, parts)])
 
 
 def _segments(chunks, most):
-    """The k-th part of every chunk, for each k; none is of more than `most` bytes and 128."""
-    if most == math.inf:
-        return [chunks]
+    """The k-th part of every chunk, for each k; none has more than `most` bytes and 128."""
     count = math.ceil(max(chunk.nbytes for chunk in chunks) / most)
     return list(zip(*(_cut(chunk, count) for chunk in chunks))) if count > 1 else [chunks]
-
-
-def _slices(row, parts, most):
-    """Slices of a row, about `most` bytes each; all but the last hold `parts` equal chunks."""
-    if row.nbytes <= most:
-        return [row]
-    count, multiple = math.ceil(row.nbytes / most), parts * ALIGNMENT // row.itemsize
-    return row.split(math.ceil(len(row) / (count * multiple)) * multiple)
 
 
 # ---- reduce-scatter and all-gather ---------------------------------------------------------------
@@ -383,19 +418,33 @@ def _ring_all_gather(chunks, rank):
 def _pairwise(outgoing, arriving, rank):
     """outgoing[r] to every other rank r, arriving[r] from it; MOST_PEERS to a step.
 
-    Message k goes to the rank k places on, and comes from the one k back. P = 4, who has whose:
-
-        rank        0         1         2         3
-        start    0 . . .   . 1 . .   . . 2 .   . . . 3
-        k = 1    0 . . 3   0 1 . .   . 1 2 .   . . 2 3
-        k = 2    0 . 2 3   0 1 . 3   0 1 2 .   . 1 2 3
-        k = 3    0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3
+    Message k goes to the rank k further on, and comes from the one k back: see the steps above.
     """
     P = len(outgoing)
     for first in range(1, P, MOST_PEERS):
         batch = range(first, min(first + MOST_PEERS, P))
         to_ranks, from_ranks = [(rank + k) % P for k in batch], [(rank - k) % P for k in batch]
         yield [(outgoing[r], r) for r in to_ranks], [(arriving[r], r) for r in from_ranks]
+
+
+def _direct_reduce_scatter(chunks, output, add, rank):
+    """Every chunk to its rank, which adds in the order of ranks. 1 step.
+
+    `output` may be the own chunk: it is read before it is written. Alone, a rank copies.
+    """
+    parts = [chunk if r == rank else torch.empty_like(output) for r, chunk in enumerate(chunks)]
+    yield from _pairwise(chunks, parts, rank)
+    total, *others = parts
+    for part in others:
+        received = parts[1 if rank == 0 else 0]  # which may be written
+        total = add(total, part, out=output if part is parts[-1] else received)
+    if not others:
+        output.copy_(total)
+
+
+def _direct_all_gather(chunks, rank):
+    """The own chunk to every rank. 1 step."""
+    return _pairwise([chunks[rank]] * len(chunks), chunks, rank)
 
 
 def _halving(chunks, output, add, rank):
@@ -408,9 +457,6 @@ def _halving(chunks, output, add, rank):
         step 1   c0: 0+1+2+3    c1: 0+1+2+3    c2: 0+1+2+3    c3: 0+1+2+3    (partner = rank xor 1)
     """
     lengths, half = [len(chunk) for chunk in chunks], len(chunks) // 2
-    if half == 0:
-        output.copy_(chunks[0])
-        return
     halves = _joined(chunks[:half]), _joined(chunks[half:])
     while half:
         kept, given = halves[::-1] if rank & half else halves
@@ -445,21 +491,34 @@ def _joined(chunks):
     return first.as_strided((sum(map(len, chunks)),), (1,)) if others else first
 
 
-def _direct_reduce_scatter(chunks, output, add, rank):
-    """Every chunk to its rank, which adds in the order of ranks. `output` may be the own chunk."""
-    parts = [chunk if r == rank else torch.empty_like(output) for r, chunk in enumerate(chunks)]
-    yield from _pairwise(chunks, parts, rank)
-    total, *others = parts
-    for part in others:
-        scratch = parts[0 if rank else 1]  # another rank's
-        total = add(total, part, out=output if part is parts[-1] else scratch)
-    if not others:
-        output.copy_(total)
+def _hierarchical_reduce_scatter(chunks, output, add, rank, ranks_per_node):
+    """For P = O x I ranks, node by node I ranks each: direct inside, then a ring across nodes.
+
+    Local rank i sums chunk i of every node. (I-1)/I D bytes stay inside, (O-1)/O D/I cross.
+    1 + (O-1) steps. O = I = 2:
+
+        rank       0               1               2               3
+        inside     c0 c2: 0+1      c1 c3: 0+1      c0 c2: 2+3      c1 c3: 2+3
+        across     c0: 2+3+0+1     c1: 2+3+0+1     c2: 0+1+2+3     c3: 0+1+2+3
+    """
+    P, I = len(chunks), ranks_per_node
+    node, local_rank = divmod(rank, I)
+    inside, across = range(node * I, node * I + I), range(local_rank, P, I)
+    sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::I]]
+    nodes = [chunks[first : first + I] for first in range(0, P, I)]
+    steps = [_direct_reduce_scatter(n, total, add, local_rank) for n, total in zip(nodes, sums)]
+    yield from _among(inside, _together(steps, I))
+    yield from _among(across, _ring_reduce_scatter(sums, output, add, node))
 
 
-def _direct_all_gather(chunks, rank):
-    """The own chunk to every rank."""
-    yield from _pairwise([chunks[rank]] * len(chunks), chunks, rank)
+def _hierarchical_all_gather(chunks, rank, ranks_per_node):
+    """The reverse: a ring across the nodes, then direct inside them. (O-1) + 1 steps."""
+    P, I = len(chunks), ranks_per_node
+    node, local_rank = divmod(rank, I)
+    inside, across = range(node * I, node * I + I), range(local_rank, P, I)
+    yield from _among(across, _ring_all_gather(chunks[local_rank::I], node))
+    nodes = [chunks[first : first + I] for first in range(0, P, I)]
+    yield from _among(inside, _together([_direct_all_gather(n, local_rank) for n in nodes], I))
 
 
 def _among(ranks, algorithm):
@@ -469,55 +528,26 @@ def _among(ranks, algorithm):
         yield sends, [(tensor, ranks[peer]) for tensor, peer in receives]
 
 
-def _node(rank, world_size, ranks_per_node):
-    """(a rank's place in its node, the node's ranks, its number, the ranks of that place in all)"""
-    number, place = divmod(rank, ranks_per_node)
-    inside = range(rank - place, rank - place + ranks_per_node)
-    return place, inside, number, range(place, world_size, ranks_per_node)
-
-
-def _hierarchical_reduce_scatter(chunks, output, add, rank, ranks_per_node):
-    """For P = O x I ranks, node by node I ranks each: direct inside, then a ring between nodes.
-
-    The rank of place i sums chunk i of every node. (I-1)/I D bytes stay inside, (O-1)/O D/I cross.
-    1 + (O-1) steps. O = I = 2:
-
-        rank       0               1               2               3
-        inside     c0 c2: 0+1      c1 c3: 0+1      c0 c2: 2+3      c1 c3: 2+3
-        between    c0: 2+3+0+1     c1: 2+3+0+1     c2: 0+1+2+3     c3: 0+1+2+3
-    """
-    place, inside, node, between = _node(rank, len(chunks), ranks_per_node)
-    sums = [torch.empty_like(output) for _ in between]
-    pairs = zip(_nodes(chunks, ranks_per_node), sums)
-    steps = [_direct_reduce_scatter(*pair, add, place) for pair in pairs]
-    yield from _among(inside, _together(steps, ranks_per_node))
-    yield from _among(between, _ring_reduce_scatter(sums, output, add, node))
-
-
-def _hierarchical_all_gather(chunks, rank, ranks_per_node):
-    """The reverse: a ring between the nodes, then direct inside them. (O-1) + 1 steps."""
-    place, inside, node, between = _node(rank, len(chunks), ranks_per_node)
-    yield from _among(between, _ring_all_gather(chunks[place::ranks_per_node], node))
-    steps = [_direct_all_gather(own, place) for own in _nodes(chunks, ranks_per_node)]
-    yield from _among(inside, _together(steps, ranks_per_node))
-
-
-def _nodes(chunks, ranks_per_node):
-    """The chunks of each node's ranks."""
-    return [chunks[i : i + ranks_per_node] for i in range(0, len(chunks), ranks_per_node)]
-
-
 def _together(algorithms, world_size):
     """Algorithms of one step each, as many to a step as MOST_PEERS allows."""
-    most = _most_at_once(world_size)
+    most = max(1, MOST_PEERS // world_size)
     for first in range(0, len(algorithms), most):
         for steps in zip_longest(*algorithms[first : first + most]):
             sends, receives = zip(*steps)
             yield sum(sends, []), sum(receives, [])
 
 
-def _most_at_once(world_size):
-    return max(1, MOST_PEERS // world_size)
+_PHASES = {  # reduce-scatter, all-gather
+    "direct": (_direct_reduce_scatter, _direct_all_gather),
+    "ring": (_ring_reduce_scatter, _ring_all_gather),
+    "halving_doubling": (_halving, _doubling),
+    "hierarchical": (_hierarchical_reduce_scatter, _hierarchical_all_gather),
+}
+
+
+def reduce_scatter_bytes(nbytes, world_size):
+    """Bytes that one rank sends to reduce-scatter, or all-gather, a full tensor of `nbytes`."""
+    return nbytes * (world_size - 1) // world_size
 
 
 # ---- all-reduce ----------------------------------------------------------------------------------
@@ -525,23 +555,15 @@ def _most_at_once(world_size):
 # Each reduces `input` of P ranks into `output` of all, which may be the same memory.
 
 
-def _naive(output, input, add, rank, world_size):
-    """Everyone sends everything to everyone, and adds in the order of ranks. 1 step, (P-1) D."""
-    yield from _direct_reduce_scatter([input] * world_size, output, add, rank)
-
-
 def _in_two_phases(reduce_scatter, all_gather):
-    """Reduce-scatter, then all-gather: 2(P-1)/P D bytes."""
+    """Reduce-scatter, then all-gather: twice the steps of one, 2(P-1)/P D bytes."""
 
-    def algorithm(output, input, add, rank, world_size):
+    def algorithm(output, input, add, rank, world_size, **nodes):
         chunks = _cut(output, world_size)
-        yield from reduce_scatter(_cut(input, world_size), chunks[rank], add, rank)
-        yield from all_gather(chunks, rank)
+        yield from reduce_scatter(_cut(input, world_size), chunks[rank], add, rank, **nodes)
+        yield from all_gather(chunks, rank, **nodes)
 
     return algorithm
-
-
-_ring = _in_two_phases(_ring_reduce_scatter, _ring_all_gather)  # 2(P-1) steps
 
 
 def _recursive_doubling(output, input, add, rank, world_size):
@@ -558,8 +580,6 @@ def _recursive_doubling(output, input, add, rank, world_size):
         yield [(total, partner)], [(received, partner)]
         distance *= 2
         total = add(total, received, out=output if distance == world_size else received)
-    if world_size == 1:
-        output.copy_(input)
 
 
 def _for_any_size(algorithm):
@@ -583,24 +603,40 @@ def _for_any_size(algorithm):
     return folded
 
 
-def _hierarchical(output, input, add, rank, world_size, ranks_per_node):
-    """For P = O x I ranks, node by node I ranks each, or a 2D torus of rows of I.
+_ALL_REDUCE = {name: _in_two_phases(*phases) for name, phases in _PHASES.items()} | {
+    "naive": lambda output, input, add, rank, P: _direct_reduce_scatter(
+        [input] * P, output, add, rank  # everyone sends everything to everyone
+    ),
+    "recursive_doubling": _for_any_size(_recursive_doubling),
+    "halving_doubling": _for_any_size(_in_two_phases(_halving, _doubling)),
+}
 
-    Reduce-scatter inside the node, all-reduce of the own chunk with the ranks of the same place in
-    other nodes, all-gather inside: direct, ring, direct. 2(I-1)/I D bytes stay inside, 2(O-1)/O D/I
-    cross. 1 + 2(O-1) + 1 steps. O = I = 2:
 
-        rank                     0            1            2            3
-        reduce-scatter inside    c0: 0+1      c1: 0+1      c0: 2+3      c1: 2+3
-        all-reduce between       c0: 0..3     c1: 0..3     c0: 0..3     c1: 0..3
-        all-gather inside        c0 c1        c0 c1        c0 c1        c0 c1
+def all_reduce_bytes(nbytes, world_size):
+    """Bytes that one rank sends to all-reduce `nbytes` by the ring: no algorithm sends fewer.
+
+    Exact where 128 P divides nbytes; else at most 256 bytes are to be added.
     """
-    place, inside, node, between = _node(rank, world_size, ranks_per_node)
-    inputs, chunks = _cut(input, ranks_per_node), _cut(output, ranks_per_node)
-    own = chunks[place]
-    yield from _among(inside, _direct_reduce_scatter(inputs, own, add, place))
-    yield from _among(between, _ring(own, own, add, node, len(between)))
-    yield from _among(inside, _direct_all_gather(chunks, place))
+    return 2 * nbytes * (world_size - 1) // world_size
+
+
+def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
+    """(steps, bytes that this rank sends) of an all-reduce of `nbytes`; rank 0 is the busiest.
+
+    Exact where 128 P divides nbytes (128 x 2^k, where 2^k of the P ranks halve and double); else
+    a chunk may be 128 bytes longer than its share of the tensor, or shorter.
+    """
+    D, P, core = nbytes, world_size, 1 << (world_size.bit_length() - 1)
+    rounds, inside = core.bit_length() - 1, min(ranks_per_node - 1, 1)
+    steps = {"naive": min(P - 1, 1), "direct": 2 * min(P - 1, 1), "ring": 2 * (P - 1)}
+    steps["hierarchical"] = 2 * (inside + P // ranks_per_node - 1)
+    if algorithm in steps:
+        return steps[algorithm], (P - 1) * D if algorithm == "naive" else all_reduce_bytes(D, P)
+    if rank >= core:
+        return 2, D  # another rank stands in: its tensor goes there, the sum comes back
+    stands_in, few_steps = rank + core < P, algorithm == "recursive_doubling"
+    sent = rounds * D if few_steps else all_reduce_bytes(D, core)
+    return rounds * (1 if few_steps else 2) + 2 * stands_in, sent + stands_in * D
 
 
 # ---- one at an end: trees, and everyone to one ---------------------------------------------------
@@ -611,12 +647,12 @@ def _tree(root, rank, world_size):
 
     P = 8    0->4, 0->2 4->6, 0->1 2->3 4->5 6->7       counted from the root
     """
-    place, children, distance = (rank - root) % world_size, [], 1
-    while distance < world_size and not place & distance:
-        if place + distance < world_size:
+    number, children, distance = (rank - root) % world_size, [], 1
+    while distance < world_size and not number & distance:
+        if number + distance < world_size:
             children.insert(0, (rank + distance) % world_size)
         distance *= 2
-    return (rank - distance) % world_size if place else None, children
+    return (rank - distance) % world_size if number else None, children
 
 
 def _tree_broadcast(tensor, root, rank, world_size):
@@ -649,6 +685,9 @@ def _scatter_all_gather(tensor, root, rank, world_size):
     yield from _ring_all_gather(chunks, rank)
 
 
+_BROADCAST = {"tree": _tree_broadcast, "scatter_all_gather": _scatter_all_gather}
+
+
 def _scatter(output, inputs, root, rank):
     if rank != root:
         yield [], [(output, root)]
@@ -666,7 +705,7 @@ def _gather(input, outputs, root, rank):
 
 
 def _dissemination(token, rank, world_size):
-    """Round k: tell the rank 2^k places on, hear from the one 2^k back; 2^(k+1) ranks are heard."""
+    """Round k: tell the rank 2^k further on, hear from the one 2^k back; 2^(k+1) are heard of."""
     heard, distance = torch.empty_like(token), 1
     while distance < world_size:
         to_rank, from_rank = (rank + distance) % world_size, (rank - distance) % world_size
@@ -674,487 +713,130 @@ def _dissemination(token, rank, world_size):
         distance *= 2
 
 
-# ---- cost, and the choice it makes ---------------------------------------------------------------
-
-
-class Cost(NamedTuple):
-    """What one rank does: steps one after the other, bytes sent, bytes added while none travel, and
-    those of the bytes sent that go at the pace of links between nodes."""
-
-    steps: int
-    bytes: int
-    added: int = 0
-    between: int = 0
-
-    def seconds(self, link, between=None):
-        """The alpha-beta model: steps * alpha + bytes * beta, and additions at gamma per byte.
-
-        link, between: LinkSpeed of the links inside nodes, and between them where they are others.
-        """
-        sending = (self.bytes - self.between) * link.beta + self.between * (between or link).beta
-        return self.steps * link.alpha + sending + self.added * link.gamma
-
-
-class LinkSpeed(NamedTuple):
-    """Seconds per step, per byte sent, and per byte added; measure_link() measures them."""
-
-    alpha: float
-    beta: float
-    gamma: float
-
-
-# Measured with 2 to 8 ranks on 2 cores (gloo); a batch's time on the host and, from data sheets, a
-# GPU's NVLink of 250 GB/s or more and its 400 Gbit/s network card (nccl); between machines of CPUs
-# a network of 1 Gbit/s. They are constants: an algorithm chosen by the mood of a machine would
-# change the bits of a training.
-LINK_SPEEDS = {
-    "gloo": LinkSpeed(1.2e-4, 6.5e-10, 1.1e-10),
-    "gloo between nodes": LinkSpeed(1.2e-4, 8e-9, 1.1e-10),
-    "nccl": LinkSpeed(6e-5, 4e-12, 1e-12),
-    "nccl between nodes": LinkSpeed(6e-5, 2e-11, 1e-12),
-}
-
-
-def reduce_scatter_cost(algorithm, nbytes, world_size, ranks_per_node=1):
-    """Cost of a reduce-scatter of a full tensor of `nbytes`, ranks_per_node to a node.
-
-    algorithm: halving, direct, ring or hierarchical. Exact where P divides nbytes.
-    """
-    D, P = nbytes, world_size
-    if algorithm == "hierarchical":
-        return _hierarchical_cost(reduce_scatter_cost, D, P, ranks_per_node)
-    steps = {"halving": (P - 1).bit_length(), "direct": min(P - 1, 1), "ring": P - 1}[algorithm]
-    sent = added = (P - 1) * D // P
-    if algorithm == "ring" and P > 1:
-        added = min(SEGMENT, D // P)  # all but the last segment, while the next one arrives
-    return _paced(Cost(steps, sent, added), P, ranks_per_node)
-
-
-def _hierarchical_cost(cost, nbytes, world_size, ranks_per_node):
-    nodes = world_size // ranks_per_node
-    inside = cost("direct", nbytes, ranks_per_node, ranks_per_node)
-    inside = inside._replace(steps=inside.steps * math.ceil(nodes / _most_at_once(ranks_per_node)))
-    between = cost("ring", nbytes // ranks_per_node, nodes)
-    return Cost(*(sum(pair) for pair in zip(inside, between)))
-
-
-def _paced(cost, world_size, ranks_per_node):
-    """With several nodes every step has messages between them, whose pace the others keep."""
-    return cost._replace(between=cost.bytes if ranks_per_node < world_size else 0)
-
-
-def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
-    """Cost of an all-reduce of `nbytes`, ranks_per_node to a node; rank 0 is the busiest.
-
-    Exact where 128 P divides nbytes (128 x 2^k, where 2^k of the P ranks halve and double); else a
-    chunk is at most 128 bytes longer, or shorter, than its share.
-    """
-    D, P, core = nbytes, world_size, 1 << (world_size.bit_length() - 1)
-    if algorithm == "hierarchical":
-        return _hierarchical_cost(all_reduce_cost, D, P, ranks_per_node)
-    if algorithm == "naive":
-        cost = Cost(min(P - 1, 1), (P - 1) * D, (P - 1) * D)
-    elif algorithm == "recursive_doubling":
-        steps = core.bit_length() - 1
-        cost = Cost(steps, steps * D, steps * D)
-    else:
-        halving = algorithm == "halving_doubling"
-        phase = reduce_scatter_cost(*("halving", D, core) if halving else (algorithm, D, P))
-        cost = Cost(2 * phase.steps, 2 * phase.bytes, phase.added)
-    if algorithm in ("recursive_doubling", "halving_doubling"):
-        if rank >= core:
-            cost = Cost(2, D)
-        elif rank + core < P:
-            cost = Cost(cost.steps + 2, cost.bytes + D, cost.added + D)
-    return _paced(cost, P, ranks_per_node)
-
-
-def broadcast_cost(algorithm, nbytes, world_size, ranks_per_node=1):
-    """Cost of a broadcast for the root: "tree", or "scatter_all_gather".
-
-    Exact where 128 P divides nbytes; else a chunk is at most 128 bytes longer, or shorter.
-    """
-    rounds = (world_size - 1).bit_length()
-    cost = Cost(rounds, rounds * nbytes)
-    if algorithm == "scatter_all_gather":
-        cost = Cost(world_size, 2 * nbytes * (world_size - 1) // world_size)
-    return _paced(cost, world_size, ranks_per_node)
-
-
-def all_reduce_bytes(nbytes, world_size):
-    """Bytes that one rank sends to all-reduce `nbytes` by the ring: no algorithm sends fewer.
-
-    Exact where 128 P divides nbytes; else at most 256 bytes are to be added.
-    """
-    return 2 * nbytes * (world_size - 1) // world_size
-
-
-def reduce_scatter_bytes(nbytes, world_size):
-    """Bytes that one rank sends to reduce-scatter, or all-gather, a full tensor of `nbytes`."""
-    return nbytes * (world_size - 1) // world_size
-
-
-all_gather_bytes = reduce_scatter_bytes
+# ---- the choice ----------------------------------------------------------------------------------
+#
+# A step costs time, and so does a byte. Messages of few bytes are quickest in few steps, long ones
+# by what sends fewest bytes. The constants were measured (gloo: 2 to 8 ranks on 2 cores, machines
+# with 1 Gbit/s between them) or are of data sheets (NCCL: 60 us of the host's for a batch, 400
+# Gbit/s between nodes). They are constants lest a machine's mood change the bits of a training.
 
 DIRECT_BYTES = 1 << 26  # of a full tensor that NCCL takes in one step: so much scratch it needs
-HALVED_BYTES = 1 << 21  # of a tensor that gloo takes in halves: longer ones leave a core's cache
+LONG_BYTES = 1 << 21  # on gloo such tensors go round in segments: halves of them leave a cache
 
 
-def direct_scratch_bytes(nbytes, world_size):
-    """Bytes that a rank receives into, to reduce `nbytes` directly, as NCCL does inside a node."""
-    return min(nbytes, DIRECT_BYTES) * (world_size - 1) / world_size
+def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
+    """The quickest algorithm for a full tensor of `nbytes`.
 
-
-def _choose(call, algorithms, cost, nbytes, name="auto", ranks_per_node=None):
-    """The algorithm of that name, or of least cost, and of how many bytes a slice of its turns is.
-
-    algorithms: {name: algorithm}; cost(name, nbytes, world_size, ranks_per_node) is its Cost.
+    phases: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather, half of one.
     """
-    told = call.state.ranks_per_node
+    P, nodes, rounds = world_size, world_size // ranks_per_node, (world_size - 1).bit_length()
+    if on_nccl and nodes == 1:
+        return "direct"  # P-1 messages of a batch leave at once
+    step = 1 << (22 if on_nccl else 17 if nodes == 1 else 14)  # lasts as long as so many bytes
+    power_of_two, sent = P & (P - 1) == 0, phases * reduce_scatter_bytes(nbytes, P)
+    costs = {"ring": phases * (P - 1) * step + sent}
+    if 1 < nodes < P:
+        costs["hierarchical"] = phases * nodes * step + sent // ranks_per_node
+    if on_nccl or nbytes < LONG_BYTES:
+        if phases == 2:
+            costs["recursive_doubling"] = rounds * (step + nbytes)
+        if power_of_two or phases == 2:  # all-reduces fold: some ranks stand in for others
+            folded = 0 if power_of_two else nbytes
+            costs["halving_doubling"] = phases * rounds * step + sent + folded
+        elif not on_nccl:
+            costs["direct"] = step + sent
+    return min(costs, key=costs.get)
+
+
+def _chosen(operation, nbytes, phases=1, name="auto", ranks_per_node=None):
+    """The quickest algorithm, unless named: its name, bytes in a turn, and arguments of its own."""
+    on_nccl, P = operation.on_nccl, operation.world_size
+    ranks_per_node = ranks_per_node or operation.known.ranks_per_node
     if name == "auto":
-        backend = "nccl" if call.on_stream else "gloo"
-        speeds = LINK_SPEEDS[backend], LINK_SPEEDS.get(f"{backend} between nodes")
-        name = _cheapest(backend, cost, nbytes, call.world_size, told, speeds)
-    algorithm, most = algorithms[name], math.inf  # no turns for ranks that take unlike steps
-    if name == "hierarchical":
-        algorithm = partial(algorithm, ranks_per_node=ranks_per_node or told)
-    if name in ("direct", "hierarchical") and call.on_stream:
-        most = DIRECT_BYTES
-    elif name in ("direct", "ring", "hierarchical") and not call.on_stream:
-        most = call.world_size * SEGMENT
-    return algorithm, most
-
-
-@lru_cache(maxsize=4096)
-def _cheapest(backend, cost, nbytes, world_size, ranks_per_node, speeds):
-    """What "auto" takes."""
-    names = candidates(backend, cost, world_size, ranks_per_node)
-    if backend == "gloo" and nbytes >= HALVED_BYTES:
-        names = [name for name in names if "halving" not in name]
-    size = nbytes, world_size, ranks_per_node
-    return min(names, key=lambda name: cost(name, *size).seconds(*speeds))
-
-
-def candidates(backend, cost, world_size, ranks_per_node):
-    """The algorithms that "auto" compares. An all-gather goes as its reverse, the reduce-scatter.
-
-    On gloo, where ranks share cores, every message costs and every byte, also another rank's.
-    """
-    if cost is broadcast_cost:
-        return ["tree"] if backend == "gloo" else ["tree", "scatter_all_gather"]
-    if backend == "nccl" and ranks_per_node == world_size:
-        return ["direct"]  # inside a node P-1 messages at once are quickest
-    if cost is all_reduce_cost:
-        names = ["ring", "halving_doubling", "recursive_doubling"]
-    elif world_size & (world_size - 1) == 0:  # log2(P) messages are quicker than P-1
-        names = ["halving", "ring"]
-    else:
-        names = ["ring"] if backend == "nccl" else ["direct", "ring"]
-    return names + ["hierarchical"] * (1 < ranks_per_node < world_size)
-
-
-def nccl_batches(cost, nbytes, world_size, ranks_per_node):
-    """In how many batches, one after the other, NCCL gets what "auto" does with `nbytes`.
-
-    cost: reduce_scatter_cost, also for an all-gather, or all_reduce_cost.
-    """
-    speeds = LINK_SPEEDS["nccl"], LINK_SPEEDS["nccl between nodes"]
-    name = _cheapest("nccl", cost, nbytes, world_size, ranks_per_node, speeds)
-    slices = math.ceil(nbytes / DIRECT_BYTES) if name in ("direct", "hierarchical") else 1
-    return slices * cost(name, nbytes, world_size, ranks_per_node).steps
-
-
-# ---- operations: now, or while Python computes ---------------------------------------------------
-#
-# A group's operations run strictly one after the other, and each reads its inputs when its turn
-# comes: at once if nothing is pending, else in the background. That means
-#   gloo   a thread of the group's: a batch is only complete when somebody has waited for it;
-#   NCCL   a side stream of the group's: there waiting orders streams and blocks nobody.
-
-
-def _launch(call, run, tensors, async_op, *signature):
-    """Call run() in the group's order; returns None, or its Work with async_op.
-
-    signature: what must be the same on all ranks; compared where PyTorch's debug level is DETAIL.
-    """
-    call.tell("call")
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        told = " ".join(map(str, (call.operation, *signature)))
-        run = partial(_compare_and_run, call, told, tensors[0].device, run)
-    worker = call.worker
-    if not async_op and (worker is None or worker.last.is_completed()):
-        run()
-        call.tell("return")
-        return None
-    if call.world_size == 1 or call.state.is_fake:  # needs neither stream nor thread
-        work = Work(run, call)
-        work.run()
-        return work
-    if worker is None and call.on_stream:
-        worker = call.state.stream = _WorkStream()
-    elif worker is None:
-        worker = call.state.thread = _WorkThread(call.group)
-    work = worker.submit(run, call, tensors)
-    return work if async_op else work.wait()
-
-
-def _compare_and_run(call, told, device, run, length=256):
-    """Tell every rank what this one is about to do; raise if somebody is about to do otherwise."""
-    text = torch.tensor(list(told.encode()[:length].ljust(length)), dtype=torch.uint8)
-    texts = list(text.to(device).repeat(call.world_size, 1))
-    apart = _Call(call.operation, call.group, texts[0])
-    apart.listeners = ()
-    take_turns([_direct_all_gather(texts, call.rank)], apart)
-    calls = [bytes(text.tolist()).decode().strip() for text in texts]
-    for other, theirs in zip(call.ranks, calls):
-        if theirs != calls[0]:
-            raise ValueError(f"rank {call.ranks[0]} calls {calls[0]}, rank {other} calls {theirs}")
-    run()
-
-
-def _perform(call, algorithms, *arguments):
-    """Do a call's operation: by algorithms that take turns, or by the backend, on `arguments`."""
-    if call.state.by_backend:
-        _backend_collective(call.operation, call.group, *arguments)
-    else:
-        take_turns(algorithms, call)
-
-
-class Work:
-    """A group's operation, under way in a thread. wait() blocks until done; errors arise there."""
-
-    def __init__(self, run, call):
-        self._run, self._error = run, None
-        self._call = weakref.ref(call)  # lest a group's last Work keep the group alive
-        self._inference = torch.is_inference_mode_enabled()  # a mode of each thread
-        self._finished = threading.Event()
-        call.tell("launch")
-
-    def run(self):
-        call = self._call()
-        call.tell("begin")
-        try:
-            with torch.inference_mode(self._inference):
-                self._run()
-        except BaseException as error:
-            self._error = error
-        self._run = None
-        call.tell("end")
-        self._finished.set()
-
-    def is_completed(self):
-        """Whether wait() would return, or raise, at once."""
-        return self._finished.is_set()
-
-    def finish(self):
-        """wait() that leaves errors to others."""
-        _tell(self._call, "await")
-        self._finished.wait()
-        _tell(self._call, "join")
-
-    def wait(self):
-        self.finish()
-        if self._error is not None:
-            raise self._error
-
-
-class StreamWork:
-    """An operation of a group's CUDA stream, under way. wait() makes the current stream wait."""
-
-    def __init__(self, run, call, tensors, stream):
-        self._tensors = tensors  # held until wait(), lest their memory be used again before
-        self._call = weakref.ref(call)
-        call.tell("launch")
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            call.tell("begin")
-            run()
-            call.tell("end")
-        self._event = stream.record_event()
-
-    def is_completed(self):
-        """Whether the stream has passed the operation."""
-        return self._event.query()
-
-    def finish(self):
-        _tell(self._call, "await")
-        torch.cuda.current_stream().wait_event(self._event)
-        _tell(self._call, "join")
-
-    def wait(self):
-        self.finish()
-        self._tensors = None
-
-
-def _tell(reference, event):
-    if (call := reference()) is not None:
-        call.tell(event)
-
-
-class _Thread(threading.Thread):
-    """A thread that ends when it takes None out of its queue."""
-
-    def __init__(self, target):
-        self.queue = queue.SimpleQueue()
-        super().__init__(target=target, args=(self.queue,), daemon=True)
-        self.start()
-
-
-@atexit.register
-def _end_threads(seconds=30):
-    """A thread that comes back from C++ when there is no Python any more aborts the process."""
-    threads = [thread for thread in threading.enumerate() if isinstance(thread, _Thread)]
-    deadline = time.monotonic() + seconds
-    for thread in threads:
-        thread.queue.put(None)
-    for thread in threads:
-        thread.join(max(0, deadline - time.monotonic()))
-
-
-class _WorkThread(_Thread):
-    """A group's thread."""
-
-    def __init__(self, group):
-        super().__init__(self._loop)
-        weakref.finalize(group, self.queue.put, None)  # the thread ends with its group
-
-    def submit(self, run, call, tensors):
-        self.last = Work(run, call)
-        self.queue.put(self.last)
-        return self.last
-
-    @staticmethod
-    def _loop(works):
-        if hasattr(os, "SCHED_OTHER"):  # batch work would wait until whoever wakes it pauses
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-        while (work := works.get()) is not None:
-            work.run()
-
-
-class _WorkStream:
-    """A group's stream: torch hands out a pool of 32 in turn, so it is made once and kept."""
-
-    def __init__(self):
-        self.stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
-        self.pending = deque()  # works hold their tensors until the stream has passed them
-
-    def submit(self, run, call, tensors):
-        while self.pending and self.pending[0].is_completed():
-            self.pending.popleft()
-        self.last = StreamWork(run, call, tensors, self.stream)
-        self.pending.append(self.last)
-        return self.last
-
-
-@_for_members
-def set_backend_collectives(group=None):
-    """From now on the group's collectives are the backend's own: a yardstick and an oracle.
-
-    Arguments, order, results and errors of use stay; exchange() stays a batch of messages. Whoever
-    then asks count_bytes() for counts gets a RuntimeError.
-    """
-    state = _state(group or dist.group.WORLD)
-    state.by_backend = state.world_size > 1
-
-
-def _backend_collective(operation, group, *arguments):
-    """The backend's own collective on contiguous rows; AVG is a SUM, whose caller divides."""
-
-    def plain(op):
-        return ReduceOp.SUM if op == ReduceOp.AVG else op
-
-    def all_reduce(output, input, op):
-        if output is not input:
-            output.copy_(input)
-        dist.all_reduce(output, plain(op), group)
-
-    def reduce(row, root, op):
-        own = row if dist.get_rank(group) == root else row.clone()  # gloo overwrites it
-        dist.reduce(own, op=plain(op), group=group, group_dst=root)
-
-    def reduce_scatter(output, input, op):
-        dist.reduce_scatter_single(output, input, plain(op), group)
-
-    def all_gather(chunks, own):
-        if len({len(chunk) for chunk in chunks}) == 1:
-            return dist.all_gather(chunks, own, group)
-        for root, chunk in enumerate(chunks):
-            dist.broadcast(chunk, group=group, group_src=root)
-
-    calls = {
-        "all_reduce": all_reduce,
-        "reduce": reduce,
-        "broadcast": lambda row, root: dist.broadcast(row, group=group, group_src=root),
-        "reduce_scatter_single": reduce_scatter,
-        "all_gather_single": lambda row, own: dist.all_gather_single(row, own, group),
-        "all_gather": all_gather,
-        "scatter": lambda row, rows, root: dist.scatter(row, rows, group=group, group_src=root),
-        "gather": lambda row, rows, root: dist.gather(row, rows, group=group, group_dst=root),
-        "all_to_all_single": lambda *rows: dist.all_to_all_single(*rows, group),
-        "barrier": lambda token: dist.all_reduce(token, group=group),  # on the token's device
-    }
-    calls[operation](*arguments)
-
-
-def _row(tensor):
-    """Its elements in a row: a view if it is contiguous, else a copy."""
-    return tensor.detach().contiguous().view(-1)
-
-
-def _write_back(tensor, row):
-    """What was written to the row of a tensor reaches the tensor."""
-    if not tensor.is_contiguous():
-        tensor.detach().copy_(row.view(tensor.shape))
+        name = choose(nbytes, P, ranks_per_node, on_nccl, phases)
+    if P == 1:
+        name = "direct"  # which copies: there is nobody to send to
+    divides = name != "hierarchical" or ranks_per_node > 0 and P % ranks_per_node == 0
+    _check(divides, "ranks_per_node={} does not divide world_size={}", ranks_per_node, P)
+    most, unit = DIRECT_BYTES if on_nccl else P * SEGMENT, P * ALIGNMENT
+    if "doubling" in name or name == "naive" or name == "ring" and on_nccl:
+        most = sys.maxsize  # no turns for ranks that take unlike steps
+    own = {"ranks_per_node": ranks_per_node} if name == "hierarchical" else {}
+    return name, max(1, most // unit) * unit, own
 
 
 # ---- the collectives -----------------------------------------------------------------------------
 #
-# Each returns None, or a Work with async_op, and raises ValueError, which names the values, for
-# arguments that do not fit. As in torch.distributed, src and dst are ranks of the world.
-
-_ALL_REDUCE = {
-    "naive": _naive,
-    "direct": _in_two_phases(_direct_reduce_scatter, _direct_all_gather),
-    "ring": _ring,
-    "recursive_doubling": _for_any_size(_recursive_doubling),
-    "halving_doubling": _for_any_size(_in_two_phases(_halving, _doubling)),
-    "hierarchical": _hierarchical,
-}
-_REDUCE_SCATTER = {
-    "halving": _halving,
-    "direct": _direct_reduce_scatter,
-    "ring": _ring_reduce_scatter,
-    "hierarchical": _hierarchical_reduce_scatter,
-}
-_ALL_GATHER = {
-    "halving": _doubling,
-    "direct": _direct_all_gather,
-    "ring": _ring_all_gather,
-    "hierarchical": _hierarchical_all_gather,
-}
-_BROADCAST = {"tree": _tree_broadcast, "scatter_all_gather": _scatter_all_gather}
+# Each returns None, or a Work with async_op. ValueError, with the values, says which sizes do not
+# fit: too short a buffer would abort the process. As in torch.distributed, src and dst are global.
 
 
-def _all_reduce(call, output, input, op, algorithm, ranks_per_node):
-    """All-reduce `input` into `output`, which may be the same."""
-    rank, P = call.rank, call.world_size
-    row = _row(output)
-    inputs = row if input is output else _row(input)
-    how = algorithm, ranks_per_node
-    reduce, most = _choose(call, _ALL_REDUCE, all_reduce_cost, inputs.nbytes, *how)
-    pairs = zip(_slices(row, P, most), _slices(inputs, P, most))
-    _perform(call, [reduce(*pair, _REDUCE[op], rank, P) for pair in pairs], row, inputs, op)
-    _average(row, op, P)
-    _write_back(output, row)
+def _launch(operation, algorithms, outputs, inputs=(), **options):
+    """Do the operation in its group's order. Returns None, or with async_op its Work.
+
+    algorithms(*outputs, *inputs), all of one dimension: what takes turns.
+    options: more of what torch.distributed's operation takes.
+    """
+    tensors, P = (*outputs, *inputs), operation.world_size
+
+    def run():
+        flat = [tensor.detach().contiguous().view(-1) for tensor in tensors]
+        if operation.known.by_backend:
+            _backend_collective(operation, flat, **options)
+        else:
+            take_turns(algorithms(*flat), operation)
+        if operation.op == ReduceOp.AVG and P > 1 and outputs:
+            flat[0].div_(P)
+        for tensor, result in zip(outputs, flat):
+            if not tensor.is_contiguous():  # then the result is in a copy
+                tensor.detach().copy_(result.view(tensor.shape))
+
+    operation.tell("begin")
+    if operation.async_op and P > 1:
+        run_to_end = partial(operation.run_to_end, run)
+        return Work(operation, *operation.background.submit(run_to_end, tensors))
+    if not operation.background.is_completed():
+        run, _ = operation.background.submit(run, tensors)  # behind what is pending; now wait
+    operation.run_to_end(run)
+    return Work(operation, lambda: None, lambda: True) if operation.async_op else None
 
 
-def _average(row, op, world_size):
-    """The second half of AVG, on what was summed."""
-    if op == ReduceOp.AVG and world_size > 1:
-        row.div_(world_size)
+def set_backend_collectives(group=None):
+    """From now on the group's collectives are the backend's own: a yardstick and an oracle.
+
+    exchange() stays a batch of messages, and what reduce() leaves the others and all_gather() takes
+    is up to the backend. Nobody counts bytes then: count_bytes() says so by a RuntimeError.
+    """
+    known = Operation("set_backend_collectives", group).known
+    known.by_backend = known.world_size > 1
 
 
-@_for_members
+def _backend_collective(operation, flat, **options):
+    if operation.op is not None:
+        options["op"] = ReduceOp.SUM if operation.op == ReduceOp.AVG else operation.op
+    if operation.root is not None:
+        to_root = operation.name in ("reduce", "gather")
+        options["group_dst" if to_root else "group_src"] = operation.root
+    own = {
+        "all_reduce": lambda out, *x, **how: dist.all_reduce(out.copy_(*x) if x else out, **how),
+        "reduce": dist.reduce,
+        "broadcast": dist.broadcast,
+        "reduce_scatter_single": dist.reduce_scatter_single,
+        "all_gather_single": dist.all_gather_single,
+        "all_gather": lambda *outs, **how: dist.all_gather([*outs[:-1]], outs[-1], **how),
+        "scatter": lambda out, *rest, **how: dist.scatter(out, [*rest], **how),
+        "gather": lambda *outs, **how: dist.gather(outs[-1], [*outs[:-1]], **how),
+        "all_to_all_single": dist.all_to_all_single,
+        "barrier": dist.all_reduce,  # of a token, where it is: gloo's own knows no GPU
+    }[operation.name]
+    own(*flat, group=operation.group, **options)
+
+
+def _check_fits(output, input, expected):
+    found, wanted = (output.numel(), output.dtype), (expected, input.dtype)
+    _check(found == wanted, "output has {} elements of {}, input makes {} of {}", *found, *wanted)
+
+
 def all_reduce(
     tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", ranks_per_node=None
 ):
@@ -1162,157 +844,125 @@ def all_reduce(
 
     op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers).
     algorithm: naive, direct, ring, recursive_doubling, halving_doubling, or hierarchical with
-    `ranks_per_node` consecutive ranks to a node; auto takes the one that costs least.
+    `ranks_per_node` consecutive ranks to a node; auto takes what choose() says.
     """
-    call = _Call("all_reduce", group, tensor)
-    _check_op(op, tensor.dtype)
-    _check_algorithm(algorithm, _ALL_REDUCE)
-    if algorithm == "hierarchical":
-        divides = ranks_per_node and call.world_size % ranks_per_node == 0
-        text = "ranks_per_node={} does not divide world_size={}"
-        _check(divides, text, ranks_per_node, call.world_size)
-    run = partial(_all_reduce, call, tensor, tensor, op, algorithm, ranks_per_node)
-    signature = tuple(tensor.shape), tensor.dtype, op, algorithm, ranks_per_node
-    return _launch(call, run, [tensor], async_op, *signature)
+    return _all_reduce([tensor], op, group, async_op, algorithm, ranks_per_node)
 
 
-@_for_members
+def _all_reduce(tensors, op, group, async_op=False, algorithm="auto", ranks_per_node=None):
+    """tensors: (output, input), or one that is both."""
+    operation = Operation("all_reduce", group, tensors[0], async_op, op)
+    add, rank, P = _REDUCE[op], operation.rank, operation.world_size
+
+    def algorithms(*flat):
+        output, input = flat[0], flat[-1]
+        name, most, nodes = _chosen(operation, input.nbytes, 2, algorithm, ranks_per_node)
+        width, pairs = most // input.itemsize, [(output, input)]
+        if len(input) > width:
+            pairs = zip(output.split(width), input.split(width))
+        return [_ALL_REDUCE[name](*pair, add, rank, P, **nodes) for pair in pairs]
+
+    return _launch(operation, algorithms, tensors[:1], tensors[1:])
+
+
 def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
     """Reduce `tensor` over the group into that of rank `dst`; the others keep theirs."""
-    call = _Call("reduce", group, tensor)
-    _check_op(op, tensor.dtype)
-    root = _group_rank("dst", dst, call)
-
-    def run():
-        row = _row(tensor)
-        tree = _tree_reduce(row, root, _REDUCE[op], call.rank, call.world_size)
-        _perform(call, [tree], row, root, op)
-        if call.rank == root:
-            _average(row, op, call.world_size)
-            _write_back(tensor, row)
-
-    return _launch(call, run, [tensor], async_op, tuple(tensor.shape), tensor.dtype, op, dst)
+    operation = Operation("reduce", group, tensor, async_op, op, dst)
+    root, rank, P = operation.root, operation.rank, operation.world_size
+    algorithms = lambda flat: [_tree_reduce(flat, root, _REDUCE[op], rank, P)]
+    ends = ([tensor], []) if rank == root else ([], [tensor])
+    return _launch(operation, algorithms, *ends)
 
 
-@_for_members
 def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
     """Copy `tensor` of rank `src` to every rank of the group, in place.
 
-    algorithm: tree, scatter_all_gather, or auto, the one that costs least (on gloo the tree).
+    algorithm: tree, scatter_all_gather, or auto: on NCCL, of a large tensor, the second.
     """
-    call = _Call("broadcast", group, tensor)
-    root = _group_rank("src", src, call)
-    _check_algorithm(algorithm, _BROADCAST)
-
-    def run():
-        row = _row(tensor)
-        send, _ = _choose(call, _BROADCAST, broadcast_cost, row.nbytes, algorithm)
-        _perform(call, [send(row, root, call.rank, call.world_size)], row, root)
-        _write_back(tensor, row)
-
-    return _launch(call, run, [tensor], async_op, tuple(tensor.shape), tensor.dtype, src, algorithm)
+    operation = Operation("broadcast", group, tensor, async_op, root=src)
+    root, rank, P = operation.root, operation.rank, operation.world_size
+    if algorithm == "auto":
+        in_chunks = operation.on_nccl and tensor.nbytes > DIRECT_BYTES
+        algorithm = "scatter_all_gather" if in_chunks else "tree"
+    send = _BROADCAST[algorithm]
+    return _launch(operation, lambda flat: [send(flat, root, rank, P)], [tensor])
 
 
-@_for_members
 def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
     """Reduce `input` over the group; rank r keeps chunk r in `output`, a P-th as long.
 
     Sends (P-1)/P of the input. op: as in all_reduce().
     """
-    call = _Call("reduce_scatter_single", group, output)
-    _check_op(op, input.dtype)
-    fits = input.numel() == output.numel() * call.world_size
-    shapes = tuple(input.shape), call.world_size, tuple(output.shape)
-    _check(fits, "input of shape {} is not world_size={} times output of shape {}", *shapes)
-    _check_dtype(output, input)
+    operation = Operation("reduce_scatter_single", group, output, async_op, op)
+    add, rank, P = _REDUCE[op], operation.rank, operation.world_size
+    _check_fits(output, input, input.numel() / P)
 
-    def run():
-        P, row, inputs = call.world_size, _row(output), _row(input)
-        scatter, most = _choose(call, _REDUCE_SCATTER, reduce_scatter_cost, inputs.nbytes)
-        parts = _segments([*inputs.view(P, len(row)).unbind(), row], most / P)
-        steps = [scatter(chunks, own, _REDUCE[op], call.rank) for *chunks, own in parts]
-        _perform(call, steps, row, inputs, op)
-        _average(row, op, P)
-        _write_back(output, row)
+    def algorithms(output, input):
+        name, most, nodes = _chosen(operation, input.nbytes)
+        parts = _segments([*input.view(P, len(output)).unbind(), output], most / P)
+        return [_PHASES[name][0](chunks, own, add, rank, **nodes) for *chunks, own in parts]
 
-    return _launch(call, run, [output, input], async_op, tuple(output.shape), output.dtype, op)
+    return _launch(operation, algorithms, [output], [input])
 
 
-def _gather_chunks(call, algorithms, chunks, own, row):
-    """Chunk r, `own` of rank r, into chunk r of every rank; `row` is what the backend takes."""
-    chunks[call.rank].copy_(_row(own))
-    nbytes = sum(chunk.nbytes for chunk in chunks)
-    gather, most = _choose(call, algorithms, reduce_scatter_cost, nbytes)
-    parts = _segments(chunks, most / call.world_size)
-    _perform(call, [gather(part, call.rank) for part in parts], row, chunks[call.rank])
-
-
-@_for_members
 def all_gather_single(output, input, group=None, async_op=False):
     """Collect `input` of every rank in `output`, P times as long, in rank order.
 
     Sends (P-1)/P of the output.
     """
-    call = _Call("all_gather_single", group, output)
-    _check_fits(output, input, input.numel() * call.world_size)
-
-    def run():
-        row = _row(output)
-        chunks = row.view(call.world_size, input.numel()).unbind()
-        _gather_chunks(call, _ALL_GATHER, chunks, input, row)
-        _write_back(output, row)
-
-    return _launch(call, run, [output, input], async_op, input.numel(), input.dtype)
+    operation = Operation("all_gather_single", group, output, async_op)
+    P = operation.world_size
+    _check_fits(output, input, input.numel() * P)
+    algorithms = lambda flat, own: _gather_all(operation, flat.view(P, len(own)).unbind(), own)
+    return _launch(operation, algorithms, [output], [input])
 
 
-@_for_members
 def all_gather(tensor_list, tensor, group=None, async_op=False):
-    """Collect `tensor` of every rank r in the contiguous tensor_list[r]; lengths may differ."""
-    call = _Call("all_gather", group, tensor)
-    _check_list("tensor_list", tensor_list, call.world_size)
-    _check_fits(tensor_list[call.rank], tensor, tensor.numel())
-    by_node = partial(_hierarchical_all_gather, ranks_per_node=call.state.ranks_per_node)
-    apart = by_node if call.on_stream else _direct_all_gather
-    algorithms = _ALL_GATHER | {"halving": apart}  # entries are not side by side
-
-    def run():
-        chunks = [_row(entry) for entry in tensor_list]
-        _gather_chunks(call, algorithms, chunks, tensor, chunks)
-
-    signature = [tuple(entry.shape) for entry in tensor_list], tensor.dtype
-    return _launch(call, run, [tensor, *tensor_list], async_op, *signature)
+    """Collect `tensor` of every rank r in tensor_list[r]; lengths may differ."""
+    operation = Operation("all_gather", group, tensor, async_op)
+    _check_list(operation, tensor_list)
+    _check_fits(tensor_list[operation.rank], tensor, tensor.numel())
+    algorithms = lambda *flat: _gather_all(operation, flat[:-1], flat[-1], apart=True)
+    return _launch(operation, algorithms, tensor_list, [tensor])
 
 
-@_for_members
+def _gather_all(operation, chunks, own, apart=False):
+    """apart: the chunks are not side by side, as halving and doubling wants them."""
+    name, most, nodes = _chosen(operation, sum(chunk.nbytes for chunk in chunks))
+    if apart and name == "halving_doubling":
+        name = "ring" if operation.on_nccl else "direct"
+    chunks[operation.rank].copy_(own)
+    parts = _segments(chunks, most / len(chunks))
+    return [_PHASES[name][1](part, operation.rank, **nodes) for part in parts]
+
+
 def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
     """Give rank r of the group the r-th tensor of `scatter_list`, which rank `src` has."""
-    call = _Call("scatter", group, tensor)
-    root = _group_rank("src", src, call)
-    inputs = _list_of_root("scatter_list", scatter_list, tensor, root, call)
-
-    def run():
-        row, rows = _row(tensor), [_row(entry) for entry in inputs]
-        _perform(call, [_scatter(row, rows, root, call.rank)], row, rows, root)
-        _write_back(tensor, row)
-
-    return _launch(call, run, [tensor, *inputs], async_op, tuple(tensor.shape), tensor.dtype, src)
+    operation = Operation("scatter", group, tensor, async_op, root=src)
+    root, rank = operation.root, operation.rank
+    inputs = _check_list(operation, scatter_list, [tensor]) if rank == root else []
+    algorithms = lambda output, *inputs: [_scatter(output, inputs, root, rank)]
+    return _launch(operation, algorithms, [tensor], inputs)
 
 
-@_for_members
 def gather(tensor, gather_list=None, dst=0, group=None, async_op=False):
     """Collect `tensor` of every rank r of the group in gather_list[r] of rank `dst`."""
-    call = _Call("gather", group, tensor)
-    root = _group_rank("dst", dst, call)
-    outputs = _list_of_root("gather_list", gather_list, tensor, root, call)
-
-    def run():
-        row, rows = _row(tensor), [_row(entry) for entry in outputs]
-        _perform(call, [_gather(row, rows, root, call.rank)], row, rows, root)
-
-    return _launch(call, run, [tensor, *outputs], async_op, tuple(tensor.shape), tensor.dtype, dst)
+    operation = Operation("gather", group, tensor, async_op, root=dst)
+    root, rank = operation.root, operation.rank
+    outputs = _check_list(operation, gather_list, [tensor]) if rank == root else []
+    algorithms = lambda *flat: [_gather(flat[-1], flat[:-1], root, rank)]
+    return _launch(operation, algorithms, outputs, [tensor])
 
 
-@_for_members
+def _check_list(operation, tensors, alike=()):
+    """One tensor for each rank, as long as the one in `alike`."""
+    count, P = len(tensors or ()), operation.world_size
+    _check(count == P, "{} got a list of {}, not of world_size={}", operation.name, count, P)
+    for tensor, other in product(tensors, alike):
+        _check_fits(tensor, other, other.numel())
+    return tensors
+
+
 def all_to_all_single(
     output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
 ):
@@ -1320,42 +970,40 @@ def all_to_all_single(
 
     Pieces are rows (dim 0): *_split_sizes rows for each rank, or equal ones.
     """
-    call = _Call("all_to_all_single", group, output)
-    rows = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in (output, input)]
-    text = "rows of output, {} {}, are not like rows of input, {} {}"
-    _check(rows[0] == rows[1], text, *rows[0], *rows[1])
-    rank, P = call.rank, call.world_size
-    output_sizes = _split_sizes("output", output, output_split_sizes, P)
-    input_sizes = _split_sizes("input", input, input_split_sizes, P)
-    own = rank, input_sizes[rank], output_sizes[rank]
-    _check(own[1] == own[2], "rank {} sends itself {} elements, but expects {}", *own)
+    operation = Operation("all_to_all_single", group, output, async_op)
+    rank, P = operation.rank, operation.world_size
+    received = _split_sizes(output, output_split_sizes, P)
+    sent = _split_sizes(input, input_split_sizes, P)
+    own = output.dtype, received[rank], input.dtype, sent[rank]
+    _check(own[:2] == own[2:], "of itself a rank expects {} {}, and sends {} {}", *own)
 
-    def run():
-        row, source = _row(output), _row(input)
-        outputs, inputs = row.split_with_sizes(output_sizes), source.split_with_sizes(input_sizes)
+    def algorithms(output, input):
+        outputs, inputs = output.split_with_sizes(received), input.split_with_sizes(sent)
         outputs[rank].copy_(inputs[rank])
-        steps = [_pairwise(inputs, outputs, rank)]
-        _perform(call, steps, row, source, output_sizes, input_sizes)
-        _write_back(output, row)
+        return [_pairwise(inputs, outputs, rank)]
 
-    return _launch(call, run, [output, input], async_op, "rows of", *rows[0])
+    sizes = {"output_split_sizes": received, "input_split_sizes": sent}
+    return _launch(operation, algorithms, [output], [input], **sizes)
 
 
-@_for_members
+def _split_sizes(tensor, split_sizes, world_size):
+    """Elements of `tensor` for each rank, from rows (dim 0) for each rank; equal rows if None."""
+    rows, P = len(tensor), world_size
+    sizes = split_sizes or [rows // P] * P
+    fits = len(sizes) == P and sum(sizes) == rows
+    _check(fits, "{} rows are not split for world_size={} by sizes {}", rows, P, sizes)
+    return [size * tensor.numel() // max(1, rows) for size in sizes]
+
+
 def barrier(group=None):
     """Return when every rank of the group has called it.
 
     Its first batch involves every rank, as NCCL asks of the first batch of any group.
     """
-    if dist.get_world_size(group) == 1:
-        return
-    token = torch.zeros(1, dtype=torch.uint8, device=_device(group))
-    call = _Call("barrier", group, token)
-
-    def run():
-        _perform(call, [_dissemination(token, call.rank, call.world_size)], token)
-
-    _launch(call, run, [token], async_op=False)
+    token = torch.empty(1, dtype=torch.uint8, device=_device(group))
+    operation = Operation("barrier", group, token)
+    rank, P = operation.rank, operation.world_size
+    _launch(operation, lambda flat: [_dissemination(flat, rank, P)], [token])
     if token.is_cuda:
         torch.cuda.current_stream().synchronize()
 
@@ -1368,8 +1016,13 @@ def _device(group):
 
 # ---- derivatives: the backward of a collective is a collective -----------------------------------
 #
-# What all ranks use alike has its whole gradient on each; what each uses in its own way has a part
-# of its gradient on each, and the parts must be summed. No function changes its input.
+# What all ranks use alike has its whole gradient on each. What each rank uses in its own way has a
+# part of its gradient on each, and the parts must be summed. Two layers that share an input x on 2
+# ranks: if each rank multiplies x by its own half of the columns of W, then dL/dx of a rank is that
+# half's part, and the two are summed; if each multiplies x by the same norm's weights, both have
+# the same dL/dx, and to sum them would count it twice.
+#
+# No function changes its input, and all but _identity() return memory of their own.
 
 
 def _identity(x, group):
@@ -1378,36 +1031,34 @@ def _identity(x, group):
 
 def _all_reduced(x, group):
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
-    call = _Call("all_reduce", group, x)
-    run = partial(_all_reduce, call, output, x, ReduceOp.SUM, "auto", None)
-    _launch(call, run, [output, x], False, tuple(x.shape), x.dtype)
+    _all_reduce([output, x], ReduceOp.SUM, group)
     return output
 
 
 def _all_gathered(x, dim, group):
     output = x.new_empty(dist.get_world_size(group), *x.shape)
     all_gather_single(output, x, group)
-    return output.movedim(0, dim).flatten(dim, dim + 1)
+    return output.movedim(0, dim).flatten(dim, dim + 1).detach()  # no view: it may be changed
+
+
+def _chunks(x, dim, group):
+    """Those of x along `dim`, one for each rank, as views."""
+    P = dist.get_world_size(group)
+    text = "dim {} of {} is not divisible by world_size={}"
+    _check(x.shape[dim] % P == 0, text, dim, tuple(x.shape), P)
+    return x.unflatten(dim, (P, -1)).movedim(dim, 0)
 
 
 def _own_chunk(x, dim, group):
-    rank, world_size = rank_and_size(group)
-    _check_divisible(x, dim, world_size)
-    return x.chunk(world_size, dim)[rank].clone(memory_format=torch.contiguous_format)
+    own = _chunks(x, dim, group)[dist.get_rank(group)]
+    return own.clone(memory_format=torch.contiguous_format)
 
 
 def _reduce_scattered(x, dim, group):
-    world_size = dist.get_world_size(group)
-    _check_divisible(x, dim, world_size)
-    chunks = x.unflatten(dim, (world_size, -1)).movedim(dim, 0)
+    chunks = _chunks(x, dim, group)
     output = x.new_empty(chunks.shape[1:])
     reduce_scatter_single(output, chunks, group=group)
     return output
-
-
-def _check_divisible(x, dim, world_size):
-    text = "dim {} of {} is not divisible by world_size={}"
-    _check(x.shape[dim] % world_size == 0, text, dim, tuple(x.shape), world_size)
 
 
 def _all_to_all(x, output_split_sizes, input_split_sizes, group):
@@ -1447,7 +1098,10 @@ class _Conjugate(torch.autograd.Function):
 
 
 def copy_to_group(x, group=None):
-    """x itself; the gradients that the ranks return for it are summed. Megatron's f."""
+    """x itself; the gradients that the ranks return for it are summed. Megatron's f.
+
+    It is no copy: autograd refuses to change it in place.
+    """
     return _Conjugate.apply(x, _PAIRS["copy_to_group"], group)
 
 
@@ -1485,14 +1139,14 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
 # ---- processes and groups ------------------------------------------------------------------------
 
 
-def schedule_as_batch():
+def schedule_as_batch(policy="SCHED_BATCH"):
     """Have this thread, and those it starts from now on, scheduled as batch work (on Linux).
 
     Call it before the process group is made. A thread of gloo's that preempts the rank it serves
     spins on a lock that the rank holds, so that a message takes 2-5 ms, not 0.1 ms.
     """
-    if hasattr(os, "SCHED_BATCH"):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    if hasattr(os, policy):
+        os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
 
 
 def run_ranks(function, world_size=4):
@@ -1514,134 +1168,52 @@ def _run_rank(rank, world_size, init_method, function):
     dist.destroy_process_group()
 
 
-@_for_members
 def set_ranks_per_node(ranks_per_node, group=None):
-    """Tell how many consecutive ranks of the group share a node; unless told, all of them do.
+    """Tell how many consecutive ranks of the group share a node: all of them, unless told fewer.
 
-    Where that does not divide the group, its nodes are unlike: no algorithm goes node by node.
+    If the number does not divide the group, its nodes are unlike: nothing goes node by node.
     """
     counts = isinstance(ranks_per_node, int) and ranks_per_node > 0
     _check(counts, "ranks_per_node={!r} is not a positive integer", ranks_per_node)
-    state = _state(group or dist.group.WORLD)
-    ranks = min(ranks_per_node, state.world_size)
-    state.ranks_per_node = ranks if state.world_size % ranks == 0 else 1
+    known = Operation("set_ranks_per_node", group).known
+    ranks = min(ranks_per_node, known.world_size)
+    known.ranks_per_node = ranks if known.world_size % ranks == 0 else 1
 
 
 def gather_objects(value, group=None):
-    """Every rank's `value`, anything that can be pickled, in rank order. Collective.
-
-    In a fake group the others are taken to have the same.
-    """
-    if dist.get_backend(group) == "fake":
-        return [value] * dist.get_world_size(group)
+    """Every rank's `value`, anything that can be pickled, in rank order. Collective."""
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(_device(group))
-    lengths = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=own.device)
+    lengths = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=own.device)
     all_gather_single(lengths, lengths.new_tensor([len(own)]), group)
-    texts = [own.new_empty(length) for length in lengths.tolist()]
-    all_gather(texts, own, group)
-    return [pickle.loads(text.cpu().numpy()) for text in texts]
+    texts = own.new_empty(len(lengths), max(lengths.tolist()))
+    all_gather_single(texts, torch.nn.functional.pad(own, (0, texts.shape[1] - len(own))), group)
+    return [pickle.loads(text.numpy()) for text in texts.cpu()]
 
 
 def check_parameters(named, group=None):
-    """ValueError if [(name, tensor)] are on several devices, or not alike on all ranks. Collective.
-
-    What ranks disagree on is an error on every rank of the group, naming the first difference.
-    """
-    devices = {tensor.device: name for name, tensor in named}
-    where = ", ".join(f"{name!r} on {device}" for device, name in devices.items())
-    _check(len(devices) <= 1, "parameters are on several devices: {}", where)
-    lines = [f"{name!r} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in named]
+    """ValueError, on every rank, if [(name, tensor)] are not alike on all of them. Collective."""
+    told = lambda t: f"{tuple(t.shape)} {t.dtype} {t.requires_grad} {t.device.type}"
+    lines = [f"{name!r} {told(tensor)}" for name, tensor in named]
     first, *others = gather_objects(lines, group)
     for rank, other in enumerate(others, 1):
         for line, expected in zip_longest(other, first, fillvalue="nothing"):
-            if line != expected:
-                raise ValueError(f"rank {rank} of the group has {line}, rank 0 has {expected}")
+            text = "rank {} of the group has {}, rank 0 has {}"
+            _check(line == expected, text, rank, line, expected)
 
 
-# ---- what arguments must be ----------------------------------------------------------------------
-
-
-def _check(right, message, *values):
-    """ValueError, with the values in the message, unless all is right."""
-    if not right:
-        raise ValueError(message.format(*values))
-
-
-def _check_op(op, dtype):
-    _check(op in _REDUCE, "op={} is not one of SUM, AVG, PRODUCT, MIN, MAX", op)
-    if dtype.is_floating_point:
-        return
-    _check(op != ReduceOp.AVG, "op=AVG needs a floating-point tensor, not dtype={}", dtype)
-    ordered = not dtype.is_complex or op not in (ReduceOp.MIN, ReduceOp.MAX)
-    _check(ordered, "op={} needs an order, which dtype={} does not have", op, dtype)
-
-
-def _check_algorithm(algorithm, known):
-    if algorithm != "auto":
-        names = ", ".join(["auto", *known])
-        _check(algorithm in known, "algorithm={!r} is not one of {}", algorithm, names)
-
-
-def _check_dtype(output, input):
-    dtypes = output.dtype, input.dtype
-    _check(dtypes[0] == dtypes[1], "output.dtype={} is not input.dtype={}", *dtypes)
-
-
-def _check_fits(output, input, expected):
-    _check_dtype(output, input)
-    text = "output of shape {} has {} elements where input of shape {} makes {}"
-    values = tuple(output.shape), output.numel(), tuple(input.shape), expected
-    _check(output.numel() == expected, text, *values)
-
-
-def _check_list(name, tensors, world_size, alike=None):
-    _check(tensors is not None, "{} is None, not of world_size={}", name, world_size)
-    size = name, len(tensors), world_size
-    _check(len(tensors) == world_size, "{} is of {} tensors, not of world_size={}", *size)
-    contiguous = all(tensor.is_contiguous() for tensor in tensors)
-    _check(contiguous, "{} has an entry that is not contiguous", name)
-    if alike is not None:
-        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in (alike, *tensors)]
-        text = "{} has an entry that is not {} {}, as tensor is"
-        _check(len(set(shapes)) == 1, text, name, *shapes[0])
-
-
-def _split_sizes(name, tensor, split_sizes, world_size):
-    """Elements of `tensor` for each rank, from rows (dim 0) for each rank; equal rows if None."""
-    rows = len(tensor)
-    divides = split_sizes is not None or rows % world_size == 0
-    _check(divides, "{} has {} rows, not divisible by world_size={}", name, rows, world_size)
-    split_sizes = split_sizes or [rows // world_size] * world_size
-    fits = len(split_sizes) == world_size and sum(split_sizes) == rows
-    text = "{}_split_sizes={} are not world_size={} sizes of sum {}"
-    _check(fits, text, name, split_sizes, world_size, rows)
-    row = tensor.numel() // rows if rows else 0
-    return [size * row for size in split_sizes]
-
-
-def _list_of_root(name, tensors, alike, root, call):
-    """The tensors that the root has for all ranks; those of others are not looked at."""
-    if call.rank != root:
-        return []
-    _check_list(name, tensors, call.world_size, alike)
-    return tensors
-
-
-def _group_rank(name, global_rank, call):
-    text = "{}={} is not one of the group's ranks, {}"
-    _check(global_rank in call.ranks, text, name, global_rank, call.ranks)
-    return call.ranks.index(global_rank)
+def autocasted(x):
+    """x as autocast would hand it to a matrix product."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(device))
+    return x
 
 
 # ---- who listens ---------------------------------------------------------------------------------
 
 
 class Traffic:
-    """Payload that this rank sent.
-
-    Nobody counts what the backend's own collectives send: bytes() and messages() then raise
-    RuntimeError.
-    """
+    """Payload that this rank sent; RuntimeError if the backend's own collectives sent some, too."""
 
     def __init__(self):
         self.sent = []  # (operation, group, peer in the group, bytes) of every message
@@ -1649,31 +1221,24 @@ class Traffic:
 
     def bytes(self, operation=None, group=None, peers=None):
         """Bytes sent by one operation, in one group, to some peers; None stands for all."""
-        return sum(self._select(operation, group, peers))
+        if self.uncounted:
+            raise RuntimeError(f"nobody counts the bytes of the backend's own {self.uncounted}")
+        return sum(nbytes for *_, nbytes in self._select(operation, group, peers))
 
     def messages(self, operation=None, group=None, peers=None):
         """Messages sent, selected as in bytes()."""
         return len(self._select(operation, group, peers))
 
     def _select(self, operation, group, peers):
-        if self.uncounted:
-            names = ", ".join(sorted(self.uncounted))
-            raise RuntimeError(f"nobody counts the bytes of the backend's own collectives: {names}")
-        return [
-            nbytes
-            for name, its_group, peer, nbytes in self.sent
-            if operation in (None, name)
-            and group in (None, its_group)
-            and (peers is None or peer in peers)
-        ]
+        among = lambda peer: peers is None or peer in peers
+        sent = [m for m in self.sent if operation in (None, m[0]) and among(m[2])]
+        return [message for message in sent if group in (None, message[1])]
 
-    def listen(self, event, call, *what):
+    def listen(self, event, operation, sends=(), receives=()):
         """Count what observe() tells."""
-        if event == "call" and call.state.by_backend:
-            self.uncounted.add(call.operation)
-        if event == "post":
-            _, sends, _ = what
-            self.sent += [(call.operation, call.group, peer, t.nbytes) for t, peer in sends]
+        if event == "begin" and operation.known.by_backend:
+            self.uncounted |= {operation.name} - {"exchange", "wait"}
+        self.sent += [(operation.name, operation.group, peer, t.nbytes) for t, peer in sends]
 
 
 @contextmanager
@@ -1685,124 +1250,49 @@ def count_bytes():
 
 
 def report_stalls(seconds):
-    """From now on, say on stderr whom an operation waits for that has not moved for so long.
+    """From now on, say on stderr whom gloo waits for that has not answered for so long: a line."""
+    waits = {}  # operation -> [since when it waits, its peers]
 
-    One line a stall. For gloo; on NCCL nobody waits in wait().
-    """
-    waits = {}  # thread -> [call, peers, since when it waits for them]
+    def listen(event, operation, sends=(), receives=()):
+        operation, now = operation.of or operation, time.monotonic()
+        later = operation.async_op and operation.name == "exchange"  # it waits in Work.wait()
+        if event == "post":
+            waits[operation] = [math.inf if later else now, [r for _, r in (*sends, *receives)]]
+        elif event == "end":
+            waits.pop(operation, None)
+        elif later and operation in waits:
+            waits[operation][0] = now
 
-    def listen(event, call, *what):
-        if event == "wait":
-            waits[threading.get_ident()] = [call, what[1], time.monotonic()]
-        elif event == "done":
-            waits.pop(threading.get_ident(), None)
-
-    def report(end):
-        while True:
-            try:
-                return end.get(timeout=seconds / 8)
-            except queue.Empty:
-                now = time.monotonic()
-            for wait in list(waits.values()):
-                call, peers, since = wait
-                if now - since >= seconds:
-                    wait[2] = math.inf  # it has been told
-                    line = f"{call.describe('waits for', peers)} for more than {seconds} s\n"
-                    sys.stderr.write(line)
+    def report():
+        while threading.main_thread().is_alive():
+            threading.main_thread().join(seconds / 8)
+            for operation, wait in list(waits.items()):
+                if time.monotonic() - wait[0] >= seconds:
+                    wait[0] = math.inf  # told once
+                    text = operation.describe("waits for", wait[1])
+                    sys.stderr.write(f"{text} for more than {seconds} s\n")
 
     _LISTENERS.append(listen)
-    _Thread(report)
-
-
-# ---- links, measured -----------------------------------------------------------------------------
-
-
-def measure_link(group=None, rounds=20):
-    """LinkSpeed of a group, measured: rings of 8 bytes and of 4 MB, and adding 4 MB. Collective."""
-    rank, world_size = rank_and_size(group)
-    device = _device(group)
-    small, large = torch.zeros(8, device=device), torch.zeros(1 << 20, device=device)
-    peers = (rank + 1) % world_size, (rank - 1) % world_size
-
-    def shift(tensor):
-        if world_size > 1:
-            exchange([(tensor, peers[0])], [(tensor.clone(), peers[1])], group)
-
-    alpha = _median_seconds(lambda: shift(small), group, rounds)
-    beta = max(0.0, _median_seconds(lambda: shift(large), group, rounds) - alpha) / large.nbytes
-    gamma = _median_seconds(lambda: large.add_(large), group, rounds) / large.nbytes
-    return LinkSpeed(alpha, beta, gamma)
-
-
-def _median_seconds(call, group=None, rounds=9):
-    times = []
-    for _ in range(rounds):
-        barrier(group)
-        began = time.perf_counter()
-        call()
-        if _device(group) == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return sorted(times)[rounds // 2]
-
-
-# ---- precision and chance ------------------------------------------------------------------------
-
-
-def autocasted(x):
-    """x as autocast would hand it to a matrix product."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x
-
-
-class RandomState:
-    """What the random generators would draw from now on: `with state:` has it drawn once more."""
-
-    def __init__(self, device):
-        self.devices = [device] if device.type == "cuda" else []
-        self.state = torch.get_rng_state()
-        self.device_states = [torch.cuda.get_rng_state(device) for device in self.devices]
-
-    def __enter__(self):
-        self.outside = torch.random.fork_rng(self.devices)
-        self.outside.__enter__()
-        torch.set_rng_state(self.state)
-        for device, state in zip(self.devices, self.device_states):
-            torch.cuda.set_rng_state(state, device)
-
-    def __exit__(self, *exception):
-        self.outside.__exit__(*exception)
+    threading.Thread(target=report).start()
 
 
 # ---- demonstration -------------------------------------------------------------------------------
 
 
 def _demonstrate():
-    rank, world_size = rank_and_size()
-    link = measure_link()
-    if rank == 0:
-        alpha, beta, gamma = link.alpha * 1e6, link.beta * 1e9, link.gamma * 1e9
-        print(f"{world_size} ranks: a step takes {alpha:.0f} us, sending {beta:.2f} ns per byte,")
-        print(f"adding {gamma:.2f} ns per byte; an all-reduce of\n")
-        header = ("bytes", "algorithm", "claimed", "counted", "steps", "cost", "time", "gloo's")
-        print("{:>9}  {:20}{:>10}{:>10}{:>6}{:>11}{:>11}{:>11}".format(*header))
-    unit = ALIGNMENT * math.lcm(world_size, 1 << (world_size.bit_length() - 1))
-    for size in (1 << 12, 1 << 18, 1 << 24):
-        nbytes = math.ceil(size / unit) * unit  # what all algorithms cut into chunks alike
-        tensor, ranks_per_node = torch.zeros(nbytes // 4), 2 - world_size % 2
-        gloo = _median_seconds(lambda: dist.group.WORLD.allreduce([tensor]).wait())
-        for algorithm in _ALL_REDUCE:
-            call = lambda: all_reduce(tensor, algorithm=algorithm, ranks_per_node=ranks_per_node)
-            with count_bytes() as traffic:
-                call()
-            cost = all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node, rank)
-            seconds = (cost.seconds(link), _median_seconds(call), gloo)
-            if rank == 0:
-                counts = f"{cost.bytes:10}{traffic.bytes():10}{cost.steps:6}"
-                times = "".join(f"{value * 1e6:8.0f} us" for value in seconds)
-                print(f"{nbytes:9}  {algorithm:20}{counts}{times}")
+    rank, P = rank_and_size()
+    nbytes, ranks_per_node = 840 * 128 * P, 2 - P % 2
+    for name in _ALL_REDUCE:
+        tensor = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(rank))
+        expected = tensor.double()
+        dist.group.WORLD.allreduce([expected]).wait()
+        with count_bytes() as traffic:
+            all_reduce(tensor, algorithm=name, ranks_per_node=ranks_per_node)
+        error = (tensor - expected).abs().max()
+        steps, sent = all_reduce_cost(name, nbytes, P, ranks_per_node, rank)
+        if rank == 0:
+            print(f"{name:20}{steps:3} steps, {sent:9} bytes claimed, {traffic.bytes():9} counted,"
+                  f" at most {error:.0e} from gloo's sum")
 
 
 if __name__ == "__main__":

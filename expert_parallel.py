@@ -23,8 +23,7 @@ Shazeer et al., "Outrageously Large Neural Networks", 2017. Fedus et al., "Switc
 2021. Zoph et al., "ST-MoE", 2022. Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024.
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
 
-    torchrun --nproc-per-node 4 expert_parallel.py      claimed and counted bytes;
-                                                        the error against a loop over the experts
+    torchrun --nproc-per-node 4 expert_parallel.py      bytes, and the error against a loop
 """
 
 import math
@@ -48,14 +47,17 @@ from collectives import (
 #                             waits for them, and for nothing else: they are sizes of what follows
 #                 dispatch    a row of width D for each choice of one of the receiver's experts
 #                 combine     as many rows back, the experts' results
-#     backward    1. a row's gradient is its token's times its weight; the weight's is their product
-#                 2. combine, the other way round: rows' gradients go to the experts
+#     backward    1. y's gradient: times a weight it is that of a row, times a row that of a weight
+#                 2. combine, the other way round: the rows' gradients go to the experts
 #                 3. experts: the gradients of their inputs, and of their matrices, which are sums
 #                    over the tokens of all ranks already: nothing is left to reduce in the group
 #                 4. dispatch, the other way round: gradients of their inputs come back
-#                 5. a token's gradient is the sum of its rows', and the router's from the weights
+#                 5. a token's gradient is the sum of its rows'; the router's comes by the weights
 #
-# There is no overlap: a rank either sends or computes. DualPipe and DeepEP send the rows of one
+# MoE adds, for a loss of balance, an all-reduce of E + 1 counts; and where tp has the same tokens,
+# an all-gather of the results in forward and one of the input's gradient in backward.
+#
+# There is no overlap: a rank sends or computes. DualPipe and DeepEP send the rows of one
 # microbatch while another one computes, on a part of the GPU that is set aside for it.
 #
 # PyTorch has no such layer. Megatron-LM's MoELayer takes the same steps, and can also split each
@@ -102,8 +104,8 @@ class Hop:
         self.order = order[len(order) - sum(self.splits[1]) :]
         self.token = self.order // k
         # what arrives is sorted by source, and what comes from one source by expert
-        num_rows, kinds = sum(self.splits[0]), received[:, :G].flatten()
-        expert = torch.repeat_interleave(kinds, output_size=num_rows) % G
+        counts, num_rows = received[:, :G].flatten(), sum(self.splits[0])
+        expert = torch.repeat_interleave(counts, output_size=num_rows) % G
         self.by_expert = expert.argsort(stable=True) if G > 1 else None
 
     def dispatch(self, x):
@@ -346,8 +348,8 @@ class MoE(nn.Module):
     """A mixture of experts over the ranks of `group`: (..., D) -> (..., D) of this rank's tokens.
 
     tp_group: ranks that have the same tokens, (T, ..., D), and are to have the same results: each
-        does chunk `rank` of T, and then all gather; a parameter's gradient is their sum. None, as
-        with sequence parallelism: every rank has tokens of its own.
+        computes chunk `rank` of T, then they gather; a parameter's gradient is still to be summed
+        over them. None, as with sequence parallelism: every rank has tokens of its own.
     capacity_factor: an expert takes at most ceil(n k / E x capacity_factor) of a rank's n tokens,
         the first ones; a token that finds no room gets nothing, and passes by in the residual.
     shared_experts: how many more every token uses.

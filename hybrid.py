@@ -220,6 +220,9 @@ RULES = {  # how to say what is wrong, and whether it is; a rule may count on th
     "{top_k} is more than {topk_nodes} have of {experts}": lambda a: (
         a.experts and a.top_k > a.experts // a.ep_nodes * a.topk_nodes
     ),
+    "{moe_every} leaves no layer of {layers} with experts": lambda a: (
+        a.experts and a.moe_every > a.layers
+    ),
     "{vocab_size} is less than {tp}": lambda a: a.vocab_size < a.tp,
     "{batch_size} is not divisible by {dp} x {microbatches}": lambda a: (
         a.batch_size % (a.dp * a.microbatches)
@@ -544,6 +547,18 @@ def config_of(args):
     return GPTConfig(**own | {"sequence_parallel": args.sp})
 
 
+def _replicated(module, config):
+    """A module that every rank of tp has, with sequence parallelism for its part of the tokens."""
+    return mark_partial(module) if config.sequence_parallel else module
+
+
+def _residual_dropout(module, x):
+    """Masks alike over tp, where x is; its own for each rank's part of the sequence."""
+    config = module.config
+    with module.random if config.sequence_parallel and config.dropout else nullcontext():
+        return dropout(x, config.dropout, module.training)
+
+
 class MLP(nn.Module):
     """(T, B, D) -> F, column-parallel, GELU -> D, row-parallel."""
 
@@ -726,18 +741,6 @@ def flops_per_token(config):
     return layers + 3 * 2 * config.hidden * config.vocab_size
 
 
-def _replicated(module, config):
-    """A module that every rank of tp has, with sequence parallelism for its part of the tokens."""
-    return mark_partial(module) if config.sequence_parallel else module
-
-
-def _residual_dropout(module, x):
-    """Masks alike over tp, where x is; its own for each rank's part of the sequence."""
-    config = module.config
-    with module.random if config.sequence_parallel and config.dropout else nullcontext():
-        return dropout(x, config.dropout, module.training)
-
-
 def make_moe(config, mesh, num_microbatches):
     """A mixture of experts in place of an MLP, (T, B, D) -> (T, B, D)."""
     balance, z = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
@@ -835,6 +838,13 @@ class TrainingError(ValueError):
         self.status = status
 
 
+def refuse(args, num_outside):
+    """Raise TrainingError if so many tokens, alike on all ranks, no vocabulary has."""
+    if num_outside:
+        found = f"{num_outside:.0f} tokens are outside --vocab-size {args.vocab_size}"
+        raise TrainingError(f"--data: {found}")
+
+
 class Trainer:
     """One rank's part of the training.
 
@@ -870,7 +880,7 @@ class Trainer:
             defer=put_off,
             sync_each=args.zero > 1,  # so that no rank has whole gradients
         )
-        self.evaluation = self.forward_pipeline(args.microbatches, self.loss)
+        self.evaluation = forward_pipeline(self, args.microbatches, self.loss)
 
     def step(self, inputs, targets):
         """One optimizer step on this rank's rows of the batch, (B/dp, T) each.
@@ -893,7 +903,7 @@ class Trainer:
         # the one time that the host waits for the device
         numbers = torch.stack([*found, norm, told, *of_experts.values()])
         loss, num_outside, norm, self.stop, *loads = numbers.tolist()
-        self.refuse(num_outside)
+        refuse(args, num_outside)
         if math.isfinite(loss + norm):
             self.update(rate, tallies)
             self.skipped_in_a_row = 0
@@ -916,10 +926,7 @@ class Trainer:
         return found
 
     def run(self, pipeline, inputs, targets):
-        """Drive one pipeline step; returns the global loss, and how many tokens no vocabulary has.
-
-        These count for nothing in the step. Both stay on the device.
-        """
+        """One pipeline step; returns the global loss and how many tokens no vocabulary has."""
         inputs, targets = self.own_tokens(inputs, targets)
         outside = torch.maximum(inputs, targets) >= self.config.vocab_size
         counts = torch.stack([(targets != IGNORE_INDEX).sum(), outside.sum()])
@@ -942,12 +949,12 @@ class Trainer:
         Those are DualPipe's replicas, what tensor-parallel ranks use for a part of the sequence,
         and the tied embedding and head.
         """
-        first, experts = self.steps_done == 0, set(self.experts)
-        partial = [parameter for chunk in self.chunks for parameter in partial_parameters(chunk)]
-        dense = [parameter for parameter in partial if parameter not in experts]
-        sum_partial_gradients(dense, self.mesh.tp_group, check=first)
-        of_experts = [parameter for parameter in partial if parameter in experts]
-        sum_partial_gradients(of_experts, self.mesh.expert_tp_group, check=first)
+        partial, first = set(), self.steps_done == 0
+        for chunk in self.chunks:
+            partial.update(partial_parameters(chunk))
+        groups = (self.dense, self.mesh.tp_group), (self.experts, self.mesh.expert_tp_group)
+        for parameters, group in groups:
+            sum_partial_gradients([p for p in parameters if p in partial], group, check=first)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
         weights = [chunk.tied_weight() for chunk in self.chunks]
@@ -996,10 +1003,7 @@ class Trainer:
                 layer.router.update_bias(tallies[row, : layer.num_experts])
 
     def skip_step(self, loss, norm):
-        """Leave out a step that is not finite: nothing moves but the learning rate's schedule.
-
-        Raises TrainingError, on all ranks, if it is one too many in a row.
-        """
+        """Leave out a step that is not finite; TrainingError if it is one too many in a row."""
         self.skipped += 1
         self.skipped_in_a_row += 1
         for stage in self.stages if self.args.zero else ():
@@ -1007,12 +1011,6 @@ class Trainer:
         if self.skipped_in_a_row >= self.args.skip_nonfinite:
             found = f"loss {loss:.4f}, grad norm {norm:.3f}; {self.skipped_in_a_row} in a row"
             raise TrainingError(f"step {self.steps_done + 1} is not finite: {found}")
-
-    def refuse(self, num_outside):
-        """Raise TrainingError if so many tokens, alike on all ranks, no vocabulary has."""
-        if num_outside:
-            found = f"{num_outside:.0f} tokens are outside --vocab-size {self.config.vocab_size}"
-            raise TrainingError(f"--data: {found}")
 
     def own_rows(self):
         """This rank's rows of the global batch."""
@@ -1027,12 +1025,13 @@ class Trainer:
             tokens = tokens.pin_memory()  # else the host would wait
         return tokens.to(self.device, non_blocking=True)
 
-    def forward_pipeline(self, num_microbatches, loss_fn):
-        """A pipeline without backward, along the first route."""
-        _, num_stages = rank_and_size(self.mesh.pp_group)
-        schedule = forward_only(num_stages, num_microbatches, self.route)
-        stages = self.stages[:1] if self.replicated else self.stages
-        return Pipeline(stages, schedule, loss_fn, self.mesh.pp_group)
+
+def forward_pipeline(trainer, num_microbatches, loss_fn):
+    """A pipeline without backward, along the first route."""
+    group = trainer.mesh.pp_group
+    schedule = forward_only(dist.get_world_size(group), num_microbatches, trainer.route)
+    stages = trainer.stages[:1] if trainer.replicated else trainer.stages
+    return Pipeline(stages, schedule, loss_fn, group)
 
 
 def learning_rate(step, steps, warmup, peak):
@@ -1270,8 +1269,7 @@ def commit(path, run):
 
 
 def checkpoints_of(folder):
-    """Those in a folder, which is made if it is not there, the last step last."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Those in a folder, the last step last."""
     return sorted(path for path in folder.glob("step_*") if path.name[5:].isdecimal())
 
 
@@ -1442,7 +1440,7 @@ def evaluate(trainer, data, batches=8):
         rows = trainer.own_rows()
         found = trainer.run(trainer.evaluation, inputs[rows], targets[rows])
         loss, num_outside = torch.stack(found).tolist()
-        trainer.refuse(num_outside)
+        refuse(args, num_outside)
         total += loss * counted
         count += counted
     if not math.isfinite(total):
@@ -1462,7 +1460,7 @@ def sample(trainer, prompt, length, temperature=1.0, seed=0):
         raise TrainingError(f"the prompt's token {largest} is outside --vocab-size {V}", status=2)
     for chunk in trainer.chunks:
         chunk.eval()
-    pipeline = trainer.forward_pipeline(1, lambda logits, _: logits)
+    pipeline = forward_pipeline(trainer, 1, lambda logits, _: logits)
     generator, tokens = torch.Generator().manual_seed(seed), list(prompt)
     for _ in range(length):
         window = tokens[-T:]
@@ -1493,6 +1491,7 @@ def logits_at(trainer, position, logits):
 
 def go_on(trainer, folder):
     """From the folder's last checkpoint, if any; SIGTERM now ends the training after a save."""
+    on_all_ranks(partial(folder.mkdir, parents=True, exist_ok=True))
     paths, *_ = gather_objects(on_all_ranks(checkpoints_of, folder))
     if paths:
         load(trainer, paths[-1])

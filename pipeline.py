@@ -51,7 +51,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from collectives import (
-    RandomState, autocasted, count_bytes, exchange, gather_objects, rank_and_size, run_ranks,
+    autocasted, count_bytes, exchange, gather_objects, rank_and_size, run_ranks,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------
@@ -1139,6 +1139,28 @@ def pipeline_bytes(stage, num_stages, num_microbatches, microbatch_bytes):
     """Bytes `stage` sends in a step: activations to the next, gradients to the previous stage."""
     boundaries = (stage < num_stages - 1) + (stage > 0)
     return boundaries * num_microbatches * microbatch_bytes
+
+
+# ---- chance ----
+
+
+class RandomState:
+    """What the random generators would draw from now on: `with state:` has it drawn once more."""
+
+    def __init__(self, device):
+        self.devices = [device] if device.type == "cuda" else []
+        self.state = torch.get_rng_state()
+        self.device_states = [torch.cuda.get_rng_state(device) for device in self.devices]
+
+    def __enter__(self):
+        self.outside = torch.random.fork_rng(self.devices)
+        self.outside.__enter__()
+        torch.set_rng_state(self.state)
+        for device, state in zip(self.devices, self.device_states):
+            torch.cuda.set_rng_state(state, device)
+
+    def __exit__(self, *exception):
+        self.outside.__exit__(*exception)
 
 
 # ---- demonstration -------------------------------------------------------------------------------

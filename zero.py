@@ -118,10 +118,11 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             layout = FlatLayout(parameters, world_size)
             flat = layout.pack(parameters)
             broadcast_first([flat], process_group)
-            for parameter, view in zip(parameters, layout.views(flat)):
-                parameter.data = view
             shard = flat.chunk(world_size)[rank]
-            pieces |= zip(parameters, map(nn.Parameter, layout.pieces(shard, rank)))
+            views = layout.views(flat), layout.pieces(shard, rank)
+            for parameter, view, piece in zip(parameters, *views):
+                parameter.data = view
+                pieces[parameter] = nn.Parameter(piece, parameter.requires_grad)
             self._flats.append((flat, shard, list(zip(parameters, layout.ranges(rank)))))
         groups = [g | {"params": [pieces[p] for p in g["params"]]} for g in self.param_groups]
         self.pieces, self.optimizer = pieces, optimizer_class(groups, **defaults)
@@ -168,11 +169,10 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
 
 
 def check_elementwise(optimizer_class):
-    """ValueError if the update of an element needs others, which may be on other ranks.
+    """ValueError for optimizers that shards would make wrong; a warning for those not of torch.
 
-    Right on shards: what treats each element by itself, as SGD, Adam and its family do. Wrong: what
-    takes a parameter's norm, products of matrices, or searches along a line. A class that is not
-    torch's may be either, and gets a warning.
+    Right are those that treat each element by itself, as SGD, Adam and its family do; wrong, those
+    that take a parameter's norm or products of matrices, or search along a line.
     """
     if issubclass(optimizer_class, (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon)):
         raise ValueError(f"{optimizer_class.__name__} is wrong on shards: elements need each other")
@@ -197,18 +197,17 @@ class FlatParameter:
         (HSDP), or None.
     pieces: the given parameters, each cut down to its part of sharded_param, this rank's shard.
     whole: what the module computes with instead, of full shape: views of unsharded_param, whose
-        memory comes and goes or, if it keeps it, stays.
+        memory comes and goes or, if it `keeps` it, stays.
     flat_grad: gradients of these, from the first one that comes until reduce().
     incoming: this rank's part of their sum, while it travels.
     missing: what they wait for before they leave; empty when they have left.
     """
 
-    def __init__(self, named, places, groups, keeps, param_dtype, reduce_dtype, divisor):
+    def __init__(self, named, places, groups_of, keeps, param_dtype, reduce_dtype, divisor):
         self.names, self.pieces = zip(*named)
         self.places = [places[parameter] for parameter in self.pieces]
-        self.group, self.replicate_group = groups
-        self.keeps, self.divisor, self.missing = keeps, divisor, set()
-        first = self.pieces[0]
+        self.divisor, self.missing, first = divisor, set(), self.pieces[0]
+        self.group, self.replicate_group = groups_of(first)
         self.trainable, self.grad_dtype = first.requires_grad, grad_dtype(first)
         if not first.is_floating_point():
             param_dtype = reduce_dtype = None
@@ -216,16 +215,16 @@ class FlatParameter:
         self.rank, world_size = rank_and_size(self.group)
         self.layout = FlatLayout(self.pieces, world_size)
         flat = self.layout.pack(self.pieces)
-        _broadcast_first([flat], *groups)
+        _broadcast_first([flat], self.group, self.replicate_group)
         self.unsharded_param = flat.to(param_dtype or first.dtype)
         own = flat.chunk(world_size)[self.rank]
         is_part = keeps and self.unsharded_param is flat  # then nothing is held twice
         self.sharded_param = own if is_part else own.clone()
-        self.whole = [self._whole_of(piece) for piece in self.pieces]
+        empty = self.unsharded_param.new_empty(0)
+        self.whole = [nn.Parameter(empty, self.trainable) for _ in self.pieces]
         self.live_in(self.unsharded_param)
-        for piece, (begin, _), view in zip(
-            self.pieces, self.layout.ranges(self.rank), self.shard_views()
-        ):
+        ranges, views = self.layout.ranges(self.rank), self.shard_views()
+        for piece, (begin, _), view in zip(self.pieces, ranges, views):
             piece.first, piece.whole_shape, piece.data = begin, piece.shape, view
         self.flat_grad = self.incoming = self.gathering = None
 
@@ -235,12 +234,8 @@ class FlatParameter:
         self.nbytes = self.memory.nbytes()
         for whole, view in zip(self.whole, self.layout.views(flat)):
             whole.data = view  # not nn.Parameter(view): gathering would count as a change in place
-
-    def _whole_of(self, parameter):
-        whole = nn.Parameter(self.unsharded_param.new_empty(0), self.trainable)
-        if self.grad_dtype != parameter.dtype:
-            whole.grad_dtype = self.grad_dtype
-        return whole
+            if self.grad_dtype != self.sharded_param.dtype:
+                whole.grad_dtype = self.grad_dtype
 
     def shard_views(self):
         return self.layout.pieces(self.sharded_param, self.rank)
@@ -259,24 +254,17 @@ class FlatParameter:
     def use(self):
         """Have the modules compute with the whole parameters, now that they are there."""
         self.gathering.wait()
-        self._put(self.whole)
+        self.put(self.whole)
 
     def drop(self):
         """Forget them. Autograd keeps views of them: right again once they are gathered again."""
         if self.gathering is not None:
-            self._put(self.pieces)
+            self.put(self.pieces)
             self.gathering.wait()  # what still arrives would write
             self.gathering = None
 
-    def leave(self):
-        """A pass is over: nobody has the memory, unless it is kept."""
-        self._put(self.pieces)
-        if not self.keeps:
-            self.drop()
-            # Private: resize_() of the storage, not of the tensor, keeps autograd's views.
-            self.memory.resize_(0)
-
-    def _put(self, parameters):
+    def put(self, parameters):
+        """Have the modules compute with these: the whole parameters, or the pieces."""
         for parameter, places in zip(parameters, self.places):
             for module, name in places:
                 # Private: setattr() would run what some modules do when a parameter is replaced.
@@ -336,6 +324,51 @@ class FlatParameter:
         return [view.clone() for view in self.layout.views(flat)]
 
 
+def _broadcast_first(tensors, group, replicate_group):
+    """Give all ranks the first one's."""
+    # replicas first: then what the first replica broadcasts reaches all of its ranks
+    if replicate_group is not None:
+        broadcast_first(tensors, replicate_group)
+    broadcast_first(tensors, group)
+
+
+# ---- which parameters travel together -----------------------------------------------------------
+
+
+def _sort_parameters(module, units, groups_of):
+    """[{kind: named parameters}] of units and root, {parameter: {(module, name) that has it}}."""
+    for i, unit in enumerate(units):
+        others = [part for other in units[:i] + units[i + 1 :] for part in other.modules()]
+        if unit is module or unit in others or unit not in list(module.modules()):
+            raise ValueError(f"units[{i}] is not a submodule, or inside of another unit")
+    owners, places = {}, {}  # owners: the numbers of its units, and the root's, which has them all
+    for number, unit in enumerate([*units, module]):
+        for submodule in unit.modules():
+            for name, parameter in submodule._parameters.items():
+                owners.setdefault(parameter, set()).add(number)
+                places.setdefault(parameter, set()).add((submodule, name))
+    # A flat parameter is of one dtype, and its gradients, all trainable or not. What carries other
+    # attributes has one of its own: tensor-parallel ranks, which hold parts of unlike sizes of what
+    # they split, so have the same pieces of what they all hold.
+    kinds = [{} for _ in range(len(units) + 1)]
+    for name, parameter in module.named_parameters():
+        owner = min(owners[parameter]) if len(owners[parameter]) == 2 else len(units)
+        kind = parameter.dtype, grad_dtype(parameter), parameter.requires_grad
+        kind += *groups_of(parameter), *sorted(vars(parameter))
+        kinds[owner].setdefault(kind, []).append((name, parameter))
+    return kinds, places
+
+
+def _make_units(module, units, groups_of, stage, options):
+    """The FlatParameters of each unit, and at last of the root: the parameters outside of them."""
+    kinds, places = _sort_parameters(module, units, groups_of)
+    make = lambda named: FlatParameter(named, places, groups_of, stage < 3, *options)
+    made = [[make(named) for named in of_unit.values()] for of_unit in kinds]
+    for sharing in (made[:-1:2], made[1:-1:2], made[-1:]) if stage == 3 else ():
+        _share_memory([unit for unit in sharing if unit])
+    return made
+
+
 def _share_memory(units):
     """Have units that are there in turn, each a list of flat parameters, live in one memory.
 
@@ -348,14 +381,6 @@ def _share_memory(units):
             memory = unit[0].sharded_param.new_empty(max(map(sum, sizes)), dtype=torch.uint8)
         for flat, part in zip(unit, memory[: sum(nbytes)].split(nbytes)):
             flat.live_in(part.view(flat.unsharded_param.dtype))
-
-
-def _broadcast_first(tensors, group, replicate_group):
-    """Give all ranks the first one's."""
-    # replicas first: then what the first replica broadcasts reaches all of its ranks
-    if replicate_group is not None:
-        broadcast_first(tensors, replicate_group)
-    broadcast_first(tensors, group)
 
 
 # ---- the module ----------------------------------------------------------------------------------
@@ -381,8 +406,8 @@ class _AtBackward(torch.autograd.Function):
 def at_backward(function, outputs, trained):
     """The outputs, of which backward calls function() before it comes to what has made them.
 
-    outputs: tensors, in tuples, lists, dicts or what else torch.utils._pytree knows. RuntimeError
-    if they are of what is trained, and hold no tensor with a graph.
+    RuntimeError if they come from what is trained, and no tuple, list, dict or what else
+    torch.utils._pytree knows holds a tensor with a graph.
     """
     values, structure = tree_flatten(outputs)
     places = [i for i, x in enumerate(values) if torch.is_tensor(x) and x.requires_grad]
@@ -400,18 +425,18 @@ class FullyShardedDataParallel(nn.Module):
 
     Stage 3 gathers a unit's parameters for its forward and for its backward pass, while the unit
     before it computes, and then drops them: two units are there at a time. Parameters in no unit,
-    or in several, are there during the whole pass. Each backward() sums gradients, into shards: of
-    m backwards a step sends 3 m (P-1)/P D. Stages 1 and 2 keep what is gathered until reshard():
-    stage 2 sends (m + 1) (P-1)/P D; with no_sync() around all backwards but the last that is
-    2 (P-1)/P D, and is stage 1, whose gathers forward hides.
+    or in several, are there during the whole pass. Each backward() sums gradients, into shards. Of
+    m backwards a step sends 3 m (P-1)/P D; stages 1 and 2, which keep what is gathered until
+    reshard(), (m + 1) (P-1)/P D, and 2 (P-1)/P D with no_sync() around all backwards but the last:
+    that is stage 1.
 
     Between passes the module's parameters *are* this rank's pieces: each parameter is cut down to
     one dimension, maybe empty, and keeps its identity, name and attributes, with two more: `first`,
-    the place of its first element in the whole, and `whole_shape`. An optimizer of pieces must be
-    one that check_elementwise() accepts, and its state is that of the pieces.
+    the place of its first element in the whole, and `whole_shape`. Their optimizer must be one that
+    check_elementwise() accepts, and its state is that of the pieces.
 
     That is flat, as PyTorch's first FSDP: one message has all parameters of a unit. Its second,
-    fully_shard(), cuts each along its first dimension, as a DTensor, and copies before and after a
+    fully_shard(), cuts each along its first dimension, a DTensor, and copies before and after each
     message. Where this one differs from both:
 
     - Units are named here, and not wrapped one by one.
@@ -436,10 +461,10 @@ class FullyShardedDataParallel(nn.Module):
     groups: {parameter: (group, replicate_group or None)} of parameters with fewer replicas, such
         as an expert's; subsets of the two groups' ranks.
 
-    Raises ValueError for units that are not distinct submodules, and for parameters that differ
-    between ranks; RuntimeError for outputs that hide their tensors, for gradients of gradients, for
-    parameters that were moved, replaced, frozen or thawed since, or changed between forward and
-    backward, and in forward after a backward that has failed.
+    Raises ValueError for units that are not distinct submodules, parameters that differ between
+    ranks; RuntimeError for outputs that hide their tensors, gradients of gradients, parameters that
+    were moved, replaced, frozen or thawed since, or changed between forward and backward, and for
+    a forward after a backward that has failed.
     """
 
     def __init__(
@@ -466,22 +491,10 @@ class FullyShardedDataParallel(nn.Module):
         options = param_dtype, reduce_dtype, gradient_divide_factor or world_size
         _broadcast_first(list(module.buffers()), *every)
         groups_of = lambda parameter: (groups or {}).get(parameter, every)
-        self._units = [
-            [
-                FlatParameter(named, places, groups_of(named[0][1]), stage < 3, *options)
-                for named, places in kinds
-            ]
-            for kinds in _sort_parameters(module, units, groups_of)
-        ]
-        if stage == 3:
-            for sharing in (self._units[:-1:2], self._units[1:-1:2], self._units[-1:]):
-                _share_memory([unit for unit in sharing if unit])
+        self._units = _make_units(module, units, groups_of, stage, options)
         self.flats = [flat for unit in self._units for flat in unit]
-        self._place = {
-            whole: (flat, i)
-            for flat in self.flats if flat.trainable
-            for i, whole in enumerate(flat.whole)
-        }
+        trained = [flat for flat in self.flats if flat.trainable]
+        self._place = {whole: (flat, i) for flat in trained for i, whole in enumerate(flat.whole)}
         self._root = len(units)  # its number: it is the last
         self._current, self._queue, self._travels = None, deque(), None
         self.require_backward_grad_sync, self._versions = True, None
@@ -514,10 +527,10 @@ class FullyShardedDataParallel(nn.Module):
             )
         for flat in self.flats:
             flat.check()
-        if self.stage == 3 or self._versions is None:
-            self._versions = self._versions_now()
-        if self._versions != self._versions_now():
+        versions = self._versions_now()
+        if self.stage < 3 and self._versions not in (None, versions):
             raise RuntimeError("the parameters were changed and kept: call reshard() after step()")
+        self._versions = versions
         if self.param_dtype is not None:
             cast = lambda x: x.to(self.param_dtype) if x.is_floating_point() else x
             args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
@@ -537,8 +550,7 @@ class FullyShardedDataParallel(nn.Module):
         for flat in self._units[self._root]:
             flat.gather()
         self._gather(number, direction)
-        for flat in self._units[self._root]:
-            flat.use()
+        self._use(self._root)
 
     def _gather(self, number, direction):
         """Have a unit and the next one; others are done."""
@@ -546,7 +558,7 @@ class FullyShardedDataParallel(nn.Module):
         for n, unit in enumerate(self._units[: self._root]):
             for flat in unit if self.stage == 3 and n not in wanted else ():
                 flat.drop()
-        for flat in (flat for n in wanted for flat in self._units[n]):
+        for flat in [flat for n in wanted for flat in self._units[n]]:
             flat.gather()
 
     def _use(self, number):
@@ -554,8 +566,12 @@ class FullyShardedDataParallel(nn.Module):
             flat.use()
 
     def _leave(self):
+        """A pass is over: nobody has the memory, unless it is kept."""
         for flat in self.flats:
-            flat.leave()
+            flat.drop() if self.stage == 3 else flat.put(flat.pieces)
+        for flat in self.flats if self.stage == 3 else ():  # once all that share it are dropped
+            # Private: resize_() of the storage, not of the tensor, keeps autograd's views.
+            flat.memory.resize_(0)
 
     # -- forward
 
@@ -572,7 +588,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _after_forward(self, number, module, args, outputs):
         unit = self._units[number]
-        memories = [flat.memory.data_ptr() for flat in unit]
+        memories = {flat.memory.data_ptr() for flat in unit} - {0}  # 0: of what has no memory
         for x in filter(torch.is_tensor, tree_leaves(outputs)):
             if x.untyped_storage().data_ptr() in memories:
                 raise RuntimeError(f"units[{number}] returns a parameter, or its view: clone it")
@@ -608,10 +624,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def _turn(self, number):
-        """Backward is at a unit's outputs.
-
-        Those between were not used on this rank, but have their turn, as on all others.
-        """
+        """Backward is at a unit's outputs. Those skipped have their turn, too, as on all ranks."""
         if self._current is None:  # the loss is of what a unit has returned
             self._begin_backward()
         if number > self._current:  # of a forward pass before
@@ -629,10 +642,7 @@ class FullyShardedDataParallel(nn.Module):
         """A hook: autograd has added to its .grad, or a weight product that was put off has."""
         flat, i = self._place[whole]
         if self.require_backward_grad_sync and not flat.missing:
-            raise RuntimeError(
-                f"a gradient of {flat.names[i]!r} came after those of its unit left, or past the "
-                "module's outputs"
-            )
+            raise RuntimeError(f"{flat.names[i]!r} got a gradient past the outputs of its unit")
         if whole.grad is not None:
             flat.add_gradient(i)
         flat.missing.discard(whole)
@@ -640,9 +650,8 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def _end_backward(self):
-        if self._root > 0:
-            self._turn(0)
-            self._sum(0)
+        self._turn(0)
+        self._sum(0)
         self._sum(self._root)
         self._current = None
         self._leave()
@@ -680,10 +689,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @torch.no_grad()
     def start_grad_sync(self, awaited=()):
-        """Sum what no_sync() left, each once it has its gradients of the awaited whole parameters.
-
-        For gradients that no backward of the module computes, such as weight gradients put off.
-        """
+        """Sum what no_sync() left; of the whole parameters `awaited`, once they were added to."""
         self._queue_sums({flat: set(flat.whole) & set(awaited) for flat in self.flats})
         reduce_in_order(self._queue, self._reduce)
 
@@ -705,8 +711,8 @@ class FullyShardedDataParallel(nn.Module):
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the gradients to a norm of at most `max_norm`; returns their norm. Collective.
 
-        torch.nn.utils' function of this name would see this rank's pieces alone. RuntimeError where
-        some have a group of their own: get_total_norm() takes each group's.
+        torch.nn.utils' would see this rank's pieces alone. RuntimeError where some parameters have
+        groups of their own: get_total_norm() is for those.
         """
         if any(flat.group is not self.process_group for flat in self.flats):
             raise RuntimeError("clip_grad_norm_() of parameters that have groups of their own")
@@ -745,33 +751,6 @@ class FullyShardedDataParallel(nn.Module):
         raise RuntimeError("a sharded module is not copied or pickled: state_dict() is")
 
 
-def _sort_parameters(module, units, groups_of):
-    """[(named parameters, places)] of one kind each, for each unit and for the root.
-
-    places: {parameter: {(module, name)}}, where the modules have it.
-    """
-    for i, unit in enumerate(units):
-        others = [part for other in units[:i] + units[i + 1 :] for part in other.modules()]
-        if unit is module or unit in others or unit not in list(module.modules()):
-            raise ValueError(f"units[{i}] is not a submodule, or inside of another unit")
-    owners, places = {}, {}  # owners: the numbers of its units, and the root's, which has them all
-    for number, unit in enumerate([*units, module]):
-        for submodule in unit.modules():
-            for name, parameter in submodule._parameters.items():
-                owners.setdefault(parameter, set()).add(number)
-                places.setdefault(parameter, set()).add((submodule, name))
-    # A flat parameter is of one dtype, and its gradients, all trainable or not. What carries other
-    # attributes has one of its own: tensor-parallel ranks, which hold parts of unlike sizes of what
-    # they split, so have the same pieces of what they all hold.
-    kinds = [{} for _ in range(len(units) + 1)]
-    for name, parameter in module.named_parameters():
-        owner = min(owners[parameter]) if len(owners[parameter]) == 2 else len(units)
-        kind = parameter.dtype, grad_dtype(parameter), parameter.requires_grad
-        kind += *groups_of(parameter), *sorted(vars(parameter))
-        kinds[owner].setdefault(kind, []).append((name, parameter))
-    return [[(named, places) for named in of_unit.values()] for of_unit in kinds]
-
-
 # ---- cost ----------------------------------------------------------------------------------------
 
 
@@ -793,10 +772,7 @@ def zero_rounds(stage, microbatches=1):
 
 
 def zero_memory(stage, world_size, parameter=2, gradient=2, optimizer=12):
-    """Bytes per parameter that a rank holds, of so many for each; stage 0 is data parallelism.
-
-    Without padding; 32-bit gradients take 4.
-    """
+    """Bytes per parameter that a rank holds, of so many for each, without padding; 0 is DDP."""
     kinds = (optimizer, gradient, parameter)  # sharded in this order
     return sum(kinds[stage:]) + sum(kinds[:stage]) / world_size
 

@@ -1,12 +1,10 @@
-"""The README's claims, counted anew: `python tests/claims.py` prints them, --write puts them there.
+"""All claims, counted anew: `python tests/claims.py` prints them, --write into tests/RESULTS.md.
 
 Each row has a formula of the literature, its value worked out here by plain arithmetic, what four
 ranks counted, and the test that holds it in every size.
 """
 
-import io
 import sys
-from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from torch import nn
 
 import hybrid
 import pipeline
+import plan
 from collectives import all_gather_single, all_reduce, count_bytes, rank_and_size
 from ddp import DistributedDataParallel
 from expert_parallel import dispatch_and_combine
@@ -29,7 +28,7 @@ from transformer import TransformerLayer, norm_bytes, saved_bytes
 from zero import FullyShardedDataParallel
 
 P = 4
-README = Path(__file__).resolve().parent.parent / "README.md"
+RESULTS = Path(__file__).resolve().parent / "RESULTS.md"
 B, S, H, A = 2, 64, 64, 8  # batch, sequence, hidden, heads of a layer
 N, K = 96, 2  # tokens of a rank, experts that each uses
 
@@ -164,8 +163,8 @@ SCHEDULED = {  # bubble of P = 4 stages and m = 8, F = W = 1 and B = 2, and most
 }
 
 
-# layouts as they were trained, by the flags of --plan; TFLOP/s of a GPU, if known, of Megatron-LM's
-# GPTs with those of recomputation
+# layouts as they were trained, by the flags of plan.py; TFLOP/s of a GPU, if known, of
+# Megatron-LM's GPTs with those of recomputation
 PUBLISHED = {
     "gpt-7.5b --gpus 128 --gpu a100 --batch-size 512 --tp 4 --pp 1": 142,
     "gpt-145.6b --gpus 1536 --gpu a100 --batch-size 2304 --tp 8 --pp 8 --schedule interleaved": 148,
@@ -178,57 +177,31 @@ PUBLISHED = {
     "glm-5 --gpus 2048 --gpu h800 --tp 1 --schedule interleaved --zero 2 --cp 2": None,
     "mixtral-8x22b --gpus 128 --gpu h100 --tp 4 --pp 4 --ep 8": None,
     "gemma2-27b --gpus 6144 --gpu tpu-v5p --batch-size 3072 --tp 2 --pp 1 --zero 3": None,
-    "solar-open --gpus 480 --gpu b200 --batch-size 1920 --tp 1 --pp 1 --zero 3 --replicate 6 --ep 1": None,
 }
 
 
 def published():
-    """What --plan answers to them, in Markdown."""
-    lines = ["| `python hybrid.py --plan --model` | answer | GB | TFLOP/s | reached |"]
+    """What plan.py answers to them, in Markdown."""
+    lines = ["| `python tests/plan.py --model` | answer | GB | TFLOP/s | reached |"]
     lines += ["|---|---|---|---|---|"]
     for flags, reached in PUBLISHED.items():
         flags += "" if "--cp" in flags else " --cp 1"
         flags += " --zero 0 --recompute full" if "gpt" in flags else ""
-        args = hybrid.plan_args(f"--plan --model {flags}".split())
-        config = hybrid.config_of(args)
-        (plan,) = hybrid.best_plans(args, config, 1)
-        tokens, of = args.batch_size * args.seq_len / args.gpus, plan.layout
+        args = plan.parse(f"--model {flags}".split())
+        config, (best, *_) = hybrid.config_of(args), plan.best_plans(args, 1)
+        tokens, of = args.batch_size * args.seq_len / args.gpus, best.layout
         # as they count: with what is recomputed, or with the half of scores that a mask leaves
         flops = hybrid.flops_per_token(config)
         scores = 3 * args.layers * hybrid.forward_flops(config, 0)[1]
         flops = 4 / 3 * flops if "gpt" in flags else flops - scores / 2
-        tflops = flops * tokens / plan.step / 1e12
-        chunks = f" {of.chunks}" if of.schedule == "interleaved" else ""
-        name = f"{of.schedule}{chunks}, " if of.pp > 1 else ""
+        tflops = flops * tokens / best.step / 1e12
+        name = f"{of.schedule} {of.chunks}, " if of.schedule == "interleaved" else ""
         chosen = [(axis, getattr(of, axis)) for axis in ("pp", "ep") if f"--{axis}" not in flags]
         name += "".join(f"{axis} {degree}, " for axis, degree in chosen if degree > 1)
         answer = f"{name}m {of.microbatches}, ZeRO {of.zero}, recompute {of.recompute}"
-        numbers = f"{plan.held / 1e9:.0f} | {tflops:.0f} | {reached or ''}"
+        numbers = f"{best.held / 1e9:.0f} | {tflops:.0f} | {reached or ''}"
         lines.append(f"| `{flags}` | {answer} | {numbers} |")
     return "\n".join(lines) + "\n"
-
-
-PLAN = "--plan --model llama3-405b --gpus 16384 --gpu h100 --batch-size 2048 --seq-len 8192"
-RULES = "inside the node", "across nodes", "small by m", "roofline"
-
-
-def plan():
-    """Of what --plan says to that: the first two layouts, L with Llama 3's degrees, some rules."""
-    outputs = []
-    for degrees in "", " --tp 8 --cp 1 --pp 16":
-        with redirect_stdout(io.StringIO()) as out:
-            hybrid.main(f"{PLAN}{degrees}".split())
-        outputs.append(out.getvalue().splitlines())
-    own = iter(line for line in outputs[1] if line.startswith("  1 "))
-    rows = []
-    for line in outputs[0]:
-        if " GB = " in line or RULES[0] in line:
-            rows.append("")
-        if line.startswith(("    ", "  1 ", "  2 ")) or any(rule in line for rule in RULES):
-            rows.append(line)
-        if line.startswith("  2 "):
-            rows.append("  L" + next(own)[3:])
-    return "\n".join(f"    {line}".rstrip() for line in rows) + "\n"
 
 
 def block():
@@ -248,18 +221,29 @@ def block():
     return "\n".join(lines) + "\n"
 
 
-BLOCKS = {"claims": block, "plan": plan, "published layouts": published}
+TEXT = """# Results
+
+Made by `python tests/claims.py --write`; tests/test_readme.py compares.
+
+## Claims
+
+Bytes that a rank sends in an operation, a step or a layer, forward and backward (attention and
+experts: forward), unless they are kept. P = 4; tensors of n bytes, D of gradients; a layer of batch
+b, sequence s, width h and a heads; N tokens that use k experts each; F = 1, B = 2, of which W = 1;
+m = 8 microbatches, v = 2 chunks. A test holds each for every size.
+
+{}
+## Published layouts
+
+What is not given, the planner chooses.
+
+{}"""
 
 
-def write():
-    """Put them into the README, in place of what is there."""
-    text = README.read_text()
-    for name, make in BLOCKS.items():
-        begin, end = f"<!-- {name}, by tests/claims.py -->\n\n", "\n<!-- end -->"
-        before, rest = text.split(begin)
-        text = before + begin + make() + end + rest.split(end, 1)[1]
-    README.write_text(text)
+def text():
+    """The file's."""
+    return TEXT.format(block(), published())
 
 
 if __name__ == "__main__":
-    write() if sys.argv[1:] == ["--write"] else print(*(make() for make in BLOCKS.values()), sep="\n")
+    RESULTS.write_text(text()) if sys.argv[1:] == ["--write"] else print(text())

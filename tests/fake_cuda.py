@@ -52,6 +52,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import collectives
 import hybrid
 import pipeline
+import tensor_parallel
 from gpu_counts import Stream, as_on_nccl
 from zero import FullyShardedDataParallel
 
@@ -310,7 +311,7 @@ def _patches(watch):
     yield patch.object(FakeTensor, "data_ptr", _address)
     yield patch.object(dist, "get_backend", lambda group=None: "nccl")
     alike = lambda value, group=None: [value] * dist.get_world_size(group)
-    for module in (collectives, pipeline):
+    for module in (collectives, pipeline, tensor_parallel):
         yield patch.object(module, "gather_objects", alike)
     yield patch.object(pipeline, "_check_replicas", ignore)  # other ranks have others
     header = lambda self, transfer: watch.header(transfer, watch.args.microbatches)

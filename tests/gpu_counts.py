@@ -4,8 +4,10 @@
     with batches() as count: ...    Counter: "batches" that NCCL would be given, and of their
                                     messages those "off 16" bytes, which it copies byte by byte
     with as_on_nccl(): ...          the collectives go as they do on NCCL, over gloo
+    with as_alone(): ...            and messages nowhere: other ranks have what this one has
 """
 
+import sys
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
 from unittest.mock import patch
@@ -77,16 +79,27 @@ def as_on_nccl(**others):
 
 
 @contextmanager
-def batches():
-    """Of what runs as on NCCL, over gloo."""
+def as_alone():
+    """as_on_nccl() of one rank, whose messages go nowhere; the others have what it has."""
+    alike = lambda value, group=None: [value] * dist.get_world_size(group)
+    with ExitStack() as stack:
+        stack.enter_context(as_on_nccl(batch_isend_irecv=lambda operations: []))
+        for module in [m for m in sys.modules.values() if hasattr(m, "gather_objects")]:
+            stack.enter_context(patch.object(module, "gather_objects", alike))
+        yield
+
+
+@contextmanager
+def batches(**others):
+    """Of what runs as on NCCL, over gloo. others: as for as_on_nccl()."""
     count = Counter()
 
-    def listen(event, link, *what):
+    def listen(event, operation, sends=(), receives=()):
         if event == "post":
-            tensors = [tensor for tensor, _ in (*what[1], *what[2])]
+            tensors = [tensor for tensor, _ in (*sends, *receives)]
             assert all(tensor.is_contiguous() for tensor in tensors)
-            count["batches"] += bool(tensors)
+            count["batches"] += 1
             count["off 16"] += sum(tensor.data_ptr() % 16 != 0 for tensor in tensors)
 
-    with as_on_nccl(), observe(listen):
+    with as_on_nccl(**others), observe(listen):
         yield count

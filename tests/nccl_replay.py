@@ -7,8 +7,9 @@ The rules. Batches of one group run on one communicator, in the order of issue: 
 once it was issued and the one before it is done. A group's first batch makes the communicator, and
 is active only when every rank's first batch is. A message is done when the batches of both its ends
 are active, and matched messages have the same size; a batch is done when its messages are, in any
-order. wait() holds up its stream, a thread here, and not the others; a background operation begins
-after what its launcher waited for, and Work.wait() is after its end. Tags are not looked at.
+order. An operation waits for its batches before it ends, which holds up its stream, a thread here,
+and not the others; in the background it posts nothing before its launcher has come to it, and its
+Work.wait() joins it after its end. Tags are not looked at.
 """
 
 import threading
@@ -29,24 +30,31 @@ class Mismatch(AssertionError):
 @contextmanager
 def record():
     """The events of this rank, in the order in which it issues them."""
-    events, keys = [], {}  # of operations and batches of messages
+    events, batches = [], {}  # an operation -> the keys of its batches
 
-    def note(kind, of, **what):
-        key = keys.setdefault(of, len(events))
+    def note(kind, key, **what):
         events.append({"kind": kind, "key": key, "stream": threading.get_ident(), **what})
 
-    def listen(event, link, *what):
-        if event in ("launch", "begin", "end", "join"):
-            note(event, link)
+    def listen(event, operation, sends=(), receives=()):
+        ranks, of = operation.ranks, operation.of or operation
+        launched = id(of) if of.async_op and of.name != "exchange" else None
+        if event == "begin" and of is operation:
+            batches[of] = []
+            if launched:
+                note("launch", launched)
         elif event == "post":
-            batch, sends, receives = what
-            messages = [("send", link.ranks[peer], t.nbytes) for t, peer in sends]
-            messages += [("receive", link.ranks[peer], t.nbytes) for t, peer in receives]
-            group = link.group.group_name, tuple(link.ranks)
-            if messages:
-                note("post", batch, name=link.operation, group=group, messages=messages)
-        elif event == "done" and what[0] in keys:
-            note("wait", what[0])
+            messages = [("send", ranks[peer], t.nbytes) for t, peer in sends]
+            messages += [("receive", ranks[peer], t.nbytes) for t, peer in receives]
+            what = {"name": of.name, "group": (of.group.group_name, tuple(ranks))}
+            batches[of].append(len(events))
+            note("post", len(events), messages=messages, launched=launched, **what)
+        elif event == "end" and of is operation:
+            for key in batches[of]:
+                note("wait", key)
+            if launched:
+                note("end", launched)
+        elif event == "end" and launched and of in batches:
+            note("join", launched)
 
     with observe(listen):
         yield events
@@ -77,8 +85,9 @@ class _Rank:
         kind, key = event["kind"], event["key"]
         if kind == "wait":
             return key in self.done
-        needed = {"begin": "launch", "join": "end"}.get(kind)
-        return needed is None or (needed, key) in self.passed
+        if kind == "post" and event.get("launched"):
+            return ("launch", event["launched"]) in self.passed
+        return kind != "join" or ("end", key) in self.passed
 
     def active(self, group):
         """The batch that this rank's communicator of the group is at, if it was issued already."""

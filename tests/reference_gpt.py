@@ -7,19 +7,13 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def attention(q, k, v, causal=True, documents=None):
-    """Softmax of all scores at once: q (B, H, T, K), k and v (B, KV, T, K) -> (B, H, T, K).
-
-    documents: lengths of those that are packed into the sequence; attention stays in each.
-    """
+def attention(q, k, v):
+    """Softmax of all causal scores at once: q (B, H, T, K), k, v (B, KV, T, K) -> (B, H, T, K)."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     T = q.shape[2]
-    number = torch.arange(len(documents or [T])).repeat_interleave(torch.tensor(documents or [T]))
-    hidden = number[:, None] != number[None, :]
-    if causal:
-        hidden |= torch.ones(T, T, dtype=torch.bool).triu(1)
+    later = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
     scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-    return scores.masked_fill(hidden.to(q.device), float("-inf")).softmax(-1) @ v
+    return scores.masked_fill(later, float("-inf")).softmax(-1) @ v
 
 
 class Attention(nn.Module):

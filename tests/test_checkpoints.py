@@ -2,7 +2,6 @@
 
 import functools
 import io
-import itertools
 import json
 import math
 import os
@@ -28,29 +27,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import hybrid
 
 from ranks import PROJECT, on_ranks, run
-from tensor_parallel import boxes_of
 
 T, V, BATCH, STEPS = 12, 67, 12, 4
 CPU = torch.device("cpu")
 FLAGS = f"--layers 4 --hidden 32 --heads 8 --kv-heads 4 --seq-len {T} --vocab-size {V}"
 FLAGS += f" --batch-size {BATCH} --warmup 2 --steps {STEPS} --seed 3"
 MIXTURE = "--layers 2 --experts 4 --balance bias --shared-experts 1"
-
-# ---- boxes ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "shape", [(7,), (3, 4), (5, 1), (1, 6), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
-)
-def test_a_range_of_a_flat_tensor_is_a_few_boxes_in_order(shape):
-    flat = torch.arange(math.prod(shape))
-    for begin, end in itertools.combinations_with_replacement(range(len(flat) + 1), 2):
-        boxes = boxes_of(shape, begin, end)
-        places = [tuple(slice(p, p + n) for p, n in zip(*box)) for box in boxes]
-        found = [flat.view(shape)[place].flatten() for place in places]
-        assert all(map(len, found)) and len(boxes) <= 2 * len(shape) - 1
-        assert torch.equal(torch.cat([flat[:0], *found]), flat[begin:end])
-
 
 # ---- any layout ----------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -124,37 +125,27 @@ def test_any_order_in_memory_will_do_and_shapes_that_do_not_fit_are_named(method
         METHODS[method](q, k.bfloat16(), v)
 
 
-@every_method
-@on_ranks(1)
-def test_one_rank_needs_no_message(method):
-    q, k, v = (torch.randn(2, heads, 6, 8) for heads in (4, 2, 2))
-    with count_bytes() as traffic:
-        y = METHODS[method](q, k, v)
-    assert traffic.bytes() == 0
-    torch.testing.assert_close(y, attention(q, k, v))
-
-
 # ---- who has what, and how much work that is -----------------------------------------------------
-
-
-def _positions(rank, P, T):
-    """Chunks rank and 2P-1-rank of 2P."""
-    first, second = ([*range(c * T // (2 * P), (c + 1) * T // (2 * P))] for c in (rank, 2 * P - 1 - rank))
-    return first + second
 
 
 @on_ranks(4)
 def test_zig_zag_gives_rank_r_chunks_r_and_2p_minus_1_minus_r():
-    rank, _ = rank_and_size()
-    expected = [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]][rank]
-    assert context_positions(16).tolist() == expected == _positions(rank, 4, 16)
+    expected = [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+    assert context_positions(16).tolist() == expected[dist.get_rank()]
+    assert _positions(4, 16) == expected
+
+
+def _positions(P, T):
+    """Of each rank."""
+    chunks = np.split(np.arange(T), 2 * P)
+    return [[*chunks[rank], *chunks[-1 - rank]] for rank in range(P)]
 
 
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("P, T", [(1, 6), (2, 4), (2, 20), (3, 18), (4, 24), (8, 16)])
 def test_blocks_are_exactly_the_pairs_that_the_mask_leaves_and_all_ranks_work_alike(P, T, gathered):
-    for rank in range(P):
-        queries, keys = _positions(rank, P, T), [_positions(r, P, T) for r in range(P)]
+    keys = _positions(P, T)
+    for rank, queries in enumerate(keys):
         steps = [(keys[source], [ring_block(rank, source, T // P)]) for source in range(P)]
         if gathered:
             steps = [(range(T), gathered_blocks(rank, P, T // P))]

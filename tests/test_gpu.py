@@ -12,7 +12,7 @@ import time
 import warnings
 from datetime import timedelta
 from functools import partial
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -281,7 +281,7 @@ def test_experts_some_of_them_idle_in_memory_full_of_nan(on, kind, dtype, D, tok
 @one_gpu
 def test_work_of_a_stream_keeps_its_place_among_kernels_and_holds_up_no_host():
     cycles = 2 * 10**8  # about 0.1 s
-    stream, x = torch.cuda.Stream(), torch.zeros(1000, device="cuda")
+    stream, x = collectives._Stream(), torch.zeros(1000, device="cuda")
     (x.fill_(0).mul_(2) + 1).tolist()  # the first use of a kernel waits until it is loaded
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -292,12 +292,12 @@ def test_work_of_a_stream_keeps_its_place_among_kernels_and_holds_up_no_host():
         torch.cuda._sleep(cycles)
         x.mul_(2)
 
-    work = collectives.StreamWork(double_late, Mock(), [x], stream)
-    assert not work.is_completed()
-    work.wait()
+    finish, is_completed = stream.submit(double_late, [x])
+    assert not is_completed()
+    finish()
     y = x + 1  # after it
     launched = time.perf_counter() - began
-    assert y.tolist() == [7] * 1000 and work.is_completed()
+    assert y.tolist() == [7] * 1000 and is_completed()
     assert launched < (time.perf_counter() - began) / 4
 
 

@@ -1,7 +1,6 @@
 """rehearse.py: what it counts is what real ranks hold and send, of published layouts in a minute."""
 
 import time
-from collections import Counter
 from unittest.mock import patch
 
 import pytest
@@ -13,10 +12,10 @@ import rehearse
 from collectives import all_reduce, observe
 from expert_parallel import Router
 from ranks import run
-from sequence_parallel import saved_bytes
 from tensor_parallel import attention
 from test_nccl_path import nccl_over_gloo
 from trace import axes_of
+from transformer import saved_bytes
 
 SIZES = "--layers 2 --hidden 32 --heads 4 --seq-len 32 --vocab-size 67 --batch-size 16"
 LAYOUTS = [
@@ -34,7 +33,7 @@ OTHERS = [
     "--layers 4 --pp 2 --tp 2 --schedule zb-v --kv-heads 2 --microbatches 4",
     "--layers 4 --pp 2 --dp 2 --schedule interleaved --microbatches 2 --dtype bf16",
     "--layers 4 --pp 4 --schedule dualpipe --microbatches 8",
-    "--dp 2 --cp 2 --cp-method ulysses --ep 4 --experts 8 --balance bias --zero 1",
+    "--dp 2 --cp 2 --cp-method ulysses --ep 4 --experts 8 --topk-nodes 1 --zero 1",
     "--dp 2 --tp 2 --ep 2 --experts 4 --zero 3 --recompute full --microbatches 2",
 ]
 
@@ -53,8 +52,7 @@ def even_choice(router, scores):
 def _real(flags, per_node):
     """{kind: bytes held}, {axis: what is sent}, of a rank's first step: real tensors, over gloo."""
     args = hybrid.parse(flags.split(), dist.get_world_size(), per_node)
-    fused = lambda q, k, v, dropout: attention(q, k, v)
-    watch = rehearse.Watch()
+    watch, fused = rehearse.Watch(), lambda q, k, v, dropout: attention(q, k, v)
     with (
         nccl_over_gloo(),
         patch.object(Router, "choose", even_choice),
@@ -68,21 +66,18 @@ def _real(flags, per_node):
             built, watch.axes = len(watch.log), axes_of(mesh)
             with observe(watch.listen):
                 trainer.step(tokens, tokens)
-            held = rehearse.most_memory(trainer, watch, built)
-            watch.sent.clear()
-            with observe(watch.listen):  # the first one also compares parameters
+                held = rehearse.most_memory(trainer, watch, built)
+                watch.sent.clear()  # the first step also compares parameters
                 trainer.step(tokens, tokens)
     return held, dict(watch.sent)
 
 
-def _rehearsed(flags, rank, gpus=4, per_node=8):
+def _rehearsed(flags, rank, per_node=4):
     """The same, rehearsed."""
-    args = hybrid.parse(flags.split(), gpus, min(gpus, per_node))
-    try:
-        with patch.object(rehearse, "PER_NODE", per_node):
-            _, held, sent = rehearse.rehearse(args, rank)
-    finally:
-        dist.destroy_process_group()
+    args = hybrid.parse(flags.split(), 4, per_node)
+    with patch.object(rehearse, "PER_NODE", per_node):
+        _, held, sent = rehearse.rehearse(args, rank)
+    dist.destroy_process_group()
     return held, dict(sent)
 
 
@@ -92,7 +87,7 @@ def _assert_alike(flags, per_node):
         assert found_sent == sent, rank
         if "--zero 3" in flags:  # whose memory comes and goes unseen
             del held["activations"], held["all at once"], held["parameters"]
-        assert {kind: found[kind] for kind in held} == pytest.approx(held, rel=0.01), rank
+        assert {kind: found[kind] for kind in held} == pytest.approx(held, rel=0.02), rank
 
 
 @pytest.mark.parametrize("flags", LAYOUTS)
@@ -117,8 +112,8 @@ def _kept(flags):
     (chunk,) = trainer.chunks
     if chunk.first or chunk.last:
         return None
-    rows = args.batch_size // args.microbatches
-    x = torch.zeros(args.seq_len, rows, args.hidden, requires_grad=True)
+    sizes = args.seq_len, args.batch_size // args.microbatches, args.hidden
+    x = torch.zeros(sizes, requires_grad=True)
     with saved_bytes(chunk.parameters()) as kept:
         trainer.stages[0](x.view_as(x))
     return kept()
@@ -126,9 +121,8 @@ def _kept(flags):
 
 def test_a_stage_holds_one_microbatch_more_than_the_next_and_each_is_what_autograd_keeps():
     flags = f"{SIZES} --layers 4 --pp 4 --microbatches 4"
-    (kept,) = set(run(4, _kept, flags)) - {None}
     first, second = (_rehearsed(flags, rank)[0]["activations"] for rank in (1, 2))
-    assert first - second == kept
+    assert {first - second, None} == set(run(4, _kept, flags))
 
 
 def test_an_activation_too_many_and_a_message_too_many_are_seen():
@@ -149,8 +143,7 @@ def test_an_activation_too_many_and_a_message_too_many_are_seen():
 
     with patch.object(hybrid.Trainer, "sum_shared_gradients", chatter):
         _, found = _rehearsed(flags, 0)
-    extra = Counter(found["dp"])
-    extra.subtract(sent["dp"])
+    extra = {what: found["dp"][what] - sent["dp"][what] for what in found["dp"]}
     assert extra == {"sent": 2 * 128 * 4 * 3 // 4, "batches": 2, "between": 0}  # there and back
 
 
@@ -166,10 +159,9 @@ soak = lambda *case: pytest.param(*case, marks=pytest.mark.soak)
 @pytest.mark.parametrize(
     "flags, title",
     [
-        (f"{SMALL} --rank 4711", "rank 4711 of 16384, pp 4, dp 76, cp 0, tp 7: layers 4 to 4"),
-        soak(f"{LLAMA} --microbatches 16 --rank 4711", "rank 4711 of 16384, pp 4"),
-        soak(f"{LLAMA} --microbatches 16 --rank 0", "rank 0 of 16384, pp 0"),
-        soak(f"{DEEPSEEK} --rank 1000", "rank 1000 of 2048, pp 7"),
+        (f"{SMALL} --rank 4711", "rank 4711 of 16384, layers 4"),
+        soak(f"{LLAMA} --microbatches 16 --rank 4711", "rank 4711 of 16384, layers 31 32"),
+        soak(f"{DEEPSEEK} --rank 1000", "rank 1000 of 2048, layers 27 28 29 30 31"),
     ],
 )
 def test_a_rank_of_many_takes_a_minute_at_most_and_the_papers_agree(capsys, flags, title):
@@ -189,8 +181,8 @@ def test_a_rank_of_many_takes_a_minute_at_most_and_the_papers_agree(capsys, flag
 def test_a_model_of_the_literature_has_its_sizes_but_for_those_that_are_given():
     flags = "--model mixtral-8x22b --layers 9 --gpus 64 --rank 20 --ep 8 --pp 4 --heads 16"
     args, rank = rehearse.parse(flags.split())
-    assert (args.layers, args.heads, args.hidden, args.experts, args.kv_heads) == (9, 16, 6144, 8, 8)
     assert (rank, args.dp, args.per_node, args.world_size) == (20, 16, 8, 64)
+    assert (args.layers, args.heads, args.hidden, args.experts) == (9, 16, 6144, 8)
 
 
 @pytest.mark.parametrize(

@@ -181,21 +181,6 @@ def test_fused_attention_keeps_no_scores():
         assert bytes_of(attention, k) == k * (claimed + norm_bytes(B, T, tp, True))
 
 
-@every_mode
-@on_ranks(2)
-def test_each_layer_of_a_gpt_adds_the_bytes_of_the_paper(mode):
-    (B, T, D, H), kept = SIZES, []
-    for layers in (2, 3):
-        config = hybrid.GPTConfig(layers, D, H, T, 64, 0.1, None, True, mode)
-        random = hybrid.ShardedRandomState("cpu")
-        model = hybrid.GPT(config, None, random=random, attention_fn=unfused_attention).bfloat16()
-        with saved_bytes(model.parameters()) as count:
-            model(torch.zeros(B, T, dtype=torch.int64))
-        kept.append(count())
-    claimed = activation_bytes(B, T, D, H, 2, True, mode) + norm_bytes(B, T, 2, True, mode)
-    assert kept[1] - kept[0] == claimed
-
-
 # ---- bytes on the wire ---------------------------------------------------------------------------
 
 

@@ -3,14 +3,11 @@
     torchrun --nproc-per-node 8 tests/trace.py FILE --tp 2 --pp 2 --microbatches 4
 
 FILE opens in https://ui.perfetto.dev: a process for each rank, whose lane "compute" has the
-pipeline's actions (F3 is the forward of microbatch 3), with waits inside, and a lane for each axis
+pipeline's actions (F3 is the forward of microbatch 3), waits below them, and a lane for each axis
 with its operations, in several rows where they overlap: tp, cp, ep, pp, dp, or "tp+ep" where these
-have the same ranks. The line, of means over the ranks that add up to the step,
-
-    the last step took 97.18 ms: compute 61.90, tp 12.04, bubble 14.55, dp 3.61, rest 5.08
-
-has the actions without their waits; the waits for each axis, of pp called the bubble; and the rest:
-data, clipping norm, optimizer. On a GPU moments are those of its streams, not the host's.
+have the same ranks. A line tells the step's milliseconds and its parts, means over the ranks that
+add up to it: compute, actions without their waits; waits for each axis, of pp called the bubble;
+the rest: data, clipping norm, optimizer. On a GPU moments are those of its streams.
 """
 
 import json
@@ -29,26 +26,24 @@ import torch.distributed as dist
 import hybrid
 from collectives import barrier, gather_objects, observe
 
-AXES = {"tp": ["tp", "expert_tp"], "cp": ["cp"], "ep": ["ep", "node", "cross"]}
-AXES |= {"pp": ["pp", "embedding"]}  # names of groups; the others are dp's
+AXES = {"tp_group": "tp", "expert_tp_group": "tp", "pp_group": "pp", "embedding_group": "pp"}
+AXES |= {"cp_group": "cp", "ep_group": "ep", "node_group": "ep", "cross_group": "ep"}  # else dp
 
 
 def axes_of(mesh):
     """{group: the axes that it is of}, of those that have several ranks."""
-    axes, of = defaultdict(list), {f"{n}_group": axis for axis, own in AXES.items() for n in own}
+    axes = defaultdict(dict)
     for name, group in vars(mesh).items():
         if group and dist.get_world_size(group) > 1:
-            axes[group].append(of.get(name, "dp"))
-    return {group: "+".join(dict.fromkeys(own)) for group, own in axes.items()}
+            axes[group][AXES.get(name, "dp")] = True
+    return {group: "+".join(own) for group, own in axes.items()}
 
 
 def now(device):
-    """A moment of this thread, or of its stream."""
+    """A moment of this thread, or of its stream: a thread has a device of its own."""
     if device.type == "cpu":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))  # a thread has a device of its own
-    return event
+    return torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
 
 
 def microseconds(began, moment):
@@ -63,10 +58,10 @@ def traced(trainer, *batch):
     """({lane: [(begin, end, name, what is known of it)]}, {part: microseconds}) of a step."""
     axes, told = axes_of(trainer.mesh), {}
 
-    def listen(event, operation, *messages):
+    def listen(event, operation, sends=(), receives=()):
         moments, sent = told.setdefault(operation, ([], []))
         moments.append(now(trainer.device))
-        sent += [tensor.nbytes for tensor, _ in messages[0]] if messages else []
+        sent += [tensor.nbytes for tensor, _ in sends]
 
     barrier()  # the ranks begin together
     since = partial(microseconds, now(trainer.device))
@@ -75,8 +70,8 @@ def traced(trainer, *batch):
         ended = now(trainer.device)
     spans = [(action, map(since, span)) for action, span in trainer.pipeline.clock.spans.items()]
     actions = [(*span, f"{a.kind}{a.microbatch}", {"chunk": a.chunk}) for a, span in spans]
-    lanes, parts = {"compute": actions[:]}, Counter()
-    parts["compute"] = sum(end - begin for begin, end, *_ in actions)
+    lanes = {"compute": actions[:]}
+    parts = Counter(compute=sum(end - begin for begin, end, *_ in actions))
     for operation in [operation for operation in told if operation.group in axes]:
         axis, (moments, sent) = axes[operation.group], told[operation]
         begin, *posts, end = map(since, moments)
@@ -96,28 +91,18 @@ def traced(trainer, *batch):
 def events_of(rank, lanes):
     """Those of Chrome's format, for a rank's lanes."""
     for lane, spans in lanes.items():
-        ends = []  # of rows; compute has one, of nested spans
+        ends = []  # of rows
         for begin, end, name, known in sorted(spans, key=lambda span: (span[0], -span[1])):
-            free = [row for row, last in enumerate(ends) if last <= begin or lane == "compute"]
-            row = free[0] if free else len(ends)
+            row = next((row for row, last in enumerate(ends) if last <= begin), len(ends))
             ends[row : row + 1] = [end]
-            place = {"pid": f"rank {rank}", "tid": f"{lane} {row}" if row else lane}
-            times = {"ph": "X", "ts": begin, "dur": end - begin}
-            yield {"name": name, "cat": lane, "args": known} | times | place
-
-
-def describe(parts):
-    """The ranks' parts of a step in a line."""
-    names = dict.fromkeys(name for own in parts for name in own)
-    means = [sum(own[name] for own in parts) / len(parts) / 1e3 for name in names]
-    shown = ", ".join(f"{name} {mean:.2f}" for name, mean in zip(names, means))
-    return f"the last step took {sum(means):.2f} ms: {shown}"
+            place = {"ph": "X", "pid": f"rank {rank}", "tid": f"{lane} {row}" if row else lane}
+            span = {"name": name, "cat": lane, "ts": begin, "dur": end - begin, "args": known}
+            yield place | span
 
 
 def work(path, args, device):
-    """Train, and trace the last step. Raises TrainingError."""
-    is_first = dist.get_rank() == 0
-    file = hybrid.on_all_ranks(open, path if is_first else os.devnull, "w")
+    """Train, write the trace of the last step, and say where it went. Raises TrainingError."""
+    file = hybrid.on_all_ranks(open, path if dist.get_rank() == 0 else os.devnull, "w")
     data = hybrid.on_all_ranks(hybrid.load_data, args.data, args.seq_len, args.vocab_size)
     trainer = hybrid.Trainer(args, hybrid.make_mesh(args), device)
     sizes = args.batch_size, args.seq_len, args.seed, trainer.own_rows()
@@ -126,8 +111,10 @@ def work(path, args, device):
     lanes, parts = zip(*gather_objects(traced(trainer, *data.batch(args.steps - 1, *sizes))))
     with file:
         json.dump([event for own in enumerate(lanes) for event in events_of(*own)], file)
-    if is_first:
-        print(describe(parts), flush=True)
+    if dist.get_rank() == 0:
+        means = {name: of / len(parts) / 1e3 for name, of in sum(parts, Counter()).items()}
+        shown = ", ".join(f"{name} {mean:.2f}" for name, mean in means.items())
+        print(f"the last step took {sum(means.values()):.2f} ms: {shown}", flush=True)
 
 
 def main(argv=None):

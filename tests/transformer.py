@@ -99,13 +99,17 @@ def saved_bytes(parameters=()):
 
 
 class Peak(TorchDispatchMode):
-    """`with Peak() as peak:` counts in peak.bytes the most that was alive at a time, in peak.now
-    what still is, of what operations inside have made.
+    """`with Peak() as peak: ...` peak.bytes: the most that was alive at a time, of what operations
+    inside have made or changed; peak.now(): what still is.
     """
 
     def __init__(self):
         super().__init__()
-        self.storages, self.bytes, self.now = {}, 0, 0
+        self.storages, self.bytes = {}, 0
+
+    def now(self):
+        self.storages = {k: e for k, e in self.storages.items() if not e[0].expired()}
+        return sum(size for _, size in self.storages.values())
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
@@ -113,7 +117,5 @@ class Peak(TorchDispatchMode):
             if torch.is_tensor(tensor):
                 storage = tensor.untyped_storage()
                 self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.storages = {k: e for k, e in self.storages.items() if not e[0].expired()}
-        self.now = sum(size for _, size in self.storages.values())
-        self.bytes = max(self.bytes, self.now)
+        self.bytes = max(self.bytes, self.now())
         return output

@@ -15,8 +15,8 @@ CPUs), 1e-4 (fp32 on GPUs) or 5e-2 (bf16, tf32), and a layout that raises an err
 is 1 if one is wrong, 2 for flags that cannot be. The layouts are drawn at random, the same each
 time. Some have stages without layers; some ("halves") take each half of a node for a node. Below
 fp64 a token uses all experts: rounding could choose others. What depends on the layout is refused:
---dropout (its masks and their scale are tests/test_sequence_parallel.py's), --capacity-factor and
---topk-nodes.
+--dropout (tests/test_hybrid.py has its masks, tests/test_sequence_parallel.py their scale),
+--capacity-factor and --topk-nodes.
 """
 
 import math
@@ -55,25 +55,24 @@ def sizes_of(world_size):
 
 
 def layouts(world_size, per_node, more=(), count=24):
-    """Valid ones, as (flags, processes of a node). more: flags that they all have.
-
-    A draw is taken if it has a choice that none has yet; later, one that few have.
-    """
-    random, seen, found, attempts = Random(0), Counter(), [], 0
+    """Valid ones, (flags, processes of a node): of 50 draws each time that of which most has been
+    seen least. more: flags that they all have."""
+    random, seen, found = Random(0), Counter(), []
     while len(found) < count:
-        flags, nodes = draw(random, world_size), random.choice((1, 2))
-        words, choices = " ".join(flags).split(), [*flags, nodes]
-        attempts += 1
-        if min(seen[choice] for choice in choices) <= attempts // 1000 and per_node % nodes == 0:
+        drawn = [draw(random, world_size) for _ in range(50)]
+        drawn.sort(key=lambda choices: -sum(0.5 ** seen[choice] for choice in choices))
+        for *flags, (nodes, last) in drawn:
+            words, ranks = " ".join(flags).split(), per_node // nodes or 1
             with suppress(ValueError):
-                hybrid.parse([*sizes_of(world_size), *words, *more], world_size, per_node // nodes)
-                found.append((words, per_node // nodes))
-                seen.update(choices)
+                hybrid.parse([*sizes_of(world_size), *words, *more], world_size, ranks)
+                found.append((words, ranks))
+                seen.update([*flags, (nodes, last)])
+                break
     return found
 
 
 def draw(random, world_size):
-    """The flags of a layout, which may not be valid."""
+    """The flags of a layout, which may not be valid, and its nodes, with the last flag."""
     degrees, left, pick = dict.fromkeys(("pp", "dp", "cp", "tp")), world_size, random.choice
     for axis in random.sample(list(degrees), 4):
         degrees[axis] = pick([d for d in range(1, left + 1) if left % d == 0])
@@ -94,8 +93,9 @@ def draw(random, world_size):
     if top_k := pick((0, 1, 2, 3)):
         flags |= {"experts": world_size * math.ceil(4 / world_size), "top_k": top_k}
         flags |= {"balance": pick(("aux", "bias", "none")), "shared_experts": pick((0, 1))}
-        flags |= {"moe_every": pick((1, 2)), "ep": pick((1, 2, 4, world_size))}
-    return [hybrid.as_typed(*flag) for flag in flags.items() if flag[1] is not None]
+        flags |= {"moe_every": min(flags["layers"], pick((1, 2))), "ep": pick((1, 2, 4, 8))}
+    typed = [hybrid.as_typed(*flag) for flag in flags.items() if flag[1] is not None]
+    return [*typed, (pick((1, 2)), typed[-1])]
 
 
 def batch_of(args, step, rows=slice(None)):
@@ -108,17 +108,17 @@ def batch_of(args, step, rows=slice(None)):
 
 
 def gathered(trainer, value=lambda tensor: tensor):
-    """{name: whole tensor, in fp64}, of weights or what value() has of them. Collective."""
-    own = {
-        (name, place): (whole.shape, box.detach().cpu().clone())
+    """{name: whole}: nan what no rank has, infinite where copies are unlike. Collective."""
+    own = [
+        (name, whole.shape, place, box.detach().cpu().clone())
         for name, whole in hybrid.boxes_of(trainer, value).items()
         for place, box in whole.boxes.items()
-    }
-    every, wholes = gather_objects(own), {}
-    for (name, place), (shape, box) in (item for boxes in every for item in boxes.items()):
-        missing = torch.full(shape, math.nan, dtype=torch.float64)
-        inside = tuple(map(slice, place, map(sum, zip(place, box.shape))))
-        wholes.setdefault(name, missing)[inside] = box
+    ]
+    wholes = {}
+    for name, shape, place, box in sum(gather_objects(own), []):
+        whole = wholes.setdefault(name, torch.full(shape, math.nan, dtype=torch.float64))
+        part = whole[tuple(map(slice, place, map(sum, zip(place, box.shape))))]
+        part.copy_(box.double().masked_fill((part != box) & ~part.isnan(), math.inf))
     return wholes
 
 
@@ -143,6 +143,7 @@ def compare(args, device, first, *steps):
     model = reference_gpt(args).double().to(device)
     one = ReferenceTraining(model, (), args.weight_decay, args.grad_clip)
     weights = dict(model.named_parameters())
+    biases = {name.replace("bias", "router.bias"): bias for name, bias in model.named_buffers()}
     for name, weight in weights.items():
         weight.data.copy_(hybrid.initial_value(name, weight.shape, args.layers, args.seed))
     rows = torch.arange(args.batch_size, device=device).view(args.dp, args.microbatches, -1)
@@ -157,8 +158,7 @@ def compare(args, device, first, *steps):
         for name, weight in weights.items():
             weight.grad.copy_(gradients[name])
         rate = hybrid.learning_rate(step, args.steps, args.warmup, args.lr)
-        one.update(rate, bias_rate=0.001 if args.balance == "bias" else 0.0)
-        biases = {n.replace("bias", "router.bias"): b.float().double() for n, b in model.named_buffers()}
+        one.update(rate, bias_rate=float(np.float32(0.001)) if args.balance == "bias" else 0.0)
         found |= differences(when, new_weights, weights | biases)
     return found
 
@@ -168,7 +168,7 @@ def differences(when, found, expected):
     errors = {}
     for name, tensor in expected.items():
         error = (found[name].to(tensor) - tensor).norm() / tensor.norm().clamp(min=1e-300)
-        errors[f"{when} {name}"] = error.nan_to_num(math.inf).item()
+        errors[f"{when} {name}"] = error.nan_to_num(math.inf, math.inf).item()
     return errors
 
 

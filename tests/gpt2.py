@@ -1,0 +1,110 @@
+"""GPT-2's weights: files of nanoGPT and Hugging Face, from and to checkpoints of hybrid.py.
+
+    python tests/gpt2.py import FILE DIR [--heads N] [--seq-len T]
+    python tests/gpt2.py export DIR FILE
+
+import makes of FILE a checkpoint of step 0, in fp32, and prints the command that goes on from it in
+any layout. FILE is what torch.save() wrote of nanoGPT, GPT2Model, GPT2LMHeadModel, or here. A state
+dict does not tell --heads, by default hidden / 64. --seq-len leaves out later positions. export
+writes the last checkpoint in DIR, of any layout, for nanoGPT, and for GPT2LMHeadModel's
+load_state_dict(torch.load(FILE), strict=False). A model with experts, or fewer kv-heads than heads,
+is no GPT-2. What is wrong is one line, with exit status 2.
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import hybrid
+from reference_gpt import reference_gpt
+
+TRANSPOSED = "c_attn.weight", "c_proj.weight", "c_fc.weight"  # in Hugging Face's Conv1D
+WTE, WPE, HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
+
+
+def read(path):
+    """A file's weights, {GPT-2's name: tensor} as nanoGPT has them, and its sizes, by the flags."""
+    file, state = torch.load(path, map_location="cpu", weights_only=True), {}
+    for name, value in file.get("model", file).items():
+        if torch.is_tensor(value) and not name.endswith((".attn.bias", ".attn.masked_bias")):
+            name = name.removeprefix("_orig_mod.").removeprefix("transformer.")
+            state[name if name == HEAD else f"transformer.{name}"] = value
+    rows, columns = state["transformer.h.0.attn.c_attn.weight"].shape  # never square
+    turned = [name for name in state if columns > rows and name.endswith(TRANSPOSED)]
+    state |= {name: state[name].t() for name in turned} | {HEAD: state.get(HEAD, state[WTE])}
+    (vocab_size, hidden), ffn = state[WTE].shape, len(state["transformer.h.0.mlp.c_fc.weight"])
+    heads = file.get("model_args", {}).get("n_head", max(1, hidden // 64))
+    sizes = {"layers": sum(name.endswith("ln_1.weight") for name in state), "hidden": hidden}
+    sizes |= {"ffn": ffn, "heads": heads, "seq_len": len(state[WPE]), "vocab_size": vocab_size}
+    return state, sizes
+
+
+def take(path, folder, more):
+    """Write a checkpoint of step 0; returns how to go on from it. more: flags beside the file's."""
+    try:
+        state, sizes = read(path)
+    except Exception as error:  # a pickle may raise anything
+        raise ValueError(f"not a GPT-2 that torch.save() wrote: {error!r}") from None
+    typed = lambda values: " ".join(hybrid.as_typed(name, values[name]) for name in sizes)
+    args = hybrid.parse([*typed(sizes).split(), *more], 1)
+    weights = (model := reference_gpt(args)).state_dict()
+    zeros = {name: 0 * weights[name] for name in weights if name.endswith("bias")}  # if none
+    model.load_state_dict(zeros | state | {WPE: state[WPE][: args.seq_len]})
+    if not torch.equal(weights.pop(HEAD), state[WTE].float()):  # in the memory of the embedding
+        raise ValueError("its lm_head.weight is not its wte.weight")
+    for there in Path(folder).glob("step_????????"):
+        raise ValueError(f"{there} is there already")
+    unfinished = Path(folder, "step_00000000.partial")
+    dcp.save({"model": weights}, checkpoint_id=unfinished)
+    (unfinished / "run.json").write_text(json.dumps(vars(args) | {"skipped": 0}, indent=4))
+    unfinished.rename(unfinished.with_suffix(""))
+    return f"hybrid.py --checkpoint {folder} {typed(vars(args))}"
+
+
+def give(folder, path):
+    """Write the last checkpoint's weights to a file; returns what was written."""
+    checkpoint = max(Path(folder).glob("step_????????"), default=Path(folder, "step_*"))
+    try:
+        args = SimpleNamespace(**json.loads((checkpoint / "run.json").read_bytes()))
+        weights = reference_gpt(args).state_dict()
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{checkpoint}/run.json has not the flags of a run: {error}") from None
+    if args.experts or args.kv_heads != args.heads:
+        raise ValueError(f"--experts {args.experts} --kv-heads {args.kv_heads} is no GPT-2")
+    sizes = {"n_layer": args.layers, "n_head": args.heads, "n_embd": args.hidden, "bias": True}
+    sizes |= {"block_size": args.seq_len, "vocab_size": args.vocab_size, "dropout": args.dropout}
+    dcp.load({"model": {n: w for n, w in weights.items() if n != HEAD}}, checkpoint_id=checkpoint)
+    flat = {n: w.t() if n.endswith(TRANSPOSED) else w for n, w in weights.items()}
+    torch.save(flat | {"model": weights, "model_args": sizes}, f"{path}.part")
+    Path(f"{path}.part").replace(path)
+    return f"{path} is {checkpoint}"
+
+
+def main(argv):
+    """Returns the exit status, None for 0."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    try:
+        match argv:
+            case ["import", path, folder, *more]:
+                return print(take(path, folder, more))
+            case ["export", folder, path]:
+                return print(give(folder, path))
+            case ["--help" | "-h"]:
+                return print(__doc__)
+        raise ValueError("import FILE DIR [--heads N] [--seq-len T], or export DIR FILE")
+    except (OSError, ValueError, RuntimeError, dcp.api.CheckpointException) as error:
+        cause = getattr(error, "failures", {0: [error]})[0][0]
+        text = f"gpt2.py: error: {' '.join(argv[1:3])}: {cause}"
+        print(" ".join(text.split())[:400], file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
