@@ -588,7 +588,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _after_forward(self, number, module, args, outputs):
         unit = self._units[number]
-        memories = [flat.memory.data_ptr() for flat in unit]
+        memories = {flat.memory.data_ptr() for flat in unit} - {0}  # 0: of fake tensors
         for x in filter(torch.is_tensor, tree_leaves(outputs)):
             if x.untyped_storage().data_ptr() in memories:
                 raise RuntimeError(f"units[{number}] returns a parameter, or its view: clone it")
