@@ -933,18 +933,6 @@ class Pipeline:
         stage = self.stages[action.chunk]
         return nullcontext() if self._syncs(action) else getattr(stage, "no_sync", nullcontext)()
 
-    def timeline(self):
-        """The last step as a Timeline of seconds, each rank's from its own beginning. Collective.
-
-        A barrier before the step makes the beginnings the same. RuntimeError if no step has ended.
-        """
-        if self.clock is None or len(self.clock.spans) < len(self.actions):
-            raise RuntimeError("timeline() of a step that has not ended")
-        spans = gather_objects(self.clock.seconds(), self.group)
-        start = [{action: begin for action, (begin, _) in own.items()} for own in spans]
-        end = [{action: end for action, (_, end) in own.items()} for own in spans]
-        return _timeline(self.schedule, start, end, simulate(self.schedule).transfers)
-
 
 def _check_schedule(schedule, group):
     """Raise on all ranks if their schedules differ. Also all ranks' first batch, as NCCL wants."""
@@ -1030,6 +1018,20 @@ class Clock:
         return {action: tuple(map(self.since, span)) for action, span in self.spans.items()}
 
 
+def timeline_of(pipeline):
+    """The last step as a Timeline of seconds, each rank's from its own beginning. Collective.
+
+    A barrier before the step makes the beginnings the same. RuntimeError if no step has ended.
+    """
+    clock, schedule = pipeline.clock, pipeline.schedule
+    if clock is None or len(clock.spans) < len(pipeline.actions):
+        raise RuntimeError("timeline of a step that has not ended")
+    spans = gather_objects(clock.seconds(), pipeline.group)
+    start = [{action: begin for action, (begin, _) in own.items()} for own in spans]
+    end = [{action: end for action, (_, end) in own.items()} for own in spans]
+    return _timeline(schedule, start, end, simulate(schedule).transfers)
+
+
 # ---- replicas ------------------------------------------------------------------------------------
 
 
@@ -1096,28 +1098,6 @@ def bubble_time(
         "zb-v": rounds * (B - 2 * W),
         "dualpipe": (num_stages / 2 - 1) * (F + B + B - 3 * W),
     }[schedule]
-
-
-def bubble_of_step(
-    schedule, num_stages, num_microbatches, forward=1.0, backward=2.0, weight=1.0, num_chunks=2
-):
-    """bubble_time() where all ranks wait for each other at the step's end, as for one norm.
-
-    zb-h2's and zb-v's ranks end one after the other, so that these wait once more. Holds where m is
-    least_microbatches() or more, and W <= F <= B - W; dualpipe's is an upper bound.
-    """
-    staggered = {"zb-h2": forward, "zb-v": (backward - weight) / 2}
-    if schedule in staggered:
-        return (num_stages - 1) * staggered[schedule]
-    times = forward, backward, weight
-    return bubble_time(schedule, num_stages, num_microbatches, *times, num_chunks)
-
-
-def least_microbatches(schedule, num_stages):
-    """The fewest with which these formulas hold, and what their number is a multiple of."""
-    p = num_stages
-    special = {"interleaved": (p, p), "zb-h1": (p, 1), "zb-h2": (2 * p - 1, 1)}
-    return (special | {"zb-v": (2 * p, 1), "dualpipe": (2 * p, 2)}).get(schedule, (1, 1))
 
 
 def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2):
@@ -1198,7 +1178,7 @@ def _demonstrate():
             print(f"largest difference from one process's gradients: {error:.1e}\n")
 
 
-def _figures(name, num_stages, num_microbatches):
+def figures(name, num_stages, num_microbatches):
     """Of a schedule: itself, its timeline, bubble and peak, each as claimed and as simulated.
 
     F, I and W of all of a rank's layers take 1.
@@ -1219,7 +1199,7 @@ def _compare(num_stages, num_microbatches):
     print(f"{'':12}{'claimed simulated':>18}{'claimed simulated':>24}")
     for name in SCHEDULES:
         try:
-            _, timeline, bubbles, peaks = _figures(name, num_stages, num_microbatches)
+            _, timeline, bubbles, peaks = figures(name, num_stages, num_microbatches)
         except ValueError as error:
             print(f"{name:12}{error}")
             continue
@@ -1241,7 +1221,7 @@ def main():
         if args.schedule is None:
             _compare(args.stages, args.microbatches)
             return
-        found = _figures(args.schedule, args.stages, args.microbatches)
+        found = figures(args.schedule, args.stages, args.microbatches)
         schedule, timeline, bubbles, peaks = found
         if args.trace:
             with open(args.trace, "w") as file:
