@@ -83,16 +83,17 @@ def price(config, gpu, layout):
 
 
 class Share(NamedTuple):
-    """Of the model, a rank's, in all of its stages."""
+    """Of the model, a rank's, in all of its stages; and how many ranks are behind it."""
 
     layers: float
     embeddings: float = 0
     heads: float = 0
+    behind: int = 0
 
 
 @lru_cache(maxsize=None)
 def shares_of(config, schedule, pp, chunks):
-    """The Shares of a rank before the last one, and of that which has the head.
+    """The Shares of the first rank, of another with most layers, and of the last one.
 
     As in hybrid.layers_of() the costliest stage costs as little as can be, with the head.
     """
@@ -103,9 +104,11 @@ def shares_of(config, schedule, pp, chunks):
     cost = lambda last: max(math.ceil((layers - last) / (stages - 1)), last + head)
     last = min(range(layers // stages, 0, -1), key=cost, default=0)
     others = (layers - last) / (stages - 1)
-    mirrored = schedule in ("zb-v", "dualpipe")  # the rank of the first stage has the last one, too
-    most, least = math.ceil(own * others), math.ceil((own - 1) * others)
-    return [Share(most, not mirrored), Share(least + last, mirrored, 1)]
+    least, most, rest = int(own * others), math.ceil(own * others), (own - 1) * others
+    middle = Share(most, behind=pp - 1 - (least < most))
+    if schedule in ("zb-v", "dualpipe"):  # the rank of the first stage has the last one, too
+        return [Share(int(rest) + last, 1, 1), middle]
+    return [Share(least, 1, 0, pp - 1), middle, Share(math.ceil(rest) + last, 0, 1)]
 
 
 def portion_of(config):
@@ -168,9 +171,8 @@ def activations_of(config, layout, share):
     whole, kept = (layer_bytes(config, layout.piece, n) for n in ("none", layout.recompute))
     if schedule.startswith("zb"):
         kept = whole + 4 * tokens * h * (1 - 1 / tp) * layout.sp
-    behind = 0 if share.heads else p - 1  # so many ranks are
-    flying = {"1f1b": min(m, behind + 1)}  # microbatches, through all of its layers
-    flying["interleaved"] = min(2 * behind + (v - 1) * p + 1, m * v) / v
+    flying = {"1f1b": min(m, share.behind + 1)}  # microbatches, through all of its layers
+    flying["interleaved"] = min(2 * share.behind + (v - 1) * p + 1, m * v) / v
     flying["dualpipe"] = (p + 1) / 2  # each has one of the two stages to go through
     flying = flying.get(schedule) or peak_activations(schedule, p, m)
     logits, again = share.heads * tokens * config.vocab_size / tp, layout.recompute == "full"
@@ -346,8 +348,6 @@ def best_plans(args, count=10):
         steps = sorted(plan.step for plan in plans.values())
         if len(steps) >= count and least(piece) > steps[count - 1]:
             break
-        if piece[:5] in plans and least(piece) > plans[piece[:5]].step:
-            continue
         stages = args.fixed.get("zero", [1, 2, 3] if piece.dp * piece.cp > 1 else [0])
         for one in pipelines_of(args, piece):
             for layout in (one._replace(zero=zero) for zero in stages):

@@ -19,16 +19,11 @@ from ranks import PROJECT
 # Narayanan et al., 2021, table 1: t, p, GPUs, batch, TFLOP/s of a GPU; microbatch and chunks are of
 # Megatron-LM's examples/sc21/run_table_1.sh.
 RUNS = {
-    "gpt-1.7b": (1, 1, 32, 512, 137, 16, 1),
-    "gpt-3.6b": (2, 1, 64, 512, 138, 16, 1),
-    "gpt-7.5b": (4, 1, 128, 512, 142, 16, 1),
-    "gpt-18.4b": (8, 1, 256, 1024, 135, 8, 1),
-    "gpt-39.1b": (8, 2, 512, 1536, 138, 4, 1),
-    "gpt-76.1b": (8, 4, 1024, 1792, 140, 2, 3),
-    "gpt-145.6b": (8, 8, 1536, 2304, 148, 2, 2),
-    "gpt-310.1b": (8, 16, 1920, 2160, 155, 1, 2),
-    "gpt-529.6b": (8, 35, 2520, 2520, 163, 1, 3),
-    "gpt-1008.0b": (8, 64, 3072, 3072, 163, 1, 1),
+    **{"gpt-1.7b": (1, 1, 32, 512, 137, 16, 1), "gpt-3.6b": (2, 1, 64, 512, 138, 16, 1)},
+    **{"gpt-7.5b": (4, 1, 128, 512, 142, 16, 1), "gpt-18.4b": (8, 1, 256, 1024, 135, 8, 1)},
+    **{"gpt-39.1b": (8, 2, 512, 1536, 138, 4, 1), "gpt-76.1b": (8, 4, 1024, 1792, 140, 2, 3)},
+    **{"gpt-145.6b": (8, 8, 1536, 2304, 148, 2, 2), "gpt-310.1b": (8, 16, 1920, 2160, 155, 1, 2)},
+    **{"gpt-529.6b": (8, 35, 2520, 2520, 163, 1, 3), "gpt-1008.0b": (8, 64, 3072, 3072, 163, 1, 1)},
 }
 # Llama 3's: GPUs, cp, dp, sequence, TFLOP/s; t = 8, p = 16, 16M tokens, 8 chunks of a layer each.
 LLAMA = [(8192, 1, 64, 8192, 430), (16384, 1, 128, 8192, 400), (16384, 16, 8, 131072, 380)]
@@ -58,12 +53,10 @@ def llama(row, gpu=GPUS["h100"]):
 
 def fitted(kind, errors):
     """The GPU, of those whose two constants are near, with the least squares of errors(gpu)."""
-    gpu, near = GPUS[kind], [step / 100 for step in range(-3, 4)]
-    gpus = [
-        gpu._replace(products=round(gpu.products + a, 2), moves=round(gpu.moves + b, 2))
-        for a, b in itertools.product(near, near)
-        if gpu.moves + b <= 1
-    ]
+    gpu, near = GPUS[kind], range(-3, 4)
+    products, moves = ([round(x + n / 100, 2) for n in near] for x in (gpu.products, gpu.moves))
+    pairs = [(a, b) for a, b in itertools.product(products, moves) if b <= 1]
+    gpus = [gpu._replace(products=a, moves=b) for a, b in pairs]
     return min(gpus, key=lambda gpu: sum(error**2 for error in errors(gpu)))
 
 
@@ -111,44 +104,45 @@ def test_the_published_degrees_are_within_12_5_percent_of_the_best():
         for name, (t, p, gpus, batch, _, _, v) in RUNS.items()
     }
     published["--model llama3-405b --gpus 16384 --gpu h100"] = " --tp 8 --pp 16 --cp 1"
+    quickest = lambda flags: plan.best_plans(plan.parse(flags.split()), 1)[0].step
     for flags, degrees in published.items():
-        steps = [plan.best_plans(plan.parse((flags + more).split()), 1)[0].step for more in ("", degrees)]
-        assert steps[1] <= 1.125 * steps[0], flags
+        assert quickest(flags + degrees) <= 1.125 * quickest(flags), flags
 
 
 # ---- beside the rehearsal ------------------------------------------------------------------------
 
-COUNTED = {  # GB of the fullest rank at the step's peak, as tests/rehearse.py counts it, and which
+COUNTED = {  # rank that is fullest, and the GB that tests/rehearse.py counts at a step's peak
+    "--model llama3-405b --gpus 16384 --tp 8 --pp 16 --sp --zero 2 --schedule interleaved"
+    " --chunks 8 --batch-size 2048 --microbatches 16": (1024, 78.4),
+    "--model deepseek-v3 --gpus 2048 --pp 16 --ep 64 --schedule dualpipe --zero 1 --recompute full"
+    " --batch-size 4096 --microbatches 32 --balance bias": (896, 48.2),
+    "--model mixtral-8x22b --gpus 128 --tp 4 --pp 4 --sp --ep 8 --schedule zb-h1 --zero 2"
+    " --batch-size 128 --microbatches 8": (0, 76.9),
+    "--model glm-5 --gpus 256 --pp 4 --cp 2 --ep 16 --schedule interleaved --chunks 8 --zero 2"
+    " --recompute full --batch-size 128 --microbatches 4": (0, 90.0),
+    "--model gemma2-27b --gpus 64 --tp 2 --sp --zero 3 --batch-size 32 --microbatches 1": (0, 65.4),
 }
 
 
 @pytest.mark.parametrize("flags", COUNTED)
 def test_memory_is_within_10_percent_of_the_rehearsals(flags):
-    counted, _ = COUNTED[flags]
-    (found,) = plan.best_plans(plan.parse(f"{flags} --gpu b200".split()), 1)
-    assert found.held / 1e9 == pytest.approx(counted, rel=0.1)
+    degrees = " ".join(f"--{axis} 1" for axis in ("tp", "cp", "pp") if f"--{axis} " not in flags)
+    args = plan.parse(f"--recompute none --gpu b200 {degrees} {flags}".split())
+    (found,) = plan.best_plans(args, 1)
+    assert found.held / 1e9 == pytest.approx(COUNTED[flags][1], rel=0.1)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("flags", COUNTED)
 def test_so_much_is_counted(flags):
-    counted, rank = COUNTED[flags]
+    rank, counted = COUNTED[flags]
     words = [sys.executable, "tests/rehearse.py", "--dtype", "bf16", "--rank", str(rank)]
     out = subprocess.check_output([*words, *flags.split()], cwd=PROJECT, text=True)
-    assert float(re.search(r"all at once, MB +([\d,.]+)", out)[1].replace(",", "")) / 1e3 == (
-        pytest.approx(counted, rel=0.02)
-    )
+    peak = re.search(r"all at once, MB +([\d,.]+)", out)[1].replace(",", "")
+    assert float(peak) / 1e3 == pytest.approx(counted, rel=0.02)
 
 
 # ---- what a price is made of ---------------------------------------------------------------------
-
-
-def peak(actions, chunks):
-    """Microbatches in flight at most, each through all chunks, until their weights' gradients."""
-    held = [0]
-    for action in actions:
-        held.append(held[-1] + {"F": 1, "I": 0}.get(action.kind, -1))
-    return max(held) / chunks
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "naive"])
@@ -159,8 +153,9 @@ def test_a_rank_keeps_as_many_microbatches_as_its_schedule_has_in_flight(name):
     kept = (held(32) - held(16)) / 16
     for p, m in itertools.product((2, 4, 6), (1, 2, 4)):
         v, own = {"interleaved": 2, "zb-v": 2}.get(name, 1), 2 if name == "dualpipe" else 1
-        schedule = SCHEDULES[name](p, 2 * m * p)
-        expected = max(peak(schedule[place], v * own) for place in range(p))
+        schedule, change = SCHEDULES[name](p, 2 * m * p), {"F": 1, "I": 0, "B": -1, "W": -1}
+        held_by = lambda place: itertools.accumulate(change[of.kind] for of in schedule[place])
+        expected = max(max(held_by(place)) for place in range(p)) / (v * own)
         sizes = {"pp": p, "microbatches": 2 * m * p, "schedule": name, "chunks": v}
         found = (held(24 * p, **sizes) - held(1) + kept) / (24 * own * kept)
         assert found == pytest.approx(expected, abs=1 / 16), (p, m)
@@ -179,25 +174,22 @@ def test_the_bubble_of_a_step_is_that_of_the_simulator(name):
         seconds = plan.seconds_of(config, gpu, layout)
         idle, claimed = timeline.total - m * p * v * sum(times), seconds["bubble"]
         assert seconds["compute"] == pytest.approx(m * p * v * sum(times), rel=0.01)
-        if name == "dualpipe":
-            assert claimed / 2 - 1e-6 <= idle <= claimed * 1.01
-        else:
-            assert claimed == pytest.approx(idle, rel=0.01, abs=1e-6), (p, m)
+        most = idle * (2.02 if name == "dualpipe" else 1.01)
+        assert idle - 1e-6 <= 1.01 * claimed and claimed <= most + 1e-6, (p, m)
 
 
 def test_layers_are_cut_as_the_trainer_cuts_them():
-    for layers, vocabulary, (pp, v) in itertools.product(
-        (5, 8, 12, 61), (10, 3000), [(1, 1), (2, 1), (4, 1), (6, 1), (2, 2), (4, 2), (2, 3)]
-    ):
-        config, stages = hybrid.GPTConfig(layers, 64, 4, 32, vocabulary), pp * v
+    pipelines = (1, 1), (2, 1), (4, 1), (6, 1), (2, 2), (4, 2), (2, 3)
+    for layers, V, (pp, v) in itertools.product((5, 8, 12, 61), (10, 3000), pipelines):
+        config, stages = hybrid.GPTConfig(layers, 64, 4, 32, V), pp * v
         if stages > layers + 2:
             continue
-        name = "interleaved" if v > 1 else "1f1b"
-        *_, last = shares = plan.shares_of(config, name, pp, v)
         own = [len(hybrid.layers_of(stage, stages, config)) for stage in range(stages)]
-        most = max(sum(own[place::pp]) for place in range(pp))
-        assert most <= max(share.layers for share in shares) <= most + (v > 1)
-        assert sum(own[pp - 1 :: pp]) <= last.layers <= sum(own[pp - 1 :: pp]) + (v > 1)
+        own = [sum(own[place::pp]) for place in range(pp)]
+        found = plan.shares_of(config, "interleaved" if v > 1 else "1f1b", pp, v)
+        for share, number in (found[0], own[0]), (found[-1], own[-1]):
+            assert abs(share.layers - number) <= (v > 1)
+        assert max(own) <= max(share.layers for share in found) <= max(own) + (v > 1)
 
 
 def test_the_best_plans_are_those_of_a_search_through_everything():
@@ -226,23 +218,18 @@ def test_llama_3_on_16384_gpus_has_ten_plans_in_two_tables(capsys):
     assert plan.main("--model llama3-405b --gpus 16384 --gpu h100".split()) == 0
     assert time.process_time() - began < 60  # a machine at rest takes 3
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 100
-    assert sum(line[:3].strip().isdigit() and line[3] == " " for line in lines) == 20
+    numbers = [line[:2] for line in lines if re.match("[ 1][0-9] ", line)]
+    assert max(map(len, lines)) <= 100 and numbers == [f"{n:2}" for n in range(1, 11)] * 2
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    "flags, status",
-    [
-        ("--gpus 16384 --model llama3-405b --layers 100000", 2),
-        ("--gpus 1000000 --model deepseek-v3 --batch-size 1000000", 0),
-        ("--gpus 1000000 --layers 100000", 0),
-    ],
-)
-def test_no_size_takes_minutes(flags, status):
-    began = time.process_time()
-    assert plan.main(["--gpu", "h100", *flags.split()]) == status
-    assert time.process_time() - began < 120  # a machine at rest takes 20
+def test_no_size_takes_minutes():
+    sizes = {"--gpus 16384 --model llama3-405b --layers 100000": 2}
+    sizes |= {"--gpus 1000000 --model deepseek-v3 --batch-size 1000000": 0}
+    for flags, status in (sizes | {"--gpus 1000000 --layers 100000": 0}).items():
+        began = time.process_time()
+        assert plan.main(["--gpu", "h100", *flags.split()]) == status
+        assert time.process_time() - began < 120  # a machine at rest takes 20
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 8])
@@ -252,23 +239,23 @@ def test_small_worlds_have_a_plan(gpus, more, capsys):
     assert "\n 1 " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ("--gpus 64 --model llama3-405b", "no layout fits 80 GB: the leanest takes 105"),
-        ("--gpus 8 --tp 3", "--pp 1 x --dp 2 x --cp 1 x --tp 3 is not the number of processes, 8"),
-        ("--gpus 8 --tp 8", "--kv-heads 4 is not divisible by --tp 8"),
-        ("--gpus 13 --batch-size 16", "--batch-size 16 is not divisible by --dp 13"),
-        ("--gpus 8 --pp 2 --schedule zb-v --microbatches 1", "no number of microbatches"),
-        ("--gpus 8 --model deepseek-v3 --dtype fp32", "--dtype fp32 means nothing to a plan"),
-        ("--gpus 8 --steps 5", "--steps 5 means nothing to a plan"),
-        ("--gpus 8 --chunks 2", "--chunks 2 needs --schedule interleaved"),
-        ("--gpus 8 --model gpt-5", "invalid choice: 'gpt-5'"),
-        ("--gpus 0", "--gpus: 0"),
-        ("", "required: --gpus"),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_line(flags, words, capsys):
+WRONG = {
+    "--gpus 8 --model llama3-70b": "no layout fits 80 GB: the leanest takes 1",
+    "--gpus 8 --tp 3": "--pp 1 x --dp 2 x --cp 1 x --tp 3 is not the number of processes, 8",
+    "--gpus 8 --tp 8": "--kv-heads 4 is not divisible by --tp 8",
+    "--gpus 13 --batch-size 16": "--batch-size 16 is not divisible by --dp 13",
+    "--gpus 8 --pp 2 --schedule zb-v --microbatches 1": "no number of microbatches",
+    "--gpus 8 --model deepseek-v3 --dtype fp32": "--dtype fp32 means nothing to a plan",
+    "--gpus 8 --steps 5": "--steps 5 means nothing to a plan",
+    "--gpus 8 --chunks 2": "--chunks 2 needs --schedule interleaved",
+    "--gpus 8 --model gpt-5": "invalid choice: 'gpt-5'",
+    "--gpus 0": "--gpus: 0",
+    "": "required: --gpus",
+}
+
+
+@pytest.mark.parametrize("flags", WRONG)
+def test_what_is_wrong_is_said_in_one_line(flags, capsys):
     assert plan.main(["--gpu", "h100", *flags.split()]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and words in err and err.count("\n") == 1
+    assert out == "" and WRONG[flags] in err and err.count("\n") == 1
