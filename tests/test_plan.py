@@ -115,11 +115,11 @@ COUNTED = {  # rank that is fullest, and the GB that tests/rehearse.py counts at
     "--model llama3-405b --gpus 16384 --tp 8 --pp 16 --sp --zero 2 --schedule interleaved"
     " --chunks 8 --batch-size 2048 --microbatches 16": (1024, 78.4),
     "--model deepseek-v3 --gpus 2048 --pp 16 --ep 64 --schedule dualpipe --zero 1 --recompute full"
-    " --batch-size 4096 --microbatches 32 --balance bias": (896, 48.2),
+    " --batch-size 4096 --microbatches 32 --balance bias": (896, 46.8),
     "--model mixtral-8x22b --gpus 128 --tp 4 --pp 4 --sp --ep 8 --schedule zb-h1 --zero 2"
     " --batch-size 128 --microbatches 8": (0, 76.9),
-    "--model glm-5 --gpus 256 --pp 4 --cp 2 --ep 16 --schedule interleaved --chunks 8 --zero 2"
-    " --recompute full --batch-size 128 --microbatches 4": (0, 90.0),
+    "--model gpt-145.6b --gpus 1536 --tp 8 --pp 8 --sp --zero 0 --schedule interleaved --chunks 2"
+    " --recompute full --batch-size 768 --microbatches 16": (0, 44.8),
     "--model gemma2-27b --gpus 64 --tp 2 --sp --zero 3 --batch-size 32 --microbatches 1": (0, 65.4),
 }
 
