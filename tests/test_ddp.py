@@ -547,9 +547,9 @@ def test_buffers_are_the_first_ranks_in_the_passes_in_which_pytorchs_are(broadca
 
 
 UNLIKE = {
-    "'1.weight' (5, 2) torch.float32 True": lambda: nn.Linear(2, 5),
-    "'1.weight' (4, 2) torch.float64 True": lambda: nn.Linear(2, 4).double(),
-    "'1.weight' (4, 2) torch.float32 False": lambda: nn.Linear(2, 4).requires_grad_(False),
+    "'1.weight' (5, 2) torch.float32 True cpu": lambda: nn.Linear(2, 5),
+    "'1.weight' (4, 2) torch.float64 True cpu": lambda: nn.Linear(2, 4).double(),
+    "'1.weight' (4, 2) torch.float32 False cpu": lambda: nn.Linear(2, 4).requires_grad_(False),
     "nothing": lambda: nn.Linear(2, 4, bias=False),
 }
 
@@ -562,7 +562,7 @@ def test_models_that_differ_are_an_error_on_every_rank(here):
     with pytest.raises(ValueError) as raised:
         DistributedDataParallel(nn.Sequential(nn.Linear(3, 2), last))
     assert str(raised.value) == (
-        f"rank 2 of the group has {here}, rank 0 has {there} torch.float32 True"
+        f"rank 2 of the group has {here}, rank 0 has {there} torch.float32 True cpu"
     )
 
 
