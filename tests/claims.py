@@ -212,7 +212,7 @@ def block():
     lines += ["", "| schedule | bubble | value | counted | activations | value | counted |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for name, (bubble, value, peak, most) in SCHEDULED.items():
-        _, _, (_, idle), (_, held) = pipeline._figures(name, P, 8)
+        _, _, (_, idle), (_, held) = pipeline.figures(name, P, 8)
         numbers = f"{value:g} | {idle:g} | {peak} | {most:g} | {held:g}"
         lines.append(f"| `{name}` | {bubble} | {numbers} |")
     for name, m in ("1f1b", 8), ("zb-h1", 8), ("zb-h2", 8), ("interleaved", 4), ("dualpipe", 8):
