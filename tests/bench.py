@@ -59,7 +59,7 @@ import hybrid
 from ddp import DistributedDataParallel, GradBucket
 from expert_parallel import MoE, dispatch_and_combine
 from ledger import memory_ledger
-from pipeline import SCHEDULES, Pipeline, simulate
+from pipeline import SCHEDULES, Pipeline, simulate, timeline_of
 from ranks import headline, run, spawn
 from reference_gpt import Layer, ReferenceGPT
 from sequence_parallel import allgather_attention, ring_attention, ulysses_attention
@@ -361,7 +361,7 @@ def _sleep_through(name, num_microbatches, rounds):
         pipeline.step(batch, batch)
         dist.barrier()
         times.append(time.perf_counter() - began)
-        bubbles.append(bubble(pipeline.timeline()))
+        bubbles.append(bubble(timeline_of(pipeline)))
     measured = [statistics.median(values[1:]) / SLOT for values in (times, bubbles)]
     return measured, [claimed.total, bubble(claimed)]
 

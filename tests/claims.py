@@ -5,6 +5,7 @@ ranks counted, and the test that holds it in every size.
 """
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -65,8 +66,13 @@ def _replicas(stage):
         model(torch.ones(1, 480)).sum().backward()
         optimizer.step()
 
-    step()  # gradients and states are there
-    return _sent(step), sum(memory_ledger(model, optimizer).values()) / count
+    step()
+    sent = _sent(step)
+    optimizer.zero_grad()
+    # of several backwards all but the last: in stage 1 whole gradients add up, in 2 and 3 shards
+    with model.no_sync() if stage == 1 else nullcontext():
+        model(torch.ones(1, 480)).sum().backward()
+    return sent, memory_ledger(model, optimizer).total() / count
 
 
 def _layer(mode="none", **options):
@@ -235,7 +241,8 @@ m = 8 microbatches, v = 2 chunks. A test holds each for every size.
 {}
 ## Published layouts
 
-What is not given, the planner chooses.
+What is not given, the planner chooses. It recomputes where a layout would not fit: by these
+formulas Llama 3's on 8,192 GPUs takes 85 GB, of which the planner grants 80.
 
 {}"""
 

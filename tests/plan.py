@@ -4,8 +4,7 @@
     python tests/plan.py --gpus 64 --gpu a100 --layers 32 --hidden 4096 --heads 32 --seq-len 2048
 
 Prints the ten quickest degrees (tp, cp, pp, dp, ep), each in its quickest layout that fits; flags
-of hybrid.py give sizes, or fix a part of the layout. What is wrong, or why nothing fits, is said in
-one line, with status 2.
+of hybrid.py give sizes, or fix a part of it. In one line, with status 2: what is wrong, or lacking.
 
     m x b      microbatches of a step, of so many sequences each
     GB         what the fullest GPU holds at the peak of a step: weights + grads + optim. + activ.
@@ -84,16 +83,17 @@ def price(config, gpu, layout):
 
 
 class Share(NamedTuple):
-    """Of the model, a rank's, in all of its stages."""
+    """Of the model, a rank's, in all of its stages; and how many ranks are behind it."""
 
     layers: float
     embeddings: float = 0
     heads: float = 0
+    behind: int = 0
 
 
 @lru_cache(maxsize=None)
 def shares_of(config, schedule, pp, chunks):
-    """The Shares of a rank before the last one, and of that which has the head.
+    """The Shares of the first rank, of another with most layers, and of the last one.
 
     As in hybrid.layers_of() the costliest stage costs as little as can be, with the head.
     """
@@ -104,9 +104,11 @@ def shares_of(config, schedule, pp, chunks):
     cost = lambda last: max(math.ceil((layers - last) / (stages - 1)), last + head)
     last = min(range(layers // stages, 0, -1), key=cost, default=0)
     others = (layers - last) / (stages - 1)
-    mirrored = schedule in ("zb-v", "dualpipe")  # the rank of the first stage has the last one, too
-    most, least = math.ceil(own * others), math.ceil((own - 1) * others)
-    return [Share(most, not mirrored), Share(least + last, mirrored, 1)]
+    least, most, rest = int(own * others), math.ceil(own * others), (own - 1) * others
+    middle = Share(most, behind=pp - 1 - (least < most))
+    if schedule in ("zb-v", "dualpipe"):  # the rank of the first stage has the last one, too
+        return [Share(int(rest) + last, 1, 1), middle]
+    return [Share(least, 1, 0, pp - 1), middle, Share(math.ceil(rest) + last, 0, 1)]
 
 
 def portion_of(config):
@@ -169,9 +171,8 @@ def activations_of(config, layout, share):
     whole, kept = (layer_bytes(config, layout.piece, n) for n in ("none", layout.recompute))
     if schedule.startswith("zb"):
         kept = whole + 4 * tokens * h * (1 - 1 / tp) * layout.sp
-    behind = 0 if share.heads else p - 1  # so many ranks are
-    flying = {"1f1b": min(m, behind + 1)}  # microbatches, through all of its layers
-    flying["interleaved"] = min(2 * behind + (v - 1) * p + 1, m * v) / v
+    flying = {"1f1b": min(m, share.behind + 1)}  # microbatches, through all of its layers
+    flying["interleaved"] = min(2 * share.behind + (v - 1) * p + 1, m * v) / v
     flying["dualpipe"] = (p + 1) / 2  # each has one of the two stages to go through
     flying = flying.get(schedule) or peak_activations(schedule, p, m)
     logits, again = share.heads * tokens * config.vocab_size / tp, layout.recompute == "full"
@@ -347,8 +348,6 @@ def best_plans(args, count=10):
         steps = sorted(plan.step for plan in plans.values())
         if len(steps) >= count and least(piece) > steps[count - 1]:
             break
-        if piece[:5] in plans and least(piece) > plans[piece[:5]].step:
-            continue
         stages = args.fixed.get("zero", [1, 2, 3] if piece.dp * piece.cp > 1 else [0])
         for one in pipelines_of(args, piece):
             for layout in (one._replace(zero=zero) for zero in stages):
@@ -362,8 +361,7 @@ def best_plans(args, count=10):
     if leanest == math.inf:
         raise ValueError(f"no number of microbatches here is one of --schedule {args.schedule}")
     if not plans:
-        least = f"the leanest takes {leanest / 1e9:,.1f} GB of a GPU"
-        raise ValueError(f"no layout fits: {least}, {args.gpu} has {gpu.memory}")
+        raise ValueError(f"no layout fits {gpu.memory} GB: the leanest takes {leanest / 1e9:,.1f}")
     return sorted(plans.values(), key=lambda plan: plan.step)[:count]
 
 
@@ -391,7 +389,8 @@ def pieces_of(args, most=200_000):
         except ValueError as error:
             refused.append(error)
             continue
-        for m, mode in product(args.fixed.get("microbatches", divisors(grid.batch, grid.batch)), modes):
+        counts = args.fixed.get("microbatches", divisors(grid.batch, grid.batch))
+        for m, mode in product(counts, modes):
             found.append(grid._replace(batch=grid.batch // m, microbatches=m, recompute=mode))
     if not found:
         raise ValueError(f"no layout of {args.gpus} GPUs: {refused[0]}")
@@ -445,20 +444,20 @@ def parse(argv):
 
 def show(plans, args, flops):
     """Two tables. flops: the model's, of a GPU in a step."""
-    print("     tp  cp   pp    dp  ep ZeRO schedule       m x b    recompute   step s TFLOP/s   MFU")
+    print("    tp  cp   pp    dp  ep ZeRO schedule       m x b    recompute   step s TFLOP/s   MFU")
     for number, p in enumerate(plans, 1):
         of, speed = p.layout, flops / p.step / 1e12
         name = f"{of.schedule} {of.chunks}" if of.schedule == "interleaved" else of.schedule
-        line = f"{number:3} {of.tp:3} {of.cp:3} {of.pp:4} {of.dp:5} {of.ep:3} {of.zero:4} {name:14}"
+        line = f"{number:2} {of.tp:3} {of.cp:3} {of.pp:4} {of.dp:5} {of.ep:3} {of.zero:4} {name:14}"
         line += f"{of.microbatches:5} x {of.batch:<4}{of.recompute:9} {p.step:8.4g} {speed:7.4g}"
         print(f"{line} {speed / args.machine.tflops:5.1%}")
     waits = "     tp     cp     ep     pp     dp bubble"
-    print(f"\n     GB = weights  grads optim. activ.  s = compute{waits}")
+    print(f"\n    GB = weights  grads optim. activ.  s = compute{waits}")
     for number, p in enumerate(plans, 1):
         held = " ".join(f"{nbytes / 1e9:6.2f}" for nbytes in p.memory.values())
         compute, *waits = p.seconds.values()
         waits = " ".join(f"{seconds:6.2g}" for seconds in waits)
-        print(f"{number:3} {p.held / 1e9:6.1f}  {held} {compute:12.4g} {waits}")
+        print(f"{number:2} {p.held / 1e9:6.1f}  {held} {compute:12.4g} {waits}")
 
 
 def main(argv=None):
@@ -471,8 +470,7 @@ def main(argv=None):
         return 2
     config, tokens = hybrid.config_of(args), args.batch_size * args.seq_len
     size = count_of(config, Layout(), Share(config.layers, 1, 1)) / 1e9
-    own = f", {MODELS[args.model][0]:g}B of its own" if args.model else ""
-    print(f"{args.model or 'model'}: {size:.4g}B parameters as a GPT{own}")
+    print(f"{args.model or 'model'}: {size:.4g}B parameters as a GPT")
     print(f"{args.gpus} x {args.gpu}, {args.batch_size} x {args.seq_len} tokens a step, bf16\n")
     show(plans, args, hybrid.flops_per_token(config) * tokens / args.gpus)
     return 0

@@ -6,7 +6,7 @@ import io
 import re
 import weakref
 from contextlib import nullcontext, redirect_stdout
-from functools import partial
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -653,22 +653,25 @@ SOAK_3_AND_4 = [pytest.param(world_size, marks=pytest.mark.soak) for world_size 
 
 
 @on_ranks(1, 2, *SOAK_3_AND_4)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_rank_holds_2_and_2_and_12_bytes_per_parameter_of_which_a_stage_shares_out(stage):
-    """Of all tensors that a step leaves: in stage 1 whole gradients, too, until the last pass."""
+@pytest.mark.parametrize("stage, half", [(0, False), *product(STAGES, (False, True))])
+def test_a_rank_holds_16_bytes_per_parameter_of_which_a_stage_shares_out(stage, half):
+    """Of all tensors, after one of several backwards, in which stage 1 adds up whole gradients."""
     gc.freeze()
-    model, optimizer = _shard(_Stack(), stage, param_dtype=torch.bfloat16)
+    sizes = (2, 4, 12) if half else (4, 4, 8)
+    if stage == 3 and half:  # the pieces are the 32-bit copy
+        sizes = (0, 4, 12)
+    how = {"param_dtype": torch.bfloat16} if half else {}
+    model, optimizer = _shard(_Stack(), stage, **how)
     parameters, P, x = 4 * 96 * 96, dist.get_world_size(), torch.ones(1, 96)
     _train(model, optimizer, [x])
+    optimizer.zero_grad()
     with model.no_sync() if stage == 1 else nullcontext():
         model(x).sum().backward()
-    kept = 0 if stage == 3 else 2  # the pieces are the 32-bit copy, and their gradients are so, too
-    whole = 4 if stage == 1 else 0
-    claim = kept + whole + 16 / P
-    assert claim == pytest.approx(zero_memory(stage, P, kept, 4, 12) + (4 / P if stage == 1 else 0))
+    claim = zero_memory(stage, P, *sizes)
     held = memory_ledger(model, optimizer).total() / parameters
     assert held == pytest.approx(claim, abs=2e-3)  # counts of steps
     assert _bytes_of_new_tensors() / parameters == pytest.approx(claim, abs=2e-2)
+    assert [zero_memory(stage, P) for stage in range(4)] == [16, 4 + 12 / P, 2 + 14 / P, 16 / P]
 
 
 class _OnStream:
