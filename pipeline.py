@@ -458,7 +458,7 @@ class WeightGradStore:
     While it is open, which is while an I runs, a layer may put(parameter, product) in place of
     computing the parameter's gradient, which is what product() returns. While it `adds`, which is
     in a microbatch's whole backward that another follows, a layer may add to .grad by itself:
-    autograd would write the product and read it again. Hooks wait for the last.
+    autograd would write the product and read it again. DistributedDataParallel waits for the last.
     """
 
     products, adds = None, False

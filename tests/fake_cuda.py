@@ -247,15 +247,6 @@ class Watch(TorchDispatchMode):
                     places[where] += 1
         return [Stream()]  # done, too
 
-    def header(self, transfer, num_microbatches):
-        """Rows, dtype and shape of the activations that another stage is about to send."""
-        args = self.args
-        self.note_wait("tolist")
-        rows = args.batch_size // args.dp // num_microbatches
-        length = args.seq_len // args.cp // (args.tp if args.sp else 1)
-        dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-        return rows, dtype, torch.Size([length, rows, args.hidden])
-
 
 def _tensors(values):
     """The tensors among an operator's arguments, or in lists of them."""
