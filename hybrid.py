@@ -50,6 +50,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,9 +75,7 @@ from collectives import (
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
 from expert_parallel import MoE, tally_metrics
-from pipeline import (
-    SCHEDULES, Pipeline, WeightGradStore, cheapest_cuts, forward_only, sum_replicas,
-)
+from pipeline import SCHEDULES, Pipeline, WeightGradStore, forward_only, sum_replicas
 from sequence_parallel import (
     allgather_attention, context_positions, dropout, recompute, ring_attention, ulysses_attention,
 )
@@ -709,6 +708,26 @@ def layers_of(stage, num_stages, config):
     return range(*_cuts(num_stages, config)[stage : stage + 2])
 
 
+def cheapest_cuts(costs, parts):
+    """The places [0, ..., len(costs)] between runs of a list, none empty, whose sums are smallest.
+
+    First the largest sum is as small as can be, then the second, and so on; of equals the runs in
+    front are the shortest.
+    """
+    sums = [0, *accumulate(costs)]
+    best = {0: ([], [0])}  # {length: (sums of its runs, largest first, their places)}
+    for left in reversed(range(parts)):  # runs to come
+        best = {
+            end: min(
+                (sorted([*found, sums[end] - sums[cuts[-1]]], reverse=True), [*cuts, end])
+                for found, cuts in best.values()
+                if cuts[-1] < end
+            )
+            for end in range(parts - left, len(costs) - left + 1)
+        }
+    return best[len(costs)][1]
+
+
 @lru_cache(maxsize=None)
 def _cuts(num_stages, config):
     costs = [layer_flops(config, layer) for layer in range(config.layers)]
@@ -875,12 +894,14 @@ class Trainer:
         self.experts = [parameter for name, parameter in named if is_expert(name)]
         self.stages = wrap(self)
         self.optimizer = make_optimizer(args, self.dense + self.experts)
+        rows = args.batch_size // (args.dp * args.microbatches)
         self.pipeline = Pipeline(
             *(self.stages, schedule, self.loss, mesh.pp_group),
+            **sent_by_stages(self, rows),
             defer=put_off,
             sync_each=args.zero > 1,  # so that no rank has whole gradients
         )
-        self.evaluation = forward_pipeline(self, args.microbatches, self.loss)
+        self.evaluation = forward_pipeline(self, args.microbatches, rows, self.loss)
 
     def step(self, inputs, targets):
         """One optimizer step on this rank's rows of the batch, (B/dp, T) each.
@@ -1026,12 +1047,20 @@ class Trainer:
         return tokens.to(self.device, non_blocking=True)
 
 
-def forward_pipeline(trainer, num_microbatches, loss_fn):
-    """A pipeline without backward, along the first route."""
+def sent_by_stages(trainer, rows):
+    """For Pipeline(): what stages send each other of a microbatch of so many rows."""
+    args = trainer.args
+    length = args.seq_len // (args.cp * (args.tp if args.sp else 1))
+    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
+    return {"shape": (length, rows, args.hidden), "dtype": dtype, "device": trainer.device}
+
+
+def forward_pipeline(trainer, num_microbatches, rows, loss_fn):
+    """A pipeline without backward, along the first route; rows: of a microbatch."""
     group = trainer.mesh.pp_group
     schedule = forward_only(dist.get_world_size(group), num_microbatches, trainer.route)
     stages = trainer.stages[:1] if trainer.replicated else trainer.stages
-    return Pipeline(stages, schedule, loss_fn, group)
+    return Pipeline(stages, schedule, loss_fn, group, **sent_by_stages(trainer, rows))
 
 
 def learning_rate(step, steps, warmup, peak):
@@ -1460,7 +1489,7 @@ def sample(trainer, prompt, length, temperature=1.0, seed=0):
         raise TrainingError(f"the prompt's token {largest} is outside --vocab-size {V}", status=2)
     for chunk in trainer.chunks:
         chunk.eval()
-    pipeline = forward_pipeline(trainer, 1, lambda logits, _: logits)
+    pipeline = forward_pipeline(trainer, 1, 1, lambda logits, _: logits)
     generator, tokens = torch.Generator().manual_seed(seed), list(prompt)
     for _ in range(length):
         window = tokens[-T:]

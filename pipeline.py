@@ -20,7 +20,8 @@ microbatches enter from both ends.
 A schedule is data: the list of each rank's actions, and the routes that microbatches take. One
 simulator times it, checks it, and derives the one global order of messages; one executor runs it.
 A message is a microbatch's activations, batch x sequence x width elements, or their gradient: one
-each way per microbatch and boundary.
+each way per microbatch and boundary. A rank holds its stages' parameters, and the activations of
+the microbatches whose forward is done and whose backward is not.
 
 Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019 and "Memory-Efficient
 Pipeline-Parallel DNN Training", 2021 (PipeDream-flush, called 1F1B here and in Megatron-LM).
@@ -28,7 +29,7 @@ Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 (interleaved). Qi et al., "Zero Bubble Pipeline Parallelism", 2024, and "Pipeline Parallelism with
 Controllable Memory", 2024 (ZB-V). DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe).
 
-    torchrun --nproc-per-node 4 pipeline.py   simulated and claimed bubble and memory; counted bytes
+    torchrun --nproc-per-node 4 pipeline.py           bubble, memory, bytes; claimed and counted
     python pipeline.py --schedule zb-h2 --stages 4 --microbatches 8 [--trace FILE]    one, drawn
     python pipeline.py --stages 4 --microbatches 8                                    all, compared
 """
@@ -37,7 +38,6 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections import Counter, deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -45,14 +45,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
-from collectives import (
-    autocasted, count_bytes, exchange, gather_objects, rank_and_size, run_ranks,
-)
+from collectives import autocasted, count_bytes, exchange, gather_objects, rank_and_size, run_ranks
 
 # ---- the idea ------------------------------------------------------------------------------------
 
@@ -85,29 +81,6 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
     return [loss.detach() for _, loss in passes] if rank == world_size - 1 else None
 
 
-# ---- stages --------------------------------------------------------------------------------------
-
-
-def cheapest_cuts(costs, parts):
-    """The places [0, ..., len(costs)] between runs of a list, none empty, whose sums are smallest.
-
-    First the largest sum is as small as can be, then the second, and so on; of equals the runs in
-    front are the shortest.
-    """
-    sums = [0, *accumulate(costs)]
-    best = {0: ([], [0])}  # {length: (sums of its runs, largest first, their places)}
-    for left in reversed(range(parts)):  # runs to come
-        best = {
-            end: min(
-                (sorted([*found, sums[end] - sums[cuts[-1]]], reverse=True), [*cuts, end])
-                for found, cuts in best.values()
-                if cuts[-1] < end
-            )
-            for end in range(parts - left, len(costs) - left + 1)
-        }
-    return best[len(costs)][1]
-
-
 # ---- schedules -----------------------------------------------------------------------------------
 #
 # Any order instead of that one, as data: a list of actions per rank. A Schedule, below, has beside
@@ -126,18 +99,12 @@ class Action(NamedTuple):
     chunk: int = 0
 
 
-def _check_sizes(num_stages, num_microbatches):
-    if num_stages < 1 or num_microbatches < 1:
-        raise ValueError(
-            f"num_stages={num_stages} and num_microbatches={num_microbatches} must be at least 1"
-        )
-
-
 def _actions(letters, *microbatches):
     """A rank's actions, written in letters: F B I W of chunk 0, f b i w of chunk 1.
 
-    Each is of its kind's next microbatch, of those of its chunk: "FFIWB" is F0 F1 I0 W0 B1. Where
-    none is left it is nothing.
+    microbatches: those of chunk 0, and those of chunk 1. A letter takes the first of them that its
+    kind has not taken yet, where B is an I and a W: "FFIWB" is F0 F1 I0 W0 B1. Once a kind has
+    taken all, its letters are left out.
     """
     actions, turns = [], Counter()
     for letter in letters:
@@ -153,12 +120,11 @@ def _actions(letters, *microbatches):
 
 def _schedule(num_stages, num_microbatches, letters, routes=None):
     """The Schedule in which rank r does letters(r), and each of its chunks every microbatch."""
-    _check_sizes(num_stages, num_microbatches)
     every = range(num_microbatches)
     return Schedule([_actions(letters(r), every, every) for r in range(num_stages)], routes)
 
 
-# Each of the following returns a Schedule, and raises ValueError for sizes below 1.
+# Each of the following returns a Schedule. Sizes are at least 1.
 
 
 def naive(num_stages, num_microbatches):
@@ -204,13 +170,9 @@ def interleaved(num_stages, num_microbatches, num_chunks=2):
     Peak activations of rank r: min(2(p-r-1) + (v-1)p + 1, mv) chunks. Raises ValueError if p does
     not divide m.
     """
-    _check_sizes(num_stages, num_microbatches)
-    if num_chunks < 1 or num_microbatches % num_stages:
-        raise ValueError(
-            f"num_microbatches={num_microbatches} is not a multiple of num_stages={num_stages}, "
-            f"or num_chunks={num_chunks} is not at least 1"
-        )
     p, m, v = num_stages, num_microbatches, num_chunks
+    if m % p:
+        raise ValueError(f"num_microbatches={m} is not a multiple of num_stages={p}")
     forwards, backwards, schedule = [], [], []
     for first in range(0, m, p):
         for chunk in range(v):
@@ -293,14 +255,13 @@ def dualpipe(num_stages, num_microbatches):
     where, as here, one comes after the other. Peak activations: p+1. Raises ValueError if p is odd,
     m is odd, or m < 2p.
     """
-    _check_sizes(num_stages, num_microbatches)
-    p, pairs = num_stages, num_microbatches // 2
-    if p % 2 or num_microbatches % 2 or num_microbatches < 2 * p:
+    p, m, pairs = num_stages, num_microbatches, num_microbatches // 2
+    if p % 2 or m % 2 or m < 2 * p:
         raise ValueError(
-            f"num_stages={num_stages} and num_microbatches={num_microbatches}: DualPipe needs both "
-            "even, and two microbatches a stage or more"
+            f"num_stages={p} and num_microbatches={m}: DualPipe needs both even, and two "
+            "microbatches a stage or more"
         )
-    halves = range(pairs), range(pairs, 2 * pairs)
+    halves = range(pairs), range(pairs, m)
     schedule = [_actions(_dualpipe_letters(rank, p, pairs), *halves) for rank in range(p)]
     return Schedule(schedule, [[(r, 0) for r in range(p)], [(r, 1) for r in reversed(range(p))]])
 
@@ -328,7 +289,6 @@ def _dualpipe_letters(rank, p, pairs):
 
 def forward_only(num_stages, num_microbatches, route=None):
     """Evaluation: the forwards alone, along one route; the executor keeps no activations."""
-    _check_sizes(num_stages, num_microbatches)
     route = route or [(rank, 0) for rank in range(num_stages)]
     # a place of the route works on a microbatch one turn after the place before it
     turns = [(i + turn, turn, i) for i in range(num_microbatches) for turn in range(len(route))]
@@ -343,15 +303,15 @@ def forward_only(num_stages, num_microbatches, route=None):
 
 
 class Transfer(NamedTuple):
-    """What `action`, F or B, on rank `source` makes, and `chunk` of rank `destination` waits for.
+    """What `action` on rank `source` makes, for an action of rank `destination` that waits for it.
 
-    A gradient is said to be of the B, also where it is an I that makes it.
+    action: an F, whose output it is, or a B, whose input's gradient it is. Where I and W are in
+    place of the B, I makes the gradient, and the Transfer has the B's name all the same.
     """
 
     action: Action
     source: int
     destination: int
-    chunk: int
 
 
 class Schedule(list):
@@ -360,14 +320,11 @@ class Schedule(list):
     routes: by default one, from rank to rank; of two the first has half of the microbatches, those
         from 0 on.
     needed, made: {(action, rank): the Transfer that it waits for, and that it gives rise to}; there
-    is none for W, nor at the ends of a route.
-    Raises ValueError for a rank without actions, and what is not an action.
+        is none for W, nor at the ends of a route.
     """
 
     def __init__(self, actions, routes=None):
-        super().__init__([_as_action(rank, a) for a in row] for rank, row in enumerate(actions))
-        if [] in self or not self:
-            raise ValueError(f"rank {self.index([]) if self else 0} of {len(self)} has no actions")
+        super().__init__(actions)
         self.routes = routes or [[(rank, 0) for rank in range(len(self))]]
         self.num_microbatches = 1 + max(action.microbatch for row in self for action in row)
         self.needed, self.made = {}, {}
@@ -382,19 +339,10 @@ class Schedule(list):
 
     def _link(self, kinds, microbatch, places):
         for (source, chunk), (destination, next_chunk) in zip(places, places[1:]):
-            action = Action(kinds[0], microbatch, chunk)
-            transfer = Transfer(action, source, destination, next_chunk)
+            transfer = Transfer(Action(kinds[0], microbatch, chunk), source, destination)
             for kind in kinds:
                 self.made[Action(kind, microbatch, chunk), source] = transfer
                 self.needed[Action(kind, microbatch, next_chunk), destination] = transfer
-
-
-def _as_action(rank, action):
-    """An Action of one, or of a tuple like one."""
-    if isinstance(action, tuple) and len(action) in (2, 3) and action[0] in tuple("FBIW"):
-        if all(isinstance(number, int) and number >= 0 for number in action[1:]):
-            return Action(*action)
-    raise ValueError(f"rank {rank} has {action!r}, which is no Action(kind, microbatch, chunk)")
 
 
 # ---- simulator -----------------------------------------------------------------------------------
@@ -420,7 +368,6 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     time from a rank to another. Raises ValueError if a rank does not have each of its microbatches'
     actions once, and if the schedule cannot finish, naming the action that each rank is stuck at.
     """
-    schedule = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
     _check_actions(schedule)
     duration = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
     start, end, left = [{} for _ in schedule], [{} for _ in schedule], list(map(deque, schedule))
@@ -442,9 +389,16 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
         stuck = [(rank, actions[0]) for rank, actions in enumerate(left) if actions]
         where = ", ".join(f"rank {rank} at {a.kind}{a.microbatch}" for rank, a in stuck)
         raise ValueError(f"the schedule cannot finish: {where} waiting for what never comes")
+    held = {"F": 1, "B": -1, "I": 0, "W": -1}
+    peak = [max(accumulate(held[action.kind] for action in actions)) for actions in schedule]
+    total, bubble, idle = max(free), [], []
+    for rank, actions in enumerate(schedule):
+        work = sum(duration[action.kind] for action in actions)
+        bubble.append(total - work)
+        idle.append(free[rank] - start[rank][actions[0]] - work)
     transfers = [t for t in there if isinstance(t, Transfer) and t.source != t.destination]
     transfers.sort(key=lambda transfer: (there[transfer], transfer))
-    return _timeline(schedule, start, end, transfers)
+    return Timeline(start, end, total, bubble, idle, peak, transfers)
 
 
 def _needed(schedule, action, rank):
@@ -454,70 +408,45 @@ def _needed(schedule, action, rank):
     return schedule.needed.get((action, rank), own)
 
 
-def _timeline(schedule, start, end, transfers):
-    """The Timeline of these times."""
-    total = max(max(times.values()) for times in end)
-    work, idle = [], []
-    for first, last in zip(start, end):
-        work.append(sum(last[action] - first[action] for action in first))
-        idle.append(max(last.values()) - min(first.values()) - work[-1])
-    held = {"F": 1, "B": -1, "I": 0, "W": -1}
-    peak = [max(accumulate(held[action.kind] for action in actions)) for actions in schedule]
-    return Timeline(start, end, total, [total - done for done in work], idle, peak, transfers)
-
-
 def _check_actions(schedule):
     """Every microbatch has, at each place of its route, F alone, F and B, or F, I and W."""
-    training = any(action.kind != "F" for actions in schedule for action in actions)
-    for rank, actions in enumerate(schedule):
-        expected, found = Counter(), Counter(actions)
-        for microbatch in range(schedule.num_microbatches):
-            for place, chunk in schedule.route(microbatch):
-                if place == rank:
-                    split = any(Action(kind, microbatch, chunk) in found for kind in "IW")
-                    kinds = "F" + training * ("IW" if split else "B")
-                    expected.update(Action(kind, microbatch, chunk) for kind in kinds)
-        wrong = [f"lacks {action}" for action in expected - found]
-        wrong += [f"has {action} once too often" for action in found - expected]
-        if wrong:
-            raise ValueError(f"rank {rank} {wrong[0]}")
+    found = Counter((rank, action) for rank, row in enumerate(schedule) for action in row)
+    expected = Counter()
+    training = any(action.kind != "F" for _, action in found)
+    for microbatch in range(schedule.num_microbatches):
+        for rank, chunk in schedule.route(microbatch):
+            F, B, I, W = ((rank, Action(kind, microbatch, chunk)) for kind in "FBIW")
+            backward = [I, W] if I in found or W in found else [B]
+            expected.update([F, *backward] if training else [F])
+    for rank, action in expected - found:
+        raise ValueError(f"rank {rank} lacks {action}")
+    for rank, action in found - expected:
+        raise ValueError(f"rank {rank} has {action} once too often")
 
 
-COLORS = {"F": 44, "B": 42, "I": 46, "W": 43}  # backgrounds on a terminal
-
-
-def draw(schedule, forward=1, backward=2, weight=1, color=False):
+def draw(schedule):
     """The timeline as text: a row per rank, a cell per slot of time; chunk 0 in large letters."""
-    width = len(f"F{max(action.microbatch for actions in schedule for action in actions)}")
-    timeline, rows = simulate(schedule, forward, backward, weight=weight), []
+    width = len(f"F{schedule.num_microbatches - 1}")
+    timeline, rows = simulate(schedule), []
     for rank, start in enumerate(timeline.start):
         cells = ["." * width] * int(timeline.total)
         for action, begin in start.items():
             letter = action.kind.lower() if action.chunk else action.kind
-            cell = f"{letter}{action.microbatch}".ljust(width)
-            cell = f"\033[{COLORS[action.kind]};30m{cell}\033[0m" if color else cell
             for slot in range(int(begin), int(timeline.end[rank][action])):
-                cells[slot] = cell
+                cells[slot] = f"{letter}{action.microbatch}".ljust(width)
         rows.append(f"rank {rank}  " + "".join(cells))
     return "\n".join(rows)
 
 
 def trace_events(timeline, slot=1000):
     """The timeline as events of Chrome's trace format; a unit of time is `slot` microseconds."""
-    return [
-        {
-            "name": f"{action.kind}{action.microbatch}",
-            "cat": action.kind,
-            "ph": "X",
-            "ts": begin * slot,
-            "dur": (timeline.end[rank][action] - begin) * slot,
-            "pid": 0,
-            "tid": rank,
-            "args": {"microbatch": action.microbatch, "chunk": action.chunk},
-        }
-        for rank, start in enumerate(timeline.start)
-        for action, begin in start.items()
-    ]
+    events = []
+    for rank, (start, end) in enumerate(zip(timeline.start, timeline.end)):
+        for action, begin in start.items():
+            times = {"ts": begin * slot, "dur": (end[action] - begin) * slot}
+            name, args = f"{action.kind}{action.microbatch}", {"chunk": action.chunk}
+            events.append({"name": name, "ph": "X", "pid": 0, "tid": rank, "args": args, **times})
+    return events
 
 
 # ---- the halves of a backward --------------------------------------------------------------------
@@ -526,14 +455,13 @@ def trace_events(timeline, slot=1000):
 class WeightGradStore:
     """Where the first half of a backward, I, leaves the products of weights' gradients for W.
 
-    While it is open, which is while such a half runs, a layer may put(parameter, product) in place
-    of computing the parameter's gradient, which is what product() returns. While it `adds`, which
-    is in a microbatch's whole backward that another follows, a layer may add to .grad by itself:
-    autograd would write the product and read it again. Hooks wait for the last.
+    While it is open, which is while an I runs, a layer may put(parameter, product) in place of
+    computing the parameter's gradient, which is what product() returns. While it `adds`, which is
+    in a microbatch's whole backward that another follows, a layer may add to .grad by itself:
+    autograd would write the product and read it again. DistributedDataParallel waits for the last.
     """
 
-    def __init__(self):
-        self.products, self.adds = None, False  # of the half that runs
+    products, adds = None, False
 
     @property
     def open(self):
@@ -543,65 +471,47 @@ class WeightGradStore:
         self.products.append((parameter, product))
 
     @contextmanager
-    def collect(self):
-        """Open it; gives the list of what is put."""
-        self.products = products = []
-        try:
-            yield products
-        finally:
-            self.products = None
-
-    @contextmanager
-    def add(self, adds):
-        self.adds = adds
+    def during(self, products=None, adds=False):
+        """Open for `products`, a list to which put() appends; closed if it is None."""
+        self.products, self.adds = products, adds
         try:
             yield
         finally:
-            self.adds = False
+            self.products, self.adds = None, False
+
+
+class DeferredLinear(nn.Linear):
+    """A linear layer that knows the store. I computes all gradients of those that do not."""
+
+    def __init__(self, *sizes, defer):
+        super().__init__(*sizes)
+        self.defer = defer
+
+    def forward(self, x):
+        return _DeferredLinear.apply(autocasted(x), self.weight, self.bias, self.defer)
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """forward: x W^T + b; backward: the gradient of x; put in the store: how to get those of W, b.
-
-    Autograd does not see the parameters, whose hooks would run too early; it sees `anchor`, which
-    needs a gradient where x does not.
-    """
+    """forward: y = x W^T + b; backward: the gradient of x, and those of W and b, or these later"""
 
     @staticmethod
-    def forward(ctx, x, anchor, parameters, store):
-        ctx.save_for_backward(x)
-        ctx.parameters, ctx.store = parameters, store
-        return nn.functional.linear(x, *parameters)
+    def forward(ctx, x, weight, bias, defer):
+        ctx.save_for_backward(x, weight)
+        ctx.parameters, ctx.defer = (weight, bias), defer
+        return nn.functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx, grad_output):
-        (x,), (weight, bias) = ctx.saved_tensors, ctx.parameters
-        x = x.detach().reshape(-1, x.shape[-1])  # what came before x is done with
-        rows = grad_output.reshape(-1, grad_output.shape[-1])
-        ctx.store.put(weight, lambda: rows.t() @ x)
-        if bias is not None and bias.requires_grad:
-            ctx.store.put(bias, lambda: rows.sum(0))
-        grad_x = grad_output @ weight.to(grad_output.dtype) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, None
-
-
-class _DeferWeights(TorchFunctionMode):
-    """Plain linear layers that run inside put their weights' products off, into `store`."""
-
-    def __init__(self, store):
-        super().__init__()
-        self.store = store
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is nn.functional.linear:
-            return self._linear(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
-
-    def _linear(self, input, weight, bias=None):
-        if weight.requires_grad and weight.is_leaf and torch.is_grad_enabled():
-            anchor = torch.empty(0, requires_grad=True)
-            return _DeferredLinear.apply(autocasted(input), anchor, (weight, bias), self.store)
-        return nn.functional.linear(input, weight, bias)
+    def backward(ctx, grad_y):
+        (x, weight), grads = ctx.saved_tensors, (None, None)
+        x, rows = x.flatten(0, -2), grad_y.flatten(0, -2)
+        products = lambda: rows.t() @ x, lambda: rows.sum(0)
+        if ctx.defer.open:
+            for parameter, product in zip(ctx.parameters, products):
+                ctx.defer.put(parameter, product)
+        else:
+            grads = [product() for product in products]
+        grad_x = grad_y @ weight.to(grad_y.dtype) if ctx.needs_input_grad[0] else None
+        return grad_x, *grads, None
 
 
 def _add_products(products):
@@ -632,23 +542,15 @@ def _add_products(products):
 
 SHORT = 1 / 128  # that little time, as a part of a forward's
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_HEADER = 9  # int64s that announce a tensor: rows of its inputs, dtype, number of dims, shape
-
 
 class _Messenger:
     """Posts one rank's transfers of one step.
 
-    A receive needs a buffer. So ahead of the first tensor from a chunk to the next goes its format,
-    (rows of the microbatch's inputs, dtype, shape), which holds for all later ones.
-
-    transfers: this rank's, in the global order.
-    formats: {(rank, chunk) that makes a tensor: its format}; it outlives the step.
-    rows: {microbatch: rows of its inputs}; where no route begins they come with the format.
+    transfers: this rank's, in the global order. like: size, dtype and device of what travels.
     """
 
-    def __init__(self, transfers, formats, rows, device, group):
-        self.formats, self.rows, self.device, self.group = formats, rows, device, group
+    def __init__(self, transfers, like, group):
+        self.like, self.group = like, group
         self.rank, self.num_stages = rank_and_size(group)
         self.unposted, self.sent = deque(transfers), deque()
         self.leaving, self.arriving = {}, {}  # transfer -> tensor; (buffer, its message)
@@ -658,9 +560,14 @@ class _Messenger:
         while self.unposted:
             transfer = self.unposted[0]
             if transfer.destination == self.rank:
-                self._post_receive(transfer)
+                buffer = torch.empty(**self.like)
+                message = exchange([], [(buffer, transfer.source)], self.group, async_op=True)
+                self.arriving[transfer] = buffer, message
             elif transfer in self.leaving:
-                self._post_send(self.leaving.pop(transfer), transfer)
+                sends = [(self.leaving.pop(transfer), transfer.destination)]
+                self.sent.append(exchange(sends, [], self.group, async_op=True))
+                if len(self.sent) > self.num_stages:  # a tensor lives until its send is waited for
+                    self.sent.popleft().wait()
             else:
                 return
             self.unposted.popleft()
@@ -676,248 +583,156 @@ class _Messenger:
             return None
         if transfer.source == self.rank:  # from the rank's own other chunk
             return self.leaving.pop(transfer)
-        buffer, messages = self.arriving.pop(transfer)
-        messages.wait()
+        buffer, message = self.arriving.pop(transfer)
+        message.wait()
         return buffer
 
     def finish(self):
         """Post and wait for what is left."""
         self.post()
-        for messages in self.sent:
-            messages.wait()
-
-    def _post_send(self, tensor, transfer):
-        if transfer.action.kind == "F":
-            self._tell_format(tensor, transfer)
-        messages = exchange([(tensor, transfer.destination)], [], self.group, async_op=True)
-        self.sent.append(messages)
-        if len(self.sent) > self.num_stages:  # sent tensors live until waited for: keep only a few
-            self.sent.popleft().wait()
-
-    def _post_receive(self, transfer):
-        maker = self.rank, transfer.chunk  # a gradient is like the activations that it is of
-        if transfer.action.kind == "F":
-            maker = transfer.source, transfer.action.chunk
-            if maker not in self.formats:
-                self.formats[maker] = self._recv_meta(transfer)
-            self.rows[transfer.action.microbatch] = self.formats[maker][0]
-        _, dtype, shape = self.formats[maker]
-        buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        messages = exchange([], [(buffer, transfer.source)], self.group, async_op=True)
-        self.arriving[transfer] = buffer, messages
-
-    def _tell_format(self, tensor, transfer):
-        maker, rows = (self.rank, transfer.action.chunk), self.rows[transfer.action.microbatch]
-        found = rows, tensor.dtype, tensor.shape
-        if maker not in self.formats:
-            self._send_meta(*found, transfer.destination)
-        first = self.formats.setdefault(maker, found)
-        if found != first:
-            raise ValueError(
-                f"stage {self.rank} made {tuple(tensor.shape)} {tensor.dtype} of {rows} rows of "
-                f"inputs after its first output was {tuple(first[2])} {first[1]} of {first[0]}"
-            )
-
-    def _send_meta(self, rows, dtype, shape, destination):
-        if dtype not in _DTYPES or len(shape) > _HEADER - 3:
-            raise ValueError(f"stage {self.rank} cannot send {dtype} of {len(shape)} dims")
-        header = [rows, _DTYPES.index(dtype), len(shape), *shape]
-        header = torch.tensor(header + [0] * (_HEADER - len(header)), device=self.device)
-        exchange([(header, destination)], [], self.group)
-
-    def _recv_meta(self, transfer):
-        """The host may wait here: what the sender needs was posted before this transfer."""
-        header = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
-        exchange([], [(header, transfer.source)], self.group)
-        rows, dtype, ndim, *shape = header.tolist()
-        return rows, _DTYPES[dtype], torch.Size(shape[:ndim])
+        for message in self.sent:
+            message.wait()
 
 
 # ---- executor ------------------------------------------------------------------------------------
-
-
-class _Entry(torch.autograd.Function):
-    """The identity, after which a stage may write in its input: in a leaf autograd forbids it."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return grad_output
-
-
-def _device_of(stages, group):
-    """Where the stages are; if they hold no tensor, where the group's backend wants messages."""
-    tensors = [t for stage in stages for t in (*stage.parameters(), *stage.buffers())]
-    of_backend = "cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu"
-    return tensors[0].device if tensors else torch.device(of_backend)
-
-
-def _start_of_backward(output):
-    """Its place in the graph, not the output itself, which need not live once it is sent."""
-    return get_gradient_edge(output) if output.requires_grad else output
+#
+# What a rank does in an action of a stage that is neither the first nor the last:
+#
+#     F   waits for x from the stage before; runs the stage; keeps x and the graph of the output;
+#         sends the output to the next stage
+#     B   waits for the output's gradient from the next stage; autograd goes back through the graph,
+#         adds to the parameters' gradients and frees the graph; x's gradient is sent to the stage
+#         before
+#     I   the same, but layers put products of weights off, and keep what these need
+#     W   computes them and adds to the parameters' gradients; waits for nothing and sends nothing
+#
+# The last stage has the loss in place of the output. Where there are replicas, a stage is in
+# DistributedDataParallel or FullyShardedDataParallel: in its last B or W the sums over them begin,
+# and all others run under no_sync().
+#
+# The overlap: messages travel while ranks compute. Receives are posted ahead, and sends are not
+# waited for; what a rank does wait for is its schedule's bubble.
+#
+# How torch.distributed.pipelining differs: each schedule is a class; shapes are sent ahead in the
+# first step; messages are exchanged between two actions and waited for there, or are items of a
+# rank's list; any module's backward is halved, by walking its graph twice, while here a layer knows
+# what to put off; gradients are divided by the number of microbatches, while here loss_fn returns a
+# share; its pipeline() splits a model, while here a stage is any module.
 
 
 class Pipeline:
     """Runs one rank of a schedule.
 
-    stage: its module, or a list of one per chunk. Of a DistributedDataParallel and a
-        FullyShardedDataParallel all backwards but the last run under no_sync(); if the last is
-        split, its W begins with start_grad_sync().
-    schedule: the same on all ranks of the group, a Schedule or a list of actions per rank.
+    stage: its module, or a list of one per chunk; one without layers passes on what it gets.
+    schedule: a Schedule, the same on all ranks of the group.
     loss_fn: loss_fn(output, target, *loss_arguments of step()), called at the end of a route,
         returns the microbatch's share of the loss; the step's is their sum, divided by nothing.
-    recompute: a stage keeps for backward its input and the random generators' state alone, and runs
-        forward again.
-    defer: the WeightGradStore into which layers of the stages put products off; by default its own.
+    shape, dtype: of what each stage but the last makes of a microbatch; dtype: the default one.
+    device: of it; by default that of the stages' parameters.
+    defer: the WeightGradStore into which layers of the stages put products off.
     sync_each: gradients are summed over replicas with every microbatch (ZeRO-2, -3), not the last.
 
-    The half W of a backward is for plain linear layers and for those that have the store; other
-    parameters get their gradients in the first half. Of two routes (DualPipe) each has a replica of
+    To keep the inputs of a stage alone, and run it again in backward, as GPipe does, give
+    checkpoints (torch.utils.checkpoint) as stages. Of two routes (DualPipe) each has a replica of
     all layers: see sum_replicas().
 
-    Collective. Raises ValueError on all ranks if their schedules differ, or replicas do not train
-    parameters of the same shapes; on one if the schedule is not of the group's size, there is not
-    one stage per chunk, or a stage is PyTorch's DistributedDataParallel.
+    Collective. Raises ValueError on all ranks if their schedules differ; on one if there is not one
+    stage per chunk, or a stage is PyTorch's DistributedDataParallel.
     """
 
     def __init__(
-        self, stage, schedule, loss_fn, group=None, recompute=False, defer=None, sync_each=False
+        self, stage, schedule, loss_fn, group=None, *, shape, dtype=None, device=None, defer=None,
+        sync_each=False,
     ):
         self.rank, _ = rank_and_size(group)
         self.stages = list(stage) if isinstance(stage, (list, tuple, nn.ModuleList)) else [stage]
-        self.schedule = schedule if isinstance(schedule, Schedule) else Schedule(schedule)
-        self.loss_fn, self.group, self.recompute = loss_fn, group, recompute
-        self.sync_each, self.defer = sync_each, defer or WeightGradStore()
-        _check_schedule(self.schedule, group)
-        _check_stages(self.stages, self.schedule, self.rank)
-        self.actions, routes = self.schedule[self.rank], self.schedule.routes
-        _check_replicas(self.stages, routes, group)
-        self.device = _device_of(self.stages, group)
+        self.schedule, self.loss_fn, self.group = schedule, loss_fn, group
+        self.defer, self.sync_each = defer or WeightGradStore(), sync_each
+        _check_schedule(schedule, self.stages, group)
+        parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
+        device = device or (parameters[0].device if parameters else "cpu")
+        dtype = dtype or torch.get_default_dtype()
+        self.like = {"size": torch.Size(shape), "dtype": dtype, "device": device}
+        self.actions, routes = schedule[self.rank], schedule.routes
         # the action that completes a stage's gradients
         self.last_backward = {self.stages[a.chunk]: a for a in self.actions if a.kind != "F"}
         self.training = bool(self.last_backward)  # or else an evaluation, forward_only()
-        self.split_backward = {action[1:] for action in self.actions if action.kind == "W"}
         # the chunks of this rank where routes begin, and end
         self.first_chunks = {chunk for (rank, chunk), *_ in routes if rank == self.rank}
         self.last_chunks = {chunk for *_, (rank, chunk) in routes if rank == self.rank}
-        transfers = simulate(self.schedule, message=SHORT).transfers
+        transfers = simulate(schedule, message=SHORT).transfers
         self.transfers = [t for t in transfers if self.rank in (t.source, t.destination)]
-        self.formats, self.midway, self.clock = {}, False, None
+        self.midway = False
 
     def step(self, inputs=None, targets=None, *loss_arguments):
-        """Run every action once.
+        """Do every action once.
 
         inputs, targets: (B, ...), cut along B into microbatches; needed by ranks where routes
-        begin, and end. loss_arguments: passed to loss_fn. Gradients are added to the parameters',
-        and to inputs that require one.
+        begin, and end. loss_arguments: passed to loss_fn. Gradients are added to the parameters'.
         Returns the summed loss, detached, on ranks where routes end and None on the others.
-        Raises ValueError for batches that are missing, of different B, or of one that m does not
-        divide; for a stage's output that is no tensor, or not of the first one's shape and dtype;
-        for a loss that is not a scalar tensor; under no_grad(), if the schedule has backwards.
-        RuntimeError after a step that failed midway.
+        Raises ValueError for batches that are missing, or of a B that m does not
+        divide, and for a stage's output of another shape or dtype. RuntimeError after a step that
+        failed, whose messages are still under way.
         """
         _check_batches(self, inputs, targets)
-        if self.training and not torch.is_grad_enabled():
-            raise ValueError("step() under no_grad(): of a schedule that is not forward_only()")
         if self.midway:
-            raise RuntimeError("an earlier step() failed midway: its messages are still under way")
-        self._begin(inputs, targets, loss_arguments)
-        backward = self._backward
-        perform = {"F": self._forward, "B": backward, "I": backward, "W": self._weights}
-        for action in self.actions:
-            self.messages.post()
-            received = self.messages.receive(self.schedule.needed.get((action, self.rank)))
-            began = self.clock.now()
-            result = perform[action.kind](action, received)
-            self.clock.spans[action] = began, self.clock.now()
-            self.messages.send(result, self.schedule.made.get((action, self.rank)))
-            del received, result  # the next action need not find their memory in use
-        self.messages.finish()
-        self.midway = False
-        if any(x.requires_grad for x in self.inputs):
-            grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in self.inputs]
-            torch.autograd.backward(inputs, torch.cat(grads))
-        self.inputs = self.targets = self.loss_arguments = ()
-        return self.loss
-
-    def _begin(self, inputs, targets, loss_arguments):
-        """The state of one step."""
+            raise RuntimeError("an earlier step() failed: its messages are still under way")
         m = self.schedule.num_microbatches
-        # .data: autograd then counts writes by microbatch, and a stage may write in its own
-        self.inputs = () if inputs is None else [x.data for x in inputs.detach().chunk(m)]
-        if self.training and self.first_chunks and inputs.requires_grad:
-            for x in self.inputs:
-                x.requires_grad_()
-        self.targets = () if targets is None else targets.chunk(m)
+        self.inputs, self.targets = ([] if x is None else x.chunk(m) for x in (inputs, targets))
         self.loss, self.loss_arguments = None, loss_arguments
         # by action[1:], which is (microbatch, chunk):
-        self.in_flight = {}  # (input, start of backward, random state), until then
+        self.in_flight = {}  # (input, start of backward), until then
         self.put_off = {}  # products of the weights' gradients, until W
-        rows = {microbatch: len(x) for microbatch, x in enumerate(self.inputs)}
-        self.messages = _Messenger(self.transfers, self.formats, rows, self.device, self.group)
-        self.clock, self.midway = Clock(self.device), bool(self.transfers)
+        messages = _Messenger(self.transfers, self.like, self.group)
+        self.midway = bool(self.transfers)
+        for action in self.actions:
+            messages.post()
+            received = messages.receive(self.schedule.needed.get((action, self.rank)))
+            result = self.perform(action, received)
+            messages.send(result, self.schedule.made.get((action, self.rank)))
+            del received, result  # the next action need not find their memory in use
+        messages.finish()
+        self.midway, self.inputs, self.targets, self.loss_arguments = False, (), (), ()
+        return self.loss
 
-    def _forward(self, action, received):
-        """F: returns what the next chunk receives."""
-        x = self.inputs[action.microbatch] if received is None else received
-        if received is not None and self.training:
+    def perform(self, action, received):
+        """Do an action with what it has waited for; returns what leaves. A tracer may wrap it."""
+        backward = self._backward
+        kinds = {"F": self._forward, "B": backward, "I": backward, "W": self._weights}
+        return kinds[action.kind](action, received)
+
+    def _forward(self, action, x):
+        if x is None:
+            x = self.inputs[action.microbatch]
+        elif self.training:
             x.requires_grad_()
-        runs_again = self.recompute and self.training
-        state = RandomState(self.device) if runs_again else None
-        with torch.no_grad() if runs_again else nullcontext():
-            # a copy, where the stage may write: x itself is what backward begins with
-            output = self._run(action, x.clone() if runs_again else x)
-        if action.chunk in self.last_chunks:
-            self.loss = output.detach() + (0 if self.loss is None else self.loss)
+        output = self.stages[action.chunk](x)
+        is_last = action.chunk in self.last_chunks
+        if is_last:
+            output = self.loss_fn(output, self.targets[action.microbatch], *self.loss_arguments)
+            self.loss = output.detach() if self.loss is None else self.loss + output.detach()
+        elif (output.shape, output.dtype) != (self.like["size"], self.like["dtype"]):
+            made = f"{tuple(output.shape)} {output.dtype}"
+            raise ValueError(f"rank {self.rank} made {made}, to be sent like {self.like}")
         if self.training:
-            start = None if runs_again else _start_of_backward(output)
-            self.in_flight[action[1:]] = x, start, state
+            # its place in the graph, not the output itself, which need not live once it is sent;
+            # there is none where all layers before it are frozen
+            start = get_gradient_edge(output) if output.requires_grad or is_last else None
+            self.in_flight[action[1:]] = x, start
         return output.detach().contiguous()
 
-    def _run(self, action, x):
-        """The chunk's output, or at the end of a route its loss."""
-        split = action[1:] in self.split_backward
-        with _DeferWeights(self.defer) if split else nullcontext():
-            output = self.stages[action.chunk](_Entry.apply(x))
-        if not torch.is_tensor(output):
-            raise ValueError(f"stage {self.rank} returned {type(output).__name__}, not a tensor")
-        return self._loss(action, output) if action.chunk in self.last_chunks else output
-
-    def _loss(self, action, output):
-        target, rows = self.targets[action.microbatch], self.messages.rows[action.microbatch]
-        if len(target) != rows:
-            raise ValueError(f"a microbatch has {rows} rows of inputs, {len(target)} of targets")
-        loss = self.loss_fn(output, target, *self.loss_arguments)
-        if not torch.is_tensor(loss):
-            raise ValueError(f"loss_fn returned {type(loss).__name__}, not a tensor")
-        if loss.numel() != 1 and self.training:
-            raise ValueError(f"loss_fn returned {tuple(loss.shape)}, not a scalar")
-        return loss
-
     def _backward(self, action, grad_output):
-        """B, or with the store open I: returns the gradient of the chunk's input."""
-        x, start, state = self.in_flight.pop(action[1:])
-        if state:
-            # before autograd's backward, whose thread for a GPU no TorchFunctionMode reaches
-            with state:
-                start = _start_of_backward(self._run(action, x))
-        store, last = self.defer, self._syncs(action)
-        into = store.collect() if action.kind == "I" else store.add(not last)
-        with self._no_sync(action), into as products:
-            # a tensor is one without graph: all layers before it are frozen
-            if not torch.is_tensor(start) or grad_output is None:
+        """B, or with the store open I."""
+        x, start = self.in_flight.pop(action[1:])
+        products = [] if action.kind == "I" else None
+        with self._no_sync(action), self.defer.during(products, adds=not self._syncs(action)):
+            if start is not None:
                 torch.autograd.backward(start, grad_output)
-        if action.kind == "I":
+        if products is not None:
             self.put_off[action[1:]] = products
-        if action.chunk in self.first_chunks:
-            return None
-        return torch.zeros_like(x) if x.grad is None else x.grad
+        return None if action.chunk in self.first_chunks else x.grad
 
     def _weights(self, action, _):
-        """W: adds the products that its I has put off."""
         products, stage = self.put_off.pop(action[1:]), self.stages[action.chunk]
         if self._syncs(action) and hasattr(stage, "start_grad_sync"):
             stage.start_grad_sync(awaited={parameter for parameter, _ in products})
@@ -934,102 +749,30 @@ class Pipeline:
         return nullcontext() if self._syncs(action) else getattr(stage, "no_sync", nullcontext)()
 
 
-def _check_schedule(schedule, group):
+def _check_schedule(schedule, stages, group):
     """Raise on all ranks if their schedules differ. Also all ranks' first batch, as NCCL wants."""
-    sizes = len(schedule), schedule.num_microbatches
-    first, *others = gather_objects((sizes, list(schedule), schedule.routes), group)
-    for rank, other in enumerate(others, 1):
+    rank, num_stages = rank_and_size(group)
+    first, *others = gather_objects((list(schedule), schedule.routes), group)
+    for number, other in enumerate(others, 1):
         if other != first:
-            raise ValueError(
-                f"rank {rank} of the group has another schedule than rank 0, theirs for "
-                f"(stages, microbatches) = {other[0]} and {first[0]}"
-            )
-    _, num_stages = rank_and_size(group)
+            raise ValueError(f"rank {number} of the group has another schedule than rank 0")
     if len(schedule) != num_stages:
         raise ValueError(f"a schedule for {len(schedule)} stages in a group of {num_stages} ranks")
-
-
-def _check_stages(stages, schedule, rank):
     num_chunks = 1 + max(action.chunk for action in schedule[rank])
     if len(stages) != num_chunks:
-        raise ValueError(
-            f"rank {rank} has {len(stages)} stages for num_chunks={num_chunks} of the schedule, "
-            "one each"
-        )
+        raise ValueError(f"rank {rank} has {len(stages)} stages for num_chunks={num_chunks}")
     if any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
-        raise ValueError(
-            f"rank {rank}: torch's DistributedDataParallel reduces gradients to which "
-            "later microbatches still add; ddp.DistributedDataParallel does not"
-        )
-
-
-def _check_replicas(stages, routes, group):
-    """Raise on all ranks unless two routes' chunks train parameters of the same shapes."""
-    if len(routes) != 2 or dist.get_backend(group) == "fake":  # where others are like this one
-        return
-    own = [[(tuple(p.shape), p.dtype) for p in _trained(stage)] for stage in stages]
-    every = gather_objects(own, group)
-    for (rank, chunk), (other, replica) in zip(*routes):
-        if every[rank][chunk] != every[other][replica]:
-            raise ValueError(
-                f"chunk {chunk} of rank {rank} and its replica, chunk {replica} of rank "
-                f"{other}, do not train parameters of the same shapes"
-            )
+        raise ValueError("torch's DistributedDataParallel sums what later microbatches add to")
 
 
 def _check_batches(pipeline, inputs, targets):
     begins, ends = pipeline.first_chunks and "begins", pipeline.last_chunks and "ends"
     m = pipeline.schedule.num_microbatches
     for name, batch, route in (("inputs", inputs, begins), ("targets", targets, ends)):
-        if batch is None:
-            if route:
-                raise ValueError(f"{name}=None on rank {pipeline.rank}, where a route {route}")
-        elif not torch.is_tensor(batch) or not batch.ndim:
-            raise ValueError(f"{name} is not a tensor of rows, but {type(batch).__name__}")
-        elif not len(batch) or len(batch) % m:
+        if batch is None and route:
+            raise ValueError(f"{name}=None on rank {pipeline.rank}, where a route {route}")
+        if batch is not None and (not len(batch) or len(batch) % m):
             raise ValueError(f"{name} has {len(batch)} rows, not divisible by num_microbatches={m}")
-    if inputs is not None and targets is not None and len(inputs) != len(targets):
-        raise ValueError(f"inputs has {len(inputs)} rows, targets has {len(targets)}")
-
-
-class Clock:
-    """When a step's actions began and ended; on a GPU by its own clock, not the host's."""
-
-    def __init__(self, device):
-        self.device, self.spans = device, {}
-        self.began = self.now()
-
-    def now(self):
-        if self.device.type == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))  # a thread has a device of its own
-        return event
-
-    def since(self, moment):
-        """Seconds from the clock's beginning to what now() gave. The host waits for the device."""
-        if self.device.type == "cpu":
-            return moment - self.began
-        moment.synchronize()
-        return self.began.elapsed_time(moment) / 1e3
-
-    def seconds(self):
-        """{action: (begin, end)}, since the step began."""
-        return {action: tuple(map(self.since, span)) for action, span in self.spans.items()}
-
-
-def timeline_of(pipeline):
-    """The last step as a Timeline of seconds, each rank's from its own beginning. Collective.
-
-    A barrier before the step makes the beginnings the same. RuntimeError if no step has ended.
-    """
-    clock, schedule = pipeline.clock, pipeline.schedule
-    if clock is None or len(clock.spans) < len(pipeline.actions):
-        raise RuntimeError("timeline of a step that has not ended")
-    spans = gather_objects(clock.seconds(), pipeline.group)
-    start = [{action: begin for action, (begin, _) in own.items()} for own in spans]
-    end = [{action: end for action, (_, end) in own.items()} for own in spans]
-    return _timeline(schedule, start, end, simulate(schedule).transfers)
 
 
 # ---- replicas ------------------------------------------------------------------------------------
@@ -1038,30 +781,21 @@ def timeline_of(pipeline):
 def sum_replicas(stages, group=None):
     """Sum the gradients of DualPipe's replicas: chunk 0 here is chunk 1 of the mirrored rank.
 
-    stages: those of a Pipeline, since whose making no parameter was frozen or thawed. Collective;
-    to be called once the gradients of a batch are complete, be it of one step or several. Both
-    replicas then have the same bits.
-    Raises ValueError if the group is odd or there is another number of stages.
+    stages: those of a Pipeline, of which both replicas train the same parameters. Collective; to be
+    called once the gradients of a batch are complete, be it of one step or several. Both replicas
+    then have the same bits. Raises ValueError if the group is odd or there are not two stages.
     """
     rank, world_size = rank_and_size(group)
     if len(stages) != 2 or world_size % 2:
         raise ValueError(f"{len(stages)} stages on a rank of {world_size}: replicas need 2 of even")
-    first, second = map(_trained, stages)
-    for parameter in first + second:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-    if not first + second:
-        return
-    row = torch.cat([parameter.grad.flatten() for parameter in first + second])
-    other, mirror = torch.empty_like(row), world_size - 1 - rank
-    exchange([(row, mirror)], [(other, mirror)], group)
-    parts = other.split([parameter.numel() for parameter in second + first])
-    for parameter, part in zip(second + first, parts):
-        parameter.grad.add_(part.view_as(parameter))
-
-
-def _trained(stage):
-    return [parameter for parameter in stage.parameters() if parameter.requires_grad]
+    first, second = ([p.grad for p in stage.parameters() if p.requires_grad] for stage in stages)
+    if first + second:
+        flat = torch.cat([grad.flatten() for grad in first + second])
+        other, mirror = torch.empty_like(flat), world_size - 1 - rank
+        exchange([(flat, mirror)], [(other, mirror)], group)
+        parts = other.split([grad.numel() for grad in second + first])
+        for grad, part in zip(second + first, parts):
+            grad.add_(part.view_as(grad))
 
 
 # ---- cost ----------------------------------------------------------------------------------------
@@ -1121,59 +855,33 @@ def pipeline_bytes(stage, num_stages, num_microbatches, microbatch_bytes):
     return boundaries * num_microbatches * microbatch_bytes
 
 
-# ---- chance ----
-
-
-class RandomState:
-    """What the random generators would draw from now on: `with state:` has it drawn once more."""
-
-    def __init__(self, device):
-        self.devices = [device] if device.type == "cuda" else []
-        self.state = torch.get_rng_state()
-        self.device_states = [torch.cuda.get_rng_state(device) for device in self.devices]
-
-    def __enter__(self):
-        self.outside = torch.random.fork_rng(self.devices)
-        self.outside.__enter__()
-        torch.set_rng_state(self.state)
-        for device, state in zip(self.devices, self.device_states):
-            torch.cuda.set_rng_state(state, device)
-
-    def __exit__(self, *exception):
-        self.outside.__exit__(*exception)
-
-
 # ---- demonstration -------------------------------------------------------------------------------
 
 
 def _demonstrate():
     rank, world_size = rank_and_size()
-    B, D, num_microbatches = 16, 32, 8
+    B, D, m = 16, 32, 8
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(D, D), nn.Tanh()).double() for _ in range(world_size)]
+    store = WeightGradStore()
+    make_stage = lambda: nn.Sequential(DeferredLinear(D, D, defer=store), nn.Tanh())
+    model = nn.Sequential(*[make_stage() for _ in range(world_size)]).double()
+    stage = model[rank]
     inputs, targets = torch.randn(2, B, D, dtype=torch.float64)
     loss_fn = lambda output, target: (output - target).square().sum() / (B * D)
-    expected = torch.autograd.grad(
-        loss_fn(nn.Sequential(*layers)(inputs), targets), list(layers[rank].parameters())
-    )
-    for make_schedule in (gpipe, one_f_one_b):
-        schedule = make_schedule(world_size, num_microbatches)
-        pipeline = Pipeline(layers[rank], schedule, loss_fn)
-        pipeline.step(inputs, targets)
-        layers[rank].zero_grad()
+    loss_fn(model(inputs), targets).backward()
+    expected = [parameter.grad for parameter in stage.parameters()]
+    like = {"shape": (B // m, D), "dtype": inputs.dtype}
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        model.zero_grad()
+        pipeline = Pipeline(stage, SCHEDULES[name](world_size, m), loss_fn, defer=store, **like)
         with count_bytes() as traffic:
             pipeline.step(inputs, targets)
-        found = [parameter.grad for parameter in layers[rank].parameters()]
+        found = [parameter.grad for parameter in stage.parameters()]
         error = max((a - b).abs().max().item() for a, b in zip(found, expected))
-        claimed = pipeline_bytes(
-            rank, world_size, num_microbatches, inputs.nbytes // num_microbatches
-        )
-        timeline = simulate(schedule)
+        claimed = pipeline_bytes(rank, world_size, m, inputs.nbytes // m)
         if rank == 0:
-            print(f"{make_schedule.__name__}\n{draw(schedule)}")
-            claim = bubble_time("1f1b", world_size, num_microbatches)  # GPipe's is the same
-            print(f"bubble: claimed {claim}, simulated {timeline.bubble}")
-            print(f"peak activations, in microbatches: {timeline.peak}")
+            print(name)
+            _show(*figures(name, world_size, m))
             print(f"rank 0 sent {traffic.bytes()} bytes, claimed {claimed}")
             print(f"largest difference from one process's gradients: {error:.1e}\n")
 
@@ -1191,6 +899,12 @@ def figures(name, num_stages, num_microbatches):
     bubbles = bubble_time(name, num_stages, num_microbatches), bubble
     peaks = peak_activations(name, num_stages, num_microbatches), max(timeline.peak) / parts
     return schedule, timeline, bubbles, peaks
+
+
+def _show(schedule, _, bubbles, peaks):
+    print(draw(schedule))
+    print("bubble: claimed {:g}, simulated {:g}".format(*bubbles))
+    print("peak activations, in microbatches: claimed {:g}, simulated {:g}".format(*peaks))
 
 
 def _compare(num_stages, num_microbatches):
@@ -1215,22 +929,17 @@ def main():
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--trace", metavar="FILE", help="write the timeline for Perfetto")
     args = parser.parse_args()
-    if args.trace and args.schedule is None:
-        parser.error(f"--trace {args.trace} is of one schedule: which --schedule?")
+    if args.schedule is None:
+        _compare(args.stages, args.microbatches)
+        return
     try:
-        if args.schedule is None:
-            _compare(args.stages, args.microbatches)
-            return
         found = figures(args.schedule, args.stages, args.microbatches)
-        schedule, timeline, bubbles, peaks = found
-        if args.trace:
-            with open(args.trace, "w") as file:
-                json.dump({"traceEvents": trace_events(timeline)}, file)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         parser.error(str(error))
-    print(draw(schedule, color=sys.stdout.isatty()))
-    print("bubble: claimed {:g}, simulated {:g}".format(*bubbles))
-    print("peak activations, in microbatches: claimed {:g}, simulated {:g}".format(*peaks))
+    _show(*found)
+    if args.trace:
+        with open(args.trace, "w") as file:
+            json.dump({"traceEvents": trace_events(found[1])}, file)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ import hybrid
 from ddp import DistributedDataParallel, GradBucket
 from expert_parallel import MoE, dispatch_and_combine
 from ledger import memory_ledger
-from pipeline import SCHEDULES, Pipeline, simulate, timeline_of
+from pipeline import SCHEDULES, DeferredLinear, Pipeline, WeightGradStore, simulate
 from ranks import headline, run, spawn
 from reference_gpt import Layer, ReferenceGPT
 from sequence_parallel import allgather_attention, ring_attention, ulysses_attention
@@ -333,20 +333,16 @@ class _Sleeping(Pipeline):
 
     def __init__(self, schedule, parts):
         stages = [nn.Linear(1, 1) for _ in range(1 + max(a.chunk for a in schedule[0]))]
-        super().__init__(stages, schedule, lambda output, target: (output - target).square().sum())
-        self.slot = SLOT / parts
+        loss_fn = lambda output, target: (output - target).square().sum()
+        super().__init__(stages, schedule, loss_fn, shape=(1, 1))
+        self.slot, self.spans = SLOT / parts, []
 
-    def _forward(self, action, received):
-        time.sleep(self.slot)
-        return super()._forward(action, received)
-
-    def _backward(self, action, received):
-        time.sleep(self.slot if action.kind == "I" else 2 * self.slot)
-        return super()._backward(action, received)
-
-    def _weights(self, action, received):
-        time.sleep(self.slot)
-        return super()._weights(action, received)
+    def perform(self, action, received):
+        began = time.perf_counter()
+        time.sleep(2 * self.slot if action.kind == "B" else self.slot)
+        result = super().perform(action, received)
+        self.spans.append((began, time.perf_counter()))
+        return result
 
 
 def _sleep_through(name, num_microbatches, rounds):
@@ -354,16 +350,21 @@ def _sleep_through(name, num_microbatches, rounds):
     schedule = SCHEDULES[name](dist.get_world_size(), num_microbatches)
     pipeline, batch = _Sleeping(schedule, parts), torch.zeros(num_microbatches, 1)
     claimed, times, bubbles = simulate(schedule, 1 / parts, 2 / parts, weight=1 / parts), [], []
-    bubble = lambda t: max(t.idle if name in ("zb-h2", "zb-v") else t.bubble)
     for _ in range(rounds + 1):
+        pipeline.spans = []
         dist.barrier()
         began = time.perf_counter()
         pipeline.step(batch, batch)
         dist.barrier()
         times.append(time.perf_counter() - began)
-        bubbles.append(bubble(timeline_of(pipeline)))
+        begins, ends = zip(*pipeline.spans)
+        # these ranks' clocks are one machine's
+        total = max(gather_objects(ends[-1])) - began
+        total = ends[-1] - begins[0] if name in ("zb-h2", "zb-v") else total
+        bubbles.append(max(gather_objects(total - sum(ends) + sum(begins))))
     measured = [statistics.median(values[1:]) / SLOT for values in (times, bubbles)]
-    return measured, [claimed.total, bubble(claimed)]
+    idle = claimed.idle if name in ("zb-h2", "zb-v") else claimed.bubble
+    return measured, [claimed.total, max(idle)]
 
 
 def _torch_schedules():
@@ -385,7 +386,8 @@ def _time_pipelines(num_microbatches, rounds):
     layers = [Layer(256, 4) for _ in range(8)]
     inputs, targets = torch.randn(2, 2 * num_microbatches, 64, 256)
     loss_fn = lambda output, target: (output - target).square().mean()
-    contenders = {}
+    contenders, store = {}, WeightGradStore()
+    like = {"shape": (2, *inputs.shape[1:]), "defer": store}
 
     def cut(route):
         size = len(layers) // len(route)
@@ -394,11 +396,14 @@ def _time_pipelines(num_microbatches, rounds):
             if place == rank:
                 part = layers[i * size : (i + 1) * size]
                 stages[chunk] = copy.deepcopy(nn.Sequential(*part))
+        for module in (module for stage in stages.values() for module in stage.modules()):
+            if isinstance(module, nn.Linear):
+                module.__class__, module.defer = DeferredLinear, store
         return [stages[chunk] for chunk in sorted(stages)]
 
     for name, (kind, indices, mine) in _torch_schedules().items():
         schedule = SCHEDULES[mine](p, num_microbatches)
-        ours = Pipeline(cut(schedule.routes[0]), schedule, loss_fn)
+        ours = Pipeline(cut(schedule.routes[0]), schedule, loss_fn, **like)
         contenders[f"ours, {name}"] = partial(ours.step, inputs, targets)
         count = len(indices(rank, p)) * p
         size = len(layers) // count

@@ -247,15 +247,6 @@ class Watch(TorchDispatchMode):
                     places[where] += 1
         return [Stream()]  # done, too
 
-    def header(self, transfer, num_microbatches):
-        """Rows, dtype and shape of the activations that another stage is about to send."""
-        args = self.args
-        self.note_wait("tolist")
-        rows = args.batch_size // args.dp // num_microbatches
-        length = args.seq_len // args.cp // (args.tp if args.sp else 1)
-        dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-        return rows, dtype, torch.Size([length, rows, args.hidden])
-
 
 def _tensors(values):
     """The tensors among an operator's arguments, or in lists of them."""
@@ -313,9 +304,6 @@ def _patches(watch):
     alike = lambda value, group=None: [value] * dist.get_world_size(group)
     for module in (collectives, pipeline, tensor_parallel):
         yield patch.object(module, "gather_objects", alike)
-    yield patch.object(pipeline, "_check_replicas", ignore)  # other ranks have others
-    header = lambda self, transfer: watch.header(transfer, watch.args.microbatches)
-    yield patch.object(pipeline._Messenger, "_recv_meta", header)
 
 
 def _hybrid_step(args, device):

@@ -131,12 +131,6 @@ def rehearse(args, rank):
         mesh = hybrid.make_mesh(args)
         with FakeTensorMode(allow_non_fake_inputs=True), watch:
             trainer = hybrid.Trainer(args, mesh, torch.device("cpu"))
-            if hasattr(trainer.pipeline, "formats"):  # SHIM
-                b, t = args.batch_size // (args.dp * args.microbatches), args.seq_len // args.cp
-                shape = torch.Size([t // (args.tp if args.sp else 1), b, args.hidden])
-                dtype = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
-                places = [place for route in trainer.pipeline.schedule.routes for place in route]
-                trainer.pipeline.formats |= dict.fromkeys(places, (b, dtype, shape))
             tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
             watch.axes, built = axes_of(mesh), len(watch.log)
             with observe(watch.listen):

@@ -4,21 +4,22 @@ import copy
 import gc
 import json
 import operator
-import pickle
 import random
 import re
 import subprocess
 import sys
-import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from contextlib import contextmanager
+from unittest.mock import MagicMock
 from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import pipelining
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import pipeline
@@ -27,9 +28,9 @@ from ddp import DistributedDataParallel
 from gpu_counts import batches, waits
 from nccl_replay import Deadlock, record, replay
 from pipeline import (
-    SCHEDULES, SHORT, Action, Pipeline, bubble_time, draw, dualpipe, forward_only, gpipe,
-    gpipe_step, interleaved, one_f_one_b, peak_activations, pipeline_bytes, simulate, sum_replicas,
-    timeline_of, zb_h1, zb_h2, zb_v,
+    SCHEDULES, SHORT, Action, DeferredLinear, Pipeline, Schedule, WeightGradStore, bubble_time,
+    draw, dualpipe, forward_only, gpipe, gpipe_step, interleaved, one_f_one_b, peak_activations,
+    pipeline_bytes, simulate, sum_replicas, zb_h1, zb_h2, zb_v,
 )
 from ranks import on_ranks, run
 
@@ -60,6 +61,43 @@ def test_evaluation_is_the_forwards_alone():
         assert forward_only(p, m) == [[("F", k, 0) for k in range(m)]] * p
         timeline = simulate(forward_only(p, m), forward=3)
         assert timeline.total == 3 * (m + p - 1) and timeline.bubble == [3 * (p - 1)] * p
+
+
+LOOP, VEE = (lambda p: lambda rank: [rank, rank + p]), (lambda p: lambda r: [r, 2 * p - 1 - r])
+THEIRS = {
+    "gpipe": (pipelining.ScheduleGPipe, lambda p: lambda rank: [rank]),
+    "1f1b": (pipelining.Schedule1F1B, lambda p: lambda rank: [rank]),
+    "interleaved": (pipelining.ScheduleInterleaved1F1B, LOOP),
+    "zb-v": (pipelining.ScheduleZBVZeroBubble, VEE),
+}
+
+
+def _order_in_torch(name, p, m):
+    """Per rank, (kind, microbatch, chunk) of each action in PyTorch's schedule of that name."""
+    kind, stages_of = THEIRS[name][0], THEIRS[name][1](p)
+    count = p * len(stages_of(0))
+    stages = [
+        MagicMock(group_size=p, group_rank=0, num_stages=count, stage_index=i, is_first=i == 0)
+        for i in stages_of(0)
+    ]
+    theirs = kind(stages if count > p else stages[0], m, loss_fn=print).pipeline_order
+    return [
+        [
+            (action.computation_type.value, action.microbatch_index, own.index(action.stage_index))
+            for action in theirs[rank]
+            if action is not None and action.computation_type.value in "FBIW"
+        ]
+        for rank, own in enumerate(map(stages_of, range(p)))
+    ]
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_orders_are_those_of_torch(name):
+    for p, m in _sizes_of(name, [(2, 4), (4, 4), (4, 8), (4, 16), (6, 12)]):
+        expected, found = _order_in_torch(name, p, m), SCHEDULES[name](p, m)
+        if name == "1f1b":  # whose microbatches are numbered from the rank's number on, there
+            expected, found = ([[a[0] for a in row] for row in rows] for rows in (expected, found))
+        assert found == expected
 
 
 @every_schedule
@@ -141,15 +179,8 @@ def test_tables_and_drawings_in_docstrings_are_what_the_code_gives():
 
 
 def test_where_a_schedule_is_not_defined_the_error_names_the_sizes():
-    for make_schedule in (*SCHEDULES.values(), forward_only):
-        with pytest.raises(ValueError, match="num_stages=0 "):
-            make_schedule(0, 4)
-        with pytest.raises(ValueError, match="num_microbatches=0 "):
-            make_schedule(2, 0)
     with pytest.raises(ValueError, match="num_microbatches=6 is not a multiple of num_stages=4"):
         interleaved(4, 6)
-    with pytest.raises(ValueError, match="num_chunks=0"):
-        interleaved(4, 8, 0)
     for sizes in ((3, 8), (4, 9), (4, 6)):
         text = "num_stages={} and num_microbatches={}: DualPipe".format(*sizes)
         with pytest.raises(ValueError, match=text):
@@ -171,29 +202,16 @@ def test_the_command_draws_and_traces(tmp_path, monkeypatch, capsys):
     command = ["pipeline.py", "--schedule", "zb-h2", "--microbatches", "6", "--trace", str(file)]
     monkeypatch.setattr(sys, "argv", command)
     pipeline.main()
-    printed = capsys.readouterr().out
-    assert printed.startswith("rank 0  F0F1F2F3F4F5") and "\033" not in printed
+    assert capsys.readouterr().out.startswith("rank 0  F0F1F2F3F4F5")
     events = json.loads(file.read_text())["traceEvents"]
     assert len(events) == 4 * 6 * 3 and {event["ph"] for event in events} == {"X"}
     for rank in range(4):
         row = sorted((e["ts"], e["dur"]) for e in events if e["tid"] == rank)
         assert all(ts + dur <= later for (ts, dur), (later, _) in zip(row, row[1:]))
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--schedule", "dualpipe", "--stages", "3"], "num_stages=3"),
-        (["--trace", "trace.json"], "--trace trace.json is of one schedule: which --schedule?"),
-        (["--schedule", "1f1b", "--trace", "no/such/folder"], "No such file.*no/such/folder"),
-    ],
-)
-def test_what_the_command_cannot_do_is_one_line(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["pipeline.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["pipeline.py", "--schedule", "dualpipe", "--stages", "3"])
     with pytest.raises(SystemExit, match="2"):
         pipeline.main()
-    printed, error = capsys.readouterr()
-    assert not printed and re.search(message, error.splitlines()[-1])
+    assert "num_stages=3" in capsys.readouterr().err.splitlines()[-1]
 
 
 def _actions(text):
@@ -208,7 +226,7 @@ def test_a_schedule_that_cannot_finish_is_refused():
         (("F0 W0 I0", "F0 B0"), "cannot finish: rank 0 at W0 "),
     ):
         with pytest.raises(ValueError, match=stuck):
-            simulate(list(map(_actions, rows)))
+            simulate(Schedule(map(_actions, rows)))
     action = "Action(kind='{}', microbatch={}, chunk=0)".format
     for other, wrong in (
         ("F0 B0 F1", "rank 0 lacks " + action("F", 1)),  # the rank that is wrong is the other one
@@ -218,21 +236,7 @@ def test_a_schedule_that_cannot_finish_is_refused():
         ("F0 B0 W0", f"rank 1 lacks {action('I', 0)}"),
     ):
         with pytest.raises(ValueError, match=re.escape(wrong)):
-            simulate([_actions("F0 B0"), _actions(other)])
-
-
-def test_what_is_no_schedule_is_named():
-    for actions, wrong in (
-        ([], "rank 0 of 0 has no actions"),
-        ([_actions("F0 B0"), []], "rank 1 of 2 has no actions"),
-        ([_actions("F0 B0"), [("X", 0, 0)]], "rank 1 has ('X', 0, 0), which is no Action("),
-        ([[("F", 0.5)]], "rank 0 has ('F', 0.5), which is no Action("),
-        ([["F0", "B0"]], "rank 0 has 'F0', which is no Action("),
-    ):
-        with pytest.raises(ValueError, match=re.escape(wrong)):
-            simulate(actions)
-    rows = [[("F", 0), ("B", 0, 0)]] * 2
-    assert simulate(rows).start == simulate([_actions("F0 B0")] * 2).start  # tuples will do
+            simulate(Schedule([_actions("F0 B0"), _actions(other)]))
 
 
 # ---- the order of messages, under NCCL's rules ---------------------------------------------------
@@ -348,17 +352,6 @@ def test_a_queue_of_messages_per_rank_makes_a_step_no_longer(name):
         assert _loss_of_time(schedule, simulate(schedule).transfers, (1, 2, 1), 0.05) > 0.03
 
 
-@on_ranks(4)
-def test_that_order_is_the_executors():
-    rank, p = rank_and_size()
-    for make_schedule in SCHEDULES.values():
-        schedule = make_schedule(p, 8)
-        stages = [nn.Linear(3, 3) for _ in _chunks(schedule)]
-        expected = simulate(schedule, message=SHORT).transfers
-        found = Pipeline(stages, schedule, _loss).transfers
-        assert found == [transfer for transfer in expected if rank in transfer[1:3]]
-
-
 # ---- the executor against one process ------------------------------------------------------------
 
 
@@ -377,45 +370,53 @@ def _chunks(schedule):
     return range(1 + max(action.chunk for action in schedule[0]))
 
 
+def _make(schedule, make_stage, shape, loss_fn=_loss, defer=None):
+    """A Pipeline whose stages, one per chunk, are made by make_stage()."""
+    stages = [make_stage() for _ in _chunks(schedule)]
+    return Pipeline(stages, schedule, loss_fn, shape=shape, defer=defer)
+
+
 def _cut(layers, schedule, rank, bounds):
     """This rank's stages, copies, one per chunk, and the numbers of their layers.
 
     bounds: where the stages of a route begin, and the end.
     """
-    places = {}
+    places, store = {}, WeightGradStore()
     for route in schedule.routes:
         for (place, chunk), begin, end in zip(route, bounds, bounds[1:]):
             places[place, chunk] = range(begin, end)
     numbers = [places[rank, chunk] for chunk in _chunks(schedule)]
-    return [nn.Sequential(*[copy.deepcopy(layers[i]) for i in own]) for own in numbers], numbers
+    stages = [nn.Sequential(*[copy.deepcopy(layers[i]) for i in own]) for own in numbers]
+    for module in (module for stage in stages for module in stage.modules()):
+        if isinstance(module, DeferredLinear):
+            module.defer = store
+    return stages, numbers, store
 
 
-def _compare(layers, bounds, schedule, batches, group=None, make=torch.clone, **options):
+def _compare(layers, bounds, schedule, batches, group=None, wrap=lambda stage: stage):
     """A step for each batch on this rank's part of the layers, against all on the whole batches.
 
-    Compares losses, the gradients of what `make` makes the inputs of, and, summed over the batches,
-    of all parameters; with two routes both replicas have the same bits.
+    Compares losses and, summed over the batches, gradients of all parameters; with two routes both
+    replicas have the same bits.
     """
     rank, num_stages = rank_and_size(group)
-    stages, numbers = _cut(layers, schedule, rank, bounds)
+    stages, numbers, store = _cut(layers, schedule, rank, bounds)
     model = nn.Sequential(*layers)
     model.zero_grad()
-    executor = Pipeline(stages, schedule, _loss, group, **options)
+    sent = model[: bounds[1]](batches[0][0].chunk(schedule.num_microbatches)[0])
+    like = {"shape": sent.shape, "dtype": sent.dtype, "defer": store}
+    executor = Pipeline([*map(wrap, stages)], schedule, _loss, group, **like)
     routes = schedule.routes
     first, last = rank in [r[0][0] for r in routes], rank in [r[-1][0] for r in routes]
     for inputs, targets in batches:
-        ours, whole = (inputs.clone().requires_grad_(inputs.is_floating_point()) for _ in range(2))
-        loss = _loss(model(make(whole)), targets)
-        loss.backward()
-        found = executor.step(make(ours) if first else None, targets if last else None)
-        assert not executor.in_flight and not executor.put_off
-        assert not executor.messages.leaving and not executor.messages.arriving
+        loss = _loss(model(inputs), targets)
+        if loss.requires_grad:
+            loss.backward()
+        found = executor.step(inputs if first else None, targets if last else None)
         assert found is None if not last else not found.requires_grad
-        found = gather_objects((found, ours.grad), group)
-        _equal(sum(loss for loss, _ in found if loss is not None), loss.detach())
-        assert len([loss for loss, _ in found if loss is not None]) == len(routes)
-        if whole.grad is not None:
-            _equal(sum(grad for _, grad in found if grad is not None), whole.grad)
+        found = [loss for loss in gather_objects(found, group) if loss is not None]
+        assert len(found) == len(routes)
+        _equal(sum(found), loss.detach())
     if len(routes) == 2:
         sum_replicas(stages, group)
         bits = [[p.grad for p in stage.parameters()] for stage in stages]
@@ -431,20 +432,36 @@ def _compare(layers, bounds, schedule, batches, group=None, make=torch.clone, **
 
 
 def _problem(seed, num_stages, rows, num_batches=2):
-    """Layers of random widths, where to cut them into stages of uneven depth, and batches."""
+    """Layers of random widths, where to cut them into stages of uneven depth, and batches.
+
+    Between stages widths are alike. Every other linear layer can put its weight's gradient off.
+    """
     torch.manual_seed(seed)
     sizes = random.Random(seed)
     depth = num_stages + sizes.randint(1, 4)
-    widths = [sizes.randint(1, 6) for _ in range(depth + 1)]
-    layers = [
-        nn.Sequential(nn.LayerNorm(i), nn.Linear(i, o), nn.Tanh()).double()
-        for i, o in zip(widths, widths[1:])
-    ]
     bounds = [0, *sorted(sizes.sample(range(1, depth), num_stages - 1)), depth]
+    widths, D = [sizes.randint(1, 6) for _ in range(depth + 1)], sizes.randint(2, 6)
+    widths = [D if i in bounds[1:-1] else width for i, width in enumerate(widths)]
+    linears = nn.Linear, lambda *sizes: DeferredLinear(*sizes, defer=WeightGradStore())
+    layers = [
+        nn.Sequential(nn.LayerNorm(i), linears[number % 2](i, o), nn.Tanh()).double()
+        for number, (i, o) in enumerate(zip(widths, widths[1:]))
+    ]
     shape = num_batches, rows, sizes.randint(1, 3)
     inputs = torch.randn(*shape, widths[0], dtype=torch.float64)
     targets = torch.randn(*shape, widths[-1], dtype=torch.float64)
     return layers, bounds, list(zip(inputs, targets))
+
+
+class Checkpointed(nn.Module):
+    """Keeps its input alone, and runs again in backward."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x):
+        return checkpoint(self.stage, x, use_reentrant=False)
 
 
 SOAK = [pytest.param(p, marks=pytest.mark.soak) for p in (3, 4)]
@@ -453,13 +470,14 @@ SOAK = [pytest.param(p, marks=pytest.mark.soak) for p in (3, 4)]
 @on_ranks(1, 2, *SOAK)
 @every_schedule
 def test_every_schedule_gives_the_losses_and_gradients_of_one_process(name):
-    """Of stages of any width and depth; also where a stage runs again in backward."""
+    """Of stages of any depth; also where a stage runs again in backward."""
     _, p = rank_and_size()
     sizes = [m for size, m in _sizes_of(name) if size == p]
     for m in sorted({*sizes[:2], *sizes[len(sizes) // 2 :][:1], *sizes[-1:]}):
         schedule = SCHEDULES[name](p, m)
         layers, bounds, batches = _problem(m, len(schedule.routes[0]), rows=m * (1 + m % 3))
-        _compare(layers, bounds, schedule, batches, recompute=m == max(sizes))
+        wrap = Checkpointed if m == max(sizes) else lambda stage: stage
+        _compare(layers, bounds, schedule, batches, wrap=wrap)
 
 
 @on_ranks(3, 6)
@@ -479,7 +497,7 @@ def test_the_idea_and_the_executor_give_the_same_bits():
     plain, stage = copy.deepcopy(layers[rank]), layers[rank]
     inputs, targets = torch.randn(2, 8, 4)
     losses = gpipe_step(plain, inputs.chunk(4), targets.chunk(4), _loss)
-    loss = Pipeline(stage, gpipe(p, 4), _loss).step(inputs, targets)
+    loss = Pipeline(stage, gpipe(p, 4), _loss, shape=(2, 4)).step(inputs, targets)
     assert loss == (sum(losses) if rank == p - 1 else None)
     for one, other in zip(plain.parameters(), stage.parameters()):
         assert torch.equal(one.grad, other.grad) and one.grad.any()
@@ -490,8 +508,10 @@ def test_halved_backwards_do_no_work_twice():
     _, p = rank_and_size()
     flops = []
     for make_schedule in (one_f_one_b, zb_h1, zb_h2):
-        stage = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-        executor = Pipeline(stage, make_schedule(p, 4), _loss)
+        store = WeightGradStore()
+        layers = [DeferredLinear(8, 8, defer=store), nn.Tanh(), DeferredLinear(8, 8, defer=store)]
+        stage = nn.Sequential(*layers)
+        executor = Pipeline(stage, make_schedule(p, 4), _loss, shape=(2, 8), defer=store)
         with FlopCounterMode(display=False) as counter:
             executor.step(*torch.randn(2, 8, 8))
         flops.append(counter.get_total_flops())
@@ -510,9 +530,8 @@ def _bytes_of_new_tensors():
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
 def test_a_step_leaves_nothing_behind(name):
     gc.freeze()
-    schedule, live = SCHEDULES[name](2, 8), []
-    stages = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in _chunks(schedule)]
-    executor = Pipeline(stages, schedule, _loss)
+    live, make_stage = [], lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    executor = _make(SCHEDULES[name](2, 8), make_stage, (2, 8))
     inputs, targets = torch.randn(16, 8), torch.zeros(16, 8)
     for _ in range(3):
         executor.step(inputs, targets)
@@ -520,26 +539,13 @@ def test_a_step_leaves_nothing_behind(name):
     assert live[0] >= live[1] >= live[2] > 0
 
 
-@on_ranks(1)
-def test_a_stage_that_returns_no_tensor_and_a_loss_that_is_no_scalar_are_named():
-    batch = torch.zeros(2, 4, 2, 3)
-    with pytest.raises(ValueError, match="stage 0 returned tuple, not a tensor"):
-        Pipeline(nn.LSTM(3, 3), gpipe(1, 2), _loss).step(*batch)
-    for loss_fn, wrong in (
-        (lambda output, target: output - target, r"\(2, 2, 3\), not a scalar"),
-        (lambda output, target: _loss(output, target).item(), "float, not a tensor"),
-        (lambda output, target: None, "NoneType, not a tensor"),
-    ):
-        with pytest.raises(ValueError, match="loss_fn returned " + wrong):
-            Pipeline(nn.Linear(3, 3), zb_h1(1, 2), loss_fn).step(*batch)
-
-
 @on_ranks(2)
 def test_further_arguments_of_a_step_are_those_of_the_loss():
     rank, p = rank_and_size()
     seen, stage = [], nn.Linear(3, 3)
     weighted = lambda output, target, *more: seen.append(more) or output.sum() * more[0]
-    executor, batch, grads = Pipeline(stage, one_f_one_b(p, 2), weighted), torch.ones(4, 3), []
+    executor = Pipeline(stage, one_f_one_b(p, 2), weighted, shape=(2, 3))
+    batch, grads = torch.ones(4, 3), []
     for factor in (1.0, 3.0):
         stage.zero_grad()
         executor.step(batch, batch, factor, "other")
@@ -551,13 +557,13 @@ def test_further_arguments_of_a_step_are_those_of_the_loss():
 class Twice(nn.Module):
     """Uses a weight twice; in bf16 where matrices are multiplied."""
 
-    def __init__(self, autocast):
+    def __init__(self, store, autocast):
         super().__init__()
-        self.linear, self.autocast, self.additions = nn.Linear(4, 4), autocast, 0
+        self.linear, self.autocast, self.additions = DeferredLinear(4, 4, defer=store), autocast, 0
         self.linear.weight.register_post_accumulate_grad_hook(self.count)
 
     def count(self, parameter):
-        self.additions += 1
+        self.additions += not self.linear.defer.open
 
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
@@ -570,8 +576,10 @@ def test_a_weight_used_twice_gets_one_sum_also_under_autocast(autocast):
     results = []
     for make_schedule in (one_f_one_b, zb_h1):
         torch.manual_seed(0)
-        stage = Twice(autocast)
-        loss = Pipeline(stage, make_schedule(1, 4), _loss).step(torch.randn(8, 4), torch.ones(8, 4))
+        store = WeightGradStore()
+        stage = Twice(store, autocast)
+        executor = Pipeline(stage, make_schedule(1, 4), _loss, shape=(), defer=store)
+        loss = executor.step(torch.randn(8, 4), torch.ones(8, 4))
         results.append((loss, stage.linear.weight.grad, stage.linear.bias.grad))
         assert stage.additions == 4  # once for each microbatch
     tolerance = 2e-2 if autocast else 1e-6  # two products in bf16 are summed in fp32, or before
@@ -599,53 +607,55 @@ def test_gradients_of_bf16_weights_add_up_in_fp32():
         (zb_h1, (256, 1), (1,)),
         (zb_h1, (1, 1), (128, 0.5)),  # and two uses in each
     ):
-        layer = nn.Linear(4, 4).bfloat16()
+        store = WeightGradStore()
+        layer = DeferredLinear(4, 4, defer=store).bfloat16()
         for parameter in layer.parameters():
             parameter.grad_dtype = torch.float32
-        stage = SeveralTimes(layer, factors)
+        stage, total = SeveralTimes(layer, factors), lambda y, _: y.sum()
         batch = torch.tensor(inputs).unsqueeze(1).expand(2, 4).bfloat16()
-        Pipeline(stage, make_schedule(1, 2), lambda y, _: y.sum()).step(batch, batch)
+        Pipeline(stage, make_schedule(1, 2), total, shape=(), defer=store).step(batch, batch)
         assert layer.weight.grad.eq(257).all() and layer.bias.grad.eq(2 * len(factors)).all()
         assert layer.weight.grad.dtype == torch.float32
 
 
 @on_ranks(2)
 def test_replicas_of_bf16_weights_are_summed_in_fp32_in_one_batch_for_which_no_host_waits():
-    """DualPipe's, some without a gradient."""
+    """DualPipe's; one stage has no parameters."""
     rank, p = rank_and_size()
-    stages = [nn.Linear(3, 3).bfloat16() for _ in range(p)]
-    for chunk, stage in enumerate(stages):
-        for parameter in stage.parameters():
-            parameter.grad_dtype = torch.float32
-        if rank == 0:
-            stage.weight.grad = torch.full((3, 3), 256.0 + chunk)
-        if rank == 1 or chunk == 1:
-            stage.bias.grad = torch.full((3,), 1 / 3)
+    stages = [nn.Linear(3, 3).bfloat16(), nn.Tanh()][:: 1 - 2 * rank]
+    layer = stages[rank]
+    for parameter in layer.parameters():
+        parameter.grad_dtype = torch.float32
+        parameter.grad = torch.full(parameter.shape, (256.0, 1.0)[rank])
     with batches() as count, waits() as waited:
         sum_replicas(stages)
     assert count == {"batches": 1, "off 16": 0} and not waited
-    for chunk, stage in enumerate(stages):
-        assert stage.weight.grad.eq(256 + (rank != chunk)).all()  # of rank 0 alone
-        assert stage.bias.grad.eq((1 + (rank != chunk)) * torch.tensor(1 / 3)).all()
+    assert layer.weight.grad.eq(257).all() and layer.bias.grad.eq(257).all()
+    sum_replicas([nn.Tanh(), nn.Tanh()])
+    with pytest.raises(ValueError, match="1 stages on a rank of 2"):
+        sum_replicas(stages[:1])
 
 
 @on_ranks(3)
 def test_weight_gradients_come_in_their_own_slot():
-    """In W, and not before, a linear's weight gets its gradient; hooks see it then."""
+    """In W, and not before, a weight gets its gradient; hooks see it then."""
     rank, p = rank_and_size()
-    stage, events = nn.Linear(3, 3), []
-    executor = Pipeline(stage, zb_h1(p, 4), _loss)
-    stage.weight.register_post_accumulate_grad_hook(lambda _: events.append("W"))
-    backward = executor._backward
-    executor._backward = lambda *arguments: events.append("I") or backward(*arguments)
+    store, events = WeightGradStore(), []
+    stage = DeferredLinear(3, 3, defer=store)
+    executor = Pipeline(stage, zb_h1(p, 4), _loss, shape=(1, 3), defer=store)
+    hook = lambda _: None if store.open else events.append("gradient")
+    stage.weight.register_post_accumulate_grad_hook(hook)
+    perform = executor.perform
+    executor.perform = lambda action, x: events.append(action.kind) or perform(action, x)
     executor.step(torch.randn(4, 3), torch.zeros(4, 3))
-    assert events == [action.kind for action in executor.actions if action.kind in "IW"]
+    kinds = [action.kind for action in executor.actions]
+    assert events == sum([[kind, "gradient"] if kind == "W" else [kind] for kind in kinds], [])
 
 
 def _record_schedule(name, m):
     schedule = SCHEDULES[name](rank_and_size()[1], m)
     with record() as events:
-        executor = Pipeline([nn.Linear(3, 3) for _ in _chunks(schedule)], schedule, _loss)
+        executor = _make(schedule, lambda: nn.Linear(3, 3), (1, 3))
         for _ in range(2):
             executor.step(torch.randn(m, 3), torch.zeros(m, 3))
     return events
@@ -690,65 +700,42 @@ class Cast(nn.Module):
         return x.to(self.dtype)
 
 
+def _linear(i=4, o=4):
+    return nn.Linear(i, o, dtype=torch.float64)
+
+
 @on_ranks(2)
 def test_boundaries_that_are_transposed_views_or_bf16_and_tokens_as_inputs():
-    p, m, T, D, V = 2, 3, 4, 5, 11
-    linear = lambda i, o: nn.Linear(i, o, dtype=torch.float64)
+    T, D, V = 4, 5, 11
     embedding = nn.Embedding(V, D, dtype=torch.float64)
-    x = torch.randn(2 * m, T, D, dtype=torch.float64)
-    tokens = torch.randint(V, (2 * m, T))
-    bfloat16, float64 = Cast(torch.bfloat16), Cast(torch.float64)
+    x, tokens = torch.randn(6, T, D, dtype=torch.float64), torch.randint(V, (6, T))
     for layers, inputs, output_shape in (
-        ([linear(D, D), Transpose(), linear(T, 3)], x, (D, 3)),  # the output is a transposed view
-        ([linear(D, D), nn.Identity(), Transpose(), linear(T, 3)], x, (D, 3)),  # the gradient is
-        ([linear(D, 3), bfloat16, float64, linear(3, D)], x, (T, D)),
-        ([embedding, nn.Tanh(), linear(D, 3)], tokens, (T, 3)),
+        ([_linear(D, D), Transpose(), _linear(T, 3)], x, (D, 3)),  # the output is a transposed view
+        ([_linear(D, D), nn.Identity(), Transpose(), _linear(T, 3)], x, (D, 3)),  # the gradient is
+        ([_linear(D, 3), Cast(torch.bfloat16), Cast(torch.float64), _linear(3, D)], x, (T, D)),
+        ([embedding, nn.Tanh(), _linear(D, 3)], tokens, (T, 3)),
     ):
-        targets = torch.randn(2 * m, *output_shape, dtype=torch.float64)
-        _compare(layers, [0, 2, len(layers)], one_f_one_b(p, m), [(inputs, targets)])
+        targets = torch.randn(6, *output_shape, dtype=torch.float64)
+        _compare(layers, [0, 2, len(layers)], one_f_one_b(2, 3), [(inputs, targets)])
 
 
-@on_ranks(2)
-def test_stages_that_are_frozen_without_parameters_identities_or_in_place():
-    rank, p = rank_and_size()
-    torch.manual_seed(0)
-    linear = lambda: nn.Linear(4, 4, dtype=torch.float64)
-    frozen = lambda: linear().requires_grad_(False)
-    inplace = lambda: nn.LeakyReLU(0.5, inplace=True)
+@on_ranks(3)
+def test_stages_may_be_frozen_without_parameters_or_without_layers():
+    frozen = lambda: _linear().requires_grad_(False)
     batches = list(zip(*torch.randn(2, 2, 8, 4, dtype=torch.float64)))
-    for layers in (
-        [nn.Tanh(), nn.GELU(), linear(), linear()],  # no parameters first
-        [linear(), linear(), nn.Tanh(), nn.GELU()],  # none last
-        [frozen(), frozen(), linear(), frozen()],
-        [linear(), frozen(), frozen(), frozen()],
-        [nn.Identity(), nn.Identity(), linear(), linear()],
-        [linear(), linear(), nn.Identity(), nn.Identity()],
-        [inplace(), linear(), inplace(), linear()],
+    for layers, *bounds in (
+        ([nn.Tanh(), _linear(), _linear()], 1, 2),  # no parameters first
+        ([_linear(), nn.Tanh(), nn.GELU()], 1, 2),  # and last
+        ([frozen(), _linear(), frozen()], 1, 2),
+        ([_linear(), frozen(), frozen()], 1, 2),
+        ([_linear(), _linear()], 0, 1),  # no layers in the first stage
+        ([_linear(), _linear()], 1, 1),
+        ([_linear(), _linear()], 1, 2),
+        ([_linear()], 0, 0),
     ):
-        # data that requires no gradient; the square of a leaf, whose graph is run through once
-        data = lambda x: x.detach().clone()
-        _compare(layers, [0, 2, 4], zb_h1(p, 4), batches, make=data)
-        schedule = one_f_one_b(p, 4)
-        _compare(layers, [0, 2, 4], schedule, batches, make=torch.square, recompute=True)
-        again = pickle.loads(pickle.dumps(copy.deepcopy(nn.Sequential(*layers))))
-        assert all(map(torch.equal, again.parameters(), nn.Sequential(*layers).parameters()))
-
-
-class Detach(nn.Module):
-    def forward(self, x):
-        return x.detach()
-
-
-@on_ranks(2)
-def test_behind_a_detach_gradients_are_zero():
-    """Frozen all but the input, which gets no gradient; what gets none behind a detach() gets 0."""
-    rank, p = rank_and_size()
-    stage = [nn.Linear(4, 4), nn.Sequential(Detach(), nn.Linear(4, 4))][rank]
-    executor = Pipeline(stage, one_f_one_b(p, 2), _loss)
-    inputs = torch.ones(4, 4)
-    executor.step(inputs, torch.zeros(4, 4))
-    assert inputs.grad is None
-    assert [bool(parameter.grad.any()) for parameter in stage.parameters()] == 2 * [rank == 1]
+        for schedule in one_f_one_b(3, 4), zb_h1(3, 4), zb_v(3, 4):
+            stages = len(schedule.routes[0]) - 3  # of zb-v half have none
+            _compare(layers, [0, *bounds, *[len(layers)] * (stages + 1)], schedule, batches)
 
 
 @on_ranks(2)
@@ -756,14 +743,15 @@ def test_behind_a_detach_gradients_are_zero():
 def test_one_replicated_module_as_two_chunks_is_reduced_once(name):
     """A weight-tied model, replicated: gradients are reduced once, when both uses have theirs."""
     rank, world_size = rank_and_size()
-    groups = [dist.new_group([r]) for r in range(world_size)]
+    groups, store = [dist.new_group([r]) for r in range(world_size)], WeightGradStore()
     torch.manual_seed(0)
-    layer = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.Tanh()).double()
+    layer = nn.Sequential(nn.LayerNorm(4), DeferredLinear(4, 4, defer=store), nn.Tanh()).double()
     inputs, targets = torch.randn(2, 4 * world_size, 4, dtype=torch.float64)
     expected = torch.autograd.grad(_loss(layer(layer(inputs)), targets), list(layer.parameters()))
     replica = DistributedDataParallel(layer, gradient_divide_factor=1)
     rows = slice(4 * rank, 4 * rank + 4)
-    executor = Pipeline([replica, replica], SCHEDULES[name](1, 2), _loss, groups[rank])
+    like = {"shape": (2, 4), "dtype": torch.float64, "defer": store}
+    executor = Pipeline([replica, replica], SCHEDULES[name](1, 2), _loss, groups[rank], **like)
     for _ in range(2):
         replica.zero_grad()
         executor.step(inputs[rows], targets[rows])
@@ -772,34 +760,12 @@ def test_one_replicated_module_as_two_chunks_is_reduced_once(name):
             _equal(parameter.grad, gradient, name)
 
 
-@on_ranks(2)
-def test_replicas_may_be_without_parameters_and_must_train_the_same():
-    """DualPipe over a linear layer and one without parameters; then with one that is frozen."""
-    rank, p = rank_and_size()
-    torch.manual_seed(0)
-    layers = [nn.Linear(4, 4), nn.Tanh()]
-    expected = copy.deepcopy(layers[0])
-    inputs, targets = torch.randn(2, 8, 4)
-    _loss(layers[1](expected(inputs)), targets).backward()
-    stages = [copy.deepcopy(layers[rank]), copy.deepcopy(layers[1 - rank])]
-    Pipeline(stages, dualpipe(p, 4), _loss).step(inputs, targets)
-    sum_replicas(stages)
-    for found, wanted in zip(stages[rank].parameters(), expected.parameters()):
-        torch.testing.assert_close(found.grad, wanted.grad)
-    stages[rank].bias.requires_grad_(rank == 0)
-    wrong = "chunk 0 of rank 0 and its replica, chunk 1 of rank 1, do not train"
-    with pytest.raises(ValueError, match=wrong):
-        Pipeline(stages, dualpipe(p, 4), _loss)
-    with pytest.raises(ValueError, match="1 stages on a rank of 2"):
-        sum_replicas(stages[:1])
-
-
 class Failing(nn.Module):
     """A linear layer whose `fail` names the pass that goes wrong."""
 
-    def __init__(self):
+    def __init__(self, store):
         super().__init__()
-        self.linear, self.fail, self.calls = nn.Linear(4, 4), None, 0
+        self.linear, self.fail, self.calls = DeferredLinear(4, 4, defer=store), None, 0
 
     def forward(self, x):
         self.calls += 1
@@ -817,8 +783,9 @@ class Failing(nn.Module):
 @on_ranks(1)
 def test_a_step_that_failed_leaves_nothing_to_the_next():
     for make_schedule in (gpipe, one_f_one_b, zb_h2):
-        stage = Failing()
-        executor = Pipeline(stage, make_schedule(1, 2), _loss)
+        store = WeightGradStore()
+        stage = Failing(store)
+        executor = Pipeline(stage, make_schedule(1, 2), _loss, shape=(), defer=store)
         batch = torch.ones(4, 4), torch.zeros(4, 4)
         loss = executor.step(*batch)
         expected = stage.linear.weight.grad.clone()
@@ -828,7 +795,7 @@ def test_a_step_that_failed_leaves_nothing_to_the_next():
                 executor.step(*batch)
         stage.fail, stage.calls = None, 0
         stage.zero_grad()
-        assert not executor.defer.open
+        assert not store.open
         assert torch.equal(executor.step(*batch), loss)
         assert torch.equal(stage.linear.weight.grad, expected)
 
@@ -836,46 +803,16 @@ def test_a_step_that_failed_leaves_nothing_to_the_next():
 @on_ranks(2)
 def test_after_a_step_that_failed_amid_its_messages_there_is_no_other():
     rank, p = rank_and_size()
-    stage, batch = Failing(), torch.zeros(2, 4)
-    executor = Pipeline(stage, forward_only(p, 1), _loss)
+    stage, batch = Failing(WeightGradStore()), torch.zeros(2, 4)
+    executor = Pipeline(stage, forward_only(p, 1), _loss, shape=(2, 4))
     stage.fail, stage.calls = ("forward" if rank == 1 else None), 1
     if rank == 0:
         executor.step(batch)
         return
     with pytest.raises(ArithmeticError):
         executor.step(None, batch)
-    with pytest.raises(RuntimeError, match="failed midway"):  # messages would meet others' places
+    with pytest.raises(RuntimeError, match="failed"):  # messages would be taken for others
         executor.step(None, batch)
-
-
-class Dropping(nn.Module):
-    """A layer with dropout, which counts how often it runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers, self.runs = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5)), 0
-
-    def forward(self, x):
-        self.runs += 1
-        return self.layers(x)
-
-
-@on_ranks(2)
-@every_schedule
-def test_recomputation_replays_dropout_and_changes_no_bit(name):
-    rank, p = rank_and_size()
-    schedule, results = SCHEDULES[name](p, 4), []
-    batch = torch.ones(8, 4, dtype=torch.float64), torch.zeros(8, 4)
-    for recompute in (False, True):
-        torch.manual_seed(rank)
-        stages = [Dropping().double() for _ in _chunks(schedule)]
-        executor = Pipeline(stages, schedule, _loss, recompute=recompute)
-        losses = [executor.step(*batch) for _ in range(2)]
-        grads = [p.grad for stage in stages for p in stage.parameters()]
-        results.append((losses, grads, torch.rand(1), sum(stage.runs for stage in stages)))
-    (losses, grads, drawn, runs), again = results
-    assert losses == again[0] and torch.equal(drawn, again[2]) and again[3] == 2 * runs
-    assert all(map(torch.equal, grads, again[1])) and any(grad.any() for grad in grads)
 
 
 @on_ranks(1, 2, 4)
@@ -883,33 +820,19 @@ def test_evaluation_gives_the_loss_and_leaves_the_gradients():
     rank, p = rank_and_size()
     for m in (1, 5):
         layers, bounds, [(inputs, targets)] = _problem(0, p, rows=m, num_batches=1)
-        [stage], _ = _cut(layers, one_f_one_b(p, m), rank, bounds)
-        train = Pipeline(stage, one_f_one_b(p, m), _loss)
-        evaluate = Pipeline(stage, forward_only(p, m), _loss)
+        [stage], _, store = _cut(layers, one_f_one_b(p, m), rank, bounds)
+        sent = nn.Sequential(*layers[: bounds[1]])(inputs[:1]).shape
+        like = {"shape": sent, "dtype": torch.float64, "defer": store}
+        train = Pipeline(stage, one_f_one_b(p, m), _loss, **like)
+        evaluate = Pipeline(stage, forward_only(p, m), _loss, **like)
         losses = [train.step(inputs, targets)]
         before = [parameter.grad.clone() for parameter in stage.parameters()]
         with torch.no_grad():
             losses += [evaluate.step(inputs, targets) for _ in range(2)]
             expected = _loss(nn.Sequential(*layers)(inputs), targets)
         assert all(map(torch.equal, before, [p.grad for p in stage.parameters()]))
-        assert not evaluate.in_flight
         for loss in losses:
             _equal(loss, expected) if rank == p - 1 else _equal(loss, None)
-
-
-@on_ranks(1, 2)
-def test_layer_norm_does_not_see_microbatches_and_batch_norm_does():
-    rank, p = rank_and_size()
-    inputs, targets = torch.randn(2, 8, 4, dtype=torch.float64)
-    for norm, m, same in (
-        (nn.LayerNorm(4), 4, True), (nn.BatchNorm1d(4), 4, False), (nn.BatchNorm1d(4), 1, True)
-    ):
-        model = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), nn.Tanh()).double()
-        stage = model[rank * 4 // p : (rank + 1) * 4 // p]
-        loss = Pipeline(stage, gpipe(p, m), _loss).step(inputs, targets)
-        whole = _loss(model(inputs), targets)
-        assert rank < p - 1 or same == bool(abs(loss - whole) < 1e-12 * whole)
-        assert rank < p - 1 or same or abs(loss - whole) > 1e-3 * whole
 
 
 # ---- what a step costs ---------------------------------------------------------------------------
@@ -919,9 +842,8 @@ def test_layer_norm_does_not_see_microbatches_and_batch_norm_does():
 def test_a_step_sends_b_s_h_per_microbatch_boundary_and_direction():
     rank, p = rank_and_size()
     m, (b, s, h) = 5, (2, 3, 4)
-    executor = Pipeline(nn.Linear(h, h), one_f_one_b(p, m), _loss)
+    executor = Pipeline(nn.Linear(h, h), one_f_one_b(p, m), _loss, shape=(b, s, h))
     batch = torch.randn(m * b, s, h)
-    executor.step(batch, batch)  # the first one also tells formats
     neighbours = len({rank - 1, rank + 1} & set(range(p)))
     nbytes = neighbours * m * b * s * h * 4
     assert nbytes == pipeline_bytes(rank, p, m, b * s * h * 4)
@@ -932,44 +854,14 @@ def test_a_step_sends_b_s_h_per_microbatch_boundary_and_direction():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
-def test_the_host_waits_for_formats_in_the_first_step_and_for_nothing_in_others(name, recompute):
-    schedule, steps = SCHEDULES[name](2, 4), []
-    stages = [nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in _chunks(schedule)]
-    executor = Pipeline(stages, schedule, lambda y, z: (y - z).square().sum(), recompute=recompute)
+def test_the_host_waits_for_nothing_of_the_device(name):
+    make_stage = lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    executor = _make(SCHEDULES[name](2, 4), make_stage, (2, 4), lambda y, z: (y - z).square().sum())
     for _ in range(2):
         with waits() as count:
             executor.step(torch.randn(8, 4), torch.randn(8, 4))
-        steps.append(dict(count))
-    assert steps[0] and not steps[1]
-
-
-class Slow(nn.Linear):
-    def forward(self, x):
-        time.sleep(0.05)
-        return super().forward(x)
-
-
-@on_ranks(2)
-def test_the_timeline_of_a_step_is_what_was_done_when():
-    rank, p = rank_and_size()
-    schedule = zb_h1(p, 2)
-    executor = Pipeline([Slow, nn.Linear][rank](3, 3), schedule, _loss)
-    with pytest.raises(RuntimeError, match="of a step that has not ended"):
-        timeline_of(executor)
-    for _ in range(2):
-        dist.barrier()
-        executor.step(torch.ones(4, 3), torch.ones(4, 3))
-        timeline, claimed = timeline_of(executor), simulate(schedule)
-        assert timeline.transfers == claimed.transfers and timeline.peak == claimed.peak
-        for actions, start, end in zip(schedule, timeline.start, timeline.end):
-            assert list(start) == list(end) == actions
-            moments = [moment for action in actions for moment in (start[action], end[action])]
-            assert moments == sorted(moments) and moments[0] >= 0
-        slow = [timeline.end[0]["F", k, 0] - timeline.start[0]["F", k, 0] for k in range(2)]
-        assert min(slow) > 0.04 and timeline.bubble[1] > 0.08  # rank 1 waits for both forwards
-        assert timeline.total == max(max(end.values()) for end in timeline.end) < 10
+        assert not count
 
 
 class Held(list):
@@ -985,9 +877,9 @@ class Held(list):
 class Remembering(nn.Module):
     """Two linear layers; knows how often what is between them, and their output, are held."""
 
-    def __init__(self, held, outputs):
+    def __init__(self, store, held, outputs):
         super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first, self.second = (DeferredLinear(4, 4, defer=store) for _ in range(2))
         self.held, self.outputs = held, outputs
 
     def forward(self, x):
@@ -1000,38 +892,41 @@ class Remembering(nn.Module):
         return output
 
 
-def _peak_held(name, num_microbatches, recompute):
-    schedule, held, outputs = SCHEDULES[name](rank_and_size()[1], num_microbatches), Held(), Held()
-    stages = [Remembering(held, outputs) for _ in _chunks(schedule)]
-    executor = Pipeline(stages, schedule, _loss, recompute=recompute)
+def _peak_held(name, num_microbatches, wrap=lambda stage: stage):
+    store, held, outputs = WeightGradStore(), Held(), Held()
+    schedule = SCHEDULES[name](rank_and_size()[1], num_microbatches)
+    executor = _make(
+        schedule, lambda: wrap(Remembering(store, held, outputs)), (1, 4), defer=store
+    )
     for _ in range(2):
         executor.step(torch.randn(num_microbatches, 4), torch.randn(num_microbatches, 4))
-        assert not executor.in_flight and all(released() for released in held + outputs)
+        assert all(released() for released in held + outputs)
     return held.peak, outputs.peak
 
 
 @every_schedule
 def test_every_schedule_holds_as_many_activations_as_the_simulator_says(name):
     for p, m in _sizes_of(name, [(1, 3), (2, 1), (2, 4), (3, 6), (4, 8)]):
-        held, outputs = zip(*run(p, _peak_held, name, m, False))
-        assert list(held) == simulate(SCHEDULES[name](p, m)).peak
+        held, outputs = zip(*run(p, _peak_held, name, m))
+        expected = simulate(SCHEDULES[name](p, m)).peak
+        assert list(held) == expected
         assert all(map(operator.le, outputs, held))
 
 
 @on_ranks(2)
-def test_recomputation_holds_those_of_one_microbatch_and_of_deferred_weight_products():
+def test_checkpointed_stages_hold_the_activations_of_one_microbatch():
     for name in ("naive", "gpipe", "1f1b", "interleaved"):
-        assert _peak_held(name, 8, True)[0] == 1
-    assert _peak_held("zb-h1", 8, True)[0] <= 2
+        assert _peak_held(name, 8, Checkpointed)[0] == 1
 
 
-class Synced(nn.Linear):
+class Synced(DeferredLinear):
     """A stage that, as DistributedDataParallel does, has a say in which backwards reduce."""
 
-    def __init__(self, events, chunk):
-        super().__init__(4, 4)
+    def __init__(self, store, events, chunk):
+        super().__init__(4, 4, defer=store)
         self.events, self.chunk, self.inside = events, chunk, False
-        self.weight.register_post_accumulate_grad_hook(lambda _: self.note("gradient"))
+        hook = lambda _: None if store.open else self.note("gradient")
+        self.weight.register_post_accumulate_grad_hook(hook)
 
     def note(self, what):
         self.events.append((what, self.chunk, self.inside))
@@ -1050,8 +945,9 @@ class Synced(nn.Linear):
 def _order_of_syncs(name, num_microbatches):
     """What happened to chunks: gradients that came, inside no_sync or not, and starts of a sync."""
     rank, p = rank_and_size()
-    schedule, events = SCHEDULES[name](p, num_microbatches), []
-    executor = Pipeline([Synced(events, chunk) for chunk in _chunks(schedule)], schedule, _loss)
+    schedule, events, store = SCHEDULES[name](p, num_microbatches), [], WeightGradStore()
+    stages = [Synced(store, events, chunk) for chunk in _chunks(schedule)]
+    executor = Pipeline(stages, schedule, _loss, shape=(1, 4), defer=store)
     executor.step(torch.randn(num_microbatches, 4), torch.randn(num_microbatches, 4))
     kinds = ["".join(a.kind for a in schedule[rank] if a.chunk == c) for c in _chunks(schedule)]
     return [([e[::2] for e in events if e[1] == c], kind) for c, kind in enumerate(kinds)]
@@ -1072,60 +968,30 @@ def test_each_chunk_reduces_once_in_its_last_backward_or_before_its_last_weight_
 
 
 @on_ranks(2)
-def test_batches_and_schedules_that_do_not_fit_are_named():
-    rank, _ = rank_and_size()
+def test_batches_stages_and_schedules_that_do_not_fit_are_named():
+    rank, p = rank_and_size()
     stage, batch = nn.Linear(3, 3), torch.randn(4, 3)
-    with pytest.raises(ValueError, match="3 stages in a group of 2 ranks"):
-        Pipeline(stage, gpipe(3, 2), _loss)
-    with pytest.raises(ValueError, match=f"rank {rank} has 1 stages for num_chunks=2"):
-        Pipeline(stage, interleaved(2, 2), _loss)
-    with pytest.raises(ValueError, match=f"rank {rank}: torch's DistributedDataParallel"):
-        Pipeline(nn.parallel.DistributedDataParallel(stage), gpipe(2, 2), _loss)
-    executor = Pipeline(stage, gpipe(2, 2), _loss)
+    theirs = nn.parallel.DistributedDataParallel(stage)
+    for stages, schedule, wrong in (
+        (stage, gpipe(3, 2), "a schedule for 3 stages in a group of 2 ranks"),
+        (stage, interleaved(2, 2), f"rank {rank} has 1 stages for num_chunks=2"),
+        (theirs, gpipe(2, 2), "torch's DistributedDataParallel"),
+        (stage, (gpipe if rank else one_f_one_b)(2, 4), "rank 1 .* has another schedule"),
+        (stage, gpipe(2, 3 + rank), "rank 1 of the group has another schedule"),
+        (stage, Schedule(gpipe(2, 4), [[(r, 0) for r in (rank, 1 - rank)]]), "another schedule"),
+    ):
+        with pytest.raises(ValueError, match=wrong):
+            Pipeline(stages, schedule, _loss, shape=(2, 3))
+    executor = Pipeline(stage, gpipe(2, 2), _loss, shape=(2, 3))
     name = ["inputs", "targets"][rank]
     for given, wrong in (
         (batch[:3], f"{name} has 3 rows, .*num_microbatches=2"),
         (batch[:0], f"{name} has 0 rows"),
         (None, f"{name}=None on rank {rank}, where a route {['begins', 'ends'][rank]}"),
-        ([batch], f"{name} is not a tensor of rows, but list"),
-        (torch.tensor(1.0), f"{name} is not a tensor of rows, but Tensor"),
     ):
         with pytest.raises(ValueError, match=wrong):
             executor.step(**{name: given})
-    with pytest.raises(ValueError, match="inputs has 4 rows, targets has 2"):
-        executor.step(batch, batch[:2])
-    with torch.no_grad(), pytest.raises(ValueError, match=r"under no_grad\(\)"):
-        executor.step(batch, batch)
     executor.step(batch, batch)
     if rank == 0:
-        with pytest.raises(ValueError, match=r"stage 0 made \(4, 3\) .*first output was \(2, 3\)"):
+        with pytest.raises(ValueError, match=r"rank 0 made \(4, 3\) .*to be sent like .*2, 3"):
             executor.step(torch.randn(8, 3))
-
-
-@on_ranks(3)
-def test_targets_of_another_length_than_the_inputs_on_another_rank_are_refused():
-    """Of the first rank's inputs and the last one's targets, which broadcast; known at the loss."""
-    rank, p = rank_and_size()
-    executor = Pipeline(nn.Linear(3, 3), forward_only(p, 1), _loss)
-    if rank < p - 1:
-        executor.step(torch.randn(4, 3))
-        return
-    with pytest.raises(ValueError, match="a microbatch has 4 rows of inputs, 1 of targets"):
-        executor.step(targets=torch.randn(1, 3))
-
-
-@on_ranks(3)
-def test_ranks_with_different_schedules_are_refused_on_all():
-    rank, p = rank_and_size()
-    stage, other = nn.Linear(3, 3), rank == 1
-    route = [[(r, 0) for r in range(p)][:: -1 if other else 1]]
-    for schedule, sizes in (
-        ((gpipe if other else one_f_one_b)(p, 4), "= (3, 4) and (3, 4)"),
-        (gpipe(p, 3 + other), "= (3, 4) and (3, 3)"),
-        (gpipe(p + other, 4), "= (4, 4) and (3, 4)"),
-        (pipeline.Schedule(gpipe(p, 4), route), "= (3, 4) and (3, 4)"),
-    ):
-        wrong = "rank 1 of the group has another schedule than rank 0, .*" + re.escape(sizes)
-        with pytest.raises(ValueError, match=wrong):
-            Pipeline(stage, schedule, _loss)
-    Pipeline(stage, gpipe(p, 4), _loss).step(torch.randn(4, 3), torch.randn(4, 3))

@@ -181,7 +181,8 @@ def test_weight_products_can_be_put_off(column, along_sequence):
         leaves = [p.clone().requires_grad_() for p in (x, weight, bias)]
         with torch.autograd.graph.save_on_cpu():
             y = parallel_linear(*leaves, column, **options)
-        with store.collect() if opened else nullcontext([]) as put_off:
+        put_off = []
+        with store.during(put_off if opened else None):
             y.sin().sum().backward()
         assert [parameter for parameter, _ in put_off] == leaves[1:] * opened
         for parameter, product_of in put_off:
@@ -208,7 +209,7 @@ def test_microbatches_but_the_last_add_to_the_gradient_unless_a_hook_wants_it(na
     (expected,) = torch.autograd.grad(loss_fn(layer(x), target), layer.weight)
     if hooked:
         layer.weight.register_hook(seen.append)
-    pipeline = Pipeline(layer, SCHEDULES[name](1, 4), loss_fn, defer=store)
+    pipeline = Pipeline(layer, SCHEDULES[name](1, 4), loss_fn, shape=(), defer=store)
 
     class Sums(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -609,7 +610,8 @@ def test_a_layer_launches_four_batches_forward_and_four_or_six_backward(along_se
     with batches() as count, waits() as waited:
         y = layer(x)
         launched = [count["batches"]]
-        with store.collect() if deferred else nullcontext([]) as put_off:
+        put_off = []
+        with store.during(put_off if deferred else None):
             y.sum().backward()
         launched.append(count["batches"] - launched[0])
         for _, product_of in put_off:

@@ -17,6 +17,7 @@ import time
 from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
@@ -56,20 +57,27 @@ def microseconds(began, moment):
 
 def traced(trainer, *batch):
     """({lane: [(begin, end, name, what is known of it)]}, {part: microseconds}) of a step."""
-    axes, told = axes_of(trainer.mesh), {}
+    axes, told, spans = axes_of(trainer.mesh), {}, []
 
     def listen(event, operation, sends=(), receives=()):
         moments, sent = told.setdefault(operation, ([], []))
         moments.append(now(trainer.device))
         sent += [tensor.nbytes for tensor, _ in sends]
 
+    def timed(action, received, perform=trainer.pipeline.perform):
+        begin, result = now(trainer.device), perform(action, received)
+        spans.append((action, begin, now(trainer.device)))
+        return result
+
     barrier()  # the ranks begin together
     since = partial(microseconds, now(trainer.device))
-    with observe(listen):
+    with observe(listen), patch.object(trainer.pipeline, "perform", timed):
         trainer.step(*batch)
         ended = now(trainer.device)
-    spans = [(action, map(since, span)) for action, span in trainer.pipeline.clock.spans.items()]
-    actions = [(*span, f"{a.kind}{a.microbatch}", {"chunk": a.chunk}) for a, span in spans]
+    actions = [
+        (*map(since, span), f"{action.kind}{action.microbatch}", {"chunk": action.chunk})
+        for action, *span in spans
+    ]
     lanes = {"compute": actions[:]}
     parts = Counter(compute=sum(end - begin for begin, end, *_ in actions))
     for operation in [operation for operation in told if operation.group in axes]:
