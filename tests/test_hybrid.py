@@ -662,7 +662,7 @@ def _losses(flags, steps=40):
         batch = data.batch(step, BATCH, T, 0, trainer.own_rows())
         losses.append(trainer.step(*batch)["loss"])
     dtypes = {(p.dtype, p.grad.dtype) for p in trainer.chunks[0].parameters()}
-    return losses, dtypes, trainer.pipeline.like["dtype"]
+    return losses, dtypes, {trainer.pipeline.like["dtype"]}
 
 
 @pytest.mark.parametrize(
