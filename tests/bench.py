@@ -359,9 +359,9 @@ def _sleep_through(name, num_microbatches, rounds):
         times.append(time.perf_counter() - began)
         begins, ends = zip(*pipeline.spans)
         # these ranks' clocks are one machine's
-        total = max(gather_objects(ends[-1])) - began
+        total = max(collectives.gather_objects(ends[-1])) - began
         total = ends[-1] - begins[0] if name in ("zb-h2", "zb-v") else total
-        bubbles.append(max(gather_objects(total - sum(ends) + sum(begins))))
+        bubbles.append(max(collectives.gather_objects(total - sum(ends) + sum(begins))))
     measured = [statistics.median(values[1:]) / SLOT for values in (times, bubbles)]
     idle = claimed.idle if name in ("zb-h2", "zb-v") else claimed.bubble
     return measured, [claimed.total, max(idle)]
