@@ -29,7 +29,6 @@ al., "Megatron-LM", 2019, and Narayanan et al., "Efficient Large-Scale Language 
 GPU Clusters Using Megatron-LM", 2021.
 
     python hybrid.py                                                      one process
-    torchrun --nproc-per-node 4 hybrid.py                                 four replicas (dp = 4)
     torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4  dp = 2
     torchrun --nproc-per-node 8 hybrid.py --cp 2 --ep 8 --experts 16      dp = 4
 """
@@ -39,6 +38,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -46,8 +46,8 @@ import sys
 import sysconfig
 import time
 from collections import Counter, defaultdict
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, fields, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -63,15 +63,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata, MetadataIndex, TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint import metadata, planner
 
 from collectives import (
-    ReduceOp, all_reduce, barrier, broadcast, gather_objects,
-    rank_and_size, report_stalls, schedule_as_batch, set_backend_collectives,
-    set_ranks_per_node,
+    ReduceOp, all_reduce, barrier, gather_objects, rank_and_size, report_stalls,
+    schedule_as_batch, set_backend_collectives, set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
 from expert_parallel import MoE, tally_metrics
@@ -86,11 +82,7 @@ from tensor_parallel import (
 )
 from zero import FullyShardedDataParallel
 
-CP_METHODS = {
-    "allgather": allgather_attention,
-    "ring": ring_attention,
-    "ulysses": ulysses_attention,
-}
+CP_METHODS = dict(allgather=allgather_attention, ring=ring_attention, ulysses=ulysses_attention)
 IGNORE_INDEX = -100  # a target that does not count
 
 # ---- flags ---------------------------------------------------------------------------------------
@@ -111,7 +103,7 @@ SIZE, COUNT, FACTOR = at_least(1), at_least(0), at_least(0, float)
 
 
 class Flag(NamedTuple):
-    """kind: bool, a tuple of choices, or a type. needs: what it means nothing without."""
+    """kind: bool, a tuple of choices, or a type. needs: what must be true for it to mean any."""
 
     name: str
     kind: object
@@ -126,13 +118,12 @@ GROUPS = {
         Flag("tp", SIZE, 1, "ranks that split every matrix"),
         Flag("cp", SIZE, 1, "ranks that split the sequence, in attention, too"),
         Flag("pp", SIZE, 1, "pipeline stages"),
-        Flag("zero", (0, 1, 2, 3), None, "what replicas share out: 1: the optimizer's state, 2: "
-             "gradients, too, 3: parameters, too (default: 1; of one replica 0)"),
+        Flag("zero", (0, 1, 2, 3), None, "stage of ZeRO (default: 1, and 0 of one replica)"),
         Flag("replicate", SIZE, 1, "copies of ZeRO's shards, over neighbours (HSDP)", "zero"),
         Flag("sp", bool, False, "split the sequence over tp outside of its matrices"),
-        Flag("cp_method", tuple(CP_METHODS), "ring", "how attention crosses that split", "cp"),
+        Flag("cp_method", tuple(CP_METHODS), "ring", "how attention crosses that split", "cp > 1"),
         Flag("schedule", tuple(SCHEDULES), "1f1b", "order of microbatches in the pipeline"),
-        Flag("chunks", SIZE, 2, "of a rank's layers", "interleaved"),
+        Flag("chunks", SIZE, 2, "of a rank's layers", "schedule == 'interleaved'"),
         Flag("microbatches", SIZE, None, "of a step (default: what divides 4 x pp)"),
         Flag("ep", SIZE, 1, "ranks of dp x cp x tp over which experts are spread"),
         Flag("recompute", ("none", "selective", "full"), "none", "attention, or every layer"),
@@ -153,7 +144,7 @@ GROUPS = {
         Flag("capacity_factor", FACTOR, None, "drop tokens above this load / mean", "experts"),
         Flag("balance", ("aux", "bias", "none"), "aux", "loads by losses or a bias", "experts"),
         Flag("moe_every", SIZE, 1, "every so many layers has experts", "experts"),
-        Flag("topk_nodes", SIZE, None, "a token uses, of those of ep (default: all)", "ep"),
+        Flag("topk_nodes", SIZE, None, "a token uses, of those of ep (default: all)", "ep > 1"),
     ),
     "training": (
         Flag("batch_size", SIZE, None, "sequences of a step, all replicas' (default: 16 or more)"),
@@ -163,15 +154,13 @@ GROUPS = {
         Flag("weight_decay", FACTOR, 0.1, "of matrices"),
         Flag("grad_clip", FACTOR, 1.0, "largest norm of the gradient; 0 does not clip"),
         Flag("seed", at_least(0, below=2**32), 0, "of weights, batches and dropout"),
-        Flag("dtype", ("fp32", "tf32", "bf16"), "fp32", "tf32: of products, on a GPU; bf16: of all "
-             "but gradients and the optimizer's copy"),
+        Flag("dtype", ("fp32", "tf32", "bf16"), "fp32", "bf16: the optimizer has a copy in fp32"),
         Flag("skip_nonfinite", COUNT, 0, "skip steps that are not finite; so many in a row end it"),
     ),
     "run": (
-        Flag("device", ("auto", "cpu", "cuda", "shared"), "auto", "cuda: a GPU for each process, "
-             "by NCCL; shared: for several, by gloo; auto: cuda if there are enough, else cpu"),
-        Flag("data", str, None, "text, a folder of text, a .bin of tokens, or a folder of train.bin"
-             " and val.bin (default: Python's own sources)"),
+        Flag("device", ("auto", "cpu", "cuda", "shared"), "auto", "cuda: a GPU each; shared: one "
+             "for several processes; auto: cuda if there are enough, else cpu"),
+        Flag("data", str, None, "text, tokens (.bin), or a folder (default: Python's sources)"),
         Flag("checkpoint", str, None, "a folder to keep checkpoints in, and to go on from"),
         Flag("save_every", SIZE, None, "steps (default: at the end, and on SIGTERM)", "checkpoint"),
         Flag("eval_every", SIZE, None, "steps between validations (default: at the end)"),
@@ -183,50 +172,29 @@ GROUPS = {
     ),
 }  # fmt: skip
 FLAGS = [flag for group in GROUPS.values() for flag in group]
-NEEDS = {  # of the table's last column: in words, and whether it is there
-    "cp": ("--cp of 2 or more", lambda a: a.cp > 1),
-    "ep": ("--ep of 2 or more", lambda a: a.ep > 1),
-    "zero": ("--zero 1, 2 or 3", lambda a: a.zero > 0),
-    "interleaved": ("--schedule interleaved", lambda a: a.schedule == "interleaved"),
-    "experts": ("--experts", lambda a: a.experts > 0),
-    "checkpoint": ("--checkpoint", lambda a: a.checkpoint),
-}
-RULES = {  # how to say what is wrong, and whether it is; a rule may count on those before it
-    "{pp} x {dp} x {cp} x {tp} is not the number of processes, {world_size}": lambda a: (
-        a.pp * a.dp * a.cp * a.tp != a.world_size
-    ),
-    "{dp} x {cp} is not divisible by {replicate}": lambda a: a.dp * a.cp % a.replicate,
-    "{dp} x {cp} x {tp} is not divisible by {ep}": lambda a: a.dp * a.cp * a.tp % a.ep,
-    "{ep} needs --experts": lambda a: a.ep > 1 and not a.experts,
-    "{experts} is not divisible by {ep}": lambda a: a.experts % a.ep,
-    "{hidden} is not divisible by {heads}": lambda a: a.hidden % a.heads,
-    "{heads} is not divisible by {kv_heads}": lambda a: a.heads % a.kv_heads,
-    "{kv_heads} is not divisible by {tp}": lambda a: a.kv_heads % a.tp,
-    "{ffn} is not divisible by {tp}": lambda a: (
-        a.ffn % a.tp and (not a.experts or a.moe_every > 1)  # experts are not split
-    ),
-    "{seq_len} is not divisible by 2 x {cp}": lambda a: a.cp > 1 and a.seq_len % (2 * a.cp),
-    "{seq_len} is not divisible by {cp} x {tp}, which split what layers or experts get": lambda a: (
-        (a.sp or a.experts) and a.seq_len // a.cp % a.tp
-    ),
-    "{dropout} is not possible with {cp}": lambda a: a.cp > 1 and a.dropout,
-    "{cp_method} cannot deal out {heads} and {kv_heads}, split by {tp}, to {cp}": lambda a: (
-        a.cp_method == "ulysses"
-        and (a.heads // a.tp % a.cp or (a.kv_heads // a.tp % a.cp and a.cp % (a.kv_heads // a.tp)))
-    ),
-    "{top_k} is more than {experts}": lambda a: a.experts and a.top_k > a.experts,
-    "{topk_nodes} is more than the {ep_nodes} nodes of {ep}": lambda a: a.topk_nodes > a.ep_nodes,
-    "{top_k} is more than {topk_nodes} have of {experts}": lambda a: (
-        a.experts and a.top_k > a.experts // a.ep_nodes * a.topk_nodes
-    ),
-    "{moe_every} leaves no layer of {layers} with experts": lambda a: (
-        a.experts and a.moe_every > a.layers
-    ),
-    "{vocab_size} is less than {tp}": lambda a: a.vocab_size < a.tp,
-    "{batch_size} is not divisible by {dp} x {microbatches}": lambda a: (
-        a.batch_size % (a.dp * a.microbatches)
-    ),
-}
+RULES = (  # what must not be; % is what a division leaves; a rule may build on those before it
+    "pp * dp * cp * tp != world_size",
+    "dp * cp % replicate",
+    "dp * cp * tp % ep",
+    "ep > 1 where not experts",
+    "experts % ep",
+    "hidden % heads",
+    "heads % kv_heads",
+    "kv_heads % tp",
+    "ffn % tp where not experts or moe_every > 1",  # experts are not split
+    "seq_len % (2 * cp) where cp > 1",
+    "seq_len // cp % tp where sp or experts",
+    "dropout > 0 where cp > 1",
+    "heads // tp % cp where cp_method == 'ulysses'",
+    "kv_heads // tp % cp where cp_method == 'ulysses' and cp % (kv_heads // tp)",
+    "top_k > experts where experts",
+    "topk_nodes > ep_nodes",
+    "top_k > experts // ep_nodes * topk_nodes where experts",
+    "moe_every > layers where experts",
+    "tp > vocab_size",
+    "batch_size % (dp * microbatches)",
+)
+SIGNS = {"%": "is not divisible by", ">": "is more than", "!=": "is not"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -237,7 +205,7 @@ class Parser(argparse.ArgumentParser):
         for title, flags in GROUPS.items():
             group = self.add_argument_group(title)
             for name, kind, default, help, needs in flags:
-                help += f" (needs {NEEDS[needs][0]})" if needs else ""
+                help += f" (needs {needs})" if needs else ""
                 help += f" (default: {default})" if default not in (None, False) else ""
                 options = {"type": kind}
                 if isinstance(kind, tuple):
@@ -256,22 +224,14 @@ def as_typed(name, value=True):
     return dashed if value is True else f"{dashed} {value}"
 
 
-def read_flags(argv):
-    """The flags, each checked for itself; `given` has those that are on the command line.
+def parse(argv, world_size, per_node=None):
+    """The flags, completed and checked, of world_size processes, per_node or all on each node.
 
-    Raises ValueError, one line that names flags and values, as the next two do.
+    Adds `given`, {name: value} of those on the command line; ep_nodes, over which the ranks of ep
+    lie. Raises ValueError, one line that names flags and values, as the next two do.
     """
     given = vars(Parser().parse_args(argv))
-    return argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | given, given=given)
-
-
-def parse(argv, world_size, per_node=None):
-    """The flags, completed and checked, of world_size processes, per_node of them on each node.
-
-    By default they share one. Adds world_size, per_node, and ep_nodes, over which the ranks of ep
-    lie.
-    """
-    args = read_flags(argv)
+    args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | given, given=given)
     args.world_size, args.per_node = world_size, per_node or world_size
     args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
     replicas = args.dp * args.cp
@@ -297,29 +257,29 @@ def parse(argv, world_size, per_node=None):
 
 def check(args):
     """Whether completed flags go together; ValueError, one line with their names and values."""
+    values = vars(args)
+    is_so = lambda condition: eval(condition or "True", {}, values)
     for name, *_, needs in FLAGS:
-        if name in args.given and needs and not NEEDS[needs][1](args):
-            raise ValueError(f"{as_typed(name, args.given[name])} needs {NEEDS[needs][0]}")
-    shown = {name: as_typed(name, value) for name, value in vars(args).items()}
-    shown |= {"world_size": args.world_size, "ep_nodes": args.ep_nodes}
-    for sentence, is_wrong in RULES.items():
-        if is_wrong(args):
-            raise ValueError(sentence.format_map(shown))
+        if name in args.given and not is_so(needs):
+            raise ValueError(f"{as_typed(name, values[name])} needs {needs}")
+    shown = {flag.name: as_typed(flag.name, values[flag.name]) for flag in FLAGS}
+    shown |= {"world_size": f"{args.world_size} processes", "ep_nodes": f"{args.ep_nodes} nodes"}
+    for rule in RULES:
+        wrong, _, where = rule.partition(" where ")
+        if is_so(wrong) and is_so(where):
+            for sign, words in SIGNS.items():
+                wrong = wrong.replace(sign, words)
+            rule = f"{wrong}, where {where}" if where else wrong
+            raise ValueError(re.sub(r"\w+", lambda word: shown.get(word[0], word[0]), rule))
 
 
 def schedule_of(args):
     """The pipeline's schedule. Raises ValueError where it is not defined for these flags."""
-    sizes = {"pp": args.pp, "microbatches": args.microbatches}
-    if args.schedule == "interleaved":
-        sizes["chunks"] = args.chunks
-    flags = " ".join(as_typed(*flag) for flag in [("schedule", args.schedule), *sizes.items()])
-    try:
-        schedule = SCHEDULES[args.schedule](*sizes.values())
-    except ValueError as error:
-        raise ValueError(f"{flags}: {error}") from None
+    sizes = args.pp, args.microbatches, args.chunks
+    schedule = SCHEDULES[args.schedule](*sizes[: 3 if args.schedule == "interleaved" else 2])
     stages = len(schedule.routes[0])
     if args.layers + 2 < stages:  # the first and the last may have none
-        raise ValueError(f"--layers {args.layers} is too few for the {stages} stages of {flags}")
+        raise ValueError(f"--layers {args.layers} is too few for {stages} stages")
     return schedule
 
 
@@ -347,10 +307,7 @@ class Mesh:
     cross_group: dist.ProcessGroup | None = None  # and those in this one's place on theirs
 
 
-GRADIENT_GROUPS = (
-    *("dp_cp_group", "shard_group", "replicate_group"),
-    *("expert_dp_group", "expert_shard_group", "expert_replicate_group"),
-)
+OF_GRADIENTS = "dp_cp_group", "expert_dp_group", "shard_group", "replicate_group"  # their ends
 
 
 def make_mesh(args, groups=None):
@@ -364,14 +321,15 @@ def make_mesh(args, groups=None):
     degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
     for name, slices in slices_of(*degrees).items():  # on all ranks in the same order
         for ranks in map(tuple, slices.tolist()):
-            key = ranks, len(ranks) > 1 and name in GRADIENT_GROUPS
+            key = ranks, len(ranks) > 1 and name.endswith(OF_GRADIENTS)
             if key not in groups:
                 groups[key] = dist.new_group(ranks, timedelta(seconds=args.timeout))
             if rank in ranks:
                 mine[name] = groups[key]
     for group in dict.fromkeys(mine.values()):
-        ranks = dist.get_process_group_ranks(group)
-        set_ranks_per_node(ranks_per_node(ranks, args.per_node), group)
+        node_of = [rank // args.per_node for rank in dist.get_process_group_ranks(group)]
+        counts = set(Counter(node_of).values())
+        set_ranks_per_node(counts.pop() if len(counts) == 1 else 1, group)
         if args.collectives == "backend":
             set_backend_collectives(group)
         barrier(group)  # NCCL wants all ranks of a group in its first batch
@@ -418,15 +376,6 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     return slices
 
 
-def ranks_per_node(ranks, per_node):
-    """How many consecutive ranks of a group share a node; 1 if its nodes have unlike numbers.
-
-    ranks: global ones, ascending, of which each node has per_node.
-    """
-    counts = set(Counter(rank // per_node for rank in ranks).values())
-    return counts.pop() if len(counts) == 1 else 1
-
-
 # ---- data ----------------------------------------------------------------------------------------
 
 
@@ -437,26 +386,16 @@ class Data(NamedTuple):
     validation: np.ndarray
     is_text: bool  # bytes of UTF-8
 
-    def batch(self, step, batch_size, seq_len, seed, rows=slice(None)):
+    def batch(self, step, batch_size, seq_len, seed, rows=slice(None), part="train"):
         """Inputs and targets (rows, T) of `step`: the global batch depends on seed and step only.
 
-        Each sequence starts anywhere in the training part; targets are the inputs' next tokens.
+        Each sequence starts anywhere in the part; targets are the inputs' next tokens.
         """
-        random = np.random.default_rng([seed, step])
-        starts = random.integers(0, len(self.train) - seq_len, batch_size)[rows]
-        window = np.stack([self.train[s : s + seq_len + 1] for s in starts]).astype(np.int64)
+        tokens, random = getattr(self, part), np.random.default_rng([seed, step])
+        starts = random.integers(0, len(tokens) - seq_len, batch_size)[rows]
+        window = np.stack([tokens[s : s + seq_len + 1] for s in starts]).astype(np.int64)
         window = torch.from_numpy(window)
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
-
-    def validation_batch(self, index, batch_size, seq_len):
-        """The index-th batch of the validation part, in order; IGNORE_INDEX where it has ended."""
-        inputs = torch.zeros(batch_size * seq_len, dtype=torch.int64)
-        targets = torch.full_like(inputs, IGNORE_INDEX)
-        start = index * len(inputs)
-        window = torch.from_numpy(self.validation[start : start + len(inputs) + 1].astype(np.int64))
-        count = max(len(window) - 1, 0)
-        inputs[:count], targets[:count] = window[:-1], window[1:]
-        return inputs.view(batch_size, seq_len), targets.view(batch_size, seq_len)
 
 
 def load_data(path, seq_len, vocab_size=256):
@@ -464,31 +403,22 @@ def load_data(path, seq_len, vocab_size=256):
 
     Text is a file or a folder, and its tokens are its UTF-8 bytes; tokens are a .bin of uint16, or
     uint32 for a larger vocabulary, or nanoGPT's folder of train.bin and val.bin. Else validation is
-    the last tenth. Raises OSError or ValueError for what is missing, no text, or too short. Whether
-    tokens are in the vocabulary is seen as they are used.
+    the last tenth. Raises OSError or ValueError for what is missing, no tokens, or too short.
+    Whether tokens are in the vocabulary is seen as they are used.
     """
     pattern, path = "[!.]*" if path else "*.py", Path(path or sysconfig.get_path("stdlib"))
-    dtype, is_text = np.uint16 if vocab_size <= 2**16 else np.uint32, False
-    if (path / "train.bin").is_file():
-        parts = [tokens_of(path / name, dtype) for name in ("train.bin", "val.bin")]
+    is_split = (path / "train.bin").is_file()
+    is_text = path.suffix != ".bin" and not is_split
+    dtype = np.uint8 if is_text else np.uint16 if vocab_size <= 2**16 else np.uint32
+    if is_split:
+        parts = [np.memmap(path / name, dtype, "r") for name in ("train.bin", "val.bin")]
     else:
-        is_text = path.suffix != ".bin"
-        dtype = np.uint8 if is_text else dtype
-        tokens = text_of(path, pattern) if path.is_dir() else tokens_of(path, dtype)
+        tokens = text_of(path, pattern) if path.is_dir() else np.memmap(path, dtype, "r")
         parts = np.split(tokens, [len(tokens) - len(tokens) // 10])
-    for part, tokens in zip(("training", "validation"), parts):
-        if len(tokens) <= seq_len:
-            found = f"its {part} part has {len(tokens)} tokens"
-            raise ValueError(f"--data {path}: {found}, too few for --seq-len {seq_len}")
+    if min(map(len, parts)) <= seq_len:
+        found = f"{len(parts[0])} tokens to train on and {len(parts[1])} for validation"
+        raise ValueError(f"{found} are too few for --seq-len {seq_len}")
     return Data(*parts, is_text)
-
-
-def tokens_of(path, dtype):
-    """A file's tokens, mapped into memory."""
-    size, itemsize = path.stat().st_size, np.dtype(dtype).itemsize
-    if size % itemsize:
-        raise ValueError(f"--data {path}: {size} bytes are no tokens of {itemsize} bytes each")
-    return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
 
 
 def text_of(folder, pattern):
@@ -499,10 +429,9 @@ def text_of(folder, pattern):
 
 def show(tokens, is_text):
     """Tokens as text that is safe to print, or as numbers where they are not bytes of text."""
-    if not is_text:
-        return str(tokens)
     text = bytes(min(token, 255) for token in tokens).decode(errors="replace")  # 255 is no text
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    return text if is_text else str(tokens)
 
 
 # ---- model ---------------------------------------------------------------------------------------
@@ -546,11 +475,6 @@ def config_of(args):
     return GPTConfig(**own | {"sequence_parallel": args.sp})
 
 
-def _replicated(module, config):
-    """A module that every rank of tp has, with sequence parallelism for its part of the tokens."""
-    return mark_partial(module) if config.sequence_parallel else module
-
-
 def _residual_dropout(module, x):
     """Masks alike over tp, where x is; its own for each rank's part of the sequence."""
     config = module.config
@@ -578,18 +502,20 @@ class Block(nn.Module):
     random: the state from which dropout draws where ranks of tp hold different activations.
     attention_fn: attention_fn(q, k, v, dropout), attention itself.
     moe: makes what takes the MLP's place, if given.
-    options: of the linear layers.
+    options: of the linear layers, such as group and defer.
     """
 
-    def __init__(self, config, random, attention_fn=attention, moe=None, **options):
+    def __init__(
+        self, config, random=nullcontext(), attention_fn=attention, moe=None, **options
+    ):
         super().__init__()
         self.config, self.random, self.attention_fn = config, random, attention_fn
         options["sequence_parallel"] = config.sequence_parallel
-        self.ln_1 = _replicated(nn.LayerNorm(config.hidden), config)
-        self.attn = ParallelSelfAttention(
-            config.hidden, config.heads, config.kv_heads, self.attend, **options
-        )
-        self.ln_2 = _replicated(nn.LayerNorm(config.hidden), config)
+        sizes = config.hidden, config.heads, config.kv_heads
+        attend = partial(recompute, self.attend) if config.recompute == "selective" else self.attend
+        self.ln_1 = nn.LayerNorm(config.hidden)
+        self.attn = ParallelSelfAttention(*sizes, attend, **options)
+        self.ln_2 = nn.LayerNorm(config.hidden)
         self.mlp = moe() if moe else MLP(config.hidden, config.mlp_width, **options)
 
     def forward(self, x):
@@ -598,11 +524,6 @@ class Block(nn.Module):
 
     def attend(self, q, k, v):
         """The attention core; its heads are this rank's own, and so are its masks."""
-        if self.config.recompute == "selective" and torch.is_grad_enabled():
-            return recompute(self._attend, q, k, v)
-        return self._attend(q, k, v)
-
-    def _attend(self, q, k, v):
         p = self.config.dropout if self.training else 0.0
         with self.random if p else nullcontext():
             return self.attention_fn(q, k, v, p)
@@ -617,54 +538,46 @@ class GPT(nn.Module):
     with more the last stage has a copy, kept equal by sum_shared_gradients().
 
     stage, num_stages: which part of the layers this is.
-    random, attention_fn, moe: see Block; moe is for the layers that have experts.
-    defer: see parallel_linear().
     positions: of the tokens in the whole sequence, of which context parallelism leaves a rank some.
+    moe, options: see Block; moe is for the layers that have experts.
     """
 
     def __init__(
-        self,
-        config,
-        tp_group=None,
-        stage=0,
-        num_stages=1,
-        random=nullcontext(),
-        defer=None,
-        positions=None,
-        attention_fn=attention,
-        moe=None,
+        self, config, tp_group=None, stage=0, num_stages=1, positions=None, moe=None, **options
     ):
         super().__init__()
         self.first, self.last = stage == 0, stage == num_stages - 1
-        self.config, self.tp_group, self.random, self.defer = config, tp_group, random, defer
+        self.config, self.tp_group, self.defer = config, tp_group, options.get("defer")
+        self.random = options.get("random", nullcontext())
         self.positions = torch.arange(config.seq_len) if positions is None else positions
         if config.sequence_parallel:
             rank, tp = rank_and_size(tp_group)
             self.positions = self.positions.chunk(tp)[rank]
-        embedding = lambda: VocabParallelEmbedding(
-            config.vocab_size, config.hidden, tp_group, config.sequence_parallel
-        )
-        block = partial(Block, config, random, attention_fn, group=tp_group, defer=defer)
+        sizes = config.vocab_size, config.hidden
+        embedding = partial(VocabParallelEmbedding, *sizes, tp_group, config.sequence_parallel)
+        block = partial(Block, config, group=tp_group, **options)
         self.transformer = nn.ModuleDict()
         if self.first:
             self.transformer["wte"] = embedding()
-            self.transformer["wpe"] = _replicated(
-                nn.Embedding(config.seq_len, config.hidden), config
-            )
+            self.transformer["wpe"] = nn.Embedding(config.seq_len, config.hidden)
         self.transformer["h"] = nn.ModuleDict(
             (str(i), block(moe=moe if config.has_experts(i) else None))
             for i in layers_of(stage, num_stages, config)
         )
         if self.last:
-            self.transformer["ln_f"] = _replicated(nn.LayerNorm(config.hidden), config)
+            self.transformer["ln_f"] = nn.LayerNorm(config.hidden)
             self.lm_head = self.transformer["wte"] if self.first else embedding()
+        for module in self.modules() if config.sequence_parallel else ():
+            if isinstance(module, (nn.LayerNorm, nn.Embedding)):  # of each rank's part of tokens
+                mark_partial(module)
 
     def forward(self, x):
         if self.first:
-            x = self._embed(x.t())
+            x = self.transformer["wte"](x.t())
+            x = x + self.transformer["wpe"](self.positions[: len(x)]).unsqueeze(1)
+            x = _residual_dropout(self, x)
         for block in self.transformer["h"].values():
-            full = self.config.recompute == "full" and torch.is_grad_enabled()
-            x = recompute(block, x) if full else block(x)
+            x = recompute(block, x) if self.config.recompute == "full" else block(x)
         if self.last:
             x = parallel_linear(  # (T, B, D) -> (T, B, V/tp)
                 self.transformer["ln_f"](x),
@@ -675,18 +588,6 @@ class GPT(nn.Module):
             )
         return x
 
-    def _embed(self, tokens):
-        """(T, B) -> (T, B, D), or this rank's part of the sequence."""
-        x = self.transformer["wte"](tokens)
-        x = x + self.transformer["wpe"](self.positions[: len(x)]).unsqueeze(1)
-        return _residual_dropout(self, x)
-
-    def token_losses(self, logits, targets):
-        """Loss of each token (T*B,), from split logits, which are lost; zero where IGNORE_INDEX."""
-        start, logits, targets = self.lm_head.start, logits.flatten(0, 1), targets.t().flatten()
-        return vocab_parallel_cross_entropy(
-            logits, targets, start, IGNORE_INDEX, self.tp_group, inplace=True
-        )
 
     def tied_weight(self):
         """The embedding or the head, of a stage that has one of them: the other is elsewhere."""
@@ -698,16 +599,18 @@ class GPT(nn.Module):
 def layers_of(stage, num_stages, config):
     """The layers of a stage, so that the most expensive one costs as little as can be.
 
-    Products count, of the layers and of the head, which the last stage has. The embedding has none:
-    what it costs is memory, for which the first stages get fewer layers where that is no slower.
-    Stages are balanced, also where a rank has two of them.
+    Products count, of the layers and of the head, which the last stage has, at times alone. The
+    embedding has none: what it costs is memory, for which the first stages get fewer layers where
+    that is no slower. Stages are balanced, also where a rank has two of them.
     """
-    if num_stages > config.layers:  # the head alone, and of two more the embedding, as in Llama 3
-        begin = stage - (num_stages - config.layers - 1)
-        return range(max(0, begin), min(begin + 1, config.layers))
-    return range(*_cuts(num_stages, config)[stage : stage + 2])
+    passes, head = 4 if config.recompute == "full" else 3, 2 * config.hidden * config.vocab_size
+    layers = [sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers)]
+    cuts = cheapest_cuts((0, *(passes * layer for layer in layers), 3 * head), num_stages)
+    begin, end = cuts[stage : stage + 2]
+    return range(max(begin - 1, 0), min(end - 1, config.layers))
 
 
+@lru_cache
 def cheapest_cuts(costs, parts):
     """The places [0, ..., len(costs)] between runs of a list, none empty, whose sums are smallest.
 
@@ -728,13 +631,6 @@ def cheapest_cuts(costs, parts):
     return best[len(costs)][1]
 
 
-@lru_cache(maxsize=None)
-def _cuts(num_stages, config):
-    costs = [layer_flops(config, layer) for layer in range(config.layers)]
-    costs[-1] += 3 * 2 * config.hidden * config.vocab_size
-    return cheapest_cuts(costs, num_stages)
-
-
 def forward_flops(config, experts):
     """Of a layer, per token: of products with weights, and of scores and their use.
 
@@ -747,34 +643,27 @@ def forward_flops(config, experts):
     return 2 * (weights + experts * more), 4 * config.seq_len * h
 
 
-def layer_flops(config, layer):
-    """Of a layer in a step, per token: a forward, and twice that in backward."""
-    passes = 4 if config.recompute == "full" else 3
-    return passes * sum(forward_flops(config, config.has_experts(layer)))
-
-
 def flops_per_token(config):
-    """The model's, forward and backward: what is recomputed does not count."""
-    config = replace(config, recompute="none")
-    layers = sum(layer_flops(config, layer) for layer in range(config.layers))
-    return layers + 3 * 2 * config.hidden * config.vocab_size
+    """The model's, forward and twice that in backward: what is recomputed does not count."""
+    layers = [sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers)]
+    return 3 * (sum(layers) + 2 * config.hidden * config.vocab_size)
 
 
-def make_moe(config, mesh, num_microbatches):
+def make_moe(trainer):
     """A mixture of experts in place of an MLP, (T, B, D) -> (T, B, D)."""
-    balance, z = (0.01, 0.001) if config.balance == "aux" else (0.0, 0.0)
-    nodes = (mesh.node_group, mesh.cross_group) if mesh.cross_group else None
+    config, mesh, args = trainer.config, trainer.mesh, trainer.args
+    by_losses = float(config.balance == "aux")
     layer = MoE(
         *(config.hidden, config.mlp_width, config.experts, config.top_k, mesh.ep_group),
         tp_group=None if config.sequence_parallel else mesh.tp_group,  # deals out the tokens
         capacity_factor=config.capacity_factor,
         shared_experts=config.shared_experts,
-        balance_coefficient=balance,
-        z_coefficient=z,
-        loss_scale=1 / num_microbatches,
+        balance_coefficient=0.01 * by_losses,
+        z_coefficient=0.001 * by_losses,
+        loss_scale=1 / args.microbatches,
         balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
-        nodes=nodes,
-        n_group=dist.get_world_size(mesh.cross_group) if nodes else 1,
+        nodes=(mesh.node_group, mesh.cross_group) if mesh.cross_group else None,
+        n_group=args.ep_nodes,
         topk_group=config.topk_nodes,
         score="sigmoid" if config.balance == "bias" else "softmax",
     )
@@ -799,7 +688,7 @@ def initialize(model, layers, seed, ep_group=None):
 
 def rows_of(name, parameter, shards, ep_group, tp_group):
     """What rows_held() says: experts are split over ep, what has a Shard over tp."""
-    if is_expert(name):
+    if ".experts." in name:
         experts = part_of(parameter)[0][0] * dist.get_world_size(ep_group)
         return rows_held(parameter, Shard(0, (experts,)), ep_group)
     return rows_held(parameter, shards.get(name), tp_group)
@@ -836,17 +725,9 @@ def _draw_normal(rows, first, name):
         generator.standard_normal(out=row, dtype=np.float32)
 
 
-def is_expert(name):
-    """Whether a rank of ep has other experts than the next one in the parameter of this name."""
-    return ".experts." in name
-
-
-def own_chunks(trainer):
-    """This rank's stages, without DualPipe's replica of another rank's."""
-    return trainer.chunks[:1] if trainer.replicated else trainer.chunks
-
-
 # ---- one step ------------------------------------------------------------------------------------
+
+OUTSIDE = "--data: {:.0f} tokens are outside --vocab-size {}"
 
 
 class TrainingError(ValueError):
@@ -857,20 +738,14 @@ class TrainingError(ValueError):
         self.status = status
 
 
-def refuse(args, num_outside):
-    """Raise TrainingError if so many tokens, alike on all ranks, no vocabulary has."""
-    if num_outside:
-        found = f"{num_outside:.0f} tokens are outside --vocab-size {args.vocab_size}"
-        raise TrainingError(f"--data: {found}")
-
-
 class Trainer:
     """One rank's part of the training.
 
     config: of the model. positions: this rank's of each sequence.
     route: the (rank of the pipeline, chunk) of each of the model's stages. DualPipe has a second
         route, of a replica: then `replicated` is true.
-    chunks: the stages that this rank has. dense, experts: their parameters.
+    chunks: the stages that this rank has; own_chunks: without DualPipe's replica of another's.
+    dense, experts: the parameters of chunks; experts differ from one rank of ep to the next.
     stages: the chunks in DistributedDataParallel, or with ZeRO in FullyShardedDataParallel.
     pipeline, evaluation: run the stages over a batch, with backward and without.
     """
@@ -888,30 +763,30 @@ class Trainer:
             self.positions = context_positions(args.seq_len, mesh.cp_group)
         put_off = WeightGradStore()
         self.chunks = make_chunks(self, schedule.routes, put_off)
+        self.own_chunks = self.chunks[:1] if self.replicated else self.chunks
         self.shards = {name: of for chunk in self.chunks for name, of in shards_of(chunk).items()}
         named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
-        self.dense = [parameter for name, parameter in named if not is_expert(name)]
-        self.experts = [parameter for name, parameter in named if is_expert(name)]
+        self.dense = [parameter for name, parameter in named if ".experts." not in name]
+        self.experts = [parameter for name, parameter in named if ".experts." in name]
         self.stages = wrap(self)
         self.optimizer = make_optimizer(args, self.dense + self.experts)
         rows = args.batch_size // (args.dp * args.microbatches)
-        self.pipeline = Pipeline(
-            *(self.stages, schedule, self.loss, mesh.pp_group),
-            **sent_by_stages(self, rows),
-            defer=put_off,
-            sync_each=args.zero > 1,  # so that no rank has whole gradients
-        )
-        self.evaluation = forward_pipeline(self, args.microbatches, rows, self.loss)
+        options = {"defer": put_off, "sync_each": args.zero > 1}  # so no rank has whole gradients
+        self.pipeline = make_pipeline(self, schedule, rows, self.loss, **options)
+        self.evaluation = make_pipeline(self, args.microbatches, rows, self.loss)
 
     def step(self, inputs, targets):
         """One optimizer step on this rank's rows of the batch, (B/dp, T) each.
 
         Returns the global loss, the gradient norm before clipping, the learning rate, the number of
-        steps skipped so far, and what tally_metrics() has. Raises TrainingError, on all ranks, for
-        tokens outside the vocabulary and where skip_step() does; weights are then those of before.
+        steps skipped so far, and what tally_metrics() has. Raises TrainingError for tokens outside
+        the vocabulary and where skip_step() does; weights are then those of before.
         """
         args = self.args
-        seed_dropout(args.seed, self.steps_done, self.mesh)
+        # masks of dropout are alike over tp, where activations are, and different elsewhere
+        place = dist.get_rank(self.mesh.dp_cp_group), dist.get_rank(self.mesh.pp_group)
+        numbers = np.random.SeedSequence([args.seed, self.steps_done, *place]).generate_state(1)
+        torch.manual_seed(int(numbers[0]))
         rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
         found = self.forward_backward(inputs, targets)
         norm = self.clip_gradients()
@@ -924,20 +799,21 @@ class Trainer:
         # the one time that the host waits for the device
         numbers = torch.stack([*found, norm, told, *of_experts.values()])
         loss, num_outside, norm, self.stop, *loads = numbers.tolist()
-        refuse(args, num_outside)
+        if num_outside:
+            raise TrainingError(OUTSIDE.format(num_outside, args.vocab_size))
         if math.isfinite(loss + norm):
             self.update(rate, tallies)
             self.skipped_in_a_row = 0
         else:
             self.skip_step(loss, norm)
+        for stage in self.stages if args.zero else ():
+            stage.reshard()  # what was gathered is of before, or what was wrong
         self.steps_done += 1
         metrics = {"loss": loss, "grad_norm": norm, "lr": rate, "skipped": self.skipped}
         return metrics | dict(zip(of_experts, loads))
 
     def forward_backward(self, inputs, targets):
         """Leave the summed gradients in .grad, of whole parameters or pieces; returns as run()."""
-        for chunk in self.chunks:
-            chunk.train()
         # without ZeRO they stay views into buckets; a first sum need not be added to zero
         self.optimizer.zero_grad(set_to_none=self.args.zero > 0)
         found = self.run(self.pipeline, inputs, targets)
@@ -948,6 +824,8 @@ class Trainer:
 
     def run(self, pipeline, inputs, targets):
         """One pipeline step; returns the global loss and how many tokens no vocabulary has."""
+        for chunk in self.chunks:
+            chunk.train(torch.is_grad_enabled())
         inputs, targets = self.own_tokens(inputs, targets)
         outside = torch.maximum(inputs, targets) >= self.config.vocab_size
         counts = torch.stack([(targets != IGNORE_INDEX).sum(), outside.sum()])
@@ -961,21 +839,18 @@ class Trainer:
 
     def loss(self, logits, targets, num_tokens):
         """A microbatch's part of the loss per token of the whole batch, of `num_tokens` in all."""
-        last = next(chunk for chunk in self.chunks if chunk.last)
-        return last.token_losses(logits, targets).sum() / num_tokens
+        start = next(chunk for chunk in self.chunks if chunk.last).lm_head.start
+        tokens = logits.flatten(0, 1), targets.t().flatten(), start, IGNORE_INDEX
+        losses = vocab_parallel_cross_entropy(*tokens, self.mesh.tp_group, inplace=True)
+        return losses.sum() / num_tokens
 
     def sum_shared_gradients(self):
-        """Sum what the copies of a parameter got for their part of the work.
-
-        Those are DualPipe's replicas, what tensor-parallel ranks use for a part of the sequence,
-        and the tied embedding and head.
-        """
-        partial, first = set(), self.steps_done == 0
-        for chunk in self.chunks:
-            partial.update(partial_parameters(chunk))
+        """Sum what copies got: of tp for a part of the tokens, of DualPipe, of the tied head."""
+        partial = {parameter for chunk in self.chunks for parameter in partial_parameters(chunk)}
         groups = (self.dense, self.mesh.tp_group), (self.experts, self.mesh.expert_tp_group)
         for parameters, group in groups:
-            sum_partial_gradients([p for p in parameters if p in partial], group, check=first)
+            parameters = [parameter for parameter in parameters if parameter in partial]
+            sum_partial_gradients(parameters, group, check=self.steps_done == 0)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
         weights = [chunk.tied_weight() for chunk in self.chunks]
@@ -986,25 +861,20 @@ class Trainer:
             all_reduce(tied[0], group=self.mesh.embedding_group)
 
     def clip_gradients(self):
-        """Scale gradients so their joint norm, each logical parameter once, is at most grad_clip.
-
-        Returns the norm before, on the device.
-        """
-        mesh, experts = self.mesh, []
+        """Scale gradients to a joint norm of at most grad_clip; returns the norm before."""
+        mesh, named = self.mesh, [p for c in self.own_chunks for p in c.named_parameters()]
+        experts = [parameter.grad for name, parameter in named if ".experts." in name]
         dense = [torch.zeros(0, device=self.device)]  # a stage may have nothing that counts
-        for name, parameter in (pair for c in own_chunks(self) for pair in c.named_parameters()):
-            if is_expert(name):
-                experts.append(parameter.grad)
-            elif name == "lm_head.weight":  # a copy of the embedding
-                continue
-            elif name in self.shards or dist.get_rank(mesh.tp_group) == 0:  # others have copies
+        for name, parameter in named:
+            counts = name in self.shards or dist.get_rank(mesh.tp_group) == 0  # others have copies
+            if counts and ".experts." not in name and name != "lm_head.weight":  # wte's copy
                 dense.append(parameter.grad)
-        shards, expert_shards = [], []  # the groups over which there are other pieces
-        if self.args.zero:
-            shards, expert_shards = [mesh.shard_group], [mesh.expert_shard_group]
-        norms = [get_total_norm(dense, groups=[*shards, mesh.tp_group])]
+        # the groups over which there are other pieces; without ZeRO replicas have none
+        over = lambda replicas, group: [replicas, group] if self.args.zero else [group]
+        norms = [get_total_norm(dense, groups=over(mesh.shard_group, mesh.tp_group))]
         if experts:
-            norms.append(get_total_norm(experts, groups=[*expert_shards, mesh.ep_group]))
+            groups = over(mesh.expert_shard_group, mesh.ep_group)
+            norms.append(get_total_norm(experts, groups=groups))
         norm = get_total_norm(norms, groups=[mesh.pp_group])
         if self.args.grad_clip > 0:
             gradients = [parameter.grad for parameter in self.dense + self.experts]
@@ -1016,9 +886,6 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        if self.args.zero:
-            for stage in self.stages:
-                stage.reshard()
         if self.args.balance == "bias":
             for row, layer in mixtures(self):
                 layer.router.update_bias(tallies[row, : layer.num_experts])
@@ -1027,16 +894,13 @@ class Trainer:
         """Leave out a step that is not finite; TrainingError if it is one too many in a row."""
         self.skipped += 1
         self.skipped_in_a_row += 1
-        for stage in self.stages if self.args.zero else ():
-            stage.reshard()  # what was gathered may be what was wrong
         if self.skipped_in_a_row >= self.args.skip_nonfinite:
             found = f"loss {loss:.4f}, grad norm {norm:.3f}; {self.skipped_in_a_row} in a row"
             raise TrainingError(f"step {self.steps_done + 1} is not finite: {found}")
 
     def own_rows(self):
         """This rank's rows of the global batch."""
-        rank, world_size = rank_and_size(self.mesh.dp_group)
-        rows = self.args.batch_size // world_size
+        rank, rows = dist.get_rank(self.mesh.dp_group), self.args.batch_size // self.args.dp
         return slice(rank * rows, (rank + 1) * rows)
 
     def own_tokens(self, *batches):
@@ -1047,20 +911,19 @@ class Trainer:
         return tokens.to(self.device, non_blocking=True)
 
 
-def sent_by_stages(trainer, rows):
-    """For Pipeline(): what stages send each other of a microbatch of so many rows."""
-    args = trainer.args
+def make_pipeline(trainer, schedule, rows, loss_fn, **options):
+    """Runs the stages over microbatches of so many rows, in the order of a schedule.
+
+    schedule: or the number of microbatches, which then go forward only, by one route.
+    """
+    args, stages = trainer.args, trainer.stages
+    if isinstance(schedule, int):
+        schedule = forward_only(args.pp, schedule, trainer.route)
+        stages = stages[: len(trainer.own_chunks)]
     length = args.seq_len // (args.cp * (args.tp if args.sp else 1))
-    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
-    return {"shape": (length, rows, args.hidden), "dtype": dtype, "device": trainer.device}
-
-
-def forward_pipeline(trainer, num_microbatches, rows, loss_fn):
-    """A pipeline without backward, along the first route; rows: of a microbatch."""
-    group = trainer.mesh.pp_group
-    schedule = forward_only(dist.get_world_size(group), num_microbatches, trainer.route)
-    stages = trainer.stages[:1] if trainer.replicated else trainer.stages
-    return Pipeline(stages, schedule, loss_fn, group, **sent_by_stages(trainer, rows))
+    options |= {"shape": (length, rows, args.hidden), "device": trainer.device}
+    options["dtype"] = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
+    return Pipeline(stages, schedule, loss_fn, trainer.mesh.pp_group, **options)
 
 
 def learning_rate(step, steps, warmup, peak):
@@ -1071,23 +934,8 @@ def learning_rate(step, steps, warmup, peak):
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
-def seed_dropout(seed, step, mesh):
-    """Seed a step's masks of dropout: alike over tp where activations are, different elsewhere.
-
-    They depend on seed, step and layout alone, so a run that goes on draws the same. On the CPU a
-    generator has 32 bits of seed: hashed, those of two --seed do not overlap.
-    """
-    digest = hashlib.sha256(f"{seed} dropout {step}".encode()).digest()
-    stage, num_stages = rank_and_size(mesh.pp_group)
-    number = dist.get_rank(mesh.dp_cp_group) * num_stages + stage
-    torch.manual_seed(int.from_bytes(digest[:4], "big") + number)
-
-
 def make_chunks(trainer, routes, put_off):
-    """The stages of the model that this rank has, by chunk, with their initial values.
-
-    routes: those of the schedule. put_off: a WeightGradStore.
-    """
+    """The stages that this rank has on a schedule's routes, by chunk, with initial values."""
     args, mesh, device = trainer.args, trainer.mesh, trainer.device
     rank, method = dist.get_rank(mesh.pp_group), CP_METHODS[args.cp_method]
     across = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)
@@ -1101,7 +949,7 @@ def make_chunks(trainer, routes, put_off):
                 defer=put_off,
                 positions=trainer.positions.to(device),
                 attention_fn=across if args.cp > 1 else attention,
-                moe=partial(make_moe, trainer.config, mesh, args.microbatches),
+                moe=partial(make_moe, trainer),
             )
         for module in chunk.modules():  # each once, though the head is the embedding
             module.to_empty(device=device, recurse=False)
@@ -1117,40 +965,25 @@ def wrap(trainer):
     next forward. ZeRO-2 and -3 keep no whole gradients: each microbatch sends (P-1)/P, and with
     ZeRO-3, which keeps no whole parameters either, two times more.
     """
-    args, mesh, chunks, experts = trainer.args, trainer.mesh, trainer.chunks, trainer.experts
+    args, mesh, chunks, stages = trainer.args, trainer.mesh, trainer.chunks, []
+    # the loss has its global divisor already
+    options = {"gradient_divide_factor": 1, "wait_in_backward": False}
     if not args.zero:
-        replicate = partial(
-            DistributedDataParallel,
-            process_group=mesh.dp_cp_group,
-            broadcast_buffers=False,
-            gradient_divide_factor=1,  # the loss has its global divisor already
-            wait_in_backward=False,
-            groups=dict.fromkeys(experts, mesh.expert_dp_group),
-        )
-        return [replicate(chunk) for chunk in chunks]
-    bf16 = args.dtype == "bf16"
-    shard = partial(
-        FullyShardedDataParallel,
-        process_group=mesh.shard_group,
-        replicate_group=if_several(mesh.replicate_group),
-        param_dtype=torch.bfloat16 if bf16 else None,
-        reduce_dtype=torch.float32 if bf16 else None,
-        gradient_divide_factor=1,
-        stage=args.zero,
-        wait_in_backward=False,
-        groups=dict.fromkeys(
-            experts, (mesh.expert_shard_group, if_several(mesh.expert_replicate_group))
-        ),
-    )
+        groups = dict.fromkeys(trainer.experts, mesh.expert_dp_group)
+        options |= {"broadcast_buffers": False, "groups": groups}
+        options["process_group"] = mesh.dp_cp_group
+        return [DistributedDataParallel(chunk, **options) for chunk in chunks]
+    if args.dtype == "bf16":
+        options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    options |= {"process_group": mesh.shard_group, "replicate_group": mesh.replicate_group}
+    groups = mesh.expert_shard_group, mesh.expert_replicate_group
+    options |= {"groups": dict.fromkeys(trainer.experts, groups), "stage": args.zero}
     for chunk in chunks:
         for name in shards_of(chunk):  # in rows of their own: what tp ranks have alike is cut alike
             chunk.get_parameter(name).sharded = True
-    return [shard(chunk, units=chunk.transformer["h"].values()) for chunk in chunks]
-
-
-def if_several(group):
-    """The group, or None if it has one rank."""
-    return group if dist.get_world_size(group) > 1 else None
+        units = chunk.transformer["h"].values()
+        stages.append(FullyShardedDataParallel(chunk, units=units, **options))
+    return stages
 
 
 def make_optimizer(args, parameters):
@@ -1165,20 +998,16 @@ def make_optimizer(args, parameters):
 
 def mixtures(trainer):
     """[(number among the model's mixtures of experts, MoE)] of this rank's."""
-    config = trainer.config
-    numbers = [i for i in range(config.layers) if config.has_experts(i)]
-    layers = {i: layer for chunk in trainer.chunks for i, layer in chunk.transformer["h"].items()}
-    return [(row, layers[str(i)].mlp) for row, i in enumerate(numbers) if str(i) in layers]
+    layers = [pair for chunk in trainer.chunks for pair in chunk.transformer["h"].items()]
+    every = trainer.config.moe_every
+    return [(int(i) // every, layer.mlp) for i, layer in layers if isinstance(layer.mlp, MoE)]
 
 
 @torch.no_grad()
 def sum_tallies(trainer):
-    """What the model's mixtures have counted in the step, of all ranks; they begin anew.
-
-    A row for each, MoE's tally. One reduction, and none without experts.
-    """
+    """What the model's mixtures have counted in the step, a row each; they begin anew."""
     mesh, config = trainer.mesh, trainer.config
-    sizes = sum(map(config.has_experts, range(config.layers))), config.experts + 3
+    sizes = config.layers // config.moe_every, config.experts + 3
     tallies = torch.zeros(sizes, dtype=torch.float64, device=trainer.device)
     for row, layer in mixtures(trainer):
         tallies[row].copy_(layer.tally)
@@ -1190,26 +1019,22 @@ def sum_tallies(trainer):
 
 # ---- checkpoints ---------------------------------------------------------------------------------
 
-OF_THE_MODEL = (  # flags that a checkpoint and whoever goes on from it must agree on
-    "layers", "hidden", "ffn", "heads", "kv_heads", "seq_len", "vocab_size",
-    "experts", "top_k", "shared_experts", "balance", "moe_every",
-)  # fmt: skip
+MAY_CHANGE = "dropout", "capacity_factor", "topk_nodes"  # of the model's flags, as a run goes on
 MOMENTS = "exp_avg", "exp_avg_sq"  # Adam's
 KEPT = 2  # checkpoints
 
 
-def on_all_ranks(call, *arguments):
-    """What call() returns, or on all ranks a TrainingError if it fails on one. Collective."""
+def on_all_ranks(call, *arguments, of="", status=2):
+    """What call() returns, or a TrainingError, `of` something, if it fails on one. Collective."""
     result, fault = None, ""
     try:
         result = call(*arguments)
     except (OSError, ValueError, dcp.api.CheckpointException) as error:
         failures = getattr(error, "failures", {})  # {rank: (error, traceback)}
         fault = next((f"rank {r}: {cause}" for r, (cause, _) in failures.items()), str(error))
-    faults = gather_objects(fault.strip().splitlines()[:1])
-    for rank, lines in enumerate(faults):
+    for rank, lines in enumerate(gather_objects(fault.strip().splitlines()[:1])):
         for line in lines:
-            raise TrainingError(f"rank {rank}: {line}" if rank else line, status=2)
+            raise TrainingError(of + (f"rank {rank}: {line}" if rank else line), status)
     return result
 
 
@@ -1226,14 +1051,16 @@ class Boxes(torch.Tensor):
         return whole
 
     def __create_chunk_list__(self):
-        return [ChunkStorageMetadata(torch.Size(p), box.shape) for p, box in self.boxes.items()]
+        described = metadata.ChunkStorageMetadata
+        return [described(torch.Size(place), box.shape) for place, box in self.boxes.items()]
 
     def __create_write_items__(self, name, _):
+        properties = metadata.TensorProperties(self.dtype)
         return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties(self.dtype), self.shape),
+            planner.WriteItem(
+                metadata.MetadataIndex(name, chunk.offsets),
+                planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk, properties, self.shape),
             )
             for chunk in self.__create_chunk_list__()
         ]
@@ -1251,7 +1078,7 @@ def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
     """
     mesh, found = trainer.mesh, {}
     named = lambda chunk: [*chunk.named_parameters(), *chunk.named_buffers()]
-    for name, own in (pair for c in chunks or own_chunks(trainer) for pair in named(c)):
+    for name, own in (pair for c in chunks or trainer.own_chunks for pair in named(c)):
         tensor, first = value(own), part_of(own)[1]
         if tensor is not None and (chunks or name != "lm_head.weight"):
             rows = rows_of(name, own, trainer.shards, mesh.ep_group, mesh.tp_group)
@@ -1271,26 +1098,26 @@ def state_of(trainer, chunks=None):
 def save(trainer, folder):
     """Write a checkpoint, and keep the last two. Collective.
 
-    Raises TrainingError, on all ranks, if copies of a weight differ, so that no checkpoint has a
-    corrupted one, or it cannot be written; those before are intact.
+    Raises TrainingError if copies of a weight differ, so that no checkpoint has a corrupted one,
+    or it cannot be written; those before are intact.
     """
     if different := unlike_copies(trainer):
         raise TrainingError(f"step {trainer.steps_done}: copies differ: {different}")
-    path = Path(folder, f"step_{trainer.steps_done:08d}.partial")
-    run = {flag.name: getattr(trainer.args, flag.name) for flag in FLAGS}
-    try:
-        on_all_ranks(partial(dcp.save, checkpoint_id=path), state_of(trainer))
-        on_all_ranks(commit, path, run | {"skipped": trainer.skipped})
-    except TrainingError as error:
-        raise TrainingError(f"--checkpoint {path.with_suffix('')}: {error}") from None
+    path = Path(folder, f"step_{trainer.steps_done:08d}")
+    fails = {"of": f"--checkpoint {path}: ", "status": 1}
+    write = partial(dcp.save, checkpoint_id=path.with_suffix(".partial"))
+    on_all_ranks(write, state_of(trainer), **fails)
+    on_all_ranks(commit, trainer, path, **fails)
 
 
-def commit(path, run):
+def commit(trainer, path):
     """Rank 0 makes what all ranks have written a checkpoint, at once, and removes old ones."""
     if dist.get_rank() == 0:
-        (path / "run.json").write_text(json.dumps(run, indent=4))
+        run = {flag.name: getattr(trainer.args, flag.name) for flag in FLAGS}
+        written = path.with_suffix(".partial")
+        (written / "run.json").write_text(json.dumps(run | {"skipped": trainer.skipped}, indent=4))
         os.sync()
-        path.rename(path.with_suffix(""))
+        written.rename(path)
         for old in checkpoints_of(path.parent)[:-KEPT]:
             old.rename(old.with_suffix(".partial"))  # half of it is no checkpoint
         for old in path.parent.glob("step_*.partial"):  # and what killed saves left
@@ -1302,11 +1129,12 @@ def checkpoints_of(folder):
     return sorted(path for path in folder.glob("step_*") if path.name[5:].isdecimal())
 
 
-def load(trainer, path):
-    """Go on from a checkpoint, of any layout. Collective.
-
-    Raises TrainingError, on all ranks, if it is of another model, or cannot be read.
-    """
+def go_on(trainer, folder):
+    """From the folder's last checkpoint, if any, of this model in any layout. Collective."""
+    on_all_ranks(partial(folder.mkdir, parents=True, exist_ok=True))
+    path, *_ = gather_objects(checkpoints_of(folder)[-1:])[0] or [None]
+    if path is None:
+        return
     run = on_all_ranks(read_run, path, trainer.args)
     trainer.steps_done, trainer.skipped = int(path.name.removeprefix("step_")), run["skipped"]
     if steps := trainer.steps_done - trainer.skipped:  # else there are no moments
@@ -1314,21 +1142,22 @@ def load(trainer, path):
             moments = {kind: torch.zeros_like(weight) for kind in MOMENTS}
             number = torch.full((), steps, dtype=torch.float32, device=weight.device)
             trainer.optimizer.state[weight] = {"step": number} | moments
-    try:
-        for chunk in trainer.chunks:  # in turns: two may have the embedding
-            on_all_ranks(partial(dcp.load, checkpoint_id=path), state_of(trainer, [chunk]))
-    except TrainingError as error:
-        raise TrainingError(f"--checkpoint {path}: {error}", status=2) from None
+    for chunk in trainer.chunks:  # in turns: two may have the embedding
+        read = partial(dcp.load, checkpoint_id=path)
+        on_all_ranks(read, state_of(trainer, [chunk]), of=f"--checkpoint {path}: ")
+    if dist.get_rank() == 0:
+        print(f"goes on from {path}", flush=True)
 
 
 def read_run(path, args):
     """The run.json of a checkpoint. Raises ValueError if it is damaged, or of another model."""
     try:
         run = json.loads((path / "run.json").read_bytes())
-        theirs = {name: run[name] for name in (*OF_THE_MODEL, "skipped")}
+        names = [flag.name for flag in GROUPS["model"] if flag.name not in MAY_CHANGE]
+        theirs = {name: run[name] for name in (*names, "skipped")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path / 'run.json'} has not the flags of a run: {error!r}") from None
-    for name in OF_THE_MODEL:
+    for name in names:
         if (own := getattr(args, name)) != theirs[name]:
             raise ValueError(f"{as_typed(name, own)}, but {path} has {as_typed(name, run[name])}")
     return run
@@ -1337,21 +1166,20 @@ def read_run(path, args):
 def unlike_copies(trainer):
     """Which copies of a weight have other bits than most have, with their ranks. Collective.
 
-    What two ranks hold of the same place is compared by a sum of its bits, which one flipped bit
+    What two ranks hold of the same place is compared by a sum of its bytes, which one flipped bit
     changes for certain.
     """
-    integers, own, sums = {2: torch.int16, 4: torch.int32, 8: torch.int64}, [], []
+    own, sums, copies, different = [], [], defaultdict(list), []
     for chunk in trainer.chunks:
         for name, whole in boxes_of(trainer, chunks=[chunk]).items():
             for place, box in whole.boxes.items():
                 own.append((name, place, box.shape))
-                sums.append(box.contiguous().view(integers[box.itemsize]).sum(dtype=torch.int64))
-    every, different = defaultdict(list), []
+                sums.append(box.contiguous().view(torch.uint8).sum())
     sums = torch.stack(sums).tolist()  # one wait for the device
     for rank, theirs in enumerate(gather_objects([*zip(own, sums)])):
         for box, total in theirs:
-            every[box].append((rank, total))
-    for (name, *_), found in every.items():
+            copies[box].append((rank, total))
+    for (name, *_), found in copies.items():
         [(most, count)] = Counter(total for _, total in found).most_common(1)
         odd = [rank for rank, total in found if total != most or 2 * count <= len(found)]
         different += [f"{name} on ranks {odd}"] if count < len(found) else []
@@ -1376,50 +1204,48 @@ class Log:
     """
 
     def __init__(self, trainer):
-        args, self.trainer = trainer.args, trainer
+        args, device, self.trainer = trainer.args, trainer.device, trainer
         self.speaks, self.is_terminal = dist.get_rank() == 0, sys.stdout.isatty()
         self.first, self.began = trainer.steps_done + 1, time.perf_counter()
-        self.every = args.print_every or max(1, round(args.steps / 40))
-        self.flops, self.peak = flops_per_token(trainer.config), peak_tflops(args, trainer.device)
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self.peak = next((peaks[args.dtype] for part, peaks in PEAKS.items() if part in gpu), None)
         path = args.metrics if self.speaks and args.metrics else os.devnull
         self.file = on_all_ranks(open, path, "a" if trainer.steps_done else "w")
         self.write({"flags": {flag.name: getattr(args, flag.name) for flag in FLAGS}})
         own = boxes_of(trainer, lambda tensor: tensor if tensor.requires_grad else None)
         shapes = [(name, whole.numel()) for name, whole in own.items()]
         parameters = sum(dict(sum(gather_objects(shapes), [])).values())
-        self.say(
-            f"{parameters:,} parameters on {args.world_size} x "
-            f"{trainer.device.type}: pp {args.pp} x dp {args.dp} x cp {args.cp} x tp {args.tp}"
-        )
+        degrees = " x ".join(f"{axis} {getattr(args, axis)}" for axis in ("pp", "dp", "cp", "tp"))
+        self.say(f"{parameters:,} parameters on {args.world_size} x {device.type}: {degrees}")
 
     def step(self, metrics, seconds):
         """A step's metrics; it took so long."""
-        step, args = self.trainer.steps_done, self.trainer.args
-        speed, device = args.batch_size * args.seq_len / seconds, self.trainer.device
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # MB, at most
+        step, args, device = self.trainer.steps_done, self.trainer.args, self.trainer.device
+        speed = args.batch_size * args.seq_len / seconds
+        tflops = speed / args.world_size * flops_per_token(self.trainer.config) / 1e12  # of each
+        metrics = {"loss": 0, "tokens_per_s": speed, "tflops": tflops} | metrics
+        if self.peak:
+            metrics["mfu"] = tflops / self.peak
+        metrics["memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # at most
         if device.type == "cuda":
-            memory = torch.cuda.max_memory_allocated(device) / 2**20
-        self.write({"step": step, **metrics, "tokens_per_s": speed, "memory_mb": memory})
-        tflops = speed / args.world_size * self.flops / 1e12
-        mfu = f", MFU {tflops / self.peak:.1%}" if self.peak else ""
-        left = (time.perf_counter() - self.began) / (step - self.first + 1) * (args.steps - step)
-        line = (
-            f"step {step} of {args.steps}  loss {metrics['loss']:.4f}  {speed:,.0f} tokens/s, "
-            f"{tflops:.3g} TFLOP/s each{mfu}, {memory:,.0f} MB  {timedelta(seconds=round(left))} "
-            f"left  grad norm {metrics['grad_norm']:.3f}  lr {metrics['lr']:.2e}"
-            + (f"  {metrics['skipped']} skipped" if metrics["skipped"] else "")
-        )
-        if step in (self.first, args.steps) or self.trainer.stop or step % self.every == 0:
+            metrics["memory_mb"] = torch.cuda.max_memory_allocated(device) / 2**20
+        self.write({"step": step} | metrics)
+        passed = (time.perf_counter() - self.began) / 60
+        metrics["minutes_left"] = passed / (step - self.first + 1) * (args.steps - step)
+        shown = lambda number: f"{number:,.0f}" if number >= 100 else f"{number:.4g}"
+        known = (f"{name} {shown(number)}" for name, number in metrics.items())
+        line = "  ".join([f"step {step} of {args.steps}", *known])
+        every = args.print_every or max(1, round(args.steps / 40))
+        if step in (self.first, args.steps) or self.trainer.stop or step % every == 0:
             self.say(line)
         elif self.is_terminal:
             self.say(line[: shutil.get_terminal_size().columns - 1], end="")
 
-    def validation(self, loss, tokens):
-        """Of so many tokens."""
+    def validation(self, loss):
+        """The mean loss per token of the validation part."""
         step, perplexity = self.trainer.steps_done, math.exp(min(loss, 700))
         self.write({"step": step, "validation_loss": loss, "perplexity": perplexity})
-        found = f"validation loss {loss:.4f}, perplexity {perplexity:.2f}"
-        self.say(f"{found}, of {tokens:,} tokens after step {step}")
+        self.say(f"validation loss {loss:.4f}, perplexity {perplexity:.2f} after step {step}")
 
     def say(self, line, end="\n"):
         """Print it, in place of a line that is rewritten."""
@@ -1438,14 +1264,6 @@ class Log:
             self.file = None
 
 
-def peak_tflops(args, device):
-    """Of a GPU that the process has to itself, if it is known; else None."""
-    if device.type == "cpu" or args.device == "shared":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peaks[args.dtype] for part, peaks in PEAKS.items() if part in name), None)
-
-
 def complain(sentence):
     """On stderr, in one write, which another process's line cannot cut in two."""
     print(f"{Path(sys.argv[0]).name}: {sentence}\n", end="", file=sys.stderr, flush=True)
@@ -1456,89 +1274,61 @@ def complain(sentence):
 
 @torch.no_grad()
 def evaluate(trainer, data, batches=8):
-    """Mean loss per token over the first `batches` batches of the validation part, and its tokens.
-
-    Raises TrainingError, on all ranks, as Trainer.step() does.
-    """
-    args, total, count = trainer.args, 0, 0
-    for chunk in trainer.chunks:
-        chunk.eval()
+    """Mean loss per token over `batches` batches of the validation part, always the same."""
+    args, losses = trainer.args, []
     for index in range(batches):
-        inputs, targets = data.validation_batch(index, args.batch_size, args.seq_len)
-        counted = int((targets != IGNORE_INDEX).sum())
-        rows = trainer.own_rows()
-        found = trainer.run(trainer.evaluation, inputs[rows], targets[rows])
-        loss, num_outside = torch.stack(found).tolist()
-        refuse(args, num_outside)
-        total += loss * counted
-        count += counted
-    if not math.isfinite(total):
-        raise TrainingError(f"validation loss {total} is not finite")
-    return total / count, count
+        sizes = args.batch_size, args.seq_len, args.seed
+        batch = data.batch(index, *sizes, trainer.own_rows(), part="validation")
+        loss, num_outside = torch.stack(trainer.run(trainer.evaluation, *batch)).tolist()
+        if num_outside:
+            raise TrainingError(OUTSIDE.format(num_outside, args.vocab_size))
+        losses.append(loss)
+    if not math.isfinite(sum(losses)):
+        raise TrainingError(f"validation loss {sum(losses)} is not finite")
+    return sum(losses) / batches
 
 
 @torch.no_grad()
 def sample(trainer, prompt, length, temperature=1.0, seed=0):
     """Continue token ids `prompt` by `length` tokens drawn from the model; the same on every rank.
 
-    Collective: replicas, too, since experts may be spread over them. Raises TrainingError if the
-    prompt has a token outside the vocabulary.
+    Collective: replicas, too, since experts may be spread over them.
     """
     T, V = trainer.config.seq_len, trainer.config.vocab_size
     if (largest := max(prompt, default=0)) >= V:
         raise TrainingError(f"the prompt's token {largest} is outside --vocab-size {V}", status=2)
     for chunk in trainer.chunks:
         chunk.eval()
-    pipeline = forward_pipeline(trainer, 1, 1, lambda logits, _: logits)
+    pipeline = make_pipeline(trainer, 1, 1, lambda logits, _: logits)
+    last, positions = trainer.chunks[trainer.route[-1][1]], trainer.positions
     generator, tokens = torch.Generator().manual_seed(seed), list(prompt)
     for _ in range(length):
         window = tokens[-T:]
         # causal: the rest is unseen
         (inputs,) = trainer.own_tokens(torch.tensor([window + [0] * (T - len(window))]))
-        logits = logits_at(trainer, len(window) - 1, pipeline.step(inputs, inputs))
-        weights = torch.softmax(logits / temperature, 0)
+        own = pipeline.step(inputs, inputs)  # (T, 1, V/tp) of own positions, on the last stage
+        logits = torch.zeros(V, dtype=torch.float64, device=trainer.device)
+        if own is not None:
+            begin, end = last.lm_head.start, last.lm_head.start + own.shape[-1]
+            logits[begin:end] = own[positions == len(window) - 1].sum((0, 1))
+        for group in trainer.mesh.tp_group, trainer.mesh.cp_group, trainer.mesh.pp_group:
+            all_reduce(logits, group=group)
+        weights = torch.softmax(logits.cpu() / temperature, 0)
         tokens.append(int(torch.multinomial(weights, 1, generator=generator)))
     return tokens[len(prompt) :]
-
-
-def logits_at(trainer, position, logits):
-    """Those of all tokens (V,) at a position, on all ranks of the replica and on the CPU.
-
-    logits: (T, 1, V/tp) of this rank's positions, on the last stage; None on the others.
-    """
-    mesh, (last_rank, last_chunk) = trainer.mesh, trainer.route[-1]
-    whole = torch.zeros(trainer.config.vocab_size, dtype=torch.float64, device=trainer.device)
-    (place,) = (trainer.positions == position).nonzero(as_tuple=True)
-    if logits is not None and len(place):  # of the cp ranks one has the position
-        start, own = trainer.chunks[last_chunk].lm_head.start, logits[place.item(), 0]
-        whole[start : start + len(own)] = own
-    for group in mesh.tp_group, mesh.cp_group:
-        all_reduce(whole, group=group)
-    broadcast(whole, dist.get_global_rank(mesh.pp_group, last_rank), mesh.pp_group)
-    return whole.cpu()
-
-
-def go_on(trainer, folder):
-    """From the folder's last checkpoint, if any; SIGTERM now ends the training after a save."""
-    on_all_ranks(partial(folder.mkdir, parents=True, exist_ok=True))
-    paths, *_ = gather_objects(on_all_ranks(checkpoints_of, folder))
-    if paths:
-        load(trainer, paths[-1])
-        if dist.get_rank() == 0:
-            print(f"goes on from {paths[-1]}", flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "sigterm", True))
 
 
 def train(args, device):
     """Steps from the first, or the last checkpoint's, on; then validation and a sample. Collective.
 
-    Raises TrainingError, on all ranks, for data and checkpoints that cannot be used, for what
-    Trainer.step() and save() refuse, and on SIGTERM, after a save.
+    Raises TrainingError for what cannot be used or is refused, and on SIGTERM, after a save.
     """
-    data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size)
+    sizes, of = (args.seq_len, args.vocab_size), f"--data {args.data}: "
+    data = on_all_ranks(load_data, args.data, *sizes, of=of)
     trainer = Trainer(args, make_mesh(args), device)
     if args.checkpoint:
         go_on(trainer, Path(args.checkpoint))
+        signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "sigterm", True))
     log, first = Log(trainer), trainer.steps_done
     for step in range(first, args.steps):
         began = time.perf_counter()
@@ -1551,10 +1341,8 @@ def train(args, device):
         if trainer.stop:
             end = f"SIGTERM; --checkpoint {args.checkpoint} has step {step + 1}"
             raise TrainingError(end, status=128 + signal.SIGTERM)
-        if not is_over and (step + 1) % (args.eval_every or math.inf) == 0:
-            log.validation(*evaluate(trainer, data))
-    if first < args.steps:
-        log.validation(*evaluate(trainer, data))
+        if is_over or (step + 1) % (args.eval_every or math.inf) == 0:
+            log.validation(evaluate(trainer, data))
     if args.sample:
         prompt = on_all_ranks(prompt_of, args, data)
         tokens = sample(trainer, prompt, args.sample, temperature=0.8, seed=args.seed)
@@ -1570,17 +1358,14 @@ def prompt_of(args, data):
     return list(os.fsencode(args.prompt)) if data.is_text else [*map(int, args.prompt.split(","))]
 
 
-
-
 # ---- one process ---------------------------------------------------------------------------------
 
 
 def choose_device(args, local_rank=0, per_node=1):
     """This process's device, and the backend for it, by --device.
 
-    "cuda": where fewer GPUs are visible than a node has processes, each must see its own. "shared":
-    gloo carries messages through host memory, so that one card runs any layout. Raises ValueError
-    for what needs a GPU without one.
+    Where fewer GPUs are visible than a node has processes, each must see its own; if they share
+    one, gloo carries messages. Raises ValueError for what needs a GPU without one.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.device == "cpu" or (args.device == "auto" and gpus < per_node):
@@ -1594,21 +1379,18 @@ def choose_device(args, local_rank=0, per_node=1):
     return device, "gloo" if args.device == "shared" else "nccl"
 
 
-def join(rank, world_size, device, backend, timeout):
+def join(device, backend, timeout):
     """Meet the other processes, as torchrun says; without it this one is alone."""
-    store = next(dist.rendezvous("env://"))[0] if "RANK" in os.environ else dist.HashStore()
+    store, rank, world_size = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://"))
     # torchrun's store still has the keys of the attempt before
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     if backend == "gloo":
         schedule_as_batch()
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"attempt {attempt}", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
-        device_id=device if backend == "nccl" else None,  # errors come early
-    )
+    device = device if backend == "nccl" else None  # if it is known, errors come early
+    options = {"timeout": timedelta(seconds=timeout), "device_id": device}
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
     report_stalls(30)
 
 
@@ -1620,9 +1402,8 @@ def main(argv=None, work=train):
     """
     argv, variables = sys.argv[1:] if argv is None else argv, os.environ
     rank, world_size = int(variables.get("RANK", 0)), int(variables.get("WORLD_SIZE", 1))
-    local_rank, per_node = int(variables.get("LOCAL_RANK", 0)), world_size
-    if int(variables.get("GROUP_WORLD_SIZE", 1)) > 1:  # nodes
-        per_node = int(variables["LOCAL_WORLD_SIZE"])
+    local_rank = int(variables.get("LOCAL_RANK", 0))
+    per_node = int(variables.get("LOCAL_WORLD_SIZE", world_size))
     if {"-h", "--help"} & set(argv):
         if rank == 0:
             Parser().print_help()
@@ -1634,12 +1415,11 @@ def main(argv=None, work=train):
     except ValueError as error:
         say(f"error: {error}")
         if "RANK" in variables:  # nobody leaves, and has the launcher end all, before rank 0 spoke
-            join(rank, world_size, None, "gloo", 30)
+            join(None, "gloo", 30)
             barrier()
         return 2
-    join(rank, world_size, device, backend, args.timeout)
-    if args.dtype == "tf32":
-        torch.set_float32_matmul_precision("high")
+    join(device, backend, args.timeout)
+    torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
     if per_node % args.tp:
         say(f"warning: --tp {args.tp} spans nodes: every layer waits for the links between")
     try:

@@ -93,7 +93,9 @@ def recompute(function, *inputs):
     where gradients are enabled and no input requires one; autograd.grad() and backward(inputs=...)
     raise RuntimeError. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
     """
-    if torch.is_grad_enabled() and not any(x.requires_grad for x in inputs):
+    if not torch.is_grad_enabled():
+        return function(*inputs)
+    if not any(x.requires_grad for x in inputs):
         raise ValueError("recompute() of inputs none of which requires a gradient")
 
     def run(*inputs):

@@ -92,7 +92,7 @@ def trainer_of(flags, folder):
     """Of a layout, from the last checkpoint."""
     args = hybrid.parse(f"{FLAGS} {flags}".split(), dist.get_world_size())
     trainer = hybrid.Trainer(args, hybrid.make_mesh(args), torch.device("cpu"))
-    hybrid.load(trainer, max(folder.glob("step_*")))
+    hybrid.go_on(trainer, folder)
     return trainer
 
 

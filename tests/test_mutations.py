@@ -187,7 +187,11 @@ MUTATIONS = {  # number of the trap, and the wrong line -> ranks, layout, patch
     ),
     "4: copies of shards are not summed": (
         *(2, "--dp 2 --zero 1 --replicate 2"),
-        put(hybrid, "if_several", lambda right: lambda group: None),
+        put(
+            hybrid,
+            "FullyShardedDataParallel",
+            lambda right: lambda *a, replicate_group, **k: right(*a, **k),
+        ),
     ),
     "4: DDP reduces after every microbatch": (
         *(2, "--dp 2 --zero 0 --microbatches 2"),

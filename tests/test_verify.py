@@ -81,7 +81,7 @@ def test_a_layout_like_one_process_is_ok_and_ends_with_0():
     "flags, message",
     [
         ("--dropout 0.1", "--dropout 0.1 has no use here"),
-        ("--tp 2", "is not the number of processes, 1"),
+        ("--tp 2", "is not 1 processes"),
     ],
 )
 def test_flags_that_cannot_be_are_one_line_and_status_2(flags, message):

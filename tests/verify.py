@@ -189,7 +189,7 @@ def verify(argv, args, device):
 
     argv: the command line. args: what hybrid.main() makes of it.
     """
-    given, world_size = hybrid.read_flags(argv).given, args.world_size
+    given, world_size = vars(hybrid.Parser().parse_args(argv)), args.world_size
     for name in REFUSED & given.keys():
         raise hybrid.TrainingError(f"{hybrid.as_typed(name, given[name])} has no use here", 2)
     precision = "fp64" if device.type == "cpu" and args.dtype == "fp32" else args.dtype
