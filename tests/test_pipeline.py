@@ -182,7 +182,7 @@ def test_where_a_schedule_is_not_defined_the_error_names_the_sizes():
     with pytest.raises(ValueError, match="num_microbatches=6 is not a multiple of num_stages=4"):
         interleaved(4, 6)
     for sizes in ((3, 8), (4, 9), (4, 6)):
-        text = "num_stages={} and num_microbatches={}: DualPipe".format(*sizes)
+        text = "num_stages={} and num_microbatches={}: both must be even".format(*sizes)
         with pytest.raises(ValueError, match=text):
             dualpipe(*sizes)
 
@@ -219,24 +219,19 @@ def _actions(text):
 
 
 def test_a_schedule_that_cannot_finish_is_refused():
-    for rows, stuck in (
-        (("B0 F0", "F0 B0"), "rank 0 at B0, rank 1 at F0"),
-        (("F0 B1 F1 B0", "F0 F1 B1 B0"), "rank 0 at B1, rank 1 at F1"),
-        (("F0 B0", "B0 F0"), "cannot finish: rank 0 at B0, rank 1 at B0 "),
-        (("F0 W0 I0", "F0 B0"), "cannot finish: rank 0 at W0 "),
-    ):
-        with pytest.raises(ValueError, match=stuck):
-            simulate(Schedule(map(_actions, rows)))
-    action = "Action(kind='{}', microbatch={}, chunk=0)".format
+    with pytest.raises(ValueError, match="cannot finish: rank 0 at B0, rank 1 at F1 waiting"):
+        simulate(Schedule(map(_actions, ("F0 B0 F1 B1", "F0 F1 B0 B1"))))
     for other, wrong in (
-        ("F0 B0 F1", "rank 0 lacks " + action("F", 1)),  # the rank that is wrong is the other one
-        ("F0 F0 B0", f"rank 1 has {action('F', 0)} once too often"),
-        ("F0", f"rank 1 lacks {action('B', 0)}"),
-        ("F0 I0", f"rank 1 lacks {action('W', 0)}"),
-        ("F0 B0 W0", f"rank 1 lacks {action('I', 0)}"),
+        ("F0 B0 F1", "rank 0, microbatch=1, chunk=0: '' is none of"),  # it is the other one's fault
+        ("F0 F0 B0", "rank 1, microbatch=0, chunk=0: 'FFB'"),
+        ("F0", "'F'"), ("F0 I0", "'FI'"), ("F0 B0 W0", "'FBW'"), ("F0 W0 I0", "'FWI'"),
+        ("B0 F0", r"'BF' is none of \('FB', 'FIW'\)"),
     ):
-        with pytest.raises(ValueError, match=re.escape(wrong)):
+        with pytest.raises(ValueError, match=wrong):
             simulate(Schedule([_actions("F0 B0"), _actions(other)]))
+    elsewhere = [Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1)]
+    with pytest.raises(ValueError, match=r"on no route: \[\(1, 0, 1\)\]"):
+        simulate(Schedule([_actions("F0 B0"), elsewhere]))
 
 
 # ---- the order of messages, under NCCL's rules ---------------------------------------------------
@@ -632,8 +627,6 @@ def test_replicas_of_bf16_weights_are_summed_in_fp32_in_one_batch_for_which_no_h
     assert count == {"batches": 1, "off 16": 0} and not waited
     assert layer.weight.grad.eq(257).all() and layer.bias.grad.eq(257).all()
     sum_replicas([nn.Tanh(), nn.Tanh()])
-    with pytest.raises(ValueError, match="1 stages on a rank of 2"):
-        sum_replicas(stages[:1])
 
 
 @on_ranks(3)
@@ -938,7 +931,7 @@ class Synced(DeferredLinear):
         self.inside = False
 
     def start_grad_sync(self, awaited):
-        assert awaited == set(self.parameters())
+        assert awaited == {self.weight}
         self.note("start")
 
 
@@ -976,18 +969,18 @@ def test_batches_stages_and_schedules_that_do_not_fit_are_named():
         (stage, gpipe(3, 2), "a schedule for 3 stages in a group of 2 ranks"),
         (stage, interleaved(2, 2), f"rank {rank} has 1 stages for num_chunks=2"),
         (theirs, gpipe(2, 2), "torch's DistributedDataParallel"),
-        (stage, (gpipe if rank else one_f_one_b)(2, 4), "rank 1 .* has another schedule"),
-        (stage, gpipe(2, 3 + rank), "rank 1 of the group has another schedule"),
-        (stage, Schedule(gpipe(2, 4), [[(r, 0) for r in (rank, 1 - rank)]]), "another schedule"),
+        (stage, (gpipe if rank else one_f_one_b)(2, 4), "different schedules"),
+        (stage, gpipe(2, 3 + rank), "different schedules"),
+        (stage, Schedule(gpipe(2, 4), [[(r, 0) for r in (rank, 1 - rank)]]), "different schedules"),
     ):
         with pytest.raises(ValueError, match=wrong):
             Pipeline(stages, schedule, _loss, shape=(2, 3))
     executor = Pipeline(stage, gpipe(2, 2), _loss, shape=(2, 3))
     name = ["inputs", "targets"][rank]
     for given, wrong in (
-        (batch[:3], f"{name} has 3 rows, .*num_microbatches=2"),
+        (batch[:3], f"{name} has 3 rows on rank {rank}, .*num_microbatches=2"),
         (batch[:0], f"{name} has 0 rows"),
-        (None, f"{name}=None on rank {rank}, where a route {['begins', 'ends'][rank]}"),
+        (None, f"{name} has 0 rows"),
     ):
         with pytest.raises(ValueError, match=wrong):
             executor.step(**{name: given})
