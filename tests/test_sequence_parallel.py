@@ -181,24 +181,6 @@ def test_fused_attention_keeps_no_scores():
         assert bytes_of(attention, k) == k * (claimed + norm_bytes(B, T, tp, True))
 
 
-# ---- bytes on the wire ---------------------------------------------------------------------------
-
-
-@every_mode
-@split_or_not
-@on_ranks(1, 2, 3)
-def test_a_layer_sends_8_b_s_h_or_10_in_parts_and_half_of_8_more_if_all_is_recomputed(
-    sequence_parallel, mode
-):
-    (B, T, D, _), (_, tp) = SIZES, rank_and_size()
-    x = torch.randn(T // tp if sequence_parallel else T, B, D, requires_grad=True)
-    with least_bytes(), count_bytes() as traffic:
-        _layer(sequence_parallel, mode)(x).sum().backward()
-    claimed = tensor_parallel_layer_bytes(B, T, D, tp, 4, sequence_parallel)
-    again = tensor_parallel_layer_bytes(B, T, D, tp, 4) // 2 if mode == "full" else 0
-    assert traffic.bytes() == claimed + again
-
-
 def test_dropout_keeps_a_mask_of_a_byte_and_scales_what_is_left():
     x = torch.ones(1000, dtype=torch.bfloat16, requires_grad=True)
     with saved_bytes() as count:
