@@ -64,18 +64,6 @@ def test_recomputation_replays_dropout(sequence_parallel):
         assert all(map(torch.equal, results[0], other))
 
 
-def test_recomputation_runs_under_the_autocast_of_forward():
-    linear, x, grads = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True), []
-    for function in (linear, partial(recompute, linear)):
-        linear.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = function(x)
-        assert y.dtype == torch.bfloat16
-        y.sum().backward()
-        grads.append(linear.weight.grad.clone())
-    assert torch.equal(*grads)
-
-
 def test_what_recomputation_cannot_do_is_an_error_and_leaves_no_gradient():
     linear, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"\.grad\(\)"):
@@ -89,19 +77,25 @@ def test_what_recomputation_cannot_do_is_an_error_and_leaves_no_gradient():
         assert torch.equal(recompute(linear, x), linear(x))
 
 
-def test_a_recomputed_function_runs_twice_and_keeps_its_inputs_only():
-    runs, x, y = [], torch.randn(5, 3, requires_grad=True), torch.randn(5, 3)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_recomputed_function_runs_twice_alike_and_keeps_its_inputs_only(autocast):
+    runs, linear, x, y = [], nn.Linear(3, 3), torch.randn(5, 3), torch.randn(5, 3)
 
     def function(x, y):
-        runs.append(torch.is_grad_enabled())
-        return (x.exp() * y).sin().sum()
+        runs.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        return (linear(x) * y).sin()
 
-    with saved_bytes() as count:
-        output = recompute(function, x, y)
-        kept = count()
-    output.backward()
-    assert runs == [False, True] and kept == x.nbytes + y.nbytes
-    torch.testing.assert_close(x.grad, (x.exp() * y).cos() * y * x.exp())
+    grads, dtype = [], torch.bfloat16 if autocast else torch.float32
+    for run in (function, partial(recompute, function)):
+        own = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), saved_bytes() as count:
+            output = run(own, y.to(dtype))
+        assert output.dtype == dtype
+        output.sum().backward()
+        grads.append([own.grad, linear.weight.grad])
+        linear.zero_grad()
+    assert runs == [(True, autocast), (False, autocast), (True, autocast)]
+    assert count() == x.nbytes + y.to(dtype).nbytes and all(map(torch.equal, *grads))
 
 
 @on_ranks(1)
