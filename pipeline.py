@@ -37,7 +37,6 @@ Controllable Memory", 2024 (ZB-V). DeepSeek-AI, "DeepSeek-V3 Technical Report", 
 import argparse
 import json
 import os
-import sys
 from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass

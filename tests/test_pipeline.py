@@ -7,7 +7,7 @@ import random
 import re
 import subprocess
 import sys
-from collections import Counter, deque
+from collections import deque
 from contextlib import contextmanager
 from unittest.mock import MagicMock
 from weakref import ref

@@ -9,10 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hybrid
 import reference_gpt
-from collectives import count_bytes, rank_and_size
-from ranks import least_bytes, on_ranks
+from collectives import rank_and_size
+from ranks import on_ranks
 from sequence_parallel import activation_bytes, dropout, recompute, sequence_parallel_mlp
-from tensor_parallel import attention, tensor_parallel_layer_bytes
+from tensor_parallel import attention
 from transformer import Peak, TransformerLayer, norm_bytes, saved_bytes, unfused_attention
 
 MODES = ["none", "selective", "full"]
