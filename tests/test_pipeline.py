@@ -340,7 +340,7 @@ def _compare(layers, bounds, schedule, batches, group=None, wrap=lambda stage: s
     """A step for each batch on this rank's part of the layers, against all on the whole batches.
 
     Compares losses and, summed over the batches, gradients of all parameters; with two routes both
-    replicas have the same bits.
+    replicas have the same bits. An evaluation gives the last loss again, and leaves gradients.
     """
     rank, num_stages = rank_and_size(group)
     stages, numbers, store = _cut(layers, schedule, rank, bounds)
@@ -360,7 +360,13 @@ def _compare(layers, bounds, schedule, batches, group=None, wrap=lambda stage: s
         found = [loss for loss in gather_objects(found, group) if loss is not None]
         assert len(found) == len(routes)
         _equal(sum(found), loss.detach())
-    if len(routes) == 2:
+    if len(routes) == 1:
+        evaluate = forward_only(num_stages, schedule.num_microbatches, routes[0])
+        executor = Pipeline([*map(wrap, stages)], evaluate, _loss, group, **like)
+        with torch.no_grad():
+            found = executor.step(inputs if first else None, targets if last else None, factor)
+        _equal(found, loss.detach() if last else None)
+    else:
         sum_replicas(stages, group)
         bits = [[p.grad for p in stage.parameters()] for stage in stages]
         mirrored = gather_objects(bits, group)[num_stages - 1 - rank]
@@ -559,54 +565,35 @@ def test_two_pipelines_side_by_side_in_groups_of_their_own():
     _compare(layers, bounds, one_f_one_b(2, 3), batches, groups[mine])
 
 
-class Transpose(nn.Module):
-    def forward(self, x):
-        return x.transpose(-1, -2)
-
-
-class Cast(nn.Module):
-    def __init__(self, dtype):
+class Apply(nn.Module):
+    def __init__(self, function):
         super().__init__()
-        self.dtype = dtype
-
-    def forward(self, x):
-        return x.to(self.dtype)
-
-
-def _linear(i=4, o=4):
-    return nn.Linear(i, o, dtype=torch.float64)
-
-
-@on_ranks(2)
-def test_boundaries_that_are_transposed_views_or_bf16_and_tokens_as_inputs():
-    T, D, V = 4, 5, 11
-    embedding = nn.Embedding(V, D, dtype=torch.float64)
-    x, tokens = torch.randn(6, T, D, dtype=torch.float64), torch.randint(V, (6, T))
-    for layers, inputs, output_shape in (
-        ([_linear(D, D), Transpose(), _linear(T, 3)], x, (D, 3)),  # the output is a transposed view
-        ([_linear(D, D), nn.Identity(), Transpose(), _linear(T, 3)], x, (D, 3)),  # the gradient is
-        ([_linear(D, 3), Cast(torch.bfloat16), Cast(torch.float64), _linear(3, D)], x, (T, D)),
-        ([embedding, nn.Tanh(), _linear(D, 3)], tokens, (T, 3)),
-    ):
-        targets = torch.randn(6, *output_shape, dtype=torch.float64)
-        _compare(layers, [0, 2, len(layers)], one_f_one_b(2, 3), [(inputs, targets)])
+        self.forward = function
 
 
 @on_ranks(3)
-def test_stages_may_be_frozen_without_parameters_or_without_layers():
-    frozen = lambda: _linear().requires_grad_(False)
-    batches = list(zip(*torch.randn(2, 2, 8, 4, dtype=torch.float64)))
-    for layers, *bounds in (
-        ([nn.Tanh(), _linear(), _linear()], 1, 2),  # no parameters first
-        ([_linear(), nn.Tanh(), nn.GELU()], 1, 2),  # and last
-        ([frozen(), _linear(), frozen()], 1, 2),
-        ([_linear(), frozen(), frozen()], 1, 2),
-        ([_linear(), _linear()], 0, 1),  # no layers in the first stage
-        ([_linear(), _linear()], 1, 1),
-        ([_linear(), _linear()], 1, 2),
-        ([_linear()], 0, 0),
+def test_stages_may_be_frozen_without_parameters_or_layers_and_send_transposed_views_or_bf16():
+    linear = lambda: nn.Linear(4, 4, dtype=torch.float64)
+    frozen = lambda: linear().requires_grad_(False)
+    flip, to = lambda: Apply(lambda x: x.mT), lambda dtype: Apply(lambda x: x.to(dtype))
+    x, tokens = torch.randn(8, 4, 4, dtype=torch.float64), torch.randint(11, (8, 4))
+    embedding, schedules = nn.Embedding(11, 4).double(), [f(3, 4) for f in (gpipe, zb_h1, zb_v)]
+    for layers, *bounds, inputs, schedules in (
+        ([nn.Tanh(), linear(), linear()], 1, 2, x, schedules),  # no parameters first
+        ([linear(), nn.Tanh(), nn.GELU()], 1, 2, x, schedules),  # and last
+        ([frozen(), linear(), frozen()], 1, 2, x, schedules),
+        ([linear(), frozen(), frozen()], 1, 2, x, schedules),
+        ([linear(), linear()], 0, 1, x, schedules),  # no layers in the first stage
+        ([linear(), linear()], 1, 1, x, schedules),
+        ([linear(), linear()], 1, 2, x, schedules),
+        ([linear()], 0, 0, x, schedules),
+        ([linear(), flip(), linear()], 2, 2, x, schedules),  # the output is a transposed view
+        ([linear(), nn.Identity(), flip(), linear()], 2, 2, x, schedules),  # the gradient is
+        ([embedding, nn.Tanh(), linear()], 2, 2, tokens, schedules),
+        ([linear(), to(torch.bfloat16), to(torch.float64)], 2, 2, x, schedules[:2]),
     ):
-        for schedule in one_f_one_b(3, 4), zb_h1(3, 4), zb_v(3, 4):
+        batches = [(inputs, torch.randn(8, 4, 4, dtype=torch.float64)) for _ in range(2)]
+        for schedule in schedules:
             stages = len(schedule.routes[0]) - 3  # of zb-v half have none
             _compare(layers, [0, *bounds, *[len(layers)] * (stages + 1)], schedule, batches)
 
@@ -667,26 +654,6 @@ def test_after_a_step_that_failed_amid_its_messages_there_is_no_other():
         executor.step(None, batch)
     with pytest.raises(RuntimeError, match="failed"):  # messages would be taken for others
         executor.step(None, batch)
-
-
-@on_ranks(1, 2, 4)
-def test_evaluation_gives_the_loss_and_leaves_the_gradients():
-    rank, p = rank_and_size()
-    for m in (1, 5):
-        layers, bounds, [(inputs, targets)] = _problem(0, p, rows=m, num_batches=1)
-        [stage], _, store = _cut(layers, one_f_one_b(p, m), rank, bounds)
-        sent = nn.Sequential(*layers[: bounds[1]])(inputs[:1]).shape
-        like = {"shape": sent, "dtype": torch.float64, "defer": store}
-        train = Pipeline(stage, one_f_one_b(p, m), _loss, **like)
-        evaluate = Pipeline(stage, forward_only(p, m), _loss, **like)
-        losses = [train.step(inputs, targets)]
-        before = [parameter.grad.clone() for parameter in stage.parameters()]
-        with torch.no_grad():
-            losses += [evaluate.step(inputs, targets) for _ in range(2)]
-            expected = _loss(nn.Sequential(*layers)(inputs), targets)
-        assert all(map(torch.equal, before, [p.grad for p in stage.parameters()]))
-        for loss in losses:
-            _equal(loss, expected) if rank == p - 1 else _equal(loss, None)
 
 
 # ---- what a step costs ---------------------------------------------------------------------------

@@ -292,6 +292,8 @@ def test_partial_gradients_of_several_dtypes_are_summed_in_the_widest(reverse):
     low.bfloat16().weight.grad_dtype = torch.float32
     low.weight.grad = torch.full((4,), (256.0, 1.0)[rank])
     double.double().weight.grad = torch.full((4,), (2.0**24, 1.0)[rank], dtype=torch.float64)
+    single.bias = nn.Parameter(torch.zeros(4).bfloat16())
+    single.bias.grad_dtype = torch.float32
     if rank == 0:
         single.bias.grad = torch.full((4,), 1 / 3)
     columns = nn.Parameter(torch.zeros(3, 4).t())
