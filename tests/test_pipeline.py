@@ -429,13 +429,16 @@ def test_every_schedule_gives_the_losses_and_gradients_of_one_process(name):
         _compare(layers, bounds, schedule, batches, wrap=wrap)
 
 
-@on_ranks(3, 6)
+@pytest.mark.parametrize("p, pipelines", [(3, 1), (6, 1), (2, 2)])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_so_do_more_stages(name):
-    _, p = rank_and_size()
+@on_ranks(lambda p, pipelines, **_: p * pipelines)
+def test_so_do_more_stages_and_pipelines_side_by_side_in_groups_of_their_own(name, p, pipelines):
+    groups = [dist.new_group(list(range(r, p * pipelines, pipelines))) for r in range(pipelines)]
+    dist.barrier()  # to a rank that still connects, one that has already left is a failure
+    mine = dist.get_rank() % pipelines
     for m in (1, p, 2 * p + 1):
-        layers, bounds, batches = _problem(m, p, rows=2 * m)
-        _compare(layers, bounds, SCHEDULES[name](p, m), batches)
+        layers, bounds, batches = _problem(m + mine, p, rows=2 * m)
+        _compare(layers, bounds, SCHEDULES[name](p, m), batches, groups[mine])
 
 
 @on_ranks(1, 2, 3)
@@ -556,15 +559,6 @@ def test_the_naive_order_deadlocks():
         replay(told)
 
 
-@on_ranks(4)
-def test_two_pipelines_side_by_side_in_groups_of_their_own():
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    dist.barrier()  # to a rank that still connects, one that has already left is a failure
-    mine = dist.get_rank() % 2
-    layers, bounds, batches = _problem(mine, 2, rows=6)
-    _compare(layers, bounds, one_f_one_b(2, 3), batches, groups[mine])
-
-
 class Apply(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -672,17 +666,6 @@ def test_a_step_sends_b_s_h_per_microbatch_boundary_and_direction():
         with count_bytes() as traffic:
             executor.step(batch, batch)
         assert (traffic.bytes(), traffic.messages()) == (nbytes, neighbours * m)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe"])
-def test_the_host_waits_for_nothing_of_the_device(name):
-    make_stage = lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU())
-    executor = _make(SCHEDULES[name](2, 4), make_stage, (2, 4), lambda y, z: (y - z).square().sum())
-    for _ in range(2):
-        with waits() as count:
-            executor.step(torch.randn(8, 4), torch.randn(8, 4))
-        assert not count
 
 
 class Held(list):
