@@ -744,10 +744,11 @@ class Synced(DeferredLinear):
         self.events.append(("start", self.inside))
 
 
-def _order_of_syncs(name, num_microbatches):
+def _order_of_syncs(name, num_microbatches, sync_each):
     schedule, store = SCHEDULES[name](rank_and_size()[1], num_microbatches), WeightGradStore()
     stages = [Synced(store) for _ in _chunks(schedule)]
-    executor = Pipeline(stages, schedule, _loss, shape=(1, 4), defer=store)
+    options = {"shape": (1, 4), "defer": store, "sync_each": sync_each}
+    executor = Pipeline(stages, schedule, _loss, **options)
 
     def told(action, received, perform=executor.perform):
         stages[action.chunk].events.append(action.kind)
@@ -758,19 +759,21 @@ def _order_of_syncs(name, num_microbatches):
     return [stage.events for stage in stages]
 
 
+@pytest.mark.parametrize("sync_each", [False, True])
 @every_schedule
-def test_gradients_come_in_b_or_w_and_each_chunk_reduces_once_in_the_last_of_these(name):
+def test_gradients_come_in_b_or_w_and_each_chunk_reduces_in_the_last_of_these_or_each(
+    name, sync_each
+):
     """In a W after it has begun by what came before."""
     for p, m in _sizes_of(name, [(1, 1), (1, 4), (2, 4), (4, 8)]):
         schedule = SCHEDULES[name](p, m)
-        for actions, chunks in zip(schedule, run(p, _order_of_syncs, name, m)):
+        for actions, chunks in zip(schedule, run(p, _order_of_syncs, name, m, sync_each)):
             for chunk, events in enumerate(chunks):
                 expected, own = [], [a for a in actions if a.chunk == chunk]
                 for i, action in enumerate(own):
-                    is_last = i == len(own) - 1
-                    begins = action.kind == "W" and is_last
-                    expected += [action.kind, *[("start", False)] * begins]
-                    expected += [("gradient", not is_last)] * (action.kind in "BW")
+                    syncs = sync_each or i == len(own) - 1
+                    expected += [action.kind, *[("start", False)] * (action.kind == "W" and syncs)]
+                    expected += [("gradient", not syncs)] * (action.kind in "BW")
                 assert events == expected
 
 
