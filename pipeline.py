@@ -664,11 +664,10 @@ class Pipeline:
         self.midway = bool(self.transfers)
         for action in self.actions:
             messages.post()
-            received = messages.receive(self.schedule.needed.get((action, self.rank)))
-            result = self.perform(action, received)
+            needed = self.schedule.needed.get((action, self.rank))
+            result = self.perform(action, messages.receive(needed))
             if made := self.schedule.made.get((action, self.rank)):
                 messages.leaving[made] = result
-            del received, result  # the next action need not find their memory in use
         messages.finish()
         self.midway, self.inputs, self.targets, self.loss_arguments = False, (), (), ()
         return self.loss
