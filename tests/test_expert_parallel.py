@@ -196,7 +196,7 @@ def test_the_host_waits_once_a_hop_in_forward_and_not_in_backward(
 ):
     """A layer launches three batches forward and two backward, or eight and five in two hops."""
     once = {"tolist": 2 if per_node else 1}
-    layer = MoE(16, 64, 8, 2, nodes=_nodes(per_node), **options).to(dtype)
+    layer = MoE(16, 64, 12, 2, nodes=_nodes(per_node), **options).to(dtype)
     x = torch.randn(5, 16, dtype=dtype, requires_grad=True)
     layer(x).sum().backward()
     for again in (False, True):
@@ -210,7 +210,7 @@ def test_the_host_waits_once_a_hop_in_forward_and_not_in_backward(
         assert (before["batches"], after["batches"]) == total
         assert per_node or not before["off 16"] + after["off 16"]
     with waits() as update:
-        layer.router.update_bias(layer.tally[:8])
+        layer.router.update_bias(layer.tally[:12])
     assert not update
 
 
