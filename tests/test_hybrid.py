@@ -682,7 +682,7 @@ def test_40_steps_in_bf16_have_losses_within_1_percent_of_fp32s(world_size, flag
     exact, dtypes, _ = run(1, _losses, model)[0]
     assert dtypes == {(torch.float32, torch.float32)} and exact[-1] < 0.5 * exact[0]
     for losses, dtypes, messages in run(world_size, _losses, f"--dtype bf16 {flags} {model}"):
-        assert dtypes == {(torch.float32, torch.float32)} and messages == torch.bfloat16
+        assert dtypes == {(torch.float32, torch.float32)} and messages == {torch.bfloat16}
         np.testing.assert_allclose(losses, exact, rtol=0.01)
 
 
