@@ -466,7 +466,7 @@ def test_cross_entropy_of_split_logits_is_that_of_the_whole_ones_in_fp64(tp, rep
         expected = F.cross_entropy(whole, target, ignore_index=ignore_index, reduction="none")
         grad_output = torch.randn_like(expected).to(torch.promote_types(dtype, torch.float32))
         (grad,) = torch.autograd.grad(expected, whole, grad_output.double())
-        logits, before = full[:, own].clone().requires_grad_(), [x.clone() for x in (target, grad_output)]
+        logits, before = full[:, own].clone().requires_grad_(), (target.clone(), 1 * grad_output)
         arguments = logits, target, own.start, ignore_index, group, inplace
         losses = vocab_parallel_cross_entropy(*arguments)
         assert torch.equal(logits, full[:, own]) != inplace or tp > logits.shape[1]
@@ -524,7 +524,7 @@ def test_the_gradient_of_the_logits_takes_one_copy_of_them_or_their_place(dtype,
 def test_a_layer_sends_8_b_s_h_elements_times_t_minus_1_over_t_or_10(
     tp, replicas, along_sequence, mode
 ):
-    """8, of which half in forward; 10 if backward gathers inputs again; 4 more if all runs again."""
+    """8, half of it in forward; 10 if backward gathers inputs again; 4 more if all runs again."""
     B, T, heads = 2, 12, 12
     D, group = 2 * heads, _group(tp, replicas)[0]
     elements = B * T * D * (tp - 1) // tp
