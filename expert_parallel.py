@@ -96,9 +96,10 @@ class Hop:
         sent = F.pad(counts, (0, G % 2))  # what goes to a rank begins on 16 bytes
         received = torch.empty_like(sent)
         all_to_all_single(received, sent, group=group)
-        sent, on_host = torch.stack([sent, received])[:, :, :G].tolist()  # the host waits
-        self.splits = [sum(sizes) for sizes in on_host], [sum(sizes) for sizes in sent]
-        self.load = Load(received[:, :G].sum(0), [sum(sizes) for sizes in zip(*on_host)])
+        to_each, from_each = torch.stack([sent, received])[:, :, :G].tolist()  # the host waits
+        # rows that come from each rank, and that go to each
+        self.splits = [sum(sizes) for sizes in from_each], [sum(sizes) for sizes in to_each]
+        self.load = Load(received[:, :G].sum(0), [sum(sizes) for sizes in zip(*from_each)])
 
         order = experts.argsort(stable=True)  # by expert, and so by rank; -1 comes first
         self.order = order[len(order) - sum(self.splits[1]) :]
@@ -209,10 +210,8 @@ class Router(nn.Module):
             raise ValueError(f"num_experts={num_experts} cannot form n_group={n_group}")
         reachable = min(topk_group, n_group) * num_experts // n_group
         if not 1 <= top_k <= reachable:
-            raise ValueError(
-                f"top_k={top_k} is not from 1 to {reachable}, the experts that a token can reach: "
-                f"num_experts={num_experts}, n_group={n_group}, topk_group={topk_group}"
-            )
+            where = f"{num_experts=}, {n_group=}, {topk_group=}"
+            raise ValueError(f"{top_k=} is not from 1 to {reachable}, within reach: {where}")
         self.top_k, self.score = top_k, score
         self.n_group, self.topk_group = n_group, topk_group
         self.weight = nn.Parameter(torch.randn(num_experts, hidden) * hidden**-0.5)
@@ -297,7 +296,8 @@ class Experts(nn.Module):
     def forward(self, x, load):
         """x: (M, D), sorted by expert; load: how many rows each has."""
         w_in, w_out = self.w_in.to(x.dtype), self.w_out.to(x.dtype)
-        if _has_kernel(x, *w_in.shape[1:]):
+        aligned = not any(width * x.itemsize % 16 for width in w_in.shape[1:])
+        if x.dtype == torch.bfloat16 and aligned and len(x) > 0:  # all at once, without a wait
             x = F.gelu(_grouped(x, w_in, load), approximate="tanh")
             return _grouped(x, w_out, load)
         outputs = []
@@ -305,12 +305,6 @@ class Experts(nn.Module):
             rows = F.gelu(F.linear(rows, up), approximate="tanh")
             outputs.append(F.linear(rows, down))
         return torch.cat(outputs)
-
-
-def _has_kernel(x, *widths):
-    """Whether PyTorch computes all experts at once, without a wait of the host."""
-    fits = not any(width * x.itemsize % 16 for width in widths)
-    return x.dtype == torch.bfloat16 and fits and len(x) > 0
 
 
 def _grouped(x, weight, load):
@@ -369,21 +363,9 @@ class MoE(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden,
-        ffn_hidden,
-        num_experts,
-        top_k=1,
-        group=None,
-        tp_group=None,
-        capacity_factor=None,
-        shared_experts=0,
-        balance_coefficient=0.0,
-        z_coefficient=0.0,
-        loss_scale=1.0,
-        balance_groups=(),
-        nodes=None,
-        **router,
+        self, hidden, ffn_hidden, num_experts, top_k=1, group=None, tp_group=None,
+        capacity_factor=None, shared_experts=0, balance_coefficient=0.0, z_coefficient=0.0,
+        loss_scale=1.0, balance_groups=(), nodes=None, **router,
     ):
         super().__init__()
         _, P = rank_and_size(group)

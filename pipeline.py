@@ -37,8 +37,7 @@ Controllable Memory", 2024 (ZB-V). DeepSeek-AI, "DeepSeek-V3 Technical Report", 
 import argparse
 import json
 import os
-import sys
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -85,6 +84,7 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
 #
 # Any order instead of that one, as data: a list of actions per rank. A Schedule, below, has beside
 # it the routes of microbatches, as (rank, chunk) by (rank, chunk): by default from rank to rank.
+# Each public function returns a Schedule; sizes are at least 1.
 
 
 class Action(NamedTuple):
@@ -122,9 +122,6 @@ def _schedule(num_stages, num_microbatches, letters, routes=None):
     """The Schedule in which rank r does letters(r), and each of its chunks every microbatch."""
     every = range(num_microbatches)
     return Schedule([_actions(letters(r), every, every) for r in range(num_stages)], routes)
-
-
-# Each of the following returns a Schedule. Sizes are at least 1.
 
 
 def naive(num_stages, num_microbatches):
@@ -257,10 +254,7 @@ def dualpipe(num_stages, num_microbatches):
     """
     p, m, pairs = num_stages, num_microbatches, num_microbatches // 2
     if p % 2 or m % 2 or m < 2 * p:
-        raise ValueError(
-            f"num_stages={p} and num_microbatches={m}: DualPipe needs both even, and two "
-            "microbatches a stage or more"
-        )
+        raise ValueError(f"num_stages={p} and num_microbatches={m}: both must be even, and m >= 2p")
     halves = range(pairs), range(pairs, m)
     schedule = [_actions(_dualpipe_letters(rank, p, pairs), *halves) for rank in range(p)]
     return Schedule(schedule, [[(r, 0) for r in range(p)], [(r, 1) for r in reversed(range(p))]])
@@ -366,22 +360,21 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
 
     forward, backward: times of F and B of one chunk; weight: the part of B that is W; message: the
     time from a rank to another. Raises ValueError if a rank does not have each of its microbatches'
-    actions once, and if the schedule cannot finish, naming the action that each rank is stuck at.
+    actions once and in order, and if a schedule cannot finish, naming where each rank is stuck.
     """
     _check_actions(schedule)
     duration = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
     start, end, left = [{} for _ in schedule], [{} for _ in schedule], list(map(deque, schedule))
     free = [0.0] * len(schedule)  # when a rank has done what it has begun
-    there = {None: 0.0}  # when a Transfer has arrived, and an (action, rank) is done; None: nothing
+    there = {None: 0.0}  # when a Transfer has arrived; None is where there is nothing to wait for
     progress = True
     while progress:
         progress = False
         for rank, actions in enumerate(left):
-            while actions and (needed := _needed(schedule, actions[0], rank)) in there:
+            while actions and (needed := schedule.needed.get((actions[0], rank))) in there:
                 action = actions.popleft()
                 start[rank][action] = max(free[rank], there[needed])
-                free[rank] = start[rank][action] + duration[action.kind]
-                there[action, rank] = end[rank][action] = free[rank]
+                free[rank] = end[rank][action] = start[rank][action] + duration[action.kind]
                 if made := schedule.made.get((action, rank)):
                     there[made] = free[rank] + (message if made.destination != rank else 0)
                 progress = True
@@ -391,37 +384,29 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
         raise ValueError(f"the schedule cannot finish: {where} waiting for what never comes")
     held = {"F": 1, "B": -1, "I": 0, "W": -1}
     peak = [max(accumulate(held[action.kind] for action in actions)) for actions in schedule]
-    total, bubble, idle = max(free), [], []
-    for rank, actions in enumerate(schedule):
-        work = sum(duration[action.kind] for action in actions)
-        bubble.append(total - work)
-        idle.append(free[rank] - start[rank][actions[0]] - work)
-    transfers = [t for t in there if isinstance(t, Transfer) and t.source != t.destination]
+    work = [sum(duration[action.kind] for action in actions) for actions in schedule]
+    begun = [start[rank][actions[0]] for rank, actions in enumerate(schedule)]
+    bubble = [max(free) - own for own in work]
+    idle = [done - first - own for done, first, own in zip(free, begun, work)]
+    transfers = [t for t in there if t is not None and t.source != t.destination]
     transfers.sort(key=lambda transfer: (there[transfer], transfer))
-    return Timeline(start, end, total, bubble, idle, peak, transfers)
-
-
-def _needed(schedule, action, rank):
-    """The Transfer that `action` waits for; else the F before its B or I, the I before its W."""
-    earlier = {"F": None, "W": "I"}.get(action.kind, "F")
-    own = earlier and (action._replace(kind=earlier), rank)
-    return schedule.needed.get((action, rank), own)
+    return Timeline(start, end, max(free), bubble, idle, peak, transfers)
 
 
 def _check_actions(schedule):
-    """Every microbatch has, at each place of its route, F alone, F and B, or F, I and W."""
-    found = Counter((rank, action) for rank, row in enumerate(schedule) for action in row)
-    expected = Counter()
-    training = any(action.kind != "F" for _, action in found)
+    """Along its route a microbatch has F and B, or F, I and W, in order; or all have F alone."""
+    kinds = defaultdict(str)
+    for rank, actions in enumerate(schedule):
+        for kind, microbatch, chunk in actions:
+            kinds[rank, microbatch, chunk] += kind
+    right = ("FB", "FIW") if any(found != "F" for found in kinds.values()) else ("F",)
     for microbatch in range(schedule.num_microbatches):
         for rank, chunk in schedule.route(microbatch):
-            F, B, I, W = ((rank, Action(kind, microbatch, chunk)) for kind in "FBIW")
-            backward = [I, W] if I in found or W in found else [B]
-            expected.update([F, *backward] if training else [F])
-    for rank, action in expected - found:
-        raise ValueError(f"rank {rank} lacks {action}")
-    for rank, action in found - expected:
-        raise ValueError(f"rank {rank} has {action} once too often")
+            if (found := kinds.pop((rank, microbatch, chunk), "")) not in right:
+                where = f"rank {rank}, {microbatch=}, {chunk=}"
+                raise ValueError(f"{where}: {found!r} is none of {right}")
+    if kinds:
+        raise ValueError(f"(rank, microbatch, chunk) on no route: {list(kinds)}")
 
 
 def draw(schedule):
@@ -481,7 +466,7 @@ class WeightGradStore:
 
 
 class DeferredLinear(nn.Linear):
-    """A linear layer that knows the store. I computes all gradients of those that do not."""
+    """A linear layer that knows the store. Others, and its bias, have their gradients in I."""
 
     def __init__(self, *sizes, defer):
         super().__init__(*sizes)
@@ -492,26 +477,25 @@ class DeferredLinear(nn.Linear):
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """forward: y = x W^T + b; backward: the gradient of x, and those of W and b, or these later"""
+    """forward: y = x W^T + b; backward: the gradients of x and b, and that of W, or this later"""
 
     @staticmethod
     def forward(ctx, x, weight, bias, defer):
         ctx.save_for_backward(x, weight)
-        ctx.parameters, ctx.defer = (weight, bias), defer
+        ctx.weight, ctx.defer = weight, defer
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad_y):
-        (x, weight), grads = ctx.saved_tensors, (None, None)
+        (x, weight), grad_x, grad_weight = ctx.saved_tensors, None, None
         x, rows = x.flatten(0, -2), grad_y.flatten(0, -2)
-        products = lambda: rows.t() @ x, lambda: rows.sum(0)
         if ctx.defer.open:
-            for parameter, product in zip(ctx.parameters, products):
-                ctx.defer.put(parameter, product)
+            ctx.defer.put(ctx.weight, lambda: rows.t() @ x)
         else:
-            grads = [product() for product in products]
-        grad_x = grad_y @ weight.to(grad_y.dtype) if ctx.needs_input_grad[0] else None
-        return grad_x, *grads, None
+            grad_weight = rows.t() @ x
+        if ctx.needs_input_grad[0]:
+            grad_x = grad_y @ weight.to(grad_y.dtype)
+        return grad_x, grad_weight, rows.sum(0), None
 
 
 def _add_products(products):
@@ -547,13 +531,14 @@ class _Messenger:
     """Posts one rank's transfers of one step.
 
     transfers: this rank's, in the global order. like: size, dtype and device of what travels.
+    leaving: {transfer: tensor} of what the rank has made, for others or its own other chunk.
     """
 
     def __init__(self, transfers, like, group):
         self.like, self.group = like, group
         self.rank, self.num_stages = rank_and_size(group)
         self.unposted, self.sent = deque(transfers), deque()
-        self.leaving, self.arriving = {}, {}  # transfer -> tensor; (buffer, its message)
+        self.leaving, self.arriving = {}, {}  # the latter: transfer -> (buffer, its message)
 
     def post(self):
         """Post what can be posted without waiting for a tensor of this rank."""
@@ -571,11 +556,6 @@ class _Messenger:
             else:
                 return
             self.unposted.popleft()
-
-    def send(self, tensor, transfer):
-        """Have it leave in its turn; nothing does at the end of a route, where transfer is None."""
-        if transfer is not None:
-            self.leaving[transfer] = tensor
 
     def receive(self, transfer):
         """The tensor of a transfer, once it is there; None of None, where a route begins."""
@@ -627,8 +607,8 @@ class Pipeline:
     schedule: a Schedule, the same on all ranks of the group.
     loss_fn: loss_fn(output, target, *loss_arguments of step()), called at the end of a route,
         returns the microbatch's share of the loss; the step's is their sum, divided by nothing.
-    shape, dtype: of what each stage but the last makes of a microbatch; dtype: the default one.
-    device: of it; by default that of the stages' parameters.
+    shape, dtype, device: of what each stage but the last makes of a microbatch; the last two are
+        PyTorch's defaults if not given.
     defer: the WeightGradStore into which layers of the stages put products off.
     sync_each: gradients are summed over replicas with every microbatch (ZeRO-2, -3), not the last.
 
@@ -649,12 +629,10 @@ class Pipeline:
         self.schedule, self.loss_fn, self.group = schedule, loss_fn, group
         self.defer, self.sync_each = defer or WeightGradStore(), sync_each
         _check_schedule(schedule, self.stages, group)
-        parameters = [parameter for stage in self.stages for parameter in stage.parameters()]
-        device = device or (parameters[0].device if parameters else "cpu")
         dtype = dtype or torch.get_default_dtype()
         self.like = {"size": torch.Size(shape), "dtype": dtype, "device": device}
         self.actions, routes = schedule[self.rank], schedule.routes
-        # the action that completes a stage's gradients
+        # the action that completes a stage's gradients; one stage may be there as two chunks
         self.last_backward = {self.stages[a.chunk]: a for a in self.actions if a.kind != "F"}
         self.training = bool(self.last_backward)  # or else an evaluation, forward_only()
         # the chunks of this rank where routes begin, and end
@@ -670,9 +648,8 @@ class Pipeline:
         inputs, targets: (B, ...), cut along B into microbatches; needed by ranks where routes
         begin, and end. loss_arguments: passed to loss_fn. Gradients are added to the parameters'.
         Returns the summed loss, detached, on ranks where routes end and None on the others.
-        Raises ValueError for batches that are missing, or of a B that m does not
-        divide, and for a stage's output of another shape or dtype. RuntimeError after a step that
-        failed, whose messages are still under way.
+        Raises ValueError for batches of a B that m does not divide, and for a stage's output of
+        another shape or dtype; RuntimeError after a step that failed amid its messages.
         """
         _check_batches(self, inputs, targets)
         if self.midway:
@@ -687,19 +664,18 @@ class Pipeline:
         self.midway = bool(self.transfers)
         for action in self.actions:
             messages.post()
-            received = messages.receive(self.schedule.needed.get((action, self.rank)))
-            result = self.perform(action, received)
-            messages.send(result, self.schedule.made.get((action, self.rank)))
-            del received, result  # the next action need not find their memory in use
+            needed = self.schedule.needed.get((action, self.rank))
+            result = self.perform(action, messages.receive(needed))
+            if made := self.schedule.made.get((action, self.rank)):
+                messages.leaving[made] = result
         messages.finish()
         self.midway, self.inputs, self.targets, self.loss_arguments = False, (), (), ()
         return self.loss
 
     def perform(self, action, received):
         """Do an action with what it has waited for; returns what leaves. A tracer may wrap it."""
-        backward = self._backward
-        kinds = {"F": self._forward, "B": backward, "I": backward, "W": self._weights}
-        return kinds[action.kind](action, received)
+        method = {"F": self._forward, "W": self._weights}.get(action.kind, self._backward)
+        return method(action, received)
 
     def _forward(self, action, x):
         if x is None:
@@ -734,13 +710,13 @@ class Pipeline:
 
     def _weights(self, action, _):
         products, stage = self.put_off.pop(action[1:]), self.stages[action.chunk]
-        if self._syncs(action) and hasattr(stage, "start_grad_sync"):
+        if self._syncs(action) and hasattr(stage, "start_grad_sync"):  # no backward will begin it
             stage.start_grad_sync(awaited={parameter for parameter, _ in products})
         with self._no_sync(action):
             _add_products(products)
 
     def _syncs(self, action):
-        """Whether gradients are summed over replicas with this action, of a split one with W."""
+        """Whether the sums over replicas begin in this action, of a halved backward in its W."""
         is_last = action == self.last_backward[self.stages[action.chunk]]
         return is_last or (self.sync_each and action.kind != "I")
 
@@ -752,10 +728,9 @@ class Pipeline:
 def _check_schedule(schedule, stages, group):
     """Raise on all ranks if their schedules differ. Also all ranks' first batch, as NCCL wants."""
     rank, num_stages = rank_and_size(group)
-    first, *others = gather_objects((list(schedule), schedule.routes), group)
-    for number, other in enumerate(others, 1):
-        if other != first:
-            raise ValueError(f"rank {number} of the group has another schedule than rank 0")
+    every = gather_objects((list(schedule), schedule.routes), group)
+    if any(other != every[0] for other in every):
+        raise ValueError("the ranks of the group have different schedules")
     if len(schedule) != num_stages:
         raise ValueError(f"a schedule for {len(schedule)} stages in a group of {num_stages} ranks")
     num_chunks = 1 + max(action.chunk for action in schedule[rank])
@@ -766,13 +741,12 @@ def _check_schedule(schedule, stages, group):
 
 
 def _check_batches(pipeline, inputs, targets):
-    begins, ends = pipeline.first_chunks and "begins", pipeline.last_chunks and "ends"
-    m = pipeline.schedule.num_microbatches
-    for name, batch, route in (("inputs", inputs, begins), ("targets", targets, ends)):
-        if batch is None and route:
-            raise ValueError(f"{name}=None on rank {pipeline.rank}, where a route {route}")
-        if batch is not None and (not len(batch) or len(batch) % m):
-            raise ValueError(f"{name} has {len(batch)} rows, not divisible by num_microbatches={m}")
+    m, first, last = pipeline.schedule.num_microbatches, pipeline.first_chunks, pipeline.last_chunks
+    for name, batch, needed in (("inputs", inputs, first), ("targets", targets, last)):
+        rows = 0 if batch is None else len(batch)
+        if rows % m or needed and not rows:
+            where = f"on rank {pipeline.rank}, not divisible by num_microbatches={m}"
+            raise ValueError(f"{name} has {rows} rows {where}")
 
 
 # ---- replicas ------------------------------------------------------------------------------------
@@ -783,11 +757,9 @@ def sum_replicas(stages, group=None):
 
     stages: those of a Pipeline, of which both replicas train the same parameters. Collective; to be
     called once the gradients of a batch are complete, be it of one step or several. Both replicas
-    then have the same bits. Raises ValueError if the group is odd or there are not two stages.
+    then have the same bits.
     """
     rank, world_size = rank_and_size(group)
-    if len(stages) != 2 or world_size % 2:
-        raise ValueError(f"{len(stages)} stages on a rank of {world_size}: replicas need 2 of even")
     first, second = ([p.grad for p in stage.parameters() if p.requires_grad] for stage in stages)
     if first + second:
         flat = torch.cat([grad.flatten() for grad in first + second])
@@ -892,8 +864,7 @@ def figures(name, num_stages, num_microbatches):
     F, I and W of all of a rank's layers take 1.
     """
     schedule = SCHEDULES[name](num_stages, num_microbatches)
-    chunks = {action.chunk for actions in schedule for action in actions}
-    parts = 1 if name == "dualpipe" else len(chunks)  # there a chunk is a replica of all layers
+    parts = 2 if name in ("interleaved", "zb-v") else 1  # into which a rank's layers are cut
     timeline = simulate(schedule, 1 / parts, 2 / parts, weight=1 / parts)
     bubble = max(timeline.idle if name in ("zb-h2", "zb-v") else timeline.bubble)
     bubbles = bubble_time(name, num_stages, num_microbatches), bubble

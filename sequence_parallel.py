@@ -330,7 +330,7 @@ def _checked(q, k, v, group):
 
 
 class _AllGatherAttention(torch.autograd.Function):
-    """forward: all-gather k and v, attend; backward: reduce-scatter their gradients"""
+    """forward: all-gather k, v; attend. backward: gradients of all k, v; reduce-scatter these"""
 
     @staticmethod
     def forward(ctx, q, k, v, group):

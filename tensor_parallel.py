@@ -9,12 +9,8 @@ next need no communication in between, so a non-linearity, or attention over hea
     f   forward: identity      backward: all-reduce   X's gradient is a sum over the columns' owners
     g   forward: all-reduce    backward: identity     Z is a sum over the rows' owners
 
-With sequence parallelism X and Z, and all between one layer's Z and the next one's X, are split
-along the sequence, dim 0: an all-reduce is a reduce-scatter and an all-gather (for what it saves,
-and the one all-gather more, see sequence_parallel.py).
-
-    f   forward: all-gather    backward: reduce-scatter
-    g   forward: reduce-scatter                backward: all-gather
+With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence, dim 0: then
+f is an all-gather, whose backward is a reduce-scatter, and g a reduce-scatter, an all-gather.
 
 A rank holds   1/t of every matrix and of the vocabulary (t ranks; P below, tp in errors), of their
                gradients and optimizer states; all of the norms and of biases added after g
@@ -70,23 +66,6 @@ def row_linear(x, weight, bias=None, group=None):
 # A Shard, below, says which part of a weight is this rank's; set_shard() cuts it.
 
 
-@dataclass(frozen=True)
-class ParallelOptions:
-    """What a layer takes by keyword, and passes on to the layers inside.
-
-    group: the ranks over which it is split; None for all.
-    sequence_parallel: whether X and Z are split as well, along dim 0.
-    defer: where a pipeline halves its backwards, its WeightGradStore (see pipeline.py). A backward
-        that finds it open computes the gradient of X, and puts a function there for the weight's;
-        one that finds that it `adds` adds the weight's to .grad as it computes it. A weight with a
-        hook has its gradient at once.
-    """
-
-    group: dist.ProcessGroup | None = None
-    sequence_parallel: bool = False
-    defer: object = None
-
-
 class _ParallelLinear(torch.autograd.Function):
     """forward: [all-gather x] -> x W^T + b -> [all-reduce or reduce-scatter y]
 
@@ -100,21 +79,21 @@ class _ParallelLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, column, options):
-        ctx.column, ctx.options, ctx.parameters = column, options, (weight, bias)
-        ctx.gathers = column and options.sequence_parallel
+    def forward(ctx, x, weight, bias, column, split, group, defer):
+        ctx.column, ctx.split, ctx.group, ctx.defer = column, split, group, defer
+        ctx.gathers, ctx.parameters = column and split, (weight, bias)  # as hooks and stores know
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        whole = all_gather_to_group(x, 0, options.group) if ctx.gathers else x
+        whole = all_gather_to_group(x, 0, group) if ctx.gathers else x
         y = F.linear(whole, weight, bias)
-        return y if column else _reduce(y, options)[0]
+        return y if column else _reduce(y, split, group)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y):
-        (x, weight), group, defer = ctx.saved_tensors, ctx.options.group, ctx.options.defer
+        (x, weight), group, defer = ctx.saved_tensors, ctx.group, ctx.defer
         put_off = defer is not None and defer.open
         gathering = grad_x = reducing = None
-        if ctx.options.sequence_parallel and not ctx.column:
+        if ctx.split and not ctx.column:
             grad_y = all_gather_to_group(grad_y, 0, group)
         if ctx.gathers and ctx.needs_input_grad[1] and not put_off:
             own, x = x, x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
@@ -122,19 +101,20 @@ class _ParallelLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = grad_y @ weight.to(grad_y.dtype)
             if ctx.column:
-                grad_x, reducing = _reduce(grad_x, ctx.options, async_op=True)
+                grad_x, reducing = _reduce(grad_x, ctx.split, group, async_op=True)
         if gathering:
             gathering.wait()
-        rows = _rows(grad_y)
+        rows = grad_y.reshape(-1, grad_y.shape[-1])
 
         def weight_product():
             whole = all_gather_to_group(x, 0, group) if ctx.gathers and not gathering else x
+            inputs = whole.reshape(-1, whole.shape[-1])
             weight, adds = ctx.parameters[0], defer is not None and defer.adds
             adds = adds and weight.is_leaf and not weight._backward_hooks
             if adds and getattr(weight.grad, "dtype", None) == rows.dtype:
-                weight.grad.addmm_(rows.t(), _rows(whole))
+                weight.grad.addmm_(rows.t(), inputs)
                 return None
-            return (rows.t() @ _rows(whole)).to(weight.dtype)
+            return (rows.t() @ inputs).to(weight.dtype)
 
         def bias_sum():
             return rows.sum(0).to(ctx.parameters[1].dtype)
@@ -148,91 +128,87 @@ class _ParallelLinear(torch.autograd.Function):
                     grads[i] = gradient()
         if reducing:
             reducing.wait()
-        return grad_x, *grads, None, None
+        return grad_x, *grads, *4 * [None]
 
 
-def _rows(x):
-    return x.reshape(-1, x.shape[-1])
-
-
-def _reduce(y, options, async_op=False):
+def _reduce(y, split, group, async_op=False):
     """The sum of every rank's y, or this rank's part of its dim 0; and the work to wait for."""
-    if not options.sequence_parallel:
-        return y, all_reduce(y, group=options.group, async_op=async_op)
-    _, world_size = rank_and_size(options.group)
-    if len(y) % world_size:
-        raise ValueError(f"sequence length {len(y)} is not divisible by tp={world_size}")
-    output = y.new_empty(len(y) // world_size, *y.shape[1:])
-    return output, reduce_scatter_single(output, y, group=options.group, async_op=async_op)
+    if not split:
+        return y, all_reduce(y, group=group, async_op=async_op)
+    output = y.new_empty(len(y) // dist.get_world_size(group), *y.shape[1:])
+    return output, reduce_scatter_single(output, y, group=group, async_op=async_op)
 
 
-def parallel_linear(x, weight, bias=None, column=True, **options):
+def parallel_linear(
+    x, weight, bias=None, column=True, group=None, sequence_parallel=False, defer=None
+):
     """A linear layer of which this rank has some of the outputs (column) or of the inputs.
 
-    x: (..., in), weight: (out, in), this rank's part. column: as column_linear(), where with
-    sequence_parallel x is this rank's part along dim 0 of what is gathered. Otherwise as
-    row_linear(), where with sequence_parallel each rank gets a part of the sum along dim 0; a bias
-    would be in every summand. options: those of ParallelOptions.
+    x: (..., in), weight: (out, in), this rank's part. column: as column_linear(), or else as
+        row_linear(), where a bias would be in every summand.
+    sequence_parallel: whether X and Z are split, too, along dim 0: by columns x is this rank's part
+        of what is gathered, by rows each rank gets a part of the sum.
+    defer: where a pipeline halves its backwards, its WeightGradStore (see pipeline.py). A backward
+        that finds it open computes the gradient of X, and puts a function there for the weight's;
+        one that finds that it `adds` adds the weight's to .grad as it computes it. A weight with a
+        hook has its gradient at once.
     Raises ValueError for a sequence that P does not divide.
     """
     x = autocasted(x)  # before it is kept and sent
-    return _ParallelLinear.apply(x, weight, bias, column, ParallelOptions(**options))
+    return _ParallelLinear.apply(x, weight, bias, column, sequence_parallel, group, defer)
 
 
 class ColumnParallelLinear(nn.Module):
     """Y_r = X A_r + b_r: X (..., in) is equal on every rank, Y_r (..., out/P) this rank's outputs.
 
     With sequence_parallel X is (T/P, ..., in), Y_r (T, ..., out/P).
-    blocks: the numbers of outputs, where they are several things, such as queries, keys and values,
-        of each of which a rank has its part; by default one, of all out_features.
-    options: those of ParallelOptions.
+    out_features: or a tuple, where they are several things, such as queries, keys and values, of
+        each of which a rank has its part.
+    options: group, sequence_parallel and defer of parallel_linear().
 
-    Raises ValueError if P does not divide a block, and if they are not out_features together.
+    Raises ValueError if P does not divide out_features, or one of these.
     """
 
-    def __init__(self, in_features, out_features, bias=True, blocks=None, **options):
+    def __init__(self, in_features, out_features, bias=True, **options):
         super().__init__()
-        self.options = ParallelOptions(**options)
-        group, (_, tp) = self.options.group, rank_and_size(self.options.group)
-        shard = Shard(0, blocks or (out_features,))
-        if sum(shard.blocks) != out_features:
-            raise ValueError(f"blocks={blocks} are not out_features={out_features} together")
-        for rows in shard.blocks:
-            if rows % tp:
-                raise ValueError(f"out_features={rows} is not divisible by tp={tp}")
-        weight = torch.randn(out_features, in_features) * in_features**-0.5
+        self.options, group = options, options.get("group")
+        shard = Shard(0, out_features if isinstance(out_features, tuple) else (out_features,))
+        (_, tp), rows = rank_and_size(group), sum(shard.blocks)
+        if any(block % tp for block in shard.blocks):
+            raise ValueError(f"{out_features=} is not divisible by tp={tp}")
+        weight = torch.randn(rows, in_features) * in_features**-0.5
         set_shard(self, "weight", weight, shard, group)
         self.bias = None
         if bias:
-            set_shard(self, "bias", torch.zeros(out_features), shard, group)
+            set_shard(self, "bias", torch.zeros(rows), shard, group)
 
     def forward(self, x):
-        return parallel_linear(x, self.weight, self.bias, **vars(self.options))
+        return parallel_linear(x, self.weight, self.bias, **self.options)
 
 
 class RowParallelLinear(nn.Module):
     """Z = sum_r (X_r B_r) + b: X_r (..., in/P) is this rank's inputs, Z (..., out) the same on all.
 
     With sequence_parallel X_r is (T, ..., in/P) and Z (T/P, ..., out).
-    options: those of ParallelOptions.
+    options: group, sequence_parallel and defer of parallel_linear().
 
     Raises ValueError if P does not divide in_features, and in forward if it does not divide T.
     """
 
     def __init__(self, in_features, out_features, bias=True, **options):
         super().__init__()
-        self.options = ParallelOptions(**options)
-        group, (_, tp) = self.options.group, rank_and_size(self.options.group)
+        self.options, group = options, options.get("group")
+        _, tp = rank_and_size(group)
         if in_features % tp:
             raise ValueError(f"in_features={in_features} is not divisible by tp={tp}")
         weight = torch.randn(out_features, in_features) * in_features**-0.5
         set_shard(self, "weight", weight, Shard(1, (in_features,)), group)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-        if bias and self.options.sequence_parallel:  # each rank's gradient is of its own tokens
+        if bias and options.get("sequence_parallel"):  # each rank's gradient is of its own tokens
             self.partial = ("bias",)
 
     def forward(self, x):
-        z = parallel_linear(x, self.weight, column=False, **vars(self.options))
+        z = parallel_linear(x, self.weight, column=False, **self.options)
         return z if self.bias is None else z.add_(self.bias.to(z.dtype))
 
 
@@ -246,7 +222,7 @@ class ParallelSelfAttention(nn.Module):
     kv_heads: grouped-query attention, where heads / kv_heads queries share a key and a value.
     attention_fn(q, k, v): attention itself, from (B, H/P, T, K) and (B, KV/P, T, K) to
         (B, H/P, T, K).
-    options: those of ParallelOptions.
+    options: group, sequence_parallel and defer of parallel_linear().
 
     Raises ValueError if P does not divide kv_heads, kv_heads heads, or heads hidden.
     """
@@ -261,8 +237,8 @@ class ParallelSelfAttention(nn.Module):
             raise ValueError(f"{kv_heads=}, {heads=} and {hidden=}: each must divide the next")
         self.heads, self.kv_heads, self.K = heads // tp, kv_heads // tp, hidden // heads
         self.attention_fn = attention_fn or attention
-        blocks = hidden, kv_heads * self.K, kv_heads * self.K
-        self.c_attn = ColumnParallelLinear(hidden, sum(blocks), blocks=blocks, **options)
+        qkv = hidden, kv_heads * self.K, kv_heads * self.K
+        self.c_attn = ColumnParallelLinear(hidden, qkv, **options)
         self.c_proj = RowParallelLinear(hidden, hidden, **options)
 
     def forward(self, x):
@@ -309,17 +285,14 @@ class VocabParallelEmbedding(nn.Module):
     """An embedding (V, D) of which a rank holds the rows of its part of the vocabulary.
 
     tokens: (T, ...) -> (T, ..., D), or (T/P, ..., D) with sequence_parallel. A rank looks up the
-    tokens it owns and puts zeros for the others; the sum over the ranks is complete. P need not
-    divide V: parts then differ by one. A token outside the vocabulary gets NaN, since for an error
-    a GPU would have to stop.
-    Raises ValueError if V < P, and in forward if P does not divide the T of sequence_parallel.
+    tokens it owns and puts zeros for the others; the sum over the ranks is complete. If P does not
+    divide V, parts differ by one. A token outside of it gets NaN: for an error a GPU would have to
+    stop. Raises ValueError in forward if P does not divide the T of sequence_parallel.
     """
 
     def __init__(self, num_embeddings, embedding_dim, group=None, sequence_parallel=False):
         super().__init__()
         rank, world_size = rank_and_size(group)
-        if num_embeddings < world_size:
-            raise ValueError(f"num_embeddings={num_embeddings} is less than tp={world_size}")
         self.group, self.sequence_parallel = group, sequence_parallel
         self.num_embeddings = num_embeddings
         shard = Shard(0, (num_embeddings,))
@@ -338,7 +311,7 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_scatter_to_group(rows, 0, self.group)
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
+class _CrossEntropy(torch.autograd.Function):
     """forward: log sum exp(logits) - logits[target], over all ranks' columns;
     backward: softmax - one-hot, which forward leaves, in the dtype of the logits
     """
@@ -397,18 +370,7 @@ def vocab_parallel_cross_entropy(
     NaN where it is otherwise outside the vocabulary. 3 N numbers are reduced over the group.
     Backward runs once: RuntimeError, if it does so again.
     """
-    return _VocabParallelCrossEntropy.apply(
-        logits, target, vocab_start, ignore_index, group, inplace
-    )
-
-
-def vocab_parallel_max(logits, start, group=None):
-    """[the largest of all logits, its token], of one token's logits (V/P,) from `start` on."""
-    value, index = logits.max(0)
-    own = torch.stack([value, (start + index).to(value)])
-    every = own.new_empty(rank_and_size(group)[1], 2)
-    all_gather_single(every, own, group)
-    return every[every[:, 0].argmax()].clone()
+    return _CrossEntropy.apply(logits, target, vocab_start, ignore_index, group, inplace)
 
 
 # ---- dropout -------------------------------------------------------------------------------------
@@ -468,12 +430,9 @@ def alexnet(filters=(96, 256, 384, 384, 256), dense=4096, classes=1000, group=No
     """AlexNet over the group's ranks, two in the paper: (B, 3, 224, 224) -> (B, classes / P).
 
     Images are the same on every rank, logits those of its classes. Without the paper's dropout.
-    Weights are those of the layers on one device, for the same seed, cut.
-    Raises ValueError if P does not divide a layer.
+    Weights are those of the layers on one device, for the same seed, cut. P divides each size.
     """
     _, P = rank_and_size(group)
-    if any(outputs % P for outputs in (*filters, dense, classes)):
-        raise ValueError(f"{filters=}, {dense=}, {classes=}: world_size={P} does not divide them")
     own, both = (lambda layer, reads=reads: _Halved(layer, reads, group) for reads in (False, True))
     a, b, c, d, e = filters
     relu, pool, norm = nn.ReLU(), nn.MaxPool2d(3, 2), nn.LocalResponseNorm(5, k=2.0)
@@ -580,12 +539,11 @@ def sum_partial_gradients(parameters, group=None, check=True):
     torch._foreach_copy_(gradients, [total.view_as(of) for total, of in zip(sums, gradients)])
 
 
-# ZeRO cuts a rank's part further, into flat pieces. Such a parameter has two more attributes:
-# `whole_shape`, of the part, and `first`, where in the flat part the piece begins.
-
-
 def part_of(parameter):
-    """(Shape of this rank's part, its first element that is here): ZeRO leaves a flat piece."""
+    """(Shape of this rank's part, its first element that is here).
+
+    ZeRO leaves a flat piece of the part: a parameter with `whole_shape`, the part's, and `first`.
+    """
     return getattr(parameter, "whole_shape", parameter.shape), getattr(parameter, "first", 0)
 
 
@@ -626,16 +584,13 @@ def views_in_whole(parameter, tensor, begin, end, rows):
         row 4   4 5      (4, 0): of (1, 2)}
     """
     (shape, offset), (dim, runs, total) = part_of(parameter), rows
-    flat, views = tensor.detach().view(-1), {}
-    for first, sizes in boxes_of(shape, begin, end):
-        box, row = flat[begin - offset :][: math.prod(sizes)].view(sizes), 0
-        for start, count in runs:
-            low, high = max(first[dim], row), min(first[dim] + sizes[dim], row + count)
-            if low < high:
-                index = *first[:dim], start + low - row, *first[dim + 1 :]
-                views[index] = box.narrow(dim, low - first[dim], high - low)
-            row += count
-        begin += box.numel()
+    flat, views = tensor.detach().view(-1)[begin - offset :], {}
+    for start, count in runs:  # several of them lie one behind the other: along dim 0
+        sizes = *shape[:dim], count, *shape[dim + 1 :]
+        for first, box in boxes_of(sizes, max(begin, 0), min(end, math.prod(sizes))):
+            index = *first[:dim], start + first[dim], *first[dim + 1 :]
+            views[index], flat = flat[: math.prod(box)].view(box), flat[math.prod(box) :]
+        begin, end = begin - math.prod(sizes), end - math.prod(sizes)
     return (*shape[:dim], total, *shape[dim + 1 :]), views
 
 
@@ -647,8 +602,7 @@ def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather
 
     With sequence parallelism 10, if backward gathers the inputs again, as here.
     """
-    all_reduces = 5 if regather else 4
-    return all_reduces * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
+    return (5 if regather else 4) * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
 
 
 # ---- demonstration -------------------------------------------------------------------------------
@@ -658,8 +612,8 @@ def _demonstrate():
     rank, P = rank_and_size()
     B, T, D, V = 8, 128, 64 * P, 101
     torch.manual_seed(0)
-    sizes = (D, 4 * D), (4 * D, D), (D, V)
-    up, down, last = full = [nn.Linear(*size, bias=False).double() for size in sizes]
+    linear = lambda *sizes: nn.Linear(*sizes, bias=False).double()
+    up, down, last = full = linear(D, 4 * D), linear(4 * D, D), linear(D, V)
     x, target = torch.randn(T * B, D, dtype=torch.float64), torch.randint(V, (T * B,))
     F.cross_entropy(last(down(F.gelu(up(x)))), target).backward()
 
@@ -680,19 +634,6 @@ def _demonstrate():
         claimed = all_reduce_bytes(B * T * D * 8, P)
         print(f"{P} ranks, MLP forward: claimed {claimed} bytes, counted {counted}")
         print(f"largest difference from one process's gradients: {error:.1e}\n")
-    if P == 2:
-        _demonstrate_alexnet(rank)
-
-
-def _demonstrate_alexnet(rank):
-    net, x = alexnet(), torch.randn(2, 3, 224, 224)
-    for part in net:
-        with count_bytes() as traffic:
-            x = part(x.detach().requires_grad_())
-            x.sum().backward()
-        if rank == 0 and isinstance(part, _Halved):
-            name, reads = type(part.layer).__name__, "both halves" if part.reads_all else "its half"
-            print(f"{name:6} reads {reads:12} {tuple(x.shape)!s:18} {traffic.bytes():9} bytes sent")
 
 
 if __name__ == "__main__":

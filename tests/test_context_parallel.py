@@ -57,12 +57,16 @@ def test_the_idea_of_a_ring_is_attention_on_one_rank():
     torch.testing.assert_close(found, attention(q, k, v).chunk(P, 2)[rank], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("P, replicas", [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)])
 @every_method
-@on_ranks(1, 2, 3, 4)
-def test_output_and_gradients_are_those_of_full_attention(method):
-    _, P = rank_and_size()
+@on_ranks(lambda P, replicas, **_: P * replicas)
+def test_output_and_gradients_are_those_of_full_attention(method, P, replicas):
+    """Also of groups side by side."""
+    replica = dist.get_rank() % replicas
+    groups = [dist.new_group(list(range(r, P * replicas, replicas))) for r in range(replicas)]
+    dist.barrier()
     for case in range(10):
-        torch.manual_seed(case)
+        torch.manual_seed(100 * replica + case)
         sizes = random.Random(case)
         B, T, K = sizes.randint(1, 3), 2 * P * sizes.randint(1, 5), sizes.choice([4, 8])
         KV = sizes.choice([1, P, 2 * P])
@@ -72,8 +76,8 @@ def test_output_and_gradients_are_those_of_full_attention(method):
         tolerance = 1e-10
         if sizes.random() < 0.3:  # scores of +-1e4 do not overflow, but have no more than 12 digits
             q, tolerance = q * 1e4, 1e-7
-        positions = context_positions(T)
-        found = _attend(method, (q, k, v), grad, positions, torch.float64)
+        positions = context_positions(T, groups[replica])
+        found = _attend(method, (q, k, v), grad, positions, torch.float64, groups[replica])
         expected = _reference((q, k, v), grad)
         for part, whole in zip(found, expected):
             assert part.isfinite().all()
@@ -118,27 +122,34 @@ def test_any_order_in_memory_will_do_and_shapes_that_do_not_fit_are_named(method
         torch.testing.assert_close(METHODS[method](*other), expected)
     with torch.autocast("cpu", torch.bfloat16):
         assert METHODS[method](q, k, v.bfloat16()).dtype == torch.bfloat16
-    for wrong in ((q[:, :3], k[:, :2], v[:, :2]), (q, k, v[:, :2]), (q, k[:, :, :1], v[:, :, :1])):
-        with pytest.raises(ValueError, match="cannot be dealt out|not alike but for heads"):
-            METHODS[method](*wrong)
-    with pytest.raises(ValueError, match="bfloat16"):
-        METHODS[method](q, k.bfloat16(), v)
+    zeros, short = torch.zeros(1, 3, 4, 4), (x[:, :, :3] for x in (q, k, v))
+    wrong = {
+        "cannot be dealt out|not alike but for heads": (q[:, :3], k[:, :2], v[:, :2]),
+        "not alike but for heads": (q, k, v[:, :2]),
+        r"q, k and v are \(2, 4, 4, 8\)": (q, k[:, :, :1], v[:, :, :1]),
+        "bfloat16": (q, k.bfloat16(), v),
+        "seq_len=6 is not 4 equal chunks for cp=2": short,
+    }
+    wrong |= {"heads=3 and kv_heads=3 .* cp=2": 3 * [zeros]} if method == "ulysses" else {}
+    for message, tensors in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            METHODS[method](*tensors)
 
 
 # ---- who has what, and how much work that is -----------------------------------------------------
-
-
-@on_ranks(4)
-def test_zig_zag_gives_rank_r_chunks_r_and_2p_minus_1_minus_r():
-    expected = [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
-    assert context_positions(16).tolist() == expected[dist.get_rank()]
-    assert _positions(4, 16) == expected
 
 
 def _positions(P, T):
     """Of each rank."""
     chunks = np.split(np.arange(T), 2 * P)
     return [[*chunks[rank], *chunks[-1 - rank]] for rank in range(P)]
+
+
+@on_ranks(4)
+def test_zig_zag_gives_rank_r_chunks_r_and_2p_minus_1_minus_r():
+    expected = [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
+    assert _positions(4, 16) == expected
+    assert context_positions(16).tolist() == expected[dist.get_rank()]
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -252,7 +263,7 @@ def test_the_peak_memory_of_a_rank_falls_as_1_over_p_and_grows_as_the_sequence()
     assert gathered[1024] <= 2.05 * gathered[512]
 
 
-# ---- NCCL's rules, groups, errors ----------------------------------------------------------------
+# ---- NCCL's rules --------------------------------------------------------------------------------
 
 
 def _recorded(method):
@@ -266,29 +277,3 @@ def _recorded(method):
 @every_method
 def test_no_method_would_hang_on_nccl(method):
     replay(run(4, _recorded, method))
-
-
-@on_ranks(4)
-def test_groups_side_by_side():
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    dist.barrier()
-    mine = dist.get_rank() % 2
-    torch.manual_seed(mine)
-    tensors = [torch.randn(1, 2, 8, 4, dtype=torch.float64) for _ in range(3)]
-    grad = torch.randn(1, 2, 8, 4, dtype=torch.float64)
-    positions = context_positions(8, groups[mine])
-    expected = _reference(tensors, grad)
-    for method in METHODS:
-        found = _attend(method, tensors, grad, positions, torch.float64, groups[mine])
-        for part, whole in zip(found, expected):
-            torch.testing.assert_close(part, whole[:, :, positions], rtol=1e-10, atol=1e-10)
-
-
-@on_ranks(2)
-def test_lengths_and_heads_that_cannot_be_split_are_named():
-    q, k = torch.zeros(1, 4, 3, 4), torch.zeros(1, 2, 3, 4)
-    for method in METHODS.values():
-        with pytest.raises(ValueError, match="seq_len=6 is not 4 equal chunks for cp=2"):
-            method(q, k, k)
-    with pytest.raises(ValueError, match="heads=3 and kv_heads=3 .* cp=2"):
-        ulysses_attention(*3 * [torch.zeros(1, 3, 4, 4)])

@@ -40,20 +40,24 @@ def _equal(found, expected, name="", tolerance=1e-11):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=message)
 
 
+def _close(found, expected, name):
+    assert (found.double() - expected).norm() <= 0.03 * expected.norm(), name
+
+
 # ---- a layer against the loop --------------------------------------------------------------------
 
 
-def _reference(layer, E, idle=False, **options):
+def _reference(layer, E, idle=False, dtype=torch.float64, **options):
     """A ReferenceMoE of E experts with random parameters, of which `layer` takes its part.
 
-    idle: all tokens choose the first k experts.
+    idle: all tokens choose the first k experts. dtype: of which the parameters are numbers.
     """
     torch.manual_seed(99)
     router = layer.router
     hidden, top_k, score = router.weight.shape[1], router.top_k, router.score
     plain = ReferenceMoE(hidden, E, top_k, score, **options).double()
     for parameter in plain.parameters():
-        nn.init.normal_(parameter, std=0.4)
+        parameter.data.normal_(std=0.4).copy_(parameter.data.to(dtype))
     if idle:
         nn.init.zeros_(plain.router.weight)  # ties: the lowest wins
     layer.double()
@@ -74,6 +78,8 @@ CASES = {
     "of 2 of 4 groups": dict(E=12, top_k=4, score="sigmoid", n_group=4, topk_group=2),
     "losses": dict(E=12, top_k=2, losses=(0.3, 0.2)),
 }
+LOW = dict(E=24, top_k=2, losses=(0.3, 0.2), shared_experts=1)
+CASES |= {how: LOW for how in ("autocast", "bf16", "bf16, summed in fp32")}
 
 
 # ranks of ep and dp, how many of ep's share a node, and how many neighbours have the same tokens
@@ -85,14 +91,20 @@ LAYOUTS += [(4, 1, 2, 1), (6, 1, 2, 1), (2, 1, 0, 2), (1, 2, 0, 2), (2, 2, 0, 2)
 @pytest.mark.parametrize("ep, dp, per_node, tp", LAYOUTS)
 @on_ranks(lambda ep, dp, **_: ep * dp)
 def test_output_and_gradients_are_those_of_a_loop(ep, dp, per_node, tp, case):
-    """Output, input gradient and every parameter's, of ranks with 5, 0, 3 ... tokens."""
+    """Output, input gradient and every parameter's, of ranks with 5, 0, 3 ... tokens.
+
+    In 16 bit but for a few per cent.
+    """
     rank, world_size = rank_and_size()
     ep_group, same_group = _groups(ep)
     options = dict(CASES[case])
     E, losses = options.pop("E"), options.pop("losses", (0, 0))
     E -= E % ep  # 63 of 64 over 3 ranks
-    D, factor = 4, options.get("capacity_factor")
+    is_low, autocast = CASES[case] is LOW, case == "autocast"
+    dtype = torch.bfloat16 if is_low else torch.float64
+    D, factor = 16 if is_low else 4, options.get("capacity_factor")
     of_plain = {
+        "dtype": dtype,
         "idle": options.pop("idle", False),
         "shared": options.get("shared_experts", 0),
         "factor": factor,
@@ -106,8 +118,12 @@ def test_output_and_gradients_are_those_of_a_loop(ep, dp, per_node, tp, case):
     uneven = losses == (0, 0) and tp == 1
     sizes = [(5, 0, 3, 8, 1, 2)[r % 6] if uneven else 4 for r in range(world_size)]
     torch.manual_seed(7)
-    whole, grad = torch.randn(2, sum(sizes), D, dtype=torch.float64)
+    whole, grad = torch.randn(2, sum(sizes), D).to(dtype).double()
     plain = _reference(layer, E, **of_plain)
+    layer.to(torch.float32 if autocast else dtype)
+    summed = torch.bfloat16 if case == "bf16" else torch.promote_types(dtype, torch.float32)
+    for parameter in layer.parameters():
+        parameter.grad_dtype = summed
     calls = sizes if factor else [sum(sizes)]  # capacity is of each rank's tokens
     inputs = [x.clone().requires_grad_() for x in whole.split(calls)]
     outputs = torch.cat([plain(x) for x in inputs if len(x)])
@@ -116,50 +132,20 @@ def test_output_and_gradients_are_those_of_a_loop(ep, dp, per_node, tp, case):
 
     first = rank - rank % tp
     mine = slice(sum(sizes[:first]), sum(sizes[: first + tp]))
-    x = whole[mine].clone().requires_grad_()
-    y = layer(x)
-    y.backward(grad[mine])
-    _equal(y, outputs[mine].detach(), "output")
-    _equal(x.grad, input_grad[mine], "input")
+    x = whole[mine].to(torch.float32 if autocast else dtype, copy=True).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = layer(x)
+    assert y.dtype == dtype
+    y.backward(grad[mine].to(dtype))
+    compare = _close if is_low else _equal
+    compare(y, outputs[mine].detach(), "output")
+    compare(x.grad, input_grad[mine], "input")
     for name, parameter in layer.named_parameters():
-        dist.all_reduce(parameter.grad, group=same_group if "experts" in name else None)
-        full = plain.get_parameter(name).grad
+        assert parameter.grad.dtype == summed
+        total, full = parameter.grad.double(), plain.get_parameter(name).grad
+        dist.all_reduce(total, group=same_group if "experts" in name else None)
         local = full.chunk(ep)[rank_and_size(ep_group)[0]] if "experts" in name else full
-        _equal(parameter.grad, local, name)
-
-
-@pytest.mark.parametrize("how", ["autocast", "bf16", "bf16, summed in fp32"])
-@on_ranks(2)
-def test_gradients_in_bf16_are_those_of_the_loop_but_for_a_few_per_cent(how):
-    """Of each parameter, and of the input: the loop's in fp64, but for a few per cent."""
-    rank, ep = rank_and_size()
-    options = {"balance_coefficient": 0.3, "z_coefficient": 0.2, "balance_groups": (None,)}
-    layer = MoE(16, 64, 8, 2, shared_experts=1, **options)
-    plain = _reference(layer, 8, shared=1, losses=(0.3, 0.2))
-    for parameter in plain.parameters():
-        parameter.data = parameter.data.bfloat16().double()
-    torch.manual_seed(3)
-    whole, grad = torch.randn(2, 12 * ep, 16).bfloat16().double()
-    expected = plain(whole.requires_grad_())
-    torch.autograd.backward([expected, plain.loss], [grad, None])
-    x, layer = whole.detach().chunk(ep)[rank].bfloat16(), layer.bfloat16()
-    if how == "autocast":
-        x, layer = x.float(), layer.float()
-    for parameter in layer.parameters() if how == "bf16, summed in fp32" else ():
-        parameter.grad_dtype = torch.float32
-    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
-        y = layer(x.requires_grad_())
-    assert y.dtype == torch.bfloat16
-    y.backward(grad.chunk(ep)[rank].bfloat16())
-    pairs = [(y, expected.chunk(ep)[rank]), (x.grad, whole.grad.chunk(ep)[rank])]
-    for name, parameter in layer.named_parameters():
-        assert parameter.grad.dtype == (torch.bfloat16 if how == "bf16" else torch.float32)
-        full, local = plain.get_parameter(name).grad, parameter.grad.double()
-        if "experts" not in name:
-            dist.all_reduce(local)
-        pairs.append((local, full.chunk(ep)[rank] if "experts" in name else full))
-    for found, correct in pairs:
-        assert (found.double() - correct).norm() < 0.03 * correct.norm()
+        compare(total, local, name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -203,37 +189,29 @@ OPTIONS = [
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("per_node", [0, 2])
-@on_ranks(lambda per_node, **_: per_node * 2 or 2)
-def test_the_host_waits_once_a_hop_in_forward_and_not_in_backward(per_node, options, dtype):
+@pytest.mark.parametrize("per_node, launched", [(0, (3, 2)), (2, (8, 5))])
+@on_ranks(4)
+def test_the_host_waits_once_a_hop_in_forward_and_not_in_backward(
+    per_node, launched, options, dtype
+):
+    """A layer launches three batches forward and two backward, or eight and five in two hops."""
     once = {"tolist": 2 if per_node else 1}
-    layer = MoE(16, 64, 8, 2, nodes=_nodes(per_node), **options).to(dtype)
+    layer = MoE(16, 64, 12, 2, nodes=_nodes(per_node), **options).to(dtype)
     x = torch.randn(5, 16, dtype=dtype, requires_grad=True)
     layer(x).sum().backward()
     for again in (False, True):
-        with waits() as forward:
+        with waits() as forward, batches() as before:
             y = recompute(layer, x) if again else layer(x)
-        with waits() as backward:
+        with waits() as backward, batches() as after:
             y.sum().backward()
         assert forward == once and backward == (once if again else {})
+        counts = 2 * bool(options.get("balance_groups"))  # an all-reduce, where there is a backward
+        total = launched[0] + counts * (not again), launched[1] + (launched[0] + counts) * again
+        assert (before["batches"], after["batches"]) == total
+        assert per_node or not before["off 16"] + after["off 16"]
     with waits() as update:
-        layer.router.update_bias(layer.tally[:8])
+        layer.router.update_bias(layer.tally[:12])
     assert not update
-
-
-@pytest.mark.parametrize("per_node, expected", [(0, (3, 2)), (2, (8, 5))])
-@on_ranks(4)
-def test_a_layer_launches_three_batches_forward_and_two_backward_or_eight_and_five_in_two_hops(
-    per_node, expected
-):
-    layer = MoE(16, 64, 12, 3, nodes=_nodes(per_node))
-    x = torch.randn(5, 16, requires_grad=True)
-    with batches() as count:
-        y = layer(x)
-        forward = count["batches"]
-        y.sum().backward()
-    assert not count["off 16"] or per_node
-    assert (forward, count["batches"] - forward) == expected
 
 
 @pytest.mark.parametrize("poisoned", ["router.weight", "experts.w_in", None])
@@ -373,12 +351,9 @@ def test_in_two_hops_a_token_crosses_to_a_node_once(nodes, local):
     per_row, counts = 8 * (D + 2 * k) + 8 * D, 16 * (nodes - 1) * P
     assert sum(nbytes) == sum(two) * per_row + counts
     assert sum(two) <= sum(one)
-
-
-def test_top_8_of_256_over_4_of_8_nodes_sends_half_of_the_rows_between_nodes():
-    """DeepSeek-V3."""
-    one, two, _ = zip(*run(8, _across, 8, 32, 8, 256, 8, 4))
-    assert 0.45 < sum(two) / sum(one) < 0.6
+    if P == 8:  # DeepSeek-V3's top 8 of 256, over 4 of 8 nodes: half of the rows
+        one, two, _ = zip(*run(P, _across, 8, 32, 8, 256, 8, 4))
+        assert 0.45 < sum(two) / sum(one) < 0.6
 
 
 # ---- balance -------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hybrid
 import reference_gpt
-from collectives import count_bytes, rank_and_size
-from ranks import least_bytes, on_ranks
+from collectives import rank_and_size
+from ranks import on_ranks
 from sequence_parallel import activation_bytes, dropout, recompute, sequence_parallel_mlp
-from tensor_parallel import attention, tensor_parallel_layer_bytes
+from tensor_parallel import attention
 from transformer import Peak, TransformerLayer, norm_bytes, saved_bytes, unfused_attention
 
 MODES = ["none", "selective", "full"]
@@ -64,18 +64,6 @@ def test_recomputation_replays_dropout(sequence_parallel):
         assert all(map(torch.equal, results[0], other))
 
 
-def test_recomputation_runs_under_the_autocast_of_forward():
-    linear, x, grads = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True), []
-    for function in (linear, partial(recompute, linear)):
-        linear.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = function(x)
-        assert y.dtype == torch.bfloat16
-        y.sum().backward()
-        grads.append(linear.weight.grad.clone())
-    assert torch.equal(*grads)
-
-
 def test_what_recomputation_cannot_do_is_an_error_and_leaves_no_gradient():
     linear, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"\.grad\(\)"):
@@ -89,19 +77,25 @@ def test_what_recomputation_cannot_do_is_an_error_and_leaves_no_gradient():
         assert torch.equal(recompute(linear, x), linear(x))
 
 
-def test_a_recomputed_function_runs_twice_and_keeps_its_inputs_only():
-    runs, x, y = [], torch.randn(5, 3, requires_grad=True), torch.randn(5, 3)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_recomputed_function_runs_twice_alike_and_keeps_its_inputs_only(autocast):
+    runs, linear, x, y = [], nn.Linear(3, 3), torch.randn(5, 3), torch.randn(5, 3)
 
     def function(x, y):
-        runs.append(torch.is_grad_enabled())
-        return (x.exp() * y).sin().sum()
+        runs.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        return (linear(x) * y).sin()
 
-    with saved_bytes() as count:
-        output = recompute(function, x, y)
-        kept = count()
-    output.backward()
-    assert runs == [False, True] and kept == x.nbytes + y.nbytes
-    torch.testing.assert_close(x.grad, (x.exp() * y).cos() * y * x.exp())
+    grads, dtype = [], torch.bfloat16 if autocast else torch.float32
+    for run in (function, partial(recompute, function)):
+        own = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), saved_bytes() as count:
+            output = run(own, y.to(dtype))
+        assert output.dtype == dtype
+        output.sum().backward()
+        grads.append([own.grad, linear.weight.grad])
+        linear.zero_grad()
+    assert runs == [(True, autocast), (False, autocast), (True, autocast)]
+    assert count() == x.nbytes + y.to(dtype).nbytes and all(map(torch.equal, *grads))
 
 
 @on_ranks(1)
@@ -179,24 +173,6 @@ def test_fused_attention_keeps_no_scores():
     claimed = activation_bytes(B, T, D, H, tp, True, "selective") - masks + log_sum_exp
     for k in (1, 2, 4):
         assert bytes_of(attention, k) == k * (claimed + norm_bytes(B, T, tp, True))
-
-
-# ---- bytes on the wire ---------------------------------------------------------------------------
-
-
-@every_mode
-@split_or_not
-@on_ranks(1, 2, 3)
-def test_a_layer_sends_8_b_s_h_or_10_in_parts_and_half_of_8_more_if_all_is_recomputed(
-    sequence_parallel, mode
-):
-    (B, T, D, _), (_, tp) = SIZES, rank_and_size()
-    x = torch.randn(T // tp if sequence_parallel else T, B, D, requires_grad=True)
-    with least_bytes(), count_bytes() as traffic:
-        _layer(sequence_parallel, mode)(x).sum().backward()
-    claimed = tensor_parallel_layer_bytes(B, T, D, tp, 4, sequence_parallel)
-    again = tensor_parallel_layer_bytes(B, T, D, tp, 4) // 2 if mode == "full" else 0
-    assert traffic.bytes() == claimed + again
 
 
 def test_dropout_keeps_a_mask_of_a_byte_and_scales_what_is_left():

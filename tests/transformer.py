@@ -35,7 +35,7 @@ class TransformerLayer(nn.Module):
     p: the probability of dropout, in attention's weights and before each residual connection.
     attention_fn(q, k, v, p): attention itself.
     mode: what is recomputed, "none", "selective" or "full".
-    options: those of ParallelOptions; with sequence_parallel T is a rank's part.
+    options: those of parallel_linear(); with sequence_parallel T is a rank's part.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TransformerLayer(nn.Module):
         self.mlp.c_fc = ColumnParallelLinear(hidden, 4 * hidden, **options)
         self.mlp.gelu = nn.GELU(approximate="tanh")
         self.mlp.c_proj = RowParallelLinear(4 * hidden, hidden, **options)
-        if self.mlp.c_fc.options.sequence_parallel:
+        if options.get("sequence_parallel"):
             for norm in (self.ln_1, self.ln_2):
                 mark_partial(norm)
 
