@@ -102,7 +102,7 @@ def shares_of(config, schedule, pp, chunks):
         return [Share(layers, 1, 1)]
     head = 2 * config.hidden * config.vocab_size / sum(forward_flops(config, portion_of(config)))
     cost = lambda last: max(math.ceil((layers - last) / (stages - 1)), last + head)
-    last = min(range(layers // stages, 0, -1), key=cost, default=0)
+    last = min(range(layers // stages, -1, -1), key=cost)
     others = (layers - last) / (stages - 1)
     least, most, rest = int(own * others), math.ceil(own * others), (own - 1) * others
     middle = Share(most, behind=pp - 1 - (least < most))

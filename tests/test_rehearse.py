@@ -190,7 +190,7 @@ def test_a_model_of_the_literature_has_its_sizes_but_for_those_that_are_given():
     [
         ("--rank 8 --gpus 8", "--rank 8 is not one of --gpus 8"),
         ("--rank -1", "--rank: -1 is not in [0, inf)"),
-        ("--gpus 8 --tp 3", "--pp 1 x --dp 2 x --cp 1 x --tp 3 is not the number of processes, 8"),
+        ("--gpus 8 --tp 3", "--pp 1 * --dp 2 * --cp 1 * --tp 3 is not 8 processes"),
         ("--model gpt-5", "--model: invalid choice: 'gpt-5'"),
     ],
 )
