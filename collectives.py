@@ -20,14 +20,14 @@ exchange(): a batch of sends and receives that progress together. D bytes is the
     scatter                rank r the root's tensor r; root sends     (P-1)/P D       1
     gather                 the root everybody's; it sends nothing     D/P             1
 
-2(P-1)/P D is the least that any all-reduce can send. With async_op=True an operation runs while the
-caller computes: gloo's (for CPUs) in a thread of the group's, NCCL's (for GPUs) on a side stream;
-else the caller waits. In backward a collective is a collective: see copy_to_group() and its like.
+2(P-1)/P D is the least that any all-reduce can send. With async_op=True an operation overlaps with
+what the caller computes, in a thread (gloo, for CPUs) or on a side stream (NCCL, for GPUs); else
+the caller waits. In backward a collective is a collective: see copy_to_group() and its like.
 
 Names and meaning are torch.distributed's: all_gather_single and reduce_scatter_single are what most
-know as all_gather_into_tensor and reduce_scatter_tensor. What differs: a group's operations run one
-after the other; tensors need not be contiguous; all_gather takes unlike lengths; reduce leaves the
-others' tensors alone; a rank outside the group gets a ValueError; there are no bitwise reductions.
+know as all_gather_into_tensor and reduce_scatter_tensor. Here a group's operations run one after
+the other; tensors need not be contiguous; all_gather takes unlike lengths; reduce leaves the
+others' tensors alone; a rank outside the group gets a ValueError; no reduction is bitwise.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
@@ -172,10 +172,10 @@ class Operation:
             return lambda: None
         self.tell("post", sends, receives)
         if self.on_nccl:
-            ends = [(dist.irecv, *message) for message in receives]
-            ends += [(dist.isend, *message) for message in sends]
-            batch = [dist.P2POp(do, t, group=self.group, group_peer=r) for do, t, r in ends]
-            peers = [peer for *_, peer in ends]
+            how = partial(dist.P2POp, group=self.group)
+            batch = [how(dist.irecv, tensor, group_peer=peer) for tensor, peer in receives]
+            batch += [how(dist.isend, tensor, group_peer=peer) for tensor, peer in sends]
+            peers = [peer for _, peer in (*receives, *sends)]
             works = self.attempt(peers, dist.batch_isend_irecv, batch)
             return partial(self.wait, [(peers, work) for work in works])
         works, staged, tag = [], [], EXCHANGE_TAG + (self.name != "exchange")
@@ -239,9 +239,8 @@ def observe(listener):
 # ---- at once, or while Python computes -----------------------------------------------------------
 #
 # A group's operations run strictly one after the other, and each reads its inputs when its turn
-# comes: at once if nothing is pending, else in the background. That means
-#   gloo   a thread of the group's: a batch is only complete when somebody has waited for it;
-#   NCCL   a side stream of the group's: there waiting orders streams and blocks nobody.
+# comes: at once if nothing is pending, else in the background: for gloo, whose messages somebody
+# must wait for, in a thread of the group's; for NCCL, whose waits block no host, on a side stream.
 
 
 class Work:
@@ -262,13 +261,11 @@ class Work:
 
 
 class _Thread:
-    """A group's thread, which does what is submitted in turn until the group, or Python, ends.
-
-    finish(), is_completed(): wait for the last of what was submitted; whether that is over.
-    """
+    """A group's thread, which does what is submitted in turn until the group, or Python, ends."""
 
     def __init__(self, group):
-        self.calls, self.finish, self.is_completed = SimpleQueue(), lambda: None, lambda: True
+        self.calls = SimpleQueue()
+        self.finish, self.is_completed = lambda: None, lambda: True  # of the last one submitted
         self.thread = threading.Thread(target=self.run, daemon=True)
         weakref.finalize(group, self.end)
 
@@ -338,16 +335,13 @@ class _Stream:
 
 SEGMENT = 1 << 20  # bytes of a chunk that travel in one message
 WINDOW = 3  # segments under way
-# On multiples of so many bytes begin messages, and tensors in buffers: a GPU reads 128 at once, and
-# grouped products, and NCCL for its quick copies, want pointers on 16.
-ALIGNMENT = 128
+ALIGNMENT = 128  # bytes that a GPU reads at once; grouped products, and NCCL to be quick, want 16
 
 
 def take_turns(algorithms, operation):
     """Run algorithms, WINDOW of them at a time: the one that began its step first goes on first.
 
-    All ranks do so in the same order: the k-th message that rank 0 posts for rank 1 is the k-th
-    that rank 1 expects of rank 0.
+    So do all ranks: the k-th message that rank 0 posts for rank 1 is the k-th expected there.
     """
     waiting, under_way = deque(algorithms), deque()
     most = 1 if operation.on_nccl else WINDOW  # a stream runs one batch after the other
@@ -364,7 +358,7 @@ def take_turns(algorithms, operation):
 def _cut(flat, parts, P=1):
     """A flat tensor in so many parts, each of which begins on a multiple of 128 P bytes.
 
-    10 x 128 bytes in 4 parts: 2, 3, 2 and 3 x 128 bytes. A tensor of few bytes has empty parts.
+    10 x 128 bytes in 4 parts: 2, 3, 2 and 3 x 128 bytes; of few bytes some parts are empty.
     """
     if parts == 1:
         return [flat]
@@ -426,10 +420,7 @@ def _ring_all_gather(chunks, rank):
 
 
 def _pairwise(outgoing, arriving, rank):
-    """outgoing[r] to every other rank r, arriving[r] from it; MOST_PEERS to a step.
-
-    Message k goes to the rank k further on, and comes from the one k back: see the steps above.
-    """
+    """outgoing[r] to every other rank r, next ones first, and arriving[r] from it. 1 step."""
     P = len(outgoing)
     for first in range(1, P, MOST_PEERS):
         batch = range(first, min(first + MOST_PEERS, P))
@@ -438,10 +429,7 @@ def _pairwise(outgoing, arriving, rank):
 
 
 def _direct_reduce_scatter(chunks, output, add, rank):
-    """Every chunk to its rank, which adds in the order of ranks. 1 step.
-
-    `output` may be the own chunk: it is read before it is written. Alone, a rank copies.
-    """
+    """Every chunk to its rank, which adds in the order of ranks; alone it copies. 1 step."""
     parts = [chunk if r == rank else torch.empty_like(output) for r, chunk in enumerate(chunks)]
     yield from _pairwise(chunks, parts, rank)
     total, *others = parts
@@ -459,8 +447,6 @@ def _direct_all_gather(chunks, rank):
 
 def _halving(chunks, output, add, rank):
     """Reduce-scatter among 2^k ranks by swapping halves of sums, then quarters ... log2(P) steps.
-
-    Its scratch is 3/4 of the tensor, where that of a ring is 2/P.
 
         rank        0              1              2              3
         step 0   c01: 0+2       c01: 1+3       c23: 0+2       c23: 1+3       (partner = rank xor 2)
@@ -515,9 +501,9 @@ def _hierarchical_reduce_scatter(chunks, output, add, rank, ranks_per_node):
     inside, across = range(node * I, node * I + I), range(local_rank, P, I)
     sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::I]]
     nodes = [chunks[first : first + I] for first in range(0, P, I)]
-    steps = [_direct_reduce_scatter(n, total, add, local_rank) for n, total in zip(nodes, sums)]
-    yield from _among(inside, _together(steps, I))
-    yield from _among(across, _ring_reduce_scatter(sums, output, add, node))
+    direct = [_direct_reduce_scatter(n, total, add, local_rank) for n, total in zip(nodes, sums)]
+    yield from _among(inside, direct)
+    yield from _among(across, [_ring_reduce_scatter(sums, output, add, node)])
 
 
 def _hierarchical_all_gather(chunks, rank, ranks_per_node):
@@ -525,25 +511,17 @@ def _hierarchical_all_gather(chunks, rank, ranks_per_node):
     P, I = len(chunks), ranks_per_node
     node, local_rank = divmod(rank, I)
     inside, across = range(node * I, node * I + I), range(local_rank, P, I)
-    yield from _among(across, _ring_all_gather(chunks[local_rank::I], node))
     nodes = [chunks[first : first + I] for first in range(0, P, I)]
-    yield from _among(inside, _together([_direct_all_gather(n, local_rank) for n in nodes], I))
+    yield from _among(across, [_ring_all_gather(chunks[local_rank::I], node)])
+    yield from _among(inside, [_direct_all_gather(n, local_rank) for n in nodes])
 
 
-def _among(ranks, algorithm):
-    """An algorithm, written for ranks 0 to P-1, among these."""
-    for sends, receives in algorithm:
-        sends = [(tensor, ranks[peer]) for tensor, peer in sends]
-        yield sends, [(tensor, ranks[peer]) for tensor, peer in receives]
-
-
-def _together(algorithms, world_size):
-    """Algorithms of one step each, as many to a step as MOST_PEERS allows."""
-    most = max(1, MOST_PEERS // world_size)
+def _among(ranks, algorithms):
+    """Algorithms for ranks 0 to P-1, among these, as many together as MOST_PEERS allows."""
+    most = max(1, MOST_PEERS // len(ranks))
     for first in range(0, len(algorithms), most):
         for steps in zip_longest(*algorithms[first : first + most]):
-            sends, receives = zip(*steps)
-            yield sum(sends, []), sum(receives, [])
+            yield [[(t, ranks[r]) for side in sides for t, r in side] for sides in zip(*steps)]
 
 
 _PHASES = {  # reduce-scatter, all-gather
@@ -617,19 +595,18 @@ def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
     Exact where 128 P divides nbytes (or 128 x 2^k, where 2^k of the P ranks halve and double); else
     a chunk may be 128 bytes longer than its share of the tensor, or shorter.
     """
-    D, P, core = nbytes, world_size, 1 << (world_size.bit_length() - 1)
-    rounds, stands_in = core.bit_length() - 1, rank + core < P
-    if algorithm == "naive":
-        return min(1, P - 1), (P - 1) * D
-    if "doubling" not in algorithm:
-        nodes, inside = P // ranks_per_node, ranks_per_node > 1
-        steps = {"direct": P > 1, "ring": P - 1, "hierarchical": inside + nodes - 1}
-        return 2 * steps[algorithm], all_reduce_bytes(D, P)
-    if rank >= core:
+    D, P, I, core = nbytes, world_size, ranks_per_node, 1 << (world_size.bit_length() - 1)
+    rounds, stands_in, least = core.bit_length() - 1, rank + core < P, all_reduce_bytes(D, P)
+    if "doubling" in algorithm and rank >= core:
         return 2, D  # another rank stands in: its tensor goes there, the sum comes back
-    sent = rounds * D if algorithm == "recursive_doubling" else all_reduce_bytes(D, core)
-    steps = rounds if algorithm == "recursive_doubling" else 2 * rounds
-    return steps + 2 * stands_in, sent + stands_in * D
+    return {
+        "naive": (min(1, P - 1), (P - 1) * D),
+        "direct": (2 * min(1, P - 1), least),
+        "ring": (2 * (P - 1), least),
+        "hierarchical": (2 * (min(1, I - 1) + P // I - 1), least),
+        "recursive_doubling": (rounds + 2 * stands_in, (rounds + stands_in) * D),
+        "halving_doubling": (2 * rounds + 2 * stands_in, all_reduce_bytes(D, core) + stands_in * D),
+    }[algorithm]
 
 
 # ---- one at an end: trees, and everyone to one ---------------------------------------------------
@@ -717,17 +694,18 @@ def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
     P, nodes, power_of_two = world_size, world_size // ranks_per_node, world_size.bit_count() == 1
     if P == 1 or on_nccl and nodes == 1:
         return "direct"  # alone, a rank copies; P-1 messages of a batch leave at once
-    names = ["ring"] + ["hierarchical"] * (1 < nodes < P)
-    if on_nccl or nbytes < LONG_BYTES:
-        names += ["recursive_doubling"] * (phases == 2)
-        if power_of_two or phases == 2:
-            names.append("halving_doubling")
-        elif not on_nccl:
-            names.append("direct")
+    short = on_nccl or nbytes < LONG_BYTES
+    possible = {
+        "ring": True,
+        "hierarchical": 1 < nodes < P,
+        "recursive_doubling": short and phases == 2,
+        "halving_doubling": short and (power_of_two or phases == 2),
+        "direct": short and not power_of_two and phases == 1 and not on_nccl,
+    }
     step = 1 << (22 if on_nccl else 17 if nodes == 1 else 14)  # lasts as long as so many bytes
 
     costs = {}
-    for name in names:
+    for name in filter(possible.get, possible):
         steps, sent = all_reduce_cost(name, nbytes, P, ranks_per_node)
         costs[name] = steps * step + sent // (ranks_per_node if name == "hierarchical" else 1)
     return min(costs, key=costs.get)
@@ -753,26 +731,24 @@ def _chosen(operation, nbytes, phases=1, name="auto"):
 def _launch(operation, algorithms, outputs, inputs=(), **options):
     """Do the operation in its group's order. Returns None, or with async_op its Work.
 
-    algorithms(*outputs, *inputs), all of one dimension: what takes turns.
-    options: more of what torch.distributed's operation takes.
+    algorithms(*outputs, *inputs): what takes turns; options: what torch's own takes beside them.
     """
-    tensors, P = (*outputs, *inputs), operation.world_size
+    tensors, count = (*outputs, *inputs), len(outputs)
 
     def run():
         flat = [tensor.detach().contiguous().view(-1) for tensor in tensors]
         if operation.known.by_backend:
-            made, used = flat[: len(outputs)], flat[len(outputs) :]
-            _backend_collective(operation, made, used, **options)
+            _backend_collective(operation, flat[:count], flat[count:], **options)
         else:
             take_turns(algorithms(*flat), operation)
         if operation.op == ReduceOp.AVG and outputs:
-            flat[0].div_(P)
+            flat[0].div_(operation.world_size)
         for tensor, result in zip(outputs, flat):
             if not tensor.is_contiguous():  # then the result is in a copy
                 tensor.detach().copy_(result.view(tensor.shape))
 
     operation.tell("begin")
-    if operation.async_op and P > 1:
+    if operation.async_op and operation.world_size > 1:
         run_to_end = partial(operation.run_to_end, run)
         return Work(operation, *operation.background.submit(run_to_end, tensors))
     if not operation.background.is_completed():
@@ -784,8 +760,7 @@ def _launch(operation, algorithms, outputs, inputs=(), **options):
 def set_backend_collectives(group=None):
     """From now on the group's collectives are the backend's own: a yardstick and an oracle.
 
-    exchange() stays a batch of messages, and what reduce() leaves the others and all_gather() takes
-    is up to the backend. Nobody can count bytes then: inside count_bytes() a RuntimeError says so.
+    What reduce() leaves the others is up to the backend, and nobody counts bytes: RuntimeError.
     """
     operation = Operation("set_backend_collectives", group)
     operation.known.by_backend = operation.world_size > 1
@@ -800,12 +775,9 @@ def _backend_collective(operation, outputs, inputs, **options):
         options["group_dst" if name in ("reduce", "gather") else "group_src"] = root
     if name == "all_reduce" and inputs:
         outputs[0].copy_(inputs.pop())
-    function, arguments = {
-        "all_gather": (dist.all_gather, [outputs, *inputs]),
-        "scatter": (dist.scatter, [*outputs, inputs]),
-        "gather": (dist.gather, [*inputs, outputs]),
-    }.get(name) or (getattr(dist, name), [*outputs, *inputs])
-    function(*arguments, group=operation.group, **options)
+    ends = [flat if len(flat) > 1 else flat[0] for flat in (outputs, inputs) if flat]
+    ends = ends[::-1] if name == "gather" else ends
+    getattr(dist, name)(*ends, group=operation.group, **options)
 
 
 def _check_fits(output, input, found, expected):
@@ -842,10 +814,7 @@ def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
 
 
 def broadcast(tensor, src=0, group=None, async_op=False):
-    """Copy `tensor` of rank `src` to every rank of the group, in place.
-
-    By a tree, or in chunks what is large for NCCL.
-    """
+    """Copy `tensor` of rank `src` to every rank, in place: by a tree; large for NCCL in chunks."""
     operation = Operation("broadcast", group, tensor, async_op, root=src)
     in_chunks = operation.on_nccl and tensor.nbytes > DIRECT_BYTES
     algorithm = _scatter_all_gather if in_chunks else _tree_broadcast
@@ -937,8 +906,8 @@ def all_to_all_single(
         outputs[rank].copy_(inputs[rank])
         return [_pairwise(inputs, outputs, rank)]
 
-    sizes = {"output_split_sizes": received, "input_split_sizes": sent}
-    return _launch(operation, algorithms, [output], [input], **sizes)
+    splits = {"output_split_sizes": received, "input_split_sizes": sent}
+    return _launch(operation, algorithms, [output], [input], **splits)
 
 
 def _split_sizes(tensor, split_sizes, world_size):
@@ -967,12 +936,10 @@ def _device(group):
 # ---- derivatives: the backward of a collective is a collective -----------------------------------
 #
 # What all ranks use alike has its whole gradient on each. What each rank uses in its own way has a
-# part of its gradient on each, and the parts must be summed. Two layers that share an input x on 2
-# ranks: if each rank multiplies x by its own half of the columns of W, then dL/dx of a rank is that
-# half's part, and the two are summed; if each multiplies x by the same norm's weights, both have
-# the same dL/dx, and to sum them would count it twice.
-#
-# No function changes its input, and all but _identity() return memory of their own.
+# part of its gradient on each, and the parts must be summed. If each of 2 ranks multiplies the same
+# x by its own half of the columns of W, then dL/dx of a rank is that half's part, and the two are
+# summed; if each multiplies x by the same norm's weights, both have the same dL/dx, and to sum them
+# would count it twice. No function changes its input; all but _identity() return new memory.
 
 
 def _identity(x, group):
@@ -992,9 +959,8 @@ def _all_gathered(x, dim, group):
 
 
 def _own_chunk(x, dim, group):
-    rank, P = rank_and_size(group)
-    own = x.unflatten(dim, (P, -1)).select(dim, rank)
-    return own.clone(memory_format=torch.contiguous_format)
+    chunks = x.unflatten(dim, (dist.get_world_size(group), -1))
+    return chunks.select(dim, dist.get_rank(group)).clone(memory_format=torch.contiguous_format)
 
 
 def _reduce_scattered(x, dim, group):
@@ -1110,7 +1076,7 @@ def _run_rank(rank, world_size, init_method, function):
 def set_ranks_per_node(ranks_per_node, group=None):
     """Tell how many consecutive ranks of the group share a node: all of them, unless told fewer.
 
-    If the number does not divide the group, its nodes are unlike: nothing goes node by node.
+    If that does not divide the group, nothing goes node by node.
     """
     operation = Operation("set_ranks_per_node", group)
     ranks = min(ranks_per_node, operation.world_size)
