@@ -738,8 +738,8 @@ def test_the_collectives_of_the_backend_give_the_same_results(async_op):
     group = dist.new_group([0, 1, 2])
     set_backend_collectives(group)
     _check_values([0, 1, 5], [torch.float64, torch.int64], group, async_op, REDUCED, own=True)
-    for name in PAIRS:
-        _check_pair(name, 1, group)
+    for pair in PAIRS:
+        _check_pair(pair, 1, group)
     barrier(group)
     assert gather_objects("a" * dist.get_rank(), group) == ["", "a", "aa"]
 
@@ -1154,24 +1154,18 @@ def test_errors_name_the_values():
 
 # what it does to the list of every rank's x; x is the same on all ranks; y is used alike by all
 PAIRS = {
-    "copy_to_group": (lambda xs, dim: xs, True, False),
-    "reduce_from_group": (lambda xs, dim: [sum(xs)] * len(xs), False, True),
-    "scatter_to_group": (lambda xs, dim: xs[0].chunk(len(xs), dim), True, False),
-    "gather_from_group": (lambda xs, dim: [torch.cat(xs, dim)] * len(xs), False, True),
-    "all_gather_to_group": (lambda xs, dim: [torch.cat(xs, dim)] * len(xs), False, False),
-    "reduce_scatter_to_group": (lambda xs, dim: sum(xs).chunk(len(xs), dim), False, False),
+    copy_to_group: (lambda xs, dim: xs, True, False),
+    reduce_from_group: (lambda xs, dim: [sum(xs)] * len(xs), False, True),
+    scatter_to_group: (lambda xs, dim: xs[0].chunk(len(xs), dim), True, False),
+    gather_from_group: (lambda xs, dim: [torch.cat(xs, dim)] * len(xs), False, True),
+    all_gather_to_group: (lambda xs, dim: [torch.cat(xs, dim)] * len(xs), False, False),
+    reduce_scatter_to_group: (lambda xs, dim: sum(xs).chunk(len(xs), dim), False, False),
 }
-WITHOUT_DIM = {"copy_to_group": copy_to_group, "reduce_from_group": reduce_from_group}
-WITH_DIM = {
-    "scatter_to_group": scatter_to_group,
-    "gather_from_group": gather_from_group,
-    "all_gather_to_group": all_gather_to_group,
-    "reduce_scatter_to_group": reduce_scatter_to_group,
-}
+WITHOUT_DIM = (copy_to_group, reduce_from_group)
 
 
-def _apply(name, x, dim, group):
-    return WITHOUT_DIM[name](x, group) if name in WITHOUT_DIM else WITH_DIM[name](x, dim, group)
+def _apply(pair, x, dim, group=None):
+    return pair(x, group) if pair in WITHOUT_DIM else pair(x, dim, group)
 
 
 def _layouts(x):
@@ -1179,10 +1173,10 @@ def _layouts(x):
     yield x.mT.clone(memory_format=torch.contiguous_format).mT
 
 
-def _check_pair(name, dim, group):
+def _check_pair(pair, dim, group):
     """Values and gradients of y = pair(exp(x)) and loss = sum(weight * y), against one process."""
     rank, world_size = rank_and_size(group)
-    one_process, x_is_alike, y_is_alike = PAIRS[name]
+    one_process, x_is_alike, y_is_alike = PAIRS[pair]
     shape = 2 * world_size, world_size, 3 * world_size
     leaves = _normal(1 if x_is_alike else world_size, *shape).unbind()
     leaves = [leaf.requires_grad_() for leaf in leaves]
@@ -1196,7 +1190,7 @@ def _check_pair(name, dim, group):
     for x in _layouts(xs[rank].detach()):
         x.requires_grad_()
         inside = x.exp()
-        y = _apply(name, inside, dim, group)
+        y = _apply(pair, inside, dim, group)
         torch.testing.assert_close(y, ys[rank], rtol=1e-14, atol=1e-14)
         for grad_output in _layouts(weight):
             (gradient,) = torch.autograd.grad(y, x, grad_output, retain_graph=True)
@@ -1205,36 +1199,21 @@ def _check_pair(name, dim, group):
         _same(inside, x.exp())
 
 
-def _check_pairs(*members):
-    for group in [dist.new_group(ranks) for ranks in members] or [None]:
-        if dist.get_rank(group) >= 0:
-            for name in PAIRS:
-                for dim in range(-3, 3):
-                    _check_pair(name, dim, group)
-
-
 @on_ranks(1, 3)
 def test_the_backward_of_a_backward_is_the_forward():
     """The sum over ranks of y . v, differentiated by x and then by v, is y again."""
     rank, world_size = rank_and_size()
-    for name, (_, x_is_alike, y_is_alike) in PAIRS.items():
+    for pair, (_, x_is_alike, y_is_alike) in PAIRS.items():
         shape = world_size, 2 * world_size
         x = _normal(world_size, *shape)[0 if x_is_alike else rank].requires_grad_()
-        y = _apply(name, x, 0, None)
+        y = _apply(pair, x, 0)
         weight = _normal(world_size, *y.shape, seed=1)[0 if y_is_alike else rank].requires_grad_()
         (gradient,) = torch.autograd.grad(y, x, weight, create_graph=True)
         (again,) = torch.autograd.grad(gradient, weight, x.detach())
         torch.testing.assert_close(again, y.detach())
 
 
-@on_ranks(1, 2, 3, 4)
-def test_pairs_are_those_of_one_process_forward_and_backward():
-    _check_pairs()
-
-
-def _differentiate_all_to_all(*members):
-    groups = [dist.new_group(ranks) for ranks in members] or [None]
-    group = next(group for group in groups if dist.get_rank(group) >= 0)
+def _differentiate_all_to_all(group):
     rank, world_size = rank_and_size(group)
     for seed in range(4):
         sizes = _split_matrix(world_size, seed)
@@ -1260,32 +1239,37 @@ def _differentiate_all_to_all(*members):
             _same(gradient, weights[:, rank])
 
 
+def _check_derivatives(*members):
+    for group in [dist.new_group(ranks) for ranks in members] or [None]:
+        if dist.get_rank(group) >= 0:
+            _differentiate_all_to_all(group)
+            for pair, dim in itertools.product(PAIRS, range(-3, 3)):
+                _check_pair(pair, dim, group)
+
+
 @on_ranks(1, 2, 3, 4)
-def test_all_to_all_is_differentiable_with_splits_and_without():
-    _differentiate_all_to_all()
+def test_derivatives_are_those_of_one_process():
+    _check_derivatives()
 
 
 @on_ranks(5)
-def test_pairs_in_disjoint_groups():
-    _check_pairs([0, 2], [1, 3])
-    _differentiate_all_to_all([0, 3, 4], [1, 2])
+def test_derivatives_in_disjoint_groups():
+    _check_derivatives([0, 2], [1, 3, 4])
 
 
 @on_ranks(1, 2)
 def test_the_result_of_a_pair_may_be_changed_in_place_and_leaves_x_alone():
     """But for copy_to_group(), which is x: autograd refuses."""
-    world_size = dist.get_world_size()
-    for dim, name in itertools.product((0, 1), [*PAIRS, "all_to_all_in_group"]):
-        x = _normal(2 * world_size, 2 * world_size, seed=dist.get_rank()).requires_grad_()
-        kept = x.detach().clone()
-        y = all_to_all_in_group(x) if name == "all_to_all_in_group" else _apply(name, x, dim, None)
-        if name == "copy_to_group":
+    P = dist.get_world_size()
+    for dim, pair in itertools.product((0, 1), [*PAIRS, lambda x, *_: all_to_all_in_group(x)]):
+        x = _normal(2 * P, 2 * P, seed=dist.get_rank()).requires_grad_()
+        kept, y = x.detach().clone(), _apply(pair, x, dim)
+        if pair is copy_to_group:
             with pytest.raises(RuntimeError, match="modified inplace"):
                 y.add_(1)
             continue
         expected = y.detach() + 1
-        y.add_(1)
-        _same(y.detach(), expected)
+        _same(y.add_(1).detach(), expected)
         y.sum().backward()
         with torch.no_grad():
             y.fill_(7)
@@ -1295,9 +1279,9 @@ def test_the_result_of_a_pair_may_be_changed_in_place_and_leaves_x_alone():
 
 @on_ranks(3)
 def test_pairs_of_empty_tensors():
-    for name in PAIRS:
+    for pair in PAIRS:
         x = torch.zeros(0, 3, requires_grad=True)
-        _apply(name, x, 0, None).sum().backward()
+        _apply(pair, x, 0).sum().backward()
         assert x.grad.shape == (0, 3)
 
 
