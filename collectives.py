@@ -49,6 +49,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import islice, zip_longest
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -77,8 +78,6 @@ def ring_all_reduce(tensor, group=None):
 
 # ---- messages ------------------------------------------------------------------------------------
 
-EXCHANGE_TAG = 1 << 30  # beyond a user's tags; so is the next one, that of the collectives
-
 
 def rank_and_size(group=None):
     """This rank inside `group`, and the group's size."""
@@ -102,25 +101,10 @@ def exchange(sends, receives, group=None, async_op=False):
     return Work(operation, finish) if async_op else finish()
 
 
-class _Group:
-    """What is known of a process group beyond what torch knows."""
-
-    def __init__(self, group):
-        self.ranks_per_node = group.size()  # see set_ranks_per_node()
-        self.by_backend = False  # see set_backend_collectives()
-        self.background = {}  # on_nccl -> the _Stream, or _Thread, of asynchronous operations
-
-
 # Both are the module's: torch's groups take no attributes, and autograd calls collectives in
 # threads of its own, which know nothing of their caller's context.
-_GROUPS = weakref.WeakKeyDictionary()  # process group -> _Group
+_GROUPS = weakref.WeakKeyDictionary()  # process group -> what is known of it: see Operation
 _LISTENERS = []  # those of every observe() now open
-
-
-def _check(right, message, *values):
-    """ValueError, with the values in the message, unless all is right."""
-    if not right:
-        raise ValueError(message.format(*values))
 
 
 class Operation:
@@ -133,8 +117,8 @@ class Operation:
 
     def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None):
         """tensor: one of those that travel; op: what reduces them; root: a global rank."""
-        inside = group is not dist.GroupMember.NON_GROUP_MEMBER
-        _check(inside, "{} is called by a rank that is not in the group", name)
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"{name} is called by a rank that is not in the group")
         self.name, self.of, self.async_op, self.op = name, None, async_op, op
         self.group = group = group or dist.group.WORLD
         self.rank, self.world_size = rank_and_size(group)
@@ -142,12 +126,15 @@ class Operation:
         self.listeners = tuple(_LISTENERS)
         carriers = dist.get_backend_config(group)  # a group may have NCCL for GPUs, gloo for CPUs
         self.on_nccl = tensor is not None and f"{tensor.device.type}:nccl" in carriers
-        self.known = known = _GROUPS.get(group) or _GROUPS.setdefault(group, _Group(group))
+        if group not in _GROUPS:  # background: {on_nccl: what runs asynchronous operations}
+            fields = {"ranks_per_node": self.world_size, "by_backend": False, "background": {}}
+            _GROUPS[group] = SimpleNamespace(**fields)
+        self.known = known = _GROUPS[group]
         if self.on_nccl not in known.background:
             known.background[self.on_nccl] = _Stream() if self.on_nccl else _Thread(group)
         self.background = known.background[self.on_nccl]
-        among = root is None or root in self.ranks
-        _check(among, "src or dst={} is not among the group's ranks {}", root, self.ranks)
+        if root is not None and root not in self.ranks:
+            raise ValueError(f"src or dst={root} is not among the group's ranks {self.ranks}")
         self.root = None if root is None else self.ranks.index(root)
 
     def tell(self, event, *messages):
@@ -172,13 +159,13 @@ class Operation:
             return lambda: None
         self.tell("post", sends, receives)
         if self.on_nccl:
-            how = partial(dist.P2POp, group=self.group)
-            batch = [how(dist.irecv, tensor, group_peer=peer) for tensor, peer in receives]
-            batch += [how(dist.isend, tensor, group_peer=peer) for tensor, peer in sends]
+            batch = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=r) for t, r in receives]
+            batch += [dist.P2POp(dist.isend, t, group=self.group, group_peer=r) for t, r in sends]
             peers = [peer for _, peer in (*receives, *sends)]
             works = self.attempt(peers, dist.batch_isend_irecv, batch)
             return partial(self.wait, [(peers, work) for work in works])
-        works, staged, tag = [], [], EXCHANGE_TAG + (self.name != "exchange")
+        tag = (1 << 30) + (self.name != "exchange")  # beyond a user's tags
+        works, staged = [], []
         for tensor, peer in receives:
             buffer = _on_host(tensor)
             staged += [(tensor, buffer)] if buffer is not tensor else []
@@ -222,8 +209,7 @@ def observe(listener):
     """Have listener(event, operation, ...) called for every Operation that begins inside:
 
     begin                     in the caller's thread, when it is called
-    post, sends, receives     before a batch of messages [(tensor, peer in the group)] is posted, in
-                              the thread, or on the stream, that does it
+    post, sends, receives     where messages [(tensor, peer in the group)] are posted, before it
     end                       when it is done, or has failed: an asynchronous one where it runs
 
     Work.wait() is an operation, too: a "wait" `of` another one. So callers wait from begin to end
@@ -258,6 +244,31 @@ class Work:
         waiting.name, waiting.async_op, waiting.of = "wait", False, self._operation
         waiting.tell("begin")
         waiting.run_to_end(self._finish)
+
+
+class _Stream:
+    """A group's stream; made once, as torch hands out a pool of 32 in turn."""
+
+    def __init__(self):
+        self.stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
+        self.pending = deque()  # (event, tensors that are held until the stream has passed it)
+        self.finish, self.is_completed = lambda: None, lambda: True
+
+    def submit(self, run, tensors):
+        while self.pending and self.pending[0][0].query():
+            self.pending.popleft()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            run()
+        event, held = self.stream.record_event(), list(tensors)
+        self.pending.append((event, held))
+
+        def finish():
+            torch.cuda.current_stream().wait_event(event)
+            held.clear()  # whoever uses their memory from now on comes after the event
+
+        self.finish, self.is_completed = finish, event.query
+        return finish, event.query
 
 
 class _Thread:
@@ -302,31 +313,6 @@ class _Thread:
         return finish, self.is_completed
 
 
-class _Stream:
-    """A group's stream, likewise; made once, as torch hands out a pool of 32 in turn."""
-
-    def __init__(self):
-        self.stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
-        self.pending = deque()  # (event, tensors that are held until the stream has passed it)
-        self.finish, self.is_completed = lambda: None, lambda: True
-
-    def submit(self, run, tensors):
-        while self.pending and self.pending[0][0].query():
-            self.pending.popleft()
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            run()
-        event, held = self.stream.record_event(), list(tensors)
-        self.pending.append((event, held))
-
-        def finish():
-            torch.cuda.current_stream().wait_event(event)
-            held.clear()  # whoever uses their memory from now on comes after the event
-
-        self.finish, self.is_completed = finish, event.query
-        return finish, event.query
-
-
 # ---- algorithms take turns -----------------------------------------------------------------------
 #
 # An algorithm is a generator. It yields (sends, receives), goes on when they are complete, and does
@@ -367,7 +353,7 @@ def _cut(flat, parts, P=1):
     return flat.tensor_split([units * part // parts * unit for part in range(1, parts)])
 
 
-# ---- reduce-scatter and all-gather ---------------------------------------------------------------
+# ---- reduce-scatter, all-gather, all-reduce ------------------------------------------------------
 #
 # A sum is either computed on one rank and copied, or on all along orders that mirror each other
 # (a + b is b + a to the bit): all ranks end with the same bits, and a model's replicas rely on it.
@@ -537,9 +523,6 @@ def reduce_scatter_bytes(nbytes, world_size):
     return nbytes * (world_size - 1) // world_size
 
 
-# ---- all-reduce ----------------------------------------------------------------------------------
-
-
 def _recursive_doubling(output, input, add, rank, world_size):
     """Exchange sums with the rank 1 away, then 2, 4 ... away. log2(P) steps of D bytes. P = 4:
 
@@ -557,10 +540,7 @@ def _recursive_doubling(output, input, add, rank, world_size):
 
 
 def _all_reduce(name, output, input, add, rank, world_size, **nodes):
-    """By the algorithm of this name; `output` may be the same memory as `input`.
-
-    Doubling is for 2^k ranks: each rank beyond them has one of them stand in.
-    """
+    """By this algorithm; doubling is for 2^k ranks, of which some stand in for those beyond."""
     core = 1 << (world_size.bit_length() - 1) if "doubling" in name else world_size
     if rank >= core:
         yield [(input, rank - core)], []
@@ -592,8 +572,7 @@ def all_reduce_bytes(nbytes, world_size):
 def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
     """(steps, bytes that this rank sends) of an all-reduce of `nbytes`; rank 0 is the busiest.
 
-    Exact where 128 P divides nbytes (or 128 x 2^k, where 2^k of the P ranks halve and double); else
-    a chunk may be 128 bytes longer than its share of the tensor, or shorter.
+    Exact where 128 P divides nbytes; else a chunk may be 128 bytes longer than its share, or less.
     """
     D, P, I, core = nbytes, world_size, ranks_per_node, 1 << (world_size.bit_length() - 1)
     rounds, stands_in, least = core.bit_length() - 1, rank + core < P, all_reduce_bytes(D, P)
@@ -610,12 +589,10 @@ def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
 
 
 # ---- one at an end: trees, and everyone to one ---------------------------------------------------
-#
-# at: the Operation, of which these need rank, world_size and root.
 
 
 def _tree(at):
-    """A rank's parent and children, farthest first, in a tree of depth log2(P).
+    """The parent and children, farthest first, of an Operation's rank in a tree of depth log2(P).
 
     P = 8    0->4, 0->2 4->6, 0->1 2->3 4->5 6->7       counted from the root
     """
@@ -648,10 +625,7 @@ def _tree_reduce(at, tensor):
 
 
 def _scatter_all_gather(at, tensor):
-    """Broadcast of a large tensor: chunks from the root to their ranks, then once round the ring.
-
-    The root sends 2(P-1)/P D bytes, the others at most (P-1)/P D.
-    """
+    """Chunks from the root to their ranks, then once round the ring: it sends 2(P-1)/P D bytes."""
     chunks = _cut(tensor, at.world_size)
     yield from _scatter(at, chunks[at.rank], *chunks)
     yield from _ring_all_gather(chunks, at.rank)
@@ -687,10 +661,7 @@ LONG_BYTES = 1 << 21  # on gloo such tensors go round in segments: halves of the
 
 @lru_cache(1 << 12)
 def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
-    """The quickest algorithm for a full tensor of `nbytes`.
-
-    phases: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather, half of one.
-    """
+    """The quickest algorithm for a full tensor of `nbytes`; phases: 2, or 1 for half of them."""
     P, nodes, power_of_two = world_size, world_size // ranks_per_node, world_size.bit_count() == 1
     if P == 1 or on_nccl and nodes == 1:
         return "direct"  # alone, a rank copies; P-1 messages of a batch leave at once
@@ -724,15 +695,12 @@ def _chosen(operation, nbytes, phases=1, name="auto"):
 
 # ---- the collectives -----------------------------------------------------------------------------
 #
-# Each returns None, or a Work with async_op. ValueError, with the values, says which sizes do not
-# fit: too short a buffer would abort the process. As in torch.distributed, src and dst are global.
+# Each returns None, or a Work with async_op. ValueError says which sizes do not fit: too short a
+# buffer would abort the process. As in torch.distributed, src and dst are global ranks.
 
 
 def _launch(operation, algorithms, outputs, inputs=(), **options):
-    """Do the operation in its group's order. Returns None, or with async_op its Work.
-
-    algorithms(*outputs, *inputs): what takes turns; options: what torch's own takes beside them.
-    """
+    """Do the operation in its turn, by algorithms(*outputs, *inputs), or torch's with options."""
     tensors, count = (*outputs, *inputs), len(outputs)
 
     def run():
@@ -758,10 +726,7 @@ def _launch(operation, algorithms, outputs, inputs=(), **options):
 
 
 def set_backend_collectives(group=None):
-    """From now on the group's collectives are the backend's own: a yardstick and an oracle.
-
-    What reduce() leaves the others is up to the backend, and nobody counts bytes: RuntimeError.
-    """
+    """Have the group's collectives be the backend's own, a yardstick, whose bytes nobody counts."""
     operation = Operation("set_backend_collectives", group)
     operation.known.by_backend = operation.world_size > 1
 
@@ -781,13 +746,12 @@ def _backend_collective(operation, outputs, inputs, **options):
 
 
 def _check_fits(output, input, found, expected):
-    fits, text = (found, output.dtype), "output has {} elements of {}, input makes {} of {}"
-    _check(fits == (expected, input.dtype), text, *fits, expected, input.dtype)
+    if (found, output.dtype) != (expected, input.dtype):
+        made = f"input makes {expected} of {input.dtype}"
+        raise ValueError(f"output has {found} elements of {output.dtype}, {made}")
 
 
-def all_reduce(
-    tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None
-):
+def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
     """Reduce `tensor` over the group, in place or into `output`; all ranks get the same bits.
 
     op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers).
@@ -882,7 +846,8 @@ def _check_list(operation, tensors, like):
     if operation.root not in (None, operation.rank):
         return []
     count, P, rank = len(tensors or ()), operation.world_size, operation.rank
-    _check(count == P, "{} got a list of {}, not of world_size={}", operation.name, count, P)
+    if count != P:
+        raise ValueError(f"{operation.name} got a list of {count}, not of world_size={P}")
     for tensor in tensors[rank : rank + 1] if operation.root is None else tensors:
         _check_fits(tensor, like, tensor.numel(), like.numel())
     return tensors
@@ -914,8 +879,8 @@ def _split_sizes(tensor, split_sizes, world_size):
     """Elements of `tensor` for each rank, from rows (dim 0) for each rank; equal rows if None."""
     rows, P = len(tensor), world_size
     sizes = split_sizes or [rows // P] * P
-    fits = len(sizes) == P and sum(sizes) == rows
-    _check(fits, "{} rows are not split for world_size={} by sizes {}", rows, P, sizes)
+    if len(sizes) != P or sum(sizes) != rows:
+        raise ValueError(f"{rows} rows are not split for world_size={P} by sizes {sizes}")
     return [size * tensor.numel() // max(1, rows) for size in sizes]
 
 
@@ -984,10 +949,8 @@ _PAIRS = {  # forward, backward; what x is before -> after
     "gather_from_group": (_all_gathered, _own_chunk),  # split -> replicated, used alike
     "all_gather_to_group": (_all_gathered, _reduce_scattered),  # split -> each uses all its way
     "reduce_scatter_to_group": (_reduce_scattered, _all_gathered),  # partial sums -> split
-    "all_to_all_in_group": (  # split one way -> split another
-        _all_to_all,
-        lambda x, into, out_of, group: _all_to_all(x, out_of, into, group),
-    ),
+    # split one way -> split another
+    "all_to_all_in_group": (_all_to_all, lambda x, a, b, group: _all_to_all(x, b, a, group)),
 }
 
 
@@ -1041,14 +1004,14 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
     return _Conjugate.apply(x, _PAIRS["all_to_all_in_group"], *splits, group)
 
 
-# ---- processes and groups ------------------------------------------------------------------------
+# ---- processes, groups, and who listens ----------------------------------------------------------
 
 
 def schedule_as_batch(policy="SCHED_BATCH"):
     """Have this thread, and those it starts from now on, scheduled as batch work (on Linux).
 
-    Call it before the process group is made. A thread of gloo's that preempts the rank it serves
-    spins on a lock that the rank holds, so that a message takes 2-5 ms, not 0.1 ms.
+    To be called before the process group is made: else a thread of gloo's that preempts the rank
+    it serves spins on a lock that the rank holds, and a message takes 2-5 ms, not 0.1 ms.
     """
     if hasattr(os, policy):
         os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
@@ -1074,13 +1037,11 @@ def _run_rank(rank, world_size, init_method, function):
 
 
 def set_ranks_per_node(ranks_per_node, group=None):
-    """Tell how many consecutive ranks of the group share a node: all of them, unless told fewer.
-
-    If that does not divide the group, nothing goes node by node.
-    """
+    """Tell how many consecutive ranks of the group share a node: all of them, unless told fewer."""
     operation = Operation("set_ranks_per_node", group)
     ranks = min(ranks_per_node, operation.world_size)
-    operation.known.ranks_per_node = ranks if operation.world_size % ranks == 0 else 1
+    divides = operation.world_size % ranks == 0  # else nothing goes node by node
+    operation.known.ranks_per_node = ranks if divides else 1
 
 
 def gather_objects(value, group=None):
@@ -1099,8 +1060,8 @@ def check_parameters(named, group=None):
     first, *others = gather_objects([f"{name!r} {told(tensor)}" for name, tensor in named], group)
     for rank, other in enumerate(others, 1):
         for line, expected in zip_longest(other, first, fillvalue="nothing"):
-            text = "rank {} of the group has {}, rank 0 has {}"
-            _check(line == expected, text, rank, line, expected)
+            if line != expected:
+                raise ValueError(f"rank {rank} of the group has {line}, rank 0 has {expected}")
 
 
 def autocasted(x):
@@ -1108,9 +1069,6 @@ def autocasted(x):
     device = x.device.type
     autocasts = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(device)) if autocasts else x
-
-
-# ---- who listens ---------------------------------------------------------------------------------
 
 
 class Traffic:
@@ -1121,9 +1079,8 @@ class Traffic:
 
     def bytes(self, operation=None, group=None, peers=None):
         """Bytes sent by one operation, in one group, to some peers; None stands for all."""
-        among = lambda peer: peers is None or peer in peers
-        of = [m for m in self.sent if operation in (None, m[0]) and group in (None, m[1])]
-        return sum(nbytes for *_, peer, nbytes in of if among(peer))
+        sent = [m for m in self.sent if operation in (None, m[0]) and group in (None, m[1])]
+        return sum(nbytes for *_, peer, nbytes in sent if peers is None or peer in peers)
 
 
 @contextmanager
@@ -1181,11 +1138,10 @@ def _demonstrate():
         dist.group.WORLD.allreduce([expected]).wait()
         with count_bytes() as traffic:
             all_reduce(tensor, algorithm=name)
-        error = (tensor - expected).abs().max()
         steps, sent = all_reduce_cost(name, nbytes, P, ranks_per_node, rank)
         if rank == 0:
             print(f"{name:20}{steps:3} steps, {sent:9} bytes claimed, {traffic.bytes():9} counted,"
-                  f" at most {error:.0e} from gloo's sum")
+                  f" at most {(tensor - expected).abs().max():.0e} from gloo's sum")
 
 
 if __name__ == "__main__":
