@@ -1,9 +1,8 @@
 """Collectives made of messages.
 
 A rank is a process, on a GPU of its own or on CPU cores; a process group is P of them, which share
-nothing: all that a rank can do is send a tensor to another rank and receive one. Everything that
-training needs beyond that is built here from one primitive, exchange(): a batch of sends and
-receives that progress together. D bytes is the full tensor; P = O x I, O nodes of I ranks each.
+nothing: they send tensors to each other. All that training needs is built here from one primitive,
+exchange(): a batch of sends and receives that progress together. D bytes is the full tensor.
 
                            what each rank holds in the end           a rank sends     steps
     all_reduce             everybody the sum of all tensors
@@ -12,7 +11,7 @@ receives that progress together. D bytes is the full tensor; P = O x I, O nodes 
       ring                   reduce-scatter, then all-gather         2(P-1)/P D       2(P-1)
       recursive_doubling     sums swapped with ever farther ranks     log2(P) D       log2(P)
       halving_doubling       the same, with halves, quarters ...     2(P-1)/P D       2 log2(P)
-      hierarchical           direct inside nodes, rings across them  2(P-1)/P D       2 O
+      hierarchical           direct in each of O nodes, rings across 2(P-1)/P D       2 O
     reduce_scatter_single  rank r chunk r of the sum                  (P-1)/P D       1 to P-1
     all_gather_single      everybody every rank's chunk               (P-1)/P D       1 to P-1
     all_to_all_single      rank j every rank's chunk j                (P-1)/P D       1
@@ -21,14 +20,14 @@ receives that progress together. D bytes is the full tensor; P = O x I, O nodes 
     scatter                rank r the root's tensor r; root sends     (P-1)/P D       1
     gather                 the root everybody's; it sends nothing     D/P             1
 
-2(P-1)/P D is the least that any all-reduce can send. With async_op=True an operation runs while the
-caller computes: gloo's (for CPUs) in a thread of the group's, NCCL's (for GPUs) on a side stream;
-else the caller waits. In backward a collective is a collective: see copy_to_group() and its like.
+2(P-1)/P D is the least that any all-reduce can send. With async_op=True an operation overlaps with
+what the caller computes, in a thread (gloo, for CPUs) or on a side stream (NCCL, for GPUs); else
+the caller waits. In backward a collective is a collective: see copy_to_group() and its like.
 
 Names and meaning are torch.distributed's: all_gather_single and reduce_scatter_single are what most
-know as all_gather_into_tensor and reduce_scatter_tensor. What differs: a group's operations run one
-after the other; tensors need not be contiguous; all_gather takes unlike lengths; reduce leaves the
-others' tensors alone; a rank outside the group gets a ValueError; there are no bitwise reductions.
+know as all_gather_into_tensor and reduce_scatter_tensor. Here a group's operations run one after
+the other; tensors need not be contiguous; all_gather takes unlike lengths; reduce leaves the
+others' tensors alone; a rank outside the group gets a ValueError; no reduction is bitwise.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
@@ -46,10 +45,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
-from itertools import islice, product, zip_longest
+from functools import lru_cache, partial
+from itertools import islice, zip_longest
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -78,8 +78,6 @@ def ring_all_reduce(tensor, group=None):
 
 # ---- messages ------------------------------------------------------------------------------------
 
-EXCHANGE_TAG = 1 << 30  # beyond a user's tags; so is the next one, that of the collectives
-
 
 def rank_and_size(group=None):
     """This rank inside `group`, and the group's size."""
@@ -90,10 +88,9 @@ def exchange(sends, receives, group=None, async_op=False):
     """Send and receive several tensors in one batch, whose messages progress together.
 
     sends, receives: lists of (contiguous tensor, peer), peer being a rank of `group`. Any two ranks
-    list the messages between them in the same order and with the same sizes (a message larger than
-    its buffer aborts a gloo rank), and issue the batches that they share in the same order. Empty
-    tensors are not sent. The group's pending operations come first. Returns None, or with async_op
-    a Work, whose wait() completes the batch. A RuntimeError names the peer of what failed.
+    have the messages between them, and the batches, in the same order and of the same sizes (a
+    message larger than its buffer aborts a gloo rank); empty ones are not sent. Pending operations
+    of the group come first. A RuntimeError names the peer of what failed.
     """
     tensor = next((tensor for tensor, _ in (*sends, *receives)), None)
     operation = Operation("exchange", group, tensor, async_op)
@@ -104,25 +101,10 @@ def exchange(sends, receives, group=None, async_op=False):
     return Work(operation, finish) if async_op else finish()
 
 
-class _Group:
-    """What is known of a process group that was used here, until it ends."""
-
-    def __init__(self, group):
-        self.rank, self.world_size = group.rank(), group.size()
-        self.ranks = dist.get_process_group_ranks(group)  # not told once the group is destroyed
-        self.ranks_per_node = self.world_size  # see set_ranks_per_node()
-        self.by_backend = False  # see set_backend_collectives()
-        self.background = {}  # on_nccl -> the thread, or stream, of its asynchronous operations
-
-
-_GROUPS = weakref.WeakKeyDictionary()  # process group -> _Group
+# Both are the module's: torch's groups take no attributes, and autograd calls collectives in
+# threads of its own, which know nothing of their caller's context.
+_GROUPS = weakref.WeakKeyDictionary()  # process group -> what is known of it: see Operation
 _LISTENERS = []  # those of every observe() now open
-
-
-def _check(right, message, *values):
-    """ValueError, with the values in the message, unless all is right."""
-    if not right:
-        raise ValueError(message.format(*values))
 
 
 class Operation:
@@ -135,20 +117,24 @@ class Operation:
 
     def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None):
         """tensor: one of those that travel; op: what reduces them; root: a global rank."""
-        inside = group is not dist.GroupMember.NON_GROUP_MEMBER
-        _check(inside, "{} is called by a rank that is not in the group", name)
-        self.name, self.async_op, self.of, self.op = name, async_op, None, op
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"{name} is called by a rank that is not in the group")
+        self.name, self.of, self.async_op, self.op = name, None, async_op, op
         self.group = group = group or dist.group.WORLD
-        self.known = known = _GROUPS.get(group) or _GROUPS.setdefault(group, _Group(group))
-        self.rank, self.world_size, self.ranks = known.rank, known.world_size, known.ranks
+        self.rank, self.world_size = rank_and_size(group)
+        self.ranks = dist.get_process_group_ranks(group)
         self.listeners = tuple(_LISTENERS)
-        self.on_nccl = tensor is not None and _has_nccl(group, tensor.device.type)
+        carriers = dist.get_backend_config(group)  # a group may have NCCL for GPUs, gloo for CPUs
+        self.on_nccl = tensor is not None and f"{tensor.device.type}:nccl" in carriers
+        if group not in _GROUPS:  # background: {on_nccl: what runs asynchronous operations}
+            fields = {"ranks_per_node": self.world_size, "by_backend": False, "background": {}}
+            _GROUPS[group] = SimpleNamespace(**fields)
+        self.known = known = _GROUPS[group]
         if self.on_nccl not in known.background:
-            known.background[self.on_nccl] = _Stream() if self.on_nccl else _Thread()
+            known.background[self.on_nccl] = _Stream() if self.on_nccl else _Thread(group)
         self.background = known.background[self.on_nccl]
-        if root is not None:
-            text = "src or dst={} is not among the group's ranks {}"
-            _check(root in self.ranks, text, root, self.ranks)
+        if root is not None and root not in self.ranks:
+            raise ValueError(f"src or dst={root} is not among the group's ranks {self.ranks}")
         self.root = None if root is None else self.ranks.index(root)
 
     def tell(self, event, *messages):
@@ -164,31 +150,28 @@ class Operation:
     def post(self, sends, receives):
         """Begin messages [(tensor, peer)] that progress together. Returns what waits for them.
 
-        NCCL takes them as one batch of the stream. gloo has tags, which keep them apart from those
-        of a user, and wants every message to be waited for. It is called through the group's own
-        send() and recv(): dist.isend() and irecv() cost the host almost twice as much.
+        NCCL takes a batch; gloo single messages, with tags that keep them apart from a user's. For
+        gloo, dist.isend() and irecv() would cost the host almost twice as much.
         """
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
-        if sends or receives:
-            self.tell("post", sends, receives)
-        works, staged, tag = [], [], EXCHANGE_TAG + (self.name != "exchange")
+        if not sends and not receives:
+            return lambda: None
+        self.tell("post", sends, receives)
         if self.on_nccl:
-            batch = [(dist.irecv, *message) for message in receives]
-            batch += [(dist.isend, *message) for message in sends]
-            batch = [dist.P2POp(do, t, group=self.group, group_peer=r) for do, t, r in batch]
-            peers = [operation.group_peer for operation in batch]
-            works = self.attempt(peers, dist.batch_isend_irecv, batch) if batch else []
+            batch = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=r) for t, r in receives]
+            batch += [dist.P2POp(dist.isend, t, group=self.group, group_peer=r) for t, r in sends]
+            peers = [peer for _, peer in (*receives, *sends)]
+            works = self.attempt(peers, dist.batch_isend_irecv, batch)
             return partial(self.wait, [(peers, work) for work in works])
+        tag = (1 << 30) + (self.name != "exchange")  # beyond a user's tags
+        works, staged = [], []
         for tensor, peer in receives:
             buffer = _on_host(tensor)
+            staged += [(tensor, buffer)] if buffer is not tensor else []
             works.append(([peer], self.attempt([peer], self.group.recv, [buffer], peer, tag)))
-            if buffer is not tensor:
-                staged.append((tensor, buffer))
         for tensor, peer in sends:
-            buffer = _on_host(tensor)
-            if buffer is not tensor:
-                buffer.copy_(tensor)
+            buffer = _on_host(tensor, tensor)
             works.append(([peer], self.attempt([peer], self.group.send, [buffer], peer, tag)))
         return partial(self.wait, works, staged)
 
@@ -213,14 +196,12 @@ class Operation:
         return f"{where}: rank {self.ranks[self.rank]} {verb} rank {others}"
 
 
-def _has_nccl(group, device_type):
-    """Whether NCCL carries such a device's tensors in the group, which may have gloo for others."""
-    return f"{device_type}:nccl" in dist.get_backend_config(group)
-
-
-def _on_host(tensor):
+def _on_host(tensor, sent=None):
     """gloo cannot send CUDA memory: a pinned host buffer in its place. CPU tensors travel as is."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=True) if tensor.is_cuda else tensor
+    if not tensor.is_cuda:
+        return tensor
+    buffer = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return buffer if sent is None else buffer.copy_(sent)
 
 
 @contextmanager
@@ -228,13 +209,11 @@ def observe(listener):
     """Have listener(event, operation, ...) called for every Operation that begins inside:
 
     begin                     in the caller's thread, when it is called
-    post, sends, receives     before a batch of messages [(tensor, peer in the group)] is posted, in
-                              the thread, or on the stream, that does it
+    post, sends, receives     where messages [(tensor, peer in the group)] are posted, before it
     end                       when it is done, or has failed: an asynchronous one where it runs
 
     Work.wait() is an operation, too: a "wait" `of` another one. So callers wait from begin to end
-    of all that are not asynchronous. An asynchronous exchange ends when it is waited for. The
-    backend's own collectives post nothing.
+    of all that are not asynchronous. An asynchronous exchange ends when it is waited for.
     """
     _LISTENERS.append(listener)
     try:
@@ -246,9 +225,8 @@ def observe(listener):
 # ---- at once, or while Python computes -----------------------------------------------------------
 #
 # A group's operations run strictly one after the other, and each reads its inputs when its turn
-# comes: at once if nothing is pending, else in the background. That means
-#   gloo   a thread of the group's: a batch is only complete when somebody has waited for it;
-#   NCCL   a side stream of the group's: there waiting orders streams and blocks nobody.
+# comes: at once if nothing is pending, else in the background: for gloo, whose messages somebody
+# must wait for, in a thread of the group's; for NCCL, whose waits block no host, on a side stream.
 
 
 class Work:
@@ -268,31 +246,8 @@ class Work:
         waiting.run_to_end(self._finish)
 
 
-class _Thread:
-    """A group's thread. It ends with the group, or before the interpreter does, which waits.
-
-    finish(), is_completed(): wait for the last of what was submitted; whether that is over.
-    """
-
-    def __init__(self):
-        # batch work would wait until whoever wakes it pauses
-        self.executor = ThreadPoolExecutor(1, "", schedule_as_batch, ("SCHED_OTHER",))
-        self.finish, self.is_completed = lambda: None, lambda: True
-
-    def submit(self, run, tensors):
-        inference = torch.is_inference_mode_enabled()  # a mode of each thread
-
-        def task():
-            with torch.inference_mode(inference):
-                run()
-
-        future = self.executor.submit(task)
-        self.finish, self.is_completed = future.result, future.done
-        return self.finish, self.is_completed
-
-
 class _Stream:
-    """A group's stream, likewise; made once, as torch hands out a pool of 32 in turn."""
+    """A group's stream; made once, as torch hands out a pool of 32 in turn."""
 
     def __init__(self):
         self.stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
@@ -316,6 +271,48 @@ class _Stream:
         return finish, event.query
 
 
+class _Thread:
+    """A group's thread, which does what is submitted in turn until the group, or Python, ends."""
+
+    def __init__(self, group):
+        self.calls = SimpleQueue()
+        self.finish, self.is_completed = lambda: None, lambda: True  # of the last one submitted
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        weakref.finalize(group, self.end)
+
+    def run(self):
+        schedule_as_batch("SCHED_OTHER")  # batch work would wait until whoever wakes it pauses
+        for call, inference, running, errors in iter(self.calls.get, None):
+            try:
+                with torch.inference_mode(inference):  # a mode of each thread
+                    call()
+            except BaseException as error:
+                errors.append(error)
+            running.release()
+            del call  # which holds the group
+
+    def end(self):
+        """A thread that comes back from C++ when there is no Python any more aborts the process."""
+        self.calls.put(None)
+        if self.thread.is_alive() and self.thread is not threading.current_thread():
+            self.thread.join(30)  # seconds
+
+    def submit(self, run, tensors):
+        running, errors = threading.Lock(), []
+        running.acquire()
+        if self.thread.ident is None:
+            self.thread.start()
+        self.calls.put((run, torch.is_inference_mode_enabled(), running, errors))
+
+        def finish():
+            with running:
+                for error in errors:
+                    raise error
+
+        self.finish, self.is_completed = finish, lambda: not running.locked()
+        return finish, self.is_completed
+
+
 # ---- algorithms take turns -----------------------------------------------------------------------
 #
 # An algorithm is a generator. It yields (sends, receives), goes on when they are complete, and does
@@ -324,16 +321,13 @@ class _Stream:
 
 SEGMENT = 1 << 20  # bytes of a chunk that travel in one message
 WINDOW = 3  # segments under way
-# On multiples of so many bytes begin messages, and tensors in buffers: a GPU reads 128 at once, and
-# grouped products, and NCCL for its quick copies, want pointers on 16.
-ALIGNMENT = 128
+ALIGNMENT = 128  # bytes that a GPU reads at once; grouped products, and NCCL to be quick, want 16
 
 
 def take_turns(algorithms, operation):
     """Run algorithms, WINDOW of them at a time: the one that began its step first goes on first.
 
-    All ranks do so in the same order: the k-th message that rank 0 posts for rank 1 is the k-th
-    that rank 1 expects of rank 0.
+    So do all ranks: the k-th message that rank 0 posts for rank 1 is the k-th expected there.
     """
     waiting, under_way = deque(algorithms), deque()
     most = 1 if operation.on_nccl else WINDOW  # a stream runs one batch after the other
@@ -347,23 +341,19 @@ def take_turns(algorithms, operation):
         under_way += [(algorithm, operation.post(*step)) for step in islice(algorithm, 1)]
 
 
-def _cut(flat, parts):
-    """A flat tensor in so many parts, each of which begins on a multiple of 128 bytes.
+def _cut(flat, parts, P=1):
+    """A flat tensor in so many parts, each of which begins on a multiple of 128 P bytes.
 
-    10 x 128 bytes in 4 parts: 2, 3, 2 and 3 x 128 bytes. A tensor of few bytes has empty parts.
+    10 x 128 bytes in 4 parts: 2, 3, 2 and 3 x 128 bytes; of few bytes some parts are empty.
     """
-    unit = ALIGNMENT // flat.itemsize
+    if parts == 1:
+        return [flat]
+    unit = P * ALIGNMENT // flat.itemsize
     units = math.ceil(len(flat) / unit)
     return flat.tensor_split([units * part // parts * unit for part in range(1, parts)])
 
 
-def _segments(chunks, most):
-    """The k-th part of every chunk, for each k; none has more than `most` bytes and 128."""
-    count = math.ceil(max(chunk.nbytes for chunk in chunks) / most)
-    return list(zip(*(_cut(chunk, count) for chunk in chunks))) if count > 1 else [chunks]
-
-
-# ---- reduce-scatter and all-gather ---------------------------------------------------------------
+# ---- reduce-scatter, all-gather, all-reduce ------------------------------------------------------
 #
 # A sum is either computed on one rank and copied, or on all along orders that mirror each other
 # (a + b is b + a to the bit): all ranks end with the same bits, and a model's replicas rely on it.
@@ -416,10 +406,7 @@ def _ring_all_gather(chunks, rank):
 
 
 def _pairwise(outgoing, arriving, rank):
-    """outgoing[r] to every other rank r, arriving[r] from it; MOST_PEERS to a step.
-
-    Message k goes to the rank k further on, and comes from the one k back: see the steps above.
-    """
+    """outgoing[r] to every other rank r, next ones first, and arriving[r] from it. 1 step."""
     P = len(outgoing)
     for first in range(1, P, MOST_PEERS):
         batch = range(first, min(first + MOST_PEERS, P))
@@ -428,10 +415,7 @@ def _pairwise(outgoing, arriving, rank):
 
 
 def _direct_reduce_scatter(chunks, output, add, rank):
-    """Every chunk to its rank, which adds in the order of ranks. 1 step.
-
-    `output` may be the own chunk: it is read before it is written. Alone, a rank copies.
-    """
+    """Every chunk to its rank, which adds in the order of ranks; alone it copies. 1 step."""
     parts = [chunk if r == rank else torch.empty_like(output) for r, chunk in enumerate(chunks)]
     yield from _pairwise(chunks, parts, rank)
     total, *others = parts
@@ -450,23 +434,20 @@ def _direct_all_gather(chunks, rank):
 def _halving(chunks, output, add, rank):
     """Reduce-scatter among 2^k ranks by swapping halves of sums, then quarters ... log2(P) steps.
 
-    Its scratch is 3/4 of the tensor, where that of a ring is 2/P.
-
         rank        0              1              2              3
         step 0   c01: 0+2       c01: 1+3       c23: 0+2       c23: 1+3       (partner = rank xor 2)
         step 1   c0: 0+1+2+3    c1: 0+1+2+3    c2: 0+1+2+3    c3: 0+1+2+3    (partner = rank xor 1)
     """
-    lengths, half = [len(chunk) for chunk in chunks], len(chunks) // 2
-    halves = _joined(chunks[:half]), _joined(chunks[half:])
-    while half:
-        kept, given = halves[::-1] if rank & half else halves
-        received, partner = torch.empty_like(kept), rank ^ half
-        yield [(given, partner)], [(received, partner)]
-        lengths = lengths[half:] if rank & half else lengths[:half]
-        half //= 2
-        total = add(kept, received, out=received if half else output)
-        middle = sum(lengths[:half])
-        halves = total[:middle], total[middle:]
+    while len(chunks) > 1:
+        half = len(chunks) // 2
+        kept, given = chunks[:half], chunks[half:]
+        if rank & half:
+            kept, given = given, kept
+        own, partner = _joined(kept), rank ^ half
+        received = torch.empty_like(own)
+        yield [(_joined(given), partner)], [(received, partner)]
+        total = add(own, received, out=received if half > 1 else output)
+        chunks = total.split_with_sizes([len(chunk) for chunk in kept])
 
 
 def _doubling(chunks, rank):
@@ -506,9 +487,9 @@ def _hierarchical_reduce_scatter(chunks, output, add, rank, ranks_per_node):
     inside, across = range(node * I, node * I + I), range(local_rank, P, I)
     sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::I]]
     nodes = [chunks[first : first + I] for first in range(0, P, I)]
-    steps = [_direct_reduce_scatter(n, total, add, local_rank) for n, total in zip(nodes, sums)]
-    yield from _among(inside, _together(steps, I))
-    yield from _among(across, _ring_reduce_scatter(sums, output, add, node))
+    direct = [_direct_reduce_scatter(n, total, add, local_rank) for n, total in zip(nodes, sums)]
+    yield from _among(inside, direct)
+    yield from _among(across, [_ring_reduce_scatter(sums, output, add, node)])
 
 
 def _hierarchical_all_gather(chunks, rank, ranks_per_node):
@@ -516,25 +497,17 @@ def _hierarchical_all_gather(chunks, rank, ranks_per_node):
     P, I = len(chunks), ranks_per_node
     node, local_rank = divmod(rank, I)
     inside, across = range(node * I, node * I + I), range(local_rank, P, I)
-    yield from _among(across, _ring_all_gather(chunks[local_rank::I], node))
     nodes = [chunks[first : first + I] for first in range(0, P, I)]
-    yield from _among(inside, _together([_direct_all_gather(n, local_rank) for n in nodes], I))
+    yield from _among(across, [_ring_all_gather(chunks[local_rank::I], node)])
+    yield from _among(inside, [_direct_all_gather(n, local_rank) for n in nodes])
 
 
-def _among(ranks, algorithm):
-    """An algorithm, written for ranks 0 to P-1, among these."""
-    for sends, receives in algorithm:
-        sends = [(tensor, ranks[peer]) for tensor, peer in sends]
-        yield sends, [(tensor, ranks[peer]) for tensor, peer in receives]
-
-
-def _together(algorithms, world_size):
-    """Algorithms of one step each, as many to a step as MOST_PEERS allows."""
-    most = max(1, MOST_PEERS // world_size)
+def _among(ranks, algorithms):
+    """Algorithms for ranks 0 to P-1, among these, as many together as MOST_PEERS allows."""
+    most = max(1, MOST_PEERS // len(ranks))
     for first in range(0, len(algorithms), most):
         for steps in zip_longest(*algorithms[first : first + most]):
-            sends, receives = zip(*steps)
-            yield sum(sends, []), sum(receives, [])
+            yield [[(t, ranks[r]) for side in sides for t, r in side] for sides in zip(*steps)]
 
 
 _PHASES = {  # reduce-scatter, all-gather
@@ -548,22 +521,6 @@ _PHASES = {  # reduce-scatter, all-gather
 def reduce_scatter_bytes(nbytes, world_size):
     """Bytes that one rank sends to reduce-scatter, or all-gather, a full tensor of `nbytes`."""
     return nbytes * (world_size - 1) // world_size
-
-
-# ---- all-reduce ----------------------------------------------------------------------------------
-#
-# Each reduces `input` of P ranks into `output` of all, which may be the same memory.
-
-
-def _in_two_phases(reduce_scatter, all_gather):
-    """Reduce-scatter, then all-gather: twice the steps of one, 2(P-1)/P D bytes."""
-
-    def algorithm(output, input, add, rank, world_size, **nodes):
-        chunks = _cut(output, world_size)
-        yield from reduce_scatter(_cut(input, world_size), chunks[rank], add, rank, **nodes)
-        yield from all_gather(chunks, rank, **nodes)
-
-    return algorithm
 
 
 def _recursive_doubling(output, input, add, rank, world_size):
@@ -582,217 +539,184 @@ def _recursive_doubling(output, input, add, rank, world_size):
         total = add(total, received, out=output if distance == world_size else received)
 
 
-def _for_any_size(algorithm):
-    """An algorithm for 2^k ranks, for any number: each rank beyond 2^k has one of them stand in."""
-
-    def folded(output, input, add, rank, world_size):
-        core = 1 << (world_size.bit_length() - 1)
-        if rank >= core:
-            yield [(input, rank - core)], []
-            yield [], [(output, rank - core)]
-            return
-        stand_in = rank + core < world_size
-        if stand_in:
-            other = torch.empty_like(input)
-            yield [], [(other, rank + core)]
-            input = add(input, other, out=other)
-        yield from algorithm(output, input, add, rank, core)
-        if stand_in:
-            yield [(output, rank + core)], []
-
-    return folded
-
-
-_ALL_REDUCE = {name: _in_two_phases(*phases) for name, phases in _PHASES.items()} | {
-    "naive": lambda output, input, add, rank, P: _direct_reduce_scatter(
-        [input] * P, output, add, rank  # everyone sends everything to everyone
-    ),
-    "recursive_doubling": _for_any_size(_recursive_doubling),
-    "halving_doubling": _for_any_size(_in_two_phases(_halving, _doubling)),
-}
+def _all_reduce(name, output, input, add, rank, world_size, **nodes):
+    """By this algorithm; doubling is for 2^k ranks, of which some stand in for those beyond."""
+    core = 1 << (world_size.bit_length() - 1) if "doubling" in name else world_size
+    if rank >= core:
+        yield [(input, rank - core)], []
+        yield [], [(output, rank - core)]
+        return
+    stands_in = rank + core < world_size
+    if stands_in:
+        other = torch.empty_like(input)
+        yield [], [(other, rank + core)]
+        input = add(input, other, out=other)
+    if name == "naive":
+        yield from _direct_reduce_scatter([input] * core, output, add, rank)
+    elif name == "recursive_doubling":
+        yield from _recursive_doubling(output, input, add, rank, core)
+    else:
+        reduce_scatter, all_gather = _PHASES[name]
+        chunks = _cut(output, core)
+        yield from reduce_scatter(_cut(input, core), chunks[rank], add, rank, **nodes)
+        yield from all_gather(chunks, rank, **nodes)
+    if stands_in:
+        yield [(output, rank + core)], []
 
 
 def all_reduce_bytes(nbytes, world_size):
-    """Bytes that one rank sends to all-reduce `nbytes` by the ring: no algorithm sends fewer.
-
-    Exact where 128 P divides nbytes; else at most 256 bytes are to be added.
-    """
+    """Bytes that one rank sends to all-reduce `nbytes` by the ring: no algorithm sends fewer."""
     return 2 * nbytes * (world_size - 1) // world_size
 
 
 def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
     """(steps, bytes that this rank sends) of an all-reduce of `nbytes`; rank 0 is the busiest.
 
-    Exact where 128 P divides nbytes (128 x 2^k, where 2^k of the P ranks halve and double); else
-    a chunk may be 128 bytes longer than its share of the tensor, or shorter.
+    Exact where 128 P divides nbytes; else a chunk may be 128 bytes longer than its share, or less.
     """
-    D, P, core = nbytes, world_size, 1 << (world_size.bit_length() - 1)
-    rounds, inside = core.bit_length() - 1, min(ranks_per_node - 1, 1)
-    steps = {"naive": min(P - 1, 1), "direct": 2 * min(P - 1, 1), "ring": 2 * (P - 1)}
-    steps["hierarchical"] = 2 * (inside + P // ranks_per_node - 1)
-    if algorithm in steps:
-        return steps[algorithm], (P - 1) * D if algorithm == "naive" else all_reduce_bytes(D, P)
-    if rank >= core:
+    D, P, I, core = nbytes, world_size, ranks_per_node, 1 << (world_size.bit_length() - 1)
+    rounds, stands_in, least = core.bit_length() - 1, rank + core < P, all_reduce_bytes(D, P)
+    if "doubling" in algorithm and rank >= core:
         return 2, D  # another rank stands in: its tensor goes there, the sum comes back
-    stands_in, few_steps = rank + core < P, algorithm == "recursive_doubling"
-    sent = rounds * D if few_steps else all_reduce_bytes(D, core)
-    return rounds * (1 if few_steps else 2) + 2 * stands_in, sent + stands_in * D
+    return {
+        "naive": (min(1, P - 1), (P - 1) * D),
+        "direct": (2 * min(1, P - 1), least),
+        "ring": (2 * (P - 1), least),
+        "hierarchical": (2 * (min(1, I - 1) + P // I - 1), least),
+        "recursive_doubling": (rounds + 2 * stands_in, (rounds + stands_in) * D),
+        "halving_doubling": (2 * rounds + 2 * stands_in, all_reduce_bytes(D, core) + stands_in * D),
+    }[algorithm]
 
 
 # ---- one at an end: trees, and everyone to one ---------------------------------------------------
 
 
-def _tree(root, rank, world_size):
-    """A rank's parent and children, farthest first, in a tree of depth log2(P).
+def _tree(at):
+    """The parent and children, farthest first, of an Operation's rank in a tree of depth log2(P).
 
     P = 8    0->4, 0->2 4->6, 0->1 2->3 4->5 6->7       counted from the root
     """
-    number, children, distance = (rank - root) % world_size, [], 1
-    while distance < world_size and not number & distance:
-        if number + distance < world_size:
-            children.insert(0, (rank + distance) % world_size)
+    P, rank, children, distance = at.world_size, at.rank, [], 1
+    number = (rank - at.root) % P
+    while distance < P and not number & distance:
+        if number + distance < P:
+            children.insert(0, (rank + distance) % P)
         distance *= 2
-    return (rank - distance) % world_size if number else None, children
+    return (rank - distance) % P if number else None, children
 
 
-def _tree_broadcast(tensor, root, rank, world_size):
+def _tree_broadcast(at, tensor):
     """Whoever has the tensor passes it to its children."""
-    parent, children = _tree(root, rank, world_size)
+    parent, children = _tree(at)
     if parent is not None:
         yield [], [(tensor, parent)]
     yield [(tensor, child) for child in children], []
 
 
-def _tree_reduce(tensor, root, add, rank, world_size):
+def _tree_reduce(at, tensor):
     """Whoever has heard its children adds, nearest first, and passes the sum to its parent."""
-    parent, children = _tree(root, rank, world_size)
-    sums = [torch.empty_like(tensor) for _ in children]
+    parent, children = _tree(at)
+    sums, total = [torch.empty_like(tensor) for _ in children], tensor
     yield [], list(zip(sums, children))
-    total = tensor
     for received in sums[::-1]:
-        total = add(total, received, out=tensor if parent is None else received)
+        total = _REDUCE[at.op](total, received, out=tensor if parent is None else received)
     if parent is not None:
         yield [(total, parent)], []
 
 
-def _scatter_all_gather(tensor, root, rank, world_size):
-    """Broadcast of a large tensor: chunks from the root to their ranks, then once round the ring.
-
-    The root sends 2(P-1)/P D bytes, the others at most (P-1)/P D.
-    """
-    chunks = _cut(tensor, world_size)
-    yield from _scatter(chunks[rank], chunks, root, rank)
-    yield from _ring_all_gather(chunks, rank)
+def _scatter_all_gather(at, tensor):
+    """Chunks from the root to their ranks, then once round the ring: it sends 2(P-1)/P D bytes."""
+    chunks = _cut(tensor, at.world_size)
+    yield from _scatter(at, chunks[at.rank], *chunks)
+    yield from _ring_all_gather(chunks, at.rank)
 
 
-_BROADCAST = {"tree": _tree_broadcast, "scatter_all_gather": _scatter_all_gather}
+def _scatter(at, output, *inputs):
+    if at.rank == at.root:
+        output.copy_(inputs[at.rank])
+        yield [(tensor, peer) for peer, tensor in enumerate(inputs) if peer != at.rank], []
+    else:
+        yield [], [(output, at.root)]
 
 
-def _scatter(output, inputs, root, rank):
-    if rank != root:
-        yield [], [(output, root)]
-        return
-    output.copy_(inputs[rank])
-    yield [(tensor, peer) for peer, tensor in enumerate(inputs) if peer != root], []
-
-
-def _gather(input, outputs, root, rank):
-    if rank != root:
-        yield [(input, root)], []
-        return
-    outputs[rank].copy_(input)
-    yield [], [(tensor, peer) for peer, tensor in enumerate(outputs) if peer != root]
-
-
-def _dissemination(token, rank, world_size):
-    """Round k: tell the rank 2^k further on, hear from the one 2^k back; 2^(k+1) are heard of."""
-    heard, distance = torch.empty_like(token), 1
-    while distance < world_size:
-        to_rank, from_rank = (rank + distance) % world_size, (rank - distance) % world_size
-        yield [(token, to_rank)], [(heard, from_rank)]
-        distance *= 2
+def _gather(at, *flat):
+    *outputs, input = flat
+    if at.rank == at.root:
+        outputs[at.rank].copy_(input)
+        yield [], [(tensor, peer) for peer, tensor in enumerate(outputs) if peer != at.rank]
+    else:
+        yield [(input, at.root)], []
 
 
 # ---- the choice ----------------------------------------------------------------------------------
 #
-# A step costs time, and so does a byte. Messages of few bytes are quickest in few steps, long ones
-# by what sends fewest bytes. The constants were measured (gloo: 2 to 8 ranks on 2 cores, machines
-# with 1 Gbit/s between them) or are of data sheets (NCCL: 60 us of the host's for a batch, 400
-# Gbit/s between nodes). They are constants lest a machine's mood change the bits of a training.
+# A step costs time, and so does a byte: few bytes are quickest in few steps, many by what sends the
+# fewest. The constants were measured (gloo: 2 to 8 ranks on 2 cores, 1 Gbit/s between machines) or
+# are of data sheets (NCCL: 60 us of the host's for a batch, 400 Gbit/s between nodes). They are
+# constants lest a machine's mood change the bits of a training.
 
 DIRECT_BYTES = 1 << 26  # of a full tensor that NCCL takes in one step: so much scratch it needs
 LONG_BYTES = 1 << 21  # on gloo such tensors go round in segments: halves of them leave a cache
 
 
+@lru_cache(1 << 12)
 def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
-    """The quickest algorithm for a full tensor of `nbytes`.
-
-    phases: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather, half of one.
-    """
-    P, nodes, rounds = world_size, world_size // ranks_per_node, (world_size - 1).bit_length()
-    if on_nccl and nodes == 1:
-        return "direct"  # P-1 messages of a batch leave at once
+    """The quickest algorithm for a full tensor of `nbytes`; phases: 2, or 1 for half of them."""
+    P, nodes, power_of_two = world_size, world_size // ranks_per_node, world_size.bit_count() == 1
+    if P == 1 or on_nccl and nodes == 1:
+        return "direct"  # alone, a rank copies; P-1 messages of a batch leave at once
+    short = on_nccl or nbytes < LONG_BYTES
+    possible = {
+        "ring": True,
+        "hierarchical": 1 < nodes < P,
+        "recursive_doubling": short and phases == 2,
+        "halving_doubling": short and (power_of_two or phases == 2),
+        "direct": short and not power_of_two and phases == 1 and not on_nccl,
+    }
     step = 1 << (22 if on_nccl else 17 if nodes == 1 else 14)  # lasts as long as so many bytes
-    power_of_two, sent = P & (P - 1) == 0, phases * reduce_scatter_bytes(nbytes, P)
-    costs = {"ring": phases * (P - 1) * step + sent}
-    if 1 < nodes < P:
-        costs["hierarchical"] = phases * nodes * step + sent // ranks_per_node
-    if on_nccl or nbytes < LONG_BYTES:
-        if phases == 2:
-            costs["recursive_doubling"] = rounds * (step + nbytes)
-        if power_of_two or phases == 2:  # all-reduces fold: some ranks stand in for others
-            folded = 0 if power_of_two else nbytes
-            costs["halving_doubling"] = phases * rounds * step + sent + folded
-        elif not on_nccl:
-            costs["direct"] = step + sent
+
+    costs = {}
+    for name in filter(possible.get, possible):
+        steps, sent = all_reduce_cost(name, nbytes, P, ranks_per_node)
+        costs[name] = steps * step + sent // (ranks_per_node if name == "hierarchical" else 1)
     return min(costs, key=costs.get)
 
 
-def _chosen(operation, nbytes, phases=1, name="auto", ranks_per_node=None):
-    """The quickest algorithm, unless named: its name, bytes in a turn, and arguments of its own."""
-    on_nccl, P = operation.on_nccl, operation.world_size
-    ranks_per_node = ranks_per_node or operation.known.ranks_per_node
-    if name == "auto":
-        name = choose(nbytes, P, ranks_per_node, on_nccl, phases)
-    if P == 1:
-        name = "direct"  # which copies: there is nobody to send to
-    divides = name != "hierarchical" or ranks_per_node > 0 and P % ranks_per_node == 0
-    _check(divides, "ranks_per_node={} does not divide world_size={}", ranks_per_node, P)
-    most, unit = DIRECT_BYTES if on_nccl else P * SEGMENT, P * ALIGNMENT
+def _chosen(operation, nbytes, phases=1, name="auto"):
+    """(name, turns to take, arguments of its own) of the quickest algorithm, unless named."""
+    P, on_nccl, known = operation.world_size, operation.on_nccl, operation.known
+    if name == "auto" or P == 1:
+        name = choose(nbytes, P, known.ranks_per_node, on_nccl, phases)
+    own = {"ranks_per_node": known.ranks_per_node} if name == "hierarchical" else {}
     if "doubling" in name or name == "naive" or name == "ring" and on_nccl:
-        most = sys.maxsize  # no turns for ranks that take unlike steps
-    own = {"ranks_per_node": ranks_per_node} if name == "hierarchical" else {}
-    return name, max(1, most // unit) * unit, own
+        return name, 1, own  # no turns for ranks that take unlike steps
+    return name, math.ceil(nbytes / (DIRECT_BYTES if on_nccl else P * SEGMENT)) or 1, own
 
 
 # ---- the collectives -----------------------------------------------------------------------------
 #
-# Each returns None, or a Work with async_op. ValueError, with the values, says which sizes do not
-# fit: too short a buffer would abort the process. As in torch.distributed, src and dst are global.
+# Each returns None, or a Work with async_op. ValueError says which sizes do not fit: too short a
+# buffer would abort the process. As in torch.distributed, src and dst are global ranks.
 
 
 def _launch(operation, algorithms, outputs, inputs=(), **options):
-    """Do the operation in its group's order. Returns None, or with async_op its Work.
-
-    algorithms(*outputs, *inputs), all of one dimension: what takes turns.
-    options: more of what torch.distributed's operation takes.
-    """
-    tensors, P = (*outputs, *inputs), operation.world_size
+    """Do the operation in its turn, by algorithms(*outputs, *inputs), or torch's with options."""
+    tensors, count = (*outputs, *inputs), len(outputs)
 
     def run():
         flat = [tensor.detach().contiguous().view(-1) for tensor in tensors]
         if operation.known.by_backend:
-            _backend_collective(operation, flat, **options)
+            _backend_collective(operation, flat[:count], flat[count:], **options)
         else:
             take_turns(algorithms(*flat), operation)
-        if operation.op == ReduceOp.AVG and P > 1 and outputs:
-            flat[0].div_(P)
+        if operation.op == ReduceOp.AVG and outputs:
+            flat[0].div_(operation.world_size)
         for tensor, result in zip(outputs, flat):
             if not tensor.is_contiguous():  # then the result is in a copy
                 tensor.detach().copy_(result.view(tensor.shape))
 
     operation.tell("begin")
-    if operation.async_op and P > 1:
+    if operation.async_op and operation.world_size > 1:
         run_to_end = partial(operation.run_to_end, run)
         return Work(operation, *operation.background.submit(run_to_end, tensors))
     if not operation.background.is_completed():
@@ -802,164 +726,130 @@ def _launch(operation, algorithms, outputs, inputs=(), **options):
 
 
 def set_backend_collectives(group=None):
-    """From now on the group's collectives are the backend's own: a yardstick and an oracle.
-
-    exchange() stays a batch of messages, and what reduce() leaves the others and all_gather() takes
-    is up to the backend. Nobody counts bytes then: count_bytes() says so by a RuntimeError.
-    """
-    known = Operation("set_backend_collectives", group).known
-    known.by_backend = known.world_size > 1
+    """Have the group's collectives be the backend's own, a yardstick, whose bytes nobody counts."""
+    operation = Operation("set_backend_collectives", group)
+    operation.known.by_backend = operation.world_size > 1
 
 
-def _backend_collective(operation, flat, **options):
+def _backend_collective(operation, outputs, inputs, **options):
+    """torch.distributed's function of the operation's name."""
+    name, root = operation.name, operation.root
     if operation.op is not None:
         options["op"] = ReduceOp.SUM if operation.op == ReduceOp.AVG else operation.op
-    if operation.root is not None:
-        to_root = operation.name in ("reduce", "gather")
-        options["group_dst" if to_root else "group_src"] = operation.root
-    own = {
-        "all_reduce": lambda out, *x, **how: dist.all_reduce(out.copy_(*x) if x else out, **how),
-        "reduce": dist.reduce,
-        "broadcast": dist.broadcast,
-        "reduce_scatter_single": dist.reduce_scatter_single,
-        "all_gather_single": dist.all_gather_single,
-        "all_gather": lambda *outs, **how: dist.all_gather([*outs[:-1]], outs[-1], **how),
-        "scatter": lambda out, *rest, **how: dist.scatter(out, [*rest], **how),
-        "gather": lambda *outs, **how: dist.gather(outs[-1], [*outs[:-1]], **how),
-        "all_to_all_single": dist.all_to_all_single,
-        "barrier": dist.all_reduce,  # of a token, where it is: gloo's own knows no GPU
-    }[operation.name]
-    own(*flat, group=operation.group, **options)
+    if root is not None:
+        options["group_dst" if name in ("reduce", "gather") else "group_src"] = root
+    if name == "all_reduce" and inputs:
+        outputs[0].copy_(inputs.pop())
+    ends = [flat if len(flat) > 1 else flat[0] for flat in (outputs, inputs) if flat]
+    ends = ends[::-1] if name == "gather" else ends
+    getattr(dist, name)(*ends, group=operation.group, **options)
 
 
-def _check_fits(output, input, expected):
-    found, wanted = (output.numel(), output.dtype), (expected, input.dtype)
-    _check(found == wanted, "output has {} elements of {}, input makes {} of {}", *found, *wanted)
+def _check_fits(output, input, found, expected):
+    if (found, output.dtype) != (expected, input.dtype):
+        made = f"input makes {expected} of {input.dtype}"
+        raise ValueError(f"output has {found} elements of {output.dtype}, {made}")
 
 
-def all_reduce(
-    tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", ranks_per_node=None
-):
-    """Reduce `tensor` over the group, in place; every rank ends with the same bits.
+def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
+    """Reduce `tensor` over the group, in place or into `output`; all ranks get the same bits.
 
     op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers).
-    algorithm: naive, direct, ring, recursive_doubling, halving_doubling, or hierarchical with
-    `ranks_per_node` consecutive ranks to a node; auto takes what choose() says.
+    algorithm: naive, direct, ring, recursive_doubling, halving_doubling, or hierarchical, by the
+    nodes of set_ranks_per_node(); auto takes what choose() says.
     """
-    return _all_reduce([tensor], op, group, async_op, algorithm, ranks_per_node)
-
-
-def _all_reduce(tensors, op, group, async_op=False, algorithm="auto", ranks_per_node=None):
-    """tensors: (output, input), or one that is both."""
-    operation = Operation("all_reduce", group, tensors[0], async_op, op)
+    operation = Operation("all_reduce", group, tensor, async_op, op)
     add, rank, P = _REDUCE[op], operation.rank, operation.world_size
 
     def algorithms(*flat):
-        output, input = flat[0], flat[-1]
-        name, most, nodes = _chosen(operation, input.nbytes, 2, algorithm, ranks_per_node)
-        width, pairs = most // input.itemsize, [(output, input)]
-        if len(input) > width:
-            pairs = zip(output.split(width), input.split(width))
-        return [_ALL_REDUCE[name](*pair, add, rank, P, **nodes) for pair in pairs]
+        name, turns, nodes = _chosen(operation, tensor.nbytes, 2, algorithm)
+        parts = zip(_cut(flat[0], turns, P), _cut(flat[-1], turns, P))
+        return [_all_reduce(name, *part, add, rank, P, **nodes) for part in parts]
 
-    return _launch(operation, algorithms, tensors[:1], tensors[1:])
+    ends = ([tensor],) if output is None else ([output], [tensor])
+    return _launch(operation, algorithms, *ends)
 
 
 def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
     """Reduce `tensor` over the group into that of rank `dst`; the others keep theirs."""
     operation = Operation("reduce", group, tensor, async_op, op, dst)
-    root, rank, P = operation.root, operation.rank, operation.world_size
-    algorithms = lambda flat: [_tree_reduce(flat, root, _REDUCE[op], rank, P)]
-    ends = ([tensor], []) if rank == root else ([], [tensor])
-    return _launch(operation, algorithms, *ends)
+    ends = ([tensor], []) if operation.rank == operation.root else ([], [tensor])
+    return _launch(operation, lambda *flat: [_tree_reduce(operation, *flat)], *ends)
 
 
-def broadcast(tensor, src=0, group=None, async_op=False, algorithm="auto"):
-    """Copy `tensor` of rank `src` to every rank of the group, in place.
-
-    algorithm: tree, scatter_all_gather, or auto: on NCCL, of a large tensor, the second.
-    """
+def broadcast(tensor, src=0, group=None, async_op=False):
+    """Copy `tensor` of rank `src` to every rank, in place: by a tree; large for NCCL in chunks."""
     operation = Operation("broadcast", group, tensor, async_op, root=src)
-    root, rank, P = operation.root, operation.rank, operation.world_size
-    if algorithm == "auto":
-        in_chunks = operation.on_nccl and tensor.nbytes > DIRECT_BYTES
-        algorithm = "scatter_all_gather" if in_chunks else "tree"
-    send = _BROADCAST[algorithm]
-    return _launch(operation, lambda flat: [send(flat, root, rank, P)], [tensor])
+    in_chunks = operation.on_nccl and tensor.nbytes > DIRECT_BYTES
+    algorithm = _scatter_all_gather if in_chunks else _tree_broadcast
+    return _launch(operation, lambda flat: [algorithm(operation, flat)], [tensor])
 
 
 def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
-    """Reduce `input` over the group; rank r keeps chunk r in `output`, a P-th as long.
-
-    Sends (P-1)/P of the input. op: as in all_reduce().
-    """
+    """Reduce `input` over the group; rank r keeps chunk r in `output`, a P-th as long."""
     operation = Operation("reduce_scatter_single", group, output, async_op, op)
     add, rank, P = _REDUCE[op], operation.rank, operation.world_size
-    _check_fits(output, input, input.numel() / P)
+    _check_fits(output, input, P * output.numel(), input.numel())
 
     def algorithms(output, input):
-        name, most, nodes = _chosen(operation, input.nbytes)
-        parts = _segments([*input.view(P, len(output)).unbind(), output], most / P)
+        name, turns, nodes = _chosen(operation, input.nbytes)
+        parts = zip(*(_cut(flat, turns) for flat in (*input.tensor_split(P), output)))
         return [_PHASES[name][0](chunks, own, add, rank, **nodes) for *chunks, own in parts]
 
     return _launch(operation, algorithms, [output], [input])
 
 
 def all_gather_single(output, input, group=None, async_op=False):
-    """Collect `input` of every rank in `output`, P times as long, in rank order.
-
-    Sends (P-1)/P of the output.
-    """
+    """Collect `input` of every rank in `output`, P times as long, in rank order."""
     operation = Operation("all_gather_single", group, output, async_op)
-    P = operation.world_size
-    _check_fits(output, input, input.numel() * P)
-    algorithms = lambda flat, own: _gather_all(operation, flat.view(P, len(own)).unbind(), own)
+    rank, P = operation.rank, operation.world_size
+    _check_fits(output, input, output.numel(), P * input.numel())
+
+    def algorithms(output, input):
+        name, turns, nodes = _chosen(operation, output.nbytes)
+        chunks = output.tensor_split(P)
+        chunks[rank].copy_(input)
+        parts = zip(*(_cut(chunk, turns) for chunk in chunks))
+        return [_PHASES[name][1](part, rank, **nodes) for part in parts]
+
     return _launch(operation, algorithms, [output], [input])
 
 
 def all_gather(tensor_list, tensor, group=None, async_op=False):
-    """Collect `tensor` of every rank r in tensor_list[r]; lengths may differ."""
+    """Collect `tensor` of every rank r in tensor_list[r]; lengths may differ. 1 step."""
     operation = Operation("all_gather", group, tensor, async_op)
-    _check_list(operation, tensor_list)
-    _check_fits(tensor_list[operation.rank], tensor, tensor.numel())
-    algorithms = lambda *flat: _gather_all(operation, flat[:-1], flat[-1], apart=True)
-    return _launch(operation, algorithms, tensor_list, [tensor])
+    outputs, rank = _check_list(operation, tensor_list, tensor), operation.rank
 
+    def algorithms(*flat):
+        flat[rank].copy_(flat[-1])
+        return [_direct_all_gather(flat[:-1], rank)]
 
-def _gather_all(operation, chunks, own, apart=False):
-    """apart: the chunks are not side by side, as halving and doubling wants them."""
-    name, most, nodes = _chosen(operation, sum(chunk.nbytes for chunk in chunks))
-    if apart and name == "halving_doubling":
-        name = "ring" if operation.on_nccl else "direct"
-    chunks[operation.rank].copy_(own)
-    parts = _segments(chunks, most / len(chunks))
-    return [_PHASES[name][1](part, operation.rank, **nodes) for part in parts]
+    return _launch(operation, algorithms, outputs, [tensor])
 
 
 def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
     """Give rank r of the group the r-th tensor of `scatter_list`, which rank `src` has."""
     operation = Operation("scatter", group, tensor, async_op, root=src)
-    root, rank = operation.root, operation.rank
-    inputs = _check_list(operation, scatter_list, [tensor]) if rank == root else []
-    algorithms = lambda output, *inputs: [_scatter(output, inputs, root, rank)]
-    return _launch(operation, algorithms, [tensor], inputs)
+    inputs = _check_list(operation, scatter_list, tensor)
+    return _launch(operation, lambda *flat: [_scatter(operation, *flat)], [tensor], inputs)
 
 
 def gather(tensor, gather_list=None, dst=0, group=None, async_op=False):
     """Collect `tensor` of every rank r of the group in gather_list[r] of rank `dst`."""
     operation = Operation("gather", group, tensor, async_op, root=dst)
-    root, rank = operation.root, operation.rank
-    outputs = _check_list(operation, gather_list, [tensor]) if rank == root else []
-    algorithms = lambda *flat: [_gather(flat[-1], flat[:-1], root, rank)]
-    return _launch(operation, algorithms, outputs, [tensor])
+    outputs = _check_list(operation, gather_list, tensor)
+    return _launch(operation, lambda *flat: [_gather(operation, *flat)], outputs, [tensor])
 
 
-def _check_list(operation, tensors, alike=()):
-    """One tensor for each rank, as long as the one in `alike`."""
-    count, P = len(tensors or ()), operation.world_size
-    _check(count == P, "{} got a list of {}, not of world_size={}", operation.name, count, P)
-    for tensor, other in product(tensors, alike):
-        _check_fits(tensor, other, other.numel())
+def _check_list(operation, tensors, like):
+    """The list of a root, or of all, with a tensor for each rank; like: how long are they?"""
+    if operation.root not in (None, operation.rank):
+        return []
+    count, P, rank = len(tensors or ()), operation.world_size, operation.rank
+    if count != P:
+        raise ValueError(f"{operation.name} got a list of {count}, not of world_size={P}")
+    for tensor in tensors[rank : rank + 1] if operation.root is None else tensors:
+        _check_fits(tensor, like, tensor.numel(), like.numel())
     return tensors
 
 
@@ -974,55 +864,47 @@ def all_to_all_single(
     rank, P = operation.rank, operation.world_size
     received = _split_sizes(output, output_split_sizes, P)
     sent = _split_sizes(input, input_split_sizes, P)
-    own = output.dtype, received[rank], input.dtype, sent[rank]
-    _check(own[:2] == own[2:], "of itself a rank expects {} {}, and sends {} {}", *own)
+    _check_fits(output, input, received[rank], sent[rank])
 
     def algorithms(output, input):
         outputs, inputs = output.split_with_sizes(received), input.split_with_sizes(sent)
         outputs[rank].copy_(inputs[rank])
         return [_pairwise(inputs, outputs, rank)]
 
-    sizes = {"output_split_sizes": received, "input_split_sizes": sent}
-    return _launch(operation, algorithms, [output], [input], **sizes)
+    splits = {"output_split_sizes": received, "input_split_sizes": sent}
+    return _launch(operation, algorithms, [output], [input], **splits)
 
 
 def _split_sizes(tensor, split_sizes, world_size):
     """Elements of `tensor` for each rank, from rows (dim 0) for each rank; equal rows if None."""
     rows, P = len(tensor), world_size
     sizes = split_sizes or [rows // P] * P
-    fits = len(sizes) == P and sum(sizes) == rows
-    _check(fits, "{} rows are not split for world_size={} by sizes {}", rows, P, sizes)
+    if len(sizes) != P or sum(sizes) != rows:
+        raise ValueError(f"{rows} rows are not split for world_size={P} by sizes {sizes}")
     return [size * tensor.numel() // max(1, rows) for size in sizes]
 
 
 def barrier(group=None):
-    """Return when every rank of the group has called it.
-
-    Its first batch involves every rank, as NCCL asks of the first batch of any group.
-    """
-    token = torch.empty(1, dtype=torch.uint8, device=_device(group))
-    operation = Operation("barrier", group, token)
-    rank, P = operation.rank, operation.world_size
-    _launch(operation, lambda flat: [_dissemination(flat, rank, P)], [token])
+    """Return when every rank of the group has called it, and sent a byte."""
+    token = torch.zeros(1, dtype=torch.uint8, device=_device(group))
+    all_reduce(token, group=group)
     if token.is_cuda:
         torch.cuda.current_stream().synchronize()
 
 
 def _device(group):
     """Where a group's own tensors are: a group of CPUs, too, may have NCCL for CUDA tensors."""
-    on_gpu = torch.cuda.is_available() and _has_nccl(group or dist.group.WORLD, "cuda")
+    on_gpu = torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config(group)
     return "cuda" if on_gpu else "cpu"
 
 
 # ---- derivatives: the backward of a collective is a collective -----------------------------------
 #
 # What all ranks use alike has its whole gradient on each. What each rank uses in its own way has a
-# part of its gradient on each, and the parts must be summed. Two layers that share an input x on 2
-# ranks: if each rank multiplies x by its own half of the columns of W, then dL/dx of a rank is that
-# half's part, and the two are summed; if each multiplies x by the same norm's weights, both have
-# the same dL/dx, and to sum them would count it twice.
-#
-# No function changes its input, and all but _identity() return memory of their own.
+# part of its gradient on each, and the parts must be summed. If each of 2 ranks multiplies the same
+# x by its own half of the columns of W, then dL/dx of a rank is that half's part, and the two are
+# summed; if each multiplies x by the same norm's weights, both have the same dL/dx, and to sum them
+# would count it twice. No function changes its input; all but _identity() return new memory.
 
 
 def _identity(x, group):
@@ -1031,7 +913,7 @@ def _identity(x, group):
 
 def _all_reduced(x, group):
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _all_reduce([output, x], ReduceOp.SUM, group)
+    all_reduce(x, group=group, output=output)
     return output
 
 
@@ -1041,21 +923,13 @@ def _all_gathered(x, dim, group):
     return output.movedim(0, dim).flatten(dim, dim + 1).detach()  # no view: it may be changed
 
 
-def _chunks(x, dim, group):
-    """Those of x along `dim`, one for each rank, as views."""
-    P = dist.get_world_size(group)
-    text = "dim {} of {} is not divisible by world_size={}"
-    _check(x.shape[dim] % P == 0, text, dim, tuple(x.shape), P)
-    return x.unflatten(dim, (P, -1)).movedim(dim, 0)
-
-
 def _own_chunk(x, dim, group):
-    own = _chunks(x, dim, group)[dist.get_rank(group)]
-    return own.clone(memory_format=torch.contiguous_format)
+    chunks = x.unflatten(dim, (dist.get_world_size(group), -1))
+    return chunks.select(dim, dist.get_rank(group)).clone(memory_format=torch.contiguous_format)
 
 
 def _reduce_scattered(x, dim, group):
-    chunks = _chunks(x, dim, group)
+    chunks = x.unflatten(dim, (dist.get_world_size(group), -1)).movedim(dim, 0)
     output = x.new_empty(chunks.shape[1:])
     reduce_scatter_single(output, chunks, group=group)
     return output
@@ -1068,10 +942,6 @@ def _all_to_all(x, output_split_sizes, input_split_sizes, group):
     return output
 
 
-def _all_to_all_back(x, output_split_sizes, input_split_sizes, group):
-    return _all_to_all(x, input_split_sizes, output_split_sizes, group)
-
-
 _PAIRS = {  # forward, backward; what x is before -> after
     "copy_to_group": (_identity, _all_reduced),  # replicated -> each uses it its way; Megatron's f
     "reduce_from_group": (_all_reduced, _identity),  # partial sums -> replicated; Megatron's g
@@ -1079,7 +949,8 @@ _PAIRS = {  # forward, backward; what x is before -> after
     "gather_from_group": (_all_gathered, _own_chunk),  # split -> replicated, used alike
     "all_gather_to_group": (_all_gathered, _reduce_scattered),  # split -> each uses all its way
     "reduce_scatter_to_group": (_reduce_scattered, _all_gathered),  # partial sums -> split
-    "all_to_all_in_group": (_all_to_all, _all_to_all_back),  # split one way -> split another
+    # split one way -> split another
+    "all_to_all_in_group": (_all_to_all, lambda x, a, b, group: _all_to_all(x, b, a, group)),
 }
 
 
@@ -1098,10 +969,7 @@ class _Conjugate(torch.autograd.Function):
 
 
 def copy_to_group(x, group=None):
-    """x itself; the gradients that the ranks return for it are summed. Megatron's f.
-
-    It is no copy: autograd refuses to change it in place.
-    """
+    """x itself, for no change in place; the ranks' gradients for it are summed. Megatron's f."""
     return _Conjugate.apply(x, _PAIRS["copy_to_group"], group)
 
 
@@ -1111,7 +979,7 @@ def reduce_from_group(x, group=None):
 
 
 def scatter_to_group(x, dim, group=None):
-    """This rank's chunk, along `dim`, of x, held by all ranks. ValueError if P does not divide."""
+    """This rank's chunk, along `dim`, of x, which all have. RuntimeError if P does not divide."""
     return _Conjugate.apply(x, _PAIRS["scatter_to_group"], dim % x.ndim, group)
 
 
@@ -1126,7 +994,7 @@ def all_gather_to_group(x, dim, group=None):
 
 
 def reduce_scatter_to_group(x, dim, group=None):
-    """This rank's chunk, along `dim`, of the sum of all x. ValueError if P does not divide."""
+    """This rank's chunk, along `dim`, of the sum of all x. RuntimeError if P does not divide."""
     return _Conjugate.apply(x, _PAIRS["reduce_scatter_to_group"], dim % x.ndim, group)
 
 
@@ -1136,14 +1004,14 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
     return _Conjugate.apply(x, _PAIRS["all_to_all_in_group"], *splits, group)
 
 
-# ---- processes and groups ------------------------------------------------------------------------
+# ---- processes, groups, and who listens ----------------------------------------------------------
 
 
 def schedule_as_batch(policy="SCHED_BATCH"):
     """Have this thread, and those it starts from now on, scheduled as batch work (on Linux).
 
-    Call it before the process group is made. A thread of gloo's that preempts the rank it serves
-    spins on a lock that the rank holds, so that a message takes 2-5 ms, not 0.1 ms.
+    To be called before the process group is made: else a thread of gloo's that preempts the rank
+    it serves spins on a lock that the rank holds, and a message takes 2-5 ms, not 0.1 ms.
     """
     if hasattr(os, policy):
         os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
@@ -1169,15 +1037,11 @@ def _run_rank(rank, world_size, init_method, function):
 
 
 def set_ranks_per_node(ranks_per_node, group=None):
-    """Tell how many consecutive ranks of the group share a node: all of them, unless told fewer.
-
-    If the number does not divide the group, its nodes are unlike: nothing goes node by node.
-    """
-    counts = isinstance(ranks_per_node, int) and ranks_per_node > 0
-    _check(counts, "ranks_per_node={!r} is not a positive integer", ranks_per_node)
-    known = Operation("set_ranks_per_node", group).known
-    ranks = min(ranks_per_node, known.world_size)
-    known.ranks_per_node = ranks if known.world_size % ranks == 0 else 1
+    """Tell how many consecutive ranks of the group share a node: all of them, unless told fewer."""
+    operation = Operation("set_ranks_per_node", group)
+    ranks = min(ranks_per_node, operation.world_size)
+    divides = operation.world_size % ranks == 0  # else nothing goes node by node
+    operation.known.ranks_per_node = ranks if divides else 1
 
 
 def gather_objects(value, group=None):
@@ -1193,59 +1057,44 @@ def gather_objects(value, group=None):
 def check_parameters(named, group=None):
     """ValueError, on every rank, if [(name, tensor)] are not alike on all of them. Collective."""
     told = lambda t: f"{tuple(t.shape)} {t.dtype} {t.requires_grad} {t.device.type}"
-    lines = [f"{name!r} {told(tensor)}" for name, tensor in named]
-    first, *others = gather_objects(lines, group)
+    first, *others = gather_objects([f"{name!r} {told(tensor)}" for name, tensor in named], group)
     for rank, other in enumerate(others, 1):
         for line, expected in zip_longest(other, first, fillvalue="nothing"):
-            text = "rank {} of the group has {}, rank 0 has {}"
-            _check(line == expected, text, rank, line, expected)
+            if line != expected:
+                raise ValueError(f"rank {rank} of the group has {line}, rank 0 has {expected}")
 
 
 def autocasted(x):
     """x as autocast would hand it to a matrix product."""
     device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x
-
-
-# ---- who listens ---------------------------------------------------------------------------------
+    autocasts = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(device)) if autocasts else x
 
 
 class Traffic:
-    """Payload that this rank sent; RuntimeError if the backend's own collectives sent some, too."""
+    """Payload that this rank sent."""
 
     def __init__(self):
         self.sent = []  # (operation, group, peer in the group, bytes) of every message
-        self.uncounted = set()  # operations that were the backend's own
 
     def bytes(self, operation=None, group=None, peers=None):
         """Bytes sent by one operation, in one group, to some peers; None stands for all."""
-        if self.uncounted:
-            raise RuntimeError(f"nobody counts the bytes of the backend's own {self.uncounted}")
-        return sum(nbytes for *_, nbytes in self._select(operation, group, peers))
-
-    def messages(self, operation=None, group=None, peers=None):
-        """Messages sent, selected as in bytes()."""
-        return len(self._select(operation, group, peers))
-
-    def _select(self, operation, group, peers):
-        among = lambda peer: peers is None or peer in peers
-        sent = [m for m in self.sent if operation in (None, m[0]) and among(m[2])]
-        return [message for message in sent if group in (None, message[1])]
-
-    def listen(self, event, operation, sends=(), receives=()):
-        """Count what observe() tells."""
-        if event == "begin" and operation.known.by_backend:
-            self.uncounted |= {operation.name} - {"exchange", "wait"}
-        self.sent += [(operation.name, operation.group, peer, t.nbytes) for t, peer in sends]
+        sent = [m for m in self.sent if operation in (None, m[0]) and group in (None, m[1])]
+        return sum(nbytes for *_, peer, nbytes in sent if peers is None or peer in peers)
 
 
 @contextmanager
 def count_bytes():
     """Count what this rank sends in operations begun inside: `with count_bytes() as traffic:`"""
     traffic = Traffic()
-    with observe(traffic.listen):
+
+    def listen(event, operation, sends=(), receives=()):
+        if operation.known.by_backend and operation.name not in ("exchange", "wait"):
+            raise RuntimeError(f"nobody counts the bytes of the backend's own {operation.name}")
+        for tensor, peer in sends:
+            traffic.sent.append((operation.name, operation.group, peer, tensor.nbytes))
+
+    with observe(listen):
         yield traffic
 
 
@@ -1255,12 +1104,12 @@ def report_stalls(seconds):
 
     def listen(event, operation, sends=(), receives=()):
         operation, now = operation.of or operation, time.monotonic()
-        later = operation.async_op and operation.name == "exchange"  # it waits in Work.wait()
         if event == "post":
+            later = operation.async_op and operation.name == "exchange"  # it waits in Work.wait()
             waits[operation] = [math.inf if later else now, [r for _, r in (*sends, *receives)]]
         elif event == "end":
             waits.pop(operation, None)
-        elif later and operation in waits:
+        elif operation in waits:
             waits[operation][0] = now
 
     def report():
@@ -1282,17 +1131,17 @@ def report_stalls(seconds):
 def _demonstrate():
     rank, P = rank_and_size()
     nbytes, ranks_per_node = 840 * 128 * P, 2 - P % 2
-    for name in _ALL_REDUCE:
+    set_ranks_per_node(ranks_per_node)
+    for name in ("naive", "recursive_doubling", *_PHASES):
         tensor = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(rank))
         expected = tensor.double()
         dist.group.WORLD.allreduce([expected]).wait()
         with count_bytes() as traffic:
-            all_reduce(tensor, algorithm=name, ranks_per_node=ranks_per_node)
-        error = (tensor - expected).abs().max()
+            all_reduce(tensor, algorithm=name)
         steps, sent = all_reduce_cost(name, nbytes, P, ranks_per_node, rank)
         if rank == 0:
             print(f"{name:20}{steps:3} steps, {sent:9} bytes claimed, {traffic.bytes():9} counted,"
-                  f" at most {error:.0e} from gloo's sum")
+                  f" at most {(tensor - expected).abs().max():.0e} from gloo's sum")
 
 
 if __name__ == "__main__":

@@ -332,10 +332,6 @@ ALGORITHMS = ("naive", "direct", "ring", "recursive_doubling", "halving_doubling
 OURS = {name: partial(call, collectives) for name, call in OPERATIONS.items()}
 for name in ALGORITHMS:
     OURS[f"all_reduce by {name}"] = partial(collectives.all_reduce, algorithm=name)
-for name in ("tree", "scatter_all_gather"):
-    OURS[f"broadcast by {name}"] = lambda x, name=name: collectives.broadcast(
-        x, LAST(), algorithm=name
-    )
 ALIKE = ("all_reduce", "all_gather", "broadcast")  # what begins so leaves the same on all ranks
 
 

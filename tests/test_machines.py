@@ -131,17 +131,15 @@ dist.init_process_group("gloo")
 rank, world_size = rank_and_size()
 others = [peer for peer in range(world_size) if peer // 2 != rank // 2]
 tensor, found = torch.ones(1 << 22), {}  # 16 MB
+set_ranks_per_node(2)
 for algorithm in ("ring", "halving_doubling", "hierarchical", "auto"):
-    if algorithm == "auto":
-        set_ranks_per_node(2)
-    options = {"ranks_per_node": 2} if algorithm == "hierarchical" else {}
     times = []
     for _ in range(7):
         tensor.fill_(rank)
         barrier()
         began = time.perf_counter()
         with count_bytes() as traffic:
-            all_reduce(tensor, algorithm=algorithm, **options)
+            all_reduce(tensor, algorithm=algorithm)
         barrier()
         times.append(time.perf_counter() - began)
         assert tensor[0] == tensor[-1] == 6

@@ -47,8 +47,8 @@ def _traced(flags, late=None):
         lanes, parts = trace.traced(trainer, *tokens)
     for group, axis in axes.items():
         messages, nbytes = counted.get(axis, (0, 0))
-        nbytes += traffic.bytes(group=group)
-        counted[axis] = messages + traffic.messages(group=group), nbytes
+        sent = [message for message in traffic.sent if message[1] is group]
+        counted[axis] = messages + len(sent), nbytes + traffic.bytes(group=group)
     return lanes, parts, counted, operations
 
 
