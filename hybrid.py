@@ -1323,7 +1323,7 @@ def train(args, device):
 
     Raises TrainingError for what cannot be used or is refused, and on SIGTERM, after a save.
     """
-    sizes, of = (args.seq_len, args.vocab_size), f"--data {args.data}: "
+    sizes, of = (args.seq_len, args.vocab_size), f"--data {args.data or '(default)'}: "
     data = on_all_ranks(load_data, args.data, *sizes, of=of)
     trainer = Trainer(args, make_mesh(args), device)
     if args.checkpoint:

@@ -1349,7 +1349,7 @@ BAD_FLAGS = """processes | flags | what is wrong
 1 | --kv-heads 3 | --heads 4 is not divisible by --kv-heads 3
 4 | --pp 4 --layers 1 | --layers 1 is too few for 4 stages
 2 | --pp 2 --schedule interleaved --microbatches 3 | num_microbatches=3 is not a multiple of
-3 | --pp 3 --schedule dualpipe | num_stages=3 and num_microbatches=6: DualPipe needs both even
+3 | --pp 3 --schedule dualpipe | num_stages=3 and num_microbatches=6: both must be even
 2 | --pp 2 --batch-size 5 --microbatches 2 | --batch-size 5 is not divisible by (--dp 1 * --micro
 1 | --chunks 3 | --chunks 3 needs schedule == 'interleaved'
 2 | --dp 2 --cp-method ring | --cp-method ring needs cp > 1

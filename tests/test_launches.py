@@ -44,7 +44,7 @@ OTHERS = [  # ranks, layers, layout, microbatches: of every kind one
     (8, 2, f"{EXPERTS} --dp 8 --ep 8 --topk-nodes 1", 1),
     (8, 2, f"{EXPERTS} --dp 4 --tp 2 --ep 4 --zero 0", 2),
     (8, 2, f"{EXPERTS} --dp 4 --tp 2 --sp --ep 4 --balance bias --recompute full", 1),
-    (8, 2, f"{EXPERTS} --dp 4 --pp 2 --ep 2 --capacity-factor 1.0", 2),
+    (8, 2, f"{EXPERTS} --dp 4 --pp 2 --ep 2 --capacity-factor 1.0 --vocab-size 512", 2),
 ]
 ROWS = [(n, 4, layout, 1) for n, _, layout, _ in BATCHES[:4]] + OTHERS
 ZERO = [(8, 3, f"zero {stage}") for stage in (1, 2, 3)]
