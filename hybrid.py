@@ -21,14 +21,12 @@ What does depend on the layout: masks of dropout, which tokens a capacity drops,
 --topk-nodes leaves a token, and the losses of balance, which are those of a microbatch of all
 replicas.
 
-Top to bottom: flags, mesh, data, model, initial values, one step, checkpoints, log, the loop with
-train(), the summary of this file, and the life of one process.
+Begin with train(), near the end: it is the summary of this file.
 
 The model is GPT-2's architecture (Radford et al., 2019), under GPT-2's parameter names. Shoeybi et
 al., "Megatron-LM", 2019, and Narayanan et al., "Efficient Large-Scale Language Model Training on
 GPU Clusters Using Megatron-LM", 2021.
 
-    python hybrid.py                                                      one process
     torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4  dp = 2
     torchrun --nproc-per-node 8 hybrid.py --cp 2 --ep 8 --experts 16      dp = 4
 """
@@ -53,9 +51,6 @@ from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback
 
 import numpy as np
 import torch
@@ -84,6 +79,7 @@ from zero import FullyShardedDataParallel
 
 CP_METHODS = dict(allgather=allgather_attention, ring=ring_attention, ulysses=ulysses_attention)
 IGNORE_INDEX = -100  # a target that does not count
+OUTSIDE = "--data: {:.0f} tokens are outside --vocab-size {}"
 
 # ---- flags ---------------------------------------------------------------------------------------
 
@@ -158,8 +154,7 @@ GROUPS = {
         Flag("skip_nonfinite", COUNT, 0, "skip steps that are not finite; so many in a row end it"),
     ),
     "run": (
-        Flag("device", ("auto", "cpu", "cuda", "shared"), "auto", "cuda: a GPU each; shared: one "
-             "for several processes; auto: cuda if there are enough, else cpu"),
+        Flag("device", ("auto", "cpu", "cuda", "shared"), "auto", "shared: a GPU of several ranks"),
         Flag("data", str, None, "text, tokens (.bin), or a folder (default: Python's sources)"),
         Flag("checkpoint", str, None, "a folder to keep checkpoints in, and to go on from"),
         Flag("save_every", SIZE, None, "steps (default: at the end, and on SIGTERM)", "checkpoint"),
@@ -194,7 +189,6 @@ RULES = (  # what must not be; % is what a division leaves; a rule may build on 
     "tp > vocab_size",
     "batch_size % (dp * microbatches)",
 )
-SIGNS = {"%": "is not divisible by", ">": "is more than", "!=": "is not"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -267,8 +261,8 @@ def check(args):
     for rule in RULES:
         wrong, _, where = rule.partition(" where ")
         if is_so(wrong) and is_so(where):
-            for sign, words in SIGNS.items():
-                wrong = wrong.replace(sign, words)
+            wrong = wrong.replace("%", "is not divisible by").replace("!=", "is not")
+            wrong = wrong.replace(">", "is more than")
             rule = f"{wrong}, where {where}" if where else wrong
             raise ValueError(re.sub(r"\w+", lambda word: shown.get(word[0], word[0]), rule))
 
@@ -340,8 +334,7 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     """{a group's name: ranks (number of such groups, size)} of the grid (pp, dp, cp, tp).
 
     ep_nodes: on so many nodes lie the ranks of ep. replicate: how many runs of dp x cp have a copy
-    of ZeRO's shards each; where that does not divide the replicas of an expert, these have as many
-    as divides both.
+    of ZeRO's shards each; the replicas of an expert have as many as divides both.
     """
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     replicas = grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)
@@ -387,14 +380,13 @@ class Data(NamedTuple):
     is_text: bool  # bytes of UTF-8
 
     def batch(self, step, batch_size, seq_len, seed, rows=slice(None), part="train"):
-        """Inputs and targets (rows, T) of `step`: the global batch depends on seed and step only.
+        """Inputs (rows, T) of `step` from anywhere in the part, and as targets their next tokens.
 
-        Each sequence starts anywhere in the part; targets are the inputs' next tokens.
+        Of all rows they depend on seed and step only.
         """
         tokens, random = getattr(self, part), np.random.default_rng([seed, step])
         starts = random.integers(0, len(tokens) - seq_len, batch_size)[rows]
-        window = np.stack([tokens[s : s + seq_len + 1] for s in starts]).astype(np.int64)
-        window = torch.from_numpy(window)
+        window = torch.from_numpy(np.stack([tokens[s : s + seq_len + 1] for s in starts])).long()
         return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
@@ -404,7 +396,6 @@ def load_data(path, seq_len, vocab_size=256):
     Text is a file or a folder, and its tokens are its UTF-8 bytes; tokens are a .bin of uint16, or
     uint32 for a larger vocabulary, or nanoGPT's folder of train.bin and val.bin. Else validation is
     the last tenth. Raises OSError or ValueError for what is missing, no tokens, or too short.
-    Whether tokens are in the vocabulary is seen as they are used.
     """
     pattern, path = "[!.]*" if path else "*.py", Path(path or sysconfig.get_path("stdlib"))
     is_split = (path / "train.bin").is_file()
@@ -612,10 +603,9 @@ def layers_of(stage, num_stages, config):
 
 @lru_cache
 def cheapest_cuts(costs, parts):
-    """The places [0, ..., len(costs)] between runs of a list, none empty, whose sums are smallest.
+    """The places [0, ..., len(costs)] between runs of a list, none empty, whose sums are smallest:
 
-    First the largest sum is as small as can be, then the second, and so on; of equals the runs in
-    front are the shortest.
+    the largest one first, then the second, and so on; of equals the runs in front are the shortest.
     """
     sums = [0, *accumulate(costs)]
     best = {0: ([], [0])}  # {length: (sums of its runs, largest first, their places)}
@@ -708,26 +698,19 @@ def initial_value(name, shape, layers, seed, first=0):
     std = 0.02 / math.sqrt(2 * layers) if into_residual else 0.02
     by_column = name.endswith("c_proj.weight")
     value = torch.empty(shape[::-1] if by_column else shape, dtype=torch.float32)
-    rows = value.view(-1, value.shape[-1])
-    _draw_normal(rows.numpy(), first * math.prod(value.shape[1:-1]), f"{seed} {name}")
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    bits = np.random.Philox(key=int.from_bytes(digest[:16], "big"))
+    generator, state = np.random.Generator(bits), bits.state
+    first *= math.prod(value.shape[1:-1])
+    for number, row in enumerate(value.view(-1, value.shape[-1]).numpy(), first):
+        state["state"]["counter"][3] = number  # the highest word: a stream has 2**192 draws
+        bits.state = state
+        generator.standard_normal(out=row, dtype=np.float32)
     value.mul_(std)
     return value.t() if by_column else value
 
 
-def _draw_normal(rows, first, name):
-    """Fill `rows`, the first one being number `first`: each has a stream of its own (Philox)."""
-    digest = hashlib.sha256(name.encode()).digest()
-    bits = np.random.Philox(key=int.from_bytes(digest[:16], "big"))
-    generator, state = np.random.Generator(bits), bits.state
-    for number, row in enumerate(rows, first):
-        state["state"]["counter"][3] = number  # the highest word: a stream has 2**192 draws
-        bits.state = state
-        generator.standard_normal(out=row, dtype=np.float32)
-
-
 # ---- one step ------------------------------------------------------------------------------------
-
-OUTSIDE = "--data: {:.0f} tokens are outside --vocab-size {}"
 
 
 class TrainingError(ValueError):
@@ -892,8 +875,7 @@ class Trainer:
 
     def skip_step(self, loss, norm):
         """Leave out a step that is not finite; TrainingError if it is one too many in a row."""
-        self.skipped += 1
-        self.skipped_in_a_row += 1
+        self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
         if self.skipped_in_a_row >= self.args.skip_nonfinite:
             found = f"loss {loss:.4f}, grad norm {norm:.3f}; {self.skipped_in_a_row} in a row"
             raise TrainingError(f"step {self.steps_done + 1} is not finite: {found}")
@@ -959,12 +941,7 @@ def make_chunks(trainer, routes, put_off):
 
 
 def wrap(trainer):
-    """The chunks as replicas that sum gradients, or as shards (ZeRO).
-
-    A step sends 2 (P-1)/P of the gradients' bytes, with ZeRO-1 half of them, parameters, in the
-    next forward. ZeRO-2 and -3 keep no whole gradients: each microbatch sends (P-1)/P, and with
-    ZeRO-3, which keeps no whole parameters either, two times more.
-    """
+    """The chunks as replicas that sum gradients, or with ZeRO as shards."""
     args, mesh, chunks, stages = trainer.args, trainer.mesh, trainer.chunks, []
     # the loss has its global divisor already
     options = {"gradient_divide_factor": 1, "wait_in_backward": False}
@@ -988,12 +965,11 @@ def wrap(trainer):
 
 def make_optimizer(args, parameters):
     """AdamW, with decay of matrices."""
-    is_matrix = lambda parameter: len(part_of(parameter)[0]) > 1
-    groups = [
-        {"params": list(filter(is_matrix, parameters)), "weight_decay": args.weight_decay},
-        {"params": [p for p in parameters if not is_matrix(p)], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, args.lr, (0.9, 0.95), fused=True)
+    matrices, others = [], []
+    for parameter in parameters:
+        (matrices if len(part_of(parameter)[0]) > 1 else others).append(parameter)
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, args.lr, (0.9, 0.95), 1e-8, args.weight_decay, fused=True)
 
 
 def mixtures(trainer):
@@ -1021,7 +997,6 @@ def sum_tallies(trainer):
 
 MAY_CHANGE = "dropout", "capacity_factor", "topk_nodes"  # of the model's flags, as a run goes on
 MOMENTS = "exp_avg", "exp_avg_sq"  # Adam's
-KEPT = 2  # checkpoints
 
 
 def on_all_ranks(call, *arguments, of="", status=2):
@@ -1072,9 +1047,8 @@ class Boxes(torch.Tensor):
 def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
     """{GPT-2's name: Boxes} of parameters and buffers: views of what this rank has, for a save.
 
-    Ranks with copies have the same boxes, of which one is written; the head is left out, since it
-    is the embedding. value picks what is looked at of a parameter: itself, or what has its shape,
-    or None. chunks: look at all that these have, the head included.
+    Of copies one is written; the head is left out, as it is the embedding. value picks what is
+    looked at of a parameter: itself, or what has its shape, or None. chunks: look at all of these.
     """
     mesh, found = trainer.mesh, {}
     named = lambda chunk: [*chunk.named_parameters(), *chunk.named_buffers()]
@@ -1118,7 +1092,7 @@ def commit(trainer, path):
         (written / "run.json").write_text(json.dumps(run | {"skipped": trainer.skipped}, indent=4))
         os.sync()
         written.rename(path)
-        for old in checkpoints_of(path.parent)[:-KEPT]:
+        for old in checkpoints_of(path.parent)[:-2]:
             old.rename(old.with_suffix(".partial"))  # half of it is no checkpoint
         for old in path.parent.glob("step_*.partial"):  # and what killed saves left
             shutil.rmtree(old, ignore_errors=True)
@@ -1166,8 +1140,7 @@ def read_run(path, args):
 def unlike_copies(trainer):
     """Which copies of a weight have other bits than most have, with their ranks. Collective.
 
-    What two ranks hold of the same place is compared by a sum of its bytes, which one flipped bit
-    changes for certain.
+    Compared are sums of the bytes, which one flipped bit changes for certain.
     """
     own, sums, copies, different = [], [], defaultdict(list), []
     for chunk in trainer.chunks:
@@ -1198,9 +1171,9 @@ PEAKS = {  # part of a GPU's name: TFLOP/s of dense products
 class Log:
     """What rank 0 says of a training: lines, and the metrics. To be made by all ranks.
 
-    On a terminal one line is rewritten with every step; elsewhere some are printed, the first and
-    the last among them. The file of metrics has lines of JSON: the flags, then the steps. A run
-    that goes on appends to it; of a step that is there twice the later one counts.
+    On a terminal one line is rewritten with every step; elsewhere some are printed. The file of
+    metrics has lines of JSON: the flags, then the steps. A run that goes on appends to it; of a
+    step that is there twice the later one counts.
     """
 
     def __init__(self, trainer):
@@ -1275,25 +1248,19 @@ def complain(sentence):
 @torch.no_grad()
 def evaluate(trainer, data, batches=8):
     """Mean loss per token over `batches` batches of the validation part, always the same."""
-    args, losses = trainer.args, []
+    args, rows, losses = trainer.args, trainer.own_rows(), []
     for index in range(batches):
-        sizes = args.batch_size, args.seq_len, args.seed
-        batch = data.batch(index, *sizes, trainer.own_rows(), part="validation")
+        batch = data.batch(index, args.batch_size, args.seq_len, args.seed, rows, "validation")
         loss, num_outside = torch.stack(trainer.run(trainer.evaluation, *batch)).tolist()
         if num_outside:
             raise TrainingError(OUTSIDE.format(num_outside, args.vocab_size))
         losses.append(loss)
-    if not math.isfinite(sum(losses)):
-        raise TrainingError(f"validation loss {sum(losses)} is not finite")
     return sum(losses) / batches
 
 
 @torch.no_grad()
 def sample(trainer, prompt, length, temperature=1.0, seed=0):
-    """Continue token ids `prompt` by `length` tokens drawn from the model; the same on every rank.
-
-    Collective: replicas, too, since experts may be spread over them.
-    """
+    """Continue token ids by `length` tokens drawn from the model; collective, and alike on all."""
     T, V = trainer.config.seq_len, trainer.config.vocab_size
     if (largest := max(prompt, default=0)) >= V:
         raise TrainingError(f"the prompt's token {largest} is outside --vocab-size {V}", status=2)
@@ -1362,11 +1329,7 @@ def prompt_of(args, data):
 
 
 def choose_device(args, local_rank=0, per_node=1):
-    """This process's device, and the backend for it, by --device.
-
-    Where fewer GPUs are visible than a node has processes, each must see its own; if they share
-    one, gloo carries messages. Raises ValueError for what needs a GPU without one.
-    """
+    """This process's device, and the backend. ValueError for what needs a GPU without one."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.device == "cpu" or (args.device == "auto" and gpus < per_node):
         if args.dtype == "tf32":
@@ -1374,7 +1337,7 @@ def choose_device(args, local_rank=0, per_node=1):
         return torch.device("cpu"), "gloo"
     if not gpus:
         raise ValueError(f"--device {args.device}: there is no GPU on this machine")
-    device = torch.device("cuda", local_rank % gpus)
+    device = torch.device("cuda", local_rank % gpus)  # each may see its own alone
     torch.cuda.set_device(device)
     return device, "gloo" if args.device == "shared" else "nccl"
 
@@ -1433,4 +1396,5 @@ def main(argv=None, work=train):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback
     sys.exit(main())
