@@ -45,7 +45,7 @@ import signal
 import sys
 import sysconfig
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -1138,6 +1138,7 @@ def wrap(trainer):
         gradient_divide_factor=1,
         stage=args.zero,
         wait_in_backward=False,
+        under_way=deque(),  # one, of all chunks
         groups=dict.fromkeys(
             experts, (mesh.expert_shard_group, if_several(mesh.expert_replicate_group))
         ),
