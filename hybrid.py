@@ -43,7 +43,7 @@ import signal
 import sys
 import sysconfig
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -954,12 +954,12 @@ def wrap(trainer):
         options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     options |= {"process_group": mesh.shard_group, "replicate_group": mesh.replicate_group}
     groups = mesh.expert_shard_group, mesh.expert_replicate_group
-    options |= {"groups": dict.fromkeys(trainer.experts, groups), "stage": args.zero}
+    options |= {"groups": dict.fromkeys(trainer.experts, groups), "under_way": deque()}
     for chunk in chunks:
         for name in shards_of(chunk):  # in rows of their own: what tp ranks have alike is cut alike
             chunk.get_parameter(name).sharded = True
         units = chunk.transformer["h"].values()
-        stages.append(FullyShardedDataParallel(chunk, units=units, **options))
+        stages.append(FullyShardedDataParallel(chunk, units=units, stage=args.zero, **options))
     return stages
 
 

@@ -25,17 +25,17 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
     torchrun --nproc-per-node 4 zero.py       bytes sent, claimed and counted, and the error
 """
 
+import copy
 import warnings
 import weakref
 from collections import deque
-from contextlib import nullcontext
 from functools import partial
 
 import torch
 from torch import nn
 from torch.func import functional_call
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from collectives import (
@@ -98,23 +98,22 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
     So does PyTorch's optimizer of this name, which deals out whole parameters where this one cuts
     a flat tensor. FullyShardedDataParallel(..., stage=1) sends no more than DDP alone.
 
-    params: as for any optimizer; they start as the first rank's, and become views of one flat
-        tensor per dtype.
+    params: they start as the first rank's, and become views of one flat tensor per dtype.
     optimizer_class: one that check_elementwise() accepts.
 
-    state_dict() is that of this rank's shard: each rank saves, and loads, its own. Raises
-    RuntimeError from step() for parameters that were moved or converted since.
+    state_dict() is this rank's: each saves, and loads, its own. step() raises RuntimeError for
+    parameters that were moved or converted since.
     """
 
     def __init__(self, params, optimizer_class, process_group=None, **defaults):
         check_elementwise(optimizer_class)
-        super().__init__(params, defaults)
-        check_whole(p for group in self.param_groups for p in group["params"])
-        self.group, by_dtype, pieces, self._flats = process_group, {}, {}, []
+        super().__init__(params, optimizer_class([torch.zeros(0)], **defaults).defaults)
+        self.group, self.pieces, self._flats = process_group, {}, []
         rank, world_size = rank_and_size(process_group)
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        for parameters in by_dtype.values():
+        given = [parameter for group in self.param_groups for parameter in group["params"]]
+        check_whole(given)
+        for dtype in dict.fromkeys(parameter.dtype for parameter in given):
+            parameters = [parameter for parameter in given if parameter.dtype == dtype]
             layout = FlatLayout(parameters, world_size)
             flat = layout.pack(parameters)
             broadcast_first([flat], process_group)
@@ -122,28 +121,23 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             views = layout.views(flat), layout.pieces(shard, rank)
             for parameter, view, piece in zip(parameters, *views):
                 parameter.data = view
-                pieces[parameter] = nn.Parameter(piece, parameter.requires_grad)
+                self.pieces[parameter] = nn.Parameter(piece, parameter.requires_grad)
             self._flats.append((flat, shard, list(zip(parameters, layout.ranges(rank)))))
-        groups = [g | {"params": [pieces[p] for p in g["params"]]} for g in self.param_groups]
-        self.pieces, self.optimizer = pieces, optimizer_class(groups, **defaults)
-        self.defaults = self.optimizer.defaults
-        self._copy_options(self.optimizer.param_groups, self.param_groups)
+        self.optimizer = optimizer_class(self._groups_of_pieces(), **defaults)
 
     def add_param_group(self, group):
         if hasattr(self, "optimizer"):
             raise RuntimeError("an optimizer of shards gets all of its parameters at the beginning")
         super().add_param_group(group)
 
-    @staticmethod
-    def _copy_options(sources, targets):
-        """Learning rates and the like."""
-        for source, target in zip(sources, targets):
-            target |= source | {"params": target["params"]}
+    def _groups_of_pieces(self):
+        """With learning rates and the like as they are now."""
+        return [g | {"params": [self.pieces[p] for p in g["params"]]} for g in self.param_groups]
 
     @torch.no_grad()
     def step(self, closure=None):
         """Update this rank's shard and gather everybody's. Collective."""
-        with torch.enable_grad() if closure else nullcontext():
+        with torch.enable_grad():
             loss = closure() if closure else None
         for flat, _, ranges in self._flats:
             for parameter, (begin, end) in ranges:
@@ -151,13 +145,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
                     raise RuntimeError("a parameter was moved or converted since it was sharded")
                 piece, gradient = self.pieces[parameter], parameter.grad
                 piece.grad = None if gradient is None else gradient.flatten()[begin:end]
-        self._copy_options(self.param_groups, self.optimizer.param_groups)
+        self.optimizer.param_groups = self._groups_of_pieces()
         self.optimizer.step()
         for flat, shard, _ in self._flats:
             all_gather_single(flat, shard, self.group)
         return loss
 
     def state_dict(self):
+        self.optimizer.param_groups = self._groups_of_pieces()
         return self.optimizer.state_dict() | {"shard": rank_and_size(self.group)}
 
     def load_state_dict(self, state_dict):
@@ -165,14 +160,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         if saved != own:
             raise ValueError(f"the state is of the shard (rank, world size) {saved}, not {own}")
         self.optimizer.load_state_dict(state_dict)
-        self._copy_options(self.optimizer.param_groups, self.param_groups)
+        for group, loaded in zip(self.param_groups, self.optimizer.param_groups):
+            group |= loaded | {"params": group["params"]}
 
 
 def check_elementwise(optimizer_class):
     """ValueError for optimizers that shards would make wrong; a warning for those not of torch.
 
-    Right are those that treat each element by itself, as SGD, Adam and its family do; wrong, those
-    that take a parameter's norm or products of matrices, or search along a line.
+    Right are those that treat each element by itself, as SGD and Adam do; wrong, those that take a
+    parameter's norm (LARS, LAMB) or products of matrices (Muon), or search along a line (LBFGS).
     """
     if issubclass(optimizer_class, (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon)):
         raise ValueError(f"{optimizer_class.__name__} is wrong on shards: elements need each other")
@@ -215,7 +211,9 @@ class FlatParameter:
         self.rank, world_size = rank_and_size(self.group)
         self.layout = FlatLayout(self.pieces, world_size)
         flat = self.layout.pack(self.pieces)
-        _broadcast_first([flat], self.group, self.replicate_group)
+        if self.replicate_group is not None:  # then what the first replica has reaches all
+            broadcast_first([flat], self.replicate_group)
+        broadcast_first([flat], self.group)
         self.unsharded_param = flat.to(param_dtype or first.dtype)
         own = flat.chunk(world_size)[self.rank]
         is_part = keeps and self.unsharded_param is flat  # then nothing is held twice
@@ -311,25 +309,17 @@ class FlatParameter:
         own = self.names, self.pieces, self.whole, self.places, self.shard_views()
         for name, piece, whole, places, view in zip(*own):
             replaced = any(module._parameters[key] is not piece for module, key in places)
-            if replaced or piece.data_ptr() != view.data_ptr():
-                raise RuntimeError(f"{name!r} was moved, converted or replaced, and is sharded")
             hooks = piece._backward_hooks or piece._post_accumulate_grad_hooks
-            if hooks or piece.requires_grad != whole.requires_grad:
-                raise RuntimeError(f"{name!r} has a hook, or was frozen or thawed, and is sharded")
+            moved = replaced or piece.data_ptr() != view.data_ptr()
+            if moved or hooks or piece.requires_grad != whole.requires_grad:
+                what = "moved, converted, replaced, frozen, thawed or given a hook"
+                raise RuntimeError(f"{name!r} was {what}, and is sharded")
 
     def join(self):
         """Copies of the full parameters, in their own dtype. Collective."""
         flat = self.sharded_param.new_empty(self.layout.length)
         all_gather_single(flat, self.sharded_param, self.group)
         return [view.clone() for view in self.layout.views(flat)]
-
-
-def _broadcast_first(tensors, group, replicate_group):
-    """Give all ranks the first one's."""
-    # replicas first: then what the first replica broadcasts reaches all of its ranks
-    if replicate_group is not None:
-        broadcast_first(tensors, replicate_group)
-    broadcast_first(tensors, group)
 
 
 # ---- which parameters travel together -----------------------------------------------------------
@@ -359,16 +349,6 @@ def _sort_parameters(module, units, groups_of):
     return kinds, places
 
 
-def _make_units(module, units, groups_of, stage, options):
-    """The FlatParameters of each unit, and at last of the root: the parameters outside of them."""
-    kinds, places = _sort_parameters(module, units, groups_of)
-    make = lambda named: FlatParameter(named, places, groups_of, stage < 3, *options)
-    made = [[make(named) for named in of_unit.values()] for of_unit in kinds]
-    for sharing in (made[:-1:2], made[1:-1:2], made[-1:]) if stage == 3 else ():
-        _share_memory([unit for unit in sharing if unit])
-    return made
-
-
 def _share_memory(units):
     """Have units that are there in turn, each a list of flat parameters, live in one memory.
 
@@ -383,7 +363,125 @@ def _share_memory(units):
             flat.live_in(part.view(flat.unsharded_param.dtype))
 
 
-# ---- the module ----------------------------------------------------------------------------------
+# ---- the rows of the picture ---------------------------------------------------------------------
+#
+# What happens when, with units 0 to n - 1 and the root, of the parameters outside of them. What is
+# gathered or summed travels while a unit computes. Stages 1 and 2 drop nothing.
+#
+#            computes up to        calls                 _Gathers                 _Sums
+# forward    the module            forward()             gather root and 0
+#            unit k                _before_forward()     wait for k, gather k+1
+#            its end               _after_forward()      drop k
+# backward   the module's end      _begin_backward()     gather root and n-1
+#            unit k's end          _turn()               wait for k, gather k-1   sum k+1
+#            a gradient            _gradient_ready()                              add it to others
+#            the end of all        _end_backward()       drop all                 sum 0 and root
+
+
+class _Gathers:
+    """The upper row: parameters come before their unit's turn, and go after it.
+
+    units: the FlatParameters of each, and at last of the root, which are there during a pass.
+    """
+
+    def __init__(self, module, units, groups_of, stage, options):
+        kinds, places = _sort_parameters(module, units, groups_of)
+        make = lambda named: FlatParameter(named, places, groups_of, stage < 3, *options)
+        made = [[make(named) for named in of_unit.values()] for of_unit in kinds]
+        for sharing in (made[:-1:2], made[1:-1:2], made[-1:]) if stage == 3 else ():
+            _share_memory([unit for unit in sharing if unit])
+        self.units, self.stage, self.root = made, stage, len(units)  # the root's number
+        self.flats = [flat for unit in made for flat in unit]
+        self.versions = None  # of the pieces, in the last forward pass
+        self.leave()
+
+    def begin(self, number, direction):
+        """Gather the root and a unit, and use the root, once that unit is under way."""
+        for flat in self.units[self.root]:
+            flat.gather()
+        self.turn_to(number, direction)
+        self.use(self.root)
+
+    def turn_to(self, number, direction):
+        """Have a unit and the next one; others are done."""
+        wanted = [n for n in (number, number + direction) if 0 <= n < self.root]
+        for n in range(self.root):
+            if n not in wanted:
+                self.drop(n)
+        for flat in [flat for n in wanted for flat in self.units[n]]:
+            flat.gather()
+
+    def use(self, number):
+        for flat in self.units[number]:
+            flat.use()
+
+    def drop(self, number):
+        for flat in self.units[number] if self.stage == 3 else ():
+            flat.drop()
+
+    def leave(self):
+        """A pass is over: nobody has the memory, unless it is kept."""
+        for flat in self.flats:
+            flat.drop() if self.stage == 3 else flat.put(flat.pieces)
+        for flat in self.flats if self.stage == 3 else ():  # once all that share it are dropped
+            # Private: resize_() of the storage, not of the tensor, keeps autograd's views.
+            flat.memory.resize_(0)
+
+    def check(self):
+        """RuntimeError if what is kept is no longer right, or somebody replaced a piece."""
+        for flat in self.flats:
+            flat.check()
+        now = self.versions_now()
+        if self.versions != now and any(flat.gathering for flat in self.flats):
+            raise RuntimeError("the parameters were changed and kept: call reshard() after step()")
+        self.versions = now
+
+    def versions_now(self):
+        """A number for each piece, which changes with it."""
+        return [piece._version for flat in self.flats for piece in flat.pieces]
+
+
+class _Sums:
+    """The lower row: gradients leave, those of the last unit first, those of the root at last.
+
+    places: {whole parameter: (its flat one, its number there)}.
+    queue: what has not left in this pass, in an order that is the same on all ranks.
+    under_way: what travels.
+    """
+
+    def __init__(self, units, under_way):
+        self.queue, self.under_way = deque(), under_way
+        order = *units[-2::-1], units[-1]
+        self.order = [flat for unit in order for flat in unit if flat.trainable]
+        self.places = {w: (flat, i) for flat in self.order for i, w in enumerate(flat.whole)}
+
+    def begin(self, missing):
+        """missing: {flat parameter: what its gradients wait for}"""
+        self.queue = deque(self.order)
+        for flat in self.order:
+            flat.missing = missing[flat]
+
+    def complete(self, flats):
+        """Nothing more is added to their gradients."""
+        for flat in flats:
+            flat.missing.clear()
+        self.send()
+
+    def send(self):
+        reduce_in_order(self.queue, self.reduce)
+
+    def reduce(self, flat):
+        """One sum travels while the next gradients come: two flat gradients exist at most."""
+        if flat in self.under_way:
+            self.join(0)
+        flat.reduce()
+        self.under_way.append(flat)
+        self.join(1)
+
+    def join(self, most):
+        """Wait for sums, until so many are under way."""
+        while len(self.under_way) > most:
+            self.under_way.popleft().finish()
 
 
 class _AtBackward(torch.autograd.Function):
@@ -403,32 +501,154 @@ class _AtBackward(torch.autograd.Function):
         return None, *gradients
 
 
-def at_backward(function, outputs, trained):
+def at_backward(function, outputs, flats):
     """The outputs, of which backward calls function() before it comes to what has made them.
 
-    RuntimeError if they come from what is trained, and no tuple, list, dict or what else
-    torch.utils._pytree knows holds a tensor with a graph.
+    RuntimeError if some of `flats` are trained, and no tuple, list or dict holds an output.
     """
-    values, structure = tree_flatten(outputs)
-    places = [i for i, x in enumerate(values) if torch.is_tensor(x) and x.requires_grad]
-    if not places:
-        if trained and torch.is_grad_enabled():
-            raise RuntimeError("a sharded module, or unit, must return tensors that a pytree holds")
-        return outputs
-    for i, tensor in zip(places, _AtBackward.apply(function, *[values[i] for i in places])):
-        values[i] = tensor
-    return tree_unflatten(values, structure)
+    marked = lambda x: torch.is_tensor(x) and x.requires_grad
+    tensors = list(filter(marked, tree_leaves(outputs)))
+    if not tensors and torch.is_grad_enabled() and any(flat.trainable for flat in flats):
+        raise RuntimeError("a sharded module, or unit, must return tensors that a pytree holds")
+    copies = iter(_AtBackward.apply(function, *tensors))
+    return tree_map(lambda x: next(copies) if marked(x) else x, outputs)
 
 
-class FullyShardedDataParallel(nn.Module):
+class _Passes(nn.Module):
+    """The middle row: hooks at the units' inputs and outputs, and at parameters, call the others.
+
+    _current: in backward the unit that has its turn, at first the root; else None.
+    """
+
+    def __init__(self, module, units, gathers, sums):
+        super().__init__()
+        self.module, self._gathers, self._sums, self._current = module, gathers, sums, None
+        self.require_backward_grad_sync = True
+        for whole in sums.places:
+            whole.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
+        for number, unit in enumerate(units):
+            # before all hooks of others, which may use the parameters
+            unit.register_forward_pre_hook(partial(self._before_forward, number), prepend=True)
+            unit.register_forward_hook(partial(self._after_forward, number))
+
+    def forward(self, *args, **kwargs):
+        if self._current is not None:
+            raise RuntimeError(
+                "forward inside of the module's backward (checkpoint single units), or after one "
+                "that has failed: finish_grad_sync() ends it, on every rank; then zero gradients"
+            )
+        self._gathers.check()
+        if self.param_dtype is not None:
+            cast = lambda x: x.to(self.param_dtype) if x.is_floating_point() else x
+            args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
+        try:
+            self._gathers.begin(0, 1)
+            outputs = self.module(*args, **kwargs)
+        finally:
+            self._gathers.leave()
+        return at_backward(self._begin_backward, outputs, self._gathers.flats)
+
+    @torch.no_grad()
+    def _before_forward(self, number, module, args):
+        """A unit runs forward, maybe in backward, where that is recomputed."""
+        if self._current is None:
+            self._gathers.turn_to(number, 1)
+            self._gathers.use(number)
+        elif number <= self._current:
+            self._turn(number)
+        else:
+            raise RuntimeError(f"units[{number}] is recomputed before its turn: checkpoint units")
+
+    def _after_forward(self, number, module, args, outputs):
+        unit = self._gathers.units[number]
+        memories = {flat.memory.data_ptr() for flat in unit} - {0}  # 0: of what has no memory
+        for x in filter(torch.is_tensor, tree_leaves(outputs)):
+            if x.untyped_storage().data_ptr() in memories:
+                raise RuntimeError(f"units[{number}] returns a parameter, or its view: clone it")
+        if self._current is None:
+            self._gathers.drop(number)
+        return at_backward(partial(self._turn, number), outputs, unit)
+
+    # -- backward
+
+    @torch.no_grad()
+    def _begin_backward(self):
+        """Backward is at the module's outputs, in one pass at those of each call."""
+        if self._gathers.versions not in (None, self._gathers.versions_now()):
+            raise RuntimeError("the parameters were changed between forward and backward")
+        if self._current is None:
+            # Private: no public hook runs once all gradients of a pass are there.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._current = self._gathers.root
+        if self.require_backward_grad_sync:
+            self._sums.begin({flat: {"its turn"} for flat in self._sums.order})
+        self._gathers.begin(self._current - 1, -1)
+
+    @torch.no_grad()
+    def _turn(self, number):
+        """Backward is at a unit's outputs. Those skipped have their turn, too, as on all ranks."""
+        # the loss is of what a unit has returned; or the unit is of a forward pass before
+        if self._current is None or number > self._current:
+            self._begin_backward()
+        while self._current > number:
+            self._current -= 1
+            # Before the sums: what is computed next waits for parameters, and for no sum.
+            self._gathers.turn_to(self._current, -1)
+            if self._current + 1 < self._gathers.root:
+                self._sums.complete(self._gathers.units[self._current + 1])
+        self._gathers.use(number)
+
+    @torch.no_grad()
+    def _gradient_ready(self, whole):
+        """Autograd has added to its .grad, or a weight product that was put off has."""
+        flat, i = self._sums.places[whole]
+        if self.require_backward_grad_sync and not flat.missing:
+            raise RuntimeError(f"{flat.names[i]!r} got a gradient past the outputs of its unit")
+        if whole.grad is not None:
+            flat.add_gradient(i)
+        flat.missing.discard(whole)
+        self._sums.send()
+
+    @torch.no_grad()
+    def _end_backward(self):
+        self._turn(0)
+        self._sums.complete(self._sums.order)
+        self._current = None
+        self._gathers.leave()
+        if self.wait_in_backward:
+            self.finish_grad_sync()
+
+    # -- sums
+
+    no_sync = DistributedDataParallel.no_sync
+
+    @torch.no_grad()
+    def start_grad_sync(self, awaited=()):
+        """Sum what no_sync() left; of the whole parameters `awaited`, once they were added to."""
+        self._sums.begin({flat: set(flat.whole) & set(awaited) for flat in self._sums.order})
+        self._sums.send()
+
+    @torch.no_grad()
+    def finish_grad_sync(self):
+        """Wait for the sums that backward() or start_grad_sync() started."""
+        if self._current is not None:  # backward has failed: what is left of it, and no gradients
+            self._end_backward()
+            for flat in self._sums.order:
+                flat.flat_grad = None
+        self._sums.complete(self._sums.queue)
+        self._sums.join(0)
+
+
+# ---- the module ----------------------------------------------------------------------------------
+
+
+class FullyShardedDataParallel(_Passes):
     """Wraps a module of which each rank keeps a shard: ZeRO-3, or -2 and -1.
 
-    Stage 3 gathers a unit's parameters for its forward and for its backward pass, while the unit
-    before it computes, and then drops them: two units are there at a time. Parameters in no unit,
-    or in several, are there during the whole pass. Each backward() sums gradients, into shards. Of
-    m backwards a step sends 3 m (P-1)/P D; stages 1 and 2, which keep what is gathered until
-    reshard(), (m + 1) (P-1)/P D, and 2 (P-1)/P D with no_sync() around all backwards but the last:
-    that is stage 1.
+    Of stage 3 two units are there at a time; parameters in no unit, or in several, in a whole pass.
+    Each backward() sums gradients, into shards. Of m backwards a step sends 3 m (P-1)/P D; stages 1
+    and 2, which keep what is gathered until reshard(), (m + 1) (P-1)/P D, and 2 (P-1)/P D with
+    no_sync() around all backwards but the last: that is stage 1.
 
     Between passes the module's parameters *are* this rank's pieces: each parameter is cut down to
     one dimension, maybe empty, and keeps its identity, name and attributes, with two more: `first`,
@@ -446,25 +666,23 @@ class FullyShardedDataParallel(nn.Module):
       zero_grad() does not see it.
     - A module around this one has no state_dict(): take this one's, of whole tensors.
 
-    units: submodules, such as a transformer's blocks, in the order in which forward runs them.
-        Every rank must run the same units.
+    units: submodules, such as a transformer's blocks, in the order in which every rank runs them.
     stage: 1 and 2 keep what is gathered until reshard(), to be called whenever parameters have
         changed: optimizer.register_step_post_hook(lambda *_: model.reshard()).
-    replicate_group: (HSDP) each of its ranks has a replica of the shards of process_group, and
-        gradients are also summed over it.
-    param_dtype: that of the gathered parameters, and what floating-point inputs are cast to; the
-        pieces keep their own.
+    replicate_group: (HSDP) its ranks have the same shard, and gradients are summed over it, too.
+    param_dtype: of the gathered parameters, and of floating-point inputs; the pieces keep theirs.
     reduce_dtype: in which gradients are summed, by default the parameters' grad_dtype.
     gradient_divide_factor: what their sum is divided by, by default the number of ranks; 1 where
         each rank's loss is its part of the whole batch's.
     wait_in_backward: if False, backward() leaves sums under way, and finish_grad_sync() waits.
+    under_way: a deque for sums that travel, shared by modules that take turns, such as a pipeline's
+        chunks: then two flat gradients exist at most of all of them, not of each.
     groups: {parameter: (group, replicate_group or None)} of parameters with fewer replicas, such
         as an expert's; subsets of the two groups' ranks.
 
-    Raises ValueError for units that are not distinct submodules, parameters that differ between
+    Raises ValueError for units that are not distinct submodules, and modules that differ between
     ranks; RuntimeError for outputs that hide their tensors, gradients of gradients, parameters that
-    were moved, replaced, frozen or thawed since, or changed between forward and backward, and for
-    a forward after a backward that has failed.
+    were moved, frozen or changed where that is too late, and forward after a backward that failed.
     """
 
     def __init__(
@@ -478,251 +696,41 @@ class FullyShardedDataParallel(nn.Module):
         reduce_dtype=None,
         gradient_divide_factor=None,
         wait_in_backward=True,
+        under_way=None,
         groups=None,
     ):
-        super().__init__()
-        self.module, self.process_group, self.stage = module, process_group, stage
-        self.param_dtype, self.wait_in_backward = param_dtype, wait_in_backward
         every, units, world_size = (process_group, replicate_group), list(units), 1
         check_whole(module.parameters())
-        for group in every if replicate_group is not None else every[:1]:
+        for group in every[::-1] if replicate_group is not None else every[:1]:
             check_parameters(list(module.named_parameters()), group)
+            broadcast_first(module.buffers(), group)
             world_size *= dist.get_world_size(group)
         options = param_dtype, reduce_dtype, gradient_divide_factor or world_size
-        _broadcast_first(list(module.buffers()), *every)
         groups_of = lambda parameter: (groups or {}).get(parameter, every)
-        self._units = _make_units(module, units, groups_of, stage, options)
-        self.flats = [flat for unit in self._units for flat in unit]
-        trained = [flat for flat in self.flats if flat.trainable]
-        self._place = {whole: (flat, i) for flat in trained for i, whole in enumerate(flat.whole)}
-        self._root = len(units)  # its number: it is the last
-        self._current, self._queue, self._travels = None, deque(), None
-        self.require_backward_grad_sync, self._versions = True, None
-        self._leave()
-        for whole in self._place:
-            whole.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
-        for number, unit in enumerate(units):
-            # before all hooks of others, which may use the parameters
-            before = partial(self._before_forward, number)
-            unit.register_forward_pre_hook(before, prepend=True)
-            unit.register_forward_hook(partial(self._after_forward, number))
+        gathers = _Gathers(module, units, groups_of, stage, options)
+        sums = _Sums(gathers.units, deque() if under_way is None else under_way)
+        super().__init__(module, units, gathers, sums)
+        self.flats, self.stage, self.process_group = gathers.flats, stage, process_group
+        self.param_dtype, self.wait_in_backward = param_dtype, wait_in_backward
         weakref.finalize(self, register_optimizer_step_pre_hook(_check_optimizer).remove)
-
-    # What happens when, with units 0 to n - 1 and the root, of the parameters outside of them:
-    #
-    # forward     of the module             forward()            gather root and unit 0
-    #             of a unit                 _before_forward()    wait for it; gather the next
-    #             it is over                _after_forward()     drop it (stage 3)
-    # backward    at the module's outputs   _begin_backward()    gather root and unit n - 1
-    #             at a unit's outputs       _turn()              wait for it; gather the one before;
-    #                                                            drop, and sum, the one after
-    #             a gradient is there       _gradient_ready()    it moves into a flat one
-    #             it is over                _end_backward()      sum unit 0 and the root; drop all
-
-    def forward(self, *args, **kwargs):
-        if self._current is not None:
-            raise RuntimeError(
-                "forward inside of the module's backward (checkpoint single units), or after one "
-                "that has failed: finish_grad_sync() ends it, on every rank; then zero gradients"
-            )
-        for flat in self.flats:
-            flat.check()
-        versions = self._versions_now()
-        if self.stage < 3 and self._versions not in (None, versions):
-            raise RuntimeError("the parameters were changed and kept: call reshard() after step()")
-        self._versions = versions
-        if self.param_dtype is not None:
-            cast = lambda x: x.to(self.param_dtype) if x.is_floating_point() else x
-            args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
-        try:
-            self._gather_all(0, 1)
-            outputs = self.module(*args, **kwargs)
-        finally:
-            self._leave()
-        return at_backward(self._begin_backward, outputs, bool(self._place))
-
-    def _versions_now(self):
-        """A number for each piece, which changes with it."""
-        return [piece._version for flat in self.flats for piece in flat.pieces]
-
-    def _gather_all(self, number, direction):
-        """Gather the root and a unit, and use the root, once that unit is under way."""
-        for flat in self._units[self._root]:
-            flat.gather()
-        self._gather(number, direction)
-        self._use(self._root)
-
-    def _gather(self, number, direction):
-        """Have a unit and the next one; others are done."""
-        wanted = [n for n in (number, number + direction) if 0 <= n < self._root]
-        for n, unit in enumerate(self._units[: self._root]):
-            for flat in unit if self.stage == 3 and n not in wanted else ():
-                flat.drop()
-        for flat in [flat for n in wanted for flat in self._units[n]]:
-            flat.gather()
-
-    def _use(self, number):
-        for flat in self._units[number]:
-            flat.use()
-
-    def _leave(self):
-        """A pass is over: nobody has the memory, unless it is kept."""
-        for flat in self.flats:
-            flat.drop() if self.stage == 3 else flat.put(flat.pieces)
-        for flat in self.flats if self.stage == 3 else ():  # once all that share it are dropped
-            # Private: resize_() of the storage, not of the tensor, keeps autograd's views.
-            flat.memory.resize_(0)
-
-    # -- forward
-
-    @torch.no_grad()
-    def _before_forward(self, number, module, args):
-        """A hook: a unit runs forward, maybe in backward, where that is recomputed."""
-        if self._current is None:
-            self._gather(number, 1)
-            self._use(number)
-        elif number <= self._current:
-            self._turn(number)
-        else:
-            raise RuntimeError(f"units[{number}] is recomputed before its turn: checkpoint units")
-
-    def _after_forward(self, number, module, args, outputs):
-        unit = self._units[number]
-        memories = {flat.memory.data_ptr() for flat in unit} - {0}  # 0: of what has no memory
-        for x in filter(torch.is_tensor, tree_leaves(outputs)):
-            if x.untyped_storage().data_ptr() in memories:
-                raise RuntimeError(f"units[{number}] returns a parameter, or its view: clone it")
-        for flat in unit if self._current is None and self.stage == 3 else ():
-            flat.drop()
-        trained = any(flat.trainable for flat in unit)
-        return at_backward(partial(self._turn, number), outputs, trained)
 
     def reshard(self):
         """Drop what is gathered: the next forward pass gathers again."""
-        self._versions = None
         for flat in self.flats:
             flat.drop()
-
-    # -- backward
-
-    @torch.no_grad()
-    def _begin_backward(self):
-        """Backward is at the module's outputs; in one pass at those of each call."""
-        if self._versions not in (None, self._versions_now()):
-            raise RuntimeError("the parameters were changed between forward and backward")
-        if self._current is None:
-            # Private: no public hook runs once all gradients of a pass are there.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        self._restart()
-        self._gather_all(self._root - 1, -1)
-
-    def _restart(self):
-        """All units are to have their turn."""
-        self._current = self._root
-        if self.require_backward_grad_sync:
-            self._queue_sums({flat: {"its turn"} for flat in self.flats})
-
-    @torch.no_grad()
-    def _turn(self, number):
-        """Backward is at a unit's outputs. Those skipped have their turn, too, as on all ranks."""
-        if self._current is None:  # the loss is of what a unit has returned
-            self._begin_backward()
-        if number > self._current:  # of a forward pass before
-            self._restart()
-        while self._current > number:
-            self._current -= 1
-            # Before the sums: what is computed next waits for parameters, and for no sum.
-            self._gather(self._current, -1)
-            if self._current + 1 < self._root:
-                self._sum(self._current + 1)
-        self._use(number)
-
-    @torch.no_grad()
-    def _gradient_ready(self, whole):
-        """A hook: autograd has added to its .grad, or a weight product that was put off has."""
-        flat, i = self._place[whole]
-        if self.require_backward_grad_sync and not flat.missing:
-            raise RuntimeError(f"{flat.names[i]!r} got a gradient past the outputs of its unit")
-        if whole.grad is not None:
-            flat.add_gradient(i)
-        flat.missing.discard(whole)
-        reduce_in_order(self._queue, self._reduce)
-
-    @torch.no_grad()
-    def _end_backward(self):
-        self._turn(0)
-        self._sum(0)
-        self._sum(self._root)
-        self._current = None
-        self._leave()
-        if self.wait_in_backward:
-            self.finish_grad_sync()
-
-    # -- sums
-
-    def _queue_sums(self, missing):
-        """Sum the gradients of the units, from the last on, and at last of the root.
-
-        missing: {flat parameter: what its gradients wait for}
-        """
-        order = *self._units[-2::-1], self._units[-1]
-        self._queue = deque(flat for unit in order for flat in unit if flat.trainable)
-        for flat in self._queue:
-            flat.missing = missing[flat]
-
-    def _sum(self, number):
-        """Nothing more is added to a unit's gradients."""
-        for flat in self._units[number]:
-            flat.missing.clear()
-        reduce_in_order(self._queue, self._reduce)
-
-    def _reduce(self, flat):
-        """One sum travels while the next gradients come: two flat gradients exist at most."""
-        before, self._travels = self._travels, flat
-        if before is flat:
-            before.finish()
-        flat.reduce()
-        if before not in (None, flat):
-            before.finish()
-
-    no_sync = DistributedDataParallel.no_sync
-
-    @torch.no_grad()
-    def start_grad_sync(self, awaited=()):
-        """Sum what no_sync() left; of the whole parameters `awaited`, once they were added to."""
-        self._queue_sums({flat: set(flat.whole) & set(awaited) for flat in self.flats})
-        reduce_in_order(self._queue, self._reduce)
-
-    @torch.no_grad()
-    def finish_grad_sync(self):
-        """Wait for the sums that backward() or start_grad_sync() started."""
-        if self._current is not None:  # backward has failed: what is left of it, and no gradients
-            self._end_backward()
-            for flat in self.flats:
-                flat.flat_grad = None
-        for flat in self._queue:
-            flat.missing.clear()
-        reduce_in_order(self._queue, self._reduce)
-        if self._travels is not None:
-            self._travels.finish()
-            self._travels = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm, norm_type=2.0):
         """Scale the gradients to a norm of at most `max_norm`; returns their norm. Collective.
 
-        torch.nn.utils' would see this rank's pieces alone. RuntimeError where some parameters have
-        groups of their own: get_total_norm() is for those.
+        torch.nn.utils' sees this rank's pieces alone. get_total_norm() is for groups of their own.
         """
         if any(flat.group is not self.process_group for flat in self.flats):
             raise RuntimeError("clip_grad_norm_() of parameters that have groups of their own")
-        pieces = [piece for flat in self.flats for piece in flat.pieces]
-        gradients = [piece.grad for piece in pieces if piece.grad is not None]
+        gradients = [piece.grad for piece in self.parameters() if piece.grad is not None]
         norm = get_total_norm(gradients, norm_type, [self.process_group])
         clip_grads_with_norm_(gradients, max_norm, norm)
         return norm
-
-    # -- state
 
     @torch.no_grad()
     def state_dict(self):
@@ -767,8 +775,7 @@ def zero_rounds(stage, microbatches=1):
 
     Stage 0, data parallelism, all-reduces the gradients: it gathers their sums.
     """
-    m = microbatches
-    return ((1, 1), (1, 1), (m, 1), (m, 2 * m))[stage]
+    return ((1, 1), (1, 1), (microbatches, 1), (microbatches, 2 * microbatches))[stage]
 
 
 def zero_memory(stage, world_size, parameter=2, gradient=2, optimizer=12):
@@ -781,30 +788,25 @@ def zero_memory(stage, world_size, parameter=2, gradient=2, optimizer=12):
 
 
 def _demonstrate():
-    rank, world_size = rank_and_size()
-    layer = lambda: nn.Sequential(nn.Linear(480, 480, bias=False), nn.GELU())
-    make = lambda: nn.Sequential(*[layer() for _ in range(6)])
+    rank, size = rank_and_size()
     torch.manual_seed(0)
-    plain = make()  # 480 x 480: P = 1 to 6 divide it into shards without padding
-    start = {name: value.clone() for name, value in plain.state_dict().items()}
-    inputs = torch.randn(3, 8 * world_size, 480)
+    # 480 x 480: P = 1 to 6 divide it into shards without padding
+    layers = [nn.Sequential(nn.Linear(480, 480, bias=False), nn.GELU()) for _ in range(6)]
+    plain, inputs = nn.Sequential(*layers), torch.randn(3, 8 * size, 480)
+    modules = [copy.deepcopy(plain) for _ in range(3)]
     _train(plain, torch.optim.AdamW(plain.parameters()), inputs)
-    count = sum(parameter.numel() for parameter in plain.parameters())
-    for stage in (1, 2, 3):
-        module = make()
-        module.load_state_dict(start)
+    for stage, module in enumerate(modules, 1):
         model = FullyShardedDataParallel(module, units=module, stage=stage)
         optimizer = torch.optim.AdamW(model.parameters())
         optimizer.register_step_post_hook(lambda *_: model.reshard())
         with count_bytes() as traffic:
-            _train(model, optimizer, inputs.chunk(world_size, 1)[rank])
+            _train(model, optimizer, inputs.chunk(size, 1)[rank])
         whole = model.state_dict()
         error = max((whole[name] - value).abs().max() for name, value in plain.state_dict().items())
         if rank == 0:
-            print(
-                f"stage {stage}: a step sends {traffic.bytes() // len(inputs)} bytes (claimed "
-                f"{zero_bytes(stage, 4 * count, world_size)}); largest error {error:.0e}"
-            )
+            sent, claimed = traffic.bytes() // len(inputs), zero_bytes(stage, 24 * 480**2, size)
+            print(f"stage {stage}: a step sends {sent} bytes (claimed {claimed}); ", end="")
+            print(f"largest error {error:.0e}")
 
 
 def _train(model, optimizer, batches):

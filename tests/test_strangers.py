@@ -411,7 +411,7 @@ def test_a_sharded_module_beside_autograd_grad_and_inside_of_others():
     piece = net[0].weight
     expected = alone[1][0].weight.grad.flatten()[piece.first : piece.first + len(piece)]
     torch.testing.assert_close(piece.grad, expected, rtol=1e-12, atol=1e-12)
-    with pytest.raises(RuntimeError, match="has a hook, or was frozen or thawed"):
+    with pytest.raises(RuntimeError, match="given a hook, and is sharded"):
         FullyShardedDataParallel(nn.Sequential(first))(x)
 
 

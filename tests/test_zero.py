@@ -1052,7 +1052,7 @@ def _changes():
     def hook(net):
         net.head.bias.register_hook(lambda gradient: 2 * gradient)
 
-    moved, hooked = "was moved, converted or replaced", "has a hook, or was frozen or thawed"
+    moved = hooked = "was moved, converted, replaced, frozen, thawed or given a hook"
     return [(convert, moved), (replace, moved), (freeze, hooked), (hook, hooked)]
 
 
