@@ -77,7 +77,9 @@ from tensor_parallel import (
 )
 from zero import FullyShardedDataParallel
 
-CP_METHODS = dict(allgather=allgather_attention, ring=ring_attention, ulysses=ulysses_attention)
+CP_METHODS = {
+    "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
+}  # fmt: skip
 IGNORE_INDEX = -100  # a target that does not count
 OUTSIDE = "--data: {:.0f} tokens are outside --vocab-size {}"
 

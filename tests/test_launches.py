@@ -24,8 +24,8 @@ BATCHES = [  # ranks, layers, layout; batches of a step on one rank
     (8, 24, f"{XL} --dp 8 --zero 0 --dtype fp32", 308),
     (8, 24, f"{XL} --dp 8 --zero 1", 211),
     (2, 24, f"{XL} --dp 2 --zero 0 --dtype fp32", 308),
-    (8, 24, f"{LONG} --cp 8 --cp-method allgather --zero 0", 456),
-    (8, 24, f"{LONG} --cp 8 --cp-method ring --zero 0", 816),
+    (8, 24, f"{LONG} --cp 8 --cp-method allgather --zero 0", 408),
+    (8, 24, f"{LONG} --cp 8 --cp-method ring --zero 0", 768),
 ]
 EXPERTS = f"{SMALL} --experts 8 --top-k 2"
 OTHERS = [  # ranks, layers, layout, microbatches: of every kind one

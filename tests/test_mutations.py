@@ -246,11 +246,11 @@ MUTATIONS = {  # number of the trap, and the wrong line -> ranks, layout, patch
     ),
     "11: DualPipe's replicas count twice in the norm": (
         *(2, "--pp 2 --schedule dualpipe --microbatches 4"),
-        when_clipping(replicated=lambda trainer: False),
+        when_clipping(own_chunks=lambda trainer: trainer.chunks),
     ),
     "12: losses of balance are added once per microbatch": (
         *(1, "--experts 4 --microbatches 2"),
-        put(hybrid, "make_moe", lambda right: lambda config, mesh, m: right(config, mesh, 1)),
+        with_trainer("make_moe", args=lambda t: hybrid.parse(["--experts", "4"], 1)),
     ),
     "12: losses of balance are of this rank's tokens": (
         *(2, "--dp 2 --experts 4"),
