@@ -3,32 +3,35 @@
 The processes form a grid; along each axis the work is cut in another way, and a process talks only
 to those from which it differs in one coordinate:
 
-    pp  pipeline   which layers        neighbours pass activations on; one send per microbatch
-    dp  data       which sequences     gradients are summed, once per step
-    cp  context    which positions     keys and values travel in attention, once per layer
-    tp  tensor     which rows and columns of every matrix; four all-reduces per layer and microbatch
+    axis          splits      sends, per microbatch and layer
+    pp  pipeline  layers      activations on, gradients back, where stages meet
+    dp  data      sequences   gradients, summed over dp x cp: once per step, or ZeRO's
+    cp  context   positions   keys and values, in attention
+    tp  tensor    matrices    four all-reduces of activations
+    ep  experts   experts     tokens, to theirs and back
 
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
 
-tp is innermost since it talks most: its ranks should share a node. Experts are spread over ep
-neighbours of dp x cp x tp, where they replace replicas; tp splits attention, and deals out the
-tokens that go to experts.
+tp is innermost since it talks most: its ranks should share a node. ep is no axis of the grid: so
+many consecutive ranks of a stage hold different experts where they would hold copies.
 
-Every layout computes the same thing as one process does: the loss is the sum of the token losses
-over the *global* number of tokens, so gradients are summed and never averaged; initial weights
-depend on the parameter's name and the seed, batches on the seed and the step, and on nothing else.
-What does depend on the layout: masks of dropout, which tokens a capacity drops, which experts
---topk-nodes leaves a token, and the losses of balance, which are those of a microbatch of all
-replicas.
+A rank holds its stage's layers, 1/tp of their matrices, and with ZeRO 1/(dp cp) of the optimizer's
+state. A step runs microbatches by the schedule; in the last backward sums over dp x cp leave and
+travel beside the rest of it. They are waited for; what copies got is summed; then come the norm,
+over all ranks, and the optimizer. PyTorch composes this of DTensors over a DeviceMesh; here are
+plain tensors and groups.
 
-Begin with train(), near the end: it is the summary of this file.
+Every layout computes what one process does: the loss is the sum of the token losses over the
+*global* number of tokens, so gradients are summed and never averaged; initial weights depend on the
+parameter's name and the seed, batches on the seed and the step. What does depend on the layout:
+masks of dropout, which tokens a capacity drops, which experts --topk-nodes leaves a token, and the
+losses of balance, which are those of a microbatch of all replicas. Begin with Trainer.step().
 
 The model is GPT-2's architecture (Radford et al., 2019), under GPT-2's parameter names. Shoeybi et
 al., "Megatron-LM", 2019, and Narayanan et al., "Efficient Large-Scale Language Model Training on
 GPU Clusters Using Megatron-LM", 2021.
 
-    torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4  dp = 2
-    torchrun --nproc-per-node 8 hybrid.py --cp 2 --ep 8 --experts 16      dp = 4
+    torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4  # dp 2
 """
 
 import argparse
@@ -101,7 +104,7 @@ SIZE, COUNT, FACTOR = at_least(1), at_least(0), at_least(0, float)
 
 
 class Flag(NamedTuple):
-    """kind: bool, a tuple of choices, or a type. needs: what must be true for it to mean any."""
+    """kind: bool, a tuple of choices, or a type. needs: what it means nothing without."""
 
     name: str
     kind: object
@@ -234,7 +237,8 @@ def parse(argv, world_size, per_node=None):
     if args.zero is None:
         args.zero = int(replicas > 1)
     if args.dtype == "bf16" and not args.zero:
-        args.zero, args.replicate = 1, replicas  # shards of one rank: the masters are ZeRO's
+        # shards of one rank: the masters are ZeRO's
+        args.zero, args.replicate = 1, given.get("replicate", replicas)
     args.kv_heads = args.kv_heads or args.heads
     args.ffn = args.ffn or 4 * args.hidden
     # a node has as much of tp as there is in ep, and of dp x cp what fits beside tp
@@ -295,23 +299,22 @@ class Mesh:
     replicate_group: dist.ProcessGroup  # those that have the same shards
     ep_group: dist.ProcessGroup  # neighbours in dp x cp x tp that have different experts
     expert_dp_group: dist.ProcessGroup  # those of dp x cp that have the same experts
-    expert_tp_group: dist.ProcessGroup  # and those of tp
+    expert_tp_group: dist.ProcessGroup  # those of tp that have the same experts
     expert_shard_group: dist.ProcessGroup  # of expert_dp_group, as shard_group is of dp_cp_group
     expert_replicate_group: dist.ProcessGroup
     embedding_group: dist.ProcessGroup | None = None  # first and last stage: the tied embedding
     node_group: dist.ProcessGroup | None = None  # of ep_group on this node, if it has several
-    cross_group: dist.ProcessGroup | None = None  # and those in this one's place on theirs
+    cross_group: dist.ProcessGroup | None = None  # its ranks in the same place on all nodes
 
 
-OF_GRADIENTS = "dp_cp_group", "expert_dp_group", "shard_group", "replicate_group"  # their ends
+OF_GRADIENTS = "dp_cp_group", "expert_dp_group", "shard_group", "replicate_group"  # suffixes
 
 
 def make_mesh(args, groups=None):
     """Groups of the slices of the grid of all processes. Collective: every rank calls it.
 
-    Groups of the same ranks are one, but gradients have communicators of their own: messages of a
-    layer would wait for the gradients that are under way. groups: those of earlier meshes, to be
-    used again; new ones are added.
+    Groups of the same ranks are one, but gradients have communicators of their own: else messages
+    of a layer would wait behind gradients under way. groups: of earlier meshes, to be used again.
     """
     rank, groups, mine = dist.get_rank(), {} if groups is None else groups, {}
     degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
@@ -341,7 +344,8 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     replicas = grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)
     ends = grid[[0, -1]] if pp > 1 else grid
-    # experts are cut over as much of tp as there is in ep, and over dp x cp
+    # experts are cut over as much of tp as there is in ep, and over dp x cp; with tp 2, ep 4, dp 4:
+    # ep_group 0-3, 4-7; expert_dp_group 0 4, 1 5 and so on
     in_tp = math.gcd(ep, tp)
     domain = grid.view(pp, -1, ep // in_tp, tp // in_tp, in_tp)
     spread = domain.permute(0, 1, 3, 2, 4).reshape(-1, ep)
@@ -469,7 +473,7 @@ def config_of(args):
 
 
 def _residual_dropout(module, x):
-    """Masks alike over tp, where x is; its own for each rank's part of the sequence."""
+    """One mask on all of tp, which hold the same x; another for each rank's part of tokens."""
     config = module.config
     with module.random if config.sequence_parallel and config.dropout else nullcontext():
         return dropout(x, config.dropout, module.training)
@@ -581,7 +585,6 @@ class GPT(nn.Module):
             )
         return x
 
-
     def tied_weight(self):
         """The embedding or the head, of a stage that has one of them: the other is elsewhere."""
         if self.first == self.last:
@@ -592,14 +595,13 @@ class GPT(nn.Module):
 def layers_of(stage, num_stages, config):
     """The layers of a stage, so that the most expensive one costs as little as can be.
 
-    Products count, of the layers and of the head, which the last stage has, at times alone. The
-    embedding has none: what it costs is memory, for which the first stages get fewer layers where
-    that is no slower. Stages are balanced, also where a rank has two of them.
+    Cost is FLOPs: of layers, and of the head, on the last stage, which may have no layer. The
+    embedding costs none, but memory: of equal cuts the first stages get fewer layers.
     """
     passes, head = 4 if config.recompute == "full" else 3, 2 * config.hidden * config.vocab_size
     layers = [sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers)]
     cuts = cheapest_cuts((0, *(passes * layer for layer in layers), 3 * head), num_stages)
-    begin, end = cuts[stage : stage + 2]
+    begin, end = cuts[stage : stage + 2]  # of the embedding, the layers and the head
     return range(max(begin - 1, 0), min(end - 1, config.layers))
 
 
@@ -781,7 +783,7 @@ class Trainer:
         told = torch.full((), float(self.sigterm), device=self.device)
         if args.checkpoint:
             all_reduce(told, ReduceOp.MAX)
-        # the one time that the host waits for the device
+        # here the host waits for the device: else only a mixture does, for its counts
         numbers = torch.stack([*found, norm, told, *of_experts.values()])
         loss, num_outside, norm, self.stop, *loads = numbers.tolist()
         if num_outside:
@@ -799,7 +801,7 @@ class Trainer:
 
     def forward_backward(self, inputs, targets):
         """Leave the summed gradients in .grad, of whole parameters or pieces; returns as run()."""
-        # without ZeRO they stay views into buckets; a first sum need not be added to zero
+        # DDP's gradients are views of its buckets, and stay; ZeRO's first sum becomes .grad
         self.optimizer.zero_grad(set_to_none=self.args.zero > 0)
         found = self.run(self.pipeline, inputs, targets)
         for stage in self.stages:
@@ -831,10 +833,10 @@ class Trainer:
 
     def sum_shared_gradients(self):
         """Sum what copies got: of tp for a part of the tokens, of DualPipe, of the tied head."""
-        partial = {parameter for chunk in self.chunks for parameter in partial_parameters(chunk)}
+        marked = {parameter for chunk in self.chunks for parameter in partial_parameters(chunk)}
         groups = (self.dense, self.mesh.tp_group), (self.experts, self.mesh.expert_tp_group)
         for parameters, group in groups:
-            parameters = [parameter for parameter in parameters if parameter in partial]
+            parameters = [parameter for parameter in parameters if parameter in marked]
             sum_partial_gradients(parameters, group, check=self.steps_done == 0)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
@@ -958,7 +960,7 @@ def wrap(trainer):
     groups = mesh.expert_shard_group, mesh.expert_replicate_group
     options |= {"groups": dict.fromkeys(trainer.experts, groups), "under_way": deque()}
     for chunk in chunks:
-        for name in shards_of(chunk):  # in rows of their own: what tp ranks have alike is cut alike
+        for name in shards_of(chunk):  # apart from copies, which all of tp then cut alike
             chunk.get_parameter(name).sharded = True
         units = chunk.transformer["h"].values()
         stages.append(FullyShardedDataParallel(chunk, units=units, stage=args.zero, **options))
@@ -1150,7 +1152,7 @@ def unlike_copies(trainer):
             for place, box in whole.boxes.items():
                 own.append((name, place, box.shape))
                 sums.append(box.contiguous().view(torch.uint8).sum())
-    sums = torch.stack(sums).tolist()  # one wait for the device
+    sums = torch.stack(sums).tolist() if sums else []  # one wait for the device
     for rank, theirs in enumerate(gather_objects([*zip(own, sums)])):
         for box, total in theirs:
             copies[box].append((rank, total))
@@ -1216,12 +1218,6 @@ class Log:
         elif self.is_terminal:
             self.say(line[: shutil.get_terminal_size().columns - 1], end="")
 
-    def validation(self, loss):
-        """The mean loss per token of the validation part."""
-        step, perplexity = self.trainer.steps_done, math.exp(min(loss, 700))
-        self.write({"step": step, "validation_loss": loss, "perplexity": perplexity})
-        self.say(f"validation loss {loss:.4f}, perplexity {perplexity:.2f} after step {step}")
-
     def say(self, line, end="\n"):
         """Print it, in place of a line that is rewritten."""
         if self.speaks:
@@ -1264,16 +1260,15 @@ def evaluate(trainer, data, batches=8):
 def sample(trainer, prompt, length, temperature=1.0, seed=0):
     """Continue token ids by `length` tokens drawn from the model; collective, and alike on all."""
     T, V = trainer.config.seq_len, trainer.config.vocab_size
-    if (largest := max(prompt, default=0)) >= V:
-        raise TrainingError(f"the prompt's token {largest} is outside --vocab-size {V}", status=2)
+    if outside := [token for token in prompt if not 0 <= token < V]:
+        raise TrainingError(f"the prompt's token {outside[0]} is outside --vocab-size {V}", 2)
     for chunk in trainer.chunks:
         chunk.eval()
     pipeline = make_pipeline(trainer, 1, 1, lambda logits, _: logits)
     last, positions = trainer.chunks[trainer.route[-1][1]], trainer.positions
     generator, tokens = torch.Generator().manual_seed(seed), list(prompt)
     for _ in range(length):
-        window = tokens[-T:]
-        # causal: the rest is unseen
+        window = tokens[-T:]  # padded behind, where causal attention does not look
         (inputs,) = trainer.own_tokens(torch.tensor([window + [0] * (T - len(window))]))
         own = pipeline.step(inputs, inputs)  # (T, 1, V/tp) of own positions, on the last stage
         logits = torch.zeros(V, dtype=torch.float64, device=trainer.device)
@@ -1311,7 +1306,10 @@ def train(args, device):
             end = f"SIGTERM; --checkpoint {args.checkpoint} has step {step + 1}"
             raise TrainingError(end, status=128 + signal.SIGTERM)
         if is_over or (step + 1) % (args.eval_every or math.inf) == 0:
-            log.validation(evaluate(trainer, data))
+            loss = evaluate(trainer, data)
+            p = math.exp(min(loss, 700))
+            log.write({"step": step + 1, "validation_loss": loss, "perplexity": p})
+            log.say(f"validation loss {loss:.4f}, perplexity {p:.2f} after step {step + 1}")
     if args.sample:
         prompt = on_all_ranks(prompt_of, args, data)
         tokens = sample(trainer, prompt, args.sample, temperature=0.8, seed=args.seed)
@@ -1339,7 +1337,7 @@ def choose_device(args, local_rank=0, per_node=1):
         return torch.device("cpu"), "gloo"
     if not gpus:
         raise ValueError(f"--device {args.device}: there is no GPU on this machine")
-    device = torch.device("cuda", local_rank % gpus)  # each may see its own alone
+    device = torch.device("cuda", local_rank % gpus)  # with "cuda" each may see its own alone
     torch.cuda.set_device(device)
     return device, "gloo" if args.device == "shared" else "nccl"
 

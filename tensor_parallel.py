@@ -558,7 +558,7 @@ def rows_held(parameter, shard=None, group=None):
     return shard.dim, shard.rows_of(*rank_and_size(group)), sum(shard.blocks)
 
 
-def boxes_of(shape, begin, end):
+def boxes_between(shape, begin, end):
     """Elements begin to end of a flattened tensor as boxes, in order: (first index, sizes) of each.
 
     Of (4, 2) from 1 to 7: the rest of a row, whole rows, the beginning of a row.
@@ -587,7 +587,7 @@ def views_in_whole(parameter, tensor, begin, end, rows):
     flat, views = tensor.detach().view(-1)[begin - offset :], {}
     for start, count in runs:  # several of them lie one behind the other: along dim 0
         sizes = *shape[:dim], count, *shape[dim + 1 :]
-        for first, box in boxes_of(sizes, max(begin, 0), min(end, math.prod(sizes))):
+        for first, box in boxes_between(sizes, max(begin, 0), min(end, math.prod(sizes))):
             index = *first[:dim], start + first[dim], *first[dim + 1 :]
             views[index], flat = flat[: math.prod(box)].view(box), flat[math.prod(box) :]
         begin, end = begin - math.prod(sizes), end - math.prod(sizes)

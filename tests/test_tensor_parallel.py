@@ -23,7 +23,7 @@ from ranks import least_bytes, on_ranks
 from sequence_parallel import recompute
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
-    VocabParallelEmbedding, alexnet, attention, boxes_of, column_linear, mark_partial,
+    VocabParallelEmbedding, alexnet, attention, boxes_between, column_linear, mark_partial,
     parallel_linear, partial_parameters, row_linear, rows_held, shards_of, sum_partial_gradients,
     tensor_parallel_layer_bytes, views_in_whole, vocab_parallel_cross_entropy,
 )
@@ -381,8 +381,9 @@ def test_the_views_of_all_ranks_pieces_are_the_whole_once():
                 assert filled[box].isnan().all()
                 filled[box] = view
         assert torch.equal(filled, whole), name
-    assert list(boxes_of((4, 2), 1, 7)) == [((0, 1), (1, 1)), ((1, 0), (2, 2)), ((3, 0), (1, 1))]
-    assert list(boxes_of((2, 2, 2), 3, 3)) == []
+    expected = [((0, 1), (1, 1)), ((1, 0), (2, 2)), ((3, 0), (1, 1))]
+    assert list(boxes_between((4, 2), 1, 7)) == expected
+    assert list(boxes_between((2, 2, 2), 3, 3)) == []
 
 
 @on_ranks(2, 6)
