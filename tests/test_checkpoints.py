@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import hybrid
-
+from collectives import gather_objects
 from ranks import PROJECT, on_ranks, run
 
 T, V, BATCH, STEPS = 12, 67, 12, 4
@@ -84,6 +84,20 @@ def assert_close(path, other, tolerance=1e-9):
         if name.endswith("c_attn.bias"):  # that of the keys has no gradient but rounding error
             difference[D : (D + len(difference)) // 2] = 0
         assert difference.norm() <= tolerance * tensor.norm(), name
+
+
+@on_ranks(6)
+def test_a_rank_whose_shards_are_padding_saves_and_goes_on(tmp_path):
+    flags = "--pp 3 --layers 1 --hidden 4 --heads 1 --kv-heads 1 --vocab-size 16 --seq-len 8"
+    args = hybrid.parse(f"{FLAGS} {flags}".split(), 6)
+    trainer, other = (hybrid.Trainer(args, hybrid.make_mesh(args), CPU) for _ in range(2))
+    held = sum(whole.boxes != {} for whole in hybrid.boxes_of(trainer).values())
+    assert not all(gather_objects(held))
+    tokens = torch.arange(BATCH * 8).view(BATCH, 8)[trainer.own_rows()] % 16
+    trainer.step(tokens, tokens)
+    hybrid.save(trainer, tmp_path)
+    hybrid.go_on(other, tmp_path)
+    assert trainer.step(tokens, tokens) == other.step(tokens, tokens)
 
 
 SOAK = pytest.mark.soak

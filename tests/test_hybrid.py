@@ -678,7 +678,7 @@ def _losses(flags, steps=40):
         ],
     ),
 )
-def test_40_steps_in_bf16_have_losses_within_1_percent_of_fp32s(world_size, flags, model):
+def test_40_steps_bf16_have_losses_within_1_percent_of_fp32s(world_size, flags, model):
     exact, dtypes, _ = run(1, _losses, model)[0]
     assert dtypes == {(torch.float32, torch.float32)} and exact[-1] < 0.5 * exact[0]
     for losses, dtypes, messages in run(world_size, _losses, f"--dtype bf16 {flags} {model}"):
@@ -1088,8 +1088,9 @@ def test_a_token_outside_the_vocabulary_stops_every_rank_alike(flags):
     tokens = np.array([*range(T), V])  # in which one sequence fits
     with pytest.raises(hybrid.TrainingError, match=sentence.replace("1", str(BATCH))):
         hybrid.evaluate(trainer, hybrid.Data(tokens, tokens, is_text=False))
-    with pytest.raises(hybrid.TrainingError, match=f"the prompt's token {V} is outside"):
-        hybrid.sample(trainer, [V, 1], 1)
+    for token in (V, -1):
+        with pytest.raises(hybrid.TrainingError, match=f"the prompt's token {token} is outside"):
+            hybrid.sample(trainer, [1, token], 1)
 
 
 @pytest.mark.parametrize(
@@ -1418,6 +1419,8 @@ def test_without_flags_any_number_of_processes_trains_the_same_model():
         assert changed <= {"dp", "batch_size", "world_size", "per_node", "zero"}
         assert args.zero == (world_size > 1)
     assert hybrid.parse("--pp 2 --microbatches 3".split(), 4).batch_size == 18
+    bf16 = lambda flags: hybrid.parse(f"--dtype bf16 --zero 0 {flags}".split(), 4)
+    assert (bf16("").zero, bf16("").replicate, bf16("--replicate 2").replicate) == (1, 4, 2)
     for world_size in (1, 2, 3):  # degrees of 1, --sp and --zero are for any number of processes
         degrees = "--tp 1 --pp 1 --cp 1 --ep 1 --sp --zero 1"
         assert hybrid.parse(degrees.split(), world_size).dp == world_size
