@@ -804,9 +804,9 @@ def _demonstrate():
         whole = model.state_dict()
         error = max((whole[name] - value).abs().max() for name, value in plain.state_dict().items())
         if rank == 0:
-            sent, claimed = traffic.bytes() // len(inputs), zero_bytes(stage, 24 * 480**2, world_size)
-            print(f"stage {stage}: a step sends {sent} bytes (claimed {claimed}); ", end="")
-            print(f"largest error {error:.0e}")
+            claimed = zero_bytes(stage, 24 * 480**2, world_size)  # six matrices of 32 bits
+            sent = f"{traffic.bytes() // len(inputs)} bytes (claimed {claimed})"
+            print(f"stage {stage}: a step sends {sent}; largest error {error:.0e}")
 
 
 def _train(model, optimizer, batches):
