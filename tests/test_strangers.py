@@ -124,7 +124,8 @@ class Odd(nn.Module):
 
     def __init__(self, use_reentrant):
         super().__init__()
-        self.first, self.blocks, self.last = make_net(seed=1), nn.ModuleList([make_net(), make_net()]), make_net()
+        self.first, self.last = make_net(seed=1), make_net()
+        self.blocks = nn.ModuleList([make_net(), make_net()])
         self.first[0].weight.requires_grad_(False)
         self.last[2].weight = self.first[2].weight
         self.norm, self.use_reentrant = nn.BatchNorm1d(6).double(), use_reentrant

@@ -25,7 +25,6 @@ from zero import (
 )
 
 from ledger import memory_ledger
-from nccl_replay import record, replay
 from ranks import least_bytes, on_ranks, run
 from replicas import (
     Block, assert_close, demonstration, fail, gradients_alone, make_data, make_net, mean_square,
@@ -111,7 +110,7 @@ def equal(first, second):
     "dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-6), (torch.bfloat16, 0.2)]
 )
 def test_ten_steps_of_every_stage_are_those_of_one_process(dtype, tolerance):
-    """All ranks have the same weights; and so have stages that sum in the same order, to the bit."""
+    """All ranks have the same weights, and so have stages that sum in one order, to the bit."""
     world_size = dist.get_world_size()
     batches = [make_data(2 * world_size, seed, dtype) for seed in range(10)]
     expected, losses_alone = train_alone(batches, dtype=dtype)
@@ -161,7 +160,7 @@ def poisoned(*args, new_empty=torch.Tensor.new_empty, **kwargs):
 @on_ranks(3)
 @pytest.mark.parametrize("set_to_none, nan", [(True, False), (False, False), (True, True)])
 def test_gradients_accumulate_and_are_clipped_by_their_global_norm(set_to_none, nan):
-    """Three backwards a step, a schedule of rates, a closure; nan: in memory that is no tensor's."""
+    """Three backwards a step, a schedule of rates, a closure; nan: what new memory has in it."""
     alone = make_net()
     trainers = {None: (alone, torch.optim.AdamW(groups_of(alone.parameters()), lr=0.01))}
     with patch.object(torch.Tensor, "new_empty", poisoned) if nan else nullcontext():
@@ -230,7 +229,8 @@ def test_ranks_may_use_other_parameters():
     """Trap 5: rank r uses branch r % 2 of each unit: the other one counts as zero there."""
     rank, world_size = rank_and_size()
     torch.manual_seed(0)
-    start, parts = nn.Sequential(Pair(), Pair()).double(), make_data(2 * world_size).chunk(world_size)
+    start = nn.Sequential(Pair(), Pair()).double()
+    parts = make_data(2 * world_size).chunk(world_size)
 
     def loss(net, r):
         for pair in (net[0], net[1]) if isinstance(net, nn.Sequential) else net.module:
@@ -380,7 +380,7 @@ def test_shards_inside_a_group_and_replicas_across():
         assert traffic.bytes("all_reduce", shards) == 0
         net = make_net()
         net.head.bias.requires_grad_(rank < 2)  # alike inside each group of shards, not across
-        with pytest.raises(ValueError, match=r"rank 1 of the group has .*\(7,\) .* False cpu, rank 0"):
+        with pytest.raises(ValueError, match=r"rank 1 of the group has .* \(7,\) .* False cpu,"):
             shard(net, stage, group=shards, replicate_group=replicas)
 
 
@@ -629,22 +629,6 @@ def test_gradients_leave_and_parameters_come_while_others_are_computed(stage):
         events.append("step")
         optimizer.step()
     assert " ".join(events) == EVENTS[stage - 1]
-
-
-def record_steps(stage):
-    with record() as events:
-        model, optimizer = shard(make_net(), stage)
-        for seed in range(2):
-            train(model, optimizer, [own_part(make_data(8, seed))])
-            if stage in STAGES:
-                model.clip_grad_norm_(1.0)
-    return events
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_no_stage_would_hang_on_nccl(world_size):
-    for stage in ALL:
-        replay(run(world_size, record_steps, stage))
 
 
 # ---- what modules do -----------------------------------------------------------------------------
