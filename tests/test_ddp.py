@@ -370,21 +370,26 @@ def test_gradients_of_bfloat16_parameters_add_up_and_travel_in_float32():
 # ---- clipping ------------------------------------------------------------------------------------
 
 
-@on_ranks(1, 3)
+@on_ranks(1, 3, 4)
 @pytest.mark.parametrize("norm_type", [2.0, 1, 0.5, 3.0, "inf", float("inf")])
 def test_the_norm_of_what_ranks_have_and_clipping_are_those_of_torch(norm_type):
-    rank, world_size = rank_and_size()
+    """Over all ranks, or over rows of them and then columns."""
+    (rank, world_size), groups = rank_and_size(), [None]
+    if world_size == 4:
+        rows = [dist.new_group(members) for members in ([0, 1], [2, 3])]
+        columns = [dist.new_group(members) for members in ([0, 2], [1, 3])]
+        groups = rows[rank // 2], columns[rank % 2]
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.complex128)
     wholes = [torch.randn(9, dtype=dtype, generator=generator) for dtype in 2 * dtypes]
-    parts = [whole.chunk(world_size)[rank].clone() for whole in wholes]
+    parts = [whole.tensor_split(world_size)[rank].clone() for whole in wholes]
     parts.append(torch.zeros(0))
     like = [whole.to(torch.promote_types(whole.dtype, torch.float64)) for whole in wholes]
     expected = nn.utils.get_total_norm(like, float(norm_type)).item()
-    norm = ddp.get_total_norm(parts, norm_type, [None])
+    norm = ddp.get_total_norm(parts, norm_type, groups)
     assert norm.shape == () and norm.item() == pytest.approx(expected, rel=1e-6)
     nested = [*parts[4:], ddp.get_total_norm(parts[:4], norm_type)]
-    assert ddp.get_total_norm(nested, norm_type, [None]).item() == pytest.approx(norm.item())
+    assert ddp.get_total_norm(nested, norm_type, groups).item() == pytest.approx(norm.item())
     for max_norm in (0.3 * expected, 2 * expected):
         factor = min(1, max_norm / (norm.item() + 1e-6))
         clipped = [part.clone() for part in parts]
@@ -394,19 +399,8 @@ def test_the_norm_of_what_ranks_have_and_clipping_are_those_of_torch(norm_type):
         for actual, part in zip(clipped, parts):
             rtol = {2: 2**-8, 4: 1e-6}.get(part.itemsize, 1e-9)
             torch.testing.assert_close(actual, part * factor, rtol=rtol, atol=0)
-
-
-@on_ranks(4)
-def test_a_norm_goes_over_several_groups_one_after_the_other():
-    rank = dist.get_rank()
-    rows = [dist.new_group(members) for members in ([0, 1], [2, 3])]
-    columns = [dist.new_group(members) for members in ([0, 2], [1, 3])]
-    groups = rows[rank // 2], columns[rank % 2]
-    part = torch.tensor([rank + 1.0])
-    for norm_type, expected in ((2.0, 30**0.5), (1.0, 10), ("inf", 4)):
-        assert ddp.get_total_norm([part], norm_type, groups).item() == pytest.approx(expected)
     with pytest.raises(ValueError, match="norm_type=-1.0 must be positive"):
-        ddp.get_total_norm([part], -1)
+        ddp.get_total_norm(parts, -1)
 
 
 # ---- cost ----------------------------------------------------------------------------------------
