@@ -1,0 +1,110 @@
+"""What data-parallel ranks train in tests, and the oracle: one process on the whole batch."""
+
+import copy
+import io
+import runpy
+from contextlib import redirect_stdout
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from collectives import gather_objects, rank_and_size
+
+from ranks import least_bytes
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
+class Net(nn.Module):
+    """A tied weight, a frozen one, a scalar, odd sizes; blocks run in any order, or not at all."""
+
+    def __init__(self, width=7, blocks=3):
+        super().__init__()
+        self.embed = nn.Linear(width, width, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.blocks[1].up.weight.requires_grad_(False)
+        self.head = nn.Linear(width, width)
+        self.head.weight = self.embed.weight
+        self.register_buffer("shift", torch.full((width,), 0.1))
+
+    def forward(self, x, order=(0, 1, 2)):
+        x = self.scale * self.embed(x) + self.shift
+        for i in order:
+            x = self.blocks[i](x)
+        return self.head(x)
+
+
+def make_net(dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    return Net().to(dtype)
+
+
+def make_data(examples, seed=1, dtype=torch.float64):
+    return torch.randn(examples, 7, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def own_part(x, group=None):
+    """This rank's rows of the batch."""
+    rank, world_size = rank_and_size(group)
+    return x.chunk(world_size)[rank]
+
+
+def mean_square(net, x):
+    return net(x).square().mean()
+
+
+def gradients_alone(net, loss):
+    """Those of loss(net) in one process, with zeros for parameters that it does not reach."""
+    net = copy.deepcopy(net)
+    net.zero_grad()
+    loss(net).backward()
+    trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained.items()}
+
+
+def whole_gradients(net):
+    """Those of a wrapped net; pieces are put together by torch's own all_reduce."""
+    whole = {}
+    for name, p in net.named_parameters():
+        if p.requires_grad and hasattr(p, "whole_shape"):
+            flat = torch.zeros(p.whole_shape.numel(), dtype=p.grad.dtype)
+            flat[p.first : p.first + p.numel()] = p.grad
+            dist.all_reduce(flat)
+            whole[name] = flat.view(p.whole_shape)
+        elif p.requires_grad:
+            whole[name] = p.grad.clone()
+    return whole
+
+
+def assert_close(actual, expected, tolerance=1e-12):
+    assert len(expected) > 0
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def fail(*arguments):
+    """A hook."""
+    raise KeyError("fails here")
+
+
+def demonstration(module):
+    """What `python module.py` prints, on these ranks. The first one prints alone."""
+    with (
+        patch("collectives.run_ranks", lambda function: function()),
+        redirect_stdout(io.StringIO()) as printed,
+        least_bytes(),
+    ):
+        runpy.run_path(module.__file__, run_name="__main__")
+    printed, *others = gather_objects(printed.getvalue())
+    assert not any(others)
+    return printed
