@@ -282,7 +282,7 @@ def _dualpipe_letters(rank, p, pairs):
 
 
 def forward_only(num_stages, num_microbatches, route=None):
-    """Evaluation: the forwards alone, along one route; the executor keeps no activations."""
+    """Evaluation: the forwards alone, along one route. No graph is kept; inputs may wait."""
     route = route or [(rank, 0) for rank in range(num_stages)]
     # a place of the route works on a microbatch one turn after the place before it
     turns = [(i + turn, turn, i) for i in range(num_microbatches) for turn in range(len(route))]
@@ -489,13 +489,14 @@ class _DeferredLinear(torch.autograd.Function):
     def backward(ctx, grad_y):
         (x, weight), grad_x, grad_weight = ctx.saved_tensors, None, None
         x, rows = x.flatten(0, -2), grad_y.flatten(0, -2)
-        if ctx.defer.open:
+        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        if wants_weight and ctx.defer.open:
             ctx.defer.put(ctx.weight, lambda: rows.t() @ x)
-        else:
+        elif wants_weight:
             grad_weight = rows.t() @ x
-        if ctx.needs_input_grad[0]:
+        if wants_x:
             grad_x = grad_y @ weight.to(grad_y.dtype)
-        return grad_x, grad_weight, rows.sum(0), None
+        return grad_x, grad_weight, rows.sum(0) if wants_bias else None, None
 
 
 def _add_products(products):
@@ -584,14 +585,14 @@ class _Messenger:
 #         adds to the parameters' gradients and frees the graph; x's gradient is sent to the stage
 #         before
 #     I   the same, but layers put products of weights off, and keep what these need
-#     W   computes them and adds to the parameters' gradients; waits for nothing and sends nothing
+#     W   computes them and adds to the parameters' gradients; has no message of the pipeline
 #
 # The last stage has the loss in place of the output. Where there are replicas, a stage is in
 # DistributedDataParallel or FullyShardedDataParallel: in its last B or W the sums over them begin,
 # and all others run under no_sync().
 #
-# The overlap: messages travel while ranks compute. Receives are posted ahead, and sends are not
-# waited for; what a rank does wait for is its schedule's bubble.
+# The overlap: messages travel while ranks compute. Receives are posted ahead, and a send is waited
+# for when as many follow as there are stages; else a rank waits in its schedule's bubble alone.
 #
 # How torch.distributed.pipelining differs: each schedule is a class; shapes are sent ahead in the
 # first step; messages are exchanged between two actions and waited for there, or are items of a
@@ -791,7 +792,8 @@ def bubble_time(
     """A rank's idle time, where F, B and its part W take these times for all of a rank's layers.
 
     Ranks of zb-h2 and zb-v begin and end one after the other: there it is the idle time between a
-    rank's first and last action, of zb-v if W <= F <= B - W. dualpipe's is an upper bound.
+    rank's first and last action, of zb-v if W <= F <= B - W. dualpipe's is an upper bound. zb-h1,
+    zb-h2 and zb-v are so from p, 2 p - 1 and 2 p microbatches on.
     """
     rounds, F, B, W = num_stages - 1, forward, backward, weight
     return {

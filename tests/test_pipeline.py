@@ -496,6 +496,21 @@ def test_products_in_bf16_add_up_in_fp32_and_a_weight_used_twice_gets_one_sum(ma
         assert layer.weight.grad.dtype == torch.float32 and len(additions) == 2
 
 
+@pytest.mark.parametrize("make_schedule", [one_f_one_b, zb_h1])
+@on_ranks(1)
+def test_a_layer_that_puts_off_may_lack_a_bias_or_have_a_frozen_weight(make_schedule):
+    store, inputs = WeightGradStore(), torch.randn(2, 4)
+    layers = DeferredLinear(4, 4, False, defer=store), DeferredLinear(4, 4, defer=store)
+    stage, total = nn.Sequential(*layers), lambda y, _: y.square().sum()
+    layers[1].weight.requires_grad_(False)
+    Pipeline(stage, make_schedule(1, 2), total, shape=(), defer=store).step(inputs, inputs)
+    y = inputs @ layers[0].weight.t()
+    grad_z = 2 * (y @ layers[1].weight.t() + layers[1].bias)
+    torch.testing.assert_close(layers[0].weight.grad, (grad_z @ layers[1].weight).t() @ inputs)
+    torch.testing.assert_close(layers[1].bias.grad, grad_z.sum(0))
+    assert layers[1].weight.grad is None
+
+
 @on_ranks(2)
 def test_replicas_of_bf16_weights_are_summed_in_fp32_in_one_batch_for_which_no_host_waits():
     """DualPipe's; one stage has no parameters."""
