@@ -9,9 +9,9 @@ exchange(): a batch of sends and receives that progress together. D bytes is the
       naive                  everyone sends everything to everyone    (P-1) D         1
       direct                 chunks to their ranks, sums to everyone 2(P-1)/P D       2
       ring                   reduce-scatter, then all-gather         2(P-1)/P D       2(P-1)
-      recursive_doubling     sums swapped with ever farther ranks     log2(P) D       log2(P)
+      recursive_doubling     P = 2^k: sums swapped, ever farther      log2(P) D       log2(P)
       halving_doubling       the same, with halves, quarters ...     2(P-1)/P D       2 log2(P)
-      hierarchical           direct in each of O nodes, rings across 2(P-1)/P D       2 O
+      hierarchical           O nodes of I: direct, then rings across 2(P-1)/P D       2 O
     reduce_scatter_single  rank r chunk r of the sum                  (P-1)/P D       1 to P-1
     all_gather_single      everybody every rank's chunk               (P-1)/P D       1 to P-1
     all_to_all_single      rank j every rank's chunk j                (P-1)/P D       1
@@ -25,9 +25,9 @@ what the caller computes, in a thread (gloo, for CPUs) or on a side stream (NCCL
 the caller waits. In backward a collective is a collective: see copy_to_group() and its like.
 
 Names and meaning are torch.distributed's: all_gather_single and reduce_scatter_single are what most
-know as all_gather_into_tensor and reduce_scatter_tensor. Here a group's operations run one after
+know as all_gather_into_tensor and reduce_scatter_tensor. Here a group's collectives run one after
 the other; tensors need not be contiguous; all_gather takes unlike lengths; reduce leaves the
-others' tensors alone; a rank outside the group gets a ValueError; no reduction is bitwise.
+others' tensors alone; a rank outside the group gets a ValueError; there is no BAND, BOR or BXOR.
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
@@ -191,9 +191,9 @@ class Operation:
 
     def describe(self, verb, peers):
         """What this rank has to say of some peers, and in which operation."""
-        others = " or ".join(str(self.ranks[peer]) for peer in sorted(set(peers)))
+        named = " or ".join(str(self.ranks[peer]) for peer in sorted(set(peers)))
         where = f"{self.name} in the group of ranks {self.ranks}"
-        return f"{where}: rank {self.ranks[self.rank]} {verb} rank {others}"
+        return f"{where}: rank {self.ranks[self.rank]} {verb} rank {named}"
 
 
 def _on_host(tensor, sent=None):
@@ -212,8 +212,8 @@ def observe(listener):
     post, sends, receives     where messages [(tensor, peer in the group)] are posted, before it
     end                       when it is done, or has failed: an asynchronous one where it runs
 
-    Work.wait() is an operation, too: a "wait" `of` another one. So callers wait from begin to end
-    of all that are not asynchronous. An asynchronous exchange ends when it is waited for.
+    Work.wait() is an operation, too: a "wait" `of` another one. A caller waits from begin to end of
+    each with async_op False; the "end" of an asynchronous exchange comes in its Work.wait().
     """
     _LISTENERS.append(listener)
     try:
@@ -224,9 +224,11 @@ def observe(listener):
 
 # ---- at once, or while Python computes -----------------------------------------------------------
 #
-# A group's operations run strictly one after the other, and each reads its inputs when its turn
-# comes: at once if nothing is pending, else in the background: for gloo, whose messages somebody
-# must wait for, in a thread of the group's; for NCCL, whose waits block no host, on a side stream.
+# A collective makes an Operation; _launch() runs it when its turn comes: take_turns() steps through
+# its generators, and post() begins the messages they yield. Those of a group run one after the
+# other: at once if nothing is pending, else in the background, a thread of the group's for gloo,
+# whose messages somebody must wait for, a side stream for NCCL, whose waits block no host. Inputs
+# are read at that turn. exchange() waits for those before it, and none waits for it.
 
 
 class Work:
@@ -321,7 +323,7 @@ class _Thread:
 
 SEGMENT = 1 << 20  # bytes of a chunk that travel in one message
 WINDOW = 3  # segments under way
-ALIGNMENT = 128  # bytes that a GPU reads at once; grouped products, and NCCL to be quick, want 16
+ALIGNMENT = 128  # bytes; a GPU reads 128 at once (NCCL and grouped products need 16)
 
 
 def take_turns(algorithms, operation):
@@ -506,7 +508,7 @@ def _among(ranks, algorithms):
     """Algorithms for ranks 0 to P-1, among these, as many together as MOST_PEERS allows."""
     most = max(1, MOST_PEERS // len(ranks))
     for first in range(0, len(algorithms), most):
-        for steps in zip_longest(*algorithms[first : first + most]):
+        for steps in zip_longest(*algorithms[first : first + most]):  # so each runs past its last
             yield [[(t, ranks[r]) for side in sides for t, r in side] for sides in zip(*steps)]
 
 
@@ -516,11 +518,6 @@ _PHASES = {  # reduce-scatter, all-gather
     "halving_doubling": (_halving, _doubling),
     "hierarchical": (_hierarchical_reduce_scatter, _hierarchical_all_gather),
 }
-
-
-def reduce_scatter_bytes(nbytes, world_size):
-    """Bytes that one rank sends to reduce-scatter, or all-gather, a full tensor of `nbytes`."""
-    return nbytes * (world_size - 1) // world_size
 
 
 def _recursive_doubling(output, input, add, rank, world_size):
@@ -540,11 +537,11 @@ def _recursive_doubling(output, input, add, rank, world_size):
 
 
 def _all_reduce(name, output, input, add, rank, world_size, **nodes):
-    """By this algorithm; doubling is for 2^k ranks, of which some stand in for those beyond."""
+    """By this algorithm; in doubling, for P not 2^k, rank r - 2^k stands in for each r >= 2^k."""
     core = 1 << (world_size.bit_length() - 1) if "doubling" in name else world_size
     if rank >= core:
-        yield [(input, rank - core)], []
-        yield [], [(output, rank - core)]
+        yield [(input, rank - core)], []  # first it gives its tensor away
+        yield [], [(output, rank - core)]  # at the end it gets the result
         return
     stands_in = rank + core < world_size
     if stands_in:
@@ -562,6 +559,11 @@ def _all_reduce(name, output, input, add, rank, world_size, **nodes):
         yield from all_gather(chunks, rank, **nodes)
     if stands_in:
         yield [(output, rank + core)], []
+
+
+def reduce_scatter_bytes(nbytes, world_size):
+    """Bytes that one rank sends to reduce-scatter, or all-gather, a full tensor of `nbytes`."""
+    return nbytes * (world_size - 1) // world_size
 
 
 def all_reduce_bytes(nbytes, world_size):
@@ -634,7 +636,7 @@ def _scatter_all_gather(at, tensor):
 def _scatter(at, output, *inputs):
     if at.rank == at.root:
         output.copy_(inputs[at.rank])
-        yield [(tensor, peer) for peer, tensor in enumerate(inputs) if peer != at.rank], []
+        yield from ((sends, []) for sends, _ in _pairwise(inputs, inputs, at.rank))
     else:
         yield [], [(output, at.root)]
 
@@ -643,7 +645,7 @@ def _gather(at, *flat):
     *outputs, input = flat
     if at.rank == at.root:
         outputs[at.rank].copy_(input)
-        yield [], [(tensor, peer) for peer, tensor in enumerate(outputs) if peer != at.rank]
+        yield from (([], receives) for _, receives in _pairwise(outputs, outputs, at.rank))
     else:
         yield [(input, at.root)], []
 
@@ -656,7 +658,7 @@ def _gather(at, *flat):
 # constants lest a machine's mood change the bits of a training.
 
 DIRECT_BYTES = 1 << 26  # of a full tensor that NCCL takes in one step: so much scratch it needs
-LONG_BYTES = 1 << 21  # on gloo such tensors go round in segments: halves of them leave a cache
+LONG_BYTES = 1 << 21  # on gloo, above this segments stay in a cache, halves do not
 
 
 @lru_cache(1 << 12)
@@ -673,7 +675,7 @@ def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
         "halving_doubling": short and (power_of_two or phases == 2),
         "direct": short and not power_of_two and phases == 1 and not on_nccl,
     }
-    step = 1 << (22 if on_nccl else 17 if nodes == 1 else 14)  # lasts as long as so many bytes
+    step = 1 << (22 if on_nccl else 17 if nodes == 1 else 14)  # bytes sent in a step's latency
 
     costs = {}
     for name in filter(possible.get, possible):
@@ -683,13 +685,14 @@ def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
 
 
 def _chosen(operation, nbytes, phases=1, name="auto"):
-    """(name, turns to take, arguments of its own) of the quickest algorithm, unless named."""
+    """(name, segments, arguments of its own) of the quickest algorithm, unless named."""
     P, on_nccl, known = operation.world_size, operation.on_nccl, operation.known
     if name == "auto" or P == 1:
         name = choose(nbytes, P, known.ranks_per_node, on_nccl, phases)
     own = {"ranks_per_node": known.ranks_per_node} if name == "hierarchical" else {}
     if "doubling" in name or name == "naive" or name == "ring" and on_nccl:
-        return name, 1, own  # no turns for ranks that take unlike steps
+        # ranks beyond a 2^k take fewer steps, out of turn; on NCCL segments would not overlap
+        return name, 1, own
     return name, math.ceil(nbytes / (DIRECT_BYTES if on_nccl else P * SEGMENT)) or 1, own
 
 
@@ -719,9 +722,9 @@ def _launch(operation, algorithms, outputs, inputs=(), **options):
     if operation.async_op and operation.world_size > 1:
         run_to_end = partial(operation.run_to_end, run)
         return Work(operation, *operation.background.submit(run_to_end, tensors))
-    if not operation.background.is_completed():
-        run, _ = operation.background.submit(run, tensors)  # behind what is pending; now wait
-    operation.run_to_end(run)
+    at_once = operation.background.is_completed()  # else behind what is pending
+    wait = run if at_once else operation.background.submit(run, tensors)[0]
+    operation.run_to_end(wait)
     return Work(operation, lambda: None, lambda: True) if operation.async_op else None
 
 
@@ -740,6 +743,7 @@ def _backend_collective(operation, outputs, inputs, **options):
         options["group_dst" if name in ("reduce", "gather") else "group_src"] = root
     if name == "all_reduce" and inputs:
         outputs[0].copy_(inputs.pop())
+    inputs = [x.clone() for x in inputs] if name == "reduce" else inputs  # gloo's writes into it
     ends = [flat if len(flat) > 1 else flat[0] for flat in (outputs, inputs) if flat]
     ends = ends[::-1] if name == "gather" else ends
     getattr(dist, name)(*ends, group=operation.group, **options)
@@ -762,8 +766,8 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="a
     add, rank, P = _REDUCE[op], operation.rank, operation.world_size
 
     def algorithms(*flat):
-        name, turns, nodes = _chosen(operation, tensor.nbytes, 2, algorithm)
-        parts = zip(_cut(flat[0], turns, P), _cut(flat[-1], turns, P))
+        name, segments, nodes = _chosen(operation, tensor.nbytes, 2, algorithm)
+        parts = zip(*(_cut(end, segments, P) for end in (flat[0], flat[-1])))
         return [_all_reduce(name, *part, add, rank, P, **nodes) for part in parts]
 
     ends = ([tensor],) if output is None else ([output], [tensor])
@@ -792,8 +796,8 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
     _check_fits(output, input, P * output.numel(), input.numel())
 
     def algorithms(output, input):
-        name, turns, nodes = _chosen(operation, input.nbytes)
-        parts = zip(*(_cut(flat, turns) for flat in (*input.tensor_split(P), output)))
+        name, segments, nodes = _chosen(operation, input.nbytes)
+        parts = zip(*(_cut(flat, segments) for flat in (*input.tensor_split(P), output)))
         return [_PHASES[name][0](chunks, own, add, rank, **nodes) for *chunks, own in parts]
 
     return _launch(operation, algorithms, [output], [input])
@@ -806,10 +810,10 @@ def all_gather_single(output, input, group=None, async_op=False):
     _check_fits(output, input, output.numel(), P * input.numel())
 
     def algorithms(output, input):
-        name, turns, nodes = _chosen(operation, output.nbytes)
+        name, segments, nodes = _chosen(operation, output.nbytes)
         chunks = output.tensor_split(P)
         chunks[rank].copy_(input)
-        parts = zip(*(_cut(chunk, turns) for chunk in chunks))
+        parts = zip(*(_cut(chunk, segments) for chunk in chunks))
         return [_PHASES[name][1](part, rank, **nodes) for part in parts]
 
     return _launch(operation, algorithms, [output], [input])
@@ -900,11 +904,10 @@ def _device(group):
 
 # ---- derivatives: the backward of a collective is a collective -----------------------------------
 #
-# What all ranks use alike has its whole gradient on each. What each rank uses in its own way has a
-# part of its gradient on each, and the parts must be summed. If each of 2 ranks multiplies the same
-# x by its own half of the columns of W, then dL/dx of a rank is that half's part, and the two are
-# summed; if each multiplies x by the same norm's weights, both have the same dL/dx, and to sum them
-# would count it twice. No function changes its input; all but _identity() return new memory.
+# What each rank uses in its own way (the same x, times its own columns of W) has a part of its
+# gradient on each, and the parts are summed. What all use alike (x, times the same norm's weights)
+# has its whole gradient on each, and a sum would count it P times. No function changes its input;
+# all but _identity() return new memory.
 
 
 def _identity(x, group):
@@ -1039,9 +1042,8 @@ def _run_rank(rank, world_size, init_method, function):
 def set_ranks_per_node(ranks_per_node, group=None):
     """Tell how many consecutive ranks of the group share a node: all of them, unless told fewer."""
     operation = Operation("set_ranks_per_node", group)
-    ranks = min(ranks_per_node, operation.world_size)
-    divides = operation.world_size % ranks == 0  # else nothing goes node by node
-    operation.known.ranks_per_node = ranks if divides else 1
+    ranks = min(ranks_per_node, operation.world_size)  # if they do not divide it: no nodes
+    operation.known.ranks_per_node = 1 if operation.world_size % ranks else ranks
 
 
 def gather_objects(value, group=None):

@@ -6,16 +6,16 @@ gradient; the optimizers then take the same step from the same weights, and the 
 without ever being compared.
 
 Waiting for the end of backward leaves the network idle meanwhile. Gradients appear from the last
-layer to the first, so they are packed into buckets in that order, and a bucket leaves as soon as it
-is full:
+layer to the first, so they are packed into buckets in that order, and a bucket leaves as soon as
+its gradients are complete:
 
     backward      | layer 4 | layer 3 | layer 2 | layer 1 |
     network                 | bucket 0: 4, 3 ...| bucket 1: 2, 1 |   only the end costs time
 
 A step sends, from each of P ranks, 2(P-1)/P bytes per byte of gradient (the cost of an all-reduce,
 see collectives.py), in as many all-reduces as there are buckets. Each rank holds everything: all
-parameters, all gradients, which lie in the buckets, and the optimizer's state of all of them.
-zero.py shares those out.
+parameters, all gradients, which lie in the buckets, and the optimizer's state of all of them, with
+Adam in fp32 4 + 4 + 8 = 16 bytes a parameter. zero.py shares those out.
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
@@ -94,8 +94,8 @@ class FlatLayout:
         | weight              |    | bias | | weight            |         |
         | shard 0            | shard 1            | shard 2             |       shards = 3
 
-    Tensors and shards begin on multiples of 64 elements: less than 64 of padding follow a tensor,
-    and 64 for each shard but one, at most, all of them.
+    Tensors and shards begin on multiples of 64 elements. After each tensor come fewer than 64 of
+    padding; after the last one at most 64 (shards - 1) more.
     """
 
     def __init__(self, tensors, shards=1):
@@ -219,16 +219,18 @@ class DistributedDataParallel(nn.Module):
       parameter at all calls finish_grad_sync() in place of backward().
     - Backward decides whether it reduces, not forward: no_sync() goes around backward().
       `require_backward_grad_sync`, which it sets to False, may also be set by hand.
-    - Buckets keep the order in which the module has its parameters, last to first.
+    - Buckets keep the order in which the module has its parameters, last to first. PyTorch's follow
+      the order in which gradients came in the first step, and begin with a small one.
     - What may be copied and saved is the module, not its wrapper.
 
     bucket_cap_mb: a bucket has at most so many MiB of gradients, all of one dtype: the grad_dtype
         that their parameters have when they are wrapped.
-    broadcast_buffers: buffers are the first rank's again in the first forward pass after one whose
-        gradients are reduced.
+    broadcast_buffers: buffers are the first rank's again in the first forward pass, in the first
+        after a reduction and, as PyTorch's, after a forward pass with gradients outside no_sync().
     gradient_divide_factor: gradients are divided by it, and summed; by default the group's size; 1
         where each rank's loss is its part of the whole batch's. With another than the group's size
-        zero_grad() before each reduction: sums that are there would be summed again.
+        zero_grad() before each reduction, which takes the reduced gradients that are there again: a
+        mean of equal means is itself, a sum of equal sums is P times it.
     wait_in_backward: if False, backward() only starts the reductions, and finish_grad_sync() ends
         them, once after all backwards that add to the sums.
     groups: {parameter: group} of parameters with fewer replicas, such as an expert's; each a subset
@@ -270,9 +272,9 @@ class DistributedDataParallel(nn.Module):
             for parameters in fill_buckets(trained, int(bucket_cap_mb * 2**20), kind)
         ]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self.require_backward_grad_sync = self._buffers_differ = True
+        self.require_backward_grad_sync = self._buffers_may_differ = True
         self._queue, self._running = deque(), False
-        self._expected = False  # whether a forward pass has had no backward that reduces
+        self._expected = False  # whether a forward pass has run whose gradients are not reduced yet
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
 
@@ -286,9 +288,9 @@ class DistributedDataParallel(nn.Module):
                 "the last backward has not ended. If it failed, finish_grad_sync() ends it, on "
                 "every rank; then zero the gradients"
             )
-        if self.broadcast_buffers and self._buffers_differ:
+        if self.broadcast_buffers and self._buffers_may_differ:
             broadcast_first(self.module.buffers(), self.process_group)
-        self._buffers_differ = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self._buffers_may_differ = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._expected = self._expected or torch.is_grad_enabled()
         return self.module(*args, **kwargs)
 
@@ -303,8 +305,9 @@ class DistributedDataParallel(nn.Module):
 
     # -- backward
     #
+    # when                           who                   what
     # the first gradient is there    start_grad_sync()     each bucket waits for its gradients
-    # a gradient is there            _gradient_ready()     the next bucket leaves, if it is full
+    # a gradient is there            _gradient_ready()     complete buckets leave, in their order
     # backward is over               finish_grad_sync()    the rest leaves; all sums are waited for
 
     @torch.no_grad()
@@ -318,7 +321,7 @@ class DistributedDataParallel(nn.Module):
             return
         if not self._running:
             self.start_grad_sync(awaited=self._bucket_of)
-            self._ends_with_backward = self.wait_in_backward
+            self._ends_with_backward = self.wait_in_backward  # as nobody called start_grad_sync()
         if parameter not in bucket.missing:
             raise RuntimeError(f"two gradients in one backward, of {tuple(parameter.shape)}")
         self._complete(parameter)
@@ -360,7 +363,7 @@ class DistributedDataParallel(nn.Module):
         for bucket in self.buckets:
             for parameter in list(bucket.missing):
                 self._complete(parameter)
-        self._running = self._expected = False
+        self._running, self._expected, self._buffers_may_differ = False, False, True
         for bucket in self.buckets:
             bucket.work.wait()
         if any(p.grad is not bucket.views[p] for p, bucket in self._bucket_of.items()):
@@ -400,11 +403,11 @@ def weakly(method):
 
 @torch.no_grad()
 def get_total_norm(tensors, norm_type=2.0, groups=()):
-    """The norm of all elements of tensors, of which each rank of the groups has others.
+    """The norm of all elements that the ranks of the groups have together.
 
     A float64 scalar on the device, for which the host does not wait. tensors: at least one, which
-    may be empty; several may be given as one, their norm. ValueError for a norm_type that is not
-    positive.
+    may be empty; a norm may stand for the tensors it is of. groups: sums go over one after the
+    other, as over a grid's axes. ValueError for a norm_type that is not positive.
     """
     norm_type, tensors = float(norm_type), list(tensors)
     if not norm_type > 0:

@@ -9,37 +9,37 @@ may have 1/t of the sequence there, which is dim 0 of (T, B, D):
            backward:        reduce-scatter                           all-gather
 
 It sends what tensor parallelism does, 8 b s h (t-1)/t elements per layer, and 2 more, as backward
-gathers inputs again of which a rank keeps its part. Bytes of activations that a rank keeps of a
-layer in 16 bit (b batch, s sequence, h width, a heads; a mask of dropout takes a byte per element):
+gathers inputs again of which a rank keeps its part; and once per step, by an all-reduce, gradients
+of norms and biases. (PyTorch's SequenceParallel splits DTensors.) Bytes of activations that a rank
+keeps of a layer in 16 bit (b batch, s sequence, h width, a heads; masks: 1 byte an element):
 
     tensor parallelism                     s b h (10 + 24/t + 5 a s / (h t))
     and sequence parallelism               s b h (34/t + 5 a s / (h t))
     with selective recomputation           the same without 5 a s / (h t)
     with full recomputation                2 s b h, with sequence parallelism 2 s b h / t
 
-Recomputation keeps the inputs of a function and runs it again in backward: selective, the attention
-core, whose s x s scores take the most memory and little time (fused attention never makes them);
-full, the whole layer.
+Recomputation keeps a function's inputs and runs it again in backward: full, the layer; selective,
+the attention core, whose s x s scores take most memory and little time (fused attention has none).
 
 With context parallelism attention crosses the split, in one of three ways. Elements that each of P
 ranks sends for an attention, forward, where h_kv is the width of the keys:
 
     all-gather   everyone gets all keys and values            2 (P-1)/P b s h_kv
     ring         keys and values come by, a part at a time    2 (P-1)/P b s h_kv, while it computes
-    Ulysses      split by heads instead, and back             2 (P-1)/P b s/P (h + h_kv), where
-                                                              h_kv counts P heads at least
+    Ulysses      split by heads instead, and back             2 (P-1)/P b s/P (h + h_kv)
 
-A rank holds 1/P of all activations, and of keys and values all, three parts, or some heads. Only
-the ring computes while it sends (_RingAttention lists the events). PyTorch's context_parallel() has
-the ring and the all-gather, inside of a context that replaces scaled_dot_product_attention; these
-are functions of q, k and v. They are causal: neither other masks nor packed documents.
+For Ulysses h_kv counts P heads at least. Backward sends as much, the all-gather gradients, in fp32;
+the ring in addition as much of gradients, in fp32. A rank holds 1/P of all activations, and of keys
+and values all, three parts (in backward also three of gradients, in fp32), or some heads. Only the
+ring computes while it sends (see _RingAttention). PyTorch's context_parallel() has the ring and the
+all-gather, in a context that replaces scaled_dot_product_attention; these are functions of q, k and
+v. They are causal: neither other masks nor packed documents.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022. Llama
 Team, "The Llama 3 Herd of Models", 2024. Liu et al., "Ring Attention with Blockwise Transformers
 for Near-Infinite Context", 2023. Jacobs et al., "DeepSpeed Ulysses", 2023.
 
-    torchrun --nproc-per-node 4 sequence_parallel.py     bytes of the three, claimed and counted,
-                                                        and the error against one process
+    torchrun --nproc-per-node 4 sequence_parallel.py     bytes, claimed and counted; the error
 """
 
 import math
@@ -61,13 +61,12 @@ from tensor_parallel import attention
 
 def sequence_parallel_mlp(x, norm, up, down, group=None):
     """x + MLP(norm(x)) of this rank's tokens x, (T/P, B, D); up: (F/P, D) and down: (D, F/P)."""
-    whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter
+    whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D), kept; backward: reduce-scatter
     y = F.linear(F.gelu(F.linear(whole, up), approximate="tanh"), down)  # a summand of (T, B, D)
     return x + reduce_scatter_to_group(y, 0, group)  # (T/P, B, D); backward: all-gather
 
 
-# tensor_parallel.py's layers do the same, and keep norm(x) in place of `whole`; there
-# sum_partial_gradients() sums what each rank's tokens give a norm.
+# tensor_parallel.py's layers keep norm(x) in place of `whole`; sum_partial_gradients() all-reduces.
 
 
 # ---- recomputation -------------------------------------------------------------------------------
@@ -88,10 +87,11 @@ class _Hollow(torch.autograd.Function):
 def recompute(function, *inputs):
     """function(*inputs), which keeps nothing for backward but its inputs, and runs there again.
 
-    PyTorch's checkpoint() of tensors, to a tensor, but that the output made in backward, which
-    nobody reads, is let go. Random numbers are the same again, as is autocast. Raises ValueError
-    where gradients are enabled and no input requires one; autograd.grad() and backward(inputs=...)
-    raise RuntimeError. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+    PyTorch's checkpoint(), for a function of tensors that returns one. It differs in that the
+    second run's output, which nobody reads, is not kept. Random numbers are the same again, as is
+    autocast. Raises ValueError where gradients are enabled and no input requires one;
+    autograd.grad() and backward(inputs=...) raise RuntimeError. Chen et al., "Training Deep Nets
+    with Sublinear Memory Cost", 2016.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
@@ -100,7 +100,7 @@ def recompute(function, *inputs):
 
     def run(*inputs):
         output = function(*inputs)
-        return _Hollow.apply(output) if torch.is_grad_enabled() else output  # in backward it is
+        return _Hollow.apply(output) if torch.is_grad_enabled() else output  # enabled in the 2nd
 
     return checkpoint(run, *inputs, use_reentrant=True)
 
@@ -201,12 +201,12 @@ class Block(NamedTuple):
 def ring_block(rank, source, length):
     """What the queries of `rank` see of the keys of `source`, T/P = length positions each.
 
-    P = 4: chunks of queries, and of keys, as rank 1 sees them. Half of a block is hidden, always.
+    P = 4, chunks as rank 1 sees them: x seen, c causally, . hidden: half of a block, always.
 
         source      1 (itself)     0 (before)     2 (after)      3 (after)
         keys        1   6          0   7          2   5          3   4
-        queries 1   causal         x   .          .   .          .   .
-                6       causal     x   .          x   x          x   x
+        queries 1   c   .          x   .          .   .          .   .
+                6   x   c          x   .          x   x          x   x
     """
     whole, half = slice(0, length), length // 2
     if source == rank:
@@ -227,7 +227,8 @@ def gathered_blocks(rank, P, length):
     return blocks
 
 
-# The all-gather and Ulysses need the sequence's order: chunks of ranks in turn, P = 2, are 0 3 1 2.
+# The all-gather and Ulysses need the sequence's order. Gathered rank by rank, P = 2, chunks come as
+# 0 3 1 2; these two put them in order and back.
 
 
 def _by_position(parts, dim):
@@ -242,7 +243,7 @@ def _by_rank(whole, P, dim):
     return torch.stack([chunk for pair in pairs for chunk in pair]).unflatten(0, (P, 2))
 
 
-# ---- context parallelism: kernels of a block -----------------------------------------------------
+# ---- context parallelism: attention to blocks ----------------------------------------------------
 
 
 def block_attention(q, k, v, causal):
@@ -279,9 +280,6 @@ def _repeated(k, q):
     return k.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
-# ---- context parallelism: attention to some blocks -----------------------------------------------
-
-
 def _attend(block, q, k, v, output, lse):
     """Add to output (B, H, T, K) and lse (B, H, T), of the keys so far, what these keys bring.
 
@@ -300,9 +298,8 @@ def _attend(block, q, k, v, output, lse):
 def _attend_backward(block, grad, q, k, v, output, lse, grad_q, grad_k, grad_v):
     """Add to the three gradients what these keys bring."""
     queries, keys, causal = block
-    of_queries = (x[:, :, queries] for x in (grad, q))
-    known = (x[:, :, queries] for x in (output, lse))
-    parts = block_attention_backward(*of_queries, k[:, :, keys], v[:, :, keys], *known, causal)
+    grad, q, output, lse = (x[:, :, queries] for x in (grad, q, output, lse))
+    parts = block_attention_backward(grad, q, k[:, :, keys], v[:, :, keys], output, lse, causal)
     grad_q[:, :, queries] += parts[0]
     grad_k[:, :, keys] += parts[1]
     grad_v[:, :, keys] += parts[2]
@@ -378,12 +375,12 @@ class _RingAttention(torch.autograd.Function):
         step     0     1     2     3      P = 4: whose keys and values rank r attends to
         keys of  r    r-1   r-2   r-3
 
-    forward, step 0 to P-1       | backward, step 1 to P-1, then 0
-      begin to send k, v on      |   wait for k, v, and begin to send them on
+    forward, step 0 to P-1       | backward: begin to send the own k, v; step 1 to P-1, then 0
+      begin to send k, v on (*)  |   wait for k, v; begin to send them on (*)
       attend to them             |   their gradients, of these queries
-      wait for those that come   |   wait for what the ranks before have found for them; add it
-                                 |   begin to send the sum on: after step P-1 it goes home, where
-                                 |   step 0 has its gradients of the own k, v added
+      wait for what comes (*)    |   from step 2 on: wait for the sum of the ranks before; add it
+    (*) but in step P-1          |   begin to send the sum on: after step P-1 it goes home, where
+                                 |   step 0 adds it to the gradients of the own k, v
     """
 
     @staticmethod
@@ -408,7 +405,7 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, grad_output):
         (q, k, v, output, lse), group = ctx.saved_tensors, ctx.group
         rank, P = rank_and_size(group)
-        kv, grad_q = torch.stack([k, v]), _precise(q)
+        kv, grad_q, sums = torch.stack([k, v]), _precise(q), None
         if P > 1:
             arriving, kv_work = _send_recv(kv, None, group)
         for step in range(1, P):
@@ -421,7 +418,7 @@ class _RingAttention(torch.autograd.Function):
             if step > 1:
                 grad_work.wait()
                 grad_kv += sums
-            sums, grad_work = _send_recv(grad_kv, None, group)
+            sums, grad_work = _send_recv(grad_kv, sums, group)
         grad_kv, block = _precise(kv), ring_block(rank, rank, q.shape[2])
         _attend_backward(block, grad_output, q, k, v, output, lse, grad_q, *grad_kv)
         if P > 1:
@@ -442,8 +439,8 @@ def _send_recv(tensor, buffer, group):
 def ring_attention(q, k, v, group=None):
     """Causal attention of local queries to keys and values that come by, P - 1 times a neighbour's.
 
-    Shapes and errors as of allgather_attention(). Beside its own a rank has two parts of the keys
-    and values at most. The zig-zag order is that of Zhu's ring-flash-attention, 2024.
+    Shapes and errors as of allgather_attention(). The zig-zag order is that of Zhu's
+    ring-flash-attention, 2024.
     """
     q, k, v = _checked(q, k, v, group)
     return _RingAttention.apply(q, k, v, group)
@@ -452,8 +449,9 @@ def ring_attention(q, k, v, group=None):
 def ulysses_attention(q, k, v, group=None):
     """Causal attention of some heads to the whole sequence: all-to-alls change the split, and back.
 
-    Shapes and errors as of allgather_attention(). KV < P: a head of keys goes to P / KV ranks.
-    Raises ValueError if P does not divide H, or neither of P and KV divides the other.
+    Forward: all-to-all, attend, all-to-all; backward: the same in reverse; each is waited for.
+    Shapes and errors as of allgather_attention(), and ValueError if P does not divide H, or neither
+    of P and KV divides the other. KV < P: a head of keys goes to P / KV ranks.
     """
     q, k, v = _checked(q, k, v, group)
     _, P = rank_and_size(group)
@@ -462,11 +460,11 @@ def ulysses_attention(q, k, v, group=None):
         raise ValueError(f"{heads=} and {kv_heads=} cannot be dealt out to cp={P} ranks")
     if kv_heads < P:
         k, v = (x.repeat_interleave(P // kv_heads, 1) for x in (k, v))
-    # h = (H + 2 KV) / P heads for each rank: (B, P, h, T/P, K)
+    # n = (H + 2 KV) / P heads for each rank, KV being P at least by now: (B, P, n, T/P, K)
     parts = torch.cat([x.unflatten(1, (P, -1)) for x in (q, k, v)], 2)
-    parts = parts.unflatten(3, (2, -1)).permute(1, 3, 0, 2, 4, 5)  # (P, 2, B, h, T/2P, K)
+    parts = parts.unflatten(3, (2, -1)).permute(1, 3, 0, 2, 4, 5)  # (P, 2, B, n, T/2P, K)
     parts = all_to_all_in_group(parts.contiguous(), group=group)
-    whole = _by_position(parts, 2)  # (B, h, T, K)
+    whole = _by_position(parts, 2)  # (B, n, T, K)
     own = whole.split([x.shape[1] // P for x in (q, k, v)], 1)
     y = _by_rank(attention(*own), P, 2)  # (B, H/P, T, K) -> (P, 2, B, H/P, T/2P, K)
     y = all_to_all_in_group(y, group=group)

@@ -114,7 +114,7 @@ def _cases(n, dtype, group, ops, by_backend):
         yield swapped, lists, mine[0], list(everyone[:, 0]) if at_root else None
         for op in _ops_of(dtype, ops):
             total = REDUCED[op](everyone[:, 0].double()).to(dtype)
-            expected = total if at_root else None if by_backend else mine[0]
+            expected = total if at_root else mine[0]
             yield partial(reduce, dst=name, op=op), mine[0].clone(), None, expected
 
 
@@ -368,6 +368,26 @@ def test_a_large_all_to_all_goes_in_batches():
         all_to_all_single(output, everyone[rank])
     _same(output, everyone[:, rank])
     assert [len(batch) for batch in _batches(events)] == [4, 4, 2]
+
+
+@on_ranks(6)
+def test_a_root_of_many_ranks_sends_and_receives_in_batches():
+    rank, P = rank_and_size()
+    everyone, root = _integers(P, 64 * P, dtype=torch.float32), 1
+    large = patch.multiple(collectives, DIRECT_BYTES=128, MOST_PEERS=2)
+    tensor, own, lists = everyone[rank].clone(), torch.empty(64 * P), [*everyone.clone()]
+    for call in (
+        lambda: scatter(own, lists if rank == root else None, root),
+        lambda: gather(own, lists if rank == root else None, root),
+        lambda: broadcast(tensor, root),  # in chunks: from the root, then P - 1 steps of the ring
+    ):
+        with as_on_nccl(), large, record() as events:
+            call()
+        if rank == root:
+            assert [len(batch) for batch in _batches(events)][:3] == [2, 2, 1]
+    _same(own, everyone[rank])
+    _same(tensor, everyone[root])
+    assert all(map(torch.equal, lists, everyone))
 
 
 def _send_from_rows(dtype):

@@ -559,3 +559,17 @@ def test_what_a_wrapper_cannot_do_is_refused():
     sparse = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
     with pytest.raises((RuntimeError, NotImplementedError), match="[Ss]parse"):
         sparse(torch.tensor([1, 2])).sum().backward()
+
+
+@on_ranks(2)
+def test_buffers_are_the_first_ranks_after_a_reduction_though_its_forward_was_under_no_sync():
+    model, x = DistributedDataParallel(nn.BatchNorm1d(1)), torch.full((4, 1), 1.0 + dist.get_rank())
+    for reduces in (False, True):
+        with model.no_sync():
+            loss = model(x).sum()
+        with nullcontext() if reduces else model.no_sync():
+            loss.backward()
+        with torch.no_grad():
+            model.eval()(x)  # broadcasts, if at all
+        means = gather_objects(model.train().module.running_mean.item())
+        assert (len(set(means)) == 1) == reduces
