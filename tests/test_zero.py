@@ -777,12 +777,14 @@ def test_what_is_no_longer_used_is_freed():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("failing, steps", [((0, 1), False), ((0, 1), True), ((1,), False)])
+@pytest.mark.parametrize(
+    "failing, how", [((1,), ""), ((0, 1), ""), ((0, 1), "a step"), ((0, 1), "no_sync")]
+)
 @pytest.mark.parametrize("stage", STAGES)
-def test_after_a_pass_that_failed_training_goes_on(stage, failing, steps):
+def test_after_a_pass_that_failed_training_goes_on(stage, failing, how):
     """A forward, and a backward, on all ranks or on one, for whose messages the others wait.
 
-    steps: and if the optimizer takes a step with the gradients that have come.
+    how: also if the optimizer takes a step with the gradients that have come, or only adds them.
     """
     model, optimizer = shard(make_net(), stage, torch.optim.SGD)
     x, block = make_data(4), model.module.blocks[1]
@@ -794,9 +796,10 @@ def test_after_a_pass_that_failed_training_goes_on(stage, failing, steps):
     handle = block.register_full_backward_hook(fail if here else lambda *_: None)
     loss = mean_square(model, own_part(x))
     with pytest.raises(KeyError) if here else nullcontext():
-        loss.backward()
+        with model.no_sync() if how == "no_sync" else nullcontext():
+            loss.backward()
     handle.remove()
-    if steps:
+    if how == "a step":
         optimizer.step()
     if here:
         with pytest.raises(RuntimeError, match=r"that has failed: finish_grad_sync\(\) ends it"):
