@@ -438,8 +438,11 @@ def test_pieces_have_gradients_of_the_dtype_that_their_parameters_ask_for():
     found = [gradients_alone(net, lambda net: loss(net, part)) for part in x.chunk(8)]
     expected = sum(gradients["0.weight"].double() / 2 for gradients in found)
     model = FullyShardedDataParallel(net, units=[net[0]])
+    seen = []  # of what computes: products that are put off add to its .grad themselves
+    net[0].register_forward_pre_hook(lambda layer, args: seen.append(layer.weight.grad_dtype))
     for part in own_part(x).chunk(4):
         loss(model, part).backward()
+    assert seen == 4 * [torch.float32]
     assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
     assert {p.grad.dtype for p in net.parameters()} == {torch.float32}
     assert_close(whole_gradients(net)["0.weight"].double(), expected, 1e-5)
