@@ -438,8 +438,11 @@ def test_pieces_have_gradients_of_the_dtype_that_their_parameters_ask_for():
     found = [gradients_alone(net, lambda net: loss(net, part)) for part in x.chunk(8)]
     expected = sum(gradients["0.weight"].double() / 2 for gradients in found)
     model = FullyShardedDataParallel(net, units=[net[0]])
+    seen = []  # of what computes: products that are put off add to its .grad themselves
+    net[0].register_forward_pre_hook(lambda layer, args: seen.append(layer.weight.grad_dtype))
     for part in own_part(x).chunk(4):
         loss(model, part).backward()
+    assert seen == 4 * [torch.float32]
     assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
     assert {p.grad.dtype for p in net.parameters()} == {torch.float32}
     assert_close(whole_gradients(net)["0.weight"].double(), expected, 1e-5)
@@ -666,6 +669,7 @@ class Odd(nn.Module):
         kind = {"passed on": PassOn, "view in place": Views}.get(how, Block)
         self.blocks = nn.ModuleList(kind(7) for _ in range(4))
         self.last, self.how = nn.Linear(7, 7), how  # in no unit
+        self.blocks[3].norm.weight = self.blocks[0].norm.weight  # in two
 
     def forward(self, x):
         for block in self.blocks[:: -1 if self.how == "backwards" else 1]:
@@ -777,12 +781,14 @@ def test_what_is_no_longer_used_is_freed():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("failing, steps", [((0, 1), False), ((0, 1), True), ((1,), False)])
+@pytest.mark.parametrize(
+    "failing, how", [((1,), ""), ((0, 1), ""), ((0, 1), "a step"), ((0, 1), "no_sync")]
+)
 @pytest.mark.parametrize("stage", STAGES)
-def test_after_a_pass_that_failed_training_goes_on(stage, failing, steps):
+def test_after_a_pass_that_failed_training_goes_on(stage, failing, how):
     """A forward, and a backward, on all ranks or on one, for whose messages the others wait.
 
-    steps: and if the optimizer takes a step with the gradients that have come.
+    how: also if the optimizer takes a step with the gradients that have come, or only adds them.
     """
     model, optimizer = shard(make_net(), stage, torch.optim.SGD)
     x, block = make_data(4), model.module.blocks[1]
@@ -794,9 +800,10 @@ def test_after_a_pass_that_failed_training_goes_on(stage, failing, steps):
     handle = block.register_full_backward_hook(fail if here else lambda *_: None)
     loss = mean_square(model, own_part(x))
     with pytest.raises(KeyError) if here else nullcontext():
-        loss.backward()
+        with model.no_sync() if how == "no_sync" else nullcontext():
+            loss.backward()
     handle.remove()
-    if steps:
+    if how == "a step":
         optimizer.step()
     if here:
         with pytest.raises(RuntimeError, match=r"that has failed: finish_grad_sync\(\) ends it"):
