@@ -47,14 +47,14 @@ from collectives import (
 #                             waits for them, and for nothing else: they are sizes of what follows
 #                 dispatch    a row of width D for each choice of one of the receiver's experts
 #                 combine     as many rows back, the experts' results
-#     backward    1. y's gradient: times a weight it is that of a row, times a row that of a weight
+#     backward    1. a row's gradient is its weight x y's; a weight's is its row . y's
 #                 2. combine, the other way round: the rows' gradients go to the experts
 #                 3. experts: the gradients of their inputs, and of their matrices, which are sums
 #                    over the tokens of all ranks already: nothing is left to reduce in the group
 #                 4. dispatch, the other way round: gradients of their inputs come back
-#                 5. a token's gradient is the sum of its rows'; the router's comes by the weights
+#                 5. a token's gradient is the sum of its rows'; the router's is that of the weights
 #
-# MoE adds, for a loss of balance, an all-reduce of E + 1 counts; and where tp has the same tokens,
+# MoE adds, for a loss of balance, an all-reduce of E + 1 counts a group; where tp has equal tokens,
 # an all-gather of the results in forward and one of the input's gradient in backward.
 #
 # There is no overlap: a rank sends or computes. DualPipe and DeepEP send the rows of one
@@ -128,9 +128,9 @@ class Hop:
 
 
 class _WeightedSums(torch.autograd.Function):
-    """forward: (N, D), the sums of each token's rows, by weights (M,); backward: as PyTorch's
+    """forward: (N, D), the sums of each token's rows, by weights (M,); backward: as autograd's,
 
-    In which three buffers of the rows' size would exist at once; here there is one.
+    with one buffer of the rows' size in place of its three.
     """
 
     @staticmethod
@@ -192,8 +192,8 @@ class Router(nn.Module):
 
     top_k: k; among equal scores the lowest expert wins.
     score: "softmax" of the logits, or "sigmoid" of each, which DeepSeek-V3 does.
-        Weights are scores divided by their sum over the chosen, but for k = 1, where that would be
-        1, and leave the router without gradient.
+        Weights are scores divided by their sum over the chosen, except for k = 1: the weight would
+        be 1 and the router get no gradient.
     n_group, topk_group: experts come in groups, of nodes, and a token may use at most so many of
         them: those with the highest sum of their two best.
 
@@ -345,7 +345,7 @@ class MoE(nn.Module):
         computes chunk `rank` of T, then they gather; a parameter's gradient is still to be summed
         over them. None, as with sequence parallelism: every rank has tokens of its own.
     capacity_factor: an expert takes at most ceil(n k / E x capacity_factor) of a rank's n tokens,
-        the first ones; a token that finds no room gets nothing, and passes by in the residual.
+        the first ones; a choice that finds no room adds nothing: without any, x passes by alone.
     shared_experts: how many more every token uses.
     balance_coefficient, z_coefficient: of the losses, whose gradients are added in backward.
     loss_scale: of these losses: 1 where gradients are summed over the ranks, their number where

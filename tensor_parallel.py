@@ -13,9 +13,9 @@ With sequence parallelism (sequence_parallel.py) X and Z are split along the seq
 f is an all-gather, whose backward is a reduce-scatter, and g a reduce-scatter, an all-gather.
 
 A rank holds   1/t of every matrix and of the vocabulary (t ranks; P below, tp in errors), of their
-               gradients and optimizer states; all of the norms and of biases added after g
-It sends       per transformer layer and step 4 all-reduces, 2 f and 2 g, of b s h elements (batch,
-               sequence, width): 8 b s h (t-1)/t; for the loss it reduces 3 b s, not b s V
+               gradients and optimizer states, of Y and the logits; all of norms, X and Z
+It sends       per transformer layer and microbatch 4 all-reduces, 2 f and 2 g, of b s h elements
+               (batch, sequence, width): 8 b s h (t-1)/t; embedding, head: one each; loss: 3 b s
 Overlap        in backward f runs beside the product for the weight (see _ParallelLinear, a list of
                events); in forward there is none, as what follows needs what f and g bring
 PyTorch's      DTensor and parallelize_module() split the same matrices: a parameter knows the whole
@@ -286,8 +286,8 @@ class VocabParallelEmbedding(nn.Module):
 
     tokens: (T, ...) -> (T, ..., D), or (T/P, ..., D) with sequence_parallel. A rank looks up the
     tokens it owns and puts zeros for the others; the sum over the ranks is complete. If P does not
-    divide V, parts differ by one. A token outside of it gets NaN: for an error a GPU would have to
-    stop. Raises ValueError in forward if P does not divide the T of sequence_parallel.
+    divide V, parts differ by one. A token outside of it gets NaN: an error would have the host
+    wait for the device. Raises ValueError in forward if P does not divide the T of sequence_parallel.
     """
 
     def __init__(self, num_embeddings, embedding_dim, group=None, sequence_parallel=False):
@@ -382,7 +382,7 @@ class ShardedRandomState:
     What all ranks hold must lose the same elements on each: PyTorch's global state, seeded alike
     over the group, draws for that. Of what each has a part, heads or tokens, equal masks would
     repeat: there this replaces the global state. It is seeded by the rank and by a draw from the
-    global state, so that recomputation, which replays that, replays both. Uses do not nest.
+    global state, so that recomputation, which restores that, restores this. Uses do not nest.
     """
 
     def __init__(self, device, group=None):
@@ -577,7 +577,7 @@ def views_in_whole(parameter, tensor, begin, end, rows):
     """(Shape of the whole, {first index: view}): a range of a rank's part as boxes of the whole.
 
     begin, end: of the flattened part. tensor: the parameter, or ZeRO's piece of it, or what is laid
-    out alike, such as .grad. rows: see rows_held(). Elements 1 to 6 of rows 0, 1 and 4 of 2 are
+    out alike, such as .grad. rows: see rows_held(). Begin 1, end 6 of rows 0, 1 and 4 of 2 are
 
         row 0   . 1     {(0, 1): view of (1, 1),
         row 1   2 3      (1, 0): of (1, 2),
