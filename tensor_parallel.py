@@ -287,7 +287,7 @@ class VocabParallelEmbedding(nn.Module):
     tokens: (T, ...) -> (T, ..., D), or (T/P, ..., D) with sequence_parallel. A rank looks up the
     tokens it owns and puts zeros for the others; the sum over the ranks is complete. If P does not
     divide V, parts differ by one. A token outside of it gets NaN: an error would have the host
-    wait for the device. Raises ValueError in forward if P does not divide the T of sequence_parallel.
+    wait for the device. Raises ValueError in forward if P does not divide sequence_parallel's T.
     """
 
     def __init__(self, num_embeddings, embedding_dim, group=None, sequence_parallel=False):
