@@ -1,6 +1,6 @@
 """Speed beside PyTorch's own: pairs of contenders take turns in one run; medians, and their ratio.
 
-    python tests/bench.py               (all that this machine can, 15 minutes; a table at the end)
+    python tests/bench.py               (all that this machine can, 10 minutes)
     python tests/bench.py collectives [--world-sizes 2 4 8] [--largest 128]
     python tests/bench.py data_parallel [--world-sizes 2]
     python tests/bench.py pipeline      (sleeping stages, then real ones beside PyTorch's)
@@ -8,11 +8,10 @@
     python tests/bench.py context_parallel [--longest 16384]
     python tests/bench.py expert_parallel
     python tests/bench.py hybrid        (whole training steps: a GPT of 6.4M on two cores)
-    python tests/bench.py overlap       (as root on Linux: over a link of 2 Gbit/s, shaped by tc)
     python tests/bench.py gpu           (one GPT on a GPU; with several, their messages)
 
---json FILE keeps the table's rows: what was measured, beside what, both in ms, and the ratio. A
-subject that fails is told in the table, as are those that Ctrl-C cuts off, with exit status 1.
+Each row is what was measured, its ms, beside what, that one's ms, and the ratio; --json FILE keeps
+them. A subject that fails is told at the end, as are those that Ctrl-C cuts off: exit status 1.
 
 A round takes as long as its slowest rank. Times on a shared machine drift by 10-15% and now and
 then by more; the ratio of medians over interleaved rounds drifts much less. Every rank has one
@@ -26,18 +25,13 @@ import json
 import math
 import os
 import random
-import re
-import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from functools import partial
 from pathlib import Path
-from shutil import which
-from unittest.mock import patch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
@@ -56,14 +50,13 @@ from torch.distributed.tensor.parallel import (
 
 import collectives
 import hybrid
-from ddp import DistributedDataParallel, GradBucket
-from expert_parallel import MoE, dispatch_and_combine
-from ledger import memory_ledger
+from ddp import DistributedDataParallel
+from expert_parallel import MoE
 from pipeline import SCHEDULES, DeferredLinear, Pipeline, WeightGradStore, simulate
-from ranks import headline, run, spawn
+from ranks import headline, run
 from reference_gpt import Layer, ReferenceGPT
 from sequence_parallel import allgather_attention, ring_attention, ulysses_attention
-from zero import FlatParameter, FullyShardedDataParallel, ZeroRedundancyOptimizer, zero_memory
+from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 
 KB, MB = 1 << 10, 1 << 20
 COLLECTIVE_SIZES = [4 * KB, 64 * KB, MB, 16 * MB, 128 * MB]
@@ -154,22 +147,18 @@ def _time_collective(operation, sizes, rounds):
 
 
 def bench_collectives(arguments):
-    """A row per operation: microseconds ours / PyTorch's = ratio, and the bare link's / ours."""
+    """Ours beside PyTorch's, and beside the bare link."""
     sizes = [size for size in COLLECTIVE_SIZES if size <= arguments.largest * MB]
-    print(" " * 22 + "".join(f"{size // KB:>25} KB" for size in sizes))
     cases = {
         (operation, f"P = {P}"): (P, _time_collective, operation, sizes, arguments.rounds)
         for P in arguments.world_sizes
         for operation in arguments.operations
     }
     for case, times in measure(cases):
-        cells = []
         for size, t in zip(sizes, times):
             what = f"{', '.join(case)}, {size // KB} KB"
             arguments.report(what, t["ours"], "PyTorch's", t["theirs"])
-            ours, theirs, link = (t[name] * 1e6 for name in ("ours", "theirs", "link"))
-            cells.append(f"{ours:8.0f} /{theirs:7.0f} ={ours / theirs:5.2f}{link / ours:5.0%}")
-        print(f"{', '.join(case):22}" + "".join(cells), flush=True)
+            arguments.report(what, t["ours"], "the bare link", t["link"])
 
 
 # ---- data parallelism ----------------------------------------------------------------------------
@@ -230,97 +219,12 @@ def _time_data_parallel(rounds):
     return take_turns({n: partial(_step, *_trainer(n), _tokens(4)) for n in names}, rounds)
 
 
-def _status(key):
-    """KB, of this process (Linux)."""
-    found = re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())
-    return int(found.group(1))
-
-
-def _peak_memory(name):
-    """MB that a training adds to this process's memory at its worst."""
-    before, tokens = _status("VmRSS"), _tokens(4)
-    trainer = _trainer(name)
-    for _ in range(3):
-        _step(*trainer, tokens)
-    return (_status("VmHWM") - before) / 1024
-
-
 def bench_data_parallel(arguments):
-    """A row per technique: milliseconds of a step, ratio to the rival's, exposed, peak memory."""
+    """A step of each technique beside its rival's."""
     cases = {f"P = {P}": (P, _time_data_parallel, arguments.rounds) for P in arguments.world_sizes}
-    for world_size, (_, times) in zip(arguments.world_sizes, measure(cases)):
-        alone = times["alone"]
-        print(f"\nP = {world_size}; exposed is what a step takes beyond that of a process alone")
-        for name in ("alone", *dict.fromkeys(RIVALS.values()), *RIVALS):
-            exposed = (times[name] - alone) * 1e3
-            peak = spawn(world_size, _peak_memory, name)[0]
-            ratio = " " * 6
-            if name in RIVALS:
-                ratio = f"{times[name] / times[RIVALS[name]]:6.2f}"
-                what = f"{name}, P = {world_size}"
-                arguments.report(what, times[name], RIVALS[name], times[RIVALS[name]])
-            print(
-                f"{name:18}{times[name] * 1e3:6.0f} ms{ratio}   exposed {exposed:4.0f} ms"
-                f"   peak {peak:4.0f} MB"
-            )
-
-
-# ---- overlap -------------------------------------------------------------------------------------
-
-SHAPE = "ip link set lo up && tc qdisc add dev lo root tbf rate 2gbit burst 1mb latency 100ms"
-
-
-def _time_over_slow_link(name, cap, steps=3):
-    """Seconds of each step of one contender, which has the ranks to itself."""
-    model, tokens, times = _gpt(), _tokens(8), []
-    if name == "reduction":
-        gradients = torch.zeros(sum(p.numel() for p in model.parameters()))
-        step = lambda: collectives.all_reduce(gradients)
-    else:
-        if name == "torch DDP":
-            model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap)
-        if name == "ddp":
-            model = DistributedDataParallel(model, bucket_cap_mb=cap)
-        step = partial(_step, model, torch.optim.AdamW(model.parameters()), tokens)
-    for _ in range(steps + 2):
-        dist.barrier()
-        began = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - began)
-    return times[2:]
-
-
-def bench_overlap(arguments):
-    """How much of the reduction's time disappears behind backward, where the link has its own."""
-    if not arguments.inside:
-        with tempfile.NamedTemporaryFile() as file:
-            options = "overlap", "--inside", "--rounds", str(arguments.rounds), "--json", file.name
-            again = shlex.join([sys.executable, __file__, *options])
-            inside = ["unshare", "--net", "sh", "-c", f"{SHAPE} && exec {again}"]
-            if status := subprocess.run(inside).returncode:
-                raise RuntimeError(f"over the slow link it ended with status {status}")
-            arguments.rows += json.load(file)["rows"]
-        return
-    caps = [(name, cap) for cap in (25, 4) for name in ("torch DDP", "ddp")]
-    contenders = [("alone", 0), ("reduction", 0), *caps]
-    times = {contender: [] for contender in contenders}
-    cases = {
-        (f"round {i}", *contender): (2, _time_over_slow_link, *contender)
-        for i in range(arguments.rounds)
-        for contender in contenders
-    }
-    for (_, *contender), seconds in measure(cases):
-        times[tuple(contender)] += seconds
-    times = {contender: statistics.median(values) for contender, values in times.items()}
-    alone, reduction = times["alone", 0], times["reduction", 0]
-    print(f"a step alone takes {alone * 1e3:.0f} ms, the reduction alone {reduction * 1e3:.0f} ms")
-    for name, cap in caps:
-        exposed = times[name, cap] - alone
-        hidden = 1 - exposed / reduction
-        if name == "ddp":
-            theirs = times["torch DDP", cap]
-            arguments.report(f"ddp, {cap} MB buckets", times[name, cap], "torch DDP", theirs)
-        print(f"{name:9} {cap:2} MB buckets  exposed {exposed * 1e3:4.0f} ms  hidden {hidden:4.0%}")
+    for case, times in measure(cases):
+        for name, rival in (*RIVALS.items(), *((name, "alone") for name in RIVALS)):
+            arguments.report(f"{name}, {case}", times[name], rival, times[rival])
 
 
 # ---- pipelines -----------------------------------------------------------------------------------
@@ -362,9 +266,9 @@ def _sleep_through(name, num_microbatches, rounds):
         total = max(collectives.gather_objects(ends[-1])) - began
         total = ends[-1] - begins[0] if name in ("zb-h2", "zb-v") else total
         bubbles.append(max(collectives.gather_objects(total - sum(ends) + sum(begins))))
-    measured = [statistics.median(values[1:]) / SLOT for values in (times, bubbles)]
     idle = claimed.idle if name in ("zb-h2", "zb-v") else claimed.bubble
-    return measured, [claimed.total, max(idle)]
+    measured = {"step": statistics.median(times[1:]), "bubble": statistics.median(bubbles[1:])}
+    return measured, {"step": claimed.total * SLOT, "bubble": max(idle) * SLOT}
 
 
 def _torch_schedules():
@@ -423,18 +327,14 @@ def _time_pipelines(num_microbatches, rounds):
 
 
 def bench_pipeline(arguments):
-    """Sleeping stages, P = 4: slots measured / simulated. Real ones, P = 2: ms, ours / theirs."""
+    """Sleeping stages, P = 4, beside the simulation; real ones, P = 2, beside PyTorch's."""
     cases = {name: (4, _sleep_through, name, 8, arguments.rounds) for name in SCHEDULES}
     for name, (found, claimed) in measure(cases):
-        arguments.report(f"{name}, sleeping", found[0] * SLOT, "simulated", claimed[0] * SLOT)
-        for what, slots, expected in zip(("step", "bubble"), found, claimed):
-            ratio = f" = {slots / expected:5.3f}" if expected else ""
-            print(f"{name:12}{what:7}{slots:7.2f} slots, simulated {expected:5.1f}{ratio}")
+        for what in ("step", "bubble") if claimed["bubble"] else ("step",):
+            arguments.report(f"{name}, {what}", found[what], "simulated", claimed[what])
     [(_, times)] = measure({"real stages": (2, _time_pipelines, 8, arguments.rounds)})
     for name, (*_, mine) in _torch_schedules().items():
         arguments.report(mine, times[f"ours, {name}"], name, times[name])
-        ours, theirs = times[f"ours, {name}"] * 1e3, times[name] * 1e3
-        print(f"{name:22}{mine:12}{ours:7.1f} / {theirs:6.1f} ms = {ours / theirs:5.2f}")
 
 
 # ---- tensor parallelism --------------------------------------------------------------------------
@@ -505,7 +405,7 @@ def _time_tensor_parallel(B, T, D, rounds):
 
 
 def bench_tensor_parallel(arguments):
-    """A stack of layers beside DTensor's: ms per step, ours / theirs."""
+    """A stack of layers beside DTensor's, and beside one process that has all."""
     shapes = (2, 64, 256), (2, 128, 256), (8, 128, 256)
     cases = {
         (f"P = {P}", f"(B, T, D) = {shape}"): (P, _time_tensor_parallel, *shape, arguments.rounds)
@@ -513,12 +413,10 @@ def bench_tensor_parallel(arguments):
         for shape in shapes
     }
     for case, times in measure(cases):
-        print(f"{', '.join(case)}: {times['one process'] * 1e3:.1f} ms with all on every rank")
         for name in ("TP", "TP + SP"):
             what = ", ".join((name, *case))
             arguments.report(what, times[f"ours, {name}"], "DTensor", times[name])
-            ours, theirs = times[f"ours, {name}"] * 1e3, times[name] * 1e3
-            print(f"{name:10}{ours:7.1f} / {theirs:6.1f} ms = {ours / theirs:5.2f}", flush=True)
+            arguments.report(what, times[f"ours, {name}"], "one process", times["one process"])
 
 
 # ---- context parallelism -------------------------------------------------------------------------
@@ -551,7 +449,7 @@ def _time_context_parallel(T, rounds):
 
 
 def bench_context_parallel(arguments):
-    """One causal attention, forward and backward: ms, and that / fused attention alone."""
+    """One causal attention, forward and backward, beside fused attention on one process."""
     lengths = [T for T in (2048, 4096, 8192, 16384) if T <= arguments.longest]
     cases = {
         (f"P = {P}", f"s = {T}"): (P, _time_context_parallel, T, arguments.rounds)
@@ -562,60 +460,23 @@ def bench_context_parallel(arguments):
         alone = times.pop("one process")
         for name, t in times.items():
             arguments.report(", ".join((name, *case)), t, "fused, one process", alone)
-        cells = [f"{name} {t * 1e3:7.1f} = {t / alone:4.2f}" for name, t in times.items()]
-        print(f"{', '.join(case)}: alone {alone * 1e3:.1f} ms; {', '.join(cells)}", flush=True)
-    # what grows with the sequence: a layer's 34 s b h bytes in 16 bit (see sequence_parallel.py)
-    memory, layers, h = 80e9, 32, 4096
-    for cp in (1, 2, 8, 64):
-        longest = int(memory * cp / (34 * layers * h))
-        print(f"cp = {cp:2}: 80 GB hold the activations of {longest:9,} tokens (32 layers of 4096)")
 
 
 # ---- experts -------------------------------------------------------------------------------------
 
 
-class _Loop(nn.Module):
-    """A mixture without parallelism or sorting: each expert picks its tokens."""
-
-    def __init__(self, D, experts, top_k):
-        super().__init__()
-        self.router, self.top_k = nn.Linear(D, experts, bias=False), top_k
-        self.experts = nn.ModuleList(_mlp(D, 4 * D) for _ in range(experts))
-
-    def forward(self, x):
-        weights, chosen = self.router(x).softmax(-1).topk(self.top_k)
-        weights, y = weights / weights.sum(-1, keepdim=True), torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            token, place = (chosen == number).nonzero(as_tuple=True)
-            y = y.index_add(0, token, expert(x[token]) * weights[token, place].unsqueeze(1))
-        return y
-
-
-def _mlp(D, width):
-    up, down = nn.Linear(D, width, bias=False), nn.Linear(width, D, bias=False)
-    return nn.Sequential(up, nn.GELU(approximate="tanh"), down)
-
-
 def _time_experts(N, D, E, k, rounds):
     torch.manual_seed(dist.get_rank())
     x = torch.randn(N, D, requires_grad=True)
-    layer = MoE(D, 4 * D, E, k)
-    routing = layer.router(x.detach())
-    weights = routing.weights.detach()
-
-    def step(function):
-        function(x).sum().backward()
-
-    def travel(x):
-        return dispatch_and_combine(x, routing.experts, weights, E, lambda rows, counts: rows)
-
-    contenders = {"experts": layer, "dense": _mlp(D, 4 * D * k), "loop": _Loop(D, E, k)}
-    contenders["travel"] = travel
-    return take_turns({name: partial(step, f) for name, f in contenders.items()}, rounds)
+    up, down = nn.Linear(D, 4 * D * k, bias=False), nn.Linear(4 * D * k, D, bias=False)
+    dense = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
+    step = lambda layer: layer(x).sum().backward()
+    contenders = {"experts": MoE(D, 4 * D, E, k), "dense": dense}
+    return take_turns({name: partial(step, layer) for name, layer in contenders.items()}, rounds)
 
 
 def bench_expert_parallel(arguments):
-    """Forward and backward of a layer of 8 experts, top 2, 4096 tokens a rank; ms."""
+    """Forward and backward of 8 experts, top 2, 4096 tokens a rank, beside a dense MLP."""
     cases = {
         (f"P = {P}", f"D = {D}"): (P, _time_experts, 4096, D, 8, 2, arguments.rounds)
         for P in arguments.world_sizes
@@ -624,29 +485,15 @@ def bench_expert_parallel(arguments):
     for case, times in measure(cases):
         what = ", ".join(("8 experts", "top 2", *case))
         arguments.report(what, times["experts"], "dense, equal FLOPs", times["dense"])
-        ours, dense, loop, travel = (
-            times[name] * 1e3 for name in ("experts", "dense", "loop", "travel")
-        )
-        share = f"permutation and exchange {travel / ours:.0%} of it"
-        print(f"{', '.join(case)}: {ours:.1f} ms; {share}")
-        print(f"  dense MLP of equal FLOPs {dense:7.1f} ms = {ours / dense:.2f}")
-        print(f"  a loop over all experts  {loop:7.1f} ms = {ours / loop:.2f}", flush=True)
 
 
 # ---- whole training steps ------------------------------------------------------------------------
 
 SMALL_GPT = {"layers": 8, "hidden": 256, "heads": 4, "seq_len": 256, "batch_size": 8}
-LAYOUTS = {  # flags of both: {of two processes: the aim, times one process}
-    "": {
-        "--dp 2 --zero 0": 1.85,
-        "--dp 2 --zero 1": 1.8,
-        "--dp 2 --zero 2": 1.8,
-        "--dp 2 --zero 3": 1.7,
-        "--tp 2": 1.6,
-        "--cp 2 --zero 0": 1.6,
-    },
-    "--batch-size 16": {"--pp 2 --microbatches 8": 1.65},
-    "--experts 4 --moe-every 2": {"--dp 2 --ep 2 --zero 0": 1.5},
+LAYOUTS = {  # flags of both: those of two processes
+    "": [f"--dp 2 --zero {stage}" for stage in range(4)] + ["--tp 2", "--cp 2 --zero 0"],
+    "--batch-size 16": ["--pp 2 --microbatches 8"],
+    "--experts 4 --moe-every 2": ["--dp 2 --ep 2 --zero 0"],
 }
 
 
@@ -703,50 +550,16 @@ def _time_layouts(flags, layouts, rounds):
     return take_turns(contenders, rounds)
 
 
-def _bytes_per_parameter(stage):
-    """What a rank holds at most in a step, of storages and of the system's memory (Linux)."""
-    _training("--layers 1 --dp 2")[1]()  # what libraries have is there
-    before, most = _status("VmRSS"), []
-    sizes = "--layers 16 --hidden 512 --seq-len 16 --batch-size 4 --microbatches 2"
-    trainer, step = _training(f"--dp 2 --zero {stage} {sizes}")
-    count = sum(getattr(p, "whole_shape", p.shape).numel() for p in trainer.dense)
-    step()  # after which the optimizer has its state
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-    step()
-    resident = (_status("VmHWM") - before) * KB
-    watched = FlatParameter if stage else GradBucket
-    reduce = watched.reduce
-
-    def watch(row, *arguments):  # when a sum begins
-        most.append(memory_ledger(trainer.stages[0], trainer.optimizer).total())
-        reduce(row, *arguments)
-
-    with patch.object(watched, "reduce", watch):
-        step()
-    return max(most) / count, resident / count
-
-
 def bench_hybrid(arguments):
-    """Training steps on two cores, times one process with one thread; bytes that ZeRO holds."""
-    print(", ".join(f"{name} {size}" for name, size in SMALL_GPT.items()), "in fp32")
+    """Training steps of two processes on two cores, in fp32, beside one with one thread."""
     cases = {
-        flags or "dense": (2, _time_layouts, flags, list(layouts), arguments.rounds)
+        flags or "dense": (2, _time_layouts, flags, layouts, arguments.rounds)
         for flags, layouts in LAYOUTS.items()
     }
-    for (case, times), (flags, layouts) in zip(measure(cases), LAYOUTS.items()):
-        one = times["one process"]
-        print(f"\n{case}")
+    for case, times in measure(cases):
+        one = times.pop("one process")
         for name, seconds in times.items():
-            if name in layouts or name == "torch.nn":
-                arguments.report(f"{name} {flags}", seconds, "one process", one)
-            aim = f", aim {layouts[name]}" if name in layouts else ""
-            print(f"{name:30}{seconds * 1e3:6.0f} ms = {one / seconds:4.2f}{aim}", flush=True)
-    print("\nbytes per parameter of 16 layers of 512: storages, resident, the formula")
-    for stage in range(4):
-        storages, resident = spawn(2, _bytes_per_parameter, stage, timeout=100)[0]
-        formula = zero_memory(stage, 2, parameter=4, gradient=4, optimizer=8)
-        print(f"zero {stage}{storages:7.1f}{resident:7.1f}{formula:7.1f}")
+            arguments.report(f"{name}, {case}", seconds, "one process", one)
 
 
 # ---- GPUs ----------------------------------------------------------------------------------------
@@ -864,17 +677,13 @@ def bench_gpu(arguments):
     print(f"{name}; {parameters / 1e6:.0f}M parameters, {SEQUENCES} x {T} tokens a step")
     for contender, seconds in times.items():
         rate = SEQUENCES * T / seconds
-        ratio = seconds / times["plain"]
         arguments.report(f"{contender} on {name}", seconds, "plain", times["plain"])
-        print(f"{contender:16}{rate:9.0f} tokens/s  MFU {rate * flops / peak:4.0%}{ratio:6.2f}")
+        print(f"{contender:16}{rate:9.0f} tokens/s  MFU {rate * flops / peak:4.0%}")
     if gpus > 1:
         print(f"a batch: {host * 1e6:.0f} us of the host, {device * 1e6:.0f} us in all")
         for (operation, size), t in messages.items():
             what = f"{operation}, {gpus} x {name}, {size // KB} KB"
             arguments.report(what, t["ours"], "NCCL's", t["theirs"])
-            ours, theirs = t["ours"] * 1e6, t["theirs"] * 1e6
-            times = f"{ours:7.0f} /{theirs:7.0f} us ={ours / theirs:5.2f}"
-            print(f"{operation:15}{size // KB:6} KB {times}")
 
 
 BENCHMARKS = {
@@ -885,7 +694,6 @@ BENCHMARKS = {
     "context_parallel": bench_context_parallel,
     "expert_parallel": bench_expert_parallel,
     "hybrid": bench_hybrid,
-    "overlap": bench_overlap,
     "gpu": bench_gpu,
 }
 
@@ -893,20 +701,14 @@ BENCHMARKS = {
 WORLD_SIZES = {"collectives": [2, 4], "context_parallel": [2, 4]}  # of others 2
 
 
-def possible():
-    """The benchmarks that this machine can run."""
-    lacks = {"gpu": not torch.cuda.is_available(), "overlap": os.geteuid() or not which("tc")}
-    return [subject for subject in BENCHMARKS if not lacks.get(subject)]
-
-
 def main(words=None):
     arguments = _parser().parse_args(words)
     arguments.rows, given, failed = [], arguments.world_sizes, {}
-    subjects = [arguments.subject] if arguments.subject else possible()
+    on_cpu = [subject for subject in BENCHMARKS if subject != "gpu" or torch.cuda.is_available()]
+    subjects = [arguments.subject] if arguments.subject else on_cpu
     began = time.perf_counter()
     for number, subject in enumerate(subjects):
-        passed, later = time.perf_counter() - began, ", ".join(subjects[number + 1 :])
-        print(f"\n==== {passed:.0f} s: {subject}{later and f'; then {later}'}", flush=True)
+        print(f"\n==== {time.perf_counter() - began:.0f} s: {subject}", flush=True)
         arguments.world_sizes = given or WORLD_SIZES.get(subject, [2])
         arguments.report = partial(_report, arguments.rows, subject)
         try:
@@ -917,8 +719,8 @@ def main(words=None):
         except Exception:
             traceback.print_exc()
             failed[subject] = headline(traceback.format_exc())
-    if not arguments.subject:
-        _print_table(arguments.rows, failed)
+    for subject, error in failed.items():
+        print(f"{subject} FAILED: {error}")
     if arguments.json:
         machine = {"torch": torch.__version__, "cpus": os.cpu_count(), "time": time.ctime()}
         machine |= {"seconds": time.perf_counter() - began, "failed": failed}
@@ -938,26 +740,14 @@ def _parser():
     parser.add_argument("--json", metavar="FILE")
     names = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
     parser.add_argument("--operations", nargs="+", default=names)
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
 def _report(rows, subject, what, ours, beside, theirs):
-    """A row of the table, from seconds."""
+    """A row, from seconds."""
     times = {"ours": 1e3 * ours, "beside": beside, "theirs": 1e3 * theirs, "ratio": ours / theirs}
     rows.append({"subject": subject, "what": what} | times)
-
-
-def _print_table(rows, failed):
-    names = ("subject", "what", "beside")
-    a, b, c = (max([len(row[name]) for row in rows], default=0) + 2 for name in names)
-    a = max([a, *(len(subject) + 2 for subject in failed)])
-    print(f"\n{'':{a}}{'':{b}}{'ms':>9}  {'beside':{c}}{'ms':>9}{'ratio':>7}")
-    for row in rows:
-        subject, what, ours, beside, theirs, ratio = row.values()
-        print(f"{subject:{a}}{what:{b}}{ours:9.2f}  {beside:{c}}{theirs:9.2f}{ratio:7.2f}")
-    for subject, error in failed.items():
-        print(f"{subject:{a}}FAILED: {error}")
+    print("{:54}{:9.3f}  {:19}{:9.3f}{:7.2f}".format(what, *times.values()), flush=True)
 
 
 if __name__ == "__main__":

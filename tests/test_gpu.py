@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import os
 import signal
-import statistics
 import time
 import warnings
 from datetime import timedelta
@@ -21,16 +20,12 @@ from torch import nn
 
 import collectives
 import expert_parallel
-import hybrid
 import sequence_parallel
 import tensor_parallel
 import test_hybrid
 from collectives import ReduceOp
-from ddp import DistributedDataParallel
-from ranks import PROJECT, run, spawn
+from ranks import run, spawn
 from test_hybrid import EVERY_LAYOUT, LAYERS, MOE, MOE_LAYOUTS, RUN, make_trainer, own_batch
-from test_strangers import launch
-from zero import FullyShardedDataParallel
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 one_gpu = pytest.mark.skipif(GPUS < 1, reason="there is no GPU")
@@ -136,28 +131,6 @@ def test_one_process_trains_and_waits_for_its_gpu_once_a_step(on, kind, flags):
     assert losses == pytest.approx(expected, rel=FAR[flags])
     layers = LAYERS * ("--experts" in flags)  # hear of their rows each microbatch
     assert waits[1:] == [0 if kind == "cpu" else 1 + 4 * layers] * (RUN - 1)
-
-
-def _losses_of_40_steps(device, flags):
-    """A small GPT on a source of this project: the mean loss of the last five steps."""
-    trainer, losses = make_trainer(flags, device=device), []
-    args = trainer.args
-    data = hybrid.load_data(str(PROJECT / "collectives.py"), args.seq_len)
-    for step in range(40):
-        batch = data.batch(step, args.batch_size, args.seq_len, 0, trainer.own_rows())
-        losses.append(trainer.step(*batch)["loss"])
-    return statistics.mean(losses[-5:])
-
-
-@pytest.mark.parametrize("kind", ALONE)
-def test_40_steps_in_bf16_end_within_a_percent_of_fp32(on, kind):
-    sizes = (2, 32, 32) if kind == "cpu" else (8, 512, 64)
-    flags = "--layers {} --hidden {} --seq-len {} --heads 4 --vocab-size 256".format(*sizes)
-    flags += " --grad-clip 1 --weight-decay 0.1 --seed 0 --warmup 5 --steps 40"
-    (fp32,), (bf16,) = (
-        on(kind, 1, _losses_of_40_steps, f"{flags} --dtype {dtype}") for dtype in ("fp32", "bf16")
-    )
-    assert fp32 < 5 and bf16 == pytest.approx(fp32, rel=0.01)
 
 
 # ---- one GPU: kernels ----------------------------------------------------------------------------
@@ -492,59 +465,7 @@ def test_layouts_in_bf16_are_near_one_process_in_fp32(on, kind, world_size, layo
         assert losses == pytest.approx(expected, rel=0.01)
 
 
-# ---- several GPUs: overlap, and failure ----------------------------------------------------------
-
-
-def _seconds(step, device, rounds=7):
-    """Median seconds of step(), on a device that is idle before."""
-    times = []
-    for _ in range(rounds + 2):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
-        began = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[2:])
-
-
-def _overlap(device, how, D, layers, rows):
-    """Seconds of forward and backward alone, of the messages alone, and of both."""
-    P, x = dist.get_world_size(), torch.randn(rows, D, device=device)
-    make = lambda: nn.Sequential(*[nn.Linear(D, D, bias=False) for _ in range(layers)]).to(device)
-    model, gradients = make(), torch.zeros(layers * D * D // P * P, device=device)
-    shard = gradients.chunk(P)[0].clone()
-
-    def backward(model):
-        model(x).square().mean().backward()
-
-    def messages():
-        if how == "ddp":
-            return collectives.all_reduce(gradients)
-        if how == "fsdp":
-            collectives.all_gather_single(gradients, shard)
-            collectives.all_gather_single(gradients, shard)
-        collectives.reduce_scatter_single(shard, gradients)
-
-    alone = _seconds(partial(backward, model), device)
-    plain = make()
-    if how == "ddp":
-        both = DistributedDataParallel(plain)
-    else:  # of stage 2 the parameters stay
-        both = FullyShardedDataParallel(plain, units=plain, stage=3 if how == "fsdp" else 2)
-    return alone, _seconds(messages, device), _seconds(partial(backward, both), device)
-
-
-@pytest.mark.parametrize("how", ["ddp", "zero 2", "fsdp"])
-@pytest.mark.parametrize("kind", SEVERAL)
-def test_messages_travel_behind_backward(on, kind, how):
-    if kind == "cpu":  # where ranks share cores nothing is hidden
-        assert len(on(kind, 2, _overlap, how, 32, 2, 8)) == 2
-        return
-    for alone, messages, both in on(kind, GPUS, _overlap, how, 4096, 12, 1024):
-        assert both - alone < 0.7 * messages, (alone, messages, both)
+# ---- several GPUs: failure -----------------------------------------------------------------------
 
 
 def _die(device):
@@ -565,23 +486,3 @@ def test_who_waits_for_a_killed_rank_names_it(on, kind):
     assert dead.exitcode == -signal.SIGKILL
     assert survivor.exitcode == 1 and "all_reduce" in survivor.error_text
     assert "rank 0 lost rank 1" in survivor.error_text
-
-
-DIE = """
-import os, signal, sys
-import hybrid
-step = hybrid.Trainer.step
-def die(trainer, *batch):
-    if trainer.steps_done == 3 and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return step(trainer, *batch)
-hybrid.Trainer.step = die
-sys.exit(hybrid.main())
-"""
-
-
-@several_gpus
-def test_torchrun_ends_and_names_a_killed_rank(tmp_path):
-    done = launch(tmp_path, 2, DIE, "--timeout", 30, "--tp", 2, timeout=3 * WAIT)
-    assert done.returncode != 0
-    assert "Signal 9 (SIGKILL)" in done.stderr and "local_rank: 1" in done.stderr
