@@ -626,13 +626,6 @@ def _tree_reduce(at, tensor):
         yield [(total, parent)], []
 
 
-def _scatter_all_gather(at, tensor):
-    """Chunks from the root to their ranks, then once round the ring: it sends 2(P-1)/P D bytes."""
-    chunks = _cut(tensor, at.world_size)
-    yield from _scatter(at, chunks[at.rank], *chunks)
-    yield from _ring_all_gather(chunks, at.rank)
-
-
 def _scatter(at, output, *inputs):
     if at.rank == at.root:
         output.copy_(inputs[at.rank])
@@ -782,11 +775,9 @@ def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
 
 
 def broadcast(tensor, src=0, group=None, async_op=False):
-    """Copy `tensor` of rank `src` to every rank, in place: by a tree; large for NCCL in chunks."""
+    """Copy `tensor` of rank `src` to every rank, in place."""
     operation = Operation("broadcast", group, tensor, async_op, root=src)
-    in_chunks = operation.on_nccl and tensor.nbytes > DIRECT_BYTES
-    algorithm = _scatter_all_gather if in_chunks else _tree_broadcast
-    return _launch(operation, lambda flat: [algorithm(operation, flat)], [tensor])
+    return _launch(operation, lambda flat: [_tree_broadcast(operation, flat)], [tensor])
 
 
 def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):

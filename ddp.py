@@ -256,19 +256,20 @@ class DistributedDataParallel(nn.Module):
         device_ids=None,
     ):
         super().__init__()
-        self.module, self.process_group, self.groups = module, process_group, groups or {}
+        self.module, self.process_group = module, process_group
         self.broadcast_buffers, self.wait_in_backward = broadcast_buffers, wait_in_backward
+        group_of = lambda parameter: (groups or {}).get(parameter, process_group)
         self.divisor = gradient_divide_factor or dist.get_world_size(process_group)
         check_whole(module.parameters())
         check_parameters([*module.named_parameters(), *module.named_buffers()], process_group)
         for parameter in module.parameters():
-            broadcast_first([parameter], self._group_of(parameter))
+            broadcast_first([parameter], group_of(parameter))
         broadcast_first(module.buffers(), process_group)
         # Backward runs from the last layer to the first, which is the order buckets should fill in.
         trained = [p for p in module.parameters() if p.requires_grad][::-1]
-        kind = lambda parameter: (grad_dtype(parameter), self._group_of(parameter))
+        kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
         self.buckets = [
-            GradBucket(parameters, self._group_of(parameters[0]))
+            GradBucket(parameters, group_of(parameters[0]))
             for parameters in fill_buckets(trained, int(bucket_cap_mb * 2**20), kind)
         ]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
@@ -277,10 +278,6 @@ class DistributedDataParallel(nn.Module):
         self._expected = False  # whether a forward pass has run whose gradients are not reduced yet
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
-
-    def _group_of(self, parameter):
-        """The ranks that have a replica of it."""
-        return self.groups.get(parameter, self.process_group)
 
     def forward(self, *args, **kwargs):
         if self._running and self.wait_in_backward:
@@ -402,29 +399,21 @@ def weakly(method):
 
 
 @torch.no_grad()
-def get_total_norm(tensors, norm_type=2.0, groups=()):
-    """The norm of all elements that the ranks of the groups have together.
+def get_total_norm(tensors, groups=()):
+    """The 2-norm of all elements that the ranks of the groups have together.
 
-    A float64 scalar on the device, for which the host does not wait. tensors: at least one, which
-    may be empty; a norm may stand for the tensors it is of. groups: sums go over one after the
-    other, as over a grid's axes. ValueError for a norm_type that is not positive.
+    A float64 scalar on the device, for which the host does not wait. tensors: a list of at least
+    one, which may be empty; a norm may stand for the tensors it is of. groups: sums go over one
+    after the other, as over a grid's axes.
     """
-    norm_type, tensors = float(norm_type), list(tensors)
-    if not norm_type > 0:
-        raise ValueError(f"norm_type={norm_type} must be positive")
-    norms = [tensors[0].new_zeros(1, dtype=torch.float64)]  # what a maximum of nothing is here
+    norms = [tensors[0].new_zeros(1, dtype=torch.float64)]
     for dtype, alike in _by_dtype(tensors):
-        found = torch._foreach_norm(alike, norm_type, torch.promote_types(dtype, torch.float32))
+        found = torch._foreach_norm(alike, 2, torch.promote_types(dtype, torch.float32))
         norms.append(torch.stack(found).double())
-    total = torch.linalg.vector_norm(torch.cat(norms), norm_type)
-    if norm_type == torch.inf:
-        for group in groups:
-            all_reduce(total, ReduceOp.MAX, group)
-        return total
-    total.pow_(norm_type)
+    total = torch.cat(norms).square().sum()
     for group in groups:
-        all_reduce(total, ReduceOp.SUM, group)
-    return total.pow_(1 / norm_type)
+        all_reduce(total, group=group)
+    return total.sqrt_()
 
 
 @torch.no_grad()

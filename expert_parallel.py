@@ -10,13 +10,13 @@ with the router's weights. Parameters grow with E, the work per token with k alo
 
 A rank holds E/P experts, whole, and a copy of the router and of the experts that every token uses.
 Nothing is padded: ranks first exchange how many rows they will send, and an expert computes those
-that there are. Only a capacity (Switch) drops tokens. Where the N tokens of each rank, of width h,
-are evenly routed over P ranks, a rank sends 2 N k h (P-1)/P elements in a layer's forward, dispatch
+that there are. Only a capacity (Switch) drops tokens. Where the N tokens of each rank, of width D,
+are evenly routed over P ranks, a rank sends 2 N k D (P-1)/P elements in a layer's forward, dispatch
 and combine together; as many in backward. In two hops a token crosses to another node once, however
 many of its experts are there.
 
 Left alone, a router sends more and more tokens to fewer and fewer experts. Three remedies: a loss
-E sum f_i P_i of the fraction of tokens and the mean probability of each expert (Switch); a loss of
+E sum f_i p_i of the fraction of tokens and the mean probability of each expert (Switch); a loss of
 the logits' size (ST-MoE); a bias on the choice alone, moved against each expert's load (DeepSeek).
 
 Shazeer et al., "Outrageously Large Neural Networks", 2017. Fedus et al., "Switch Transformers",
@@ -58,7 +58,8 @@ from collectives import (
 # an all-gather of the results in forward and one of the input's gradient in backward.
 #
 # There is no overlap: a rank sends or computes. DualPipe and DeepEP send the rows of one
-# microbatch while another one computes, on a part of the GPU that is set aside for it.
+# microbatch while another one computes, on a part of the GPU that is set aside for it. Nor do
+# experts put off products of their weights: in a zero-bubble schedule these are a part of I.
 #
 # PyTorch has no such layer. Megatron-LM's MoELayer takes the same steps, and can also split each
 # expert over ranks and pad it to a capacity; DeepEP has kernels in place of sort and all-to-all. On
@@ -93,17 +94,18 @@ class Hop:
         self.group, G = group, num_experts // P
         experts = experts.flatten()  # a row is sent for each choice
         counts = count_choices(experts, num_experts).view(P, G)
-        sent = F.pad(counts, (0, G % 2))  # what goes to a rank begins on 16 bytes
+        sent = F.pad(counts, (0, G % 2))  # NCCL is quick where a message begins on 16 bytes
         received = torch.empty_like(sent)
         all_to_all_single(received, sent, group=group)
         to_each, from_each = torch.stack([sent, received])[:, :, :G].tolist()  # the host waits
-        # rows that come from each rank, and that go to each
+        # how many rows come from each rank, and how many go to each
         self.splits = [sum(sizes) for sizes in from_each], [sum(sizes) for sizes in to_each]
         self.load = Load(received[:, :G].sum(0), [sum(sizes) for sizes in zip(*from_each)])
 
-        order = experts.argsort(stable=True)  # by expert, and so by rank; -1 comes first
+        # the choices that are sent, by number: sorted by expert, and so by rank; -1 comes first
+        order = experts.argsort(stable=True)
         self.order = order[len(order) - sum(self.splits[1]) :]
-        self.token = self.order // k
+        self.token = self.order // k  # whose choice it is
         # what arrives is sorted by source, and what comes from one source by expert
         counts, num_rows = received[:, :G].flatten(), sum(self.splits[0])
         expert = torch.repeat_interleave(counts, output_size=num_rows) % G
@@ -159,8 +161,9 @@ def two_hops(x, experts, weights, num_experts, compute, node_group=None, cross_g
     """dispatch_and_combine(), with each token crossing to a node once, and its results as one.
 
     node_group: the ranks of this node; cross_group: those of all nodes that have the same rank in
-    theirs. A token hops to that rank of each node where it has experts, with its choices and their
-    weights, and from there to the experts within the node. Zhao et al., "DeepEP", 2025.
+    theirs. First counts cross, then x, choices and weights: to each node where a token has experts.
+    One hop follows within the node, with counts of its own; and the sums of its results, which have
+    their weights by then, cross back. Zhao et al., "DeepEP", 2025.
     """
     node, nodes = rank_and_size(cross_group)
     per_node, number = num_experts // nodes, torch.arange(nodes, device=x.device)
@@ -198,7 +201,7 @@ class Router(nn.Module):
         them: those with the highest sum of their two best.
 
     Its buffer `bias` is added for the choice and is not in the weights. Raises ValueError for a
-    score that is not known, groups that do not divide the experts, and a top_k out of reach.
+    score that is not known, and a top_k out of reach.
     """
 
     def __init__(self, hidden, num_experts, top_k=1, score="softmax", n_group=1, topk_group=None):
@@ -206,8 +209,6 @@ class Router(nn.Module):
         topk_group = topk_group or n_group
         if score not in ("softmax", "sigmoid"):
             raise ValueError(f"score={score!r} is neither 'softmax' nor 'sigmoid'")
-        if n_group < 1 or num_experts % n_group:
-            raise ValueError(f"num_experts={num_experts} cannot form n_group={n_group}")
         reachable = min(topk_group, n_group) * num_experts // n_group
         if not 1 <= top_k <= reachable:
             where = f"{num_experts=}, {n_group=}, {topk_group=}"
@@ -268,7 +269,7 @@ def _best(scores, count):
 
 
 def balance_loss(probabilities, tokens_per_expert, tokens, top_k):
-    """This rank's part of Switch's E sum_i f_i P_i: 1 where all experts have the same load.
+    """This rank's part of Switch's E sum_i f_i p_i: 1 where all experts have the same load.
 
     probabilities: (n, E) of this rank's tokens; tokens_per_expert: (E,) choices of all ranks;
     tokens: of all ranks. The sum of the ranks' parts is the loss of all tokens.
@@ -469,24 +470,12 @@ def tally_metrics(tallies, num_microbatches, with_losses):
 
 
 def expert_parallel_bytes(tokens, top_k, hidden, ep, itemsize=4):
-    """Bytes that a rank sends in a layer's forward for evenly routed tokens: 2 N k h (P-1)/P.
+    """Bytes that a rank sends in a layer's forward for evenly routed tokens: 2 N k D (P-1)/P.
 
     Backward sends the same. The counts of rows come on top, once: to each other rank 8 bytes for
     each of its experts, whose number is made even.
     """
     return 2 * tokens * top_k * hidden * (ep - 1) // ep * itemsize
-
-
-def expert_activation_bytes(tokens, top_k, hidden, ffn, itemsize=2, shared_experts=0):
-    """Bytes that a layer keeps of so many tokens, without the scores of the router.
-
-    Of each row that goes to an expert: itself, what GELU takes and makes, and the result, as it
-    comes back; of shared experts what GELU takes and makes; of each token what the router takes,
-    in 32 bit, and what shared experts take, in 16 bit.
-    """
-    rows = 2 * top_k * hidden + 2 * (top_k + shared_experts) * ffn
-    rows += hidden * (shared_experts > 0 and itemsize < 4)
-    return tokens * (rows * itemsize + 4 * hidden)
 
 
 # ---- demonstration -------------------------------------------------------------------------------

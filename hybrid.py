@@ -502,9 +502,7 @@ class Block(nn.Module):
     options: of the linear layers, such as group and defer.
     """
 
-    def __init__(
-        self, config, random=nullcontext(), attention_fn=attention, moe=None, **options
-    ):
+    def __init__(self, config, random=nullcontext(), attention_fn=attention, moe=None, **options):
         super().__init__()
         self.config, self.random, self.attention_fn = config, random, attention_fn
         options["sequence_parallel"] = config.sequence_parallel
@@ -1057,10 +1055,10 @@ def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
     mesh, found = trainer.mesh, {}
     named = lambda chunk: [*chunk.named_parameters(), *chunk.named_buffers()]
     for name, own in (pair for c in chunks or trainer.own_chunks for pair in named(c)):
-        tensor, first = value(own), part_of(own)[1]
+        tensor = value(own)
         if tensor is not None and (chunks or name != "lm_head.weight"):
             rows = rows_of(name, own, trainer.shards, mesh.ep_group, mesh.tp_group)
-            boxes = views_in_whole(own, tensor, first, first + own.numel(), rows)
+            boxes = views_in_whole(own, tensor, rows)
             found[name.replace("lm_head", "transformer.wte")] = Boxes(tensor.dtype, *boxes)
     return found
 
@@ -1224,20 +1222,10 @@ class Log:
             print(("\r\033[K" if self.is_terminal else "") + line, end=end, flush=True)
 
     def write(self, value):
-        """A line of JSON, where what is not finite is null. A full disk ends no training."""
+        """A line of JSON, where what is not finite is null."""
         is_bad = lambda number: isinstance(number, float) and not math.isfinite(number)
         value = {name: None if is_bad(number) else number for name, number in value.items()}
-        try:
-            if self.file:
-                print(json.dumps(value), file=self.file, flush=True)
-        except OSError as error:
-            complain(f"error: --metrics {self.file.name}: {error.strerror}")
-            self.file = None
-
-
-def complain(sentence):
-    """On stderr, in one write, which another process's line cannot cut in two."""
-    print(f"{Path(sys.argv[0]).name}: {sentence}\n", end="", file=sys.stderr, flush=True)
+        print(json.dumps(value), file=self.file, flush=True)
 
 
 # ---- loop ----------------------------------------------------------------------------------------
@@ -1367,11 +1355,11 @@ def main(argv=None, work=train):
     rank, world_size = int(variables.get("RANK", 0)), int(variables.get("WORLD_SIZE", 1))
     local_rank = int(variables.get("LOCAL_RANK", 0))
     per_node = int(variables.get("LOCAL_WORLD_SIZE", world_size))
-    if {"-h", "--help"} & set(argv):
+
+    def say(sentence):  # in one write, which another process's line cannot cut in two
         if rank == 0:
-            Parser().print_help()
-        return 0
-    say = complain if rank == 0 else lambda sentence: None
+            print(f"{Path(sys.argv[0]).name}: {sentence}\n", end="", file=sys.stderr, flush=True)
+
     try:
         args = parse(argv, world_size, per_node)
         device, backend = choose_device(args, local_rank, per_node)

@@ -1,17 +1,17 @@
 """Pipeline parallelism: layers are cut into stages, one per rank; microbatches flow through them.
 
 With one batch only one stage works at a time. Cut into m microbatches, the batch fills the
-pipeline, and what stays idle is the filling and the draining, the bubble. Here p = 4 stages and
-m = 4 microbatches; a forward (F) takes one slot of time, a backward (B) two, a dot is an idle slot:
+pipeline, and what stays idle is the filling and the draining, the bubble. Here p = 3 stages and
+m = 5 microbatches; a forward (F) takes one slot of time, a backward (B) two, a dot is an idle slot:
 
     GPipe: all forward, then all backward          1F1B: a backward as soon as there is one to do
-    F0F1F2F3..................B0B0B1B1B2B2B3B3     F0F1F2F3............B0B0..B1B1..B2B2..B3B3
-    ..F0F1F2F3............B0B0B1B1B2B2B3B3....     ..F0F1F2........B0B0F3B1B1..B2B2..B3B3....
-    ....F0F1F2F3......B0B0B1B1B2B2B3B3........     ....F0F1....B0B0F2B1B1F3B2B2..B3B3........
-    ......F0F1F2F3B0B0B1B1B2B2B3B3............     ......F0B0B0F1B1B1F2B2B2F3B3B3............
+    F0F1F2F3F4............B0B0B1B1B2B2B3B3B4B4     F0F1F2........B0B0F3B1B1F4B2B2..B3B3..B4B4
+    ..F0F1F2F3F4......B0B0B1B1B2B2B3B3B4B4....     ..F0F1....B0B0F2B1B1F3B2B2F4B3B3..B4B4....
+    ....F0F1F2F3F4B0B0B1B1B2B2B3B3B4B4........     ....F0B0B0F1B1B1F2B2B2F3B3B3F4B4B4........
 
 The bubble is the same, (p-1)(F+B) on every rank, (p-1)/m of the ideal time m(F+B). What 1F1B saves
-is memory: a stage holds the activations of min(m, p - stage) microbatches, not of m.
+is memory: a stage holds the activations of min(m, p - stage) microbatches, here of 3, 2 and 1, and
+not of m = 5.
 
 Of a backward only the gradient of its input (I) is waited for by others; that of the weights (W),
 about half of the work, can fill idle slots. Other schedules cut a rank's layers into chunks, or let
@@ -29,7 +29,7 @@ Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 (interleaved). Qi et al., "Zero Bubble Pipeline Parallelism", 2024, and "Pipeline Parallelism with
 Controllable Memory", 2024 (ZB-V). DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe).
 
-    torchrun --nproc-per-node 4 pipeline.py           bubble, memory, bytes; claimed and counted
+    torchrun --nproc-per-node 4 pipeline.py           bubble, peak, bytes: claimed and found
     python pipeline.py --schedule zb-h2 --stages 4 --microbatches 8 [--trace FILE]    one, drawn
     python pipeline.py --stages 4 --microbatches 8                                    all, compared
 """
@@ -55,8 +55,9 @@ from collectives import autocasted, count_bytes, exchange, gather_objects, rank_
 def gpipe_step(stage, inputs, targets, loss_fn, group=None):
     """A step of GPipe in plain words: microbatches go forward, then their gradients come back.
 
-    inputs, targets: lists of microbatches, given to every rank; each stage keeps the inputs' shape.
-    Gradients add up in the parameters. Returns the microbatches' losses on the last rank.
+    inputs, targets: lists of microbatches, given to every rank; a stage's output has the shape and
+    the dtype, a floating one, of its inputs. Gradients add up in the parameters. Returns the
+    microbatches' losses on the last rank.
     """
     rank, world_size = rank_and_size(group)
     passes = []
@@ -82,9 +83,11 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
 
 # ---- schedules -----------------------------------------------------------------------------------
 #
-# Any order instead of that one, as data: a list of actions per rank. A Schedule, below, has beside
-# it the routes of microbatches, as (rank, chunk) by (rank, chunk): by default from rank to rank.
-# Each public function returns a Schedule; sizes are at least 1.
+# Any other order is data: a Schedule (a class of the next part) is a list of actions per rank, and
+# has the routes of the microbatches. A route lists the (rank, chunk) pairs that a microbatch passes
+# on its way forward; by default it is chunk 0 of every rank. Sizes are at least 1. In the formulas
+# F, B, I and W are times of all of a rank's layers, and peak activations count microbatches whose F
+# is done and whose B, or W, is not: in chunks, where it says so, of which a rank has v.
 
 
 class Action(NamedTuple):
@@ -208,8 +211,8 @@ def zb_h2(num_stages, num_microbatches):
         rank 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
         rank 1   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    Idle time of a rank between its first and last action: (p-1)(F+B-3W), for m >= 2p-1. Peak
-    activations: min(m, 2p-1).
+    Idle time of a rank between its first and last action: (p-1)(F+B-3W), for m >= 2p-1. The paper's
+    ranks then begin their next step at once; ours meet. Peak activations: min(m, 2p-1).
     """
     p, m = num_stages, num_microbatches
     return _schedule(p, m, lambda r: "F" * (2 * (p - r) - 1) + "IF" * (2 * r) + "IWF" * m)
@@ -263,20 +266,20 @@ def dualpipe(num_stages, num_microbatches):
 def _dualpipe_letters(rank, p, pairs):
     """In the eight steps of DeepSeek's code. Capitals: what enters at the end that is nearer."""
     depth = min(rank, p - 1 - rank)  # ranks between this one and the nearer end
-    above = p // 2 - 1 - depth  # and the middle
+    inner = p // 2 - 1 - depth  # and the middle
     backwards = "bB" * (depth + 1)
     whole, halves = backwards[: depth + 1], backwards[depth + 1 :]
     halves = halves.replace("b", "i").replace("B", "I")
-    late = (halves + "I" * above).replace("i", "w").replace("I", "W")  # each I's, in their order
+    late = (halves + "I" * inner).replace("i", "w").replace("I", "W")  # each I's, in their order
     letters = (
-        "F" * (2 * above)  # step 1: fill the ranks up to the middle
+        "F" * (2 * inner)  # step 1: fill the ranks up to the middle
         + "Ff" * (depth + 1)  # step 2: what entered at the other end is here, too
-        + "iwf" * above  # step 3: halved, so that the other end waits less for its gradient
+        + "iwf" * inner  # step 3: halved, so that the other end waits less for its gradient
         + "FbfB" * (pairs - p + depth + 1)  # step 4, the main one: a forward beside each backward
-        + "bfB" * above  # step 5: no forward of the nearer end is left
+        + "bfB" * inner  # step 5: no forward of the nearer end is left
         + (whole + halves)  # step 6: nor of the other; W is put off from the middle of it on
-        + "".join(weight + "I" for weight in late[:above])  # step 7: W while a gradient comes
-        + late[above:]  # step 8
+        + "".join(weight + "I" for weight in late[:inner])  # step 7: W while a gradient comes
+        + late[inner:]  # step 8
     )
     return letters if rank < p // 2 else letters.swapcase()
 
@@ -314,11 +317,13 @@ class Schedule(list):
     routes: by default one, from rank to rank; of two the first has half of the microbatches, those
         from 0 on.
     needed, made: {(action, rank): the Transfer that it waits for, and that it gives rise to}; there
-        is none for W, nor at the ends of a route.
+        is none for W, nor at the ends of a route. Raises ValueError for a rank without actions.
     """
 
     def __init__(self, actions, routes=None):
         super().__init__(actions)
+        if not all(self):
+            raise ValueError(f"rank {self.index([])} has no actions")
         self.routes = routes or [[(rank, 0) for rank in range(len(self))]]
         self.num_microbatches = 1 + max(action.microbatch for row in self for action in row)
         self.needed, self.made = {}, {}
@@ -351,7 +356,7 @@ class Timeline:
     total: float  # the end of the last action
     bubble: list  # per rank, its idle time in total
     idle: list  # per rank, that between its first and its last action
-    peak: list  # per rank, most microbatches of a chunk whose forward is done and backward is not
+    peak: list  # per rank, most (microbatch, chunk) pairs with forward done and backward not
     transfers: list  # all between ranks in one global order, by the time at which they arrive
 
 
@@ -441,9 +446,9 @@ class WeightGradStore:
     """Where the first half of a backward, I, leaves the products of weights' gradients for W.
 
     While it is open, which is while an I runs, a layer may put(parameter, product) in place of
-    computing the parameter's gradient, which is what product() returns. While it `adds`, which is
-    in a microbatch's whole backward that another follows, a layer may add to .grad by itself:
-    autograd would write the product and read it again. DistributedDataParallel waits for the last.
+    computing the parameter's gradient, which is what product() returns. While it `adds`, a layer
+    that computes it may add it to .grad at once, where autograd would write it and read it again:
+    but not in the action that completes a gradient, for which replicas' hooks wait.
     """
 
     products, adds = None, False
@@ -466,7 +471,7 @@ class WeightGradStore:
 
 
 class DeferredLinear(nn.Linear):
-    """A linear layer that knows the store. Others, and its bias, have their gradients in I."""
+    """A linear layer that knows the store. Its bias, and other layers, get their gradients in I."""
 
     def __init__(self, *sizes, defer):
         super().__init__(*sizes)
@@ -487,15 +492,13 @@ class _DeferredLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_y):
-        (x, weight), grad_x, grad_weight = ctx.saved_tensors, None, None
+        (x, weight), (wants_x, wants_weight, wants_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
         x, rows = x.flatten(0, -2), grad_y.flatten(0, -2)
-        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        if wants_weight and ctx.defer.open:
-            ctx.defer.put(ctx.weight, lambda: rows.t() @ x)
-        elif wants_weight:
-            grad_weight = rows.t() @ x
-        if wants_x:
-            grad_x = grad_y @ weight.to(grad_y.dtype)
+        put_off, product = ctx.defer.open, lambda: rows.t() @ x
+        if wants_weight and put_off:
+            ctx.defer.put(ctx.weight, product)
+        grad_x = grad_y @ weight.to(grad_y.dtype) if wants_x else None
+        grad_weight = product() if wants_weight and not put_off else None
         return grad_x, grad_weight, rows.sum(0) if wants_bias else None, None
 
 
@@ -661,15 +664,15 @@ class Pipeline:
         # by action[1:], which is (microbatch, chunk):
         self.in_flight = {}  # (input, start of backward), until then
         self.put_off = {}  # products of the weights' gradients, until W
-        messages = _Messenger(self.transfers, self.like, self.group)
+        messenger = _Messenger(self.transfers, self.like, self.group)
         self.midway = bool(self.transfers)
         for action in self.actions:
-            messages.post()
+            messenger.post()
             needed = self.schedule.needed.get((action, self.rank))
-            result = self.perform(action, messages.receive(needed))
+            result = self.perform(action, messenger.receive(needed))
             if made := self.schedule.made.get((action, self.rank)):
-                messages.leaving[made] = result
-        messages.finish()
+                messenger.leaving[made] = result
+        messenger.finish()
         self.midway, self.inputs, self.targets, self.loss_arguments = False, (), (), ()
         return self.loss
 
@@ -824,7 +827,7 @@ def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2):
 
 
 def pipeline_bytes(stage, num_stages, num_microbatches, microbatch_bytes):
-    """Bytes `stage` sends in a step: activations to the next, gradients to the previous stage."""
+    """Bytes `stage`, a rank of one chunk, sends in a step: to the next and to the previous one."""
     boundaries = (stage < num_stages - 1) + (stage > 0)
     return boundaries * num_microbatches * microbatch_bytes
 
@@ -850,8 +853,8 @@ def _demonstrate():
         pipeline = Pipeline(stage, SCHEDULES[name](world_size, m), loss_fn, defer=store, **like)
         with count_bytes() as traffic:
             pipeline.step(inputs, targets)
-        found = [parameter.grad for parameter in stage.parameters()]
-        error = max((a - b).abs().max().item() for a, b in zip(found, expected))
+        pairs = zip(stage.parameters(), expected)
+        error = max((parameter.grad - grad).abs().max().item() for parameter, grad in pairs)
         claimed = pipeline_bytes(rank, world_size, m, inputs.nbytes // m)
         if rank == 0:
             print(name)
@@ -861,10 +864,7 @@ def _demonstrate():
 
 
 def figures(name, num_stages, num_microbatches):
-    """Of a schedule: itself, its timeline, bubble and peak, each as claimed and as simulated.
-
-    F, I and W of all of a rank's layers take 1.
-    """
+    """A schedule, its timeline, and (claimed, simulated) bubble and peak, if F, I and W take 1."""
     schedule = SCHEDULES[name](num_stages, num_microbatches)
     parts = 2 if name in ("interleaved", "zb-v") else 1  # into which a rank's layers are cut
     timeline = simulate(schedule, 1 / parts, 2 / parts, weight=1 / parts)

@@ -15,7 +15,8 @@ f is an all-gather, whose backward is a reduce-scatter, and g a reduce-scatter, 
 A rank holds   1/t of every matrix and of the vocabulary (t ranks; P below, tp in errors), of their
                gradients and optimizer states, of Y and the logits; all of norms, X and Z
 It sends       per transformer layer and microbatch 4 all-reduces, 2 f and 2 g, of b s h elements
-               (batch, sequence, width): 8 b s h (t-1)/t; embedding, head: one each; loss: 3 b s
+               (batch, sequence, width): 8 b s h (t-1)/t; embedding, head: one each; loss: 3 b s;
+               with sequence parallelism, once a step, gradients of norms and biases
 Overlap        in backward f runs beside the product for the weight (see _ParallelLinear, a list of
                events); in forward there is none, as what follows needs what f and g bring
 PyTorch's      DTensor and parallelize_module() split the same matrices: a parameter knows the whole
@@ -59,11 +60,62 @@ def row_linear(x, weight, bias=None, group=None):
     return z if bias is None else z + bias
 
 
+# ---- shards --------------------------------------------------------------------------------------
+#
+# A parameter is a plain tensor, this rank's part. Which part that is stands in a table of its
+# module, `shards`: {name: Shard}. Of a parameter that is not there each rank has a copy.
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a parameter is split along `dim`: each of its blocks of rows into a part for each rank.
+
+    blocks: their numbers of rows, such as those of queries, keys and values in a fused matrix.
+
+        whole, two blocks     0 1 2 3 | 4 5          of 4 and 2 rows
+        rank 0 of 2           0 1     | 4            rows_of(0, 2) = [(0, 2), (4, 1)]
+    """
+
+    dim: int
+    blocks: tuple
+
+    def rows_of(self, rank, world_size):
+        """[(first row in the whole, rows)] of the rank's part of each block."""
+        runs, begin = [], 0
+        for block in self.blocks:
+            low, high = rank * block // world_size, (rank + 1) * block // world_size
+            runs.append((begin + low, high - low))
+            begin += block
+        return runs
+
+    def cut(self, full, group=None):
+        """This rank's part of `full`."""
+        runs = self.rows_of(*rank_and_size(group))
+        return torch.cat([full.narrow(self.dim, begin, rows) for begin, rows in runs], self.dim)
+
+
+def set_shard(module, name, full, shard, group=None):
+    """Have the module's parameter of this name be this rank's part of `full`.
+
+    `full` is drawn on every rank alike: so initial weights depend on the seed and not on P.
+    """
+    setattr(module, name, nn.Parameter(shard.cut(full.detach(), group)))
+    module.shards = getattr(module, "shards", {}) | {name: shard}
+
+
+def shards_of(model):
+    """{name: Shard} of the model's parameters, by its names; of others each rank has a copy."""
+    return {
+        f"{path}.{name}" if path else name: shard
+        for path, module in model.named_modules()
+        for name, shard in getattr(module, "shards", {}).items()
+    }
+
+
 # ---- linear layers -------------------------------------------------------------------------------
 #
 # What a real layer adds: the communication of backward goes on beside the product for the weight;
 # with sequence parallelism a rank keeps its own part of X alone; and that product may come later.
-# A Shard, below, says which part of a weight is this rank's; set_shard() cuts it.
 
 
 class _ParallelLinear(torch.autograd.Function):
@@ -72,9 +124,10 @@ class _ParallelLinear(torch.autograd.Function):
     backward, by columns                    backward, by rows
       (sp) begin to gather x again            (sp) all-gather y's gradient
       x's gradient = y's @ W                  x's gradient = y's @ W
-      begin to reduce, or scatter, it         W's gradient = y's^T @ x, or put that off
+      begin to reduce, or scatter, it         those of W and b, or put them off
       (sp) wait for x
       W's gradient = y's^T @ x, or put that off, and the gathering of x with it
+      b's gradient = the sum of y's, or put that off
       wait for x's gradient
     """
 
@@ -109,12 +162,12 @@ class _ParallelLinear(torch.autograd.Function):
         def weight_product():
             whole = all_gather_to_group(x, 0, group) if ctx.gathers and not gathering else x
             inputs = whole.reshape(-1, whole.shape[-1])
-            weight, adds = ctx.parameters[0], defer is not None and defer.adds
-            adds = adds and weight.is_leaf and not weight._backward_hooks
-            if adds and getattr(weight.grad, "dtype", None) == rows.dtype:
-                weight.grad.addmm_(rows.t(), inputs)
+            parameter, adds = ctx.parameters[0], defer is not None and defer.adds
+            adds = adds and parameter.is_leaf and not parameter._backward_hooks
+            if adds and getattr(parameter.grad, "dtype", None) == rows.dtype:
+                parameter.grad.addmm_(rows.t(), inputs)  # autograd has nothing left to add
                 return None
-            return (rows.t() @ inputs).to(weight.dtype)
+            return (rows.t() @ inputs).to(parameter.dtype)
 
         def bias_sum():
             return rows.sum(0).to(ctx.parameters[1].dtype)
@@ -404,7 +457,7 @@ class ShardedRandomState:
 #
 # Each GPU has half of every layer's filters. Those of conv2, 4 and 5 read only the channels of
 # their own GPU, which costs nothing; conv3 and the dense layers read both. On one device a layer
-# that reads its own half is a convolution in two groups.
+# that reads its own half is a convolution in two groups, and a norm is over a half's channels.
 #
 #               conv1    conv2    conv3    conv4    conv5    dense    dense    dense
 #     GPU 0   image-48 --- 128 -\ / 192 --- 192 --- 128 -\ / 2048 -\ / 2048 -\ / 500
@@ -448,57 +501,9 @@ def alexnet(filters=(96, 256, 384, 384, 256), dense=4096, classes=1000, group=No
     )
 
 
-# ---- what a rank holds of a parameter ------------------------------------------------------------
+# ---- copies that each rank uses for tokens of its own --------------------------------------------
 #
-# A parameter is a plain tensor, this rank's part. What it is a part of stands in two tables of its
-# module: `shards`, {name: Shard}, of those of which each rank has another part, and `partial`,
-# names of those of which each has a copy, but uses it for a part of the tokens.
-
-
-@dataclass(frozen=True)
-class Shard:
-    """How a parameter is split along `dim`: each of its blocks of rows into a part for each rank.
-
-    blocks: their numbers of rows, such as those of queries, keys and values in a fused matrix.
-
-        whole, two blocks     0 1 2 3 | 4 5          of 4 and 2 rows
-        rank 0 of 2           0 1     | 4            rows_of(0, 2) = [(0, 2), (4, 1)]
-    """
-
-    dim: int
-    blocks: tuple
-
-    def rows_of(self, rank, world_size):
-        """[(first row in the whole, rows)] of the rank's part of each block."""
-        runs, begin = [], 0
-        for block in self.blocks:
-            low, high = rank * block // world_size, (rank + 1) * block // world_size
-            runs.append((begin + low, high - low))
-            begin += block
-        return runs
-
-    def cut(self, full, group=None):
-        """This rank's part of `full`."""
-        runs = self.rows_of(*rank_and_size(group))
-        return torch.cat([full.narrow(self.dim, begin, rows) for begin, rows in runs], self.dim)
-
-
-def set_shard(module, name, full, shard, group=None):
-    """Have the module's parameter of this name be this rank's part of `full`.
-
-    `full` is drawn on every rank alike: so initial weights depend on the seed and not on P.
-    """
-    setattr(module, name, nn.Parameter(shard.cut(full.detach(), group)))
-    module.shards = getattr(module, "shards", {}) | {name: shard}
-
-
-def shards_of(model):
-    """{name: Shard} of the model's parameters, by its names; of others each rank has a copy."""
-    return {
-        f"{path}.{name}" if path else name: shard
-        for path, module in model.named_modules()
-        for name, shard in getattr(module, "shards", {}).items()
-    }
+# With sequence parallelism norms and biases, which `partial` of their module names, for a sum.
 
 
 def mark_partial(module):
@@ -573,18 +578,18 @@ def boxes_between(shape, begin, end):
         begin += count * strides[dim]
 
 
-def views_in_whole(parameter, tensor, begin, end, rows):
-    """(Shape of the whole, {first index: view}): a range of a rank's part as boxes of the whole.
+def views_in_whole(parameter, tensor, held):
+    """(Shape of the whole, {first index: view}): what a rank has, as boxes of the whole.
 
-    begin, end: of the flattened part. tensor: the parameter, or ZeRO's piece of it, or what is laid
-    out alike, such as .grad. rows: see rows_held(). Begin 1, end 6 of rows 0, 1 and 4 of 2 are
+    tensor: the parameter, or ZeRO's piece of it, or what is laid out alike, such as .grad.
+    held: see rows_held(). Of rows 0, 1 and 4, of 2 elements each, the piece from 1 on is
 
         row 0   . 1     {(0, 1): view of (1, 1),
         row 1   2 3      (1, 0): of (1, 2),
         row 4   4 5      (4, 0): of (1, 2)}
     """
-    (shape, offset), (dim, runs, total) = part_of(parameter), rows
-    flat, views = tensor.detach().view(-1)[begin - offset :], {}
+    (shape, begin), (dim, runs, total) = part_of(parameter), held
+    flat, views, end = tensor.detach().view(-1), {}, begin + tensor.numel()
     for start, count in runs:  # several of them lie one behind the other: along dim 0
         sizes = *shape[:dim], count, *shape[dim + 1 :]
         for first, box in boxes_between(sizes, max(begin, 0), min(end, math.prod(sizes))):
@@ -610,29 +615,24 @@ def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather
 
 def _demonstrate():
     rank, P = rank_and_size()
-    B, T, D, V = 8, 128, 64 * P, 101
+    B, T, D = 8, 128, 64 * P
     torch.manual_seed(0)
-    linear = lambda *sizes: nn.Linear(*sizes, bias=False).double()
-    up, down, last = full = linear(D, 4 * D), linear(4 * D, D), linear(D, V)
-    x, target = torch.randn(T * B, D, dtype=torch.float64), torch.randint(V, (T * B,))
-    F.cross_entropy(last(down(F.gelu(up(x)))), target).backward()
+    full = [nn.Linear(*sizes, bias=False).double() for sizes in ((D, 4 * D), (4 * D, D))]
+    x = torch.randn(T, B, D, dtype=torch.float64)
+    full[1](F.gelu(full[0](x))).square().mean().backward()
 
     column, row = ColumnParallelLinear(D, 4 * D, False), RowParallelLinear(4 * D, D, False)
-    head = VocabParallelEmbedding(V, D).double()
-    layers = column, row, head
-    own = lambda layer, full: layer.shards["weight"].cut(full.detach())
-    for layer, linear in zip(layers, full):
+    own = lambda layer, whole: layer.shards["weight"].cut(whole.detach())
+    for layer, linear in zip((column, row), full):
         layer.weight.data = own(layer, linear.weight)
     with count_bytes() as traffic:
         y = row(F.gelu(column(x)))
-        counted = traffic.bytes()
-    logits = parallel_linear(y, head.weight)
-    vocab_parallel_cross_entropy(logits, target, head.start, inplace=True).mean().backward()
-    errors = [of.weight.grad - own(of, linear.weight.grad) for of, linear in zip(layers, full)]
-    error = max(difference.abs().max().item() for difference in errors)
+    y.square().mean().backward()
+    pairs = zip((column, row), full)
+    errors = [layer.weight.grad - own(layer, linear.weight.grad) for layer, linear in pairs]
     if rank == 0:
-        claimed = all_reduce_bytes(B * T * D * 8, P)
-        print(f"{P} ranks, MLP forward: claimed {claimed} bytes, counted {counted}")
+        claimed, error = all_reduce_bytes(B * T * D * 8, P), max(e.abs().max() for e in errors)
+        print(f"{P} ranks, MLP forward: claimed {claimed} bytes, counted {traffic.bytes()}")
         print(f"largest difference from one process's gradients: {error:.1e}\n")
 
 

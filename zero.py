@@ -125,11 +125,6 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             self._flats.append((flat, shard, list(zip(parameters, layout.ranges(rank)))))
         self.optimizer = optimizer_class(self._groups_of_pieces(), **defaults)
 
-    def add_param_group(self, group):
-        if hasattr(self, "optimizer"):
-            raise RuntimeError("an optimizer of shards gets all of its parameters at the beginning")
-        super().add_param_group(group)
-
     def _groups_of_pieces(self):
         """With learning rates and the like as they are now."""
         return [g | {"params": [self.pieces[p] for p in g["params"]]} for g in self.param_groups]
@@ -221,7 +216,8 @@ class FlatParameter:
         empty = self.unsharded_param.new_empty(0)
         self.whole = [nn.Parameter(empty, self.trainable) for _ in self.pieces]
         self.live_in(self.unsharded_param)
-        ranges, views = self.layout.ranges(self.rank), self.shard_views()
+        ranges = self.layout.ranges(self.rank)
+        views = self.layout.pieces(self.sharded_param, self.rank)
         for piece, (begin, _), view in zip(self.pieces, ranges, views):
             piece.first, piece.whole_shape, piece.data = begin, piece.shape, view
         self.flat_grad = self.incoming = self.gathering = None
@@ -234,9 +230,6 @@ class FlatParameter:
             whole.data = view  # not nn.Parameter(view): gathering would count as a change in place
             if self.grad_dtype != self.sharded_param.dtype:
                 whole.grad_dtype = self.grad_dtype
-
-    def shard_views(self):
-        return self.layout.pieces(self.sharded_param, self.rank)
 
     # -- parameters
 
@@ -306,7 +299,8 @@ class FlatParameter:
 
     def check(self):
         """RuntimeError if somebody has done to a piece what the whole parameter does not see."""
-        own = self.names, self.pieces, self.whole, self.places, self.shard_views()
+        views = self.layout.pieces(self.sharded_param, self.rank)
+        own = self.names, self.pieces, self.whole, self.places, views
         for name, piece, whole, places, view in zip(*own):
             replaced = any(module._parameters[key] is not piece for module, key in places)
             hooks = piece._backward_hooks or piece._post_accumulate_grad_hooks
@@ -720,15 +714,15 @@ class FullyShardedDataParallel(_Passes):
             flat.drop()
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm, norm_type=2.0):
-        """Scale the gradients to a norm of at most `max_norm`; returns their norm. Collective.
+    def clip_grad_norm_(self, max_norm):
+        """Scale the gradients to a 2-norm of at most `max_norm`; returns their norm. Collective.
 
         torch.nn.utils' sees this rank's pieces alone. get_total_norm() is for groups of their own.
         """
         if any(flat.group is not self.process_group for flat in self.flats):
             raise RuntimeError("clip_grad_norm_() of parameters that have groups of their own")
         gradients = [piece.grad for piece in self.parameters() if piece.grad is not None]
-        norm = get_total_norm(gradients, norm_type, [self.process_group])
+        norm = get_total_norm(gradients, [self.process_group])
         clip_grads_with_norm_(gradients, max_norm, norm)
         return norm
 
@@ -805,8 +799,7 @@ def _demonstrate():
         error = max((whole[name] - value).abs().max() for name, value in plain.state_dict().items())
         if rank == 0:
             sent, claimed = traffic.bytes() // len(inputs), zero_bytes(stage, 24 * 480**2, size)
-            print(f"stage {stage}: a step sends {sent} bytes (claimed {claimed}); ", end="")
-            print(f"largest error {error:.0e}")
+            print(f"stage {stage}: a step sends {sent} bytes, {claimed} claimed; error {error:.0e}")
 
 
 def _train(model, optimizer, batches):

@@ -29,7 +29,7 @@ import numpy as np
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 import hybrid
-from expert_parallel import expert_activation_bytes, expert_parallel_bytes
+from expert_parallel import expert_parallel_bytes
 from hybrid import GPTConfig, forward_flops
 from models import GPUS, MODELS
 from pipeline import bubble_time, peak_activations
@@ -205,9 +205,20 @@ def layer_bytes(config, layout, recompute, experts=True):
     if recompute == "none" and layout.cp > 1:  # its output again; all others' keys and values
         others = 2 * kv_heads / heads * (layout.cp - 1) * (layout.cp_method == "allgather")
         kept += 2 * layout.batch * own * config.hidden / tp * (1 + others)
-    rows = layout.batch * own / tp, config.top_k, config.hidden, config.mlp_width, 2
-    mixture = expert_activation_bytes(*rows, config.shared_experts) - norm
+    mixture = mixture_bytes(layout.batch * own / tp, config) - norm
     return kept + experts * portion * mixture
+
+
+def mixture_bytes(tokens, config):
+    """Bytes that a layer of experts keeps of so many tokens, without the scores of the router.
+
+    Of each row that goes to an expert: itself, what GELU takes and makes, and the result, as it
+    comes back; of shared experts what GELU takes and makes; of each token what the router takes, in
+    32 bit, and what shared experts take.
+    """
+    k, shared, h = config.top_k, config.shared_experts, config.hidden
+    rows = 2 * k * h + 2 * (k + shared) * config.mlp_width + h * (shared > 0)
+    return tokens * (2 * rows + 4 * h)
 
 
 # ---- seconds -------------------------------------------------------------------------------------
