@@ -7,11 +7,11 @@ exchange(): a batch of sends and receives that progress together. D bytes is the
                            what each rank holds in the end           a rank sends     steps
     all_reduce             everybody the sum of all tensors
       naive                  everyone sends everything to everyone    (P-1) D         1
-      direct                 chunks to their ranks, sums to everyone 2(P-1)/P D       2
+      direct                 chunks to their ranks, sums to all      2(P-1)/P D       2
       ring                   reduce-scatter, then all-gather         2(P-1)/P D       2(P-1)
       recursive_doubling     P = 2^k: sums swapped, ever farther      log2(P) D       log2(P)
       halving_doubling       the same, with halves, quarters ...     2(P-1)/P D       2 log2(P)
-      hierarchical           O nodes of I: direct, then rings across 2(P-1)/P D       2 O
+      hierarchical           O nodes of I: direct, rings across      2(P-1)/P D       2 O
     reduce_scatter_single  rank r chunk r of the sum                  (P-1)/P D       1 to P-1
     all_gather_single      everybody every rank's chunk               (P-1)/P D       1 to P-1
     all_to_all_single      rank j every rank's chunk j                (P-1)/P D       1
@@ -20,9 +20,9 @@ exchange(): a batch of sends and receives that progress together. D bytes is the
     scatter                rank r the root's tensor r; root sends     (P-1)/P D       1
     gather                 the root everybody's; it sends nothing     D/P             1
 
-2(P-1)/P D is the least that any all-reduce can send. With async_op=True an operation overlaps with
-what the caller computes, in a thread (gloo, for CPUs) or on a side stream (NCCL, for GPUs); else
-the caller waits. In backward a collective is a collective: see copy_to_group() and its like.
+log2(P) is rounded up. 2(P-1)/P D is the least that any all-reduce can send. With async_op=True an
+operation overlaps with what the caller computes, in a thread (gloo, for CPUs) or on a side stream
+(NCCL, for GPUs). In backward a collective is a collective: see copy_to_group() and its like.
 
 Names and meaning are torch.distributed's: all_gather_single and reduce_scatter_single are what most
 know as all_gather_into_tensor and reduce_scatter_tensor. Here a group's collectives run one after
@@ -99,220 +99,6 @@ def exchange(sends, receives, group=None, async_op=False):
         operation.background.finish()
     finish = partial(operation.run_to_end, operation.post(sends, receives))
     return Work(operation, finish) if async_op else finish()
-
-
-# Both are the module's: torch's groups take no attributes, and autograd calls collectives in
-# threads of its own, which know nothing of their caller's context.
-_GROUPS = weakref.WeakKeyDictionary()  # process group -> what is known of it: see Operation
-_LISTENERS = []  # those of every observe() now open
-
-
-class Operation:
-    """One call of a collective, of exchange() or of a Work's wait(), which observe() tells of.
-
-    name: "all_reduce" ..., "exchange" or "wait"; of: for a "wait" what is waited for, else None
-    group: the process group; rank, world_size, ranks: this rank in it, its size, its global ranks
-    async_op: whether the caller gets a Work and goes on
-    """
-
-    def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None):
-        """tensor: one of those that travel; op: what reduces them; root: a global rank."""
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(f"{name} is called by a rank that is not in the group")
-        self.name, self.of, self.async_op, self.op = name, None, async_op, op
-        self.group = group = group or dist.group.WORLD
-        self.rank, self.world_size = rank_and_size(group)
-        self.ranks = dist.get_process_group_ranks(group)
-        self.listeners = tuple(_LISTENERS)
-        carriers = dist.get_backend_config(group)  # a group may have NCCL for GPUs, gloo for CPUs
-        self.on_nccl = tensor is not None and f"{tensor.device.type}:nccl" in carriers
-        if group not in _GROUPS:  # background: {on_nccl: what runs asynchronous operations}
-            fields = {"ranks_per_node": self.world_size, "by_backend": False, "background": {}}
-            _GROUPS[group] = SimpleNamespace(**fields)
-        self.known = known = _GROUPS[group]
-        if self.on_nccl not in known.background:
-            known.background[self.on_nccl] = _Stream() if self.on_nccl else _Thread(group)
-        self.background = known.background[self.on_nccl]
-        if root is not None and root not in self.ranks:
-            raise ValueError(f"src or dst={root} is not among the group's ranks {self.ranks}")
-        self.root = None if root is None else self.ranks.index(root)
-
-    def tell(self, event, *messages):
-        for listener in self.listeners:
-            listener(event, self, *messages)
-
-    def run_to_end(self, run):
-        try:
-            run()
-        finally:
-            self.tell("end")
-
-    def post(self, sends, receives):
-        """Begin messages [(tensor, peer)] that progress together. Returns what waits for them.
-
-        NCCL takes a batch; gloo single messages, with tags that keep them apart from a user's. For
-        gloo, dist.isend() and irecv() would cost the host almost twice as much.
-        """
-        sends = [message for message in sends if message[0].numel()]
-        receives = [message for message in receives if message[0].numel()]
-        if not sends and not receives:
-            return lambda: None
-        self.tell("post", sends, receives)
-        if self.on_nccl:
-            batch = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=r) for t, r in receives]
-            batch += [dist.P2POp(dist.isend, t, group=self.group, group_peer=r) for t, r in sends]
-            peers = [peer for _, peer in (*receives, *sends)]
-            works = self.attempt(peers, dist.batch_isend_irecv, batch)
-            return partial(self.wait, [(peers, work) for work in works])
-        tag = (1 << 30) + (self.name != "exchange")  # beyond a user's tags
-        works, staged = [], []
-        for tensor, peer in receives:
-            buffer = _on_host(tensor)
-            staged += [(tensor, buffer)] if buffer is not tensor else []
-            works.append(([peer], self.attempt([peer], self.group.recv, [buffer], peer, tag)))
-        for tensor, peer in sends:
-            buffer = _on_host(tensor, tensor)
-            works.append(([peer], self.attempt([peer], self.group.send, [buffer], peer, tag)))
-        return partial(self.wait, works, staged)
-
-    def wait(self, works, staged=()):
-        """works: [(peers, messages)]; staged: [(tensor on a GPU, what received for it)]"""
-        for peers, work in works:
-            self.attempt(peers, work.wait)
-        for tensor, buffer in staged:
-            tensor.copy_(buffer)
-
-    def attempt(self, peers, call, *arguments):
-        """call(), whose errors name the peers."""
-        try:
-            return call(*arguments)
-        except RuntimeError as error:
-            raise RuntimeError(f"{self.describe('lost', peers)}: {error}") from error
-
-    def describe(self, verb, peers):
-        """What this rank has to say of some peers, and in which operation."""
-        named = " or ".join(str(self.ranks[peer]) for peer in sorted(set(peers)))
-        where = f"{self.name} in the group of ranks {self.ranks}"
-        return f"{where}: rank {self.ranks[self.rank]} {verb} rank {named}"
-
-
-def _on_host(tensor, sent=None):
-    """gloo cannot send CUDA memory: a pinned host buffer in its place. CPU tensors travel as is."""
-    if not tensor.is_cuda:
-        return tensor
-    buffer = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return buffer if sent is None else buffer.copy_(sent)
-
-
-@contextmanager
-def observe(listener):
-    """Have listener(event, operation, ...) called for every Operation that begins inside:
-
-    begin                     in the caller's thread, when it is called
-    post, sends, receives     where messages [(tensor, peer in the group)] are posted, before it
-    end                       when it is done, or has failed: an asynchronous one where it runs
-
-    Work.wait() is an operation, too: a "wait" `of` another one. A caller waits from begin to end of
-    each with async_op False; the "end" of an asynchronous exchange comes in its Work.wait().
-    """
-    _LISTENERS.append(listener)
-    try:
-        yield
-    finally:
-        _LISTENERS.remove(listener)
-
-
-# ---- at once, or while Python computes -----------------------------------------------------------
-#
-# A collective makes an Operation; _launch() runs it when its turn comes: take_turns() steps through
-# its generators, and post() begins the messages they yield. Those of a group run one after the
-# other: at once if nothing is pending, else in the background, a thread of the group's for gloo,
-# whose messages somebody must wait for, a side stream for NCCL, whose waits block no host. Inputs
-# are read at that turn. exchange() waits for those before it, and none waits for it.
-
-
-class Work:
-    """An operation under way: wait() returns once it is done, and raises its error.
-
-    On CUDA, as in torch.distributed, wait() holds up the current stream and not the host.
-    is_completed(): whether wait() would return, or raise, at once.
-    """
-
-    def __init__(self, operation, finish, is_completed=lambda: False):
-        self._operation, self._finish, self.is_completed = operation, finish, is_completed
-
-    def wait(self):
-        waiting = copy.copy(self._operation)
-        waiting.name, waiting.async_op, waiting.of = "wait", False, self._operation
-        waiting.tell("begin")
-        waiting.run_to_end(self._finish)
-
-
-class _Stream:
-    """A group's stream; made once, as torch hands out a pool of 32 in turn."""
-
-    def __init__(self):
-        self.stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
-        self.pending = deque()  # (event, tensors that are held until the stream has passed it)
-        self.finish, self.is_completed = lambda: None, lambda: True
-
-    def submit(self, run, tensors):
-        while self.pending and self.pending[0][0].query():
-            self.pending.popleft()
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            run()
-        event, held = self.stream.record_event(), list(tensors)
-        self.pending.append((event, held))
-
-        def finish():
-            torch.cuda.current_stream().wait_event(event)
-            held.clear()  # whoever uses their memory from now on comes after the event
-
-        self.finish, self.is_completed = finish, event.query
-        return finish, event.query
-
-
-class _Thread:
-    """A group's thread, which does what is submitted in turn until the group, or Python, ends."""
-
-    def __init__(self, group):
-        self.calls = SimpleQueue()
-        self.finish, self.is_completed = lambda: None, lambda: True  # of the last one submitted
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        weakref.finalize(group, self.end)
-
-    def run(self):
-        schedule_as_batch("SCHED_OTHER")  # batch work would wait until whoever wakes it pauses
-        for call, inference, running, errors in iter(self.calls.get, None):
-            try:
-                with torch.inference_mode(inference):  # a mode of each thread
-                    call()
-            except BaseException as error:
-                errors.append(error)
-            running.release()
-            del call  # which holds the group
-
-    def end(self):
-        """A thread that comes back from C++ when there is no Python any more aborts the process."""
-        self.calls.put(None)
-        if self.thread.is_alive() and self.thread is not threading.current_thread():
-            self.thread.join(30)  # seconds
-
-    def submit(self, run, tensors):
-        running, errors = threading.Lock(), []
-        running.acquire()
-        if self.thread.ident is None:
-            self.thread.start()
-        self.calls.put((run, torch.is_inference_mode_enabled(), running, errors))
-
-        def finish():
-            with running:
-                for error in errors:
-                    raise error
-
-        self.finish, self.is_completed = finish, lambda: not running.locked()
-        return finish, self.is_completed
 
 
 # ---- algorithms take turns -----------------------------------------------------------------------
@@ -422,7 +208,7 @@ def _direct_reduce_scatter(chunks, output, add, rank):
     yield from _pairwise(chunks, parts, rank)
     total, *others = parts
     for part in others:
-        received = parts[1 if rank == 0 else 0]  # which may be written
+        received = parts[1 if rank == 0 else 0]  # one that came may be written, the own chunk not
         total = add(total, part, out=output if part is parts[-1] else received)
     if not others:
         output.copy_(total)
@@ -508,7 +294,7 @@ def _among(ranks, algorithms):
     """Algorithms for ranks 0 to P-1, among these, as many together as MOST_PEERS allows."""
     most = max(1, MOST_PEERS // len(ranks))
     for first in range(0, len(algorithms), most):
-        for steps in zip_longest(*algorithms[first : first + most]):  # so each runs past its last
+        for steps in zip_longest(*algorithms[first : first + most]):  # all, past their last yield
             yield [[(t, ranks[r]) for side in sides for t, r in side] for sides in zip(*steps)]
 
 
@@ -537,7 +323,7 @@ def _recursive_doubling(output, input, add, rank, world_size):
 
 
 def _all_reduce(name, output, input, add, rank, world_size, **nodes):
-    """By this algorithm; in doubling, for P not 2^k, rank r - 2^k stands in for each r >= 2^k."""
+    """By this algorithm. Doubling takes 2^k <= P ranks; rank r - 2^k stands in for an r beyond."""
     core = 1 << (world_size.bit_length() - 1) if "doubling" in name else world_size
     if rank >= core:
         yield [(input, rank - core)], []  # first it gives its tensor away
@@ -668,12 +454,12 @@ def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
         "halving_doubling": short and (power_of_two or phases == 2),
         "direct": short and not power_of_two and phases == 1 and not on_nccl,
     }
-    step = 1 << (22 if on_nccl else 17 if nodes == 1 else 14)  # bytes sent in a step's latency
+    latency = 1 << (22 if on_nccl else 17 if nodes == 1 else 14)  # of a step: bytes sent meanwhile
 
     costs = {}
     for name in filter(possible.get, possible):
         steps, sent = all_reduce_cost(name, nbytes, P, ranks_per_node)
-        costs[name] = steps * step + sent // (ranks_per_node if name == "hierarchical" else 1)
+        costs[name] = steps * latency + sent // (ranks_per_node if name == "hierarchical" else 1)
     return min(costs, key=costs.get)
 
 
@@ -684,9 +470,228 @@ def _chosen(operation, nbytes, phases=1, name="auto"):
         name = choose(nbytes, P, known.ranks_per_node, on_nccl, phases)
     own = {"ranks_per_node": known.ranks_per_node} if name == "hierarchical" else {}
     if "doubling" in name or name == "naive" or name == "ring" and on_nccl:
-        # ranks beyond a 2^k take fewer steps, out of turn; on NCCL segments would not overlap
+        # ranks beyond 2^k would post segments in another order; on NCCL they would not overlap
         return name, 1, own
     return name, math.ceil(nbytes / (DIRECT_BYTES if on_nccl else P * SEGMENT)) or 1, own
+
+
+# ---- an operation, and its messages --------------------------------------------------------------
+#
+# Two tables are the module's: torch's groups take no attributes, and autograd calls collectives in
+# threads of its own, which know nothing of their caller's context.
+
+_GROUPS = weakref.WeakKeyDictionary()  # process group -> what is known of it: see Operation
+_LISTENERS = []  # those of every observe() now open
+
+
+class Operation:
+    """One call of a collective, of exchange() or of a Work's wait(), which observe() tells of.
+
+    name: "all_reduce" ..., "exchange" or "wait"; of: for a "wait" what is waited for, else None
+    group: the process group; rank, world_size, ranks: this rank in it, its size, its global ranks
+    async_op: whether the caller gets a Work and goes on
+    known: what all operations of the group share, such as its nodes
+    """
+
+    def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None):
+        """tensor: one of those that travel; op: what reduces them; root: a global rank."""
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"{name} is called by a rank that is not in the group")
+        self.name, self.of, self.async_op, self.op = name, None, async_op, op
+        self.group = group = group or dist.group.WORLD
+        self.rank, self.world_size = rank_and_size(group)
+        self.ranks = dist.get_process_group_ranks(group)
+        self.listeners = tuple(_LISTENERS)
+        carriers = dist.get_backend_config(group)  # a group may have NCCL for GPUs, gloo for CPUs
+        self.on_nccl = tensor is not None and f"{tensor.device.type}:nccl" in carriers
+        if group not in _GROUPS:  # background: {on_nccl: what runs asynchronous operations}
+            fields = {"ranks_per_node": self.world_size, "by_backend": False, "background": {}}
+            _GROUPS[group] = SimpleNamespace(**fields)
+        self.known = known = _GROUPS[group]
+        if self.on_nccl not in known.background:
+            known.background[self.on_nccl] = _Stream() if self.on_nccl else _Thread(group)
+        self.background = known.background[self.on_nccl]
+        if root is not None and root not in self.ranks:
+            raise ValueError(f"src or dst={root} is not among the group's ranks {self.ranks}")
+        self.root = None if root is None else self.ranks.index(root)
+
+    def tell(self, event, *messages):
+        for listener in self.listeners:
+            listener(event, self, *messages)
+
+    def run_to_end(self, run):
+        try:
+            run()
+        finally:
+            self.tell("end")
+
+    def post(self, sends, receives):
+        """Begin messages [(tensor, peer)] that progress together. Returns what waits for them.
+
+        NCCL takes a batch; gloo single messages, with tags that keep them apart from a user's. For
+        gloo, dist.isend() and irecv() would cost the host almost twice as much.
+        """
+        sends = [message for message in sends if message[0].numel()]
+        receives = [message for message in receives if message[0].numel()]
+        if not sends and not receives:
+            return lambda: None
+        self.tell("post", sends, receives)
+        if self.on_nccl:
+            batch = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=r) for t, r in receives]
+            batch += [dist.P2POp(dist.isend, t, group=self.group, group_peer=r) for t, r in sends]
+            peers = [peer for _, peer in (*receives, *sends)]
+            works = self.attempt(peers, dist.batch_isend_irecv, batch)
+            return partial(self.wait, [(peers, work) for work in works])
+        tag = (1 << 30) + (self.name != "exchange")  # beyond a user's tags
+        works, staged = [], []
+        for tensor, peer in receives:
+            buffer = _on_host(tensor)
+            staged += [(tensor, buffer)] if buffer is not tensor else []
+            works.append(([peer], self.attempt([peer], self.group.recv, [buffer], peer, tag)))
+        for tensor, peer in sends:
+            buffer = _on_host(tensor, filled=True)
+            works.append(([peer], self.attempt([peer], self.group.send, [buffer], peer, tag)))
+        return partial(self.wait, works, staged)
+
+    def wait(self, works, staged=()):
+        """works: [(peers, messages)]; staged: [(tensor on a GPU, what received for it)]"""
+        for peers, work in works:
+            self.attempt(peers, work.wait)
+        for tensor, buffer in staged:
+            tensor.copy_(buffer)
+
+    def attempt(self, peers, call, *arguments):
+        """call(), whose errors name the peers."""
+        try:
+            return call(*arguments)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.describe('lost', peers)}: {error}") from error
+
+    def describe(self, verb, peers):
+        """What this rank has to say of some peers, and in which operation."""
+        named = " or ".join(str(self.ranks[peer]) for peer in sorted(set(peers)))
+        where = f"{self.name} in the group of ranks {self.ranks}"
+        return f"{where}: rank {self.ranks[self.rank]} {verb} rank {named}"
+
+
+def _on_host(tensor, filled=False):
+    """gloo cannot send CUDA memory: a pinned host buffer in its place. CPU tensors travel as is."""
+    if not tensor.is_cuda:
+        return tensor
+    buffer = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return buffer.copy_(tensor) if filled else buffer
+
+
+@contextmanager
+def observe(listener):
+    """Have listener(event, operation, ...) called for every Operation that begins inside:
+
+    begin                     in the caller's thread, when it is called
+    post, sends, receives     where messages [(tensor, peer in the group)] are posted, before it
+    end                       when it is done, or has failed: an asynchronous one where it runs
+
+    Work.wait() is an operation, too: a "wait" `of` another one. A caller waits from begin to end of
+    each with async_op False; the "end" of an asynchronous exchange comes in its Work.wait().
+    """
+    _LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(listener)
+
+
+# ---- at once, or while Python computes -----------------------------------------------------------
+#
+# A collective makes an Operation; _launch() runs it when its turn comes: take_turns() steps through
+# its generators, and post() begins the messages they yield. Those of a group run one after the
+# other: in the background with async_op, or behind pending ones, else at once. The background is a
+# thread of the group's for gloo, whose messages somebody must wait for, a side stream for NCCL,
+# whose waits block no host. Inputs are read at that turn. exchange() first waits for the group's
+# pending collectives; none waits for an exchange().
+
+
+class Work:
+    """An operation under way: wait() returns once it is done, and raises its error.
+
+    On CUDA, as in torch.distributed, wait() holds up the current stream and not the host.
+    is_completed(): whether wait() would return, or raise, at once.
+    """
+
+    def __init__(self, operation, finish, is_completed=lambda: False):
+        self._operation, self._finish, self.is_completed = operation, finish, is_completed
+
+    def wait(self):
+        waiting = copy.copy(self._operation)
+        waiting.name, waiting.async_op, waiting.of = "wait", False, self._operation
+        waiting.tell("begin")
+        waiting.run_to_end(self._finish)
+
+
+class _Stream:
+    """A group's stream; made once, as torch hands out a pool of 32 in turn."""
+
+    def __init__(self):
+        self.stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
+        self.pending = deque()  # (event, tensors that are held until the stream has passed it)
+        self.finish, self.is_completed = lambda: None, lambda: True
+
+    def submit(self, run, tensors):
+        while self.pending and self.pending[0][0].query():
+            self.pending.popleft()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            run()
+        event, held = self.stream.record_event(), list(tensors)
+        self.pending.append((event, held))
+
+        def finish():
+            torch.cuda.current_stream().wait_event(event)
+            held.clear()  # whoever uses their memory from now on comes after the event
+
+        self.finish, self.is_completed = finish, event.query
+        return finish, event.query
+
+
+class _Thread:
+    """A group's thread, which does what is submitted in turn until the group, or Python, ends."""
+
+    def __init__(self, group):
+        self.calls = SimpleQueue()
+        self.finish, self.is_completed = lambda: None, lambda: True  # of the last one submitted
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        weakref.finalize(group, self.end)
+
+    def run(self):
+        schedule_as_batch("SCHED_OTHER")  # batch work would wait until whoever wakes it pauses
+        for call, inference, running, errors in iter(self.calls.get, None):
+            try:
+                with torch.inference_mode(inference):  # a mode of each thread
+                    call()
+            except BaseException as error:
+                errors.append(error)
+            running.release()
+            del call  # which holds the group
+
+    def end(self):
+        """A thread that comes back from C++ when there is no Python any more aborts the process."""
+        self.calls.put(None)
+        if self.thread.is_alive() and self.thread is not threading.current_thread():
+            self.thread.join(30)  # seconds
+
+    def submit(self, run, tensors):
+        running, errors = threading.Lock(), []
+        running.acquire()
+        if self.thread.ident is None:
+            self.thread.start()
+        self.calls.put((run, torch.is_inference_mode_enabled(), running, errors))
+
+        def finish():
+            with running:
+                for error in errors:
+                    raise error
+
+        self.finish, self.is_completed = finish, lambda: not running.locked()
+        return finish, self.is_completed
 
 
 # ---- the collectives -----------------------------------------------------------------------------
@@ -763,6 +768,8 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="a
         parts = zip(*(_cut(end, segments, P) for end in (flat[0], flat[-1])))
         return [_all_reduce(name, *part, add, rank, P, **nodes) for part in parts]
 
+    if output is not None:
+        _check_fits(output, tensor, output.numel(), tensor.numel())
     ends = ([tensor],) if output is None else ([output], [tensor])
     return _launch(operation, algorithms, *ends)
 
@@ -1098,7 +1105,7 @@ def report_stalls(seconds):
     def listen(event, operation, sends=(), receives=()):
         operation, now = operation.of or operation, time.monotonic()
         if event == "post":
-            later = operation.async_op and operation.name == "exchange"  # it waits in Work.wait()
+            later = operation.async_op and operation.name == "exchange"  # from Work.wait() on
             waits[operation] = [math.inf if later else now, [r for _, r in (*sends, *receives)]]
         elif event == "end":
             waits.pop(operation, None)

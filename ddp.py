@@ -48,12 +48,12 @@ def average_gradients(module, group=None):
 
 
 def grad_dtype(parameter):
-    """That in which autograd adds up its gradients, such as 32 bits for a parameter of 16."""
+    """The dtype in which autograd adds up its gradients, such as 32 bits for a parameter of 16."""
     return parameter.grad_dtype or parameter.dtype
 
 
 class Bucket:
-    """The middle step: gradients that travel together, once backward has made the last of them.
+    """A step further: gradients that travel together, once backward has made the last of them.
 
     Make one for each part of the parameters before backward, and call finish() after it. What the
     real one below adds: gradients are views of the buffer, not copies; all ranks send their buckets
@@ -124,7 +124,7 @@ class FlatLayout:
         return flat
 
     def ranges(self, rank):
-        """[(begin, end)]: what shard `rank` holds of each tensor, flattened; maybe nothing."""
+        """[(begin, end)] of each tensor, flattened: where shard `rank` has elements, if it does."""
         ranges = []
         for start, size in zip(self._edges[::2], self.sizes):
             begin = rank * self.shard_size - start
@@ -133,7 +133,7 @@ class FlatLayout:
         return ranges
 
     def pieces(self, shard, rank):
-        """Each tensor's elements of shard `rank`, one dimension each."""
+        """Of shard `rank` itself: each tensor's elements that it has, of one dimension."""
         return self._split(shard, rank * self.shard_size)[::2]
 
 
@@ -180,7 +180,7 @@ class GradBucket:
         }
 
     def take(self, parameter, divisor=1):
-        """Have its gradient, divided, be the view; zeros, if there is none."""
+        """Divide its gradient into its view, which becomes .grad; zeros, if there is none."""
         view = self.views[parameter]
         if parameter.grad is None:
             view.zero_()
@@ -225,12 +225,12 @@ class DistributedDataParallel(nn.Module):
 
     bucket_cap_mb: a bucket has at most so many MiB of gradients, all of one dtype: the grad_dtype
         that their parameters have when they are wrapped.
-    broadcast_buffers: buffers are the first rank's again in the first forward pass, in the first
-        after a reduction and, as PyTorch's, after a forward pass with gradients outside no_sync().
+    broadcast_buffers: buffers become the first rank's before the first forward pass, and before one
+        that follows a reduction or, as PyTorch's, a pass with gradients outside no_sync().
     gradient_divide_factor: gradients are divided by it, and summed; by default the group's size; 1
         where each rank's loss is its part of the whole batch's. With another than the group's size
-        zero_grad() before each reduction, which takes the reduced gradients that are there again: a
-        mean of equal means is itself, a sum of equal sums is P times it.
+        call zero_grad() before each reduction: it reduces again what .grad has, which leaves a mean
+        as it is and makes a sum P times as large.
     wait_in_backward: if False, backward() only starts the reductions, and finish_grad_sync() ends
         them, once after all backwards that add to the sums.
     groups: {parameter: group} of parameters with fewer replicas, such as an expert's; each a subset
@@ -244,15 +244,8 @@ class DistributedDataParallel(nn.Module):
     """
 
     def __init__(
-        self,
-        module,
-        process_group=None,
-        bucket_cap_mb=25,
-        find_unused_parameters=True,
-        broadcast_buffers=True,
-        gradient_divide_factor=None,
-        wait_in_backward=True,
-        groups=None,
+        self, module, process_group=None, bucket_cap_mb=25, find_unused_parameters=True,
+        broadcast_buffers=True, gradient_divide_factor=None, wait_in_backward=True, groups=None,
         device_ids=None,
     ):
         super().__init__()
@@ -275,7 +268,7 @@ class DistributedDataParallel(nn.Module):
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.require_backward_grad_sync = self._buffers_may_differ = True
         self._queue, self._running = deque(), False
-        self._expected = False  # whether a forward pass has run whose gradients are not reduced yet
+        self._expected = False  # whether gradients of a forward pass wait for a reduction
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
 
@@ -318,12 +311,13 @@ class DistributedDataParallel(nn.Module):
             return
         if not self._running:
             self.start_grad_sync(awaited=self._bucket_of)
-            self._ends_with_backward = self.wait_in_backward  # as nobody called start_grad_sync()
+            self._ends_with_backward = self.wait_in_backward  # which began it, and no caller
         if parameter not in bucket.missing:
             raise RuntimeError(f"two gradients in one backward, of {tuple(parameter.shape)}")
         self._complete(parameter)
         if self._ends_with_backward:
-            # Private: no public hook runs once all gradients of a pass are there.
+            # Private: no public hook runs once all gradients of a pass are there. By each gradient:
+            # a nested pass, a reentrant checkpoint's, runs its callbacks at its own end.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _complete(self, parameter):
@@ -340,7 +334,7 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def start_grad_sync(self, awaited=()):
-        """Reduce the gradients that are there; those of `awaited`, each once it was added to."""
+        """Reduce the gradients that are there; those `awaited`, by a W, once they are added to."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad != (parameter in self._bucket_of):
                 raise RuntimeError(f"{name!r} was frozen, thawed or replaced after it was wrapped")
@@ -402,9 +396,9 @@ def weakly(method):
 def get_total_norm(tensors, groups=()):
     """The 2-norm of all elements that the ranks of the groups have together.
 
-    A float64 scalar on the device, for which the host does not wait. tensors: a list of at least
-    one, which may be empty; a norm may stand for the tensors it is of. groups: sums go over one
-    after the other, as over a grid's axes.
+    A float64 scalar on the device, for which the host does not wait. tensors: a list of one or
+    more, of any size; a norm may stand for the tensors it is of. groups: sums go over one after the
+    other, as over a grid's axes.
     """
     norms = [tensors[0].new_zeros(1, dtype=torch.float64)]
     for dtype, alike in _by_dtype(tensors):

@@ -4,7 +4,7 @@ A mixture-of-experts layer takes the MLP's place. A router scores the experts fo
 token goes to the ranks of the best k, is computed there, comes back, and the results are summed
 with the router's weights. Parameters grow with E, the work per token with k alone.
 
-    rank 0   t0 t1 t2   sort by expert   all-to-all   group by expert   E0: t1 t4   E1: t0 t3
+    rank 0   t0 t1 t2   sort by expert   all-to-all   group by expert   E0: t1 t4   E1: t0 t3    k=1
     rank 1   t3 t4 t5                    ---------->                    E2: t2      E3: t5
              the same way back, then    y(t) = sum over its k experts of weight x expert(t)
 
@@ -35,7 +35,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from collectives import (
-    all_reduce, all_to_all_in_group, all_to_all_single, autocasted, count_bytes, dist,
+    all_reduce, all_to_all_in_group, all_to_all_single, autocasted, count_bytes,
     gather_from_group, rank_and_size, run_ranks, scatter_to_group,
 )
 
@@ -54,8 +54,8 @@ from collectives import (
 #                 4. dispatch, the other way round: gradients of their inputs come back
 #                 5. a token's gradient is the sum of its rows'; the router's is that of the weights
 #
-# MoE adds, for a loss of balance, an all-reduce of E + 1 counts a group; where tp has equal tokens,
-# an all-gather of the results in forward and one of the input's gradient in backward.
+# MoE adds, for a loss of balance, an all-reduce of E + 1 counts in each of balance_groups; where
+# ranks of tp have the same tokens, an all-gather of results in forward, of gradients in backward.
 #
 # There is no overlap: a rank sends or computes. DualPipe and DeepEP send the rows of one
 # microbatch while another one computes, on a part of the GPU that is set aside for it. Nor do
@@ -66,13 +66,6 @@ from collectives import (
 # a GPU rows are added by atomic operations here, as in Megatron-LM: for k > 2 last bits may vary.
 
 
-class Load(NamedTuple):
-    """Rows of each of a rank's G experts: (G,) on the device, for kernels; a list, for loops."""
-
-    tokens_per_expert: torch.Tensor
-    sizes: list
-
-
 def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None):
     """Send each token to the ranks of its experts, compute there, and sum up what comes back.
 
@@ -81,6 +74,13 @@ def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None):
     """
     hop = Hop(experts, num_experts, group)
     return hop.combine(compute(hop.dispatch(x), hop.load), weights)
+
+
+class Load(NamedTuple):
+    """How many rows each of a rank's G experts has, twice: (G,) on the device, and a list."""
+
+    tokens_per_expert: torch.Tensor
+    sizes: list
 
 
 class Hop:
@@ -98,29 +98,31 @@ class Hop:
         received = torch.empty_like(sent)
         all_to_all_single(received, sent, group=group)
         to_each, from_each = torch.stack([sent, received])[:, :, :G].tolist()  # the host waits
-        # how many rows come from each rank, and how many go to each
-        self.splits = [sum(sizes) for sizes in from_each], [sum(sizes) for sizes in to_each]
+        self.received = [sum(sizes) for sizes in from_each]  # rows from each rank
+        self.sent = [sum(sizes) for sizes in to_each]
         self.load = Load(received[:, :G].sum(0), [sum(sizes) for sizes in zip(*from_each)])
 
-        # the choices that are sent, by number: sorted by expert, and so by rank; -1 comes first
+        # numbers, token x k + which, of the choices that are sent: sorted by expert, and so by
+        # rank; those of -1, which come first, are cut off
         order = experts.argsort(stable=True)
-        self.order = order[len(order) - sum(self.splits[1]) :]
-        self.token = self.order // k  # whose choice it is
+        self.order = order[len(order) - sum(self.sent) :]
+        self.token = self.order // k
         # what arrives is sorted by source, and what comes from one source by expert
-        counts, num_rows = received[:, :G].flatten(), sum(self.splits[0])
-        expert = torch.repeat_interleave(counts, output_size=num_rows) % G
+        counts, num_rows = received[:, :G].flatten(), sum(self.received)
+        expert = torch.repeat_interleave(counts, output_size=num_rows) % G  # of (source, expert)
         self.by_expert = expert.argsort(stable=True) if G > 1 else None
 
     def dispatch(self, x):
         """(N, ...) of this rank's tokens -> (M, ...), a row for each choice of its experts."""
-        rows = all_to_all_in_group(x.index_select(0, self.token), *self.splits, self.group)
+        rows = x.index_select(0, self.token)
+        rows = all_to_all_in_group(rows, self.received, self.sent, self.group)
         return rows if self.by_expert is None else rows.index_select(0, self.by_expert)
 
     def combine(self, rows, weights=None):
         """(M, D) -> (N, D): back, and each token's added up, by weights, (N, k), if there are."""
         if self.by_expert is not None:
             rows = rows.index_select(0, self.by_expert.argsort())
-        rows = all_to_all_in_group(rows, *self.splits[::-1], self.group)
+        rows = all_to_all_in_group(rows, self.sent, self.received, self.group)
         if weights is not None:
             weights = weights.flatten().index_select(0, self.order).to(rows.dtype)
             return _WeightedSums.apply(rows, weights, self.token, self.num_tokens)
@@ -130,9 +132,8 @@ class Hop:
 
 
 class _WeightedSums(torch.autograd.Function):
-    """forward: (N, D), the sums of each token's rows, by weights (M,); backward: as autograd's,
-
-    with one buffer of the rows' size in place of its three.
+    """forward: (N, D), sums of each token's rows, by weights (M,); backward: the same gradients as
+    autograd's, with one buffer of the rows' size in place of three
     """
 
     @staticmethod
@@ -158,21 +159,21 @@ def count_choices(experts, num_experts):
 
 
 def two_hops(x, experts, weights, num_experts, compute, node_group=None, cross_group=None):
-    """dispatch_and_combine(), with each token crossing to a node once, and its results as one.
+    """dispatch_and_combine(), with each token crossing to a node once, and one sum of results back.
 
     node_group: the ranks of this node; cross_group: those of all nodes that have the same rank in
-    theirs. First counts cross, then x, choices and weights: to each node where a token has experts.
-    One hop follows within the node, with counts of its own; and the sums of its results, which have
-    their weights by then, cross back. Zhao et al., "DeepEP", 2025.
+    theirs. For the first hop a node is one expert: counts cross, then x, choices and weights, to
+    each node where a token has experts. The second is within the node; and the sums of its results,
+    which have their weights by then, cross back. Zhao et al., "DeepEP", 2025.
     """
     node, nodes = rank_and_size(cross_group)
     per_node, number = num_experts // nodes, torch.arange(nodes, device=x.device)
     node_of = experts.div(per_node, rounding_mode="floor")  # (N, k)
     needed = (node_of.unsqueeze(2) == number).any(1)  # (N, nodes)
-    across = Hop(number.where(needed, -1), nodes, cross_group)  # a node is one expert here
+    across = Hop(number.where(needed, -1), nodes, cross_group)
 
-    rows, experts, weights = (across.dispatch(tensor) for tensor in (x, experts, weights))
-    local = experts - node * per_node
+    rows, chosen, weights = (across.dispatch(tensor) for tensor in (x, experts, weights))
+    local = chosen - node * per_node
     local = local.masked_fill((local < 0) | (local >= per_node), -1)
     rows = dispatch_and_combine(rows, local, weights, per_node, compute, node_group)
     return across.combine(rows)
@@ -197,8 +198,8 @@ class Router(nn.Module):
     score: "softmax" of the logits, or "sigmoid" of each, which DeepSeek-V3 does.
         Weights are scores divided by their sum over the chosen, except for k = 1: the weight would
         be 1 and the router get no gradient.
-    n_group, topk_group: experts come in groups, of nodes, and a token may use at most so many of
-        them: those with the highest sum of their two best.
+    n_group, topk_group: experts lie in n_group groups, as of nodes, and a token uses at most
+        topk_group of them: those with the highest sum of their two best.
 
     Its buffer `bias` is added for the choice and is not in the weights. Raises ValueError for a
     score that is not known, and a top_k out of reach.
@@ -210,9 +211,9 @@ class Router(nn.Module):
         if score not in ("softmax", "sigmoid"):
             raise ValueError(f"score={score!r} is neither 'softmax' nor 'sigmoid'")
         reachable = min(topk_group, n_group) * num_experts // n_group
-        if not 1 <= top_k <= reachable:
+        if not 1 <= top_k <= reachable or num_experts % n_group:
             where = f"{num_experts=}, {n_group=}, {topk_group=}"
-            raise ValueError(f"{top_k=} is not from 1 to {reachable}, within reach: {where}")
+            raise ValueError(f"{top_k=} is not from 1 to {reachable}, in whole groups: {where}")
         self.top_k, self.score = top_k, score
         self.n_group, self.topk_group = n_group, topk_group
         self.weight = nn.Parameter(torch.randn(num_experts, hidden) * hidden**-0.5)
@@ -343,8 +344,8 @@ class MoE(nn.Module):
     """A mixture of experts over the ranks of `group`: (..., D) -> (..., D) of this rank's tokens.
 
     tp_group: ranks that have the same tokens, (T, ..., D), and are to have the same results: each
-        computes chunk `rank` of T, then they gather; a parameter's gradient is still to be summed
-        over them. None, as with sequence parallelism: every rank has tokens of its own.
+        computes chunk `rank` of T, then they gather; gradients of parameters are of that chunk, and
+        still to be summed. None, as with sequence parallelism: every rank has tokens of its own.
     capacity_factor: an expert takes at most ceil(n k / E x capacity_factor) of a rank's n tokens,
         the first ones; a choice that finds no room adds nothing: without any, x passes by alone.
     shared_experts: how many more every token uses.
@@ -352,15 +353,14 @@ class MoE(nn.Module):
     loss_scale: of these losses: 1 where gradients are summed over the ranks, their number where
         they are averaged.
     balance_groups: the groups whose ranks have different tokens; the losses are those of all.
-    nodes: (node_group, cross_group), for two_hops().
+    nodes: (node_group, cross_group), for two_hops(): a row and a column of group's ranks, in order.
     router: further options of the Router.
 
     `tally`, (E + 3,), grows with every backward: how many choices fell on each expert; how many of
     them were dropped; this rank's parts of the two losses, without coefficients, or 0. The first E,
     summed over the ranks, are for update_bias(). What is not finite travels on, to the loss.
 
-    Raises ValueError if P does not divide the experts, for a capacity that holds no token, and for
-    nodes that are not neighbours in the group.
+    Raises ValueError if P does not divide the experts, and for a capacity that holds no token.
     """
 
     def __init__(
@@ -374,8 +374,6 @@ class MoE(nn.Module):
             raise ValueError(f"num_experts={num_experts} is not divisible by ep={P}")
         if capacity_factor is not None and not capacity_factor > 0:
             raise ValueError(f"capacity_factor={capacity_factor} leaves no room for a token")
-        if nodes:
-            _check_nodes(group, *nodes)
         self.num_experts, self.group, self.nodes = num_experts, group, nodes
         self.tp_group, self.balance_groups = tp_group, balance_groups
         self.capacity_factor = capacity_factor
@@ -387,7 +385,7 @@ class MoE(nn.Module):
             up = nn.Linear(hidden, shared_experts * ffn_hidden, bias=False)
             down = nn.Linear(shared_experts * ffn_hidden, hidden, bias=False)
             self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
-        # this rank's: not a buffer, and filled with zeros also where parameters have no memory yet
+        # this rank's: not a buffer, and filled with zeros also under torch.device("meta")
         self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
 
     def forward(self, x):
@@ -439,14 +437,6 @@ class MoE(nn.Module):
         late = torch.empty_like(chosen, dtype=torch.bool)
         late[order] = number >= capacity
         return experts.masked_fill(late.view_as(experts), -1)
-
-
-def _check_nodes(*groups):
-    """ValueError unless the nodes' ranks are those of the group, in its order: experts lie so."""
-    ranks, node, cross = (dist.get_process_group_ranks(g or dist.group.WORLD) for g in groups)
-    grid = [ranks[i : i + len(node)] for i in range(0, len(ranks), len(node))]
-    if node not in grid or cross not in map(list, zip(*grid)):
-        raise ValueError(f"nodes: {node} and {cross} are not a row and a column of {grid}")
 
 
 def tally_metrics(tallies, num_microbatches, with_losses):

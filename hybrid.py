@@ -12,20 +12,19 @@ to those from which it differs in one coordinate:
 
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
 
-tp is innermost since it talks most: its ranks should share a node. ep is no axis of the grid: so
-many consecutive ranks of a stage hold different experts where they would hold copies.
+tp is innermost since it talks most: its ranks should share a node. ep is no axis of the grid: its
+ranks, those of tp first and then of dp x cp, have other experts where they would have copies.
 
 A rank holds its stage's layers, 1/tp of their matrices, and with ZeRO 1/(dp cp) of the optimizer's
-state. A step runs microbatches by the schedule; in the last backward sums over dp x cp leave and
-travel beside the rest of it. They are waited for; what copies got is summed; then come the norm,
-over all ranks, and the optimizer. PyTorch composes this of DTensors over a DeviceMesh; here are
-plain tensors and groups.
+state. Sums of gradients travel beside the last backward. PyTorch composes this of DTensors over a
+DeviceMesh; here are plain tensors and groups.
 
 Every layout computes what one process does: the loss is the sum of the token losses over the
 *global* number of tokens, so gradients are summed and never averaged; initial weights depend on the
 parameter's name and the seed, batches on the seed and the step. What does depend on the layout:
 masks of dropout, which tokens a capacity drops, which experts --topk-nodes leaves a token, and the
-losses of balance, which are those of a microbatch of all replicas. Begin with Trainer.step().
+losses of balance, which are those of a microbatch of all replicas. Begin with train(), at the end,
+and Trainer.step(); flags, data and checkpoints can wait.
 
 The model is GPT-2's architecture (Radford et al., 2019), under GPT-2's parameter names. Shoeybi et
 al., "Megatron-LM", 2019, and Narayanan et al., "Efficient Large-Scale Language Model Training on
@@ -86,203 +85,6 @@ CP_METHODS = {
 IGNORE_INDEX = -100  # a target that does not count
 OUTSIDE = "--data: {:.0f} tokens are outside --vocab-size {}"
 
-# ---- flags ---------------------------------------------------------------------------------------
-
-
-def at_least(least, kind=int, below=math.inf):
-    """A type for argparse: numbers from `least` on, below `below`."""
-
-    def number(text):
-        if not least <= (value := kind(text)) < below:
-            raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {below})")
-        return value
-
-    return number
-
-
-SIZE, COUNT, FACTOR = at_least(1), at_least(0), at_least(0, float)
-
-
-class Flag(NamedTuple):
-    """kind: bool, a tuple of choices, or a type. needs: what it means nothing without."""
-
-    name: str
-    kind: object
-    default: object
-    help: str
-    needs: str = ""
-
-
-GROUPS = {
-    "layout": (
-        Flag("dp", SIZE, None, "replicas (default: what the others leave of the processes)"),
-        Flag("tp", SIZE, 1, "ranks that split every matrix"),
-        Flag("cp", SIZE, 1, "ranks that split the sequence, in attention, too"),
-        Flag("pp", SIZE, 1, "pipeline stages"),
-        Flag("zero", (0, 1, 2, 3), None, "stage of ZeRO (default: 1, and 0 of one replica)"),
-        Flag("replicate", SIZE, 1, "copies of ZeRO's shards, over neighbours (HSDP)", "zero"),
-        Flag("sp", bool, False, "split the sequence over tp outside of its matrices"),
-        Flag("cp_method", tuple(CP_METHODS), "ring", "how attention crosses that split", "cp > 1"),
-        Flag("schedule", tuple(SCHEDULES), "1f1b", "order of microbatches in the pipeline"),
-        Flag("chunks", SIZE, 2, "of a rank's layers", "schedule == 'interleaved'"),
-        Flag("microbatches", SIZE, None, "of a step (default: what divides 4 x pp)"),
-        Flag("ep", SIZE, 1, "ranks of dp x cp x tp over which experts are spread"),
-        Flag("recompute", ("none", "selective", "full"), "none", "attention, or every layer"),
-        Flag("collectives", ("ours", "backend"), "ours", "backend: NCCL's or gloo's, to compare"),
-    ),
-    "model": (
-        Flag("layers", SIZE, 4, "of the model"),
-        Flag("hidden", SIZE, 128, "width of the model"),
-        Flag("ffn", SIZE, None, "width of the MLP, and of an expert (default: 4 x --hidden)"),
-        Flag("heads", SIZE, 4, "of attention"),
-        Flag("kv_heads", SIZE, None, "heads of keys and values (default: --heads)"),
-        Flag("seq_len", SIZE, 64, "tokens of a sequence"),
-        Flag("vocab_size", SIZE, 256, "tokens there are"),
-        Flag("dropout", at_least(0, float, 1), 0.0, "of attention and of what a layer adds"),
-        Flag("experts", COUNT, 0, "of a mixture in place of the MLP; 0: an MLP"),
-        Flag("top_k", SIZE, 2, "experts that a token uses", "experts"),
-        Flag("shared_experts", COUNT, 0, "further ones that every token uses", "experts"),
-        Flag("capacity_factor", FACTOR, None, "drop tokens above this load / mean", "experts"),
-        Flag("balance", ("aux", "bias", "none"), "aux", "loads by losses or a bias", "experts"),
-        Flag("moe_every", SIZE, 1, "every so many layers has experts", "experts"),
-        Flag("topk_nodes", SIZE, None, "a token uses, of those of ep (default: all)", "ep > 1"),
-    ),
-    "training": (
-        Flag("batch_size", SIZE, None, "sequences of a step, all replicas' (default: 16 or more)"),
-        Flag("steps", SIZE, 1200, "of the optimizer"),
-        Flag("lr", FACTOR, 3e-3, "peak learning rate"),
-        Flag("warmup", COUNT, 20, "steps of linear warm-up"),
-        Flag("weight_decay", FACTOR, 0.1, "of matrices"),
-        Flag("grad_clip", FACTOR, 1.0, "largest norm of the gradient; 0 does not clip"),
-        Flag("seed", at_least(0, below=2**32), 0, "of weights, batches and dropout"),
-        Flag("dtype", ("fp32", "tf32", "bf16"), "fp32", "bf16: the optimizer has a copy in fp32"),
-        Flag("skip_nonfinite", COUNT, 0, "skip steps that are not finite; so many in a row end it"),
-    ),
-    "run": (
-        Flag("device", ("auto", "cpu", "cuda", "shared"), "auto", "shared: a GPU of several ranks"),
-        Flag("data", str, None, "text, tokens (.bin), or a folder (default: Python's sources)"),
-        Flag("checkpoint", str, None, "a folder to keep checkpoints in, and to go on from"),
-        Flag("save_every", SIZE, None, "steps (default: at the end, and on SIGTERM)", "checkpoint"),
-        Flag("eval_every", SIZE, None, "steps between validations (default: at the end)"),
-        Flag("print_every", SIZE, None, "steps of a line, on no terminal (default: some 40 lines)"),
-        Flag("metrics", str, None, "write the flags and each step to this file, as JSON"),
-        Flag("sample", COUNT, 60, "tokens that the model writes at the end"),
-        Flag("prompt", str, None, "text, or tokens such as 5,0,7, that the sample continues"),
-        Flag("timeout", at_least(1, below=10**6), 600, "seconds that a rank waits for another"),
-    ),
-}  # fmt: skip
-FLAGS = [flag for group in GROUPS.values() for flag in group]
-RULES = (  # what must not be; % is what a division leaves; a rule may build on those before it
-    "pp * dp * cp * tp != world_size",
-    "dp * cp % replicate",
-    "dp * cp * tp % ep",
-    "ep > 1 where not experts",
-    "experts % ep",
-    "hidden % heads",
-    "heads % kv_heads",
-    "kv_heads % tp",
-    "ffn % tp where not experts or moe_every > 1",  # experts are not split
-    "seq_len % (2 * cp) where cp > 1",
-    "seq_len // cp % tp where sp or experts",
-    "dropout > 0 where cp > 1",
-    "heads // tp % cp where cp_method == 'ulysses'",
-    "kv_heads // tp % cp where cp_method == 'ulysses' and cp % (kv_heads // tp)",
-    "top_k > experts where experts",
-    "topk_nodes > ep_nodes",
-    "top_k > experts // ep_nodes * topk_nodes where experts",
-    "moe_every > layers where experts",
-    "tp > vocab_size",
-    "batch_size % (dp * microbatches)",
-)
-
-
-class Parser(argparse.ArgumentParser):
-    """Of the command line: what is wrong is a ValueError."""
-
-    def __init__(self):
-        super().__init__("hybrid.py", allow_abbrev=False, description=__doc__.splitlines()[0])
-        for title, flags in GROUPS.items():
-            group = self.add_argument_group(title)
-            for name, kind, default, help, needs in flags:
-                help += f" (needs {needs})" if needs else ""
-                help += f" (default: {default})" if default not in (None, False) else ""
-                options = {"type": kind}
-                if isinstance(kind, tuple):
-                    options = {"type": type(kind[0]), "choices": kind}
-                elif kind is bool:
-                    options = {"action": "store_true"}
-                group.add_argument(as_typed(name), help=help, default=argparse.SUPPRESS, **options)
-
-    def error(self, message):
-        raise ValueError(message.removeprefix("argument "))
-
-
-def as_typed(name, value=True):
-    """A flag, as on the command line."""
-    dashed = "--" + name.replace("_", "-")
-    return dashed if value is True else f"{dashed} {value}"
-
-
-def parse(argv, world_size, per_node=None):
-    """The flags, completed and checked, of world_size processes, per_node or all on each node.
-
-    Adds `given`, {name: value} of those on the command line; ep_nodes, over which the ranks of ep
-    lie. Raises ValueError, one line that names flags and values, as the next two do.
-    """
-    given = vars(Parser().parse_args(argv))
-    args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | given, given=given)
-    args.world_size, args.per_node = world_size, per_node or world_size
-    args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
-    replicas = args.dp * args.cp
-    if args.zero is None:
-        args.zero = int(replicas > 1)
-    if args.dtype == "bf16" and not args.zero:
-        # shards of one rank: the masters are ZeRO's
-        args.zero, args.replicate = 1, given.get("replicate", replicas)
-    args.kv_heads = args.kv_heads or args.heads
-    args.ffn = args.ffn or 4 * args.hidden
-    # a node has as much of tp as there is in ep, and of dp x cp what fits beside tp
-    inside = math.gcd(args.ep, args.tp) * max(1, args.per_node // args.tp)
-    args.ep_nodes = args.ep // math.gcd(args.ep, inside)
-    args.topk_nodes = args.topk_nodes or args.ep_nodes
-    # a pipeline has up to 4 microbatches a stage: of 1F1B's time the bubble is then a fifth
-    fewest, most = (2 * args.pp, 4 * args.pp) if args.pp > 1 else (1, 1)
-    rows = args.dp * (args.microbatches or fewest)
-    args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
-    args.microbatches = args.microbatches or math.gcd(args.batch_size // args.dp, most)
-    check(args)
-    schedule_of(args)
-    return args
-
-
-def check(args):
-    """Whether completed flags go together; ValueError, one line with their names and values."""
-    values = vars(args)
-    is_so = lambda condition: eval(condition or "True", {}, values)
-    for name, *_, needs in FLAGS:
-        if name in args.given and not is_so(needs):
-            raise ValueError(f"{as_typed(name, values[name])} needs {needs}")
-    shown = {flag.name: as_typed(flag.name, values[flag.name]) for flag in FLAGS}
-    shown |= {"world_size": f"{args.world_size} processes", "ep_nodes": f"{args.ep_nodes} nodes"}
-    for rule in RULES:
-        wrong, _, where = rule.partition(" where ")
-        if is_so(wrong) and is_so(where):
-            wrong = wrong.replace("%", "is not divisible by").replace("!=", "is not")
-            wrong = wrong.replace(">", "is more than")
-            rule = f"{wrong}, where {where}" if where else wrong
-            raise ValueError(re.sub(r"\w+", lambda word: shown.get(word[0], word[0]), rule))
-
-
-def schedule_of(args):
-    """The pipeline's schedule. Raises ValueError where it is not defined for these flags."""
-    sizes = args.pp, args.microbatches, args.chunks
-    schedule = SCHEDULES[args.schedule](*sizes[: 3 if args.schedule == "interleaved" else 2])
-    stages = len(schedule.routes[0])
-    if args.layers + 2 < stages:  # the first and the last may have none
-        raise ValueError(f"--layers {args.layers} is too few for {stages} stages")
-    return schedule
-
-
 # ---- mesh ----------------------------------------------------------------------------------------
 
 
@@ -297,7 +99,7 @@ class Mesh:
     dp_cp_group: dist.ProcessGroup  # those whose gradients are summed
     shard_group: dist.ProcessGroup  # a run of dp_cp_group, over which ZeRO's shards are spread
     replicate_group: dist.ProcessGroup  # those that have the same shards
-    ep_group: dist.ProcessGroup  # neighbours in dp x cp x tp that have different experts
+    ep_group: dist.ProcessGroup  # those of dp x cp x tp that have different experts
     expert_dp_group: dist.ProcessGroup  # those of dp x cp that have the same experts
     expert_tp_group: dist.ProcessGroup  # those of tp that have the same experts
     expert_shard_group: dist.ProcessGroup  # of expert_dp_group, as shard_group is of dp_cp_group
@@ -347,6 +149,7 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     # experts are cut over as much of tp as there is in ep, and over dp x cp; with tp 2, ep 4, dp 4:
     # ep_group 0-3, 4-7; expert_dp_group 0 4, 1 5 and so on
     in_tp = math.gcd(ep, tp)
+    # (pp, replicas of experts, ep in dp x cp, copies in tp, ep in tp)
     domain = grid.view(pp, -1, ep // in_tp, tp // in_tp, in_tp)
     spread = domain.permute(0, 1, 3, 2, 4).reshape(-1, ep)
     expert_replicas = domain.permute(0, 2, 3, 4, 1).flatten(0, 3)
@@ -388,7 +191,7 @@ class Data(NamedTuple):
     def batch(self, step, batch_size, seq_len, seed, rows=slice(None), part="train"):
         """Inputs (rows, T) of `step` from anywhere in the part, and as targets their next tokens.
 
-        Of all rows they depend on seed and step only.
+        Those of all rows depend on seed, step and batch_size only.
         """
         tokens, random = getattr(self, part), np.random.default_rng([seed, step])
         starts = random.integers(0, len(tokens) - seq_len, batch_size)[rows]
@@ -574,13 +377,9 @@ class GPT(nn.Module):
         for block in self.transformer["h"].values():
             x = recompute(block, x) if self.config.recompute == "full" else block(x)
         if self.last:
-            x = parallel_linear(  # (T, B, D) -> (T, B, V/tp)
-                self.transformer["ln_f"](x),
-                self.lm_head.weight,
-                group=self.tp_group,
-                sequence_parallel=self.config.sequence_parallel,
-                defer=self.defer,
-            )
+            x, weight = self.transformer["ln_f"](x), self.lm_head.weight
+            split = {"group": self.tp_group, "sequence_parallel": self.config.sequence_parallel}
+            x = parallel_linear(x, weight, defer=self.defer, **split)  # (T, B, V/tp)
         return x
 
     def tied_weight(self):
@@ -605,15 +404,16 @@ def layers_of(stage, num_stages, config):
 
 @lru_cache
 def cheapest_cuts(costs, parts):
-    """The places [0, ..., len(costs)] between runs of a list, none empty, whose sums are smallest:
+    """Cut a list into runs, none empty: the places [0, ..., len(costs)] between them.
 
-    the largest one first, then the second, and so on; of equals the runs in front are the shortest.
+    The largest sum of a run is the least that can be, then the second, and so on; of equal cuts
+    the runs in front are the shortest.
     """
     sums = [0, *accumulate(costs)]
     best = {0: ([], [0])}  # {length: (sums of its runs, largest first, their places)}
     for left in reversed(range(parts)):  # runs to come
         best = {
-            end: min(
+            end: min(  # of two ways to here the better one stays better
                 (sorted([*found, sums[end] - sums[cuts[-1]]], reverse=True), [*cuts, end])
                 for found, cuts in best.values()
                 if cuts[-1] < end
@@ -687,9 +487,10 @@ def rows_of(name, parameter, shards, ep_group, tp_group):
 
 
 def initial_value(name, shape, layers, seed, first=0):
-    """As GPT-2's: rows `first` and on of parameter `name`, of a c_proj columns, in this shape.
+    """As GPT-2's: rows (of a c_proj: columns) of parameter `name` from `first` on, in this shape.
 
-    Each depends on the seed, the name and its number alone, so that a rank draws what it holds.
+    Each is a random stream of its own, by seed, name and its number in the whole, so that a rank
+    draws what it holds.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)
@@ -736,7 +537,7 @@ class Trainer:
     """
 
     skipped = skipped_in_a_row = 0  # steps, which were not finite
-    sigterm = stop = False  # it has come to this rank, and to some rank before a step's end
+    sigterm = stop = False  # SIGTERM has come: to this rank; to any, as all learn in step()
 
     def __init__(self, args, mesh, device):
         self.args, self.mesh, self.device, self.steps_done = args, mesh, device, 0
@@ -770,19 +571,19 @@ class Trainer:
         args = self.args
         # masks of dropout are alike over tp, where activations are, and different elsewhere
         place = dist.get_rank(self.mesh.dp_cp_group), dist.get_rank(self.mesh.pp_group)
-        numbers = np.random.SeedSequence([args.seed, self.steps_done, *place]).generate_state(1)
-        torch.manual_seed(int(numbers[0]))
+        (seed,) = np.random.SeedSequence([args.seed, self.steps_done, *place]).generate_state(1)
+        torch.manual_seed(int(seed))
         rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
-        found = self.forward_backward(inputs, targets)
+        loss_and_outside = self.forward_backward(inputs, targets)
         norm = self.clip_gradients()
         tallies, of_experts = sum_tallies(self), {}
         if args.experts:
             of_experts = tally_metrics(tallies, args.microbatches, args.balance == "aux")
-        told = torch.full((), float(self.sigterm), device=self.device)
+        sigterm = torch.full((), float(self.sigterm), device=self.device)
         if args.checkpoint:
-            all_reduce(told, ReduceOp.MAX)
+            all_reduce(sigterm, ReduceOp.MAX)
         # here the host waits for the device: else only a mixture does, for its counts
-        numbers = torch.stack([*found, norm, told, *of_experts.values()])
+        numbers = torch.stack([*loss_and_outside, norm, sigterm, *of_experts.values()])
         loss, num_outside, norm, self.stop, *loads = numbers.tolist()
         if num_outside:
             raise TrainingError(OUTSIDE.format(num_outside, args.vocab_size))
@@ -798,7 +599,11 @@ class Trainer:
         return metrics | dict(zip(of_experts, loads))
 
     def forward_backward(self, inputs, targets):
-        """Leave the summed gradients in .grad, of whole parameters or pieces; returns as run()."""
+        """Leave the summed gradients in .grad, of whole parameters or pieces; returns as run().
+
+        Microbatches run by the schedule; in the last backward sums over dp x cp leave; all are
+        waited for; then partial gradients are summed over tp, DualPipe's replicas, the tied weight.
+        """
         # DDP's gradients are views of its buckets, and stay; ZeRO's first sum becomes .grad
         self.optimizer.zero_grad(set_to_none=self.args.zero > 0)
         found = self.run(self.pipeline, inputs, targets)
@@ -830,7 +635,7 @@ class Trainer:
         return losses.sum() / num_tokens
 
     def sum_shared_gradients(self):
-        """Sum what copies got: of tp for a part of the tokens, of DualPipe, of the tied head."""
+        """Sum gradients of copies: partial ones of tp, of DualPipe's replicas, of the tied head."""
         marked = {parameter for chunk in self.chunks for parameter in partial_parameters(chunk)}
         groups = (self.dense, self.mesh.tp_group), (self.experts, self.mesh.expert_tp_group)
         for parameters, group in groups:
@@ -854,7 +659,7 @@ class Trainer:
             counts = name in self.shards or dist.get_rank(mesh.tp_group) == 0  # others have copies
             if counts and ".experts." not in name and name != "lm_head.weight":  # wte's copy
                 dense.append(parameter.grad)
-        # the groups over which there are other pieces; without ZeRO replicas have none
+        # sums go over ranks with other elements: ZeRO's shards, then the split by tp or ep
         over = lambda replicas, group: [replicas, group] if self.args.zero else [group]
         norms = [get_total_norm(dense, groups=over(mesh.shard_group, mesh.tp_group))]
         if experts:
@@ -1018,7 +823,8 @@ def on_all_ranks(call, *arguments, of="", status=2):
 class Boxes(torch.Tensor):
     """A tensor of which this rank has some boxes, as torch.distributed.checkpoint asks for them.
 
-    boxes: {place of the first element: view}. The tensor itself has no memory but a number's.
+    boxes: {place of the first element: view}. The tensor itself has no memory but a number's. A
+    load plans with the first of these methods, a save with the second; the third is for both.
     """
 
     @staticmethod
@@ -1050,7 +856,8 @@ def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
     """{GPT-2's name: Boxes} of parameters and buffers: views of what this rank has, for a save.
 
     Of copies one is written; the head is left out, as it is the embedding. value picks what is
-    looked at of a parameter: itself, or what has its shape, or None. chunks: look at all of these.
+    looked at of a parameter: itself, or what has its shape, or None. chunks: these instead, with
+    their head.
     """
     mesh, found = trainer.mesh, {}
     named = lambda chunk: [*chunk.named_parameters(), *chunk.named_buffers()]
@@ -1311,6 +1118,203 @@ def prompt_of(args, data):
         middle = len(data.validation) // 2
         return data.validation[middle : middle + args.seq_len // 2].tolist()
     return list(os.fsencode(args.prompt)) if data.is_text else [*map(int, args.prompt.split(","))]
+
+
+# ---- flags ---------------------------------------------------------------------------------------
+
+
+def at_least(least, kind=int, below=math.inf):
+    """A type for argparse: numbers from `least` on, below `below`."""
+
+    def number(text):
+        if not least <= (value := kind(text)) < below:
+            raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {below})")
+        return value
+
+    return number
+
+
+SIZE, COUNT, FACTOR = at_least(1), at_least(0), at_least(0, float)
+
+
+class Flag(NamedTuple):
+    """kind: bool, a tuple of choices, or a type. needs: when it has a meaning, a condition."""
+
+    name: str
+    kind: object
+    default: object
+    help: str
+    needs: str = ""
+
+
+GROUPS = {
+    "layout": (
+        Flag("dp", SIZE, None, "replicas (default: what the others leave of the processes)"),
+        Flag("tp", SIZE, 1, "ranks that split every matrix"),
+        Flag("cp", SIZE, 1, "ranks that split the sequence, in attention, too"),
+        Flag("pp", SIZE, 1, "pipeline stages"),
+        Flag("zero", (0, 1, 2, 3), None, "stage of ZeRO (default: 1, and 0 of one replica)"),
+        Flag("replicate", SIZE, 1, "copies of ZeRO's shards, over neighbours (HSDP)", "zero"),
+        Flag("sp", bool, False, "split the sequence over tp outside of its matrices"),
+        Flag("cp_method", tuple(CP_METHODS), "ring", "how attention crosses that split", "cp > 1"),
+        Flag("schedule", tuple(SCHEDULES), "1f1b", "order of microbatches in the pipeline"),
+        Flag("chunks", SIZE, 2, "of a rank's layers", "schedule == 'interleaved'"),
+        Flag("microbatches", SIZE, None, "of a step (default: 1; with pp up to 4 x pp)"),
+        Flag("ep", SIZE, 1, "ranks of dp x cp x tp over which experts are spread"),
+        Flag("recompute", ("none", "selective", "full"), "none", "attention, or every layer"),
+        Flag("collectives", ("ours", "backend"), "ours", "backend: NCCL's or gloo's, to compare"),
+    ),
+    "model": (
+        Flag("layers", SIZE, 4, "of the model"),
+        Flag("hidden", SIZE, 128, "width of the model"),
+        Flag("ffn", SIZE, None, "width of the MLP, and of an expert (default: 4 x --hidden)"),
+        Flag("heads", SIZE, 4, "of attention"),
+        Flag("kv_heads", SIZE, None, "heads of keys and values (default: --heads)"),
+        Flag("seq_len", SIZE, 64, "tokens of a sequence"),
+        Flag("vocab_size", SIZE, 256, "tokens there are"),
+        Flag("dropout", at_least(0, float, 1), 0.0, "of attention and of what a layer adds"),
+        Flag("experts", COUNT, 0, "of a mixture in place of the MLP; 0: an MLP"),
+        Flag("top_k", SIZE, 2, "experts that a token uses", "experts"),
+        Flag("shared_experts", COUNT, 0, "further ones that every token uses", "experts"),
+        Flag("capacity_factor", at_least(0.01, float), None, "most load of one / mean", "experts"),
+        Flag("balance", ("aux", "bias", "none"), "aux", "loads by losses or a bias", "experts"),
+        Flag("moe_every", SIZE, 1, "every so many layers has experts", "experts"),
+        Flag("topk_nodes", SIZE, None, "a token uses, of those of ep (default: all)", "ep > 1"),
+    ),
+    "training": (
+        Flag("batch_size", SIZE, None, "sequences of a step, all replicas' (default: 16 or more)"),
+        Flag("steps", SIZE, 1200, "of the optimizer"),
+        Flag("lr", FACTOR, 3e-3, "peak learning rate"),
+        Flag("warmup", COUNT, 20, "steps of linear warm-up"),
+        Flag("weight_decay", FACTOR, 0.1, "of matrices"),
+        Flag("grad_clip", FACTOR, 1.0, "largest norm of the gradient; 0 does not clip"),
+        Flag("seed", at_least(0, below=2**32), 0, "of weights, batches and dropout"),
+        Flag("dtype", ("fp32", "tf32", "bf16"), "fp32", "bf16: the optimizer has a copy in fp32"),
+        Flag("skip_nonfinite", COUNT, 0, "so many steps in a row that are not finite end it"),
+    ),
+    "run": (
+        Flag("device", ("auto", "cpu", "cuda", "shared"), "auto", "shared: a GPU of several ranks"),
+        Flag("data", str, None, "text, tokens (.bin), or a folder (default: Python's sources)"),
+        Flag("checkpoint", str, None, "a folder to keep checkpoints in, and to go on from"),
+        Flag("save_every", SIZE, None, "steps (default: at the end, and on SIGTERM)", "checkpoint"),
+        Flag("eval_every", SIZE, None, "steps between validations (default: at the end)"),
+        Flag("print_every", SIZE, None, "steps of a line, on no terminal (default: some 40 lines)"),
+        Flag("metrics", str, None, "write the flags and each step to this file, as JSON"),
+        Flag("sample", COUNT, 60, "tokens that the model writes at the end"),
+        Flag("prompt", str, None, "text, or tokens such as 5,0,7, that the sample continues"),
+        Flag("timeout", at_least(1, below=10**6), 600, "seconds that a rank waits for another"),
+    ),
+}  # fmt: skip
+FLAGS = [flag for group in GROUPS.values() for flag in group]
+RULES = (  # each is an error if true, or not 0; a rule may build on those before it
+    "pp * dp * cp * tp != world_size",
+    "dp * cp % replicate",
+    "dp * cp * tp % ep",
+    "ep > 1 where not experts",
+    "experts % ep",
+    "hidden % heads",
+    "heads % kv_heads",
+    "kv_heads % tp",
+    "ffn % tp where not experts or moe_every > 1",  # experts are not split
+    "seq_len % (2 * cp) where cp > 1",
+    "seq_len // cp % tp where sp or experts",
+    "dropout > 0 where cp > 1",
+    "heads // tp % cp where cp_method == 'ulysses'",
+    "kv_heads // tp % cp where cp_method == 'ulysses' and cp % (kv_heads // tp)",
+    "top_k > experts where experts",
+    "topk_nodes > ep_nodes",
+    "top_k > experts // ep_nodes * topk_nodes where experts",
+    "moe_every > layers where experts",
+    "tp > vocab_size",
+    "batch_size % (dp * microbatches)",
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Of the command line: what is wrong is a ValueError."""
+
+    def __init__(self):
+        super().__init__("hybrid.py", allow_abbrev=False, description=__doc__.splitlines()[0])
+        for title, flags in GROUPS.items():
+            group = self.add_argument_group(title)
+            for name, kind, default, help, needs in flags:
+                help += f" (needs {needs})" if needs else ""
+                help += f" (default: {default})" if default not in (None, False) else ""
+                options = {"type": kind}
+                if isinstance(kind, tuple):
+                    options = {"type": type(kind[0]), "choices": kind}
+                elif kind is bool:
+                    options = {"action": "store_true"}
+                group.add_argument(as_typed(name), help=help, default=argparse.SUPPRESS, **options)
+
+    def error(self, message):
+        raise ValueError(message.removeprefix("argument "))
+
+
+def as_typed(name, value=True):
+    """A flag, as on the command line."""
+    dashed = "--" + name.replace("_", "-")
+    return dashed if value is True else f"{dashed} {value}"
+
+
+def parse(argv, world_size, per_node=None):
+    """The flags, completed and checked, of world_size processes, per_node or all on each node.
+
+    Adds `given`, {name: value} of those on the command line; ep_nodes, over which the ranks of ep
+    lie. Raises ValueError, one line that names flags and values, as the next two do.
+    """
+    given = vars(Parser().parse_args(argv))
+    args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | given, given=given)
+    args.world_size, args.per_node = world_size, per_node or world_size
+    args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
+    replicas = args.dp * args.cp
+    if args.zero is None:
+        args.zero = int(replicas > 1)
+    if args.dtype == "bf16" and not args.zero:
+        # shards of one rank: the masters are ZeRO's
+        args.zero, args.replicate = 1, given.get("replicate", replicas)
+    args.kv_heads = args.kv_heads or args.heads
+    args.ffn = args.ffn or 4 * args.hidden
+    # so many ranks of an ep_group a node can have: of tp what is in ep, of dp x cp what fits beside
+    inside = math.gcd(args.ep, args.tp) * max(1, args.per_node // args.tp)
+    args.ep_nodes = args.ep // math.gcd(args.ep, inside)
+    args.topk_nodes = args.topk_nodes or args.ep_nodes
+    # a pipeline has up to 4 microbatches a stage: of 1F1B's time the bubble is then a fifth
+    fewest, most = (2 * args.pp, 4 * args.pp) if args.pp > 1 else (1, 1)
+    rows = args.dp * (args.microbatches or fewest)
+    args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
+    args.microbatches = args.microbatches or math.gcd(args.batch_size // args.dp, most)
+    check(args)
+    schedule_of(args)
+    return args
+
+
+def check(args):
+    """Whether completed flags go together; ValueError, one line with their names and values."""
+    values = vars(args)
+    is_so = lambda condition: eval(condition or "True", {}, values)
+    for name, *_, needs in FLAGS:
+        if name in args.given and not is_so(needs):
+            raise ValueError(f"{as_typed(name, values[name])} needs {needs}")
+    shown = {flag.name: as_typed(flag.name, values[flag.name]) for flag in FLAGS}
+    shown |= {"world_size": f"{args.world_size} processes", "ep_nodes": f"{args.ep_nodes} nodes"}
+    for rule in RULES:
+        wrong, _, where = rule.partition(" where ")
+        if is_so(wrong) and is_so(where):
+            wrong = wrong.replace("%", "is not divisible by").replace("!=", "is not")
+            wrong = wrong.replace(">", "is more than")
+            rule = f"{wrong}, where {where}" if where else wrong
+            raise ValueError(re.sub(r"\w+", lambda word: shown.get(word[0], word[0]), rule))
+
+
+def schedule_of(args):
+    """The pipeline's schedule. Raises ValueError where it is not defined for these flags."""
+    sizes = args.pp, args.microbatches, args.chunks
+    schedule = SCHEDULES[args.schedule](*sizes[: 3 if args.schedule == "interleaved" else 2])
+    stages = len(schedule.routes[0])
+    if args.layers + 2 < stages:  # the first and the last may have none
+        raise ValueError(f"--layers {args.layers} is too few for {stages} stages")
+    return schedule
 
 
 # ---- one process ---------------------------------------------------------------------------------

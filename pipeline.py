@@ -67,7 +67,7 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
             exchange([], [(x.data, rank - 1)], group)
         output = stage(x)
         if rank < world_size - 1:
-            exchange([(output.detach(), rank + 1)], [], group)
+            exchange([(output.detach().contiguous(), rank + 1)], [], group)
         else:
             output = loss_fn(output, target)
         passes.append((x, output))
@@ -105,9 +105,9 @@ class Action(NamedTuple):
 def _actions(letters, *microbatches):
     """A rank's actions, written in letters: F B I W of chunk 0, f b i w of chunk 1.
 
-    microbatches: those of chunk 0, and those of chunk 1. A letter takes the first of them that its
-    kind has not taken yet, where B is an I and a W: "FFIWB" is F0 F1 I0 W0 B1. Once a kind has
-    taken all, its letters are left out.
+    microbatches: those of chunk 0, and those of chunk 1, if there is one. A letter takes the first
+    of them that its kind has not taken yet, where B is an I and a W: "FFIWB" is F0 F1 I0 W0 B1.
+    Once a kind has taken all, its letters are left out.
     """
     actions, turns = [], Counter()
     for letter in letters:
@@ -128,7 +128,7 @@ def _schedule(num_stages, num_microbatches, letters, routes=None):
 
 
 def naive(num_stages, num_microbatches):
-    """One microbatch at a time, forward and back: a single rank works. Peak activations: 1."""
+    """One microbatch at a time, forward and back: one rank works at a time. Peak activations: 1."""
     return _schedule(num_stages, num_microbatches, lambda rank: "FB" * num_microbatches)
 
 
@@ -196,7 +196,7 @@ def zb_h1(num_stages, num_microbatches):
         rank 2   F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
         rank 3   F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
 
-    Bubble (p-1)(F+B-2W) for m >= p. Peak activations: min(m, p).
+    Bubble (p-1)(F+B-2W) for m >= p, W <= F, W <= I. Peak activations: min(m, p).
     """
     p, m = num_stages, num_microbatches
     # "IWF" * m is too long: at its end first F is used up, then I, and W is left
@@ -211,15 +211,15 @@ def zb_h2(num_stages, num_microbatches):
         rank 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
         rank 1   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    Idle time of a rank between its first and last action: (p-1)(F+B-3W), for m >= 2p-1. The paper's
-    ranks then begin their next step at once; ours meet. Peak activations: min(m, 2p-1).
+    Idle time of a rank between its first and last action: (p-1)(F+B-3W), for m >= 2p-1, W <= F, I.
+    The paper's ranks then begin their next step; ours meet. Peak activations: min(m, 2p-1).
     """
     p, m = num_stages, num_microbatches
     return _schedule(p, m, lambda r: "F" * (2 * (p - r) - 1) + "IF" * (2 * r) + "IWF" * m)
 
 
 def zb_v(num_stages, num_microbatches):
-    """Two chunks a rank, down the ranks and up again in a V: ZB-H2's bubble at 1F1B's memory.
+    """Two chunks a rank, down the ranks and up again in a V: no bubble, at 1F1B's memory, if I = W.
 
     Rank 0 has the first and the last layers, so that backward begins there. p = 2, m = 4:
 
@@ -251,9 +251,9 @@ def dualpipe(num_stages, num_microbatches):
         rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
         rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
 
-    Bubble (p/2-1)(F&B+B-3W), where F&B is the time of a forward and a backward that overlap; less
-    where, as here, one comes after the other. Peak activations: p+1. Raises ValueError if p is odd,
-    m is odd, or m < 2p.
+    Bubble at most (p/2-1)(F&B+B-3W), of a chunk's times, F&B being that of a forward and a backward
+    that overlap; here, where they do not, half of that with F&B = F+B, if F = I = W. Peak
+    activations: p+1. Raises ValueError if p is odd, m is odd, or m < 2p.
     """
     p, m, pairs = num_stages, num_microbatches, num_microbatches // 2
     if p % 2 or m % 2 or m < 2 * p:
@@ -268,16 +268,16 @@ def _dualpipe_letters(rank, p, pairs):
     depth = min(rank, p - 1 - rank)  # ranks between this one and the nearer end
     inner = p // 2 - 1 - depth  # and the middle
     backwards = "bB" * (depth + 1)
-    whole, halves = backwards[: depth + 1], backwards[depth + 1 :]
-    halves = halves.replace("b", "i").replace("B", "I")
-    late = (halves + "I" * inner).replace("i", "w").replace("I", "W")  # each I's, in their order
+    whole, split = backwards[: depth + 1], backwards[depth + 1 :]
+    split = split.replace("b", "i").replace("B", "I")
+    late = (split + "I" * inner).replace("i", "w").replace("I", "W")  # W for an I put off, in order
     letters = (
         "F" * (2 * inner)  # step 1: fill the ranks up to the middle
         + "Ff" * (depth + 1)  # step 2: what entered at the other end is here, too
         + "iwf" * inner  # step 3: halved, so that the other end waits less for its gradient
         + "FbfB" * (pairs - p + depth + 1)  # step 4, the main one: a forward beside each backward
         + "bfB" * inner  # step 5: no forward of the nearer end is left
-        + (whole + halves)  # step 6: nor of the other; W is put off from the middle of it on
+        + (whole + split)  # step 6: nor of the other; W is put off from the middle of it on
         + "".join(weight + "I" for weight in late[:inner])  # step 7: W while a gradient comes
         + late[inner:]  # step 8
     )
@@ -333,7 +333,7 @@ class Schedule(list):
             self._link("BI", microbatch, route[::-1])
 
     def route(self, microbatch):
-        """The places that a microbatch visits on its way forward."""
+        """The places that a microbatch visits on its way forward: of two routes half take each."""
         return self.routes[microbatch * len(self.routes) // self.num_microbatches]
 
     def _link(self, kinds, microbatch, places):
@@ -447,8 +447,8 @@ class WeightGradStore:
 
     While it is open, which is while an I runs, a layer may put(parameter, product) in place of
     computing the parameter's gradient, which is what product() returns. While it `adds`, a layer
-    that computes it may add it to .grad at once, where autograd would write it and read it again:
-    but not in the action that completes a gradient, for which replicas' hooks wait.
+    may add a weight's gradient to .grad itself, which saves autograd a pass over it: that is not in
+    the action that completes a stage's gradients, since hooks of replicas wait for autograd.
     """
 
     products, adds = None, False
@@ -492,7 +492,8 @@ class _DeferredLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_y):
-        (x, weight), (wants_x, wants_weight, wants_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         x, rows = x.flatten(0, -2), grad_y.flatten(0, -2)
         put_off, product = ctx.defer.open, lambda: rows.t() @ x
         if wants_weight and put_off:
@@ -595,7 +596,7 @@ class _Messenger:
 # and all others run under no_sync().
 #
 # The overlap: messages travel while ranks compute. Receives are posted ahead, and a send is waited
-# for when as many follow as there are stages; else a rank waits in its schedule's bubble alone.
+# for when num_stages later ones are posted; else a rank waits in its schedule's bubble alone.
 #
 # How torch.distributed.pipelining differs: each schedule is a class; shapes are sent ahead in the
 # first step; messages are exchanged between two actions and waited for there, or are items of a
@@ -636,7 +637,7 @@ class Pipeline:
         dtype = dtype or torch.get_default_dtype()
         self.like = {"size": torch.Size(shape), "dtype": dtype, "device": device}
         self.actions, routes = schedule[self.rank], schedule.routes
-        # the action that completes a stage's gradients; one stage may be there as two chunks
+        # the action that completes a stage's gradients: the last one stays
         self.last_backward = {self.stages[a.chunk]: a for a in self.actions if a.kind != "F"}
         self.training = bool(self.last_backward)  # or else an evaluation, forward_only()
         # the chunks of this rank where routes begin, and end
@@ -702,7 +703,7 @@ class Pipeline:
         return output.detach().contiguous()
 
     def _backward(self, action, grad_output):
-        """B, or with the store open I."""
+        """B, or I, during which the store is open: then there is a list for its products."""
         x, start = self.in_flight.pop(action[1:])
         products = [] if action.kind == "I" else None
         with self._no_sync(action), self.defer.during(products, adds=not self._syncs(action)):
@@ -714,7 +715,7 @@ class Pipeline:
 
     def _weights(self, action, _):
         products, stage = self.put_off.pop(action[1:]), self.stages[action.chunk]
-        if self._syncs(action) and hasattr(stage, "start_grad_sync"):  # no backward will begin it
+        if self._syncs(action) and hasattr(stage, "start_grad_sync"):  # all others are complete
             stage.start_grad_sync(awaited={parameter for parameter, _ in products})
         with self._no_sync(action):
             _add_products(products)
@@ -795,8 +796,8 @@ def bubble_time(
     """A rank's idle time, where F, B and its part W take these times for all of a rank's layers.
 
     Ranks of zb-h2 and zb-v begin and end one after the other: there it is the idle time between a
-    rank's first and last action, of zb-v if W <= F <= B - W. dualpipe's is an upper bound. zb-h1,
-    zb-h2 and zb-v are so from p, 2 p - 1 and 2 p microbatches on.
+    rank's first and last action. dualpipe's is an upper bound. zb-h1, zb-h2 and zb-v are so from p,
+    2 p - 1 and 2 p microbatches on, if W <= F and W <= B - W, of zb-v if F <= B - W.
     """
     rounds, F, B, W = num_stages - 1, forward, backward, weight
     return {

@@ -8,9 +8,9 @@ may have 1/t of the sequence there, which is dim 0 of (T, B, D):
     x_r ---- LayerNorm ---- all-gather ---- QKV, attention, out ---- reduce-scatter ---- dropout, +
            backward:        reduce-scatter                           all-gather
 
-It sends what tensor parallelism does, 8 b s h (t-1)/t elements per layer, and 2 more, as backward
-gathers inputs again of which a rank keeps its part; and once per step, by an all-reduce, gradients
-of norms and biases. (PyTorch's SequenceParallel splits DTensors.) Bytes of activations that a rank
+It sends 10 b s h (t-1)/t elements per layer, tensor parallelism's 8 and 2 as backward gathers
+inputs again, of which a rank keeps its part; and once per step, by an all-reduce, gradients of
+norms and biases. (PyTorch's SequenceParallel splits DTensors.) Bytes of activations that a rank
 keeps of a layer in 16 bit (b batch, s sequence, h width, a heads; masks: 1 byte an element):
 
     tensor parallelism                     s b h (10 + 24/t + 5 a s / (h t))
@@ -22,18 +22,18 @@ Recomputation keeps a function's inputs and runs it again in backward: full, the
 the attention core, whose s x s scores take most memory and little time (fused attention has none).
 
 With context parallelism attention crosses the split, in one of three ways. Elements that each of P
-ranks sends for an attention, forward, where h_kv is the width of the keys:
+ranks sends for an attention, where h_kv is the width of the keys, and what it holds of keys and
+values beside 1/P of all activations:
 
-    all-gather   everyone gets all keys and values            2 (P-1)/P b s h_kv
-    ring         keys and values come by, a part at a time    2 (P-1)/P b s h_kv, while it computes
-    Ulysses      split by heads instead, and back             2 (P-1)/P b s/P (h + h_kv)
+                 forward                         backward, as many    held of keys and values
+    all-gather   2 (P-1)/P b s h_kv              of gradients         all
+    ring         2 (P-1)/P b s h_kv              and of gradients     3/P, then 3/P of gradients
+    Ulysses      2 (P-1)/P b s/P (h + h_kv)      again                1/P: some heads, whole
 
-For Ulysses h_kv counts P heads at least. Backward sends as much, the all-gather gradients, in fp32;
-the ring in addition as much of gradients, in fp32. A rank holds 1/P of all activations, and of keys
-and values all, three parts (in backward also three of gradients, in fp32), or some heads. Only the
-ring computes while it sends (see _RingAttention). PyTorch's context_parallel() has the ring and the
-all-gather, in a context that replaces scaled_dot_product_attention; these are functions of q, k and
-v. They are causal: neither other masks nor packed documents.
+For Ulysses h_kv counts P heads at least. Gradients are in fp32. Only the ring computes while it
+sends (see _RingAttention). PyTorch's context_parallel() has the ring and the all-gather, in a
+context that replaces scaled_dot_product_attention; these are functions of q, k and v. They are
+causal: neither other masks nor packed documents.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022. Llama
 Team, "The Llama 3 Herd of Models", 2024. Liu et al., "Ring Attention with Blockwise Transformers
@@ -66,14 +66,14 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
     return x + reduce_scatter_to_group(y, 0, group)  # (T/P, B, D); backward: all-gather
 
 
-# tensor_parallel.py's layers keep norm(x) in place of `whole`; sum_partial_gradients() all-reduces.
+# tensor_parallel.py keeps norm(x), not `whole`; sum_partial_gradients() sums gradients of `norm`.
 
 
 # ---- recomputation -------------------------------------------------------------------------------
 
 
 class _Hollow(torch.autograd.Function):
-    """forward: a tensor of x's shape that takes no memory; backward: identity"""
+    """forward: a tensor of x's shape without memory, so that x is freed; backward: identity"""
 
     @staticmethod
     def forward(ctx, x):
@@ -100,7 +100,7 @@ def recompute(function, *inputs):
 
     def run(*inputs):
         output = function(*inputs)
-        return _Hollow.apply(output) if torch.is_grad_enabled() else output  # enabled in the 2nd
+        return _Hollow.apply(output) if torch.is_grad_enabled() else output  # in the second run
 
     return checkpoint(run, *inputs, use_reentrant=True)
 
@@ -146,11 +146,11 @@ def simple_ring_attention(q, k, v, group=None):
     q, k, v: (B, H, T/P, K), and so the result.
     """
     rank, P = rank_and_size(group)
-    kv, arriving = torch.stack([k, v]), torch.stack([k, v])
-    length, output, total = q.shape[2], torch.zeros_like(q), 0
+    kv, positions = torch.stack([k, v]), torch.arange(q.shape[2], device=q.device)
+    arriving, output, total = torch.empty_like(kv), torch.zeros_like(q), 0
     for step in range(P):
         source = (rank - step) % P  # whose keys and values these are
-        queries, keys = (r * length + torch.arange(length) for r in (rank, source))
+        queries, keys = (r * len(positions) + positions for r in (rank, source))
         scores = q @ kv[0].mT * q.shape[-1] ** -0.5  # (B, H, T/P, T/P)
         weights = scores.masked_fill(keys > queries.unsqueeze(1), -math.inf).exp()
         output, total = output + weights @ kv[1], total + weights.sum(-1, keepdim=True)
@@ -259,7 +259,7 @@ def block_attention(q, k, v, causal):
 
 
 def block_attention_backward(grad, q, k, v, output, lse, causal):
-    """The gradients of q, k and v, from the output and log-sum-exp over *all* keys of a query."""
+    """Gradients of q, k, v by output and lse over *all* keys, as exp(score - lse) is the weight."""
     aten = torch.ops.aten
     if q.device.type == "cpu":
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -269,7 +269,7 @@ def block_attention_backward(grad, q, k, v, output, lse, causal):
         kernel, sizes = aten._scaled_dot_product_flash_attention_backward, (q.shape[2], k.shape[2])
         arguments = (grad, q, k, v, output, lse.contiguous(), None, None, *sizes, 0.0, causal)
         return kernel(*arguments, seed, seed)
-    shape, lse = k.shape, F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # as it was made
+    shape, lse = k.shape, F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # as forward pads it
     kernel, mask = aten._scaled_dot_product_efficient_attention_backward, (True, True, True, False)
     k, v = _repeated(k, q), _repeated(v, q)
     grads = kernel(grad, q, k, v, None, output, lse, seed, seed, 0.0, mask, causal)
@@ -333,7 +333,7 @@ class _AllGatherAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, group):
         rank, P = rank_and_size(group)
         ctx.group, ctx.dtype, ctx.blocks = group, k.dtype, gathered_blocks(rank, P, q.shape[2])
-        kv = torch.stack([k, v]).unflatten(3, (2, -1)).movedim(3, 0)  # (2, 2, B, KV, T/2P, K)
+        kv = torch.stack([k, v]).unflatten(3, (2, -1)).movedim(3, 0)  # (chunks, 2, B, KV, T/2P, K)
         parts = kv.new_empty(P, *kv.shape)
         all_gather_single(parts, kv.contiguous(), group)
         whole = _by_position(parts, 3)  # (2, B, KV, T, K)
@@ -375,12 +375,12 @@ class _RingAttention(torch.autograd.Function):
         step     0     1     2     3      P = 4: whose keys and values rank r attends to
         keys of  r    r-1   r-2   r-3
 
-    forward, step 0 to P-1       | backward: begin to send the own k, v; step 1 to P-1, then 0
+    forward, step 0 to P-1       | backward, begin to send the own k, v; then step 1 to P-1
       begin to send k, v on (*)  |   wait for k, v; begin to send them on (*)
       attend to them             |   their gradients, of these queries
       wait for what comes (*)    |   from step 2 on: wait for the sum of the ranks before; add it
-    (*) but in step P-1          |   begin to send the sum on: after step P-1 it goes home, where
-                                 |   step 0 adds it to the gradients of the own k, v
+    (*) but in step P-1          |   begin to send the sum on: after step P-1 it goes home, and
+                                 | beside that step 0, the gradients of the own k, v: add it
     """
 
     @staticmethod
@@ -437,7 +437,7 @@ def _send_recv(tensor, buffer, group):
 
 
 def ring_attention(q, k, v, group=None):
-    """Causal attention of local queries to keys and values that come by, P - 1 times a neighbour's.
+    """Causal attention of local queries to keys and values that come by on the ring, P - 1 times.
 
     Shapes and errors as of allgather_attention(). The zig-zag order is that of Zhu's
     ring-flash-attention, 2024.

@@ -10,13 +10,14 @@ next need no communication in between, so a non-linearity, or attention over hea
     g   forward: all-reduce    backward: identity     Z is a sum over the rows' owners
 
 With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence, dim 0: then
-f is an all-gather, whose backward is a reduce-scatter, and g a reduce-scatter, an all-gather.
+f is an all-gather, with a reduce-scatter as backward, and g the opposite.
 
 A rank holds   1/t of every matrix and of the vocabulary (t ranks; P below, tp in errors), of their
                gradients and optimizer states, of Y and the logits; all of norms, X and Z
 It sends       per transformer layer and microbatch 4 all-reduces, 2 f and 2 g, of b s h elements
-               (batch, sequence, width): 8 b s h (t-1)/t; embedding, head: one each; loss: 3 b s;
-               with sequence parallelism, once a step, gradients of norms and biases
+               (batch, sequence, width): 8 b s h (t-1)/t; embedding, head: one each; loss: those of
+               3 b s elements. With sequence parallelism 10 b s h (t-1)/t, as backward gathers X
+               again, and once a step gradients of norms and biases
 Overlap        in backward f runs beside the product for the weight (see _ParallelLinear, a list of
                events); in forward there is none, as what follows needs what f and g bring
 PyTorch's      DTensor and parallelize_module() split the same matrices: a parameter knows the whole
@@ -28,12 +29,12 @@ Parallelism", 2019. Korthikanti et al., "Reducing Activation Recomputation in La
 Models", 2022 (sequence parallelism). Krizhevsky et al., "ImageNet Classification with Deep
 Convolutional Neural Networks", 2012 (the same idea, ten years before: alexnet()).
 
-    torchrun --nproc-per-node 4 tensor_parallel.py      claimed and counted bytes;
-                                                        the error against one process
+    torchrun --nproc-per-node 4 tensor_parallel.py    bytes, claimed and counted, and the error
 """
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -134,7 +135,8 @@ class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, column, split, group, defer):
         ctx.column, ctx.split, ctx.group, ctx.defer = column, split, group, defer
-        ctx.gathers, ctx.parameters = column and split, (weight, bias)  # as hooks and stores know
+        # the parameters themselves: hooks and the store go by identity
+        ctx.gathers, ctx.parameters = column and split, (weight, bias)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         whole = all_gather_to_group(x, 0, group) if ctx.gathers else x
         y = F.linear(whole, weight, bias)
@@ -145,12 +147,12 @@ class _ParallelLinear(torch.autograd.Function):
     def backward(ctx, grad_y):
         (x, weight), group, defer = ctx.saved_tensors, ctx.group, ctx.defer
         put_off = defer is not None and defer.open
-        gathering = grad_x = reducing = None
+        whole, gathering, grad_x, reducing = x, None, None, None
         if ctx.split and not ctx.column:
             grad_y = all_gather_to_group(grad_y, 0, group)
         if ctx.gathers and ctx.needs_input_grad[1] and not put_off:
-            own, x = x, x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
-            gathering = all_gather_single(x, own, group, async_op=True)
+            whole = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+            gathering = all_gather_single(whole, x, group, async_op=True)
         if ctx.needs_input_grad[0]:
             grad_x = grad_y @ weight.to(grad_y.dtype)
             if ctx.column:
@@ -160,8 +162,8 @@ class _ParallelLinear(torch.autograd.Function):
         rows = grad_y.reshape(-1, grad_y.shape[-1])
 
         def weight_product():
-            whole = all_gather_to_group(x, 0, group) if ctx.gathers and not gathering else x
-            inputs = whole.reshape(-1, whole.shape[-1])
+            inputs = all_gather_to_group(x, 0, group) if put_off and ctx.gathers else whole
+            inputs = inputs.reshape(-1, inputs.shape[-1])
             parameter, adds = ctx.parameters[0], defer is not None and defer.adds
             adds = adds and parameter.is_leaf and not parameter._backward_hooks
             if adds and getattr(parameter.grad, "dtype", None) == rows.dtype:
@@ -169,9 +171,7 @@ class _ParallelLinear(torch.autograd.Function):
                 return None
             return (rows.t() @ inputs).to(parameter.dtype)
 
-        def bias_sum():
-            return rows.sum(0).to(ctx.parameters[1].dtype)
-
+        bias_sum = lambda: rows.sum(0).to(ctx.parameters[1].dtype)
         grads, gradients = [None, None], (weight_product, bias_sum)
         for i, (parameter, gradient) in enumerate(zip(ctx.parameters, gradients)):
             if ctx.needs_input_grad[1 + i]:
@@ -203,8 +203,8 @@ def parallel_linear(
         of what is gathered, by rows each rank gets a part of the sum.
     defer: where a pipeline halves its backwards, its WeightGradStore (see pipeline.py). A backward
         that finds it open computes the gradient of X, and puts a function there for the weight's;
-        one that finds that it `adds` adds the weight's to .grad as it computes it. A weight with a
-        hook has its gradient at once.
+        one that finds `adds` true adds the weight's gradient to .grad itself. A weight with a hook
+        has its gradient at once.
     Raises ValueError for a sequence that P does not divide.
     """
     x = autocasted(x)  # before it is kept and sent
@@ -305,13 +305,10 @@ class ParallelSelfAttention(nn.Module):
 
 def attention(q, k, v, dropout=0.0):
     """PyTorch's fused causal attention. Heads of k and v serve several of q's."""
-    grouped = q.shape[1] != k.shape[1]
-    if grouped and q.is_cuda and q.element_size() > 2:  # the only kernel for these takes no groups
+    if q.shape[1] != k.shape[1] and q.is_cuda and q.element_size() > 2:  # its kernel has no groups
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        grouped = False
-    return F.scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped
-    )
+    options = {"dropout_p": dropout, "is_causal": True, "enable_gqa": q.shape[1] != k.shape[1]}
+    return F.scaled_dot_product_attention(q, k, v, **options)
 
 
 # ---- vocabulary: embedding and loss --------------------------------------------------------------
@@ -375,7 +372,7 @@ class _CrossEntropy(torch.autograd.Function):
         all_reduce(maximum, ReduceOp.MAX, group)
         grad = logits.to(torch.promote_types(logits.dtype, torch.float32))
         grad = grad.clone() if grad is logits and not inplace else grad
-        grad.sub_(maximum.unsqueeze(-1))  # (N, V/P); every exponential is at most 1
+        grad.sub_(maximum.unsqueeze(-1))  # (N, V/P), to become exp, softmax and gradient in place
 
         local = target - start
         out_of_range = (local < 0) | (local >= logits.shape[-1])
@@ -391,7 +388,7 @@ class _CrossEntropy(torch.autograd.Function):
         all_reduce(sums, group=group)
         normalizer, target_logit = sums
         grad.div_(normalizer.unsqueeze(-1))
-        minus_one = out_of_range.to(grad.dtype).sub_(1)  # of this rank's targets, or else 0
+        minus_one = out_of_range.to(grad.dtype).sub_(1)  # at this rank's targets, else 0
         grad.scatter_add_(-1, local, minus_one.unsqueeze(-1))
 
         ctx.ignored = target == ignore_index
@@ -453,57 +450,9 @@ class ShardedRandomState:
         self.module.set_rng_state(self.outside)
 
 
-# ---- 2012: AlexNet on two GPUs -------------------------------------------------------------------
-#
-# Each GPU has half of every layer's filters. Those of conv2, 4 and 5 read only the channels of
-# their own GPU, which costs nothing; conv3 and the dense layers read both. On one device a layer
-# that reads its own half is a convolution in two groups, and a norm is over a half's channels.
-#
-#               conv1    conv2    conv3    conv4    conv5    dense    dense    dense
-#     GPU 0   image-48 --- 128 -\ / 192 --- 192 --- 128 -\ / 2048 -\ / 2048 -\ / 500
-#                                X                        X         X         X
-#     GPU 1   image-48 --- 128 -/ \ 192 --- 192 --- 128 -/ \ 2048 -/ \ 2048 -/ \ 500
-
-
-class _Halved(nn.Module):
-    """A layer with this rank's filters. It reads all channels of x, or those of its own rank."""
-
-    def __init__(self, layer, reads_all, group):
-        super().__init__()
-        self.layer, self.reads_all, self.group = layer, reads_all, group
-        for name, full in list(layer.named_parameters()):
-            set_shard(layer, name, full, Shard(0, (len(full),)), group)
-        layer.groups = 1  # those of another rank are not here
-
-    def forward(self, x):
-        return self.layer(all_gather_to_group(x, 1, self.group) if self.reads_all else x)
-
-
-def alexnet(filters=(96, 256, 384, 384, 256), dense=4096, classes=1000, group=None):
-    """AlexNet over the group's ranks, two in the paper: (B, 3, 224, 224) -> (B, classes / P).
-
-    Images are the same on every rank, logits those of its classes. Without the paper's dropout.
-    Weights are those of the layers on one device, for the same seed, cut. P divides each size.
-    """
-    _, P = rank_and_size(group)
-    own, both = (lambda layer, reads=reads: _Halved(layer, reads, group) for reads in (False, True))
-    a, b, c, d, e = filters
-    relu, pool, norm = nn.ReLU(), nn.MaxPool2d(3, 2), nn.LocalResponseNorm(5, k=2.0)
-    return nn.Sequential(
-        *(own(nn.Conv2d(3, a, 11, 4, 2)), relu, norm, pool),
-        *(own(nn.Conv2d(a, b, 5, 1, 2, groups=P)), relu, norm, pool),
-        *(both(nn.Conv2d(b, c, 3, 1, 1)), relu),
-        *(own(nn.Conv2d(c, d, 3, 1, 1, groups=P)), relu),
-        *(own(nn.Conv2d(d, e, 3, 1, 1, groups=P)), relu, pool, nn.Flatten()),
-        *(both(nn.Linear(36 * e, dense)), relu),
-        *(both(nn.Linear(dense, dense)), relu),
-        both(nn.Linear(dense, classes)),
-    )
-
-
 # ---- copies that each rank uses for tokens of its own --------------------------------------------
 #
-# With sequence parallelism norms and biases, which `partial` of their module names, for a sum.
+# Norms and biases, with sequence parallelism: `partial` of their module names them, to be summed.
 
 
 def mark_partial(module):
@@ -542,6 +491,9 @@ def sum_partial_gradients(parameters, group=None, check=True):
     all_reduce(flat, group=group)
     sums = flat.split([gradient.numel() for gradient in gradients])
     torch._foreach_copy_(gradients, [total.view_as(of) for total, of in zip(sums, gradients)])
+
+
+# ---- where a part lies in the whole: for initial values and checkpoints --------------------------
 
 
 def part_of(parameter):
@@ -597,6 +549,54 @@ def views_in_whole(parameter, tensor, held):
             views[index], flat = flat[: math.prod(box)].view(box), flat[math.prod(box) :]
         begin, end = begin - math.prod(sizes), end - math.prod(sizes)
     return (*shape[:dim], total, *shape[dim + 1 :]), views
+
+
+# ---- 2012: AlexNet on two GPUs -------------------------------------------------------------------
+#
+# Each GPU has half of every layer's filters. Those of conv2, 4 and 5 read only the channels of
+# their own GPU, which costs nothing; conv3 and the dense layers read both. On one device a layer
+# that reads its own half is a convolution in two groups, and a norm is over a half's channels.
+#
+#               conv1    conv2    conv3    conv4    conv5    dense    dense    dense
+#     GPU 0   image-48 --- 128 -\ / 192 --- 192 --- 128 -\ / 2048 -\ / 2048 -\ / 500
+#                                X                        X         X         X
+#     GPU 1   image-48 --- 128 -/ \ 192 --- 192 --- 128 -/ \ 2048 -/ \ 2048 -/ \ 500
+
+
+class _Halved(nn.Module):
+    """A layer with this rank's filters. It reads all channels of x, or those of its own rank."""
+
+    def __init__(self, reads_all, group, layer):
+        super().__init__()
+        self.layer, self.reads_all, self.group = layer, reads_all, group
+        for name, full in list(layer.named_parameters()):
+            set_shard(layer, name, full, Shard(0, (len(full),)), group)
+        layer.groups = 1  # those of another rank are not here
+
+    def forward(self, x):
+        return self.layer(all_gather_to_group(x, 1, self.group) if self.reads_all else x)
+
+
+def alexnet(filters=(96, 256, 384, 384, 256), dense=4096, classes=1000, group=None):
+    """AlexNet over the group's ranks, two in the paper: (B, 3, 224, 224) -> (B, classes / P).
+
+    Images are the same on every rank, logits those of its classes. Without the paper's dropout.
+    Weights are those of the layers on one device, for the same seed, cut. P divides each size.
+    """
+    _, P = rank_and_size(group)
+    own, both = partial(_Halved, False, group), partial(_Halved, True, group)
+    a, b, c, d, e = filters
+    relu, pool, norm = nn.ReLU(), nn.MaxPool2d(3, 2), nn.LocalResponseNorm(5, k=2.0)
+    return nn.Sequential(
+        *(own(nn.Conv2d(3, a, 11, 4, 2)), relu, norm, pool),
+        *(own(nn.Conv2d(a, b, 5, 1, 2, groups=P)), relu, norm, pool),
+        *(both(nn.Conv2d(b, c, 3, 1, 1)), relu),
+        *(own(nn.Conv2d(c, d, 3, 1, 1, groups=P)), relu),
+        *(own(nn.Conv2d(d, e, 3, 1, 1, groups=P)), relu, pool, nn.Flatten()),
+        *(both(nn.Linear(36 * e, dense)), relu),
+        *(both(nn.Linear(dense, dense)), relu),
+        both(nn.Linear(dense, classes)),
+    )
 
 
 # ---- cost ----------------------------------------------------------------------------------------

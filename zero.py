@@ -13,11 +13,11 @@ P-th of the elements, to look after, and let it forget the rest as early as it c
 Bytes are those of 16-bit parameters and gradients with a 32-bit copy and Adam's two moments; D is
 the size of the parameters. Gradients that add up in 32 bits take 2 bytes more (stage 1: 2 + 4 +
 12/P). An all-reduce of gradients is a reduce-scatter and an all-gather, and updating between the
-two costs nothing more (stages 1, 2); stage 3 gathers parameters twice.
+two costs nothing more (stages 1, 2); stage 3 gathers parameters twice, in forward and in backward.
 
-    stage 3   gather    | 1 | 2 | 3 | 4 |       | 3 | 2 | 1 |        a unit is there when its turn
-              compute       | 1 | 2 | 3 | 4 | 4   | 3  | 2  | 1  |   comes, and is dropped after it
-              scatter                             | 4  | 3  | 2  | 1 |
+    stage 3   gather    | 1 | 2 | 3 | 4 |   | 4 | 3  | 2  | 1  |         a unit comes before its
+              compute       | 1 | 2 | 3 | 4 |   | 4  | 3  | 2  | 1  |    turn, and goes after it
+              scatter                                | 4  | 3  | 2  | 1 |
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023.
@@ -96,7 +96,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
         step()      each rank updates its shard; an all-gather of the parameters       (P-1)/P D
 
     So does PyTorch's optimizer of this name, which deals out whole parameters where this one cuts
-    a flat tensor. FullyShardedDataParallel(..., stage=1) sends no more than DDP alone.
+    a flat tensor. It sends 3 (P-1)/P D in all; FullyShardedDataParallel(..., stage=1) sends 2.
 
     params: they start as the first rank's, and become views of one flat tensor per dtype.
     optimizer_class: one that check_elementwise() accepts.
@@ -121,9 +121,15 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer):
             views = layout.views(flat), layout.pieces(shard, rank)
             for parameter, view, piece in zip(parameters, *views):
                 parameter.data = view
-                self.pieces[parameter] = nn.Parameter(piece, parameter.requires_grad)
+                self.pieces[parameter] = own = nn.Parameter(piece, parameter.requires_grad)
+                own.grad_dtype = grad_dtype(parameter)
             self._flats.append((flat, shard, list(zip(parameters, layout.ranges(rank)))))
         self.optimizer = optimizer_class(self._groups_of_pieces(), **defaults)
+
+    def add_param_group(self, group):
+        if hasattr(self, "optimizer"):
+            raise RuntimeError("an optimizer of shards gets all of its parameters at the beginning")
+        super().add_param_group(group)
 
     def _groups_of_pieces(self):
         """With learning rates and the like as they are now."""
@@ -190,7 +196,8 @@ class FlatParameter:
     whole: what the module computes with instead, of full shape: views of unsharded_param, whose
         memory comes and goes or, if it `keeps` it, stays.
     flat_grad: gradients of these, from the first one that comes until reduce().
-    incoming: this rank's part of their sum, while it travels.
+    gathering: their all-gather, begun or done; None once they are dropped.
+    incoming: this rank's part of the gradients' sum, while it travels.
     missing: what they wait for before they leave; empty when they have left.
     """
 
@@ -227,7 +234,7 @@ class FlatParameter:
         self.unsharded_param, self.memory = flat, flat.untyped_storage()
         self.nbytes = self.memory.nbytes()
         for whole, view in zip(self.whole, self.layout.views(flat)):
-            whole.data = view  # not nn.Parameter(view): gathering would count as a change in place
+            whole.data = view  # which shares no version: gathering is no change to autograd
             if self.grad_dtype != self.sharded_param.dtype:
                 whole.grad_dtype = self.grad_dtype
 
@@ -332,8 +339,8 @@ def _sort_parameters(module, units, groups_of):
                 owners.setdefault(parameter, set()).add(number)
                 places.setdefault(parameter, set()).add((submodule, name))
     # A flat parameter is of one dtype, and its gradients, all trainable or not. What carries other
-    # attributes has one of its own: tensor-parallel ranks, which hold parts of unlike sizes of what
-    # they split, so have the same pieces of what they all hold.
+    # attributes, such as a `sharded = True`, has one of its own: so tensor-parallel ranks, whose
+    # parts of what they split are of unlike sizes, have the same pieces of what they all hold.
     kinds = [{} for _ in range(len(units) + 1)]
     for name, parameter in module.named_parameters():
         owner = min(owners[parameter]) if len(owners[parameter]) == 2 else len(units)
@@ -363,17 +370,17 @@ def _share_memory(units):
 # gathered or summed travels while a unit computes. Stages 1 and 2 drop nothing.
 #
 #            computes up to        calls                 _Gathers                 _Sums
-# forward    the module            forward()             gather root and 0
-#            unit k                _before_forward()     wait for k, gather k+1
+# forward    the module            forward()             gather root, 0, 1
+#            unit k                _before_forward()     gather k+1, wait for k
 #            its end               _after_forward()      drop k
-# backward   the module's end      _begin_backward()     gather root and n-1
-#            unit k's end          _turn()               wait for k, gather k-1   sum k+1
+# backward   the module's end      _begin_backward()     gather root, n-1, n-2
+#            unit k's end          _turn()               gather k-1, wait for k   sum k+1
 #            a gradient            _gradient_ready()                              add it to others
 #            the end of all        _end_backward()       drop all                 sum 0 and root
 
 
 class _Gathers:
-    """The upper row: parameters come before their unit's turn, and go after it.
+    """The upper row of the file's picture: parameters come before their unit's turn, go after it.
 
     units: the FlatParameters of each, and at last of the root, which are there during a pass.
     """
@@ -382,6 +389,7 @@ class _Gathers:
         kinds, places = _sort_parameters(module, units, groups_of)
         make = lambda named: FlatParameter(named, places, groups_of, stage < 3, *options)
         made = [[make(named) for named in of_unit.values()] for of_unit in kinds]
+        # even units, odd ones, the root: two in a row, which are there together, never share
         for sharing in (made[:-1:2], made[1:-1:2], made[-1:]) if stage == 3 else ():
             _share_memory([unit for unit in sharing if unit])
         self.units, self.stage, self.root = made, stage, len(units)  # the root's number
@@ -397,7 +405,7 @@ class _Gathers:
         self.use(self.root)
 
     def turn_to(self, number, direction):
-        """Have a unit and the next one; others are done."""
+        """Begin to gather a unit and the next one in this direction; drop the others."""
         wanted = [n for n in (number, number + direction) if 0 <= n < self.root]
         for n in range(self.root):
             if n not in wanted:
@@ -450,7 +458,7 @@ class _Sums:
         self.places = {w: (flat, i) for flat in self.order for i, w in enumerate(flat.whole)}
 
     def begin(self, missing):
-        """missing: {flat parameter: what its gradients wait for}"""
+        """missing: {flat parameter: the gradients it waits for, or a turn that complete() ends}"""
         self.queue = deque(self.order)
         for flat in self.order:
             flat.missing = missing[flat]
@@ -581,7 +589,7 @@ class _Passes(nn.Module):
     @torch.no_grad()
     def _turn(self, number):
         """Backward is at a unit's outputs. Those skipped have their turn, too, as on all ranks."""
-        # the loss is of what a unit has returned; or the unit is of a forward pass before
+        # it came past no output of the module: the loss has a unit's, or two forward passes
         if self._current is None or number > self._current:
             self._begin_backward()
         while self._current > number:
@@ -661,8 +669,8 @@ class FullyShardedDataParallel(_Passes):
     - A module around this one has no state_dict(): take this one's, of whole tensors.
 
     units: submodules, such as a transformer's blocks, in the order in which every rank runs them.
-    stage: 1 and 2 keep what is gathered until reshard(), to be called whenever parameters have
-        changed: optimizer.register_step_post_hook(lambda *_: model.reshard()).
+    stage: 1 and 2, which are the same code but for a use of no_sync(), keep what is gathered until
+        reshard(): optimizer.register_step_post_hook(lambda *_: model.reshard()).
     replicate_group: (HSDP) its ranks have the same shard, and gradients are summed over it, too.
     param_dtype: of the gathered parameters, and of floating-point inputs; the pieces keep theirs.
     reduce_dtype: in which gradients are summed, by default the parameters' grad_dtype.
@@ -680,17 +688,8 @@ class FullyShardedDataParallel(_Passes):
     """
 
     def __init__(
-        self,
-        module,
-        process_group=None,
-        units=(),
-        stage=3,
-        replicate_group=None,
-        param_dtype=None,
-        reduce_dtype=None,
-        gradient_divide_factor=None,
-        wait_in_backward=True,
-        under_way=None,
+        self, module, process_group=None, units=(), stage=3, replicate_group=None, param_dtype=None,
+        reduce_dtype=None, gradient_divide_factor=None, wait_in_backward=True, under_way=None,
         groups=None,
     ):
         every, units, world_size = (process_group, replicate_group), list(units), 1
