@@ -51,30 +51,21 @@ class MoE(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden,
-        experts,
-        top_k,
-        score,
-        shared=0,
-        factor=None,
-        losses=(0, 0),
-        groups=(1, 1),
-        ffn=None,
+        self, hidden, E, k, score, shared=0, factor=None, losses=(0, 0), groups=(1, 1), ffn=None
     ):
         super().__init__()
         ffn = ffn or 4 * hidden
-        self.top_k, self.score, self.factor, self.coefficients = top_k, score, factor, losses
-        self.router = nn.Linear(hidden, experts, bias=False)
+        self.top_k, self.score, self.factor, self.coefficients = k, score, factor, losses
+        self.router = nn.Linear(hidden, E, bias=False)
         self.experts = nn.Module()
-        self.experts.w_in = nn.Parameter(torch.empty(experts, ffn, hidden))
-        self.experts.w_out = nn.Parameter(torch.empty(experts, hidden, ffn))
+        self.experts.w_in = nn.Parameter(torch.empty(E, ffn, hidden))
+        self.experts.w_out = nn.Parameter(torch.empty(E, hidden, ffn))
         if shared:
             up = nn.Linear(hidden, ffn * shared, bias=False)
             down = nn.Linear(ffn * shared, hidden, bias=False)
             self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
-        self.register_buffer("bias", torch.zeros(experts), persistent=False)
-        self.groups, self.counts, self.loss = groups, torch.zeros(experts), 0
+        self.register_buffer("bias", torch.zeros(E), persistent=False)
+        self.groups, self.counts, self.loss = groups, torch.zeros(E), 0
 
     def forward(self, x):
         shape, x = x.shape, x.flatten(0, -2)  # (N, D)
@@ -176,9 +167,9 @@ class ReferenceTraining:
         ]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
-    def step(self, inputs, targets):
+    def step(self, inputs, targets, bias_rate=0.0):
         found = self.backward(inputs, targets)
-        self.update(next(self.rates))
+        self.update(next(self.rates), bias_rate)
         return found
 
     def backward(self, inputs, targets, microbatches=(slice(None),)):

@@ -38,12 +38,6 @@ def test_what_fails_or_is_cut_off_is_told_beside_what_was_measured(tmp_path, cap
     assert "broken FAILED: ValueError: x=3 is not even" in told
 
 
-def test_all_that_was_asked_is_exit_status_0(capsys):
-    with patch.object(bench, "BENCHMARKS", {"fine": _fine}), pytest.raises(SystemExit) as ended:
-        bench.main([])
-    assert ended.value.code == 0
-
-
 @on_ranks(2)
 def test_a_round_takes_as_long_as_its_slowest_rank():
     times = bench.take_turns({"sleep": lambda: time.sleep(0.02 * dist.get_rank())}, 3)

@@ -2,7 +2,6 @@
 
 import io
 import json
-import resource
 import shutil
 from pathlib import Path
 
@@ -21,14 +20,6 @@ LAYERS, HIDDEN, HEADS, T, V = 3, 32, 4, 12, 67
 ARGUMENTS = {"n_layer": LAYERS, "n_head": HEADS, "n_embd": HIDDEN, "block_size": T, "bias": True}
 ARGUMENTS |= {"vocab_size": V, "dropout": 0.0}
 FLAGS = f"--layers {LAYERS} --hidden {HIDDEN} --heads {HEADS} --seq-len {T} --vocab-size {V}"
-LAYOUTS = [
-    (1, ""),
-    (2, "--tp 2 --sp"),
-    (2, "--pp 2 --microbatches 2 --zero 1"),
-    (3, "--dp 3 --batch-size 15 --zero 3"),
-    (4, "--cp 2 --pp 2 --schedule dualpipe --microbatches 4"),
-    pytest.param(8, "--tp 2 --pp 2 --dp 2 --microbatches 2", marks=pytest.mark.soak),
-]
 
 
 class Conv1D(nn.Module):
@@ -61,10 +52,6 @@ def hugging_face(**options):
     return model
 
 
-def compiled(state):
-    return {f"_orig_mod.{name}": value for name, value in state.items()}
-
-
 def of_hugging_face(prefix):
     """Its files may have no head, and have the masks of older versions."""
     state = hugging_face().state_dict()
@@ -75,11 +62,8 @@ def of_hugging_face(prefix):
 
 
 FILES = {  # what nanoGPT and Hugging Face write
-    "nanoGPT": lambda: {
-        "model": nanogpt().state_dict(), "model_args": ARGUMENTS, "iter_num": 3, "config": {"a": 1}
-    },
-    "nanoGPT, compiled": lambda: {"model": compiled(nanogpt().state_dict())},
-    "a state dict of nanoGPT": lambda: nanogpt().state_dict(),
+    "nanoGPT": lambda: {"model": nanogpt().state_dict(), "model_args": ARGUMENTS, "iter_num": 3},
+    "compiled": lambda: {f"_orig_mod.{name}": x for name, x in nanogpt().state_dict().items()},
     "GPT2LMHeadModel": lambda: of_hugging_face("transformer."),
     "GPT2Model": lambda: of_hugging_face(""),
 }
@@ -132,19 +116,6 @@ def test_models_without_bias_and_of_more_positions_in_16_bits_give_the_same_logi
     torch.testing.assert_close(logits_of(folder, tokens), expected, rtol=1e-5, atol=1e-5)
 
 
-def state_of(flags, folder):
-    """What a layout goes on from."""
-    return verify.gathered(trainer_of(flags, folder))
-
-
-@pytest.mark.parametrize("world_size, flags", LAYOUTS)
-def test_every_layout_goes_on_from_the_same_bits(world_size, flags, tmp_path):
-    folder = imported(hugging_face().state_dict(), tmp_path, "--heads", str(HEADS))
-    state, expected = run(world_size, state_of, flags, folder)[0], nanogpt().state_dict()
-    assert state.keys() == expected.keys() - {"lm_head.weight"}
-    assert all(torch.equal(value.float(), expected[name]) for name, value in state.items())
-
-
 # ---- export --------------------------------------------------------------------------------------
 
 
@@ -157,13 +128,10 @@ def train(flags, folder):
     return verify.gathered(trainer)
 
 
-@pytest.mark.parametrize("world_size, flags", LAYOUTS)
-def test_what_any_layout_saved_nanogpt_and_hugging_face_load_with_equal_logits(
-    world_size, flags, tmp_path
-):
+def test_what_ranks_saved_nanogpt_and_hugging_face_load_with_equal_logits(tmp_path):
     path, file = tmp_path / "out", {"model": nanogpt().state_dict(), "model_args": ARGUMENTS}
     folder = imported(file, tmp_path)
-    state, tokens = run(world_size, train, flags, folder)[0], torch.randint(V, (3, T))
+    state, tokens = run(2, train, "--tp 2 --sp", folder)[0], torch.randint(V, (3, T))
     assert not gpt2.main(["export", str(folder), str(path)])
     plain, theirs, flat = nanogpt(seed=1), nanogpt(seed=2), hugging_face(seed=3)
     plain.load_state_dict(state, strict=False)
@@ -175,22 +143,6 @@ def test_what_any_layout_saved_nanogpt_and_hugging_face_load_with_equal_logits(
     for model in (theirs, flat):
         torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-6, atol=1e-6)
     assert path.stat().st_size < 4 * sum(p.numel() for p in plain.parameters()) + 40_000  # once
-
-
-def test_hugging_faces_own_class_and_back(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=V, n_positions=T, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS
-    )
-    torch.manual_seed(0)
-    model, other = (transformers.GPT2LMHeadModel(config).eval() for _ in range(2))
-    folder = imported(model.state_dict(), tmp_path, "--heads", str(HEADS))
-    tokens = torch.randint(V, (3, T))
-    found = run(1, logits_of, folder, tokens)[0]
-    torch.testing.assert_close(found, model(tokens).logits, rtol=1e-5, atol=1e-5)
-    assert not gpt2.main(["export", str(folder), str(tmp_path / "out")])
-    assert other.load_state_dict(torch.load(tmp_path / "out"), strict=False).missing_keys == []
-    assert torch.equal(other(tokens).logits, model(tokens).logits)
 
 
 def test_the_command_it_prints_trains_and_what_it_saves_is_exported(tmp_path, capfd, monkeypatch):
@@ -205,77 +157,49 @@ def test_the_command_it_prints_trains_and_what_it_saves_is_exported(tmp_path, ca
     assert capfd.readouterr().out == "out is new/step_00000001\n"
 
 
-def test_where_there_is_no_room_the_file_of_before_stays(tmp_path, capsys):
-    path = tmp_path / "out"
-    path.write_text("before")
-    folder = imported(nanogpt().state_dict(), tmp_path, "--heads", str(HEADS))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
-    try:
-        assert gpt2.main(["export", str(folder), str(path)]) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert len(capsys.readouterr().err.splitlines()) == 1 and path.read_text() == "before"
-
-
 # ---- what is wrong -------------------------------------------------------------------------------
 
 WRONG = """command | what is wrong
  | import FILE DIR [--heads N] [--seq-len T], or export DIR FILE
-import FILE | import FILE DIR [--heads N] [--seq-len T], or export DIR FILE
-export there OUT --heads 4 | import FILE DIR [--heads N] [--seq-len T], or export DIR FILE
 import MISSING new | not a GPT-2 that torch.save() wrote: FileNotFoundError
-import . new | not a GPT-2 that torch.save() wrote: IsADirectoryError
 import TEXT new | TEXT new: not a GPT-2 that torch.save() wrote
-import HALF new | HALF new: not a GPT-2 that torch.save() wrote
-import LIST new | LIST new: not a GPT-2 that torch.save() wrote
 import CODE new | CODE new: not a GPT-2 that torch.save() wrote
 import OTHER new | OTHER new: not a GPT-2 that torch.save() wrote: KeyError('transformer.h.0
 import NO_LN new | Missing key(s) in state_dict: "transformer.h.1.ln_2.weight"
 import UNTIED new | UNTIED new: its lm_head.weight is not its wte.weight
 import FILE new --vocab-size 80 | size mismatch for transformer.wte.weight
-import FILE new --seq-len 13 | size mismatch for transformer.wpe.weight
-import FILE new --layers 4 | Missing key(s) in state_dict: "transformer.h.3.ln_1.weight"
 import FILE new --layers 2 | Unexpected key(s) in state_dict: "transformer.h.2.ln_1.weight"
 import FILE new --heads 5 | --hidden 32 is not divisible by --heads 5
-import FILE new --cats 5 | unrecognized arguments: --cats 5
-import FILE TEXT | FILE TEXT: [Errno 20] Not a directory
 import FILE there | there/step_00000000 is there already
 export MISSING OUT | MISSING/step_*/run.json
 export there no/such | no/such
 export experts OUT | --experts 4 --kv-heads 4 is no GPT-2
 export groups OUT | --experts 0 --kv-heads 2 is no GPT-2
-export list OUT | list/step_00000000/run.json has not the flags of a run
 export cut OUT | cut/step_00000000/run.json has not the flags of a run
-export bytes OUT | bytes/step_00000000/run.json has not the flags of a run
 export empty OUT | empty/step_00000000/run.json has not the flags of a run
 export bare OUT | bare/step_00000000/.metadata
 """
 
 
 def write_files():
-    state, bare = nanogpt().state_dict(), nn.Linear(2, 2).state_dict()
+    state = nanogpt().state_dict()
     torch.save({"model": state, "model_args": ARGUMENTS}, "FILE")
     torch.save(state | {"lm_head.weight": torch.zeros(V, HIDDEN)}, "UNTIED")
     torch.save({name: state[name] for name in state if "1.ln_2" not in name}, "NO_LN")
-    torch.save([1, 2], "LIST")
     torch.save({"model": io.StringIO}, "CODE")
-    torch.save(bare, "OTHER")
-    Path("HALF").write_bytes(Path("FILE").read_bytes()[:100_000])
+    torch.save(nn.Linear(2, 2).state_dict(), "OTHER")
     Path("TEXT").write_text("a text" * 1000)
     assert not gpt2.main(["import", "FILE", "there"])
-    run = json.loads(Path("there/step_00000000/run.json").read_text())
-    for name, text in {
-        "experts": json.dumps(run | {"experts": 4}).encode(),
-        "groups": json.dumps(run | {"kv_heads": 2}).encode(),
-        "list": b"[]",
-        "cut": json.dumps(run).encode()[:100],
-        "bytes": b"\xff\xfe{}",
-        "empty": b"{}",
+    text = Path("there/step_00000000/run.json").read_text()
+    for name, other in {
+        "experts": json.dumps(json.loads(text) | {"experts": 4}),
+        "groups": json.dumps(json.loads(text) | {"kv_heads": 2}),
+        "cut": text[:100],
+        "empty": "{}",
+        "bare": text,
     }.items():
         shutil.copytree("there", name)
-        Path(name, "step_00000000", "run.json").write_bytes(text)
-    shutil.copytree("there", "bare")
+        Path(name, "step_00000000", "run.json").write_text(other)
     Path("bare/step_00000000/.metadata").unlink()
 
 
@@ -289,8 +213,3 @@ def test_what_is_wrong_is_one_line_and_nothing_changes(line, tmp_path, monkeypat
     (complaint,) = capsys.readouterr().err.splitlines()
     assert complaint.startswith("gpt2.py: error: ") and message in complaint
     assert set(before) <= set(tmp_path.rglob("*")) and not Path("OUT").exists()
-
-
-def test_help_says_how_to_use_it(capsys):
-    assert not gpt2.main(["--help"])
-    assert capsys.readouterr().out.strip() == gpt2.__doc__.strip()

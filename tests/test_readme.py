@@ -46,12 +46,6 @@ def test_each_claim_is_what_is_counted_and_names_its_test():
             assert f"{value:,.0f}" in claims.RESULTS.read_text()
 
 
-def test_no_line_needs_scrolling():
-    lines = TEXT.splitlines()
-    assert all(len(line) <= 100 for line in lines if line.startswith("    "))
-    assert all(len(cell) <= 120 for line in lines for cell in line.split("|"))
-
-
 def test_every_command_is_known():
     assert len(OF_HYBRID) >= 5 and len(COMMANDS) >= 12
     for words in OF_HYBRID:

@@ -23,21 +23,9 @@ def parsed(world_size):
         yield hybrid.parse([*verify.sizes_of(world_size), *words], world_size, per_node)
 
 
-def stages_of(args):
-    """Of the model."""
-    return len(hybrid.schedule_of(args).routes[0])
-
-
-@pytest.mark.parametrize("world_size", [3, 8])
-def test_at_least_20_layouts_are_valid_and_the_same_each_time(world_size):
-    found = verify.layouts(world_size, world_size)
-    assert len(found) >= 20 and found == verify.layouts(world_size, world_size)
-    for words, per_node in found:
-        hybrid.parse([*verify.sizes_of(world_size), *words], world_size, per_node)
-
-
 def test_each_choice_is_in_some_layout_of_8_processes():
     rows = list(parsed(8))
+    assert len(rows) >= 20 and rows == list(parsed(8))
     with_experts = [args for args in rows if args.experts and args.moe_every <= args.layers]
     values = lambda name, rows=rows: {getattr(args, name) for args in rows}
     for axis in ("pp", "dp", "cp", "tp"):
@@ -56,8 +44,8 @@ def test_each_choice_is_in_some_layout_of_8_processes():
 @pytest.mark.parametrize("world_size", [4, 8])
 def test_some_layouts_have_stages_without_layers_and_fewer_layers_than_processes(world_size):
     rows = list(parsed(world_size))
-    assert any(args.layers < stages_of(args) for args in rows)
-    assert any(args.layers < stages_of(args) and args.tp > 1 for args in rows)
+    stages = lambda args: len(hybrid.schedule_of(args).routes[0])
+    assert any(args.layers < stages(args) and args.tp > 1 for args in rows)
     assert any(args.layers < world_size for args in rows)
 
 
@@ -77,22 +65,10 @@ def test_a_layout_like_one_process_is_ok_and_ends_with_0():
     assert summary.startswith("1 layouts on 2 x cpu in fp64: 0 wrong, worst difference ")
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--dropout 0.1", "--dropout 0.1 has no use here"),
-        ("--tp 2", "is not 1 processes"),
-    ],
-)
-def test_flags_that_cannot_be_are_one_line_and_status_2(flags, message):
-    found = command(*flags.split())
-    (line,) = found.stderr.splitlines()
-    assert found.returncode == 2 and line.startswith("verify.py: error: ") and message in line
-
-
-def test_help_is_how_to_read_what_it_prints():
-    found = command("--help")
-    assert found.returncode == 0 and found.stdout.strip() == verify.__doc__.strip()
+def test_flags_that_cannot_be_are_one_line_and_status_2():
+    found = command("--dropout", "0.1")
+    assert found.returncode == 2
+    assert found.stderr == "verify.py: error: --dropout 0.1 has no use here\n"
 
 
 def judged(argv, rows=None):

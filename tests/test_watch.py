@@ -1,47 +1,19 @@
 """What people watch of a training: validation, the progress line, the metrics file."""
 
 import io
-import json
-import math
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import hybrid
-from collectives import gather_objects
-from ranks import on_ranks, run
-from test_hybrid import BATCH, FLAGS, T, V, make_trainer, own_batch
-
-CPU = torch.device("cpu")
-BATCHES = 3  # of the validation part, and some tokens
-
-
-def _train(flags, folder):
-    """The lines of the metrics of a training, on rank 0."""
-    torch.set_default_dtype(torch.float64)
-    text, metrics = folder / "text", folder / "metrics"
-    words = f"{FLAGS} --sample 0 --data {text} --metrics {metrics} {flags}".split()
-    args = hybrid.parse(words, dist.get_world_size())
-    if dist.get_rank() == 0:
-        tokens = np.random.default_rng(1).integers(0, V, 10 * (BATCHES * BATCH * T + 40))
-        text.write_bytes(bytes(tokens.astype(np.uint8)))
-    dist.barrier()
-    with redirect_stdout(io.StringIO()):
-        hybrid.train(args, CPU)
-    return [json.loads(line) for line in metrics.read_text().splitlines()]
-
-
-def _numbers(lines, *names):
-    return [[line[name] for name in names] for line in lines if names[0] in line]
-
-
-# ---- validation ----------------------------------------------------------------------------------
+from ranks import on_ranks
+from reference_gpt import reference_gpt
+from test_hybrid import BATCH, T, make_trainer, own_batch, train_on_text
 
 LAYOUTS = """processes | flags
 1 | --dp 1
@@ -54,37 +26,20 @@ LAYOUTS = """processes | flags
 2 | --experts 4 --ep 2 --balance bias
 2 | --experts 4 --ep 2
 """
-LAYOUTS = [line.split(" | ") for line in LAYOUTS.splitlines()[1:]]
 
 
-def _validated(flags, folder):
-    """The losses of three steps, each followed by a validation, and what that found."""
-    lines = _train(f"{flags} --steps 3 --eval-every 1", folder)
-    return _numbers(lines, "loss", "grad_norm"), _numbers(lines, "validation_loss", "perplexity")
-
-
-def _with_and_without(flags, folder):
-    lines = _train(f"{flags} --steps 3", folder)
-    return _numbers(lines, "loss", "grad_norm"), *_validated(flags, folder)
-
-
-@pytest.mark.parametrize("processes, flags", LAYOUTS)
-def test_validation_between_steps_leaves_every_bit_of_the_training(processes, flags, tmp_path):
-    flags += "" if "--cp" in flags else " --dropout 0.1"
-    steps, validated, found = run(int(processes), _with_and_without, flags, tmp_path)[0]
-    assert len(steps) == len(found) == 3 and steps == validated
-
-
-@pytest.mark.parametrize("experts", ["", "--experts 4 --balance bias"])
-def test_validation_is_alike_in_every_layout(experts, tmp_path):
-    layouts = [layout for layout in LAYOUTS if ("--experts" in layout[1]) == bool(experts)]
-    _, expected = run(1, _validated, experts or "--dp 1", tmp_path)[0]
-    assert len(expected) == 3 and expected[0] != expected[-1]
-    assert all(perplexity == math.exp(loss) for loss, perplexity in expected)
-    for processes, flags in layouts:
-        if "--experts 4 --ep 2" != flags:
-            _, found = run(int(processes), _validated, flags, tmp_path)[0]
-            np.testing.assert_allclose(found, expected, rtol=1e-11)
+@pytest.mark.parametrize("line", LAYOUTS.splitlines()[1:])
+@on_ranks(lambda line, **_: int(line[0]))
+def test_validation_between_steps_leaves_every_bit_of_the_training(line, tmp_path):
+    flags, numbers = line.split(" | ")[1], {}
+    flags += " --steps 3 --sample 0" + (" --dropout 0.1" if "--cp" not in flags else "")
+    for more in ("", " --eval-every 1"):
+        with redirect_stdout(io.StringIO()):
+            lines = train_on_text(flags + more, tmp_path)
+        numbers[more] = [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+    if dist.get_rank() == 0:
+        assert sum("validation_loss" in line for line in lines) == 3
+        assert len(numbers[""]) == 3 and numbers[""] == numbers[" --eval-every 1"]
 
 
 # ---- lines ---------------------------------------------------------------------------------------
@@ -136,46 +91,40 @@ def test_flops_are_those_of_the_products_and_recomputation_is_none_of_the_models
     assert hybrid.flops_per_token(full) == hybrid.flops_per_token(config)
 
 
-PEAKS = {
-    ("NVIDIA H100 80GB HBM3", "bf16"): 989,
-    ("NVIDIA H200", "tf32"): 494,
-    ("NVIDIA A100-SXM4-80GB", "fp32"): 19.5,
-    ("NVIDIA H100 PCIe", "bf16"): None,
-}
-
-
 @on_ranks(1)
 def test_the_peak_of_a_known_gpu_is_that_of_the_dtype():
     trainer = make_trainer("--dp 1")
     assert hybrid.Log(trainer).peak is None
     trainer.device = SimpleNamespace(type="cuda")
-    for (name, trainer.args.dtype), tflops in PEAKS.items():
+    for name, trainer.args.dtype, tflops in [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),
+        ("NVIDIA H200", "tf32", 494),
+        ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
+        ("NVIDIA H100 PCIe", "bf16", None),
+    ]:
         with patch.object(torch.cuda, "get_device_name", lambda device: name):
             assert hybrid.Log(trainer).peak == tflops
 
 
 @pytest.mark.parametrize(
-    "model, layouts",
+    "flags",
     [
-        ("", ["--zero 3", "--pp 2 --schedule dualpipe --microbatches 4 --sp --tp 2"]),
-        ("--kv-heads 4", ["--tp 4"]),
-        ("--experts 4", ["--tp 2 --dp 2", "--ep 4", "--ep 2 --tp 2"]),
+        "--zero 3",
+        "--pp 2 --schedule dualpipe --microbatches 4 --sp --tp 2",
+        "--tp 4 --kv-heads 4",
+        "--tp 2 --dp 2 --experts 4",
+        "--ep 4 --experts 4",
+        "--ep 2 --tp 2 --experts 4",
     ],
 )
-def test_each_parameter_is_counted_once(model, layouts):
-    ((expected, _),) = run(1, _counts, f"{model} --dp 1")
-    for flags in layouts:
-        assert {count for _, count in run(4, _counts, f"{model} {flags}")} == {expected}, flags
-
-
-def _counts(flags):
-    """Parameters of a trainer that has the whole model, and those that are said to be there."""
+@on_ranks(4)
+def test_each_parameter_is_counted_once(flags):
     trainer, printed = make_trainer(flags), io.StringIO()
-    own = sum(parameter.numel() for chunk in trainer.chunks for parameter in chunk.parameters())
     with redirect_stdout(printed):
         hybrid.Log(trainer)
-    said = gather_objects(printed.getvalue())[0]
-    return own, int(said.split()[0].replace(",", ""))
+    expected = sum(parameter.numel() for parameter in reference_gpt(trainer.args).parameters())
+    said = f"{expected:,} parameters on 4 x cpu"
+    assert printed.getvalue().startswith(said) or (dist.get_rank() and not printed.getvalue())
 
 
 # ---- the file ------------------------------------------------------------------------------------
@@ -183,10 +132,10 @@ def _counts(flags):
 
 @on_ranks(1)
 def test_a_run_that_goes_on_appends_to_its_metrics(tmp_path):
-    flags = f"--checkpoint {tmp_path / 'checkpoints'} --eval-every 1"
-    lines = _train(f"{flags} --steps 2", tmp_path)
+    flags = f"--checkpoint {tmp_path / 'checkpoints'} --eval-every 1 --sample 0"
+    lines = train_on_text(f"{flags} --steps 2", tmp_path)
     assert [line.get("step") for line in lines] == [None, 1, 1, 2, 2]
-    lines = _train(f"{flags} --steps 3", tmp_path)
+    lines = train_on_text(f"{flags} --steps 3", tmp_path)
     assert [line.get("step") for line in lines] == [None, 1, 1, 2, 2, None, 3, 3]
     assert lines[5]["flags"]["steps"] == 3
 
