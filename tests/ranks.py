@@ -284,14 +284,9 @@ def spawn(world_size, function, *args, check=True, timeout=40, group_timeout=Non
     return results(outcomes) if check else outcomes
 
 
-@dataclass
-class Body:
+def call_body(module, name, /, **arguments):
     """What a rank does of a test that on_ranks() made: found by name, as pickle wants it."""
-    module: str
-    name: str
-
-    def __call__(self, **arguments):
-        return getattr(importlib.import_module(self.module), self.name).__wrapped__(**arguments)
+    return getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 def on_ranks(*world_sizes, **options):
@@ -305,7 +300,7 @@ def on_ranks(*world_sizes, **options):
         @functools.wraps(body)
         def test(world_size, **arguments):
             size = world_size(**arguments) if callable(world_size) else world_size
-            run(size, Body(body.__module__, body.__name__), **options, **arguments)
+            run(size, call_body, body.__module__, body.__name__, **options, **arguments)
 
         signature, own = inspect.signature(body), inspect.Parameter("world_size", 1)
         test.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])
