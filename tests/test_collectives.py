@@ -31,7 +31,7 @@ from collectives import (
     scatter_to_group, set_backend_collectives, set_ranks_per_node,
 )
 
-from gpu_counts import as_on_nccl, batches
+from gpu_counts import as_on_nccl
 from nccl_replay import Deadlock, Mismatch, record, replay
 from ranks import PROJECT, least_bytes, on_ranks, spawn
 
@@ -70,9 +70,11 @@ def _same(actual, expected):
     assert torch.equal(actual, expected), (actual, expected)
 
 
-def _batches(events):
-    """The messages of each."""
-    return [event["messages"] for event in events if event["kind"] == "post"]
+def _counted(launch):
+    """The messages of each batch that this rank posts, and all bytes that it sends."""
+    with count_bytes() as traffic, record() as events:
+        launch()
+    return [event["messages"] for event in events if event["kind"] == "post"], traffic.bytes()
 
 
 # ---- values -------------------------------------------------------------------------------------
@@ -220,13 +222,15 @@ def test_the_ring_of_the_opening_makes_the_bits_of_the_real_one():
 
 @on_ranks(2, 3, 4)
 def test_on_a_stream_a_step_is_one_batch_and_in_a_node_a_collective_is_one_step():
+    """All ranks are in one node if it has more than them, and on their own if nodes were unlike."""
     rank, P = rank_and_size()
     full, shard = torch.zeros(64 * P), torch.zeros(64)
     apart, _ = all_reduce_cost("recursive_doubling", 1, P, rank=rank)  # of so few bytes
     for ranks_per_node, most, reduced, steps in [
         (1, 1 << 20, apart, 2 if P == 3 else apart),
+        (P - 1, 1 << 20, apart, 2 if P == 3 else apart),
         (P, 1 << 20, 2, 1),
-        (P, 128 * P, 4, 2),  # in two pieces; a broadcast goes in chunks
+        (P + 1, 128 * P, 4, 2),  # in two pieces; a broadcast goes in chunks
     ]:
         set_ranks_per_node(ranks_per_node)
         with as_on_nccl(), patch.multiple(collectives, SEGMENT=8, DIRECT_BYTES=most):
@@ -238,9 +242,7 @@ def test_on_a_stream_a_step_is_one_batch_and_in_a_node_a_collective_is_one_step(
                 (lambda: all_gather_single(full, shard), steps),
                 (lambda: all_to_all_single(torch.empty_like(full), full), 1),
             ]:
-                with batches() as count:
-                    launch()
-                assert count["batches"] == expected
+                assert len(_counted(launch)[0]) == expected
 
 
 @on_ranks(6)
@@ -255,9 +257,8 @@ def test_many_peers_are_sent_to_and_received_from_in_several_batches():
             (lambda: gather(full[0], at_root, 1), [2, 2, 1]),
             (lambda: broadcast(full[0], 1), [2, 2, 1]),  # in chunks: then P - 1 steps of the ring
         ):
-            with record() as events:
-                launch()
-            assert rank != 1 or [len(batch) for batch in _batches(events)][:3] == lengths
+            posted, _ = _counted(launch)
+            assert rank != 1 or [len(batch) for batch in posted][:3] == lengths
 
 
 @on_ranks(4)
@@ -302,18 +303,16 @@ def test_between_nodes_go_an_ith_of_the_bytes_and_a_ring_inside_one_batch(nodes,
             (lambda: all_gather_single(full, shard), 1, 1 + (O - 1)),
             (lambda: all_reduce(full), 2, 2 + 2 * (O - 1)),
         ):
-            with count_bytes() as traffic, batches() as count:
-                launch()
+            with count_bytes() as traffic:
+                posted, sent = _counted(launch)
             assert traffic.bytes(peers=inside) == times * within
-            assert traffic.bytes() == times * (within + between)
-            assert count["batches"] == steps
-        for limits in ({"DIRECT_BYTES": 1 << 10}, {"MOST_PEERS": I}, {"MOST_PEERS": 1}):
-            with patch.multiple(collectives, **limits), batches() as count:
+            assert (len(posted), sent) == (steps, times * (within + between))
+        with patch.object(collectives, "MOST_PEERS", I):  # one node's chunks in a batch
+            posted, _ = _counted(lambda: reduce_scatter_single(shard, full))
+        assert len(posted) == O + (O - 1)
+        for limits in ({"DIRECT_BYTES": 1 << 10}, {"MOST_PEERS": 1}):
+            with patch.multiple(collectives, **limits):
                 _check_values([0, 7, 96], DTYPES[1:2])
-                count.clear()
-                reduce_scatter_single(shard, full)
-            if limits == {"MOST_PEERS": I}:  # one node's chunks in a batch
-                assert count["batches"] == O + (O - 1)
     assert all_reduce_cost("hierarchical", D, P, I) == (2 * O, 2 * (within + between))
 
 
@@ -331,8 +330,6 @@ def test_every_algorithm_takes_the_steps_and_sends_the_bytes_of_the_papers():
     core, added, least = 1 << rounds, D if folding else 0, 2 * (P - 1) * D // P
     for name, inside in _algorithms(P)[1:]:
         set_ranks_per_node(inside)
-        with count_bytes() as traffic, record() as events:
-            all_reduce(torch.zeros(D // 4), algorithm=name)
         steps, sent = {
             "naive": (min(1, P - 1), (P - 1) * D),
             "direct": (2 * min(1, P - 1), least),
@@ -342,9 +339,12 @@ def test_every_algorithm_takes_the_steps_and_sends_the_bytes_of_the_papers():
             "halving_doubling": (2 * rounds + folding, 2 * (core - 1) * D // core + added),
         }[name]
         assert all_reduce_cost(name, D, P, inside) == (steps, sent), name
-        counted = len(_batches(events)), traffic.bytes("all_reduce")
-        assert counted == all_reduce_cost(name, D, P, inside, rank), name
-        assert counted[1] <= sent
+        posted, own = _counted(lambda: all_reduce(torch.zeros(D // 4), algorithm=name))
+        assert (len(posted), own) == all_reduce_cost(name, D, P, inside, rank), name
+        assert own <= sent
+    with patch.object(collectives, "SEGMENT", D // P // 4):  # bytes of a message, at most
+        posted, _ = _counted(lambda: all_reduce(torch.zeros(D // 4), algorithm="ring"))
+    assert len(posted) == 4 * 2 * (P - 1)
     assert all_reduce_bytes(D, P) == 2 * reduce_scatter_bytes(D, P) == least
 
 
@@ -371,12 +371,11 @@ def test_each_rank_sends_the_bytes_of_the_formulas():
             assert (traffic.bytes(name), len(traffic.sent)) == (nbytes, messages), name
         assert sum(gather_objects(traffic.bytes())) == together, name
     for n in (0, 1, P - 1, 5 * P + 1):  # together the ranks send no byte more than must be
-        with count_bytes() as traffic:
-            all_reduce(torch.zeros(n), algorithm="ring")
-        assert sum(gather_objects(traffic.bytes())) == 2 * (P - 1) * 4 * n
-    with as_on_nccl(), patch.object(collectives, "DIRECT_BYTES", 1 << 10), count_bytes() as traffic:
-        broadcast(full)  # in chunks: from the root, then round the ring
-    assert traffic.bytes() == 2 * sent if rank == 0 else traffic.bytes() <= sent
+        _, own = _counted(lambda: all_reduce(torch.zeros(n), algorithm="ring"))
+        assert sum(gather_objects(own)) == 2 * (P - 1) * 4 * n
+    with as_on_nccl(), patch.object(collectives, "DIRECT_BYTES", 1 << 10):
+        _, own = _counted(lambda: broadcast(full))  # in chunks: from the root, then round the ring
+    assert own == 2 * sent if rank == 0 else own <= sent
 
 
 M, G = 1 << 20, 1 << 30
@@ -403,29 +402,6 @@ def test_the_choice_by_size(P, ranks_per_node, on_nccl, wholes, halves):
             assert choose(nbytes, P, ranks_per_node, on_nccl, phases) == NAMES.get(name, name)
 
 
-@on_ranks(4)
-def test_a_node_of_more_ranks_than_the_group_has_all_of_them():
-    x = torch.zeros(1 << 10)
-    for ranks_per_node, expected in (1, 4), (3, 4), (4, 3), (5, 3), (16, 3):  # 3: nodes are unlike
-        set_ranks_per_node(ranks_per_node)
-        with batches() as count:
-            all_reduce(x)
-            reduce_scatter_single(x[:256], x.clone())
-        assert count["batches"] == expected, ranks_per_node
-
-
-@on_ranks(4)
-def test_what_is_too_long_for_halves_travels_in_segments():
-    for nbytes in (3 << 20, 10 << 20):
-        full, shard = torch.zeros(nbytes // 4), torch.zeros(nbytes // 16)
-        with record() as events:
-            all_reduce(full)
-            reduce_scatter_single(shard, full)
-            all_gather_single(full, shard)
-        longest = max(nbytes for batch in _batches(events) for _, _, nbytes in batch)
-        assert longest <= collectives.SEGMENT
-
-
 @pytest.fixture
 def one_of():
     """one_of(8): this process is rank 0 of 8 in a group that moves nothing."""
@@ -440,16 +416,14 @@ def test_2048_ranks_scatter_and_gather_in_twice_log2_of_them_batches(one_of, ran
     set_ranks_per_node(ranks_per_node)
     full = torch.empty(25 << 18, device="meta")
     shard = full[: len(full) // 2048].clone()
-    nowhere = {"batch_isend_irecv": lambda operations: []}
-    with batches(**nowhere) as count, count_bytes() as traffic, record() as events:
-        reduce_scatter_single(shard, full)
-        all_gather_single(full, shard)
-    with batches(**nowhere) as listed:
-        all_gather(list(full.chunk(2048)), shard)
-    assert count["batches"] == 2 * 11 and listed["batches"] == 2048 // MOST_PEERS
-    assert traffic.bytes() == 2 * reduce_scatter_bytes(full.nbytes, 2048)
-    assert max(len(batch) for batch in _batches(events)) <= 2 * MOST_PEERS
-    peers = {peer for batch in _batches(events) for _, peer, _ in batch}
+    with as_on_nccl(batch_isend_irecv=lambda operations: []):
+        scattered, sent = _counted(lambda: reduce_scatter_single(shard, full))
+        gathered, received = _counted(lambda: all_gather_single(full, shard))
+        listed, _ = _counted(lambda: all_gather(list(full.chunk(2048)), shard))
+    assert len(scattered) == len(gathered) == 11 and len(listed) == 2048 // MOST_PEERS
+    assert sent == received == reduce_scatter_bytes(full.nbytes, 2048)
+    assert max(len(batch) for batch in scattered + gathered + listed) <= 2 * MOST_PEERS
+    peers = {peer for batch in scattered + gathered for _, peer, _ in batch}
     assert peers == {1000 ^ 1 << k for k in range(11)}
 
 
@@ -488,22 +462,27 @@ def test_a_group_has_one_stream_and_its_operations_follow_those_before(one_of):
 
 
 def test_what_a_stream_uses_is_kept_though_nobody_keeps_or_awaits_the_work(one_of):
+    tensors = []
+
     def launch():
         tensor = torch.ones(4)
-        return weakref.ref(tensor), all_reduce(tensor, async_op=True)
+        tensors.append(weakref.ref(tensor))
+        return all_reduce(tensor, async_op=True)
+
+    def alive():
+        gc.collect()
+        return [tensor() is not None for tensor in tensors]
 
     one_of(8)
     with _fake_streams() as (_, _, events):
-        tensors = [launch()[0] for _ in range(3)]
-        gc.collect()
-        assert all(tensor() is not None for tensor in tensors)
-        for event in events[:2]:
-            event.query.return_value = True
-        awaited, work = launch()
-        gc.collect()
-        assert [x() is not None for x in (*tensors, awaited)] == [False, False, True, True]
+        for _ in range(3):
+            launch()
+        assert alive() == [True, True, True]
+        events[0].query.return_value = events[1].query.return_value = True
+        work = launch()
+        assert alive() == [False, False, True, True]
         work.wait()
-        assert awaited() is None
+        assert alive() == [False, False, True, False]
 
 
 def test_an_error_of_a_batch_names_the_operation_and_its_peers(one_of):
@@ -571,16 +550,15 @@ def test_the_collectives_of_the_backend_give_the_same_results(async_op):
 def test_the_backend_is_for_the_groups_that_are_set_and_its_bytes_are_not_counted():
     x, peer, group = torch.ones(4), 1 - dist.get_rank(), dist.new_group([0, 1])
     set_backend_collectives(group)
+    with patch.object(dist, "all_reduce") as theirs, count_bytes() as traffic:
+        all_reduce(x)
+        exchange([(x, peer)], [(torch.empty(4), peer)], group, async_op=True).wait()
+        assert not theirs.called and traffic.bytes() == 2 * traffic.bytes("exchange", group) == 32
+        with pytest.raises(RuntimeError, match="the backend's own all_reduce"):
+            all_reduce(x, group=group)
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as theirs:
-        with count_bytes() as traffic:
-            all_reduce(x)
-            assert not theirs.called and traffic.bytes("all_reduce") == traffic.bytes() > 0
-            exchange([(x, peer)], [(torch.empty(4), peer)], group, async_op=True).wait()
-            assert traffic.bytes("exchange", group) == 16
-            with pytest.raises(RuntimeError, match="the backend's own all_reduce"):
-                all_reduce(x, group=group)
         all_reduce(x, group=group)
-        assert theirs.call_count == 1
+    assert theirs.call_count == 1
 
 
 # ---- failure ------------------------------------------------------------------------------------
@@ -668,17 +646,6 @@ def _background_held():
         yield gate
 
 
-@on_ranks(3)
-def test_an_operation_in_the_background_progresses_while_python_computes():
-    """Nobody waits for the operation, and the computing thread sees it end."""
-    tensor, rounds, deadline = torch.ones(1 << 20), 0, time.monotonic() + 30
-    work = all_reduce(tensor, async_op=True)
-    while not work.is_completed() and time.monotonic() < deadline:
-        sum(range(1000))
-        rounds += 1
-    assert rounds > 0 and work.is_completed() and (tensor == dist.get_world_size()).all()
-
-
 @on_ranks(2, 3, 4)
 def test_operations_of_a_group_read_what_those_before_them_left_and_another_groups_do_not_wait():
     rank, P = rank_and_size()
@@ -698,7 +665,9 @@ def test_operations_of_a_group_read_what_those_before_them_left_and_another_grou
         threading.Timer(0.05, gate.set).start()
         all_reduce(x)
         assert all(works[i].is_completed() for i in (0, 2, 3))
-        barrier(second)
+        deadline = time.monotonic() + 30
+        while not works[4].is_completed() and time.monotonic() < deadline:
+            sum(range(1000))  # nobody waits for these, and they progress while Python computes
         assert all(work.is_completed() for work in works)
     for work in reversed(works + works):
         work.wait()
@@ -725,53 +694,31 @@ def test_an_error_in_the_background_arises_in_wait():
     assert (tensor == 2).all()
 
 
-@on_ranks(2)
-def test_the_thread_of_a_group_ends_with_it_also_if_the_thread_has_the_last_of_it():
-    before = threading.active_count()
-    for waits in (True, True, False):
-        group = dist.new_group([0, 1])
-        with count_bytes():
-            work = all_reduce(torch.ones(3), group=group, async_op=True)
-            if waits:
-                work.wait()
-        barrier()
-        dist.destroy_process_group(group)
-        del group, work
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before
-
-
 # ---- messages -----------------------------------------------------------------------------------
 
 
 @on_ranks(2)
 def test_a_listener_hears_of_what_begins_inside_in_its_order():
-    x, peer, heard = torch.ones(4), 1 - dist.get_rank(), []
+    x, peer, heard = torch.ones(4), 1 - dist.get_rank(), {True: [], False: []}
 
     def listen(event, operation, sends=(), receives=()):
         here = threading.current_thread() is threading.main_thread()
-        heard.append((event, operation.name, here, len(sends) + len(receives)))
+        heard[here].append(f"{event} {operation.name} {len(sends) + len(receives)}")
         assert (operation.of is None) == (operation.name != "wait")
         assert operation.group is dist.group.WORLD and operation.ranks == [0, 1]
         assert operation.rank == dist.get_rank() and operation.world_size == 2
-
-    def run(name, here):
-        return [("begin", name, True, 0), ("post", name, here, 2), ("end", name, here, 0)]
 
     with observe(listen):
         all_reduce(x, algorithm="naive")
         all_gather([x, x.clone()], x.clone(), async_op=True).wait()
         exchange([(x, peer)], [(x.clone(), peer)], async_op=True).wait()
     all_reduce(x)
-    begun, *awaited = run("all_gather", False)
-    waits = [("begin", "wait", True, 0), ("end", "wait", True, 0)]
-    assert heard[:3] == run("all_reduce", True)
-    assert [what for what in heard[3:] if not what[2]] == awaited
-    begin, post, end = run("exchange", True)
-    in_caller = [begun, *waits, begin, post, waits[0], end, waits[1]]
-    assert [what for what in heard[3:] if what[2]] == in_caller
+    assert heard[False] == ["post all_gather 2", "end all_gather 0"]
+    assert heard[True] == [
+        *("begin all_reduce 0", "post all_reduce 2", "end all_reduce 0"),
+        *("begin all_gather 0", "begin wait 0", "end wait 0"),
+        *("begin exchange 0", "post exchange 2", "begin wait 0", "end exchange 0", "end wait 0"),
+    ]
 
 
 def _message(source, target, k):
@@ -787,20 +734,17 @@ def test_exchange_of_several_messages_on_each_link(members):
     if dist.get_rank() not in members:
         return
     rank, P = rank_and_size(group)
-    sizes, received, works = [], [], []
+    keys = [(peer, k) for k in range(6) for peer in range(P) if peer != rank]
+    sends = [(_message(rank, peer, k), peer) for peer, k in keys]
+    receives = [(torch.empty_like(_message(peer, rank, k)), peer) for peer, k in keys]
+    half = len(keys) // 2
     with count_bytes() as traffic:
-        for numbers in (range(3), range(3, 6)):
-            keys = [(peer, k) for k in numbers for peer in range(P) if peer != rank]
-            sends = [(_message(rank, peer, k), peer) for peer, k in keys]
-            expected = [_message(peer, rank, k) for peer, k in keys]
-            receives = [(torch.empty_like(x), peer) for x, (peer, _) in zip(expected, keys)]
-            works.append(exchange(sends, receives, group, async_op=0 in numbers))
-            received += zip(receives, expected)
-            sizes += [x.nbytes for x, _ in sends if x.numel()]
-    assert works[1] is None
-    works[0].wait()
-    for (actual, _), wanted in received:
-        _same(actual, wanted)
+        work = exchange(sends[:half], receives[:half], group, async_op=True)
+        assert exchange(sends[half:], receives[half:], group) is None
+    work.wait()
+    for (peer, k), (actual, _) in zip(keys, receives):
+        _same(actual, _message(peer, rank, k))
+    sizes = [x.nbytes for x, _ in sends if x.numel()]
     assert traffic.bytes("exchange", group) == traffic.bytes() == sum(sizes)
     assert len(traffic.sent) == len(sizes)
 
