@@ -7,15 +7,13 @@ The tensors are fake: they have shapes, and no memory. So a rank of a model of a
 process, on a device with CUDA's branches, autograd's own thread for it, and a group called "nccl"
 whose messages go nowhere. Of what has no value here, numbers of rows are taken as if experts had
 even loads. The device has to be there before torch is imported: hence the process.
-
-    python tests/fake_cuda.py LIBRARY WORLD_SIZE RANK FLAGS...           to look at one, by line
 """
 
 import ctypes
 import importlib.util
-import json
 import math
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -48,6 +46,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import collectives
 import hybrid
@@ -65,13 +64,10 @@ def compiler():
 
 
 def build(folder):
-    """Compile the device into `folder`: its library's path. RuntimeError with what is wrong."""
+    """Compile the device into `folder`: its library's path."""
     library = Path(folder) / "libfake_cuda.so"
     command = [compiler(), "-shared", "-fPIC", "-std=c++20", f"-I{TORCH / 'include'}"]
-    command += [str(TESTS / "fake_cuda.cpp"), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
+    subprocess.run([*command, str(TESTS / "fake_cuda.cpp"), "-o", str(library)], check=True)
     return library
 
 
@@ -84,37 +80,25 @@ class Counts:
     """
 
     batches: Counter = field(default_factory=Counter)
-    messages: int = 0
-    nbytes: int = 0  # sent
-    kernels: Counter = field(default_factory=Counter)  # by operator
     synchronisations: Counter = field(default_factory=Counter)  # the host waits
     copies: Counter = field(default_factory=Counter)  # between host and device
     refused: Counter = field(default_factory=Counter)
-    misaligned: dict = field(default_factory=lambda: {"16": Counter(), "128": Counter()})
+    misaligned: dict = field(default_factory=lambda: {16: Counter(), 128: Counter()})
     error: str = ""  # what ended it
 
 
-def count(library, jobs, processes=2, timeout=600):
+def count(library, jobs, processes=2):
     """The Counts of each (world_size, rank, flags of hybrid.py)."""
     command = [sys.executable, str(TESTS / "fake_cuda.py"), str(library)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    options = {"capture_output": True, "text": True, "timeout": timeout, "env": environment}
+    options = {"timeout": 600, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "check": True}
 
     def of(part):
-        done = subprocess.run(command, input=json.dumps(part), **options)
-        if done.returncode:
-            raise RuntimeError(done.stderr)
-        return [_from_json(fields) for fields in json.loads(done.stdout)]
+        done = subprocess.run(command, input=pickle.dumps(part), stdout=subprocess.PIPE, **options)
+        return [Counts(**fields) for fields in pickle.loads(done.stdout)]
 
     with ThreadPoolExecutor(processes) as pool:
         found = list(pool.map(of, [jobs[i::processes] for i in range(processes)]))
     return [found[i % processes][i // processes] for i in range(len(jobs))]
-
-
-def _from_json(fields):
-    counters = {name: Counter(value) for name, value in fields.items() if isinstance(value, dict)}
-    misaligned = {name: Counter(value) for name, value in fields["misaligned"].items()}
-    return Counts(**fields | counters | {"misaligned": misaligned})
 
 
 # ---- in the process with the device --------------------------------------------------------------
@@ -132,17 +116,6 @@ def place():
 
 
 aten = torch.ops.aten
-NO_KERNEL = {
-    aten.detach.default,
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_strided.default,
-    aten.new_empty.default,
-    aten._unsafe_view.default,
-    aten.set_.source_Storage,
-    aten.lift_fresh.default,
-    torch.ops.prim.device.default,
-}
 SIZED_BY_VALUES = {  # for which the host waits
     aten.nonzero.default,
     aten.bincount.default,
@@ -158,16 +131,14 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, args):
         super().__init__()
-        self.args, self.counts = args, Counts()
+        self.counts = Counts()
         # choices of experts that a rank has to do with in a microbatch, where loads are even
         tokens = args.batch_size // args.dp // args.microbatches * args.seq_len // args.cp
         self.rows = tokens // args.tp * args.top_k
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         options = options or {}
-        if function in NO_KERNEL or function.is_view:
-            return function(*arguments, **options)
-        given = list(_tensors(arguments))
+        given = [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
         device = any(map(_is_on_device, given))
         if device:
             self.watch_host(function, arguments, options)
@@ -179,8 +150,6 @@ class Watch(TorchDispatchMode):
         if (result := self.made_up(function, arguments, options)) is not None:
             return result
         result = function(*arguments, **options)
-        if device or any(map(_is_on_device, _tensors([result]))):
-            self.counts.kernels[function.__name__] += 1
         if function is aten.copy_.default:
             self.note_copy(given[1], given[0], options)
         elif function is aten._to_copy.default:
@@ -233,28 +202,16 @@ class Watch(TorchDispatchMode):
         """In place of batch_isend_irecv()."""
         counts, where = self.counts, place()
         counts.batches[where] += 1
-        counts.messages += len(operations)
         for operation in operations:
             tensor = operation.tensor
-            if operation.op is dist.isend:
-                counts.nbytes += tensor.nbytes
             if not (tensor.is_cuda and tensor.is_contiguous() and tensor.numel()):
                 what = f"{tensor.device.type} {tuple(tensor.shape)}, strides {tensor.stride()}"
                 counts.refused[f"{where}: {what}"] += 1
             begin = tensor.storage_offset() * tensor.element_size()
             for multiple, places in counts.misaligned.items():
-                if begin % int(multiple):
+                if begin % multiple:
                     places[where] += 1
         return [Stream()]  # done, too
-
-
-def _tensors(values):
-    """The tensors among an operator's arguments, or in lists of them."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _is_on_device(tensor):
@@ -375,14 +332,7 @@ def _settle():
     run((leaf,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def main(job):
-    if job:
-        world_size, rank, *flags = job
-        print(json.dumps(vars(count_step(int(world_size), int(rank), " ".join(flags))), indent=1))
-    else:
-        print(json.dumps([_attempt(*job) for job in json.load(sys.stdin)]))
-    _settle()
-
-
 if __name__ == "__main__":
-    main(sys.argv[2:])
+    found = [_attempt(*job) for job in pickle.load(sys.stdin.buffer)]
+    pickle.dump(found, sys.stdout.buffer)
+    _settle()

@@ -127,24 +127,20 @@ def _meet(ranks, group, sender):
         _, receiver, nbytes = message
         other = ranks[receiver].active(group)
         twins = [m for m in other["left"] if m[:2] == ("receive", sender)] if other else []
-        if not twins:
-            continue
-        if twins[0][2] != nbytes:
-            raise Mismatch(
-                f"rank {sender} sends {nbytes} bytes in {_text(batch)}, "
-                f"rank {receiver} expects {twins[0][2]} in {_text(other)}"
-            )
-        batch["left"].remove(message)
-        other["left"].remove(twins[0])
-        met = True
+        for twin in twins[:1]:
+            if twin[2] != nbytes:
+                sent = f"rank {sender} sends {nbytes} bytes in {_text(batch)}"
+                raise Mismatch(f"{sent}, rank {receiver} expects {twin[2]} in {_text(other)}")
+            batch["left"].remove(message)
+            other["left"].remove(twin)
+            met = True
     return met
 
 
 def _position(rank):
-    batches = [_text(queue[0]) for queue in rank.queues.values() if queue]
+    texts = ["at " + _text(queue[0]) for queue in rank.queues.values() if queue]
     nexts = [events[0] for events in rank.streams.values() if events]
-    waiting = [f"{event['kind']} {event['key']}" for event in nexts]
-    return " and ".join(["at " + text for text in batches] + ["before " + text for text in waiting])
+    return " and ".join(texts + [f"before {event['kind']} {event['key']}" for event in nexts])
 
 
 def _text(batch):

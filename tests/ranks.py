@@ -117,8 +117,7 @@ def serve(pipe, stack_pipe):
         except BaseException:
             exitcode, error_text = 1, traceback.format_exc()
         answer = pickle.dumps((result, error_text, exitcode, time.monotonic()))
-        sys.stdout.flush()
-        sys.stderr.flush()
+        print(end="", flush=True)
         pipe.send_bytes(answer)
     sys.exit(exitcode)
 
@@ -138,14 +137,12 @@ class Worker:
 
     def outcome(self, start):
         """Its answer, or how it died; called once its pipe or its sentinel is ready."""
-        try:
+        seconds = time.monotonic() - start - LATE
+        with suppress(EOFError, ConnectionError):
             if self.pipe.poll():
                 result, error_text, exitcode, end = pickle.loads(self.pipe.recv_bytes())
                 result = pickle.loads(result) if error_text is None else None
                 return Outcome(result, error_text, exitcode, end - start)
-        except (EOFError, ConnectionError):
-            pass
-        seconds = time.monotonic() - start - LATE
         self.process.join()
         code = self.process.exitcode
         name = f" ({signal.Signals(-code).name})" if code < 0 else ""
@@ -157,8 +154,7 @@ class Worker:
             os.kill(self.process.pid, signal.SIGUSR1)
         text = b""
         while wait([self.stack_pipe], timeout=0.2 if text else 2.0):
-            piece = os.read(self.stack_pipe.fileno(), 65536)
-            if not piece:
+            if not (piece := os.read(self.stack_pipe.fileno(), 65536)):
                 break
             text += piece
         return text.decode(errors="replace")
@@ -177,6 +173,7 @@ class Pool:
         call = pickle.dumps((function, args, kwargs))
         if not all(worker.process.is_alive() for worker in self.workers):
             self.close()
+        failed = True
         try:
             self.start(world_size)
             self.runs += 1
@@ -186,12 +183,11 @@ class Pool:
                 task = rank, world_size, store_path, group_timeout or timeout + 30, call
                 worker.pipe.send_bytes(pickle.dumps(task))
             outcomes = self.collect(world_size, start, timeout, grace)
-        except BaseException:
-            self.close()
-            raise
-        if any(outcome.error_text for outcome in outcomes):
-            self.close()
-        return outcomes
+            failed = any(outcome.error_text for outcome in outcomes)
+            return outcomes
+        finally:
+            if failed:
+                self.close()
 
     def start(self, world_size):
         """Have at least `world_size` workers."""
@@ -230,9 +226,8 @@ class Pool:
             worker.process.kill()
         for worker in self.workers:
             worker.process.join()
-            worker.process.close()
-            worker.pipe.close()
-            worker.stack_pipe.close()
+            for end in (worker.process, worker.pipe, worker.stack_pipe):
+                end.close()
         if self.folder is not None:
             self.folder.cleanup()
         self.workers, self.folder = [], None
@@ -284,14 +279,9 @@ def spawn(world_size, function, *args, check=True, timeout=40, group_timeout=Non
     return results(outcomes) if check else outcomes
 
 
-@dataclass
-class Body:
+def call_body(module, name, /, **arguments):
     """What a rank does of a test that on_ranks() made: found by name, as pickle wants it."""
-    module: str
-    name: str
-
-    def __call__(self, **arguments):
-        return getattr(importlib.import_module(self.module), self.name).__wrapped__(**arguments)
+    return getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 def on_ranks(*world_sizes, **options):
@@ -305,7 +295,7 @@ def on_ranks(*world_sizes, **options):
         @functools.wraps(body)
         def test(world_size, **arguments):
             size = world_size(**arguments) if callable(world_size) else world_size
-            run(size, Body(body.__module__, body.__name__), **options, **arguments)
+            run(size, call_body, body.__module__, body.__name__, **options, **arguments)
 
         signature, own = inspect.signature(body), inspect.Parameter("world_size", 1)
         test.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])

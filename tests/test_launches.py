@@ -78,12 +78,6 @@ def counts(library):
     return of
 
 
-def test_the_pretended_device_builds_wherever_there_is_a_compiler(tmp_path):
-    if fake_cuda.compiler() is None:
-        pytest.skip("there is no C++ compiler: c++, g++ or clang++")
-    assert fake_cuda.build(tmp_path).is_file()
-
-
 @pytest.mark.parametrize("world_size, layers, layout, batches", BATCHES[:4])
 def test_a_step_launches_so_many_batches(counts, world_size, layers, layout, batches):
     assert counts(world_size, layers, layout, 1).batches.total() == batches
@@ -119,21 +113,14 @@ def test_nothing_but_tokens_goes_to_the_device(counts, world_size, layers, layou
 
 
 @pytest.mark.parametrize("world_size, layers, layout, microbatches", ROWS)
-def test_what_is_sent_is_on_the_device_and_begins_on_16_bytes(
+def test_what_is_sent_is_on_the_device_and_begins_on_16_bytes_that_of_buckets_and_shards_on_128(
     counts, world_size, layers, layout, microbatches
 ):
     found = counts(world_size, layers, layout, microbatches)
     assert bool(found.batches) == (world_size > 1)  # a group of one rank launches nothing
     assert not found.refused
-    assert not found.misaligned["16"]
-
-
-@pytest.mark.parametrize("world_size, layers, layout, microbatches", ROWS)
-def test_what_buckets_and_shards_send_begins_on_128_bytes(
-    counts, world_size, layers, layout, microbatches
-):
-    found = counts(world_size, layers, layout, microbatches).misaligned["128"]
-    assert not {place: n for place, n in found.items() if place.startswith(("ddp.py", "zero.py"))}
+    assert not found.misaligned[16]
+    assert not [x for x in found.misaligned[128] if x.startswith(("ddp.py", "zero.py"))]
 
 
 @pytest.mark.parametrize("row", ZERO)
@@ -141,4 +128,4 @@ def test_zero_launches_a_few_aligned_batches_and_lets_no_host_wait(counts, row):
     found = counts(*row)
     assert 0 < found.batches.total() <= 20  # there and back for each of 4 layers, and the norm
     assert not found.synchronisations and not found.copies and not found.refused
-    assert not found.misaligned["128"]
+    assert not found.misaligned[128]

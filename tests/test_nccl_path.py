@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import hybrid
 import test_hybrid
-from collectives import all_gather_single, all_reduce, exchange, reduce_scatter_single
+from collectives import exchange
 from gpu_counts import as_on_nccl
 from ranks import RanksFailed, run, spawn
 from test_hybrid import EVERY_LAYOUT, MIXED, NODES, soak_but
@@ -124,27 +124,3 @@ def _send_before_receiving():
 def test_an_order_that_hangs_on_nccl_hangs_here():
     with pytest.raises(RanksFailed, match="Timed out|did not answer"):
         spawn(2, _send_before_receiving, group_timeout=1, timeout=20)
-
-
-def _launch_while_pending():
-    """Works of two groups, waited for in the reverse order, and synchronous calls behind them."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    other = dist.new_group()
-    with nccl_over_gloo() as sizes:
-        tensors = [torch.full((1000,), float(rank + i), dtype=torch.float64) for i in range(4)]
-        works = [all_reduce(t, group=g, async_op=True) for t in tensors for g in (None, other)]
-        row, own = torch.zeros(world_size), torch.full((1,), float(rank))
-        all_gather_single(row, own)
-        reduce_scatter_single(own, row)
-        assert all(work.is_completed() for work in works)
-        for work in reversed(works):
-            work.wait()
-    assert sizes
-    return [t[0].item() for t in tensors], row.tolist(), own.item()
-
-
-def test_streams_of_two_groups_and_calls_behind_pending_ones():
-    ranks = run(3, _launch_while_pending)
-    for rank, (sums, row, own) in enumerate(ranks):
-        assert sums == [3.0 * (0 + 1 + 2) + 9.0 * i for i in range(4)]
-        assert row == [0.0, 1.0, 2.0] and own == 3.0 * rank
