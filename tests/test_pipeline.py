@@ -14,6 +14,7 @@ from weakref import ref
 import pytest
 import torch
 from torch import nn
+from torch.distributed import pipelining
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -60,6 +61,33 @@ def test_evaluation_is_the_forwards_alone():
         assert timeline.total == 3 * (m + p - 1) and timeline.bubble == [3 * (p - 1)] * p
 
 
+THEIRS = {  # torch's, and the stages of a rank r of p
+    "gpipe": (pipelining.ScheduleGPipe, lambda r, p: [r]),
+    "1f1b": (pipelining.Schedule1F1B, lambda r, p: [r]),
+    "interleaved": (pipelining.ScheduleInterleaved1F1B, lambda r, p: [r, r + p]),
+    "zb-v": (pipelining.ScheduleZBVZeroBubble, lambda r, p: [r, 2 * p - 1 - r]),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_orders_are_those_of_torch(name):
+    kind, stages_of = THEIRS[name]
+    for p, m in _sizes_of(name, [(2, 4), (4, 4), (4, 8), (4, 16), (6, 12)]):
+        sizes = {"group_size": p, "group_rank": 0, "num_stages": p * len(stages_of(0, p))}
+        stages = [MagicMock(stage_index=i, is_first=i == 0, **sizes) for i in stages_of(0, p)]
+        theirs = kind(stages if len(stages) > 1 else stages[0], m, loss_fn=print).pipeline_order
+        for rank, found in enumerate(SCHEDULES[name](p, m)):
+            chunk_of = {stage: chunk for chunk, stage in enumerate(stages_of(rank, p))}
+            expected = [
+                (a.computation_type.value, a.microbatch_index, chunk_of[a.stage_index])
+                for a in filter(None, theirs[rank])
+                if a.computation_type.value in "FBIW"
+            ]
+            if name == "1f1b":  # whose microbatches are numbered from the rank's number on, there
+                expected, found = ([action[0] for action in row] for row in (expected, found))
+            assert found == expected
+
+
 @every_schedule
 def test_bubble_and_peak_are_those_of_the_formulas(name):
     """Of interleaved() with 1 to 4 chunks."""
@@ -91,7 +119,7 @@ def test_tables_and_drawings_in_docstrings_are_what_the_code_gives():
         rows = re.findall(r"rank \d   ((?:[FBIWfbiw]\d ?)+)", make_schedule.__doc__)
         told = [" ".join(map(small, actions)) for actions in make_schedule(p, m)]
         assert [row.strip() for row in rows] == told
-    pairs = zip(draw(gpipe(4, 4)).splitlines(), draw(one_f_one_b(4, 4)).splitlines())
+    pairs = zip(draw(gpipe(3, 5)).splitlines(), draw(one_f_one_b(3, 5)).splitlines())
     drawn = [tuple(row.removeprefix(f"rank {r}  ") for row in pair) for r, pair in enumerate(pairs)]
     assert re.findall(r"([.FB\d]{20,}) +([.FB\d]{20,})", pipeline.__doc__) == drawn
 

@@ -574,16 +574,15 @@ def test_a_restart_writes_the_metrics_anew_and_divergence_ends_in_one_line(tmp_p
     assert said(done) == ["error: step 2 is not finite: loss nan, grad norm nan; 1 in a row"]
 
 
-def test_help_and_faults_of_one_machine_are_said_once(tmp_path):
+def test_a_fault_of_one_machine_is_said_once(tmp_path):
     script = """
         import os, sys
         import hybrid
 
-        hybrid.main(["--help"])
         sys.exit(hybrid.main(["--data", "MISSING"] if os.environ["RANK"] == "2" else []))
     """
     done = launch(tmp_path, 3, script)
-    assert done.returncode != 0 and done.stdout.count("usage: hybrid.py") == 1
+    assert done.returncode != 0
     missing = "rank 2: [Errno 2] No such file or directory: 'MISSING'"
     assert said(done) == [f"error: --data (default): {missing}"]
     assert 'hybrid.py", line' not in done.stderr and 'script.py", line' not in done.stderr

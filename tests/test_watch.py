@@ -138,15 +138,3 @@ def test_a_run_that_goes_on_appends_to_its_metrics(tmp_path):
     lines = train_on_text(f"{flags} --steps 3", tmp_path)
     assert [line.get("step") for line in lines] == [None, 1, 1, 2, 2, None, 3, 3]
     assert lines[5]["flags"]["steps"] == 3
-
-
-@on_ranks(1)
-def test_a_full_disk_under_the_metrics_costs_a_line_and_no_training():
-    said, trainer = io.StringIO(), make_trainer("--metrics /dev/full")
-    with redirect_stdout(io.StringIO()), redirect_stderr(said):
-        log = hybrid.Log(trainer)
-        metrics = trainer.step(*own_batch(trainer))
-        log.step(metrics, 1.0)
-        log.step(metrics, 1.0)
-    (line,) = said.getvalue().splitlines()
-    assert line.endswith("error: --metrics /dev/full: No space left on device")

@@ -151,7 +151,7 @@ def test_gradients_accumulate_and_are_clipped_by_their_global_norm(reset):
     trainers = {None: (alone, torch.optim.AdamW(groups_of(alone.parameters()), lr=0.01))}
     trainers |= {stage: shard(make_net(), stage) for stage in ALL}
     norms = {stage: [] for stage in trainers}
-    for step, norm_type in enumerate((2.0, 1.0, float("inf"))):
+    for step in range(3):
         x = make_data(6 * dist.get_world_size(), step)
         for stage, (model, optimizer) in trainers.items():
             if reset is not None:
@@ -163,7 +163,7 @@ def test_gradients_accumulate_and_are_clipped_by_their_global_norm(reset):
             clip, own = nn.utils.clip_grad_norm_, (model.parameters(),)
             if stage in STAGES:
                 clip, own = model.clip_grad_norm_, ()
-            norms[stage].append(clip(*own, 0.05, norm_type).item())
+            norms[stage].append(clip(*own, 0.05).item())
             optimizer.step()
     for stage in ALL:
         assert norms[stage] == pytest.approx(norms[None], rel=1e-12) and min(norms[None]) > 0.05
