@@ -816,6 +816,7 @@ def test_errors_name_the_values():
     alone = [dist.new_group([0]), dist.new_group([1])]
     other = alone[1 - rank]
     cases = [
+        (lambda: all_reduce(x(2), output=x(3)), "3 elements .*makes 2"),
         (lambda: reduce_scatter_single(x(2), x(5)), "4 elements .*makes 5"),
         (lambda: all_gather_single(x(5), x(2)), "5 elements .* makes 4"),
         (lambda: all_gather([x(2)], x(2)), "all_gather got a list of 1, not of world_size=2"),

@@ -160,6 +160,7 @@ def test_a_schedule_that_is_not_defined_or_cannot_finish_is_refused():
     for make, wrong in (
         (lambda: interleaved(4, 6), "num_microbatches=6 is not a multiple of num_stages=4"),
         *((lambda s=s: dualpipe(*s), even.format(*s)) for s in ((3, 8), (4, 9), (4, 6))),
+        (lambda: Schedule([_actions("F0 B0"), []]), "rank 1 has no actions"),
         (lambda: simulate(crossed), "cannot finish: rank 0 at B0, rank 1 at F1 waiting"),
         (other(elsewhere), r"on no route: \[\(1, 0, 1\)\]"),
         # it is the other one's fault
@@ -349,6 +350,8 @@ def test_the_idea_and_the_executor_give_the_same_bits():
     layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(p)]
     plain, stage = copy.deepcopy(layers[rank]), layers[rank]
     inputs, targets = torch.randn(2, 8, 4)
+    for module in (plain, stage):  # what is sent is then not contiguous
+        module.register_forward_hook(lambda *call: call[-1].mT.contiguous().mT)
     losses = gpipe_step(plain, inputs.chunk(4), targets.chunk(4), _loss)
     loss = Pipeline(stage, gpipe(p, 4), _loss, shape=(2, 4)).step(inputs, targets)
     assert loss == (sum(losses) if rank == p - 1 else None)

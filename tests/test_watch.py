@@ -1,7 +1,7 @@
 """What people watch of a training: validation, the progress line, the metrics file."""
 
 import io
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 import hybrid
 from ranks import on_ranks
 from reference_gpt import reference_gpt
-from test_hybrid import BATCH, T, make_trainer, own_batch, train_on_text
+from test_hybrid import BATCH, T, make_trainer, train_on_text
 
 LAYOUTS = """processes | flags
 1 | --dp 1

@@ -365,6 +365,16 @@ def test_gradients_of_16_bit_weights_add_up_in_32_bits_and_update_a_32_bit_copy(
 
 
 @on_ranks(2)
+def test_the_optimizer_of_shards_takes_gradients_of_another_dtype():
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    optimizer = ZeroRedundancyOptimizer([weight], torch.optim.SGD, lr=0.5)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert weight.tolist() == 3 * [0.5]
+
+
+@on_ranks(2)
 def test_the_state_of_the_optimizer_of_shards_is_each_ranks_own():
     """With rates as they are now; a run that goes on from it has the same bits."""
     batches = [own_part(make_data(8, seed)) for seed in range(4)]
