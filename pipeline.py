@@ -65,9 +65,9 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
         if rank > 0:
             x = torch.empty_like(x).requires_grad_()
             exchange([], [(x.data, rank - 1)], group)
-        output = stage(x)
+        output = stage(x).contiguous()
         if rank < world_size - 1:
-            exchange([(output.detach().contiguous(), rank + 1)], [], group)
+            exchange([(output.detach(), rank + 1)], [], group)
         else:
             output = loss_fn(output, target)
         passes.append((x, output))
