@@ -1,20 +1,14 @@
-"""A transformer layer of tensor_parallel.py's parts, and what autograd keeps of it.
-
-Its attention is not fused and its dropout is everywhere, as in the papers whose memory it has.
-"""
+"""A transformer layer, with attention as in the papers whose memory it has; what autograd keeps."""
 
 from contextlib import contextmanager
-from functools import partial
 
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import hybrid
 from sequence_parallel import dropout, recompute
-from tensor_parallel import (
-    ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, mark_partial,
-)
+from tensor_parallel import mark_partial
 
 
 def unfused_attention(q, k, v, p=0.0):
@@ -29,50 +23,25 @@ def unfused_attention(q, k, v, p=0.0):
     return dropout(weights, p) @ v
 
 
-class TransformerLayer(nn.Module):
-    """(T, B, D) -> (T, B, D): the layer whose memory sequence_parallel.py's table gives.
+class TransformerLayer(hybrid.Block):
+    """hybrid.py's, of these sizes, whose attention is not fused unless one is given.
 
-    p: the probability of dropout, in attention's weights and before each residual connection.
-    attention_fn(q, k, v, p): attention itself.
-    mode: what is recomputed, "none", "selective" or "full".
-    options: those of parallel_linear(); with sequence_parallel T is a rank's part.
+    p: the probability of dropout. mode: what is recomputed, "none", "selective" or "full".
     """
 
     def __init__(
-        self,
-        hidden,
-        heads,
-        kv_heads=None,
-        p=0.0,
-        attention_fn=unfused_attention,
-        mode="none",
-        **options,
+        self, hidden, heads, kv_heads=None, p=0.0, attention_fn=unfused_attention, mode="none",
+        sequence_parallel=False, **options,
     ):
-        super().__init__()
-        self.p, self.mode = p, mode
-        core = partial(_with_p, attention_fn, p)
-        attend = partial(recompute, core) if mode == "selective" else core
-        self.ln_1 = nn.LayerNorm(hidden)
-        self.attn = ParallelSelfAttention(hidden, heads, kv_heads, attend, **options)
-        self.ln_2 = nn.LayerNorm(hidden)
-        self.mlp = nn.Sequential()
-        self.mlp.c_fc = ColumnParallelLinear(hidden, 4 * hidden, **options)
-        self.mlp.gelu = nn.GELU(approximate="tanh")
-        self.mlp.c_proj = RowParallelLinear(4 * hidden, hidden, **options)
-        if options.get("sequence_parallel"):
-            for norm in (self.ln_1, self.ln_2):
-                mark_partial(norm)
+        sizes = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "dropout": p}
+        how = {"sequence_parallel": sequence_parallel, "recompute": mode}
+        super().__init__(hybrid.GPTConfig(**sizes, **how), attention_fn=attention_fn, **options)
+        for norm in (self.ln_1, self.ln_2) if sequence_parallel else ():
+            mark_partial(norm)
 
     def forward(self, x):
-        return recompute(self._forward, x) if self.mode == "full" else self._forward(x)
-
-    def _forward(self, x):
-        x = x + dropout(self.attn(self.ln_1(x)), self.p)
-        return x + dropout(self.mlp(self.ln_2(x)), self.p)
-
-
-def _with_p(attention_fn, p, q, k, v):
-    return attention_fn(q, k, v, p)
+        forward = super().forward
+        return recompute(forward, x) if self.config.recompute == "full" else forward(x)
 
 
 def norm_bytes(batch, seq_len, tp=1, sequence_parallel=False, recompute="none", itemsize=2):
