@@ -23,9 +23,9 @@ from replicas import assert_close, interleaved_group
 from sequence_parallel import recompute
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
-    VocabParallelEmbedding, alexnet, attention, column_linear, mark_partial, parallel_linear,
-    partial_parameters, row_linear, shards_of, sum_partial_gradients, tensor_parallel_layer_bytes,
-    vocab_parallel_cross_entropy,
+    VocabParallelEmbedding, alexnet, attention, boxes_between, column_linear, mark_partial,
+    parallel_linear, partial_parameters, row_linear, shards_of, sum_partial_gradients,
+    tensor_parallel_layer_bytes, vocab_parallel_cross_entropy,
 )
 from transformer import Peak, TransformerLayer
 
@@ -286,6 +286,11 @@ def test_on_a_gpu_keys_and_values_of_fp32_are_repeated_for_its_only_kernel():
         q, k, v = kernel.call_args.args
         assert k.shape == v.shape and (k.shape == q.shape) == repeated
         assert kernel.call_args.kwargs["enable_gqa"] != repeated
+
+
+def test_a_range_of_a_flat_tensor_is_few_boxes():
+    expected = [((0, 1), (1, 1)), ((1, 0), (2, 2)), ((3, 0), (1, 1))]
+    assert list(boxes_between((4, 2), 1, 7)) == expected
 
 
 # ---- vocabulary ----------------------------------------------------------------------------------
