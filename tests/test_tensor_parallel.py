@@ -296,16 +296,12 @@ def test_a_range_of_a_flat_tensor_is_few_boxes():
 # ---- vocabulary ----------------------------------------------------------------------------------
 
 
-class LanguageModel(nn.Module):
-    """Embedding and head that share their weight; per-token losses of the next token."""
-
-    def __init__(self, embedding, losses):
-        super().__init__()
-        self.embedding, self.losses = embedding, losses
-
-    def forward(self, tokens):
-        x = self.embedding(tokens).tanh().flatten(0, -2)
-        return self.losses(x, self.embedding.weight, tokens.roll(-1).flatten())
+def _language_model(embedding, losses):
+    """Whose head has the embedding's weight; per-token losses of the next token."""
+    model = nn.Sequential(embedding)
+    end = lambda x, tokens: losses(x.flatten(0, -2), embedding.weight, tokens.roll(-1).flatten())
+    model.forward = lambda tokens: end(embedding(tokens).tanh(), tokens)
+    return model
 
 
 @in_layouts(*LAYOUTS)
@@ -324,7 +320,7 @@ def test_embedding_and_a_tied_head_with_its_loss(tp, replicas):
             return vocab_parallel_cross_entropy(logits, target, start, group=group, inplace=True)
 
         losses = lambda x, weight, target: F.cross_entropy(x @ weight.t(), target, reduction="none")
-        models = LanguageModel(plain, losses), LanguageModel(embedding, parallel_losses)
+        models = _language_model(plain, losses), _language_model(embedding, parallel_losses)
         _check(*models, tokens, group)
 
 
