@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,12 +128,6 @@ def test_any_order_in_memory_will_do_and_shapes_that_do_not_fit_are_named(method
 
 
 # ---- who has what, and how much work that is -----------------------------------------------------
-
-
-@on_ranks(4)
-def test_zig_zag_gives_rank_r_chunks_r_and_2p_minus_1_minus_r():
-    expected = [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]]
-    assert context_positions(16).tolist() == expected[dist.get_rank()]
 
 
 @pytest.mark.parametrize("gathered", [False, True])

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import hybrid
 from collectives import rank_and_size
 from ranks import on_ranks
 from replicas import assert_close
@@ -108,9 +109,14 @@ def test_a_layer_keeps_the_bytes_of_the_paper_and_the_statistics_of_its_norms(
     claimed = activation_bytes(B, T, D, H, tp, sequence_parallel, mode)
     norms = norm_bytes(B, T, tp, sequence_parallel, mode)
     assert norms <= 0.05 * claimed
+    config = hybrid.GPTConfig(1, D, H, T, 64, 0.1, None, sequence_parallel, mode)
+    state = hybrid.ShardedRandomState("cpu")
+    block = hybrid.Block(config, state, unfused_attention, group=None)
+    block.forward = partial(recompute, block.forward) if mode == "full" else block.forward
     layer = TransformerLayer(D, H, p=0.1, mode=mode, sequence_parallel=sequence_parallel)
-    kept = _kept(layer, T // tp if sequence_parallel else T)
-    assert kept == pytest.approx(claimed + norms, rel=1e-12)
+    for kind in (layer, block):
+        kept = _kept(kind, T // tp if sequence_parallel else T)
+        assert kept == pytest.approx(claimed + norms, rel=1e-12)
 
 
 def test_the_rows_of_the_table():

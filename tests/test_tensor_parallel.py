@@ -23,9 +23,9 @@ from replicas import assert_close, interleaved_group
 from sequence_parallel import recompute
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
-    VocabParallelEmbedding, alexnet, attention, column_linear, mark_partial, parallel_linear,
-    partial_parameters, row_linear, shards_of, sum_partial_gradients, tensor_parallel_layer_bytes,
-    vocab_parallel_cross_entropy,
+    VocabParallelEmbedding, alexnet, attention, boxes_between, column_linear, mark_partial,
+    parallel_linear, partial_parameters, row_linear, shards_of, sum_partial_gradients,
+    tensor_parallel_layer_bytes, vocab_parallel_cross_entropy,
 )
 from transformer import Peak, TransformerLayer
 
@@ -288,19 +288,20 @@ def test_on_a_gpu_keys_and_values_of_fp32_are_repeated_for_its_only_kernel():
         assert kernel.call_args.kwargs["enable_gqa"] != repeated
 
 
+def test_a_range_of_a_flat_tensor_is_few_boxes():
+    expected = [((0, 1), (1, 1)), ((1, 0), (2, 2)), ((3, 0), (1, 1))]
+    assert list(boxes_between((4, 2), 1, 7)) == expected
+
+
 # ---- vocabulary ----------------------------------------------------------------------------------
 
 
-class LanguageModel(nn.Module):
-    """Embedding and head that share their weight; per-token losses of the next token."""
-
-    def __init__(self, embedding, losses):
-        super().__init__()
-        self.embedding, self.losses = embedding, losses
-
-    def forward(self, tokens):
-        x = self.embedding(tokens).tanh().flatten(0, -2)
-        return self.losses(x, self.embedding.weight, tokens.roll(-1).flatten())
+def _language_model(embedding, losses):
+    """Whose head has the embedding's weight; per-token losses of the next token."""
+    model = nn.Sequential(embedding)
+    end = lambda x, tokens: losses(x.flatten(0, -2), embedding.weight, tokens.roll(-1).flatten())
+    model.forward = lambda tokens: end(embedding(tokens).tanh(), tokens)
+    return model
 
 
 @in_layouts(*LAYOUTS)
@@ -319,7 +320,7 @@ def test_embedding_and_a_tied_head_with_its_loss(tp, replicas):
             return vocab_parallel_cross_entropy(logits, target, start, group=group, inplace=True)
 
         losses = lambda x, weight, target: F.cross_entropy(x @ weight.t(), target, reduction="none")
-        models = LanguageModel(plain, losses), LanguageModel(embedding, parallel_losses)
+        models = _language_model(plain, losses), _language_model(embedding, parallel_losses)
         _check(*models, tokens, group)
 
 

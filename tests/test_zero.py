@@ -276,29 +276,20 @@ def test_stage_1_in_full_is_a_step_of_one_process():
 
 
 @on_ranks(1, 3)
-def test_a_unit_that_is_gathered_used_and_dropped_has_the_gradients_of_stage_3():
-    """And stage 3's bytes: two gathers and a reduce-scatter."""
-    (rank, world_size), net = rank_and_size(), stack()
-    x, sharded, shards = torch.ones(2, 96) + rank, copy.deepcopy(net), []
-    model = FullyShardedDataParallel(sharded, units=sharded.blocks)
-    for unit in net.blocks:
-        layout = FlatLayout([unit.weight], world_size)
-        shard = layout.pack([unit.weight]).chunk(world_size)[rank].clone().requires_grad_()
-        shards.append((shard, layout))
-
-    def run_units(x):
-        for unit, (shard, layout) in zip(net.to("meta").blocks, shards):
-            x = zero.sharded_forward(unit, x, shard, layout)
-        return x
-
-    counts = []
-    for forward in (model, run_units):
-        with least_bytes(), count_bytes() as traffic:
-            (mean_square(forward, x) / world_size).backward()
-        counts.append(traffic.bytes())
-    assert counts[0] == counts[1]
-    for unit, (shard, layout) in zip(sharded.blocks, shards):
-        assert_close(shard.grad / world_size, unit.weight.grad, 1e-5)
+def test_units_gathered_used_and_dropped_have_the_gradients_and_the_bytes_of_stage_3():
+    (rank, P), net = rank_and_size(), stack()
+    layout, x = FlatLayout([net.blocks[0].weight], P), torch.ones(2, 96) + rank
+    loss = lambda net: sum(mean_square(net, torch.ones(2, 96) + r) for r in range(P))
+    own = lambda tensor: layout.pack([tensor]).chunk(P)[rank].clone()
+    gradients = gradients_alone(net, loss)
+    shards = [own(unit.weight).requires_grad_() for unit in net.blocks]
+    with least_bytes(), count_bytes() as traffic:
+        for unit, piece in zip(net.to("meta").blocks, shards):
+            x = zero.sharded_forward(unit, x, piece, layout)
+        x.square().mean().backward()
+    assert traffic.bytes() == zero_bytes(3, len(shards) * 96 * 96 * 4, P)
+    for piece, gradient in zip(shards, gradients.values(), strict=True):
+        assert_close(piece.grad, own(gradient), 1e-5)
 
 
 # ---- replicas of shards, and 32-bit copies of them -----------------------------------------------
