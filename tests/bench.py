@@ -110,8 +110,7 @@ def measure(cases):
 
 
 def _contenders(operation, nbytes):
-    """Ours, PyTorch's, and the bare link: one message of as many bytes as a rank must send."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    world_size = dist.get_world_size()
     n = max(world_size, nbytes // 4 // world_size * world_size)
     full, other, shard = torch.zeros(n), torch.zeros(n), torch.zeros(n // world_size)
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -130,16 +129,7 @@ def _contenders(operation, nbytes):
         "broadcast": (full, 0),
         "all_to_all": (other, full),
     }[operation]
-    sent = n * (world_size - 1) // world_size
-    outgoing = torch.zeros({"all_reduce": 2 * sent, "broadcast": n}.get(operation, sent))
-    incoming = torch.empty_like(outgoing)
-
-    def link():
-        message = dist.irecv(incoming, (rank - 1) % world_size)
-        dist.isend(outgoing, (rank + 1) % world_size).wait()
-        message.wait()
-
-    return {"ours": lambda: ours(*arguments), "theirs": lambda: theirs(*arguments), "link": link}
+    return {"ours": lambda: ours(*arguments), "theirs": lambda: theirs(*arguments)}
 
 
 def _time_collective(operation, sizes, rounds):
@@ -147,7 +137,7 @@ def _time_collective(operation, sizes, rounds):
 
 
 def bench_collectives(arguments):
-    """Ours beside PyTorch's, and beside the bare link."""
+    """Ours beside PyTorch's."""
     sizes = [size for size in COLLECTIVE_SIZES if size <= arguments.largest * MB]
     cases = {
         (operation, f"P = {P}"): (P, _time_collective, operation, sizes, arguments.rounds)
@@ -158,7 +148,6 @@ def bench_collectives(arguments):
         for size, t in zip(sizes, times):
             what = f"{', '.join(case)}, {size // KB} KB"
             arguments.report(what, t["ours"], "PyTorch's", t["theirs"])
-            arguments.report(what, t["ours"], "the bare link", t["link"])
 
 
 # ---- data parallelism ----------------------------------------------------------------------------
@@ -646,7 +635,6 @@ def _time_on_gpus(device, sizes, rounds, operations):
         for size in sizes:
             with torch.device(device):
                 contenders = _contenders(operation, size)
-            del contenders["link"]  # a lone receive before its send may hang on NCCL
             timed = {n: partial(_call_and_wait, call) for n, call in contenders.items()}
             times[operation, size] = take_turns(timed, rounds)
     return times

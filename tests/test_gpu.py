@@ -3,7 +3,6 @@
 What needs a GPU, or several, is skipped without, and what can runs on the CPU, too.
 """
 
-import hashlib
 import itertools
 import os
 import signal
@@ -22,8 +21,8 @@ import collectives
 import expert_parallel
 import sequence_parallel
 import tensor_parallel
+import test_collectives
 import test_hybrid
-from collectives import ReduceOp
 from ranks import run, spawn
 from test_hybrid import EVERY_LAYOUT, LAYERS, MOE, MOE_LAYOUTS, RUN, make_trainer, own_batch
 
@@ -277,71 +276,23 @@ def test_work_of_a_stream_keeps_its_place_among_kernels_and_holds_up_no_host():
 # ---- ranks that share a GPU, or have one each: collectives ---------------------------------------
 
 
-def _own(x):
-    rank, world_size = collectives.rank_and_size()
-    return x.chunk(world_size)[rank]
-
-
-def _of_root(x):
-    return list(x.chunk(dist.get_world_size())) if dist.get_rank() == 0 else None
-
-
-LAST = lambda: dist.get_world_size() - 1
-OPERATIONS = {  # on x of P like chunks, where the result is left, by ours and by torch.distributed
-    "all_reduce": lambda lib, x: lib.all_reduce(x),
-    "all_reduce MAX": lambda lib, x: lib.all_reduce(x, ReduceOp.MAX),
-    "reduce": lambda lib, x: lib.reduce(x, LAST()),
-    "broadcast": lambda lib, x: lib.broadcast(x, LAST()),
-    "reduce_scatter_single": lambda lib, x: lib.reduce_scatter_single(_own(x), x.clone()),
-    "all_gather_single": lambda lib, x: lib.all_gather_single(x, _own(x).clone()),
-    "all_gather": lambda lib, x: lib.all_gather(
-        list(x.chunk(dist.get_world_size())), _own(x).clone()
-    ),
-    "scatter": lambda lib, x: lib.scatter(_own(x).clone(), _of_root(x), 0),
-    "gather": lambda lib, x: lib.gather(_own(x).clone(), _of_root(x), 0),
-    "all_to_all_single": lambda lib, x: lib.all_to_all_single(x, x.clone()),
-}
-ALGORITHMS = ("naive", "direct", "ring", "recursive_doubling", "halving_doubling")
-OURS = {name: partial(call, collectives) for name, call in OPERATIONS.items()}
-for name in ALGORITHMS:
-    OURS[f"all_reduce by {name}"] = partial(collectives.all_reduce, algorithm=name)
-ALIKE = ("all_reduce", "all_gather", "broadcast")  # what begins so leaves the same on all ranks
-
-
-def _compare_collectives(device, nbytes, dtype, oracle_device):
-    """{operation: (error beside the backend's own, digest of this rank's result)}."""
-    rank, P = collectives.rank_and_size()
-    n = max(1, nbytes // dtype.itemsize // P) * P
-    generator, found = torch.Generator().manual_seed(rank), {}
-    values = torch.randn(n, generator=generator) * 8
-    for name, ours in OURS.items():
-        x = values.to(dtype).to(device)
-        theirs = x.to(oracle_device, copy=True)
-        ours(x)
-        OPERATIONS[name.split(" by ")[0]](dist, theirs)
-        x, theirs = x.cpu(), theirs.cpu()
-        if name == "reduce" and rank != P - 1:
-            x = theirs  # nobody says what is left there
-        error = (x.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1)
-        bits = hashlib.sha256(x.view(torch.uint8).numpy().tobytes()).hexdigest()
-        found[name] = error.item(), bits
-    return found
+def _check_collectives(device, async_op):
+    """What test_collectives.py does, and large messages, with tensors of this device."""
+    on_device = lambda make: lambda *shape, **how: make(*shape, **how).to(device)
+    made = {name: on_device(getattr(test_collectives, name)) for name in ("_integers", "_normal")}
+    with patch.multiple(test_collectives, **made):
+        test_collectives._check_values([1 << 18], [torch.float32], async_op=async_op)
+        every = "collective_on_every_dtype_length_and_layout_and_round_the_ring"
+        getattr(test_collectives, f"test_every_{every}").__wrapped__(async_op)
+        if not async_op:
+            every = "algorithm_reduces_and_leaves_the_same_bits_on_all_ranks"
+            getattr(test_collectives, f"test_every_{every}").__wrapped__()
 
 
 @pytest.mark.parametrize("kind, world_size", _kinds(3, 2, 4, 8))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("nbytes", [1 << 10, 1 << 16, 1 << 20, 25 << 20])
-def test_every_collective_beside_the_backends_own(on, kind, world_size, dtype, nbytes):
-    if kind == "cpu" and nbytes > 1 << 16:
-        pytest.skip("test_collectives.py has large ones on the CPU")
-    oracle_device = "cuda" if kind == "nccl" else "cpu"
-    ranks = on(kind, world_size, _compare_collectives, nbytes, dtype, oracle_device)
-    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.int64: 0}[dtype]
-    for name in OURS:
-        errors, bits = zip(*[found[name] for found in ranks])
-        assert max(errors) <= tolerance, name
-        if name.startswith(ALIKE):
-            assert len(set(bits)) == 1, name
+@pytest.mark.parametrize("async_op", [False, True])
+def test_every_collective_and_algorithm(on, kind, world_size, async_op):
+    on(kind, world_size, _check_collectives, async_op)
 
 
 def _pending_collectives(device):

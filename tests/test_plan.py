@@ -172,6 +172,8 @@ def test_layers_are_cut_as_the_trainer_cuts_them():
         own = [sum(own[place::pp]) for place in range(pp)]
         first, *_, last = plan.shares_of(config, "interleaved" if v > 1 else "1f1b", pp, v) * 2
         assert max(abs(first.layers - own[0]), abs(last.layers - own[-1])) <= (v > 1)
+
+
 def test_the_best_plans_are_those_of_a_search_through_everything():
     flags = "--gpus 8 --gpu h100 --layers 4 --hidden 64 --heads 4 --seq-len 32 --batch-size 16"
     args = plan.parse(flags.split())
