@@ -113,23 +113,15 @@ def _contenders(operation, nbytes):
     world_size = dist.get_world_size()
     n = max(world_size, nbytes // 4 // world_size * world_size)
     full, other, shard = torch.zeros(n), torch.zeros(n), torch.zeros(n // world_size)
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    ours, theirs = {
-        "all_reduce": (collectives.all_reduce, dist.all_reduce),
-        "reduce_scatter": (collectives.reduce_scatter_single, scatter),
-        "all_gather": (collectives.all_gather_single, gather),
-        "broadcast": (collectives.broadcast, dist.broadcast),
-        "all_to_all": (collectives.all_to_all_single, dist.all_to_all_single),
-    }[operation]
     arguments = {
         "all_reduce": (full,),
-        "reduce_scatter": (shard, full),
-        "all_gather": (full, shard),
+        "reduce_scatter_single": (shard, full),
+        "all_gather_single": (full, shard),
         "broadcast": (full, 0),
-        "all_to_all": (other, full),
+        "all_to_all_single": (other, full),
     }[operation]
-    return {"ours": lambda: ours(*arguments), "theirs": lambda: theirs(*arguments)}
+    libraries = {"ours": collectives, "theirs": dist}
+    return {name: partial(getattr(of, operation), *arguments) for name, of in libraries.items()}
 
 
 def _time_collective(operation, sizes, rounds):
@@ -726,7 +718,7 @@ def _parser():
     parser.add_argument("--longest", type=int, default=4096, help="tokens of context_parallel")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", metavar="FILE")
-    names = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]
+    names = "all_reduce reduce_scatter_single all_gather_single broadcast all_to_all_single".split()
     parser.add_argument("--operations", nargs="+", default=names)
     return parser
 
