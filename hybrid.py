@@ -23,8 +23,8 @@ Every layout computes what one process does: the loss is the sum of the token lo
 *global* number of tokens, so gradients are summed and never averaged; initial weights depend on the
 parameter's name and the seed, batches on the seed and the step. What does depend on the layout:
 masks of dropout, which tokens a capacity drops, which experts --topk-nodes leaves a token, and the
-losses of balance, which are those of a microbatch of all replicas. Begin with train(), at the end,
-and Trainer.step(); flags, data and checkpoints can wait.
+losses of balance, which are those of a microbatch of all replicas. Begin with train() and
+Trainer.step(); flags, data and checkpoints can wait.
 
 The model is GPT-2's architecture (Radford et al., 2019), under GPT-2's parameter names. Shoeybi et
 al., "Megatron-LM", 2019, and Narayanan et al., "Efficient Large-Scale Language Model Training on
@@ -1176,7 +1176,7 @@ GROUPS = {
         Flag("experts", COUNT, 0, "of a mixture in place of the MLP; 0: an MLP"),
         Flag("top_k", SIZE, 2, "experts that a token uses", "experts"),
         Flag("shared_experts", COUNT, 0, "further ones that every token uses", "experts"),
-        Flag("capacity_factor", at_least(0.01, float), None, "most load of one / mean", "experts"),
+        Flag("capacity_factor", at_least(0.01, float), None, "drop above this load/mean", "experts"),
         Flag("balance", ("aux", "bias", "none"), "aux", "loads by losses or a bias", "experts"),
         Flag("moe_every", SIZE, 1, "every so many layers has experts", "experts"),
         Flag("topk_nodes", SIZE, None, "a token uses, of those of ep (default: all)", "ep > 1"),
