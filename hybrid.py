@@ -1176,7 +1176,7 @@ GROUPS = {
         Flag("experts", COUNT, 0, "of a mixture in place of the MLP; 0: an MLP"),
         Flag("top_k", SIZE, 2, "experts that a token uses", "experts"),
         Flag("shared_experts", COUNT, 0, "further ones that every token uses", "experts"),
-        Flag("capacity_factor", at_least(0.01, float), None, "drop above this load/mean", "experts"),
+        Flag("capacity_factor", at_least(0.01, float), None, "drop above load / mean", "experts"),
         Flag("balance", ("aux", "bias", "none"), "aux", "loads by losses or a bias", "experts"),
         Flag("moe_every", SIZE, 1, "every so many layers has experts", "experts"),
         Flag("topk_nodes", SIZE, None, "a token uses, of those of ep (default: all)", "ep > 1"),
