@@ -487,23 +487,6 @@ def _training(flags, mesh=None):
     return trainer, partial(trainer.step, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def _plain_training(args):
-    """The same step in torch.nn alone."""
-    model = _GPT(args.layers, args.hidden, args.heads, args.seq_len, args.vocab_size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), fused=True)
-    tokens = torch.randint(args.vocab_size, (args.batch_size, args.seq_len + 1))
-
-    def step():
-        optimizer.zero_grad()
-        loss = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        return loss.item()
-
-    return step
-
-
 def _on_first_rank(step):
     """The others are idle meanwhile."""
 
@@ -516,7 +499,7 @@ def _on_first_rank(step):
 
 
 def _time_layouts(flags, layouts, rounds):
-    """Seconds of a step of layouts, and of one process: ours, torch.nn's, two with half each."""
+    """Seconds of a step of layouts, of one process, and of two with half each."""
     contenders = {layout: _training(f"{flags} {layout}")[1] for layout in layouts}
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     mesh = hybrid.Mesh(**dict.fromkeys(hybrid.slices_of(1, 1, 1, 1), alone))
@@ -526,8 +509,6 @@ def _time_layouts(flags, layouts, rounds):
         "one process": _on_first_rank(step),
         "two processes that never talk": _training(half, mesh)[1],
     }
-    if not trainer.args.experts:
-        contenders["torch.nn"] = _on_first_rank(_plain_training(trainer.args))
     return take_turns(contenders, rounds)
 
 
