@@ -1,4 +1,4 @@
-"""What data-parallel ranks train in tests, and the oracle: one process on the whole batch."""
+"""What ranks train in tests, and the oracle: one process on the whole batch."""
 
 import copy
 import io
@@ -87,9 +87,22 @@ def whole_gradients(net):
     return whole
 
 
-def assert_close(actual, expected, tolerance=1e-12):
-    assert len(expected) > 0
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+def assert_close(actual, expected, tolerance=1e-12, name=""):
+    assert torch.is_tensor(expected) or len(expected) > 0
+    message = lambda text: f"{name} {text}"
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=message)
+
+
+def interleaved_group(size, count):
+    """This rank's of `count` groups of so many ranks, None of one alone, and the group's number.
+
+    Of (2, 2) they are ranks 0, 2 and ranks 1, 3.
+    """
+    if count == 1:
+        return None, 0
+    groups = [dist.new_group(list(range(i, size * count, count))) for i in range(count)]
+    dist.barrier()  # to a rank that still connects, one that has already left is a failure
+    return groups[dist.get_rank() % count], dist.get_rank() % count
 
 
 def fail(*arguments):
