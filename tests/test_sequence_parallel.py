@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hybrid
-import reference_gpt
 from collectives import rank_and_size
 from ranks import on_ranks
+from replicas import assert_close
 from sequence_parallel import activation_bytes, dropout, recompute, sequence_parallel_mlp
 from tensor_parallel import attention
 from transformer import Peak, TransformerLayer, norm_bytes, saved_bytes, unfused_attention
@@ -33,35 +33,10 @@ def test_the_idea_of_a_layer_is_the_real_one():
     for y in (real, sequence_parallel_mlp(x, layer.ln_2, up.weight, down.weight)):
         found.append([y, *torch.autograd.grad(y.sin().sum(), [x, *weights])])
     for one, other in zip(*found):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-def test_attention_in_its_steps_is_that_of_the_reference():
-    q, k, v = torch.randn(3, 2, 4, 7, 8, dtype=torch.float64)
-    expected = reference_gpt.attention(q, k, v)
-    for found in (unfused_attention(q, k, v), attention(q, k, v)):
-        torch.testing.assert_close(found, expected)
+        assert_close(one, other)
 
 
 # ---- recomputation -------------------------------------------------------------------------------
-
-
-@split_or_not
-@on_ranks(2)
-def test_recomputation_replays_dropout(sequence_parallel):
-    """In every mode the bits are the same, and generators are left in the same state."""
-    _, tp = rank_and_size()
-    x, results = torch.randn(2 * tp, 2, 4 * tp), []
-    for mode in MODES:
-        torch.manual_seed(7)
-        options = {"p": 0.3, "mode": mode, "sequence_parallel": sequence_parallel}
-        layer, own = TransformerLayer(4 * tp, 2 * tp, **options), x.clone().requires_grad_()
-        y = layer(own)
-        y.sin().sum().backward()
-        gradients = [parameter.grad for parameter in layer.parameters()]
-        results.append([y, own.grad, *gradients, torch.rand(2)])
-    for other in results[1:]:
-        assert all(map(torch.equal, results[0], other))
 
 
 def test_what_recomputation_cannot_do_is_an_error_and_leaves_no_gradient():
@@ -115,20 +90,6 @@ def test_the_output_that_is_made_again_takes_no_memory():
 SIZES = (2, 24, 48, 12)  # batch, sequence, width, heads: 1, 2, 3, 4 and 6 divide them
 
 
-def _layer(sequence_parallel, mode):
-    _, _, D, H = SIZES
-    return TransformerLayer(D, H, p=0.1, mode=mode, sequence_parallel=sequence_parallel)
-
-
-def _block(sequence_parallel, mode, attention_fn=unfused_attention, p=0.1):
-    """hybrid's layer."""
-    _, T, D, H = SIZES
-    config = hybrid.GPTConfig(1, D, H, T, 64, p, None, sequence_parallel, mode)
-    block = hybrid.Block(config, hybrid.ShardedRandomState("cpu"), attention_fn, group=None)
-    block.forward = partial(recompute, block.forward) if mode == "full" else block.forward
-    return block
-
-
 def _kept(layer, T):
     """Bytes that autograd keeps of a layer, of T positions, in 16 bit."""
     B, _, D, _ = SIZES
@@ -148,8 +109,13 @@ def test_a_layer_keeps_the_bytes_of_the_paper_and_the_statistics_of_its_norms(
     claimed = activation_bytes(B, T, D, H, tp, sequence_parallel, mode)
     norms = norm_bytes(B, T, tp, sequence_parallel, mode)
     assert norms <= 0.05 * claimed
-    for make in (_layer, _block):
-        kept = _kept(make(sequence_parallel, mode), T // tp if sequence_parallel else T)
+    config = hybrid.GPTConfig(1, D, H, T, 64, 0.1, None, sequence_parallel, mode)
+    state = hybrid.ShardedRandomState("cpu")
+    block = hybrid.Block(config, state, unfused_attention, group=None)
+    block.forward = partial(recompute, block.forward) if mode == "full" else block.forward
+    layer = TransformerLayer(D, H, p=0.1, mode=mode, sequence_parallel=sequence_parallel)
+    for kind in (layer, block):
+        kept = _kept(kind, T // tp if sequence_parallel else T)
         assert kept == pytest.approx(claimed + norms, rel=1e-12)
 
 
@@ -167,7 +133,8 @@ def test_the_rows_of_the_table():
 def test_fused_attention_keeps_no_scores():
     """Without dropout of scores; what is left grows as the sequence does."""
     (B, T, D, H), (_, tp) = SIZES, rank_and_size()
-    bytes_of = lambda core, k: _kept(_block(True, "none", core, 0.0), k * T // tp)
+    layer = lambda core: TransformerLayer(D, H, attention_fn=core, sequence_parallel=True)
+    bytes_of = lambda core, k: _kept(layer(core), k * T // tp)
     assert bytes_of(unfused_attention, 2) > 2 * bytes_of(unfused_attention, 1)
     log_sum_exp, masks = 4 * B * T * H // tp, 2 * B * T * D // tp
     claimed = activation_bytes(B, T, D, H, tp, True, "selective") - masks + log_sum_exp
