@@ -195,26 +195,30 @@ def test_layers_treat_autocast_and_empty_batches_as_torch_nn_does():
 
 
 GATHER, SCATTER, REDUCE = "all_gather_single", "reduce_scatter_single", "all_reduce"
-BACKWARD = {
+BACKWARD = {  # of a layer that is split along the sequence, or not; or puts off W's product, too
     False: ["product", REDUCE, "product", f"wait {REDUCE}"],
     True: [GATHER, "product", SCATTER, f"wait {GATHER}", "product", f"wait {SCATTER}"],
+    "put off": ["product", SCATTER, f"wait {SCATTER}", GATHER, "product"],
 }
 
 
-@split_or_not
+@pytest.mark.parametrize("how", BACKWARD)
 @on_ranks(2)
-def test_communication_in_backward_runs_beside_the_products(along_sequence):
-    events = []
+def test_communication_in_backward_runs_beside_the_products(how):
+    events, store, put_off = [], WeightGradStore(), []
 
     def listen(event, operation, *_):
         if event == "begin":
             events.append(f"wait {operation.of.name}" if operation.of else operation.name)
 
-    layer = ColumnParallelLinear(4, 8, sequence_parallel=along_sequence)
+    layer = ColumnParallelLinear(4, 8, sequence_parallel=bool(how), defer=store)
     y = layer(torch.randn(2, 4, requires_grad=True))
     with observe(listen), _Operations(lambda name: events.extend(["product"] * ("mm" in name))):
-        y.sum().backward()
-    assert events == BACKWARD[along_sequence]
+        with store.during(put_off if how == "put off" else None):
+            y.sum().backward()
+        for _, product_of in put_off:
+            product_of()
+    assert events == BACKWARD[how]
 
 
 @split_or_not
@@ -267,8 +271,7 @@ def test_partial_gradients_of_several_dtypes_are_summed_in_the_widest():
 
 @on_ranks(2)
 def test_partial_gradients_of_zeros_pieces_are_summed_if_they_are_cut_alike():
-    rank, _ = rank_and_size()
-    piece = nn.Parameter(torch.zeros(4))
+    rank, piece = dist.get_rank(), nn.Parameter(torch.zeros(4))
     piece.grad, piece.first, piece.whole_shape = torch.ones(4) + rank, 2, (6,)
     sum_partial_gradients([piece])
     assert piece.grad.tolist() == 4 * [3]
