@@ -14,6 +14,7 @@ from weakref import ref
 import pytest
 import torch
 from torch import nn
+from torch.distributed import pipelining
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
