@@ -144,23 +144,13 @@ def recomputed(wrap, use_reentrant):
     return net
 
 
-class Returns(nn.Module):
-    """A net that returns its output in some way, or None, and keeps its loss as an attribute."""
-
-    def __init__(self, hold):
-        super().__init__()
-        self.net, self.hold = make_net(), hold
-
-    def forward(self, x):
-        y = self.net(x)
-        self.loss = y.square().mean()
-        return self.hold(y)
-
-
 def held(wrap, hold):
-    net = Returns(hold)
+    """A net that returns its output in some way, or None; the loss is of what it computed."""
+    net, found = make_net(), []
+    forward = net.forward
+    net.forward = lambda x: hold(found.append(forward(x)) or found[-1])
     model = wrap(net)
-    loss = lambda model, x: (model(x), net.loss)[1]
+    loss = lambda model, x: (model(x), found[-1].square().mean())[1]
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
     return net
 
