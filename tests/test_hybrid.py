@@ -25,6 +25,7 @@ from gpu_counts import waits
 from nccl_replay import record, replay
 from pipeline import SCHEDULES, interleaved, pipeline_bytes
 from ranks import least_bytes, on_ranks, run
+from reference_gpt import MLP as ReferenceMLP
 from reference_gpt import MoE as ReferenceMoE
 from reference_gpt import ReferenceGPT, ReferenceTraining
 from tensor_parallel import tensor_parallel_layer_bytes
@@ -96,9 +97,10 @@ def train_plainly(model, steps=RUN, bias_rate=0.0):
 
 
 @functools.cache
-def reference(dtype, layers=LAYERS, kv_heads=None):
+def reference(dtype, layers=LAYERS, kv_heads=None, ffn=None):
     """What train_plainly() returns of the GPT of FLAGS."""
-    return train_plainly(plain_gpt(layers, *SIZES[1:], dtype=dtype, kv_heads=kv_heads))
+    options = {"kv_heads": kv_heads, "mlp": lambda i: ReferenceMLP(HIDDEN, ffn)}
+    return train_plainly(plain_gpt(layers, *SIZES[1:], dtype=dtype, **options))
 
 
 def make_trainer(flags, dtype=torch.float32, device=torch.device("cpu")):
@@ -152,7 +154,7 @@ def _assert_all_alike(ranks, expected, loss_error, gradient_error, weight_error,
 
 def _assert_trains(world_size, flags, dtype, *errors, **options):
     args = hybrid.parse(f"{FLAGS} {flags}".split(), world_size)
-    expected = reference(dtype, args.layers, args.kv_heads)
+    expected = reference(dtype, args.layers, args.kv_heads, args.ffn)
     _assert_all_alike(run(world_size, _train, flags, dtype), expected, *errors, **options)
 
 
@@ -182,7 +184,7 @@ EVERY_LAYOUT += [
 ]
 EVERY_LAYOUT += [
     (2, "--tp 2 --sp --microbatches 2 --kv-heads 4 --recompute selective"),
-    (2, "--tp 2 --recompute full --kv-heads 2"),
+    (2, "--tp 2 --recompute full --kv-heads 2 --ffn 40"),
     (2, "--tp 1 --dp 2 --sp --recompute selective --kv-heads 1"),
     (4, "--tp 4 --sp --recompute selective"),
     (8, "--tp 2 --pp 2 --dp 2 --sp --recompute full --schedule zb-h1 --microbatches 4"),
@@ -406,8 +408,8 @@ def _dropout_states(flags):
 
     def evaluate():
         data = hybrid.Data(*2 * [np.zeros(3 * T, np.uint8)], is_text=False)
-        hybrid.evaluate(trainer, data, batches=1)
         hybrid.sample(trainer, [1], 1)
+        hybrid.evaluate(trainer, data, batches=1)
 
     train = lambda: trainer.step(*own_batch(trainer))
     with (
@@ -640,12 +642,19 @@ def test_tp_is_innermost_then_cp_dp_pp_and_experts_are_spread_over_tp_and_then_d
         assert name == "embedding" or sorted(sum(slices, [])) == [*range(8)]
 
 
-@pytest.mark.parametrize("local_world_size, expected", [(None, [2] * 3), (4, [2, 2, 1])])
-@on_ranks(8)  # with 3 on a node, ranks 2 and 3 have two: of groups with unlike numbers it is 1
-def test_every_group_of_the_mesh_is_told_its_nodes(local_world_size, expected):
-    told, args = {}, hybrid.parse("--pp 2 --dp 2 --tp 2".split(), 8, local_world_size)
+@pytest.mark.parametrize(
+    "per_node, flags, expected",
+    [
+        (8, "--pp 2 --dp 2 --tp 2", [2, 2, 2]),
+        (4, "--pp 2 --dp 2 --tp 2", [2, 2, 1]),
+        (3, "--dp 8", [1, 1, 1]),  # of groups with unlike numbers it is 1
+    ],
+)
+@on_ranks(8)
+def test_every_group_of_the_mesh_is_told_its_nodes(per_node, flags, expected):
+    told = {}
     with patch.object(hybrid, "set_ranks_per_node", lambda n, group: told.update({group: n})):
-        mesh = hybrid.make_mesh(args)
+        mesh = hybrid.make_mesh(hybrid.parse(flags.split(), 8, per_node))
     assert [told[mesh.tp_group], told[mesh.dp_cp_group], told[mesh.pp_group]] == expected
 
 
