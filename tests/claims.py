@@ -130,8 +130,8 @@ def rows():
     layer, context = ("tensor_parallel", "8_b_s_h"), ("context_parallel", "what_its_formula")
     table = [
         ("all-gather", "n(P-1)/P", n * crossing, "gather", "collectives", "bytes_of_the_formulas"),
-        ("ring all-reduce", "2n(P-1)/P", 2 * small * crossing, "ring", "collectives", "cost_says"),
-        ("recursive doubling", "n log2 P", small * 2, "doubling", "collectives", "cost_says"),
+        ("ring all-reduce", "2n(P-1)/P", 2 * small * crossing, "ring", "collectives", "bytes_of_the_papers"),
+        ("recursive doubling", "n log2 P", small * 2, "doubling", "collectives", "bytes_of_the_papers"),
         ("data parallelism", "2D(P-1)/P", 2 * D * crossing, "bytes 0", "ddp", "around_the_ring"),
         ("ZeRO-1", "2D(P-1)/P", 2 * D * crossing, "bytes 1", *zero),
         ("ZeRO-2", "2D(P-1)/P", 2 * D * crossing, "bytes 2", *zero),

@@ -130,45 +130,24 @@ def alone(layer):
     return layer
 
 
-MUTATIONS = {  # number of the trap, and the wrong line -> ranks, layout, patch
-    "1: the count of counted tokens is this rank's": (
-        *(2, "--dp 2"),
+MUTATIONS = {  # the trap's number and the wrong line | ranks | layout: patch
+    "1: the count of counted tokens is this rank's | 2 | --dp 2":
         without_reduction(hybrid, lambda t, *_: t.dtype == torch.int64 and t.shape == (2,)),
-    ),
-    "1: gradients are averaged over the replicas": (
-        *(2, "--dp 2 --zero 0"),
-        put(
-            hybrid,
-            "DistributedDataParallel",
-            lambda right: lambda *a, **k: right(*a, **k | {"gradient_divide_factor": 2}),
-        ),
-    ),
-    "2: labels are shifted after the sequence is sharded": (
-        *(2, "--cp 2"),
+    "1: gradients are averaged over the replicas | 2 | --dp 2 --zero 0":
+        put(hybrid, "DistributedDataParallel",
+            lambda right: lambda *a, **k: right(*a, **k | {"gradient_divide_factor": 2})),
+    "2: labels are shifted after the sequence is sharded | 2 | --cp 2":
         put(hybrid.Trainer, "own_tokens", own_targets),
-    ),
-    "2: positions are counted from the shard's first": (
-        *(2, "--cp 2"),
+    "2: positions are counted from the shard's first | 2 | --cp 2":
         with_trainer("make_chunks", positions=lambda trainer: torch.arange(len(trainer.positions))),
-    ),
-    "2: the loss reported is this replica's": (
-        *(2, "--dp 2"),
+    "2: the loss reported is this replica's | 2 | --dp 2":
         without_reduction(hybrid, lambda t, *_: t.ndim == 0),
-    ),
-    "3: initial weights depend on the rank": (
-        *(2, "--tp 2"),
-        put(
-            hybrid,
-            "initial_value",
-            lambda right: lambda name, *a, **k: right(f"{dist.get_rank()}{name}", *a, **k),
-        ),
-    ),
-    "3: a rank numbers its rows from 0": (
-        *(2, "--tp 2"),
+    "3: initial weights depend on the rank | 2 | --tp 2":
+        put(hybrid, "initial_value",
+            lambda right: lambda name, *a, **k: right(f"{dist.get_rank()}{name}", *a, **k)),
+    "3: a rank numbers its rows from 0 | 2 | --tp 2":
         put(hybrid, "initial_value", lambda right: lambda *a: right(*a[:4])),
-    ),
-    "3: the order of the data depends on the rank": (
-        *(2, "--dp 2"),
+    "3: the order of the data depends on the rank | 2 | --dp 2":
         put(
             hybrid.Data,
             "batch",
@@ -176,88 +155,42 @@ MUTATIONS = {  # number of the trap, and the wrong line -> ranks, layout, patch
                 self, step, B, T, seed + (rows.start or 0), rows
             ),
         ),
-    ),
-    "4: gradients are summed over dp alone": (
-        *(2, "--cp 2 --zero 0"),
+    "4: gradients are summed over dp alone | 2 | --cp 2 --zero 0":
         with_mesh(dp_cp_group="dp_group"),
-    ),
-    "4: shards are summed over dp alone": (
-        *(2, "--cp 2 --zero 2"),
-        with_mesh(shard_group="dp_group"),
-    ),
-    "4: copies of shards are not summed": (
-        *(2, "--dp 2 --zero 1 --replicate 2"),
-        put(
-            hybrid,
-            "FullyShardedDataParallel",
-            lambda right: lambda *a, replicate_group, **k: right(*a, **k),
-        ),
-    ),
-    "4: DDP reduces after every microbatch": (
-        *(2, "--dp 2 --zero 0 --microbatches 2"),
+    "4: shards are summed over dp alone | 2 | --cp 2 --zero 2": with_mesh(shard_group="dp_group"),
+    "4: copies of shards are not summed | 2 | --dp 2 --zero 1 --replicate 2":
+        put(hybrid, "FullyShardedDataParallel",
+            lambda right: lambda *a, replicate_group, **k: right(*a, **k)),
+    "4: DDP reduces after every microbatch | 2 | --dp 2 --zero 0 --microbatches 2":
         put(hybrid, "Pipeline", lambda right: lambda *a, **k: right(*a, **k | {"sync_each": True})),
-    ),
-    "7: f does not reduce in backward": (
-        *(2, "--tp 2"),
-        put(
-            tensor_parallel,
-            "all_reduce",
-            lambda right: lambda *a, **k: None if k.get("async_op") else right(*a, **k),
-        ),
-    ),
-    "7: g reduces in backward, too": (
-        *(2, "--tp 2"),
-        everywhere(
-            "reduce_from_group",
-            lambda right: lambda x, group: collectives.copy_to_group(right(x, group), group),
-        ),
-    ),
-    "7: gradients of norms are those of this rank's tokens": (
-        *(2, "--tp 2 --sp"),
+    "7: f does not reduce in backward | 2 | --tp 2":
+        put(tensor_parallel, "all_reduce",
+            lambda right: lambda *a, **k: None if k.get("async_op") else right(*a, **k)),
+    "7: g reduces in backward, too | 2 | --tp 2":
+        everywhere("reduce_from_group",
+            lambda right: lambda x, group: collectives.copy_to_group(right(x, group), group)),
+    "7: gradients of norms are those of this rank's tokens | 2 | --tp 2 --sp":
         put(hybrid, "sum_partial_gradients", lambda right: lambda *a, **k: None),
-    ),
-    "7: what all use alike is summed in backward": (
-        *(2, "--tp 2 --experts 4 --balance none"),
+    "7: what all use alike is summed in backward | 2 | --tp 2 --experts 4 --balance none":
         everywhere("gather_from_group", lambda right: collectives.all_gather_to_group),
-    ),
-    "8: every rank adds the bias of a row-parallel layer": (
-        *(2, "--tp 2"),
-        put(
-            tensor_parallel.RowParallelLinear,
-            "forward",
-            lambda right: lambda self, x: right(self, x) + self.bias,
-        ),
-    ),
-    "8: the maximum of the logits is this rank's": (
-        *(2, "--tp 2"),
+    "8: every rank adds the bias of a row-parallel layer | 2 | --tp 2":
+        put(tensor_parallel.RowParallelLinear, "forward",
+            lambda right: lambda self, x: right(self, x) + self.bias),
+    "8: the maximum of the logits is this rank's | 2 | --tp 2":
         without_reduction(tensor_parallel, lambda t, *a: collectives.ReduceOp.MAX in a),
-    ),
-    "8: the sum of the exponentials is this rank's": (
-        *(2, "--tp 2"),
+    "8: the sum of the exponentials is this rank's | 2 | --tp 2":
         without_reduction(tensor_parallel, lambda t, *_: t.ndim == 2 and len(t) == 2),
-    ),
-    "11: embedding and head keep gradients of their own": (
-        *(2, "--pp 2"),
+    "11: embedding and head keep gradients of their own | 2 | --pp 2":
         put(hybrid.GPT, "tied_weight", lambda right: lambda self: None),
-    ),
-    "11: DualPipe's replicas keep gradients of their own": (
-        *(2, "--pp 2 --schedule dualpipe --microbatches 4"),
+    "11: DualPipe's replicas keep gradients | 2 | --pp 2 --schedule dualpipe --microbatches 4":
         put(hybrid, "sum_replicas", lambda right: lambda *a: None),
-    ),
-    "11: DualPipe's replicas count twice in the norm": (
-        *(2, "--pp 2 --schedule dualpipe --microbatches 4"),
+    "11: DualPipe's replicas count twice | 2 | --pp 2 --schedule dualpipe --microbatches 4":
         when_clipping(own_chunks=lambda trainer: trainer.chunks),
-    ),
-    "12: losses of balance are added once per microbatch": (
-        *(1, "--experts 4 --microbatches 2"),
+    "12: losses of balance are added once per microbatch | 1 | --experts 4 --microbatches 2":
         with_trainer("make_moe", args=lambda t: hybrid.parse(["--experts", "4"], 1)),
-    ),
-    "12: losses of balance are of this rank's tokens": (
-        *(2, "--dp 2 --experts 4"),
+    "12: losses of balance are of this rank's tokens | 2 | --dp 2 --experts 4":
         put(hybrid, "make_moe", lambda right: lambda *a: alone(right(*a))),
-    ),
-    "13: a W is left undone": (
-        *(2, "--pp 2 --schedule zb-h1"),
+    "13: a W is left undone | 2 | --pp 2 --schedule zb-h1":
         put(
             pipeline.WeightGradStore,
             "put",
@@ -265,53 +198,27 @@ MUTATIONS = {  # number of the trap, and the wrong line -> ranks, layout, patch
                 self, weight, (lambda: 0 * product()) if weight.ndim == 1 else product
             ),
         ),
-    ),
-    "13: a weight that is used twice counts once more": (
-        *(2, "--pp 2 --schedule zb-h1"),
-        put(
-            pipeline.WeightGradStore,
-            "put",
-            lambda right: lambda *a: [right(*a) for _ in range(2 if a[1].ndim == 1 else 1)],
-        ),
-    ),
-    "15: parts of a softmax merge by their maximum": (
-        *(2, "--cp 2 --cp-method ring"),
+    "13: a weight that is used twice counts once more | 2 | --pp 2 --schedule zb-h1":
+        put(pipeline.WeightGradStore, "put",
+            lambda right: lambda *a: [right(*a) for _ in range(2 if a[1].ndim == 1 else 1)]),
+    "15: parts of a softmax merge by their maximum | 2 | --cp 2 --cp-method ring":
         put(torch, "logaddexp", lambda right: torch.maximum),
-    ),
-    "15: backward uses the local keys and values": (
-        *(2, "--cp 2 --cp-method ring"),
+    "15: backward uses the local keys and values | 2 | --cp 2 --cp-method ring":
         put(sequence_parallel, "exchange", own_in_backward),
-    ),
-    "15: gradients of gathered keys and values are not summed": (
-        *(2, "--cp 2 --cp-method allgather"),
+    "15: gradients of gathered keys and values are not summed | 2 | --cp 2 --cp-method allgather":
         put(sequence_parallel, "reduce_scatter_single", lambda right: own_part),
-    ),
-    "16: autograd does not see Ulysses' all-to-all": (
-        *(2, "--cp 2 --cp-method ulysses"),
+    "16: autograd does not see Ulysses' all-to-all | 2 | --cp 2 --cp-method ulysses":
         everywhere("all_to_all_in_group", unseen_by_autograd),
-    ),
-    "16: autograd does not see the way to the experts": (
-        *(2, "--dp 2 --experts 4 --ep 2"),
+    "16: autograd does not see the way to the experts | 2 | --dp 2 --experts 4 --ep 2":
         everywhere("all_to_all_in_group", unseen_by_autograd),
-    ),
-    "16: gradients of different experts are summed": (
-        *(2, "--dp 2 --experts 4 --ep 2 --zero 0"),
+    "16: gradients of different experts are summed | 2 | --dp 2 --experts 4 --ep 2 --zero 0":
         with_mesh(expert_dp_group="dp_cp_group"),
-    ),
-    "16: gradients of experts are averaged over ep": (
-        *(2, "--dp 2 --experts 4 --ep 2"),
-        after(
-            hybrid.Trainer,
-            "sum_shared_gradients",
-            lambda self: [p.grad.div_(2) for p in self.experts],
-        ),
-    ),
-    "17: loads are counted on this rank alone": (
-        *(2, "--dp 2 --experts 4 --balance bias"),
+    "16: gradients of experts are averaged over ep | 2 | --dp 2 --experts 4 --ep 2":
+        after(hybrid.Trainer, "sum_shared_gradients",
+            lambda self: [p.grad.div_(2) for p in self.experts]),
+    "17: loads are counted on this rank alone | 2 | --dp 2 --experts 4 --balance bias":
         without_reduction(hybrid, lambda t, *_: t.ndim == 2 and t.shape[1] == 7),
-    ),
-    "17: the bias for the choice enters the weights": (
-        *(1, "--experts 4 --balance bias"),
+    "17: the bias for the choice enters the weights | 1 | --experts 4 --balance bias":
         put(
             expert_parallel.Router,
             "forward",
@@ -321,23 +228,14 @@ MUTATIONS = {  # number of the trap, and the wrong line -> ranks, layout, patch
                 )
             )(right(self, x)),
         ),
-    ),
-    "18: the norm is that of this rank's shards": (
-        *(2, "--tp 2"),
+    "18: the norm is that of this rank's shards | 2 | --tp 2":
         put(hybrid, "get_total_norm", lambda right: lambda tensors, groups: right(tensors)),
-    ),
-    "18: what tp ranks have alike counts on each in the norm": (
-        *(2, "--tp 2"),
+    "18: what tp ranks have alike counts on each in the norm | 2 | --tp 2":
         when_clipping(shards=names_of),
-    ),
-    "18: the tied weight counts twice in the norm": (
-        *(2, "--pp 2"),
+    "18: the tied weight counts twice in the norm | 2 | --pp 2":
         put(hybrid.Trainer, "clip_gradients", head_counts),
-    ),
-    "21: weights gathered before the update are used after it": (
-        *(2, "--dp 2 --zero 1"),
+    "21: weights gathered before the update are used after it | 2 | --dp 2 --zero 1":
         put(zero.FullyShardedDataParallel, "reshard", lambda right: lambda self: None),
-    ),
 }
 IN_SUITE = "1: gra", "7: f", "11: emb", "15: back", "18: the norm"
 ROWS = [
@@ -355,9 +253,9 @@ def worst(flags):
 
 
 @pytest.mark.parametrize("trap", ROWS)
-@on_ranks(lambda trap: MUTATIONS[trap][0])
+@on_ranks(lambda trap: int(trap.split(" | ")[1]))
 def test_verify_rejects_every_trap(trap):
-    _, flags, sprung = MUTATIONS[trap]
+    flags, sprung = trap.split(" | ")[2], MUTATIONS[trap]
     right, _ = worst(flags)
     with sprung():
         wrong, where = worst(flags)
