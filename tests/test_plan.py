@@ -145,6 +145,22 @@ def test_so_much_is_counted(flags):
 # ---- what a price is made of ---------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "naive"])
+def test_a_rank_keeps_as_many_microbatches_as_its_schedule_has_in_flight(name):
+    """The rest, of a microbatch at work, is what there is with one stage."""
+    config = lambda layers: hybrid.GPTConfig(layers, 64, 4, 512, 1)
+    held = lambda layers, **sizes: plan.memory_of(config(layers), Layout(**sizes))["activations"]
+    kept = (held(32) - held(16)) / 16
+    for p, m in itertools.product((2, 4, 6), (1, 2, 4)):
+        v, own = {"interleaved": 2, "zb-v": 2}.get(name, 1), 2 if name == "dualpipe" else 1
+        schedule, change = SCHEDULES[name](p, 2 * m * p), {"F": 1, "I": 0, "B": -1, "W": -1}
+        held_by = lambda place: itertools.accumulate(change[of.kind] for of in schedule[place])
+        expected = max(max(held_by(place)) for place in range(p)) / (v * own)
+        sizes = {"pp": p, "microbatches": 2 * m * p, "schedule": name, "chunks": v}
+        found = (held(24 * p, **sizes) - held(1) + kept) / (24 * own * kept)
+        assert found == pytest.approx(expected, abs=1 / 16), (p, m)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_bubble_of_a_step_is_that_of_the_simulator(name):
     """On links and memory that take no time; DualPipe's formula is an upper bound."""
