@@ -21,11 +21,7 @@ from sequence_parallel import (
 )
 from transformer import Peak
 
-METHODS = {
-    "allgather": allgather_attention,
-    "ring": ring_attention,
-    "ulysses": ulysses_attention,
-}
+METHODS = {"allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention}
 every_method = pytest.mark.parametrize("method", METHODS)
 
 

@@ -174,16 +174,6 @@ def test_attention_of_a_block_and_its_gradients(
         assert found.shape == wanted.shape and _relative(found, wanted) < tolerance
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("heads, kv_heads, length", [(8, 8, 128), (8, 2, 128), (4, 1, 33)])
-def test_attention_of_grouped_heads(device, dtype, heads, kv_heads, length):
-    q, k, v = (torch.randn(2, h, length, 64).to(dtype) for h in (heads, kv_heads, kv_heads))
-    expected, _ = _plain_attention(q.double(), k.double(), v.double(), True)
-    found = tensor_parallel.attention(q.to(device), k.to(device), v.to(device))
-    assert _relative(found, expected) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
-
-
 @one_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kv_heads", [8, 2])

@@ -959,6 +959,7 @@ def test_data_may_be_a_text_file_a_folder_or_a_file_of_tokens(tmp_path):
 BAD_FLAGS = """processes | flags | what is wrong
 4 | --dp 3 | --pp 1 * --dp 3 * --cp 1 * --tp 1 is not 4 processes
 2 | --dp 2 --ep 2 | --ep 2 is more than 1, where not --experts 0
+1 | --experts 4 --capacity-factor 0 | 0 is not in [0.01, inf)
 3 | --experts 4 --ep 2 | --dp 3 * --cp 1 * --tp 1 is not divisible by --ep 2
 4 | --zero 1 --replicate 3 | --dp 4 * --cp 1 is not divisible by --replicate 3
 2 | --pp 2 --replicate 2 | --replicate 2 needs zero
