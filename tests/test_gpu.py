@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import collectives
 import expert_parallel
@@ -317,9 +318,7 @@ def test_operations_of_a_group_run_in_order_beside_computation(on, kind, world_s
 def _train(device, flags, dtype):
     """A run of test_hybrid's on this device; what it returns, on the host."""
     with patch.object(test_hybrid, "make_trainer", partial(make_trainer, device=device)):
-        results, gradients, state = test_hybrid._train(flags, dtype)
-    on_host = lambda named: named and {name: tensor.cpu() for name, tensor in named.items()}
-    return results, list(map(on_host, gradients)), on_host(state)
+        return tree_map_only(torch.Tensor, torch.Tensor.cpu, test_hybrid._train(flags, dtype))
 
 
 @pytest.fixture
