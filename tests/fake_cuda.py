@@ -58,17 +58,13 @@ from zero import FullyShardedDataParallel
 # ---- outside -------------------------------------------------------------------------------------
 
 
-def compiler():
-    """The C++ compiler, or None."""
-    return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-
-
 def build(folder):
-    """Compile the device into `folder`: its library's path."""
+    """Compile the device into `folder`: its library's path. None without a C++ compiler."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     library = Path(folder) / "libfake_cuda.so"
-    command = [compiler(), "-shared", "-fPIC", "-std=c++20", f"-I{TORCH / 'include'}"]
-    subprocess.run([*command, str(TESTS / "fake_cuda.cpp"), "-o", str(library)], check=True)
-    return library
+    command = [compiler, "-shared", "-fPIC", "-std=c++20", f"-I{TORCH / 'include'}"]
+    command += [str(TESTS / "fake_cuda.cpp"), "-o", str(library)]
+    return library if compiler and subprocess.run(command, check=True) else None
 
 
 @dataclass

@@ -59,9 +59,8 @@ def _job(world_size, layers, layout, microbatches=1):
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
     """The pretended device. Where a compiler is, nothing in this file is skipped."""
-    if fake_cuda.compiler() is None:
-        pytest.skip("there is no C++ compiler: c++, g++ or clang++")
-    return fake_cuda.build(tmp_path_factory.mktemp("fake_cuda"))
+    path = fake_cuda.build(tmp_path_factory.mktemp("fake_cuda"))
+    return path or pytest.skip("there is no C++ compiler: c++, g++ or clang++")
 
 
 @pytest.fixture(scope="session")

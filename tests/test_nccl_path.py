@@ -7,7 +7,6 @@ could hang there hangs here.
 """
 
 from contextlib import contextmanager
-from functools import partial
 from unittest.mock import patch
 
 import pytest
