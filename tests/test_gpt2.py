@@ -162,12 +162,10 @@ def test_the_command_it_prints_trains_and_what_it_saves_is_exported(tmp_path, ca
 WRONG = """command | what is wrong
  | import FILE DIR [--heads N] [--seq-len T], or export DIR FILE
 import MISSING new | not a GPT-2 that torch.save() wrote: FileNotFoundError
-import TEXT new | TEXT new: not a GPT-2 that torch.save() wrote
 import CODE new | CODE new: not a GPT-2 that torch.save() wrote
 import OTHER new | OTHER new: not a GPT-2 that torch.save() wrote: KeyError('transformer.h.0
 import NO_LN new | Missing key(s) in state_dict: "transformer.h.1.ln_2.weight"
 import UNTIED new | UNTIED new: its lm_head.weight is not its wte.weight
-import FILE new --vocab-size 80 | size mismatch for transformer.wte.weight
 import FILE new --layers 2 | Unexpected key(s) in state_dict: "transformer.h.2.ln_1.weight"
 import FILE new --heads 5 | --hidden 32 is not divisible by --heads 5
 import FILE there | there/step_00000000 is there already
@@ -175,7 +173,6 @@ export MISSING OUT | MISSING/step_*/run.json
 export there no/such | no/such
 export experts OUT | --experts 4 --kv-heads 4 is no GPT-2
 export groups OUT | --experts 0 --kv-heads 2 is no GPT-2
-export cut OUT | cut/step_00000000/run.json has not the flags of a run
 export empty OUT | empty/step_00000000/run.json has not the flags of a run
 export bare OUT | bare/step_00000000/.metadata
 """
@@ -188,13 +185,11 @@ def write_files():
     torch.save({name: state[name] for name in state if "1.ln_2" not in name}, "NO_LN")
     torch.save({"model": io.StringIO}, "CODE")
     torch.save(nn.Linear(2, 2).state_dict(), "OTHER")
-    Path("TEXT").write_text("a text" * 1000)
     assert not gpt2.main(["import", "FILE", "there"])
     text = Path("there/step_00000000/run.json").read_text()
     for name, other in {
         "experts": json.dumps(json.loads(text) | {"experts": 4}),
         "groups": json.dumps(json.loads(text) | {"kv_heads": 2}),
-        "cut": text[:100],
         "empty": "{}",
         "bare": text,
     }.items():
