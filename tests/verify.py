@@ -179,7 +179,6 @@ def judge(args, device, groups):
         found = compare(args, device, *recorded) if dist.get_rank() == 0 else {}
     except Exception as error:  # the other layouts are tried all the same
         found = {f"{type(error).__name__}: {error}": math.inf}
-        groups.clear()  # messages may be under way in these
     worst = max(found.items(), key=lambda item: item[1], default=("", 0.0))
     return max(gather_objects(worst[::-1]))
 
@@ -202,6 +201,7 @@ def verify(argv, args, device):
         if precision != "fp64" and layout.experts:
             layout.top_k = layout.experts
         error, what = judge(layout, device, groups)
+        groups = groups if error < math.inf else {}  # messages may be under way in these
         mark = "ok" if error <= BOUNDS[precision] else "WRONG"
         shown = [*words, " halves"] if per_node < args.per_node else words
         say(f"{mark:5}  {error:7.1e}  {what:50}  {' '.join(shown)}")
