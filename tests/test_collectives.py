@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import collectives
 from collectives import (
-    DIRECT_BYTES, MOST_PEERS, all_gather, all_gather_single, all_gather_to_group, all_reduce,
+    MOST_PEERS, all_gather, all_gather_single, all_gather_to_group, all_reduce,
     all_reduce_bytes, all_reduce_cost, all_to_all_in_group, all_to_all_single, barrier, broadcast,
     check_parameters, choose, copy_to_group, count_bytes, exchange, gather, gather_from_group,
     gather_objects, observe, rank_and_size, reduce, reduce_from_group, reduce_scatter_bytes,
