@@ -537,11 +537,9 @@ class Operation:
             return lambda: None
         self.tell("post", sends, receives)
         if self.on_nccl:
-            batch = [dist.P2POp(dist.irecv, t, group=self.group, group_peer=r) for t, r in receives]
-            batch += [dist.P2POp(dist.isend, t, group=self.group, group_peer=r) for t, r in sends]
             peers = [peer for _, peer in (*receives, *sends)]
-            works = self.attempt(peers, dist.batch_isend_irecv, batch)
-            return partial(self.wait, [(peers, work) for work in works])
+            work = self.attempt(peers, post_batch, self.group, sends, receives)
+            return partial(self.wait, [(peers, work)])
         tag = (1 << 30) + (self.name != "exchange")  # beyond a user's tags
         works, staged = [], []
         for tensor, peer in receives:
@@ -572,6 +570,21 @@ class Operation:
         named = " or ".join(str(self.ranks[peer]) for peer in sorted(set(peers)))
         where = f"{self.name} in the group of ranks {self.ranks}"
         return f"{where}: rank {self.ranks[self.rank]} {verb} rank {named}"
+
+
+def post_batch(group, sends, receives):
+    """Post messages [(tensor, peer)] to NCCL as one batch; returns the torch Work of all of them.
+
+    As batch_isend_irecv() does, without what that asks anew for every message.
+    """
+    device = (receives or sends)[0][0].device
+    as_real = lambda tensor: torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    group._start_coalescing(device)
+    for tensor, peer in receives:
+        group.recv([as_real(tensor)], peer, 0)
+    for tensor, peer in sends:
+        group.send([as_real(tensor)], peer, 0)
+    return group._end_coalescing(device)
 
 
 def _on_host(tensor, filled=False):

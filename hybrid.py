@@ -1,36 +1,35 @@
 """Train a small GPT, dense or of experts, over pipeline x data x context x tensor parallelism.
 
-The processes form a grid; along each axis the work is cut in another way, and a process talks only
-to those from which it differs in one coordinate:
+The processes form a grid with four axes. Each axis divides the work in its own way, and a process
+communicates only with those that differ from it in one coordinate:
 
     axis          splits      sends, per microbatch and layer
-    pp  pipeline  layers      activations on, gradients back, where stages meet
-    dp  data      sequences   gradients, summed over dp x cp: once per step, or ZeRO's
+    pp  pipeline  layers      activations forward and gradients back, where two stages meet
+    dp  data      sequences   gradients, summed over dp x cp once per step, or as ZeRO does
     cp  context   positions   keys and values, in attention
     tp  tensor    matrices    four all-reduces of activations
-    ep  experts   experts     tokens, to theirs and back
+    ep  experts   experts     tokens, to their experts and back
 
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
 
-tp is innermost since it talks most: its ranks should share a node. ep is no axis of the grid: its
-ranks, those of tp first and then of dp x cp, have other experts where they would have copies.
+tp is innermost because it communicates most: its ranks should share a node. ep is not an axis of
+the grid. It reuses the ranks of tp, and then of dp x cp: they hold different experts where they
+would otherwise hold copies.
 
-A rank holds its stage's layers, 1/tp of their matrices, and with ZeRO 1/(dp cp) of the optimizer's
-state. Sums of gradients travel beside the last backward. PyTorch composes this of DTensors over a
-DeviceMesh; here are plain tensors and groups.
+A rank holds   1/tp of its stage's matrices and, with ZeRO, 1/(dp cp) of the optimizer state
+Overlap        gradients are summed while the last microbatch's backward still computes
+PyTorch's      DTensor over a DeviceMesh composes the same axes; here all tensors are plain ones
 
-Every layout computes what one process does: the loss is the sum of the token losses over the
-*global* number of tokens, so gradients are summed and never averaged; initial weights depend on the
-parameter's name and the seed, batches on the seed and the step. What does depend on the layout:
-masks of dropout, which tokens a capacity drops, which experts --topk-nodes leaves a token, and the
-losses of balance, which are those of a microbatch of all replicas. Begin with train() and
-Trainer.step(); flags, data and checkpoints can wait.
+Every layout computes what one process computes. The loss is the sum of the token losses divided by
+the *global* number of tokens, so gradients are summed and never averaged. Initial weights depend
+only on their name and the seed, batches only on the step and the seed. Four things do depend on the
+layout: dropout masks, the tokens that full experts drop, the experts that --topk-nodes rules out,
+and the balance losses, which are computed per microbatch of all replicas.
 
-The model is GPT-2's architecture (Radford et al., 2019), under GPT-2's parameter names. Shoeybi et
-al., "Megatron-LM", 2019, and Narayanan et al., "Efficient Large-Scale Language Model Training on
-GPU Clusters Using Megatron-LM", 2021.
+The model is GPT-2 (Radford et al., 2019), down to its parameters' names. Narayanan et al.,
+"Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
 
-    torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4  # dp 2
+    torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4      dp is 8 / (2 x 2) = 2
 """
 
 import argparse
@@ -38,7 +37,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import resource
 import shutil
 import signal
@@ -47,12 +45,12 @@ import sysconfig
 import time
 from collections import Counter, defaultdict, deque
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -83,44 +81,693 @@ CP_METHODS = {
     "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
 }  # fmt: skip
 IGNORE_INDEX = -100  # a target that does not count
-OUTSIDE = "--data: {:.0f} tokens are outside --vocab-size {}"
+
+# ---- model ---------------------------------------------------------------------------------------
+
+
+def flag(default, help, **details):
+    """Declare a dataclass field that is also a flag of the command line.
+
+    details: choices; least and below, which limit an int to [1, inf) by default and a float to
+        [0, inf); needs, a condition of check() without which the flag is rejected; group in --help.
+    """
+    return field(default=default, metadata={"help": help} | details)
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """A GPT on sequences of T = seq_len tokens, of width D = hidden and vocabulary V."""
+
+    layers: int = flag(4, "transformer layers")
+    hidden: int = flag(128, "width of the model")
+    heads: int = flag(4, "attention heads")
+    seq_len: int = flag(64, "tokens in a sequence")
+    vocab_size: int = flag(256, "tokens in the vocabulary")
+    dropout: float = flag(0.0, "probability, in attention and on what a layer adds", below=1)
+    kv_heads: int | None = flag(None, "heads of keys and values (default: --heads)")
+    sp: bool = flag(False, "split the sequence over tp outside the matrices", group="layout")
+    recompute: str = flag("none", "in backward: attention (selective), or all of a layer (full)",
+                          choices=("none", "selective", "full"), group="layout")  # fmt: skip
+    ffn: int | None = flag(None, "width of the MLP and of each expert (default: 4 x --hidden)")
+    experts: int = flag(0, "experts in place of an MLP; 0 for an MLP", least=0)
+    top_k: int = flag(2, "experts per token", needs="--experts")
+    shared_experts: int = flag(0, "more experts, which all tokens use", least=0, needs="--experts")
+    capacity_factor: float | None = flag(None, "limit on load/mean", least=0.01, needs="--experts")
+    balance: str = flag("aux", "loads by losses (aux) or DeepSeek's bias on sigmoid scores (bias)",
+                        choices=("aux", "bias", "none"), needs="--experts")  # fmt: skip
+    moe_every: int = flag(1, "one of so many layers has experts", needs="--experts")
+    topk_nodes: int | None = flag(None, "nodes a token may use (default: all)", needs="--ep > 1")
+
+    @property
+    def mlp_width(self):
+        """F, the inner width of the MLP and of every expert."""
+        return self.ffn or 4 * self.hidden
+
+    def has_experts(self, layer):
+        """Return whether this layer has experts in place of an MLP."""
+        return self.experts > 0 and (layer + 1) % self.moe_every == 0
+
+
+def _residual_dropout(module, x):
+    """Apply dropout, with the same mask on all of tp, or with sp another one on each rank."""
+    config = module.config
+    with module.random if config.sp and config.dropout else nullcontext():
+        return dropout(x, config.dropout, module.training)
+
+
+class MLP(nn.Module):
+    """(T, B, D) -> F, column-parallel, GELU -> D, row-parallel."""
+
+    def __init__(self, hidden, width, **options):
+        super().__init__()
+        self.c_fc = ColumnParallelLinear(hidden, width, **options)
+        self.c_proj = RowParallelLinear(width, hidden, **options)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Pre-LayerNorm transformer layer, (T, B, D) -> (T, B, D); with sp, T is T/tp.
+
+    random: the random state for dropout where the ranks of tp hold different activations.
+    attention_fn: attention_fn(q, k, v, dropout) computes attention itself.
+    moe: a function that creates the mixture of experts, if this layer has one.
+    options: of the linear layers, such as group and defer.
+    """
+
+    def __init__(self, config, random=nullcontext(), attention_fn=attention, moe=None, **options):
+        super().__init__()
+        self.config, self.random, self.attention_fn = config, random, attention_fn
+        options["sequence_parallel"] = config.sp
+        sizes = config.hidden, config.heads, config.kv_heads
+        attend = partial(recompute, self.attend) if config.recompute == "selective" else self.attend
+        self.ln_1 = nn.LayerNorm(config.hidden)
+        self.attn = ParallelSelfAttention(*sizes, attend, **options)
+        self.ln_2 = nn.LayerNorm(config.hidden)
+        self.mlp = moe() if moe else MLP(config.hidden, config.mlp_width, **options)
+
+    def forward(self, x):
+        x = x + _residual_dropout(self, self.attn(self.ln_1(x)))
+        return x + _residual_dropout(self, self.mlp(self.ln_2(x)))
+
+    def attend(self, q, k, v):
+        """Compute attention. Heads are split over tp, so every rank draws its own mask."""
+        p = self.config.dropout if self.training else 0.0
+        with self.random if p else nullcontext():
+            return self.attention_fn(q, k, v, p)
+
+
+class GPT(nn.Module):
+    """One pipeline stage of a GPT; layers keep their number in the whole model.
+
+    The first stage takes tokens (B, T), the others activations (T, B, D), with sp (T/tp, B, D). The
+    last stage returns logits (T, B, V/tp), the others activations. A single stage uses its token
+    embedding as its head. Otherwise the head is a copy on the last stage, which
+    Trainer.sum_shared_gradients() keeps equal.
+
+    positions: this rank's positions of the sequence; with context parallelism some of them.
+    moe, options: see Block; moe is for layers with experts.
+    """
+
+    def __init__(
+        self, config, tp_group=None, stage=0, num_stages=1, positions=None, moe=None, **options
+    ):
+        super().__init__()
+        self.first, self.last = stage == 0, stage == num_stages - 1
+        self.config, self.tp_group, self.defer = config, tp_group, options.get("defer")
+        self.random = options.get("random", nullcontext())
+        self.positions = torch.arange(config.seq_len) if positions is None else positions
+        if config.sp:
+            rank, tp = rank_and_size(tp_group)
+            self.positions = self.positions.chunk(tp)[rank]
+        sizes = config.vocab_size, config.hidden
+        embedding = partial(VocabParallelEmbedding, *sizes, tp_group, config.sp)
+        self.transformer = nn.ModuleDict()
+        if self.first:
+            self.transformer["wte"] = embedding()
+            self.transformer["wpe"] = nn.Embedding(config.seq_len, config.hidden)
+        self.transformer["h"] = nn.ModuleDict()
+        for i in layers_of(stage, num_stages, config):
+            own_moe = moe if config.has_experts(i) else None
+            self.transformer["h"][str(i)] = Block(config, moe=own_moe, group=tp_group, **options)
+        if self.last:
+            self.transformer["ln_f"] = nn.LayerNorm(config.hidden)
+            self.lm_head = self.transformer["wte"] if self.first else embedding()
+        if config.sp:  # these see only this rank's tokens, so their gradients are partial sums
+            for module in self.modules():
+                if isinstance(module, (nn.LayerNorm, nn.Embedding)):
+                    mark_partial(module)
+
+    def forward(self, x):
+        if self.first:
+            x = self.transformer["wte"](x.t())
+            x = x + self.transformer["wpe"](self.positions[: len(x)]).unsqueeze(1)
+            x = _residual_dropout(self, x)
+        for block in self.transformer["h"].values():
+            x = recompute(block, x) if self.config.recompute == "full" else block(x)
+        if self.last:
+            x = self.transformer["ln_f"](x)
+            split = {"group": self.tp_group, "sequence_parallel": self.config.sp}
+            x = parallel_linear(x, self.lm_head.weight, defer=self.defer, **split)  # (T, B, V/tp)
+        return x
+
+    def tied_weight(self):
+        """Return the embedding or head of a stage that has one of them, or None."""
+        if self.first == self.last:
+            return None
+        return self.transformer["wte"].weight if self.first else self.lm_head.weight
+
+
+def layers_of(stage, num_stages, config):
+    """Return the range of a stage's layers, chosen so that the costliest stage costs least.
+
+    Cost is FLOPs, including the head's, whose stage may have no layers. The embedding takes memory
+    instead, so of equally good cuts the first stages get the one with fewer layers.
+    """
+    passes = 4 if config.recompute == "full" else 3
+    head = 3 * 2 * config.hidden * config.vocab_size
+    layers = [sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers)]
+    cuts = cheapest_cuts((0, *(passes * layer for layer in layers), head), num_stages)
+    begin, end = cuts[stage : stage + 2]
+    return range(max(begin - 1, 0), min(end - 1, config.layers))
+
+
+@lru_cache
+def cheapest_cuts(costs, parts):
+    """Cut a list into non-empty runs and return where they begin and end: [0, ..., len(costs)].
+
+    The largest sum of a run is the least possible, then the second largest, and so on; among equals
+    the first runs are the shortest.
+    """
+    sums = [0, *accumulate(costs)]
+    best = {0: ([], [0])}  # {length of a prefix: (sums of its runs, largest first, its cuts)}
+    for left in reversed(range(parts)):  # the number of runs after this one
+        best = {
+            end: min(  # of two ways to cut a prefix, the better one stays better
+                (sorted([*found, sums[end] - sums[cuts[-1]]], reverse=True), [*cuts, end])
+                for found, cuts in best.values()
+                if cuts[-1] < end
+            )
+            for end in range(parts - left, len(costs) - left + 1)
+        }
+    return best[len(costs)][1]
+
+
+def forward_flops(config, experts):
+    """Forward FLOPs of one layer per token: (products with weights, attention scores).
+
+    experts: whether the layer has experts, or the portion of layers that have. Products cost 2 per
+    weight that a token uses, about 24 h^2 in all; scores and their use cost 4 s h.
+    """
+    h, width, kv_heads = config.hidden, config.mlp_width, config.kv_heads or config.heads
+    weights = 2 * h * h + 2 * h * h * kv_heads // config.heads + 2 * h * width
+    more = 2 * h * width * (config.top_k + config.shared_experts - 1) + h * config.experts
+    return 2 * (weights + experts * more), 4 * config.seq_len * h
+
+
+def flops_per_token(config):
+    """FLOPs of forward and of backward, which takes twice as many, without recomputation."""
+    layers = sum(sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers))
+    return 3 * (layers + 2 * config.hidden * config.vocab_size)
+
+
+def make_moe(args, mesh):
+    """Create a mixture of experts that takes an MLP's place, (T, B, D) -> (T, B, D)."""
+    by_losses = float(args.balance == "aux")
+    layer = MoE(
+        args.hidden, args.mlp_width, args.experts, args.top_k, mesh.ep_group,
+        tp_group=None if args.sp else mesh.tp_group,  # whose ranks divide their equal tokens
+        capacity_factor=args.capacity_factor, shared_experts=args.shared_experts,
+        balance_coefficient=0.01 * by_losses, z_coefficient=0.001 * by_losses,
+        balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
+        nodes=(mesh.node_group, mesh.cross_group) if mesh.cross_group else None,
+        n_group=args.ep_nodes, topk_group=args.topk_nodes, loss_scale=1 / args.microbatches,
+        score="sigmoid" if args.balance == "bias" else "softmax",
+    )  # fmt: skip
+    return mark_partial(layer)
+
+
+# ---- initial values ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def initialize(model, layers, seed, ep_group=None):
+    """Fill this rank's part of every parameter, and zero the buffers, which are router biases."""
+    shards = shards_of(model)
+    for name, parameter in model.named_parameters():
+        dim, parts, _ = rows_of(name, parameter, shards, ep_group, model.tp_group)
+        name = name.replace("lm_head", "transformer.wte")  # the head is a copy of the embedding
+        for (offset, _), part in zip(parts, parameter.split([rows for _, rows in parts], dim)):
+            part.copy_(initial_value(name, part.shape, layers, seed, offset))
+    for buffer in model.buffers():
+        buffer.zero_()
+
+
+def rows_of(name, parameter, shards, ep_group, tp_group):
+    """Return rows_held() of a parameter: experts are split over ep, what has a Shard over tp."""
+    if ".experts." in name:
+        experts = part_of(parameter)[0][0] * dist.get_world_size(ep_group)
+        return rows_held(parameter, Shard(0, (experts,)), ep_group)
+    return rows_held(parameter, shards.get(name), tp_group)
+
+
+def initial_value(name, shape, layers, seed, offset=0):
+    """Return rows (of a c_proj.weight: columns) of a parameter from `offset` on, as GPT-2's.
+
+    Each row has a random stream, by seed, name and number, so that a rank draws what it holds.
+    """
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if "ln_" in name:
+        return torch.ones(shape)
+    into_residual = any(part in name for part in ("c_proj", "w_out", "shared.2"))  # two per layer
+    std = 0.02 / math.sqrt(2 * layers) if into_residual else 0.02
+    by_column = name.endswith("c_proj.weight")
+    value = torch.empty(shape[::-1] if by_column else shape, dtype=torch.float32)
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    bits = np.random.Philox(key=int.from_bytes(digest[:16], "big"))
+    generator, state = np.random.Generator(bits), bits.state
+    offset *= math.prod(value.shape[1:-1])
+    for number, row in enumerate(value.view(-1, value.shape[-1]).numpy(), offset):
+        state["state"]["counter"][3] = number  # the highest word: a stream has 2**192 draws
+        bits.state = state
+        generator.standard_normal(out=row, dtype=np.float32)
+    value.mul_(std)
+    return value.t() if by_column else value
+
+
+# ---- one step ------------------------------------------------------------------------------------
+
+
+class TrainingError(ValueError):
+    """An error that ends the training, raised on all ranks alike, with the exit status."""
+
+    def __init__(self, message, status=1):
+        super().__init__(message)
+        self.status = status
+
+
+class Trainer:
+    """One rank's part of the training.
+
+    positions: this rank's positions of each sequence.
+    route: the (rank of the pipeline, chunk) of each stage. DualPipe has a second route, for a
+        replica of the model; then `replicated` is true.
+    chunks: the stages that this rank holds; own_chunks: those of the first route only.
+    dense, experts: the parameters of the chunks. The ranks of ep hold different experts.
+    stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
+    pipeline, evaluation: run the stages over a batch, with backward and without.
+    sigterm, stop: whether SIGTERM has come to this rank, and to any rank, as of the last step.
+    """
+
+    def __init__(self, args, mesh, device):
+        self.args, self.mesh, self.device = args, mesh, device
+        self.steps_done = self.skipped = self.skipped_in_a_row = 0
+        self.sigterm = self.stop = False
+        schedule = schedule_of(args)
+        self.route, self.replicated = schedule.routes[0], len(schedule.routes) > 1
+        self.positions = torch.arange(args.seq_len)
+        if args.cp > 1:
+            self.positions = context_positions(args.seq_len, mesh.cp_group)
+        deferred = WeightGradStore()
+        self.chunks = make_chunks(args, mesh, device, schedule.routes, self.positions, deferred)
+        self.own_chunks = self.chunks[:1] if self.replicated else self.chunks
+        self.shards, self.dense, self.experts = {}, [], []
+        for chunk in self.chunks:
+            self.shards |= shards_of(chunk)
+            for name, parameter in chunk.named_parameters():
+                (self.experts if ".experts." in name else self.dense).append(parameter)
+        self.stages = wrap(args, mesh, self.chunks, self.experts)
+        self.optimizer = make_optimizer(args, self.dense + self.experts)
+        rows = args.batch_size // (args.dp * args.microbatches)
+        # with ZeRO-2 and 3 each microbatch's gradients are reduced: no rank keeps whole gradients
+        options = {"defer": deferred, "sync_each": args.zero > 1}
+        self.pipeline = self.make_pipeline(self.stages, schedule, rows, self.loss, **options)
+        self.evaluation = self.forward_pipeline(args.microbatches, rows, self.loss)
+
+    def make_pipeline(self, stages, schedule, rows, loss_fn, **options):
+        """Create a Pipeline that runs the stages over microbatches of `rows` sequences."""
+        args = self.args
+        length = args.seq_len // (args.cp * (args.tp if args.sp else 1))
+        options |= {"shape": (length, rows, args.hidden), "device": self.device}
+        options["dtype"] = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
+        return Pipeline(stages, schedule, loss_fn, self.mesh.pp_group, **options)
+
+    def forward_pipeline(self, microbatches, rows, loss_fn):
+        """Create a Pipeline that only runs forward, along one route."""
+        schedule = forward_only(self.args.pp, microbatches, self.route)
+        return self.make_pipeline(self.stages[: len(self.own_chunks)], schedule, rows, loss_fn)
+
+    def step(self, inputs, targets):
+        """Take one optimizer step on this rank's rows of the batch, (B/dp, T) each.
+
+        Returns metrics by name, with the global loss and the gradient norm before clipping. Raises
+        TrainingError, with unchanged weights, if a token is invalid or skip_step() does.
+        """
+        args = self.args
+        # the ranks of tp hold the same activations and need the same dropout masks; others do not
+        place = dist.get_rank(self.mesh.dp_cp_group), dist.get_rank(self.mesh.pp_group)
+        (seed,) = np.random.SeedSequence([args.seed, self.steps_done, *place]).generate_state(1)
+        torch.manual_seed(int(seed))
+        loss, num_outside = self.forward_backward(inputs, targets)
+        norm = self.clip_gradients()
+        tallies, expert_metrics = self.sum_tallies(), {}
+        if args.experts:
+            expert_metrics = tally_metrics(tallies, args.microbatches, args.balance == "aux")
+        sigterm = torch.full((), float(self.sigterm), device=self.device)
+        if args.checkpoint:
+            all_reduce(sigterm, ReduceOp.MAX)
+        # the only wait of the host for the device, except for the counts of a mixture of experts
+        numbers = torch.stack([loss, num_outside, norm, sigterm, *expert_metrics.values()])
+        loss, num_outside, norm, self.stop, *loads = numbers.tolist()
+        check_vocabulary(num_outside, args.vocab_size)
+        rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
+        if math.isfinite(loss + norm):
+            self.update(rate, tallies)
+            self.skipped_in_a_row = 0
+        else:
+            self.skip_step(loss, norm)
+        if args.zero:
+            for stage in self.stages:
+                stage.reshard()  # what was gathered is out of date, or was wrong
+        self.steps_done += 1
+        metrics = {"loss": loss, "grad_norm": norm, "lr": rate, "skipped": self.skipped}
+        return metrics | dict(zip(expert_metrics, loads))
+
+    def forward_backward(self, inputs, targets):
+        """Leave the summed gradients in .grad, and return what run() returns.
+
+        Each stage's last backward starts its sums over dp x cp; the shared gradients follow.
+        """
+        # DDP's gradients are views of its buckets and must stay; ZeRO sets .grad anew
+        self.optimizer.zero_grad(set_to_none=self.args.zero > 0)
+        result = self.run(self.pipeline, inputs, targets)
+        for stage in self.stages:
+            stage.finish_grad_sync()
+        self.sum_shared_gradients()
+        return result
+
+    def run(self, pipeline, inputs, targets):
+        """Run one pipeline step; return the global loss and the number of invalid tokens."""
+        for chunk in self.chunks:
+            chunk.train(torch.is_grad_enabled())
+        inputs, targets = self.own_tokens(inputs, targets)
+        outside = torch.maximum(inputs, targets) >= self.args.vocab_size
+        counts = torch.stack([(targets != IGNORE_INDEX).sum(), outside.sum()])
+        all_reduce(counts, group=self.mesh.dp_cp_group)
+        # the divisor is known before backward, so gradients are summed and never averaged
+        loss = pipeline.step(inputs, targets, counts[0].clamp(min=1))
+        loss = torch.zeros((), device=self.device) if loss is None else loss  # not the last stage
+        all_reduce(loss, group=self.mesh.dp_cp_group)
+        all_reduce(loss, group=self.mesh.pp_group)
+        return loss, counts[1].to(loss.dtype)
+
+    def loss(self, logits, targets, num_tokens):
+        """Return a microbatch's share of the loss: its token losses / tokens of the whole batch."""
+        start = next(chunk for chunk in self.chunks if chunk.last).lm_head.start
+        tokens = logits.flatten(0, 1), targets.t().flatten(), start, IGNORE_INDEX
+        losses = vocab_parallel_cross_entropy(*tokens, self.mesh.tp_group, inplace=True)
+        return losses.sum() / num_tokens
+
+    def sum_shared_gradients(self):
+        """Sum gradients over the copies of a weight: in tp, in DualPipe's replicas, in the head."""
+        marked = {parameter for chunk in self.chunks for parameter in partial_parameters(chunk)}
+        groups = (self.dense, self.mesh.tp_group), (self.experts, self.mesh.expert_tp_group)
+        for parameters, group in groups:
+            parameters = [parameter for parameter in parameters if parameter in marked]
+            sum_partial_gradients(parameters, group, check=self.steps_done == 0)
+        if self.replicated:
+            sum_replicas(self.chunks, self.mesh.pp_group)
+        weights = [chunk.tied_weight() for chunk in self.chunks]
+        tied = [weight.grad for weight in weights if weight is not None]
+        if len(tied) == 2:  # embedding and head are on the same rank
+            tied[0].copy_(tied[1].add_(tied[0]))
+        elif tied:
+            all_reduce(tied[0], group=self.mesh.embedding_group)
+
+    def clip_gradients(self):
+        """Scale the gradients to a joint norm of at most grad_clip; return the norm before."""
+        mesh = self.mesh
+        dense, experts = [torch.zeros(0, device=self.device)], []  # a stage may have nothing else
+        for chunk in self.own_chunks:
+            for name, parameter in chunk.named_parameters():
+                is_first_copy = name in self.shards or dist.get_rank(mesh.tp_group) == 0
+                if ".experts." in name:
+                    experts.append(parameter.grad)
+                elif is_first_copy and name != "lm_head.weight":  # a copy of wte
+                    dense.append(parameter.grad)
+        # sum over the ranks that hold other elements: first ZeRO's shards, then those of tp or ep
+        shard_groups = [mesh.shard_group] if self.args.zero else []
+        norms = [get_total_norm(dense, groups=[*shard_groups, mesh.tp_group])]
+        if experts:
+            shard_groups = [mesh.expert_shard_group] if self.args.zero else []
+            norms.append(get_total_norm(experts, groups=[*shard_groups, mesh.ep_group]))
+        norm = get_total_norm(norms, groups=[mesh.pp_group])
+        if self.args.grad_clip > 0:
+            gradients = [parameter.grad for parameter in self.dense + self.experts]
+            clip_grads_with_norm_(gradients, self.args.grad_clip, norm.nan_to_num())
+        return norm
+
+    def update(self, rate, tallies):
+        """Update the weights by the gradients, and the routers' biases by the tallies."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        if self.args.balance == "bias":
+            for row, layer in self.mixtures():
+                layer.router.update_bias(tallies[row, : layer.num_experts])
+
+    def skip_step(self, loss, norm):
+        """Leave out a step that is not finite; raise TrainingError after too many in a row."""
+        self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
+        if self.skipped_in_a_row >= self.args.skip_nonfinite:
+            numbers = f"loss {loss:.4f}, grad norm {norm:.3f}; {self.skipped_in_a_row} in a row"
+            raise TrainingError(f"step {self.steps_done + 1} is not finite: {numbers}")
+
+    def mixtures(self):
+        """Return [(number among the model's mixtures of experts, MoE)] for this rank's MoEs."""
+        layers = [pair for chunk in self.chunks for pair in chunk.transformer["h"].items()]
+        every = self.args.moe_every
+        return [(int(i) // every, layer.mlp) for i, layer in layers if isinstance(layer.mlp, MoE)]
+
+    @torch.no_grad()
+    def sum_tallies(self):
+        """Return, and reset, what the mixtures of experts counted in this step: one row each."""
+        args, mesh = self.args, self.mesh
+        sizes = args.layers // args.moe_every, args.experts + 3
+        tallies = torch.zeros(sizes, dtype=torch.float64, device=self.device)
+        for row, layer in self.mixtures():
+            tallies[row].copy_(layer.tally)
+            layer.tally.zero_()
+        if args.experts:
+            for group in mesh.dp_cp_group, mesh.tp_group, mesh.pp_group:
+                all_reduce(tallies, group=group)
+        return tallies
+
+    def own_rows(self):
+        """Return the slice of this rank's rows in the global batch."""
+        rank, rows = dist.get_rank(self.mesh.dp_group), self.args.batch_size // self.args.dp
+        return slice(rank * rows, (rank + 1) * rows)
+
+    def own_tokens(self, *batches):
+        """Copy this rank's positions of batches of tokens (B, T) to the device, in one copy."""
+        tokens = torch.stack(batches)[:, :, self.positions]
+        if self.device.type == "cuda":
+            tokens = tokens.pin_memory()  # so that the host need not wait for the copy
+        return tokens.to(self.device, non_blocking=True)
+
+
+def check_vocabulary(num_outside, size):
+    """Raise TrainingError if tokens of the batch are outside the vocabulary."""
+    if num_outside:
+        raise TrainingError(f"--data: {num_outside:.0f} tokens are outside --vocab-size {size}")
+
+
+def learning_rate(step, steps, warmup, peak):
+    """Linear warm-up over `warmup` steps, then a cosine down to peak / 10. step counts from 0."""
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def make_chunks(args, mesh, device, routes, positions, deferred):
+    """Create this rank's stages of the routes, by chunk. deferred: their WeightGradStore."""
+    rank, method = dist.get_rank(mesh.pp_group), CP_METHODS[args.cp_method]
+    cp_fn = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)
+    places = [(c, s) for route in routes for s, (r, c) in enumerate(route) if r == rank]
+    chunks = []
+    for _, stage in sorted(places):
+        with torch.device("meta"):
+            chunk = GPT(
+                args, mesh.tp_group, stage, len(routes[0]), positions.to(device),
+                random=ShardedRandomState(device, mesh.tp_group), defer=deferred,
+                attention_fn=cp_fn if args.cp > 1 else attention, moe=partial(make_moe, args, mesh),
+            )  # fmt: skip
+        for module in chunk.modules():  # each once, although head and embedding may be one module
+            module.to_empty(device=device, recurse=False)
+        initialize(chunk, args.layers, args.seed, mesh.ep_group)
+        chunks.append(chunk)
+    return chunks
+
+
+def wrap(args, mesh, chunks, experts):
+    """Wrap the chunks so that their gradients are summed over dp x cp, by DDP or by ZeRO."""
+    # the loss is divided by the global number of tokens already
+    options = {"gradient_divide_factor": 1, "wait_in_backward": False}
+    if not args.zero:
+        options |= {"process_group": mesh.dp_cp_group, "broadcast_buffers": False}
+        options["groups"] = dict.fromkeys(experts, mesh.expert_dp_group)
+        return [DistributedDataParallel(chunk, **options) for chunk in chunks]
+    if args.dtype == "bf16":
+        options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    options |= {"process_group": mesh.shard_group, "replicate_group": mesh.replicate_group}
+    groups = mesh.expert_shard_group, mesh.expert_replicate_group
+    options |= {"groups": dict.fromkeys(experts, groups), "under_way": deque()}
+    stages = []
+    for chunk in chunks:
+        for name in shards_of(chunk):  # kept apart from copies, which all of tp must cut alike
+            chunk.get_parameter(name).sharded = True
+        units = chunk.transformer["h"].values()
+        stages.append(FullyShardedDataParallel(chunk, units=units, stage=args.zero, **options))
+    return stages
+
+
+def make_optimizer(args, parameters):
+    """Create AdamW, which decays only matrices."""
+    matrices = [parameter for parameter in parameters if len(part_of(parameter)[0]) > 1]
+    others = [parameter for parameter in parameters if len(part_of(parameter)[0]) <= 1]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, args.lr, (0.9, 0.95), 1e-8, args.weight_decay, fused=True)
+
+
+# ---- the loop ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(trainer, data, batches=8):
+    """Return the mean loss per token over the same `batches` batches of the validation part."""
+    args, losses = trainer.args, []
+    sizes = args.batch_size, args.seq_len, args.seed
+    for index in range(batches):
+        batch = data.batch(index, *sizes, trainer.own_rows(), "validation")
+        loss, num_outside = torch.stack(trainer.run(trainer.evaluation, *batch)).tolist()
+        check_vocabulary(num_outside, args.vocab_size)
+        losses.append(loss)
+    return sum(losses) / batches
+
+
+@torch.no_grad()
+def sample(trainer, prompt, length, temperature=1.0, seed=0):
+    """Draw `length` tokens that continue the prompt, the same on all ranks. Collective."""
+    T, V = trainer.args.seq_len, trainer.args.vocab_size
+    if outside := [token for token in prompt if not 0 <= token < V]:
+        raise TrainingError(f"the prompt's token {outside[0]} is outside --vocab-size {V}", 2)
+    for chunk in trainer.chunks:
+        chunk.eval()
+    pipeline = trainer.forward_pipeline(1, 1, lambda logits, _: logits)
+    last_chunk = trainer.chunks[trainer.route[-1][1]]
+    generator, tokens = torch.Generator().manual_seed(seed), list(prompt)
+    for _ in range(length):
+        window = tokens[-T:]  # padded at the end, where causal attention does not look
+        (inputs,) = trainer.own_tokens(torch.tensor([window + [0] * (T - len(window))]))
+        own = pipeline.step(inputs, inputs)  # (T, 1, V/tp) of own positions, on the last stage
+        logits = torch.zeros(V, dtype=torch.float64, device=trainer.device)
+        if own is not None:
+            begin = last_chunk.lm_head.start
+            is_last_token = trainer.positions == len(window) - 1
+            logits[begin : begin + own.shape[-1]] = own[is_last_token].sum((0, 1))
+        for group in trainer.mesh.tp_group, trainer.mesh.cp_group, trainer.mesh.pp_group:
+            all_reduce(logits, group=group)
+        weights = torch.softmax(logits.cpu() / temperature, 0)
+        tokens.append(int(torch.multinomial(weights, 1, generator=generator)))
+    return tokens[len(prompt) :]
+
+
+def train(args, device):
+    """Train, from the last checkpoint if there is one; then validate and sample. Collective.
+
+    Raises TrainingError if files or steps fail, and on SIGTERM, after saving a checkpoint.
+    """
+    source = f"--data {args.data or '(default)'}: "
+    data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, of=source)
+    trainer = Trainer(args, make_mesh(args), device)
+    if args.checkpoint:
+        go_on(trainer, Path(args.checkpoint))
+        signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "sigterm", True))
+    log = Log(trainer)
+    for index in range(trainer.steps_done, args.steps):
+        began = time.perf_counter()
+        batch = data.batch(index, args.batch_size, args.seq_len, args.seed, trainer.own_rows())
+        metrics = trainer.step(*batch)
+        log.step(metrics, time.perf_counter() - began)
+        step = trainer.steps_done
+        is_over = trainer.stop or step == args.steps
+        if args.checkpoint and (is_over or step % (args.save_every or math.inf) == 0):
+            save(trainer, args.checkpoint)
+        if trainer.stop:
+            end = f"SIGTERM; --checkpoint {args.checkpoint} has step {step}"
+            raise TrainingError(end, status=128 + signal.SIGTERM)
+        if is_over or step % (args.eval_every or math.inf) == 0:
+            loss = evaluate(trainer, data)
+            perplexity = math.exp(min(loss, 700))
+            log.write({"step": step, "validation_loss": loss, "perplexity": perplexity})
+            log.say(f"validation loss {loss:.4f}, perplexity {perplexity:.2f} after step {step}")
+    if args.sample:
+        prompt = on_all_ranks(prompt_of, args, data)
+        tokens = sample(trainer, prompt, args.sample, temperature=0.8, seed=args.seed)
+        prompt, tokens = show(prompt, data.is_text), show(tokens, data.is_text)
+        log.say(f"---- prompt\n{prompt}\n---- continuation\n{tokens}")
+
+
+def prompt_of(args, data):
+    """Return the tokens of --prompt, or by default half a sequence of the validation part."""
+    if args.prompt and data.is_text:
+        return list(os.fsencode(args.prompt))
+    if args.prompt:
+        return [int(token) for token in args.prompt.split(",")]
+    middle = len(data.validation) // 2
+    return data.validation[middle : middle + args.seq_len // 2].tolist()
+
 
 # ---- mesh ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's groups. Its rank along an axis is its rank inside that axis's group."""
+    """This process's groups. Its rank along an axis is its rank in that axis's group."""
 
     pp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     cp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup
-    dp_cp_group: dist.ProcessGroup  # those whose gradients are summed
-    shard_group: dist.ProcessGroup  # a run of dp_cp_group, over which ZeRO's shards are spread
-    replicate_group: dist.ProcessGroup  # those that have the same shards
-    ep_group: dist.ProcessGroup  # those of dp x cp x tp that have different experts
-    expert_dp_group: dist.ProcessGroup  # those of dp x cp that have the same experts
-    expert_tp_group: dist.ProcessGroup  # those of tp that have the same experts
-    expert_shard_group: dist.ProcessGroup  # of expert_dp_group, as shard_group is of dp_cp_group
+    dp_cp_group: dist.ProcessGroup  # the ranks whose gradients are summed
+    shard_group: dist.ProcessGroup  # neighbours in dp_cp_group that share one copy of ZeRO's shards
+    replicate_group: dist.ProcessGroup  # the ranks that hold the same shards
+    ep_group: dist.ProcessGroup  # the ranks of dp x cp x tp that hold different experts
+    expert_dp_group: dist.ProcessGroup  # the ranks of dp x cp that hold the same experts
+    expert_tp_group: dist.ProcessGroup  # the ranks of tp that hold the same experts
+    expert_shard_group: dist.ProcessGroup  # of expert_dp_group, as shard_group of dp_cp_group
     expert_replicate_group: dist.ProcessGroup
     embedding_group: dist.ProcessGroup | None = None  # first and last stage: the tied embedding
-    node_group: dist.ProcessGroup | None = None  # of ep_group on this node, if it has several
-    cross_group: dist.ProcessGroup | None = None  # its ranks in the same place on all nodes
+    node_group: dist.ProcessGroup | None = None  # ep_group's ranks on this node, if it has several
+    cross_group: dist.ProcessGroup | None = None  # ep_group's ranks in the same place on all nodes
 
 
 OF_GRADIENTS = "dp_cp_group", "expert_dp_group", "shard_group", "replicate_group"  # suffixes
 
 
 def make_mesh(args, groups=None):
-    """Groups of the slices of the grid of all processes. Collective: every rank calls it.
+    """Create the groups of the whole grid and return this process's. Collective.
 
-    Groups of the same ranks are one, but gradients have communicators of their own: else messages
-    of a layer would wait behind gradients under way. groups: of earlier meshes, to be used again.
+    Equal groups are created once, but gradients have communicators of their own, so that a layer's
+    messages do not wait behind them. groups: those of earlier meshes, for reuse.
     """
-    rank, groups, mine = dist.get_rank(), {} if groups is None else groups, {}
+    rank, mine = dist.get_rank(), {}
+    groups = {} if groups is None else groups
     degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
-    for name, slices in slices_of(*degrees).items():  # on all ranks in the same order
+    for name, slices in slices_of(*degrees).items():  # in the same order on all ranks
         for ranks in map(tuple, slices.tolist()):
             key = ranks, len(ranks) > 1 and name.endswith(OF_GRADIENTS)
             if key not in groups:
@@ -133,28 +780,29 @@ def make_mesh(args, groups=None):
         set_ranks_per_node(counts.pop() if len(counts) == 1 else 1, group)
         if args.collectives == "backend":
             set_backend_collectives(group)
-        barrier(group)  # NCCL wants all ranks of a group in its first batch
+        barrier(group)  # NCCL requires all ranks of a group in its first batch
     return Mesh(**mine)
 
 
 def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
-    """{a group's name: ranks (number of such groups, size)} of the grid (pp, dp, cp, tp).
+    """Cut the grid (pp, dp, cp, tp) into groups: {name: ranks (number of groups, size)}.
 
-    ep_nodes: on so many nodes lie the ranks of ep. replicate: how many runs of dp x cp have a copy
-    of ZeRO's shards each; the replicas of an expert have as many as divides both.
+    ep_nodes: the number of nodes over which an ep_group is spread.
+    replicate: the number of copies of ZeRO's shards in a dp_cp_group; of experts, its gcd with the
+        number of their replicas.
     """
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     replicas = grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)
     ends = grid[[0, -1]] if pp > 1 else grid
-    # experts are cut over as much of tp as there is in ep, and over dp x cp; with tp 2, ep 4, dp 4:
-    # ep_group 0-3, 4-7; expert_dp_group 0 4, 1 5 and so on
+    # Experts are split over as much of tp as divides ep, and then over dp x cp. With tp 2, ep 4 and
+    # dp 4, ep_group is 0-3 or 4-7, and expert_dp_group is 0 4, 1 5, 2 6 or 3 7.
     in_tp = math.gcd(ep, tp)
     # (pp, replicas of experts, ep in dp x cp, copies in tp, ep in tp)
     domain = grid.view(pp, -1, ep // in_tp, tp // in_tp, in_tp)
     spread = domain.permute(0, 1, 3, 2, 4).reshape(-1, ep)
     expert_replicas = domain.permute(0, 2, 3, 4, 1).flatten(0, 3)
-    expert_runs = math.gcd(replicate, expert_replicas.shape[1])
-    # each row of ranks in so many runs of neighbours; and those with the same place in their runs
+    expert_copies = math.gcd(replicate, expert_replicas.shape[1])
+    # cut each row into `count` runs of neighbours; collect the same place of all runs
     runs_of = lambda rows, count: rows.reshape(-1, rows.shape[1] // count)
     across_runs = lambda rows, count: rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
     slices = {
@@ -168,8 +816,8 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
         "ep_group": spread,
         "expert_dp_group": expert_replicas,
         "expert_tp_group": domain.mT.flatten(0, 3),
-        "expert_shard_group": runs_of(expert_replicas, expert_runs),
-        "expert_replicate_group": across_runs(expert_replicas, expert_runs),
+        "expert_shard_group": runs_of(expert_replicas, expert_copies),
+        "expert_replicate_group": across_runs(expert_replicas, expert_copies),
         "embedding_group": ends.permute(1, 2, 3, 0).reshape(-1, len(ends)),
     }
     if ep_nodes > 1:
@@ -182,17 +830,14 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
 
 
 class Data(NamedTuple):
-    """Tokens of a training and a validation part, and the batches cut from them."""
+    """The tokens of a training part and a validation part, from which batches are cut."""
 
     train: np.ndarray
     validation: np.ndarray
-    is_text: bool  # bytes of UTF-8
+    is_text: bool  # the tokens are bytes of UTF-8
 
     def batch(self, step, batch_size, seq_len, seed, rows=slice(None), part="train"):
-        """Inputs (rows, T) of `step` from anywhere in the part, and as targets their next tokens.
-
-        Those of all rows depend on seed, step and batch_size only.
-        """
+        """Return inputs (rows, T), drawn by seed, step and batch_size, and their next tokens."""
         tokens, random = getattr(self, part), np.random.default_rng([seed, step])
         starts = random.integers(0, len(tokens) - seq_len, batch_size)[rows]
         window = torch.from_numpy(np.stack([tokens[s : s + seq_len + 1] for s in starts])).long()
@@ -200,11 +845,11 @@ class Data(NamedTuple):
 
 
 def load_data(path, seq_len, vocab_size=256):
-    """Read --data: None (the standard library's sources), text, or tokens, which stay on the disk.
+    """Read --data: text, tokens, or if it is None, the standard library's sources.
 
-    Text is a file or a folder, and its tokens are its UTF-8 bytes; tokens are a .bin of uint16, or
-    uint32 for a larger vocabulary, or nanoGPT's folder of train.bin and val.bin. Else validation is
-    the last tenth. Raises OSError or ValueError for what is missing, no tokens, or too short.
+    Text is a file or folder of UTF-8; its bytes are the tokens. Tokens are a .bin of uint16, or of
+    uint32 for a larger vocabulary, or nanoGPT's folder of train.bin and val.bin; they stay on disk.
+    Without a val.bin, the last tenth is for validation. Raises OSError or ValueError.
     """
     pattern, path = "[!.]*" if path else "*.py", Path(path or sysconfig.get_path("stdlib"))
     is_split = (path / "train.bin").is_file()
@@ -222,592 +867,26 @@ def load_data(path, seq_len, vocab_size=256):
 
 
 def text_of(folder, pattern):
-    """The bytes of a folder's files of text, one after the other."""
+    """Join the bytes of a folder's text files."""
     texts = [file.read_bytes() for file in sorted(folder.glob(pattern)) if file.is_file()]
     return np.frombuffer(b"\n".join(text for text in texts if b"\0" not in text), np.uint8)
 
 
 def show(tokens, is_text):
-    """Tokens as text that is safe to print, or as numbers where they are not bytes of text."""
+    """Return tokens as text that is safe to print, or as numbers if they are not text."""
     text = bytes(min(token, 255) for token in tokens).decode(errors="replace")  # 255 is no text
     text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
     return text if is_text else str(tokens)
 
 
-# ---- model ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """Sizes of a GPT: sequences of T = seq_len tokens, width D = hidden, V = vocab_size."""
-
-    layers: int = 4
-    hidden: int = 128
-    heads: int = 4
-    seq_len: int = 64
-    vocab_size: int = 256
-    dropout: float = 0.0
-    kv_heads: int | None = None  # as many as heads
-    sequence_parallel: bool = False
-    recompute: str = "none"  # or "selective", the attention core, or "full", every layer
-    experts: int = 0  # in place of the MLP of every moe_every-th layer
-    top_k: int = 1
-    capacity_factor: float | None = None
-    shared_experts: int = 0
-    balance: str = "none"  # or "aux", by losses, or "bias", by DeepSeek's bias on sigmoid scores
-    moe_every: int = 1
-    topk_nodes: int | None = None  # of those on which the experts lie, a token uses so many
-    ffn: int | None = None  # 4 x hidden
-
-    @property
-    def mlp_width(self):
-        """F, that of the MLP and of every expert inside."""
-        return self.ffn or 4 * self.hidden
-
-    def has_experts(self, layer):
-        """Whether this layer's MLP is a mixture of experts."""
-        return self.experts > 0 and (layer + 1) % self.moe_every == 0
-
-
-def config_of(args):
-    """What the command line says of the model."""
-    own = {field.name: getattr(args, field.name, None) for field in fields(GPTConfig)}
-    return GPTConfig(**own | {"sequence_parallel": args.sp})
-
-
-def _residual_dropout(module, x):
-    """One mask on all of tp, which hold the same x; another for each rank's part of tokens."""
-    config = module.config
-    with module.random if config.sequence_parallel and config.dropout else nullcontext():
-        return dropout(x, config.dropout, module.training)
-
-
-class MLP(nn.Module):
-    """(T, B, D) -> F, column-parallel, GELU -> D, row-parallel."""
-
-    def __init__(self, hidden, width, **options):
-        super().__init__()
-        self.c_fc = ColumnParallelLinear(hidden, width, **options)
-        self.c_proj = RowParallelLinear(width, hidden, **options)
-
-    def forward(self, x):
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
-
-
-class Block(nn.Module):
-    """Pre-LayerNorm transformer layer, (T, B, D) -> (T, B, D).
-
-    With sequence parallelism T is this rank's part.
-
-    random: the state from which dropout draws where ranks of tp hold different activations.
-    attention_fn: attention_fn(q, k, v, dropout), attention itself.
-    moe: makes what takes the MLP's place, if given.
-    options: of the linear layers, such as group and defer.
-    """
-
-    def __init__(self, config, random=nullcontext(), attention_fn=attention, moe=None, **options):
-        super().__init__()
-        self.config, self.random, self.attention_fn = config, random, attention_fn
-        options["sequence_parallel"] = config.sequence_parallel
-        sizes = config.hidden, config.heads, config.kv_heads
-        attend = partial(recompute, self.attend) if config.recompute == "selective" else self.attend
-        self.ln_1 = nn.LayerNorm(config.hidden)
-        self.attn = ParallelSelfAttention(*sizes, attend, **options)
-        self.ln_2 = nn.LayerNorm(config.hidden)
-        self.mlp = moe() if moe else MLP(config.hidden, config.mlp_width, **options)
-
-    def forward(self, x):
-        x = x + _residual_dropout(self, self.attn(self.ln_1(x)))
-        return x + _residual_dropout(self, self.mlp(self.ln_2(x)))
-
-    def attend(self, q, k, v):
-        """The attention core; its heads are this rank's own, and so are its masks."""
-        p = self.config.dropout if self.training else 0.0
-        with self.random if p else nullcontext():
-            return self.attention_fn(q, k, v, p)
-
-
-class GPT(nn.Module):
-    """One pipeline stage's layers; parameters have GPT-2's names, layers their number in the whole.
-
-    The first stage takes tokens (B, T), the others activations (T, B, D); the last one returns the
-    logits of its part of the vocabulary (T, B, V/tp), the others activations; with sequence
-    parallelism a rank has T/tp of those between. With one stage the head is the token embedding;
-    with more the last stage has a copy, kept equal by sum_shared_gradients().
-
-    stage, num_stages: which part of the layers this is.
-    positions: of the tokens in the whole sequence, of which context parallelism leaves a rank some.
-    moe, options: see Block; moe is for the layers that have experts.
-    """
-
-    def __init__(
-        self, config, tp_group=None, stage=0, num_stages=1, positions=None, moe=None, **options
-    ):
-        super().__init__()
-        self.first, self.last = stage == 0, stage == num_stages - 1
-        self.config, self.tp_group, self.defer = config, tp_group, options.get("defer")
-        self.random = options.get("random", nullcontext())
-        self.positions = torch.arange(config.seq_len) if positions is None else positions
-        if config.sequence_parallel:
-            rank, tp = rank_and_size(tp_group)
-            self.positions = self.positions.chunk(tp)[rank]
-        sizes = config.vocab_size, config.hidden
-        embedding = partial(VocabParallelEmbedding, *sizes, tp_group, config.sequence_parallel)
-        block = partial(Block, config, group=tp_group, **options)
-        self.transformer = nn.ModuleDict()
-        if self.first:
-            self.transformer["wte"] = embedding()
-            self.transformer["wpe"] = nn.Embedding(config.seq_len, config.hidden)
-        self.transformer["h"] = nn.ModuleDict(
-            (str(i), block(moe=moe if config.has_experts(i) else None))
-            for i in layers_of(stage, num_stages, config)
-        )
-        if self.last:
-            self.transformer["ln_f"] = nn.LayerNorm(config.hidden)
-            self.lm_head = self.transformer["wte"] if self.first else embedding()
-        for module in self.modules() if config.sequence_parallel else ():
-            if isinstance(module, (nn.LayerNorm, nn.Embedding)):  # of each rank's part of tokens
-                mark_partial(module)
-
-    def forward(self, x):
-        if self.first:
-            x = self.transformer["wte"](x.t())
-            x = x + self.transformer["wpe"](self.positions[: len(x)]).unsqueeze(1)
-            x = _residual_dropout(self, x)
-        for block in self.transformer["h"].values():
-            x = recompute(block, x) if self.config.recompute == "full" else block(x)
-        if self.last:
-            x, weight = self.transformer["ln_f"](x), self.lm_head.weight
-            split = {"group": self.tp_group, "sequence_parallel": self.config.sequence_parallel}
-            x = parallel_linear(x, weight, defer=self.defer, **split)  # (T, B, V/tp)
-        return x
-
-    def tied_weight(self):
-        """The embedding or the head, of a stage that has one of them: the other is elsewhere."""
-        if self.first == self.last:
-            return None
-        return self.transformer["wte"].weight if self.first else self.lm_head.weight
-
-
-def layers_of(stage, num_stages, config):
-    """The layers of a stage, so that the most expensive one costs as little as can be.
-
-    Cost is FLOPs: of layers, and of the head, on the last stage, which may have no layer. The
-    embedding costs none, but memory: of equal cuts the first stages get fewer layers.
-    """
-    passes, head = 4 if config.recompute == "full" else 3, 2 * config.hidden * config.vocab_size
-    layers = [sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers)]
-    cuts = cheapest_cuts((0, *(passes * layer for layer in layers), 3 * head), num_stages)
-    begin, end = cuts[stage : stage + 2]  # of the embedding, the layers and the head
-    return range(max(begin - 1, 0), min(end - 1, config.layers))
-
-
-@lru_cache
-def cheapest_cuts(costs, parts):
-    """Cut a list into runs, none empty: the places [0, ..., len(costs)] between them.
-
-    The largest sum of a run is the least that can be, then the second, and so on; of equal cuts
-    the runs in front are the shortest.
-    """
-    sums = [0, *accumulate(costs)]
-    best = {0: ([], [0])}  # {length: (sums of its runs, largest first, their places)}
-    for left in reversed(range(parts)):  # runs to come
-        best = {
-            end: min(  # of two ways to here the better one stays better
-                (sorted([*found, sums[end] - sums[cuts[-1]]], reverse=True), [*cuts, end])
-                for found, cuts in best.values()
-                if cuts[-1] < end
-            )
-            for end in range(parts - left, len(costs) - left + 1)
-        }
-    return best[len(costs)][1]
-
-
-def forward_flops(config, experts):
-    """Of a layer, per token: of products with weights, and of scores and their use.
-
-    experts: whether it has them, or the portion of layers that do. Products cost 2 per weight that
-    a token uses, about 24 h^2; scores 4 s h.
-    """
-    h, F, kv_heads = config.hidden, config.mlp_width, config.kv_heads or config.heads
-    weights = 2 * h * h + 2 * h * h * kv_heads // config.heads + 2 * h * F
-    more = 2 * h * F * (config.top_k + config.shared_experts - 1) + h * config.experts
-    return 2 * (weights + experts * more), 4 * config.seq_len * h
-
-
-def flops_per_token(config):
-    """The model's, forward and twice that in backward: what is recomputed does not count."""
-    layers = [sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers)]
-    return 3 * (sum(layers) + 2 * config.hidden * config.vocab_size)
-
-
-def make_moe(trainer):
-    """A mixture of experts in place of an MLP, (T, B, D) -> (T, B, D)."""
-    config, mesh, args = trainer.config, trainer.mesh, trainer.args
-    by_losses = float(config.balance == "aux")
-    layer = MoE(
-        *(config.hidden, config.mlp_width, config.experts, config.top_k, mesh.ep_group),
-        tp_group=None if config.sequence_parallel else mesh.tp_group,  # deals out the tokens
-        capacity_factor=config.capacity_factor,
-        shared_experts=config.shared_experts,
-        balance_coefficient=0.01 * by_losses,
-        z_coefficient=0.001 * by_losses,
-        loss_scale=1 / args.microbatches,
-        balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
-        nodes=(mesh.node_group, mesh.cross_group) if mesh.cross_group else None,
-        n_group=args.ep_nodes,
-        topk_group=config.topk_nodes,
-        score="sigmoid" if config.balance == "bias" else "softmax",
-    )
-    return mark_partial(layer)
-
-
-# ---- initial values ------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def initialize(model, layers, seed, ep_group=None):
-    """Fill this rank's part of every parameter, and zero the buffers: the biases of routers."""
-    shards = shards_of(model)
-    for name, parameter in model.named_parameters():
-        dim, parts, _ = rows_of(name, parameter, shards, ep_group, model.tp_group)
-        name = name.replace("lm_head", "transformer.wte")  # to which it is tied
-        for (first, _), part in zip(parts, parameter.split([rows for _, rows in parts], dim)):
-            part.copy_(initial_value(name, part.shape, layers, seed, first))
-    for buffer in model.buffers():
-        buffer.zero_()
-
-
-def rows_of(name, parameter, shards, ep_group, tp_group):
-    """What rows_held() says: experts are split over ep, what has a Shard over tp."""
-    if ".experts." in name:
-        experts = part_of(parameter)[0][0] * dist.get_world_size(ep_group)
-        return rows_held(parameter, Shard(0, (experts,)), ep_group)
-    return rows_held(parameter, shards.get(name), tp_group)
-
-
-def initial_value(name, shape, layers, seed, first=0):
-    """As GPT-2's: rows (of a c_proj: columns) of parameter `name` from `first` on, in this shape.
-
-    Each is a random stream of its own, by seed, name and its number in the whole, so that a rank
-    draws what it holds.
-    """
-    if name.endswith("bias"):
-        return torch.zeros(shape)
-    if "ln_" in name:
-        return torch.ones(shape)
-    # 2 matrices per layer add to the residual stream
-    into_residual = any(part in name for part in ("c_proj", "w_out", "shared.2"))
-    std = 0.02 / math.sqrt(2 * layers) if into_residual else 0.02
-    by_column = name.endswith("c_proj.weight")
-    value = torch.empty(shape[::-1] if by_column else shape, dtype=torch.float32)
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    bits = np.random.Philox(key=int.from_bytes(digest[:16], "big"))
-    generator, state = np.random.Generator(bits), bits.state
-    first *= math.prod(value.shape[1:-1])
-    for number, row in enumerate(value.view(-1, value.shape[-1]).numpy(), first):
-        state["state"]["counter"][3] = number  # the highest word: a stream has 2**192 draws
-        bits.state = state
-        generator.standard_normal(out=row, dtype=np.float32)
-    value.mul_(std)
-    return value.t() if by_column else value
-
-
-# ---- one step ------------------------------------------------------------------------------------
-
-
-class TrainingError(ValueError):
-    """What ends the training, raised on all ranks alike, and the exit status."""
-
-    def __init__(self, message, status=1):
-        super().__init__(message)
-        self.status = status
-
-
-class Trainer:
-    """One rank's part of the training.
-
-    config: of the model. positions: this rank's of each sequence.
-    route: the (rank of the pipeline, chunk) of each of the model's stages. DualPipe has a second
-        route, of a replica: then `replicated` is true.
-    chunks: the stages that this rank has; own_chunks: without DualPipe's replica of another's.
-    dense, experts: the parameters of chunks; experts differ from one rank of ep to the next.
-    stages: the chunks in DistributedDataParallel, or with ZeRO in FullyShardedDataParallel.
-    pipeline, evaluation: run the stages over a batch, with backward and without.
-    """
-
-    skipped = skipped_in_a_row = 0  # steps, which were not finite
-    sigterm = stop = False  # SIGTERM has come: to this rank; to any, as all learn in step()
-
-    def __init__(self, args, mesh, device):
-        self.args, self.mesh, self.device, self.steps_done = args, mesh, device, 0
-        self.config = config_of(args)
-        schedule = schedule_of(args)
-        self.route, self.replicated = schedule.routes[0], len(schedule.routes) > 1
-        self.positions = torch.arange(args.seq_len)
-        if args.cp > 1:
-            self.positions = context_positions(args.seq_len, mesh.cp_group)
-        put_off = WeightGradStore()
-        self.chunks = make_chunks(self, schedule.routes, put_off)
-        self.own_chunks = self.chunks[:1] if self.replicated else self.chunks
-        self.shards = {name: of for chunk in self.chunks for name, of in shards_of(chunk).items()}
-        named = [pair for chunk in self.chunks for pair in chunk.named_parameters()]
-        self.dense = [parameter for name, parameter in named if ".experts." not in name]
-        self.experts = [parameter for name, parameter in named if ".experts." in name]
-        self.stages = wrap(self)
-        self.optimizer = make_optimizer(args, self.dense + self.experts)
-        rows = args.batch_size // (args.dp * args.microbatches)
-        options = {"defer": put_off, "sync_each": args.zero > 1}  # so no rank has whole gradients
-        self.pipeline = make_pipeline(self, schedule, rows, self.loss, **options)
-        self.evaluation = make_pipeline(self, args.microbatches, rows, self.loss)
-
-    def step(self, inputs, targets):
-        """One optimizer step on this rank's rows of the batch, (B/dp, T) each.
-
-        Returns the global loss, the gradient norm before clipping, the learning rate, the number of
-        steps skipped so far, and what tally_metrics() has. Raises TrainingError for tokens outside
-        the vocabulary and where skip_step() does; weights are then those of before.
-        """
-        args = self.args
-        # masks of dropout are alike over tp, where activations are, and different elsewhere
-        place = dist.get_rank(self.mesh.dp_cp_group), dist.get_rank(self.mesh.pp_group)
-        (seed,) = np.random.SeedSequence([args.seed, self.steps_done, *place]).generate_state(1)
-        torch.manual_seed(int(seed))
-        rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
-        loss_and_outside = self.forward_backward(inputs, targets)
-        norm = self.clip_gradients()
-        tallies, of_experts = sum_tallies(self), {}
-        if args.experts:
-            of_experts = tally_metrics(tallies, args.microbatches, args.balance == "aux")
-        sigterm = torch.full((), float(self.sigterm), device=self.device)
-        if args.checkpoint:
-            all_reduce(sigterm, ReduceOp.MAX)
-        # here the host waits for the device: else only a mixture does, for its counts
-        numbers = torch.stack([*loss_and_outside, norm, sigterm, *of_experts.values()])
-        loss, num_outside, norm, self.stop, *loads = numbers.tolist()
-        if num_outside:
-            raise TrainingError(OUTSIDE.format(num_outside, args.vocab_size))
-        if math.isfinite(loss + norm):
-            self.update(rate, tallies)
-            self.skipped_in_a_row = 0
-        else:
-            self.skip_step(loss, norm)
-        for stage in self.stages if args.zero else ():
-            stage.reshard()  # what was gathered is of before, or what was wrong
-        self.steps_done += 1
-        metrics = {"loss": loss, "grad_norm": norm, "lr": rate, "skipped": self.skipped}
-        return metrics | dict(zip(of_experts, loads))
-
-    def forward_backward(self, inputs, targets):
-        """Leave the summed gradients in .grad, of whole parameters or pieces; returns as run().
-
-        Microbatches run by the schedule; in the last backward sums over dp x cp leave; all are
-        waited for; then partial gradients are summed over tp, DualPipe's replicas, the tied weight.
-        """
-        # DDP's gradients are views of its buckets, and stay; ZeRO's first sum becomes .grad
-        self.optimizer.zero_grad(set_to_none=self.args.zero > 0)
-        found = self.run(self.pipeline, inputs, targets)
-        for stage in self.stages:
-            stage.finish_grad_sync()
-        self.sum_shared_gradients()
-        return found
-
-    def run(self, pipeline, inputs, targets):
-        """One pipeline step; returns the global loss and how many tokens no vocabulary has."""
-        for chunk in self.chunks:
-            chunk.train(torch.is_grad_enabled())
-        inputs, targets = self.own_tokens(inputs, targets)
-        outside = torch.maximum(inputs, targets) >= self.config.vocab_size
-        counts = torch.stack([(targets != IGNORE_INDEX).sum(), outside.sum()])
-        all_reduce(counts, group=self.mesh.dp_cp_group)
-        # The divisor is known before backward: gradients are summed, and never averaged.
-        loss = pipeline.step(inputs, targets, counts[0].clamp(min=1))
-        loss = torch.zeros((), device=self.device) if loss is None else loss
-        all_reduce(loss, group=self.mesh.dp_cp_group)
-        all_reduce(loss, group=self.mesh.pp_group)  # from the rank, or the two, that have one
-        return loss, counts[1].to(loss.dtype)
-
-    def loss(self, logits, targets, num_tokens):
-        """A microbatch's part of the loss per token of the whole batch, of `num_tokens` in all."""
-        start = next(chunk for chunk in self.chunks if chunk.last).lm_head.start
-        tokens = logits.flatten(0, 1), targets.t().flatten(), start, IGNORE_INDEX
-        losses = vocab_parallel_cross_entropy(*tokens, self.mesh.tp_group, inplace=True)
-        return losses.sum() / num_tokens
-
-    def sum_shared_gradients(self):
-        """Sum gradients of copies: partial ones of tp, of DualPipe's replicas, of the tied head."""
-        marked = {parameter for chunk in self.chunks for parameter in partial_parameters(chunk)}
-        groups = (self.dense, self.mesh.tp_group), (self.experts, self.mesh.expert_tp_group)
-        for parameters, group in groups:
-            parameters = [parameter for parameter in parameters if parameter in marked]
-            sum_partial_gradients(parameters, group, check=self.steps_done == 0)
-        if self.replicated:
-            sum_replicas(self.chunks, self.mesh.pp_group)
-        weights = [chunk.tied_weight() for chunk in self.chunks]
-        tied = [weight.grad for weight in weights if weight is not None]
-        if len(tied) == 2:  # embedding and head are on one rank
-            tied[0].copy_(tied[1].add_(tied[0]))
-        elif tied:
-            all_reduce(tied[0], group=self.mesh.embedding_group)
-
-    def clip_gradients(self):
-        """Scale gradients to a joint norm of at most grad_clip; returns the norm before."""
-        mesh, named = self.mesh, [p for c in self.own_chunks for p in c.named_parameters()]
-        experts = [parameter.grad for name, parameter in named if ".experts." in name]
-        dense = [torch.zeros(0, device=self.device)]  # a stage may have nothing that counts
-        for name, parameter in named:
-            counts = name in self.shards or dist.get_rank(mesh.tp_group) == 0  # others have copies
-            if counts and ".experts." not in name and name != "lm_head.weight":  # wte's copy
-                dense.append(parameter.grad)
-        # sums go over ranks with other elements: ZeRO's shards, then the split by tp or ep
-        over = lambda replicas, group: [replicas, group] if self.args.zero else [group]
-        norms = [get_total_norm(dense, groups=over(mesh.shard_group, mesh.tp_group))]
-        if experts:
-            groups = over(mesh.expert_shard_group, mesh.ep_group)
-            norms.append(get_total_norm(experts, groups=groups))
-        norm = get_total_norm(norms, groups=[mesh.pp_group])
-        if self.args.grad_clip > 0:
-            gradients = [parameter.grad for parameter in self.dense + self.experts]
-            clip_grads_with_norm_(gradients, self.args.grad_clip, norm.nan_to_num())
-        return norm
-
-    def update(self, rate, tallies):
-        """Move the weights along the gradients, and the biases of routers against the tallies."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        if self.args.balance == "bias":
-            for row, layer in mixtures(self):
-                layer.router.update_bias(tallies[row, : layer.num_experts])
-
-    def skip_step(self, loss, norm):
-        """Leave out a step that is not finite; TrainingError if it is one too many in a row."""
-        self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
-        if self.skipped_in_a_row >= self.args.skip_nonfinite:
-            found = f"loss {loss:.4f}, grad norm {norm:.3f}; {self.skipped_in_a_row} in a row"
-            raise TrainingError(f"step {self.steps_done + 1} is not finite: {found}")
-
-    def own_rows(self):
-        """This rank's rows of the global batch."""
-        rank, rows = dist.get_rank(self.mesh.dp_group), self.args.batch_size // self.args.dp
-        return slice(rank * rows, (rank + 1) * rows)
-
-    def own_tokens(self, *batches):
-        """This rank's positions of batches of tokens (B, T), on the device, by one copy."""
-        tokens = torch.stack(batches)[:, :, self.positions]
-        if self.device.type == "cuda":
-            tokens = tokens.pin_memory()  # else the host would wait
-        return tokens.to(self.device, non_blocking=True)
-
-
-def make_pipeline(trainer, schedule, rows, loss_fn, **options):
-    """Runs the stages over microbatches of so many rows, in the order of a schedule.
-
-    schedule: or the number of microbatches, which then go forward only, by one route.
-    """
-    args, stages = trainer.args, trainer.stages
-    if isinstance(schedule, int):
-        schedule = forward_only(args.pp, schedule, trainer.route)
-        stages = stages[: len(trainer.own_chunks)]
-    length = args.seq_len // (args.cp * (args.tp if args.sp else 1))
-    options |= {"shape": (length, rows, args.hidden), "device": trainer.device}
-    options["dtype"] = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
-    return Pipeline(stages, schedule, loss_fn, trainer.mesh.pp_group, **options)
-
-
-def learning_rate(step, steps, warmup, peak):
-    """Linear warm-up over `warmup` steps, then a cosine down to peak / 10. step counts from 0."""
-    if step < warmup:
-        return peak * (step + 1) / (warmup + 1)
-    progress = (step - warmup) / max(1, steps - warmup)
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-
-
-def make_chunks(trainer, routes, put_off):
-    """The stages that this rank has on a schedule's routes, by chunk, with initial values."""
-    args, mesh, device = trainer.args, trainer.mesh, trainer.device
-    rank, method = dist.get_rank(mesh.pp_group), CP_METHODS[args.cp_method]
-    across = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)
-    places = [(c, s) for route in routes for s, (r, c) in enumerate(route) if r == rank]
-    chunks = []
-    for _, stage in sorted(places):
-        with torch.device("meta"):
-            chunk = GPT(
-                *(trainer.config, mesh.tp_group, stage, len(routes[0])),
-                random=ShardedRandomState(device, mesh.tp_group),
-                defer=put_off,
-                positions=trainer.positions.to(device),
-                attention_fn=across if args.cp > 1 else attention,
-                moe=partial(make_moe, trainer),
-            )
-        for module in chunk.modules():  # each once, though the head is the embedding
-            module.to_empty(device=device, recurse=False)
-        initialize(chunk, args.layers, args.seed, mesh.ep_group)
-        chunks.append(chunk)
-    return chunks
-
-
-def wrap(trainer):
-    """The chunks as replicas that sum gradients, or with ZeRO as shards."""
-    args, mesh, chunks, stages = trainer.args, trainer.mesh, trainer.chunks, []
-    # the loss has its global divisor already
-    options = {"gradient_divide_factor": 1, "wait_in_backward": False}
-    if not args.zero:
-        groups = dict.fromkeys(trainer.experts, mesh.expert_dp_group)
-        options |= {"broadcast_buffers": False, "groups": groups}
-        options["process_group"] = mesh.dp_cp_group
-        return [DistributedDataParallel(chunk, **options) for chunk in chunks]
-    if args.dtype == "bf16":
-        options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    options |= {"process_group": mesh.shard_group, "replicate_group": mesh.replicate_group}
-    groups = mesh.expert_shard_group, mesh.expert_replicate_group
-    options |= {"groups": dict.fromkeys(trainer.experts, groups), "under_way": deque()}
-    for chunk in chunks:
-        for name in shards_of(chunk):  # apart from copies, which all of tp then cut alike
-            chunk.get_parameter(name).sharded = True
-        units = chunk.transformer["h"].values()
-        stages.append(FullyShardedDataParallel(chunk, units=units, stage=args.zero, **options))
-    return stages
-
-
-def make_optimizer(args, parameters):
-    """AdamW, with decay of matrices."""
-    matrices, others = [], []
-    for parameter in parameters:
-        (matrices if len(part_of(parameter)[0]) > 1 else others).append(parameter)
-    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, args.lr, (0.9, 0.95), 1e-8, args.weight_decay, fused=True)
-
-
-def mixtures(trainer):
-    """[(number among the model's mixtures of experts, MoE)] of this rank's."""
-    layers = [pair for chunk in trainer.chunks for pair in chunk.transformer["h"].items()]
-    every = trainer.config.moe_every
-    return [(int(i) // every, layer.mlp) for i, layer in layers if isinstance(layer.mlp, MoE)]
-
-
-@torch.no_grad()
-def sum_tallies(trainer):
-    """What the model's mixtures have counted in the step, a row each; they begin anew."""
-    mesh, config = trainer.mesh, trainer.config
-    sizes = config.layers // config.moe_every, config.experts + 3
-    tallies = torch.zeros(sizes, dtype=torch.float64, device=trainer.device)
-    for row, layer in mixtures(trainer):
-        tallies[row].copy_(layer.tally)
-        layer.tally.zero_()
-    for group in (mesh.dp_cp_group, mesh.tp_group, mesh.pp_group) if config.experts else ():
-        all_reduce(tallies, group=group)
-    return tallies
-
-
 # ---- checkpoints ---------------------------------------------------------------------------------
 
-MAY_CHANGE = "dropout", "capacity_factor", "topk_nodes"  # of the model's flags, as a run goes on
+MAY_CHANGE = "dropout", "sp", "recompute", "capacity_factor", "topk_nodes"  # when a run goes on
 MOMENTS = "exp_avg", "exp_avg_sq"  # Adam's
 
 
 def on_all_ranks(call, *arguments, of="", status=2):
-    """What call() returns, or a TrainingError, `of` something, if it fails on one. Collective."""
+    """Return call(*arguments), or raise TrainingError, `of` ..., on all ranks if one fails."""
     result, fault = None, ""
     try:
         result = call(*arguments)
@@ -815,16 +894,16 @@ def on_all_ranks(call, *arguments, of="", status=2):
         failures = getattr(error, "failures", {})  # {rank: (error, traceback)}
         fault = next((f"rank {r}: {cause}" for r, (cause, _) in failures.items()), str(error))
     for rank, lines in enumerate(gather_objects(fault.strip().splitlines()[:1])):
-        for line in lines:
-            raise TrainingError(of + (f"rank {rank}: {line}" if rank else line), status)
+        if lines:
+            raise TrainingError(of + (f"rank {rank}: " if rank else "") + lines[0], status)
     return result
 
 
 class Boxes(torch.Tensor):
-    """A tensor of which this rank has some boxes, as torch.distributed.checkpoint asks for them.
+    """A tensor of which this rank holds some boxes, in the form that torch's checkpoints expect.
 
-    boxes: {place of the first element: view}. The tensor itself has no memory but a number's. A
-    load plans with the first of these methods, a save with the second; the third is for both.
+    boxes: {offset of a box in the whole tensor: view}. The whole has memory for one number only.
+    The first method below serves to plan a load, the second to plan a save, the third both.
     """
 
     @staticmethod
@@ -841,48 +920,45 @@ class Boxes(torch.Tensor):
         properties = metadata.TensorProperties(self.dtype)
         return [
             planner.WriteItem(
-                metadata.MetadataIndex(name, chunk.offsets),
-                planner.WriteItemType.SHARD,
+                metadata.MetadataIndex(name, chunk.offsets), planner.WriteItemType.SHARD,
                 tensor_data=planner.TensorWriteData(chunk, properties, self.shape),
             )
             for chunk in self.__create_chunk_list__()
-        ]
+        ]  # fmt: skip
 
     def __get_tensor_shard__(self, index):
         return self.boxes[index.offset]
 
 
 def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
-    """{GPT-2's name: Boxes} of parameters and buffers: views of what this rank has, for a save.
+    """Return {GPT-2's name: Boxes} of what this rank saves; the head is saved as the embedding.
 
-    Of copies one is written; the head is left out, as it is the embedding. value picks what is
-    looked at of a parameter: itself, or what has its shape, or None. chunks: these instead, with
-    their head.
+    value: picks what to save of a parameter: itself, a tensor of its shape, or None for nothing.
+    chunks: return the boxes of these chunks instead, with their head.
     """
-    mesh, found = trainer.mesh, {}
-    named = lambda chunk: [*chunk.named_parameters(), *chunk.named_buffers()]
-    for name, own in (pair for c in chunks or trainer.own_chunks for pair in named(c)):
-        tensor = value(own)
-        if tensor is not None and (chunks or name != "lm_head.weight"):
-            rows = rows_of(name, own, trainer.shards, mesh.ep_group, mesh.tp_group)
-            boxes = views_in_whole(own, tensor, rows)
-            found[name.replace("lm_head", "transformer.wte")] = Boxes(tensor.dtype, *boxes)
-    return found
+    mesh, result = trainer.mesh, {}
+    for chunk in chunks or trainer.own_chunks:
+        for name, own in [*chunk.named_parameters(), *chunk.named_buffers()]:
+            tensor = value(own)
+            if tensor is not None and (chunks or name != "lm_head.weight"):
+                rows = rows_of(name, own, trainer.shards, mesh.ep_group, mesh.tp_group)
+                boxes = views_in_whole(own, tensor, rows)
+                result[name.replace("lm_head", "transformer.wte")] = Boxes(tensor.dtype, *boxes)
+    return result
 
 
 def state_of(trainer, chunks=None):
-    """{"model", or a moment of Adam's: its boxes_of()}. With ZeRO the weights are exact masters."""
+    """Return {"model" or a moment of Adam: its boxes_of()}. ZeRO's weights are exact masters."""
     state = trainer.optimizer.state
     moment = lambda kind, weight: state[weight][kind] if weight in state else None
-    found = {kind: boxes_of(trainer, partial(moment, kind), chunks) for kind in MOMENTS}
-    return {"model": boxes_of(trainer, chunks=chunks)} | found
+    moments = {kind: boxes_of(trainer, partial(moment, kind), chunks) for kind in MOMENTS}
+    return {"model": boxes_of(trainer, chunks=chunks)} | moments
 
 
 def save(trainer, folder):
-    """Write a checkpoint, and keep the last two. Collective.
+    """Write a checkpoint and keep the last two. Collective.
 
-    Raises TrainingError if copies of a weight differ, so that no checkpoint has a corrupted one,
-    or it cannot be written; those before are intact.
+    Raises TrainingError if it cannot be written, or if copies of a weight differ: one is corrupted.
     """
     if different := unlike_copies(trainer):
         raise TrainingError(f"step {trainer.steps_done}: copies differ: {different}")
@@ -894,38 +970,38 @@ def save(trainer, folder):
 
 
 def commit(trainer, path):
-    """Rank 0 makes what all ranks have written a checkpoint, at once, and removes old ones."""
+    """On rank 0, rename what all ranks have written to a checkpoint, and delete old checkpoints."""
     if dist.get_rank() == 0:
-        run = {flag.name: getattr(trainer.args, flag.name) for flag in FLAGS}
+        run = flags_of(trainer.args) | {"skipped": trainer.skipped}
         written = path.with_suffix(".partial")
-        (written / "run.json").write_text(json.dumps(run | {"skipped": trainer.skipped}, indent=4))
+        (written / "run.json").write_text(json.dumps(run, indent=4))
         os.sync()
         written.rename(path)
         for old in checkpoints_of(path.parent)[:-2]:
-            old.rename(old.with_suffix(".partial"))  # half of it is no checkpoint
-        for old in path.parent.glob("step_*.partial"):  # and what killed saves left
+            old.rename(old.with_suffix(".partial"))  # half a checkpoint must not look like one
+        for old in path.parent.glob("step_*.partial"):  # also of saves that were killed
             shutil.rmtree(old, ignore_errors=True)
 
 
 def checkpoints_of(folder):
-    """Those in a folder, the last step last."""
+    """Return the folder's checkpoints, oldest first."""
     return sorted(path for path in folder.glob("step_*") if path.name[5:].isdecimal())
 
 
 def go_on(trainer, folder):
-    """From the folder's last checkpoint, if any, of this model in any layout. Collective."""
+    """Load the folder's last checkpoint, if any; any layout of this model will do. Collective."""
     on_all_ranks(partial(folder.mkdir, parents=True, exist_ok=True))
-    path, *_ = gather_objects(checkpoints_of(folder)[-1:])[0] or [None]
+    path, *_ = gather_objects(checkpoints_of(folder)[-1:])[0] or [None]  # rank 0's decides
     if path is None:
         return
     run = on_all_ranks(read_run, path, trainer.args)
     trainer.steps_done, trainer.skipped = int(path.name.removeprefix("step_")), run["skipped"]
-    if steps := trainer.steps_done - trainer.skipped:  # else there are no moments
+    if updates := trainer.steps_done - trainer.skipped:  # without updates there are no moments
         for weight in trainer.dense + trainer.experts:
             moments = {kind: torch.zeros_like(weight) for kind in MOMENTS}
-            number = torch.full((), steps, dtype=torch.float32, device=weight.device)
+            number = torch.full((), updates, dtype=torch.float32, device=weight.device)
             trainer.optimizer.state[weight] = {"step": number} | moments
-    for chunk in trainer.chunks:  # in turns: two may have the embedding
+    for chunk in trainer.chunks:  # one after the other, as two may have the embedding
         read = partial(dcp.load, checkpoint_id=path)
         on_all_ranks(read, state_of(trainer, [chunk]), of=f"--checkpoint {path}: ")
     if dist.get_rank() == 0:
@@ -933,10 +1009,10 @@ def go_on(trainer, folder):
 
 
 def read_run(path, args):
-    """The run.json of a checkpoint. Raises ValueError if it is damaged, or of another model."""
+    """Read a checkpoint's run.json; raise ValueError if it is damaged or of another model."""
+    names = [flag.name for flag in fields(GPTConfig) if flag.name not in MAY_CHANGE]
     try:
         run = json.loads((path / "run.json").read_bytes())
-        names = [flag.name for flag in GROUPS["model"] if flag.name not in MAY_CHANGE]
         theirs = {name: run[name] for name in (*names, "skipped")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path / 'run.json'} has not the flags of a run: {error!r}") from None
@@ -947,24 +1023,22 @@ def read_run(path, args):
 
 
 def unlike_copies(trainer):
-    """Which copies of a weight have other bits than most have, with their ranks. Collective.
-
-    Compared are sums of the bytes, which one flipped bit changes for certain.
-    """
+    """Return which copies of a weight have another sum of bytes than most. Collective."""
     own, sums, copies, different = [], [], defaultdict(list), []
     for chunk in trainer.chunks:
         for name, whole in boxes_of(trainer, chunks=[chunk]).items():
             for place, box in whole.boxes.items():
                 own.append((name, place, box.shape))
                 sums.append(box.contiguous().view(torch.uint8).sum())
-    sums = torch.stack(sums).tolist() if sums else []  # one wait for the device
+    sums = torch.stack(sums).tolist() if sums else []  # the host waits once for the device
     for rank, theirs in enumerate(gather_objects([*zip(own, sums)])):
         for box, total in theirs:
             copies[box].append((rank, total))
-    for (name, *_), found in copies.items():
-        [(most, count)] = Counter(total for _, total in found).most_common(1)
-        odd = [rank for rank, total in found if total != most or 2 * count <= len(found)]
-        different += [f"{name} on ranks {odd}"] if count < len(found) else []
+    for (name, *_), totals in copies.items():
+        [(most, count)] = Counter(total for _, total in totals).most_common(1)
+        odd = [rank for rank, total in totals if total != most or 2 * count <= len(totals)]
+        if count < len(totals):
+            different.append(f"{name} on ranks {odd}")
     return "; ".join(different)
 
 
@@ -978,22 +1052,21 @@ PEAKS = {  # part of a GPU's name: TFLOP/s of dense products
 
 
 class Log:
-    """What rank 0 says of a training: lines, and the metrics. To be made by all ranks.
+    """Progress on rank 0's standard output, and the --metrics file. All ranks must create one.
 
-    On a terminal one line is rewritten with every step; elsewhere some are printed. The file of
-    metrics has lines of JSON: the flags, then the steps. A run that goes on appends to it; of a
-    step that is there twice the later one counts.
+    On a terminal one line is rewritten with every step. The metrics are lines of JSON: the flags,
+    then the steps. A run that goes on appends to the file; of a step's two lines the later counts.
     """
 
     def __init__(self, trainer):
         args, device, self.trainer = trainer.args, trainer.device, trainer
         self.speaks, self.is_terminal = dist.get_rank() == 0, sys.stdout.isatty()
-        self.first, self.began = trainer.steps_done + 1, time.perf_counter()
+        self.first_step, self.began = trainer.steps_done + 1, time.perf_counter()
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self.peak = next((peaks[args.dtype] for part, peaks in PEAKS.items() if part in gpu), None)
         path = args.metrics if self.speaks and args.metrics else os.devnull
         self.file = on_all_ranks(open, path, "a" if trainer.steps_done else "w")
-        self.write({"flags": {flag.name: getattr(args, flag.name) for flag in FLAGS}})
+        self.write({"flags": flags_of(args)})
         own = boxes_of(trainer, lambda tensor: tensor if tensor.requires_grad else None)
         shapes = [(name, whole.numel()) for name, whole in own.items()]
         parameters = sum(dict(sum(gather_objects(shapes), [])).values())
@@ -1001,130 +1074,139 @@ class Log:
         self.say(f"{parameters:,} parameters on {args.world_size} x {device.type}: {degrees}")
 
     def step(self, metrics, seconds):
-        """A step's metrics; it took so long."""
+        """Write the metrics of a step that took so many seconds."""
         step, args, device = self.trainer.steps_done, self.trainer.args, self.trainer.device
         speed = args.batch_size * args.seq_len / seconds
-        tflops = speed / args.world_size * flops_per_token(self.trainer.config) / 1e12  # of each
+        tflops = speed * flops_per_token(args) / args.world_size / 1e12  # of one device
         metrics = {"loss": 0, "tokens_per_s": speed, "tflops": tflops} | metrics
         if self.peak:
             metrics["mfu"] = tflops / self.peak
-        metrics["memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # at most
+        metrics["memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # peak
         if device.type == "cuda":
             metrics["memory_mb"] = torch.cuda.max_memory_allocated(device) / 2**20
         self.write({"step": step} | metrics)
         passed = (time.perf_counter() - self.began) / 60
-        metrics["minutes_left"] = passed / (step - self.first + 1) * (args.steps - step)
-        shown = lambda number: f"{number:,.0f}" if number >= 100 else f"{number:.4g}"
-        known = (f"{name} {shown(number)}" for name, number in metrics.items())
-        line = "  ".join([f"step {step} of {args.steps}", *known])
+        metrics["minutes_left"] = passed / (step - self.first_step + 1) * (args.steps - step)
+        words = [f"step {step} of {args.steps}"]
+        for name, number in metrics.items():
+            words.append(f"{name} {number:,.0f}" if number >= 100 else f"{name} {number:.4g}")
+        line = "  ".join(words)
         every = args.print_every or max(1, round(args.steps / 40))
-        if step in (self.first, args.steps) or self.trainer.stop or step % every == 0:
+        if step in (self.first_step, args.steps) or self.trainer.stop or step % every == 0:
             self.say(line)
         elif self.is_terminal:
             self.say(line[: shutil.get_terminal_size().columns - 1], end="")
 
     def say(self, line, end="\n"):
-        """Print it, in place of a line that is rewritten."""
+        """Print a line, over the one that is being rewritten."""
         if self.speaks:
             print(("\r\033[K" if self.is_terminal else "") + line, end=end, flush=True)
 
     def write(self, value):
-        """A line of JSON, where what is not finite is null."""
+        """Write a line of JSON, with null for numbers that are not finite."""
         is_bad = lambda number: isinstance(number, float) and not math.isfinite(number)
         value = {name: None if is_bad(number) else number for name, number in value.items()}
         print(json.dumps(value), file=self.file, flush=True)
 
 
-# ---- loop ----------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def evaluate(trainer, data, batches=8):
-    """Mean loss per token over `batches` batches of the validation part, always the same."""
-    args, rows, losses = trainer.args, trainer.own_rows(), []
-    for index in range(batches):
-        batch = data.batch(index, args.batch_size, args.seq_len, args.seed, rows, "validation")
-        loss, num_outside = torch.stack(trainer.run(trainer.evaluation, *batch)).tolist()
-        if num_outside:
-            raise TrainingError(OUTSIDE.format(num_outside, args.vocab_size))
-        losses.append(loss)
-    return sum(losses) / batches
-
-
-@torch.no_grad()
-def sample(trainer, prompt, length, temperature=1.0, seed=0):
-    """Continue token ids by `length` tokens drawn from the model; collective, and alike on all."""
-    T, V = trainer.config.seq_len, trainer.config.vocab_size
-    if outside := [token for token in prompt if not 0 <= token < V]:
-        raise TrainingError(f"the prompt's token {outside[0]} is outside --vocab-size {V}", 2)
-    for chunk in trainer.chunks:
-        chunk.eval()
-    pipeline = make_pipeline(trainer, 1, 1, lambda logits, _: logits)
-    last, positions = trainer.chunks[trainer.route[-1][1]], trainer.positions
-    generator, tokens = torch.Generator().manual_seed(seed), list(prompt)
-    for _ in range(length):
-        window = tokens[-T:]  # padded behind, where causal attention does not look
-        (inputs,) = trainer.own_tokens(torch.tensor([window + [0] * (T - len(window))]))
-        own = pipeline.step(inputs, inputs)  # (T, 1, V/tp) of own positions, on the last stage
-        logits = torch.zeros(V, dtype=torch.float64, device=trainer.device)
-        if own is not None:
-            begin, end = last.lm_head.start, last.lm_head.start + own.shape[-1]
-            logits[begin:end] = own[positions == len(window) - 1].sum((0, 1))
-        for group in trainer.mesh.tp_group, trainer.mesh.cp_group, trainer.mesh.pp_group:
-            all_reduce(logits, group=group)
-        weights = torch.softmax(logits.cpu() / temperature, 0)
-        tokens.append(int(torch.multinomial(weights, 1, generator=generator)))
-    return tokens[len(prompt) :]
-
-
-def train(args, device):
-    """Steps from the first, or the last checkpoint's, on; then validation and a sample. Collective.
-
-    Raises TrainingError for what cannot be used or is refused, and on SIGTERM, after a save.
-    """
-    sizes, of = (args.seq_len, args.vocab_size), f"--data {args.data or '(default)'}: "
-    data = on_all_ranks(load_data, args.data, *sizes, of=of)
-    trainer = Trainer(args, make_mesh(args), device)
-    if args.checkpoint:
-        go_on(trainer, Path(args.checkpoint))
-        signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "sigterm", True))
-    log, first = Log(trainer), trainer.steps_done
-    for step in range(first, args.steps):
-        began = time.perf_counter()
-        batch = data.batch(step, args.batch_size, args.seq_len, args.seed, trainer.own_rows())
-        metrics = trainer.step(*batch)
-        log.step(metrics, time.perf_counter() - began)
-        is_over = trainer.stop or step + 1 == args.steps
-        if args.checkpoint and (is_over or (step + 1) % (args.save_every or math.inf) == 0):
-            save(trainer, args.checkpoint)
-        if trainer.stop:
-            end = f"SIGTERM; --checkpoint {args.checkpoint} has step {step + 1}"
-            raise TrainingError(end, status=128 + signal.SIGTERM)
-        if is_over or (step + 1) % (args.eval_every or math.inf) == 0:
-            loss = evaluate(trainer, data)
-            p = math.exp(min(loss, 700))
-            log.write({"step": step + 1, "validation_loss": loss, "perplexity": p})
-            log.say(f"validation loss {loss:.4f}, perplexity {p:.2f} after step {step + 1}")
-    if args.sample:
-        prompt = on_all_ranks(prompt_of, args, data)
-        tokens = sample(trainer, prompt, args.sample, temperature=0.8, seed=args.seed)
-        prompt, tokens = show(prompt, data.is_text), show(tokens, data.is_text)
-        log.say(f"---- prompt\n{prompt}\n---- continuation\n{tokens}")
-
-
-def prompt_of(args, data):
-    """The tokens of --prompt, its bytes or numbers, or the middle of the validation part."""
-    if not args.prompt:
-        middle = len(data.validation) // 2
-        return data.validation[middle : middle + args.seq_len // 2].tolist()
-    return list(os.fsencode(args.prompt)) if data.is_text else [*map(int, args.prompt.split(","))]
-
-
 # ---- flags ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Layout:
+    dp: int | None = flag(None, "replicas (default: the processes that the other axes leave)")
+    tp: int = flag(1, "ranks that split every matrix")
+    cp: int = flag(1, "ranks that split the sequence, in attention, too")
+    pp: int = flag(1, "pipeline stages")
+    zero: int | None = flag(None, "stage of ZeRO (default: 1; 0 of one replica)", choices=range(4))
+    replicate: int = flag(1, "copies of ZeRO's shards, over neighbours (HSDP)", needs="--zero")
+    cp_method: str = flag("ring", "attention across cp", choices=CP_METHODS, needs="--cp > 1")
+    schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES)
+    chunks: int = flag(2, "parts of a rank's layers", needs="--schedule interleaved")
+    microbatches: int | None = flag(None, "per step (default: 1; with pp up to 4 x pp)")
+    ep: int = flag(1, "ranks of dp x cp x tp over which experts are spread")
+    collectives: str = flag("ours", "backend: NCCL's or gloo's", choices=("ours", "backend"))
+
+
+@dataclass(frozen=True)
+class Training:
+    batch_size: int | None = flag(None, "sequences per step, of all replicas (default: 16 or more)")
+    steps: int = flag(1200, "optimizer steps")
+    lr: float = flag(3e-3, "peak learning rate")
+    warmup: int = flag(20, "steps of linear warm-up", least=0)
+    weight_decay: float = flag(0.1, "of matrices")
+    grad_clip: float = flag(1.0, "largest norm of the gradient; 0 does not clip")
+    seed: int = flag(0, "of weights, batches and dropout", least=0, below=2**32)
+    dtype: str = flag("fp32", "bf16: with an fp32 copy for AdamW", choices=("fp32", "tf32", "bf16"))
+    skip_nonfinite: int = flag(0, "end after so many steps in a row that are not finite", least=0)
+
+
+@dataclass(frozen=True)
+class Run:
+    device: str = flag("auto", "auto: a GPU per rank, or the CPU; shared: several ranks per GPU",
+                       choices=("auto", "cpu", "cuda", "shared"))  # fmt: skip
+    data: str | None = flag(None, "text, tokens (.bin), or a folder (default: Python's sources)")
+    checkpoint: str | None = flag(None, "a folder to keep checkpoints in, and to go on from")
+    save_every: int | None = flag(None, "steps per save (default: at end)", needs="--checkpoint")
+    eval_every: int | None = flag(None, "steps between validations (default: at the end)")
+    print_every: int | None = flag(None, "steps per line, off a terminal (default: some 40 lines)")
+    metrics: str | None = flag(None, "write the flags and each step to this file, as JSON")
+    sample: int = flag(60, "tokens that the model writes at the end", least=0)
+    prompt: str | None = flag(None, "text, or tokens such as 5,0,7, that the sample continues")
+    timeout: int = flag(600, "seconds that a rank waits for another", below=10**6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Run, Training, GPTConfig, Layout):
+    """All flags, completed and checked: the GPTConfig and everything else about a run.
+
+    given: {name: value} of the flags on the command line.
+    per_node, ep_nodes: the processes on each node; the nodes over which an ep_group is spread.
+    """
+
+    given: dict
+    world_size: int
+    per_node: int
+    ep_nodes: int
+
+
+GROUPS = {"layout": Layout, "model": GPTConfig, "training": Training, "run": Run}
+FLAGS = [flag for group in GROUPS.values() for flag in fields(group)]
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of the command line. It raises ValueError, and leaves out what is not given."""
+
+    def __init__(self):
+        super().__init__("hybrid.py", allow_abbrev=False, description=__doc__.splitlines()[0])
+        groups = {title: self.add_argument_group(title) for title in GROUPS}
+        for title, group in GROUPS.items():
+            for flag in fields(group):
+                add = groups[flag.metadata.get("group", title)].add_argument
+                add(as_typed(flag.name), default=argparse.SUPPRESS, **options_of(flag))
+
+    def error(self, message):
+        raise ValueError(message.removeprefix("argument "))
+
+
+def options_of(flag):
+    """Return what add_argument() needs to know of a flag."""
+    details, help = flag.metadata, flag.metadata["help"]
+    if "needs" in details:
+        help += f" (needs {details['needs']})"
+    if flag.default not in (None, False):
+        help += f" (default: {flag.default})"
+    kind, *_ = get_args(flag.type) or [flag.type]  # the int of `int | None`
+    if kind is bool:
+        return {"help": help, "action": "store_true"}
+    if kind is not str and "choices" not in details:
+        least = details.get("least", 1 if kind is int else 0)
+        kind = at_least(least, kind, details.get("below", math.inf))
+    return {"help": help, "type": kind, "choices": details.get("choices")}
+
+
 def at_least(least, kind=int, below=math.inf):
-    """A type for argparse: numbers from `least` on, below `below`."""
+    """Return a type for argparse: numbers in [least, below)."""
 
     def number(text):
         if not least <= (value := kind(text)) < below:
@@ -1134,134 +1216,21 @@ def at_least(least, kind=int, below=math.inf):
     return number
 
 
-SIZE, COUNT, FACTOR = at_least(1), at_least(0), at_least(0, float)
-
-
-class Flag(NamedTuple):
-    """kind: bool, a tuple of choices, or a type. needs: when it has a meaning, a condition."""
-
-    name: str
-    kind: object
-    default: object
-    help: str
-    needs: str = ""
-
-
-GROUPS = {
-    "layout": (
-        Flag("dp", SIZE, None, "replicas (default: what the others leave of the processes)"),
-        Flag("tp", SIZE, 1, "ranks that split every matrix"),
-        Flag("cp", SIZE, 1, "ranks that split the sequence, in attention, too"),
-        Flag("pp", SIZE, 1, "pipeline stages"),
-        Flag("zero", (0, 1, 2, 3), None, "stage of ZeRO (default: 1, and 0 of one replica)"),
-        Flag("replicate", SIZE, 1, "copies of ZeRO's shards, over neighbours (HSDP)", "zero"),
-        Flag("sp", bool, False, "split the sequence over tp outside of its matrices"),
-        Flag("cp_method", tuple(CP_METHODS), "ring", "how attention crosses that split", "cp > 1"),
-        Flag("schedule", tuple(SCHEDULES), "1f1b", "order of microbatches in the pipeline"),
-        Flag("chunks", SIZE, 2, "of a rank's layers", "schedule == 'interleaved'"),
-        Flag("microbatches", SIZE, None, "of a step (default: 1; with pp up to 4 x pp)"),
-        Flag("ep", SIZE, 1, "ranks of dp x cp x tp over which experts are spread"),
-        Flag("recompute", ("none", "selective", "full"), "none", "attention, or every layer"),
-        Flag("collectives", ("ours", "backend"), "ours", "backend: NCCL's or gloo's, to compare"),
-    ),
-    "model": (
-        Flag("layers", SIZE, 4, "of the model"),
-        Flag("hidden", SIZE, 128, "width of the model"),
-        Flag("ffn", SIZE, None, "width of the MLP, and of an expert (default: 4 x --hidden)"),
-        Flag("heads", SIZE, 4, "of attention"),
-        Flag("kv_heads", SIZE, None, "heads of keys and values (default: --heads)"),
-        Flag("seq_len", SIZE, 64, "tokens of a sequence"),
-        Flag("vocab_size", SIZE, 256, "tokens there are"),
-        Flag("dropout", at_least(0, float, 1), 0.0, "of attention and of what a layer adds"),
-        Flag("experts", COUNT, 0, "of a mixture in place of the MLP; 0: an MLP"),
-        Flag("top_k", SIZE, 2, "experts that a token uses", "experts"),
-        Flag("shared_experts", COUNT, 0, "further ones that every token uses", "experts"),
-        Flag("capacity_factor", at_least(0.01, float), None, "drop above load / mean", "experts"),
-        Flag("balance", ("aux", "bias", "none"), "aux", "loads by losses or a bias", "experts"),
-        Flag("moe_every", SIZE, 1, "every so many layers has experts", "experts"),
-        Flag("topk_nodes", SIZE, None, "a token uses, of those of ep (default: all)", "ep > 1"),
-    ),
-    "training": (
-        Flag("batch_size", SIZE, None, "sequences of a step, all replicas' (default: 16 or more)"),
-        Flag("steps", SIZE, 1200, "of the optimizer"),
-        Flag("lr", FACTOR, 3e-3, "peak learning rate"),
-        Flag("warmup", COUNT, 20, "steps of linear warm-up"),
-        Flag("weight_decay", FACTOR, 0.1, "of matrices"),
-        Flag("grad_clip", FACTOR, 1.0, "largest norm of the gradient; 0 does not clip"),
-        Flag("seed", at_least(0, below=2**32), 0, "of weights, batches and dropout"),
-        Flag("dtype", ("fp32", "tf32", "bf16"), "fp32", "bf16: the optimizer has a copy in fp32"),
-        Flag("skip_nonfinite", COUNT, 0, "so many steps in a row that are not finite end it"),
-    ),
-    "run": (
-        Flag("device", ("auto", "cpu", "cuda", "shared"), "auto", "shared: a GPU of several ranks"),
-        Flag("data", str, None, "text, tokens (.bin), or a folder (default: Python's sources)"),
-        Flag("checkpoint", str, None, "a folder to keep checkpoints in, and to go on from"),
-        Flag("save_every", SIZE, None, "steps (default: at the end, and on SIGTERM)", "checkpoint"),
-        Flag("eval_every", SIZE, None, "steps between validations (default: at the end)"),
-        Flag("print_every", SIZE, None, "steps of a line, on no terminal (default: some 40 lines)"),
-        Flag("metrics", str, None, "write the flags and each step to this file, as JSON"),
-        Flag("sample", COUNT, 60, "tokens that the model writes at the end"),
-        Flag("prompt", str, None, "text, or tokens such as 5,0,7, that the sample continues"),
-        Flag("timeout", at_least(1, below=10**6), 600, "seconds that a rank waits for another"),
-    ),
-}  # fmt: skip
-FLAGS = [flag for group in GROUPS.values() for flag in group]
-RULES = (  # each is an error if true, or not 0; a rule may build on those before it
-    "pp * dp * cp * tp != world_size",
-    "dp * cp % replicate",
-    "dp * cp * tp % ep",
-    "ep > 1 where not experts",
-    "experts % ep",
-    "hidden % heads",
-    "heads % kv_heads",
-    "kv_heads % tp",
-    "ffn % tp where not experts or moe_every > 1",  # experts are not split
-    "seq_len % (2 * cp) where cp > 1",
-    "seq_len // cp % tp where sp or experts",
-    "dropout > 0 where cp > 1",
-    "heads // tp % cp where cp_method == 'ulysses'",
-    "kv_heads // tp % cp where cp_method == 'ulysses' and cp % (kv_heads // tp)",
-    "top_k > experts where experts",
-    "topk_nodes > ep_nodes",
-    "top_k > experts // ep_nodes * topk_nodes where experts",
-    "moe_every > layers where experts",
-    "tp > vocab_size",
-    "batch_size % (dp * microbatches)",
-)
-
-
-class Parser(argparse.ArgumentParser):
-    """Of the command line: what is wrong is a ValueError."""
-
-    def __init__(self):
-        super().__init__("hybrid.py", allow_abbrev=False, description=__doc__.splitlines()[0])
-        for title, flags in GROUPS.items():
-            group = self.add_argument_group(title)
-            for name, kind, default, help, needs in flags:
-                help += f" (needs {needs})" if needs else ""
-                help += f" (default: {default})" if default not in (None, False) else ""
-                options = {"type": kind}
-                if isinstance(kind, tuple):
-                    options = {"type": type(kind[0]), "choices": kind}
-                elif kind is bool:
-                    options = {"action": "store_true"}
-                group.add_argument(as_typed(name), help=help, default=argparse.SUPPRESS, **options)
-
-    def error(self, message):
-        raise ValueError(message.removeprefix("argument "))
-
-
 def as_typed(name, value=True):
-    """A flag, as on the command line."""
+    """Write a flag as on the command line."""
     dashed = "--" + name.replace("_", "-")
     return dashed if value is True else f"{dashed} {value}"
 
 
-def parse(argv, world_size, per_node=None):
-    """The flags, completed and checked, of world_size processes, per_node or all on each node.
+def flags_of(args):
+    """Return {name: value} of all flags, without what parse() adds."""
+    return {flag.name: getattr(args, flag.name) for flag in FLAGS}
 
-    Adds `given`, {name: value} of those on the command line; ep_nodes, over which the ranks of ep
-    lie. Raises ValueError, one line that names flags and values, as the next two do.
+
+def parse(argv, world_size, per_node=None):
+    """Return the Args of world_size processes, per_node (by default all) on each node.
+
+    Raises ValueError, one line that names flags and values, if they do not fit together.
     """
     given = vars(Parser().parse_args(argv))
     args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | given, given=given)
@@ -1270,50 +1239,92 @@ def parse(argv, world_size, per_node=None):
     replicas = args.dp * args.cp
     if args.zero is None:
         args.zero = int(replicas > 1)
-    if args.dtype == "bf16" and not args.zero:
-        # shards of one rank: the masters are ZeRO's
+    if args.dtype == "bf16" and not args.zero:  # ZeRO keeps fp32 masters, in shards of one rank
         args.zero, args.replicate = 1, given.get("replicate", replicas)
     args.kv_heads = args.kv_heads or args.heads
     args.ffn = args.ffn or 4 * args.hidden
-    # so many ranks of an ep_group a node can have: of tp what is in ep, of dp x cp what fits beside
+    # a node holds this many ranks of an ep_group: its part of tp, for each tp_group that fits
     inside = math.gcd(args.ep, args.tp) * max(1, args.per_node // args.tp)
     args.ep_nodes = args.ep // math.gcd(args.ep, inside)
     args.topk_nodes = args.topk_nodes or args.ep_nodes
-    # a pipeline has up to 4 microbatches a stage: of 1F1B's time the bubble is then a fifth
+    # with 4 microbatches per stage the bubble is about a fifth of 1F1B's time
     fewest, most = (2 * args.pp, 4 * args.pp) if args.pp > 1 else (1, 1)
     rows = args.dp * (args.microbatches or fewest)
     args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
     args.microbatches = args.microbatches or math.gcd(args.batch_size // args.dp, most)
     check(args)
     schedule_of(args)
-    return args
+    return Args(**vars(args))
+
+
+def need(condition, sentence):
+    """Raise ValueError with this sentence unless the condition holds."""
+    if not condition:
+        raise ValueError(sentence)
+
+
+def typed(args, product):
+    """Write a product of flags, such as "dp * cp", with their values: "--dp 4 * --cp 2"."""
+    return " * ".join(as_typed(name, getattr(args, name)) for name in product.split(" * "))
+
+
+def divides(args, divisor, number):
+    """Raise ValueError unless one product of flags divides another."""
+    value = lambda product: math.prod(getattr(args, name) for name in product.split(" * "))
+    sentence = f"{typed(args, number)} is not divisible by {typed(args, divisor)}"
+    need(value(number) % value(divisor) == 0, sentence)
 
 
 def check(args):
-    """Whether completed flags go together; ValueError, one line with their names and values."""
-    values = vars(args)
-    is_so = lambda condition: eval(condition or "True", {}, values)
-    for name, *_, needs in FLAGS:
-        if name in args.given and not is_so(needs):
-            raise ValueError(f"{as_typed(name, values[name])} needs {needs}")
-    shown = {flag.name: as_typed(flag.name, values[flag.name]) for flag in FLAGS}
-    shown |= {"world_size": f"{args.world_size} processes", "ep_nodes": f"{args.ep_nodes} nodes"}
-    for rule in RULES:
-        wrong, _, where = rule.partition(" where ")
-        if is_so(wrong) and is_so(where):
-            wrong = wrong.replace("%", "is not divisible by").replace("!=", "is not")
-            wrong = wrong.replace(">", "is more than")
-            rule = f"{wrong}, where {where}" if where else wrong
-            raise ValueError(re.sub(r"\w+", lambda word: shown.get(word[0], word[0]), rule))
+    """Raise ValueError, one line with names and values, if completed flags do not fit together."""
+    shown = partial(typed, args)
+    holds = {
+        "--zero": args.zero > 0, "--experts": args.experts > 0, "--cp > 1": args.cp > 1,
+        "--ep > 1": args.ep > 1, "--schedule interleaved": args.schedule == "interleaved",
+        "--checkpoint": args.checkpoint is not None,
+    }  # fmt: skip
+    for flag in FLAGS:
+        needs = flag.metadata.get("needs")
+        if needs and flag.name in args.given:
+            need(holds[needs], f"{shown(flag.name)} needs {needs}")
+    is_whole = args.pp * args.dp * args.cp * args.tp == args.world_size
+    need(is_whole, f"{shown('pp * dp * cp * tp')} is not {args.world_size} processes")
+    divides(args, "replicate", "dp * cp")
+    divides(args, "heads", "hidden")
+    divides(args, "kv_heads", "heads")
+    divides(args, "tp", "kv_heads")
+    need(args.tp <= args.vocab_size, f"{shown('tp')} is more than {shown('vocab_size')}")
+    divides(args, "dp * microbatches", "batch_size")
+    if not args.experts or args.moe_every > 1:  # some layers have an MLP, which tp splits
+        divides(args, "tp", "ffn")
+    divides(args, "ep", "dp * cp * tp")
+    need(args.ep == 1 or args.experts, f"{shown('ep')} needs --experts")
+    if args.experts:
+        divides(args, "ep", "experts")
+        need(args.top_k <= args.experts, f"{shown('top_k')} is more than {shown('experts')}")
+        need(args.moe_every <= args.layers, f"{shown('moe_every')} is more than {shown('layers')}")
+        nodes, reach = args.ep_nodes, args.experts // args.ep_nodes * args.topk_nodes
+        need(args.topk_nodes <= nodes, f"{shown('topk_nodes')} is more than {nodes} nodes")
+        need(args.top_k <= reach, f"{shown('topk_nodes')} reaches only {reach} of {shown('top_k')}")
+    if args.cp > 1:
+        divisible = args.seq_len % (2 * args.cp) == 0
+        need(divisible, f"{shown('seq_len')} is not divisible by 2 * {shown('cp')}")
+        need(args.dropout == 0, f"{shown('dropout')} does not work with {shown('cp')}")
+    if args.sp or args.experts:
+        divides(args, "cp * tp", "seq_len")
+    if args.cp_method == "ulysses":
+        divides(args, "tp * cp", "heads")
+        if args.cp % (args.kv_heads // args.tp):  # else ranks get copies of a head
+            divides(args, "tp * cp", "kv_heads")
 
 
 def schedule_of(args):
-    """The pipeline's schedule. Raises ValueError where it is not defined for these flags."""
-    sizes = args.pp, args.microbatches, args.chunks
-    schedule = SCHEDULES[args.schedule](*sizes[: 3 if args.schedule == "interleaved" else 2])
+    """Return the pipeline's schedule; raise ValueError if it is not defined for these flags."""
+    chunks = [args.chunks] if args.schedule == "interleaved" else []
+    schedule = SCHEDULES[args.schedule](args.pp, args.microbatches, *chunks)
     stages = len(schedule.routes[0])
-    if args.layers + 2 < stages:  # the first and the last may have none
-        raise ValueError(f"--layers {args.layers} is too few for {stages} stages")
+    # the first stage may hold just the embedding, and the last one just the head
+    need(args.layers + 2 >= stages, f"--layers {args.layers} is too few for {stages} stages")
     return schedule
 
 
@@ -1321,46 +1332,43 @@ def schedule_of(args):
 
 
 def choose_device(args, local_rank=0, per_node=1):
-    """This process's device, and the backend. ValueError for what needs a GPU without one."""
+    """Return this process's device and the backend; raise ValueError if a GPU is missing."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if args.device == "cpu" or (args.device == "auto" and gpus < per_node):
-        if args.dtype == "tf32":
-            raise ValueError("--dtype tf32 needs a GPU")
+        need(args.dtype != "tf32", "--dtype tf32 needs a GPU")
         return torch.device("cpu"), "gloo"
-    if not gpus:
-        raise ValueError(f"--device {args.device}: there is no GPU on this machine")
-    device = torch.device("cuda", local_rank % gpus)  # with "cuda" each may see its own alone
+    need(gpus, f"--device {args.device}: there is no GPU on this machine")
+    device = torch.device("cuda", local_rank % gpus)  # a process may see only its own GPU
     torch.cuda.set_device(device)
     return device, "gloo" if args.device == "shared" else "nccl"
 
 
 def join(device, backend, timeout):
-    """Meet the other processes, as torchrun says; without it this one is alone."""
+    """Meet the processes that torchrun started; without torchrun, form a world of one."""
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://"))
-    # torchrun's store still has the keys of the attempt before
+    # after a restart, torchrun's store still has the keys of the previous attempt
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     if backend == "gloo":
         schedule_as_batch()
-    device = device if backend == "nccl" else None  # if it is known, errors come early
+    device = device if backend == "nccl" else None  # with a device, NCCL reports errors early
     options = {"timeout": timedelta(seconds=timeout), "device_id": device}
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
     report_stalls(30)
 
 
 def main(argv=None, work=train):
-    """Run work(args, device) on one rank, which torchrun numbers, or in a world of one.
+    """Run work(args, device) on this rank, which torchrun numbers, or in a world of one.
 
-    Returns the exit status: 2 for wrong flags, which are the same on all ranks, and what work()
-    returns, or the TrainingError that it raises on all ranks has. Rank 0 says what was wrong.
+    Returns the exit status: 2 for wrong flags, that of a TrainingError, or what work() returns.
     """
     argv, variables = sys.argv[1:] if argv is None else argv, os.environ
     rank, world_size = int(variables.get("RANK", 0)), int(variables.get("WORLD_SIZE", 1))
     local_rank = int(variables.get("LOCAL_RANK", 0))
     per_node = int(variables.get("LOCAL_WORLD_SIZE", world_size))
 
-    def say(sentence):  # in one write, which another process's line cannot cut in two
+    def say(sentence):  # in a single write, so that the output of processes does not mix
         if rank == 0:
             print(f"{Path(sys.argv[0]).name}: {sentence}\n", end="", file=sys.stderr, flush=True)
 
@@ -1369,7 +1377,7 @@ def main(argv=None, work=train):
         device, backend = choose_device(args, local_rank, per_node)
     except ValueError as error:
         say(f"error: {error}")
-        if "RANK" in variables:  # nobody leaves, and has the launcher end all, before rank 0 spoke
+        if "RANK" in variables:  # the first exit makes the launcher kill all: wait for rank 0
             join(None, "gloo", 30)
             barrier()
         return 2
@@ -1382,11 +1390,11 @@ def main(argv=None, work=train):
     except TrainingError as error:
         say(f"error: {error}")
         status = error.status
-    barrier()  # nobody closes its connections while another still uses them
+    barrier()  # so that no rank closes connections that another still uses
     dist.destroy_process_group()
     return status
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     sys.exit(main())

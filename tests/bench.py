@@ -376,7 +376,7 @@ def _time_tensor_parallel(B, T, D, rounds):
         length = T // tp if sequence_parallel else T
         theirs = _dtensor_blocks(mesh, D, sequence_parallel)
         contenders[name] = partial(step, theirs, torch.randn(B, length, D, requires_grad=True))
-        config = hybrid.GPTConfig(LAYERS, D, HEADS, T, sequence_parallel=sequence_parallel)
+        config = hybrid.GPTConfig(LAYERS, D, HEADS, T, sp=sequence_parallel)
         ours = nn.Sequential(*[hybrid.Block(config, None, group=None) for _ in range(LAYERS)])
         x = torch.randn(length, B, D, requires_grad=True)
         contenders[f"ours, {name}"] = partial(step, ours, x)

@@ -194,7 +194,7 @@ def published():
         flags += "" if "--cp" in flags else " --cp 1"
         flags += " --zero 0 --recompute full" if "gpt" in flags else ""
         args = plan.parse(f"--model {flags}".split())
-        config, (best, *_) = hybrid.config_of(args), plan.best_plans(args, 1)
+        config, (best, *_) = plan.config_of(args), plan.best_plans(args, 1)
         tokens, of = args.batch_size * args.seq_len / args.gpus, best.layout
         # as they count: with what is recomputed, or with the half of scores that a mask leaves
         flops = hybrid.flops_per_token(config)

@@ -76,6 +76,7 @@ class Counts:
     """
 
     batches: Counter = field(default_factory=Counter)
+    messages: Counter = field(default_factory=Counter)
     synchronisations: Counter = field(default_factory=Counter)  # the host waits
     copies: Counter = field(default_factory=Counter)  # between host and device
     refused: Counter = field(default_factory=Counter)
@@ -194,12 +195,12 @@ class Watch(TorchDispatchMode):
         nest = lambda rest: [nest(rest[1:]) for _ in range(rest[0])] if rest else number
         return nest(shape)
 
-    def post(self, operations):
-        """In place of batch_isend_irecv()."""
+    def post(self, group, sends, receives):
+        """In place of collectives.post_batch()."""
         counts, where = self.counts, place()
         counts.batches[where] += 1
-        for operation in operations:
-            tensor = operation.tensor
+        for tensor, _ in (*receives, *sends):
+            counts.messages[where] += 1
             if not (tensor.is_cuda and tensor.is_contiguous() and tensor.numel()):
                 what = f"{tensor.device.type} {tuple(tensor.shape)}, strides {tensor.stride()}"
                 counts.refused[f"{where}: {what}"] += 1
@@ -207,7 +208,7 @@ class Watch(TorchDispatchMode):
             for multiple, places in counts.misaligned.items():
                 if begin % multiple:
                     places[where] += 1
-        return [Stream()]  # done, too
+        return Stream()  # done, too
 
 
 def _is_on_device(tensor):
@@ -242,8 +243,7 @@ def _patches(watch):
     stream = type("Stream", (Stream,), {"synchronize": wait})
     yield patch.object(cuda.amp.common, "amp_definitely_not_available", lambda: False)
     yield patch.object(cuda, "is_bf16_supported", lambda *_, **__: True)
-    config = lambda group=None: "cuda:nccl"
-    yield as_on_nccl(get_backend_config=config, batch_isend_irecv=watch.post)
+    yield as_on_nccl(watch.post, "cuda:nccl")
     yield patch.multiple(cuda, Stream=stream, Event=stream, current_stream=stream)
     yield patch.object(cuda, "synchronize", wait)
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "max_memory_allocated"):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import collectives
 from collectives import observe
 
 
@@ -66,12 +67,29 @@ class Stream:
     elapsed_time = lambda self, other: 0.0
 
 
+def post_over_gloo(group, sends, receives):
+    """In place of collectives.post_batch(): one Work that waits for each of gloo's messages."""
+    works = [group.recv([tensor], peer, 0) for tensor, peer in receives]
+    works += [group.send([tensor], peer, 0) for tensor, peer in sends]
+    batch = Stream()
+    batch.wait = lambda: [work.wait() for work in works]
+    return batch
+
+
+def post_nowhere(group, sends, receives):
+    """In place of collectives.post_batch(): the batch is done at once, and nothing travels."""
+    return Stream()
+
+
 @contextmanager
-def as_on_nccl(**others):
-    """torch says that groups have NCCL for every tensor, and has streams. others: dist's, too."""
-    config = {"get_backend_config": lambda group=None: "cpu:nccl,meta:nccl"}
+def as_on_nccl(post_batch=post_over_gloo, config="cpu:nccl,meta:nccl"):
+    """Groups have NCCL for every tensor, batches go to post_batch(), and torch has streams.
+
+    config: the carriers of every group, as get_backend_config() has them.
+    """
     with (
-        patch.multiple(dist, **config | others),
+        patch.object(dist, "get_backend_config", lambda group=None: config),
+        patch.object(collectives, "post_batch", post_batch),
         patch.multiple(torch.cuda, Stream=Stream, Event=Stream, current_stream=Stream),
         patch.object(torch.cuda, "stream", lambda stream: nullcontext()),
     ):
@@ -83,15 +101,15 @@ def as_alone():
     """as_on_nccl() of one rank, whose messages go nowhere; the others have what it has."""
     alike = lambda value, group=None: [value] * dist.get_world_size(group)
     with ExitStack() as stack:
-        stack.enter_context(as_on_nccl(batch_isend_irecv=lambda operations: []))
+        stack.enter_context(as_on_nccl(post_nowhere))
         for module in [m for m in sys.modules.values() if hasattr(m, "gather_objects")]:
             stack.enter_context(patch.object(module, "gather_objects", alike))
         yield
 
 
 @contextmanager
-def batches(**others):
-    """Of what runs as on NCCL, over gloo. others: as for as_on_nccl()."""
+def batches(**options):
+    """Of what runs as on NCCL, over gloo. options: as for as_on_nccl()."""
     count = Counter()
 
     def listen(event, operation, sends=(), receives=()):
@@ -101,5 +119,5 @@ def batches(**others):
             count["batches"] += 1
             count["off 16"] += sum(tensor.data_ptr() % 16 != 0 for tensor in tensors)
 
-    with as_on_nccl(**others), observe(listen):
+    with as_on_nccl(**options), observe(listen):
         yield count

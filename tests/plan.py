@@ -19,6 +19,7 @@ with layers that are all alike. Of GPUs two constants are fitted to half of the 
 import argparse
 import math
 import sys
+from dataclasses import fields
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -72,6 +73,11 @@ class Plan(NamedTuple):
 
     held = property(lambda self: sum(self.memory.values()))
     step = property(lambda self: sum(self.seconds.values()))
+
+
+def config_of(args):
+    """The GPTConfig among the flags."""
+    return GPTConfig(**{field.name: getattr(args, field.name) for field in fields(GPTConfig)})
 
 
 def price(config, gpu, layout):
@@ -349,7 +355,7 @@ def best_plans(args, count=10):
     In the order of the least time that pieces take, until that is too much; of ZeRO the first stage
     that fits: the next sends more. Raises ValueError if nothing fits.
     """
-    config, gpu, plans, leanest = hybrid.config_of(args), args.machine, {}, math.inf
+    config, gpu, plans, leanest = config_of(args), args.machine, {}, math.inf
 
     def least(piece):  # compute, tp and cp, were all stages alike
         layer, head = (a + b for a, b, _ in works(config, gpu, piece))
@@ -433,7 +439,7 @@ def parse(argv):
     parser = hybrid.Parser()
     parser.prog, parser.description = Path(__file__).name, __doc__.splitlines()[0]
     group = parser.add_argument_group("plan")
-    group.add_argument("--gpus", type=hybrid.SIZE, required=True, help="how many")
+    group.add_argument("--gpus", type=hybrid.at_least(1), required=True, help="how many")
     group.add_argument("--gpu", choices=GPUS, required=True, help="of which kind")
     group.add_argument("--model", choices=MODELS, help="of the literature, but for given sizes")
     given = vars(parser.parse_args(argv))
@@ -443,7 +449,7 @@ def parse(argv):
         if flag[0] not in names and flag != ("dtype", "bf16"):
             raise ValueError(f"{hybrid.as_typed(*flag)} means nothing to a plan, which is of bf16")
     args = argparse.Namespace(**{flag.name: flag.default for flag in hybrid.FLAGS}, **own)
-    _, config = MODELS.get(args.model, (0, GPTConfig(top_k=args.top_k)))
+    _, config = MODELS.get(args.model, (0, GPTConfig()))
     vars(args).update(vars(config) | given | {"given": given, "machine": GPUS[args.gpu]})
     args.fixed = {name: [value] for name, value in given.items()}
     args.unfused = (args.model or "").startswith("gpt-")
@@ -479,7 +485,7 @@ def main(argv=None):
     except ValueError as error:
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         return 2
-    config, tokens = hybrid.config_of(args), args.batch_size * args.seq_len
+    config, tokens = config_of(args), args.batch_size * args.seq_len
     size = count_of(config, Layout(), Share(config.layers, 1, 1)) / 1e9
     print(f"{args.model or 'model'}: {size:.4g}B parameters as a GPT")
     print(f"{args.gpus} x {args.gpu}, {args.batch_size} x {args.seq_len} tokens a step, bf16\n")

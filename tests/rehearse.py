@@ -182,8 +182,8 @@ def parse(argv):
     """(the flags of hybrid.py, completed; the rank). Raises ValueError, one line."""
     parser = hybrid.Parser()
     parser.prog, parser.description = Path(__file__).name, __doc__.splitlines()[0]
-    parser.add_argument("--gpus", type=hybrid.SIZE, default=1, help=f"{PER_NODE} on a node")
-    parser.add_argument("--rank", type=hybrid.COUNT, default=0, help="which of them")
+    parser.add_argument("--gpus", type=hybrid.at_least(1), default=1, help=f"{PER_NODE} on a node")
+    parser.add_argument("--rank", type=hybrid.at_least(0), default=0, help="which of them")
     parser.add_argument("--model", choices=MODELS, help="of the literature, but for flags given")
     given, usual = vars(parser.parse_args(argv)), vars(hybrid.GPTConfig())
     gpus, rank, model = (given.pop(name) for name in ("gpus", "rank", "model"))

@@ -958,24 +958,24 @@ def test_data_may_be_a_text_file_a_folder_or_a_file_of_tokens(tmp_path):
 
 BAD_FLAGS = """processes | flags | what is wrong
 4 | --dp 3 | --pp 1 * --dp 3 * --cp 1 * --tp 1 is not 4 processes
-2 | --dp 2 --ep 2 | --ep 2 is more than 1, where not --experts 0
+2 | --dp 2 --ep 2 | --ep 2 needs --experts
 1 | --experts 4 --capacity-factor 0 | 0 is not in [0.01, inf)
 3 | --experts 4 --ep 2 | --dp 3 * --cp 1 * --tp 1 is not divisible by --ep 2
 4 | --zero 1 --replicate 3 | --dp 4 * --cp 1 is not divisible by --replicate 3
-2 | --pp 2 --replicate 2 | --replicate 2 needs zero
+2 | --pp 2 --replicate 2 | --replicate 2 needs --zero
 2 | --experts 5 --ep 2 | --experts 5 is not divisible by --ep 2
-2 | --experts 4 --topk-nodes 1 | --topk-nodes 1 needs ep > 1
+2 | --experts 4 --topk-nodes 1 | --topk-nodes 1 needs --ep > 1
 2 | --experts 4 --ep 2 --topk-nodes 3 | --topk-nodes 3 is more than 1 nodes
 1 | --experts 2 --top-k 3 | --top-k 3 is more than --experts 2
 1 | --dtype tf32 | --dtype tf32 needs a GPU
 1 | --device cuda | --device cuda: there is no GPU on this machine
 1 | --seed 4294967296 | --seed: 4294967296 is not in [0, 4294967296)
-2 | --experts 2 --tp 2 --seq-len 7 | --seq-len 7 // --cp 1 is not divisible by --tp 2, where --sp
-4 | --cp 4 --seq-len 12 | --seq-len 12 is not divisible by (2 * --cp 4), where --cp 4 > 1
+2 | --experts 2 --tp 2 --seq-len 7 | --seq-len 7 is not divisible by --cp 1 * --tp 2
+4 | --cp 4 --seq-len 12 | --seq-len 12 is not divisible by 2 * --cp 4
 6 | --cp 2 --tp 3 --sp --seq-len 8 --heads 3 --hidden 6 | \
---seq-len 8 // --cp 2 is not divisible by --tp 3
-2 | --cp 2 --dropout 0.1 | --dropout 0.1 is more than 0, where --cp 2 > 1
-4 | --cp 2 --tp 2 --heads 2 --cp-method ulysses | --heads 2 // --tp 2 is not divisible by --cp 2
+--seq-len 8 is not divisible by --cp 2 * --tp 3
+2 | --cp 2 --dropout 0.1 | --dropout 0.1 does not work with --cp 2
+4 | --cp 2 --tp 2 --heads 2 --cp-method ulysses | --heads 2 is not divisible by --tp 2 * --cp 2
 1 | --zero 4 | --zero: invalid choice: 4
 1 | --heads 3 | --hidden 128 is not divisible by --heads 3
 3 | --tp 3 | --kv-heads 4 is not divisible by --tp 3
@@ -985,15 +985,15 @@ BAD_FLAGS = """processes | flags | what is wrong
 4 | --pp 4 --layers 1 | --layers 1 is too few for 4 stages
 2 | --pp 2 --schedule interleaved --microbatches 3 | num_microbatches=3 is not a multiple of
 3 | --pp 3 --schedule dualpipe | num_stages=3 and num_microbatches=6: both must be even
-2 | --pp 2 --batch-size 5 --microbatches 2 | --batch-size 5 is not divisible by (--dp 1 * --micro
-1 | --chunks 3 | --chunks 3 needs schedule == 'interleaved'
-2 | --dp 2 --cp-method ring | --cp-method ring needs cp > 1
-1 | --experts 0 --balance none | --balance none needs experts
+2 | --pp 2 --batch-size 5 --microbatches 2 | --batch-size 5 is not divisible by --dp 1 * --micro
+1 | --chunks 3 | --chunks 3 needs --schedule interleaved
+2 | --dp 2 --cp-method ring | --cp-method ring needs --cp > 1
+1 | --experts 0 --balance none | --balance none needs --experts
 1 | --lr nan | --lr: nan is not in [0, inf)
 1 | --dropout 1 | --dropout: 1 is not in [0, 1)
 1 | --batch 8 | unrecognized arguments: --batch 8
 1 | --hidden 12.5 | --hidden: invalid number value: '12.5'
-1 | --save-every 2 | --save-every 2 needs checkpoint
+1 | --save-every 2 | --save-every 2 needs --checkpoint
 """
 
 

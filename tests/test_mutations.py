@@ -1,5 +1,6 @@
 """tests/verify.py rejects every trap: one wrong line, put in at run time."""
 
+import inspect
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -48,13 +49,13 @@ def without_reduction(module, is_it):
     return put(module, "all_reduce", left_out)
 
 
-def with_trainer(name, **changes):
-    """A function of hybrid's gets a trainer in which something is other: {name: f(trainer)}."""
+def with_arguments(name, **changes):
+    """A function of hybrid's gets other arguments: {name: f(the right one)}."""
 
     def wrong(right):
-        def other(trainer, *rest):
-            values = {key: change(trainer) for key, change in changes.items()}
-            return right(SimpleNamespace(**vars(trainer) | values), *rest)
+        def other(*arguments):
+            bound = inspect.signature(right).bind(*arguments).arguments
+            return right(**bound | {key: change(bound[key]) for key, change in changes.items()})
 
         return other
 
@@ -64,7 +65,7 @@ def with_trainer(name, **changes):
 def with_mesh(**names):
     """wrap() takes one group of the mesh for another."""
     others = lambda mesh: {name: getattr(mesh, other) for name, other in names.items()}
-    return with_trainer("wrap", mesh=lambda t: replace(t.mesh, **others(t.mesh)))
+    return with_arguments("wrap", mesh=lambda mesh: replace(mesh, **others(mesh)))
 
 
 def after(owner, name, action):
@@ -139,7 +140,7 @@ MUTATIONS = {  # the trap's number and the wrong line | ranks | layout: patch
     "2: labels are shifted after the sequence is sharded | 2 | --cp 2":
         put(hybrid.Trainer, "own_tokens", own_targets),
     "2: positions are counted from the shard's first | 2 | --cp 2":
-        with_trainer("make_chunks", positions=lambda trainer: torch.arange(len(trainer.positions))),
+        with_arguments("make_chunks", positions=lambda own: torch.arange(len(own))),
     "2: the loss reported is this replica's | 2 | --dp 2":
         without_reduction(hybrid, lambda t, *_: t.ndim == 0),
     "3: initial weights depend on the rank | 2 | --tp 2":
@@ -187,7 +188,7 @@ MUTATIONS = {  # the trap's number and the wrong line | ranks | layout: patch
     "11: DualPipe's replicas count twice | 2 | --pp 2 --schedule dualpipe --microbatches 4":
         when_clipping(own_chunks=lambda trainer: trainer.chunks),
     "12: losses of balance are added once per microbatch | 1 | --experts 4 --microbatches 2":
-        with_trainer("make_moe", args=lambda t: hybrid.parse(["--experts", "4"], 1)),
+        with_arguments("make_moe", args=lambda args: replace(args, microbatches=1)),
     "12: losses of balance are of this rank's tokens | 2 | --dp 2 --experts 4":
         put(hybrid, "make_moe", lambda right: lambda *a: alone(right(*a))),
     "13: a W is left undone | 2 | --pp 2 --schedule zb-h1":

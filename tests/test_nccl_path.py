@@ -16,7 +16,7 @@ import torch.distributed as dist
 import hybrid
 import test_hybrid
 from collectives import exchange
-from gpu_counts import as_on_nccl
+from gpu_counts import Stream, as_on_nccl, post_over_gloo
 from ranks import RanksFailed, run, spawn
 from test_hybrid import EVERY_LAYOUT, MIXED, NODES, soak_but
 
@@ -26,21 +26,14 @@ def nccl_over_gloo():
     """NCCL's branches, for CPU tensors: a list of the sizes of the batches that they post."""
     sizes = []
 
-    def post_and_block(operations):
-        works = []
-        for operation in operations:
-            tensor, peer = operation.tensor, operation.group_peer
-            assert tensor.is_contiguous() and tensor.numel()
-            receives = operation.op is dist.irecv
-            post = operation.group.recv if receives else operation.group.send
-            works.append(post([tensor], peer, 0))
-        for work in works:
-            work.wait()
-        sizes.append(len(works))
+    def post_and_block(group, sends, receives):
+        assert all(tensor.is_contiguous() and tensor.numel() for tensor, _ in (*sends, *receives))
+        post_over_gloo(group, sends, receives).wait()
+        sizes.append(len(sends) + len(receives))
         assert sizes[-1] <= 256  # beyond that NCCL may hang
-        return []
+        return Stream()
 
-    with as_on_nccl(batch_isend_irecv=post_and_block):
+    with as_on_nccl(post_and_block):
         yield sizes
 
 

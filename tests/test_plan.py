@@ -44,7 +44,7 @@ def llama(row, gpu=GPUS["h100"]):
     """The Plan of a row of LLAMA, and its TFLOP/s."""
     gpus, cp, dp, s, _ = row
     args = plan.parse(f"--model llama3-405b --gpus {gpus} --gpu h100 --seq-len {s}".split())
-    config, sizes = hybrid.config_of(args), {"microbatches": args.batch_size // dp, "sp": True}
+    config, sizes = plan.config_of(args), {"microbatches": args.batch_size // dp, "sp": True}
     sizes |= {"cp_method": "allgather", "schedule": "interleaved", "chunks": 8, "zero": 2}
     found = plan.price(config, gpu, Layout(8, cp, 16, dp, **sizes))
     flops = hybrid.flops_per_token(config) - 126 * 3 * 2 * s * 16384  # causal: half of the scores
@@ -200,7 +200,7 @@ def test_the_best_plans_are_those_of_a_search_through_everything():
             stages = (1, 2, 3) if piece.dp * piece.cp > 1 else (0,)
             for one, zero in itertools.product(plan.pipelines_of(args, piece), stages):
                 layout = one._replace(zero=zero)
-                found = plan.price(hybrid.config_of(args), args.machine, layout)
+                found = plan.price(plan.config_of(args), args.machine, layout)
                 if found.held <= memory * 1e9:
                     best[layout[:5]] = min(best.get(layout[:5], math.inf), found.step)
         expected = sorted(best.values())
@@ -230,7 +230,7 @@ def test_small_worlds_have_a_plan(gpus, more, capsys):
 WRONG = {
     "--gpus 8 --model llama3-70b": "no layout fits 80 GB: the leanest takes 1",
     "--gpus 8 --tp 3": "--pp 1 * --dp 2 * --cp 1 * --tp 3 is not 8 processes",
-    "--gpus 13 --batch-size 16": "--batch-size 16 is not divisible by (--dp 13",
+    "--gpus 13 --batch-size 16": "--batch-size 16 is not divisible by --dp 13",
     "--gpus 8 --pp 2 --schedule zb-v --microbatches 1": "no number of microbatches",
     "--gpus 8 --model deepseek-v3 --dtype fp32": "--dtype fp32 means nothing to a plan",
     "--gpus 8 --model gpt-5": "invalid choice: 'gpt-5'",

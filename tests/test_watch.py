@@ -77,7 +77,7 @@ def test_on_a_terminal_one_line_is_rewritten():
 
 @on_ranks(2)
 def test_a_line_has_the_speed_of_all_and_the_flops_of_each():
-    per_token = hybrid.flops_per_token(make_trainer("--steps 1200").config)
+    per_token = hybrid.flops_per_token(make_trainer("--steps 1200").args)
     line = _log("--steps 1200", 1)
     speed = f"  tokens_per_s 3,000,000  tflops {1.5e6 * per_token / 1e12:.4g}  "
     assert speed in line if dist.get_rank() == 0 else line == ""
@@ -96,12 +96,13 @@ def test_the_peak_of_a_known_gpu_is_that_of_the_dtype():
     trainer = make_trainer("--dp 1")
     assert hybrid.Log(trainer).peak is None
     trainer.device = SimpleNamespace(type="cuda")
-    for name, trainer.args.dtype, tflops in [
+    for name, dtype, tflops in [
         ("NVIDIA H100 80GB HBM3", "bf16", 989),
         ("NVIDIA H200", "tf32", 494),
         ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
         ("NVIDIA H100 PCIe", "bf16", None),
     ]:
+        trainer.args = replace(trainer.args, dtype=dtype)
         with patch.object(torch.cuda, "get_device_name", lambda device: name):
             assert hybrid.Log(trainer).peak == tflops
 

@@ -34,7 +34,7 @@ class TransformerLayer(hybrid.Block):
         sequence_parallel=False, **options,
     ):
         sizes = {"hidden": hidden, "heads": heads, "kv_heads": kv_heads, "dropout": p}
-        how = {"sequence_parallel": sequence_parallel, "recompute": mode}
+        how = {"sp": sequence_parallel, "recompute": mode}
         super().__init__(hybrid.GPTConfig(**sizes, **how), attention_fn=attention_fn, **options)
         for norm in (self.ln_1, self.ln_2) if sequence_parallel else ():
             mark_partial(norm)

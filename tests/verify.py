@@ -24,6 +24,7 @@ import os
 import sys
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -199,7 +200,7 @@ def verify(argv, args, device):
     for words, per_node in rows:
         layout = hybrid.parse([*sizes_of(world_size), *words, *argv], world_size, per_node)
         if precision != "fp64" and layout.experts:
-            layout.top_k = layout.experts
+            layout = replace(layout, top_k=layout.experts)
         error, what = judge(layout, device, groups)
         groups = groups if error < math.inf else {}  # messages may be under way in these
         mark = "ok" if error <= BOUNDS[precision] else "WRONG"
