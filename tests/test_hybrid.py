@@ -351,20 +351,22 @@ def test_initial_weights_depend_on_name_and_seed_and_are_gpt2s():
             assert (full == (0 if name.endswith("bias") else 1)).all(), name
 
 
-def test_no_other_cuts_have_a_smaller_largest_sum():
-    generator = np.random.default_rng(0)
-    for length, parts, highest in itertools.product((1, 4, 7), (1, 2, 3, 7), (1, 3, 50)):
-        costs = generator.integers(1, highest, length, endpoint=True).tolist()
-        every = itertools.combinations(range(1, length), parts - 1)
-        sums = {  # largest first
-            cuts: sorted(map(sum, (costs[i:j] for i, j in itertools.pairwise(cuts))))[::-1]
-            for cuts in ((0, *inner, length) for inner in every)
-        }
-        if parts <= length:  # min() takes the first of equals: that of the shortest first runs
-            assert tuple(hybrid.cheapest_cuts(tuple(costs), parts)) == min(sums, key=sums.get)
+@pytest.mark.parametrize("layers", [1, 4, 9])
+@pytest.mark.parametrize("vocab_size", [1, 400, 3000, 9000])  # heads like 0 to 11 layers
+def test_no_other_cuts_have_a_costliest_stage_that_costs_less(layers, vocab_size):
+    config = hybrid.GPTConfig(layers, 64, 4, 32, vocab_size)
+    head = 2 * config.hidden * vocab_size / sum(hybrid.forward_flops(config, 0))
+    for num_stages in range(2, min(layers + 2, 6) + 1):
+        sums = {}  # sizes: the stages' costs, largest first
+        for inner in itertools.product(range(layers + 1), repeat=num_stages - 1):
+            sizes = (*inner, layers - sum(inner))
+            if min(*sizes[1:-1], sizes[-1] + 1, num_stages) > 0:
+                sums[sizes] = sorted([*inner, sizes[-1] + head], reverse=True)
+        own = [len(hybrid.layers_of(stage, num_stages, config)) for stage in range(num_stages)]
+        assert tuple(own) == min(sums, key=lambda sizes: (sums[sizes], sizes))
 
 
-def test_the_head_and_the_experts_count_where_layers_are_cut_into_stages():
+def test_the_head_counts_where_layers_are_cut_into_stages():
     def sizes(num_stages, **others):
         config = hybrid.GPTConfig(**others)
         return [len(hybrid.layers_of(s, num_stages, config)) for s in range(num_stages)]
@@ -375,8 +377,6 @@ def test_the_head_and_the_experts_count_where_layers_are_cut_into_stages():
     # the head costs 2 h V, a layer 24 h^2 + 4 s h: 4.5 layers
     assert sizes(3, **gpt2, vocab_size=50304) == [5, 6, 1]
     assert sizes(3, **gpt2, vocab_size=50304, recompute="full") == [5, 5, 2]  # 3.4 layers
-    experts = {"experts": 8, "top_k": 4, "moe_every": 6}  # layers 5 and 11 cost 2.6
-    assert sizes(3, **gpt2, vocab_size=1, **experts) == [5, 4, 3]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
