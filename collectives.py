@@ -823,7 +823,8 @@ def all_gather_single(output, input, group=None, async_op=False):
     def algorithms(output, input):
         name, segments, nodes = _chosen(operation, output.nbytes)
         chunks = output.tensor_split(P)
-        chunks[rank].copy_(input)
+        if chunks[rank].data_ptr() != input.data_ptr():
+            chunks[rank].copy_(input)
         parts = zip(*(_cut(chunk, segments) for chunk in chunks))
         return [_PHASES[name][1](part, rank, **nodes) for part in parts]
 

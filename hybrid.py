@@ -644,6 +644,7 @@ def wrap(args, mesh, chunks, experts):
     if not args.zero:
         options |= {"process_group": mesh.dp_cp_group, "broadcast_buffers": False}
         options["groups"] = dict.fromkeys(experts, mesh.expert_dp_group)
+        options["gradient_as_bucket_view"] = True  # nothing keeps gradients past their step
         return [DistributedDataParallel(chunk, **options) for chunk in chunks]
     if args.dtype == "bf16":
         options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}

@@ -20,9 +20,10 @@ import zero
 from collectives import (
     all_reduce, all_reduce_bytes, count_bytes, gather_objects, rank_and_size, reduce_scatter_bytes,
 )
-from ddp import DistributedDataParallel, FlatLayout
+from ddp import DistributedDataParallel
 from zero import (
-    FullyShardedDataParallel, ZeroRedundancyOptimizer, zero_bytes, zero_memory, zero_rounds,
+    FullyShardedDataParallel, ShardedLayout, ZeroRedundancyOptimizer, zero_bytes, zero_memory,
+    zero_rounds,
 )
 
 from ledger import memory_ledger
@@ -250,7 +251,7 @@ def test_parameters_may_have_groups_of_their_own_and_sums_a_factor(stage):
     for name in total[0]:
         ranks = (2 * (rank // 2), 2 * (rank // 2) + 1) if "blocks.0" in name else range(4)
         piece, expected = net.get_parameter(name), sum(total[r][name] for r in ranks) / 5
-        begin = getattr(piece, "first", 0)
+        begin = getattr(piece, "offset", 0)
         own = expected.flatten()[begin : begin + piece.numel()]
         torch.testing.assert_close(piece.grad.flatten(), own, rtol=1e-12, atol=1e-12)
     if stage:
@@ -278,7 +279,7 @@ def test_stage_1_in_full_is_a_step_of_one_process():
 @on_ranks(1, 3)
 def test_units_gathered_used_and_dropped_have_the_gradients_and_the_bytes_of_stage_3():
     (rank, P), net = rank_and_size(), stack()
-    layout, x = FlatLayout([net.blocks[0].weight], P), torch.ones(2, 96) + rank
+    layout, x = ShardedLayout([net.blocks[0].weight], rank, P), torch.ones(2, 96) + rank
     loss = lambda net: sum(mean_square(net, torch.ones(2, 96) + r) for r in range(P))
     own = lambda tensor: layout.pack([tensor]).chunk(P)[rank].clone()
     gradients = gradients_alone(net, loss)
