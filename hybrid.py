@@ -627,8 +627,10 @@ def wrap(args, mesh, chunks, experts):
     options |= {"groups": dict.fromkeys(experts, groups), "under_way": deque()}
     stages = []
     for chunk in chunks:
-        for name in shards_of(chunk):  # kept apart from copies, which all of tp must cut alike
-            chunk.get_parameter(name).sharded = True
+        # What is split over tp stays apart from copies, which all of tp must cut alike. So does the
+        # tied weight: pp's copies are cut alike, and its gradient takes memory when it is complete.
+        apart = [name for name in shards_of(chunk) if args.tp > 1 or ".h." not in name]
+        options["apart"] = [chunk.get_parameter(name) for name in apart]
         units = chunk.transformer["h"].values()
         stages.append(FullyShardedDataParallel(chunk, units=units, stage=args.zero, **options))
     return stages
