@@ -68,7 +68,7 @@ def train(model, optimizer, steps=3, loss=lambda model, x: model(x).square().mea
 
 def clipped_and_scheduled(wrap):
     net = make_net()
-    model = wrap(net, device_ids=None)
+    model = wrap(net, None, None, static_graph=True, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     for step in range(3):

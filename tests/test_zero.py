@@ -60,7 +60,7 @@ def shard(net, stage, optimizer_class=torch.optim.AdamW, defaults=None, group=No
     if stage in STAGES:
         model = FullyShardedDataParallel(net, group, units=net.blocks, stage=stage, **how)
     else:
-        model = DistributedDataParallel(net, group, bucket_cap_mb=2e-3, **how)
+        model = DistributedDataParallel(net, process_group=group, bucket_cap_mb=2e-3, **how)
     if stage == "optimizer":
         groups = groups_of(net.parameters())
         return model, ZeroRedundancyOptimizer(groups, optimizer_class, group, **defaults)
