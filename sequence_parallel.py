@@ -60,15 +60,15 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
     """Return x + MLP(norm(x)) for this rank's tokens x, (T/P, B, D).
 
     up: (F/P, D) and down: (D, F/P), this rank's columns and rows of the two weights.
+
+    The layers of tensor_parallel.py keep norm(x) instead of `whole`, and gather it again in
+    backward. Its sum_partial_gradients() adds up the gradients of `norm`, which each rank computes
+    from its own tokens.
     """
     whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter
     hidden = F.gelu(F.linear(whole, up), approximate="tanh")  # (T, B, F/P)
     partial_sum = F.linear(hidden, down)  # (T, B, D)
     return x + reduce_scatter_to_group(partial_sum, 0, group)  # (T/P, B, D); backward: all-gather
-
-
-# The layers of tensor_parallel.py keep norm(x) instead of `whole`, and gather it again in backward.
-# A rank's gradients of the norm are those of its own tokens; sum_partial_gradients() adds them up.
 
 
 # ---- context parallelism: the idea ---------------------------------------------------------------
@@ -81,7 +81,10 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
 def simple_ring_attention(q, k, v, group=None):
     """Causal attention of this rank's T/P queries to the keys of all ranks. Forward only.
 
-    q, k, v: (B, H, T/P, K), positions rank T/P to (rank+1) T/P - 1. So is the result.
+    q, k, v and the result: (B, H, T/P, K), the rank-th of P equal parts of the sequence.
+
+    The real one below adds an order of the sequence in which all ranks do equal work, fused kernels
+    that skip what the mask hides, sums that cannot overflow, overlap, and backward.
     """
     rank, world_size = rank_and_size(group)
     kv = torch.stack([k, v])
@@ -99,10 +102,6 @@ def simple_ring_attention(q, k, v, group=None):
             exchange([(kv, (rank + 1) % world_size)], receives, group)
             kv, arriving = arriving, kv
     return output / total
-
-
-# The real one below adds an order of the sequence in which all ranks do equal work, fused kernels
-# that skip what the mask hides, sums that cannot overflow, overlap, and backward.
 
 
 # ---- context parallelism: the zig-zag order ------------------------------------------------------
@@ -151,8 +150,7 @@ def ring_block(rank, source, length):
         queries 1   c   .          x   .          .   .          .   .
                 6   x   c          x   .          x   x          x   x
     """
-    half = length // 2
-    whole = slice(0, length)
+    whole, half = slice(0, length), length // 2
     if source == rank:
         return AttentionBlock(whole, whole, causal=True)
     if source < rank:
@@ -173,17 +171,14 @@ def gathered_blocks(rank, world_size, length):
     return blocks
 
 
-# The all-gather and Ulysses receive chunks by rank, for P = 2 in the order 0 3, 1 2.
-
-
 def _by_position(parts, dim):
-    """Join (P, 2, ...), two chunks of each rank, to the sequence, along `dim` of a chunk."""
+    """Join (P, 2, ...), two chunks of each rank (P = 2: 0 3, 1 2), along `dim` of a chunk."""
     early, late = parts.unbind(1)
     return torch.cat([*early, *reversed(late.unbind())], dim)
 
 
 def _by_rank(whole, world_size, dim):
-    """Cut the sequence into (P, 2, ...), two chunks of each rank: the inverse of _by_position()."""
+    """Cut the sequence into (P, 2, ...), two chunks of each rank, along `dim`."""
     chunks = whole.chunk(2 * world_size, dim)
     pairs = zip(chunks[:world_size], reversed(chunks))
     return torch.stack([chunk for pair in pairs for chunk in pair]).unflatten(0, (world_size, 2))
@@ -202,8 +197,7 @@ def _attend(block, q, k, v, output, lse):
     """Merge the attention to a block into output (B, H, T, K) and lse (B, H, T), in place."""
     queries, keys, causal = block
     part, part_lse = block_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal)
-    output = output[:, :, queries]
-    lse = lse[:, :, queries]
+    output, lse = (x[:, :, queries] for x in (output, lse))
     total = torch.logaddexp(lse, part_lse)
     output.mul_((lse - total).exp_().unsqueeze(-1))
     output.add_(part * (part_lse - total).exp_().unsqueeze(-1))
@@ -262,8 +256,7 @@ class _AllGatherAttention(torch.autograd.Function):
     def backward(ctx, grad_output):
         q, whole, output, lse = ctx.saved_tensors
         _, world_size = rank_and_size(ctx.group)
-        grad_q = _zeros(q, q.shape)
-        grad_whole = _zeros(whole, whole.shape)
+        grad_q, grad_whole = (_zeros(x, x.shape) for x in (q, whole))
         for block in ctx.blocks:
             _attend_backward(block, grad_output, q, *whole, output, lse, grad_q, *grad_whole)
         parts = _by_rank(grad_whole, world_size, 3)  # (P, 2, 2, B, KV, T/2P, K)
@@ -475,7 +468,7 @@ class _Hollow(torch.autograd.Function):
 
 
 def dropout(x, p, training=True):
-    """F.dropout with a mask of one byte per element; on CPUs F.dropout's has the dtype of x."""
+    """Apply dropout, with a mask of one byte per element. On CPUs F.dropout's has the dtype of x."""
     if not training or p == 0:
         return x
     return torch.native_dropout(x, p, True)[0]
