@@ -65,15 +65,16 @@ from collectives import (
     schedule_as_batch, set_backend_collectives, set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
-from expert_parallel import MoE, tally_metrics
+from expert_parallel import Experts, MoE, tally_metrics
 from pipeline import SCHEDULES, Pipeline, WeightGradStore, forward_only, sum_replicas
 from sequence_parallel import (
     allgather_attention, context_positions, dropout, recompute, ring_attention, ulysses_attention,
 )
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
-    VocabParallelEmbedding, attention, mark_partial, parallel_linear, part_of, partial_parameters,
-    rows_held, shards_of, sum_partial_gradients, views_in_whole, vocab_parallel_cross_entropy,
+    VocabParallelEmbedding, attention, mark_sum_over_tp, parallel_linear, parameters_to_sum_over_tp,
+    part_of, rows_held, shards_of, sum_gradients_over_tp, views_in_whole,
+    vocab_parallel_cross_entropy,
 )
 from zero import FullyShardedDataParallel
 
@@ -217,7 +218,7 @@ class GPT(nn.Module):
         if config.sp:  # these see only this rank's tokens, so their gradients are partial sums
             for module in self.modules():
                 if isinstance(module, (nn.LayerNorm, nn.Embedding)):
-                    mark_partial(module)
+                    mark_sum_over_tp(module)
 
     def forward(self, x):
         if self.first:
@@ -305,31 +306,26 @@ def make_moe(args, mesh):
         n_group=args.ep_nodes, topk_group=args.topk_nodes, loss_scale=1 / args.microbatches,
         score="sigmoid" if args.balance == "bias" else "softmax",
     )  # fmt: skip
-    return mark_partial(layer)
+    shard = Shard(0, (args.experts,), mesh.ep_group)
+    layer.experts.shards = {"w_in": shard, "w_out": shard}
+    return mark_sum_over_tp(layer)
 
 
 # ---- initial values ------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def initialize(model, layers, seed, ep_group=None):
+def initialize(model, layers, seed):
     """Fill this rank's part of every parameter, and zero the buffers, which are router biases."""
     shards = shards_of(model)
     for name, parameter in model.named_parameters():
-        dim, parts, _ = rows_of(name, parameter, shards, ep_group, model.tp_group)
+        dim, runs, _ = rows_held(parameter, shards.get(name))
         name = name.replace("lm_head", "transformer.wte")  # the head is a copy of the embedding
-        for (offset, _), part in zip(parts, parameter.split([rows for _, rows in parts], dim)):
+        parts = parameter.split([rows for _, rows in runs], dim)
+        for (offset, _), part in zip(runs, parts):
             part.copy_(initial_value(name, part.shape, layers, seed, offset))
     for buffer in model.buffers():
         buffer.zero_()
-
-
-def rows_of(name, parameter, shards, ep_group, tp_group):
-    """Return rows_held() of a parameter: experts are split over ep, what has a Shard over tp."""
-    if ".experts." in name:
-        experts = part_of(parameter)[0][0] * dist.get_world_size(ep_group)
-        return rows_held(parameter, Shard(0, (experts,)), ep_group)
-    return rows_held(parameter, shards.get(name), tp_group)
 
 
 def initial_value(name, shape, layers, seed, offset=0):
@@ -393,11 +389,16 @@ class Trainer:
         deferred = WeightGradStore()
         self.chunks = make_chunks(args, mesh, device, schedule.routes, self.positions, deferred)
         self.own_chunks = self.chunks[:1] if self.replicated else self.chunks
-        self.shards, self.dense, self.experts = {}, [], []
+        self.shards = {}
+        of_experts = set()
         for chunk in self.chunks:
             self.shards |= shards_of(chunk)
-            for name, parameter in chunk.named_parameters():
-                (self.experts if ".experts." in name else self.dense).append(parameter)
+            for module in chunk.modules():
+                if isinstance(module, Experts):
+                    of_experts.update(module.parameters())
+        parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        self.dense = [parameter for parameter in parameters if parameter not in of_experts]
+        self.experts = [parameter for parameter in parameters if parameter in of_experts]
         self.stages = wrap(args, mesh, self.chunks, self.experts)
         self.optimizer = make_optimizer(args, self.dense + self.experts)
         rows = args.batch_size // (args.dp * args.microbatches)
@@ -492,11 +493,13 @@ class Trainer:
 
     def sum_shared_gradients(self):
         """Sum gradients over the copies of a weight: in tp, in DualPipe's replicas, in the head."""
-        marked = {parameter for chunk in self.chunks for parameter in partial_parameters(chunk)}
+        marked = set()
+        for chunk in self.chunks:
+            marked.update(parameters_to_sum_over_tp(chunk))
         groups = (self.dense, self.mesh.tp_group), (self.experts, self.mesh.expert_tp_group)
         for parameters, group in groups:
             parameters = [parameter for parameter in parameters if parameter in marked]
-            sum_partial_gradients(parameters, group, check=self.steps_done == 0)
+            sum_gradients_over_tp(parameters, group, check=self.steps_done == 0)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
         weights = [chunk.tied_weight() for chunk in self.chunks]
@@ -510,10 +513,11 @@ class Trainer:
         """Scale the gradients to a joint norm of at most grad_clip; return the norm before."""
         mesh = self.mesh
         dense, experts = [torch.zeros(0, device=self.device)], []  # a stage may have nothing else
+        of_experts = set(self.experts)
         for chunk in self.own_chunks:
             for name, parameter in chunk.named_parameters():
                 is_first_copy = name in self.shards or dist.get_rank(mesh.tp_group) == 0
-                if ".experts." in name:
+                if parameter in of_experts:
                     experts.append(parameter.grad)
                 elif is_first_copy and name != "lm_head.weight":  # a copy of wte
                     dense.append(parameter.grad)
@@ -607,7 +611,7 @@ def make_chunks(args, mesh, device, routes, positions, deferred):
             )  # fmt: skip
         for module in chunk.modules():  # each once, although head and embedding may be one module
             module.to_empty(device=device, recurse=False)
-        initialize(chunk, args.layers, args.seed, mesh.ep_group)
+        initialize(chunk, args.layers, args.seed)
         chunks.append(chunk)
     return chunks
 
@@ -625,10 +629,13 @@ def wrap(args, mesh, chunks, experts):
     options |= {"process_group": mesh.shard_group, "replicate_group": mesh.replicate_group}
     groups = mesh.expert_shard_group, mesh.expert_replicate_group
     options |= {"groups": dict.fromkeys(experts, groups), "under_way": deque()}
+    of_experts = set(experts)
     stages = []
     for chunk in chunks:
         for name in shards_of(chunk):  # kept apart from copies, which all of tp must cut alike
-            chunk.get_parameter(name).sharded = True
+            parameter = chunk.get_parameter(name)
+            if parameter not in of_experts:  # over tp, experts may be copies
+                parameter.sharded = True
         units = chunk.transformer["h"].values()
         stages.append(FullyShardedDataParallel(chunk, units=units, stage=args.zero, **options))
     return stages
@@ -936,13 +943,12 @@ def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
     value: picks what to save of a parameter: itself, a tensor of its shape, or None for nothing.
     chunks: return the boxes of these chunks instead, with their head.
     """
-    mesh, result = trainer.mesh, {}
+    result = {}
     for chunk in chunks or trainer.own_chunks:
         for name, own in [*chunk.named_parameters(), *chunk.named_buffers()]:
             tensor = value(own)
             if tensor is not None and (chunks or name != "lm_head.weight"):
-                rows = rows_of(name, own, trainer.shards, mesh.ep_group, mesh.tp_group)
-                boxes = views_in_whole(own, tensor, rows)
+                boxes = views_in_whole(own, tensor, trainer.shards.get(name))
                 result[name.replace("lm_head", "transformer.wte")] = Boxes(tensor.dtype, *boxes)
     return result
 

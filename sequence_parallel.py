@@ -66,7 +66,7 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
     return x + reduce_scatter_to_group(y, 0, group)  # (T/P, B, D); backward: all-gather
 
 
-# tensor_parallel.py keeps norm(x), not `whole`; sum_partial_gradients() sums gradients of `norm`.
+# tensor_parallel.py keeps norm(x), not `whole`; sum_gradients_over_tp() sums gradients of `norm`.
 
 
 # ---- recomputation -------------------------------------------------------------------------------

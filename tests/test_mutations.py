@@ -171,7 +171,7 @@ MUTATIONS = {  # the trap's number and the wrong line | ranks | layout: patch
         everywhere("reduce_from_group",
             lambda right: lambda x, group: collectives.copy_to_group(right(x, group), group)),
     "7: gradients of norms are those of this rank's tokens | 2 | --tp 2 --sp":
-        put(hybrid, "sum_partial_gradients", lambda right: lambda *a, **k: None),
+        put(hybrid, "sum_gradients_over_tp", lambda right: lambda *a, **k: None),
     "7: what all use alike is summed in backward | 2 | --tp 2 --experts 4 --balance none":
         everywhere("gather_from_group", lambda right: collectives.all_gather_to_group),
     "8: every rank adds the bias of a row-parallel layer | 2 | --tp 2":

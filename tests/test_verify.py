@@ -85,7 +85,7 @@ def judged(argv, rows=None):
 def test_wrong_layouts_and_errors_are_named_and_the_others_go_on():
     rows = "--tp 2 --sp", "--cp 2 --cp-method ring", "--dp 2"
     rows = [(f"--layers 1 {row}".split(), 2) for row in rows]
-    sprung = patch.object(hybrid, "sum_partial_gradients", lambda *_, **options: None)
+    sprung = patch.object(hybrid, "sum_gradients_over_tp", lambda *_, **options: None)
     with sprung, patch.dict(hybrid.CP_METHODS, ring=None):
         status, lines = judged([], rows)
     assert status == 1
