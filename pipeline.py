@@ -40,12 +40,11 @@ Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 Controllable Memory", 2024 (ZB-V). DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe).
 
     torchrun --nproc-per-node 4 pipeline.py           bubble, peak, bytes: claimed and measured
-    python pipeline.py --schedule zb-h2 --stages 4 --microbatches 8 [--trace FILE]    draw one
-    python pipeline.py --stages 4 --microbatches 8                                    compare all
+    python pipeline.py --schedule zb-h2 --stages 4 --microbatches 8       draw one
+    python pipeline.py --stages 4 --microbatches 8                        compare all
 """
 
 import argparse
-import json
 import os
 from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, nullcontext
@@ -437,17 +436,6 @@ def draw(schedule):
                 cells[slot] = f"{letter}{action.microbatch}".ljust(width)
         rows.append(f"rank {rank}  " + "".join(cells))
     return "\n".join(rows)
-
-
-def trace_events(timeline, slot=1000):
-    """Return the timeline as events of Chrome's trace format; a unit of time is `slot` us."""
-    events = []
-    for rank, (start, end) in enumerate(zip(timeline.start, timeline.end)):
-        for action, begin in start.items():
-            times = {"ts": begin * slot, "dur": (end[action] - begin) * slot}
-            what = {"name": f"{action.kind}{action.microbatch}", "args": {"chunk": action.chunk}}
-            events.append({"ph": "X", "pid": 0, "tid": rank, **what, **times})
-    return events
 
 
 # ---- the program of a rank -----------------------------------------------------------------------
@@ -930,7 +918,6 @@ def main():
     parser.add_argument("--schedule", choices=SCHEDULES)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--trace", metavar="FILE", help="write the timeline for Perfetto")
     args = parser.parse_args()
     if args.schedule is None:
         _compare(args.stages, args.microbatches)
@@ -940,9 +927,6 @@ def main():
     except ValueError as error:
         parser.error(str(error))
     _show(*found)
-    if args.trace:
-        with open(args.trace, "w") as file:
-            json.dump({"traceEvents": trace_events(found[1])}, file)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Schedules against their formulas and NCCL's rules, the executor against one process."""
 
 import copy
-import json
 import random
 import re
 import sys
@@ -126,7 +125,7 @@ def test_tables_and_drawings_in_docstrings_are_what_the_code_gives():
     assert re.findall(r"([.FB\d]{20,}) +([.FB\d]{20,})", pipeline.__doc__) == drawn
 
 
-def test_the_command_compares_draws_and_traces(tmp_path, monkeypatch, capsys):
+def test_the_command_compares_and_draws(monkeypatch, capsys):
     def told(*words):
         monkeypatch.setattr(sys, "argv", ["pipeline.py", *words])
         pipeline.main()
@@ -137,14 +136,8 @@ def test_the_command_compares_draws_and_traces(tmp_path, monkeypatch, capsys):
         row = next(line for line in compared if line.startswith(name))
         claimed, simulated, peak, held = map(float, row.split()[1:5])
         assert peak == held and (claimed == simulated or name == "dualpipe")
-    file = tmp_path / "trace.json"
-    drawn = told("--schedule", "zb-h2", "--microbatches", "6", "--trace", str(file))
+    drawn = told("--schedule", "zb-h2", "--microbatches", "6")
     assert drawn.startswith("rank 0  F0F1F2F3F4F5")
-    events = json.loads(file.read_text())["traceEvents"]
-    assert len(events) == 4 * 6 * 3 and {event["ph"] for event in events} == {"X"}
-    for rank in range(4):
-        row = sorted((e["ts"], e["dur"]) for e in events if e["tid"] == rank)
-        assert all(ts + dur <= later for (ts, dur), (later, _) in zip(row, row[1:]))
     with pytest.raises(SystemExit, match="2"):
         told("--schedule", "dualpipe", "--stages", "3")
     assert "num_stages=3" in capsys.readouterr().err.splitlines()[-1]
