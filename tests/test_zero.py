@@ -432,7 +432,9 @@ def test_a_rank_holds_16_bytes_per_parameter_of_which_a_stage_shares_out(stage, 
     sizes = (2, 4, 12) if half else (4, 4, 8)
     if stage == 3 and half:  # the pieces are the 32-bit copy
         sizes = (0, 4, 12)
-    model, optimizer = shard(stack(), stage, **{"param_dtype": torch.bfloat16} if half else {})
+    how = {"param_dtype": torch.bfloat16} if half else {}
+    how |= {} if stage else {"gradient_as_bucket_view": True}
+    model, optimizer = shard(stack(), stage, **how)
     parameters, P, x = 4 * 96 * 96, dist.get_world_size(), torch.ones(1, 96)
     train(model, optimizer, [x])
     optimizer.zero_grad()
@@ -652,6 +654,27 @@ def test_units_may_be_used_in_any_way_that_all_ranks_share(stage):
             assert_close(whole_gradients(net), expected, 1e-11)
             with torch.no_grad():
                 model(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_loaded_after_a_forward_pass_are_used_and_earlier_hooks_see_them_whole(stage):
+    (net, other), shapes, x = (make_net(seed=0), make_net(seed=1)), [], own_part(make_data(4))
+    hook = lambda block, _: shapes.append([p.shape for p in block.parameters()])
+    net.blocks[0].register_forward_pre_hook(hook)
+    model, _ = shard(net, stage)
+    model(x)
+    model.load_state_dict(other.state_dict())
+    assert_close(model(x), other(x))
+    assert shapes == 2 * [[p.shape for p in other.blocks[0].parameters()]]
+
+
+@on_ranks(2)
+def test_a_gather_that_is_dropped_cannot_write_any_more():
+    flat = FullyShardedDataParallel(stack()).flats[0]
+    with gathers_that_are_late():  # asserts that none is pending at the end
+        flat.gather()
+        flat.drop()
 
 
 # ---- what would be wrong in silence --------------------------------------------------------------
