@@ -29,7 +29,6 @@ import math
 import weakref
 from collections import deque
 from contextlib import contextmanager
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -89,59 +88,42 @@ class Bucket:
 # ---- tensors in one flat tensor ------------------------------------------------------------------
 
 
-def _aligned(elements):
-    """The next multiple of 64 elements, which are 128 bytes or more of any dtype of 16 bits up."""
+def aligned(elements):
+    """Round up to a multiple of 64 elements: at least 128 bytes of any dtype of 16 bits or more."""
     unit = ALIGNMENT // 2
     return -(-elements // unit) * unit
 
 
 class FlatLayout:
-    """Where tensors lie in one flat tensor, which is padded to `shards` equal parts.
+    """The places of tensors in one flat tensor.
 
-        | weight              |    | bias | | weight            |         |
-        | shard 0            | shard 1            | shard 2             |       shards = 3
+        | weight              |    | bias | | weight           |   |
 
-    Tensors and shards begin on multiples of 64 elements. After each tensor come fewer than 64 of
-    padding; after the last one at most 64 (shards - 1) more.
+    Each tensor begins on a multiple of 64 elements, so fewer than 64 of padding follow it.
+
+    sizes: the number of elements of each tensor and of the padding after it, in turn.
+    length: the number of elements of the flat tensor.
     """
 
-    def __init__(self, tensors, shards=1):
+    def __init__(self, tensors):
         self.shapes = [tensor.shape for tensor in tensors]
-        self.sizes = [tensor.numel() for tensor in tensors]
-        self._edges = [0]  # where a tensor begins, where its padding does, and so on
-        for size in self.sizes:
-            self._edges += self._edges[-1] + size, self._edges[-1] + _aligned(size)
-        self.shard_size = _aligned(-(-self._edges[-1] // shards))
-        self.length = self._edges[-1] = shards * self.shard_size
-
-    def _split(self, part, begin):
-        """The elements of each tensor and each padding, in turn, in a part of a flat tensor."""
-        edges = [min(max(0, edge - begin), len(part)) for edge in self._edges]
-        return part.split([end - begin for begin, end in pairwise(edges)])
+        self.sizes = []
+        for shape in self.shapes:
+            size = shape.numel()
+            self.sizes += size, aligned(size) - size
+        self.length = sum(self.sizes)
 
     def views(self, flat):
-        """Each tensor's elements of a flat one, in its shape."""
-        return [part.view(shape) for part, shape in zip(self._split(flat, 0)[::2], self.shapes)]
+        """Return the tensors, in their shapes, as views of a flat one."""
+        parts = flat.split(self.sizes)[::2]
+        return [part.view(shape) for part, shape in zip(parts, self.shapes)]
 
     def pack(self, tensors):
-        """The tensors in a new flat one, with zeros for padding."""
+        """Copy the tensors to a new flat one, with zeros for padding."""
         flat = tensors[0].new_zeros(self.length)
         for view, tensor in zip(self.views(flat), tensors):
             view.copy_(tensor.detach())
         return flat
-
-    def ranges(self, rank):
-        """[(begin, end)] of each tensor, flattened: where shard `rank` has elements, if it does."""
-        ranges = []
-        for start, size in zip(self._edges[::2], self.sizes):
-            begin = rank * self.shard_size - start
-            ends = begin, begin + self.shard_size
-            ranges.append(tuple(min(max(0, end), size) for end in ends))
-        return ranges
-
-    def pieces(self, shard, rank):
-        """Of shard `rank` itself: each tensor's elements that it has, of one dimension."""
-        return self._split(shard, rank * self.shard_size)[::2]
 
 
 def gradient_bytes(parameter):

@@ -62,7 +62,7 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
     up: (F/P, D) and down: (D, F/P), this rank's columns and rows of the two weights.
 
     The layers of tensor_parallel.py keep norm(x) instead of `whole`, and gather it again in
-    backward. Its sum_partial_gradients() adds up the gradients of `norm`, which each rank computes
+    backward. Its sum_gradients_over_tp() adds up the gradients of `norm`, which each rank computes
     from its own tokens.
     """
     whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ddp
 from collectives import count_bytes, gather_objects, rank_and_size
-from ddp import DistributedDataParallel, FlatLayout, average_gradients, ddp_bytes
-from zero import FullyShardedDataParallel
+from ddp import DistributedDataParallel, average_gradients, ddp_bytes
+from zero import FullyShardedDataParallel, ShardedLayout
 
 from gpu_counts import waits
 from ranks import least_bytes, on_ranks, run
@@ -57,7 +57,8 @@ def test_tensors_shards_and_their_pieces_begin_on_128_bytes():
     shapes = [(7, 7), (), (0, 3), (65,), (64,), (1, 300), (15,)]
     tensors = [torch.rand(shape) for shape in shapes]
     for shards in range(1, 6):
-        layout = FlatLayout(tensors, shards)
+        layouts = [ShardedLayout(tensors, rank, shards) for rank in range(shards)]
+        layout = layouts[0]
         flat = layout.pack(tensors)
         assert len(flat) - sum(t.numel() for t in tensors) <= 63 * len(shapes) + 64 * (shards - 1)
         assert flat.count_nonzero() == sum(tensor.count_nonzero() for tensor in tensors)
@@ -65,10 +66,10 @@ def test_tensors_shards_and_their_pieces_begin_on_128_bytes():
         for view, tensor in zip(layout.views(flat), tensors, strict=True):
             assert view.storage_offset() % 64 == 0 and torch.equal(view, tensor)
         pieces = []
-        for rank, shard in enumerate(flat.chunk(shards)):
-            pieces.append(layout.pieces(shard, rank))
-            for tensor, (begin, end), piece in zip(tensors, layout.ranges(rank), pieces[-1]):
-                assert torch.equal(piece, tensor.flatten()[begin:end])
+        for layout in layouts:
+            pieces.append(layout.pieces(layout.shard(flat)))
+            for tensor, offset, piece in zip(tensors, layout.offsets, pieces[-1], strict=True):
+                assert torch.equal(piece, tensor.flatten()[offset : offset + len(piece)])
                 assert piece.storage_offset() % 64 == 0 or not len(piece)
         for tensor, parts in zip(tensors, zip(*pieces, strict=True), strict=True):
             assert torch.equal(torch.cat(parts), tensor.flatten())

@@ -376,7 +376,7 @@ def test_a_sharded_module_beside_autograd_grad_and_inside_of_others():
     both(x).square().mean().backward()
     assert_close(plain[0].weight.grad, alone[0][0].weight.grad)
     piece = net[0].weight
-    expected = alone[1][0].weight.grad.flatten()[piece.first : piece.first + len(piece)]
+    expected = alone[1][0].weight.grad.flatten()[piece.offset : piece.offset + len(piece)]
     torch.testing.assert_close(piece.grad, expected, rtol=1e-12, atol=1e-12)
 
 
