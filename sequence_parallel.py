@@ -469,7 +469,7 @@ class _Hollow(torch.autograd.Function):
 
 
 def dropout(x, p, training=True):
-    """Apply dropout with a mask of one byte per element; that of F.dropout on CPUs has x's dtype."""
+    """Apply dropout with a mask of one byte per element; F.dropout's on CPUs has the dtype of x."""
     if not training or p == 0:
         return x
     return torch.native_dropout(x, p, True)[0]
