@@ -13,8 +13,8 @@ reduced as soon as its last gradient has arrived:
     network                 | bucket 0: 4, 3 ...| bucket 1: 2, 1 |   only the tail costs time
 
 A rank holds   all parameters, gradients and optimizer state: with Adam in fp32 4 + 4 + 8 = 16 bytes
-               per parameter, and 4 more if the buckets do not hold the gradients themselves.
-               zero.py divides these among the ranks.
+               per parameter, and 4 for the buckets unless gradients are views of them. zero.py
+               divides these among the ranks.
 It sends       per step 2 (P-1)/P bytes for each byte of gradients, the cost of an all-reduce (see
                collectives.py), in one all-reduce per bucket
 Overlap        a bucket travels while backward computes the gradients of the next one
@@ -196,7 +196,7 @@ class GradBucket:
         self.work.wait()
         for parameter, slot in self.slots.items():
             if parameter.grad is None or (self.as_views and parameter.grad is not slot):
-                raise RuntimeError("a hook or a second wrapper replaced .grad during its reduction")
+                raise RuntimeError("a hook or a second wrapper replaced .grad while it was reduced")
         if not self.as_views:
             torch._foreach_copy_([p.grad for p in self.slots], list(self.slots.values()))
 
@@ -332,9 +332,9 @@ class DistributedDataParallel(nn.Module):
         divisor = gradient_divide_factor or dist.get_world_size(process_group)
         self.reducer = Reducer(module, group_of, divisor, bucket_cap_mb, gradient_as_bucket_view)
         self.require_backward_grad_sync = True
-        self._buffers_may_differ = True  # from the first rank's, so the next forward copies them
-        self._expects_backward = False  # after a forward pass, until its gradients are reduced
-        self._ends_with_backward = False  # the round of reductions that is under way
+        self._buffers_may_differ = True  # if they do, the next forward pass copies the first rank's
+        self._expects_backward = False  # whether a forward pass still awaits its reduction
+        self._ends_with_backward = False  # whether the end of backward also ends the round
         for parameter in self.reducer.bucket_of:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
 
@@ -364,7 +364,7 @@ class DistributedDataParallel(nn.Module):
         """Hook, called after autograd has accumulated into the parameter's .grad."""
         gradient = parameter.grad
         if gradient is not None and (gradient.is_sparse or gradient.requires_grad):
-            raise RuntimeError("neither sparse gradients nor create_graph=True are supported")
+            raise RuntimeError("sparse gradients and create_graph=True are not supported")
         if not self.require_backward_grad_sync:
             return
         if not self.reducer.is_reducing:
@@ -438,8 +438,7 @@ def weakly(method):
 def ddp_bytes(module, world_size):
     """Return the bytes that a rank sends per step to all-reduce all gradients once.
 
-    Gradients are padded to a multiple of 64 elements. If P does not divide a bucket, ranks send
-    slightly different amounts, and this is their mean.
+    This is the mean over the ranks, which differ slightly where P does not divide a bucket.
     """
     nbytes = sum(gradient_bytes(p) for p in module.parameters() if p.requires_grad)
     return all_reduce_bytes(nbytes, world_size)

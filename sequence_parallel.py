@@ -19,7 +19,8 @@ in elements (b batch, s sequence, h width, a heads), and holds meanwhile of keys
 
 For Ulysses h_kv counts at least P heads. The other two send gradients in fp32.
 
-A rank holds   1/P of all activations, or of a layer's activations in 16 bit these bytes:
+A rank holds   with context parallelism 1/P of all activations; otherwise, in bytes per layer in
+               16 bit, where dropout masks take one byte per element:
                    tensor parallelism           s b h (10 + 24/t + 5 a s / (h t))
                    and sequence parallelism     s b h (34/t + 5 a s / (h t))
                    and selective recomputation  s b h (34/t)
@@ -468,7 +469,7 @@ class _Hollow(torch.autograd.Function):
 
 
 def dropout(x, p, training=True):
-    """Apply dropout, with a mask of one byte per element. On CPUs F.dropout's has the dtype of x."""
+    """Apply dropout with a mask of one byte per element; F.dropout's on CPUs has the dtype of x."""
     if not training or p == 0:
         return x
     return torch.native_dropout(x, p, True)[0]
