@@ -26,7 +26,7 @@ Shazeer et al., "Outrageously Large Neural Networks", 2017. Fedus et al., "Switc
 2021. Zoph et al., "ST-MoE", 2022. Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024.
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
 
-    torchrun --nproc-per-node 4 expert_parallel.py      bytes, and the error against a loop
+    torchrun --nproc-per-node 4 expert_parallel.py      bytes, and the error against one process
 """
 
 import math
@@ -48,8 +48,7 @@ from collectives import (
 def switch(x, experts, compute, group=None):
     """Send each token to its expert and back, with one expert on each rank and k = 1.
 
-    x: (N, D). experts: (N,), the rank of each token's expert. compute: this rank's expert, applied
-    to the rows that arrive. Returns (N, D).
+    x: (N, D). experts: (N,), the rank of each token's expert. compute: this rank's. Returns (N, D).
     """
     _, world_size = rank_and_size(group)
     send_counts = experts.bincount(minlength=world_size)
@@ -68,14 +67,14 @@ def switch(x, experts, compute, group=None):
 # With k choices per token and G = E/P experts per rank, a row travels for each choice, and the rows
 # that arrive are grouped by expert. A rank sends to each other rank, one after the other:
 #
-#     forward     counts      the number of rows for each of the receiver's G experts. The host waits
-#                             for them, and only for them: they are the sizes of what follows
+#     forward     counts      the number of rows for each of the receiver's G experts. The host
+#                             waits for these alone, as they are the sizes of what follows
 #                 dispatch    a row of width D for each choice of one of the receiver's experts
 #                 combine     as many rows back, the experts' results
 #     backward    1. per choice, d row = weight * dy and d weight = row . dy
 #                 2. combine in reverse: the rows' gradients go to the experts
-#                 3. the experts' backward. The gradients of their matrices are sums over the tokens
-#                    of all ranks already, so the group has nothing left to reduce
+#                 3. the experts' backward, which sums the gradients of their matrices over the
+#                    tokens of all ranks, so the group has nothing left to reduce
 #                 4. dispatch in reverse: the gradients of the experts' inputs come back
 #                 5. dx is the sum over a token's rows; the weights' gradients go to the router
 #
@@ -90,8 +89,7 @@ def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None, 
 
     x: (N, D). experts, weights: (N, k); expert e is on rank e P // num_experts, and -1 is none.
     compute: compute(rows, load) applies this rank's experts to (M, D) rows sorted by expert.
-    shared: a module for every token, whose result is added; it is launched before the host waits.
-    Returns (N, D).
+    shared: a module for every token, launched before the host waits, whose result is added.
     """
     hop = Hop(experts, num_experts, group)
     of_shared = shared(x) if shared is not None else None
@@ -110,8 +108,7 @@ class Load(NamedTuple):
 class Hop:
     """The routes of tokens to the ranks of their experts, and of results back.
 
-    experts, num_experts: see dispatch_and_combine(). After wait(), which comes before all else,
-    `load` is the Load of this rank's experts.
+    experts, num_experts: see above. Call wait() first; it sets `load`, that of this rank's experts.
     """
 
     def __init__(self, experts, num_experts, group=None):
@@ -139,14 +136,13 @@ class Hop:
         self.rows_from = [sum(counts) for counts in receive_counts]
         _, received = self.counts  # (P, G)
         self.load = Load(received.sum(0), [sum(counts) for counts in zip(*receive_counts)])
-
-        # Choices are numbered token * k + choice. Those of -1, which sort first, are cut off.
+        # choices are numbered token * k + choice; those of -1, which sort first, are cut off
         self.order = self.order[len(self.order) - sum(self.rows_to) :]
         self.token = self.order // self.k
-        # Rows arrive sorted by source rank, and by expert within a source. If 2 ranks send 2 + 1
-        # and 1 + 2 rows to 2 experts, these are 0 0 1 0 1 1, and by_expert is 0 1 3 2 4 5.
-        num_rows, G = sum(self.rows_from), received.shape[1]
-        expert = torch.repeat_interleave(received.flatten(), output_size=num_rows) % G
+        # rows arrive sorted by source rank, and by expert within a source: if 2 ranks send 2 + 1
+        # and 1 + 2 rows to 2 experts, these are 0 0 1 0 1 1, and by_expert is 0 1 3 2 4 5
+        G = received.shape[1]
+        expert = torch.repeat_interleave(received.flatten(), output_size=sum(self.rows_from)) % G
         self.by_expert = expert.argsort(stable=True) if G > 1 else None
 
     def dispatch(self, x):
@@ -198,12 +194,10 @@ def count_choices(experts, num_experts):
 def two_hops(x, experts, weights, num_experts, compute, node_group, cross_group, shared=None):
     """dispatch_and_combine() in which a token crosses to a node once, and one sum comes back.
 
-    node_group: the ranks of this node. cross_group: the ranks with this number in their nodes.
-
     First hop: each token goes once to every node that holds one of its experts, together with its
-    choices and weights, as if a node were one expert. Second hop: an ordinary dispatch inside the
-    node. The weighted results are summed there, and one row per token and node returns. Zhao et
-    al., "DeepEP", 2025.
+    choices and weights. The ranks with this one's number in other nodes are cross_group. Second
+    hop: an ordinary dispatch inside the node, node_group. The weighted results are summed there,
+    and one row per token and node returns. Zhao et al., "DeepEP", 2025.
     """
     node, num_nodes = rank_and_size(cross_group)
     per_node = num_experts // num_nodes
@@ -213,7 +207,6 @@ def two_hops(x, experts, weights, num_experts, compute, node_group, cross_group,
     across = Hop(nodes.where(needed, -1), num_nodes, cross_group)
     of_shared = shared(x) if shared is not None else None
     across.wait()
-
     rows, chosen, weights = (across.dispatch(tensor) for tensor in (x, experts, weights))
     local = chosen - node * per_node
     local = local.masked_fill((local < 0) | (local >= per_node), -1)
@@ -222,7 +215,7 @@ def two_hops(x, experts, weights, num_experts, compute, node_group, cross_group,
     return y if shared is None else y + of_shared
 
 
-# ---- router --------------------------------------------------------------------------------------
+# ---- router and balance --------------------------------------------------------------------------
 
 
 class Routing(NamedTuple):
@@ -238,9 +231,9 @@ class Router(nn.Module):
     """Chooses the k experts of each token, and the weights of their results, in fp32 at least.
 
     top_k: k. Among equal scores the expert with the lowest number wins.
-    score: "softmax" of the logits, or "sigmoid" of each logit, as in DeepSeek-V3. The weights are
-        the scores divided by their sum over the chosen experts. With k = 1 they are not divided:
-        the weight would always be 1, and the router would get no gradient.
+    score: "softmax" of the logits, or "sigmoid" of each, as in DeepSeek-V3. Weights are scores
+        divided by their sum over the chosen experts; not with k = 1, where the weight would always
+        be 1 and the router get no gradient.
     n_group, topk_group: experts lie in n_group groups, such as nodes, and a token uses at most
         topk_group of them: those whose two best experts have the highest sum.
 
@@ -257,8 +250,7 @@ class Router(nn.Module):
         if not 1 <= top_k <= reachable or num_experts % n_group:
             where = f"{num_experts=}, {n_group=}, {topk_group=}"
             raise ValueError(f"{top_k=} is not from 1 to {reachable}, in whole groups: {where}")
-        self.top_k = top_k
-        self.score = score
+        self.top_k, self.score = top_k, score
         self.n_group, self.topk_group = n_group, topk_group
         self.weight = nn.Parameter(torch.randn(num_experts, hidden) * hidden**-0.5)
         self.register_buffer("bias", torch.zeros(num_experts))
@@ -283,7 +275,7 @@ class Router(nn.Module):
         if self.topk_group < self.n_group:
             grouped = scores.unflatten(1, (self.n_group, -1))  # (N, G, E/G)
             best = grouped.topk(min(2, grouped.shape[2]), -1).values.sum(-1)  # (N, G)
-            far = _best(best, self.n_group)[:, self.topk_group :].unsqueeze(-1)
+            far = _best(best, self.n_group)[:, self.topk_group :, None]
             far = far.expand(-1, -1, grouped.shape[2])
             scores = grouped.scatter(1, far, -math.inf).flatten(1)
         return _best(scores, self.top_k)
@@ -296,7 +288,7 @@ class Router(nn.Module):
     def update_bias(self, tokens_per_expert, rate=0.001):
         """Raise the bias of experts with less than the mean load, and lower that of the others.
 
-        Call it after a step. tokens_per_expert: (E,), summed over its ranks and microbatches.
+        tokens_per_expert: (E,), of all ranks and microbatches of a step.
         """
         excess = tokens_per_expert - tokens_per_expert.double().mean()
         self.bias.sub_(rate * excess.sign().to(self.bias.dtype))
@@ -310,14 +302,11 @@ def _best(scores, count):
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-# ---- balance -------------------------------------------------------------------------------------
-
-
 def balance_loss(probabilities, tokens_per_expert, tokens, top_k):
     """Return this rank's part of Switch's loss E sum_i f_i p_i; the sum over ranks is the loss.
 
-    The loss is 1 if all experts have the same load. probabilities: (N, E), of this rank's tokens.
-    tokens_per_expert: (E,), the choices of all ranks. tokens: their number on all ranks.
+    It is 1 if all loads are equal. probabilities: (N, E), of this rank's tokens. tokens_per_expert,
+    tokens: (E,) choices, and the number of tokens, of all ranks.
     """
     fractions = tokens_per_expert.to(probabilities.dtype) / (tokens * top_k)
     return len(fractions) * (fractions * probabilities.sum(0)).sum() / tokens
@@ -328,7 +317,7 @@ def router_z_loss(logits, tokens):
     return logits.logsumexp(-1).square().sum() / tokens
 
 
-# ---- experts -------------------------------------------------------------------------------------
+# ---- experts and the layer -----------------------------------------------------------------------
 
 
 class Experts(nn.Module):
@@ -364,9 +353,6 @@ def _grouped(x, weight, load):
     return F.grouped_mm(x, matrices, offs=load.tokens_per_expert.cumsum(0, dtype=torch.int32))
 
 
-# ---- the layer -----------------------------------------------------------------------------------
-
-
 class AddLossAndTally(torch.autograd.Function):
     """forward: x; backward: `loss` gets the gradient 1, and `counted` is added to `tally`
 
@@ -376,8 +362,7 @@ class AddLossAndTally(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, loss, counted, tally):
-        ctx.counted = counted
-        ctx.tally = tally
+        ctx.counted, ctx.tally = counted, tally
         return x.view_as(x)
 
     @staticmethod
@@ -389,24 +374,22 @@ class AddLossAndTally(torch.autograd.Function):
 class MoE(nn.Module):
     """A mixture of experts over the ranks of `group`: (..., D) -> (..., D) of this rank's tokens.
 
-    tp_group: ranks that have the same tokens, (T, ..., D), and need the same results. Each computes
-        chunk `rank` of T, then they gather; gradients of parameters are those of the chunk, and
-        have to be summed over tp_group. None: every rank has tokens of its own.
+    tp_group: ranks with the same tokens, (T, ..., D). Each computes chunk `rank` of T, then they
+        gather; gradients of parameters are the chunk's, and have to be summed over tp_group. With
+        None every rank has tokens of its own.
     capacity_factor: each expert takes at most ceil(N k / E x capacity_factor) of a rank's N tokens,
         the first ones. The other choices are dropped: they add nothing to the result.
     shared_experts: the number of experts that every token uses in addition.
     balance_coefficient, z_coefficient: those of the losses, whose gradients are added in backward.
-    loss_scale: a factor for these losses: 1 if gradients are summed over the ranks, their number
-        if they are averaged.
+    loss_scale: 1 if gradients are summed over the ranks, the number of ranks if they are averaged.
     balance_groups: the groups whose ranks have different tokens; the losses are over all of them.
     nodes: (node_group, cross_group) for two_hops(), a row and a column of group's ranks, in order.
     router: further options of the Router.
 
-    Every backward adds to `tally`, (E + 3,): how many choices fell on each expert, how many choices
-    were dropped, and this rank's parts of the two losses, without coefficients, or 0. The first E,
-    summed over ranks, are for update_bias(). Values that are not finite reach the output.
-
-    Raises ValueError if P does not divide the experts, or if the capacity holds no token.
+    Every backward adds to `tally`, (E + 3,): how many choices fell on each expert, how many were
+    dropped, and this rank's parts of the two losses, without coefficients, or 0. The first E,
+    summed over ranks, are for update_bias(). Values that are not finite reach the output. Raises
+    ValueError if P does not divide the experts, or if the capacity holds no token.
     """
 
     def __init__(
@@ -459,11 +442,10 @@ class MoE(nn.Module):
             totals = F.pad(counts, (0, 1), value=len(routing.logits))  # choices, and tokens
             for group in self.balance_groups:
                 all_reduce(totals, group=group)
-            load, tokens = totals[:-1], totals[-1]
-            balance = balance_loss(routing.probabilities, load, tokens, self.router.top_k)
-            losses = torch.stack([balance, router_z_loss(routing.logits, tokens)])
-        dropped = (experts < 0).sum().view(1)
-        counted = torch.cat([counts.double(), dropped, losses.detach()])
+            of_all = totals[:-1], totals[-1], self.router.top_k
+            z_loss = router_z_loss(routing.logits, totals[-1])
+            losses = torch.stack([balance_loss(routing.probabilities, *of_all), z_loss])
+        counted = torch.cat([counts.double(), (experts < 0).sum().view(1), losses.detach()])
         self.tally = self.tally.to(y.device)
         loss = self.balance * losses[0] + self.z * losses[1]
         return AddLossAndTally.apply(y, loss, counted, self.tally)
@@ -491,9 +473,8 @@ def place_in_queue(experts, num_experts):
 def tally_metrics(tallies, num_microbatches, with_losses):
     """Return {name: number on the device} of a step from its tallies, (layers, E + 3).
 
-    expert_load: the largest load of an expert divided by the mean, in the worst layer.
-    expert_dropped: the fraction of all choices that were dropped. balance_loss, z_loss: means over
-    layers and microbatches, without coefficients.
+    expert_load: the largest load divided by the mean, in the worst layer. expert_dropped: the
+    fraction of choices dropped. balance_loss, z_loss: means over layers and microbatches.
     """
     counts, dropped, losses = tallies.split([tallies.shape[1] - 3, 1, 2], 1)
     metrics = {
@@ -505,43 +486,34 @@ def tally_metrics(tallies, num_microbatches, with_losses):
     return metrics
 
 
-# ---- cost ----------------------------------------------------------------------------------------
+# ---- cost, and a demonstration -------------------------------------------------------------------
 
 
 def expert_parallel_bytes(tokens, top_k, hidden, ep, itemsize=4):
     """Return the bytes a rank sends in a layer's forward if routing is even: 2 N k D (P-1)/P items.
 
-    Backward sends as many. Forward also sends the counts of rows: to each other rank 8 bytes per
-    expert that it has, rounded up to an even number of experts.
+    Backward sends as many. The counts add 8 bytes per expert of each other rank (an even number).
     """
     return 2 * tokens * top_k * hidden * (ep - 1) // ep * itemsize
-
-
-# ---- demonstration -------------------------------------------------------------------------------
 
 
 def _demonstrate():
     rank, P = rank_and_size()
     N, D, E, k = 64, 32, 2 * P, 2
     torch.manual_seed(0)
-    layer = MoE(D, D, E, k).double()
+    matrices = torch.randn(E, D, D).double()  # in place of MLPs
     x = torch.randn(P, N, D).double()[rank]
-    w_in, w_out = torch.randn(2, E, D, D).double() * D**-0.5
-    layer.experts.w_in.data = w_in.chunk(P)[rank]
-    layer.experts.w_out.data = w_out.chunk(P)[rank]
+    routing = Router(D, E, k).double()(x)
+    own = matrices.chunk(P)[rank]
+    compute = lambda rows, load: torch.cat([*map(torch.mm, rows.split(load.sizes), own)])
     with count_bytes() as traffic:
-        y = layer(x)
-    routing = layer.router(x)
-    expected = torch.zeros_like(x)
-    for token, (experts, weights) in enumerate(zip(routing.experts, routing.weights)):
-        for expert, weight in zip(experts, weights):
-            up = F.gelu(w_in[expert] @ x[token], approximate="tanh")
-            expected[token] += weight * (w_out[expert] @ up)
+        y = dispatch_and_combine(x, routing.experts, routing.weights, E, compute)
+    expected = torch.einsum("nk,nd,nkde->ne", routing.weights, x, matrices[routing.experts])
     if rank == 0:
         error = (y - expected).abs().max().item()
-        balanced = expert_parallel_bytes(N, k, D, P, 8)
-        print(f"{P} ranks, {E} experts, top {k}: {traffic.bytes()} bytes sent, {balanced} if even")
-        print(f"largest difference from a loop over tokens and experts: {error:.1e}")
+        even = expert_parallel_bytes(N, k, D, P, 8)
+        print(f"{P} ranks, {E} experts, top {k}: {traffic.bytes()} bytes sent, {even} if even")
+        print(f"largest difference from one process: {error:.1e}")
 
 
 if __name__ == "__main__":

@@ -505,7 +505,8 @@ class WeightGradStore:
     action that completes a stage's gradients, where hooks that reduce them wait for autograd.
     """
 
-    products, adds = None, False
+    products = None
+    adds = False
 
     @property
     def open(self):
@@ -650,8 +651,7 @@ class Pipeline:
             raise RuntimeError("an earlier step() failed: its messages are still under way")
         self.inputs = () if inputs is None else inputs.chunk(self.schedule.num_microbatches)
         self.targets = () if targets is None else targets.chunk(self.schedule.num_microbatches)
-        self.loss = None
-        self.loss_arguments = loss_arguments
+        self.loss, self.loss_arguments = None, loss_arguments
         # both by (microbatch, chunk), which is action[1:]
         self.in_flight = {}  # from F to B or I: (input, output's edge in the graph)
         self.deferred = {}  # from I to W: the list of deferred products
