@@ -303,7 +303,7 @@ def main():
         parser.error(str(error))
     if "FAKE_CUDA" not in os.environ:
         with TemporaryDirectory() as folder:
-            library = fake_cuda.build(folder)
+            library = fake_cuda.build(folder) or parser.error("there is no C++ compiler")
             return fake_cuda.run(library, ["-W", "ignore", *sys.argv]).returncode
     found, spans = measure(args, own)
     fake_cuda.settle()
