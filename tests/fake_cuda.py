@@ -217,9 +217,10 @@ class Watch(TorchDispatchMode):
         return Stream()  # done, too
 
 
-def is_on_device(tensor):
-    """Without asking the tensor, which would dispatch."""
-    return (getattr(tensor, "fake_device", None) or tensor.device).type == "cuda"
+def is_on_device(x):
+    """Whether x is a tensor on the device, without asking it, which would dispatch."""
+    device = getattr(x, "fake_device", None) or getattr(x, "device", None)
+    return isinstance(x, torch.Tensor) and device.type == "cuda"
 
 
 def _address(tensor):
@@ -242,6 +243,11 @@ def _apply(module, function, recurse=True):
     return module
 
 
+def _attention(q, k, v, dropout_p, is_causal, enable_gqa):
+    """F.scaled_dot_product_attention(), which would find no fused kernel for this device."""
+    return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+
+
 def patches(watch):
     """What stands for CUDA and for the other ranks."""
     cuda, ignore = torch.cuda, lambda *_, **__: None
@@ -259,6 +265,7 @@ def patches(watch):
     yield patch.object(torch.nn.Module, "_apply", _apply)
     yield patch.object(FakeTensor, "tolist", lambda tensor: watch.tolist(tensor))
     yield patch.object(FakeTensor, "data_ptr", _address)
+    yield patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention)
     yield patch.object(dist, "get_backend", lambda group=None: "nccl")
     alike = lambda value, group=None: [value] * dist.get_world_size(group)
     for module in (collectives, pipeline, tensor_parallel):

@@ -1,305 +1,211 @@
-"""Where would a step's time go on GPUs? A model's answer, without a GPU, for the real code.
+"""Where would a step's time go on GPUs? A model's answer for the real code, without a GPU.
 
-    python tests/gpu_time.py --gpus 8 --dtype bf16 --dp 8 --zero 3      flags of hybrid.py
+    python tests/gpu_time.py --gpus 8 --dtype bf16 --dp 8 --zero 3       flags of hybrid.py
     python tests/gpu_time.py --gpus 8 --gpu a100 --json --trace FILE --dtype bf16 --tp 8 --sp
 
 Rank 0 takes two steps on the pretended device of fake_cuda.py, and the second one is timed. The
-kernels, messages, streams, events and waits are those of the code; their durations are modelled:
+kernels, messages, events and waits are those of the code; how long they take is a model:
 
-    host           launches kernels and batches, and runs ahead of the device until it waits for it
-    stream         runs its kernels in the order in which they were launched
-    event          is a moment of a stream, which other streams, or the host, wait for
-    communicator   one for each group, runs its batches in order, on a stream of its own
+    host      launches kernels and batches, ahead of the device until it waits for it: 5 us for a
+              kernel, 1.5 us for a view, --batch-us for a batch and --message-us for each message
+    stream    runs its kernels in the order of their launches: each takes its bytes at 80% of the
+              memory's speed or its FLOPs at 65% of the peak, whichever is longer, or 2 us
+    group     has a communicator, a stream of batches: each takes 12 us, and its bytes at 80% of the
+              speed of NVLink, or of the network if a message leaves the node
+    event     is a moment of a stream, for which other streams and the host can wait
 
-    kernel         its bytes at 80% of the memory's speed or its FLOPs at 65% of the peak, whichever
-                   takes longer, and at least 2 us
-    batch          12 us, and its bytes at 80% of the speed of NVLink or of the network
-    host           5 us for a kernel, 1.5 us for a view, --batch-us and --message-us for messages
+All ranks are alike and meet at once, so a pipeline has no bubble (plan.py has it), and messages
+take no SMs from kernels. Speeds are those of data sheets and the other constants are estimates:
+compare versions of the code by them, and do not expect a real machine to take the same time.
 
-All ranks are taken to be alike, so peers meet at once, and a pipeline has no bubble (plan.py has
-it). Messages take no SMs from kernels. The speeds are those of data sheets, and the other constants
-are estimates: compare two versions of the code by them, and do not expect a real machine's time.
-
-The main stream's step is the sum of four parts: products, other kernels, "exposed" waits for the
-messages of an axis, and "starved" waits for the host. An axis is named by the groups of hybrid's
-Mesh that share its communicator, the first two of them. The memory's peak is told twice: as if
-freed memory were free at once, and by PyTorch's rule for point-to-point messages, which reuses
-their tensors' memory once the host has seen their batch's end ("recorded"). NCCL's own buffers come
-on top: 12 MB for each channel to each peer to which a group has sent.
+A step of the main stream consists of products, other kernels, waits for messages ("exposed", by the
+first two names that hybrid's Mesh has for their group) and waits for the host ("starved"). peak_gb
+is what tensors need. By PyTorch's rule, memory that a message has touched is free only once the
+host has seen the end of its batch: peak_recorded_gb counts that, too. NCCL's buffers come on top:
+12 MB for each of 32 channels to each peer of each group with which rank 0 has had messages.
 """
 
 import argparse
-import heapq
-import itertools
 import json
 import os
 import sys
 import weakref
-from collections import Counter
-from contextlib import ExitStack, contextmanager
+from collections import Counter, defaultdict
+from contextlib import ExitStack
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import NamedTuple
 from unittest.mock import patch
-
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 import fake_cuda  # before torch, which it gives a device
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import hybrid
-from models import GPUS, Gpu
+from models import GPUS
 
-aten = torch.ops.aten
-LAUNCH_US, VIEW_US = 5.0, 1.5  # of the host
-KERNEL_US, ROUND_US = 2.0, 12.0  # the least of a kernel, and of a batch
-CHANNELS = 32  # to a peer; a variable of NCCL's limits them
-CHANNEL_BYTES = 12e6
-
-
-# ---- the model -----------------------------------------------------------------------------------
+# ---- the model: all moments and durations are in microseconds ------------------------------------
 
 
 class Host:
-    """The thread that launches, and its clock. All moments and durations are in microseconds."""
+    """The thread that launches, and its clock."""
 
     def __init__(self):
-        self.now = 0.0
-        self.spans = []  # (lane, name, begin, end) of all that anybody did
-        self.main = self.current = Stream(self, lane="main stream")
+        self.now, self.streams = 0.0, []
+        self.spans = []  # (lane, name, begin, duration), for the trace
+        self.main = self.current = Stream(self, "main stream")
 
     def work(self, name, duration):
-        self.spans.append(("host", name, self.now, self.now + duration))
+        self.spans.append(("host", name, self.now, duration))
         self.now += duration
-
-    def wait_until(self, moment):
-        if moment > self.now:
-            self.work("wait", moment - self.now)
-
-    @contextmanager
-    def stream(self, stream):
-        """Launch on this stream inside. In place of torch.cuda.stream()."""
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
-
-
-class Stream:
-    """Kernels that run in the order in which they were launched. In place of torch.cuda.Stream."""
-
-    numbers = itertools.count(1)
-
-    def __init__(self, host, lane=None, **options):
-        self.host = host
-        self.lane = lane or f"side stream {next(self.numbers)}"
-        self.ready = 0.0  # the end of all that it has been given
-        self.axis = "streams"  # of the messages for which it waited last
-        self.parts = Counter()  # how long it ran, and waited for the host
-        self.exposed = Counter()  # {axis: how long it waited for messages}
-
-    def run(self, name, duration, part="other"):
-        begin = max(self.ready, self.host.now)
-        self.parts["starved"] += begin - self.ready
-        self.parts[part] += duration
-        self.ready = begin + duration
-        self.host.spans.append((self.lane, name, begin, self.ready))
-
-    def wait_until(self, moment, axis):
-        """Begin no later kernel before this moment, for which messages of this axis are blamed."""
-        begin = max(self.ready, self.host.now)
-        self.axis = axis
-        if moment > begin:
-            self.parts["starved"] += begin - self.ready
-            self.exposed[axis] += moment - begin
-            self.ready = moment
-
-    def wait_stream(self, other):
-        self.wait_until(other.ready, other.axis)
-
-    def wait_event(self, event):
-        event.wait(self)
-
-    def record_event(self, event=None):
-        event = event or Event(self.host)
-        event.record(self)
-        return event
-
-    def query(self):
-        return self.host.now >= self.ready
-
-    def synchronize(self):
-        self.host.wait_until(self.ready)
 
 
 class Event:
-    """A moment of a stream, or the end of a batch. In place of torch.cuda.Event."""
+    """A moment of a stream, or the end of a batch, and the axis whose messages came before it."""
 
-    def __init__(self, host, moment=0.0, axis="streams", **options):
+    def __init__(self, host, moment, axis):
         self.host, self.moment, self.axis = host, moment, axis
 
-    def record(self, stream=None):
-        stream = stream or self.host.current
-        self.moment = max(stream.ready, self.host.now)
-        self.axis = stream.axis
-
-    def wait(self, stream=None):
-        """Have a stream wait, which is also what Work.wait() does: the host goes on."""
-        (stream or self.host.current).wait_until(self.moment, self.axis)
+    def wait(self):
+        self.host.current.wait_event(self)
 
     def query(self):
-        return self.host.now >= self.moment
+        return self.moment <= self.host.now
 
     def synchronize(self):
-        self.host.wait_until(self.moment)
-
-    def elapsed_time(self, other):
-        return (other.moment - self.moment) / 1e3
+        self.host.work("wait", max(0.0, self.moment - self.host.now))
 
 
-class Communicator:
-    """A group's batches, which run in the order in which they were posted."""
+class Stream(Event):
+    """In place of torch.cuda.Stream; the moment is the end of all that it was given."""
 
-    def __init__(self, host, axis):
-        self.host, self.axis = host, axis
-        self.ready = 0.0
-        self.peers = set()
+    def __init__(self, host, lane=None, **options):
+        super().__init__(host, 0.0, lane)
+        self.lane = lane or f"stream {len(host.streams)}"
+        self.parts, self.exposed = Counter(), Counter()
+        host.streams.append(self)
+
+    def run(self, name, duration, part="other"):
+        begin = max(self.moment, self.host.now)
+        self.parts["starved"] += begin - self.moment
+        self.parts[part] += duration
+        self.moment = begin + duration
+        self.host.spans.append((self.lane, name, begin, duration))
+
+    def wait_event(self, event):
+        """Begin no later kernel before the event."""
+        begin, self.axis = max(self.moment, self.host.now), event.axis
+        if event.moment > begin:
+            self.parts["starved"] += begin - self.moment
+            self.exposed[event.axis] += event.moment - begin
+            self.moment = event.moment
+
+    wait_stream = wait_event
+
+    def record_event(self):
+        return Event(self.host, max(self.moment, self.host.now), self.axis)
+
+    def __enter__(self):  # of `with torch.cuda.stream(self)`
+        self.before, self.host.current = self.host.current, self
+
+    def __exit__(self, *error):
+        self.host.current = self.before
+
+
+class Communicator(Stream):
+    """NCCL's stream of a group. Its lane is the axis."""
 
     def post(self, name, duration):
-        """Begin a batch after all that the current stream has been given; returns its end."""
-        begin = max(self.host.now, self.ready, self.host.current.ready)
-        self.ready = begin + duration
-        self.host.spans.append((f"NCCL {self.axis}", name, begin, self.ready))
-        return Event(self.host, self.ready, self.axis)
+        """Begin a batch after all that the current stream was given; returns its end."""
+        self.wait_stream(self.host.current)
+        self.run(name, duration)
+        return Event(self.host, self.moment, self.lane)
 
 
 class Memory:
-    """Bytes of storages: those in use, and those freed that a message holds back.
+    """The bytes of storages, and the moment from which each change of them counts.
 
-    peak: of those in use. recorded: of both, where memory that a message has had is reused only
-    when the host sees, at a later allocation, that the batch has ended.
+    in_use_until: the end of the last batch that has a storage, before which it is not free.
     """
 
     def __init__(self, host):
-        self.host, self.records, self.pending = host, {}, []
-        self.used = self.held_back = self.peak = self.recorded = 0
+        self.host, self.records, self.changes = host, {}, []
 
     def resize(self, storage, nbytes):
-        """Take note of a storage's new size, and of its end."""
         key = storage._cdata
         if key not in self.records:
-            self.records[key] = SimpleNamespace(nbytes=0, until=0.0)
+            self.records[key] = SimpleNamespace(nbytes=0, in_use_until=0.0)
             weakref.finalize(storage, lambda: self.change(self.records.pop(key), 0))
         self.change(self.records[key], nbytes)
 
-    def hold(self, storage, moment):
-        """Take note of a message that has this storage until then."""
-        record = self.records[storage._cdata]
-        record.until = max(record.until, moment)
-
     def change(self, record, nbytes):
-        while self.pending and self.pending[0][0] <= self.host.now:
-            self.held_back -= heapq.heappop(self.pending)[1]
-        freed, record.nbytes = record.nbytes - nbytes, nbytes
-        self.used -= freed
-        if freed > 0 and record.until > self.host.now:
-            self.held_back += freed
-            heapq.heappush(self.pending, (record.until, freed))
-        self.peak = max(self.peak, self.used)
-        self.recorded = max(self.recorded, self.used + self.held_back)
+        more, record.nbytes = nbytes - record.nbytes, nbytes
+        moment = self.host.now if more > 0 else max(self.host.now, record.in_use_until)
+        self.changes.append((moment, more))
+
+    def peaks(self):
+        """GB at most: of tensors, and of what is not free."""
+        recorded = sorted(self.changes, key=lambda change: change[0])
+        return [max(accumulate(more for _, more in of)) / 1e9 for of in (self.changes, recorded)]
 
 
-class Machine(NamedTuple):
-    """How long things take, and what costs the host the time it takes to post messages."""
+# ---- the code on the model -----------------------------------------------------------------------
 
-    gpu: Gpu
-    batch_us: float = 25.0
-    message_us: float = 3.0
-    dtype: str = "bf16"
-
-    def kernel(self, nbytes, flops, itemsize):
-        peak = self.gpu.tflops * 1e6  # FLOPs of a microsecond
-        if itemsize > 2:
-            peak /= 2 if self.dtype == "tf32" else 15
-        return max(KERNEL_US, nbytes / (0.8 * self.gpu.memory_speed * 1e3), flops / (0.65 * peak))
-
-    def batch(self, inside, outside):
-        """inside, outside: bytes in one direction to ranks of this node and of others."""
-        links = (inside, self.gpu.node), (outside, self.gpu.network)
-        return ROUND_US + max(nbytes / (0.8 * speed * 1e3) for nbytes, speed in links)
-
-
-# ---- the code under the model --------------------------------------------------------------------
-
-WITHOUT_KERNEL = {  # operators that are no views, either
-    *(aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided),
-    *(aten.detach, aten.alias, aten._unsafe_view, aten._reshape_alias, aten.resize_, aten.set_),
-    *(aten.lift_fresh, aten._local_scalar_dense, aten._pin_memory, aten.is_pinned),
+aten = torch.ops.aten
+NO_KERNEL = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach}
+NO_KERNEL |= {aten.new_empty_strided, aten._unsafe_view, aten.set_, aten._local_scalar_dense}
+FLOPS = flop_registry | {  # of products, by shapes
+    aten.addmm_: flop_registry[aten.addmm],
+    aten._grouped_mm: lambda x, w, *_, **options: 2 * x.shape[-2] * x.shape[-1] * w.shape[-1],
 }
 
 
-def grouped_flops(rows, matrices, *arguments, **options):
-    return 2 * rows.shape[-2] * rows.shape[-1] * matrices.shape[-1]
-
-
-FLOPS = {**flop_registry, aten.addmm_: flop_registry[aten.addmm], aten._grouped_mm: grouped_flops}
-
-
-def flops_of(function, arguments, options, result):
-    """FLOPs of an operator's matrix products, of which causal attention computes one half."""
-    formula = FLOPS.get(function.overloadpacket)
-    if formula is None:
-        return 0
-    names = [argument.name for argument in function._schema.arguments]
-    is_causal = {**dict(zip(names, arguments)), **options}.get("is_causal", False)
-    flops = formula(*arguments, **options, out_val=result)
-    return flops / 2 if is_causal else flops
-
-
-def fused_attention(q, k, v, dropout_p=0.0, is_causal=False, **options):
-    """In place of F.scaled_dot_product_attention(), which finds no fused kernel for this device."""
-    return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
-
-
 class Timer(fake_cuda.Watch):
-    """Gives a duration to everything that reaches the device."""
+    """Gives a duration to all that reaches the device."""
 
-    def __init__(self, args, machine):
+    def __init__(self, args, own):
         super().__init__(args)
-        self.machine, self.host = machine, Host()
+        self.own, self.gpu, self.host = own, GPUS[own.gpu], Host()
         self.memory = Memory(self.host)
-        self.axes, self.communicators = {}, {}
+        self.axes, self.communicators, self.peers = {}, {}, defaultdict(set)
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        options = options or {}
         result = super().__torch_dispatch__(function, types, arguments, options)
-        tensors = [t for t in tree_leaves((arguments, options)) if isinstance(t, torch.Tensor)]
-        tensors += [t for t in tree_leaves(result) if not any(t is x for x in tensors)]
-        tensors = list(filter(is_on_device, tensors))
-        if not tensors or function.namespace == "prim":  # prim.device asks a tensor for its device
+        given = list(filter(fake_cuda.is_on_device, tree_leaves((arguments, options))))
+        made = list(filter(fake_cuda.is_on_device, tree_leaves(result)))
+        if not given + made or function.namespace == "prim":  # which asks a tensor what it is
             return result
-        for tensor in filter(is_on_device, tree_leaves(result)):
-            storage = tensor.untyped_storage()
-            self.memory.resize(storage, storage.nbytes())
-        name = function.overloadpacket.__name__
-        if function.is_view or function.overloadpacket in WITHOUT_KERNEL:
-            self.host.work(name, VIEW_US)
+        for tensor in made:
+            self.memory.resize(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
+        operator = function.overloadpacket
+        if function.is_view or operator in NO_KERNEL:
+            self.host.work(operator.__name__, 1.5)
             return result
-        self.host.work(name, LAUNCH_US)
-        flops = flops_of(function, arguments, options, result)
-        itemsize = min(t.element_size() for t in tensors if t.numel()) if flops else 4
-        duration = self.machine.kernel(sum(tensor.nbytes for tensor in tensors), flops, itemsize)
-        self.host.current.run(name, duration, "products" if flops else "other")
+        self.host.work(operator.__name__, 5.0)
+        tensors = given + [tensor for tensor in made if not any(tensor is t for t in given)]
+        moving = sum(tensor.nbytes for tensor in tensors) / (0.8e3 * self.gpu.memory_speed)
+        computing = self.computing(function, arguments, options or {}, result)
+        part = "products" if computing else "other"
+        self.host.current.run(operator.__name__, max(2.0, moving, computing), part)
         return result
+
+    def computing(self, function, arguments, options, result):
+        """Duration of a product's FLOPs. Causal attention computes half of the scores."""
+        if function.overloadpacket not in FLOPS:
+            return 0
+        flops = FLOPS[function.overloadpacket](*arguments, **options, out_val=result)
+        names = [argument.name for argument in function._schema.arguments]
+        if dict(zip(names, arguments)).get("is_causal"):
+            flops /= 2
+        sizes = [x.itemsize for x in arguments if isinstance(x, torch.Tensor)]
+        slower = 15 if min(sizes) > 2 else 1  # products of fp32
+        return flops * slower / (0.65e6 * self.gpu.tflops)
 
     def note_wait(self, what):
         super().note_wait(what)
@@ -308,155 +214,106 @@ class Timer(fake_cuda.Watch):
     def post(self, group, sends, receives):
         """In place of collectives.post_batch()."""
         super().post(group, sends, receives)
-        messages = len(sends) + len(receives)
-        self.host.work("post", self.machine.batch_us + messages * self.machine.message_us)
+        messages, ranks = [*sends, *receives], dist.get_process_group_ranks(group)
+        self.host.work("post", self.own.batch_us + len(messages) * self.own.message_us)
         if group not in self.communicators:
             self.communicators[group] = Communicator(self.host, self.axes.get(group, "world"))
-        communicator = self.communicators[group]
-        communicator.peers.update(peer for _, peer in (*sends, *receives))
-        duration = max(self.duration(group, sends), self.duration(group, receives))
-        batch = communicator.post(f"{messages} messages", duration)
-        for tensor, _ in (*sends, *receives):
-            self.memory.hold(tensor.untyped_storage(), batch.moment)
+        peers = {peer for _, peer in messages}
+        self.peers[group] |= peers
+        is_near = all(ranks[peer] < self.gpu.per_node for peer in peers)  # as rank 0 is
+        speed = 0.8e3 * (self.gpu.node if is_near else self.gpu.network)
+        nbytes = max(sum(tensor.nbytes for tensor, _ in side) for side in (sends, receives))
+        batch = self.communicators[group].post(f"{len(messages)} messages", 12 + nbytes / speed)
+        for tensor, _ in messages:
+            record = self.memory.records[tensor.untyped_storage()._cdata]
+            record.in_use_until = max(record.in_use_until, batch.moment)
         return batch
 
-    def duration(self, group, messages):
-        """Of the messages of one direction."""
-        ranks, nbytes = dist.get_process_group_ranks(group), Counter()
-        for tensor, peer in messages:
-            nbytes[ranks[peer] < self.machine.gpu.per_node] += tensor.nbytes  # as rank 0 is
-        return self.machine.batch(nbytes[True], nbytes[False])
-
     def patches(self):
-        """What stands for CUDA, on top of fake_cuda's patches."""
-        host, cuda = self.host, torch.cuda
-        yield from fake_cuda.patches(self)
-        yield patch.multiple(cuda, Stream=partial(Stream, host), Event=partial(Event, host))
-        yield patch.object(cuda, "current_stream", lambda device=None: host.current)
-        yield patch.object(cuda, "stream", host.stream)
-        yield patch.object(F, "scaled_dot_product_attention", fused_attention)
-        yield patch.object(torch.UntypedStorage, "resize_", self.resize(torch.UntypedStorage.resize_))
+        """What stands for CUDA and for the other ranks."""
+        resize_ = torch.UntypedStorage.resize_
 
-    def resize(self, real):
-        def resize_(storage, nbytes):
+        def resize(storage, nbytes):
             self.memory.resize(storage, nbytes)
-            return real(storage, nbytes)
+            return resize_(storage, nbytes)
 
-        return resize_
-
-
-def is_on_device(x):
-    return isinstance(x, torch.Tensor) and fake_cuda.is_on_device(x)
-
-
-def axes_of(mesh):
-    """{group: the first two names under which the mesh has it}"""
-    names = {}
-    for name, group in vars(mesh).items():
-        if group is not None:
-            names.setdefault(group, []).append(name.removesuffix("_group"))
-    return {group: "+".join(of[:2]) for group, of in names.items()}
+        yield from fake_cuda.patches(self)
+        yield patch.object(torch.cuda, "Stream", partial(Stream, self.host))
+        yield patch.object(torch.cuda, "current_stream", lambda device=None: self.host.current)
+        yield patch.object(torch.cuda, "stream", lambda stream: stream)
+        yield patch.object(torch.UntypedStorage, "resize_", resize)
+        yield FakeTensorMode(allow_non_fake_inputs=True)
+        yield self
 
 
-def measure(args, machine):
-    """The second step of rank 0: what --json prints, and the trace's spans."""
+def measure(args, own):
+    """Time the second step of rank 0; returns what --json prints, and the trace's spans."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world_size)
-    timer = Timer(args, machine)
-    host, memory = timer.host, timer.memory
+    timer, names = Timer(args, own), defaultdict(list)
+    host, main, memory = timer.host, timer.host.main, timer.memory
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
         for patched in timer.patches():
             stack.enter_context(patched)
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(timer)
         trainer, step = fake_cuda.hybrid_step(args, torch.device("cuda", 0))
-        timer.axes = axes_of(trainer.mesh)
-        for group, communicator in timer.communicators.items():
-            communicator.axis = timer.axes.get(group, "world")
+        for name, group in vars(trainer.mesh).items():
+            names[group].append(name.removesuffix("_group"))
+        timer.axes = {group: "+".join(own[:2]) for group, own in names.items()}
+        timer.communicators.clear()  # whose lanes had no names yet
         step()
-        # the second step begins on an idle device
-        main, communicators = host.main, timer.communicators.values()
-        begin = max([host.now, main.ready, *(each.ready for each in communicators)])
-        host.now = main.ready = begin
-        memory.peak = memory.recorded = memory.used
-        for of_last in (host.spans, main.parts, main.exposed):
-            of_last.clear()
-        timer.counts = fake_cuda.Counts()
+        begin = max(host.now, *(stream.moment for stream in host.streams))
+        host.now = main.moment = begin
+        host.spans, timer.counts = [], fake_cuda.Counts()
+        main.parts, main.exposed = Counter(), Counter()
+        memory.changes = [(0.0, sum(record.nbytes for record in memory.records.values()))]
         step()
-        main.run("end", 0.0)  # after whatever the host did last
-    step_us = main.ready - begin
+        main.run("end", 0.0)  # no earlier than the host's last work
+    step_us, peaks = main.moment - begin, memory.peaks()
     flops = hybrid.flops_per_token(args) * args.batch_size * args.seq_len / args.world_size
-    connected = sum(len(communicator.peers) for communicator in communicators)
-    milliseconds = lambda counter: {name: of / 1e3 for name, of in counter.most_common()}
     found = {
         "step_ms": step_us / 1e3,
-        "mfu": flops / step_us / (machine.gpu.tflops * 1e6),
+        "mfu": flops / step_us / (1e6 * timer.gpu.tflops),
         "products_ms": main.parts["products"] / 1e3,
         "other_ms": main.parts["other"] / 1e3,
-        "exposed_ms": milliseconds(main.exposed),
+        "exposed_ms": {axis: waited / 1e3 for axis, waited in main.exposed.items()},
         "starved_ms": main.parts["starved"] / 1e3,
         "batches": timer.counts.batches.total(),
         "messages": timer.counts.messages.total(),
-        "peak_gb": memory.peak / 1e9,
-        "peak_recorded_gb": memory.recorded / 1e9,
-        "nccl_gb": connected * CHANNELS * CHANNEL_BYTES / 1e9,
+        "peak_gb": peaks[0],
+        "peak_recorded_gb": peaks[1],
+        "nccl_gb": sum(map(len, timer.peers.values())) * 32 * 12e6 / 1e9,
     }
-    return found, [(*of, first - begin, last - begin) for *of, first, last in host.spans]
+    return found, [dict(tid=t, name=n, ts=b - begin, dur=d) for t, n, b, d in host.spans]
 
 
-# ---- the command ---------------------------------------------------------------------------------
-
-
-def parse(argv):
-    """The command's own flags, and hybrid's Args. Raises ValueError."""
+def main():
+    """Run the command, in a process that has the device. Returns the exit status."""
     parser = argparse.ArgumentParser(Path(__file__).name, description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--gpus", type=hybrid.at_least(1), required=True, help="how many")
     parser.add_argument("--gpu", choices=GPUS, default="h100", help="of which kind")
-    parser.add_argument("--trace", help="a file for https://ui.perfetto.dev")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--batch-us", type=float, default=25.0, help="of the host, for a batch")
-    parser.add_argument("--message-us", type=float, default=3.0, help="and for each message in it")
-    own, flags = parser.parse_known_args(argv)
-    return own, hybrid.parse(flags, own.gpus, min(own.gpus, GPUS[own.gpu].per_node))
-
-
-def show(found):
-    print(f"step {found['step_ms']:.2f} ms, MFU {found['mfu']:.1%}")
-    exposed = ", ".join(f"{axis} {of:.2f}" for axis, of in found["exposed_ms"].items())
-    for name, of in {
-        "products": f"{found['products_ms']:.2f}",
-        "other kernels": f"{found['other_ms']:.2f}",
-        "exposed": f"{sum(found['exposed_ms'].values()):.2f} ms  {exposed}",
-        "starved": f"{found['starved_ms']:.2f}",
-        "messages": f"{found['messages']} in {found['batches']} batches",
-        "memory's peak": f"{found['peak_gb']:.2f} GB, recorded {found['peak_recorded_gb']:.2f}",
-        "NCCL's buffers": f"{found['nccl_gb']:.2f}",
-    }.items():
-        print(f"    {name:14}  {of}")
-
-
-def write_trace(path, spans):
-    lanes = {"ph": "X", "pid": "rank 0"}
-    events = [
-        {"name": name, "tid": lane, "ts": begin, "dur": end - begin, **lanes}
-        for lane, name, begin, end in spans
-    ]
-    Path(path).write_text(json.dumps(events))
-
-
-def main():
-    own, args = parse(sys.argv[1:])
+    parser.add_argument("--batch-us", type=float, default=25.0)
+    parser.add_argument("--message-us", type=float, default=3.0)
+    parser.add_argument("--trace", metavar="FILE", help="for https://ui.perfetto.dev")
+    parser.add_argument("--json", action="store_true", help="print one object")
+    own, flags = parser.parse_known_args()
+    try:
+        args = hybrid.parse(flags, own.gpus, min(own.gpus, GPUS[own.gpu].per_node))
+    except ValueError as error:
+        parser.error(str(error))
     if "FAKE_CUDA" not in os.environ:
         with TemporaryDirectory() as folder:
-            return fake_cuda.run(fake_cuda.build(folder), sys.argv).returncode
-    found, spans = measure(args, Machine(GPUS[own.gpu], own.batch_us, own.message_us, args.dtype))
+            library = fake_cuda.build(folder) or parser.error("there is no C++ compiler")
+            return fake_cuda.run(library, ["-W", "ignore", *sys.argv]).returncode
+    found, spans = measure(args, own)
+    fake_cuda.settle()
     if own.trace:
-        write_trace(own.trace, spans)
+        Path(own.trace).write_text(json.dumps([span | {"ph": "X", "pid": "0"} for span in spans]))
     if own.json:
         print(json.dumps(found))
-    else:
-        show(found)
+        return 0
+    for name, value in found.items():
+        print(f"{name:18}{value if isinstance(value, dict) else round(value, 3)}")
     return 0
 
 
