@@ -43,6 +43,7 @@ import signal
 import sys
 import sysconfig
 import time
+import zlib
 from collections import Counter, defaultdict, deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
@@ -65,15 +66,16 @@ from collectives import (
     schedule_as_batch, set_backend_collectives, set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
-from expert_parallel import MoE, tally_metrics
+from expert_parallel import Experts, MoE, tally_metrics
 from pipeline import SCHEDULES, Pipeline, WeightGradStore, forward_only, sum_replicas
 from sequence_parallel import (
     allgather_attention, context_positions, dropout, recompute, ring_attention, ulysses_attention,
 )
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
-    VocabParallelEmbedding, attention, mark_partial, parallel_linear, part_of, partial_parameters,
-    rows_held, shards_of, sum_partial_gradients, views_in_whole, vocab_parallel_cross_entropy,
+    VocabParallelEmbedding, attention, mark_sum_over_tp, parallel_linear, parameters_to_sum_over_tp,
+    part_of, rows_held, shards_of, sum_gradients_over_tp, views_in_whole,
+    vocab_parallel_cross_entropy,
 )
 from zero import FullyShardedDataParallel
 
@@ -217,7 +219,7 @@ class GPT(nn.Module):
         if config.sp:  # these see only this rank's tokens, so their gradients are partial sums
             for module in self.modules():
                 if isinstance(module, (nn.LayerNorm, nn.Embedding)):
-                    mark_partial(module)
+                    mark_sum_over_tp(module)
 
     def forward(self, x):
         if self.first:
@@ -305,31 +307,26 @@ def make_moe(args, mesh):
         n_group=args.ep_nodes, topk_group=args.topk_nodes, loss_scale=1 / args.microbatches,
         score="sigmoid" if args.balance == "bias" else "softmax",
     )  # fmt: skip
-    return mark_partial(layer)
+    shard = Shard(0, (args.experts,), mesh.ep_group)
+    layer.experts.shards = {"w_in": shard, "w_out": shard}
+    return mark_sum_over_tp(layer)
 
 
 # ---- initial values ------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def initialize(model, layers, seed, ep_group=None):
+def initialize(model, layers, seed):
     """Fill this rank's part of every parameter, and zero the buffers, which are router biases."""
     shards = shards_of(model)
     for name, parameter in model.named_parameters():
-        dim, parts, _ = rows_of(name, parameter, shards, ep_group, model.tp_group)
+        dim, runs, _ = rows_held(parameter, shards.get(name))
         name = name.replace("lm_head", "transformer.wte")  # the head is a copy of the embedding
-        for (offset, _), part in zip(parts, parameter.split([rows for _, rows in parts], dim)):
+        parts = parameter.split([rows for _, rows in runs], dim)
+        for (offset, _), part in zip(runs, parts):
             part.copy_(initial_value(name, part.shape, layers, seed, offset))
     for buffer in model.buffers():
         buffer.zero_()
-
-
-def rows_of(name, parameter, shards, ep_group, tp_group):
-    """Return rows_held() of a parameter: experts are split over ep, what has a Shard over tp."""
-    if ".experts." in name:
-        experts = part_of(parameter)[0][0] * dist.get_world_size(ep_group)
-        return rows_held(parameter, Shard(0, (experts,)), ep_group)
-    return rows_held(parameter, shards.get(name), tp_group)
 
 
 def initial_value(name, shape, layers, seed, offset=0):
@@ -393,11 +390,16 @@ class Trainer:
         deferred = WeightGradStore()
         self.chunks = make_chunks(args, mesh, device, schedule.routes, self.positions, deferred)
         self.own_chunks = self.chunks[:1] if self.replicated else self.chunks
-        self.shards, self.dense, self.experts = {}, [], []
+        self.shards = {}
+        of_experts = set()
         for chunk in self.chunks:
             self.shards |= shards_of(chunk)
-            for name, parameter in chunk.named_parameters():
-                (self.experts if ".experts." in name else self.dense).append(parameter)
+            for module in chunk.modules():
+                if isinstance(module, Experts):
+                    of_experts.update(module.parameters())
+        parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        self.dense = [parameter for parameter in parameters if parameter not in of_experts]
+        self.experts = [parameter for parameter in parameters if parameter in of_experts]
         self.stages = wrap(args, mesh, self.chunks, self.experts)
         self.optimizer = make_optimizer(args, self.dense + self.experts)
         rows = args.batch_size // (args.dp * args.microbatches)
@@ -426,34 +428,34 @@ class Trainer:
         TrainingError, with unchanged weights, if a token is invalid or skip_step() does.
         """
         args = self.args
-        # the ranks of tp hold the same activations and need the same dropout masks; others do not
-        place = dist.get_rank(self.mesh.dp_cp_group), dist.get_rank(self.mesh.pp_group)
-        (seed,) = np.random.SeedSequence([args.seed, self.steps_done, *place]).generate_state(1)
-        torch.manual_seed(int(seed))
+        self.seed_dropout()
         loss, num_outside = self.forward_backward(inputs, targets)
         norm = self.clip_gradients()
-        tallies, expert_metrics = self.sum_tallies(), {}
+        tallies = self.sum_tallies()
+        expert_metrics = {}
         if args.experts:
             expert_metrics = tally_metrics(tallies, args.microbatches, args.balance == "aux")
-        sigterm = torch.full((), float(self.sigterm), device=self.device)
-        if args.checkpoint:
-            all_reduce(sigterm, ReduceOp.MAX)
-        # the only wait of the host for the device, except for the counts of a mixture of experts
-        numbers = torch.stack([loss, num_outside, norm, sigterm, *expert_metrics.values()])
-        loss, num_outside, norm, self.stop, *loads = numbers.tolist()
-        check_vocabulary(num_outside, args.vocab_size)
         rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
-        if math.isfinite(loss + norm):
-            self.update(rate, tallies)
+        # launched before the host knows the numbers, so that the device need not wait for it
+        self.update(rate, tallies, torch.stack([loss, norm]).isfinite().all() & (num_outside == 0))
+        self.stop = self.any_sigterm()
+        # the only wait of the host for the device, except for the counts of a mixture of experts
+        numbers = torch.stack([loss, norm, num_outside, *expert_metrics.values()])
+        loss, norm, num_outside, *loads = numbers.tolist()
+        check_vocabulary(num_outside, args.vocab_size)
+        if math.isfinite(loss) and math.isfinite(norm):
             self.skipped_in_a_row = 0
         else:
             self.skip_step(loss, norm)
-        if args.zero:
-            for stage in self.stages:
-                stage.reshard()  # what was gathered is out of date, or was wrong
         self.steps_done += 1
         metrics = {"loss": loss, "grad_norm": norm, "lr": rate, "skipped": self.skipped}
         return metrics | dict(zip(expert_metrics, loads))
+
+    def seed_dropout(self):
+        """Seed the masks of a step: the ranks of tp, which hold the same activations, draw alike."""
+        place = dist.get_rank(self.mesh.dp_cp_group), dist.get_rank(self.mesh.pp_group)
+        sequence = np.random.SeedSequence([self.args.seed, self.steps_done, *place])
+        torch.manual_seed(int(sequence.generate_state(1)[0]))
 
     def forward_backward(self, inputs, targets):
         """Leave the summed gradients in .grad, and return what run() returns.
@@ -492,11 +494,13 @@ class Trainer:
 
     def sum_shared_gradients(self):
         """Sum gradients over the copies of a weight: in tp, in DualPipe's replicas, in the head."""
-        marked = {parameter for chunk in self.chunks for parameter in partial_parameters(chunk)}
+        marked = set()
+        for chunk in self.chunks:
+            marked.update(parameters_to_sum_over_tp(chunk))
         groups = (self.dense, self.mesh.tp_group), (self.experts, self.mesh.expert_tp_group)
         for parameters, group in groups:
             parameters = [parameter for parameter in parameters if parameter in marked]
-            sum_partial_gradients(parameters, group, check=self.steps_done == 0)
+            sum_gradients_over_tp(parameters, group, check=self.steps_done == 0)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
         weights = [chunk.tied_weight() for chunk in self.chunks]
@@ -510,10 +514,11 @@ class Trainer:
         """Scale the gradients to a joint norm of at most grad_clip; return the norm before."""
         mesh = self.mesh
         dense, experts = [torch.zeros(0, device=self.device)], []  # a stage may have nothing else
+        of_experts = set(self.experts)
         for chunk in self.own_chunks:
             for name, parameter in chunk.named_parameters():
                 is_first_copy = name in self.shards or dist.get_rank(mesh.tp_group) == 0
-                if ".experts." in name:
+                if parameter in of_experts:
                     experts.append(parameter.grad)
                 elif is_first_copy and name != "lm_head.weight":  # a copy of wte
                     dense.append(parameter.grad)
@@ -529,17 +534,33 @@ class Trainer:
             clip_grads_with_norm_(gradients, self.args.grad_clip, norm.nan_to_num())
         return norm
 
-    def update(self, rate, tallies):
-        """Update the weights by the gradients, and the routers' biases by the tallies."""
+    def update(self, rate, tallies, is_valid):
+        """Update the weights by the gradients, and the routers' biases by the tallies.
+
+        is_valid: a truth value on the device. If it is false, nothing changes.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        self.optimizer.found_inf = (~is_valid).float()  # if it is 1, a fused step changes nothing
         self.optimizer.step()
         if self.args.balance == "bias":
             for row, layer in self.mixtures():
-                layer.router.update_bias(tallies[row, : layer.num_experts])
+                loads = tallies[row, : layer.num_experts]
+                layer.router.update_bias(loads * is_valid)  # equal loads, such as 0, move no bias
+        if self.args.zero:
+            for stage in self.stages:
+                stage.reshard()  # what was gathered is out of date, or was wrong
+
+    def any_sigterm(self):
+        """Return whether SIGTERM has come to any rank. The hosts ask each other over gloo."""
+        if not self.args.checkpoint:
+            return False
+        sigterm = torch.tensor(self.sigterm, dtype=torch.uint8)
+        all_reduce(sigterm, ReduceOp.MAX)
+        return bool(sigterm)
 
     def skip_step(self, loss, norm):
-        """Leave out a step that is not finite; raise TrainingError after too many in a row."""
+        """Count a step that is not finite; raise TrainingError after too many in a row."""
         self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
         if self.skipped_in_a_row >= self.args.skip_nonfinite:
             numbers = f"loss {loss:.4f}, grad norm {norm:.3f}; {self.skipped_in_a_row} in a row"
@@ -607,28 +628,37 @@ def make_chunks(args, mesh, device, routes, positions, deferred):
             )  # fmt: skip
         for module in chunk.modules():  # each once, although head and embedding may be one module
             module.to_empty(device=device, recurse=False)
-        initialize(chunk, args.layers, args.seed, mesh.ep_group)
+        initialize(chunk, args.layers, args.seed)
         chunks.append(chunk)
     return chunks
 
 
 def wrap(args, mesh, chunks, experts):
-    """Wrap the chunks so that their gradients are summed over dp x cp, by DDP or by ZeRO."""
+    """Wrap the chunks so that their gradients are summed over dp x cp, by DDP or by ZeRO.
+
+    With bf16, the gradient that one microbatch gives a weight is rounded to bf16, as the product
+    returns it. Gradients are then summed in fp32, over microbatches and over ranks.
+    """
     # the loss is divided by the global number of tokens already
     options = {"gradient_divide_factor": 1, "wait_in_backward": False}
     if not args.zero:
         options |= {"process_group": mesh.dp_cp_group, "broadcast_buffers": False}
         options["groups"] = dict.fromkeys(experts, mesh.expert_dp_group)
+        options["gradient_as_bucket_view"] = True  # nothing keeps gradients past their step
         return [DistributedDataParallel(chunk, **options) for chunk in chunks]
     if args.dtype == "bf16":
         options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     options |= {"process_group": mesh.shard_group, "replicate_group": mesh.replicate_group}
     groups = mesh.expert_shard_group, mesh.expert_replicate_group
     options |= {"groups": dict.fromkeys(experts, groups), "under_way": deque()}
+    of_experts = set(experts)
     stages = []
     for chunk in chunks:
-        for name in shards_of(chunk):  # kept apart from copies, which all of tp must cut alike
-            chunk.get_parameter(name).sharded = True
+        # What is split over tp stays apart from copies, which all of tp must cut alike; experts may
+        # be copies. So does the tied weight: the stages of pp must cut their copies alike, and its
+        # gradient, complete at the end of backward, takes memory only then.
+        names = [name for name in shards_of(chunk) if args.tp > 1 or ".h." not in name]
+        options["apart"] = {chunk.get_parameter(name) for name in names} - of_experts
         units = chunk.transformer["h"].values()
         stages.append(FullyShardedDataParallel(chunk, units=units, stage=args.zero, **options))
     return stages
@@ -692,6 +722,7 @@ def train(args, device):
     """
     source = f"--data {args.data or '(default)'}: "
     data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, of=source)
+    check_same_data(data, source)
     trainer = Trainer(args, make_mesh(args), device)
     if args.checkpoint:
         go_on(trainer, Path(args.checkpoint))
@@ -761,17 +792,25 @@ OF_GRADIENTS = "dp_cp_group", "expert_dp_group", "shard_group", "replicate_group
 def make_mesh(args, groups=None):
     """Create the groups of the whole grid and return this process's. Collective.
 
-    Equal groups are created once, but gradients have communicators of their own, so that a layer's
-    messages do not wait behind them. groups: those of earlier meshes, for reuse.
+    Groups of the same ranks are one group, since on GPUs each has buffers for every peer that it
+    sends to. Gradients are the exception: where a layer's messages travel among the same ranks,
+    they get a group of their own, so that these messages need not wait behind them.
+
+    groups: the groups of earlier meshes, for reuse.
     """
-    rank, mine = dist.get_rank(), {}
+    rank = dist.get_rank()
+    mine = {}
     groups = {} if groups is None else groups
+    of_gradients = OF_GRADIENTS
+    if not args.experts:  # then no layer sends anything over dp
+        of_gradients += ("dp_group",)
     degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
     for name, slices in slices_of(*degrees).items():  # in the same order on all ranks
         for ranks in map(tuple, slices.tolist()):
-            key = ranks, len(ranks) > 1 and name.endswith(OF_GRADIENTS)
-            if key not in groups:
-                groups[key] = dist.new_group(ranks, timedelta(seconds=args.timeout))
+            is_alone = len(ranks) == 1
+            key = ranks, not is_alone and name.endswith(of_gradients)
+            if key not in groups and (rank in ranks or not is_alone):
+                groups[key] = make_group(ranks, timedelta(seconds=args.timeout))
             if rank in ranks:
                 mine[name] = groups[key]
     for group in dict.fromkeys(mine.values()):
@@ -780,8 +819,30 @@ def make_mesh(args, groups=None):
         set_ranks_per_node(counts.pop() if len(counts) == 1 else 1, group)
         if args.collectives == "backend":
             set_backend_collectives(group)
-        barrier(group)  # NCCL requires all ranks of a group in its first batch
+        if not is_bound_to_gpu():  # then NCCL requires all ranks of a group in its first batch
+            barrier(group)
     return Mesh(**mine)
+
+
+def is_bound_to_gpu():
+    """Return whether join() gave this process a GPU of its own, and NCCL."""
+    return dist.group.WORLD.bound_device_id is not None
+
+
+def make_group(ranks, timeout):
+    """Create a group. All ranks of the world must call this, for a group of one only its rank.
+
+    On GPUs a group has NCCL only, and its kernels start before those of the computation. A group
+    of one sends nothing, so it has gloo, which costs nothing until it is used.
+    """
+    if len(ranks) == 1:
+        backend = "gloo" if is_bound_to_gpu() else None
+        return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+    if not is_bound_to_gpu():
+        return dist.new_group(ranks, timeout)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # new_group() warns if it differs
+    return dist.new_group(ranks, timeout, "nccl", options)
 
 
 def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
@@ -866,6 +927,24 @@ def load_data(path, seq_len, vocab_size=256):
     return Data(*parts, is_text)
 
 
+def check_same_data(data, source):
+    """Raise TrainingError if ranks have read different tokens. Collective.
+
+    The default text is each node's own standard library, and the stages of a pipeline take inputs
+    and targets from different nodes. The checksum is of all bytes of a text, but only of some
+    65,000 of the tokens in a .bin, which may be larger than memory.
+    """
+    tokens = sum(map(len, data[:2]))
+    stride = 1 if data.is_text else max(1, tokens // 2**16)
+    checksum = 0
+    for part in data.train, data.validation:
+        checksum = zlib.crc32(part[::stride].tobytes(), checksum)
+    first, *others = gather_objects(f"{tokens:,} tokens with checksum {checksum:08x}")
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise TrainingError(f"{source}rank {rank} has {other}, rank 0 has {first}", 2)
+
+
 def text_of(folder, pattern):
     """Join the bytes of a folder's text files."""
     texts = [file.read_bytes() for file in sorted(folder.glob(pattern)) if file.is_file()]
@@ -936,13 +1015,12 @@ def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
     value: picks what to save of a parameter: itself, a tensor of its shape, or None for nothing.
     chunks: return the boxes of these chunks instead, with their head.
     """
-    mesh, result = trainer.mesh, {}
+    result = {}
     for chunk in chunks or trainer.own_chunks:
         for name, own in [*chunk.named_parameters(), *chunk.named_buffers()]:
             tensor = value(own)
             if tensor is not None and (chunks or name != "lm_head.weight"):
-                rows = rows_of(name, own, trainer.shards, mesh.ep_group, mesh.tp_group)
-                boxes = views_in_whole(own, tensor, rows)
+                boxes = views_in_whole(own, tensor, trainer.shards.get(name))
                 result[name.replace("lm_head", "transformer.wte")] = Boxes(tensor.dtype, *boxes)
     return result
 
@@ -975,12 +1053,23 @@ def commit(trainer, path):
         run = flags_of(trainer.args) | {"skipped": trainer.skipped}
         written = path.with_suffix(".partial")
         (written / "run.json").write_text(json.dumps(run, indent=4))
-        os.sync()
+        flush(written / "run.json")  # all other files were flushed by dcp.save()
+        flush(written)
         written.rename(path)
+        flush(path.parent)
         for old in checkpoints_of(path.parent)[:-2]:
             old.rename(old.with_suffix(".partial"))  # half a checkpoint must not look like one
         for old in path.parent.glob("step_*.partial"):  # also of saves that were killed
             shutil.rmtree(old, ignore_errors=True)
+
+
+def flush(path):
+    """Wait until a file, or a folder's list of files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def checkpoints_of(folder):
@@ -1334,7 +1423,10 @@ def schedule_of(args):
 def choose_device(args, local_rank=0, per_node=1):
     """Return this process's device and the backend; raise ValueError if a GPU is missing."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if args.device == "cpu" or (args.device == "auto" and gpus < per_node):
+    if args.device == "auto" and 0 < gpus < per_node:
+        ways = "--device cuda if each process sees a GPU of its own, --device shared if they share"
+        raise ValueError(f"--device auto: {gpus} GPUs for {per_node} processes on a node: {ways}")
+    if args.device == "cpu" or (args.device == "auto" and not gpus):
         need(args.dtype != "tf32", "--dtype tf32 needs a GPU")
         return torch.device("cpu"), "gloo"
     need(gpus, f"--device {args.device}: there is no GPU on this machine")
@@ -1350,12 +1442,15 @@ def join(device, backend, timeout):
         store, rank, world_size = next(dist.rendezvous("env://"))
     # after a restart, torchrun's store still has the keys of the previous attempt
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    options = {"timeout": timedelta(seconds=timeout)}
     if backend == "gloo":
         schedule_as_batch()
-    device = device if backend == "nccl" else None  # with a device, NCCL reports errors early
-    options = {"timeout": timedelta(seconds=timeout), "device_id": device}
+    else:  # the groups of the mesh train by NCCL; objects, flags and barriers go over gloo
+        backend = "cpu:gloo,cuda:nccl"
+        options["device_id"] = device  # NCCL connects now, and reports errors early
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
-    report_stalls(30)
+    if backend == "gloo":  # NCCL's own watchdog reports what it waits for
+        report_stalls(30)
 
 
 def main(argv=None, work=train):

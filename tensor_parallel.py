@@ -63,49 +63,53 @@ def row_linear(x, weight, bias=None, group=None):
 
 # ---- shards --------------------------------------------------------------------------------------
 #
-# A parameter is a plain tensor, this rank's part. Which part that is stands in a table of its
-# module, `shards`: {name: Shard}. Of a parameter that is not there each rank has a copy.
+# A parameter is a plain tensor, this rank's part of the whole. Its module has a table, `shards`:
+# {name: Shard}, which says which part. Each rank has a copy of a parameter without a Shard.
 
 
 @dataclass(frozen=True)
 class Shard:
-    """How a parameter is split along `dim`: each of its blocks of rows into a part for each rank.
+    """How a parameter is split over `group` along `dim`: each rank has a part of every block.
 
-    blocks: their numbers of rows, such as those of queries, keys and values in a fused matrix.
+    blocks: the number of rows of each block. A fused matrix has one each for q, k and v.
 
         whole, two blocks     0 1 2 3 | 4 5          of 4 and 2 rows
-        rank 0 of 2           0 1     | 4            rows_of(0, 2) = [(0, 2), (4, 1)]
+        rank 0 of 2           0 1     | 4            runs() = [(0, 2), (4, 1)]
+        rank 1 of 2               2 3 |   5          runs() = [(2, 2), (5, 1)]
     """
 
     dim: int
     blocks: tuple
+    group: dist.ProcessGroup | None = None
 
-    def rows_of(self, rank, world_size):
-        """[(first row in the whole, rows)] of the rank's part of each block."""
-        runs, begin = [], 0
+    def runs(self):
+        """Return (first row in the whole, number of rows) of this rank's part of each block."""
+        rank, world_size = rank_and_size(self.group)
+        runs = []
+        begin = 0
         for block in self.blocks:
             low, high = rank * block // world_size, (rank + 1) * block // world_size
             runs.append((begin + low, high - low))
             begin += block
         return runs
 
-    def cut(self, full, group=None):
-        """This rank's part of `full`."""
-        runs = self.rows_of(*rank_and_size(group))
-        return torch.cat([full.narrow(self.dim, begin, rows) for begin, rows in runs], self.dim)
+    def cut(self, full):
+        """Return this rank's part of `full`."""
+        parts = [full.narrow(self.dim, begin, rows) for begin, rows in self.runs()]
+        return torch.cat(parts, self.dim)
 
 
-def set_shard(module, name, full, shard, group=None):
-    """Have the module's parameter of this name be this rank's part of `full`.
+def set_shard(module, name, full, shard):
+    """Make this rank's part of `full` the module's parameter of this name.
 
-    `full` is drawn on every rank alike: so initial weights depend on the seed and not on P.
+    Every rank draws the same `full`, so initial weights depend on the seed and not on P.
     """
-    setattr(module, name, nn.Parameter(shard.cut(full.detach(), group)))
+    setattr(module, name, nn.Parameter(shard.cut(full.detach())))
     module.shards = getattr(module, "shards", {}) | {name: shard}
 
 
 def shards_of(model):
-    """{name: Shard} of the model's parameters, by its names; of others each rank has a copy."""
+    """Return {name: Shard} of the model's split parameters. Each rank has a copy of the others."""
     return {
         f"{path}.{name}" if path else name: shard
         for path, module in model.named_modules()
@@ -225,15 +229,16 @@ class ColumnParallelLinear(nn.Module):
     def __init__(self, in_features, out_features, bias=True, **options):
         super().__init__()
         self.options, group = options, options.get("group")
-        shard = Shard(0, out_features if isinstance(out_features, tuple) else (out_features,))
-        (_, tp), rows = rank_and_size(group), sum(shard.blocks)
-        if any(block % tp for block in shard.blocks):
+        blocks = out_features if isinstance(out_features, tuple) else (out_features,)
+        _, tp = rank_and_size(group)
+        if any(block % tp for block in blocks):
             raise ValueError(f"{out_features=} is not divisible by tp={tp}")
-        weight = torch.randn(rows, in_features) * in_features**-0.5
-        set_shard(self, "weight", weight, shard, group)
+        shard = Shard(0, blocks, group)
+        rows = sum(blocks)
+        set_shard(self, "weight", torch.randn(rows, in_features) * in_features**-0.5, shard)
         self.bias = None
         if bias:
-            set_shard(self, "bias", torch.zeros(rows), shard, group)
+            set_shard(self, "bias", torch.zeros(rows), shard)
 
     def forward(self, x):
         return parallel_linear(x, self.weight, self.bias, **self.options)
@@ -255,10 +260,10 @@ class RowParallelLinear(nn.Module):
         if in_features % tp:
             raise ValueError(f"in_features={in_features} is not divisible by tp={tp}")
         weight = torch.randn(out_features, in_features) * in_features**-0.5
-        set_shard(self, "weight", weight, Shard(1, (in_features,)), group)
+        set_shard(self, "weight", weight, Shard(1, (in_features,), group))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         if bias and options.get("sequence_parallel"):  # each rank's gradient is of its own tokens
-            self.partial = ("bias",)
+            self.sums_over_tp = ("bias",)
 
     def forward(self, x):
         z = parallel_linear(x, self.weight, column=False, **self.options)
@@ -342,12 +347,11 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, num_embeddings, embedding_dim, group=None, sequence_parallel=False):
         super().__init__()
-        rank, world_size = rank_and_size(group)
         self.group, self.sequence_parallel = group, sequence_parallel
         self.num_embeddings = num_embeddings
-        shard = Shard(0, (num_embeddings,))
-        set_shard(self, "weight", torch.randn(num_embeddings, embedding_dim), shard, group)
-        ((self.start, _),) = shard.rows_of(rank, world_size)
+        shard = Shard(0, (num_embeddings,), group)
+        set_shard(self, "weight", torch.randn(num_embeddings, embedding_dim), shard)
+        ((self.start, _),) = shard.runs()
 
     def forward(self, tokens):
         local = tokens - self.start
@@ -452,30 +456,31 @@ class ShardedRandomState:
 
 # ---- copies that each rank uses for tokens of its own --------------------------------------------
 #
-# Norms and biases, with sequence parallelism: `partial` of their module names them, to be summed.
+# With sequence parallelism a rank's gradient of a norm or a bias covers only its own tokens, and is
+# still to be summed over tp. A module's `sums_over_tp` names its parameters of this kind.
 
 
-def mark_partial(module):
-    """Mark all parameters as used by each rank for a part of the tokens only."""
+def mark_sum_over_tp(module):
+    """Mark the gradients of all parameters in the module as still to be summed over tp."""
     for part in module.modules():
-        part.partial = tuple(name for name, _ in part.named_parameters(recurse=False))
+        part.sums_over_tp = tuple(name for name, _ in part.named_parameters(recurse=False))
     return module
 
 
-def partial_parameters(model):
-    """Those of the model's parameters that are marked, or are ZeRO's pieces of such."""
-    modules = [module for module in model.modules() if hasattr(module, "partial")]
-    marked = [getattr(module, name) for module in modules for name in module.partial]
+def parameters_to_sum_over_tp(model):
+    """Return the model's marked parameters, or ZeRO's pieces of them."""
+    modules = [module for module in model.modules() if hasattr(module, "sums_over_tp")]
+    marked = [getattr(module, name) for module in modules for name in module.sums_over_tp]
     return [parameter for parameter in marked if parameter.requires_grad]
 
 
 @torch.no_grad()
-def sum_partial_gradients(parameters, group=None, check=True):
-    """After backward: sum the gradients over the group, by one all-reduce of all of them.
+def sum_gradients_over_tp(parameters, group=None, check=True):
+    """After backward, sum the gradients over the group, in one all-reduce for all of them.
 
-    parameters: those of partial_parameters(). One that a rank has not used counts as zero.
-    check: whether to make sure, by one message more, that ZeRO has cut the same pieces on all
-        ranks. It has not if parameters before them differ: ValueError on all ranks.
+    parameters: as from parameters_to_sum_over_tp(). One that a rank has not used counts as zero.
+    check: whether to compare, in one more message, the pieces that ZeRO has cut on all ranks. They
+        differ if parameters before them do, and then ValueError is raised on all ranks.
     """
     if dist.get_world_size(group) == 1 or not parameters:
         return
@@ -499,20 +504,20 @@ def sum_partial_gradients(parameters, group=None, check=True):
 def part_of(parameter):
     """(Shape of this rank's part, its first element that is here).
 
-    ZeRO leaves a flat piece of the part: a parameter with `whole_shape`, the part's, and `first`.
+    ZeRO leaves a flat piece of the part: a parameter with `whole_shape`, the part's, and `offset`.
     """
-    return getattr(parameter, "whole_shape", parameter.shape), getattr(parameter, "first", 0)
+    return getattr(parameter, "whole_shape", parameter.shape), getattr(parameter, "offset", 0)
 
 
-def rows_held(parameter, shard=None, group=None):
-    """(Dim, runs, rows of the whole along it): runs [(first, rows)] are what a rank has of those.
+def rows_held(parameter, shard=None):
+    """Return (dim, runs, size of the whole along dim), where runs are as in Shard.runs().
 
-    parameter: or ZeRO's piece of it; without a Shard every rank has a copy.
+    parameter: this rank's part, or ZeRO's piece of it. Without a Shard each rank has a copy.
     """
     if shard is None:
         rows = part_of(parameter)[0][0]
         return 0, [(0, rows)], rows
-    return shard.dim, shard.rows_of(*rank_and_size(group)), sum(shard.blocks)
+    return shard.dim, shard.runs(), sum(shard.blocks)
 
 
 def boxes_between(shape, begin, end):
@@ -530,17 +535,18 @@ def boxes_between(shape, begin, end):
         begin += count * strides[dim]
 
 
-def views_in_whole(parameter, tensor, held):
+def views_in_whole(parameter, tensor, shard=None):
     """(Shape of the whole, {first index: view}): what a rank has, as boxes of the whole.
 
     tensor: the parameter, or ZeRO's piece of it, or what is laid out alike, such as .grad.
-    held: see rows_held(). Of rows 0, 1 and 4, of 2 elements each, the piece from 1 on is
+    Of rows 0, 1 and 4, of 2 elements each, the piece from 1 on is
 
         row 0   . 1     {(0, 1): view of (1, 1),
         row 1   2 3      (1, 0): of (1, 2),
         row 4   4 5      (4, 0): of (1, 2)}
     """
-    (shape, begin), (dim, runs, total) = part_of(parameter), held
+    shape, begin = part_of(parameter)
+    dim, runs, total = rows_held(parameter, shard)
     flat, views, end = tensor.detach().view(-1), {}, begin + tensor.numel()
     for start, count in runs:  # several of them lie one behind the other: along dim 0
         sizes = *shape[:dim], count, *shape[dim + 1 :]
@@ -570,7 +576,7 @@ class _Halved(nn.Module):
         super().__init__()
         self.layer, self.reads_all, self.group = layer, reads_all, group
         for name, full in list(layer.named_parameters()):
-            set_shard(layer, name, full, Shard(0, (len(full),)), group)
+            set_shard(layer, name, full, Shard(0, (len(full),), group))
         layer.groups = 1  # those of another rank are not here
 
     def forward(self, x):

@@ -158,7 +158,7 @@ def _trainer(name):
     if name == "torch ZeRO + DDP":
         return model, torch.distributed.optim.ZeroRedundancyOptimizer(model.parameters(), adamw)
     if name in ("ddp", "ZeRO + DDP"):
-        model = DistributedDataParallel(model)
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if name == "ZeRO + DDP":
         return model, ZeroRedundancyOptimizer(model.parameters(), adamw)
     if name.startswith("stage"):

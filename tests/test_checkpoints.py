@@ -263,6 +263,16 @@ def test_a_checkpoint_of_another_model_is_refused_by_names_and_values(tmp_path):
     assert _complete(folder) == ["again", "step_00000004", "step_00000006"]
 
 
+@on_ranks(1)
+def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path):
+    flushed, flush = [], hybrid.flush
+    look = lambda path: flushed.append((path.name, path.exists())) or flush(path)
+    with patch.object(hybrid, "flush", look):
+        _train("--steps 2", tmp_path)
+    names = "run.json", "step_00000002.partial", tmp_path.name
+    assert flushed == [(name, True) for name in names]
+
+
 # ---- under torchrun ------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from contextlib import redirect_stdout
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
@@ -595,12 +596,16 @@ def test_layouts_run_under_the_rules_of_nccl(flags):
 def test_the_host_reads_from_the_device_once_a_step_and_once_a_batch_of_validation():
     trainer = make_trainer("--pp 2 --schedule zb-h1 --microbatches 2 --checkpoint X")
     data = hybrid.Data(*2 * [np.zeros(30 * BATCH * T, np.uint8)], is_text=False)
+    update, read_before = trainer.update, []
+    trainer.update = lambda *args: read_before.append(step["tolist"]) or update(*args)
     with waits() as step:
         trainer.step(*own_batch(trainer))
+    assert read_before == [0]  # the update is launched before the host waits for any number
     with waits() as evaluation:
         hybrid.evaluate(trainer, data, batches=3)
     reads = lambda found: (found["tolist"], found["_local_scalar_dense"])
-    assert reads(step) == (1, 0) and reads(evaluation) == (3, 0)
+    assert reads(step) == (1, 1)  # and whether SIGTERM has come, which is on the CPU
+    assert reads(evaluation) == (3, 0)
 
 
 # ---- mesh ----------------------------------------------------------------------------------------
@@ -615,6 +620,32 @@ def test_gradients_have_communicators_of_their_own(dp, cp, ep):
     assert not any(group in large for group in groups.values())
     assert (own["dp_cp_group"] is own["expert_dp_group"]) == (ep == 1)
     assert own["shard_group"] is own["dp_cp_group"]
+
+
+@pytest.mark.parametrize("is_bound", [True, False])
+@on_ranks(4)
+def test_on_gpus_groups_have_nccl_of_high_priority_and_a_group_of_one_has_gloo(is_bound):
+    calls, new_group = [], dist.new_group
+
+    def record(ranks, timeout, backend=None, options=None, **local):
+        calls.append((ranks, backend, options and vars(options)))
+        return new_group(ranks, timeout, **local)
+
+    meet = Mock()
+    with (
+        patch.object(hybrid, "is_bound_to_gpu", lambda: is_bound),
+        patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), create=1),
+        patch.multiple(dist, new_group=record),
+        patch.object(hybrid, "barrier", meet),
+    ):
+        mesh = hybrid.make_mesh(hybrid.parse("--dp 2 --tp 2 --timeout 7".split(), 4))
+    assert mesh.dp_group is mesh.dp_cp_group is mesh.shard_group and mesh.ep_group is mesh.pp_group
+    nccl = "nccl", {"is_high_priority_stream": True, "_timeout": timedelta(seconds=7)}
+    shared, alone = (nccl, ("gloo", None)) if is_bound else ((None, None), (None, None))
+    expected = [((dist.get_rank(),), *alone)]  # one for all axes of one rank
+    expected += [(ranks, *shared) for ranks in [(0, 1), (2, 3), (0, 2), (1, 3)]]
+    assert sorted(calls, key=str) == sorted(expected, key=str)
+    assert meet.called == (not is_bound)
 
 
 SLICES = [  # pp, dp, cp, tp, ep, nodes of ep, copies of shards; the slices in which rank 5 of 8 is
@@ -1042,6 +1073,20 @@ def test_files_that_cannot_be_used_are_one_line_on_all_ranks_before_the_first_st
     assert found.value.status == 2 and message in str(found.value)
 
 
+@pytest.mark.parametrize("is_text", [True, False])
+@on_ranks(3)
+def test_ranks_that_read_different_tokens_are_told_so_before_the_first_step(is_text):
+    def load(*_):  # on rank 2, one token of 500 differs
+        tokens = np.zeros(500, np.uint8)
+        tokens[77] = dist.get_rank() == 2
+        return hybrid.Data(tokens[50:], tokens[:50], is_text)
+
+    sentence = r"--data \(default\): rank 2 has 500 tokens with checksum \w+, rank 0 has 500 tokens "
+    with patch.object(hybrid, "load_data", load), pytest.raises(hybrid.TrainingError) as found:
+        hybrid.train(hybrid.parse([], 3), torch.device("cpu"))
+    assert re.match(sentence, str(found.value)) and found.value.status == 2
+
+
 def test_without_flags_any_number_of_processes_trains_the_same_model():
     one = hybrid.parse([], 1)
     for world_size in range(1, 65):
@@ -1099,8 +1144,9 @@ def test_the_launcher_chooses_the_device_and_flags_the_timeout_of_the_group(back
         hybrid.main(["--timeout", "7"])
     assert choose.call_args.args[1:] == (2, 3) and batch.called == (backend == "gloo")
     options = begin.call_args.kwargs
-    assert begin.call_args.args == (backend,) and options["timeout"].total_seconds() == 7
-    assert options["device_id"] == (device if backend == "nccl" else None)
+    carriers = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+    assert begin.call_args.args == (carriers,) and options["timeout"].total_seconds() == 7
+    assert options.get("device_id") == (device if backend == "nccl" else None)
 
 
 def test_processes_get_a_gpu_each_with_nccl_or_share_them_with_gloo(monkeypatch):
@@ -1114,7 +1160,9 @@ def test_processes_get_a_gpu_each_with_nccl_or_share_them_with_gloo(monkeypatch)
     for kind in ("cuda", "shared"):
         with pytest.raises(ValueError, match=f"--device {kind}: there is no GPU"):
             choose(0, kind, 0, 1)
-    assert choose(0, "auto", 0, 1) == choose(2, "auto", 3, 4) == "cpu gloo"
+    with pytest.raises(ValueError, match="2 GPUs for 4 .*--device cuda if .*--device shared if"):
+        choose(2, "auto", 3, 4)
+    assert choose(0, "auto", 0, 1) == "cpu gloo"
     assert choose(2, "auto", 1, 2) == "cuda:1 nccl"
     assert choose(2, "shared", 3, 4) == "cuda:1 gloo"
     assert choose(2, "cpu", 0, 1) == "cpu gloo"

@@ -23,8 +23,8 @@ from replicas import assert_close, interleaved_group
 from sequence_parallel import recompute
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
-    VocabParallelEmbedding, alexnet, attention, boxes_between, column_linear, mark_partial,
-    parallel_linear, partial_parameters, row_linear, shards_of, sum_partial_gradients,
+    VocabParallelEmbedding, alexnet, attention, boxes_between, column_linear, mark_sum_over_tp,
+    parallel_linear, parameters_to_sum_over_tp, row_linear, shards_of, sum_gradients_over_tp,
     tensor_parallel_layer_bytes, vocab_parallel_cross_entropy,
 )
 from transformer import Peak, TransformerLayer
@@ -100,7 +100,7 @@ def _check(
     for parameter, product_of in put_off:
         assert parameter.grad is None
         parameter.grad = product_of().to(parameter.grad_dtype)
-    sum_partial_gradients(partial_parameters(parallel), group)
+    sum_gradients_over_tp(parameters_to_sum_over_tp(parallel), group)
 
     compare(local_y, part(full_y, y_split))
     assert torch.equal(local_x, cast(part(x, x_split))), "the input was changed"
@@ -246,7 +246,7 @@ def test_mlp_attention_and_a_whole_layer_recomputed_or_not(tp, replicas, along_s
 
 
 @on_ranks(2)
-def test_partial_gradients_of_several_dtypes_are_summed_in_the_widest():
+def test_gradients_of_several_dtypes_are_summed_over_tp_in_the_widest():
     """One rank has not used one, one is not contiguous. 257 is no bf16, 2**24 + 1 no fp32."""
     rank, _ = rank_and_size()
     dtypes = torch.bfloat16, torch.float64, torch.bfloat16, torch.float32
@@ -259,25 +259,25 @@ def test_partial_gradients_of_several_dtypes_are_summed_in_the_widest():
         unused.grad = torch.full((4, 3), 1 / 3)
     columns.grad = torch.arange(12.0).view(3, 4).t() + rank
     with waits() as waited, batches() as count:
-        sum_partial_gradients(tensors)
+        sum_gradients_over_tp(tensors)
     assert not waited and count["batches"] == 2
     assert low.grad.eq(257).all() and double.grad.eq(2**24 + 1).all()
     assert unused.grad.eq(torch.tensor(1 / 3)).all()
     assert torch.equal(columns.grad, 2 * torch.arange(12.0).view(3, 4).t() + 1)
-    norm = mark_partial(nn.LayerNorm(4))
+    norm = mark_sum_over_tp(nn.LayerNorm(4))
     norm.bias.requires_grad_(False)
-    assert partial_parameters(norm) == [norm.weight]
+    assert parameters_to_sum_over_tp(norm) == [norm.weight]
 
 
 @on_ranks(2)
-def test_partial_gradients_of_zeros_pieces_are_summed_if_they_are_cut_alike():
+def test_gradients_of_zeros_pieces_are_summed_over_tp_if_they_are_cut_alike():
     rank, piece = dist.get_rank(), nn.Parameter(torch.zeros(4))
-    piece.grad, piece.first, piece.whole_shape = torch.ones(4) + rank, 2, (6,)
-    sum_partial_gradients([piece])
+    piece.grad, piece.offset, piece.whole_shape = torch.ones(4) + rank, 2, (6,)
+    sum_gradients_over_tp([piece])
     assert piece.grad.tolist() == 4 * [3]
-    piece.first = rank
+    piece.offset = rank
     with pytest.raises(ValueError, match=rf"other pieces.*\(6,\), {rank}, 4\)"):
-        sum_partial_gradients([piece])
+        sum_gradients_over_tp([piece])
 
 
 def test_on_a_gpu_keys_and_values_of_fp32_are_repeated_for_its_only_kernel():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import hybrid
 import verify
 from pipeline import SCHEDULES
-from ranks import PROJECT, on_ranks
+from ranks import PROJECT, on_ranks, spawn
 
 
 def parsed(world_size):
@@ -81,19 +81,33 @@ def judged(argv, rows=None):
     return status, printed.getvalue().splitlines()
 
 
+def rows_of(*layouts):
+    return [(f"--layers 1 {layout}".split(), 2) for layout in layouts]
+
+
 @on_ranks(2)
-def test_wrong_layouts_and_errors_are_named_and_the_others_go_on():
-    rows = "--tp 2 --sp", "--cp 2 --cp-method ring", "--dp 2"
-    rows = [(f"--layers 1 {row}".split(), 2) for row in rows]
-    sprung = patch.object(hybrid, "sum_partial_gradients", lambda *_, **options: None)
-    with sprung, patch.dict(hybrid.CP_METHODS, ring=None):
-        status, lines = judged([], rows)
+def test_a_wrong_layout_is_named_and_the_others_go_on():
+    with patch.object(hybrid, "sum_gradients_over_tp", lambda *_, **options: None):
+        status, lines = judged([], rows_of("--tp 2 --sp", "--dp 2"))
     assert status == 1
     if dist.get_rank() == 0:
-        wrong, error, right, summary = lines
+        wrong, right, summary = lines
         assert wrong.startswith("WRONG") and "gradient transformer" in wrong
-        assert error.startswith("WRONG      inf  TypeError") and right.startswith("ok")
-        assert "2 wrong" in summary and "worst difference inf" in summary
+        assert right.startswith("ok") and "1 wrong" in summary
+
+
+def judge_with_an_error_on_rank_1():
+    broken = {"ring": None} if dist.get_rank() == 1 else {}
+    with patch.dict(hybrid.CP_METHODS, broken):
+        judged([], rows_of("--cp 2 --cp-method ring", "--dp 2"))
+
+
+def test_an_error_on_one_rank_ends_the_run_at_once_and_says_which_rank_and_layout():
+    waiting, broken = spawn(2, judge_with_an_error_on_rank_1, check=False)
+    where = "verify.py: rank 1, in --layers 1 --cp 2 --cp-method ring"
+    assert broken.error_text.splitlines()[-1] == where and "TypeError" in broken.error_text
+    assert waiting.exitcode == 1 and "lost rank 1" in waiting.error_text
+    assert waiting.seconds < 20  # the group's timeout is 70
 
 
 @on_ranks(2)

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid
 from sequence_parallel import dropout, recompute
-from tensor_parallel import mark_partial
+from tensor_parallel import mark_sum_over_tp
 
 
 def unfused_attention(q, k, v, p=0.0):
@@ -37,7 +37,7 @@ class TransformerLayer(hybrid.Block):
         how = {"sp": sequence_parallel, "recompute": mode}
         super().__init__(hybrid.GPTConfig(**sizes, **how), attention_fn=attention_fn, **options)
         for norm in (self.ln_1, self.ln_2) if sequence_parallel else ():
-            mark_partial(norm)
+            mark_sum_over_tp(norm)
 
     def forward(self, x):
         forward = super().forward
