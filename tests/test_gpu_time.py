@@ -101,10 +101,10 @@ def test_the_command_prints_a_step_whose_parts_add_up_and_writes_a_trace(tmp_pat
     assert [*found] == [*KEYS.split(), "peak_recorded_gb", "nccl_gb"]
     parts = found["products_ms"], found["other_ms"], found["starved_ms"]
     assert sum(parts) + sum(found["exposed_ms"].values()) == pytest.approx(found["step_ms"])
-    assert found["exposed_ms"].keys() == {"tp+expert_tp", "dp_cp+shard"} and min(parts) > 0
+    assert found["exposed_ms"].keys() == {"tp+expert_tp", "dp+dp_cp"} and min(parts) > 0
     assert found["peak_gb"] <= found["peak_recorded_gb"]
     spans = json.loads(path.read_text())
-    assert {"host", "main stream", "tp+expert_tp", "dp_cp+shard"} <= {s["tid"] for s in spans}
+    assert {"host", "main stream", "tp+expert_tp", "dp+dp_cp"} <= {s["tid"] for s in spans}
     for lane in {span["tid"] for span in spans}:
         of_lane = [span for span in spans if span["tid"] == lane]
         ends = [span["ts"] + span["dur"] for span in of_lane]
