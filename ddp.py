@@ -1,31 +1,34 @@
-"""Data parallelism: one replica of the model per rank, each on its own part of the batch.
+"""Data parallelism: every rank trains a replica of the model on its part of the batch.
 
-The gradient of a mean over the batch is the mean of the gradients of its P equal parts (and the
-gradient of a sum is their sum). After every backward pass one all-reduce gives each rank that
-gradient; the optimizers then take the same step from the same weights, and the replicas stay equal
-without ever being compared.
+The gradient of a mean over the batch is the mean of the gradients of its P equal parts. So an
+averaging all-reduce after each backward pass gives every rank the gradient of the whole batch. All
+ranks start from the same weights and take the same optimizer step; the replicas stay equal without
+ever being compared.
 
-Waiting for the end of backward leaves the network idle meanwhile. Gradients appear from the last
-layer to the first, so they are packed into buckets in that order, and a bucket leaves as soon as
-its gradients are complete:
+Reducing only after backward would leave the network idle until then. Gradients become available
+from the last layer to the first, so they are collected in buckets in that order, and each bucket is
+reduced as soon as its last gradient has arrived:
 
     backward      | layer 4 | layer 3 | layer 2 | layer 1 |
-    network                 | bucket 0: 4, 3 ...| bucket 1: 2, 1 |   only the end costs time
+    network                 | bucket 0: 4, 3 ...| bucket 1: 2, 1 |   only the tail costs time
 
-A step sends, from each of P ranks, 2(P-1)/P bytes per byte of gradient (the cost of an all-reduce,
-see collectives.py), in as many all-reduces as there are buckets. Each rank holds everything: all
-parameters, all gradients, which lie in the buckets, and the optimizer's state of all of them, with
-Adam in fp32 4 + 4 + 8 = 16 bytes a parameter. zero.py shares those out.
+A rank holds   all parameters, gradients and optimizer state: with Adam in fp32 4 + 4 + 8 = 16 bytes
+               per parameter, and 4 for the buckets unless gradients are views of them. zero.py
+               divides these among the ranks.
+It sends       per step 2 (P-1)/P bytes for each byte of gradients, the cost of an all-reduce (see
+               collectives.py), in one all-reduce per bucket
+Overlap        a bucket travels while backward computes the gradients of the next one
+PyTorch's      DistributedDataParallel does the same; the class below lists the differences
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
     torchrun --nproc-per-node 4 ddp.py      claimed and counted bytes; the error against one process
 """
 
+import math
 import weakref
 from collections import deque
 from contextlib import contextmanager
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -39,29 +42,32 @@ from collectives import (
 
 
 def average_gradients(module, group=None):
-    """After backward: make each gradient its mean over the group. Correct, and nothing overlaps."""
+    """After backward, replace each gradient by its mean over the group. Nothing overlaps."""
     for parameter in module.parameters():
         if parameter.requires_grad:
-            if parameter.grad is None:  # the other ranks may have one
+            if parameter.grad is None:  # unused here, but other ranks may have used it
                 parameter.grad = torch.zeros_like(parameter, dtype=grad_dtype(parameter))
             all_reduce(parameter.grad, ReduceOp.AVG, group)
 
 
 def grad_dtype(parameter):
-    """The dtype in which autograd adds up its gradients, such as 32 bits for a parameter of 16."""
+    """Return the dtype of the parameter's .grad: its own, unless its grad_dtype was set."""
     return parameter.grad_dtype or parameter.dtype
 
 
 class Bucket:
-    """A step further: gradients that travel together, once backward has made the last of them.
+    """One step further: gradients that are reduced together once the last of them is computed.
 
-    Make one for each part of the parameters before backward, and call finish() after it. What the
-    real one below adds: gradients are views of the buffer, not copies; all ranks send their buckets
-    in one order; some parameters may get no gradient, and some backward passes only add.
+    Create a bucket for each list of parameters before training, and call finish() after every
+    backward. The real bucket below adds three things: gradients can be views of its buffer instead
+    of copies, all ranks reduce their buckets in the same order, and a backward pass may leave some
+    parameters without a gradient, or only accumulate (no_sync).
     """
 
     def __init__(self, parameters, group=None):
-        self.parameters, self.group, self.waiting = parameters, group, set(parameters)
+        self.parameters = parameters
+        self.group = group
+        self.waiting = set(parameters)
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self.mark_ready)
 
@@ -82,63 +88,46 @@ class Bucket:
 # ---- tensors in one flat tensor ------------------------------------------------------------------
 
 
-def _aligned(elements):
-    """The next multiple of 64 elements, which are 128 bytes or more of any dtype of 16 bits up."""
+def aligned(elements):
+    """Round up to a multiple of 64 elements: at least 128 bytes of any dtype of 16 bits or more."""
     unit = ALIGNMENT // 2
     return -(-elements // unit) * unit
 
 
 class FlatLayout:
-    """Where tensors lie in one flat tensor, which is padded to `shards` equal parts.
+    """The places of tensors in one flat tensor.
 
-        | weight              |    | bias | | weight            |         |
-        | shard 0            | shard 1            | shard 2             |       shards = 3
+        | weight              |    | bias | | weight           |   |
 
-    Tensors and shards begin on multiples of 64 elements. After each tensor come fewer than 64 of
-    padding; after the last one at most 64 (shards - 1) more.
+    Each tensor begins on a multiple of 64 elements, so fewer than 64 of padding follow it.
+
+    sizes: the number of elements of each tensor and of the padding after it, in turn.
+    length: the number of elements of the flat tensor.
     """
 
-    def __init__(self, tensors, shards=1):
+    def __init__(self, tensors):
         self.shapes = [tensor.shape for tensor in tensors]
-        self.sizes = [tensor.numel() for tensor in tensors]
-        self._edges = [0]  # where a tensor begins, where its padding does, and so on
-        for size in self.sizes:
-            self._edges += self._edges[-1] + size, self._edges[-1] + _aligned(size)
-        self.shard_size = _aligned(-(-self._edges[-1] // shards))
-        self.length = self._edges[-1] = shards * self.shard_size
-
-    def _split(self, part, begin):
-        """The elements of each tensor and each padding, in turn, in a part of a flat tensor."""
-        edges = [min(max(0, edge - begin), len(part)) for edge in self._edges]
-        return part.split([end - begin for begin, end in pairwise(edges)])
+        self.sizes = []
+        for shape in self.shapes:
+            size = shape.numel()
+            self.sizes += size, aligned(size) - size
+        self.length = sum(self.sizes)
 
     def views(self, flat):
-        """Each tensor's elements of a flat one, in its shape."""
-        return [part.view(shape) for part, shape in zip(self._split(flat, 0)[::2], self.shapes)]
+        """Return the tensors, in their shapes, as views of a flat one."""
+        parts = flat.split(self.sizes)[::2]
+        return [part.view(shape) for part, shape in zip(parts, self.shapes)]
 
     def pack(self, tensors):
-        """The tensors in a new flat one, with zeros for padding."""
+        """Copy the tensors to a new flat one, with zeros for padding."""
         flat = tensors[0].new_zeros(self.length)
         for view, tensor in zip(self.views(flat), tensors):
             view.copy_(tensor.detach())
         return flat
 
-    def ranges(self, rank):
-        """[(begin, end)] of each tensor, flattened: where shard `rank` has elements, if it does."""
-        ranges = []
-        for start, size in zip(self._edges[::2], self.sizes):
-            begin = rank * self.shard_size - start
-            ends = begin, begin + self.shard_size
-            ranges.append(tuple(min(max(0, end), size) for end in ends))
-        return ranges
-
-    def pieces(self, shard, rank):
-        """Of shard `rank` itself: each tensor's elements that it has, of one dimension."""
-        return self._split(shard, rank * self.shard_size)[::2]
-
 
 def gradient_bytes(parameter):
-    """Bytes that a parameter's gradient takes in a bucket."""
+    """Return the bytes that a parameter's gradient occupies in a bucket, with its padding."""
     return FlatLayout([parameter]).length * grad_dtype(parameter).itemsize
 
 
@@ -146,134 +135,211 @@ def gradient_bytes(parameter):
 
 
 def fill_buckets(parameters, cap_bytes, kind):
-    """Lists of parameters whose gradients travel together, in the order in which they are complete.
+    """Divide parameters into buckets, sorted by when backward completes them.
 
-    parameters: in the order in which backward comes to them. kind(parameter): those of a bucket
-    have the same. A bucket has at most `cap_bytes` of gradients, or one parameter.
+    parameters: in the order in which backward computes their gradients.
+    cap_bytes: the largest size of a bucket's gradients; a larger parameter gets its own bucket.
+    kind: parameters share a bucket only if kind(parameter) is equal (their grad_dtype and group).
     """
-    filling, full, nbytes = {}, [], {p: gradient_bytes(p) for p in parameters}
+    buckets = []
+    filling = {}  # {kind: (the bucket that is being filled, its size in bytes)}
     for parameter in parameters:
-        bucket = filling.setdefault(kind(parameter), [])
-        if bucket and sum(nbytes[p] for p in (*bucket, parameter)) > cap_bytes:
-            full.append(bucket)
-            bucket = filling[kind(parameter)] = []
+        nbytes = gradient_bytes(parameter)
+        bucket, total = filling.get(kind(parameter), (None, math.inf))
+        if total + nbytes > cap_bytes:
+            bucket, total = [], 0
+            buckets.append(bucket)
         bucket.append(parameter)
+        filling[kind(parameter)] = bucket, total + nbytes
     position = {parameter: i for i, parameter in enumerate(parameters)}
-    return sorted(full + list(filling.values()), key=lambda bucket: position[bucket[-1]])
+    return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
 
 class GradBucket:
-    """Gradients that travel together: each is a view of one flat tensor.
+    """Gradients that are packed into one flat tensor and reduced together.
 
-    missing: the parameters whose gradients it waits for in this pass.
+    slots: {parameter: the view of the flat tensor that its gradient fills}.
+    as_views: make the slots the parameters' .grad, instead of copying the sums back to .grad.
+    missing: the parameters whose gradients have not arrived yet in this round.
     """
 
-    def __init__(self, parameters, group):
-        self.parameters, self.group, self.missing = parameters, group, set()
+    def __init__(self, parameters, group, as_views):
+        self.group = group
+        self.as_views = as_views
+        self.missing = set()
         layout = FlatLayout(parameters)
         self.flat = parameters[0].new_zeros(layout.length, dtype=grad_dtype(parameters[0]))
-        # in the order in memory that the parameters have, as fused optimizers expect
-        strides = [torch.empty_like(p, device="meta").stride() for p in parameters]
-        self.views = {
-            parameter: view.as_strided(view.shape, stride)
-            for parameter, view, stride in zip(parameters, layout.views(self.flat), strides)
-        }
+        self.slots = {}
+        for parameter, view in zip(parameters, layout.views(self.flat)):
+            # fused optimizers expect a gradient to have the memory order (strides) of its parameter
+            strides = torch.empty_like(parameter, device="meta").stride()
+            self.slots[parameter] = view.as_strided(view.shape, strides)
 
-    def take(self, parameter, divisor=1):
-        """Divide its gradient into its view, which becomes .grad; zeros, if there is none."""
-        view = self.views[parameter]
+    def take(self, parameter, divisor):
+        """Write gradient / divisor into the slot; a missing gradient counts as zero."""
+        slot = self.slots[parameter]
         if parameter.grad is None:
-            view.zero_()
-        elif parameter.grad is not view:
-            torch.div(parameter.grad, divisor, out=view)
-        elif divisor != 1:  # autograd has added to it in place
-            view.div_(divisor)
-        parameter.grad = view
+            parameter.grad = torch.zeros_like(slot)
+        if parameter.grad is not slot:
+            torch.div(parameter.grad, divisor, out=slot)
+        elif divisor != 1:  # autograd has accumulated into the slot itself
+            slot.div_(divisor)
+        if self.as_views:
+            parameter.grad = slot
 
     def reduce(self):
+        """Start to sum the bucket over the group."""
         self.work = all_reduce(self.flat, group=self.group, async_op=True)
+
+    def give_back(self):
+        """Wait for the sums and, if .grad is not a view of them, copy them to it."""
+        self.work.wait()
+        for parameter, slot in self.slots.items():
+            if parameter.grad is None or (self.as_views and parameter.grad is not slot):
+                raise RuntimeError("a hook or a second wrapper replaced .grad while it was reduced")
+        if not self.as_views:
+            torch._foreach_copy_([p.grad for p in self.slots], list(self.slots.values()))
 
 
 def reduce_in_order(queue, reduce):
-    """Call reduce() with the first of the queue as long as that waits for no gradient any more.
+    """Reduce the bucket at the front of the queue, and the next one, while the first is complete.
 
-    Autograd may finish gradients in another order on each rank, but collectives must be called in
-    the same one: what is complete waits for those before it.
+    Autograd may complete buckets in a different order on each rank, but all ranks must call
+    collectives in the same order. So a complete bucket waits for the ones before it.
     """
     while queue and not queue[0].missing:
         reduce(queue.popleft())
+
+
+class Reducer:
+    """Reduce gradients, bucket by bucket, in rounds. Each round covers all parameters once.
+
+        idle  -- start() -->  reducing: ready() for each gradient  -- finish() -->  idle
+
+    A round usually lasts as long as one backward. But a zero-bubble pipeline computes some weight
+    gradients after backward; its rounds begin and end when the pipeline says so.
+
+    buckets: in the order in which every rank reduces them.
+    queue: the buckets of this round that have not been sent yet.
+    """
+
+    def __init__(self, module, group_of, divisor, bucket_cap_mb, as_views):
+        self.module = module
+        self.divisor = divisor
+        # Backward runs from the last layer to the first, so buckets are filled in that order.
+        parameters = [p for p in module.parameters() if p.requires_grad][::-1]
+        kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
+        self.buckets = [
+            GradBucket(bucket, group_of(bucket[0]), as_views)
+            for bucket in fill_buckets(parameters, bucket_cap_mb * 2**20, kind)
+        ]
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.slots}
+        self.is_reducing = False
+        self.queue = deque()
+
+    def start(self, awaited=()):
+        """Begin a round. The gradients of all parameters that are not `awaited` are final."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad != (parameter in self.bucket_of):
+                raise RuntimeError(f"{name!r} was frozen, thawed or replaced after it was wrapped")
+        self.is_reducing = True
+        self.queue = deque(self.buckets)
+        for bucket in self.buckets:
+            bucket.missing = set(bucket.slots)
+        for parameter in self.bucket_of.keys() - set(awaited):
+            self.ready(parameter)
+
+    def ready(self, parameter):
+        """Take the parameter's gradient, which is final, and reduce buckets that are complete."""
+        bucket = self.bucket_of[parameter]
+        if parameter not in bucket.missing:
+            raise RuntimeError(f"two gradients in one backward, of {tuple(parameter.shape)}")
+        bucket.take(parameter, self.divisor)
+        bucket.missing.remove(parameter)
+        reduce_in_order(self.queue, GradBucket.reduce)
+
+    def finish(self):
+        """End the round: count missing gradients as zero, reduce the other buckets, and wait."""
+        if not self.is_reducing:
+            self.start()
+        for bucket in self.buckets:
+            for parameter in list(bucket.missing):
+                self.ready(parameter)
+        self.is_reducing = False
+        for bucket in self.buckets:
+            bucket.give_back()
 
 
 # ---- the module ----------------------------------------------------------------------------------
 
 
 class DistributedDataParallel(nn.Module):
-    """Wraps a module: `loss.backward()` leaves, on every rank, gradients averaged over the group.
+    """Wrap a module so that `loss.backward()` averages its gradients over the group.
 
-    Parameters and buffers start as the group's first rank's. Outside of no_sync() every backward()
-    that reaches a parameter reduces; torch.autograd.grad() does not. Where it differs from
-    torch.nn.parallel's:
+    Parameters and buffers are copied from the group's first rank on construction. Every backward()
+    that reaches a parameter reduces the gradients, except inside no_sync(); torch.autograd.grad()
+    never does. Differences from torch.nn.parallel.DistributedDataParallel:
 
-    - A parameter that a rank's loss does not reach counts as zero there, and no gradient is None:
-      optimizers move unused parameters, too, by decay and momentum. A rank whose loss reaches no
-      parameter at all calls finish_grad_sync() in place of backward().
-    - Backward decides whether it reduces, not forward: no_sync() goes around backward().
-      `require_backward_grad_sync`, which it sets to False, may also be set by hand.
-    - Buckets keep the order in which the module has its parameters, last to first. PyTorch's follow
-      the order in which gradients came in the first step, and begin with a small one.
-    - What may be copied and saved is the module, not its wrapper.
+    - A parameter that no rank's loss uses has a zero gradient instead of None, so weight decay and
+      momentum move it. A rank whose loss uses no parameter at all calls finish_grad_sync() in place
+      of backward().
+    - Whether gradients are reduced is decided in backward, not in forward: no_sync() belongs around
+      backward(). It sets `require_backward_grad_sync`, which may also be set by hand.
+    - Buckets follow the order of the module's parameters, from last to first, for the whole
+      training. PyTorch makes the first one small and, unless it looks for unused parameters,
+      rebuilds them after the first step in the order in which gradients arrived.
+    - Copy and save the wrapped module, not the wrapper.
 
-    bucket_cap_mb: a bucket has at most so many MiB of gradients, all of one dtype: the grad_dtype
-        that their parameters have when they are wrapped.
-    broadcast_buffers: buffers become the first rank's before the first forward pass, and before one
-        that follows a reduction or, as PyTorch's, a pass with gradients outside no_sync().
-    gradient_divide_factor: gradients are divided by it, and summed; by default the group's size; 1
-        where each rank's loss is its part of the whole batch's. With another than the group's size
-        call zero_grad() before each reduction: it reduces again what .grad has, which leaves a mean
-        as it is and makes a sum P times as large.
-    wait_in_backward: if False, backward() only starts the reductions, and finish_grad_sync() ends
-        them, once after all backwards that add to the sums.
-    groups: {parameter: group} of parameters with fewer replicas, such as an expert's; each a subset
-        of process_group's ranks.
-    find_unused_parameters, device_ids: accepted, as PyTorch's has them. Unused parameters are
-        always found, and the module stays where it is.
+    bucket_cap_mb: the largest size of a bucket in MiB; a larger parameter gets its own bucket.
+    broadcast_buffers: copy the first rank's buffers to all ranks before the first forward pass, and
+        before each one that follows a reduction or, as in PyTorch, a forward pass in grad mode
+        outside no_sync().
+    gradient_as_bucket_view: make .grad a view of its bucket, which saves a copy and its memory. But
+        a script must not keep gradients, because the next backward overwrites them.
+    gradient_divide_factor: what the sum of the gradients is divided by. The default is the group's
+        size P; use 1 if each rank's loss is already its share of the whole batch's loss. Then call
+        zero_grad() after each reduction: the next one includes what .grad already holds, which
+        does not change if it is averaged, but grows by P / gradient_divide_factor.
+    wait_in_backward: if False, backward() only starts the reductions. Call finish_grad_sync() once
+        after the last backward pass.
+    groups: {parameter: group} for parameters with fewer replicas, such as an expert's. Each group
+        is a subset of process_group. Their sums are divided by the same factor as all others.
+    device_ids, output_device, find_unused_parameters, static_graph: accepted for compatibility.
+        Inputs are not moved to a device, and unused parameters are always found.
 
-    Raises ValueError, on every rank, for modules that differ between ranks. RuntimeError in
-    backward for parameters frozen or thawed since, for two gradients of one parameter, for a second
-    wrapper of the module and for create_graph; in forward after a backward that has failed.
+    Raises ValueError on every rank if the ranks' modules differ. backward() raises RuntimeError if
+    a parameter was frozen or unfrozen after wrapping, for sparse gradients and create_graph=True,
+    and if a gradient is replaced or computed twice in one pass; so does forward() after a backward
+    pass that failed, unless wait_in_backward is False.
     """
 
     def __init__(
-        self, module, process_group=None, bucket_cap_mb=25, find_unused_parameters=True,
-        broadcast_buffers=True, gradient_divide_factor=None, wait_in_backward=True, groups=None,
-        device_ids=None,
-    ):
+        self, module, device_ids=None, output_device=None, *, process_group=None, bucket_cap_mb=25,
+        broadcast_buffers=True, find_unused_parameters=True, gradient_as_bucket_view=False,
+        static_graph=False, gradient_divide_factor=None, wait_in_backward=True, groups=None,
+    ):  # fmt: skip
         super().__init__()
-        self.module, self.process_group = module, process_group
-        self.broadcast_buffers, self.wait_in_backward = broadcast_buffers, wait_in_backward
-        group_of = lambda parameter: (groups or {}).get(parameter, process_group)
-        self.divisor = gradient_divide_factor or dist.get_world_size(process_group)
+        self.module = module
+        self.process_group = process_group
+        self.broadcast_buffers = broadcast_buffers
+        self.wait_in_backward = wait_in_backward
         check_whole(module.parameters())
         check_parameters([*module.named_parameters(), *module.named_buffers()], process_group)
+        group_of = lambda parameter: (groups or {}).get(parameter, process_group)
         for parameter in module.parameters():
             broadcast_first([parameter], group_of(parameter))
         broadcast_first(module.buffers(), process_group)
-        # Backward runs from the last layer to the first, which is the order buckets should fill in.
-        trained = [p for p in module.parameters() if p.requires_grad][::-1]
-        kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
-        self.buckets = [
-            GradBucket(parameters, group_of(parameters[0]))
-            for parameters in fill_buckets(trained, int(bucket_cap_mb * 2**20), kind)
-        ]
-        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self.require_backward_grad_sync = self._buffers_may_differ = True
-        self._queue, self._running = deque(), False
-        self._expected = False  # whether gradients of a forward pass wait for a reduction
-        for parameter in trained:
+        divisor = gradient_divide_factor or dist.get_world_size(process_group)
+        self.reducer = Reducer(module, group_of, divisor, bucket_cap_mb, gradient_as_bucket_view)
+        self.require_backward_grad_sync = True
+        self._buffers_may_differ = True  # if they do, the next forward pass copies the first rank's
+        self._expects_backward = False  # whether a forward pass still awaits its reduction
+        self._ends_with_backward = False  # whether the end of backward also ends the round
+        for parameter in self.reducer.bucket_of:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
 
     def forward(self, *args, **kwargs):
-        if self._running and self.wait_in_backward:
+        if self.reducer.is_reducing and self.wait_in_backward:
             raise RuntimeError(
                 "the last backward has not ended. If it failed, finish_grad_sync() ends it, on "
                 "every rank; then zero the gradients"
@@ -281,112 +347,101 @@ class DistributedDataParallel(nn.Module):
         if self.broadcast_buffers and self._buffers_may_differ:
             broadcast_first(self.module.buffers(), self.process_group)
         self._buffers_may_differ = torch.is_grad_enabled() and self.require_backward_grad_sync
-        self._expected = self._expected or torch.is_grad_enabled()
+        self._expects_backward = self._expects_backward or torch.is_grad_enabled()
         return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self):
-        """Backward inside only adds to this rank's gradients; the next outside reduces the sum."""
+        """Accumulate gradients locally; the next backward() outside reduces their sum."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
             self.require_backward_grad_sync = before
 
-    # -- backward
-    #
-    # when                           who                   what
-    # the first gradient is there    start_grad_sync()     each bucket waits for its gradients
-    # a gradient is there            _gradient_ready()     complete buckets leave, in their order
-    # backward is over               finish_grad_sync()    the rest leaves; all sums are waited for
-
     @torch.no_grad()
     def _gradient_ready(self, parameter):
-        """A hook: autograd has added to the parameter's .grad."""
-        if parameter.grad is not None and parameter.grad.requires_grad:
-            raise RuntimeError("create_graph=True: gradients of gradients are not reduced")
-        bucket = self._bucket_of[parameter]
+        """Hook, called after autograd has accumulated into the parameter's .grad."""
+        gradient = parameter.grad
+        if gradient is not None and (gradient.is_sparse or gradient.requires_grad):
+            raise RuntimeError("sparse gradients and create_graph=True are not supported")
         if not self.require_backward_grad_sync:
-            bucket.take(parameter)
             return
-        if not self._running:
-            self.start_grad_sync(awaited=self._bucket_of)
-            self._ends_with_backward = self.wait_in_backward  # which began it, and no caller
-        if parameter not in bucket.missing:
-            raise RuntimeError(f"two gradients in one backward, of {tuple(parameter.shape)}")
-        self._complete(parameter)
+        if not self.reducer.is_reducing:
+            self.reducer.start(awaited=self.reducer.bucket_of)
+            self._ends_with_backward = self.wait_in_backward
+        self.reducer.ready(parameter)
         if self._ends_with_backward:
-            # Private: no public hook runs once all gradients of a pass are there. By each gradient:
-            # a nested pass, a reentrant checkpoint's, runs its callbacks at its own end.
+            # Private API: no public hook runs at the end of backward. Every gradient queues a
+            # callback, because a nested backward (reentrant checkpoint) runs those queued inside
+            # it at its own end.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _complete(self, parameter):
-        bucket = self._bucket_of[parameter]
-        bucket.take(parameter, self.divisor)
-        bucket.missing.discard(parameter)
-        reduce_in_order(self._queue, GradBucket.reduce)
-
     def _end_backward(self):
-        # Private: the pass of a reentrant checkpoint ends inside of a node of the one around it.
+        # Private API: the current node is None only where the outermost backward ends.
         is_last = torch._C._current_autograd_node() is None
-        if self._running and (is_last or not self._queue):
+        if self.reducer.is_reducing and (is_last or not self.reducer.queue):
             self.finish_grad_sync()
 
     @torch.no_grad()
     def start_grad_sync(self, awaited=()):
-        """Reduce the gradients that are there; those `awaited`, by a W, once they are added to."""
-        for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad != (parameter in self._bucket_of):
-                raise RuntimeError(f"{name!r} was frozen, thawed or replaced after it was wrapped")
-        self._queue, self._running, self._ends_with_backward = deque(self.buckets), True, False
-        for bucket in self.buckets:
-            bucket.missing = set(bucket.parameters)
-        for parameter in self._bucket_of.keys() - set(awaited):
-            self._complete(parameter)
+        """Reduce all gradients that are not `awaited`, and these as they arrive.
+
+        Backward does not end this round of reductions; finish_grad_sync() does.
+        """
+        self._ends_with_backward = False
+        self.reducer.start(awaited)
 
     @torch.no_grad()
     def finish_grad_sync(self):
-        """Reduce what is left, gradients that did not come as zero, and wait for all sums."""
-        if not self._running and not self._expected:
-            return
-        if not self._running:
-            self.start_grad_sync()
-        for bucket in self.buckets:
-            for parameter in list(bucket.missing):
-                self._complete(parameter)
-        self._running, self._expected, self._buffers_may_differ = False, False, True
-        for bucket in self.buckets:
-            bucket.work.wait()
-        if any(p.grad is not bucket.views[p] for p, bucket in self._bucket_of.items()):
-            raise RuntimeError(
-                "a gradient was taken while it was reduced: by a second wrapper of the module, or "
-                "by a hook of a parameter"
-            )
+        """Reduce what has not been reduced yet, missing gradients as zero, and wait for all."""
+        if self.reducer.is_reducing or self._expects_backward:
+            self._expects_backward = False
+            self._buffers_may_differ = True
+            self.reducer.finish()
 
     def __getstate__(self):
         raise RuntimeError("a wrapper is not copied or pickled: copy its module, and wrap the copy")
 
 
 def check_whole(parameters):
-    """ValueError for pieces, of which no rank has a replica."""
+    """Raise ValueError if zero.py has sharded a parameter, so that no rank has all of it."""
     if any(hasattr(parameter, "whole_shape") for parameter in parameters):
         raise ValueError("FullyShardedDataParallel has cut these parameters: wrap a model once")
 
 
 def broadcast_first(tensors, group):
-    """Give all ranks of the group what its first one has."""
+    """Copy the tensors of the group's first rank to all of its ranks."""
     source = dist.get_global_rank(group or dist.group.WORLD, 0)
     for tensor in tensors:
         broadcast(tensor, source, group)
 
 
 def weakly(method):
-    """A hook that calls `method` as long as its object lives.
+    """Return a hook that calls `method` only while its object is alive.
 
-    A parameter whose hook held the object that holds the parameter would never be freed.
+    A parameter whose hook held the wrapper, which holds the parameter, would never be freed.
     """
     reference = weakref.WeakMethod(method)
-    return lambda *arguments: (alive := reference()) and alive(*arguments)
+
+    def hook(*arguments):
+        alive = reference()
+        if alive is not None:
+            alive(*arguments)
+
+    return hook
+
+
+# ---- cost ----------------------------------------------------------------------------------------
+
+
+def ddp_bytes(module, world_size):
+    """Return the bytes that a rank sends per step to all-reduce all gradients once.
+
+    This is the mean over the ranks, which differ slightly where P does not divide a bucket.
+    """
+    nbytes = sum(gradient_bytes(p) for p in module.parameters() if p.requires_grad)
+    return all_reduce_bytes(nbytes, world_size)
 
 
 # ---- one norm ------------------------------------------------------------------------------------
@@ -394,11 +449,12 @@ def weakly(method):
 
 @torch.no_grad()
 def get_total_norm(tensors, groups=()):
-    """The 2-norm of all elements that the ranks of the groups have together.
+    """Return the 2-norm of all elements that the ranks of the groups jointly hold.
 
-    A float64 scalar on the device, for which the host does not wait. tensors: a list of one or
-    more, of any size; a norm may stand for the tensors it is of. groups: sums go over one after the
-    other, as over a grid's axes.
+    The result is a float64 scalar on the device; the host does not wait for it.
+
+    tensors: at least one, of any size. A norm may replace the tensors it covers.
+    groups: the squares are summed over each of these groups in turn, as over the axes of a grid.
     """
     norms = [tensors[0].new_zeros(1, dtype=torch.float64)]
     for dtype, alike in _by_dtype(tensors):
@@ -412,33 +468,20 @@ def get_total_norm(tensors, groups=()):
 
 @torch.no_grad()
 def clip_grads_with_norm_(tensors, max_norm, total_norm):
-    """Scale tensors, whose norm is `total_norm`, to a norm of at most `max_norm`."""
+    """Scale the tensors, whose joint norm is `total_norm`, to a norm of at most `max_norm`."""
     coefficient = (max_norm / (total_norm + 1e-6)).clamp(max=1)
     for dtype, alike in _by_dtype(tensors):
-        # of 16-bit gradients each element is rounded, once, and the coefficient not
+        # a 16-bit coefficient would add its own rounding error to that of every element
         torch._foreach_mul_(alike, coefficient.to(torch.promote_types(dtype, torch.float32)))
 
 
 def _by_dtype(tensors):
-    """(dtype, [the tensors that have it and some elements]): one kernel takes tensors of one."""
+    """Group non-empty tensors by dtype, since a _foreach kernel takes a single dtype."""
     alike = {}
     for tensor in tensors:
         if tensor.numel():
             alike.setdefault(tensor.dtype, []).append(tensor)
     return alike.items()
-
-
-# ---- cost ----------------------------------------------------------------------------------------
-
-
-def ddp_bytes(module, world_size):
-    """Bytes that one rank sends in a step: every trainable parameter's gradient, all-reduced once.
-
-    Each is padded to 64 elements. Ranks differ a little where P does not divide a bucket; this is
-    their mean.
-    """
-    nbytes = sum(gradient_bytes(p) for p in module.parameters() if p.requires_grad)
-    return all_reduce_bytes(nbytes, world_size)
 
 
 # ---- demonstration -------------------------------------------------------------------------------
@@ -447,9 +490,8 @@ def ddp_bytes(module, world_size):
 def _demonstrate():
     rank, world_size = rank_and_size()
     torch.manual_seed(0)
-    # 480 x 480: P = 1 to 6 divide it into parts of whole 128 bytes
-    layers = [nn.Sequential(nn.Linear(480, 480, bias=False), nn.GELU()) for _ in range(4)]
-    module = nn.Sequential(*layers).double()
+    # 480 x 480 elements divide into multiples of 128 bytes for P = 1 to 6
+    module = nn.Sequential(*[nn.Linear(480, 480, bias=False) for _ in range(4)]).double()
     inputs = torch.randn(8 * world_size, 480, dtype=torch.float64)
     whole = torch.autograd.grad(module(inputs).square().mean(), list(module.parameters()))
     model = DistributedDataParallel(module, bucket_cap_mb=2)
@@ -457,11 +499,8 @@ def _demonstrate():
         model(inputs.chunk(world_size)[rank]).square().mean().backward()
     error = max((p.grad - g).abs().max().item() for p, g in zip(module.parameters(), whole))
     if rank == 0:
-        claimed, buckets = ddp_bytes(module, world_size), len(model.buckets)
-        print(
-            f"{world_size} ranks, {buckets} buckets: "
-            f"claimed {claimed} bytes, counted {traffic.bytes('all_reduce')}"
-        )
+        claimed, counted = ddp_bytes(module, world_size), traffic.bytes("all_reduce")
+        print(f"{len(model.reducer.buckets)} buckets, claimed {claimed} bytes, counted {counted}")
         print(f"largest difference from one process's gradients: {error:.1e}")
 
 

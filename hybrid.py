@@ -675,6 +675,7 @@ def wrap(args, mesh, chunks, experts):
     if not args.zero:
         options |= {"process_group": mesh.dp_cp_group, "broadcast_buffers": False}
         options["groups"] = dict.fromkeys(experts, mesh.expert_dp_group)
+        options["gradient_as_bucket_view"] = True  # nothing keeps gradients past their step
         return [DistributedDataParallel(chunk, **options) for chunk in chunks]
     if args.dtype == "bf16":
         options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -684,10 +685,11 @@ def wrap(args, mesh, chunks, experts):
     of_experts = set(experts)
     stages = []
     for chunk in chunks:
-        for name in shards_of(chunk):  # kept apart from copies, which all of tp must cut alike
-            parameter = chunk.get_parameter(name)
-            if parameter not in of_experts:  # over tp, experts may be copies
-                parameter.sharded = True
+        # What is split over tp stays apart from copies, which all of tp must cut alike; experts may
+        # be copies. So does the tied weight: the stages of pp must cut their copies alike, and its
+        # gradient, complete at the end of backward, takes memory only then.
+        names = [name for name in shards_of(chunk) if args.tp > 1 or ".h." not in name]
+        options["apart"] = {chunk.get_parameter(name) for name in names} - of_experts
         units = chunk.transformer["h"].values()
         stages.append(FullyShardedDataParallel(chunk, units=units, stage=args.zero, **options))
     return stages

@@ -504,9 +504,9 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
 def part_of(parameter):
     """(Shape of this rank's part, its first element that is here).
 
-    ZeRO leaves a flat piece of the part: a parameter with `whole_shape`, the part's, and `first`.
+    ZeRO leaves a flat piece of the part: a parameter with `whole_shape`, the part's, and `offset`.
     """
-    return getattr(parameter, "whole_shape", parameter.shape), getattr(parameter, "first", 0)
+    return getattr(parameter, "whole_shape", parameter.shape), getattr(parameter, "offset", 0)
 
 
 def rows_held(parameter, shard=None):

@@ -1,7 +1,7 @@
-"""All claims, counted anew: `python tests/claims.py` prints them, --write into tests/RESULTS.md.
+"""Count all claims anew: `python tests/claims.py` prints RESULTS.md, --write writes its tables.
 
-Each row has a formula of the literature, its value worked out here by plain arithmetic, what four
-ranks counted, and the test that holds it in every size.
+Each row has a formula of the literature, its value by plain arithmetic, what four ranks counted,
+and the test that holds the claim for all sizes.
 """
 
 import sys
@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import hybrid
@@ -35,7 +36,7 @@ N, K = 96, 2  # tokens of a rank, experts that each uses
 
 
 def _sent(function, *arguments):
-    """Bytes that this rank sends in a call."""
+    """Return the bytes that this rank sends in a call."""
     with least_bytes(), count_bytes() as traffic:
         function(*arguments)
     return traffic.bytes()
@@ -50,12 +51,16 @@ def _collectives():
     }
 
 
-def _replicas(stage):
-    """(bytes that a step sends, bytes held per parameter) of replicas of four matrices of 480."""
+def _replicas(stage, *groups):
+    """Return the bytes that a step of four 480 x 480 matrices sends, and those held per parameter.
+
+    groups: the ranks that share shards, and the ranks that hold copies of a shard (HSDP).
+    """
     net = nn.Sequential(*[nn.Linear(480, 480, bias=False) for _ in range(4)])
     count = sum(parameter.numel() for parameter in net.parameters())
     if stage:
-        model = FullyShardedDataParallel(net, units=net, stage=stage)
+        shards, copies = groups or (None, None)
+        model = FullyShardedDataParallel(net, shards, net, stage, replicate_group=copies)
     else:
         model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -69,14 +74,21 @@ def _replicas(stage):
     step()
     sent = _sent(step)
     optimizer.zero_grad()
-    # of several backwards all but the last: in stage 1 whole gradients add up, in 2 and 3 shards
+    # a backward that is not the last: stage 1 holds whole gradients, stages 2 and 3 shards
     with model.no_sync() if stage == 1 else nullcontext():
         model(torch.ones(1, 480)).sum().backward()
     return sent, memory_ledger(model, optimizer).total() / count
 
 
+def _two_by_two():
+    """Return this rank's group of a pair that shares shards, and of a pair that copies them."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    return pairs[rank // 2], pairs[2 + rank % 2]
+
+
 def _layer(mode="none", **options):
-    """(bytes that a layer sends, forward and backward; bytes that it keeps, but for its norms)."""
+    """Return the bytes that a layer sends, and those that it keeps, without its norms'."""
     _, tp = rank_and_size()
     sequence_parallel = options.get("sequence_parallel", False)
     layer = TransformerLayer(H, A, p=0.1, mode=mode, **options).bfloat16()
@@ -96,16 +108,17 @@ def _context(method):
 
 def _experts():
     rank, _ = rank_and_size()
-    experts = (torch.arange(N * K).view(N, K) + rank) % P  # as many tokens for each
+    experts = (torch.arange(N * K).view(N, K) + rank) % P  # an even load
     x = torch.zeros(N, H)
     return _sent(dispatch_and_combine, x, experts, torch.ones(N, K), P, lambda rows, load: rows)
 
 
 def count():
-    """{what: number} of this rank."""
+    """Return {what: number} of this rank."""
     found = _collectives()
     for stage in range(4):
         found[f"bytes {stage}"], found[f"held {stage}"] = _replicas(stage)
+    found["bytes hsdp"], found["held hsdp"] = _replicas(3, *_two_by_two())
     sequence = {"sequence_parallel": True}
     found["tp"], found["kept"] = _layer()
     found["sp"], found["kept sp"] = _layer(**sequence)
@@ -117,35 +130,34 @@ def count():
 
 
 def rows():
-    """[(claim, formula, its value, counted, file of its test, words in the name of its test)]
-
-    n, D: bytes of the tensor, of all gradients; F and B = 2F: a rank's forward and backward.
-    """
+    """Return [(claim, formula, value, counted, file of its test, words of the test's name)]."""
     found, crossing, sbh = run(P, count)[0], (P - 1) / P, S * B * H
     n, D, scores = 1 << 20, 4 * 4 * 480 * 480, 5 * A * S / H
     kv, tokens = 2 * sbh // P, N * K * H
-    small, zero = n // 4, ("zero", "2_2_2_and_3")
+    small, zero, papers = n // 4, ("zero", "2_2_2_and_3"), ("collectives", "bytes_of_the_papers")
     gathered, ulysses = "allgather_attention", "ulysses_attention"
     held, kept = ("zero", "holds_16"), ("sequence_parallel", "bytes_of_the_paper")
     layer, context = ("tensor_parallel", "8_b_s_h"), ("context_parallel", "what_its_formula")
     table = [
         ("all-gather", "n(P-1)/P", n * crossing, "gather", "collectives", "bytes_of_the_formulas"),
-        ("ring all-reduce", "2n(P-1)/P", 2 * small * crossing, "ring", "collectives", "bytes_of_the_papers"),
-        ("recursive doubling", "n log2 P", small * 2, "doubling", "collectives", "bytes_of_the_papers"),
+        ("ring all-reduce", "2n(P-1)/P", 2 * small * crossing, "ring", *papers),
+        ("recursive doubling", "n log2 P", small * 2, "doubling", *papers),
         ("data parallelism", "2D(P-1)/P", 2 * D * crossing, "bytes 0", "ddp", "around_the_ring"),
         ("ZeRO-1", "2D(P-1)/P", 2 * D * crossing, "bytes 1", *zero),
         ("ZeRO-2", "2D(P-1)/P", 2 * D * crossing, "bytes 2", *zero),
         ("ZeRO-3", "3D(P-1)/P", 3 * D * crossing, "bytes 3", *zero),
-        ("memory per parameter", "4 + 4 + 8", 16, "held 0", *held),
-        ("with ZeRO-1", "4 + 4 + 8/P", 10, "held 1", *held),
-        ("with ZeRO-2", "4 + (4 + 8)/P", 7, "held 2", *held),
-        ("with ZeRO-3", "(4 + 4 + 8)/P", 4, "held 3", *held),
-        ("a layer of tp", "8bsh(P-1)/P, each 4 bytes", 32 * sbh * crossing, "tp", *layer),
-        ("a layer of tp + sp", "10bsh(P-1)/P", 40 * sbh * crossing, "sp", *layer),
-        ("it keeps, tp", "sbh(10 + 24/P + 5as/hP)", sbh * (16 + scores / P), "kept", *kept),
-        ("tp + sp", "sbh(34 + 5as/h)/P", sbh * (34 + scores) / P, "kept sp", *kept),
-        ("the scores again", "34sbh/P", 34 * sbh / P, "kept selective", *kept),
-        ("all again", "2sbh/P", 2 * sbh / P, "kept full", *kept),
+        ("HSDP, 2 shards x 2 copies", "3D/2 + 2(D/2)/2", 2 * D, "bytes hsdp", "zero", "across"),
+        ("bytes held per fp32 parameter", "4 + 4 + 8", 16, "held 0", *held),
+        ("by ZeRO-1", "4 + 4 + 8/P", 10, "held 1", *held),
+        ("by ZeRO-2", "4 + (4 + 8)/P", 7, "held 2", *held),
+        ("by ZeRO-3", "(4 + 4 + 8)/P", 4, "held 3", *held),
+        ("by HSDP", "(4 + 4 + 8)/2", 8, "held hsdp", *held),
+        ("sent by a layer, tp", "8bsh(P-1)/P, each 4 bytes", 32 * sbh * crossing, "tp", *layer),
+        ("sent by a layer, tp + sp", "10bsh(P-1)/P", 40 * sbh * crossing, "sp", *layer),
+        ("kept by a layer, tp", "sbh(10 + 24/P + 5as/hP)", sbh * (16 + scores / P), "kept", *kept),
+        ("kept, tp + sp", "sbh(34 + 5as/h)/P", sbh * (34 + scores) / P, "kept sp", *kept),
+        ("kept, tp + sp, scores recomputed", "34sbh/P", 34 * sbh / P, "kept selective", *kept),
+        ("kept, tp + sp, all recomputed", "2sbh/P", 2 * sbh / P, "kept full", *kept),
         ("cp by all-gather", "keys, values x (P-1)", 4 * kv * (P - 1), gathered, *context),
         ("cp by a ring", "the same", 4 * kv * (P - 1), "ring_attention", *context),
         ("cp by Ulysses", "4bsh/P x (P-1)/P", 16 * sbh / P * crossing, ulysses, *context),
@@ -169,87 +181,101 @@ SCHEDULED = {  # bubble of P = 4 stages and m = 8, F = W = 1 and B = 2, and most
 }
 
 
-# layouts as they were trained, by the flags of plan.py; TFLOP/s of a GPU, if known, of
-# Megatron-LM's GPTs with those of recomputation
-PUBLISHED = {
-    "gpt-7.5b --gpus 128 --gpu a100 --batch-size 512 --tp 4 --pp 1": 142,
-    "gpt-145.6b --gpus 1536 --gpu a100 --batch-size 2304 --tp 8 --pp 8 --schedule interleaved": 148,
-    "gpt-1008.0b --gpus 3072 --gpu a100 --batch-size 3072 --tp 8 --pp 64 --schedule 1f1b": 163,
-    "llama3-405b --gpus 8192 --gpu h100 --tp 8 --pp 16": 430,
-    "llama3-405b --gpus 16384 --gpu h100 --tp 8 --pp 16": 400,
-    "llama3-405b --gpus 16384 --gpu h100 --seq-len 131072 --tp 8 --pp 16 --cp 16": 380,
-    "deepseek-v3 --gpus 2048 --gpu h800 --tp 1 --pp 16 --ep 64 --schedule dualpipe": None,
-    "kimi-k2 --gpus 2048 --gpu h800 --tp 1 --pp 16 --ep 16 --schedule interleaved": None,
-    "glm-5 --gpus 2048 --gpu h800 --tp 1 --schedule interleaved --zero 2 --cp 2": None,
-    "mixtral-8x22b --gpus 128 --gpu h100 --tp 4 --pp 4 --ep 8": None,
-    "gemma2-27b --gpus 6144 --gpu tpu-v5p --batch-size 3072 --tp 2 --pp 1 --zero 3": None,
-}
+# source | flags of plan.py that it gives | flags filled in here | what a GPU reached
+PUBLISHED = """\
+Narayanan 2021 | gpt-7.5b --gpus 128 --batch-size 512 --tp 4 --pp 1 OF_2021 | | 142 TFLOP/s
+Narayanan 2021 | gpt-145.6b --gpus 1536 --batch-size 2304 --tp 8 --pp 8 --schedule interleaved \
+OF_2021 | | 148 TFLOP/s
+Narayanan 2021 | gpt-1008.0b --gpus 3072 --batch-size 3072 --tp 8 --pp 64 --schedule 1f1b \
+OF_2021 | | 163 TFLOP/s
+Llama 3 2024 | llama3-405b --gpus 8192 --gpu h100 --tp 8 --cp 1 --pp 16 | | 430 TFLOP/s
+Llama 3 2024 | llama3-405b --gpus 16384 --gpu h100 --tp 8 --cp 1 --pp 16 | | 400 TFLOP/s
+Llama 3 2024 | llama3-405b --gpus 16384 --gpu h100 --seq-len 131072 --tp 8 --cp 16 --pp 16 \
+| | 380 TFLOP/s
+DeepSeek-V3 2024 | deepseek-v3 --gpus 2048 --gpu h800 --batch-size 15360 --tp 1 --cp 1 --pp 16 \
+--ep 64 --schedule dualpipe --zero 1 | | 1,543 tokens/s
+Kimi K2 2025 | kimi-k2 --gpu h800 --tp 1 --cp 1 --pp 16 --ep 16 --schedule interleaved --zero 1 \
+| --gpus 2048 --batch-size 4096 |
+GLM-5 2026 | glm-5 --schedule interleaved --zero 2 \
+| --gpus 2048 --gpu h800 --batch-size 4096 --tp 1 --cp 2 |
+NVIDIA 2024 | mixtral-8x22b --gpus 128 --gpu h100 --batch-size 256 --tp 4 --cp 1 --pp 8 \
+--schedule interleaved --chunks 7 --microbatches 64 --zero 1 | --ep 8 |
+Gemma 2 2024 | gemma2-27b --gpus 6144 --gpu tpu-v5p --tp 8 --cp 1 --pp 1 --zero 3 \
+| --batch-size 1536 |
+Solar Open 2026 | solar-open --gpus 128 FSDP | --batch-size 1024 | 5,500 tokens/s
+Solar Open 2026 | solar-open --gpus 480 FSDP | --batch-size 3840 | 4,267 tokens/s
+Solar Open 2026 | solar-open --gpus 480 FSDP --replicate 6 | --batch-size 3840 | 5,400 tokens/s
+"""
+FSDP = "--gpu b200 --tp 1 --cp 1 --pp 1 --ep 1 --zero 3 --recompute full"
+PUBLISHED = PUBLISHED.replace("OF_2021", "--gpu a100 --cp 1 --zero 0 --recompute full")
+PUBLISHED = PUBLISHED.replace("FSDP", FSDP).splitlines()
+CHOICES = "pp", "ep", "chunks", "microbatches", "zero", "recompute"  # of the planner
+
+
+def answer(flags):
+    """Return plan.py's flags, its best Plan, and the tokens/s per GPU."""
+    args = plan.parse(f"--model {flags}".split())
+    (best,) = plan.best_plans(args, 1)
+    return args, best, args.batch_size * args.seq_len / args.gpus / best.step
 
 
 def published():
-    """What plan.py answers to them, in Markdown."""
-    lines = ["| `python tests/plan.py --model` | answer | GB | TFLOP/s | reached |"]
-    lines += ["|---|---|---|---|---|"]
-    for flags, reached in PUBLISHED.items():
-        flags += "" if "--cp" in flags else " --cp 1"
-        flags += " --zero 0 --recompute full" if "gpt" in flags else ""
-        args = plan.parse(f"--model {flags}".split())
-        config, (best, *_) = plan.config_of(args), plan.best_plans(args, 1)
-        tokens, of = args.batch_size * args.seq_len / args.gpus, best.layout
+    """Return the table of PUBLISHED beside what plan.py answers, in Markdown."""
+    lines = ["| source | published | filled in | answer | GB | TFLOP/s | tokens/s | reached |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for row in PUBLISHED:
+        source, given, filled_in, reached = (cell.strip() for cell in row.split("|"))
+        args, best, tokens = answer(f"{given} {filled_in}")
         # as they count: with what is recomputed, or with the half of scores that a mask leaves
-        flops = hybrid.flops_per_token(config)
-        scores = 3 * args.layers * hybrid.forward_flops(config, 0)[1]
-        flops = 4 / 3 * flops if "gpt" in flags else flops - scores / 2
-        tflops = flops * tokens / best.step / 1e12
-        name = f"{of.schedule} {of.chunks}, " if of.schedule == "interleaved" else ""
-        chosen = [(axis, getattr(of, axis)) for axis in ("pp", "ep") if f"--{axis}" not in flags]
-        name += "".join(f"{axis} {degree}, " for axis, degree in chosen if degree > 1)
-        answer = f"{name}m {of.microbatches}, ZeRO {of.zero}, recompute {of.recompute}"
-        numbers = f"{best.held / 1e9:.0f} | {tflops:.0f} | {reached or ''}"
-        lines.append(f"| `{flags}` | {answer} | {numbers} |")
+        flops = hybrid.flops_per_token(plan.config_of(args))
+        scores = 3 * args.layers * hybrid.forward_flops(plan.config_of(args), 0)[1]
+        flops = 4 / 3 * flops if "gpt" in given else flops - scores / 2
+        choices = {name: getattr(best.layout, name) for name in CHOICES if name not in args.given}
+        in_use = [name for name in choices if name in CHOICES[3:] or choices[name] > 1]
+        chosen = ", ".join(f"{name} {choices[name]}" for name in in_use)
+        cells = source, f"`{given}`", f"`{filled_in}`" * bool(filled_in), chosen
+        cells += f"{best.held / 1e9:.0f}", f"{tokens * flops / 1e12:.0f}", f"{tokens:,.0f}", reached
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def block():
-    """The tables and timelines, in Markdown."""
-    lines = ["| claim, of 4 ranks | formula | value | counted | test |", "|---|---|---|---|---|"]
-    for claim, text, value, found, file, words in rows():
-        lines.append(f"| {claim} | {text} | {value:,.0f} | {found:,.0f} | `{file}`: {words} |")
-    lines += ["", "| schedule | bubble | value | counted | activations | value | counted |"]
+def claims():
+    """Return the table of rows(), in Markdown."""
+    lines = ["| claim, for 4 ranks | formula | value | counted | test |", "|---|---|---|---|---|"]
+    for claim, formula, value, found, file, words in rows():
+        lines.append(f"| {claim} | {formula} | {value:,.0f} | {found:,.0f} | `{file}`: {words} |")
+    return "\n".join(lines) + "\n"
+
+
+def schedules():
+    """Return the table of SCHEDULED beside what is simulated, in Markdown."""
+    lines = ["| schedule | bubble | value | counted | activations | value | counted |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for name, (bubble, value, peak, most) in SCHEDULED.items():
         _, _, (_, idle), (_, held) = pipeline.figures(name, P, 8)
         numbers = f"{value:g} | {idle:g} | {peak} | {most:g} | {held:g}"
         lines.append(f"| `{name}` | {bubble} | {numbers} |")
-    for name, m in ("1f1b", 8), ("zb-h1", 8), ("zb-h2", 8), ("interleaved", 4), ("dualpipe", 8):
-        timeline = draw(SCHEDULES[name](P, m)).splitlines()
-        lines += ["", *[f"    {line}" for line in [f"{name}, {m} microbatches", *timeline]]]
     return "\n".join(lines) + "\n"
 
 
-TEXT = """# Results
-
-Made by `python tests/claims.py --write`; tests/test_readme.py compares.
-
-## Claims
-
-Bytes that a rank sends in an operation, a step or a layer, forward and backward (attention and
-experts: forward), unless they are kept. P = 4; tensors of n bytes, D of gradients; a layer of batch
-b, sequence s, width h and a heads; N tokens that use k experts each; F = 1, B = 2, of which W = 1;
-m = 8 microbatches, v = 2 chunks. A test holds each for every size.
-
-{}
-## Published layouts
-
-What is not given, the planner chooses. It recomputes where a layout would not fit: by these
-formulas Llama 3's on 8,192 GPUs takes 85 GB, of which the planner grants 80.
-
-{}"""
+def timelines():
+    """Return drawings of some schedules, in Markdown."""
+    lines = []
+    for name, m in ("1f1b", 8), ("zb-h1", 8), ("zb-h2", 8), ("interleaved", 4), ("dualpipe", 8):
+        drawing = draw(SCHEDULES[name](P, m)).splitlines()
+        lines += [f"    {line}" for line in [f"{name}, {m} microbatches", *drawing]]
+        lines.append("")
+    return "\n".join(["", *lines])
 
 
 def text():
-    """The file's."""
-    return TEXT.format(block(), published())
+    """Return RESULTS.md with its tables, which stand between comments, made anew."""
+    found = RESULTS.read_text()
+    for part in claims, schedules, timelines, published:
+        before, after = found.split(f"<!-- {part.__name__} -->\n")
+        _, after = after.split("<!-- end -->\n", 1)
+        found = f"{before}<!-- {part.__name__} -->\n{part()}<!-- end -->\n{after}"
+    return found
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def memory_ledger(models, optimizer):
     masters = [parameter for group in inner.param_groups for parameter in group["params"]]
     kinds = {
         "parameters": parameters + [flat.unsharded_param for flat in flats],
-        "gradients": gradients + [sum for flat in flats for sum in (flat.flat_grad, flat.incoming)],
+        "gradients": gradients + [flat.flat_grad for flat in flats],
         "optimizer": states + masters,
     }
     seen, ledger = set(), Counter()

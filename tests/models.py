@@ -1,8 +1,8 @@
 """GPUs and models of the literature, by the names that --gpu and --model take.
 
-GPUs are those of data sheets, but for two constants, which tests/test_plan.py fits to published
-runs. Models are taken as GPTs of their layers, width, heads and FLOPs: where an MLP has three
-matrices, ffn is 1.5 times theirs.
+The numbers of a GPU are its data sheet's, except for two constants, which tests/test_plan.py fits
+to published runs. A model is described as a GPT with the same layers, width, heads and FLOPs: if
+its MLP has three matrices, ffn is 1.5 times the published width.
 """
 
 import sys
@@ -16,10 +16,11 @@ from hybrid import GPTConfig
 
 
 class Gpu(NamedTuple):
-    """TFLOP/s of dense products in bf16; GB of memory; GB/s of memory, to its node of `per_node`
-    GPUs, and of its share of the network, links in one direction.
+    """A GPU's speeds and memory.
 
-    products, moves: what programs reach of these TFLOP/s, and of all GB/s.
+    tflops: dense products in bf16. memory: GB. memory_speed, node, network: GB/s to its memory, to
+    the other GPUs of its node, and to other nodes, in one direction.
+    products, moves: the fractions of tflops and of all GB/s that programs reach.
     """
 
     tflops: float
@@ -32,11 +33,11 @@ class Gpu(NamedTuple):
     per_node: int = 8
 
     def move(self, nbytes, gb_per_second):
-        """Seconds."""
+        """Return the seconds that so many bytes take."""
         return nbytes / (self.moves * gb_per_second * 1e9)
 
 
-GPUS = {  # 80 GB are of 80 GiB: the other 6 are for CUDA, NCCL and holes
+GPUS = {  # 80 GiB are 86 GB, of which CUDA, NCCL and fragmentation take 6
     "a100": Gpu(312, 80, 2039, 300, 25, 0.69, 0.81),
     "h100": Gpu(989, 80, 3350, 450, 50),
     "h800": Gpu(989, 80, 3350, 200, 50),
@@ -44,7 +45,8 @@ GPUS = {  # 80 GB are of 80 GiB: the other 6 are for CUDA, NCCL and holes
     "b200": Gpu(2250, 180, 8000, 900, 50),
     "tpu-v5p": Gpu(459, 95, 2765, 180, 180),
 }
-MEGATRON = {  # Narayanan et al., 2021, table 1: billions of parameters: layers, hidden, heads
+# Narayanan et al., 2021, table 1: {billions of parameters: (layers, hidden, heads)}
+MEGATRON = {
     **{1.7: (24, 2304, 24), 3.6: (30, 3072, 32), 7.5: (36, 4096, 32), 18.4: (40, 6144, 48)},
     **{39.1: (48, 8192, 64), 76.1: (60, 10240, 80), 145.6: (80, 12288, 96)},
     **{310.1: (96, 16384, 128), 529.6: (105, 20480, 128), 1008.0: (128, 25600, 160)},
@@ -53,7 +55,7 @@ LLAMA = partial(GPTConfig, seq_len=8192, vocab_size=128256, kv_heads=8)
 MIXTURE = partial(GPTConfig, seq_len=4096, ffn=3072, top_k=8, shared_experts=1)
 MIXTRAL = GPTConfig(56, 6144, 48, 4096, 32768, kv_heads=8, ffn=24576, experts=8, top_k=2)
 SOLAR = MIXTURE(48, 4096, 64, vocab_size=196608, kv_heads=8, ffn=1920, experts=128)
-MODELS = {  # billions of the model's own parameters, and the GPT
+MODELS = {  # {name: (billions of the published model's parameters, its sizes as a GPT)}
     **{f"gpt-{n}b": (n, GPTConfig(*of, 2048, 51200, dropout=0.1)) for n, of in MEGATRON.items()},
     "llama3-8b": (8.03, LLAMA(32, 4096, 32, ffn=21504)),
     "llama3-70b": (70.6, LLAMA(80, 8192, 64, ffn=43008)),

@@ -1,19 +1,20 @@
-"""Which layout of a model on so many GPUs is quickest? Prices of layouts, by the papers' formulas.
+"""Find the quickest layouts of a model on so many GPUs, by the formulas of the papers.
 
     python tests/plan.py --model llama3-405b --gpus 16384 --gpu h100
     python tests/plan.py --gpus 64 --gpu a100 --layers 32 --hidden 4096 --heads 32 --seq-len 2048
 
-Prints the ten quickest degrees (tp, cp, pp, dp, ep), each in its quickest layout that fits; flags
-of hybrid.py give sizes, or fix a part of it. In one line, with status 2: what is wrong, or lacking.
+It prints the ten quickest combinations of degrees (tp, cp, pp, dp, ep), each with its quickest
+layout that fits into memory. The flags of hybrid.py give the model's sizes or fix a part of the
+layout. If no layout is possible, one line says why, and the exit status is 2.
 
-    m x b      microbatches of a step, of so many sequences each
-    GB         what the fullest GPU holds at the peak of a step: weights + grads + optim. + activ.
-    step s     what the slowest takes: compute + what it waits for tp, cp, ep, pp and dp + bubble
-    TFLOP/s    of a GPU; MFU: by the data sheet's. What is recomputed does not count.
+    m x b      the microbatches of a step, and the sequences of each
+    GB         the peak memory of the fullest GPU: weights + gradients + optimizer + activations
+    step s     the time of the slowest GPU: compute + its waits for tp, cp, ep, pp and dp + bubble
+    TFLOP/s    per GPU, without recomputation; MFU is its ratio to the data sheet's
 
 price() is the idea; memory and seconds follow, then the search. A model is taken as a GPT in bf16
-with layers that are all alike. Of GPUs two constants are fitted to half of the published runs
-(tests/test_plan.py); times of experts are held against no published figure.
+whose layers are all alike. Two constants of each GPU are fitted to half of the published runs of
+dense models (tests/test_plan.py); RESULTS.md shows how far the others are missed.
 """
 
 import argparse
@@ -39,8 +40,11 @@ from zero import zero_memory, zero_rounds
 
 
 class Layout(NamedTuple):
-    """How a step is cut, by the names of the flags; batch: sequences of a microbatch; unfused:
-    attention writes its scores to memory, as Megatron-LM's did in 2021."""
+    """How a step is cut, in the names of the flags.
+
+    batch: the sequences of a microbatch. unfused: attention writes its scores to memory, as
+    Megatron-LM's did in 2021.
+    """
 
     tp: int = 1
     cp: int = 1
@@ -55,17 +59,17 @@ class Layout(NamedTuple):
     ep_nodes: int = 1
     unfused: bool = False
     schedule: str = "1f1b"
-    chunks: int = 1  # of a rank; 2 of zb-v
+    chunks: int = 1  # per rank; zb-v has 2
     zero: int = 0
     replicate: int = 1
 
     piece = property(lambda self: Layout(*self[:12]))  # what a layer's work depends on
-    # microbatches that a stage computes: of DualPipe's two replicas each has half
+    # microbatches that a stage computes: each of DualPipe's two replicas takes half
     rounds = property(lambda self: self.microbatches // (1 + (self.schedule == "dualpipe")))
 
 
 class Plan(NamedTuple):
-    """A layout's price: bytes that the fullest GPU holds, by kind; seconds of a step, by part."""
+    """The price of a layout: the fullest GPU's bytes by kind, and a step's seconds by part."""
 
     layout: Layout
     memory: dict
@@ -76,12 +80,12 @@ class Plan(NamedTuple):
 
 
 def config_of(args):
-    """The GPTConfig among the flags."""
+    """Return the GPTConfig among the flags."""
     return GPTConfig(**{field.name: getattr(args, field.name) for field in fields(GPTConfig)})
 
 
 def price(config, gpu, layout):
-    """The Plan of a layout of a GPTConfig."""
+    """Return the Plan of a layout."""
     return Plan(layout, memory_of(config, layout), seconds_of(config, gpu, layout))
 
 
@@ -89,7 +93,7 @@ def price(config, gpu, layout):
 
 
 class Share(NamedTuple):
-    """Of the model, a rank's, in all of its stages; and how many ranks are behind it."""
+    """A rank's part of the model, in all of its stages; and how many ranks come after it."""
 
     layers: float
     embeddings: float = 0
@@ -99,9 +103,9 @@ class Share(NamedTuple):
 
 @lru_cache(maxsize=None)
 def shares_of(config, schedule, pp, chunks):
-    """The Shares of the first rank, of another with most layers, and of the last one.
+    """Return the Shares of the first rank, of a middle rank with most layers, and of the last one.
 
-    As in hybrid.layers_of() the costliest stage costs as little as can be, with the head.
+    As in hybrid.layers_of(), the costliest stage, head included, costs as little as possible.
     """
     layers, stages, own = config.layers, pp * chunks, chunks * (1 + (schedule == "dualpipe"))
     if pp == 1:
@@ -112,19 +116,22 @@ def shares_of(config, schedule, pp, chunks):
     others = (layers - last) / (stages - 1)
     least, most, rest = int(own * others), math.ceil(own * others), (own - 1) * others
     middle = Share(most, behind=pp - 1 - (least < most))
-    if schedule in ("zb-v", "dualpipe"):  # the rank of the first stage has the last one, too
+    if schedule in ("zb-v", "dualpipe"):  # the first rank has the first and the last stage
         return [Share(int(rest) + last, 1, 1), middle]
     return [Share(least, 1, 0, pp - 1), middle, Share(math.ceil(rest) + last, 0, 1)]
 
 
 def portion_of(config):
-    """Of the layers, those that have experts: all formulas are of the mean layer."""
+    """Return the fraction of layers that have experts: all formulas are for the mean layer."""
     return (config.experts > 0) * (config.layers // config.moe_every) / config.layers
 
 
 def kinds_of(config, layout, share):
-    """[(number, ZeRO's shards, copies of these, ranks between)] of a rank's parameters: experts,
-    which are cut over gcd(ep, tp) of tp, and the rest."""
+    """Return (count, ZeRO's shards, copies of each shard, stride between their ranks), twice.
+
+    First for the rank's dense parameters, then for its experts, which the ranks of tp, and then of
+    dp x cp, divide among them.
+    """
     portion, h, tp, F = portion_of(config), config.hidden, layout.tp, config.mlp_width
     kv = h * (config.kv_heads or config.heads) // config.heads
     attention = ((h + 2 * kv) * (h + 1) + h * h) / tp + 5 * h  # with biases, and two norms
@@ -142,7 +149,7 @@ def kinds_of(config, layout, share):
 
 
 def count_of(config, layout, share):
-    """How many parameters a rank's share has."""
+    """Return the number of parameters in a rank's share."""
     return sum(number for number, *_ in kinds_of(config, layout, share))
 
 
@@ -150,9 +157,10 @@ def count_of(config, layout, share):
 
 
 def memory_of(config, layout):
-    """{kind: bytes} of the fullest rank: state, microbatches in flight, and work on one.
+    """Return {kind: bytes} of the fullest rank: its state, and activations at their peak.
 
-    State is bf16, gradients in fp32, masters and Adam's moments. ZeRO-3 makes bf16 as it gathers.
+    The state is parameters in bf16, gradients in fp32, and 12 bytes of fp32 weights and Adam's
+    moments. ZeRO-3 has no parameters in bf16 but those that it has gathered.
     """
     ranks, bf16 = [], 2 * (layout.zero < 3)
     for share in shares_of(config, layout.schedule, layout.pp, layout.chunks):
@@ -166,11 +174,12 @@ def memory_of(config, layout):
 
 
 def activations_of(config, layout, share):
-    """Bytes at most: what microbatches in flight keep, and what backward makes beside it.
+    """Return the peak bytes of what microbatches in flight keep and of what backward adds to it.
 
-    Where gradients of weights come later, what they need waits, and what was gathered. Backward
-    makes the gradients of a matrix's input and, in 16 and in 32 bit, its own: with ZeRO-2 and -3 a
-    layer's, of which ZeRO-3 has gathered two. The loss has a copy of logits in 32 bit.
+    Zero-bubble schedules also keep what the deferred weight gradients need. Backward makes the
+    gradients of a matrix's input and of the matrix, in 16 and in 32 bits; ZeRO-2 and ZeRO-3 hold
+    a layer's gradients in 32 bits, and ZeRO-3 two gathered layers. The loss copies its logits to
+    32 bits; at last the head's own gradient, in 32 bits, may be the largest of all.
     """
     p, m, v, schedule = layout.pp, layout.microbatches, layout.chunks, layout.schedule
     tokens, h, tp = layout.batch * config.seq_len / layout.cp, config.hidden, layout.tp
@@ -196,9 +205,10 @@ def activations_of(config, layout, share):
 
 @lru_cache(maxsize=None)
 def layer_bytes(config, layout, recompute, experts=True):
-    """Bytes that a rank keeps of the mean layer until backward, with a microbatch.
+    """Return the bytes that a rank keeps of one microbatch in the mean layer, until backward.
 
-    Fused attention keeps what it does where its core runs again. experts: whether these count.
+    Fused attention keeps as much as an unfused one that recomputes its scores. experts: whether
+    the experts' bytes are included.
     """
     portion, tp, heads = portion_of(config), layout.tp, config.heads
     own, kv_heads = config.seq_len / layout.cp, config.kv_heads or heads
@@ -208,7 +218,7 @@ def layer_bytes(config, layout, recompute, experts=True):
     mode, mlp = recompute if layout.unfused else "selective", (1 - portion) * config.mlp_width
     sizes = layout.batch, own, config.hidden, heads, tp, layout.sp, mode, kv_heads, mlp
     kept = activation_bytes(*sizes, config.dropout > 0)
-    if recompute == "none" and layout.cp > 1:  # its output again; all others' keys and values
+    if recompute == "none" and layout.cp > 1:  # a second output, and gathered keys and values
         others = 2 * kv_heads / heads * (layout.cp - 1) * (layout.cp_method == "allgather")
         kept += 2 * layout.batch * own * config.hidden / tp * (1 + others)
     mixture = mixture_bytes(layout.batch * own / tp, config) - norm
@@ -216,11 +226,11 @@ def layer_bytes(config, layout, recompute, experts=True):
 
 
 def mixture_bytes(tokens, config):
-    """Bytes that a layer of experts keeps of so many tokens, without the scores of the router.
+    """Return the bytes that a layer of experts keeps of so many tokens, less the router's scores.
 
-    Of each row that goes to an expert: itself, what GELU takes and makes, and the result, as it
-    comes back; of shared experts what GELU takes and makes; of each token what the router takes, in
-    32 bit, and what shared experts take.
+    Each row sent to an expert keeps the row, the input and output of GELU, and the result as it
+    comes back. A shared expert keeps the input and output of GELU. Each token keeps the router's
+    input in 32 bits and, once, the input of the shared experts.
     """
     k, shared, h = config.top_k, config.shared_experts, config.hidden
     rows = 2 * k * h + 2 * (k + shared) * config.mlp_width + h * (shared > 0)
@@ -233,10 +243,11 @@ ALPHA = 6e-5  # seconds that a batch of messages costs the host
 
 
 def seconds_of(config, gpu, layout):
-    """{part: seconds} of a step: the microbatches, the bubble, and what messages leave exposed.
+    """Return {part: seconds} of a step: compute, exposed communication, and the bubble.
 
-    A stage waits for its messages, which are split over tp. DualPipe hides ep. All ranks wait for
-    each other at the end, as for one norm: once more where they end one after the other.
+    A stage waits for its messages, which are split over tp. DualPipe hides ep behind compute. All
+    ranks meet at the end of a step, for the gradient norm, so where a schedule's ranks end one
+    after the other, the first ones wait for the last.
     """
     schedule, pp, m, chunks = layout.schedule, layout.pp, layout.microbatches, layout.chunks
     layer, head = (forward + backward for forward, backward, _ in works(config, gpu, layout.piece))
@@ -250,7 +261,7 @@ def seconds_of(config, gpu, layout):
     message = ALPHA + gpu.move(message, gpu.network if is_far else gpu.node)
     seconds["pp"] = chunks * m * min(2, pp - 1) * message
     pairs = zip(*works(config, gpu, layout.piece))
-    times = [np.sum(config.layers * a + b) / pp for a, b in pairs]  # of the mean rank
+    times = [np.sum(config.layers * a + b) / pp for a, b in pairs]  # for the mean rank
     seconds["dp"] = replica_seconds(config, gpu, layout, *times[:2])
     bubble = bubble_time(schedule, pp, m, *times, chunks) if pp > 1 else 0.0
     staggered = {"zb-h2": times[0], "zb-v": (times[1] - times[2]) / 2}
@@ -260,15 +271,16 @@ def seconds_of(config, gpu, layout):
 
 @lru_cache(maxsize=None)
 def works(config, gpu, layout):
-    """(forward, backward, weight) of the mean layer, and of the head, with a microbatch.
+    """Return (forward, backward, weight) of one microbatch, for the mean layer and for the head.
 
-    The first two are seconds of compute, and exposed ones of tp, cp and ep; weight is the part of
-    backward's compute that is for weights. What is kept is written and read.
+    forward and backward are seconds of (compute, exposed tp, exposed cp, exposed ep); weight is
+    the part of backward's compute that makes weight gradients. Activations that are kept are
+    written in forward and read in backward.
     """
     tokens = layout.batch * config.seq_len / layout.cp / layout.tp
     pace = tokens / (gpu.products * gpu.tflops * 1e12)
     product, core = (pace * flops for flops in forward_flops(config, portion_of(config)))
-    # a fused kernel leaves out what a causal mask does, and makes the scores again in backward
+    # a fused kernel skips the masked half of the scores, and recomputes the scores in backward
     core, more = (core, 0) if layout.unfused else (core / 2, core / 4)
     kept = layer_bytes(config, layout, "none" if layout.unfused else "selective")
     rest = core + 2 * gpu.move(kept, gpu.memory_speed)
@@ -278,17 +290,20 @@ def works(config, gpu, layout):
     selective = np.array([core, 0, ahead[1], 0])
     backward += {"none": 0, "selective": selective, "full": forward}[layout.recompute]
     head = 2 * config.hidden * config.vocab_size * pace
-    # logits are written and read in 16 bit, and in 32 for the loss
+    # logits are written and read in 16 bits, and in 32 for the loss
     loss = np.array([head + gpu.move(12 * tokens * config.vocab_size, gpu.memory_speed), 0, 0, 0])
     return (forward, backward, product), (loss, 2 * loss, head)
 
 
 def messages(config, gpu, layout, core):
-    """Seconds of a layer's tp, cp, ep: forward, backward. core: attention's, which hide a ring.
+    """Return a layer's exposed seconds (tp, cp, ep) in forward and in backward.
 
-    tp sums behind attention and MLP, or experts, and in backward before them: a sum is a
-    reduce-scatter and an all-gather. With --sp backward gathers twice more; without it what experts
-    made is gathered. A token goes once to each node of its experts, then inside to each expert.
+    core: the seconds of attention's core, behind which ring attention hides its messages.
+
+    tp sums after attention and after the MLP, and in backward before them; a sum is a
+    reduce-scatter and an all-gather. With --sp backward gathers twice more; without --sp, tp ranks
+    that divided a layer's tokens among the experts gather the results. A token is sent once to
+    each node that holds some of its experts, and there to each of these experts.
     """
     tp, cp, portion, h = layout.tp, layout.cp, portion_of(config), config.hidden
     heads = config.heads // tp, (config.kv_heads or config.heads) // tp, h // config.heads, cp
@@ -310,9 +325,10 @@ def messages(config, gpu, layout, core):
 
 @lru_cache(maxsize=None)
 def shard_seconds(gpu, nbytes, size, stride=1):
-    """Of a reduce-scatter or an all-gather of so many bytes, by `size` ranks, `stride` apart.
+    """Return the seconds of a reduce-scatter, or all-gather, among `size` ranks `stride` apart.
 
-    In a node at once; between nodes, each GPU with its part, by halves, or around a ring.
+    Inside a node it is one direct exchange. Between nodes each GPU handles its part, by recursive
+    halving if the number of nodes is a power of two, and around a ring if not.
     """
     inside = math.gcd(size, max(1, gpu.per_node // stride))
     nodes = size // inside
@@ -323,11 +339,11 @@ def shard_seconds(gpu, nbytes, size, stride=1):
 
 
 def replica_seconds(config, gpu, layout, forward, backward):
-    """Seconds of dp that compute does not hide, with a message for each layer.
+    """Return the seconds of dp that compute does not hide, with a message for each layer.
 
-    forward, backward: of a microbatch. Gradients hide behind the last backward, or, interleaved, of
-    the last p of all chunks but the first; weights behind forward alike; what ZeRO sends more
-    often, behind all.
+    forward, backward: the seconds of one microbatch. Gradients are hidden by the last backward; an
+    interleaved schedule hides those of all chunks but one behind the last p microbatches. Weights
+    are hidden by forward in the same way. What ZeRO sends for every microbatch is hidden by all.
     """
     layers = math.ceil(config.layers / layout.pp) * (layout.microbatches // layout.rounds)
     scatter, gather = 0.0, 0.0
@@ -335,12 +351,12 @@ def replica_seconds(config, gpu, layout, forward, backward):
         scatter += layers * shard_seconds(gpu, 4 * number, shards, stride)
         scatter += layers * 2 * shard_seconds(gpu, 4 * number / shards, copies, shards * stride)
         gather += layers * shard_seconds(gpu, 2 * number, shards, stride)
-    chunked = layout.schedule == "interleaved" and not layout.unfused  # in 2021 they went at last
+    chunked = layout.schedule == "interleaved" and not layout.unfused  # not yet so in 2021
     span = (layout.pp * (layout.chunks - 1) + 1) / layout.chunks if chunked else 1
-    if not layout.zero:  # the sums of gradients are gathered, in 32 bit, before backward ends
+    if not layout.zero:  # gradients are all-reduced in 32 bits
         return max(0.0, 2 * scatter - span * backward)
     scatters, gathers = zero_rounds(layout.zero, layout.rounds)
-    regather = gather * (gathers > 1)  # stage 3 gathers in backward, too
+    regather = gather * (gathers > 1)  # stage 3 gathers again in backward
     exposed = max(0.0, scatter + 2 * regather - forward - backward)
     ends = max(0.0, scatter + regather - span * backward) + max(0.0, gather - span * forward)
     return (scatters - 1) * exposed + ends
@@ -350,14 +366,15 @@ def replica_seconds(config, gpu, layout, forward, backward):
 
 
 def best_plans(args, count=10):
-    """The quickest Plan that fits of each (tp, cp, pp, dp, ep), of the `count` quickest of these.
+    """Return the `count` quickest Plans that fit, at most one for each (tp, cp, pp, dp, ep).
 
-    In the order of the least time that pieces take, until that is too much; of ZeRO the first stage
-    that fits: the next sends more. Raises ValueError if nothing fits.
+    Pieces are tried in the order of a lower bound of their time, until that bound exceeds the worst
+    plan kept. The first stage of ZeRO that fits is taken, because the next one sends more. Raises
+    ValueError if nothing fits.
     """
     config, gpu, plans, leanest = config_of(args), args.machine, {}, math.inf
 
-    def least(piece):  # compute, tp and cp, were all stages alike
+    def least(piece):  # the time of compute, tp and cp if all stages were alike
         layer, head = (a + b for a, b, _ in works(config, gpu, piece))
         return sum((config.layers * layer + head)[:3]) * piece.microbatches / piece.pp
 
@@ -383,9 +400,9 @@ def best_plans(args, count=10):
 
 
 def pieces_of(args, most=200_000):
-    """Layouts of all degrees that hybrid.py takes, numbers of microbatches, and recomputations.
+    """Return a Layout for all degrees that hybrid.py accepts, microbatches and recomputations.
 
-    Raises ValueError if there is none: what keeps the least cut one from being one.
+    If there is none, raises the ValueError that refuses the layout with the smallest degrees.
     """
     limits = {"tp": args.heads, "cp": args.seq_len // 2, "pp": args.layers + 2, "ep": args.experts}
     divisors = lambda number, most: [n for n in range(1, most + 1) if number % n == 0] or [1]
@@ -395,7 +412,7 @@ def pieces_of(args, most=200_000):
         if refused and args.gpus % (tp * cp * pp):
             continue
         dp = args.given.get("dp", max(1, args.gpus // (tp * cp * pp)))
-        # a node has as much of tp as there is in ep, and of dp x cp what fits beside tp
+        # a node holds gcd(ep, tp) ranks of an expert group, times the tp groups that fit in it
         nodes = ep // math.gcd(ep, math.gcd(ep, tp) * max(1, args.machine.per_node // tp))
         sizes = tp, cp, pp, dp, ep, args.batch_size // dp, 1, args.given.get("sp", tp > 1)
         others = "none", nodes, args.unfused, "1f1b", 1, 1, args.replicate
@@ -417,8 +434,10 @@ def pieces_of(args, most=200_000):
 
 
 def pipelines_of(args, piece):
-    """A piece's Layouts of all schedules whose formulas hold for its number of microbatches; naive
-    and GPipe are no quicker than 1F1B, and hold more."""
+    """Yield a piece's Layouts in all schedules whose formulas hold for its number of microbatches.
+
+    naive and gpipe are left out, because neither is quicker than 1f1b.
+    """
     p, m = piece.pp, piece.microbatches
     least = {"1f1b": 1, "interleaved": p, "zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": 2 * p}
     least, multiple = least | {"dualpipe": 2 * p}, {"interleaved": p, "dualpipe": 2}
@@ -435,13 +454,13 @@ def pipelines_of(args, piece):
 
 
 def parse(argv):
-    """The flags, completed by sizes. Raises ValueError, one line that names flags and values."""
+    """Return the flags with the model's sizes. Raises ValueError that names flags and values."""
     parser = hybrid.Parser()
     parser.prog, parser.description = Path(__file__).name, __doc__.splitlines()[0]
     group = parser.add_argument_group("plan")
     group.add_argument("--gpus", type=hybrid.at_least(1), required=True, help="how many")
     group.add_argument("--gpu", choices=GPUS, required=True, help="of which kind")
-    group.add_argument("--model", choices=MODELS, help="of the literature, but for given sizes")
+    group.add_argument("--model", choices=MODELS, help="its sizes, where no flag gives them")
     given = vars(parser.parse_args(argv))
     own = {name: given.pop(name) for name in ("gpus", "gpu", "model")}
     names = {*Layout._fields, *GPTConfig.__dataclass_fields__, "batch_size"}
@@ -460,7 +479,7 @@ def parse(argv):
 
 
 def show(plans, args, flops):
-    """Two tables. flops: the model's, of a GPU in a step."""
+    """Print two tables. flops: what the model needs of each GPU in a step."""
     print("    tp  cp   pp    dp  ep ZeRO schedule       m x b    recompute   step s TFLOP/s   MFU")
     for number, p in enumerate(plans, 1):
         of, speed = p.layout, flops / p.step / 1e12
@@ -478,7 +497,7 @@ def show(plans, args, flops):
 
 
 def main(argv=None):
-    """Print the plans. Returns the exit status."""
+    """Print the plans and return the exit status."""
     try:
         args = parse(argv)
         plans = best_plans(args)

@@ -73,8 +73,9 @@ def least_bytes():
 
 def leave_groups():
     """Destroy all groups, also those in cycles, and wait for none: each takes 10 ms to end."""
-    every = dist.distributed_c10d._world.pg_map
-    backends = [group._get_backend(torch.device("cpu")) for group in every]
+    backends = []
+    for group in dist.distributed_c10d._world.pg_map:
+        backends += [group._get_backend(device) for device in group._device_types]
     dist.destroy_process_group()
     gc.collect()
     gc.freeze()  # what is left stays: no later collection looks at it
@@ -98,6 +99,13 @@ def run_in_group(rank, world_size, store_path, group_timeout, call):
     result = pickle.dumps(function(*args, **kwargs))
     leave_groups()
     return result
+
+
+def call_in_environment(variables, call):
+    """Make the pickled `call` after setting variables that its modules may read when imported."""
+    os.environ.update(variables)
+    function, args, kwargs = pickle.loads(call)
+    return function(*args, **kwargs)
 
 
 def serve(pipe, stack_pipe):

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ddp
 from collectives import count_bytes, gather_objects, rank_and_size
-from ddp import DistributedDataParallel, FlatLayout, average_gradients, ddp_bytes
-from zero import FullyShardedDataParallel
+from ddp import DistributedDataParallel, average_gradients, ddp_bytes
+from zero import FullyShardedDataParallel, ShardedLayout
 
 from gpu_counts import waits
 from ranks import least_bytes, on_ranks, run
@@ -57,7 +57,8 @@ def test_tensors_shards_and_their_pieces_begin_on_128_bytes():
     shapes = [(7, 7), (), (0, 3), (65,), (64,), (1, 300), (15,)]
     tensors = [torch.rand(shape) for shape in shapes]
     for shards in range(1, 6):
-        layout = FlatLayout(tensors, shards)
+        layouts = [ShardedLayout(tensors, rank, shards) for rank in range(shards)]
+        layout = layouts[0]
         flat = layout.pack(tensors)
         assert len(flat) - sum(t.numel() for t in tensors) <= 63 * len(shapes) + 64 * (shards - 1)
         assert flat.count_nonzero() == sum(tensor.count_nonzero() for tensor in tensors)
@@ -65,10 +66,10 @@ def test_tensors_shards_and_their_pieces_begin_on_128_bytes():
         for view, tensor in zip(layout.views(flat), tensors, strict=True):
             assert view.storage_offset() % 64 == 0 and torch.equal(view, tensor)
         pieces = []
-        for rank, shard in enumerate(flat.chunk(shards)):
-            pieces.append(layout.pieces(shard, rank))
-            for tensor, (begin, end), piece in zip(tensors, layout.ranges(rank), pieces[-1]):
-                assert torch.equal(piece, tensor.flatten()[begin:end])
+        for layout in layouts:
+            pieces.append(layout.pieces(layout.shard(flat)))
+            for tensor, offset, piece in zip(tensors, layout.offsets, pieces[-1], strict=True):
+                assert torch.equal(piece, tensor.flatten()[offset : offset + len(piece)])
                 assert piece.storage_offset() % 64 == 0 or not len(piece)
         for tensor, parts in zip(tensors, zip(*pieces, strict=True), strict=True):
             assert torch.equal(torch.cat(parts), tensor.flatten())
@@ -80,11 +81,11 @@ def test_tensors_shards_and_their_pieces_begin_on_128_bytes():
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("cap, few", CAPS)
 def test_gradients_are_those_of_one_process_on_the_whole_batch(cap, few):
-    """And views of buckets, which are sent whole; all begin on 128 bytes, of 16 bits, too."""
+    """As views of buckets, which are sent whole; all begin on 128 bytes, also in 16 bits."""
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 0.05)):
         net, x = make_net(dtype), make_data(4 * dist.get_world_size(), dtype=dtype)
         expected = whole_batch(net, x)
-        model = DistributedDataParallel(net, bucket_cap_mb=cap)
+        model = DistributedDataParallel(net, bucket_cap_mb=cap, gradient_as_bucket_view=True)
         with reductions() as calls:
             mean_square(model, own_part(x)).backward()
         assert_close(whole_gradients(net), expected, tolerance)
@@ -98,6 +99,39 @@ def test_gradients_are_those_of_one_process_on_the_whole_batch(cap, few):
         if dtype == torch.float64:
             assert len(calls) == few
             assert max(sizes(calls)) <= cap * 2**20 / 8 or few != 4
+
+
+@on_ranks(2)
+def test_gradients_that_a_script_kept_do_not_change_and_those_that_it_set_are_filled():
+    """As with PyTorch's, whose parameters keep their own .grad, too."""
+    for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
+        model = wrap(nn.Linear(1, 1, bias=False))
+        weight = model.module.weight
+        model(torch.full((1, 1), 1.0 + dist.get_rank())).sum().backward()
+        kept = weight.grad
+        model.zero_grad()
+        weight.grad = own = torch.zeros(1, 1)
+        model(torch.full((1, 1), 7.0)).sum().backward()
+        assert kept.item() == 1.5 and weight.grad is own and own.item() == 7
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_not_dense_in_memory_gets_its_gradient():
+    for as_views in (False, True):
+        net = nn.Module()
+        net.weight = nn.Parameter(torch.ones(64, 8)[:, ::2])
+        net.bias = nn.Parameter(torch.ones(64))
+        net.forward = lambda: (net.weight * torch.arange(4)).sum() + 5 * net.bias.sum()
+        DistributedDataParallel(net, gradient_as_bucket_view=as_views)().backward()
+        assert torch.equal(net.weight.grad, torch.arange(4.0).expand(64, 4))
+        assert torch.equal(net.bias.grad, torch.full((64,), 5.0))
+
+
+def test_a_bucket_is_filled_to_its_cap_and_no_further():
+    parameters = [nn.Parameter(torch.ones(64)) for _ in range(5)]  # of 256 bytes
+    for cap, sizes in ((511, [1] * 5), (512, [2, 2, 1]), (1, [1] * 5)):
+        buckets = ddp.fill_buckets(parameters, cap, kind=lambda parameter: None)
+        assert list(map(len, buckets)) == sizes
 
 
 @on_ranks(1, 2, 3)
@@ -178,11 +212,11 @@ PASSES += [partial(recomputed, use_reentrant=use_reentrant) for use_reentrant in
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("cap", [cap for cap, _ in CAPS])
-def test_gradients_of_several_passes_are_those_of_the_whole_batch(cap):
+@pytest.mark.parametrize("cap, as_views", [(1e-9, True), (3e-3, False), (25, True), (25, False)])
+def test_gradients_of_several_passes_are_those_of_the_whole_batch(cap, as_views):
     """Each twice, from gradients that are None and from zeros; sums of sums where all reduce."""
     net = make_net()
-    model = DistributedDataParallel(net, bucket_cap_mb=cap)
+    model = DistributedDataParallel(net, bucket_cap_mb=cap, gradient_as_bucket_view=as_views)
     for seed, passes in enumerate(2 * PASSES):
         x = make_data(6 * dist.get_world_size(), seed)
         net.zero_grad(set_to_none=seed < len(PASSES))
@@ -407,7 +441,7 @@ def test_what_a_wrapper_cannot_do_is_refused():
     FullyShardedDataParallel(pieces[0])
     model, other = DistributedDataParallel(net), make_net()
     twice = DistributedDataParallel(nn.Sequential(nn.Linear(7, 7), Twice(7, 7)).double())
-    models = DistributedDataParallel(other), DistributedDataParallel(other)
+    models = [DistributedDataParallel(other, gradient_as_bucket_view=True) for _ in range(2)]
     sparse = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
     frozen, thawed = (DistributedDataParallel(make_net()) for _ in range(2))
     frozen.module.head.bias.requires_grad_(False)
@@ -415,12 +449,12 @@ def test_what_a_wrapper_cannot_do_is_refused():
     for refused, message in (
         (lambda: DistributedDataParallel(pieces), "FullyShardedDataParallel has cut these"),
         (lambda: copy.deepcopy(model), "copy its module, and wrap the copy"),
-        (lambda: mean_square(model, x).backward(create_graph=True), "gradients of gradients"),
+        (lambda: mean_square(model, x).backward(create_graph=True), "create_graph=True are not"),
         (lambda: twice(x).sum().backward(), r"two gradients in one backward, of \(7"),
         (lambda: mean_square(frozen, x).backward(), "'head.bias' was frozen, thawed"),
         (lambda: mean_square(thawed, x).backward(), "'blocks.1.up.weight' was frozen"),
-        (lambda: mean_square(models[0], x).backward(), "while it was reduced: by a second wrapper"),
-        (lambda: sparse(torch.tensor([1, 2])).sum().backward(), "[Ss]parse"),
+        (lambda: mean_square(models[0], x).backward(), "a second wrapper replaced .grad"),
+        (lambda: sparse(torch.tensor([1, 2])).sum().backward(), "sparse gradients and"),
     ):
         with pytest.raises((RuntimeError, ValueError, NotImplementedError), match=message):
             refused()

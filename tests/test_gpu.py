@@ -5,6 +5,7 @@ What needs a GPU, or several, is skipped without, and what can runs on the CPU, 
 
 import itertools
 import os
+import pickle
 import signal
 import time
 import warnings
@@ -24,7 +25,7 @@ import sequence_parallel
 import tensor_parallel
 import test_collectives
 import test_hybrid
-from ranks import run, spawn
+from ranks import call_in_environment, run, spawn
 from test_hybrid import EVERY_LAYOUT, LAYERS, MOE, MOE_LAYOUTS, RUN, make_trainer, own_batch
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -41,20 +42,19 @@ WAIT = 60  # seconds for a group's operations: several times what the slowest ta
 # kind   device of a rank          backend
 # cpu    the CPU                   gloo
 # gloo   one GPU, all ranks on it  gloo, through the host's memory
-# nccl   a GPU of its own          NCCL
+# nccl   a GPU of its own          NCCL for CUDA tensors, gloo for those of the CPU
 
 
-def _on(kind, store, environment, function, *arguments):
+def _on(kind, store, function, *arguments):
     """In a rank of a gloo group: function(device, *arguments) in a new group of this kind."""
     rank, world_size = collectives.rank_and_size()
     dist.destroy_process_group()
-    os.environ.update(environment)
     device = torch.device("cpu")
     if kind != "cpu":
         device = torch.device("cuda", rank if kind == "nccl" else 0)
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if kind == "nccl" else "gloo",
+        "cpu:gloo,cuda:nccl" if kind == "nccl" else "gloo",
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
@@ -69,15 +69,18 @@ def _on(kind, store, environment, function, *arguments):
 def on(tmp_path):
     """on(kind, world_size, function, *arguments): results of function(device, *arguments) by rank.
 
-    With `environment` in processes of their own, which have it before they know of a GPU.
+    With `environment` in new processes, where it is set before this file, which asks for GPUs, is
+    imported: CUDA reads its variables once.
     """
     numbers = itertools.count()
 
     def call(kind, world_size, function, *arguments, environment=None, **options):
-        start = run if environment is None else spawn
-        call = kind, str(tmp_path / str(next(numbers))), environment or {}, function
+        call = kind, str(tmp_path / str(next(numbers))), function, *arguments
         options = {"timeout": 10 * WAIT, "group_timeout": WAIT} | options
-        return start(world_size, _on, *call, *arguments, **options)
+        if environment is None:
+            return run(world_size, _on, *call, **options)
+        later = pickle.dumps((_on, call, {}))
+        return spawn(world_size, call_in_environment, environment, later, **options)
 
     return call
 

@@ -17,15 +17,15 @@ COMMON = "--dtype bf16 --vocab-size 50304"
 BATCHES = [  # ranks, layers, layout; batches of a step on one rank
     (8, 4, f"{SMALL} --tp 8 --sp", 53),
     (8, 4, f"{SMALL} --dp 8 --zero 0 --dtype fp32", 36),
-    (8, 4, f"{SMALL} --dp 8 --zero 1", 30),
-    (8, 4, f"{SMALL} --cp 8 --cp-method allgather --zero 0", 38),
+    (8, 4, f"{SMALL} --dp 8 --zero 1", 22),
+    (8, 4, f"{SMALL} --cp 8 --cp-method allgather --zero 0", 30),
     (8, 32, f"{SEVEN} --tp 8 --sp", 335),
     (8, 32, f"{SEVEN} --tp 8", 266),
     (8, 24, f"{XL} --dp 8 --zero 0 --dtype fp32", 308),
-    (8, 24, f"{XL} --dp 8 --zero 1", 211),
+    (8, 24, f"{XL} --dp 8 --zero 1", 163),
     (2, 24, f"{XL} --dp 2 --zero 0 --dtype fp32", 308),
-    (8, 24, f"{LONG} --cp 8 --cp-method allgather --zero 0", 408),
-    (8, 24, f"{LONG} --cp 8 --cp-method ring --zero 0", 768),
+    (8, 24, f"{LONG} --cp 8 --cp-method allgather --zero 0", 360),
+    (8, 24, f"{LONG} --cp 8 --cp-method ring --zero 0", 720),
 ]
 EXPERTS = f"{SMALL} --experts 8 --top-k 2"
 OTHERS = [  # ranks, layers, layout, microbatches: of every kind one

@@ -1,4 +1,4 @@
-"""tests/plan.py: prices beside published runs, the rehearsal's counts, hand-made sums, a search."""
+"""tests/plan.py beside published runs, the rehearsal's counts, sums by hand, and a full search."""
 
 import itertools
 import math
@@ -12,12 +12,13 @@ import pytest
 import hybrid
 import plan
 from models import GPUS, MODELS, Gpu
-from pipeline import SCHEDULES, simulate
+from pipeline import SCHEDULES, bubble_time, simulate
 from plan import Layout
 from ranks import PROJECT
+from zero import zero_memory
 
-# Narayanan et al., 2021, table 1: t, p, GPUs, batch, TFLOP/s of a GPU; microbatch and chunks are of
-# Megatron-LM's examples/sc21/run_table_1.sh.
+# Narayanan et al., 2021, table 1: t, p, GPUs, batch, TFLOP/s per GPU; the microbatch and the chunks
+# are those of Megatron-LM's examples/sc21/run_table_1.sh.
 RUNS = {
     **{"gpt-1.7b": (1, 1, 32, 512, 137, 16, 1), "gpt-3.6b": (2, 1, 64, 512, 138, 16, 1)},
     **{"gpt-7.5b": (4, 1, 128, 512, 142, 16, 1), "gpt-18.4b": (8, 1, 256, 1024, 135, 8, 1)},
@@ -25,12 +26,13 @@ RUNS = {
     **{"gpt-145.6b": (8, 8, 1536, 2304, 148, 2, 2), "gpt-310.1b": (8, 16, 1920, 2160, 155, 1, 2)},
     **{"gpt-529.6b": (8, 35, 2520, 2520, 163, 1, 3), "gpt-1008.0b": (8, 64, 3072, 3072, 163, 1, 1)},
 }
-# Llama 3's: GPUs, cp, dp, sequence, TFLOP/s; t = 8, p = 16, 16M tokens, 8 chunks of a layer each.
+# The Llama 3 report, table 4: GPUs, cp, dp, sequence, TFLOP/s per GPU, at t = 8, p = 16 and 16M
+# tokens. Filled in here: 8 chunks of one layer, ZeRO-2.
 LLAMA = [(8192, 1, 64, 8192, 430), (16384, 1, 128, 8192, 400), (16384, 16, 8, 131072, 380)]
 
 
 def predicted(name, gpu=GPUS["a100"]):
-    """TFLOP/s of a GPU of a row, with everything recomputed, as the paper counts them."""
+    """Return a row's TFLOP/s per GPU, which include full recomputation, as the paper's do."""
     t, p, gpus, batch, _, b, v = RUNS[name]
     config, m = MODELS[name][1], batch // (gpus // t // p) // b
     sizes = {"batch": b, "microbatches": m, "chunks": v, "recompute": "full", "unfused": True}
@@ -41,7 +43,7 @@ def predicted(name, gpu=GPUS["a100"]):
 
 
 def llama(row, gpu=GPUS["h100"]):
-    """The Plan of a row of LLAMA, and its TFLOP/s."""
+    """Return the Plan of a row of LLAMA, and its TFLOP/s per GPU."""
     gpus, cp, dp, s, _ = row
     args = plan.parse(f"--model llama3-405b --gpus {gpus} --gpu h100 --seq-len {s}".split())
     config, sizes = plan.config_of(args), {"microbatches": args.batch_size // dp, "sp": True}
@@ -52,7 +54,7 @@ def llama(row, gpu=GPUS["h100"]):
 
 
 def fitted(kind, errors):
-    """The GPU, of those whose two constants are near, with the least squares of errors(gpu)."""
+    """Return the GPU with the least squares of errors(gpu) among those with near constants."""
     gpu, near = GPUS[kind], range(-3, 4)
     products, moves = ([round(x + n / 100, 2) for n in near] for x in (gpu.products, gpu.moves))
     pairs = [(a, b) for a, b in itertools.product(products, moves) if b <= 1]
@@ -97,7 +99,7 @@ def test_models_have_as_many_parameters_as_those_of_the_literature():
 
 
 def test_the_published_degrees_are_within_12_5_percent_of_the_best():
-    """Megatron-LM's among what it had in 2021: no ZeRO, all recomputed, 1F1B and interleaving."""
+    """Megatron-LM's are compared with what it had in 2021: no ZeRO, and all recomputed."""
     published = {
         f"--model {name} --gpus {gpus} --gpu a100 --batch-size {batch} --zero 0 --recompute full "
         f"--schedule {'interleaved' if v > 1 else '1f1b'}": f" --tp {t} --pp {p} --cp 1"
@@ -111,7 +113,9 @@ def test_the_published_degrees_are_within_12_5_percent_of_the_best():
 
 # ---- beside the rehearsal ------------------------------------------------------------------------
 
-COUNTED = {  # rank that is fullest, and the GB that tests/rehearse.py counts at a step's peak
+# Published models, in layouts chosen here to be unlike each other: {flags: (the fullest rank, the
+# GB that tests/rehearse.py counts at a step's peak)}.
+COUNTED = {
     "--model llama3-405b --gpus 16384 --tp 8 --pp 16 --sp --zero 2 --schedule interleaved"
     " --chunks 8 --batch-size 2048 --microbatches 16": (1024, 78.4),
     "--model deepseek-v3 --gpus 2048 --pp 16 --ep 64 --schedule dualpipe --zero 1 --recompute full"
@@ -147,7 +151,7 @@ def test_so_much_is_counted(flags):
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "naive"])
 def test_a_rank_keeps_as_many_microbatches_as_its_schedule_has_in_flight(name):
-    """The rest, of a microbatch at work, is what there is with one stage."""
+    """One stage holds the rest: what a microbatch needs while it is computed."""
     config = lambda layers: hybrid.GPTConfig(layers, 64, 4, 512, 1)
     held = lambda layers, **sizes: plan.memory_of(config(layers), Layout(**sizes))["activations"]
     kept = (held(32) - held(16)) / 16
@@ -163,7 +167,7 @@ def test_a_rank_keeps_as_many_microbatches_as_its_schedule_has_in_flight(name):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_bubble_of_a_step_is_that_of_the_simulator(name):
-    """On links and memory that take no time; DualPipe's formula is an upper bound."""
+    """Links and memory take no time here. DualPipe's formula is an upper bound."""
     config, gpu = hybrid.GPTConfig(48, 64, 4, 32, 1), Gpu(1e-6, 80, 1e30, 1e30, 1e30, 1.0, 1.0)
     (forward, backward, weight), _ = plan.works(config, gpu, Layout())
     for p, m in itertools.product((2, 4, 6), (2, 4)):
@@ -176,6 +180,27 @@ def test_the_bubble_of_a_step_is_that_of_the_simulator(name):
         assert seconds["compute"] == pytest.approx(m * p * v * sum(times), rel=0.01)
         most = idle * (2.02 if name == "dualpipe" else 1.01)
         assert idle - 1e-6 <= 1.01 * claimed and claimed <= most + 1e-6, (p, m)
+
+
+def test_the_gradient_of_a_large_vocabulary_in_32_bits_may_be_the_peak():
+    config, layout = hybrid.GPTConfig(4, 1024, 8, 128, 256_000), Layout(pp=4)
+    kept = plan.layer_bytes(config, layout, "none") + 2 * 128 * 256_000  # and logits in 16 bits
+    last = plan.activations_of(config, layout, plan.Share(1, 0, 1))
+    assert last == kept + 4 * 1024 * 256_000
+
+
+def test_sizes_bubbles_and_intervals_are_those_of_the_literature():
+    """The papers are those on ZeRO (figure 1), GPipe and Llama 3, and Young's of 1974."""
+    held = [round(7.5 * zero_memory(stage, 64), 1) for stage in range(4)]
+    most = [round(80 / zero_memory(stage, 8, 2, 2, 8), 2) for stage in range(4)]
+    assert held == [120, 31.4, 16.6, 1.9] and 7 * zero_memory(0, 8) == 112
+    assert most == [6.67, 16, 24.62, 53.33]  # billions, of 12, 5, 3.25 and 1.5 bytes
+    for p, name in itertools.product((2, 4, 8), ("gpipe", "1f1b")):
+        m, idle = 4 * p, bubble_time(name, p, 4 * p)
+        assert idle / (3 * m) == (p - 1) / m
+        assert idle / (3 * m + idle) == (p - 1) / (m + p - 1) < 1 / 5
+    minutes = 54 * 24 * 60 / 419  # between failures
+    assert round(minutes / 60, 1) == 3.1 and round(math.sqrt(2 * 1 * minutes)) == 19
 
 
 def test_layers_are_cut_as_the_trainer_cuts_them():
@@ -193,7 +218,7 @@ def test_layers_are_cut_as_the_trainer_cuts_them():
 def test_the_best_plans_are_those_of_a_search_through_everything():
     flags = "--gpus 8 --gpu h100 --layers 4 --hidden 64 --heads 4 --seq-len 32 --batch-size 16"
     args = plan.parse(flags.split())
-    for memory in (2e-3, 6.5e-4):  # GB: what is quickest fits, and does not
+    for memory in (2e-3, 6.5e-4):  # GB: the quickest layout fits, and does not fit
         args.machine = GPUS["h100"]._replace(memory=memory, per_node=4)
         best = {}
         for piece in plan.pieces_of(args):

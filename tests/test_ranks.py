@@ -1,6 +1,8 @@
 """The ranks themselves: order, fresh groups, and what a test sees when a rank fails."""
 
+import importlib
 import os
+import pickle
 import re
 import signal
 import time
@@ -9,8 +11,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ranks import RanksFailed, on_ranks, run, spawn
+from ranks import RanksFailed, call_in_environment, on_ranks, run, spawn
 
 
 def number_of_process():
@@ -102,3 +105,19 @@ def test_the_pool_works_after_failures():
     failure(run, 2, act_on, 0, fail)
     after = run(2, number_of_process)
     assert not set(before) & set(after)
+
+
+@pytest.mark.parametrize("backend", ["cuda:fake", "cpu:fake,cuda:fake", "fake"])
+@on_ranks(1)
+def test_a_rank_leaves_groups_of_any_device(backend):
+    """Those of GPUs alone, too, have nothing for the CPU; run_in_group() then leaves them."""
+    dist.destroy_process_group()
+    dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=2)
+    dist.new_group([0])
+
+
+def test_variables_are_set_before_a_call_imports_its_module(tmp_path, monkeypatch):
+    (tmp_path / "reader.py").write_text("import os\nSEEN = os.getenv('SEEN')\ndef seen(): return SEEN\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    call = pickle.dumps((importlib.import_module("reader").seen, (), {}))
+    assert spawn(1, call_in_environment, {"SEEN": "1"}, call) == ["1"]

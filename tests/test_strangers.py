@@ -68,7 +68,7 @@ def train(model, optimizer, steps=3, loss=lambda model, x: model(x).square().mea
 
 def clipped_and_scheduled(wrap):
     net = make_net()
-    model = wrap(net, device_ids=None)
+    model = wrap(net, None, None, static_graph=True, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     for step in range(3):
@@ -376,7 +376,7 @@ def test_a_sharded_module_beside_autograd_grad_and_inside_of_others():
     both(x).square().mean().backward()
     assert_close(plain[0].weight.grad, alone[0][0].weight.grad)
     piece = net[0].weight
-    expected = alone[1][0].weight.grad.flatten()[piece.first : piece.first + len(piece)]
+    expected = alone[1][0].weight.grad.flatten()[piece.offset : piece.offset + len(piece)]
     torch.testing.assert_close(piece.grad, expected, rtol=1e-12, atol=1e-12)
 
 

@@ -272,10 +272,10 @@ def test_gradients_of_several_dtypes_are_summed_over_tp_in_the_widest():
 @on_ranks(2)
 def test_gradients_of_zeros_pieces_are_summed_over_tp_if_they_are_cut_alike():
     rank, piece = dist.get_rank(), nn.Parameter(torch.zeros(4))
-    piece.grad, piece.first, piece.whole_shape = torch.ones(4) + rank, 2, (6,)
+    piece.grad, piece.offset, piece.whole_shape = torch.ones(4) + rank, 2, (6,)
     sum_gradients_over_tp([piece])
     assert piece.grad.tolist() == 4 * [3]
-    piece.first = rank
+    piece.offset = rank
     with pytest.raises(ValueError, match=rf"other pieces.*\(6,\), {rank}, 4\)"):
         sum_gradients_over_tp([piece])
 

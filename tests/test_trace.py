@@ -1,4 +1,4 @@
-"""trace.py: every operation in its lane, with its bytes; parts that add up to the step."""
+"""trace.py: every operation is in its lane with its bytes, and the parts add up to the step."""
 
 import json
 import sys
@@ -29,7 +29,7 @@ LAYOUTS = [[cell.strip() for cell in line.split("|")] for line in LAYOUTS.splitl
 
 
 def _traced(flags):
-    """A second step's trace, and by lane the traffic and the operations that were counted."""
+    """Return a second step's trace, and the traffic and operations counted in each lane."""
     args = hybrid.parse(f"{SIZES} {flags}".split(), dist.get_world_size())
     trainer = hybrid.Trainer(args, hybrid.make_mesh(args), torch.device("cpu"))
     tokens = torch.randint(67, (2, args.batch_size // args.dp, 12))
@@ -64,7 +64,7 @@ def test_lanes_have_every_operation_and_its_bytes_and_the_parts_add_up(processes
 
 
 def _assert_apart(events):
-    """Spans in one row do not overlap."""
+    """Check that spans in one row do not overlap."""
     ends = {}
     for event in sorted(events, key=lambda event: event["ts"]):
         assert ends.get(event["tid"], 0) <= event["ts"] + 1e-3
@@ -72,7 +72,7 @@ def _assert_apart(events):
 
 
 def _main(capsys, monkeypatch, *argv):
-    """The exit status of one process, and what it prints."""
+    """Run one process; return its exit status, and what it printed."""
     monkeypatch.setattr(sys, "argv", ["trace.py"])
     flags = [*SIZES.split(), "--vocab-size", "256", "--device", "cpu"]
     status = trace.main([*map(str, argv), *flags])
@@ -90,6 +90,8 @@ def test_the_file_has_the_ranks_and_the_numbers_of_the_line_add_up(tmp_path, cap
     assert sum(numbers) == pytest.approx(float(total), abs=0.01 * len(numbers))
 
 
-def test_a_file_that_cannot_be_written_is_one_line(tmp_path, capsys, monkeypatch):
-    status, out, err = _main(capsys, monkeypatch, tmp_path / "no" / "trace.json")
+@pytest.mark.parametrize("words, said", [(["no/trace.json"], "no/trace.json"), ([], "FILE is mis")])
+def test_a_file_that_is_missing_or_cannot_be_written_is_one_line(words, said, capsys, monkeypatch):
+    status, out, err = _main(capsys, monkeypatch, *words)
     assert (status, out) == (2, "") and err.startswith("trace.py: error: ") and err.count("\n") == 1
+    assert said in err

@@ -3,7 +3,7 @@
 import copy
 import gc
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from itertools import product
@@ -18,11 +18,13 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from collectives import (
-    all_reduce, all_reduce_bytes, count_bytes, gather_objects, rank_and_size, reduce_scatter_bytes,
+    all_reduce, all_reduce_bytes, count_bytes, gather_objects, observe, rank_and_size,
+    reduce_scatter_bytes,
 )
-from ddp import DistributedDataParallel, FlatLayout
+from ddp import DistributedDataParallel
 from zero import (
-    FullyShardedDataParallel, ZeroRedundancyOptimizer, zero_bytes, zero_memory, zero_rounds,
+    FullyShardedDataParallel, ShardedLayout, ZeroRedundancyOptimizer, zero_bytes, zero_memory,
+    zero_rounds,
 )
 
 from ledger import memory_ledger
@@ -58,7 +60,7 @@ def shard(net, stage, optimizer_class=torch.optim.AdamW, defaults=None, group=No
     if stage in STAGES:
         model = FullyShardedDataParallel(net, group, units=net.blocks, stage=stage, **how)
     else:
-        model = DistributedDataParallel(net, group, bucket_cap_mb=2e-3, **how)
+        model = DistributedDataParallel(net, process_group=group, bucket_cap_mb=2e-3, **how)
     if stage == "optimizer":
         groups = groups_of(net.parameters())
         return model, ZeroRedundancyOptimizer(groups, optimizer_class, group, **defaults)
@@ -250,7 +252,7 @@ def test_parameters_may_have_groups_of_their_own_and_sums_a_factor(stage):
     for name in total[0]:
         ranks = (2 * (rank // 2), 2 * (rank // 2) + 1) if "blocks.0" in name else range(4)
         piece, expected = net.get_parameter(name), sum(total[r][name] for r in ranks) / 5
-        begin = getattr(piece, "first", 0)
+        begin = getattr(piece, "offset", 0)
         own = expected.flatten()[begin : begin + piece.numel()]
         torch.testing.assert_close(piece.grad.flatten(), own, rtol=1e-12, atol=1e-12)
     if stage:
@@ -278,7 +280,7 @@ def test_stage_1_in_full_is_a_step_of_one_process():
 @on_ranks(1, 3)
 def test_units_gathered_used_and_dropped_have_the_gradients_and_the_bytes_of_stage_3():
     (rank, P), net = rank_and_size(), stack()
-    layout, x = FlatLayout([net.blocks[0].weight], P), torch.ones(2, 96) + rank
+    layout, x = ShardedLayout([net.blocks[0].weight], rank, P), torch.ones(2, 96) + rank
     loss = lambda net: sum(mean_square(net, torch.ones(2, 96) + r) for r in range(P))
     own = lambda tensor: layout.pack([tensor]).chunk(P)[rank].clone()
     gradients = gradients_alone(net, loss)
@@ -430,7 +432,9 @@ def test_a_rank_holds_16_bytes_per_parameter_of_which_a_stage_shares_out(stage, 
     sizes = (2, 4, 12) if half else (4, 4, 8)
     if stage == 3 and half:  # the pieces are the 32-bit copy
         sizes = (0, 4, 12)
-    model, optimizer = shard(stack(), stage, **{"param_dtype": torch.bfloat16} if half else {})
+    how = {"param_dtype": torch.bfloat16} if half else {}
+    how |= {} if stage else {"gradient_as_bucket_view": True}
+    model, optimizer = shard(stack(), stage, **how)
     parameters, P, x = 4 * 96 * 96, dist.get_world_size(), torch.ones(1, 96)
     train(model, optimizer, [x])
     optimizer.zero_grad()
@@ -489,6 +493,63 @@ def test_gradients_leave_and_parameters_come_while_others_are_computed(stage):
     unit = 96 * 96 * 4
     assert max(held) == (3, 3, 2)[stage - 1] * unit
     assert at_rest == gathered() == (3, 3, 0)[stage - 1] * unit
+
+
+class Mixed(nn.Module):
+    """A unit whose parameters go into three flat tensors."""
+
+    def __init__(self):
+        super().__init__()
+        make = lambda: nn.Linear(96, 96, bias=False)
+        self.dense, self.apart, self.expert = make(), make(), make()
+
+    def forward(self, x):
+        return self.dense(self.apart(self.expert(x)))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_unit_computes_before_anything_of_its_neighbours_is_waited_for(stage):
+    """Two chunks of a pipeline, on gloo: the flat tensors that travel while each unit computes.
+
+    Experts are replicated within pairs of ranks; all else is sharded in them and replicated across,
+    so its gradients are summed twice: after the unit's neighbour, the neighbour's neighbour.
+    """
+    rank, under_way, pending, seen = dist.get_rank(), deque(), set(), []
+    pair = [dist.new_group(members) for members in ([0, 1], [2, 3])][rank // 2]
+    across = [dist.new_group(members) for members in ([0, 2], [1, 3])][rank % 2]
+
+    def listen(event, operation, *messages):
+        if event == "begin" and operation.async_op:
+            pending.add(operation)
+        elif event == "begin":
+            pending.discard(operation.of)
+
+    def note(*_):
+        seen.append(Counter(operation.name for operation in pending))
+
+    def make_chunk():
+        net = nn.Sequential(*(Mixed() for _ in range(4)))
+        for unit in net:
+            unit.dense.register_forward_hook(note)
+            unit.dense.register_full_backward_hook(note)
+        groups = {unit.expert.weight: (pair, None) for unit in net}
+        apart = [unit.apart.weight for unit in net]
+        how = {"replicate_group": across, "groups": groups, "apart": apart, "stage": stage}
+        how |= {"under_way": under_way, "wait_in_backward": False}
+        return FullyShardedDataParallel(net, pair, units=net, **how)
+
+    chunks = make_chunk(), make_chunk()
+    with observe(listen):
+        chunks[1](chunks[0](torch.ones(1, 96, requires_grad=True))).sum().backward()
+        for chunk in chunks:
+            chunk.finish_grad_sync()
+    gathers = [Counter(all_gather_single=3 * (unit < 3)) for unit in range(4)]
+    assert seen[:8] == 2 * gathers
+    for turn, found in enumerate(seen[8:]):
+        sums = Counter(reduce_scatter_single=3 * (turn > 0), all_reduce=2 * (turn > 1))
+        assert found == (sums + gathers[turn % 4] if stage == 3 else sums), turn
+    assert not pending and not under_way
 
 
 # ---- what modules do -----------------------------------------------------------------------------
@@ -593,6 +654,27 @@ def test_units_may_be_used_in_any_way_that_all_ranks_share(stage):
             assert_close(whole_gradients(net), expected, 1e-11)
             with torch.no_grad():
                 model(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_loaded_after_a_forward_pass_are_used_and_earlier_hooks_see_them_whole(stage):
+    (net, other), shapes, x = (make_net(seed=0), make_net(seed=1)), [], own_part(make_data(4))
+    hook = lambda block, _: shapes.append([p.shape for p in block.parameters()])
+    net.blocks[0].register_forward_pre_hook(hook)
+    model, _ = shard(net, stage)
+    model(x)
+    model.load_state_dict(other.state_dict())
+    assert_close(model(x), other(x))
+    assert shapes == 2 * [[p.shape for p in other.blocks[0].parameters()]]
+
+
+@on_ranks(2)
+def test_a_gather_that_is_dropped_cannot_write_any_more():
+    flat = FullyShardedDataParallel(stack()).flats[0]
+    with gathers_that_are_late():  # asserts that none is pending at the end
+        flat.gather()
+        flat.drop()
 
 
 # ---- what would be wrong in silence --------------------------------------------------------------

@@ -1,13 +1,14 @@
-"""Where does a step's time go? Takes three steps, or --steps, and traces the last one on all ranks.
+"""Show where the time of a training step goes: trace the last of three, or --steps, on all ranks.
 
     torchrun --nproc-per-node 8 tests/trace.py FILE --tp 2 --pp 2 --microbatches 4
 
-FILE opens in https://ui.perfetto.dev: a process for each rank, whose lane "compute" has the
-pipeline's actions (F3 is the forward of microbatch 3), waits below them, and a lane for each axis
-with its operations, in several rows where they overlap: tp, cp, ep, pp, dp, or "tp+ep" where these
-have the same ranks. A line tells the step's milliseconds and its parts, means over the ranks that
-add up to it: compute, actions without their waits; waits for each axis, of pp called the bubble;
-the rest: data, clipping norm, optimizer. On a GPU moments are those of its streams.
+Open FILE in https://ui.perfetto.dev. Each rank is a process. Its lane "compute" shows the actions
+of the pipeline (F3 is the forward of microbatch 3) with the waits below them. Each axis (tp, cp,
+ep, pp, dp) has a lane for its operations, with several rows where they overlap; "tp+ep" is one
+lane if both have the same ranks. The printed line splits the step's milliseconds into parts, each
+a mean over the ranks: compute, which is the actions without their waits; the waits for each axis,
+called "bubble" for pp; and the rest, which is data, clipping norm and optimizer. On a GPU the
+times are those of its streams.
 """
 
 import json
@@ -32,7 +33,7 @@ AXES |= {"cp_group": "cp", "ep_group": "ep", "node_group": "ep", "cross_group": 
 
 
 def axes_of(mesh):
-    """{group: the axes that it is of}, of those that have several ranks."""
+    """Return {group: its axes, joined by "+"} for all groups of several ranks."""
     axes = defaultdict(dict)
     for name, group in vars(mesh).items():
         if group and dist.get_world_size(group) > 1:
@@ -41,14 +42,14 @@ def axes_of(mesh):
 
 
 def now(device):
-    """A moment of this thread, or of its stream: a thread has a device of its own."""
+    """Return the present moment: a time on a CPU, an event on this thread's stream on a GPU."""
     if device.type == "cpu":
         return time.perf_counter()
     return torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
 
 
 def microseconds(began, moment):
-    """From one moment to another, for which the host waits."""
+    """Return the microseconds between two moments; the host waits for the second."""
     if isinstance(moment, float):
         return 1e6 * (moment - began)
     moment.synchronize()
@@ -56,7 +57,7 @@ def microseconds(began, moment):
 
 
 def traced(trainer, *batch):
-    """({lane: [(begin, end, name, what is known of it)]}, {part: microseconds}) of a step."""
+    """Take a step; return {lane: [(begin, end, name, details)]} and {part: microseconds}."""
     axes, told, spans = axes_of(trainer.mesh), {}, []
 
     def listen(event, operation, sends=(), receives=()):
@@ -83,7 +84,7 @@ def traced(trainer, *batch):
     for operation in [operation for operation in told if operation.group in axes]:
         axis, (moments, sent) = axes[operation.group], told[operation]
         begin, *posts, end = map(since, moments)
-        if operation.name != "wait":  # its turn may come later than the call
+        if operation.name != "wait":  # a queued operation is posted later than it is called
             known = {"messages": len(sent), "bytes": sum(sent)}
             span = posts[0] if posts else begin, end, operation.name, known
             lanes.setdefault(axis, []).append(span)
@@ -97,7 +98,7 @@ def traced(trainer, *batch):
 
 
 def events_of(rank, lanes):
-    """Those of Chrome's format, for a rank's lanes."""
+    """Yield a rank's lanes as events of Chrome's trace format."""
     for lane, spans in lanes.items():
         ends = []  # of rows
         for begin, end, name, known in sorted(spans, key=lambda span: (span[0], -span[1])):
@@ -109,7 +110,9 @@ def events_of(rank, lanes):
 
 
 def work(path, args, device):
-    """Train, write the trace of the last step, and say where it went. Raises TrainingError."""
+    """Train, write the trace of the last step, and print its parts. Raises TrainingError."""
+    if path is None:
+        raise hybrid.TrainingError("FILE is missing: its name comes before the flags", 2)
     file = hybrid.on_all_ranks(open, path if dist.get_rank() == 0 else os.devnull, "w")
     data = hybrid.on_all_ranks(hybrid.load_data, args.data, args.seq_len, args.vocab_size)
     trainer = hybrid.Trainer(args, hybrid.make_mesh(args), device)
@@ -126,11 +129,12 @@ def work(path, args, device):
 
 
 def main(argv=None):
-    """FILE and the flags of hybrid.py. Returns the exit status."""
-    path, *flags = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    if path in ("-h", "--help"):
+    """Run with FILE and the flags of hybrid.py; return the exit status."""
+    flags, path = list(sys.argv[1:] if argv is None else argv), None
+    if {"-h", "--help"} & {*flags}:
         print(__doc__)
-        flags = [path]
+    elif flags and not flags[0].startswith("-"):
+        path = flags.pop(0)
     return hybrid.main(["--steps", "3", *flags], partial(work, path))
 
 

@@ -11,8 +11,10 @@ A line for each layout has the worst difference, of what it is, and the flags:
     ok     1.8e-15  step 1 gradient transformer.h.6.ln_1.bias    --pp 1 --dp 8 --cp 1 --tp 1 ...
 
 It is the norm of the difference / the norm. WRONG is more than 1e-9 (fp64, in place of fp32 on
-CPUs), 1e-4 (fp32 on GPUs) or 5e-2 (bf16, tf32), and a layout that raises an error. The exit status
-is 1 if one is wrong, 2 for flags that cannot be. The layouts are drawn at random, the same each
+CPUs), 1e-4 (fp32 on GPUs) or 5e-2 (bf16, tf32). The exit status is 1 if one is wrong, 2 for flags
+that cannot be. A layout that raises an error on any rank ends the run with that rank's traceback,
+whose last line names the rank and the layout: the other ranks may be inside a kernel of NCCL's that
+waits for it, so no later layout could be tried. The layouts are drawn at random, the same each
 time. Some have stages without layers; some ("halves") take each half of a node for a node. Below
 fp64 a token uses all experts: rounding could choose others. What depends on the layout is refused:
 --dropout (tests/test_hybrid.py has its masks, tests/test_sequence_parallel.py their scale),
@@ -174,12 +176,12 @@ def differences(when, found, expected):
 
 
 def judge(args, device, groups):
-    """The worst difference and of what, on all ranks. groups: of layouts before. Collective."""
-    try:
-        recorded = record(args, hybrid.make_mesh(args, groups), device)
-        found = compare(args, device, *recorded) if dist.get_rank() == 0 else {}
-    except Exception as error:  # the other layouts are tried all the same
-        found = {f"{type(error).__name__}: {error}": math.inf}
+    """Return the worst difference and where it is, the same on all ranks. Collective.
+
+    groups: those of earlier layouts, for reuse.
+    """
+    recorded = record(args, hybrid.make_mesh(args, groups), device)
+    found = compare(args, device, *recorded) if dist.get_rank() == 0 else {}
     worst = max(found.items(), key=lambda item: item[1], default=("", 0.0))
     return max(gather_objects(worst[::-1]))
 
@@ -201,11 +203,14 @@ def verify(argv, args, device):
         layout = hybrid.parse([*sizes_of(world_size), *words, *argv], world_size, per_node)
         if precision != "fp64" and layout.experts:
             layout = replace(layout, top_k=layout.experts)
-        error, what = judge(layout, device, groups)
-        groups = groups if error < math.inf else {}  # messages may be under way in these
+        shown = " ".join([*words, " halves"] if per_node < args.per_node else words)
+        try:
+            error, what = judge(layout, device, groups)
+        except Exception as raised:
+            raised.add_note(f"verify.py: rank {dist.get_rank()}, in {shown}")
+            raise
         mark = "ok" if error <= BOUNDS[precision] else "WRONG"
-        shown = [*words, " halves"] if per_node < args.per_node else words
-        say(f"{mark:5}  {error:7.1e}  {what:50}  {' '.join(shown)}")
+        say(f"{mark:5}  {error:7.1e}  {what:50}  {shown}")
         errors.append(error)
     wrong, found = sum(error > BOUNDS[precision] for error in errors), f"{max(errors):.1e}"
     what = f"{len(rows)} layouts on {world_size} x {device.type} in {precision}"
