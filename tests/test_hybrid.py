@@ -210,7 +210,7 @@ EVERY_LAYOUT += [
     (8, "--zero 3 --dp 4 --replicate 2 --pp 2 --schedule zb-v --microbatches 4 --kv-heads 4"),
     (8, "--cp 2 --pp 2 --tp 2 --sp --schedule zb-h1 --microbatches 4"),
     (8, "--cp 2 --pp 2 --dp 2 --schedule dualpipe --microbatches 4 --cp-method ulysses"),
-    # as Llama 3, Gemma 2 and GLM-5 are cut
+    # the axes of Llama 3, Gemma 2 and GLM-5, with small degrees
     (8, "--tp 2 --cp 2 --pp 2 --schedule interleaved --zero 2 --cp-method allgather"),
     (8, "--tp 2 --sp --dp 4 --zero 3 --microbatches 2"),
     (8, "--pp 2 --schedule interleaved --cp 2 --dp 2 --zero 2 --microbatches 2"),
@@ -266,8 +266,8 @@ MOE_LAYOUTS = [
     (4, "--tp 2 --dp 2 --ep 4 --zero 3 --sp"),
     (4, "--dp 4 --ep 2 --zero 2 --replicate 4"),
     (8, "--dp 2 --cp 2 --ep 2 --pp 2"),
-    (8, "--dp 8 --zero 3 --replicate 2 --ep 2"),  # as Solar Open
-    (8, "--tp 2 --pp 2 --dp 2 --ep 4"),  # as Mixtral
+    (8, "--dp 8 --zero 3 --replicate 2 --ep 2"),  # HSDP, as Solar Open, and experts in pairs
+    (8, "--tp 2 --pp 2 --dp 2 --ep 4"),  # the axes of NVIDIA's Mixtral
 ]
 
 
