@@ -603,7 +603,7 @@ class Pipeline:
     """Runs one rank of a schedule.
 
     stage: this rank's module, or a list with one module per chunk. A stage without layers returns
-        its input.
+        its input; none may change its input in place.
     schedule: a Schedule, the same on all ranks of the group.
     loss_fn: loss_fn(output, target, *loss_arguments of step()), called at the end of a route,
         returns a microbatch's share of the loss. The loss of a step is the sum of the shares.
