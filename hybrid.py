@@ -800,10 +800,21 @@ def prompt_of(args, data):
 
 
 class Mesh(SimpleNamespace):
-    """This process's groups, named as in slices_of(). Its rank in a group is its coordinate."""
+    """This process's groups, as slices_of() cuts them. Its rank in a group is its coordinate there.
 
-    node_group = cross_group = None  # where an ep_group has one node
-    embedding_group = None  # where neither embedding nor head is on this rank
+    pp_group, dp_group, cp_group, tp_group   the ranks that differ in one coordinate
+    dp_cp_group              the ranks whose gradients are summed
+    shard_group              neighbours in dp_cp_group that share one copy of ZeRO's shards
+    replicate_group          the ranks of dp_cp_group that hold the same shards
+    ep_group                 the ranks of dp x cp x tp that hold different experts
+    expert_dp_group          the ranks of dp x cp that hold the same experts
+    expert_shard_group, expert_replicate_group   divide that as the two above divide dp_cp_group
+    expert_tp_group          the ranks of tp that hold the same experts
+    embedding_group          the first and the last stage, which hold the tied embedding
+    node_group, cross_group  the ranks of ep_group on one node; in the same place on all nodes
+    """
+
+    embedding_group = node_group = cross_group = None  # where a rank has none
 
 
 # the groups over which gradients travel have names that end with one of these
@@ -875,11 +886,10 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
         dp_group           0 2, 1 3, 4 6, 5 7    the same stage and place in tp
         pp_group           0 4, 1 5, 2 6, 3 7    the same replica and place in tp
 
-    Experts are split over as much of tp as divides ep, and then over dp x cp. With ep 4 instead of
-    4 copies of each expert per stage:
+    Experts are split over as much of tp as divides ep, and then over dp x cp. In this grid:
 
-        ep_group           0 1 2 3, 4 5 6 7      all experts
-        expert_dp_group    0, 1, 2 ...           the same experts
+        ep_group, ep 2     0 1, 2 3, 4 5, 6 7    expert_dp_group is dp_group
+        ep_group, ep 4     0 1 2 3, 4 5 6 7      no two ranks hold the same experts
 
     ep_nodes: the number of nodes over which an ep_group is spread.
     replicate: the number of copies of ZeRO's shards in a dp_cp_group. Experts have gcd(replicate,
@@ -898,30 +908,21 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     runs_of = lambda rows, count: rows.reshape(-1, rows.shape[1] // count)
     across_runs = lambda rows, count: rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
     slices = {
-        # the ranks that differ in one coordinate
         "pp_group": grid.permute(1, 2, 3, 0).reshape(-1, pp),
         "dp_group": grid.permute(0, 2, 3, 1).reshape(-1, dp),
         "cp_group": grid.permute(0, 1, 3, 2).reshape(-1, cp),
         "tp_group": grid.reshape(-1, tp),
-        # the ranks whose gradients are summed
         "dp_cp_group": replicas,
-        # neighbours in dp_cp_group that share one copy of ZeRO's shards: of 0 2 4 6, 0 2 and 4 6
-        "shard_group": runs_of(replicas, replicate),
-        # the ranks of dp_cp_group that hold the same shards: 0 4 and 2 6
-        "replicate_group": across_runs(replicas, replicate),
-        # the ranks of dp x cp x tp that hold different experts
+        "shard_group": runs_of(replicas, replicate),  # of 0 2 4 6: 0 2, 4 6
+        "replicate_group": across_runs(replicas, replicate),  # of 0 2 4 6: 0 4, 2 6
         "ep_group": spread,
-        # the ranks of dp x cp that hold the same experts, divided for ZeRO like dp_cp_group
         "expert_dp_group": expert_replicas,
         "expert_shard_group": runs_of(expert_replicas, expert_copies),
         "expert_replicate_group": across_runs(expert_replicas, expert_copies),
-        # the ranks of tp that hold the same experts
         "expert_tp_group": domain.mT.flatten(0, 3),
-        # the first and the last stage, which both hold the tied embedding
         "embedding_group": ends.permute(1, 2, 3, 0).reshape(-1, len(ends)),
     }
     if ep_nodes > 1:
-        # the ranks of ep_group on one node, and those in the same place on all nodes
         slices["node_group"] = runs_of(spread, ep_nodes)
         slices["cross_group"] = across_runs(spread, ep_nodes)
     return slices

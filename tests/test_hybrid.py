@@ -639,6 +639,7 @@ def test_on_gpus_groups_have_nccl_of_high_priority_and_a_group_of_one_has_gloo(i
         patch.object(hybrid, "barrier", meet),
     ):
         mesh = hybrid.make_mesh(hybrid.parse("--dp 2 --tp 2 --timeout 7".split(), 4))
+    dist.barrier()  # no rank leaves while another still connects
     assert mesh.dp_group is mesh.dp_cp_group is mesh.shard_group and mesh.ep_group is mesh.pp_group
     nccl = "nccl", {"is_high_priority_stream": True, "_timeout": timedelta(seconds=7)}
     shared, alone = (nccl, ("gloo", None)) if is_bound else ((None, None), (None, None))
