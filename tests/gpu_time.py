@@ -1,28 +1,28 @@
-"""Where would a step's time go on GPUs? A model's answer for the real code, without a GPU.
+"""Where would a step's time go on GPUs? A model's estimate for the real code, without a GPU.
 
     python tests/gpu_time.py --gpus 8 --dtype bf16 --dp 8 --zero 3       flags of hybrid.py
     python tests/gpu_time.py --gpus 8 --gpu a100 --json --trace FILE --dtype bf16 --tp 8 --sp
 
 Rank 0 takes two steps on the pretended device of fake_cuda.py, and the second one is timed. The
-kernels, messages, events and waits are those of the code; how long they take is a model:
+kernels, messages, events and waits are those of the code. Their durations come from a model:
 
-    host      launches kernels and batches, ahead of the device until it waits for it: 5 us for a
-              kernel, 1.5 us for a view, --batch-us for a batch and --message-us for each message
-    stream    runs its kernels in the order of their launches: each takes its bytes at 80% of the
-              memory's speed or its FLOPs at 65% of the peak, whichever is longer, or 2 us
-    group     has a communicator, a stream of batches: each takes 12 us, and its bytes at 80% of the
-              speed of NVLink, or of the network if a message leaves the node
-    event     is a moment of a stream, for which other streams and the host can wait
+    host      It launches kernels and batches, and runs ahead of the device until it waits for it. A
+              kernel costs it 5 us, a view 1.5 us, a batch --batch-us and --message-us per message.
+    stream    It runs its kernels in launch order. A kernel takes at least 2 us, or its bytes at 80%
+              of the memory's speed, or its FLOPs at 65% of the peak, whichever is longest.
+    group     It has a communicator: a stream that runs its batches in order. A batch takes 12 us,
+              and its bytes at 80% of the speed of NVLink, or of the network if it leaves the node.
+    event     It marks a moment of a stream. Other streams and the host can wait for it.
 
-All ranks are alike and meet at once, so a pipeline has no bubble (plan.py has it), and messages
-take no SMs from kernels. Speeds are those of data sheets and the other constants are estimates:
-compare versions of the code by them, and do not expect a real machine to take the same time.
+All ranks are assumed to be alike, so peers meet at once and a pipeline has no bubble (plan.py has
+it). Messages take no SMs from kernels. The speeds are those of data sheets, and the other constants
+are estimates: use them to compare versions of the code, not to predict the time on a real machine.
 
-A step of the main stream consists of products, other kernels, waits for messages ("exposed", by the
-first two names that hybrid's Mesh has for their group) and waits for the host ("starved"). peak_gb
-is what tensors need. By PyTorch's rule, memory that a message has touched is free only once the
-host has seen the end of its batch: peak_recorded_gb counts that, too. NCCL's buffers come on top:
-12 MB for each of 32 channels to each peer of each group with which rank 0 has had messages.
+A step of the main stream consists of matrix products, other kernels, waits for messages (exposed,
+by axis: the first two names of the group in hybrid's Mesh) and waits for the host (starved).
+peak_gb is the peak of the tensors' memory. PyTorch reuses memory that a message has touched only
+once the host has seen the end of its batch; peak_recorded_gb is the peak under this rule. nccl_gb
+is NCCL's own memory, 12 MB for each of 32 channels to each peer of a group, on top of either peak.
 """
 
 import argparse
@@ -45,10 +45,10 @@ import hybrid
 from models import GPUS
 from timeline import Host, Memory, Stream
 
-LAUNCH_US, VIEW_US = 5.0, 1.5  # of the host, for what launches a kernel and what does not
-KERNEL_US, ROUND_US = 2.0, 12.0  # the least that a kernel and a batch take
-PRODUCTS, MOVES = 0.65, 0.8  # what is reached of the FLOP/s and the GB/s of data sheets
-CHANNELS, CHANNEL_BYTES = 32, 12e6  # of NCCL, to each peer
+LAUNCH_US, VIEW_US = 5.0, 1.5  # host: an operator with a kernel; one without
+KERNEL_US, ROUND_US = 2.0, 12.0  # device: at least, for a kernel; for a batch
+PRODUCTS, MOVES = 0.65, 0.8  # shares of the data sheets' FLOP/s and GB/s
+CHANNELS, CHANNEL_BYTES = 32, 12e6  # NCCL's buffers for each peer
 aten = torch.ops.aten
 NO_KERNEL = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach}
 NO_KERNEL |= {aten.new_empty_strided, aten._unsafe_view, aten.set_, aten._local_scalar_dense}
@@ -59,7 +59,7 @@ FLOPS = flop_registry | {  # of matrix products
 
 
 class Timer(fake_cuda.Watch):
-    """Gives a duration to all that reaches the device."""
+    """Gives each operator and each batch that reaches the device its duration."""
 
     def __init__(self, args, own):
         super().__init__(args)
@@ -77,7 +77,7 @@ class Timer(fake_cuda.Watch):
         result = super().__torch_dispatch__(function, types, arguments, options)
         given = list(filter(fake_cuda.is_on_device, tree_leaves((arguments, options))))
         made = list(filter(fake_cuda.is_on_device, tree_leaves(result)))
-        if not given + made or function.namespace == "prim":  # which asks a tensor what it is
+        if not given + made or function.namespace == "prim":  # it reads an attribute
             return result
         for tensor in made:
             self.memory.resize(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
@@ -94,7 +94,10 @@ class Timer(fake_cuda.Watch):
         return result
 
     def computing(self, function, arguments, options, result):
-        """Duration of a product's FLOPs. Causal attention computes half of the scores."""
+        """Return the duration of a matrix product's FLOPs, and 0 for other operators.
+
+        Causal attention computes half of the scores.
+        """
         if function.overloadpacket not in FLOPS:
             return 0
         flops = FLOPS[function.overloadpacket](*arguments, **options, out_val=result)
@@ -116,7 +119,7 @@ class Timer(fake_cuda.Watch):
             lane = "+".join(self.names[group][:2])
             self.communicators[group] = Stream(self.host, lane)
         self.peers[group].update(peer for _, peer in messages)
-        is_near = all(ranks[peer] < self.gpu.per_node for _, peer in messages)  # as rank 0 is
+        is_near = all(ranks[peer] < self.gpu.per_node for _, peer in messages)  # to rank 0
         speed = MOVES * 1e3 * (self.gpu.node if is_near else self.gpu.network)
         nbytes = max(sum(tensor.nbytes for tensor, _ in side) for side in (sends, receives))
         duration = ROUND_US + nbytes / speed
@@ -128,7 +131,7 @@ class Timer(fake_cuda.Watch):
 
 
 def measure(args, own):
-    """Time the second step of rank 0; returns what --json prints, and the trace's events."""
+    """Time the second step of rank 0. Returns what --json prints, and the trace's events."""
     timer = Timer(args, own)
     host, main, memory = timer.host, timer.host.main, timer.memory
     resize_ = torch.UntypedStorage.resize_
@@ -172,7 +175,7 @@ def measure(args, own):
 
 
 def parse(argv):
-    """The command's own flags, and hybrid's Args."""
+    """Return the command's own flags, and hybrid's Args from the others."""
     parser = argparse.ArgumentParser(Path(__file__).name, description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--gpus", type=hybrid.at_least(1), required=True, help="how many")

@@ -1,9 +1,10 @@
-"""When a GPU's streams do what a host launches: everything is worked out at its launch.
+"""A clock for code that launches work on a GPU: when does each kernel run, and who waits for whom?
 
-A host launches, and its clock goes on by what that takes. A stream begins a kernel when it has
-ended all that it was given, or when the host launches it, if that is later. An event, or the end of
-a batch, is a moment: a stream that waits for it begins nothing before, and a host that waits sets
-its clock to it. All moments and durations are in microseconds. gpu_time.py has the durations.
+The host launches work, which advances its clock. A stream begins a kernel once it has finished all
+earlier ones and the host has launched it. An event, or the end of a batch, is a moment. A stream
+that waits for it begins no later kernel before; a host that waits advances its clock to it. So
+every moment is known when the work is launched. Moments and durations are in microseconds, and
+gpu_time.py supplies the durations.
 """
 
 import weakref
@@ -26,7 +27,10 @@ class Host:
 
 
 class Event:
-    """A moment of a stream, or the end of a batch, and the axis whose messages came before it."""
+    """A moment of a stream, or the end of a batch.
+
+    axis: the group whose messages the stream waited for last, to which waits are attributed.
+    """
 
     def __init__(self, host, moment, axis):
         self.host, self.moment, self.axis = host, moment, axis
@@ -42,7 +46,12 @@ class Event:
 
 
 class Stream(Event):
-    """A torch.cuda.Stream, or NCCL's of a group. Its moment is the end of all that it was given."""
+    """In place of torch.cuda.Stream, and of the stream that NCCL has for each group.
+
+    moment: when the stream finishes the work that it has been given so far.
+    parts: the time that it spent on kernels, by kind, and waiting for the host ("starved").
+    exposed: the time that it spent waiting for other streams, by axis.
+    """
 
     def __init__(self, host, lane=None, **options):
         super().__init__(host, 0.0, lane)
@@ -58,13 +67,13 @@ class Stream(Event):
         self.host.spans.append((self.lane, name, begin, duration))
 
     def post(self, name, duration):
-        """Run a batch behind all that the current stream was given; returns the batch's end."""
+        """Run a batch after the work that the current stream has so far. Returns its end."""
         self.wait_stream(self.host.current)
         self.run(name, duration)
         return Event(self.host, self.moment, self.lane)
 
     def wait_event(self, event):
-        """Begin no later kernel before the event."""
+        """Begin no later kernel before the event's moment."""
         begin, self.axis = max(self.moment, self.host.now), event.axis
         if event.moment > begin:
             self.parts["starved"] += begin - self.moment
@@ -84,9 +93,10 @@ class Stream(Event):
 
 
 class Memory:
-    """The bytes of storages, and the moment from which each change of them counts.
+    """The sizes of storages, and the peak of their sum.
 
-    in_use_until: the end of the last batch that has a storage, before which it is not free.
+    A record's in_use_until is the end of the last batch that reads or writes its storage. By
+    PyTorch's rule the memory can be reused once the host's clock has passed it.
     """
 
     def __init__(self, host):
@@ -105,6 +115,6 @@ class Memory:
         self.changes.append((moment, more))
 
     def peaks(self):
-        """The most bytes: of tensors, and of what is not free."""
+        """Return the most bytes at any time, without the rule and with it."""
         recorded = sorted(self.changes, key=lambda change: change[0])
         return [max(accumulate(more for _, more in of)) for of in (self.changes, recorded)]
