@@ -21,7 +21,7 @@ import sys
 import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
@@ -201,6 +201,12 @@ class Watch(TorchDispatchMode):
         nest = lambda rest: [nest(rest[1:]) for _ in range(rest[0])] if rest else number
         return nest(shape)
 
+    def streams(self):
+        """What takes the place of torch.cuda's: all has happened as soon as it is launched."""
+        wait = lambda *_: self.note_wait("synchronize")
+        stream = type("Stream", (Stream,), {"synchronize": wait})
+        return {"Stream": stream, "Event": stream, "current_stream": stream}
+
     def post(self, group, sends, receives):
         """In place of collectives.post_batch()."""
         counts, where = self.counts, place()
@@ -248,16 +254,14 @@ def _attention(q, k, v, dropout_p, is_causal, enable_gqa):
     return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
 
 
-def patches(watch):
+def _patches(watch):
     """What stands for CUDA and for the other ranks."""
     cuda, ignore = torch.cuda, lambda *_, **__: None
-    wait = lambda *_: watch.note_wait("synchronize")
-    stream = type("Stream", (Stream,), {"synchronize": wait})
     yield patch.object(cuda.amp.common, "amp_definitely_not_available", lambda: False)
     yield patch.object(cuda, "is_bf16_supported", lambda *_, **__: True)
     yield as_on_nccl(watch.post, "cuda:nccl")
-    yield patch.multiple(cuda, Stream=stream, Event=stream, current_stream=stream)
-    yield patch.object(cuda, "synchronize", wait)
+    yield patch.multiple(cuda, **watch.streams())
+    yield patch.object(cuda, "synchronize", lambda *_: watch.note_wait("synchronize"))
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "max_memory_allocated"):
         yield patch.object(cuda, name, ignore)
     yield patch.object(torch.random, "fork_rng", lambda *_, **__: nullcontext())
@@ -272,16 +276,23 @@ def patches(watch):
         yield patch.object(module, "gather_objects", alike)
 
 
+@contextmanager
+def pretended(watch, rank, world_size):
+    """Inside, this process is that rank of a world, and `watch` has all that reaches its device."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    with ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        for patched in _patches(watch):
+            stack.enter_context(patched)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(watch)
+        yield
+
+
 def hybrid_step(args, device):
     """hybrid's Trainer, and a function that takes one step of it."""
-    with unset_fake_temporarily() as fake_mode:  # the mesh is made of real tensors
-
-        def barrier(group=None):
-            with fake_mode:
-                collectives.barrier(group)
-
-        with patch.object(hybrid, "barrier", barrier):
-            mesh = hybrid.make_mesh(args)
+    with patch.object(hybrid, "barrier"), unset_fake_temporarily():  # a group's is a real tensor
+        mesh = hybrid.make_mesh(args)
     trainer = hybrid.Trainer(args, mesh, device)
     tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
     return trainer, lambda: trainer.step(tokens, tokens)
@@ -309,17 +320,11 @@ def count_step(world_size, rank, what):
 
     what: flags of hybrid.py, or "zero 1", "zero 2" or "zero 3".
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    with ExitStack() as stack:
-        stack.callback(dist.destroy_process_group)
-        stage = int(what[5:]) if what.startswith("zero ") else None
-        per_node = world_size // 2 if "--topk-nodes" in what else None
-        args = hybrid.parse([] if stage else what.split(), world_size, per_node)
-        watch, device = Watch(args), torch.device("cuda", 0)
-        for patched in patches(watch):
-            stack.enter_context(patched)
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(watch)
+    stage = int(what[5:]) if what.startswith("zero ") else None
+    per_node = world_size // 2 if "--topk-nodes" in what else None
+    args = hybrid.parse([] if stage else what.split(), world_size, per_node)
+    watch, device = Watch(args), torch.device("cuda", 0)
+    with pretended(watch, rank, world_size):
         step = _zero_step(stage, device) if stage else hybrid_step(args, device)[1]
         step()
         watch.counts = Counts()
