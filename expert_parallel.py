@@ -9,11 +9,11 @@ are summed with the router's weights. Parameters grow with E, the work per token
              the same way back, then    y(t) = sum over its k experts of weight x expert(t)
 
 Left alone, a router sends more and more tokens to fewer and fewer experts. Three remedies are a
-loss E sum f_i p_i of each expert's fraction of tokens and mean probability (Switch), a loss on the
-size of the logits (ST-MoE), and a bias on the choice alone, moved against the load (DeepSeek).
+loss E sum f_i p_i of each expert's fraction of tokens and mean probability (GShard, Switch), a loss
+on the logits' size (ST-MoE), and a bias on the choice alone, moved against the load (DeepSeek).
 
 A rank holds   E/P whole experts, and a copy of the router and of shared experts, which all tokens
-               use. Nothing is padded, and only a capacity (Switch) drops tokens
+               use. Nothing is padded, and only a capacity (GShard, Switch) drops tokens
 It sends       in a layer's forward 2 N k D (P-1)/P elements, for dispatch and combine, if the N
                tokens of each rank, of width D, are evenly routed; as many in backward. In two hops
                a token crosses to another node once, however many of its experts are there
@@ -22,9 +22,9 @@ Overlap        shared experts compute while the host waits for counts; else a ra
 PyTorch's      has no such layer. Megatron-LM's MoELayer takes the same steps, and can also split an
                expert over ranks and pad it; DeepEP has kernels in place of sort and all-to-all
 
-Shazeer et al., "Outrageously Large Neural Networks", 2017. Fedus et al., "Switch Transformers",
-2021. Zoph et al., "ST-MoE", 2022. Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024.
-DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
+Shazeer et al., "Outrageously Large Neural Networks", 2017. Lepikhin et al., "GShard", 2021. Fedus
+et al., "Switch Transformers", 2021. Zoph et al., "ST-MoE", 2022. Wang et al., "Auxiliary-Loss-Free
+Load Balancing", 2024. DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
 
     torchrun --nproc-per-node 4 expert_parallel.py      bytes, and the error against one process
 """

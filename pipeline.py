@@ -18,6 +18,9 @@ A backward has two halves. Other stages wait only for the gradient of a stage's 
 gradient of its weights (W), about half of the work, can run later and fill idle slots. Further
 schedules cut a rank's layers into chunks, or let microbatches enter from both ends.
 
+Microbatches change no result of a layer that treats each token by itself, such as LayerNorm.
+BatchNorm would normalize with the mean and variance of a microbatch in place of the batch's.
+
 A schedule is data: a list of actions per rank, and the routes that microbatches take. One simulator
 times it, checks it, and derives one global order of messages; one executor runs it.
 
@@ -147,7 +150,10 @@ def naive(num_stages, num_microbatches):
 
 
 def gpipe(num_stages, num_microbatches):
-    """All forwards, then all backwards, on every rank. Peak activations: m microbatches."""
+    """All forwards, then all backwards, on every rank. Peak activations: m microbatches.
+
+    The backwards may also run last microbatch first: the bubble and the peak are the same.
+    """
     m = num_microbatches
     return _schedule(num_stages, m, lambda rank: "F" * m + "B" * m)
 
@@ -597,7 +603,7 @@ class Pipeline:
     """Runs one rank of a schedule.
 
     stage: this rank's module, or a list with one module per chunk. A stage without layers returns
-        its input.
+        its input; none may change its input in place.
     schedule: a Schedule, the same on all ranks of the group.
     loss_fn: loss_fn(output, target, *loss_arguments of step()), called at the end of a route,
         returns a microbatch's share of the loss. The loss of a step is the sum of the shares.

@@ -134,20 +134,20 @@ def rows():
     found, crossing, sbh = run(P, count)[0], (P - 1) / P, S * B * H
     n, D, scores = 1 << 20, 4 * 4 * 480 * 480, 5 * A * S / H
     kv, tokens = 2 * sbh // P, N * K * H
-    small, zero = n // 4, ("zero", "2_2_2_and_3")
+    small, zero, papers = n // 4, ("zero", "2_2_2_and_3"), ("collectives", "bytes_of_the_papers")
     gathered, ulysses = "allgather_attention", "ulysses_attention"
     held, kept = ("zero", "holds_16"), ("sequence_parallel", "bytes_of_the_paper")
     layer, context = ("tensor_parallel", "8_b_s_h"), ("context_parallel", "what_its_formula")
     table = [
         ("all-gather", "n(P-1)/P", n * crossing, "gather", "collectives", "bytes_of_the_formulas"),
-        ("ring all-reduce", "2n(P-1)/P", 2 * small * crossing, "ring", "collectives", "bytes_of_the_papers"),
-        ("recursive doubling", "n log2 P", small * 2, "doubling", "collectives", "bytes_of_the_papers"),
+        ("ring all-reduce", "2n(P-1)/P", 2 * small * crossing, "ring", *papers),
+        ("recursive doubling", "n log2 P", small * 2, "doubling", *papers),
         ("data parallelism", "2D(P-1)/P", 2 * D * crossing, "bytes 0", "ddp", "around_the_ring"),
         ("ZeRO-1", "2D(P-1)/P", 2 * D * crossing, "bytes 1", *zero),
         ("ZeRO-2", "2D(P-1)/P", 2 * D * crossing, "bytes 2", *zero),
         ("ZeRO-3", "3D(P-1)/P", 3 * D * crossing, "bytes 3", *zero),
         ("HSDP, 2 shards x 2 copies", "3D/2 + 2(D/2)/2", 2 * D, "bytes hsdp", "zero", "across"),
-        ("bytes held per parameter", "4 + 4 + 8", 16, "held 0", *held),
+        ("bytes held per fp32 parameter", "4 + 4 + 8", 16, "held 0", *held),
         ("by ZeRO-1", "4 + 4 + 8/P", 10, "held 1", *held),
         ("by ZeRO-2", "4 + (4 + 8)/P", 7, "held 2", *held),
         ("by ZeRO-3", "(4 + 4 + 8)/P", 4, "held 3", *held),

@@ -108,6 +108,14 @@ def test_bubble_and_peak_are_those_of_the_formulas(name):
         assert timeline.peak == (of_ranks | {"dualpipe": [p + 1] * p}).get(name, timeline.peak)
 
 
+def test_gpipes_backwards_may_run_last_first_with_the_same_bubble_and_peak():
+    for p, m in SIZES:
+        first, backwards = gpipe(p, m), [Action("B", i) for i in reversed(range(m))]
+        last = Schedule([actions[:m] + backwards for actions in first])
+        one, other = simulate(first), simulate(last)
+        assert (one.bubble, one.peak) == (other.bubble, other.peak)
+
+
 def test_tables_and_drawings_in_docstrings_are_what_the_code_gives():
     small = lambda a: f"{a.kind.lower() if a.chunk else a.kind}{a.microbatch}"
     for make_schedule, p, m in (
@@ -352,6 +360,20 @@ def test_the_idea_and_the_executor_give_the_same_bits():
     assert loss == (sum(losses) if rank == p - 1 else None)
     for one, other in zip(plain.parameters(), stage.parameters()):
         assert torch.equal(one.grad, other.grad) and one.grad.any()
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("norm, is_same", [(nn.LayerNorm, True), (nn.BatchNorm1d, False)])
+def test_microbatches_change_the_gradients_of_batch_norm_and_not_of_layer_norm(norm, is_same):
+    torch.manual_seed(0)
+    stage = nn.Sequential(nn.Linear(4, 4), norm(4), nn.Linear(4, 4)).double()
+    inputs, targets = torch.randn(2, 8, 4, dtype=torch.float64)
+    gradients = []
+    for m in 1, 4:
+        stage.zero_grad()
+        gpipe_step(stage, inputs.chunk(m), targets.chunk(m), _loss)
+        gradients.append(torch.cat([p.grad.flatten() for p in stage.parameters()]))
+    assert torch.allclose(*gradients, rtol=0, atol=1e-12) == is_same
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
