@@ -53,7 +53,8 @@ aten = torch.ops.aten
 NO_KERNEL = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach}
 NO_KERNEL |= {aten.new_empty_strided, aten._unsafe_view, aten.set_, aten._local_scalar_dense}
 FLOPS = flop_registry | {  # of matrix products
-    aten.addmm_: flop_registry[aten.addmm],
+    aten.addmm: lambda total, *factors, **_: flop_registry[aten.mm](*factors[:2]),
+    aten.addmm_: lambda total, *factors, **_: flop_registry[aten.mm](*factors[:2]),
     aten._grouped_mm: lambda x, w, *_, **options: 2 * x.shape[-2] * x.shape[-1] * w.shape[-1],
 }
 
