@@ -1,38 +1,42 @@
 """Collectives made of messages.
 
-A rank is a process, on a GPU of its own or on CPU cores; a process group is P of them, which share
-nothing: they send tensors to each other. All that training needs is built here from one primitive,
-exchange(): a batch of sends and receives that progress together. D bytes is the full tensor.
+A rank is a process with a GPU of its own, or on CPU cores. A process group is P ranks, which share
+no memory and send tensors to each other. Everything that training needs is built here on one
+primitive, exchange(): a batch of sends and receives that progress together. D is the size of the
+full tensor in bytes, and log2(P) is rounded up.
 
-                           what each rank holds in the end           a rank sends     steps
-    all_reduce             everybody the sum of all tensors
-      naive                  everyone sends everything to everyone    (P-1) D         1
-      direct                 chunks to their ranks, sums to all      2(P-1)/P D       2
-      ring                   reduce-scatter, then all-gather         2(P-1)/P D       2(P-1)
-      recursive_doubling     P = 2^k: sums swapped, ever farther      log2(P) D       log2(P)
-      halving_doubling       the same, with halves, quarters ...     2(P-1)/P D       2 log2(P)
-      hierarchical           O nodes of I: direct, rings across      2(P-1)/P D       2 O
-    reduce_scatter_single  rank r chunk r of the sum                  (P-1)/P D       1 to P-1
-    all_gather_single      everybody every rank's chunk               (P-1)/P D       1 to P-1
-    all_to_all_single      rank j every rank's chunk j                (P-1)/P D       1
-    broadcast              everybody the root's; the root sends most  log2(P) D       log2(P)
-    reduce                 the root the sum, added up a tree          D               log2(P)
-    scatter                rank r the root's tensor r; root sends     (P-1)/P D       1
-    gather                 the root everybody's; it sends nothing     D/P             1
+                           what a rank has in the end            a rank sends     steps
+    all_reduce             the sum of all ranks' tensors
+      naive                  all send everything to all           (P-1) D         1
+      direct                 chunks to their ranks, sums to all  2(P-1)/P D       2
+      ring                   reduce-scatter, then all-gather     2(P-1)/P D       2(P-1)
+      recursive_doubling     sums swapped, ever farther away      log2(P) D       log2(P)
+      halving_doubling       the same with halves, quarters ...  2(P-1)/P D       2 log2(P)
+      hierarchical           O nodes: direct in, rings across    2(P-1)/P D       2 O
+    reduce_scatter_single  rank r has chunk r of the sum          (P-1)/P D       1 to P-1
+    all_gather_single      every rank's chunk                     (P-1)/P D       1 to P-1
+    all_to_all_single      rank j has every rank's chunk j        (P-1)/P D       1
+    broadcast              the root's tensor                      log2(P) D       log2(P)
+    reduce                 the root has the sum                   D               log2(P)
+    scatter                rank r has the root's tensor r         (P-1)/P D       1
+    gather                 the root has every rank's tensor       D/P             1
 
-log2(P) is rounded up. 2(P-1)/P D is the least that any all-reduce can send. With async_op=True an
-operation overlaps with what the caller computes, in a thread (gloo, for CPUs) or on a side stream
-(NCCL, for GPUs). In backward a collective is a collective: see copy_to_group() and its like.
-
-Names and meaning are torch.distributed's: all_gather_single and reduce_scatter_single are what most
-know as all_gather_into_tensor and reduce_scatter_tensor. Here a group's collectives run one after
-the other; tensors need not be contiguous; all_gather takes unlike lengths; reduce leaves the
-others' tensors alone; a rank outside the group gets a ValueError; there is no BAND, BOR or BXOR.
+A rank holds   its tensors, and scratch memory for what is added: three chunks of 1 MB on gloo, two
+               full tensors of 64 MB on NCCL; longer tensors are cut into such segments
+It sends       what the table says, for broadcast and scatter what their root sends. No all-reduce
+               can send less than 2(P-1)/P D
+Overlap        with async_op=True an operation runs beside the caller's computation, in a thread
+               (gloo, for CPUs) or on a side stream (NCCL, for GPUs)
+PyTorch's      torch.distributed has the same names with the same meaning (those with _single are
+               also known as all_gather_into_tensor and reduce_scatter_tensor). Here a group's
+               collectives run one after the other, tensors need not be contiguous, all_gather takes
+               different lengths, reduce changes only the root's tensor, ranks outside the group get
+               a ValueError, and copy_to_group() and its like are differentiable
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
 
-    torchrun --nproc-per-node 4 collectives.py      steps, bytes claimed and counted
+    torchrun --nproc-per-node 4 collectives.py      steps; bytes claimed and counted
 """
 
 import math
@@ -43,17 +47,18 @@ import tempfile
 import threading
 import time
 import weakref
-from collections import deque
-from contextlib import contextmanager
+from collections import deque, namedtuple
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-# ---- the idea: a sum goes round a ring -----------------------------------------------------------
+# ---- the idea: a sum travels around a ring -------------------------------------------------------
 #
 #     rank 0 ---> rank 1 ---> rank 2 ---> rank 3 ---+       every link carries 1/P of the tensor
 #       ^                                           |       at every step
@@ -61,81 +66,89 @@ from torch.distributed import ReduceOp
 
 
 def ring_all_reduce(tensor, group=None):
-    """Sum a contiguous tensor over the group, in place. 2(P-1) steps of 1/P of its bytes each."""
+    """Sum a contiguous tensor over the group in place, in 2(P-1) steps of 1/P of its bytes each."""
     rank, P = rank_and_size(group)
     chunks = tensor.view(-1).tensor_split(P)
     for step in range(2 * (P - 1)):
-        outgoing, own = chunks[(rank - step - 1) % P], chunks[(rank - step - 2) % P]
+        outgoing = chunks[(rank - step - 1) % P]
+        own = chunks[(rank - step - 2) % P]
         arriving = torch.empty_like(own)
         exchange([(outgoing, (rank + 1) % P)], [(arriving, (rank - 1) % P)], group)
         if step < P - 1:
-            own.add_(arriving)  # a sum of ever more ranks; after P-1 steps, of all
+            own.add_(arriving)  # the sum over one more rank; after P-1 steps, over all
         else:
-            own.copy_(arriving)  # a finished sum, on its way to everybody
+            own.copy_(arriving)  # a complete sum, on its way to all ranks
 
 
 # ---- messages ------------------------------------------------------------------------------------
+#
+# Three things that are used from here on are defined further down ("an operation and its queue").
+# An Operation is one call: it posts messages, tells listeners of them, and names the peer when one
+# fails. A queue runs a group's asynchronous collectives in turn. A Work is what a caller gets with
+# async_op=True, and waits for.
 
 
 def rank_and_size(group=None):
-    """This rank inside `group`, and the group's size."""
+    """Return this rank inside `group`, and the group's size."""
     return dist.get_rank(group), dist.get_world_size(group)
 
 
 def exchange(sends, receives, group=None, async_op=False):
     """Send and receive several tensors in one batch, whose messages progress together.
 
-    sends, receives: lists of (contiguous tensor, peer), peer being a rank of `group`. Any two ranks
-    have the messages between them, and the batches, in the same order and of the same sizes (a
-    message larger than its buffer aborts a gloo rank); empty ones are not sent. Pending operations
-    of the group come first. A RuntimeError names the peer of what failed.
+    sends, receives: lists of (contiguous tensor, peer), where peer is a rank of `group`. Each pair
+    of ranks must post the messages between them in the same order, in the same batches, with equal
+    sizes: on gloo a message larger than its buffer aborts the process. Empty tensors are not sent.
+    The group's pending collectives are completed first. A RuntimeError names the peer that failed.
     """
-    messages = sends or receives
-    tensor = messages[0][0] if messages else None
+    tensor = (sends or receives)[0][0] if sends or receives else None
     operation = Operation("exchange", group, tensor, async_op)
     operation.tell("begin")
-    try:
+    with suppress(Exception):  # errors of earlier operations are raised by their own wait()
         operation.queue.finish()
-    except Exception:
-        pass  # errors of earlier operations are raised by their own wait()
-    wait = operation.post(sends, receives)
+    finish = partial(operation.complete, operation.post(sends, receives))
     if async_op:
-        return Work(operation, partial(operation.complete, wait))
-    operation.complete(wait)
+        return Work(operation, finish)
+    finish()
 
 
 # ---- algorithms take turns -----------------------------------------------------------------------
 #
-# An algorithm is a generator. It yields (sends, receives), goes on when they are complete, and does
-# its arithmetic in between. A large tensor is cut into segments, each a collective of its own:
-# while one of them is added, the others travel.
+# An algorithm is a generator. It yields (sends, receives), continues when these messages have
+# arrived, and does its arithmetic in between. A large tensor is cut into segments, each of which is
+# reduced on its own: while one of them is added, the others travel.
 
 SEGMENT = 1 << 20  # bytes of a chunk that travel in one message
-WINDOW = 3  # segments under way
+WINDOW = 3  # segments under way on gloo
+NCCL_WINDOW = 2  # one is on the wire, one is added: NCCL runs the batches of a group in order
 ALIGNMENT = 128  # bytes; a GPU reads 128 at once (NCCL and grouped products need 16)
 
 
 def take_turns(algorithms, operation):
-    """Run algorithms, WINDOW of them at a time: the one that began its step first goes on first.
+    """Run algorithms, several at a time. The one that posted its messages first continues first.
 
-    So do all ranks: the k-th message that rank 0 posts for rank 1 is the k-th expected there.
+    All ranks keep to this order, so the k-th message that rank 0 posts for rank 1 is the k-th that
+    rank 1 expects.
     """
-    waiting, under_way = deque(algorithms), deque()
-    most = 1 if operation.queue.on_nccl else WINDOW  # a stream runs one batch after the other
+    waiting, under_way = deque(algorithms), deque()  # [(algorithm, what waits for its messages)]
+    window = NCCL_WINDOW if operation.queue.on_nccl else WINDOW
     while waiting or under_way:
-        if waiting and len(under_way) < most:
+        if waiting and len(under_way) < window:
             algorithm = waiting.popleft()
         else:
             algorithm, wait = under_way.popleft()
             wait()
-        # its next step, if there is one; no name keeps the tensors of the one before
-        under_way += [(algorithm, operation.post(*step)) for step in islice(algorithm, 1)]
+            wait = None  # it holds the tensors of the step
+        step = next(algorithm, None)
+        if step is not None:
+            under_way.append((algorithm, operation.post(*step)))
+            step = None
 
 
 def _cut(flat, parts, P=1):
-    """A flat tensor in so many parts, each of which begins on a multiple of 128 P bytes.
+    """Cut a flat tensor into parts, each of which begins at a multiple of 128 P bytes.
 
-    10 x 128 bytes in 4 parts: 2, 3, 2 and 3 x 128 bytes; of few bytes some parts are empty.
+    10 x 128 bytes in 4 parts are 2, 3, 2 and 3 x 128 bytes. Of a short tensor some parts are empty.
     """
     if parts == 1:
         return [flat]
@@ -146,43 +159,46 @@ def _cut(flat, parts, P=1):
 
 # ---- reduce-scatter, all-gather, all-reduce ------------------------------------------------------
 #
-# A sum is either computed on one rank and copied, or on all along orders that mirror each other
-# (a + b is b + a to the bit): all ranks end with the same bits, and a model's replicas rely on it.
+# Replicas of a model rely on identical bits. So a sum is computed on one rank and copied, or it is
+# computed on all ranks in the same order, or in mirrored orders: a + b is exactly b + a.
 
-_REDUCE = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.AVG: torch.add,  # and one division at the end
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
+Combine = namedtuple("Combine", "pair rows")  # two tensors; all rows of a matrix, with one kernel
+
+_COMBINE = {
+    ReduceOp.SUM: Combine(torch.add, torch.sum),
+    ReduceOp.AVG: Combine(torch.add, torch.sum),  # and one division at the end
+    ReduceOp.PRODUCT: Combine(torch.mul, torch.prod),
+    ReduceOp.MIN: Combine(torch.minimum, torch.amin),
+    ReduceOp.MAX: Combine(torch.maximum, torch.amax),
 }
 
-MOST_PEERS = 128  # of a batch: NCCL may hang on more than 256 messages at once
+MOST_PEERS = 128  # in a batch: NCCL may hang with more than 256 messages at once
 
 
-def _ring_reduce_scatter(chunks, output, add, rank):
-    """Chunk r, reduced over all ranks, into `output` of rank r. P-1 steps.
+def _ring_reduce_scatter(chunks, output, combine, rank):
+    """Reduce chunk r over all ranks into `output` of rank r, in P-1 steps.
 
-    A partial sum travels the ring, and each rank it visits adds its own chunk. c2: 3+0 is chunk 2,
-    summed over ranks 3 and 0. P = 4:
+    A partial sum travels around the ring, and every rank that it visits adds its own chunk. "c2:
+    3+0" is chunk 2, summed over ranks 3 and 0. P = 4:
 
         rank        0             1             2             3
         step 0   c2: 3+0       c3: 0+1       c0: 1+2       c1: 2+3
         step 1   c1: 2+3+0     c2: 3+0+1     c3: 0+1+2     c0: 1+2+3
         step 2   c0: 1+2+3+0   c1: 2+3+0+1   c2: 3+0+1+2   c3: 0+1+2+3
     """
-    P, total = len(chunks), chunks[rank - 1]
+    P = len(chunks)
+    total = chunks[rank - 1]
     for step in range(P - 1):
         own = chunks[(rank - step - 2) % P]
         received = torch.empty_like(own)
         yield [(total, (rank + 1) % P)], [(received, (rank - 1) % P)]
-        total = add(received, own, out=output if step == P - 2 else received)
+        total = combine.pair(received, own, out=output if step == P - 2 else received)
     if P == 1:
         output.copy_(total)
 
 
 def _ring_all_gather(chunks, rank):
-    """Chunk r of rank r into chunk r of every one. P-1 steps, in place.
+    """Copy chunk r of rank r into chunk r of every rank, in P-1 steps.
 
         rank        0         1         2         3
         start    0 . . .   . 1 . .   . . 2 .   . . . 3       the chunks that a rank has, P = 4
@@ -192,38 +208,51 @@ def _ring_all_gather(chunks, rank):
     """
     P = len(chunks)
     for step in range(P - 1):
-        outgoing, arriving = chunks[(rank - step) % P], chunks[(rank - step - 1) % P]
+        outgoing = chunks[(rank - step) % P]
+        arriving = chunks[(rank - step - 1) % P]
         yield [(outgoing, (rank + 1) % P)], [(arriving, (rank - 1) % P)]
 
 
 def _pairwise(outgoing, arriving, rank):
-    """outgoing[r] to every other rank r, next ones first, and arriving[r] from it. 1 step."""
+    """Send outgoing[r] to every other rank r, nearest first, and receive arriving[r]. 1 step."""
     P = len(outgoing)
     for first in range(1, P, MOST_PEERS):
-        batch = range(first, min(first + MOST_PEERS, P))
-        to_ranks, from_ranks = [(rank + k) % P for k in batch], [(rank - k) % P for k in batch]
-        yield [(outgoing[r], r) for r in to_ranks], [(arriving[r], r) for r in from_ranks]
+        distances = range(first, min(first + MOST_PEERS, P))
+        after = [(rank + distance) % P for distance in distances]
+        before = [(rank - distance) % P for distance in distances]
+        yield [(outgoing[r], r) for r in after], [(arriving[r], r) for r in before]
 
 
-def _direct_reduce_scatter(chunks, output, add, rank):
-    """Every chunk to its rank, which adds in the order of ranks; alone it copies. 1 step."""
-    parts = [chunk if r == rank else torch.empty_like(output) for r, chunk in enumerate(chunks)]
-    yield from _pairwise(chunks, parts, rank)
-    total, *others = parts
+def _direct_reduce_scatter(chunks, output, combine, rank):
+    """Send every chunk to its rank, which reduces what arrives in the order of ranks. 1 step."""
+    P = len(chunks)
+    if P == 1:
+        output.copy_(chunks[0])
+        return
+    padding = -len(output) % (ALIGNMENT // output.itemsize)
+    rows = output.new_empty(P, len(output) + padding)[:, : len(output)]  # row r: from rank r
+    received = list(rows.unbind())
+    yield from _pairwise(chunks, received, rank)
+
+    if output.is_cuda:  # one kernel reads each element once, and rounds once
+        received[rank].copy_(chunks[rank])
+        combine.rows(rows, 0, out=output)
+        return
+    scratch = received[0 if rank else 1]  # what has arrived may be overwritten once it is added
+    received[rank] = chunks[rank]
+    total, *others, last = received
     for part in others:
-        received = parts[1 if rank == 0 else 0]  # one that came may be written, the own chunk not
-        total = add(total, part, out=output if part is parts[-1] else received)
-    if not others:
-        output.copy_(total)
+        total = combine.pair(total, part, out=scratch)
+    combine.pair(total, last, out=output)
 
 
 def _direct_all_gather(chunks, rank):
-    """The own chunk to every rank. 1 step."""
+    """Send this rank's chunk to every rank. 1 step."""
     return _pairwise([chunks[rank]] * len(chunks), chunks, rank)
 
 
-def _halving(chunks, output, add, rank):
-    """Reduce-scatter among 2^k ranks by swapping halves of sums, then quarters ... log2(P) steps.
+def _halving(chunks, output, combine, rank):
+    """Reduce-scatter among 2^k ranks by swapping halves of sums, then quarters, in log2(P) steps.
 
         rank        0              1              2              3
         step 0   c01: 0+2       c01: 1+3       c23: 0+2       c23: 1+3       (partner = rank xor 2)
@@ -231,18 +260,19 @@ def _halving(chunks, output, add, rank):
     """
     while len(chunks) > 1:
         half = len(chunks) // 2
+        partner = rank ^ half
         kept, given = chunks[:half], chunks[half:]
-        if rank & half:
+        if rank > partner:
             kept, given = given, kept
-        own, partner = _joined(kept), rank ^ half
+        own = _joined(kept)
         received = torch.empty_like(own)
         yield [(_joined(given), partner)], [(received, partner)]
-        total = add(own, received, out=received if half > 1 else output)
+        total = combine.pair(own, received, out=received if half > 1 else output)
         chunks = total.split_with_sizes([len(chunk) for chunk in kept])
 
 
 def _doubling(chunks, rank):
-    """All-gather among 2^k ranks by swapping one chunk, then two ..., in place. log2(P) steps.
+    """All-gather among 2^k ranks by swapping one chunk, then two ..., in log2(P) steps.
 
         rank        0         1         2         3
         start    0 . . .   . 1 . .   . . 2 .   . . . 3
@@ -251,23 +281,24 @@ def _doubling(chunks, rank):
     """
     size = 1
     while size < len(chunks):
-        mine = rank & -size
-        own, other = (_joined(chunks[i : i + size]) for i in (mine, mine ^ size))
-        yield [(own, rank ^ size)], [(other, rank ^ size)]
+        first = rank // size * size  # of the chunks that this rank has; its partner's are beside
+        own = _joined(chunks[first : first + size])
+        arriving = _joined(chunks[first ^ size : (first ^ size) + size])
+        yield [(own, rank ^ size)], [(arriving, rank ^ size)]
         size *= 2
 
 
 def _joined(chunks):
-    """Chunks that follow each other in memory, as one tensor."""
+    """View chunks that follow each other in memory as one tensor."""
     first, *others = chunks
     return first.as_strided((sum(map(len, chunks)),), (1,)) if others else first
 
 
-def _hierarchical_reduce_scatter(chunks, output, add, rank, ranks_per_node):
-    """For P = O x I ranks, node by node I ranks each: direct inside, then a ring across nodes.
+def _hierarchical_reduce_scatter(chunks, output, combine, rank, ranks_per_node):
+    """Reduce-scatter inside each of O nodes of I ranks, directly, then along rings across nodes.
 
-    Local rank i sums chunk i of every node. (I-1)/I D bytes stay inside, (O-1)/O D/I cross.
-    1 + (O-1) steps. O = I = 2:
+    Local rank i reduces chunk i of every node. (I-1)/I D bytes stay inside a node, (O-1)/O D/I
+    cross. There are 1 + (O-1) steps. O = I = 2:
 
         rank       0               1               2               3
         inside     c0 c2: 0+1      c1 c3: 0+1      c0 c2: 2+3      c1 c3: 2+3
@@ -275,30 +306,35 @@ def _hierarchical_reduce_scatter(chunks, output, add, rank, ranks_per_node):
     """
     P, I = len(chunks), ranks_per_node
     node, local_rank = divmod(rank, I)
-    inside, across = range(node * I, node * I + I), range(local_rank, P, I)
-    sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::I]]
     nodes = [chunks[first : first + I] for first in range(0, P, I)]
-    direct = [_direct_reduce_scatter(n, total, add, local_rank) for n, total in zip(nodes, sums)]
-    yield from _among(inside, direct)
-    yield from _among(across, [_ring_reduce_scatter(sums, output, add, node)])
+    sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::I]]
+    direct = [_direct_reduce_scatter(*pair, combine, local_rank) for pair in zip(nodes, sums)]
+    yield from _among(range(node * I, node * I + I), direct)
+    across = _ring_reduce_scatter(sums, output, combine, node)
+    yield from _among(range(local_rank, P, I), [across])
 
 
 def _hierarchical_all_gather(chunks, rank, ranks_per_node):
-    """The reverse: a ring across the nodes, then direct inside them. (O-1) + 1 steps."""
+    """All-gather the other way around: rings across nodes, then inside each. (O-1) + 1 steps."""
     P, I = len(chunks), ranks_per_node
     node, local_rank = divmod(rank, I)
-    inside, across = range(node * I, node * I + I), range(local_rank, P, I)
-    nodes = [chunks[first : first + I] for first in range(0, P, I)]
-    yield from _among(across, [_ring_all_gather(chunks[local_rank::I], node)])
-    yield from _among(inside, [_direct_all_gather(n, local_rank) for n in nodes])
+    across = _ring_all_gather(chunks[local_rank::I], node)
+    yield from _among(range(local_rank, P, I), [across])
+    direct = [_direct_all_gather(chunks[first : first + I], local_rank) for first in range(0, P, I)]
+    yield from _among(range(node * I, node * I + I), direct)
 
 
 def _among(ranks, algorithms):
-    """Algorithms for ranks 0 to P-1, among these, as many together as MOST_PEERS allows."""
-    most = max(1, MOST_PEERS // len(ranks))
-    for first in range(0, len(algorithms), most):
-        for steps in zip_longest(*algorithms[first : first + most]):  # all, past their last yield
-            yield [[(t, ranks[r]) for side in sides for t, r in side] for sides in zip(*steps)]
+    """Run algorithms in which rank k stands for ranks[k], as many together as MOST_PEERS allows."""
+    together = max(1, MOST_PEERS // len(ranks))
+    for first in range(0, len(algorithms), together):
+        # unlike zip(), zip_longest() takes all of them past their last step
+        for steps in zip_longest(*algorithms[first : first + together]):
+            sends, receives = [], []
+            for outgoing, arriving in steps:
+                sends += [(tensor, ranks[peer]) for tensor, peer in outgoing]
+                receives += [(tensor, ranks[peer]) for tensor, peer in arriving]
+            yield sends, receives
 
 
 _PHASES = {  # reduce-scatter, all-gather
@@ -309,86 +345,64 @@ _PHASES = {  # reduce-scatter, all-gather
 }
 
 
-def _recursive_doubling(output, input, add, rank, world_size):
-    """Exchange sums with the rank 1 away, then 2, 4 ... away. log2(P) steps of D bytes. P = 4:
+def _recursive_doubling(output, input, combine, rank, world_size):
+    """All-reduce by swapping sums with the rank 1 away, then 2, 4 ..., in log2(P) steps of D bytes.
 
         rank       0         1         2         3
         start      0         1         2         3           whose tensors are in a rank's sum
         step 0     0+1       0+1       2+3       2+3         (partner = rank xor 1)
         step 1     0+1+2+3   0+1+2+3   0+1+2+3   0+1+2+3     (partner = rank xor 2)
     """
-    total, distance = input, 1
+    total = input
+    distance = 1
     while distance < world_size:
-        received, partner = torch.empty_like(input), rank ^ distance
-        yield [(total, partner)], [(received, partner)]
+        received = torch.empty_like(input)
+        yield [(total, rank ^ distance)], [(received, rank ^ distance)]
         distance *= 2
-        total = add(total, received, out=output if distance == world_size else received)
+        total = combine.pair(total, received, out=output if distance == world_size else received)
 
 
-def _all_reduce(name, output, input, add, rank, world_size, **nodes):
-    """By this algorithm. Doubling takes 2^k <= P ranks; rank r - 2^k stands in for an r beyond."""
+def _all_reduce(name, output, input, combine, rank, world_size, **nodes):
+    """Run one all-reduce with the named algorithm.
+
+    Those with "doubling" in their name run among the first 2^k <= P ranks. Each rank r beyond gives
+    its tensor to rank r - 2^k and gets the result from there.
+    """
     core = 1 << (world_size.bit_length() - 1) if "doubling" in name else world_size
     if rank >= core:
-        yield [(input, rank - core)], []  # first it gives its tensor away
-        yield [], [(output, rank - core)]  # at the end it gets the result
+        yield [(input, rank - core)], []
+        yield [], [(output, rank - core)]
         return
     stands_in = rank + core < world_size
     if stands_in:
         other = torch.empty_like(input)
         yield [], [(other, rank + core)]
-        input = add(input, other, out=other)
+        input = combine.pair(input, other, out=other)
     if name == "naive":
-        yield from _direct_reduce_scatter([input] * core, output, add, rank)
+        yield from _direct_reduce_scatter([input] * core, output, combine, rank)
     elif name == "recursive_doubling":
-        yield from _recursive_doubling(output, input, add, rank, core)
+        yield from _recursive_doubling(output, input, combine, rank, core)
     else:
         reduce_scatter, all_gather = _PHASES[name]
         chunks = _cut(output, core)
-        yield from reduce_scatter(_cut(input, core), chunks[rank], add, rank, **nodes)
+        yield from reduce_scatter(_cut(input, core), chunks[rank], combine, rank, **nodes)
         yield from all_gather(chunks, rank, **nodes)
     if stands_in:
         yield [(output, rank + core)], []
 
 
-def reduce_scatter_bytes(nbytes, world_size):
-    """Bytes that one rank sends to reduce-scatter, or all-gather, a full tensor of `nbytes`."""
-    return nbytes * (world_size - 1) // world_size
+# ---- a tree ----------------------------------------------------------------------------------------
 
 
-def all_reduce_bytes(nbytes, world_size):
-    """Bytes that one rank sends to all-reduce `nbytes` by the ring: no algorithm sends fewer."""
-    return 2 * nbytes * (world_size - 1) // world_size
-
-
-def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
-    """(steps, bytes that this rank sends) of an all-reduce of `nbytes`; rank 0 is the busiest.
-
-    Exact where 128 P divides nbytes; else a chunk may be 128 bytes longer than its share, or less.
-    """
-    D, P, I, core = nbytes, world_size, ranks_per_node, 1 << (world_size.bit_length() - 1)
-    rounds, stands_in, least = core.bit_length() - 1, rank + core < P, all_reduce_bytes(D, P)
-    if "doubling" in algorithm and rank >= core:
-        return 2, D  # another rank stands in: its tensor goes there, the sum comes back
-    return {
-        "naive": (min(1, P - 1), (P - 1) * D),
-        "direct": (2 * min(1, P - 1), least),
-        "ring": (2 * (P - 1), least),
-        "hierarchical": (2 * (min(1, I - 1) + P // I - 1), least),
-        "recursive_doubling": (rounds + 2 * stands_in, (rounds + stands_in) * D),
-        "halving_doubling": (2 * rounds + 2 * stands_in, all_reduce_bytes(D, core) + stands_in * D),
-    }[algorithm]
-
-
-# ---- one at an end: trees, and everyone to one ---------------------------------------------------
-
-
-def _tree(at):
-    """The parent and children, farthest first, of an Operation's rank in a tree of depth log2(P).
+def _tree(operation):
+    """Return this rank's parent and children, farthest first, in a tree of depth log2(P).
 
     P = 8    0->4, 0->2 4->6, 0->1 2->3 4->5 6->7       counted from the root
     """
-    P, rank, children, distance = at.world_size, at.rank, [], 1
-    number = (rank - at.root) % P
+    rank, P = operation.place
+    number = (rank - operation.root) % P
+    children = []
+    distance = 1
     while distance < P and not number & distance:
         if number + distance < P:
             children.insert(0, (rank + distance) % P)
@@ -396,128 +410,112 @@ def _tree(at):
     return (rank - distance) % P if number else None, children
 
 
-def _tree_broadcast(at, tensor):
-    """Whoever has the tensor passes it to its children."""
-    parent, children = _tree(at)
+def _tree_broadcast(tensor, operation):
+    """A rank receives the tensor from its parent and passes it on to its children."""
+    parent, children = _tree(operation)
     if parent is not None:
         yield [], [(tensor, parent)]
     yield [(tensor, child) for child in children], []
 
 
-def _tree_reduce(at, tensor):
-    """Whoever has heard its children adds, nearest first, and passes the sum to its parent."""
-    parent, children = _tree(at)
-    sums, total = [torch.empty_like(tensor) for _ in children], tensor
-    yield [], list(zip(sums, children))
-    for received in sums[::-1]:
-        total = _REDUCE[at.op](total, received, out=tensor if parent is None else received)
-    if parent is not None:
-        yield [(total, parent)], []
-
-
-def _scatter(at, output, *inputs):
-    if at.rank == at.root:
-        output.copy_(inputs[at.rank])
-        yield from ((sends, []) for sends, _ in _pairwise(inputs, inputs, at.rank))
-    else:
-        yield [], [(output, at.root)]
-
-
-def _gather(at, *flat):
-    *outputs, input = flat
-    if at.rank == at.root:
-        outputs[at.rank].copy_(input)
-        yield from (([], receives) for _, receives in _pairwise(outputs, outputs, at.rank))
-    else:
-        yield [(input, at.root)], []
-
-
 # ---- the choice ----------------------------------------------------------------------------------
 #
-# A step costs time, and so does a byte: few bytes are quickest in few steps, many by what sends the
-# fewest. The constants were measured (gloo: 2 to 8 ranks on 2 cores, 1 Gbit/s between machines) or
-# are of data sheets (NCCL: 60 us of the host's for a batch, 400 Gbit/s between nodes). They are
-# constants lest a machine's mood change the bits of a training.
+# Every step costs time, and so does every byte: few bytes are quickest in few steps, and many with
+# the algorithm that sends the fewest. The constants were measured (gloo: 2 to 8 ranks on 2 cores, 1
+# Gbit/s between machines) or come from data sheets (NCCL: 60 us of host time for a batch, 400
+# Gbit/s between nodes). They are fixed, not measured at start-up, so that results do not depend on
+# timing.
 
-DIRECT_BYTES = 1 << 26  # of a full tensor that NCCL takes in one step: so much scratch it needs
-LONG_BYTES = 1 << 21  # on gloo, above this segments stay in a cache, halves do not
+ONE_STEP_BYTES = 1 << 16  # inside a node on NCCL: P-1 times so few take less time than a step
+DIRECT_BYTES = 1 << 26  # of a full tensor that NCCL takes in one segment, which bounds the scratch
+LONG_BYTES = 1 << 21  # on gloo, from here on segments stay in a cache and halves do not
 
 
 @lru_cache(1 << 12)
 def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
-    """The quickest algorithm for a full tensor of `nbytes`; phases: 2, or 1 for half of them."""
-    P, nodes, power_of_two = world_size, world_size // ranks_per_node, world_size.bit_count() == 1
-    if P == 1 or on_nccl and nodes == 1:
+    """Name the quickest algorithm for a full tensor of `nbytes`.
+
+    phases: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather
+    """
+    nodes = world_size // ranks_per_node
+    if on_nccl and nodes == 1 and phases == 2 and nbytes < ONE_STEP_BYTES:
+        return "naive"
+    if world_size == 1 or (on_nccl and nodes == 1):
         return "direct"  # alone, a rank copies; P-1 messages of a batch leave at once
-    short = on_nccl or nbytes < LONG_BYTES
+    is_power_of_two = world_size.bit_count() == 1
+    is_short = on_nccl or nbytes < LONG_BYTES
     possible = {
         "ring": True,
-        "hierarchical": 1 < nodes < P,
-        "recursive_doubling": short and phases == 2,
-        "halving_doubling": short and (power_of_two or phases == 2),
-        "direct": short and not power_of_two and phases == 1 and not on_nccl,
+        "hierarchical": 1 < nodes < world_size,
+        "recursive_doubling": is_short and phases == 2,
+        "halving_doubling": is_short and (is_power_of_two or phases == 2),
+        "direct": is_short and not is_power_of_two and phases == 1 and not on_nccl,
     }
-    latency = 1 << (22 if on_nccl else 17 if nodes == 1 else 14)  # of a step: bytes sent meanwhile
+    latency = 1 << (17 if nodes == 1 else 14)  # bytes that could be sent during a step
+    if on_nccl:
+        latency = 1 << 22
 
-    costs = {}
-    for name in filter(possible.get, possible):
-        steps, sent = all_reduce_cost(name, nbytes, P, ranks_per_node)
-        costs[name] = steps * latency + sent // (ranks_per_node if name == "hierarchical" else 1)
-    return min(costs, key=costs.get)
+    def cost(name):
+        steps, sent = all_reduce_cost(name, nbytes, world_size, ranks_per_node)
+        crossing = sent // ranks_per_node if name == "hierarchical" else sent
+        return steps * latency + crossing
+
+    return min(filter(possible.get, possible), key=cost)
 
 
-def _chosen(operation, nbytes, phases=1, name="auto"):
-    """(name, segments, arguments of its own) of the quickest algorithm, unless named."""
-    P, on_nccl, known = operation.world_size, operation.queue.on_nccl, operation.members
+def _plan(operation, nbytes, phases=1, name="auto"):
+    """Return (algorithm, segments, its own arguments) for an operation; name: a caller's choice."""
+    P = operation.world_size
+    on_nccl = operation.queue.on_nccl
+    ranks_per_node = operation.members.ranks_per_node
     if name == "auto" or P == 1:
-        name = choose(nbytes, P, known.ranks_per_node, on_nccl, phases)
-    own = {"ranks_per_node": known.ranks_per_node} if name == "hierarchical" else {}
-    if "doubling" in name or name == "naive" or name == "ring" and on_nccl:
-        # ranks beyond 2^k would post segments in another order; on NCCL they would not overlap
-        return name, 1, own
-    return name, math.ceil(nbytes / (DIRECT_BYTES if on_nccl else P * SEGMENT)) or 1, own
+        name = choose(nbytes, P, ranks_per_node, on_nccl, phases)
+    nodes = {"ranks_per_node": ranks_per_node} if name == "hierarchical" else {}
+    if "doubling" in name or name == "naive" or (name == "ring" and on_nccl):
+        # ranks beyond 2^k would post segments in another order; on NCCL a ring would gain nothing
+        return name, 1, nodes
+    segment_bytes = DIRECT_BYTES if on_nccl else P * SEGMENT
+    return name, max(1, math.ceil(nbytes / segment_bytes)), nodes
 
 
-# ---- an operation and its messages ---------------------------------------------------------------
+# ---- an operation and its queue ------------------------------------------------------------------
 #
-# The module has two tables. Groups are looked up in one, because torch's take no attributes, and
-# listeners stand in the other, because autograd calls collectives in threads of its own, which do
-# not have their caller's context.
+# A collective makes an Operation, and _launch() runs it in its turn: take_turns() steps through its
+# generators, whose messages post() begins. The collectives of a group run one after the other: at
+# once if nothing is pending, otherwise behind what is, and in the background with async_op. Inputs
+# are read when the turn comes. The background is the group's queue: a thread for gloo, whose
+# messages someone must wait for, and a side stream for NCCL, whose waits block no host. exchange()
+# completes the pending collectives of its group; no collective waits for an exchange().
+#
+# The module has two tables: torch's groups take no attributes, and autograd calls collectives in
+# threads of its own, which do not have their caller's context.
 
 _MEMBERSHIPS = weakref.WeakKeyDictionary()  # process group -> Membership
 _LISTENERS = []  # the listener of every observe() that is open
 
 
 class Membership:
-    """What this rank knows of a process group. It is made once and shared by the operations there.
+    """What this rank knows of a process group. It is made once and shared by all operations there.
 
-    rank, world_size: this rank in the group, and the group's size
-    ranks: the global ranks of the members
+    place: (this rank in the group, the group's size)
+    ranks: the global ranks of its members
     ranks_per_node, by_backend: see set_ranks_per_node() and set_backend_collectives()
-    queues: {device type: the _Thread or _Stream that runs operations on such tensors in turn}
+    queues: {device type: the queue for such tensors}; thread: that of all devices without NCCL
     """
 
     def __init__(self, group):
-        self.rank, self.world_size = rank_and_size(group)
+        self.place = rank_and_size(group)
         self.ranks = dist.get_process_group_ranks(group)
-        self.ranks_per_node = self.world_size
+        self.ranks_per_node = len(self.ranks)
         self.by_backend = False
-        self.thread = _Thread(group)
         self.queues = {}
-
-    def open_queue(self, device_type, group):
-        """A group may have NCCL for CUDA tensors and gloo for those on CPUs."""
-        if f"{device_type}:nccl" in dist.get_backend_config(group):
-            self.queues[device_type] = _Stream()
-        else:
-            self.queues[device_type] = self.thread
-        return self.queues[device_type]
+        self.thread = _Thread(group)
 
 
-def _membership(group, name):
-    """Look up, or make, the Membership of a group in which `name` is called."""
+def membership(group, caller):
+    """Look up the Membership of a group in which `caller` is called."""
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"{name} is called by a rank that is not in the group")
+        raise ValueError(f"{caller} is called by a rank that is not in the group")
     members = _MEMBERSHIPS.get(group)
     if members is None:
         members = _MEMBERSHIPS[group] = Membership(group)
@@ -525,7 +523,7 @@ def _membership(group, name):
 
 
 class Operation:
-    """One call of a collective, of exchange() or of Work.wait(), as observe() tells of it.
+    """One call of a collective, of exchange() or of Work.wait(), which observe() tells of.
 
     name: "all_reduce" ..., "exchange" or "wait"
     of: the operation that a "wait" waits for; None for all others
@@ -534,83 +532,81 @@ class Operation:
     """
 
     def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None, of=None):
-        """tensor: one of those that travel; op: the ReduceOp; root: a global rank."""
-        self.name = name
-        self.of = of
-        self.async_op = async_op
-        self.op = op
+        """tensor: one of those that travel; op: what reduces them; root: a global rank."""
+        self.name, self.async_op = name, async_op
+        self.op, self.of = op, of
+        self.listeners = of.listeners if of else tuple(_LISTENERS)
         self.group = group or dist.group.WORLD
-        self.members = members = _membership(self.group, name)
-        self.rank = members.rank
-        self.world_size = members.world_size
+        self.members = members = membership(self.group, name)
+        self.place = self.rank, self.world_size = members.place
         self.ranks = members.ranks
         device_type = "cpu" if tensor is None else tensor.device.type
         self.queue = members.queues.get(device_type)
-        if self.queue is None:
-            self.queue = members.open_queue(device_type, self.group)
+        if self.queue is None:  # a group may have NCCL for GPUs and gloo for CPUs
+            on_nccl = f"{device_type}:nccl" in dist.get_backend_config(self.group)
+            self.queue = members.queues[device_type] = _Stream() if on_nccl else members.thread
         if root is not None and root not in self.ranks:
             raise ValueError(f"src or dst={root} is not among the group's ranks {self.ranks}")
         self.root = None if root is None else self.ranks.index(root)
-        self.listeners = of.listeners if of else tuple(_LISTENERS)
 
     def tell(self, event, *messages):
         for listener in self.listeners:
             listener(event, self, *messages)
 
-    def complete(self, run):
+    def complete(self, task):
+        """Run the task that is left of the operation."""
         try:
-            run()
+            task()
         finally:
             self.tell("end")
 
     def post(self, sends, receives):
-        """Begin messages [(tensor, peer)] that progress together. Returns what waits for them.
+        """Begin messages [(tensor, peer)] that progress together, and return what waits for them.
 
-        It keeps their tensors. NCCL takes a batch. gloo takes single messages, with tags that keep
-        them apart from a user's; dist.isend() and irecv() would cost the host almost twice as much.
+        That keeps their tensors, too. NCCL takes one batch. gloo takes single messages, with tags
+        that keep them apart from a user's; dist.isend() and irecv() would take the host twice as
+        long. gloo cannot send CUDA memory, so buffers in pinned host memory travel in its place.
         """
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
-        if not sends and not receives:
-            return _do_nothing
+        messages = receives + sends
+        if not messages:
+            return lambda: None
         self.tell("post", sends, receives)
         if self.queue.on_nccl:
-            messages = receives + sends
             work = self.attempt(messages, post_batch, self.group, sends, receives)
             return partial(self.wait, [(messages, work)])
+        arriving = receives
+        if messages[0][0].is_cuda:
+            pinned = partial(torch.empty_like, device="cpu", pin_memory=True)
+            arriving = [(pinned(tensor), peer) for tensor, peer in receives]
+            sends = [(pinned(tensor).copy_(tensor), peer) for tensor, peer in sends]
         tag = (1 << 30) + (self.name != "exchange")  # beyond a user's tags
-        works, staged = [], []
-        for message in receives:
-            tensor, peer = message
-            buffer = _on_host(tensor)
-            if buffer is not tensor:
-                staged.append((tensor, buffer))
-            work = self.attempt([message], self.group.recv, [buffer], peer, tag)
-            works.append(([message], work))
-        for message in sends:
-            tensor, peer = message
-            buffer = _on_host(tensor, filled=True)
-            work = self.attempt([message], self.group.send, [buffer], peer, tag)
-            works.append(([message], work))
-        return partial(self.wait, works, staged)
+        works = []
+        for call, messages in (self.group.recv, arriving), (self.group.send, sends):
+            for tensor, peer in messages:
+                message = [(tensor, peer)]
+                works.append((message, self.attempt(message, call, [tensor], peer, tag)))
+        return partial(self.wait, works, receives, arriving)
 
-    def wait(self, works, staged=()):
-        """works: [(messages, their torch Work)]; staged: [(tensor on a GPU, what it is read from)]"""
+    def wait(self, works, receives=(), arriving=()):
+        """works: [(messages, their torch Work)]; what arrived elsewhere is copied to `receives`."""
         for messages, work in works:
             self.attempt(messages, work.wait)
-        for tensor, buffer in staged:
-            tensor.copy_(buffer)
+        for (tensor, _), (buffer, _) in zip(receives, arriving):
+            if buffer is not tensor:
+                tensor.copy_(buffer)
 
     def attempt(self, messages, call, *arguments):
-        """Return call(*arguments). Its errors name the peers of the messages."""
+        """Return call(*arguments); an error names the peers of the messages."""
         try:
             return call(*arguments)
         except RuntimeError as error:
-            peers = [peer for _, peer in messages]
-            raise RuntimeError(f"{self.describe('lost', peers)}: {error}") from error
+            lost = self.describe("lost", [peer for _, peer in messages])
+            raise RuntimeError(f"{lost}: {error}") from error
 
     def describe(self, verb, peers):
-        """Say what this rank has to say of some peers, and in which operation."""
+        """Say in which operation this rank lost, or waits for, some peers."""
         named = " or ".join(str(self.ranks[peer]) for peer in sorted(set(peers)))
         where = f"{self.name} in the group of ranks {self.ranks}"
         return f"{where}: rank {self.ranks[self.rank]} {verb} rank {named}"
@@ -619,32 +615,16 @@ class Operation:
 def post_batch(group, sends, receives):
     """Post messages [(tensor, peer)] to NCCL as one batch, and return the torch Work of all.
 
-    This is what batch_isend_irecv() does, without what it asks anew for every message.
+    batch_isend_irecv() does the same, and takes the host three times as long.
     """
     device = (receives or sends)[0][0].device
     group._start_coalescing(device)
-    for tensor, peer in receives:
-        group.recv([_as_real(tensor)], peer, 0)
-    for tensor, peer in sends:
-        group.send([_as_real(tensor)], peer, 0)
+    for call, messages in (group.recv, receives), (group.send, sends):
+        for tensor, peer in messages:
+            if tensor.is_complex():  # NCCL has no complex numbers
+                tensor = torch.view_as_real(tensor)
+            call([tensor], peer, 0)
     return group._end_coalescing(device)
-
-
-def _as_real(tensor):
-    """NCCL has no complex numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _on_host(tensor, filled=False):
-    """gloo cannot send CUDA memory: a pinned host buffer in its place. CPU tensors travel as is."""
-    if not tensor.is_cuda:
-        return tensor
-    buffer = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return buffer.copy_(tensor) if filled else buffer
-
-
-def _do_nothing():
-    pass
 
 
 @contextmanager
@@ -652,8 +632,8 @@ def observe(listener):
     """Have listener(event, operation, ...) called for every Operation that begins inside:
 
     begin                     in the caller's thread, when it is called
-    post, sends, receives     where messages [(tensor, peer in the group)] are posted, before it
-    end                       when it is done, or has failed: an asynchronous one where it runs
+    post, sends, receives     before messages [(tensor, peer in the group)] are posted, where they are
+    end                       when it is done or has failed; for an asynchronous one, where it runs
 
     Work.wait() is an operation, too: a "wait" `of` another one. A caller waits from begin to end of
     each with async_op False; the "end" of an asynchronous exchange comes in its Work.wait().
@@ -665,21 +645,11 @@ def observe(listener):
         _LISTENERS.remove(listener)
 
 
-# ---- at once, or while Python computes -----------------------------------------------------------
-#
-# A collective makes an Operation; _launch() runs it when its turn comes: take_turns() steps through
-# its generators, and post() begins the messages they yield. Those of a group run one after the
-# other: in the background with async_op, or behind pending ones, else at once. The background is a
-# thread of the group's for gloo, whose messages somebody must wait for, a side stream for NCCL,
-# whose waits block no host. Inputs are read at that turn. exchange() first waits for the group's
-# pending collectives; none waits for an exchange().
-
-
 class Work:
-    """An operation under way: wait() returns once it is done, and raises its error.
+    """An operation under way. wait() returns once it is done, and raises its error.
 
     On CUDA, as in torch.distributed, wait() holds up the current stream and not the host.
-    is_completed(): whether wait() would return, or raise, at once.
+    is_completed() tells whether wait() would return, or raise, at once.
     """
 
     def __init__(self, operation, finish, is_completed=lambda: False):
@@ -688,120 +658,107 @@ class Work:
         self.is_completed = is_completed
 
     def wait(self):
-        operation = self._operation
-        if operation.listeners:
-            waiting = Operation("wait", operation.group, of=operation)
-            waiting.tell("begin")
-            waiting.complete(self._finish)
-        else:
-            self._finish()
-        self._finish = _do_nothing  # which lets go of the tensors
+        waiting = Operation("wait", self._operation.group, of=self._operation)
+        waiting.tell("begin")
+        waiting.complete(self._finish)
+        self._finish = lambda: None  # the tensors are no longer held
 
 
 class _Stream:
-    """The side stream of a group on NCCL. It is made once: torch hands out a pool of 32 in turn."""
+    """The queue of a group on NCCL: a side stream. torch has a pool of 32, so it is made once.
+
+    Additions and copies run on it. NCCL's kernels run on a stream of the process group, whose
+    priority `is_high_priority_stream` in the options of new_group() sets.
+    """
 
     on_nccl = True
-    PENDING = 6  # operations by which the host may be ahead of the device
+    finish = is_completed = staticmethod(lambda: True)  # of the last task that was submitted
+    AHEAD = 6  # operations that the host may have launched and the device not have done
 
     def __init__(self):
-        self.stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
-        self.pending = deque()  # (event, tensors that are held until the stream has passed it)
-        self.finish, self.is_completed = lambda: None, lambda: True
+        self.stream = torch.cuda.Stream(priority=-1)
+        self.launched = deque()  # (event, tensors that are held until the device has passed it)
 
-    def run_now(self, run):
-        """At once, on the caller's stream."""
-        run()
-        self.note(torch.cuda.current_stream().record_event(), [])
+    def run(self, task, held=()):
+        """Run a task on the current stream, and wait for the operation AHEAD places before it.
 
-    def submit(self, run, tensors):
+        Memory that NCCL's messages touched can be reused only once the host has seen their end. If
+        the host ran ahead by a whole step, every message of the step would need memory of its own.
+        """
+        task()
+        event = torch.cuda.current_stream().record_event()
+        self.launched.append((event, held))
+        while self.launched and self.launched[0][0].query():
+            self.launched.popleft()
+        while len(self.launched) > self.AHEAD:
+            oldest, _ = self.launched.popleft()
+            oldest.synchronize()
+        return event
+
+    def submit(self, task, tensors):
+        """Run a task on the side stream."""
+        held = list(tensors)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            run()
-        event = self.stream.record_event()
-        held = list(tensors)
-        self.note(event, held)
+            event = self.run(task, held)
 
         def finish():
             torch.cuda.current_stream().wait_event(event)
             held.clear()  # whoever uses their memory from now on comes after the event
 
         self.finish, self.is_completed = finish, event.query
-        return finish, event.query
-
-    def note(self, event, held):
-        """Memory that messages touched is free once the host has seen the event that follows them.
-
-        So the host waits for earlier operations here, lest it run ahead and use up the memory.
-        """
-        self.pending.append((event, held))
-        while self.pending and self.pending[0][0].query():
-            self.pending.popleft()
-        while len(self.pending) > self.PENDING:
-            self.pending.popleft()[0].synchronize()
 
 
 class _Thread:
-    """A group's thread, which does what is submitted in turn until the group, or Python, ends."""
+    """The queue of a group on gloo: a thread, which ends when the group or Python does."""
 
     on_nccl = False
+    finish = is_completed = staticmethod(lambda: True)  # of the last task that was submitted
 
     def __init__(self, group):
-        self.calls = SimpleQueue()
-        self.finish, self.is_completed = lambda: None, lambda: True  # of the last one submitted
-        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.tasks = SimpleQueue()
+        self.thread = threading.Thread(target=self.work, daemon=True)
         weakref.finalize(group, self.end)
 
-    def run(self):
-        schedule_as_batch("SCHED_OTHER")  # batch work would wait until whoever wakes it pauses
-        for call, inference, running, errors in iter(self.calls.get, None):
+    def work(self):
+        schedule_as_batch("SCHED_OTHER")  # batch work would not run until its waker pauses
+        for task, inference, future in iter(self.tasks.get, None):
             try:
                 with torch.inference_mode(inference):  # a mode of each thread
-                    call()
+                    future.set_result(task())
             except BaseException as error:
-                errors.append(error)
-            running.release()
-            del call  # which holds the group
+                future.set_exception(error)
+            del task, future  # they hold the group and tensors
 
     def end(self):
-        """A thread that comes back from C++ when there is no Python any more aborts the process."""
-        self.calls.put(None)
+        """Wait for the thread: one that returns from C++ after Python's end aborts the process."""
+        self.tasks.put(None)
         if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(30)  # seconds
 
-    def run_now(self, run):
-        run()
+    def run(self, task):
+        task()
 
-    def submit(self, run, tensors):
-        running, errors = threading.Lock(), []
-        running.acquire()
+    def submit(self, task, tensors):
+        """Run a task, which holds its tensors, in the thread."""
         if self.thread.ident is None:
             self.thread.start()
-        self.calls.put((run, torch.is_inference_mode_enabled(), running, errors))
-
-        def finish():
-            with running:
-                for error in errors:
-                    raise error
-
-        self.finish, self.is_completed = finish, lambda: not running.locked()
-        return finish, self.is_completed
+        future = Future()
+        self.tasks.put((task, torch.is_inference_mode_enabled(), future))
+        self.finish, self.is_completed = future.result, future.done
 
 
-# ---- the collectives -----------------------------------------------------------------------------
-#
-# Each returns None, or a Work with async_op. ValueError says which sizes do not fit: too short a
-# buffer would abort the process. As in torch.distributed, src and dst are global ranks.
+def _launch(operation, algorithms, outputs, inputs=(), backend_options=None):
+    """Run an operation in its turn, by the generators that algorithms(*outputs, *inputs) returns.
 
-
-def _launch(operation, algorithms, outputs, inputs=(), **options):
-    """Do the operation in its turn, by algorithms(*outputs, *inputs), or torch's with options."""
-    tensors, count = (*outputs, *inputs), len(outputs)
+    These tensors are flat and contiguous. The results are copied into `outputs` where need be.
+    """
+    tensors = (*outputs, *inputs)
 
     def run():
         flat = [tensor.detach().contiguous().view(-1) for tensor in tensors]
-        if operation.members.by_backend:
-            _backend_collective(operation, flat[:count], flat[count:], **options)
+        if operation.members.by_backend and backend_options is not None:
+            _backend_collective(operation, flat, backend_options)
         else:
             take_turns(algorithms(*flat), operation)
         if operation.op == ReduceOp.AVG and outputs:
@@ -813,143 +770,91 @@ def _launch(operation, algorithms, outputs, inputs=(), **options):
     operation.tell("begin")
     queue = operation.queue
     if operation.async_op and operation.world_size > 1:
-        return Work(operation, *queue.submit(partial(operation.complete, run), tensors))
+        queue.submit(partial(operation.complete, run), tensors)
+        return Work(operation, queue.finish, queue.is_completed)
     if queue.is_completed():
-        operation.complete(partial(queue.run_now, run))
-    else:  # behind what is pending
-        finish, _ = queue.submit(run, tensors)
-        operation.complete(finish)
-    return Work(operation, _do_nothing, lambda: True) if operation.async_op else None
+        operation.complete(partial(queue.run, run))
+    else:
+        queue.submit(run, tensors)
+        operation.complete(queue.finish)
+    return Work(operation, lambda: None, lambda: True) if operation.async_op else None
 
 
 def set_backend_collectives(group=None):
-    """Have the group's collectives be the backend's own, a yardstick, whose bytes nobody counts."""
-    operation = Operation("set_backend_collectives", group)
-    operation.members.by_backend = operation.world_size > 1
+    """Let the backend run the group's collectives, as a yardstick. Their bytes are not counted."""
+    members = membership(group or dist.group.WORLD, "set_backend_collectives")
+    members.by_backend = len(members.ranks) > 1
 
 
-def _backend_collective(operation, outputs, inputs, **options):
-    """torch.distributed's function of the operation's name."""
-    name, root = operation.name, operation.root
-    if operation.op is not None:
-        options["op"] = ReduceOp.SUM if operation.op == ReduceOp.AVG else operation.op
-    if root is not None:
-        options["group_dst" if name in ("reduce", "gather") else "group_src"] = root
-    if name == "all_reduce" and inputs:
-        outputs[0].copy_(inputs.pop())
-    inputs = [x.clone() for x in inputs] if name == "reduce" else inputs  # gloo's writes into it
-    ends = [flat if len(flat) > 1 else flat[0] for flat in (outputs, inputs) if flat]
-    ends = ends[::-1] if name == "gather" else ends
-    getattr(dist, name)(*ends, group=operation.group, **options)
+def _backend_collective(operation, tensors, options):
+    """Call the function of torch.distributed that has the operation's name."""
+    if operation.op == ReduceOp.AVG:
+        options = options | {"op": ReduceOp.SUM}  # it is divided afterwards
+    if operation.name == "all_reduce" and len(tensors) == 2:
+        tensors[0].copy_(tensors.pop())
+    getattr(dist, operation.name)(*tensors, group=operation.group, **options)
 
 
-def _check_fits(output, input, found, expected):
-    if (found, output.dtype) != (expected, input.dtype):
-        made = f"input makes {expected} of {input.dtype}"
-        raise ValueError(f"output has {found} elements of {output.dtype}, {made}")
+# ---- the collectives -----------------------------------------------------------------------------
+#
+# Each returns None, or a Work with async_op=True. Sizes that do not fit raise a ValueError, since a
+# buffer that is too short would abort the process. src and dst are global ranks.
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
-    """Reduce `tensor` over the group, in place or into `output`; all ranks get the same bits.
+    """Reduce `tensor` over the group, in place or into `output`. All ranks get the same bits.
 
-    op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers).
-    algorithm: naive, direct, ring, recursive_doubling, halving_doubling, or hierarchical, by the
-    nodes of set_ranks_per_node(); auto takes what choose() says.
+    op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers)
+    algorithm: naive, direct, ring, recursive_doubling, halving_doubling, or hierarchical, which
+    uses the nodes of set_ranks_per_node(); auto leaves it to choose()
     """
     operation = Operation("all_reduce", group, tensor, async_op, op)
-    add, rank, P = _REDUCE[op], operation.rank, operation.world_size
+    rank, P = operation.place
+    combine = _COMBINE[op]
 
-    def algorithms(*flat):
-        name, segments, nodes = _chosen(operation, tensor.nbytes, 2, algorithm)
-        parts = zip(*(_cut(end, segments, P) for end in (flat[0], flat[-1])))
-        return [_all_reduce(name, *part, add, rank, P, **nodes) for part in parts]
+    def algorithms(output, input):
+        name, segments, nodes = _plan(operation, tensor.nbytes, 2, algorithm)
+        parts = zip(_cut(output, segments, P), _cut(input, segments, P))
+        return [_all_reduce(name, *part, combine, rank, P, **nodes) for part in parts]
 
-    if output is not None:
-        _check_fits(output, tensor, output.numel(), tensor.numel())
-    ends = ([tensor],) if output is None else ([output], [tensor])
-    return _launch(operation, algorithms, *ends)
-
-
-def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
-    """Reduce `tensor` over the group into that of rank `dst`; the others keep theirs."""
-    operation = Operation("reduce", group, tensor, async_op, op, dst)
-    ends = ([tensor], []) if operation.rank == operation.root else ([], [tensor])
-    return _launch(operation, lambda *flat: [_tree_reduce(operation, *flat)], *ends)
-
-
-def broadcast(tensor, src=0, group=None, async_op=False):
-    """Copy `tensor` of rank `src` to every rank, in place."""
-    operation = Operation("broadcast", group, tensor, async_op, root=src)
-    return _launch(operation, lambda flat: [_tree_broadcast(operation, flat)], [tensor])
+    if output is None:
+        return _launch(operation, lambda x: algorithms(x, x), [tensor], [], {"op": op})
+    _check_fits(output, tensor, output.numel(), tensor.numel())
+    return _launch(operation, algorithms, [output], [tensor], {"op": op})
 
 
 def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
-    """Reduce `input` over the group; rank r keeps chunk r in `output`, a P-th as long."""
+    """Reduce `input` over the group. Rank r keeps chunk r in `output`, which is 1/P as long."""
     operation = Operation("reduce_scatter_single", group, output, async_op, op)
-    add, rank, P = _REDUCE[op], operation.rank, operation.world_size
+    rank, P = operation.place
+    combine = _COMBINE[op]
     _check_fits(output, input, P * output.numel(), input.numel())
 
     def algorithms(output, input):
-        name, segments, nodes = _chosen(operation, input.nbytes)
+        name, segments, nodes = _plan(operation, input.nbytes)
+        reduce_scatter, _ = _PHASES[name]
         parts = zip(*(_cut(flat, segments) for flat in (*input.tensor_split(P), output)))
-        return [_PHASES[name][0](chunks, own, add, rank, **nodes) for *chunks, own in parts]
+        return [reduce_scatter(chunks, own, combine, rank, **nodes) for *chunks, own in parts]
 
-    return _launch(operation, algorithms, [output], [input])
+    return _launch(operation, algorithms, [output], [input], {"op": op})
 
 
 def all_gather_single(output, input, group=None, async_op=False):
-    """Collect `input` of every rank in `output`, P times as long, in rank order."""
+    """Collect the `input` of all ranks in `output`, which is P times as long, in rank order."""
     operation = Operation("all_gather_single", group, output, async_op)
-    rank, P = operation.rank, operation.world_size
+    rank, P = operation.place
     _check_fits(output, input, output.numel(), P * input.numel())
 
     def algorithms(output, input):
-        name, segments, nodes = _chosen(operation, output.nbytes)
+        name, segments, nodes = _plan(operation, output.nbytes)
+        _, all_gather = _PHASES[name]
         chunks = output.tensor_split(P)
         if chunks[rank].data_ptr() != input.data_ptr():
             chunks[rank].copy_(input)
         parts = zip(*(_cut(chunk, segments) for chunk in chunks))
-        return [_PHASES[name][1](part, rank, **nodes) for part in parts]
+        return [all_gather(part, rank, **nodes) for part in parts]
 
-    return _launch(operation, algorithms, [output], [input])
-
-
-def all_gather(tensor_list, tensor, group=None, async_op=False):
-    """Collect `tensor` of every rank r in tensor_list[r]; lengths may differ. 1 step."""
-    operation = Operation("all_gather", group, tensor, async_op)
-    outputs, rank = _check_list(operation, tensor_list, tensor), operation.rank
-
-    def algorithms(*flat):
-        flat[rank].copy_(flat[-1])
-        return [_direct_all_gather(flat[:-1], rank)]
-
-    return _launch(operation, algorithms, outputs, [tensor])
-
-
-def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
-    """Give rank r of the group the r-th tensor of `scatter_list`, which rank `src` has."""
-    operation = Operation("scatter", group, tensor, async_op, root=src)
-    inputs = _check_list(operation, scatter_list, tensor)
-    return _launch(operation, lambda *flat: [_scatter(operation, *flat)], [tensor], inputs)
-
-
-def gather(tensor, gather_list=None, dst=0, group=None, async_op=False):
-    """Collect `tensor` of every rank r of the group in gather_list[r] of rank `dst`."""
-    operation = Operation("gather", group, tensor, async_op, root=dst)
-    outputs = _check_list(operation, gather_list, tensor)
-    return _launch(operation, lambda *flat: [_gather(operation, *flat)], outputs, [tensor])
-
-
-def _check_list(operation, tensors, like):
-    """The list of a root, or of all, with a tensor for each rank; like: how long are they?"""
-    if operation.root not in (None, operation.rank):
-        return []
-    count, P, rank = len(tensors or ()), operation.world_size, operation.rank
-    if count != P:
-        raise ValueError(f"{operation.name} got a list of {count}, not of world_size={P}")
-    for tensor in tensors[rank : rank + 1] if operation.root is None else tensors:
-        _check_fits(tensor, like, tensor.numel(), like.numel())
-    return tensors
+    return _launch(operation, algorithms, [output], [input], {})
 
 
 def all_to_all_single(
@@ -957,34 +862,48 @@ def all_to_all_single(
 ):
     """Send the i-th piece of `input` to rank i, and receive rank i's piece as the i-th of `output`.
 
-    Pieces are rows (dim 0): *_split_sizes rows for each rank, or equal ones.
+    Pieces are rows (dim 0): *_split_sizes says how many for each rank; None stands for equal ones.
     """
     operation = Operation("all_to_all_single", group, output, async_op)
-    rank, P = operation.rank, operation.world_size
+    rank, P = operation.place
     received = _split_sizes(output, output_split_sizes, P)
     sent = _split_sizes(input, input_split_sizes, P)
     _check_fits(output, input, received[rank], sent[rank])
 
     def algorithms(output, input):
-        outputs, inputs = output.split_with_sizes(received), input.split_with_sizes(sent)
+        outputs = output.split_with_sizes(received)
+        inputs = input.split_with_sizes(sent)
         outputs[rank].copy_(inputs[rank])
         return [_pairwise(inputs, outputs, rank)]
 
     splits = {"output_split_sizes": received, "input_split_sizes": sent}
-    return _launch(operation, algorithms, [output], [input], **splits)
+    return _launch(operation, algorithms, [output], [input], splits)
 
 
-def _split_sizes(tensor, split_sizes, world_size):
-    """Elements of `tensor` for each rank, from rows (dim 0) for each rank; equal rows if None."""
-    rows, P = len(tensor), world_size
-    sizes = split_sizes or [rows // P] * P
-    if len(sizes) != P or sum(sizes) != rows:
-        raise ValueError(f"{rows} rows are not split for world_size={P} by sizes {sizes}")
+def _split_sizes(tensor, rows_of_ranks, world_size):
+    """Return how many elements of `tensor` each rank gets, from rows; None stands for equal rows."""
+    rows = len(tensor)
+    sizes = rows_of_ranks or [rows // world_size] * world_size
+    if len(sizes) != world_size or sum(sizes) != rows:
+        raise ValueError(f"{rows} rows are not split for world_size={world_size} by sizes {sizes}")
     return [size * tensor.numel() // max(1, rows) for size in sizes]
 
 
+def _check_fits(output, input, elements, expected):
+    if (elements, output.dtype) != (expected, input.dtype):
+        made = f"input makes {expected} of {input.dtype}"
+        raise ValueError(f"output has {elements} elements of {output.dtype}, {made}")
+
+
+def broadcast(tensor, src=0, group=None, async_op=False):
+    """Copy `tensor` of rank `src` to every rank, in place."""
+    operation = Operation("broadcast", group, tensor, async_op, root=src)
+    options = {"group_src": operation.root}
+    return _launch(operation, lambda x: [_tree_broadcast(x, operation)], [tensor], [], options)
+
+
 def barrier(group=None):
-    """Return when every rank of the group has called it, and sent a byte."""
+    """Return when every rank of the group has called it."""
     token = torch.zeros(1, dtype=torch.uint8, device=_device(group))
     all_reduce(token, group=group)
     if token.is_cuda:
@@ -992,8 +911,87 @@ def barrier(group=None):
 
 
 def _device(group):
-    """Where a group's own tensors are: a group of CPUs, too, may have NCCL for CUDA tensors."""
+    """Choose where tokens and objects travel: with gloo if the group has it beside NCCL."""
     return "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
+
+
+# ---- collectives that no module here uses --------------------------------------------------------
+
+
+def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
+    """Reduce `tensor` over the group into that of rank `dst`. The other ranks keep theirs."""
+    operation = Operation("reduce", group, tensor, async_op, op, dst)
+    is_root = operation.rank == operation.root
+    algorithms = lambda flat: [_tree_reduce(flat, operation, _COMBINE[op])]
+    return _launch(operation, algorithms, [tensor] if is_root else [], [] if is_root else [tensor])
+
+
+def _tree_reduce(tensor, operation, combine):
+    """A rank adds the sums of its children, nearest first, and passes the result to its parent."""
+    parent, children = _tree(operation)
+    sums = [torch.empty_like(tensor) for _ in children]
+    yield [], list(zip(sums, children))
+    total = tensor
+    for received in reversed(sums):
+        total = combine.pair(total, received, out=tensor if parent is None else received)
+    if parent is not None:
+        yield [(total, parent)], []
+
+
+def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
+    """Give rank r of the group the r-th tensor of `scatter_list`, which rank `src` has."""
+    operation = Operation("scatter", group, tensor, async_op, root=src)
+    inputs = _check_list(operation, scatter_list, tensor)
+    rank, P = operation.place
+
+    def algorithms(output, *inputs):
+        if inputs:
+            output.copy_(inputs[rank])
+        return [_pairwise(inputs or [output[:0]] * P, _for_root(operation, output), rank)]
+
+    return _launch(operation, algorithms, [tensor], inputs)
+
+
+def gather(tensor, gather_list=None, dst=0, group=None, async_op=False):
+    """Collect `tensor` of every rank r of the group in gather_list[r] of rank `dst`."""
+    return _gather(Operation("gather", group, tensor, async_op, root=dst), gather_list, tensor)
+
+
+def all_gather(tensor_list, tensor, group=None, async_op=False):
+    """Collect `tensor` of every rank r in tensor_list[r]. Lengths may differ. 1 step."""
+    return _gather(Operation("all_gather", group, tensor, async_op), tensor_list, tensor)
+
+
+def _gather(operation, tensor_list, tensor):
+    outputs = _check_list(operation, tensor_list, tensor)
+    rank, P = operation.place
+
+    def algorithms(*flat):
+        *outputs, input = flat
+        if outputs:
+            outputs[rank].copy_(input)
+        return [_pairwise(_for_root(operation, input), outputs or [input[:0]] * P, rank)]
+
+    return _launch(operation, algorithms, outputs, [tensor])
+
+
+def _for_root(operation, tensor):
+    """List a tensor for each rank: `tensor` for the root, or for all ranks if no root is given."""
+    ranks = range(operation.world_size)
+    return [tensor if operation.root in (None, rank) else tensor[:0] for rank in ranks]
+
+
+def _check_list(operation, tensors, like):
+    """Return a list with a tensor for each rank; if there is a root, [] on the other ranks."""
+    rank, P = operation.place
+    if operation.root not in (None, rank):
+        return []
+    count = len(tensors or ())
+    if count != P:
+        raise ValueError(f"{operation.name} got a list of {count}, not of world_size={P}")
+    for tensor in tensors[rank : rank + 1] if operation.root is None else tensors:
+        _check_fits(tensor, like, tensor.numel(), like.numel())
+    return tensors
 
 
 # ---- derivatives: the backward of a collective is a collective -----------------------------------
@@ -1099,6 +1097,38 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
     """all_to_all_single() of the rows of x, differentiable."""
     splits = output_split_sizes, input_split_sizes
     return _Conjugate.apply(x, _PAIRS["all_to_all_in_group"], *splits, group)
+
+
+# ---- the cost ------------------------------------------------------------------------------------
+
+
+def reduce_scatter_bytes(nbytes, world_size):
+    """Bytes that one rank sends to reduce-scatter, or all-gather, a full tensor of `nbytes`."""
+    return nbytes * (world_size - 1) // world_size
+
+
+def all_reduce_bytes(nbytes, world_size):
+    """Bytes that one rank sends to all-reduce `nbytes` by the ring: no algorithm sends fewer."""
+    return 2 * nbytes * (world_size - 1) // world_size
+
+
+def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
+    """(steps, bytes that this rank sends) of an all-reduce of `nbytes`; rank 0 is the busiest.
+
+    Exact where 128 P divides nbytes; else a chunk may be 128 bytes longer than its share, or less.
+    """
+    D, P, I, core = nbytes, world_size, ranks_per_node, 1 << (world_size.bit_length() - 1)
+    rounds, stands_in, least = core.bit_length() - 1, rank + core < P, all_reduce_bytes(D, P)
+    if "doubling" in algorithm and rank >= core:
+        return 2, D  # another rank stands in: its tensor goes there, the sum comes back
+    return {
+        "naive": (min(1, P - 1), (P - 1) * D),
+        "direct": (2 * min(1, P - 1), least),
+        "ring": (2 * (P - 1), least),
+        "hierarchical": (2 * (min(1, I - 1) + P // I - 1), least),
+        "recursive_doubling": (rounds + 2 * stands_in, (rounds + stands_in) * D),
+        "halving_doubling": (2 * rounds + 2 * stands_in, all_reduce_bytes(D, core) + stands_in * D),
+    }[algorithm]
 
 
 # ---- processes, groups, and who listens ----------------------------------------------------------

@@ -8,6 +8,7 @@
     python tests/bench.py context_parallel [--longest 16384]
     python tests/bench.py expert_parallel
     python tests/bench.py hybrid        (whole training steps: a GPT of 6.4M on two cores)
+    python tests/bench.py host          (what a batch for NCCL costs the host, without a GPU)
     python tests/bench.py gpu           (one GPT on a GPU; with several, their messages)
 
 Each row is what was measured, its ms, beside what, that one's ms, and the ratio; --json FILE keeps
@@ -47,11 +48,13 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module,
 )
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import collectives
 import hybrid
 from ddp import DistributedDataParallel
 from expert_parallel import MoE
+from gpu_counts import as_on_nccl
 from pipeline import SCHEDULES, DeferredLinear, Pipeline, WeightGradStore, simulate
 from ranks import headline, run
 from reference_gpt import Layer, ReferenceGPT
@@ -588,6 +591,35 @@ def _time_gpt(device, rounds):
     return take_turns(contenders, rounds), sum(p.numel() for p in model.parameters())
 
 
+def _microseconds(call, rounds=9, calls=500):
+    """Return the CPU time of one call in the best round."""
+    times = []
+    for _ in range(rounds):
+        began = time.thread_time()
+        for _ in range(calls):
+            call()
+        times.append((time.thread_time() - began) / calls * 1e6)
+    return min(times)
+
+
+def bench_host(arguments):
+    """Time the Python of exchanges and an all-reduce as on NCCL, in a group that moves nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    tensors = [torch.zeros(64) for _ in range(14)]
+    with as_on_nccl(collectives.post_batch):
+        for count in (2, 14):
+            peers = range(1, count // 2 + 1)
+            sends = [(tensors[peer - 1], peer) for peer in peers]
+            receives = [(tensors[-peer], peer) for peer in peers]
+            took = _microseconds(partial(collectives.exchange, sends, receives))
+            print(f"batch of {count} messages: {took:.0f} us")
+        for kilobytes in (1, 64):
+            tensor = torch.zeros(kilobytes * KB // 4)
+            took = _microseconds(partial(collectives.all_reduce, tensor))
+            print(f"all_reduce of {kilobytes} KB over 8 ranks: {took:.0f} us")
+    dist.destroy_process_group()
+
+
 def _time_batches(device, count=500):
     """Seconds of a batch, one small message each way: on the host, and until it is done."""
     rank, world_size = collectives.rank_and_size()
@@ -658,6 +690,7 @@ BENCHMARKS = {
     "context_parallel": bench_context_parallel,
     "expert_parallel": bench_expert_parallel,
     "hybrid": bench_hybrid,
+    "host": bench_host,
     "gpu": bench_gpu,
 }
 

@@ -73,7 +73,8 @@ class Counts:
     """What one rank did in one step, by place: "file.py function", the innermost of the project's.
 
     refused: tensors in a batch that NCCL does not take. misaligned: those that do not begin on a
-    multiple of so many bytes of their storage, which itself begins on 512.
+    multiple of so many bytes of their storage, which itself begins on 512. peers: the ranks that
+    this one has exchanged messages with since the beginning; NCCL sets up memory for each.
     """
 
     batches: Counter = field(default_factory=Counter)
@@ -82,6 +83,7 @@ class Counts:
     copies: Counter = field(default_factory=Counter)  # between host and device
     refused: Counter = field(default_factory=Counter)
     misaligned: dict = field(default_factory=lambda: {16: Counter(), 128: Counter()})
+    peers: dict = field(default_factory=dict)  # {name of a group: ranks there}
     error: str = ""  # what ended it
 
 
@@ -134,7 +136,8 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, args):
         super().__init__()
-        self.counts = Counts()
+        self.peers = {}  # from the start on
+        self.counts = Counts(peers=self.peers)
         # choices of experts that a rank has to do with in a microbatch, where loads are even
         tokens = args.batch_size // args.dp // args.microbatches * args.seq_len // args.cp
         self.rows = tokens // args.tp * args.top_k
@@ -211,7 +214,9 @@ class Watch(TorchDispatchMode):
         """In place of collectives.post_batch()."""
         counts, where = self.counts, place()
         counts.batches[where] += 1
-        for tensor, _ in (*receives, *sends):
+        peers = self.peers.setdefault(group.group_name, set())
+        for tensor, peer in (*receives, *sends):
+            peers.add(peer)
             counts.messages[where] += 1
             if not (tensor.is_cuda and tensor.is_contiguous() and tensor.numel()):
                 what = f"{tensor.device.type} {tuple(tensor.shape)}, strides {tensor.stride()}"
@@ -327,7 +332,7 @@ def count_step(world_size, rank, what):
     with pretended(watch, rank, world_size):
         step = _zero_step(stage, device) if stage else hybrid_step(args, device)[1]
         step()
-        watch.counts = Counts()
+        watch.counts = Counts(peers=watch.peers)
         step()
     return watch.counts
 

@@ -226,14 +226,16 @@ def test_on_a_stream_a_step_is_one_batch_and_in_a_node_a_collective_is_one_step(
     rank, P = rank_and_size()
     full, shard = torch.zeros(64 * P), torch.zeros(64)
     apart, _ = all_reduce_cost("recursive_doubling", 1, P, rank=rank)  # of so few bytes
-    for ranks_per_node, most, reduced, steps in [
-        (1, 1 << 20, apart, 2 if P == 3 else apart),
-        (P - 1, 1 << 20, apart, 2 if P == 3 else apart),
-        (P, 1 << 20, 2, 1),
-        (P + 1, 128 * P, 4, 2),  # in two pieces
+    for ranks_per_node, limits, reduced, steps in [
+        (1, {}, apart, 2 if P == 3 else apart),
+        (P - 1, {}, apart, 2 if P == 3 else apart),
+        (P, {}, 1, 1),
+        (P, {"ONE_STEP_BYTES": 0}, 2, 1),
+        (P + 1, {"ONE_STEP_BYTES": 0, "DIRECT_BYTES": 128 * P}, 4, 2),  # in two pieces
     ]:
+        choose.cache_clear()
         set_ranks_per_node(ranks_per_node)
-        with as_on_nccl(), patch.multiple(collectives, SEGMENT=8, DIRECT_BYTES=most):
+        with as_on_nccl(), patch.multiple(collectives, SEGMENT=8, **limits):
             _check_values([0, 1, 7, 96], DTYPES[1:2])
             for launch, expected in [
                 (lambda: all_reduce(full), reduced),
@@ -243,6 +245,28 @@ def test_on_a_stream_a_step_is_one_batch_and_in_a_node_a_collective_is_one_step(
                 (lambda: all_to_all_single(torch.empty_like(full), full), 1),
             ]:
                 assert len(_counted(launch)[0]) == expected
+    choose.cache_clear()
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 8])
+def test_on_a_gpu_a_chunk_is_reduced_by_one_kernel_that_rounds_once(P):
+    on_gpu = patch.object(torch.Tensor, "is_cuda", property(lambda tensor: True), create=True)
+    for dtype, length in itertools.product([*DTYPES, torch.complex64], (0, 1, 33, 1000)):
+        everyone = _normal(P, length, dtype=torch.float64).mul(9).to(dtype)
+        for op in (ReduceOp.SUM, ReduceOp.MAX)[: 1 if dtype.is_complex else 2]:
+            output = torch.empty(length, dtype=dtype)
+            kernels = Mock(wraps=collectives._COMBINE[op].rows)
+            combine = Mock(rows=kernels, pair=None)
+            chunks = [everyone[P - 1]] * P
+            steps = collectives._direct_reduce_scatter(chunks, output, combine, P - 1)
+            with on_gpu:
+                for _, receives in steps:
+                    for tensor, peer in receives:
+                        tensor.copy_(everyone[peer])
+            wide = torch.complex128 if dtype.is_complex else torch.float64
+            error = (output.to(wide) - (exact := REDUCED[op](everyone.to(wide), 0))).abs()
+            unit = torch.finfo(dtype).eps if dtype.is_floating_point else 0
+            assert (error <= unit * exact.abs() + 1e-5).all() and kernels.call_count == (P > 1)
 
 
 @on_ranks(6)
@@ -379,7 +403,7 @@ def test_each_rank_sends_the_bytes_of_the_formulas():
 
 M, G = 1 << 20, 1 << 30
 CHOICES = [  # P, ranks per node, on NCCL; bytes and choice for an all-reduce, and for a half of one
-    (8, 8, True, [(1, "direct"), (G, "direct")], [(1, "direct"), (G, "direct")]),
+    (8, 8, True, [(M // 16 - 1, "naive"), (M // 16, "direct")], [(1, "direct"), (G, "direct")]),
     (2, 1, True, [(1, "doubling"), (25 * M, "doubling")], [(1, "ring"), (G, "ring")]),
     (64, 1, True, [(M, "doubling"), (25 * M, "halving")], [(1, "halving"), (G, "halving")]),
     (24, 1, True, [(M, "doubling"), (25 * M, "halving"), (G, "ring")], [(1, "ring"), (G, "ring")]),
@@ -482,6 +506,28 @@ def test_an_asynchronous_exchange_keeps_its_tensors_until_it_is_waited_for(one_o
         assert alive() is not None
         work.wait()
         assert alive() is None
+
+
+def test_while_one_segment_is_added_the_next_one_travels(one_of):
+    one_of(2)
+    log, add = [], torch.add
+
+    def post(group, sends, receives):
+        number = sum(line.startswith("post") for line in log)
+        log.append(f"post {number}")
+        return Mock(wait=lambda: log.append(f"wait {number}"))
+
+    def logged(*tensors, out):
+        log.append("add")
+        return add(*tensors, out=out)
+
+    combine = {ReduceOp.SUM: collectives.Combine(logged, None)}
+    limits = patch.multiple(collectives, DIRECT_BYTES=1 << 10, _COMBINE=combine)
+    with as_on_nccl(post), limits:
+        reduce_scatter_single(torch.empty(3 << 7), torch.ones(3 << 8))
+    assert log == [
+        *("post 0", "post 1", "wait 0", "add", "post 2", "wait 1", "add", "wait 2", "add")
+    ]
 
 
 def test_what_a_stream_uses_is_kept_though_nobody_keeps_or_awaits_the_work(one_of):

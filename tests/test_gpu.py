@@ -258,12 +258,12 @@ def test_work_of_a_stream_keeps_its_place_among_kernels_and_holds_up_no_host():
         torch.cuda._sleep(cycles)
         x.mul_(2)
 
-    finish, is_completed = stream.submit(double_late, [x])
-    assert not is_completed()
-    finish()
+    stream.submit(double_late, [x])
+    assert not stream.is_completed()
+    stream.finish()
     y = x + 1  # after it
     launched = time.perf_counter() - began
-    assert y.tolist() == [7] * 1000 and is_completed()
+    assert y.tolist() == [7] * 1000 and stream.is_completed()
     assert launched < (time.perf_counter() - began) / 4
 
 

@@ -14,18 +14,18 @@ LONG = "--hidden 2048 --heads 16 --seq-len 16384 --batch-size 1"
 SEVEN = "--hidden 4096 --heads 32 --seq-len 4096 --batch-size 1"
 COMMON = "--dtype bf16 --vocab-size 50304"
 
-BATCHES = [  # ranks, layers, layout; batches of a step on one rank
-    (8, 4, f"{SMALL} --tp 8 --sp", 53),
-    (8, 4, f"{SMALL} --dp 8 --zero 0 --dtype fp32", 36),
-    (8, 4, f"{SMALL} --dp 8 --zero 1", 22),
-    (8, 4, f"{SMALL} --cp 8 --cp-method allgather --zero 0", 30),
-    (8, 32, f"{SEVEN} --tp 8 --sp", 335),
-    (8, 32, f"{SEVEN} --tp 8", 266),
-    (8, 24, f"{XL} --dp 8 --zero 0 --dtype fp32", 308),
-    (8, 24, f"{XL} --dp 8 --zero 1", 163),
-    (2, 24, f"{XL} --dp 2 --zero 0 --dtype fp32", 308),
-    (8, 24, f"{LONG} --cp 8 --cp-method allgather --zero 0", 360),
-    (8, 24, f"{LONG} --cp 8 --cp-method ring --zero 0", 720),
+BATCHES = [  # ranks, layers, layout; batches and messages of a step on one rank
+    (8, 4, f"{SMALL} --tp 8 --sp", 51, 714),
+    (8, 4, f"{SMALL} --dp 8 --zero 0 --dtype fp32", 34, 476),
+    (8, 4, f"{SMALL} --dp 8 --zero 1", 19, 266),
+    (8, 4, f"{SMALL} --cp 8 --cp-method allgather --zero 0", 28, 392),
+    (8, 32, f"{SEVEN} --tp 8 --sp", 332, 4648),
+    (8, 32, f"{SEVEN} --tp 8", 263, 3682),
+    (8, 24, f"{XL} --dp 8 --zero 0 --dtype fp32", 258, 3612),
+    (8, 24, f"{XL} --dp 8 --zero 1", 160, 2240),
+    (2, 24, f"{XL} --dp 2 --zero 0 --dtype fp32", 258, 516),
+    (8, 24, f"{LONG} --cp 8 --cp-method allgather --zero 0", 358, 5012),
+    (8, 24, f"{LONG} --cp 8 --cp-method ring --zero 0", 718, 4004),
 ]
 EXPERTS = f"{SMALL} --experts 8 --top-k 2"
 OTHERS = [  # ranks, layers, layout, microbatches: of every kind one
@@ -46,7 +46,14 @@ OTHERS = [  # ranks, layers, layout, microbatches: of every kind one
     (8, 2, f"{EXPERTS} --dp 4 --tp 2 --sp --ep 4 --balance bias --recompute full", 1),
     (8, 2, f"{EXPERTS} --dp 4 --pp 2 --ep 2 --capacity-factor 1.0 --vocab-size 512", 2),
 ]
-ROWS = [(n, 4, layout, 1) for n, _, layout, _ in BATCHES[:4]] + OTHERS
+ROWS = [(n, 4, layout, 1) for n, _, layout, *_ in BATCHES[:4]] + OTHERS
+PEERS = [  # layout; with how many peers a rank exchanges messages, in all groups
+    ("--dp 8", 7),
+    ("--tp 8", 7),
+    ("--tp 2 --pp 2 --dp 2", 3),
+    ("--dp 8 --ep 8 --experts 8 --top-k 2", 14),
+]
+CONNECTED = [((8, 2, f"{SMALL} {layout}", 1), peers) for layout, peers in PEERS]
 ZERO = [(8, 3, f"zero {stage}") for stage in (1, 2, 3)]
 
 
@@ -66,7 +73,7 @@ def library(tmp_path_factory):
 @pytest.fixture(scope="session")
 def counts(library):
     """counts(*row): what a step counts; those of all rows are counted together."""
-    jobs = [_job(*row) for row in ROWS] + ZERO
+    jobs = [_job(*row) for row in ROWS + [row for row, _ in CONNECTED]] + ZERO
     found = dict(zip(jobs, fake_cuda.count(library, jobs)))
 
     def of(*row):
@@ -77,17 +84,24 @@ def counts(library):
     return of
 
 
-@pytest.mark.parametrize("world_size, layers, layout, batches", BATCHES[:4])
-def test_a_step_launches_so_many_batches(counts, world_size, layers, layout, batches):
-    assert counts(world_size, layers, layout, 1).batches.total() == batches
+@pytest.mark.parametrize("world_size, layers, layout, batches, messages", BATCHES[:4])
+def test_a_step_launches_so_many_batches(counts, world_size, layers, layout, batches, messages):
+    found = counts(world_size, layers, layout, 1)
+    assert (found.batches.total(), found.messages.total()) == (batches, messages)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("world_size, layers, layout, batches", BATCHES[4:])
-def test_so_does_one_of_many_layers(library, world_size, layers, layout, batches):
+@pytest.mark.parametrize("world_size, layers, layout, batches, messages", BATCHES[4:])
+def test_so_does_one_of_many_layers(library, world_size, layers, layout, batches, messages):
     (found,) = fake_cuda.count(library, [_job(world_size, layers, layout)])
     assert not found.error, found.error
-    assert found.batches.total() == batches
+    assert (found.batches.total(), found.messages.total()) == (batches, messages)
+
+
+@pytest.mark.parametrize("row, peers", CONNECTED)
+def test_a_rank_is_connected_to_so_many_peers(counts, row, peers):
+    """Each costs NCCL hundreds of megabytes in each group, which PyTorch does not see."""
+    assert sum(map(len, counts(*row).peers.values())) == peers
 
 
 @pytest.mark.parametrize("world_size, layers, layout, microbatches", ROWS)
