@@ -66,7 +66,7 @@ class Timer(fake_cuda.Watch):
         super().__init__(args)
         self.own, self.gpu, self.host = own, GPUS[own.gpu], Host()
         self.memory = Memory(self.host)
-        self.names, self.peers = defaultdict(list), defaultdict(set)
+        self.names = defaultdict(list)
         self.communicators = {}
 
     def streams(self):
@@ -119,7 +119,6 @@ class Timer(fake_cuda.Watch):
         if group not in self.communicators:
             lane = "+".join(self.names[group][:2])
             self.communicators[group] = Stream(self.host, lane)
-        self.peers[group].update(peer for _, peer in messages)
         is_near = all(ranks[peer] < self.gpu.per_node for _, peer in messages)  # to rank 0
         speed = MOVES * 1e3 * (self.gpu.node if is_near else self.gpu.network)
         nbytes = max(sum(tensor.nbytes for tensor, _ in side) for side in (sends, receives))
