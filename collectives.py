@@ -35,7 +35,6 @@ Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operation
     torchrun --nproc-per-node 4 collectives.py      steps, bytes claimed and counted
 """
 
-import copy
 import math
 import os
 import pickle
@@ -45,11 +44,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import islice, zip_longest
 from queue import SimpleQueue
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -92,13 +90,18 @@ def exchange(sends, receives, group=None, async_op=False):
     message larger than its buffer aborts a gloo rank); empty ones are not sent. Pending operations
     of the group come first. A RuntimeError names the peer of what failed.
     """
-    tensor = next((tensor for tensor, _ in (*sends, *receives)), None)
+    messages = sends or receives
+    tensor = messages[0][0] if messages else None
     operation = Operation("exchange", group, tensor, async_op)
     operation.tell("begin")
-    with suppress(Exception):  # an error of those before is for whoever waits for them
-        operation.background.finish()
-    finish = partial(operation.run_to_end, operation.post(sends, receives))
-    return Work(operation, finish) if async_op else finish()
+    try:
+        operation.queue.finish()
+    except Exception:
+        pass  # errors of earlier operations are raised by their own wait()
+    wait = operation.post(sends, receives)
+    if async_op:
+        return Work(operation, partial(operation.complete, wait))
+    operation.complete(wait)
 
 
 # ---- algorithms take turns -----------------------------------------------------------------------
@@ -118,7 +121,7 @@ def take_turns(algorithms, operation):
     So do all ranks: the k-th message that rank 0 posts for rank 1 is the k-th expected there.
     """
     waiting, under_way = deque(algorithms), deque()
-    most = 1 if operation.on_nccl else WINDOW  # a stream runs one batch after the other
+    most = 1 if operation.queue.on_nccl else WINDOW  # a stream runs one batch after the other
     while waiting or under_way:
         if waiting and len(under_way) < most:
             algorithm = waiting.popleft()
@@ -465,7 +468,7 @@ def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
 
 def _chosen(operation, nbytes, phases=1, name="auto"):
     """(name, segments, arguments of its own) of the quickest algorithm, unless named."""
-    P, on_nccl, known = operation.world_size, operation.on_nccl, operation.known
+    P, on_nccl, known = operation.world_size, operation.queue.on_nccl, operation.members
     if name == "auto" or P == 1:
         name = choose(nbytes, P, known.ranks_per_node, on_nccl, phases)
     own = {"ranks_per_node": known.ranks_per_node} if name == "hierarchical" else {}
@@ -475,51 +478,86 @@ def _chosen(operation, nbytes, phases=1, name="auto"):
     return name, math.ceil(nbytes / (DIRECT_BYTES if on_nccl else P * SEGMENT)) or 1, own
 
 
-# ---- an operation, and its messages --------------------------------------------------------------
+# ---- an operation and its messages ---------------------------------------------------------------
 #
-# Two tables are the module's: torch's groups take no attributes, and autograd calls collectives in
-# threads of its own, which know nothing of their caller's context.
+# The module has two tables. Groups are looked up in one, because torch's take no attributes, and
+# listeners stand in the other, because autograd calls collectives in threads of its own, which do
+# not have their caller's context.
 
-_GROUPS = weakref.WeakKeyDictionary()  # process group -> what is known of it: see Operation
-_LISTENERS = []  # those of every observe() now open
+_MEMBERSHIPS = weakref.WeakKeyDictionary()  # process group -> Membership
+_LISTENERS = []  # the listener of every observe() that is open
+
+
+class Membership:
+    """What this rank knows of a process group. It is made once and shared by the operations there.
+
+    rank, world_size: this rank in the group, and the group's size
+    ranks: the global ranks of the members
+    ranks_per_node, by_backend: see set_ranks_per_node() and set_backend_collectives()
+    queues: {device type: the _Thread or _Stream that runs operations on such tensors in turn}
+    """
+
+    def __init__(self, group):
+        self.rank, self.world_size = rank_and_size(group)
+        self.ranks = dist.get_process_group_ranks(group)
+        self.ranks_per_node = self.world_size
+        self.by_backend = False
+        self.thread = _Thread(group)
+        self.queues = {}
+
+    def open_queue(self, device_type, group):
+        """A group may have NCCL for CUDA tensors and gloo for those on CPUs."""
+        if f"{device_type}:nccl" in dist.get_backend_config(group):
+            self.queues[device_type] = _Stream()
+        else:
+            self.queues[device_type] = self.thread
+        return self.queues[device_type]
+
+
+def _membership(group, name):
+    """Look up, or make, the Membership of a group in which `name` is called."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{name} is called by a rank that is not in the group")
+    members = _MEMBERSHIPS.get(group)
+    if members is None:
+        members = _MEMBERSHIPS[group] = Membership(group)
+    return members
 
 
 class Operation:
-    """One call of a collective, of exchange() or of a Work's wait(), which observe() tells of.
+    """One call of a collective, of exchange() or of Work.wait(), as observe() tells of it.
 
-    name: "all_reduce" ..., "exchange" or "wait"; of: for a "wait" what is waited for, else None
-    group: the process group; rank, world_size, ranks: this rank in it, its size, its global ranks
+    name: "all_reduce" ..., "exchange" or "wait"
+    of: the operation that a "wait" waits for; None for all others
+    group, rank, world_size, ranks: the process group, and what its Membership says
     async_op: whether the caller gets a Work and goes on
-    known: what all operations of the group share, such as its nodes
     """
 
-    def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None):
-        """tensor: one of those that travel; op: what reduces them; root: a global rank."""
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(f"{name} is called by a rank that is not in the group")
-        self.name, self.of, self.async_op, self.op = name, None, async_op, op
-        self.group = group = group or dist.group.WORLD
-        self.rank, self.world_size = rank_and_size(group)
-        self.ranks = dist.get_process_group_ranks(group)
-        self.listeners = tuple(_LISTENERS)
-        carriers = dist.get_backend_config(group)  # a group may have NCCL for GPUs, gloo for CPUs
-        self.on_nccl = tensor is not None and f"{tensor.device.type}:nccl" in carriers
-        if group not in _GROUPS:  # background: {on_nccl: what runs asynchronous operations}
-            fields = {"ranks_per_node": self.world_size, "by_backend": False, "background": {}}
-            _GROUPS[group] = SimpleNamespace(**fields)
-        self.known = known = _GROUPS[group]
-        if self.on_nccl not in known.background:
-            known.background[self.on_nccl] = _Stream() if self.on_nccl else _Thread(group)
-        self.background = known.background[self.on_nccl]
+    def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None, of=None):
+        """tensor: one of those that travel; op: the ReduceOp; root: a global rank."""
+        self.name = name
+        self.of = of
+        self.async_op = async_op
+        self.op = op
+        self.group = group or dist.group.WORLD
+        self.members = members = _membership(self.group, name)
+        self.rank = members.rank
+        self.world_size = members.world_size
+        self.ranks = members.ranks
+        device_type = "cpu" if tensor is None else tensor.device.type
+        self.queue = members.queues.get(device_type)
+        if self.queue is None:
+            self.queue = members.open_queue(device_type, self.group)
         if root is not None and root not in self.ranks:
             raise ValueError(f"src or dst={root} is not among the group's ranks {self.ranks}")
         self.root = None if root is None else self.ranks.index(root)
+        self.listeners = of.listeners if of else tuple(_LISTENERS)
 
     def tell(self, event, *messages):
         for listener in self.listeners:
             listener(event, self, *messages)
 
-    def run_to_end(self, run):
+    def complete(self, run):
         try:
             run()
         finally:
@@ -528,63 +566,73 @@ class Operation:
     def post(self, sends, receives):
         """Begin messages [(tensor, peer)] that progress together. Returns what waits for them.
 
-        NCCL takes a batch; gloo single messages, with tags that keep them apart from a user's. For
-        gloo, dist.isend() and irecv() would cost the host almost twice as much.
+        It keeps their tensors. NCCL takes a batch. gloo takes single messages, with tags that keep
+        them apart from a user's; dist.isend() and irecv() would cost the host almost twice as much.
         """
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
         if not sends and not receives:
-            return lambda: None
+            return _do_nothing
         self.tell("post", sends, receives)
-        if self.on_nccl:
-            peers = [peer for _, peer in (*receives, *sends)]
-            work = self.attempt(peers, post_batch, self.group, sends, receives)
-            return partial(self.wait, [(peers, work)])
+        if self.queue.on_nccl:
+            messages = receives + sends
+            work = self.attempt(messages, post_batch, self.group, sends, receives)
+            return partial(self.wait, [(messages, work)])
         tag = (1 << 30) + (self.name != "exchange")  # beyond a user's tags
         works, staged = [], []
-        for tensor, peer in receives:
+        for message in receives:
+            tensor, peer = message
             buffer = _on_host(tensor)
-            staged += [(tensor, buffer)] if buffer is not tensor else []
-            works.append(([peer], self.attempt([peer], self.group.recv, [buffer], peer, tag)))
-        for tensor, peer in sends:
+            if buffer is not tensor:
+                staged.append((tensor, buffer))
+            work = self.attempt([message], self.group.recv, [buffer], peer, tag)
+            works.append(([message], work))
+        for message in sends:
+            tensor, peer = message
             buffer = _on_host(tensor, filled=True)
-            works.append(([peer], self.attempt([peer], self.group.send, [buffer], peer, tag)))
+            work = self.attempt([message], self.group.send, [buffer], peer, tag)
+            works.append(([message], work))
         return partial(self.wait, works, staged)
 
     def wait(self, works, staged=()):
-        """works: [(peers, messages)]; staged: [(tensor on a GPU, what received for it)]"""
-        for peers, work in works:
-            self.attempt(peers, work.wait)
+        """works: [(messages, their torch Work)]; staged: [(tensor on a GPU, what it is read from)]"""
+        for messages, work in works:
+            self.attempt(messages, work.wait)
         for tensor, buffer in staged:
             tensor.copy_(buffer)
 
-    def attempt(self, peers, call, *arguments):
-        """call(), whose errors name the peers."""
+    def attempt(self, messages, call, *arguments):
+        """Return call(*arguments). Its errors name the peers of the messages."""
         try:
             return call(*arguments)
         except RuntimeError as error:
+            peers = [peer for _, peer in messages]
             raise RuntimeError(f"{self.describe('lost', peers)}: {error}") from error
 
     def describe(self, verb, peers):
-        """What this rank has to say of some peers, and in which operation."""
+        """Say what this rank has to say of some peers, and in which operation."""
         named = " or ".join(str(self.ranks[peer]) for peer in sorted(set(peers)))
         where = f"{self.name} in the group of ranks {self.ranks}"
         return f"{where}: rank {self.ranks[self.rank]} {verb} rank {named}"
 
 
 def post_batch(group, sends, receives):
-    """Post messages [(tensor, peer)] to NCCL as one batch; returns the torch Work of all of them.
+    """Post messages [(tensor, peer)] to NCCL as one batch, and return the torch Work of all.
 
-    As batch_isend_irecv() does, without what that asks anew for every message.
+    This is what batch_isend_irecv() does, without what it asks anew for every message.
     """
     device = (receives or sends)[0][0].device
-    as_real = lambda tensor: torch.view_as_real(tensor) if tensor.is_complex() else tensor
     group._start_coalescing(device)
     for tensor, peer in receives:
-        group.recv([as_real(tensor)], peer, 0)
+        group.recv([_as_real(tensor)], peer, 0)
     for tensor, peer in sends:
-        group.send([as_real(tensor)], peer, 0)
+        group.send([_as_real(tensor)], peer, 0)
     return group._end_coalescing(device)
+
+
+def _as_real(tensor):
+    """NCCL has no complex numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _on_host(tensor, filled=False):
@@ -593,6 +641,10 @@ def _on_host(tensor, filled=False):
         return tensor
     buffer = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return buffer.copy_(tensor) if filled else buffer
+
+
+def _do_nothing():
+    pass
 
 
 @contextmanager
@@ -631,31 +683,44 @@ class Work:
     """
 
     def __init__(self, operation, finish, is_completed=lambda: False):
-        self._operation, self._finish, self.is_completed = operation, finish, is_completed
+        self._operation = operation
+        self._finish = finish
+        self.is_completed = is_completed
 
     def wait(self):
-        waiting = copy.copy(self._operation)
-        waiting.name, waiting.async_op, waiting.of = "wait", False, self._operation
-        waiting.tell("begin")
-        waiting.run_to_end(self._finish)
+        operation = self._operation
+        if operation.listeners:
+            waiting = Operation("wait", operation.group, of=operation)
+            waiting.tell("begin")
+            waiting.complete(self._finish)
+        else:
+            self._finish()
+        self._finish = _do_nothing  # which lets go of the tensors
 
 
 class _Stream:
-    """A group's stream; made once, as torch hands out a pool of 32 in turn."""
+    """The side stream of a group on NCCL. It is made once: torch hands out a pool of 32 in turn."""
+
+    on_nccl = True
+    PENDING = 6  # operations by which the host may be ahead of the device
 
     def __init__(self):
         self.stream = torch.cuda.Stream(priority=-1)  # messages go before the computation's kernels
         self.pending = deque()  # (event, tensors that are held until the stream has passed it)
         self.finish, self.is_completed = lambda: None, lambda: True
 
+    def run_now(self, run):
+        """At once, on the caller's stream."""
+        run()
+        self.note(torch.cuda.current_stream().record_event(), [])
+
     def submit(self, run, tensors):
-        while self.pending and self.pending[0][0].query():
-            self.pending.popleft()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             run()
-        event, held = self.stream.record_event(), list(tensors)
-        self.pending.append((event, held))
+        event = self.stream.record_event()
+        held = list(tensors)
+        self.note(event, held)
 
         def finish():
             torch.cuda.current_stream().wait_event(event)
@@ -664,9 +729,22 @@ class _Stream:
         self.finish, self.is_completed = finish, event.query
         return finish, event.query
 
+    def note(self, event, held):
+        """Memory that messages touched is free once the host has seen the event that follows them.
+
+        So the host waits for earlier operations here, lest it run ahead and use up the memory.
+        """
+        self.pending.append((event, held))
+        while self.pending and self.pending[0][0].query():
+            self.pending.popleft()
+        while len(self.pending) > self.PENDING:
+            self.pending.popleft()[0].synchronize()
+
 
 class _Thread:
     """A group's thread, which does what is submitted in turn until the group, or Python, ends."""
+
+    on_nccl = False
 
     def __init__(self, group):
         self.calls = SimpleQueue()
@@ -690,6 +768,9 @@ class _Thread:
         self.calls.put(None)
         if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(30)  # seconds
+
+    def run_now(self, run):
+        run()
 
     def submit(self, run, tensors):
         running, errors = threading.Lock(), []
@@ -719,7 +800,7 @@ def _launch(operation, algorithms, outputs, inputs=(), **options):
 
     def run():
         flat = [tensor.detach().contiguous().view(-1) for tensor in tensors]
-        if operation.known.by_backend:
+        if operation.members.by_backend:
             _backend_collective(operation, flat[:count], flat[count:], **options)
         else:
             take_turns(algorithms(*flat), operation)
@@ -730,19 +811,21 @@ def _launch(operation, algorithms, outputs, inputs=(), **options):
                 tensor.detach().copy_(result.view(tensor.shape))
 
     operation.tell("begin")
+    queue = operation.queue
     if operation.async_op and operation.world_size > 1:
-        run_to_end = partial(operation.run_to_end, run)
-        return Work(operation, *operation.background.submit(run_to_end, tensors))
-    at_once = operation.background.is_completed()  # else behind what is pending
-    wait = run if at_once else operation.background.submit(run, tensors)[0]
-    operation.run_to_end(wait)
-    return Work(operation, lambda: None, lambda: True) if operation.async_op else None
+        return Work(operation, *queue.submit(partial(operation.complete, run), tensors))
+    if queue.is_completed():
+        operation.complete(partial(queue.run_now, run))
+    else:  # behind what is pending
+        finish, _ = queue.submit(run, tensors)
+        operation.complete(finish)
+    return Work(operation, _do_nothing, lambda: True) if operation.async_op else None
 
 
 def set_backend_collectives(group=None):
     """Have the group's collectives be the backend's own, a yardstick, whose bytes nobody counts."""
     operation = Operation("set_backend_collectives", group)
-    operation.known.by_backend = operation.world_size > 1
+    operation.members.by_backend = operation.world_size > 1
 
 
 def _backend_collective(operation, outputs, inputs, **options):
@@ -910,8 +993,7 @@ def barrier(group=None):
 
 def _device(group):
     """Where a group's own tensors are: a group of CPUs, too, may have NCCL for CUDA tensors."""
-    on_gpu = torch.cuda.is_available() and "cuda:nccl" in dist.get_backend_config(group)
-    return "cuda" if on_gpu else "cpu"
+    return "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
 
 
 # ---- derivatives: the backward of a collective is a collective -----------------------------------
@@ -1055,7 +1137,7 @@ def set_ranks_per_node(ranks_per_node, group=None):
     """Tell how many consecutive ranks of the group share a node: all of them, unless told fewer."""
     operation = Operation("set_ranks_per_node", group)
     ranks = min(ranks_per_node, operation.world_size)  # if they do not divide it: no nodes
-    operation.known.ranks_per_node = 1 if operation.world_size % ranks else ranks
+    operation.members.ranks_per_node = 1 if operation.world_size % ranks else ranks
 
 
 def gather_objects(value, group=None):
@@ -1103,7 +1185,7 @@ def count_bytes():
     traffic = Traffic()
 
     def listen(event, operation, sends=(), receives=()):
-        if operation.known.by_backend and operation.name not in ("exchange", "wait"):
+        if operation.members.by_backend and operation.name not in ("exchange", "wait"):
             raise RuntimeError(f"nobody counts the bytes of the backend's own {operation.name}")
         for tensor, peer in sends:
             traffic.sent.append((operation.name, operation.group, peer, tensor.nbytes))

@@ -13,8 +13,8 @@ reduced as soon as its last gradient has arrived:
     network                 | bucket 0: 4, 3 ...| bucket 1: 2, 1 |   only the tail costs time
 
 A rank holds   all parameters, gradients and optimizer state: with Adam in fp32 4 + 4 + 8 = 16 bytes
-               per parameter, and 4 more if the buckets do not hold the gradients themselves.
-               zero.py divides these among the ranks.
+               per parameter, and 4 for the buckets unless gradients are views of them. zero.py
+               divides these among the ranks.
 It sends       per step 2 (P-1)/P bytes for each byte of gradients, the cost of an all-reduce (see
                collectives.py), in one all-reduce per bucket
 Overlap        a bucket travels while backward computes the gradients of the next one
@@ -138,8 +138,7 @@ def fill_buckets(parameters, cap_bytes, kind):
     """Divide parameters into buckets, sorted by when backward completes them.
 
     parameters: in the order in which backward computes their gradients.
-    cap_bytes: the largest total of gradients in a bucket. A parameter that is larger by itself gets
-        a bucket of its own.
+    cap_bytes: the largest size of a bucket's gradients; a larger parameter gets its own bucket.
     kind: parameters share a bucket only if kind(parameter) is equal (their grad_dtype and group).
     """
     buckets = []
@@ -197,7 +196,7 @@ class GradBucket:
         self.work.wait()
         for parameter, slot in self.slots.items():
             if parameter.grad is None or (self.as_views and parameter.grad is not slot):
-                raise RuntimeError("a hook or a second wrapper replaced .grad during its reduction")
+                raise RuntimeError("a hook or a second wrapper replaced .grad while it was reduced")
         if not self.as_views:
             torch._foreach_copy_([p.grad for p in self.slots], list(self.slots.values()))
 
@@ -261,6 +260,8 @@ class Reducer:
 
     def finish(self):
         """End the round: count missing gradients as zero, reduce the other buckets, and wait."""
+        if not self.is_reducing:
+            self.start()
         for bucket in self.buckets:
             for parameter in list(bucket.missing):
                 self.ready(parameter)
@@ -289,8 +290,7 @@ class DistributedDataParallel(nn.Module):
       rebuilds them after the first step in the order in which gradients arrived.
     - Copy and save the wrapped module, not the wrapper.
 
-    bucket_cap_mb: the largest size of a bucket in MiB; a larger parameter has one of its own. All
-        gradients in a bucket have the same dtype: the parameters' grad_dtype when they are wrapped.
+    bucket_cap_mb: the largest size of a bucket in MiB; a larger parameter gets its own bucket.
     broadcast_buffers: copy the first rank's buffers to all ranks before the first forward pass, and
         before each one that follows a reduction or, as in PyTorch, a forward pass in grad mode
         outside no_sync().
@@ -309,8 +309,8 @@ class DistributedDataParallel(nn.Module):
 
     Raises ValueError on every rank if the ranks' modules differ. backward() raises RuntimeError if
     a parameter was frozen or unfrozen after wrapping, for sparse gradients and create_graph=True,
-    and if a gradient is replaced or computed twice in one pass. forward() raises RuntimeError after
-    a backward pass that failed, unless wait_in_backward is False.
+    and if a gradient is replaced or computed twice in one pass; so does forward() after a backward
+    pass that failed, unless wait_in_backward is False.
     """
 
     def __init__(
@@ -332,9 +332,9 @@ class DistributedDataParallel(nn.Module):
         divisor = gradient_divide_factor or dist.get_world_size(process_group)
         self.reducer = Reducer(module, group_of, divisor, bucket_cap_mb, gradient_as_bucket_view)
         self.require_backward_grad_sync = True
-        self._buffers_may_differ = True  # from the first rank's, so the next forward copies them
-        self._expects_backward = False  # after a forward pass, until its gradients are reduced
-        self._ends_with_backward = False  # the round of reductions that is under way
+        self._buffers_may_differ = True  # if they do, the next forward pass copies the first rank's
+        self._expects_backward = False  # whether a forward pass still awaits its reduction
+        self._ends_with_backward = False  # whether the end of backward also ends the round
         for parameter in self.reducer.bucket_of:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
 
@@ -364,7 +364,7 @@ class DistributedDataParallel(nn.Module):
         """Hook, called after autograd has accumulated into the parameter's .grad."""
         gradient = parameter.grad
         if gradient is not None and (gradient.is_sparse or gradient.requires_grad):
-            raise RuntimeError("neither sparse gradients nor create_graph=True are supported")
+            raise RuntimeError("sparse gradients and create_graph=True are not supported")
         if not self.require_backward_grad_sync:
             return
         if not self.reducer.is_reducing:
@@ -385,10 +385,9 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def start_grad_sync(self, awaited=()):
-        """Start to reduce the gradients of all parameters that are not `awaited`.
+        """Reduce all gradients that are not `awaited`, and these as they arrive.
 
-        Those of `awaited` are reduced as they arrive. In place of backward(), the caller ends the
-        round by finish_grad_sync().
+        Backward does not end this round of reductions; finish_grad_sync() does.
         """
         self._ends_with_backward = False
         self.reducer.start(awaited)
@@ -396,13 +395,10 @@ class DistributedDataParallel(nn.Module):
     @torch.no_grad()
     def finish_grad_sync(self):
         """Reduce what has not been reduced yet, missing gradients as zero, and wait for all."""
-        if not self.reducer.is_reducing:
-            if not self._expects_backward:
-                return
-            self.reducer.start()
-        self._expects_backward = False
-        self._buffers_may_differ = True
-        self.reducer.finish()
+        if self.reducer.is_reducing or self._expects_backward:
+            self._expects_backward = False
+            self._buffers_may_differ = True
+            self.reducer.finish()
 
     def __getstate__(self):
         raise RuntimeError("a wrapper is not copied or pickled: copy its module, and wrap the copy")
@@ -442,8 +438,7 @@ def weakly(method):
 def ddp_bytes(module, world_size):
     """Return the bytes that a rank sends per step to all-reduce all gradients once.
 
-    Gradients are padded to a multiple of 64 elements. If P does not divide a bucket, ranks send
-    slightly different amounts, and this is their mean.
+    This is the mean over the ranks, which differ slightly where P does not divide a bucket.
     """
     nbytes = sum(gradient_bytes(p) for p in module.parameters() if p.requires_grad)
     return all_reduce_bytes(nbytes, world_size)
@@ -496,8 +491,7 @@ def _demonstrate():
     rank, world_size = rank_and_size()
     torch.manual_seed(0)
     # 480 x 480 elements divide into multiples of 128 bytes for P = 1 to 6
-    layers = [nn.Sequential(nn.Linear(480, 480, bias=False), nn.GELU()) for _ in range(4)]
-    module = nn.Sequential(*layers).double()
+    module = nn.Sequential(*[nn.Linear(480, 480, bias=False) for _ in range(4)]).double()
     inputs = torch.randn(8 * world_size, 480, dtype=torch.float64)
     whole = torch.autograd.grad(module(inputs).square().mean(), list(module.parameters()))
     model = DistributedDataParallel(module, bucket_cap_mb=2)
@@ -506,8 +500,7 @@ def _demonstrate():
     error = max((p.grad - g).abs().max().item() for p, g in zip(module.parameters(), whole))
     if rank == 0:
         claimed, counted = ddp_bytes(module, world_size), traffic.bytes("all_reduce")
-        print(f"{world_size} ranks, {len(model.reducer.buckets)} buckets: ", end="")
-        print(f"claimed {claimed} bytes, counted {counted}")
+        print(f"{len(model.reducer.buckets)} buckets, claimed {claimed} bytes, counted {counted}")
         print(f"largest difference from one process's gradients: {error:.1e}")
 
 

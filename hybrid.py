@@ -1,4 +1,4 @@
-"""Train a small GPT, dense or of experts, over pipeline x data x context x tensor parallelism.
+"""Train a small GPT, dense or with experts, over pipeline x data x context x tensor parallelism.
 
 The processes form a grid with four axes. Each axis divides the work in its own way, and a process
 communicates only with those that differ from it in one coordinate:
@@ -16,15 +16,26 @@ tp is innermost because it communicates most: its ranks should share a node. ep 
 the grid. It reuses the ranks of tp, and then of dp x cp: they hold different experts where they
 would otherwise hold copies.
 
-A rank holds   1/tp of its stage's matrices and, with ZeRO, 1/(dp cp) of the optimizer state
-Overlap        gradients are summed while the last microbatch's backward still computes
-PyTorch's      DTensor over a DeviceMesh composes the same axes; here all tensors are plain ones
+A rank holds   1/tp of the matrices of its stage's layers and of their gradients; with ZeRO-1 to 3,
+               1/(dp cp) of the optimizer's state, of the gradients, and of the weights
+It sends       what the table says; the other files have the formulas, and count the bytes
+Overlap        pp   activations travel while other microbatches compute
+               dp   gradients are summed while the last microbatch's backward still computes
+               cp   the next keys and values travel beside the attention to those at hand (ring)
+               tp   in backward, sums of activations travel beside the products for weights
+               ep   the host waits for the numbers of tokens; nothing overlaps their travel
+PyTorch's      DTensor over a DeviceMesh composes the same axes: a tensor knows how it is split, and
+               each operation finds out what to send. Here all tensors are plain ones
 
 Every layout computes what one process computes. The loss is the sum of the token losses divided by
 the *global* number of tokens, so gradients are summed and never averaged. Initial weights depend
 only on their name and the seed, batches only on the step and the seed. Four things do depend on the
-layout: dropout masks, the tokens that full experts drop, the experts that --topk-nodes rules out,
-and the balance losses, which are computed per microbatch of all replicas.
+layout:
+
+    - dropout masks
+    - the tokens that full experts drop
+    - the experts that --topk-nodes rules out
+    - balance losses, which are computed per microbatch of all replicas
 
 The model is GPT-2 (Radford et al., 2019), down to its parameters' names. Narayanan et al.,
 "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
@@ -48,9 +59,9 @@ from collections import Counter, defaultdict, deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from functools import lru_cache, partial
-from itertools import accumulate
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -90,8 +101,11 @@ IGNORE_INDEX = -100  # a target that does not count
 def flag(default, help, **details):
     """Declare a dataclass field that is also a flag of the command line.
 
-    details: choices; least and below, which limit an int to [1, inf) by default and a float to
-        [0, inf); needs, a condition of check() without which the flag is rejected; group in --help.
+    details:
+        choices        the values that the flag may have
+        least, below   the bounds of a number, [1, inf) by default for an int, [0, inf) for a float
+        needs          what check() must find, or else the flag means nothing and is rejected
+        group          the group of --help that lists the flag, if not that of its dataclass
     """
     return field(default=default, metadata={"help": help} | details)
 
@@ -100,22 +114,23 @@ def flag(default, help, **details):
 class GPTConfig:
     """A GPT on sequences of T = seq_len tokens, of width D = hidden and vocabulary V."""
 
-    layers: int = flag(4, "transformer layers")
+    layers: int = flag(4, "number of transformer layers")
     hidden: int = flag(128, "width of the model")
     heads: int = flag(4, "attention heads")
     seq_len: int = flag(64, "tokens in a sequence")
     vocab_size: int = flag(256, "tokens in the vocabulary")
     dropout: float = flag(0.0, "probability, in attention and on what a layer adds", below=1)
     kv_heads: int | None = flag(None, "heads of keys and values (default: --heads)")
-    sp: bool = flag(False, "split the sequence over tp outside the matrices", group="layout")
-    recompute: str = flag("none", "in backward: attention (selective), or all of a layer (full)",
+    sp: bool = flag(False, "split the sequence over tp between the matrices", group="layout")
+    recompute: str = flag("none", "in backward, recompute attention (selective), or all (full)",
                           choices=("none", "selective", "full"), group="layout")  # fmt: skip
-    ffn: int | None = flag(None, "width of the MLP and of each expert (default: 4 x --hidden)")
-    experts: int = flag(0, "experts in place of an MLP; 0 for an MLP", least=0)
-    top_k: int = flag(2, "experts per token", needs="--experts")
-    shared_experts: int = flag(0, "more experts, which all tokens use", least=0, needs="--experts")
-    capacity_factor: float | None = flag(None, "limit on load/mean", least=0.01, needs="--experts")
-    balance: str = flag("aux", "loads by losses (aux) or DeepSeek's bias on sigmoid scores (bias)",
+    ffn: int | None = flag(None, "inner width of an MLP or expert (default: 4 x --hidden)")
+    experts: int = flag(0, "experts that take an MLP's place (0: an MLP)", least=0)
+    top_k: int = flag(2, "experts that a token uses", needs="--experts")
+    shared_experts: int = flag(0, "experts that every token uses", least=0, needs="--experts")
+    capacity_factor: float | None = flag(None, "largest load of an expert / the mean", least=0.01,
+                                         needs="--experts")  # fmt: skip
+    balance: str = flag("aux", "balance loads by losses, or by DeepSeek's bias on sigmoid scores",
                         choices=("aux", "bias", "none"), needs="--experts")  # fmt: skip
     moe_every: int = flag(1, "one of so many layers has experts", needs="--experts")
     topk_nodes: int | None = flag(None, "nodes a token may use (default: all)", needs="--ep > 1")
@@ -131,7 +146,7 @@ class GPTConfig:
 
 
 def _residual_dropout(module, x):
-    """Apply dropout, with the same mask on all of tp, or with sp another one on each rank."""
+    """Apply dropout, with the same mask on all ranks of tp, or with sp another mask on each."""
     config = module.config
     with module.random if config.sp and config.dropout else nullcontext():
         return dropout(x, config.dropout, module.training)
@@ -163,7 +178,9 @@ class Block(nn.Module):
         self.config, self.random, self.attention_fn = config, random, attention_fn
         options["sequence_parallel"] = config.sp
         sizes = config.hidden, config.heads, config.kv_heads
-        attend = partial(recompute, self.attend) if config.recompute == "selective" else self.attend
+        attend = self.attend
+        if config.recompute == "selective":
+            attend = partial(recompute, self.attend)
         self.ln_1 = nn.LayerNorm(config.hidden)
         self.attn = ParallelSelfAttention(*sizes, attend, **options)
         self.ln_2 = nn.LayerNorm(config.hidden)
@@ -196,8 +213,9 @@ class GPT(nn.Module):
         self, config, tp_group=None, stage=0, num_stages=1, positions=None, moe=None, **options
     ):
         super().__init__()
+        self.config, self.tp_group = config, tp_group
         self.first, self.last = stage == 0, stage == num_stages - 1
-        self.config, self.tp_group, self.defer = config, tp_group, options.get("defer")
+        self.defer = options.get("defer")
         self.random = options.get("random", nullcontext())
         self.positions = torch.arange(config.seq_len) if positions is None else positions
         if config.sp:
@@ -244,68 +262,69 @@ class GPT(nn.Module):
 def layers_of(stage, num_stages, config):
     """Return the range of a stage's layers, chosen so that the costliest stage costs least.
 
-    Cost is FLOPs, including the head's, whose stage may have no layers. The embedding takes memory
-    instead, so of equally good cuts the first stages get the one with fewer layers.
+    The last stage also has the head, which takes as many FLOPs as `head` mean layers: it gets fewer
+    layers, perhaps none. The other stages share the rest evenly. Of unequal parts the first stages
+    get the smaller ones, since they keep the activations of most microbatches. With 30 layers, 4
+    stages and a head like 1.1 layers: 8, 8, 8 and 6 layers.
     """
-    passes = 4 if config.recompute == "full" else 3
-    head = 3 * 2 * config.hidden * config.vocab_size
-    layers = [sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers)]
-    cuts = cheapest_cuts((0, *(passes * layer for layer in layers), head), num_stages)
-    begin, end = cuts[stage : stage + 2]
-    return range(max(begin - 1, 0), min(end - 1, config.layers))
-
-
-@lru_cache
-def cheapest_cuts(costs, parts):
-    """Cut a list into non-empty runs and return where they begin and end: [0, ..., len(costs)].
-
-    The largest sum of a run is the least possible, then the second largest, and so on; among equals
-    the first runs are the shortest.
-    """
-    sums = [0, *accumulate(costs)]
-    best = {0: ([], [0])}  # {length of a prefix: (sums of its runs, largest first, its cuts)}
-    for left in reversed(range(parts)):  # the number of runs after this one
-        best = {
-            end: min(  # of two ways to cut a prefix, the better one stays better
-                (sorted([*found, sums[end] - sums[cuts[-1]]], reverse=True), [*cuts, end])
-                for found, cuts in best.values()
-                if cuts[-1] < end
-            )
-            for end in range(parts - left, len(costs) - left + 1)
-        }
-    return best[len(costs)][1]
+    others = num_stages - 1
+    if others == 0:
+        return range(config.layers)
+    passes = 4 if config.recompute == "full" else 3  # of a layer; the head always takes 3
+    flops_of_head = 3 * 2 * config.hidden * config.vocab_size
+    head = flops_of_head / (passes * layer_flops(config) / config.layers)
+    costliest = lambda last: max(math.ceil((config.layers - last) / others), last + head)
+    last = min(range(config.layers // num_stages, -1, -1), key=costliest)
+    if stage == others:
+        return range(config.layers - last, config.layers)
+    size, num_larger = divmod(config.layers - last, others)
+    begin = lambda stage: stage * size + max(0, stage - (others - num_larger))
+    return range(begin(stage), begin(stage + 1))
 
 
 def forward_flops(config, experts):
-    """Forward FLOPs of one layer per token: (products with weights, attention scores).
+    """Return the forward FLOPs of one layer per token: (weight products, attention scores).
 
-    experts: whether the layer has experts, or the portion of layers that have. Products cost 2 per
-    weight that a token uses, about 24 h^2 in all; scores and their use cost 4 s h.
+    Products cost 2 FLOPs per weight that a token uses, about 24 h^2 in all. Scores and their use
+    cost 4 s h.
+
+    experts: whether the layer has experts, or the portion of the layers that have.
     """
-    h, width, kv_heads = config.hidden, config.mlp_width, config.kv_heads or config.heads
-    weights = 2 * h * h + 2 * h * h * kv_heads // config.heads + 2 * h * width
-    more = 2 * h * width * (config.top_k + config.shared_experts - 1) + h * config.experts
+    h = config.hidden
+    kv_width = h * (config.kv_heads or config.heads) // config.heads
+    mlp = 2 * h * config.mlp_width
+    weights = 2 * h * h + 2 * h * kv_width + mlp
+    more = mlp * (config.top_k + config.shared_experts - 1) + h * config.experts
     return 2 * (weights + experts * more), 4 * config.seq_len * h
 
 
+def layer_flops(config):
+    """Return the forward FLOPs of all layers per token."""
+    return sum(sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers))
+
+
 def flops_per_token(config):
-    """FLOPs of forward and of backward, which takes twice as many, without recomputation."""
-    layers = sum(sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers))
-    return 3 * (layers + 2 * config.hidden * config.vocab_size)
+    """Return the FLOPs of forward and of backward, which takes twice as many.
+
+    What is recomputed does not count.
+    """
+    return 3 * (layer_flops(config) + 2 * config.hidden * config.vocab_size)
 
 
 def make_moe(args, mesh):
     """Create a mixture of experts that takes an MLP's place, (T, B, D) -> (T, B, D)."""
     by_losses = float(args.balance == "aux")
+    sizes = args.hidden, args.mlp_width, args.experts, args.top_k
     layer = MoE(
-        args.hidden, args.mlp_width, args.experts, args.top_k, mesh.ep_group,
-        tp_group=None if args.sp else mesh.tp_group,  # whose ranks divide their equal tokens
-        capacity_factor=args.capacity_factor, shared_experts=args.shared_experts,
-        balance_coefficient=0.01 * by_losses, z_coefficient=0.001 * by_losses,
+        *sizes, mesh.ep_group,
+        tp_group=None if args.sp else mesh.tp_group,  # without sp, tp's ranks hold the same tokens
         balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
         nodes=(mesh.node_group, mesh.cross_group) if mesh.cross_group else None,
-        n_group=args.ep_nodes, topk_group=args.topk_nodes, loss_scale=1 / args.microbatches,
+        n_group=args.ep_nodes, topk_group=args.topk_nodes,
+        capacity_factor=args.capacity_factor, shared_experts=args.shared_experts,
         score="sigmoid" if args.balance == "bias" else "softmax",
+        balance_coefficient=0.01 * by_losses, z_coefficient=0.001 * by_losses,
+        loss_scale=1 / args.microbatches,
     )  # fmt: skip
     shard = Shard(0, (args.experts,), mesh.ep_group)
     layer.experts.shards = {"w_in": shard, "w_out": shard}
@@ -330,24 +349,28 @@ def initialize(model, layers, seed):
 
 
 def initial_value(name, shape, layers, seed, offset=0):
-    """Return rows (of a c_proj.weight: columns) of a parameter from `offset` on, as GPT-2's.
+    """Return the rows of a parameter from `offset` on, initialized as GPT-2's.
 
-    Each row has a random stream, by seed, name and number, so that a rank draws what it holds.
+    Each row has a random stream of its own, which depends on seed, name and row number, so that a
+    rank can draw the rows that it holds. Of a c_proj.weight tp splits columns, so they take the
+    place of rows.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)
     if "ln_" in name:
         return torch.ones(shape)
-    into_residual = any(part in name for part in ("c_proj", "w_out", "shared.2"))  # two per layer
-    std = 0.02 / math.sqrt(2 * layers) if into_residual else 0.02
+    std = 0.02
+    if any(part in name for part in ("c_proj", "w_out", "shared.2")):
+        std /= math.sqrt(2 * layers)  # each layer adds two of these to the residual
     by_column = name.endswith("c_proj.weight")
     value = torch.empty(shape[::-1] if by_column else shape, dtype=torch.float32)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     bits = np.random.Philox(key=int.from_bytes(digest[:16], "big"))
-    generator, state = np.random.Generator(bits), bits.state
+    generator = np.random.Generator(bits)
+    state = bits.state
     offset *= math.prod(value.shape[1:-1])
     for number, row in enumerate(value.view(-1, value.shape[-1]).numpy(), offset):
-        state["state"]["counter"][3] = number  # the highest word: a stream has 2**192 draws
+        state["state"]["counter"][3] = number  # the highest of 4 words: a row has 2**192 draws
         bits.state = state
         generator.standard_normal(out=row, dtype=np.float32)
     value.mul_(std)
@@ -383,23 +406,23 @@ class Trainer:
         self.steps_done = self.skipped = self.skipped_in_a_row = 0
         self.sigterm = self.stop = False
         schedule = schedule_of(args)
-        self.route, self.replicated = schedule.routes[0], len(schedule.routes) > 1
+        self.route = schedule.routes[0]
+        self.replicated = len(schedule.routes) > 1
         self.positions = torch.arange(args.seq_len)
         if args.cp > 1:
             self.positions = context_positions(args.seq_len, mesh.cp_group)
         deferred = WeightGradStore()
         self.chunks = make_chunks(args, mesh, device, schedule.routes, self.positions, deferred)
         self.own_chunks = self.chunks[:1] if self.replicated else self.chunks
-        self.shards = {}
-        of_experts = set()
-        for chunk in self.chunks:
-            self.shards |= shards_of(chunk)
-            for module in chunk.modules():
-                if isinstance(module, Experts):
-                    of_experts.update(module.parameters())
+        modules = [module for chunk in self.chunks for module in chunk.modules()]
+        experts = nn.ModuleList(module for module in modules if isinstance(module, Experts))
+        self.experts = list(experts.parameters())
+        of_experts = set(self.experts)
         parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
         self.dense = [parameter for parameter in parameters if parameter not in of_experts]
-        self.experts = [parameter for parameter in parameters if parameter in of_experts]
+        self.shards = {}
+        for chunk in self.chunks:
+            self.shards |= shards_of(chunk)
         self.stages = wrap(args, mesh, self.chunks, self.experts)
         self.optimizer = make_optimizer(args, self.dense + self.experts)
         rows = args.batch_size // (args.dp * args.microbatches)
@@ -432,27 +455,26 @@ class Trainer:
         loss, num_outside = self.forward_backward(inputs, targets)
         norm = self.clip_gradients()
         tallies = self.sum_tallies()
-        expert_metrics = {}
-        if args.experts:
-            expert_metrics = tally_metrics(tallies, args.microbatches, args.balance == "aux")
-        rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
         # launched before the host knows the numbers, so that the device need not wait for it
-        self.update(rate, tallies, torch.stack([loss, norm]).isfinite().all() & (num_outside == 0))
+        is_valid = torch.stack([loss, norm]).isfinite().all() & (num_outside == 0)
+        rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
+        self.update(rate, tallies, is_valid)
         self.stop = self.any_sigterm()
+        found = {"loss": loss, "grad_norm": norm, "outside": num_outside}
+        if args.experts:
+            found |= tally_metrics(tallies, args.microbatches, args.balance == "aux")
         # the only wait of the host for the device, except for the counts of a mixture of experts
-        numbers = torch.stack([loss, norm, num_outside, *expert_metrics.values()])
-        loss, norm, num_outside, *loads = numbers.tolist()
-        check_vocabulary(num_outside, args.vocab_size)
-        if math.isfinite(loss) and math.isfinite(norm):
+        metrics = dict(zip(found, torch.stack([*found.values()]).tolist()))
+        check_vocabulary(metrics.pop("outside"), args.vocab_size)
+        if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
             self.skipped_in_a_row = 0
         else:
-            self.skip_step(loss, norm)
+            self.skip_step(metrics["loss"], metrics["grad_norm"])
         self.steps_done += 1
-        metrics = {"loss": loss, "grad_norm": norm, "lr": rate, "skipped": self.skipped}
-        return metrics | dict(zip(expert_metrics, loads))
+        return metrics | {"lr": rate, "skipped": self.skipped}
 
     def seed_dropout(self):
-        """Seed the masks of a step: the ranks of tp, which hold the same activations, draw alike."""
+        """Seed a step's masks: alike on the ranks of tp, which hold the same activations."""
         place = dist.get_rank(self.mesh.dp_cp_group), dist.get_rank(self.mesh.pp_group)
         sequence = np.random.SeedSequence([self.args.seed, self.steps_done, *place])
         torch.manual_seed(int(sequence.generate_state(1)[0]))
@@ -480,7 +502,8 @@ class Trainer:
         all_reduce(counts, group=self.mesh.dp_cp_group)
         # the divisor is known before backward, so gradients are summed and never averaged
         loss = pipeline.step(inputs, targets, counts[0].clamp(min=1))
-        loss = torch.zeros((), device=self.device) if loss is None else loss  # not the last stage
+        if loss is None:  # this rank does not have the last stage
+            loss = torch.zeros((), device=self.device)
         all_reduce(loss, group=self.mesh.dp_cp_group)
         all_reduce(loss, group=self.mesh.pp_group)
         return loss, counts[1].to(loss.dtype)
@@ -511,9 +534,14 @@ class Trainer:
             all_reduce(tied[0], group=self.mesh.embedding_group)
 
     def clip_gradients(self):
-        """Scale the gradients to a joint norm of at most grad_clip; return the norm before."""
+        """Scale the gradients to a joint norm of at most grad_clip; return the norm before.
+
+        The norm counts each weight once. What all ranks of tp hold is counted by the first, the
+        tied weight where it is the embedding, and of DualPipe's two replicas the first.
+        """
         mesh = self.mesh
-        dense, experts = [torch.zeros(0, device=self.device)], []  # a stage may have nothing else
+        dense = [torch.zeros(0, device=self.device)]  # a stage may have nothing else
+        experts = []
         of_experts = set(self.experts)
         for chunk in self.own_chunks:
             for name, parameter in chunk.named_parameters():
@@ -561,7 +589,8 @@ class Trainer:
 
     def skip_step(self, loss, norm):
         """Count a step that is not finite; raise TrainingError after too many in a row."""
-        self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
+        self.skipped += 1
+        self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= self.args.skip_nonfinite:
             numbers = f"loss {loss:.4f}, grad norm {norm:.3f}; {self.skipped_in_a_row} in a row"
             raise TrainingError(f"step {self.steps_done + 1} is not finite: {numbers}")
@@ -588,8 +617,9 @@ class Trainer:
 
     def own_rows(self):
         """Return the slice of this rank's rows in the global batch."""
-        rank, rows = dist.get_rank(self.mesh.dp_group), self.args.batch_size // self.args.dp
-        return slice(rank * rows, (rank + 1) * rows)
+        rows = self.args.batch_size // self.args.dp
+        begin = dist.get_rank(self.mesh.dp_group) * rows
+        return slice(begin, begin + rows)
 
     def own_tokens(self, *batches):
         """Copy this rank's positions of batches of tokens (B, T) to the device, in one copy."""
@@ -615,7 +645,8 @@ def learning_rate(step, steps, warmup, peak):
 
 def make_chunks(args, mesh, device, routes, positions, deferred):
     """Create this rank's stages of the routes, by chunk. deferred: their WeightGradStore."""
-    rank, method = dist.get_rank(mesh.pp_group), CP_METHODS[args.cp_method]
+    rank = dist.get_rank(mesh.pp_group)
+    method = CP_METHODS[args.cp_method]
     cp_fn = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)
     places = [(c, s) for route in routes for s, (r, c) in enumerate(route) if r == rank]
     chunks = []
@@ -666,8 +697,9 @@ def wrap(args, mesh, chunks, experts):
 
 def make_optimizer(args, parameters):
     """Create AdamW, which decays only matrices."""
-    matrices = [parameter for parameter in parameters if len(part_of(parameter)[0]) > 1]
-    others = [parameter for parameter in parameters if len(part_of(parameter)[0]) <= 1]
+    is_matrix = lambda parameter: len(part_of(parameter)[0]) > 1
+    matrices = [parameter for parameter in parameters if is_matrix(parameter)]
+    others = [parameter for parameter in parameters if not is_matrix(parameter)]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, args.lr, (0.9, 0.95), 1e-8, args.weight_decay, fused=True)
 
@@ -678,30 +710,34 @@ def make_optimizer(args, parameters):
 @torch.no_grad()
 def evaluate(trainer, data, batches=8):
     """Return the mean loss per token over the same `batches` batches of the validation part."""
-    args, losses = trainer.args, []
+    args = trainer.args
     sizes = args.batch_size, args.seq_len, args.seed
+    total = 0.0
     for index in range(batches):
         batch = data.batch(index, *sizes, trainer.own_rows(), "validation")
         loss, num_outside = torch.stack(trainer.run(trainer.evaluation, *batch)).tolist()
         check_vocabulary(num_outside, args.vocab_size)
-        losses.append(loss)
-    return sum(losses) / batches
+        total += loss
+    return total / batches
 
 
 @torch.no_grad()
 def sample(trainer, prompt, length, temperature=1.0, seed=0):
     """Draw `length` tokens that continue the prompt, the same on all ranks. Collective."""
     T, V = trainer.args.seq_len, trainer.args.vocab_size
-    if outside := [token for token in prompt if not 0 <= token < V]:
+    outside = [token for token in prompt if not 0 <= token < V]
+    if outside:
         raise TrainingError(f"the prompt's token {outside[0]} is outside --vocab-size {V}", 2)
     for chunk in trainer.chunks:
         chunk.eval()
     pipeline = trainer.forward_pipeline(1, 1, lambda logits, _: logits)
     last_chunk = trainer.chunks[trainer.route[-1][1]]
-    generator, tokens = torch.Generator().manual_seed(seed), list(prompt)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
     for _ in range(length):
-        window = tokens[-T:]  # padded at the end, where causal attention does not look
-        (inputs,) = trainer.own_tokens(torch.tensor([window + [0] * (T - len(window))]))
+        window = tokens[-T:]
+        padded = window + [0] * (T - len(window))  # at the end, where causal attention sees nothing
+        (inputs,) = trainer.own_tokens(torch.tensor([padded]))
         own = pipeline.step(inputs, inputs)  # (T, 1, V/tp) of own positions, on the last stage
         logits = torch.zeros(V, dtype=torch.float64, device=trainer.device)
         if own is not None:
@@ -725,7 +761,7 @@ def train(args, device):
     check_same_data(data, source)
     trainer = Trainer(args, make_mesh(args), device)
     if args.checkpoint:
-        go_on(trainer, Path(args.checkpoint))
+        resume(trainer, Path(args.checkpoint))
         signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "sigterm", True))
     log = Log(trainer)
     for index in range(trainer.steps_done, args.steps):
@@ -735,21 +771,19 @@ def train(args, device):
         log.step(metrics, time.perf_counter() - began)
         step = trainer.steps_done
         is_over = trainer.stop or step == args.steps
-        if args.checkpoint and (is_over or step % (args.save_every or math.inf) == 0):
+        is_due = lambda every: is_over or step % (every or math.inf) == 0
+        if args.checkpoint and is_due(args.save_every):
             save(trainer, args.checkpoint)
         if trainer.stop:
             end = f"SIGTERM; --checkpoint {args.checkpoint} has step {step}"
             raise TrainingError(end, status=128 + signal.SIGTERM)
-        if is_over or step % (args.eval_every or math.inf) == 0:
-            loss = evaluate(trainer, data)
-            perplexity = math.exp(min(loss, 700))
-            log.write({"step": step, "validation_loss": loss, "perplexity": perplexity})
-            log.say(f"validation loss {loss:.4f}, perplexity {perplexity:.2f} after step {step}")
+        if is_due(args.eval_every):
+            log.validation(evaluate(trainer, data))
     if args.sample:
         prompt = on_all_ranks(prompt_of, args, data)
         tokens = sample(trainer, prompt, args.sample, temperature=0.8, seed=args.seed)
-        prompt, tokens = show(prompt, data.is_text), show(tokens, data.is_text)
-        log.say(f"---- prompt\n{prompt}\n---- continuation\n{tokens}")
+        log.say(f"---- prompt\n{show(prompt, data.is_text)}")
+        log.say(f"---- continuation\n{show(tokens, data.is_text)}")
 
 
 def prompt_of(args, data):
@@ -765,28 +799,26 @@ def prompt_of(args, data):
 # ---- mesh ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Mesh:
-    """This process's groups. Its rank along an axis is its rank in that axis's group."""
+class Mesh(SimpleNamespace):
+    """This process's groups, as slices_of() cuts them. Its rank in a group is its coordinate there.
 
-    pp_group: dist.ProcessGroup
-    dp_group: dist.ProcessGroup
-    cp_group: dist.ProcessGroup
-    tp_group: dist.ProcessGroup
-    dp_cp_group: dist.ProcessGroup  # the ranks whose gradients are summed
-    shard_group: dist.ProcessGroup  # neighbours in dp_cp_group that share one copy of ZeRO's shards
-    replicate_group: dist.ProcessGroup  # the ranks that hold the same shards
-    ep_group: dist.ProcessGroup  # the ranks of dp x cp x tp that hold different experts
-    expert_dp_group: dist.ProcessGroup  # the ranks of dp x cp that hold the same experts
-    expert_tp_group: dist.ProcessGroup  # the ranks of tp that hold the same experts
-    expert_shard_group: dist.ProcessGroup  # of expert_dp_group, as shard_group of dp_cp_group
-    expert_replicate_group: dist.ProcessGroup
-    embedding_group: dist.ProcessGroup | None = None  # first and last stage: the tied embedding
-    node_group: dist.ProcessGroup | None = None  # ep_group's ranks on this node, if it has several
-    cross_group: dist.ProcessGroup | None = None  # ep_group's ranks in the same place on all nodes
+    pp_group, dp_group, cp_group, tp_group   the ranks that differ in one coordinate
+    dp_cp_group              the ranks whose gradients are summed
+    shard_group              neighbours in dp_cp_group that share one copy of ZeRO's shards
+    replicate_group          the ranks of dp_cp_group that hold the same shards
+    ep_group                 the ranks of dp x cp x tp that hold different experts
+    expert_dp_group          the ranks of dp x cp that hold the same experts
+    expert_shard_group, expert_replicate_group   divide that as the two above divide dp_cp_group
+    expert_tp_group          the ranks of tp that hold the same experts
+    embedding_group          the first and the last stage, which hold the tied embedding
+    node_group, cross_group  the ranks of ep_group on one node; in the same place on all nodes
+    """
+
+    embedding_group = node_group = cross_group = None  # where a rank has none
 
 
-OF_GRADIENTS = "dp_cp_group", "expert_dp_group", "shard_group", "replicate_group"  # suffixes
+# the groups over which gradients travel have names that end with one of these
+OF_GRADIENTS = ("dp_cp_group", "expert_dp_group", "shard_group", "replicate_group")
 
 
 def make_mesh(args, groups=None):
@@ -799,11 +831,11 @@ def make_mesh(args, groups=None):
     groups: the groups of earlier meshes, for reuse.
     """
     rank = dist.get_rank()
-    mine = {}
     groups = {} if groups is None else groups
     of_gradients = OF_GRADIENTS
     if not args.experts:  # then no layer sends anything over dp
         of_gradients += ("dp_group",)
+    mine = {}
     degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
     for name, slices in slices_of(*degrees).items():  # in the same order on all ranks
         for ranks in map(tuple, slices.tolist()):
@@ -814,8 +846,8 @@ def make_mesh(args, groups=None):
             if rank in ranks:
                 mine[name] = groups[key]
     for group in dict.fromkeys(mine.values()):
-        node_of = [rank // args.per_node for rank in dist.get_process_group_ranks(group)]
-        counts = set(Counter(node_of).values())
+        nodes = [rank // args.per_node for rank in dist.get_process_group_ranks(group)]
+        counts = set(Counter(nodes).values())
         set_ranks_per_node(counts.pop() if len(counts) == 1 else 1, group)
         if args.collectives == "backend":
             set_backend_collectives(group)
@@ -848,15 +880,24 @@ def make_group(ranks, timeout):
 def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     """Cut the grid (pp, dp, cp, tp) into groups: {name: ranks (number of groups, size)}.
 
+    With pp 2, dp 2 and tp 2, the grid is [[0 1] [2 3]] in stage 0 and [[4 5] [6 7]] in stage 1:
+
+        tp_group           0 1, 2 3, 4 5, 6 7    the same stage and replica
+        dp_group           0 2, 1 3, 4 6, 5 7    the same stage and place in tp
+        pp_group           0 4, 1 5, 2 6, 3 7    the same replica and place in tp
+
+    Experts are split over as much of tp as divides ep, and then over dp x cp. In this grid:
+
+        ep_group, ep 2     0 1, 2 3, 4 5, 6 7    expert_dp_group is dp_group
+        ep_group, ep 4     0 1 2 3, 4 5 6 7      no two ranks hold the same experts
+
     ep_nodes: the number of nodes over which an ep_group is spread.
-    replicate: the number of copies of ZeRO's shards in a dp_cp_group; of experts, its gcd with the
-        number of their replicas.
+    replicate: the number of copies of ZeRO's shards in a dp_cp_group. Experts have gcd(replicate,
+        number of their replicas) copies.
     """
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     replicas = grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)
     ends = grid[[0, -1]] if pp > 1 else grid
-    # Experts are split over as much of tp as divides ep, and then over dp x cp. With tp 2, ep 4 and
-    # dp 4, ep_group is 0-3 or 4-7, and expert_dp_group is 0 4, 1 5, 2 6 or 3 7.
     in_tp = math.gcd(ep, tp)
     # (pp, replicas of experts, ep in dp x cp, copies in tp, ep in tp)
     domain = grid.view(pp, -1, ep // in_tp, tp // in_tp, in_tp)
@@ -872,13 +913,13 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
         "cp_group": grid.permute(0, 1, 3, 2).reshape(-1, cp),
         "tp_group": grid.reshape(-1, tp),
         "dp_cp_group": replicas,
-        "shard_group": runs_of(replicas, replicate),
-        "replicate_group": across_runs(replicas, replicate),
+        "shard_group": runs_of(replicas, replicate),  # of 0 2 4 6: 0 2, 4 6
+        "replicate_group": across_runs(replicas, replicate),  # of 0 2 4 6: 0 4, 2 6
         "ep_group": spread,
         "expert_dp_group": expert_replicas,
-        "expert_tp_group": domain.mT.flatten(0, 3),
         "expert_shard_group": runs_of(expert_replicas, expert_copies),
         "expert_replicate_group": across_runs(expert_replicas, expert_copies),
+        "expert_tp_group": domain.mT.flatten(0, 3),
         "embedding_group": ends.permute(1, 2, 3, 0).reshape(-1, len(ends)),
     }
     if ep_nodes > 1:
@@ -899,23 +940,32 @@ class Data(NamedTuple):
 
     def batch(self, step, batch_size, seq_len, seed, rows=slice(None), part="train"):
         """Return inputs (rows, T), drawn by seed, step and batch_size, and their next tokens."""
-        tokens, random = getattr(self, part), np.random.default_rng([seed, step])
+        tokens = getattr(self, part)
+        random = np.random.default_rng([seed, step])
         starts = random.integers(0, len(tokens) - seq_len, batch_size)[rows]
-        window = torch.from_numpy(np.stack([tokens[s : s + seq_len + 1] for s in starts])).long()
-        return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+        windows = np.stack([tokens[start : start + seq_len + 1] for start in starts])
+        windows = torch.from_numpy(windows).long()
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 def load_data(path, seq_len, vocab_size=256):
-    """Read --data: text, tokens, or if it is None, the standard library's sources.
+    """Read --data:
 
-    Text is a file or folder of UTF-8; its bytes are the tokens. Tokens are a .bin of uint16, or of
-    uint32 for a larger vocabulary, or nanoGPT's folder of train.bin and val.bin; they stay on disk.
-    Without a val.bin, the last tenth is for validation. Raises OSError or ValueError.
+        a file or folder of UTF-8 text     a token is a byte
+        None                               the sources of Python's standard library, as text
+        a .bin file                        tokens as uint16, or uint32 for a larger vocabulary
+        a folder of train.bin, val.bin     the same, as nanoGPT prepares them
+
+    Tokens of a .bin stay on disk. Without a val.bin, the last tenth is for validation. Raises
+    OSError or ValueError.
     """
-    pattern, path = "[!.]*" if path else "*.py", Path(path or sysconfig.get_path("stdlib"))
+    pattern = "[!.]*" if path else "*.py"
+    path = Path(path or sysconfig.get_path("stdlib"))
     is_split = (path / "train.bin").is_file()
     is_text = path.suffix != ".bin" and not is_split
-    dtype = np.uint8 if is_text else np.uint16 if vocab_size <= 2**16 else np.uint32
+    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+    if is_text:
+        dtype = np.uint8
     if is_split:
         parts = [np.memmap(path / name, dtype, "r") for name in ("train.bin", "val.bin")]
     else:
@@ -934,12 +984,11 @@ def check_same_data(data, source):
     and targets from different nodes. The checksum is of all bytes of a text, but only of some
     65,000 of the tokens in a .bin, which may be larger than memory.
     """
-    tokens = sum(map(len, data[:2]))
-    stride = 1 if data.is_text else max(1, tokens // 2**16)
-    checksum = 0
-    for part in data.train, data.validation:
-        checksum = zlib.crc32(part[::stride].tobytes(), checksum)
-    first, *others = gather_objects(f"{tokens:,} tokens with checksum {checksum:08x}")
+    stride = 1 if data.is_text else max(1, len(data.train) // 2**16)
+    tokens = np.concatenate([data.train[::stride], data.validation[::stride]])
+    size = len(data.train) + len(data.validation)
+    found = f"{size:,} tokens with checksum {zlib.crc32(tokens):08x}"
+    first, *others = gather_objects(found)
     for rank, other in enumerate(others, 1):
         if other != first:
             raise TrainingError(f"{source}rank {rank} has {other}, rank 0 has {first}", 2)
@@ -948,14 +997,16 @@ def check_same_data(data, source):
 def text_of(folder, pattern):
     """Join the bytes of a folder's text files."""
     texts = [file.read_bytes() for file in sorted(folder.glob(pattern)) if file.is_file()]
-    return np.frombuffer(b"\n".join(text for text in texts if b"\0" not in text), np.uint8)
+    joined = b"\n".join(text for text in texts if b"\0" not in text)
+    return np.frombuffer(joined, np.uint8)
 
 
 def show(tokens, is_text):
     """Return tokens as text that is safe to print, or as numbers if they are not text."""
+    if not is_text:
+        return str(tokens)
     text = bytes(min(token, 255) for token in tokens).decode(errors="replace")  # 255 is no text
-    text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-    return text if is_text else str(tokens)
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -965,13 +1016,17 @@ MOMENTS = "exp_avg", "exp_avg_sq"  # Adam's
 
 
 def on_all_ranks(call, *arguments, of="", status=2):
-    """Return call(*arguments), or raise TrainingError, `of` ..., on all ranks if one fails."""
+    """Return call(*arguments). If it fails on one rank, raise TrainingError on all. Collective.
+
+    of: the beginning of the error's line, such as "--data FILE: ".
+    """
     result, fault = None, ""
     try:
         result = call(*arguments)
     except (OSError, ValueError, dcp.api.CheckpointException) as error:
         failures = getattr(error, "failures", {})  # {rank: (error, traceback)}
-        fault = next((f"rank {r}: {cause}" for r, (cause, _) in failures.items()), str(error))
+        causes = [f"rank {rank}: {cause}" for rank, (cause, _) in failures.items()]
+        fault = (causes or [str(error)])[0]
     for rank, lines in enumerate(gather_objects(fault.strip().splitlines()[:1])):
         if lines:
             raise TrainingError(of + (f"rank {rank}: " if rank else "") + lines[0], status)
@@ -1027,10 +1082,12 @@ def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
 
 def state_of(trainer, chunks=None):
     """Return {"model" or a moment of Adam: its boxes_of()}. ZeRO's weights are exact masters."""
-    state = trainer.optimizer.state
-    moment = lambda kind, weight: state[weight][kind] if weight in state else None
-    moments = {kind: boxes_of(trainer, partial(moment, kind), chunks) for kind in MOMENTS}
-    return {"model": boxes_of(trainer, chunks=chunks)} | moments
+    optimizer = trainer.optimizer.state
+    state = {"model": boxes_of(trainer, chunks=chunks)}
+    for kind in MOMENTS:
+        moment = lambda weight: optimizer[weight][kind] if weight in optimizer else None
+        state[kind] = boxes_of(trainer, moment, chunks)
+    return state
 
 
 def save(trainer, folder):
@@ -1038,38 +1095,38 @@ def save(trainer, folder):
 
     Raises TrainingError if it cannot be written, or if copies of a weight differ: one is corrupted.
     """
-    if different := unlike_copies(trainer):
+    different = unlike_copies(trainer)
+    if different:
         raise TrainingError(f"step {trainer.steps_done}: copies differ: {different}")
     path = Path(folder, f"step_{trainer.steps_done:08d}")
-    fails = {"of": f"--checkpoint {path}: ", "status": 1}
+    source = f"--checkpoint {path}: "
     write = partial(dcp.save, checkpoint_id=path.with_suffix(".partial"))
-    on_all_ranks(write, state_of(trainer), **fails)
-    on_all_ranks(commit, trainer, path, **fails)
+    on_all_ranks(write, state_of(trainer), of=source, status=1)
+    on_all_ranks(commit, trainer, path, of=source, status=1)
 
 
 def commit(trainer, path):
     """On rank 0, rename what all ranks have written to a checkpoint, and delete old checkpoints."""
-    if dist.get_rank() == 0:
-        run = flags_of(trainer.args) | {"skipped": trainer.skipped}
-        written = path.with_suffix(".partial")
-        (written / "run.json").write_text(json.dumps(run, indent=4))
-        flush(written / "run.json")  # all other files were flushed by dcp.save()
-        flush(written)
-        written.rename(path)
-        flush(path.parent)
-        for old in checkpoints_of(path.parent)[:-2]:
-            old.rename(old.with_suffix(".partial"))  # half a checkpoint must not look like one
-        for old in path.parent.glob("step_*.partial"):  # also of saves that were killed
-            shutil.rmtree(old, ignore_errors=True)
+    if dist.get_rank() != 0:
+        return
+    written = path.with_suffix(".partial")
+    run = flags_of(trainer.args) | {"skipped": trainer.skipped}
+    (written / "run.json").write_text(json.dumps(run, indent=4))
+    flush(written / "run.json")  # all other files were flushed by dcp.save()
+    flush(written)
+    written.rename(path)
+    flush(path.parent)
+    for old in checkpoints_of(path.parent)[:-2]:
+        old.rename(old.with_suffix(".partial"))  # half a checkpoint must not look like one
+    for old in path.parent.glob("step_*.partial"):  # also of saves that were killed
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def flush(path):
     """Wait until a file, or a folder's list of files, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def checkpoints_of(folder):
@@ -1077,15 +1134,18 @@ def checkpoints_of(folder):
     return sorted(path for path in folder.glob("step_*") if path.name[5:].isdecimal())
 
 
-def go_on(trainer, folder):
+def resume(trainer, folder):
     """Load the folder's last checkpoint, if any; any layout of this model will do. Collective."""
     on_all_ranks(partial(folder.mkdir, parents=True, exist_ok=True))
-    path, *_ = gather_objects(checkpoints_of(folder)[-1:])[0] or [None]  # rank 0's decides
-    if path is None:
+    last = gather_objects(checkpoints_of(folder)[-1:])[0]  # what rank 0 sees decides
+    if not last:
         return
+    (path,) = last
     run = on_all_ranks(read_run, path, trainer.args)
-    trainer.steps_done, trainer.skipped = int(path.name.removeprefix("step_")), run["skipped"]
-    if updates := trainer.steps_done - trainer.skipped:  # without updates there are no moments
+    trainer.steps_done = int(path.name.removeprefix("step_"))
+    trainer.skipped = run["skipped"]
+    updates = trainer.steps_done - trainer.skipped
+    if updates:  # without updates there are no moments
         for weight in trainer.dense + trainer.experts:
             moments = {kind: torch.zeros_like(weight) for kind in MOMENTS}
             number = torch.full((), updates, dtype=torch.float32, device=weight.device)
@@ -1094,7 +1154,7 @@ def go_on(trainer, folder):
         read = partial(dcp.load, checkpoint_id=path)
         on_all_ranks(read, state_of(trainer, [chunk]), of=f"--checkpoint {path}: ")
     if dist.get_rank() == 0:
-        print(f"goes on from {path}", flush=True)
+        print(f"resumes from {path}", flush=True)
 
 
 def read_run(path, args):
@@ -1106,23 +1166,27 @@ def read_run(path, args):
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path / 'run.json'} has not the flags of a run: {error!r}") from None
     for name in names:
-        if (own := getattr(args, name)) != theirs[name]:
-            raise ValueError(f"{as_typed(name, own)}, but {path} has {as_typed(name, run[name])}")
+        own = getattr(args, name)
+        if own != theirs[name]:
+            saved = as_typed(name, theirs[name])
+            raise ValueError(f"{as_typed(name, own)}, but {path} has {saved}")
     return run
 
 
 def unlike_copies(trainer):
     """Return which copies of a weight have another sum of bytes than most. Collective."""
-    own, sums, copies, different = [], [], defaultdict(list), []
+    boxes, sums = [], []
     for chunk in trainer.chunks:
         for name, whole in boxes_of(trainer, chunks=[chunk]).items():
             for place, box in whole.boxes.items():
-                own.append((name, place, box.shape))
+                boxes.append((name, place, box.shape))
                 sums.append(box.contiguous().view(torch.uint8).sum())
     sums = torch.stack(sums).tolist() if sums else []  # the host waits once for the device
-    for rank, theirs in enumerate(gather_objects([*zip(own, sums)])):
+    copies = defaultdict(list)  # box: [(rank, sum)]
+    for rank, theirs in enumerate(gather_objects([*zip(boxes, sums)])):
         for box, total in theirs:
             copies[box].append((rank, total))
+    different = []
     for (name, *_), totals in copies.items():
         [(most, count)] = Counter(total for _, total in totals).most_common(1)
         odd = [rank for rank, total in totals if total != most or 2 * count <= len(totals)]
@@ -1148,10 +1212,12 @@ class Log:
     """
 
     def __init__(self, trainer):
-        args, device, self.trainer = trainer.args, trainer.device, trainer
+        args, self.trainer = trainer.args, trainer
         self.speaks, self.is_terminal = dist.get_rank() == 0, sys.stdout.isatty()
-        self.first_step, self.began = trainer.steps_done + 1, time.perf_counter()
-        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        self.first_step = trainer.steps_done + 1
+        self.began = time.perf_counter()
+        is_gpu = trainer.device.type == "cuda"
+        gpu = torch.cuda.get_device_name(trainer.device) if is_gpu else ""
         self.peak = next((peaks[args.dtype] for part, peaks in PEAKS.items() if part in gpu), None)
         path = args.metrics if self.speaks and args.metrics else os.devnull
         self.file = on_all_ranks(open, path, "a" if trainer.steps_done else "w")
@@ -1160,31 +1226,38 @@ class Log:
         shapes = [(name, whole.numel()) for name, whole in own.items()]
         parameters = sum(dict(sum(gather_objects(shapes), [])).values())
         degrees = " x ".join(f"{axis} {getattr(args, axis)}" for axis in ("pp", "dp", "cp", "tp"))
-        self.say(f"{parameters:,} parameters on {args.world_size} x {device.type}: {degrees}")
+        devices = f"{args.world_size} x {trainer.device.type}"
+        self.say(f"{parameters:,} parameters on {devices}: {degrees}")
 
     def step(self, metrics, seconds):
         """Write the metrics of a step that took so many seconds."""
-        step, args, device = self.trainer.steps_done, self.trainer.args, self.trainer.device
+        step, args = self.trainer.steps_done, self.trainer.args
         speed = args.batch_size * args.seq_len / seconds
         tflops = speed * flops_per_token(args) / args.world_size / 1e12  # of one device
         metrics = {"loss": 0, "tokens_per_s": speed, "tflops": tflops} | metrics
         if self.peak:
             metrics["mfu"] = tflops / self.peak
         metrics["memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # peak
-        if device.type == "cuda":
-            metrics["memory_mb"] = torch.cuda.max_memory_allocated(device) / 2**20
+        if self.trainer.device.type == "cuda":
+            metrics["memory_mb"] = torch.cuda.max_memory_allocated(self.trainer.device) / 2**20
         self.write({"step": step} | metrics)
         passed = (time.perf_counter() - self.began) / 60
         metrics["minutes_left"] = passed / (step - self.first_step + 1) * (args.steps - step)
-        words = [f"step {step} of {args.steps}"]
+        line = f"step {step} of {args.steps}"
         for name, number in metrics.items():
-            words.append(f"{name} {number:,.0f}" if number >= 100 else f"{name} {number:.4g}")
-        line = "  ".join(words)
+            line += f"  {name} {number:,.0f}" if number >= 100 else f"  {name} {number:.4g}"
         every = args.print_every or max(1, round(args.steps / 40))
         if step in (self.first_step, args.steps) or self.trainer.stop or step % every == 0:
             self.say(line)
         elif self.is_terminal:
             self.say(line[: shutil.get_terminal_size().columns - 1], end="")
+
+    def validation(self, loss):
+        """Write the loss of a validation after the trainer's last step."""
+        step = self.trainer.steps_done
+        perplexity = math.exp(min(loss, 700))
+        self.write({"step": step, "validation_loss": loss, "perplexity": perplexity})
+        self.say(f"validation loss {loss:.4f}, perplexity {perplexity:.2f} after step {step}")
 
     def say(self, line, end="\n"):
         """Print a line, over the one that is being rewritten."""
@@ -1203,41 +1276,47 @@ class Log:
 
 @dataclass(frozen=True)
 class Layout:
-    dp: int | None = flag(None, "replicas (default: the processes that the other axes leave)")
+    """The degrees of each axis, and how the work is cut."""
+
+    dp: int | None = flag(None, "replicas (default: as many as there are processes for)")
     tp: int = flag(1, "ranks that split every matrix")
-    cp: int = flag(1, "ranks that split the sequence, in attention, too")
-    pp: int = flag(1, "pipeline stages")
-    zero: int | None = flag(None, "stage of ZeRO (default: 1; 0 of one replica)", choices=range(4))
-    replicate: int = flag(1, "copies of ZeRO's shards, over neighbours (HSDP)", needs="--zero")
+    cp: int = flag(1, "ranks that split the sequence, also in attention")
+    pp: int = flag(1, "stages of the pipeline")
+    zero: int | None = flag(None, "stage of ZeRO (default: 1; one replica: 0)", choices=range(4))
+    replicate: int = flag(1, "copies of ZeRO's shards, each over neighbours (HSDP)", needs="--zero")
     cp_method: str = flag("ring", "attention across cp", choices=CP_METHODS, needs="--cp > 1")
     schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES)
     chunks: int = flag(2, "parts of a rank's layers", needs="--schedule interleaved")
     microbatches: int | None = flag(None, "per step (default: 1; with pp up to 4 x pp)")
-    ep: int = flag(1, "ranks of dp x cp x tp over which experts are spread")
-    collectives: str = flag("ours", "backend: NCCL's or gloo's", choices=("ours", "backend"))
+    ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread")
+    collectives: str = flag("ours", "or those of the backend", choices=("ours", "backend"))
 
 
 @dataclass(frozen=True)
 class Training:
+    """What an optimizer step does."""
+
     batch_size: int | None = flag(None, "sequences per step, of all replicas (default: 16 or more)")
     steps: int = flag(1200, "optimizer steps")
     lr: float = flag(3e-3, "peak learning rate")
     warmup: int = flag(20, "steps of linear warm-up", least=0)
-    weight_decay: float = flag(0.1, "of matrices")
-    grad_clip: float = flag(1.0, "largest norm of the gradient; 0 does not clip")
+    weight_decay: float = flag(0.1, "weight decay of matrices")
+    grad_clip: float = flag(1.0, "largest norm of the gradient (0: do not clip)")
     seed: int = flag(0, "of weights, batches and dropout", least=0, below=2**32)
-    dtype: str = flag("fp32", "bf16: with an fp32 copy for AdamW", choices=("fp32", "tf32", "bf16"))
+    dtype: str = flag("fp32", "bf16 keeps an fp32 copy for AdamW", choices=("fp32", "tf32", "bf16"))
     skip_nonfinite: int = flag(0, "end after so many steps in a row that are not finite", least=0)
 
 
 @dataclass(frozen=True)
 class Run:
-    device: str = flag("auto", "auto: a GPU per rank, or the CPU; shared: several ranks per GPU",
+    """Where a run happens, what it reads and what it writes."""
+
+    device: str = flag("auto", "auto: a GPU per process, or the CPU; shared: processes share GPUs",
                        choices=("auto", "cpu", "cuda", "shared"))  # fmt: skip
     data: str | None = flag(None, "text, tokens (.bin), or a folder (default: Python's sources)")
-    checkpoint: str | None = flag(None, "a folder to keep checkpoints in, and to go on from")
+    checkpoint: str | None = flag(None, "folder to save checkpoints in, and to resume from")
     save_every: int | None = flag(None, "steps per save (default: at end)", needs="--checkpoint")
-    eval_every: int | None = flag(None, "steps between validations (default: at the end)")
+    eval_every: int | None = flag(None, "steps per validation (default: at the end)")
     print_every: int | None = flag(None, "steps per line, off a terminal (default: some 40 lines)")
     metrics: str | None = flag(None, "write the flags and each step to this file, as JSON")
     sample: int = flag(60, "tokens that the model writes at the end", least=0)
@@ -1280,7 +1359,8 @@ class Parser(argparse.ArgumentParser):
 
 def options_of(flag):
     """Return what add_argument() needs to know of a flag."""
-    details, help = flag.metadata, flag.metadata["help"]
+    details = flag.metadata
+    help = details["help"]
     if "needs" in details:
         help += f" (needs {details['needs']})"
     if flag.default not in (None, False):
@@ -1323,13 +1403,15 @@ def parse(argv, world_size, per_node=None):
     """
     given = vars(Parser().parse_args(argv))
     args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | given, given=given)
-    args.world_size, args.per_node = world_size, per_node or world_size
+    args.world_size = world_size
+    args.per_node = per_node or world_size
     args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
     replicas = args.dp * args.cp
     if args.zero is None:
         args.zero = int(replicas > 1)
     if args.dtype == "bf16" and not args.zero:  # ZeRO keeps fp32 masters, in shards of one rank
-        args.zero, args.replicate = 1, given.get("replicate", replicas)
+        args.zero = 1
+        args.replicate = given.get("replicate", replicas)
     args.kv_heads = args.kv_heads or args.heads
     args.ffn = args.ffn or 4 * args.hidden
     # a node holds this many ranks of an ep_group: its part of tp, for each tp_group that fits
@@ -1360,22 +1442,14 @@ def typed(args, product):
 def divides(args, divisor, number):
     """Raise ValueError unless one product of flags divides another."""
     value = lambda product: math.prod(getattr(args, name) for name in product.split(" * "))
-    sentence = f"{typed(args, number)} is not divisible by {typed(args, divisor)}"
-    need(value(number) % value(divisor) == 0, sentence)
+    if value(number) % value(divisor):
+        raise ValueError(f"{typed(args, number)} is not divisible by {typed(args, divisor)}")
 
 
 def check(args):
     """Raise ValueError, one line with names and values, if completed flags do not fit together."""
     shown = partial(typed, args)
-    holds = {
-        "--zero": args.zero > 0, "--experts": args.experts > 0, "--cp > 1": args.cp > 1,
-        "--ep > 1": args.ep > 1, "--schedule interleaved": args.schedule == "interleaved",
-        "--checkpoint": args.checkpoint is not None,
-    }  # fmt: skip
-    for flag in FLAGS:
-        needs = flag.metadata.get("needs")
-        if needs and flag.name in args.given:
-            need(holds[needs], f"{shown(flag.name)} needs {needs}")
+    check_needs(args)
     is_whole = args.pp * args.dp * args.cp * args.tp == args.world_size
     need(is_whole, f"{shown('pp * dp * cp * tp')} is not {args.world_size} processes")
     divides(args, "replicate", "dp * cp")
@@ -1392,8 +1466,9 @@ def check(args):
         divides(args, "ep", "experts")
         need(args.top_k <= args.experts, f"{shown('top_k')} is more than {shown('experts')}")
         need(args.moe_every <= args.layers, f"{shown('moe_every')} is more than {shown('layers')}")
-        nodes, reach = args.ep_nodes, args.experts // args.ep_nodes * args.topk_nodes
+        nodes = args.ep_nodes
         need(args.topk_nodes <= nodes, f"{shown('topk_nodes')} is more than {nodes} nodes")
+        reach = args.experts // nodes * args.topk_nodes
         need(args.top_k <= reach, f"{shown('topk_nodes')} reaches only {reach} of {shown('top_k')}")
     if args.cp > 1:
         divisible = args.seq_len % (2 * args.cp) == 0
@@ -1405,6 +1480,19 @@ def check(args):
         divides(args, "tp * cp", "heads")
         if args.cp % (args.kv_heads // args.tp):  # else ranks get copies of a head
             divides(args, "tp * cp", "kv_heads")
+
+
+def check_needs(args):
+    """Raise ValueError for a flag that is given without what it needs."""
+    holds = {
+        "--zero": args.zero > 0, "--experts": args.experts > 0, "--cp > 1": args.cp > 1,
+        "--ep > 1": args.ep > 1, "--schedule interleaved": args.schedule == "interleaved",
+        "--checkpoint": args.checkpoint is not None,
+    }  # fmt: skip
+    for flag in FLAGS:
+        needs = flag.metadata.get("needs")
+        if needs and flag.name in args.given:
+            need(holds[needs], f"{typed(args, flag.name)} needs {needs}")
 
 
 def schedule_of(args):
@@ -1458,21 +1546,21 @@ def main(argv=None, work=train):
 
     Returns the exit status: 2 for wrong flags, that of a TrainingError, or what work() returns.
     """
-    argv, variables = sys.argv[1:] if argv is None else argv, os.environ
-    rank, world_size = int(variables.get("RANK", 0)), int(variables.get("WORLD_SIZE", 1))
-    local_rank = int(variables.get("LOCAL_RANK", 0))
-    per_node = int(variables.get("LOCAL_WORLD_SIZE", world_size))
+    number = lambda name, default: int(os.environ.get(name, default))
+    rank = number("RANK", 0)
+    world_size = number("WORLD_SIZE", 1)
+    per_node = number("LOCAL_WORLD_SIZE", world_size)
 
     def say(sentence):  # in a single write, so that the output of processes does not mix
         if rank == 0:
             print(f"{Path(sys.argv[0]).name}: {sentence}\n", end="", file=sys.stderr, flush=True)
 
     try:
-        args = parse(argv, world_size, per_node)
-        device, backend = choose_device(args, local_rank, per_node)
+        args = parse(sys.argv[1:] if argv is None else argv, world_size, per_node)
+        device, backend = choose_device(args, number("LOCAL_RANK", 0), per_node)
     except ValueError as error:
         say(f"error: {error}")
-        if "RANK" in variables:  # the first exit makes the launcher kill all: wait for rank 0
+        if "RANK" in os.environ:  # the first exit makes the launcher kill all: wait for rank 0
             join(None, "gloo", 30)
             barrier()
         return 2

@@ -1,27 +1,40 @@
 """Pipeline parallelism: layers are cut into stages, one per rank; microbatches flow through them.
 
-With one batch only one stage works at a time. Cut into m microbatches, the batch fills the
-pipeline, and what stays idle is the filling and the draining, the bubble. Here p = 3 stages and
-m = 5 microbatches; a forward (F) takes one slot of time, a backward (B) two, a dot is an idle slot:
+With a single batch only one stage works at a time. When the batch is cut into m microbatches, the
+stages work side by side, and the only idle time left is while the pipeline fills and drains. This
+idle time is called the bubble. Here are p = 3 stages and m = 5 microbatches; a forward (F) takes
+one slot of time, a backward (B) takes two, and dots are idle slots:
 
     GPipe: all forward, then all backward          1F1B: a backward as soon as there is one to do
     F0F1F2F3F4............B0B0B1B1B2B2B3B3B4B4     F0F1F2........B0B0F3B1B1F4B2B2..B3B3..B4B4
     ..F0F1F2F3F4......B0B0B1B1B2B2B3B3B4B4....     ..F0F1....B0B0F2B1B1F3B2B2F4B3B3..B4B4....
     ....F0F1F2F3F4B0B0B1B1B2B2B3B3B4B4........     ....F0B0B0F1B1B1F2B2B2F3B3B3F4B4B4........
 
-The bubble is the same, (p-1)(F+B) on every rank, (p-1)/m of the ideal time m(F+B). What 1F1B saves
-is memory: a stage holds the activations of min(m, p - stage) microbatches, here of 3, 2 and 1, and
-not of m = 5.
+The bubble is the same, (p-1)(F+B) on every rank: (p-1)/m of the ideal time m(F+B), or
+(p-1)/(m+p-1) of the whole step. What 1F1B saves is memory: a stage holds the activations of at most
+min(m, p - stage) microbatches, here 3, 2 and 1, where GPipe holds all m = 5.
 
-Of a backward only the gradient of its input (I) is waited for by others; that of the weights (W),
-about half of the work, can fill idle slots. Other schedules cut a rank's layers into chunks, or let
-microbatches enter from both ends.
+A backward has two halves. Other stages wait only for the gradient of a stage's input (I). The
+gradient of its weights (W), about half of the work, can run later and fill idle slots. Further
+schedules cut a rank's layers into chunks, or let microbatches enter from both ends.
 
-A schedule is data: the list of each rank's actions, and the routes that microbatches take. One
-simulator times it, checks it, and derives the one global order of messages; one executor runs it.
-A message is a microbatch's activations, batch x sequence x width elements, or their gradient: one
-each way per microbatch and boundary. A rank holds its stages' parameters, and the activations of
-the microbatches whose forward is done and whose backward is not.
+Microbatches change no result of a layer that treats each token by itself, such as LayerNorm.
+BatchNorm would normalize with the mean and variance of a microbatch in place of the batch's.
+
+A schedule is data: a list of actions per rank, and the routes that microbatches take. One simulator
+times it, checks it, and derives one global order of messages; one executor runs it.
+
+A rank holds   the parameters of its stages; the activations of every microbatch whose forward is
+               done and whose backward is not
+It sends       per microbatch and boundary between stages, the activations forward and their
+               gradient back: b s h elements (batch, sequence, width) each
+Overlap        messages travel while ranks compute. Receives are posted ahead of time, and a send
+               is waited for only once num_stages later ones are posted, so that a rank waits only
+               in its schedule's bubble
+PyTorch's      torch.distributed.pipelining has a class per schedule, and sends shapes ahead in the
+               first step. It halves any module's backward by walking its graph twice; here a layer
+               knows what to defer. It divides gradients by the number of microbatches; here
+               loss_fn returns a microbatch's share. Its pipeline() also splits a model
 
 Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019 and "Memory-Efficient
 Pipeline-Parallel DNN Training", 2021 (PipeDream-flush, called 1F1B here and in Megatron-LM).
@@ -29,17 +42,17 @@ Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 (interleaved). Qi et al., "Zero Bubble Pipeline Parallelism", 2024, and "Pipeline Parallelism with
 Controllable Memory", 2024 (ZB-V). DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe).
 
-    torchrun --nproc-per-node 4 pipeline.py           bubble, peak, bytes: claimed and found
-    python pipeline.py --schedule zb-h2 --stages 4 --microbatches 8 [--trace FILE]    one, drawn
-    python pipeline.py --stages 4 --microbatches 8                                    all, compared
+    torchrun --nproc-per-node 4 pipeline.py           bubble, peak, bytes: claimed and measured
+    python pipeline.py --schedule zb-h2 --stages 4 --microbatches 8       draw one
+    python pipeline.py --stages 4 --microbatches 8                        compare all
 """
 
 import argparse
-import json
 import os
 from collections import Counter, defaultdict, deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -53,48 +66,50 @@ from collectives import autocasted, count_bytes, exchange, gather_objects, rank_
 
 
 def gpipe_step(stage, inputs, targets, loss_fn, group=None):
-    """A step of GPipe in plain words: microbatches go forward, then their gradients come back.
+    """One step of GPipe: all microbatches go forward, then their gradients come back.
 
-    inputs, targets: lists of microbatches, given to every rank; a stage's output has the shape and
-    the dtype, a floating one, of its inputs. Gradients add up in the parameters. Returns the
-    microbatches' losses on the last rank.
+    inputs, targets: lists of microbatches, given to every rank. A stage's output has the shape and
+    the floating-point dtype of its input. Gradients accumulate in the parameters. Returns the
+    losses of the microbatches on the last rank, and None on the others.
     """
     rank, world_size = rank_and_size(group)
+    last = world_size - 1
     passes = []
     for x, target in zip(inputs, targets):
         if rank > 0:
             x = torch.empty_like(x).requires_grad_()
             exchange([], [(x.data, rank - 1)], group)
         output = stage(x).contiguous()
-        if rank < world_size - 1:
+        if rank < last:
             exchange([(output.detach(), rank + 1)], [], group)
         else:
             output = loss_fn(output, target)
         passes.append((x, output))
     for x, output in passes:
-        grad_output = torch.empty_like(output) if rank < world_size - 1 else None
-        if rank < world_size - 1:
+        grad_output = None
+        if rank < last:
+            grad_output = torch.empty_like(output)
             exchange([], [(grad_output, rank + 1)], group)
         output.backward(grad_output)
         if rank > 0:
             exchange([(x.grad, rank - 1)], [], group)
-    return [loss.detach() for _, loss in passes] if rank == world_size - 1 else None
+    return [loss.detach() for _, loss in passes] if rank == last else None
 
 
 # ---- schedules -----------------------------------------------------------------------------------
 #
-# Any other order is data: a Schedule (a class of the next part) is a list of actions per rank, and
-# has the routes of the microbatches. A route lists the (rank, chunk) pairs that a microbatch passes
-# on its way forward; by default it is chunk 0 of every rank. Sizes are at least 1. In the formulas
-# F, B, I and W are times of all of a rank's layers, and peak activations count microbatches whose F
-# is done and whose B, or W, is not: in chunks, where it says so, of which a rank has v.
+# Any other order is data: a Schedule (defined in the next part) is a list of actions per rank, with
+# the routes of the microbatches. A route lists the (rank, chunk) pairs that a microbatch visits on
+# its way forward; by default it is chunk 0 of every rank. All sizes are at least 1. In the formulas
+# F, B, I and W are the times of all layers of a rank. Peak activations count the microbatches whose
+# F is done and whose B, or W, is not; where the unit is a chunk, a rank has v of them.
 
 
 class Action(NamedTuple):
-    """One slot of a schedule, of one microbatch and one chunk of the rank's layers.
+    """One slot of a schedule: what a rank does with one microbatch in one chunk of its layers.
 
-    kind: "F" forward, "B" backward, or its halves, "I" the gradient of the input and "W" that of
-    the weights.
+    kind: "F" is a forward and "B" a backward. "I" and "W" are the halves of a backward: the
+    gradient of the input, and that of the weights.
     """
 
     kind: str
@@ -103,15 +118,17 @@ class Action(NamedTuple):
 
 
 def _actions(letters, *microbatches):
-    """A rank's actions, written in letters: F B I W of chunk 0, f b i w of chunk 1.
+    """Return a rank's actions, spelled in letters: F B I W for chunk 0, f b i w for chunk 1.
 
-    microbatches: those of chunk 0, and those of chunk 1, if there is one. A letter takes the first
-    of them that its kind has not taken yet, where B is an I and a W: "FFIWB" is F0 F1 I0 W0 B1.
-    Once a kind has taken all, its letters are left out.
+    microbatches: a sequence for chunk 0, and one for chunk 1 if there is one. A letter stands for
+    its chunk's first microbatch that has not had this kind of action yet, where a B counts as an I
+    and a W: "FFIWB" is F0 F1 I0 W0 B1. When every microbatch has had it, the letter is skipped.
     """
-    actions, turns = [], Counter()
+    actions = []
+    turns = Counter()
     for letter in letters:
-        kind, chunk = letter.upper(), int(letter.islower())
+        kind = letter.upper()
+        chunk = int(letter.islower())
         halves = "IW" if kind == "B" else kind
         turn = turns[halves[0], chunk]
         if turn < len(microbatches[chunk]):
@@ -122,7 +139,7 @@ def _actions(letters, *microbatches):
 
 
 def _schedule(num_stages, num_microbatches, letters, routes=None):
-    """The Schedule in which rank r does letters(r), and each of its chunks every microbatch."""
+    """Return the Schedule in which rank r does letters(r), with all microbatches in each chunk."""
     every = range(num_microbatches)
     return Schedule([_actions(letters(r), every, every) for r in range(num_stages)], routes)
 
@@ -133,13 +150,16 @@ def naive(num_stages, num_microbatches):
 
 
 def gpipe(num_stages, num_microbatches):
-    """All forwards, then all backwards, on every rank. Peak activations: m microbatches."""
+    """All forwards, then all backwards, on every rank. Peak activations: m microbatches.
+
+    The backwards may also run last microbatch first: the bubble and the peak are the same.
+    """
     m = num_microbatches
     return _schedule(num_stages, m, lambda rank: "F" * m + "B" * m)
 
 
 def one_f_one_b(num_stages, num_microbatches):
-    """Warm up by as many forwards as stages follow; then forward and backward in turn; cool down.
+    """Warm up with one forward per later stage, alternate forward and backward, then cool down.
 
         rank 0   F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5        p = 4, m = 6: the orders, not the times
         rank 1   F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5
@@ -149,23 +169,17 @@ def one_f_one_b(num_stages, num_microbatches):
     Peak activations: min(m, p - stage).
     """
     p, m = num_stages, num_microbatches
-
-    def letters(rank):
-        warmup = cooldown = min(p - rank - 1, m)
-        return "F" * warmup + "FB" * (m - warmup) + "B" * cooldown
-
-    return _schedule(p, m, letters)
+    # In the last part all F are used up at some point: "FB" becomes "B", the cooldown.
+    return _schedule(p, m, lambda rank: "F" * (p - rank - 1) + "FB" * m)
 
 
 def interleaved(num_stages, num_microbatches, num_chunks=2):
-    """1F1B where a rank has v chunks of layers, p stages apart: a bubble of only (p-1)(F+B)/v.
+    """1F1B in which a rank has v chunks of layers, p stages apart. The bubble is (p-1)(F+B)/v.
 
-    Microbatches go round in groups of p: a group takes chunk 0 of all ranks, then chunk 1 ...
+    Microbatches go in groups of p: a group passes chunk 0 of all ranks, then chunk 1, and so on.
 
-    p = 2, m = 4, v = 2; small letters are chunk 1:
-
-        rank 0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3
-        rank 1   F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3
+        rank 0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3        p = 2, m = 4, v = 2;
+        rank 1   F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3        small letters: chunk 1
 
     Peak activations of rank r: min(2(p-r-1) + (v-1)p + 1, mv) chunks. Raises ValueError if p does
     not divide m.
@@ -173,11 +187,11 @@ def interleaved(num_stages, num_microbatches, num_chunks=2):
     p, m, v = num_stages, num_microbatches, num_chunks
     if m % p:
         raise ValueError(f"num_microbatches={m} is not a multiple of num_stages={p}")
-    forwards, backwards, schedule = [], [], []
-    for first in range(0, m, p):
-        for chunk in range(v):
-            forwards += [Action("F", i, chunk) for i in range(first, first + p)]
-            backwards += [Action("B", i, v - 1 - chunk) for i in range(first, first + p)]
+    groups = [range(first, first + p) for first in range(0, m, p)]
+    order = [(i, chunk) for group in groups for chunk in range(v) for i in group]
+    forwards = [Action("F", i, chunk) for i, chunk in order]
+    backwards = [Action("B", i, v - 1 - chunk) for i, chunk in order]
+    schedule = []
     for rank in range(p):
         warmup = 2 * (p - rank - 1) + (v - 1) * p
         steady = [action for pair in zip(forwards[warmup:], backwards) for action in pair]
@@ -187,11 +201,9 @@ def interleaved(num_stages, num_microbatches, num_chunks=2):
 
 
 def zb_h1(num_stages, num_microbatches):
-    """1F1B with halved backwards: rank r does W r microbatches late, and so fills its waiting.
+    """1F1B with halved backwards: rank r runs W r microbatches after I, in slots of waiting.
 
-    p = 4, m = 6:
-
-        rank 0   F0 F1 F2 F3 I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5
+        rank 0   F0 F1 F2 F3 I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5        p = 4, m = 6
         rank 1   F0 F1 F2 I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
         rank 2   F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
         rank 3   F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
@@ -199,29 +211,28 @@ def zb_h1(num_stages, num_microbatches):
     Bubble (p-1)(F+B-2W) for m >= p, W <= F, W <= I. Peak activations: min(m, p).
     """
     p, m = num_stages, num_microbatches
-    # "IWF" * m is too long: at its end first F is used up, then I, and W is left
+    # In the last part the F run out first, then the I: "IWF" becomes "IW", and then "W".
     return _schedule(p, m, lambda rank: "F" * (p - rank) + "IF" * rank + "IWF" * m)
 
 
 def zb_h2(num_stages, num_microbatches):
-    """ZB-H1 with about twice the warmup: where F = I = W no rank waits between its first and last.
+    """ZB-H1 with about twice the warmup. If F = I = W, a rank never waits once it has begun.
 
-    p = 2, m = 4:
-
-        rank 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
+        rank 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3        p = 2, m = 4
         rank 1   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
     Idle time of a rank between its first and last action: (p-1)(F+B-3W), for m >= 2p-1, W <= F, I.
-    The paper's ranks then begin their next step; ours meet. Peak activations: min(m, 2p-1).
+    In the paper a rank then begins its next step at once; here all ranks synchronize between steps.
+    Peak activations: min(m, 2p-1).
     """
     p, m = num_stages, num_microbatches
     return _schedule(p, m, lambda r: "F" * (2 * (p - r) - 1) + "IF" * (2 * r) + "IWF" * m)
 
 
 def zb_v(num_stages, num_microbatches):
-    """Two chunks a rank, down the ranks and up again in a V: no bubble, at 1F1B's memory, if I = W.
+    """Two chunks a rank, down the ranks and up again in a V. If I = W: no bubble, 1F1B's memory.
 
-    Rank 0 has the first and the last layers, so that backward begins there. p = 2, m = 4:
+    Rank 0 has the first and the last layers, so backward begins there. p = 2, m = 4:
 
         rank 0   F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
         rank 1   F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
@@ -234,60 +245,18 @@ def zb_v(num_stages, num_microbatches):
     def letters(rank):
         warmup = "F" * (2 * (p - rank) - 1) + "fF" * rank + "fiw" * (p - rank)
         steady = "FIWfiw" * max(m - p, p)
-        cooldown = "Ii" * rank + "IW" * (p - rank) + "w" * m + "W" * m  # nobody waits for a W
+        cooldown = "Ii" * rank + "IW" * (p - rank) + "w" * m + "W" * m  # no rank waits for a W
         return warmup + steady + cooldown
 
     down = [(rank, 0) for rank in range(p)]
-    return _schedule(p, m, letters, [down + [(rank, 1) for rank in reversed(range(p))]])
-
-
-def dualpipe(num_stages, num_microbatches):
-    """Two replicas, two directions: half of the microbatches enter at rank 0, half at rank p - 1.
-
-    Chunk 0 of rank r is stage r of the one replica, chunk 1 stage p-1-r of the other. p = 4, m = 8:
-
-        rank 0   F0 F1 F2 f4 i4 w4 f5 F3 b5 f6 B0 b6 f7 B1 b7 I2 W2 I3 W3
-        rank 1   F0 f4 F1 f5 F2 b4 f6 B0 F3 b5 f7 B1 b6 B2 i7 I3 w7 W3
-        rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
-        rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
-
-    Bubble at most (p/2-1)(F&B+B-3W), of a chunk's times, F&B being that of a forward and a backward
-    that overlap; here, where they do not, half of that with F&B = F+B, if F = I = W. Peak
-    activations: p+1. Raises ValueError if p is odd, m is odd, or m < 2p.
-    """
-    p, m, pairs = num_stages, num_microbatches, num_microbatches // 2
-    if p % 2 or m % 2 or m < 2 * p:
-        raise ValueError(f"num_stages={p} and num_microbatches={m}: both must be even, and m >= 2p")
-    halves = range(pairs), range(pairs, m)
-    schedule = [_actions(_dualpipe_letters(rank, p, pairs), *halves) for rank in range(p)]
-    return Schedule(schedule, [[(r, 0) for r in range(p)], [(r, 1) for r in reversed(range(p))]])
-
-
-def _dualpipe_letters(rank, p, pairs):
-    """In the eight steps of DeepSeek's code. Capitals: what enters at the end that is nearer."""
-    depth = min(rank, p - 1 - rank)  # ranks between this one and the nearer end
-    inner = p // 2 - 1 - depth  # and the middle
-    backwards = "bB" * (depth + 1)
-    whole, split = backwards[: depth + 1], backwards[depth + 1 :]
-    split = split.replace("b", "i").replace("B", "I")
-    late = (split + "I" * inner).replace("i", "w").replace("I", "W")  # W for an I put off, in order
-    letters = (
-        "F" * (2 * inner)  # step 1: fill the ranks up to the middle
-        + "Ff" * (depth + 1)  # step 2: what entered at the other end is here, too
-        + "iwf" * inner  # step 3: halved, so that the other end waits less for its gradient
-        + "FbfB" * (pairs - p + depth + 1)  # step 4, the main one: a forward beside each backward
-        + "bfB" * inner  # step 5: no forward of the nearer end is left
-        + (whole + split)  # step 6: nor of the other; W is put off from the middle of it on
-        + "".join(weight + "I" for weight in late[:inner])  # step 7: W while a gradient comes
-        + late[inner:]  # step 8
-    )
-    return letters if rank < p // 2 else letters.swapcase()
+    up = [(rank, 1) for rank in reversed(range(p))]
+    return _schedule(p, m, letters, [down + up])
 
 
 def forward_only(num_stages, num_microbatches, route=None):
-    """Evaluation: the forwards alone, along one route. No graph is kept; inputs may wait."""
+    """Evaluation: only the forwards, along one route. No graph is kept."""
     route = route or [(rank, 0) for rank in range(num_stages)]
-    # a place of the route works on a microbatch one turn after the place before it
+    # each place of the route works on a microbatch one turn after the place before it
     turns = [(i + turn, turn, i) for i in range(num_microbatches) for turn in range(len(route))]
     schedule = [[] for _ in range(num_stages)]
     for _, turn, microbatch in sorted(turns):
@@ -296,14 +265,57 @@ def forward_only(num_stages, num_microbatches, route=None):
     return Schedule(schedule, [route])
 
 
+def dualpipe(num_stages, num_microbatches):
+    """Two replicas, two directions: half of the microbatches enter at rank 0, half at rank p - 1.
+
+    Chunk 0 of rank r is stage r of one replica, chunk 1 is stage p-1-r of the other. p = 4, m = 8:
+
+        rank 0   F0 F1 F2 f4 i4 w4 f5 F3 b5 f6 B0 b6 f7 B1 b7 I2 W2 I3 W3
+        rank 1   F0 f4 F1 f5 F2 b4 f6 B0 F3 b5 f7 B1 b6 B2 i7 I3 w7 W3
+        rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
+        rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
+
+    Bubble at most (p/2-1)(F&B+B-3W) in times of a chunk, where F&B is the time of a forward and a
+    backward that overlap. Here they do not overlap; with F&B = F+B the bubble is half of that
+    bound if F = I = W. Peak activations: p+1. Raises ValueError if p is odd, m is odd, or m < 2p.
+    """
+    p, m = num_stages, num_microbatches
+    if p % 2 or m % 2 or m < 2 * p:
+        raise ValueError(f"num_stages={p} and num_microbatches={m}: both must be even, and m >= 2p")
+    halves = range(m // 2), range(m // 2, m)
+    schedule = [_actions(_dualpipe_letters(rank, p, m // 2), *halves) for rank in range(p)]
+    return Schedule(schedule, [[(r, 0) for r in range(p)], [(r, 1) for r in reversed(range(p))]])
+
+
+def _dualpipe_letters(rank, p, pairs):
+    """Return the eight steps of DeepSeek's code. Capitals enter at the end nearer to the rank."""
+    depth = min(rank, p - 1 - rank)  # the number of ranks between this one and the nearer end
+    inner = p // 2 - 1 - depth  # the number of ranks between this one and the middle
+    backwards = "bB" * (depth + 1)
+    full = backwards[: depth + 1]
+    halved = backwards[depth + 1 :].replace("b", "i").replace("B", "I")
+    deferred = (halved + "I" * inner).replace("i", "w").replace("I", "W")  # in the order of the I
+    letters = (
+        "F" * (2 * inner)  # step 1: fill the ranks up to the middle
+        + "Ff" * (depth + 1)  # step 2: what entered at the other end has arrived, too
+        + "iwf" * inner  # step 3: halved, so that the other end gets its gradient sooner
+        + "FbfB" * (pairs - p + depth + 1)  # step 4, the main one: a forward beside each backward
+        + "bfB" * inner  # step 5: all forwards from the nearer end are done
+        + (full + halved)  # step 6: all forwards are done; from its middle on, W is deferred
+        + "".join(weight + "I" for weight in deferred[:inner])  # step 7: W while a gradient arrives
+        + deferred[inner:]  # step 8
+    )
+    return letters if rank < p // 2 else letters.swapcase()
+
+
 # ---- what passes from action to action -----------------------------------------------------------
 
 
 class Transfer(NamedTuple):
-    """What `action` on rank `source` makes, for an action of rank `destination` that waits for it.
+    """A tensor that an action on rank `source` makes and an action on rank `destination` needs.
 
-    action: an F, whose output it is, or a B, whose input's gradient it is. Where I and W are in
-    place of the B, I makes the gradient, and the Transfer has the B's name all the same.
+    action: the F whose output it is, or the B whose input's gradient it is. It is named after the B
+    also where the schedule has I and W instead, of which I makes the gradient.
     """
 
     action: Action
@@ -314,10 +326,12 @@ class Transfer(NamedTuple):
 class Schedule(list):
     """A list of actions per rank, and the routes of microbatches through (rank, chunk) places.
 
-    routes: by default one, from rank to rank; of two the first has half of the microbatches, those
-        from 0 on.
-    needed, made: {(action, rank): the Transfer that it waits for, and that it gives rise to}; there
-        is none for W, nor at the ends of a route. Raises ValueError for a rank without actions.
+    routes: by default one, from rank to rank. Of two routes the first takes the first half of the
+        microbatches.
+    needed, made: {(action, rank): Transfer} of what the action needs before it begins, and of what
+        it makes. A W has neither; the ends of a route lack one each.
+
+    Raises ValueError if a rank has no actions.
     """
 
     def __init__(self, actions, routes=None):
@@ -326,14 +340,15 @@ class Schedule(list):
             raise ValueError(f"rank {self.index([])} has no actions")
         self.routes = routes or [[(rank, 0) for rank in range(len(self))]]
         self.num_microbatches = 1 + max(action.microbatch for row in self for action in row)
-        self.needed, self.made = {}, {}
+        self.needed = {}
+        self.made = {}
         for microbatch in range(self.num_microbatches):
             route = self.route(microbatch)
             self._link("F", microbatch, route)
             self._link("BI", microbatch, route[::-1])
 
     def route(self, microbatch):
-        """The places that a microbatch visits on its way forward: of two routes half take each."""
+        """Return the places that a microbatch visits on its way forward."""
         return self.routes[microbatch * len(self.routes) // self.num_microbatches]
 
     def _link(self, kinds, microbatch, places):
@@ -355,56 +370,56 @@ class Timeline:
     end: list
     total: float  # the end of the last action
     bubble: list  # per rank, its idle time in total
-    idle: list  # per rank, that between its first and its last action
+    idle: list  # per rank, its idle time between its first and its last action
     peak: list  # per rank, most (microbatch, chunk) pairs with forward done and backward not
-    transfers: list  # all between ranks in one global order, by the time at which they arrive
+    transfers: list  # all transfers between ranks in one global order, by the time of arrival
 
 
 def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     """Time a schedule. Every rank does its actions in order, each as soon as its input has arrived.
 
-    forward, backward: times of F and B of one chunk; weight: the part of B that is W; message: the
+    forward, backward: times of F and B of one chunk. weight: the part of B that is W. message: the
     time from a rank to another. Raises ValueError if a rank does not have each of its microbatches'
-    actions once and in order, and if a schedule cannot finish, naming where each rank is stuck.
+    actions once and in order, or if the schedule cannot finish; the error says where ranks wait.
     """
     _check_actions(schedule)
     duration = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
-    start, end, left = [{} for _ in schedule], [{} for _ in schedule], list(map(deque, schedule))
-    free = [0.0] * len(schedule)  # when a rank has done what it has begun
-    there = {None: 0.0}  # when a Transfer has arrived; None is where there is nothing to wait for
+    start, end = [{} for _ in schedule], [{} for _ in schedule]
+    left = [deque(actions) for actions in schedule]
+    free = [0.0] * len(schedule)  # per rank, the end of its latest action
+    arrived = {None: 0.0}  # {Transfer: time}; an action that needs none has None
     progress = True
     while progress:
         progress = False
         for rank, actions in enumerate(left):
-            while actions and (needed := schedule.needed.get((actions[0], rank))) in there:
+            while actions and (needed := schedule.needed.get((actions[0], rank))) in arrived:
                 action = actions.popleft()
-                start[rank][action] = max(free[rank], there[needed])
+                start[rank][action] = max(free[rank], arrived[needed])
                 free[rank] = end[rank][action] = start[rank][action] + duration[action.kind]
                 if made := schedule.made.get((action, rank)):
-                    there[made] = free[rank] + (message if made.destination != rank else 0)
+                    arrived[made] = free[rank] + (message if made.destination != rank else 0)
                 progress = True
     if any(left):
         stuck = [(rank, actions[0]) for rank, actions in enumerate(left) if actions]
         where = ", ".join(f"rank {rank} at {a.kind}{a.microbatch}" for rank, a in stuck)
         raise ValueError(f"the schedule cannot finish: {where} waiting for what never comes")
+    work = [sum(duration[action.kind] for action in actions) for actions in schedule]
+    bubble = [max(free) - own for own in work]
+    idle = [last - min(begun.values()) - own for last, begun, own in zip(free, start, work)]
     held = {"F": 1, "B": -1, "I": 0, "W": -1}
     peak = [max(accumulate(held[action.kind] for action in actions)) for actions in schedule]
-    work = [sum(duration[action.kind] for action in actions) for actions in schedule]
-    begun = [start[rank][actions[0]] for rank, actions in enumerate(schedule)]
-    bubble = [max(free) - own for own in work]
-    idle = [done - first - own for done, first, own in zip(free, begun, work)]
-    transfers = [t for t in there if t is not None and t.source != t.destination]
-    transfers.sort(key=lambda transfer: (there[transfer], transfer))
+    transfers = [t for t in arrived if t is not None and t.source != t.destination]
+    transfers.sort(key=lambda transfer: (arrived[transfer], transfer))
     return Timeline(start, end, max(free), bubble, idle, peak, transfers)
 
 
 def _check_actions(schedule):
-    """Along its route a microbatch has F and B, or F, I and W, in order; or all have F alone."""
+    """Raise ValueError unless each place of a route has F and B, or F, I and W, or all have F."""
     kinds = defaultdict(str)
     for rank, actions in enumerate(schedule):
         for kind, microbatch, chunk in actions:
             kinds[rank, microbatch, chunk] += kind
-    right = ("FB", "FIW") if any(found != "F" for found in kinds.values()) else ("F",)
+    right = ("F",) if all(found == "F" for found in kinds.values()) else ("FB", "FIW")
     for microbatch in range(schedule.num_microbatches):
         for rank, chunk in schedule.route(microbatch):
             if (found := kinds.pop((rank, microbatch, chunk), "")) not in right:
@@ -415,9 +430,10 @@ def _check_actions(schedule):
 
 
 def draw(schedule):
-    """The timeline as text: a row per rank, a cell per slot of time; chunk 0 in large letters."""
+    """Return the timeline as text: a row per rank, a cell per slot; capital letters for chunk 0."""
     width = len(f"F{schedule.num_microbatches - 1}")
-    timeline, rows = simulate(schedule), []
+    timeline = simulate(schedule)
+    rows = []
     for rank, start in enumerate(timeline.start):
         cells = ["." * width] * int(timeline.total)
         for action, begin in start.items():
@@ -428,30 +444,75 @@ def draw(schedule):
     return "\n".join(rows)
 
 
-def trace_events(timeline, slot=1000):
-    """The timeline as events of Chrome's trace format; a unit of time is `slot` microseconds."""
-    events = []
-    for rank, (start, end) in enumerate(zip(timeline.start, timeline.end)):
-        for action, begin in start.items():
-            times = {"ts": begin * slot, "dur": (end[action] - begin) * slot}
-            name, args = f"{action.kind}{action.microbatch}", {"chunk": action.chunk}
-            events.append({"name": name, "ph": "X", "pid": 0, "tid": rank, "args": args, **times})
-    return events
+# ---- the program of a rank -----------------------------------------------------------------------
+#
+# Transfers have one global order, and each rank posts its own in this order: a receive as soon as
+# all its earlier transfers are posted, a send as soon as its tensor exists as well. Nothing
+# deadlocks then, whether sends are buffered (gloo) or meet their receives in the order of posting
+# (NCCL). Proof: take the first transfer that is not done. All earlier ones are done, so its receive
+# is posted. Its tensor depends on earlier transfers alone, because an action's result leaves after
+# its input has arrived. So the tensor is made, and the send is posted.
+#
+# The order is that of arrival in a simulation in which messages take a little time. If they took
+# none, a send and a receive of the same moment could come in either order. A receive that comes
+# after a send whose tensor is not made yet would be posted an action late, and its sender wait.
+
+SHORT = 1 / 128  # this little time, as a part of a forward's
+
+
+def program(schedule, rank):
+    """Yield all that a rank does in a step, in order, as (verb, Transfer or Action).
+
+        receive, send   post the message of a Transfer, and go on while it travels
+        wait            wait until the message is done
+        do              perform an Action
+
+    On rank 0 of one_f_one_b(2, 2): do F0, send F0, do F1, send F1, receive B0, receive B1, wait B0,
+    do B0, wait B1, do B1, wait F0, wait F1.
+    """
+    transfers = simulate(schedule, message=SHORT).transfers
+    unposted = deque(t for t in transfers if rank in (t.source, t.destination))
+    made = set()
+    sent = deque()
+
+    def post():
+        """Post the transfers that come next, up to a send whose tensor is yet to be made."""
+        while unposted and (unposted[0].destination == rank or unposted[0] in made):
+            transfer = unposted.popleft()
+            if transfer.destination == rank:
+                yield "receive", transfer
+            else:
+                yield "send", transfer
+                sent.append(transfer)
+            if len(sent) > len(schedule):  # a tensor lives until its send is waited for
+                yield "wait", sent.popleft()
+
+    yield from post()
+    for action in schedule[rank]:
+        needed = schedule.needed.get((action, rank))
+        if needed and needed.source != rank:  # else another chunk of this rank has made it
+            yield "wait", needed
+        yield "do", action
+        made.add(schedule.made.get((action, rank)))
+        yield from post()
+    for transfer in sent:
+        yield "wait", transfer
 
 
 # ---- the halves of a backward --------------------------------------------------------------------
 
 
 class WeightGradStore:
-    """Where the first half of a backward, I, leaves the products of weights' gradients for W.
+    """Where layers put products for weights' gradients, deferred from I to W of the same backward.
 
-    While it is open, which is while an I runs, a layer may put(parameter, product) in place of
-    computing the parameter's gradient, which is what product() returns. While it `adds`, a layer
-    may add a weight's gradient to .grad itself, which saves autograd a pass over it: that is not in
-    the action that completes a stage's gradients, since hooks of replicas wait for autograd.
+    While the store is open, during an I, a layer may put(parameter, product) instead of computing
+    the gradient of the parameter; product() returns it later. While `adds` is true, a layer may add
+    a weight's gradient to .grad itself, which saves autograd a pass over it. `adds` is false in the
+    action that completes a stage's gradients, where hooks that reduce them wait for autograd.
     """
 
-    products, adds = None, False
+    products = None
+    adds = False
 
     @property
     def open(self):
@@ -462,7 +523,7 @@ class WeightGradStore:
 
     @contextmanager
     def during(self, products=None, adds=False):
-        """Open for `products`, a list to which put() appends; closed if it is None."""
+        """Open the store with `products`, a list to which put() appends; None keeps it closed."""
         self.products, self.adds = products, adds
         try:
             yield
@@ -471,7 +532,7 @@ class WeightGradStore:
 
 
 class DeferredLinear(nn.Linear):
-    """A linear layer that knows the store. Its bias, and other layers, get their gradients in I."""
+    """A linear layer that defers its weight's product. Its bias's gradient is computed in I."""
 
     def __init__(self, *sizes, defer):
         super().__init__(*sizes)
@@ -482,31 +543,36 @@ class DeferredLinear(nn.Linear):
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """forward: y = x W^T + b; backward: the gradients of x and b, and that of W, or this later"""
+    """forward: y = x W^T + b; backward: dx = dy W, db = sum of dy; dW = dy^T x now, or in W"""
 
     @staticmethod
     def forward(ctx, x, weight, bias, defer):
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.defer = weight, defer
+        ctx.parameter = weight
+        ctx.defer = defer
         return nn.functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad_y):
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        x, rows = x.flatten(0, -2), grad_y.flatten(0, -2)
-        put_off, product = ctx.defer.open, lambda: rows.t() @ x
-        if wants_weight and put_off:
-            ctx.defer.put(ctx.weight, product)
+        x = x.flatten(0, -2)
+        rows = grad_y.flatten(0, -2)
         grad_x = grad_y @ weight.to(grad_y.dtype) if wants_x else None
-        grad_weight = product() if wants_weight and not put_off else None
-        return grad_x, grad_weight, rows.sum(0) if wants_bias else None, None
+        grad_bias = rows.sum(0) if wants_bias else None
+        grad_weight = None
+        if wants_weight and ctx.defer.open:
+            ctx.defer.put(ctx.parameter, lambda: rows.t() @ x)
+        elif wants_weight:
+            grad_weight = rows.t() @ x
+        return grad_x, grad_weight, grad_bias, None
 
 
 def _add_products(products):
-    """Empty the list, adding each parameter's gradient to it once, so that its hooks run once."""
-    uses, sums = Counter(parameter for parameter, _ in products), {}
-    while products:  # a product is let go, and the activations with it, once it is computed
+    """Empty the list, and add each parameter's gradient to it once, so that its hooks run once."""
+    uses = Counter(parameter for parameter, _ in products)
+    sums = {}
+    while products:  # the activations that a product keeps are freed once it is computed
         parameter, product = products.pop(0)
         dtype = parameter.grad_dtype if parameter.is_leaf else None  # may be fp32 of a bf16 weight
         gradient = product().to(dtype or parameter.dtype)
@@ -516,113 +582,42 @@ def _add_products(products):
             torch.autograd.backward(parameter, sums.pop(parameter))
 
 
-# ---- messages ------------------------------------------------------------------------------------
-#
-# Transfers have one global order, and a rank posts its own in that order: a receive as soon as all
-# before it are posted, a send as soon as its tensor exists as well. Nothing deadlocks then, whether
-# sends are buffered (gloo) or meet their receive in issue order (NCCL). To see it, take the first
-# transfer that is not done. All before it are done, so its receive is posted. Its tensor depends on
-# transfers before it alone, since an action's result leaves after its input has arrived: so the
-# tensor comes to exist, and the send is posted.
-#
-# The order is that of arrival in a simulation where messages take a little time. If they took none,
-# a send and a receive of one moment could come in either order: a receive behind a send whose
-# tensor the rank is yet to make would be posted an action late, and the other rank wait.
-
-SHORT = 1 / 128  # that little time, as a part of a forward's
-
-
-class _Messenger:
-    """Posts one rank's transfers of one step.
-
-    transfers: this rank's, in the global order. like: size, dtype and device of what travels.
-    leaving: {transfer: tensor} of what the rank has made, for others or its own other chunk.
-    """
-
-    def __init__(self, transfers, like, group):
-        self.like, self.group = like, group
-        self.rank, self.num_stages = rank_and_size(group)
-        self.unposted, self.sent = deque(transfers), deque()
-        self.leaving, self.arriving = {}, {}  # the latter: transfer -> (buffer, its message)
-
-    def post(self):
-        """Post what can be posted without waiting for a tensor of this rank."""
-        while self.unposted:
-            transfer = self.unposted[0]
-            if transfer.destination == self.rank:
-                buffer = torch.empty(**self.like)
-                message = exchange([], [(buffer, transfer.source)], self.group, async_op=True)
-                self.arriving[transfer] = buffer, message
-            elif transfer in self.leaving:
-                sends = [(self.leaving.pop(transfer), transfer.destination)]
-                self.sent.append(exchange(sends, [], self.group, async_op=True))
-                if len(self.sent) > self.num_stages:  # a tensor lives until its send is waited for
-                    self.sent.popleft().wait()
-            else:
-                return
-            self.unposted.popleft()
-
-    def receive(self, transfer):
-        """The tensor of a transfer, once it is there; None of None, where a route begins."""
-        if transfer is None:
-            return None
-        if transfer.source == self.rank:  # from the rank's own other chunk
-            return self.leaving.pop(transfer)
-        buffer, message = self.arriving.pop(transfer)
-        message.wait()
-        return buffer
-
-    def finish(self):
-        """Post and wait for what is left."""
-        self.post()
-        for message in self.sent:
-            message.wait()
-
-
 # ---- executor ------------------------------------------------------------------------------------
 #
 # What a rank does in an action of a stage that is neither the first nor the last:
 #
-#     F   waits for x from the stage before; runs the stage; keeps x and the graph of the output;
+#     F   waits for x from the previous stage; runs the stage; keeps x and the graph of the output;
 #         sends the output to the next stage
 #     B   waits for the output's gradient from the next stage; autograd goes back through the graph,
-#         adds to the parameters' gradients and frees the graph; x's gradient is sent to the stage
-#         before
-#     I   the same, but layers put products of weights off, and keep what these need
-#     W   computes them and adds to the parameters' gradients; has no message of the pipeline
+#         adds to the parameters' gradients and frees the graph; x's gradient is sent to the
+#         previous stage
+#     I   does the same, but layers defer the products for weights, and keep what these need
+#     W   computes the deferred products and adds them to the parameters' gradients; no message
 #
-# The last stage has the loss in place of the output. Where there are replicas, a stage is in
-# DistributedDataParallel or FullyShardedDataParallel: in its last B or W the sums over them begin,
-# and all others run under no_sync().
-#
-# The overlap: messages travel while ranks compute. Receives are posted ahead, and a send is waited
-# for when num_stages later ones are posted; else a rank waits in its schedule's bubble alone.
-#
-# How torch.distributed.pipelining differs: each schedule is a class; shapes are sent ahead in the
-# first step; messages are exchanged between two actions and waited for there, or are items of a
-# rank's list; any module's backward is halved, by walking its graph twice, while here a layer knows
-# what to put off; gradients are divided by the number of microbatches, while here loss_fn returns a
-# share; its pipeline() splits a model, while here a stage is any module.
+# The last stage has the loss in place of the output. With data parallelism a stage is wrapped in
+# DistributedDataParallel or FullyShardedDataParallel: its gradients are reduced from its last B or
+# W on, and all its earlier backwards run under no_sync().
 
 
 class Pipeline:
     """Runs one rank of a schedule.
 
-    stage: its module, or a list of one per chunk; one without layers passes on what it gets.
+    stage: this rank's module, or a list with one module per chunk. A stage without layers returns
+        its input; none may change its input in place.
     schedule: a Schedule, the same on all ranks of the group.
     loss_fn: loss_fn(output, target, *loss_arguments of step()), called at the end of a route,
-        returns the microbatch's share of the loss; the step's is their sum, divided by nothing.
-    shape, dtype, device: of what each stage but the last makes of a microbatch; the last two are
-        PyTorch's defaults if not given.
-    defer: the WeightGradStore into which layers of the stages put products off.
-    sync_each: gradients are summed over replicas with every microbatch (ZeRO-2, -3), not the last.
+        returns a microbatch's share of the loss. The loss of a step is the sum of the shares.
+    shape, dtype, device: those of every stage's output for one microbatch, except the last stage's.
+        dtype and device default to PyTorch's.
+    defer: the WeightGradStore in which layers of the stages defer products.
+    sync_each: reduce gradients over replicas with every microbatch (ZeRO-2, -3), not in the last.
 
-    To keep the inputs of a stage alone, and run it again in backward, as GPipe does, give
-    checkpoints (torch.utils.checkpoint) as stages. Of two routes (DualPipe) each has a replica of
-    all layers: see sum_replicas().
+    To keep only the inputs of a stage and run it again in backward, as GPipe does, wrap the stages
+    in torch.utils.checkpoint. With two routes (DualPipe) each route has a replica of all layers:
+    see sum_replicas().
 
-    Collective. Raises ValueError on all ranks if their schedules differ; on one if there is not one
-    stage per chunk, or a stage is PyTorch's DistributedDataParallel.
+    Collective. Raises ValueError on all ranks if their schedules differ, and on one rank if it does
+    not have one stage per chunk, or if a stage is PyTorch's DistributedDataParallel.
     """
 
     def __init__(
@@ -632,109 +627,138 @@ class Pipeline:
         self.rank, _ = rank_and_size(group)
         self.stages = list(stage) if isinstance(stage, (list, tuple, nn.ModuleList)) else [stage]
         self.schedule, self.loss_fn, self.group = schedule, loss_fn, group
-        self.defer, self.sync_each = defer or WeightGradStore(), sync_each
+        self.defer = defer or WeightGradStore()
+        self.sync_each = sync_each
         _check_schedule(schedule, self.stages, group)
         dtype = dtype or torch.get_default_dtype()
         self.like = {"size": torch.Size(shape), "dtype": dtype, "device": device}
-        self.actions, routes = schedule[self.rank], schedule.routes
-        # the action that completes a stage's gradients: the last one stays
-        self.last_backward = {self.stages[a.chunk]: a for a in self.actions if a.kind != "F"}
-        self.training = bool(self.last_backward)  # or else an evaluation, forward_only()
-        # the chunks of this rank where routes begin, and end
-        self.first_chunks = {chunk for (rank, chunk), *_ in routes if rank == self.rank}
-        self.last_chunks = {chunk for *_, (rank, chunk) in routes if rank == self.rank}
-        transfers = simulate(schedule, message=SHORT).transfers
-        self.transfers = [t for t in transfers if self.rank in (t.source, t.destination)]
+        self.program = list(program(schedule, self.rank))
+        # {stage: the action that completes its gradients}, as later actions replace earlier ones
+        backwards = [action for action in schedule[self.rank] if action.kind != "F"]
+        self.last_backward = {self.stages[action.chunk]: action for action in backwards}
+        self.training = bool(backwards)  # false in an evaluation, forward_only()
+        # the chunks of this rank where routes begin, and where they end
+        self.first_chunks = {chunk for (rank, chunk), *_ in schedule.routes if rank == self.rank}
+        self.last_chunks = {chunk for *_, (rank, chunk) in schedule.routes if rank == self.rank}
         self.midway = False
 
     def step(self, inputs=None, targets=None, *loss_arguments):
-        """Do every action once.
+        """Run the schedule once, and add the gradients to those of the parameters.
 
-        inputs, targets: (B, ...), cut along B into microbatches; needed by ranks where routes
-        begin, and end. loss_arguments: passed to loss_fn. Gradients are added to the parameters'.
-        Returns the summed loss, detached, on ranks where routes end and None on the others.
-        Raises ValueError for batches of a B that m does not divide, and for a stage's output of
-        another shape or dtype; RuntimeError after a step that failed amid its messages.
+        inputs, targets: (B, ...), cut along B into microbatches; inputs are needed on ranks where
+        routes begin, targets where they end. loss_arguments: passed to loss_fn.
+
+        Returns the loss, detached, on ranks where routes end, and None on the others. Raises
+        ValueError if the microbatches do not divide B, or if a stage's output has another shape or
+        dtype than declared; RuntimeError if an earlier step() failed with messages still pending.
         """
         _check_batches(self, inputs, targets)
         if self.midway:
             raise RuntimeError("an earlier step() failed: its messages are still under way")
-        m = self.schedule.num_microbatches
-        self.inputs, self.targets = ([] if x is None else x.chunk(m) for x in (inputs, targets))
+        self.inputs = () if inputs is None else inputs.chunk(self.schedule.num_microbatches)
+        self.targets = () if targets is None else targets.chunk(self.schedule.num_microbatches)
         self.loss, self.loss_arguments = None, loss_arguments
-        # by action[1:], which is (microbatch, chunk):
-        self.in_flight = {}  # (input, start of backward), until then
-        self.put_off = {}  # products of the weights' gradients, until W
-        messenger = _Messenger(self.transfers, self.like, self.group)
-        self.midway = bool(self.transfers)
-        for action in self.actions:
-            messenger.post()
-            needed = self.schedule.needed.get((action, self.rank))
-            result = self.perform(action, messenger.receive(needed))
-            if made := self.schedule.made.get((action, self.rank)):
-                messenger.leaving[made] = result
-        messenger.finish()
-        self.midway, self.inputs, self.targets, self.loss_arguments = False, (), (), ()
+        # both by (microbatch, chunk), which is action[1:]
+        self.in_flight = {}  # from F to B or I: (input, output's edge in the graph)
+        self.deferred = {}  # from I to W: the list of deferred products
+        tensors = {}  # {Transfer: what an action has made, or the buffer in which it arrives}
+        messages = {}  # {Transfer: its message, until it is waited for}
+        self.midway = len(self.schedule) > 1
+        post = partial(exchange, group=self.group, async_op=True)
+        for verb, subject in self.program:
+            if verb == "receive":
+                tensors[subject] = torch.empty(**self.like)
+                messages[subject] = post([], [(tensors[subject], subject.source)])
+            elif verb == "send":
+                messages[subject] = post([(tensors.pop(subject), subject.destination)], [])
+            elif verb == "wait":
+                messages.pop(subject).wait()
+            else:
+                needed = self.schedule.needed.get((subject, self.rank))
+                made = self.schedule.made.get((subject, self.rank))
+                result = self.perform(subject, tensors.pop(needed, None))
+                if made:
+                    tensors[made] = result
+        self.midway = False
+        self.inputs = self.targets = self.loss_arguments = ()
         return self.loss
 
     def perform(self, action, received):
-        """Do an action with what it has waited for; returns what leaves. A tracer may wrap it."""
-        method = {"F": self._forward, "W": self._weights}.get(action.kind, self._backward)
-        return method(action, received)
+        """Perform an action on what it needed; return what it makes. A tracer may wrap this."""
+        if action.kind == "F":
+            return self._forward(action, received)
+        if action.kind == "W":
+            return self._weights(action)
+        return self._backward(action, received)
 
     def _forward(self, action, x):
         if x is None:
             x = self.inputs[action.microbatch]
         elif self.training:
             x.requires_grad_()
-        output = self.stages[action.chunk](x)
+        try:
+            output = self.stages[action.chunk](x)
+        except RuntimeError as error:
+            if "leaf Variable" in str(error):
+                error.add_note(f"rank {self.rank}: a stage must not change its input in place")
+            raise
         is_last = action.chunk in self.last_chunks
         if is_last:
             output = self.loss_fn(output, self.targets[action.microbatch], *self.loss_arguments)
-            self.loss = output.detach() if self.loss is None else self.loss + output.detach()
+            share = output.detach()
+            self.loss = share if self.loss is None else self.loss + share
         elif (output.shape, output.dtype) != (self.like["size"], self.like["dtype"]):
             made = f"{tuple(output.shape)} {output.dtype}"
             raise ValueError(f"rank {self.rank} made {made}, to be sent like {self.like}")
         if self.training:
-            # its place in the graph, not the output itself, which need not live once it is sent;
-            # there is none where all layers before it are frozen
-            start = get_gradient_edge(output) if output.requires_grad or is_last else None
-            self.in_flight[action[1:]] = x, start
+            # the output's edge in the graph, not the output, whose memory is freed once it is sent;
+            # there is no graph where this stage and all stages before it are frozen
+            edge = get_gradient_edge(output) if output.requires_grad or is_last else None
+            self.in_flight[action[1:]] = x, edge
         return output.detach().contiguous()
 
     def _backward(self, action, grad_output):
-        """B, or I, during which the store is open: then there is a list for its products."""
-        x, start = self.in_flight.pop(action[1:])
-        products = [] if action.kind == "I" else None
+        """Run B, or I, during which the store is open for the deferred products."""
+        x, edge = self.in_flight.pop(action[1:])
+        products = self.deferred.setdefault(action[1:], []) if action.kind == "I" else None
         with self._no_sync(action), self.defer.during(products, adds=not self._syncs(action)):
-            if start is not None:
-                torch.autograd.backward(start, grad_output)
-        if products is not None:
-            self.put_off[action[1:]] = products
-        return None if action.chunk in self.first_chunks else x.grad
+            if edge is not None:
+                torch.autograd.backward(edge, grad_output)
+        if action.chunk in self.first_chunks:
+            return None
+        if x.grad is None:  # the output does not depend on x
+            return torch.zeros_like(x)
+        return x.grad
 
-    def _weights(self, action, _):
-        products, stage = self.put_off.pop(action[1:]), self.stages[action.chunk]
-        if self._syncs(action) and hasattr(stage, "start_grad_sync"):  # all others are complete
+    def _weights(self, action):
+        """Run W: compute the deferred products."""
+        products = self.deferred.pop(action[1:])
+        stage = self.stages[action.chunk]
+        if self._syncs(action) and hasattr(stage, "start_grad_sync"):
+            # all other gradients of the stage are complete
             stage.start_grad_sync(awaited={parameter for parameter, _ in products})
         with self._no_sync(action):
             _add_products(products)
 
     def _syncs(self, action):
-        """Whether the sums over replicas begin in this action, of a halved backward in its W."""
+        """Whether replicas begin to reduce in this action; a halved backward does so in its W."""
         is_last = action == self.last_backward[self.stages[action.chunk]]
         return is_last or (self.sync_each and action.kind != "I")
 
     def _no_sync(self, action):
-        stage = self.stages[action.chunk]
-        return nullcontext() if self._syncs(action) else getattr(stage, "no_sync", nullcontext)()
+        if self._syncs(action):
+            return nullcontext()
+        return getattr(self.stages[action.chunk], "no_sync", nullcontext)()
 
 
 def _check_schedule(schedule, stages, group):
-    """Raise on all ranks if their schedules differ. Also all ranks' first batch, as NCCL wants."""
+    """Raise ValueError on all ranks if their schedules differ, or on one whose stages do not fit.
+
+    The comparison is also the group's first batch, in which NCCL needs all ranks.
+    """
     rank, num_stages = rank_and_size(group)
-    every = gather_objects((list(schedule), schedule.routes), group)
-    if any(other != every[0] for other in every):
+    schedules = gather_objects((list(schedule), schedule.routes), group)
+    if any(other != schedules[0] for other in schedules):
         raise ValueError("the ranks of the group have different schedules")
     if len(schedule) != num_stages:
         raise ValueError(f"a schedule for {len(schedule)} stages in a group of {num_stages} ranks")
@@ -746,12 +770,15 @@ def _check_schedule(schedule, stages, group):
 
 
 def _check_batches(pipeline, inputs, targets):
-    m, first, last = pipeline.schedule.num_microbatches, pipeline.first_chunks, pipeline.last_chunks
+    m = pipeline.schedule.num_microbatches
+    first, last = pipeline.first_chunks, pipeline.last_chunks
     for name, batch, needed in (("inputs", inputs, first), ("targets", targets, last)):
         rows = 0 if batch is None else len(batch)
         if rows % m or needed and not rows:
             where = f"on rank {pipeline.rank}, not divisible by num_microbatches={m}"
             raise ValueError(f"{name} has {rows} rows {where}")
+    if first and last and len(inputs) != len(targets):
+        raise ValueError(f"inputs has {len(inputs)} rows, and targets {len(targets)}")
 
 
 # ---- replicas ------------------------------------------------------------------------------------
@@ -760,15 +787,16 @@ def _check_batches(pipeline, inputs, targets):
 def sum_replicas(stages, group=None):
     """Sum the gradients of DualPipe's replicas: chunk 0 here is chunk 1 of the mirrored rank.
 
-    stages: those of a Pipeline, of which both replicas train the same parameters. Collective; to be
-    called once the gradients of a batch are complete, be it of one step or several. Both replicas
-    then have the same bits.
+    stages: those of a Pipeline, of which both replicas train the same parameters. Collective; call
+    it when the gradients of a batch are complete, whether they come from one step or several.
+    Afterwards both replicas have the same bits.
     """
     rank, world_size = rank_and_size(group)
+    mirror = world_size - 1 - rank
     first, second = ([p.grad for p in stage.parameters() if p.requires_grad] for stage in stages)
     if first + second:
         flat = torch.cat([grad.flatten() for grad in first + second])
-        other, mirror = torch.empty_like(flat), world_size - 1 - rank
+        other = torch.empty_like(flat)
         exchange([(flat, mirror)], [(other, mirror)], group)
         parts = other.split([grad.numel() for grad in second + first])
         for grad, part in zip(second + first, parts):
@@ -777,43 +805,38 @@ def sum_replicas(stages, group=None):
 
 # ---- cost ----------------------------------------------------------------------------------------
 
-
 SCHEDULES = {
-    "naive": naive,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-v": zb_v,
-    "dualpipe": dualpipe,
+    "naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved,
+    "zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v, "dualpipe": dualpipe,
 }
 
 
 def bubble_time(
     schedule, num_stages, num_microbatches, forward=1.0, backward=2.0, weight=1.0, num_chunks=2
 ):
-    """A rank's idle time, where F, B and its part W take these times for all of a rank's layers.
+    """Return a rank's idle time, from the times of F, B and its part W for all of a rank's layers.
 
-    Ranks of zb-h2 and zb-v begin and end one after the other: there it is the idle time between a
-    rank's first and last action. dualpipe's is an upper bound. zb-h1, zb-h2 and zb-v are so from p,
-    2 p - 1 and 2 p microbatches on, if W <= F and W <= B - W, of zb-v if F <= B - W.
+    For zb-h2 and zb-v, whose ranks begin and end one after the other, it is the idle time between a
+    rank's first and last action. For dualpipe it is an upper bound. The formulas of zb-h1, zb-h2
+    and zb-v hold from p, 2p-1 and 2p microbatches on, for W <= F and W <= B-W; zb-v's also needs
+    F <= B-W.
     """
-    rounds, F, B, W = num_stages - 1, forward, backward, weight
+    rounds = num_stages - 1
+    both = forward + backward
     return {
-        "naive": rounds * num_microbatches * (F + B),
-        "gpipe": rounds * (F + B),
-        "1f1b": rounds * (F + B),
-        "interleaved": rounds * (F + B) / num_chunks,
-        "zb-h1": rounds * (F + B - 2 * W),
-        "zb-h2": rounds * (F + B - 3 * W),
-        "zb-v": rounds * (B - 2 * W),
-        "dualpipe": (num_stages / 2 - 1) * (F + B + B - 3 * W),
+        "naive": rounds * num_microbatches * both,
+        "gpipe": rounds * both,
+        "1f1b": rounds * both,
+        "interleaved": rounds * both / num_chunks,
+        "zb-h1": rounds * (both - 2 * weight),
+        "zb-h2": rounds * (both - 3 * weight),
+        "zb-v": rounds * (backward - 2 * weight),
+        "dualpipe": (num_stages / 2 - 1) * (both + backward - 3 * weight),
     }[schedule]
 
 
 def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2):
-    """The most microbatches, each through all of a rank's layers, that the fullest rank holds."""
+    """Return how many microbatches, each through all of a rank's layers, the fullest rank holds."""
     p, m, v = num_stages, num_microbatches, num_chunks
     return {
         "naive": 1,
@@ -828,7 +851,7 @@ def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2):
 
 
 def pipeline_bytes(stage, num_stages, num_microbatches, microbatch_bytes):
-    """Bytes `stage`, a rank of one chunk, sends in a step: to the next and to the previous one."""
+    """Return the bytes that a rank of one chunk sends in a step, to both of its neighbours."""
     boundaries = (stage < num_stages - 1) + (stage > 0)
     return boundaries * num_microbatches * microbatch_bytes
 
@@ -865,7 +888,7 @@ def _demonstrate():
 
 
 def figures(name, num_stages, num_microbatches):
-    """A schedule, its timeline, and (claimed, simulated) bubble and peak, if F, I and W take 1."""
+    """Return a schedule, its timeline, (claimed, simulated) bubble, and peak, for F = I = W = 1."""
     schedule = SCHEDULES[name](num_stages, num_microbatches)
     parts = 2 if name in ("interleaved", "zb-v") else 1  # into which a rank's layers are cut
     timeline = simulate(schedule, 1 / parts, 2 / parts, weight=1 / parts)
@@ -901,7 +924,6 @@ def main():
     parser.add_argument("--schedule", choices=SCHEDULES)
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--trace", metavar="FILE", help="write the timeline for Perfetto")
     args = parser.parse_args()
     if args.schedule is None:
         _compare(args.stages, args.microbatches)
@@ -911,9 +933,6 @@ def main():
     except ValueError as error:
         parser.error(str(error))
     _show(*found)
-    if args.trace:
-        with open(args.trace, "w") as file:
-            json.dump({"traceEvents": trace_events(found[1])}, file)
 
 
 if __name__ == "__main__":

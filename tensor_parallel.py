@@ -1,33 +1,37 @@
-"""Tensor parallelism: every matrix is split over a group's ranks, which work on the same tokens.
+"""Tensor parallelism: every matrix is split over the ranks of a group, which share the same tokens.
 
-A linear layer can be split by its outputs (columns) or by its inputs (rows). Columns first and rows
-next need no communication in between, so a non-linearity, or attention over heads, fits there:
+A linear layer can be split by its outputs (columns) or by its inputs (rows). A column-parallel layer
+followed by a row-parallel one needs no communication in between, so a non-linearity, or attention
+over heads, fits there:
 
     X  --f-->  X A_r  -- GeLU -->  Y_r B_r  --g-->  Z = sum over r of Y_r B_r      A = [A_0 A_1]
                column-parallel      row-parallel                                   B = [B_0; B_1]
 
-    f   forward: identity      backward: all-reduce   X's gradient is a sum over the columns' owners
-    g   forward: all-reduce    backward: identity     Z is a sum over the rows' owners
+    f   forward: identity      backward: all-reduce   dX is a sum over the ranks' columns of A
+    g   forward: all-reduce    backward: identity     Z is a sum over the ranks' rows of B
 
-With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence, dim 0: then
-f is an all-gather, with a reduce-scatter as backward, and g the opposite.
+With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence, dim 0. Then f
+is an all-gather, whose backward is a reduce-scatter, and g is the reverse.
 
-A rank holds   1/t of every matrix and of the vocabulary (t ranks; P below, tp in errors), of their
-               gradients and optimizer states, of Y and the logits; all of norms, X and Z
+A rank holds   1/t of every matrix and of the vocabulary, of their gradients and optimizer states,
+               of Y and of the logits; all of the norms, X and Z. (t is the group's size: P below,
+               tp in error messages.)
 It sends       per transformer layer and microbatch 4 all-reduces, 2 f and 2 g, of b s h elements
-               (batch, sequence, width): 8 b s h (t-1)/t; embedding, head: one each; loss: those of
-               3 b s elements. With sequence parallelism 10 b s h (t-1)/t, as backward gathers X
-               again, and once a step gradients of norms and biases
-Overlap        in backward f runs beside the product for the weight (see _ParallelLinear, a list of
-               events); in forward there is none, as what follows needs what f and g bring
-PyTorch's      DTensor and parallelize_module() split the same matrices: a parameter knows the whole
-               there, and each operation finds out what to send. Here it is a plain tensor, a table
-               of its module, `shards`, says which part, and the layer says what it sends.
+               (batch, sequence, width): 8 b s h (t-1)/t. Embedding and head send one each, the loss
+               3 b s elements. With sequence parallelism a layer sends 10 b s h (t-1)/t, as backward
+               gathers X again, and once a step the gradients of norms and biases are summed
+Overlap        in backward f travels beside the product for the weight. With sequence parallelism
+               large products are cut into P parts: a part is computed while another one travels, in
+               forward, too. Otherwise forward overlaps nothing, since the next step needs f's or
+               g's result
+PyTorch's      DTensor and parallelize_module() split the same matrices. There a parameter knows the
+               whole, and each operation works out what to send. Here it is a plain tensor, its
+               module's table `shards` says which part it is, and the layer says what it sends
 
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism", 2019. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models", 2022 (sequence parallelism). Krizhevsky et al., "ImageNet Classification with Deep
-Convolutional Neural Networks", 2012 (the same idea, ten years before: alexnet()).
+Models", 2022 (sequence parallelism). Wang et al., "Overlap Communication with Dependent Computation
+via Decomposition in Large Deep Learning Models", 2023.
 
     torchrun --nproc-per-node 4 tensor_parallel.py    bytes, claimed and counted, and the error
 """
@@ -43,7 +47,7 @@ from torch.autograd.function import once_differentiable
 
 from collectives import (
     ReduceOp, all_gather_single, all_gather_to_group, all_reduce, all_reduce_bytes,
-    autocasted, copy_to_group, count_bytes, dist, gather_objects, rank_and_size,
+    autocasted, copy_to_group, count_bytes, dist, exchange, gather_objects, rank_and_size,
     reduce_from_group, reduce_scatter_single, reduce_scatter_to_group, run_ranks,
 )
 
@@ -51,164 +55,268 @@ from collectives import (
 
 
 def column_linear(x, weight, bias=None, group=None):
-    """Y_r = f(X) A_r + b_r: X is equal on every rank, Y_r is this rank's outputs."""
+    """Y_r = f(X) A_r + b_r: X is the same on every rank, Y_r is this rank's part of the outputs."""
     return F.linear(copy_to_group(x, group), weight, bias)
 
 
 def row_linear(x, weight, bias=None, group=None):
-    """Z = g(Y_r B_r) + b, from this rank's inputs Y_r. Added before g, b would count P times."""
+    """Z = g(Y_r B_r) + b: Y_r is this rank's part of the inputs. Added before g, b counts P times."""
     z = reduce_from_group(F.linear(x, weight), group)
     return z if bias is None else z + bias
 
 
-# ---- shards --------------------------------------------------------------------------------------
+class ColumnLinear(torch.autograd.Function):
+    """column_linear(), whose backward computes the weight's gradient while dx is being summed."""
+
+    @staticmethod
+    def forward(ctx, x, weight, group=None):
+        ctx.group = group
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dx = dy @ weight  # this rank's columns give one summand of dx
+        summing = all_reduce(dx, group=ctx.group, async_op=True)
+        dweight = dy.flatten(0, -2).t() @ x.flatten(0, -2)  # dx travels meanwhile
+        summing.wait()
+        return dx, dweight, None
+
+
+# ---- products beside messages --------------------------------------------------------------------
 #
-# A parameter is a plain tensor, this rank's part of the whole. Its module has a table, `shards`:
-# {name: Shard}, which says which part. Each rank has a copy of a parameter without a Shard.
+# With sequence parallelism a column-parallel product waits for all of X, and the sum that follows a
+# row-parallel product waits for all of it. So a large product is computed chunk by chunk, each while
+# another chunk travels between its owner and this rank. In both tables P = 4, with a row per step.
+#
+# Gather and multiply: multiply chunk (r - s) while chunk (r - s - 1) arrives from its owner.
+#
+#               rank 0            rank 1            rank 2            rank 3
+#     step 0    x0    x3 comes    x1    x0 comes    x2    x1 comes    x3    x2 comes
+#     step 1    x3    x2 comes    x0    x3 comes    x1    x0 comes    x2    x1 comes
+#     step 2    x2    x1 comes    x3    x2 comes    x0    x3 comes    x1    x0 comes
+#     step 3    x1                x2                x3                x0
+#
+# Multiply and scatter: multiply chunk (r + s + 1), and send it to its owner during the next product.
+# At the end each rank adds the P parts of its own chunk, which rounds 16-bit sums once.
+#
+#               rank 0            rank 1            rank 2            rank 3
+#     step 0    y1                y2                y3                y0
+#     step 1    y2    y1 goes     y3    y2 goes     y0    y3 goes     y1    y0 goes
+#     step 2    y3    y2 goes     y0    y3 goes     y1    y0 goes     y2    y1 goes
+#     step 3    y0    y3 goes     y1    y0 goes     y2    y1 goes     y3    y2 goes
+
+CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 24}  # a smaller message costs less than one step more
 
 
-@dataclass(frozen=True)
-class Shard:
-    """How a parameter is split over `group` along `dim`: each rank has a part of every block.
+def count_chunks(nbytes, device, split, group=None):
+    """Return how many chunks of this size travel: P, or 1 for all at once, or 0 if not split."""
+    is_large = nbytes >= CHUNK_BYTES[device.type]
+    return dist.get_world_size(group) if split and is_large else int(split)
 
-    blocks: the number of rows of each block. A fused matrix has one each for q, k and v.
 
-        whole, two blocks     0 1 2 3 | 4 5          of 4 and 2 rows
-        rank 0 of 2           0 1     | 4            runs() = [(0, 2), (4, 1)]
-        rank 1 of 2               2 3 |   5          runs() = [(2, 2), (5, 1)]
+def begin_gather(x, chunks, group=None, async_op=False):
+    """Begin to gather all ranks' x. Return an iterator of (number, chunk) that waits for each."""
+    rank, P = rank_and_size(group)
+    x = x.contiguous()
+    arrivals = [(rank if chunks else 0, x, None)]  # (number, chunk, its work)
+    if chunks == 1:
+        whole = x.new_empty(P * len(x), *x.shape[1:])
+        work = all_gather_single(whole, x, group=group, async_op=async_op)
+        arrivals = [(0, whole, work)]
+    for step in range(1, chunks):
+        target = (rank + step) % P
+        source = (rank - step) % P
+        arriving = torch.empty_like(x)
+        work = exchange([(x, target)], [(arriving, source)], group, async_op=True)
+        arrivals.append((source, arriving, work))
+    return _wait_for_each(arrivals)
+
+
+def _wait_for_each(arrivals):
+    for number, chunk, work in arrivals:
+        if work is not None:
+            work.wait()
+        yield number, chunk
+
+
+def begin_sum(x, weight, chunks, group=None, async_op=False):
+    """Begin to sum F.linear(x, weight) over the ranks. Return a function that waits for the sum.
+
+    The function returns this rank's chunk of the sum, or all of it if chunks is 0.
     """
+    rank, P = rank_and_size(group)
+    if chunks and len(x) % P:
+        raise ValueError(f"T={len(x)} is not divisible by tp={P}")
+    works = []
+    if chunks > 1:
+        inputs = x.chunk(P)
+        total = x.new_empty(P, *inputs[0].shape[:-1], len(weight))  # all ranks' parts of one chunk
+        for step in range(1, P):
+            target = (rank + step) % P
+            source = (rank - step) % P
+            part = torch.empty_like(total[rank])
+            _linear_into(part, inputs[target], weight)
+            messages = [(part, target)], [(total[source], source)]
+            works.append(exchange(*messages, group, async_op=True))
+        _linear_into(total[rank], inputs[rank], weight)
+    else:
+        total = y = F.linear(x, weight.to(x.dtype))
+        if chunks:
+            total = y.new_empty(len(y) // P, *y.shape[1:])
+            works.append(reduce_scatter_single(total, y, group=group, async_op=async_op))
+        else:
+            works.append(all_reduce(total, group=group, async_op=async_op))
 
-    dim: int
-    blocks: tuple
-    group: dist.ProcessGroup | None = None
+    def finish():
+        for work in works:
+            if work is not None:
+                work.wait()
+        return total.sum(0) if chunks > 1 else total
 
-    def runs(self):
-        """Return (first row in the whole, number of rows) of this rank's part of each block."""
-        rank, world_size = rank_and_size(self.group)
-        runs = []
-        begin = 0
-        for block in self.blocks:
-            low, high = rank * block // world_size, (rank + 1) * block // world_size
-            runs.append((begin + low, high - low))
-            begin += block
-        return runs
-
-    def cut(self, full):
-        """Return this rank's part of `full`."""
-        parts = [full.narrow(self.dim, begin, rows) for begin, rows in self.runs()]
-        return torch.cat(parts, self.dim)
+    return finish
 
 
-def set_shard(module, name, full, shard):
-    """Make this rank's part of `full` the module's parameter of this name.
+def _linear_into(output, x, weight, bias=None):
+    """output = F.linear(x, weight, bias)"""
+    operands = _rows(x), weight.to(x.dtype).t()
+    if bias is None:
+        torch.mm(*operands, out=_rows(output))
+    else:
+        torch.addmm(bias.to(x.dtype), *operands, out=_rows(output))
 
-    Every rank draws the same `full`, so initial weights depend on the seed and not on P.
-    """
-    setattr(module, name, nn.Parameter(shard.cut(full.detach())))
-    module.shards = getattr(module, "shards", {}) | {name: shard}
 
-
-def shards_of(model):
-    """Return {name: Shard} of the model's split parameters. Each rank has a copy of the others."""
-    return {
-        f"{path}.{name}" if path else name: shard
-        for path, module in model.named_modules()
-        for name, shard in getattr(module, "shards", {}).items()
-    }
+def _rows(x):
+    return x.reshape(-1, x.shape[-1])
 
 
 # ---- linear layers -------------------------------------------------------------------------------
 #
-# What a real layer adds: the communication of backward goes on beside the product for the weight;
-# with sequence parallelism a rank keeps its own part of X alone; and that product may come later.
+# What a real layer adds to the plain one: with sequence parallelism it keeps only this rank's chunk
+# of X and gathers the others again; and a pipeline may want the parameters' gradients later.
 
 
 class _ParallelLinear(torch.autograd.Function):
-    """forward: [all-gather x] -> x W^T + b -> [all-reduce or reduce-scatter y]
+    """y = x W^T + b, split by columns or by rows.
 
-    backward, by columns                    backward, by rows
-      (sp) begin to gather x again            (sp) all-gather y's gradient
-      x's gradient = y's @ W                  x's gradient = y's @ W
-      begin to reduce, or scatter, it         those of W and b, or put them off
-      (sp) wait for x
-      W's gradient = y's^T @ x, or put that off, and the gathering of x with it
-      b's gradient = the sum of y's, or put that off
-      wait for x's gradient
+                 by columns                              by rows
+      forward    gather x, multiply                      multiply, sum
+      backward   begin to gather x                       gather dy; with each of its chunks
+                 dx = dy @ W, begin to sum it                dx = dy @ W
+                 with each chunk of x: dW += dy^T @ x        dW += dy^T @ x
+                 db = the sum of dy's rows
+                 wait for dx
+
+    While the store `defer` is open, dW and db are left to it, and gathering x for them, too. Without
+    sequence parallelism nothing is gathered, and the sum is an all-reduce.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, column, split, group, defer):
-        ctx.column, ctx.split, ctx.group, ctx.defer = column, split, group, defer
-        # the parameters themselves: hooks and the store go by identity
-        ctx.gathers, ctx.parameters = column and split, (weight, bias)
+        P = dist.get_world_size(group)
+        sent = x.nbytes if column else _rows(x).shape[0] * len(weight) * x.itemsize // P
+        chunks = count_chunks(sent, x.device, split, group)
+        ctx.how = column, chunks, group, defer
+        ctx.parameters = weight, bias  # hooks and the store know a parameter by its identity
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        whole = all_gather_to_group(x, 0, group) if ctx.gathers else x
-        y = F.linear(whole, weight, bias)
-        return y if column else _reduce(y, split, group)[0]
+        if not column:
+            finish = begin_sum(x, weight, chunks, group)
+            return finish()
+        y = x.new_empty(P if chunks else 1, *x.shape[:-1], len(weight)).flatten(0, 1)
+        outputs = y.chunk(chunks or 1)
+        for number, chunk in begin_gather(x, chunks, group):
+            _linear_into(outputs[number], chunk, weight, bias)
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_y):
-        (x, weight), group, defer = ctx.saved_tensors, ctx.group, ctx.defer
-        put_off = defer is not None and defer.open
-        whole, gathering, grad_x, reducing = x, None, None, None
-        if ctx.split and not ctx.column:
-            grad_y = all_gather_to_group(grad_y, 0, group)
-        if ctx.gathers and ctx.needs_input_grad[1] and not put_off:
-            whole = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
-            gathering = all_gather_single(whole, x, group, async_op=True)
-        if ctx.needs_input_grad[0]:
-            grad_x = grad_y @ weight.to(grad_y.dtype)
-            if ctx.column:
-                grad_x, reducing = _reduce(grad_x, ctx.split, group, async_op=True)
-        if gathering:
-            gathering.wait()
-        rows = grad_y.reshape(-1, grad_y.shape[-1])
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        column, chunks, group, defer = ctx.how
+        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        is_open = defer is not None and defer.open
+        dx = dweight = dbias = gathered = finish = None
+        if column and wants_weight and not is_open:
+            gathered = begin_gather(x, chunks, group, async_op=True)
+        if column and wants_x:
+            finish = begin_sum(dy, weight.t(), chunks, group, async_op=True)
+        if not column and wants_x:
+            P = dist.get_world_size(group) if chunks else 1
+            dx = dy.new_empty(P, *dy.shape[:-1], weight.shape[1]).flatten(0, 1)
 
-        def weight_product():
-            inputs = all_gather_to_group(x, 0, group) if put_off and ctx.gathers else whole
-            inputs = inputs.reshape(-1, inputs.shape[-1])
-            parameter, adds = ctx.parameters[0], defer is not None and defer.adds
-            adds = adds and parameter.is_leaf and not parameter._backward_hooks
-            if adds and getattr(parameter.grad, "dtype", None) == rows.dtype:
-                parameter.grad.addmm_(rows.t(), inputs)  # autograd has nothing left to add
-                return None
-            return (rows.t() @ inputs).to(parameter.dtype)
+        def by_columns():
+            gradients = dy.chunk(chunks or 1)
+            for number, chunk in gathered or begin_gather(x, chunks, group):
+                yield gradients[number], chunk
 
-        bias_sum = lambda: rows.sum(0).to(ctx.parameters[1].dtype)
-        grads, gradients = [None, None], (weight_product, bias_sum)
-        for i, (parameter, gradient) in enumerate(zip(ctx.parameters, gradients)):
-            if ctx.needs_input_grad[1 + i]:
-                if put_off and not parameter._backward_hooks:
-                    defer.put(parameter, gradient)
-                else:
-                    grads[i] = gradient()
-        if reducing:
-            reducing.wait()
-        return grad_x, *grads, *4 * [None]
+        def by_rows():
+            for number, chunk in begin_gather(dy, chunks, group):
+                if wants_x:
+                    _linear_into(dx.chunk(chunks or 1)[number], chunk, weight.t())
+                yield chunk, x.chunk(chunks or 1)[number] if wants_weight else None
+
+        pairs = by_columns() if column else by_rows()
+        if not column and (is_open or not wants_weight):
+            pairs = list(pairs)  # dx is needed now, dW later or not at all
+        if wants_weight:
+            # sums over chunks are in fp32 at least; a single product has the dtype of x
+            dtype = torch.promote_types(x.dtype, torch.float32) if chunks > 1 else x.dtype
+            product = partial(_weight_gradient, ctx.parameters[0], pairs, dtype, defer)
+            dweight = _now_or_later(ctx.parameters[0], product, defer)
+        if wants_bias:
+            dbias = _now_or_later(ctx.parameters[1], lambda: _rows(dy).sum(0), defer)
+        if finish is not None:
+            dx = finish()
+        return dx, dweight, dbias, None, None, None, None
 
 
-def _reduce(y, split, group, async_op=False):
-    """The sum of every rank's y, or this rank's part of its dim 0; and the work to wait for."""
-    if not split:
-        return y, all_reduce(y, group=group, async_op=async_op)
-    output = y.new_empty(len(y) // dist.get_world_size(group), *y.shape[1:])
-    return output, reduce_scatter_single(output, y, group=group, async_op=async_op)
+def _now_or_later(parameter, gradient, defer):
+    """Return gradient(), or leave it to the open store and return None. A hook needs it now."""
+    if defer is not None and defer.open and not parameter._backward_hooks:
+        defer.put(parameter, gradient)
+        return None
+    return gradient()
+
+
+def _weight_gradient(parameter, pairs, dtype, defer):
+    """Return the sum of dy^T @ x over the pairs (dy, x). Or add it to .grad, and return None."""
+    total = None
+    if defer is not None and defer.adds and parameter.is_leaf and not parameter._backward_hooks:
+        total = parameter.grad  # autograd has nothing left to add
+    adds = total is not None
+    for dy, x in pairs:
+        total = _add_product(total, _rows(dy).t(), _rows(x), total.dtype if adds else dtype)
+    return None if adds else total
+
+
+def _add_product(total, a, b, dtype):
+    """Return a @ b in this dtype, added to the total if there is one.
+
+    In a wider dtype than that of a and b, a GPU does not round the product before; a CPU does.
+    """
+    if a.is_cuda and a.dtype != dtype:
+        if total is None:
+            return torch.mm(a, b, out_dtype=dtype)
+        return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+    if total is None:
+        return (a @ b).to(dtype)
+    return total.addmm_(a, b) if a.dtype == dtype else total.add_(a @ b)
 
 
 def parallel_linear(
     x, weight, bias=None, column=True, group=None, sequence_parallel=False, defer=None
 ):
-    """A linear layer of which this rank has some of the outputs (column) or of the inputs.
+    """A linear layer of which this rank has a part of the outputs (column) or of the inputs (row).
 
-    x: (..., in), weight: (out, in), this rank's part. column: as column_linear(), or else as
-        row_linear(), where a bias would be in every summand.
-    sequence_parallel: whether X and Z are split, too, along dim 0: by columns x is this rank's part
-        of what is gathered, by rows each rank gets a part of the sum.
-    defer: where a pipeline halves its backwards, its WeightGradStore (see pipeline.py). A backward
-        that finds it open computes the gradient of X, and puts a function there for the weight's;
-        one that finds `adds` true adds the weight's gradient to .grad itself. A weight with a hook
-        has its gradient at once.
+    x: (..., in), weight: (out, in), this rank's part. A row-parallel layer takes no bias here.
+    sequence_parallel: split X and Z along dim 0. A column-parallel layer gathers its x, this rank's
+        chunk, and a row-parallel one returns this rank's chunk of the sum.
+    defer: the WeightGradStore of a pipeline that halves its backwards (see pipeline.py). While it
+        is open, backward computes the gradient of x, and leaves those of the parameters to it as
+        functions. While it `adds`, the weight's gradient is added to .grad directly. A parameter
+        with a hook gets its gradient at once.
+
     Raises ValueError for a sequence that P does not divide.
     """
     x = autocasted(x)  # before it is kept and sent
@@ -454,6 +562,62 @@ class ShardedRandomState:
         self.module.set_rng_state(self.outside)
 
 
+# ---- shards --------------------------------------------------------------------------------------
+#
+# A parameter is a plain tensor, this rank's part of the whole. Its module has a table, `shards`:
+# {name: Shard}, which says which part. Each rank has a copy of a parameter without a Shard.
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a parameter is split over `group` along `dim`: each rank has a part of every block.
+
+    blocks: the number of rows of each block. A fused matrix has one each for q, k and v.
+
+        whole, two blocks     0 1 2 3 | 4 5          of 4 and 2 rows
+        rank 0 of 2           0 1     | 4            runs() = [(0, 2), (4, 1)]
+        rank 1 of 2               2 3 |   5          runs() = [(2, 2), (5, 1)]
+    """
+
+    dim: int
+    blocks: tuple
+    group: dist.ProcessGroup | None = None
+
+    def runs(self):
+        """Return (first row in the whole, number of rows) of this rank's part of each block."""
+        rank, world_size = rank_and_size(self.group)
+        runs = []
+        begin = 0
+        for block in self.blocks:
+            low, high = rank * block // world_size, (rank + 1) * block // world_size
+            runs.append((begin + low, high - low))
+            begin += block
+        return runs
+
+    def cut(self, full):
+        """Return this rank's part of `full`."""
+        parts = [full.narrow(self.dim, begin, rows) for begin, rows in self.runs()]
+        return torch.cat(parts, self.dim)
+
+
+def set_shard(module, name, full, shard):
+    """Make this rank's part of `full` the module's parameter of this name.
+
+    Every rank draws the same `full`, so initial weights depend on the seed and not on P.
+    """
+    setattr(module, name, nn.Parameter(shard.cut(full.detach())))
+    module.shards = getattr(module, "shards", {}) | {name: shard}
+
+
+def shards_of(model):
+    """Return {name: Shard} of the model's split parameters. Each rank has a copy of the others."""
+    return {
+        f"{path}.{name}" if path else name: shard
+        for path, module in model.named_modules()
+        for name, shard in getattr(module, "shards", {}).items()
+    }
+
+
 # ---- copies that each rank uses for tokens of its own --------------------------------------------
 #
 # With sequence parallelism a rank's gradient of a norm or a bias covers only its own tokens, and is
@@ -557,54 +721,6 @@ def views_in_whole(parameter, tensor, shard=None):
     return (*shape[:dim], total, *shape[dim + 1 :]), views
 
 
-# ---- 2012: AlexNet on two GPUs -------------------------------------------------------------------
-#
-# Each GPU has half of every layer's filters. Those of conv2, 4 and 5 read only the channels of
-# their own GPU, which costs nothing; conv3 and the dense layers read both. On one device a layer
-# that reads its own half is a convolution in two groups, and a norm is over a half's channels.
-#
-#               conv1    conv2    conv3    conv4    conv5    dense    dense    dense
-#     GPU 0   image-48 --- 128 -\ / 192 --- 192 --- 128 -\ / 2048 -\ / 2048 -\ / 500
-#                                X                        X         X         X
-#     GPU 1   image-48 --- 128 -/ \ 192 --- 192 --- 128 -/ \ 2048 -/ \ 2048 -/ \ 500
-
-
-class _Halved(nn.Module):
-    """A layer with this rank's filters. It reads all channels of x, or those of its own rank."""
-
-    def __init__(self, reads_all, group, layer):
-        super().__init__()
-        self.layer, self.reads_all, self.group = layer, reads_all, group
-        for name, full in list(layer.named_parameters()):
-            set_shard(layer, name, full, Shard(0, (len(full),), group))
-        layer.groups = 1  # those of another rank are not here
-
-    def forward(self, x):
-        return self.layer(all_gather_to_group(x, 1, self.group) if self.reads_all else x)
-
-
-def alexnet(filters=(96, 256, 384, 384, 256), dense=4096, classes=1000, group=None):
-    """AlexNet over the group's ranks, two in the paper: (B, 3, 224, 224) -> (B, classes / P).
-
-    Images are the same on every rank, logits those of its classes. Without the paper's dropout.
-    Weights are those of the layers on one device, for the same seed, cut. P divides each size.
-    """
-    _, P = rank_and_size(group)
-    own, both = partial(_Halved, False, group), partial(_Halved, True, group)
-    a, b, c, d, e = filters
-    relu, pool, norm = nn.ReLU(), nn.MaxPool2d(3, 2), nn.LocalResponseNorm(5, k=2.0)
-    return nn.Sequential(
-        *(own(nn.Conv2d(3, a, 11, 4, 2)), relu, norm, pool),
-        *(own(nn.Conv2d(a, b, 5, 1, 2, groups=P)), relu, norm, pool),
-        *(both(nn.Conv2d(b, c, 3, 1, 1)), relu),
-        *(own(nn.Conv2d(c, d, 3, 1, 1, groups=P)), relu),
-        *(own(nn.Conv2d(d, e, 3, 1, 1, groups=P)), relu, pool, nn.Flatten()),
-        *(both(nn.Linear(36 * e, dense)), relu),
-        *(both(nn.Linear(dense, dense)), relu),
-        both(nn.Linear(dense, classes)),
-    )
-
-
 # ---- cost ----------------------------------------------------------------------------------------
 
 
@@ -621,25 +737,26 @@ def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather
 
 def _demonstrate():
     rank, P = rank_and_size()
-    B, T, D = 8, 128, 64 * P
+    tokens = 1024
+    width = 64 * P
     torch.manual_seed(0)
-    full = [nn.Linear(*sizes, bias=False).double() for sizes in ((D, 4 * D), (4 * D, D))]
-    x = torch.randn(T, B, D, dtype=torch.float64)
-    full[1](F.gelu(full[0](x))).square().mean().backward()
+    up = nn.Linear(width, 4 * width, bias=False).double()
+    down = nn.Linear(4 * width, width, bias=False).double()
+    x = torch.randn(tokens, width, dtype=torch.float64)
+    down(F.gelu(up(x))).square().mean().backward()
 
-    column, row = ColumnParallelLinear(D, 4 * D, False), RowParallelLinear(4 * D, D, False)
-    own = lambda layer, whole: layer.shards["weight"].cut(whole.detach())
-    for layer, linear in zip((column, row), full):
-        layer.weight.data = own(layer, linear.weight)
+    column = ColumnParallelLinear(width, 4 * width, bias=False)
+    row = RowParallelLinear(4 * width, width, bias=False)
+    for layer, linear in (column, up), (row, down):
+        layer.weight.data = layer.shards["weight"].cut(linear.weight.data)
     with count_bytes() as traffic:
         y = row(F.gelu(column(x)))
     y.square().mean().backward()
-    pairs = zip((column, row), full)
-    errors = [layer.weight.grad - own(layer, linear.weight.grad) for layer, linear in pairs]
+    error = (column.weight.grad - column.shards["weight"].cut(up.weight.grad)).abs().max()
     if rank == 0:
-        claimed, error = all_reduce_bytes(B * T * D * 8, P), max(e.abs().max() for e in errors)
+        claimed = all_reduce_bytes(x.nbytes, P)
         print(f"{P} ranks, MLP forward: claimed {claimed} bytes, counted {traffic.bytes()}")
-        print(f"largest difference from one process's gradients: {error:.1e}\n")
+        print(f"largest difference from one process's gradient: {error:.1e}\n")
 
 
 if __name__ == "__main__":

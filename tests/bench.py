@@ -472,7 +472,8 @@ def bench_expert_parallel(arguments):
 
 SMALL_GPT = {"layers": 8, "hidden": 256, "heads": 4, "seq_len": 256, "batch_size": 8}
 LAYOUTS = {  # flags of both: those of two processes
-    "": [f"--dp 2 --zero {stage}" for stage in range(4)] + ["--tp 2", "--cp 2 --zero 0"],
+    "": [f"--dp 2 --zero {stage}" for stage in range(4)] + ["--tp 2", "--cp 2 --zero 0"]
+    + [f"--dp 2 --zero 0 --recompute {mode}" for mode in ("selective", "full")],
     "--batch-size 16": ["--pp 2 --microbatches 8"],
     "--experts 4 --moe-every 2": ["--dp 2 --ep 2 --zero 0"],
 }
@@ -513,7 +514,7 @@ def _time_layouts(flags, layouts, rounds):
 
 
 def bench_hybrid(arguments):
-    """Training steps of two processes on two cores, in fp32, beside one with one thread."""
+    """Steps of two processes in fp32, beside one process; recomputation beside none."""
     cases = {
         flags or "dense": (2, _time_layouts, flags, layouts, arguments.rounds)
         for flags, layouts in LAYOUTS.items()
@@ -521,7 +522,9 @@ def bench_hybrid(arguments):
     for case, times in measure(cases):
         one = times.pop("one process")
         for name, seconds in times.items():
-            arguments.report(f"{name}, {case}", seconds, "one process", one)
+            kept = name.split(" --recompute")[0]
+            beside = ("one process", one) if name == kept else ("all kept", times[kept])
+            arguments.report(f"{name}, {case}", seconds, *beside)
 
 
 # ---- GPUs ----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Count all claims anew: `python tests/claims.py` prints them, --write writes tests/RESULTS.md.
+"""Count all claims anew: `python tests/claims.py` prints RESULTS.md, --write writes its tables.
 
 Each row has a formula of the literature, its value by plain arithmetic, what four ranks counted,
 and the test that holds the claim for all sizes.
@@ -27,7 +27,7 @@ from ranks import least_bytes, run
 from sequence_parallel import allgather_attention, ring_attention, ulysses_attention
 from tensor_parallel import attention
 from transformer import TransformerLayer, norm_bytes, saved_bytes
-from zero import FullyShardedDataParallel, zero_memory
+from zero import FullyShardedDataParallel
 
 P = 4
 RESULTS = Path(__file__).resolve().parent / "RESULTS.md"
@@ -134,20 +134,20 @@ def rows():
     found, crossing, sbh = run(P, count)[0], (P - 1) / P, S * B * H
     n, D, scores = 1 << 20, 4 * 4 * 480 * 480, 5 * A * S / H
     kv, tokens = 2 * sbh // P, N * K * H
-    small, zero = n // 4, ("zero", "2_2_2_and_3")
+    small, zero, papers = n // 4, ("zero", "2_2_2_and_3"), ("collectives", "bytes_of_the_papers")
     gathered, ulysses = "allgather_attention", "ulysses_attention"
     held, kept = ("zero", "holds_16"), ("sequence_parallel", "bytes_of_the_paper")
     layer, context = ("tensor_parallel", "8_b_s_h"), ("context_parallel", "what_its_formula")
     table = [
         ("all-gather", "n(P-1)/P", n * crossing, "gather", "collectives", "bytes_of_the_formulas"),
-        ("ring all-reduce", "2n(P-1)/P", 2 * small * crossing, "ring", "collectives", "bytes_of_the_papers"),
-        ("recursive doubling", "n log2 P", small * 2, "doubling", "collectives", "bytes_of_the_papers"),
+        ("ring all-reduce", "2n(P-1)/P", 2 * small * crossing, "ring", *papers),
+        ("recursive doubling", "n log2 P", small * 2, "doubling", *papers),
         ("data parallelism", "2D(P-1)/P", 2 * D * crossing, "bytes 0", "ddp", "around_the_ring"),
         ("ZeRO-1", "2D(P-1)/P", 2 * D * crossing, "bytes 1", *zero),
         ("ZeRO-2", "2D(P-1)/P", 2 * D * crossing, "bytes 2", *zero),
         ("ZeRO-3", "3D(P-1)/P", 3 * D * crossing, "bytes 3", *zero),
         ("HSDP, 2 shards x 2 copies", "3D/2 + 2(D/2)/2", 2 * D, "bytes hsdp", "zero", "across"),
-        ("bytes held per parameter", "4 + 4 + 8", 16, "held 0", *held),
+        ("bytes held per fp32 parameter", "4 + 4 + 8", 16, "held 0", *held),
         ("by ZeRO-1", "4 + 4 + 8/P", 10, "held 1", *held),
         ("by ZeRO-2", "4 + (4 + 8)/P", 7, "held 2", *held),
         ("by ZeRO-3", "(4 + 4 + 8)/P", 4, "held 3", *held),
@@ -239,31 +239,6 @@ def published():
     return "\n".join(lines) + "\n"
 
 
-def figures():
-    """Return {name: number} of the sentences in TEXT."""
-    rows = [row.split("|")[1:3] for row in PUBLISHED]
-    fsdp, hsdp = (given for given, _ in rows[-2:])
-    rates = [answer(" ".join(row))[2] for row in rows[-3:]]
-    twice = [answer(f"{given} --batch-size 7680")[2] for given in (fsdp, hsdp)]
-    kimi = next(given for given, _ in rows if "kimi" in given)
-    _, plan_of_kimi, _ = answer(f"{kimi} --gpus 2048 --batch-size 4096")
-    try:
-        answer(f"{kimi} --gpus 256 --batch-size 4096")
-    except ValueError as error:
-        refusal = error
-    _, kept, _ = answer(f"{rows[3][0]} --zero 2 --recompute none --microbatches 32 --gpu b200")
-    pause = 54 * 24 * 3600 / 419  # seconds: Llama 3's unexpected interruptions
-    return {
-        "own": ", ".join(f"{7.5 * zero_memory(stage, 64):.3g}" for stage in range(4)),
-        "most": ", ".join(f"{80 / zero_memory(stage, 8, 2, 2, 8):.3g}" for stage in range(4)),
-        "seven": 7 * zero_memory(0, 1), "kept": kept.held / 1e9, "refusal": refusal,
-        "state": (plan_of_kimi.held - plan_of_kimi.memory["activations"]) / 1e9,
-        "lost": 1 - rates[1] / rates[0], "won": rates[2] / rates[1] - 1,
-        "fast": rates[2] / 5400, "again": twice[1] / twice[0] - 1,
-        "hours": pause / 3600, "minutes": plan.checkpoint_interval(60, pause) / 60,
-    }
-
-
 def claims():
     """Return the table of rows(), in Markdown."""
     lines = ["| claim, for 4 ranks | formula | value | counted | test |", "|---|---|---|---|---|"]
@@ -290,73 +265,17 @@ def timelines():
         drawing = draw(SCHEDULES[name](P, m)).splitlines()
         lines += [f"    {line}" for line in [f"{name}, {m} microbatches", *drawing]]
         lines.append("")
-    return "\n".join(lines)
-
-
-TEXT = """# Results
-
-This file is written by `python tests/claims.py --write`; tests/test_readme.py compares the two.
-
-## Claims
-
-All rows are for P = 4 ranks. They count the bytes that one rank sends or holds in one operation,
-one training step, or one layer, forward and backward (attention and experts: forward alone). A
-tensor has n bytes, all gradients have D; a layer has batch b, sequence s, width h and a heads; each
-of N tokens uses k experts. The named test holds a claim for all sizes.
-
-{claims}
-With 16-bit parameters and gradients and 12 bytes of optimizer state, a model of 7B parameters takes
-{seven:.0f} GB. On 64 GPUs one of 7.5B takes {own} GB per GPU under stages 0 to 3 of ZeRO
-(Rajbhandari et al., 2020). With 16-bit moments, 12 bytes in all, 8 GPUs of 80 GB hold models of at
-most {most}B parameters.
-
-The 419 interruptions of Llama 3 in 54 days on 16,384 GPUs are one in {hours:.1f} hours. A checkpoint
-that takes one minute is then best written every {minutes:.0f} minutes (Young, 1974).
-
-## Schedules
-
-F = 1 and B = 2, of which W = 1 is for the weights; m = 8 microbatches, v = 2 chunks per rank. The
-bubble is a rank's idle time; activations count the microbatches that the fullest rank holds.
-
-{schedules}
-The bubble of `gpipe` and `1f1b` is (P-1)/m of the ideal time m(F+B), and (P-1)/(m+P-1) of the whole
-step: with m = 4P microbatches, less than a fifth.
-
-{timelines}
-## Published layouts
-
-Each row is a layout that its source published, in flags of `tests/plan.py --model`; the flags in
-"filled in" were not published. An axis that a source does not use has degree 1. The planner chooses
-what is left open. TFLOP/s and tokens/s are per GPU. TFLOP/s are counted as the source does: those of
-2021 include what is recomputed, the others only the half of attention that a causal mask leaves.
-
-{published}
-Sources: Narayanan et al., 2021, table 1; the technical reports of Llama 3 (table 4), DeepSeek-V3,
-Kimi K2, GLM-5, Gemma 2 and Solar Open; NVIDIA's page on mixtures of experts in Megatron Core 0.8.
-
-- Llama 3 recomputed nothing on 8,192 GPUs. By these formulas that takes {kept:.0f} GB, and the
-  planner leaves 6 of a GPU's 86 GB to CUDA and NCCL. So it recomputes, and predicts too little.
-- DeepSeek-V3 took 180,000 GPU hours for 10^12 tokens, in FP8. The planner knows bf16 alone.
-- Kimi K2 runs on any multiple of 256 GPUs. The report gives about 30 GB of state per GPU, the
-  planner {state:.0f} on 2,048 GPUs. On 256 it finds that {refusal} GB;
-  there the report moves optimizer state to host memory.
-- Of GLM-5 only the methods are known here: the row says that such a layout is possible.
-- NVIDIA's page gives Mixtral tp 4 and ep 2, and tp cuts each expert, too. Here experts stay whole,
-  and the same 8 ranks divide them by `--ep 8`.
-- Gemma 2's report gives 768-way data and 8-way model parallelism, sharded as by ZeRO-3; a lecture
-  gives tp 2. The planner's step is far too slow: each message costs the host 60 us, and a ring of
-  768 ranks sends 767 in a row. A TPU's torus has no such cost.
-- Solar Open lost 22% of its speed from 16 to 60 nodes, and won 27% back with HSDP, whose 6 copies
-  are each sharded over 10 nodes. The planner loses {lost:.0%} and wins {won:.0%}, but is {fast:.1f} times as
-  fast: it prices the products of small experts like large ones. Its batch is a guess, and with
-  twice the batch HSDP wins {again:.0%}.
-"""
+    return "\n".join(["", *lines])
 
 
 def text():
-    """Return the file's text."""
-    parts = claims, schedules, timelines, published
-    return TEXT.format(**figures(), **{part.__name__: part() for part in parts})
+    """Return RESULTS.md with its tables, which stand between comments, made anew."""
+    found = RESULTS.read_text()
+    for part in claims, schedules, timelines, published:
+        before, after = found.split(f"<!-- {part.__name__} -->\n")
+        _, after = after.split("<!-- end -->\n", 1)
+        found = f"{before}<!-- {part.__name__} -->\n{part()}<!-- end -->\n{after}"
+    return found
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     library = build(folder)                          the pretended device of fake_cuda.cpp, compiled
     count(library, [(world_size, rank, flags), ...])   the Counts of a step each, in a new process
+    run(library, command)                            a Python command that has the device
 
 The tensors are fake: they have shapes, and no memory. So a rank of a model of any size runs in any
 process, on a device with CUDA's branches, autograd's own thread for it, and a group called "nccl"
@@ -20,7 +21,7 @@ import sys
 import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
@@ -37,9 +38,9 @@ def load(library):
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
 
 
-if __name__ == "__main__":
-    load(sys.argv[1])
-    sys.path.insert(0, str(PROJECT))
+if "FAKE_CUDA" in os.environ:  # run() started this process
+    load(os.environ["FAKE_CUDA"])
+sys.path[:0] = [str(PROJECT), str(TESTS)]
 
 import torch
 import torch.distributed as dist
@@ -86,16 +87,21 @@ class Counts:
 
 def count(library, jobs, processes=2):
     """The Counts of each (world_size, rank, flags of hybrid.py)."""
-    command = [sys.executable, str(TESTS / "fake_cuda.py"), str(library)]
-    options = {"timeout": 600, "env": os.environ | {"OMP_NUM_THREADS": "1"}, "check": True}
+    options = {"timeout": 600, "stdout": subprocess.PIPE, "check": True}
 
     def of(part):
-        done = subprocess.run(command, input=pickle.dumps(part), stdout=subprocess.PIPE, **options)
+        done = run(library, [str(TESTS / "fake_cuda.py")], input=pickle.dumps(part), **options)
         return [Counts(**fields) for fields in pickle.loads(done.stdout)]
 
     with ThreadPoolExecutor(processes) as pool:
         found = list(pool.map(of, [jobs[i::processes] for i in range(processes)]))
     return [found[i % processes][i // processes] for i in range(len(jobs))]
+
+
+def run(library, command, **options):
+    """Run a Python command in a process whose torch has the device; returns a CompletedProcess."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "FAKE_CUDA": str(library)}
+    return subprocess.run([sys.executable, *command], env=environment, **options)
 
 
 # ---- in the process with the device --------------------------------------------------------------
@@ -136,7 +142,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         options = options or {}
         given = [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
-        device = any(map(_is_on_device, given))
+        device = any(map(is_on_device, given))
         if device:
             self.watch_host(function, arguments, options)
         if function is aten._local_scalar_dense.default:
@@ -167,7 +173,7 @@ class Watch(TorchDispatchMode):
         self.counts.synchronisations[f"{what} {place()}"] += 1
 
     def note_copy(self, source, target, options):
-        leaves, arrives = _is_on_device(source), _is_on_device(target)
+        leaves, arrives = is_on_device(source), is_on_device(target)
         if leaves != arrives:
             self.counts.copies[f"{'from' if leaves else 'to'} device {place()}"] += 1
             if leaves and not options.get("non_blocking"):
@@ -195,6 +201,12 @@ class Watch(TorchDispatchMode):
         nest = lambda rest: [nest(rest[1:]) for _ in range(rest[0])] if rest else number
         return nest(shape)
 
+    def streams(self):
+        """What takes the place of torch.cuda's: all has happened as soon as it is launched."""
+        wait = lambda *_: self.note_wait("synchronize")
+        stream = type("Stream", (Stream,), {"synchronize": wait})
+        return {"Stream": stream, "Event": stream, "current_stream": stream}
+
     def post(self, group, sends, receives):
         """In place of collectives.post_batch()."""
         counts, where = self.counts, place()
@@ -211,9 +223,10 @@ class Watch(TorchDispatchMode):
         return Stream()  # done, too
 
 
-def _is_on_device(tensor):
-    """Without asking the tensor, which would dispatch."""
-    return (getattr(tensor, "fake_device", None) or tensor.device).type == "cuda"
+def is_on_device(x):
+    """Whether x is a tensor on the device, without asking it, which would dispatch."""
+    device = getattr(x, "fake_device", None) or getattr(x, "device", None)
+    return isinstance(x, torch.Tensor) and device.type == "cuda"
 
 
 def _address(tensor):
@@ -236,16 +249,19 @@ def _apply(module, function, recurse=True):
     return module
 
 
+def _attention(q, k, v, dropout_p, is_causal, enable_gqa):
+    """F.scaled_dot_product_attention(), which would find no fused kernel for this device."""
+    return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+
+
 def _patches(watch):
     """What stands for CUDA and for the other ranks."""
     cuda, ignore = torch.cuda, lambda *_, **__: None
-    wait = lambda *_: watch.note_wait("synchronize")
-    stream = type("Stream", (Stream,), {"synchronize": wait})
     yield patch.object(cuda.amp.common, "amp_definitely_not_available", lambda: False)
     yield patch.object(cuda, "is_bf16_supported", lambda *_, **__: True)
     yield as_on_nccl(watch.post, "cuda:nccl")
-    yield patch.multiple(cuda, Stream=stream, Event=stream, current_stream=stream)
-    yield patch.object(cuda, "synchronize", wait)
+    yield patch.multiple(cuda, **watch.streams())
+    yield patch.object(cuda, "synchronize", lambda *_: watch.note_wait("synchronize"))
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "max_memory_allocated"):
         yield patch.object(cuda, name, ignore)
     yield patch.object(torch.random, "fork_rng", lambda *_, **__: nullcontext())
@@ -253,18 +269,33 @@ def _patches(watch):
     yield patch.object(torch.nn.Module, "_apply", _apply)
     yield patch.object(FakeTensor, "tolist", lambda tensor: watch.tolist(tensor))
     yield patch.object(FakeTensor, "data_ptr", _address)
+    yield patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention)
     yield patch.object(dist, "get_backend", lambda group=None: "nccl")
     alike = lambda value, group=None: [value] * dist.get_world_size(group)
     for module in (collectives, pipeline, tensor_parallel):
         yield patch.object(module, "gather_objects", alike)
 
 
-def _hybrid_step(args, device):
+@contextmanager
+def pretended(watch, rank, world_size):
+    """Inside, this process is that rank of a world, and `watch` has all that reaches its device."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    with ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        for patched in _patches(watch):
+            stack.enter_context(patched)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(watch)
+        yield
+
+
+def hybrid_step(args, device):
+    """hybrid's Trainer, and a function that takes one step of it."""
     with patch.object(hybrid, "barrier"), unset_fake_temporarily():  # a group's is a real tensor
         mesh = hybrid.make_mesh(args)
     trainer = hybrid.Trainer(args, mesh, device)
     tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
-    return lambda: trainer.step(tokens, tokens)
+    return trainer, lambda: trainer.step(tokens, tokens)
 
 
 def _zero_step(stage, device, D=1024):
@@ -289,18 +320,12 @@ def count_step(world_size, rank, what):
 
     what: flags of hybrid.py, or "zero 1", "zero 2" or "zero 3".
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    with ExitStack() as stack:
-        stack.callback(dist.destroy_process_group)
-        stage = int(what[5:]) if what.startswith("zero ") else None
-        per_node = world_size // 2 if "--topk-nodes" in what else None
-        args = hybrid.parse([] if stage else what.split(), world_size, per_node)
-        watch, device = Watch(args), torch.device("cuda", 0)
-        for patched in _patches(watch):
-            stack.enter_context(patched)
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(watch)
-        step = _zero_step(stage, device) if stage else _hybrid_step(args, device)
+    stage = int(what[5:]) if what.startswith("zero ") else None
+    per_node = world_size // 2 if "--topk-nodes" in what else None
+    args = hybrid.parse([] if stage else what.split(), world_size, per_node)
+    watch, device = Watch(args), torch.device("cuda", 0)
+    with pretended(watch, rank, world_size):
+        step = _zero_step(stage, device) if stage else hybrid_step(args, device)[1]
         step()
         watch.counts = Counts()
         step()
@@ -315,7 +340,7 @@ def _attempt(*job):
         return vars(Counts(error=traceback.format_exc()))
 
 
-def _settle():
+def settle():
     """Wait for autograd's thread, which lets go of a backward's modes only after that has returned.
 
     It takes Python's lock for it, and an interpreter that is ending meanwhile is aborted (PyTorch's
@@ -331,4 +356,4 @@ def _settle():
 if __name__ == "__main__":
     found = [_attempt(*job) for job in pickle.load(sys.stdin.buffer)]
     pickle.dump(found, sys.stdout.buffer)
-    _settle()
+    settle()

@@ -7,7 +7,9 @@
     with as_alone(): ...            and messages nowhere: other ranks have what this one has
 """
 
+import copy
 import sys
+import weakref
 from collections import Counter
 from contextlib import ExitStack, contextmanager, nullcontext
 from unittest.mock import patch
@@ -87,7 +89,12 @@ def as_on_nccl(post_batch=post_over_gloo, config="cpu:nccl,meta:nccl"):
 
     config: the carriers of every group, as get_backend_config() has them.
     """
+    known = weakref.WeakKeyDictionary()  # other carriers: new queues
+    for group, members in collectives._MEMBERSHIPS.items():
+        known[group] = copy.copy(members)
+        known[group].queues = {}
     with (
+        patch.object(collectives, "_MEMBERSHIPS", known),
         patch.object(dist, "get_backend_config", lambda group=None: config),
         patch.object(collectives, "post_batch", post_batch),
         patch.multiple(torch.cuda, Stream=Stream, Event=Stream, current_stream=Stream),

@@ -450,18 +450,6 @@ def pipelines_of(args, piece):
                     yield piece._replace(schedule=name, chunks=v)
 
 
-# ---- how often to save ---------------------------------------------------------------------------
-
-
-def checkpoint_interval(seconds_to_save, seconds_between_failures):
-    """Return the seconds between checkpoints that lose least time, sqrt(2 x save x failures).
-
-    A short interval spends time on saving; a long one repeats, after a failure, half of it on
-    average. Young, "A first order approximation to the optimum checkpoint interval", 1974.
-    """
-    return math.sqrt(2 * seconds_to_save * seconds_between_failures)
-
-
 # ---- the command ---------------------------------------------------------------------------------
 
 

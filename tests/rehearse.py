@@ -1,20 +1,21 @@
-"""What does one rank of any world hold at most, and what does it send in a step? Counted.
+"""Count what one rank of any layout holds at most, and what it sends in a step, on one machine.
 
     python tests/rehearse.py --gpus 16384 --rank 0 --model llama3-405b --tp 8 --pp 16 --dtype bf16
 
-The Trainer of hybrid.py takes a step as that rank, in one process: tensors have shapes and no
-memory, messages go nowhere, other ranks are taken to have what this one has, and experts even
-loads. A node has 8 GPUs. "tp+ep" is of groups that have the same ranks. A batch of messages costs
-the host some 60 us. Beside what is counted stands a formula, where a paper has one:
+The Trainer of hybrid.py takes a step as that rank, in one process. Tensors have shapes but no
+memory, and messages go nowhere; the other ranks are assumed to have the same values, and the
+experts even loads. A node has 8 GPUs. "tp+ep" stands for groups that have the same ranks. A batch
+of messages costs the host some 60 us. The formula of a paper, if there is one, stands beside the
+count:
 
-    parameters    between steps                                    ZeRO, Rajbhandari et al., 2020
-    gradients     most at once, of whole ones or of shards         ZeRO, of 32 bits
-    optimizer     its state, and with bf16 the 32-bit weights      ZeRO
-    activations   most at once of all else: what ZeRO-3 gathers, what messages need
-    all at once   at the step's peak, which need not be that of gradients or activations
+    parameters    held between steps                               ZeRO, Rajbhandari et al., 2020
+    gradients     the peak, whole or in shards                     ZeRO, in 32 bits
+    optimizer     its state and, for bf16, the 32-bit weights      ZeRO
+    activations   the peak of all else, with what ZeRO-3 gathers and what messages need
+    all at once   the step's peak, at which gradients or activations may be below their own
     tp, MB sent   8 b s h (t-1)/t elements a layer, --sp: 10       Megatron-LM, Shoeybi et al., 2019
-    pp, MB sent   activations, not sums of copied parameters       Narayanan et al., 2021
-    dp, MB sent   without what --replicate adds                    ZeRO
+    pp, MB sent   activations; sums of tied weights are extra      Narayanan et al., 2021
+    dp, MB sent   scatters, gathers, and sums over --replicate     ZeRO; HSDP, Zhao et al., 2023
 """
 
 import math
@@ -48,9 +49,9 @@ PER_NODE = 8
 
 
 class Watch(TorchDispatchMode):
-    """Logs memory that tensors made inside have, or would have, and counts what observe() tells.
+    """Log the memory of all tensors made inside, and count the messages that observe() reports.
 
-    log: (a storage's record, its bytes from now on). sent: {axis: {what: number}}.
+    log: (a storage's record, its bytes from then on). sent: {axis: {what: number}}.
     """
 
     def __init__(self):
@@ -61,7 +62,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         options = options or {}
         if options.get("device") == torch.device("meta"):
-            options = options | {"device": "cpu"}  # has no memory here, either
+            options = options | {"device": "cpu"}  # a fake tensor takes no memory there, either
         result = function(*arguments, **options)
         results = result if isinstance(result, (tuple, list)) else [result]
         for tensor in filter(torch.is_tensor, results):
@@ -69,14 +70,14 @@ class Watch(TorchDispatchMode):
         return result
 
     def hold(self, storage, nbytes):
-        key = storage._cdata  # Private: stands for an address
+        key = storage._cdata  # a private number, which serves as an address
         if key not in self.records:
             self.records[key] = SimpleNamespace(kind="others", nbytes=0)
             weakref.finalize(storage, lambda: self.log.append((self.records.pop(key), 0)))
         self.log.append((self.records[key], nbytes))
 
     def mark(self, tensors, kind):
-        """Say of which kind their storages are, and have been."""
+        """Set the kind of the tensors' storages, from the beginning of the log on."""
         for tensor in filter(torch.is_tensor, tensors):
             self.records[tensor.untyped_storage()._cdata].kind = kind
 
@@ -86,7 +87,7 @@ class Watch(TorchDispatchMode):
             return
         counted = self.sent[axis]
         if axis == "dp" and "reduce" in operation.name and operation not in self.begun:
-            self.begun.add(operation)  # its later messages may be of scratch memory
+            self.begun.add(operation)  # later messages may be sent from scratch memory
             self.mark((tensor for tensor, _ in sends), "gradients")
         counted["batches"] += 1
         for tensor, peer in sends:
@@ -97,12 +98,12 @@ class Watch(TorchDispatchMode):
 
 @contextmanager
 def stand_ins(watch, args, rank):
-    """For what is not there: a tensor's values, address and memory, and other ranks."""
+    """Stand in for the values, addresses and memory of tensors, and for the other ranks."""
     tokens = args.batch_size // args.dp // args.microbatches * args.seq_len // args.cp // args.tp
     across = [min(args.topk_nodes, args.top_k)] if args.ep_nodes > 1 else []
     rows, slices_of = cycle([*across, args.top_k]), hybrid.slices_of  # of each token
 
-    def tolist(tensor):  # how many rows go to each rank's experts; others are floats
+    def tolist(tensor):  # an int tensor counts the rows for each rank's experts
         is_float, parts = tensor.is_floating_point(), math.prod(tensor.shape[1:])
         return np.full(tensor.shape, 0 if is_float else tokens * next(rows) // parts).tolist()
 
@@ -112,7 +113,7 @@ def stand_ins(watch, args, rank):
 
     own = lambda *of: {name: row[(row == rank).any(1)] for name, row in slices_of(*of).items()}
     address = lambda t: (t.untyped_storage()._cdata << 40) + t.storage_offset() * t.itemsize
-    fused = lambda q, k, v, dropout: attention(q, k, v)  # without dropout, which a CPU's has not
+    fused = lambda q, k, v, dropout: attention(q, k, v)  # a CPU's kernel has no dropout
     with (
         as_alone(),
         patch.multiple(FakeTensor, tolist=tolist, item=lambda t: 0, data_ptr=address),
@@ -124,7 +125,7 @@ def stand_ins(watch, args, rank):
 
 
 def rehearse(args, rank):
-    """(the Trainer after a step as this rank, {kind: bytes held}, {axis: {what: number}})."""
+    """Take a step as this rank; return the Trainer, {kind: bytes} and {axis: {what: number}}."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
     watch = Watch()
     with stand_ins(watch, args, rank):
@@ -139,7 +140,7 @@ def rehearse(args, rank):
 
 
 def most_memory(trainer, watch, built):
-    """{kind: bytes} at most, in the step that is the log from there on."""
+    """Return {kind: peak bytes} of the step whose log begins at index `built`."""
     weights, states = trainer.dense + trainer.experts, trainer.optimizer.state.values()
     watch.mark((weight.grad for weight in weights), "gradients")
     watch.mark((value for state in states for value in state.values()), "optimizer")
@@ -149,7 +150,7 @@ def most_memory(trainer, watch, built):
         parameters = now["others"] if moment <= built else parameters
         now[record.kind] += nbytes - record.nbytes
         record.nbytes = nbytes
-        now["total"] = now["gradients"] + now["others"]  # optimizer: only the first step makes it
+        now["total"] = now["gradients"] + now["others"]  # the first step makes the optimizer state
         most |= now if moment >= built else {}
     held = {"parameters": parameters, "gradients": most["gradients"]}
     held |= {"optimizer": most["optimizer"], "activations": most["others"] - parameters}
@@ -157,19 +158,23 @@ def most_memory(trainer, watch, built):
 
 
 def formulas(trainer):
-    """{kind, or axis: bytes that the rank holds, or sends in a step}, by the papers."""
+    """Return {kind or axis: bytes that the rank holds, or sends in a step}, by the papers."""
     args, mesh = trainer.args, trainer.mesh
     itemsize, state = (2, 12) if args.dtype == "bf16" else (4, 8)
     halves, t, found = 1 + trainer.replicated, args.tp, Counter()
     sums, gathers = zero_rounds(args.zero, args.microbatches // halves)
     in_all = 4 * sums + gathers * (itemsize if args.zero else 4)
-    groups = (trainer.dense, mesh.shard_group), (trainer.experts, mesh.expert_shard_group)
-    for parameters, shards in groups:
-        number, P = sum(math.prod(part_of(p)[0]) for p in parameters), dist.get_world_size(shards)
+    groups = [
+        (trainer.dense, mesh.shard_group, mesh.replicate_group),
+        (trainer.experts, mesh.expert_shard_group, mesh.expert_replicate_group),
+    ]
+    for parameters, shards, copies in groups:
+        number = sum(math.prod(part_of(p)[0]) for p in parameters)
+        P, R = dist.get_world_size(shards), dist.get_world_size(copies)
         found["parameters"] += number * zero_memory(args.zero, P, itemsize, 0, 0)
         found["gradients"] += number * zero_memory(args.zero, P, 0, 4, 0)
         found["optimizer"] += number * zero_memory(args.zero, P, 0, 0, state)
-        found["dp"] += number * in_all * (P - 1) / P
+        found["dp"] += number * (in_all * (P - 1) / P + 4 * sums / P * 2 * (R - 1) / R)
     bsh = args.batch_size // args.dp * args.seq_len // args.cp * args.hidden * itemsize // halves
     layers = 0 if args.experts else sum(len(chunk.transformer["h"]) for chunk in trainer.chunks)
     found["tp"] = layers * (10 if args.sp else 8) * bsh * (t - 1) / t
@@ -179,12 +184,12 @@ def formulas(trainer):
 
 
 def parse(argv):
-    """(the flags of hybrid.py, completed; the rank). Raises ValueError, one line."""
+    """Return the flags of hybrid.py, completed, and the rank. Raises ValueError."""
     parser = hybrid.Parser()
     parser.prog, parser.description = Path(__file__).name, __doc__.splitlines()[0]
     parser.add_argument("--gpus", type=hybrid.at_least(1), default=1, help=f"{PER_NODE} on a node")
-    parser.add_argument("--rank", type=hybrid.at_least(0), default=0, help="which of them")
-    parser.add_argument("--model", choices=MODELS, help="of the literature, but for flags given")
+    parser.add_argument("--rank", type=hybrid.at_least(0), default=0, help="which of these GPUs")
+    parser.add_argument("--model", choices=MODELS, help="its sizes, where no flag gives them")
     given, usual = vars(parser.parse_args(argv)), vars(hybrid.GPTConfig())
     gpus, rank, model = (given.pop(name) for name in ("gpus", "rank", "model"))
     if rank >= gpus:
@@ -195,7 +200,7 @@ def parse(argv):
 
 
 def main(argv=None):
-    """Print what a rank holds and sends. Returns the exit status."""
+    """Print what a rank holds and sends, and return the exit status."""
     try:
         args, rank = parse(sys.argv[1:] if argv is None else argv)
     except ValueError as error:

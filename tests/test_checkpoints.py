@@ -47,7 +47,7 @@ def _train(flags, folder, dtype=torch.float64, prepare=lambda _: None):
     data = hybrid.Data(*np.random.default_rng(1).integers(0, V, (2, 500)), is_text=False)
     prepare(trainer)
     with redirect_stdout(io.StringIO()):
-        hybrid.go_on(trainer, folder)
+        hybrid.resume(trainer, folder)
     if trainer.steps_done:
         hybrid.save(trainer, folder / "again")
     for step in range(trainer.steps_done, args.steps):
@@ -87,7 +87,7 @@ def test_a_rank_whose_shards_are_padding_saves_and_goes_on(tmp_path):
     tokens = torch.arange(BATCH * 8).view(BATCH, 8)[trainer.own_rows()] % 16
     trainer.step(tokens, tokens)
     hybrid.save(trainer, tmp_path)
-    hybrid.go_on(other, tmp_path)
+    hybrid.resume(other, tmp_path)
     assert trainer.step(tokens, tokens) == other.step(tokens, tokens)
 
 
@@ -219,7 +219,7 @@ def test_a_full_disk_ends_all_ranks_with_a_line_and_the_checkpoint_before_is_int
     assert ended == other and status == 1 and "\n" not in line
     assert line.startswith(f"--checkpoint {folder / 'step_00000004'}: rank 1: ")
     assert [name for name in _complete(folder) if "partial" not in name] == ["step_00000002"]
-    assert run(2, _end, flags, folder)[0] is None  # it goes on from that
+    assert run(2, _end, flags, folder)[0] is None  # it resumes from that
     assert _complete(folder) == ["step_00000002", "step_00000004"]
 
 
@@ -288,7 +288,7 @@ def _kill_ranks(process, at_steps, generator):
     """
     killed = None
     for line in process.stdout:
-        begins = re.match(r"goes on from .*/step_(\d+)|step +(1) ", line)
+        begins = re.match(r"resumes from .*/step_(\d+)|step +(1) ", line)
         if killed is not None and begins:
             yield killed, int(begins[1] or 0)
             killed = None

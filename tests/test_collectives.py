@@ -431,9 +431,11 @@ def test_2048_ranks_scatter_and_gather_in_twice_log2_of_them_batches(one_of, ran
 
 @contextmanager
 def _fake_streams():
-    """torch.cuda's current stream, and the one that is made, whose events are passed when told."""
+    """The current stream, the one that is made, and their events, which are passed when told."""
     current, made, events = Mock(), Mock(), []
-    made.record_event = lambda: events.append(Mock(**{"query.return_value": False})) or events[-1]
+    not_yet = {"query.return_value": False}
+    for stream in (current, made):
+        stream.record_event = lambda: events.append(Mock(**not_yet)) or events[-1]
     make = Mock(return_value=made)
     streams = patch.multiple(torch.cuda, Stream=make, current_stream=lambda: current)
     with as_on_nccl(post_nowhere), streams:
@@ -450,14 +452,36 @@ def test_a_group_has_one_stream_and_its_operations_follow_those_before(one_of):
         works = [all_reduce(x, async_op=True) for _ in range(2)]
         assert made.wait_stream.mock_calls == 2 * [call(current)] and not current.mock_calls
         exchange([(x, 1)], [])
-        assert current.mock_calls == [call.wait_event(events[1])]
+        assert current.mock_calls == [call.wait_event(events[2])]
         broadcast(x)
-        assert len(events) == 3 and current.mock_calls[1:] == [call.wait_event(events[2])]
+        assert current.mock_calls[1:] == [call.wait_event(events[3])]
         assert not works[0].is_completed()
         for event in events:
             event.query.return_value = True
         all_reduce(x)
-        assert works[0].is_completed() and len(events) == 3
+        assert works[0].is_completed() and len(current.mock_calls) == 2
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_the_host_is_ahead_of_the_device_by_six_operations(one_of, async_op):
+    """NCCL's messages hold their memory until the host has seen that they are done."""
+    one_of(8)
+    with _fake_streams() as (_, _, events):
+        for _ in range(9):
+            all_reduce(torch.ones(4), async_op=async_op)
+    assert [event.synchronize.called for event in events] == 3 * [True] + 6 * [False]
+
+
+def test_an_asynchronous_exchange_keeps_its_tensors_until_it_is_waited_for(one_of):
+    one_of(8)
+    with as_on_nccl(post_nowhere):
+        tensor = torch.ones(4)
+        alive = weakref.ref(tensor)
+        work = exchange([(tensor, 1)], [(tensor, 1)], async_op=True)
+        del tensor
+        assert alive() is not None
+        work.wait()
+        assert alive() is None
 
 
 def test_what_a_stream_uses_is_kept_though_nobody_keeps_or_awaits_the_work(one_of):

@@ -9,9 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from collectives import count_bytes, rank_and_size
+from collectives import count_bytes, observe, rank_and_size
 from expert_parallel import (
-    Experts, Load, MoE, Router, dispatch_and_combine, expert_parallel_bytes, two_hops,
+    Experts, Load, MoE, Router, dispatch_and_combine, expert_parallel_bytes, switch, tally_metrics,
+    two_hops,
 )
 from gpu_counts import batches, waits
 from ranks import least_bytes, on_ranks, run
@@ -178,8 +179,52 @@ def test_experts_are_an_mlp_each_and_idle_ones_have_gradients_of_zero(dtype, D, 
     assert not any(w.grad[idle].any() for w in experts.parameters())
 
 
+@on_ranks(1, 2, 3)
+def test_the_idea_and_the_rest_give_the_same_bits():
+    rank, P = rank_and_size()
+    torch.manual_seed(rank)
+    x, grad = torch.randn(2, 7 * rank, 4)
+    experts, expert = torch.randint(P, (7 * rank,)), nn.Linear(4, 4)
+    plain, full = x.clone().requires_grad_(), x.clone().requires_grad_()
+    one = switch(plain, experts, expert)
+    choices = experts.unsqueeze(1), torch.ones(len(x), 1)
+    other = dispatch_and_combine(full, *choices, P, lambda rows, _: expert(rows))
+    assert one.equal(other)
+    gradients = [torch.autograd.grad(y, (x, *expert.parameters()), grad)
+                 for y, x in ((one, plain), (other, full))]
+    assert all(map(torch.equal, *gradients)) and (rank == 0 or gradients[0][0].any())
+
+
 # ---- what holds up the host, and what it launches ------------------------------------------------
 
+
+@pytest.mark.parametrize("per_node", [0, 2])
+@on_ranks(4)
+def test_shared_experts_are_launched_while_the_host_waits_for_the_first_counts(per_node):
+    layer, events = MoE(16, 64, 8, 2, shared_experts=1, nodes=_nodes(per_node)), []
+    layer.shared.register_forward_hook(lambda *_: events.append("shared"))
+    layer.experts.register_forward_hook(lambda *_: events.append("experts"))
+    tolist, to = torch.Tensor.tolist, torch.Tensor.to
+
+    def note(event, operation, *_):
+        if event == "begin" and operation.of is None:
+            events.append("send")
+
+    def copied(tensor, *args, **options):
+        events.extend(["copy"] * (args[:1] == ("cpu",) and options == {"non_blocking": True}))
+        return to(tensor, *args, **options)
+
+    with (
+        observe(note),
+        patch.object(torch.Tensor, "tolist", lambda x: events.append("wait") or tolist(x)),
+        patch.object(torch.Tensor, "to", copied),
+    ):
+        layer(torch.randn(5, 16))
+    counts = ["send", "copy", "wait"]
+    inside = ["send"] * 3 + counts if per_node else []  # tokens, choices and weights cross
+    back = ["send"] * (2 if per_node else 1)
+    expected = ["send", "copy", "shared", "wait", *inside, "send", "experts", *back]
+    assert events == expected
 
 ALL_OPTIONS = {"capacity_factor": 1.0, "shared_experts": 1, "score": "sigmoid", "n_group": 2}
 ALL_OPTIONS |= {"balance_coefficient": 0.1, "z_coefficient": 0.1, "balance_groups": (None,)}
@@ -306,6 +351,17 @@ def test_in_two_hops_a_token_crosses_to_a_node_once(nodes, local):
         assert 0.45 < sum(two) / sum(one) < 0.6
 
 
+@on_ranks(4)
+def test_a_choice_that_a_capacity_dropped_crosses_to_no_node():
+    groups, x = _groups(2), torch.randn(6, 4, requires_grad=True)
+    dropped, weights = torch.full((6, 2), -1), torch.ones(6, 2)
+    with least_bytes(), count_bytes() as traffic:
+        y = two_hops(x, dropped, weights, 8, lambda rows, load: rows, *groups)
+        y.sum().backward()
+    counts = 16  # two of int64 for the other node, and one for the other expert, in each group
+    assert traffic.bytes(group=groups[1]) == counts and not y.any() and not x.grad.any()
+
+
 # ---- capacity, errors ----------------------------------------------------------------------------
 
 
@@ -326,6 +382,13 @@ def test_a_capacity_takes_the_first_tokens_and_a_backward_counts_once(top_k, fac
     with torch.no_grad():
         layer(x)
     assert layer.tally[:5].equal(2 * counts)
+
+
+def test_metrics_are_the_worst_load_the_fraction_of_drops_and_the_mean_losses():
+    tallies = torch.tensor([[4.0, 4, 4, 4, 2, 1.0, 3.0], [8, 4, 4, 0, 6, 2.0, 5.0]])
+    expected = {"expert_load": 2, "expert_dropped": 8 / 32, "balance_loss": 0.75, "z_loss": 2.0}
+    assert tally_metrics(tallies, 2, True) == expected
+    assert list(tally_metrics(tallies, 2, False)) == ["expert_load", "expert_dropped"]
 
 
 @on_ranks(4)

@@ -76,7 +76,7 @@ def trainer_of(flags, folder):
     """Of a layout, from the last checkpoint."""
     args = hybrid.parse(f"{FLAGS} {flags}".split(), dist.get_world_size())
     trainer = hybrid.Trainer(args, hybrid.make_mesh(args), torch.device("cpu"))
-    hybrid.go_on(trainer, folder)
+    hybrid.resume(trainer, folder)
     return trainer
 
 

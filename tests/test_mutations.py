@@ -66,7 +66,7 @@ def with_arguments(name, **changes):
 def with_mesh(**names):
     """wrap() takes one group of the mesh for another."""
     others = lambda mesh: {name: getattr(mesh, other) for name, other in names.items()}
-    return with_arguments("wrap", mesh=lambda mesh: replace(mesh, **others(mesh)))
+    return with_arguments("wrap", mesh=lambda mesh: hybrid.Mesh(**vars(mesh) | others(mesh)))
 
 
 def after(owner, name, action):

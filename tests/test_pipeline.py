@@ -1,7 +1,6 @@
 """Schedules against their formulas and NCCL's rules, the executor against one process."""
 
 import copy
-import json
 import random
 import re
 import sys
@@ -25,7 +24,7 @@ from nccl_replay import record, replay
 from pipeline import (
     SCHEDULES, SHORT, Action, DeferredLinear, Pipeline, Schedule, WeightGradStore, bubble_time,
     draw, dualpipe, forward_only, gpipe, gpipe_step, interleaved, one_f_one_b, peak_activations,
-    pipeline_bytes, simulate, sum_replicas, zb_h1, zb_h2, zb_v,
+    pipeline_bytes, program, simulate, sum_replicas, zb_h1, zb_h2, zb_v,
 )
 from ranks import on_ranks, run
 from replicas import interleaved_group
@@ -109,6 +108,14 @@ def test_bubble_and_peak_are_those_of_the_formulas(name):
         assert timeline.peak == (of_ranks | {"dualpipe": [p + 1] * p}).get(name, timeline.peak)
 
 
+def test_gpipes_backwards_may_run_last_first_with_the_same_bubble_and_peak():
+    for p, m in SIZES:
+        first, backwards = gpipe(p, m), [Action("B", i) for i in reversed(range(m))]
+        last = Schedule([actions[:m] + backwards for actions in first])
+        one, other = simulate(first), simulate(last)
+        assert (one.bubble, one.peak) == (other.bubble, other.peak)
+
+
 def test_tables_and_drawings_in_docstrings_are_what_the_code_gives():
     small = lambda a: f"{a.kind.lower() if a.chunk else a.kind}{a.microbatch}"
     for make_schedule, p, m in (
@@ -120,10 +127,13 @@ def test_tables_and_drawings_in_docstrings_are_what_the_code_gives():
         assert [row.strip() for row in rows] == told
     pairs = zip(draw(gpipe(3, 5)).splitlines(), draw(one_f_one_b(3, 5)).splitlines())
     drawn = [tuple(row.removeprefix(f"rank {r}  ") for row in pair) for r, pair in enumerate(pairs)]
+    steps = [(verb, getattr(what, "action", what)) for verb, what in program(one_f_one_b(2, 2), 0)]
+    words = [f"{verb} {action.kind}{action.microbatch}" for verb, action in steps]
+    assert ": " + ", ".join(words) + "." in " ".join(program.__doc__.split())
     assert re.findall(r"([.FB\d]{20,}) +([.FB\d]{20,})", pipeline.__doc__) == drawn
 
 
-def test_the_command_compares_draws_and_traces(tmp_path, monkeypatch, capsys):
+def test_the_command_compares_and_draws(monkeypatch, capsys):
     def told(*words):
         monkeypatch.setattr(sys, "argv", ["pipeline.py", *words])
         pipeline.main()
@@ -134,14 +144,8 @@ def test_the_command_compares_draws_and_traces(tmp_path, monkeypatch, capsys):
         row = next(line for line in compared if line.startswith(name))
         claimed, simulated, peak, held = map(float, row.split()[1:5])
         assert peak == held and (claimed == simulated or name == "dualpipe")
-    file = tmp_path / "trace.json"
-    drawn = told("--schedule", "zb-h2", "--microbatches", "6", "--trace", str(file))
+    drawn = told("--schedule", "zb-h2", "--microbatches", "6")
     assert drawn.startswith("rank 0  F0F1F2F3F4F5")
-    events = json.loads(file.read_text())["traceEvents"]
-    assert len(events) == 4 * 6 * 3 and {event["ph"] for event in events} == {"X"}
-    for rank in range(4):
-        row = sorted((e["ts"], e["dur"]) for e in events if e["tid"] == rank)
-        assert all(ts + dur <= later for (ts, dur), (later, _) in zip(row, row[1:]))
     with pytest.raises(SystemExit, match="2"):
         told("--schedule", "dualpipe", "--stages", "3")
     assert "num_stages=3" in capsys.readouterr().err.splitlines()[-1]
@@ -358,6 +362,20 @@ def test_the_idea_and_the_executor_give_the_same_bits():
         assert torch.equal(one.grad, other.grad) and one.grad.any()
 
 
+@on_ranks(1)
+@pytest.mark.parametrize("norm, is_same", [(nn.LayerNorm, True), (nn.BatchNorm1d, False)])
+def test_microbatches_change_the_gradients_of_batch_norm_and_not_of_layer_norm(norm, is_same):
+    torch.manual_seed(0)
+    stage = nn.Sequential(nn.Linear(4, 4), norm(4), nn.Linear(4, 4)).double()
+    inputs, targets = torch.randn(2, 8, 4, dtype=torch.float64)
+    gradients = []
+    for m in 1, 4:
+        stage.zero_grad()
+        gpipe_step(stage, inputs.chunk(m), targets.chunk(m), _loss)
+        gradients.append(torch.cat([p.grad.flatten() for p in stage.parameters()]))
+    assert torch.allclose(*gradients, rtol=0, atol=1e-12) == is_same
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("make_schedule", [one_f_one_b, zb_h1])
 @on_ranks(1)
@@ -403,25 +421,47 @@ def _record_schedule(name, m):
     schedule = ALL[name](rank_and_size()[1], m)
     with record() as events:
         executor = _make(schedule, lambda: nn.Linear(3, 3), (1, 3))
-        for _ in range(2):
-            executor.step(torch.randn(m, 3), torch.zeros(m, 3))
+        del events[:]  # of the comparison of schedules
+        executor.step(torch.randn(m, 3), torch.zeros(m, 3))
+    return events
+
+
+def _events(schedule, rank):
+    """What record() notes of a rank that follows its program."""
+    events, posts = [], {}
+    for verb, subject in program(schedule, rank):
+        if verb in ("receive", "send"):
+            peer = subject.source if verb == "receive" else subject.destination
+            posts[subject] = len(events)
+            what = {"messages": [(verb, peer, 12)], "group": ("", tuple(range(len(schedule))))}
+            events.append({"kind": "post", "key": len(events), "stream": 0, "name": verb, **what})
+        elif verb == "wait":
+            events.append({"kind": "wait", "key": posts[subject], "stream": 0})
     return events
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_a_step_posts_and_waits_as_its_program_says(name):
+    for p, m in _sizes_of(name, [(2, 1), (2, 4), (3, 6), (4, 8)]):
+        for rank, events in enumerate(run(p, _record_schedule, name, m)):
+            first = events[0]["key"] if events else 0
+            posted = [(e["kind"], e["key"] - first, e.get("messages")) for e in events]
+            told = _events(ALL[name](p, m), rank)
+            assert posted == [(e["kind"], e["key"], e.get("messages")) for e in told]
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_no_schedule_would_hang_on_nccl_waits_for_all_and_keeps_few_sends_under_way(name):
-    for p, m in _sizes_of(name, [(2, 1), (2, 4), (3, 6), (4, 8), (6, 12)]):
-        programs = run(p, _record_schedule, name, m)
+    for p, m in _sizes_of(name, [(2, 1), (2, 4), (3, 6), (4, 8), (6, 12), (8, 32)]):
+        programs = [_events(ALL[name](p, m), rank) for rank in range(p)]
         for events in programs:
-            keys = lambda kind: sorted(e["key"] for e in events if e["kind"] == kind)
-            assert keys("post") and keys("post") == keys("wait")
-            ends = lambda event: [end for end, *_ in event.get("messages", ())]
-            sends = {event["key"] for event in events if ends(event) == ["send"]}
+            posts = {event["key"]: event for event in events if event["kind"] == "post"}
+            assert sorted(posts) == sorted(e["key"] for e in events if e["kind"] == "wait")
             under_way = [0]
             for event in events:
-                if event["key"] in sends:
+                if posts[event["key"]]["name"] == "send":
                     under_way.append(under_way[-1] + {"post": 1, "wait": -1}[event["kind"]])
-            assert not sends or min(m, 2) <= max(under_way) <= p + 1
+            assert len(under_way) == 1 or min(m, 2) <= max(under_way) <= p + 1
         replay(programs)
 
 
@@ -453,6 +493,28 @@ def test_stages_may_be_frozen_without_parameters_or_layers_and_send_transposed_v
         for schedule in schedules:
             stages = len(schedule.routes[0]) - 3  # of zb-v half have none
             _compare(layers, [0, *bounds, *[len(layers)] * (stages + 1)], schedule, batches)
+
+
+class _Cut(nn.Linear):
+    """Its output does not depend on its input: the gradient is of zeros, or there is no graph."""
+
+    def forward(self, x):
+        return super().forward(torch.ones_like(x)) if self.weight.requires_grad else x.detach()
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb-h1"])
+@pytest.mark.parametrize("cut, frozen", [(1, False), (1, True), (2, False)])
+@on_ranks(3)
+def test_a_stage_whose_output_does_not_depend_on_its_input_sends_back_zeros(name, cut, frozen):
+    rank, p = rank_and_size()
+    layers = [(nn.Linear, _Cut)[stage == cut](4, 4).requires_grad_(stage != cut or not frozen)
+              for stage in range(p)]
+    Pipeline(layers[rank], SCHEDULES[name](p, 4), _loss, shape=(1, 4)).step(*torch.ones(2, 4, 4))
+    for parameter in layers[rank].parameters():
+        if rank == cut and frozen:
+            assert parameter.grad is None
+        else:
+            assert parameter.grad.any() == (rank >= cut)
 
 
 @pytest.mark.parametrize("where", ["register_forward_pre_hook", "register_full_backward_pre_hook"])
@@ -528,6 +590,22 @@ def test_every_schedule_holds_as_many_activations_as_the_simulator_says(name):
         assert list(held) == expected and set(outputs) == {1}
 
 
+@pytest.mark.parametrize("make_schedule", [interleaved, zb_v])
+@on_ranks(1)
+def test_what_a_rank_hands_to_its_own_other_chunk_is_let_go_at_once(make_schedule):
+    executor, handed, held = _make(make_schedule(1, 8), lambda: nn.Linear(4, 4), (1, 4)), [], []
+
+    def told(action, received, perform=executor.perform):
+        if received is not None:
+            handed.append(StorageWeakRef(received.untyped_storage()))
+        held.append(sum(not storage.expired() for storage in handed))
+        return perform(action, received)
+
+    executor.perform = told
+    executor.step(*torch.randn(2, 8, 4))
+    assert len(handed) == 16 and max(held) == 1
+
+
 @on_ranks(2)
 def test_checkpointed_stages_hold_the_activations_of_one_microbatch():
     for name in ("naive", "gpipe", "1f1b", "interleaved"):
@@ -541,8 +619,11 @@ class Synced(DeferredLinear):
         super().__init__(4, 4, defer=store)
         self.events, self.inside = [], False
         self.weight.register_post_accumulate_grad_hook(
-            lambda _: None if store.open else self.events.append(("gradient", self.inside))
+            lambda _: None if store.open else self.note("gradient", self.inside, store.adds)
         )
+
+    def note(self, *event):
+        self.events.append(event)
 
     @contextmanager
     def no_sync(self):
@@ -552,7 +633,7 @@ class Synced(DeferredLinear):
 
     def start_grad_sync(self, awaited):
         assert awaited == {self.weight}
-        self.events.append(("start", self.inside))
+        self.note("start", self.inside)
 
 
 def _order_of_syncs(name, num_microbatches, sync_each, shared):
@@ -576,7 +657,10 @@ def _order_of_syncs(name, num_microbatches, sync_each, shared):
 def test_gradients_come_in_b_or_w_and_each_chunk_reduces_in_the_last_of_these_or_each(
     name, sync_each, shared
 ):
-    """In a W after it has begun by what came before. shared: all chunks are one module."""
+    """In a W after it has begun by what came before. shared: all chunks are one module.
+
+    A layer may add to .grad itself in a B that does not reduce.
+    """
     for p, m in _sizes_of(name, [(1, 1), (1, 4), (2, 4), (4, 8)]):
         schedule = SCHEDULES[name](p, m)
         for actions, chunks in zip(schedule, run(p, _order_of_syncs, name, m, sync_each, shared)):
@@ -585,7 +669,8 @@ def test_gradients_come_in_b_or_w_and_each_chunk_reduces_in_the_last_of_these_or
                 for i, action in enumerate(own):
                     syncs = sync_each or i == len(own) - 1
                     expected += [action.kind, *[("start", False)] * (action.kind == "W" and syncs)]
-                    expected += [("gradient", not syncs)] * (action.kind in "BW")
+                    adds = not syncs and action.kind == "B"
+                    expected += [("gradient", not syncs, adds)] * (action.kind in "BW")
                 assert events == expected
 
 
@@ -607,6 +692,10 @@ def test_batches_stages_and_schedules_that_do_not_fit_are_named():
     ):
         with pytest.raises(ValueError, match=wrong):
             Pipeline(stages, schedule, _loss, shape=(2, 3))
+    both_ends = Pipeline([stage, stage], zb_v(2, 2), _loss, shape=(2, 3))
+    if rank == 0:
+        with pytest.raises(ValueError, match="inputs has 4 rows, and targets 2"):
+            both_ends.step(batch, batch[:2])
     executor = Pipeline(stage, gpipe(2, 2), _loss, shape=(2, 3))
     name = ["inputs", "targets"][rank]
     for given, wrong in (
@@ -622,3 +711,10 @@ def test_batches_stages_and_schedules_that_do_not_fit_are_named():
             executor.step(torch.randn(8, 3))
         with pytest.raises(RuntimeError, match="failed"):  # its messages would be taken for others
             executor.step(batch)
+
+
+@on_ranks(1)
+def test_a_stage_that_changes_what_it_received_in_place_is_refused():
+    stages = nn.Linear(4, 4), nn.ReLU(inplace=True)
+    with pytest.raises(RuntimeError, match="a stage must not change its input in place"):
+        Pipeline(stages, zb_v(1, 2), _loss, shape=(1, 4)).step(*torch.ones(2, 2, 4))

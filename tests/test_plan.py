@@ -113,8 +113,8 @@ def test_the_published_degrees_are_within_12_5_percent_of_the_best():
 
 # ---- beside the rehearsal ------------------------------------------------------------------------
 
-# Published models, in layouts chosen here to be unlike each other: {flags: (the fullest rank, the GB
-# that tests/rehearse.py counts at a step's peak)}.
+# Published models, in layouts chosen here to be unlike each other: {flags: (the fullest rank, the
+# GB that tests/rehearse.py counts at a step's peak)}.
 COUNTED = {
     "--model llama3-405b --gpus 16384 --tp 8 --pp 16 --sp --zero 2 --schedule interleaved"
     " --chunks 8 --batch-size 2048 --microbatches 16": (1024, 78.4),
@@ -190,19 +190,17 @@ def test_the_gradient_of_a_large_vocabulary_in_32_bits_may_be_the_peak():
 
 
 def test_sizes_bubbles_and_intervals_are_those_of_the_literature():
-    """Rajbhandari et al., 2020, figure 1; Huang et al., 2019, m = 4p; Llama 3, 2024; Young, 1974."""
+    """The papers are those on ZeRO (figure 1), GPipe and Llama 3, and Young's of 1974."""
     held = [round(7.5 * zero_memory(stage, 64), 1) for stage in range(4)]
     most = [round(80 / zero_memory(stage, 8, 2, 2, 8), 2) for stage in range(4)]
     assert held == [120, 31.4, 16.6, 1.9] and 7 * zero_memory(0, 8) == 112
     assert most == [6.67, 16, 24.62, 53.33]  # billions, of 12, 5, 3.25 and 1.5 bytes
     for p, name in itertools.product((2, 4, 8), ("gpipe", "1f1b")):
         m, idle = 4 * p, bubble_time(name, p, 4 * p)
-        assert idle / (3 * m) == (p - 1) / m and idle / (3 * m + idle) == (p - 1) / (m + p - 1) < 0.2
-    pause = 54 * 24 * 3600 / 419
-    assert round(pause / 3600, 1) == 3.1 and round(plan.checkpoint_interval(60, pause) / 60) == 19
-    lost = lambda interval: 60 / interval + interval / 2 / pause
-    best = plan.checkpoint_interval(60, pause)
-    assert lost(best) < min(lost(0.9 * best), lost(1.1 * best))
+        assert idle / (3 * m) == (p - 1) / m
+        assert idle / (3 * m + idle) == (p - 1) / (m + p - 1) < 1 / 5
+    minutes = 54 * 24 * 60 / 419  # between failures
+    assert round(minutes / 60, 1) == 3.1 and round(math.sqrt(2 * 1 * minutes)) == 19
 
 
 def test_layers_are_cut_as_the_trainer_cuts_them():

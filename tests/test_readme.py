@@ -23,7 +23,7 @@ COMMANDS = [
     if match
 ]
 OF_HYBRID = [words for words in COMMANDS if "hybrid.py" in words]
-RUN = [w for w in COMMANDS if not {"srun", "bf16", "DIR", "FILE", "pytest", "--write"} & {*w}]
+RUN = [w for w in COMMANDS if not {"srun", "bf16", "DIR", "FILE", "pytest", "--write", "gpu"} & {*w}]
 
 
 def _world_size(words):

@@ -1,4 +1,4 @@
-"""rehearse.py: it counts what real ranks hold and send, of published layouts in a minute."""
+"""rehearse.py counts what real ranks hold and send, and takes a minute for a large layout."""
 
 import time
 from unittest.mock import patch
@@ -18,7 +18,7 @@ from test_nccl_path import nccl_over_gloo
 from trace import axes_of
 
 SIZES = "--layers 2 --hidden 32 --heads 4 --seq-len 32 --vocab-size 67 --batch-size 16"
-LAYOUTS = [  # GPUs on a node, flags of 4
+LAYOUTS = [  # GPUs per node, and flags for 4 ranks
     (2, "--dp 2 --tp 2 --sp --zero 2 --microbatches 2"),
     (2, "--layers 4 --pp 4 --microbatches 4 --recompute selective"),
     (2, "--dp 4 --ep 4 --topk-nodes 1 --experts 8 --shared-experts 1 --zero 0"),
@@ -37,7 +37,7 @@ LAYOUTS = [  # GPUs on a node, flags of 4
 
 
 def even_choice(router, scores):
-    """In place of Router.choose(): as many rows for each expert, on --topk-nodes nodes a token."""
+    """Stand in for Router.choose() with even loads; a token's experts are on --topk-nodes nodes."""
     tokens, experts, k = len(scores), scores.shape[1], router.top_k
     if router.topk_group == 1 and router.n_group > 1:
         per_node = experts // router.n_group
@@ -48,7 +48,7 @@ def even_choice(router, scores):
 
 
 def _real(flags, per_node):
-    """{kind: bytes held}, {axis: what is sent}, of a rank's first step: real tensors, over gloo."""
+    """Take a rank's first step with real tensors, over gloo; return what it holds and sends."""
     args = hybrid.parse(flags.split(), dist.get_world_size(), per_node)
     watch, fused = rehearse.Watch(), lambda q, k, v, dropout: attention(q, k, v)
     with (
@@ -71,7 +71,7 @@ def _real(flags, per_node):
 
 
 def _rehearsed(flags, rank, per_node=4):
-    """The same, rehearsed."""
+    """Return the same figures, rehearsed."""
     args = hybrid.parse(flags.split(), 4, per_node)
     with patch.object(rehearse, "PER_NODE", per_node):
         _, held, sent = rehearse.rehearse(args, rank)
@@ -84,13 +84,13 @@ def test_what_is_held_and_sent_is_that_of_real_ranks(per_node, flags):
     for rank, (held, sent) in enumerate(run(4, _real, f"{SIZES} {flags}", per_node)):
         found, found_sent = _rehearsed(f"{SIZES} {flags}", rank, per_node)
         assert found_sent == sent, rank
-        if "--zero 3" in flags:  # whose memory comes and goes unseen
+        if "--zero 3" in flags:  # real storages are resized without a dispatched operation
             del held["activations"], held["all at once"], held["parameters"]
         assert {kind: found[kind] for kind in held} == pytest.approx(held, rel=0.02), rank
 
 
 def test_chunks_of_a_pipeline_have_two_whole_gradients_together_not_each():
-    """Beside the sums' shards; one row is of a block, and messages need part of one more."""
+    """Shards of the sums come on top. One row is one block, and messages need a part of another."""
     flags = f"{SIZES} --layers 16 --vocab-size 8 --pp 2 --dp 2 --zero 2 --microbatches 2"
     flags += " --schedule interleaved --chunks 8"
     trainer, held, _ = rehearse.rehearse(hybrid.parse(flags.split(), 4, 4), 1)
@@ -123,8 +123,19 @@ def test_an_activation_too_many_and_a_message_too_many_are_seen():
     assert extra == {"sent": 2 * 128 * 4 * 3 // 4, "batches": 2, "between": 0}  # there and back
 
 
-# ---- published layouts ---------------------------------------------------------------------------
+@pytest.mark.parametrize("flags", ["--dp 4 --replicate 2", "--pp 2 --dp 2 --schedule dualpipe"])
+def test_the_formula_of_dp_counts_dualpipes_rounds_and_the_copies_of_hsdp(flags):
+    flags = f"{SIZES} --layers 4 --hidden 256 --zero 2 --microbatches 4 {flags}"
+    args = hybrid.parse(flags.split(), 4, 4)
+    trainer, _, sent = rehearse.rehearse(args, 1)
+    assert rehearse.formulas(trainer)["dp"] == pytest.approx(sent["dp"]["sent"], rel=1e-3)
+    dist.destroy_process_group()
 
+
+# ---- large layouts -------------------------------------------------------------------------------
+
+# The degrees are those of the reports on Llama 3 and DeepSeek-V3, and so is the latter's batch.
+# Microbatches are filled in. SMALL is Llama 3's layout with a small model.
 LLAMA = "--model llama3-405b --gpus 16384 --tp 8 --pp 16 --sp --dtype bf16 --batch-size 2048"
 DEEPSEEK = "--model deepseek-v3 --gpus 2048 --pp 16 --ep 64 --balance bias --dtype bf16"
 DEEPSEEK += " --schedule dualpipe --batch-size 15360 --microbatches 60"
@@ -152,7 +163,7 @@ def test_a_rank_of_many_takes_a_minute_at_most_and_the_papers_agree(capsys, flag
 # ---- the command line ----------------------------------------------------------------------------
 
 
-def test_a_model_of_the_literature_has_its_sizes_but_for_those_that_are_given():
+def test_a_model_of_the_literature_has_its_sizes_except_those_that_are_given():
     flags = "--model mixtral-8x22b --layers 9 --gpus 64 --rank 20 --ep 8 --pp 4 --heads 16"
     args, rank = rehearse.parse(flags.split())
     assert (rank, args.dp, args.per_node, args.world_size) == (20, 16, 8, 64)
@@ -167,7 +178,7 @@ def test_a_model_of_the_literature_has_its_sizes_but_for_those_that_are_given():
         ("--model gpt-5", "--model: invalid choice: 'gpt-5'"),
     ],
 )
-def test_what_cannot_be_rehearsed_is_told_in_a_line(capsys, flags, message):
+def test_what_cannot_be_rehearsed_is_said_in_one_line(capsys, flags, message):
     assert rehearse.main(flags.split()) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"rehearse.py: error: {message}") and err.count("\n") == 1

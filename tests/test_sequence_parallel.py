@@ -127,6 +127,7 @@ def test_the_rows_of_the_table():
     assert row() == 10 + 24 / t + scores / t and row(False, "selective") == 10 + 24 / t
     assert row(True) == pytest.approx(34 / t + scores / t)
     assert row(True, "selective") == pytest.approx(34 / t) and row(False, "full") == 2
+    assert activation_bytes(b, s, h, a, t, True, "full", itemsize=4) == 4 * s * b * h / t
 
 
 @on_ranks(1, 2)

@@ -1,7 +1,7 @@
 """Tensor parallelism against plain torch.nn: outputs, every gradient, bytes, dropout masks."""
 
 import random
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from unittest.mock import patch
 
@@ -15,23 +15,31 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference_gpt
-from collectives import copy_to_group, count_bytes, observe, rank_and_size
+import tensor_parallel
+from collectives import count_bytes, observe, rank_and_size
 from gpu_counts import batches, waits
 from pipeline import SCHEDULES, Pipeline, WeightGradStore
 from ranks import least_bytes, on_ranks
 from replicas import assert_close, interleaved_group
 from sequence_parallel import recompute
 from tensor_parallel import (
-    ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
-    VocabParallelEmbedding, alexnet, attention, boxes_between, column_linear, mark_sum_over_tp,
-    parallel_linear, parameters_to_sum_over_tp, row_linear, shards_of, sum_gradients_over_tp,
-    tensor_parallel_layer_bytes, vocab_parallel_cross_entropy,
+    ColumnLinear, ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard,
+    ShardedRandomState, VocabParallelEmbedding, attention, boxes_between, column_linear,
+    mark_sum_over_tp, parallel_linear, parameters_to_sum_over_tp, row_linear, shards_of,
+    sum_gradients_over_tp, tensor_parallel_layer_bytes, vocab_parallel_cross_entropy,
 )
 from transformer import Peak, TransformerLayer
 
 # Sizes of tensor-parallel groups, and how many there are, which see different data.
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (2, 2), (3, 2)]
-split_or_not = pytest.mark.parametrize("along_sequence", [False, True])
+BY_CHUNKS = "by chunks"  # split along the sequence, and products beside messages
+split_or_not = pytest.mark.parametrize("along_sequence", [False, True, BY_CHUNKS])
+
+
+@contextmanager
+def chunks_of_any_size(on=True):
+    with patch.dict(tensor_parallel.CHUNK_BYTES, cpu=0 if on else 1 << 60):
+        yield
 
 
 def in_layouts(*layouts):
@@ -85,6 +93,7 @@ def _check(
     for name, full in expected.items():
         full.data, full.grad, found[name].grad = rounded(full.data), None, None
         found[name].data.copy_(_part(full, shards.get(name), group))
+        found[name].requires_grad_(full.requires_grad)
         found[name].grad_dtype = torch.promote_types(dtype, torch.float32)
 
     full_x, local_x = rounded(x).requires_grad_(is_real), cast(part(x, x_split))
@@ -96,7 +105,8 @@ def _check(
     put_off = []
     with nullcontext() if defer is None else defer.during(put_off):
         local_y.backward(local_grad)
-    assert (defer is None) == (not put_off)
+    trained = [full for full in expected.values() if full.requires_grad]
+    assert bool(put_off) == (defer is not None and bool(trained))
     for parameter, product_of in put_off:
         assert parameter.grad is None
         parameter.grad = product_of().to(parameter.grad_dtype)
@@ -108,6 +118,9 @@ def _check(
     if is_real:
         compare(local_x.grad, part(full_x.grad, x_split))
     for name, full in expected.items():
+        if not full.requires_grad:
+            assert found[name].grad is None
+            continue
         assert found[name].grad.dtype == found[name].grad_dtype
         compare(found[name].grad, _part(full.grad, shards.get(name), group), name=name)
 
@@ -121,14 +134,16 @@ def _cases(number, replica):
 
 @in_layouts(*LAYOUTS)
 def test_column_and_row_linears_and_their_idea_are_parts_of_one_linear(tp, replicas):
-    """Also where the products of weights are put off."""
+    """Also where the products of weights are put off, and for frozen weights."""
     group, replica = interleaved_group(tp, replicas)
-    for sizes in _cases(8, replica):
+    for sizes in _cases(12, replica):
         shape = [sizes.randint(1, 5) for _ in range(sizes.randint(0, 2))]
         along_sequence = sizes.random() < 0.5
         if along_sequence:
             shape[:1] = [tp * sizes.randint(1, 3)]
+        by_chunks = chunks_of_any_size(along_sequence and sizes.random() < 0.7)
         bias, blocks = sizes.random() < 0.7, sizes.choice([1, 3])
+        frozen = sizes.random() < 0.2
         in_features, out_features = sizes.randint(1, 7), blocks * tp * sizes.randint(1, 4)
         store = WeightGradStore() if sizes.random() < 0.5 else None
         options = {"group": group, "sequence_parallel": along_sequence, "defer": store}
@@ -136,17 +151,26 @@ def test_column_and_row_linears_and_their_idea_are_parts_of_one_linear(tp, repli
         x = torch.randn(*shape, in_features, dtype=torch.float64)
         plain, parts = nn.Linear(in_features, out_features, bias), (out_features // blocks,)
         column = ColumnParallelLinear(in_features, parts * blocks, bias, **options)
-        _check(plain, column, x, group, x_split=whole, y_split=(-1, blocks), defer=store)
+        plain.weight.requires_grad_(not frozen)
+        with by_chunks:
+            _check(plain, column, x, group, x_split=whole, y_split=(-1, blocks), defer=store)
 
         if not along_sequence:
             idea = lambda x: column_linear(x, column.weight, column.bias, group)
             with patch.object(column, "forward", idea):
                 _check(plain, column, x, group, y_split=(-1, blocks))
+            overlapped = lambda x: ColumnLinear.apply(x, column.weight, group)
+            if shape and not bias:
+                with patch.object(column, "forward", overlapped):
+                    _check(plain, column, x, group, y_split=(-1, blocks))
 
         x = torch.randn(*shape, out_features, dtype=torch.float64)
         plain = nn.Linear(out_features, in_features, bias)
         row = RowParallelLinear(out_features, in_features, bias, **options)
-        _check(plain, row, x, group, x_split=(-1, 1), y_split=whole, defer=store)
+        plain.weight.requires_grad_(not frozen)
+        by_chunks = chunks_of_any_size(along_sequence and sizes.random() < 0.7)
+        with by_chunks:
+            _check(plain, row, x, group, x_split=(-1, 1), y_split=whole, defer=store)
         if not along_sequence:
             idea = lambda x: row_linear(x, row.weight, row.bias, group)
             with patch.object(row, "forward", idea):
@@ -195,25 +219,40 @@ def test_layers_treat_autocast_and_empty_batches_as_torch_nn_does():
 
 
 GATHER, SCATTER, REDUCE = "all_gather_single", "reduce_scatter_single", "all_reduce"
+MULTIPLY, SEND = "product", "exchange"
 BACKWARD = {  # of a layer that is split along the sequence, or not; or puts off W's product, too
-    False: ["product", REDUCE, "product", f"wait {REDUCE}"],
-    True: [GATHER, "product", SCATTER, f"wait {GATHER}", "product", f"wait {SCATTER}"],
-    "put off": ["product", SCATTER, f"wait {SCATTER}", GATHER, "product"],
+    False: [MULTIPLY, REDUCE, MULTIPLY, f"wait {REDUCE}"],
+    True: [GATHER, MULTIPLY, SCATTER, f"wait {GATHER}", MULTIPLY, f"wait {SCATTER}"],
+    "put off": [MULTIPLY, SCATTER, f"wait {SCATTER}", GATHER, MULTIPLY],
+    BY_CHUNKS: [
+        *(SEND, MULTIPLY, SEND, MULTIPLY),  # x, and the part of dx that is the other rank's
+        *(MULTIPLY, f"wait {SEND}", MULTIPLY, f"wait {SEND}"),
+    ],
+    "rows by chunks": [SEND, MULTIPLY, MULTIPLY, f"wait {SEND}", MULTIPLY, MULTIPLY],
+}
+FORWARD = {
+    BY_CHUNKS: [SEND, MULTIPLY, f"wait {SEND}", MULTIPLY],
+    "rows by chunks": [MULTIPLY, SEND, MULTIPLY, f"wait {SEND}"],
 }
 
 
 @pytest.mark.parametrize("how", BACKWARD)
 @on_ranks(2)
-def test_communication_in_backward_runs_beside_the_products(how):
+def test_communication_runs_beside_the_products(how):
     events, store, put_off = [], WeightGradStore(), []
 
     def listen(event, operation, *_):
         if event == "begin":
             events.append(f"wait {operation.of.name}" if operation.of else operation.name)
 
-    layer = ColumnParallelLinear(4, 8, sequence_parallel=bool(how), defer=store)
-    y = layer(torch.randn(2, 4, requires_grad=True))
-    with observe(listen), _Operations(lambda name: events.extend(["product"] * ("mm" in name))):
+    kind = RowParallelLinear if how == "rows by chunks" else ColumnParallelLinear
+    layer = kind(8, 8, sequence_parallel=bool(how), defer=store)
+    x = torch.randn(4, layer.weight.shape[1], requires_grad=True)
+    multiplies = _Operations(lambda name: events.extend([MULTIPLY] * ("mm" in name)))
+    with chunks_of_any_size(how in FORWARD), observe(listen), multiplies:
+        y = layer(x)
+        assert events == FORWARD.get(how, events)
+        events.clear()
         with store.during(put_off if how == "put off" else None):
             y.sum().backward()
         for _, product_of in put_off:
@@ -235,14 +274,16 @@ def test_mlp_attention_and_a_whole_layer_recomputed_or_not(tp, replicas, along_s
         plain = reference_gpt.Layer(D, heads, kv_heads)
         for parameter in plain.parameters():
             parameter.data.normal_(0, D**-0.5)
-        options = {"group": group, "sequence_parallel": along_sequence, "attention_fn": attention}
+        options = {"group": group, "sequence_parallel": bool(along_sequence)}
+        options["attention_fn"] = attention
         options["mode"] = ("none", "selective", "full")[case % 3]
         parallel = TransformerLayer(D, heads, kv_heads, **options)
         how = {"x_split": (0, 1), "y_split": (0, 1)} if along_sequence else {}
         how["dtype"] = dtype
-        _check(plain.mlp, parallel.mlp, x, group, **how)
-        _check(plain.attn, parallel.attn, x, group, **how, batch_first=True)
-        _check(plain, parallel, x, group, **how, batch_first=True)
+        with chunks_of_any_size(along_sequence == BY_CHUNKS):
+            _check(plain.mlp, parallel.mlp, x, group, **how)
+            _check(plain.attn, parallel.attn, x, group, **how, batch_first=True)
+            _check(plain, parallel, x, group, **how, batch_first=True)
 
 
 @on_ranks(2)
@@ -420,13 +461,14 @@ def test_a_layer_sends_8_b_s_h_elements_times_t_minus_1_over_t_or_10(
     B, T, heads = 2, 12, 12
     D, (group, _) = 2 * heads, interleaved_group(tp, replicas)
     elements = B * T * D * (tp - 1) // tp
-    backward = 4 + 2 * along_sequence
+    backward = 6 if along_sequence else 4
     claimed = tensor_parallel_layer_bytes(B, T, D, tp, 4, along_sequence)
     assert claimed == 4 * (4 + backward) * elements
-    options = {"group": group, "sequence_parallel": along_sequence, "mode": mode}
+    options = {"group": group, "sequence_parallel": bool(along_sequence), "mode": mode}
     layer = TransformerLayer(D, heads, **options)
     for module, share in ((layer.attn, 0.5), (layer.mlp, 0.5), (layer, 1)):
-        with least_bytes(), count_bytes() as traffic:
+        chunks = chunks_of_any_size(along_sequence == BY_CHUNKS)
+        with chunks, least_bytes(), count_bytes() as traffic:
             y = module(torch.randn(T // tp if along_sequence else T, B, D, requires_grad=True))
             sent = traffic.bytes()
             y.sum().backward()
@@ -478,50 +520,6 @@ def test_masks_are_equal_over_the_group_except_inside_the_sharded_state(tp, repl
     assert len({tuple(inside) for *_, inside in masks}) == tp * replicas
 
 
-# ---- 2012 ----------------------------------------------------------------------------------------
-
-
-THREES = (32, 48), (48, 48), (48, 32)
-
-
-@on_ranks(2)
-def test_alexnet_on_two_ranks_is_the_model_with_grouped_convolutions():
-    """Of the same seed. It sends the halves that both read, and in backward their gradients."""
-    rank, B, D = dist.get_rank(), 2, 16
-    torch.manual_seed(0)
-    net = alexnet((12, 32, 48, 48, 32), D, 10).double()
-    torch.manual_seed(0)  # in, out, kernel, stride, padding, and with two groups
-    how = (3, 12, 11, 4, 2), (12, 32, 5, 1, 2), *((i, o, 3, 1, 1) for i, o in THREES)
-    layers = [nn.Conv2d(*sizes, groups=1 + (i in (1, 3, 4))) for i, sizes in enumerate(how)]
-    layers += [nn.Linear(32 * 36, D), nn.Linear(D, D), nn.Linear(D, 10)]
-    layers = nn.ModuleList(layers).double()
-    images = torch.randn(B, 3, 224, 224, dtype=torch.float64).requires_grad_()
-    x = images
-    for i, layer in enumerate(layers):
-        x = layer(x.flatten(1) if i == 5 else x)
-        x = x.relu() if i < 7 else x
-        if i < 2:
-            x = torch.cat([F.local_response_norm(half, 5, k=2.0) for half in x.chunk(2, 1)], 1)
-        x = F.max_pool2d(x, 3, 2) if i in (0, 1, 4) else x
-    grad = torch.randn(x.shape, dtype=torch.float64)
-    wanted = torch.autograd.grad(x, [images, *layers.parameters()], grad)
-
-    y, sent = copy_to_group(images), []
-    for part in net:
-        with count_bytes() as traffic:
-            y = part(y)
-        sent += [traffic.bytes()] * hasattr(part, "layer")
-    with count_bytes() as traffic:
-        y.backward(grad.chunk(2, 1)[rank])
-    assert_close(y, x.chunk(2, 1)[rank])
-    assert_close(images.grad, wanted[0])
-    for (name, own), full in zip(net.named_parameters(), wanted[1:], strict=True):
-        assert_close(own.grad, full.chunk(2)[rank], name=name)
-    passed_on = 0, 0, 16 * 13 * 13, 0, 0, 16 * 36, D // 2, D // 2  # elements a rank has for both
-    assert sent == [8 * B * elements for elements in passed_on]
-    assert traffic.bytes("reduce_scatter_single") == sum(sent)
-
-
 # ---- errors --------------------------------------------------------------------------------------
 
 
@@ -535,7 +533,7 @@ def test_sizes_that_cannot_be_split_are_named():
         (lambda: ParallelSelfAttention(24, 4), "kv_heads=4 is not divisible by tp=3"),
         (lambda: ParallelSelfAttention(24, 6, 2), "kv_heads=2 is not divisible by tp=3"),
         (lambda: ParallelSelfAttention(18, 9, 6), "kv_heads=6, heads=9 and hidden=18"),
-        (lambda: row(torch.zeros(4, 2, 1)), "output has 12 elements .*, input makes 16"),
+        (lambda: row(torch.zeros(4, 2, 1)), "T=4 is not divisible by tp=3"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

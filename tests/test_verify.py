@@ -1,4 +1,4 @@
-"""verify.py: which layouts it tries, what it says of right and wrong ones, and the exit status."""
+"""verify.py: the layouts that it tries, what it says of right and wrong ones, its exit status."""
 
 import io
 import os
@@ -18,7 +18,7 @@ from ranks import PROJECT, on_ranks, spawn
 
 
 def parsed(world_size):
-    """The layouts that verify.py tries, as hybrid.py understands them."""
+    """Yield the layouts that verify.py tries, as hybrid.py understands them."""
     for words, per_node in verify.layouts(world_size, world_size):
         yield hybrid.parse([*verify.sizes_of(world_size), *words], world_size, per_node)
 
@@ -50,7 +50,7 @@ def test_some_layouts_have_stages_without_layers_and_fewer_layers_than_processes
 
 
 def command(*flags, world_size=1):
-    """What the command does, as a CompletedProcess."""
+    """Run the command, and return its CompletedProcess."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun = [*torchrun, f"--nproc-per-node={world_size}"] if world_size > 1 else torchrun[:1]
     line = [*torchrun, str(PROJECT / "tests" / "verify.py"), *flags]
@@ -72,7 +72,7 @@ def test_flags_that_cannot_be_are_one_line_and_status_2():
 
 
 def judged(argv, rows=None):
-    """The exit status and the lines printed, of layouts in place of those drawn if given."""
+    """Judge the layouts in `rows`, or those drawn; return the exit status and the printed lines."""
     world_size, layouts = dist.get_world_size(), verify.layouts
     args = hybrid.parse([*verify.sizes_of(world_size), *argv], world_size)
     instead = lambda *sizes: layouts(*sizes) if rows is None else rows
@@ -108,6 +108,23 @@ def test_an_error_on_one_rank_ends_the_run_at_once_and_says_which_rank_and_layou
     assert broken.error_text.splitlines()[-1] == where and "TypeError" in broken.error_text
     assert waiting.exitcode == 1 and "lost rank 1" in waiting.error_text
     assert waiting.seconds < 20  # the group's timeout is 70
+
+
+@on_ranks(2)
+def test_a_replica_that_has_diverged_is_infinitely_wrong():
+    """Rank 0, which compares, is the one that keeps the right value."""
+    step = hybrid.Trainer.step
+
+    def diverge(trainer, *batch):
+        metrics = step(trainer, *batch)
+        with torch.no_grad():
+            trainer.dense[0].view(-1)[0] += 1e-15 * dist.get_rank()
+        return metrics
+
+    with patch.object(hybrid.Trainer, "step", diverge):
+        status, lines = judged([], [("--dp 2 --zero 0 --layers 1".split(), 2)])
+    assert status == 1
+    assert dist.get_rank() or lines[0].startswith("WRONG      inf  step 1 transformer")
 
 
 @on_ranks(2)

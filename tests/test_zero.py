@@ -313,6 +313,8 @@ def test_shards_inside_a_group_and_replicas_across():
         across = traffic.bytes("all_reduce", replicas)
         assert across == traffic.bytes(group=replicas) == 2 * all_reduce_bytes(nbytes, 2)
         assert traffic.bytes("all_reduce", shards) == 0
+        alone = zero_bytes(stage, 2 * nbytes, 2)  # in a step, without the copies
+        assert across == 2 * (zero_bytes(stage, 2 * nbytes, 2, replicas=2) - alone)
         net = make_net()
         net.head.bias.requires_grad_(rank < 2)  # alike inside each group of shards, not across
         with pytest.raises(ValueError, match=r"rank 1 of the group has .* \(7,\) .* False cpu,"):

@@ -1,0 +1,218 @@
+"""Where would a step's time go on GPUs? A model's estimate for the real code, without a GPU.
+
+    python tests/gpu_time.py --gpus 8 --dtype bf16 --dp 8 --zero 3       flags of hybrid.py
+    python tests/gpu_time.py --gpus 8 --gpu a100 --json --trace FILE --dtype bf16 --tp 8 --sp
+
+Rank 0 takes two steps on the pretended device of fake_cuda.py, and the second one is timed. The
+kernels, messages, events and waits are those of the code. Their durations come from a model:
+
+    host      It launches kernels and batches, and runs ahead of the device until it waits for it. A
+              kernel costs it 5 us, a view 1.5 us, a batch --batch-us and --message-us per message.
+    stream    It runs its kernels in launch order. A kernel takes at least 2 us, or its bytes at 80%
+              of the memory's speed, or its FLOPs at 65% of the peak, whichever is longest.
+    group     It has a communicator: a stream that runs its batches in order. A batch takes 12 us,
+              and its bytes at 80% of the speed of NVLink, or of the network if it leaves the node.
+    event     It marks a moment of a stream. Other streams and the host can wait for it.
+
+All ranks are assumed to be alike, so peers meet at once and a pipeline has no bubble (plan.py has
+it). Messages take no SMs from kernels. The speeds are those of data sheets, and the other constants
+are estimates: use them to compare versions of the code, not to predict the time on a real machine.
+
+A step of the main stream consists of matrix products, other kernels, waits for messages (exposed,
+by axis: the first two names of the group in hybrid's Mesh) and waits for the host (starved).
+peak_gb is the peak of the tensors' memory. PyTorch reuses memory that a message has touched only
+once the host has seen the end of its batch; peak_recorded_gb is the peak under this rule. nccl_gb
+is NCCL's own memory, 12 MB for each of 32 channels to each peer of a group, on top of either peak.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+import fake_cuda  # before torch, which it gives a device
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+import hybrid
+from models import GPUS
+from timeline import Host, Memory, Stream
+
+LAUNCH_US, VIEW_US = 5.0, 1.5  # host: an operator with a kernel; one without
+KERNEL_US, ROUND_US = 2.0, 12.0  # device: at least, for a kernel; for a batch
+PRODUCTS, MOVES = 0.65, 0.8  # shares of the data sheets' FLOP/s and GB/s
+CHANNELS, CHANNEL_BYTES = 32, 12e6  # NCCL's buffers for each peer
+aten = torch.ops.aten
+NO_KERNEL = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach}
+NO_KERNEL |= {aten.new_empty_strided, aten._unsafe_view, aten.set_, aten._local_scalar_dense}
+FLOPS = flop_registry | {  # of matrix products
+    aten.addmm: lambda total, *factors, **_: flop_registry[aten.mm](*factors[:2]),
+    aten.addmm_: lambda total, *factors, **_: flop_registry[aten.mm](*factors[:2]),
+    aten._grouped_mm: lambda x, w, *_, **options: 2 * x.shape[-2] * x.shape[-1] * w.shape[-1],
+}
+
+
+class Timer(fake_cuda.Watch):
+    """Gives each operator and each batch that reaches the device its duration."""
+
+    def __init__(self, args, own):
+        super().__init__(args)
+        self.own, self.gpu, self.host = own, GPUS[own.gpu], Host()
+        self.memory = Memory(self.host)
+        self.names, self.peers = defaultdict(list), defaultdict(set)
+        self.communicators = {}
+
+    def streams(self):
+        current = lambda device=None: self.host.current
+        new = partial(Stream, self.host)
+        return {"Stream": new, "current_stream": current, "stream": lambda stream: stream}
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = super().__torch_dispatch__(function, types, arguments, options)
+        given = list(filter(fake_cuda.is_on_device, tree_leaves((arguments, options))))
+        made = list(filter(fake_cuda.is_on_device, tree_leaves(result)))
+        if not given + made or function.namespace == "prim":  # it reads an attribute
+            return result
+        for tensor in made:
+            self.memory.resize(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
+        operator = function.overloadpacket
+        if function.is_view or operator in NO_KERNEL:
+            self.host.work(operator.__name__, VIEW_US)
+            return result
+        self.host.work(operator.__name__, LAUNCH_US)
+        tensors = given + [tensor for tensor in made if not any(tensor is t for t in given)]
+        moving = sum(tensor.nbytes for tensor in tensors) / (MOVES * 1e3 * self.gpu.memory_speed)
+        computing = self.computing(function, arguments, options or {}, result)
+        part = "products" if computing else "other"
+        self.host.current.run(operator.__name__, max(KERNEL_US, moving, computing), part)
+        return result
+
+    def computing(self, function, arguments, options, result):
+        """Return the duration of a matrix product's FLOPs, and 0 for other operators.
+
+        Causal attention computes half of the scores.
+        """
+        if function.overloadpacket not in FLOPS:
+            return 0
+        flops = FLOPS[function.overloadpacket](*arguments, **options, out_val=result)
+        names = [argument.name for argument in function._schema.arguments]
+        if dict(zip(names, arguments)).get("is_causal"):
+            flops /= 2
+        in_fp32 = min(x.itemsize for x in arguments if isinstance(x, torch.Tensor)) > 2
+        return flops * (15 if in_fp32 else 1) / (PRODUCTS * 1e6 * self.gpu.tflops)
+
+    def note_wait(self, what):
+        super().note_wait(what)
+        self.host.current.synchronize()
+
+    def post(self, group, sends, receives):
+        super().post(group, sends, receives)
+        messages, ranks = [*sends, *receives], dist.get_process_group_ranks(group)
+        self.host.work("post", self.own.batch_us + len(messages) * self.own.message_us)
+        if group not in self.communicators:
+            lane = "+".join(self.names[group][:2])
+            self.communicators[group] = Stream(self.host, lane)
+        self.peers[group].update(peer for _, peer in messages)
+        is_near = all(ranks[peer] < self.gpu.per_node for _, peer in messages)  # to rank 0
+        speed = MOVES * 1e3 * (self.gpu.node if is_near else self.gpu.network)
+        nbytes = max(sum(tensor.nbytes for tensor, _ in side) for side in (sends, receives))
+        duration = ROUND_US + nbytes / speed
+        batch = self.communicators[group].post(f"{len(messages)} messages", duration)
+        for tensor, _ in messages:
+            record = self.memory.records[tensor.untyped_storage()._cdata]
+            record.in_use_until = max(record.in_use_until, batch.moment)
+        return batch
+
+
+def measure(args, own):
+    """Time the second step of rank 0. Returns what --json prints, and the trace's events."""
+    timer = Timer(args, own)
+    host, main, memory = timer.host, timer.host.main, timer.memory
+    resize_ = torch.UntypedStorage.resize_
+
+    def resize(storage, nbytes):
+        memory.resize(storage, nbytes)
+        return resize_(storage, nbytes)
+
+    resized = patch.object(torch.UntypedStorage, "resize_", resize)
+    with fake_cuda.pretended(timer, 0, args.world_size), resized:
+        trainer, step = fake_cuda.hybrid_step(args, torch.device("cuda", 0))
+        for name, group in vars(trainer.mesh).items():
+            timer.names[group].append(name.removesuffix("_group"))
+        timer.communicators.clear()  # the Trainer has used some that had no name yet
+        step()
+        begin = max(host.now, *(stream.moment for stream in host.streams))
+        host.now = main.moment = begin  # nothing is under way
+        for of_first in (host.spans, main.parts, main.exposed):
+            of_first.clear()
+        timer.counts = fake_cuda.Counts()
+        memory.changes = [(0.0, sum(record.nbytes for record in memory.records.values()))]
+        step()
+        main.run("end", 0.0)  # no earlier than the host's last work
+    step_us, peaks = main.moment - begin, memory.peaks()
+    flops = hybrid.flops_per_token(args) * args.batch_size * args.seq_len / args.world_size
+    found = {
+        "step_ms": step_us / 1e3,
+        "mfu": flops / step_us / (1e6 * timer.gpu.tflops),
+        "products_ms": main.parts["products"] / 1e3,
+        "other_ms": main.parts["other"] / 1e3,
+        "exposed_ms": {axis: waited / 1e3 for axis, waited in main.exposed.items()},
+        "starved_ms": main.parts["starved"] / 1e3,
+        "batches": timer.counts.batches.total(),
+        "messages": timer.counts.messages.total(),
+        "peak_gb": peaks[0] / 1e9,
+        "peak_recorded_gb": peaks[1] / 1e9,
+        "nccl_gb": sum(map(len, timer.peers.values())) * CHANNELS * CHANNEL_BYTES / 1e9,
+    }
+    names = "tid", "name", "ts", "dur"
+    return found, [dict(zip(names, span), ph="X", pid="rank 0") for span in host.spans]
+
+
+def parse(argv):
+    """Return the command's own flags, and hybrid's Args from the others."""
+    parser = argparse.ArgumentParser(Path(__file__).name, description=__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--gpus", type=hybrid.at_least(1), required=True, help="how many")
+    parser.add_argument("--gpu", choices=GPUS, default="h100", help="of which kind")
+    parser.add_argument("--batch-us", type=float, default=25.0, help="default: %(default)s")
+    parser.add_argument("--message-us", type=float, default=3.0, help="default: %(default)s")
+    parser.add_argument("--trace", metavar="FILE", help="for https://ui.perfetto.dev")
+    parser.add_argument("--json", action="store_true", help="print one object")
+    own, flags = parser.parse_known_args(argv)
+    try:
+        return own, hybrid.parse(flags, own.gpus, min(own.gpus, GPUS[own.gpu].per_node))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def main():
+    """Run the command, in a process that has the device. Returns the exit status."""
+    own, args = parse(sys.argv[1:])
+    if "FAKE_CUDA" not in os.environ:
+        with TemporaryDirectory() as folder:
+            if library := fake_cuda.build(folder):
+                return fake_cuda.run(library, ["-W", "ignore", *sys.argv]).returncode
+        print(f"{Path(__file__).name}: error: there is no C++ compiler", file=sys.stderr)
+        return 1
+    found, events = measure(args, own)
+    fake_cuda.settle()
+    if own.trace:
+        Path(own.trace).write_text(json.dumps(events))
+    if own.json:
+        print(json.dumps(found))
+    else:
+        for name, value in found.items():
+            parts = value if isinstance(value, dict) else {"": value}
+            print(f"{name:18}", *(f"{part} {round(number, 3)} " for part, number in parts.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""timeline.py and gpu_time.py: timelines worked out by hand, in microseconds, and the command."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from ranks import PROJECT
+from timeline import Host, Memory, Stream
+
+
+def test_streams_run_side_by_side_kernels_of_one_in_order_and_an_event_binds():
+    host = Host()
+    side = Stream(host)
+    host.work("launch", 5)
+    host.main.run("a", 100)  # main 5-105
+    with side:
+        assert host.current is side
+        side.run("b", 30)  # side 5-35
+    host.main.run("c", 10)  # main 105-115
+    assert host.current is host.main
+    assert (host.main.moment, side.moment) == (115, 35)
+    side.wait_event(host.main.record_event())
+    side.run("d", 1)  # 115-116; the side stream was idle from 35 to 115
+    assert side.moment == 116 and sum(side.exposed.values()) == 80
+    assert host.main.parts == {"starved": 5, "other": 110}
+    assert [span[2:] for span in host.spans] == [(0, 5), (5, 100), (5, 30), (105, 10), (115, 1)]
+
+
+def test_a_batch_waits_for_what_its_stream_was_given_and_for_earlier_ones_of_its_group():
+    host = Host()
+    tp, dp, side = Stream(host, "tp"), Stream(host, "dp"), Stream(host)
+    host.main.run("a", 50)  # 0-50
+    first = tp.post("first", 20)  # 50-70: behind the kernel
+    with side:
+        second = tp.post("second", 10)  # 70-80: behind the first batch
+        other = dp.post("other", 10)  # 0-10: another communicator, an idle stream
+        second.wait()  # binds the side stream alone
+    assert [event.moment for event in (first, second, other)] == [70, 80, 10]
+    assert (side.moment, host.main.moment, host.now) == (80, 50, 0)
+    host.main.wait_event(side.record_event())
+    assert host.main.moment == 80 and host.main.exposed == {"tp": 30}
+    other.wait()  # has ended long ago
+    assert host.main.exposed == {"tp": 30}
+
+
+def test_the_host_runs_ahead_until_it_waits_and_a_late_host_starves_the_stream():
+    host = Host()
+    host.work("launch", 5)
+    host.main.run("a", 100)  # 5-105
+    event = host.main.record_event()
+    host.work("launch", 5)
+    host.main.run("b", 10)  # 105-115
+    assert host.now == 10 and not event.query()
+    event.synchronize()
+    assert host.now == 105 and event.query() and not host.main.query()
+    event.synchronize()  # takes no time now
+    host.work("python", 30)  # 105-135: main is idle from 115
+    host.main.run("c", 1)
+    assert host.main.moment == 136 and host.main.parts["starved"] == 5 + 20
+    batch = Stream(host, "dp").post("batch", 50)  # 136-186
+    host.work("python", 11)  # 135-146: from 136 the host is late, from 146 the batch
+    batch.wait()
+    assert host.main.parts["starved"] == 25 + 10 and host.main.exposed == {"dp": 40}
+
+
+def test_memory_of_a_message_is_free_once_the_host_has_seen_the_end_of_its_batch():
+    host = Host()
+    memory = Memory(host)
+    sent, computed = (SimpleNamespace(nbytes=0, in_use_until=0.0) for _ in range(2))
+    memory.change(sent, 10)
+    memory.change(computed, 1)
+    batch = Stream(host, "dp").post("batch", 100)  # 0-100
+    sent.in_use_until = batch.moment
+    memory.change(computed, 0)  # free at once
+    memory.change(sent, 0)  # free from 100 on
+    memory.change(computed, 5)  # at 0: beside the 10 GB
+    assert memory.peaks() == [11, 15]
+    batch.synchronize()
+    memory.change(sent, 10)  # at 100: in the memory that was sent
+    assert memory.peaks() == [15, 15]
+
+
+FLAGS = "--dtype bf16 --layers 2 --hidden 256 --heads 4 --seq-len 128 --vocab-size 512"
+KEYS = "step_ms mfu products_ms other_ms exposed_ms starved_ms batches messages peak_gb"
+
+
+def gpu_time(*flags):
+    command = [sys.executable, str(PROJECT / "tests" / "gpu_time.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return pytest.skip("no C++ compiler") if "C++ compiler" in done.stderr else done
+
+
+def test_the_command_prints_a_step_whose_parts_add_up_and_writes_a_trace(tmp_path):
+    path = tmp_path / "trace.json"
+    done = gpu_time(*f"--gpus 4 --json --trace {path} --tp 2 --sp {FLAGS}".split())
+    found = json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [*found] == [*KEYS.split(), "peak_recorded_gb", "nccl_gb"]
+    parts = found["products_ms"], found["other_ms"], found["starved_ms"]
+    assert sum(parts) + sum(found["exposed_ms"].values()) == pytest.approx(found["step_ms"])
+    assert any("tp" in axis for axis in found["exposed_ms"]) and min(parts) > 0
+    assert found["peak_gb"] <= found["peak_recorded_gb"]
+    spans = json.loads(path.read_text())
+    assert {"host", "main stream", *found["exposed_ms"]} <= {span["tid"] for span in spans}
+    for lane in {span["tid"] for span in spans}:
+        of_lane = [span for span in spans if span["tid"] == lane]
+        ends = [span["ts"] + span["dur"] for span in of_lane]
+        assert all(end <= span["ts"] + 1e-6 for end, span in zip(ends, of_lane[1:]))
+
+
+def test_flags_that_cannot_be_end_with_2():
+    done = gpu_time("--gpus", "8", "--tp", "3")
+    assert done.returncode == 2 and "--tp 3" in done.stderr
