@@ -383,9 +383,9 @@ def test_the_head_counts_where_layers_are_cut_into_stages():
 @on_ranks(2)
 def test_the_schedule_is_the_one_asked_for(name):
     rank, flags = dist.get_rank(), f"--pp 2 --microbatches 4 --schedule {name}"
-    assert make_trainer(flags).pipeline.actions == SCHEDULES[name](2, 4)[rank]
+    assert make_trainer(flags).pipeline.schedule[rank] == SCHEDULES[name](2, 4)[rank]
     if name == "interleaved":
-        found = make_trainer(f"{flags} --layers 6 --chunks 3").pipeline.actions
+        found = make_trainer(f"{flags} --layers 6 --chunks 3").pipeline.schedule[rank]
         assert found == interleaved(2, 4, 3)[rank]
 
 
