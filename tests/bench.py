@@ -3,7 +3,7 @@
     python tests/bench.py               (all that this machine can, 10 minutes)
     python tests/bench.py collectives [--world-sizes 2 4 8] [--largest 128]
     python tests/bench.py data_parallel [--world-sizes 2]
-    python tests/bench.py pipeline      (sleeping stages, then real ones beside PyTorch's)
+    python tests/bench.py pipeline
     python tests/bench.py tensor_parallel
     python tests/bench.py context_parallel [--longest 16384]
     python tests/bench.py expert_parallel
@@ -55,7 +55,7 @@ import hybrid
 from ddp import DistributedDataParallel
 from expert_parallel import MoE
 from gpu_counts import as_on_nccl
-from pipeline import SCHEDULES, DeferredLinear, Pipeline, WeightGradStore, simulate
+from pipeline import SCHEDULES, DeferredLinear, Pipeline, WeightGradStore
 from ranks import headline, run
 from reference_gpt import Layer, ReferenceGPT
 from sequence_parallel import allgather_attention, ring_attention, ulysses_attention
@@ -99,6 +99,13 @@ def take_turns(contenders, rounds, seconds=0.02):
     slowest = torch.tensor(list(times.values()), dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return {name: statistics.median(values) for name, values in zip(times, slowest.tolist())}
+
+
+def _on_first_rank(step):
+    """Run step() on rank 0 while the other ranks are idle."""
+    if dist.get_rank() == 0:
+        step()
+    dist.barrier()
 
 
 def measure(cases):
@@ -213,47 +220,6 @@ def bench_data_parallel(arguments):
 
 # ---- pipelines -----------------------------------------------------------------------------------
 
-SLOT = 0.04  # seconds that F, I and W of all of a rank's layers sleep
-
-
-class _Sleeping(Pipeline):
-    """A pipeline whose stages do nothing, for as long as the simulator says."""
-
-    def __init__(self, schedule, parts):
-        stages = [nn.Linear(1, 1) for _ in range(1 + max(a.chunk for a in schedule[0]))]
-        loss_fn = lambda output, target: (output - target).square().sum()
-        super().__init__(stages, schedule, loss_fn, shape=(1, 1))
-        self.slot, self.spans = SLOT / parts, []
-
-    def perform(self, action, received):
-        began = time.perf_counter()
-        time.sleep(2 * self.slot if action.kind == "B" else self.slot)
-        result = super().perform(action, received)
-        self.spans.append((began, time.perf_counter()))
-        return result
-
-
-def _sleep_through(name, num_microbatches, rounds):
-    parts = 2 if name in ("interleaved", "zb-v") else 1
-    schedule = SCHEDULES[name](dist.get_world_size(), num_microbatches)
-    pipeline, batch = _Sleeping(schedule, parts), torch.zeros(num_microbatches, 1)
-    claimed, times, bubbles = simulate(schedule, 1 / parts, 2 / parts, weight=1 / parts), [], []
-    for _ in range(rounds + 1):
-        pipeline.spans = []
-        dist.barrier()
-        began = time.perf_counter()
-        pipeline.step(batch, batch)
-        dist.barrier()
-        times.append(time.perf_counter() - began)
-        begins, ends = zip(*pipeline.spans)
-        # these ranks' clocks are one machine's
-        total = max(collectives.gather_objects(ends[-1])) - began
-        total = ends[-1] - begins[0] if name in ("zb-h2", "zb-v") else total
-        bubbles.append(max(collectives.gather_objects(total - sum(ends) + sum(begins))))
-    idle = claimed.idle if name in ("zb-h2", "zb-v") else claimed.bubble
-    measured = {"step": statistics.median(times[1:]), "bubble": statistics.median(bubbles[1:])}
-    return measured, {"step": claimed.total * SLOT, "bubble": max(idle) * SLOT}
-
 
 def _torch_schedules():
     """name -> (PyTorch's schedule, its stage indices on a rank of p, the name of ours)."""
@@ -311,12 +277,8 @@ def _time_pipelines(num_microbatches, rounds):
 
 
 def bench_pipeline(arguments):
-    """Sleeping stages, P = 4, beside the simulation; real ones, P = 2, beside PyTorch's."""
-    cases = {name: (4, _sleep_through, name, 8, arguments.rounds) for name in SCHEDULES}
-    for name, (found, claimed) in measure(cases):
-        for what in ("step", "bubble") if claimed["bubble"] else ("step",):
-            arguments.report(f"{name}, {what}", found[what], "simulated", claimed[what])
-    [(_, times)] = measure({"real stages": (2, _time_pipelines, 8, arguments.rounds)})
+    """Compare a step of each schedule, over two stages or their chunks, with PyTorch's."""
+    [(_, times)] = measure({"P = 2": (2, _time_pipelines, 8, arguments.rounds)})
     for name, (*_, mine) in _torch_schedules().items():
         arguments.report(mine, times[f"ours, {name}"], name, times[name])
 
@@ -416,14 +378,9 @@ def _time_context_parallel(T, rounds):
     def step(function, tensors):
         torch.autograd.grad(function(*tensors).sum(), tensors)
 
-    def alone():  # the other ranks are idle meanwhile
-        if dist.get_rank() == 0:
-            step(fused, whole)
-        dist.barrier()
-
     return take_turns(
         {
-            "one process": alone,
+            "one process": partial(_on_first_rank, partial(step, fused, whole)),
             "allgather": partial(step, allgather_attention, own),
             "ring": partial(step, ring_attention, own),
             "ulysses": partial(step, ulysses_attention, own),
@@ -491,17 +448,6 @@ def _training(flags, mesh=None):
     return trainer, partial(trainer.step, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def _on_first_rank(step):
-    """The others are idle meanwhile."""
-
-    def alone():
-        if dist.get_rank() == 0:
-            step()
-        dist.barrier()
-
-    return alone
-
-
 def _time_layouts(flags, layouts, rounds):
     """Seconds of a step of layouts, of one process, and of two with half each."""
     contenders = {layout: _training(f"{flags} {layout}")[1] for layout in layouts}
@@ -510,7 +456,7 @@ def _time_layouts(flags, layouts, rounds):
     trainer, step = _training(flags, mesh)
     half = f"{flags} --batch-size {trainer.args.batch_size // 2}"
     contenders |= {
-        "one process": _on_first_rank(step),
+        "one process": partial(_on_first_rank, step),
         "two processes that never talk": _training(half, mesh)[1],
     }
     return take_turns(contenders, rounds)
@@ -534,8 +480,6 @@ def bench_hybrid(arguments):
 
 GPT_350M = {"layers": 24, "hidden": 1024, "heads": 16, "seq_len": 1024, "vocab_size": 50304}
 SEQUENCES = 8  # to a step
-# dense FLOP/s in bf16, by a part of the GPU's name
-PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 
 
 class _GPT(nn.Module):
@@ -667,14 +611,14 @@ def bench_gpu(arguments):
             call = _time_on_gpus, sizes, arguments.rounds, arguments.operations
             messages = on(gpus, "messages", *call)[0]
     name = torch.cuda.get_device_name()
-    peak = next((flops for part, flops in PEAK.items() if part in name), math.nan)
+    peak = next((of["bf16"] for part, of in hybrid.PEAKS.items() if part in name), math.nan)
     L, D, T = (GPT_350M[size] for size in ("layers", "hidden", "seq_len"))
     flops = 6 * (parameters - T * D) + 12 * L * D * T  # of a token; Chowdhery et al., "PaLM", 2022
     print(f"{name}; {parameters / 1e6:.0f}M parameters, {SEQUENCES} x {T} tokens a step")
     for contender, seconds in times.items():
         rate = SEQUENCES * T / seconds
         arguments.report(f"{contender} on {name}", seconds, "plain", times["plain"])
-        print(f"{contender:16}{rate:9.0f} tokens/s  MFU {rate * flops / peak:4.0%}")
+        print(f"{contender:16}{rate:9.0f} tokens/s  MFU {rate * flops / peak / 1e12:4.0%}")
     if gpus > 1:
         print(f"a batch: {host * 1e6:.0f} us of the host, {device * 1e6:.0f} us in all")
         for (operation, size), t in messages.items():
