@@ -82,10 +82,9 @@ def ring_all_reduce(tensor, group=None):
 
 # ---- messages ------------------------------------------------------------------------------------
 #
-# Three things that are used from here on are defined further down ("an operation and its queue").
-# An Operation is one call: it posts messages, tells listeners of them, and names the peer when one
-# fails. A queue runs a group's asynchronous collectives in turn. A Work is what a caller gets with
-# async_op=True, and waits for.
+# An Operation, defined further down, is one call. It posts messages, tells listeners of them, names
+# the peer when one fails, and is what the caller of an asynchronous call waits for. Its queue runs
+# the asynchronous collectives of a group one after the other.
 
 
 def rank_and_size(group=None):
@@ -106,10 +105,9 @@ def exchange(sends, receives, group=None, async_op=False):
     operation.tell("begin")
     with suppress(Exception):  # errors of earlier operations are raised by their own wait()
         operation.queue.finish()
-    finish = partial(operation.complete, operation.post(sends, receives))
-    if async_op:
-        return Work(operation, finish)
-    finish()
+    operation.finish = partial(operation.complete, operation.post(sends, receives))
+    operation.is_completed = lambda: False
+    return operation if async_op else operation.finish()
 
 
 # ---- algorithms take turns -----------------------------------------------------------------------
@@ -482,12 +480,12 @@ def _plan(operation, nbytes, phases=1, name="auto"):
 #
 # A collective makes an Operation, and _launch() runs it in its turn: take_turns() steps through its
 # generators, whose messages post() begins. The collectives of a group run one after the other: at
-# once if nothing is pending, otherwise behind what is, and in the background with async_op. Inputs
-# are read when the turn comes. The background is the group's queue: a thread for gloo, whose
-# messages someone must wait for, and a side stream for NCCL, whose waits block no host. exchange()
-# completes the pending collectives of its group; no collective waits for an exchange().
+# once if none is pending, otherwise on the group's queue, and always there with async_op. The queue
+# is a thread for gloo, whose messages someone must wait for, and a side stream for NCCL, whose
+# waits block no host. Inputs are read when the turn comes. exchange() completes the pending
+# collectives of its group first, and nothing waits for an exchange().
 #
-# The module has two tables: torch's groups take no attributes, and autograd calls collectives in
+# Two tables are global: torch's groups take no attributes, and autograd calls collectives in
 # threads of its own, which do not have their caller's context.
 
 _MEMBERSHIPS = weakref.WeakKeyDictionary()  # process group -> Membership
@@ -495,12 +493,11 @@ _LISTENERS = []  # the listener of every observe() that is open
 
 
 class Membership:
-    """What this rank knows of a process group. It is made once and shared by all operations there.
+    """What this rank knows of a process group, made once for all operations there.
 
-    place: (this rank in the group, the group's size)
-    ranks: the global ranks of its members
+    place: (this rank in the group, the group's size); ranks: the global ranks of its members
     ranks_per_node, by_backend: see set_ranks_per_node() and set_backend_collectives()
-    queues: {device type: the queue for such tensors}; thread: that of all devices without NCCL
+    queues: {device type: the queue for such tensors}; thread: the queue of devices without NCCL
     """
 
     def __init__(self, group):
@@ -513,7 +510,8 @@ class Membership:
 
 
 def membership(group, caller):
-    """Look up the Membership of a group in which `caller` is called."""
+    """Look up the Membership of a group; caller: the function that an error names."""
+    group = group or dist.group.WORLD
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{caller} is called by a rank that is not in the group")
     members = _MEMBERSHIPS.get(group)
@@ -523,13 +521,16 @@ def membership(group, caller):
 
 
 class Operation:
-    """One call of a collective, of exchange() or of Work.wait(), which observe() tells of.
+    """One call of a collective, of exchange(), or of wait() on one of these.
 
     name: "all_reduce" ..., "exchange" or "wait"
     of: the operation that a "wait" waits for; None for all others
     group, rank, world_size, ranks: the process group, and what its Membership says
-    async_op: whether the caller gets a Work and goes on
+    async_op: whether the caller goes on, and gets the operation in order to wait() for it later
+    is_completed: a function that tells whether wait() would return, or raise, at once
     """
+
+    finish = is_completed = staticmethod(lambda: True)  # unless it is asynchronous
 
     def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None, of=None):
         """tensor: one of those that travel; op: what reduces them; root: a global rank."""
@@ -548,6 +549,16 @@ class Operation:
         if root is not None and root not in self.ranks:
             raise ValueError(f"src or dst={root} is not among the group's ranks {self.ranks}")
         self.root = None if root is None else self.ranks.index(root)
+
+    def wait(self):
+        """Return once the operation is done, or raise its error.
+
+        On CUDA, as in torch.distributed, this holds up the current stream and not the host.
+        """
+        waiting = Operation("wait", self.group, of=self)
+        waiting.tell("begin")
+        waiting.complete(self.finish)
+        self.finish = lambda: None  # the tensors are no longer held
 
     def tell(self, event, *messages):
         for listener in self.listeners:
@@ -575,7 +586,7 @@ class Operation:
         self.tell("post", sends, receives)
         if self.queue.on_nccl:
             work = self.attempt(messages, post_batch, self.group, sends, receives)
-            return partial(self.wait, [(messages, work)])
+            return partial(self.await_messages, [(messages, work)])
         arriving = receives
         if messages[0][0].is_cuda:
             pinned = partial(torch.empty_like, device="cpu", pin_memory=True)
@@ -587,9 +598,9 @@ class Operation:
             for tensor, peer in messages:
                 message = [(tensor, peer)]
                 works.append((message, self.attempt(message, call, [tensor], peer, tag)))
-        return partial(self.wait, works, receives, arriving)
+        return partial(self.await_messages, works, receives, arriving)
 
-    def wait(self, works, receives=(), arriving=()):
+    def await_messages(self, works, receives=(), arriving=()):
         """works: [(messages, their torch Work)]; what arrived elsewhere is copied to `receives`."""
         for messages, work in works:
             self.attempt(messages, work.wait)
@@ -632,11 +643,11 @@ def observe(listener):
     """Have listener(event, operation, ...) called for every Operation that begins inside:
 
     begin                     in the caller's thread, when it is called
-    post, sends, receives     before messages [(tensor, peer in the group)] are posted, where they are
+    post, sends, receives     before messages [(tensor, peer in the group)] are posted
     end                       when it is done or has failed; for an asynchronous one, where it runs
 
-    Work.wait() is an operation, too: a "wait" `of` another one. A caller waits from begin to end of
-    each with async_op False; the "end" of an asynchronous exchange comes in its Work.wait().
+    A wait() is an operation, too: a "wait" `of` another one. A caller waits from begin to end of
+    each with async_op False; the "end" of an asynchronous exchange comes in its wait().
     """
     _LISTENERS.append(listener)
     try:
@@ -645,45 +656,26 @@ def observe(listener):
         _LISTENERS.remove(listener)
 
 
-class Work:
-    """An operation under way. wait() returns once it is done, and raises its error.
-
-    On CUDA, as in torch.distributed, wait() holds up the current stream and not the host.
-    is_completed() tells whether wait() would return, or raise, at once.
-    """
-
-    def __init__(self, operation, finish, is_completed=lambda: False):
-        self._operation = operation
-        self._finish = finish
-        self.is_completed = is_completed
-
-    def wait(self):
-        waiting = Operation("wait", self._operation.group, of=self._operation)
-        waiting.tell("begin")
-        waiting.complete(self._finish)
-        self._finish = lambda: None  # the tensors are no longer held
-
-
 class _Stream:
-    """The queue of a group on NCCL: a side stream. torch has a pool of 32, so it is made once.
+    """The queue of a group on NCCL: a side stream, made once, as torch has a pool of only 32.
 
-    Additions and copies run on it. NCCL's kernels run on a stream of the process group, whose
-    priority `is_high_priority_stream` in the options of new_group() sets.
+    Its priority is that of additions and copies. NCCL's kernels run on the process group's stream,
+    which `is_high_priority_stream` in the options of new_group() puts first.
     """
 
     on_nccl = True
     finish = is_completed = staticmethod(lambda: True)  # of the last task that was submitted
-    AHEAD = 6  # operations that the host may have launched and the device not have done
+    AHEAD = 5  # operations that the host may have launched and the device not have done
 
     def __init__(self):
         self.stream = torch.cuda.Stream(priority=-1)
         self.launched = deque()  # (event, tensors that are held until the device has passed it)
 
     def run(self, task, held=()):
-        """Run a task on the current stream, and wait for the operation AHEAD places before it.
+        """Run a task on the current stream, then wait until at most AHEAD tasks are not done.
 
-        Memory that NCCL's messages touched can be reused only once the host has seen their end. If
-        the host ran ahead by a whole step, every message of the step would need memory of its own.
+        Memory that NCCL's messages touched is reused only once the host has seen their end. If the
+        host ran ahead by a whole step, every message of the step would need memory of its own.
         """
         task()
         event = torch.cuda.current_stream().record_event()
@@ -771,19 +763,19 @@ def _launch(operation, algorithms, outputs, inputs=(), backend_options=None):
     queue = operation.queue
     if operation.async_op and operation.world_size > 1:
         queue.submit(partial(operation.complete, run), tensors)
-        return Work(operation, queue.finish, queue.is_completed)
-    if queue.is_completed():
+        operation.finish = queue.finish
+        operation.is_completed = queue.is_completed
+    elif queue.is_completed():
         operation.complete(partial(queue.run, run))
     else:
         queue.submit(run, tensors)
         operation.complete(queue.finish)
-    return Work(operation, lambda: None, lambda: True) if operation.async_op else None
+    return operation if operation.async_op else None
 
 
 def set_backend_collectives(group=None):
     """Let the backend run the group's collectives, as a yardstick. Their bytes are not counted."""
-    members = membership(group or dist.group.WORLD, "set_backend_collectives")
-    members.by_backend = len(members.ranks) > 1
+    membership(group, "set_backend_collectives").by_backend = dist.get_world_size(group) > 1
 
 
 def _backend_collective(operation, tensors, options):
@@ -996,10 +988,10 @@ def _check_list(operation, tensors, like):
 
 # ---- derivatives: the backward of a collective is a collective -----------------------------------
 #
-# What each rank uses in its own way (the same x, times its own columns of W) has a part of its
-# gradient on each, and the parts are summed. What all use alike (x, times the same norm's weights)
-# has its whole gradient on each, and a sum would count it P times. No function changes its input;
-# all but _identity() return new memory.
+# If ranks use x differently, each with its own columns of W, say, each has only a part of x's
+# gradient, and the parts are summed. If all ranks use x identically, each already has the whole
+# gradient, and a sum would count it P times. No function changes its input, and all except
+# _identity() return new memory.
 
 
 def _identity(x, group):
@@ -1050,7 +1042,7 @@ _PAIRS = {  # forward, backward; what x is before -> after
 
 
 class _Conjugate(torch.autograd.Function):
-    """One function of a pair forward, the other one backward, whose own backward is the first."""
+    """Apply one function of a pair forward, the other one backward, and so on for its backward."""
 
     @staticmethod
     def forward(ctx, x, pair, *arguments):
@@ -1064,37 +1056,37 @@ class _Conjugate(torch.autograd.Function):
 
 
 def copy_to_group(x, group=None):
-    """x itself, for no change in place; the ranks' gradients for it are summed. Megatron's f."""
+    """Return x; in backward its gradients are summed. Megatron's f. Do not change it in place."""
     return _Conjugate.apply(x, _PAIRS["copy_to_group"], group)
 
 
 def reduce_from_group(x, group=None):
-    """The sum of every rank's x; its gradient goes to every summand. Megatron's g."""
+    """Return the sum of every rank's x, whose gradient goes to every summand. Megatron's g."""
     return _Conjugate.apply(x, _PAIRS["reduce_from_group"], group)
 
 
 def scatter_to_group(x, dim, group=None):
-    """This rank's chunk, along `dim`, of x, which all have. RuntimeError if P does not divide."""
+    """Return this rank's chunk, along `dim`, of x, which is the same on all ranks."""
     return _Conjugate.apply(x, _PAIRS["scatter_to_group"], dim % x.ndim, group)
 
 
 def gather_from_group(x, dim, group=None):
-    """Every rank's x, joined along `dim`, for a use that is the same on every rank."""
+    """Join every rank's x along `dim`, for a use that is the same on every rank."""
     return _Conjugate.apply(x, _PAIRS["gather_from_group"], dim % x.ndim, group)
 
 
 def all_gather_to_group(x, dim, group=None):
-    """Every rank's x, joined along `dim`, used differently by each: gradients are summed."""
+    """Join every rank's x along `dim`, for a use that differs: its gradients are summed."""
     return _Conjugate.apply(x, _PAIRS["all_gather_to_group"], dim % x.ndim, group)
 
 
 def reduce_scatter_to_group(x, dim, group=None):
-    """This rank's chunk, along `dim`, of the sum of all x. RuntimeError if P does not divide."""
+    """Return this rank's chunk, along `dim`, of the sum of every rank's x."""
     return _Conjugate.apply(x, _PAIRS["reduce_scatter_to_group"], dim % x.ndim, group)
 
 
 def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, group=None):
-    """all_to_all_single() of the rows of x, differentiable."""
+    """Exchange the rows of x as all_to_all_single() does."""
     splits = output_split_sizes, input_split_sizes
     return _Conjugate.apply(x, _PAIRS["all_to_all_in_group"], *splits, group)
 
@@ -1103,24 +1095,24 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
 
 
 def reduce_scatter_bytes(nbytes, world_size):
-    """Bytes that one rank sends to reduce-scatter, or all-gather, a full tensor of `nbytes`."""
+    """Return the bytes that a rank sends to reduce-scatter, or all-gather, a tensor of `nbytes`."""
     return nbytes * (world_size - 1) // world_size
 
 
 def all_reduce_bytes(nbytes, world_size):
-    """Bytes that one rank sends to all-reduce `nbytes` by the ring: no algorithm sends fewer."""
+    """Return the bytes that a rank sends to all-reduce `nbytes` along the ring, the minimum."""
     return 2 * nbytes * (world_size - 1) // world_size
 
 
 def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
-    """(steps, bytes that this rank sends) of an all-reduce of `nbytes`; rank 0 is the busiest.
+    """Return (steps, bytes that this rank sends) of an all-reduce; rank 0 is the busiest.
 
-    Exact where 128 P divides nbytes; else a chunk may be 128 bytes longer than its share, or less.
+    This is exact if 128 P divides nbytes; otherwise a chunk may be up to 128 bytes longer.
     """
     D, P, I, core = nbytes, world_size, ranks_per_node, 1 << (world_size.bit_length() - 1)
     rounds, stands_in, least = core.bit_length() - 1, rank + core < P, all_reduce_bytes(D, P)
     if "doubling" in algorithm and rank >= core:
-        return 2, D  # another rank stands in: its tensor goes there, the sum comes back
+        return 2, D  # another rank stands in: the tensor goes there, the sum comes back
     return {
         "naive": (min(1, P - 1), (P - 1) * D),
         "direct": (2 * min(1, P - 1), least),
@@ -1131,21 +1123,21 @@ def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
     }[algorithm]
 
 
-# ---- processes, groups, and who listens ----------------------------------------------------------
+# ---- processes, objects, listeners ---------------------------------------------------------------
 
 
 def schedule_as_batch(policy="SCHED_BATCH"):
-    """Have this thread, and those it starts from now on, scheduled as batch work (on Linux).
+    """Schedule this thread, and those that it starts from now on, as batch work (on Linux).
 
-    To be called before the process group is made: else a thread of gloo's that preempts the rank
-    it serves spins on a lock that the rank holds, and a message takes 2-5 ms, not 0.1 ms.
+    Call it before the process group is made. Otherwise a thread of gloo's that preempts its rank
+    spins on a lock that the rank holds, and a message takes 2-5 ms in place of 0.1 ms.
     """
     if hasattr(os, policy):
         os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
 
 
 def run_ranks(function, world_size=4):
-    """Call function() on the ranks of a new CPU group: torchrun's, or `world_size` new ones."""
+    """Call function() on torchrun's ranks, or on `world_size` new ones, in a new CPU group."""
     if "RANK" in os.environ:
         _run_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", function)
         return
@@ -1159,19 +1151,22 @@ def _run_rank(rank, world_size, init_method, function):
     schedule_as_batch()
     dist.init_process_group("gloo", init_method, rank=rank, world_size=world_size)
     function()
-    barrier()  # nobody closes its connections while another still reads from them
+    barrier()  # so that no rank closes connections that another still reads from
     dist.destroy_process_group()
 
 
 def set_ranks_per_node(ranks_per_node, group=None):
-    """Tell how many consecutive ranks of the group share a node: all of them, unless told fewer."""
-    operation = Operation("set_ranks_per_node", group)
-    ranks = min(ranks_per_node, operation.world_size)  # if they do not divide it: no nodes
-    operation.members.ranks_per_node = 1 if operation.world_size % ranks else ranks
+    """Set how many consecutive ranks of the group share a node: all of them by default.
+
+    If the number does not divide the group's size, each rank counts as a node.
+    """
+    members = membership(group, "set_ranks_per_node")
+    ranks = min(ranks_per_node, len(members.ranks))
+    members.ranks_per_node = 1 if len(members.ranks) % ranks else ranks
 
 
 def gather_objects(value, group=None):
-    """Every rank's `value`, anything that can be pickled, in rank order. Collective."""
+    """Return every rank's `value`, anything that can be pickled, in rank order."""
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(_device(group))
     lengths = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=own.device)
     all_gather_single(lengths, lengths.new_tensor([len(own)]), group)
@@ -1181,9 +1176,9 @@ def gather_objects(value, group=None):
 
 
 def check_parameters(named, group=None):
-    """ValueError, on every rank, if [(name, tensor)] are not alike on all of them. Collective."""
-    told = lambda t: f"{tuple(t.shape)} {t.dtype} {t.requires_grad} {t.device.type}"
-    first, *others = gather_objects([f"{name!r} {told(tensor)}" for name, tensor in named], group)
+    """Raise ValueError on every rank if [(name, tensor)] differ in kind between ranks."""
+    kind = lambda t: f"{tuple(t.shape)} {t.dtype} {t.requires_grad} {t.device.type}"
+    first, *others = gather_objects([f"{name!r} {kind(tensor)}" for name, tensor in named], group)
     for rank, other in enumerate(others, 1):
         for line, expected in zip_longest(other, first, fillvalue="nothing"):
             if line != expected:
@@ -1191,20 +1186,20 @@ def check_parameters(named, group=None):
 
 
 def autocasted(x):
-    """x as autocast would hand it to a matrix product."""
+    """Return x as autocast would hand it to a matrix product."""
     device = x.device.type
     autocasts = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(device)) if autocasts else x
 
 
 class Traffic:
-    """Payload that this rank sent."""
+    """The payload that this rank has sent."""
 
     def __init__(self):
         self.sent = []  # (operation, group, peer in the group, bytes) of every message
 
     def bytes(self, operation=None, group=None, peers=None):
-        """Bytes sent by one operation, in one group, to some peers; None stands for all."""
+        """Return the bytes sent by one operation, in one group, to some peers; None means all."""
         sent = [m for m in self.sent if operation in (None, m[0]) and group in (None, m[1])]
         return sum(nbytes for *_, peer, nbytes in sent if peers is None or peer in peers)
 
@@ -1225,13 +1220,16 @@ def count_bytes():
 
 
 def report_stalls(seconds):
-    """From now on, say on stderr whom gloo waits for that has not answered for so long: a line."""
+    """From now on, write to stderr which rank a gloo operation has waited for so long.
+
+    This is for gloo alone: on NCCL an operation ends when it has been launched.
+    """
     waits = {}  # operation -> [since when it waits, its peers]
 
     def listen(event, operation, sends=(), receives=()):
         operation, now = operation.of or operation, time.monotonic()
         if event == "post":
-            later = operation.async_op and operation.name == "exchange"  # from Work.wait() on
+            later = operation.async_op and operation.name == "exchange"  # it waits from wait() on
             waits[operation] = [math.inf if later else now, [r for _, r in (*sends, *receives)]]
         elif event == "end":
             waits.pop(operation, None)
@@ -1243,7 +1241,7 @@ def report_stalls(seconds):
             threading.main_thread().join(seconds / 8)
             for operation, wait in list(waits.items()):
                 if time.monotonic() - wait[0] >= seconds:
-                    wait[0] = math.inf  # told once
+                    wait[0] = math.inf  # it is reported once
                     text = operation.describe("waits for", wait[1])
                     sys.stderr.write(f"{text} for more than {seconds} s\n")
 
