@@ -31,10 +31,10 @@ It sends       per microbatch and boundary between stages, the activations forwa
 Overlap        messages travel while ranks compute. Receives are posted ahead of time, and a send
                is waited for only once num_stages later ones are posted, so that a rank waits only
                in its schedule's bubble
-PyTorch's      torch.distributed.pipelining has a class per schedule, and sends shapes ahead in the
-               first step. It halves any module's backward by walking its graph twice; here a layer
-               knows what to defer. It divides gradients by the number of microbatches; here
-               loss_fn returns a microbatch's share. Its pipeline() also splits a model
+PyTorch's      torch.distributed.pipelining has a class for each schedule; its stages exchange
+               shapes in the first step. It halves any module's backward by walking its graph twice;
+               here a layer knows what to defer. It divides gradients by the number of microbatches;
+               here loss_fn returns a microbatch's share. Its pipeline() also splits a model
 
 Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019 and "Memory-Efficient
 Pipeline-Parallel DNN Training", 2021 (PipeDream-flush, called 1F1B here and in Megatron-LM).
@@ -101,8 +101,8 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
 # Any other order is data: a Schedule (defined in the next part) is a list of actions per rank, with
 # the routes of the microbatches. A route lists the (rank, chunk) pairs that a microbatch visits on
 # its way forward; by default it is chunk 0 of every rank. All sizes are at least 1. In the formulas
-# F, B, I and W are the times of all layers of a rank. Peak activations count the microbatches whose
-# F is done and whose B, or W, is not; where the unit is a chunk, a rank has v of them.
+# F, B, I and W are the times of all layers of a rank. Peak activations are the microbatches whose F
+# is done and whose B, or W, is not. They are counted per chunk where a rank has several chunks.
 
 
 class Action(NamedTuple):
@@ -120,9 +120,9 @@ class Action(NamedTuple):
 def _actions(letters, *microbatches):
     """Return a rank's actions, spelled in letters: F B I W for chunk 0, f b i w for chunk 1.
 
-    microbatches: a sequence for chunk 0, and one for chunk 1 if there is one. A letter stands for
-    its chunk's first microbatch that has not had this kind of action yet, where a B counts as an I
-    and a W: "FFIWB" is F0 F1 I0 W0 B1. When every microbatch has had it, the letter is skipped.
+    microbatches: one sequence per chunk. Each letter acts on the first microbatch of its chunk that
+    has not had an action of this kind; a B counts as an I and a W. So "FFIWB" is F0 F1 I0 W0 B1. A
+    letter is skipped if all microbatches have had such an action.
     """
     actions = []
     turns = Counter()
@@ -169,7 +169,7 @@ def one_f_one_b(num_stages, num_microbatches):
     Peak activations: min(m, p - stage).
     """
     p, m = num_stages, num_microbatches
-    # In the last part all F are used up at some point: "FB" becomes "B", the cooldown.
+    # "FB" * m has more F than are left. Once all are used, "FB" acts as "B": the cooldown.
     return _schedule(p, m, lambda rank: "F" * (p - rank - 1) + "FB" * m)
 
 
@@ -211,7 +211,7 @@ def zb_h1(num_stages, num_microbatches):
     Bubble (p-1)(F+B-2W) for m >= p, W <= F, W <= I. Peak activations: min(m, p).
     """
     p, m = num_stages, num_microbatches
-    # In the last part the F run out first, then the I: "IWF" becomes "IW", and then "W".
+    # In "IWF" * m the F are used up first, and then the I: "IWF" acts as "IW", and then as "W".
     return _schedule(p, m, lambda rank: "F" * (p - rank) + "IF" * rank + "IWF" * m)
 
 
@@ -230,9 +230,10 @@ def zb_h2(num_stages, num_microbatches):
 
 
 def zb_v(num_stages, num_microbatches):
-    """Two chunks a rank, down the ranks and up again in a V. If I = W: no bubble, 1F1B's memory.
+    """Two chunks on each rank: the route goes down the ranks and up again, like a V.
 
-    Rank 0 has the first and the last layers, so backward begins there. p = 2, m = 4:
+    If I = W, it has no bubble, and the memory of 1F1B. Rank 0 has the first and the last layers, so
+    backward begins there. p = 2, m = 4:
 
         rank 0   F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
         rank 1   F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
@@ -245,7 +246,7 @@ def zb_v(num_stages, num_microbatches):
     def letters(rank):
         warmup = "F" * (2 * (p - rank) - 1) + "fF" * rank + "fiw" * (p - rank)
         steady = "FIWfiw" * max(m - p, p)
-        cooldown = "Ii" * rank + "IW" * (p - rank) + "w" * m + "W" * m  # no rank waits for a W
+        cooldown = "Ii" * rank + "IW" * (p - rank) + "w" * m + "W" * m  # no rank needs a W
         return warmup + steady + cooldown
 
     down = [(rank, 0) for rank in range(p)]
@@ -275,9 +276,9 @@ def dualpipe(num_stages, num_microbatches):
         rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
         rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
 
-    Bubble at most (p/2-1)(F&B+B-3W) in times of a chunk, where F&B is the time of a forward and a
-    backward that overlap. Here they do not overlap; with F&B = F+B the bubble is half of that
-    bound if F = I = W. Peak activations: p+1. Raises ValueError if p is odd, m is odd, or m < 2p.
+    Bubble at most (p/2-1)(F&B+B-3W), with the times of one chunk; F&B is that of a forward and a
+    backward that overlap. Here they do not overlap, so F&B = F+B, and if F = I = W the bubble is
+    half of this bound. Peak activations: p+1. Raises ValueError if p is odd, m is odd, or m < 2p.
     """
     p, m = num_stages, num_microbatches
     if p % 2 or m % 2 or m < 2 * p:
@@ -288,7 +289,7 @@ def dualpipe(num_stages, num_microbatches):
 
 
 def _dualpipe_letters(rank, p, pairs):
-    """Return the eight steps of DeepSeek's code. Capitals enter at the end nearer to the rank."""
+    """Return the eight steps of DeepSeek's code. Capitals: microbatches from the nearer end."""
     depth = min(rank, p - 1 - rank)  # the number of ranks between this one and the nearer end
     inner = p // 2 - 1 - depth  # the number of ranks between this one and the middle
     backwards = "bB" * (depth + 1)
@@ -314,8 +315,8 @@ def _dualpipe_letters(rank, p, pairs):
 class Transfer(NamedTuple):
     """A tensor that an action on rank `source` makes and an action on rank `destination` needs.
 
-    action: the F whose output it is, or the B whose input's gradient it is. It is named after the B
-    also where the schedule has I and W instead, of which I makes the gradient.
+    action: the F that makes this output, or the B that makes this gradient. If the schedule has I
+    and W in place of B, the I makes the gradient, and the action is still named B.
     """
 
     action: Action
@@ -326,10 +327,10 @@ class Transfer(NamedTuple):
 class Schedule(list):
     """A list of actions per rank, and the routes of microbatches through (rank, chunk) places.
 
-    routes: by default one, from rank to rank. Of two routes the first takes the first half of the
-        microbatches.
-    needed, made: {(action, rank): Transfer} of what the action needs before it begins, and of what
-        it makes. A W has neither; the ends of a route lack one each.
+    routes: by default one, from rank to rank. If there are two, the first takes the first half of
+        the microbatches.
+    needed, made: {(action, rank): Transfer}, what an action needs before it begins and what it
+        makes. W needs and makes nothing; where a route begins, F needs nothing and B makes nothing.
 
     Raises ValueError if a rank has no actions.
     """
@@ -371,7 +372,7 @@ class Timeline:
     total: float  # the end of the last action
     bubble: list  # per rank, its idle time in total
     idle: list  # per rank, its idle time between its first and its last action
-    peak: list  # per rank, most (microbatch, chunk) pairs with forward done and backward not
+    peak: list  # per rank, the most (microbatch, chunk) pairs between their forward and backward
     transfers: list  # all transfers between ranks in one global order, by the time of arrival
 
 
@@ -379,19 +380,19 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     """Time a schedule. Every rank does its actions in order, each as soon as its input has arrived.
 
     forward, backward: times of F and B of one chunk. weight: the part of B that is W. message: the
-    time from a rank to another. Raises ValueError if a rank does not have each of its microbatches'
-    actions once and in order, or if the schedule cannot finish; the error says where ranks wait.
+    time a tensor travels between ranks. Raises ValueError if a microbatch lacks an action, repeats
+    one or has them out of order, or if the schedule cannot finish; the error says where ranks wait.
     """
     _check_actions(schedule)
     duration = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
     start, end = [{} for _ in schedule], [{} for _ in schedule]
-    left = [deque(actions) for actions in schedule]
+    remaining = [deque(actions) for actions in schedule]
     free = [0.0] * len(schedule)  # per rank, the end of its latest action
     arrived = {None: 0.0}  # {Transfer: time}; an action that needs none has None
     progress = True
     while progress:
         progress = False
-        for rank, actions in enumerate(left):
+        for rank, actions in enumerate(remaining):
             while actions and (needed := schedule.needed.get((actions[0], rank))) in arrived:
                 action = actions.popleft()
                 start[rank][action] = max(free[rank], arrived[needed])
@@ -399,15 +400,15 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
                 if made := schedule.made.get((action, rank)):
                     arrived[made] = free[rank] + (message if made.destination != rank else 0)
                 progress = True
-    if any(left):
-        stuck = [(rank, actions[0]) for rank, actions in enumerate(left) if actions]
+    if any(remaining):
+        stuck = [(rank, actions[0]) for rank, actions in enumerate(remaining) if actions]
         where = ", ".join(f"rank {rank} at {a.kind}{a.microbatch}" for rank, a in stuck)
         raise ValueError(f"the schedule cannot finish: {where} waiting for what never comes")
     work = [sum(duration[action.kind] for action in actions) for actions in schedule]
-    bubble = [max(free) - own for own in work]
-    idle = [last - min(begun.values()) - own for last, begun, own in zip(free, start, work)]
-    held = {"F": 1, "B": -1, "I": 0, "W": -1}
-    peak = [max(accumulate(held[action.kind] for action in actions)) for actions in schedule]
+    bubble = [max(free) - busy for busy in work]
+    idle = [last - min(begun.values()) - busy for last, begun, busy in zip(free, start, work)]
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    peak = [max(accumulate(change[action.kind] for action in actions)) for actions in schedule]
     transfers = [t for t in arrived if t is not None and t.source != t.destination]
     transfers.sort(key=lambda transfer: (arrived[transfer], transfer))
     return Timeline(start, end, max(free), bubble, idle, peak, transfers)
@@ -453,11 +454,11 @@ def draw(schedule):
 # is posted. Its tensor depends on earlier transfers alone, because an action's result leaves after
 # its input has arrived. So the tensor is made, and the send is posted.
 #
-# The order is that of arrival in a simulation in which messages take a little time. If they took
-# none, a send and a receive of the same moment could come in either order. A receive that comes
-# after a send whose tensor is not made yet would be posted an action late, and its sender wait.
+# The order is that of arrival in a simulation in which messages take a little time. If they took no
+# time, a send and a receive could tie, and come in either order. A receive that comes after a send
+# whose tensor is not made yet would be posted one action late, and its sender would wait.
 
-SHORT = 1 / 128  # this little time, as a part of a forward's
+SHORT = 1 / 128  # the time of a message in that simulation, where a forward takes 1
 
 
 def program(schedule, rank):
@@ -490,7 +491,7 @@ def program(schedule, rank):
     yield from post()
     for action in schedule[rank]:
         needed = schedule.needed.get((action, rank))
-        if needed and needed.source != rank:  # else another chunk of this rank has made it
+        if needed and needed.source != rank:  # else it comes from a chunk of this rank
             yield "wait", needed
         yield "do", action
         made.add(schedule.made.get((action, rank)))
@@ -503,12 +504,12 @@ def program(schedule, rank):
 
 
 class WeightGradStore:
-    """Where layers put products for weights' gradients, deferred from I to W of the same backward.
+    """Collects the products that give weights' gradients, which layers defer from I to W.
 
     While the store is open, during an I, a layer may put(parameter, product) instead of computing
     the gradient of the parameter; product() returns it later. While `adds` is true, a layer may add
     a weight's gradient to .grad itself, which saves autograd a pass over it. `adds` is false in the
-    action that completes a stage's gradients, where hooks that reduce them wait for autograd.
+    action that completes a stage's gradients, because autograd must run the hooks that reduce them.
     """
 
     products = None
@@ -569,12 +570,12 @@ class _DeferredLinear(torch.autograd.Function):
 
 
 def _add_products(products):
-    """Empty the list, and add each parameter's gradient to it once, so that its hooks run once."""
+    """Empty the list, and accumulate each parameter's gradient once, so that hooks run once."""
     uses = Counter(parameter for parameter, _ in products)
     sums = {}
-    while products:  # the activations that a product keeps are freed once it is computed
+    while products:  # a product that has been computed is dropped, with the activations it keeps
         parameter, product = products.pop(0)
-        dtype = parameter.grad_dtype if parameter.is_leaf else None  # may be fp32 of a bf16 weight
+        dtype = parameter.grad_dtype if parameter.is_leaf else None  # fp32, say, for a bf16 weight
         gradient = product().to(dtype or parameter.dtype)
         sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
         uses[parameter] -= 1
@@ -594,9 +595,9 @@ def _add_products(products):
 #     I   does the same, but layers defer the products for weights, and keep what these need
 #     W   computes the deferred products and adds them to the parameters' gradients; no message
 #
-# The last stage has the loss in place of the output. With data parallelism a stage is wrapped in
-# DistributedDataParallel or FullyShardedDataParallel: its gradients are reduced from its last B or
-# W on, and all its earlier backwards run under no_sync().
+# On the last stage F also computes the loss from the output, and B begins at the loss. With data
+# parallelism a stage is wrapped in DistributedDataParallel or FullyShardedDataParallel. Its last B
+# or W starts the reduction of its gradients, and all earlier backwards run under no_sync().
 
 
 class Pipeline:
@@ -610,7 +611,7 @@ class Pipeline:
     shape, dtype, device: those of every stage's output for one microbatch, except the last stage's.
         dtype and device default to PyTorch's.
     defer: the WeightGradStore in which layers of the stages defer products.
-    sync_each: reduce gradients over replicas with every microbatch (ZeRO-2, -3), not in the last.
+    sync_each: reduce gradients over replicas for each microbatch (ZeRO-2, -3), not once a step.
 
     To keep only the inputs of a stage and run it again in backward, as GPipe does, wrap the stages
     in torch.utils.checkpoint. With two routes (DualPipe) each route has a replica of all layers:
@@ -658,7 +659,7 @@ class Pipeline:
         self.inputs = () if inputs is None else inputs.chunk(self.schedule.num_microbatches)
         self.targets = () if targets is None else targets.chunk(self.schedule.num_microbatches)
         self.loss, self.loss_arguments = None, loss_arguments
-        # both by (microbatch, chunk), which is action[1:]
+        # the keys of both are (microbatch, chunk), which is action[1:]
         self.in_flight = {}  # from F to B or I: (input, output's edge in the graph)
         self.deferred = {}  # from I to W: the list of deferred products
         tensors = {}  # {Transfer: what an action has made, or the buffer in which it arrives}
@@ -684,7 +685,7 @@ class Pipeline:
         return self.loss
 
     def perform(self, action, received):
-        """Perform an action on what it needed; return what it makes. A tracer may wrap this."""
+        """Perform an action, given the tensor it needs; return its result. Tracers may wrap it."""
         if action.kind == "F":
             return self._forward(action, received)
         if action.kind == "W":
@@ -718,7 +719,7 @@ class Pipeline:
         return output.detach().contiguous()
 
     def _backward(self, action, grad_output):
-        """Run B, or I, during which the store is open for the deferred products."""
+        """Run B or I. During I the store is open, and collects this microbatch's products."""
         x, edge = self.in_flight.pop(action[1:])
         products = self.deferred.setdefault(action[1:], []) if action.kind == "I" else None
         with self._no_sync(action), self.defer.during(products, adds=not self._syncs(action)):
@@ -726,9 +727,8 @@ class Pipeline:
                 torch.autograd.backward(edge, grad_output)
         if action.chunk in self.first_chunks:
             return None
-        if x.grad is None:  # the output does not depend on x
-            return torch.zeros_like(x)
-        return x.grad
+        # there is no gradient if the output does not depend on x
+        return torch.zeros_like(x) if x.grad is None else x.grad
 
     def _weights(self, action):
         """Run W: compute the deferred products."""
@@ -741,7 +741,7 @@ class Pipeline:
             _add_products(products)
 
     def _syncs(self, action):
-        """Whether replicas begin to reduce in this action; a halved backward does so in its W."""
+        """Return whether the gradients' reduction over replicas begins in this action, a B or W."""
         is_last = action == self.last_backward[self.stages[action.chunk]]
         return is_last or (self.sync_each and action.kind != "I")
 
@@ -785,11 +785,11 @@ def _check_batches(pipeline, inputs, targets):
 
 
 def sum_replicas(stages, group=None):
-    """Sum the gradients of DualPipe's replicas: chunk 0 here is chunk 1 of the mirrored rank.
+    """Sum the gradients of DualPipe's replicas. Chunk 0 has the layers of rank p-1-r's chunk 1.
 
-    stages: those of a Pipeline, of which both replicas train the same parameters. Collective; call
-    it when the gradients of a batch are complete, whether they come from one step or several.
-    Afterwards both replicas have the same bits.
+    stages: the stages of this rank's Pipeline; both replicas must train the same parameters.
+    Collective. Call it when the gradients of a batch are complete, whether they come from one step
+    or several. Afterwards both replicas have the same bits.
     """
     rank, world_size = rank_and_size(group)
     mirror = world_size - 1 - rank
@@ -814,7 +814,7 @@ SCHEDULES = {
 def bubble_time(
     schedule, num_stages, num_microbatches, forward=1.0, backward=2.0, weight=1.0, num_chunks=2
 ):
-    """Return a rank's idle time, from the times of F, B and its part W for all of a rank's layers.
+    """Return a rank's idle time. forward, backward, weight: times of F, B, W of a rank's layers.
 
     For zb-h2 and zb-v, whose ranks begin and end one after the other, it is the idle time between a
     rank's first and last action. For dualpipe it is an upper bound. The formulas of zb-h1, zb-h2

@@ -110,7 +110,7 @@ def _experts():
     rank, _ = rank_and_size()
     experts = (torch.arange(N * K).view(N, K) + rank) % P  # an even load
     x = torch.zeros(N, H)
-    return _sent(dispatch_and_combine, x, experts, torch.ones(N, K), P, lambda rows, load: rows)
+    return _sent(dispatch_and_combine, x, experts, torch.ones(N, K), P, lambda rows, *_: rows)
 
 
 def count():

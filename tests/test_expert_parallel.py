@@ -11,7 +11,7 @@ from torch import nn
 
 from collectives import count_bytes, observe, rank_and_size
 from expert_parallel import (
-    Experts, Load, MoE, Router, dispatch_and_combine, expert_parallel_bytes, switch, tally_metrics,
+    Experts, MoE, Router, dispatch_and_combine, expert_parallel_bytes, switch, tally_metrics,
     two_hops,
 )
 from gpu_counts import batches, waits
@@ -23,14 +23,12 @@ from sequence_parallel import recompute
 
 def _groups(size):
     """This rank's group of `size` neighbours, and that of ranks with its number in theirs."""
+    if not size:
+        return None
     rank, rows = dist.get_rank(), torch.arange(dist.get_world_size()).view(-1, size)
     groups = [[dist.new_group(ranks) for ranks in grid.tolist()] for grid in (rows, rows.t())]
     dist.barrier()
     return groups[0][rank // size], groups[1][rank % size]
-
-
-def _nodes(per_node):
-    return _groups(per_node) if per_node else None
 
 
 def _close(found, expected, name=""):
@@ -108,7 +106,7 @@ def test_output_and_gradients_are_those_of_a_loop(ep, dp, per_node, tp, case):
         "groups": (options.get("n_group", 1), options.get("topk_group", 1)),
     }
     options |= {"balance_coefficient": losses[0] / 2, "z_coefficient": losses[1] / 2}
-    options |= {"loss_scale": 2.0, "balance_groups": (None,), "nodes": _nodes(per_node)}
+    options |= {"loss_scale": 2.0, "balance_groups": (None,), "nodes": _groups(per_node)}
     options["tp_group"] = _groups(tp)[0] if tp > 1 else None
     layer = MoE(D, 4 * D, E, group=ep_group, **options)
     uneven = losses == (0, 0) and tp == 1
@@ -155,13 +153,13 @@ def test_output_and_gradients_are_those_of_a_loop(ep, dp, per_node, tp, case):
 @pytest.mark.parametrize("sizes", [[3, 0, 4, 1], [0, 0, 0, 0], [0, 7, 0, 0]])
 def test_experts_are_an_mlp_each_and_idle_ones_have_gradients_of_zero(dtype, D, width, sizes):
     torch.manual_seed(0)
-    experts, load = Experts(4, D, width).to(dtype), Load(torch.tensor(sizes), sizes)
+    experts, counts = Experts(4, D, width).to(dtype), torch.tensor(sizes)
     x, grad = torch.randn(2, sum(sizes), D).to(dtype)
     exact = [t.detach().double().requires_grad_() for t in (x, *experts.parameters())]
     mlps = zip(exact[0].split(sizes), *exact[1:])
     expected = torch.cat([F.gelu(r @ a.t(), approximate="tanh") @ b.t() for r, a, b in mlps])
     expected.backward(grad.double())
-    idle, product = load.tokens_per_expert == 0, F.grouped_mm
+    idle, product = counts == 0, F.grouped_mm
 
     def unwritten(x, matrices, offs):  # as on some GPUs: what was in an idle one's memory
         matrices = matrices.clone()
@@ -169,7 +167,7 @@ def test_experts_are_an_mlp_each_and_idle_ones_have_gradients_of_zero(dtype, D, 
         return product(x, matrices, offs=offs)
 
     with patch.object(F, "grouped_mm", side_effect=unwritten) as used:
-        y = experts(x.requires_grad_(), load)
+        y = experts(x.requires_grad_(), sizes, counts)
         y.backward(grad)
     assert used.called == (dtype == torch.bfloat16 and D == 16 and sum(sizes) > 0)
     tolerance = {torch.bfloat16: 3e-2, torch.float32: 1e-5}.get(dtype, 1e-12)
@@ -188,7 +186,7 @@ def test_the_idea_and_the_rest_give_the_same_bits():
     plain, full = x.clone().requires_grad_(), x.clone().requires_grad_()
     one = switch(plain, experts, expert)
     choices = experts.unsqueeze(1), torch.ones(len(x), 1)
-    other = dispatch_and_combine(full, *choices, P, lambda rows, _: expert(rows))
+    other = dispatch_and_combine(full, *choices, P, lambda rows, *_: expert(rows))
     assert one.equal(other)
     gradients = [torch.autograd.grad(y, (x, *expert.parameters()), grad)
                  for y, x in ((one, plain), (other, full))]
@@ -201,7 +199,7 @@ def test_the_idea_and_the_rest_give_the_same_bits():
 @pytest.mark.parametrize("per_node", [0, 2])
 @on_ranks(4)
 def test_shared_experts_are_launched_while_the_host_waits_for_the_first_counts(per_node):
-    layer, events = MoE(16, 64, 8, 2, shared_experts=1, nodes=_nodes(per_node)), []
+    layer, events = MoE(16, 64, 8, 2, shared_experts=1, nodes=_groups(per_node)), []
     layer.shared.register_forward_hook(lambda *_: events.append("shared"))
     layer.experts.register_forward_hook(lambda *_: events.append("experts"))
     tolist, to = torch.Tensor.tolist, torch.Tensor.to
@@ -239,7 +237,7 @@ def test_the_host_waits_once_a_hop_in_forward_and_not_in_backward(
 ):
     """A layer launches three batches forward and two backward, or eight and five in two hops."""
     once = {"tolist": 2 if per_node else 1}
-    layer = MoE(16, 64, 12, 2, nodes=_nodes(per_node), **options).to(dtype)
+    layer = MoE(16, 64, 12, 2, nodes=_groups(per_node), **options).to(dtype)
     x = torch.randn(5, 16, dtype=dtype, requires_grad=True)
     layer(x).sum().backward()
     for again in (False, True):
@@ -275,17 +273,13 @@ def test_what_is_not_finite_is_dispatched_and_reaches_the_output():
 # ---- router --------------------------------------------------------------------------------------
 
 
-def test_scores_that_underflow_give_no_nan_and_the_bias_stays_in_fp32():
+def test_scores_that_underflow_give_no_nan_and_a_bias_in_fp32_moves_by_its_rate_against_the_load():
     router = Router(4, 8, 3, "sigmoid")
     router.weight.data.fill_(-100.0)
     routing = router(torch.ones(2, 4))
     assert routing.weights.isfinite().all() and routing.probabilities.isfinite().all()
     assert router.bfloat16().bias.dtype == torch.float32
     assert router.weight.dtype == torch.bfloat16
-
-
-def test_a_bias_moves_by_its_rate_against_the_load():
-    router = Router(4, 8, 2, "sigmoid")
     router.update_bias(torch.tensor([9, 3, 4, 4, 5, 5, 5, 5]), 0.5)  # the mean is 5
     assert router.bias.tolist() == [-0.5, 0.5, 0.5, 0.5, 0, 0, 0, 0]
 
@@ -313,7 +307,7 @@ def test_dispatch_and_combine_send_the_routed_tokens(even):
     counts = 8 * (E // P + E // P % 2) * (P - 1)
     x, weights = torch.randn(N, D, requires_grad=True), torch.rand(N, k)
     with least_bytes(), count_bytes() as traffic:
-        y = dispatch_and_combine(x, routed[rank], weights, E, lambda rows, load: rows * 2)
+        y = dispatch_and_combine(x, routed[rank], weights, E, lambda rows, *_: rows * 2)
         forward = traffic.bytes()
         y.sum().backward()
     assert_close(y, 2 * x * weights.sum(-1, keepdim=True), 1e-5)
@@ -321,45 +315,38 @@ def test_dispatch_and_combine_send_the_routed_tokens(even):
     assert not even or rows == expert_parallel_bytes(N, k, D, P)
 
 
-def _across(nodes, N, k, E, D, topk_group):
+def _across(nodes, N, k, E, D, topk_group, dropped):
     """Rows that leave a node in one hop, and in two, and the bytes between nodes in two."""
     rank, P = rank_and_size()
     node, groups = rank * nodes // P, _groups(P // nodes)
     torch.manual_seed(rank)
     router = Router(D, E, k, "sigmoid", n_group=nodes, topk_group=topk_group).double()
     x = torch.randn(N, D, dtype=torch.float64)
-    routing = router(x)
+    routing, is_dropped = router(x), torch.rand(N, k) < dropped
+    experts = routing.experts.masked_fill(is_dropped, -1)
     with least_bytes(), count_bytes() as traffic:
-        two_hops(x, routing.experts, routing.weights, E, lambda rows, load: rows, *groups)
-    node_of = (routing.experts * nodes // E).tolist()
+        y = two_hops(x, experts, routing.weights, E, lambda rows, *_: rows, *groups)
+    assert_close(y, x * routing.weights.masked_fill(is_dropped, 0).sum(1, keepdim=True), 1e-12)
+    node_of = [[e * nodes // E for e in row if e >= 0] for row in experts.tolist()]
     assert max(len(set(row)) for row in node_of) <= topk_group
     one = sum(other != node for row in node_of for other in row)
     two = sum(len({*row} - {node}) for row in node_of)
     return one, two, traffic.bytes(group=groups[1])
 
 
-@pytest.mark.parametrize("nodes, local", [(2, 2), (2, 1), (1, 3), (4, 2), (3, 2)])
-def test_in_two_hops_a_token_crosses_to_a_node_once(nodes, local):
+@pytest.mark.parametrize(
+    "nodes, local, dropped", [(2, 2, 0), (2, 2, 1), (2, 1, 0.5), (1, 3, 0), (4, 2, 0), (3, 2, 0.5)]
+)
+def test_in_two_hops_a_token_crosses_once_to_the_node_of_a_kept_choice(nodes, local, dropped):
     P, N, k, D = nodes * local, 10, 3, 4
-    one, two, nbytes = zip(*run(P, _across, nodes, N, k, 2 * P, D, nodes))
+    one, two, nbytes = zip(*run(P, _across, nodes, N, k, 2 * P, D, nodes, dropped))
     # what goes out: the row, its experts and weights; what comes back: the row
     per_row, counts = 8 * (D + 2 * k) + 8 * D, 16 * (nodes - 1) * P
     assert sum(nbytes) == sum(two) * per_row + counts
     assert sum(two) <= sum(one)
     if P == 8:  # DeepSeek-V3's top 8 of 256, over 4 of 8 nodes: half of the rows
-        one, two, _ = zip(*run(P, _across, 8, 32, 8, 256, 8, 4))
+        one, two, _ = zip(*run(P, _across, 8, 32, 8, 256, 8, 4, 0))
         assert 0.45 < sum(two) / sum(one) < 0.6
-
-
-@on_ranks(4)
-def test_a_choice_that_a_capacity_dropped_crosses_to_no_node():
-    groups, x = _groups(2), torch.randn(6, 4, requires_grad=True)
-    dropped, weights = torch.full((6, 2), -1), torch.ones(6, 2)
-    with least_bytes(), count_bytes() as traffic:
-        y = two_hops(x, dropped, weights, 8, lambda rows, load: rows, *groups)
-        y.sum().backward()
-    counts = 16  # two of int64 for the other node, and one for the other expert, in each group
-    assert traffic.bytes(group=groups[1]) == counts and not y.any() and not x.grad.any()
 
 
 # ---- capacity, errors ----------------------------------------------------------------------------
