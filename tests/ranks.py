@@ -22,6 +22,7 @@ import os
 import pickle
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -285,6 +286,17 @@ def spawn(world_size, function, *args, check=True, timeout=40, group_timeout=Non
     finally:
         once.close()
     return results(outcomes) if check else outcomes
+
+
+def torchrun(world_size, *words, **options):
+    """Run a Python command under torchrun, and return its CompletedProcess, with text output.
+
+    It finds the project's modules. options: those of subprocess.run().
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={world_size}", *map(str, words)]
+    options = {"timeout": 120, "capture_output": True, "text": True} | options
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(PROJECT)}, **options)
 
 
 def call_body(module, name, /, **arguments):

@@ -151,10 +151,13 @@ def test_output_and_gradients_are_those_of_a_loop(ep, dp, per_node, tp, case):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("D, width", [(16, 24), (5, 3)])  # for PyTorch's kernel, and not
 @pytest.mark.parametrize("sizes", [[3, 0, 4, 1], [0, 0, 0, 0], [0, 7, 0, 0]])
-def test_experts_are_an_mlp_each_and_idle_ones_have_gradients_of_zero(dtype, D, width, sizes):
+def test_experts_are_an_mlp_each_and_idle_ones_have_gradients_of_zero(
+    dtype, D, width, sizes, device="cpu"
+):
     torch.manual_seed(0)
-    experts, counts = Experts(4, D, width).to(dtype), torch.tensor(sizes)
-    x, grad = torch.randn(2, sum(sizes), D).to(dtype)
+    experts = Experts(4, D, width).to(device, dtype)
+    counts = torch.tensor(sizes, device=device)
+    x, grad = torch.randn(2, sum(sizes), D).to(device, dtype)
     exact = [t.detach().double().requires_grad_() for t in (x, *experts.parameters())]
     mlps = zip(exact[0].split(sizes), *exact[1:])
     expected = torch.cat([F.gelu(r @ a.t(), approximate="tanh") @ b.t() for r, a, b in mlps])

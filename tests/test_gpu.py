@@ -16,14 +16,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import collectives
-import expert_parallel
 import sequence_parallel
 import tensor_parallel
 import test_collectives
+import test_expert_parallel
 import test_hybrid
 from ranks import call_in_environment, run, spawn
 from test_hybrid import EVERY_LAYOUT, LAYERS, MOE, MOE_LAYOUTS, RUN, make_trainer, own_batch
@@ -193,52 +192,13 @@ def test_attention_on_a_gpu_makes_no_square_of_the_sequence(dtype, kv_heads):
     assert torch.cuda.max_memory_allocated() - before < 8 * T * T * q.element_size() / 4
 
 
-def _poison(device):
-    """Leave NaN in freed memory, which the next tensors get."""
-    blocks = [torch.full((2**power,), torch.nan, device=device) for power in range(8, 24)]
-    blocks += [torch.full_like(block, torch.nan) for block in blocks]
-    del blocks
-
-
-def _experts(device, dtype, D, tokens, used):
-    """Errors of MoE's way with experts, some of which no token uses: output, gradients."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float32)
-    E, k = 8, 2
-    experts = expert_parallel.Experts(E, D, 2 * D)
-    x, grad = (torch.randn(tokens, D).to(dtype) for _ in range(2))
-    chosen = torch.tensor(used)[torch.rand(tokens, len(used)).argsort(1)[:, :k]]
-    weights = torch.rand(tokens, k)
-    exact = [t.detach().to(dtype).double().requires_grad_() for t in (x, *experts.parameters())]
-    inputs, w_in, w_out = exact
-    up = nn.functional.gelu(torch.einsum("nd,efd->nef", inputs, w_in), approximate="tanh")
-    every = torch.einsum("nef,edf->ned", up, w_out)
-    picked = every.gather(1, chosen.unsqueeze(-1).expand(-1, -1, D))
-    expected = (picked * weights.to(dtype).double().unsqueeze(-1)).sum(1)
-    wanted = [expected, *torch.autograd.grad(expected, exact, grad.double())]
-
-    experts, x = experts.to(device), x.to(device).requires_grad_()
-    _poison(device)
-    inputs = x, chosen.to(device), weights.to(device), E, experts
-    y = expert_parallel.dispatch_and_combine(*inputs)
-    _poison(device)
-    y.backward(grad.to(device))
-    found = [y, x.grad, *(w.grad for w in experts.parameters())]
-    idle = [e for e in range(E) if e not in used]
-    assert all((w.grad[idle] == 0).all() for w in experts.parameters())
-    assert all(t.isfinite().all() for t in found)
-    return [_relative(*pair) for pair in zip(found, wanted)] if tokens else [0.0]
-
-
-@pytest.mark.parametrize("kind", ALONE)
+@one_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("D", [64, 36])  # for PyTorch's grouped product, and not
-@pytest.mark.parametrize(
-    "tokens, used", [(333, [0, 3, 4, 7]), (50, [1, 2]), (3, [5, 6]), (0, [0, 1])]
-)
-def test_experts_some_of_them_idle_in_memory_full_of_nan(on, kind, dtype, D, tokens, used):
-    (errors,) = on(kind, 1, _experts, dtype, D, tokens, used)
-    assert max(errors) < (2e-2 if dtype == torch.bfloat16 else 1e-5)
+@pytest.mark.parametrize("D, width", [(16, 24), (5, 3)])  # for PyTorch's grouped product, and not
+@pytest.mark.parametrize("sizes", [[3, 0, 4, 1], [0, 0, 0, 0], [0, 7, 0, 0]])
+def test_experts_some_of_them_idle(dtype, D, width, sizes):
+    check = "experts_are_an_mlp_each_and_idle_ones_have_gradients_of_zero"
+    getattr(test_expert_parallel, f"test_{check}")(dtype, D, width, sizes, device="cuda")
 
 
 # ---- one GPU: streams ----------------------------------------------------------------------------
@@ -390,21 +350,16 @@ IN_BF16 = [
 ]
 
 
-def _bf16_losses(device, flags):
-    trainer = make_trainer(flags, device=device)
-    return [trainer.step(*own_batch(trainer, step))["loss"] for step in range(RUN)]
-
-
 @pytest.mark.parametrize("kind, world_size", _kinds(2))
 @pytest.mark.parametrize("layout", IN_BF16)
 def test_layouts_in_bf16_are_near_one_process_in_fp32(on, kind, world_size, layout):
     if kind == "cpu" and "--cp" in layout:
         pytest.skip("test_context_parallel.py has these on the CPU")
     sizes = [size for size in ("--hidden 64", "--experts 8") if size in layout]
-    ((*expected,),) = on("cpu", 1, _bf16_losses, " ".join(["--microbatches 1", *sizes]))
+    ((expected, _),) = on("cpu", 1, _watched_steps, " ".join(["--microbatches 1", *sizes]))
     microbatches = 4 if "--pp" in layout else 1
     flags = f"{layout} --dtype bf16 --microbatches {microbatches}"
-    for losses in on(kind, world_size, _bf16_losses, flags):
+    for losses, _ in on(kind, world_size, _watched_steps, flags):
         assert losses == pytest.approx(expected, rel=0.01)
 
 

@@ -3,7 +3,6 @@
 import copy
 import io
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -21,23 +20,15 @@ from collectives import count_bytes, gather_objects
 from ddp import DistributedDataParallel
 from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 
-from ranks import PROJECT, on_ranks
+from ranks import PROJECT, on_ranks, torchrun
 from replicas import assert_close
 
 
-def launch(folder, world_size, script, *arguments, timeout=120):
-    """Run the text of a script under torchrun; returns its CompletedProcess, with text output.
-
-    The script finds the project's modules; its own file lies in `folder`.
-    """
+def launch(folder, world_size, script, *arguments, **options):
+    """Run the text of a script under torchrun; its own file lies in `folder`."""
     file = folder / "script.py"
     file.write_text(textwrap.dedent(script))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, f"--nproc-per-node={world_size}", str(file), *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, env=environment, cwd=folder, timeout=timeout, capture_output=True, text=True
-    )
+    return torchrun(world_size, file, *arguments, cwd=folder, **options)
 
 
 # ---- ddp.py and zero.py: the ordinary script, with the import swapped ----------------------------
@@ -64,19 +55,6 @@ def train(model, optimizer, steps=3, loss=lambda model, x: model(x).square().mea
         optimizer.zero_grad()
         loss(model, own_rows(step)).backward()
         optimizer.step()
-
-
-def clipped_and_scheduled(wrap):
-    net = make_net()
-    model = wrap(net, None, None, static_graph=True, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    for step in range(3):
-        train(model, optimizer, 1)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-        schedule.step()
-    return net
 
 
 def accumulated(wrap):
@@ -191,7 +169,7 @@ def fused_in_another_order(wrap):
     """Weights in another order in memory, and an optimizer that goes through memory."""
     torch.manual_seed(0)
     net = nn.Conv2d(4, 3, 3).double().to(memory_format=torch.channels_last)
-    model = wrap(net)
+    model = wrap(net, None, None, static_graph=True, gradient_as_bucket_view=True)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1, fused=True)
     generator = torch.Generator().manual_seed(dist.get_rank())
     images = lambda model, x: model(torch.randn(2, 4, 5, 5, generator=generator).double())
@@ -214,7 +192,6 @@ def with_gradients_of_inputs(wrap):
 
 
 SCRIPTS = {
-    "clip and schedule": clipped_and_scheduled,
     "accumulate": accumulated,
     "scaler": scaled,
     "recompute": partial(recomputed, use_reentrant=False),
@@ -564,15 +541,18 @@ def test_a_restart_writes_the_metrics_anew_and_divergence_ends_in_one_line(tmp_p
     assert said(done) == ["error: step 2 is not finite: loss nan, grad norm nan; 1 in a row"]
 
 
-def test_a_fault_of_one_machine_is_said_once(tmp_path):
+def test_a_fault_of_one_machine_and_tp_that_spans_machines_are_said_once(tmp_path):
     script = """
         import os, sys
         import hybrid
 
-        sys.exit(hybrid.main(["--data", "MISSING"] if os.environ["RANK"] == "2" else []))
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        flags = ["--tp", "3", "--heads", "3", "--hidden", "48"]
+        sys.exit(hybrid.main(flags + ["--data", "MISSING"] * (os.environ["RANK"] == "2")))
     """
     done = launch(tmp_path, 3, script)
     assert done.returncode != 0
     missing = "rank 2: [Errno 2] No such file or directory: 'MISSING'"
     assert said(done) == [f"error: --data (default): {missing}"]
+    assert done.stderr.count("script.py: warning: --tp 3 spans nodes") == 1
     assert 'hybrid.py", line' not in done.stderr and 'script.py", line' not in done.stderr

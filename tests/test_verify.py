@@ -1,7 +1,6 @@
 """verify.py: the layouts that it tries, what it says of right and wrong ones, its exit status."""
 
 import io
-import os
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -14,7 +13,7 @@ import torch.distributed as dist
 import hybrid
 import verify
 from pipeline import SCHEDULES
-from ranks import PROJECT, on_ranks, spawn
+from ranks import on_ranks, spawn, torchrun
 
 
 def parsed(world_size):
@@ -49,24 +48,16 @@ def test_some_layouts_have_stages_without_layers_and_fewer_layers_than_processes
     assert any(args.layers < world_size for args in rows)
 
 
-def command(*flags, world_size=1):
-    """Run the command, and return its CompletedProcess."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun = [*torchrun, f"--nproc-per-node={world_size}"] if world_size > 1 else torchrun[:1]
-    line = [*torchrun, str(PROJECT / "tests" / "verify.py"), *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(line, env=environment, timeout=120, capture_output=True, text=True)
-
-
 def test_a_layout_like_one_process_is_ok_and_ends_with_0():
-    found = command("--tp", "2", "--sp", "--layers", "2", world_size=2)
+    found = torchrun(2, verify.__file__, "--tp", "2", "--sp", "--layers", "2")
     line, summary = found.stdout.splitlines()
     assert found.returncode == 0 and line.startswith("ok") and line.endswith(" --sp --layers 2")
     assert summary.startswith("1 layouts on 2 x cpu in fp64: 0 wrong, worst difference ")
 
 
 def test_flags_that_cannot_be_are_one_line_and_status_2():
-    found = command("--dropout", "0.1")
+    words = [sys.executable, verify.__file__, "--dropout", "0.1"]
+    found = subprocess.run(words, timeout=120, capture_output=True, text=True)
     assert found.returncode == 2
     assert found.stderr == "verify.py: error: --dropout 0.1 has no use here\n"
 
