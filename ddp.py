@@ -1,31 +1,29 @@
 """Data parallelism: every rank trains a replica of the model on its part of the batch.
 
-The gradient of a mean over the batch is the mean of the gradients of its P equal parts. So an
-averaging all-reduce after each backward pass gives every rank the gradient of the whole batch. All
-ranks start from the same weights and take the same optimizer step; the replicas stay equal without
-ever being compared.
+If a batch is divided into P equal parts, the gradient of its mean loss is the mean of the parts'
+gradients. So an averaging all-reduce after each backward pass gives every rank the gradient of the
+whole batch. All ranks start from the same weights and take the same optimizer step, which keeps the
+replicas equal.
 
-Reducing only after backward would leave the network idle until then. Gradients become available
-from the last layer to the first, so they are collected in buckets in that order, and each bucket is
-reduced as soon as its last gradient has arrived:
+If gradients were reduced only after backward, the network would be idle until then. Backward
+computes gradients from the last layer to the first, so they are collected in buckets in that order,
+and each bucket is reduced as soon as its last gradient has been computed:
 
     backward      | layer 4 | layer 3 | layer 2 | layer 1 |
-    network                 | bucket 0: 4, 3 ...| bucket 1: 2, 1 |   only the tail costs time
+    network                           | bucket 0: 4, 3    | bucket 1: 2, 1    |
 
-A rank holds   all parameters, gradients and optimizer state: with Adam in fp32 4 + 4 + 8 = 16 bytes
-               per parameter, and 4 for the buckets unless gradients are views of them. zero.py
-               divides these among the ranks.
-It sends       per step 2 (P-1)/P bytes for each byte of gradients, the cost of an all-reduce (see
-               collectives.py), in one all-reduce per bucket
-Overlap        a bucket travels while backward computes the gradients of the next one
-PyTorch's      DistributedDataParallel does the same; the class below lists the differences
+A rank holds   all parameters, gradients and optimizer state: with Adam in fp32, 4 + 4 + 8 = 16
+               bytes per parameter, and 4 more for the buckets unless gradient_as_bucket_view is
+               set. zero.py divides these among the ranks.
+It sends       per step 2 (P-1)/P times the size of its gradients, in one all-reduce per bucket
+Overlap        backward hides all buckets but the last one
+PyTorch's      DistributedDataParallel does the same; the class of that name lists the differences
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
-    torchrun --nproc-per-node 4 ddp.py      claimed and counted bytes; the error against one process
+    torchrun --nproc-per-node 4 ddp.py      prints claimed and counted bytes, and the error
 """
 
-import math
 import weakref
 from collections import deque
 from contextlib import contextmanager
@@ -42,26 +40,25 @@ from collectives import (
 
 
 def average_gradients(module, group=None):
-    """After backward, replace each gradient by its mean over the group. Nothing overlaps."""
+    """Call after backward: replace each gradient by its mean over the group, without overlap."""
     for parameter in module.parameters():
         if parameter.requires_grad:
-            if parameter.grad is None:  # unused here, but other ranks may have used it
+            if parameter.grad is None:  # not used by this rank's loss, perhaps by another's
                 parameter.grad = torch.zeros_like(parameter, dtype=grad_dtype(parameter))
             all_reduce(parameter.grad, ReduceOp.AVG, group)
 
 
 def grad_dtype(parameter):
-    """Return the dtype of the parameter's .grad: its own, unless its grad_dtype was set."""
+    """Return the dtype for the parameter's gradient, even if grad_dtype is None (any dtype)."""
     return parameter.grad_dtype or parameter.dtype
 
 
 class Bucket:
-    """One step further: gradients that are reduced together once the last of them is computed.
+    """Gradients that are reduced together as soon as the last of them has been computed.
 
-    Create a bucket for each list of parameters before training, and call finish() after every
-    backward. The real bucket below adds three things: gradients can be views of its buffer instead
-    of copies, all ranks reduce their buckets in the same order, and a backward pass may leave some
-    parameters without a gradient, or only accumulate (no_sync).
+    Divide the parameters among buckets before training, and call finish() after every backward.
+    GradBucket and Reducer add that a gradient can be a view of the buffer instead of a copy, that
+    all ranks reduce their buckets in the same order, and that gradients may be missing.
     """
 
     def __init__(self, parameters, group=None):
@@ -89,37 +86,33 @@ class Bucket:
 
 
 def aligned(elements):
-    """Round up to a multiple of 64 elements: at least 128 bytes of any dtype of 16 bits or more."""
-    unit = ALIGNMENT // 2
-    return -(-elements // unit) * unit
+    """Round up to a multiple of 64 elements, which fill ALIGNMENT bytes if they have 16 bits."""
+    return elements + -elements % (ALIGNMENT // 2)
 
 
 class FlatLayout:
-    """The places of tensors in one flat tensor.
+    """The positions of several tensors in one flat tensor, each at a multiple of 64 elements.
 
         | weight              |    | bias | | weight           |   |
 
-    Each tensor begins on a multiple of 64 elements, so fewer than 64 of padding follow it.
-
-    sizes: the number of elements of each tensor and of the padding after it, in turn.
+    sizes: [elements of the first tensor, of the padding after it, of the second tensor, ...].
     length: the number of elements of the flat tensor.
     """
 
     def __init__(self, tensors):
         self.shapes = [tensor.shape for tensor in tensors]
         self.sizes = []
-        for shape in self.shapes:
-            size = shape.numel()
-            self.sizes += size, aligned(size) - size
+        for tensor in tensors:
+            self.sizes += [tensor.numel(), aligned(tensor.numel()) - tensor.numel()]
         self.length = sum(self.sizes)
 
     def views(self, flat):
-        """Return the tensors, in their shapes, as views of a flat one."""
+        """Return the tensors, in their shapes, as views of the flat one."""
         parts = flat.split(self.sizes)[::2]
         return [part.view(shape) for part, shape in zip(parts, self.shapes)]
 
     def pack(self, tensors):
-        """Copy the tensors to a new flat one, with zeros for padding."""
+        """Return a new flat tensor with copies of the tensors and zeros for padding."""
         flat = tensors[0].new_zeros(self.length)
         for view, tensor in zip(self.views(flat), tensors):
             view.copy_(tensor.detach())
@@ -127,30 +120,30 @@ class FlatLayout:
 
 
 def gradient_bytes(parameter):
-    """Return the bytes that a parameter's gradient occupies in a bucket, with its padding."""
-    return FlatLayout([parameter]).length * grad_dtype(parameter).itemsize
+    """Return how many bytes of a bucket the parameter's gradient and its padding take."""
+    return aligned(parameter.numel()) * grad_dtype(parameter).itemsize
 
 
 # ---- gradients in buckets ------------------------------------------------------------------------
 
 
 def fill_buckets(parameters, cap_bytes, kind):
-    """Divide parameters into buckets, sorted by when backward completes them.
+    """Return lists of parameters, one for each bucket, in the order in which they are completed.
 
     parameters: in the order in which backward computes their gradients.
-    cap_bytes: the largest size of a bucket's gradients; a larger parameter gets its own bucket.
-    kind: parameters share a bucket only if kind(parameter) is equal (their grad_dtype and group).
+    cap_bytes: the largest size of a bucket; a larger parameter gets its own bucket.
+    kind: parameters share a bucket only if kind(parameter) is equal for them.
     """
     buckets = []
-    filling = {}  # {kind: (the bucket that is being filled, its size in bytes)}
+    filling = {}  # {kind: (its last bucket, the bytes that still fit)}
     for parameter in parameters:
         nbytes = gradient_bytes(parameter)
-        bucket, total = filling.get(kind(parameter), (None, math.inf))
-        if total + nbytes > cap_bytes:
-            bucket, total = [], 0
+        bucket, room = filling.get(kind(parameter), (None, -1))
+        if nbytes > room:
+            bucket, room = [], cap_bytes
             buckets.append(bucket)
         bucket.append(parameter)
-        filling[kind(parameter)] = bucket, total + nbytes
+        filling[kind(parameter)] = bucket, room - nbytes
     position = {parameter: i for i, parameter in enumerate(parameters)}
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
@@ -159,8 +152,8 @@ class GradBucket:
     """Gradients that are packed into one flat tensor and reduced together.
 
     slots: {parameter: the view of the flat tensor that its gradient fills}.
-    as_views: make the slots the parameters' .grad, instead of copying the sums back to .grad.
-    missing: the parameters whose gradients have not arrived yet in this round.
+    as_views: make each slot its parameter's .grad; otherwise the sums are copied to .grad.
+    missing: the parameters whose gradients are not in their slots yet.
     """
 
     def __init__(self, parameters, group, as_views):
@@ -171,28 +164,27 @@ class GradBucket:
         self.flat = parameters[0].new_zeros(layout.length, dtype=grad_dtype(parameters[0]))
         self.slots = {}
         for parameter, view in zip(parameters, layout.views(self.flat)):
-            # fused optimizers expect a gradient to have the memory order (strides) of its parameter
+            # fused optimizers expect a gradient to have the strides of its parameter
             strides = torch.empty_like(parameter, device="meta").stride()
             self.slots[parameter] = view.as_strided(view.shape, strides)
 
     def take(self, parameter, divisor):
-        """Write gradient / divisor into the slot; a missing gradient counts as zero."""
+        """Write the gradient, or zero if it is None, into the slot, divided by `divisor`."""
         slot = self.slots[parameter]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(slot)
-        if parameter.grad is not slot:
+        if parameter.grad is not slot or divisor != 1:
             torch.div(parameter.grad, divisor, out=slot)
-        elif divisor != 1:  # autograd has accumulated into the slot itself
-            slot.div_(divisor)
         if self.as_views:
             parameter.grad = slot
+        self.missing.remove(parameter)
 
     def reduce(self):
         """Start to sum the bucket over the group."""
         self.work = all_reduce(self.flat, group=self.group, async_op=True)
 
-    def give_back(self):
-        """Wait for the sums and, if .grad is not a view of them, copy them to it."""
+    def finish(self):
+        """Wait for the sums, and copy them to .grad unless it is a view of them."""
         self.work.wait()
         for parameter, slot in self.slots.items():
             if parameter.grad is None or (self.as_views and parameter.grad is not slot):
@@ -202,7 +194,7 @@ class GradBucket:
 
 
 def reduce_in_order(queue, reduce):
-    """Reduce the bucket at the front of the queue, and the next one, while the first is complete.
+    """Reduce buckets from the front of the queue for as long as they are complete.
 
     Autograd may complete buckets in a different order on each rank, but all ranks must call
     collectives in the same order. So a complete bucket waits for the ones before it.
@@ -212,33 +204,31 @@ def reduce_in_order(queue, reduce):
 
 
 class Reducer:
-    """Reduce gradients, bucket by bucket, in rounds. Each round covers all parameters once.
+    """Reduces the gradients of a module, bucket by bucket. A round reduces each gradient once.
 
         idle  -- start() -->  reducing: ready() for each gradient  -- finish() -->  idle
 
-    A round usually lasts as long as one backward. But a zero-bubble pipeline computes some weight
-    gradients after backward; its rounds begin and end when the pipeline says so.
+    A round usually lasts for one backward pass, but a zero-bubble pipeline computes some weight
+    gradients later, and starts and finishes rounds itself.
 
     buckets: in the order in which every rank reduces them.
-    queue: the buckets of this round that have not been sent yet.
+    queue: the buckets whose reduction has not started in this round.
     """
 
     def __init__(self, module, group_of, divisor, bucket_cap_mb, as_views):
         self.module = module
         self.divisor = divisor
-        # Backward runs from the last layer to the first, so buckets are filled in that order.
+        # from the last layer to the first, as backward computes them
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
-        self.buckets = [
-            GradBucket(bucket, group_of(bucket[0]), as_views)
-            for bucket in fill_buckets(parameters, bucket_cap_mb * 2**20, kind)
-        ]
+        lists = fill_buckets(parameters, bucket_cap_mb * 2**20, kind)
+        self.buckets = [GradBucket(bucket, group_of(bucket[0]), as_views) for bucket in lists]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.slots}
         self.is_reducing = False
         self.queue = deque()
 
     def start(self, awaited=()):
-        """Begin a round. The gradients of all parameters that are not `awaited` are final."""
+        """Start a round. All gradients are final except those of the `awaited` parameters."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad != (parameter in self.bucket_of):
                 raise RuntimeError(f"{name!r} was frozen, thawed or replaced after it was wrapped")
@@ -250,16 +240,15 @@ class Reducer:
             self.ready(parameter)
 
     def ready(self, parameter):
-        """Take the parameter's gradient, which is final, and reduce buckets that are complete."""
+        """Put the parameter's final gradient into its bucket, and reduce complete buckets."""
         bucket = self.bucket_of[parameter]
         if parameter not in bucket.missing:
             raise RuntimeError(f"two gradients in one backward, of {tuple(parameter.shape)}")
         bucket.take(parameter, self.divisor)
-        bucket.missing.remove(parameter)
         reduce_in_order(self.queue, GradBucket.reduce)
 
     def finish(self):
-        """End the round: count missing gradients as zero, reduce the other buckets, and wait."""
+        """End the round: take the gradients still awaited as they are, and wait for all sums."""
         if not self.is_reducing:
             self.start()
         for bucket in self.buckets:
@@ -267,7 +256,7 @@ class Reducer:
                 self.ready(parameter)
         self.is_reducing = False
         for bucket in self.buckets:
-            bucket.give_back()
+            bucket.finish()
 
 
 # ---- the module ----------------------------------------------------------------------------------
@@ -276,41 +265,39 @@ class Reducer:
 class DistributedDataParallel(nn.Module):
     """Wrap a module so that `loss.backward()` averages its gradients over the group.
 
-    Parameters and buffers are copied from the group's first rank on construction. Every backward()
-    that reaches a parameter reduces the gradients, except inside no_sync(); torch.autograd.grad()
-    never does. Differences from torch.nn.parallel.DistributedDataParallel:
+    Construction copies the parameters and buffers of the group's first rank to all ranks. Every
+    backward() that computes the gradient of a parameter also reduces all gradients, except inside
+    no_sync(). Differences from torch.nn.parallel.DistributedDataParallel:
 
-    - A parameter that no rank's loss uses has a zero gradient instead of None, so weight decay and
-      momentum move it. A rank whose loss uses no parameter at all calls finish_grad_sync() in place
-      of backward().
-    - Whether gradients are reduced is decided in backward, not in forward: no_sync() belongs around
-      backward(). It sets `require_backward_grad_sync`, which may also be set by hand.
-    - Buckets follow the order of the module's parameters, from last to first, for the whole
-      training. PyTorch makes the first one small and, unless it looks for unused parameters,
-      rebuilds them after the first step in the order in which gradients arrived.
+    - A parameter that no rank's loss uses gets a zero gradient instead of None, so weight decay and
+      momentum still change it. A rank whose loss uses no parameter at all calls finish_grad_sync()
+      instead of backward().
+    - no_sync() belongs around backward(); forward() may run outside. It clears
+      `require_backward_grad_sync`, which a script may also set itself.
+    - Buckets are filled in the reverse order of module.parameters() and do not change. PyTorch
+      makes the first one small and, unless it looks for unused parameters, rebuilds them after the
+      first step in the order in which gradients became ready.
     - Copy and save the wrapped module, not the wrapper.
 
     bucket_cap_mb: the largest size of a bucket in MiB; a larger parameter gets its own bucket.
-    broadcast_buffers: copy the first rank's buffers to all ranks before the first forward pass, and
-        before each one that follows a reduction or, as in PyTorch, a forward pass in grad mode
-        outside no_sync().
-    gradient_as_bucket_view: make .grad a view of its bucket, which saves a copy and its memory. But
-        a script must not keep gradients, because the next backward overwrites them.
-    gradient_divide_factor: what the sum of the gradients is divided by. The default is the group's
-        size P; use 1 if each rank's loss is already its share of the whole batch's loss. Then call
-        zero_grad() after each reduction: the next one includes what .grad already holds, which
-        does not change if it is averaged, but grows by P / gradient_divide_factor.
-    wait_in_backward: if False, backward() only starts the reductions. Call finish_grad_sync() once
-        after the last backward pass.
-    groups: {parameter: group} for parameters with fewer replicas, such as an expert's. Each group
-        is a subset of process_group. Their sums are divided by the same factor as all others.
+    broadcast_buffers: before a forward pass, copy the first rank's buffers to all ranks, unless
+        nothing since the last copy may have changed them: a reduction, or a forward pass with
+        gradients enabled and outside no_sync().
+    gradient_as_bucket_view: make .grad a view of its bucket, which saves a copy and its memory. The
+        next backward overwrites gradients that a script has kept.
+    gradient_divide_factor: the divisor of the summed gradients, by default the group's size P. Set
+        it to 1 if the ranks' losses add up to the loss of the whole batch, and call zero_grad()
+        after each step: a gradient that is summed again grows P-fold, whereas a mean stays equal.
+    wait_in_backward: if False, backward() starts the reductions and finish_grad_sync() ends them.
+    groups: {parameter: group} for parameters that only a subset of process_group replicates, such
+        as an expert's. The divisor is the same as for all others.
     device_ids, output_device, find_unused_parameters, static_graph: accepted for compatibility.
         Inputs are not moved to a device, and unused parameters are always found.
 
-    Raises ValueError on every rank if the ranks' modules differ. backward() raises RuntimeError if
-    a parameter was frozen or unfrozen after wrapping, for sparse gradients and create_graph=True,
-    and if a gradient is replaced or computed twice in one pass; so does forward() after a backward
-    pass that failed, unless wait_in_backward is False.
+    The constructor raises ValueError on every rank if the ranks' modules differ. backward() raises
+    RuntimeError if a parameter was frozen or unfrozen after wrapping, if a gradient is sparse,
+    replaced or computed twice in one pass, and with create_graph=True. After a backward pass that
+    failed, forward() raises RuntimeError unless wait_in_backward is False.
     """
 
     def __init__(
@@ -332,8 +319,8 @@ class DistributedDataParallel(nn.Module):
         divisor = gradient_divide_factor or dist.get_world_size(process_group)
         self.reducer = Reducer(module, group_of, divisor, bucket_cap_mb, gradient_as_bucket_view)
         self.require_backward_grad_sync = True
-        self._buffers_may_differ = True  # if they do, the next forward pass copies the first rank's
-        self._expects_backward = False  # whether a forward pass still awaits its reduction
+        self._buffers_may_differ = True  # whether the next forward pass must broadcast them
+        self._expects_backward = False  # whether a forward pass was not followed by a reduction yet
         self._ends_with_backward = False  # whether the end of backward also ends the round
         for parameter in self.reducer.bucket_of:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
@@ -353,7 +340,8 @@ class DistributedDataParallel(nn.Module):
     @contextmanager
     def no_sync(self):
         """Accumulate gradients locally; the next backward() outside reduces their sum."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
         try:
             yield
         finally:
@@ -361,7 +349,7 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def _gradient_ready(self, parameter):
-        """Hook, called after autograd has accumulated into the parameter's .grad."""
+        """Run as a hook, after autograd has accumulated into the parameter's .grad."""
         gradient = parameter.grad
         if gradient is not None and (gradient.is_sparse or gradient.requires_grad):
             raise RuntimeError("sparse gradients and create_graph=True are not supported")
@@ -373,8 +361,7 @@ class DistributedDataParallel(nn.Module):
         self.reducer.ready(parameter)
         if self._ends_with_backward:
             # Private API: no public hook runs at the end of backward. Every gradient queues a
-            # callback, because a nested backward (reentrant checkpoint) runs those queued inside
-            # it at its own end.
+            # callback, because a nested backward (reentrant checkpoint) runs its own callbacks.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self):
@@ -385,16 +372,16 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def start_grad_sync(self, awaited=()):
-        """Reduce all gradients that are not `awaited`, and these as they arrive.
+        """Start to reduce all gradients, those of the `awaited` parameters when they are computed.
 
-        Backward does not end this round of reductions; finish_grad_sync() does.
+        Only finish_grad_sync() ends this round of reductions; the end of backward does not.
         """
         self._ends_with_backward = False
         self.reducer.start(awaited)
 
     @torch.no_grad()
     def finish_grad_sync(self):
-        """Reduce what has not been reduced yet, missing gradients as zero, and wait for all."""
+        """Reduce all gradients that have not been reduced, and wait for all reductions."""
         if self.reducer.is_reducing or self._expects_backward:
             self._expects_backward = False
             self._buffers_may_differ = True
@@ -405,7 +392,7 @@ class DistributedDataParallel(nn.Module):
 
 
 def check_whole(parameters):
-    """Raise ValueError if zero.py has sharded a parameter, so that no rank has all of it."""
+    """Raise ValueError if zero.py has sharded one of the parameters."""
     if any(hasattr(parameter, "whole_shape") for parameter in parameters):
         raise ValueError("FullyShardedDataParallel has cut these parameters: wrap a model once")
 
@@ -418,10 +405,7 @@ def broadcast_first(tensors, group):
 
 
 def weakly(method):
-    """Return a hook that calls `method` only while its object is alive.
-
-    A parameter whose hook held the wrapper, which holds the parameter, would never be freed.
-    """
+    """Return a hook that calls `method`, but does not keep the wrapper whose method it is alive."""
     reference = weakref.WeakMethod(method)
 
     def hook(*arguments):
@@ -436,24 +420,22 @@ def weakly(method):
 
 
 def ddp_bytes(module, world_size):
-    """Return the bytes that a rank sends per step to all-reduce all gradients once.
+    """Return the bytes that a rank sends per step, averaged over the ranks.
 
-    This is the mean over the ranks, which differ slightly where P does not divide a bucket.
+    Ranks differ slightly if P does not divide a bucket into multiples of 128 bytes.
     """
     nbytes = sum(gradient_bytes(p) for p in module.parameters() if p.requires_grad)
     return all_reduce_bytes(nbytes, world_size)
 
 
-# ---- one norm ------------------------------------------------------------------------------------
+# ---- the norm of all gradients -------------------------------------------------------------------
 
 
 @torch.no_grad()
 def get_total_norm(tensors, groups=()):
-    """Return the 2-norm of all elements that the ranks of the groups jointly hold.
+    """Return the 2-norm of the tensors of all ranks, as a float64 scalar that stays on the device.
 
-    The result is a float64 scalar on the device; the host does not wait for it.
-
-    tensors: at least one, of any size. A norm may replace the tensors it covers.
+    tensors: this rank's, at least one. The norm of some tensors may be passed in their place.
     groups: the squares are summed over each of these groups in turn, as over the axes of a grid.
     """
     norms = [tensors[0].new_zeros(1, dtype=torch.float64)]
@@ -468,10 +450,10 @@ def get_total_norm(tensors, groups=()):
 
 @torch.no_grad()
 def clip_grads_with_norm_(tensors, max_norm, total_norm):
-    """Scale the tensors, whose joint norm is `total_norm`, to a norm of at most `max_norm`."""
+    """Scale the tensors by the factor that reduces `total_norm` to at most `max_norm`."""
     coefficient = (max_norm / (total_norm + 1e-6)).clamp(max=1)
     for dtype, alike in _by_dtype(tensors):
-        # a 16-bit coefficient would add its own rounding error to that of every element
+        # in fp32, because rounding the coefficient to 16 bits would change every element
         torch._foreach_mul_(alike, coefficient.to(torch.promote_types(dtype, torch.float32)))
 
 
@@ -490,7 +472,7 @@ def _by_dtype(tensors):
 def _demonstrate():
     rank, world_size = rank_and_size()
     torch.manual_seed(0)
-    # 480 x 480 elements divide into multiples of 128 bytes for P = 1 to 6
+    # 480 x 480 float64 elements divide into P multiples of 128 bytes for P = 1 to 6
     module = nn.Sequential(*[nn.Linear(480, 480, bias=False) for _ in range(4)]).double()
     inputs = torch.randn(8 * world_size, 480, dtype=torch.float64)
     whole = torch.autograd.grad(module(inputs).square().mean(), list(module.parameters()))

@@ -41,6 +41,7 @@ for Near-Infinite Context", 2023. Jacobs et al., "DeepSpeed Ulysses", 2023.
 """
 
 import math
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -151,7 +152,8 @@ def ring_block(rank, source, length):
         queries 1   c   .          x   .          .   .          .   .
                 6   x   c          x   .          x   x          x   x
     """
-    whole, half = slice(0, length), length // 2
+    whole = slice(0, length)
+    half = length // 2
     if source == rank:
         return AttentionBlock(whole, whole, causal=True)
     if source < rank:
@@ -278,38 +280,48 @@ def allgather_attention(q, k, v, group=None):
     return _AllGatherAttention.apply(q, k, v, group)
 
 
+def _visitors(k, v, group):
+    """Yield (source, (k, v)) of all ranks as they travel around the ring, and then the own again.
+
+        visit    0     1     2     3     4      P = 4: the source whose k and v are with rank r
+        source   r    r-1   r-2   r-3    r
+
+    While the caller computes with k and v, they are sent to the next rank, and the next ones are
+    received from the previous rank. Nothing travels for the last visit.
+    """
+    rank, world_size = rank_and_size(group)
+    visiting = torch.stack([k, v])
+    arriving = torch.empty_like(visiting)
+    for step in range(world_size - 1):
+        work = _send_on(visiting, arriving, group)
+        yield (rank - step) % world_size, visiting
+        work.wait()
+        visiting, arriving = arriving, visiting
+    yield (rank + 1) % world_size, visiting
+    yield rank, (k, v)
+
+
+def _send_on(tensor, buffer, group):
+    """Start to send the tensor to the next rank and to receive the previous rank's in `buffer`."""
+    rank, world_size = rank_and_size(group)
+    sends = [(tensor, (rank + 1) % world_size)]
+    return exchange(sends, [(buffer, (rank - 1) % world_size)], group, async_op=True)
+
+
 class _RingAttention(torch.autograd.Function):
-    """Keys and values go once round the ring; in backward again, followed by their gradients.
+    """forward: attend in visits 0 to P-1. backward: compute gradients in visits 1 to P.
 
-        step     0     1     2     3      P = 4: whose keys and values rank r attends to
-        keys of  r    r-1   r-2   r-3
-
-    Forward, in each step (the last one only attends):
-        1. start to send k, v to the next rank, and to receive those of the next step
-        2. attend to k, v
-        3. wait for those of the next step
-
-    Backward, in steps 1 to P-1, and then in step 0, the rank's own k, v (2 and 3 only):
-        1. wait for k, v; start to send them to the next rank, except in step P-1
-        2. compute their gradients from this rank's queries
-        3. wait for the sum of their gradients from the ranks before (none in step 1); add it
-        4. start to send the sum to the next rank, which after step P-1 is their owner
+    The gradients of a rank's k and v travel around the ring one step behind them: each rank adds
+    its part and sends the sum on. In visit P the last sum reaches the owner, which computes its own
+    part meanwhile.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, group):
         rank, world_size = rank_and_size(group)
         output, lse = _no_keys_yet(q)
-        kv = torch.stack([k, v])
-        arriving = torch.empty_like(kv)
-        for step in range(world_size):
-            if step < world_size - 1:
-                kv_work = _send_on(kv, arriving, group)
-            block = ring_block(rank, (rank - step) % world_size, q.shape[2])
-            _attend(block, q, *kv, output, lse)
-            if step < world_size - 1:
-                kv_work.wait()
-                kv, arriving = arriving, kv
+        for source, kv in islice(_visitors(k, v, group), world_size):
+            _attend(ring_block(rank, source, q.shape[2]), q, *kv, output, lse)
         output = output.to(q.dtype)
         ctx.save_for_backward(q, k, v, output, lse)
         ctx.group = group
@@ -319,44 +331,21 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_output):
         q, k, v, output, lse = ctx.saved_tensors
-        group = ctx.group
-        rank, world_size = rank_and_size(group)
+        rank, _ = rank_and_size(ctx.group)
         grad_q = _zeros(q, q.shape)
-
-        def gradients(step, k, v):
+        sums = _zeros(k, (2, *k.shape))  # the gradients of k and v from the ranks visited before
+        grad_work = None
+        for source, kv in islice(_visitors(k, v, ctx.group), 1, None):
+            block = ring_block(rank, source, q.shape[2])
             grad_kv = _zeros(k, (2, *k.shape))
-            block = ring_block(rank, (rank - step) % world_size, q.shape[2])
-            _attend_backward(block, grad_output, q, k, v, output, lse, grad_q, *grad_kv)
-            return grad_kv
-
-        kv = torch.stack([k, v])
-        arriving = torch.empty_like(kv)
-        sums = torch.empty_like(kv, dtype=torch.promote_types(kv.dtype, torch.float32))
-        if world_size > 1:
-            kv_work = _send_on(kv, arriving, group)
-        for step in range(1, world_size):
-            kv_work.wait()
-            kv, arriving = arriving, kv
-            if step < world_size - 1:
-                kv_work = _send_on(kv, arriving, group)
-            grad_kv = gradients(step, *kv)
-            if step > 1:
+            _attend_backward(block, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
+            if grad_work is not None:
                 grad_work.wait()
                 grad_kv += sums
-            grad_work = _send_on(grad_kv, sums, group)
-        grad_kv = gradients(0, k, v)
-        if world_size > 1:
-            grad_work.wait()
-            grad_kv += sums
+            if source != rank:
+                grad_work = _send_on(grad_kv, sums, ctx.group)
         grad_k, grad_v = grad_kv.to(k.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None
-
-
-def _send_on(tensor, buffer, group):
-    """Start to send the tensor to the next rank, and to receive the previous one's in `buffer`."""
-    rank, world_size = rank_and_size(group)
-    sends = [(tensor, (rank + 1) % world_size)]
-    return exchange(sends, [(buffer, (rank - 1) % world_size)], group, async_op=True)
 
 
 def ring_attention(q, k, v, group=None):
@@ -450,8 +439,7 @@ def recompute(function, *inputs):
 
     def run(*inputs):
         output = function(*inputs)
-        is_second_run = torch.is_grad_enabled()
-        return _Hollow.apply(output) if is_second_run else output
+        return _Hollow.apply(output) if torch.is_grad_enabled() else output  # the second run
 
     return checkpoint(run, *inputs, use_reentrant=True)
 
@@ -506,10 +494,11 @@ def activation_bytes(
 # attention, and for fp32 on GPUs the memory-efficient one, which wants as many heads of k and v as
 # of q and pads lse to a multiple of 32 queries.
 
+aten = torch.ops.aten
+
 
 def block_attention(q, k, v, causal):
     """Return the attention of q to k and v, (B, H, T, K), and its log-sum-exp, (B, H, T)."""
-    aten = torch.ops.aten
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     if q.dtype in (torch.float16, torch.bfloat16):
@@ -524,7 +513,6 @@ def block_attention_backward(grad_output, q, k, v, output, lse, causal):
 
     output and lse are those over the keys of all blocks, as exp(score - lse) is a key's weight.
     """
-    aten = torch.ops.aten
     if q.device.type == "cpu":
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(grad_output, q, k, v, output, lse, 0.0, causal)
