@@ -1,8 +1,7 @@
-"""Tensor parallelism: every matrix is split over the ranks of a group, which share the same tokens.
+"""Tensor parallelism: every matrix is split over the ranks of a group, which share their tokens.
 
-A linear layer can be split by its outputs (columns) or by its inputs (rows). A column-parallel layer
-followed by a row-parallel one needs no communication in between, so a non-linearity, or attention
-over heads, fits there:
+A linear layer can be split by its outputs (columns) or by its inputs (rows). Columns followed by
+rows need no communication in between, where a non-linearity, or attention over heads, fits:
 
     X  --f-->  X A_r  -- GeLU -->  Y_r B_r  --g-->  Z = sum over r of Y_r B_r      A = [A_0 A_1]
                column-parallel      row-parallel                                   B = [B_0; B_1]
@@ -11,27 +10,24 @@ over heads, fits there:
     g   forward: all-reduce    backward: identity     Z is a sum over the ranks' rows of B
 
 With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence, dim 0. Then f
-is an all-gather, whose backward is a reduce-scatter, and g is the reverse.
+is an all-gather, whose backward is a reduce-scatter, and g is the opposite.
 
-A rank holds   1/t of every matrix and of the vocabulary, of their gradients and optimizer states,
-               of Y and of the logits; all of the norms, X and Z. (t is the group's size: P below,
-               tp in error messages.)
+A rank holds   1/t of every matrix and of the vocabulary (t ranks; P below, tp in errors), of their
+               gradients and optimizer states, of Y and the logits; all of the norms, X and Z
 It sends       per transformer layer and microbatch 4 all-reduces, 2 f and 2 g, of b s h elements
                (batch, sequence, width): 8 b s h (t-1)/t. Embedding and head send one each, the loss
                3 b s elements. With sequence parallelism a layer sends 10 b s h (t-1)/t, as backward
                gathers X again, and once a step the gradients of norms and biases are summed
 Overlap        in backward f travels beside the product for the weight. With sequence parallelism
-               large products are cut into P parts: a part is computed while another one travels, in
-               forward, too. Otherwise forward overlaps nothing, since the next step needs f's or
-               g's result
+               large messages also travel beside products in forward, chunk by chunk
 PyTorch's      DTensor and parallelize_module() split the same matrices. There a parameter knows the
-               whole, and each operation works out what to send. Here it is a plain tensor, its
+               whole, and each operation finds out what to send. Here it is a plain tensor, its
                module's table `shards` says which part it is, and the layer says what it sends
 
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism", 2019. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models", 2022 (sequence parallelism). Wang et al., "Overlap Communication with Dependent Computation
-via Decomposition in Large Deep Learning Models", 2023.
+via Decomposition in Large Deep Learning Models", 2023 (products beside messages).
 
     torchrun --nproc-per-node 4 tensor_parallel.py    bytes, claimed and counted, and the error
 """
@@ -46,9 +42,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from collectives import (
-    ReduceOp, all_gather_single, all_gather_to_group, all_reduce, all_reduce_bytes,
-    autocasted, copy_to_group, count_bytes, dist, exchange, gather_objects, rank_and_size,
-    reduce_from_group, reduce_scatter_single, reduce_scatter_to_group, run_ranks,
+    ReduceOp, all_gather_single, all_reduce, all_reduce_bytes, autocasted, copy_to_group,
+    count_bytes, dist, exchange, gather_objects, rank_and_size, reduce_from_group,
+    reduce_scatter_single, reduce_scatter_to_group, run_ranks,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------
@@ -60,13 +56,13 @@ def column_linear(x, weight, bias=None, group=None):
 
 
 def row_linear(x, weight, bias=None, group=None):
-    """Z = g(Y_r B_r) + b: Y_r is this rank's part of the inputs. Added before g, b counts P times."""
+    """Z = g(Y_r B_r) + b: Y_r is this rank's part of the inputs; b is added once, after g."""
     z = reduce_from_group(F.linear(x, weight), group)
     return z if bias is None else z + bias
 
 
 class ColumnLinear(torch.autograd.Function):
-    """column_linear(), whose backward computes the weight's gradient while dx is being summed."""
+    """column_linear(), in whose backward dx travels while dW is computed."""
 
     @staticmethod
     def forward(ctx, x, weight, group=None):
@@ -77,37 +73,32 @@ class ColumnLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        dx = dy @ weight  # this rank's columns give one summand of dx
-        summing = all_reduce(dx, group=ctx.group, async_op=True)
-        dweight = dy.flatten(0, -2).t() @ x.flatten(0, -2)  # dx travels meanwhile
-        summing.wait()
+        dx = dy @ weight  # this rank's columns give one summand of it
+        work = all_reduce(dx, group=ctx.group, async_op=True)
+        dweight = dy.flatten(0, -2).t() @ x.flatten(0, -2)
+        work.wait()
         return dx, dweight, None
 
 
 # ---- products beside messages --------------------------------------------------------------------
 #
-# With sequence parallelism a column-parallel product waits for all of X, and the sum that follows a
-# row-parallel product waits for all of it. So a large product is computed chunk by chunk, each while
-# another chunk travels between its owner and this rank. In both tables P = 4, with a row per step.
+# With sequence parallelism a product waits for all of X, and the sum of products for all of them. So
+# large ones go chunk by chunk, a rank's rows each: one is multiplied while another travels, directly
+# between its owner and this rank. P = 4; in step s rank r
 #
-# Gather and multiply: multiply chunk (r - s) while chunk (r - s - 1) arrives from its owner.
+#     gathers and multiplies                          multiplies and scatters
+#     chunk r - s, while r - s - 1 arrives            chunk r + s + 1, to send it to its owner
 #
-#               rank 0            rank 1            rank 2            rank 3
-#     step 0    x0    x3 comes    x1    x0 comes    x2    x1 comes    x3    x2 comes
-#     step 1    x3    x2 comes    x0    x3 comes    x1    x0 comes    x2    x1 comes
-#     step 2    x2    x1 comes    x3    x2 comes    x0    x3 comes    x1    x0 comes
-#     step 3    x1                x2                x3                x0
+#             rank 0    rank 1    rank 2    rank 3            rank 0    rank 1    rank 2    rank 3
+#     s = 0   x0 (x3)   x1 (x0)   x2 (x1)   x3 (x2)           y1 -> 1   y2 -> 2   y3 -> 3   y0 -> 0
+#     s = 1   x3 (x2)   x0 (x3)   x1 (x0)   x2 (x1)           y2 -> 2   y3 -> 3   y0 -> 0   y1 -> 1
+#     s = 2   x2 (x1)   x3 (x2)   x0 (x3)   x1 (x0)           y3 -> 3   y0 -> 0   y1 -> 1   y2 -> 2
+#     s = 3   x1        x2        x3        x0                y0        y1        y2        y3
 #
-# Multiply and scatter: multiply chunk (r + s + 1), and send it to its owner during the next product.
-# At the end each rank adds the P parts of its own chunk, which rounds 16-bit sums once.
-#
-#               rank 0            rank 1            rank 2            rank 3
-#     step 0    y1                y2                y3                y0
-#     step 1    y2    y1 goes     y3    y2 goes     y0    y3 goes     y1    y0 goes
-#     step 2    y3    y2 goes     y0    y3 goes     y1    y0 goes     y2    y1 goes
-#     step 3    y0    y3 goes     y1    y0 goes     y2    y1 goes     y3    y2 goes
+# At the end each rank adds the four parts of its own chunk: one rounding in 16 bit. Either way a
+# rank sends as many bytes as all-gather and reduce-scatter do, (P-1)/P of the whole.
 
-CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 1 << 24}  # a smaller message costs less than one step more
+CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}  # a step with less costs more than it hides
 
 
 def count_chunks(nbytes, device, split, group=None):
@@ -131,55 +122,52 @@ def begin_gather(x, chunks, group=None, async_op=False):
         arriving = torch.empty_like(x)
         work = exchange([(x, target)], [(arriving, source)], group, async_op=True)
         arrivals.append((source, arriving, work))
-    return _wait_for_each(arrivals)
-
-
-def _wait_for_each(arrivals):
-    for number, chunk, work in arrivals:
-        if work is not None:
-            work.wait()
-        yield number, chunk
+    return ((number, _when_done(work, chunk)) for number, chunk, work in arrivals)
 
 
 def begin_sum(x, weight, chunks, group=None, async_op=False):
     """Begin to sum F.linear(x, weight) over the ranks. Return a function that waits for the sum.
 
-    The function returns this rank's chunk of the sum, or all of it if chunks is 0.
+    It returns this rank's chunk of the sum, or all of it if chunks is 0.
     """
     rank, P = rank_and_size(group)
     if chunks and len(x) % P:
         raise ValueError(f"T={len(x)} is not divisible by tp={P}")
-    works = []
     if chunks > 1:
         inputs = x.chunk(P)
-        total = x.new_empty(P, *inputs[0].shape[:-1], len(weight))  # all ranks' parts of one chunk
+        parts = x.new_empty(P, *inputs[0].shape[:-1], len(weight))  # of this rank's chunk
+        works = []
         for step in range(1, P):
             target = (rank + step) % P
             source = (rank - step) % P
-            part = torch.empty_like(total[rank])
+            part = torch.empty_like(parts[source])
             _linear_into(part, inputs[target], weight)
-            messages = [(part, target)], [(total[source], source)]
+            messages = [(part, target)], [(parts[source], source)]
             works.append(exchange(*messages, group, async_op=True))
-        _linear_into(total[rank], inputs[rank], weight)
-    else:
-        total = y = F.linear(x, weight.to(x.dtype))
-        if chunks:
-            total = y.new_empty(len(y) // P, *y.shape[1:])
-            works.append(reduce_scatter_single(total, y, group=group, async_op=async_op))
-        else:
-            works.append(all_reduce(total, group=group, async_op=async_op))
+        _linear_into(parts[rank], inputs[rank], weight)
 
-    def finish():
-        for work in works:
-            if work is not None:
+        def finish():
+            for work in works:
                 work.wait()
-        return total.sum(0) if chunks > 1 else total
+            return parts.sum(0)
 
-    return finish
+        return finish
+    y = F.linear(x, weight.to(x.dtype))
+    if chunks == 0:
+        return partial(_when_done, all_reduce(y, group=group, async_op=async_op), y)
+    total = y.new_empty(len(y) // P, *y.shape[1:])
+    work = reduce_scatter_single(total, y, group=group, async_op=async_op)
+    return partial(_when_done, work, total)
+
+
+def _when_done(work, result):
+    if work is not None:
+        work.wait()
+    return result
 
 
 def _linear_into(output, x, weight, bias=None):
-    """output = F.linear(x, weight, bias)"""
+    """Write F.linear(x, weight, bias) into the output."""
     operands = _rows(x), weight.to(x.dtype).t()
     if bias is None:
         torch.mm(*operands, out=_rows(output))
@@ -193,36 +181,35 @@ def _rows(x):
 
 # ---- linear layers -------------------------------------------------------------------------------
 #
-# What a real layer adds to the plain one: with sequence parallelism it keeps only this rank's chunk
-# of X and gathers the others again; and a pipeline may want the parameters' gradients later.
+# What a real layer adds: with sequence parallelism it keeps only this rank's chunk of X, and gathers
+# the others again in backward; and a pipeline may want the parameters' gradients later.
 
 
 class _ParallelLinear(torch.autograd.Function):
     """y = x W^T + b, split by columns or by rows.
 
-                 by columns                              by rows
-      forward    gather x, multiply                      multiply, sum
-      backward   begin to gather x                       gather dy; with each of its chunks
-                 dx = dy @ W, begin to sum it                dx = dy @ W
-                 with each chunk of x: dW += dy^T @ x        dW += dy^T @ x
+                 by columns                           by rows
+      forward    gather x, multiply                   multiply, sum
+      backward   begin to gather x                    gather dy; for each of its chunks
+                 dx = dy @ W, begin to sum it             dx = dy @ W
+                 for each chunk of x: dW += dy^T @ x      dW += dy^T @ x
                  db = the sum of dy's rows
                  wait for dx
 
-    While the store `defer` is open, dW and db are left to it, and gathering x for them, too. Without
-    sequence parallelism nothing is gathered, and the sum is an all-reduce.
+    Without sequence parallelism there is nothing to gather. While the store `defer` is open, the
+    gradients of W and b are left to it, and so is gathering x.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, column, split, group, defer):
         P = dist.get_world_size(group)
-        sent = x.nbytes if column else _rows(x).shape[0] * len(weight) * x.itemsize // P
+        sent = x.nbytes if column else len(_rows(x)) // P * len(weight) * x.itemsize
         chunks = count_chunks(sent, x.device, split, group)
         ctx.how = column, chunks, group, defer
         ctx.parameters = weight, bias  # hooks and the store know a parameter by its identity
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         if not column:
-            finish = begin_sum(x, weight, chunks, group)
-            return finish()
+            return begin_sum(x, weight, chunks, group)()
         y = x.new_empty(P if chunks else 1, *x.shape[:-1], len(weight)).flatten(0, 1)
         outputs = y.chunk(chunks or 1)
         for number, chunk in begin_gather(x, chunks, group):
@@ -260,10 +247,10 @@ class _ParallelLinear(torch.autograd.Function):
         if not column and (is_open or not wants_weight):
             pairs = list(pairs)  # dx is needed now, dW later or not at all
         if wants_weight:
-            # sums over chunks are in fp32 at least; a single product has the dtype of x
+            # the sum of several products is in fp32 at least; a single one has the dtype of x
             dtype = torch.promote_types(x.dtype, torch.float32) if chunks > 1 else x.dtype
-            product = partial(_weight_gradient, ctx.parameters[0], pairs, dtype, defer)
-            dweight = _now_or_later(ctx.parameters[0], product, defer)
+            gradient = partial(_weight_gradient, ctx.parameters[0], pairs, dtype, defer)
+            dweight = _now_or_later(ctx.parameters[0], gradient, defer)
         if wants_bias:
             dbias = _now_or_later(ctx.parameters[1], lambda: _rows(dy).sum(0), defer)
         if finish is not None:
@@ -280,10 +267,10 @@ def _now_or_later(parameter, gradient, defer):
 
 
 def _weight_gradient(parameter, pairs, dtype, defer):
-    """Return the sum of dy^T @ x over the pairs (dy, x). Or add it to .grad, and return None."""
+    """Return the sum of dy^T @ x over pairs (dy, x). If the store adds, add it to .grad instead."""
     total = None
     if defer is not None and defer.adds and parameter.is_leaf and not parameter._backward_hooks:
-        total = parameter.grad  # autograd has nothing left to add
+        total = parameter.grad
     adds = total is not None
     for dy, x in pairs:
         total = _add_product(total, _rows(dy).t(), _rows(x), total.dtype if adds else dtype)
@@ -291,9 +278,10 @@ def _weight_gradient(parameter, pairs, dtype, defer):
 
 
 def _add_product(total, a, b, dtype):
-    """Return a @ b in this dtype, added to the total if there is one.
+    """Return a @ b, added to the total if there is one, in this dtype.
 
-    In a wider dtype than that of a and b, a GPU does not round the product before; a CPU does.
+    A product of 16-bit matrices that goes into an fp32 total is first rounded to 16 bits on a CPU;
+    on a GPU it is not.
     """
     if a.is_cuda and a.dtype != dtype:
         if total is None:
@@ -307,16 +295,17 @@ def _add_product(total, a, b, dtype):
 def parallel_linear(
     x, weight, bias=None, column=True, group=None, sequence_parallel=False, defer=None
 ):
-    """A linear layer of which this rank has a part of the outputs (column) or of the inputs (row).
+    """A linear layer of which this rank has a part of the outputs (column) or of the inputs.
 
-    x: (..., in), weight: (out, in), this rank's part. A row-parallel layer takes no bias here.
-    sequence_parallel: split X and Z along dim 0. A column-parallel layer gathers its x, this rank's
-        chunk, and a row-parallel one returns this rank's chunk of the sum.
-    defer: the WeightGradStore of a pipeline that halves its backwards (see pipeline.py). While it
-        is open, backward computes the gradient of x, and leaves those of the parameters to it as
-        functions. While it `adds`, the weight's gradient is added to .grad directly. A parameter
-        with a hook gets its gradient at once.
+    x: (..., in), weight: (out, in), this rank's part. By rows a bias is added after this function.
+    sequence_parallel: X and Z are split along dim 0. By columns x is this rank's chunk, and all of
+        them are gathered; by rows this rank's chunk of the sum is returned.
+    defer: the WeightGradStore of a pipeline that halves its backwards (see pipeline.py). A backward
+        that finds it open computes dx, and leaves it functions that compute dW and db. While it
+        `adds`, dW is added to .grad at once, which saves autograd a pass. A parameter with a hook
+        gets its gradient from autograd.
 
+    The gradient of a 16-bit weight is rounded to 16 bits once, before anything adds it in fp32.
     Raises ValueError for a sequence that P does not divide.
     """
     x = autocasted(x)  # before it is kept and sent
@@ -327,21 +316,21 @@ class ColumnParallelLinear(nn.Module):
     """Y_r = X A_r + b_r: X (..., in) is equal on every rank, Y_r (..., out/P) this rank's outputs.
 
     With sequence_parallel X is (T/P, ..., in), Y_r (T, ..., out/P).
-    out_features: or a tuple, where they are several things, such as queries, keys and values, of
-        each of which a rank has its part.
+    out_features: a number, or a tuple for several outputs in one matrix, such as queries, keys and
+        values; each rank gets its part of every one.
     options: group, sequence_parallel and defer of parallel_linear().
 
-    Raises ValueError if P does not divide out_features, or one of these.
+    Raises ValueError if P does not divide out_features, or one of the tuple.
     """
 
     def __init__(self, in_features, out_features, bias=True, **options):
         super().__init__()
-        self.options, group = options, options.get("group")
+        self.options = options
         blocks = out_features if isinstance(out_features, tuple) else (out_features,)
-        _, tp = rank_and_size(group)
+        shard = Shard(0, blocks, options.get("group"))
+        _, tp = rank_and_size(shard.group)
         if any(block % tp for block in blocks):
             raise ValueError(f"{out_features=} is not divisible by tp={tp}")
-        shard = Shard(0, blocks, group)
         rows = sum(blocks)
         set_shard(self, "weight", torch.randn(rows, in_features) * in_features**-0.5, shard)
         self.bias = None
@@ -353,7 +342,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Z = sum_r (X_r B_r) + b: X_r (..., in/P) is this rank's inputs, Z (..., out) the same on all.
+    """Z = sum_r (X_r B_r) + b: X_r (..., in/P) is this rank's inputs, Z (..., out) equal on all.
 
     With sequence_parallel X_r is (T, ..., in/P) and Z (T/P, ..., out).
     options: group, sequence_parallel and defer of parallel_linear().
@@ -363,12 +352,13 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, in_features, out_features, bias=True, **options):
         super().__init__()
-        self.options, group = options, options.get("group")
-        _, tp = rank_and_size(group)
+        self.options = options
+        shard = Shard(1, (in_features,), options.get("group"))
+        _, tp = rank_and_size(shard.group)
         if in_features % tp:
             raise ValueError(f"in_features={in_features} is not divisible by tp={tp}")
         weight = torch.randn(out_features, in_features) * in_features**-0.5
-        set_shard(self, "weight", weight, Shard(1, (in_features,), group))
+        set_shard(self, "weight", weight, shard)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
         if bias and options.get("sequence_parallel"):  # each rank's gradient is of its own tokens
             self.sums_over_tp = ("bias",)
@@ -382,15 +372,14 @@ class RowParallelLinear(nn.Module):
 
 
 class ParallelSelfAttention(nn.Module):
-    """Causal self-attention, split by heads: q, k, v column-parallel, projection row-parallel.
+    """Causal self-attention, split by heads: q, k, v by columns, the projection by rows.
 
     x: (T, B, D) -> (T, B, D), both (T/P, B, D) with sequence_parallel.
-    kv_heads: grouped-query attention, where heads / kv_heads queries share a key and a value.
-    attention_fn(q, k, v): attention itself, from (B, H/P, T, K) and (B, KV/P, T, K) to
-        (B, H/P, T, K).
+    kv_heads: for grouped-query attention, where heads / kv_heads queries share a key and a value.
+    attention_fn(q, k, v): maps (B, H/P, T, K) and twice (B, KV/P, T, K) to (B, H/P, T, K).
     options: group, sequence_parallel and defer of parallel_linear().
 
-    Raises ValueError if P does not divide kv_heads, kv_heads heads, or heads hidden.
+    Raises ValueError unless P divides kv_heads, kv_heads divides heads, and heads divides hidden.
     """
 
     def __init__(self, hidden, heads, kv_heads=None, attention_fn=None, **options):
