@@ -1,43 +1,43 @@
-"""Sequence parallelism: ranks split the sequence, first outside of attention, then inside, too.
+"""Sequence and context parallelism: ranks split the sequence outside, or also inside, of attention.
 
 Tensor parallelism over t ranks splits the inside of attention and MLP, but every rank still holds
-the norms, the dropouts and the residual stream of all tokens. These treat each token by itself, so
-a rank can compute them for 1/t of the sequence, which is dim 0 of (T, B, D):
+the norms, the dropouts and the residual stream of all tokens. These operations treat each token by
+itself, so with sequence parallelism a rank does 1/t of the sequence, dim 0 of (T, B, D):
 
            split along the sequence |  split by heads or by columns    | along the sequence
     x_r ---- LayerNorm ---- all-gather ---- QKV, attention, out ---- reduce-scatter ---- dropout, +
            backward:        reduce-scatter                           all-gather
 
-Context parallelism over P ranks keeps the sequence split in attention, too. Keys and values, of
-width h_kv over all their heads, reach all queries in one of three ways. A rank sends per attention,
-in elements (b batch, s sequence, h width, a heads), and holds meanwhile of keys and values:
+Context parallelism over P ranks splits the sequence in attention, too. Keys and values reach all
+queries in one of three ways. The table has the elements that a rank sends in one attention, and
+those of k and v that it holds, for batch b, sequence s, a heads of width h in all, h_kv of k or v:
 
                  forward                       backward                      held
     all-gather   2 (P-1)/P b s h_kv            2 (P-1)/P b s h_kv            2 b s h_kv
     ring         2 (P-1)/P b s h_kv            4 (P-1)/P b s h_kv            6 b s h_kv / P
     Ulysses      2 (P-1)/P b s (h + h_kv)/P    2 (P-1)/P b s (h + h_kv)/P    2 b s h_kv / P
 
-For Ulysses h_kv counts at least P heads. The other two send gradients in fp32.
+Ulysses needs P heads of k and v, and copies them if there are fewer. The other two methods sum
+gradients in fp32, or in fp64 if the inputs are.
 
-A rank holds   with context parallelism 1/P of all activations; otherwise, in bytes per layer in
-               16 bit, where dropout masks take one byte per element:
+A rank holds   with context parallelism 1/P of all activations. In one process group for tensor
+               parallelism, bytes per layer in 16 bits, with one byte per element for dropout masks:
                    tensor parallelism           s b h (10 + 24/t + 5 a s / (h t))
                    and sequence parallelism     s b h (34/t + 5 a s / (h t))
                    and selective recomputation  s b h (34/t)
                    full recomputation           2 s b h, with sequence parallelism 2 s b h / t
-It sends       as in the table; with sequence parallelism 10 b s h (t-1)/t elements per layer: 8 for
-               tensor parallelism, and 2 because a rank keeps only its part of each input, which
-               backward gathers again; and per step the gradients of norms and biases
+It sends       with context parallelism what the table says. With sequence parallelism, per layer 10
+               b s h (t-1)/t elements: tensor parallelism's 8, and 2 to gather again in backward the
+               inputs of which it kept its part; per step also the gradients of norms and biases.
 Overlap        the ring computes while it sends; the all-gather and Ulysses wait for their messages
-PyTorch's      SequenceParallel splits DTensors. context_parallel() is a context that replaces
-               scaled_dot_product_attention by the ring or the all-gather. Here are functions of
-               q, k and v, for causal masks only.
+PyTorch's      SequenceParallel splits DTensors, and context_parallel() patches
+               scaled_dot_product_attention. This file has functions of q, k and v, which are causal.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022. Llama
 Team, "The Llama 3 Herd of Models", 2024. Liu et al., "Ring Attention with Blockwise Transformers
 for Near-Infinite Context", 2023. Jacobs et al., "DeepSpeed Ulysses", 2023.
 
-    torchrun --nproc-per-node 4 sequence_parallel.py     claimed and counted bytes; the error
+    torchrun --nproc-per-node 4 sequence_parallel.py     prints claimed and counted bytes
 """
 
 import math
@@ -63,9 +63,9 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
 
     up: (F/P, D) and down: (D, F/P), this rank's columns and rows of the two weights.
 
-    The layers of tensor_parallel.py keep norm(x) instead of `whole`, and gather it again in
-    backward. Its sum_gradients_over_tp() adds up the gradients of `norm`, which each rank computes
-    from its own tokens.
+    Autograd keeps `whole` here; the layers of tensor_parallel.py keep norm(x), and gather it again
+    in backward. Each rank computes the gradients of `norm` from its own tokens only, so they must
+    be summed, as tensor_parallel.sum_gradients_over_tp() does.
     """
     whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter
     hidden = F.gelu(F.linear(whole, up), approximate="tanh")  # (T, B, F/P)
@@ -85,8 +85,8 @@ def simple_ring_attention(q, k, v, group=None):
 
     q, k, v and the result: (B, H, T/P, K), the rank-th of P equal parts of the sequence.
 
-    The real one below adds an order of the sequence in which all ranks do equal work, fused kernels
-    that skip what the mask hides, sums that cannot overflow, overlap, and backward.
+    ring_attention() adds an order of the sequence in which all ranks do equal work, fused kernels
+    that skip what the mask hides, protection from overflow in exp(), overlap, and backward.
     """
     rank, world_size = rank_and_size(group)
     kv = torch.stack([k, v])
@@ -118,7 +118,7 @@ def simple_ring_attention(q, k, v, group=None):
 
 
 def context_positions(seq_len, group=None):
-    """Return the positions (T/P,) in the whole sequence of this rank's tokens, in their order.
+    """Return the positions (T/P,) of this rank's tokens in the whole sequence.
 
     Raises ValueError if seq_len does not divide into 2P equal chunks.
     """
@@ -134,7 +134,7 @@ def _check_chunks(seq_len, cp):
 
 
 class AttentionBlock(NamedTuple):
-    """Local queries, and keys that they see: all of them or, in a square, causally."""
+    """Some queries and keys: each query i sees all of the keys, or keys 0 to i if causal."""
 
     queries: slice
     keys: slice
@@ -142,10 +142,10 @@ class AttentionBlock(NamedTuple):
 
 
 def ring_block(rank, source, length):
-    """Return which keys of `source` the queries of `rank` see, of T/P = length positions each.
+    """Return which of the T/P = length keys of `source` the queries of `rank` see.
 
-    P = 4, seen from rank 1, with chunks 1 and 6. x: seen, c: seen causally, .: hidden. Of another
-    rank's keys half are seen, so in each step all ranks do equal work.
+    P = 4, rank 1, with chunks 1 and 6. x: seen, c: seen causally, .: hidden. Half of the pairs of a
+    query and another rank's key are seen, so in each step all ranks do equal work.
 
         source      1 (itself)     0 (before)     2 (after)      3 (after)
         keys        1   6          0   7          2   5          3   4
@@ -162,26 +162,24 @@ def ring_block(rank, source, length):
 
 
 def gathered_blocks(rank, world_size, length):
-    """Return what a rank's T/P = length queries see of all keys: earlier chunks, and their own."""
-    blocks = []
+    """Yield what a rank's T/P = length queries see of all keys: earlier chunks and their own."""
     size = length // 2
     for i, chunk in enumerate((rank, 2 * world_size - 1 - rank)):
         queries = slice(i * size, (i + 1) * size)
         start = chunk * size
         if chunk > 0:
-            blocks.append(AttentionBlock(queries, slice(0, start), causal=False))
-        blocks.append(AttentionBlock(queries, slice(start, start + size), causal=True))
-    return blocks
+            yield AttentionBlock(queries, slice(0, start), causal=False)
+        yield AttentionBlock(queries, slice(start, start + size), causal=True)
 
 
 def _by_position(parts, dim):
-    """Join (P, 2, ...), two chunks of each rank (P = 2: 0 3, 1 2), along `dim` of a chunk."""
+    """Join the chunks of (P, 2, ...), two of each rank, along dim in the order of the sequence."""
     early, late = parts.unbind(1)
     return torch.cat([*early, *reversed(late.unbind())], dim)
 
 
 def _by_rank(whole, world_size, dim):
-    """Cut the sequence into (P, 2, ...), two chunks of each rank, along `dim`."""
+    """Cut the sequence along dim into (P, 2, ...), two chunks of each rank."""
     chunks = whole.chunk(2 * world_size, dim)
     pairs = zip(chunks[:world_size], reversed(chunks))
     return torch.stack([chunk for pair in pairs for chunk in pair]).unflatten(0, (world_size, 2))
@@ -189,18 +187,19 @@ def _by_rank(whole, world_size, dim):
 
 # ---- context parallelism: attention, block by block ----------------------------------------------
 #
-# lse is the logarithm of the sum of exp(score) over the keys that a query has seen. Softmaxes over
-# different keys merge by it, and no exp() overflows:
+# lse is the logarithm of the sum of exp(score) over the keys that a query has seen. It merges
+# outputs over different keys, and no exp() overflows:
 #
 #     lse    = log(exp(lse_1) + exp(lse_2))
 #     output = exp(lse_1 - lse) output_1 + exp(lse_2 - lse) output_2
 
 
 def _attend(block, q, k, v, output, lse):
-    """Merge the attention to a block into output (B, H, T, K) and lse (B, H, T), in place."""
+    """Merge the attention in a block into output (B, H, T, K) and lse (B, H, T), in place."""
     queries, keys, causal = block
     part, part_lse = block_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal)
-    output, lse = (x[:, :, queries] for x in (output, lse))
+    output = output[:, :, queries]
+    lse = lse[:, :, queries]
     total = torch.logaddexp(lse, part_lse)
     output.mul_((lse - total).exp_().unsqueeze(-1))
     output.add_(part * (part_lse - total).exp_().unsqueeze(-1))
@@ -219,23 +218,23 @@ def _attend_backward(block, grad_output, q, k, v, output, lse, grad_q, grad_k, g
 
 
 def _no_keys_yet(q):
-    """Return output and lse of queries that have seen no key."""
+    """Return the output and lse of queries that have not seen any key."""
     return _zeros(q, q.shape), _zeros(q, q.shape[:3]).fill_(-math.inf)
 
 
 def _zeros(x, shape):
-    """Return zeros to accumulate in, in fp32 at least."""
+    """Return zeros for a sum, in x's dtype if that is at least fp32, else in fp32."""
     return x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-# ---- context parallelism: three ways for attention to cross the split ----------------------------
+# ---- context parallelism: the three methods ------------------------------------------------------
 
 
 class _AllGatherAttention(torch.autograd.Function):
     """forward: all-gather k and v; attend. backward: gradients of all k and v; reduce-scatter them.
 
-    The collectives are inside because autograd would round gradients between two Functions to the
-    dtype of k and v, and they are summed in fp32.
+    The collectives are part of this Function because the gradients must be summed in fp32: between
+    two Functions autograd would round them to the dtype of k and v.
     """
 
     @staticmethod
@@ -245,7 +244,7 @@ class _AllGatherAttention(torch.autograd.Function):
         parts = kv.new_empty(world_size, *kv.shape)
         all_gather_single(parts, kv.contiguous(), group)
         whole = _by_position(parts, 3)  # (2, B, KV, T, K)
-        ctx.blocks = gathered_blocks(rank, world_size, q.shape[2])
+        ctx.blocks = list(gathered_blocks(rank, world_size, q.shape[2]))
         output, lse = _no_keys_yet(q)
         for block in ctx.blocks:
             _attend(block, q, *whole, output, lse)
@@ -272,9 +271,9 @@ class _AllGatherAttention(torch.autograd.Function):
 def allgather_attention(q, k, v, group=None):
     """Causal attention of local queries to all keys and values, which every rank gathers.
 
-    q: (B, H, T/P, K); k, v: (B, KV, T/P, K), where KV divides H; in the order of
-    context_positions(). Returns (B, H, T/P, K). On a GPU dtypes are fp32 and of 16 bit, and K is a
-    multiple of 16 bytes. Raises ValueError if shapes or dtypes do not fit.
+    q and the result: (B, H, T/P, K); k, v: (B, KV, T/P, K), where KV divides H. Tokens are those of
+    context_positions(). A GPU needs fp32, fp16 or bf16, and rows of K elements that are multiples
+    of 16 bytes. Raises ValueError if the shapes or dtypes do not fit.
     """
     q, k, v = _checked(q, k, v, group)
     return _AllGatherAttention.apply(q, k, v, group)
@@ -359,12 +358,12 @@ def ring_attention(q, k, v, group=None):
 
 
 def ulysses_attention(q, k, v, group=None):
-    """Causal attention of some of the heads to the whole sequence, between two all-to-alls.
+    """Causal attention over the whole sequence in 1/P of the heads, between two all-to-alls.
 
     The first all-to-all turns T/P positions of all heads into all positions of 1/P of the heads;
-    the second one turns the result back. Shapes and errors are those of allgather_attention(), and
-    ValueError if P does not divide H or neither of P and KV divides the other. If KV < P, each head
-    of k and v goes to P / KV ranks.
+    the second one turns the result back. If KV < P, each head of k and v goes to P / KV ranks.
+    Shapes and errors are those of allgather_attention(). Raises ValueError also if P does not
+    divide H, or neither of P and KV divides the other.
     """
     q, k, v = _checked(q, k, v, group)
     _, world_size = rank_and_size(group)
@@ -373,7 +372,7 @@ def ulysses_attention(q, k, v, group=None):
         raise ValueError(f"{heads=} and {kv_heads=} cannot be dealt out to cp={world_size} ranks")
     if kv_heads < world_size:
         k, v = (x.repeat_interleave(world_size // kv_heads, 1) for x in (k, v))
-    # each rank gets n = (H + 2 KV)/P heads of q, k and v together, where KV is at least P by now
+    # each rank gets n = (H + 2 KV)/P heads of q, k and v together; KV is now at least P
     parts = torch.cat([x.unflatten(1, (world_size, -1)) for x in (q, k, v)], 2)  # (B, P, n, T/P, K)
     parts = parts.unflatten(3, (2, -1)).permute(1, 3, 0, 2, 4, 5)  # (P, 2, B, n, T/2P, K)
     parts = all_to_all_in_group(parts.contiguous(), group=group)
@@ -385,12 +384,11 @@ def ulysses_attention(q, k, v, group=None):
 
 
 def _checked(q, k, v, group):
-    """Return q, k and v, contiguous and autocast, after the checks that the kernels do not make."""
+    """Return q, k and v autocast and contiguous; raise ValueError if they do not fit together."""
     q, k, v = (autocasted(x).contiguous() for x in (q, k, v))
     B, H, length, K = q.shape
-    KV = k.shape[1]
-    fits = k.shape == v.shape == (B, KV, length, K) and q.dtype == k.dtype == v.dtype
-    if not fits or H % KV:
+    fits = k.shape == v.shape == (B, k.shape[1], length, K) and q.dtype == k.dtype == v.dtype
+    if not fits or H % k.shape[1]:
         found = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (q, k, v))
         raise ValueError(f"q, k and v are {found}: not alike but for heads that KV divides")
     _, world_size = rank_and_size(group)
@@ -404,7 +402,7 @@ def context_parallel_bytes(
     """Return the bytes that a rank sends for one attention: (forward, backward).
 
     method: "allgather", "ring" or "ulysses".
-    grad_itemsize: of the gradients of k and v, which "allgather" and "ring" sum in fp32 at least.
+    grad_itemsize: bytes of an element in which "allgather" and "ring" sum gradients of k and v.
     """
     token = batch * seq_len // cp * head_dim  # elements of one head on a rank
     kv = 2 * kv_heads * token
@@ -418,19 +416,18 @@ def context_parallel_bytes(
 
 # ---- recomputation, and what a layer keeps -------------------------------------------------------
 #
-# Full recomputation runs a whole layer again in backward, and keeps only its input. Selective
-# recomputation does so with the core of attention, whose s x s scores take most of the memory and
-# little of the time. (Fused attention keeps no scores.)
+# Full recomputation keeps only the input of a layer, and runs the layer again in backward. Selective
+# recomputation does this for the core of attention, whose s x s scores take most of the memory and
+# little of the time. Fused attention keeps no scores.
 
 
 def recompute(function, *inputs):
     """Return function(*inputs), keep only the inputs, and run the function again in backward.
 
-    This is PyTorch's checkpoint() for a function of tensors that returns one tensor, but it frees
-    the second run's output, which nobody reads. Both runs use the same random numbers and autocast.
-    Raises ValueError if gradients are enabled and no input requires one; autograd.grad() and
-    backward(inputs=...) raise RuntimeError. Chen et al., "Training Deep Nets with Sublinear Memory
-    Cost", 2016.
+    This is PyTorch's reentrant checkpoint() for a function of tensors that returns one tensor, but
+    the second run's output, which backward does not need, is freed at once. Raises ValueError if
+    gradients are enabled and no input requires one; autograd.grad() and backward(inputs=...) raise
+    RuntimeError. Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
@@ -445,7 +442,7 @@ def recompute(function, *inputs):
 
 
 class _Hollow(torch.autograd.Function):
-    """forward: a tensor of x's shape without its memory; backward: identity"""
+    """forward: return a tensor of x's shape that holds one element. backward: identity."""
 
     @staticmethod
     def forward(ctx, x):
@@ -467,38 +464,38 @@ def activation_bytes(
     batch, seq_len, hidden, heads, tp=1, sequence_parallel=False, recompute="none",
     kv_heads=None, ffn=None, masks=True, itemsize=2
 ):
-    """Return the bytes of activations that a rank keeps of one layer, with unfused attention.
+    """Return the bytes of activations of one layer that a rank keeps for backward.
 
-    recompute: "none", "selective" or "full". Fused attention keeps as much as "selective".
-    kv_heads, ffn: heads of k and v, and width of the MLP, if they are not heads and 4 hidden.
-    masks: whether there is dropout after attention and MLP, with masks of a byte per element.
-    itemsize: bytes of an element of everything but masks.
+    recompute: "none", "selective" (also for fused attention) or "full".
+    kv_heads, ffn: the heads of k and v and the width of the MLP, by default `heads` and 4 hidden.
+    masks: whether dropout follows attention and MLP; its masks have one byte per element.
+    itemsize: bytes of an element of all other activations.
     The defaults are those of Korthikanti et al., 2022, table 2.
     """
     sbh = seq_len * batch * hidden
     split = tp if sequence_parallel else 1
     if recompute == "full":
         return itemsize * sbh / split
-    # bytes per element of sbh: inputs of 2 norms and of 2 column-parallel layers, and 2 masks
+    # bytes per element of sbh: the inputs of 2 norms and of 2 column-parallel layers, and 2 masks
     outside = 4 * itemsize + 2 * masks
-    # q and the result of attention; k and v; the MLP's width before and after GeLU
+    # elements: q and the result of attention; k and v; the MLP's width before and after GeLU
     inside = 2 + 2 * (kv_heads or heads) / heads + 2 * (4 if ffn is None else ffn / hidden)
-    # scores before and after softmax, and their dropout with its mask
+    # bytes: scores before and after softmax, and after dropout with its mask
     scores = (2 * itemsize + 1) * heads * seq_len / hidden if recompute == "none" else 0
     return sbh * (outside / split + (itemsize * inside + scores) / tp)
 
 
 # ---- kernels -------------------------------------------------------------------------------------
 #
-# F.scaled_dot_product_attention() does not return the log-sum-exp, so these call its kernels: flash
-# attention, and for fp32 on GPUs the memory-efficient one, which wants as many heads of k and v as
+# F.scaled_dot_product_attention() does not return lse, so these functions call its kernels: flash
+# attention or, for fp32 on GPUs, the memory-efficient one, which needs as many heads of k and v as
 # of q and pads lse to a multiple of 32 queries.
 
 aten = torch.ops.aten
 
 
 def block_attention(q, k, v, causal):
-    """Return the attention of q to k and v, (B, H, T, K), and its log-sum-exp, (B, H, T)."""
+    """Return the attention of q to k and v, (B, H, T, K), and its lse, (B, H, T)."""
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     if q.dtype in (torch.float16, torch.bfloat16):
@@ -511,12 +508,12 @@ def block_attention(q, k, v, causal):
 def block_attention_backward(grad_output, q, k, v, output, lse, causal):
     """Return a block's part of the gradients of q, k and v.
 
-    output and lse are those over the keys of all blocks, as exp(score - lse) is a key's weight.
+    output and lse are those over all keys, because exp(score - lse) is the weight of a key.
     """
     if q.device.type == "cpu":
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(grad_output, q, k, v, output, lse, 0.0, causal)
-    seed = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout, of which there is none
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # not used without dropout
     if q.dtype in (torch.float16, torch.bfloat16):
         kernel = aten._scaled_dot_product_flash_attention_backward
         tensors = (grad_output, q, k, v, output, lse.contiguous(), None, None)
