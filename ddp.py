@@ -221,8 +221,8 @@ class Reducer:
         # from the last layer to the first, as backward computes them
         parameters = [p for p in module.parameters() if p.requires_grad][::-1]
         kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
-        lists = fill_buckets(parameters, bucket_cap_mb * 2**20, kind)
-        self.buckets = [GradBucket(bucket, group_of(bucket[0]), as_views) for bucket in lists]
+        filled = fill_buckets(parameters, bucket_cap_mb * 2**20, kind)
+        self.buckets = [GradBucket(bucket, group_of(bucket[0]), as_views) for bucket in filled]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.slots}
         self.is_reducing = False
         self.queue = deque()

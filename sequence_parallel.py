@@ -1,4 +1,4 @@
-"""Sequence and context parallelism: ranks split the sequence outside, or also inside, of attention.
+"""Sequence and context parallelism: ranks split the sequence outside, or also inside, attention.
 
 Tensor parallelism over t ranks splits the inside of attention and MLP, but every rank still holds
 the norms, the dropouts and the residual stream of all tokens. These operations treat each token by
@@ -17,21 +17,19 @@ those of k and v that it holds, for batch b, sequence s, a heads of width h in a
     ring         2 (P-1)/P b s h_kv            4 (P-1)/P b s h_kv            6 b s h_kv / P
     Ulysses      2 (P-1)/P b s (h + h_kv)/P    2 (P-1)/P b s (h + h_kv)/P    2 b s h_kv / P
 
-Ulysses needs P heads of k and v, and copies them if there are fewer. The other two methods sum
-gradients in fp32, or in fp64 if the inputs are.
+For Ulysses h_kv counts at least P heads. The other two methods send gradients in fp32 or wider.
 
-A rank holds   with context parallelism 1/P of all activations. In one process group for tensor
-               parallelism, bytes per layer in 16 bits, with one byte per element for dropout masks:
+A rank holds   with context parallelism 1/P of all activations. Otherwise, bytes per 16-bit layer:
                    tensor parallelism           s b h (10 + 24/t + 5 a s / (h t))
                    and sequence parallelism     s b h (34/t + 5 a s / (h t))
                    and selective recomputation  s b h (34/t)
                    full recomputation           2 s b h, with sequence parallelism 2 s b h / t
-It sends       with context parallelism what the table says. With sequence parallelism, per layer 10
-               b s h (t-1)/t elements: tensor parallelism's 8, and 2 to gather again in backward the
-               inputs of which it kept its part; per step also the gradients of norms and biases.
+It sends       with sequence parallelism 10 b s h (t-1)/t elements a layer: tensor parallelism's 8,
+               and 2 because a rank keeps only its part of each input, which backward gathers again;
+               also, once per step, the gradients of norms and biases
 Overlap        the ring computes while it sends; the all-gather and Ulysses wait for their messages
 PyTorch's      SequenceParallel splits DTensors, and context_parallel() patches
-               scaled_dot_product_attention. This file has functions of q, k and v, which are causal.
+               scaled_dot_product_attention(). Here attention is a function, and always causal.
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022. Llama
 Team, "The Llama 3 Herd of Models", 2024. Liu et al., "Ring Attention with Blockwise Transformers
@@ -63,9 +61,8 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
 
     up: (F/P, D) and down: (D, F/P), this rank's columns and rows of the two weights.
 
-    Autograd keeps `whole` here; the layers of tensor_parallel.py keep norm(x), and gather it again
-    in backward. Each rank computes the gradients of `norm` from its own tokens only, so they must
-    be summed, as tensor_parallel.sum_gradients_over_tp() does.
+    Autograd keeps `whole`; the layers of tensor_parallel.py keep norm(x), and gather it again in
+    backward. Each rank's gradients of `norm` are those of its tokens, and must still be summed.
     """
     whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter
     hidden = F.gelu(F.linear(whole, up), approximate="tanh")  # (T, B, F/P)
@@ -118,10 +115,7 @@ def simple_ring_attention(q, k, v, group=None):
 
 
 def context_positions(seq_len, group=None):
-    """Return the positions (T/P,) of this rank's tokens in the whole sequence.
-
-    Raises ValueError if seq_len does not divide into 2P equal chunks.
-    """
+    """Return the positions (T/P,) of this rank's tokens in a sequence of 2P equal chunks."""
     rank, world_size = rank_and_size(group)
     _check_chunks(seq_len, world_size)
     chunks = torch.arange(seq_len).chunk(2 * world_size)
@@ -280,13 +274,12 @@ def allgather_attention(q, k, v, group=None):
 
 
 def _visitors(k, v, group):
-    """Yield (source, (k, v)) of all ranks as they travel around the ring, and then the own again.
+    """Yield (source, (k, v)) of all ranks as they travel around the ring, and then the own one again.
 
         visit    0     1     2     3     4      P = 4: the source whose k and v are with rank r
         source   r    r-1   r-2   r-3    r
 
-    While the caller computes with k and v, they are sent to the next rank, and the next ones are
-    received from the previous rank. Nothing travels for the last visit.
+    While the caller computes with k and v, they travel to the next rank.
     """
     rank, world_size = rank_and_size(group)
     visiting = torch.stack([k, v])
@@ -311,8 +304,7 @@ class _RingAttention(torch.autograd.Function):
     """forward: attend in visits 0 to P-1. backward: compute gradients in visits 1 to P.
 
     The gradients of a rank's k and v travel around the ring one step behind them: each rank adds
-    its part and sends the sum on. In visit P the last sum reaches the owner, which computes its own
-    part meanwhile.
+    its part and sends the sum on. The owner computes its own part while the last sum arrives.
     """
 
     @staticmethod
@@ -362,8 +354,7 @@ def ulysses_attention(q, k, v, group=None):
 
     The first all-to-all turns T/P positions of all heads into all positions of 1/P of the heads;
     the second one turns the result back. If KV < P, each head of k and v goes to P / KV ranks.
-    Shapes and errors are those of allgather_attention(). Raises ValueError also if P does not
-    divide H, or neither of P and KV divides the other.
+    P must divide H, and also KV unless KV divides P. The rest is as in allgather_attention().
     """
     q, k, v = _checked(q, k, v, group)
     _, world_size = rank_and_size(group)
@@ -402,7 +393,7 @@ def context_parallel_bytes(
     """Return the bytes that a rank sends for one attention: (forward, backward).
 
     method: "allgather", "ring" or "ulysses".
-    grad_itemsize: bytes of an element in which "allgather" and "ring" sum gradients of k and v.
+    grad_itemsize: bytes per element of the gradients of k and v in "allgather" and "ring".
     """
     token = batch * seq_len // cp * head_dim  # elements of one head on a rank
     kv = 2 * kv_heads * token
@@ -416,7 +407,7 @@ def context_parallel_bytes(
 
 # ---- recomputation, and what a layer keeps -------------------------------------------------------
 #
-# Full recomputation keeps only the input of a layer, and runs the layer again in backward. Selective
+# Full recomputation keeps only a layer's input, and runs the layer again in backward. Selective
 # recomputation does this for the core of attention, whose s x s scores take most of the memory and
 # little of the time. Fused attention keeps no scores.
 
@@ -464,13 +455,12 @@ def activation_bytes(
     batch, seq_len, hidden, heads, tp=1, sequence_parallel=False, recompute="none",
     kv_heads=None, ffn=None, masks=True, itemsize=2
 ):
-    """Return the bytes of activations of one layer that a rank keeps for backward.
+    """Return the bytes of one layer's activations on a rank; by default Korthikanti's table 2.
 
     recompute: "none", "selective" (also for fused attention) or "full".
     kv_heads, ffn: the heads of k and v and the width of the MLP, by default `heads` and 4 hidden.
     masks: whether dropout follows attention and MLP; its masks have one byte per element.
     itemsize: bytes of an element of all other activations.
-    The defaults are those of Korthikanti et al., 2022, table 2.
     """
     sbh = seq_len * batch * hidden
     split = tp if sequence_parallel else 1
@@ -506,10 +496,7 @@ def block_attention(q, k, v, causal):
 
 
 def block_attention_backward(grad_output, q, k, v, output, lse, causal):
-    """Return a block's part of the gradients of q, k and v.
-
-    output and lse are those over all keys, because exp(score - lse) is the weight of a key.
-    """
+    """Return a block's part of the gradients of q, k and v, given output and lse over all keys."""
     if q.device.type == "cpu":
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(grad_output, q, k, v, output, lse, 0.0, causal)
