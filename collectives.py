@@ -105,7 +105,8 @@ def exchange(sends, receives, group=None, async_op=False):
     operation.tell("begin")
     with suppress(Exception):  # errors of earlier operations are raised by their own wait()
         operation.queue.finish()
-    operation.finish = partial(operation.complete, operation.post(sends, receives))
+    wait = partial(operation.queue.run, operation.post(sends, receives))
+    operation.finish = partial(operation.complete, wait)
     operation.is_completed = lambda: False
     return operation if async_op else operation.finish()
 

@@ -82,18 +82,18 @@ class ColumnLinear(torch.autograd.Function):
 
 # ---- products beside messages --------------------------------------------------------------------
 #
-# With sequence parallelism a product waits for all of X, and the sum of products for all of them. So
-# large ones go chunk by chunk, a rank's rows each: one is multiplied while another travels, directly
-# between its owner and this rank. P = 4; in step s rank r
+# With sequence parallelism a product needs all ranks' X, or is summed over them all. So large ones
+# go chunk by chunk, each a rank's rows: one is multiplied while another travels, straight between
+# its owner and this rank. With P = 4, in step s rank r
 #
-#     gathers and multiplies                          multiplies and scatters
-#     chunk r - s, while r - s - 1 arrives            chunk r + s + 1, to send it to its owner
+#             gathers and multiplies:                       multiplies and scatters:
+#             chunk r - s, while (r - s - 1) arrives        chunk r + s + 1, to send it -> its owner
 #
-#             rank 0    rank 1    rank 2    rank 3            rank 0    rank 1    rank 2    rank 3
-#     s = 0   x0 (x3)   x1 (x0)   x2 (x1)   x3 (x2)           y1 -> 1   y2 -> 2   y3 -> 3   y0 -> 0
-#     s = 1   x3 (x2)   x0 (x3)   x1 (x0)   x2 (x1)           y2 -> 2   y3 -> 3   y0 -> 0   y1 -> 1
-#     s = 2   x2 (x1)   x3 (x2)   x0 (x3)   x1 (x0)           y3 -> 3   y0 -> 0   y1 -> 1   y2 -> 2
-#     s = 3   x1        x2        x3        x0                y0        y1        y2        y3
+#             rank 0    rank 1    rank 2    rank 3          rank 0    rank 1    rank 2    rank 3
+#     s = 0   x0 (x3)   x1 (x0)   x2 (x1)   x3 (x2)         y1 -> 1   y2 -> 2   y3 -> 3   y0 -> 0
+#     s = 1   x3 (x2)   x0 (x3)   x1 (x0)   x2 (x1)         y2 -> 2   y3 -> 3   y0 -> 0   y1 -> 1
+#     s = 2   x2 (x1)   x3 (x2)   x0 (x3)   x1 (x0)         y3 -> 3   y0 -> 0   y1 -> 1   y2 -> 2
+#     s = 3   x1        x2        x3        x0              y0        y1        y2        y3
 #
 # At the end each rank adds the four parts of its own chunk: one rounding in 16 bit. Either way a
 # rank sends as many bytes as all-gather and reduce-scatter do, (P-1)/P of the whole.
@@ -181,8 +181,8 @@ def _rows(x):
 
 # ---- linear layers -------------------------------------------------------------------------------
 #
-# What a real layer adds: with sequence parallelism it keeps only this rank's chunk of X, and gathers
-# the others again in backward; and a pipeline may want the parameters' gradients later.
+# What a real layer adds: with sequence parallelism it keeps only this rank's chunk of X and gathers
+# the others again in backward, and a pipeline may want the parameters' gradients later.
 
 
 class _ParallelLinear(torch.autograd.Function):
@@ -417,7 +417,7 @@ def attention(q, k, v, dropout=0.0):
 
 
 class _Lookup(torch.autograd.Function):
-    """forward: F.embedding; backward: each row's gradients are summed in fp32 at least"""
+    """forward: F.embedding; backward: the gradients of a row are summed in fp32 at least"""
 
     @staticmethod
     def forward(ctx, ids, weight):
@@ -434,12 +434,13 @@ class _Lookup(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding (V, D) of which a rank holds the rows of its part of the vocabulary.
+    """An embedding (V, D) of which each rank holds the rows of its part of the vocabulary.
 
     tokens: (T, ...) -> (T, ..., D), or (T/P, ..., D) with sequence_parallel. A rank looks up the
-    tokens it owns and puts zeros for the others; the sum over the ranks is complete. If P does not
-    divide V, parts differ by one. A token outside of it gets NaN: an error would have the host
-    wait for the device. Raises ValueError in forward if P does not divide sequence_parallel's T.
+    tokens of its part and takes zeros for the others, and the ranks' results are summed. If P does
+    not divide V, parts differ by one row. A token outside the vocabulary gives NaN, since raising
+    an error would make the host wait for the device. Raises ValueError in forward if
+    sequence_parallel and P does not divide T.
     """
 
     def __init__(self, num_embeddings, embedding_dim, group=None, sequence_parallel=False):
@@ -464,7 +465,7 @@ class VocabParallelEmbedding(nn.Module):
 
 class _CrossEntropy(torch.autograd.Function):
     """forward: log sum exp(logits) - logits[target], over all ranks' columns;
-    backward: softmax - one-hot, which forward leaves, in the dtype of the logits
+    backward: softmax - one-hot, which forward has computed, in the dtype of the logits
     """
 
     @staticmethod
@@ -501,7 +502,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_output):
         grad, ctx.grad = ctx.grad, None
         if grad is None:
-            raise RuntimeError("the gradient of vocab_parallel_cross_entropy is there only once")
+            raise RuntimeError("vocab_parallel_cross_entropy has one backward for each forward")
         scale = grad_output.masked_fill(ctx.ignored, 0).unsqueeze(-1)  # (N, 1)
         return grad.mul_(scale), *5 * [None]
 
@@ -509,17 +510,16 @@ class _CrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(
     logits, target, vocab_start=0, ignore_index=-100, group=None, inplace=False
 ):
-    """Cross-entropy of each token, from logits that stay split over the vocabulary.
+    """Compute each token's cross-entropy from logits that stay split over the vocabulary.
 
-    logits: (N, V_r), the columns from vocab_start on, in the order of the ranks.
+    logits: (N, V_r), this rank's columns of the logits, which begin with column vocab_start.
     target: (N,) token ids, the same on every rank.
-    inplace: whether backward finds the logits' gradient in the logits, which are lost, rather than
-        in a copy of their dtype. It is computed in fp32 at least: of 16 bit logits forward has
-        such a copy for a while.
+    inplace: whether the logits' gradient, which is computed in fp32 at least, overwrites the logits
+        instead of a copy of their dtype. The fp32 gradient of 16-bit logits is freed in forward.
 
-    Returns (N,) losses in fp32 at least, the same on every rank: 0 where target is ignore_index,
-    NaN where it is otherwise outside the vocabulary. 3 N numbers are reduced over the group.
-    Backward runs once: RuntimeError, if it does so again.
+    Return (N,) losses in fp32 at least, the same on every rank: 0 where target is ignore_index, and
+    NaN where it is otherwise outside the vocabulary. 3 N numbers are reduced over the group. A
+    second backward raises RuntimeError.
     """
     return _CrossEntropy.apply(logits, target, vocab_start, ignore_index, group, inplace)
 
@@ -528,12 +528,12 @@ def vocab_parallel_cross_entropy(
 
 
 class ShardedRandomState:
-    """Random numbers of its own for each rank: `with state: F.dropout(...)`.
+    """Different random numbers on each rank: `with state: F.dropout(...)`.
 
-    What all ranks hold must lose the same elements on each: PyTorch's global state, seeded alike
-    over the group, draws for that. Of what each has a part, heads or tokens, equal masks would
-    repeat: there this replaces the global state. It is seeded by the rank and by a draw from the
-    global state, so that recomputation, which restores that, restores this. Uses do not nest.
+    What every rank holds needs the same dropout mask everywhere; the global generator, seeded alike
+    on all ranks, gives it. What ranks hold different parts of, heads or tokens, needs different
+    masks: inside `with state:` the global generator is seeded by the rank and by a draw from it, so
+    that recomputation, which restores the generator, repeats the masks. Uses do not nest.
     """
 
     def __init__(self, device, group=None):
@@ -655,9 +655,9 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
 
 
 def part_of(parameter):
-    """(Shape of this rank's part, its first element that is here).
+    """Return (shape of this rank's part, offset in it of the parameter's first element).
 
-    ZeRO leaves a flat piece of the part: a parameter with `whole_shape`, the part's, and `offset`.
+    ZeRO leaves a flat piece of the part, a parameter with the attributes `whole_shape` and `offset`.
     """
     return getattr(parameter, "whole_shape", parameter.shape), getattr(parameter, "offset", 0)
 
@@ -674,39 +674,47 @@ def rows_held(parameter, shard=None):
 
 
 def boxes_between(shape, begin, end):
-    """Elements begin to end of a flattened tensor as boxes, in order: (first index, sizes) of each.
+    """Yield elements begin to end of a flattened tensor as boxes: (first index, sizes) of each.
 
-    Of (4, 2) from 1 to 7: the rest of a row, whole rows, the beginning of a row.
+        (4, 2), from 1 to 7    . 1       the rest of row 0     (0, 1), (1, 1)
+                               2 3       whole rows            (1, 0), (2, 2)
+                               4 5
+                               6 .       the start of row 3    (3, 0), (1, 1)
     """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     while begin < end:
         first = [begin // stride % size for stride, size in zip(strides, shape)]
         fits = lambda stride: begin % stride == 0 and begin + stride <= end
-        dim = next(dim for dim, stride in enumerate(strides) if fits(stride))
+        dim = next(dim for dim, stride in enumerate(strides) if fits(stride))  # of whole slices
         count = min((end - begin) // strides[dim], shape[dim] - first[dim])
         yield tuple(first), (*[1] * dim, count, *shape[dim + 1 :])
         begin += count * strides[dim]
 
 
 def views_in_whole(parameter, tensor, shard=None):
-    """(Shape of the whole, {first index: view}): what a rank has, as boxes of the whole.
+    """Return (shape of the whole, {first index in the whole: view of the tensor}), box by box.
 
-    tensor: the parameter, or ZeRO's piece of it, or what is laid out alike, such as .grad.
-    Of rows 0, 1 and 4, of 2 elements each, the piece from 1 on is
+    tensor: the parameter, or what is laid out like it, such as .grad.
 
-        row 0   . 1     {(0, 1): view of (1, 1),
-        row 1   2 3      (1, 0): of (1, 2),
-        row 4   4 5      (4, 0): of (1, 2)}
+        whole (6, 2)   this rank's part, rows 0 1 4   ZeRO's piece from 1 on   views
+        0  . .         0 1                            . 1                      (0, 1): (1, 1)
+        1  . .         2 3                            2 3                      (1, 0): (1, 2)
+        4  . .         4 5                            4 5                      (4, 0): (1, 2)
     """
     shape, begin = part_of(parameter)
     dim, runs, total = rows_held(parameter, shard)
-    flat, views, end = tensor.detach().view(-1), {}, begin + tensor.numel()
-    for start, count in runs:  # several of them lie one behind the other: along dim 0
-        sizes = *shape[:dim], count, *shape[dim + 1 :]
-        for first, box in boxes_between(sizes, max(begin, 0), min(end, math.prod(sizes))):
-            index = *first[:dim], start + first[dim], *first[dim + 1 :]
-            views[index], flat = flat[: math.prod(box)].view(box), flat[math.prod(box) :]
-        begin, end = begin - math.prod(sizes), end - math.prod(sizes)
+    flat = tensor.detach().view(-1)
+    end = begin + len(flat)
+    offset = 0  # of a run in the part, flattened; there are several runs only along dim 0
+    views = {}
+    for row, rows in runs:
+        sizes = *shape[:dim], rows, *shape[dim + 1 :]
+        numel = math.prod(sizes)
+        for first, box in boxes_between(sizes, max(begin - offset, 0), min(end - offset, numel)):
+            index = *first[:dim], row + first[dim], *first[dim + 1 :]
+            views[index] = flat[: math.prod(box)].view(box)
+            flat = flat[math.prod(box) :]
+        offset += numel
     return (*shape[:dim], total, *shape[dim + 1 :]), views
 
 
@@ -714,9 +722,9 @@ def views_in_whole(parameter, tensor, shard=None):
 
 
 def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather=False):
-    """Bytes a rank sends per transformer layer, forward and backward: 8 b s h (t-1)/t elements.
+    """Bytes that a rank sends per transformer layer: 8 b s h (t-1)/t elements.
 
-    With sequence parallelism 10, if backward gathers the inputs again, as here.
+    With sequence parallelism they are 10, if backward gathers the inputs again, as it does here.
     """
     return (5 if regather else 4) * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
 
@@ -726,22 +734,20 @@ def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather
 
 def _demonstrate():
     rank, P = rank_and_size()
-    tokens = 1024
     width = 64 * P
+    torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    up = nn.Linear(width, 4 * width, bias=False).double()
-    down = nn.Linear(4 * width, width, bias=False).double()
-    x = torch.randn(tokens, width, dtype=torch.float64)
-    down(F.gelu(up(x))).square().mean().backward()
-
     column = ColumnParallelLinear(width, 4 * width, bias=False)
     row = RowParallelLinear(4 * width, width, bias=False)
-    for layer, linear in (column, up), (row, down):
-        layer.weight.data = layer.shards["weight"].cut(linear.weight.data)
+    torch.manual_seed(0)  # the same matrices, whole
+    up = (torch.randn(4 * width, width) * width**-0.5).requires_grad_()
+    down = torch.randn(width, 4 * width) * (4 * width) ** -0.5
+    x = torch.randn(1024, width)
+    F.linear(F.gelu(F.linear(x, up)), down).square().mean().backward()
     with count_bytes() as traffic:
         y = row(F.gelu(column(x)))
     y.square().mean().backward()
-    error = (column.weight.grad - column.shards["weight"].cut(up.weight.grad)).abs().max()
+    error = (column.weight.grad - column.shards["weight"].cut(up.grad)).abs().max()
     if rank == 0:
         claimed = all_reduce_bytes(x.nbytes, P)
         print(f"{P} ranks, MLP forward: claimed {claimed} bytes, counted {traffic.bytes()}")
