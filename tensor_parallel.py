@@ -117,8 +117,7 @@ def begin_gather(x, chunks, group=None, async_op=False):
         work = all_gather_single(whole, x, group=group, async_op=async_op)
         arrivals = [(0, whole, work)]
     for step in range(1, chunks):
-        target = (rank + step) % P
-        source = (rank - step) % P
+        target, source = (rank + step) % P, (rank - step) % P
         arriving = torch.empty_like(x)
         work = exchange([(x, target)], [(arriving, source)], group, async_op=True)
         arrivals.append((source, arriving, work))
@@ -138,8 +137,7 @@ def begin_sum(x, weight, chunks, group=None, async_op=False):
         parts = x.new_empty(P, *inputs[0].shape[:-1], len(weight))  # of this rank's chunk
         works = []
         for step in range(1, P):
-            target = (rank + step) % P
-            source = (rank - step) % P
+            target, source = (rank + step) % P, (rank - step) % P
             part = torch.empty_like(parts[source])
             _linear_into(part, inputs[target], weight)
             messages = [(part, target)], [(parts[source], source)]
@@ -228,7 +226,7 @@ class _ParallelLinear(torch.autograd.Function):
             gathered = begin_gather(x, chunks, group, async_op=True)
         if column and wants_x:
             finish = begin_sum(dy, weight.t(), chunks, group, async_op=True)
-        if not column and wants_x:
+        if not column:
             P = dist.get_world_size(group) if chunks else 1
             dx = dy.new_empty(P, *dy.shape[:-1], weight.shape[1]).flatten(0, 1)
 
@@ -239,8 +237,7 @@ class _ParallelLinear(torch.autograd.Function):
 
         def by_rows():
             for number, chunk in begin_gather(dy, chunks, group):
-                if wants_x:
-                    _linear_into(dx.chunk(chunks or 1)[number], chunk, weight.t())
+                _linear_into(dx.chunk(chunks or 1)[number], chunk, weight.t())
                 yield chunk, x.chunk(chunks or 1)[number] if wants_weight else None
 
         pairs = by_columns() if column else by_rows()
@@ -331,11 +328,11 @@ class ColumnParallelLinear(nn.Module):
         _, tp = rank_and_size(shard.group)
         if any(block % tp for block in blocks):
             raise ValueError(f"{out_features=} is not divisible by tp={tp}")
-        rows = sum(blocks)
-        set_shard(self, "weight", torch.randn(rows, in_features) * in_features**-0.5, shard)
+        weight = torch.randn(sum(blocks), in_features) * in_features**-0.5
+        set_shard(self, "weight", weight, shard)
         self.bias = None
         if bias:
-            set_shard(self, "bias", torch.zeros(rows), shard)
+            set_shard(self, "bias", torch.zeros(len(weight)), shard)
 
     def forward(self, x):
         return parallel_linear(x, self.weight, self.bias, **self.options)

@@ -409,7 +409,7 @@ def test_cross_entropy_of_split_logits_is_that_of_the_whole_ones_in_fp64(tp, rep
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), grad[:, own], rtol=grad_error, atol=1e-6)
         assert all(map(torch.equal, before, (target, grad_output))), "an input was changed"
-        with pytest.raises(RuntimeError, match="there only once"):
+        with pytest.raises(RuntimeError, match="one backward for each forward"):
             torch.autograd.grad(losses, logits, grad_output)
 
 
