@@ -184,10 +184,13 @@ def _trainer(name):
     return model, adamw(model.parameters())
 
 
+def _loss(model, inputs, targets):
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
 def _step(model, optimizer, tokens):
     optimizer.zero_grad()
-    logits = model(tokens[:, :-1])
-    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    _loss(model, tokens[:, :-1], tokens[:, 1:]).backward()
     optimizer.step()
 
 
@@ -482,21 +485,6 @@ GPT_350M = {"layers": 24, "hidden": 1024, "heads": 16, "seq_len": 1024, "vocab_s
 SEQUENCES = 8  # to a step
 
 
-class _GPT(nn.Module):
-    """hybrid.GPT, of torch.nn: the mean loss."""
-
-    def __init__(self, layers, hidden, heads, seq_len, vocab_size):
-        super().__init__()
-        self.wte, self.wpe = nn.Embedding(vocab_size, hidden), nn.Embedding(seq_len, hidden)
-        self.blocks = nn.Sequential(*[_Block(hidden, heads) for _ in range(layers)])
-        self.ln_f = nn.LayerNorm(hidden)
-
-    def forward(self, tokens, targets):
-        x = self.ln_f(self.blocks(self.wte(tokens) + self.wpe.weight))
-        logits = F.linear(x, self.wte.weight)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def _on_gpu(store, function, *arguments):
     """function(device, *arguments) in a new group of ranks with a GPU each."""
     rank, world_size = collectives.rank_and_size()
@@ -517,21 +505,24 @@ def _time_gpt(device, rounds):
     tokens = torch.randint(GPT_350M["vocab_size"], (SEQUENCES, GPT_350M["seq_len"] + 1))
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def nano(model, optimizer):
+    def nano(loss_of, model, optimizer):
         inputs, targets = (x.pin_memory().to(device, non_blocking=True) for x in batch)
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cuda", torch.bfloat16):
-            loss = model(inputs, targets)
+            loss = loss_of(model, inputs, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         return loss.item()
 
     contenders = {"ours": lambda: trainer.step(*batch)}
-    for name, prepare in (("plain", lambda model: model), ("plain, compiled", torch.compile)):
-        model = _GPT(**GPT_350M).to(device)
+    for name, loss_of in (("plain", _loss), ("plain, compiled", torch.compile(_loss))):
+        model = ReferenceGPT(**GPT_350M | {"layers": 0})
+        blocks = [_Block(GPT_350M["hidden"], GPT_350M["heads"]) for _ in range(GPT_350M["layers"])]
+        model.transformer.h.extend(blocks)  # whose attention is fused
+        model.to(device)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        contenders[name] = partial(nano, prepare(model), optimizer)
+        contenders[name] = partial(nano, loss_of, model, optimizer)
     return take_turns(contenders, rounds), sum(p.numel() for p in model.parameters())
 
 

@@ -515,32 +515,6 @@ def test_torchrun_and_one_process_write_the_same_metrics(tmp_path):
     assert len(str(metrics[0][1]["loss"])) > 8  # full precision, not the printed four digits
 
 
-def test_a_restart_writes_the_metrics_anew_and_divergence_ends_in_one_line(tmp_path, monkeypatch):
-    script = """
-        import os, signal, sys
-        import torch
-        import hybrid
-
-        attempt, step, steps = os.environ["TORCHELASTIC_RESTART_COUNT"], torch.optim.AdamW.step, []
-
-        def die_in_second_step(self, *arguments):
-            steps.append(None)
-            if len(steps) == 2 and attempt == "0" and os.environ["RANK"] == "1":
-                os.kill(os.getpid(), signal.SIGKILL)
-            return step(self, *arguments)
-
-        torch.optim.AdamW.step = die_in_second_step
-        os._exit(hybrid.main([*sys.argv[1:], "--lr", "0.001" if attempt == "0" else "1e30"]))
-    """
-    monkeypatch.setenv("PET_MAX_RESTARTS", "1")  # torchrun's --max-restarts
-    flags = f"{SMALL} --steps 4 --warmup 0 --metrics {tmp_path / 'metrics'}".split()
-    done = launch(tmp_path, 2, script, *flags)
-    assert done.returncode != 0
-    steps = [line.get("step") for line in read_metrics(tmp_path / "metrics")]
-    assert steps == [None, 1]  # the flags, and a step
-    assert said(done) == ["error: step 2 is not finite: loss nan, grad norm nan; 1 in a row"]
-
-
 def test_a_fault_of_one_machine_and_tp_that_spans_machines_are_said_once(tmp_path):
     script = """
         import os, sys
