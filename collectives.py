@@ -42,10 +42,8 @@ Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operation
 import math
 import os
 import pickle
-import sys
 import tempfile
 import threading
-import time
 import weakref
 from collections import deque, namedtuple
 from concurrent.futures import Future
@@ -614,14 +612,10 @@ class Operation:
         try:
             return call(*arguments)
         except RuntimeError as error:
-            lost = self.describe("lost", [peer for _, peer in messages])
-            raise RuntimeError(f"{lost}: {error}") from error
-
-    def describe(self, verb, peers):
-        """Say in which operation this rank lost, or waits for, some peers."""
-        named = " or ".join(str(self.ranks[peer]) for peer in sorted(set(peers)))
-        where = f"{self.name} in the group of ranks {self.ranks}"
-        return f"{where}: rank {self.ranks[self.rank]} {verb} rank {named}"
+            peers = " or ".join(str(self.ranks[peer]) for peer in sorted({p for _, p in messages}))
+            lost = f"rank {self.ranks[self.rank]} lost rank {peers}: {error}"
+            where = f"{self.name} in the group of ranks {self.ranks}"
+            raise RuntimeError(f"{where}: {lost}") from error
 
 
 def post_batch(group, sends, receives):
@@ -790,8 +784,8 @@ def _backend_collective(operation, tensors, options):
 
 # ---- the collectives -----------------------------------------------------------------------------
 #
-# Each returns None, or a Work with async_op=True. Sizes that do not fit raise a ValueError, since a
-# buffer that is too short would abort the process. src and dst are global ranks.
+# Each returns None or, with async_op=True, its Operation, whose wait() ends it. ValueError is raised
+# for sizes that do not fit, since a short buffer would abort the process. src, dst: global ranks.
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
@@ -1218,36 +1212,6 @@ def count_bytes():
 
     with observe(listen):
         yield traffic
-
-
-def report_stalls(seconds):
-    """From now on, write to stderr which rank a gloo operation has waited for so long.
-
-    This is for gloo alone: on NCCL an operation ends when it has been launched.
-    """
-    waits = {}  # operation -> [since when it waits, its peers]
-
-    def listen(event, operation, sends=(), receives=()):
-        operation, now = operation.of or operation, time.monotonic()
-        if event == "post":
-            later = operation.async_op and operation.name == "exchange"  # it waits from wait() on
-            waits[operation] = [math.inf if later else now, [r for _, r in (*sends, *receives)]]
-        elif event == "end":
-            waits.pop(operation, None)
-        elif operation in waits:
-            waits[operation][0] = now
-
-    def report():
-        while threading.main_thread().is_alive():
-            threading.main_thread().join(seconds / 8)
-            for operation, wait in list(waits.items()):
-                if time.monotonic() - wait[0] >= seconds:
-                    wait[0] = math.inf  # it is reported once
-                    text = operation.describe("waits for", wait[1])
-                    sys.stderr.write(f"{text} for more than {seconds} s\n")
-
-    _LISTENERS.append(listen)
-    threading.Thread(target=report).start()
 
 
 # ---- demonstration -------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ from torch import nn
 from torch.distributed.checkpoint import metadata, planner
 
 from collectives import (
-    ReduceOp, all_reduce, barrier, gather_objects, rank_and_size, report_stalls,
+    ReduceOp, all_reduce, barrier, gather_objects, rank_and_size,
     schedule_as_batch, set_backend_collectives, set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
@@ -1537,8 +1537,6 @@ def join(device, backend, timeout):
         backend = "cpu:gloo,cuda:nccl"
         options["device_id"] = device  # NCCL connects now, and reports errors early
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
-    if backend == "gloo":  # NCCL's own watchdog reports what it waits for
-        report_stalls(30)
 
 
 def main(argv=None, work=train):

@@ -27,7 +27,7 @@ from collectives import (
     all_reduce_bytes, all_reduce_cost, all_to_all_in_group, all_to_all_single, barrier, broadcast,
     check_parameters, choose, copy_to_group, count_bytes, exchange, gather, gather_from_group,
     gather_objects, observe, rank_and_size, reduce, reduce_from_group, reduce_scatter_bytes,
-    reduce_scatter_single, reduce_scatter_to_group, report_stalls, ring_all_reduce, scatter,
+    reduce_scatter_single, reduce_scatter_to_group, ring_all_reduce, scatter,
     scatter_to_group, set_backend_collectives, set_ranks_per_node,
 )
 
@@ -670,38 +670,6 @@ def test_a_lost_peer_raises_on_every_rank_and_names_operation_group_and_peer(how
     for rank in (0, 1, 3):
         lost = f"all_reduce in the group of ranks .0, 1, 2, 3.: rank {rank} lost rank [0-3]:"
         assert re.search(lost, outcomes[rank].error_text), outcomes[rank].error_text
-
-
-def _stall(folder):
-    """Rank 1 joins in only after rank 0 has told of it, and thrice the time that takes a line."""
-    rank, lines, x, y = dist.get_rank(), [], *torch.ones(2, 3)
-
-    def write(line):
-        lines.append(line)
-        (folder / str(len(lines))).touch()
-
-    with patch.object(sys.stderr, "write", write):
-        report_stalls(0.2)
-        for number, use in enumerate([
-            lambda: all_reduce(x),
-            lambda: broadcast(x, 1, async_op=True).wait(),
-            lambda: exchange([], [(x, 1)]) if rank == 0 else exchange([(x, 0)], []),
-        ]):
-            while rank == 1 and not (folder / str(number + 1)).exists():
-                time.sleep(0.01)
-            time.sleep(0.6 * rank)
-            use()
-            dist.barrier()
-        pending = exchange([(x, 1 - rank)], [(y, 1 - rank)], async_op=True)
-        time.sleep(0.5)  # both compute, and wait for nobody
-        pending.wait()
-    return lines
-
-
-def test_a_stalled_operation_says_once_whom_it_waits_for(tmp_path):
-    text = "{} in the group of ranks [0, 1]: rank 0 waits for rank 1 for more than 0.2 s\n"
-    told = [text.format(name) for name in ("all_reduce", "broadcast", "exchange")]
-    assert spawn(2, _stall, tmp_path) == [told, []]
 
 
 # ---- in the background --------------------------------------------------------------------------

@@ -385,7 +385,7 @@ ENDS = """
     import torch
     import torch.distributed as dist
     from torch import nn
-    from collectives import all_reduce, report_stalls
+    from collectives import all_reduce
     from ddp import DistributedDataParallel as DDP
     from tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from zero import FullyShardedDataParallel as FSDP, ZeroRedundancyOptimizer
@@ -427,7 +427,6 @@ ENDS = """
         lambda: train(split),
     ]
     dist.init_process_group("gloo")
-    report_stalls(30)
     uses[number % len(uses)]()
     dist.destroy_process_group()
 """
