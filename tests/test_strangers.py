@@ -216,23 +216,19 @@ def test_a_script_of_pytorchs_ddp_trains_the_same_with_ours(script):
     assert_close(weights, gather_objects(weights)[0])
 
 
-SHARDED = {
-    "accumulate": accumulated,
-    "scaler": partial(scaled, make_scaler=ShardedGradScaler),
-    "two wrappers": two_wrappers,
-}
-
-
-@pytest.mark.parametrize("script", SHARDED)
+@pytest.mark.parametrize("script", ["accumulate", "scaler", "two wrappers"])
 @on_ranks(2)
 def test_a_script_of_pytorchs_ddp_trains_the_same_with_our_shards(script):
-    models, theirs = [], SHARDED[script](nn.parallel.DistributedDataParallel)
+    models, train = [], SCRIPTS[script]
+    if script == "scaler":
+        train = partial(scaled, make_scaler=ShardedGradScaler)
+    theirs = train(nn.parallel.DistributedDataParallel)
 
     def wrap(net, **options):
         models.append(FullyShardedDataParallel(net, units=[net[0], net[2]]))
         return models[-1]
 
-    SHARDED[script](wrap)
+    train(wrap)
     ours = {f"{i}.{n}": x for i, model in enumerate(models) for n, x in model.state_dict().items()}
     theirs = theirs if len(models) > 1 else nn.ModuleList([theirs])
     assert_close(ours, theirs.state_dict(), 1e-6 if script == "scaler" else 1e-12)
