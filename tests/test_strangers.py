@@ -491,7 +491,7 @@ def test_torchrun_and_one_process_write_the_same_metrics(tmp_path):
     command = [sys.executable, PROJECT / "hybrid.py", *flags, "one"]
     one = subprocess.run(command, cwd=tmp_path, timeout=120, capture_output=True, text=True)
     two = launch(tmp_path, 2, HYBRID, *flags, "two", "--pp", 2)
-    words = "step loss grad_norm lr skipped tokens_per_s tflops memory_mb minutes_left".split()
+    words = "step loss grad_norm lr skipped tokens_per_s tflops memory_mb".split()
     for done in (one, two):
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
