@@ -359,11 +359,14 @@ def initial_value(name, shape, layers, seed, offset=0):
     by_column = name.endswith("c_proj.weight")
     value = torch.empty(shape[::-1] if by_column else shape, dtype=torch.float32)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    key = int.from_bytes(digest[:16], "big")
+    bits = np.random.Philox(key=int.from_bytes(digest[:16], "big"))
+    generator = np.random.Generator(bits)
+    state = bits.state
     offset *= math.prod(value.shape[1:-1])
     for number, row in enumerate(value.view(-1, value.shape[-1]).numpy(), offset):
-        bits = np.random.Philox(key=key, counter=number << 192)  # a row has 2**192 draws
-        np.random.Generator(bits).standard_normal(out=row, dtype=np.float32)
+        state["state"]["counter"][3] = number  # the highest of 4 words: a row has 2**192 draws
+        bits.state = state
+        generator.standard_normal(out=row, dtype=np.float32)
     value.mul_(std)
     return value.t() if by_column else value
 
@@ -980,10 +983,11 @@ def text_of(folder, pattern):
 
 
 def show(tokens, is_text):
-    """Return tokens as text, or as numbers if they are not text."""
+    """Return tokens as text that is safe to print, or as numbers if they are not text."""
     if not is_text:
         return str(tokens)
-    return bytes(min(token, 255) for token in tokens).decode(errors="replace")  # 255 is no text
+    text = bytes(min(token, 255) for token in tokens).decode(errors="replace")  # 255 is no text
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
