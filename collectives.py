@@ -3,7 +3,7 @@
 A rank is a process with a GPU of its own, or on CPU cores. A process group is P ranks, which share
 no memory and send tensors to each other. Everything that training needs is built here on one
 primitive, exchange(): a batch of sends and receives that progress together. D is the size of the
-full tensor in bytes, and log2(P) is rounded up.
+full tensor in bytes. log2(P) is rounded up.
 
                            what a rank has in the end            a rank sends     steps
     all_reduce             the sum of all ranks' tensors
@@ -21,17 +21,16 @@ full tensor in bytes, and log2(P) is rounded up.
     scatter                rank r has the root's tensor r         (P-1)/P D       1
     gather                 the root has every rank's tensor       D/P             1
 
-A rank holds   its tensors, and scratch memory for what is added: three chunks of 1 MB on gloo, two
-               full tensors of 64 MB on NCCL; longer tensors are cut into such segments
-It sends       what the table says, for broadcast and scatter what their root sends. No all-reduce
-               can send less than 2(P-1)/P D
-Overlap        with async_op=True an operation runs beside the caller's computation, in a thread
-               (gloo, for CPUs) or on a side stream (NCCL, for GPUs)
-PyTorch's      torch.distributed has the same names with the same meaning (those with _single are
-               also known as all_gather_into_tensor and reduce_scatter_tensor). Here a group's
-               collectives run one after the other, tensors need not be contiguous, all_gather takes
-               different lengths, reduce changes only the root's tensor, ranks outside the group get
-               a ValueError, and copy_to_group() and its like are differentiable
+A rank holds   its tensors, and scratch memory for the parts that it adds: three chunks of 1 MB on
+               gloo, two tensors of 64 MB on NCCL. Longer tensors are cut into such segments
+It sends       what the table says; for broadcast and scatter, what the root sends. All-reduces send
+               at least 2(P-1)/P D
+Overlap        with async_op=True an operation runs beside the caller's computation: in a thread for
+               gloo (CPUs), on a side stream for NCCL (GPUs)
+PyTorch's      torch.distributed has the same names and meanings; all_gather_into_tensor is an older
+               name of all_gather_single. Here the collectives of a group run one after the other,
+               tensors need not be contiguous, all_gather takes different lengths, reduce changes
+               only the root's tensor, and copy_to_group() and its like can be differentiated
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
@@ -80,9 +79,9 @@ def ring_all_reduce(tensor, group=None):
 
 # ---- messages ------------------------------------------------------------------------------------
 #
-# An Operation, defined further down, is one call. It posts messages, tells listeners of them, names
-# the peer when one fails, and is what the caller of an asynchronous call waits for. Its queue runs
-# the asynchronous collectives of a group one after the other.
+# An Operation, defined further down, is one call: it posts messages, tells listeners of them, names
+# the peer when one fails, and has the wait() of an asynchronous call. Its queue runs the pending
+# collectives of its group one after the other.
 
 
 def rank_and_size(group=None):
@@ -95,42 +94,40 @@ def exchange(sends, receives, group=None, async_op=False):
 
     sends, receives: lists of (contiguous tensor, peer), where peer is a rank of `group`. Each pair
     of ranks must post the messages between them in the same order, in the same batches, with equal
-    sizes: on gloo a message larger than its buffer aborts the process. Empty tensors are not sent.
-    The group's pending collectives are completed first. A RuntimeError names the peer that failed.
+    sizes; on gloo a message larger than its buffer aborts the process. Empty tensors are not sent.
+    Pending collectives of the group are completed first. A RuntimeError names the peer that failed.
     """
     tensor = (sends or receives)[0][0] if sends or receives else None
     operation = Operation("exchange", group, tensor, async_op)
     operation.tell("begin")
     with suppress(Exception):  # errors of earlier operations are raised by their own wait()
         operation.queue.finish()
-    wait = partial(operation.queue.run, operation.post(sends, receives))
-    operation.finish = partial(operation.complete, wait)
+    task = partial(operation.queue.run, operation.post(sends, receives))
+    if not async_op:
+        return operation.complete(task)
+    operation.finish = partial(operation.complete, task)
     operation.is_completed = lambda: False
-    return operation if async_op else operation.finish()
+    return operation
 
 
 # ---- algorithms take turns -----------------------------------------------------------------------
 #
-# An algorithm is a generator. It yields (sends, receives), continues when these messages have
-# arrived, and does its arithmetic in between. A large tensor is cut into segments, each of which is
-# reduced on its own: while one of them is added, the others travel.
+# An algorithm is a generator: it yields (sends, receives), continues when these have arrived, and
+# does its arithmetic in between. A large tensor is cut into segments; while one is added, the next
+# ones travel.
 
-SEGMENT = 1 << 20  # bytes of a chunk that travel in one message
-WINDOW = 3  # segments under way on gloo
-NCCL_WINDOW = 2  # one is on the wire, one is added: NCCL runs the batches of a group in order
+SEGMENT = 1 << 20  # bytes of a chunk that travel in one message (DIRECT_BYTES limits it on NCCL)
 ALIGNMENT = 128  # bytes; a GPU reads 128 at once (NCCL and grouped products need 16)
 
 
 def take_turns(algorithms, operation):
-    """Run algorithms, several at a time. The one that posted its messages first continues first.
+    """Run algorithms, several at a time; the one that posted its messages first continues first.
 
-    All ranks keep to this order, so the k-th message that rank 0 posts for rank 1 is the k-th that
-    rank 1 expects.
+    All ranks keep this order, so the k-th message from rank 0 to rank 1 is the k-th it expects.
     """
     waiting, under_way = deque(algorithms), deque()  # [(algorithm, what waits for its messages)]
-    window = NCCL_WINDOW if operation.queue.on_nccl else WINDOW
     while waiting or under_way:
-        if waiting and len(under_way) < window:
+        if waiting and len(under_way) < operation.queue.window:
             algorithm = waiting.popleft()
         else:
             algorithm, wait = under_way.popleft()
@@ -225,22 +222,21 @@ def _direct_reduce_scatter(chunks, output, combine, rank):
     P = len(chunks)
     if P == 1:
         output.copy_(chunks[0])
-        return
-    padding = -len(output) % (ALIGNMENT // output.itemsize)
-    rows = output.new_empty(P, len(output) + padding)[:, : len(output)]  # row r: from rank r
-    received = list(rows.unbind())
-    yield from _pairwise(chunks, received, rank)
-
-    if output.is_cuda:  # one kernel reads each element once, and rounds once
-        received[rank].copy_(chunks[rank])
+    elif output.is_cuda:  # one kernel reads each element once, and rounds once
+        padding = -len(output) % (ALIGNMENT // output.itemsize)
+        rows = output.new_empty(P, len(output) + padding)[:, : len(output)]  # row r: from rank r
+        yield from _pairwise(chunks, rows.unbind(), rank)
+        rows[rank].copy_(chunks[rank])
         combine.rows(rows, 0, out=output)
-        return
-    scratch = received[0 if rank else 1]  # what has arrived may be overwritten once it is added
-    received[rank] = chunks[rank]
-    total, *others, last = received
-    for part in others:
-        total = combine.pair(total, part, out=scratch)
-    combine.pair(total, last, out=output)
+    else:
+        parts = [torch.empty_like(output) for _ in chunks]
+        yield from _pairwise(chunks, parts, rank)
+        scratch = parts[0 if rank else 1]  # what has arrived may be overwritten once it is added
+        parts[rank] = chunks[rank]
+        total, *others, last = parts
+        for part in others:
+            total = combine.pair(total, part, out=scratch)
+        combine.pair(total, last, out=output)
 
 
 def _direct_all_gather(chunks, rank):
@@ -261,10 +257,9 @@ def _halving(chunks, output, combine, rank):
         kept, given = chunks[:half], chunks[half:]
         if rank > partner:
             kept, given = given, kept
-        own = _joined(kept)
-        received = torch.empty_like(own)
+        received = torch.empty_like(_joined(kept))
         yield [(_joined(given), partner)], [(received, partner)]
-        total = combine.pair(own, received, out=received if half > 1 else output)
+        total = combine.pair(_joined(kept), received, out=received if half > 1 else output)
         chunks = total.split_with_sizes([len(chunk) for chunk in kept])
 
 
@@ -362,8 +357,7 @@ def _recursive_doubling(output, input, combine, rank, world_size):
 def _all_reduce(name, output, input, combine, rank, world_size, **nodes):
     """Run one all-reduce with the named algorithm.
 
-    Those with "doubling" in their name run among the first 2^k <= P ranks. Each rank r beyond gives
-    its tensor to rank r - 2^k and gets the result from there.
+    Doubling takes the first 2^k <= P ranks; rank r - 2^k stands in for a rank r beyond them.
     """
     core = 1 << (world_size.bit_length() - 1) if "doubling" in name else world_size
     if rank >= core:
@@ -386,9 +380,6 @@ def _all_reduce(name, output, input, combine, rank, world_size, **nodes):
         yield from all_gather(chunks, rank, **nodes)
     if stands_in:
         yield [(output, rank + core)], []
-
-
-# ---- a tree ----------------------------------------------------------------------------------------
 
 
 def _tree(operation):
@@ -417,28 +408,22 @@ def _tree_broadcast(tensor, operation):
 
 # ---- the choice ----------------------------------------------------------------------------------
 #
-# Every step costs time, and so does every byte: few bytes are quickest in few steps, and many with
-# the algorithm that sends the fewest. The constants were measured (gloo: 2 to 8 ranks on 2 cores, 1
-# Gbit/s between machines) or come from data sheets (NCCL: 60 us of host time for a batch, 400
-# Gbit/s between nodes). They are fixed, not measured at start-up, so that results do not depend on
-# timing.
+# Every step costs time, and so does every byte: few bytes are quickest in few steps, many with the
+# algorithm that sends the fewest. The constants were measured (gloo: 2 to 8 ranks on 2 cores, 1
+# Gbit/s between machines) or come from data sheets (NCCL: 60 us of the host per batch, 400 Gbit/s
+# between nodes). They are fixed, not measured at start-up: results must not depend on timing.
 
-ONE_STEP_BYTES = 1 << 16  # inside a node on NCCL: P-1 times so few take less time than a step
-DIRECT_BYTES = 1 << 26  # of a full tensor that NCCL takes in one segment, which bounds the scratch
-LONG_BYTES = 1 << 21  # on gloo, from here on segments stay in a cache and halves do not
+ONE_STEP_BYTES = 1 << 16  # on NCCL inside a node, sending less P-1 times is quicker than two steps
+DIRECT_BYTES = 1 << 26  # of a full tensor that is one segment on NCCL; this bounds the scratch
+LONG_BYTES = 1 << 21  # on gloo, segments of a longer tensor stay in a cache, and halves do not
 
 
 @lru_cache(1 << 12)
 def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
-    """Name the quickest algorithm for a full tensor of `nbytes`.
-
-    phases: 2 for an all-reduce, 1 for a reduce-scatter or an all-gather
-    """
+    """Name the quickest algorithm for an all-reduce (2 phases), or one phase of it, of `nbytes`."""
     nodes = world_size // ranks_per_node
-    if on_nccl and nodes == 1 and phases == 2 and nbytes < ONE_STEP_BYTES:
-        return "naive"
-    if world_size == 1 or (on_nccl and nodes == 1):
-        return "direct"  # alone, a rank copies; P-1 messages of a batch leave at once
+    if world_size == 1 or (on_nccl and nodes == 1):  # one rank copies; P-1 messages leave at once
+        return "naive" if phases == 2 and nbytes < ONE_STEP_BYTES else "direct"
     is_power_of_two = world_size.bit_count() == 1
     is_short = on_nccl or nbytes < LONG_BYTES
     possible = {
@@ -448,14 +433,11 @@ def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
         "halving_doubling": is_short and (is_power_of_two or phases == 2),
         "direct": is_short and not is_power_of_two and phases == 1 and not on_nccl,
     }
-    latency = 1 << (17 if nodes == 1 else 14)  # bytes that could be sent during a step
-    if on_nccl:
-        latency = 1 << 22
+    latency = 1 << (22 if on_nccl else 17 if nodes == 1 else 14)  # a step's time, as bytes
 
     def cost(name):
         steps, sent = all_reduce_cost(name, nbytes, world_size, ranks_per_node)
-        crossing = sent // ranks_per_node if name == "hierarchical" else sent
-        return steps * latency + crossing
+        return steps * latency + sent // (ranks_per_node if name == "hierarchical" else 1)
 
     return min(filter(possible.get, possible), key=cost)
 
@@ -478,11 +460,10 @@ def _plan(operation, nbytes, phases=1, name="auto"):
 # ---- an operation and its queue ------------------------------------------------------------------
 #
 # A collective makes an Operation, and _launch() runs it in its turn: take_turns() steps through its
-# generators, whose messages post() begins. The collectives of a group run one after the other: at
-# once if none is pending, otherwise on the group's queue, and always there with async_op. The queue
-# is a thread for gloo, whose messages someone must wait for, and a side stream for NCCL, whose
-# waits block no host. Inputs are read when the turn comes. exchange() completes the pending
-# collectives of its group first, and nothing waits for an exchange().
+# generators, whose messages post() begins. The collectives of a group run one after the other: on
+# the group's queue with async_op or behind pending ones, otherwise at once. The queue is a thread
+# for gloo, whose messages someone must wait for, and a side stream for NCCL, whose waits block no
+# host. Inputs are read when the turn comes. Nothing waits for an exchange().
 #
 # Two tables are global: torch's groups take no attributes, and autograd calls collectives in
 # threads of its own, which do not have their caller's context.
@@ -492,11 +473,12 @@ _LISTENERS = []  # the listener of every observe() that is open
 
 
 class Membership:
-    """What this rank knows of a process group, made once for all operations there.
+    """What this rank knows of a process group. It is made once.
 
     place: (this rank in the group, the group's size); ranks: the global ranks of its members
     ranks_per_node, by_backend: see set_ranks_per_node() and set_backend_collectives()
     queues: {device type: the queue for such tensors}; thread: the queue of devices without NCCL
+    device: where tokens and objects travel, over gloo if the group has it beside NCCL
     """
 
     def __init__(self, group):
@@ -506,6 +488,7 @@ class Membership:
         self.by_backend = False
         self.queues = {}
         self.thread = _Thread(group)
+        self.device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
 
 
 def membership(group, caller):
@@ -520,12 +503,11 @@ def membership(group, caller):
 
 
 class Operation:
-    """One call of a collective, of exchange(), or of wait() on one of these.
+    """One call of a collective, of exchange(), or of wait() for one of these.
 
-    name: "all_reduce" ..., "exchange" or "wait"
-    of: the operation that a "wait" waits for; None for all others
+    name: "all_reduce" ..., "exchange" or "wait"; of: what a "wait" waits for, otherwise None
     group, rank, world_size, ranks: the process group, and what its Membership says
-    async_op: whether the caller goes on, and gets the operation in order to wait() for it later
+    async_op: whether the caller goes on and gets the operation, to wait() for it later
     is_completed: a function that tells whether wait() would return, or raise, at once
     """
 
@@ -550,10 +532,7 @@ class Operation:
         self.root = None if root is None else self.ranks.index(root)
 
     def wait(self):
-        """Return once the operation is done, or raise its error.
-
-        On CUDA, as in torch.distributed, this holds up the current stream and not the host.
-        """
+        """Return once the operation is done, or raise its error. CUDA holds up only the stream."""
         waiting = Operation("wait", self.group, of=self)
         waiting.tell("begin")
         waiting.complete(self.finish)
@@ -564,7 +543,6 @@ class Operation:
             listener(event, self, *messages)
 
     def complete(self, task):
-        """Run the task that is left of the operation."""
         try:
             task()
         finally:
@@ -573,9 +551,9 @@ class Operation:
     def post(self, sends, receives):
         """Begin messages [(tensor, peer)] that progress together, and return what waits for them.
 
-        That keeps their tensors, too. NCCL takes one batch. gloo takes single messages, with tags
-        that keep them apart from a user's; dist.isend() and irecv() would take the host twice as
-        long. gloo cannot send CUDA memory, so buffers in pinned host memory travel in its place.
+        That keeps their tensors, too. gloo takes single messages, with tags that keep them apart
+        from a user's; dist.isend() and irecv() would take the host twice as long. gloo cannot send
+        CUDA memory, so buffers in pinned host memory travel in its place.
         """
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
@@ -619,10 +597,7 @@ class Operation:
 
 
 def post_batch(group, sends, receives):
-    """Post messages [(tensor, peer)] to NCCL as one batch, and return the torch Work of all.
-
-    batch_isend_irecv() does the same, and takes the host three times as long.
-    """
+    """Post a batch to NCCL and return its torch Work, faster than batch_isend_irecv() does."""
     device = (receives or sends)[0][0].device
     group._start_coalescing(device)
     for call, messages in (group.recv, receives), (group.send, sends):
@@ -654,11 +629,11 @@ def observe(listener):
 class _Stream:
     """The queue of a group on NCCL: a side stream, made once, as torch has a pool of only 32.
 
-    Its priority is that of additions and copies. NCCL's kernels run on the process group's stream,
-    which `is_high_priority_stream` in the options of new_group() puts first.
+    Its priority is for additions; NCCL's stream takes is_high_priority_stream of new_group().
     """
 
     on_nccl = True
+    window = 2  # segments under way: one is added, one travels, as batches run in order
     finish = is_completed = staticmethod(lambda: True)  # of the last task that was submitted
     AHEAD = 5  # operations that the host may have launched and the device not have done
 
@@ -669,8 +644,8 @@ class _Stream:
     def run(self, task, held=()):
         """Run a task on the current stream, then wait until at most AHEAD tasks are not done.
 
-        Memory that NCCL's messages touched is reused only once the host has seen their end. If the
-        host ran ahead by a whole step, every message of the step would need memory of its own.
+        Memory that NCCL's messages touched is reused only once the host has seen their end: if it
+        ran ahead by a whole step, each message of the step would need memory of its own.
         """
         task()
         event = torch.cuda.current_stream().record_event()
@@ -700,6 +675,7 @@ class _Thread:
     """The queue of a group on gloo: a thread, which ends when the group or Python does."""
 
     on_nccl = False
+    window = 3  # segments under way
     finish = is_completed = staticmethod(lambda: True)  # of the last task that was submitted
 
     def __init__(self, group):
@@ -736,10 +712,7 @@ class _Thread:
 
 
 def _launch(operation, algorithms, outputs, inputs=(), backend_options=None):
-    """Run an operation in its turn, by the generators that algorithms(*outputs, *inputs) returns.
-
-    These tensors are flat and contiguous. The results are copied into `outputs` where need be.
-    """
+    """Run an operation in its turn, by the generators that algorithms(*flat tensors) returns."""
     tensors = (*outputs, *inputs)
 
     def run():
@@ -784,16 +757,15 @@ def _backend_collective(operation, tensors, options):
 
 # ---- the collectives -----------------------------------------------------------------------------
 #
-# Each returns None or, with async_op=True, its Operation, whose wait() ends it. ValueError is raised
-# for sizes that do not fit, since a short buffer would abort the process. src, dst: global ranks.
+# Each returns None or, with async_op=True, its Operation, whose wait() ends it. Sizes that do not
+# fit raise a ValueError, since a short buffer would abort the process. src, dst: global ranks.
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
     """Reduce `tensor` over the group, in place or into `output`. All ranks get the same bits.
 
     op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers)
-    algorithm: naive, direct, ring, recursive_doubling, halving_doubling, or hierarchical, which
-    uses the nodes of set_ranks_per_node(); auto leaves it to choose()
+    algorithm: a name from the table above, or auto, which leaves it to choose()
     """
     operation = Operation("all_reduce", group, tensor, async_op, op)
     rank, P = operation.place
@@ -819,9 +791,8 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
 
     def algorithms(output, input):
         name, segments, nodes = _plan(operation, input.nbytes)
-        reduce_scatter, _ = _PHASES[name]
         parts = zip(*(_cut(flat, segments) for flat in (*input.tensor_split(P), output)))
-        return [reduce_scatter(chunks, own, combine, rank, **nodes) for *chunks, own in parts]
+        return [_PHASES[name][0](chunks, own, combine, rank, **nodes) for *chunks, own in parts]
 
     return _launch(operation, algorithms, [output], [input], {"op": op})
 
@@ -834,12 +805,11 @@ def all_gather_single(output, input, group=None, async_op=False):
 
     def algorithms(output, input):
         name, segments, nodes = _plan(operation, output.nbytes)
-        _, all_gather = _PHASES[name]
         chunks = output.tensor_split(P)
         if chunks[rank].data_ptr() != input.data_ptr():
             chunks[rank].copy_(input)
         parts = zip(*(_cut(chunk, segments) for chunk in chunks))
-        return [all_gather(part, rank, **nodes) for part in parts]
+        return [_PHASES[name][1](part, rank, **nodes) for part in parts]
 
     return _launch(operation, algorithms, [output], [input], {})
 
@@ -868,7 +838,7 @@ def all_to_all_single(
 
 
 def _split_sizes(tensor, rows_of_ranks, world_size):
-    """Return how many elements of `tensor` each rank gets, from rows; None stands for equal rows."""
+    """Return how many elements of `tensor` each rank gets, from its rows; None: equally many."""
     rows = len(tensor)
     sizes = rows_of_ranks or [rows // world_size] * world_size
     if len(sizes) != world_size or sum(sizes) != rows:
@@ -891,15 +861,9 @@ def broadcast(tensor, src=0, group=None, async_op=False):
 
 def barrier(group=None):
     """Return when every rank of the group has called it."""
-    token = torch.zeros(1, dtype=torch.uint8, device=_device(group))
+    token = torch.zeros(1, dtype=torch.uint8, device=membership(group, "barrier").device)
     all_reduce(token, group=group)
-    if token.is_cuda:
-        torch.cuda.current_stream().synchronize()
-
-
-def _device(group):
-    """Choose where tokens and objects travel: with gloo if the group has it beside NCCL."""
-    return "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
+    token.tolist()  # on CUDA the host waits here
 
 
 # ---- collectives that no module here uses --------------------------------------------------------
@@ -964,8 +928,8 @@ def _gather(operation, tensor_list, tensor):
 
 def _for_root(operation, tensor):
     """List a tensor for each rank: `tensor` for the root, or for all ranks if no root is given."""
-    ranks = range(operation.world_size)
-    return [tensor if operation.root in (None, rank) else tensor[:0] for rank in ranks]
+    P = operation.world_size
+    return [tensor if operation.root in (None, rank) else tensor[:0] for rank in range(P)]
 
 
 def _check_list(operation, tensors, like):
@@ -1100,10 +1064,7 @@ def all_reduce_bytes(nbytes, world_size):
 
 
 def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
-    """Return (steps, bytes that this rank sends) of an all-reduce; rank 0 is the busiest.
-
-    This is exact if 128 P divides nbytes; otherwise a chunk may be up to 128 bytes longer.
-    """
+    """Return (steps, bytes that a rank sends) of an all-reduce, exact if 128 P divides `nbytes`."""
     D, P, I, core = nbytes, world_size, ranks_per_node, 1 << (world_size.bit_length() - 1)
     rounds, stands_in, least = core.bit_length() - 1, rank + core < P, all_reduce_bytes(D, P)
     if "doubling" in algorithm and rank >= core:
@@ -1151,10 +1112,7 @@ def _run_rank(rank, world_size, init_method, function):
 
 
 def set_ranks_per_node(ranks_per_node, group=None):
-    """Set how many consecutive ranks of the group share a node: all of them by default.
-
-    If the number does not divide the group's size, each rank counts as a node.
-    """
+    """Set how many consecutive ranks share a node, by default all; 1 if it does not divide P."""
     members = membership(group, "set_ranks_per_node")
     ranks = min(ranks_per_node, len(members.ranks))
     members.ranks_per_node = 1 if len(members.ranks) % ranks else ranks
@@ -1162,7 +1120,8 @@ def set_ranks_per_node(ranks_per_node, group=None):
 
 def gather_objects(value, group=None):
     """Return every rank's `value`, anything that can be pickled, in rank order."""
-    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(_device(group))
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    own = own.to(membership(group, "gather_objects").device)
     lengths = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=own.device)
     all_gather_single(lengths, lengths.new_tensor([len(own)]), group)
     texts = own.new_empty(len(lengths), max(lengths.tolist()))

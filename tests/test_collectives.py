@@ -499,15 +499,17 @@ def test_the_host_is_ahead_of_the_device_by_a_few_operations(one_of, begin):
     assert waited_for == [True] * 3 + [False] * collectives._Stream.AHEAD
 
 
-def test_an_asynchronous_exchange_keeps_its_tensors_until_it_is_waited_for(one_of):
+@pytest.mark.parametrize("async_op", [False, True])
+def test_an_exchange_keeps_its_tensors_until_it_is_waited_for(one_of, async_op):
     one_of(8)
     with as_on_nccl(post_nowhere):
         tensor = torch.ones(4)
         alive = weakref.ref(tensor)
-        work = exchange([(tensor, 1)], [(tensor, 1)], async_op=True)
+        work = exchange([(tensor, 1)], [(tensor, 1)], async_op=async_op)
         del tensor
-        assert alive() is not None
-        work.wait()
+        assert (alive() is not None) == async_op
+        if async_op:
+            work.wait()
         assert alive() is None
 
 
