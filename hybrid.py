@@ -77,7 +77,7 @@ from collectives import (
     schedule_as_batch, set_backend_collectives, set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
-from expert_parallel import Experts, MoE, tally_metrics
+from expert_parallel import MoE, tally_metrics
 from pipeline import SCHEDULES, Pipeline, WeightGradStore, forward_only, sum_replicas
 from sequence_parallel import (
     allgather_attention, context_positions, dropout, recompute, ring_attention, ulysses_attention,
@@ -104,8 +104,7 @@ def flag(default, help, **details):
     details:
         choices        the values that the flag may have
         least, below   the bounds of a number, [1, inf) by default for an int, [0, inf) for a float
-        needs          what check() must find, or else the flag means nothing and is rejected
-        group          the group of --help that lists the flag, if not that of its dataclass
+        needs          the condition, of those in check_needs(), without which it is rejected
     """
     return field(default=default, metadata={"help": help} | details)
 
@@ -121,9 +120,9 @@ class GPTConfig:
     vocab_size: int = flag(256, "tokens in the vocabulary")
     dropout: float = flag(0.0, "probability, in attention and on what a layer adds", below=1)
     kv_heads: int | None = flag(None, "heads of keys and values (default: --heads)")
-    sp: bool = flag(False, "split the sequence over tp between the matrices", group="layout")
+    sp: bool = flag(False, "split the sequence over tp between the matrices")
     recompute: str = flag("none", "in backward, recompute attention (selective), or all (full)",
-                          choices=("none", "selective", "full"), group="layout")  # fmt: skip
+                          choices=("none", "selective", "full"))  # fmt: skip
     ffn: int | None = flag(None, "inner width of an MLP or expert (default: 4 x --hidden)")
     experts: int = flag(0, "experts that take an MLP's place (0: an MLP)", least=0)
     top_k: int = flag(2, "experts that a token uses", needs="--experts")
@@ -132,7 +131,7 @@ class GPTConfig:
                                          needs="--experts")  # fmt: skip
     balance: str = flag("aux", "balance loads by losses, or by DeepSeek's bias on sigmoid scores",
                         choices=("aux", "bias", "none"), needs="--experts")  # fmt: skip
-    moe_every: int = flag(1, "one of so many layers has experts", needs="--experts")
+    moe_every: int = flag(1, "every so many layers, one has experts", needs="--experts")
     topk_nodes: int | None = flag(None, "nodes a token may use (default: all)", needs="--ep > 1")
 
     @property
@@ -248,8 +247,8 @@ class GPT(nn.Module):
             x = recompute(block, x) if self.config.recompute == "full" else block(x)
         if self.last:
             x = self.transformer["ln_f"](x)
-            split = {"group": self.tp_group, "sequence_parallel": self.config.sp}
-            x = parallel_linear(x, self.lm_head.weight, defer=self.defer, **split)  # (T, B, V/tp)
+            options = {"group": self.tp_group, "sequence_parallel": self.config.sp}
+            x = parallel_linear(x, self.lm_head.weight, defer=self.defer, **options)  # (T, B, V/tp)
         return x
 
     def tied_weight(self):
@@ -262,24 +261,22 @@ class GPT(nn.Module):
 def layers_of(stage, num_stages, config):
     """Return the range of a stage's layers, chosen so that the costliest stage costs least.
 
-    The last stage also has the head, which takes as many FLOPs as `head` mean layers: it gets fewer
-    layers, perhaps none. The other stages share the rest evenly. Of unequal parts the first stages
-    get the smaller ones, since they keep the activations of most microbatches. With 30 layers, 4
-    stages and a head like 1.1 layers: 8, 8, 8 and 6 layers.
+    The last stage begins with the cost of the head, in mean layers. Each layer goes to the stage
+    that costs least so far, among equals to the last of them, since the first stages keep the
+    activations of most microbatches. With 30 layers, 4 stages and a head like 1.1 layers: 8, 8, 8
+    and 6 layers.
     """
-    others = num_stages - 1
-    if others == 0:
-        return range(config.layers)
     passes = 4 if config.recompute == "full" else 3  # of a layer; the head always takes 3
     flops_of_head = 3 * 2 * config.hidden * config.vocab_size
-    head = flops_of_head / (passes * layer_flops(config) / config.layers)
-    costliest = lambda last: max(math.ceil((config.layers - last) / others), last + head)
-    last = min(range(config.layers // num_stages, -1, -1), key=costliest)
-    if stage == others:
-        return range(config.layers - last, config.layers)
-    size, num_larger = divmod(config.layers - last, others)
-    begin = lambda stage: stage * size + max(0, stage - (others - num_larger))
-    return range(begin(stage), begin(stage + 1))
+    costs = [0.0] * num_stages
+    costs[-1] = flops_of_head / (passes * layer_flops(config) / config.layers)
+    sizes = [0] * num_stages
+    for _ in range(config.layers):
+        cheapest = min(reversed(range(num_stages)), key=costs.__getitem__)
+        costs[cheapest] += 1
+        sizes[cheapest] += 1
+    begin = sum(sizes[:stage])
+    return range(begin, begin + sizes[stage])
 
 
 def forward_flops(config, experts):
@@ -304,10 +301,7 @@ def layer_flops(config):
 
 
 def flops_per_token(config):
-    """Return the FLOPs of forward and of backward, which takes twice as many.
-
-    What is recomputed does not count.
-    """
+    """Return the FLOPs of forward and backward, which takes twice as many, less recomputation."""
     return 3 * (layer_flops(config) + 2 * config.hidden * config.vocab_size)
 
 
@@ -319,7 +313,7 @@ def make_moe(args, mesh):
         *sizes, mesh.ep_group,
         tp_group=None if args.sp else mesh.tp_group,  # without sp, tp's ranks hold the same tokens
         balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
-        nodes=(mesh.node_group, mesh.cross_group) if mesh.cross_group else None,
+        nodes=(mesh.node_group, mesh.cross_group) if args.ep_nodes > 1 else None,
         n_group=args.ep_nodes, topk_group=args.topk_nodes,
         capacity_factor=args.capacity_factor, shared_experts=args.shared_experts,
         score="sigmoid" if args.balance == "bias" else "softmax",
@@ -336,7 +330,7 @@ def make_moe(args, mesh):
 
 @torch.no_grad()
 def initialize(model, layers, seed):
-    """Fill this rank's part of every parameter, and zero the buffers, which are router biases."""
+    """Initialize this rank's part of every parameter, and zero the routers' biases (buffers)."""
     shards = shards_of(model)
     for name, parameter in model.named_parameters():
         dim, runs, _ = rows_held(parameter, shards.get(name))
@@ -352,8 +346,8 @@ def initial_value(name, shape, layers, seed, offset=0):
     """Return the rows of a parameter from `offset` on, initialized as GPT-2's.
 
     Each row has a random stream of its own, which depends on seed, name and row number, so that a
-    rank can draw the rows that it holds. Of a c_proj.weight tp splits columns, so they take the
-    place of rows.
+    rank can draw the rows that it holds. tp splits the columns of a c_proj.weight, so there each
+    column has a stream.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)
@@ -393,12 +387,13 @@ class Trainer:
 
     positions: this rank's positions of each sequence.
     route: the (rank of the pipeline, chunk) of each stage. DualPipe has a second route, for a
-        replica of the model; then `replicated` is true.
-    chunks: the stages that this rank holds; own_chunks: those of the first route only.
-    dense, experts: the parameters of the chunks. The ranks of ep hold different experts.
+        replica of the model, and then `replicated` is true.
+    chunks, own_chunks: the stages that this rank holds; those of the first route only.
+    dense, experts: the parameters that the ranks of ep hold alike, and those that they split.
+    mixtures: {number among the model's mixtures of experts: MoE} in the chunks.
     stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
     pipeline, evaluation: run the stages over a batch, with backward and without.
-    sigterm, stop: whether SIGTERM has come to this rank, and to any rank, as of the last step.
+    sigterm, stop: whether SIGTERM has reached this rank, and any rank, as of the last step.
     """
 
     def __init__(self, args, mesh, device):
@@ -414,81 +409,76 @@ class Trainer:
         deferred = WeightGradStore()
         self.chunks = make_chunks(args, mesh, device, schedule.routes, self.positions, deferred)
         self.own_chunks = self.chunks[:1] if self.replicated else self.chunks
-        modules = [module for chunk in self.chunks for module in chunk.modules()]
-        experts = nn.ModuleList(module for module in modules if isinstance(module, Experts))
-        self.experts = list(experts.parameters())
-        of_experts = set(self.experts)
-        parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
-        self.dense = [parameter for parameter in parameters if parameter not in of_experts]
-        self.shards = {}
+        self.shards, self.mixtures = {}, {}
+        self.dense, self.experts = [], []
         for chunk in self.chunks:
             self.shards |= shards_of(chunk)
+            for i, layer in chunk.transformer["h"].items():
+                if isinstance(layer.mlp, MoE):
+                    self.mixtures[int(i) // args.moe_every] = layer.mlp
+            for name, parameter in chunk.named_parameters():
+                part = self.experts if is_of_experts(name) else self.dense
+                part.append(parameter)
         self.stages = wrap(args, mesh, self.chunks, self.experts)
         self.optimizer = make_optimizer(args, self.dense + self.experts)
         rows = args.batch_size // (args.dp * args.microbatches)
         # with ZeRO-2 and 3 each microbatch's gradients are reduced: no rank keeps whole gradients
         options = {"defer": deferred, "sync_each": args.zero > 1}
-        self.pipeline = self.make_pipeline(self.stages, schedule, rows, self.loss, **options)
-        self.evaluation = self.forward_pipeline(args.microbatches, rows, self.loss)
+        self.pipeline = self.make_pipeline(schedule, rows, self.loss, **options)
+        evaluation = forward_only(args.pp, args.microbatches, self.route)
+        self.evaluation = self.make_pipeline(evaluation, rows, self.loss)
 
-    def make_pipeline(self, stages, schedule, rows, loss_fn, **options):
+    def make_pipeline(self, schedule, rows, loss_fn, **options):
         """Create a Pipeline that runs the stages over microbatches of `rows` sequences."""
         args = self.args
+        stages = self.stages[: len(self.own_chunks) * len(schedule.routes)]
         length = args.seq_len // (args.cp * (args.tp if args.sp else 1))
         options |= {"shape": (length, rows, args.hidden), "device": self.device}
         options["dtype"] = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
         return Pipeline(stages, schedule, loss_fn, self.mesh.pp_group, **options)
 
-    def forward_pipeline(self, microbatches, rows, loss_fn):
-        """Create a Pipeline that only runs forward, along one route."""
-        schedule = forward_only(self.args.pp, microbatches, self.route)
-        return self.make_pipeline(self.stages[: len(self.own_chunks)], schedule, rows, loss_fn)
-
     def step(self, inputs, targets):
         """Take one optimizer step on this rank's rows of the batch, (B/dp, T) each.
 
         Returns metrics by name, with the global loss and the gradient norm before clipping. Raises
-        TrainingError, with unchanged weights, if a token is invalid or skip_step() does.
+        TrainingError, with unchanged weights, if a token is invalid or if --skip-nonfinite steps
+        in a row are not finite.
         """
         args = self.args
-        self.seed_dropout()
+        seed_dropout(args.seed, self.steps_done, self.mesh)
         loss, num_outside = self.forward_backward(inputs, targets)
         norm = self.clip_gradients()
-        tallies = self.sum_tallies()
+        tallies = sum_tallies(self.mixtures, args, self.mesh, self.device)
         # launched before the host knows the numbers, so that the device need not wait for it
         is_valid = torch.stack([loss, norm]).isfinite().all() & (num_outside == 0)
         rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
         self.update(rate, tallies, is_valid)
-        self.stop = self.any_sigterm()
+        self.stop = bool(args.checkpoint) and on_any_rank(self.sigterm)
         found = {"loss": loss, "grad_norm": norm, "outside": num_outside}
         if args.experts:
             found |= tally_metrics(tallies, args.microbatches, args.balance == "aux")
         # the only wait of the host for the device, except for the counts of a mixture of experts
         metrics = dict(zip(found, torch.stack([*found.values()]).tolist()))
         check_vocabulary(metrics.pop("outside"), args.vocab_size)
+        self.steps_done += 1
         if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
             self.skipped_in_a_row = 0
         else:
-            self.skip_step(metrics["loss"], metrics["grad_norm"])
-        self.steps_done += 1
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+            if self.skipped_in_a_row >= args.skip_nonfinite:
+                numbers = "loss {loss:.4f}, grad norm {grad_norm:.3f}".format_map(metrics)
+                where = f"step {self.steps_done} is not finite: {numbers}"
+                raise TrainingError(f"{where}; {self.skipped_in_a_row} in a row")
         return metrics | {"lr": rate, "skipped": self.skipped}
 
-    def seed_dropout(self):
-        """Seed a step's masks: alike on the ranks of tp, which hold the same activations."""
-        place = dist.get_rank(self.mesh.dp_cp_group), dist.get_rank(self.mesh.pp_group)
-        sequence = np.random.SeedSequence([self.args.seed, self.steps_done, *place])
-        torch.manual_seed(int(sequence.generate_state(1)[0]))
-
     def forward_backward(self, inputs, targets):
-        """Leave the summed gradients in .grad, and return what run() returns.
-
-        Each stage's last backward starts its sums over dp x cp; the shared gradients follow.
-        """
+        """Leave the summed gradients in .grad, and return what run() returns."""
         # DDP's gradients are views of its buckets and must stay; ZeRO sets .grad anew
         self.optimizer.zero_grad(set_to_none=self.args.zero > 0)
         result = self.run(self.pipeline, inputs, targets)
         for stage in self.stages:
-            stage.finish_grad_sync()
+            stage.finish_grad_sync()  # the sums over dp x cp began in the last backward
         self.sum_shared_gradients()
         return result
 
@@ -516,7 +506,7 @@ class Trainer:
         return losses.sum() / num_tokens
 
     def sum_shared_gradients(self):
-        """Sum gradients over the copies of a weight: in tp, in DualPipe's replicas, in the head."""
+        """Sum the gradients of a weight's copies: in tp, in DualPipe's replicas, in the head."""
         marked = set()
         for chunk in self.chunks:
             marked.update(parameters_to_sum_over_tp(chunk))
@@ -534,86 +524,26 @@ class Trainer:
             all_reduce(tied[0], group=self.mesh.embedding_group)
 
     def clip_gradients(self):
-        """Scale the gradients to a joint norm of at most grad_clip; return the norm before.
-
-        The norm counts each weight once. What all ranks of tp hold is counted by the first, the
-        tied weight where it is the embedding, and of DualPipe's two replicas the first.
-        """
-        mesh = self.mesh
-        dense = [torch.zeros(0, device=self.device)]  # a stage may have nothing else
-        experts = []
-        of_experts = set(self.experts)
-        for chunk in self.own_chunks:
-            for name, parameter in chunk.named_parameters():
-                is_first_copy = name in self.shards or dist.get_rank(mesh.tp_group) == 0
-                if parameter in of_experts:
-                    experts.append(parameter.grad)
-                elif is_first_copy and name != "lm_head.weight":  # a copy of wte
-                    dense.append(parameter.grad)
-        # sum over the ranks that hold other elements: first ZeRO's shards, then those of tp or ep
-        shard_groups = [mesh.shard_group] if self.args.zero else []
-        norms = [get_total_norm(dense, groups=[*shard_groups, mesh.tp_group])]
-        if experts:
-            shard_groups = [mesh.expert_shard_group] if self.args.zero else []
-            norms.append(get_total_norm(experts, groups=[*shard_groups, mesh.ep_group]))
-        norm = get_total_norm(norms, groups=[mesh.pp_group])
+        """Scale the gradients to a joint norm of at most grad_clip; return the norm before."""
+        norm = norm_of_gradients(self.own_chunks, self.shards, self.mesh, self.args.zero > 0)
         if self.args.grad_clip > 0:
             gradients = [parameter.grad for parameter in self.dense + self.experts]
             clip_grads_with_norm_(gradients, self.args.grad_clip, norm.nan_to_num())
         return norm
 
     def update(self, rate, tallies, is_valid):
-        """Update the weights by the gradients, and the routers' biases by the tallies.
-
-        is_valid: a truth value on the device. If it is false, nothing changes.
-        """
+        """Update weights and the routers' biases, unless is_valid, on the device, is false."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.found_inf = (~is_valid).float()  # if it is 1, a fused step changes nothing
         self.optimizer.step()
         if self.args.balance == "bias":
-            for row, layer in self.mixtures():
+            for row, layer in self.mixtures.items():
                 loads = tallies[row, : layer.num_experts]
                 layer.router.update_bias(loads * is_valid)  # equal loads, such as 0, move no bias
         if self.args.zero:
             for stage in self.stages:
                 stage.reshard()  # what was gathered is out of date, or was wrong
-
-    def any_sigterm(self):
-        """Return whether SIGTERM has come to any rank. The hosts ask each other over gloo."""
-        if not self.args.checkpoint:
-            return False
-        sigterm = torch.tensor(self.sigterm, dtype=torch.uint8)
-        all_reduce(sigterm, ReduceOp.MAX)
-        return bool(sigterm)
-
-    def skip_step(self, loss, norm):
-        """Count a step that is not finite; raise TrainingError after too many in a row."""
-        self.skipped += 1
-        self.skipped_in_a_row += 1
-        if self.skipped_in_a_row >= self.args.skip_nonfinite:
-            numbers = f"loss {loss:.4f}, grad norm {norm:.3f}; {self.skipped_in_a_row} in a row"
-            raise TrainingError(f"step {self.steps_done + 1} is not finite: {numbers}")
-
-    def mixtures(self):
-        """Return [(number among the model's mixtures of experts, MoE)] for this rank's MoEs."""
-        layers = [pair for chunk in self.chunks for pair in chunk.transformer["h"].items()]
-        every = self.args.moe_every
-        return [(int(i) // every, layer.mlp) for i, layer in layers if isinstance(layer.mlp, MoE)]
-
-    @torch.no_grad()
-    def sum_tallies(self):
-        """Return, and reset, what the mixtures of experts counted in this step: one row each."""
-        args, mesh = self.args, self.mesh
-        sizes = args.layers // args.moe_every, args.experts + 3
-        tallies = torch.zeros(sizes, dtype=torch.float64, device=self.device)
-        for row, layer in self.mixtures():
-            tallies[row].copy_(layer.tally)
-            layer.tally.zero_()
-        if args.experts:
-            for group in mesh.dp_cp_group, mesh.tp_group, mesh.pp_group:
-                all_reduce(tallies, group=group)
-        return tallies
 
     def own_rows(self):
         """Return the slice of this rank's rows in the global batch."""
@@ -627,6 +557,63 @@ class Trainer:
         if self.device.type == "cuda":
             tokens = tokens.pin_memory()  # so that the host need not wait for the copy
         return tokens.to(self.device, non_blocking=True)
+
+
+def seed_dropout(seed, step, mesh):
+    """Seed a step's masks: alike on the ranks of tp, which hold the same activations."""
+    place = dist.get_rank(mesh.dp_cp_group), dist.get_rank(mesh.pp_group)
+    sequence = np.random.SeedSequence([seed, step, *place])
+    torch.manual_seed(int(sequence.generate_state(1)[0]))
+
+
+def is_of_experts(name):
+    """Return whether a parameter of this name differs between the ranks of ep."""
+    return ".mlp.experts." in name
+
+
+def norm_of_gradients(chunks, shards, mesh, is_zero):
+    """Return the norm of all gradients of the model, in which each weight counts once. Collective.
+
+    What all ranks of tp hold is counted by the first, and the tied weight where it is the
+    embedding. chunks must leave out DualPipe's second replica.
+    """
+    experts = []
+    dense = [torch.zeros(0, device=chunks[0].positions.device)]  # a stage may have nothing else
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            is_first_copy = name in shards or dist.get_rank(mesh.tp_group) == 0
+            if is_of_experts(name):
+                experts.append(parameter.grad)
+            elif is_first_copy and name != "lm_head.weight":  # a copy of wte
+                dense.append(parameter.grad)
+    # sum over the ranks that hold other elements: first ZeRO's shards, then those of tp or ep
+    groups = [mesh.shard_group, mesh.tp_group] if is_zero else [mesh.tp_group]
+    norms = [get_total_norm(dense, groups=groups)]
+    if experts:
+        groups = [mesh.expert_shard_group, mesh.ep_group] if is_zero else [mesh.ep_group]
+        norms.append(get_total_norm(experts, groups=groups))
+    return get_total_norm(norms, groups=[mesh.pp_group])
+
+
+@torch.no_grad()
+def sum_tallies(mixtures, args, mesh, device):
+    """Return, and reset, what the mixtures of experts counted in this step: one row each."""
+    sizes = args.layers // args.moe_every, args.experts + 3
+    tallies = torch.zeros(sizes, dtype=torch.float64, device=device)
+    for row, layer in mixtures.items():
+        tallies[row].copy_(layer.tally)
+        layer.tally.zero_()
+    if args.experts:
+        for group in mesh.dp_cp_group, mesh.tp_group, mesh.pp_group:
+            all_reduce(tallies, group=group)
+    return tallies
+
+
+def on_any_rank(flag):
+    """Return whether the flag is true on any rank. The hosts ask each other over gloo."""
+    flag = torch.tensor(flag, dtype=torch.uint8)
+    all_reduce(flag, ReduceOp.MAX)
+    return bool(flag)
 
 
 def check_vocabulary(num_outside, size):
@@ -682,14 +669,13 @@ def wrap(args, mesh, chunks, experts):
     options |= {"process_group": mesh.shard_group, "replicate_group": mesh.replicate_group}
     groups = mesh.expert_shard_group, mesh.expert_replicate_group
     options |= {"groups": dict.fromkeys(experts, groups), "under_way": deque()}
-    of_experts = set(experts)
     stages = []
     for chunk in chunks:
         # What is split over tp stays apart from copies, which all of tp must cut alike; experts may
         # be copies. So does the tied weight: the stages of pp must cut their copies alike, and its
         # gradient, complete at the end of backward, takes memory only then.
         names = [name for name in shards_of(chunk) if args.tp > 1 or ".h." not in name]
-        options["apart"] = {chunk.get_parameter(name) for name in names} - of_experts
+        options["apart"] = {chunk.get_parameter(name) for name in names}.difference(experts)
         units = chunk.transformer["h"].values()
         stages.append(FullyShardedDataParallel(chunk, units=units, stage=args.zero, **options))
     return stages
@@ -730,7 +716,8 @@ def sample(trainer, prompt, length, temperature=1.0, seed=0):
         raise TrainingError(f"the prompt's token {outside[0]} is outside --vocab-size {V}", 2)
     for chunk in trainer.chunks:
         chunk.eval()
-    pipeline = trainer.forward_pipeline(1, 1, lambda logits, _: logits)
+    schedule = forward_only(trainer.args.pp, 1, trainer.route)
+    pipeline = trainer.make_pipeline(schedule, 1, lambda logits, _: logits)
     last_chunk = trainer.chunks[trainer.route[-1][1]]
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
@@ -810,11 +797,21 @@ class Mesh(SimpleNamespace):
     expert_dp_group          the ranks of dp x cp that hold the same experts
     expert_shard_group, expert_replicate_group   divide that as the two above divide dp_cp_group
     expert_tp_group          the ranks of tp that hold the same experts
-    embedding_group          the first and the last stage, which hold the tied embedding
     node_group, cross_group  the ranks of ep_group on one node; in the same place on all nodes
-    """
+    embedding_group          the first and the last stage, which hold the tied embedding; the other
+                             stages have no such group
 
-    embedding_group = node_group = cross_group = None  # where a rank has none
+    With pp 2, dp 2 and tp 2, the grid is [[0 1] [2 3]] in stage 0 and [[4 5] [6 7]] in stage 1:
+
+        tp_group           0 1, 2 3, 4 5, 6 7    the same stage and replica
+        dp_group           0 2, 1 3, 4 6, 5 7    the same stage and place in tp
+        pp_group           0 4, 1 5, 2 6, 3 7    the same replica and place in tp
+
+    Experts are split over as much of tp as divides ep, and then over dp x cp. In this grid:
+
+        ep_group, ep 2     0 1, 2 3, 4 5, 6 7    expert_dp_group is dp_group
+        ep_group, ep 4     0 1 2 3, 4 5 6 7      no two ranks hold the same experts
+    """
 
 
 # the groups over which gradients travel have names that end with one of these
@@ -825,10 +822,8 @@ def make_mesh(args, groups=None):
     """Create the groups of the whole grid and return this process's. Collective.
 
     Groups of the same ranks are one group, since on GPUs each has buffers for every peer that it
-    sends to. Gradients are the exception: where a layer's messages travel among the same ranks,
-    they get a group of their own, so that these messages need not wait behind them.
-
-    groups: the groups of earlier meshes, for reuse.
+    sends to. Gradients have a group of their own, so that the messages of layers among the same
+    ranks need not wait behind them. groups: those of earlier meshes, for reuse.
     """
     rank = dist.get_rank()
     groups = {} if groups is None else groups
@@ -880,17 +875,6 @@ def make_group(ranks, timeout):
 def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     """Cut the grid (pp, dp, cp, tp) into groups: {name: ranks (number of groups, size)}.
 
-    With pp 2, dp 2 and tp 2, the grid is [[0 1] [2 3]] in stage 0 and [[4 5] [6 7]] in stage 1:
-
-        tp_group           0 1, 2 3, 4 5, 6 7    the same stage and replica
-        dp_group           0 2, 1 3, 4 6, 5 7    the same stage and place in tp
-        pp_group           0 4, 1 5, 2 6, 3 7    the same replica and place in tp
-
-    Experts are split over as much of tp as divides ep, and then over dp x cp. In this grid:
-
-        ep_group, ep 2     0 1, 2 3, 4 5, 6 7    expert_dp_group is dp_group
-        ep_group, ep 4     0 1 2 3, 4 5 6 7      no two ranks hold the same experts
-
     ep_nodes: the number of nodes over which an ep_group is spread.
     replicate: the number of copies of ZeRO's shards in a dp_cp_group. Experts have gcd(replicate,
         number of their replicas) copies.
@@ -907,7 +891,7 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     # cut each row into `count` runs of neighbours; collect the same place of all runs
     runs_of = lambda rows, count: rows.reshape(-1, rows.shape[1] // count)
     across_runs = lambda rows, count: rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
-    slices = {
+    return {
         "pp_group": grid.permute(1, 2, 3, 0).reshape(-1, pp),
         "dp_group": grid.permute(0, 2, 3, 1).reshape(-1, dp),
         "cp_group": grid.permute(0, 1, 3, 2).reshape(-1, cp),
@@ -921,11 +905,9 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
         "expert_replicate_group": across_runs(expert_replicas, expert_copies),
         "expert_tp_group": domain.mT.flatten(0, 3),
         "embedding_group": ends.permute(1, 2, 3, 0).reshape(-1, len(ends)),
+        "node_group": runs_of(spread, ep_nodes),
+        "cross_group": across_runs(spread, ep_nodes),
     }
-    if ep_nodes > 1:
-        slices["node_group"] = runs_of(spread, ep_nodes)
-        slices["cross_group"] = across_runs(spread, ep_nodes)
-    return slices
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -971,18 +953,17 @@ def load_data(path, seq_len, vocab_size=256):
     else:
         tokens = text_of(path, pattern) if path.is_dir() else np.memmap(path, dtype, "r")
         parts = np.split(tokens, [len(tokens) - len(tokens) // 10])
-    if min(map(len, parts)) <= seq_len:
-        found = f"{len(parts[0])} tokens to train on and {len(parts[1])} for validation"
-        raise ValueError(f"{found} are too few for --seq-len {seq_len}")
+    found = f"{len(parts[0])} tokens to train on and {len(parts[1])} for validation"
+    need(min(map(len, parts)) > seq_len, f"{found} are too few for --seq-len {seq_len}")
     return Data(*parts, is_text)
 
 
 def check_same_data(data, source):
     """Raise TrainingError if ranks have read different tokens. Collective.
 
-    The default text is each node's own standard library, and the stages of a pipeline take inputs
-    and targets from different nodes. The checksum is of all bytes of a text, but only of some
-    65,000 of the tokens in a .bin, which may be larger than memory.
+    The default text is each node's own standard library, and a pipeline's first and last stage may
+    be on different nodes. The checksum covers a whole text, but only some 65,000 tokens of a .bin,
+    which may be larger than memory.
     """
     stride = 1 if data.is_text else max(1, len(data.train) // 2**16)
     tokens = np.concatenate([data.train[::stride], data.validation[::stride]])
@@ -995,7 +976,7 @@ def check_same_data(data, source):
 
 
 def text_of(folder, pattern):
-    """Join the bytes of a folder's text files."""
+    """Return the bytes of a folder's text files, joined by newlines."""
     texts = [file.read_bytes() for file in sorted(folder.glob(pattern)) if file.is_file()]
     joined = b"\n".join(text for text in texts if b"\0" not in text)
     return np.frombuffer(joined, np.uint8)
@@ -1037,7 +1018,6 @@ class Boxes(torch.Tensor):
     """A tensor of which this rank holds some boxes, in the form that torch's checkpoints expect.
 
     boxes: {offset of a box in the whole tensor: view}. The whole has memory for one number only.
-    The first method below serves to plan a load, the second to plan a save, the third both.
     """
 
     @staticmethod
@@ -1081,11 +1061,11 @@ def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
 
 
 def state_of(trainer, chunks=None):
-    """Return {"model" or a moment of Adam: its boxes_of()}. ZeRO's weights are exact masters."""
+    """Return {"model" or a moment of Adam: its boxes_of()}. With ZeRO, weights are fp32 masters."""
     optimizer = trainer.optimizer.state
     state = {"model": boxes_of(trainer, chunks=chunks)}
     for kind in MOMENTS:
-        moment = lambda weight: optimizer[weight][kind] if weight in optimizer else None
+        moment = lambda weight: optimizer.get(weight, {}).get(kind)
         state[kind] = boxes_of(trainer, moment, chunks)
     return state
 
@@ -1093,7 +1073,8 @@ def state_of(trainer, chunks=None):
 def save(trainer, folder):
     """Write a checkpoint and keep the last two. Collective.
 
-    Raises TrainingError if it cannot be written, or if copies of a weight differ: one is corrupted.
+    Raises TrainingError if it cannot be written, or if copies of a weight differ, since one of them
+    must then be corrupted.
     """
     different = unlike_copies(trainer)
     if different:
@@ -1123,7 +1104,7 @@ def commit(trainer, path):
 
 
 def flush(path):
-    """Wait until a file, or a folder's list of files, is on the disk."""
+    """Wait until a file, or a folder's list of files, has been written to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -1135,7 +1116,7 @@ def checkpoints_of(folder):
 
 
 def resume(trainer, folder):
-    """Load the folder's last checkpoint, if any; any layout of this model will do. Collective."""
+    """Load the folder's last checkpoint, if any, whatever layout it was saved in. Collective."""
     on_all_ranks(partial(folder.mkdir, parents=True, exist_ok=True))
     last = gather_objects(checkpoints_of(folder)[-1:])[0]  # what rank 0 sees decides
     if not last:
@@ -1158,7 +1139,7 @@ def resume(trainer, folder):
 
 
 def read_run(path, args):
-    """Read a checkpoint's run.json; raise ValueError if it is damaged or of another model."""
+    """Return a checkpoint's run.json; raise ValueError if it is damaged or of another model."""
     names = [flag.name for flag in fields(GPTConfig) if flag.name not in MAY_CHANGE]
     try:
         run = json.loads((path / "run.json").read_bytes())
@@ -1166,15 +1147,14 @@ def read_run(path, args):
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path / 'run.json'} has not the flags of a run: {error!r}") from None
     for name in names:
-        own = getattr(args, name)
-        if own != theirs[name]:
-            saved = as_typed(name, theirs[name])
-            raise ValueError(f"{as_typed(name, own)}, but {path} has {saved}")
+        own = as_typed(name, getattr(args, name))
+        saved = as_typed(name, theirs[name])
+        need(own == saved, f"{own}, but {path} has {saved}")
     return run
 
 
 def unlike_copies(trainer):
-    """Return which copies of a weight have another sum of bytes than most. Collective."""
+    """Return which copies of a weight differ from most in the sum of their bytes. Collective."""
     boxes, sums = [], []
     for chunk in trainer.chunks:
         for name, whole in boxes_of(trainer, chunks=[chunk]).items():
@@ -1207,15 +1187,14 @@ PEAKS = {  # part of a GPU's name: TFLOP/s of dense products
 class Log:
     """Progress on rank 0's standard output, and the --metrics file. All ranks must create one.
 
-    On a terminal one line is rewritten with every step. The metrics are lines of JSON: the flags,
-    then the steps. A run that goes on appends to the file; of a step's two lines the later counts.
+    The metrics are lines of JSON: the flags, then the steps. A run that resumes appends to the
+    file, where a later line of a step replaces an earlier one.
     """
 
     def __init__(self, trainer):
         args, self.trainer = trainer.args, trainer
-        self.speaks, self.is_terminal = dist.get_rank() == 0, sys.stdout.isatty()
+        self.speaks = dist.get_rank() == 0
         self.first_step = trainer.steps_done + 1
-        self.began = time.perf_counter()
         is_gpu = trainer.device.type == "cuda"
         gpu = torch.cuda.get_device_name(trainer.device) if is_gpu else ""
         self.peak = next((peaks[args.dtype] for part, peaks in PEAKS.items() if part in gpu), None)
@@ -1241,28 +1220,23 @@ class Log:
         if self.trainer.device.type == "cuda":
             metrics["memory_mb"] = torch.cuda.max_memory_allocated(self.trainer.device) / 2**20
         self.write({"step": step} | metrics)
-        passed = (time.perf_counter() - self.began) / 60
-        metrics["minutes_left"] = passed / (step - self.first_step + 1) * (args.steps - step)
-        line = f"step {step} of {args.steps}"
-        for name, number in metrics.items():
-            line += f"  {name} {number:,.0f}" if number >= 100 else f"  {name} {number:.4g}"
         every = args.print_every or max(1, round(args.steps / 40))
         if step in (self.first_step, args.steps) or self.trainer.stop or step % every == 0:
+            line = f"step {step} of {args.steps}"
+            for name, number in metrics.items():
+                line += f"  {name} {number:,.0f}" if number >= 100 else f"  {name} {number:.4g}"
             self.say(line)
-        elif self.is_terminal:
-            self.say(line[: shutil.get_terminal_size().columns - 1], end="")
 
     def validation(self, loss):
         """Write the loss of a validation after the trainer's last step."""
         step = self.trainer.steps_done
-        perplexity = math.exp(min(loss, 700))
-        self.write({"step": step, "validation_loss": loss, "perplexity": perplexity})
-        self.say(f"validation loss {loss:.4f}, perplexity {perplexity:.2f} after step {step}")
+        self.write({"step": step, "validation_loss": loss})
+        self.say(f"validation loss {loss:.4f} after step {step}")
 
-    def say(self, line, end="\n"):
-        """Print a line, over the one that is being rewritten."""
+    def say(self, line):
+        """Print a line, on rank 0 only."""
         if self.speaks:
-            print(("\r\033[K" if self.is_terminal else "") + line, end=end, flush=True)
+            print(line, flush=True)
 
     def write(self, value):
         """Write a line of JSON, with null for numbers that are not finite."""
@@ -1274,10 +1248,21 @@ class Log:
 # ---- flags ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The degrees of each axis, and how the work is cut."""
+@dataclass(frozen=True, kw_only=True)
+class Args(GPTConfig):
+    """All flags, completed and checked: the GPTConfig and everything else about a run.
 
+    given: {name: value} of the flags on the command line.
+    per_node: the number of processes on each node.
+    ep_nodes: the number of nodes over which an ep_group is spread.
+    """
+
+    given: dict
+    world_size: int
+    per_node: int
+    ep_nodes: int
+
+    # the degrees of each axis, and how the work is cut
     dp: int | None = flag(None, "replicas (default: as many as there are processes for)")
     tp: int = flag(1, "ranks that split every matrix")
     cp: int = flag(1, "ranks that split the sequence, also in attention")
@@ -1291,11 +1276,7 @@ class Layout:
     ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread")
     collectives: str = flag("ours", "or those of the backend", choices=("ours", "backend"))
 
-
-@dataclass(frozen=True)
-class Training:
-    """What an optimizer step does."""
-
+    # what an optimizer step does
     batch_size: int | None = flag(None, "sequences per step, of all replicas (default: 16 or more)")
     steps: int = flag(1200, "optimizer steps")
     lr: float = flag(3e-3, "peak learning rate")
@@ -1306,59 +1287,37 @@ class Training:
     dtype: str = flag("fp32", "bf16 keeps an fp32 copy for AdamW", choices=("fp32", "tf32", "bf16"))
     skip_nonfinite: int = flag(0, "end after so many steps in a row that are not finite", least=0)
 
-
-@dataclass(frozen=True)
-class Run:
-    """Where a run happens, what it reads and what it writes."""
-
+    # where a run happens, what it reads and what it writes
     device: str = flag("auto", "auto: a GPU per process, or the CPU; shared: processes share GPUs",
                        choices=("auto", "cpu", "cuda", "shared"))  # fmt: skip
     data: str | None = flag(None, "text, tokens (.bin), or a folder (default: Python's sources)")
     checkpoint: str | None = flag(None, "folder to save checkpoints in, and to resume from")
     save_every: int | None = flag(None, "steps per save (default: at end)", needs="--checkpoint")
     eval_every: int | None = flag(None, "steps per validation (default: at the end)")
-    print_every: int | None = flag(None, "steps per line, off a terminal (default: some 40 lines)")
+    print_every: int | None = flag(None, "steps per line (default: some 40 lines)")
     metrics: str | None = flag(None, "write the flags and each step to this file, as JSON")
     sample: int = flag(60, "tokens that the model writes at the end", least=0)
     prompt: str | None = flag(None, "text, or tokens such as 5,0,7, that the sample continues")
     timeout: int = flag(600, "seconds that a rank waits for another", below=10**6)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Args(Run, Training, GPTConfig, Layout):
-    """All flags, completed and checked: the GPTConfig and everything else about a run.
-
-    given: {name: value} of the flags on the command line.
-    per_node, ep_nodes: the processes on each node; the nodes over which an ep_group is spread.
-    """
-
-    given: dict
-    world_size: int
-    per_node: int
-    ep_nodes: int
-
-
-GROUPS = {"layout": Layout, "model": GPTConfig, "training": Training, "run": Run}
-FLAGS = [flag for group in GROUPS.values() for flag in fields(group)]
+FLAGS = [flag for flag in fields(Args) if "help" in flag.metadata]
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of the command line. It raises ValueError, and leaves out what is not given."""
+    """The parser of the command line. It raises ValueError, and returns only the flags given."""
 
     def __init__(self):
         super().__init__("hybrid.py", allow_abbrev=False, description=__doc__.splitlines()[0])
-        groups = {title: self.add_argument_group(title) for title in GROUPS}
-        for title, group in GROUPS.items():
-            for flag in fields(group):
-                add = groups[flag.metadata.get("group", title)].add_argument
-                add(as_typed(flag.name), default=argparse.SUPPRESS, **options_of(flag))
+        for flag in FLAGS:
+            self.add_argument(as_typed(flag.name), default=argparse.SUPPRESS, **options_of(flag))
 
     def error(self, message):
         raise ValueError(message.removeprefix("argument "))
 
 
 def options_of(flag):
-    """Return what add_argument() needs to know of a flag."""
+    """Return the options of add_argument() for a flag."""
     details = flag.metadata
     help = details["help"]
     if "needs" in details:
@@ -1375,7 +1334,7 @@ def options_of(flag):
 
 
 def at_least(least, kind=int, below=math.inf):
-    """Return a type for argparse: numbers in [least, below)."""
+    """Return a type for argparse that accepts numbers in [least, below)."""
 
     def number(text):
         if not least <= (value := kind(text)) < below:
@@ -1386,13 +1345,13 @@ def at_least(least, kind=int, below=math.inf):
 
 
 def as_typed(name, value=True):
-    """Write a flag as on the command line."""
+    """Return a flag as it is written on the command line."""
     dashed = "--" + name.replace("_", "-")
     return dashed if value is True else f"{dashed} {value}"
 
 
 def flags_of(args):
-    """Return {name: value} of all flags, without what parse() adds."""
+    """Return {name: value} of all flags, without the other fields of Args."""
     return {flag.name: getattr(args, flag.name) for flag in FLAGS}
 
 
@@ -1435,15 +1394,15 @@ def need(condition, sentence):
 
 
 def typed(args, product):
-    """Write a product of flags, such as "dp * cp", with their values: "--dp 4 * --cp 2"."""
+    """Return a product of flags, such as "dp * cp", with their values: "--dp 4 * --cp 2"."""
     return " * ".join(as_typed(name, getattr(args, name)) for name in product.split(" * "))
 
 
 def divides(args, divisor, number):
     """Raise ValueError unless one product of flags divides another."""
     value = lambda product: math.prod(getattr(args, name) for name in product.split(" * "))
-    if value(number) % value(divisor):
-        raise ValueError(f"{typed(args, number)} is not divisible by {typed(args, divisor)}")
+    sentence = f"{typed(args, number)} is not divisible by {typed(args, divisor)}"
+    need(value(number) % value(divisor) == 0, sentence)
 
 
 def check(args):
@@ -1524,7 +1483,7 @@ def choose_device(args, local_rank=0, per_node=1):
 
 
 def join(device, backend, timeout):
-    """Meet the processes that torchrun started; without torchrun, form a world of one."""
+    """Connect to the processes that torchrun started; without torchrun, form a world of one."""
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://"))

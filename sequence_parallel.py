@@ -274,7 +274,7 @@ def allgather_attention(q, k, v, group=None):
 
 
 def _visitors(k, v, group):
-    """Yield (source, (k, v)) of all ranks as they travel around the ring, and then the own one again.
+    """Yield (source, (k, v)) of all ranks as they travel around the ring, then the own again.
 
         visit    0     1     2     3     4      P = 4: the source whose k and v are with rank r
         source   r    r-1   r-2   r-3    r

@@ -56,7 +56,7 @@ from ddp import DistributedDataParallel
 from expert_parallel import MoE
 from gpu_counts import as_on_nccl
 from pipeline import SCHEDULES, DeferredLinear, Pipeline, WeightGradStore
-from ranks import headline, run
+from ranks import headline, on_device, run
 from reference_gpt import Layer, ReferenceGPT
 from sequence_parallel import allgather_attention, ring_attention, ulysses_attention
 from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
@@ -448,20 +448,16 @@ def _training(flags, mesh=None):
     args = hybrid.parse(f"{sizes} {flags}".split(), 1 if mesh else dist.get_world_size())
     trainer = hybrid.Trainer(args, mesh or hybrid.make_mesh(args), torch.device("cpu"))
     tokens = torch.randint(256, (args.batch_size, args.seq_len + 1))[trainer.own_rows()]
-    return trainer, partial(trainer.step, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    return partial(trainer.step, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
 def _time_layouts(flags, layouts, rounds):
-    """Seconds of a step of layouts, of one process, and of two with half each."""
-    contenders = {layout: _training(f"{flags} {layout}")[1] for layout in layouts}
+    """Return the seconds of a step of each layout, and of one process."""
+    contenders = {layout: _training(f"{flags} {layout}") for layout in layouts}
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     mesh = hybrid.Mesh(**dict.fromkeys(hybrid.slices_of(1, 1, 1, 1), alone))
-    trainer, step = _training(flags, mesh)
-    half = f"{flags} --batch-size {trainer.args.batch_size // 2}"
-    contenders |= {
-        "one process": partial(_on_first_rank, step),
-        "two processes that never talk": _training(half, mesh)[1],
-    }
+    step = _training(flags, mesh)
+    contenders["one process"] = partial(_on_first_rank, step)
     return take_turns(contenders, rounds)
 
 
@@ -483,17 +479,6 @@ def bench_hybrid(arguments):
 
 GPT_350M = {"layers": 24, "hidden": 1024, "heads": 16, "seq_len": 1024, "vocab_size": 50304}
 SEQUENCES = 8  # to a step
-
-
-def _on_gpu(store, function, *arguments):
-    """function(device, *arguments) in a new group of ranks with a GPU each."""
-    rank, world_size = collectives.rank_and_size()
-    dist.destroy_process_group()
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    ranks = {"rank": rank, "world_size": world_size, "device_id": device}
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.FileStore(store, world_size), **ranks)
-    return function(device, *arguments)
 
 
 def _time_gpt(device, rounds):
@@ -594,7 +579,8 @@ def bench_gpu(arguments):
         sys.exit("bench.py gpu: there is no GPU on this machine")
     gpus = torch.cuda.device_count()
     with tempfile.TemporaryDirectory() as folder:
-        on = lambda n, name, *call: run(n, _on_gpu, f"{folder}/{name}", *call, timeout=3000)
+        kind = lambda name: (on_device, "nccl", f"{folder}/{name}", 600)
+        on = lambda n, name, *call: run(n, *kind(name), *call, timeout=3000)
         times, parameters = on(1, "gpt", _time_gpt, arguments.rounds)[0]
         sizes = [KB, 16 * KB, 256 * KB, MB, 4 * MB, 25 * MB]
         if gpus > 1:

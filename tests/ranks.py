@@ -109,6 +109,32 @@ def call_in_environment(variables, call):
     return function(*args, **kwargs)
 
 
+def on_device(kind, store, timeout, function, *arguments):
+    """Return function(device, *arguments), called in a new group that takes this group's place.
+
+    kind   device of a rank          backend
+    cpu    the CPU                   gloo
+    gloo   one GPU, all ranks on it  gloo, through the host's memory
+    nccl   a GPU of its own          NCCL for CUDA tensors, gloo for those of the CPU
+    """
+    rank, world_size = collectives.rank_and_size()
+    dist.destroy_process_group()
+    device = torch.device("cpu")
+    if kind != "cpu":
+        device = torch.device("cuda", rank if kind == "nccl" else 0)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if kind == "nccl" else "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+        device_id=device if kind == "nccl" else None,
+    )
+    dist.barrier()
+    return function(device, *arguments)
+
+
 def serve(pipe, stack_pipe):
     """Life of a worker process: run tasks until one fails or the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle

@@ -9,7 +9,6 @@ import pickle
 import signal
 import time
 import warnings
-from datetime import timedelta
 from functools import partial
 from unittest.mock import patch
 
@@ -24,7 +23,7 @@ import tensor_parallel
 import test_collectives
 import test_expert_parallel
 import test_hybrid
-from ranks import call_in_environment, run, spawn
+from ranks import call_in_environment, on_device, run, spawn
 from test_hybrid import EVERY_LAYOUT, LAYERS, MOE, MOE_LAYOUTS, RUN, make_trainer, own_batch
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -37,31 +36,6 @@ SEVERAL = [ON_CPU, pytest.param("nccl", marks=several_gpus)]
 WAIT = 60  # seconds for a group's operations: several times what the slowest takes
 
 # ---- ranks on GPUs -------------------------------------------------------------------------------
-#
-# kind   device of a rank          backend
-# cpu    the CPU                   gloo
-# gloo   one GPU, all ranks on it  gloo, through the host's memory
-# nccl   a GPU of its own          NCCL for CUDA tensors, gloo for those of the CPU
-
-
-def _on(kind, store, function, *arguments):
-    """In a rank of a gloo group: function(device, *arguments) in a new group of this kind."""
-    rank, world_size = collectives.rank_and_size()
-    dist.destroy_process_group()
-    device = torch.device("cpu")
-    if kind != "cpu":
-        device = torch.device("cuda", rank if kind == "nccl" else 0)
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if kind == "nccl" else "gloo",
-        store=dist.FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=WAIT),
-        device_id=device if kind == "nccl" else None,
-    )
-    dist.barrier()
-    return function(device, *arguments)
 
 
 @pytest.fixture
@@ -74,11 +48,11 @@ def on(tmp_path):
     numbers = itertools.count()
 
     def call(kind, world_size, function, *arguments, environment=None, **options):
-        call = kind, str(tmp_path / str(next(numbers))), function, *arguments
+        call = kind, str(tmp_path / str(next(numbers))), WAIT, function, *arguments
         options = {"timeout": 10 * WAIT, "group_timeout": WAIT} | options
         if environment is None:
-            return run(world_size, _on, *call, **options)
-        later = pickle.dumps((_on, call, {}))
+            return run(world_size, on_device, *call, **options)
+        later = pickle.dumps((on_device, call, {}))
         return spawn(world_size, call_in_environment, environment, later, **options)
 
     return call

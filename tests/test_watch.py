@@ -45,13 +45,11 @@ def test_validation_between_steps_leaves_every_bit_of_the_training(line, tmp_pat
 # ---- lines ---------------------------------------------------------------------------------------
 
 
-def _log(flags, steps, is_terminal=False, width=400):
+def _log(flags, steps):
     """What a Log prints of so many steps."""
     printed, trainer = io.StringIO(), make_trainer(flags)
-    printed.isatty = lambda: is_terminal
-    size = SimpleNamespace(columns=width)
     metrics = {"loss": 2.0, "grad_norm": 1.0, "lr": 0.1, "skipped": 0}
-    with redirect_stdout(printed), patch.object(hybrid.shutil, "get_terminal_size", lambda: size):
+    with redirect_stdout(printed):
         log = hybrid.Log(trainer)
         for trainer.steps_done in range(1, steps + 1):
             log.step(metrics, seconds=BATCH * T / 3e6)
@@ -64,15 +62,6 @@ def test_some_forty_lines_are_printed_the_first_and_the_last_among_them():
     assert shown("--steps 1200", 1200) == [1, *range(30, 1201, 30)]
     assert shown("--steps 1200 --print-every 500", 1200) == [1, 500, 1000, 1200]
     assert shown("--steps 3", 3) == [1, 2, 3]
-
-
-@on_ranks(1)
-def test_on_a_terminal_one_line_is_rewritten():
-    text = _log("--steps 1200 --print-every 50", 100, True, width=60)
-    header, *lines = text.split("\r\033[K")[1:]
-    assert "parameters on 1 x cpu" in header and lines[0].startswith("step 1 of 1200  loss ")
-    assert len(lines) == 100 and text.count("\n") == 4
-    assert all(len(line) == 59 for line in lines if not line.endswith("\n"))
 
 
 @on_ranks(2)
