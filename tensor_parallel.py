@@ -208,11 +208,14 @@ class _ParallelLinear(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         if not column:
             return begin_sum(x, weight, chunks, group)()
-        y = x.new_empty(P if chunks else 1, *x.shape[:-1], len(weight)).flatten(0, 1)
-        outputs = y.chunk(chunks or 1)
-        for number, chunk in begin_gather(x, chunks, group):
-            _linear_into(outputs[number], chunk, weight, bias)
-        return y
+        arriving = begin_gather(x, chunks, group)
+        if chunks < 2:
+            _, whole = next(arriving)
+            return F.linear(whole, weight, bias)
+        y = x.new_empty(P, *x.shape[:-1], len(weight))
+        for number, chunk in arriving:
+            _linear_into(y[number], chunk, weight, bias)
+        return y.flatten(0, 1)
 
     @staticmethod
     @once_differentiable
@@ -226,25 +229,28 @@ class _ParallelLinear(torch.autograd.Function):
             gathered = begin_gather(x, chunks, group, async_op=True)
         if column and wants_x:
             finish = begin_sum(dy, weight.t(), chunks, group, async_op=True)
-        if not column:
-            P = dist.get_world_size(group) if chunks else 1
-            dx = dy.new_empty(P, *dy.shape[:-1], weight.shape[1]).flatten(0, 1)
+        if not column and chunks < 2:
+            _, dy = next(begin_gather(dy, chunks, group))
+            dx = dy @ weight.to(dy.dtype)
+        elif not column:
+            dx = dy.new_empty(chunks, *dy.shape[:-1], weight.shape[1]).flatten(0, 1)
 
         def by_columns():
-            gradients = dy.chunk(chunks or 1)
+            own = dy.chunk(chunks) if chunks > 1 else [dy]
             for number, chunk in gathered or begin_gather(x, chunks, group):
-                yield gradients[number], chunk
+                yield own[number], chunk
 
         def by_rows():
             for number, chunk in begin_gather(dy, chunks, group):
-                _linear_into(dx.chunk(chunks or 1)[number], chunk, weight.t())
-                yield chunk, x.chunk(chunks or 1)[number] if wants_weight else None
+                _linear_into(dx.chunk(chunks)[number], chunk, weight.t())
+                yield chunk, x.chunk(chunks)[number] if wants_weight else None
 
-        pairs = by_columns() if column else by_rows()
-        if not column and (is_open or not wants_weight):
-            pairs = list(pairs)  # dx is needed now, dW later or not at all
+        pairs = by_columns() if column else [(dy, x)]
+        if not column and chunks > 1:
+            pairs = by_rows()
+            if is_open or not wants_weight:
+                pairs = list(pairs)  # dx is needed now, dW later or not at all
         if wants_weight:
-            # the sum of several products is in fp32 at least; a single one has the dtype of x
             dtype = torch.promote_types(x.dtype, torch.float32) if chunks > 1 else x.dtype
             gradient = partial(_weight_gradient, ctx.parameters[0], pairs, dtype, defer)
             dweight = _now_or_later(ctx.parameters[0], gradient, defer)
@@ -264,7 +270,10 @@ def _now_or_later(parameter, gradient, defer):
 
 
 def _weight_gradient(parameter, pairs, dtype, defer):
-    """Return the sum of dy^T @ x over pairs (dy, x). If the store adds, add it to .grad instead."""
+    """Return the sum of dy^T @ x over pairs (dy, x). If the store adds, add it to .grad instead.
+
+    dtype: fp32 at least for the sum of several products; that of x for a single one.
+    """
     total = None
     if defer is not None and defer.adds and parameter.is_leaf and not parameter._backward_hooks:
         total = parameter.grad

@@ -120,7 +120,7 @@ def test_an_activation_too_many_and_a_message_too_many_are_seen():
     with patch.object(hybrid.Trainer, "sum_shared_gradients", chatter):
         _, found = _rehearsed(flags, 0)
     extra = {what: found["dp"][what] - sent["dp"][what] for what in found["dp"]}
-    assert extra == {"sent": 3 * 128 * 4, "batches": 1, "between": 0}  # to all others at once
+    assert extra == {"sent": 128 * 4 * 3, "batches": 1, "between": 0}  # to each of the others
 
 
 @pytest.mark.parametrize("flags", ["--dp 4 --replicate 2", "--pp 2 --dp 2 --schedule dualpipe"])
