@@ -100,8 +100,9 @@ def exchange(sends, receives, group=None, async_op=False):
     tensor = (sends or receives)[0][0] if sends or receives else None
     operation = Operation("exchange", group, tensor, async_op)
     operation.tell("begin")
-    with suppress(Exception):  # errors of earlier operations are raised by their own wait()
-        operation.queue.finish()
+    if not operation.queue.is_completed():
+        with suppress(Exception):  # an error of a pending collective is raised by its own wait()
+            operation.queue.finish()
     task = partial(operation.queue.run, operation.post(sends, receives))
     if not async_op:
         return operation.complete(task)
@@ -217,17 +218,23 @@ def _pairwise(outgoing, arriving, rank):
         yield [(outgoing[r], r) for r in after], [(arriving[r], r) for r in before]
 
 
-def _direct_reduce_scatter(chunks, output, combine, rank):
-    """Send every chunk to its rank, which reduces what arrives in the order of ranks. 1 step."""
+def _direct_reduce_scatter(chunks, output, combine, rank, scratch):
+    """Send every chunk to its rank, which reduces what arrives in the order of ranks. 1 step.
+
+    scratch: a list of matrices that segments of the same tensor have used and the next ones may
+    """
     P = len(chunks)
     if P == 1:
         output.copy_(chunks[0])
     elif output.is_cuda:  # one kernel reads each element once, and rounds once
-        padding = -len(output) % (ALIGNMENT // output.itemsize)
-        rows = output.new_empty(P, len(output) + padding)[:, : len(output)]  # row r: from rank r
+        unit = ALIGNMENT // output.itemsize
+        length = (len(output) // unit + 3) * unit  # other segments are at most 2 units longer
+        matrix = scratch.pop() if scratch else output.new_empty(P, length)
+        rows = matrix[:, : len(output)]  # row r: from rank r
         yield from _pairwise(chunks, rows.unbind(), rank)
         rows[rank].copy_(chunks[rank])
         combine.rows(rows, 0, out=output)
+        scratch.append(matrix)
     else:
         parts = [torch.empty_like(output) for _ in chunks]
         yield from _pairwise(chunks, parts, rank)
@@ -239,7 +246,7 @@ def _direct_reduce_scatter(chunks, output, combine, rank):
         combine.pair(total, last, out=output)
 
 
-def _direct_all_gather(chunks, rank):
+def _direct_all_gather(chunks, rank, scratch=None):
     """Send this rank's chunk to every rank. 1 step."""
     return _pairwise([chunks[rank]] * len(chunks), chunks, rank)
 
@@ -300,7 +307,7 @@ def _hierarchical_reduce_scatter(chunks, output, combine, rank, ranks_per_node):
     node, local_rank = divmod(rank, I)
     nodes = [chunks[first : first + I] for first in range(0, P, I)]
     sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::I]]
-    direct = [_direct_reduce_scatter(*pair, combine, local_rank) for pair in zip(nodes, sums)]
+    direct = [_direct_reduce_scatter(*own, combine, local_rank, []) for own in zip(nodes, sums)]
     yield from _among(range(node * I, node * I + I), direct)
     across = _ring_reduce_scatter(sums, output, combine, node)
     yield from _among(range(local_rank, P, I), [across])
@@ -354,7 +361,7 @@ def _recursive_doubling(output, input, combine, rank, world_size):
         total = combine.pair(total, received, out=output if distance == world_size else received)
 
 
-def _all_reduce(name, output, input, combine, rank, world_size, **nodes):
+def _all_reduce(name, output, input, combine, rank, world_size, **own):
     """Run one all-reduce with the named algorithm.
 
     Doubling takes the first 2^k <= P ranks; rank r - 2^k stands in for a rank r beyond them.
@@ -370,14 +377,14 @@ def _all_reduce(name, output, input, combine, rank, world_size, **nodes):
         yield [], [(other, rank + core)]
         input = combine.pair(input, other, out=other)
     if name == "naive":
-        yield from _direct_reduce_scatter([input] * core, output, combine, rank)
+        yield from _direct_reduce_scatter([input] * core, output, combine, rank, **own)
     elif name == "recursive_doubling":
         yield from _recursive_doubling(output, input, combine, rank, core)
     else:
         reduce_scatter, all_gather = _PHASES[name]
         chunks = _cut(output, core)
-        yield from reduce_scatter(_cut(input, core), chunks[rank], combine, rank, **nodes)
-        yield from all_gather(chunks, rank, **nodes)
+        yield from reduce_scatter(_cut(input, core), chunks[rank], combine, rank, **own)
+        yield from all_gather(chunks, rank, **own)
     if stands_in:
         yield [(output, rank + core)], []
 
@@ -449,12 +456,14 @@ def _plan(operation, nbytes, phases=1, name="auto"):
     ranks_per_node = operation.members.ranks_per_node
     if name == "auto" or P == 1:
         name = choose(nbytes, P, ranks_per_node, on_nccl, phases)
-    nodes = {"ranks_per_node": ranks_per_node} if name == "hierarchical" else {}
+    own = {"scratch": []} if name in ("direct", "naive") else {}
+    if name == "hierarchical":
+        own = {"ranks_per_node": ranks_per_node}
     if "doubling" in name or name == "naive" or (name == "ring" and on_nccl):
         # ranks beyond 2^k would post segments in another order; on NCCL a ring would gain nothing
-        return name, 1, nodes
+        return name, 1, own
     segment_bytes = DIRECT_BYTES if on_nccl else P * SEGMENT
-    return name, max(1, math.ceil(nbytes / segment_bytes)), nodes
+    return name, max(1, math.ceil(nbytes / segment_bytes)), own
 
 
 # ---- an operation and its queue ------------------------------------------------------------------
@@ -772,9 +781,9 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="a
     combine = _COMBINE[op]
 
     def algorithms(output, input):
-        name, segments, nodes = _plan(operation, tensor.nbytes, 2, algorithm)
+        name, segments, own = _plan(operation, tensor.nbytes, 2, algorithm)
         parts = zip(_cut(output, segments, P), _cut(input, segments, P))
-        return [_all_reduce(name, *part, combine, rank, P, **nodes) for part in parts]
+        return [_all_reduce(name, *part, combine, rank, P, **own) for part in parts]
 
     if output is None:
         return _launch(operation, lambda x: algorithms(x, x), [tensor], [], {"op": op})
@@ -790,9 +799,10 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
     _check_fits(output, input, P * output.numel(), input.numel())
 
     def algorithms(output, input):
-        name, segments, nodes = _plan(operation, input.nbytes)
+        name, segments, own = _plan(operation, input.nbytes)
         parts = zip(*(_cut(flat, segments) for flat in (*input.tensor_split(P), output)))
-        return [_PHASES[name][0](chunks, own, combine, rank, **nodes) for *chunks, own in parts]
+        reduce_scatter = partial(_PHASES[name][0], combine=combine, rank=rank, **own)
+        return [reduce_scatter(chunks, part) for *chunks, part in parts]
 
     return _launch(operation, algorithms, [output], [input], {"op": op})
 
@@ -804,12 +814,12 @@ def all_gather_single(output, input, group=None, async_op=False):
     _check_fits(output, input, output.numel(), P * input.numel())
 
     def algorithms(output, input):
-        name, segments, nodes = _plan(operation, output.nbytes)
+        name, segments, own = _plan(operation, output.nbytes)
         chunks = output.tensor_split(P)
         if chunks[rank].data_ptr() != input.data_ptr():
             chunks[rank].copy_(input)
         parts = zip(*(_cut(chunk, segments) for chunk in chunks))
-        return [_PHASES[name][1](part, rank, **nodes) for part in parts]
+        return [_PHASES[name][1](part, rank, **own) for part in parts]
 
     return _launch(operation, algorithms, [output], [input], {})
 

@@ -258,7 +258,7 @@ def test_on_a_gpu_a_chunk_is_reduced_by_one_kernel_that_rounds_once(P):
             kernels = Mock(wraps=collectives._COMBINE[op].rows)
             combine = Mock(rows=kernels, pair=None)
             chunks = [everyone[P - 1]] * P
-            steps = collectives._direct_reduce_scatter(chunks, output, combine, P - 1)
+            steps = collectives._direct_reduce_scatter(chunks, output, combine, P - 1, [])
             with on_gpu:
                 for _, receives in steps:
                     for tensor, peer in receives:
