@@ -663,7 +663,7 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
 def part_of(parameter):
     """Return (shape of this rank's part, offset in it of the parameter's first element).
 
-    ZeRO leaves a flat piece of the part, a parameter with the attributes `whole_shape` and `offset`.
+    ZeRO leaves a flat piece of the part, a parameter with attributes `whole_shape` and `offset`.
     """
     return getattr(parameter, "whole_shape", parameter.shape), getattr(parameter, "offset", 0)
 

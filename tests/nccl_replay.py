@@ -9,7 +9,7 @@ is active only when every rank's first batch is. A message is done when the batc
 are active, and matched messages have the same size; a batch is done when its messages are, in any
 order. An operation waits for its batches before it ends, which holds up its stream, a thread here,
 and not the others; in the background it posts nothing before its launcher has come to it, and its
-Work.wait() joins it after its end. Tags are not looked at.
+the operation's wait() joins it after its end. Tags are not looked at.
 """
 
 import threading
