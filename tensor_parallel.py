@@ -231,7 +231,8 @@ class _ParallelLinear(torch.autograd.Function):
             finish = begin_sum(dy, weight.t(), chunks, group, async_op=True)
         if not column and chunks < 2:
             _, dy = next(begin_gather(dy, chunks, group))
-            dx = dy @ weight.to(dy.dtype)
+            if wants_x:
+                dx = dy @ weight.to(dy.dtype)
         elif not column:
             dx = dy.new_empty(chunks, *dy.shape[:-1], weight.shape[1]).flatten(0, 1)
 
