@@ -4,7 +4,8 @@
     with batches() as count: ...    Counter: "batches" that NCCL would be given, and of their
                                     messages those "off 16" bytes, which it copies byte by byte
     with as_on_nccl(): ...          the collectives go as they do on NCCL, over gloo
-    with as_alone(): ...            and messages nowhere: other ranks have what this one has
+    with nccl_over_gloo(): ...      the same, under the strictest reading of NCCL's rules
+    with as_alone(): ...            messages go nowhere, and other ranks have what this one has
 """
 
 import copy
@@ -101,6 +102,35 @@ def as_on_nccl(post_batch=post_over_gloo, config="cpu:nccl,meta:nccl"):
         patch.object(torch.cuda, "stream", lambda stream: nullcontext()),
     ):
         yield
+
+
+@contextmanager
+def nccl_over_gloo():
+    """as_on_nccl(), where each batch blocks until both ends of its messages have posted them.
+
+    On NCCL, batches of different groups may run side by side. Here they run in the order in which
+    they are posted, so an order that could hang there hangs here. A group's first batch makes its
+    communicator, and waits until every rank of the group posts one. Both ends of a message have the
+    same size. Tags tell nothing apart. Yields a list of the batches' numbers of messages.
+    """
+    sizes, connected = [], set()
+
+    def post_and_block(group, sends, receives):
+        assert all(tensor.is_contiguous() and tensor.numel() for tensor, _ in (*sends, *receives))
+        if group not in connected:
+            connected.add(group)
+            group.barrier().wait()
+        given = [(torch.tensor([tensor.nbytes]), peer) for tensor, peer in sends]
+        expected = [(torch.zeros(1, dtype=torch.int64), peer) for _, peer in receives]
+        post_over_gloo(group, given, expected).wait()
+        assert [x.nbytes for x, _ in receives] == [n.item() for n, _ in expected], "unlike sizes"
+        post_over_gloo(group, sends, receives).wait()
+        sizes.append(len(sends) + len(receives))
+        assert sizes[-1] <= 256  # beyond that NCCL may hang
+        return Stream()
+
+    with as_on_nccl(post_and_block):
+        yield sizes
 
 
 @contextmanager
