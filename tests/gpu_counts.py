@@ -23,24 +23,32 @@ import collectives
 from collectives import observe
 
 
-class _Waits(TorchDispatchMode):
-    """Counts operations whose result, or its size, the host has to know; and tensors of lists."""
+BY_VALUE = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "bincount", "masked_select"}
+BY_VALUE |= {"_unique2"}
 
-    ALWAYS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "bincount", "masked_select"}
-    ALWAYS |= {"lift_fresh"}
+
+def host_waits_for(function, args, kwargs):
+    """Return whether the host has to know the result of an operator, or its size."""
+    name = function.overloadpacket.__name__
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    if name in ("index", "index_put", "index_put_"):
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return name in BY_VALUE
+
+
+class _Waits(TorchDispatchMode):
+    """Counts operators for which the host waits, and tensors made of lists."""
 
     def __init__(self):
         super().__init__()
         self.count = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, function.overloadpacket.__name__
-        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
-        masked = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
-        unknown = name == "repeat_interleave" and kwargs.get("output_size") is None
-        if name in self.ALWAYS or masked or unknown:
+        name = function.overloadpacket.__name__
+        if name == "lift_fresh" or host_waits_for(function, args, kwargs or {}):
             self.count[name] += 1
-        return function(*args, **kwargs)
+        return function(*args, **kwargs or {})
 
 
 @contextmanager
