@@ -1,5 +1,6 @@
-"""A transformer layer, with attention as in the papers whose memory it has; what autograd keeps."""
+"""A transformer layer with attention as in the papers about its memory, and measures of memory."""
 
+import gc
 from contextlib import contextmanager
 
 import torch
@@ -50,9 +51,17 @@ def norm_bytes(batch, seq_len, tp=1, sequence_parallel=False, recompute="none", 
     return 0 if recompute == "full" else 2 * 2 * itemsize * tokens
 
 
+def bytes_of_new_tensors():
+    """Return the bytes of all tensors that were made since gc.freeze() and are alive."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 @contextmanager
 def saved_bytes(parameters=()):
-    """Counts what autograd keeps: `with saved_bytes(parameters) as count: ...; count()`.
+    """Yield count(), which returns the bytes that autograd keeps of what was computed inside.
 
     Each storage counts once, and those of parameters do not.
     """
@@ -68,8 +77,9 @@ def saved_bytes(parameters=()):
 
 
 class Peak(TorchDispatchMode):
-    """`with Peak() as peak: ...` peak.bytes: the most that was alive at a time, of what operations
-    inside have made or changed; peak.now(): what still is.
+    """Measures the storages that operations inside it make or change.
+
+    bytes: the most that were alive at a time. now(): what is still alive.
     """
 
     def __init__(self):
