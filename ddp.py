@@ -268,7 +268,7 @@ class DistributedDataParallel(nn.Module):
 
     The constructor copies the parameters and buffers of the group's first rank to all ranks. Every
     backward() that computes the gradient of a parameter also reduces all gradients, except inside
-    no_sync(). Differences from torch.nn.parallel.DistributedDataParallel:
+    no_sync(), which sets require_backward_grad_sync to False. Differences from PyTorch's class:
 
     - A parameter that no rank's loss uses gets a zero gradient instead of None, so weight decay and
       momentum still change it. A rank whose loss uses no parameter at all calls finish_grad_sync()
