@@ -153,6 +153,7 @@ class Schedule(list):
         return self.routes[microbatch * len(self.routes) // self.num_microbatches]
 
     def _link(self, kinds, microbatch, places):
+        """Enter the transfers from place to place. A backward's are the same for B and I."""
         for (source, chunk), (destination, next_chunk) in zip(places, places[1:]):
             transfer = Transfer(Action(kinds[0], microbatch, chunk), source, destination)
             for kind in kinds:
@@ -504,10 +505,10 @@ def program(schedule, rank):
 class WeightGradStore:
     """Collects the products that give weights' gradients, which layers defer from I to W.
 
-    The store is open during an I. Instead of computing a parameter's gradient, a layer may then put
-    (parameter, product); product() returns the gradient later. While `adds` is true, a layer may
-    add a weight's gradient to .grad itself, which saves autograd a pass over it. `adds` is false in
-    the action that completes a stage's gradients, so that autograd runs the hooks that reduce them.
+    The store is open during an I. A layer may then call put(parameter, product) and skip the
+    parameter's gradient, which product() returns later. While `adds` is true, a layer may add a
+    weight's gradient to .grad itself, which saves autograd a pass over it. `adds` is false in the
+    action that completes a stage's gradients, so that autograd runs the hooks that reduce them.
     """
 
     products = None
@@ -601,19 +602,19 @@ def _add_products(products):
 class Pipeline:
     """Runs one rank of a schedule.
 
-    stage: this rank's module, or a list with one module per chunk. A stage without layers returns
-        its input. No stage may change its input in place.
+    stage: this rank's module, or a list with one module per chunk. A stage without layers may
+        return its input. No stage may change its input in place.
     schedule: a Schedule, the same on all ranks of the group.
-    loss_fn: called at the end of a route as loss_fn(output, target, *loss_arguments of step()). It
-        returns a microbatch's share of the loss; the loss of a step is the sum of the shares.
+    loss_fn: loss_fn(output, target, *loss_arguments) returns a microbatch's share of the loss; the
+        loss of a step is the sum of the shares. It is called where a route ends.
     shape, dtype, device: those of every stage's output for one microbatch, except the last stage's.
-        They default to PyTorch's default dtype and device.
+        dtype and device default to PyTorch's default dtype and device.
     defer: the WeightGradStore in which layers of the stages defer products.
-    sync_each: reduce gradients over replicas for each microbatch (ZeRO-2, -3), not once a step.
+    sync_each: reduce gradients over replicas once per microbatch, as in ZeRO-2 and ZeRO-3, instead
+        of once per step.
 
-    To keep only the inputs of a stage and run it again in backward, as GPipe does, a stage calls
-    its layers through torch.utils.checkpoint. With two routes (DualPipe) each route has a replica
-    of all layers: see sum_replicas().
+    To keep only its inputs and run again in backward, as in GPipe, a stage can call its layers with
+    torch.utils.checkpoint. With two routes (DualPipe) each has a replica: see sum_replicas().
 
     Collective. Raises ValueError on all ranks if their schedules differ or do not fit the group; on
     a rank that does not have one stage per chunk, or has one in PyTorch's DistributedDataParallel.
@@ -834,7 +835,7 @@ def bubble_time(
 
 
 def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2):
-    """Return the peak activations of the fullest rank, in microbatches through a whole stage."""
+    """Return the fullest rank's peak, in microbatches through all its layers of one replica."""
     p, m, v = num_stages, num_microbatches, num_chunks
     return {
         "naive": 1,
