@@ -610,8 +610,7 @@ class Pipeline:
     shape, dtype, device: those of every stage's output for one microbatch, except the last stage's.
         dtype and device default to PyTorch's default dtype and device.
     defer: the WeightGradStore in which layers of the stages defer products.
-    sync_each: reduce gradients over replicas once per microbatch, as in ZeRO-2 and ZeRO-3, instead
-        of once per step.
+    sync_each: reduce gradients over replicas per microbatch, as ZeRO-2 and ZeRO-3 do, not per step.
 
     To keep only its inputs and run again in backward, as in GPipe, a stage can call its layers with
     torch.utils.checkpoint. With two routes (DualPipe) each has a replica: see sum_replicas().
