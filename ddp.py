@@ -1,9 +1,9 @@
-"""Data parallelism: every rank trains a replica of the model on its part of the batch.
+"""Data parallelism: every rank (process) trains a replica of the model on its part of a batch.
 
-If a batch is divided into P equal parts, the gradient of its mean loss is the mean of the parts'
-gradients. So an averaging all-reduce after each backward pass gives every rank the gradient of the
-whole batch. All ranks start from the same weights and take the same optimizer step, which keeps the
-replicas equal.
+If a batch is divided into P equal parts, one for each rank, the gradient of its mean loss is the
+mean of the parts' gradients. So an all-reduce that averages the gradients over the ranks after each
+backward pass gives every rank the gradient of the whole batch. All ranks start from the same
+weights and take the same optimizer step, which keeps the replicas equal.
 
 If gradients were reduced only after backward, the network would be idle until then. Backward
 computes gradients from the last layer to the first, so they are collected in buckets in that order,
@@ -16,12 +16,12 @@ A rank holds   all parameters, gradients and optimizer state: with Adam in fp32,
                bytes per parameter, and 4 more for the buckets unless gradient_as_bucket_view is
                set. zero.py divides these among the ranks.
 It sends       per step 2 (P-1)/P times the size of its gradients, in one all-reduce per bucket
-Overlap        backward hides all buckets but the last one
-PyTorch's      DistributedDataParallel does the same; the class of that name lists the differences
+Overlap        backward hides the reduction of every bucket except the last
+PyTorch's      DistributedDataParallel does the same; the docstring of the class lists differences
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
-    torchrun --nproc-per-node 4 ddp.py      prints claimed and counted bytes, and the error
+    torchrun --nproc-per-node 4 ddp.py      bytes claimed and counted; the gradients' error
 """
 
 import weakref
@@ -40,16 +40,16 @@ from collectives import (
 
 
 def average_gradients(module, group=None):
-    """Call after backward: replace each gradient by its mean over the group, without overlap."""
+    """After backward, replace each gradient by its mean over the group. Nothing overlaps."""
     for parameter in module.parameters():
         if parameter.requires_grad:
-            if parameter.grad is None:  # not used by this rank's loss, perhaps by another's
+            if parameter.grad is None:  # this rank's loss does not use it, another's may
                 parameter.grad = torch.zeros_like(parameter, dtype=grad_dtype(parameter))
             all_reduce(parameter.grad, ReduceOp.AVG, group)
 
 
 def grad_dtype(parameter):
-    """Return the dtype for the parameter's gradient, even if grad_dtype is None (any dtype)."""
+    """Return the gradient's dtype: parameter.grad_dtype, or its own dtype if that is None (any)."""
     return parameter.grad_dtype or parameter.dtype
 
 
@@ -57,41 +57,41 @@ class Bucket:
     """Gradients that are reduced together as soon as the last of them has been computed.
 
     Divide the parameters among buckets before training, and call finish() after every backward.
-    GradBucket and Reducer add that a gradient can be a view of the buffer instead of a copy, that
-    all ranks reduce their buckets in the same order, and that gradients may be missing.
+    GradBucket and Reducer below do the same, but .grad may be a view of the flat tensor instead of
+    a copy, all ranks reduce their buckets in the same order, and a loss may leave parameters out.
     """
 
     def __init__(self, parameters, group=None):
         self.parameters = parameters
         self.group = group
-        self.waiting = set(parameters)
+        self.missing = set(parameters)
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self.mark_ready)
 
     def mark_ready(self, parameter):
-        self.waiting.remove(parameter)
-        if not self.waiting:
-            self.buffer = torch.cat([p.grad.flatten() for p in self.parameters])
-            self.work = all_reduce(self.buffer, ReduceOp.AVG, self.group, async_op=True)
+        self.missing.remove(parameter)
+        if not self.missing:
+            self.flat = torch.cat([p.grad.flatten() for p in self.parameters])
+            self.work = all_reduce(self.flat, ReduceOp.AVG, self.group, async_op=True)
 
     def finish(self):
         self.work.wait()
-        parts = self.buffer.split([p.numel() for p in self.parameters])
+        parts = self.flat.split([p.numel() for p in self.parameters])
         for parameter, part in zip(self.parameters, parts):
             parameter.grad.copy_(part.view_as(parameter))
-        self.waiting = set(self.parameters)
+        self.missing = set(self.parameters)
 
 
 # ---- tensors in one flat tensor ------------------------------------------------------------------
 
 
 def aligned(elements):
-    """Round up to a multiple of 64 elements, which fill ALIGNMENT bytes if they have 16 bits."""
+    """Round up to a multiple of 64 elements. 64 elements of 16 bits take ALIGNMENT bytes."""
     return elements + -elements % (ALIGNMENT // 2)
 
 
 class FlatLayout:
-    """The positions of several tensors in one flat tensor, each at a multiple of 64 elements.
+    """The positions of several tensors in one flat tensor, each aligned to 64 elements.
 
         | weight              |    | bias | | weight           |   |
 
@@ -107,7 +107,7 @@ class FlatLayout:
         self.length = sum(self.sizes)
 
     def views(self, flat):
-        """Return the tensors, in their shapes, as views of the flat one."""
+        """Return views of `flat`, one for each tensor and in its shape."""
         parts = flat.split(self.sizes)[::2]
         return [part.view(shape) for part, shape in zip(parts, self.shapes)]
 
@@ -128,11 +128,11 @@ def gradient_bytes(parameter):
 
 
 def fill_buckets(parameters, cap_bytes, kind):
-    """Return lists of parameters, one for each bucket, in the order in which they are completed.
+    """Divide parameters into lists, one for each bucket, in the order in which buckets complete.
 
     parameters: in the order in which backward computes their gradients.
     cap_bytes: the largest size of a bucket; a larger parameter gets its own bucket.
-    kind: parameters share a bucket only if kind(parameter) is equal for them.
+    kind: a function; two parameters share a bucket only if it returns the same for both.
     """
     buckets = []
     filling = {}  # {kind: (its last bucket, the bytes that still fit)}
@@ -152,7 +152,7 @@ class GradBucket:
     """Gradients that are packed into one flat tensor and reduced together.
 
     slots: {parameter: the view of the flat tensor that its gradient fills}.
-    as_views: make each slot its parameter's .grad; otherwise the sums are copied to .grad.
+    as_views: whether each slot becomes its parameter's .grad; otherwise sums are copied to .grad.
     missing: the parameters whose gradients are not in their slots yet.
     """
 
@@ -164,12 +164,12 @@ class GradBucket:
         self.flat = parameters[0].new_zeros(layout.length, dtype=grad_dtype(parameters[0]))
         self.slots = {}
         for parameter, view in zip(parameters, layout.views(self.flat)):
-            # fused optimizers expect a gradient to have the strides of its parameter
+            # the parameter's strides, as fused optimizers expect, or dense ones if they leave gaps
             strides = torch.empty_like(parameter, device="meta").stride()
             self.slots[parameter] = view.as_strided(view.shape, strides)
 
     def take(self, parameter, divisor):
-        """Write the gradient, or zero if it is None, into the slot, divided by `divisor`."""
+        """Write the gradient (zero if it is None), divided by `divisor`, into its slot."""
         slot = self.slots[parameter]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(slot)
@@ -204,13 +204,14 @@ def reduce_in_order(queue, reduce):
 
 
 class Reducer:
-    """Reduces the gradients of a module, bucket by bucket. A round reduces each gradient once.
+    """Reduces the gradients of a module in buckets. In each round, every gradient is reduced once.
 
-        idle  -- start() -->  reducing: ready() for each gradient  -- finish() -->  idle
+        idle  -- start() -->  reducing: mark_ready() for each gradient  -- finish() -->  idle
 
-    A round usually lasts for one backward pass, but a zero-bubble pipeline computes some weight
-    gradients later, and starts and finishes rounds itself.
+    A round usually lasts for one backward pass. A pipeline (pipeline.py) that computes some weight
+    gradients after their backward pass starts and finishes rounds itself.
 
+    group_of: a function that returns the group over which to sum a parameter's gradient.
     buckets: in the order in which every rank reduces them.
     queue: the buckets whose reduction has not started in this round.
     """
@@ -228,7 +229,7 @@ class Reducer:
         self.queue = deque()
 
     def start(self, awaited=()):
-        """Start a round. All gradients are final except those of the `awaited` parameters."""
+        """Start a round. Only gradients of the `awaited` parameters are still to be computed."""
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad != (parameter in self.bucket_of):
                 raise RuntimeError(f"{name!r} was frozen, thawed or replaced after it was wrapped")
@@ -237,9 +238,9 @@ class Reducer:
         for bucket in self.buckets:
             bucket.missing = set(bucket.slots)
         for parameter in self.bucket_of.keys() - set(awaited):
-            self.ready(parameter)
+            self.mark_ready(parameter)
 
-    def ready(self, parameter):
+    def mark_ready(self, parameter):
         """Put the parameter's final gradient into its bucket, and reduce complete buckets."""
         bucket = self.bucket_of[parameter]
         if parameter not in bucket.missing:
@@ -248,12 +249,12 @@ class Reducer:
         reduce_in_order(self.queue, GradBucket.reduce)
 
     def finish(self):
-        """End the round: take the gradients still awaited as they are, and wait for all sums."""
+        """End the round: reduce the missing gradients as they are, and wait for all sums."""
         if not self.is_reducing:
             self.start()
         for bucket in self.buckets:
             for parameter in list(bucket.missing):
-                self.ready(parameter)
+                self.mark_ready(parameter)
         self.is_reducing = False
         for bucket in self.buckets:
             bucket.finish()
@@ -265,38 +266,37 @@ class Reducer:
 class DistributedDataParallel(nn.Module):
     """Wrap a module so that `loss.backward()` averages its gradients over the group.
 
-    Construction copies the parameters and buffers of the group's first rank to all ranks. Every
+    The constructor copies the parameters and buffers of the group's first rank to all ranks. Every
     backward() that computes the gradient of a parameter also reduces all gradients, except inside
-    no_sync(). Differences from torch.nn.parallel.DistributedDataParallel:
+    no_sync(), which sets require_backward_grad_sync to False. Differences from PyTorch's class:
 
     - A parameter that no rank's loss uses gets a zero gradient instead of None, so weight decay and
       momentum still change it. A rank whose loss uses no parameter at all calls finish_grad_sync()
       instead of backward().
-    - no_sync() belongs around backward(); forward() may run outside. It clears
-      `require_backward_grad_sync`, which a script may also set itself.
-    - Buckets are filled in the reverse order of module.parameters() and do not change. PyTorch
-      makes the first one small and, unless it looks for unused parameters, rebuilds them after the
-      first step in the order in which gradients became ready.
-    - Copy and save the wrapped module, not the wrapper.
+    - Only backward() must run inside no_sync(); PyTorch requires it of forward(), too.
+    - Buckets are filled in the reverse order of module.parameters() and do not change. Unless it
+      looks for unused parameters, PyTorch rebuilds them after the first step in the order in which
+      gradients became ready. By default it makes the first bucket small.
+    - The wrapper cannot be copied or pickled; the wrapped module can.
 
     bucket_cap_mb: the largest size of a bucket in MiB; a larger parameter gets its own bucket.
-    broadcast_buffers: before a forward pass, copy the first rank's buffers to all ranks, unless
-        nothing since the last copy may have changed them: a reduction, or a forward pass with
-        gradients enabled and outside no_sync().
+    broadcast_buffers: copy the first rank's buffers to all ranks before the first forward pass, and
+        before every one that follows a reduction, or that follows a forward pass with gradients
+        enabled and outside no_sync().
     gradient_as_bucket_view: make .grad a view of its bucket, which saves a copy and its memory. The
         next backward overwrites gradients that a script has kept.
     gradient_divide_factor: the divisor of the summed gradients, by default the group's size P. Set
-        it to 1 if the ranks' losses add up to the loss of the whole batch, and call zero_grad()
-        after each step: a gradient that is summed again grows P-fold, whereas a mean stays equal.
-    wait_in_backward: if False, backward() starts the reductions and finish_grad_sync() ends them.
+        it to 1 if the ranks' losses add up to the loss of the whole batch. Then call zero_grad()
+        after each step: .grad is reduced with what it holds, and an old sum would grow P-fold.
+    wait_in_backward: if False, backward() starts reductions and finish_grad_sync() waits for them.
     groups: {parameter: group} for parameters that only a subset of process_group replicates, such
-        as an expert's. The divisor is the same as for all others.
+        as those of an expert (expert_parallel.py). The divisor is the same for all parameters.
     device_ids, output_device, find_unused_parameters, static_graph: accepted for compatibility.
         Inputs are not moved to a device, and unused parameters are always found.
 
     The constructor raises ValueError on every rank if the ranks' modules differ. backward() raises
     RuntimeError if a parameter was frozen or unfrozen after wrapping, if a gradient is sparse,
-    replaced or computed twice in one pass, and with create_graph=True. After a backward pass that
+    replaced or computed twice in one pass, and if create_graph is True. After a backward pass that
     failed, forward() raises RuntimeError unless wait_in_backward is False.
     """
 
@@ -320,7 +320,7 @@ class DistributedDataParallel(nn.Module):
         self.reducer = Reducer(module, group_of, divisor, bucket_cap_mb, gradient_as_bucket_view)
         self.require_backward_grad_sync = True
         self._buffers_may_differ = True  # whether the next forward pass must broadcast them
-        self._expects_backward = False  # whether a forward pass was not followed by a reduction yet
+        self._expects_backward = False  # whether a forward pass still awaits its reduction
         self._ends_with_backward = False  # whether the end of backward also ends the round
         for parameter in self.reducer.bucket_of:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
@@ -358,16 +358,16 @@ class DistributedDataParallel(nn.Module):
         if not self.reducer.is_reducing:
             self.reducer.start(awaited=self.reducer.bucket_of)
             self._ends_with_backward = self.wait_in_backward
-        self.reducer.ready(parameter)
+        self.reducer.mark_ready(parameter)
         if self._ends_with_backward:
             # Private API: no public hook runs at the end of backward. Every gradient queues a
-            # callback, because a nested backward (reentrant checkpoint) runs its own callbacks.
+            # callback, because those of a nested backward (reentrant checkpoint) run at its end.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self):
-        # Private API: the current node is None only where the outermost backward ends.
-        is_last = torch._C._current_autograd_node() is None
-        if self.reducer.is_reducing and (is_last or not self.reducer.queue):
+        """End the round with the outermost backward, or with a nested one after the last bucket."""
+        is_outermost = torch._C._current_autograd_node() is None  # private API
+        if self.reducer.is_reducing and (is_outermost or not self.reducer.queue):
             self.finish_grad_sync()
 
     @torch.no_grad()
@@ -381,7 +381,7 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def finish_grad_sync(self):
-        """Reduce all gradients that have not been reduced, and wait for all reductions."""
+        """Reduce what has not been reduced since the last forward pass, and wait for all sums."""
         if self.reducer.is_reducing or self._expects_backward:
             self._expects_backward = False
             self._buffers_may_differ = True
@@ -405,7 +405,7 @@ def broadcast_first(tensors, group):
 
 
 def weakly(method):
-    """Return a hook that calls `method`, but does not keep the wrapper whose method it is alive."""
+    """Return a hook that calls `method` without keeping the object that it is bound to alive."""
     reference = weakref.WeakMethod(method)
 
     def hook(*arguments):
@@ -422,7 +422,7 @@ def weakly(method):
 def ddp_bytes(module, world_size):
     """Return the bytes that a rank sends per step, averaged over the ranks.
 
-    Ranks differ slightly if P does not divide a bucket into multiples of 128 bytes.
+    Ranks differ slightly if a bucket cannot be cut into P equal multiples of 128 bytes.
     """
     nbytes = sum(gradient_bytes(p) for p in module.parameters() if p.requires_grad)
     return all_reduce_bytes(nbytes, world_size)
@@ -435,13 +435,13 @@ def ddp_bytes(module, world_size):
 def get_total_norm(tensors, groups=()):
     """Return the 2-norm of the tensors of all ranks, as a float64 scalar that stays on the device.
 
-    tensors: this rank's, at least one. The norm of some tensors may be passed in their place.
-    groups: the squares are summed over each of these groups in turn, as over the axes of a grid.
+    tensors: this rank's, at least one. A norm may be passed in place of the tensors it belongs to.
+    groups: the squares are summed over each group in turn; its ranks must hold different tensors.
     """
-    norms = [tensors[0].new_zeros(1, dtype=torch.float64)]
-    for dtype, alike in _by_dtype(tensors):
-        found = torch._foreach_norm(alike, 2, torch.promote_types(dtype, torch.float32))
-        norms.append(torch.stack(found).double())
+    norms = [tensors[0].new_zeros(1, dtype=torch.float64)]  # for cat(), if all tensors are empty
+    for dtype, same_dtype in _by_dtype(tensors):
+        part = torch._foreach_norm(same_dtype, 2, torch.promote_types(dtype, torch.float32))
+        norms.append(torch.stack(part).double())
     total = torch.cat(norms).square().sum()
     for group in groups:
         all_reduce(total, group=group)
@@ -450,20 +450,20 @@ def get_total_norm(tensors, groups=()):
 
 @torch.no_grad()
 def clip_grads_with_norm_(tensors, max_norm, total_norm):
-    """Scale the tensors by the factor that reduces `total_norm` to at most `max_norm`."""
+    """Scale the tensors so that their norm, now `total_norm`, becomes at most `max_norm`."""
     coefficient = (max_norm / (total_norm + 1e-6)).clamp(max=1)
-    for dtype, alike in _by_dtype(tensors):
+    for dtype, same_dtype in _by_dtype(tensors):
         # in fp32, because rounding the coefficient to 16 bits would change every element
-        torch._foreach_mul_(alike, coefficient.to(torch.promote_types(dtype, torch.float32)))
+        torch._foreach_mul_(same_dtype, coefficient.to(torch.promote_types(dtype, torch.float32)))
 
 
 def _by_dtype(tensors):
-    """Group non-empty tensors by dtype, since a _foreach kernel takes a single dtype."""
-    alike = {}
+    """Return (dtype, its non-empty tensors) pairs, since a _foreach kernel takes one dtype."""
+    by_dtype = {}
     for tensor in tensors:
         if tensor.numel():
-            alike.setdefault(tensor.dtype, []).append(tensor)
-    return alike.items()
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    return by_dtype.items()
 
 
 # ---- demonstration -------------------------------------------------------------------------------

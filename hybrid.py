@@ -44,18 +44,19 @@ The model is GPT-2 (Radford et al., 2019), down to its parameters' names. Naraya
 """
 
 import argparse
+import ctypes
+import fcntl
 import hashlib
 import json
 import math
 import os
-import resource
 import shutil
 import signal
 import sys
 import sysconfig
 import time
 import zlib
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -104,7 +105,6 @@ def flag(default, help, **details):
     details:
         choices        the values that the flag may have
         least, below   the bounds of a number, [1, inf) by default for an int, [0, inf) for a float
-        needs          the condition, of those in check_needs(), without which it is rejected
     """
     return field(default=default, metadata={"help": help} | details)
 
@@ -125,14 +125,13 @@ class GPTConfig:
                           choices=("none", "selective", "full"))  # fmt: skip
     ffn: int | None = flag(None, "inner width of an MLP or expert (default: 4 x --hidden)")
     experts: int = flag(0, "experts that take an MLP's place (0: an MLP)", least=0)
-    top_k: int = flag(2, "experts that a token uses", needs="--experts")
-    shared_experts: int = flag(0, "experts that every token uses", least=0, needs="--experts")
-    capacity_factor: float | None = flag(None, "largest load of an expert / the mean", least=0.01,
-                                         needs="--experts")  # fmt: skip
+    top_k: int = flag(2, "experts that a token uses")
+    shared_experts: int = flag(0, "experts that every token uses", least=0)
+    capacity_factor: float | None = flag(None, "largest load of an expert / the mean", least=0.01)
     balance: str = flag("aux", "balance loads by losses, or by DeepSeek's bias on sigmoid scores",
-                        choices=("aux", "bias", "none"), needs="--experts")  # fmt: skip
-    moe_every: int = flag(1, "every so many layers, one has experts", needs="--experts")
-    topk_nodes: int | None = flag(None, "nodes a token may use (default: all)", needs="--ep > 1")
+                        choices=("aux", "bias", "none"))  # fmt: skip
+    moe_every: int = flag(1, "every so many layers, one has experts")
+    topk_nodes: int | None = flag(None, "nodes that a token may use (default: all)")
 
     @property
     def mlp_width(self):
@@ -398,7 +397,7 @@ class Trainer:
 
     def __init__(self, args, mesh, device):
         self.args, self.mesh, self.device = args, mesh, device
-        self.steps_done = self.skipped = self.skipped_in_a_row = 0
+        self.steps_done = 0
         self.sigterm = self.stop = False
         schedule = schedule_of(args)
         self.route = schedule.routes[0]
@@ -441,62 +440,54 @@ class Trainer:
         """Take one optimizer step on this rank's rows of the batch, (B/dp, T) each.
 
         Returns metrics by name, with the global loss and the gradient norm before clipping. Raises
-        TrainingError, with unchanged weights, if a token is invalid or if --skip-nonfinite steps
-        in a row are not finite.
+        TrainingError, with unchanged weights, if one of these two is not finite.
         """
         args = self.args
         seed_dropout(args.seed, self.steps_done, self.mesh)
-        loss, num_outside = self.forward_backward(inputs, targets)
+        loss = self.forward_backward(inputs, targets)
         norm = self.clip_gradients()
         tallies = sum_tallies(self.mixtures, args, self.mesh, self.device)
         # launched before the host knows the numbers, so that the device need not wait for it
-        is_valid = torch.stack([loss, norm]).isfinite().all() & (num_outside == 0)
+        is_finite = torch.stack([loss, norm]).isfinite().all()
         rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
-        self.update(rate, tallies, is_valid)
+        self.update(rate, tallies, is_finite)
         self.stop = bool(args.checkpoint) and on_any_rank(self.sigterm)
-        found = {"loss": loss, "grad_norm": norm, "outside": num_outside}
+        found = {"loss": loss, "grad_norm": norm}
         if args.experts:
             found |= tally_metrics(tallies, args.microbatches, args.balance == "aux")
         # the only wait of the host for the device, except for the counts of a mixture of experts
         metrics = dict(zip(found, torch.stack([*found.values()]).tolist()))
-        check_vocabulary(metrics.pop("outside"), args.vocab_size)
         self.steps_done += 1
-        if math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"]):
-            self.skipped_in_a_row = 0
-        else:
-            self.skipped += 1
-            self.skipped_in_a_row += 1
-            if self.skipped_in_a_row >= args.skip_nonfinite:
-                numbers = "loss {loss:.4f}, grad norm {grad_norm:.3f}".format_map(metrics)
-                where = f"step {self.steps_done} is not finite: {numbers}"
-                raise TrainingError(f"{where}; {self.skipped_in_a_row} in a row")
-        return metrics | {"lr": rate, "skipped": self.skipped}
+        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+            check_vocabulary(inputs, targets, args.vocab_size)
+            numbers = "loss {loss:.4f}, grad norm {grad_norm:.3f}".format_map(metrics)
+            raise TrainingError(f"step {self.steps_done} is not finite: {numbers}")
+        return metrics | {"lr": rate}
 
     def forward_backward(self, inputs, targets):
-        """Leave the summed gradients in .grad, and return what run() returns."""
+        """Leave the summed gradients in .grad, and return the global loss."""
         # DDP's gradients are views of its buckets and must stay; ZeRO sets .grad anew
         self.optimizer.zero_grad(set_to_none=self.args.zero > 0)
-        result = self.run(self.pipeline, inputs, targets)
+        loss = self.run(self.pipeline, inputs, targets)
         for stage in self.stages:
             stage.finish_grad_sync()  # the sums over dp x cp began in the last backward
         self.sum_shared_gradients()
-        return result
+        return loss
 
     def run(self, pipeline, inputs, targets):
-        """Run one pipeline step; return the global loss and the number of invalid tokens."""
+        """Run one step of the pipeline and return the global loss."""
         for chunk in self.chunks:
             chunk.train(torch.is_grad_enabled())
         inputs, targets = self.own_tokens(inputs, targets)
-        outside = torch.maximum(inputs, targets) >= self.args.vocab_size
-        counts = torch.stack([(targets != IGNORE_INDEX).sum(), outside.sum()])
-        all_reduce(counts, group=self.mesh.dp_cp_group)
+        num_tokens = (targets != IGNORE_INDEX).sum()
+        all_reduce(num_tokens, group=self.mesh.dp_cp_group)
         # the divisor is known before backward, so gradients are summed and never averaged
-        loss = pipeline.step(inputs, targets, counts[0].clamp(min=1))
+        loss = pipeline.step(inputs, targets, num_tokens.clamp(min=1))
         if loss is None:  # this rank does not have the last stage
             loss = torch.zeros((), device=self.device)
         all_reduce(loss, group=self.mesh.dp_cp_group)
         all_reduce(loss, group=self.mesh.pp_group)
-        return loss, counts[1].to(loss.dtype)
+        return loss
 
     def loss(self, logits, targets, num_tokens):
         """Return a microbatch's share of the loss: its token losses / tokens of the whole batch."""
@@ -531,16 +522,16 @@ class Trainer:
             clip_grads_with_norm_(gradients, self.args.grad_clip, norm.nan_to_num())
         return norm
 
-    def update(self, rate, tallies, is_valid):
-        """Update weights and the routers' biases, unless is_valid, on the device, is false."""
+    def update(self, rate, tallies, is_finite):
+        """Update weights and the routers' biases, unless is_finite, on the device, is false."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.found_inf = (~is_valid).float()  # if it is 1, a fused step changes nothing
+        self.optimizer.found_inf = (~is_finite).float()  # if it is 1, a fused step changes nothing
         self.optimizer.step()
         if self.args.balance == "bias":
             for row, layer in self.mixtures.items():
                 loads = tallies[row, : layer.num_experts]
-                layer.router.update_bias(loads * is_valid)  # equal loads, such as 0, move no bias
+                layer.router.update_bias(loads * is_finite)  # equal loads, such as 0, move no bias
         if self.args.zero:
             for stage in self.stages:
                 stage.reshard()  # what was gathered is out of date, or was wrong
@@ -616,10 +607,10 @@ def on_any_rank(flag):
     return bool(flag)
 
 
-def check_vocabulary(num_outside, size):
-    """Raise TrainingError if tokens of the batch are outside the vocabulary."""
-    if num_outside:
-        raise TrainingError(f"--data: {num_outside:.0f} tokens are outside --vocab-size {size}")
+def check_vocabulary(inputs, targets, size):
+    """Raise TrainingError if a token of the batch is outside the vocabulary. Collective."""
+    if on_any_rank(max(inputs.max(), targets.max()) >= size):
+        raise TrainingError(f"--data: a token is outside --vocab-size {size}")
 
 
 def learning_rate(step, steps, warmup, peak):
@@ -701,45 +692,15 @@ def evaluate(trainer, data, batches=8):
     total = 0.0
     for index in range(batches):
         batch = data.batch(index, *sizes, trainer.own_rows(), "validation")
-        loss, num_outside = torch.stack(trainer.run(trainer.evaluation, *batch)).tolist()
-        check_vocabulary(num_outside, args.vocab_size)
+        loss = trainer.run(trainer.evaluation, *batch).item()
+        if not math.isfinite(loss):
+            check_vocabulary(*batch, args.vocab_size)
         total += loss
     return total / batches
 
 
-@torch.no_grad()
-def sample(trainer, prompt, length, temperature=1.0, seed=0):
-    """Draw `length` tokens that continue the prompt, the same on all ranks. Collective."""
-    T, V = trainer.args.seq_len, trainer.args.vocab_size
-    outside = [token for token in prompt if not 0 <= token < V]
-    if outside:
-        raise TrainingError(f"the prompt's token {outside[0]} is outside --vocab-size {V}", 2)
-    for chunk in trainer.chunks:
-        chunk.eval()
-    schedule = forward_only(trainer.args.pp, 1, trainer.route)
-    pipeline = trainer.make_pipeline(schedule, 1, lambda logits, _: logits)
-    last_chunk = trainer.chunks[trainer.route[-1][1]]
-    generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
-    for _ in range(length):
-        window = tokens[-T:]
-        padded = window + [0] * (T - len(window))  # at the end, where causal attention sees nothing
-        (inputs,) = trainer.own_tokens(torch.tensor([padded]))
-        own = pipeline.step(inputs, inputs)  # (T, 1, V/tp) of own positions, on the last stage
-        logits = torch.zeros(V, dtype=torch.float64, device=trainer.device)
-        if own is not None:
-            begin = last_chunk.lm_head.start
-            is_last_token = trainer.positions == len(window) - 1
-            logits[begin : begin + own.shape[-1]] = own[is_last_token].sum((0, 1))
-        for group in trainer.mesh.tp_group, trainer.mesh.cp_group, trainer.mesh.pp_group:
-            all_reduce(logits, group=group)
-        weights = torch.softmax(logits.cpu() / temperature, 0)
-        tokens.append(int(torch.multinomial(weights, 1, generator=generator)))
-    return tokens[len(prompt) :]
-
-
 def train(args, device):
-    """Train, from the last checkpoint if there is one; then validate and sample. Collective.
+    """Train, from the last checkpoint if there is one, and validate. Collective.
 
     Raises TrainingError if files or steps fail, and on SIGTERM, after saving a checkpoint.
     """
@@ -748,9 +709,14 @@ def train(args, device):
     check_same_data(data, source)
     trainer = Trainer(args, make_mesh(args), device)
     if args.checkpoint:
-        resume(trainer, Path(args.checkpoint))
+        folder = Path(args.checkpoint)
+        lock = on_all_ranks(claim, folder, of=f"--checkpoint {folder}: ")  # until train() returns
+        resume(trainer, folder)
         signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "sigterm", True))
     log = Log(trainer)
+    if trainer.steps_done >= args.steps:
+        log.say(f"--steps {args.steps}: nothing to train, as step {trainer.steps_done} is saved")
+        log.validation(evaluate(trainer, data))
     for index in range(trainer.steps_done, args.steps):
         began = time.perf_counter()
         batch = data.batch(index, args.batch_size, args.seq_len, args.seed, trainer.own_rows())
@@ -766,21 +732,6 @@ def train(args, device):
             raise TrainingError(end, status=128 + signal.SIGTERM)
         if is_due(args.eval_every):
             log.validation(evaluate(trainer, data))
-    if args.sample:
-        prompt = on_all_ranks(prompt_of, args, data)
-        tokens = sample(trainer, prompt, args.sample, temperature=0.8, seed=args.seed)
-        log.say(f"---- prompt\n{show(prompt, data.is_text)}")
-        log.say(f"---- continuation\n{show(tokens, data.is_text)}")
-
-
-def prompt_of(args, data):
-    """Return the tokens of --prompt, or by default half a sequence of the validation part."""
-    if args.prompt and data.is_text:
-        return list(os.fsencode(args.prompt))
-    if args.prompt:
-        return [int(token) for token in args.prompt.split(",")]
-    middle = len(data.validation) // 2
-    return data.validation[middle : middle + args.seq_len // 2].tolist()
 
 
 # ---- mesh ----------------------------------------------------------------------------------------
@@ -918,7 +869,6 @@ class Data(NamedTuple):
 
     train: np.ndarray
     validation: np.ndarray
-    is_text: bool  # the tokens are bytes of UTF-8
 
     def batch(self, step, batch_size, seq_len, seed, rows=slice(None), part="train"):
         """Return inputs (rows, T), drawn by seed, step and batch_size, and their next tokens."""
@@ -955,20 +905,17 @@ def load_data(path, seq_len, vocab_size=256):
         parts = np.split(tokens, [len(tokens) - len(tokens) // 10])
     found = f"{len(parts[0])} tokens to train on and {len(parts[1])} for validation"
     need(min(map(len, parts)) > seq_len, f"{found} are too few for --seq-len {seq_len}")
-    return Data(*parts, is_text)
+    return Data(*parts)
 
 
 def check_same_data(data, source):
     """Raise TrainingError if ranks have read different tokens. Collective.
 
     The default text is each node's own standard library, and a pipeline's first and last stage may
-    be on different nodes. The checksum covers a whole text, but only some 65,000 tokens of a .bin,
-    which may be larger than memory.
+    be on different nodes. The checksum covers the first 2**25 tokens, which is all of most texts.
     """
-    stride = 1 if data.is_text else max(1, len(data.train) // 2**16)
-    tokens = np.concatenate([data.train[::stride], data.validation[::stride]])
     size = len(data.train) + len(data.validation)
-    found = f"{size:,} tokens with checksum {zlib.crc32(tokens):08x}"
+    found = f"{size:,} tokens with checksum {zlib.crc32(data.train[: 2**25]):08x}"
     first, *others = gather_objects(found)
     for rank, other in enumerate(others, 1):
         if other != first:
@@ -980,14 +927,6 @@ def text_of(folder, pattern):
     texts = [file.read_bytes() for file in sorted(folder.glob(pattern)) if file.is_file()]
     joined = b"\n".join(text for text in texts if b"\0" not in text)
     return np.frombuffer(joined, np.uint8)
-
-
-def show(tokens, is_text):
-    """Return tokens as text that is safe to print, or as numbers if they are not text."""
-    if not is_text:
-        return str(tokens)
-    text = bytes(min(token, 255) for token in tokens).decode(errors="replace")  # 255 is no text
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -1073,63 +1012,75 @@ def state_of(trainer, chunks=None):
 def save(trainer, folder):
     """Write a checkpoint and keep the last two. Collective.
 
-    Raises TrainingError if it cannot be written, or if copies of a weight differ, since one of them
-    must then be corrupted.
+    Raises TrainingError if it cannot be written.
     """
-    different = unlike_copies(trainer)
-    if different:
-        raise TrainingError(f"step {trainer.steps_done}: copies differ: {different}")
     path = Path(folder, f"step_{trainer.steps_done:08d}")
     source = f"--checkpoint {path}: "
-    write = partial(dcp.save, checkpoint_id=path.with_suffix(".partial"))
+    written = path.with_suffix(".partial")
+    write = partial(dcp.save, checkpoint_id=written)
     on_all_ranks(write, state_of(trainer), of=source, status=1)
-    on_all_ranks(commit, trainer, path, of=source, status=1)
+    own_files = [written / ".metadata", *written.glob(f"__{dist.get_rank()}_*")]
+    own = on_all_ranks(digests_of, own_files, of=source, status=1)
+    digests = {name: digest for theirs in gather_objects(own) for name, digest in theirs.items()}
+    on_all_ranks(commit, trainer, path, digests, of=source, status=1)
 
 
-def commit(trainer, path):
+def digests_of(paths):
+    """Return {name: SHA-256} of files."""
+    digests = {}
+    for path in paths:
+        with path.open("rb") as file:
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
+
+
+def commit(trainer, path, digests):
     """On rank 0, rename what all ranks have written to a checkpoint, and delete old checkpoints."""
     if dist.get_rank() != 0:
         return
     written = path.with_suffix(".partial")
-    run = flags_of(trainer.args) | {"skipped": trainer.skipped}
+    run = flags_of(trainer.args) | {"sha256": digests}
     (written / "run.json").write_text(json.dumps(run, indent=4))
-    flush(written / "run.json")  # all other files were flushed by dcp.save()
-    flush(written)
+    os.sync()  # a checkpoint is on the disk before it gets its name
     written.rename(path)
-    flush(path.parent)
     for old in checkpoints_of(path.parent)[:-2]:
         old.rename(old.with_suffix(".partial"))  # half a checkpoint must not look like one
     for old in path.parent.glob("step_*.partial"):  # also of saves that were killed
         shutil.rmtree(old, ignore_errors=True)
 
 
-def flush(path):
-    """Wait until a file, or a folder's list of files, has been written to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
 def checkpoints_of(folder):
     """Return the folder's checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step_*") if path.name[5:].isdecimal())
+    return sorted(folder.glob("step_" + 8 * "[0-9]"))
+
+
+def claim(folder):
+    """Create the folder. On rank 0, also lock it until the file that is returned is closed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if dist.get_rank() != 0:
+        return None
+    file = open(folder / "lock", "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError("another run is using this folder") from None
+    except OSError:
+        pass  # some network file systems have no locks
+    return file
 
 
 def resume(trainer, folder):
     """Load the folder's last checkpoint, if any, whatever layout it was saved in. Collective."""
-    on_all_ranks(partial(folder.mkdir, parents=True, exist_ok=True))
     last = gather_objects(checkpoints_of(folder)[-1:])[0]  # what rank 0 sees decides
     if not last:
         return
     (path,) = last
-    run = on_all_ranks(read_run, path, trainer.args)
+    on_all_ranks(check_checkpoint, path, trainer.args)
     trainer.steps_done = int(path.name.removeprefix("step_"))
-    trainer.skipped = run["skipped"]
-    updates = trainer.steps_done - trainer.skipped
-    if updates:  # without updates there are no moments
+    if trainer.steps_done:  # before the first step there are no moments
         for weight in trainer.dense + trainer.experts:
             moments = {kind: torch.zeros_like(weight) for kind in MOMENTS}
-            number = torch.full((), updates, dtype=torch.float32, device=weight.device)
+            number = torch.full((), trainer.steps_done, dtype=torch.float32, device=weight.device)
             trainer.optimizer.state[weight] = {"step": number} | moments
     for chunk in trainer.chunks:  # one after the other, as two may have the embedding
         read = partial(dcp.load, checkpoint_id=path)
@@ -1138,50 +1089,28 @@ def resume(trainer, folder):
         print(f"resumes from {path}", flush=True)
 
 
-def read_run(path, args):
-    """Return a checkpoint's run.json; raise ValueError if it is damaged or of another model."""
+def check_checkpoint(path, args):
+    """Raise ValueError if a checkpoint is of another model or has changed since it was saved.
+
+    Each rank reads some of the files.
+    """
     names = [flag.name for flag in fields(GPTConfig) if flag.name not in MAY_CHANGE]
     try:
         run = json.loads((path / "run.json").read_bytes())
-        theirs = {name: run[name] for name in (*names, "skipped")}
+        theirs = {name: run[name] for name in names}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path / 'run.json'} has not the flags of a run: {error!r}") from None
     for name in names:
         own = as_typed(name, getattr(args, name))
         saved = as_typed(name, theirs[name])
         need(own == saved, f"{own}, but {path} has {saved}")
-    return run
-
-
-def unlike_copies(trainer):
-    """Return which copies of a weight differ from most in the sum of their bytes. Collective."""
-    boxes, sums = [], []
-    for chunk in trainer.chunks:
-        for name, whole in boxes_of(trainer, chunks=[chunk]).items():
-            for place, box in whole.boxes.items():
-                boxes.append((name, place, box.shape))
-                sums.append(box.contiguous().view(torch.uint8).sum())
-    sums = torch.stack(sums).tolist() if sums else []  # the host waits once for the device
-    copies = defaultdict(list)  # box: [(rank, sum)]
-    for rank, theirs in enumerate(gather_objects([*zip(boxes, sums)])):
-        for box, total in theirs:
-            copies[box].append((rank, total))
-    different = []
-    for (name, *_), totals in copies.items():
-        [(most, count)] = Counter(total for _, total in totals).most_common(1)
-        odd = [rank for rank, total in totals if total != most or 2 * count <= len(totals)]
-        if count < len(totals):
-            different.append(f"{name} on ranks {odd}")
-    return "; ".join(different)
+    digests = run.get("sha256", {})
+    own_files = sorted(digests)[dist.get_rank() :: args.world_size]
+    for name, digest in digests_of(path / name for name in own_files).items():
+        need(digest == digests[name], f"{path / name} has changed since it was saved")
 
 
 # ---- log -----------------------------------------------------------------------------------------
-
-PEAKS = {  # part of a GPU's name: TFLOP/s of dense products
-    "A100": {"bf16": 312, "tf32": 156, "fp32": 19.5},
-    "H100 80GB HBM3": {"bf16": 989, "tf32": 494, "fp32": 67},
-    "H200": {"bf16": 989, "tf32": 494, "fp32": 67},
-}
 
 
 class Log:
@@ -1195,11 +1124,9 @@ class Log:
         args, self.trainer = trainer.args, trainer
         self.speaks = dist.get_rank() == 0
         self.first_step = trainer.steps_done + 1
-        is_gpu = trainer.device.type == "cuda"
-        gpu = torch.cuda.get_device_name(trainer.device) if is_gpu else ""
-        self.peak = next((peaks[args.dtype] for part, peaks in PEAKS.items() if part in gpu), None)
         path = args.metrics if self.speaks and args.metrics else os.devnull
-        self.file = on_all_ranks(open, path, "a" if trainer.steps_done else "w")
+        mode = "a" if trainer.steps_done else "w"
+        self.file = on_all_ranks(open, path, mode, of=f"--metrics {args.metrics}: ")
         self.write({"flags": flags_of(args)})
         own = boxes_of(trainer, lambda tensor: tensor if tensor.requires_grad else None)
         shapes = [(name, whole.numel()) for name, whole in own.items()]
@@ -1214,9 +1141,6 @@ class Log:
         speed = args.batch_size * args.seq_len / seconds
         tflops = speed * flops_per_token(args) / args.world_size / 1e12  # of one device
         metrics = {"loss": 0, "tokens_per_s": speed, "tflops": tflops} | metrics
-        if self.peak:
-            metrics["mfu"] = tflops / self.peak
-        metrics["memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # peak
         if self.trainer.device.type == "cuda":
             metrics["memory_mb"] = torch.cuda.max_memory_allocated(self.trainer.device) / 2**20
         self.write({"step": step} | metrics)
@@ -1239,10 +1163,12 @@ class Log:
             print(line, flush=True)
 
     def write(self, value):
-        """Write a line of JSON, with null for numbers that are not finite."""
-        is_bad = lambda number: isinstance(number, float) and not math.isfinite(number)
-        value = {name: None if is_bad(number) else number for name, number in value.items()}
-        print(json.dumps(value), file=self.file, flush=True)
+        """Write a line of JSON. If that fails, say so, and write no more."""
+        try:
+            print(json.dumps(value), file=self.file, flush=True)
+        except OSError as error:
+            self.say(f"warning: --metrics ends here: {error}")
+            self.file = open(os.devnull, "w")
 
 
 # ---- flags ---------------------------------------------------------------------------------------
@@ -1252,12 +1178,10 @@ class Log:
 class Args(GPTConfig):
     """All flags, completed and checked: the GPTConfig and everything else about a run.
 
-    given: {name: value} of the flags on the command line.
     per_node: the number of processes on each node.
     ep_nodes: the number of nodes over which an ep_group is spread.
     """
 
-    given: dict
     world_size: int
     per_node: int
     ep_nodes: int
@@ -1268,10 +1192,10 @@ class Args(GPTConfig):
     cp: int = flag(1, "ranks that split the sequence, also in attention")
     pp: int = flag(1, "stages of the pipeline")
     zero: int | None = flag(None, "stage of ZeRO (default: 1; one replica: 0)", choices=range(4))
-    replicate: int = flag(1, "copies of ZeRO's shards, each over neighbours (HSDP)", needs="--zero")
-    cp_method: str = flag("ring", "attention across cp", choices=CP_METHODS, needs="--cp > 1")
+    replicate: int | None = flag(None, "copies of ZeRO's shards (HSDP, default: 1)")
+    cp_method: str = flag("ring", "attention across cp", choices=CP_METHODS)
     schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES)
-    chunks: int = flag(2, "parts of a rank's layers", needs="--schedule interleaved")
+    chunks: int = flag(2, "parts of a rank's layers with --schedule interleaved")
     microbatches: int | None = flag(None, "per step (default: 1; with pp up to 4 x pp)")
     ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread")
     collectives: str = flag("ours", "or those of the backend", choices=("ours", "backend"))
@@ -1285,19 +1209,16 @@ class Args(GPTConfig):
     grad_clip: float = flag(1.0, "largest norm of the gradient (0: do not clip)")
     seed: int = flag(0, "of weights, batches and dropout", least=0, below=2**32)
     dtype: str = flag("fp32", "bf16 keeps an fp32 copy for AdamW", choices=("fp32", "tf32", "bf16"))
-    skip_nonfinite: int = flag(0, "end after so many steps in a row that are not finite", least=0)
 
     # where a run happens, what it reads and what it writes
     device: str = flag("auto", "auto: a GPU per process, or the CPU; shared: processes share GPUs",
                        choices=("auto", "cpu", "cuda", "shared"))  # fmt: skip
     data: str | None = flag(None, "text, tokens (.bin), or a folder (default: Python's sources)")
     checkpoint: str | None = flag(None, "folder to save checkpoints in, and to resume from")
-    save_every: int | None = flag(None, "steps per save (default: at end)", needs="--checkpoint")
+    save_every: int | None = flag(None, "steps per save (default: at the end)")
     eval_every: int | None = flag(None, "steps per validation (default: at the end)")
     print_every: int | None = flag(None, "steps per line (default: some 40 lines)")
     metrics: str | None = flag(None, "write the flags and each step to this file, as JSON")
-    sample: int = flag(60, "tokens that the model writes at the end", least=0)
-    prompt: str | None = flag(None, "text, or tokens such as 5,0,7, that the sample continues")
     timeout: int = flag(600, "seconds that a rank waits for another", below=10**6)
 
 
@@ -1320,8 +1241,6 @@ def options_of(flag):
     """Return the options of add_argument() for a flag."""
     details = flag.metadata
     help = details["help"]
-    if "needs" in details:
-        help += f" (needs {details['needs']})"
     if flag.default not in (None, False):
         help += f" (default: {flag.default})"
     kind, *_ = get_args(flag.type) or [flag.type]  # the int of `int | None`
@@ -1360,8 +1279,8 @@ def parse(argv, world_size, per_node=None):
 
     Raises ValueError, one line that names flags and values, if they do not fit together.
     """
-    given = vars(Parser().parse_args(argv))
-    args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | given, given=given)
+    args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS})
+    Parser().parse_args(argv, args)
     args.world_size = world_size
     args.per_node = per_node or world_size
     args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
@@ -1370,7 +1289,8 @@ def parse(argv, world_size, per_node=None):
         args.zero = int(replicas > 1)
     if args.dtype == "bf16" and not args.zero:  # ZeRO keeps fp32 masters, in shards of one rank
         args.zero = 1
-        args.replicate = given.get("replicate", replicas)
+        args.replicate = args.replicate or replicas
+    args.replicate = args.replicate or 1
     args.kv_heads = args.kv_heads or args.heads
     args.ffn = args.ffn or 4 * args.hidden
     # a node holds this many ranks of an ep_group: its part of tp, for each tp_group that fits
@@ -1408,10 +1328,11 @@ def divides(args, divisor, number):
 def check(args):
     """Raise ValueError, one line with names and values, if completed flags do not fit together."""
     shown = partial(typed, args)
-    check_needs(args)
     is_whole = args.pp * args.dp * args.cp * args.tp == args.world_size
     need(is_whole, f"{shown('pp * dp * cp * tp')} is not {args.world_size} processes")
+    need(args.replicate == 1 or args.zero, f"{shown('replicate')} needs --zero")
     divides(args, "replicate", "dp * cp")
+    need(args.checkpoint or not args.save_every, f"{shown('save_every')} needs --checkpoint")
     divides(args, "heads", "hidden")
     divides(args, "kv_heads", "heads")
     divides(args, "tp", "kv_heads")
@@ -1439,19 +1360,6 @@ def check(args):
         divides(args, "tp * cp", "heads")
         if args.cp % (args.kv_heads // args.tp):  # else ranks get copies of a head
             divides(args, "tp * cp", "kv_heads")
-
-
-def check_needs(args):
-    """Raise ValueError for a flag that is given without what it needs."""
-    holds = {
-        "--zero": args.zero > 0, "--experts": args.experts > 0, "--cp > 1": args.cp > 1,
-        "--ep > 1": args.ep > 1, "--schedule interleaved": args.schedule == "interleaved",
-        "--checkpoint": args.checkpoint is not None,
-    }  # fmt: skip
-    for flag in FLAGS:
-        needs = flag.metadata.get("needs")
-        if needs and flag.name in args.given:
-            need(holds[needs], f"{typed(args, flag.name)} needs {needs}")
 
 
 def schedule_of(args):
@@ -1486,7 +1394,8 @@ def join(device, backend, timeout):
     """Connect to the processes that torchrun started; without torchrun, form a world of one."""
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
-        store, rank, world_size = next(dist.rendezvous("env://"))
+        patience = timedelta(seconds=timeout)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))
     # after a restart, torchrun's store still has the keys of the previous attempt
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     options = {"timeout": timedelta(seconds=timeout)}
@@ -1523,8 +1432,6 @@ def main(argv=None, work=train):
         return 2
     join(device, backend, args.timeout)
     torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
-    if per_node % args.tp:
-        say(f"warning: --tp {args.tp} spans nodes: every layer waits for the links between")
     try:
         status = work(args, device) or 0
     except TrainingError as error:
@@ -1537,4 +1444,6 @@ def main(argv=None, work=train):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # this process gets SIGTERM if torchrun dies
     sys.exit(main())

@@ -10,16 +10,16 @@ one slot of time, a backward (B) takes two, and dots are idle slots:
     ..F0F1F2F3F4......B0B0B1B1B2B2B3B3B4B4....     ..F0F1....B0B0F2B1B1F3B2B2F4B3B3..B4B4....
     ....F0F1F2F3F4B0B0B1B1B2B2B3B3B4B4........     ....F0B0B0F1B1B1F2B2B2F3B3B3F4B4B4........
 
-The bubble is the same, (p-1)(F+B) on every rank: (p-1)/m of the ideal time m(F+B), or
-(p-1)/(m+p-1) of the whole step. What 1F1B saves is memory: a stage holds the activations of at most
-min(m, p - stage) microbatches, here 3, 2 and 1, where GPipe holds all m = 5.
+The bubble is the same. If F and B also name the times, it is (p-1)(F+B) on every rank: (p-1)/m of
+the ideal time m(F+B), or (p-1)/(m+p-1) of the whole step. What 1F1B saves is memory: a stage holds
+the activations of at most min(m, p - stage) microbatches, here 3, 2 and 1; GPipe holds all m = 5.
 
 A backward has two halves. Other stages wait only for the gradient of a stage's input (I). The
-gradient of its weights (W), about half of the work, can run later and fill idle slots. Further
-schedules cut a rank's layers into chunks, or let microbatches enter from both ends.
+gradient of its weights (W), about half of the work, can be computed later, in slots that would be
+idle. Other schedules cut a rank's layers into chunks, or let microbatches enter from both ends.
 
-Microbatches change no result of a layer that treats each token by itself, such as LayerNorm.
-BatchNorm would normalize with the mean and variance of a microbatch in place of the batch's.
+Microbatches do not change the result of layers that treat each sample by itself, such as attention
+and LayerNorm. BatchNorm would use the mean and variance of a microbatch instead of the batch's.
 
 A schedule is data: a list of actions per rank, and the routes that microbatches take. One simulator
 times it, checks it, and derives one global order of messages; one executor runs it.
@@ -27,13 +27,13 @@ times it, checks it, and derives one global order of messages; one executor runs
 A rank holds   the parameters of its stages; the activations of every microbatch whose forward is
                done and whose backward is not
 It sends       per microbatch and boundary between stages, the activations forward and their
-               gradient back: b s h elements (batch, sequence, width) each
+               gradient back: b s h elements (microbatch, sequence, width) each
 Overlap        messages travel while ranks compute. Receives are posted ahead of time, and a send
-               is waited for only once num_stages later ones are posted, so that a rank waits only
-               in its schedule's bubble
-PyTorch's      torch.distributed.pipelining has a class for each schedule; its stages exchange
-               shapes in the first step. It halves any module's backward by walking its graph twice;
-               here a layer knows what to defer. It divides gradients by the number of microbatches;
+               is waited for only once num_stages later ones are posted. If messages are short, a
+               rank waits only in its schedule's bubble
+PyTorch's      in torch.distributed.pipelining each schedule is a class. Its stages exchange shapes
+               in the first step. It halves any module's backward by walking the graph twice; here
+               the layers know what to defer. It divides gradients by the number of microbatches;
                here loss_fn returns a microbatch's share. Its pipeline() also splits a model
 
 Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019 and "Memory-Efficient
@@ -42,9 +42,9 @@ Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 (interleaved). Qi et al., "Zero Bubble Pipeline Parallelism", 2024, and "Pipeline Parallelism with
 Controllable Memory", 2024 (ZB-V). DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe).
 
-    torchrun --nproc-per-node 4 pipeline.py           bubble, peak, bytes: claimed and measured
-    python pipeline.py --schedule zb-h2 --stages 4 --microbatches 8       draw one
-    python pipeline.py --stages 4 --microbatches 8                        compare all
+    torchrun --nproc-per-node 4 pipeline.py           bubble, peak, bytes: claimed and counted
+    python pipeline.py --schedule zb-h2 --stages 4 --microbatches 8       draw a schedule
+    python pipeline.py --stages 4 --microbatches 8                        compare all schedules
 """
 
 import argparse
@@ -96,17 +96,11 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
     return [loss.detach() for _, loss in passes] if rank == last else None
 
 
-# ---- schedules -----------------------------------------------------------------------------------
-#
-# Any other order is data: a Schedule (defined in the next part) is a list of actions per rank, with
-# the routes of the microbatches. A route lists the (rank, chunk) pairs that a microbatch visits on
-# its way forward; by default it is chunk 0 of every rank. All sizes are at least 1. In the formulas
-# F, B, I and W are the times of all layers of a rank. Peak activations are the microbatches whose F
-# is done and whose B, or W, is not. They are counted per chunk where a rank has several chunks.
+# ---- what a schedule is --------------------------------------------------------------------------
 
 
 class Action(NamedTuple):
-    """One slot of a schedule: what a rank does with one microbatch in one chunk of its layers.
+    """One step of a schedule: what a rank does with one microbatch in one chunk of its layers.
 
     kind: "F" is a forward and "B" a backward. "I" and "W" are the halves of a backward: the
     gradient of the input, and that of the weights.
@@ -117,10 +111,68 @@ class Action(NamedTuple):
     chunk: int = 0
 
 
-def _actions(letters, *microbatches):
-    """Return a rank's actions, spelled in letters: F B I W for chunk 0, f b i w for chunk 1.
+class Transfer(NamedTuple):
+    """A tensor that an action on rank `source` makes and an action on rank `destination` needs.
 
-    microbatches: one sequence per chunk. Each letter acts on the first microbatch of its chunk that
+    action: the F that makes this output, or the B that makes this gradient. If the schedule has I
+    and W in place of B, the I makes the gradient, and the action is still named B.
+    """
+
+    action: Action
+    source: int
+    destination: int
+
+
+class Schedule(list):
+    """A list of actions per rank, and the routes of microbatches through (rank, chunk) places.
+
+    routes: each lists the places of a forward in order. The default is one route, through chunk 0
+        of every rank. If there are two, the first takes the first half of the microbatches.
+    needed, made: {(action, rank): Transfer}, what an action needs before it begins and what it
+        makes. A W has neither. Where a route begins, F needs nothing and B makes nothing; where it
+        ends, F makes nothing and B needs nothing.
+
+    Raises ValueError if a rank has no actions.
+    """
+
+    def __init__(self, actions, routes=None):
+        super().__init__(actions)
+        if not all(self):
+            raise ValueError(f"rank {self.index([])} has no actions")
+        self.routes = routes or [[(rank, 0) for rank in range(len(self))]]
+        self.num_microbatches = 1 + max(action.microbatch for row in self for action in row)
+        self.needed = {}
+        self.made = {}
+        for microbatch in range(self.num_microbatches):
+            route = self.route(microbatch)
+            self._link("F", microbatch, route)
+            self._link("BI", microbatch, route[::-1])
+
+    def route(self, microbatch):
+        """Return the places that a microbatch visits on its way forward."""
+        return self.routes[microbatch * len(self.routes) // self.num_microbatches]
+
+    def _link(self, kinds, microbatch, places):
+        """Enter the transfers from place to place. A backward's are the same for B and I."""
+        for (source, chunk), (destination, next_chunk) in zip(places, places[1:]):
+            transfer = Transfer(Action(kinds[0], microbatch, chunk), source, destination)
+            for kind in kinds:
+                self.made[Action(kind, microbatch, chunk), source] = transfer
+                self.needed[Action(kind, microbatch, next_chunk), destination] = transfer
+
+
+# ---- schedules -----------------------------------------------------------------------------------
+#
+# Here p = num_stages, m = num_microbatches, and all sizes are at least 1. In formulas F, B, I and W
+# are the times of all layers of a rank. A rank holds a microbatch's activations from its F to its B
+# or W. Peak activations: the most microbatches that a rank holds at a time, or (microbatch, chunk)
+# pairs if it has several chunks.
+
+
+def _actions(letters, *microbatches):
+    """Return the actions that letters spell: F B I W act on chunk 0, f b i w on chunk 1.
+
+    microbatches: one sequence per chunk. Each letter takes the first microbatch of its chunk that
     has not had an action of this kind; a B counts as an I and a W. So "FFIWB" is F0 F1 I0 W0 B1. A
     letter is skipped if all microbatches have had such an action.
     """
@@ -138,14 +190,13 @@ def _actions(letters, *microbatches):
     return actions
 
 
-def _schedule(num_stages, num_microbatches, letters, routes=None):
-    """Return the Schedule in which rank r does letters(r), with all microbatches in each chunk."""
-    every = range(num_microbatches)
-    return Schedule([_actions(letters(r), every, every) for r in range(num_stages)], routes)
+def _schedule(p, m, letters_of, routes=None):
+    """Return the Schedule whose rank r performs letters_of(r). All chunks get all microbatches."""
+    return Schedule([_actions(letters_of(r), range(m), range(m)) for r in range(p)], routes)
 
 
 def naive(num_stages, num_microbatches):
-    """One microbatch at a time, forward and back: one rank works at a time. Peak activations: 1."""
+    """One microbatch at a time, so only one rank works at a time. Peak activations: 1."""
     return _schedule(num_stages, num_microbatches, lambda rank: "FB" * num_microbatches)
 
 
@@ -169,12 +220,12 @@ def one_f_one_b(num_stages, num_microbatches):
     Peak activations: min(m, p - stage).
     """
     p, m = num_stages, num_microbatches
-    # "FB" * m has more F than are left. Once all are used, "FB" acts as "B": the cooldown.
+    # "FB" * m has more Fs than are left. Once they run out, "FB" acts as "B": the cooldown.
     return _schedule(p, m, lambda rank: "F" * (p - rank - 1) + "FB" * m)
 
 
 def interleaved(num_stages, num_microbatches, num_chunks=2):
-    """1F1B in which a rank has v chunks of layers, p stages apart. The bubble is (p-1)(F+B)/v.
+    """1F1B with v chunks per rank: chunk c of rank r is stage cp + r. The bubble is (p-1)(F+B)/v.
 
     Microbatches go in groups of p: a group passes chunk 0 of all ranks, then chunk 1, and so on.
 
@@ -201,7 +252,7 @@ def interleaved(num_stages, num_microbatches, num_chunks=2):
 
 
 def zb_h1(num_stages, num_microbatches):
-    """1F1B with halved backwards: rank r runs W r microbatches after I, in slots of waiting.
+    """1F1B with halved backwards: rank r defers each W by r microbatches, to fill its idle slots.
 
         rank 0   F0 F1 F2 F3 I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5        p = 4, m = 6
         rank 1   F0 F1 F2 I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
@@ -211,7 +262,7 @@ def zb_h1(num_stages, num_microbatches):
     Bubble (p-1)(F+B-2W) for m >= p, W <= F, W <= I. Peak activations: min(m, p).
     """
     p, m = num_stages, num_microbatches
-    # In "IWF" * m the F are used up first, and then the I: "IWF" acts as "IW", and then as "W".
+    # In "IWF" * m the Fs run out first, then the Is: "IWF" acts as "IW", and then as "W".
     return _schedule(p, m, lambda rank: "F" * (p - rank) + "IF" * rank + "IWF" * m)
 
 
@@ -221,9 +272,9 @@ def zb_h2(num_stages, num_microbatches):
         rank 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3        p = 2, m = 4
         rank 1   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    Idle time of a rank between its first and last action: (p-1)(F+B-3W), for m >= 2p-1, W <= F, I.
-    In the paper a rank then begins its next step at once; here all ranks synchronize between steps.
-    Peak activations: min(m, 2p-1).
+    Idle time of a rank between its first and last action: (p-1)(F+B-3W), for m >= 2p-1, W <= F and
+    W <= I. A rank can begin its next step at once, unless all ranks wait for each other in between,
+    say for the gradients' norm; the paper checks it afterwards. Peak activations: min(m, 2p-1).
     """
     p, m = num_stages, num_microbatches
     return _schedule(p, m, lambda r: "F" * (2 * (p - r) - 1) + "IF" * (2 * r) + "IWF" * m)
@@ -232,8 +283,8 @@ def zb_h2(num_stages, num_microbatches):
 def zb_v(num_stages, num_microbatches):
     """Two chunks on each rank: the route goes down the ranks and up again, like a V.
 
-    If I = W, it has no bubble, and the memory of 1F1B. Rank 0 has the first and the last layers, so
-    backward begins there. p = 2, m = 4:
+    If F = I = W, a rank never waits once it has begun, and holds no more than rank 0 does in 1F1B.
+    Rank 0 has the first and the last layers, so backward begins there. p = 2, m = 4:
 
         rank 0   F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
         rank 1   F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
@@ -246,22 +297,21 @@ def zb_v(num_stages, num_microbatches):
     def letters(rank):
         warmup = "F" * (2 * (p - rank) - 1) + "fF" * rank + "fiw" * (p - rank)
         steady = "FIWfiw" * max(m - p, p)
-        cooldown = "Ii" * rank + "IW" * (p - rank) + "w" * m + "W" * m  # no rank needs a W
+        cooldown = "Ii" * rank + "IW" * (p - rank) + "w" * m + "W" * m  # no rank waits for a W
         return warmup + steady + cooldown
 
-    down = [(rank, 0) for rank in range(p)]
-    up = [(rank, 1) for rank in reversed(range(p))]
-    return _schedule(p, m, letters, [down + up])
+    down_and_up = [(r, 0) for r in range(p)] + [(r, 1) for r in reversed(range(p))]
+    return _schedule(p, m, letters, [down_and_up])
 
 
 def forward_only(num_stages, num_microbatches, route=None):
     """Evaluation: only the forwards, along one route. No graph is kept."""
     route = route or [(rank, 0) for rank in range(num_stages)]
-    # each place of the route works on a microbatch one turn after the place before it
-    turns = [(i + turn, turn, i) for i in range(num_microbatches) for turn in range(len(route))]
+    # at time i + place, microbatch i is at this place of the route
+    turns = [(i + place, place, i) for i in range(num_microbatches) for place in range(len(route))]
     schedule = [[] for _ in range(num_stages)]
-    for _, turn, microbatch in sorted(turns):
-        rank, chunk = route[turn]
+    for _, place, microbatch in sorted(turns):
+        rank, chunk = route[place]
         schedule[rank].append(Action("F", microbatch, chunk))
     return Schedule(schedule, [route])
 
@@ -276,88 +326,37 @@ def dualpipe(num_stages, num_microbatches):
         rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
         rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
 
-    Bubble at most (p/2-1)(F&B+B-3W), with the times of one chunk; F&B is that of a forward and a
-    backward that overlap. Here they do not overlap, so F&B = F+B, and if F = I = W the bubble is
+    Bubble at most (p/2-1)(F&B+B-3W), with the times of one chunk; F&B is the time of a forward and
+    a backward that overlap. Here they do not overlap, so F&B = F+B, and if F = I = W the bubble is
     half of this bound. Peak activations: p+1. Raises ValueError if p is odd, m is odd, or m < 2p.
     """
     p, m = num_stages, num_microbatches
     if p % 2 or m % 2 or m < 2 * p:
         raise ValueError(f"num_stages={p} and num_microbatches={m}: both must be even, and m >= 2p")
     halves = range(m // 2), range(m // 2, m)
-    schedule = [_actions(_dualpipe_letters(rank, p, m // 2), *halves) for rank in range(p)]
+    schedule = [_actions(_dualpipe_letters(r, p, m // 2), *halves) for r in range(p)]
     return Schedule(schedule, [[(r, 0) for r in range(p)], [(r, 1) for r in reversed(range(p))]])
 
 
-def _dualpipe_letters(rank, p, pairs):
-    """Return the eight steps of DeepSeek's code. Capitals: microbatches from the nearer end."""
+def _dualpipe_letters(rank, p, per_end):
+    """Spell DeepSeek's eight steps of a rank. Capitals: microbatches from the nearer end."""
     depth = min(rank, p - 1 - rank)  # the number of ranks between this one and the nearer end
     inner = p // 2 - 1 - depth  # the number of ranks between this one and the middle
     backwards = "bB" * (depth + 1)
     full = backwards[: depth + 1]
     halved = backwards[depth + 1 :].replace("b", "i").replace("B", "I")
-    deferred = (halved + "I" * inner).replace("i", "w").replace("I", "W")  # in the order of the I
+    deferred = (halved + "I" * inner).replace("i", "w").replace("I", "W")  # a W per I, in order
     letters = (
         "F" * (2 * inner)  # step 1: fill the ranks up to the middle
         + "Ff" * (depth + 1)  # step 2: what entered at the other end has arrived, too
         + "iwf" * inner  # step 3: halved, so that the other end gets its gradient sooner
-        + "FbfB" * (pairs - p + depth + 1)  # step 4, the main one: a forward beside each backward
+        + "FbfB" * (per_end - p + depth + 1)  # step 4, the main one: forwards beside backwards
         + "bfB" * inner  # step 5: all forwards from the nearer end are done
-        + (full + halved)  # step 6: all forwards are done; from its middle on, W is deferred
+        + (full + halved)  # step 6: all forwards are done; the second half defers its Ws
         + "".join(weight + "I" for weight in deferred[:inner])  # step 7: W while a gradient arrives
         + deferred[inner:]  # step 8
     )
     return letters if rank < p // 2 else letters.swapcase()
-
-
-# ---- what passes from action to action -----------------------------------------------------------
-
-
-class Transfer(NamedTuple):
-    """A tensor that an action on rank `source` makes and an action on rank `destination` needs.
-
-    action: the F that makes this output, or the B that makes this gradient. If the schedule has I
-    and W in place of B, the I makes the gradient, and the action is still named B.
-    """
-
-    action: Action
-    source: int
-    destination: int
-
-
-class Schedule(list):
-    """A list of actions per rank, and the routes of microbatches through (rank, chunk) places.
-
-    routes: by default one, from rank to rank. If there are two, the first takes the first half of
-        the microbatches.
-    needed, made: {(action, rank): Transfer}, what an action needs before it begins and what it
-        makes. W needs and makes nothing; where a route begins, F needs nothing and B makes nothing.
-
-    Raises ValueError if a rank has no actions.
-    """
-
-    def __init__(self, actions, routes=None):
-        super().__init__(actions)
-        if not all(self):
-            raise ValueError(f"rank {self.index([])} has no actions")
-        self.routes = routes or [[(rank, 0) for rank in range(len(self))]]
-        self.num_microbatches = 1 + max(action.microbatch for row in self for action in row)
-        self.needed = {}
-        self.made = {}
-        for microbatch in range(self.num_microbatches):
-            route = self.route(microbatch)
-            self._link("F", microbatch, route)
-            self._link("BI", microbatch, route[::-1])
-
-    def route(self, microbatch):
-        """Return the places that a microbatch visits on its way forward."""
-        return self.routes[microbatch * len(self.routes) // self.num_microbatches]
-
-    def _link(self, kinds, microbatch, places):
-        for (source, chunk), (destination, next_chunk) in zip(places, places[1:]):
-            transfer = Transfer(Action(kinds[0], microbatch, chunk), source, destination)
-            for kind in kinds:
-                self.made[Action(kind, microbatch, chunk), source] = transfer
-                self.needed[Action(kind, microbatch, next_chunk), destination] = transfer
 
 
 # ---- simulator -----------------------------------------------------------------------------------
@@ -365,14 +364,14 @@ class Schedule(list):
 
 @dataclass
 class Timeline:
-    """What a schedule does in time."""
+    """When each action of a schedule runs, and what follows from these times."""
 
     start: list  # per rank, {action: time}
     end: list
     total: float  # the end of the last action
     bubble: list  # per rank, its idle time in total
     idle: list  # per rank, its idle time between its first and its last action
-    peak: list  # per rank, the most (microbatch, chunk) pairs between their forward and backward
+    peak: list  # per rank, its peak activations, as (microbatch, chunk) pairs
     transfers: list  # all transfers between ranks in one global order, by the time of arrival
 
 
@@ -388,7 +387,7 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     start, end = [{} for _ in schedule], [{} for _ in schedule]
     remaining = [deque(actions) for actions in schedule]
     free = [0.0] * len(schedule)  # per rank, the end of its latest action
-    arrived = {None: 0.0}  # {Transfer: time}; an action that needs none has None
+    arrived = {None: 0.0}  # {Transfer: time}; None: an action that needs no Transfer can start
     progress = True
     while progress:
         progress = False
@@ -415,17 +414,17 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
 
 
 def _check_actions(schedule):
-    """Raise ValueError unless each place of a route has F and B, or F, I and W, or all have F."""
+    """Raise ValueError unless each place of each route does FB or FIW, or all places do only F."""
     kinds = defaultdict(str)
     for rank, actions in enumerate(schedule):
         for kind, microbatch, chunk in actions:
             kinds[rank, microbatch, chunk] += kind
-    right = ("F",) if all(found == "F" for found in kinds.values()) else ("FB", "FIW")
+    allowed = ("F",) if all(found == "F" for found in kinds.values()) else ("FB", "FIW")
     for microbatch in range(schedule.num_microbatches):
         for rank, chunk in schedule.route(microbatch):
-            if (found := kinds.pop((rank, microbatch, chunk), "")) not in right:
+            if (found := kinds.pop((rank, microbatch, chunk), "")) not in allowed:
                 where = f"rank {rank}, {microbatch=}, {chunk=}"
-                raise ValueError(f"{where}: {found!r} is none of {right}")
+                raise ValueError(f"{where}: {found!r} is none of {allowed}")
     if kinds:
         raise ValueError(f"(rank, microbatch, chunk) on no route: {list(kinds)}")
 
@@ -448,17 +447,17 @@ def draw(schedule):
 # ---- the program of a rank -----------------------------------------------------------------------
 #
 # Transfers have one global order, and each rank posts its own in this order: a receive as soon as
-# all its earlier transfers are posted, a send as soon as its tensor exists as well. Nothing
-# deadlocks then, whether sends are buffered (gloo) or meet their receives in the order of posting
+# all earlier ones of the rank are posted, a send once its tensor has been made, too. Then no rank
+# waits forever, whether sends are buffered (gloo) or meet their receives in the order of posting
 # (NCCL). Proof: take the first transfer that is not done. All earlier ones are done, so its receive
-# is posted. Its tensor depends on earlier transfers alone, because an action's result leaves after
-# its input has arrived. So the tensor is made, and the send is posted.
+# is posted. It arrives after the inputs of all actions that its sender performs before sending it.
+# So these inputs are earlier transfers, the tensor has been made, and its send is posted.
 #
 # The order is that of arrival in a simulation in which messages take a little time. If they took no
-# time, a send and a receive could tie, and come in either order. A receive that comes after a send
-# whose tensor is not made yet would be posted one action late, and its sender would wait.
+# time, a send and a receive could tie, and the send could come first. The receive would then be
+# posted only once the send's tensor has been made, one action late, and its sender would wait.
 
-SHORT = 1 / 128  # the time of a message in that simulation, where a forward takes 1
+SHORT = 1 / 128  # a message's time in that simulation, where a forward takes 1
 
 
 def program(schedule, rank):
@@ -485,7 +484,7 @@ def program(schedule, rank):
             else:
                 yield "send", transfer
                 sent.append(transfer)
-            if len(sent) > len(schedule):  # a tensor lives until its send is waited for
+            if len(sent) > len(schedule):  # bounds the memory of pending sends
                 yield "wait", sent.popleft()
 
     yield from post()
@@ -506,10 +505,10 @@ def program(schedule, rank):
 class WeightGradStore:
     """Collects the products that give weights' gradients, which layers defer from I to W.
 
-    While the store is open, during an I, a layer may put(parameter, product) instead of computing
-    the gradient of the parameter; product() returns it later. While `adds` is true, a layer may add
-    a weight's gradient to .grad itself, which saves autograd a pass over it. `adds` is false in the
-    action that completes a stage's gradients, because autograd must run the hooks that reduce them.
+    The store is open during an I. A layer may then call put(parameter, product) and skip the
+    parameter's gradient, which product() returns later. While `adds` is true, a layer may add a
+    weight's gradient to .grad itself, which saves autograd a pass over it. `adds` is false in the
+    action that completes a stage's gradients, so that autograd runs the hooks that reduce them.
     """
 
     products = None
@@ -524,7 +523,7 @@ class WeightGradStore:
 
     @contextmanager
     def during(self, products=None, adds=False):
-        """Open the store with `products`, a list to which put() appends; None keeps it closed."""
+        """Open the store with a list to which put() appends; None keeps the store closed."""
         self.products, self.adds = products, adds
         try:
             yield
@@ -533,7 +532,7 @@ class WeightGradStore:
 
 
 class DeferredLinear(nn.Linear):
-    """A linear layer that defers its weight's product. Its bias's gradient is computed in I."""
+    """A linear layer that can defer its weight's gradient to W. I computes the bias's gradient."""
 
     def __init__(self, *sizes, defer):
         super().__init__(*sizes)
@@ -544,12 +543,12 @@ class DeferredLinear(nn.Linear):
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """forward: y = x W^T + b; backward: dx = dy W, db = sum of dy; dW = dy^T x now, or in W"""
+    """Compute y = x W^T + b. Backward: dx = dy W, db = the sum of dy; dW = dy^T x, now or in W."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, defer):
         ctx.save_for_backward(x, weight)
-        ctx.parameter = weight
+        ctx.parameter = weight  # under a checkpoint, the saved one is a detached copy
         ctx.defer = defer
         return nn.functional.linear(x, weight, bias)
 
@@ -570,10 +569,10 @@ class _DeferredLinear(torch.autograd.Function):
 
 
 def _add_products(products):
-    """Empty the list, and accumulate each parameter's gradient once, so that hooks run once."""
+    """Compute the products, and accumulate one sum per parameter, so that its hooks run once."""
     uses = Counter(parameter for parameter, _ in products)
     sums = {}
-    while products:  # a product that has been computed is dropped, with the activations it keeps
+    while products:  # each product is removed from the list, so that its activations are freed
         parameter, product = products.pop(0)
         dtype = parameter.grad_dtype if parameter.is_leaf else None  # fp32, say, for a bf16 weight
         gradient = product().to(dtype or parameter.dtype)
@@ -596,29 +595,28 @@ def _add_products(products):
 #     W   computes the deferred products and adds them to the parameters' gradients; no message
 #
 # On the last stage F also computes the loss from the output, and B begins at the loss. With data
-# parallelism a stage is wrapped in DistributedDataParallel or FullyShardedDataParallel. Its last B
-# or W starts the reduction of its gradients, and all earlier backwards run under no_sync().
+# parallelism a stage is wrapped in DistributedDataParallel (ddp.py) or FullyShardedDataParallel
+# (zero.py). Its last B or W starts the reduction of its gradients; earlier ones run in no_sync().
 
 
 class Pipeline:
     """Runs one rank of a schedule.
 
-    stage: this rank's module, or a list with one module per chunk. A stage without layers returns
-        its input; none may change its input in place.
+    stage: this rank's module, or a list with one module per chunk. A stage without layers may
+        return its input. No stage may change its input in place.
     schedule: a Schedule, the same on all ranks of the group.
-    loss_fn: loss_fn(output, target, *loss_arguments of step()), called at the end of a route,
-        returns a microbatch's share of the loss. The loss of a step is the sum of the shares.
+    loss_fn: loss_fn(output, target, *loss_arguments) returns a microbatch's share of the loss; the
+        loss of a step is the sum of the shares. It is called where a route ends.
     shape, dtype, device: those of every stage's output for one microbatch, except the last stage's.
-        dtype and device default to PyTorch's.
+        dtype and device default to PyTorch's default dtype and device.
     defer: the WeightGradStore in which layers of the stages defer products.
-    sync_each: reduce gradients over replicas for each microbatch (ZeRO-2, -3), not once a step.
+    sync_each: reduce gradients over replicas per microbatch, as ZeRO-2 and ZeRO-3 do, not per step.
 
-    To keep only the inputs of a stage and run it again in backward, as GPipe does, wrap the stages
-    in torch.utils.checkpoint. With two routes (DualPipe) each route has a replica of all layers:
-    see sum_replicas().
+    To keep only its inputs and run again in backward, as in GPipe, a stage can call its layers with
+    torch.utils.checkpoint. With two routes (DualPipe) each has a replica: see sum_replicas().
 
-    Collective. Raises ValueError on all ranks if their schedules differ, and on one rank if it does
-    not have one stage per chunk, or if a stage is PyTorch's DistributedDataParallel.
+    Collective. Raises ValueError on all ranks if their schedules differ or do not fit the group; on
+    a rank that does not have one stage per chunk, or has one in PyTorch's DistributedDataParallel.
     """
 
     def __init__(
@@ -641,30 +639,30 @@ class Pipeline:
         # the chunks of this rank where routes begin, and where they end
         self.first_chunks = {chunk for (rank, chunk), *_ in schedule.routes if rank == self.rank}
         self.last_chunks = {chunk for *_, (rank, chunk) in schedule.routes if rank == self.rank}
-        self.midway = False
+        self.step_is_pending = False
 
     def step(self, inputs=None, targets=None, *loss_arguments):
-        """Run the schedule once, and add the gradients to those of the parameters.
+        """Run the schedule once, and accumulate gradients in the parameters.
 
         inputs, targets: (B, ...), cut along B into microbatches; inputs are needed on ranks where
         routes begin, targets where they end. loss_arguments: passed to loss_fn.
 
-        Returns the loss, detached, on ranks where routes end, and None on the others. Raises
-        ValueError if the microbatches do not divide B, or if a stage's output has another shape or
-        dtype than declared; RuntimeError if an earlier step() failed with messages still pending.
+        Returns the loss of the route that ends on this rank, detached, or None if none does. Raises
+        ValueError if the number of microbatches does not divide B, or if a stage's output has
+        another shape or dtype than declared; RuntimeError if an earlier step() failed midway.
         """
         _check_batches(self, inputs, targets)
-        if self.midway:
+        if self.step_is_pending:
             raise RuntimeError("an earlier step() failed: its messages are still under way")
         self.inputs = () if inputs is None else inputs.chunk(self.schedule.num_microbatches)
         self.targets = () if targets is None else targets.chunk(self.schedule.num_microbatches)
         self.loss, self.loss_arguments = None, loss_arguments
         # the keys of both are (microbatch, chunk), which is action[1:]
-        self.in_flight = {}  # from F to B or I: (input, output's edge in the graph)
-        self.deferred = {}  # from I to W: the list of deferred products
+        self.saved = {}  # from F to B or I: (input, edge of the output in the graph)
+        self.deferred = defaultdict(list)  # from I to W: the deferred products
         tensors = {}  # {Transfer: what an action has made, or the buffer in which it arrives}
         messages = {}  # {Transfer: its message, until it is waited for}
-        self.midway = len(self.schedule) > 1
+        self.step_is_pending = len(self.schedule) > 1
         post = partial(exchange, group=self.group, async_op=True)
         for verb, subject in self.program:
             if verb == "receive":
@@ -680,7 +678,7 @@ class Pipeline:
                 result = self.perform(subject, tensors.pop(needed, None))
                 if made:
                     tensors[made] = result
-        self.midway = False
+        self.step_is_pending = False
         self.inputs = self.targets = self.loss_arguments = ()
         return self.loss
 
@@ -712,16 +710,16 @@ class Pipeline:
             made = f"{tuple(output.shape)} {output.dtype}"
             raise ValueError(f"rank {self.rank} made {made}, to be sent like {self.like}")
         if self.training:
-            # the output's edge in the graph, not the output, whose memory is freed once it is sent;
-            # there is no graph where this stage and all stages before it are frozen
+            # keep the output's edge in the graph, not the output, whose memory is freed once it is
+            # sent; a first stage whose parameters are all frozen has no graph
             edge = get_gradient_edge(output) if output.requires_grad or is_last else None
-            self.in_flight[action[1:]] = x, edge
+            self.saved[action[1:]] = x, edge
         return output.detach().contiguous()
 
     def _backward(self, action, grad_output):
         """Run B or I. During I the store is open, and collects this microbatch's products."""
-        x, edge = self.in_flight.pop(action[1:])
-        products = self.deferred.setdefault(action[1:], []) if action.kind == "I" else None
+        x, edge = self.saved.pop(action[1:])
+        products = self.deferred[action[1:]] if action.kind == "I" else None
         with self._no_sync(action), self.defer.during(products, adds=not self._syncs(action)):
             if edge is not None:
                 torch.autograd.backward(edge, grad_output)
@@ -741,7 +739,7 @@ class Pipeline:
             _add_products(products)
 
     def _syncs(self, action):
-        """Return whether the gradients' reduction over replicas begins in this action, a B or W."""
+        """Return whether a backward action begins the gradients' reduction over replicas."""
         is_last = action == self.last_backward[self.stages[action.chunk]]
         return is_last or (self.sync_each and action.kind != "I")
 
@@ -754,7 +752,7 @@ class Pipeline:
 def _check_schedule(schedule, stages, group):
     """Raise ValueError on all ranks if their schedules differ, or on one whose stages do not fit.
 
-    The comparison is also the group's first batch, in which NCCL needs all ranks.
+    NCCL requires all ranks of a group in its first batch of messages, which this comparison sends.
     """
     rank, num_stages = rank_and_size(group)
     schedules = gather_objects((list(schedule), schedule.routes), group)
@@ -785,11 +783,11 @@ def _check_batches(pipeline, inputs, targets):
 
 
 def sum_replicas(stages, group=None):
-    """Sum the gradients of DualPipe's replicas. Chunk 0 has the layers of rank p-1-r's chunk 1.
+    """Sum the gradients of DualPipe's replicas: chunk 0 of rank r and chunk 1 of rank p-1-r.
 
     stages: the stages of this rank's Pipeline; both replicas must train the same parameters.
     Collective. Call it when the gradients of a batch are complete, whether they come from one step
-    or several. Afterwards both replicas have the same bits.
+    or several. Afterwards both replicas' gradients have the same bits.
     """
     rank, world_size = rank_and_size(group)
     mirror = world_size - 1 - rank
@@ -817,26 +815,26 @@ def bubble_time(
     """Return a rank's idle time. forward, backward, weight: times of F, B, W of a rank's layers.
 
     For zb-h2 and zb-v, whose ranks begin and end one after the other, it is the idle time between a
-    rank's first and last action. For dualpipe it is an upper bound. The formulas of zb-h1, zb-h2
-    and zb-v hold from p, 2p-1 and 2p microbatches on, for W <= F and W <= B-W; zb-v's also needs
-    F <= B-W.
+    rank's first and last action. For dualpipe it is an upper bound, and the times are one chunk's.
+    The formulas of zb-h1, zb-h2 and zb-v need at least p, 2p-1 and 2p microbatches, W <= F and
+    W <= B-W; zb-v's also needs F <= B-W.
     """
-    rounds = num_stages - 1
+    others = num_stages - 1
     both = forward + backward
     return {
-        "naive": rounds * num_microbatches * both,
-        "gpipe": rounds * both,
-        "1f1b": rounds * both,
-        "interleaved": rounds * both / num_chunks,
-        "zb-h1": rounds * (both - 2 * weight),
-        "zb-h2": rounds * (both - 3 * weight),
-        "zb-v": rounds * (backward - 2 * weight),
+        "naive": others * num_microbatches * both,
+        "gpipe": others * both,
+        "1f1b": others * both,
+        "interleaved": others * both / num_chunks,
+        "zb-h1": others * (both - 2 * weight),
+        "zb-h2": others * (both - 3 * weight),
+        "zb-v": others * (backward - 2 * weight),
         "dualpipe": (num_stages / 2 - 1) * (both + backward - 3 * weight),
     }[schedule]
 
 
 def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2):
-    """Return how many microbatches, each through all of a rank's layers, the fullest rank holds."""
+    """Return the fullest rank's peak, in microbatches through all its layers of one replica."""
     p, m, v = num_stages, num_microbatches, num_chunks
     return {
         "naive": 1,
@@ -851,7 +849,7 @@ def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2):
 
 
 def pipeline_bytes(stage, num_stages, num_microbatches, microbatch_bytes):
-    """Return the bytes that a rank of one chunk sends in a step, to both of its neighbours."""
+    """Return the bytes that a rank with one chunk sends to its neighbours in a step."""
     boundaries = (stage < num_stages - 1) + (stage > 0)
     return boundaries * num_microbatches * microbatch_bytes
 
@@ -888,13 +886,13 @@ def _demonstrate():
 
 
 def figures(name, num_stages, num_microbatches):
-    """Return a schedule, its timeline, (claimed, simulated) bubble, and peak, for F = I = W = 1."""
+    """Return a schedule, its timeline, and (claimed, simulated) bubble and peak; F = I = W = 1."""
     schedule = SCHEDULES[name](num_stages, num_microbatches)
-    parts = 2 if name in ("interleaved", "zb-v") else 1  # into which a rank's layers are cut
-    timeline = simulate(schedule, 1 / parts, 2 / parts, weight=1 / parts)
+    num_parts = 2 if name in ("interleaved", "zb-v") else 1  # a rank's layers, cut into chunks
+    timeline = simulate(schedule, 1 / num_parts, 2 / num_parts, weight=1 / num_parts)
     bubble = max(timeline.idle if name in ("zb-h2", "zb-v") else timeline.bubble)
     bubbles = bubble_time(name, num_stages, num_microbatches), bubble
-    peaks = peak_activations(name, num_stages, num_microbatches), max(timeline.peak) / parts
+    peaks = peak_activations(name, num_stages, num_microbatches), max(timeline.peak) / num_parts
     return schedule, timeline, bubbles, peaks
 
 
@@ -929,11 +927,13 @@ def main():
         _compare(args.stages, args.microbatches)
         return
     try:
-        found = figures(args.schedule, args.stages, args.microbatches)
+        _show(*figures(args.schedule, args.stages, args.microbatches))
     except ValueError as error:
         parser.error(str(error))
-    _show(*found)
 
 
 if __name__ == "__main__":
-    run_ranks(_demonstrate) if "RANK" in os.environ else main()
+    if "RANK" in os.environ:
+        run_ranks(_demonstrate)
+    else:
+        main()

@@ -1,25 +1,26 @@
-"""Sequence and context parallelism: ranks split the sequence outside, or also inside, attention.
+"""Sequence parallelism splits the sequence outside attention; context parallelism everywhere.
 
-Tensor parallelism over t ranks splits the inside of attention and MLP, but every rank still holds
-the norms, the dropouts and the residual stream of all tokens. These operations treat each token by
-itself, so with sequence parallelism a rank does 1/t of the sequence, dim 0 of (T, B, D):
+Tensor parallelism over t ranks (tensor_parallel.py) splits the inside of attention and MLP. The
+norms, dropouts and residual additions around them treat each token by itself, yet every rank does
+them for all tokens. With sequence parallelism it does them for 1/t of the tokens, dim 0:
 
            split along the sequence |  split by heads or by columns    | along the sequence
     x_r ---- LayerNorm ---- all-gather ---- QKV, attention, out ---- reduce-scatter ---- dropout, +
            backward:        reduce-scatter                           all-gather
 
 Context parallelism over P ranks splits the sequence in attention, too. Keys and values reach all
-queries in one of three ways. The table has the elements that a rank sends in one attention, and
-those of k and v that it holds, for batch b, sequence s, a heads of width h in all, h_kv of k or v:
+queries in one of three ways. The table counts the elements that a rank sends in one attention, and
+those of k and v that it holds. Per token (b sequences of s), q has h elements, k and v h_kv each:
 
                  forward                       backward                      held
     all-gather   2 (P-1)/P b s h_kv            2 (P-1)/P b s h_kv            2 b s h_kv
     ring         2 (P-1)/P b s h_kv            4 (P-1)/P b s h_kv            6 b s h_kv / P
     Ulysses      2 (P-1)/P b s (h + h_kv)/P    2 (P-1)/P b s (h + h_kv)/P    2 b s h_kv / P
 
-For Ulysses h_kv counts at least P heads. The other two methods send gradients in fp32 or wider.
+For Ulysses h_kv counts at least P heads. The other methods send gradients in fp32 or wider. Shapes
+below have T for s, B for b, D for h, H for the a heads of q, KV for those of k, K for their width.
 
-A rank holds   with context parallelism 1/P of all activations. Otherwise, bytes per 16-bit layer:
+A rank holds   1/P of other activations; without context parallelism, bytes per layer in 16 bits:
                    tensor parallelism           s b h (10 + 24/t + 5 a s / (h t))
                    and sequence parallelism     s b h (34/t + 5 a s / (h t))
                    and selective recomputation  s b h (34/t)
@@ -27,15 +28,15 @@ A rank holds   with context parallelism 1/P of all activations. Otherwise, bytes
 It sends       with sequence parallelism 10 b s h (t-1)/t elements a layer: tensor parallelism's 8,
                and 2 because a rank keeps only its part of each input, which backward gathers again;
                also, once per step, the gradients of norms and biases
-Overlap        the ring computes while it sends; the all-gather and Ulysses wait for their messages
+Overlap        only the ring computes while it sends; see tensor_parallel.py on sequence parallelism
 PyTorch's      SequenceParallel splits DTensors, and context_parallel() patches
-               scaled_dot_product_attention(). Here attention is a function, and always causal.
+               scaled_dot_product_attention(). Here attention is a function, and always causal
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022. Llama
 Team, "The Llama 3 Herd of Models", 2024. Liu et al., "Ring Attention with Blockwise Transformers
 for Near-Infinite Context", 2023. Jacobs et al., "DeepSpeed Ulysses", 2023.
 
-    torchrun --nproc-per-node 4 sequence_parallel.py     prints claimed and counted bytes
+    torchrun --nproc-per-node 4 sequence_parallel.py     bytes, claimed and counted, and the error
 """
 
 import math
@@ -57,12 +58,12 @@ from tensor_parallel import attention
 
 
 def sequence_parallel_mlp(x, norm, up, down, group=None):
-    """Return x + MLP(norm(x)) for this rank's tokens x, (T/P, B, D).
+    """Return x + MLP(norm(x)) for this rank's tokens x, (T/P, B, D), in a group of P = t ranks.
 
     up: (F/P, D) and down: (D, F/P), this rank's columns and rows of the two weights.
+    norm: its gradients cover this rank's tokens only, and must still be summed over the group.
 
-    Autograd keeps `whole`; the layers of tensor_parallel.py keep norm(x), and gather it again in
-    backward. Each rank's gradients of `norm` are those of its tokens, and must still be summed.
+    Autograd keeps `whole`; the layers of tensor_parallel.py keep norm(x) and gather it again.
     """
     whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter
     hidden = F.gelu(F.linear(whole, up), approximate="tanh")  # (T, B, F/P)
@@ -80,10 +81,10 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
 def simple_ring_attention(q, k, v, group=None):
     """Causal attention of this rank's T/P queries to the keys of all ranks. Forward only.
 
-    q, k, v and the result: (B, H, T/P, K), the rank-th of P equal parts of the sequence.
+    q, k, v and the result: (B, H, T/P, K). Rank r has the r-th of P equal parts of the sequence.
 
-    ring_attention() adds an order of the sequence in which all ranks do equal work, fused kernels
-    that skip what the mask hides, protection from overflow in exp(), overlap, and backward.
+    ring_attention() also has a backward, overlaps messages with computation, orders the sequence so
+    that all ranks do equal work, skips what the mask hides, and does not overflow in exp().
     """
     rank, world_size = rank_and_size(group)
     kv = torch.stack([k, v])
@@ -107,7 +108,7 @@ def simple_ring_attention(q, k, v, group=None):
 #
 # Under a causal mask later positions see more keys. In the plain order the last rank would do
 # 2 - 1/P times the average work. In the zig-zag order each rank has an early and a late chunk, and
-# all ranks do equal work:
+# all ranks do equal work (Zhu, ring-flash-attention, 2024):
 #
 #     P = 4      chunk   0 1 2 3 4 5 6 7
 #     plain      rank    0 0 1 1 2 2 3 3
@@ -128,7 +129,7 @@ def _check_chunks(seq_len, cp):
 
 
 class AttentionBlock(NamedTuple):
-    """Some queries and keys: each query i sees all of the keys, or keys 0 to i if causal."""
+    """Some queries and keys. Each query sees all the keys; if causal, query i sees keys 0 to i."""
 
     queries: slice
     keys: slice
@@ -136,10 +137,10 @@ class AttentionBlock(NamedTuple):
 
 
 def ring_block(rank, source, length):
-    """Return which of the T/P = length keys of `source` the queries of `rank` see.
+    """Return the block of the queries of `rank` and the keys of `source` that the mask leaves.
 
-    P = 4, rank 1, with chunks 1 and 6. x: seen, c: seen causally, .: hidden. Half of the pairs of a
-    query and another rank's key are seen, so in each step all ranks do equal work.
+    length: T/P. Of the pairs of a query and another rank's key, half are seen, so in each step all
+    ranks do equal work. P = 4, rank 1 with chunks 1 and 6; x: seen, c: seen causally, .: hidden
 
         source      1 (itself)     0 (before)     2 (after)      3 (after)
         keys        1   6          0   7          2   5          3   4
@@ -156,8 +157,8 @@ def ring_block(rank, source, length):
 
 
 def gathered_blocks(rank, world_size, length):
-    """Yield what a rank's T/P = length queries see of all keys: earlier chunks and their own."""
-    size = length // 2
+    """Yield, for each chunk of a rank's queries, the block of earlier keys and that of its own."""
+    size = length // 2  # of a chunk; length: T/P
     for i, chunk in enumerate((rank, 2 * world_size - 1 - rank)):
         queries = slice(i * size, (i + 1) * size)
         start = chunk * size
@@ -167,13 +168,13 @@ def gathered_blocks(rank, world_size, length):
 
 
 def _by_position(parts, dim):
-    """Join the chunks of (P, 2, ...), two of each rank, along dim in the order of the sequence."""
+    """Join chunks (P, 2, ...), say [[0, 3], [1, 2]], in sequence order along a chunk's `dim`."""
     early, late = parts.unbind(1)
     return torch.cat([*early, *reversed(late.unbind())], dim)
 
 
 def _by_rank(whole, world_size, dim):
-    """Cut the sequence along dim into (P, 2, ...), two chunks of each rank."""
+    """Undo _by_position(): cut the sequence into chunks (P, 2, ...), the two of each rank."""
     chunks = whole.chunk(2 * world_size, dim)
     pairs = zip(chunks[:world_size], reversed(chunks))
     return torch.stack([chunk for pair in pairs for chunk in pair]).unflatten(0, (world_size, 2))
@@ -181,8 +182,8 @@ def _by_rank(whole, world_size, dim):
 
 # ---- context parallelism: attention, block by block ----------------------------------------------
 #
-# lse is the logarithm of the sum of exp(score) over the keys that a query has seen. It merges
-# outputs over different keys, and no exp() overflows:
+# lse is the logarithm of the sum of exp(score) over the keys that a query has seen. Given lse,
+# outputs over different keys can be merged, and no exp() overflows:
 #
 #     lse    = log(exp(lse_1) + exp(lse_2))
 #     output = exp(lse_1 - lse) output_1 + exp(lse_2 - lse) output_2
@@ -205,10 +206,10 @@ def _attend_backward(block, grad_output, q, k, v, output, lse, grad_q, grad_k, g
     queries, keys, causal = block
     grad_output, q, output, lse = (x[:, :, queries] for x in (grad_output, q, output, lse))
     k, v = k[:, :, keys], v[:, :, keys]
-    parts = block_attention_backward(grad_output, q, k, v, output, lse, causal)
-    grad_q[:, :, queries] += parts[0]
-    grad_k[:, :, keys] += parts[1]
-    grad_v[:, :, keys] += parts[2]
+    dq, dk, dv = block_attention_backward(grad_output, q, k, v, output, lse, causal)
+    grad_q[:, :, queries] += dq
+    grad_k[:, :, keys] += dk
+    grad_v[:, :, keys] += dv
 
 
 def _no_keys_yet(q):
@@ -225,7 +226,7 @@ def _zeros(x, shape):
 
 
 class _AllGatherAttention(torch.autograd.Function):
-    """forward: all-gather k and v; attend. backward: gradients of all k and v; reduce-scatter them.
+    """forward: all-gather k and v; attend. backward: compute all gradients; reduce-scatter them.
 
     The collectives are part of this Function because the gradients must be summed in fp32: between
     two Functions autograd would round them to the dtype of k and v.
@@ -235,7 +236,7 @@ class _AllGatherAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, group):
         rank, world_size = rank_and_size(group)
         kv = torch.stack([k, v]).unflatten(3, (2, -1)).movedim(3, 0)  # (chunks, 2, B, KV, T/2P, K)
-        parts = kv.new_empty(world_size, *kv.shape)
+        parts = kv.new_empty(world_size, *kv.shape)  # (P, chunks, 2, B, KV, T/2P, K)
         all_gather_single(parts, kv.contiguous(), group)
         whole = _by_position(parts, 3)  # (2, B, KV, T, K)
         ctx.blocks = list(gathered_blocks(rank, world_size, q.shape[2]))
@@ -255,7 +256,7 @@ class _AllGatherAttention(torch.autograd.Function):
         grad_q, grad_whole = (_zeros(x, x.shape) for x in (q, whole))
         for block in ctx.blocks:
             _attend_backward(block, grad_output, q, *whole, output, lse, grad_q, *grad_whole)
-        parts = _by_rank(grad_whole, world_size, 3)  # (P, 2, 2, B, KV, T/2P, K)
+        parts = _by_rank(grad_whole, world_size, 3)  # (P, chunks, 2, B, KV, T/2P, K)
         own = parts.new_empty(parts.shape[1:])
         reduce_scatter_single(own, parts, group=ctx.group)
         grad_k, grad_v = own.movedim(0, 3).flatten(3, 4).to(whole.dtype)  # (B, KV, T/P, K) each
@@ -266,17 +267,17 @@ def allgather_attention(q, k, v, group=None):
     """Causal attention of local queries to all keys and values, which every rank gathers.
 
     q and the result: (B, H, T/P, K); k, v: (B, KV, T/P, K), where KV divides H. Tokens are those of
-    context_positions(). A GPU needs fp32, fp16 or bf16, and rows of K elements that are multiples
-    of 16 bytes. Raises ValueError if the shapes or dtypes do not fit.
+    context_positions(). On a GPU the dtype must be fp32, fp16 or bf16, and K elements must fill a
+    multiple of 16 bytes. Raises ValueError if the shapes or dtypes do not fit.
     """
     q, k, v = _checked(q, k, v, group)
     return _AllGatherAttention.apply(q, k, v, group)
 
 
 def _visitors(k, v, group):
-    """Yield (source, (k, v)) of all ranks as they travel around the ring, then the own again.
+    """Yield (source, its k and v) in P + 1 visits, as the k and v of all ranks go around the ring.
 
-        visit    0     1     2     3     4      P = 4: the source whose k and v are with rank r
+        visit    0     1     2     3     4      P = 4: the source whose k and v visit rank r
         source   r    r-1   r-2   r-3    r
 
     While the caller computes with k and v, they travel to the next rank.
@@ -324,7 +325,7 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, output, lse = ctx.saved_tensors
         rank, _ = rank_and_size(ctx.group)
         grad_q = _zeros(q, q.shape)
-        sums = _zeros(k, (2, *k.shape))  # the gradients of k and v from the ranks visited before
+        received = _zeros(k, (2, *k.shape))  # gradients of k and v, summed over earlier ranks
         grad_work = None
         for source, kv in islice(_visitors(k, v, ctx.group), 1, None):
             block = ring_block(rank, source, q.shape[2])
@@ -332,9 +333,9 @@ class _RingAttention(torch.autograd.Function):
             _attend_backward(block, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
             if grad_work is not None:
                 grad_work.wait()
-                grad_kv += sums
+                grad_kv += received
             if source != rank:
-                grad_work = _send_on(grad_kv, sums, ctx.group)
+                grad_work = _send_on(grad_kv, received, ctx.group)
         grad_k, grad_v = grad_kv.to(k.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None
 
@@ -342,8 +343,7 @@ class _RingAttention(torch.autograd.Function):
 def ring_attention(q, k, v, group=None):
     """Causal attention of local queries to keys and values that go round the ring in P-1 steps.
 
-    Shapes and errors are those of allgather_attention(). The zig-zag order on a ring is from Zhu's
-    ring-flash-attention, 2024.
+    Shapes and errors are those of allgather_attention().
     """
     q, k, v = _checked(q, k, v, group)
     return _RingAttention.apply(q, k, v, group)
@@ -353,8 +353,8 @@ def ulysses_attention(q, k, v, group=None):
     """Causal attention over the whole sequence in 1/P of the heads, between two all-to-alls.
 
     The first all-to-all turns T/P positions of all heads into all positions of 1/P of the heads;
-    the second one turns the result back. If KV < P, each head of k and v goes to P / KV ranks.
-    P must divide H, and also KV unless KV divides P. The rest is as in allgather_attention().
+    the second one turns the result back. P must divide H, and either P divides KV or KV divides P;
+    if KV < P, each head of k and v goes to P / KV ranks. The rest is as in allgather_attention().
     """
     q, k, v = _checked(q, k, v, group)
     _, world_size = rank_and_size(group)
@@ -375,13 +375,13 @@ def ulysses_attention(q, k, v, group=None):
 
 
 def _checked(q, k, v, group):
-    """Return q, k and v autocast and contiguous; raise ValueError if they do not fit together."""
+    """Return q, k and v contiguous and as autocast casts them, or raise ValueError."""
     q, k, v = (autocasted(x).contiguous() for x in (q, k, v))
     B, H, length, K = q.shape
     fits = k.shape == v.shape == (B, k.shape[1], length, K) and q.dtype == k.dtype == v.dtype
     if not fits or H % k.shape[1]:
-        found = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (q, k, v))
-        raise ValueError(f"q, k and v are {found}: not alike but for heads that KV divides")
+        shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (q, k, v))
+        raise ValueError(f"q, k and v are {shapes}: only heads may differ, and KV must divide H")
     _, world_size = rank_and_size(group)
     _check_chunks(world_size * length, world_size)
     return q, k, v
@@ -395,21 +395,21 @@ def context_parallel_bytes(
     method: "allgather", "ring" or "ulysses".
     grad_itemsize: bytes per element of the gradients of k and v in "allgather" and "ring".
     """
-    token = batch * seq_len // cp * head_dim  # elements of one head on a rank
-    kv = 2 * kv_heads * token
+    head = batch * seq_len // cp * head_dim  # elements of one head on a rank
+    kv = 2 * kv_heads * head
     if method == "allgather":
         return (cp - 1) * kv * itemsize, (cp - 1) * kv * grad_itemsize
     if method == "ring":
         return (cp - 1) * kv * itemsize, (cp - 1) * kv * (itemsize + grad_itemsize)
-    nbytes = 2 * (heads + max(kv_heads, cp)) * token * (cp - 1) // cp * itemsize
+    nbytes = 2 * (heads + max(kv_heads, cp)) * head * (cp - 1) // cp * itemsize
     return nbytes, nbytes
 
 
 # ---- recomputation, and what a layer keeps -------------------------------------------------------
 #
 # Full recomputation keeps only a layer's input, and runs the layer again in backward. Selective
-# recomputation does this for the core of attention, whose s x s scores take most of the memory and
-# little of the time. Fused attention keeps no scores.
+# recomputation does this for the core of attention only, whose s x s scores take most of the memory
+# and little of the time. Fused attention keeps no scores in the first place.
 
 
 def recompute(function, *inputs):
@@ -423,11 +423,11 @@ def recompute(function, *inputs):
     if not torch.is_grad_enabled():
         return function(*inputs)
     if not any(x.requires_grad for x in inputs):
-        raise ValueError("recompute() of inputs none of which requires a gradient")
+        raise ValueError("no input of recompute() requires a gradient")
 
     def run(*inputs):
         output = function(*inputs)
-        return _Hollow.apply(output) if torch.is_grad_enabled() else output  # the second run
+        return _Hollow.apply(output) if torch.is_grad_enabled() else output  # on in the second run
 
     return checkpoint(run, *inputs, use_reentrant=True)
 
@@ -445,7 +445,7 @@ class _Hollow(torch.autograd.Function):
 
 
 def dropout(x, p, training=True):
-    """Apply dropout with a mask of one byte per element; F.dropout's on CPUs has the dtype of x."""
+    """Apply dropout with a mask of bytes. On CPUs the mask of F.dropout() would have x's dtype."""
     if not training or p == 0:
         return x
     return torch.native_dropout(x, p, True)[0]
@@ -466,11 +466,11 @@ def activation_bytes(
     split = tp if sequence_parallel else 1
     if recompute == "full":
         return itemsize * sbh / split
-    # bytes per element of sbh: the inputs of 2 norms and of 2 column-parallel layers, and 2 masks
+    # All per element of sbh. Bytes: inputs of 2 norms and of 2 column-parallel layers, and 2 masks.
     outside = 4 * itemsize + 2 * masks
-    # elements: q and the result of attention; k and v; the MLP's width before and after GeLU
+    # Elements: q and the result of attention; k and v; the MLP's width before and after GeLU.
     inside = 2 + 2 * (kv_heads or heads) / heads + 2 * (4 if ffn is None else ffn / hidden)
-    # bytes: scores before and after softmax, and after dropout with its mask
+    # Bytes: scores before and after softmax, and after dropout, with the mask of that dropout.
     scores = (2 * itemsize + 1) * heads * seq_len / hidden if recompute == "none" else 0
     return sbh * (outside / split + (itemsize * inside + scores) / tp)
 

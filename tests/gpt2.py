@@ -63,7 +63,7 @@ def take(path, folder, more):
         raise ValueError(f"{there} is there already")
     unfinished = Path(folder, "step_00000000.partial")
     dcp.save({"model": weights}, checkpoint_id=unfinished)
-    (unfinished / "run.json").write_text(json.dumps(vars(args) | {"skipped": 0}, indent=4))
+    (unfinished / "run.json").write_text(json.dumps(hybrid.flags_of(args), indent=4))
     unfinished.rename(unfinished.with_suffix(""))
     return f"hybrid.py --checkpoint {folder} {typed(vars(args))}"
 

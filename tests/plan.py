@@ -415,7 +415,7 @@ def pieces_of(args, most=200_000):
         # a node holds gcd(ep, tp) ranks of an expert group, times the tp groups that fit in it
         nodes = ep // math.gcd(ep, math.gcd(ep, tp) * max(1, args.machine.per_node // tp))
         sizes = tp, cp, pp, dp, ep, args.batch_size // dp, 1, args.given.get("sp", tp > 1)
-        others = "none", nodes, args.unfused, "1f1b", 1, 1, args.replicate
+        others = "none", nodes, args.unfused, "1f1b", 1, 1, args.replicate or 1
         grid = Layout(*sizes, args.cp_method, *others)
         more = {"topk_nodes": min(args.topk_nodes or nodes, nodes), "world_size": args.gpus}
         try:

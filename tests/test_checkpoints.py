@@ -2,8 +2,6 @@
 
 import functools
 import io
-import json
-import math
 import os
 import random
 import re
@@ -14,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -44,7 +42,7 @@ def _train(flags, folder, dtype=torch.float64, prepare=lambda _: None):
     words = f"{FLAGS} --checkpoint {folder} --save-every 2 {flags}".split()
     args = hybrid.parse(words, dist.get_world_size())
     trainer = hybrid.Trainer(args, hybrid.make_mesh(args), CPU)
-    data = hybrid.Data(*np.random.default_rng(1).integers(0, V, (2, 500)), is_text=False)
+    data = hybrid.Data(*np.random.default_rng(1).integers(0, V, (2, 500)))
     prepare(trainer)
     with redirect_stdout(io.StringIO()):
         hybrid.resume(trainer, folder)
@@ -135,20 +133,6 @@ def test_what_one_layout_saves_another_loads_to_the_bit_and_trains_on_from(
     assert_alike(read(back / "step_00000004"), expected, 1e-9)
 
 
-def _skip_the_first_step(trainer):
-    clip, nan = trainer.clip_gradients, torch.tensor(math.nan)
-    trainer.clip_gradients = lambda: clip() if trainer.steps_done else nan
-
-
-def test_a_skipped_step_is_not_one_of_the_optimizers_after_a_restart_either(tmp_path):
-    own, flags = tmp_path / "own", "--dp 2 --skip-nonfinite 3 --save-every 1"
-    run(2, _train, flags, own, prepare=_skip_the_first_step)
-    on = _resume(2, flags, own / "step_00000003", tmp_path / "on")
-    assert_same_bits(on / "step_00000004", own / "step_00000004")
-    numbers = [json.loads((folder / "step_00000004/run.json").read_text()) for folder in (own, on)]
-    assert [run["skipped"] for run in numbers] == [1, 1]
-
-
 def test_bf16_keeps_its_masters_and_goes_on_in_fp32(tmp_path):
     run(2, _train, "--zero 0 --dtype bf16", tmp_path / "own", torch.float32)
     source = tmp_path / "own" / "step_00000002"
@@ -185,7 +169,7 @@ def _end(flags, folder, disturb=lambda trainer: None):
     disturbed = lambda trainer, *batch: (disturb(trainer), step(trainer, *batch))[1]
     with redirect_stdout(io.StringIO()), patch.object(hybrid.Trainer, "step", disturbed):
         try:
-            train_on_text(f"{FLAGS} --sample 0 --checkpoint {folder} {flags}", folder.parent)
+            train_on_text(f"{FLAGS} --checkpoint {folder} {flags}", folder.parent)
         except hybrid.TrainingError as error:
             ended = error.status, str(error)
     signal.signal(signal.SIGTERM, handler)
@@ -223,27 +207,70 @@ def test_a_full_disk_ends_all_ranks_with_a_line_and_the_checkpoint_before_is_int
     assert _complete(folder) == ["step_00000002", "step_00000004"]
 
 
-DAMAGES = [
-    ("__1_0.distcp", None, "No such file"),
-    ("__1_0.distcp", b"half", ""),
-    (".metadata", b"\x80\x04garbage", ""),
-    ("run.json", None, "No such file"),
-    ("run.json", b"{\"layers\": 4", "run.json has not the flags of a run"),
-    ("run.json", b"{}", "run.json has not the flags of a run"),
+@on_ranks(2)
+def test_training_goes_on_without_a_metrics_file_that_cannot_be_written(tmp_path):
+    step, printed = hybrid.Trainer.step, io.StringIO()
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill_the_disk(trainer, *batch):
+        if trainer.steps_done == 1 and dist.get_rank() == 0:
+            size = (tmp_path / "metrics").stat().st_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        return step(trainer, *batch)
+
+    with patch.object(hybrid.Trainer, "step", fill_the_disk), redirect_stdout(printed):
+        lines = train_on_text("", tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    if dist.get_rank() == 0:
+        assert [line.get("step") for line in lines] == [None, 1]
+        assert printed.getvalue().count("warning: --metrics ends here: ") == 1
+        assert "validation loss" in printed.getvalue()
+
+
+@on_ranks(1)
+def test_a_run_that_has_all_its_steps_says_so_and_validates(tmp_path):
+    printed = io.StringIO()
+    for flags in "", "--steps 2":
+        with redirect_stdout(printed):
+            train_on_text(f"{FLAGS} --checkpoint {tmp_path / 'own'} {flags}", tmp_path)
+    *_, sentence, validation = printed.getvalue().splitlines()
+    assert sentence == "--steps 2: nothing to train, as step 4 is saved"
+    assert validation.startswith("validation loss ") and validation.endswith(" after step 4")
+
+
+DAMAGES = {
+    "gone": lambda data: None,
+    "empty": lambda data: b"",
+    "flipped": lambda data: data[:-9] + bytes([data[-9] ^ 4]) + data[-8:],
+    "cut": lambda data: data[:-9],
+    "other": lambda data: b"{}",
+}
+CHANGED = "has changed since it was saved"
+NO_FLAGS = "run.json has not the flags of a run"
+DAMAGED = [
+    ("__1_0.distcp", "gone", "No such file"),
+    ("__1_0.distcp", "empty", f"__1_0.distcp {CHANGED}"),
+    ("__0_0.distcp", "flipped", f"__0_0.distcp {CHANGED}"),
+    (".metadata", "flipped", f".metadata {CHANGED}"),
+    ("run.json", "gone", "No such file"),
+    ("run.json", "cut", NO_FLAGS),
+    ("run.json", "other", NO_FLAGS),
 ]
 
 
-@pytest.mark.parametrize("file, content, message", DAMAGES)
+@pytest.mark.parametrize("file, damage, message", DAMAGED)
 @on_ranks(2)
 def test_a_damaged_checkpoint_ends_all_ranks_with_a_line_that_names_it(
-    file, content, message, tmp_path
+    file, damage, message, tmp_path
 ):
     folder = tmp_path / "own"
     _train("--dp 2", folder)
     if dist.get_rank() == 0:
-        (folder / "step_00000004" / file).unlink()
+        path = folder / "step_00000004" / file
+        content = DAMAGES[damage](path.read_bytes())
+        path.unlink()
         if content is not None:
-            (folder / "step_00000004" / file).write_bytes(content)
+            path.write_bytes(content)
     dist.barrier()
     status, line = _end("--dp 2 --steps 6", folder)
     assert status == 2 and "\n" not in line and message in line and "step_00000004" in line
@@ -259,18 +286,25 @@ def test_a_checkpoint_of_another_model_is_refused_by_names_and_values(tmp_path):
         assert _end(own, folder) == (2, f"{own}, but {path} has {saved}")
     assert _complete(folder) == ["step_00000002", "step_00000004"]
     (folder / "step_00000003.partial").mkdir()  # what a killed save leaves
+    (folder / "step_9").mkdir()  # no checkpoint
     _train("--steps 6", folder)
-    assert _complete(folder) == ["again", "step_00000004", "step_00000006"]
+    assert _complete(folder) == ["again", "step_00000004", "step_00000006", "step_9"]
 
 
 @on_ranks(1)
 def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path):
-    flushed, flush = [], hybrid.flush
-    look = lambda path: flushed.append((path.name, path.exists())) or flush(path)
-    with patch.object(hybrid, "flush", look):
+    found = []
+    with patch.object(os, "sync", lambda: found.extend(tmp_path.glob("*/run.json"))):
         _train("--steps 2", tmp_path)
-    names = "run.json", "step_00000002.partial", tmp_path.name
-    assert flushed == [(name, True) for name in names]
+    assert found == [tmp_path / "step_00000002.partial" / "run.json"]
+
+
+@on_ranks(1)
+def test_a_run_has_its_folder_for_itself_while_it_lives(tmp_path):
+    lock = hybrid.claim(tmp_path)
+    assert _end("", tmp_path) == (2, f"--checkpoint {tmp_path}: another run is using this folder")
+    lock.close()
+    assert not _end("", tmp_path)
 
 
 # ---- under torchrun ------------------------------------------------------------------------------
@@ -315,7 +349,7 @@ def test_a_run_of_which_ranks_are_killed_ends_with_the_bits_of_one_left_alone(
     text, steps = tmp_path / "text", 1 + 6 * kills
     text.write_text("All happy families are alike. " * 99)
     flags = f"{FLAGS} --data {text} {flags} --vocab-size 256 --steps {steps} --save-every 3"
-    flags += " --sample 0 --print-every 1"
+    flags += " --print-every 1"
     run(world_size, _undisturbed, f"{flags} --checkpoint {tmp_path / 'alone'}", timeout=120)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={world_size}", f"--max-restarts={kills}"]
@@ -337,3 +371,24 @@ def test_a_run_of_which_ranks_are_killed_ends_with_the_bits_of_one_left_alone(
     assert _complete(tmp_path / "own") == _complete(tmp_path / "alone") == names
     for name in names:
         assert_same_bits(tmp_path / "own" / name, tmp_path / "alone" / name)
+
+
+def test_processes_leave_when_torchrun_is_killed():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    process = subprocess.Popen(
+        [*command, PROJECT / "hybrid.py", *FLAGS.split(), "--vocab-size=256", "--steps=1000000"],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stdout:
+        if line.startswith("step 1 "):
+            break
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    try:
+        process.communicate(timeout=30)  # ends when the last of them has closed the pipe
+    finally:
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(int(rank), signal.SIGKILL)

@@ -109,8 +109,8 @@ def test_any_order_in_memory_will_do_and_shapes_that_do_not_fit_are_named(method
     with torch.autocast("cpu", torch.bfloat16):
         assert METHODS[method](q, k, v.bfloat16()).dtype == torch.bfloat16
     wrong = {
-        "cannot be dealt out|not alike but for heads": (q[:, :3], k[:, :2], v[:, :2]),
-        "not alike but for heads": (q, k, v[:, :2]),
+        "cannot be dealt out|only heads may differ": (q[:, :3], k[:, :2], v[:, :2]),
+        "only heads may differ": (q, k, v[:, :2]),
         r"q, k and v are \(2, 4, 4, 8\)": (q, k[:, :, :1], v[:, :, :1]),
         "bfloat16": (q, k.bfloat16(), v),
         "seq_len=6 is not 4 equal chunks for cp=2": [x[:, :, :3] for x in (q, k, v)],

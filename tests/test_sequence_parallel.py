@@ -46,7 +46,7 @@ def test_what_recomputation_cannot_do_is_an_error_and_leaves_no_gradient():
     with pytest.raises(RuntimeError, match="`inputs` parameter"):
         recompute(linear, x).sum().backward(inputs=[x])
     assert x.grad is linear.weight.grad is None
-    with pytest.raises(ValueError, match="none of which requires a gradient"):
+    with pytest.raises(ValueError, match="no input of recompute"):
         recompute(linear, x.detach())
     with torch.no_grad():
         assert torch.equal(recompute(linear, x), linear(x))

@@ -473,11 +473,11 @@ def test_torchrun_and_one_process_write_the_same_metrics(tmp_path):
     command = [sys.executable, PROJECT / "hybrid.py", *flags, "one"]
     one = subprocess.run(command, cwd=tmp_path, timeout=120, capture_output=True, text=True)
     two = launch(tmp_path, 2, HYBRID, *flags, "two", "--pp", 2)
-    words = "step loss grad_norm lr skipped tokens_per_s tflops memory_mb".split()
+    words = "step loss grad_norm lr tokens_per_s tflops".split()
     for done in (one, two):
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
-        assert " parameters on " in lines[0] and "---- continuation" in lines
+        assert " parameters on " in lines[0]
         assert "\nvalidation loss " in done.stdout
         steps = [line.split() for line in lines if line.startswith("step ")]
         assert [line[:4] for line in steps] == [f"step {k} of 3".split() for k in (1, 2, 3)]
@@ -492,7 +492,7 @@ def test_torchrun_and_one_process_write_the_same_metrics(tmp_path):
     assert len(str(metrics[0][1]["loss"])) > 8  # full precision, not the printed four digits
 
 
-def test_a_fault_of_one_machine_and_tp_that_spans_machines_are_said_once(tmp_path):
+def test_a_fault_of_one_machine_is_said_once(tmp_path):
     script = """
         import os, sys
         import hybrid
@@ -505,5 +505,4 @@ def test_a_fault_of_one_machine_and_tp_that_spans_machines_are_said_once(tmp_pat
     assert done.returncode != 0
     missing = "rank 2: [Errno 2] No such file or directory: 'MISSING'"
     assert said(done) == [f"error: --data (default): {missing}"]
-    assert done.stderr.count("script.py: warning: --tp 3 spans nodes") == 1
     assert 'hybrid.py", line' not in done.stderr and 'script.py", line' not in done.stderr

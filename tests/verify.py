@@ -45,8 +45,8 @@ from reference_gpt import ReferenceTraining, reference_gpt
 NUMBERS = "loss", "grad_norm"
 BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 5e-2, "bf16": 5e-2}
 OF_ALL = {"collectives", "device", "dtype", "seed", "timeout"}  # flags that name no layout
-REFUSED = "dropout capacity_factor topk_nodes skip_nonfinite data checkpoint save_every eval_every"
-REFUSED = {*REFUSED.split(), "print_every", "metrics", "sample", "prompt"}
+REFUSED = "dropout capacity_factor topk_nodes data checkpoint save_every eval_every"
+REFUSED = {*REFUSED.split(), "print_every", "metrics"}
 
 
 def sizes_of(world_size):
@@ -104,7 +104,7 @@ def draw(random, world_size):
 def batch_of(args, step, rows=slice(None)):
     """Rows of a batch of random tokens, of which a fifth, and the first rows, do not count."""
     tokens = np.random.default_rng(args.seed).integers(args.vocab_size, size=10**4)
-    data = hybrid.Data(tokens, tokens, False)
+    data = hybrid.Data(tokens, tokens)
     inputs, targets = data.batch(step, args.batch_size, args.seq_len, args.seed, rows)
     is_first = torch.arange(args.batch_size)[rows] < args.batch_size // 8
     return inputs, targets.masked_fill((targets % 5 == 0) | is_first[:, None], hybrid.IGNORE_INDEX)
