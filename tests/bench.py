@@ -61,16 +61,16 @@ OPERATIONS = [
 
 
 def _keep_memory():
-    """Have malloc give nothing back: what page faults cost depends on who was measured before."""
+    """Keep freed memory in malloc: page faults would depend on what was measured before."""
     trim_threshold, mmap_threshold = -1, -3
     for parameter in (trim_threshold, mmap_threshold):
         ctypes.CDLL(None).mallopt(parameter, 1 << 30)
 
 
 def take_turns(contenders, rounds, seconds=0.02):
-    """Median seconds per call of each contender {name: function}, on the slowest rank each time.
+    """Return {name: median seconds per call} of contenders {name: function}. Collective.
 
-    Call it on all ranks at once.
+    A round takes as long as its slowest rank.
     """
     _keep_memory()
     calls = {}
@@ -104,7 +104,7 @@ def _on_first_rank(step):
 
 
 def measure(cases):
-    """(case, rank 0's result) of {case: (world size, function, *arguments)}, each told first."""
+    """Yield (case, rank 0's result) of {case: (world size, function, *arguments)}."""
     for number, (case, call) in enumerate(cases.items(), 1):
         what = case if isinstance(case, str) else ", ".join(map(str, case))
         print(f"  {number} of {len(cases)}: {what}", file=sys.stderr, flush=True)
@@ -156,7 +156,7 @@ def _gpt():
 
 
 def _trainer(name):
-    """(model, optimizer) of 4.8M parameters: one process alone, PyTorch's, ours."""
+    """Return a model of 4.8M parameters and its optimizer, wrapped as the name says."""
     adamw, model = torch.optim.AdamW, _gpt()
     if name == "torch DDP" or name == "torch ZeRO + DDP":
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -209,7 +209,7 @@ def _time_data_parallel(rounds):
 
 
 def bench_data_parallel(arguments):
-    """A step of each technique beside its rival's."""
+    """Compare a step of each technique with its rival's."""
     cases = {f"P = {P}": (P, _time_data_parallel, arguments.rounds) for P in arguments.world_sizes}
     for case, times in measure(cases):
         for name, rival in (*RIVALS.items(), *((name, "alone") for name in RIVALS)):
@@ -220,7 +220,7 @@ def bench_data_parallel(arguments):
 
 
 def _torch_schedules():
-    """name -> (PyTorch's schedule, its stage indices on a rank of p, the name of ours)."""
+    """Return {name: (PyTorch's schedule, its stages on rank r of p, the name of ours)}."""
     loop, vee = (lambda r, p: [r, r + p]), (lambda r, p: [r, 2 * p - 1 - r])
     return {
         "GPipe": (pipelining.ScheduleGPipe, lambda r, p: [r], "gpipe"),
@@ -316,7 +316,7 @@ def _dtensor_blocks(mesh, D, sequence_parallel):
 
 
 def _time_tensor_parallel(B, T, D, rounds):
-    """Forward and backward of a stack of layers."""
+    """Time forward and backward of a stack of layers."""
     _, tp = collectives.rank_and_size()
     mesh, contenders = dist.device_mesh.init_device_mesh("cpu", (tp,)), {}
     torch.manual_seed(0)
@@ -339,7 +339,7 @@ def _time_tensor_parallel(B, T, D, rounds):
 
 
 def bench_tensor_parallel(arguments):
-    """A stack of layers beside DTensor's, and beside one process that has all."""
+    """Compare a stack of layers with DTensor's, and with one process that has all of it."""
     shapes = (2, 64, 256), (2, 128, 256), (8, 128, 256)
     cases = {
         (f"P = {P}", f"(B, T, D) = {shape}"): (P, _time_tensor_parallel, *shape, arguments.rounds)
@@ -357,7 +357,7 @@ def bench_tensor_parallel(arguments):
 
 
 def _time_context_parallel(T, rounds):
-    """Forward and backward of one causal attention, 8 heads of 64."""
+    """Time forward and backward of one causal attention with 8 heads of 64."""
     _, P = collectives.rank_and_size()
     whole = [torch.randn(1, 8, T, 64, requires_grad=True) for _ in range(3)]
     own = [x[:, :, : T // P].detach().clone().requires_grad_() for x in whole]
@@ -378,7 +378,7 @@ def _time_context_parallel(T, rounds):
 
 
 def bench_context_parallel(arguments):
-    """One causal attention, forward and backward, beside fused attention on one process."""
+    """Compare one causal attention with fused attention on one process."""
     cases = {
         (f"P = {P}", f"s = {T}"): (P, _time_context_parallel, T, arguments.rounds)
         for P in arguments.world_sizes
@@ -404,7 +404,7 @@ def _time_experts(N, D, E, k, rounds):
 
 
 def bench_expert_parallel(arguments):
-    """Forward and backward of 8 experts, top 2, 4096 tokens a rank, beside a dense MLP."""
+    """Compare 8 experts, top 2, 4096 tokens a rank, with a dense MLP of equal FLOPs."""
     cases = {
         (f"P = {P}", f"D = {D}"): (P, _time_experts, 4096, D, 8, 2, arguments.rounds)
         for P in arguments.world_sizes
@@ -422,7 +422,7 @@ SEQUENCES = 8  # to a step
 
 
 def _time_gpt(device, rounds):
-    """Seconds of a step: hybrid's, and nanoGPT's recipe, as it is and compiled."""
+    """Time a step of hybrid, and of nanoGPT's recipe, as it is and compiled."""
     flags = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in GPT_350M.items())
     flags += f" --batch-size {SEQUENCES} --microbatches 1 --dtype bf16"
     args = hybrid.parse(flags.split(), 1)
@@ -481,7 +481,7 @@ def bench_host(arguments):
 
 
 def _time_batches(device, count=500):
-    """Seconds of a batch, one small message each way: on the host, and until it is done."""
+    """Return a batch's seconds, one small message each way: on the host, and until it is done."""
     rank, world_size = collectives.rank_and_size()
     x, y = torch.zeros(2, 64, device=device)
     messages = [(x, (rank + 1) % world_size)], [(y, (rank - 1) % world_size)]
@@ -514,7 +514,7 @@ def _call_and_wait(call):
 
 
 def bench_gpu(arguments):
-    """A GPT of 350M in bf16: tokens/s, MFU. With several GPUs also microseconds of messages."""
+    """Time a GPT of 350M in bf16 and, with several GPUs, their messages."""
     if not torch.cuda.is_available():
         sys.exit("bench.py gpu: there is no GPU on this machine")
     gpus = torch.cuda.device_count()

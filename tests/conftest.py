@@ -1,4 +1,4 @@
-"""Plain imports from the project root and from here, in this process and in the ranks it starts."""
+"""Import from the project root and from here, in this process and in the ranks it starts."""
 
 import sys
 from pathlib import Path
@@ -22,6 +22,6 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def ranks():
-    """`run` of ranks.py; the pool's processes end with the session."""
+    """Return ranks.run(); the pool's processes end with the session."""
     yield rank_pool.run
     rank_pool.pool.close()

@@ -1,13 +1,13 @@
-"""hybrid on GPUs that are not there: one rank of any world runs, and what it launches is counted.
+"""Run one rank of any layout of hybrid on a pretended GPU, and count what it launches.
 
-    library = build(folder)                          the pretended device of fake_cuda.cpp, compiled
-    count(library, [(world_size, rank, flags), ...])   the Counts of a step each, in a new process
-    run(library, command)                            a Python command that has the device
+    library = build(folder)                            compile the device of fake_cuda.cpp
+    count(library, [(world_size, rank, flags), ...])   return the Counts of one step for each job
+    run(library, command)                              run a Python command that has the device
 
-The tensors are fake: they have shapes, and no memory. So a rank of a model of any size runs in any
-process, on a device with CUDA's branches, autograd's own thread for it, and a group called "nccl"
-whose messages go nowhere. Of what has no value here, numbers of rows are taken as if experts had
-even loads. The device has to be there before torch is imported: hence the process.
+Tensors are fake: they have shapes but no memory, so a rank of a model of any size fits into any
+process. The code takes its CUDA branches, autograd has its own thread for the device, and messages
+of the "nccl" groups go nowhere. Where the code reads numbers of rows from the device, experts have
+even loads. The device must be loaded before torch is imported, so each job runs in a new process.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ TORCH = Path(importlib.util.find_spec("torch").origin).parent
 
 
 def load(library):
-    """Bring the device into this process: before Python's torch."""
+    """Load the device into this process, which has not imported torch yet."""
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(TORCH / "lib" / name, mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
@@ -59,7 +59,7 @@ from gpu_counts import Stream, as_on_nccl, host_waits_for
 
 
 def build(folder):
-    """Compile the device into `folder`: its library's path. None without a C++ compiler."""
+    """Compile the device; return its library's path, or None if there is no C++ compiler."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     library = Path(folder) / "libfake_cuda.so"
     command = [compiler, "-shared", "-fPIC", "-std=c++20", f"-I{TORCH / 'include'}"]
@@ -69,11 +69,11 @@ def build(folder):
 
 @dataclass
 class Counts:
-    """What one rank did in one step, by place: "file.py function", the innermost of the project's.
+    """Count what one rank does in one step, by place: "file.py function", the project's innermost.
 
-    refused: tensors in a batch that NCCL does not take. misaligned: those that do not begin on a
-    multiple of so many bytes of their storage, which itself begins on 512. peers: the ranks that
-    this one has exchanged messages with since the beginning; NCCL sets up memory for each.
+    refused: tensors in batches that NCCL would refuse. misaligned: tensors whose offset in their
+    storage is no multiple of so many bytes; storages begin on 512. peers: the ranks that this one
+    has exchanged messages with since the beginning; NCCL sets up memory for each of them.
     """
 
     batches: Counter = field(default_factory=Counter)
@@ -87,7 +87,7 @@ class Counts:
 
 
 def count(library, jobs, processes=2):
-    """The Counts of each (world_size, rank, flags of hybrid.py)."""
+    """Return the Counts of each (world_size, rank, flags of hybrid.py)."""
     options = {"timeout": 600, "stdout": subprocess.PIPE, "check": True}
 
     def of(part):
@@ -100,7 +100,7 @@ def count(library, jobs, processes=2):
 
 
 def run(library, command, **options):
-    """Run a Python command in a process whose torch has the device; returns a CompletedProcess."""
+    """Run a Python command in a process whose torch has the device; return a CompletedProcess."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "FAKE_CUDA": str(library)}
     return subprocess.run([sys.executable, *command], env=environment, **options)
 
@@ -109,7 +109,7 @@ def run(library, command, **options):
 
 
 def place():
-    """The innermost function of the project that is running, outside of collectives.py."""
+    """Name the innermost running function of the project that is not in collectives.py."""
     frame = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -123,7 +123,7 @@ aten = torch.ops.aten
 
 
 class Watch(TorchDispatchMode):
-    """Counts what reaches the device, and makes up the values that are read of it."""
+    """Counts what reaches the device, and makes up the values that the host reads from it."""
 
     def __init__(self, args):
         super().__init__()
@@ -164,7 +164,7 @@ class Watch(TorchDispatchMode):
                 self.note_wait("copy")
 
     def made_up(self, function, arguments, options):
-        """A result whose shape depends on values; None of any other."""
+        """Return a result if its shape depends on values, and None otherwise."""
         first = arguments[0] if arguments else None
         if function is aten.bincount.default:
             length = arguments[2] if len(arguments) > 2 else options.get("minlength", 0)
@@ -176,7 +176,7 @@ class Watch(TorchDispatchMode):
         return None
 
     def tolist(self, tensor):
-        """In place of FakeTensor's: numbers of rows, each matrix of which adds up to all."""
+        """Replace FakeTensor.tolist(): the numbers in each matrix add up to all rows."""
         if tensor.is_cuda and tensor.numel():
             self.note_wait("tolist")
         shape = tensor.shape
@@ -186,13 +186,13 @@ class Watch(TorchDispatchMode):
         return nest(shape)
 
     def streams(self):
-        """What takes the place of torch.cuda's: all has happened as soon as it is launched."""
+        """Return what replaces torch.cuda's streams: all work is done as soon as it is launched."""
         wait = lambda *_: self.note_wait("synchronize")
         stream = type("Stream", (Stream,), {"synchronize": wait})
         return {"Stream": stream, "Event": stream, "current_stream": stream}
 
     def post(self, group, sends, receives):
-        """In place of collectives.post_batch()."""
+        """Replace collectives.post_batch()."""
         counts, where = self.counts, place()
         counts.batches[where] += 1
         peers = self.peers.setdefault(group.group_name, set())
@@ -210,19 +210,19 @@ class Watch(TorchDispatchMode):
 
 
 def is_on_device(x):
-    """Whether x is a tensor on the device, without asking it, which would dispatch."""
+    """Return whether x is a tensor on the device, by attributes that dispatch no operator."""
     device = getattr(x, "fake_device", None) or getattr(x, "device", None)
     return isinstance(x, torch.Tensor) and device.type == "cuda"
 
 
 def _address(tensor):
-    """Memory of its own for each storage."""
+    """Return an address that gives each storage its own memory."""
     begin = tensor.storage_offset() * tensor.element_size()
     return (tensor.untyped_storage()._cdata << 40) + begin
 
 
 def _apply(module, function, recurse=True):
-    """Module._apply(), which cannot swap a fake tensor's memory: new parameters come in."""
+    """Replace Module._apply(), which cannot swap a fake tensor's memory, by new parameters."""
     for child in module.children() if recurse else ():
         child._apply(function)
     for name, parameter in module._parameters.items():
@@ -236,12 +236,12 @@ def _apply(module, function, recurse=True):
 
 
 def _attention(q, k, v, dropout_p, is_causal, enable_gqa):
-    """F.scaled_dot_product_attention(), which would find no fused kernel for this device."""
+    """Replace F.scaled_dot_product_attention(), which has no fused kernel for this device."""
     return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
 
 
 def _patches(watch):
-    """What stands for CUDA and for the other ranks."""
+    """Yield the patches that stand in for CUDA and for the other ranks."""
     cuda, ignore = torch.cuda, lambda *_, **__: None
     yield patch.object(cuda.amp.common, "amp_definitely_not_available", lambda: False)
     yield patch.object(cuda, "is_bf16_supported", lambda *_, **__: True)
@@ -264,7 +264,7 @@ def _patches(watch):
 
 @contextmanager
 def pretended(watch, rank, world_size):
-    """Inside, this process is that rank of a world, and `watch` has all that reaches its device."""
+    """Make this process one rank of a world; `watch` sees all that reaches its device."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
@@ -276,7 +276,7 @@ def pretended(watch, rank, world_size):
 
 
 def hybrid_step(args, device):
-    """hybrid's Trainer, and a function that takes one step of it."""
+    """Return a Trainer of hybrid, and a function that takes one step of it."""
     with patch.object(hybrid, "barrier"), unset_fake_temporarily():  # a group's is a real tensor
         mesh = hybrid.make_mesh(args)
     trainer = hybrid.Trainer(args, mesh, device)
@@ -298,7 +298,7 @@ def count_step(world_size, rank, flags):
 
 
 def _attempt(*job):
-    """Its Counts, or why there are none."""
+    """Return the Counts of a job as a dict, with the traceback if it fails."""
     try:
         return vars(count_step(*job))
     except Exception:
@@ -306,11 +306,11 @@ def _attempt(*job):
 
 
 def settle():
-    """Wait for autograd's thread, which lets go of a backward's modes only after that has returned.
+    """Wait for autograd's thread, which frees a backward's modes only after backward has returned.
 
-    It takes Python's lock for it, and an interpreter that is ending meanwhile is aborted (PyTorch's
-    own race: one run in two that ends with backward()). What the engine is given here holds no
-    object of Python's, so it leaves nothing to let go of.
+    To free them it takes Python's lock, which aborts an interpreter that is ending. This race is
+    PyTorch's own, and hits half of the runs that end with backward(). The backward that runs here
+    holds no Python object, so nothing is left to free after it.
     """
     with FakeTensorMode():
         leaf, gradient = (torch.empty(1, device="cuda", requires_grad=i) for i in (True, False))

@@ -1,14 +1,14 @@
-"""GPT-2's weights: files of nanoGPT and Hugging Face, from and to checkpoints of hybrid.py.
+"""Convert GPT-2's weights between files of nanoGPT or Hugging Face and hybrid.py's checkpoints.
 
     python tests/gpt2.py import FILE DIR [--heads N] [--seq-len T]
     python tests/gpt2.py export DIR FILE
 
-import makes of FILE a checkpoint of step 0, in fp32, and prints the command that goes on from it in
-any layout. FILE is what torch.save() wrote of nanoGPT, GPT2Model, GPT2LMHeadModel, or here. A state
-dict does not tell --heads, by default hidden / 64. --seq-len leaves out later positions. export
-writes the last checkpoint in DIR, of any layout, for nanoGPT, and for GPT2LMHeadModel's
-load_state_dict(torch.load(FILE), strict=False). A model with experts, or fewer kv-heads than heads,
-is no GPT-2. What is wrong is one line, with exit status 2.
+import turns FILE into a checkpoint of step 0, in fp32, and prints the command that continues from
+it in any layout. FILE is what torch.save() wrote for nanoGPT, GPT2Model or GPT2LMHeadModel, or what
+export wrote. A state dict does not have the number of heads, which is hidden / 64 unless --heads is
+given. --seq-len drops later positions. export writes the last checkpoint in DIR, of any layout, for
+nanoGPT, and for GPT2LMHeadModel's load_state_dict(torch.load(FILE), strict=False). A model with
+experts, or fewer kv-heads than heads, is no GPT-2. An error is one line, with exit status 2.
 """
 
 import json
@@ -30,7 +30,7 @@ WTE, WPE, HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.we
 
 
 def read(path):
-    """A file's weights, {GPT-2's name: tensor} as nanoGPT has them, and its sizes, by the flags."""
+    """Return a file's weights by nanoGPT's names, and its sizes by the names of the flags."""
     file, state = torch.load(path, map_location="cpu", weights_only=True), {}
     for name, value in file.get("model", file).items():
         if torch.is_tensor(value) and not name.endswith((".attn.bias", ".attn.masked_bias")):
@@ -47,7 +47,7 @@ def read(path):
 
 
 def take(path, folder, more):
-    """Write a checkpoint of step 0; returns how to go on from it. more: flags beside the file's."""
+    """Write a checkpoint of step 0; return the command that continues. more: further flags."""
     try:
         state, sizes = read(path)
     except Exception as error:  # a pickle may raise anything
@@ -69,7 +69,7 @@ def take(path, folder, more):
 
 
 def give(folder, path):
-    """Write the last checkpoint's weights to a file; returns what was written."""
+    """Write the last checkpoint's weights to a file; return a line that says so."""
     checkpoint = max(Path(folder).glob("step_????????"), default=Path(folder, "step_*"))
     try:
         args = SimpleNamespace(**json.loads((checkpoint / "run.json").read_bytes()))
@@ -88,7 +88,7 @@ def give(folder, path):
 
 
 def main(argv):
-    """Returns the exit status, None for 0."""
+    """Run the command, and return the exit status, or None for 0."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
         match argv:

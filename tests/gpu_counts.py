@@ -1,9 +1,9 @@
-"""What a GPU would have to do for code that runs on CPUs here: waits of the host, batches of NCCL.
+"""Count, on CPUs, what would make the host wait on a GPU, and the batches that NCCL would be given.
 
-    with waits() as count: ...      Counter, by name, of what would hold up the host
-    with batches() as count: ...    Counter: "batches" that NCCL would be given, and of their
-                                    messages those "off 16" bytes, which it copies byte by byte
-    with as_on_nccl(): ...          the collectives go as they do on NCCL, over gloo
+    with waits() as count: ...      count by name what would make the host wait
+    with batches() as count: ...    count "batches" as on NCCL, and messages that begin "off 16"
+                                    bytes, which NCCL copies byte by byte
+    with as_on_nccl(): ...          the collectives run as on NCCL, over gloo
     with nccl_over_gloo(): ...      the same, under the strictest reading of NCCL's rules
     with as_alone(): ...            messages go nowhere, and other ranks have what this one has
 """
@@ -53,7 +53,7 @@ class _Waits(TorchDispatchMode):
 
 @contextmanager
 def waits():
-    """Also of `tolist`, `cpu` and `numpy`, which are no operations."""
+    """Count also `tolist`, `cpu` and `numpy`, which are not operators."""
     with ExitStack() as stack:
         mode = stack.enter_context(_Waits())
         for name in ("tolist", "cpu", "numpy"):
@@ -67,7 +67,7 @@ def waits():
 
 
 class Stream:
-    """In place of torch.cuda's: all has happened as soon as it is launched. Its own event, too."""
+    """Replaces torch.cuda's streams and events: all work is done as soon as it is launched."""
 
     def __init__(self, *arguments, **options):
         pass
@@ -79,7 +79,7 @@ class Stream:
 
 
 def post_over_gloo(group, sends, receives):
-    """In place of collectives.post_batch(): one Work that waits for each of gloo's messages."""
+    """Replace collectives.post_batch(): return one Work that waits for all of gloo's messages."""
     works = [group.recv([tensor], peer, 0) for tensor, peer in receives]
     works += [group.send([tensor], peer, 0) for tensor, peer in sends]
     batch = Stream()
@@ -88,15 +88,15 @@ def post_over_gloo(group, sends, receives):
 
 
 def post_nowhere(group, sends, receives):
-    """In place of collectives.post_batch(): the batch is done at once, and nothing travels."""
+    """Replace collectives.post_batch(): the batch is done at once, and nothing is sent."""
     return Stream()
 
 
 @contextmanager
 def as_on_nccl(post_batch=post_over_gloo, config="cpu:nccl,meta:nccl"):
-    """Groups have NCCL for every tensor, batches go to post_batch(), and torch has streams.
+    """Give groups NCCL for every tensor, send batches to post_batch(), and give torch streams.
 
-    config: the carriers of every group, as get_backend_config() has them.
+    config: what get_backend_config() returns for every group.
     """
     known = weakref.WeakKeyDictionary()  # other carriers: new queues
     for group, members in collectives._MEMBERSHIPS.items():
@@ -143,7 +143,7 @@ def nccl_over_gloo():
 
 @contextmanager
 def as_alone():
-    """as_on_nccl() of one rank, whose messages go nowhere; the others have what it has."""
+    """Run one rank alone as on NCCL: its messages go nowhere, and others have what it has."""
     alike = lambda value, group=None: [value] * dist.get_world_size(group)
     with ExitStack() as stack:
         stack.enter_context(as_on_nccl(post_nowhere))
@@ -154,7 +154,7 @@ def as_alone():
 
 @contextmanager
 def batches(**options):
-    """Of what runs as on NCCL, over gloo. options: as for as_on_nccl()."""
+    """Count the batches of what runs inside, as on NCCL. options: those of as_on_nccl()."""
     count = Counter()
 
     def listen(event, operation, sends=(), receives=()):

@@ -1,4 +1,4 @@
-"""Run functions on ranks: live worker processes that meet in a fresh gloo process group each time.
+"""Run functions on ranks, which are worker processes that meet in a fresh gloo group each time.
 
     run(4, function, *args)     ranks of a pool kept alive between calls: for tests that pass
     spawn(4, function, *args)   ranks used once and thrown away: for tests of failure
@@ -8,7 +8,7 @@
             <-- result or traceback, or end of file where the rank died --
 
 `function` is pickled by name, so it lives at the top level of a module; arguments and results are
-pickled by value. A rank that fails leaves at once: its peers are told by their closed connections.
+pickled by value. A rank that fails leaves at once, and its peers see their connections close.
 """
 
 import _thread
@@ -56,7 +56,7 @@ class RanksFailed(AssertionError):
 
 @dataclass
 class Outcome:
-    """What one rank did: `error_text` is None where it returned `result`."""
+    """What one rank did. `error_text` is None if it returned `result`."""
     result: object
     error_text: str | None
     exitcode: int | None  # 0 returned, 1 raised, else how it died; None: did not answer
@@ -67,13 +67,13 @@ class Outcome:
 
 @contextmanager
 def least_bytes():
-    """Small tensors, too, go round the ring, which sends the least."""
+    """Send tensors of all sizes around the ring, which sends the fewest bytes."""
     with patch.object(collectives, "choose", lambda *size, **how: "ring"):
         yield
 
 
 def leave_groups():
-    """Destroy all groups, also those in cycles, and wait for none: each takes 10 ms to end."""
+    """Destroy all groups, also those in reference cycles, without waiting 10 ms for each."""
     backends = []
     for group in dist.distributed_c10d._world.pg_map:
         backends += [group._get_backend(device) for device in group._device_types]
@@ -84,7 +84,7 @@ def leave_groups():
 
 
 def run_in_group(rank, world_size, store_path, group_timeout, call):
-    """Result of the pickled `call`, pickled, made inside a fresh default process group."""
+    """Make the pickled `call` in a fresh default process group, and return its pickled result."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -136,7 +136,7 @@ def on_device(kind, store, timeout, function, *arguments):
 
 
 def serve(pipe, stack_pipe):
-    """Life of a worker process: run tasks until one fails or the parent is gone."""
+    """Run tasks in a worker process until one fails or the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     faulthandler.register(signal.SIGUSR1, file=stack_pipe.fileno(), all_threads=True)
     gc.freeze()
@@ -160,7 +160,7 @@ def serve(pipe, stack_pipe):
 # ---- in the parent -------------------------------------------------------------------------------
 
 class Worker:
-    """One worker process, the pipe of its tasks and answers, and the pipe of its Python stack."""
+    """A worker process, with a pipe for tasks and answers and a pipe for its Python stack."""
 
     def __init__(self, context):
         self.pipe, pipe = context.Pipe()
@@ -171,7 +171,7 @@ class Worker:
         stack_pipe.close()
 
     def outcome(self, start):
-        """Its answer, or how it died; called once its pipe or its sentinel is ready."""
+        """Return the answer, or how the process died, once its pipe or its sentinel is ready."""
         seconds = time.monotonic() - start - LATE
         with suppress(EOFError, ConnectionError):
             if self.pipe.poll():
@@ -184,7 +184,7 @@ class Worker:
         return Outcome(None, f"died with exit code {code}{name}", code, seconds)
 
     def stack(self):
-        """The stack of each of its Python threads; empty if it is stopped and cannot answer."""
+        """Return the stacks of its Python threads, or nothing if it cannot answer."""
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
         text = b""
@@ -196,7 +196,7 @@ class Worker:
 
 
 class Pool:
-    """Workers kept alive between runs; after a run with a failure the next one gets new ones."""
+    """Workers that stay alive between runs, and are replaced after a run with a failure."""
 
     def __init__(self):
         self.workers = []
@@ -204,7 +204,7 @@ class Pool:
         self.runs = 0
 
     def run(self, world_size, function, args, kwargs, timeout, group_timeout, grace):
-        """One Outcome per rank; after a failure the others have `grace` seconds to report too."""
+        """Return one Outcome per rank. After a failure, others have `grace` seconds to report."""
         call = pickle.dumps((function, args, kwargs))
         if not all(worker.process.is_alive() for worker in self.workers):
             self.close()
@@ -225,7 +225,7 @@ class Pool:
                 self.close()
 
     def start(self, world_size):
-        """Have at least `world_size` workers."""
+        """Start workers until there are `world_size`."""
         if self.folder is None:
             self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
         context = multiprocessing.get_context("forkserver")
@@ -256,7 +256,7 @@ class Pool:
         return outcomes
 
     def close(self):
-        """End the processes, whatever they are doing, and remove the files of their groups."""
+        """Kill the processes, whatever they are doing, and remove the files of their groups."""
         for worker in self.workers:
             worker.process.kill()
         for worker in self.workers:
@@ -269,14 +269,14 @@ class Pool:
 
 
 def headline(error_text):
-    """Its line that names the error: the first one after the last indented one."""
+    """Return the line of a traceback that names the error: the one after the last indented one."""
     lines = error_text.splitlines()
     indented = [i for i, line in enumerate(lines[:-1]) if line.startswith(" ")]
     return lines[indented[-1] + 1 if indented else 0]
 
 
 def results(outcomes):
-    """The results, or RanksFailed with the first failure in full, or with every rank that hung."""
+    """Return the results. Raise RanksFailed with the first failure in full, or all that hung."""
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error_text]
     failed.sort(key=lambda rank: outcomes[rank].seconds)
     lines = []
@@ -295,7 +295,7 @@ pool = Pool()
 
 
 def run(world_size, function, *args, timeout=40, group_timeout=None, **kwargs):
-    """Results, in rank order, of `function(*args, **kwargs)` on the ranks of a fresh group.
+    """Return, in rank order, what `function(*args, **kwargs)` returns on ranks of a fresh group.
 
     Raises RanksFailed once a rank has raised or died, or after `timeout` seconds with the stack of
     each rank that is still running. The group's own timeout is longer unless given.
@@ -304,7 +304,7 @@ def run(world_size, function, *args, timeout=40, group_timeout=None, **kwargs):
 
 
 def spawn(world_size, function, *args, check=True, timeout=40, group_timeout=None, **kwargs):
-    """`run` in new processes; with `check=False` waits for every rank and returns the Outcomes."""
+    """Run in new processes. With `check=False`, wait for every rank and return the Outcomes."""
     grace = GRACE if check else timeout
     once = Pool()
     try:
@@ -326,7 +326,7 @@ def torchrun(world_size, *words, **options):
 
 
 def call_body(module, name, /, **arguments):
-    """What a rank does of a test that on_ranks() made: found by name, as pickle wants it."""
+    """Run the body of a test that on_ranks() made, which pickle finds by its name."""
     return getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 

@@ -1,4 +1,4 @@
-"""Oracle: GPT-2's architecture and a training step, plain torch.nn, one process, no parallelism."""
+"""The oracle: GPT-2 and a training step in plain torch.nn, one process, no parallelism."""
 
 import math
 
@@ -43,11 +43,12 @@ class MLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """Every expert takes every token, with weight 0 where it is not chosen. After forward: .loss of
-    the router and its parts, .balance and .z; .counts; .dropped, how many choices found no place.
+    """Every expert takes every token, with weight 0 where it is not chosen.
 
-    score: "softmax" or "sigmoid"; factor: of the capacity, over the tokens of this call; losses:
-    coefficients of balance and of the logits' size; groups: of experts, and how many a token uses.
+    forward() sets .loss of the router and its parts .balance and .z, the .counts of choices, and
+    .dropped, the number of choices beyond the capacity. score: "softmax" or "sigmoid". factor: the
+    capacity factor, over the tokens of a call. losses: the coefficients of balance and of z.
+    groups: the number of groups of experts, and how many of them a token uses.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class MoE(nn.Module):
 
 
 def largest(rows, k):
-    """1 at the k largest of each row, of equal ones the first, and 0 elsewhere."""
+    """Return 1 at the k largest of each row, the first of equal ones, and 0 elsewhere."""
     places = rows.sort(stable=True, dim=1, descending=True).indices[:, :k]
     return torch.zeros_like(rows).scatter(1, places, 1.0)
 
@@ -116,7 +117,7 @@ class Layer(nn.Module):
 
 class ReferenceGPT(nn.Module):
     def __init__(self, layers, hidden, heads, seq_len, vocab_size, kv_heads=None, mlp=None):
-        """mlp(layer): what that layer has for an MLP, if not None."""
+        """mlp(layer) returns that layer's MLP, or None for the usual one."""
         super().__init__()
         self.transformer = nn.Module()
         self.transformer.wte = nn.Embedding(vocab_size, hidden)
@@ -136,7 +137,7 @@ class ReferenceGPT(nn.Module):
 
 
 def reference_gpt(args):
-    """The GPT that the flags of hybrid.py describe: args.layers, .hidden and so on."""
+    """Return the GPT that the flags of hybrid.py describe: args.layers, .hidden and so on."""
     score = "sigmoid" if args.balance == "bias" else "softmax"
     losses = (0.01, 0.001) if args.balance == "aux" else (0, 0)
 
@@ -151,9 +152,9 @@ def reference_gpt(args):
 
 
 class ReferenceTraining:
-    """Clipped AdamW, on whole batches. step() returns loss and norm; .gradients are unclipped.
+    """Clipped AdamW on whole batches. step() returns loss and norm; .gradients are unclipped.
 
-    rates: the learning rates of the steps, in order; needed by step() alone.
+    rates: the learning rates of the steps, in order, for step().
     """
 
     def __init__(self, model, rates, weight_decay, grad_clip):
@@ -173,9 +174,9 @@ class ReferenceTraining:
         return found
 
     def backward(self, inputs, targets, microbatches=(slice(None),)):
-        """Leave clipped gradients in .grad; returns the loss and the norm before.
+        """Leave clipped gradients in .grad; return the loss, and the norm before clipping.
 
-        microbatches: rows of each; the routers' losses are means of theirs, and counts their sums.
+        microbatches: the rows of each. Routers' losses are means over them, and counts are sums.
         """
         self.optimizer.zero_grad()
         loss, count, counts = 0.0, (targets != -100).sum(), [0] * len(self.mixtures)
@@ -195,7 +196,7 @@ class ReferenceTraining:
         return loss, norm.item()
 
     def update(self, rate, bias_rate=0.0):
-        """Move the weights along what is in .grad, and biases of routers against the loads."""
+        """Move the weights along .grad, and the routers' biases against the loads."""
         for module in self.mixtures:
             module.bias += bias_rate * (module.counts.mean() - module.counts).sign()
         for group in self.optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""What ranks train in tests, and the oracle: one process on the whole batch."""
+"""A model and data for tests of replicas, and the oracle: one process on the whole batch."""
 
 import copy
 import io
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A tied weight, a frozen one, a scalar, odd sizes; blocks run in any order, or not at all."""
+    """Has a tied weight, a frozen one, a scalar, odd sizes; may run its blocks in any order."""
 
     def __init__(self, width=7, blocks=3):
         super().__init__()
@@ -55,7 +55,7 @@ def make_data(examples, seed=1, dtype=torch.float64):
 
 
 def own_part(x, group=None):
-    """This rank's rows of the batch."""
+    """Return this rank's rows of a batch."""
     rank, world_size = rank_and_size(group)
     return x.chunk(world_size)[rank]
 
@@ -65,7 +65,7 @@ def mean_square(net, x):
 
 
 def gradients_alone(net, loss):
-    """Those of loss(net) in one process, with zeros for parameters that it does not reach."""
+    """Return one process's gradients of loss(net), zeros for parameters that it does not use."""
     net = copy.deepcopy(net)
     net.zero_grad()
     loss(net).backward()
@@ -74,7 +74,7 @@ def gradients_alone(net, loss):
 
 
 def whole_gradients(net):
-    """Those of a wrapped net; pieces are put together by torch's own all_reduce."""
+    """Return a wrapped net's gradients; pieces are put together by torch's own all_reduce."""
     whole = {}
     for name, p in net.named_parameters():
         if p.requires_grad and hasattr(p, "whole_shape"):
@@ -94,9 +94,9 @@ def assert_close(actual, expected, tolerance=1e-12, name=""):
 
 
 def interleaved_group(size, count):
-    """This rank's of `count` groups of so many ranks, None of one alone, and the group's number.
+    """Return this rank's one of `count` groups of `size` ranks, and the group's number.
 
-    Of (2, 2) they are ranks 0, 2 and ranks 1, 3.
+    With (2, 2) the groups are ranks 0, 2 and ranks 1, 3. A single group is None, the default.
     """
     if count == 1:
         return None, 0
@@ -106,12 +106,12 @@ def interleaved_group(size, count):
 
 
 def fail(*arguments):
-    """A hook."""
+    """Fail, as a hook."""
     raise KeyError("fails here")
 
 
 def demonstration(module):
-    """What `python module.py` prints, on these ranks. The first one prints alone."""
+    """Run `python module.py` on these ranks; return what the first one, and no other, prints."""
     with (
         patch("collectives.run_ranks", lambda function: function()),
         redirect_stdout(io.StringIO()) as printed,

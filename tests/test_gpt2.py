@@ -1,4 +1,4 @@
-"""gpt2.py: files of nanoGPT and Hugging Face become checkpoints that train on, and the reverse."""
+"""Files of nanoGPT and Hugging Face become checkpoints that train on, and the reverse."""
 
 import io
 import json
@@ -23,7 +23,7 @@ FLAGS = f"--layers {LAYERS} --hidden {HIDDEN} --heads {HEADS} --seq-len {T} --vo
 
 
 class Conv1D(nn.Module):
-    """Hugging Face's linear layer: its weight is (in, out)."""
+    """Hugging Face's linear layer, whose weight is (in, out)."""
 
     def __init__(self, linear):
         super().__init__()
@@ -34,7 +34,7 @@ class Conv1D(nn.Module):
 
 
 def nanogpt(seq_len=T, seed=0):
-    """nanoGPT's layout of a GPT, with random values that no two parameters share."""
+    """Return a GPT in nanoGPT's layout, with random values that no two parameters share."""
     torch.manual_seed(seed)
     model = ReferenceGPT(LAYERS, HIDDEN, HEADS, seq_len, V)
     for parameter in model.parameters():
@@ -43,7 +43,7 @@ def nanogpt(seq_len=T, seed=0):
 
 
 def hugging_face(**options):
-    """The same GPT in Hugging Face's layout."""
+    """Return the same GPT in Hugging Face's layout."""
     model = nanogpt(**options)
     for layer in model.transformer.h:
         for module in (layer.attn, layer.mlp):
@@ -53,7 +53,7 @@ def hugging_face(**options):
 
 
 def of_hugging_face(prefix):
-    """Its files may have no head, and have the masks of older versions."""
+    """Return a state dict as Hugging Face's files may be: without a head, with older masks."""
     state = hugging_face().state_dict()
     state |= {"transformer.h.0.attn.bias": torch.ones(1, 1, T, T)}
     state |= {"transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}
@@ -73,7 +73,7 @@ FILES = {  # what nanoGPT and Hugging Face write
 
 
 def trainer_of(flags, folder):
-    """Of a layout, from the last checkpoint."""
+    """Return the Trainer of a layout, resumed from the last checkpoint."""
     args = hybrid.parse(f"{FLAGS} {flags}".split(), dist.get_world_size())
     trainer = hybrid.Trainer(args, hybrid.make_mesh(args), torch.device("cpu"))
     hybrid.resume(trainer, folder)
@@ -81,14 +81,14 @@ def trainer_of(flags, folder):
 
 
 def logits_of(folder, tokens):
-    """Of hybrid.py on one process."""
+    """Return the logits of hybrid.py on one process."""
     (chunk,) = trainer_of("", folder).chunks
     with torch.no_grad():
         return chunk.eval()(tokens).transpose(0, 1)
 
 
 def imported(state, folder, *flags, **options):
-    """The folder of a checkpoint of what torch.save() writes."""
+    """Save a state with torch.save(), import it, and return the checkpoint's folder."""
     torch.save(state, folder / "it", **options)
     assert not gpt2.main(["import", str(folder / "it"), str(folder / "new"), *flags])
     return folder / "new"
@@ -120,7 +120,7 @@ def test_models_without_bias_and_of_more_positions_in_16_bits_give_the_same_logi
 
 
 def train(flags, folder):
-    """Two steps more, and a checkpoint."""
+    """Take two more steps, and save a checkpoint."""
     trainer = trainer_of(flags, folder)
     for step in range(2):
         trainer.step(*verify.batch_of(trainer.args, step, trainer.own_rows()))

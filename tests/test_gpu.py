@@ -1,6 +1,6 @@
-"""Whether it all holds on this machine's GPUs, one or eight: pytest tests/test_gpu.py
+"""Everything holds on this machine's GPUs, one or eight: pytest tests/test_gpu.py
 
-What needs a GPU, or several, is skipped without, and what can runs on the CPU, too.
+Tests that need a GPU, or several, are skipped without; those that can also run on the CPU.
 """
 
 import itertools
@@ -40,10 +40,10 @@ WAIT = 60  # seconds for a group's operations: several times what the slowest ta
 
 @pytest.fixture
 def on(tmp_path):
-    """on(kind, world_size, function, *arguments): results of function(device, *arguments) by rank.
+    """on(kind, world_size, function, *arguments) returns function(device, *arguments) of each rank.
 
-    With `environment` in new processes, where it is set before this file, which asks for GPUs, is
-    imported: CUDA reads its variables once.
+    CUDA reads its variables once, so `environment` is set in new processes, before they import this
+    file, which asks for GPUs.
     """
     numbers = itertools.count()
 
@@ -59,7 +59,7 @@ def on(tmp_path):
 
 
 def _kinds(*world_sizes):
-    """(kind, ranks): on the CPU, the fewest; sharing a GPU; with one each, if there are enough."""
+    """Return (kind, ranks): the fewest on the CPU; all sharing a GPU; all with a GPU each."""
     enough = lambda n: pytest.mark.skipif(GPUS < n, reason=f"there are {GPUS} GPUs, not {n}")
     rows = [pytest.param("cpu", world_sizes[0], marks=pytest.mark.soak)]
     rows += [pytest.param("gloo", n, marks=one_gpu) for n in world_sizes]
@@ -70,7 +70,7 @@ def _kinds(*world_sizes):
 
 
 def _watched_steps(device, flags):
-    """Losses of three steps, and how often the host waited for the device in each."""
+    """Return the losses of three steps, and how often the host waited in each."""
     trainer, losses, waits = make_trainer(flags, device=device), [], []
     watch = torch.cuda.set_sync_debug_mode if device.type == "cuda" else lambda mode: None
     for step in range(RUN):
@@ -117,7 +117,7 @@ def _relative(found, expected):
 
 
 def _plain_attention(q, k, v, causal):
-    """Output and log-sum-exp of attention, in its steps."""
+    """Return the output and the log-sum-exp of attention, computed step by step."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT / q.shape[-1] ** 0.5
     if causal:
@@ -205,7 +205,7 @@ def test_work_of_a_stream_keeps_its_place_among_kernels_and_holds_up_no_host():
 
 
 def _check_collectives(device, async_op):
-    """What test_collectives.py does, and large messages, with tensors of this device."""
+    """Run test_collectives.py's checks, and large messages, with tensors of this device."""
     on_device = lambda make: lambda *shape, **how: make(*shape, **how).to(device)
     made = {name: on_device(getattr(test_collectives, name)) for name in ("_integers", "_normal")}
     with patch.multiple(test_collectives, **made):
@@ -227,16 +227,16 @@ def test_every_collective_and_algorithm(on, kind, world_size, async_op):
 
 
 def _train(device, flags, dtype):
-    """A run of test_hybrid's on this device; what it returns, on the host."""
+    """Run test_hybrid's training on this device, and return its results on the host."""
     with patch.object(test_hybrid, "make_trainer", partial(make_trainer, device=device)):
         return tree_map_only(torch.Tensor, torch.Tensor.cpu, test_hybrid._train(flags, dtype))
 
 
 @pytest.fixture
 def assert_trains(on, monkeypatch):
-    """assert_trains(kind, world_size, flags, mixture): as one plain process does.
+    """assert_trains(kind, world_size, flags, mixture) compares a layout with one plain process.
 
-    In fp64 where kernels have it: attention in parts does not, on a GPU.
+    It runs in fp64, except for attention in parts on a GPU, whose kernels have no fp64.
     """
 
     def check(kind, world_size, flags, mixture=None, **options):
@@ -254,7 +254,7 @@ def assert_trains(on, monkeypatch):
 
 
 def _rows(layouts):
-    """(kind, ranks, ...) of those (ranks, ...) that can share a GPU, or have one each."""
+    """Return (kind, ranks, ...) of layouts that can share a GPU, or have one each."""
     each = [row for row in layouts if 1 < row[0] <= max(GPUS, 2)]
     rows = [pytest.param("gloo", *row, marks=one_gpu) for row in layouts if row[0] in (2, 4)]
     return rows + [pytest.param("nccl", *row, marks=several_gpus) for row in each]

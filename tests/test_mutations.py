@@ -1,4 +1,4 @@
-"""tests/verify.py rejects every trap: one wrong line, put in at run time."""
+"""tests/verify.py rejects every trap, which is one wrong line, patched in at run time."""
 
 import inspect
 import math
@@ -27,12 +27,12 @@ IN_BACKWARD = torch._C._current_graph_task_id  # -1 outside of it
 
 
 def put(owner, name, wrong):
-    """In place of owner.name: wrong(the right one)."""
+    """Replace owner.name by wrong(the right one)."""
     return lambda: patch.object(owner, name, wrong(getattr(owner, name)))
 
 
 def everywhere(name, wrong):
-    """In place of what the modules import under this name: wrong(the right one)."""
+    """Replace what the modules import under this name by wrong(the right one)."""
 
     def sprung():
         stack = ExitStack()
@@ -45,13 +45,13 @@ def everywhere(name, wrong):
 
 
 def without_reduction(module, is_it):
-    """all_reduce() of the module leaves out a tensor of which that is true."""
+    """Make the module's all_reduce() skip tensors for which is_it() is true."""
     left_out = lambda right: lambda t, *a, **k: None if is_it(t, *a) else right(t, *a, **k)
     return put(module, "all_reduce", left_out)
 
 
 def with_arguments(name, **changes):
-    """A function of hybrid's gets other arguments: {name: f(the right one)}."""
+    """Change arguments of a function of hybrid: {name: f(the right one)}."""
 
     def wrong(right):
         def other(*arguments):
@@ -64,13 +64,13 @@ def with_arguments(name, **changes):
 
 
 def with_mesh(**names):
-    """wrap() takes one group of the mesh for another."""
+    """Make wrap() take one group of the mesh for another."""
     others = lambda mesh: {name: getattr(mesh, other) for name, other in names.items()}
     return with_arguments("wrap", mesh=lambda mesh: hybrid.Mesh(**vars(mesh) | others(mesh)))
 
 
 def after(owner, name, action):
-    """owner.name, a method, and then action(self)."""
+    """Call action(self) after the method owner.name."""
     return put(owner, name, lambda right: lambda self, *a: (right(self, *a), action(self))[0])
 
 
@@ -80,7 +80,7 @@ def own_targets(right):
 
 
 def own_in_backward(right):
-    """What comes from the neighbour is what goes to it."""
+    """In backward, receive from the neighbour what is sent to it."""
 
     def exchange(sends, receives, *rest, **options):
         if IN_BACKWARD() < 0:
@@ -93,7 +93,7 @@ def own_in_backward(right):
 
 
 def when_clipping(**changes):
-    """While it clips, a trainer has other attributes: {name: f(trainer)}."""
+    """Change attributes of a trainer while it clips: {name: f(trainer)}."""
 
     def wrong(right):
         def clip(self):
@@ -239,7 +239,7 @@ ROWS = [
 
 
 def worst(flags):
-    """The worst difference of a layout, and of what."""
+    """Return the worst difference of a layout, and where it is."""
     world_size = dist.get_world_size()
     torch.set_default_dtype(torch.float64)
     words = [*verify.sizes_of(world_size), "--layers", "2", *flags.split()]

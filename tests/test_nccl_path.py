@@ -24,7 +24,7 @@ def _as_on_nccl(function, *arguments):
 
 @pytest.fixture
 def on_nccl(monkeypatch):
-    """test_hybrid runs its ranks through NCCL's branches."""
+    """Run the ranks of test_hybrid through NCCL's branches."""
     call = lambda world_size, function, *args: run(world_size, _as_on_nccl, function, *args)
     monkeypatch.setattr(test_hybrid, "run", call)
 
@@ -50,7 +50,7 @@ def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(on_nccl, world_size, f
 
 @pytest.fixture
 def on_nodes(monkeypatch):
-    """And each on a node of its own, or, of four ranks and more, two on each."""
+    """Do so with each rank on a node of its own, or with two on each from four ranks on."""
 
     def call(world_size, function, *args):
         return run(world_size, _on_nodes, 1 if world_size < 4 else 2, function, *args)

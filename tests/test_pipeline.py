@@ -426,7 +426,7 @@ def _executed(name, m):
 
 
 def _programmed(schedule, rank):
-    """Return the same by a rank's program, and its transfers in the order in which it posts them."""
+    """Return the same by a rank's program, and its transfers in the order of its posts."""
     steps, numbers = [], {}
     for verb, subject in program(schedule, rank):
         if verb == "wait":

@@ -1,4 +1,4 @@
-"""The ranks themselves: order, fresh groups, and what a test sees when a rank fails."""
+"""Ranks return in order, meet in fresh groups, and say what happened when one fails."""
 
 import importlib
 import os
@@ -26,7 +26,7 @@ def fail():
 
 
 def act_on(bad_rank, action, *arguments):
-    """The others wait for that rank."""
+    """Act on that rank, for which the others wait."""
     if dist.get_rank() == bad_rank:
         action(*arguments)
     dist.barrier()
@@ -47,7 +47,7 @@ def body_fails_on(bad_rank):
 
 
 def failure(runner, *args, **kwargs):
-    """Message of the RanksFailed that the call raises, in time, and the seconds that it took."""
+    """Return the message of the RanksFailed that the call raises, and the seconds it took."""
     start = time.monotonic()
     with pytest.raises(RanksFailed) as info:
         runner(*args, **kwargs)
@@ -110,7 +110,7 @@ def test_the_pool_works_after_failures():
 @pytest.mark.parametrize("backend", ["cuda:fake", "cpu:fake,cuda:fake", "fake"])
 @on_ranks(1)
 def test_a_rank_leaves_groups_of_any_device(backend):
-    """Those of GPUs alone, too, have nothing for the CPU; run_in_group() then leaves them."""
+    """A group of GPUs alone has no backend for the CPU. run_in_group() leaves the groups."""
     dist.destroy_process_group()
     dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=2)
     dist.new_group([0])

@@ -1,4 +1,4 @@
-"""What users of PyTorch write, ordinary and odd; scripts run under torchrun, and end normally."""
+"""Ordinary and odd scripts of PyTorch's users train the same here, and end normally."""
 
 import copy
 import io
@@ -25,7 +25,7 @@ from replicas import assert_close
 
 
 def launch(folder, world_size, script, *arguments, **options):
-    """Run the text of a script under torchrun; its own file lies in `folder`."""
+    """Run the text of a script under torchrun, from a file in `folder`."""
     file = folder / "script.py"
     file.write_text(textwrap.dedent(script))
     return torchrun(world_size, file, *arguments, cwd=folder, **options)
@@ -40,7 +40,7 @@ def make_net(seed=0):
 
 
 def parts_of_batch(step=1):
-    """Each rank's rows of a batch."""
+    """Return each rank's rows of a batch."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(3 * dist.get_world_size(), 6, generator=generator)
     return x.double().chunk(dist.get_world_size())
@@ -58,7 +58,7 @@ def train(model, optimizer, steps=3, loss=lambda model, x: model(x).square().mea
 
 
 def accumulated(wrap):
-    """Under no_sync(), and as nanoGPT says the same."""
+    """Accumulate gradients under no_sync(), and by nanoGPT's way of saying the same."""
     net = make_net()
     model = wrap(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -78,7 +78,7 @@ def accumulated(wrap):
 
 
 def scaled(wrap, make_scaler=torch.amp.GradScaler):
-    """autocast and GradScaler; an overflow on one rank skips the step on all."""
+    """Train with autocast and GradScaler; an overflow on one rank skips the step on all."""
     net = make_net().float()
     model = wrap(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -96,7 +96,7 @@ def scaled(wrap, make_scaler=torch.amp.GradScaler):
 
 
 class Odd(nn.Module):
-    """BatchNorm's buffers, a frozen, a tied and an unused weight, blocks that are recomputed."""
+    """Has buffers, a frozen, a tied and an unused weight, and blocks that are recomputed."""
 
     def __init__(self, use_reentrant):
         super().__init__()
@@ -123,7 +123,7 @@ def recomputed(wrap, use_reentrant):
 
 
 def held(wrap, hold):
-    """A net that returns its output in some way, or None; the loss is of what it computed."""
+    """Train a net that returns its output in some container, or None."""
     net, found = make_net(), []
     forward = net.forward
     net.forward = lambda x: hold(found.append(forward(x)) or found[-1])
@@ -134,7 +134,7 @@ def held(wrap, hold):
 
 
 def two_wrappers(wrap):
-    """A generator and a discriminator, whose steps reach the other one, too."""
+    """Train a generator and a discriminator, whose steps also reach the other one."""
     nets = make_net(), make_net(seed=5)
     models = [wrap(net) for net in nets]
     optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
@@ -166,7 +166,7 @@ def saved_and_loaded(wrap):
 
 
 def fused_in_another_order(wrap):
-    """Weights in another order in memory, and an optimizer that goes through memory."""
+    """Train weights in another memory order with an optimizer that goes through memory."""
     torch.manual_seed(0)
     net = nn.Conv2d(4, 3, 3).double().to(memory_format=torch.channels_last)
     model = wrap(net, None, None, static_graph=True, gradient_as_bucket_view=True)
@@ -178,7 +178,7 @@ def fused_in_another_order(wrap):
 
 
 def with_gradients_of_inputs(wrap):
-    """autograd.grad() through the wrapper, which sends nothing."""
+    """Call autograd.grad() through the wrapper, which sends nothing."""
     net = make_net()
     model = wrap(net)
 
@@ -236,7 +236,7 @@ def test_a_script_of_pytorchs_ddp_trains_the_same_with_our_shards(script):
 
 @on_ranks(1, 2, 3)
 def test_the_optimizer_of_shards_trains_as_pytorchs_does():
-    """In all pairs with DDP, clipped, with a schedule; and with one that looks for Adam's betas."""
+    """Each optimizer with each DDP, clipped, with a scheduler; also one that changes betas."""
     weights = []
     for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
         for shard in (ZeroRedundancyOptimizer, TheirOptimizer):
@@ -303,7 +303,7 @@ class Blocks(nn.Module):
 @pytest.mark.parametrize("how", ["recompute", "weight norm", "hook", "recurrent"])
 @on_ranks(2)
 def test_a_sharded_model_trains_clips_saves_and_goes_on_as_one_process(how):
-    """Units are given; between passes names, norms, copies and averages see this rank's pieces."""
+    """Between passes, names, norms, copies and averages see this rank's pieces."""
 
     def go_on(model, optimizer, clip, rows, first):
         for step in range(first, first + 3):
@@ -335,7 +335,7 @@ def test_a_sharded_model_trains_clips_saves_and_goes_on_as_one_process(how):
 
 @on_ranks(2)
 def test_a_sharded_module_beside_autograd_grad_and_inside_of_others():
-    """A net under DDP before it; a gradient of its input, under no_sync(), which sums none."""
+    """A net under DDP comes before it. A gradient of its input under no_sync() sums nothing."""
     net, plain = make_net(), make_net(seed=3)
     model = FullyShardedDataParallel(net, units=[net[0], net[2]])
     first = DistributedDataParallel(plain)
@@ -440,7 +440,7 @@ ENDS = """
 
 
 def test_scripts_exit_with_0_and_one_that_fails_in_a_pipeline_does_not_hang_the_other(tmp_path):
-    """On two ranks of one torchrun, each use in a process that ends by itself."""
+    """Each use runs on two ranks of one torchrun, in processes that end by themselves."""
     done = launch(tmp_path, 2, ENDS, timeout=240)
     assert done.returncode == 0, done.stderr
     ended = [line for line in done.stdout.splitlines() if " ended with " in line]
@@ -458,7 +458,7 @@ SMALL = f"--hidden 16 --heads 2 --seq-len 16 --data {PROJECT / 'ddp.py'}"
 
 
 def said(done):
-    """What hybrid.main() says on stderr."""
+    """Return what hybrid.main() says on stderr."""
     return [x.split(": ", 1)[1] for x in done.stderr.splitlines() if ".py: error: " in x]
 
 

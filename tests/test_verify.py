@@ -1,4 +1,4 @@
-"""verify.py: the layouts that it tries, what it says of right and wrong ones, its exit status."""
+"""verify.py tries every kind of layout, and tells right ones from wrong ones."""
 
 import io
 import subprocess
@@ -103,7 +103,7 @@ def test_an_error_on_one_rank_ends_the_run_at_once_and_says_which_rank_and_layou
 
 @on_ranks(2)
 def test_a_replica_that_has_diverged_is_infinitely_wrong():
-    """Rank 0, which compares, is the one that keeps the right value."""
+    """Rank 0, which compares, keeps the right value."""
     step = hybrid.Trainer.step
 
     def diverge(trainer, *batch):

@@ -1,4 +1,4 @@
-"""What people watch of a training: validation, the progress line, the metrics file."""
+"""Validation, the progress line and the metrics file say what happens, and change nothing."""
 
 import io
 from contextlib import redirect_stdout
@@ -43,7 +43,7 @@ def test_validation_between_steps_leaves_every_bit_of_the_training(line, tmp_pat
 
 
 def _log(flags, steps):
-    """What a Log prints of so many steps."""
+    """Return what a Log prints in so many steps."""
     printed, trainer = io.StringIO(), make_trainer(flags)
     metrics = {"loss": 2.0, "grad_norm": 1.0, "lr": 0.1}
     with redirect_stdout(printed):

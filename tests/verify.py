@@ -1,23 +1,24 @@
 """Does a layout of hybrid.py compute what one process does? The first thing to run on a cluster.
 
     torchrun --nproc-per-node 8 tests/verify.py                      24 layouts of 8 processes
-    torchrun --nproc-per-node 8 tests/verify.py --dtype bf16         these, on GPUs if there are 8
-    torchrun --nproc-per-node 8 tests/verify.py --tp 2 --pp 2 --sp   this one; flags of hybrid.py
+    torchrun --nproc-per-node 8 tests/verify.py --dtype bf16         the same, on GPUs if possible
+    torchrun --nproc-per-node 8 tests/verify.py --tp 2 --pp 2 --sp   one layout; flags of hybrid.py
 
-Two steps of each are compared with those of tests/reference_gpt.py, in fp64, on the whole batch:
-loss, gradient norm, every gradient after clipping, and every weight, at first and after each step.
-A line for each layout has the worst difference, of what it is, and the flags:
+Each layout takes two steps, which are compared with those of tests/reference_gpt.py, in fp64, on
+the whole batch: loss, gradient norm, every gradient after clipping, and every weight, before the
+first step and after each. One line for each layout has the worst difference, where it is, and the
+flags. A difference is the norm of the difference, divided by the norm:
 
     ok     1.8e-15  step 1 gradient transformer.h.6.ln_1.bias    --pp 1 --dp 8 --cp 1 --tp 1 ...
 
-It is the norm of the difference / the norm. WRONG is more than 1e-9 (fp64, in place of fp32 on
-CPUs), 1e-4 (fp32 on GPUs) or 5e-2 (bf16, tf32). The exit status is 1 if one is wrong, 2 for flags
-that cannot be. A layout that raises an error on any rank ends the run with that rank's traceback,
-whose last line names the rank and the layout: the other ranks may be inside a kernel of NCCL's that
-waits for it, so no later layout could be tried. The layouts are drawn at random, the same each
-time. Some have stages without layers; some ("halves") take each half of a node for a node. Below
-fp64 a token uses all experts: rounding could choose others. What depends on the layout is refused:
---dropout (tests/test_hybrid.py has its masks, tests/test_sequence_parallel.py their scale),
+WRONG is more than 1e-9 (fp64, which replaces fp32 on CPUs), 1e-4 (fp32 on GPUs) or 5e-2 (bf16,
+tf32). The exit status is 1 if a layout is wrong, and 2 for invalid flags. If a layout raises an
+error on any rank, the run ends with that rank's traceback, whose last line names the rank and the
+layout. No later layout can be tried, because other ranks may be in an NCCL kernel that waits for
+that rank. The layouts are drawn at random, the same each time. Some have stages without layers, and
+some ("halves") treat each half of a node as a node. Below fp64 each token uses all experts, since
+rounding could change the choice. Flags whose result depends on the layout are rejected: --dropout
+(tests/test_hybrid.py tests its masks, tests/test_sequence_parallel.py their scale),
 --capacity-factor and --topk-nodes.
 """
 
@@ -50,7 +51,7 @@ REFUSED = {*REFUSED.split(), "print_every", "metrics"}
 
 
 def sizes_of(world_size):
-    """Flags of a small model, of which so many processes can split heads, tokens and layers."""
+    """Return flags of a small model whose heads, tokens and layers so many processes can split."""
     heads = world_size * math.ceil(8 / world_size)
     sizes = f"--layers {max(4, world_size)} --hidden {8 * heads} --heads {heads} --ffn {16 * heads}"
     sizes += f" --seq-len {2 * heads} --vocab-size {8 * heads + 3} --steps 2 --warmup 1"
@@ -58,8 +59,10 @@ def sizes_of(world_size):
 
 
 def layouts(world_size, per_node, more=(), count=24):
-    """Valid ones, (flags, processes of a node): of 50 draws each time that of which most has been
-    seen least. more: flags that they all have."""
+    """Return valid layouts as (flags, processes of a node), each the newest of 50 draws.
+
+    The newest has the choices that were seen least so far. more: flags that all layouts have.
+    """
     random, seen, found = Random(0), Counter(), []
     while len(found) < count:
         drawn = [draw(random, world_size) for _ in range(50)]
@@ -75,7 +78,7 @@ def layouts(world_size, per_node, more=(), count=24):
 
 
 def draw(random, world_size):
-    """The flags of a layout, which may not be valid, and its nodes, with the last flag."""
+    """Draw the flags of a layout, which may be invalid, and its nodes with the last flag."""
     degrees, left, pick = dict.fromkeys(("pp", "dp", "cp", "tp")), world_size, random.choice
     for axis in random.sample(list(degrees), 4):
         degrees[axis] = pick([d for d in range(1, left + 1) if left % d == 0])
@@ -102,7 +105,7 @@ def draw(random, world_size):
 
 
 def batch_of(args, step, rows=slice(None)):
-    """Rows of a batch of random tokens, of which a fifth, and the first rows, do not count."""
+    """Return rows of a random batch, of which a fifth and the first rows are not counted."""
     tokens = np.random.default_rng(args.seed).integers(args.vocab_size, size=10**4)
     data = hybrid.Data(tokens, tokens)
     inputs, targets = data.batch(step, args.batch_size, args.seq_len, args.seed, rows)
@@ -111,7 +114,7 @@ def batch_of(args, step, rows=slice(None)):
 
 
 def gathered(trainer, value=lambda tensor: tensor):
-    """{name: whole}: nan what no rank has, infinite where copies are unlike. Collective."""
+    """Return {name: whole}, nan where no rank has it, inf where copies differ. Collective."""
     own = [
         (name, whole.shape, place, box.detach().cpu().clone())
         for name, whole in hybrid.boxes_of(trainer, value).items()
@@ -126,7 +129,7 @@ def gathered(trainer, value=lambda tensor: tensor):
 
 
 def record(args, mesh, device):
-    """First weights; of two steps, NUMBERS of all ranks, gradients and weights. Collective."""
+    """Return the initial weights, and NUMBERS, gradients and weights of two steps. Collective."""
     trainer = hybrid.Trainer(args, mesh, device)
     first, steps = gathered(trainer), []
     for step in range(2):
@@ -138,10 +141,10 @@ def record(args, mesh, device):
 
 
 def compare(args, device, first, *steps):
-    """{what: norm of the difference / norm} of what record() returns, beside one process.
+    """Return {what: difference} of what record() returns and one process.
 
-    Its weights, too, move along the layout's gradients: where these are rounding errors alone, in
-    place of zero, Adam makes whole steps of them.
+    The one process is moved along the layout's gradients, too: Adam turns gradients that are
+    rounding errors in place of zeros into whole steps.
     """
     model = reference_gpt(args).double().to(device)
     one = ReferenceTraining(model, (), args.weight_decay, args.grad_clip)
@@ -167,7 +170,7 @@ def compare(args, device, first, *steps):
 
 
 def differences(when, found, expected):
-    """{when and what: norm of the difference / norm}, infinite if not a number."""
+    """Return {when and what: norm of the difference / norm}, infinite if it is not a number."""
     errors = {}
     for name, tensor in expected.items():
         error = (found[name].to(tensor) - tensor).norm() / tensor.norm().clamp(min=1e-300)
@@ -187,7 +190,7 @@ def judge(args, device, groups):
 
 
 def verify(argv, args, device):
-    """Rank 0 prints a line for each layout; returns the exit status. Collective.
+    """Judge the layouts, print a line for each on rank 0, and return the exit status. Collective.
 
     argv: the command line. args: what hybrid.main() makes of it.
     """
