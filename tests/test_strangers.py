@@ -424,7 +424,7 @@ ENDS = """
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     gc.freeze()  # a process that ends has less to look at
-    for number, use in enumerate([*uses, *uses, pipeline_of_which_a_rank_fails]):
+    for number, use in enumerate([*uses * int(sys.argv[1]), pipeline_of_which_a_rank_fails]):
         if os.fork() == 0:  # each in a process of its own, which goes on below
             break
         _, status = os.wait()
@@ -439,12 +439,15 @@ ENDS = """
 """
 
 
-def test_scripts_exit_with_0_and_one_that_fails_in_a_pipeline_does_not_hang_the_other(tmp_path):
+@pytest.mark.parametrize("times", [1, pytest.param(5, marks=pytest.mark.soak)])
+def test_scripts_exit_with_0_and_one_that_fails_in_a_pipeline_does_not_hang_the_other(
+    times, tmp_path
+):
     """Each use runs on two ranks of one torchrun, in processes that end by themselves."""
-    done = launch(tmp_path, 2, ENDS, timeout=240)
+    done = launch(tmp_path, 2, ENDS, times, timeout=240)
     assert done.returncode == 0, done.stderr
     ended = [line for line in done.stdout.splitlines() if " ended with " in line]
-    ends = [f"{number} ended with status 0" for number in range(17)]
+    ends = [f"{number} ended with status 0" for number in range(8 * times + 1)]
     assert sorted(ended) == sorted(2 * ends), done.stderr
     assert "\nrank 1: ValueError: Expected input batch_size (2)" in done.stdout, done.stderr
     assert "\nrank 0: RuntimeError: " in done.stdout, done.stderr
