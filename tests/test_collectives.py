@@ -724,15 +724,18 @@ def test_operations_of_a_group_read_what_those_before_them_left_and_another_grou
 
 
 @on_ranks(2)
-def test_an_error_in_the_background_arises_in_wait():
-    tensor = torch.ones(4)
+def test_an_error_in_the_background_arises_in_wait_and_not_in_an_exchange_that_comes_later():
+    tensor, peer, gate = torch.ones(4), 1 - dist.get_rank(), threading.Event()
 
-    def listen(event, *what):
-        if event == "post":
+    def listen(event, operation, *messages):
+        if event == "post" and operation.name == "all_reduce":
+            gate.wait(20)
             raise ConnectionError("the link is down")
 
     with observe(listen):
         works = [all_reduce(tensor, async_op=True) for _ in range(2)]
+        threading.Timer(0.05, gate.set).start()
+        exchange([(tensor, peer)], [(tensor.clone(), peer)])
         for work in [*works, works[0]]:
             with pytest.raises(ConnectionError, match="the link is down"):
                 work.wait()
@@ -995,15 +998,17 @@ def _replay(events):
         replay(programs)
 
 
-NODES = [(2, 1), (3, 1), (4, 1), (4, 2), (4, 3), (6, 2)]
-NODES += [pytest.param(*row, marks=pytest.mark.soak) for row in ((6, 1), (7, 1), (8, 1), (8, 4))]
+soak = partial(pytest.param, marks=pytest.mark.soak)
+ROWS = [*((P, P, None) for P in (2, 3, 4)), *(soak(P, P, None) for P in (6, 7, 8))]
+for name in ("ring", "hierarchical", "recursive_doubling"):
+    ROWS += [(*nodes, name) for nodes in ((2, 1), (3, 1), (4, 1), (4, 2), (4, 3), (6, 2))]
+    ROWS += [soak(*nodes, name) for nodes in ((6, 1), (7, 1), (8, 1), (8, 4))]
 
 
-@pytest.mark.parametrize("name", [None, "ring", "hierarchical", "recursive_doubling"])
-@pytest.mark.parametrize("P, ranks_per_node", NODES)
+@pytest.mark.parametrize("P, ranks_per_node, name", ROWS)
 @on_ranks(lambda P, **_: P)
 def test_every_collective_runs_under_the_rules_of_nccl(P, ranks_per_node, name):
-    """In the way of gloo, or as on NCCL by one algorithm; at once and in the background.
+    """As on gloo by every algorithm, or as on NCCL by one; at once and in the background.
 
     From a group's first batch on, and of so few bytes, too, that most chunks are empty.
     """
