@@ -453,21 +453,21 @@ def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
             names.append("halving_doubling")
         elif not on_nccl:
             names.append("direct")
-    step_bytes = 1 << 22 if on_nccl else 1 << 17  # as many bytes could be sent in a step's latency
+    step_bytes = 1 << 22 if on_nccl else 1 << 17  # what could be sent in the latency of a step
     if nodes > 1 and not on_nccl:
         step_bytes = 1 << 14
 
     def cost(name):
         steps, sent = all_reduce_cost(name, nbytes, world_size, ranks_per_node)
         if name == "hierarchical":
-            sent //= ranks_per_node  # nearly all others stay inside a node
+            sent //= ranks_per_node  # the bytes that leave the node
         return steps * step_bytes + sent
 
     return min(names, key=cost)
 
 
 def _plan(operation, nbytes, phases=1, name="auto"):
-    """Return (algorithm's name, number of segments, options of the algorithm) for an operation."""
+    """Return (name, number of segments, keyword arguments) of an operation's algorithm."""
     P = operation.world_size
     on_nccl = operation.queue.on_nccl
     ranks_per_node = operation.members.ranks_per_node
@@ -501,7 +501,7 @@ class Membership:
 
     place: (this rank in the group, the group's size); ranks: the global ranks of its members
     ranks_per_node, by_backend: see set_ranks_per_node() and set_backend_collectives()
-    queues: {device type: the queue for such tensors}; thread: the queue of devices without NCCL
+    queues: {device: the queue for its tensors}; thread: the queue of devices without NCCL
     device: where the tensors of barrier() and gather_objects() are, on the CPU if gloo is there
     """
 
@@ -547,17 +547,17 @@ class Operation:
         self.place = members.place
         self.rank, self.world_size = members.place
         self.ranks = members.ranks
-        device_type = "cpu" if tensor is None else tensor.device.type
-        self.queue = members.queues.get(device_type)
+        device = None if tensor is None else tensor.device
+        self.queue = members.queues.get(device)
         if self.queue is None:  # a group may have NCCL for GPUs and gloo for CPUs
-            on_nccl = f"{device_type}:nccl" in dist.get_backend_config(self.group)
-            self.queue = members.queues[device_type] = _Stream() if on_nccl else members.thread
+            on_nccl = device and f"{device.type}:nccl" in dist.get_backend_config(self.group)
+            self.queue = members.queues[device] = _Stream() if on_nccl else members.thread
         if root is not None and root not in self.ranks:
             raise ValueError(f"src or dst={root} is not among the group's ranks {self.ranks}")
         self.root = None if root is None else self.ranks.index(root)
 
     def wait(self):
-        """Return once the operation is done, or raise its error. CUDA holds up only the stream."""
+        """Return once the operation is done, or raise its error. CUDA makes only the stream wait."""
         waiting = Operation("wait", self.group, of=self)
         waiting.tell("begin")
         waiting.complete(self.finish)
@@ -576,9 +576,9 @@ class Operation:
     def post(self, sends, receives):
         """Begin a batch of messages [(tensor, peer)], and return a function that waits for them.
 
-        The function holds their tensors. gloo has no batches, only messages with tags; isend() and
-        irecv() of torch.distributed would take the host twice as long. gloo cannot send CUDA
-        memory, so buffers in pinned host memory travel in its place.
+        The function holds their tensors. gloo posts message by message; dist.isend() and irecv()
+        would take the host twice as long. gloo cannot send CUDA memory, so buffers in pinned host
+        memory travel in its place.
         """
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
@@ -594,7 +594,7 @@ class Operation:
             pinned = partial(torch.empty_like, device="cpu", pin_memory=True)
             arriving = [(pinned(tensor), peer) for tensor, peer in receives]
             sends = [(pinned(tensor).copy_(tensor), peer) for tensor, peer in sends]
-        tag = (1 << 30) + (self.name != "exchange")  # no user's; an exchange() may pass collectives
+        tag = 1 << 30  # beyond a user's tags
         works = []
         for call, messages in (self.group.recv, arriving), (self.group.send, sends):
             for tensor, peer in messages:
@@ -947,7 +947,8 @@ def _launch_lists(operation, outputs, inputs):
     def for_each_rank(tensors, nothing):
         if len(tensors) == P:
             return tensors
-        return [tensors[0] if tensors and operation.root in (None, r) else nothing for r in range(P)]
+        own = tensors[0] if tensors else nothing
+        return [own if operation.root in (None, r) else nothing for r in range(P)]
 
     def algorithms(*flat):
         arriving = for_each_rank(flat[: len(outputs)], flat[0][:0])
