@@ -22,10 +22,10 @@ the full tensor in bytes. log2(P) is rounded up; all_reduce_cost() is exact for 
     gather                 the root has every rank's tensor       D/P             1
 
 A rank holds   its tensors, and scratch memory for what arrives to be added. Long tensors are cut
-               into segments, so a ring needs 3 chunks of 1 MB, and direct 128 MB. The algorithms
-               that halve or double need D/2 or D
-It sends       what the table says, which for broadcast and scatter is what the root sends. No
-               all-reduce sends less than 2(P-1)/P D
+               into segments: a ring on gloo needs 3 chunks of 1 MB, and direct on NCCL 2 x 64 MB.
+               Halving needs D/2 and recursive doubling D
+It sends       what the table says, which for broadcast and scatter is what the root sends. In no
+               all-reduce can all ranks send less than 2(P-1)/P D
 Overlap        with async_op=True an operation runs beside the caller's computation: in a thread for
                gloo (CPUs), on a side stream for NCCL (GPUs)
 PyTorch's      torch.distributed has the same names and meanings; all_gather_into_tensor is an older
@@ -100,7 +100,6 @@ def exchange(sends, receives, group=None, async_op=False):
     """
     tensor = (sends or receives)[0][0] if sends or receives else None
     operation = Operation("exchange", group, tensor, async_op)
-    operation.tell("begin")
     if not operation.queue.is_completed():
         with suppress(Exception):  # an error of a pending collective is raised by its own wait()
             operation.queue.finish()
@@ -555,11 +554,11 @@ class Operation:
         if root is not None and root not in self.ranks:
             raise ValueError(f"src or dst={root} is not among the group's ranks {self.ranks}")
         self.root = None if root is None else self.ranks.index(root)
+        self.tell("begin")
 
     def wait(self):
         """Return once the operation is done, or raise its error. CUDA makes only the stream wait."""
         waiting = Operation("wait", self.group, of=self)
-        waiting.tell("begin")
         waiting.complete(self.finish)
         self.finish = lambda: None  # the tensors are no longer held
 
@@ -754,7 +753,6 @@ def _launch(operation, algorithms, outputs, inputs=(), backend_options=None):
             if not tensor.is_contiguous():  # then the result is in a copy
                 tensor.detach().copy_(result.view(tensor.shape))
 
-    operation.tell("begin")
     queue = operation.queue
     if operation.async_op and operation.world_size > 1:
         queue.submit(partial(operation.complete, run), tensors)
@@ -1092,8 +1090,11 @@ def all_reduce_bytes(nbytes, world_size):
 
 def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
     """Return (steps, bytes that a rank sends) of an all-reduce, exact if 128 P divides `nbytes`."""
-    D, P, I, core = nbytes, world_size, ranks_per_node, 1 << (world_size.bit_length() - 1)
-    rounds, stands_in, least = core.bit_length() - 1, rank + core < P, all_reduce_bytes(D, P)
+    D, P, I = nbytes, world_size, ranks_per_node
+    least = all_reduce_bytes(D, P)
+    rounds = P.bit_length() - 1
+    core = 1 << rounds
+    stands_in = rank + core < P
     if "doubling" in algorithm and rank >= core:
         return 2, D  # another rank stands in: the tensor goes there, the sum comes back
     return {
@@ -1205,7 +1206,8 @@ def count_bytes():
 
 def _demonstrate():
     rank, P = rank_and_size()
-    nbytes, ranks_per_node = 840 * 128 * P, 2 - P % 2
+    nbytes = 840 * 128 * P  # every algorithm cuts it evenly for P up to 8
+    ranks_per_node = 1 if P % 2 else 2
     set_ranks_per_node(ranks_per_node)
     for name in ("naive", "recursive_doubling", *_PHASES):
         tensor = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(rank))

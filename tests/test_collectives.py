@@ -223,10 +223,7 @@ def test_the_ring_of_the_opening_makes_the_bits_of_the_real_one():
 
 @on_ranks(2, 3, 4)
 def test_on_a_stream_a_step_is_one_batch_and_in_a_node_a_collective_is_one_step():
-    """All ranks are in one node if it has more than them, and on their own if nodes were unlike.
-
-    The last row's segments are 1, 2, 1 and 2 units long, and two at a time share scratch memory.
-    """
+    """All ranks are in one node if it has more than them, and on their own if nodes were unlike."""
     rank, P = rank_and_size()
     full, shard = torch.zeros(64 * P), torch.zeros(64)
     apart, _ = all_reduce_cost("recursive_doubling", 1, P, rank=rank)  # of so few bytes
@@ -235,7 +232,7 @@ def test_on_a_stream_a_step_is_one_batch_and_in_a_node_a_collective_is_one_step(
         (P - 1, {}, apart, 2 if P == 3 else apart),
         (P, {}, 1, 1),
         (P, {"ONE_STEP_BYTES": 0}, 2, 1),
-        (P + 1, {"ONE_STEP_BYTES": 0, "DIRECT_BYTES": 192 * P}, 4, 2),  # in two pieces
+        (P + 1, {"ONE_STEP_BYTES": 0, "DIRECT_BYTES": 192 * P}, 4, 2),  # two segments, or 4 of unlike lengths
     ]:
         choose.cache_clear()
         set_ranks_per_node(ranks_per_node)
