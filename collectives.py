@@ -107,7 +107,7 @@ def exchange(sends, receives, group=None, async_op=False):
     if not async_op:
         return operation.complete(task)
     operation.finish = partial(operation.complete, task)
-    operation.is_completed = lambda: False  # gloo does not know before its wait()
+    operation.is_completed = lambda: False  # gloo tells it only in wait()
     return operation
 
 
@@ -171,7 +171,7 @@ _REDUCTIONS = {  # of two tensors; of all rows of a matrix
 class _Combine:
     """How one operation combines tensors: pair(a, b, out=...) or rows(matrix, 0, out=...).
 
-    scratch: matrices that have been reduced, for the operation's next segments
+    scratch: matrices whose rows have been reduced, for the operation's next segments to use
     """
 
     def __init__(self, op):
@@ -291,9 +291,9 @@ def _doubling(chunks, rank):
     """
     size = 1
     while size < len(chunks):
-        start = rank // size * size  # this rank has chunks[start : start + size]
+        start = rank // size * size  # the first of the chunks that this rank has
         own = _joined(chunks[start : start + size])
-        start ^= size  # its partner has those beside them
+        start ^= size  # the first of its partner's
         arriving = _joined(chunks[start : start + size])
         yield [(own, rank ^ size)], [(arriving, rank ^ size)]
         size *= 2
@@ -452,7 +452,7 @@ def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
             names.append("halving_doubling")
         elif not on_nccl:
             names.append("direct")
-    step_bytes = 1 << 22 if on_nccl else 1 << 17  # what could be sent in the latency of a step
+    step_bytes = 1 << 22 if on_nccl else 1 << 17  # what is sent in the time that a step costs
     if nodes > 1 and not on_nccl:
         step_bytes = 1 << 14
 
@@ -557,7 +557,7 @@ class Operation:
         self.tell("begin")
 
     def wait(self):
-        """Return once the operation is done, or raise its error. CUDA makes only the stream wait."""
+        """Return once the operation is done, or raise its error. On CUDA only the stream waits."""
         waiting = Operation("wait", self.group, of=self)
         waiting.complete(self.finish)
         self.finish = lambda: None  # the tensors are no longer held
@@ -575,9 +575,9 @@ class Operation:
     def post(self, sends, receives):
         """Begin a batch of messages [(tensor, peer)], and return a function that waits for them.
 
-        The function holds their tensors. gloo posts message by message; dist.isend() and irecv()
-        would take the host twice as long. gloo cannot send CUDA memory, so buffers in pinned host
-        memory travel in its place.
+        The function holds their tensors. On gloo each message is posted alone; dist.isend() and
+        irecv() would take the host twice as long. gloo cannot send CUDA memory, so buffers in
+        pinned host memory travel in its place.
         """
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
@@ -735,9 +735,9 @@ class _Thread:
 
 
 def _launch(operation, algorithms, outputs, inputs=(), backend_options=None):
-    """Run an operation in its turn, by the list that algorithms(*flat outputs, *flat inputs) makes.
+    """Run an operation in its turn, by the generators algorithms(*flat outputs, *flat inputs).
 
-    backend_options: keyword arguments of the backend's own collective, which may take its place
+    backend_options: keyword arguments of the backend's function that may run in their place
     """
     tensors = (*outputs, *inputs)
 
@@ -938,7 +938,7 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
 def _launch_lists(operation, outputs, inputs):
     """Send inputs[r] to each rank r and receive outputs[r] from it.
 
-    A list of one tensor is for, or from, the root alone, or every rank where there is no root.
+    A single tensor is sent to, or received from, the root; without a root, every rank.
     """
     rank, P = operation.place
 
