@@ -18,20 +18,19 @@ the full tensor in bytes. log2(P) is rounded up; all_reduce_cost() is exact for 
     all_to_all_single      rank j has every rank's chunk j        (P-1)/P D       1
     broadcast              the root's tensor                      log2(P) D       log2(P)
     reduce                 the root has the sum                   D               log2(P)
-    scatter                rank r has the root's tensor r         (P-1)/P D       1
-    gather                 the root has every rank's tensor       D/P             1
 
 A rank holds   its tensors, and scratch memory for what arrives to be added. Long tensors are cut
                into segments: a ring on gloo needs 3 chunks of 1 MB, and direct on NCCL 2 x 64 MB.
                Halving needs D/2 and recursive doubling D
-It sends       what the table says, which for broadcast and scatter is what the root sends. In no
-               all-reduce can all ranks send less than 2(P-1)/P D
+It sends       what the table says, which for broadcast is what the root sends. In no all-reduce can
+               all ranks send less than 2(P-1)/P D. A scatter or gather is one exchange(), in which
+               the root sends, or receives, P-1 tensors of D/P bytes
 Overlap        with async_op=True an operation runs beside the caller's computation: in a thread for
                gloo (CPUs), on a side stream for NCCL (GPUs)
 PyTorch's      torch.distributed has the same names and meanings; all_gather_into_tensor is an older
                name of all_gather_single. Here the collectives of a group run one after the other,
-               tensors need not be contiguous, all_gather takes different lengths, reduce changes
-               only the root's tensor, and copy_to_group() and its like can be differentiated
+               tensors need not be contiguous, reduce changes only the root's tensor, and
+               copy_to_group() and its like can be differentiated
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
@@ -887,16 +886,6 @@ def broadcast(tensor, src=0, group=None, async_op=False):
     return _launch(operation, lambda x: [_tree_broadcast(x, operation)], [tensor], [], options)
 
 
-def barrier(group=None):
-    """Return when every rank of the group has called it."""
-    token = torch.zeros(1, dtype=torch.uint8, device=membership(group, "barrier").device)
-    all_reduce(token, group=group)
-    token.tolist()  # on CUDA the host waits here
-
-
-# ---- collectives that no module here uses --------------------------------------------------------
-
-
 def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
     """Reduce `tensor` over the group into that of rank `dst`. The other ranks keep theirs."""
     operation = Operation("reduce", group, tensor, async_op, op, dst)
@@ -917,57 +906,11 @@ def _tree_reduce(tensor, operation, combine):
         yield [(total, parent)], []
 
 
-def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
-    """Give rank r of the group the r-th tensor of `scatter_list`, which rank `src` has."""
-    operation = Operation("scatter", group, tensor, async_op, root=src)
-    return _launch_lists(operation, [tensor], _check_list(operation, scatter_list, tensor))
-
-
-def gather(tensor, gather_list=None, dst=0, group=None, async_op=False):
-    """Collect `tensor` of every rank r of the group in gather_list[r] of rank `dst`."""
-    operation = Operation("gather", group, tensor, async_op, root=dst)
-    return _launch_lists(operation, _check_list(operation, gather_list, tensor), [tensor])
-
-
-def all_gather(tensor_list, tensor, group=None, async_op=False):
-    """Collect `tensor` of every rank r in tensor_list[r]. Lengths may differ. 1 step."""
-    operation = Operation("all_gather", group, tensor, async_op)
-    return _launch_lists(operation, _check_list(operation, tensor_list, tensor), [tensor])
-
-
-def _launch_lists(operation, outputs, inputs):
-    """Send inputs[r] to each rank r and receive outputs[r] from it.
-
-    A single tensor is sent to, or received from, the root; without a root, every rank.
-    """
-    rank, P = operation.place
-
-    def for_each_rank(tensors, nothing):
-        if len(tensors) == P:
-            return tensors
-        own = tensors[0] if tensors else nothing
-        return [own if operation.root in (None, r) else nothing for r in range(P)]
-
-    def algorithms(*flat):
-        arriving = for_each_rank(flat[: len(outputs)], flat[0][:0])
-        outgoing = for_each_rank(flat[len(outputs) :], flat[0][:0])
-        arriving[rank].copy_(outgoing[rank])
-        return [_pairwise(outgoing, arriving, rank)]
-
-    return _launch(operation, algorithms, outputs, inputs)
-
-
-def _check_list(operation, tensors, like):
-    """Return a list with a tensor for each rank; if there is a root, [] on the other ranks."""
-    rank, P = operation.place
-    if operation.root not in (None, rank):
-        return []
-    count = len(tensors or ())
-    if count != P:
-        raise ValueError(f"{operation.name} got a list of {count}, not of world_size={P}")
-    for tensor in tensors[rank : rank + 1] if operation.root is None else tensors:
-        _check_fits(tensor, like, tensor.numel(), like.numel())
-    return tensors
+def barrier(group=None):
+    """Return when every rank of the group has called it."""
+    token = torch.zeros(1, dtype=torch.uint8, device=membership(group, "barrier").device)
+    all_reduce(token, group=group)
+    token.tolist()  # on CUDA the host waits here
 
 
 # ---- derivatives: the backward of a collective is a collective -----------------------------------
