@@ -53,8 +53,7 @@ import collectives
 import hybrid
 import pipeline
 import tensor_parallel
-from gpu_counts import Stream, as_on_nccl
-from zero import FullyShardedDataParallel
+from gpu_counts import Stream, as_on_nccl, host_waits_for
 
 # ---- outside -------------------------------------------------------------------------------------
 
@@ -121,14 +120,6 @@ def place():
 
 
 aten = torch.ops.aten
-SIZED_BY_VALUES = {  # for which the host waits
-    aten.nonzero.default,
-    aten.bincount.default,
-    aten.masked_select.default,
-    aten.repeat_interleave.Tensor,
-    aten._unique2.default,
-    aten.equal.default,
-}
 
 
 class Watch(TorchDispatchMode):
@@ -146,8 +137,8 @@ class Watch(TorchDispatchMode):
         options = options or {}
         given = [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
         device = any(map(is_on_device, given))
-        if device:
-            self.watch_host(function, arguments, options)
+        if device and host_waits_for(function, arguments, options):
+            self.note_wait(function.__name__)
         if function is aten._local_scalar_dense.default:
             dtype = given[0].dtype
             return device if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
@@ -161,16 +152,6 @@ class Watch(TorchDispatchMode):
         elif function is aten._to_copy.default:
             self.note_copy(given[0], result, options)
         return result
-
-    def watch_host(self, function, arguments, options):
-        """Note an operator for which the host waits."""
-        waits = function is aten._local_scalar_dense.default
-        if function in SIZED_BY_VALUES:
-            waits = options.get("output_size") is None
-        if function in (aten.index.Tensor, aten.index_put_.default):
-            waits = any(i is not None and i.dtype == torch.bool for i in arguments[1])
-        if waits:
-            self.note_wait(function.__name__)
 
     def note_wait(self, what):
         self.counts.synchronisations[f"{what} {place()}"] += 1
@@ -303,34 +284,13 @@ def hybrid_step(args, device):
     return trainer, lambda: trainer.step(tokens, tokens)
 
 
-def _zero_step(stage, device, D=1024):
-    """A step of a stack of layers under ZeRO."""
-    model = torch.nn.Sequential(*[torch.nn.Linear(D, D) for _ in range(4)])
-    model.to(device)
-    model, x = FullyShardedDataParallel(model, units=model, stage=stage), torch.zeros(8, D)
-    optimizer, x = torch.optim.AdamW(model.parameters(), fused=True), x.to(device)
-
-    def step():
-        model(x).square().mean().backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-        model.reshard()
-        optimizer.zero_grad()
-
-    return step
-
-
-def count_step(world_size, rank, what):
-    """The Counts of a second step: the first one also makes what later ones use.
-
-    what: flags of hybrid.py, or "zero 1", "zero 2" or "zero 3".
-    """
-    stage = int(what[5:]) if what.startswith("zero ") else None
-    per_node = world_size // 2 if "--topk-nodes" in what else None
-    args = hybrid.parse([] if stage else what.split(), world_size, per_node)
-    watch, device = Watch(args), torch.device("cuda", 0)
+def count_step(world_size, rank, flags):
+    """Return the Counts of a second step: the first one also makes what later ones use."""
+    per_node = world_size // 2 if "--topk-nodes" in flags else None
+    args = hybrid.parse(flags.split(), world_size, per_node)
+    watch = Watch(args)
     with pretended(watch, rank, world_size):
-        step = _zero_step(stage, device) if stage else hybrid_step(args, device)[1]
+        _, step = hybrid_step(args, torch.device("cuda", 0))
         step()
         watch.counts = Counts(peers=watch.peers)
         step()

@@ -4,7 +4,8 @@
     with batches() as count: ...    Counter: "batches" that NCCL would be given, and of their
                                     messages those "off 16" bytes, which it copies byte by byte
     with as_on_nccl(): ...          the collectives go as they do on NCCL, over gloo
-    with as_alone(): ...            and messages nowhere: other ranks have what this one has
+    with nccl_over_gloo(): ...      the same, under the strictest reading of NCCL's rules
+    with as_alone(): ...            messages go nowhere, and other ranks have what this one has
 """
 
 import copy
@@ -22,24 +23,32 @@ import collectives
 from collectives import observe
 
 
-class _Waits(TorchDispatchMode):
-    """Counts operations whose result, or its size, the host has to know; and tensors of lists."""
+BY_VALUE = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "bincount", "masked_select"}
+BY_VALUE |= {"_unique2"}
 
-    ALWAYS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "bincount", "masked_select"}
-    ALWAYS |= {"lift_fresh"}
+
+def host_waits_for(function, args, kwargs):
+    """Return whether the host has to know the result of an operator, or its size."""
+    name = function.overloadpacket.__name__
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    if name in ("index", "index_put", "index_put_"):
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return name in BY_VALUE
+
+
+class _Waits(TorchDispatchMode):
+    """Counts operators for which the host waits, and tensors made of lists."""
 
     def __init__(self):
         super().__init__()
         self.count = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, function.overloadpacket.__name__
-        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
-        masked = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
-        unknown = name == "repeat_interleave" and kwargs.get("output_size") is None
-        if name in self.ALWAYS or masked or unknown:
+        name = function.overloadpacket.__name__
+        if name == "lift_fresh" or host_waits_for(function, args, kwargs or {}):
             self.count[name] += 1
-        return function(*args, **kwargs)
+        return function(*args, **kwargs or {})
 
 
 @contextmanager
@@ -101,6 +110,35 @@ def as_on_nccl(post_batch=post_over_gloo, config="cpu:nccl,meta:nccl"):
         patch.object(torch.cuda, "stream", lambda stream: nullcontext()),
     ):
         yield
+
+
+@contextmanager
+def nccl_over_gloo():
+    """as_on_nccl(), where each batch blocks until both ends of its messages have posted them.
+
+    On NCCL, batches of different groups may run side by side. Here they run in the order in which
+    they are posted, so an order that could hang there hangs here. A group's first batch makes its
+    communicator, and waits until every rank of the group posts one. Both ends of a message have the
+    same size. Tags tell nothing apart. Yields a list of the batches' numbers of messages.
+    """
+    sizes, connected = [], set()
+
+    def post_and_block(group, sends, receives):
+        assert all(tensor.is_contiguous() and tensor.numel() for tensor, _ in (*sends, *receives))
+        if group not in connected:
+            connected.add(group)
+            group.barrier().wait()
+        given = [(torch.tensor([tensor.nbytes]), peer) for tensor, peer in sends]
+        expected = [(torch.zeros(1, dtype=torch.int64), peer) for _, peer in receives]
+        post_over_gloo(group, given, expected).wait()
+        assert [x.nbytes for x, _ in receives] == [n.item() for n, _ in expected], "unlike sizes"
+        post_over_gloo(group, sends, receives).wait()
+        sizes.append(len(sends) + len(receives))
+        assert sizes[-1] <= 256  # beyond that NCCL may hang
+        return Stream()
+
+    with as_on_nccl(post_and_block):
+        yield sizes
 
 
 @contextmanager

@@ -31,8 +31,7 @@ from collectives import (
     scatter_to_group, set_backend_collectives, set_ranks_per_node,
 )
 
-from gpu_counts import as_on_nccl, post_nowhere
-from nccl_replay import Deadlock, Mismatch, record, replay
+from gpu_counts import as_on_nccl, nccl_over_gloo, post_nowhere
 from ranks import PROJECT, least_bytes, on_ranks, spawn
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64]
@@ -71,10 +70,16 @@ def _same(actual, expected):
 
 
 def _counted(launch):
-    """The messages of each batch that this rank posts, and all bytes that it sends."""
-    with count_bytes() as traffic, record() as events:
+    """Return the messages of each batch that this rank posts, and all bytes that it sends."""
+    batches = []
+
+    def listen(event, operation, sends=(), receives=()):
+        if event == "post":
+            batches.append([*sends, *receives])
+
+    with count_bytes() as traffic, observe(listen):
         launch()
-    return [event["messages"] for event in events if event["kind"] == "post"], traffic.bytes()
+    return batches, traffic.bytes()
 
 
 # ---- values -------------------------------------------------------------------------------------
@@ -984,92 +989,21 @@ def test_the_result_of_a_pair_may_be_changed_in_place_and_leaves_x_alone():
 
 # ---- order of messages under NCCL's rules -------------------------------------------------------
 
-
-def _replay(events):
-    """Those of all ranks, on the first of them."""
-    programs = gather_objects(events)
-    if dist.get_rank() == 0:
-        replay(programs)
-
-
 NODES = [(2, 1), (3, 1), (4, 1), (4, 2), (4, 3), (6, 2)]
 NODES += [pytest.param(*row, marks=pytest.mark.soak) for row in ((6, 1), (7, 1), (8, 1), (8, 4))]
 
 
-@pytest.mark.parametrize("name", [None, "ring", "hierarchical", "recursive_doubling"])
+@pytest.mark.parametrize("name", ["ring", "hierarchical", "recursive_doubling"])
 @pytest.mark.parametrize("P, ranks_per_node", NODES)
 @on_ranks(lambda P, **_: P)
 def test_every_collective_runs_under_the_rules_of_nccl(P, ranks_per_node, name):
-    """In the way of gloo, or as on NCCL by one algorithm; at once and in the background.
-
-    From a group's first batch on, and of so few bytes, too, that most chunks are empty.
-    """
-    rank, sizes, groups = dist.get_rank(), _split_matrix(P, 0), [None, dist.new_group()]
-    given, taken = sizes[rank].tolist(), sizes[:, rank].tolist()
-    algorithms = [("auto", ranks_per_node)] if name else _algorithms(P)
+    """Beginning with a group's first batch. Of two elements, most chunks are empty."""
     forced = lambda *size, phases=1: "ring" if (phases, name) == (1, "recursive_doubling") else name
-    limits = {"choose": forced, "DIRECT_BYTES": 1 << 10} if name else {"SEGMENT": 1 << 12}
-    way = as_on_nccl() if name else nullcontext()
-    with way, patch.multiple(collectives, **limits), record() as events:
-        for async_op in (False, True):
-            works = []
-            for group, n in itertools.product(groups[: 1 if name else 2], (2, 4_000)):
-                shard, full = torch.zeros(n), torch.zeros(n * P)
-                lists, like = [*full.chunk(P)], {"group": group, "async_op": async_op}
-                at_root = lists if rank == 1 else None
-                rows = torch.zeros(sum(taken), n), torch.zeros(sum(given), n)
-                for algorithm, inside in algorithms:
-                    set_ranks_per_node(inside, group)
-                    works.append(all_reduce(shard[:1], algorithm=algorithm, **like))
-                    works.append(all_reduce(full, algorithm=algorithm, **like))
-                works += [
-                    reduce_scatter_single(shard, full, **like),
-                    all_gather_single(full, shard, **like),
-                    all_gather(lists, shard, **like),
-                    all_to_all_single(*rows, taken, given, **like),
-                    broadcast(full, P - 1, **like),
-                    reduce(full, 1, **like),
-                    gather(shard, at_root, 1, **like),
-                    scatter(shard, at_root, 1, **like),
-                ]
-            for work in works if async_op else ():
-                work.wait()
-    assert len(events) > 50
-    _replay(events)
-
-
-@on_ranks(3)
-def test_the_replay_catches_a_ring_that_sends_before_it_receives_without_batching():
-    rank, world_size = rank_and_size()
-    barrier()
-    with record() as events:
-        sent = exchange([(torch.zeros(1), (rank + 1) % world_size)], [], async_op=True)
-        exchange([], [(torch.zeros(1), (rank - 1) % world_size)])
-        sent.wait()
-    text = "rank 0 at exchange .*send 4 B 1.*rank 2 at exchange .*"
-    with pytest.raises(Deadlock, match=text) if rank == 0 else nullcontext():
-        _replay(events)
-
-
-def _program(*batches):
-    """The events of a rank that posts messages in groups, and waits for each of these batches."""
-    for key, (group, *messages) in enumerate(batches):
-        what = {"key": key, "stream": 0, "name": "exchange", "group": group, "messages": messages}
-        yield from ({"kind": kind} | what for kind in ("post", "wait"))
-
-
-def test_the_replay_catches_crossing_orders_unlike_sizes_and_a_first_batch_without_some():
-    send, receive = ("send", 1, 4), ("receive", 0, 4)
-    g, h, three = ("g", (0, 1)), ("h", (0, 1)), ("three", (0, 1, 2))
-    replay([_program((g, send)), _program((g, receive))])
-    for error, text, *programs in (
-        (Mismatch, "rank 0 sends 8 .* rank 1 expects 4", [(g, ("send", 1, 8))], [(g, receive)]),
-        (Deadlock, "rank 0 .* and before wait.*rank 1 ", [(g, send), (h, send)],
-         [(h, receive), (g, receive)]),
-        (Deadlock, "rank 0 .*rank 1 ", [(three, send)], [(three, receive)], []),
-    ):
-        with pytest.raises(error, match=text):
-            replay([_program(*batches) for batches in programs])
+    groups = [dist.group.WORLD, dist.new_group()]
+    with nccl_over_gloo(), patch.multiple(collectives, choose=forced, DIRECT_BYTES=1 << 10):
+        for group, async_op in zip(groups, (False, True)):
+            set_ranks_per_node(ranks_per_node, group)
+            _check_values([2, 400], DTYPES[:1], group, async_op)
 
 
 # ---- the source ---------------------------------------------------------------------------------

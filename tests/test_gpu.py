@@ -223,32 +223,6 @@ def test_every_collective_and_algorithm(on, kind, world_size, async_op):
     on(kind, world_size, _check_collectives, async_op)
 
 
-def _pending_collectives(device):
-    """Sums of what is made while earlier operations of this and of another group are pending."""
-    rank, P = collectives.rank_and_size()
-    other = dist.new_group()
-    collectives.barrier(other)
-    works, results = [], []
-    for i in range(8):
-        x = torch.full((1 << 20,), float(rank + i), device=device)
-        works.append(collectives.all_reduce(x, group=other if i % 2 else None, async_op=True))
-        busy = torch.randn(256, 256, device=device)
-        busy = busy @ busy  # computes meanwhile
-        results.append(x)
-        if i % 3 == 0:  # a synchronous one comes after those pending
-            collectives.all_reduce(x, group=other if i % 2 else None)
-    for work in reversed(works):
-        work.wait()
-    return [x.unique().tolist() for x in results]
-
-
-@pytest.mark.parametrize("kind, world_size", _kinds(2, 4, 8))
-def test_operations_of_a_group_run_in_order_beside_computation(on, kind, world_size):
-    once = [sum(rank + i for rank in range(world_size)) for i in range(8)]
-    expected = [[float(s * world_size if i % 3 == 0 else s)] for i, s in enumerate(once)]
-    assert on(kind, world_size, _pending_collectives) == [expected] * world_size
-
-
 # ---- ranks that share a GPU, or have one each: training ------------------------------------------
 
 

@@ -23,7 +23,6 @@ import hybrid
 from collectives import count_bytes, gather_objects, observe
 from ddp import ddp_bytes
 from gpu_counts import waits
-from nccl_replay import record, replay
 from pipeline import SCHEDULES, interleaved, pipeline_bytes
 from ranks import least_bytes, on_ranks, run
 from reference_gpt import MLP as ReferenceMLP
@@ -541,25 +540,6 @@ def test_the_same_step_runs_over_the_backends_own_collectives(flags):
         posted.append(events.count("post"))
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
     assert posted[1] < posted[0] and (posted[1] > 0) == ("dp 4" not in flags)  # of neighbours
-
-
-def _record_two_steps(flags):
-    trainer = make_trainer(flags)
-    with record() as events:
-        trainer.step(*own_batch(trainer))
-        trainer.step(*own_batch(trainer))
-    return events
-
-
-OF_8 = [flags for world_size, flags in EVERY_LAYOUT if world_size == 8]
-OF_8 += [f"--experts 4 {mixture} {flags}" for n, flags, mixture in MIXED + NODES if n == 8]
-
-
-@pytest.mark.parametrize("flags", soak_but(lambda i, row: i % 12 == 0, zip(OF_8)))
-def test_layouts_run_under_the_rules_of_nccl(flags):
-    programs = run(8, _record_two_steps, flags)
-    assert all(len(events) > 10 for events in programs)
-    replay(programs)
 
 
 @on_ranks(2)

@@ -1,12 +1,6 @@
-"""Every layout through the code that NCCL runs, over gloo, with real numbers: as one process does.
+"""Every layout trains as one process does through the code that NCCL runs, under its rules."""
 
-Messages go as NCCL takes them: batches of the calling thread, which block where they are posted
-until both ends have posted them, as if everything shared one hardware queue; tags tell nothing
-apart. What overlaps on a GPU happens here where it is launched, so that an order of launches that
-could hang there hangs here.
-"""
-
-from contextlib import contextmanager
+import signal
 from unittest.mock import patch
 
 import pytest
@@ -16,25 +10,9 @@ import torch.distributed as dist
 import hybrid
 import test_hybrid
 from collectives import exchange
-from gpu_counts import Stream, as_on_nccl, post_over_gloo
+from gpu_counts import nccl_over_gloo
 from ranks import RanksFailed, run, spawn
 from test_hybrid import EVERY_LAYOUT, MIXED, NODES, soak_but
-
-
-@contextmanager
-def nccl_over_gloo():
-    """NCCL's branches, for CPU tensors: a list of the sizes of the batches that they post."""
-    sizes = []
-
-    def post_and_block(group, sends, receives):
-        assert all(tensor.is_contiguous() and tensor.numel() for tensor, _ in (*sends, *receives))
-        post_over_gloo(group, sends, receives).wait()
-        sizes.append(len(sends) + len(receives))
-        assert sizes[-1] <= 256  # beyond that NCCL may hang
-        return Stream()
-
-    with as_on_nccl(post_and_block):
-        yield sizes
 
 
 def _as_on_nccl(function, *arguments):
@@ -52,9 +30,9 @@ def on_nccl(monkeypatch):
 
 
 def _several(rows):
-    """Rows (world_size, ...) of several ranks; a soak, but for some of up to 4."""
+    """Return the rows (world_size, ...) of several ranks, most of them for -m soak only."""
     rows = [row for row in rows if row[0] > 1]
-    return soak_but(lambda i, row: row[0] < 4 and i % 2 or (row[0] == 4 and i % 3 == 0), rows)
+    return soak_but(lambda i, row: i % {2: 2, 3: 2, 4: 3}.get(row[0], 12) == 0, rows)
 
 
 @pytest.mark.parametrize("world_size, flags", _several(EVERY_LAYOUT))
@@ -113,6 +91,28 @@ def _send_before_receiving():
         exchange([], [(buffer, 1 - rank)])
 
 
-def test_an_order_that_hangs_on_nccl_hangs_here():
-    with pytest.raises(RanksFailed, match="Timed out|did not answer"):
-        spawn(2, _send_before_receiving, group_timeout=1, timeout=20)
+def _connect_without_rank_2():
+    rank, x = dist.get_rank(), torch.ones(1)
+    if rank == 2:
+        signal.pause()
+    with nccl_over_gloo():
+        exchange([(x, 1)] * (rank == 0), [(x, 0)] * (rank == 1))
+
+
+def _receive_more():
+    rank, x = dist.get_rank(), torch.ones(2)
+    with nccl_over_gloo():
+        exchange([(x[:1], 1)] * (rank == 0), [(x, 0)] * (rank == 1))
+
+
+WRONG = [
+    (2, _send_before_receiving, "Timed out"),
+    (3, _connect_without_rank_2, "Timed out"),
+    (2, _receive_more, "unlike sizes"),
+]
+
+
+@pytest.mark.parametrize("world_size, function, error", WRONG)
+def test_what_hangs_on_nccl_is_an_error_here(world_size, function, error):
+    with pytest.raises(RanksFailed, match=error):
+        spawn(world_size, function, group_timeout=1, timeout=20)

@@ -6,7 +6,7 @@ import re
 import sys
 from contextlib import contextmanager
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from unittest.mock import MagicMock
 from weakref import ref
 
@@ -18,9 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import pipeline
-from collectives import gather_objects, rank_and_size
+from collectives import gather_objects, observe, rank_and_size
 from gpu_counts import batches, waits
-from nccl_replay import record, replay
 from pipeline import (
     SCHEDULES, SHORT, Action, DeferredLinear, Pipeline, Schedule, WeightGradStore, bubble_time,
     draw, dualpipe, forward_only, gpipe, gpipe_step, interleaved, one_f_one_b, peak_activations,
@@ -407,51 +406,61 @@ def test_replicas_of_bf16_weights_are_summed_in_fp32_in_one_batch_for_which_no_h
     sum_replicas([nn.Tanh(), nn.Tanh()])
 
 
-def _record_schedule(name, m):
+def _executed(name, m):
+    """Return what a rank does in a step: (verb, peer, bytes), or ("wait", which of these, 0)."""
     schedule = ALL[name](rank_and_size()[1], m)
-    with record() as events:
-        executor = _make(schedule, lambda: nn.Linear(3, 3), (1, 3))
-        del events[:]  # of the comparison of schedules
+    executor = _make(schedule, lambda: nn.Linear(3, 3), (1, 3))
+    steps, numbers = [], {}
+
+    def listen(event, operation, sends=(), receives=()):
+        if event == "post":
+            numbers[operation] = len(steps)
+            steps.extend(("send", peer, tensor.nbytes) for tensor, peer in sends)
+            steps.extend(("receive", peer, tensor.nbytes) for tensor, peer in receives)
+        elif event == "end" and operation in numbers:
+            steps.append(("wait", numbers[operation], 0))
+
+    with observe(listen):
         executor.step(torch.randn(m, 3), torch.zeros(m, 3))
-    return events
+    return steps
 
 
-def _events(schedule, rank):
-    """What record() notes of a rank that follows its program."""
-    events, posts = [], {}
+def _programmed(schedule, rank):
+    """Return the same by a rank's program, and its transfers in the order in which it posts them."""
+    steps, numbers = [], {}
     for verb, subject in program(schedule, rank):
-        if verb in ("receive", "send"):
-            peer = subject.source if verb == "receive" else subject.destination
-            posts[subject] = len(events)
-            what = {"messages": [(verb, peer, 12)], "group": ("", tuple(range(len(schedule))))}
-            events.append({"kind": "post", "key": len(events), "stream": 0, "name": verb, **what})
-        elif verb == "wait":
-            events.append({"kind": "wait", "key": posts[subject], "stream": 0})
-    return events
+        if verb == "wait":
+            steps.append(("wait", numbers[subject], 0))
+        elif verb != "do":
+            numbers[subject] = len(steps)
+            steps.append((verb, subject.source + subject.destination - rank, 12))
+    return steps, [*numbers]
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_step_follows_its_program_which_ends_on_nccl_and_sends_what_it_claims(name):
     """No more than p + 1 sends are under way at a time, and the host waits for all messages."""
     for p, m in _sizes_of(name, [(2, 1), (2, 4), (3, 6), (4, 8), (6, 12), (8, 32)]):
-        programs = [_events(ALL[name](p, m), rank) for rank in range(p)]
-        for events in programs:
-            posts = {event["key"]: event for event in events if event["kind"] == "post"}
-            assert sorted(posts) == sorted(e["key"] for e in events if e["kind"] == "wait")
-            under_way = [0]
-            for event in events:
-                if posts[event["key"]]["name"] == "send":
-                    under_way.append(under_way[-1] + {"post": 1, "wait": -1}[event["kind"]])
-            assert len(under_way) == 1 or min(m, 2) <= max(under_way) <= p + 1
-        replay(programs)
-        for rank, events in enumerate(programs):
-            sent = [e["messages"][0][2] for e in events if e.get("name") == "send"]
+        programs, queues = zip(*(_programmed(ALL[name](p, m), rank) for rank in range(p)))
+        for rank, steps in enumerate(programs):
+            waited = sorted(number for verb, number, _ in steps if verb == "wait")
+            assert waited == [i for i, (verb, *_) in enumerate(steps) if verb != "wait"]
+            is_sent = lambda verb, number: verb == "wait" and steps[number][0] == "send"
+            changes = [(verb == "send") - is_sent(verb, number) for verb, number, _ in steps]
+            most = max(accumulate(changes), default=0)
+            assert most == 0 or min(m, 2) <= most <= p + 1
+            sent = [nbytes for verb, _, nbytes in steps if verb == "send"]
             if name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2"):  # a chunk on each rank
                 assert sum(sent) == pipeline_bytes(rank, p, m, 12)
-        for events, told in zip(run(p, _record_schedule, name, m) if p <= 4 else [], programs):
-            first = events[0]["key"] if events else 0
-            posted = [(e["kind"], e["key"] - first, e.get("messages")) for e in events]
-            assert posted == [(e["kind"], e["key"], e.get("messages")) for e in told]
+        # even if a rank stops at each message until its peer has come to it, too
+        heads = lambda: [queue[0] for queue in queues if queue]
+        while meeting := {transfer for transfer in heads() if heads().count(transfer) == 2}:
+            for queue in queues:
+                if queue and queue[0] in meeting:
+                    queue.pop(0)
+        assert not any(queues)
+        if p <= 4:
+            assert run(p, _executed, name, m) == [*programs]
 
 
 class _Cut(nn.Linear):

@@ -11,10 +11,10 @@ import hybrid
 import rehearse
 from collectives import all_reduce, observe
 from expert_parallel import Router
+from gpu_counts import nccl_over_gloo
 from ranks import run
 from tensor_parallel import attention
 from test_hybrid import soak_but
-from test_nccl_path import nccl_over_gloo
 from trace import axes_of
 
 SIZES = "--layers 2 --hidden 32 --heads 4 --seq-len 32 --vocab-size 67 --batch-size 16"

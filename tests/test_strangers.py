@@ -355,34 +355,15 @@ def test_a_sharded_module_beside_autograd_grad_and_inside_of_others():
 
 # ---- scripts -------------------------------------------------------------------------------------
 
-EACH = """
-    import functools, gc, os, sys
+ENDS = """
+    import gc, os, sys
     import torch
     import torch._dynamo, torch.multiprocessing
-    import torch.distributed as dist
-    import pipeline, sequence_parallel, zero
-
-    torch.set_num_threads(1)
-    gc.freeze()  # a process that ends has less to look at
-    for number, name in enumerate(sys.argv[1:]):
-        if (pid := os.fork()) == 0:  # each in a process of its own, which goes on below
-            break
-        _, status = os.waitpid(pid, 0)
-        # in one write, which the other rank's cannot cut in two
-        print(f"{number} ended with status {status}\\n", end="", flush=True)
-    else:
-        sys.exit()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    own = {"store": dist.FileStore(f"{name}.store"), "rank": rank, "world_size": world_size}
-    dist.init_process_group = functools.partial(dist.init_process_group, **own)
-    exec(compile(open(name).read(), name, "exec"))
-"""
-ENDS = """
-    import torch
     import torch.distributed as dist
     from torch import nn
     from collectives import all_reduce
     from ddp import DistributedDataParallel as DDP
+    from pipeline import Pipeline, zb_h1
     from tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from zero import FullyShardedDataParallel as FSDP, ZeroRedundancyOptimizer
 
@@ -412,6 +393,24 @@ ENDS = """
         model[2] = RowParallelLinear(64, 8, group=dist.group.WORLD)
         return model
 
+    def pipeline_of_which_a_rank_fails():
+        torch.manual_seed(0)
+        tokens, labels = torch.randint(50, (8, 6)), torch.randint(5, (8,))
+        layers = nn.Embedding(50, 16), nn.Flatten(), nn.Linear(96, 32), nn.Linear(32, 5)
+        stage = nn.Sequential(*(layers[3:] if rank else layers[:3]))
+        optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2)
+        share = lambda logits, labels: nn.functional.cross_entropy(logits, labels) / 4
+        pipeline, losses = Pipeline(stage, zb_h1(2, 4), share, shape=(2, 32)), []
+        for _ in range(20):
+            optimizer.zero_grad()
+            losses.append(pipeline.step(tokens, labels))
+            optimizer.step()
+        assert rank == 0 or losses[-1] < losses[0] / 2, losses
+        try:
+            pipeline.step(tokens, labels if rank == 0 else labels[:4])
+        except (ValueError, RuntimeError) as error:  # of its own, or of the connection
+            print(f"rank {rank}: {type(error).__name__}: {error}\\n", end="", flush=True)
+
     uses = [
         not_awaited,
         pending,
@@ -422,47 +421,30 @@ ENDS = """
         lambda: train(lambda model: FSDP(model, units=[model[0], model[2]])),
         lambda: train(split),
     ]
-    dist.init_process_group("gloo")
-    uses[number % len(uses)]()
-    dist.destroy_process_group()
-"""
-PIPELINE = """
-    import torch, torch.distributed as dist
-    from torch import nn
-    from pipeline import Pipeline, zb_h1
-
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    tokens, labels = torch.randint(50, (8, 6)), torch.randint(5, (8,))
-    model = nn.Sequential(nn.Embedding(50, 16), nn.Flatten(), nn.Linear(96, 32), nn.Linear(32, 5))
-    stage = model[:3] if rank == 0 else model[3:]
-    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2)
-    share = lambda logits, labels: nn.functional.cross_entropy(logits, labels) / 4
-    pipeline, losses = Pipeline(stage, zb_h1(2, 4), share, shape=(2, 32)), []
-    for _ in range(20):
-        optimizer.zero_grad()
-        losses.append(pipeline.step(tokens, labels))
-        optimizer.step()
-    assert rank == 0 or losses[-1] < losses[0] / 2, losses
-    try:
-        pipeline.step(tokens, labels if rank == 0 else labels[:4])
-    except (ValueError, RuntimeError) as error:  # of its own, or of the connection that was closed
-        print(f"rank {rank}: {type(error).__name__}: {error}\\n", end="", flush=True)
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    gc.freeze()  # a process that ends has less to look at
+    for number, use in enumerate([*uses, *uses, pipeline_of_which_a_rank_fails]):
+        if os.fork() == 0:  # each in a process of its own, which goes on below
+            break
+        _, status = os.wait()
+        # in one write, which the other rank's cannot cut in two
+        print(f"{number} ended with status {status}\\n", end="", flush=True)
+    else:
+        sys.exit()
+    store = dist.FileStore(f"{number}.store")
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    use()
     dist.destroy_process_group()
 """
 
 
 def test_scripts_exit_with_0_and_one_that_fails_in_a_pipeline_does_not_hang_the_other(tmp_path):
-    """On two ranks of one torchrun, each script in a process that ends by itself."""
-    scripts = 16 * [ENDS] + [PIPELINE]  # each use twice
-    names = [tmp_path / f"{number}.py" for number in range(len(scripts))]
-    for name, text in zip(names, scripts):
-        name.write_text(textwrap.dedent(text))
-    done = launch(tmp_path, 2, EACH, *names, timeout=240)
+    """On two ranks of one torchrun, each use in a process that ends by itself."""
+    done = launch(tmp_path, 2, ENDS, timeout=240)
     assert done.returncode == 0, done.stderr
     ended = [line for line in done.stdout.splitlines() if " ended with " in line]
-    ends = [f"{number} ended with status 0" for number in range(len(scripts))]
+    ends = [f"{number} ended with status 0" for number in range(17)]
     assert sorted(ended) == sorted(2 * ends), done.stderr
     assert "\nrank 1: ValueError: Expected input batch_size (2)" in done.stdout, done.stderr
     assert "\nrank 0: RuntimeError: " in done.stdout, done.stderr
