@@ -70,7 +70,7 @@ def traced(trainer, *batch):
         spans.append((action, begin, now(trainer.device)))
         return result
 
-    barrier()  # the ranks begin together
+    barrier()  # all ranks begin together
     since = partial(microseconds, now(trainer.device))
     with observe(listen), patch.object(trainer.pipeline, "perform", timed):
         trainer.step(*batch)
@@ -100,7 +100,7 @@ def traced(trainer, *batch):
 def events_of(rank, lanes):
     """Yield a rank's lanes as events of Chrome's trace format."""
     for lane, spans in lanes.items():
-        ends = []  # of rows
+        ends = []  # the end of each row's last span
         for begin, end, name, known in sorted(spans, key=lambda span: (span[0], -span[1])):
             row = next((row for row, last in enumerate(ends) if last <= begin), len(ends))
             ends[row : row + 1] = [end]
