@@ -1,4 +1,4 @@
-"""What a rank holds of a model that trains, in bytes of storages."""
+"""Count the bytes that a rank holds of a model in training."""
 
 from collections import Counter
 
@@ -8,10 +8,10 @@ from zero import FullyShardedDataParallel
 
 
 def memory_ledger(models, optimizer):
-    """Counter of bytes that this rank holds, of "parameters", "gradients" and the "optimizer".
+    """Return this rank's bytes of storages as a Counter of "parameters", "gradients", "optimizer".
 
-    models: one, or a list of those that share the optimizer. A storage that several kinds of
-    tensors share counts for the first of them.
+    models: one model, or a list of models that share the optimizer. A storage that several kinds
+    share is counted as the first of them.
     """
     models = models if isinstance(models, list) else [models]
     sharded = [model for model in models if isinstance(model, FullyShardedDataParallel)]

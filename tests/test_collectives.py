@@ -1,4 +1,4 @@
-"""Collectives against sums of integers, torch.distributed's own, and one process's autograd."""
+"""Collectives give exact sums of integers, and the gradients of one process; costs are counted."""
 
 import ast
 import gc
@@ -45,7 +45,7 @@ REDUCED = {
 
 
 def _integers(*shape, dtype=torch.float64, seed=0):
-    """-2..2: eight of them have an exact sum and product in every dtype. Row r is rank r's."""
+    """Return integers from -2 to 2, of which eight have exact sums and products in every dtype."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=generator).to(dtype)
 
@@ -56,7 +56,7 @@ def _normal(*shape, dtype=torch.float64, seed=0):
 
 
 def _spread(x):
-    """The same values, in memory that has them in another order and with gaps."""
+    """Return x with the same values in permuted memory with gaps."""
     turned = x.movedim(-1, 0)
     return torch.stack([turned, turned], -1)[..., 0].movedim(0, -1)
 
@@ -90,13 +90,13 @@ def _ops_of(dtype):
 
 
 def _cases(n, dtype, group, by_backend):
-    """(what to call, its outputs, its inputs, what the outputs must be), of all collectives."""
+    """Yield (function, outputs, inputs, expected outputs) for all collectives."""
     rank, P = rank_and_size(group)
     everyone = _integers(P, P, n, dtype=dtype, seed=n)
     mine, new = everyone[rank], lambda tensors: [torch.full_like(x, 99) for x in tensors]
     yield all_to_all_single, new([mine]), [mine], [everyone[:, rank]]
     yield all_gather_single, new([mine]), [mine[0]], [everyone[:, 0]]
-    apart = 0 if by_backend else 3  # the backend wants like lengths
+    apart = 0 if by_backend else 3  # the backend requires equal lengths
     ragged = [row.flatten()[: n + apart * (r % 2)] for r, row in enumerate(everyone)]
     collect = lambda *lists, **how: all_gather(lists[:-1], lists[-1], **how)
     yield collect, new(ragged), [ragged[rank]], ragged
@@ -117,7 +117,7 @@ def _cases(n, dtype, group, by_backend):
 
 
 def _check_values(lengths, dtypes=DTYPES, group=None, async_op=False, own=False):
-    """Results of all collectives, beside sums of integers; own: they are the backend's."""
+    """Compare the results of all collectives with exact values. own: the backend's collectives."""
     for dtype, n, lay in itertools.product(dtypes, lengths, LAYOUTS):
         for collective, outputs, inputs, expected in _cases(n, dtype, group, own):
             outputs, inputs = [*map(lay, outputs)], [*map(lay, inputs)]
@@ -141,7 +141,7 @@ def test_every_collective_on_every_dtype_length_and_layout_and_round_the_ring(as
 @on_ranks(3)
 def test_large_integers_scalars_parameters_and_tensors_of_inference():
     rank, P = rank_and_size()
-    large = torch.tensor(2**53 + 1 + rank)  # no float holds it
+    large = torch.tensor(2**53 + 1 + rank)  # no float represents it exactly
     all_reduce(large)
     assert large.shape == () and large.item() == P * (2**53 + 1) + sum(range(P))
     parameter = torch.nn.Parameter(torch.full((2, 3), float(rank)))
@@ -180,7 +180,7 @@ def test_barrier_waits_for_the_last_rank(tmp_path):
 
 
 def _algorithms(P):
-    """(name, ranks per node) of every algorithm that a group of this size has."""
+    """Return (name, ranks per node) of every algorithm for a group of this size."""
     names = ("auto", "naive", "direct", "ring", "recursive_doubling", "halving_doubling")
     nodes = [("hierarchical", size) for size in range(1, P + 1) if P % size == 0]
     return [(name, P) for name in names] + nodes
@@ -192,7 +192,7 @@ SIZES = [1, 2, 3, 4, *(pytest.param(size, marks=pytest.mark.soak) for size in (5
 @on_ranks(*SIZES)
 @patch.object(collectives, "SEGMENT", 1 << 12)
 def test_every_algorithm_reduces_and_leaves_the_same_bits_on_all_ranks():
-    """Every dtype and odd length, and several segments."""
+    """The tensors have every dtype and odd lengths; the largest has several segments."""
     rank, P = rank_and_size()
     big = P * ((1 << 10) + 3)
     cases = [(dtype, n) for dtype in DTYPES for n in (0, 1, 2, 5, 64)] + [(torch.float64, big)]
@@ -215,9 +215,9 @@ def test_every_algorithm_reduces_and_leaves_the_same_bits_on_all_ranks():
 
 
 @on_ranks(1, 2, 3, 4)
-def test_the_ring_of_the_opening_makes_the_bits_of_the_real_one():
+def test_the_ring_at_the_top_of_the_file_gives_the_bits_of_the_real_one():
     rank, P = rank_and_size()
-    for chunk in (0, 32, 320):  # where it cuts a tensor like the real one
+    for chunk in (0, 32, 320):  # lengths that both divide into the same chunks
         simple = _normal(chunk * P, dtype=torch.float32, seed=rank)
         full = simple.clone()
         ring_all_reduce(simple)
@@ -227,10 +227,10 @@ def test_the_ring_of_the_opening_makes_the_bits_of_the_real_one():
 
 @on_ranks(2, 3, 4)
 def test_on_a_stream_a_step_is_one_batch_and_in_a_node_a_collective_is_one_step():
-    """All ranks are in one node if it has more than them, and on their own if nodes were unlike."""
+    """A node larger than the group holds all ranks; if nodes were unequal, each rank is a node."""
     rank, P = rank_and_size()
     full, shard = torch.zeros(64 * P), torch.zeros(64)
-    apart, _ = all_reduce_cost("recursive_doubling", 1, P, rank=rank)  # of so few bytes
+    apart, _ = all_reduce_cost("recursive_doubling", 1, P, rank=rank)  # the choice for few bytes
     for ranks_per_node, limits, reduced, steps in [
         (1, {}, apart, 2 if P == 3 else apart),
         (P - 1, {}, apart, 2 if P == 3 else apart),
@@ -291,7 +291,7 @@ def test_many_peers_are_sent_to_and_received_from_in_several_batches():
 
 @on_ranks(4)
 def test_every_message_begins_on_128_bytes_of_a_row_that_does():
-    """Of all lengths where we cut them, in segments and pieces."""
+    """This holds for all lengths, where an algorithm cuts a row into chunks, segments or pieces."""
     (rank, P), offsets, zeros = rank_and_size(), set(), partial(torch.zeros, dtype=torch.bfloat16)
 
     def listen(event, operation, sends=(), receives=()):
@@ -318,7 +318,7 @@ def test_every_message_begins_on_128_bytes_of_a_row_that_does():
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (3, 2), (2, 3), (2, 4)])
 @on_ranks(lambda nodes, ranks_per_node: nodes * ranks_per_node)
-def test_between_nodes_go_an_ith_of_the_bytes_and_a_ring_inside_one_batch(nodes, ranks_per_node):
+def test_hierarchical_takes_one_batch_in_a_node_and_a_ring_between_nodes(nodes, ranks_per_node):
     O, I, (rank, P) = nodes, ranks_per_node, rank_and_size()
     D, inside = 96 * 8 * P, range(rank - rank % I, rank - rank % I + I)
     within, between = (I - 1) * D // I, (O - 1) * D // O // I
@@ -335,7 +335,7 @@ def test_between_nodes_go_an_ith_of_the_bytes_and_a_ring_inside_one_batch(nodes,
                 posted, sent = _counted(launch)
             assert traffic.bytes(peers=inside) == times * within
             assert (len(posted), sent) == (steps, times * (within + between))
-        with patch.object(collectives, "MOST_PEERS", I):  # one node's chunks in a batch
+        with patch.object(collectives, "MOST_PEERS", I):  # a batch has one node's chunks
             posted, _ = _counted(lambda: reduce_scatter_single(shard, full))
         assert len(posted) == O + (O - 1)
         for limits in ({"DIRECT_BYTES": 1 << 10}, {"MOST_PEERS": 1}):
@@ -352,9 +352,9 @@ ROUNDS = {1: (0, 0), 2: (1, 0), 3: (1, 2), 4: (2, 0), 5: (2, 2), 6: (2, 2), 7: (
 
 @on_ranks(*ROUNDS)
 def test_every_algorithm_takes_the_steps_and_sends_the_bytes_of_the_papers():
-    """P = 3, 5, 6, 7, too, where some ranks stand in for others; rank 0 is the busiest."""
+    """Where P is no power of two, some ranks stand in for others; rank 0 is the busiest."""
     rank, P = rank_and_size()
-    D, (rounds, folding) = 840 * 128, ROUNDS[P]  # what any P up to 8 divides, by 128
+    D, (rounds, folding) = 840 * 128, ROUNDS[P]  # any P up to 8 divides 840
     core, added, least = 1 << rounds, D if folding else 0, 2 * (P - 1) * D // P
     for name, inside in _algorithms(P)[1:]:
         set_ranks_per_node(inside)
@@ -372,8 +372,8 @@ def test_every_algorithm_takes_the_steps_and_sends_the_bytes_of_the_papers():
         assert own <= sent
         _, few = _counted(lambda: all_reduce(torch.zeros(1001), algorithm=name))
         _, claimed = all_reduce_cost(name, 4004, P, inside, rank)
-        assert few <= claimed + 2 * (P - 1) * 128, name  # at most 128 bytes a chunk are to be added
-    with patch.object(collectives, "SEGMENT", D // P // 4):  # bytes of a message, at most
+        assert few <= claimed + 2 * (P - 1) * 128, name  # a chunk has at most 128 bytes more
+    with patch.object(collectives, "SEGMENT", D // P // 4):  # the most bytes of a message
         posted, _ = _counted(lambda: all_reduce(torch.zeros(D // 4), algorithm="ring"))
     assert len(posted) == 4 * 2 * (P - 1)
     assert all_reduce_bytes(D, P) == 2 * reduce_scatter_bytes(D, P) == least
@@ -386,7 +386,8 @@ def test_each_rank_sends_the_bytes_of_the_formulas():
     full, shard = torch.zeros(D // 4), torch.zeros(D // 4 // P)
     chunks, at_root = list(full.chunk(P)), list(full.chunk(P)) if rank == 0 else None
     sent, steps = reduce_scatter_bytes(D, P), rounds if P & (P - 1) == 0 else P - 1
-    for name, arguments, nbytes, messages, together in [  # bytes and messages of rank 0; bytes
+    # What rank 0 sends, in bytes and messages, and the bytes that all ranks send together:
+    for name, arguments, nbytes, messages, together in [
         ("reduce_scatter_single", (shard, full), sent, steps, P * sent),
         ("all_gather_single", (full, shard), sent, steps, P * sent),
         ("all_to_all_single", (full, full.clone()), sent, P - 1, P * sent),
@@ -401,13 +402,13 @@ def test_each_rank_sends_the_bytes_of_the_formulas():
         if rank == 0:
             assert (traffic.bytes(name), len(traffic.sent)) == (nbytes, messages), name
         assert sum(gather_objects(traffic.bytes())) == together, name
-    for n in (0, 1, P - 1, 5 * P + 1):  # together the ranks send no byte more than must be
+    for n in (0, 1, P - 1, 5 * P + 1):  # padding sends no byte more
         _, own = _counted(lambda: all_reduce(torch.zeros(n), algorithm="ring"))
         assert sum(gather_objects(own)) == 2 * (P - 1) * 4 * n
 
 
 M, G = 1 << 20, 1 << 30
-CHOICES = [  # P, ranks per node, on NCCL; bytes and choice for an all-reduce, and for a half of one
+CHOICES = [  # P, ranks per node, on NCCL; (bytes, choice) for an all-reduce, and for half of one
     (8, 8, True, [(M // 16 - 1, "naive"), (M // 16, "direct")], [(1, "direct"), (G, "direct")]),
     (2, 1, True, [(1, "doubling"), (25 * M, "doubling")], [(1, "ring"), (G, "ring")]),
     (64, 1, True, [(M, "doubling"), (25 * M, "halving")], [(1, "halving"), (G, "halving")]),
@@ -424,7 +425,8 @@ NAMES = {"doubling": "recursive_doubling", "halving": "halving_doubling", "nodes
 
 @pytest.mark.parametrize("P, ranks_per_node, on_nccl, wholes, halves", CHOICES)
 def test_the_choice_by_size(P, ranks_per_node, on_nccl, wholes, halves):
-    """On NCCL within a fifth of the best by 60 us a step, 50 GB/s between nodes, 250 inside."""
+    """With 60 us per step, 50 GB/s between nodes and 250 inside, NCCL's are within 20% of the best.
+    """
     for phases, rows in (2, wholes), (1, halves):
         for nbytes, name in rows:
             assert choose(nbytes, P, ranks_per_node, on_nccl, phases) == NAMES.get(name, name)
@@ -432,14 +434,14 @@ def test_the_choice_by_size(P, ranks_per_node, on_nccl, wholes, halves):
 
 @pytest.fixture
 def one_of():
-    """one_of(8): this process is rank 0 of 8 in a group that moves nothing."""
+    """Provide one_of(8), which makes this process rank 0 of 8 in a group that sends nothing."""
     like = {"backend": "fake", "store": FakeStore()}
     yield lambda P, rank=0: dist.init_process_group(rank=rank, world_size=P, **like)
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 8])
-def test_2048_ranks_scatter_and_gather_in_twice_log2_of_them_batches(one_of, ranks_per_node):
+def test_2048_ranks_scatter_in_11_batches_and_gather_in_11(one_of, ranks_per_node):
     one_of(2048, rank=1000)
     set_ranks_per_node(ranks_per_node)
     full = torch.empty(25 << 18, device="meta")
@@ -460,7 +462,7 @@ def test_2048_ranks_scatter_and_gather_in_twice_log2_of_them_batches(one_of, ran
 
 @contextmanager
 def _fake_streams():
-    """The current stream, the one that is made, and their events, which are passed when told."""
+    """Yield the current stream, the stream that is made, and a list of their pending events."""
     current, made, events = Mock(), Mock(), []
     not_yet = {"query.return_value": False}
     for stream in (current, made):
@@ -495,7 +497,7 @@ def test_a_group_has_one_stream_and_its_operations_follow_those_before(one_of):
     "begin", [all_reduce, partial(all_reduce, async_op=True), lambda x: exchange([(x, 1)], [])]
 )
 def test_the_host_is_ahead_of_the_device_by_a_few_operations(one_of, begin):
-    """NCCL's messages hold their memory until the host has seen that they are done."""
+    """The limit matters because messages hold their memory until the host has seen their end."""
     one_of(8)
     with _fake_streams() as (_, _, events):
         for _ in range(3 + collectives._Stream.AHEAD):
@@ -540,7 +542,7 @@ def test_while_one_segment_is_added_the_next_one_travels(one_of):
     ]
 
 
-def test_what_a_stream_uses_is_kept_though_nobody_keeps_or_awaits_the_work(one_of):
+def test_a_stream_keeps_its_tensors_though_nothing_keeps_or_awaits_the_work(one_of):
     tensors = []
 
     def launch():
@@ -592,7 +594,7 @@ def test_tensors_on_cpus_take_gloo_in_a_group_that_has_nccl_for_gpus():
 
 @on_ranks(2, 3)
 def test_staged_buffers_carry_what_tensors_hold():
-    """CPU tensors that say they are on a GPU: other buffers, of host memory, travel."""
+    """The tensors claim to be on a GPU, so buffers of host memory are sent instead of them."""
     (rank, P), staged, empty_like = rank_and_size(), [], torch.empty_like
 
     def pinned(tensor, device=None, pin_memory=False, **how):
@@ -647,7 +649,7 @@ def test_the_backend_is_for_the_groups_that_are_set_and_its_bytes_are_not_counte
 
 @on_ranks(5)
 def test_partial_sums_stay_until_they_are_sent():
-    """Rank 1 stops receiving for a while; the others must not overwrite what it has not yet got."""
+    """Rank 1 receives late; the others must not overwrite what it has not yet received."""
     rank, P = rank_and_size()
     late = []
 
@@ -684,7 +686,7 @@ def test_a_lost_peer_raises_on_every_rank_and_names_operation_group_and_peer(how
 
 @contextmanager
 def _background_held():
-    """No background thread sends or receives anything before the event that this gives is set."""
+    """Yield an event; no background thread posts a message before the event is set."""
     gate = threading.Event()
 
     def listen(event, *what):
@@ -696,7 +698,7 @@ def _background_held():
 
 
 @on_ranks(2, 3, 4)
-def test_operations_of_a_group_read_what_those_before_them_left_and_another_groups_do_not_wait():
+def test_operations_of_a_group_run_in_order_and_those_of_other_groups_do_not_wait_for_them():
     rank, P = rank_and_size()
     second, third = dist.new_group(range(P)), dist.new_group(range(P))
     everyone, gathered = _integers(P, 7), torch.empty(P, 7, dtype=torch.float64)
@@ -716,7 +718,7 @@ def test_operations_of_a_group_read_what_those_before_them_left_and_another_grou
         assert all(works[i].is_completed() for i in (0, 2, 3))
         deadline = time.monotonic() + 30
         while not works[4].is_completed() and time.monotonic() < deadline:
-            sum(range(1000))  # nobody waits for these, and they progress while Python computes
+            sum(range(1000))  # the works proceed while Python computes, though no one waits
         assert all(work.is_completed() for work in works)
     for work in reversed(works + works):
         work.wait()
@@ -726,7 +728,7 @@ def test_operations_of_a_group_read_what_those_before_them_left_and_another_grou
 
 
 @on_ranks(2)
-def test_an_error_in_the_background_arises_in_wait():
+def test_an_error_in_the_background_is_raised_by_wait():
     tensor = torch.ones(4)
 
     def listen(event, *what):
@@ -747,7 +749,7 @@ def test_an_error_in_the_background_arises_in_wait():
 
 
 @on_ranks(2)
-def test_a_listener_hears_of_what_begins_inside_in_its_order():
+def test_a_listener_hears_the_events_of_operations_begun_inside_observe_in_order():
     x, peer, heard = torch.ones(4), 1 - dist.get_rank(), {True: [], False: []}
 
     def listen(event, operation, sends=(), receives=()):
@@ -762,7 +764,7 @@ def test_a_listener_hears_of_what_begins_inside_in_its_order():
             all_reduce(x, algorithm="naive")
             exchange([(x, peer)], [(x.clone(), peer)], async_op=True).wait()
             work = all_gather([x, x.clone()], x.clone(), async_op=True)
-        gate.set()  # it began inside
+        gate.set()  # the operation began inside, and ends outside
         work.wait()
     all_reduce(x)
     assert heard[False] == ["post all_gather 2", "end all_gather 0"]
@@ -774,7 +776,7 @@ def test_a_listener_hears_of_what_begins_inside_in_its_order():
 
 
 def _message(source, target, k):
-    """Of any dtype; some are empty."""
+    """Return the k-th message of a link; dtypes vary, and some messages are empty."""
     dtype, seed = DTYPES[(source + target + k) % 6], 100 * source + 10 * target + k
     return _integers((source + 2 * target + k) % 4, 1 + k, dtype=dtype, seed=seed)
 
@@ -803,7 +805,7 @@ def test_exchange_of_several_messages_on_each_link(members):
 
 @pytest.mark.parametrize("async_op", [False, True])
 @on_ranks(2)
-def test_exchange_sends_what_is_made_before_it_and_alone_does_not_wait_for_the_peer(async_op):
+def test_exchange_follows_earlier_operations_and_begins_without_its_peer(async_op):
     rank = dist.get_rank()
     x, incoming = torch.full((4,), rank + 1.0), torch.empty(4)
     with _background_held() as gate:
@@ -886,7 +888,8 @@ def test_errors_name_the_values():
 
 # ---- derivatives --------------------------------------------------------------------------------
 
-# what it does to the list of every rank's x; x is the same on all ranks; y is used alike by all
+# (its result on one process from the list of all ranks' x, whether x is the same on all ranks,
+# whether all ranks use y identically)
 PAIRS = {
     copy_to_group: (lambda xs, dim: xs, True, False),
     reduce_from_group: (lambda xs, dim: [sum(xs)] * len(xs), False, True),
@@ -908,9 +911,9 @@ def _apply(pair, x, dim, group=None):
 
 
 def _check_pair(pair, dim, group=None):
-    """Values and gradients of y = pair(exp(x)) and loss = sum(weight * y), against one process.
+    """Compare y = pair(exp(x)) and the gradients of sum(weight * y) with those of one process.
 
-    And the backward of the backward is the forward: the gradients' derivative by weight is y.
+    The backward of backward is forward: the derivative of the gradients by weight is y.
     """
     rank, P = rank_and_size(group)
     one_process, x_is_alike, y_is_alike = PAIRS[pair]
@@ -935,14 +938,14 @@ def _check_pair(pair, dim, group=None):
 
 
 def _split_matrix(P, seed):
-    """How many rows rank i (row) sends to rank j; rank 0 sends none, the last one gets none."""
+    """Return the rows that rank i (row) sends to rank j. Rank 0 sends none, the last gets none."""
     sizes = _integers(P, P, seed=seed).abs().long()
     sizes[0, :], sizes[:, -1] = 0, 0
     return sizes
 
 
 def _check_uneven_all_to_all(group):
-    """Of as many of the rows of values[i, j], from rank i to rank j, as the matrix says."""
+    """Check an all-to-all in which rank i sends sizes[i, j] rows of values[i, j] to rank j."""
     rank, P = rank_and_size(group)
     values, weights = _normal(2, P, P, 2, 3)
     for seed in range(4):
@@ -972,7 +975,7 @@ def test_derivatives_are_those_of_one_process_also_in_disjoint_groups():
 
 @on_ranks(1, 2, 3)
 def test_the_result_of_a_pair_may_be_changed_in_place_and_leaves_x_alone():
-    """But for copy_to_group(), which is x: autograd refuses. So it is with empty ones."""
+    """Only copy_to_group() returns x itself, and autograd rejects the change. x may be empty."""
     P = dist.get_world_size()
     for rows, dim, pair in itertools.product((0, 2 * P), (0, 1), PAIRS):
         x = _normal(rows, 2 * P, seed=dist.get_rank()).requires_grad_()
@@ -997,7 +1000,7 @@ NODES += [pytest.param(*row, marks=pytest.mark.soak) for row in ((6, 1), (7, 1),
 @pytest.mark.parametrize("P, ranks_per_node", NODES)
 @on_ranks(lambda P, **_: P)
 def test_every_collective_runs_under_the_rules_of_nccl(P, ranks_per_node, name):
-    """Beginning with a group's first batch. Of two elements, most chunks are empty."""
+    """The group's first batch is among them. With two elements, most chunks are empty."""
     forced = lambda *size, phases=1: "ring" if (phases, name) == (1, "recursive_doubling") else name
     groups = [dist.group.WORLD, dist.new_group()]
     with nccl_over_gloo(), patch.multiple(collectives, choose=forced, DIRECT_BYTES=1 << 10):
@@ -1015,7 +1018,7 @@ MESSAGE = re.compile(r"torch\.distributed\.(i?(send|recv)|batch_isend_irecv|P2PO
 
 
 def _uses(tree):
-    """What a file takes from torch.distributed and others, by whole names."""
+    """Yield the full names that a file uses from torch.distributed and other modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield re.sub(r"^(dist|distributed_c10d)\.", "torch.distributed.", ast.unparse(node))
@@ -1027,7 +1030,7 @@ def _uses(tree):
 
 @pytest.mark.parametrize("path", sorted(PROJECT.glob("*.py")), ids=lambda path: path.name)
 def test_all_communication_is_made_of_messages_and_messages_are_made_in_one_file(path):
-    """The one getattr(dist, ...) is that of the backend's own collectives."""
+    """The only getattr(dist, ...) calls the backend's own collectives."""
     text, ours = path.read_text(), path.name == "collectives.py"
     uses = {*_uses(ast.parse(text))}
     assert not [name for name in uses if THEIRS.match(name)]
