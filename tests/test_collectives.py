@@ -453,7 +453,7 @@ def test_2048_ranks_scatter_in_11_batches_and_gather_in_11(one_of, ranks_per_nod
     assert len(scattered) == len(gathered) == 11 and len(listed) == 2048 // MOST_PEERS
     assert sent == received == reduce_scatter_bytes(full.nbytes, 2048)
     assert max(len(batch) for batch in scattered + gathered + listed) <= 2 * MOST_PEERS
-    peers = {peer for batch in scattered + gathered for _, peer, _ in batch}
+    peers = {peer for batch in scattered + gathered for _, peer in batch}
     assert peers == {1000 ^ 1 << k for k in range(11)}
 
 

@@ -465,7 +465,7 @@ def test_a_step_follows_its_program_which_finishes_on_nccl_and_sends_what_it_cla
 
 
 class _Cut(nn.Linear):
-    """A layer whose output ignores its input: dx is zero, or, if it is frozen, there is no graph."""
+    """A layer whose output ignores its input: dx is zero or, if it is frozen, there is no graph."""
 
     def forward(self, x):
         return super().forward(torch.ones_like(x)) if self.weight.requires_grad else x.detach()
