@@ -4,6 +4,7 @@ Each row has a formula from the literature, its value by plain arithmetic, the n
 ranks counted, and the test that checks the claim for all sizes.
 """
 
+import gc
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -21,12 +22,11 @@ import plan
 from collectives import all_gather_single, all_reduce, count_bytes, rank_and_size
 from ddp import DistributedDataParallel
 from expert_parallel import dispatch_and_combine
-from ledger import memory_ledger
 from pipeline import SCHEDULES, draw
 from ranks import least_bytes, run
 from sequence_parallel import allgather_attention, ring_attention, ulysses_attention
 from tensor_parallel import attention
-from transformer import TransformerLayer, norm_bytes, saved_bytes
+from transformer import TransformerLayer, bytes_of_new_tensors, norm_bytes, saved_bytes
 from zero import FullyShardedDataParallel
 
 P = 4
@@ -56,13 +56,14 @@ def _replicas(stage, *groups):
 
     groups: the ranks that share shards, and the ranks that hold copies of a shard (HSDP).
     """
+    gc.freeze()
     net = nn.Sequential(*[nn.Linear(480, 480, bias=False) for _ in range(4)])
     count = sum(parameter.numel() for parameter in net.parameters())
     if stage:
         shards, copies = groups or (None, None)
         model = FullyShardedDataParallel(net, shards, net, stage, replicate_group=copies)
     else:
-        model = DistributedDataParallel(net)
+        model = DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters())
     if stage in (1, 2):
         optimizer.register_step_post_hook(lambda *_: model.reshard())
@@ -77,7 +78,7 @@ def _replicas(stage, *groups):
     # Before the last backward, stage 1 holds whole gradients, and stages 2 and 3 hold shards.
     with model.no_sync() if stage == 1 else nullcontext():
         model(torch.ones(1, 480)).sum().backward()
-    return sent, memory_ledger(model, optimizer).total() / count
+    return sent, bytes_of_new_tensors() / count
 
 
 def _two_by_two():

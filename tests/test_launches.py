@@ -20,6 +20,7 @@ BATCHES = [  # layout of 8 ranks and 4 layers; batches and messages of a step on
     ("--dp 8 --zero 3", 26, 364),
     ("--cp 8 --cp-method allgather --zero 0", 28, 392),
     ("--cp 8 --cp-method ring --zero 0", 104, 448),
+    ("--cp 8 --cp-method ulysses --zero 0", 36, 504),
 ]
 EXPERTS = f"{SMALL} --experts 8 --top-k 2"
 OTHERS = [  # ranks, layers, layout, microbatches: of every kind one

@@ -127,6 +127,14 @@ def unseen_by_autograd(right):
     return lambda x, *a, **k: right(x.detach(), *a, **k) + 0 * x.sum()
 
 
+def with_biased_weights(right):
+    def forward(self, x):
+        routing = right(self, x)
+        return routing._replace(weights=routing.weights + self.bias[routing.experts])
+
+    return forward
+
+
 def alone(layer):
     layer.balance_groups = ()
     return layer
@@ -150,13 +158,9 @@ MUTATIONS = {  # the trap's number and the wrong line | ranks | layout: patch
     "3: a rank numbers its rows from 0 | 2 | --tp 2":
         put(hybrid, "initial_value", lambda right: lambda *a: right(*a[:4])),
     "3: the order of the data depends on the rank | 2 | --dp 2":
-        put(
-            hybrid.Data,
-            "batch",
-            lambda right: lambda self, step, B, T, seed, rows: right(
-                self, step, B, T, seed + (rows.start or 0), rows
-            ),
-        ),
+        put(hybrid.Data, "batch",
+            lambda right: lambda self, step, B, T, seed, rows:
+                right(self, step, B, T, seed + (rows.start or 0), rows)),
     "4: gradients are summed over dp alone | 2 | --cp 2 --zero 0":
         with_mesh(dp_cp_group="dp_group"),
     "4: shards are summed over dp alone | 2 | --cp 2 --zero 2": with_mesh(shard_group="dp_group"),
@@ -193,13 +197,9 @@ MUTATIONS = {  # the trap's number and the wrong line | ranks | layout: patch
     "12: losses of balance are of this rank's tokens | 2 | --dp 2 --experts 4":
         put(hybrid, "make_moe", lambda right: lambda *a: alone(right(*a))),
     "13: a W is left undone | 2 | --pp 2 --schedule zb-h1":
-        put(
-            pipeline.WeightGradStore,
-            "put",
-            lambda right: lambda self, weight, product: right(
-                self, weight, (lambda: 0 * product()) if weight.ndim == 1 else product
-            ),
-        ),
+        put(pipeline.WeightGradStore, "put",
+            lambda right: lambda self, weight, product:
+                right(self, weight, (lambda: 0 * product()) if weight.ndim == 1 else product)),
     "13: a weight that is used twice counts once more | 2 | --pp 2 --schedule zb-h1":
         put(pipeline.WeightGradStore, "put",
             lambda right: lambda *a: [right(*a) for _ in range(2 if a[1].ndim == 1 else 1)]),
@@ -221,15 +221,7 @@ MUTATIONS = {  # the trap's number and the wrong line | ranks | layout: patch
     "17: loads are counted on this rank alone | 2 | --dp 2 --experts 4 --balance bias":
         without_reduction(hybrid, lambda t, *_: t.ndim == 2 and t.shape[1] == 7),
     "17: the bias for the choice enters the weights | 1 | --experts 4 --balance bias":
-        put(
-            expert_parallel.Router,
-            "forward",
-            lambda right: lambda self, x: (
-                lambda routing: routing._replace(
-                    weights=routing.weights + self.bias[routing.experts]
-                )
-            )(right(self, x)),
-        ),
+        put(expert_parallel.Router, "forward", with_biased_weights),
     "18: the norm is that of this rank's shards | 2 | --tp 2":
         put(hybrid, "get_total_norm", lambda right: lambda tensors, groups: right(tensors)),
     "18: what tp ranks have alike counts on each in the norm | 2 | --tp 2":

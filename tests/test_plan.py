@@ -12,10 +12,9 @@ import pytest
 import hybrid
 import plan
 from models import GPUS, MODELS, Gpu
-from pipeline import SCHEDULES, bubble_time, simulate
+from pipeline import SCHEDULES, simulate
 from plan import Layout
 from ranks import PROJECT
-from zero import zero_memory
 
 # Narayanan et al., 2021, table 1: t, p, GPUs, batch, TFLOP/s per GPU. The microbatch and the chunks
 # are from Megatron-LM's examples/sc21/run_table_1.sh.
@@ -188,20 +187,6 @@ def test_the_gradient_of_a_large_vocabulary_in_32_bits_may_be_the_peak():
     kept = plan.layer_bytes(config, layout, "none") + 2 * 128 * 256_000  # with logits in 16 bits
     last = plan.activations_of(config, layout, plan.Share(1, 0, 1))
     assert last == kept + 4 * 1024 * 256_000
-
-
-def test_memory_bubbles_and_checkpoint_intervals_are_those_of_the_literature():
-    """The sources are ZeRO (figure 1), GPipe, Llama 3, and Young (1974) for the interval."""
-    held = [round(7.5 * zero_memory(stage, 64), 1) for stage in range(4)]
-    most = [round(80 / zero_memory(stage, 8, 2, 2, 8), 2) for stage in range(4)]
-    assert held == [120, 31.4, 16.6, 1.9] and 7 * zero_memory(0, 8) == 112
-    assert most == [6.67, 16, 24.62, 53.33]  # billions of 12, 5, 3.25 and 1.5 bytes
-    for p, name in itertools.product((2, 4, 8), ("gpipe", "1f1b")):
-        m, idle = 4 * p, bubble_time(name, p, 4 * p)
-        assert idle / (3 * m) == (p - 1) / m
-        assert idle / (3 * m + idle) == (p - 1) / (m + p - 1) < 1 / 5
-    minutes = 54 * 24 * 60 / 419  # the time between failures
-    assert round(minutes / 60, 1) == 3.1 and round(math.sqrt(2 * 1 * minutes)) == 19
 
 
 def test_layers_are_divided_into_stages_as_in_the_trainer():

@@ -123,13 +123,23 @@ def test_an_additional_activation_and_an_additional_message_are_counted():
     assert extra == {"sent": 128 * 4 * 3, "batches": 1, "between": 0}  # to 3 other ranks
 
 
-@pytest.mark.parametrize("flags", ["--dp 4 --replicate 2", "--pp 2 --dp 2 --schedule dualpipe"])
-def test_the_formula_of_dp_counts_dualpipes_rounds_and_the_copies_of_hsdp(flags):
+OF_DP = [
+    "--dp 4 --replicate 2",
+    "--dp 4 --zero 1",
+    "--dp 4 --zero 3",
+    "--dp 4 --schedule zb-h1",
+    "--pp 2 --dp 2 --schedule dualpipe",
+]
+
+
+@pytest.mark.parametrize("flags", OF_DP)
+def test_a_step_sends_over_dp_what_the_formula_of_zero_says(flags):
     flags = f"{SIZES} --layers 4 --hidden 256 --zero 2 --microbatches 4 {flags}"
     args = hybrid.parse(flags.split(), 4, 4)
     trainer, _, sent = rehearse.rehearse(args, 1)
-    assert rehearse.formulas(trainer)["dp"] == pytest.approx(sent["dp"]["sent"], rel=1e-3)
+    claimed = rehearse.formulas(trainer)["dp"]
     dist.destroy_process_group()
+    assert sent["dp"]["sent"] == pytest.approx(claimed, rel=1e-3)
 
 
 # ---- large layouts -------------------------------------------------------------------------------

@@ -27,12 +27,12 @@ from zero import (
     zero_rounds,
 )
 
-from ledger import memory_ledger
 from ranks import least_bytes, on_ranks
 from replicas import (
     Block, assert_close, demonstration, fail, gradients_alone, make_data, make_net, mean_square,
     own_part, whole_gradients,
 )
+from transformer import bytes_of_new_tensors
 
 STAGES = (1, 2, 3)
 ALL = (0, "optimizer", *STAGES)  # 0: DDP; "optimizer": DDP with ZeroRedundancyOptimizer
@@ -409,14 +409,6 @@ def test_stages_send_2_2_2_and_3_times_the_parameters(stage):
             assert traffic.bytes("all_gather_single") == zero_rounds(stage, m)[1] * one
 
 
-def bytes_of_new_tensors():
-    """Return the bytes of all tensors made since gc.freeze()."""
-    gc.collect()
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
 @on_ranks(1, 2, *[pytest.param(size, marks=pytest.mark.soak) for size in (3, 4)])
 @pytest.mark.parametrize("stage, half", [(0, False), *product(STAGES, (False, True))])
 def test_a_rank_holds_16_bytes_per_parameter_of_which_a_stage_shares_out(stage, half):
@@ -436,11 +428,11 @@ def test_a_rank_holds_16_bytes_per_parameter_of_which_a_stage_shares_out(stage, 
     optimizer.zero_grad()
     with model.no_sync() if stage == 1 else nullcontext():
         model(x).sum().backward()
+    del x
     claim = zero_memory(stage, P, *sizes)
-    held = memory_ledger(model, optimizer).total() / parameters
+    held = bytes_of_new_tensors() / parameters
     assert held == pytest.approx(claim, abs=2e-3)  # the optimizer's step counters are small
-    assert bytes_of_new_tensors() / parameters == pytest.approx(claim, abs=2e-2)
-    del model, optimizer, x
+    del model, optimizer
     assert bytes_of_new_tensors() == 0
     assert [zero_memory(stage, P) for stage in range(4)] == [16, 4 + 12 / P, 2 + 14 / P, 16 / P]
 

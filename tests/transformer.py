@@ -1,5 +1,6 @@
-"""A transformer layer with the papers' unfused attention, and counters of the memory it keeps."""
+"""A transformer layer with the papers' unfused attention, and measures of memory."""
 
+import gc
 from contextlib import contextmanager
 
 import torch
@@ -50,9 +51,17 @@ def norm_bytes(batch, seq_len, tp=1, sequence_parallel=False, recompute="none", 
     return 0 if recompute == "full" else 2 * 2 * itemsize * tokens
 
 
+def bytes_of_new_tensors():
+    """Return the bytes of all tensors that were made since gc.freeze() and are alive."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 @contextmanager
 def saved_bytes(parameters=()):
-    """Count what autograd keeps: `with saved_bytes(parameters) as count: ...; count()`.
+    """Yield count(), which returns the bytes that autograd keeps of what was computed inside.
 
     Each storage counts once; the storages of `parameters` do not count.
     """
@@ -68,9 +77,9 @@ def saved_bytes(parameters=()):
 
 
 class Peak(TorchDispatchMode):
-    """Measures the memory of tensors that operations made or changed: `with Peak() as peak: ...`
+    """Measures the storages that operations inside it make or change.
 
-    peak.bytes: the most bytes alive at one time. peak.now(): the bytes that are alive now.
+    bytes: the most that were alive at one time. now(): those that are alive now.
     """
 
     def __init__(self):
