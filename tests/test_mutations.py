@@ -141,7 +141,7 @@ def alone(layer):
 
 
 MUTATIONS = {  # {"mistake | ranks | layout": patch}
-    "the count of counted tokens is this rank's | 2 | --dp 2":
+    "the number of counted tokens is this rank's | 2 | --dp 2":
         without_reduction(hybrid, lambda t, *_: t.dtype == torch.int64 and t.shape == (2,)),
     "gradients are averaged over the replicas | 2 | --dp 2 --zero 0":
         put(hybrid, "DistributedDataParallel",
@@ -164,7 +164,7 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
     "gradients are summed over dp alone | 2 | --cp 2 --zero 0":
         with_mesh(dp_cp_group="dp_group"),
     "shards are summed over dp alone | 2 | --cp 2 --zero 2": with_mesh(shard_group="dp_group"),
-    "copies of shards are not summed | 2 | --dp 2 --zero 1 --replicate 2":
+    "replicas of shards are not summed | 2 | --dp 2 --zero 1 --replicate 2":
         put(hybrid, "FullyShardedDataParallel",
             lambda right: lambda *a, replicate_group, **k: right(*a, **k)),
     "DDP reduces after every microbatch | 2 | --dp 2 --zero 0 --microbatches 2":
@@ -177,7 +177,7 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
             lambda right: lambda x, group: collectives.copy_to_group(right(x, group), group)),
     "gradients of norms are those of this rank's tokens | 2 | --tp 2 --sp":
         put(hybrid, "sum_gradients_over_tp", lambda right: lambda *a, **k: None),
-    "what all use alike is summed in backward | 2 | --tp 2 --experts 4 --balance none":
+    "the gradient of what all ranks use identically is summed | 2 | --tp 2 --experts 4 --balance none":
         everywhere("gather_from_group", lambda right: collectives.all_gather_to_group),
     "every rank adds the bias of a row-parallel layer | 2 | --tp 2":
         put(tensor_parallel.RowParallelLinear, "forward",
@@ -188,22 +188,22 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
         without_reduction(tensor_parallel, lambda t, *_: t.ndim == 2 and len(t) == 2),
     "embedding and head keep gradients of their own | 2 | --pp 2":
         put(hybrid.GPT, "tied_weight", lambda right: lambda self: None),
-    "DualPipe's replicas keep gradients | 2 | --pp 2 --schedule dualpipe --microbatches 4":
+    "DualPipe's replicas do not sum gradients | 2 | --pp 2 --schedule dualpipe --microbatches 4":
         put(hybrid, "sum_replicas", lambda right: lambda *a: None),
     "DualPipe's replicas count twice | 2 | --pp 2 --schedule dualpipe --microbatches 4":
         when_clipping(own_chunks=lambda trainer: trainer.chunks),
-    "losses of balance are added once per microbatch | 1 | --experts 4 --microbatches 2":
+    "balance losses are not divided by the microbatches | 1 | --experts 4 --microbatches 2":
         with_arguments("make_moe", args=lambda args: replace(args, microbatches=1)),
-    "losses of balance are of this rank's tokens | 2 | --dp 2 --experts 4":
+    "balance losses are those of this rank's tokens | 2 | --dp 2 --experts 4":
         put(hybrid, "make_moe", lambda right: lambda *a: alone(right(*a))),
-    "a W is left undone | 2 | --pp 2 --schedule zb-h1":
+    "a deferred W is never computed | 2 | --pp 2 --schedule zb-h1":
         put(pipeline.WeightGradStore, "put",
             lambda right: lambda self, weight, product:
                 right(self, weight, (lambda: 0 * product()) if weight.ndim == 1 else product)),
-    "a weight that is used twice counts once more | 2 | --pp 2 --schedule zb-h1":
+    "a weight that is used twice counts three times | 2 | --pp 2 --schedule zb-h1":
         put(pipeline.WeightGradStore, "put",
             lambda right: lambda *a: [right(*a) for _ in range(2 if a[1].ndim == 1 else 1)]),
-    "parts of a softmax merge by their maximum | 2 | --cp 2 --cp-method ring":
+    "parts of a softmax are merged by their maximum | 2 | --cp 2 --cp-method ring":
         put(torch, "logaddexp", lambda right: torch.maximum),
     "backward uses the local keys and values | 2 | --cp 2 --cp-method ring":
         put(sequence_parallel, "exchange", own_in_backward),
@@ -211,7 +211,7 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
         put(sequence_parallel, "reduce_scatter_single", lambda right: own_part),
     "autograd does not see Ulysses' all-to-all | 2 | --cp 2 --cp-method ulysses":
         everywhere("all_to_all_in_group", unseen_by_autograd),
-    "autograd does not see the way to the experts | 2 | --dp 2 --experts 4 --ep 2":
+    "autograd does not see the all-to-all of experts | 2 | --dp 2 --experts 4 --ep 2":
         everywhere("all_to_all_in_group", unseen_by_autograd),
     "gradients of different experts are summed | 2 | --dp 2 --experts 4 --ep 2 --zero 0":
         with_mesh(expert_dp_group="dp_cp_group"),
@@ -220,11 +220,11 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
             lambda self: [p.grad.div_(2) for p in self.experts]),
     "loads are counted on this rank alone | 2 | --dp 2 --experts 4 --balance bias":
         without_reduction(hybrid, lambda t, *_: t.ndim == 2 and t.shape[1] == 7),
-    "the bias for the choice enters the weights | 1 | --experts 4 --balance bias":
+    "the router's bias enters the weights | 1 | --experts 4 --balance bias":
         put(expert_parallel.Router, "forward", with_biased_weights),
     "the norm is that of this rank's shards | 2 | --tp 2":
         put(hybrid, "get_total_norm", lambda right: lambda tensors, groups: right(tensors)),
-    "what tp ranks have alike counts on each in the norm | 2 | --tp 2":
+    "what all tp ranks hold counts once for each in the norm | 2 | --tp 2":
         when_clipping(shards=names_of),
     "the tied weight counts twice in the norm | 2 | --pp 2":
         put(hybrid.Trainer, "clip_gradients", head_counts),
@@ -252,9 +252,9 @@ def worst(flags):
 @pytest.mark.parametrize("mistake", ROWS)
 @on_ranks(lambda mistake: int(mistake.split(" | ")[1]))
 def test_verify_rejects_every_mistake(mistake):
-    flags, made = mistake.split(" | ")[2], MUTATIONS[mistake]
+    flags, patched = mistake.split(" | ")[2], MUTATIONS[mistake]
     right, _ = worst(flags)
-    with made():
+    with patched():
         wrong, where = worst(flags)
     bound = verify.BOUNDS["fp64"]
     assert right <= bound < wrong, f"right: {right:.1e}; wrong: {wrong:.1e} of {where}"
