@@ -268,7 +268,7 @@ def _time_pipelines(num_microbatches, rounds):
             for i in indices(rank, p)
         ]
         some = stages[0] if len(stages) == 1 else stages
-        theirs = kind(some, num_microbatches, loss_fn=loss_fn, scale_grads=False)  # as ours
+        theirs = kind(some, num_microbatches, loss_fn=loss_fn, scale_grads=False)  # like ours
         first = (inputs,) if rank == 0 else ()
         last = any(stage.is_last for stage in stages)
         contenders[name] = partial(theirs.step, *first, **({"target": targets} if last else {}))

@@ -14,12 +14,13 @@ real code launches the kernels, messages, events and waits. Their durations come
               and its bytes at 80% of the speed of NVLink, or of the network if it leaves the node.
     event     It marks a moment of a stream. Other streams and the host can wait for it.
 
-All ranks are assumed to be alike, so peers meet at once and a pipeline has no bubble (plan.py has
-it). Messages take no SMs from kernels. The speeds are those of data sheets, and the other constants
-are estimates: use them to compare versions of the code, not to predict the time on a real machine.
+All ranks are assumed to keep the same pace, so no rank waits for a late peer and a pipeline has no
+bubble (plan.py computes it). Messages take no SMs from kernels. Speeds are those of data sheets,
+and the other constants are estimates: compare versions of the code, but do not predict the time on
+a real machine.
 
-A step of the main stream consists of matrix products, other kernels, waits for messages (exposed,
-by axis: the first two names of the group in hybrid's Mesh) and waits for the host (starved).
+A step of the main stream consists of matrix products, other kernels, waits for messages (exposed)
+and waits for the host (starved). An axis is named by the group's first two names in hybrid's Mesh.
 peak_gb is the peak of the tensors' memory. PyTorch reuses memory that a message has touched only
 once the host has seen the end of its batch; peak_recorded_gb is the peak under this rule. nccl_gb
 is NCCL's own memory, 12 MB for each of 32 channels to each peer of a group, on top of either peak.

@@ -13,8 +13,8 @@ no layout is possible, one line says why, and the exit status is 2.
     TFLOP/s    per GPU, without recomputation; MFU is its ratio to the data sheet's
 
 price() is the idea; memory and seconds follow, then the search. Every model is treated as a GPT in
-bf16 whose layers are all alike. Two constants of each GPU are fitted to half of the published runs
-of dense models (tests/test_plan.py); RESULTS.md shows the error of the others.
+bf16 with identical layers. Two constants of each GPU are fitted to half of the published runs of
+dense models (tests/test_plan.py); RESULTS.md shows the error for other runs.
 """
 
 import argparse
@@ -394,7 +394,7 @@ def best_plans(args, count=10):
                     plans[layout[:5]] = min(known, plan, key=lambda plan: plan.step)
                     break
     if leanest == math.inf:
-        raise ValueError(f"no number of microbatches here is one of --schedule {args.schedule}")
+        raise ValueError(f"no number of microbatches suits --schedule {args.schedule}")
     if not plans:
         raise ValueError(f"no layout fits {gpu.memory} GB: the leanest takes {leanest / 1e9:,.1f}")
     return sorted(plans.values(), key=lambda plan: plan.step)[:count]
@@ -430,7 +430,7 @@ def pieces_of(args, most=200_000):
     if not found:
         raise ValueError(f"no layout of {args.gpus} GPUs: {refused[0]}")
     if len(found) > most:
-        raise ValueError(f"{len(found):,} ways to cut the work: --tp, --pp or --ep must say more")
+        raise ValueError(f"{len(found):,} layouts are too many: fix --tp, --pp or --ep")
     return found
 
 
@@ -467,7 +467,7 @@ def parse(argv):
     names = {*Layout._fields, *GPTConfig.__dataclass_fields__, "batch_size"}
     for flag in given.items():
         if flag[0] not in names and flag != ("dtype", "bf16"):
-            raise ValueError(f"{hybrid.as_typed(*flag)} means nothing to a plan, which is of bf16")
+            raise ValueError(f"{hybrid.as_typed(*flag)} means nothing to a plan, which is in bf16")
     args = argparse.Namespace(**{flag.name: flag.default for flag in hybrid.FLAGS}, **own)
     _, config = MODELS.get(args.model, (0, GPTConfig()))
     vars(args).update(vars(config) | given | {"given": given, "machine": GPUS[args.gpu]})

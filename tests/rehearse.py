@@ -150,7 +150,7 @@ def most_memory(trainer, watch, built):
         parameters = now["others"] if moment <= built else parameters
         now[record.kind] += nbytes - record.nbytes
         record.nbytes = nbytes
-        now["total"] = now["gradients"] + now["others"]  # the first step makes the optimizer state
+        now["total"] = now["gradients"] + now["others"]  # this step creates optimizer state
         most |= now if moment >= built else {}
     held = {"parameters": parameters, "gradients": most["gradients"]}
     held |= {"optimizer": most["optimizer"], "activations": most["others"] - parameters}

@@ -102,7 +102,7 @@ def test_gradients_are_those_of_one_process_on_the_whole_batch(cap, few):
 
 
 @on_ranks(2)
-def test_gradients_that_a_script_kept_do_not_change_and_those_that_it_set_are_filled():
+def test_gradients_that_a_script_keeps_do_not_change_and_those_that_it_sets_are_filled():
     """PyTorch's wrapper does the same."""
     for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
         model = wrap(nn.Linear(1, 1, bias=False))
@@ -135,7 +135,7 @@ def test_a_bucket_is_filled_to_its_cap_and_no_further():
 
 
 @on_ranks(1, 2, 3)
-def test_the_middle_step_has_the_gradients_of_the_whole_batch():
+def test_buckets_alone_give_the_gradients_of_the_whole_batch():
     net, x = make_net(), make_data(2 * dist.get_world_size())
     trained = [p for p in net.parameters() if p.requires_grad]
     buckets = [ddp.Bucket(trained[half::2]) for half in range(2)]
@@ -202,7 +202,7 @@ def waited_for_by_the_caller(model, parts):
     under_no_sync(model, parts)
     with count_bytes() as traffic:
         model.finish_grad_sync()
-    assert not traffic.sent  # all buckets have left before
+    assert not traffic.sent  # all buckets were sent before
     model.finish_grad_sync()
     model.wait_in_backward = True
 
@@ -262,7 +262,7 @@ def test_ranks_may_use_different_parameters_in_different_orders(cap):
 
 
 @on_ranks(2)
-def test_a_bucket_leaves_while_backward_still_runs():
+def test_a_bucket_is_reduced_while_backward_still_runs():
     layers = nn.Sequential(*[nn.Linear(7, 7, bias=False) for _ in range(4)]).double()
     model, events = DistributedDataParallel(layers, bucket_cap_mb=1e-9), []
     for i, layer in enumerate(layers):

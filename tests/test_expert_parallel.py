@@ -340,7 +340,7 @@ def _across(nodes, N, k, E, D, topk_group, dropped):
 @pytest.mark.parametrize(
     "nodes, local, dropped", [(2, 2, 0), (2, 2, 1), (2, 1, 0.5), (1, 3, 0), (4, 2, 0), (3, 2, 0.5)]
 )
-def test_in_two_hops_a_token_crosses_once_to_the_node_of_a_kept_choice(nodes, local, dropped):
+def test_with_two_hops_a_token_is_sent_once_to_each_node_of_its_kept_choices(nodes, local, dropped):
     P, N, k, D = nodes * local, 10, 3, 4
     one, two, nbytes = zip(*run(P, _across, nodes, N, k, 2 * P, D, nodes, dropped))
     # A row is sent with its experts and weights; only the row returns.

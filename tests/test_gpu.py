@@ -210,7 +210,7 @@ def _check_collectives(device, async_op):
     made = {name: on_device(getattr(test_collectives, name)) for name in ("_integers", "_normal")}
     with patch.multiple(test_collectives, **made):
         test_collectives._check_values([1 << 18], [torch.float32], async_op=async_op)
-        every = "collective_on_every_dtype_length_and_layout_and_round_the_ring"
+        every = "collective_is_exact_for_every_dtype_length_and_memory_layout"
         getattr(test_collectives, f"test_every_{every}").__wrapped__(async_op)
         if not async_op:
             every = "algorithm_reduces_and_leaves_the_same_bits_on_all_ranks"

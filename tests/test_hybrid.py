@@ -300,7 +300,7 @@ def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(world_size, flags, mix
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe"])
-def test_experts_train_equally_in_every_schedule_and_count_each_microbatch_once(schedule):
+def test_experts_train_in_every_schedule_and_count_each_microbatch_once(schedule):
     flags = f"--pp 2 --dp 2 --ep 2 --microbatches 4 --schedule {schedule} --recompute full"
     _assert_trains_as_a_loop_does(4, flags, "--balance bias --top-k 3 --shared-experts 1")
 
@@ -311,7 +311,7 @@ def test_a_capacity_drops_tokens_in_every_layer_with_experts():
     assert all(dropped > 0.1 for *_, dropped in reference_moe(mixture, 0.75)[0])
 
 
-def test_losses_of_balance_are_means_over_microbatches_in_any_layout():
+def test_balance_losses_are_means_over_microbatches_in_any_layout():
     mixture = lambda i: ReferenceMoE(16, 4, 2, "softmax", losses=(0.01, 0.001))
     model, metrics = plain_gpt(4, 16, 4, T, V, mlp=mixture), []
     model.register_forward_hook(lambda *_: metrics.append(expert_metrics(model)))
@@ -454,7 +454,7 @@ def test_recomputation_replays_the_masks_of_every_rank(flags):
 
 
 @pytest.mark.parametrize("pp, schedule", [(1, "1f1b"), (2, "zb-h1")])
-def test_every_gradient_in_bf16_is_close_to_fp32s(pp, schedule):
+def test_every_gradient_in_bf16_is_close_to_that_in_fp32(pp, schedule):
     flags = f"--dtype bf16 --pp {pp} --schedule {schedule} --microbatches 8"
     ([(loss, *_)], (found,), _), *_ = run(pp, _train, flags, torch.float32, 1)
     results, gradients, _ = reference(torch.float32)
@@ -519,7 +519,7 @@ def test_zero_bubble_schedules_defer_the_weight_product_of_every_matrix():
 
 @pytest.mark.parametrize("flags", ["--dp 4", "--tp 2 --sp --cp 2 --zero 3", "--dp 2 --pp 2"])
 @on_ranks(4)
-def test_the_same_step_runs_over_the_backends_own_collectives(flags):
+def test_a_step_gives_the_same_loss_over_the_backends_own_collectives(flags):
     losses, posted = [], []
     for whose in ("ours", "backend"):
         trainer, events = make_trainer(f"{flags} --collectives {whose}", torch.float64), []
@@ -764,7 +764,7 @@ MIXED_BY_BIAS = "--layers 2 --experts 4 --balance bias"
     ],
 )
 @on_ranks(4)
-def test_a_step_that_is_not_finite_stops_all_ranks_and_leaves_no_trace(flags, names):
+def test_a_step_that_is_not_finite_stops_all_ranks_and_changes_nothing(flags, names):
     trainer, other = make_trainer(flags), make_trainer(flags)
     assert trainer.step(*own_batch(trainer)) == other.step(*own_batch(other))
     for name in names:
@@ -973,7 +973,7 @@ def test_the_process_group_has_the_backend_of_the_device_and_the_timeout(backend
     assert options.get("device_id") == (device if backend == "nccl" else None)
 
 
-def test_processes_get_a_gpu_each_with_nccl_or_share_them_with_gloo(monkeypatch):
+def test_processes_have_one_gpu_each_with_nccl_or_share_gpus_with_gloo(monkeypatch):
     def choose(gpus, kind, *place):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

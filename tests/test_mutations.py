@@ -177,7 +177,7 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
             lambda right: lambda x, group: collectives.copy_to_group(right(x, group), group)),
     "gradients of norms are those of this rank's tokens | 2 | --tp 2 --sp":
         put(hybrid, "sum_gradients_over_tp", lambda right: lambda *a, **k: None),
-    "the gradient of what all ranks use identically is summed | 2 | --tp 2 --experts 4 --balance none":
+    "gradients of identical uses on all ranks are summed | 2 | --tp 2 --experts 4 --balance none":
         everywhere("gather_from_group", lambda right: collectives.all_gather_to_group),
     "every rank adds the bias of a row-parallel layer | 2 | --tp 2":
         put(tensor_parallel.RowParallelLinear, "forward",

@@ -507,7 +507,7 @@ def test_stages_may_be_frozen_or_empty_cut_the_graph_and_send_transposed_views_o
 
 @pytest.mark.parametrize("where", ["register_forward_pre_hook", "register_full_backward_pre_hook"])
 @on_ranks(1)
-def test_a_step_that_failed_leaves_nothing_to_the_next(where):
+def test_a_step_that_failed_does_not_affect_the_next(where):
     """The failure is in the second microbatch."""
     for make_schedule in (gpipe, one_f_one_b, zb_h2):
         store = WeightGradStore()
@@ -678,7 +678,7 @@ def test_errors_name_batches_stages_and_schedules_that_do_not_fit():
     if rank == 0:
         with pytest.raises(ValueError, match=r"rank 0 made \(4, 3\) .*to be sent like .*2, 3"):
             executor.step(torch.randn(8, 3))
-        with pytest.raises(RuntimeError, match="failed"):  # its messages would be mistaken
+        with pytest.raises(RuntimeError, match="failed"):  # messages of the failed step remain
             executor.step(batch)
 
 

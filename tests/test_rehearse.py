@@ -158,7 +158,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("flags, title", soak_but(lambda i, _: i < 1, ROWS))
-def test_a_rank_of_many_takes_a_minute_at_most_and_the_papers_agree(capsys, flags, title):
+def test_a_large_layout_takes_a_minute_at_most_and_agrees_with_the_papers(capsys, flags, title):
     began = time.process_time()
     assert rehearse.main(flags.split()) == 0
     assert time.process_time() - began < 60

@@ -192,7 +192,7 @@ class _Operations(TorchDispatchMode):
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("name, added", [("1f1b", 2), ("zb-h1", 0)])
 @on_ranks(1)
-def test_microbatches_but_the_last_add_to_the_gradient_unless_a_hook_wants_it(name, added, hooked):
+def test_earlier_microbatches_add_to_the_gradient_in_place_unless_it_is_hooked(name, added, hooked):
     """The first one creates the gradient. A hook sees all products, also if others are deferred."""
     store, seen, names = WeightGradStore(), [], []
     layer = ColumnParallelLinear(4, 3, defer=store).double()
@@ -434,7 +434,7 @@ def test_ids_outside_the_vocabulary_give_nan():
     ],
 )
 @on_ranks(1)
-def test_the_gradient_of_the_logits_takes_one_copy_of_them_or_their_place(dtype, inplace, expected):
+def test_the_gradient_of_the_logits_takes_one_copy_or_none_in_place(dtype, inplace, expected):
     logits = torch.randn(64, 4096, dtype=dtype, requires_grad=True) * 1
     with Peak() as peak:
         losses = vocab_parallel_cross_entropy(logits, torch.arange(64), inplace=inplace)
@@ -524,7 +524,7 @@ def test_masks_are_equal_over_the_group_except_inside_the_sharded_state(tp, repl
 
 
 @on_ranks(3)
-def test_sizes_that_cannot_be_split_are_named():
+def test_errors_name_sizes_that_cannot_be_split():
     row = RowParallelLinear(3, 2, sequence_parallel=True)
     for make, message in (
         (lambda: ColumnParallelLinear(4, 10), "out_features=10 .*tp=3"),

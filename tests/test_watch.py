@@ -27,7 +27,7 @@ LAYOUTS = """processes | flags
 
 @pytest.mark.parametrize("line", LAYOUTS.splitlines()[1:])
 @on_ranks(lambda line, **_: int(line[0]))
-def test_validation_between_steps_leaves_every_bit_of_the_training(line, tmp_path):
+def test_validation_between_steps_changes_no_bit_of_the_training(line, tmp_path):
     flags, numbers = line.split(" | ")[1], {}
     flags += " --steps 3" + (" --dropout 0.1" if "--cp" not in flags else "")
     for more in ("", " --eval-every 1"):

@@ -299,7 +299,7 @@ def test_the_short_form_of_stage_3_has_the_gradients_of_one_process_and_the_pape
 
 
 @on_ranks(4)
-def test_shards_inside_a_group_and_replicas_across():
+def test_hsdp_shards_inside_a_group_and_sums_gradients_across_replicas():
     rank = dist.get_rank()
     shards = [dist.new_group(members) for members in ([0, 1], [2, 3])][rank // 2]
     replicas = [dist.new_group(members) for members in ([0, 2], [1, 3])][rank % 2]
@@ -411,7 +411,7 @@ def test_stages_send_2_2_2_and_3_times_the_parameters(stage):
 
 @on_ranks(1, 2, *[pytest.param(size, marks=pytest.mark.soak) for size in (3, 4)])
 @pytest.mark.parametrize("stage, half", [(0, False), *product(STAGES, (False, True))])
-def test_a_rank_holds_16_bytes_per_parameter_of_which_a_stage_shares_out(stage, half):
+def test_a_rank_holds_16_bytes_per_parameter_or_its_shard_of_them_in_a_stage(stage, half):
     """The tensors are counted after a backward that is not the last, and are freed with the model.
 
     At that point stage 1 holds whole gradients.
@@ -501,7 +501,7 @@ def test_a_unit_computes_before_its_neighbours_collectives_are_waited_for(stage)
         sums = Counter(reduce_scatter_single=3 * (turn > 0), all_reduce=2 * (turn > 1))
         assert found == (sums + gathers[turn % 4] if stage == 3 else sums), turn
     assert not pending and not under_way
-    # Numbers of gathered units. The end of backward drops the chunks' units.
+    # These are numbers of gathered units. Backward drops all units of a chunk at its end.
     assert (held, gathered()) == ((12 * [2] + 4 * [4], 0) if stage == 3 else (16 * [8], 8))
 
 
@@ -608,7 +608,7 @@ def test_units_may_be_used_in_any_way_that_all_ranks_share(stage):
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
-def test_weights_loaded_after_a_forward_pass_are_used_and_earlier_hooks_see_them_whole(stage):
+def test_weights_loaded_after_a_forward_are_used_and_earlier_hooks_see_them_whole(stage):
     (net, other), shapes, x = (make_net(seed=0), make_net(seed=1)), [], own_part(make_data(4))
     hook = lambda block, _: shapes.append([p.shape for p in block.parameters()])
     net.blocks[0].register_forward_pre_hook(hook)
@@ -640,7 +640,7 @@ def late_all_reduce(*args, async_op=False, **kwargs):
 @pytest.mark.parametrize("failing, only_adds", [((1,), False), ((0, 1), True)])
 @pytest.mark.parametrize("stage", [0, *STAGES])
 @patch("ddp.all_reduce", late_all_reduce)
-def test_after_a_pass_that_failed_training_goes_on(stage, failing, only_adds):
+def test_training_continues_after_a_pass_that_failed(stage, failing, only_adds):
     """A forward fails on all ranks, and then a backward on all ranks or on one.
 
     If it is one, the other ranks wait for its messages. only_adds: the pass is under no_sync().
@@ -668,7 +668,7 @@ def test_after_a_pass_that_failed_training_goes_on(stage, failing, only_adds):
 
 
 @on_ranks(2)
-def test_optimizers_that_are_wrong_on_shards_are_refused():
+def test_optimizers_that_are_wrong_on_shards_are_rejected():
     model, plain = FullyShardedDataParallel(make_net()), nn.Linear(2, 2)
     for name in ("LBFGS", "Adafactor", "Muon"):
         with pytest.raises(ValueError, match=f"{name} is wrong on shards"):

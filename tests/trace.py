@@ -29,7 +29,7 @@ import hybrid
 from collectives import barrier, gather_objects, observe
 
 AXES = {"tp_group": "tp", "expert_tp_group": "tp", "pp_group": "pp", "embedding_group": "pp"}
-AXES |= {"cp_group": "cp", "ep_group": "ep", "node_group": "ep", "cross_group": "ep"}  # else dp
+AXES |= {"cp_group": "cp", "ep_group": "ep", "node_group": "ep", "cross_group": "ep"}  # others: dp
 
 
 def axes_of(mesh):
@@ -110,7 +110,7 @@ def events_of(rank, lanes):
 
 
 def work(path, args, device):
-    """Train, write the trace of the last step, and print its parts. Raises TrainingError."""
+    """Train, write the trace of the last step, and print its parts. May raise TrainingError."""
     if path is None:
         raise hybrid.TrainingError("FILE is missing: its name comes before the flags", 2)
     file = hybrid.on_all_ranks(open, path if dist.get_rank() == 0 else os.devnull, "w")
