@@ -4,7 +4,7 @@
     python tests/gpu_time.py --gpus 8 --gpu a100 --json --trace FILE --dtype bf16 --tp 8 --sp
 
 Rank 0 takes two steps on the pretended device of fake_cuda.py, and the second one is timed. The
-real code launches the kernels, messages, events and waits. Their durations come from a model:
+kernels, messages, events and waits are those of the real code. Their durations come from a model:
 
     host      It launches kernels and batches, and runs ahead of the device until it waits for it. A
               kernel costs it 5 us, a view 1.5 us, a batch --batch-us and --message-us per message.

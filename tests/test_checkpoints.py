@@ -366,7 +366,7 @@ def test_a_run_whose_ranks_are_killed_ends_with_the_bits_of_an_undisturbed_run(
     found = list(_kill_ranks(process, list(at_steps), generator))
     assert process.wait(60) == 0, (tmp_path / "errors").read_text()
     assert [killed for killed, _ in found] == at_steps
-    assert all(resumed >= killed - 6 for killed, resumed in found)  # at most two saves are lost
+    assert all(resumed >= killed - 6 for killed, resumed in found)  # the last save may fail
     names = [f"step_{step:08d}" for step in (steps - 1, steps)]
     assert _complete(tmp_path / "own") == _complete(tmp_path / "alone") == names
     for name in names:

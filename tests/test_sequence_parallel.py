@@ -87,7 +87,7 @@ def test_the_recomputed_output_takes_no_memory():
 
 # ---- activation memory ---------------------------------------------------------------------------
 
-SIZES = (2, 24, 48, 12)  # batch, sequence, width, heads: 1, 2, 3, 4 and 6 divide them
+SIZES = (2, 24, 48, 12)  # batch, sequence, width, heads; every tp divides the last three
 
 
 def _kept(layer, T):
