@@ -1,30 +1,23 @@
-"""Speed beside PyTorch's own: pairs of contenders take turns in one run; medians, and their ratio.
+"""Time everything beside PyTorch's own: contenders take turns, and their medians are compared.
 
-    python tests/bench.py               (all that this machine can, 10 minutes)
-    python tests/bench.py collectives [--world-sizes 2 4 8] [--largest 128]
-    python tests/bench.py data_parallel [--world-sizes 2]
-    python tests/bench.py pipeline
-    python tests/bench.py tensor_parallel
-    python tests/bench.py context_parallel [--longest 16384]
-    python tests/bench.py expert_parallel
-    python tests/bench.py hybrid        (whole training steps: a GPT of 6.4M on two cores)
-    python tests/bench.py host          (what a batch for NCCL costs the host, without a GPU)
-    python tests/bench.py gpu           (one GPT on a GPU; with several, their messages)
+    python tests/bench.py [subject] [--world-sizes 2 4 8] [--rounds 5]
 
-Each row is what was measured, its ms, beside what, that one's ms, and the ratio; --json FILE keeps
-them. A subject that fails is told at the end, as are those that Ctrl-C cuts off: exit status 1.
+Without a subject, it runs all subjects that this machine supports, in about 10 minutes. "host" is
+the host's time for a batch of NCCL, without a GPU. "gpu" trains a GPT on one GPU and, if there are
+several GPUs, also times their messages.
 
-A round takes as long as its slowest rank. Times on a shared machine drift by 10-15% and now and
-then by more; the ratio of medians over interleaved rounds drifts much less. Every rank has one
-thread, and gloo's threads run as batch work for both sides.
+A row shows our contender and its ms, the other contender and its ms, and the ratio of the two. If a
+subject fails, it is named at the end, and the exit status is 1.
+
+A round lasts as long as its slowest rank. Times on a shared machine drift by 10-15%, sometimes by
+more; the ratio of medians over interleaved rounds drifts much less. Every rank has one thread, and
+gloo's threads run at batch priority for both sides.
 """
 
 import argparse
 import copy
 import ctypes
-import json
 import math
-import os
 import random
 import statistics
 import sys
@@ -55,27 +48,30 @@ import hybrid
 from ddp import DistributedDataParallel
 from expert_parallel import MoE
 from gpu_counts import as_on_nccl
+from models import GPUS
 from pipeline import SCHEDULES, DeferredLinear, Pipeline, WeightGradStore
 from ranks import headline, on_device, run
-from reference_gpt import Layer, ReferenceGPT
+from reference_gpt import Attention, Layer, ReferenceGPT
 from sequence_parallel import allgather_attention, ring_attention, ulysses_attention
 from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 
 KB, MB = 1 << 10, 1 << 20
-COLLECTIVE_SIZES = [4 * KB, 64 * KB, MB, 16 * MB, 128 * MB]
+OPERATIONS = [
+    "all_reduce", "reduce_scatter_single", "all_gather_single", "broadcast", "all_to_all_single",
+]
 
 
 def _keep_memory():
-    """Have malloc give nothing back: what page faults cost depends on who was measured before."""
+    """Stop malloc from returning memory. Page faults would depend on who was timed before."""
     trim_threshold, mmap_threshold = -1, -3
     for parameter in (trim_threshold, mmap_threshold):
         ctypes.CDLL(None).mallopt(parameter, 1 << 30)
 
 
 def take_turns(contenders, rounds, seconds=0.02):
-    """Median seconds per call of each contender {name: function}, on the slowest rank each time.
+    """Return {name: median seconds per call} of the contenders {name: function}. Collective.
 
-    Call it on all ranks at once.
+    A round's time is that of its slowest rank.
     """
     _keep_memory()
     calls = {}
@@ -109,7 +105,7 @@ def _on_first_rank(step):
 
 
 def measure(cases):
-    """(case, rank 0's result) of {case: (world size, function, *arguments)}, each told first."""
+    """Announce and run each {case: (world size, function, *arguments)}; yield rank 0's result."""
     for number, (case, call) in enumerate(cases.items(), 1):
         what = case if isinstance(case, str) else ", ".join(map(str, case))
         print(f"  {number} of {len(cases)}: {what}", file=sys.stderr, flush=True)
@@ -139,17 +135,17 @@ def _time_collective(operation, sizes, rounds):
 
 
 def bench_collectives(arguments):
-    """Ours beside PyTorch's."""
-    sizes = [size for size in COLLECTIVE_SIZES if size <= arguments.largest * MB]
+    """Compare each operation with PyTorch's."""
+    sizes = [4 * KB, 64 * KB, MB, 16 * MB]
     cases = {
         (operation, f"P = {P}"): (P, _time_collective, operation, sizes, arguments.rounds)
         for P in arguments.world_sizes
-        for operation in arguments.operations
+        for operation in OPERATIONS
     }
     for case, times in measure(cases):
         for size, t in zip(sizes, times):
             what = f"{', '.join(case)}, {size // KB} KB"
-            arguments.report(what, t["ours"], "PyTorch's", t["theirs"])
+            report(what, t["ours"], "PyTorch's", t["theirs"])
 
 
 # ---- data parallelism ----------------------------------------------------------------------------
@@ -161,7 +157,7 @@ def _gpt():
 
 
 def _trainer(name):
-    """(model, optimizer) of 4.8M parameters: one process alone, PyTorch's, ours."""
+    """Return a model of 4.8M parameters and its optimizer, in the named technique."""
     adamw, model = torch.optim.AdamW, _gpt()
     if name == "torch DDP" or name == "torch ZeRO + DDP":
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -199,7 +195,7 @@ def _tokens(sequences):
     return torch.randint(256, (sequences, 129), generator=generator)
 
 
-RIVALS = {  # each beside its rival, PyTorch's
+RIVALS = {  # {our technique: PyTorch's}
     "ddp": "torch DDP",
     "ZeRO + DDP": "torch ZeRO + DDP",
     "stage 1": "torch ZeRO + DDP",
@@ -214,18 +210,18 @@ def _time_data_parallel(rounds):
 
 
 def bench_data_parallel(arguments):
-    """A step of each technique beside its rival's."""
+    """Compare a step of each technique with PyTorch's."""
     cases = {f"P = {P}": (P, _time_data_parallel, arguments.rounds) for P in arguments.world_sizes}
     for case, times in measure(cases):
         for name, rival in (*RIVALS.items(), *((name, "alone") for name in RIVALS)):
-            arguments.report(f"{name}, {case}", times[name], rival, times[rival])
+            report(f"{name}, {case}", times[name], rival, times[rival])
 
 
 # ---- pipelines -----------------------------------------------------------------------------------
 
 
 def _torch_schedules():
-    """name -> (PyTorch's schedule, its stage indices on a rank of p, the name of ours)."""
+    """Return {name: (PyTorch's schedule, a rank's stages as a function of (rank, p), our name)}."""
     loop, vee = (lambda r, p: [r, r + p]), (lambda r, p: [r, 2 * p - 1 - r])
     return {
         "GPipe": (pipelining.ScheduleGPipe, lambda r, p: [r], "gpipe"),
@@ -272,7 +268,7 @@ def _time_pipelines(num_microbatches, rounds):
             for i in indices(rank, p)
         ]
         some = stages[0] if len(stages) == 1 else stages
-        theirs = kind(some, num_microbatches, loss_fn=loss_fn, scale_grads=False)  # as ours
+        theirs = kind(some, num_microbatches, loss_fn=loss_fn, scale_grads=False)  # like ours
         first = (inputs,) if rank == 0 else ()
         last = any(stage.is_last for stage in stages)
         contenders[name] = partial(theirs.step, *first, **({"target": targets} if last else {}))
@@ -283,7 +279,7 @@ def bench_pipeline(arguments):
     """Compare a step of each schedule, over two stages or their chunks, with PyTorch's."""
     [(_, times)] = measure({"P = 2": (2, _time_pipelines, 8, arguments.rounds)})
     for name, (*_, mine) in _torch_schedules().items():
-        arguments.report(mine, times[f"ours, {name}"], name, times[name])
+        report(mine, times[f"ours, {name}"], name, times[name])
 
 
 # ---- tensor parallelism --------------------------------------------------------------------------
@@ -291,31 +287,21 @@ def bench_pipeline(arguments):
 HEADS, LAYERS = 4, 6
 
 
-class _Attention(nn.Module):
-    """A rank's heads: q, k, v are the thirds of what c_attn returns here."""
-
-    def __init__(self, D, heads):
-        super().__init__()
-        self.c_attn, self.c_proj, self.K = nn.Linear(D, 3 * D), nn.Linear(D, D), D // heads
+class _FusedAttention(Attention):
+    """Attention in which c_attn may return q, k and v of only this rank's heads, as in DTensor."""
 
     def forward(self, x):
-        q, k, v = self.c_attn(x).unflatten(-1, (3, -1, self.K)).permute(2, 0, 3, 1, 4)
+        K = x.shape[-1] // self.heads
+        q, k, v = self.c_attn(x).unflatten(-1, (3, -1, K)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
-class _Block(nn.Module):
-    """hybrid.Block, of torch.nn."""
-
-    def __init__(self, D, heads=HEADS):
-        super().__init__()
-        self.ln_1, self.attn, self.ln_2 = nn.LayerNorm(D), _Attention(D, heads), nn.LayerNorm(D)
-        gelu = nn.GELU(approximate="tanh")
-        self.mlp = nn.Sequential(nn.Linear(D, 4 * D), gelu, nn.Linear(4 * D, D))
-
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
+def _plain_block(D, heads=HEADS):
+    """Return the equivalent of hybrid.Block, made of torch.nn modules."""
+    block = Layer(D, heads)
+    block.attn = _FusedAttention(D, heads, heads)
+    return block
 
 
 def _dtensor_blocks(mesh, D, sequence_parallel):
@@ -323,15 +309,15 @@ def _dtensor_blocks(mesh, D, sequence_parallel):
     enter = PrepareModuleInput(input_layouts=(split,), desired_input_layouts=(Replicate(),))
     row = lambda: RowwiseParallel(output_layouts=split)
     plan = {"attn.c_attn": ColwiseParallel(), "attn.c_proj": row()}
-    plan |= {"mlp.0": ColwiseParallel(), "mlp.2": row()}
+    plan |= {"mlp.c_fc": ColwiseParallel(), "mlp.c_proj": row()}
     if sequence_parallel:
         plan |= {"ln_1": SequenceParallel(), "ln_2": SequenceParallel()}
         plan |= {"attn": enter, "mlp": enter}
-    return nn.Sequential(*[parallelize_module(_Block(D), mesh, plan) for _ in range(LAYERS)])
+    return nn.Sequential(*[parallelize_module(_plain_block(D), mesh, plan) for _ in range(LAYERS)])
 
 
 def _time_tensor_parallel(B, T, D, rounds):
-    """Forward and backward of a stack of layers."""
+    """Time forward and backward of a stack of layers."""
     _, tp = collectives.rank_and_size()
     mesh, contenders = dist.device_mesh.init_device_mesh("cpu", (tp,)), {}
     torch.manual_seed(0)
@@ -348,13 +334,13 @@ def _time_tensor_parallel(B, T, D, rounds):
         ours = nn.Sequential(*[hybrid.Block(config, None, group=None) for _ in range(LAYERS)])
         x = torch.randn(length, B, D, requires_grad=True)
         contenders[f"ours, {name}"] = partial(step, ours, x)
-    plain = nn.Sequential(*[_Block(D) for _ in range(LAYERS)])
+    plain = nn.Sequential(*[_plain_block(D) for _ in range(LAYERS)])
     contenders["one process"] = partial(step, plain, torch.randn(B, T, D, requires_grad=True))
     return take_turns(contenders, rounds)
 
 
 def bench_tensor_parallel(arguments):
-    """A stack of layers beside DTensor's, and beside one process that has all."""
+    """Compare a stack of layers with DTensor's, and with all layers on one process."""
     shapes = (2, 64, 256), (2, 128, 256), (8, 128, 256)
     cases = {
         (f"P = {P}", f"(B, T, D) = {shape}"): (P, _time_tensor_parallel, *shape, arguments.rounds)
@@ -364,15 +350,15 @@ def bench_tensor_parallel(arguments):
     for case, times in measure(cases):
         for name in ("TP", "TP + SP"):
             what = ", ".join((name, *case))
-            arguments.report(what, times[f"ours, {name}"], "DTensor", times[name])
-            arguments.report(what, times[f"ours, {name}"], "one process", times["one process"])
+            report(what, times[f"ours, {name}"], "DTensor", times[name])
+            report(what, times[f"ours, {name}"], "one process", times["one process"])
 
 
 # ---- context parallelism -------------------------------------------------------------------------
 
 
 def _time_context_parallel(T, rounds):
-    """Forward and backward of one causal attention, 8 heads of 64."""
+    """Time forward and backward of one causal attention with 8 heads of 64."""
     _, P = collectives.rank_and_size()
     whole = [torch.randn(1, 8, T, 64, requires_grad=True) for _ in range(3)]
     own = [x[:, :, : T // P].detach().clone().requires_grad_() for x in whole]
@@ -393,17 +379,16 @@ def _time_context_parallel(T, rounds):
 
 
 def bench_context_parallel(arguments):
-    """One causal attention, forward and backward, beside fused attention on one process."""
-    lengths = [T for T in (2048, 4096, 8192, 16384) if T <= arguments.longest]
+    """Compare one causal attention, forward and backward, with fused attention on one process."""
     cases = {
         (f"P = {P}", f"s = {T}"): (P, _time_context_parallel, T, arguments.rounds)
         for P in arguments.world_sizes
-        for T in lengths
+        for T in (2048, 4096)
     }
     for case, times in measure(cases):
         alone = times.pop("one process")
         for name, t in times.items():
-            arguments.report(", ".join((name, *case)), t, "fused, one process", alone)
+            report(", ".join((name, *case)), t, "fused, one process", alone)
 
 
 # ---- experts -------------------------------------------------------------------------------------
@@ -420,7 +405,7 @@ def _time_experts(N, D, E, k, rounds):
 
 
 def bench_expert_parallel(arguments):
-    """Forward and backward of 8 experts, top 2, 4096 tokens a rank, beside a dense MLP."""
+    """Compare 8 experts, top 2, 4096 tokens a rank, with a dense MLP, forward and backward."""
     cases = {
         (f"P = {P}", f"D = {D}"): (P, _time_experts, 4096, D, 8, 2, arguments.rounds)
         for P in arguments.world_sizes
@@ -428,61 +413,17 @@ def bench_expert_parallel(arguments):
     }
     for case, times in measure(cases):
         what = ", ".join(("8 experts", "top 2", *case))
-        arguments.report(what, times["experts"], "dense, equal FLOPs", times["dense"])
-
-
-# ---- whole training steps ------------------------------------------------------------------------
-
-SMALL_GPT = {"layers": 8, "hidden": 256, "heads": 4, "seq_len": 256, "batch_size": 8}
-LAYOUTS = {  # flags of both: those of two processes
-    "": [f"--dp 2 --zero {stage}" for stage in range(4)] + ["--tp 2", "--cp 2 --zero 0"]
-    + [f"--dp 2 --zero 0 --recompute {mode}" for mode in ("selective", "full")],
-    "--batch-size 16": ["--pp 2 --microbatches 8"],
-    "--experts 4 --moe-every 2": ["--dp 2 --ep 2 --zero 0"],
-}
-
-
-def _training(flags, mesh=None):
-    """A step of hybrid on this rank's rows; a mesh that is given is of this rank alone."""
-    sizes = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in SMALL_GPT.items())
-    args = hybrid.parse(f"{sizes} {flags}".split(), 1 if mesh else dist.get_world_size())
-    trainer = hybrid.Trainer(args, mesh or hybrid.make_mesh(args), torch.device("cpu"))
-    tokens = torch.randint(256, (args.batch_size, args.seq_len + 1))[trainer.own_rows()]
-    return partial(trainer.step, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-
-
-def _time_layouts(flags, layouts, rounds):
-    """Return the seconds of a step of each layout, and of one process."""
-    contenders = {layout: _training(f"{flags} {layout}") for layout in layouts}
-    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    mesh = hybrid.Mesh(**dict.fromkeys(hybrid.slices_of(1, 1, 1, 1), alone))
-    step = _training(flags, mesh)
-    contenders["one process"] = partial(_on_first_rank, step)
-    return take_turns(contenders, rounds)
-
-
-def bench_hybrid(arguments):
-    """Steps of two processes in fp32, beside one process; recomputation beside none."""
-    cases = {
-        flags or "dense": (2, _time_layouts, flags, layouts, arguments.rounds)
-        for flags, layouts in LAYOUTS.items()
-    }
-    for case, times in measure(cases):
-        one = times.pop("one process")
-        for name, seconds in times.items():
-            kept = name.split(" --recompute")[0]
-            beside = ("one process", one) if name == kept else ("all kept", times[kept])
-            arguments.report(f"{name}, {case}", seconds, *beside)
+        report(what, times["experts"], "dense, equal FLOPs", times["dense"])
 
 
 # ---- GPUs ----------------------------------------------------------------------------------------
 
 GPT_350M = {"layers": 24, "hidden": 1024, "heads": 16, "seq_len": 1024, "vocab_size": 50304}
-SEQUENCES = 8  # to a step
+SEQUENCES = 8  # in a step
 
 
 def _time_gpt(device, rounds):
-    """Seconds of a step: hybrid's, and nanoGPT's recipe, as it is and compiled."""
+    """Time a step of hybrid's Trainer, and of nanoGPT's recipe, both eager and compiled."""
     flags = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in GPT_350M.items())
     flags += f" --batch-size {SEQUENCES} --microbatches 1 --dtype bf16"
     args = hybrid.parse(flags.split(), 1)
@@ -503,8 +444,8 @@ def _time_gpt(device, rounds):
     contenders = {"ours": lambda: trainer.step(*batch)}
     for name, loss_of in (("plain", _loss), ("plain, compiled", torch.compile(_loss))):
         model = ReferenceGPT(**GPT_350M | {"layers": 0})
-        blocks = [_Block(GPT_350M["hidden"], GPT_350M["heads"]) for _ in range(GPT_350M["layers"])]
-        model.transformer.h.extend(blocks)  # whose attention is fused
+        for _ in range(GPT_350M["layers"]):  # layers with fused attention
+            model.transformer.h.append(_plain_block(GPT_350M["hidden"], GPT_350M["heads"]))
         model.to(device)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         contenders[name] = partial(nano, loss_of, model, optimizer)
@@ -523,7 +464,7 @@ def _microseconds(call, rounds=9, calls=500):
 
 
 def bench_host(arguments):
-    """Time the Python of exchanges and an all-reduce as on NCCL, in a group that moves nothing."""
+    """Time the Python code of exchanges and an all-reduce as on NCCL, in a fake group."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     tensors = [torch.zeros(64) for _ in range(14)]
     with as_on_nccl(collectives.post_batch):
@@ -541,7 +482,7 @@ def bench_host(arguments):
 
 
 def _time_batches(device, count=500):
-    """Seconds of a batch, one small message each way: on the host, and until it is done."""
+    """Return the seconds of a batch of two small messages: on the host, and until its end."""
     rank, world_size = collectives.rank_and_size()
     x, y = torch.zeros(2, 64, device=device)
     messages = [(x, (rank + 1) % world_size)], [(y, (rank - 1) % world_size)]
@@ -556,10 +497,10 @@ def _time_batches(device, count=500):
     return (launched - began) / count, (time.perf_counter() - began) / count
 
 
-def _time_on_gpus(device, sizes, rounds, operations):
-    """Ours and the backend's own, as _measure(), on this GPU."""
+def _time_on_gpus(device, sizes, rounds):
+    """Return the seconds of our operations and of the backend's, on this GPU."""
     times = {}
-    for operation in operations:
+    for operation in OPERATIONS:
         for size in sizes:
             with torch.device(device):
                 contenders = _contenders(operation, size)
@@ -574,7 +515,7 @@ def _call_and_wait(call):
 
 
 def bench_gpu(arguments):
-    """A GPT of 350M in bf16: tokens/s, MFU. With several GPUs also microseconds of messages."""
+    """Show tokens/s and MFU of a 350M GPT in bf16 and, with several GPUs, the time of messages."""
     if not torch.cuda.is_available():
         sys.exit("bench.py gpu: there is no GPU on this machine")
     gpus = torch.cuda.device_count()
@@ -585,22 +526,21 @@ def bench_gpu(arguments):
         sizes = [KB, 16 * KB, 256 * KB, MB, 4 * MB, 25 * MB]
         if gpus > 1:
             host, device = on(gpus, "batches", _time_batches)[0]
-            call = _time_on_gpus, sizes, arguments.rounds, arguments.operations
-            messages = on(gpus, "messages", *call)[0]
+            messages = on(gpus, "messages", _time_on_gpus, sizes, arguments.rounds)[0]
     name = torch.cuda.get_device_name()
-    peak = next((of["bf16"] for part, of in hybrid.PEAKS.items() if part in name), math.nan)
+    peak = next((gpu.tflops for kind, gpu in GPUS.items() if kind in name.lower()), math.nan)
     L, D, T = (GPT_350M[size] for size in ("layers", "hidden", "seq_len"))
-    flops = 6 * (parameters - T * D) + 12 * L * D * T  # of a token; Chowdhery et al., "PaLM", 2022
+    flops = 6 * (parameters - T * D) + 12 * L * D * T  # per token, as in PaLM (Chowdhery, 2022)
     print(f"{name}; {parameters / 1e6:.0f}M parameters, {SEQUENCES} x {T} tokens a step")
     for contender, seconds in times.items():
         rate = SEQUENCES * T / seconds
-        arguments.report(f"{contender} on {name}", seconds, "plain", times["plain"])
+        report(f"{contender} on {name}", seconds, "plain", times["plain"])
         print(f"{contender:16}{rate:9.0f} tokens/s  MFU {rate * flops / peak / 1e12:4.0%}")
     if gpus > 1:
         print(f"a batch: {host * 1e6:.0f} us of the host, {device * 1e6:.0f} us in all")
         for (operation, size), t in messages.items():
             what = f"{operation}, {gpus} x {name}, {size // KB} KB"
-            arguments.report(what, t["ours"], "NCCL's", t["theirs"])
+            report(what, t["ours"], "NCCL's", t["theirs"])
 
 
 BENCHMARKS = {
@@ -610,39 +550,30 @@ BENCHMARKS = {
     "tensor_parallel": bench_tensor_parallel,
     "context_parallel": bench_context_parallel,
     "expert_parallel": bench_expert_parallel,
-    "hybrid": bench_hybrid,
     "host": bench_host,
     "gpu": bench_gpu,
 }
 
 
-WORLD_SIZES = {"collectives": [2, 4], "context_parallel": [2, 4]}  # of others 2
+WORLD_SIZES = {"collectives": [2, 4], "context_parallel": [2, 4]}  # the other subjects: [2]
 
 
 def main(words=None):
     arguments = _parser().parse_args(words)
-    arguments.rows, given, failed = [], arguments.world_sizes, {}
+    given, failed = arguments.world_sizes, {}
     on_cpu = [subject for subject in BENCHMARKS if subject != "gpu" or torch.cuda.is_available()]
     subjects = [arguments.subject] if arguments.subject else on_cpu
     began = time.perf_counter()
-    for number, subject in enumerate(subjects):
+    for subject in subjects:
         print(f"\n==== {time.perf_counter() - began:.0f} s: {subject}", flush=True)
         arguments.world_sizes = given or WORLD_SIZES.get(subject, [2])
-        arguments.report = partial(_report, arguments.rows, subject)
         try:
             BENCHMARKS[subject](arguments)
-        except KeyboardInterrupt:
-            failed |= dict.fromkeys(subjects[number:], "interrupted")
-            break
         except Exception:
             traceback.print_exc()
             failed[subject] = headline(traceback.format_exc())
     for subject, error in failed.items():
         print(f"{subject} FAILED: {error}")
-    if arguments.json:
-        machine = {"torch": torch.__version__, "cpus": os.cpu_count(), "time": time.ctime()}
-        machine |= {"seconds": time.perf_counter() - began, "failed": failed}
-        Path(arguments.json).write_text(json.dumps(machine | {"rows": arguments.rows}, indent=1))
     sys.exit(1 if failed else 0)
 
 
@@ -652,20 +583,14 @@ def _parser():
     )
     parser.add_argument("subject", nargs="?", choices=list(BENCHMARKS))
     parser.add_argument("--world-sizes", type=int, nargs="+")
-    parser.add_argument("--largest", type=int, default=16, help="MB of a collective")
-    parser.add_argument("--longest", type=int, default=4096, help="tokens of context_parallel")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE")
-    names = "all_reduce reduce_scatter_single all_gather_single broadcast all_to_all_single".split()
-    parser.add_argument("--operations", nargs="+", default=names)
     return parser
 
 
-def _report(rows, subject, what, ours, beside, theirs):
-    """A row, from seconds."""
-    times = {"ours": 1e3 * ours, "beside": beside, "theirs": 1e3 * theirs, "ratio": ours / theirs}
-    rows.append({"subject": subject, "what": what} | times)
-    print("{:54}{:9.3f}  {:19}{:9.3f}{:7.2f}".format(what, *times.values()), flush=True)
+def report(what, ours, beside, theirs):
+    """Print a row. Arguments are in seconds, columns in milliseconds."""
+    times = f"{1e3 * ours:9.3f}  {beside:19}{1e3 * theirs:9.3f}{ours / theirs:7.2f}"
+    print(f"{what:54}{times}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""hybrid on GPUs that are not there: one rank of any world runs, and what it launches is counted.
+"""Run one rank of hybrid.py on a pretended GPU, and count what it launches.
 
-    library = build(folder)                          the pretended device of fake_cuda.cpp, compiled
-    count(library, [(world_size, rank, flags), ...])   the Counts of a step each, in a new process
-    run(library, command)                            a Python command that has the device
+    library = build(folder)                            compile the device of fake_cuda.cpp
+    count(library, [(world_size, rank, flags), ...])   return the Counts of a step for each job
+    run(library, command)                              run a Python command that has the device
 
-The tensors are fake: they have shapes, and no memory. So a rank of a model of any size runs in any
-process, on a device with CUDA's branches, autograd's own thread for it, and a group called "nccl"
-whose messages go nowhere. Of what has no value here, numbers of rows are taken as if experts had
-even loads. The device has to be there before torch is imported: hence the process.
+Tensors are fake: they have shapes but no memory, so one process can be any rank of a model of any
+size. The device takes CUDA's branches in the code, autograd runs its own thread for it, and the
+process group is called "nccl" but sends nothing. Fake tensors have no values; where the code reads
+numbers of rows, they are those of experts with even loads. The device must be loaded before torch
+is imported, so it needs a new process.
 """
 
 import ctypes
@@ -32,7 +33,7 @@ TORCH = Path(importlib.util.find_spec("torch").origin).parent
 
 
 def load(library):
-    """Bring the device into this process: before Python's torch."""
+    """Load the device into this process, before Python imports torch."""
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(TORCH / "lib" / name, mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
@@ -53,14 +54,13 @@ import collectives
 import hybrid
 import pipeline
 import tensor_parallel
-from gpu_counts import Stream, as_on_nccl
-from zero import FullyShardedDataParallel
+from gpu_counts import Stream, as_on_nccl, host_waits_for
 
 # ---- outside -------------------------------------------------------------------------------------
 
 
 def build(folder):
-    """Compile the device into `folder`: its library's path. None without a C++ compiler."""
+    """Compile the device into `folder`; return the library's path, or None without a compiler."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     library = Path(folder) / "libfake_cuda.so"
     command = [compiler, "-shared", "-fPIC", "-std=c++20", f"-I{TORCH / 'include'}"]
@@ -70,11 +70,11 @@ def build(folder):
 
 @dataclass
 class Counts:
-    """What one rank did in one step, by place: "file.py function", the innermost of the project's.
+    """What one rank did in one step. Keys are places: the project's innermost "file.py function".
 
-    refused: tensors in a batch that NCCL does not take. misaligned: those that do not begin on a
-    multiple of so many bytes of their storage, which itself begins on 512. peers: the ranks that
-    this one has exchanged messages with since the beginning; NCCL sets up memory for each.
+    refused: tensors in a batch that NCCL does not accept. misaligned: {bytes: tensors that do not
+    begin on a multiple of so many bytes}; storages begin on 512. peers: the ranks with which this
+    one has exchanged messages since the start; NCCL sets up memory for each of them.
     """
 
     batches: Counter = field(default_factory=Counter)
@@ -83,12 +83,12 @@ class Counts:
     copies: Counter = field(default_factory=Counter)  # between host and device
     refused: Counter = field(default_factory=Counter)
     misaligned: dict = field(default_factory=lambda: {16: Counter(), 128: Counter()})
-    peers: dict = field(default_factory=dict)  # {name of a group: ranks there}
-    error: str = ""  # what ended it
+    peers: dict = field(default_factory=dict)  # {name of a group: ranks in it}
+    error: str = ""  # the traceback of an error that ended the step
 
 
 def count(library, jobs, processes=2):
-    """The Counts of each (world_size, rank, flags of hybrid.py)."""
+    """Return the Counts of each job (world_size, rank, flags of hybrid.py)."""
     options = {"timeout": 600, "stdout": subprocess.PIPE, "check": True}
 
     def of(part):
@@ -101,7 +101,7 @@ def count(library, jobs, processes=2):
 
 
 def run(library, command, **options):
-    """Run a Python command in a process whose torch has the device; returns a CompletedProcess."""
+    """Run a Python command in a process whose torch has the device; return a CompletedProcess."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "FAKE_CUDA": str(library)}
     return subprocess.run([sys.executable, *command], env=environment, **options)
 
@@ -110,7 +110,7 @@ def run(library, command, **options):
 
 
 def place():
-    """The innermost function of the project that is running, outside of collectives.py."""
+    """Return the innermost running function of the project, outside collectives.py."""
     frame = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -121,24 +121,16 @@ def place():
 
 
 aten = torch.ops.aten
-SIZED_BY_VALUES = {  # for which the host waits
-    aten.nonzero.default,
-    aten.bincount.default,
-    aten.masked_select.default,
-    aten.repeat_interleave.Tensor,
-    aten._unique2.default,
-    aten.equal.default,
-}
 
 
 class Watch(TorchDispatchMode):
-    """Counts what reaches the device, and makes up the values that are read of it."""
+    """Counts what reaches the device, and invents the values that the host reads from it."""
 
     def __init__(self, args):
         super().__init__()
-        self.peers = {}  # from the start on
+        self.peers = {}  # since the start
         self.counts = Counts(peers=self.peers)
-        # choices of experts that a rank has to do with in a microbatch, where loads are even
+        # rows that a rank sends to experts in a microbatch, and also receives if loads are even
         tokens = args.batch_size // args.dp // args.microbatches * args.seq_len // args.cp
         self.rows = tokens // args.tp * args.top_k
 
@@ -146,8 +138,8 @@ class Watch(TorchDispatchMode):
         options = options or {}
         given = [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
         device = any(map(is_on_device, given))
-        if device:
-            self.watch_host(function, arguments, options)
+        if device and host_waits_for(function, arguments, options):
+            self.note_wait(function.__name__)
         if function is aten._local_scalar_dense.default:
             dtype = given[0].dtype
             return device if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
@@ -162,16 +154,6 @@ class Watch(TorchDispatchMode):
             self.note_copy(given[0], result, options)
         return result
 
-    def watch_host(self, function, arguments, options):
-        """Note an operator for which the host waits."""
-        waits = function is aten._local_scalar_dense.default
-        if function in SIZED_BY_VALUES:
-            waits = options.get("output_size") is None
-        if function in (aten.index.Tensor, aten.index_put_.default):
-            waits = any(i is not None and i.dtype == torch.bool for i in arguments[1])
-        if waits:
-            self.note_wait(function.__name__)
-
     def note_wait(self, what):
         self.counts.synchronisations[f"{what} {place()}"] += 1
 
@@ -183,7 +165,7 @@ class Watch(TorchDispatchMode):
                 self.note_wait("copy")
 
     def made_up(self, function, arguments, options):
-        """A result whose shape depends on values; None of any other."""
+        """Return a result for an operator whose shape depends on values, and None for others."""
         first = arguments[0] if arguments else None
         if function is aten.bincount.default:
             length = arguments[2] if len(arguments) > 2 else options.get("minlength", 0)
@@ -195,7 +177,7 @@ class Watch(TorchDispatchMode):
         return None
 
     def tolist(self, tensor):
-        """In place of FakeTensor's: numbers of rows, each matrix of which adds up to all."""
+        """Stand in for FakeTensor.tolist(): each matrix of counts adds up to all rows."""
         if tensor.is_cuda and tensor.numel():
             self.note_wait("tolist")
         shape = tensor.shape
@@ -205,13 +187,13 @@ class Watch(TorchDispatchMode):
         return nest(shape)
 
     def streams(self):
-        """What takes the place of torch.cuda's: all has happened as soon as it is launched."""
+        """Return stand-ins for torch.cuda's streams; work is done as soon as it is launched."""
         wait = lambda *_: self.note_wait("synchronize")
         stream = type("Stream", (Stream,), {"synchronize": wait})
         return {"Stream": stream, "Event": stream, "current_stream": stream}
 
     def post(self, group, sends, receives):
-        """In place of collectives.post_batch()."""
+        """Stand in for collectives.post_batch()."""
         counts, where = self.counts, place()
         counts.batches[where] += 1
         peers = self.peers.setdefault(group.group_name, set())
@@ -225,23 +207,23 @@ class Watch(TorchDispatchMode):
             for multiple, places in counts.misaligned.items():
                 if begin % multiple:
                     places[where] += 1
-        return Stream()  # done, too
+        return Stream()  # the batch is done, too
 
 
 def is_on_device(x):
-    """Whether x is a tensor on the device, without asking it, which would dispatch."""
+    """Return whether x is a tensor on the device. Asking the tensor itself would dispatch."""
     device = getattr(x, "fake_device", None) or getattr(x, "device", None)
     return isinstance(x, torch.Tensor) and device.type == "cuda"
 
 
 def _address(tensor):
-    """Memory of its own for each storage."""
+    """Stand in for data_ptr(): each storage has an address range of its own."""
     begin = tensor.storage_offset() * tensor.element_size()
     return (tensor.untyped_storage()._cdata << 40) + begin
 
 
 def _apply(module, function, recurse=True):
-    """Module._apply(), which cannot swap a fake tensor's memory: new parameters come in."""
+    """Stand in for Module._apply() by new parameters, because fake memory cannot be swapped."""
     for child in module.children() if recurse else ():
         child._apply(function)
     for name, parameter in module._parameters.items():
@@ -255,12 +237,12 @@ def _apply(module, function, recurse=True):
 
 
 def _attention(q, k, v, dropout_p, is_causal, enable_gqa):
-    """F.scaled_dot_product_attention(), which would find no fused kernel for this device."""
+    """Stand in for F.scaled_dot_product_attention(), which finds no fused kernel for the device."""
     return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
 
 
 def _patches(watch):
-    """What stands for CUDA and for the other ranks."""
+    """Yield patches that replace CUDA and the other ranks."""
     cuda, ignore = torch.cuda, lambda *_, **__: None
     yield patch.object(cuda.amp.common, "amp_definitely_not_available", lambda: False)
     yield patch.object(cuda, "is_bf16_supported", lambda *_, **__: True)
@@ -270,7 +252,7 @@ def _patches(watch):
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "max_memory_allocated"):
         yield patch.object(cuda, name, ignore)
     yield patch.object(torch.random, "fork_rng", lambda *_, **__: nullcontext())
-    yield patch.object(hybrid, "initialize", ignore)  # which draws real numbers
+    yield patch.object(hybrid, "initialize", ignore)  # it draws real numbers
     yield patch.object(torch.nn.Module, "_apply", _apply)
     yield patch.object(FakeTensor, "tolist", lambda tensor: watch.tolist(tensor))
     yield patch.object(FakeTensor, "data_ptr", _address)
@@ -283,7 +265,7 @@ def _patches(watch):
 
 @contextmanager
 def pretended(watch, rank, world_size):
-    """Inside, this process is that rank of a world, and `watch` has all that reaches its device."""
+    """Make this process a rank of a world inside; `watch` sees all that reaches its device."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
@@ -295,42 +277,21 @@ def pretended(watch, rank, world_size):
 
 
 def hybrid_step(args, device):
-    """hybrid's Trainer, and a function that takes one step of it."""
-    with patch.object(hybrid, "barrier"), unset_fake_temporarily():  # a group's is a real tensor
+    """Return hybrid's Trainer, and a function that takes one step with it."""
+    with patch.object(hybrid, "barrier"), unset_fake_temporarily():  # a mesh has real tensors
         mesh = hybrid.make_mesh(args)
     trainer = hybrid.Trainer(args, mesh, device)
     tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
     return trainer, lambda: trainer.step(tokens, tokens)
 
 
-def _zero_step(stage, device, D=1024):
-    """A step of a stack of layers under ZeRO."""
-    model = torch.nn.Sequential(*[torch.nn.Linear(D, D) for _ in range(4)])
-    model.to(device)
-    model, x = FullyShardedDataParallel(model, units=model, stage=stage), torch.zeros(8, D)
-    optimizer, x = torch.optim.AdamW(model.parameters(), fused=True), x.to(device)
-
-    def step():
-        model(x).square().mean().backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-        model.reshard()
-        optimizer.zero_grad()
-
-    return step
-
-
-def count_step(world_size, rank, what):
-    """The Counts of a second step: the first one also makes what later ones use.
-
-    what: flags of hybrid.py, or "zero 1", "zero 2" or "zero 3".
-    """
-    stage = int(what[5:]) if what.startswith("zero ") else None
-    per_node = world_size // 2 if "--topk-nodes" in what else None
-    args = hybrid.parse([] if stage else what.split(), world_size, per_node)
-    watch, device = Watch(args), torch.device("cuda", 0)
+def count_step(world_size, rank, flags):
+    """Return the Counts of the second step. The first one also creates the optimizer's state."""
+    per_node = world_size // 2 if "--topk-nodes" in flags else None
+    args = hybrid.parse(flags.split(), world_size, per_node)
+    watch = Watch(args)
     with pretended(watch, rank, world_size):
-        step = _zero_step(stage, device) if stage else hybrid_step(args, device)[1]
+        _, step = hybrid_step(args, torch.device("cuda", 0))
         step()
         watch.counts = Counts(peers=watch.peers)
         step()
@@ -338,7 +299,7 @@ def count_step(world_size, rank, what):
 
 
 def _attempt(*job):
-    """Its Counts, or why there are none."""
+    """Return a job's Counts as a dict, with the traceback if it failed."""
     try:
         return vars(count_step(*job))
     except Exception:
@@ -346,11 +307,11 @@ def _attempt(*job):
 
 
 def settle():
-    """Wait for autograd's thread, which lets go of a backward's modes only after that has returned.
+    """Wait for autograd's thread, which releases a backward's modes only after backward returns.
 
-    It takes Python's lock for it, and an interpreter that is ending meanwhile is aborted (PyTorch's
-    own race: one run in two that ends with backward()). What the engine is given here holds no
-    object of Python's, so it leaves nothing to let go of.
+    The thread needs Python's lock to release them, and if the interpreter is exiting, the process
+    aborts. This is a race in PyTorch, lost by half of the runs that end with backward(). The
+    backward here holds no Python objects, so the thread has nothing to release after it.
     """
     with FakeTensorMode():
         leaf, gradient = (torch.empty(1, device="cuda", requires_grad=i) for i in (True, False))

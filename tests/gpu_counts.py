@@ -1,10 +1,11 @@
-"""What a GPU would have to do for code that runs on CPUs here: waits of the host, batches of NCCL.
+"""Count on CPUs what the code would do on GPUs: waits of the host, and batches of NCCL.
 
-    with waits() as count: ...      Counter, by name, of what would hold up the host
-    with batches() as count: ...    Counter: "batches" that NCCL would be given, and of their
-                                    messages those "off 16" bytes, which it copies byte by byte
-    with as_on_nccl(): ...          the collectives go as they do on NCCL, over gloo
-    with as_alone(): ...            and messages nowhere: other ranks have what this one has
+    with waits() as count: ...      counts, by name, operators that would make the host wait
+    with batches() as count: ...    counts NCCL's "batches", and their messages "off 16": those
+                                    not aligned to 16 bytes, which NCCL copies byte by byte
+    with as_on_nccl(): ...          runs the collectives as on NCCL, over gloo
+    with nccl_over_gloo(): ...      the same, under the strictest reading of NCCL's rules
+    with as_alone(): ...            sends nothing; other ranks have the same values as this one
 """
 
 import copy
@@ -22,29 +23,37 @@ import collectives
 from collectives import observe
 
 
-class _Waits(TorchDispatchMode):
-    """Counts operations whose result, or its size, the host has to know; and tensors of lists."""
+BY_VALUE = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "bincount", "masked_select"}
+BY_VALUE |= {"_unique2"}
 
-    ALWAYS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "bincount", "masked_select"}
-    ALWAYS |= {"lift_fresh"}
+
+def host_waits_for(function, args, kwargs):
+    """Return whether the host needs an operator's result, or the size of the result."""
+    name = function.overloadpacket.__name__
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    if name in ("index", "index_put", "index_put_"):
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return name in BY_VALUE
+
+
+class _Waits(TorchDispatchMode):
+    """Counts operators for which the host waits, and tensors made from lists."""
 
     def __init__(self):
         super().__init__()
         self.count = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, function.overloadpacket.__name__
-        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
-        masked = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
-        unknown = name == "repeat_interleave" and kwargs.get("output_size") is None
-        if name in self.ALWAYS or masked or unknown:
+        name = function.overloadpacket.__name__
+        if name == "lift_fresh" or host_waits_for(function, args, kwargs or {}):
             self.count[name] += 1
-        return function(*args, **kwargs)
+        return function(*args, **kwargs or {})
 
 
 @contextmanager
 def waits():
-    """Also of `tolist`, `cpu` and `numpy`, which are no operations."""
+    """Count the waits of the host, also in `tolist`, `cpu` and `numpy`, which are no operators."""
     with ExitStack() as stack:
         mode = stack.enter_context(_Waits())
         for name in ("tolist", "cpu", "numpy"):
@@ -58,7 +67,7 @@ def waits():
 
 
 class Stream:
-    """In place of torch.cuda's: all has happened as soon as it is launched. Its own event, too."""
+    """Stands in for a stream or an event of torch.cuda: work is done as soon as it is launched."""
 
     def __init__(self, *arguments, **options):
         pass
@@ -70,7 +79,7 @@ class Stream:
 
 
 def post_over_gloo(group, sends, receives):
-    """In place of collectives.post_batch(): one Work that waits for each of gloo's messages."""
+    """Stand in for collectives.post_batch(): return one Work that waits for all gloo messages."""
     works = [group.recv([tensor], peer, 0) for tensor, peer in receives]
     works += [group.send([tensor], peer, 0) for tensor, peer in sends]
     batch = Stream()
@@ -79,17 +88,17 @@ def post_over_gloo(group, sends, receives):
 
 
 def post_nowhere(group, sends, receives):
-    """In place of collectives.post_batch(): the batch is done at once, and nothing travels."""
+    """Stand in for collectives.post_batch(): send nothing, and finish at once."""
     return Stream()
 
 
 @contextmanager
 def as_on_nccl(post_batch=post_over_gloo, config="cpu:nccl,meta:nccl"):
-    """Groups have NCCL for every tensor, batches go to post_batch(), and torch has streams.
+    """Let groups use NCCL for every tensor, pass batches to post_batch(), and replace streams.
 
-    config: the carriers of every group, as get_backend_config() has them.
+    config: the backends of every group, as get_backend_config() returns them.
     """
-    known = weakref.WeakKeyDictionary()  # other carriers: new queues
+    known = weakref.WeakKeyDictionary()  # other backends need new queues
     for group, members in collectives._MEMBERSHIPS.items():
         known[group] = copy.copy(members)
         known[group].queues = {}
@@ -104,8 +113,37 @@ def as_on_nccl(post_batch=post_over_gloo, config="cpu:nccl,meta:nccl"):
 
 
 @contextmanager
+def nccl_over_gloo():
+    """Do what as_on_nccl() does, but block each batch until all its messages have been exchanged.
+
+    On NCCL, batches of different groups may run side by side. Here they run in the order in which
+    they are posted, so an order that could hang there hangs here. A group's first batch creates the
+    communicator, and waits until every rank of the group posts one. Both ends of a message must
+    have the same size. Tags are ignored. Yield a list of the number of messages in each batch.
+    """
+    sizes, connected = [], set()
+
+    def post_and_block(group, sends, receives):
+        assert all(tensor.is_contiguous() and tensor.numel() for tensor, _ in (*sends, *receives))
+        if group not in connected:
+            connected.add(group)
+            group.barrier().wait()
+        given = [(torch.tensor([tensor.nbytes]), peer) for tensor, peer in sends]
+        expected = [(torch.zeros(1, dtype=torch.int64), peer) for _, peer in receives]
+        post_over_gloo(group, given, expected).wait()
+        assert [x.nbytes for x, _ in receives] == [n.item() for n, _ in expected], "unlike sizes"
+        post_over_gloo(group, sends, receives).wait()
+        sizes.append(len(sends) + len(receives))
+        assert sizes[-1] <= 256  # NCCL may hang on larger batches
+        return Stream()
+
+    with as_on_nccl(post_and_block):
+        yield sizes
+
+
+@contextmanager
 def as_alone():
-    """as_on_nccl() of one rank, whose messages go nowhere; the others have what it has."""
+    """Run one rank alone, as on NCCL: nothing is sent, and other ranks have the same values."""
     alike = lambda value, group=None: [value] * dist.get_world_size(group)
     with ExitStack() as stack:
         stack.enter_context(as_on_nccl(post_nowhere))
@@ -116,7 +154,7 @@ def as_alone():
 
 @contextmanager
 def batches(**options):
-    """Of what runs as on NCCL, over gloo. options: as for as_on_nccl()."""
+    """Count batches in code that runs as on NCCL, over gloo. options: arguments of as_on_nccl()."""
     count = Counter()
 
     def listen(event, operation, sends=(), receives=()):

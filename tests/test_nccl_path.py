@@ -1,12 +1,6 @@
-"""Every layout through the code that NCCL runs, over gloo, with real numbers: as one process does.
+"""Every layout trains as one process does through NCCL's branches of the code, under its rules."""
 
-Messages go as NCCL takes them: batches of the calling thread, which block where they are posted
-until both ends have posted them, as if everything shared one hardware queue; tags tell nothing
-apart. What overlaps on a GPU happens here where it is launched, so that an order of launches that
-could hang there hangs here.
-"""
-
-from contextlib import contextmanager
+import signal
 from unittest.mock import patch
 
 import pytest
@@ -16,25 +10,9 @@ import torch.distributed as dist
 import hybrid
 import test_hybrid
 from collectives import exchange
-from gpu_counts import Stream, as_on_nccl, post_over_gloo
+from gpu_counts import nccl_over_gloo
 from ranks import RanksFailed, run, spawn
 from test_hybrid import EVERY_LAYOUT, MIXED, NODES, soak_but
-
-
-@contextmanager
-def nccl_over_gloo():
-    """NCCL's branches, for CPU tensors: a list of the sizes of the batches that they post."""
-    sizes = []
-
-    def post_and_block(group, sends, receives):
-        assert all(tensor.is_contiguous() and tensor.numel() for tensor, _ in (*sends, *receives))
-        post_over_gloo(group, sends, receives).wait()
-        sizes.append(len(sends) + len(receives))
-        assert sizes[-1] <= 256  # beyond that NCCL may hang
-        return Stream()
-
-    with as_on_nccl(post_and_block):
-        yield sizes
 
 
 def _as_on_nccl(function, *arguments):
@@ -46,15 +24,15 @@ def _as_on_nccl(function, *arguments):
 
 @pytest.fixture
 def on_nccl(monkeypatch):
-    """test_hybrid runs its ranks through NCCL's branches."""
+    """Make test_hybrid run its ranks through NCCL's branches of the code."""
     call = lambda world_size, function, *args: run(world_size, _as_on_nccl, function, *args)
     monkeypatch.setattr(test_hybrid, "run", call)
 
 
 def _several(rows):
-    """Rows (world_size, ...) of several ranks; a soak, but for some of up to 4."""
+    """Return the rows (world_size, ...) of several ranks; mark most of them "soak"."""
     rows = [row for row in rows if row[0] > 1]
-    return soak_but(lambda i, row: row[0] < 4 and i % 2 or (row[0] == 4 and i % 3 == 0), rows)
+    return soak_but(lambda i, row: i % {2: 2, 3: 2, 4: 3}.get(row[0], 12) == 0, rows)
 
 
 @pytest.mark.parametrize("world_size, flags", _several(EVERY_LAYOUT))
@@ -72,7 +50,7 @@ def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(on_nccl, world_size, f
 
 @pytest.fixture
 def on_nodes(monkeypatch):
-    """And each on a node of its own, or, of four ranks and more, two on each."""
+    """Do the same with one rank per node or, from four ranks on, two ranks per node."""
 
     def call(world_size, function, *args):
         return run(world_size, _on_nodes, 1 if world_size < 4 else 2, function, *args)
@@ -109,10 +87,32 @@ def test_layouts_that_span_nodes_train_as_one_process_does(on_nodes, world_size,
 def _send_before_receiving():
     rank, buffer = dist.get_rank(), torch.zeros(1)
     with nccl_over_gloo():
-        exchange([(torch.ones(1), 1 - rank)], [])  # neither rank ever gets to its receive
+        exchange([(torch.ones(1), 1 - rank)], [])  # neither rank reaches its receive
         exchange([], [(buffer, 1 - rank)])
 
 
-def test_an_order_that_hangs_on_nccl_hangs_here():
-    with pytest.raises(RanksFailed, match="Timed out|did not answer"):
-        spawn(2, _send_before_receiving, group_timeout=1, timeout=20)
+def _connect_without_rank_2():
+    rank, x = dist.get_rank(), torch.ones(1)
+    if rank == 2:
+        signal.pause()
+    with nccl_over_gloo():
+        exchange([(x, 1)] * (rank == 0), [(x, 0)] * (rank == 1))
+
+
+def _receive_more():
+    rank, x = dist.get_rank(), torch.ones(2)
+    with nccl_over_gloo():
+        exchange([(x[:1], 1)] * (rank == 0), [(x, 0)] * (rank == 1))
+
+
+WRONG = [
+    (2, _send_before_receiving, "Timed out"),
+    (3, _connect_without_rank_2, "Timed out"),
+    (2, _receive_more, "unlike sizes"),
+]
+
+
+@pytest.mark.parametrize("world_size, function, error", WRONG)
+def test_code_that_hangs_on_nccl_is_an_error_in_the_emulation(world_size, function, error):
+    with pytest.raises(RanksFailed, match=error):
+        spawn(world_size, function, group_timeout=1, timeout=20)

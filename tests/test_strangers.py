@@ -1,4 +1,4 @@
-"""What users of PyTorch write, ordinary and odd; scripts run under torchrun, and end normally."""
+"""Ordinary and odd scripts written for PyTorch's wrappers train with ours, and exit normally."""
 
 import copy
 import io
@@ -25,13 +25,13 @@ from replicas import assert_close
 
 
 def launch(folder, world_size, script, *arguments, **options):
-    """Run the text of a script under torchrun; its own file lies in `folder`."""
+    """Write a script to a file in `folder` and run it under torchrun."""
     file = folder / "script.py"
     file.write_text(textwrap.dedent(script))
     return torchrun(world_size, file, *arguments, cwd=folder, **options)
 
 
-# ---- ddp.py and zero.py: the ordinary script, with the import swapped ----------------------------
+# ---- ddp.py and zero.py: scripts with the import swapped -----------------------------------------
 
 
 def make_net(seed=0):
@@ -40,7 +40,7 @@ def make_net(seed=0):
 
 
 def parts_of_batch(step=1):
-    """Each rank's rows of a batch."""
+    """Return each rank's rows of a batch."""
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(3 * dist.get_world_size(), 6, generator=generator)
     return x.double().chunk(dist.get_world_size())
@@ -58,7 +58,7 @@ def train(model, optimizer, steps=3, loss=lambda model, x: model(x).square().mea
 
 
 def accumulated(wrap):
-    """Under no_sync(), and as nanoGPT says the same."""
+    """Accumulate gradients, by no_sync() and by the flag that nanoGPT sets."""
     net = make_net()
     model = wrap(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -78,7 +78,7 @@ def accumulated(wrap):
 
 
 def scaled(wrap, make_scaler=torch.amp.GradScaler):
-    """autocast and GradScaler; an overflow on one rank skips the step on all."""
+    """Train with autocast and GradScaler; an overflow on one rank skips the step on all ranks."""
     net = make_net().float()
     model = wrap(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -96,7 +96,7 @@ def scaled(wrap, make_scaler=torch.amp.GradScaler):
 
 
 class Odd(nn.Module):
-    """BatchNorm's buffers, a frozen, a tied and an unused weight, blocks that are recomputed."""
+    """A net with BatchNorm, a frozen, a tied and an unused weight, and recomputed blocks."""
 
     def __init__(self, use_reentrant):
         super().__init__()
@@ -105,7 +105,7 @@ class Odd(nn.Module):
         self.first[0].weight.requires_grad_(False)
         self.last[2].weight = self.first[2].weight
         self.norm, self.use_reentrant = nn.BatchNorm1d(6).double(), use_reentrant
-        if not use_reentrant:  # torch's cannot do both
+        if not use_reentrant:  # PyTorch's DDP does not support both
             self.unused = nn.Linear(2, 2)
 
     def forward(self, x):
@@ -123,7 +123,7 @@ def recomputed(wrap, use_reentrant):
 
 
 def held(wrap, hold):
-    """A net that returns its output in some way, or None; the loss is of what it computed."""
+    """Train a net whose output is in another object, or is None; the loss uses the real output."""
     net, found = make_net(), []
     forward = net.forward
     net.forward = lambda x: hold(found.append(forward(x)) or found[-1])
@@ -134,7 +134,7 @@ def held(wrap, hold):
 
 
 def two_wrappers(wrap):
-    """A generator and a discriminator, whose steps reach the other one, too."""
+    """Train a generator and a discriminator; the steps of each also reach the other."""
     nets = make_net(), make_net(seed=5)
     models = [wrap(net) for net in nets]
     optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
@@ -166,7 +166,7 @@ def saved_and_loaded(wrap):
 
 
 def fused_in_another_order(wrap):
-    """Weights in another order in memory, and an optimizer that goes through memory."""
+    """Train weights in channels_last order with a fused optimizer, which runs through memory."""
     torch.manual_seed(0)
     net = nn.Conv2d(4, 3, 3).double().to(memory_format=torch.channels_last)
     model = wrap(net, None, None, static_graph=True, gradient_as_bucket_view=True)
@@ -178,7 +178,7 @@ def fused_in_another_order(wrap):
 
 
 def with_gradients_of_inputs(wrap):
-    """autograd.grad() through the wrapper, which sends nothing."""
+    """Call autograd.grad() through the wrapper before backward()."""
     net = make_net()
     model = wrap(net)
 
@@ -235,8 +235,8 @@ def test_a_script_of_pytorchs_ddp_trains_the_same_with_our_shards(script):
 
 
 @on_ranks(1, 2, 3)
-def test_the_optimizer_of_shards_trains_as_pytorchs_does():
-    """In all pairs with DDP, clipped, with a schedule; and with one that looks for Adam's betas."""
+def test_our_zero_redundancy_optimizer_trains_as_pytorchs_does():
+    """Both optimizers train under both wrappers, with clipping and learning-rate schedules."""
     weights = []
     for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
         for shard in (ZeroRedundancyOptimizer, TheirOptimizer):
@@ -265,7 +265,7 @@ def test_the_optimizer_of_shards_trains_as_pytorchs_does():
 
 
 class Block(nn.Module):
-    """A unit of two layers, one normalised, used by a hook, recurrent, or recomputed."""
+    """A unit of two layers; one may be normalised, used by a hook, recurrent, or recomputed."""
 
     def __init__(self, how):
         super().__init__()
@@ -275,7 +275,7 @@ class Block(nn.Module):
         if how == "hook":
             self.b.register_forward_pre_hook(lambda module, args: (args[0] * module.weight[0],))
         if how == "recurrent":
-            self.a = nn.LSTM(6, 6)  # has a list of its own of its parameters
+            self.a = nn.LSTM(6, 6)  # a module that keeps its own list of its parameters
 
     def forward(self, state):
         h = self.a(state["x"].unsqueeze(0))  # a sequence of one
@@ -302,8 +302,8 @@ class Blocks(nn.Module):
 
 @pytest.mark.parametrize("how", ["recompute", "weight norm", "hook", "recurrent"])
 @on_ranks(2)
-def test_a_sharded_model_trains_clips_saves_and_goes_on_as_one_process(how):
-    """Units are given; between passes names, norms, copies and averages see this rank's pieces."""
+def test_a_sharded_model_trains_clips_saves_and_resumes_as_one_process_does(how):
+    """Between passes, names, copies and averages of parameters see this rank's pieces."""
 
     def go_on(model, optimizer, clip, rows, first):
         for step in range(first, first + 3):
@@ -334,8 +334,8 @@ def test_a_sharded_model_trains_clips_saves_and_goes_on_as_one_process(how):
 
 
 @on_ranks(2)
-def test_a_sharded_module_beside_autograd_grad_and_inside_of_others():
-    """A net under DDP before it; a gradient of its input, under no_sync(), which sums none."""
+def test_a_sharded_module_works_with_autograd_grad_and_inside_other_modules():
+    """A net under DDP precedes it. autograd.grad() of its input, under no_sync(), sums nothing."""
     net, plain = make_net(), make_net(seed=3)
     model = FullyShardedDataParallel(net, units=[net[0], net[2]])
     first = DistributedDataParallel(plain)
@@ -355,34 +355,15 @@ def test_a_sharded_module_beside_autograd_grad_and_inside_of_others():
 
 # ---- scripts -------------------------------------------------------------------------------------
 
-EACH = """
-    import functools, gc, os, sys
+ENDS = """
+    import gc, os, sys
     import torch
     import torch._dynamo, torch.multiprocessing
-    import torch.distributed as dist
-    import pipeline, sequence_parallel, zero
-
-    torch.set_num_threads(1)
-    gc.freeze()  # a process that ends has less to look at
-    for number, name in enumerate(sys.argv[1:]):
-        if (pid := os.fork()) == 0:  # each in a process of its own, which goes on below
-            break
-        _, status = os.waitpid(pid, 0)
-        # in one write, which the other rank's cannot cut in two
-        print(f"{number} ended with status {status}\\n", end="", flush=True)
-    else:
-        sys.exit()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    own = {"store": dist.FileStore(f"{name}.store"), "rank": rank, "world_size": world_size}
-    dist.init_process_group = functools.partial(dist.init_process_group, **own)
-    exec(compile(open(name).read(), name, "exec"))
-"""
-ENDS = """
-    import torch
     import torch.distributed as dist
     from torch import nn
     from collectives import all_reduce
     from ddp import DistributedDataParallel as DDP
+    from pipeline import Pipeline, zb_h1
     from tensor_parallel import ColumnParallelLinear, RowParallelLinear
     from zero import FullyShardedDataParallel as FSDP, ZeroRedundancyOptimizer
 
@@ -412,6 +393,24 @@ ENDS = """
         model[2] = RowParallelLinear(64, 8, group=dist.group.WORLD)
         return model
 
+    def pipeline_with_a_rank_that_fails():
+        torch.manual_seed(0)
+        tokens, labels = torch.randint(50, (8, 6)), torch.randint(5, (8,))
+        layers = nn.Embedding(50, 16), nn.Flatten(), nn.Linear(96, 32), nn.Linear(32, 5)
+        stage = nn.Sequential(*(layers[3:] if rank else layers[:3]))
+        optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2)
+        share = lambda logits, labels: nn.functional.cross_entropy(logits, labels) / 4
+        pipeline, losses = Pipeline(stage, zb_h1(2, 4), share, shape=(2, 32)), []
+        for _ in range(20):
+            optimizer.zero_grad()
+            losses.append(pipeline.step(tokens, labels))
+            optimizer.step()
+        assert rank == 0 or losses[-1] < losses[0] / 2, losses
+        try:
+            pipeline.step(tokens, labels if rank == 0 else labels[:4])
+        except (ValueError, RuntimeError) as error:  # its own error, or a lost connection
+            print(f"rank {rank}: {type(error).__name__}: {error}\\n", end="", flush=True)
+
     uses = [
         not_awaited,
         pending,
@@ -422,47 +421,30 @@ ENDS = """
         lambda: train(lambda model: FSDP(model, units=[model[0], model[2]])),
         lambda: train(split),
     ]
-    dist.init_process_group("gloo")
-    uses[number % len(uses)]()
-    dist.destroy_process_group()
-"""
-PIPELINE = """
-    import torch, torch.distributed as dist
-    from torch import nn
-    from pipeline import Pipeline, zb_h1
-
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    tokens, labels = torch.randint(50, (8, 6)), torch.randint(5, (8,))
-    model = nn.Sequential(nn.Embedding(50, 16), nn.Flatten(), nn.Linear(96, 32), nn.Linear(32, 5))
-    stage = model[:3] if rank == 0 else model[3:]
-    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2)
-    share = lambda logits, labels: nn.functional.cross_entropy(logits, labels) / 4
-    pipeline, losses = Pipeline(stage, zb_h1(2, 4), share, shape=(2, 32)), []
-    for _ in range(20):
-        optimizer.zero_grad()
-        losses.append(pipeline.step(tokens, labels))
-        optimizer.step()
-    assert rank == 0 or losses[-1] < losses[0] / 2, losses
-    try:
-        pipeline.step(tokens, labels if rank == 0 else labels[:4])
-    except (ValueError, RuntimeError) as error:  # of its own, or of the connection that was closed
-        print(f"rank {rank}: {type(error).__name__}: {error}\\n", end="", flush=True)
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    gc.freeze()  # so that a process exits faster
+    for number, use in enumerate([*uses, *uses, pipeline_with_a_rank_that_fails]):
+        if os.fork() == 0:  # the new process leaves the loop
+            break
+        _, status = os.wait()
+        # One write, so that the other rank's output does not cut the line in two.
+        print(f"{number} ended with status {status}\\n", end="", flush=True)
+    else:
+        sys.exit()
+    store = dist.FileStore(f"{number}.store")
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    use()
     dist.destroy_process_group()
 """
 
 
-def test_scripts_exit_with_0_and_one_that_fails_in_a_pipeline_does_not_hang_the_other(tmp_path):
-    """On two ranks of one torchrun, each script in a process that ends by itself."""
-    scripts = 16 * [ENDS] + [PIPELINE]  # each use twice
-    names = [tmp_path / f"{number}.py" for number in range(len(scripts))]
-    for name, text in zip(names, scripts):
-        name.write_text(textwrap.dedent(text))
-    done = launch(tmp_path, 2, EACH, *names, timeout=240)
+def test_scripts_exit_with_0_and_a_rank_that_fails_in_a_pipeline_does_not_hang_the_other(tmp_path):
+    """Each use runs in a process of its own, on two ranks of one torchrun."""
+    done = launch(tmp_path, 2, ENDS, timeout=240)
     assert done.returncode == 0, done.stderr
     ended = [line for line in done.stdout.splitlines() if " ended with " in line]
-    ends = [f"{number} ended with status 0" for number in range(len(scripts))]
+    ends = [f"{number} ended with status 0" for number in range(17)]
     assert sorted(ended) == sorted(2 * ends), done.stderr
     assert "\nrank 1: ValueError: Expected input batch_size (2)" in done.stdout, done.stderr
     assert "\nrank 0: RuntimeError: " in done.stdout, done.stderr
@@ -476,12 +458,12 @@ SMALL = f"--hidden 16 --heads 2 --seq-len 16 --data {PROJECT / 'ddp.py'}"
 
 
 def said(done):
-    """What hybrid.main() says on stderr."""
+    """Return the errors that hybrid.main() printed to stderr."""
     return [x.split(": ", 1)[1] for x in done.stderr.splitlines() if ".py: error: " in x]
 
 
 def read_metrics(file):
-    """The objects of a file of metrics; only what JSON knows of is in it."""
+    """Return the objects of a metrics file, which must be strict JSON."""
     wrong = lambda constant: pytest.fail(f"{constant} is not JSON")
     return [json.loads(line, parse_constant=wrong) for line in file.read_text().splitlines()]
 
@@ -507,10 +489,10 @@ def test_torchrun_and_one_process_write_the_same_metrics(tmp_path):
         for name in ("loss", "grad_norm", "validation_loss"):
             assert ours.get(name, 0) == pytest.approx(theirs.get(name, 0), rel=1e-5)
     assert len(metrics[0]) == 5 and metrics[0][1].keys() == {*words}
-    assert len(str(metrics[0][1]["loss"])) > 8  # full precision, not the printed four digits
+    assert len(str(metrics[0][1]["loss"])) > 8  # more than the four digits that are printed
 
 
-def test_a_fault_of_one_machine_is_said_once(tmp_path):
+def test_an_error_on_one_machine_is_printed_once(tmp_path):
     script = """
         import os, sys
         import hybrid

@@ -1,5 +1,6 @@
-"""A transformer layer, with attention as in the papers whose memory it has; what autograd keeps."""
+"""A transformer layer with the papers' unfused attention, and measures of memory."""
 
+import gc
 from contextlib import contextmanager
 
 import torch
@@ -12,9 +13,9 @@ from tensor_parallel import mark_sum_over_tp
 
 
 def unfused_attention(q, k, v, p=0.0):
-    """Causal attention with dropout of its weights, in its steps: it makes (B, H, T, T) scores.
+    """Causal attention with dropout of its weights, which stores scores of (B, H, T, T).
 
-    q: (B, H, T, K), and so the result; k, v: (B, KV, T, K).
+    q and the result: (B, H, T, K); k, v: (B, KV, T, K).
     """
     T, K = q.shape[-2:]
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -24,9 +25,9 @@ def unfused_attention(q, k, v, p=0.0):
 
 
 class TransformerLayer(hybrid.Block):
-    """hybrid.py's, of these sizes, whose attention is not fused unless one is given.
+    """hybrid.Block of these sizes, with unfused attention by default.
 
-    p: the probability of dropout. mode: what is recomputed, "none", "selective" or "full".
+    p: the probability of dropout. mode: what backward recomputes, "none", "selective" or "full".
     """
 
     def __init__(
@@ -45,19 +46,27 @@ class TransformerLayer(hybrid.Block):
 
 
 def norm_bytes(batch, seq_len, tp=1, sequence_parallel=False, recompute="none", itemsize=2):
-    """Bytes of the mean and deviation per token of a layer's norms, not in activation_bytes()."""
+    """Return the bytes of the norms' mean and deviation, which activation_bytes() leaves out."""
     tokens = seq_len * batch // (tp if sequence_parallel else 1)
     return 0 if recompute == "full" else 2 * 2 * itemsize * tokens
 
 
+def bytes_of_new_tensors():
+    """Return the bytes of all tensors that were made since gc.freeze() and are alive."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 @contextmanager
 def saved_bytes(parameters=()):
-    """Counts what autograd keeps: `with saved_bytes(parameters) as count: ...; count()`.
+    """Yield count(), which returns the bytes that autograd keeps of what was computed inside.
 
-    Each storage counts once, and those of parameters do not.
+    Each storage counts once; the storages of `parameters` do not count.
     """
     own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    kept = {}  # address of a storage -> a tensor in it, which keeps it from being reused
+    kept = {}  # {a storage's address: a tensor in it, so that the address is not reused}
 
     def pack(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor
@@ -68,8 +77,9 @@ def saved_bytes(parameters=()):
 
 
 class Peak(TorchDispatchMode):
-    """`with Peak() as peak: ...` peak.bytes: the most that was alive at a time, of what operations
-    inside have made or changed; peak.now(): what still is.
+    """Measures the storages that operations inside it make or change.
+
+    bytes: the most that were alive at one time. now(): those that are alive now.
     """
 
     def __init__(self):
