@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 import signal
-import sys
 import threading
 import time
 import weakref
