@@ -1,9 +1,9 @@
 """Collectives made of messages.
 
-A rank is a process with a GPU of its own, or on CPU cores. A process group is P ranks, which share
-no memory and send tensors to each other. Everything that training needs is built here on one
-primitive, exchange(): a batch of sends and receives that progress together. D is the size of the
-full tensor in bytes. log2(P) is rounded up.
+A rank is a process, which has a GPU of its own or runs on CPU cores. A process group is P ranks,
+which share no memory and send tensors to each other. Everything that training needs is built here
+on one primitive, exchange(): a batch of sends and receives that progress together. D is the size of
+the full tensor in bytes. log2(P) is rounded up; all_reduce_cost() is exact for every P.
 
                            what a rank has in the end            a rank sends     steps
     all_reduce             the sum of all ranks' tensors
@@ -18,19 +18,19 @@ full tensor in bytes. log2(P) is rounded up.
     all_to_all_single      rank j has every rank's chunk j        (P-1)/P D       1
     broadcast              the root's tensor                      log2(P) D       log2(P)
     reduce                 the root has the sum                   D               log2(P)
-    scatter                rank r has the root's tensor r         (P-1)/P D       1
-    gather                 the root has every rank's tensor       D/P             1
 
-A rank holds   its tensors, and scratch memory for the parts that it adds: three chunks of 1 MB on
-               gloo, two tensors of 64 MB on NCCL. Longer tensors are cut into such segments
-It sends       what the table says; for broadcast and scatter, what the root sends. All-reduces send
-               at least 2(P-1)/P D
+A rank holds   its tensors, and scratch memory for what arrives to be added. Long tensors are cut
+               into segments: a ring on gloo needs 3 chunks of 1 MB, and direct on NCCL 2 x 64 MB.
+               Halving needs D/2 and recursive doubling D
+It sends       what the table says, which for broadcast is what the root sends. In no all-reduce can
+               all ranks send less than 2(P-1)/P D. A scatter or gather is one exchange(), in which
+               the root sends, or receives, P-1 tensors of D/P bytes
 Overlap        with async_op=True an operation runs beside the caller's computation: in a thread for
                gloo (CPUs), on a side stream for NCCL (GPUs)
 PyTorch's      torch.distributed has the same names and meanings; all_gather_into_tensor is an older
                name of all_gather_single. Here the collectives of a group run one after the other,
-               tensors need not be contiguous, all_gather takes different lengths, reduce changes
-               only the root's tensor, and copy_to_group() and its like can be differentiated
+               tensors need not be contiguous, reduce changes only the root's tensor, and
+               copy_to_group() and its like can be differentiated
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
@@ -44,7 +44,7 @@ import pickle
 import tempfile
 import threading
 import weakref
-from collections import deque, namedtuple
+from collections import deque
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
@@ -80,8 +80,8 @@ def ring_all_reduce(tensor, group=None):
 # ---- messages ------------------------------------------------------------------------------------
 #
 # An Operation, defined further down, is one call: it posts messages, tells listeners of them, names
-# the peer when one fails, and has the wait() of an asynchronous call. Its queue runs the pending
-# collectives of its group one after the other.
+# the peer when a message fails, and has the wait() of an asynchronous call. Its queue runs the
+# pending collectives of its group one after the other.
 
 
 def rank_and_size(group=None):
@@ -99,7 +99,6 @@ def exchange(sends, receives, group=None, async_op=False):
     """
     tensor = (sends or receives)[0][0] if sends or receives else None
     operation = Operation("exchange", group, tensor, async_op)
-    operation.tell("begin")
     if not operation.queue.is_completed():
         with suppress(Exception):  # an error of a pending collective is raised by its own wait()
             operation.queue.finish()
@@ -107,7 +106,7 @@ def exchange(sends, receives, group=None, async_op=False):
     if not async_op:
         return operation.complete(task)
     operation.finish = partial(operation.complete, task)
-    operation.is_completed = lambda: False
+    operation.is_completed = lambda: False  # gloo tells it only in wait()
     return operation
 
 
@@ -122,18 +121,19 @@ ALIGNMENT = 128  # bytes; a GPU reads 128 at once (NCCL and grouped products nee
 
 
 def take_turns(algorithms, operation):
-    """Run algorithms, several at a time; the one that posted its messages first continues first.
+    """Run algorithms, several at a time. The one whose messages were posted first continues first.
 
     All ranks keep this order, so the k-th message from rank 0 to rank 1 is the k-th it expects.
     """
-    waiting, under_way = deque(algorithms), deque()  # [(algorithm, what waits for its messages)]
+    waiting = deque(algorithms)
+    under_way = deque()  # (algorithm, function that waits for its messages and holds their tensors)
     while waiting or under_way:
         if waiting and len(under_way) < operation.queue.window:
             algorithm = waiting.popleft()
         else:
             algorithm, wait = under_way.popleft()
             wait()
-            wait = None  # it holds the tensors of the step
+            wait = None  # its tensors may be freed
         step = next(algorithm, None)
         if step is not None:
             under_way.append((algorithm, operation.post(*step)))
@@ -143,7 +143,8 @@ def take_turns(algorithms, operation):
 def _cut(flat, parts, P=1):
     """Cut a flat tensor into parts, each of which begins at a multiple of 128 P bytes.
 
-    10 x 128 bytes in 4 parts are 2, 3, 2 and 3 x 128 bytes. Of a short tensor some parts are empty.
+    10 x 128 bytes are cut into 2, 3, 2 and 3 x 128 bytes. Parts of a short tensor may be empty.
+    P: into how many chunks each part is to be cut in turn
     """
     if parts == 1:
         return [flat]
@@ -157,15 +158,27 @@ def _cut(flat, parts, P=1):
 # Replicas of a model rely on identical bits. So a sum is computed on one rank and copied, or it is
 # computed on all ranks in the same order, or in mirrored orders: a + b is exactly b + a.
 
-Combine = namedtuple("Combine", "pair rows")  # two tensors; all rows of a matrix, with one kernel
-
-_COMBINE = {
-    ReduceOp.SUM: Combine(torch.add, torch.sum),
-    ReduceOp.AVG: Combine(torch.add, torch.sum),  # and one division at the end
-    ReduceOp.PRODUCT: Combine(torch.mul, torch.prod),
-    ReduceOp.MIN: Combine(torch.minimum, torch.amin),
-    ReduceOp.MAX: Combine(torch.maximum, torch.amax),
+_REDUCTIONS = {  # of two tensors; of all rows of a matrix
+    ReduceOp.SUM: (torch.add, torch.sum),
+    ReduceOp.AVG: (torch.add, torch.sum),  # and one division at the end
+    ReduceOp.PRODUCT: (torch.mul, torch.prod),
+    ReduceOp.MIN: (torch.minimum, torch.amin),
+    ReduceOp.MAX: (torch.maximum, torch.amax),
 }
+
+
+class _Combine:
+    """How one operation combines tensors: pair(a, b, out=...) or rows(matrix, 0, out=...).
+
+    scratch: matrices whose rows have been reduced, for the operation's next segments to use
+    """
+
+    def __init__(self, op):
+        if op not in _REDUCTIONS:
+            raise ValueError(f"op={op} is not supported; SUM, AVG, PRODUCT, MIN and MAX are")
+        self.pair, self.rows = _REDUCTIONS[op]
+        self.scratch = []
+
 
 MOST_PEERS = 128  # in a batch: NCCL may hang with more than 256 messages at once
 
@@ -211,42 +224,39 @@ def _ring_all_gather(chunks, rank):
 def _pairwise(outgoing, arriving, rank):
     """Send outgoing[r] to every other rank r, nearest first, and receive arriving[r]. 1 step."""
     P = len(outgoing)
-    for first in range(1, P, MOST_PEERS):
-        distances = range(first, min(first + MOST_PEERS, P))
+    for nearest in range(1, P, MOST_PEERS):
+        distances = range(nearest, min(nearest + MOST_PEERS, P))
         after = [(rank + distance) % P for distance in distances]
         before = [(rank - distance) % P for distance in distances]
         yield [(outgoing[r], r) for r in after], [(arriving[r], r) for r in before]
 
 
-def _direct_reduce_scatter(chunks, output, combine, rank, scratch):
-    """Send every chunk to its rank, which reduces what arrives in the order of ranks. 1 step.
-
-    scratch: a list of matrices that segments of the same tensor have used and the next ones may
-    """
+def _direct_reduce_scatter(chunks, output, combine, rank):
+    """Send every chunk to its rank, which reduces what arrives in the order of ranks. 1 step."""
     P = len(chunks)
     if P == 1:
         output.copy_(chunks[0])
     elif output.is_cuda:  # one kernel reads each element once, and rounds once
         unit = ALIGNMENT // output.itemsize
-        length = (len(output) // unit + 3) * unit  # other segments are at most 2 units longer
-        matrix = scratch.pop() if scratch else output.new_empty(P, length)
+        longest = (len(output) // unit + 2) * unit  # _cut() makes some segments one unit longer
+        matrix = combine.scratch.pop() if combine.scratch else output.new_empty(P, longest)
         rows = matrix[:, : len(output)]  # row r: from rank r
         yield from _pairwise(chunks, rows.unbind(), rank)
         rows[rank].copy_(chunks[rank])
         combine.rows(rows, 0, out=output)
-        scratch.append(matrix)
+        combine.scratch.append(matrix)  # NCCL writes there only after the kernel has read it
     else:
         parts = [torch.empty_like(output) for _ in chunks]
         yield from _pairwise(chunks, parts, rank)
-        scratch = parts[0 if rank else 1]  # what has arrived may be overwritten once it is added
+        partial_sum = parts[rank]  # nothing arrives there
         parts[rank] = chunks[rank]
         total, *others, last = parts
         for part in others:
-            total = combine.pair(total, part, out=scratch)
+            total = combine.pair(total, part, out=partial_sum)
         combine.pair(total, last, out=output)
 
 
-def _direct_all_gather(chunks, rank, scratch=None):
+def _direct_all_gather(chunks, rank):
     """Send this rank's chunk to every rank. 1 step."""
     return _pairwise([chunks[rank]] * len(chunks), chunks, rank)
 
@@ -261,11 +271,11 @@ def _halving(chunks, output, combine, rank):
     while len(chunks) > 1:
         half = len(chunks) // 2
         partner = rank ^ half
-        kept, given = chunks[:half], chunks[half:]
+        kept, sent = chunks[:half], chunks[half:]
         if rank > partner:
-            kept, given = given, kept
+            kept, sent = sent, kept
         received = torch.empty_like(_joined(kept))
-        yield [(_joined(given), partner)], [(received, partner)]
+        yield [(_joined(sent), partner)], [(received, partner)]
         total = combine.pair(_joined(kept), received, out=received if half > 1 else output)
         chunks = total.split_with_sizes([len(chunk) for chunk in kept])
 
@@ -280,9 +290,10 @@ def _doubling(chunks, rank):
     """
     size = 1
     while size < len(chunks):
-        first = rank // size * size  # of the chunks that this rank has; its partner's are beside
-        own = _joined(chunks[first : first + size])
-        arriving = _joined(chunks[first ^ size : (first ^ size) + size])
+        start = rank // size * size  # the first of the chunks that this rank has
+        own = _joined(chunks[start : start + size])
+        start ^= size  # the first of its partner's
+        arriving = _joined(chunks[start : start + size])
         yield [(own, rank ^ size)], [(arriving, rank ^ size)]
         size *= 2
 
@@ -296,8 +307,8 @@ def _joined(chunks):
 def _hierarchical_reduce_scatter(chunks, output, combine, rank, ranks_per_node):
     """Reduce-scatter inside each of O nodes of I ranks, directly, then along rings across nodes.
 
-    Local rank i reduces chunk i of every node. (I-1)/I D bytes stay inside a node, (O-1)/O D/I
-    cross. There are 1 + (O-1) steps. O = I = 2:
+    Inside a node, local rank i reduces the chunks of local rank i of every node. Of the bytes that
+    a rank sends, (I-1)/I D stay in its node and (O-1)/O D/I leave it. 1 + (O-1) steps. O = I = 2:
 
         rank       0               1               2               3
         inside     c0 c2: 0+1      c1 c3: 0+1      c0 c2: 2+3      c1 c3: 2+3
@@ -307,7 +318,7 @@ def _hierarchical_reduce_scatter(chunks, output, combine, rank, ranks_per_node):
     node, local_rank = divmod(rank, I)
     nodes = [chunks[first : first + I] for first in range(0, P, I)]
     sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::I]]
-    direct = [_direct_reduce_scatter(*own, combine, local_rank, []) for own in zip(nodes, sums)]
+    direct = [_direct_reduce_scatter(*pair, combine, local_rank) for pair in zip(nodes, sums)]
     yield from _among(range(node * I, node * I + I), direct)
     across = _ring_reduce_scatter(sums, output, combine, node)
     yield from _among(range(local_rank, P, I), [across])
@@ -361,7 +372,7 @@ def _recursive_doubling(output, input, combine, rank, world_size):
         total = combine.pair(total, received, out=output if distance == world_size else received)
 
 
-def _all_reduce(name, output, input, combine, rank, world_size, **own):
+def _all_reduce(name, output, input, combine, rank, world_size, **options):
     """Run one all-reduce with the named algorithm.
 
     Doubling takes the first 2^k <= P ranks; rank r - 2^k stands in for a rank r beyond them.
@@ -377,14 +388,14 @@ def _all_reduce(name, output, input, combine, rank, world_size, **own):
         yield [], [(other, rank + core)]
         input = combine.pair(input, other, out=other)
     if name == "naive":
-        yield from _direct_reduce_scatter([input] * core, output, combine, rank, **own)
+        yield from _direct_reduce_scatter([input] * core, output, combine, rank)
     elif name == "recursive_doubling":
         yield from _recursive_doubling(output, input, combine, rank, core)
     else:
         reduce_scatter, all_gather = _PHASES[name]
         chunks = _cut(output, core)
-        yield from reduce_scatter(_cut(input, core), chunks[rank], combine, rank, **own)
-        yield from all_gather(chunks, rank, **own)
+        yield from reduce_scatter(_cut(input, core), chunks[rank], combine, rank, **options)
+        yield from all_gather(chunks, rank, **options)
     if stands_in:
         yield [(output, rank + core)], []
 
@@ -392,21 +403,20 @@ def _all_reduce(name, output, input, combine, rank, world_size, **own):
 def _tree(operation):
     """Return this rank's parent and children, farthest first, in a tree of depth log2(P).
 
-    P = 8    0->4, 0->2 4->6, 0->1 2->3 4->5 6->7       counted from the root
+    Ranks are counted from the root, and the lowest bit of a rank is the distance to its parent:
+
+        4 -> 0     2 -> 0, 6 -> 4     1 -> 0, 3 -> 2, 5 -> 4, 7 -> 6       (P = 8)
     """
     rank, P = operation.place
     number = (rank - operation.root) % P
-    children = []
-    distance = 1
-    while distance < P and not number & distance:
-        if number + distance < P:
-            children.insert(0, (rank + distance) % P)
-        distance *= 2
-    return (rank - distance) % P if number else None, children
+    lowest_bit = number & -number or P
+    nearer = [1 << k for k in range(P.bit_length()) if 1 << k < min(lowest_bit, P - number)]
+    children = [(rank + distance) % P for distance in reversed(nearer)]
+    return (rank - lowest_bit) % P if number else None, children
 
 
 def _tree_broadcast(tensor, operation):
-    """A rank receives the tensor from its parent and passes it on to its children."""
+    """Receive the tensor from this rank's parent and pass it on to its children."""
     parent, children = _tree(operation)
     if parent is not None:
         yield [], [(tensor, parent)]
@@ -421,8 +431,8 @@ def _tree_broadcast(tensor, operation):
 # between nodes). They are fixed, not measured at start-up: results must not depend on timing.
 
 ONE_STEP_BYTES = 1 << 16  # on NCCL inside a node, sending less P-1 times is quicker than two steps
-DIRECT_BYTES = 1 << 26  # of a full tensor that is one segment on NCCL; this bounds the scratch
-LONG_BYTES = 1 << 21  # on gloo, segments of a longer tensor stay in a cache, and halves do not
+DIRECT_BYTES = 1 << 26  # the longest segment of a full tensor on NCCL; it bounds the scratch memory
+LONG_BYTES = 1 << 21  # on gloo, a longer tensor is quicker in segments, which fit a core's cache
 
 
 @lru_cache(1 << 12)
@@ -431,48 +441,51 @@ def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
     nodes = world_size // ranks_per_node
     if world_size == 1 or (on_nccl and nodes == 1):  # one rank copies; P-1 messages leave at once
         return "naive" if phases == 2 and nbytes < ONE_STEP_BYTES else "direct"
-    is_power_of_two = world_size.bit_count() == 1
-    is_short = on_nccl or nbytes < LONG_BYTES
-    possible = {
-        "ring": True,
-        "hierarchical": 1 < nodes < world_size,
-        "recursive_doubling": is_short and phases == 2,
-        "halving_doubling": is_short and (is_power_of_two or phases == 2),
-        "direct": is_short and not is_power_of_two and phases == 1 and not on_nccl,
-    }
-    latency = 1 << (22 if on_nccl else 17 if nodes == 1 else 14)  # a step's time, as bytes
+    names = ["ring"]
+    if 1 < nodes < world_size:
+        names.append("hierarchical")
+    if on_nccl or nbytes < LONG_BYTES:
+        if phases == 2:
+            names += ["recursive_doubling", "halving_doubling"]
+        elif world_size.bit_count() == 1:
+            names.append("halving_doubling")
+        elif not on_nccl:
+            names.append("direct")
+    step_bytes = 1 << 22 if on_nccl else 1 << 17  # what is sent in the time that a step costs
+    if nodes > 1 and not on_nccl:
+        step_bytes = 1 << 14
 
     def cost(name):
         steps, sent = all_reduce_cost(name, nbytes, world_size, ranks_per_node)
-        return steps * latency + sent // (ranks_per_node if name == "hierarchical" else 1)
+        if name == "hierarchical":
+            sent //= ranks_per_node  # the bytes that leave the node
+        return steps * step_bytes + sent
 
-    return min(filter(possible.get, possible), key=cost)
+    return min(names, key=cost)
 
 
 def _plan(operation, nbytes, phases=1, name="auto"):
-    """Return (algorithm, segments, its own arguments) for an operation; name: a caller's choice."""
+    """Return (name, number of segments, keyword arguments) of an operation's algorithm."""
     P = operation.world_size
     on_nccl = operation.queue.on_nccl
     ranks_per_node = operation.members.ranks_per_node
     if name == "auto" or P == 1:
         name = choose(nbytes, P, ranks_per_node, on_nccl, phases)
-    own = {"scratch": []} if name in ("direct", "naive") else {}
-    if name == "hierarchical":
-        own = {"ranks_per_node": ranks_per_node}
+    options = {"ranks_per_node": ranks_per_node} if name == "hierarchical" else {}
     if "doubling" in name or name == "naive" or (name == "ring" and on_nccl):
         # ranks beyond 2^k would post segments in another order; on NCCL a ring would gain nothing
-        return name, 1, own
+        return name, 1, options
     segment_bytes = DIRECT_BYTES if on_nccl else P * SEGMENT
-    return name, max(1, math.ceil(nbytes / segment_bytes)), own
+    return name, max(1, math.ceil(nbytes / segment_bytes)), options
 
 
 # ---- an operation and its queue ------------------------------------------------------------------
 #
-# A collective makes an Operation, and _launch() runs it in its turn: take_turns() steps through its
-# generators, whose messages post() begins. The collectives of a group run one after the other: on
-# the group's queue with async_op or behind pending ones, otherwise at once. The queue is a thread
-# for gloo, whose messages someone must wait for, and a side stream for NCCL, whose waits block no
-# host. Inputs are read when the turn comes. Nothing waits for an exchange().
+# A collective makes an Operation, and _launch() runs it: take_turns() steps through its algorithms,
+# whose messages post() begins. The collectives of a group run one after the other, and read their
+# inputs when their turn comes. With async_op, or while others are pending, they run on the group's
+# queue: a thread for gloo, where waiting for a message blocks, and a side stream for NCCL, where it
+# only orders streams. An exchange() is posted at once, and no collective waits for it.
 #
 # Two tables are global: torch's groups take no attributes, and autograd calls collectives in
 # threads of its own, which do not have their caller's context.
@@ -486,8 +499,8 @@ class Membership:
 
     place: (this rank in the group, the group's size); ranks: the global ranks of its members
     ranks_per_node, by_backend: see set_ranks_per_node() and set_backend_collectives()
-    queues: {device type: the queue for such tensors}; thread: the queue of devices without NCCL
-    device: where tokens and objects travel, over gloo if the group has it beside NCCL
+    queues: {device: the queue for its tensors}; thread: the queue of devices without NCCL
+    device: where the tensors of barrier() and gather_objects() are, on the CPU if gloo is there
     """
 
     def __init__(self, group):
@@ -523,27 +536,28 @@ class Operation:
     finish = is_completed = staticmethod(lambda: True)  # unless it is asynchronous
 
     def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None, of=None):
-        """tensor: one of those that travel; op: what reduces them; root: a global rank."""
+        """tensor: any of those that travel; op: a ReduceOp; root: a global rank."""
         self.name, self.async_op = name, async_op
         self.op, self.of = op, of
         self.listeners = of.listeners if of else tuple(_LISTENERS)
         self.group = group or dist.group.WORLD
         self.members = members = membership(self.group, name)
-        self.place = self.rank, self.world_size = members.place
+        self.place = members.place
+        self.rank, self.world_size = members.place
         self.ranks = members.ranks
-        device_type = "cpu" if tensor is None else tensor.device.type
-        self.queue = members.queues.get(device_type)
+        device = None if tensor is None else tensor.device
+        self.queue = members.queues.get(device)
         if self.queue is None:  # a group may have NCCL for GPUs and gloo for CPUs
-            on_nccl = f"{device_type}:nccl" in dist.get_backend_config(self.group)
-            self.queue = members.queues[device_type] = _Stream() if on_nccl else members.thread
+            on_nccl = device and f"{device.type}:nccl" in dist.get_backend_config(self.group)
+            self.queue = members.queues[device] = _Stream() if on_nccl else members.thread
         if root is not None and root not in self.ranks:
             raise ValueError(f"src or dst={root} is not among the group's ranks {self.ranks}")
         self.root = None if root is None else self.ranks.index(root)
+        self.tell("begin")
 
     def wait(self):
-        """Return once the operation is done, or raise its error. CUDA holds up only the stream."""
+        """Return once the operation is done, or raise its error. On CUDA only the stream waits."""
         waiting = Operation("wait", self.group, of=self)
-        waiting.tell("begin")
         waiting.complete(self.finish)
         self.finish = lambda: None  # the tensors are no longer held
 
@@ -558,11 +572,11 @@ class Operation:
             self.tell("end")
 
     def post(self, sends, receives):
-        """Begin messages [(tensor, peer)] that progress together, and return what waits for them.
+        """Begin a batch of messages [(tensor, peer)], and return a function that waits for them.
 
-        That keeps their tensors, too. gloo takes single messages, with tags that keep them apart
-        from a user's; dist.isend() and irecv() would take the host twice as long. gloo cannot send
-        CUDA memory, so buffers in pinned host memory travel in its place.
+        The function holds their tensors. On gloo each message is posted alone; dist.isend() and
+        irecv() would take the host twice as long. gloo cannot send CUDA memory, so buffers in
+        pinned host memory travel in its place.
         """
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
@@ -572,13 +586,13 @@ class Operation:
         self.tell("post", sends, receives)
         if self.queue.on_nccl:
             work = self.attempt(messages, post_batch, self.group, sends, receives)
-            return partial(self.await_messages, [(messages, work)])
+            return partial(self.attempt, messages, work.wait)
         arriving = receives
         if messages[0][0].is_cuda:
             pinned = partial(torch.empty_like, device="cpu", pin_memory=True)
             arriving = [(pinned(tensor), peer) for tensor, peer in receives]
             sends = [(pinned(tensor).copy_(tensor), peer) for tensor, peer in sends]
-        tag = (1 << 30) + (self.name != "exchange")  # beyond a user's tags
+        tag = 1 << 30  # beyond a user's tags
         works = []
         for call, messages in (self.group.recv, arriving), (self.group.send, sends):
             for tensor, peer in messages:
@@ -586,10 +600,10 @@ class Operation:
                 works.append((message, self.attempt(message, call, [tensor], peer, tag)))
         return partial(self.await_messages, works, receives, arriving)
 
-    def await_messages(self, works, receives=(), arriving=()):
-        """works: [(messages, their torch Work)]; what arrived elsewhere is copied to `receives`."""
-        for messages, work in works:
-            self.attempt(messages, work.wait)
+    def await_messages(self, works, receives, arriving):
+        """works: [([message], torch Work)]; what arrived elsewhere is copied to `receives`."""
+        for message, work in works:
+            self.attempt(message, work.wait)
         for (tensor, _), (buffer, _) in zip(receives, arriving):
             if buffer is not tensor:
                 tensor.copy_(buffer)
@@ -600,9 +614,8 @@ class Operation:
             return call(*arguments)
         except RuntimeError as error:
             peers = " or ".join(str(self.ranks[peer]) for peer in sorted({p for _, p in messages}))
-            lost = f"rank {self.ranks[self.rank]} lost rank {peers}: {error}"
-            where = f"{self.name} in the group of ranks {self.ranks}"
-            raise RuntimeError(f"{where}: {lost}") from error
+            where = f"{self.name} in the group of ranks {self.ranks}: rank {self.ranks[self.rank]}"
+            raise RuntimeError(f"{where} lost rank {peers}: {error}") from error
 
 
 def post_batch(group, sends, receives):
@@ -636,15 +649,15 @@ def observe(listener):
 
 
 class _Stream:
-    """The queue of a group on NCCL: a side stream, made once, as torch has a pool of only 32.
+    """The queue of a group on NCCL: a CUDA stream, made once, as torch has a pool of only 32.
 
-    Its priority is for additions; NCCL's stream takes is_high_priority_stream of new_group().
+    Its priority is that of additions; messages have the priority that new_group() gave NCCL.
     """
 
     on_nccl = True
     window = 2  # segments under way: one is added, one travels, as batches run in order
     finish = is_completed = staticmethod(lambda: True)  # of the last task that was submitted
-    AHEAD = 5  # operations that the host may have launched and the device not have done
+    AHEAD = 5  # the host may have launched as many operations that the device has not done
 
     def __init__(self):
         self.stream = torch.cuda.Stream(priority=-1)
@@ -653,8 +666,8 @@ class _Stream:
     def run(self, task, held=()):
         """Run a task on the current stream, then wait until at most AHEAD tasks are not done.
 
-        Memory that NCCL's messages touched is reused only once the host has seen their end: if it
-        ran ahead by a whole step, each message of the step would need memory of its own.
+        Memory that NCCL's messages touched is reused only once the host has seen their end. If the
+        host ran ahead by a whole step, each message of the step would need memory of its own.
         """
         task()
         event = torch.cuda.current_stream().record_event()
@@ -721,7 +734,10 @@ class _Thread:
 
 
 def _launch(operation, algorithms, outputs, inputs=(), backend_options=None):
-    """Run an operation in its turn, by the generators that algorithms(*flat tensors) returns."""
+    """Run an operation in its turn, by the generators algorithms(*flat outputs, *flat inputs).
+
+    backend_options: keyword arguments of the backend's function that may run in their place
+    """
     tensors = (*outputs, *inputs)
 
     def run():
@@ -736,7 +752,6 @@ def _launch(operation, algorithms, outputs, inputs=(), backend_options=None):
             if not tensor.is_contiguous():  # then the result is in a copy
                 tensor.detach().copy_(result.view(tensor.shape))
 
-    operation.tell("begin")
     queue = operation.queue
     if operation.async_op and operation.world_size > 1:
         queue.submit(partial(operation.complete, run), tensors)
@@ -766,8 +781,8 @@ def _backend_collective(operation, tensors, options):
 
 # ---- the collectives -----------------------------------------------------------------------------
 #
-# Each returns None or, with async_op=True, its Operation, whose wait() ends it. Sizes that do not
-# fit raise a ValueError, since a short buffer would abort the process. src, dst: global ranks.
+# Each returns None or, with async_op=True, an Operation to wait() for. Sizes that do not fit raise
+# a ValueError, since a short buffer would abort the process. src and dst are global ranks.
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
@@ -778,31 +793,32 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="a
     """
     operation = Operation("all_reduce", group, tensor, async_op, op)
     rank, P = operation.place
-    combine = _COMBINE[op]
-
-    def algorithms(output, input):
-        name, segments, own = _plan(operation, tensor.nbytes, 2, algorithm)
-        parts = zip(_cut(output, segments, P), _cut(input, segments, P))
-        return [_all_reduce(name, *part, combine, rank, P, **own) for part in parts]
-
+    combine = _Combine(op)
+    inputs = [tensor]
     if output is None:
-        return _launch(operation, lambda x: algorithms(x, x), [tensor], [], {"op": op})
+        output = inputs.pop()
+
+    def algorithms(*flat):  # the output, and the input where it is not the same tensor
+        name, segments, options = _plan(operation, tensor.nbytes, 2, algorithm)
+        parts = zip(_cut(flat[0], segments, P), _cut(flat[-1], segments, P))
+        return [_all_reduce(name, *part, combine, rank, P, **options) for part in parts]
+
     _check_fits(output, tensor, output.numel(), tensor.numel())
-    return _launch(operation, algorithms, [output], [tensor], {"op": op})
+    return _launch(operation, algorithms, [output], inputs, {"op": op})
 
 
 def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
     """Reduce `input` over the group. Rank r keeps chunk r in `output`, which is 1/P as long."""
     operation = Operation("reduce_scatter_single", group, output, async_op, op)
     rank, P = operation.place
-    combine = _COMBINE[op]
+    combine = _Combine(op)
     _check_fits(output, input, P * output.numel(), input.numel())
 
     def algorithms(output, input):
-        name, segments, own = _plan(operation, input.nbytes)
+        name, segments, options = _plan(operation, input.nbytes)
+        reduce_scatter = _PHASES[name][0]
         parts = zip(*(_cut(flat, segments) for flat in (*input.tensor_split(P), output)))
-        reduce_scatter = partial(_PHASES[name][0], combine=combine, rank=rank, **own)
-        return [reduce_scatter(chunks, part) for *chunks, part in parts]
+        return [reduce_scatter(chunks, part, combine, rank, **options) for *chunks, part in parts]
 
     return _launch(operation, algorithms, [output], [input], {"op": op})
 
@@ -814,12 +830,13 @@ def all_gather_single(output, input, group=None, async_op=False):
     _check_fits(output, input, output.numel(), P * input.numel())
 
     def algorithms(output, input):
-        name, segments, own = _plan(operation, output.nbytes)
+        name, segments, options = _plan(operation, output.nbytes)
+        all_gather = _PHASES[name][1]
         chunks = output.tensor_split(P)
         if chunks[rank].data_ptr() != input.data_ptr():
             chunks[rank].copy_(input)
         parts = zip(*(_cut(chunk, segments) for chunk in chunks))
-        return [_PHASES[name][1](part, rank, **own) for part in parts]
+        return [all_gather(part, rank, **options) for part in parts]
 
     return _launch(operation, algorithms, [output], [input], {})
 
@@ -869,26 +886,16 @@ def broadcast(tensor, src=0, group=None, async_op=False):
     return _launch(operation, lambda x: [_tree_broadcast(x, operation)], [tensor], [], options)
 
 
-def barrier(group=None):
-    """Return when every rank of the group has called it."""
-    token = torch.zeros(1, dtype=torch.uint8, device=membership(group, "barrier").device)
-    all_reduce(token, group=group)
-    token.tolist()  # on CUDA the host waits here
-
-
-# ---- collectives that no module here uses --------------------------------------------------------
-
-
 def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
     """Reduce `tensor` over the group into that of rank `dst`. The other ranks keep theirs."""
     operation = Operation("reduce", group, tensor, async_op, op, dst)
     is_root = operation.rank == operation.root
-    algorithms = lambda flat: [_tree_reduce(flat, operation, _COMBINE[op])]
+    algorithms = lambda flat: [_tree_reduce(flat, operation, _Combine(op))]
     return _launch(operation, algorithms, [tensor] if is_root else [], [] if is_root else [tensor])
 
 
 def _tree_reduce(tensor, operation, combine):
-    """A rank adds the sums of its children, nearest first, and passes the result to its parent."""
+    """Add the sums of this rank's children, nearest first, and pass the result to its parent."""
     parent, children = _tree(operation)
     sums = [torch.empty_like(tensor) for _ in children]
     yield [], list(zip(sums, children))
@@ -899,60 +906,11 @@ def _tree_reduce(tensor, operation, combine):
         yield [(total, parent)], []
 
 
-def scatter(tensor, scatter_list=None, src=0, group=None, async_op=False):
-    """Give rank r of the group the r-th tensor of `scatter_list`, which rank `src` has."""
-    operation = Operation("scatter", group, tensor, async_op, root=src)
-    inputs = _check_list(operation, scatter_list, tensor)
-    rank, P = operation.place
-
-    def algorithms(output, *inputs):
-        if inputs:
-            output.copy_(inputs[rank])
-        return [_pairwise(inputs or [output[:0]] * P, _for_root(operation, output), rank)]
-
-    return _launch(operation, algorithms, [tensor], inputs)
-
-
-def gather(tensor, gather_list=None, dst=0, group=None, async_op=False):
-    """Collect `tensor` of every rank r of the group in gather_list[r] of rank `dst`."""
-    return _gather(Operation("gather", group, tensor, async_op, root=dst), gather_list, tensor)
-
-
-def all_gather(tensor_list, tensor, group=None, async_op=False):
-    """Collect `tensor` of every rank r in tensor_list[r]. Lengths may differ. 1 step."""
-    return _gather(Operation("all_gather", group, tensor, async_op), tensor_list, tensor)
-
-
-def _gather(operation, tensor_list, tensor):
-    outputs = _check_list(operation, tensor_list, tensor)
-    rank, P = operation.place
-
-    def algorithms(*flat):
-        *outputs, input = flat
-        if outputs:
-            outputs[rank].copy_(input)
-        return [_pairwise(_for_root(operation, input), outputs or [input[:0]] * P, rank)]
-
-    return _launch(operation, algorithms, outputs, [tensor])
-
-
-def _for_root(operation, tensor):
-    """List a tensor for each rank: `tensor` for the root, or for all ranks if no root is given."""
-    P = operation.world_size
-    return [tensor if operation.root in (None, rank) else tensor[:0] for rank in range(P)]
-
-
-def _check_list(operation, tensors, like):
-    """Return a list with a tensor for each rank; if there is a root, [] on the other ranks."""
-    rank, P = operation.place
-    if operation.root not in (None, rank):
-        return []
-    count = len(tensors or ())
-    if count != P:
-        raise ValueError(f"{operation.name} got a list of {count}, not of world_size={P}")
-    for tensor in tensors[rank : rank + 1] if operation.root is None else tensors:
-        _check_fits(tensor, like, tensor.numel(), like.numel())
-    return tensors
+def barrier(group=None):
+    """Return when every rank of the group has called it."""
+    token = torch.zeros(1, dtype=torch.uint8, device=membership(group, "barrier").device)
+    all_reduce(token, group=group)
+    token.tolist()  # on CUDA the host waits here
 
 
 # ---- derivatives: the backward of a collective is a collective -----------------------------------
@@ -1075,8 +1033,11 @@ def all_reduce_bytes(nbytes, world_size):
 
 def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
     """Return (steps, bytes that a rank sends) of an all-reduce, exact if 128 P divides `nbytes`."""
-    D, P, I, core = nbytes, world_size, ranks_per_node, 1 << (world_size.bit_length() - 1)
-    rounds, stands_in, least = core.bit_length() - 1, rank + core < P, all_reduce_bytes(D, P)
+    D, P, I = nbytes, world_size, ranks_per_node
+    least = all_reduce_bytes(D, P)
+    rounds = P.bit_length() - 1
+    core = 1 << rounds
+    stands_in = rank + core < P
     if "doubling" in algorithm and rank >= core:
         return 2, D  # another rank stands in: the tensor goes there, the sum comes back
     return {
@@ -1188,7 +1149,8 @@ def count_bytes():
 
 def _demonstrate():
     rank, P = rank_and_size()
-    nbytes, ranks_per_node = 840 * 128 * P, 2 - P % 2
+    nbytes = 840 * 128 * P  # every algorithm cuts it evenly for P up to 8
+    ranks_per_node = 1 if P % 2 else 2
     set_ranks_per_node(ranks_per_node)
     for name in ("naive", "recursive_doubling", *_PHASES):
         tensor = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(rank))

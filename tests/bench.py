@@ -2,15 +2,16 @@
 
     python tests/bench.py [subject] [--world-sizes 2 4 8] [--rounds 5]
 
-Without a subject, all run that this machine can, which takes 10 minutes. "host" is what a batch for
-NCCL costs the host, without a GPU. "gpu" is one GPT on a GPU and, with several, their messages.
+Without a subject, it runs all subjects that this machine supports, in about 10 minutes. "host" is
+the host's time for a batch of NCCL, without a GPU. "gpu" trains a GPT on one GPU and, if there are
+several GPUs, also times their messages.
 
-A row has what was measured and its ms, the other contender and its ms, and the ratio. A subject
-that fails is named at the end, and the exit status is 1.
+A row shows our contender and its ms, the other contender and its ms, and the ratio of the two. If a
+subject fails, it is named at the end, and the exit status is 1.
 
-A round takes as long as its slowest rank. Times on a shared machine drift by 10-15% and now and
-then by more; the ratio of medians over interleaved rounds drifts much less. Every rank has one
-thread, and gloo's threads run as batch work for both sides.
+A round lasts as long as its slowest rank. Times on a shared machine drift by 10-15%, sometimes by
+more; the ratio of medians over interleaved rounds drifts much less. Every rank has one thread, and
+gloo's threads run at batch priority for both sides.
 """
 
 import argparse
@@ -61,16 +62,16 @@ OPERATIONS = [
 
 
 def _keep_memory():
-    """Keep freed memory in malloc: page faults would depend on what was measured before."""
+    """Stop malloc from returning memory. Page faults would depend on who was timed before."""
     trim_threshold, mmap_threshold = -1, -3
     for parameter in (trim_threshold, mmap_threshold):
         ctypes.CDLL(None).mallopt(parameter, 1 << 30)
 
 
 def take_turns(contenders, rounds, seconds=0.02):
-    """Return {name: median seconds per call} of contenders {name: function}. Collective.
+    """Return {name: median seconds per call} of the contenders {name: function}. Collective.
 
-    A round takes as long as its slowest rank.
+    A round's time is that of its slowest rank.
     """
     _keep_memory()
     calls = {}
@@ -104,7 +105,7 @@ def _on_first_rank(step):
 
 
 def measure(cases):
-    """Yield (case, rank 0's result) of {case: (world size, function, *arguments)}."""
+    """Announce and run each {case: (world size, function, *arguments)}; yield rank 0's result."""
     for number, (case, call) in enumerate(cases.items(), 1):
         what = case if isinstance(case, str) else ", ".join(map(str, case))
         print(f"  {number} of {len(cases)}: {what}", file=sys.stderr, flush=True)
@@ -156,7 +157,7 @@ def _gpt():
 
 
 def _trainer(name):
-    """Return a model of 4.8M parameters and its optimizer, wrapped as the name says."""
+    """Return a model of 4.8M parameters and its optimizer, in the named technique."""
     adamw, model = torch.optim.AdamW, _gpt()
     if name == "torch DDP" or name == "torch ZeRO + DDP":
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -194,7 +195,7 @@ def _tokens(sequences):
     return torch.randint(256, (sequences, 129), generator=generator)
 
 
-RIVALS = {  # each beside its rival, PyTorch's
+RIVALS = {  # {our technique: PyTorch's}
     "ddp": "torch DDP",
     "ZeRO + DDP": "torch ZeRO + DDP",
     "stage 1": "torch ZeRO + DDP",
@@ -209,7 +210,7 @@ def _time_data_parallel(rounds):
 
 
 def bench_data_parallel(arguments):
-    """Compare a step of each technique with its rival's."""
+    """Compare a step of each technique with PyTorch's."""
     cases = {f"P = {P}": (P, _time_data_parallel, arguments.rounds) for P in arguments.world_sizes}
     for case, times in measure(cases):
         for name, rival in (*RIVALS.items(), *((name, "alone") for name in RIVALS)):
@@ -220,7 +221,7 @@ def bench_data_parallel(arguments):
 
 
 def _torch_schedules():
-    """Return {name: (PyTorch's schedule, its stages on rank r of p, the name of ours)}."""
+    """Return {name: (PyTorch's schedule, a rank's stages as a function of (rank, p), our name)}."""
     loop, vee = (lambda r, p: [r, r + p]), (lambda r, p: [r, 2 * p - 1 - r])
     return {
         "GPipe": (pipelining.ScheduleGPipe, lambda r, p: [r], "gpipe"),
@@ -267,7 +268,7 @@ def _time_pipelines(num_microbatches, rounds):
             for i in indices(rank, p)
         ]
         some = stages[0] if len(stages) == 1 else stages
-        theirs = kind(some, num_microbatches, loss_fn=loss_fn, scale_grads=False)  # as ours
+        theirs = kind(some, num_microbatches, loss_fn=loss_fn, scale_grads=False)  # like ours
         first = (inputs,) if rank == 0 else ()
         last = any(stage.is_last for stage in stages)
         contenders[name] = partial(theirs.step, *first, **({"target": targets} if last else {}))
@@ -287,7 +288,7 @@ HEADS, LAYERS = 4, 6
 
 
 class _FusedAttention(Attention):
-    """On a rank of DTensor, c_attn returns q, k and v of this rank's heads."""
+    """Attention in which c_attn may return q, k and v of only this rank's heads, as in DTensor."""
 
     def forward(self, x):
         K = x.shape[-1] // self.heads
@@ -297,7 +298,7 @@ class _FusedAttention(Attention):
 
 
 def _plain_block(D, heads=HEADS):
-    """Return hybrid.Block, made of torch.nn."""
+    """Return the equivalent of hybrid.Block, made of torch.nn modules."""
     block = Layer(D, heads)
     block.attn = _FusedAttention(D, heads, heads)
     return block
@@ -339,7 +340,7 @@ def _time_tensor_parallel(B, T, D, rounds):
 
 
 def bench_tensor_parallel(arguments):
-    """Compare a stack of layers with DTensor's, and with one process that has all of it."""
+    """Compare a stack of layers with DTensor's, and with all layers on one process."""
     shapes = (2, 64, 256), (2, 128, 256), (8, 128, 256)
     cases = {
         (f"P = {P}", f"(B, T, D) = {shape}"): (P, _time_tensor_parallel, *shape, arguments.rounds)
@@ -378,7 +379,7 @@ def _time_context_parallel(T, rounds):
 
 
 def bench_context_parallel(arguments):
-    """Compare one causal attention with fused attention on one process."""
+    """Compare one causal attention, forward and backward, with fused attention on one process."""
     cases = {
         (f"P = {P}", f"s = {T}"): (P, _time_context_parallel, T, arguments.rounds)
         for P in arguments.world_sizes
@@ -404,7 +405,7 @@ def _time_experts(N, D, E, k, rounds):
 
 
 def bench_expert_parallel(arguments):
-    """Compare 8 experts, top 2, 4096 tokens a rank, with a dense MLP of equal FLOPs."""
+    """Compare 8 experts, top 2, 4096 tokens a rank, with a dense MLP, forward and backward."""
     cases = {
         (f"P = {P}", f"D = {D}"): (P, _time_experts, 4096, D, 8, 2, arguments.rounds)
         for P in arguments.world_sizes
@@ -418,11 +419,11 @@ def bench_expert_parallel(arguments):
 # ---- GPUs ----------------------------------------------------------------------------------------
 
 GPT_350M = {"layers": 24, "hidden": 1024, "heads": 16, "seq_len": 1024, "vocab_size": 50304}
-SEQUENCES = 8  # to a step
+SEQUENCES = 8  # in a step
 
 
 def _time_gpt(device, rounds):
-    """Time a step of hybrid, and of nanoGPT's recipe, as it is and compiled."""
+    """Time a step of hybrid's Trainer, and of nanoGPT's recipe, both eager and compiled."""
     flags = " ".join(f"--{name.replace('_', '-')} {size}" for name, size in GPT_350M.items())
     flags += f" --batch-size {SEQUENCES} --microbatches 1 --dtype bf16"
     args = hybrid.parse(flags.split(), 1)
@@ -443,7 +444,7 @@ def _time_gpt(device, rounds):
     contenders = {"ours": lambda: trainer.step(*batch)}
     for name, loss_of in (("plain", _loss), ("plain, compiled", torch.compile(_loss))):
         model = ReferenceGPT(**GPT_350M | {"layers": 0})
-        for _ in range(GPT_350M["layers"]):  # whose attention is fused
+        for _ in range(GPT_350M["layers"]):  # layers with fused attention
             model.transformer.h.append(_plain_block(GPT_350M["hidden"], GPT_350M["heads"]))
         model.to(device)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -463,7 +464,7 @@ def _microseconds(call, rounds=9, calls=500):
 
 
 def bench_host(arguments):
-    """Time the Python of exchanges and an all-reduce as on NCCL, in a group that moves nothing."""
+    """Time the Python code of exchanges and an all-reduce as on NCCL, in a fake group."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     tensors = [torch.zeros(64) for _ in range(14)]
     with as_on_nccl(collectives.post_batch):
@@ -481,7 +482,7 @@ def bench_host(arguments):
 
 
 def _time_batches(device, count=500):
-    """Return a batch's seconds, one small message each way: on the host, and until it is done."""
+    """Return the seconds of a batch of two small messages: on the host, and until its end."""
     rank, world_size = collectives.rank_and_size()
     x, y = torch.zeros(2, 64, device=device)
     messages = [(x, (rank + 1) % world_size)], [(y, (rank - 1) % world_size)]
@@ -497,7 +498,7 @@ def _time_batches(device, count=500):
 
 
 def _time_on_gpus(device, sizes, rounds):
-    """Return the seconds of our operations and of the backend's own, on this GPU."""
+    """Return the seconds of our operations and of the backend's, on this GPU."""
     times = {}
     for operation in OPERATIONS:
         for size in sizes:
@@ -514,7 +515,7 @@ def _call_and_wait(call):
 
 
 def bench_gpu(arguments):
-    """Time a GPT of 350M in bf16 and, with several GPUs, their messages."""
+    """Show tokens/s and MFU of a 350M GPT in bf16 and, with several GPUs, the time of messages."""
     if not torch.cuda.is_available():
         sys.exit("bench.py gpu: there is no GPU on this machine")
     gpus = torch.cuda.device_count()
@@ -529,7 +530,7 @@ def bench_gpu(arguments):
     name = torch.cuda.get_device_name()
     peak = next((gpu.tflops for kind, gpu in GPUS.items() if kind in name.lower()), math.nan)
     L, D, T = (GPT_350M[size] for size in ("layers", "hidden", "seq_len"))
-    flops = 6 * (parameters - T * D) + 12 * L * D * T  # of a token; Chowdhery et al., "PaLM", 2022
+    flops = 6 * (parameters - T * D) + 12 * L * D * T  # per token, as in PaLM (Chowdhery, 2022)
     print(f"{name}; {parameters / 1e6:.0f}M parameters, {SEQUENCES} x {T} tokens a step")
     for contender, seconds in times.items():
         rate = SEQUENCES * T / seconds
@@ -554,7 +555,7 @@ BENCHMARKS = {
 }
 
 
-WORLD_SIZES = {"collectives": [2, 4], "context_parallel": [2, 4]}  # of others 2
+WORLD_SIZES = {"collectives": [2, 4], "context_parallel": [2, 4]}  # the other subjects: [2]
 
 
 def main(words=None):
@@ -587,7 +588,7 @@ def _parser():
 
 
 def report(what, ours, beside, theirs):
-    """Print a row, from seconds."""
+    """Print a row. Arguments are in seconds, columns in milliseconds."""
     times = f"{1e3 * ours:9.3f}  {beside:19}{1e3 * theirs:9.3f}{ours / theirs:7.2f}"
     print(f"{what:54}{times}", flush=True)
 

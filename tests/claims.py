@@ -1,7 +1,7 @@
-"""Count all claims anew: `python tests/claims.py` prints RESULTS.md, --write writes its tables.
+"""Count all claims again: `python tests/claims.py` prints RESULTS.md, and --write rewrites it.
 
-Each row has a formula of the literature, its value by plain arithmetic, what four ranks counted,
-and the test that holds the claim for all sizes.
+Each row has a formula from the literature, its value by plain arithmetic, the number that four
+ranks counted, and the test that checks the claim for all sizes.
 """
 
 import gc
@@ -31,8 +31,8 @@ from zero import FullyShardedDataParallel
 
 P = 4
 RESULTS = Path(__file__).resolve().parent / "RESULTS.md"
-B, S, H, A = 2, 64, 64, 8  # batch, sequence, hidden, heads of a layer
-N, K = 96, 2  # tokens of a rank, experts that each uses
+B, S, H, A = 2, 64, 64, 8  # a layer's batch, sequence, hidden size and heads
+N, K = 96, 2  # the tokens of a rank, and the experts that each token uses
 
 
 def _sent(function, *arguments):
@@ -52,7 +52,7 @@ def _collectives():
 
 
 def _replicas(stage, *groups):
-    """Return the bytes that a step of four 480 x 480 matrices sends, and those held per parameter.
+    """Return the bytes that a step of four 480 x 480 matrices sends, and the bytes per parameter.
 
     groups: the ranks that share shards, and the ranks that hold copies of a shard (HSDP).
     """
@@ -75,21 +75,21 @@ def _replicas(stage, *groups):
     step()
     sent = _sent(step)
     optimizer.zero_grad()
-    # a backward that is not the last: stage 1 holds whole gradients, stages 2 and 3 shards
+    # Before the last backward, stage 1 holds whole gradients, and stages 2 and 3 hold shards.
     with model.no_sync() if stage == 1 else nullcontext():
         model(torch.ones(1, 480)).sum().backward()
     return sent, bytes_of_new_tensors() / count
 
 
 def _two_by_two():
-    """Return this rank's group of a pair that shares shards, and of a pair that copies them."""
+    """Return this rank's two groups: the pair that shares shards, and the pair of copies."""
     rank = dist.get_rank()
     pairs = [dist.new_group(pair) for pair in ([0, 1], [2, 3], [0, 2], [1, 3])]
     return pairs[rank // 2], pairs[2 + rank % 2]
 
 
 def _layer(mode="none", **options):
-    """Return the bytes that a layer sends, and those that it keeps, without its norms'."""
+    """Return the bytes that a layer sends, and those that it keeps outside its norms."""
     _, tp = rank_and_size()
     sequence_parallel = options.get("sequence_parallel", False)
     layer = TransformerLayer(H, A, p=0.1, mode=mode, **options).bfloat16()
@@ -115,7 +115,7 @@ def _experts():
 
 
 def count():
-    """Return {what: number} of this rank."""
+    """Return {what: the number that this rank counted}."""
     found = _collectives()
     for stage in range(4):
         found[f"bytes {stage}"], found[f"held {stage}"] = _replicas(stage)
@@ -170,7 +170,7 @@ def rows():
     return [(claim, text, value, found[key], *test) for claim, text, value, key, *test in table]
 
 
-SCHEDULED = {  # bubble of P = 4 stages and m = 8, F = W = 1 and B = 2, and most activations
+SCHEDULED = {  # bubble and most activations for P = 4, m = 8, F = W = 1, B = 2
     "naive": ("m(P-1)(F+B)", 72, "1", 1),
     "gpipe": ("(P-1)(F+B)", 9, "m", 8),
     "1f1b": ("(P-1)(F+B)", 9, "P", 4),
@@ -182,7 +182,7 @@ SCHEDULED = {  # bubble of P = 4 stages and m = 8, F = W = 1 and B = 2, and most
 }
 
 
-# source | flags of plan.py that it gives | flags filled in here | what a GPU reached
+# source | plan.py's flags in the source | flags filled in here | the speed that a GPU reached
 PUBLISHED = """\
 Narayanan 2021 | gpt-7.5b --gpus 128 --batch-size 512 --tp 4 --pp 1 OF_2021 | | 142 TFLOP/s
 Narayanan 2021 | gpt-145.6b --gpus 1536 --batch-size 2304 --tp 8 --pp 8 --schedule interleaved \
@@ -210,24 +210,24 @@ Solar Open 2026 | solar-open --gpus 480 FSDP --replicate 6 | --batch-size 3840 |
 FSDP = "--gpu b200 --tp 1 --cp 1 --pp 1 --ep 1 --zero 3 --recompute full"
 PUBLISHED = PUBLISHED.replace("OF_2021", "--gpu a100 --cp 1 --zero 0 --recompute full")
 PUBLISHED = PUBLISHED.replace("FSDP", FSDP).splitlines()
-CHOICES = "pp", "ep", "chunks", "microbatches", "zero", "recompute"  # of the planner
+CHOICES = "pp", "ep", "chunks", "microbatches", "zero", "recompute"  # made by the planner
 
 
 def answer(flags):
-    """Return plan.py's flags, its best Plan, and the tokens/s per GPU."""
+    """Return plan.py's parsed flags, its best Plan, and that plan's tokens/s per GPU."""
     args = plan.parse(f"--model {flags}".split())
     (best,) = plan.best_plans(args, 1)
     return args, best, args.batch_size * args.seq_len / args.gpus / best.step
 
 
 def published():
-    """Return the table of PUBLISHED beside what plan.py answers, in Markdown."""
+    """Return the table of published runs beside plan.py's answers, in Markdown."""
     lines = ["| source | published | filled in | answer | GB | TFLOP/s | tokens/s | reached |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for row in PUBLISHED:
         source, given, filled_in, reached = (cell.strip() for cell in row.split("|"))
         args, best, tokens = answer(f"{given} {filled_in}")
-        # as they count: with what is recomputed, or with the half of scores that a mask leaves
+        # The GPT paper counts recomputed FLOPs; the others count the unmasked half of the scores.
         flops = hybrid.flops_per_token(plan.config_of(args))
         scores = 3 * args.layers * hybrid.forward_flops(plan.config_of(args), 0)[1]
         flops = 4 / 3 * flops if "gpt" in given else flops - scores / 2
@@ -249,7 +249,7 @@ def claims():
 
 
 def schedules():
-    """Return the table of SCHEDULED beside what is simulated, in Markdown."""
+    """Return the table of schedules, formulas beside simulated values, in Markdown."""
     lines = ["| schedule | bubble | value | counted | activations | value | counted |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for name, (bubble, value, peak, most) in SCHEDULED.items():
@@ -270,7 +270,7 @@ def timelines():
 
 
 def text():
-    """Return RESULTS.md with its tables, which stand between comments, made anew."""
+    """Return RESULTS.md with new tables between its comments."""
     found = RESULTS.read_text()
     for part in claims, schedules, timelines, published:
         before, after = found.split(f"<!-- {part.__name__} -->\n")

@@ -1,4 +1,4 @@
-"""Import from the project root and from here, in this process and in the ranks it starts."""
+"""Make modules of the project's root and of tests/ importable, here and in the ranks."""
 
 import sys
 from pathlib import Path
@@ -22,6 +22,6 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def ranks():
-    """Return ranks.run(); the pool's processes end with the session."""
+    """Provide ranks.run(); end the pool's processes with the session."""
     yield rank_pool.run
     rank_pool.pool.close()

@@ -1,7 +1,7 @@
-// A CUDA device that computes nothing: enough for fake tensors to be on it, and for autograd to run
-// its backward in a thread of the device's, as on a GPU.
+// A CUDA device that computes nothing. It suffices for fake tensors to be on it, and for autograd
+// to run backward in a thread of the device's own, as on a GPU.
 //
-// Registered when the library is loaded, which must be after libtorch_cpu and before Python's torch.
+// It is registered when the library is loaded, after libtorch_cpu and before Python's torch.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -21,7 +21,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device) const override { return stream; }
   c10::Stream exchangeStream(c10::Stream) const noexcept override { return stream; }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  // Nothing runs, so nothing is waited for.
+  // Nothing runs, so nothing needs to wait.
   void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
@@ -30,7 +30,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream&) const override {}
 };
 
-struct CUDAHooks final : at::CUDAHooksInterface {  // torch looks for this name
+struct CUDAHooks final : at::CUDAHooksInterface {  // torch looks up this name
   explicit CUDAHooks(at::CUDAHooksArgs) {}
   void init() const override {}
   bool hasCUDA() const override { return true; }

@@ -1,13 +1,14 @@
-"""Run one rank of any layout of hybrid on a pretended GPU, and count what it launches.
+"""Run one rank of hybrid.py on a pretended GPU, and count what it launches.
 
     library = build(folder)                            compile the device of fake_cuda.cpp
-    count(library, [(world_size, rank, flags), ...])   return the Counts of one step for each job
+    count(library, [(world_size, rank, flags), ...])   return the Counts of a step for each job
     run(library, command)                              run a Python command that has the device
 
-Tensors are fake: they have shapes but no memory, so a rank of a model of any size fits into any
-process. The code takes its CUDA branches, autograd has its own thread for the device, and messages
-of the "nccl" groups go nowhere. Where the code reads numbers of rows from the device, experts have
-even loads. The device must be loaded before torch is imported, so each job runs in a new process.
+Tensors are fake: they have shapes but no memory, so one process can be any rank of a model of any
+size. The device takes CUDA's branches in the code, autograd runs its own thread for it, and the
+process group is called "nccl" but sends nothing. Fake tensors have no values; where the code reads
+numbers of rows, they are those of experts with even loads. The device must be loaded before torch
+is imported, so it needs a new process.
 """
 
 import ctypes
@@ -32,7 +33,7 @@ TORCH = Path(importlib.util.find_spec("torch").origin).parent
 
 
 def load(library):
-    """Load the device into this process, which has not imported torch yet."""
+    """Load the device into this process, before Python imports torch."""
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(TORCH / "lib" / name, mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
@@ -59,7 +60,7 @@ from gpu_counts import Stream, as_on_nccl, host_waits_for
 
 
 def build(folder):
-    """Compile the device; return its library's path, or None if there is no C++ compiler."""
+    """Compile the device into `folder`; return the library's path, or None without a compiler."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     library = Path(folder) / "libfake_cuda.so"
     command = [compiler, "-shared", "-fPIC", "-std=c++20", f"-I{TORCH / 'include'}"]
@@ -69,11 +70,11 @@ def build(folder):
 
 @dataclass
 class Counts:
-    """Count what one rank does in one step, by place: "file.py function", the project's innermost.
+    """What one rank did in one step. Keys are places: the project's innermost "file.py function".
 
-    refused: tensors in batches that NCCL would refuse. misaligned: tensors whose offset in their
-    storage is no multiple of so many bytes; storages begin on 512. peers: the ranks that this one
-    has exchanged messages with since the beginning; NCCL sets up memory for each of them.
+    refused: tensors in a batch that NCCL does not accept. misaligned: {bytes: tensors that do not
+    begin on a multiple of so many bytes}; storages begin on 512. peers: the ranks with which this
+    one has exchanged messages since the start; NCCL sets up memory for each of them.
     """
 
     batches: Counter = field(default_factory=Counter)
@@ -82,12 +83,12 @@ class Counts:
     copies: Counter = field(default_factory=Counter)  # between host and device
     refused: Counter = field(default_factory=Counter)
     misaligned: dict = field(default_factory=lambda: {16: Counter(), 128: Counter()})
-    peers: dict = field(default_factory=dict)  # {name of a group: ranks there}
-    error: str = ""  # what ended it
+    peers: dict = field(default_factory=dict)  # {name of a group: ranks in it}
+    error: str = ""  # the traceback of an error that ended the step
 
 
 def count(library, jobs, processes=2):
-    """Return the Counts of each (world_size, rank, flags of hybrid.py)."""
+    """Return the Counts of each job (world_size, rank, flags of hybrid.py)."""
     options = {"timeout": 600, "stdout": subprocess.PIPE, "check": True}
 
     def of(part):
@@ -109,7 +110,7 @@ def run(library, command, **options):
 
 
 def place():
-    """Name the innermost running function of the project that is not in collectives.py."""
+    """Return the innermost running function of the project, outside collectives.py."""
     frame = sys._getframe(1)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -123,13 +124,13 @@ aten = torch.ops.aten
 
 
 class Watch(TorchDispatchMode):
-    """Counts what reaches the device, and makes up the values that the host reads from it."""
+    """Counts what reaches the device, and invents the values that the host reads from it."""
 
     def __init__(self, args):
         super().__init__()
-        self.peers = {}  # from the start on
+        self.peers = {}  # since the start
         self.counts = Counts(peers=self.peers)
-        # choices of experts that a rank has to do with in a microbatch, where loads are even
+        # rows that a rank sends to experts in a microbatch, and also receives if loads are even
         tokens = args.batch_size // args.dp // args.microbatches * args.seq_len // args.cp
         self.rows = tokens // args.tp * args.top_k
 
@@ -164,7 +165,7 @@ class Watch(TorchDispatchMode):
                 self.note_wait("copy")
 
     def made_up(self, function, arguments, options):
-        """Return a result if its shape depends on values, and None otherwise."""
+        """Return a result for an operator whose shape depends on values, and None for others."""
         first = arguments[0] if arguments else None
         if function is aten.bincount.default:
             length = arguments[2] if len(arguments) > 2 else options.get("minlength", 0)
@@ -176,7 +177,7 @@ class Watch(TorchDispatchMode):
         return None
 
     def tolist(self, tensor):
-        """Replace FakeTensor.tolist(): the numbers in each matrix add up to all rows."""
+        """Stand in for FakeTensor.tolist(): each matrix of counts adds up to all rows."""
         if tensor.is_cuda and tensor.numel():
             self.note_wait("tolist")
         shape = tensor.shape
@@ -186,13 +187,13 @@ class Watch(TorchDispatchMode):
         return nest(shape)
 
     def streams(self):
-        """Return what replaces torch.cuda's streams: all work is done as soon as it is launched."""
+        """Return stand-ins for torch.cuda's streams; work is done as soon as it is launched."""
         wait = lambda *_: self.note_wait("synchronize")
         stream = type("Stream", (Stream,), {"synchronize": wait})
         return {"Stream": stream, "Event": stream, "current_stream": stream}
 
     def post(self, group, sends, receives):
-        """Replace collectives.post_batch()."""
+        """Stand in for collectives.post_batch()."""
         counts, where = self.counts, place()
         counts.batches[where] += 1
         peers = self.peers.setdefault(group.group_name, set())
@@ -206,23 +207,23 @@ class Watch(TorchDispatchMode):
             for multiple, places in counts.misaligned.items():
                 if begin % multiple:
                     places[where] += 1
-        return Stream()  # done, too
+        return Stream()  # the batch is done, too
 
 
 def is_on_device(x):
-    """Return whether x is a tensor on the device, by attributes that dispatch no operator."""
+    """Return whether x is a tensor on the device. Asking the tensor itself would dispatch."""
     device = getattr(x, "fake_device", None) or getattr(x, "device", None)
     return isinstance(x, torch.Tensor) and device.type == "cuda"
 
 
 def _address(tensor):
-    """Return an address that gives each storage its own memory."""
+    """Stand in for data_ptr(): each storage has an address range of its own."""
     begin = tensor.storage_offset() * tensor.element_size()
     return (tensor.untyped_storage()._cdata << 40) + begin
 
 
 def _apply(module, function, recurse=True):
-    """Replace Module._apply(), which cannot swap a fake tensor's memory, by new parameters."""
+    """Stand in for Module._apply() by new parameters, because fake memory cannot be swapped."""
     for child in module.children() if recurse else ():
         child._apply(function)
     for name, parameter in module._parameters.items():
@@ -236,12 +237,12 @@ def _apply(module, function, recurse=True):
 
 
 def _attention(q, k, v, dropout_p, is_causal, enable_gqa):
-    """Replace F.scaled_dot_product_attention(), which has no fused kernel for this device."""
+    """Stand in for F.scaled_dot_product_attention(), which finds no fused kernel for the device."""
     return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
 
 
 def _patches(watch):
-    """Yield the patches that stand in for CUDA and for the other ranks."""
+    """Yield patches that replace CUDA and the other ranks."""
     cuda, ignore = torch.cuda, lambda *_, **__: None
     yield patch.object(cuda.amp.common, "amp_definitely_not_available", lambda: False)
     yield patch.object(cuda, "is_bf16_supported", lambda *_, **__: True)
@@ -251,7 +252,7 @@ def _patches(watch):
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "max_memory_allocated"):
         yield patch.object(cuda, name, ignore)
     yield patch.object(torch.random, "fork_rng", lambda *_, **__: nullcontext())
-    yield patch.object(hybrid, "initialize", ignore)  # which draws real numbers
+    yield patch.object(hybrid, "initialize", ignore)  # it draws real numbers
     yield patch.object(torch.nn.Module, "_apply", _apply)
     yield patch.object(FakeTensor, "tolist", lambda tensor: watch.tolist(tensor))
     yield patch.object(FakeTensor, "data_ptr", _address)
@@ -264,7 +265,7 @@ def _patches(watch):
 
 @contextmanager
 def pretended(watch, rank, world_size):
-    """Make this process one rank of a world; `watch` sees all that reaches its device."""
+    """Make this process a rank of a world inside; `watch` sees all that reaches its device."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
@@ -276,8 +277,8 @@ def pretended(watch, rank, world_size):
 
 
 def hybrid_step(args, device):
-    """Return a Trainer of hybrid, and a function that takes one step of it."""
-    with patch.object(hybrid, "barrier"), unset_fake_temporarily():  # a group's is a real tensor
+    """Return hybrid's Trainer, and a function that takes one step with it."""
+    with patch.object(hybrid, "barrier"), unset_fake_temporarily():  # a mesh has real tensors
         mesh = hybrid.make_mesh(args)
     trainer = hybrid.Trainer(args, mesh, device)
     tokens = torch.zeros(args.batch_size // args.dp, args.seq_len, dtype=torch.int64)
@@ -285,7 +286,7 @@ def hybrid_step(args, device):
 
 
 def count_step(world_size, rank, flags):
-    """Return the Counts of a second step: the first one also makes what later ones use."""
+    """Return the Counts of the second step. The first one also creates the optimizer's state."""
     per_node = world_size // 2 if "--topk-nodes" in flags else None
     args = hybrid.parse(flags.split(), world_size, per_node)
     watch = Watch(args)
@@ -298,7 +299,7 @@ def count_step(world_size, rank, flags):
 
 
 def _attempt(*job):
-    """Return the Counts of a job as a dict, with the traceback if it fails."""
+    """Return a job's Counts as a dict, with the traceback if it failed."""
     try:
         return vars(count_step(*job))
     except Exception:
@@ -306,11 +307,11 @@ def _attempt(*job):
 
 
 def settle():
-    """Wait for autograd's thread, which frees a backward's modes only after backward has returned.
+    """Wait for autograd's thread, which releases a backward's modes only after backward returns.
 
-    To free them it takes Python's lock, which aborts an interpreter that is ending. This race is
-    PyTorch's own, and hits half of the runs that end with backward(). The backward that runs here
-    holds no Python object, so nothing is left to free after it.
+    The thread needs Python's lock to release them, and if the interpreter is exiting, the process
+    aborts. This is a race in PyTorch, lost by half of the runs that end with backward(). The
+    backward here holds no Python objects, so the thread has nothing to release after it.
     """
     with FakeTensorMode():
         leaf, gradient = (torch.empty(1, device="cuda", requires_grad=i) for i in (True, False))

@@ -1,14 +1,14 @@
-"""Convert GPT-2's weights between files of nanoGPT or Hugging Face and hybrid.py's checkpoints.
+"""Convert GPT-2's weights between files of nanoGPT or Hugging Face and checkpoints of hybrid.py.
 
     python tests/gpt2.py import FILE DIR [--heads N] [--seq-len T]
     python tests/gpt2.py export DIR FILE
 
-import turns FILE into a checkpoint of step 0, in fp32, and prints the command that continues from
-it in any layout. FILE is what torch.save() wrote for nanoGPT, GPT2Model or GPT2LMHeadModel, or what
-export wrote. A state dict does not have the number of heads, which is hidden / 64 unless --heads is
-given. --seq-len drops later positions. export writes the last checkpoint in DIR, of any layout, for
-nanoGPT, and for GPT2LMHeadModel's load_state_dict(torch.load(FILE), strict=False). A model with
-experts, or fewer kv-heads than heads, is no GPT-2. An error is one line, with exit status 2.
+import converts FILE to an fp32 checkpoint of step 0 and prints the command that trains it further,
+in any layout. torch.save() must have written FILE, from nanoGPT, GPT2Model, GPT2LMHeadModel or by
+export. A state dict does not contain the number of heads: --heads defaults to hidden / 64.
+--seq-len drops later positions. export writes the last checkpoint in DIR, of any layout, for
+nanoGPT and for GPT2LMHeadModel's load_state_dict(torch.load(FILE), strict=False). A model with
+experts, or with fewer kv-heads than heads, is no GPT-2. An error is one line, with exit status 2.
 """
 
 import json
@@ -25,12 +25,12 @@ import torch.distributed.checkpoint as dcp
 import hybrid
 from reference_gpt import reference_gpt
 
-TRANSPOSED = "c_attn.weight", "c_proj.weight", "c_fc.weight"  # in Hugging Face's Conv1D
+TRANSPOSED = "c_attn.weight", "c_proj.weight", "c_fc.weight"  # by Hugging Face's Conv1D
 WTE, WPE, HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
 
 
 def read(path):
-    """Return a file's weights by nanoGPT's names, and its sizes by the names of the flags."""
+    """Return a file's weights, {name: tensor} in nanoGPT's layout, and its sizes, {flag: value}."""
     file, state = torch.load(path, map_location="cpu", weights_only=True), {}
     for name, value in file.get("model", file).items():
         if torch.is_tensor(value) and not name.endswith((".attn.bias", ".attn.masked_bias")):
@@ -47,7 +47,7 @@ def read(path):
 
 
 def take(path, folder, more):
-    """Write a checkpoint of step 0; return the command that continues. more: further flags."""
+    """Write a checkpoint of step 0; return the command that resumes it. more: additional flags."""
     try:
         state, sizes = read(path)
     except Exception as error:  # a pickle may raise anything
@@ -55,9 +55,10 @@ def take(path, folder, more):
     typed = lambda values: " ".join(hybrid.as_typed(name, values[name]) for name in sizes)
     args = hybrid.parse([*typed(sizes).split(), *more], 1)
     weights = (model := reference_gpt(args)).state_dict()
-    zeros = {name: 0 * weights[name] for name in weights if name.endswith("bias")}  # if none
+    # A model without biases is one whose biases are zero.
+    zeros = {name: 0 * weights[name] for name in weights if name.endswith("bias")}
     model.load_state_dict(zeros | state | {WPE: state[WPE][: args.seq_len]})
-    if not torch.equal(weights.pop(HEAD), state[WTE].float()):  # in the memory of the embedding
+    if not torch.equal(weights.pop(HEAD), state[WTE].float()):  # the head shares wte's memory
         raise ValueError("its lm_head.weight is not its wte.weight")
     for there in Path(folder).glob("step_????????"):
         raise ValueError(f"{there} is there already")
@@ -88,7 +89,7 @@ def give(folder, path):
 
 
 def main(argv):
-    """Run the command, and return the exit status, or None for 0."""
+    """Run the command; return the exit status, or None for 0."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
         match argv:

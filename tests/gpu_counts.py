@@ -1,11 +1,11 @@
-"""Count, on CPUs, what would make the host wait on a GPU, and the batches that NCCL would be given.
+"""Count on CPUs what the code would do on GPUs: waits of the host, and batches of NCCL.
 
-    with waits() as count: ...      count by name what would make the host wait
-    with batches() as count: ...    count "batches" as on NCCL, and messages that begin "off 16"
-                                    bytes, which NCCL copies byte by byte
-    with as_on_nccl(): ...          the collectives run as on NCCL, over gloo
+    with waits() as count: ...      counts, by name, operators that would make the host wait
+    with batches() as count: ...    counts NCCL's "batches", and their messages "off 16": those
+                                    not aligned to 16 bytes, which NCCL copies byte by byte
+    with as_on_nccl(): ...          runs the collectives as on NCCL, over gloo
     with nccl_over_gloo(): ...      the same, under the strictest reading of NCCL's rules
-    with as_alone(): ...            messages go nowhere, and other ranks have what this one has
+    with as_alone(): ...            sends nothing; other ranks have the same values as this one
 """
 
 import copy
@@ -28,7 +28,7 @@ BY_VALUE |= {"_unique2"}
 
 
 def host_waits_for(function, args, kwargs):
-    """Return whether the host has to know the result of an operator, or its size."""
+    """Return whether the host needs an operator's result, or the size of the result."""
     name = function.overloadpacket.__name__
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None
@@ -38,7 +38,7 @@ def host_waits_for(function, args, kwargs):
 
 
 class _Waits(TorchDispatchMode):
-    """Counts operators for which the host waits, and tensors made of lists."""
+    """Counts operators for which the host waits, and tensors made from lists."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class _Waits(TorchDispatchMode):
 
 @contextmanager
 def waits():
-    """Count also `tolist`, `cpu` and `numpy`, which are not operators."""
+    """Count the waits of the host, also in `tolist`, `cpu` and `numpy`, which are no operators."""
     with ExitStack() as stack:
         mode = stack.enter_context(_Waits())
         for name in ("tolist", "cpu", "numpy"):
@@ -67,7 +67,7 @@ def waits():
 
 
 class Stream:
-    """Replaces torch.cuda's streams and events: all work is done as soon as it is launched."""
+    """Stands in for a stream or an event of torch.cuda: work is done as soon as it is launched."""
 
     def __init__(self, *arguments, **options):
         pass
@@ -79,7 +79,7 @@ class Stream:
 
 
 def post_over_gloo(group, sends, receives):
-    """Replace collectives.post_batch(): return one Work that waits for all of gloo's messages."""
+    """Stand in for collectives.post_batch(): return one Work that waits for all gloo messages."""
     works = [group.recv([tensor], peer, 0) for tensor, peer in receives]
     works += [group.send([tensor], peer, 0) for tensor, peer in sends]
     batch = Stream()
@@ -88,17 +88,17 @@ def post_over_gloo(group, sends, receives):
 
 
 def post_nowhere(group, sends, receives):
-    """Replace collectives.post_batch(): the batch is done at once, and nothing is sent."""
+    """Stand in for collectives.post_batch(): send nothing, and finish at once."""
     return Stream()
 
 
 @contextmanager
 def as_on_nccl(post_batch=post_over_gloo, config="cpu:nccl,meta:nccl"):
-    """Give groups NCCL for every tensor, send batches to post_batch(), and give torch streams.
+    """Let groups use NCCL for every tensor, pass batches to post_batch(), and replace streams.
 
-    config: what get_backend_config() returns for every group.
+    config: the backends of every group, as get_backend_config() returns them.
     """
-    known = weakref.WeakKeyDictionary()  # other carriers: new queues
+    known = weakref.WeakKeyDictionary()  # other backends need new queues
     for group, members in collectives._MEMBERSHIPS.items():
         known[group] = copy.copy(members)
         known[group].queues = {}
@@ -114,12 +114,12 @@ def as_on_nccl(post_batch=post_over_gloo, config="cpu:nccl,meta:nccl"):
 
 @contextmanager
 def nccl_over_gloo():
-    """as_on_nccl(), where each batch blocks until both ends of its messages have posted them.
+    """Do what as_on_nccl() does, but block each batch until all its messages have been exchanged.
 
     On NCCL, batches of different groups may run side by side. Here they run in the order in which
-    they are posted, so an order that could hang there hangs here. A group's first batch makes its
-    communicator, and waits until every rank of the group posts one. Both ends of a message have the
-    same size. Tags tell nothing apart. Yields a list of the batches' numbers of messages.
+    they are posted, so an order that could hang there hangs here. A group's first batch creates the
+    communicator, and waits until every rank of the group posts one. Both ends of a message must
+    have the same size. Tags are ignored. Yield a list of the number of messages in each batch.
     """
     sizes, connected = [], set()
 
@@ -134,7 +134,7 @@ def nccl_over_gloo():
         assert [x.nbytes for x, _ in receives] == [n.item() for n, _ in expected], "unlike sizes"
         post_over_gloo(group, sends, receives).wait()
         sizes.append(len(sends) + len(receives))
-        assert sizes[-1] <= 256  # beyond that NCCL may hang
+        assert sizes[-1] <= 256  # NCCL may hang on larger batches
         return Stream()
 
     with as_on_nccl(post_and_block):
@@ -143,7 +143,7 @@ def nccl_over_gloo():
 
 @contextmanager
 def as_alone():
-    """Run one rank alone as on NCCL: its messages go nowhere, and others have what it has."""
+    """Run one rank alone, as on NCCL: nothing is sent, and other ranks have the same values."""
     alike = lambda value, group=None: [value] * dist.get_world_size(group)
     with ExitStack() as stack:
         stack.enter_context(as_on_nccl(post_nowhere))
@@ -154,7 +154,7 @@ def as_alone():
 
 @contextmanager
 def batches(**options):
-    """Count the batches of what runs inside, as on NCCL. options: those of as_on_nccl()."""
+    """Count batches in code that runs as on NCCL, over gloo. options: arguments of as_on_nccl()."""
     count = Counter()
 
     def listen(event, operation, sends=(), receives=()):

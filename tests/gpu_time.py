@@ -4,7 +4,7 @@
     python tests/gpu_time.py --gpus 8 --gpu a100 --json --trace FILE --dtype bf16 --tp 8 --sp
 
 Rank 0 takes two steps on the pretended device of fake_cuda.py, and the second one is timed. The
-kernels, messages, events and waits are those of the code. Their durations come from a model:
+kernels, messages, events and waits are those of the real code. Their durations come from a model:
 
     host      It launches kernels and batches, and runs ahead of the device until it waits for it. A
               kernel costs it 5 us, a view 1.5 us, a batch --batch-us and --message-us per message.
@@ -14,12 +14,13 @@ kernels, messages, events and waits are those of the code. Their durations come 
               and its bytes at 80% of the speed of NVLink, or of the network if it leaves the node.
     event     It marks a moment of a stream. Other streams and the host can wait for it.
 
-All ranks are assumed to be alike, so peers meet at once and a pipeline has no bubble (plan.py has
-it). Messages take no SMs from kernels. The speeds are those of data sheets, and the other constants
-are estimates: use them to compare versions of the code, not to predict the time on a real machine.
+All ranks are assumed to keep the same pace, so no rank waits for a late peer and a pipeline has no
+bubble (plan.py computes it). Messages take no SMs from kernels. Speeds are those of data sheets,
+and the other constants are estimates: compare versions of the code, but do not predict the time on
+a real machine.
 
-A step of the main stream consists of matrix products, other kernels, waits for messages (exposed,
-by axis: the first two names of the group in hybrid's Mesh) and waits for the host (starved).
+A step of the main stream consists of matrix products, other kernels, waits for messages (exposed)
+and waits for the host (starved). An axis is named by the group's first two names in hybrid's Mesh.
 peak_gb is the peak of the tensors' memory. PyTorch reuses memory that a message has touched only
 once the host has seen the end of its batch; peak_recorded_gb is the peak under this rule. nccl_gb
 is NCCL's own memory, 12 MB for each of 32 channels to each peer of a group, on top of either peak.
@@ -35,7 +36,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
-import fake_cuda  # before torch, which it gives a device
+import fake_cuda  # before torch, because it prepares a device for torch
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
@@ -45,14 +46,14 @@ import hybrid
 from models import GPUS
 from timeline import Host, Memory, Stream
 
-LAUNCH_US, VIEW_US = 5.0, 1.5  # host: an operator with a kernel; one without
-KERNEL_US, ROUND_US = 2.0, 12.0  # device: at least, for a kernel; for a batch
-PRODUCTS, MOVES = 0.65, 0.8  # shares of the data sheets' FLOP/s and GB/s
+LAUNCH_US, VIEW_US = 5.0, 1.5  # the host's time for an operator with a kernel, and without
+KERNEL_US, ROUND_US = 2.0, 12.0  # the device's time for a kernel, at least, and for a batch
+PRODUCTS, MOVES = 0.65, 0.8  # the fractions of the data sheet's FLOP/s and GB/s that are reached
 CHANNELS, CHANNEL_BYTES = 32, 12e6  # NCCL's buffers for each peer
 aten = torch.ops.aten
 NO_KERNEL = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach}
 NO_KERNEL |= {aten.new_empty_strided, aten._unsafe_view, aten.set_, aten._local_scalar_dense}
-FLOPS = flop_registry | {  # of matrix products
+FLOPS = flop_registry | {  # FLOPs of matrix products
     aten.addmm: lambda total, *factors, **_: flop_registry[aten.mm](*factors[:2]),
     aten.addmm_: lambda total, *factors, **_: flop_registry[aten.mm](*factors[:2]),
     aten._grouped_mm: lambda x, w, *_, **options: 2 * x.shape[-2] * x.shape[-1] * w.shape[-1],
@@ -60,7 +61,7 @@ FLOPS = flop_registry | {  # of matrix products
 
 
 class Timer(fake_cuda.Watch):
-    """Gives each operator and each batch that reaches the device its duration."""
+    """Assigns a duration to each operator and each batch that reaches the device."""
 
     def __init__(self, args, own):
         super().__init__(args)
@@ -78,7 +79,7 @@ class Timer(fake_cuda.Watch):
         result = super().__torch_dispatch__(function, types, arguments, options)
         given = list(filter(fake_cuda.is_on_device, tree_leaves((arguments, options))))
         made = list(filter(fake_cuda.is_on_device, tree_leaves(result)))
-        if not given + made or function.namespace == "prim":  # it reads an attribute
+        if not given + made or function.namespace == "prim":  # "prim" only reads an attribute
             return result
         for tensor in made:
             self.memory.resize(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
@@ -119,7 +120,7 @@ class Timer(fake_cuda.Watch):
         if group not in self.communicators:
             lane = "+".join(self.names[group][:2])
             self.communicators[group] = Stream(self.host, lane)
-        is_near = all(ranks[peer] < self.gpu.per_node for _, peer in messages)  # to rank 0
+        is_near = all(ranks[peer] < self.gpu.per_node for _, peer in messages)  # rank 0's node
         speed = MOVES * 1e3 * (self.gpu.node if is_near else self.gpu.network)
         nbytes = max(sum(tensor.nbytes for tensor, _ in side) for side in (sends, receives))
         duration = ROUND_US + nbytes / speed
@@ -131,7 +132,7 @@ class Timer(fake_cuda.Watch):
 
 
 def measure(args, own):
-    """Time the second step of rank 0. Returns what --json prints, and the trace's events."""
+    """Time the second step of rank 0; return the dict that --json prints and the trace's events."""
     timer = Timer(args, own)
     host, main, memory = timer.host, timer.host.main, timer.memory
     resize_ = torch.UntypedStorage.resize_
@@ -145,16 +146,16 @@ def measure(args, own):
         trainer, step = fake_cuda.hybrid_step(args, torch.device("cuda", 0))
         for name, group in vars(trainer.mesh).items():
             timer.names[group].append(name.removesuffix("_group"))
-        timer.communicators.clear()  # the Trainer has used some that had no name yet
+        timer.communicators.clear()  # those that the Trainer used have no names yet
         step()
         begin = max(host.now, *(stream.moment for stream in host.streams))
-        host.now = main.moment = begin  # nothing is under way
+        host.now = main.moment = begin  # the device is idle
         for of_first in (host.spans, main.parts, main.exposed):
             of_first.clear()
         timer.counts = fake_cuda.Counts()
         memory.changes = [(0.0, sum(record.nbytes for record in memory.records.values()))]
         step()
-        main.run("end", 0.0)  # no earlier than the host's last work
+        main.run("end", 0.0)  # the step ends no earlier than the host's last work
     step_us, peaks = main.moment - begin, memory.peaks()
     flops = hybrid.flops_per_token(args) * args.batch_size * args.seq_len / args.world_size
     found = {
@@ -175,15 +176,15 @@ def measure(args, own):
 
 
 def parse(argv):
-    """Return the command's own flags, and hybrid's Args from the others."""
+    """Return this command's own flags, and hybrid's Args, parsed from the other flags."""
     parser = argparse.ArgumentParser(Path(__file__).name, description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--gpus", type=hybrid.at_least(1), required=True, help="how many")
-    parser.add_argument("--gpu", choices=GPUS, default="h100", help="of which kind")
+    parser.add_argument("--gpus", type=hybrid.at_least(1), required=True, help="number of GPUs")
+    parser.add_argument("--gpu", choices=GPUS, default="h100", help="model of GPU")
     parser.add_argument("--batch-us", type=float, default=25.0, help="default: %(default)s")
     parser.add_argument("--message-us", type=float, default=3.0, help="default: %(default)s")
-    parser.add_argument("--trace", metavar="FILE", help="for https://ui.perfetto.dev")
-    parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     own, flags = parser.parse_known_args(argv)
     try:
         return own, hybrid.parse(flags, own.gpus, min(own.gpus, GPUS[own.gpu].per_node))
@@ -192,7 +193,7 @@ def parse(argv):
 
 
 def main():
-    """Run the command, in a process that has the device. Returns the exit status."""
+    """Run the command in a process that has the device; return the exit status."""
     own, args = parse(sys.argv[1:])
     if "FAKE_CUDA" not in os.environ:
         with TemporaryDirectory() as folder:

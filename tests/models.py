@@ -1,8 +1,8 @@
-"""GPUs and models of the literature, by the names that --gpu and --model take.
+"""GPUs and models from the literature, by the names that --gpu and --model take.
 
-The numbers of a GPU are its data sheet's, except for two constants, which tests/test_plan.py fits
-to published runs. A model is described as a GPT with the same layers, width, heads and FLOPs: if
-its MLP has three matrices, ffn is 1.5 times the published width.
+The numbers of a GPU are from its data sheet, except for two constants, which tests/test_plan.py
+fits to published runs. A model is described as a GPT with the same layers, width, heads and FLOPs:
+if its MLP has three matrices, ffn is 1.5 times the published width.
 """
 
 import sys
@@ -20,7 +20,7 @@ class Gpu(NamedTuple):
 
     tflops: dense products in bf16. memory: GB. memory_speed, node, network: GB/s to its memory, to
     the other GPUs of its node, and to other nodes, in one direction.
-    products, moves: the fractions of tflops and of all GB/s that programs reach.
+    products, moves: the fractions of the tflops and of the GB/s that programs reach.
     """
 
     tflops: float
@@ -37,7 +37,7 @@ class Gpu(NamedTuple):
         return nbytes / (self.moves * gb_per_second * 1e9)
 
 
-GPUS = {  # 80 GiB are 86 GB, of which CUDA, NCCL and fragmentation take 6
+GPUS = {  # 80 GiB are 86 GB, of which CUDA, NCCL and fragmentation take 6 GB
     "a100": Gpu(312, 80, 2039, 300, 25, 0.69, 0.81),
     "h100": Gpu(989, 80, 3350, 450, 50),
     "h800": Gpu(989, 80, 3350, 200, 50),

@@ -1,20 +1,20 @@
-"""Find the quickest layouts of a model on so many GPUs, by the formulas of the papers.
+"""Find the fastest layouts of a model on a given number of GPUs, by the formulas of the papers.
 
     python tests/plan.py --model llama3-405b --gpus 16384 --gpu h100
     python tests/plan.py --gpus 64 --gpu a100 --layers 32 --hidden 4096 --heads 32 --seq-len 2048
 
-It prints the ten quickest combinations of degrees (tp, cp, pp, dp, ep), each with its quickest
-layout that fits into memory. The flags of hybrid.py give the model's sizes or fix a part of the
-layout. If no layout is possible, one line says why, and the exit status is 2.
+It prints the ten fastest combinations of degrees (tp, cp, pp, dp, ep), each with its fastest layout
+that fits into memory. The flags of hybrid.py give the model's sizes or fix a part of the layout. If
+no layout is possible, one line says why, and the exit status is 2.
 
-    m x b      the microbatches of a step, and the sequences of each
+    m x b      the microbatches of a step, and the sequences of each microbatch
     GB         the peak memory of the fullest GPU: weights + gradients + optimizer + activations
     step s     the time of the slowest GPU: compute + its waits for tp, cp, ep, pp and dp + bubble
     TFLOP/s    per GPU, without recomputation; MFU is its ratio to the data sheet's
 
-price() is the idea; memory and seconds follow, then the search. A model is taken as a GPT in bf16
-whose layers are all alike. Two constants of each GPU are fitted to half of the published runs of
-dense models (tests/test_plan.py); RESULTS.md shows how far the others are missed.
+price() is the idea; memory and seconds follow, then the search. Every model is treated as a GPT in
+bf16 with identical layers. Two constants of each GPU are fitted to half of the published runs of
+dense models (tests/test_plan.py); RESULTS.md shows the error for other runs.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from zero import zero_memory, zero_rounds
 
 
 class Layout(NamedTuple):
-    """How a step is cut, in the names of the flags.
+    """How a step is divided among the ranks. Fields are named as the flags of hybrid.py.
 
     batch: the sequences of a microbatch. unfused: attention writes its scores to memory, as
     Megatron-LM's did in 2021.
@@ -63,8 +63,8 @@ class Layout(NamedTuple):
     zero: int = 0
     replicate: int = 1
 
-    piece = property(lambda self: Layout(*self[:12]))  # what a layer's work depends on
-    # microbatches that a stage computes: each of DualPipe's two replicas takes half
+    piece = property(lambda self: Layout(*self[:12]))  # the fields that a layer's work depends on
+    # the microbatches that a stage computes; each of DualPipe's two replicas takes half of them
     rounds = property(lambda self: self.microbatches // (1 + (self.schedule == "dualpipe")))
 
 
@@ -80,7 +80,7 @@ class Plan(NamedTuple):
 
 
 def config_of(args):
-    """Return the GPTConfig among the flags."""
+    """Return the GPTConfig that the flags describe."""
     return GPTConfig(**{field.name: getattr(args, field.name) for field in fields(GPTConfig)})
 
 
@@ -93,7 +93,7 @@ def price(config, gpu, layout):
 
 
 class Share(NamedTuple):
-    """A rank's part of the model, in all of its stages; and how many ranks come after it."""
+    """A rank's part of the model, summed over its stages, and how many ranks come after it."""
 
     layers: float
     embeddings: float = 0
@@ -103,9 +103,9 @@ class Share(NamedTuple):
 
 @lru_cache(maxsize=None)
 def shares_of(config, schedule, pp, chunks):
-    """Return the Shares of the first rank, of a middle rank with most layers, and of the last one.
+    """Return the Shares of the first rank, of the fullest middle rank, and of the last rank.
 
-    As in hybrid.layers_of(), the costliest stage, head included, costs as little as possible.
+    As in hybrid.layers_of(), the most expensive stage, head included, is as cheap as possible.
     """
     layers, stages, own = config.layers, pp * chunks, chunks * (1 + (schedule == "dualpipe"))
     if pp == 1:
@@ -122,15 +122,15 @@ def shares_of(config, schedule, pp, chunks):
 
 
 def portion_of(config):
-    """Return the fraction of layers that have experts: all formulas are for the mean layer."""
+    """Return the fraction of layers that have experts. All formulas are for the mean layer."""
     return (config.experts > 0) * (config.layers // config.moe_every) / config.layers
 
 
 def kinds_of(config, layout, share):
     """Return (count, ZeRO's shards, copies of each shard, stride between their ranks), twice.
 
-    First for the rank's dense parameters, then for its experts, which the ranks of tp, and then of
-    dp x cp, divide among them.
+    The first tuple describes the rank's dense parameters. The second describes its experts, which
+    are divided among the ranks of tp, and then of dp x cp.
     """
     portion, h, tp, F = portion_of(config), config.hidden, layout.tp, config.mlp_width
     kv = h * (config.kv_heads or config.heads) // config.heads
@@ -140,7 +140,7 @@ def kinds_of(config, layout, share):
     vocabulary, unlike = config.vocab_size / tp * h, layout.ep // math.gcd(layout.ep, tp)
     dense = share.layers * (attention + (1 - portion) * mlp + portion * mixture)
     dense += share.embeddings * (vocabulary + config.seq_len * h)
-    dense += share.heads * (2 * h + (layout.pp > 1) * vocabulary)  # in one stage they are tied
+    dense += share.heads * (2 * h + (layout.pp > 1) * vocabulary)  # tied if pp = 1
     experts = share.layers * portion * 2 * h * F * config.experts / layout.ep
     replicas = [layout.dp * layout.cp, layout.dp * layout.cp // unlike]
     copies = [math.gcd(layout.replicate, number) for number in replicas]
@@ -157,10 +157,10 @@ def count_of(config, layout, share):
 
 
 def memory_of(config, layout):
-    """Return {kind: bytes} of the fullest rank: its state, and activations at their peak.
+    """Return {kind: bytes} of the fullest rank: its state, and its peak of activations.
 
-    The state is parameters in bf16, gradients in fp32, and 12 bytes of fp32 weights and Adam's
-    moments. ZeRO-3 has no parameters in bf16 but those that it has gathered.
+    The state is parameters in bf16, gradients in fp32, and 12 bytes per parameter for fp32 weights
+    and Adam's moments. ZeRO-3 keeps no bf16 parameters except those that it has gathered.
     """
     ranks, bf16 = [], 2 * (layout.zero < 3)
     for share in shares_of(config, layout.schedule, layout.pp, layout.chunks):
@@ -174,21 +174,21 @@ def memory_of(config, layout):
 
 
 def activations_of(config, layout, share):
-    """Return the peak bytes of what microbatches in flight keep and of what backward adds to it.
+    """Return the peak bytes of the activations of unfinished microbatches, and of one backward.
 
-    Zero-bubble schedules also keep what the deferred weight gradients need. Backward makes the
-    gradients of a matrix's input and of the matrix, in 16 and in 32 bits; ZeRO-2 and ZeRO-3 hold
-    a layer's gradients in 32 bits, and ZeRO-3 two gathered layers. The loss copies its logits to
-    32 bits; at last the head's own gradient, in 32 bits, may be the largest of all.
+    Zero-bubble schedules also keep the inputs of deferred weight gradients. Backward computes the
+    gradients of a matrix's input, in 16 bits, and of the matrix, in 16 and in 32 bits. ZeRO-2 and
+    ZeRO-3 hold a layer's gradients in 32 bits, and ZeRO-3 two gathered layers. The loss copies its
+    logits to 32 bits. The head's own gradient, in 32 bits, may exceed all of these.
     """
     p, m, v, schedule = layout.pp, layout.microbatches, layout.chunks, layout.schedule
     tokens, h, tp = layout.batch * config.seq_len / layout.cp, config.hidden, layout.tp
     whole, kept = (layer_bytes(config, layout.piece, n) for n in ("none", layout.recompute))
     if schedule.startswith("zb"):
         kept = whole + 4 * tokens * h * (1 - 1 / tp) * layout.sp
-    flying = {"1f1b": min(m, share.behind + 1)}  # microbatches, through all of its layers
+    flying = {"1f1b": min(m, share.behind + 1)}  # microbatches, in all layers of the rank
     flying["interleaved"] = min(2 * share.behind + (v - 1) * p + 1, m * v) / v
-    flying["dualpipe"] = (p + 1) / 2  # each has one of the two stages to go through
+    flying["dualpipe"] = (p + 1) / 2  # a microbatch passes one of the rank's two stages
     flying = flying.get(schedule) or peak_activations(schedule, p, m)
     logits, again = share.heads * tokens * config.vocab_size / tp, layout.recompute == "full"
     held = share.layers * flying * kept
@@ -205,9 +205,9 @@ def activations_of(config, layout, share):
 
 @lru_cache(maxsize=None)
 def layer_bytes(config, layout, recompute, experts=True):
-    """Return the bytes that a rank keeps of one microbatch in the mean layer, until backward.
+    """Return the bytes that a rank keeps for backward: one microbatch in the mean layer.
 
-    Fused attention keeps as much as an unfused one that recomputes its scores. experts: whether
+    Fused attention keeps as much as unfused attention that recomputes its scores. experts: whether
     the experts' bytes are included.
     """
     portion, tp, heads = portion_of(config), layout.tp, config.heads
@@ -226,11 +226,11 @@ def layer_bytes(config, layout, recompute, experts=True):
 
 
 def mixture_bytes(tokens, config):
-    """Return the bytes that a layer of experts keeps of so many tokens, less the router's scores.
+    """Return the bytes that a layer of experts keeps of `tokens`, without the router's scores.
 
-    Each row sent to an expert keeps the row, the input and output of GELU, and the result as it
-    comes back. A shared expert keeps the input and output of GELU. Each token keeps the router's
-    input in 32 bits and, once, the input of the shared experts.
+    Per row sent to an expert, these are the row, the input and output of GELU, and the returned
+    result. Per token, they are the input and output of GELU in each shared expert, the input of
+    the shared experts, and the router's input in 32 bits.
     """
     k, shared, h = config.top_k, config.shared_experts, config.hidden
     rows = 2 * k * h + 2 * (k + shared) * config.mlp_width + h * (shared > 0)
@@ -246,7 +246,7 @@ def seconds_of(config, gpu, layout):
     """Return {part: seconds} of a step: compute, exposed communication, and the bubble.
 
     A stage waits for its messages, which are split over tp. DualPipe hides ep behind compute. All
-    ranks meet at the end of a step, for the gradient norm, so where a schedule's ranks end one
+    ranks meet for the gradient norm at the end of a step. So in a schedule whose ranks finish one
     after the other, the first ones wait for the last.
     """
     schedule, pp, m, chunks = layout.schedule, layout.pp, layout.microbatches, layout.chunks
@@ -261,7 +261,7 @@ def seconds_of(config, gpu, layout):
     message = ALPHA + gpu.move(message, gpu.network if is_far else gpu.node)
     seconds["pp"] = chunks * m * min(2, pp - 1) * message
     pairs = zip(*works(config, gpu, layout.piece))
-    times = [np.sum(config.layers * a + b) / pp for a, b in pairs]  # for the mean rank
+    times = [np.sum(config.layers * a + b) / pp for a, b in pairs]  # mean over the ranks
     seconds["dp"] = replica_seconds(config, gpu, layout, *times[:2])
     bubble = bubble_time(schedule, pp, m, *times, chunks) if pp > 1 else 0.0
     staggered = {"zb-h2": times[0], "zb-v": (times[1] - times[2]) / 2}
@@ -274,13 +274,13 @@ def works(config, gpu, layout):
     """Return (forward, backward, weight) of one microbatch, for the mean layer and for the head.
 
     forward and backward are seconds of (compute, exposed tp, exposed cp, exposed ep); weight is
-    the part of backward's compute that makes weight gradients. Activations that are kept are
+    the part of backward's compute that produces weight gradients. Activations that are kept are
     written in forward and read in backward.
     """
     tokens = layout.batch * config.seq_len / layout.cp / layout.tp
     pace = tokens / (gpu.products * gpu.tflops * 1e12)
     product, core = (pace * flops for flops in forward_flops(config, portion_of(config)))
-    # a fused kernel skips the masked half of the scores, and recomputes the scores in backward
+    # A fused kernel skips the masked half of the scores, and recomputes the scores in backward.
     core, more = (core, 0) if layout.unfused else (core / 2, core / 4)
     kept = layer_bytes(config, layout, "none" if layout.unfused else "selective")
     rest = core + 2 * gpu.move(kept, gpu.memory_speed)
@@ -290,7 +290,7 @@ def works(config, gpu, layout):
     selective = np.array([core, 0, ahead[1], 0])
     backward += {"none": 0, "selective": selective, "full": forward}[layout.recompute]
     head = 2 * config.hidden * config.vocab_size * pace
-    # logits are written and read in 16 bits, and in 32 for the loss
+    # Logits are written and read in 16 bits, and in 32 bits for the loss.
     loss = np.array([head + gpu.move(12 * tokens * config.vocab_size, gpu.memory_speed), 0, 0, 0])
     return (forward, backward, product), (loss, 2 * loss, head)
 
@@ -300,10 +300,10 @@ def messages(config, gpu, layout, core):
 
     core: the seconds of attention's core, behind which ring attention hides its messages.
 
-    tp sums after attention and after the MLP, and in backward before them; a sum is a
-    reduce-scatter and an all-gather. With --sp backward gathers twice more; without --sp, tp ranks
-    that divided a layer's tokens among the experts gather the results. A token is sent once to
-    each node that holds some of its experts, and there to each of these experts.
+    tp sums after attention and after the MLP in forward, and before them in backward; a sum is a
+    reduce-scatter and an all-gather. With --sp, backward gathers twice more. Without --sp, the tp
+    ranks divide a layer's tokens before the experts and gather the results after them. A token is
+    sent once to each node that holds one of its experts, and there to each of these experts.
     """
     tp, cp, portion, h = layout.tp, layout.cp, portion_of(config), config.hidden
     heads = config.heads // tp, (config.kv_heads or config.heads) // tp, h // config.heads, cp
@@ -325,10 +325,10 @@ def messages(config, gpu, layout, core):
 
 @lru_cache(maxsize=None)
 def shard_seconds(gpu, nbytes, size, stride=1):
-    """Return the seconds of a reduce-scatter, or all-gather, among `size` ranks `stride` apart.
+    """Return the seconds of a reduce-scatter or an all-gather among `size` ranks `stride` apart.
 
     Inside a node it is one direct exchange. Between nodes each GPU handles its part, by recursive
-    halving if the number of nodes is a power of two, and around a ring if not.
+    halving if the number of nodes is a power of two, and around a ring otherwise.
     """
     inside = math.gcd(size, max(1, gpu.per_node // stride))
     nodes = size // inside
@@ -339,11 +339,12 @@ def shard_seconds(gpu, nbytes, size, stride=1):
 
 
 def replica_seconds(config, gpu, layout, forward, backward):
-    """Return the seconds of dp that compute does not hide, with a message for each layer.
+    """Return the seconds of dp that compute does not hide, with one message for each layer.
 
-    forward, backward: the seconds of one microbatch. Gradients are hidden by the last backward; an
-    interleaved schedule hides those of all chunks but one behind the last p microbatches. Weights
-    are hidden by forward in the same way. What ZeRO sends for every microbatch is hidden by all.
+    forward, backward: the seconds of one microbatch. Gradients are sent during the last backward;
+    an interleaved schedule sends those of all chunks but one during the last p microbatches.
+    Weights are gathered during forward in the same way. ZeRO's messages of a microbatch overlap
+    its forward and backward.
     """
     layers = math.ceil(config.layers / layout.pp) * (layout.microbatches // layout.rounds)
     scatter, gather = 0.0, 0.0
@@ -366,15 +367,15 @@ def replica_seconds(config, gpu, layout, forward, backward):
 
 
 def best_plans(args, count=10):
-    """Return the `count` quickest Plans that fit, at most one for each (tp, cp, pp, dp, ep).
+    """Return the `count` fastest Plans that fit, at most one for each (tp, cp, pp, dp, ep).
 
-    Pieces are tried in the order of a lower bound of their time, until that bound exceeds the worst
-    plan kept. The first stage of ZeRO that fits is taken, because the next one sends more. Raises
+    Pieces are tried in the order of a lower bound on their time, until that bound exceeds the worst
+    plan kept. The lowest stage of ZeRO that fits is taken, because higher stages send more. Raise
     ValueError if nothing fits.
     """
     config, gpu, plans, leanest = config_of(args), args.machine, {}, math.inf
 
-    def least(piece):  # the time of compute, tp and cp if all stages were alike
+    def least(piece):  # the time of compute, tp and cp if all stages took equally long
         layer, head = (a + b for a, b, _ in works(config, gpu, piece))
         return sum((config.layers * layer + head)[:3]) * piece.microbatches / piece.pp
 
@@ -393,16 +394,16 @@ def best_plans(args, count=10):
                     plans[layout[:5]] = min(known, plan, key=lambda plan: plan.step)
                     break
     if leanest == math.inf:
-        raise ValueError(f"no number of microbatches here is one of --schedule {args.schedule}")
+        raise ValueError(f"no number of microbatches suits --schedule {args.schedule}")
     if not plans:
         raise ValueError(f"no layout fits {gpu.memory} GB: the leanest takes {leanest / 1e9:,.1f}")
     return sorted(plans.values(), key=lambda plan: plan.step)[:count]
 
 
 def pieces_of(args, most=200_000):
-    """Return a Layout for all degrees that hybrid.py accepts, microbatches and recomputations.
+    """Return all Layouts that hybrid.py accepts, without schedules and stages of ZeRO.
 
-    If there is none, raises the ValueError that refuses the layout with the smallest degrees.
+    If it accepts none, raise its ValueError for the layout with the smallest degrees.
     """
     limits = {"tp": args.heads, "cp": args.seq_len // 2, "pp": args.layers + 2, "ep": args.experts}
     divisors = lambda number, most: [n for n in range(1, most + 1) if number % n == 0] or [1]
@@ -412,7 +413,7 @@ def pieces_of(args, most=200_000):
         if refused and args.gpus % (tp * cp * pp):
             continue
         dp = args.given.get("dp", max(1, args.gpus // (tp * cp * pp)))
-        # a node holds gcd(ep, tp) ranks of an expert group, times the tp groups that fit in it
+        # A node holds gcd(ep, tp) ranks of an expert group, times the tp groups that fit in it.
         nodes = ep // math.gcd(ep, math.gcd(ep, tp) * max(1, args.machine.per_node // tp))
         sizes = tp, cp, pp, dp, ep, args.batch_size // dp, 1, args.given.get("sp", tp > 1)
         others = "none", nodes, args.unfused, "1f1b", 1, 1, args.replicate or 1
@@ -429,14 +430,14 @@ def pieces_of(args, most=200_000):
     if not found:
         raise ValueError(f"no layout of {args.gpus} GPUs: {refused[0]}")
     if len(found) > most:
-        raise ValueError(f"{len(found):,} ways to cut the work: --tp, --pp or --ep must say more")
+        raise ValueError(f"{len(found):,} layouts are too many: fix --tp, --pp or --ep")
     return found
 
 
 def pipelines_of(args, piece):
     """Yield a piece's Layouts in all schedules whose formulas hold for its number of microbatches.
 
-    naive and gpipe are left out, because neither is quicker than 1f1b.
+    naive and gpipe are left out, because neither is faster than 1f1b.
     """
     p, m = piece.pp, piece.microbatches
     least = {"1f1b": 1, "interleaved": p, "zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": 2 * p}
@@ -454,19 +455,19 @@ def pipelines_of(args, piece):
 
 
 def parse(argv):
-    """Return the flags with the model's sizes. Raises ValueError that names flags and values."""
+    """Return the flags and the model's sizes. A ValueError names the invalid flag and its value."""
     parser = hybrid.Parser()
     parser.prog, parser.description = Path(__file__).name, __doc__.splitlines()[0]
     group = parser.add_argument_group("plan")
-    group.add_argument("--gpus", type=hybrid.at_least(1), required=True, help="how many")
-    group.add_argument("--gpu", choices=GPUS, required=True, help="of which kind")
-    group.add_argument("--model", choices=MODELS, help="its sizes, where no flag gives them")
+    group.add_argument("--gpus", type=hybrid.at_least(1), required=True, help="number of GPUs")
+    group.add_argument("--gpu", choices=GPUS, required=True, help="model of GPU")
+    group.add_argument("--model", choices=MODELS, help="sizes of the model; flags override them")
     given = vars(parser.parse_args(argv))
     own = {name: given.pop(name) for name in ("gpus", "gpu", "model")}
     names = {*Layout._fields, *GPTConfig.__dataclass_fields__, "batch_size"}
     for flag in given.items():
         if flag[0] not in names and flag != ("dtype", "bf16"):
-            raise ValueError(f"{hybrid.as_typed(*flag)} means nothing to a plan, which is of bf16")
+            raise ValueError(f"{hybrid.as_typed(*flag)} means nothing to a plan, which is in bf16")
     args = argparse.Namespace(**{flag.name: flag.default for flag in hybrid.FLAGS}, **own)
     _, config = MODELS.get(args.model, (0, GPTConfig()))
     vars(args).update(vars(config) | given | {"given": given, "machine": GPUS[args.gpu]})
@@ -479,7 +480,7 @@ def parse(argv):
 
 
 def show(plans, args, flops):
-    """Print two tables. flops: what the model needs of each GPU in a step."""
+    """Print two tables. flops: the model's FLOPs per GPU and step."""
     print("    tp  cp   pp    dp  ep ZeRO schedule       m x b    recompute   step s TFLOP/s   MFU")
     for number, p in enumerate(plans, 1):
         of, speed = p.layout, flops / p.step / 1e12
@@ -497,7 +498,7 @@ def show(plans, args, flops):
 
 
 def main(argv=None):
-    """Print the plans and return the exit status."""
+    """Run the command; return the exit status."""
     try:
         args = parse(argv)
         plans = best_plans(args)

@@ -1,14 +1,14 @@
-"""Run functions on ranks, which are worker processes that meet in a fresh gloo group each time.
+"""Run functions on ranks: worker processes that form a new gloo process group for each call.
 
-    run(4, function, *args)     ranks of a pool kept alive between calls: for tests that pass
-    spawn(4, function, *args)   ranks used once and thrown away: for tests of failure
-    @on_ranks(1, 2, 3)          a test whose body is what each rank does, on so many ranks
+    run(4, function, *args)     on a pool of ranks that is kept between calls: for tests that pass
+    spawn(4, function, *args)   on ranks that are used once: for tests of failure
+    @on_ranks(1, 2, 3)          makes a function a test; each rank runs it, in groups of these sizes
 
     parent  -- task -->  each rank: FileStore, init_process_group, function(*args), destroy
-            <-- result or traceback, or end of file where the rank died --
+            <-- result or traceback, or end of file if the rank died --
 
-`function` is pickled by name, so it lives at the top level of a module; arguments and results are
-pickled by value. A rank that fails leaves at once, and its peers see their connections close.
+`function` is pickled by name, so it must be at the top level of a module; arguments and results are
+pickled by value. A rank that fails exits at once, and its peers notice their closed connections.
 """
 
 import _thread
@@ -34,7 +34,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from unittest.mock import patch
 
-# Before torch is imported, here and in every process started from here.
+# These must be set before torch is imported, here and in every process started from here.
 os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
 
 import numpy as np
@@ -46,20 +46,20 @@ import collectives
 from collectives import schedule_as_batch
 
 PROJECT = Path(__file__).resolve().parent.parent
-GRACE = 1.0  # seconds the other ranks have to report once one has failed
-LATE = 0.1  # a death is noticed later than it happened, perhaps after the errors that it caused
+GRACE = 1.0  # seconds in which the other ranks may report after one has failed
+LATE = 0.1  # seconds by which a death may be noticed after the errors that it causes on other ranks
 
 
 class RanksFailed(AssertionError):
-    """Some rank raised, died, or did not answer in time."""
+    """A rank raised, died, or did not answer in time."""
 
 
 @dataclass
 class Outcome:
-    """What one rank did. `error_text` is None if it returned `result`."""
+    """How one rank ended: `error_text` is None if it returned `result`."""
     result: object
     error_text: str | None
-    exitcode: int | None  # 0 returned, 1 raised, else how it died; None: did not answer
+    exitcode: int | None  # 0: it returned; 1: it raised; None: no answer; otherwise: it died
     seconds: float  # from the start of the run to the answer
 
 
@@ -67,24 +67,24 @@ class Outcome:
 
 @contextmanager
 def least_bytes():
-    """Send tensors of all sizes around the ring, which sends the fewest bytes."""
+    """Send small tensors around the ring, too, because it sends the fewest bytes."""
     with patch.object(collectives, "choose", lambda *size, **how: "ring"):
         yield
 
 
 def leave_groups():
-    """Destroy all groups, also those in reference cycles, without waiting 10 ms for each."""
+    """Destroy all groups, also those in cycles, without waiting until they end (10 ms each)."""
     backends = []
     for group in dist.distributed_c10d._world.pg_map:
         backends += [group._get_backend(device) for device in group._device_types]
     dist.destroy_process_group()
     gc.collect()
-    gc.freeze()  # what is left stays: no later collection looks at it
-    _thread.start_new_thread(backends.clear, ())  # not one that threading.active_count() has
+    gc.freeze()  # later collections skip what is left
+    _thread.start_new_thread(backends.clear, ())  # threading.active_count() does not count it
 
 
 def run_in_group(rank, world_size, store_path, group_timeout, call):
-    """Make the pickled `call` in a fresh default process group, and return its pickled result."""
+    """Make the pickled `call` inside a new default process group; return its result, pickled."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -94,23 +94,23 @@ def run_in_group(rank, world_size, store_path, group_timeout, call):
     schedule_as_batch()
     dist.init_process_group("gloo", store=dist.FileStore(store_path, world_size), rank=rank,
                             world_size=world_size, timeout=timedelta(seconds=group_timeout))
-    dist.barrier()  # a rank that left while others still connect to it would fail or block them
+    dist.barrier()  # a rank that leaves while others connect to it makes them fail or block
     function, args, kwargs = pickle.loads(call)
-    # Not Connection.send: its pickler would share a tensor's memory instead of copying it.
+    # Connection.send() would share a tensor's memory instead of copying it.
     result = pickle.dumps(function(*args, **kwargs))
     leave_groups()
     return result
 
 
 def call_in_environment(variables, call):
-    """Make the pickled `call` after setting variables that its modules may read when imported."""
+    """Set environment variables, which modules may read when imported; make the pickled `call`."""
     os.environ.update(variables)
     function, args, kwargs = pickle.loads(call)
     return function(*args, **kwargs)
 
 
 def on_device(kind, store, timeout, function, *arguments):
-    """Return function(device, *arguments), called in a new group that takes this group's place.
+    """Replace the default group by one of this kind; return function(device, *arguments).
 
     kind   device of a rank          backend
     cpu    the CPU                   gloo
@@ -136,8 +136,8 @@ def on_device(kind, store, timeout, function, *arguments):
 
 
 def serve(pipe, stack_pipe):
-    """Run tasks in a worker process until one fails or the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    """Run a worker process's tasks until one fails or the parent exits."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     faulthandler.register(signal.SIGUSR1, file=stack_pipe.fileno(), all_threads=True)
     gc.freeze()
     exitcode = 0
@@ -160,7 +160,7 @@ def serve(pipe, stack_pipe):
 # ---- in the parent -------------------------------------------------------------------------------
 
 class Worker:
-    """A worker process, with a pipe for tasks and answers and a pipe for its Python stack."""
+    """One worker process, a pipe for its tasks and answers, and a pipe for its Python stack."""
 
     def __init__(self, context):
         self.pipe, pipe = context.Pipe()
@@ -171,7 +171,7 @@ class Worker:
         stack_pipe.close()
 
     def outcome(self, start):
-        """Return the answer, or how the process died, once its pipe or its sentinel is ready."""
+        """Return the Outcome once the process's pipe or sentinel is ready."""
         seconds = time.monotonic() - start - LATE
         with suppress(EOFError, ConnectionError):
             if self.pipe.poll():
@@ -184,7 +184,7 @@ class Worker:
         return Outcome(None, f"died with exit code {code}{name}", code, seconds)
 
     def stack(self):
-        """Return the stacks of its Python threads, or nothing if it cannot answer."""
+        """Return the stacks of the process's Python threads, or "" if it cannot answer."""
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGUSR1)
         text = b""
@@ -196,7 +196,7 @@ class Worker:
 
 
 class Pool:
-    """Workers that stay alive between runs, and are replaced after a run with a failure."""
+    """Worker processes, kept between runs. After a run that failed they are replaced."""
 
     def __init__(self):
         self.workers = []
@@ -204,7 +204,7 @@ class Pool:
         self.runs = 0
 
     def run(self, world_size, function, args, kwargs, timeout, group_timeout, grace):
-        """Return one Outcome per rank. After a failure, others have `grace` seconds to report."""
+        """Return an Outcome per rank. After a failure, other ranks have `grace` seconds left."""
         call = pickle.dumps((function, args, kwargs))
         if not all(worker.process.is_alive() for worker in self.workers):
             self.close()
@@ -212,7 +212,7 @@ class Pool:
         try:
             self.start(world_size)
             self.runs += 1
-            store_path = f"{self.folder.name}/{self.runs}"  # FileStore wants a fresh file each time
+            store_path = f"{self.folder.name}/{self.runs}"  # a FileStore needs a new file
             start = time.monotonic()
             for rank, worker in enumerate(self.workers[:world_size]):
                 task = rank, world_size, store_path, group_timeout or timeout + 30, call
@@ -225,11 +225,11 @@ class Pool:
                 self.close()
 
     def start(self, world_size):
-        """Start workers until there are `world_size`."""
+        """Start workers until there are at least `world_size`."""
         if self.folder is None:
             self.folder = tempfile.TemporaryDirectory(prefix="ranks-")
         context = multiprocessing.get_context("forkserver")
-        # Imported once in the server, not in each worker; optimizers import torch._dynamo (0.9 s).
+        # The server imports these once for all workers; optimizers import torch._dynamo (0.9 s).
         theirs = ["numpy", "pytest", "torch.distributed", "torch._dynamo"]
         ours = [path.stem for path in PROJECT.glob("*.py") if path.stem in sys.modules]
         context.set_forkserver_preload(theirs + ours)
@@ -256,7 +256,7 @@ class Pool:
         return outcomes
 
     def close(self):
-        """Kill the processes, whatever they are doing, and remove the files of their groups."""
+        """Kill the processes and remove the files of their groups."""
         for worker in self.workers:
             worker.process.kill()
         for worker in self.workers:
@@ -269,14 +269,14 @@ class Pool:
 
 
 def headline(error_text):
-    """Return the line of a traceback that names the error: the one after the last indented one."""
+    """Return the line of a traceback that names the error: the one after the last indented line."""
     lines = error_text.splitlines()
     indented = [i for i, line in enumerate(lines[:-1]) if line.startswith(" ")]
     return lines[indented[-1] + 1 if indented else 0]
 
 
 def results(outcomes):
-    """Return the results. Raise RanksFailed with the first failure in full, or all that hung."""
+    """Return the results, or raise RanksFailed with the first failure or all ranks that hung."""
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error_text]
     failed.sort(key=lambda rank: outcomes[rank].seconds)
     lines = []
@@ -295,16 +295,16 @@ pool = Pool()
 
 
 def run(world_size, function, *args, timeout=40, group_timeout=None, **kwargs):
-    """Return, in rank order, what `function(*args, **kwargs)` returns on ranks of a fresh group.
+    """Call `function(*args, **kwargs)` on the ranks of a new group; return the results by rank.
 
-    Raises RanksFailed once a rank has raised or died, or after `timeout` seconds with the stack of
-    each rank that is still running. The group's own timeout is longer unless given.
+    Raise RanksFailed once a rank has raised or died, or after `timeout` seconds, with the stack of
+    each rank that is still running. The group's own timeout is longer, unless it is given.
     """
     return results(pool.run(world_size, function, args, kwargs, timeout, group_timeout, GRACE))
 
 
 def spawn(world_size, function, *args, check=True, timeout=40, group_timeout=None, **kwargs):
-    """Run in new processes. With `check=False`, wait for every rank and return the Outcomes."""
+    """Do what run() does in new processes. check=False: wait for all ranks, return the Outcomes."""
     grace = GRACE if check else timeout
     once = Pool()
     try:
@@ -315,9 +315,9 @@ def spawn(world_size, function, *args, check=True, timeout=40, group_timeout=Non
 
 
 def torchrun(world_size, *words, **options):
-    """Run a Python command under torchrun, and return its CompletedProcess, with text output.
+    """Run a Python command under torchrun; return its CompletedProcess, with text output.
 
-    It finds the project's modules. options: those of subprocess.run().
+    The command can import the project's modules. options: arguments of subprocess.run().
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={world_size}", *map(str, words)]
@@ -326,15 +326,16 @@ def torchrun(world_size, *words, **options):
 
 
 def call_body(module, name, /, **arguments):
-    """Run the body of a test that on_ranks() made, which pickle finds by its name."""
+    """Run the body of a test that on_ranks() made. Pickle requires that it is found by name."""
     return getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
 def on_ranks(*world_sizes, **options):
     """Make a function a test that runs it on each rank of groups of these sizes.
 
-    Its parameters are pytest's, fixtures too, if they can be pickled. A size may be a pytest.param,
-    or a function of the parameters: on_ranks(lambda ep, dp, **_: ep * dp). options: those of run().
+    Its parameters come from pytest, also as fixtures, and must be picklable. A size may be a
+    pytest.param, or a function of the parameters: on_ranks(lambda ep, dp, **_: ep * dp). options:
+    arguments of run().
     """
 
     def decorate(body):

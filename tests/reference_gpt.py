@@ -1,4 +1,4 @@
-"""The oracle: GPT-2 and a training step in plain torch.nn, one process, no parallelism."""
+"""The oracle: GPT-2 and a training step in plain torch.nn, on one process, without parallelism."""
 
 import math
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def attention(q, k, v):
-    """Softmax of all causal scores at once: q (B, H, T, K), k, v (B, KV, T, K) -> (B, H, T, K)."""
+    """Causal attention from the full scores: q (B, H, T, K), k, v (B, KV, T, K) -> (B, H, T, K)."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     T = q.shape[2]
     later = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
@@ -43,12 +43,12 @@ class MLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """Every expert takes every token, with weight 0 where it is not chosen.
+    """A layer in which every expert processes every token, with weight 0 unless it is chosen.
 
-    forward() sets .loss of the router and its parts .balance and .z, the .counts of choices, and
-    .dropped, the number of choices beyond the capacity. score: "softmax" or "sigmoid". factor: the
-    capacity factor, over the tokens of a call. losses: the coefficients of balance and of z.
-    groups: the number of groups of experts, and how many of them a token uses.
+    forward() sets .loss of the router, its parts .balance and .z, .counts, and .dropped, which is
+    the number of choices beyond the capacity. score: "softmax" or "sigmoid". factor: the capacity
+    factor, over the tokens of this call. losses: the coefficients of .balance and .z. groups: the
+    number of groups of experts, and how many of them a token uses.
     """
 
     def __init__(
@@ -88,8 +88,10 @@ class MoE(nn.Module):
         return (y + self.shared(x) if hasattr(self, "shared") else y).view(shape)
 
     def choose(self, scores):
-        """1 where a token (row) uses an expert (column): the best of the groups whose two best
-        experts are the best."""
+        """Return 1 where a token (row) uses an expert (column), and 0 elsewhere.
+
+        A group's score is the sum of its two best experts; the best groups offer their experts.
+        """
         in_groups = scores.unflatten(1, (self.groups[0], -1))
         of_two = in_groups.sort(2, descending=True).values[:, :, :2].sum(2)
         near = largest(of_two, self.groups[1]).repeat_interleave(in_groups.shape[2], 1)
@@ -97,7 +99,7 @@ class MoE(nn.Module):
 
 
 def largest(rows, k):
-    """Return 1 at the k largest of each row, the first of equal ones, and 0 elsewhere."""
+    """Return 1 at the k largest elements of each row, 0 elsewhere; the first of equals wins."""
     places = rows.sort(stable=True, dim=1, descending=True).indices[:, :k]
     return torch.zeros_like(rows).scatter(1, places, 1.0)
 
@@ -117,7 +119,7 @@ class Layer(nn.Module):
 
 class ReferenceGPT(nn.Module):
     def __init__(self, layers, hidden, heads, seq_len, vocab_size, kv_heads=None, mlp=None):
-        """mlp(layer) returns that layer's MLP, or None for the usual one."""
+        """mlp: a function that returns the MLP of the given layer's number."""
         super().__init__()
         self.transformer = nn.Module()
         self.transformer.wte = nn.Embedding(vocab_size, hidden)
@@ -137,7 +139,7 @@ class ReferenceGPT(nn.Module):
 
 
 def reference_gpt(args):
-    """Return the GPT that the flags of hybrid.py describe: args.layers, .hidden and so on."""
+    """Return the GPT that the flags of hybrid.py describe: args.layers, args.hidden and so on."""
     score = "sigmoid" if args.balance == "bias" else "softmax"
     losses = (0.01, 0.001) if args.balance == "aux" else (0, 0)
 
@@ -152,9 +154,9 @@ def reference_gpt(args):
 
 
 class ReferenceTraining:
-    """Clipped AdamW on whole batches. step() returns loss and norm; .gradients are unclipped.
+    """AdamW with clipping, on whole batches. step() returns loss and norm.
 
-    rates: the learning rates of the steps, in order, for step().
+    .gradients: before clipping. rates: the learning rates of the steps; only step() needs them.
     """
 
     def __init__(self, model, rates, weight_decay, grad_clip):
@@ -176,7 +178,8 @@ class ReferenceTraining:
     def backward(self, inputs, targets, microbatches=(slice(None),)):
         """Leave clipped gradients in .grad; return the loss, and the norm before clipping.
 
-        microbatches: the rows of each. Routers' losses are means over them, and counts are sums.
+        microbatches: the rows of each one. A router's loss is the mean over the microbatches, and
+        its counts are the sum.
         """
         self.optimizer.zero_grad()
         loss, count, counts = 0.0, (targets != -100).sum(), [0] * len(self.mixtures)
@@ -196,7 +199,7 @@ class ReferenceTraining:
         return loss, norm.item()
 
     def update(self, rate, bias_rate=0.0):
-        """Move the weights along .grad, and the routers' biases against the loads."""
+        """Update the weights by .grad, and raise the biases of experts with less than mean load."""
         for module in self.mixtures:
             module.bias += bias_rate * (module.counts.mean() - module.counts).sign()
         for group in self.optimizer.param_groups:

@@ -1,18 +1,18 @@
-"""Count what one rank of any layout holds at most, and what it sends in a step, on one machine.
+"""Count the peak memory of one rank of any layout, and what it sends in a step, on one machine.
 
     python tests/rehearse.py --gpus 16384 --rank 0 --model llama3-405b --tp 8 --pp 16 --dtype bf16
 
 The Trainer of hybrid.py takes a step as that rank, in one process. Tensors have shapes but no
-memory, and messages go nowhere; the other ranks are assumed to have the same values, and the
-experts even loads. A node has 8 GPUs. "tp+ep" stands for groups that have the same ranks. A batch
-of messages costs the host some 60 us. The formula of a paper, if there is one, stands beside the
-count:
+memory, and messages are not sent. All ranks are assumed to have the same values, and all experts
+the same load. A node has 8 GPUs. "tp+ep" means groups of tp and ep that consist of the same ranks.
+A batch of messages costs the host about 60 us. The formula of a paper, if there is one, stands
+beside the count:
 
     parameters    held between steps                               ZeRO, Rajbhandari et al., 2020
     gradients     the peak, whole or in shards                     ZeRO, in 32 bits
     optimizer     its state and, for bf16, the 32-bit weights      ZeRO
-    activations   the peak of all else, with what ZeRO-3 gathers and what messages need
-    all at once   the step's peak, at which gradients or activations may be below their own
+    activations   the peak of the rest, with ZeRO-3's gathered parameters and messages' buffers
+    all at once   the step's peak; the kinds above reach their own peaks at different times
     tp, MB sent   8 b s h (t-1)/t elements a layer, --sp: 10       Megatron-LM, Shoeybi et al., 2019
     pp, MB sent   activations; sums of tied weights are extra      Narayanan et al., 2021
     dp, MB sent   scatters, gathers, and sums over --replicate     ZeRO; HSDP, Zhao et al., 2023
@@ -51,7 +51,7 @@ PER_NODE = 8
 class Watch(TorchDispatchMode):
     """Log the memory of all tensors made inside, and count the messages that observe() reports.
 
-    log: (a storage's record, its bytes from then on). sent: {axis: {what: number}}.
+    log: a list of (a storage's record, its new size in bytes). sent: {axis: {what: number}}.
     """
 
     def __init__(self):
@@ -62,7 +62,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         options = options or {}
         if options.get("device") == torch.device("meta"):
-            options = options | {"device": "cpu"}  # a fake tensor takes no memory there, either
+            options = options | {"device": "cpu"}  # where a fake tensor takes no memory, either
         result = function(*arguments, **options)
         results = result if isinstance(result, (tuple, list)) else [result]
         for tensor in filter(torch.is_tensor, results):
@@ -77,7 +77,7 @@ class Watch(TorchDispatchMode):
         self.log.append((self.records[key], nbytes))
 
     def mark(self, tensors, kind):
-        """Set the kind of the tensors' storages, from the beginning of the log on."""
+        """Set the kind of the tensors' storages, also in earlier entries of the log."""
         for tensor in filter(torch.is_tensor, tensors):
             self.records[tensor.untyped_storage()._cdata].kind = kind
 
@@ -98,10 +98,10 @@ class Watch(TorchDispatchMode):
 
 @contextmanager
 def stand_ins(watch, args, rank):
-    """Stand in for the values, addresses and memory of tensors, and for the other ranks."""
+    """Replace the values, addresses and memory of tensors, and the other ranks, by stand-ins."""
     tokens = args.batch_size // args.dp // args.microbatches * args.seq_len // args.cp // args.tp
     across = [min(args.topk_nodes, args.top_k)] if args.ep_nodes > 1 else []
-    rows, slices_of = cycle([*across, args.top_k]), hybrid.slices_of  # of each token
+    rows, slices_of = cycle([*across, args.top_k]), hybrid.slices_of  # rows sent per token
 
     def tolist(tensor):  # an int tensor counts the rows for each rank's experts
         is_float, parts = tensor.is_floating_point(), math.prod(tensor.shape[1:])
@@ -113,7 +113,7 @@ def stand_ins(watch, args, rank):
 
     own = lambda *of: {name: row[(row == rank).any(1)] for name, row in slices_of(*of).items()}
     address = lambda t: (t.untyped_storage()._cdata << 40) + t.storage_offset() * t.itemsize
-    fused = lambda q, k, v, dropout: attention(q, k, v)  # a CPU's kernel has no dropout
+    fused = lambda q, k, v, dropout: attention(q, k, v)  # the CPU's kernel has no dropout
     with (
         as_alone(),
         patch.multiple(FakeTensor, tolist=tolist, item=lambda t: 0, data_ptr=address),
@@ -150,7 +150,7 @@ def most_memory(trainer, watch, built):
         parameters = now["others"] if moment <= built else parameters
         now[record.kind] += nbytes - record.nbytes
         record.nbytes = nbytes
-        now["total"] = now["gradients"] + now["others"]  # the first step makes the optimizer state
+        now["total"] = now["gradients"] + now["others"]  # this step creates optimizer state
         most |= now if moment >= built else {}
     held = {"parameters": parameters, "gradients": most["gradients"]}
     held |= {"optimizer": most["optimizer"], "activations": most["others"] - parameters}
@@ -158,7 +158,7 @@ def most_memory(trainer, watch, built):
 
 
 def formulas(trainer):
-    """Return {kind or axis: bytes that the rank holds, or sends in a step}, by the papers."""
+    """Return {kind or axis: bytes} that the rank holds, or sends in a step, by the papers."""
     args, mesh = trainer.args, trainer.mesh
     itemsize, state = (2, 12) if args.dtype == "bf16" else (4, 8)
     halves, t, found = 1 + trainer.replicated, args.tp, Counter()
@@ -184,12 +184,12 @@ def formulas(trainer):
 
 
 def parse(argv):
-    """Return the flags of hybrid.py, completed, and the rank. Raises ValueError."""
+    """Return the Args of hybrid.py, and the rank. Raise ValueError if a flag is invalid."""
     parser = hybrid.Parser()
     parser.prog, parser.description = Path(__file__).name, __doc__.splitlines()[0]
     parser.add_argument("--gpus", type=hybrid.at_least(1), default=1, help=f"{PER_NODE} on a node")
     parser.add_argument("--rank", type=hybrid.at_least(0), default=0, help="which of these GPUs")
-    parser.add_argument("--model", choices=MODELS, help="its sizes, where no flag gives them")
+    parser.add_argument("--model", choices=MODELS, help="sizes of the model; flags override them")
     given, usual = vars(parser.parse_args(argv)), vars(hybrid.GPTConfig())
     gpus, rank, model = (given.pop(name) for name in ("gpus", "rank", "model"))
     if rank >= gpus:
@@ -200,7 +200,7 @@ def parse(argv):
 
 
 def main(argv=None):
-    """Print what a rank holds and sends, and return the exit status."""
+    """Print what a rank holds and sends; return the exit status."""
     try:
         args, rank = parse(sys.argv[1:] if argv is None else argv)
     except ValueError as error:

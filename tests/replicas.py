@@ -1,4 +1,4 @@
-"""A model and data for tests of replicas, and the oracle: one process on the whole batch."""
+"""The model and data that ranks train in tests, and the oracle: one process on the whole batch."""
 
 import copy
 import io
@@ -26,7 +26,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Has a tied weight, a frozen one, a scalar, odd sizes; may run its blocks in any order."""
+    """A net of odd sizes with a tied weight, a frozen one and a scalar. `order` selects blocks."""
 
     def __init__(self, width=7, blocks=3):
         super().__init__()
@@ -55,7 +55,7 @@ def make_data(examples, seed=1, dtype=torch.float64):
 
 
 def own_part(x, group=None):
-    """Return this rank's rows of a batch."""
+    """Return this rank's rows of the batch."""
     rank, world_size = rank_and_size(group)
     return x.chunk(world_size)[rank]
 
@@ -65,7 +65,7 @@ def mean_square(net, x):
 
 
 def gradients_alone(net, loss):
-    """Return one process's gradients of loss(net), zeros for parameters that it does not use."""
+    """Return one process's gradients of loss(net), with zeros for parameters it does not use."""
     net = copy.deepcopy(net)
     net.zero_grad()
     loss(net).backward()
@@ -74,7 +74,7 @@ def gradients_alone(net, loss):
 
 
 def whole_gradients(net):
-    """Return a wrapped net's gradients; pieces are put together by torch's own all_reduce."""
+    """Return the gradients of a wrapped net; torch.distributed puts pieces together."""
     whole = {}
     for name, p in net.named_parameters():
         if p.requires_grad and hasattr(p, "whole_shape"):
@@ -94,14 +94,14 @@ def assert_close(actual, expected, tolerance=1e-12, name=""):
 
 
 def interleaved_group(size, count):
-    """Return this rank's one of `count` groups of `size` ranks, and the group's number.
+    """Make `count` groups of `size` ranks; return this rank's group and its number.
 
-    With (2, 2) the groups are ranks 0, 2 and ranks 1, 3. A single group is None, the default.
+    With (2, 2) the groups are ranks 0, 2 and ranks 1, 3. A single group is None.
     """
     if count == 1:
         return None, 0
     groups = [dist.new_group(list(range(i, size * count, count))) for i in range(count)]
-    dist.barrier()  # to a rank that still connects, one that has already left is a failure
+    dist.barrier()  # a rank that still connects would fail if another had left
     return groups[dist.get_rank() % count], dist.get_rank() % count
 
 
@@ -111,7 +111,7 @@ def fail(*arguments):
 
 
 def demonstration(module):
-    """Run `python module.py` on these ranks; return what the first one, and no other, prints."""
+    """Return what `python module.py` prints on these ranks. Only the first rank may print."""
     with (
         patch("collectives.run_ranks", lambda function: function()),
         redirect_stdout(io.StringIO()) as printed,

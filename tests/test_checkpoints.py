@@ -1,4 +1,4 @@
-"""hybrid.py's checkpoints: the same bits in any layout, after a signal, a kill and a full disk."""
+"""Checkpoints of hybrid.py have the same bits in any layout, and survive signals and full disks."""
 
 import functools
 import io
@@ -37,7 +37,7 @@ MIXTURE = "--layers 2 --experts 4 --balance bias --shared-experts 1"
 
 
 def _train(flags, folder, dtype=torch.float64, prepare=lambda _: None):
-    """Train from the last checkpoint of the folder on, which is saved again elsewhere."""
+    """Resume from the folder's last checkpoint, save it again in folder/again, and train on."""
     torch.set_default_dtype(dtype)
     words = f"{FLAGS} --checkpoint {folder} --save-every 2 {flags}".split()
     args = hybrid.parse(words, dist.get_world_size())
@@ -55,14 +55,14 @@ def _train(flags, folder, dtype=torch.float64, prepare=lambda _: None):
 
 
 def _resume(world_size, flags, source, folder, dtype=torch.float64):
-    """Train on from a checkpoint; returns the folder with that, saved again, and with the end."""
+    """Train on from a copy of a checkpoint; return the folder with the copy and the new ones."""
     shutil.copytree(source, folder / source.name)
     run(world_size, _train, flags, folder, dtype)
     return folder
 
 
 def read(path):
-    """{name: whole tensor} of a checkpoint, by PyTorch's own reader."""
+    """Return {name: whole tensor} of a checkpoint, read by PyTorch."""
     file = path.parent / f"{path.name}.pt"
     dcp_to_torch_save(path, file)
     state = torch.load(file)
@@ -76,7 +76,7 @@ def assert_same_bits(path, other):
 
 
 @on_ranks(6)
-def test_a_rank_whose_shards_are_padding_saves_and_goes_on(tmp_path):
+def test_a_rank_whose_shards_are_only_padding_saves_and_resumes(tmp_path):
     flags = "--pp 3 --layers 1 --hidden 4 --heads 1 --kv-heads 1 --vocab-size 16 --seq-len 8"
     args = hybrid.parse(f"{FLAGS} {flags}".split(), 6)
     trainer, other = (hybrid.Trainer(args, hybrid.make_mesh(args), CPU) for _ in range(2))
@@ -89,7 +89,7 @@ def test_a_rank_whose_shards_are_padding_saves_and_goes_on(tmp_path):
     assert trainer.step(tokens, tokens) == other.step(tokens, tokens)
 
 
-LAYOUTS = [  # model, world size, flags
+LAYOUTS = [  # (model, world size, flags)
     ("", 3, "--dp 3 --zero 0"),
     (MIXTURE, 4, "--tp 2 --pp 2 --ep 2 --zero 3"),
     ("", 4, "--pp 2 --tp 2 --schedule zb-v --microbatches 4 --zero 3"),
@@ -108,17 +108,17 @@ LAYOUTS = [  # model, world size, flags
 
 @functools.cache
 def _alone(model):
-    """The folder of one process's checkpoints; they end with this process."""
+    """Train on one process; return the folder of its checkpoints, which exists until the end."""
     folder = tempfile.TemporaryDirectory()
     run(1, _train, model, Path(folder.name))
     return folder
 
 
 @pytest.mark.parametrize("model, world_size, flags", soak_but(lambda i, _: i < 2, LAYOUTS))
-def test_what_one_layout_saves_another_loads_to_the_bit_and_trains_on_from(
+def test_a_checkpoint_loads_with_the_same_bits_in_any_layout_which_trains_on(
     model, world_size, flags, tmp_path
 ):
-    """In the layout that saved to the same bits, in others to 1e-9 in fp64."""
+    """The layout that saved it trains on with the same bits, others to 1e-9 in fp64."""
     flags, own, alone = f"{model} {flags}", tmp_path / "own", Path(_alone(model).name)
     run(world_size, _train, flags, own)
     expected = read(alone / "step_00000004")
@@ -133,7 +133,7 @@ def test_what_one_layout_saves_another_loads_to_the_bit_and_trains_on_from(
     assert_alike(read(back / "step_00000004"), expected, 1e-9)
 
 
-def test_bf16_keeps_its_masters_and_goes_on_in_fp32(tmp_path):
+def test_a_checkpoint_of_bf16_has_the_fp32_weights_and_resumes_also_in_fp32(tmp_path):
     run(2, _train, "--zero 0 --dtype bf16", tmp_path / "own", torch.float32)
     source = tmp_path / "own" / "step_00000002"
     on = _resume(2, "--zero 0 --dtype bf16", source, tmp_path / "on", torch.float32)
@@ -146,17 +146,17 @@ def test_bf16_keeps_its_masters_and_goes_on_in_fp32(tmp_path):
 @pytest.mark.parametrize(
     "flags", ["--dp 4 --zero 0", "--tp 2 --pp 2 --schedule dualpipe --microbatches 6"]
 )
-def test_ranks_share_out_what_is_to_be_saved(flags, tmp_path):
-    """Each element is written by one rank, and each writes about as many."""
+def test_ranks_divide_a_checkpoint_evenly(flags, tmp_path):
+    """Each element is written by one rank, and all ranks write about equally many."""
     run(4, _train, f"{flags} --hidden 64", tmp_path)
     whole = sum(t.numel() * t.itemsize for t in read(tmp_path / "step_00000004").values())
     files = (tmp_path / "step_00000004").glob("*.distcp")
     sizes = {file.name: file.stat().st_size for file in files}
-    assert len(sizes) == 4 and sum(sizes.values()) < 1.3 * whole  # each box has a header
+    assert len(sizes) == 4 and sum(sizes.values()) < 1.3 * whole  # boxes have headers
     assert max(sizes.values()) < 1.5 * sum(sizes.values()) / 4
 
 
-# ---- while it trains -----------------------------------------------------------------------------
+# ---- during training -----------------------------------------------------------------------------
 
 
 def _complete(folder):
@@ -164,7 +164,7 @@ def _complete(folder):
 
 
 def _end(flags, folder, disturb=lambda trainer: None):
-    """How train() ends, (status, sentence) or None, with something done before each step."""
+    """Run train() with disturb() before each step; return its error (status, sentence), or None."""
     step, handler, ended = hybrid.Trainer.step, signal.getsignal(signal.SIGTERM), None
     disturbed = lambda trainer, *batch: (disturb(trainer), step(trainer, *batch))[1]
     with redirect_stdout(io.StringIO()), patch.object(hybrid.Trainer, "step", disturbed):
@@ -182,7 +182,7 @@ def _terminate(trainer):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_sigterm_at_one_rank_saves_and_ends_all_after_the_same_step(tmp_path):
+def test_sigterm_on_one_rank_saves_and_ends_all_ranks_after_the_same_step(tmp_path):
     folder = tmp_path / "own"
     for ended in run(3, _end, "--dp 3", folder, _terminate):
         assert ended == (143, f"SIGTERM; --checkpoint {folder} has step 2")
@@ -190,25 +190,25 @@ def test_sigterm_at_one_rank_saves_and_ends_all_after_the_same_step(tmp_path):
 
 
 def _fill_the_disk(trainer):
-    """No file of rank 1 can be larger than a page from the third step on."""
+    """Limit the files of rank 1 to a page from the third step on."""
     if dist.get_rank() == 1 and trainer.steps_done == 2:
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
 
 
-def test_a_full_disk_ends_all_ranks_with_a_line_and_the_checkpoint_before_is_intact(tmp_path):
+def test_a_full_disk_ends_all_ranks_with_one_line_and_keeps_the_previous_checkpoint(tmp_path):
     folder, flags = tmp_path / "own", "--dp 2 --save-every 2"
     ended, other = run(2, _end, flags, folder, _fill_the_disk)
     status, line = ended
     assert ended == other and status == 1 and "\n" not in line
     assert line.startswith(f"--checkpoint {folder / 'step_00000004'}: rank 1: ")
     assert [name for name in _complete(folder) if "partial" not in name] == ["step_00000002"]
-    assert run(2, _end, flags, folder)[0] is None  # it resumes from that
+    assert run(2, _end, flags, folder)[0] is None  # the next run resumes from it
     assert _complete(folder) == ["step_00000002", "step_00000004"]
 
 
 @on_ranks(2)
-def test_training_goes_on_without_a_metrics_file_that_cannot_be_written(tmp_path):
+def test_training_continues_if_the_metrics_file_cannot_be_written(tmp_path):
     step, printed = hybrid.Trainer.step, io.StringIO()
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -228,7 +228,7 @@ def test_training_goes_on_without_a_metrics_file_that_cannot_be_written(tmp_path
 
 
 @on_ranks(1)
-def test_a_run_that_has_all_its_steps_says_so_and_validates(tmp_path):
+def test_a_run_with_no_step_left_says_so_and_validates(tmp_path):
     printed = io.StringIO()
     for flags in "", "--steps 2":
         with redirect_stdout(printed):
@@ -260,7 +260,7 @@ DAMAGED = [
 
 @pytest.mark.parametrize("file, damage, message", DAMAGED)
 @on_ranks(2)
-def test_a_damaged_checkpoint_ends_all_ranks_with_a_line_that_names_it(
+def test_a_damaged_checkpoint_ends_all_ranks_with_one_line_that_names_it(
     file, damage, message, tmp_path
 ):
     folder = tmp_path / "own"
@@ -274,19 +274,19 @@ def test_a_damaged_checkpoint_ends_all_ranks_with_a_line_that_names_it(
     dist.barrier()
     status, line = _end("--dp 2 --steps 6", folder)
     assert status == 2 and "\n" not in line and message in line and "step_00000004" in line
-    assert len(_complete(folder)) == 2  # nothing is deleted
+    assert len(_complete(folder)) == 2  # no checkpoint is deleted
 
 
 @on_ranks(1)
-def test_a_checkpoint_of_another_model_is_refused_by_names_and_values(tmp_path):
+def test_a_checkpoint_of_another_model_is_an_error_that_names_the_flag(tmp_path):
     folder = tmp_path / "own"
     _train("", folder)
     path = folder / "step_00000004"
     for own, saved in (("--hidden 64", "--hidden 32"), ("--experts 2", "--experts 0")):
         assert _end(own, folder) == (2, f"{own}, but {path} has {saved}")
     assert _complete(folder) == ["step_00000002", "step_00000004"]
-    (folder / "step_00000003.partial").mkdir()  # what a killed save leaves
-    (folder / "step_9").mkdir()  # no checkpoint
+    (folder / "step_00000003.partial").mkdir()  # a save that was killed leaves this
+    (folder / "step_9").mkdir()  # the name of no checkpoint
     _train("--steps 6", folder)
     assert _complete(folder) == ["again", "step_00000004", "step_00000006", "step_9"]
 
@@ -300,7 +300,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path):
 
 
 @on_ranks(1)
-def test_a_run_has_its_folder_for_itself_while_it_lives(tmp_path):
+def test_a_second_run_cannot_use_the_folder_of_a_live_run(tmp_path):
     lock = hybrid.claim(tmp_path)
     assert _end("", tmp_path) == (2, f"--checkpoint {tmp_path}: another run is using this folder")
     lock.close()
@@ -316,9 +316,9 @@ def _undisturbed(flags):
 
 
 def _kill_ranks(process, at_steps, generator):
-    """kill -9 one of the ranks soon after each of these steps, of which rank 0 prints a line.
+    """Kill -9 a rank soon after rank 0 has printed the line of each of these steps.
 
-    Yields the steps at which a rank was killed, and from which the next attempt went on.
+    Yield (the step of the kill, the step from which the next attempt resumed).
     """
     killed = None
     for line in process.stdout:
@@ -330,7 +330,7 @@ def _kill_ranks(process, at_steps, generator):
         if at_steps and killed is None and step and int(step[1]) >= at_steps[0]:
             killed = at_steps.pop(0)
             moment = time.perf_counter() + generator.uniform(0, 0.05)
-            while time.perf_counter() < moment:  # a step takes 10 ms, a save 30
+            while time.perf_counter() < moment:  # a step takes 10 ms, and a save 30 ms
                 pass
             ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             os.kill(int(generator.choice(ranks)), signal.SIGKILL)
@@ -343,7 +343,7 @@ def _kill_ranks(process, at_steps, generator):
         pytest.param(20, 4, "--tp 2 --dp 2 --zero 3 --dropout 0.1", marks=pytest.mark.soak),
     ],
 )
-def test_a_run_of_which_ranks_are_killed_ends_with_the_bits_of_one_left_alone(
+def test_a_run_whose_ranks_are_killed_ends_with_the_bits_of_an_undisturbed_run(
     kills, world_size, flags, tmp_path
 ):
     text, steps = tmp_path / "text", 1 + 6 * kills
@@ -366,14 +366,14 @@ def test_a_run_of_which_ranks_are_killed_ends_with_the_bits_of_one_left_alone(
     found = list(_kill_ranks(process, list(at_steps), generator))
     assert process.wait(60) == 0, (tmp_path / "errors").read_text()
     assert [killed for killed, _ in found] == at_steps
-    assert all(resumed >= killed - 6 for killed, resumed in found)  # one save was under way
+    assert all(resumed >= killed - 6 for killed, resumed in found)  # the last save may fail
     names = [f"step_{step:08d}" for step in (steps - 1, steps)]
     assert _complete(tmp_path / "own") == _complete(tmp_path / "alone") == names
     for name in names:
         assert_same_bits(tmp_path / "own" / name, tmp_path / "alone" / name)
 
 
-def test_processes_leave_when_torchrun_is_killed():
+def test_processes_exit_when_torchrun_is_killed():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     process = subprocess.Popen(
         [*command, PROJECT / "hybrid.py", *FLAGS.split(), "--vocab-size=256", "--steps=1000000"],
@@ -387,7 +387,7 @@ def test_processes_leave_when_torchrun_is_killed():
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     try:
-        process.communicate(timeout=30)  # ends when the last of them has closed the pipe
+        process.communicate(timeout=30)  # returns when the last process has closed the pipe
     finally:
         for rank in ranks:
             with suppress(ProcessLookupError):

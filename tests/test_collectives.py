@@ -1,4 +1,4 @@
-"""Collectives against sums of integers, torch.distributed's own, and one process's autograd."""
+"""Collectives give exact sums of integers, and the gradients of one process; costs are counted."""
 
 import ast
 import gc
@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -23,11 +22,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import collectives
 from collectives import (
-    MOST_PEERS, all_gather, all_gather_single, all_gather_to_group, all_reduce,
+    MOST_PEERS, all_gather_single, all_gather_to_group, all_reduce,
     all_reduce_bytes, all_reduce_cost, all_to_all_in_group, all_to_all_single, barrier, broadcast,
-    check_parameters, choose, copy_to_group, count_bytes, exchange, gather, gather_from_group,
+    check_parameters, choose, copy_to_group, count_bytes, exchange, gather_from_group,
     gather_objects, observe, rank_and_size, reduce, reduce_from_group, reduce_scatter_bytes,
-    reduce_scatter_single, reduce_scatter_to_group, ring_all_reduce, scatter,
+    reduce_scatter_single, reduce_scatter_to_group, ring_all_reduce,
     scatter_to_group, set_backend_collectives, set_ranks_per_node,
 )
 
@@ -45,7 +44,7 @@ REDUCED = {
 
 
 def _integers(*shape, dtype=torch.float64, seed=0):
-    """-2..2: eight of them have an exact sum and product in every dtype. Row r is rank r's."""
+    """Return integers from -2 to 2, of which eight have exact sums and products in every dtype."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=generator).to(dtype)
 
@@ -56,12 +55,13 @@ def _normal(*shape, dtype=torch.float64, seed=0):
 
 
 def _spread(x):
-    """The same values, in memory that has them in another order and with gaps."""
+    """Return x with the same values in permuted memory with gaps."""
     turned = x.movedim(-1, 0)
     return torch.stack([turned, turned], -1)[..., 0].movedim(0, -1)
 
 
 LAYOUTS = torch.clone, _spread
+on_gpu = partial(patch.object, torch.Tensor, "is_cuda", property(lambda x: True), create=True)
 
 
 def _same(actual, expected):
@@ -89,17 +89,13 @@ def _ops_of(dtype):
     return [op for op in REDUCED if op != ReduceOp.AVG or dtype.is_floating_point]
 
 
-def _cases(n, dtype, group, by_backend):
-    """(what to call, its outputs, its inputs, what the outputs must be), of all collectives."""
+def _cases(n, dtype, group):
+    """Yield (function, outputs, inputs, expected outputs) for all collectives."""
     rank, P = rank_and_size(group)
     everyone = _integers(P, P, n, dtype=dtype, seed=n)
     mine, new = everyone[rank], lambda tensors: [torch.full_like(x, 99) for x in tensors]
     yield all_to_all_single, new([mine]), [mine], [everyone[:, rank]]
     yield all_gather_single, new([mine]), [mine[0]], [everyone[:, 0]]
-    apart = 0 if by_backend else 3  # the backend wants like lengths
-    ragged = [row.flatten()[: n + apart * (r % 2)] for r, row in enumerate(everyone)]
-    collect = lambda *lists, **how: all_gather(lists[:-1], lists[-1], **how)
-    yield collect, new(ragged), [ragged[rank]], ragged
     for op in _ops_of(dtype):
         total = REDUCED[op](everyone.double(), 0).to(dtype)
         yield partial(all_reduce, op=op), [mine], [], [total]
@@ -107,19 +103,15 @@ def _cases(n, dtype, group, by_backend):
     for root, name in enumerate(dist.get_process_group_ranks(group or dist.group.WORLD)):
         if_root = lambda tensors: [*tensors] if rank == root else []
         yield partial(broadcast, src=name), [mine[0]], [], [everyone[root, 0]]
-        give = lambda own, *lists, **how: scatter(own, lists, name, **how)
-        yield give, new([mine[0]]), if_root(everyone[root]), [everyone[root, rank]]
-        take = lambda *lists, **how: gather(lists[-1], lists[:-1], name, **how)
-        yield take, new(if_root(everyone[:, 0])), [mine[0]], if_root(everyone[:, 0])
         for op in _ops_of(dtype) if root == P - 1 else [ReduceOp.SUM]:
             total = REDUCED[op](everyone[:, 0].double(), 0).to(dtype)
             yield partial(reduce, dst=name, op=op), [mine[0]], [], if_root([total]) or [mine[0]]
 
 
-def _check_values(lengths, dtypes=DTYPES, group=None, async_op=False, own=False):
-    """Results of all collectives, beside sums of integers; own: they are the backend's."""
+def _check_values(lengths, dtypes=DTYPES, group=None, async_op=False):
+    """Compare the results of all collectives with exact values. own: the backend's collectives."""
     for dtype, n, lay in itertools.product(dtypes, lengths, LAYOUTS):
-        for collective, outputs, inputs, expected in _cases(n, dtype, group, own):
+        for collective, outputs, inputs, expected in _cases(n, dtype, group):
             outputs, inputs = [*map(lay, outputs)], [*map(lay, inputs)]
             kept = [*map(torch.clone, inputs)]
             work = collective(*outputs, *inputs, group=group, async_op=async_op)
@@ -131,7 +123,7 @@ def _check_values(lengths, dtypes=DTYPES, group=None, async_op=False, own=False)
 
 @pytest.mark.parametrize("async_op", [False, True])
 @on_ranks(1, 2, 3, 4, 6, 8)
-def test_every_collective_on_every_dtype_length_and_layout_and_round_the_ring(async_op):
+def test_every_collective_is_exact_for_every_dtype_length_and_memory_layout(async_op):
     P = dist.get_world_size()
     dtypes = DTYPES[2::3] if async_op or P > 4 else DTYPES
     _check_values(sorted({0, 1, P - 1, 2 * P + 1}), dtypes, None, async_op)
@@ -140,9 +132,9 @@ def test_every_collective_on_every_dtype_length_and_layout_and_round_the_ring(as
 
 
 @on_ranks(3)
-def test_large_integers_scalars_parameters_and_tensors_of_inference():
+def test_large_integers_scalars_parameters_and_inference_tensors_are_reduced():
     rank, P = rank_and_size()
-    large = torch.tensor(2**53 + 1 + rank)  # no float holds it
+    large = torch.tensor(2**53 + 1 + rank)  # no float represents it exactly
     all_reduce(large)
     assert large.shape == () and large.item() == P * (2**53 + 1) + sum(range(P))
     parameter = torch.nn.Parameter(torch.full((2, 3), float(rank)))
@@ -158,7 +150,7 @@ def test_large_integers_scalars_parameters_and_tensors_of_inference():
 
 
 @on_ranks(6)
-def test_disjoint_groups_at_once_with_ranks_in_any_order_whose_roots_are_global_ranks():
+def test_disjoint_groups_run_at_once_with_ranks_in_any_order_and_global_ranks_as_roots():
     groups = [dist.new_group(members, sort_ranks=False) for members in ([5, 1, 4], [0, 2, 3])]
     group = next(group for group in groups if dist.get_rank(group) >= 0)
     _check_values([0, 2, 5], [torch.float32, torch.int64], group)
@@ -181,7 +173,7 @@ def test_barrier_waits_for_the_last_rank(tmp_path):
 
 
 def _algorithms(P):
-    """(name, ranks per node) of every algorithm that a group of this size has."""
+    """Return (name, ranks per node) of every algorithm for a group of this size."""
     names = ("auto", "naive", "direct", "ring", "recursive_doubling", "halving_doubling")
     nodes = [("hierarchical", size) for size in range(1, P + 1) if P % size == 0]
     return [(name, P) for name in names] + nodes
@@ -193,7 +185,7 @@ SIZES = [1, 2, 3, 4, *(pytest.param(size, marks=pytest.mark.soak) for size in (5
 @on_ranks(*SIZES)
 @patch.object(collectives, "SEGMENT", 1 << 12)
 def test_every_algorithm_reduces_and_leaves_the_same_bits_on_all_ranks():
-    """Every dtype and odd length, and several segments."""
+    """The tensors have every dtype and odd lengths; the largest has several segments."""
     rank, P = rank_and_size()
     big = P * ((1 << 10) + 3)
     cases = [(dtype, n) for dtype in DTYPES for n in (0, 1, 2, 5, 64)] + [(torch.float64, big)]
@@ -216,9 +208,9 @@ def test_every_algorithm_reduces_and_leaves_the_same_bits_on_all_ranks():
 
 
 @on_ranks(1, 2, 3, 4)
-def test_the_ring_of_the_opening_makes_the_bits_of_the_real_one():
+def test_the_ring_at_the_top_of_the_file_gives_the_bits_of_the_real_one():
     rank, P = rank_and_size()
-    for chunk in (0, 32, 320):  # where it cuts a tensor like the real one
+    for chunk in (0, 32, 320):  # lengths that both divide into the same chunks
         simple = _normal(chunk * P, dtype=torch.float32, seed=rank)
         full = simple.clone()
         ring_all_reduce(simple)
@@ -228,20 +220,20 @@ def test_the_ring_of_the_opening_makes_the_bits_of_the_real_one():
 
 @on_ranks(2, 3, 4)
 def test_on_a_stream_a_step_is_one_batch_and_in_a_node_a_collective_is_one_step():
-    """All ranks are in one node if it has more than them, and on their own if nodes were unlike."""
+    """A node larger than the group holds all ranks; if nodes were unequal, each rank is a node."""
     rank, P = rank_and_size()
     full, shard = torch.zeros(64 * P), torch.zeros(64)
-    apart, _ = all_reduce_cost("recursive_doubling", 1, P, rank=rank)  # of so few bytes
+    apart, _ = all_reduce_cost("recursive_doubling", 1, P, rank=rank)  # the choice for few bytes
     for ranks_per_node, limits, reduced, steps in [
         (1, {}, apart, 2 if P == 3 else apart),
         (P - 1, {}, apart, 2 if P == 3 else apart),
         (P, {}, 1, 1),
         (P, {"ONE_STEP_BYTES": 0}, 2, 1),
-        (P + 1, {"ONE_STEP_BYTES": 0, "DIRECT_BYTES": 128 * P}, 4, 2),  # in two pieces
+        (P + 1, {"ONE_STEP_BYTES": 0, "DIRECT_BYTES": 192 * P}, 4, 2),  # two segments, or more
     ]:
         choose.cache_clear()
         set_ranks_per_node(ranks_per_node)
-        with as_on_nccl(), patch.multiple(collectives, SEGMENT=8, **limits):
+        with as_on_nccl(), on_gpu(), patch.multiple(collectives, SEGMENT=8, **limits):
             _check_values([0, 1, 7, 96], DTYPES[1:2])
             for launch, expected in [
                 (lambda: all_reduce(full), reduced),
@@ -256,16 +248,16 @@ def test_on_a_stream_a_step_is_one_batch_and_in_a_node_a_collective_is_one_step(
 
 @pytest.mark.parametrize("P", [1, 2, 3, 8])
 def test_on_a_gpu_a_chunk_is_reduced_by_one_kernel_that_rounds_once(P):
-    on_gpu = patch.object(torch.Tensor, "is_cuda", property(lambda tensor: True), create=True)
     for dtype, length in itertools.product([*DTYPES, torch.complex64], (0, 1, 33, 1000)):
         everyone = _normal(P, length, dtype=torch.float64).mul(9).to(dtype)
         for op in (ReduceOp.SUM, ReduceOp.MAX)[: 1 if dtype.is_complex else 2]:
             output = torch.empty(length, dtype=dtype)
-            kernels = Mock(wraps=collectives._COMBINE[op].rows)
-            combine = Mock(rows=kernels, pair=None)
+            combine = collectives._Combine(op)
+            combine.pair = None
+            combine.rows = kernels = Mock(wraps=combine.rows)
             chunks = [everyone[P - 1]] * P
-            steps = collectives._direct_reduce_scatter(chunks, output, combine, P - 1, [])
-            with on_gpu:
+            steps = collectives._direct_reduce_scatter(chunks, output, combine, P - 1)
+            with on_gpu():
                 for _, receives in steps:
                     for tensor, peer in receives:
                         tensor.copy_(everyone[peer])
@@ -276,23 +268,17 @@ def test_on_a_gpu_a_chunk_is_reduced_by_one_kernel_that_rounds_once(P):
 
 
 @on_ranks(6)
-def test_many_peers_are_sent_to_and_received_from_in_several_batches():
-    rank, full = dist.get_rank(), torch.zeros(6, 6 * 64)
-    at_root = [*full] if rank == 1 else None
+def test_messages_to_many_peers_are_divided_into_several_batches():
+    full = torch.zeros(6, 6 * 64)
     with as_on_nccl(), patch.multiple(collectives, DIRECT_BYTES=128, MOST_PEERS=2):
         _check_values([5, 64], DTYPES[:1])
-        for launch, lengths in (
-            (lambda: all_to_all_single(full.clone(), full), [4, 4, 2]),
-            (lambda: scatter(full[0], at_root, 1), [2, 2, 1]),
-            (lambda: gather(full[0], at_root, 1), [2, 2, 1]),
-        ):
-            posted, _ = _counted(launch)
-            assert rank != 1 or [len(batch) for batch in posted] == lengths
+        posted, _ = _counted(lambda: all_to_all_single(full.clone(), full))
+        assert [len(batch) for batch in posted] == [4, 4, 2]
 
 
 @on_ranks(4)
-def test_every_message_begins_on_128_bytes_of_a_row_that_does():
-    """Of all lengths where we cut them, in segments and pieces."""
+def test_every_message_of_an_aligned_row_is_aligned_to_128_bytes():
+    """This holds for all lengths, where an algorithm cuts a row into chunks, segments or pieces."""
     (rank, P), offsets, zeros = rank_and_size(), set(), partial(torch.zeros, dtype=torch.bfloat16)
 
     def listen(event, operation, sends=(), receives=()):
@@ -300,7 +286,7 @@ def test_every_message_begins_on_128_bytes_of_a_row_that_does():
 
     several = patch.multiple(collectives, SEGMENT=1 << 10, DIRECT_BYTES=1 << 12)
     for length in (1, 64, 33 * 64 - 7, 101 * 64 + 1):
-        row, ragged = zeros(length), [zeros(length + r) for r in range(P)]
+        row = zeros(length)
         shard = zeros(length // 64 * 64)
         full = zeros(len(shard) * P)
         for way in (nullcontext, least_bytes, as_on_nccl):
@@ -311,7 +297,6 @@ def test_every_message_begins_on_128_bytes_of_a_row_that_does():
                     all_reduce(row)
                     reduce_scatter_single(shard, full)
                     all_gather_single(full, shard)
-                    all_gather(ragged, ragged[rank].clone())
                 broadcast(row, 1)
     assert len(offsets) > 50
     assert not [offset for offset in offsets if offset % 128]
@@ -319,7 +304,7 @@ def test_every_message_begins_on_128_bytes_of_a_row_that_does():
 
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (3, 2), (2, 3), (2, 4)])
 @on_ranks(lambda nodes, ranks_per_node: nodes * ranks_per_node)
-def test_between_nodes_go_an_ith_of_the_bytes_and_a_ring_inside_one_batch(nodes, ranks_per_node):
+def test_hierarchical_takes_one_batch_in_a_node_and_a_ring_between_nodes(nodes, ranks_per_node):
     O, I, (rank, P) = nodes, ranks_per_node, rank_and_size()
     D, inside = 96 * 8 * P, range(rank - rank % I, rank - rank % I + I)
     within, between = (I - 1) * D // I, (O - 1) * D // O // I
@@ -336,7 +321,7 @@ def test_between_nodes_go_an_ith_of_the_bytes_and_a_ring_inside_one_batch(nodes,
                 posted, sent = _counted(launch)
             assert traffic.bytes(peers=inside) == times * within
             assert (len(posted), sent) == (steps, times * (within + between))
-        with patch.object(collectives, "MOST_PEERS", I):  # one node's chunks in a batch
+        with patch.object(collectives, "MOST_PEERS", I):  # a batch has one node's chunks
             posted, _ = _counted(lambda: reduce_scatter_single(shard, full))
         assert len(posted) == O + (O - 1)
         for limits in ({"DIRECT_BYTES": 1 << 10}, {"MOST_PEERS": 1}):
@@ -353,9 +338,9 @@ ROUNDS = {1: (0, 0), 2: (1, 0), 3: (1, 2), 4: (2, 0), 5: (2, 2), 6: (2, 2), 7: (
 
 @on_ranks(*ROUNDS)
 def test_every_algorithm_takes_the_steps_and_sends_the_bytes_of_the_papers():
-    """P = 3, 5, 6, 7, too, where some ranks stand in for others; rank 0 is the busiest."""
+    """Where P is no power of two, some ranks stand in for others; rank 0 is the busiest."""
     rank, P = rank_and_size()
-    D, (rounds, folding) = 840 * 128, ROUNDS[P]  # what any P up to 8 divides, by 128
+    D, (rounds, folding) = 840 * 128, ROUNDS[P]  # any P up to 8 divides 840
     core, added, least = 1 << rounds, D if folding else 0, 2 * (P - 1) * D // P
     for name, inside in _algorithms(P)[1:]:
         set_ranks_per_node(inside)
@@ -373,8 +358,8 @@ def test_every_algorithm_takes_the_steps_and_sends_the_bytes_of_the_papers():
         assert own <= sent
         _, few = _counted(lambda: all_reduce(torch.zeros(1001), algorithm=name))
         _, claimed = all_reduce_cost(name, 4004, P, inside, rank)
-        assert few <= claimed + 2 * (P - 1) * 128, name  # at most 128 bytes a chunk are to be added
-    with patch.object(collectives, "SEGMENT", D // P // 4):  # bytes of a message, at most
+        assert few <= claimed + 2 * (P - 1) * 128, name  # a chunk has at most 128 bytes more
+    with patch.object(collectives, "SEGMENT", D // P // 4):  # the most bytes of a message
         posted, _ = _counted(lambda: all_reduce(torch.zeros(D // 4), algorithm="ring"))
     assert len(posted) == 4 * 2 * (P - 1)
     assert all_reduce_bytes(D, P) == 2 * reduce_scatter_bytes(D, P) == least
@@ -385,30 +370,46 @@ def test_each_rank_sends_the_bytes_of_the_formulas():
     rank, P = rank_and_size()
     D, rounds = 840 * 128, (P - 1).bit_length()
     full, shard = torch.zeros(D // 4), torch.zeros(D // 4 // P)
-    chunks, at_root = list(full.chunk(P)), list(full.chunk(P)) if rank == 0 else None
     sent, steps = reduce_scatter_bytes(D, P), rounds if P & (P - 1) == 0 else P - 1
-    for name, arguments, nbytes, messages, together in [  # bytes and messages of rank 0; bytes
+    # What rank 0 sends, in bytes and messages, and the bytes that all ranks send together:
+    for name, arguments, nbytes, messages, together in [
         ("reduce_scatter_single", (shard, full), sent, steps, P * sent),
         ("all_gather_single", (full, shard), sent, steps, P * sent),
         ("all_to_all_single", (full, full.clone()), sent, P - 1, P * sent),
-        ("all_gather", (chunks, shard), sent, P - 1, P * sent),
         ("broadcast", (full,), rounds * D, rounds, (P - 1) * D),
         ("reduce", (full,), 0, 0, (P - 1) * D),
-        ("scatter", (shard, at_root), sent, P - 1, sent),
-        ("gather", (shard, at_root), 0, 0, sent),
     ]:
         with count_bytes() as traffic:
             getattr(collectives, name)(*arguments)
         if rank == 0:
             assert (traffic.bytes(name), len(traffic.sent)) == (nbytes, messages), name
         assert sum(gather_objects(traffic.bytes())) == together, name
-    for n in (0, 1, P - 1, 5 * P + 1):  # together the ranks send no byte more than must be
+    for n in (0, 1, P - 1, 5 * P + 1):  # padding sends no byte more
         _, own = _counted(lambda: all_reduce(torch.zeros(n), algorithm="ring"))
         assert sum(gather_objects(own)) == 2 * (P - 1) * 4 * n
 
 
+@on_ranks(1, 3, 4)
+def test_a_scatter_and_a_gather_are_one_exchange_of_the_root_with_all_others():
+    rank, P = rank_and_size()
+    full = _normal(P, 5)
+    gathered = torch.zeros_like(full)
+    if rank == 0:
+        scatter = [(full[r], r) for r in range(1, P)], []
+        gather = [], [(gathered[r], r) for r in range(1, P)]
+    else:
+        scatter = [], [(gathered[rank], 0)]
+        gather = [(gathered[rank], 0)], []
+    with count_bytes() as traffic:
+        exchange(*scatter)
+        exchange(*gather)
+    expected = full[1:] if rank == 0 else full[rank : rank + 1]
+    assert torch.equal(gathered[1:] if rank == 0 else gathered[rank : rank + 1], expected)
+    assert traffic.bytes() == (reduce_scatter_bytes(full.nbytes, P) if rank == 0 else 40)
+
+
 M, G = 1 << 20, 1 << 30
-CHOICES = [  # P, ranks per node, on NCCL; bytes and choice for an all-reduce, and for a half of one
+CHOICES = [  # P, ranks per node, on NCCL; (bytes, choice) for an all-reduce, and for half of one
     (8, 8, True, [(M // 16 - 1, "naive"), (M // 16, "direct")], [(1, "direct"), (G, "direct")]),
     (2, 1, True, [(1, "doubling"), (25 * M, "doubling")], [(1, "ring"), (G, "ring")]),
     (64, 1, True, [(M, "doubling"), (25 * M, "halving")], [(1, "halving"), (G, "halving")]),
@@ -424,8 +425,8 @@ NAMES = {"doubling": "recursive_doubling", "halving": "halving_doubling", "nodes
 
 
 @pytest.mark.parametrize("P, ranks_per_node, on_nccl, wholes, halves", CHOICES)
-def test_the_choice_by_size(P, ranks_per_node, on_nccl, wholes, halves):
-    """On NCCL within a fifth of the best by 60 us a step, 50 GB/s between nodes, 250 inside."""
+def test_the_choice_depends_on_size_and_group(P, ranks_per_node, on_nccl, wholes, halves):
+    """On NCCL it is within 20% of the fastest, at 60 us per step and 50 (250 in a node) GB/s."""
     for phases, rows in (2, wholes), (1, halves):
         for nbytes, name in rows:
             assert choose(nbytes, P, ranks_per_node, on_nccl, phases) == NAMES.get(name, name)
@@ -433,14 +434,14 @@ def test_the_choice_by_size(P, ranks_per_node, on_nccl, wholes, halves):
 
 @pytest.fixture
 def one_of():
-    """one_of(8): this process is rank 0 of 8 in a group that moves nothing."""
+    """Provide one_of(8), which makes this process rank 0 of 8 in a group that sends nothing."""
     like = {"backend": "fake", "store": FakeStore()}
     yield lambda P, rank=0: dist.init_process_group(rank=rank, world_size=P, **like)
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 8])
-def test_2048_ranks_scatter_and_gather_in_twice_log2_of_them_batches(one_of, ranks_per_node):
+def test_2048_ranks_scatter_in_11_batches_and_gather_in_11(one_of, ranks_per_node):
     one_of(2048, rank=1000)
     set_ranks_per_node(ranks_per_node)
     full = torch.empty(25 << 18, device="meta")
@@ -448,10 +449,9 @@ def test_2048_ranks_scatter_and_gather_in_twice_log2_of_them_batches(one_of, ran
     with as_on_nccl(post_nowhere):
         scattered, sent = _counted(lambda: reduce_scatter_single(shard, full))
         gathered, received = _counted(lambda: all_gather_single(full, shard))
-        listed, _ = _counted(lambda: all_gather(list(full.chunk(2048)), shard))
-    assert len(scattered) == len(gathered) == 11 and len(listed) == 2048 // MOST_PEERS
+    assert len(scattered) == len(gathered) == 11
     assert sent == received == reduce_scatter_bytes(full.nbytes, 2048)
-    assert max(len(batch) for batch in scattered + gathered + listed) <= 2 * MOST_PEERS
+    assert max(len(batch) for batch in scattered + gathered) <= 2 * MOST_PEERS
     peers = {peer for batch in scattered + gathered for _, peer in batch}
     assert peers == {1000 ^ 1 << k for k in range(11)}
 
@@ -461,7 +461,7 @@ def test_2048_ranks_scatter_and_gather_in_twice_log2_of_them_batches(one_of, ran
 
 @contextmanager
 def _fake_streams():
-    """The current stream, the one that is made, and their events, which are passed when told."""
+    """Yield the current stream, the stream that is made, and a list of their events."""
     current, made, events = Mock(), Mock(), []
     not_yet = {"query.return_value": False}
     for stream in (current, made):
@@ -496,7 +496,7 @@ def test_a_group_has_one_stream_and_its_operations_follow_those_before(one_of):
     "begin", [all_reduce, partial(all_reduce, async_op=True), lambda x: exchange([(x, 1)], [])]
 )
 def test_the_host_is_ahead_of_the_device_by_a_few_operations(one_of, begin):
-    """NCCL's messages hold their memory until the host has seen that they are done."""
+    """The limit matters because messages hold their memory until the host has seen their end."""
     one_of(8)
     with _fake_streams() as (_, _, events):
         for _ in range(3 + collectives._Stream.AHEAD):
@@ -519,7 +519,7 @@ def test_an_exchange_keeps_its_tensors_until_it_is_waited_for(one_of, async_op):
         assert alive() is None
 
 
-def test_while_one_segment_is_added_the_next_one_travels(one_of):
+def test_while_one_segment_is_added_the_next_one_is_in_flight(one_of):
     one_of(2)
     log, add = [], torch.add
 
@@ -532,8 +532,8 @@ def test_while_one_segment_is_added_the_next_one_travels(one_of):
         log.append("add")
         return add(*tensors, out=out)
 
-    combine = {ReduceOp.SUM: collectives.Combine(logged, None)}
-    limits = patch.multiple(collectives, DIRECT_BYTES=1 << 10, _COMBINE=combine)
+    reductions = {ReduceOp.SUM: (logged, None)}
+    limits = patch.multiple(collectives, DIRECT_BYTES=1 << 10, _REDUCTIONS=reductions)
     with as_on_nccl(post), limits:
         reduce_scatter_single(torch.empty(3 << 7), torch.ones(3 << 8))
     assert log == [
@@ -541,7 +541,7 @@ def test_while_one_segment_is_added_the_next_one_travels(one_of):
     ]
 
 
-def test_what_a_stream_uses_is_kept_though_nobody_keeps_or_awaits_the_work(one_of):
+def test_a_stream_keeps_its_tensors_though_nothing_keeps_or_awaits_the_work(one_of):
     tensors = []
 
     def launch():
@@ -592,8 +592,8 @@ def test_tensors_on_cpus_take_gloo_in_a_group_that_has_nccl_for_gpus():
 
 
 @on_ranks(2, 3)
-def test_staged_buffers_carry_what_tensors_hold():
-    """CPU tensors that say they are on a GPU: other buffers, of host memory, travel."""
+def test_gpu_tensors_in_a_gloo_group_are_staged_through_host_memory():
+    """The tensors claim to be on a GPU, so buffers of host memory are sent instead of them."""
     (rank, P), staged, empty_like = rank_and_size(), [], torch.empty_like
 
     def pinned(tensor, device=None, pin_memory=False, **how):
@@ -602,8 +602,7 @@ def test_staged_buffers_carry_what_tensors_hold():
         return staged[-1] if pin_memory else empty_like(tensor, **how)
 
     tensor, received = torch.full((5,), rank + 1.0), torch.zeros(3)
-    on_gpu = patch.object(torch.Tensor, "is_cuda", property(lambda tensor: True), create=True)
-    with on_gpu, patch.object(torch, "empty_like", pinned):
+    with on_gpu(), patch.object(torch, "empty_like", pinned):
         all_reduce(tensor, async_op=True).wait()
         exchange([(torch.ones(3), (rank + 1) % P)], [(received, (rank - 1) % P)])
     assert staged and (tensor == P * (P + 1) / 2).all() and (received == 1).all()
@@ -617,7 +616,7 @@ def test_staged_buffers_carry_what_tensors_hold():
 def test_the_collectives_of_the_backend_give_the_same_results(async_op):
     group = dist.new_group([0, 1, 2])
     set_backend_collectives(group)
-    _check_values([0, 1, 5], [torch.float64, torch.int64], group, async_op, own=True)
+    _check_values([0, 1, 5], [torch.float64, torch.int64], group, async_op)
     for pair in PAIRS:
         _check_pair(pair, 1, group)
     barrier(group)
@@ -625,7 +624,7 @@ def test_the_collectives_of_the_backend_give_the_same_results(async_op):
 
 
 @on_ranks(2)
-def test_the_backend_is_for_the_groups_that_are_set_and_its_bytes_are_not_counted():
+def test_only_groups_that_are_set_use_the_backends_collectives_whose_bytes_do_not_count():
     x, peer, group = torch.ones(4), 1 - dist.get_rank(), dist.new_group([0, 1])
     alone = [dist.new_group([0]), dist.new_group([1])][1 - peer]
     set_backend_collectives(group)
@@ -648,7 +647,7 @@ def test_the_backend_is_for_the_groups_that_are_set_and_its_bytes_are_not_counte
 
 @on_ranks(5)
 def test_partial_sums_stay_until_they_are_sent():
-    """Rank 1 stops receiving for a while; the others must not overwrite what it has not yet got."""
+    """Rank 1 receives late; the others must not overwrite what it has not yet received."""
     rank, P = rank_and_size()
     late = []
 
@@ -685,7 +684,7 @@ def test_a_lost_peer_raises_on_every_rank_and_names_operation_group_and_peer(how
 
 @contextmanager
 def _background_held():
-    """No background thread sends or receives anything before the event that this gives is set."""
+    """Yield an event; no background thread posts a message before the event is set."""
     gate = threading.Event()
 
     def listen(event, *what):
@@ -697,7 +696,7 @@ def _background_held():
 
 
 @on_ranks(2, 3, 4)
-def test_operations_of_a_group_read_what_those_before_them_left_and_another_groups_do_not_wait():
+def test_operations_of_a_group_run_in_order_and_those_of_other_groups_do_not_wait_for_them():
     rank, P = rank_and_size()
     second, third = dist.new_group(range(P)), dist.new_group(range(P))
     everyone, gathered = _integers(P, 7), torch.empty(P, 7, dtype=torch.float64)
@@ -717,7 +716,7 @@ def test_operations_of_a_group_read_what_those_before_them_left_and_another_grou
         assert all(works[i].is_completed() for i in (0, 2, 3))
         deadline = time.monotonic() + 30
         while not works[4].is_completed() and time.monotonic() < deadline:
-            sum(range(1000))  # nobody waits for these, and they progress while Python computes
+            sum(range(1000))  # the works proceed while Python computes, though no one waits
         assert all(work.is_completed() for work in works)
     for work in reversed(works + works):
         work.wait()
@@ -727,15 +726,18 @@ def test_operations_of_a_group_read_what_those_before_them_left_and_another_grou
 
 
 @on_ranks(2)
-def test_an_error_in_the_background_arises_in_wait():
-    tensor = torch.ones(4)
+def test_an_error_in_the_background_is_raised_by_wait_and_not_by_a_later_exchange():
+    tensor, peer, gate = torch.ones(4), 1 - dist.get_rank(), threading.Event()
 
-    def listen(event, *what):
-        if event == "post":
+    def listen(event, operation, *messages):
+        if event == "post" and operation.name == "all_reduce":
+            gate.wait(20)
             raise ConnectionError("the link is down")
 
     with observe(listen):
         works = [all_reduce(tensor, async_op=True) for _ in range(2)]
+        threading.Timer(0.05, gate.set).start()
+        exchange([(tensor, peer)], [(tensor.clone(), peer)])
         for work in [*works, works[0]]:
             with pytest.raises(ConnectionError, match="the link is down"):
                 work.wait()
@@ -748,7 +750,7 @@ def test_an_error_in_the_background_arises_in_wait():
 
 
 @on_ranks(2)
-def test_a_listener_hears_of_what_begins_inside_in_its_order():
+def test_a_listener_hears_the_events_of_operations_begun_inside_observe_in_order():
     x, peer, heard = torch.ones(4), 1 - dist.get_rank(), {True: [], False: []}
 
     def listen(event, operation, sends=(), receives=()):
@@ -762,27 +764,27 @@ def test_a_listener_hears_of_what_begins_inside_in_its_order():
         with observe(listen):
             all_reduce(x, algorithm="naive")
             exchange([(x, peer)], [(x.clone(), peer)], async_op=True).wait()
-            work = all_gather([x, x.clone()], x.clone(), async_op=True)
-        gate.set()  # it began inside
+            work = all_to_all_single(x, x.clone(), async_op=True)
+        gate.set()  # the operation began inside, and ends outside
         work.wait()
     all_reduce(x)
-    assert heard[False] == ["post all_gather 2", "end all_gather 0"]
+    assert heard[False] == ["post all_to_all_single 2", "end all_to_all_single 0"]
     assert heard[True] == [
         *("begin all_reduce 0", "post all_reduce 2", "end all_reduce 0"),
         *("begin exchange 0", "post exchange 2", "begin wait 0", "end exchange 0", "end wait 0"),
-        *("begin all_gather 0", "begin wait 0", "end wait 0"),
+        *("begin all_to_all_single 0", "begin wait 0", "end wait 0"),
     ]
 
 
 def _message(source, target, k):
-    """Of any dtype; some are empty."""
+    """Return the k-th message of a link; dtypes vary, and some messages are empty."""
     dtype, seed = DTYPES[(source + target + k) % 6], 100 * source + 10 * target + k
     return _integers((source + 2 * target + k) % 4, 1 + k, dtype=dtype, seed=seed)
 
 
 @pytest.mark.parametrize("members", [[0], [0, 1, 2, 3], [1, 3]])
 @on_ranks(4)
-def test_exchange_of_several_messages_on_each_link(members):
+def test_exchange_delivers_several_messages_on_each_link_in_order(members):
     group = dist.new_group(members)
     if dist.get_rank() not in members:
         return
@@ -804,7 +806,7 @@ def test_exchange_of_several_messages_on_each_link(members):
 
 @pytest.mark.parametrize("async_op", [False, True])
 @on_ranks(2)
-def test_exchange_sends_what_is_made_before_it_and_alone_does_not_wait_for_the_peer(async_op):
+def test_exchange_follows_earlier_operations_and_begins_without_its_peer(async_op):
     rank = dist.get_rank()
     x, incoming = torch.full((4,), rank + 1.0), torch.empty(4)
     with _background_held() as gate:
@@ -824,7 +826,7 @@ def test_exchange_sends_what_is_made_before_it_and_alone_does_not_wait_for_the_p
 
 
 @on_ranks(2)
-def test_messages_of_the_user_pass_beside_ours():
+def test_messages_of_the_user_do_not_meet_ours():
     peer = 1 - dist.get_rank()
     sent = [dist.isend(torch.full((3,), 100.0 + tag), peer, tag=tag) for tag in range(4)]
     x, incoming = torch.ones(3), torch.empty(3)
@@ -860,11 +862,7 @@ def test_errors_name_the_values():
         (lambda: all_reduce(x(2), output=x(3)), "3 elements .*makes 2"),
         (lambda: reduce_scatter_single(x(2), x(5)), "4 elements .*makes 5"),
         (lambda: all_gather_single(x(5), x(2)), "5 elements .* makes 4"),
-        (lambda: all_gather([x(2)], x(2)), "all_gather got a list of 1, not of world_size=2"),
-        (lambda: all_gather([x(3), x(3)], x(2)), "3 elements .* makes 2"),
-        (lambda: all_gather([x(2), x(2)], x(2).int()), "torch.float32.*torch.int32"),
         (lambda: reduce(x(2), 5), "dst=5"),
-        (lambda: scatter(x(2), None, rank), "scatter got a list of 0,.*world_size=2"),
         (lambda: all_to_all_single(x(3), x(4)), r"3 rows .*world_size=2 by sizes \[1, 1\]"),
         (lambda: all_to_all_single(x(4), x(4), [1, 2]), r"4 rows .* \[1, 2\]"),
         (lambda: all_to_all_single(x(4), x(4), [1, 3], [3, 1]), "[13] elements .*makes [13] "),
@@ -872,10 +870,10 @@ def test_errors_name_the_values():
         (lambda: broadcast(x(2), 1 - rank, alone[rank]), str(1 - rank)),
         (lambda: all_reduce(x(2), group=other, async_op=True), "all_reduce " + inside),
         (lambda: exchange([(x(2), 0)], [], group=other), "exchange " + inside),
+        (lambda: all_reduce(x(2), ReduceOp.BAND), "BAND.* is not supported; SUM, "),
     ]
     for error, use, words in [
         *((ValueError, *case) for case in cases),
-        (KeyError, lambda: all_reduce(x(2), ReduceOp.BAND), "BAND"),
         (KeyError, lambda: all_reduce(x(2), algorithm="best"), "best"),
         (RuntimeError, lambda: all_reduce(x(2).long(), ReduceOp.AVG), "Long"),
         (RuntimeError, lambda: scatter_to_group(x(4, 3), -1), "dim 1"),
@@ -887,7 +885,8 @@ def test_errors_name_the_values():
 
 # ---- derivatives --------------------------------------------------------------------------------
 
-# what it does to the list of every rank's x; x is the same on all ranks; y is used alike by all
+# (its result on one process from the list of all ranks' x, whether x is the same on all ranks,
+# whether all ranks use y identically)
 PAIRS = {
     copy_to_group: (lambda xs, dim: xs, True, False),
     reduce_from_group: (lambda xs, dim: [sum(xs)] * len(xs), False, True),
@@ -909,9 +908,9 @@ def _apply(pair, x, dim, group=None):
 
 
 def _check_pair(pair, dim, group=None):
-    """Values and gradients of y = pair(exp(x)) and loss = sum(weight * y), against one process.
+    """Compare y = pair(exp(x)) and the gradients of sum(weight * y) with those of one process.
 
-    And the backward of the backward is the forward: the gradients' derivative by weight is y.
+    The backward of backward is forward: the derivative of the gradients by weight is y.
     """
     rank, P = rank_and_size(group)
     one_process, x_is_alike, y_is_alike = PAIRS[pair]
@@ -936,14 +935,14 @@ def _check_pair(pair, dim, group=None):
 
 
 def _split_matrix(P, seed):
-    """How many rows rank i (row) sends to rank j; rank 0 sends none, the last one gets none."""
+    """Return the rows that rank i (row) sends to rank j. Rank 0 sends none, the last gets none."""
     sizes = _integers(P, P, seed=seed).abs().long()
     sizes[0, :], sizes[:, -1] = 0, 0
     return sizes
 
 
 def _check_uneven_all_to_all(group):
-    """Of as many of the rows of values[i, j], from rank i to rank j, as the matrix says."""
+    """Check an all-to-all in which rank i sends sizes[i, j] rows of values[i, j] to rank j."""
     rank, P = rank_and_size(group)
     values, weights = _normal(2, P, P, 2, 3)
     for seed in range(4):
@@ -973,7 +972,7 @@ def test_derivatives_are_those_of_one_process_also_in_disjoint_groups():
 
 @on_ranks(1, 2, 3)
 def test_the_result_of_a_pair_may_be_changed_in_place_and_leaves_x_alone():
-    """But for copy_to_group(), which is x: autograd refuses. So it is with empty ones."""
+    """Only copy_to_group() returns x itself, and autograd rejects the change. x may be empty."""
     P = dist.get_world_size()
     for rows, dim, pair in itertools.product((0, 2 * P), (0, 1), PAIRS):
         x = _normal(rows, 2 * P, seed=dist.get_rank()).requires_grad_()
@@ -998,7 +997,7 @@ NODES += [pytest.param(*row, marks=pytest.mark.soak) for row in ((6, 1), (7, 1),
 @pytest.mark.parametrize("P, ranks_per_node", NODES)
 @on_ranks(lambda P, **_: P)
 def test_every_collective_runs_under_the_rules_of_nccl(P, ranks_per_node, name):
-    """Beginning with a group's first batch. Of two elements, most chunks are empty."""
+    """The group's first batch is among them. With two elements, most chunks are empty."""
     forced = lambda *size, phases=1: "ring" if (phases, name) == (1, "recursive_doubling") else name
     groups = [dist.group.WORLD, dist.new_group()]
     with nccl_over_gloo(), patch.multiple(collectives, choose=forced, DIRECT_BYTES=1 << 10):
@@ -1016,7 +1015,7 @@ MESSAGE = re.compile(r"torch\.distributed\.(i?(send|recv)|batch_isend_irecv|P2PO
 
 
 def _uses(tree):
-    """What a file takes from torch.distributed and others, by whole names."""
+    """Yield the full names that a file uses from torch.distributed and other modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield re.sub(r"^(dist|distributed_c10d)\.", "torch.distributed.", ast.unparse(node))
@@ -1028,7 +1027,7 @@ def _uses(tree):
 
 @pytest.mark.parametrize("path", sorted(PROJECT.glob("*.py")), ids=lambda path: path.name)
 def test_all_communication_is_made_of_messages_and_messages_are_made_in_one_file(path):
-    """The one getattr(dist, ...) is that of the backend's own collectives."""
+    """The only getattr(dist, ...) calls the backend's own collectives."""
     text, ours = path.read_text(), path.name == "collectives.py"
     uses = {*_uses(ast.parse(text))}
     assert not [name for name in uses if THEIRS.match(name)]

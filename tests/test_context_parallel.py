@@ -1,4 +1,4 @@
-"""Context parallelism of sequence_parallel.py: attention that crosses a split of the sequence."""
+"""Context parallelism, in sequence_parallel.py: attention over a sequence split among ranks."""
 
 import random
 
@@ -25,7 +25,7 @@ every_method = pytest.mark.parametrize("method", METHODS)
 
 
 def _attend(method, tensors, grad, positions, dtype, group=None):
-    """Output and gradients of this rank's part of whole tensors."""
+    """Return the output and the gradients for this rank's part of whole tensors."""
     own = [x[:, :, positions].to(dtype).requires_grad_() for x in tensors]
     before = [x.detach().clone() for x in own]
     output = METHODS[method](*own, group)
@@ -43,7 +43,7 @@ def _reference(tensors, grad):
 
 
 @on_ranks(1, 2, 3)
-def test_the_idea_of_a_ring_is_attention_on_one_rank():
+def test_the_short_form_of_a_ring_agrees_with_attention_on_one_rank():
     rank, P = rank_and_size()
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 4, 5 * P, 8, dtype=torch.float64)
@@ -55,18 +55,18 @@ def test_the_idea_of_a_ring_is_attention_on_one_rank():
 @every_method
 @on_ranks(lambda P, replicas, **_: P * replicas)
 def test_output_and_gradients_are_those_of_full_attention(method, P, replicas):
-    """Also of groups side by side."""
+    """With replicas, two groups run side by side."""
     group, replica = interleaved_group(P, replicas)
     for case in range(10):
         torch.manual_seed(100 * replica + case)
         sizes = random.Random(case)
         B, T, K = sizes.randint(1, 3), 2 * P * sizes.randint(1, 5), sizes.choice([4, 8])
-        KV = sizes.choice([1, max(1, P // 2), P, 2 * P])  # P = 4: two heads of keys for four ranks
+        KV = sizes.choice([1, max(1, P // 2), P, 2 * P])  # fewer heads of keys than ranks, too
         H = KV * P * sizes.randint(1, 2)
         shapes = [(B, heads, T, K) for heads in (H, KV, KV, H)]
         q, k, v, grad = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
         tolerance = 1e-10
-        if sizes.random() < 0.3:  # scores of +-1e4 do not overflow, but have no more than 12 digits
+        if sizes.random() < 0.3:  # scores of +-1e4 do not overflow, but lose digits
             q, tolerance = q * 1e4, 1e-7
         positions = context_positions(T, group)
         found = _attend(method, (q, k, v), grad, positions, torch.float64, group)
@@ -79,7 +79,7 @@ def test_output_and_gradients_are_those_of_full_attention(method, P, replicas):
 @every_method
 @on_ranks(2, 4)
 def test_bf16_is_as_exact_as_full_attention_in_bf16(method):
-    """Parts are rounded before they are merged or summed, and the whole after that."""
+    """Parts are rounded before they are merged or summed, and the result is rounded again."""
     _, P = rank_and_size()
     torch.manual_seed(0)
     B, H, KV, T, K = 2, 4, 2, 64 * P, 16
@@ -98,8 +98,8 @@ def test_bf16_is_as_exact_as_full_attention_in_bf16(method):
 
 @every_method
 @on_ranks(2)
-def test_any_order_in_memory_will_do_and_shapes_that_do_not_fit_are_named(method):
-    """Autocast, too."""
+def test_tensors_may_have_any_strides_and_errors_name_shapes_that_do_not_fit(method):
+    """Under autocast, q, k and v may have different dtypes."""
     _, P = rank_and_size()
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 4, 2 * P, 8) for _ in range(3))
@@ -122,12 +122,12 @@ def test_any_order_in_memory_will_do_and_shapes_that_do_not_fit_are_named(method
             METHODS[method](*tensors)
 
 
-# ---- who has what, and how much work that is -----------------------------------------------------
+# ---- the work of each rank -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("P, T", [(1, 6), (2, 4), (2, 20), (3, 18), (4, 24), (8, 16)])
-def test_blocks_are_exactly_the_pairs_that_the_mask_leaves_and_all_ranks_work_alike(P, T, gathered):
+def test_blocks_cover_each_pair_under_the_mask_once_and_ranks_have_equal_work(P, T, gathered):
     chunks = np.split(np.arange(T), 2 * P)
     keys = [[*chunks[rank], *chunks[-1 - rank]] for rank in range(P)]
     for rank, queries in enumerate(keys):
@@ -141,7 +141,7 @@ def test_blocks_are_exactly_the_pairs_that_the_mask_leaves_and_all_ranks_work_al
                 rows, columns = queries[rows], seen[columns]
                 assert not causal or list(rows) == list(columns)
                 pairs += [(q, k) for q in rows for k in columns if k <= q or not causal]
-            if not gathered and seen != queries:  # what a ring waits for in each step
+            if not gathered and seen != queries:  # each step of a ring has equal work
                 assert len(pairs) - before == (T // P) ** 2 // 2
         assert sorted(pairs) == [(q, k) for q in sorted(queries) for k in range(q + 1)]
         assert len(pairs) == T * (T + 1) // 2 // P or T * (T + 1) // 2 % P
@@ -164,7 +164,7 @@ def test_every_method_sends_what_its_formula_says(method, dtype):
         y.sum().backward()
     claimed = context_parallel_bytes(method, B, T, H, KV, K, P, itemsize=dtype.itemsize)
     assert (forward, traffic.bytes() - forward) == claimed
-    if method == "ring":  # elements: 2 (P-1)/P b s h_kv, and twice that
+    if method == "ring":  # forward sends 2 (P-1)/P b s h_kv elements, and backward twice as many
         forward, backward = context_parallel_bytes(method, B, T, H, KV, K, P, 1, 1)
         assert forward == 2 * (P - 1) / P * B * T * KV * K
         assert backward == 2 * forward
@@ -174,7 +174,7 @@ def test_every_method_sends_what_its_formula_says(method, dtype):
 
 
 @pytest.mark.parametrize("dtype, name", [(torch.bfloat16, "flash"), (torch.float32, "efficient")])
-def test_on_a_gpu_16_bit_goes_through_flash_attention_and_fp32_through_the_efficient_kernel(
+def test_on_a_gpu_bf16_takes_the_flash_attention_kernel_and_fp32_the_efficient_kernel(
     dtype, name
 ):
     kernels = []
@@ -195,7 +195,8 @@ def test_on_a_gpu_16_bit_goes_through_flash_attention_and_fp32_through_the_effic
     assert [x.shape for x in (output, *grads)] == [x.shape for x in (q, q, k, v)]
     assert {x.dtype for x in (output, *grads)} == {dtype}
     assert [name in kernel for kernel, _ in kernels] == [True, True]
-    assert {heads for _, heads in kernels} == {1 if name == "efficient" else 2}  # of q, and k
+    # Only flash attention takes q and k with different numbers of heads.
+    assert {heads for _, heads in kernels} == {1 if name == "efficient" else 2}
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -210,10 +211,10 @@ def _peak_bytes(method, T):
     return peak.bytes
 
 
-def test_the_peak_memory_of_a_rank_falls_as_1_over_p_and_grows_as_the_sequence():
+def test_a_ranks_peak_memory_is_inverse_to_the_ranks_and_linear_in_the_sequence():
     peak = lambda *size: max(run(size[0], _peak_bytes, *size[1:]))
     for method in ("ring", "ulysses"):
         half, whole = peak(2, method, 512), peak(2, method, 1024)
         assert peak(4, method, 1024) <= 0.55 * whole <= 0.55 * 2.05 * half
-        assert whole < 4 * 1024 * 1024  # of scores of one head
+        assert whole < 4 * 1024 * 1024  # the bytes of one head's scores
     assert peak(4, "allgather", 1024) <= 2.05 * peak(4, "allgather", 512)

@@ -1,4 +1,4 @@
-"""Gradients of ddp.py against one process on the whole batch, and against torch.nn.parallel."""
+"""ddp.py gives the gradients of one process on the whole batch, and behaves as PyTorch's DDP."""
 
 import copy
 import re
@@ -24,7 +24,7 @@ from replicas import (
     whole_gradients,
 )
 
-# MiB: a bucket for each parameter, a few buckets, one bucket; and how many they are of Net()
+# (MiB, the number of buckets of Net()): a bucket for each parameter, a few buckets, one bucket
 CAPS = [(1e-9, 17), (3e-3, 4), (25, 1)]
 
 
@@ -34,7 +34,7 @@ def whole_batch(net, x):
 
 @contextmanager
 def reductions(note=lambda tensor: None):
-    """The tensors that ddp.py has all-reduced; calls note() with each when that begins."""
+    """Yield a list of the tensors that ddp.py all-reduces; call note() before each all-reduce."""
     tensors, all_reduce = [], ddp.all_reduce
 
     def watched(tensor, *args, **kwargs):
@@ -81,7 +81,7 @@ def test_tensors_shards_and_their_pieces_begin_on_128_bytes():
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("cap, few", CAPS)
 def test_gradients_are_those_of_one_process_on_the_whole_batch(cap, few):
-    """As views of buckets, which are sent whole; all begin on 128 bytes, also in 16 bits."""
+    """They are views of buckets, which are sent whole; all begin on 128 bytes, also in 16 bits."""
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 0.05)):
         net, x = make_net(dtype), make_data(4 * dist.get_world_size(), dtype=dtype)
         expected = whole_batch(net, x)
@@ -102,8 +102,8 @@ def test_gradients_are_those_of_one_process_on_the_whole_batch(cap, few):
 
 
 @on_ranks(2)
-def test_gradients_that_a_script_kept_do_not_change_and_those_that_it_set_are_filled():
-    """As with PyTorch's, whose parameters keep their own .grad, too."""
+def test_gradients_that_a_script_keeps_do_not_change_and_those_that_it_sets_are_filled():
+    """PyTorch's wrapper does the same."""
     for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
         model = wrap(nn.Linear(1, 1, bias=False))
         weight = model.module.weight
@@ -128,14 +128,14 @@ def test_a_parameter_that_is_not_dense_in_memory_gets_its_gradient():
 
 
 def test_a_bucket_is_filled_to_its_cap_and_no_further():
-    parameters = [nn.Parameter(torch.ones(64)) for _ in range(5)]  # of 256 bytes
+    parameters = [nn.Parameter(torch.ones(64)) for _ in range(5)]  # 256 bytes each
     for cap, sizes in ((511, [1] * 5), (512, [2, 2, 1]), (1, [1] * 5)):
         buckets = ddp.fill_buckets(parameters, cap, kind=lambda parameter: None)
         assert list(map(len, buckets)) == sizes
 
 
 @on_ranks(1, 2, 3)
-def test_the_middle_step_has_the_gradients_of_the_whole_batch():
+def test_buckets_alone_give_the_gradients_of_the_whole_batch():
     net, x = make_net(), make_data(2 * dist.get_world_size())
     trained = [p for p in net.parameters() if p.requires_grad]
     buckets = [ddp.Bucket(trained[half::2]) for half in range(2)]
@@ -154,9 +154,9 @@ def under_no_sync(model, parts):
     with count_bytes() as traffic:
         with model.no_sync():
             with model.no_sync():
-                pass  # which does not end the one around it
+                pass  # leaving it does not end the outer no_sync()
             (mean_square(model, parts[0]) / 3).backward()
-        model.require_backward_grad_sync = False  # by hand, as nanoGPT does
+        model.require_backward_grad_sync = False  # as nanoGPT does
         (mean_square(model, parts[1]) / 3).backward()
         model.require_backward_grad_sync = True
     assert traffic.bytes("all_reduce") == 0
@@ -164,7 +164,7 @@ def under_no_sync(model, parts):
 
 
 def two_forwards(model, parts):
-    """Then two backwards, and an evaluation between."""
+    """Run all forwards, an evaluation, and then all backwards."""
     losses = [mean_square(model, part) / 3 for part in parts]
     with torch.no_grad():
         model(parts[0])
@@ -173,13 +173,13 @@ def two_forwards(model, parts):
 
 
 def recomputed(model, parts, use_reentrant):
-    """Around the wrapper."""
+    """Recompute the whole wrapper."""
     x = torch.cat(parts).requires_grad_()
     checkpoint(model, x, use_reentrant=use_reentrant).square().mean().backward()
 
 
 def outside_of_backward(model, parts):
-    """As weight gradients that were put off: some are there, some follow."""
+    """Start the reduction while some gradients are still to come, as deferred weight gradients."""
     net, x = model.module, torch.cat(parts)
     own = whole_batch(net, x)
     named = {name: net.get_parameter(name) for name in own}
@@ -198,11 +198,11 @@ def outside_of_backward(model, parts):
 
 def waited_for_by_the_caller(model, parts):
     model.wait_in_backward = False
-    model.finish_grad_sync()  # nothing was started: nothing to wait for
+    model.finish_grad_sync()  # returns at once, because nothing was started
     under_no_sync(model, parts)
     with count_bytes() as traffic:
         model.finish_grad_sync()
-    assert not traffic.sent  # all have left
+    assert not traffic.sent  # all buckets were sent before
     model.finish_grad_sync()
     model.wait_in_backward = True
 
@@ -214,7 +214,7 @@ PASSES += [partial(recomputed, use_reentrant=use_reentrant) for use_reentrant in
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("cap, as_views", [(1e-9, True), (3e-3, False), (25, True), (25, False)])
 def test_gradients_of_several_passes_are_those_of_the_whole_batch(cap, as_views):
-    """Each twice, from gradients that are None and from zeros; sums of sums where all reduce."""
+    """Each way runs twice: with gradients that are None at first, and with zeros."""
     net = make_net()
     model = DistributedDataParallel(net, bucket_cap_mb=cap, gradient_as_bucket_view=as_views)
     for seed, passes in enumerate(2 * PASSES):
@@ -224,15 +224,15 @@ def test_gradients_of_several_passes_are_those_of_the_whole_batch(cap, as_views)
         assert_close(whole_gradients(net), whole_batch(net, x), 1e-11)
 
 
-# ---- parameters without gradient, and other orders (trap 5) --------------------------------------
+# ---- parameters without gradient, and other orders -----------------------------------------------
 
 
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("cap", [cap for cap, _ in CAPS])
-def test_ranks_may_use_other_parameters_in_another_order(cap):
-    """Each of two microbatches runs other blocks, and others in the next step.
+def test_ranks_may_use_different_parameters_in_different_orders(cap):
+    """The blocks and their order change with the rank, the microbatch and the step.
 
-    None is a loss that reaches no parameter, after which a rank ends the sums by itself.
+    None means that the loss reaches no parameter; then the rank must call finish_grad_sync().
     """
     rank, world_size = rank_and_size()
     net = make_net()
@@ -251,18 +251,18 @@ def test_ranks_may_use_other_parameters_in_another_order(cap):
             with nullcontext() if is_last else model.no_sync():
                 loss = model(part, order or ()).square().sum()
                 with torch.no_grad():
-                    model(part)  # which expects no backward, and forgets none
+                    model(part)  # an evaluation does not disturb the backward that follows
                 if order is not None:
                     loss.backward()
                 elif is_last:
                     model.finish_grad_sync()
-        if step == 5:  # the idea: whole gradients, averaged at the end
+        if step == 5:  # the last step is the simplest one: it averages whole gradients at the end
             average_gradients(net)
         assert_close(whole_gradients(net), expected, 1e-11)
 
 
 @on_ranks(2)
-def test_a_bucket_leaves_while_backward_still_runs():
+def test_a_bucket_is_reduced_while_backward_still_runs():
     layers = nn.Sequential(*[nn.Linear(7, 7, bias=False) for _ in range(4)]).double()
     model, events = DistributedDataParallel(layers, bucket_cap_mb=1e-9), []
     for i, layer in enumerate(layers):
@@ -276,7 +276,7 @@ def test_a_bucket_leaves_while_backward_still_runs():
 
 
 class Mixed(nn.Module):
-    """Weights of many dtypes; the gradient of each element is the input."""
+    """A module with weights of many dtypes; the gradient of each element is the input."""
 
     def __init__(self):
         super().__init__()
@@ -290,8 +290,8 @@ class Mixed(nn.Module):
 
 @on_ranks(1, 3)
 @pytest.mark.parametrize("cap, per_bucket", [(1e-9, [1] * 5), (25, [1, 1, 1, 2])])
-def test_a_bucket_holds_one_dtype_that_which_its_gradients_ask_for(cap, per_bucket):
-    """Trap 6: 256 + 1 takes nine bits, bfloat16 has eight. Of two passes, and of the ranks."""
+def test_a_bucket_holds_gradients_of_one_dtype_which_may_differ_from_the_weights(cap, per_bucket):
+    """Two passes add 256 + 1, which needs nine bits; bfloat16 has eight."""
     net, world_size = Mixed(), dist.get_world_size()
     model = DistributedDataParallel(net, bucket_cap_mb=cap, gradient_divide_factor=1)
     with model.no_sync():
@@ -312,8 +312,8 @@ def test_a_bucket_holds_one_dtype_that_which_its_gradients_ask_for(cap, per_buck
 
 
 @on_ranks(1, 3, 4)
-def test_the_norm_of_what_ranks_have_and_clipping_are_those_of_torch():
-    """Over all ranks, or over rows of them and then columns."""
+def test_the_norm_of_distributed_parts_and_clipping_agree_with_torch():
+    """The parts are spread over all ranks; four ranks sum over rows, and then over columns."""
     (rank, world_size), groups = rank_and_size(), [None]
     if world_size == 4:
         rows = [dist.new_group(members) for members in ([0, 1], [2, 3])]
@@ -347,7 +347,7 @@ def test_the_norm_of_what_ranks_have_and_clipping_are_those_of_torch():
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("cap", [1e-9, 25])
 def test_a_step_sends_each_gradient_once_around_the_ring(cap):
-    """P = 1 to 4 divide 48 x 48 into parts of whole 128 bytes."""
+    """P = 1 to 4 divide 48 x 48 elements into parts of a multiple of 128 bytes."""
     net = nn.Sequential(*[nn.Linear(48, 48, bias=False) for _ in range(3)])
     net[1].requires_grad_(False)
     model, P = DistributedDataParallel(net, bucket_cap_mb=cap), dist.get_world_size()
@@ -373,7 +373,7 @@ KINDS = "reduce reduce no_sync no_sync reduce eval eval reduce no_grad no_grad r
 
 
 def normalise(wrap, broadcast_buffers):
-    """The running mean after each pass."""
+    """Return the running mean after each pass."""
     model = wrap(nn.BatchNorm1d(1), broadcast_buffers=broadcast_buffers)
     means, x = [], torch.full((4, 1), 1.0 + dist.get_rank())
     for step, kind in enumerate(KINDS.split(), 1):
@@ -388,7 +388,7 @@ def normalise(wrap, broadcast_buffers):
 
 
 @pytest.mark.parametrize("broadcast_buffers", [True, False])
-def test_buffers_are_the_first_ranks_in_the_passes_in_which_pytorchs_are(broadcast_buffers):
+def test_buffers_are_broadcast_in_the_same_passes_as_pytorchs(broadcast_buffers):
     theirs = run(3, normalise, nn.parallel.DistributedDataParallel, broadcast_buffers)
     assert run(3, normalise, DistributedDataParallel, broadcast_buffers) == theirs
     alike = {step for step, means in enumerate(zip(*theirs)) if len(set(means)) == 1}
@@ -396,17 +396,17 @@ def test_buffers_are_the_first_ranks_in_the_passes_in_which_pytorchs_are(broadca
 
 
 @on_ranks(2)
-def test_buffers_are_the_first_ranks_after_a_reduction_though_its_forward_was_under_no_sync():
+def test_buffers_are_broadcast_after_a_reduction_whose_forward_was_under_no_sync():
     model, x = DistributedDataParallel(nn.BatchNorm1d(1)), torch.full((4, 1), 1.0 + dist.get_rank())
     with model.no_sync():
         loss = model(x).sum()
     loss.backward()
     with torch.no_grad():
-        model.eval()(x)  # broadcasts, if at all
+        model.eval()(x)  # this forward should broadcast
     assert len(set(gather_objects(model.module.running_mean.item()))) == 1
 
 
-# ---- what would be wrong in silence --------------------------------------------------------------
+# ---- errors instead of silently wrong results ----------------------------------------------------
 
 
 UNLIKE = {
@@ -428,7 +428,7 @@ def test_models_that_differ_are_an_error_on_every_rank():
 
 
 class Twice(nn.Linear):
-    """Gives two gradients to each parameter in one pass."""
+    """A layer that gives each parameter two gradients in one backward."""
 
     def forward(self, x):
         again = super().forward
@@ -436,7 +436,7 @@ class Twice(nn.Linear):
 
 
 @on_ranks(2)
-def test_what_a_wrapper_cannot_do_is_refused():
+def test_unsupported_uses_of_the_wrapper_are_rejected():
     x, pieces, net = own_part(make_data(4)), nn.Sequential(nn.Linear(4, 4)), make_net()
     FullyShardedDataParallel(pieces[0])
     model, other = DistributedDataParallel(net), make_net()

@@ -1,4 +1,4 @@
-"""Mixtures of experts against a loop over tokens and experts; bytes, balance, errors."""
+"""Mixtures of experts agree with a loop over tokens and experts; bytes and loads are counted."""
 
 from functools import partial
 from unittest.mock import patch
@@ -22,7 +22,7 @@ from sequence_parallel import recompute
 
 
 def _groups(size):
-    """This rank's group of `size` neighbours, and that of ranks with its number in theirs."""
+    """Return this rank's group of `size` neighbours, and the group of ranks with its group rank."""
     if not size:
         return None
     rank, rows = dist.get_rank(), torch.arange(dist.get_world_size()).view(-1, size)
@@ -39,9 +39,9 @@ def _close(found, expected, name=""):
 
 
 def _reference(layer, E, idle=False, dtype=torch.float64, **options):
-    """A ReferenceMoE of E experts, of which `layer` takes its part. Random, with its biases.
+    """Return a random ReferenceMoE of E experts, and copy this rank's part of it into `layer`.
 
-    idle: all tokens choose the first k experts. dtype: of which the parameters are numbers.
+    idle: all tokens choose the first k experts. dtype: parameters are rounded to this dtype.
     """
     torch.manual_seed(99)
     router = layer.router
@@ -50,9 +50,9 @@ def _reference(layer, E, idle=False, dtype=torch.float64, **options):
     for parameter in plain.parameters():
         parameter.data.normal_(std=0.4).copy_(parameter.data.to(dtype))
     if idle:
-        nn.init.zeros_(plain.router.weight)  # ties: the lowest wins
+        nn.init.zeros_(plain.router.weight)  # scores are equal, and the first experts win
     elif score == "sigmoid":
-        router.bias.copy_(torch.randn(E) / 8)  # for the choice alone
+        router.bias.copy_(torch.randn(E) / 8)  # only the choice uses it
         plain.bias.copy_(router.bias)
     layer.double()
     rank, ep = rank_and_size(layer.group)
@@ -76,7 +76,7 @@ LOW = dict(E=24, top_k=2, losses=(0.3, 0.2), shared_experts=1)
 CASES |= {how: LOW for how in ("autocast", "bf16", "bf16, summed in fp32")}
 
 
-# ranks of ep and dp, how many of ep's share a node, and how many neighbours have the same tokens
+# (ep, dp, ep's ranks on one node or 0 for one hop, neighbours that have the same tokens)
 LAYOUTS = [(1, 1, 0, 1), (2, 1, 0, 1), (3, 1, 0, 1), (1, 2, 0, 1), (2, 2, 0, 1), (3, 2, 0, 1)]
 LAYOUTS += [(4, 1, 2, 1), (6, 1, 2, 1), (2, 1, 0, 2), (1, 2, 0, 2), (2, 2, 0, 2), (4, 1, 2, 2)]
 
@@ -85,15 +85,15 @@ LAYOUTS += [(4, 1, 2, 1), (6, 1, 2, 1), (2, 1, 0, 2), (1, 2, 0, 2), (2, 2, 0, 2)
 @pytest.mark.parametrize("ep, dp, per_node, tp", LAYOUTS)
 @on_ranks(lambda ep, dp, **_: ep * dp)
 def test_output_and_gradients_are_those_of_a_loop(ep, dp, per_node, tp, case):
-    """Output, input gradient and every parameter's, of ranks with 5, 0, 3 ... tokens.
+    """The gradients are those of the input and of every parameter; ranks have 5, 0, 3 ... tokens.
 
-    In 16 bit but for a few per cent, and with a router in 32 bit, whose losses and loads are exact.
+    In bf16 they differ by a few per cent. The router stays in fp32; its losses and loads are exact.
     """
     rank, world_size = rank_and_size()
     ep_group, same_group = _groups(ep)
     options = dict(CASES[case])
     E, losses = options.pop("E"), options.pop("losses", (0, 0))
-    E -= E % ep  # 63 of 64 over 3 ranks
+    E -= E % ep  # 63 instead of 64 on 3 ranks
     is_low, autocast = CASES[case] is LOW, case == "autocast"
     dtype = torch.bfloat16 if is_low else torch.float64
     D, factor = 16 if is_low else 4, options.get("capacity_factor")
@@ -118,7 +118,7 @@ def test_output_and_gradients_are_those_of_a_loop(ep, dp, per_node, tp, case):
     summed = torch.bfloat16 if case == "bf16" else torch.promote_types(dtype, torch.float32)
     for parameter in layer.parameters():
         parameter.grad_dtype = summed
-    calls = sizes if factor else [sum(sizes)]  # capacity is of each rank's tokens
+    calls = sizes if factor else [sum(sizes)]  # the capacity limits each rank's tokens separately
     inputs = [x.clone().requires_grad_() for x in whole.split(calls)]
     outputs = torch.cat([plain(x) for x in inputs if len(x)])
     (outputs * grad).sum().add(plain.loss).backward()
@@ -149,9 +149,9 @@ def test_output_and_gradients_are_those_of_a_loop(ep, dp, per_node, tp, case):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("D, width", [(16, 24), (5, 3)])  # for PyTorch's kernel, and not
+@pytest.mark.parametrize("D, width", [(16, 24), (5, 3)])  # PyTorch's kernel takes the first
 @pytest.mark.parametrize("sizes", [[3, 0, 4, 1], [0, 0, 0, 0], [0, 7, 0, 0]])
-def test_experts_are_an_mlp_each_and_idle_ones_have_gradients_of_zero(
+def test_each_expert_is_an_mlp_and_idle_experts_have_gradients_of_zero(
     dtype, D, width, sizes, device="cpu"
 ):
     torch.manual_seed(0)
@@ -164,7 +164,7 @@ def test_experts_are_an_mlp_each_and_idle_ones_have_gradients_of_zero(
     expected.backward(grad.double())
     idle, product = counts == 0, F.grouped_mm
 
-    def unwritten(x, matrices, offs):  # as on some GPUs: what was in an idle one's memory
+    def unwritten(x, matrices, offs):  # some GPUs leave an idle expert's gradient unwritten
         matrices = matrices.clone()
         matrices.register_hook(lambda grad: grad.masked_fill(idle.view(-1, 1, 1), torch.nan))
         return product(x, matrices, offs=offs)
@@ -181,7 +181,7 @@ def test_experts_are_an_mlp_each_and_idle_ones_have_gradients_of_zero(
 
 
 @on_ranks(1, 2, 3)
-def test_the_idea_and_the_rest_give_the_same_bits():
+def test_the_short_form_and_the_full_dispatch_give_the_same_bits():
     rank, P = rank_and_size()
     torch.manual_seed(rank)
     x, grad = torch.randn(2, 7 * rank, 4)
@@ -196,7 +196,7 @@ def test_the_idea_and_the_rest_give_the_same_bits():
     assert all(map(torch.equal, *gradients)) and (rank == 0 or gradients[0][0].any())
 
 
-# ---- what holds up the host, and what it launches ------------------------------------------------
+# ---- waits and launches of the host --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("per_node", [0, 2])
@@ -222,7 +222,7 @@ def test_shared_experts_are_launched_while_the_host_waits_for_the_first_counts(p
     ):
         layer(torch.randn(5, 16))
     counts = ["send", "copy", "wait"]
-    inside = ["send"] * 3 + counts if per_node else []  # tokens, choices and weights cross
+    inside = ["send"] * 3 + counts if per_node else []  # tokens, choices and weights
     back = ["send"] * (2 if per_node else 1)
     expected = ["send", "copy", "shared", "wait", *inside, "send", "experts", *back]
     assert events == expected
@@ -235,10 +235,10 @@ ALL_OPTIONS |= {"balance_coefficient": 0.1, "z_coefficient": 0.1, "balance_group
 @pytest.mark.parametrize("options", [{}, ALL_OPTIONS])
 @pytest.mark.parametrize("per_node, launched", [(0, (3, 2)), (2, (8, 5))])
 @on_ranks(4)
-def test_the_host_waits_once_a_hop_in_forward_and_not_in_backward(
+def test_the_host_waits_once_per_hop_in_forward_and_not_in_backward(
     per_node, launched, options, dtype
 ):
-    """A layer launches three batches forward and two backward, or eight and five in two hops."""
+    """A layer launches 3 batches in forward and 2 in backward; with two hops, 8 and 5."""
     once = {"tolist": 2 if per_node else 1}
     layer = MoE(16, 64, 12, 2, nodes=_groups(per_node), **options).to(dtype)
     x = torch.randn(5, 16, dtype=dtype, requires_grad=True)
@@ -249,7 +249,7 @@ def test_the_host_waits_once_a_hop_in_forward_and_not_in_backward(
         with waits() as backward, batches() as after:
             y.sum().backward()
         assert forward == once and backward == (once if again else {})
-        counts = int(bool(options))  # an all-reduce in one step, where there is a backward
+        counts = int(bool(options))  # if a backward follows, one batch all-reduces the loads
         total = launched[0] + counts * (not again), launched[1] + (launched[0] + counts) * again
         assert (before["batches"], after["batches"]) == total
         assert per_node or not before["off 16"] + after["off 16"]
@@ -259,7 +259,7 @@ def test_the_host_waits_once_a_hop_in_forward_and_not_in_backward(
 
 
 @on_ranks(4)
-def test_what_is_not_finite_is_dispatched_and_reaches_the_output():
+def test_nan_in_tokens_or_weights_is_dispatched_and_reaches_the_output():
     options = {"n_group": 2, "topk_group": 1, "capacity_factor": 2.0, "balance_coefficient": 0.1}
     layer, x = MoE(16, 64, 8, 2, nodes=_groups(2), **options), torch.randn(50, 16)
     for poisoned in (x, layer.router.weight.data, layer.experts.w_in.data):
@@ -276,7 +276,7 @@ def test_what_is_not_finite_is_dispatched_and_reaches_the_output():
 # ---- router --------------------------------------------------------------------------------------
 
 
-def test_scores_that_underflow_give_no_nan_and_a_bias_in_fp32_moves_by_its_rate_against_the_load():
+def test_underflowing_scores_give_no_nan_and_an_fp32_bias_moves_by_its_rate_against_the_load():
     router = Router(4, 8, 3, "sigmoid")
     router.weight.data.fill_(-100.0)
     routing = router(torch.ones(2, 4))
@@ -291,7 +291,7 @@ def test_scores_that_underflow_give_no_nan_and_a_bias_in_fp32_moves_by_its_rate_
 
 
 def _routed(rank, N, k, E, even):
-    """Experts of each of a rank's tokens: the same number of times each, or at random."""
+    """Return the experts of a rank's tokens: each expert equally often, or at random."""
     if even:
         return (torch.arange(N * k).view(N, k) + rank) % E
     generator = torch.Generator().manual_seed(rank)
@@ -305,8 +305,8 @@ def test_dispatch_and_combine_send_the_routed_tokens(even):
     N, k, E, D = 24, 2, 12, 8
     routed = [_routed(r, N, k, E, even) for r in range(P)]
     crossing = torch.stack([(chosen * P // E).flatten().bincount(minlength=P) for chosen in routed])
-    crossing.fill_diagonal_(0)  # rows from one rank to another
-    rows = int(crossing[rank].sum() + crossing[:, rank].sum()) * D * 4  # out and, of others, back
+    crossing.fill_diagonal_(0)  # rows that cross from one rank to another
+    rows = int(crossing[rank].sum() + crossing[:, rank].sum()) * D * 4  # own rows, others' results
     counts = 8 * (E // P + E // P % 2) * (P - 1)
     x, weights = torch.randn(N, D, requires_grad=True), torch.rand(N, k)
     with least_bytes(), count_bytes() as traffic:
@@ -319,7 +319,7 @@ def test_dispatch_and_combine_send_the_routed_tokens(even):
 
 
 def _across(nodes, N, k, E, D, topk_group, dropped):
-    """Rows that leave a node in one hop, and in two, and the bytes between nodes in two."""
+    """Return the rows that leave a node with one hop and with two, and the bytes with two."""
     rank, P = rank_and_size()
     node, groups = rank * nodes // P, _groups(P // nodes)
     torch.manual_seed(rank)
@@ -340,14 +340,14 @@ def _across(nodes, N, k, E, D, topk_group, dropped):
 @pytest.mark.parametrize(
     "nodes, local, dropped", [(2, 2, 0), (2, 2, 1), (2, 1, 0.5), (1, 3, 0), (4, 2, 0), (3, 2, 0.5)]
 )
-def test_in_two_hops_a_token_crosses_once_to_the_node_of_a_kept_choice(nodes, local, dropped):
+def test_with_two_hops_a_token_is_sent_once_to_each_node_of_its_kept_choices(nodes, local, dropped):
     P, N, k, D = nodes * local, 10, 3, 4
     one, two, nbytes = zip(*run(P, _across, nodes, N, k, 2 * P, D, nodes, dropped))
-    # what goes out: the row, its experts and weights; what comes back: the row
+    # A row is sent with its experts and weights; only the row returns.
     per_row, counts = 8 * (D + 2 * k) + 8 * D, 16 * (nodes - 1) * P
     assert sum(nbytes) == sum(two) * per_row + counts
     assert sum(two) <= sum(one)
-    if P == 8:  # DeepSeek-V3's top 8 of 256, over 4 of 8 nodes: half of the rows
+    if P == 8:  # DeepSeek-V3's top 8 of 256, on 4 of 8 nodes, halves the rows
         one, two, _ = zip(*run(P, _across, 8, 32, 8, 256, 8, 4, 0))
         assert 0.45 < sum(two) / sum(one) < 0.6
 
@@ -358,8 +358,10 @@ def test_in_two_hops_a_token_crosses_once_to_the_node_of_a_kept_choice(nodes, lo
 @pytest.mark.parametrize("top_k, factor, dropped", [(1, 2.0, 4), (2, 1.0, 8), (1, float("inf"), 0)])
 @on_ranks(1)
 def test_a_capacity_takes_the_first_tokens_and_a_backward_counts_once(top_k, factor, dropped):
-    """8 tokens to the first k of 4 experts, which take 4 each; not in a forward alone, nor twice
-    where that is recomputed, nor in an evaluation."""
+    """All 8 tokens choose the first k of 4 experts. Loads are counted in backward, and only once.
+
+    So a forward alone, an evaluation and a recomputation do not count.
+    """
     layer, x = MoE(4, 16, 4, top_k, capacity_factor=factor), torch.randn(8, 4, requires_grad=True)
     layer.router.weight.data.zero_()
     y = layer(x)
@@ -367,14 +369,14 @@ def test_a_capacity_takes_the_first_tokens_and_a_backward_counts_once(top_k, fac
     assert y[:room].any(-1).all() and not y[room:].any() and not layer.tally.any()
     counts = torch.tensor([8.0, 8.0 * (top_k == 2), 0, 0, dropped], dtype=torch.float64)
     y.sum().backward()
-    assert layer.tally[:5].equal(counts)  # the load is what was asked for
+    assert layer.tally[:5].equal(counts)  # the load includes dropped choices
     recompute(layer, x).sum().backward()
     with torch.no_grad():
         layer(x)
     assert layer.tally[:5].equal(2 * counts)
 
 
-def test_metrics_are_the_worst_load_the_fraction_of_drops_and_the_mean_losses():
+def test_metrics_are_the_worst_load_the_fraction_dropped_and_the_mean_losses():
     tallies = torch.tensor([[4.0, 4, 4, 4, 2, 1.0, 3.0], [8, 4, 4, 0, 6, 2.0, 5.0]])
     expected = {"expert_load": 2, "expert_dropped": 8 / 32, "balance_loss": 0.75, "z_loss": 2.0}
     assert tally_metrics(tallies, 2, True) == expected
@@ -382,7 +384,7 @@ def test_metrics_are_the_worst_load_the_fraction_of_drops_and_the_mean_losses():
 
 
 @on_ranks(4)
-def test_sizes_and_groups_that_cannot_be_are_named_on_every_rank():
+def test_errors_name_invalid_sizes_and_groups_on_every_rank():
     wrong = [
         (lambda: MoE(4, 16, 6), "num_experts=6 is not divisible by ep=4"),
         (lambda: MoE(4, 16, 8, capacity_factor=0.0), "capacity_factor=0.0 leaves no room"),

@@ -1,4 +1,4 @@
-"""Files of nanoGPT and Hugging Face become checkpoints that train on, and the reverse."""
+"""gpt2.py converts files of nanoGPT and Hugging Face to checkpoints that train, and the reverse."""
 
 import io
 import json
@@ -34,7 +34,7 @@ class Conv1D(nn.Module):
 
 
 def nanogpt(seq_len=T, seed=0):
-    """Return a GPT in nanoGPT's layout, with random values that no two parameters share."""
+    """Return a GPT in nanoGPT's layout, with random values in all parameters."""
     torch.manual_seed(seed)
     model = ReferenceGPT(LAYERS, HIDDEN, HEADS, seq_len, V)
     for parameter in model.parameters():
@@ -53,7 +53,7 @@ def hugging_face(**options):
 
 
 def of_hugging_face(prefix):
-    """Return a state dict as Hugging Face's files may be: without a head, with older masks."""
+    """Return the state dict of an old file, with masks and without a head; prefix each name."""
     state = hugging_face().state_dict()
     state |= {"transformer.h.0.attn.bias": torch.ones(1, 1, T, T)}
     state |= {"transformer.h.0.attn.masked_bias": torch.tensor(-1e4)}
@@ -61,7 +61,7 @@ def of_hugging_face(prefix):
     return {prefix + name.removeprefix("transformer."): value for name, value in state.items()}
 
 
-FILES = {  # what nanoGPT and Hugging Face write
+FILES = {  # {the model that was saved: its file's content}
     "nanoGPT": lambda: {"model": nanogpt().state_dict(), "model_args": ARGUMENTS, "iter_num": 3},
     "compiled": lambda: {f"_orig_mod.{name}": x for name, x in nanogpt().state_dict().items()},
     "GPT2LMHeadModel": lambda: of_hugging_face("transformer."),
@@ -73,7 +73,7 @@ FILES = {  # what nanoGPT and Hugging Face write
 
 
 def trainer_of(flags, folder):
-    """Return the Trainer of a layout, resumed from the last checkpoint."""
+    """Return a Trainer in a layout, resumed from the last checkpoint."""
     args = hybrid.parse(f"{FLAGS} {flags}".split(), dist.get_world_size())
     trainer = hybrid.Trainer(args, hybrid.make_mesh(args), torch.device("cpu"))
     hybrid.resume(trainer, folder)
@@ -81,14 +81,14 @@ def trainer_of(flags, folder):
 
 
 def logits_of(folder, tokens):
-    """Return the logits of hybrid.py on one process."""
+    """Return the logits of hybrid.py on one process, from the last checkpoint."""
     (chunk,) = trainer_of("", folder).chunks
     with torch.no_grad():
         return chunk.eval()(tokens).transpose(0, 1)
 
 
 def imported(state, folder, *flags, **options):
-    """Save a state with torch.save(), import it, and return the checkpoint's folder."""
+    """Import a state that torch.save() writes; return the checkpoint's folder."""
     torch.save(state, folder / "it", **options)
     assert not gpt2.main(["import", str(folder / "it"), str(folder / "new"), *flags])
     return folder / "new"
@@ -96,16 +96,16 @@ def imported(state, folder, *flags, **options):
 
 @pytest.mark.parametrize("name", FILES)
 @on_ranks(1)
-def test_a_file_of_nanogpt_or_hugging_face_gives_the_same_logits_here(name, tmp_path):
+def test_a_file_of_nanogpt_or_hugging_face_gives_the_same_logits_in_hybrid(name, tmp_path):
     tokens, model = torch.randint(V, (3, T)), nanogpt()
     heads = [] if name == "nanoGPT" else ["--heads", str(HEADS)]
-    old = name == "GPT2Model"  # as OpenAI's weights are stored
+    old = name == "GPT2Model"  # OpenAI's weights have the old format
     folder = imported(FILES[name](), tmp_path, *heads, _use_new_zipfile_serialization=not old)
     torch.testing.assert_close(logits_of(folder, tokens), model(tokens), rtol=1e-5, atol=1e-5)
 
 
 @on_ranks(1)
-def test_models_without_bias_and_of_more_positions_in_16_bits_give_the_same_logits(tmp_path):
+def test_a_bf16_model_without_biases_cut_to_fewer_positions_gives_the_same_logits(tmp_path):
     model, tokens = nanogpt(seq_len=T + 4).bfloat16(), torch.randint(V, (3, T))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -120,7 +120,7 @@ def test_models_without_bias_and_of_more_positions_in_16_bits_give_the_same_logi
 
 
 def train(flags, folder):
-    """Take two more steps, and save a checkpoint."""
+    """Train two steps and save; return the weights."""
     trainer = trainer_of(flags, folder)
     for step in range(2):
         trainer.step(*verify.batch_of(trainer.args, step, trainer.own_rows()))
@@ -128,24 +128,25 @@ def train(flags, folder):
     return verify.gathered(trainer)
 
 
-def test_what_ranks_saved_nanogpt_and_hugging_face_load_with_equal_logits(tmp_path):
+def test_nanogpt_and_hugging_face_load_an_exported_checkpoint_with_equal_logits(tmp_path):
     path, file = tmp_path / "out", {"model": nanogpt().state_dict(), "model_args": ARGUMENTS}
     folder = imported(file, tmp_path)
     state, tokens = run(2, train, "--tp 2 --sp", folder)[0], torch.randint(V, (3, T))
     assert not gpt2.main(["export", str(folder), str(path)])
     plain, theirs, flat = nanogpt(seed=1), nanogpt(seed=2), hugging_face(seed=3)
     plain.load_state_dict(state, strict=False)
-    assert not torch.equal(plain(tokens), nanogpt()(tokens))  # it was trained
+    assert not torch.equal(plain(tokens), nanogpt()(tokens))  # training has changed it
     file = torch.load(path, weights_only=True)
     assert file["model_args"] == ARGUMENTS
     theirs.load_state_dict(file["model"])
     assert flat.load_state_dict(file, strict=False) == ([], ["model", "model_args"])
     for model in (theirs, flat):
         torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-6, atol=1e-6)
-    assert path.stat().st_size < 4 * sum(p.numel() for p in plain.parameters()) + 40_000  # once
+    # The file stores each weight once.
+    assert path.stat().st_size < 4 * sum(p.numel() for p in plain.parameters()) + 40_000
 
 
-def test_the_command_it_prints_trains_and_what_it_saves_is_exported(tmp_path, capfd, monkeypatch):
+def test_the_printed_command_trains_and_its_checkpoint_is_exported(tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_text("12 + 30 = 42, " * 100)
     imported(nanogpt().state_dict(), tmp_path, "--heads", str(HEADS))
@@ -157,7 +158,7 @@ def test_the_command_it_prints_trains_and_what_it_saves_is_exported(tmp_path, ca
     assert capfd.readouterr().out == "out is new/step_00000001\n"
 
 
-# ---- what is wrong -------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 WRONG = """command | what is wrong
  | import FILE DIR [--heads N] [--seq-len T], or export DIR FILE
@@ -199,7 +200,7 @@ def write_files():
 
 
 @pytest.mark.parametrize("line", WRONG.splitlines()[1:])
-def test_what_is_wrong_is_one_line_and_nothing_changes(line, tmp_path, monkeypatch, capsys):
+def test_an_error_is_one_line_and_changes_no_file(line, tmp_path, monkeypatch, capsys):
     words, message = line.split(" | ")
     monkeypatch.chdir(tmp_path)
     write_files()

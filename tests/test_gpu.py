@@ -1,6 +1,6 @@
-"""Everything holds on this machine's GPUs, one or eight: pytest tests/test_gpu.py
+"""Layouts, collectives and kernels work on this machine's GPUs: pytest tests/test_gpu.py
 
-Tests that need a GPU, or several, are skipped without; those that can also run on the CPU.
+Tests that need one GPU, or several, are skipped where there are fewer. Some also run on the CPU.
 """
 
 import itertools
@@ -29,21 +29,21 @@ from test_hybrid import EVERY_LAYOUT, LAYERS, MOE, MOE_LAYOUTS, RUN, make_traine
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 one_gpu = pytest.mark.skipif(GPUS < 1, reason="there is no GPU")
 several_gpus = pytest.mark.skipif(GPUS < 2, reason=f"there are {GPUS} GPUs, not several")
-ON_CPU = pytest.param("cpu", marks=pytest.mark.soak)  # what these do on GPUs, tried without one
+ON_CPU = pytest.param("cpu", marks=pytest.mark.soak)  # runs the code of a GPU test without a GPU
 DEVICES = [ON_CPU, pytest.param("cuda", marks=one_gpu)]
 ALONE = [ON_CPU, pytest.param("nccl", marks=one_gpu)]
 SEVERAL = [ON_CPU, pytest.param("nccl", marks=several_gpus)]
-WAIT = 60  # seconds for a group's operations: several times what the slowest takes
+WAIT = 60  # the timeout of a group's operations in seconds, several times the slowest one
 
 # ---- ranks on GPUs -------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def on(tmp_path):
-    """on(kind, world_size, function, *arguments) returns function(device, *arguments) of each rank.
+    """Provide on(kind, world_size, function, *arguments), the ranks' function(device, *arguments).
 
-    CUDA reads its variables once, so `environment` is set in new processes, before they import this
-    file, which asks for GPUs.
+    With `environment`, the ranks are new processes. They set these variables before they import
+    this file, because CUDA reads its variables once, and the import asks for GPUs.
     """
     numbers = itertools.count()
 
@@ -59,7 +59,7 @@ def on(tmp_path):
 
 
 def _kinds(*world_sizes):
-    """Return (kind, ranks): the fewest on the CPU; all sharing a GPU; all with a GPU each."""
+    """Return rows (kind, ranks): on the CPU, sharing one GPU, and with one GPU each."""
     enough = lambda n: pytest.mark.skipif(GPUS < n, reason=f"there are {GPUS} GPUs, not {n}")
     rows = [pytest.param("cpu", world_sizes[0], marks=pytest.mark.soak)]
     rows += [pytest.param("gloo", n, marks=one_gpu) for n in world_sizes]
@@ -70,7 +70,7 @@ def _kinds(*world_sizes):
 
 
 def _watched_steps(device, flags):
-    """Return the losses of three steps, and how often the host waited in each."""
+    """Take three steps; return their losses, and how often the host waited for the device."""
     trainer, losses, waits = make_trainer(flags, device=device), [], []
     watch = torch.cuda.set_sync_debug_mode if device.type == "cuda" else lambda mode: None
     for step in range(RUN):
@@ -84,7 +84,7 @@ def _watched_steps(device, flags):
     return losses, waits
 
 
-FAR = {  # flags -> how far losses may be from a plain GPT's in fp32; 2e-2: it is another model
+FAR = {  # {flags: bound on the relative difference from a plain GPT in fp32; 2e-2: another model}
     "": 5e-5,
     "--recompute selective": 5e-5,
     "--recompute full --schedule zb-h1": 5e-5,
@@ -105,7 +105,7 @@ def test_one_process_trains_and_waits_for_its_gpu_once_a_step(on, kind, flags):
     ((losses, waits),) = on(kind, 1, _watched_steps, f"--microbatches 4 {flags}")
     expected = [loss for loss, _, _ in test_hybrid.reference(torch.float32)[0]]
     assert losses == pytest.approx(expected, rel=FAR[flags])
-    layers = LAYERS * ("--experts" in flags)  # hear of their rows each microbatch
+    layers = LAYERS * ("--experts" in flags)  # these wait for their rows in each microbatch
     assert waits[1:] == [0 if kind == "cpu" else 1 + 4 * layers] * (RUN - 1)
 
 
@@ -117,7 +117,7 @@ def _relative(found, expected):
 
 
 def _plain_attention(q, k, v, causal):
-    """Return the output and the log-sum-exp of attention, computed step by step."""
+    """Return the output and the log-sum-exp of attention, from the full scores."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT / q.shape[-1] ** 0.5
     if causal:
@@ -130,7 +130,7 @@ def _plain_attention(q, k, v, causal):
 @pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 2), (6, 1)])
 @pytest.mark.parametrize("queries, keys", [(64, 64), (33, 33), (48, 40), (40, 77), (1, 129)])
 @pytest.mark.parametrize("size", [64, 24])
-def test_attention_of_a_block_and_its_gradients(
+def test_attention_of_a_block_and_its_gradients_agree_with_fp64(
     device, dtype, heads, kv_heads, queries, keys, size
 ):
     causal = queries == keys
@@ -154,7 +154,7 @@ def test_attention_of_a_block_and_its_gradients(
 @one_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_attention_on_a_gpu_makes_no_square_of_the_sequence(dtype, kv_heads):
+def test_attention_on_a_gpu_stores_no_scores(dtype, kv_heads):
     T = 8192
     q, k, v = (
         torch.randn(1, h, T, 64, device="cuda", dtype=dtype, requires_grad=True)
@@ -168,10 +168,10 @@ def test_attention_on_a_gpu_makes_no_square_of_the_sequence(dtype, kv_heads):
 
 @one_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("D, width", [(16, 24), (5, 3)])  # for PyTorch's grouped product, and not
+@pytest.mark.parametrize("D, width", [(16, 24), (5, 3)])  # PyTorch's kernel takes the first
 @pytest.mark.parametrize("sizes", [[3, 0, 4, 1], [0, 0, 0, 0], [0, 7, 0, 0]])
-def test_experts_some_of_them_idle(dtype, D, width, sizes):
-    check = "experts_are_an_mlp_each_and_idle_ones_have_gradients_of_zero"
+def test_experts_agree_with_mlps_though_some_are_idle(dtype, D, width, sizes):
+    check = "each_expert_is_an_mlp_and_idle_experts_have_gradients_of_zero"
     getattr(test_expert_parallel, f"test_{check}")(dtype, D, width, sizes, device="cuda")
 
 
@@ -179,10 +179,10 @@ def test_experts_some_of_them_idle(dtype, D, width, sizes):
 
 
 @one_gpu
-def test_work_of_a_stream_keeps_its_place_among_kernels_and_holds_up_no_host():
+def test_work_of_a_stream_runs_in_order_with_kernels_and_the_host_does_not_wait():
     cycles = 2 * 10**8  # about 0.1 s
     stream, x = collectives._Stream(), torch.zeros(1000, device="cuda")
-    (x.fill_(0).mul_(2) + 1).tolist()  # the first use of a kernel waits until it is loaded
+    (x.fill_(0).mul_(2) + 1).tolist()  # the first launch of a kernel waits until it is loaded
     torch.cuda.synchronize()
     began = time.perf_counter()
     torch.cuda._sleep(cycles)
@@ -205,12 +205,12 @@ def test_work_of_a_stream_keeps_its_place_among_kernels_and_holds_up_no_host():
 
 
 def _check_collectives(device, async_op):
-    """Run test_collectives.py's checks, and large messages, with tensors of this device."""
+    """Run tests of test_collectives.py, and large messages, with tensors on this device."""
     on_device = lambda make: lambda *shape, **how: make(*shape, **how).to(device)
     made = {name: on_device(getattr(test_collectives, name)) for name in ("_integers", "_normal")}
     with patch.multiple(test_collectives, **made):
         test_collectives._check_values([1 << 18], [torch.float32], async_op=async_op)
-        every = "collective_on_every_dtype_length_and_layout_and_round_the_ring"
+        every = "collective_is_exact_for_every_dtype_length_and_memory_layout"
         getattr(test_collectives, f"test_every_{every}").__wrapped__(async_op)
         if not async_op:
             every = "algorithm_reduces_and_leaves_the_same_bits_on_all_ranks"
@@ -219,7 +219,7 @@ def _check_collectives(device, async_op):
 
 @pytest.mark.parametrize("kind, world_size", _kinds(3, 2, 4, 8))
 @pytest.mark.parametrize("async_op", [False, True])
-def test_every_collective_and_algorithm(on, kind, world_size, async_op):
+def test_every_collective_and_algorithm_is_exact_on_gpus(on, kind, world_size, async_op):
     on(kind, world_size, _check_collectives, async_op)
 
 
@@ -227,16 +227,16 @@ def test_every_collective_and_algorithm(on, kind, world_size, async_op):
 
 
 def _train(device, flags, dtype):
-    """Run test_hybrid's training on this device, and return its results on the host."""
+    """Run test_hybrid._train() on this device; return its result on the host."""
     with patch.object(test_hybrid, "make_trainer", partial(make_trainer, device=device)):
         return tree_map_only(torch.Tensor, torch.Tensor.cpu, test_hybrid._train(flags, dtype))
 
 
 @pytest.fixture
 def assert_trains(on, monkeypatch):
-    """assert_trains(kind, world_size, flags, mixture) compares a layout with one plain process.
+    """Provide assert_trains(kind, world_size, flags, mixture), which compares with one process.
 
-    It runs in fp64, except for attention in parts on a GPU, whose kernels have no fp64.
+    It runs in fp64, except context parallelism, whose attention has no fp64 kernel on GPUs.
     """
 
     def check(kind, world_size, flags, mixture=None, **options):
@@ -254,7 +254,7 @@ def assert_trains(on, monkeypatch):
 
 
 def _rows(layouts):
-    """Return (kind, ranks, ...) of layouts that can share a GPU, or have one each."""
+    """Return (kind, ranks, ...) of the layouts that can share a GPU, or have one each."""
     each = [row for row in layouts if 1 < row[0] <= max(GPUS, 2)]
     rows = [pytest.param("gloo", *row, marks=one_gpu) for row in layouts if row[0] in (2, 4)]
     return rows + [pytest.param("nccl", *row, marks=several_gpus) for row in each]
@@ -265,24 +265,24 @@ MIXED = [(*layout, m) for layout in MOE_LAYOUTS if "--cp " not in layout[1] for 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("flags", ["--tp 2 --microbatches 2", "--cp 2 --zero 1 --microbatches 2"])
-def test_layouts_on_the_cpu_too(assert_trains, flags):
+def test_these_checks_of_layouts_pass_on_the_cpu(assert_trains, flags):
     assert_trains("cpu", 2, flags)
 
 
 @pytest.mark.parametrize("kind, world_size, flags", _rows(EVERY_LAYOUT))
-def test_every_layout_on_gpus(assert_trains, kind, world_size, flags):
+def test_every_layout_trains_on_gpus_as_one_process_does(assert_trains, kind, world_size, flags):
     assert_trains(kind, world_size, flags)
 
 
 @several_gpus
 @pytest.mark.parametrize("world_size, flags", [r for r in EVERY_LAYOUT if 1 < r[0] <= max(GPUS, 2)])
-def test_every_layout_where_a_gpu_has_one_hardware_queue(assert_trains, world_size, flags):
+def test_every_layout_trains_if_a_gpu_has_one_hardware_queue(assert_trains, world_size, flags):
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert_trains("nccl", world_size, flags, environment=environment)
 
 
 @pytest.mark.parametrize("kind, world_size, flags, mixture", _rows(MIXED))
-def test_experts_on_gpus(assert_trains, kind, world_size, flags, mixture):
+def test_experts_train_on_gpus_as_a_loop_does(assert_trains, kind, world_size, flags, mixture):
     assert_trains(kind, world_size, f"{flags} --microbatches 1", mixture)
 
 
@@ -300,7 +300,7 @@ IN_BF16 = [
 
 @pytest.mark.parametrize("kind, world_size", _kinds(2))
 @pytest.mark.parametrize("layout", IN_BF16)
-def test_layouts_in_bf16_are_near_one_process_in_fp32(on, kind, world_size, layout):
+def test_losses_in_bf16_are_close_to_those_of_one_process_in_fp32(on, kind, world_size, layout):
     if kind == "cpu" and "--cp" in layout:
         pytest.skip("test_context_parallel.py has these on the CPU")
     sizes = [size for size in ("--hidden 64", "--experts 8") if size in layout]
@@ -326,7 +326,7 @@ def _die(device):
 
 
 @pytest.mark.parametrize("kind", SEVERAL)
-def test_who_waits_for_a_killed_rank_names_it(on, kind):
+def test_a_rank_that_waits_for_a_killed_rank_names_it(on, kind):
     environment = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
     survivor, dead = on(kind, 2, _die, environment=environment, check=False)
     assert dead.exitcode == -signal.SIGKILL

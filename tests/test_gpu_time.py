@@ -1,4 +1,4 @@
-"""timeline.py and gpu_time.py: timelines worked out by hand, in microseconds, and the command."""
+"""timeline.py gives timelines worked out by hand, in microseconds; gpu_time.py prints a step."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from ranks import PROJECT
 from timeline import Host, Memory, Stream
 
 
-def test_streams_run_side_by_side_kernels_of_one_in_order_and_an_event_binds():
+def test_streams_run_side_by_side_kernels_in_order_and_a_stream_waits_for_an_event():
     host = Host()
     side = Stream(host)
     host.work("launch", 5)
@@ -29,20 +29,20 @@ def test_streams_run_side_by_side_kernels_of_one_in_order_and_an_event_binds():
     assert [span[2:] for span in host.spans] == [(0, 5), (5, 100), (5, 30), (105, 10), (115, 1)]
 
 
-def test_a_batch_waits_for_what_its_stream_was_given_and_for_earlier_ones_of_its_group():
+def test_a_batch_waits_for_earlier_kernels_and_for_earlier_batches_of_its_group():
     host = Host()
     tp, dp, side = Stream(host, "tp"), Stream(host, "dp"), Stream(host)
     host.main.run("a", 50)  # 0-50
-    first = tp.post("first", 20)  # 50-70: behind the kernel
+    first = tp.post("first", 20)  # 50-70, after the kernel
     with side:
-        second = tp.post("second", 10)  # 70-80: behind the first batch
-        other = dp.post("other", 10)  # 0-10: another communicator, an idle stream
-        second.wait()  # binds the side stream alone
+        second = tp.post("second", 10)  # 70-80, after the first batch
+        other = dp.post("other", 10)  # 0-10, on another communicator, from an idle stream
+        second.wait()  # only the side stream waits
     assert [event.moment for event in (first, second, other)] == [70, 80, 10]
     assert (side.moment, host.main.moment, host.now) == (80, 50, 0)
     host.main.wait_event(side.record_event())
     assert host.main.moment == 80 and host.main.exposed == {"tp": 30}
-    other.wait()  # has ended long ago
+    other.wait()  # this batch ended long ago
     assert host.main.exposed == {"tp": 30}
 
 
@@ -56,12 +56,12 @@ def test_the_host_runs_ahead_until_it_waits_and_a_late_host_starves_the_stream()
     assert host.now == 10 and not event.query()
     event.synchronize()
     assert host.now == 105 and event.query() and not host.main.query()
-    event.synchronize()  # takes no time now
-    host.work("python", 30)  # 105-135: main is idle from 115
+    event.synchronize()  # this wait takes no time
+    host.work("python", 30)  # 105-135; main is idle from 115
     host.main.run("c", 1)
     assert host.main.moment == 136 and host.main.parts["starved"] == 5 + 20
     batch = Stream(host, "dp").post("batch", 50)  # 136-186
-    host.work("python", 11)  # 135-146: from 136 the host is late, from 146 the batch
+    host.work("python", 11)  # 135-146; main waits for the host from 136, for the batch from 146
     batch.wait()
     assert host.main.parts["starved"] == 25 + 10 and host.main.exposed == {"dp": 40}
 
@@ -76,10 +76,10 @@ def test_memory_of_a_message_is_free_once_the_host_has_seen_the_end_of_its_batch
     sent.in_use_until = batch.moment
     memory.change(computed, 0)  # free at once
     memory.change(sent, 0)  # free from 100 on
-    memory.change(computed, 5)  # at 0: beside the 10 GB
+    memory.change(computed, 5)  # at 0, beside the 10 bytes that are not free yet
     assert memory.peaks() == [11, 15]
     batch.synchronize()
-    memory.change(sent, 10)  # at 100: in the memory that was sent
+    memory.change(sent, 10)  # at 100, in the memory that is free again
     assert memory.peaks() == [15, 15]
 
 
@@ -111,6 +111,6 @@ def test_the_command_prints_a_step_whose_parts_add_up_and_writes_a_trace(tmp_pat
         assert all(end <= span["ts"] + 1e-6 for end, span in zip(ends, of_lane[1:]))
 
 
-def test_flags_that_cannot_be_end_with_2():
+def test_an_invalid_flag_ends_with_exit_status_2():
     done = gpu_time("--gpus", "8", "--tp", "3")
     assert done.returncode == 2 and "--tp 3" in done.stderr

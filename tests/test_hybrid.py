@@ -1,4 +1,4 @@
-"""hybrid.py: every layout trains as one process does; data, command line, log, and refusals."""
+"""Every layout of hybrid.py trains as one process does; data, flags, metrics and errors."""
 
 import functools
 import io
@@ -32,35 +32,35 @@ from tensor_parallel import tensor_parallel_layer_bytes
 from verify import gathered
 
 STEPS, BATCH, LAYERS, HIDDEN, HEADS, T, V = 5, 16, 4, 32, 8, 12, 67
-RUN = 3  # of these steps
+RUN = 3  # the steps that a test takes
 FLAGS = f"--layers {LAYERS} --hidden {HIDDEN} --heads {HEADS} --seq-len {T} --vocab-size {V}"
 FLAGS += f" --batch-size {BATCH} --steps {STEPS} --lr 0.003 --warmup 2 --weight-decay 0.2"
 FLAGS += " --grad-clip 0.5 --seed 3"
 SIZES = [LAYERS, HIDDEN, HEADS, T, V]
-# Warm-up to 0.003 in 2 steps, then a cosine to 0.0003 over the 3 that are left.
+# The rate warms up to 0.003 in 2 steps, and falls to 0.0003 by a cosine over the other 3.
 RATES = [0.001, 0.002, *(0.0003 + 0.00135 * (1 + math.cos(math.pi * k / 3)) for k in range(3))]
 
 # ---- one process, and any layout -----------------------------------------------------------------
 
 
 def batch(step):
-    """A global batch with uncounted tokens: scattered, and whole sequences of the first ranks."""
+    """Return a global batch; the loss ignores some tokens, and all of the first sequences."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(V, (BATCH, T + 1), generator=generator)
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
     ignored = torch.rand(BATCH, T, generator=generator, dtype=torch.float32) < 0.2
     targets[ignored] = hybrid.IGNORE_INDEX
-    targets[: BATCH // 8] = hybrid.IGNORE_INDEX  # with dp = 8 rank 0 has nothing to count
+    targets[: BATCH // 8] = hybrid.IGNORE_INDEX  # with dp = 8, rank 0 has no token that counts
     return inputs.contiguous(), targets
 
 
 def own_batch(trainer, step=0):
-    """This rank's rows of it."""
+    """Return this rank's rows of the batch."""
     return [tokens[trainer.own_rows()] for tokens in batch(step)]
 
 
 def plain_gpt(layers, *sizes, dtype=torch.float64, seed=3, **options):
-    """The oracle, with the initial values that hybrid says it has."""
+    """Return the oracle with hybrid's initial values."""
     model = ReferenceGPT(layers, *sizes, **options).to(dtype)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -72,7 +72,7 @@ METRICS = "loss", "grad_norm", "lr", "expert_load", "expert_dropped", "balance_l
 
 
 def expert_metrics(model):
-    """Those of the last forward of a plain GPT of experts."""
+    """Return the metrics of the experts in the last forward of a plain GPT."""
     mixtures = [module for module in model.modules() if isinstance(module, ReferenceMoE)]
     if not mixtures:
         return []
@@ -86,7 +86,7 @@ def expert_metrics(model):
 
 
 def train_plainly(model, steps=RUN, bias_rate=0.0):
-    """METRICS and gradients per step, and the final weights, of one plain process."""
+    """Train on one plain process; return METRICS and gradients per step, and the final weights."""
     training, results, gradients = ReferenceTraining(model, RATES, 0.2, 0.5), [], []
     for step in range(steps):
         found = training.step(*batch(step), bias_rate)
@@ -97,7 +97,7 @@ def train_plainly(model, steps=RUN, bias_rate=0.0):
 
 @functools.cache
 def reference(dtype, layers=LAYERS, kv_heads=None, ffn=None):
-    """What train_plainly() returns of the GPT of FLAGS."""
+    """Return the result of train_plainly() for the GPT of FLAGS."""
     options = {"kv_heads": kv_heads, "mlp": lambda i: ReferenceMLP(HIDDEN, ffn)}
     return train_plainly(plain_gpt(layers, *SIZES[1:], dtype=dtype, **options))
 
@@ -106,7 +106,7 @@ def make_trainer(flags, dtype=torch.float32, device=torch.device("cpu")):
     torch.set_default_dtype(dtype)
     words = f"{FLAGS} {flags}".split()
     per_node = None
-    if "NODES" in words:  # the ranks of ep are those of two nodes
+    if "NODES" in words:  # the ranks of ep are on two nodes
         words.remove("NODES")
         per_node = int(words[words.index("--ep") + 1]) // 2
     args = hybrid.parse(words, dist.get_world_size(), per_node)
@@ -114,7 +114,7 @@ def make_trainer(flags, dtype=torch.float32, device=torch.device("cpu")):
 
 
 def _train(flags, dtype, steps=RUN):
-    """What train_plainly() returns, from one layout; gradients are those before clipping."""
+    """Train in a layout and return what train_plainly() does; gradients are before clipping."""
     trainer = make_trainer(flags, dtype)
     results, gradients, clip = [], [], trainer.clip_gradients
     look = lambda: gradients.append(gathered(trainer, lambda parameter: parameter.grad))
@@ -127,12 +127,12 @@ def _train(flags, dtype, steps=RUN):
 
 
 def assert_alike(found, expected, tolerance):
-    """The same names, and each tensor differs by at most `tolerance` of its norm."""
-    expected = {n: tensor for n, tensor in expected.items() if n != "lm_head.weight"}  # it is wte
+    """Compare names, and tensors, which may differ by at most `tolerance` of their norm."""
+    expected = {n: tensor for n, tensor in expected.items() if n != "lm_head.weight"}  # tied to wte
     assert {name for name in found if not name.endswith("router.bias")} <= expected.keys()
     for name, tensor in expected.items():
         difference = found[name] - tensor
-        if name.endswith("c_attn.bias"):  # that of the keys has no gradient but rounding error
+        if name.endswith("c_attn.bias"):  # the gradient of the keys' bias is only rounding error
             D = len(expected[re.sub(r"h.[0-9]+.attn.c_attn.bias", "ln_f.weight", name)])
             difference[D : (D + len(difference)) // 2] = 0
         error = difference.norm() / tensor.norm().clamp(min=1e-300)
@@ -140,9 +140,9 @@ def assert_alike(found, expected, tolerance):
 
 
 def _assert_all_alike(ranks, expected, loss_error, gradient_error, weight_error, steps=RUN):
-    """Of what _train() returned: the gradients of so many steps."""
+    """Compare all ranks' results of _train() with `expected`. steps: the gradients to compare."""
     results, gradients, state = expected
-    for found, _, _ in ranks:  # the reported loss and norm are the global ones, everywhere
+    for found, _, _ in ranks:  # every rank reports the global loss and norm
         np.testing.assert_allclose(found, results, rtol=loss_error)
     assert len(ranks[0][1]) == len(gradients)
     for found, wanted in zip(ranks[0][1][:steps], gradients):
@@ -160,7 +160,7 @@ def _assert_trains(world_size, flags, dtype, *errors, **options):
 
 
 def layouts(world_size):
-    """Flags of every product dp x pp x tp, up to 4 ranks with both schedules of a pipeline."""
+    """Yield flags of every product dp x pp x tp; up to 4 ranks, with gpipe and with 1f1b."""
     for pp, tp in itertools.product((1, 2, 4, 8), repeat=2):
         dp = world_size // (pp * tp)
         if pp * tp * dp == world_size:
@@ -203,17 +203,17 @@ EVERY_LAYOUT += [
     (8, "--zero 2 --dp 2 --tp 2 --sp --pp 2 --schedule dualpipe --microbatches 4"),
     (8, "--cp 2 --pp 2 --tp 2 --sp --schedule zb-h1 --microbatches 4"),
     (8, "--cp 2 --pp 2 --dp 2 --schedule dualpipe --microbatches 4 --cp-method ulysses"),
-    # the axes of Llama 3, Gemma 2 and GLM-5, with small degrees
+    # The axes of Llama 3 and GLM-5, with small degrees.
     (8, "--tp 2 --cp 2 --pp 2 --schedule interleaved --zero 2 --cp-method allgather"),
     (8, "--pp 2 --schedule interleaved --cp 2 --dp 2 --zero 2 --microbatches 2"),
-    # stages of 1, 2 and 1 layers; and of 1, 2, 2, 2, 1
+    # Stages of 1, 2 and 1 layers, and of 1, 2, 2, 2 and 1 layers.
     (3, "--pp 3 --schedule 1f1b --microbatches 4"),
     (1, "--pp 1 --schedule interleaved --chunks 5 --microbatches 2 --layers 8"),
 ]
 
 
 def soak_but(wanted, rows):
-    """Parameters for a test: of all rows, those that are not wanted(number, row) are a soak."""
+    """Return a test's parameters from rows; mark a row "soak" unless wanted(number, row)."""
     marks = lambda i, row: () if wanted(i, row) else pytest.mark.soak
     return [pytest.param(*row, marks=marks(i, row)) for i, row in enumerate(rows)]
 
@@ -226,21 +226,21 @@ def test_every_layout_trains_as_one_process_does(world_size, flags):
 
 
 class TimeFirstMoE(ReferenceMoE):
-    """Its tokens in hybrid's order, on which it depends which of them a capacity drops."""
+    """ReferenceMoE with tokens in hybrid's order. A capacity drops the last tokens."""
 
     def forward(self, x):
         return super().forward(x.transpose(0, 1)).transpose(0, 1)
 
 
 MOE_SIZES = "--layers 4 --hidden 16 --heads 4 --experts 4"
-MOE = {  # flags of the mixture -> score, top_k, shared, losses, layers with experts
+MOE = {  # {flags of the mixture: (score, top_k, shared, losses, layers with experts)}
     "--balance aux --top-k 2": ("softmax", 2, 0, (0.01, 0.001), (0, 1, 2, 3)),
     "--balance none --top-k 1 --moe-every 2": ("softmax", 1, 0, (0, 0), (1, 3)),
     "--balance bias --top-k 3 --shared-experts 1": ("sigmoid", 3, 1, (0, 0), (0, 1, 2, 3)),
 }
 DEEPSEEK = "--balance bias --top-k 2 --shared-experts 1 --topk-nodes 1 NODES"
 AUX_ON_NODES = "--balance aux --top-k 1 --topk-nodes 1 NODES"
-ON_NODES = {  # the same, and groups of experts and how many of these a token uses
+ON_NODES = {  # the same, and (groups of experts, groups that a token uses)
     DEEPSEEK: ("sigmoid", 2, 1, (0, 0), (0, 1, 2, 3), (2, 1)),
     AUX_ON_NODES: ("softmax", 1, 0, (0.01, 0.001), (0, 1, 2, 3), (2, 1)),
     "--balance none --top-k 3 NODES": ("softmax", 3, 0, (0, 0), (0, 1, 2, 3)),
@@ -258,14 +258,14 @@ MOE_LAYOUTS = [
     (4, "--tp 2 --dp 2 --ep 4 --zero 3 --sp"),
     (4, "--dp 4 --ep 2 --zero 2 --replicate 4"),
     (8, "--dp 2 --cp 2 --ep 2 --pp 2"),
-    (8, "--dp 8 --zero 3 --replicate 2 --ep 2"),  # HSDP, as Solar Open, and experts in pairs
+    (8, "--dp 8 --zero 3 --replicate 2 --ep 2"),  # HSDP, as in Solar Open, and experts in pairs
     (8, "--tp 2 --pp 2 --dp 2 --ep 4"),  # the axes of NVIDIA's Mixtral
 ]
 
 
 @functools.cache
 def reference_moe(flags, factor=None):
-    """What train_plainly() returns of a GPT with a loop over experts."""
+    """Return the result of train_plainly() for a GPT with a loop over experts."""
     score, top_k, shared, losses, places, *groups = (MOE | ON_NODES)[flags]
     mixture = lambda: TimeFirstMoE(16, 4, top_k, score, shared, factor, losses, *groups)
     model = plain_gpt(4, 16, 4, T, V, mlp=lambda i: mixture() if i in places else None)
@@ -300,7 +300,7 @@ def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(world_size, flags, mix
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe"])
-def test_experts_train_alike_over_every_schedule_and_count_each_microbatch_once(schedule):
+def test_experts_train_in_every_schedule_and_count_each_microbatch_once(schedule):
     flags = f"--pp 2 --dp 2 --ep 2 --microbatches 4 --schedule {schedule} --recompute full"
     _assert_trains_as_a_loop_does(4, flags, "--balance bias --top-k 3 --shared-experts 1")
 
@@ -311,7 +311,7 @@ def test_a_capacity_drops_tokens_in_every_layer_with_experts():
     assert all(dropped > 0.1 for *_, dropped in reference_moe(mixture, 0.75)[0])
 
 
-def test_losses_of_balance_are_means_over_microbatches_in_any_layout():
+def test_balance_losses_are_means_over_microbatches_in_any_layout():
     mixture = lambda i: ReferenceMoE(16, 4, 2, "softmax", losses=(0.01, 0.001))
     model, metrics = plain_gpt(4, 16, 4, T, V, mlp=mixture), []
     model.register_forward_hook(lambda *_: metrics.append(expert_metrics(model)))
@@ -344,12 +344,12 @@ def test_initial_weights_depend_on_name_and_seed_and_are_gpt2s():
 
 
 @pytest.mark.parametrize("layers", [1, 4, 9])
-@pytest.mark.parametrize("vocab_size", [1, 400, 3000, 9000])  # heads like 0 to 11 layers
-def test_no_other_cuts_have_a_costliest_stage_that_costs_less(layers, vocab_size):
+@pytest.mark.parametrize("vocab_size", [1, 400, 3000, 9000])  # heads that cost 0 to 11 layers
+def test_no_other_division_into_stages_has_a_cheaper_most_expensive_stage(layers, vocab_size):
     config = hybrid.GPTConfig(layers, 64, 4, 32, vocab_size)
     head = 2 * config.hidden * vocab_size / sum(hybrid.forward_flops(config, 0))
     for num_stages in range(2, min(layers + 2, 6) + 1):
-        sums = {}  # sizes: the stages' costs, largest first
+        sums = {}  # {the stages' numbers of layers: their costs, largest first}
         for inner in itertools.product(range(layers + 1), repeat=num_stages - 1):
             sizes = (*inner, layers - sum(inner))
             if min(*sizes[1:-1], sizes[-1] + 1, num_stages) > 0:
@@ -358,17 +358,17 @@ def test_no_other_cuts_have_a_costliest_stage_that_costs_less(layers, vocab_size
         assert tuple(own) == min(sums, key=lambda sizes: (sums[sizes], sizes))
 
 
-def test_the_head_counts_where_layers_are_cut_into_stages():
+def test_the_cost_of_the_head_counts_when_layers_are_divided_into_stages():
     def sizes(num_stages, **others):
         config = hybrid.GPTConfig(**others)
         return [len(hybrid.layers_of(s, num_stages, config)) for s in range(num_stages)]
 
     llama = {"layers": 126, "hidden": 16384, "heads": 128, "kv_heads": 8, "seq_len": 8192}
-    assert sizes(16, **llama, vocab_size=128256, ffn=53248) == [7, *14 * [8], 7]  # as theirs
+    assert sizes(16, **llama, vocab_size=128256, ffn=53248) == [7, *14 * [8], 7]  # as published
     gpt2 = {"layers": 12, "hidden": 768, "heads": 12, "seq_len": 1024}
-    # the head costs 2 h V, a layer 24 h^2 + 4 s h: 4.5 layers
+    # The head costs 2 h V, a layer 24 h^2 + 4 s h, so the head costs as much as 4.5 layers.
     assert sizes(3, **gpt2, vocab_size=50304) == [5, 6, 1]
-    assert sizes(3, **gpt2, vocab_size=50304, recompute="full") == [5, 5, 2]  # 3.4 layers
+    assert sizes(3, **gpt2, vocab_size=50304, recompute="full") == [5, 5, 2]  # as 3.4 layers
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -385,7 +385,7 @@ def test_the_schedule_is_the_one_asked_for(name):
 
 
 def _dropout_states(flags):
-    """What every dropout of a step, an evaluation and a step is called with: (kind, p, state)."""
+    """Return (kind, p, random state) of every dropout in a step, an evaluation, and a step."""
     trainer = make_trainer(f"{flags} --dropout 0.25 --layers 2")
     calls, found, functional = [], [], torch.nn.functional
     dropout, attention = hybrid.dropout, functional.scaled_dot_product_attention
@@ -415,12 +415,12 @@ def _dropout_states(flags):
     return found
 
 
-def test_dropout_draws_alike_over_tp_but_in_attention_and_unlike_elsewhere():
+def test_dropout_draws_the_same_masks_over_tp_except_in_attention_and_others_elsewhere():
     ranks = run(8, _dropout_states, "--tp 2 --dp 2 --pp 2 --microbatches 1")
     for trained, evaluated, again in ranks:
         assert {p for _, p, _ in trained} == {p for _, p, _ in again} == {0.25}
         assert evaluated and {p for _, p, _ in evaluated} == {0}
-    first_stage = ["residual"] + ["attention", "residual", "residual"]  # the embedding; one layer
+    first_stage = ["residual"] + ["attention", "residual", "residual"]  # embedding, and one layer
     assert [kind for kind, _, _ in ranks[0][0]] == first_stage
     assert [kind for kind, _, _ in ranks[4][0]] == first_stage[1:]
     states = lambda rank, kind: [state for k, _, state in ranks[rank][0] if k == kind]
@@ -428,14 +428,14 @@ def test_dropout_draws_alike_over_tp_but_in_attention_and_unlike_elsewhere():
         assert states(tp_0, "residual") == states(tp_0 + 1, "residual")
         assert not set(states(tp_0, "attention")) & set(states(tp_0 + 1, "attention"))
     drawn = [state for rank in ranks[::2] for _, _, state in rank[0] + rank[2]]
-    assert len(set(drawn)) == len(drawn)  # every use has a mask of its own, here and elsewhere
+    assert len(set(drawn)) == len(drawn)  # every use has a mask of its own, on all ranks
 
 
-def test_dropout_draws_unlike_with_every_seed_and_on_every_rank_of_a_split_sequence():
+def test_dropout_draws_different_masks_for_every_seed_and_every_rank_of_a_split_sequence():
     ranks = run(4, _dropout_states, "--tp 2 --dp 2 --sp --microbatches 1")
     ranks += run(1, _dropout_states, "--seed 4")
     drawn = [state for rank in ranks for _, _, state in rank[0] + rank[2]]
-    # an embedding and two layers
+    # 5 ranks take 2 steps, in which the embedding has one dropout, and two layers have three each.
     assert len(set(drawn)) == len(drawn) == 5 * 2 * 7
 
 
@@ -454,7 +454,7 @@ def test_recomputation_replays_the_masks_of_every_rank(flags):
 
 
 @pytest.mark.parametrize("pp, schedule", [(1, "1f1b"), (2, "zb-h1")])
-def test_every_gradient_of_bf16_is_near_that_of_fp32(pp, schedule):
+def test_every_gradient_in_bf16_is_close_to_that_in_fp32(pp, schedule):
     flags = f"--dtype bf16 --pp {pp} --schedule {schedule} --microbatches 8"
     ([(loss, *_)], (found,), _), *_ = run(pp, _train, flags, torch.float32, 1)
     results, gradients, _ = reference(torch.float32)
@@ -466,7 +466,7 @@ def test_every_gradient_of_bf16_is_near_that_of_fp32(pp, schedule):
 
 
 def _second_step(flags):
-    """A trainer, and what its second step sends: the first one also tells stages their shapes."""
+    """Return a trainer and the traffic of its second step. The first step also sends shapes."""
     trainer = make_trainer(flags)
     trainer.step(*own_batch(trainer))
     with least_bytes(), count_bytes() as traffic:
@@ -475,18 +475,18 @@ def _second_step(flags):
 
 
 @on_ranks(4)
-def test_a_step_sends_what_the_papers_say_and_a_few_numbers():
+def test_a_step_sends_the_bytes_of_the_papers_and_a_few_numbers():
     in_all = lambda traffic, group: sum(gather_objects(traffic.bytes(group=group)))
     trainer, traffic = _second_step("--dp 4 --vocab-size 68 --zero 0")
-    counters = 2 * 3 * (4 + 8)  # the loss (4 bytes) and the number of tokens, over all ranks
+    counters = 2 * 3 * (4 + 8)  # all ranks sum the loss (4 bytes) and the number of tokens
     claimed = 4 * ddp_bytes(trainer.chunks[0], 4) + counters
     assert in_all(traffic, trainer.mesh.dp_cp_group) == claimed
 
     trainer, traffic = _second_step("--tp 4 --microbatches 1 --grad-clip 0")
     layers = LAYERS * tensor_parallel_layer_bytes(BATCH, T, HIDDEN, 4)
-    ends = 2 * 2 * 3 * BATCH * T * HIDDEN * 4 // 4  # out of the embedding, into the head
-    loss = 2 * 3 * 3 * BATCH * T * 4 // 4  # maximum; sum and target's logit
-    norm = 2 * 3 * 8  # one number, over all ranks
+    ends = 2 * 2 * 3 * BATCH * T * HIDDEN * 4 // 4  # the embedding's output, the head's input
+    loss = 2 * 3 * 3 * BATCH * T * 4 // 4  # a maximum, a sum, and the target's logit
+    norm = 2 * 3 * 8  # all ranks sum one number
     assert in_all(traffic, trainer.mesh.tp_group) == 4 * (layers + ends + loss) + norm
 
     trainer, traffic = _second_step("--pp 4 --microbatches 4")
@@ -495,13 +495,13 @@ def test_a_step_sends_what_the_papers_say_and_a_few_numbers():
     if stage in (0, 3):
         assert traffic.bytes(group=trainer.mesh.embedding_group) == V * HIDDEN * 4
 
-    trainer, traffic = _second_step("--dp 4 --zero 1 --replicate 2")  # each shard once more
+    trainer, traffic = _second_step("--dp 4 --zero 1 --replicate 2")  # shards are all-reduced, too
     rows = [row.layout.length for row in trainer.stages[0].flats]
     assert traffic.bytes(group=trainer.mesh.replicate_group) == sum(4 * n // 2 for n in rows)
 
 
 @on_ranks(4)
-def test_zero_bubble_schedules_put_off_the_product_of_every_matrix():
+def test_zero_bubble_schedules_defer_the_weight_product_of_every_matrix():
     trainer = make_trainer("--tp 2 --pp 2 --schedule zb-h1 --microbatches 4")
     perform, found = trainer.pipeline.perform, set()
 
@@ -519,7 +519,7 @@ def test_zero_bubble_schedules_put_off_the_product_of_every_matrix():
 
 @pytest.mark.parametrize("flags", ["--dp 4", "--tp 2 --sp --cp 2 --zero 3", "--dp 2 --pp 2"])
 @on_ranks(4)
-def test_the_same_step_runs_over_the_backends_own_collectives(flags):
+def test_a_step_gives_the_same_loss_over_the_backends_own_collectives(flags):
     losses, posted = [], []
     for whose in ("ours", "backend"):
         trainer, events = make_trainer(f"{flags} --collectives {whose}", torch.float64), []
@@ -527,7 +527,8 @@ def test_the_same_step_runs_over_the_backends_own_collectives(flags):
             losses.append(trainer.step(*own_batch(trainer))["loss"])
         posted.append(events.count("post"))
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
-    assert posted[1] < posted[0] and (posted[1] > 0) == ("dp 4" not in flags)  # of neighbours
+    # Exchanges between neighbours remain ours.
+    assert posted[1] < posted[0] and (posted[1] > 0) == ("dp 4" not in flags)
 
 
 @on_ranks(2)
@@ -542,7 +543,7 @@ def test_the_host_reads_from_the_device_once_a_step_and_once_a_batch_of_validati
     with waits() as evaluation:
         hybrid.evaluate(trainer, data, batches=3)
     reads = lambda found: (found["tolist"], found["_local_scalar_dense"])
-    assert reads(step) == (1, 1)  # and whether SIGTERM has come, which is on the CPU
+    assert reads(step) == (1, 1)  # the second one, on the CPU, is whether SIGTERM has arrived
     assert reads(evaluation) == (0, 3)
 
 
@@ -562,7 +563,7 @@ def test_gradients_have_communicators_of_their_own(dp, cp, ep):
 
 @pytest.mark.parametrize("is_bound", [True, False])
 @on_ranks(4)
-def test_on_gpus_groups_have_nccl_of_high_priority_and_a_group_of_one_has_gloo(is_bound):
+def test_on_gpus_groups_use_nccl_at_high_priority_and_a_group_of_one_uses_gloo(is_bound):
     calls, new_group = [], dist.new_group
 
     def record(ranks, timeout, backend=None, options=None, **local):
@@ -577,17 +578,17 @@ def test_on_gpus_groups_have_nccl_of_high_priority_and_a_group_of_one_has_gloo(i
         patch.object(hybrid, "barrier", meet),
     ):
         mesh = hybrid.make_mesh(hybrid.parse("--dp 2 --tp 2 --timeout 7".split(), 4))
-    dist.barrier()  # no rank leaves while another still connects
+    dist.barrier()  # no rank leaves while another connects to it
     assert mesh.dp_group is mesh.dp_cp_group is mesh.shard_group and mesh.ep_group is mesh.pp_group
     nccl = "nccl", {"is_high_priority_stream": True, "_timeout": timedelta(seconds=7)}
     shared, alone = (nccl, ("gloo", None)) if is_bound else ((None, None), (None, None))
-    expected = [((dist.get_rank(),), *alone)]  # one for all axes of one rank
+    expected = [((dist.get_rank(),), *alone)]  # all axes of one rank share this group
     expected += [(ranks, *shared) for ranks in [(0, 1), (2, 3), (0, 2), (1, 3)]]
     assert sorted(calls, key=str) == sorted(expected, key=str)
     assert meet.called == (not is_bound)
 
 
-SLICES = [  # pp, dp, cp, tp, ep, nodes of ep, copies of shards; the slices in which rank 5 of 8 is
+SLICES = [  # (pp, dp, cp, tp, ep, nodes of ep, copies of shards), slices that contain rank 5 of 8
     ((2, 1, 2, 2), {"tp": [4, 5], "cp": [5, 7], "dp_cp": [5, 7], "pp": [1, 5]}),
     ((1, 2, 2, 2), {"tp": [4, 5], "dp": [1, 5], "dp_cp": [1, 3, 5, 7], "embedding": [5]}),
     ((2, 2, 1, 2), {"dp": [5, 7], "embedding": [1, 5]}),
@@ -603,7 +604,7 @@ SLICES = [  # pp, dp, cp, tp, ep, nodes of ep, copies of shards; the slices in w
 
 
 @pytest.mark.parametrize("degrees, expected", SLICES)
-def test_tp_is_innermost_then_cp_dp_pp_and_experts_are_spread_over_tp_and_then_dp(
+def test_tp_is_the_innermost_axis_then_cp_dp_pp_and_ep_reuses_tp_and_then_dp(
     degrees, expected
 ):
     for name, ranks in expected.items():
@@ -617,11 +618,11 @@ def test_tp_is_innermost_then_cp_dp_pp_and_experts_are_spread_over_tp_and_then_d
     [
         (8, "--pp 2 --dp 2 --tp 2", [2, 2, 2]),
         (4, "--pp 2 --dp 2 --tp 2", [2, 2, 1]),
-        (3, "--dp 8", [1, 1, 1]),  # of groups with unlike numbers it is 1
+        (3, "--dp 8", [1, 1, 1]),  # if nodes have different numbers of ranks, it is 1
     ],
 )
 @on_ranks(8)
-def test_every_group_of_the_mesh_is_told_its_nodes(per_node, flags, expected):
+def test_every_group_of_the_mesh_is_given_its_ranks_per_node(per_node, flags, expected):
     told = {}
     with patch.object(hybrid, "set_ranks_per_node", lambda n, group: told.update({group: n})):
         mesh = hybrid.make_mesh(hybrid.parse(flags.split(), 8, per_node))
@@ -633,7 +634,7 @@ def test_every_group_of_the_mesh_is_told_its_nodes(per_node, flags, expected):
 
 def _evaluate(flags):
     trainer = make_trainer(flags, torch.float64)
-    for parameter in trainer.chunks[0].parameters():  # a sharper model than the initial one
+    for parameter in trainer.chunks[0].parameters():  # make the model's outputs less uniform
         parameter.data *= 5
     tokens = np.random.default_rng(0).integers(0, V, 99).astype(np.uint8)
     data = hybrid.Data(tokens[::-1], tokens)
@@ -642,7 +643,7 @@ def _evaluate(flags):
 
 
 def _plain_loss(model, data, batches, seed):
-    """Mean loss per token of batches of the validation part."""
+    """Return the mean loss per token over batches of the validation part."""
     losses = []
     for index in range(batches):
         inputs, targets = data.batch(index, BATCH, T, seed, part="validation")
@@ -663,7 +664,7 @@ def test_evaluation_does_not_depend_on_the_layout(model, layouts):
     loss, state, data = run(1, _evaluate, model)[0]
     if model != MIXTURE:
         plain = plain_gpt(*SIZES)
-        plain.load_state_dict(state, strict=False)  # the head is the embedding
+        plain.load_state_dict(state, strict=False)  # the state has no head, which is tied
         assert loss == pytest.approx(_plain_loss(plain, data, 3, seed=3), rel=1e-12)
     for world_size, flags in layouts:
         for found, _, _ in run(world_size, _evaluate, f"{model} {flags}"):
@@ -671,7 +672,7 @@ def test_evaluation_does_not_depend_on_the_layout(model, layouts):
 
 
 def train_on_text(flags, folder, batches=3):
-    """A training on a text of so many batches and a bit: the lines of its metrics, on rank 0."""
+    """Train on a text with enough tokens for `batches` batches; return rank 0's metrics."""
     torch.set_default_dtype(torch.float64)
     text, metrics = folder / "text", folder / "metrics"
     if dist.get_rank() == 0:
@@ -685,7 +686,7 @@ def train_on_text(flags, folder, batches=3):
 
 
 def _watch_the_loop(folder, flags):
-    """The losses in the metrics, and what is printed."""
+    """Return the losses in the metrics, and the printed text."""
     printed = io.StringIO()
     with (
         patch.object(hybrid, "time", SimpleNamespace(perf_counter=itertools.count().__next__)),
@@ -707,12 +708,12 @@ def test_the_loop_trains_on_every_row_of_every_step_and_validates(tmp_path):
     for losses, printed in (alone[0], others[0]):
         assert losses == pytest.approx(expected, rel=1e-11)
         assert f"\nvalidation loss {loss:.4f} after step {STEPS}\n" in printed
-    assert not any(losses or printed for losses, printed in others[1:])  # rank 0 speaks
+    assert not any(losses or printed for losses, printed in others[1:])  # only rank 0 prints
 
 
 @pytest.mark.parametrize("flags", ["--dp 2 --tp 2", "--cp 2 --pp 2 --microbatches 2"])
 @on_ranks(4)
-def test_a_token_outside_the_vocabulary_stops_every_rank_alike(flags):
+def test_a_token_outside_the_vocabulary_stops_every_rank_with_the_same_error(flags):
     trainer = make_trainer(f"{flags} --data X.bin")
     sentence = f"^--data: a token is outside --vocab-size {V}$"
     trainer.step(*own_batch(trainer))
@@ -723,13 +724,13 @@ def test_a_token_outside_the_vocabulary_stops_every_rank_alike(flags):
     with pytest.raises(hybrid.TrainingError, match=sentence):
         trainer.step(*(tensor[trainer.own_rows()] for tensor in (inputs, targets)))
     assert all(map(torch.equal, weights, parameters))
-    tokens = np.array([*range(T), V])  # in which one sequence fits
+    tokens = np.array([*range(T), V])  # room for one sequence
     with pytest.raises(hybrid.TrainingError, match=sentence):
         hybrid.evaluate(trainer, hybrid.Data(tokens, tokens))
 
 
 def _tamper(trainer, rank, name):
-    """Make one element of its last tensor of that name nan on that rank. Returns how to undo it."""
+    """Set one element of a tensor to nan on that rank; return a function that undoes it."""
     if dist.get_rank() != rank:
         return lambda: None
     named = [(*chunk.named_parameters(), *chunk.named_buffers()) for chunk in trainer.chunks]
@@ -740,7 +741,7 @@ def _tamper(trainer, rank, name):
 
 
 def _whole_state(trainer):
-    """Copies of everything that a step may change on this rank."""
+    """Return copies of everything that a step may change on this rank."""
     tensors = [x for state in trainer.optimizer.state.values() for x in state.values()]
     for chunk in trainer.chunks:
         tensors += chunk.state_dict().values()
@@ -763,7 +764,7 @@ MIXED_BY_BIAS = "--layers 2 --experts 4 --balance bias"
     ],
 )
 @on_ranks(4)
-def test_a_step_that_is_not_finite_stops_all_ranks_and_leaves_no_trace(flags, names):
+def test_a_step_that_is_not_finite_stops_all_ranks_and_changes_nothing(flags, names):
     trainer, other = make_trainer(flags), make_trainer(flags)
     assert trainer.step(*own_batch(trainer)) == other.step(*own_batch(other))
     for name in names:
@@ -772,7 +773,7 @@ def test_a_step_that_is_not_finite_stops_all_ranks_and_leaves_no_trace(flags, na
         with pytest.raises(hybrid.TrainingError, match=sentence):
             trainer.step(*own_batch(trainer, 1))
         undo()
-        other.steps_done += 1  # as if there had been no such batch
+        other.steps_done += 1  # the other trainer skips the batch
         assert trainer.step(*own_batch(trainer, 2)) == other.step(*own_batch(other, 2))
         states = _whole_state(trainer), _whole_state(other)
         assert len(states[0]) > 20 and all(map(torch.equal, *states))
@@ -795,7 +796,7 @@ def test_batches_depend_on_seed_and_step_and_shift_targets_by_one():
     assert torch.equal(torch.cat(parts), inputs)
     several = [inputs, data.batch(8, 8, T, 1)[0], data.batch(7, 8, T, 2)[0]]
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(several, 2))
-    longest = hybrid.Data(tokens[: T + 1], tokens)  # only one place to start from
+    longest = hybrid.Data(tokens[: T + 1], tokens)  # room for one sequence
     assert torch.equal(longest.batch(0, 3, T, 0)[0], torch.arange(T).repeat(3, 1))
 
 
@@ -818,7 +819,7 @@ def test_data_may_be_a_text_file_a_folder_or_a_file_of_tokens(tmp_path):
         data = hybrid.load_data(tmp_path / "train.bin", 8, vocab_size)
         assert isinstance(data.train, np.memmap) and len(data.validation) == 50
         np.testing.assert_array_equal(np.concatenate([data.train, data.validation]), tokens)
-        data = hybrid.load_data(tmp_path, 8, vocab_size)  # as nanoGPT prepares it
+        data = hybrid.load_data(tmp_path, 8, vocab_size)  # a folder that nanoGPT prepared
         assert isinstance(data.train, np.memmap)
         np.testing.assert_array_equal([data.train, data.validation], [tokens, tokens[::-1]])
         assert data.batch(0, 2, 8, 0)[0].dtype == torch.int64
@@ -861,7 +862,7 @@ BAD_FLAGS = """processes | flags | what is wrong
 
 
 @pytest.mark.parametrize("line", BAD_FLAGS.splitlines()[1:])
-def test_bad_flags_are_refused_in_one_line_before_the_ranks_meet(line, monkeypatch, capsys):
+def test_bad_flags_are_rejected_in_one_line_before_the_ranks_connect(line, monkeypatch, capsys):
     world_size, flags, message = line.split(" | ")
     monkeypatch.setenv("WORLD_SIZE", world_size)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -886,7 +887,7 @@ BAD_FILES = """flags | what is wrong
 
 @pytest.mark.parametrize("line", BAD_FILES.splitlines()[1:])
 @on_ranks(1, 2)
-def test_files_that_cannot_be_used_are_one_line_on_all_ranks_before_the_first_step(line, tmp_path):
+def test_a_bad_file_is_the_same_error_on_all_ranks_before_the_first_step(line, tmp_path):
     flags, message = line.split(" | ")
     os.chdir(tmp_path)
     if dist.get_rank() == 0:
@@ -906,8 +907,8 @@ def test_files_that_cannot_be_used_are_one_line_on_all_ranks_before_the_first_st
 
 
 @on_ranks(3)
-def test_ranks_that_read_different_tokens_are_told_so_before_the_first_step():
-    def load(*_):  # on rank 2, one token of 500 differs
+def test_ranks_that_read_different_tokens_fail_before_the_first_step():
+    def load(*_):  # one of 500 tokens differs on rank 2
         tokens = np.zeros(500, np.uint8)
         tokens[77] = dist.get_rank() == 2
         return hybrid.Data(tokens[50:], tokens[:50])
@@ -928,7 +929,7 @@ def test_without_flags_any_number_of_processes_trains_the_same_model():
         assert args.zero == (world_size > 1)
     bf16 = lambda flags: hybrid.parse(f"--dtype bf16 --zero 0 {flags}".split(), 4)
     assert (bf16("").zero, bf16("").replicate, bf16("--replicate 2").replicate) == (1, 4, 2)
-    degrees = "--tp 1 --pp 1 --cp 1 --ep 1 --sp --zero 1"  # are for any number of processes
+    degrees = "--tp 1 --pp 1 --cp 1 --ep 1 --sp --zero 1"  # valid for any number of processes
     assert [hybrid.parse(degrees.split(), n).dp for n in (1, 2, 3)] == [1, 2, 3]
 
 
@@ -945,17 +946,17 @@ DEFAULTS = """processes | flags | microbatches | batch
 
 
 @pytest.mark.parametrize("line", DEFAULTS.splitlines()[1:])
-def test_a_pipeline_has_up_to_four_microbatches_a_stage_as_its_batch_allows(line):
+def test_a_pipeline_has_up_to_four_microbatches_per_stage_if_its_batch_allows(line):
     world_size, flags, microbatches, batch_size = line.split("|")
     args = hybrid.parse(f"--layers 32 {flags}".split(), int(world_size))
     assert (args.microbatches, args.batch_size) == (int(microbatches), int(batch_size))
 
 
-# ---- one process among others --------------------------------------------------------------------
+# ---- device and process group --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_the_launcher_chooses_the_device_and_flags_the_timeout_of_the_group(backend, monkeypatch):
+def test_the_process_group_has_the_backend_of_the_device_and_the_timeout(backend, monkeypatch):
     device, batch, begin = torch.device("cuda", 2), Mock(), Mock(side_effect=InterruptedError)
     choose = Mock(return_value=(device, backend))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
@@ -972,7 +973,7 @@ def test_the_launcher_chooses_the_device_and_flags_the_timeout_of_the_group(back
     assert options.get("device_id") == (device if backend == "nccl" else None)
 
 
-def test_processes_get_a_gpu_each_with_nccl_or_share_them_with_gloo(monkeypatch):
+def test_processes_have_one_gpu_each_with_nccl_or_share_gpus_with_gloo(monkeypatch):
     def choose(gpus, kind, *place):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -989,4 +990,4 @@ def test_processes_get_a_gpu_each_with_nccl_or_share_them_with_gloo(monkeypatch)
     assert choose(2, "auto", 1, 2) == "cuda:1 nccl"
     assert choose(2, "shared", 3, 4) == "cuda:1 gloo"
     assert choose(2, "cpu", 0, 1) == "cpu gloo"
-    assert choose(1, "cuda", 3, 4) == "cuda:0 nccl"  # each process sees its own
+    assert choose(1, "cuda", 3, 4) == "cuda:0 nccl"  # each process sees only its own GPU

@@ -1,7 +1,7 @@
-"""What a step asks of a GPU and of NCCL, counted on the pretended device of fake_cuda.py.
+"""A step's launches on a GPU and on NCCL, counted on the pretended device of fake_cuda.py.
 
-A batch of messages costs the host about 60 us, whatever its size. NCCL copies a tensor that does
-not begin on 16 bytes byte by byte. A host that waits for the device launches nothing meanwhile.
+A batch of messages costs the host about 60 us, whatever its size. NCCL copies a tensor that is not
+aligned to 16 bytes byte by byte. While the host waits for the device, it launches nothing.
 """
 
 import pytest
@@ -11,7 +11,7 @@ import fake_cuda
 SMALL = "--hidden 1024 --heads 8 --seq-len 1024 --batch-size 8"
 COMMON = "--dtype bf16 --vocab-size 50304"
 
-BATCHES = [  # layout of 8 ranks and 4 layers; batches and messages of a step on one rank
+BATCHES = [  # (layout of 8 ranks and 4 layers, batches of a step on one rank, their messages)
     ("--tp 8 --sp", 51, 714),
     ("--tp 8", 40, 560),
     ("--dp 8 --zero 0 --dtype fp32", 34, 476),
@@ -23,7 +23,7 @@ BATCHES = [  # layout of 8 ranks and 4 layers; batches and messages of a step on
     ("--cp 8 --cp-method ulysses --zero 0", 36, 504),
 ]
 EXPERTS = f"{SMALL} --experts 8 --top-k 2"
-OTHERS = [  # ranks, layers, layout, microbatches: of every kind one
+OTHERS = [  # (ranks, layers, layout, microbatches), one layout of every kind
     (1, 2, f"{SMALL} --dp 1", 1),
     (1, 2, f"{SMALL} --dp 1 --recompute full --dropout 0.1", 1),
     (1, 2, f"{EXPERTS} --dp 1", 1),
@@ -42,7 +42,7 @@ OTHERS = [  # ranks, layers, layout, microbatches: of every kind one
     (8, 2, f"{EXPERTS} --dp 4 --pp 2 --ep 2 --capacity-factor 1.0 --vocab-size 512", 2),
 ]
 ROWS = [(8, 4, f"{SMALL} {layout}", 1) for layout, *_ in BATCHES] + OTHERS
-PEERS = [  # layout; with how many peers a rank exchanges messages, in all groups
+PEERS = [  # (layout, the number of peers of a rank, added up over all groups)
     ("--dp 8", 7),
     ("--tp 8", 7),
     ("--tp 2 --pp 2 --dp 2", 3),
@@ -52,21 +52,21 @@ CONNECTED = [((8, 2, f"{SMALL} {layout}", 1), peers) for layout, peers in PEERS]
 
 
 def _job(world_size, layers, layout, microbatches):
-    """Return the last rank's job: in a pipeline, it has the loss."""
+    """Return the last rank's job. In a pipeline, this rank computes the loss."""
     flags = f"{COMMON} --layers {layers} {layout} --microbatches {microbatches}"
     return world_size, world_size - 1, flags
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
-    """The pretended device. Where a compiler is, nothing in this file is skipped."""
+    """Provide the pretended device. Without a C++ compiler, the tests of this file are skipped."""
     path = fake_cuda.build(tmp_path_factory.mktemp("fake_cuda"))
     return path or pytest.skip("there is no C++ compiler: c++, g++ or clang++")
 
 
 @pytest.fixture(scope="session")
 def counts(library):
-    """counts(*row): what a step counts; those of all rows are counted together."""
+    """Provide counts(*row), the Counts of a step. All rows are counted together."""
     jobs = [_job(*row) for row in ROWS + [row for row, _ in CONNECTED]]
     found = dict(zip(jobs, fake_cuda.count(library, jobs)))
 
@@ -79,19 +79,19 @@ def counts(library):
 
 
 @pytest.mark.parametrize("layout, batches, messages", BATCHES)
-def test_a_step_launches_so_many_batches(counts, layout, batches, messages):
+def test_a_step_launches_these_numbers_of_batches_and_messages(counts, layout, batches, messages):
     found = counts(8, 4, f"{SMALL} {layout}", 1)
     assert (found.batches.total(), found.messages.total()) == (batches, messages)
 
 
 @pytest.mark.parametrize("row, peers", CONNECTED)
-def test_a_rank_is_connected_to_so_many_peers(counts, row, peers):
-    """Each costs NCCL hundreds of megabytes in each group, which PyTorch does not see."""
+def test_a_rank_exchanges_messages_with_few_peers(counts, row, peers):
+    """NCCL uses hundreds of megabytes for each peer of a group, which PyTorch does not count."""
     assert sum(map(len, counts(*row).peers.values())) == peers
 
 
 @pytest.mark.parametrize("world_size, layers, layout, microbatches", ROWS)
-def test_the_host_waits_once_a_step_and_once_where_experts_hear_of_their_rows(
+def test_the_host_waits_once_per_step_and_once_per_dispatch_to_experts(
     counts, world_size, layers, layout, microbatches
 ):
     found = counts(world_size, layers, layout, microbatches).synchronisations
@@ -105,14 +105,14 @@ def test_the_host_waits_once_a_step_and_once_where_experts_hear_of_their_rows(
 
 
 @pytest.mark.parametrize("world_size, layers, layout, microbatches", ROWS)
-def test_nothing_but_tokens_goes_to_the_device(counts, world_size, layers, layout, microbatches):
+def test_only_tokens_are_copied_to_the_device(counts, world_size, layers, layout, microbatches):
     found = counts(world_size, layers, layout, microbatches).copies
     arriving = {place: n for place, n in found.items() if place.startswith("to device")}
     assert sum(arriving.values()) <= 2 and all("hybrid.py" in place for place in arriving), found
 
 
 @pytest.mark.parametrize("world_size, layers, layout, microbatches", ROWS)
-def test_what_is_sent_is_on_the_device_and_begins_on_16_bytes_that_of_buckets_and_shards_on_128(
+def test_messages_are_on_the_device_and_aligned_to_16_bytes_or_128_in_buckets_and_shards(
     counts, world_size, layers, layout, microbatches
 ):
     found = counts(world_size, layers, layout, microbatches)

@@ -1,4 +1,4 @@
-"""tests/verify.py rejects every trap, which is one wrong line, patched in at run time."""
+"""verify.py rejects common mistakes, each of them one wrong line that is patched in at run time."""
 
 import inspect
 import math
@@ -23,35 +23,35 @@ import zero
 from ranks import on_ranks
 
 MODULES = hybrid, tensor_parallel, sequence_parallel, expert_parallel, zero
-IN_BACKWARD = torch._C._current_graph_task_id  # -1 outside of it
+IN_BACKWARD = torch._C._current_graph_task_id  # returns -1 outside backward
 
 
 def put(owner, name, wrong):
-    """Replace owner.name by wrong(the right one)."""
+    """Replace owner.name by wrong(owner.name)."""
     return lambda: patch.object(owner, name, wrong(getattr(owner, name)))
 
 
 def everywhere(name, wrong):
-    """Replace what the modules import under this name by wrong(the right one)."""
+    """Replace what all modules import under this name by wrong(it)."""
 
-    def sprung():
+    def patched():
         stack = ExitStack()
         for module in MODULES:
             if hasattr(module, name):
                 stack.enter_context(patch.object(module, name, wrong(getattr(module, name))))
         return stack
 
-    return sprung
+    return patched
 
 
 def without_reduction(module, is_it):
-    """Make the module's all_reduce() skip tensors for which is_it() is true."""
+    """Make the module's all_reduce() do nothing for tensors for which is_it() is true."""
     left_out = lambda right: lambda t, *a, **k: None if is_it(t, *a) else right(t, *a, **k)
     return put(module, "all_reduce", left_out)
 
 
 def with_arguments(name, **changes):
-    """Change arguments of a function of hybrid: {name: f(the right one)}."""
+    """Change arguments of a function of hybrid: {name: function of the right argument}."""
 
     def wrong(right):
         def other(*arguments):
@@ -64,7 +64,7 @@ def with_arguments(name, **changes):
 
 
 def with_mesh(**names):
-    """Make wrap() take one group of the mesh for another."""
+    """Make wrap() use one group of the mesh instead of another."""
     others = lambda mesh: {name: getattr(mesh, other) for name, other in names.items()}
     return with_arguments("wrap", mesh=lambda mesh: hybrid.Mesh(**vars(mesh) | others(mesh)))
 
@@ -80,7 +80,7 @@ def own_targets(right):
 
 
 def own_in_backward(right):
-    """In backward, receive from the neighbour what is sent to it."""
+    """In backward, receive what this rank itself sends."""
 
     def exchange(sends, receives, *rest, **options):
         if IN_BACKWARD() < 0:
@@ -93,7 +93,7 @@ def own_in_backward(right):
 
 
 def when_clipping(**changes):
-    """Change attributes of a trainer while it clips: {name: f(trainer)}."""
+    """Change attributes of a trainer while it clips: {name: function of the trainer}."""
 
     def wrong(right):
         def clip(self):
@@ -140,121 +140,121 @@ def alone(layer):
     return layer
 
 
-MUTATIONS = {  # the trap's number and the wrong line | ranks | layout: patch
-    "1: the count of counted tokens is this rank's | 2 | --dp 2":
+MUTATIONS = {  # {"mistake | ranks | layout": patch}
+    "the number of counted tokens is this rank's | 2 | --dp 2":
         without_reduction(hybrid, lambda t, *_: t.dtype == torch.int64 and t.shape == (2,)),
-    "1: gradients are averaged over the replicas | 2 | --dp 2 --zero 0":
+    "gradients are averaged over the replicas | 2 | --dp 2 --zero 0":
         put(hybrid, "DistributedDataParallel",
             lambda right: lambda *a, **k: right(*a, **k | {"gradient_divide_factor": 2})),
-    "2: labels are shifted after the sequence is sharded | 2 | --cp 2":
+    "labels are shifted after the sequence is sharded | 2 | --cp 2":
         put(hybrid.Trainer, "own_tokens", own_targets),
-    "2: positions are counted from the shard's first | 2 | --cp 2":
+    "positions are counted from the shard's first | 2 | --cp 2":
         with_arguments("make_chunks", positions=lambda own: torch.arange(len(own))),
-    "2: the loss reported is this replica's | 2 | --dp 2":
+    "the loss reported is this replica's | 2 | --dp 2":
         without_reduction(hybrid, lambda t, *_: t.ndim == 0),
-    "3: initial weights depend on the rank | 2 | --tp 2":
+    "initial weights depend on the rank | 2 | --tp 2":
         put(hybrid, "initial_value",
             lambda right: lambda name, *a, **k: right(f"{dist.get_rank()}{name}", *a, **k)),
-    "3: a rank numbers its rows from 0 | 2 | --tp 2":
+    "a rank numbers its rows from 0 | 2 | --tp 2":
         put(hybrid, "initial_value", lambda right: lambda *a: right(*a[:4])),
-    "3: the order of the data depends on the rank | 2 | --dp 2":
+    "the order of the data depends on the rank | 2 | --dp 2":
         put(hybrid.Data, "batch",
             lambda right: lambda self, step, B, T, seed, rows:
                 right(self, step, B, T, seed + (rows.start or 0), rows)),
-    "4: gradients are summed over dp alone | 2 | --cp 2 --zero 0":
+    "gradients are summed over dp alone | 2 | --cp 2 --zero 0":
         with_mesh(dp_cp_group="dp_group"),
-    "4: shards are summed over dp alone | 2 | --cp 2 --zero 2": with_mesh(shard_group="dp_group"),
-    "4: copies of shards are not summed | 2 | --dp 2 --zero 1 --replicate 2":
+    "shards are summed over dp alone | 2 | --cp 2 --zero 2": with_mesh(shard_group="dp_group"),
+    "replicas of shards are not summed | 2 | --dp 2 --zero 1 --replicate 2":
         put(hybrid, "FullyShardedDataParallel",
             lambda right: lambda *a, replicate_group, **k: right(*a, **k)),
-    "4: DDP reduces after every microbatch | 2 | --dp 2 --zero 0 --microbatches 2":
+    "DDP reduces after every microbatch | 2 | --dp 2 --zero 0 --microbatches 2":
         put(hybrid, "Pipeline", lambda right: lambda *a, **k: right(*a, **k | {"sync_each": True})),
-    "7: f does not reduce in backward | 2 | --tp 2":
+    "f does not reduce in backward | 2 | --tp 2":
         put(tensor_parallel, "all_reduce",
             lambda right: lambda *a, **k: None if k.get("async_op") else right(*a, **k)),
-    "7: g reduces in backward, too | 2 | --tp 2":
+    "g reduces in backward, too | 2 | --tp 2":
         everywhere("reduce_from_group",
             lambda right: lambda x, group: collectives.copy_to_group(right(x, group), group)),
-    "7: gradients of norms are those of this rank's tokens | 2 | --tp 2 --sp":
+    "gradients of norms are those of this rank's tokens | 2 | --tp 2 --sp":
         put(hybrid, "sum_gradients_over_tp", lambda right: lambda *a, **k: None),
-    "7: what all use alike is summed in backward | 2 | --tp 2 --experts 4 --balance none":
+    "gradients of identical uses on all ranks are summed | 2 | --tp 2 --experts 4 --balance none":
         everywhere("gather_from_group", lambda right: collectives.all_gather_to_group),
-    "8: every rank adds the bias of a row-parallel layer | 2 | --tp 2":
+    "every rank adds the bias of a row-parallel layer | 2 | --tp 2":
         put(tensor_parallel.RowParallelLinear, "forward",
             lambda right: lambda self, x: right(self, x) + self.bias),
-    "8: the maximum of the logits is this rank's | 2 | --tp 2":
+    "the maximum of the logits is this rank's | 2 | --tp 2":
         without_reduction(tensor_parallel, lambda t, *a: collectives.ReduceOp.MAX in a),
-    "8: the sum of the exponentials is this rank's | 2 | --tp 2":
+    "the sum of the exponentials is this rank's | 2 | --tp 2":
         without_reduction(tensor_parallel, lambda t, *_: t.ndim == 2 and len(t) == 2),
-    "11: embedding and head keep gradients of their own | 2 | --pp 2":
+    "embedding and head keep gradients of their own | 2 | --pp 2":
         put(hybrid.GPT, "tied_weight", lambda right: lambda self: None),
-    "11: DualPipe's replicas keep gradients | 2 | --pp 2 --schedule dualpipe --microbatches 4":
+    "DualPipe's replicas do not sum gradients | 2 | --pp 2 --schedule dualpipe --microbatches 4":
         put(hybrid, "sum_replicas", lambda right: lambda *a: None),
-    "11: DualPipe's replicas count twice | 2 | --pp 2 --schedule dualpipe --microbatches 4":
+    "DualPipe's replicas count twice | 2 | --pp 2 --schedule dualpipe --microbatches 4":
         when_clipping(own_chunks=lambda trainer: trainer.chunks),
-    "12: losses of balance are added once per microbatch | 1 | --experts 4 --microbatches 2":
+    "balance losses are not divided by the microbatches | 1 | --experts 4 --microbatches 2":
         with_arguments("make_moe", args=lambda args: replace(args, microbatches=1)),
-    "12: losses of balance are of this rank's tokens | 2 | --dp 2 --experts 4":
+    "balance losses are those of this rank's tokens | 2 | --dp 2 --experts 4":
         put(hybrid, "make_moe", lambda right: lambda *a: alone(right(*a))),
-    "13: a W is left undone | 2 | --pp 2 --schedule zb-h1":
+    "a deferred W is never computed | 2 | --pp 2 --schedule zb-h1":
         put(pipeline.WeightGradStore, "put",
             lambda right: lambda self, weight, product:
                 right(self, weight, (lambda: 0 * product()) if weight.ndim == 1 else product)),
-    "13: a weight that is used twice counts once more | 2 | --pp 2 --schedule zb-h1":
+    "a weight that is used twice counts three times | 2 | --pp 2 --schedule zb-h1":
         put(pipeline.WeightGradStore, "put",
             lambda right: lambda *a: [right(*a) for _ in range(2 if a[1].ndim == 1 else 1)]),
-    "15: parts of a softmax merge by their maximum | 2 | --cp 2 --cp-method ring":
+    "parts of a softmax are merged by their maximum | 2 | --cp 2 --cp-method ring":
         put(torch, "logaddexp", lambda right: torch.maximum),
-    "15: backward uses the local keys and values | 2 | --cp 2 --cp-method ring":
+    "backward uses the local keys and values | 2 | --cp 2 --cp-method ring":
         put(sequence_parallel, "exchange", own_in_backward),
-    "15: gradients of gathered keys and values are not summed | 2 | --cp 2 --cp-method allgather":
+    "gradients of gathered keys and values are not summed | 2 | --cp 2 --cp-method allgather":
         put(sequence_parallel, "reduce_scatter_single", lambda right: own_part),
-    "16: autograd does not see Ulysses' all-to-all | 2 | --cp 2 --cp-method ulysses":
+    "autograd does not see Ulysses' all-to-all | 2 | --cp 2 --cp-method ulysses":
         everywhere("all_to_all_in_group", unseen_by_autograd),
-    "16: autograd does not see the way to the experts | 2 | --dp 2 --experts 4 --ep 2":
+    "autograd does not see the all-to-all of experts | 2 | --dp 2 --experts 4 --ep 2":
         everywhere("all_to_all_in_group", unseen_by_autograd),
-    "16: gradients of different experts are summed | 2 | --dp 2 --experts 4 --ep 2 --zero 0":
+    "gradients of different experts are summed | 2 | --dp 2 --experts 4 --ep 2 --zero 0":
         with_mesh(expert_dp_group="dp_cp_group"),
-    "16: gradients of experts are averaged over ep | 2 | --dp 2 --experts 4 --ep 2":
+    "gradients of experts are averaged over ep | 2 | --dp 2 --experts 4 --ep 2":
         after(hybrid.Trainer, "sum_shared_gradients",
             lambda self: [p.grad.div_(2) for p in self.experts]),
-    "17: loads are counted on this rank alone | 2 | --dp 2 --experts 4 --balance bias":
+    "loads are counted on this rank alone | 2 | --dp 2 --experts 4 --balance bias":
         without_reduction(hybrid, lambda t, *_: t.ndim == 2 and t.shape[1] == 7),
-    "17: the bias for the choice enters the weights | 1 | --experts 4 --balance bias":
+    "the router's bias enters the weights | 1 | --experts 4 --balance bias":
         put(expert_parallel.Router, "forward", with_biased_weights),
-    "18: the norm is that of this rank's shards | 2 | --tp 2":
+    "the norm is that of this rank's shards | 2 | --tp 2":
         put(hybrid, "get_total_norm", lambda right: lambda tensors, groups: right(tensors)),
-    "18: what tp ranks have alike counts on each in the norm | 2 | --tp 2":
+    "what all tp ranks hold counts once for each in the norm | 2 | --tp 2":
         when_clipping(shards=names_of),
-    "18: the tied weight counts twice in the norm | 2 | --pp 2":
+    "the tied weight counts twice in the norm | 2 | --pp 2":
         put(hybrid.Trainer, "clip_gradients", head_counts),
-    "21: weights gathered before the update are used after it | 2 | --dp 2 --zero 1":
+    "weights gathered before the update are used after it | 2 | --dp 2 --zero 1":
         put(zero.FullyShardedDataParallel, "reshard", lambda right: lambda self: None),
 }
-IN_SUITE = "1: gra", "7: f", "11: emb", "15: back", "18: the norm"
+IN_SUITE = "gradients are averaged over the", "f does", "embedding", "backward", "the norm is"
 ROWS = [
-    pytest.param(trap, marks=() if trap.startswith(IN_SUITE) else pytest.mark.soak)
-    for trap in MUTATIONS
+    pytest.param(mistake, marks=() if mistake.startswith(IN_SUITE) else pytest.mark.soak)
+    for mistake in MUTATIONS
 ]
 
 
 def worst(flags):
-    """Return the worst difference of a layout, and where it is."""
+    """Return the worst difference of a layout, and its name."""
     world_size = dist.get_world_size()
     torch.set_default_dtype(torch.float64)
     words = [*verify.sizes_of(world_size), "--layers", "2", *flags.split()]
     try:
         return verify.judge(hybrid.parse(words, world_size), torch.device("cpu"), {})
-    except Exception as error:  # all ranks raise it
+    except Exception as error:  # all ranks raise the same error
         return math.inf, f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("trap", ROWS)
-@on_ranks(lambda trap: int(trap.split(" | ")[1]))
-def test_verify_rejects_every_trap(trap):
-    flags, sprung = trap.split(" | ")[2], MUTATIONS[trap]
+@pytest.mark.parametrize("mistake", ROWS)
+@on_ranks(lambda mistake: int(mistake.split(" | ")[1]))
+def test_verify_rejects_every_mistake(mistake):
+    flags, patched = mistake.split(" | ")[2], MUTATIONS[mistake]
     right, _ = worst(flags)
-    with sprung():
+    with patched():
         wrong, where = worst(flags)
     bound = verify.BOUNDS["fp64"]
     assert right <= bound < wrong, f"right: {right:.1e}; wrong: {wrong:.1e} of {where}"

@@ -1,4 +1,4 @@
-"""Every layout trains as one process does through the code that NCCL runs, under its rules."""
+"""Every layout trains as one process does through NCCL's branches of the code, under its rules."""
 
 import signal
 from unittest.mock import patch
@@ -24,13 +24,13 @@ def _as_on_nccl(function, *arguments):
 
 @pytest.fixture
 def on_nccl(monkeypatch):
-    """Run the ranks of test_hybrid through NCCL's branches."""
+    """Make test_hybrid run its ranks through NCCL's branches of the code."""
     call = lambda world_size, function, *args: run(world_size, _as_on_nccl, function, *args)
     monkeypatch.setattr(test_hybrid, "run", call)
 
 
 def _several(rows):
-    """Return the rows (world_size, ...) of several ranks, most of them for -m soak only."""
+    """Return the rows (world_size, ...) of several ranks; mark most of them "soak"."""
     rows = [row for row in rows if row[0] > 1]
     return soak_but(lambda i, row: i % {2: 2, 3: 2, 4: 3}.get(row[0], 12) == 0, rows)
 
@@ -50,7 +50,7 @@ def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(on_nccl, world_size, f
 
 @pytest.fixture
 def on_nodes(monkeypatch):
-    """Do so with each rank on a node of its own, or with two on each from four ranks on."""
+    """Do the same with one rank per node or, from four ranks on, two ranks per node."""
 
     def call(world_size, function, *args):
         return run(world_size, _on_nodes, 1 if world_size < 4 else 2, function, *args)
@@ -87,7 +87,7 @@ def test_layouts_that_span_nodes_train_as_one_process_does(on_nodes, world_size,
 def _send_before_receiving():
     rank, buffer = dist.get_rank(), torch.zeros(1)
     with nccl_over_gloo():
-        exchange([(torch.ones(1), 1 - rank)], [])  # neither rank ever gets to its receive
+        exchange([(torch.ones(1), 1 - rank)], [])  # neither rank reaches its receive
         exchange([], [(buffer, 1 - rank)])
 
 
@@ -113,6 +113,6 @@ WRONG = [
 
 
 @pytest.mark.parametrize("world_size, function, error", WRONG)
-def test_what_hangs_on_nccl_is_an_error_here(world_size, function, error):
+def test_code_that_hangs_on_nccl_is_an_error_in_the_emulation(world_size, function, error):
     with pytest.raises(RanksFailed, match=error):
         spawn(world_size, function, group_timeout=1, timeout=20)

@@ -1,4 +1,4 @@
-"""Schedules against their formulas and NCCL's rules, the executor against one process."""
+"""Schedules agree with their formulas and NCCL's rules, and the executor with one process."""
 
 import copy
 import random
@@ -37,28 +37,28 @@ every_schedule = pytest.mark.parametrize("name", SCHEDULES)
 # ---- schedules -----------------------------------------------------------------------------------
 
 
-# where each schedule is defined, and where its formulas are exact
+# The sizes for which a schedule is defined, and those for which its formulas are exact.
 DEFINED = {
     "interleaved": lambda p, m: m % p == 0,
     "dualpipe": lambda p, m: p % 2 == 0 and m % 2 == 0 and m >= 2 * p,
 }
 EXACT = {"zb-h1": lambda p, m: m >= p, "zb-h2": lambda p, m: m >= 2 * p - 1,
          "zb-v": lambda p, m: m >= 2 * p}
-SPLIT_TIMES = [(1, 2, 1), (2, 5, 2), (3, 4, 1)]  # forward, backward, its part that is W
+SPLIT_TIMES = [(1, 2, 1), (2, 5, 2), (3, 4, 1)]  # forward, backward, W's part of backward
 
 
 def _sizes_of(name, sizes=SIZES):
     return [size for size in sizes if DEFINED.get(name, lambda p, m: True)(*size)]
 
 
-def test_evaluation_is_the_forwards_alone():
+def test_forward_only_has_all_forwards_and_no_backward():
     for p, m in SIZES:
         assert forward_only(p, m) == [[("F", k, 0) for k in range(m)]] * p
         timeline = simulate(forward_only(p, m), forward=3)
         assert timeline.total == 3 * (m + p - 1) and timeline.bubble == [3 * (p - 1)] * p
 
 
-THEIRS = {  # torch's, and the stages of a rank r of p
+THEIRS = {  # {name: (PyTorch's schedule, the stages of rank r of p)}
     "gpipe": (pipelining.ScheduleGPipe, lambda r, p: [r]),
     "1f1b": (pipelining.Schedule1F1B, lambda r, p: [r]),
     "interleaved": (pipelining.ScheduleInterleaved1F1B, lambda r, p: [r, r + p]),
@@ -67,7 +67,7 @@ THEIRS = {  # torch's, and the stages of a rank r of p
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_orders_are_those_of_torch(name):
+def test_actions_have_the_same_order_as_pytorchs(name):
     kind, stages_of = THEIRS[name]
     for p, m in _sizes_of(name, [(2, 4), (4, 4), (4, 8), (4, 16), (6, 12)]):
         sizes = {"group_size": p, "group_rank": 0, "num_stages": p * len(stages_of(0, p))}
@@ -80,14 +80,14 @@ def test_orders_are_those_of_torch(name):
                 for a in filter(None, theirs[rank])
                 if a.computation_type.value in "FBIW"
             ]
-            if name == "1f1b":  # whose microbatches are numbered from the rank's number on, there
+            if name == "1f1b":  # PyTorch numbers its microbatches from the rank's number on
                 expected, found = ([action[0] for action in row] for row in (expected, found))
             assert found == expected
 
 
 @every_schedule
 def test_bubble_and_peak_are_those_of_the_formulas(name):
-    """Of interleaved() with 1 to 4 chunks, and of GPipe also with the last microbatch first."""
+    """interleaved() has 1 to 4 chunks, and GPipe's backwards run in both orders."""
     variants = {"interleaved": (1, 2, 3, 4), "gpipe": (1, -1)}.get(name, (2,))
     for (p, m), v in product(_sizes_of(name), variants):
         schedule = interleaved(p, m, v) if name == "interleaved" else SCHEDULES[name](p, m)
@@ -126,7 +126,7 @@ def test_tables_and_drawings_in_docstrings_are_what_the_code_gives():
     assert re.findall(r"([.FB\d]{20,}) +([.FB\d]{20,})", pipeline.__doc__) == drawn
 
 
-def test_the_command_compares_and_draws(monkeypatch, capsys):
+def test_the_command_compares_schedules_and_draws_one(monkeypatch, capsys):
     def told(*words):
         monkeypatch.setattr(sys, "argv", ["pipeline.py", *words])
         pipeline.main()
@@ -148,7 +148,7 @@ def _actions(text):
     return [Action(cell[0], int(cell[1:])) for cell in text.split()]
 
 
-def test_a_schedule_that_is_not_defined_or_cannot_finish_is_refused():
+def test_a_schedule_that_is_not_defined_or_cannot_finish_is_rejected():
     other = lambda actions: lambda: simulate(Schedule([_actions("F0 B0"), actions]))
     elsewhere = [Action("F", 0, 0), Action("B", 0, 0), Action("F", 0, 1), Action("B", 0, 1)]
     crossed = Schedule(map(_actions, ("F0 B0 F1 B1", "F0 F1 B0 B1")))
@@ -159,7 +159,7 @@ def test_a_schedule_that_is_not_defined_or_cannot_finish_is_refused():
         (lambda: Schedule([_actions("F0 B0"), []]), "rank 1 has no actions"),
         (lambda: simulate(crossed), "cannot finish: rank 0 at B0, rank 1 at F1 waiting"),
         (other(elsewhere), r"on no route: \[\(1, 0, 1\)\]"),
-        # it is the other one's fault
+        # The error names rank 0, because the actions of rank 1 are valid.
         (other(_actions("F0 B0 F1")), "rank 0, microbatch=1, chunk=0: '' is none of"),
         (other(_actions("F0 F0 B0")), "rank 1, microbatch=0, chunk=0: 'FFB'"),
         (other(_actions("F0")), "'F'"),
@@ -176,11 +176,11 @@ def test_a_schedule_that_is_not_defined_or_cannot_finish_is_refused():
 
 
 def _receives_posted_late(schedule, order, message=0.05):
-    """How many stand, in a rank's queue, behind a send that is made after they could arrive."""
+    """Count receives that wait in a rank's queue behind a send produced after they could arrive."""
     end, late = simulate(schedule, message=message).end, 0
     made = {t: end[rank][a] for (a, rank), t in schedule.made.items() if a in end[rank]}
     for rank in range(len(schedule)):
-        ready = 0.0  # when all sends so far are made
+        ready = 0.0  # the time at which all sends so far have been produced
         for transfer in order:
             if transfer.source == rank:
                 ready = max(ready, made[transfer])
@@ -190,8 +190,8 @@ def _receives_posted_late(schedule, order, message=0.05):
 
 
 @every_schedule
-def test_a_queue_of_messages_per_rank_holds_up_no_receive(name):
-    """In order, as NCCL's communicators are. In that of messages that take no time, some wait."""
+def test_a_rank_that_posts_its_messages_in_order_delays_no_receive(name):
+    """An NCCL communicator runs in order. In the order of instant messages, some receives wait."""
     for p, m in _sizes_of(name, [(2, 8), (3, 9), (4, 16), (8, 32)]):
         schedule = SCHEDULES[name](p, m)
         assert not _receives_posted_late(schedule, simulate(schedule, message=SHORT).transfers)
@@ -205,25 +205,25 @@ def test_a_queue_of_messages_per_rank_holds_up_no_receive(name):
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 def _loss(output, target, factor=1 / 7):
-    """A microbatch's share: a sum, so that the shares add up to the loss of the whole batch."""
+    """Return a sum over a microbatch; the sums add up to the loss of the whole batch."""
     return factor * (output.double() - target).square().sum()
 
 
 def _chunks(schedule):
-    """The chunks of a rank, alike on all."""
+    """Return the numbers of a rank's chunks, which are the same on all ranks."""
     return range(1 + max(action.chunk for action in schedule[0]))
 
 
 def _make(schedule, make_stage, shape, loss_fn=_loss, defer=None):
-    """A Pipeline whose stages, one per chunk, are made by make_stage()."""
+    """Return a Pipeline with a stage of make_stage() for each chunk."""
     stages = [make_stage() for _ in _chunks(schedule)]
     return Pipeline(stages, schedule, loss_fn, shape=shape, defer=defer)
 
 
 def _cut(layers, schedule, rank, bounds):
-    """This rank's stages, copies, one per chunk, and the numbers of their layers.
+    """Return this rank's stages, one per chunk, the numbers of their layers, and a store.
 
-    bounds: where the stages of a route begin, and the end.
+    The stages are copies. bounds: the first layer of each stage of a route, and the end.
     """
     places, store = {}, WeightGradStore()
     for route in schedule.routes:
@@ -238,10 +238,11 @@ def _cut(layers, schedule, rank, bounds):
 
 
 def _compare(layers, bounds, schedule, batches, group=None, wrap=lambda stage: stage):
-    """A step for each batch on this rank's part of the layers, against all on the whole batches.
+    """Compare a step of the pipeline for each batch with all layers on one process.
 
-    Compares losses and, summed over the batches, gradients of all parameters; with two routes both
-    replicas have the same bits. An evaluation gives the last loss again, and leaves gradients.
+    The losses must agree, and the gradients, summed over the batches; if the schedule has two
+    routes, both replicas must have the same bits. An evaluation must repeat the last loss and leave
+    the gradients.
     """
     rank, num_stages = rank_and_size(group)
     stages, numbers, store = _cut(layers, schedule, rank, bounds)
@@ -272,7 +273,7 @@ def _compare(layers, bounds, schedule, batches, group=None, wrap=lambda stage: s
         bits = [[p.grad for p in stage.parameters()] for stage in stages]
         mirrored = gather_objects(bits, group)[num_stages - 1 - rank]
         assert all(all(map(torch.equal, *pair)) for pair in zip(bits, mirrored[::-1]))
-    for parameter in model.parameters():  # which the output does not depend on
+    for parameter in model.parameters():  # the output may not depend on some of them
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     gradients = lambda layer: {name: p.grad for name, p in layer.named_parameters()}
@@ -284,9 +285,9 @@ def _compare(layers, bounds, schedule, batches, group=None, wrap=lambda stage: s
 
 
 def _problem(seed, num_stages, rows, num_batches=2):
-    """Layers of random widths, where to cut them into stages of uneven depth, and batches.
+    """Return layers of random widths, the bounds of stages of uneven depth, and batches.
 
-    Between stages widths are alike. Every other linear layer can put its weight's gradient off.
+    All stages send the same width. Every other linear layer can defer its weight's gradient.
     """
     torch.manual_seed(seed)
     sizes = random.Random(seed)
@@ -312,7 +313,7 @@ class Apply(nn.Module):
 
 
 def _checkpointed(stage):
-    """Keeps its input alone, and runs again in backward."""
+    """Wrap a stage so that it keeps only its input and runs again in backward."""
     return Apply(partial(checkpoint, stage, use_reentrant=False))
 
 
@@ -324,7 +325,7 @@ LAYOUTS += [pytest.param(name, p, 1, marks=pytest.mark.soak) for name in SCHEDUL
 @pytest.mark.parametrize("name, p, pipelines", LAYOUTS)
 @on_ranks(lambda p, pipelines, **_: p * pipelines)
 def test_every_schedule_gives_the_losses_and_gradients_of_one_process(name, p, pipelines):
-    """Of stages of any depth; where a stage runs again in backward; of pipelines side by side."""
+    """Stages have any depth; some run again in backward; several pipelines may run side by side."""
     group, number = interleaved_group(p, pipelines)
     sizes = [m for size, m in _sizes_of(name) if size == p]
     for m in sorted({*sizes[:2], *sizes[len(sizes) // 2 :][:1], *sizes[-1:]}):
@@ -336,13 +337,13 @@ def test_every_schedule_gives_the_losses_and_gradients_of_one_process(name, p, p
 
 
 @on_ranks(1, 2, 3)
-def test_the_idea_and_the_executor_give_the_same_bits():
+def test_the_short_form_of_gpipe_and_the_executor_give_the_same_bits():
     rank, p = rank_and_size()
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(p)]
     plain, stage = copy.deepcopy(layers[rank]), layers[rank]
     inputs, targets = torch.randn(2, 8, 4)
-    for module in (plain, stage):  # what is sent is then not contiguous
+    for module in (plain, stage):  # outputs that are not contiguous
         module.register_forward_hook(lambda *call: call[-1].mT.contiguous().mT)
     losses = gpipe_step(plain, inputs.chunk(4), targets.chunk(4), _loss)
     loss = Pipeline(stage, gpipe(p, 4), _loss, shape=(2, 4)).step(inputs, targets)
@@ -369,8 +370,8 @@ def test_microbatches_change_the_gradients_of_batch_norm_and_not_of_layer_norm(n
 @pytest.mark.parametrize("make_schedule", [one_f_one_b, zb_h1])
 @on_ranks(1)
 def test_products_in_bf16_add_up_in_fp32_and_a_weight_used_twice_gets_one_sum(make_schedule, dtype):
-    """256 + 1 takes nine bits; bf16 has eight. Weights are in bf16, or cast by autocast."""
-    for inputs, factors in (((256, 1), (1,)), ((1, 1), (128, 0.5))):  # microbatches, and uses
+    """256 + 1 needs nine bits; bf16 has eight. Weights are in bf16, or autocast casts them."""
+    for inputs, factors in (((256, 1), (1,)), ((1, 1), (128, 0.5))):  # of microbatches, of uses
         store, additions = WeightGradStore(), []
         layer = DeferredLinear(4, 4, defer=store).to(dtype)
         for parameter in layer.parameters():
@@ -392,7 +393,7 @@ def test_products_in_bf16_add_up_in_fp32_and_a_weight_used_twice_gets_one_sum(ma
 
 @on_ranks(2)
 def test_replicas_of_bf16_weights_are_summed_in_fp32_in_one_batch_for_which_no_host_waits():
-    """DualPipe's; one stage has no parameters."""
+    """The replicas are DualPipe's. One stage has no parameters."""
     rank, p = rank_and_size()
     stages = [nn.Linear(3, 3).bfloat16(), nn.Tanh()][:: 1 - 2 * rank]
     layer = stages[rank]
@@ -407,7 +408,7 @@ def test_replicas_of_bf16_weights_are_summed_in_fp32_in_one_batch_for_which_no_h
 
 
 def _executed(name, m):
-    """Return what a rank does in a step: (verb, peer, bytes), or ("wait", which of these, 0)."""
+    """Return what a rank does in a step: (verb, peer, bytes), or ("wait", its index here, 0)."""
     schedule = ALL[name](rank_and_size()[1], m)
     executor = _make(schedule, lambda: nn.Linear(3, 3), (1, 3))
     steps, numbers = [], {}
@@ -426,7 +427,7 @@ def _executed(name, m):
 
 
 def _programmed(schedule, rank):
-    """Return the same by a rank's program, and its transfers in the order of its posts."""
+    """Return the same list from a rank's program, and its transfers in the order of posting."""
     steps, numbers = [], {}
     for verb, subject in program(schedule, rank):
         if verb == "wait":
@@ -438,8 +439,8 @@ def _programmed(schedule, rank):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_step_follows_its_program_which_ends_on_nccl_and_sends_what_it_claims(name):
-    """No more than p + 1 sends are under way at a time, and the host waits for all messages."""
+def test_a_step_follows_its_program_which_finishes_on_nccl_and_sends_what_it_claims(name):
+    """At most p + 1 sends are pending at a time, and the host waits for all messages."""
     for p, m in _sizes_of(name, [(2, 1), (2, 4), (3, 6), (4, 8), (6, 12), (8, 32)]):
         programs, queues = zip(*(_programmed(ALL[name](p, m), rank) for rank in range(p)))
         for rank, steps in enumerate(programs):
@@ -452,7 +453,7 @@ def test_a_step_follows_its_program_which_ends_on_nccl_and_sends_what_it_claims(
             sent = [nbytes for verb, _, nbytes in steps if verb == "send"]
             if name in ("naive", "gpipe", "1f1b", "zb-h1", "zb-h2"):  # a chunk on each rank
                 assert sum(sent) == pipeline_bytes(rank, p, m, 12)
-        # even if a rank stops at each message until its peer has come to it, too
+        # It finishes even if each message blocks a rank until its peer has reached it, too.
         heads = lambda: [queue[0] for queue in queues if queue]
         while meeting := {transfer for transfer in heads() if heads().count(transfer) == 2}:
             for queue in queues:
@@ -464,50 +465,50 @@ def test_a_step_follows_its_program_which_ends_on_nccl_and_sends_what_it_claims(
 
 
 class _Cut(nn.Linear):
-    """Its output does not depend on its input: the gradient is of zeros, or there is no graph."""
+    """A layer whose output ignores its input: dx is zero or, if it is frozen, there is no graph."""
 
     def forward(self, x):
         return super().forward(torch.ones_like(x)) if self.weight.requires_grad else x.detach()
 
 
 @on_ranks(3)
-def test_stages_may_be_frozen_cut_without_parameters_or_layers_and_send_transposed_views_or_bf16():
+def test_stages_may_be_frozen_or_empty_cut_the_graph_and_send_transposed_views_or_bf16():
     linear = lambda: nn.Linear(4, 4, dtype=torch.float64)
     cut = lambda: _Cut(4, 4, dtype=torch.float64)
-    put_off = lambda *bias: DeferredLinear(4, 4, *bias, defer=WeightGradStore()).double()
-    frozen, half_frozen = linear().requires_grad_(False), put_off()
+    deferred = lambda *bias: DeferredLinear(4, 4, *bias, defer=WeightGradStore()).double()
+    frozen, half_frozen = linear().requires_grad_(False), deferred()
     half_frozen.weight.requires_grad_(False)
     flip, to = lambda: Apply(lambda x: x.mT), lambda dtype: Apply(lambda x: x.to(dtype))
     x, tokens = torch.randn(8, 4, 4, dtype=torch.float64), torch.randint(11, (8, 4))
     embedding, schedules = nn.Embedding(11, 4).double(), [f(3, 4) for f in (gpipe, zb_h1, zb_v)]
     for layers, *bounds, inputs, schedules in (
-        ([nn.Tanh(), linear(), linear()], 1, 2, x, schedules),  # no parameters first
-        ([linear(), nn.Tanh(), nn.GELU()], 1, 2, x, schedules),  # and last
+        ([nn.Tanh(), linear(), linear()], 1, 2, x, schedules),  # the first has no parameters
+        ([linear(), nn.Tanh(), nn.GELU()], 1, 2, x, schedules),  # the last ones have none
         ([frozen, linear(), frozen], 1, 2, x, schedules),
         ([linear(), frozen, frozen], 1, 2, x, schedules),
-        ([put_off(False), half_frozen, put_off()], 1, 2, x, schedules),
+        ([deferred(False), half_frozen, deferred()], 1, 2, x, schedules),
         ([linear(), cut(), linear()], 1, 2, x, schedules),
         ([linear(), cut().requires_grad_(False), linear()], 1, 2, x, schedules),
         ([linear(), linear(), cut()], 1, 2, x, schedules),
-        ([linear(), linear()], 0, 1, x, schedules),  # no layers in the first stage
+        ([linear(), linear()], 0, 1, x, schedules),  # the first stage has no layers
         ([linear(), linear()], 1, 1, x, schedules),
         ([linear(), linear()], 1, 2, x, schedules),
         ([linear()], 0, 0, x, schedules),
         ([linear(), flip(), linear()], 2, 2, x, schedules),  # the output is a transposed view
-        ([linear(), nn.Identity(), flip(), linear()], 2, 2, x, schedules),  # the gradient is
+        ([linear(), nn.Identity(), flip(), linear()], 2, 2, x, schedules),  # the gradient is one
         ([embedding, nn.Tanh(), linear()], 2, 2, tokens, schedules),
         ([linear(), to(torch.bfloat16), to(torch.float64)], 2, 2, x, schedules[:2]),
     ):
         batches = [(inputs, torch.randn(8, 4, 4, dtype=torch.float64)) for _ in range(2)]
         for schedule in schedules:
-            stages = len(schedule.routes[0]) - 3  # of zb-v half have none
+            stages = len(schedule.routes[0]) - 3  # half of zb-v's stages have no layers
             _compare(layers, [0, *bounds, *[len(layers)] * (stages + 1)], schedule, batches)
 
 
 @pytest.mark.parametrize("where", ["register_forward_pre_hook", "register_full_backward_pre_hook"])
 @on_ranks(1)
-def test_a_step_that_failed_leaves_nothing_to_the_next(where):
-    """It fails in the second microbatch."""
+def test_a_step_that_failed_does_not_affect_the_next(where):
+    """The failure is in the second microbatch."""
     for make_schedule in (gpipe, one_f_one_b, zb_h2):
         store = WeightGradStore()
         stage = DeferredLinear(4, 4, defer=store)
@@ -529,7 +530,7 @@ def test_a_step_that_failed_leaves_nothing_to_the_next(where):
 
 
 def _peak_held(name, num_microbatches, wrap=lambda stage: stage):
-    """The most that are held at a time of what is between a stage's two layers, and of outputs."""
+    """Return the most hidden activations, and the most outputs, that a stage holds at once."""
     schedule, store = SCHEDULES[name](rank_and_size()[1], num_microbatches), WeightGradStore()
     freed, peaks = ([], []), [0, 0]
 
@@ -566,7 +567,7 @@ def test_a_stage_holds_as_many_activations_as_the_simulator_says_or_one_if_check
 
 @pytest.mark.parametrize("make_schedule", [interleaved, zb_v])
 @on_ranks(1)
-def test_what_a_rank_hands_to_its_own_other_chunk_is_let_go_at_once(make_schedule):
+def test_a_tensor_that_a_rank_hands_to_its_own_other_chunk_is_freed_at_once(make_schedule):
     executor, handed, held = _make(make_schedule(1, 8), lambda: nn.Linear(4, 4), (1, 4)), [], []
 
     def told(action, received, perform=executor.perform):
@@ -581,7 +582,7 @@ def test_what_a_rank_hands_to_its_own_other_chunk_is_let_go_at_once(make_schedul
 
 
 class Synced(DeferredLinear):
-    """A stage that, as DistributedDataParallel does, has a say in which backwards reduce."""
+    """A stage with no_sync() and start_grad_sync(), as in DistributedDataParallel."""
 
     def __init__(self, store):
         super().__init__(4, 4, defer=store)
@@ -622,12 +623,12 @@ def _order_of_syncs(name, num_microbatches, sync_each, shared):
 
 @pytest.mark.parametrize("sync_each, shared", [(False, False), (True, False), (False, True)])
 @every_schedule
-def test_gradients_come_in_b_or_w_and_each_chunk_reduces_in_the_last_of_these_or_each(
+def test_a_chunk_starts_to_reduce_in_its_last_action_or_in_each_with_sync_each(
     name, sync_each, shared
 ):
-    """In a W after it has begun by what came before. shared: all chunks are one module.
+    """A W starts the reduction before its own gradients exist. shared: all chunks are one module.
 
-    A layer may add to .grad itself in a B that does not reduce.
+    In a B that does not reduce, a layer may add to .grad itself.
     """
     for p, m in _sizes_of(name, [(1, 1), (1, 4), (2, 4), (4, 8)]):
         schedule = SCHEDULES[name](p, m)
@@ -646,7 +647,7 @@ def test_gradients_come_in_b_or_w_and_each_chunk_reduces_in_the_last_of_these_or
 
 
 @on_ranks(2)
-def test_batches_stages_and_schedules_that_do_not_fit_are_named():
+def test_errors_name_batches_stages_and_schedules_that_do_not_fit():
     rank, _ = rank_and_size()
     stage, batch = nn.Linear(3, 3), torch.randn(4, 3)
     theirs = nn.parallel.DistributedDataParallel(stage)
@@ -677,12 +678,12 @@ def test_batches_stages_and_schedules_that_do_not_fit_are_named():
     if rank == 0:
         with pytest.raises(ValueError, match=r"rank 0 made \(4, 3\) .*to be sent like .*2, 3"):
             executor.step(torch.randn(8, 3))
-        with pytest.raises(RuntimeError, match="failed"):  # its messages would be taken for others
+        with pytest.raises(RuntimeError, match="failed"):  # messages of the failed step remain
             executor.step(batch)
 
 
 @on_ranks(1)
-def test_a_stage_that_changes_what_it_received_in_place_is_refused():
+def test_a_stage_that_changes_its_input_in_place_is_rejected():
     stages = nn.Linear(4, 4), nn.ReLU(inplace=True)
     with pytest.raises(RuntimeError, match="a stage must not change its input in place"):
         Pipeline(stages, zb_v(1, 2), _loss, shape=(1, 4)).step(*torch.ones(2, 2, 4))

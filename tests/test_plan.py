@@ -1,4 +1,4 @@
-"""tests/plan.py beside published runs, the rehearsal's counts, sums by hand, and a full search."""
+"""plan.py agrees with published runs, rehearse.py's counts, the literature, and a full search."""
 
 import itertools
 import math
@@ -16,8 +16,8 @@ from pipeline import SCHEDULES, simulate
 from plan import Layout
 from ranks import PROJECT
 
-# Narayanan et al., 2021, table 1: t, p, GPUs, batch, TFLOP/s per GPU; the microbatch and the chunks
-# are those of Megatron-LM's examples/sc21/run_table_1.sh.
+# Narayanan et al., 2021, table 1: t, p, GPUs, batch, TFLOP/s per GPU. The microbatch and the chunks
+# are from Megatron-LM's examples/sc21/run_table_1.sh.
 RUNS = {
     **{"gpt-1.7b": (1, 1, 32, 512, 137, 16, 1), "gpt-3.6b": (2, 1, 64, 512, 138, 16, 1)},
     **{"gpt-7.5b": (4, 1, 128, 512, 142, 16, 1), "gpt-18.4b": (8, 1, 256, 1024, 135, 8, 1)},
@@ -26,7 +26,7 @@ RUNS = {
     **{"gpt-529.6b": (8, 35, 2520, 2520, 163, 1, 3), "gpt-1008.0b": (8, 64, 3072, 3072, 163, 1, 1)},
 }
 # The Llama 3 report, table 4: GPUs, cp, dp, sequence, TFLOP/s per GPU, at t = 8, p = 16 and 16M
-# tokens. Filled in here: 8 chunks of one layer, ZeRO-2.
+# tokens. ZeRO-2 and 8 chunks of one layer are chosen here.
 LLAMA = [(8192, 1, 64, 8192, 430), (16384, 1, 128, 8192, 400), (16384, 16, 8, 131072, 380)]
 
 
@@ -48,12 +48,12 @@ def llama(row, gpu=GPUS["h100"]):
     config, sizes = plan.config_of(args), {"microbatches": args.batch_size // dp, "sp": True}
     sizes |= {"cp_method": "allgather", "schedule": "interleaved", "chunks": 8, "zero": 2}
     found = plan.price(config, gpu, Layout(8, cp, 16, dp, **sizes))
-    flops = hybrid.flops_per_token(config) - 126 * 3 * 2 * s * 16384  # causal: half of the scores
+    flops = hybrid.flops_per_token(config) - 126 * 3 * 2 * s * 16384  # a mask halves the scores
     return found, args.batch_size * s * flops / gpus / found.step / 1e12
 
 
 def fitted(kind, errors):
-    """Return the GPU with the least squares of errors(gpu) among those with near constants."""
+    """Return the GPU with the least squared errors among GPUs with similar constants."""
     gpu, near = GPUS[kind], range(-3, 4)
     products, moves = ([round(x + n / 100, 2) for n in near] for x in (gpu.products, gpu.moves))
     pairs = [(a, b) for a, b in itertools.product(products, moves) if b <= 1]
@@ -71,20 +71,21 @@ def test_constants_are_fitted_to_every_second_run():
     assert fitted("h100", errors) == GPUS["h100"]
 
 
-def test_the_ten_rows_of_megatron_come_out_within_5_percent_in_their_order():
+def test_megatrons_ten_rows_are_predicted_within_5_percent_and_in_order():
     measured, found = [row[4] for row in RUNS.values()], [predicted(name) for name in RUNS]
     errors = [abs(a / b - 1) for a, b in zip(found, measured)]
-    assert sum(errors) / 10 < 0.025 and sum(errors[1::2]) / 5 < 0.025  # what was not fitted to
+    # Every second run was not used in the fit.
+    assert sum(errors) / 10 < 0.025 and sum(errors[1::2]) / 5 < 0.025
     assert max(errors) < 0.05
     for (a, own), (b, theirs) in itertools.combinations(zip(found, measured), 2):
         assert abs(own / theirs - 1) < 0.05 or (a > b) == (own > theirs)
 
 
-def test_llama_3_comes_out_within_5_percent_in_its_order():
+def test_llama_3s_rows_are_predicted_within_5_percent_and_in_order():
     plans, found = zip(*map(llama, LLAMA))
     assert found[0] > found[1] > found[2]
     assert all(abs(a / row[4] - 1) < 0.05 for a, row in zip(found, LLAMA))
-    assert all(p.held < 89 * 2**30 for p in plans)  # more than the planner would take
+    assert all(p.held < 89 * 2**30 for p in plans)  # more than the planner allows
 
 
 def test_models_have_as_many_parameters_as_those_of_the_literature():
@@ -98,7 +99,7 @@ def test_models_have_as_many_parameters_as_those_of_the_literature():
 
 
 def test_the_published_degrees_are_within_12_5_percent_of_the_best():
-    """Megatron-LM's are compared with what it had in 2021: no ZeRO, and all recomputed."""
+    """Megatron-LM's are compared with other degrees of 2021: without ZeRO, with recomputation."""
     published = {
         f"--model {name} --gpus {gpus} --gpu a100 --batch-size {batch} --zero 0 --recompute full "
         f"--schedule {'interleaved' if v > 1 else '1f1b'}": f" --tp {t} --pp {p} --cp 1"
@@ -112,8 +113,8 @@ def test_the_published_degrees_are_within_12_5_percent_of_the_best():
 
 # ---- beside the rehearsal ------------------------------------------------------------------------
 
-# Published models, in layouts chosen here to be unlike each other: {flags: (the fullest rank, the
-# GB that tests/rehearse.py counts at a step's peak)}.
+# Published models in varied layouts: {flags: (the fullest rank, the GB that rehearse.py counts at
+# the step's peak)}.
 COUNTED = {
     "--model llama3-405b --gpus 16384 --tp 8 --pp 16 --sp --zero 2 --schedule interleaved"
     " --chunks 8 --batch-size 2048 --microbatches 16": (1024, 78.4),
@@ -137,7 +138,7 @@ def test_memory_is_within_10_percent_of_the_rehearsals(flags):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("flags", COUNTED)
-def test_so_much_is_counted(flags):
+def test_rehearse_counts_the_memory_that_plan_is_compared_with(flags):
     rank, counted = COUNTED[flags]
     words = [sys.executable, "tests/rehearse.py", "--dtype", "bf16", "--rank", str(rank)]
     out = subprocess.check_output([*words, *flags.split()], cwd=PROJECT, text=True)
@@ -145,12 +146,12 @@ def test_so_much_is_counted(flags):
     assert float(peak) / 1e3 == pytest.approx(counted, rel=0.02)
 
 
-# ---- what a price is made of ---------------------------------------------------------------------
+# ---- the parts of a price ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "naive"])
 def test_a_rank_keeps_as_many_microbatches_as_its_schedule_has_in_flight(name):
-    """One stage holds the rest: what a microbatch needs while it is computed."""
+    """The difference of two models leaves out what a microbatch needs only while it is computed."""
     config = lambda layers: hybrid.GPTConfig(layers, 64, 4, 512, 1)
     held = lambda layers, **sizes: plan.memory_of(config(layers), Layout(**sizes))["activations"]
     kept = (held(32) - held(16)) / 16
@@ -165,8 +166,8 @@ def test_a_rank_keeps_as_many_microbatches_as_its_schedule_has_in_flight(name):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_bubble_of_a_step_is_that_of_the_simulator(name):
-    """Links and memory take no time here. DualPipe's formula is an upper bound."""
+def test_the_bubble_of_a_step_agrees_with_the_simulator(name):
+    """Links and memory are infinitely fast here. DualPipe's formula is an upper bound."""
     config, gpu = hybrid.GPTConfig(48, 64, 4, 32, 1), Gpu(1e-6, 80, 1e30, 1e30, 1e30, 1.0, 1.0)
     (forward, backward, weight), _ = plan.works(config, gpu, Layout())
     for p, m in itertools.product((2, 4, 6), (2, 4)):
@@ -183,12 +184,12 @@ def test_the_bubble_of_a_step_is_that_of_the_simulator(name):
 
 def test_the_gradient_of_a_large_vocabulary_in_32_bits_may_be_the_peak():
     config, layout = hybrid.GPTConfig(4, 1024, 8, 128, 256_000), Layout(pp=4)
-    kept = plan.layer_bytes(config, layout, "none") + 2 * 128 * 256_000  # and logits in 16 bits
+    kept = plan.layer_bytes(config, layout, "none") + 2 * 128 * 256_000  # with logits in 16 bits
     last = plan.activations_of(config, layout, plan.Share(1, 0, 1))
     assert last == kept + 4 * 1024 * 256_000
 
 
-def test_layers_are_cut_as_the_trainer_cuts_them():
+def test_layers_are_divided_into_stages_as_in_the_trainer():
     pipelines = (1, 1), (2, 1), (6, 1), (2, 2), (4, 2), (2, 3)
     for layers, V, (pp, v) in itertools.product((5, 12, 61), (10, 3000), pipelines):
         config, stages = hybrid.GPTConfig(layers, 64, 4, 32, V), pp * v
@@ -203,7 +204,7 @@ def test_layers_are_cut_as_the_trainer_cuts_them():
 def test_the_best_plans_are_those_of_a_search_through_everything():
     flags = "--gpus 8 --gpu h100 --layers 4 --hidden 64 --heads 4 --seq-len 32 --batch-size 16"
     args = plan.parse(flags.split())
-    for memory in (2e-3, 6.5e-4):  # GB: the quickest layout fits, and does not fit
+    for memory in (2e-3, 6.5e-4):  # GB into which the fastest layout fits, and does not fit
         args.machine = GPUS["h100"]._replace(memory=memory, per_node=4)
         best = {}
         for piece in plan.pieces_of(args):
@@ -224,7 +225,7 @@ def test_the_best_plans_are_those_of_a_search_through_everything():
 def test_llama_3_on_16384_gpus_has_ten_plans_in_two_tables(capsys):
     began = time.process_time()
     assert plan.main("--model llama3-405b --gpus 16384 --gpu h100".split()) == 0
-    assert time.process_time() - began < 60  # a machine at rest takes 3
+    assert time.process_time() - began < 60  # an idle machine takes 3 s
     lines = capsys.readouterr().out.splitlines()
     numbers = [line[:2] for line in lines if re.match("[ 1][0-9] ", line)]
     assert max(map(len, lines)) <= 100 and numbers == [f"{n:2}" for n in range(1, 11)] * 2
@@ -232,7 +233,7 @@ def test_llama_3_on_16384_gpus_has_ten_plans_in_two_tables(capsys):
 
 @pytest.mark.parametrize("gpus", [1, 3, 8])
 @pytest.mark.parametrize("more", ["", "--experts 4", "--zero 3 --recompute full"])
-def test_small_worlds_have_a_plan(gpus, more, capsys):
+def test_a_few_gpus_have_a_plan(gpus, more, capsys):
     assert plan.main(f"--gpus {gpus} --gpu h100 {more}".split()) == 0
     assert "\n 1 " in capsys.readouterr().out
 
@@ -249,7 +250,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("flags", WRONG)
-def test_what_is_wrong_is_said_in_one_line(flags, capsys):
+def test_an_invalid_flag_is_one_line(flags, capsys):
     assert plan.main(["--gpu", "h100", *flags.split()]) == 2
     out, err = capsys.readouterr()
     assert out == "" and WRONG[flags] in err and err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Ranks return in order, meet in fresh groups, and say what happened when one fails."""
+"""ranks.py returns results in order, makes new groups, and tells which rank failed and how."""
 
 import importlib
 import os
@@ -26,7 +26,7 @@ def fail():
 
 
 def act_on(bad_rank, action, *arguments):
-    """Act on that rank, for which the others wait."""
+    """Call action() on one rank; the others wait for that rank."""
     if dist.get_rank() == bad_rank:
         action(*arguments)
     dist.barrier()
@@ -47,7 +47,7 @@ def body_fails_on(bad_rank):
 
 
 def failure(runner, *args, **kwargs):
-    """Return the message of the RanksFailed that the call raises, and the seconds it took."""
+    """Make a call that raises RanksFailed; return the message, and the seconds that it took."""
     start = time.monotonic()
     with pytest.raises(RanksFailed) as info:
         runner(*args, **kwargs)
@@ -56,7 +56,7 @@ def failure(runner, *args, **kwargs):
     return str(info.value), seconds
 
 
-def test_fresh_groups_back_to_back_on_the_same_processes():
+def test_fifty_calls_in_a_row_run_in_new_groups_on_the_same_processes():
     pids = {tuple(run(4, number_of_process)) for _ in range(50)}
     assert len(pids) == 1
 
@@ -76,21 +76,21 @@ KILL = signal.raise_signal, signal.SIGKILL
         ((partial(body_fails_on, bad_rank=1), 2), "1 of 2", "Traceback", "in the body", [0]),
     ],
 )
-def test_the_first_failure_is_told_in_full_and_nobody_waits_long(call, who, how, named, others):
+def test_the_first_failure_is_reported_in_full_and_soon(call, who, how, named, others):
     text, _ = failure(*call)
     assert re.match(f"rank {who} failed:\n{how}", text) and named in text
     assert text.count("Traceback") == how.count("Traceback")
     assert all(f"\nrank {rank} failed after it: " in text for rank in others)
 
 
-def test_a_hang_ends_at_its_timeout_with_the_stack():
+def test_a_hang_ends_at_the_timeout_and_its_stack_is_reported():
     text, seconds = failure(run, 3, wait_forever_on, 1, timeout=3)
     assert text.startswith("rank 1 of 3 failed:\ndid not answer in 3 s")
     assert "in wait_forever_on" in text and "rank 0" not in text and "rank 2" not in text
     assert seconds >= 3
 
 
-def test_outcomes_of_spawned_ranks():
+def test_spawn_returns_the_outcomes_of_killed_stopped_and_waiting_ranks():
     killed, closed = spawn(2, act_on, 0, *KILL, check=False)
     assert killed.exitcode == -signal.SIGKILL and killed.result is None
     assert closed.exitcode == 1 and "by peer" in closed.error_text
@@ -110,7 +110,7 @@ def test_the_pool_works_after_failures():
 @pytest.mark.parametrize("backend", ["cuda:fake", "cpu:fake,cuda:fake", "fake"])
 @on_ranks(1)
 def test_a_rank_leaves_groups_of_any_device(backend):
-    """A group of GPUs alone has no backend for the CPU. run_in_group() leaves the groups."""
+    """A group for GPUs alone has no backend for the CPU. run_in_group() leaves the groups."""
     dist.destroy_process_group()
     dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=2)
     dist.new_group([0])

@@ -1,4 +1,4 @@
-"""README and RESULTS.md say what is counted, and the README's commands are ones that run."""
+"""README and RESULTS.md have the numbers that are counted, and README's commands run."""
 
 import os
 import re
@@ -32,11 +32,11 @@ def _world_size(words):
     return nodes * number("--nproc-per-node")
 
 
-def test_the_results_are_what_is_counted_now():
+def test_results_have_the_numbers_that_are_counted_now():
     assert claims.RESULTS.read_text() == claims.text(), "python tests/claims.py --write"
 
 
-def test_each_claim_is_what_is_counted_and_names_its_test():
+def test_each_claim_agrees_with_its_count_and_names_its_test():
     for claim, _, value, counted, file, words in claims.rows():
         assert counted == pytest.approx(value, abs=0.01), claim
         source = (PROJECT / f"tests/test_{file}.py").read_text()
@@ -46,7 +46,7 @@ def test_each_claim_is_what_is_counted_and_names_its_test():
             assert f"{value:,.0f}" in claims.RESULTS.read_text()
 
 
-def test_every_command_is_known():
+def test_every_command_names_a_file_and_has_valid_flags():
     assert len(OF_HYBRID) >= 5 and len(COMMANDS) >= 12
     for words in OF_HYBRID:
         flags = words[words.index("hybrid.py") + 1 :]

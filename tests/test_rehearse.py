@@ -1,4 +1,4 @@
-"""rehearse.py counts what real ranks hold and send, and takes a minute for a large layout."""
+"""rehearse.py counts what real ranks hold and send, and takes a minute at most."""
 
 import time
 from unittest.mock import patch
@@ -18,7 +18,7 @@ from test_hybrid import soak_but
 from trace import axes_of
 
 SIZES = "--layers 2 --hidden 32 --heads 4 --seq-len 32 --vocab-size 67 --batch-size 16"
-LAYOUTS = [  # GPUs per node, and flags for 4 ranks
+LAYOUTS = [  # (GPUs per node, flags for 4 ranks)
     (2, "--dp 2 --tp 2 --sp --zero 2 --microbatches 2"),
     (2, "--layers 4 --pp 4 --microbatches 4 --recompute selective"),
     (2, "--dp 4 --ep 4 --topk-nodes 1 --experts 8 --shared-experts 1 --zero 0"),
@@ -48,7 +48,7 @@ def even_choice(router, scores):
 
 
 def _real(flags, per_node):
-    """Take a rank's first step with real tensors, over gloo; return what it holds and sends."""
+    """Take two steps with real tensors, over gloo; return what the rank holds and sends."""
     args = hybrid.parse(flags.split(), dist.get_world_size(), per_node)
     watch, fused = rehearse.Watch(), lambda q, k, v, dropout: attention(q, k, v)
     with (
@@ -71,7 +71,7 @@ def _real(flags, per_node):
 
 
 def _rehearsed(flags, rank, per_node=4):
-    """Return the same figures, rehearsed."""
+    """Rehearse the same step; return the same figures."""
     args = hybrid.parse(flags.split(), 4, per_node)
     with patch.object(rehearse, "PER_NODE", per_node):
         _, held, sent = rehearse.rehearse(args, rank)
@@ -80,7 +80,7 @@ def _rehearsed(flags, rank, per_node=4):
 
 
 @pytest.mark.parametrize("per_node, flags", soak_but(lambda i, _: i < 4, LAYOUTS))
-def test_what_is_held_and_sent_is_that_of_real_ranks(per_node, flags):
+def test_the_counts_are_those_of_real_ranks(per_node, flags):
     for rank, (held, sent) in enumerate(run(4, _real, f"{SIZES} {flags}", per_node)):
         found, found_sent = _rehearsed(f"{SIZES} {flags}", rank, per_node)
         assert found_sent == sent, rank
@@ -89,8 +89,8 @@ def test_what_is_held_and_sent_is_that_of_real_ranks(per_node, flags):
         assert {kind: found[kind] for kind in held} == pytest.approx(held, rel=0.02), rank
 
 
-def test_chunks_of_a_pipeline_have_two_whole_gradients_together_not_each():
-    """Shards of the sums come on top. One row is one block, and messages need a part of another."""
+def test_all_chunks_of_a_pipeline_together_hold_two_whole_gradients():
+    """They also hold shards of the sums. Messages need a part of a third block."""
     flags = f"{SIZES} --layers 16 --vocab-size 8 --pp 2 --dp 2 --zero 2 --microbatches 2"
     flags += " --schedule interleaved --chunks 8"
     trainer, held, _ = rehearse.rehearse(hybrid.parse(flags.split(), 4, 4), 1)
@@ -101,7 +101,7 @@ def test_chunks_of_a_pipeline_have_two_whole_gradients_together_not_each():
     assert held["gradients"] - shards < 3 * block
 
 
-def test_an_activation_too_many_and_a_message_too_many_are_seen():
+def test_an_additional_activation_and_an_additional_message_are_counted():
     flags, forward = f"{SIZES} --dp 4 --microbatches 2", hybrid.MLP.forward
     held, sent = _rehearsed(flags, 0)
 
@@ -111,7 +111,7 @@ def test_an_activation_too_many_and_a_message_too_many_are_seen():
 
     with patch.object(hybrid.MLP, "forward", hoard):
         found, found_sent = _rehearsed(flags, 0)
-    assert found["activations"] - held["activations"] == 2 * (32 * 2 * 32 * 4)  # of 2 layers
+    assert found["activations"] - held["activations"] == 2 * (32 * 2 * 32 * 4)  # 2 layers
     assert found_sent == sent
 
     def chatter(self):
@@ -120,7 +120,7 @@ def test_an_activation_too_many_and_a_message_too_many_are_seen():
     with patch.object(hybrid.Trainer, "sum_shared_gradients", chatter):
         _, found = _rehearsed(flags, 0)
     extra = {what: found["dp"][what] - sent["dp"][what] for what in found["dp"]}
-    assert extra == {"sent": 128 * 4 * 3, "batches": 1, "between": 0}  # to each of the others
+    assert extra == {"sent": 128 * 4 * 3, "batches": 1, "between": 0}  # to 3 other ranks
 
 
 OF_DP = [
@@ -144,8 +144,8 @@ def test_a_step_sends_over_dp_what_the_formula_of_zero_says(flags):
 
 # ---- large layouts -------------------------------------------------------------------------------
 
-# The degrees are those of the reports on Llama 3 and DeepSeek-V3, and so is the latter's batch.
-# Microbatches are filled in. SMALL is Llama 3's layout with a small model.
+# The degrees are from the reports on Llama 3 and DeepSeek-V3, and so is DeepSeek-V3's batch. The
+# microbatches are chosen here. SMALL is Llama 3's layout with a small model.
 LLAMA = "--model llama3-405b --gpus 16384 --tp 8 --pp 16 --sp --dtype bf16 --batch-size 2048"
 DEEPSEEK = "--model deepseek-v3 --gpus 2048 --pp 16 --ep 64 --balance bias --dtype bf16"
 DEEPSEEK += " --schedule dualpipe --batch-size 15360 --microbatches 60"
@@ -158,7 +158,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("flags, title", soak_but(lambda i, _: i < 1, ROWS))
-def test_a_rank_of_many_takes_a_minute_at_most_and_the_papers_agree(capsys, flags, title):
+def test_a_large_layout_takes_a_minute_at_most_and_agrees_with_the_papers(capsys, flags, title):
     began = time.process_time()
     assert rehearse.main(flags.split()) == 0
     assert time.process_time() - began < 60
@@ -173,7 +173,7 @@ def test_a_rank_of_many_takes_a_minute_at_most_and_the_papers_agree(capsys, flag
 # ---- the command line ----------------------------------------------------------------------------
 
 
-def test_a_model_of_the_literature_has_its_sizes_except_those_that_are_given():
+def test_a_model_of_the_literature_has_its_published_sizes_unless_flags_override_them():
     flags = "--model mixtral-8x22b --layers 9 --gpus 64 --rank 20 --ep 8 --pp 4 --heads 16"
     args, rank = rehearse.parse(flags.split())
     assert (rank, args.dp, args.per_node, args.world_size) == (20, 16, 8, 64)
@@ -188,7 +188,7 @@ def test_a_model_of_the_literature_has_its_sizes_except_those_that_are_given():
         ("--model gpt-5", "--model: invalid choice: 'gpt-5'"),
     ],
 )
-def test_what_cannot_be_rehearsed_is_said_in_one_line(capsys, flags, message):
+def test_an_invalid_flag_is_one_line(capsys, flags, message):
     assert rehearse.main(flags.split()) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"rehearse.py: error: {message}") and err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Sequence parallelism and recomputation: gradients of one process, bytes of activations."""
+"""Sequence parallelism and recomputation keep one process's gradients, and the papers' bytes."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ split_or_not = pytest.mark.parametrize("sequence_parallel", [False, True])
 
 
 @on_ranks(1, 3)
-def test_the_idea_of_a_layer_is_the_real_one():
+def test_the_short_form_of_an_mlp_agrees_with_the_real_one():
     rank, P = rank_and_size()
     layer, found = TransformerLayer(4 * P, P, sequence_parallel=True).double(), []
     up, down = layer.mlp.c_fc, layer.mlp.c_proj
@@ -39,7 +39,7 @@ def test_the_idea_of_a_layer_is_the_real_one():
 # ---- recomputation -------------------------------------------------------------------------------
 
 
-def test_what_recomputation_cannot_do_is_an_error_and_leaves_no_gradient():
+def test_unsupported_uses_of_recomputation_raise_and_leave_no_gradient():
     linear, x = nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"\.grad\(\)"):
         torch.autograd.grad(recompute(linear, x).sum(), x)
@@ -53,7 +53,7 @@ def test_what_recomputation_cannot_do_is_an_error_and_leaves_no_gradient():
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_recomputed_function_runs_twice_alike_and_keeps_its_inputs_only(autocast):
+def test_a_recomputed_function_runs_twice_in_the_same_way_and_keeps_only_its_inputs(autocast):
     runs, linear, x, y = [], nn.Linear(3, 3), torch.randn(5, 3), torch.randn(5, 3)
 
     def function(x, y):
@@ -74,7 +74,7 @@ def test_a_recomputed_function_runs_twice_alike_and_keeps_its_inputs_only(autoca
 
 
 @on_ranks(1)
-def test_the_output_that_is_made_again_takes_no_memory():
+def test_the_recomputed_output_takes_no_memory():
     layer, x, peaks = TransformerLayer(64, 4), torch.randn(64, 2, 64, requires_grad=True), []
     for again in (partial(checkpoint, use_reentrant=True), recompute):
         again(layer, x).sum().backward()
@@ -87,11 +87,11 @@ def test_the_output_that_is_made_again_takes_no_memory():
 
 # ---- activation memory ---------------------------------------------------------------------------
 
-SIZES = (2, 24, 48, 12)  # batch, sequence, width, heads: 1, 2, 3, 4 and 6 divide them
+SIZES = (2, 24, 48, 12)  # batch, sequence, width, heads; every tp divides the last three
 
 
 def _kept(layer, T):
-    """Bytes that autograd keeps of a layer, of T positions, in 16 bit."""
+    """Return the bytes that autograd keeps of a layer with T positions, in bf16."""
     B, _, D, _ = SIZES
     x = torch.randn(T, B, D, dtype=torch.bfloat16, requires_grad=True)
     with saved_bytes(layer.bfloat16().parameters()) as count:
@@ -119,7 +119,7 @@ def test_a_layer_keeps_the_bytes_of_the_paper_and_the_statistics_of_its_norms(
         assert kept == pytest.approx(claimed + norms, rel=1e-12)
 
 
-def test_the_rows_of_the_table():
+def test_activation_bytes_are_the_rows_of_the_papers_table():
     s, b, h, a, t = 2048, 4, 12288, 96, 8
     row = lambda *mode: activation_bytes(b, s, h, a, t, *mode) / (s * b * h)
     scores = 5 * a * s / h
@@ -132,7 +132,7 @@ def test_the_rows_of_the_table():
 
 @on_ranks(1, 2)
 def test_fused_attention_keeps_no_scores():
-    """Without dropout of scores; what is left grows as the sequence does."""
+    """Scores have no dropout here. What is kept is proportional to the sequence's length."""
     (B, T, D, H), (_, tp) = SIZES, rank_and_size()
     layer = lambda core: TransformerLayer(D, H, attention_fn=core, sequence_parallel=True)
     bytes_of = lambda core, k: _kept(layer(core), k * T // tp)
@@ -143,7 +143,7 @@ def test_fused_attention_keeps_no_scores():
         assert bytes_of(attention, k) == k * (claimed + norm_bytes(B, T, tp, True))
 
 
-def test_dropout_keeps_a_mask_of_a_byte_and_scales_what_is_left():
+def test_dropout_keeps_one_byte_per_element_and_scales_the_others():
     x = torch.ones(1000, dtype=torch.bfloat16, requires_grad=True)
     with saved_bytes() as count:
         y = dropout(x, 0.5)

@@ -1,4 +1,4 @@
-"""Ordinary and odd scripts of PyTorch's users train the same here, and end normally."""
+"""Ordinary and odd scripts written for PyTorch's wrappers train with ours, and exit normally."""
 
 import copy
 import io
@@ -25,13 +25,13 @@ from replicas import assert_close
 
 
 def launch(folder, world_size, script, *arguments, **options):
-    """Run the text of a script under torchrun, from a file in `folder`."""
+    """Write a script to a file in `folder` and run it under torchrun."""
     file = folder / "script.py"
     file.write_text(textwrap.dedent(script))
     return torchrun(world_size, file, *arguments, cwd=folder, **options)
 
 
-# ---- ddp.py and zero.py: the ordinary script, with the import swapped ----------------------------
+# ---- ddp.py and zero.py: scripts with the import swapped -----------------------------------------
 
 
 def make_net(seed=0):
@@ -58,7 +58,7 @@ def train(model, optimizer, steps=3, loss=lambda model, x: model(x).square().mea
 
 
 def accumulated(wrap):
-    """Accumulate gradients under no_sync(), and by nanoGPT's way of saying the same."""
+    """Accumulate gradients, by no_sync() and by the flag that nanoGPT sets."""
     net = make_net()
     model = wrap(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -78,7 +78,7 @@ def accumulated(wrap):
 
 
 def scaled(wrap, make_scaler=torch.amp.GradScaler):
-    """Train with autocast and GradScaler; an overflow on one rank skips the step on all."""
+    """Train with autocast and GradScaler; an overflow on one rank skips the step on all ranks."""
     net = make_net().float()
     model = wrap(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -96,7 +96,7 @@ def scaled(wrap, make_scaler=torch.amp.GradScaler):
 
 
 class Odd(nn.Module):
-    """Has buffers, a frozen, a tied and an unused weight, and blocks that are recomputed."""
+    """A net with BatchNorm, a frozen, a tied and an unused weight, and recomputed blocks."""
 
     def __init__(self, use_reentrant):
         super().__init__()
@@ -105,7 +105,7 @@ class Odd(nn.Module):
         self.first[0].weight.requires_grad_(False)
         self.last[2].weight = self.first[2].weight
         self.norm, self.use_reentrant = nn.BatchNorm1d(6).double(), use_reentrant
-        if not use_reentrant:  # torch's cannot do both
+        if not use_reentrant:  # PyTorch's DDP does not support both
             self.unused = nn.Linear(2, 2)
 
     def forward(self, x):
@@ -123,7 +123,7 @@ def recomputed(wrap, use_reentrant):
 
 
 def held(wrap, hold):
-    """Train a net that returns its output in some container, or None."""
+    """Train a net whose output is in another object, or is None; the loss uses the real output."""
     net, found = make_net(), []
     forward = net.forward
     net.forward = lambda x: hold(found.append(forward(x)) or found[-1])
@@ -134,7 +134,7 @@ def held(wrap, hold):
 
 
 def two_wrappers(wrap):
-    """Train a generator and a discriminator, whose steps also reach the other one."""
+    """Train a generator and a discriminator; the steps of each also reach the other."""
     nets = make_net(), make_net(seed=5)
     models = [wrap(net) for net in nets]
     optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
@@ -166,7 +166,7 @@ def saved_and_loaded(wrap):
 
 
 def fused_in_another_order(wrap):
-    """Train weights in another memory order with an optimizer that goes through memory."""
+    """Train weights in channels_last order with a fused optimizer, which runs through memory."""
     torch.manual_seed(0)
     net = nn.Conv2d(4, 3, 3).double().to(memory_format=torch.channels_last)
     model = wrap(net, None, None, static_graph=True, gradient_as_bucket_view=True)
@@ -178,7 +178,7 @@ def fused_in_another_order(wrap):
 
 
 def with_gradients_of_inputs(wrap):
-    """Call autograd.grad() through the wrapper, which sends nothing."""
+    """Call autograd.grad() through the wrapper before backward()."""
     net = make_net()
     model = wrap(net)
 
@@ -235,8 +235,8 @@ def test_a_script_of_pytorchs_ddp_trains_the_same_with_our_shards(script):
 
 
 @on_ranks(1, 2, 3)
-def test_the_optimizer_of_shards_trains_as_pytorchs_does():
-    """Each optimizer with each DDP, clipped, with a scheduler; also one that changes betas."""
+def test_our_zero_redundancy_optimizer_trains_as_pytorchs_does():
+    """Both optimizers train under both wrappers, with clipping and learning-rate schedules."""
     weights = []
     for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
         for shard in (ZeroRedundancyOptimizer, TheirOptimizer):
@@ -265,7 +265,7 @@ def test_the_optimizer_of_shards_trains_as_pytorchs_does():
 
 
 class Block(nn.Module):
-    """A unit of two layers, one normalised, used by a hook, recurrent, or recomputed."""
+    """A unit of two layers; one may be normalised, used by a hook, recurrent, or recomputed."""
 
     def __init__(self, how):
         super().__init__()
@@ -275,7 +275,7 @@ class Block(nn.Module):
         if how == "hook":
             self.b.register_forward_pre_hook(lambda module, args: (args[0] * module.weight[0],))
         if how == "recurrent":
-            self.a = nn.LSTM(6, 6)  # has a list of its own of its parameters
+            self.a = nn.LSTM(6, 6)  # a module that keeps its own list of its parameters
 
     def forward(self, state):
         h = self.a(state["x"].unsqueeze(0))  # a sequence of one
@@ -302,8 +302,8 @@ class Blocks(nn.Module):
 
 @pytest.mark.parametrize("how", ["recompute", "weight norm", "hook", "recurrent"])
 @on_ranks(2)
-def test_a_sharded_model_trains_clips_saves_and_goes_on_as_one_process(how):
-    """Between passes, names, norms, copies and averages see this rank's pieces."""
+def test_a_sharded_model_trains_clips_saves_and_resumes_as_one_process_does(how):
+    """Between passes, names, copies and averages of parameters see this rank's pieces."""
 
     def go_on(model, optimizer, clip, rows, first):
         for step in range(first, first + 3):
@@ -334,8 +334,8 @@ def test_a_sharded_model_trains_clips_saves_and_goes_on_as_one_process(how):
 
 
 @on_ranks(2)
-def test_a_sharded_module_beside_autograd_grad_and_inside_of_others():
-    """A net under DDP comes before it. A gradient of its input under no_sync() sums nothing."""
+def test_a_sharded_module_works_with_autograd_grad_and_inside_other_modules():
+    """A net under DDP precedes it. autograd.grad() of its input, under no_sync(), sums nothing."""
     net, plain = make_net(), make_net(seed=3)
     model = FullyShardedDataParallel(net, units=[net[0], net[2]])
     first = DistributedDataParallel(plain)
@@ -393,7 +393,7 @@ ENDS = """
         model[2] = RowParallelLinear(64, 8, group=dist.group.WORLD)
         return model
 
-    def pipeline_of_which_a_rank_fails():
+    def pipeline_with_a_rank_that_fails():
         torch.manual_seed(0)
         tokens, labels = torch.randint(50, (8, 6)), torch.randint(5, (8,))
         layers = nn.Embedding(50, 16), nn.Flatten(), nn.Linear(96, 32), nn.Linear(32, 5)
@@ -408,7 +408,7 @@ ENDS = """
         assert rank == 0 or losses[-1] < losses[0] / 2, losses
         try:
             pipeline.step(tokens, labels if rank == 0 else labels[:4])
-        except (ValueError, RuntimeError) as error:  # of its own, or of the connection
+        except (ValueError, RuntimeError) as error:  # its own error, or a lost connection
             print(f"rank {rank}: {type(error).__name__}: {error}\\n", end="", flush=True)
 
     uses = [
@@ -423,12 +423,12 @@ ENDS = """
     ]
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    gc.freeze()  # a process that ends has less to look at
-    for number, use in enumerate([*uses * int(sys.argv[1]), pipeline_of_which_a_rank_fails]):
-        if os.fork() == 0:  # each in a process of its own, which goes on below
+    gc.freeze()  # so that a process exits faster
+    for number, use in enumerate([*uses * int(sys.argv[1]), pipeline_with_a_rank_that_fails]):
+        if os.fork() == 0:  # the new process leaves the loop
             break
         _, status = os.wait()
-        # in one write, which the other rank's cannot cut in two
+        # One write, so that the other rank's output does not cut the line in two.
         print(f"{number} ended with status {status}\\n", end="", flush=True)
     else:
         sys.exit()
@@ -440,10 +440,10 @@ ENDS = """
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(5, marks=pytest.mark.soak)])
-def test_scripts_exit_with_0_and_one_that_fails_in_a_pipeline_does_not_hang_the_other(
+def test_scripts_exit_with_0_and_a_rank_that_fails_in_a_pipeline_does_not_hang_the_other(
     times, tmp_path
 ):
-    """Each use runs on two ranks of one torchrun, in processes that end by themselves."""
+    """Each use runs in a process of its own, on two ranks of one torchrun."""
     done = launch(tmp_path, 2, ENDS, times, timeout=240)
     assert done.returncode == 0, done.stderr
     ended = [line for line in done.stdout.splitlines() if " ended with " in line]
@@ -461,12 +461,12 @@ SMALL = f"--hidden 16 --heads 2 --seq-len 16 --data {PROJECT / 'ddp.py'}"
 
 
 def said(done):
-    """Return what hybrid.main() says on stderr."""
+    """Return the errors that hybrid.main() printed to stderr."""
     return [x.split(": ", 1)[1] for x in done.stderr.splitlines() if ".py: error: " in x]
 
 
 def read_metrics(file):
-    """The objects of a file of metrics; only what JSON knows of is in it."""
+    """Return the objects of a metrics file, which must be strict JSON."""
     wrong = lambda constant: pytest.fail(f"{constant} is not JSON")
     return [json.loads(line, parse_constant=wrong) for line in file.read_text().splitlines()]
 
@@ -492,10 +492,10 @@ def test_torchrun_and_one_process_write_the_same_metrics(tmp_path):
         for name in ("loss", "grad_norm", "validation_loss"):
             assert ours.get(name, 0) == pytest.approx(theirs.get(name, 0), rel=1e-5)
     assert len(metrics[0]) == 5 and metrics[0][1].keys() == {*words}
-    assert len(str(metrics[0][1]["loss"])) > 8  # full precision, not the printed four digits
+    assert len(str(metrics[0][1]["loss"])) > 8  # more than the four digits that are printed
 
 
-def test_a_fault_of_one_machine_is_said_once(tmp_path):
+def test_an_error_on_one_machine_is_printed_once(tmp_path):
     script = """
         import os, sys
         import hybrid

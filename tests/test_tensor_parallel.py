@@ -1,4 +1,4 @@
-"""Tensor parallelism against plain torch.nn: outputs, every gradient, bytes, dropout masks."""
+"""Tensor parallelism gives plain torch.nn's outputs and gradients; bytes and masks are checked."""
 
 import random
 from contextlib import contextmanager, nullcontext
@@ -30,9 +30,9 @@ from tensor_parallel import (
 )
 from transformer import Peak, TransformerLayer
 
-# Sizes of tensor-parallel groups, and how many there are, which see different data.
+# (the size of tensor-parallel groups, the number of groups, each of which has its own data)
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (2, 2), (3, 2)]
-BY_CHUNKS = "by chunks"  # split along the sequence, and products beside messages
+BY_CHUNKS = "by chunks"  # split along the sequence; the products of chunks overlap messages
 split_or_not = pytest.mark.parametrize("along_sequence", [False, True, BY_CHUNKS])
 
 
@@ -43,13 +43,13 @@ def chunks_of_any_size(on=True):
 
 
 def in_layouts(*layouts):
-    """Like on_ranks(), for a body of (tp, replicas, ...)."""
+    """Do what on_ranks() does, for a body with the parameters (tp, replicas, ...)."""
     ranks = on_ranks(lambda tp, replicas, **_: tp * replicas)
     return lambda body: pytest.mark.parametrize("tp, replicas", layouts)(ranks(body))
 
 
 def _part(full, shard, group=None):
-    """numpy's idea of this rank's part of `full`."""
+    """Return this rank's part of `full`, cut by numpy."""
     if shard is None:
         return full.detach()
     rank, P = rank_and_size(group)
@@ -60,7 +60,7 @@ def _part(full, shard, group=None):
 
 
 def _close(found, expected, name=""):
-    """In 16 bit."""
+    """Compare with a tolerance for 16 bits."""
     assert (found.double() - expected).norm() < 0.03 * expected.norm(), name
 
 
@@ -71,11 +71,11 @@ def _check(
     plain, parallel, x, group, x_split=None, y_split=None, batch_first=False, dtype=torch.float64,
     defer=None,
 ):
-    """Output, input gradient and every parameter gradient of `parallel` are those of `plain`.
+    """Compare the output, the input gradient and all parameter gradients of `parallel` and `plain`.
 
     x_split, y_split: (dim, blocks) along which the input or output is split. batch_first: whether
-    `plain` wants the first two dims of x in the other order. dtype: of `parallel`, of which the
-    gradients are summed in fp32 at least. defer: a store into which weights' products are put off.
+    `plain` takes the first two dims of x in the other order. dtype: the dtype of `parallel`, whose
+    gradients are summed in fp32 or wider. defer: a WeightGradStore that defers weight products.
     """
 
     def part(full, split):
@@ -102,12 +102,12 @@ def _check(
     grad = rounded(torch.randn(full_y.shape, dtype=torch.float64))
     local_grad = cast(part(grad, y_split))
     full_y.backward(grad)
-    put_off = []
-    with nullcontext() if defer is None else defer.during(put_off):
+    deferred = []
+    with nullcontext() if defer is None else defer.during(deferred):
         local_y.backward(local_grad)
     trained = [full for full in expected.values() if full.requires_grad]
-    assert bool(put_off) == (defer is not None and bool(trained))
-    for parameter, product_of in put_off:
+    assert bool(deferred) == (defer is not None and bool(trained))
+    for parameter, product_of in deferred:
         assert parameter.grad is None
         parameter.grad = product_of().to(parameter.grad_dtype)
     sum_gradients_over_tp(parameters_to_sum_over_tp(parallel), group)
@@ -126,15 +126,15 @@ def _check(
 
 
 def _cases(number, replica):
-    """Random sizes, the same on all ranks, and torch seeded alike in a tensor-parallel group."""
+    """Yield generators of sizes, the same on all ranks; seed torch equally in each group."""
     for case in range(number):
         torch.manual_seed(100 * replica + case)
         yield random.Random(case)
 
 
 @in_layouts(*LAYOUTS)
-def test_column_and_row_linears_and_their_idea_are_parts_of_one_linear(tp, replicas):
-    """Also where the products of weights are put off, and for frozen weights."""
+def test_column_and_row_linears_and_their_short_forms_are_parts_of_one_linear(tp, replicas):
+    """Weights may be frozen, and their products deferred."""
     group, replica = interleaved_group(tp, replicas)
     for sizes in _cases(12, replica):
         shape = [sizes.randint(1, 5) for _ in range(sizes.randint(0, 2))]
@@ -178,7 +178,7 @@ def test_column_and_row_linears_and_their_idea_are_parts_of_one_linear(tp, repli
 
 
 class _Operations(TorchDispatchMode):
-    """Tells the name of each."""
+    """Passes the name of each operator to a function."""
 
     def __init__(self, tell):
         super().__init__()
@@ -192,8 +192,8 @@ class _Operations(TorchDispatchMode):
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("name, added", [("1f1b", 2), ("zb-h1", 0)])
 @on_ranks(1)
-def test_microbatches_but_the_last_add_to_the_gradient_unless_a_hook_wants_it(name, added, hooked):
-    """The first makes the gradient. A hook sees every product, also where others are put off."""
+def test_earlier_microbatches_add_to_the_gradient_in_place_unless_it_is_hooked(name, added, hooked):
+    """The first one creates the gradient. A hook sees all products, also if others are deferred."""
     store, seen, names = WeightGradStore(), [], []
     layer = ColumnParallelLinear(4, 3, defer=store).double()
     x, target = torch.randn(8, 5, 4).double(), torch.randn(8, 5, 3).double()
@@ -220,12 +220,12 @@ def test_layers_treat_autocast_and_empty_batches_as_torch_nn_does():
 
 GATHER, SCATTER, REDUCE = "all_gather_single", "reduce_scatter_single", "all_reduce"
 MULTIPLY, SEND = "product", "exchange"
-BACKWARD = {  # of a layer that is split along the sequence, or not; or puts off W's product, too
+BACKWARD = {  # {whether and how a layer is split along the sequence: the events of its backward}
     False: [MULTIPLY, REDUCE, MULTIPLY, f"wait {REDUCE}"],
     True: [GATHER, MULTIPLY, SCATTER, f"wait {GATHER}", MULTIPLY, f"wait {SCATTER}"],
-    "put off": [MULTIPLY, SCATTER, f"wait {SCATTER}", GATHER, MULTIPLY],
+    "deferred": [MULTIPLY, SCATTER, f"wait {SCATTER}", GATHER, MULTIPLY],
     BY_CHUNKS: [
-        *(SEND, MULTIPLY, SEND, MULTIPLY),  # x, and the part of dx that is the other rank's
+        *(SEND, MULTIPLY, SEND, MULTIPLY),  # it sends x, and the other rank's part of dx
         *(MULTIPLY, f"wait {SEND}", MULTIPLY, f"wait {SEND}"),
     ],
     "rows by chunks": [SEND, MULTIPLY, MULTIPLY, f"wait {SEND}", MULTIPLY, MULTIPLY],
@@ -238,8 +238,8 @@ FORWARD = {
 
 @pytest.mark.parametrize("how", BACKWARD)
 @on_ranks(2)
-def test_communication_runs_beside_the_products(how):
-    events, store, put_off = [], WeightGradStore(), []
+def test_communication_overlaps_the_products(how):
+    events, store, deferred = [], WeightGradStore(), []
 
     def listen(event, operation, *_):
         if event == "begin":
@@ -253,17 +253,17 @@ def test_communication_runs_beside_the_products(how):
         y = layer(x)
         assert events == FORWARD.get(how, events)
         events.clear()
-        with store.during(put_off if how == "put off" else None):
+        with store.during(deferred if how == "deferred" else None):
             y.sum().backward()
-        for _, product_of in put_off:
+        for _, product_of in deferred:
             product_of()
     assert events == BACKWARD[how]
 
 
 @split_or_not
 @in_layouts(*LAYOUTS)
-def test_mlp_attention_and_a_whole_layer_recomputed_or_not(tp, replicas, along_sequence):
-    """The last case is in 16 bit."""
+def test_mlp_attention_and_a_whole_layer_agree_with_torch_nn(tp, replicas, along_sequence):
+    """Backward recomputes nothing, attention, or the whole layer. The last case is in bf16."""
     group, replica = interleaved_group(tp, replicas)
     for case, sizes in enumerate(_cases(7, replica)):
         dtype = torch.bfloat16 if case == 6 else torch.float64
@@ -288,7 +288,7 @@ def test_mlp_attention_and_a_whole_layer_recomputed_or_not(tp, replicas, along_s
 
 @on_ranks(2)
 def test_gradients_of_several_dtypes_are_summed_over_tp_in_the_widest():
-    """One rank has not used one, one is not contiguous. 257 is no bf16, 2**24 + 1 no fp32."""
+    """One rank lacks one; one is not contiguous. bf16 cannot hold 257, nor fp32 2**24 + 1."""
     rank, _ = rank_and_size()
     dtypes = torch.bfloat16, torch.float64, torch.bfloat16, torch.float32
     tensors = [nn.Parameter(torch.zeros(3, 4, dtype=dtype).t()) for dtype in dtypes]
@@ -311,7 +311,7 @@ def test_gradients_of_several_dtypes_are_summed_over_tp_in_the_widest():
 
 
 @on_ranks(2)
-def test_gradients_of_zeros_pieces_are_summed_over_tp_if_they_are_cut_alike():
+def test_gradients_of_zeros_pieces_are_summed_over_tp_if_all_ranks_have_the_same_pieces():
     rank, piece = dist.get_rank(), nn.Parameter(torch.zeros(4))
     piece.grad, piece.offset, piece.whole_shape = torch.ones(4) + rank, 2, (6,)
     sum_gradients_over_tp([piece])
@@ -321,7 +321,7 @@ def test_gradients_of_zeros_pieces_are_summed_over_tp_if_they_are_cut_alike():
         sum_gradients_over_tp([piece])
 
 
-def test_on_a_gpu_keys_and_values_of_fp32_are_repeated_for_its_only_kernel():
+def test_on_a_gpu_fp32_keys_and_values_are_repeated_because_no_kernel_shares_heads():
     for dtype, device in product((torch.float32, torch.bfloat16), ("cuda", "cpu")):
         repeated = (dtype, device) == (torch.float32, "cuda")
         with FakeTensorMode(), patch.object(F, "scaled_dot_product_attention") as kernel:
@@ -332,7 +332,7 @@ def test_on_a_gpu_keys_and_values_of_fp32_are_repeated_for_its_only_kernel():
         assert kernel.call_args.kwargs["enable_gqa"] != repeated
 
 
-def test_a_range_of_a_flat_tensor_is_few_boxes():
+def test_a_range_of_a_flattened_matrix_is_cut_into_at_most_three_boxes():
     expected = [((0, 1), (1, 1)), ((1, 0), (2, 2)), ((3, 0), (1, 1))]
     assert list(boxes_between((4, 2), 1, 7)) == expected
 
@@ -341,7 +341,7 @@ def test_a_range_of_a_flat_tensor_is_few_boxes():
 
 
 def _language_model(embedding, losses):
-    """Whose head has the embedding's weight; per-token losses of the next token."""
+    """Return a model with a tied head, which computes the per-token losses of the next token."""
     model = nn.Sequential(embedding)
     end = lambda x, tokens: losses(x.flatten(0, -2), embedding.weight, tokens.roll(-1).flatten())
     model.forward = lambda tokens: end(embedding(tokens).tanh(), tokens)
@@ -349,7 +349,7 @@ def _language_model(embedding, losses):
 
 
 @in_layouts(*LAYOUTS)
-def test_embedding_and_a_tied_head_with_its_loss(tp, replicas):
+def test_embedding_and_a_tied_head_with_its_loss_agree_with_torch_nn(tp, replicas):
     group, replica = interleaved_group(tp, replicas)
     for sizes in _cases(4, replica):
         V, D = sizes.choice([tp, 2 * tp + 1, 101, 6 * tp]), sizes.randint(1, 5)
@@ -370,8 +370,8 @@ def test_embedding_and_a_tied_head_with_its_loss(tp, replicas):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @on_ranks(2)
-def test_the_gradient_of_a_token_that_comes_often_is_summed_in_fp32(dtype):
-    """bf16 counts to 256. 600 is one of its numbers."""
+def test_the_gradient_of_a_frequent_token_is_summed_in_fp32(dtype):
+    """A sum of ones in bf16 stops at 256, although bf16 can hold 600."""
     embedding, expected = VocabParallelEmbedding(4, 3).bfloat16(), torch.zeros(4, 3, dtype=dtype)
     expected[1], embedding.weight.grad_dtype = 600, dtype
     embedding(torch.tensor([1]).repeat(600)).sum().backward()
@@ -381,14 +381,14 @@ def test_the_gradient_of_a_token_that_comes_often_is_summed_in_fp32(dtype):
 
 @in_layouts(*LAYOUTS)
 def test_cross_entropy_of_split_logits_is_that_of_the_whole_ones_in_fp64(tp, replicas):
-    """Of 16 bit logits, too, of which it is computed in fp32."""
+    """For bf16 logits the loss is computed in fp32."""
     group, replica = interleaved_group(tp, replicas)
     dtypes = {torch.bfloat16: (1e-5, 2**-7), torch.float64: (1e-12, 1e-12)}
     for sizes, (dtype, (loss_error, grad_error)) in product(_cases(12, replica), dtypes.items()):
         V, N = sizes.choice([tp, 2 * tp + 1, 101]), sizes.randint(1, 9)
         inplace = sizes.random() < 0.5
         full, target = torch.randn(N, V).double().mul(10).to(dtype), torch.randint(V, (N,))
-        if dtype is torch.float64 and sizes.random() < 0.5:  # exp(+-1e4) is infinity and zero there
+        if dtype is torch.float64 and sizes.random() < 0.5:  # exp(+-1e4) is infinity or zero
             full += torch.tensor([1e4, -1e4])[torch.randint(2, (N, V))]
         ignored, ignore_index = sizes.choice([0.0, 0.4, 1.0]), sizes.choice([-100, V // 2])
         target[torch.rand(N) < ignored] = ignore_index
@@ -414,7 +414,7 @@ def test_cross_entropy_of_split_logits_is_that_of_the_whole_ones_in_fp64(tp, rep
 
 
 @on_ranks(1, 3)
-def test_ids_outside_of_the_vocabulary_are_nan():
+def test_ids_outside_the_vocabulary_give_nan():
     embedding, logits = VocabParallelEmbedding(7, 2), torch.randn(5, 7)
     ids, start = torch.tensor([0, 7, 6, -1, -100]), embedding.start
     y = embedding(ids)
@@ -427,22 +427,22 @@ def test_ids_outside_of_the_vocabulary_are_nan():
 @pytest.mark.parametrize(
     "dtype, inplace, expected",
     [
-        (torch.float32, False, (1, 1)),  # as many copies of the logits after forward, and at most
+        (torch.float32, False, (1, 1)),  # copies of the logits at the end, and at the peak
         (torch.float32, True, (0, 0)),
-        (torch.bfloat16, False, (1, 3)),  # one in fp32, until forward ends
+        (torch.bfloat16, False, (1, 3)),  # forward has a copy in fp32, which is two in bf16
         (torch.bfloat16, True, (0, 2)),
     ],
 )
 @on_ranks(1)
-def test_the_gradient_of_the_logits_takes_one_copy_of_them_or_their_place(dtype, inplace, expected):
+def test_the_gradient_of_the_logits_takes_one_copy_or_none_in_place(dtype, inplace, expected):
     logits = torch.randn(64, 4096, dtype=dtype, requires_grad=True) * 1
     with Peak() as peak:
         losses = vocab_parallel_cross_entropy(logits, torch.arange(64), inplace=inplace)
         (grad,) = torch.autograd.grad(losses.sum(), logits)
-    copies = lambda nbytes: round(nbytes / logits.nbytes) - inplace  # those are theirs
+    copies = lambda nbytes: round(nbytes / logits.nbytes) - inplace  # without the logits' memory
     assert grad.data_ptr() == logits.data_ptr() or not inplace
     assert (copies(peak.now()), copies(peak.bytes)) == expected
-    needed = logits.detach().requires_grad_().exp()  # whose backward wants what it returned
+    needed = logits.detach().requires_grad_().exp()  # the backward of exp() needs its output
     losses = vocab_parallel_cross_entropy(needed, torch.arange(64), inplace=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         losses.sum().backward()
@@ -457,7 +457,7 @@ def test_the_gradient_of_the_logits_takes_one_copy_of_them_or_their_place(dtype,
 def test_a_layer_sends_8_b_s_h_elements_times_t_minus_1_over_t_or_10(
     tp, replicas, along_sequence, mode
 ):
-    """8, half of it in forward; 10 if backward gathers inputs again; 4 more if all runs again."""
+    """Forward sends 4; backward sends 4, or 6 if it gathers inputs again; recomputation sends 4."""
     B, T, heads = 2, 12, 12
     D, (group, _) = 2 * heads, interleaved_group(tp, replicas)
     elements = B * T * D * (tp - 1) // tp
@@ -472,21 +472,21 @@ def test_a_layer_sends_8_b_s_h_elements_times_t_minus_1_over_t_or_10(
             y = module(torch.randn(T // tp if along_sequence else T, B, D, requires_grad=True))
             sent = traffic.bytes()
             y.sum().backward()
-        assert sent == 4 * 4 * elements * share  # bytes of fp32
+        assert sent == 4 * 4 * elements * share  # an element has 4 bytes
         again = 4 * (mode == "full" and module is layer)
         assert traffic.bytes() - sent == 4 * (backward + again) * elements * share
 
 
 @in_layouts(*LAYOUTS)
 def test_the_loss_reduces_3_floats_per_token(tp, replicas):
-    N = 384  # any tp of these cuts it on 128 bytes
+    N = 384  # each tp divides it into parts of a multiple of 128 bytes
     logits, group = torch.randn(N, 5, requires_grad=True), interleaved_group(tp, replicas)[0]
     with least_bytes(), count_bytes() as traffic:
         losses = vocab_parallel_cross_entropy(logits, torch.arange(N) % 5, group=group)
         forward = traffic.bytes(), len(traffic.sent)
         losses.sum().backward()
     assert traffic.bytes() == forward[0], "backward needs no message"
-    # a maximum of N floats and a sum of 2 N, in two all-reduces
+    # Two all-reduces: a maximum of N floats, and a sum of 2 N floats.
     assert forward == (2 * 3 * N * 4 * (tp - 1) // tp, 2 * 2 * (tp - 1))
 
 
@@ -495,7 +495,7 @@ def test_the_loss_reduces_3_floats_per_token(tp, replicas):
 
 @in_layouts(*LAYOUTS)
 def test_masks_are_equal_over_the_group_except_inside_the_sharded_state(tp, replicas):
-    """Also where they are drawn again."""
+    """Recomputation draws the same masks again."""
     group, replica = interleaved_group(tp, replicas)
     state, drawn = ShardedRandomState("cpu", group), []
     mask = lambda: F.dropout(torch.ones(64)).tolist()
@@ -524,7 +524,7 @@ def test_masks_are_equal_over_the_group_except_inside_the_sharded_state(tp, repl
 
 
 @on_ranks(3)
-def test_sizes_that_cannot_be_split_are_named():
+def test_errors_name_sizes_that_cannot_be_split():
     row = RowParallelLinear(3, 2, sequence_parallel=True)
     for make, message in (
         (lambda: ColumnParallelLinear(4, 10), "out_features=10 .*tp=3"),

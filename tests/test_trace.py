@@ -1,4 +1,4 @@
-"""trace.py: every operation is in its lane with its bytes, and the parts add up to the step."""
+"""trace.py puts every operation with its bytes into a lane, and its parts add up to the step."""
 
 import json
 import sys
@@ -72,7 +72,7 @@ def _assert_apart(events):
 
 
 def _main(capsys, monkeypatch, *argv):
-    """Run one process; return its exit status, and what it printed."""
+    """Run trace.py in one process; return its exit status and its output."""
     monkeypatch.setattr(sys, "argv", ["trace.py"])
     flags = [*SIZES.split(), "--vocab-size", "256", "--device", "cpu"]
     status = trace.main([*map(str, argv), *flags])

@@ -1,4 +1,4 @@
-"""verify.py tries every kind of layout, and tells right ones from wrong ones."""
+"""verify.py tries varied layouts, tells right from wrong ones, and exits with the right status."""
 
 import io
 import subprocess
@@ -48,14 +48,14 @@ def test_some_layouts_have_stages_without_layers_and_fewer_layers_than_processes
     assert any(args.layers < world_size for args in rows)
 
 
-def test_a_layout_like_one_process_is_ok_and_ends_with_0():
+def test_a_layout_that_agrees_with_one_process_is_ok_and_the_exit_status_is_0():
     found = torchrun(2, verify.__file__, "--tp", "2", "--sp", "--layers", "2")
     line, summary = found.stdout.splitlines()
     assert found.returncode == 0 and line.startswith("ok") and line.endswith(" --sp --layers 2")
     assert summary.startswith("1 layouts on 2 x cpu in fp64: 0 wrong, worst difference ")
 
 
-def test_flags_that_cannot_be_are_one_line_and_status_2():
+def test_an_invalid_flag_is_one_line_and_exit_status_2():
     words = [sys.executable, verify.__file__, "--dropout", "0.1"]
     found = subprocess.run(words, timeout=120, capture_output=True, text=True)
     assert found.returncode == 2
@@ -77,7 +77,7 @@ def rows_of(*layouts):
 
 
 @on_ranks(2)
-def test_a_wrong_layout_is_named_and_the_others_go_on():
+def test_a_wrong_layout_is_named_and_later_ones_are_still_tried():
     with patch.object(hybrid, "sum_gradients_over_tp", lambda *_, **options: None):
         status, lines = judged([], rows_of("--tp 2 --sp", "--dp 2"))
     assert status == 1
@@ -103,7 +103,7 @@ def test_an_error_on_one_rank_ends_the_run_at_once_and_says_which_rank_and_layou
 
 @on_ranks(2)
 def test_a_replica_that_has_diverged_is_infinitely_wrong():
-    """Rank 0, which compares, keeps the right value."""
+    """Rank 0, which compares the values, keeps the right one."""
     step = hybrid.Trainer.step
 
     def diverge(trainer, *batch):
@@ -129,7 +129,7 @@ def test_in_bf16_the_bound_is_wider_and_every_expert_takes_every_token():
 
 @pytest.mark.parametrize("each", [3, pytest.param(1, marks=pytest.mark.soak)])
 @on_ranks(4, *(pytest.param(size, marks=pytest.mark.soak) for size in (1, 2, 3, 8)), timeout=240)
-def test_every_layout_is_like_one_process(each):
+def test_every_layout_agrees_with_one_process(each):
     world_size = dist.get_world_size()
     rows = verify.layouts(world_size, world_size)[::each]
     status, lines = judged([], rows)

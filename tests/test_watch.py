@@ -1,4 +1,4 @@
-"""Validation, the progress line and the metrics file say what happens, and change nothing."""
+"""Validation, the progress line and the metrics file report a training and do not change it."""
 
 import io
 from contextlib import redirect_stdout
@@ -27,7 +27,7 @@ LAYOUTS = """processes | flags
 
 @pytest.mark.parametrize("line", LAYOUTS.splitlines()[1:])
 @on_ranks(lambda line, **_: int(line[0]))
-def test_validation_between_steps_leaves_every_bit_of_the_training(line, tmp_path):
+def test_validation_between_steps_changes_no_bit_of_the_training(line, tmp_path):
     flags, numbers = line.split(" | ")[1], {}
     flags += " --steps 3" + (" --dropout 0.1" if "--cp" not in flags else "")
     for more in ("", " --eval-every 1"):
@@ -43,7 +43,7 @@ def test_validation_between_steps_leaves_every_bit_of_the_training(line, tmp_pat
 
 
 def _log(flags, steps):
-    """Return what a Log prints in so many steps."""
+    """Return the text that a Log prints for `steps` steps."""
     printed, trainer = io.StringIO(), make_trainer(flags)
     metrics = {"loss": 2.0, "grad_norm": 1.0, "lr": 0.1}
     with redirect_stdout(printed):
@@ -54,7 +54,7 @@ def _log(flags, steps):
 
 
 @on_ranks(1)
-def test_some_forty_lines_are_printed_the_first_and_the_last_among_them():
+def test_about_forty_lines_are_printed_including_the_first_and_the_last():
     shown = lambda *args: [int(x.split()[1]) for x in _log(*args).splitlines() if x[:5] == "step "]
     assert shown("--steps 1200", 1200) == [1, *range(30, 1201, 30)]
     assert shown("--steps 1200 --print-every 500", 1200) == [1, 500, 1000, 1200]
@@ -62,14 +62,14 @@ def test_some_forty_lines_are_printed_the_first_and_the_last_among_them():
 
 
 @on_ranks(2)
-def test_a_line_has_the_speed_of_all_and_the_flops_of_each():
+def test_a_line_has_the_tokens_of_all_ranks_and_the_flops_of_each():
     per_token = hybrid.flops_per_token(make_trainer("--steps 1200").args)
     line = _log("--steps 1200", 1)
     speed = f"  tokens_per_s 3,000,000  tflops {1.5e6 * per_token / 1e12:.4g}  "
     assert speed in line if dist.get_rank() == 0 else line == ""
 
 
-def test_flops_are_those_of_the_products_and_recomputation_is_none_of_the_models():
+def test_flops_are_those_of_matrix_products_without_recomputation():
     config = hybrid.GPTConfig(layers=3, hidden=32, heads=4, seq_len=16, vocab_size=50)
     weights = 3 * 12 * 32 * 32 + 50 * 32
     assert hybrid.flops_per_token(config) == 6 * weights + 3 * 12 * 16 * 32
@@ -102,7 +102,7 @@ def test_each_parameter_is_counted_once(flags):
 
 
 @on_ranks(1)
-def test_a_run_that_goes_on_appends_to_its_metrics(tmp_path):
+def test_a_resumed_run_appends_to_its_metrics(tmp_path):
     flags = f"--checkpoint {tmp_path / 'checkpoints'} --eval-every 1"
     lines = train_on_text(f"{flags} --steps 2", tmp_path)
     assert [line.get("step") for line in lines] == [None, 1, 1, 2, 2]

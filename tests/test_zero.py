@@ -1,4 +1,4 @@
-"""ZeRO's stages against one process on the whole batch, and what they send and hold, counted."""
+"""ZeRO's stages train as one process on the whole batch; what they send and hold is counted."""
 
 import copy
 import gc
@@ -35,17 +35,17 @@ from replicas import (
 from transformer import bytes_of_new_tensors
 
 STAGES = (1, 2, 3)
-ALL = (0, "optimizer", *STAGES)  # 0 is DDP; "optimizer" is DDP with the optimizer of shards
+ALL = (0, "optimizer", *STAGES)  # 0: DDP; "optimizer": DDP with ZeroRedundancyOptimizer
 
 
 def stack(blocks=4):
-    """Blocks only, which P = 1, 2, 3, 4 and 6 cut without padding: 96 x 96 = 64 x 12 x 12."""
+    """Make a net of blocks that P = 1, 2, 3, 4 and 6 shard without padding (96 x 96 = 64 x 144)."""
     layers = [nn.Linear(96, 96, bias=False) for _ in range(blocks)]
     return nn.Sequential(OrderedDict(blocks=nn.Sequential(*layers)))
 
 
 def groups_of(parameters):
-    """Two parameter groups, as those of a GPT: matrices decay, or their pieces."""
+    """Make two parameter groups, as for a GPT: only matrices and their pieces have weight decay."""
     parameters = list(parameters)
     is_matrix = lambda p: len(getattr(p, "whole_shape", p.shape)) == 2
     return [
@@ -55,7 +55,7 @@ def groups_of(parameters):
 
 
 def shard(net, stage, optimizer_class=torch.optim.AdamW, defaults=None, group=None, **how):
-    """(model, optimizer) that train `net`, one of ALL."""
+    """Return a model and an optimizer that train `net` with a stage in ALL."""
     defaults = defaults or {"lr": 0.01}
     if stage in STAGES:
         model = FullyShardedDataParallel(net, group, units=net.blocks, stage=stage, **how)
@@ -82,7 +82,7 @@ def train(model, optimizer, batches):
 
 
 def train_alone(batches, optimizer_class=torch.optim.AdamW, defaults=None, dtype=torch.float64):
-    """The weights of one process, and its losses."""
+    """Train on one process; return its weights and its losses."""
     alone = make_net(dtype)
     optimizer = optimizer_class(groups_of(alone.parameters()), **defaults or {"lr": 0.01})
     losses = train(alone, optimizer, batches)
@@ -90,7 +90,7 @@ def train_alone(batches, optimizer_class=torch.optim.AdamW, defaults=None, dtype
 
 
 def whole(model):
-    """The weights, full, by the plain module's names."""
+    """Return the full weights by the plain module's names."""
     model = model.module if isinstance(model, DistributedDataParallel) else model
     return {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -113,9 +113,10 @@ RUNS = [
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("optimizer, defaults, dtype, tolerance", RUNS)
 def test_ten_steps_of_every_stage_are_those_of_one_process(optimizer, defaults, dtype, tolerance):
-    """All ranks have the same weights, and so have stages that sum in one order, to the bit.
+    """All ranks have bitwise equal weights, and so have stages that sum in the same order.
 
-    They start as the first rank's, or as a state dict of one process, of which theirs is one, too.
+    Training starts from the first rank's weights, or from a state dict of one process. The state
+    dict of the result has the names that one process would save.
     """
     world_size = dist.get_world_size()
     batches = [make_data(2 * world_size, seed, dtype) for seed in range(10)]
@@ -139,7 +140,7 @@ def test_ten_steps_of_every_stage_are_those_of_one_process(optimizer, defaults, 
 
 
 def poisoned(*args, new_empty=torch.Tensor.new_empty, **kwargs):
-    """What new memory may have in it."""
+    """Make new_empty() return memory that is full of nan."""
     tensor = new_empty(*args, **kwargs)
     return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
 
@@ -148,7 +149,7 @@ def poisoned(*args, new_empty=torch.Tensor.new_empty, **kwargs):
 @pytest.mark.parametrize("reset", [{}, {"set_to_none": False}, None])
 @patch("torch.Tensor.new_empty", poisoned)
 def test_gradients_accumulate_and_are_clipped_by_their_global_norm(reset):
-    """Three backwards a step. reset: how gradients are zeroed, or None: they add up."""
+    """A step has three backwards. reset: arguments of zero_grad(), or None not to call it."""
     alone = make_net()
     trainers = {None: (alone, torch.optim.AdamW(groups_of(alone.parameters()), lr=0.01))}
     trainers |= {stage: shard(make_net(), stage) for stage in ALL}
@@ -173,15 +174,15 @@ def test_gradients_accumulate_and_are_clipped_by_their_global_norm(reset):
 
 
 class Pair(nn.ModuleList):
-    """Two blocks, of which it runs one."""
+    """Two blocks, of which forward runs one."""
 
     def forward(self, x):
         return self[self.used](x)
 
 
 @on_ranks(3)
-def test_ranks_may_use_other_parameters():
-    """Trap 5: rank r uses branch r % 2 of each unit: the other one counts as zero there."""
+def test_ranks_may_use_different_parameters():
+    """Rank r runs block r % 2 of each pair. The other block's gradient counts as zero there."""
     rank, world_size = rank_and_size()
     torch.manual_seed(0)
     start = nn.Sequential(*(Pair([Block(7), Block(7)]) for _ in range(2))).double()
@@ -200,7 +201,7 @@ def test_ranks_may_use_other_parameters():
 
 
 class Small(nn.Module):
-    """Fewer elements than ranks, an empty tensor, integers, a whole dtype without gradient."""
+    """A module with tensors smaller than the group, an empty one, integers, and an unused dtype."""
 
     def __init__(self, value):
         super().__init__()
@@ -217,8 +218,8 @@ class Small(nn.Module):
 
 @on_ranks(4)
 @pytest.mark.parametrize("members", [(0, 1, 2, 3), (1, 3)])
-def test_tensors_smaller_than_a_group_start_as_its_first_ranks(members):
-    """Trap 19. Also buffers; and a step."""
+def test_tensors_smaller_than_a_group_start_as_its_first_ranks_and_are_trained(members):
+    """Buffers start as the first rank's, too."""
     group, first = dist.new_group(members), 10 + members[0]
     for stage in ALL if dist.get_rank() in members else ():
         net = Small(10.0 + dist.get_rank())
@@ -236,8 +237,8 @@ def test_tensors_smaller_than_a_group_start_as_its_first_ranks(members):
 
 @on_ranks(4)
 @pytest.mark.parametrize("stage", [0, *STAGES])
-def test_parameters_may_have_groups_of_their_own_and_sums_a_factor(stage):
-    """The first block is replicated over pairs of ranks, as an expert is, the rest over all."""
+def test_parameters_may_have_groups_of_their_own_and_sums_a_divisor(stage):
+    """The first block is replicated in pairs of ranks, as an expert is; the rest, on all ranks."""
     rank, net, x = dist.get_rank(), make_net(), make_data(8)
     pair = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
     with torch.no_grad():
@@ -264,7 +265,7 @@ def test_parameters_may_have_groups_of_their_own_and_sums_a_factor(stage):
 
 
 @on_ranks(1, 3)
-def test_stage_1_in_full_is_a_step_of_one_process():
+def test_the_short_form_of_stage_1_takes_the_step_of_one_process():
     x, net, alone = make_data(2 * dist.get_world_size()), make_net(), make_net()
     trained = [p for p in net.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
@@ -278,7 +279,7 @@ def test_stage_1_in_full_is_a_step_of_one_process():
 
 
 @on_ranks(1, 3)
-def test_units_gathered_used_and_dropped_have_the_gradients_and_the_bytes_of_stage_3():
+def test_the_short_form_of_stage_3_has_the_gradients_of_one_process_and_the_papers_bytes():
     (rank, P), net = rank_and_size(), stack()
     layout, x = ShardedLayout([net.blocks[0].weight], rank, P), torch.ones(2, 96) + rank
     loss = lambda net: sum(mean_square(net, torch.ones(2, 96) + r) for r in range(P))
@@ -298,7 +299,7 @@ def test_units_gathered_used_and_dropped_have_the_gradients_and_the_bytes_of_sta
 
 
 @on_ranks(4)
-def test_shards_inside_a_group_and_replicas_across():
+def test_hsdp_shards_inside_a_group_and_sums_gradients_across_replicas():
     rank = dist.get_rank()
     shards = [dist.new_group(members) for members in ([0, 1], [2, 3])][rank // 2]
     replicas = [dist.new_group(members) for members in ([0, 2], [1, 3])][rank % 2]
@@ -309,19 +310,19 @@ def test_shards_inside_a_group_and_replicas_across():
             train(model, optimizer, [own_part(x) for x in batches])
         assert_close(whole(model), train_alone(batches)[0], 1e-9)
         nbytes = 8 * sum(flat.layout.shard_size for flat in model.flats if flat.trainable)
-        # a shard of the gradients, all-reduced between two replicas, in each step
+        # Each step all-reduces a shard of the gradients between two replicas.
         across = traffic.bytes("all_reduce", replicas)
         assert across == traffic.bytes(group=replicas) == 2 * all_reduce_bytes(nbytes, 2)
         assert traffic.bytes("all_reduce", shards) == 0
-        alone = zero_bytes(stage, 2 * nbytes, 2)  # in a step, without the copies
+        alone = zero_bytes(stage, 2 * nbytes, 2)  # the bytes of a step without replicas
         assert across == 2 * (zero_bytes(stage, 2 * nbytes, 2, replicas=2) - alone)
         net = make_net()
-        net.head.bias.requires_grad_(rank < 2)  # alike inside each group of shards, not across
+        net.head.bias.requires_grad_(rank < 2)  # equal in a group of shards, not among replicas
         with pytest.raises(ValueError, match=r"rank 1 of the group has .* \(7,\) .* False cpu,"):
             shard(net, stage, group=shards, replicate_group=replicas)
 
 
-DTYPES = [  # of parameters, of those gathered, of sums; and what 256 + 1 is in the last
+DTYPES = [  # of parameters, of gathered parameters, of sums; and 256 + 1 in the dtype of sums
     (torch.float32, torch.bfloat16, None, 257),
     (torch.float32, torch.bfloat16, torch.bfloat16, 256),
     (torch.bfloat16, None, None, 257),
@@ -334,7 +335,7 @@ DTYPES = [  # of parameters, of those gathered, of sums; and what 256 + 1 is in 
 def test_gradients_of_16_bit_weights_add_up_in_32_bits_and_update_a_32_bit_copy(
     stage, dtype, param_dtype, reduce_dtype, total
 ):
-    """Trap 6: of two passes and of all ranks; bfloat16 has eight bits, 257 takes nine."""
+    """Two passes on all ranks add up to 257, which needs nine bits; bfloat16 has eight."""
     for only_adds in (False, True):
         net = nn.Sequential(nn.Linear(1, 1, bias=False, dtype=dtype))
         nn.init.ones_(net[0].weight).grad_dtype = torch.float32
@@ -344,7 +345,7 @@ def test_gradients_of_16_bit_weights_add_up_in_32_bits_and_update_a_32_bit_copy(
         for x in (256.0, 1.0):
             with model.no_sync() if only_adds and x > 1 else nullcontext():
                 model(torch.full((1, 1), x, dtype=dtype)).sum().backward()
-        # that of what computes: products that are put off add to its .grad themselves
+        # Deferred products add to .grad of the computing parameter, which has its own grad_dtype.
         assert seen == 2 * [torch.float32 if dtype == torch.bfloat16 else torch.bfloat16]
         assert net[0].weight.dtype == dtype and net[0].weight.grad.dtype == torch.float32
         expected = total if only_adds else 257
@@ -353,18 +354,15 @@ def test_gradients_of_16_bit_weights_add_up_in_32_bits_and_update_a_32_bit_copy(
             torch.optim.SGD(model.parameters(), lr=2**-16).step()
             model.reshard()
             assert model.state_dict()["0.weight"].item() == 1 - expected * 2**-16
-            assert model(torch.ones(1, 1)).item() == 1 - 2**-8  # of bfloat16
+            assert model(torch.ones(1, 1)).item() == 1 - 2**-8  # rounded to bfloat16
 
 
 # ---- the optimizer of shards ---------------------------------------------------------------------
 
 
 @on_ranks(2)
-def test_the_state_of_the_optimizer_of_shards_is_each_ranks_own():
-    """With rates as they are now; a run that goes on from it has the same bits.
-
-    Gradients may have another dtype than their parameters.
-    """
+def test_each_rank_saves_its_own_optimizer_state_and_a_resumed_run_has_the_same_bits():
+    """The state has the current learning rates. Gradients may differ in dtype from parameters."""
     batches = [own_part(make_data(8, seed)) for seed in range(4)]
     model, optimizer = shard(make_net(), "optimizer")
     train(model, optimizer, batches[:2])
@@ -393,7 +391,7 @@ def test_the_state_of_the_optimizer_of_shards_is_each_ranks_own():
 @on_ranks(1, 2, 3, 4, 6)
 @pytest.mark.parametrize("stage", ALL)
 def test_stages_send_2_2_2_and_3_times_the_parameters(stage):
-    """And the optimizer beside DDP 3 times. D = 1, of m microbatches as zero_rounds() has it."""
+    """DDP with ZeroRedundancyOptimizer sends 3 times. zero_rounds() has the factors of m."""
     model, optimizer = shard(stack(), stage)
     x, nbytes = torch.ones(2, 96), sum(p.nbytes for p in stack().parameters())
     train(model, optimizer, [x])
@@ -413,14 +411,14 @@ def test_stages_send_2_2_2_and_3_times_the_parameters(stage):
 
 @on_ranks(1, 2, *[pytest.param(size, marks=pytest.mark.soak) for size in (3, 4)])
 @pytest.mark.parametrize("stage, half", [(0, False), *product(STAGES, (False, True))])
-def test_a_rank_holds_16_bytes_per_parameter_of_which_a_stage_shares_out(stage, half):
-    """After one of several backwards, in which stage 1 adds up whole gradients.
+def test_a_rank_holds_16_bytes_per_parameter_or_its_shard_of_them_in_a_stage(stage, half):
+    """The tensors are counted after a backward that is not the last, and are freed with the model.
 
-    All tensors are freed with the model.
+    At that point stage 1 holds whole gradients.
     """
     gc.freeze()
     sizes = (2, 4, 12) if half else (4, 4, 8)
-    if stage == 3 and half:  # the pieces are the 32-bit copy
+    if stage == 3 and half:  # the pieces of parameters are the 32-bit copy
         sizes = (0, 4, 12)
     how = {"param_dtype": torch.bfloat16} if half else {}
     how |= {} if stage else {"gradient_as_bucket_view": True}
@@ -433,7 +431,7 @@ def test_a_rank_holds_16_bytes_per_parameter_of_which_a_stage_shares_out(stage, 
     del x
     claim = zero_memory(stage, P, *sizes)
     held = bytes_of_new_tensors() / parameters
-    assert held == pytest.approx(claim, abs=2e-3)  # counts of steps
+    assert held == pytest.approx(claim, abs=2e-3)  # the optimizer's step counters are small
     del model, optimizer
     assert bytes_of_new_tensors() == 0
     assert [zero_memory(stage, P) for stage in range(4)] == [16, 4 + 12 / P, 2 + 14 / P, 16 / P]
@@ -443,7 +441,7 @@ def test_a_rank_holds_16_bytes_per_parameter_of_which_a_stage_shares_out(stage, 
 
 
 class Mixed(nn.Module):
-    """A unit whose parameters go into three flat tensors."""
+    """A unit whose parameters form three flat buffers."""
 
     def __init__(self):
         super().__init__()
@@ -456,12 +454,12 @@ class Mixed(nn.Module):
 
 @on_ranks(4)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_unit_computes_before_anything_of_its_neighbours_is_waited_for(stage):
-    """Two chunks of a pipeline, on gloo: the flat tensors that travel while each unit computes.
+def test_a_unit_computes_before_its_neighbours_collectives_are_waited_for(stage):
+    """In two chunks of a pipeline, count the flat buffers in flight while each unit computes.
 
-    Experts are replicated within pairs of ranks; all else is sharded in them and replicated across,
-    so its gradients are summed twice: after the unit's neighbour, the neighbour's neighbour. Also
-    the bytes of gathered parameters then, and at rest.
+    Experts are replicated in pairs of ranks. Other parameters are sharded in a pair and replicated
+    across pairs, so their gradients are summed twice, during the next two units' backward. The test
+    also counts the gathered parameters during each computation, and after the step.
     """
     rank, under_way, pending, seen, held = dist.get_rank(), deque(), set(), [], []
     pair = [dist.new_group(members) for members in ([0, 1], [2, 3])][rank // 2]
@@ -503,7 +501,7 @@ def test_a_unit_computes_before_anything_of_its_neighbours_is_waited_for(stage):
         sums = Counter(reduce_scatter_single=3 * (turn > 0), all_reduce=2 * (turn > 1))
         assert found == (sums + gathers[turn % 4] if stage == 3 else sums), turn
     assert not pending and not under_way
-    # in units: backward frees the chunks when it ends
+    # These are numbers of gathered units. Backward drops all units of a chunk at its end.
     assert (held, gathered()) == ((12 * [2] + 4 * [4], 0) if stage == 3 else (16 * [8], 8))
 
 
@@ -511,13 +509,13 @@ def test_a_unit_computes_before_anything_of_its_neighbours_is_waited_for(stage):
 
 
 class PassOn(Block):
-    """Returns one of its inputs beside its output."""
+    """A block that returns one of its inputs beside its output."""
 
     def forward(self, x):
         return x | {"out": super().forward(x["out"])}
 
 
-WAYS = {  # in which a module uses its units
+WAYS = {  # how a module uses its units
     **dict.fromkeys(("plain", "backwards", "two passes", "of a unit"), lambda block, x: block(x)),
     "twice": lambda block, x: block(block(x)),
     "in place": lambda block, x: block(x * 1.0).add_(1),
@@ -532,9 +530,9 @@ class Odd(nn.Module):
         super().__init__()
         kind = PassOn if how == "passed on" else Block
         self.blocks = nn.ModuleList(kind(7) for _ in range(4))
-        self.last, self.how = nn.Linear(7, 7), how  # in no unit
-        self.blocks[3].norm.weight = self.blocks[0].norm.weight  # in two
-        self.blocks[3].up.weight.requires_grad_(False)  # a unit of two flat tensors
+        self.last, self.how = nn.Linear(7, 7), how  # a layer in no unit
+        self.blocks[3].norm.weight = self.blocks[0].norm.weight  # a weight in two units
+        self.blocks[3].up.weight.requires_grad_(False)  # a unit of two flat buffers
 
     def forward(self, x):
         for block in self.blocks[:: -1 if self.how == "backwards" else 1]:
@@ -544,7 +542,7 @@ class Odd(nn.Module):
 
 @contextmanager
 def gathers_that_are_late():
-    """Each comes in its work's wait(), into memory that is NaN until then."""
+    """Delay each gather until its wait(); its memory is nan until then."""
     pending, gather = {}, zero.all_gather_single
 
     def begin(output, input, group, async_op=False):
@@ -556,7 +554,7 @@ def gathers_that_are_late():
 
         def wait():
             if pending.pop(id(output), None) is not None:
-                assert output.untyped_storage().nbytes() > 0  # is still there
+                assert output.untyped_storage().nbytes() > 0  # it has not been freed
                 gather(output, own, group)
 
         return SimpleNamespace(wait=wait)
@@ -575,19 +573,19 @@ def overlap(a, b):
 @pytest.mark.parametrize("stage", [1, 3])
 @gathers_that_are_late()
 def test_units_may_be_used_in_any_way_that_all_ranks_share(stage):
-    """Parameters are waited for before their use, and before their memory is used again.
+    """Gathers are waited for before parameters are used, and before their memory is reused.
 
-    Also in an order in which what is fetched ahead is never used, and after a pass that failed.
+    This also holds if a prefetched unit is never used, and after a pass that failed.
     """
     x = make_data(2 * dist.get_world_size()).requires_grad_()
-    for how, number in product(WAYS, (0, 4)):  # of units
+    for how, number in product(WAYS, (0, 4)):  # number of units
         if how == "of a unit" and not number:
             continue
         torch.manual_seed(0)
         seen, net = [], Odd(how).double()
 
         def loss(model, x):
-            if how == "two passes":  # forward, forward, backward of both
+            if how == "two passes":  # two forwards, and one backward through both
                 return sum(model(half)["x"][0].square().mean() for half in x.chunk(2)) / 2
             found = model(x)["x"][0]
             return (seen[-1] if how == "of a unit" else found).square().mean()
@@ -610,7 +608,7 @@ def test_units_may_be_used_in_any_way_that_all_ranks_share(stage):
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
-def test_weights_loaded_after_a_forward_pass_are_used_and_earlier_hooks_see_them_whole(stage):
+def test_weights_loaded_after_a_forward_are_used_and_earlier_hooks_see_them_whole(stage):
     (net, other), shapes, x = (make_net(seed=0), make_net(seed=1)), [], own_part(make_data(4))
     hook = lambda block, _: shapes.append([p.shape for p in block.parameters()])
     net.blocks[0].register_forward_pre_hook(hook)
@@ -622,18 +620,18 @@ def test_weights_loaded_after_a_forward_pass_are_used_and_earlier_hooks_see_them
 
 
 @on_ranks(2)
-def test_a_gather_that_is_dropped_cannot_write_any_more():
+def test_a_gather_that_is_dropped_is_waited_for_so_that_it_cannot_write_later():
     flat = FullyShardedDataParallel(stack()).flats[0]
-    with gathers_that_are_late():  # asserts that none is pending at the end
+    with gathers_that_are_late():  # asserts at its end that no gather is pending
         flat.gather()
         flat.drop()
 
 
-# ---- what would be wrong in silence --------------------------------------------------------------
+# ---- errors instead of silently wrong results ----------------------------------------------------
 
 
 def late_all_reduce(*args, async_op=False, **kwargs):
-    """One that only begins when it is waited for."""
+    """Stand in for all_reduce(), but begin only in wait()."""
     run = lru_cache(partial(all_reduce, *args, **kwargs))
     return SimpleNamespace(wait=run) if async_op else run()
 
@@ -642,10 +640,10 @@ def late_all_reduce(*args, async_op=False, **kwargs):
 @pytest.mark.parametrize("failing, only_adds", [((1,), False), ((0, 1), True)])
 @pytest.mark.parametrize("stage", [0, *STAGES])
 @patch("ddp.all_reduce", late_all_reduce)
-def test_after_a_pass_that_failed_training_goes_on(stage, failing, only_adds):
-    """A forward, and a backward, on all ranks or on one, for whose messages the others wait.
+def test_training_continues_after_a_pass_that_failed(stage, failing, only_adds):
+    """A forward fails on all ranks, and then a backward on all ranks or on one.
 
-    only_adds: it was under no_sync(), from which nothing is left.
+    If it is one, the other ranks wait for its messages. only_adds: the pass is under no_sync().
     """
     model, _ = shard(make_net(), stage)
     x, block, here = make_data(4), model.module.blocks[1], dist.get_rank() in failing
@@ -670,7 +668,7 @@ def test_after_a_pass_that_failed_training_goes_on(stage, failing, only_adds):
 
 
 @on_ranks(2)
-def test_optimizers_that_are_wrong_on_shards_are_refused():
+def test_optimizers_that_are_wrong_on_shards_are_rejected():
     model, plain = FullyShardedDataParallel(make_net()), nn.Linear(2, 2)
     for name in ("LBFGS", "Adafactor", "Muon"):
         with pytest.raises(ValueError, match=f"{name} is wrong on shards"):
@@ -696,7 +694,7 @@ class ReturnsAParameter(nn.Linear):
 
 
 def around(forward, kind=nn.Linear, units=4, **how):
-    """A sharded stack of another forward, and another kind of first block."""
+    """Return a sharded stack with the given forward and the given kind of first block."""
     net = stack()
     net.blocks[0] = kind(96, 96)
     net.forward = lambda x: forward(net.blocks, x)
@@ -704,7 +702,7 @@ def around(forward, kind=nn.Linear, units=4, **how):
 
 
 @on_ranks(2)
-def test_what_cannot_be_right_is_refused():
+def test_uses_that_would_give_wrong_results_are_rejected():
     x, net = own_part(make_data(4)).requires_grad_(), make_net()
     y = torch.ones(1, 96, requires_grad=True)
     for name, change in CHANGES.items():
@@ -725,7 +723,8 @@ def test_what_cannot_be_right_is_refused():
     recompute = partial(checkpoint, use_reentrant=False)
     parameter = around(lambda blocks, y: blocks[0](y)[0], ReturnsAParameter)
     inside, outside = around(recompute), around(lambda blocks, y: blocks(y))
-    hidden = around(lambda blocks, y: (blocks(y), {blocks(y)}), units=0, stage=1)  # from a pytree
+    # A set hides its tensor from pytree.
+    hidden = around(lambda blocks, y: (blocks(y), {blocks(y)}), units=0, stage=1)
     for refused, message in (
         (loss.backward, "were changed between forward and backward"),
         (lambda: FullyShardedDataParallel(net), "Parallel has cut these parameters"),

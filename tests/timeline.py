@@ -1,9 +1,9 @@
 """A clock for code that launches work on a GPU: when does each kernel run, and who waits for whom?
 
-The host launches work, which advances its clock. A stream begins a kernel once it has finished all
-earlier ones and the host has launched it. An event, or the end of a batch, is a moment. A stream
-that waits for it begins no later kernel before; a host that waits advances its clock to it. So
-every moment is known when the work is launched. Moments and durations are in microseconds, and
+Launching work advances the host's clock. A stream begins a kernel once it has finished all earlier
+ones and the host has launched it. An event, or the end of a batch, is a moment. A stream that waits
+for a moment begins its next kernel no earlier; a host that waits advances its clock to the moment.
+So every moment is known when the work is launched. Moments and durations are in microseconds, and
 gpu_time.py supplies the durations.
 """
 
@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 
 class Host:
-    """The thread that launches, and its clock."""
+    """The thread that launches work, and its clock."""
 
     def __init__(self):
         self.now, self.streams = 0.0, []
@@ -46,7 +46,7 @@ class Event:
 
 
 class Stream(Event):
-    """In place of torch.cuda.Stream, and of the stream that NCCL has for each group.
+    """Stands in for torch.cuda.Stream, and for NCCL's own stream of a process group.
 
     moment: when the stream finishes the work that it has been given so far.
     parts: the time that it spent on kernels, by kind, and waiting for the host ("starved").
@@ -67,13 +67,13 @@ class Stream(Event):
         self.host.spans.append((self.lane, name, begin, duration))
 
     def post(self, name, duration):
-        """Run a batch after the work that the current stream has so far. Returns its end."""
+        """Run a batch after the work that the current stream has so far; return its end."""
         self.wait_stream(self.host.current)
         self.run(name, duration)
         return Event(self.host, self.moment, self.lane)
 
     def wait_event(self, event):
-        """Begin no later kernel before the event's moment."""
+        """Begin the next kernel no earlier than the event's moment."""
         begin, self.axis = max(self.moment, self.host.now), event.axis
         if event.moment > begin:
             self.parts["starved"] += begin - self.moment
@@ -115,6 +115,6 @@ class Memory:
         self.changes.append((moment, more))
 
     def peaks(self):
-        """Return the most bytes at any time, without the rule and with it."""
+        """Return the peak in bytes, without PyTorch's rule and with it."""
         recorded = sorted(self.changes, key=lambda change: change[0])
         return [max(accumulate(more for _, more in of)) for of in (self.changes, recorded)]

@@ -29,7 +29,7 @@ import hybrid
 from collectives import barrier, gather_objects, observe
 
 AXES = {"tp_group": "tp", "expert_tp_group": "tp", "pp_group": "pp", "embedding_group": "pp"}
-AXES |= {"cp_group": "cp", "ep_group": "ep", "node_group": "ep", "cross_group": "ep"}  # else dp
+AXES |= {"cp_group": "cp", "ep_group": "ep", "node_group": "ep", "cross_group": "ep"}  # others: dp
 
 
 def axes_of(mesh):
@@ -70,7 +70,7 @@ def traced(trainer, *batch):
         spans.append((action, begin, now(trainer.device)))
         return result
 
-    barrier()  # the ranks begin together
+    barrier()  # all ranks begin together
     since = partial(microseconds, now(trainer.device))
     with observe(listen), patch.object(trainer.pipeline, "perform", timed):
         trainer.step(*batch)
@@ -100,7 +100,7 @@ def traced(trainer, *batch):
 def events_of(rank, lanes):
     """Yield a rank's lanes as events of Chrome's trace format."""
     for lane, spans in lanes.items():
-        ends = []  # of rows
+        ends = []  # the end of each row's last span
         for begin, end, name, known in sorted(spans, key=lambda span: (span[0], -span[1])):
             row = next((row for row, last in enumerate(ends) if last <= begin), len(ends))
             ends[row : row + 1] = [end]
@@ -110,7 +110,7 @@ def events_of(rank, lanes):
 
 
 def work(path, args, device):
-    """Train, write the trace of the last step, and print its parts. Raises TrainingError."""
+    """Train, write the trace of the last step, and print its parts. May raise TrainingError."""
     if path is None:
         raise hybrid.TrainingError("FILE is missing: its name comes before the flags", 2)
     file = hybrid.on_all_ranks(open, path if dist.get_rank() == 0 else os.devnull, "w")

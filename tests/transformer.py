@@ -1,4 +1,4 @@
-"""A transformer layer with attention as in the papers about its memory, and measures of memory."""
+"""A transformer layer with the papers' unfused attention, and measures of memory."""
 
 import gc
 from contextlib import contextmanager
@@ -13,9 +13,9 @@ from tensor_parallel import mark_sum_over_tp
 
 
 def unfused_attention(q, k, v, p=0.0):
-    """Causal attention with dropout of its weights, in its steps: it makes (B, H, T, T) scores.
+    """Causal attention with dropout of its weights, which stores scores of (B, H, T, T).
 
-    q: (B, H, T, K), and so the result; k, v: (B, KV, T, K).
+    q and the result: (B, H, T, K); k, v: (B, KV, T, K).
     """
     T, K = q.shape[-2:]
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -25,9 +25,9 @@ def unfused_attention(q, k, v, p=0.0):
 
 
 class TransformerLayer(hybrid.Block):
-    """hybrid.py's, of these sizes, whose attention is not fused unless one is given.
+    """hybrid.Block of these sizes, with unfused attention by default.
 
-    p: the probability of dropout. mode: what is recomputed, "none", "selective" or "full".
+    p: the probability of dropout. mode: what backward recomputes, "none", "selective" or "full".
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TransformerLayer(hybrid.Block):
 
 
 def norm_bytes(batch, seq_len, tp=1, sequence_parallel=False, recompute="none", itemsize=2):
-    """Bytes of the mean and deviation per token of a layer's norms, not in activation_bytes()."""
+    """Return the bytes of the norms' mean and deviation, which activation_bytes() leaves out."""
     tokens = seq_len * batch // (tp if sequence_parallel else 1)
     return 0 if recompute == "full" else 2 * 2 * itemsize * tokens
 
@@ -63,10 +63,10 @@ def bytes_of_new_tensors():
 def saved_bytes(parameters=()):
     """Yield count(), which returns the bytes that autograd keeps of what was computed inside.
 
-    Each storage counts once, and those of parameters do not.
+    Each storage counts once; the storages of `parameters` do not count.
     """
     own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    kept = {}  # address of a storage -> a tensor in it, which keeps it from being reused
+    kept = {}  # {a storage's address: a tensor in it, so that the address is not reused}
 
     def pack(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor
@@ -79,7 +79,7 @@ def saved_bytes(parameters=()):
 class Peak(TorchDispatchMode):
     """Measures the storages that operations inside it make or change.
 
-    bytes: the most that were alive at a time. now(): what is still alive.
+    bytes: the most that were alive at one time. now(): those that are alive now.
     """
 
     def __init__(self):

@@ -1,25 +1,26 @@
 """Does a layout of hybrid.py compute what one process does? The first thing to run on a cluster.
 
     torchrun --nproc-per-node 8 tests/verify.py                      24 layouts of 8 processes
-    torchrun --nproc-per-node 8 tests/verify.py --dtype bf16         the same, on GPUs if possible
+    torchrun --nproc-per-node 8 tests/verify.py --dtype bf16         the same in bf16
     torchrun --nproc-per-node 8 tests/verify.py --tp 2 --pp 2 --sp   one layout; flags of hybrid.py
 
-Each layout takes two steps, which are compared with those of tests/reference_gpt.py, in fp64, on
-the whole batch: loss, gradient norm, every gradient after clipping, and every weight, before the
-first step and after each. One line for each layout has the worst difference, where it is, and the
-flags. A difference is the norm of the difference, divided by the norm:
+It runs on GPUs if the machine has one for each process. Each layout takes two steps, which are
+compared with two steps of tests/reference_gpt.py, in fp64, on the whole batch: loss, gradient norm,
+every gradient after clipping, and every weight, at the start and after each step. One line for each
+layout shows the worst difference, where it is, and the flags:
 
     ok     1.8e-15  step 1 gradient transformer.h.6.ln_1.bias    --pp 1 --dp 8 --cp 1 --tp 1 ...
 
-WRONG is more than 1e-9 (fp64, which replaces fp32 on CPUs), 1e-4 (fp32 on GPUs) or 5e-2 (bf16,
-tf32). The exit status is 1 if a layout is wrong, and 2 for invalid flags. If a layout raises an
-error on any rank, the run ends with that rank's traceback, whose last line names the rank and the
-layout. No later layout can be tried, because other ranks may be in an NCCL kernel that waits for
-that rank. The layouts are drawn at random, the same each time. Some have stages without layers, and
-some ("halves") treat each half of a node as a node. Below fp64 each token uses all experts, since
-rounding could change the choice. Flags whose result depends on the layout are rejected: --dropout
-(tests/test_hybrid.py tests its masks, tests/test_sequence_parallel.py their scale),
---capacity-factor and --topk-nodes.
+A difference is relative: norm(found - expected) / norm(expected). A layout is WRONG above 1e-9
+(fp64, which replaces fp32 on CPUs), 1e-4 (fp32 on GPUs) or 5e-2 (bf16, tf32). The exit status is 1
+if a layout is wrong and 2 if the flags are invalid. An error on any rank ends the run with that
+rank's traceback, whose last line names the rank and the layout. Later layouts are not tried,
+because other ranks may be inside an NCCL kernel that waits for the failed one.
+
+The layouts are drawn at random, with a fixed seed. Some have stages without layers; some ("halves")
+treat each half of a node as a node. Below fp64 each token uses all experts, because rounding could
+change the router's choice. Flags whose result depends on the layout are rejected: --dropout (see
+tests/test_hybrid.py and tests/test_sequence_parallel.py), --capacity-factor and --topk-nodes.
 """
 
 import math
@@ -45,13 +46,13 @@ from reference_gpt import ReferenceTraining, reference_gpt
 
 NUMBERS = "loss", "grad_norm"
 BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 5e-2, "bf16": 5e-2}
-OF_ALL = {"collectives", "device", "dtype", "seed", "timeout"}  # flags that name no layout
+OF_ALL = {"collectives", "device", "dtype", "seed", "timeout"}  # flags that apply to all layouts
 REFUSED = "dropout capacity_factor topk_nodes data checkpoint save_every eval_every"
 REFUSED = {*REFUSED.split(), "print_every", "metrics"}
 
 
 def sizes_of(world_size):
-    """Return flags of a small model whose heads, tokens and layers so many processes can split."""
+    """Return flags of a small model whose heads, tokens and layers divide among the processes."""
     heads = world_size * math.ceil(8 / world_size)
     sizes = f"--layers {max(4, world_size)} --hidden {8 * heads} --heads {heads} --ffn {16 * heads}"
     sizes += f" --seq-len {2 * heads} --vocab-size {8 * heads + 3} --steps 2 --warmup 1"
@@ -59,9 +60,10 @@ def sizes_of(world_size):
 
 
 def layouts(world_size, per_node, more=(), count=24):
-    """Return valid layouts as (flags, processes of a node), each the newest of 50 draws.
+    """Draw `count` valid layouts; return (flags, processes of a node) for each.
 
-    The newest has the choices that were seen least so far. more: flags that all layouts have.
+    Each one is the best of 50 draws: its choices have occurred least often in the earlier ones.
+    more: flags that are added to all layouts.
     """
     random, seen, found = Random(0), Counter(), []
     while len(found) < count:
@@ -78,7 +80,7 @@ def layouts(world_size, per_node, more=(), count=24):
 
 
 def draw(random, world_size):
-    """Draw the flags of a layout, which may be invalid, and its nodes with the last flag."""
+    """Draw a layout, which may be invalid: return its flags and (nodes, last flag)."""
     degrees, left, pick = dict.fromkeys(("pp", "dp", "cp", "tp")), world_size, random.choice
     for axis in random.sample(list(degrees), 4):
         degrees[axis] = pick([d for d in range(1, left + 1) if left % d == 0])
@@ -105,7 +107,7 @@ def draw(random, world_size):
 
 
 def batch_of(args, step, rows=slice(None)):
-    """Return rows of a random batch, of which a fifth and the first rows are not counted."""
+    """Return rows of a random batch; the loss ignores a fifth of its tokens, and its first rows."""
     tokens = np.random.default_rng(args.seed).integers(args.vocab_size, size=10**4)
     data = hybrid.Data(tokens, tokens)
     inputs, targets = data.batch(step, args.batch_size, args.seq_len, args.seed, rows)
@@ -114,7 +116,7 @@ def batch_of(args, step, rows=slice(None)):
 
 
 def gathered(trainer, value=lambda tensor: tensor):
-    """Return {name: whole}, nan where no rank has it, inf where copies differ. Collective."""
+    """Return {name: whole tensor}: nan where no rank has a value, inf where copies differ."""
     own = [
         (name, whole.shape, place, box.detach().cpu().clone())
         for name, whole in hybrid.boxes_of(trainer, value).items()
@@ -129,7 +131,7 @@ def gathered(trainer, value=lambda tensor: tensor):
 
 
 def record(args, mesh, device):
-    """Return the initial weights, and NUMBERS, gradients and weights of two steps. Collective."""
+    """Return the initial weights, and (all ranks' NUMBERS, gradients, weights) of two steps."""
     trainer = hybrid.Trainer(args, mesh, device)
     first, steps = gathered(trainer), []
     for step in range(2):
@@ -141,10 +143,10 @@ def record(args, mesh, device):
 
 
 def compare(args, device, first, *steps):
-    """Return {what: difference} of what record() returns and one process.
+    """Compare what record() returns with one process; return {what: relative difference}.
 
-    The one process is moved along the layout's gradients, too: Adam turns gradients that are
-    rounding errors in place of zeros into whole steps.
+    The process updates its weights with the layout's gradients. Where a gradient should be zero,
+    the layout may have a rounding error instead, which Adam would turn into a full step.
     """
     model = reference_gpt(args).double().to(device)
     one = ReferenceTraining(model, (), args.weight_decay, args.grad_clip)
@@ -170,7 +172,7 @@ def compare(args, device, first, *steps):
 
 
 def differences(when, found, expected):
-    """Return {when and what: norm of the difference / norm}, infinite if it is not a number."""
+    """Return {when and what: norm of the difference / norm}; nan becomes infinity."""
     errors = {}
     for name, tensor in expected.items():
         error = (found[name].to(tensor) - tensor).norm() / tensor.norm().clamp(min=1e-300)
@@ -179,9 +181,9 @@ def differences(when, found, expected):
 
 
 def judge(args, device, groups):
-    """Return the worst difference and where it is, the same on all ranks. Collective.
+    """Return the worst difference and its name, the same on all ranks. Collective.
 
-    groups: those of earlier layouts, for reuse.
+    groups: the process groups of earlier layouts, which are reused.
     """
     recorded = record(args, hybrid.make_mesh(args, groups), device)
     found = compare(args, device, *recorded) if dist.get_rank() == 0 else {}
@@ -190,9 +192,9 @@ def judge(args, device, groups):
 
 
 def verify(argv, args, device):
-    """Judge the layouts, print a line for each on rank 0, and return the exit status. Collective.
+    """Judge each layout, print a line for it on rank 0, and return the exit status. Collective.
 
-    argv: the command line. args: what hybrid.main() makes of it.
+    argv: the command line. args: the Args that hybrid.main() parses from it.
     """
     given, world_size = vars(hybrid.Parser().parse_args(argv)), args.world_size
     for name in REFUSED & given.keys():
