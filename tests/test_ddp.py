@@ -443,7 +443,7 @@ def test_what_a_wrapper_cannot_do_is_refused():
     twice = DistributedDataParallel(nn.Sequential(nn.Linear(7, 7), Twice(7, 7)).double())
     models = [DistributedDataParallel(other, gradient_as_bucket_view=True) for _ in range(2)]
     sparse = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
-    frozen, thawed = (DistributedDataParallel(make_net()) for _ in range(2))
+    frozen, thawed, converted = (DistributedDataParallel(make_net()) for _ in range(3))
     frozen.module.head.bias.requires_grad_(False)
     thawed.module.blocks[1].up.weight.requires_grad_(True)
     for refused, message in (
@@ -453,6 +453,7 @@ def test_what_a_wrapper_cannot_do_is_refused():
         (lambda: twice(x).sum().backward(), r"two gradients in one backward, of \(7"),
         (lambda: mean_square(frozen, x).backward(), "'head.bias' was frozen, thawed"),
         (lambda: mean_square(thawed, x).backward(), "'blocks.1.up.weight' was frozen"),
+        (lambda: mean_square(converted.float(), x.float()).backward(), "' was frozen.* cast"),
         (lambda: mean_square(models[0], x).backward(), "a second wrapper replaced .grad"),
         (lambda: sparse(torch.tensor([1, 2])).sum().backward(), "sparse gradients and"),
     ):
