@@ -205,7 +205,7 @@ def two_hops(x, experts, weights, num_experts, compute, node_group, cross_group,
     hop = Hop(nodes.where(is_needed, -1), num_nodes, cross_group)
     shared_output = shared(x) if shared is not None else None
     hop.wait()
-    rows, experts, weights = (hop.dispatch(tensor) for tensor in (x, experts, weights))
+    rows, experts, weights = map(hop.dispatch, (x, experts, weights))
     is_here = experts // num_local == node
     experts = (experts % num_local).where(is_here, -1)
     rows = dispatch_and_combine(rows, experts, weights, num_local, compute, node_group)
@@ -499,12 +499,13 @@ def _demonstrate():
     experts = torch.randint(E, (N, k))
     weights = torch.rand(N, k).double()
     # in place of MLPs, expert e multiplies by e
-    own = torch.arange(E).chunk(P)[rank]
-    compute = lambda rows, _, counts: rows * own.repeat_interleave(counts).unsqueeze(1)
+    own = torch.arange(E).view(P, -1, 1)[rank]
+    compute = lambda rows, _, counts: rows * own.repeat_interleave(counts, 0)
     with count_bytes() as traffic:
         y = dispatch_and_combine(x, experts, weights, E, compute)
     if rank == 0:
-        error = (y - x * (weights * experts).sum(1, keepdim=True)).abs().max()
+        expected = x * (weights * experts).sum(1, keepdim=True)
+        error = (y - expected).abs().max()
         even = expert_parallel_bytes(N, k, D, P, 8)
         print(f"{P} ranks, {E} experts, top {k}: {traffic.bytes()} bytes sent, {even} if even")
         print(f"largest difference from one process: {error:.1e}")
