@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import zero
@@ -629,6 +630,31 @@ def test_weights_loaded_after_a_forward_pass_are_used_and_earlier_hooks_see_them
     assert_close(model(x), other(x))
     assert_close(model.state_dict(prefix="a."), other.state_dict(prefix="a."))
     assert shapes == 2 * [[p.shape for p in other.blocks[0].parameters()]]
+
+
+@on_ranks(2)
+def test_sums_under_way_end_before_the_next_of_their_unit_and_free_whole_gradients_early():
+    """Passes forward advance them: a reduce-scatter, then an all-reduce over replicas."""
+    alone, under_way = [dist.new_group([r]) for r in range(2)][dist.get_rank()], deque()
+    net, x, flats = make_net(), make_data(4), []
+    how = {"replicate_group": alone, "wait_in_backward": False, "under_way": under_way}
+    model = FullyShardedDataParallel(net, **how)
+
+    def scatter(total, flat, reduce=zero.reduce_scatter_single, **how):
+        flats.append(StorageWeakRef(flat.untyped_storage()))
+        return reduce(total, flat, **how)
+
+    with patch.object(zero, "reduce_scatter_single", scatter):
+        losses = [mean_square(model, own_part(x)) for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+            assert len(under_way) == 1 and not flats[-1].expired()
+        for left in (1, 0):
+            mean_square(model, own_part(x))
+            assert len(under_way) == left and flats[-1].expired()
+    model.finish_grad_sync()
+    expected = gradients_alone(make_net(), lambda net: 2 * mean_square(net, x))
+    assert_close(whole_gradients(net), expected)
 
 
 @on_ranks(2)
