@@ -364,7 +364,7 @@ def test_gradients_of_16_bit_weights_add_up_in_32_bits_and_update_a_32_bit_copy(
 def test_the_state_of_the_optimizer_of_shards_is_each_ranks_own():
     """With rates as they are now; a run that goes on from it has the same bits.
 
-    Gradients may have another dtype than their parameters.
+    Gradients may have another dtype than their parameters, which start as the first rank's.
     """
     batches = [own_part(make_data(8, seed)) for seed in range(4)]
     model, optimizer = shard(make_net(), "optimizer")
@@ -381,11 +381,11 @@ def test_the_state_of_the_optimizer_of_shards_is_each_ranks_own():
     theirs = gather_objects(saved[1])[1 - dist.get_rank()]
     with pytest.raises(ValueError, match=r"of the shard \(rank, world size\) \(\d, 2\), not"):
         optimizer.load_state_dict(theirs)
-    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    weight = nn.Parameter(torch.full([200], 1.0 + dist.get_rank(), dtype=torch.bfloat16))
     weight.grad_dtype = torch.float32
-    weight.grad = torch.ones(3)
+    weight.grad = torch.ones(200)
     ZeroRedundancyOptimizer([weight], torch.optim.SGD, lr=0.5).step()
-    assert weight.tolist() == 3 * [0.5]
+    assert weight.tolist() == 200 * [0.5]
 
 
 # ---- what is sent, and what is held --------------------------------------------------------------
