@@ -127,11 +127,13 @@ def test_a_parameter_that_is_not_dense_in_memory_gets_its_gradient():
         assert torch.equal(net.bias.grad, torch.full((64,), 5.0))
 
 
-def test_a_bucket_is_filled_to_its_cap_and_no_further():
+def test_a_bucket_is_filled_to_its_cap_and_buckets_have_the_order_in_which_they_are_completed():
     parameters = [nn.Parameter(torch.ones(64)) for _ in range(5)]  # of 256 bytes
     for cap, sizes in ((511, [1] * 5), (512, [2, 2, 1]), (1, [1] * 5)):
         buckets = ddp.fill_buckets(parameters, cap, kind=lambda parameter: None)
         assert list(map(len, buckets)) == sizes
+    a, b, c, *_ = parameters
+    assert ddp.fill_buckets([a, b, c], 512, kind=lambda p: p is b) == [[b], [a, c]]
 
 
 @on_ranks(1, 2, 3)
