@@ -225,14 +225,16 @@ class Reducer:
         filled = fill_buckets(parameters, bucket_cap_mb * 2**20, kind)
         self.buckets = [GradBucket(bucket, group_of(bucket[0]), as_views) for bucket in filled]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.slots}
+        self.dtypes = {p: grad_dtype(p) for p in parameters}
         self.is_reducing = False
         self.queue = deque()
 
     def start(self, awaited=()):
         """Start a round. Only gradients of the `awaited` parameters are still to be computed."""
         for name, parameter in self.module.named_parameters():
-            if parameter.requires_grad != (parameter in self.bucket_of):
-                raise RuntimeError(f"{name!r} was frozen, thawed or replaced after it was wrapped")
+            dtype = grad_dtype(parameter) if parameter.requires_grad else None
+            if dtype != self.dtypes.get(parameter):
+                raise RuntimeError(f"the wrapped {name!r} was frozen, thawed, cast or replaced")
         self.is_reducing = True
         self.queue = deque(self.buckets)
         for bucket in self.buckets:
@@ -295,9 +297,9 @@ class DistributedDataParallel(nn.Module):
         Inputs are not moved to a device, and unused parameters are always found.
 
     The constructor raises ValueError on every rank if the ranks' modules differ. backward() raises
-    RuntimeError if a parameter was frozen or unfrozen after wrapping, if a gradient is sparse,
-    replaced or computed twice in one pass, and if create_graph is True. After a backward pass that
-    failed, forward() raises RuntimeError unless wait_in_backward is False.
+    RuntimeError if a parameter was frozen, unfrozen or converted after wrapping, if a gradient is
+    sparse, replaced or computed twice in one pass, and if create_graph is True. After a backward
+    pass that failed, forward() raises RuntimeError unless wait_in_backward is False.
     """
 
     def __init__(
@@ -327,10 +329,8 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args, **kwargs):
         if self.reducer.is_reducing and self.wait_in_backward:
-            raise RuntimeError(
-                "the last backward has not ended. If it failed, finish_grad_sync() ends it, on "
-                "every rank; then zero the gradients"
-            )
+            cure = "finish_grad_sync() ends it, on every rank; then zero the gradients"
+            raise RuntimeError(f"the last backward has not ended. If it failed, {cure}")
         if self.broadcast_buffers and self._buffers_may_differ:
             broadcast_first(self.module.buffers(), self.process_group)
         self._buffers_may_differ = torch.is_grad_enabled() and self.require_backward_grad_sync

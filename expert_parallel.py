@@ -32,13 +32,11 @@ Load Balancing", 2024. DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024.
     torchrun --nproc-per-node 4 expert_parallel.py      bytes, and the error against one process
 """
 
-import math
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from collectives import (
     all_reduce, all_to_all_in_group, all_to_all_single, autocasted, count_bytes,
@@ -113,8 +111,7 @@ class Hop:
         num_local = num_experts // world_size
         self.group = group
         self.num_tokens, self.k = experts.shape
-        # unlike bincount(), this does not make the host wait
-        send_counts = one_hot(experts, num_experts).sum(0).view(world_size, -1)
+        send_counts = count_choices(experts, num_experts).view(world_size, -1)
         # an even number of counts, because NCCL is fast if messages begin on 16 bytes
         send_counts = F.pad(send_counts, (0, num_local % 2))
         receive_counts = torch.empty_like(send_counts)
@@ -132,7 +129,8 @@ class Hop:
         """Wait for the counts, and determine which rows go where."""
         if self.received.is_cuda:
             self.copied.synchronize()
-        send_counts, receive_counts = self.on_host.tolist()  # [rank][local expert]
+        # both are lists of lists, [rank][local expert]
+        send_counts, receive_counts = self.on_host.tolist()
         self.rows_to = [sum(counts) for counts in send_counts]
         self.rows_from = [sum(counts) for counts in receive_counts]
         self.sizes = [sum(counts) for counts in zip(*receive_counts)]
@@ -140,32 +138,29 @@ class Hop:
         # choices of -1 come first in the order, and are cut off
         self.order = self.order[len(self.order) - sum(self.rows_to) :]
         self.token = self.order // self.k
-        self.by_expert = None
-        if len(self.sizes) > 1:
-            # Rows arrive sorted by source rank, then by expert. If received is [[2, 1], [1, 2]],
-            # source * G + expert is 0 0 1 2 3 3, the experts are 0 0 1 0 1 1, and by_expert is
-            # 0 1 3 2 4 5.
-            num_rows = sum(self.sizes)
-            place = torch.repeat_interleave(self.received.flatten(), output_size=num_rows)
-            self.by_expert = (place % len(self.sizes)).argsort(stable=True)
+        # Rows arrive sorted by source rank, then by expert. If received is [[2, 1], [1, 2]],
+        # source * G + expert is 0 0 1 2 3 3, the experts are 0 0 1 0 1 1, and by_expert is
+        # 0 1 3 2 4 5.
+        received = self.received.flatten()
+        place = torch.repeat_interleave(received, output_size=sum(self.sizes))
+        self.by_expert = (place % len(self.sizes)).argsort(stable=True)
 
     def dispatch(self, x):
         """Send (N, ...), one entry per token; return (M, ...), the entries for this rank's rows."""
         rows = x.index_select(0, self.token)
         rows = all_to_all_in_group(rows, self.rows_from, self.rows_to, self.group)
-        return rows if self.by_expert is None else rows.index_select(0, self.by_expert)
+        return rows.index_select(0, self.by_expert)
 
     def combine(self, rows, weights=None):
         """Send rows (M, D) back; return (N, D), each token's sum, weighted if weights are given."""
-        if self.by_expert is not None:
-            rows = rows.index_select(0, self.by_expert.argsort())
+        rows = rows.index_select(0, self.by_expert.argsort())
         rows = all_to_all_in_group(rows, self.rows_to, self.rows_from, self.group)
         if weights is not None:
             weights = weights.flatten().index_select(0, self.order).to(rows.dtype)
             return _WeightedSums.apply(rows, weights, self.token, self.num_tokens)
+        # unlike index_add_(), this does not keep the rows for backward
         y = rows.new_zeros(self.num_tokens, rows.shape[1])
-        token = self.token.unsqueeze(1).expand_as(rows)
-        return y.scatter_add_(0, token, rows)  # index_add_() would keep the rows for backward
+        return y.scatter_add_(0, self.token.unsqueeze(1).expand_as(rows), rows)
 
 
 class _WeightedSums(torch.autograd.Function):
@@ -178,7 +173,7 @@ class _WeightedSums(torch.autograd.Function):
         return y.index_add_(0, token, rows * weights.unsqueeze(1))
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_y):
         rows, weights, token = ctx.saved_tensors
         grad_rows = grad_y.index_select(0, token)
@@ -186,10 +181,11 @@ class _WeightedSums(torch.autograd.Function):
         return grad_rows.mul_(weights.unsqueeze(1)), grad_weights, None, None
 
 
-def one_hot(experts, num_experts):
-    """Return booleans (N k, E), true where a choice is that expert; for -1 all are false."""
-    numbers = torch.arange(num_experts, device=experts.device)
-    return experts.reshape(-1, 1) == numbers
+def count_choices(experts, num_experts):
+    """Return how often each expert is chosen, (E,). Unlike bincount(), the host does not wait."""
+    choices = experts.flatten()
+    counts = choices.new_zeros(num_experts)
+    return counts.scatter_add_(0, choices.clamp(min=0), (choices >= 0).long())
 
 
 def two_hops(x, experts, weights, num_experts, compute, node_group, cross_group, shared=None):
@@ -209,7 +205,7 @@ def two_hops(x, experts, weights, num_experts, compute, node_group, cross_group,
     hop = Hop(nodes.where(is_needed, -1), num_nodes, cross_group)
     shared_output = shared(x) if shared is not None else None
     hop.wait()
-    rows, experts, weights = (hop.dispatch(tensor) for tensor in (x, experts, weights))
+    rows, experts, weights = map(hop.dispatch, (x, experts, weights))
     is_here = experts // num_local == node
     experts = (experts % num_local).where(is_here, -1)
     rows = dispatch_and_combine(rows, experts, weights, num_local, compute, node_group)
@@ -220,13 +216,8 @@ def two_hops(x, experts, weights, num_experts, compute, node_group, cross_group,
 # ---- router and balance --------------------------------------------------------------------------
 
 
-class Routing(NamedTuple):
-    """The routing of N tokens: (N, k) experts and weights, (N, E) probabilities and logits."""
-
-    experts: torch.Tensor
-    weights: torch.Tensor
-    probabilities: torch.Tensor
-    logits: torch.Tensor
+# The routing of N tokens: (N, k) experts and their weights, (N, E) probabilities and logits.
+Routing = namedtuple("Routing", "experts weights probabilities logits")
 
 
 class Router(nn.Module):
@@ -248,7 +239,7 @@ class Router(nn.Module):
         super().__init__()
         topk_group = topk_group or n_group
         if score not in ("softmax", "sigmoid"):
-            raise ValueError(f"score={score!r} is neither 'softmax' nor 'sigmoid'")
+            raise ValueError(f"{score=} is neither 'softmax' nor 'sigmoid'")
         reachable = min(topk_group, n_group) * num_experts // n_group
         if not 1 <= top_k <= reachable or num_experts % n_group:
             where = f"{num_experts=}, {n_group=}, {topk_group=}"
@@ -280,12 +271,13 @@ class Router(nn.Module):
             sums = groups.topk(min(2, groups.shape[2])).values.sum(2)
             chosen = _best(sums, self.topk_group)
             left_out = torch.ones_like(sums, dtype=bool).scatter(1, chosen, False)
-            scores = groups.masked_fill(left_out.unsqueeze(2), -math.inf).flatten(1)
+            scores = groups.masked_fill(left_out.unsqueeze(2), -torch.inf).flatten(1)
         return _best(scores, self.top_k)
 
     def _apply(self, function, recurse=True):
         super()._apply(function, recurse)
-        self.bias = self.bias.float()  # 16 bits would round a small update away
+        # 16 bits would round a small update away
+        self.bias = self.bias.float()
         return self
 
     def update_bias(self, counts, rate=0.001):
@@ -331,20 +323,19 @@ class Experts(nn.Module):
         super().__init__()
         self.w_in = nn.Parameter(torch.randn(num_local, ffn_hidden, hidden) * hidden**-0.5)
         self.w_out = nn.Parameter(torch.randn(num_local, hidden, ffn_hidden) * ffn_hidden**-0.5)
+        self.gelu = nn.GELU(approximate="tanh")
 
     def forward(self, x, sizes, counts):
         """Apply each expert to its rows of x, (M, D), as compute in dispatch_and_combine()."""
         w_in = self.w_in.to(x.dtype)
         w_out = self.w_out.to(x.dtype)
-        is_aligned = not any(width * x.itemsize % 16 for width in w_in.shape[1:])
+        # the kernel for all experts needs rows of a multiple of 16 bytes
+        is_aligned = not any(width % 8 for width in w_in.shape[1:])
         if x.dtype == torch.bfloat16 and is_aligned and len(x) > 0:
-            x = F.gelu(_grouped(x, w_in, sizes, counts), approximate="tanh")
+            x = self.gelu(_grouped(x, w_in, sizes, counts))
             return _grouped(x, w_out, sizes, counts)
-        outputs = []
-        for rows, up, down in zip(x.split(sizes), w_in, w_out):
-            rows = F.gelu(F.linear(rows, up), approximate="tanh")
-            outputs.append(F.linear(rows, down))
-        return torch.cat(outputs)
+        mlp = lambda rows, up, down: F.linear(self.gelu(F.linear(rows, up)), down)
+        return torch.cat([*map(mlp, x.split(sizes), w_in, w_out)])
 
 
 def _grouped(x, weight, sizes, counts):
@@ -407,9 +398,9 @@ class MoE(nn.Module):
         super().__init__()
         _, world_size = rank_and_size(group)
         if num_experts % world_size:
-            raise ValueError(f"num_experts={num_experts} is not divisible by ep={world_size}")
+            raise ValueError(f"{num_experts=} is not divisible by ep={world_size}")
         if capacity_factor is not None and not capacity_factor > 0:
-            raise ValueError(f"capacity_factor={capacity_factor} leaves no room for a token")
+            raise ValueError(f"{capacity_factor=} leaves no room for a token")
         self.num_experts, self.capacity_factor = num_experts, capacity_factor
         self.group, self.nodes = group, nodes
         self.tp_group, self.balance_groups = tp_group, balance_groups
@@ -430,7 +421,8 @@ class MoE(nn.Module):
             x = scatter_to_group(x, 0, self.tp_group)  # (T/tp, ..., D)
         tokens = x.reshape(-1, x.shape[-1])  # (N, D)
         routing = self.router(tokens)
-        tokens = autocasted(tokens)  # a row in 16 bits is half as large a message
+        # under autocast a row has 16 bits, and is half as large a message
+        tokens = autocasted(tokens)
         experts = self._within_capacity(routing.experts)
         arguments = tokens, experts, routing.weights, self.num_experts, self.experts
         if self.nodes:
@@ -444,7 +436,7 @@ class MoE(nn.Module):
 
     def _with_losses(self, y, routing, experts):
         """Return y. Its backward adds the gradients of the losses, and adds to the tally."""
-        counts = one_hot(routing.experts, self.num_experts).sum(0)
+        counts = count_choices(routing.experts, self.num_experts)
         losses = y.new_zeros(2)  # balance loss, z-loss
         if self.balance_factor or self.z_factor:
             totals = counts.clone()
@@ -463,11 +455,15 @@ class MoE(nn.Module):
         """Return the experts (N, k), with -1 for the choices that a full expert drops."""
         if self.capacity_factor is None:
             return experts
-        average = experts.numel() / self.num_experts
-        capacity = math.ceil(min(average * self.capacity_factor, experts.numel()))
-        so_far = one_hot(experts, self.num_experts).cumsum(0)  # (N k, E), including this choice
-        place = so_far.gather(1, experts.reshape(-1, 1)).view_as(experts)
-        return experts.masked_fill(place > capacity, -1)
+        choices = experts.flatten()
+        capacity = len(choices) / self.num_experts * self.capacity_factor
+        # If choices are 1 0 1 1, sorted they are 0 1 1 1: expert 0 begins at 0, and expert 1 at 1.
+        # Their positions there are 1 0 2 3, and so their places in their experts' queues 0 0 1 2.
+        counts = count_choices(choices, self.num_experts)
+        begins = counts.cumsum(0) - counts
+        positions = choices.argsort(stable=True).argsort()
+        places = (positions - begins[choices]).double()
+        return experts.masked_fill(places.view_as(experts) >= capacity, -1)
 
 
 def tally_metrics(tallies, num_microbatches, with_losses):
@@ -477,10 +473,8 @@ def tally_metrics(tallies, num_microbatches, with_losses):
     fraction of choices dropped. balance_loss, z_loss: means over layers and microbatches.
     """
     counts, dropped, losses = tallies.split([tallies.shape[1] - 3, 1, 2], 1)
-    metrics = {
-        "expert_load": (counts.amax(1) / counts.mean(1)).max(),
-        "expert_dropped": dropped.sum() / counts.sum(),
-    }
+    loads = counts.amax(1) / counts.mean(1)
+    metrics = {"expert_load": loads.max(), "expert_dropped": dropped.sum() / counts.sum()}
     if with_losses:
         metrics["balance_loss"], metrics["z_loss"] = losses.mean(0) / num_microbatches
     return metrics
@@ -500,17 +494,18 @@ def expert_parallel_bytes(tokens, top_k, hidden, ep, itemsize=4):
 def _demonstrate():
     rank, P = rank_and_size()
     N, D, E, k = 64, 32, 2 * P, 2
-    torch.manual_seed(0)
-    factors = torch.rand(E).double()  # in place of MLPs: expert e multiplies by factors[e]
-    x = torch.randn(P, N, D).double()[rank]
-    routing = Router(D, E, k).double()(x)
-    own = factors.chunk(P)[rank]
-    compute = lambda rows, _, counts: rows * own.repeat_interleave(counts).unsqueeze(1)
+    torch.manual_seed(rank)
+    x = torch.randn(N, D).double()
+    experts = torch.randint(E, (N, k))
+    weights = torch.rand(N, k).double()
+    # in place of MLPs, expert e multiplies by e
+    own = torch.arange(E).view(P, -1, 1)[rank]
+    compute = lambda rows, _, counts: rows * own.repeat_interleave(counts, 0)
     with count_bytes() as traffic:
-        y = dispatch_and_combine(x, routing.experts, routing.weights, E, compute)
-    expected = x * (routing.weights * factors[routing.experts]).sum(1, keepdim=True)
+        y = dispatch_and_combine(x, experts, weights, E, compute)
     if rank == 0:
-        error = (y - expected).abs().max().item()
+        expected = x * (weights * experts).sum(1, keepdim=True)
+        error = (y - expected).abs().max()
         even = expert_parallel_bytes(N, k, D, P, 8)
         print(f"{P} ranks, {E} experts, top {k}: {traffic.bytes()} bytes sent, {even} if even")
         print(f"largest difference from one process: {error:.1e}")

@@ -684,23 +684,24 @@ class Pipeline:
 
     def perform(self, action, received):
         """Perform an action, given the tensor it needs; return its result. Tracers may wrap it."""
-        if action.kind == "F":
-            return self._forward(action, received)
-        if action.kind == "W":
-            return self._weights(action)
-        return self._backward(action, received)
+        try:
+            if action.kind == "F":
+                return self._forward(action, received)
+            if action.kind == "W":
+                return self._weights(action)
+            return self._backward(action, received)
+        except RuntimeError as error:
+            # PyTorch writes "in-place operation" in a forward, and "inplace" in a backward
+            if "place operation" in str(error):
+                error.add_note(f"rank {self.rank}: a stage must not change its input in place")
+            raise
 
     def _forward(self, action, x):
         if x is None:
             x = self.inputs[action.microbatch]
         elif self.training:
             x.requires_grad_()
-        try:
-            output = self.stages[action.chunk](x)
-        except RuntimeError as error:
-            if "leaf Variable" in str(error):
-                error.add_note(f"rank {self.rank}: a stage must not change its input in place")
-            raise
+        output = self.stages[action.chunk](x)
         is_last = action.chunk in self.last_chunks
         if is_last:
             output = self.loss_fn(output, self.targets[action.microbatch], *self.loss_arguments)

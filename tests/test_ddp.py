@@ -127,11 +127,13 @@ def test_a_parameter_that_is_not_dense_in_memory_gets_its_gradient():
         assert torch.equal(net.bias.grad, torch.full((64,), 5.0))
 
 
-def test_a_bucket_is_filled_to_its_cap_and_no_further():
+def test_a_bucket_is_filled_to_its_cap_and_buckets_have_the_order_in_which_they_are_completed():
     parameters = [nn.Parameter(torch.ones(64)) for _ in range(5)]  # 256 bytes each
     for cap, sizes in ((511, [1] * 5), (512, [2, 2, 1]), (1, [1] * 5)):
         buckets = ddp.fill_buckets(parameters, cap, kind=lambda parameter: None)
         assert list(map(len, buckets)) == sizes
+    a, b, c, *_ = parameters
+    assert ddp.fill_buckets([a, b, c], 512, kind=lambda p: p is b) == [[b], [a, c]]
 
 
 @on_ranks(1, 2, 3)
@@ -443,7 +445,7 @@ def test_unsupported_uses_of_the_wrapper_are_rejected():
     twice = DistributedDataParallel(nn.Sequential(nn.Linear(7, 7), Twice(7, 7)).double())
     models = [DistributedDataParallel(other, gradient_as_bucket_view=True) for _ in range(2)]
     sparse = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
-    frozen, thawed = (DistributedDataParallel(make_net()) for _ in range(2))
+    frozen, thawed, converted = (DistributedDataParallel(make_net()) for _ in range(3))
     frozen.module.head.bias.requires_grad_(False)
     thawed.module.blocks[1].up.weight.requires_grad_(True)
     for refused, message in (
@@ -453,6 +455,7 @@ def test_unsupported_uses_of_the_wrapper_are_rejected():
         (lambda: twice(x).sum().backward(), r"two gradients in one backward, of \(7"),
         (lambda: mean_square(frozen, x).backward(), "'head.bias' was frozen, thawed"),
         (lambda: mean_square(thawed, x).backward(), "'blocks.1.up.weight' was frozen"),
+        (lambda: mean_square(converted.float(), x.float()).backward(), "' was frozen.* cast"),
         (lambda: mean_square(models[0], x).backward(), "a second wrapper replaced .grad"),
         (lambda: sparse(torch.tensor([1, 2])).sum().backward(), "sparse gradients and"),
     ):

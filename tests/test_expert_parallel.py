@@ -318,6 +318,17 @@ def test_dispatch_and_combine_send_the_routed_tokens(even):
     assert not even or rows == expert_parallel_bytes(N, k, D, P)
 
 
+@on_ranks(2)
+def test_under_autocast_rows_travel_in_16_bits():
+    torch.manual_seed(0)
+    layer, x, sent = MoE(4, 16, 2), torch.randn(2, 8, 4)[dist.get_rank()], []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), count_bytes() as traffic:
+            layer(x)
+        sent.append(traffic.bytes() - 16)  # counts of the other rank's expert, an even number
+    assert sent[0] == 2 * sent[1] > 0
+
+
 def _across(nodes, N, k, E, D, topk_group, dropped):
     """Return the rows that leave a node with one hop and with two, and the bytes with two."""
     rank, P = rank_and_size()

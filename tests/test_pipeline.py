@@ -683,7 +683,8 @@ def test_errors_name_batches_stages_and_schedules_that_do_not_fit():
 
 
 @on_ranks(1)
-def test_a_stage_that_changes_its_input_in_place_is_rejected():
-    stages = nn.Linear(4, 4), nn.ReLU(inplace=True)
-    with pytest.raises(RuntimeError, match="a stage must not change its input in place"):
-        Pipeline(stages, zb_v(1, 2), _loss, shape=(1, 4)).step(*torch.ones(2, 2, 4))
+def test_a_stage_that_changes_its_input_in_place_is_rejected_on_every_rank():
+    linear, relu = nn.Linear(4, 4), nn.ReLU(inplace=True)
+    for stages in (linear, relu), (nn.Sequential(relu, linear), linear):
+        with pytest.raises(RuntimeError, match="a stage must not change its input in place"):
+            Pipeline(stages, interleaved(1, 2), _loss, shape=(1, 4)).step(*torch.ones(2, 2, 4))
