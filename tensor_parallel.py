@@ -61,30 +61,11 @@ def row_linear(x, weight, bias=None, group=None):
     return z if bias is None else z + bias
 
 
-class ColumnLinear(torch.autograd.Function):
-    """column_linear(), in whose backward dx travels while dW is computed."""
-
-    @staticmethod
-    def forward(ctx, x, weight, group=None):
-        ctx.group = group
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        dx = dy @ weight  # this rank's columns give one summand of it
-        work = all_reduce(dx, group=ctx.group, async_op=True)
-        dweight = dy.flatten(0, -2).t() @ x.flatten(0, -2)
-        work.wait()
-        return dx, dweight, None
-
-
 # ---- products beside messages --------------------------------------------------------------------
 #
-# With sequence parallelism a product needs all ranks' X, or is summed over them all. So large ones
-# go chunk by chunk, each a rank's rows: one is multiplied while another travels, straight between
-# its owner and this rank. With P = 4, in step s rank r
+# With sequence parallelism a product needs all ranks' X, or is summed over the ranks. Large ones go
+# chunk by chunk, where a chunk is the rows of one rank: one chunk is multiplied while another
+# travels straight between its owner and this rank. With P = 4, in step s rank r
 #
 #             gathers and multiplies:                       multiplies and scatters:
 #             chunk r - s, while (r - s - 1) arrives        chunk r + s + 1, to send it -> its owner
@@ -95,67 +76,78 @@ class ColumnLinear(torch.autograd.Function):
 #     s = 2   x2 (x1)   x3 (x2)   x0 (x3)   x1 (x0)         y3 -> 3   y0 -> 0   y1 -> 1   y2 -> 2
 #     s = 3   x1        x2        x3        x0              y0        y1        y2        y3
 #
-# At the end each rank adds the four parts of its own chunk: one rounding in 16 bit. Either way a
-# rank sends as many bytes as all-gather and reduce-scatter do, (P-1)/P of the whole.
+# At the end each rank adds the four parts of its own chunk, with one rounding in 16 bits. A rank
+# sends (P-1)/P of the whole either way, as in an all-gather or a reduce-scatter.
 
-CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}  # a step with less costs more than it hides
+CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}  # sending a smaller chunk costs more than it hides
 
 
 def count_chunks(nbytes, device, split, group=None):
-    """Return how many chunks of this size travel: P, or 1 for all at once, or 0 if not split."""
-    is_large = nbytes >= CHUNK_BYTES[device.type]
-    return dist.get_world_size(group) if split and is_large else int(split)
+    """Return the number of chunks in which X or Z travels, of which a rank has nbytes.
+
+    0    It is not split: nothing is gathered, and sums are all-reduced.
+    1    It is small: it is gathered, or the sum scattered, all at once.
+    P    It is large, and travels chunk by chunk.
+    """
+    if not split:
+        return 0
+    if nbytes < CHUNK_BYTES[device.type]:
+        return 1
+    return dist.get_world_size(group)
 
 
 def begin_gather(x, chunks, group=None, async_op=False):
     """Begin to gather all ranks' x. Return an iterator of (number, chunk) that waits for each."""
     rank, P = rank_and_size(group)
     x = x.contiguous()
-    arrivals = [(rank if chunks else 0, x, None)]  # (number, chunk, its work)
+    arrivals = [(rank if chunks else 0, x, None)]  # (number, chunk, what waits for it)
     if chunks == 1:
         whole = x.new_empty(P * len(x), *x.shape[1:])
         work = all_gather_single(whole, x, group=group, async_op=async_op)
         arrivals = [(0, whole, work)]
     for step in range(1, chunks):
-        target, source = (rank + step) % P, (rank - step) % P
-        arriving = torch.empty_like(x)
-        work = exchange([(x, target)], [(arriving, source)], group, async_op=True)
-        arrivals.append((source, arriving, work))
+        target = (rank + step) % P
+        source = (rank - step) % P
+        chunk = torch.empty_like(x)
+        work = exchange([(x, target)], [(chunk, source)], group, async_op=True)
+        arrivals.append((source, chunk, work))
     return ((number, _when_done(work, chunk)) for number, chunk, work in arrivals)
 
 
 def begin_sum(x, weight, chunks, group=None, async_op=False):
     """Begin to sum F.linear(x, weight) over the ranks. Return a function that waits for the sum.
 
-    It returns this rank's chunk of the sum, or all of it if chunks is 0.
+    It returns this rank's chunk of the sum, or the whole sum if chunks is 0.
     """
     rank, P = rank_and_size(group)
     if chunks and len(x) % P:
         raise ValueError(f"T={len(x)} is not divisible by tp={P}")
-    if chunks > 1:
-        inputs = x.chunk(P)
-        parts = x.new_empty(P, *inputs[0].shape[:-1], len(weight))  # of this rank's chunk
-        works = []
-        for step in range(1, P):
-            target, source = (rank + step) % P, (rank - step) % P
-            part = torch.empty_like(parts[source])
-            _linear_into(part, inputs[target], weight)
-            messages = [(part, target)], [(parts[source], source)]
-            works.append(exchange(*messages, group, async_op=True))
-        _linear_into(parts[rank], inputs[rank], weight)
+    if chunks < 2:
+        y = F.linear(x, weight.to(x.dtype))
+        if chunks == 0:
+            return partial(_when_done, all_reduce(y, group=group, async_op=async_op), y)
+        total = y.new_empty(len(y) // P, *y.shape[1:])
+        work = reduce_scatter_single(total, y, group=group, async_op=async_op)
+        return partial(_when_done, work, total)
 
-        def finish():
-            for work in works:
-                work.wait()
-            return parts.sum(0)
+    inputs = x.chunk(P)
+    parts = x.new_empty(P, *inputs[0].shape[:-1], len(weight))  # of this rank's chunk of the sum
+    works = []
+    for step in range(1, P):
+        target = (rank + step) % P
+        source = (rank - step) % P
+        part = torch.empty_like(parts[source])
+        _linear_into(part, inputs[target], weight)
+        work = exchange([(part, target)], [(parts[source], source)], group, async_op=True)
+        works.append(work)
+    _linear_into(parts[rank], inputs[rank], weight)
 
-        return finish
-    y = F.linear(x, weight.to(x.dtype))
-    if chunks == 0:
-        return partial(_when_done, all_reduce(y, group=group, async_op=async_op), y)
-    total = y.new_empty(len(y) // P, *y.shape[1:])
-    work = reduce_scatter_single(total, y, group=group, async_op=async_op)
-    return partial(_when_done, work, total)
+    def finish():
+        for work in works:
+            work.wait()
+        return parts.sum(0)
+
+    return finish
 
 
 def _when_done(work, result):
@@ -179,40 +171,33 @@ def _rows(x):
 
 # ---- linear layers -------------------------------------------------------------------------------
 #
-# What a real layer adds: with sequence parallelism it keeps only this rank's chunk of X and gathers
-# the others again in backward, and a pipeline may want the parameters' gradients later.
+# In backward of column_linear() dx is summed before dW is computed. In these layers it travels
+# meanwhile. With sequence parallelism they keep only this rank's chunk of X, and gather the others
+# again in backward. A pipeline may want dW and db later: while its store `defer` is open, it is
+# given functions that compute them.
 
 
-class _ParallelLinear(torch.autograd.Function):
-    """y = x W^T + b, split by columns or by rows.
+class _ColumnLinear(torch.autograd.Function):
+    """y = x W^T + b for the x of all ranks.
 
-                 by columns                           by rows
-      forward    gather x, multiply                   multiply, sum
-      backward   begin to gather x                    gather dy; for each of its chunks
-                 dx = dy @ W, begin to sum it             dx = dy @ W
-                 for each chunk of x: dW += dy^T @ x      dW += dy^T @ x
-                 db = the sum of dy's rows
-                 wait for dx
-
-    Without sequence parallelism there is nothing to gather. While the store `defer` is open, the
-    gradients of W and b are left to it, and so is gathering x.
+    forward     gather x and multiply
+    backward    begin to gather x again
+                dx = dy @ W, and begin to sum it
+                dW = dy^T @ x and db = the sum of dy's rows, or leave them to the store
+                wait for the sum of dx
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, column, split, group, defer):
-        P = dist.get_world_size(group)
-        sent = x.nbytes if column else len(_rows(x)) // P * len(weight) * x.itemsize
-        chunks = count_chunks(sent, x.device, split, group)
-        ctx.how = column, chunks, group, defer
-        ctx.parameters = weight, bias  # hooks and the store know a parameter by its identity
+    def forward(ctx, x, weight, bias, group, split, defer):
+        chunks = count_chunks(x.nbytes, x.device, split, group)
+        ctx.how = chunks, group, defer
+        ctx.parameters = weight, bias  # for hooks and the store, which want the parameters themselves
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        if not column:
-            return begin_sum(x, weight, chunks, group)()
         arriving = begin_gather(x, chunks, group)
         if chunks < 2:
             _, whole = next(arriving)
             return F.linear(whole, weight, bias)
-        y = x.new_empty(P, *x.shape[:-1], len(weight))
+        y = x.new_empty(chunks, *x.shape[:-1], len(weight))
         for number, chunk in arriving:
             _linear_into(y[number], chunk, weight, bias)
         return y.flatten(0, 1)
@@ -221,82 +206,116 @@ class _ParallelLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        column, chunks, group, defer = ctx.how
+        chunks, group, defer = ctx.how
+        parameter, bias = ctx.parameters
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        is_open = defer is not None and defer.open
-        dx = dweight = dbias = gathered = finish = None
-        if column and wants_weight and not is_open:
-            gathered = begin_gather(x, chunks, group, async_op=True)
-        if column and wants_x:
+        dx = dweight = dbias = arriving = None
+        if wants_weight and not _is_open(defer):
+            arriving = begin_gather(x, chunks, group, async_op=True)
+        if wants_x:
             finish = begin_sum(dy, weight.t(), chunks, group, async_op=True)
-        if not column and chunks < 2:
-            _, dy = next(begin_gather(dy, chunks, group))
-            if wants_x:
-                dx = dy @ weight.to(dy.dtype)
-        elif not column:
-            dx = dy.new_empty(chunks, *dy.shape[:-1], weight.shape[1]).flatten(0, 1)
 
-        def by_columns():
-            own = dy.chunk(chunks) if chunks > 1 else [dy]
-            for number, chunk in gathered or begin_gather(x, chunks, group):
-                yield own[number], chunk
+        def weight_gradient():
+            parts = dy.chunk(chunks or 1)
+            gathered = arriving or begin_gather(x, chunks, group)
+            pairs = ((parts[number], chunk) for number, chunk in gathered)
+            return _sum_products(parameter, pairs, chunks, defer)
 
-        def by_rows():
-            for number, chunk in begin_gather(dy, chunks, group):
-                _linear_into(dx.chunk(chunks)[number], chunk, weight.t())
-                yield chunk, x.chunk(chunks)[number] if wants_weight else None
-
-        pairs = by_columns() if column else [(dy, x)]
-        if not column and chunks > 1:
-            pairs = by_rows()
-            if is_open or not wants_weight:
-                pairs = list(pairs)  # dx is needed now, dW later or not at all
         if wants_weight:
-            dtype = torch.promote_types(x.dtype, torch.float32) if chunks > 1 else x.dtype
-            gradient = partial(_weight_gradient, ctx.parameters[0], pairs, dtype, defer)
-            dweight = _now_or_later(ctx.parameters[0], gradient, defer)
+            dweight = _now_or_later(parameter, weight_gradient, defer)
         if wants_bias:
-            dbias = _now_or_later(ctx.parameters[1], lambda: _rows(dy).sum(0), defer)
-        if finish is not None:
+            dbias = _now_or_later(bias, lambda: _rows(dy).sum(0), defer)
+        if wants_x:
             dx = finish()
-        return dx, dweight, dbias, None, None, None, None
+        return dx, dweight, dbias, None, None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    """y = the sum of x W^T over the ranks.
+
+    forward     multiply and sum
+    backward    gather dy; for each of its chunks
+                    dx = dy @ W
+                    dW += dy^T @ x, or leave it to the store
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, group, split, defer):
+        chunk_bytes = len(_rows(x)) * len(weight) * x.itemsize // dist.get_world_size(group)
+        chunks = count_chunks(chunk_bytes, x.device, split, group)
+        ctx.how = chunks, group, defer
+        ctx.parameter = weight
+        ctx.x_shape = x.shape
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return begin_sum(x, weight, chunks, group)()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        chunks, group, defer = ctx.how
+        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        dx = dy.new_empty(ctx.x_shape) if wants_x else None
+        dweight = None
+
+        def dx_then_pairs():
+            for number, chunk in begin_gather(dy, chunks, group):
+                if wants_x:
+                    _linear_into(dx.chunk(chunks or 1)[number], chunk, weight.t())
+                if wants_weight:
+                    yield chunk, x.chunk(chunks or 1)[number]
+
+        pairs = dx_then_pairs()
+        if not wants_weight or _is_open(defer):
+            pairs = list(pairs)  # dx is needed now, dW later or not at all
+        if wants_weight:
+            gradient = partial(_sum_products, ctx.parameter, pairs, chunks, defer)
+            dweight = _now_or_later(ctx.parameter, gradient, defer)
+        return dx, dweight, None, None, None
+
+
+def _is_open(defer):
+    return defer is not None and defer.open
 
 
 def _now_or_later(parameter, gradient, defer):
     """Return gradient(), or leave it to the open store and return None. A hook needs it now."""
-    if defer is not None and defer.open and not parameter._backward_hooks:
+    if _is_open(defer) and not parameter._backward_hooks:
         defer.put(parameter, gradient)
         return None
     return gradient()
 
 
-def _weight_gradient(parameter, pairs, dtype, defer):
+def _sum_products(weight, pairs, chunks, defer):
     """Return the sum of dy^T @ x over pairs (dy, x). If the store adds, add it to .grad instead.
 
-    dtype: fp32 at least for the sum of several products; that of x for a single one.
+    The sum of several products is in fp32 at least; a single product has the dtype of x.
     """
     total = None
-    if defer is not None and defer.adds and parameter.is_leaf and not parameter._backward_hooks:
-        total = parameter.grad
-    adds = total is not None
+    if defer is not None and defer.adds and weight.is_leaf and not weight._backward_hooks:
+        total = weight.grad
+    is_added = total is not None
     for dy, x in pairs:
-        total = _add_product(total, _rows(dy).t(), _rows(x), total.dtype if adds else dtype)
-    return None if adds else total
+        dtype = torch.promote_types(x.dtype, torch.float32) if chunks > 1 else x.dtype
+        total = _add_product(total, _rows(dy).t(), _rows(x), dtype)
+    return None if is_added else total
 
 
 def _add_product(total, a, b, dtype):
-    """Return a @ b, added to the total if there is one, in this dtype.
+    """Add a @ b to the total, or return it in this dtype if there is no total yet.
 
-    A product of 16-bit matrices that goes into an fp32 total is first rounded to 16 bits on a CPU;
-    on a GPU it is not.
+    A 16-bit product that goes into an fp32 total is first rounded to 16 bits on a CPU, but not on a
+    GPU.
     """
-    if a.is_cuda and a.dtype != dtype:
-        if total is None:
-            return torch.mm(a, b, out_dtype=dtype)
-        return torch.addmm(total, a, b, out_dtype=dtype, out=total)
     if total is None:
+        if a.is_cuda and a.dtype != dtype:
+            return torch.mm(a, b, out_dtype=dtype)
         return (a @ b).to(dtype)
-    return total.addmm_(a, b) if a.dtype == dtype else total.add_(a @ b)
+    if a.dtype == total.dtype:
+        return total.addmm_(a, b)
+    if a.is_cuda:
+        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    return total.add_(a @ b)
 
 
 def parallel_linear(
@@ -316,7 +335,9 @@ def parallel_linear(
     Raises ValueError for a sequence that P does not divide.
     """
     x = autocasted(x)  # before it is kept and sent
-    return _ParallelLinear.apply(x, weight, bias, column, sequence_parallel, group, defer)
+    if column:
+        return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, defer)
+    return _RowLinear.apply(x, weight, group, sequence_parallel, defer)
 
 
 class ColumnParallelLinear(nn.Module):

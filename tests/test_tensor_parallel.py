@@ -23,7 +23,7 @@ from ranks import least_bytes, on_ranks
 from replicas import assert_close, interleaved_group
 from sequence_parallel import recompute
 from tensor_parallel import (
-    ColumnLinear, ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard,
+    ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard,
     ShardedRandomState, VocabParallelEmbedding, attention, boxes_between, column_linear,
     mark_sum_over_tp, parallel_linear, parameters_to_sum_over_tp, row_linear, shards_of,
     sum_gradients_over_tp, tensor_parallel_layer_bytes, vocab_parallel_cross_entropy,
@@ -159,10 +159,6 @@ def test_column_and_row_linears_and_their_idea_are_parts_of_one_linear(tp, repli
             idea = lambda x: column_linear(x, column.weight, column.bias, group)
             with patch.object(column, "forward", idea):
                 _check(plain, column, x, group, y_split=(-1, blocks))
-            overlapped = lambda x: ColumnLinear.apply(x, column.weight, group)
-            if shape and not bias:
-                with patch.object(column, "forward", overlapped):
-                    _check(plain, column, x, group, y_split=(-1, blocks))
 
         x = torch.randn(*shape, out_features, dtype=torch.float64)
         plain = nn.Linear(out_features, in_features, bias)
