@@ -82,54 +82,38 @@ def row_linear(x, weight, bias=None, group=None):
 CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}  # sending a smaller chunk costs more than it hides
 
 
-def count_chunks(nbytes, device, split, group=None):
-    """Return the number of chunks in which X or Z travels, of which a rank has nbytes.
-
-    0    It is not split: nothing is gathered, and sums are all-reduced.
-    1    It is small: it is gathered, or the sum scattered, all at once.
-    P    It is large, and travels chunk by chunk.
-    """
-    if not split:
-        return 0
-    if nbytes < CHUNK_BYTES[device.type]:
-        return 1
-    return dist.get_world_size(group)
+def is_large(chunk_bytes, device):
+    return chunk_bytes >= CHUNK_BYTES[device.type]
 
 
-def begin_gather(x, chunks, group=None, async_op=False):
-    """Begin to gather all ranks' x. Return an iterator of (number, chunk) that waits for each."""
+def gather_chunks(x, group=None):
+    """Gather all ranks' x. Yield (rank, its x) as they arrive, this rank's own first."""
     rank, P = rank_and_size(group)
     x = x.contiguous()
-    arrivals = [(rank if chunks else 0, x, None)]  # (number, chunk, what waits for it)
-    if chunks == 1:
-        whole = x.new_empty(P * len(x), *x.shape[1:])
-        work = all_gather_single(whole, x, group=group, async_op=async_op)
-        arrivals = [(0, whole, work)]
-    for step in range(1, chunks):
+    arriving = []
+    for step in range(1, P):
         target = (rank + step) % P
         source = (rank - step) % P
         chunk = torch.empty_like(x)
         work = exchange([(x, target)], [(chunk, source)], group, async_op=True)
-        arrivals.append((source, chunk, work))
-    return ((number, _when_done(work, chunk)) for number, chunk, work in arrivals)
+        arriving.append((source, chunk, work))
+    yield rank, x
+    for source, chunk, work in arriving:
+        work.wait()
+        yield source, chunk
 
 
-def begin_sum(x, weight, chunks, group=None, async_op=False):
-    """Begin to sum F.linear(x, weight) over the ranks. Return a function that waits for the sum.
+def gather_and_multiply(x, weight, bias=None, group=None):
+    """Return F.linear(X, weight, bias) for the X of all ranks."""
+    y = x.new_empty(dist.get_world_size(group), *x.shape[:-1], len(weight))
+    for rank, chunk in gather_chunks(x, group):
+        _linear_into(y[rank], chunk, weight, bias)
+    return y.flatten(0, 1)
 
-    It returns this rank's chunk of the sum, or the whole sum if chunks is 0.
-    """
+
+def multiply_and_scatter(x, weight, group=None):
+    """Return this rank's chunk of the sum of F.linear(x, weight) over the ranks."""
     rank, P = rank_and_size(group)
-    if chunks and len(x) % P:
-        raise ValueError(f"T={len(x)} is not divisible by tp={P}")
-    if chunks < 2:
-        y = F.linear(x, weight.to(x.dtype))
-        if chunks == 0:
-            return partial(_when_done, all_reduce(y, group=group, async_op=async_op), y)
-        total = y.new_empty(len(y) // P, *y.shape[1:])
-        work = reduce_scatter_single(total, y, group=group, async_op=async_op)
-        return partial(_when_done, work, total)
-
     inputs = x.chunk(P)
     parts = x.new_empty(P, *inputs[0].shape[:-1], len(weight))  # of this rank's chunk of the sum
     works = []
@@ -141,19 +125,9 @@ def begin_sum(x, weight, chunks, group=None, async_op=False):
         work = exchange([(part, target)], [(parts[source], source)], group, async_op=True)
         works.append(work)
     _linear_into(parts[rank], inputs[rank], weight)
-
-    def finish():
-        for work in works:
-            work.wait()
-        return parts.sum(0)
-
-    return finish
-
-
-def _when_done(work, result):
-    if work is not None:
+    for work in works:
         work.wait()
-    return result
+    return parts.sum(0)
 
 
 def _linear_into(output, x, weight, bias=None):
@@ -171,105 +145,133 @@ def _rows(x):
 
 # ---- linear layers -------------------------------------------------------------------------------
 #
-# In backward of column_linear() dx is summed before dW is computed. In these layers it travels
-# meanwhile. With sequence parallelism they keep only this rank's chunk of X, and gather the others
-# again in backward. A pipeline may want dW and db later: while its store `defer` is open, it is
-# given functions that compute them.
+# In backward of column_linear() dx is summed before dW is computed. Here it travels meanwhile. With
+# sequence parallelism a column-parallel layer keeps only this rank's chunk of X, and gathers X again
+# in backward. A pipeline may want the gradients of W and b later: while its store `defer` is open,
+# the layers leave it functions that compute them.
+
+
+def begin_gather(x, split, group=None, async_op=False):
+    """Begin to gather x along dim 0, if it is split. Return a function that waits for the whole."""
+    if not split:
+        return lambda: x
+    whole = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+    work = all_gather_single(whole, x.contiguous(), group=group, async_op=async_op)
+    return partial(_when_done, work, whole)
+
+
+def begin_sum(y, split, group=None, async_op=False):
+    """Begin to sum y over the ranks, in place. Return a function that waits for the sum.
+
+    If it is split along dim 0, the function returns this rank's chunk of it.
+    """
+    if not split:
+        return partial(_when_done, all_reduce(y, group=group, async_op=async_op), y)
+    chunk = y.new_empty(len(y) // dist.get_world_size(group), *y.shape[1:])
+    work = reduce_scatter_single(chunk, y, group=group, async_op=async_op)
+    return partial(_when_done, work, chunk)
+
+
+def _when_done(work, result):
+    if work is not None:
+        work.wait()
+    return result
 
 
 class _ColumnLinear(torch.autograd.Function):
     """y = x W^T + b for the x of all ranks.
 
-    forward     gather x and multiply
-    backward    begin to gather x again
+    backward    begin to gather x
                 dx = dy @ W, and begin to sum it
-                dW = dy^T @ x and db = the sum of dy's rows, or leave them to the store
-                wait for the sum of dx
+                wait for x; dW = dy^T @ x; db = the sum of dy's rows
+                wait for dx
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, group, split, defer):
-        chunks = count_chunks(x.nbytes, x.device, split, group)
-        ctx.how = chunks, group, defer
-        ctx.parameters = weight, bias  # for hooks and the store, which want the parameters themselves
+        ctx.how = group, split, defer
+        ctx.parameters = weight, bias  # hooks and the store know a parameter by its identity
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        arriving = begin_gather(x, chunks, group)
-        if chunks < 2:
-            _, whole = next(arriving)
-            return F.linear(whole, weight, bias)
-        y = x.new_empty(chunks, *x.shape[:-1], len(weight))
-        for number, chunk in arriving:
-            _linear_into(y[number], chunk, weight, bias)
-        return y.flatten(0, 1)
+        if split and is_large(x.nbytes, x.device):
+            return gather_and_multiply(x, weight, bias, group)
+        return F.linear(begin_gather(x, split, group)(), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        chunks, group, defer = ctx.how
+        group, split, defer = ctx.how
         parameter, bias = ctx.parameters
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        dx = dweight = dbias = arriving = None
+        dx = dweight = dbias = gathered = None
         if wants_weight and not _is_open(defer):
-            arriving = begin_gather(x, chunks, group, async_op=True)
+            gathered = begin_gather(x, split, group, async_op=True)
         if wants_x:
-            finish = begin_sum(dy, weight.t(), chunks, group, async_op=True)
+            summed = begin_sum(dy @ weight.to(dy.dtype), split, group, async_op=True)
 
         def weight_gradient():
-            parts = dy.chunk(chunks or 1)
-            gathered = arriving or begin_gather(x, chunks, group)
-            pairs = ((parts[number], chunk) for number, chunk in gathered)
-            return _sum_products(parameter, pairs, chunks, defer)
+            whole = gathered or begin_gather(x, split, group)
+            return _sum_products(parameter, [(dy, whole())], x.dtype, defer)
 
         if wants_weight:
             dweight = _now_or_later(parameter, weight_gradient, defer)
         if wants_bias:
             dbias = _now_or_later(bias, lambda: _rows(dy).sum(0), defer)
         if wants_x:
-            dx = finish()
+            dx = summed()
         return dx, dweight, dbias, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
     """y = the sum of x W^T over the ranks.
 
-    forward     multiply and sum
-    backward    gather dy; for each of its chunks
-                    dx = dy @ W
-                    dW += dy^T @ x, or leave it to the store
+    backward    gather dy
+                for each of its chunks: dx = dy @ W; dW += dy^T @ x
     """
 
     @staticmethod
     def forward(ctx, x, weight, group, split, defer):
-        chunk_bytes = len(_rows(x)) * len(weight) * x.itemsize // dist.get_world_size(group)
-        chunks = count_chunks(chunk_bytes, x.device, split, group)
-        ctx.how = chunks, group, defer
+        P = dist.get_world_size(group)
+        if split and len(x) % P:
+            raise ValueError(f"T={len(x)} is not divisible by tp={P}")
+        chunk_bytes = len(_rows(x)) // P * len(weight) * x.itemsize
+        by_chunks = split and is_large(chunk_bytes, x.device)
+        ctx.how = group, split, by_chunks, defer
         ctx.parameter = weight
         ctx.x_shape = x.shape
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return begin_sum(x, weight, chunks, group)()
+        if by_chunks:
+            return multiply_and_scatter(x, weight, group)
+        return begin_sum(F.linear(x, weight), split, group)()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        chunks, group, defer = ctx.how
+        group, split, by_chunks, defer = ctx.how
         wants_x, wants_weight, *_ = ctx.needs_input_grad
+        count = dist.get_world_size(group) if by_chunks else 1
         dx = dy.new_empty(ctx.x_shape) if wants_x else None
         dweight = None
+        if by_chunks:
+            arriving = gather_chunks(dy, group)
+        else:
+            arriving = [(0, begin_gather(dy, split, group)())]
 
-        def dx_then_pairs():
-            for number, chunk in begin_gather(dy, chunks, group):
+        def pairs():
+            """Yield each chunk of dy with that of x, after computing the chunk of dx."""
+            for number, chunk in arriving:
                 if wants_x:
-                    _linear_into(dx.chunk(chunks or 1)[number], chunk, weight.t())
+                    _linear_into(dx.chunk(count)[number], chunk, weight.t())
                 if wants_weight:
-                    yield chunk, x.chunk(chunks or 1)[number]
+                    yield chunk, x.chunk(count)[number]
 
-        pairs = dx_then_pairs()
+        pairs = pairs()
         if not wants_weight or _is_open(defer):
             pairs = list(pairs)  # dx is needed now, dW later or not at all
         if wants_weight:
-            gradient = partial(_sum_products, ctx.parameter, pairs, chunks, defer)
+            dtype = torch.promote_types(x.dtype, torch.float32) if by_chunks else x.dtype
+            gradient = partial(_sum_products, ctx.parameter, pairs, dtype, defer)
             dweight = _now_or_later(ctx.parameter, gradient, defer)
         return dx, dweight, None, None, None
 
@@ -286,19 +288,15 @@ def _now_or_later(parameter, gradient, defer):
     return gradient()
 
 
-def _sum_products(weight, pairs, chunks, defer):
-    """Return the sum of dy^T @ x over pairs (dy, x). If the store adds, add it to .grad instead.
-
-    The sum of several products is in fp32 at least; a single product has the dtype of x.
-    """
+def _sum_products(weight, pairs, dtype, defer):
+    """Return the sum of dy^T @ x over pairs (dy, x). If the store adds, add it to .grad instead."""
     total = None
     if defer is not None and defer.adds and weight.is_leaf and not weight._backward_hooks:
         total = weight.grad
-    is_added = total is not None
+    is_grad = total is not None
     for dy, x in pairs:
-        dtype = torch.promote_types(x.dtype, torch.float32) if chunks > 1 else x.dtype
         total = _add_product(total, _rows(dy).t(), _rows(x), dtype)
-    return None if is_added else total
+    return None if is_grad else total
 
 
 def _add_product(total, a, b, dtype):

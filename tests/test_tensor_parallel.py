@@ -220,12 +220,9 @@ BACKWARD = {  # of a layer that is split along the sequence, or not; or puts off
     False: [MULTIPLY, REDUCE, MULTIPLY, f"wait {REDUCE}"],
     True: [GATHER, MULTIPLY, SCATTER, f"wait {GATHER}", MULTIPLY, f"wait {SCATTER}"],
     "put off": [MULTIPLY, SCATTER, f"wait {SCATTER}", GATHER, MULTIPLY],
-    BY_CHUNKS: [
-        *(SEND, MULTIPLY, SEND, MULTIPLY),  # x, and the part of dx that is the other rank's
-        *(MULTIPLY, f"wait {SEND}", MULTIPLY, f"wait {SEND}"),
-    ],
     "rows by chunks": [SEND, MULTIPLY, MULTIPLY, f"wait {SEND}", MULTIPLY, MULTIPLY],
 }
+BACKWARD[BY_CHUNKS] = BACKWARD[True]
 FORWARD = {
     BY_CHUNKS: [SEND, MULTIPLY, f"wait {SEND}", MULTIPLY],
     "rows by chunks": [MULTIPLY, SEND, MULTIPLY, f"wait {SEND}"],
