@@ -42,8 +42,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from collectives import (
-    ReduceOp, all_gather_single, all_reduce, all_reduce_bytes, autocasted, copy_to_group,
-    count_bytes, dist, exchange, gather_objects, rank_and_size, reduce_from_group,
+    ReduceOp, all_gather_single, all_reduce, all_reduce_bytes, autocasted, check_parameters,
+    copy_to_group, count_bytes, dist, exchange, rank_and_size, reduce_from_group,
     reduce_scatter_single, reduce_scatter_to_group, run_ranks,
 )
 
@@ -498,8 +498,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, target, start, ignore_index, group, inplace):
         maximum = logits.amax(-1)  # (N,)
         all_reduce(maximum, ReduceOp.MAX, group)
-        grad = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        grad = grad.clone() if grad is logits and not inplace else grad
+        grad = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=not inplace)
         grad.sub_(maximum.unsqueeze(-1))  # (N, V/P), to become exp, softmax and gradient in place
 
         local = target - start
@@ -658,15 +657,13 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
     """After backward, sum the gradients over the group, in one all-reduce for all of them.
 
     parameters: as from parameters_to_sum_over_tp(). One that a rank has not used counts as zero.
-    check: whether to compare, in one more message, the pieces that ZeRO has cut on all ranks. They
-        differ if parameters before them do, and then ValueError is raised on all ranks.
+    check: whether to compare ZeRO's pieces on all ranks, and raise ValueError on all of them if
+        ZeRO has cut the parameters differently, as it does if parameters before them differ.
     """
     if dist.get_world_size(group) == 1 or not parameters:
         return
     if check and any(hasattr(parameter, "whole_shape") for parameter in parameters):
-        own = [(*part_of(parameter), parameter.numel()) for parameter in parameters]
-        if any(pieces != own for pieces in gather_objects(own, group)):
-            raise ValueError(f"other ranks have other pieces, (shape, first element, size): {own}")
+        check_parameters([(part_of(parameter), parameter) for parameter in parameters], group)
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
@@ -688,24 +685,13 @@ def part_of(parameter):
     return getattr(parameter, "whole_shape", parameter.shape), getattr(parameter, "offset", 0)
 
 
-def rows_held(parameter, shard=None):
-    """Return (dim, runs, size of the whole along dim), where runs are as in Shard.runs().
-
-    parameter: this rank's part, or ZeRO's piece of it. Without a Shard each rank has a copy.
-    """
-    if shard is None:
-        rows = part_of(parameter)[0][0]
-        return 0, [(0, rows)], rows
-    return shard.dim, shard.runs(), sum(shard.blocks)
-
-
 def boxes_between(shape, begin, end):
     """Yield elements begin to end of a flattened tensor as boxes: (first index, sizes) of each.
 
-        (4, 2), from 1 to 7    . 1       the rest of row 0     (0, 1), (1, 1)
-                               2 3       whole rows            (1, 0), (2, 2)
+        (4, 2), from 1 to 7    . 1       the rest of row 0     [0, 1], (1, 1)
+                               2 3       whole rows            [1, 0], (2, 2)
                                4 5
-                               6 .       the start of row 3    (3, 0), (1, 1)
+                               6 .       the start of row 3    [3, 0], (1, 1)
     """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     while begin < end:
@@ -713,13 +699,14 @@ def boxes_between(shape, begin, end):
         fits = lambda stride: begin % stride == 0 and begin + stride <= end
         dim = next(dim for dim, stride in enumerate(strides) if fits(stride))  # of whole slices
         count = min((end - begin) // strides[dim], shape[dim] - first[dim])
-        yield tuple(first), (*[1] * dim, count, *shape[dim + 1 :])
+        yield first, (*[1] * dim, count, *shape[dim + 1 :])
         begin += count * strides[dim]
 
 
 def views_in_whole(parameter, tensor, shard=None):
     """Return (shape of the whole, {first index in the whole: view of the tensor}), box by box.
 
+    parameter: this rank's part, or ZeRO's piece of it. Without a Shard each rank has a copy.
     tensor: the parameter, or what is laid out like it, such as .grad.
 
         whole (6, 2)   this rank's part, rows 0 1 4   ZeRO's piece from 1 on   views
@@ -728,19 +715,19 @@ def views_in_whole(parameter, tensor, shard=None):
         4  . .         4 5                            4 5                      (4, 0): (1, 2)
     """
     shape, begin = part_of(parameter)
-    dim, runs, total = rows_held(parameter, shard)
-    flat = tensor.detach().view(-1)
-    end = begin + len(flat)
-    offset = 0  # of a run in the part, flattened; there are several runs only along dim 0
+    dim = shard.dim if shard else 0
+    runs = shard.runs() if shard else [(0, shape[0])]
+    total = sum(shard.blocks) if shard else shape[0]
+    rest = tensor.detach().view(-1)
     views = {}
-    for row, rows in runs:
-        sizes = *shape[:dim], rows, *shape[dim + 1 :]
+    for row, rows in runs:  # one run follows the other in memory: there are several only for dim 0
+        sizes = (*shape[:dim], rows, *shape[dim + 1 :])
         numel = math.prod(sizes)
-        for first, box in boxes_between(sizes, max(begin - offset, 0), min(end - offset, numel)):
-            index = *first[:dim], row + first[dim], *first[dim + 1 :]
-            views[index] = flat[: math.prod(box)].view(box)
-            flat = flat[math.prod(box) :]
-        offset += numel
+        for index, box in boxes_between(sizes, begin, min(begin + len(rest), numel)):
+            index[dim] += row
+            views[tuple(index)] = rest[: math.prod(box)].view(box)
+            rest = rest[math.prod(box) :]
+        begin = max(begin - numel, 0)
     return (*shape[:dim], total, *shape[dim + 1 :]), views
 
 
@@ -762,18 +749,18 @@ def _demonstrate():
     rank, P = rank_and_size()
     width = 64 * P
     torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    column = ColumnParallelLinear(width, 4 * width, bias=False)
-    row = RowParallelLinear(4 * width, width, bias=False)
-    torch.manual_seed(0)  # the same matrices, whole
-    up = (torch.randn(4 * width, width) * width**-0.5).requires_grad_()
-    down = torch.randn(width, 4 * width) * (4 * width) ** -0.5
+    torch.manual_seed(0)  # every rank draws the whole matrices
     x = torch.randn(1024, width)
+    up = torch.randn(4 * width, width, requires_grad=True)
+    down = torch.randn(width, 4 * width) / width
     F.linear(F.gelu(F.linear(x, up)), down).square().mean().backward()
+    columns = Shard(0, (4 * width,))
+    own_up = columns.cut(up.detach()).requires_grad_()
+    own_down = Shard(1, (4 * width,)).cut(down)
     with count_bytes() as traffic:
-        y = row(F.gelu(column(x)))
+        y = parallel_linear(F.gelu(parallel_linear(x, own_up)), own_down, column=False)
     y.square().mean().backward()
-    error = (column.weight.grad - column.shards["weight"].cut(up.grad)).abs().max()
+    error = (own_up.grad - columns.cut(up.grad)).abs().max()
     if rank == 0:
         claimed = all_reduce_bytes(x.nbytes, P)
         print(f"{P} ranks, MLP forward: claimed {claimed} bytes, counted {traffic.bytes()}")

@@ -310,7 +310,7 @@ def test_gradients_of_zeros_pieces_are_summed_over_tp_if_they_are_cut_alike():
     sum_gradients_over_tp([piece])
     assert piece.grad.tolist() == 4 * [3]
     piece.offset = rank
-    with pytest.raises(ValueError, match=rf"other pieces.*\(6,\), {rank}, 4\)"):
+    with pytest.raises(ValueError, match=r"rank 1 .*\(\(6,\), 1\).*\(\(6,\), 0\)"):
         sum_gradients_over_tp([piece])
 
 
@@ -326,7 +326,7 @@ def test_on_a_gpu_keys_and_values_of_fp32_are_repeated_for_its_only_kernel():
 
 
 def test_a_range_of_a_flat_tensor_is_few_boxes():
-    expected = [((0, 1), (1, 1)), ((1, 0), (2, 2)), ((3, 0), (1, 1))]
+    expected = [([0, 1], (1, 1)), ([1, 0], (2, 2)), ([3, 0], (1, 1))]
     assert list(boxes_between((4, 2), 1, 7)) == expected
 
 
