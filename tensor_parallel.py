@@ -35,6 +35,7 @@ via Decomposition in Large Deep Learning Models", 2023 (products beside messages
 import math
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -80,10 +81,6 @@ def row_linear(x, weight, bias=None, group=None):
 # sends (P-1)/P of the whole either way, as in an all-gather or a reduce-scatter.
 
 CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}  # sending a smaller chunk costs more than it hides
-
-
-def is_large(chunk_bytes, device):
-    return chunk_bytes >= CHUNK_BYTES[device.type]
 
 
 def gather_chunks(x, group=None):
@@ -188,11 +185,10 @@ class _ColumnLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group, split, defer):
-        ctx.how = group, split, defer
-        ctx.parameters = weight, bias  # hooks and the store know a parameter by its identity
+    def forward(ctx, x, weight, bias, group, split, store):
+        ctx.how = weight, group, split, store  # the store knows a parameter by its identity
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        if split and is_large(x.nbytes, x.device):
+        if split and x.nbytes >= CHUNK_BYTES[x.device.type]:
             return gather_and_multiply(x, weight, bias, group)
         return F.linear(begin_gather(x, split, group)(), weight, bias)
 
@@ -200,23 +196,25 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        group, split, defer = ctx.how
-        parameter, bias = ctx.parameters
+        parameter, group, split, store = ctx.how
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        later = store.open and not parameter._backward_hooks  # which a pass without dW would confuse
         dx = dweight = dbias = gathered = None
-        if wants_weight and not _is_open(defer):
+        if wants_weight and not later:
             gathered = begin_gather(x, split, group, async_op=True)
         if wants_x:
             summed = begin_sum(dy @ weight.to(dy.dtype), split, group, async_op=True)
 
         def weight_gradient():
             whole = gathered or begin_gather(x, split, group)
-            return _sum_products(parameter, [(dy, whole())], x.dtype, defer)
+            return _sum_products(parameter, [(dy, whole())], x.dtype, store)
 
-        if wants_weight:
-            dweight = _now_or_later(parameter, weight_gradient, defer)
+        if wants_weight and later:
+            store.put(parameter, weight_gradient)
+        elif wants_weight:
+            dweight = weight_gradient()
         if wants_bias:
-            dbias = _now_or_later(bias, lambda: _rows(dy).sum(0), defer)
+            dbias = _rows(dy).sum(0)
         if wants_x:
             dx = summed()
         return dx, dweight, dbias, None, None, None
@@ -230,17 +228,16 @@ class _RowLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, group, split, defer):
+    def forward(ctx, x, weight, group, split, store):
         P = dist.get_world_size(group)
         if split and len(x) % P:
             raise ValueError(f"T={len(x)} is not divisible by tp={P}")
         chunk_bytes = len(_rows(x)) // P * len(weight) * x.itemsize
-        by_chunks = split and is_large(chunk_bytes, x.device)
-        ctx.how = group, split, by_chunks, defer
-        ctx.parameter = weight
+        chunks = P if split and chunk_bytes >= CHUNK_BYTES[x.device.type] else 1
+        ctx.how = weight, group, split, store, chunks
         ctx.x_shape = x.shape
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        if by_chunks:
+        if chunks > 1:
             return multiply_and_scatter(x, weight, group)
         return begin_sum(F.linear(x, weight), split, group)()
 
@@ -248,50 +245,39 @@ class _RowLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        group, split, by_chunks, defer = ctx.how
+        parameter, group, split, store, chunks = ctx.how
         wants_x, wants_weight, *_ = ctx.needs_input_grad
-        count = dist.get_world_size(group) if by_chunks else 1
+        later = store.open and not parameter._backward_hooks
         dx = dy.new_empty(ctx.x_shape) if wants_x else None
         dweight = None
-        if by_chunks:
+        if chunks > 1:
             arriving = gather_chunks(dy, group)
+            dtype = torch.promote_types(dy.dtype, torch.float32)
         else:
             arriving = [(0, begin_gather(dy, split, group)())]
+            dtype = dy.dtype
 
-        def pairs():
-            """Yield each chunk of dy with that of x, after computing the chunk of dx."""
+        def compute_dx():
+            """Yield each chunk of dy with that of x, for dW, once its dx has been computed."""
             for number, chunk in arriving:
                 if wants_x:
-                    _linear_into(dx.chunk(count)[number], chunk, weight.t())
+                    _linear_into(dx.chunk(chunks)[number], chunk, weight.t())
                 if wants_weight:
-                    yield chunk, x.chunk(count)[number]
+                    yield chunk, x.chunk(chunks)[number]
 
-        pairs = pairs()
-        if not wants_weight or _is_open(defer):
-            pairs = list(pairs)  # dx is needed now, dW later or not at all
-        if wants_weight:
-            dtype = torch.promote_types(x.dtype, torch.float32) if by_chunks else x.dtype
-            gradient = partial(_sum_products, ctx.parameter, pairs, dtype, defer)
-            dweight = _now_or_later(ctx.parameter, gradient, defer)
+        if wants_weight and not later:
+            dweight = _sum_products(parameter, compute_dx(), dtype, store)
+        else:
+            pairs = list(compute_dx())
+            if wants_weight:
+                store.put(parameter, partial(_sum_products, parameter, pairs, dtype, store))
         return dx, dweight, None, None, None
 
 
-def _is_open(defer):
-    return defer is not None and defer.open
-
-
-def _now_or_later(parameter, gradient, defer):
-    """Return gradient(), or leave it to the open store and return None. A hook needs it now."""
-    if _is_open(defer) and not parameter._backward_hooks:
-        defer.put(parameter, gradient)
-        return None
-    return gradient()
-
-
-def _sum_products(weight, pairs, dtype, defer):
+def _sum_products(weight, pairs, dtype, store):
     """Return the sum of dy^T @ x over pairs (dy, x). If the store adds, add it to .grad instead."""
     total = None
-    if defer is not None and defer.adds and weight.is_leaf and not weight._backward_hooks:
+    if store.adds and weight.is_leaf and not weight._backward_hooks:
         total = weight.grad
     is_grad = total is not None
     for dy, x in pairs:
@@ -325,17 +311,17 @@ def parallel_linear(
     sequence_parallel: X and Z are split along dim 0. By columns x is this rank's chunk, and all of
         them are gathered; by rows this rank's chunk of the sum is returned.
     defer: the WeightGradStore of a pipeline that halves its backwards (see pipeline.py). A backward
-        that finds it open computes dx, and leaves it functions that compute dW and db. While it
-        `adds`, dW is added to .grad at once, which saves autograd a pass. A parameter with a hook
-        gets its gradient from autograd.
+        that finds it open computes dx, and leaves it a function that computes dW. While it `adds`,
+        dW is added to .grad at once, which saves autograd a pass, unless the weight has a hook.
 
     The gradient of a 16-bit weight is rounded to 16 bits once, before anything adds it in fp32.
     Raises ValueError for a sequence that P does not divide.
     """
     x = autocasted(x)  # before it is kept and sent
+    store = defer or SimpleNamespace(open=False, adds=False)
     if column:
-        return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, defer)
-    return _RowLinear.apply(x, weight, group, sequence_parallel, defer)
+        return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, store)
+    return _RowLinear.apply(x, weight, group, sequence_parallel, store)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -442,23 +428,6 @@ def attention(q, k, v, dropout=0.0):
 # ---- vocabulary: embedding and loss --------------------------------------------------------------
 
 
-class _Lookup(torch.autograd.Function):
-    """forward: F.embedding; backward: the gradients of a row are summed in fp32 at least"""
-
-    @staticmethod
-    def forward(ctx, ids, weight):
-        ctx.save_for_backward(ids)
-        ctx.rows = len(weight)
-        return F.embedding(ids, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output):
-        (ids,) = ctx.saved_tensors
-        grad = grad_output.to(torch.promote_types(grad_output.dtype, torch.float32))
-        return None, torch.ops.aten.embedding_dense_backward(grad, ids, ctx.rows, -1, False)
-
-
 class VocabParallelEmbedding(nn.Module):
     """An embedding (V, D) of which each rank holds the rows of its part of the vocabulary.
 
@@ -480,7 +449,10 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens):
         local = tokens - self.start
         out_of_range = (local < 0) | (local >= len(self.weight))
-        rows = _Lookup.apply(local.masked_fill(out_of_range, 0), self.weight)
+        table = self.weight
+        if not table.is_cuda:  # a CPU would sum the gradients of a row in 16 bits
+            table = table.to(torch.promote_types(table.dtype, torch.float32))
+        rows = F.embedding(local.masked_fill(out_of_range, 0), table).to(self.weight.dtype)
         unknown = (tokens < 0) | (tokens >= self.num_embeddings)
         others = rows.new_zeros(()).masked_fill(unknown, math.nan)  # (T, ...): 0, or NaN
         rows = torch.where(out_of_range.unsqueeze(-1), others.unsqueeze(-1), rows)
@@ -715,9 +687,9 @@ def views_in_whole(parameter, tensor, shard=None):
         4  . .         4 5                            4 5                      (4, 0): (1, 2)
     """
     shape, begin = part_of(parameter)
-    dim = shard.dim if shard else 0
-    runs = shard.runs() if shard else [(0, shape[0])]
-    total = sum(shard.blocks) if shard else shape[0]
+    dim, runs, total = 0, [(0, shape[0])], shape[0]
+    if shard is not None:
+        dim, runs, total = shard.dim, shard.runs(), sum(shard.blocks)
     rest = tensor.detach().view(-1)
     views = {}
     for row, rows in runs:  # one run follows the other in memory: there are several only for dim 0
