@@ -64,9 +64,9 @@ def row_linear(x, weight, bias=None, group=None):
 
 # ---- products beside messages --------------------------------------------------------------------
 #
-# With sequence parallelism a product needs all ranks' X, or is summed over the ranks. Large ones go
-# chunk by chunk, where a chunk is the rows of one rank: one chunk is multiplied while another
-# travels straight between its owner and this rank. With P = 4, in step s rank r
+# With sequence parallelism a product needs the X of all ranks, or is summed over the ranks. If X is
+# large it is multiplied chunk by chunk, where a chunk is the rows of one rank: while one is
+# multiplied, another travels directly between its owner and this rank. With P = 4, in step s rank r
 #
 #             gathers and multiplies:                       multiplies and scatters:
 #             chunk r - s, while (r - s - 1) arrives        chunk r + s + 1, to send it -> its owner
@@ -77,8 +77,8 @@ def row_linear(x, weight, bias=None, group=None):
 #     s = 2   x2 (x1)   x3 (x2)   x0 (x3)   x1 (x0)         y3 -> 3   y0 -> 0   y1 -> 1   y2 -> 2
 #     s = 3   x1        x2        x3        x0              y0        y1        y2        y3
 #
-# At the end each rank adds the four parts of its own chunk, with one rounding in 16 bits. A rank
-# sends (P-1)/P of the whole either way, as in an all-gather or a reduce-scatter.
+# At the end each rank adds the four parts of its own chunk, which rounds a 16-bit sum only once. A
+# rank sends (P-1)/P of the whole either way, as in an all-gather or a reduce-scatter.
 
 CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}  # sending a smaller chunk costs more than it hides
 
@@ -142,14 +142,14 @@ def _rows(x):
 
 # ---- linear layers -------------------------------------------------------------------------------
 #
-# In backward of column_linear() dx is summed before dW is computed. Here it travels meanwhile. With
-# sequence parallelism a column-parallel layer keeps only this rank's chunk of X, and gathers X again
-# in backward. A pipeline may want the gradients of W and b later: while its store `defer` is open,
-# the layers leave it functions that compute them.
+# Backward of column_linear() sums dx over the ranks before it computes dW. Here dx travels while dW
+# is computed. With sequence parallelism a layer split by columns keeps only this rank's chunk of X,
+# and gathers X again in backward. A pipeline may want dW later: while its WeightGradStore is open,
+# the layers leave a function there that computes dW.
 
 
 def begin_gather(x, split, group=None, async_op=False):
-    """Begin to gather x along dim 0, if it is split. Return a function that waits for the whole."""
+    """Begin to gather x along dim 0 if it is split. Return a function that waits for the whole."""
     if not split:
         return lambda: x
     whole = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
@@ -158,10 +158,7 @@ def begin_gather(x, split, group=None, async_op=False):
 
 
 def begin_sum(y, split, group=None, async_op=False):
-    """Begin to sum y over the ranks, in place. Return a function that waits for the sum.
-
-    If it is split along dim 0, the function returns this rank's chunk of it.
-    """
+    """Begin to sum y over the ranks. Return a function that waits for the sum, or its own chunk."""
     if not split:
         return partial(_when_done, all_reduce(y, group=group, async_op=async_op), y)
     chunk = y.new_empty(len(y) // dist.get_world_size(group), *y.shape[1:])
@@ -176,17 +173,17 @@ def _when_done(work, result):
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """y = x W^T + b for the x of all ranks.
+    """y = x W^T + b, where x is gathered if it is split.
 
     backward    begin to gather x
-                dx = dy @ W, and begin to sum it
+                dx = dy @ W; begin to sum dx
                 wait for x; dW = dy^T @ x; db = the sum of dy's rows
                 wait for dx
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, group, split, store):
-        ctx.how = weight, group, split, store  # the store knows a parameter by its identity
+        ctx.how = weight, group, split, store  # the store wants the parameter itself
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         if split and x.nbytes >= CHUNK_BYTES[x.device.type]:
             return gather_and_multiply(x, weight, bias, group)
@@ -198,7 +195,7 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         parameter, group, split, store = ctx.how
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        later = store.open and not parameter._backward_hooks  # which a pass without dW would confuse
+        later = store.open and not parameter._backward_hooks  # autograd would call them with None
         dx = dweight = dbias = gathered = None
         if wants_weight and not later:
             gathered = begin_gather(x, split, group, async_op=True)
@@ -221,10 +218,9 @@ class _ColumnLinear(torch.autograd.Function):
 
 
 class _RowLinear(torch.autograd.Function):
-    """y = the sum of x W^T over the ranks.
+    """y = the sum of x W^T over the ranks, of which each rank keeps its chunk if it is split.
 
-    backward    gather dy
-                for each of its chunks: dx = dy @ W; dW += dy^T @ x
+    backward    gather dy; for each chunk that arrives: dx = dy @ W; dW += dy^T @ x
     """
 
     @staticmethod
@@ -258,7 +254,7 @@ class _RowLinear(torch.autograd.Function):
             dtype = dy.dtype
 
         def compute_dx():
-            """Yield each chunk of dy with that of x, for dW, once its dx has been computed."""
+            """Compute dx chunk by chunk, and yield each chunk of dy with that of x, for dW."""
             for number, chunk in arriving:
                 if wants_x:
                     _linear_into(dx.chunk(chunks)[number], chunk, weight.t())
@@ -276,20 +272,18 @@ class _RowLinear(torch.autograd.Function):
 
 def _sum_products(weight, pairs, dtype, store):
     """Return the sum of dy^T @ x over pairs (dy, x). If the store adds, add it to .grad instead."""
-    total = None
-    if store.adds and weight.is_leaf and not weight._backward_hooks:
-        total = weight.grad
-    is_grad = total is not None
+    adds = store.adds and weight.is_leaf and not weight._backward_hooks
+    grad = weight.grad if adds else None
+    total = grad
     for dy, x in pairs:
         total = _add_product(total, _rows(dy).t(), _rows(x), dtype)
-    return None if is_grad else total
+    return total if grad is None else None
 
 
 def _add_product(total, a, b, dtype):
-    """Add a @ b to the total, or return it in this dtype if there is no total yet.
+    """Add a @ b to the total in place, or return it in this dtype if there is no total yet.
 
-    A 16-bit product that goes into an fp32 total is first rounded to 16 bits on a CPU, but not on a
-    GPU.
+    Before it is added in fp32, a 16-bit product is rounded to 16 bits on a CPU, but not on a GPU.
     """
     if total is None:
         if a.is_cuda and a.dtype != dtype:
@@ -305,17 +299,14 @@ def _add_product(total, a, b, dtype):
 def parallel_linear(
     x, weight, bias=None, column=True, group=None, sequence_parallel=False, defer=None
 ):
-    """A linear layer of which this rank has a part of the outputs (column) or of the inputs.
+    """Apply a linear layer of which this rank has a part of the outputs (column) or of the inputs.
 
-    x: (..., in), weight: (out, in), this rank's part. By rows a bias is added after this function.
-    sequence_parallel: X and Z are split along dim 0. By columns x is this rank's chunk, and all of
-        them are gathered; by rows this rank's chunk of the sum is returned.
-    defer: the WeightGradStore of a pipeline that halves its backwards (see pipeline.py). A backward
-        that finds it open computes dx, and leaves it a function that computes dW. While it `adds`,
-        dW is added to .grad at once, which saves autograd a pass, unless the weight has a hook.
-
-    The gradient of a 16-bit weight is rounded to 16 bits once, before anything adds it in fp32.
-    Raises ValueError for a sequence that P does not divide.
+    x: (..., in), weight: (out, in), this rank's part. By rows the caller adds the bias to the sum.
+    sequence_parallel: whether X and Z are split along dim 0. By columns x is this rank's chunk of
+        X. By rows this rank's chunk of Z is returned; ValueError is raised if P does not divide T.
+    defer: the WeightGradStore of a pipeline that halves its backwards (see pipeline.py). While it
+        is open, backward leaves a function there that computes dW. While it `adds`, dW is added to
+        .grad at once, which saves autograd a pass. A weight with hooks is excepted from both.
     """
     x = autocasted(x)  # before it is kept and sent
     store = defer or SimpleNamespace(open=False, adds=False)
@@ -329,10 +320,8 @@ class ColumnParallelLinear(nn.Module):
 
     With sequence_parallel X is (T/P, ..., in), Y_r (T, ..., out/P).
     out_features: a number, or a tuple for several outputs in one matrix, such as queries, keys and
-        values; each rank gets its part of every one.
+        values, of which each rank gets its part. Raises ValueError if P does not divide one.
     options: group, sequence_parallel and defer of parallel_linear().
-
-    Raises ValueError if P does not divide out_features, or one of the tuple.
     """
 
     def __init__(self, in_features, out_features, bias=True, **options):
@@ -358,8 +347,7 @@ class RowParallelLinear(nn.Module):
 
     With sequence_parallel X_r is (T, ..., in/P) and Z (T/P, ..., out).
     options: group, sequence_parallel and defer of parallel_linear().
-
-    Raises ValueError if P does not divide in_features, and in forward if it does not divide T.
+    Raises ValueError if P does not divide in_features.
     """
 
     def __init__(self, in_features, out_features, bias=True, **options):
@@ -390,7 +378,6 @@ class ParallelSelfAttention(nn.Module):
     kv_heads: for grouped-query attention, where heads / kv_heads queries share a key and a value.
     attention_fn(q, k, v): maps (B, H/P, T, K) and twice (B, KV/P, T, K) to (B, H/P, T, K).
     options: group, sequence_parallel and defer of parallel_linear().
-
     Raises ValueError unless P divides kv_heads, kv_heads divides heads, and heads divides hidden.
     """
 
@@ -431,11 +418,11 @@ def attention(q, k, v, dropout=0.0):
 class VocabParallelEmbedding(nn.Module):
     """An embedding (V, D) of which each rank holds the rows of its part of the vocabulary.
 
-    tokens: (T, ...) -> (T, ..., D), or (T/P, ..., D) with sequence_parallel. A rank looks up the
-    tokens of its part and takes zeros for the others, and the ranks' results are summed. If P does
-    not divide V, parts differ by one row. A token outside the vocabulary gives NaN, since raising
-    an error would make the host wait for the device. Raises ValueError in forward if
-    sequence_parallel and P does not divide T.
+    tokens: (T, ...) -> (T, ..., D), or (T/P, ..., D) with sequence_parallel, where P must divide T.
+
+    A rank looks up the tokens of its part and takes zeros for the others, and the ranks' results
+    are summed. If P does not divide V, parts differ by one row. A token outside the vocabulary
+    gives NaN, because an error would make the host wait for the device.
     """
 
     def __init__(self, num_embeddings, embedding_dim, group=None, sequence_parallel=False):
@@ -511,8 +498,7 @@ def vocab_parallel_cross_entropy(
 
     logits: (N, V_r), this rank's columns of the logits, which begin with column vocab_start.
     target: (N,) token ids, the same on every rank.
-    inplace: whether the logits' gradient, which is computed in fp32 at least, overwrites the logits
-        instead of a copy of their dtype. The fp32 gradient of 16-bit logits is freed in forward.
+    inplace: whether forward writes the gradient of the logits, in their dtype, over the logits.
 
     Return (N,) losses in fp32 at least, the same on every rank: 0 where target is ignore_index, and
     NaN where it is otherwise outside the vocabulary. 3 N numbers are reduced over the group. A
@@ -719,23 +705,23 @@ def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather
 
 def _demonstrate():
     rank, P = rank_and_size()
-    width = 64 * P
+    D = 64 * P
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)  # every rank draws the whole matrices
-    x = torch.randn(1024, width)
-    up = torch.randn(4 * width, width, requires_grad=True)
-    down = torch.randn(width, 4 * width) / width
-    F.linear(F.gelu(F.linear(x, up)), down).square().mean().backward()
-    columns = Shard(0, (4 * width,))
-    own_up = columns.cut(up.detach()).requires_grad_()
-    own_down = Shard(1, (4 * width,)).cut(down)
+    x = torch.randn(1024, D, requires_grad=True)
+    up = torch.randn(4 * D, D) / D
+    down = torch.randn(D, 4 * D) / D
+    own_up = Shard(0, (4 * D,)).cut(up)
+    own_down = Shard(1, (4 * D,)).cut(down)
+    expected = F.linear(F.gelu(F.linear(x, up)), down)
+    (expected,) = torch.autograd.grad(expected.sum(), x)
     with count_bytes() as traffic:
-        y = parallel_linear(F.gelu(parallel_linear(x, own_up)), own_down, column=False)
-    y.square().mean().backward()
-    error = (own_up.grad - columns.cut(up.grad)).abs().max()
+        z = parallel_linear(F.gelu(parallel_linear(x, own_up)), own_down, column=False)
+        (found,) = torch.autograd.grad(z.sum(), x)
     if rank == 0:
-        claimed = all_reduce_bytes(x.nbytes, P)
-        print(f"{P} ranks, MLP forward: claimed {claimed} bytes, counted {traffic.bytes()}")
+        claimed = 2 * all_reduce_bytes(x.nbytes, P)
+        print(f"{P} ranks, an MLP: claimed {claimed} bytes, counted {traffic.bytes()}")
+        error = (found - expected).abs().max()
         print(f"largest difference from one process's gradient: {error:.1e}\n")
 
 
