@@ -335,7 +335,7 @@ def initialize(model, layers, seed):
     for name, parameter in model.named_parameters():
         _, views = views_in_whole(parameter, parameter, shards.get(name))
         name = name.replace("lm_head", "transformer.wte")  # the head is a copy of the embedding
-        for first_index, view in views.items():  # whose numbers are 0 except in the dim of the split
+        for first_index, view in views.items():  # an index is 0 in all dims but that of the split
             view.copy_(initial_value(name, view.shape, layers, seed, max(first_index)))
     for buffer in model.buffers():
         buffer.zero_()
