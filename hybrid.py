@@ -86,7 +86,7 @@ from sequence_parallel import (
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
     VocabParallelEmbedding, attention, mark_sum_over_tp, parallel_linear, parameters_to_sum_over_tp,
-    part_of, rows_held, shards_of, sum_gradients_over_tp, views_in_whole,
+    part_of, shards_of, sum_gradients_over_tp, views_in_whole,
     vocab_parallel_cross_entropy,
 )
 from zero import FullyShardedDataParallel
@@ -332,11 +332,10 @@ def initialize(model, layers, seed):
     """Initialize this rank's part of every parameter, and zero the routers' biases (buffers)."""
     shards = shards_of(model)
     for name, parameter in model.named_parameters():
-        dim, runs, _ = rows_held(parameter, shards.get(name))
+        _, views = views_in_whole(parameter, parameter, shards.get(name))
         name = name.replace("lm_head", "transformer.wte")  # the head is a copy of the embedding
-        parts = parameter.split([rows for _, rows in runs], dim)
-        for (offset, _), part in zip(runs, parts):
-            part.copy_(initial_value(name, part.shape, layers, seed, offset))
+        for first_index, view in views.items():  # an index is 0 in all dims but that of the split
+            view.copy_(initial_value(name, view.shape, layers, seed, max(first_index)))
     for buffer in model.buffers():
         buffer.zero_()
 

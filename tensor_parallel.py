@@ -35,6 +35,7 @@ via Decomposition in Large Deep Learning Models", 2023 (products beside messages
 import math
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -42,8 +43,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from collectives import (
-    ReduceOp, all_gather_single, all_reduce, all_reduce_bytes, autocasted, copy_to_group,
-    count_bytes, dist, exchange, gather_objects, rank_and_size, reduce_from_group,
+    ReduceOp, all_gather_single, all_reduce, all_reduce_bytes, autocasted, check_parameters,
+    copy_to_group, count_bytes, dist, exchange, rank_and_size, reduce_from_group,
     reduce_scatter_single, reduce_scatter_to_group, run_ranks,
 )
 
@@ -61,30 +62,11 @@ def row_linear(x, weight, bias=None, group=None):
     return z if bias is None else z + bias
 
 
-class ColumnLinear(torch.autograd.Function):
-    """column_linear(), in whose backward dx travels while dW is computed."""
-
-    @staticmethod
-    def forward(ctx, x, weight, group=None):
-        ctx.group = group
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        dx = dy @ weight  # this rank's columns give one summand of it
-        work = all_reduce(dx, group=ctx.group, async_op=True)
-        dweight = dy.flatten(0, -2).t() @ x.flatten(0, -2)
-        work.wait()
-        return dx, dweight, None
-
-
 # ---- products beside messages --------------------------------------------------------------------
 #
-# With sequence parallelism a product needs all ranks' X, or is summed over them all. So large ones
-# go chunk by chunk, each a rank's rows: one is multiplied while another travels, straight between
-# its owner and this rank. With P = 4, in step s rank r
+# With sequence parallelism a product needs the X of all ranks, or is summed over the ranks. If X is
+# large it is multiplied chunk by chunk, where a chunk is the rows of one rank: while one is
+# multiplied, another travels directly between its owner and this rank. With P = 4, in step s rank r
 #
 #             gathers and multiplies:                       multiplies and scatters:
 #             chunk r - s, while (r - s - 1) arrives        chunk r + s + 1, to send it -> its owner
@@ -95,73 +77,54 @@ class ColumnLinear(torch.autograd.Function):
 #     s = 2   x2 (x1)   x3 (x2)   x0 (x3)   x1 (x0)         y3 -> 3   y0 -> 0   y1 -> 1   y2 -> 2
 #     s = 3   x1        x2        x3        x0              y0        y1        y2        y3
 #
-# At the end each rank adds the four parts of its own chunk: one rounding in 16 bit. Either way a
-# rank sends as many bytes as all-gather and reduce-scatter do, (P-1)/P of the whole.
+# At the end each rank adds the four parts of its own chunk, which rounds a 16-bit sum only once. A
+# rank sends (P-1)/P of the whole either way, as in an all-gather or a reduce-scatter.
 
-CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}  # a step with less costs more than it hides
-
-
-def count_chunks(nbytes, device, split, group=None):
-    """Return how many chunks of this size travel: P, or 1 for all at once, or 0 if not split."""
-    is_large = nbytes >= CHUNK_BYTES[device.type]
-    return dist.get_world_size(group) if split and is_large else int(split)
+CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}  # sending a smaller chunk costs more than it hides
 
 
-def begin_gather(x, chunks, group=None, async_op=False):
-    """Begin to gather all ranks' x. Return an iterator of (number, chunk) that waits for each."""
+def gather_chunks(x, group=None):
+    """Gather all ranks' x. Yield (rank, its x) as they arrive, this rank's own first."""
     rank, P = rank_and_size(group)
     x = x.contiguous()
-    arrivals = [(rank if chunks else 0, x, None)]  # (number, chunk, its work)
-    if chunks == 1:
-        whole = x.new_empty(P * len(x), *x.shape[1:])
-        work = all_gather_single(whole, x, group=group, async_op=async_op)
-        arrivals = [(0, whole, work)]
-    for step in range(1, chunks):
-        target, source = (rank + step) % P, (rank - step) % P
-        arriving = torch.empty_like(x)
-        work = exchange([(x, target)], [(arriving, source)], group, async_op=True)
-        arrivals.append((source, arriving, work))
-    return ((number, _when_done(work, chunk)) for number, chunk, work in arrivals)
-
-
-def begin_sum(x, weight, chunks, group=None, async_op=False):
-    """Begin to sum F.linear(x, weight) over the ranks. Return a function that waits for the sum.
-
-    It returns this rank's chunk of the sum, or all of it if chunks is 0.
-    """
-    rank, P = rank_and_size(group)
-    if chunks and len(x) % P:
-        raise ValueError(f"T={len(x)} is not divisible by tp={P}")
-    if chunks > 1:
-        inputs = x.chunk(P)
-        parts = x.new_empty(P, *inputs[0].shape[:-1], len(weight))  # of this rank's chunk
-        works = []
-        for step in range(1, P):
-            target, source = (rank + step) % P, (rank - step) % P
-            part = torch.empty_like(parts[source])
-            _linear_into(part, inputs[target], weight)
-            messages = [(part, target)], [(parts[source], source)]
-            works.append(exchange(*messages, group, async_op=True))
-        _linear_into(parts[rank], inputs[rank], weight)
-
-        def finish():
-            for work in works:
-                work.wait()
-            return parts.sum(0)
-
-        return finish
-    y = F.linear(x, weight.to(x.dtype))
-    if chunks == 0:
-        return partial(_when_done, all_reduce(y, group=group, async_op=async_op), y)
-    total = y.new_empty(len(y) // P, *y.shape[1:])
-    work = reduce_scatter_single(total, y, group=group, async_op=async_op)
-    return partial(_when_done, work, total)
-
-
-def _when_done(work, result):
-    if work is not None:
+    arriving = []
+    for step in range(1, P):
+        target = (rank + step) % P
+        source = (rank - step) % P
+        chunk = torch.empty_like(x)
+        work = exchange([(x, target)], [(chunk, source)], group, async_op=True)
+        arriving.append((source, chunk, work))
+    yield rank, x
+    for source, chunk, work in arriving:
         work.wait()
-    return result
+        yield source, chunk
+
+
+def gather_and_multiply(x, weight, bias=None, group=None):
+    """Return F.linear(X, weight, bias) for the X of all ranks."""
+    y = x.new_empty(dist.get_world_size(group), *x.shape[:-1], len(weight))
+    for rank, chunk in gather_chunks(x, group):
+        _linear_into(y[rank], chunk, weight, bias)
+    return y.flatten(0, 1)
+
+
+def multiply_and_scatter(x, weight, group=None):
+    """Return this rank's chunk of the sum of F.linear(x, weight) over the ranks."""
+    rank, P = rank_and_size(group)
+    inputs = x.chunk(P)
+    parts = x.new_empty(P, *inputs[0].shape[:-1], len(weight))  # of this rank's chunk of the sum
+    works = []
+    for step in range(1, P):
+        target = (rank + step) % P
+        source = (rank - step) % P
+        part = torch.empty_like(parts[source])
+        _linear_into(part, inputs[target], weight)
+        work = exchange([(part, target)], [(parts[source], source)], group, async_op=True)
+        works.append(work)
+    _linear_into(parts[rank], inputs[rank], weight)
+    for work in works:
+        work.wait()
+    return parts.sum(0)
 
 
 def _linear_into(output, x, weight, bias=None):
@@ -179,144 +142,177 @@ def _rows(x):
 
 # ---- linear layers -------------------------------------------------------------------------------
 #
-# What a real layer adds: with sequence parallelism it keeps only this rank's chunk of X and gathers
-# the others again in backward, and a pipeline may want the parameters' gradients later.
+# Backward of column_linear() sums dx over the ranks before it computes dW. Here dx travels while dW
+# is computed. With sequence parallelism a layer split by columns keeps only this rank's chunk of X,
+# and gathers X again in backward. A pipeline may want dW later: while its WeightGradStore is open,
+# the layers leave a function there that computes dW.
 
 
-class _ParallelLinear(torch.autograd.Function):
-    """y = x W^T + b, split by columns or by rows.
+def begin_gather(x, split, group=None, async_op=False):
+    """Begin to gather x along dim 0 if it is split. Return a function that waits for the whole."""
+    if not split:
+        return lambda: x
+    whole = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+    work = all_gather_single(whole, x.contiguous(), group=group, async_op=async_op)
+    return partial(_when_done, work, whole)
 
-                 by columns                           by rows
-      forward    gather x, multiply                   multiply, sum
-      backward   begin to gather x                    gather dy; for each of its chunks
-                 dx = dy @ W, begin to sum it             dx = dy @ W
-                 for each chunk of x: dW += dy^T @ x      dW += dy^T @ x
-                 db = the sum of dy's rows
-                 wait for dx
 
-    Without sequence parallelism there is nothing to gather. While the store `defer` is open, the
-    gradients of W and b are left to it, and so is gathering x.
+def begin_sum(y, split, group=None, async_op=False):
+    """Begin to sum y over the ranks. Return a function that waits for the sum, or its own chunk."""
+    if not split:
+        return partial(_when_done, all_reduce(y, group=group, async_op=async_op), y)
+    chunk = y.new_empty(len(y) // dist.get_world_size(group), *y.shape[1:])
+    work = reduce_scatter_single(chunk, y, group=group, async_op=async_op)
+    return partial(_when_done, work, chunk)
+
+
+def _when_done(work, result):
+    if work is not None:
+        work.wait()
+    return result
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """y = x W^T + b, where x is gathered if it is split.
+
+    backward    begin to gather x
+                dx = dy @ W; begin to sum dx
+                wait for x; dW = dy^T @ x; db = the sum of dy's rows
+                wait for dx
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, column, split, group, defer):
-        P = dist.get_world_size(group)
-        sent = x.nbytes if column else len(_rows(x)) // P * len(weight) * x.itemsize
-        chunks = count_chunks(sent, x.device, split, group)
-        ctx.how = column, chunks, group, defer
-        ctx.parameters = weight, bias  # hooks and the store know a parameter by its identity
+    def forward(ctx, x, weight, bias, group, split, store):
+        ctx.how = weight, group, split, store  # the store wants the parameter itself
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        if not column:
-            return begin_sum(x, weight, chunks, group)()
-        arriving = begin_gather(x, chunks, group)
-        if chunks < 2:
-            _, whole = next(arriving)
-            return F.linear(whole, weight, bias)
-        y = x.new_empty(P, *x.shape[:-1], len(weight))
-        for number, chunk in arriving:
-            _linear_into(y[number], chunk, weight, bias)
-        return y.flatten(0, 1)
+        if split and x.nbytes >= CHUNK_BYTES[x.device.type]:
+            return gather_and_multiply(x, weight, bias, group)
+        return F.linear(begin_gather(x, split, group)(), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        column, chunks, group, defer = ctx.how
+        parameter, group, split, store = ctx.how
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        is_open = defer is not None and defer.open
-        dx = dweight = dbias = gathered = finish = None
-        if column and wants_weight and not is_open:
-            gathered = begin_gather(x, chunks, group, async_op=True)
-        if column and wants_x:
-            finish = begin_sum(dy, weight.t(), chunks, group, async_op=True)
-        if not column and chunks < 2:
-            _, dy = next(begin_gather(dy, chunks, group))
-            if wants_x:
-                dx = dy @ weight.to(dy.dtype)
-        elif not column:
-            dx = dy.new_empty(chunks, *dy.shape[:-1], weight.shape[1]).flatten(0, 1)
+        later = store.open and not parameter._backward_hooks  # autograd would call them with None
+        dx = dweight = dbias = gathered = None
+        if wants_weight and not later:
+            gathered = begin_gather(x, split, group, async_op=True)
+        if wants_x:
+            summed = begin_sum(dy @ weight.to(dy.dtype), split, group, async_op=True)
 
-        def by_columns():
-            own = dy.chunk(chunks) if chunks > 1 else [dy]
-            for number, chunk in gathered or begin_gather(x, chunks, group):
-                yield own[number], chunk
+        def weight_gradient():
+            whole = gathered or begin_gather(x, split, group)
+            return _sum_products(parameter, [(dy, whole())], x.dtype, store)
 
-        def by_rows():
-            for number, chunk in begin_gather(dy, chunks, group):
-                _linear_into(dx.chunk(chunks)[number], chunk, weight.t())
-                yield chunk, x.chunk(chunks)[number] if wants_weight else None
-
-        pairs = by_columns() if column else [(dy, x)]
-        if not column and chunks > 1:
-            pairs = by_rows()
-            if is_open or not wants_weight:
-                pairs = list(pairs)  # dx is needed now, dW later or not at all
-        if wants_weight:
-            dtype = torch.promote_types(x.dtype, torch.float32) if chunks > 1 else x.dtype
-            gradient = partial(_weight_gradient, ctx.parameters[0], pairs, dtype, defer)
-            dweight = _now_or_later(ctx.parameters[0], gradient, defer)
+        if wants_weight and later:
+            store.put(parameter, weight_gradient)
+        elif wants_weight:
+            dweight = weight_gradient()
         if wants_bias:
-            dbias = _now_or_later(ctx.parameters[1], lambda: _rows(dy).sum(0), defer)
-        if finish is not None:
-            dx = finish()
-        return dx, dweight, dbias, None, None, None, None
+            dbias = _rows(dy).sum(0)
+        if wants_x:
+            dx = summed()
+        return dx, dweight, dbias, None, None, None
 
 
-def _now_or_later(parameter, gradient, defer):
-    """Return gradient(), or leave it to the open store and return None. A hook needs it now."""
-    if defer is not None and defer.open and not parameter._backward_hooks:
-        defer.put(parameter, gradient)
-        return None
-    return gradient()
+class _RowLinear(torch.autograd.Function):
+    """y = the sum of x W^T over the ranks, of which each rank keeps its chunk if it is split.
 
-
-def _weight_gradient(parameter, pairs, dtype, defer):
-    """Return the sum of dy^T @ x over pairs (dy, x). If the store adds, add it to .grad instead.
-
-    dtype: fp32 at least for the sum of several products; that of x for a single one.
+    backward    gather dy; for each chunk that arrives: dx = dy @ W; dW += dy^T @ x
     """
-    total = None
-    if defer is not None and defer.adds and parameter.is_leaf and not parameter._backward_hooks:
-        total = parameter.grad
-    adds = total is not None
+
+    @staticmethod
+    def forward(ctx, x, weight, group, split, store):
+        P = dist.get_world_size(group)
+        if split and len(x) % P:
+            raise ValueError(f"T={len(x)} is not divisible by tp={P}")
+        chunk_bytes = len(_rows(x)) // P * len(weight) * x.itemsize
+        chunks = P if split and chunk_bytes >= CHUNK_BYTES[x.device.type] else 1
+        ctx.how = weight, group, split, store, chunks
+        ctx.x_shape = x.shape
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        if chunks > 1:
+            return multiply_and_scatter(x, weight, group)
+        return begin_sum(F.linear(x, weight), split, group)()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        parameter, group, split, store, chunks = ctx.how
+        wants_x, wants_weight, *_ = ctx.needs_input_grad
+        later = store.open and not parameter._backward_hooks
+        dx = dy.new_empty(ctx.x_shape) if wants_x else None
+        dweight = None
+        if chunks > 1:
+            arriving = gather_chunks(dy, group)
+            dtype = torch.promote_types(dy.dtype, torch.float32)
+        else:
+            arriving = [(0, begin_gather(dy, split, group)())]
+            dtype = dy.dtype
+
+        def compute_dx():
+            """Compute dx chunk by chunk, and yield each chunk of dy with that of x, for dW."""
+            for number, chunk in arriving:
+                if wants_x:
+                    _linear_into(dx.chunk(chunks)[number], chunk, weight.t())
+                if wants_weight:
+                    yield chunk, x.chunk(chunks)[number]
+
+        if wants_weight and not later:
+            dweight = _sum_products(parameter, compute_dx(), dtype, store)
+        else:
+            pairs = list(compute_dx())
+            if wants_weight:
+                store.put(parameter, partial(_sum_products, parameter, pairs, dtype, store))
+        return dx, dweight, None, None, None
+
+
+def _sum_products(weight, pairs, dtype, store):
+    """Return the sum of dy^T @ x over pairs (dy, x). If the store adds, add it to .grad instead."""
+    adds = store.adds and weight.is_leaf and not weight._backward_hooks
+    grad = weight.grad if adds else None
+    total = grad
     for dy, x in pairs:
-        total = _add_product(total, _rows(dy).t(), _rows(x), total.dtype if adds else dtype)
-    return None if adds else total
+        total = _add_product(total, _rows(dy).t(), _rows(x), dtype)
+    return total if grad is None else None
 
 
 def _add_product(total, a, b, dtype):
-    """Return a @ b, added to the total if there is one, in this dtype.
+    """Add a @ b to the total in place, or return it in this dtype if there is no total yet.
 
-    A product of 16-bit matrices that goes into an fp32 total is first rounded to 16 bits on a CPU;
-    on a GPU it is not.
+    Before it is added in fp32, a 16-bit product is rounded to 16 bits on a CPU, but not on a GPU.
     """
-    if a.is_cuda and a.dtype != dtype:
-        if total is None:
-            return torch.mm(a, b, out_dtype=dtype)
-        return torch.addmm(total, a, b, out_dtype=dtype, out=total)
     if total is None:
+        if a.is_cuda and a.dtype != dtype:
+            return torch.mm(a, b, out_dtype=dtype)
         return (a @ b).to(dtype)
-    return total.addmm_(a, b) if a.dtype == dtype else total.add_(a @ b)
+    if a.dtype == total.dtype:
+        return total.addmm_(a, b)
+    if a.is_cuda:
+        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    return total.add_(a @ b)
 
 
 def parallel_linear(
     x, weight, bias=None, column=True, group=None, sequence_parallel=False, defer=None
 ):
-    """A linear layer of which this rank has a part of the outputs (column) or of the inputs.
+    """Apply a linear layer of which this rank has a part of the outputs (column) or of the inputs.
 
-    x: (..., in), weight: (out, in), this rank's part. By rows a bias is added after this function.
-    sequence_parallel: X and Z are split along dim 0. By columns x is this rank's chunk, and all of
-        them are gathered; by rows this rank's chunk of the sum is returned.
-    defer: the WeightGradStore of a pipeline that halves its backwards (see pipeline.py). A backward
-        that finds it open computes dx, and leaves it functions that compute dW and db. While it
-        `adds`, dW is added to .grad at once, which saves autograd a pass. A parameter with a hook
-        gets its gradient from autograd.
-
-    The gradient of a 16-bit weight is rounded to 16 bits once, before anything adds it in fp32.
-    Raises ValueError for a sequence that P does not divide.
+    x: (..., in), weight: (out, in), this rank's part. By rows the caller adds the bias to the sum.
+    sequence_parallel: whether X and Z are split along dim 0. By columns x is this rank's chunk of
+        X. By rows this rank's chunk of Z is returned; ValueError is raised if P does not divide T.
+    defer: the WeightGradStore of a pipeline that halves its backwards (see pipeline.py). While it
+        is open, backward leaves a function there that computes dW. While it `adds`, dW is added to
+        .grad at once, which saves autograd a pass. A weight with hooks is excepted from both.
     """
     x = autocasted(x)  # before it is kept and sent
-    return _ParallelLinear.apply(x, weight, bias, column, sequence_parallel, group, defer)
+    store = defer or SimpleNamespace(open=False, adds=False)
+    if column:
+        return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, store)
+    return _RowLinear.apply(x, weight, group, sequence_parallel, store)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -324,10 +320,8 @@ class ColumnParallelLinear(nn.Module):
 
     With sequence_parallel X is (T/P, ..., in), Y_r (T, ..., out/P).
     out_features: a number, or a tuple for several outputs in one matrix, such as queries, keys and
-        values; each rank gets its part of every one.
+        values, of which each rank gets its part. Raises ValueError if P does not divide one.
     options: group, sequence_parallel and defer of parallel_linear().
-
-    Raises ValueError if P does not divide out_features, or one of the tuple.
     """
 
     def __init__(self, in_features, out_features, bias=True, **options):
@@ -353,8 +347,7 @@ class RowParallelLinear(nn.Module):
 
     With sequence_parallel X_r is (T, ..., in/P) and Z (T/P, ..., out).
     options: group, sequence_parallel and defer of parallel_linear().
-
-    Raises ValueError if P does not divide in_features, and in forward if it does not divide T.
+    Raises ValueError if P does not divide in_features.
     """
 
     def __init__(self, in_features, out_features, bias=True, **options):
@@ -385,7 +378,6 @@ class ParallelSelfAttention(nn.Module):
     kv_heads: for grouped-query attention, where heads / kv_heads queries share a key and a value.
     attention_fn(q, k, v): maps (B, H/P, T, K) and twice (B, KV/P, T, K) to (B, H/P, T, K).
     options: group, sequence_parallel and defer of parallel_linear().
-
     Raises ValueError unless P divides kv_heads, kv_heads divides heads, and heads divides hidden.
     """
 
@@ -423,31 +415,14 @@ def attention(q, k, v, dropout=0.0):
 # ---- vocabulary: embedding and loss --------------------------------------------------------------
 
 
-class _Lookup(torch.autograd.Function):
-    """forward: F.embedding; backward: the gradients of a row are summed in fp32 at least"""
-
-    @staticmethod
-    def forward(ctx, ids, weight):
-        ctx.save_for_backward(ids)
-        ctx.rows = len(weight)
-        return F.embedding(ids, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output):
-        (ids,) = ctx.saved_tensors
-        grad = grad_output.to(torch.promote_types(grad_output.dtype, torch.float32))
-        return None, torch.ops.aten.embedding_dense_backward(grad, ids, ctx.rows, -1, False)
-
-
 class VocabParallelEmbedding(nn.Module):
     """An embedding (V, D) of which each rank holds the rows of its part of the vocabulary.
 
-    tokens: (T, ...) -> (T, ..., D), or (T/P, ..., D) with sequence_parallel. A rank looks up the
-    tokens of its part and takes zeros for the others, and the ranks' results are summed. If P does
-    not divide V, parts differ by one row. A token outside the vocabulary gives NaN, since raising
-    an error would make the host wait for the device. Raises ValueError in forward if
-    sequence_parallel and P does not divide T.
+    tokens: (T, ...) -> (T, ..., D), or (T/P, ..., D) with sequence_parallel, where P must divide T.
+
+    A rank looks up the tokens of its part and takes zeros for the others, and the ranks' results
+    are summed. If P does not divide V, parts differ by one row. A token outside the vocabulary
+    gives NaN, because an error would make the host wait for the device.
     """
 
     def __init__(self, num_embeddings, embedding_dim, group=None, sequence_parallel=False):
@@ -461,7 +436,10 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens):
         local = tokens - self.start
         out_of_range = (local < 0) | (local >= len(self.weight))
-        rows = _Lookup.apply(local.masked_fill(out_of_range, 0), self.weight)
+        table = self.weight
+        if not table.is_cuda:  # a CPU would sum the gradients of a row in 16 bits
+            table = table.to(torch.promote_types(table.dtype, torch.float32))
+        rows = F.embedding(local.masked_fill(out_of_range, 0), table).to(self.weight.dtype)
         unknown = (tokens < 0) | (tokens >= self.num_embeddings)
         others = rows.new_zeros(()).masked_fill(unknown, math.nan)  # (T, ...): 0, or NaN
         rows = torch.where(out_of_range.unsqueeze(-1), others.unsqueeze(-1), rows)
@@ -479,8 +457,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, target, start, ignore_index, group, inplace):
         maximum = logits.amax(-1)  # (N,)
         all_reduce(maximum, ReduceOp.MAX, group)
-        grad = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        grad = grad.clone() if grad is logits and not inplace else grad
+        grad = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=not inplace)
         grad.sub_(maximum.unsqueeze(-1))  # (N, V/P), to become exp, softmax and gradient in place
 
         local = target - start
@@ -521,8 +498,7 @@ def vocab_parallel_cross_entropy(
 
     logits: (N, V_r), this rank's columns of the logits, which begin with column vocab_start.
     target: (N,) token ids, the same on every rank.
-    inplace: whether the logits' gradient, which is computed in fp32 at least, overwrites the logits
-        instead of a copy of their dtype. The fp32 gradient of 16-bit logits is freed in forward.
+    inplace: whether forward writes the gradient of the logits, in their dtype, over the logits.
 
     Return (N,) losses in fp32 at least, the same on every rank: 0 where target is ignore_index, and
     NaN where it is otherwise outside the vocabulary. 3 N numbers are reduced over the group. A
@@ -639,15 +615,13 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
     """After backward, sum the gradients over the group, in one all-reduce for all of them.
 
     parameters: as from parameters_to_sum_over_tp(). One that a rank has not used counts as zero.
-    check: whether to compare, in one more message, the pieces that ZeRO has cut on all ranks. They
-        differ if parameters before them do, and then ValueError is raised on all ranks.
+    check: whether to compare ZeRO's pieces on all ranks, and raise ValueError on all of them if
+        ZeRO has cut the parameters differently, as it does if parameters before them differ.
     """
     if dist.get_world_size(group) == 1 or not parameters:
         return
     if check and any(hasattr(parameter, "whole_shape") for parameter in parameters):
-        own = [(*part_of(parameter), parameter.numel()) for parameter in parameters]
-        if any(pieces != own for pieces in gather_objects(own, group)):
-            raise ValueError(f"other ranks have other pieces, (shape, first element, size): {own}")
+        check_parameters([(part_of(parameter), parameter) for parameter in parameters], group)
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
@@ -669,24 +643,13 @@ def part_of(parameter):
     return getattr(parameter, "whole_shape", parameter.shape), getattr(parameter, "offset", 0)
 
 
-def rows_held(parameter, shard=None):
-    """Return (dim, runs, size of the whole along dim), where runs are as in Shard.runs().
-
-    parameter: this rank's part, or ZeRO's piece of it. Without a Shard each rank has a copy.
-    """
-    if shard is None:
-        rows = part_of(parameter)[0][0]
-        return 0, [(0, rows)], rows
-    return shard.dim, shard.runs(), sum(shard.blocks)
-
-
 def boxes_between(shape, begin, end):
     """Yield elements begin to end of a flattened tensor as boxes: (first index, sizes) of each.
 
-        (4, 2), from 1 to 7    . 1       the rest of row 0     (0, 1), (1, 1)
-                               2 3       whole rows            (1, 0), (2, 2)
+        (4, 2), from 1 to 7    . 1       the rest of row 0     [0, 1], (1, 1)
+                               2 3       whole rows            [1, 0], (2, 2)
                                4 5
-                               6 .       the start of row 3    (3, 0), (1, 1)
+                               6 .       the start of row 3    [3, 0], (1, 1)
     """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     while begin < end:
@@ -694,13 +657,14 @@ def boxes_between(shape, begin, end):
         fits = lambda stride: begin % stride == 0 and begin + stride <= end
         dim = next(dim for dim, stride in enumerate(strides) if fits(stride))  # of whole slices
         count = min((end - begin) // strides[dim], shape[dim] - first[dim])
-        yield tuple(first), (*[1] * dim, count, *shape[dim + 1 :])
+        yield first, (*[1] * dim, count, *shape[dim + 1 :])
         begin += count * strides[dim]
 
 
 def views_in_whole(parameter, tensor, shard=None):
     """Return (shape of the whole, {first index in the whole: view of the tensor}), box by box.
 
+    parameter: this rank's part, or ZeRO's piece of it. Without a Shard each rank has a copy.
     tensor: the parameter, or what is laid out like it, such as .grad.
 
         whole (6, 2)   this rank's part, rows 0 1 4   ZeRO's piece from 1 on   views
@@ -709,19 +673,19 @@ def views_in_whole(parameter, tensor, shard=None):
         4  . .         4 5                            4 5                      (4, 0): (1, 2)
     """
     shape, begin = part_of(parameter)
-    dim, runs, total = rows_held(parameter, shard)
-    flat = tensor.detach().view(-1)
-    end = begin + len(flat)
-    offset = 0  # of a run in the part, flattened; there are several runs only along dim 0
+    dim, runs, total = 0, [(0, shape[0])], shape[0]
+    if shard is not None:
+        dim, runs, total = shard.dim, shard.runs(), sum(shard.blocks)
+    rest = tensor.detach().view(-1)
     views = {}
-    for row, rows in runs:
-        sizes = *shape[:dim], rows, *shape[dim + 1 :]
+    for row, rows in runs:  # one run follows the other in memory: there are several only for dim 0
+        sizes = (*shape[:dim], rows, *shape[dim + 1 :])
         numel = math.prod(sizes)
-        for first, box in boxes_between(sizes, max(begin - offset, 0), min(end - offset, numel)):
-            index = *first[:dim], row + first[dim], *first[dim + 1 :]
-            views[index] = flat[: math.prod(box)].view(box)
-            flat = flat[math.prod(box) :]
-        offset += numel
+        for index, box in boxes_between(sizes, begin, min(begin + len(rest), numel)):
+            index[dim] += row
+            views[tuple(index)] = rest[: math.prod(box)].view(box)
+            rest = rest[math.prod(box) :]
+        begin = max(begin - numel, 0)
     return (*shape[:dim], total, *shape[dim + 1 :]), views
 
 
@@ -741,23 +705,23 @@ def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather
 
 def _demonstrate():
     rank, P = rank_and_size()
-    width = 64 * P
+    D = 64 * P
     torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    column = ColumnParallelLinear(width, 4 * width, bias=False)
-    row = RowParallelLinear(4 * width, width, bias=False)
-    torch.manual_seed(0)  # the same matrices, whole
-    up = (torch.randn(4 * width, width) * width**-0.5).requires_grad_()
-    down = torch.randn(width, 4 * width) * (4 * width) ** -0.5
-    x = torch.randn(1024, width)
-    F.linear(F.gelu(F.linear(x, up)), down).square().mean().backward()
+    torch.manual_seed(0)  # every rank draws the whole matrices
+    x = torch.randn(1024, D, requires_grad=True)
+    up = torch.randn(4 * D, D) / D
+    down = torch.randn(D, 4 * D) / D
+    own_up = Shard(0, (4 * D,)).cut(up)
+    own_down = Shard(1, (4 * D,)).cut(down)
+    expected = F.linear(F.gelu(F.linear(x, up)), down)
+    (expected,) = torch.autograd.grad(expected.sum(), x)
     with count_bytes() as traffic:
-        y = row(F.gelu(column(x)))
-    y.square().mean().backward()
-    error = (column.weight.grad - column.shards["weight"].cut(up.grad)).abs().max()
+        z = parallel_linear(F.gelu(parallel_linear(x, own_up)), own_down, column=False)
+        (found,) = torch.autograd.grad(z.sum(), x)
     if rank == 0:
-        claimed = all_reduce_bytes(x.nbytes, P)
-        print(f"{P} ranks, MLP forward: claimed {claimed} bytes, counted {traffic.bytes()}")
+        claimed = 2 * all_reduce_bytes(x.nbytes, P)
+        print(f"{P} ranks, an MLP: claimed {claimed} bytes, counted {traffic.bytes()}")
+        error = (found - expected).abs().max()
         print(f"largest difference from one process's gradient: {error:.1e}\n")
 
 
