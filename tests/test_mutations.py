@@ -187,7 +187,7 @@ MUTATIONS = {  # the trap's number and the wrong line | ranks | layout: patch
     "11: DualPipe's replicas keep gradients | 2 | --pp 2 --schedule dualpipe --microbatches 4":
         put(hybrid, "sum_replicas", lambda right: lambda *a: None),
     "11: DualPipe's replicas count twice | 2 | --pp 2 --schedule dualpipe --microbatches 4":
-        when_clipping(own_chunks=lambda trainer: trainer.chunks),
+        when_clipping(unique_chunks=lambda trainer: trainer.chunks),
     "12: losses of balance are added once per microbatch | 1 | --experts 4 --microbatches 2":
         with_arguments("make_moe", args=lambda args: replace(args, microbatches=1)),
     "12: losses of balance are of this rank's tokens | 2 | --dp 2 --experts 4":
