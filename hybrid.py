@@ -1,7 +1,7 @@
 """Train a small GPT with pipeline, data, context, tensor and expert parallelism.
 
-The processes form a grid with four axes. Each axis divides the work in its own way, and a process
-communicates only with those that differ from it in one coordinate:
+The processes form a grid with four axes. Each axis divides the work in its own way among the
+processes that differ in this coordinate only:
 
     axis          splits      sends
     pp  pipeline  layers      activations forward and gradients back, once per microbatch
@@ -12,12 +12,11 @@ communicates only with those that differ from it in one coordinate:
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
 
 tp is innermost because it communicates most: its ranks should share a node. Gradients are summed
-over dp x cp. Experts are split over ep, which is not an axis of the grid but reuses the ranks of
-tp, and then those of dp x cp, which would otherwise hold copies of the same experts. Each layer
-sends every token to its experts and back.
+over dp x cp. Experts are spread over ep, which is not an axis but reuses the ranks of tp, and then
+of dp x cp: they would otherwise hold copies. Each layer sends tokens to their experts and back.
 
-A rank holds   1/tp of the matrices of its stage's layers and of their gradients. Of these it keeps
-               1/(dp cp) of the optimizer state (ZeRO-1), of gradients (2) and of weights (3)
+A rank holds   1/tp of the matrices of its stage's layers, and of their gradients and optimizer
+               state. ZeRO-1 keeps 1/(dp cp) of that state, 2 also of gradients, 3 of weights too
 It sends       what the table says; the other files derive the formulas and count the bytes
 Overlap        pp   activations travel while other microbatches compute
                dp   gradients are summed while the last microbatch's backward still computes
@@ -34,8 +33,8 @@ only on their names and the seed, batches only on their size, the step and the s
 depend on the layout: dropout masks, the tokens that full experts drop, the experts that
 --topk-nodes rules out, and balance losses, which are computed per microbatch of all replicas.
 
-The model is GPT-2 (Radford et al., 2019), down to its parameters' names. Narayanan et al.,
-"Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021 (the grid).
+The model is GPT-2 (Radford et al., 2019), down to its parameters' names. The grid is from Narayanan
+et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
 
     torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4      dp is 8 / (2 x 2) = 2
 """
@@ -98,7 +97,8 @@ IGNORE_INDEX = -100  # a target that does not count
 def flag(default, help, **details):
     """Declare a dataclass field that is also a flag of the command line.
 
-    details: choices; least, by default 1, or 0 for a float; below, by default infinity.
+    details: choices, or the bounds of a number, which must be in [least, below). least is 1 by
+        default, or 0 for a float, and below is infinity.
     """
     return field(default=default, metadata={"help": help} | details)
 
@@ -273,8 +273,8 @@ def layers_of(stage, num_stages, config):
 def forward_flops(config, experts):
     """Return the forward FLOPs of one layer per token: (weight products, attention).
 
-    Each weight that a token uses costs 2 FLOPs, about 24 h^2 in all. Scores and values cost 4 s h.
-    experts: whether the layer has experts, or for a mean layer, the portion of layers that have.
+    Each weight that a token uses costs 2 FLOPs, about 24 h^2 in all. Attention itself costs 4 s h.
+    experts: whether the layer has experts, or for the mean of all layers, the portion that have.
     """
     h = config.hidden
     kv_width = h * (config.kv_heads or config.heads) // config.heads
@@ -377,7 +377,7 @@ class Trainer:
     chunks: the pipeline stages that this rank holds.
     unique_chunks: the chunks without those of the second replica.
     experts, dense: the parameters of this rank's experts, and all others.
-    mixtures: {row in the tallies of the model's mixtures: this rank's MoE}.
+    mixtures: this rank's mixtures of experts, by their row in sum_tallies().
     stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
     pipeline, evaluation: Pipelines that run the stages over a batch, with and without backward.
     sigterm: whether this rank has received SIGTERM.
@@ -527,7 +527,7 @@ class Trainer:
         return slice(begin, begin + rows)
 
     def own_tokens(self, *batches):
-        """Copy this rank's positions of batches of tokens, (B, T) each, to the device at once."""
+        """Copy this rank's positions of batches, (B, T) each, to the device in one transfer."""
         tokens = torch.stack(batches)[:, :, self.positions]
         if self.device.type == "cuda":
             tokens = tokens.pin_memory()  # so that the host need not wait for the copy
@@ -580,7 +580,7 @@ def sum_tallies(mixtures, args, mesh, device):
 
 
 def on_any_rank(flag):
-    """Return whether the flag is true on any rank. It travels over gloo, without the device."""
+    """Return whether the flag is true on any rank. It is on the CPU, and travels over gloo."""
     flag = torch.tensor(flag, dtype=torch.uint8)
     all_reduce(flag, ReduceOp.MAX)
     return bool(flag)
@@ -643,7 +643,7 @@ def wrap(args, mesh, chunks, experts):
     for chunk in chunks:
         # Gradients of copies are summed piece by piece, so all ranks must cut copies alike. Hence
         # weights that tp splits, perhaps unevenly, stay apart from those that it copies, and the
-        # tied weight from all: its gradient, which is complete last, takes memory only at the end.
+        # tied weight from the others of its stage. Its gradient takes memory only at the end, then.
         apart = [m.weight for m in chunk.modules() if isinstance(m, VocabParallelEmbedding)]
         if args.tp > 1:
             apart += [chunk.get_parameter(name) for name in shards_of(chunk)]
@@ -666,7 +666,7 @@ def make_optimizer(args, parameters):
 
 @torch.no_grad()
 def evaluate(trainer, data, batches=8):
-    """Return the mean loss per token of the first `batches` batches of the validation part."""
+    """Return the mean loss per token of `batches` validation batches, the same in every call."""
     args = trainer.args
     sizes = args.batch_size, args.seq_len, args.seed
     total = 0.0
@@ -880,8 +880,8 @@ def load_data(path, seq_len, vocab_size=256):
     else:
         tokens = read_tokens(path, dtype, pattern)
         parts = np.split(tokens, [len(tokens) - len(tokens) // 10])
-    found = f"{len(parts[0])} tokens to train on and {len(parts[1])} for validation"
-    need(min(map(len, parts)) > seq_len, f"{found} are too few for --seq-len {seq_len}")
+    sizes = f"{len(parts[0])} tokens to train on and {len(parts[1])} for validation"
+    need(min(map(len, parts)) > seq_len, f"{sizes} are too few for --seq-len {seq_len}")
     return Data(*parts)
 
 

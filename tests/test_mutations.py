@@ -134,7 +134,7 @@ def alone(layer):
 
 MUTATIONS = {  # the trap's number and the wrong line | ranks | layout: patch
     "1: the count of counted tokens is this rank's | 2 | --dp 2":
-        without_reduction(hybrid, lambda t, *_: t.dtype == torch.int64 and t.shape == (2,)),
+        without_reduction(hybrid, lambda t, *_: t.dtype == torch.int64 and t.ndim == 0),
     "1: gradients are averaged over the replicas | 2 | --dp 2 --zero 0":
         put(hybrid, "DistributedDataParallel",
             lambda right: lambda *a, **k: right(*a, **k | {"gradient_divide_factor": 2})),
