@@ -1,44 +1,40 @@
-"""Train a small GPT, dense or with experts, over pipeline x data x context x tensor parallelism.
+"""Train a small GPT with pipeline, data, context, tensor and expert parallelism.
 
-The processes form a grid with four axes. Each axis divides the work in its own way, and a process
-communicates only with those that differ from it in one coordinate:
+The processes form a grid with four axes. Each axis divides the work in its own way among the
+processes that differ in this coordinate only:
 
-    axis          splits      sends, per microbatch and layer
-    pp  pipeline  layers      activations forward and gradients back, where two stages meet
-    dp  data      sequences   gradients, summed over dp x cp once per step, or as ZeRO does
-    cp  context   positions   keys and values, in attention
-    tp  tensor    matrices    four all-reduces of activations
-    ep  experts   experts     tokens, to their experts and back
+    axis          splits      sends
+    pp  pipeline  layers      activations forward and gradients back, once per microbatch
+    dp  data      sequences   gradients, once per step; ZeRO-2 and 3 send more often (zero.py)
+    cp  context   positions   keys and values, once per layer and microbatch
+    tp  tensor    matrices    four all-reduces of activations per layer and microbatch
 
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
 
-tp is innermost because it communicates most: its ranks should share a node. ep is not an axis of
-the grid. It reuses the ranks of tp, and then of dp x cp: they hold different experts where they
-would otherwise hold copies.
+tp is innermost because it communicates most: its ranks should share a node. Gradients are summed
+over dp x cp. Experts are spread over ep, which is not an axis but reuses the ranks of tp, and then
+of dp x cp: they would otherwise hold copies. Each layer sends tokens to their experts and back.
 
-A rank holds   1/tp of the matrices of its stage's layers and of their gradients; with ZeRO-1 to 3,
-               1/(dp cp) of the optimizer's state, of the gradients, and of the weights
-It sends       what the table says; the other files have the formulas, and count the bytes
+A rank holds   1/tp of the matrices of its stage's layers, and of their gradients and optimizer
+               state. ZeRO-1 keeps 1/(dp cp) of that state, 2 also of gradients, 3 of weights too
+It sends       what the table says; the other files derive the formulas and count the bytes
 Overlap        pp   activations travel while other microbatches compute
                dp   gradients are summed while the last microbatch's backward still computes
-               cp   the next keys and values travel beside the attention to those at hand (ring)
-               tp   in backward, sums of activations travel beside the products for weights
-               ep   the host waits for the numbers of tokens; nothing overlaps their travel
+               cp   keys and values travel while attention to the previous ones computes (ring)
+               tp   in backward, gradients of activations are summed while those of weights are
+                    computed; with --sp, large messages travel beside products in forward, too
+               ep   only shared experts compute while the host waits for the counts of tokens
 PyTorch's      DTensor over a DeviceMesh composes the same axes: a tensor knows how it is split, and
-               each operation finds out what to send. Here all tensors are plain ones
+               each operation finds out what to send. Here all tensors are plain
 
 Every layout computes what one process computes. The loss is the sum of the token losses divided by
 the *global* number of tokens, so gradients are summed and never averaged. Initial weights depend
-only on their name and the seed, batches only on the step and the seed. Four things do depend on the
-layout:
+only on their names and the seed, batches only on their size, the step and the seed. Four things do
+depend on the layout: dropout masks, the tokens that full experts drop, the experts that
+--topk-nodes rules out, and balance losses, which are computed per microbatch of all replicas.
 
-    - dropout masks
-    - the tokens that full experts drop
-    - the experts that --topk-nodes rules out
-    - balance losses, which are computed per microbatch of all replicas
-
-The model is GPT-2 (Radford et al., 2019), down to its parameters' names. Narayanan et al.,
-"Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
+The model is GPT-2 (Radford et al., 2019), down to its parameters' names. The grid is from Narayanan
+et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
 
     torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4      dp is 8 / (2 x 2) = 2
 """
@@ -55,8 +51,7 @@ import signal
 import sys
 import sysconfig
 import time
-import zlib
-from collections import Counter, deque
+from collections import ChainMap, deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -102,9 +97,8 @@ IGNORE_INDEX = -100  # a target that does not count
 def flag(default, help, **details):
     """Declare a dataclass field that is also a flag of the command line.
 
-    details:
-        choices        the values that the flag may have
-        least, below   the bounds of a number, [1, inf) by default for an int, [0, inf) for a float
+    details: choices, or the bounds of a number, which must be in [least, below). least is 1 by
+        default, or 0 for a float, and below is infinity.
     """
     return field(default=default, metadata={"help": help} | details)
 
@@ -118,20 +112,20 @@ class GPTConfig:
     heads: int = flag(4, "attention heads")
     seq_len: int = flag(64, "tokens in a sequence")
     vocab_size: int = flag(256, "tokens in the vocabulary")
-    dropout: float = flag(0.0, "probability, in attention and on what a layer adds", below=1)
+    dropout: float = flag(0.0, "dropout probability, in attention and residuals", below=1)
     kv_heads: int | None = flag(None, "heads of keys and values (default: --heads)")
-    sp: bool = flag(False, "split the sequence over tp between the matrices")
-    recompute: str = flag("none", "in backward, recompute attention (selective), or all (full)",
+    sp: bool = flag(False, "sequence parallelism: split activations over tp, too")
+    recompute: str = flag("none", "recompute attention (selective) or layers (full) in backward",
                           choices=("none", "selective", "full"))  # fmt: skip
     ffn: int | None = flag(None, "inner width of an MLP or expert (default: 4 x --hidden)")
-    experts: int = flag(0, "experts that take an MLP's place (0: an MLP)", least=0)
+    experts: int = flag(0, "experts in a layer, or 0 for an MLP", least=0)
     top_k: int = flag(2, "experts that a token uses")
-    shared_experts: int = flag(0, "experts that every token uses", least=0)
-    capacity_factor: float | None = flag(None, "largest load of an expert / the mean", least=0.01)
-    balance: str = flag("aux", "balance loads by losses, or by DeepSeek's bias on sigmoid scores",
+    shared_experts: int = flag(0, "experts that every token uses in addition", least=0)
+    capacity_factor: float | None = flag(None, "limit of an expert's load / mean load", least=0.01)
+    balance: str = flag("aux", "balance experts by losses, or by DeepSeek's bias on sigmoid scores",
                         choices=("aux", "bias", "none"))  # fmt: skip
-    moe_every: int = flag(1, "every so many layers, one has experts")
-    topk_nodes: int | None = flag(None, "nodes that a token may use (default: all)")
+    moe_every: int = flag(1, "one layer in this many has experts")
+    topk_nodes: int | None = flag(None, "nodes whose experts a token may use (default: all)")
 
     @property
     def mlp_width(self):
@@ -144,14 +138,14 @@ class GPTConfig:
 
 
 def _residual_dropout(module, x):
-    """Apply dropout, with the same mask on all ranks of tp, or with sp another mask on each."""
+    """Apply dropout. The ranks of tp draw the same mask, but with sp, different ones."""
     config = module.config
     with module.random if config.sp and config.dropout else nullcontext():
         return dropout(x, config.dropout, module.training)
 
 
 class MLP(nn.Module):
-    """(T, B, D) -> F, column-parallel, GELU -> D, row-parallel."""
+    """A column-parallel layer to width F, GELU, and a row-parallel layer back to width D."""
 
     def __init__(self, hidden, width, **options):
         super().__init__()
@@ -163,12 +157,12 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-LayerNorm transformer layer, (T, B, D) -> (T, B, D); with sp, T is T/tp.
+    """A pre-LayerNorm transformer layer, (T, B, D) -> (T, B, D). With sp, T is T/tp.
 
-    random: the random state for dropout where the ranks of tp hold different activations.
+    random: a context manager in which dropout differs between the ranks of tp.
     attention_fn: attention_fn(q, k, v, dropout) computes attention itself.
     moe: a function that creates the mixture of experts, if this layer has one.
-    options: of the linear layers, such as group and defer.
+    options: options of the linear layers, such as group and defer.
     """
 
     def __init__(self, config, random=nullcontext(), attention_fn=attention, moe=None, **options):
@@ -196,79 +190,77 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """One pipeline stage of a GPT; layers keep their number in the whole model.
+    """One pipeline stage of a GPT. Its layers keep their numbers in the whole model.
 
     The first stage takes tokens (B, T), the others activations (T, B, D), with sp (T/tp, B, D). The
-    last stage returns logits (T, B, V/tp), the others activations. A single stage uses its token
-    embedding as its head. Otherwise the head is a copy on the last stage, which
-    Trainer.sum_shared_gradients() keeps equal.
+    last stage returns logits (T, B, V/tp), the others activations. The head is the token embedding.
+    With several stages the last one has a copy, which Trainer.sum_shared_gradients() keeps equal.
 
-    positions: this rank's positions of the sequence; with context parallelism some of them.
-    moe, options: see Block; moe is for layers with experts.
+    positions: the positions of the sequence that this rank of cp holds.
+    moe, options: see Block. Only layers with experts use moe.
     """
 
-    def __init__(
-        self, config, tp_group=None, stage=0, num_stages=1, positions=None, moe=None, **options
-    ):
+    def __init__(self, config, positions, tp_group, stage, num_stages, moe=None, **options):
         super().__init__()
         self.config, self.tp_group = config, tp_group
-        self.first, self.last = stage == 0, stage == num_stages - 1
+        self.is_first = stage == 0
+        self.is_last = stage == num_stages - 1
         self.defer = options.get("defer")
         self.random = options.get("random", nullcontext())
-        self.positions = torch.arange(config.seq_len) if positions is None else positions
+        self.positions = positions
         if config.sp:
             rank, tp = rank_and_size(tp_group)
-            self.positions = self.positions.chunk(tp)[rank]
+            self.positions = positions.chunk(tp)[rank]
         sizes = config.vocab_size, config.hidden
         embedding = partial(VocabParallelEmbedding, *sizes, tp_group, config.sp)
         self.transformer = nn.ModuleDict()
-        if self.first:
+        if self.is_first:
             self.transformer["wte"] = embedding()
             self.transformer["wpe"] = nn.Embedding(config.seq_len, config.hidden)
         self.transformer["h"] = nn.ModuleDict()
         for i in layers_of(stage, num_stages, config):
             own_moe = moe if config.has_experts(i) else None
             self.transformer["h"][str(i)] = Block(config, moe=own_moe, group=tp_group, **options)
-        if self.last:
+        if self.is_last:
             self.transformer["ln_f"] = nn.LayerNorm(config.hidden)
-            self.lm_head = self.transformer["wte"] if self.first else embedding()
-        if config.sp:  # these see only this rank's tokens, so their gradients are partial sums
+            self.lm_head = self.transformer["wte"] if self.is_first else embedding()
+        if config.sp:  # a rank has only its own tokens' part of the gradients of these modules
             for module in self.modules():
                 if isinstance(module, (nn.LayerNorm, nn.Embedding)):
                     mark_sum_over_tp(module)
 
     def forward(self, x):
-        if self.first:
+        if self.is_first:
             x = self.transformer["wte"](x.t())
-            x = x + self.transformer["wpe"](self.positions[: len(x)]).unsqueeze(1)
+            x = x + self.transformer["wpe"](self.positions).unsqueeze(1)
             x = _residual_dropout(self, x)
         for block in self.transformer["h"].values():
             x = recompute(block, x) if self.config.recompute == "full" else block(x)
-        if self.last:
+        if self.is_last:
             x = self.transformer["ln_f"](x)
             options = {"group": self.tp_group, "sequence_parallel": self.config.sp}
             x = parallel_linear(x, self.lm_head.weight, defer=self.defer, **options)  # (T, B, V/tp)
         return x
 
     def tied_weight(self):
-        """Return the embedding or head of a stage that has one of them, or None."""
-        if self.first == self.last:
+        """Return the weight, embedding or head, of which another stage has a copy, or None."""
+        if self.is_first == self.is_last:
             return None
-        return self.transformer["wte"].weight if self.first else self.lm_head.weight
+        return self.transformer["wte"].weight if self.is_first else self.lm_head.weight
 
 
 def layers_of(stage, num_stages, config):
     """Return the range of a stage's layers, chosen so that the costliest stage costs least.
 
-    The last stage begins with the cost of the head, in mean layers. Each layer goes to the stage
-    that costs least so far, among equals to the last of them, since the first stages keep the
-    activations of most microbatches. With 30 layers, 4 stages and a head like 1.1 layers: 8, 8, 8
-    and 6 layers.
+    The unit of cost is a layer of mean cost. The last stage starts with the cost of the head. Each
+    layer is then counted to the stage that costs least so far. Among equals this is the last, since
+    earlier stages keep the activations of more microbatches. If the head costs 1.1, 30 layers are
+    divided into 8, 8, 8 and 6.
     """
-    passes = 4 if config.recompute == "full" else 3  # of a layer; the head always takes 3
-    flops_of_head = 3 * 2 * config.hidden * config.vocab_size
+    passes = 4 if config.recompute == "full" else 3  # forwards that a layer's step costs
+    flops_of_head = 3 * 2 * config.hidden * config.vocab_size  # which is never recomputed
     costs = [0.0] * num_stages
-    costs[-1] = flops_of_head / (passes * layer_flops(config) / config.layers)
+    costs[-1] = flops_of_head / (passes * flops_of_layers(config) / config.layers)
     sizes = [0] * num_stages
     for _ in range(config.layers):
         cheapest = min(reversed(range(num_stages)), key=costs.__getitem__)
@@ -279,12 +271,10 @@ def layers_of(stage, num_stages, config):
 
 
 def forward_flops(config, experts):
-    """Return the forward FLOPs of one layer per token: (weight products, attention scores).
+    """Return the forward FLOPs of one layer per token: (weight products, attention).
 
-    Products cost 2 FLOPs per weight that a token uses, about 24 h^2 in all. Scores and their use
-    cost 4 s h.
-
-    experts: whether the layer has experts, or the portion of the layers that have.
+    Each weight that a token uses costs 2 FLOPs, about 24 h^2 in all. Attention itself costs 4 s h.
+    experts: whether the layer has experts, or for the mean of all layers, the portion that have.
     """
     h = config.hidden
     kv_width = h * (config.kv_heads or config.heads) // config.heads
@@ -294,23 +284,22 @@ def forward_flops(config, experts):
     return 2 * (weights + experts * more), 4 * config.seq_len * h
 
 
-def layer_flops(config):
+def flops_of_layers(config):
     """Return the forward FLOPs of all layers per token."""
     return sum(sum(forward_flops(config, config.has_experts(i))) for i in range(config.layers))
 
 
 def flops_per_token(config):
-    """Return the FLOPs of forward and backward, which takes twice as many, less recomputation."""
-    return 3 * (layer_flops(config) + 2 * config.hidden * config.vocab_size)
+    """Return the FLOPs of forward and backward per token. Recomputation does not count."""
+    return 3 * (flops_of_layers(config) + 2 * config.hidden * config.vocab_size)
 
 
 def make_moe(args, mesh):
-    """Create a mixture of experts that takes an MLP's place, (T, B, D) -> (T, B, D)."""
-    by_losses = float(args.balance == "aux")
-    sizes = args.hidden, args.mlp_width, args.experts, args.top_k
+    """Create the mixture of experts of a layer, (T, B, D) -> (T, B, D)."""
+    by_losses = args.balance == "aux"
     layer = MoE(
-        *sizes, mesh.ep_group,
-        tp_group=None if args.sp else mesh.tp_group,  # without sp, tp's ranks hold the same tokens
+        args.hidden, args.mlp_width, args.experts, args.top_k, mesh.ep_group,
+        tp_group=None if args.sp else mesh.tp_group,  # without sp, its ranks have the same tokens
         balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
         nodes=(mesh.node_group, mesh.cross_group) if args.ep_nodes > 1 else None,
         n_group=args.ep_nodes, topk_group=args.topk_nodes,
@@ -341,11 +330,10 @@ def initialize(model, layers, seed):
 
 
 def initial_value(name, shape, layers, seed, offset=0):
-    """Return the rows of a parameter from `offset` on, initialized as GPT-2's.
+    """Return the rows of a parameter from row `offset` on, initialized as GPT-2's.
 
-    Each row has a random stream of its own, which depends on seed, name and row number, so that a
-    rank can draw the rows that it holds. tp splits the columns of a c_proj.weight, so there each
-    column has a stream.
+    Each row has a random stream of its own, so that a rank draws only the rows that it holds. In a
+    c_proj.weight each column has one, since tp splits its columns. `offset` then counts columns.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)
@@ -360,7 +348,7 @@ def initial_value(name, shape, layers, seed, offset=0):
     bits = np.random.Philox(key=int.from_bytes(digest[:16], "big"))
     generator = np.random.Generator(bits)
     state = bits.state
-    offset *= math.prod(value.shape[1:-1])
+    offset *= math.prod(value.shape[1:-1])  # an expert's matrix has several rows
     for number, row in enumerate(value.view(-1, value.shape[-1]).numpy(), offset):
         state["state"]["counter"][3] = number  # the highest of 4 words: a row has 2**192 draws
         bits.state = state
@@ -373,7 +361,7 @@ def initial_value(name, shape, layers, seed, offset=0):
 
 
 class TrainingError(ValueError):
-    """An error that ends the training, raised on all ranks alike, with the exit status."""
+    """An error that ends the training. All ranks raise it. status: the exit status."""
 
     def __init__(self, message, status=1):
         super().__init__(message)
@@ -383,15 +371,16 @@ class TrainingError(ValueError):
 class Trainer:
     """One rank's part of the training.
 
-    positions: this rank's positions of each sequence.
-    route: the (rank of the pipeline, chunk) of each stage. DualPipe has a second route, for a
-        replica of the model, and then `replicated` is true.
-    chunks, own_chunks: the stages that this rank holds; those of the first route only.
-    dense, experts: the parameters that the ranks of ep hold alike, and those that they split.
-    mixtures: {number among the model's mixtures of experts: MoE} in the chunks.
+    positions: the positions of each sequence that this rank holds.
+    replicated: whether the pipeline holds two replicas of the model, as DualPipe does.
+    chunks: the pipeline stages that this rank holds.
+    unique_chunks: the chunks without those of the second replica.
+    experts, dense: the parameters of this rank's experts, and all others.
+    mixtures: this rank's mixtures of experts, by their row in sum_tallies().
     stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
-    pipeline, evaluation: run the stages over a batch, with backward and without.
-    sigterm, stop: whether SIGTERM has reached this rank, and any rank, as of the last step.
+    pipeline, evaluation: Pipelines that run the stages over a batch, with and without backward.
+    sigterm: whether this rank has received SIGTERM.
+    stop: whether any rank had received it at the end of the last step.
     """
 
     def __init__(self, args, mesh, device):
@@ -399,63 +388,58 @@ class Trainer:
         self.steps_done = 0
         self.sigterm = self.stop = False
         schedule = schedule_of(args)
-        self.route = schedule.routes[0]
         self.replicated = len(schedule.routes) > 1
         self.positions = torch.arange(args.seq_len)
         if args.cp > 1:
             self.positions = context_positions(args.seq_len, mesh.cp_group)
         deferred = WeightGradStore()
         self.chunks = make_chunks(args, mesh, device, schedule.routes, self.positions, deferred)
-        self.own_chunks = self.chunks[:1] if self.replicated else self.chunks
-        self.shards, self.mixtures = {}, {}
-        self.dense, self.experts = [], []
+        self.unique_chunks = self.chunks[:1] if self.replicated else self.chunks
+        self.shards = {}
+        self.mixtures = {}
+        self.experts = []
         for chunk in self.chunks:
             self.shards |= shards_of(chunk)
             for i, layer in chunk.transformer["h"].items():
                 if isinstance(layer.mlp, MoE):
                     self.mixtures[int(i) // args.moe_every] = layer.mlp
-            for name, parameter in chunk.named_parameters():
-                part = self.experts if is_of_experts(name) else self.dense
-                part.append(parameter)
+                    self.experts += layer.mlp.experts.parameters()
+        experts = set(self.experts)
+        self.dense = [p for chunk in self.chunks for p in chunk.parameters() if p not in experts]
         self.stages = wrap(args, mesh, self.chunks, self.experts)
         self.optimizer = make_optimizer(args, self.dense + self.experts)
         rows = args.batch_size // (args.dp * args.microbatches)
-        # with ZeRO-2 and 3 each microbatch's gradients are reduced: no rank keeps whole gradients
-        options = {"defer": deferred, "sync_each": args.zero > 1}
-        self.pipeline = self.make_pipeline(schedule, rows, self.loss, **options)
-        evaluation = forward_only(args.pp, args.microbatches, self.route)
-        self.evaluation = self.make_pipeline(evaluation, rows, self.loss)
-
-    def make_pipeline(self, schedule, rows, loss_fn, **options):
-        """Create a Pipeline that runs the stages over microbatches of `rows` sequences."""
-        args = self.args
-        stages = self.stages[: len(self.own_chunks) * len(schedule.routes)]
-        length = args.seq_len // (args.cp * (args.tp if args.sp else 1))
-        options |= {"shape": (length, rows, args.hidden), "device": self.device}
-        options["dtype"] = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
-        return Pipeline(stages, schedule, loss_fn, self.mesh.pp_group, **options)
+        shape = len(self.chunks[0].positions), rows, args.hidden  # of a microbatch's activations
+        dtype = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
+        options = {"group": mesh.pp_group, "shape": shape, "dtype": dtype, "device": device}
+        evaluation = forward_only(args.pp, args.microbatches, schedule.routes[0])
+        stages = self.stages[: len(self.unique_chunks)]
+        self.evaluation = Pipeline(stages, evaluation, self.loss, **options)
+        # ZeRO-2 and 3 reduce the gradients of each microbatch, so that no rank keeps all of them
+        options |= {"defer": deferred, "sync_each": args.zero > 1}
+        self.pipeline = Pipeline(self.stages, schedule, self.loss, **options)
 
     def step(self, inputs, targets):
         """Take one optimizer step on this rank's rows of the batch, (B/dp, T) each.
 
-        Returns metrics by name, with the global loss and the gradient norm before clipping. Raises
-        TrainingError, with unchanged weights, if one of these two is not finite.
+        Returns {name: value}: the global loss, the gradient norm before clipping, and more. If loss
+        or norm is not finite, leaves the weights unchanged and raises TrainingError.
         """
         args = self.args
         seed_dropout(args.seed, self.steps_done, self.mesh)
         loss = self.forward_backward(inputs, targets)
         norm = self.clip_gradients()
         tallies = sum_tallies(self.mixtures, args, self.mesh, self.device)
-        # launched before the host knows the numbers, so that the device need not wait for it
+        # The device decides whether to update, so the host launches the update without waiting.
         is_finite = torch.stack([loss, norm]).isfinite().all()
         rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
         self.update(rate, tallies, is_finite)
         self.stop = bool(args.checkpoint) and on_any_rank(self.sigterm)
-        found = {"loss": loss, "grad_norm": norm}
+        scalars = {"loss": loss, "grad_norm": norm}
         if args.experts:
-            found |= tally_metrics(tallies, args.microbatches, args.balance == "aux")
-        # the only wait of the host for the device, except for the counts of a mixture of experts
-        metrics = dict(zip(found, torch.stack([*found.values()]).tolist()))
+            scalars |= tally_metrics(tallies, args.microbatches, args.balance == "aux")
+        # Here the host waits for the device. Otherwise only mixtures of experts make it wait.
+        metrics = dict(zip(scalars, torch.stack([*scalars.values()]).tolist()))
         self.steps_done += 1
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
             check_vocabulary(inputs, targets, args.vocab_size)
@@ -464,23 +448,23 @@ class Trainer:
         return metrics | {"lr": rate}
 
     def forward_backward(self, inputs, targets):
-        """Leave the summed gradients in .grad, and return the global loss."""
-        # DDP's gradients are views of its buckets and must stay; ZeRO sets .grad anew
+        """Set .grad to the gradients of the global batch, and return its loss."""
+        # DDP's gradients are views of its buckets and must stay. ZeRO sets .grad anew.
         self.optimizer.zero_grad(set_to_none=self.args.zero > 0)
         loss = self.run(self.pipeline, inputs, targets)
         for stage in self.stages:
-            stage.finish_grad_sync()  # the sums over dp x cp began in the last backward
+            stage.finish_grad_sync()  # waits for the sums over dp x cp, which backward began
         self.sum_shared_gradients()
         return loss
 
     def run(self, pipeline, inputs, targets):
-        """Run one step of the pipeline and return the global loss."""
+        """Run a batch through the pipeline and return its global loss."""
         for chunk in self.chunks:
             chunk.train(torch.is_grad_enabled())
         inputs, targets = self.own_tokens(inputs, targets)
         num_tokens = (targets != IGNORE_INDEX).sum()
         all_reduce(num_tokens, group=self.mesh.dp_cp_group)
-        # the divisor is known before backward, so gradients are summed and never averaged
+        # the divisor is known before backward, so that gradients need no averaging after it
         loss = pipeline.step(inputs, targets, num_tokens.clamp(min=1))
         if loss is None:  # this rank does not have the last stage
             loss = torch.zeros((), device=self.device)
@@ -490,16 +474,14 @@ class Trainer:
 
     def loss(self, logits, targets, num_tokens):
         """Return a microbatch's share of the loss: its token losses / tokens of the whole batch."""
-        start = next(chunk for chunk in self.chunks if chunk.last).lm_head.start
-        tokens = logits.flatten(0, 1), targets.t().flatten(), start, IGNORE_INDEX
-        losses = vocab_parallel_cross_entropy(*tokens, self.mesh.tp_group, inplace=True)
+        (start,) = (chunk.lm_head.start for chunk in self.chunks if chunk.is_last)
+        arguments = logits.flatten(0, 1), targets.t().flatten(), start, IGNORE_INDEX
+        losses = vocab_parallel_cross_entropy(*arguments, self.mesh.tp_group, inplace=True)
         return losses.sum() / num_tokens
 
     def sum_shared_gradients(self):
-        """Sum the gradients of a weight's copies: in tp, in DualPipe's replicas, in the head."""
-        marked = set()
-        for chunk in self.chunks:
-            marked.update(parameters_to_sum_over_tp(chunk))
+        """Sum gradients over copies of a weight: in tp, in DualPipe's replicas, of the head."""
+        marked = {p for chunk in self.chunks for p in parameters_to_sum_over_tp(chunk)}
         groups = (self.dense, self.mesh.tp_group), (self.experts, self.mesh.expert_tp_group)
         for parameters, group in groups:
             parameters = [parameter for parameter in parameters if parameter in marked]
@@ -509,31 +491,33 @@ class Trainer:
         weights = [chunk.tied_weight() for chunk in self.chunks]
         tied = [weight.grad for weight in weights if weight is not None]
         if len(tied) == 2:  # embedding and head are on the same rank
-            tied[0].copy_(tied[1].add_(tied[0]))
+            tied[0].add_(tied[1])
+            tied[1].copy_(tied[0])
         elif tied:
             all_reduce(tied[0], group=self.mesh.embedding_group)
 
     def clip_gradients(self):
-        """Scale the gradients to a joint norm of at most grad_clip; return the norm before."""
-        norm = norm_of_gradients(self.own_chunks, self.shards, self.mesh, self.args.zero > 0)
+        """Scale all gradients so that their norm is at most grad_clip. Return the norm before."""
+        chunks, experts = self.unique_chunks, set(self.experts)
+        norm = norm_of_gradients(chunks, experts, self.shards, self.mesh, self.args.zero > 0)
         if self.args.grad_clip > 0:
             gradients = [parameter.grad for parameter in self.dense + self.experts]
-            clip_grads_with_norm_(gradients, self.args.grad_clip, norm.nan_to_num())
+            clip_grads_with_norm_(gradients, self.args.grad_clip, norm)
         return norm
 
     def update(self, rate, tallies, is_finite):
-        """Update weights and the routers' biases, unless is_finite, on the device, is false."""
+        """Update weights and the routers' biases if is_finite, a tensor on the device, is true."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.found_inf = (~is_finite).float()  # if it is 1, a fused step changes nothing
+        self.optimizer.found_inf = (~is_finite).float()  # a fused step does nothing if this is 1
         self.optimizer.step()
         if self.args.balance == "bias":
             for row, layer in self.mixtures.items():
                 loads = tallies[row, : layer.num_experts]
-                layer.router.update_bias(loads * is_finite)  # equal loads, such as 0, move no bias
+                layer.router.update_bias(loads * is_finite)  # loads that are all 0 change no bias
         if self.args.zero:
             for stage in self.stages:
-                stage.reshard()  # what was gathered is out of date, or was wrong
+                stage.reshard()  # the weights that are gathered are out of date
 
     def own_rows(self):
         """Return the slice of this rank's rows in the global batch."""
@@ -542,7 +526,7 @@ class Trainer:
         return slice(begin, begin + rows)
 
     def own_tokens(self, *batches):
-        """Copy this rank's positions of batches of tokens (B, T) to the device, in one copy."""
+        """Copy this rank's positions of batches, (B, T) each, to the device in one transfer."""
         tokens = torch.stack(batches)[:, :, self.positions]
         if self.device.type == "cuda":
             tokens = tokens.pin_memory()  # so that the host need not wait for the copy
@@ -550,44 +534,39 @@ class Trainer:
 
 
 def seed_dropout(seed, step, mesh):
-    """Seed a step's masks: alike on the ranks of tp, which hold the same activations."""
+    """Seed the dropout masks of a step: the same on the ranks of tp, different on all others."""
     place = dist.get_rank(mesh.dp_cp_group), dist.get_rank(mesh.pp_group)
     sequence = np.random.SeedSequence([seed, step, *place])
     torch.manual_seed(int(sequence.generate_state(1)[0]))
 
 
-def is_of_experts(name):
-    """Return whether a parameter of this name differs between the ranks of ep."""
-    return ".mlp.experts." in name
+def norm_of_gradients(chunks, experts, shards, mesh, is_zero):
+    """Return the norm of the model's gradients. Each weight counts once. Collective.
 
-
-def norm_of_gradients(chunks, shards, mesh, is_zero):
-    """Return the norm of all gradients of the model, in which each weight counts once. Collective.
-
-    What all ranks of tp hold is counted by the first, and the tied weight where it is the
-    embedding. chunks must leave out DualPipe's second replica.
+    Weights of which all ranks of tp have copies count on the first of these ranks, and the tied
+    weight counts as the embedding. chunks must leave out DualPipe's second replica.
     """
-    experts = []
-    dense = [torch.zeros(0, device=chunks[0].positions.device)]  # a stage may have nothing else
+    of_experts = []
+    others = [torch.zeros(0, device=chunks[0].positions.device)]  # there may be no others
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             is_first_copy = name in shards or dist.get_rank(mesh.tp_group) == 0
-            if is_of_experts(name):
-                experts.append(parameter.grad)
-            elif is_first_copy and name != "lm_head.weight":  # a copy of wte
-                dense.append(parameter.grad)
-    # sum over the ranks that hold other elements: first ZeRO's shards, then those of tp or ep
+            if parameter in experts:
+                of_experts.append(parameter.grad)
+            elif is_first_copy and name != "lm_head.weight":
+                others.append(parameter.grad)
+    # squares are summed over ranks with different elements: ZeRO's shards, then the parts of tp, ep
     groups = [mesh.shard_group, mesh.tp_group] if is_zero else [mesh.tp_group]
-    norms = [get_total_norm(dense, groups=groups)]
-    if experts:
+    norms = [get_total_norm(others, groups=groups)]
+    if of_experts:
         groups = [mesh.expert_shard_group, mesh.ep_group] if is_zero else [mesh.ep_group]
-        norms.append(get_total_norm(experts, groups=groups))
+        norms.append(get_total_norm(of_experts, groups=groups))
     return get_total_norm(norms, groups=[mesh.pp_group])
 
 
 @torch.no_grad()
 def sum_tallies(mixtures, args, mesh, device):
-    """Return, and reset, what the mixtures of experts counted in this step: one row each."""
+    """Return the tallies of all mixtures of experts, a row each, and reset them. See MoE."""
     sizes = args.layers // args.moe_every, args.experts + 3
     tallies = torch.zeros(sizes, dtype=torch.float64, device=device)
     for row, layer in mixtures.items():
@@ -600,7 +579,7 @@ def sum_tallies(mixtures, args, mesh, device):
 
 
 def on_any_rank(flag):
-    """Return whether the flag is true on any rank. The hosts ask each other over gloo."""
+    """Return whether the flag is true on any rank. It is on the CPU, and travels over gloo."""
     flag = torch.tensor(flag, dtype=torch.uint8)
     all_reduce(flag, ReduceOp.MAX)
     return bool(flag)
@@ -613,7 +592,7 @@ def check_vocabulary(inputs, targets, size):
 
 
 def learning_rate(step, steps, warmup, peak):
-    """Linear warm-up over `warmup` steps, then a cosine down to peak / 10. step counts from 0."""
+    """Return the rate: linear warm-up, then a cosine to peak / 10. step counts from 0."""
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     progress = (step - warmup) / max(1, steps - warmup)
@@ -621,21 +600,21 @@ def learning_rate(step, steps, warmup, peak):
 
 
 def make_chunks(args, mesh, device, routes, positions, deferred):
-    """Create this rank's stages of the routes, by chunk. deferred: their WeightGradStore."""
-    rank = dist.get_rank(mesh.pp_group)
+    """Create this rank's chunks. routes: the schedule's. deferred: their WeightGradStore."""
     method = CP_METHODS[args.cp_method]
     cp_fn = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)
-    places = [(c, s) for route in routes for s, (r, c) in enumerate(route) if r == rank]
+    rank = dist.get_rank(mesh.pp_group)
+    # a route lists the place of each stage, (rank, number of its chunk)
+    stages = {place: stage for route in routes for stage, place in enumerate(route)}
     chunks = []
-    for _, stage in sorted(places):
+    for stage in [stages[place] for place in sorted(stages) if place[0] == rank]:
         with torch.device("meta"):
             chunk = GPT(
-                args, mesh.tp_group, stage, len(routes[0]), positions.to(device),
+                args, positions.to(device), mesh.tp_group, stage, len(routes[0]),
                 random=ShardedRandomState(device, mesh.tp_group), defer=deferred,
                 attention_fn=cp_fn if args.cp > 1 else attention, moe=partial(make_moe, args, mesh),
             )  # fmt: skip
-        for module in chunk.modules():  # each once, although head and embedding may be one module
-            module.to_empty(device=device, recurse=False)
+        chunk.to_empty(device=device)
         initialize(chunk, args.layers, args.seed)
         chunks.append(chunk)
     return chunks
@@ -644,15 +623,15 @@ def make_chunks(args, mesh, device, routes, positions, deferred):
 def wrap(args, mesh, chunks, experts):
     """Wrap the chunks so that their gradients are summed over dp x cp, by DDP or by ZeRO.
 
-    With bf16, the gradient that one microbatch gives a weight is rounded to bf16, as the product
-    returns it. Gradients are then summed in fp32, over microbatches and over ranks.
+    With bf16, a weight's gradient from one microbatch is rounded to bf16. These gradients are then
+    summed in fp32, over microbatches and over ranks.
     """
-    # the loss is divided by the global number of tokens already
+    # The loss is already divided by the global number of tokens, so gradients are summed.
     options = {"gradient_divide_factor": 1, "wait_in_backward": False}
     if not args.zero:
         options |= {"process_group": mesh.dp_cp_group, "broadcast_buffers": False}
-        options["groups"] = dict.fromkeys(experts, mesh.expert_dp_group)
-        options["gradient_as_bucket_view"] = True  # nothing keeps gradients past their step
+        options |= {"groups": dict.fromkeys(experts, mesh.expert_dp_group)}
+        options |= {"gradient_as_bucket_view": True}  # no gradient is used after its step
         return [DistributedDataParallel(chunk, **options) for chunk in chunks]
     if args.dtype == "bf16":
         options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -661,21 +640,22 @@ def wrap(args, mesh, chunks, experts):
     options |= {"groups": dict.fromkeys(experts, groups), "under_way": deque()}
     stages = []
     for chunk in chunks:
-        # What is split over tp stays apart from copies, which all of tp must cut alike; experts may
-        # be copies. So does the tied weight: the stages of pp must cut their copies alike, and its
-        # gradient, complete at the end of backward, takes memory only then.
-        names = [name for name in shards_of(chunk) if args.tp > 1 or ".h." not in name]
-        options["apart"] = {chunk.get_parameter(name) for name in names}.difference(experts)
+        # Gradients of copies are summed piece by piece, so all ranks must cut copies alike. Hence
+        # weights that tp splits, perhaps unevenly, stay apart from those that it copies, and the
+        # tied weight from the others of its stage. Its gradient takes memory only at the end, then.
+        apart = [m.weight for m in chunk.modules() if isinstance(m, VocabParallelEmbedding)]
+        if args.tp > 1:
+            apart += [chunk.get_parameter(name) for name in shards_of(chunk)]
+        options["apart"] = set(apart).difference(experts)  # experts have groups of their own
         units = chunk.transformer["h"].values()
         stages.append(FullyShardedDataParallel(chunk, units=units, stage=args.zero, **options))
     return stages
 
 
 def make_optimizer(args, parameters):
-    """Create AdamW, which decays only matrices."""
-    is_matrix = lambda parameter: len(part_of(parameter)[0]) > 1
-    matrices = [parameter for parameter in parameters if is_matrix(parameter)]
-    others = [parameter for parameter in parameters if not is_matrix(parameter)]
+    """Create AdamW with weight decay for matrices only."""
+    matrices = [parameter for parameter in parameters if len(part_of(parameter)[0]) > 1]
+    others = [parameter for parameter in parameters if len(part_of(parameter)[0]) == 1]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, args.lr, (0.9, 0.95), 1e-8, args.weight_decay, fused=True)
 
@@ -685,7 +665,7 @@ def make_optimizer(args, parameters):
 
 @torch.no_grad()
 def evaluate(trainer, data, batches=8):
-    """Return the mean loss per token over the same `batches` batches of the validation part."""
+    """Return the mean loss per token of `batches` validation batches, the same in every call."""
     args = trainer.args
     sizes = args.batch_size, args.seq_len, args.seed
     total = 0.0
@@ -701,33 +681,35 @@ def evaluate(trainer, data, batches=8):
 def train(args, device):
     """Train, from the last checkpoint if there is one, and validate. Collective.
 
-    Raises TrainingError if files or steps fail, and on SIGTERM, after saving a checkpoint.
+    Raises TrainingError if a file or a step fails, and on SIGTERM, after saving a checkpoint.
     """
     source = f"--data {args.data or '(default)'}: "
-    data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, of=source)
+    data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, prefix=source)
     check_same_data(data, source)
     trainer = Trainer(args, make_mesh(args), device)
     if args.checkpoint:
         folder = Path(args.checkpoint)
-        lock = on_all_ranks(claim, folder, of=f"--checkpoint {folder}: ")  # until train() returns
+        lock = on_all_ranks(claim, folder, prefix=f"--checkpoint {folder}: ")  # held until the end
         resume(trainer, folder)
         signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "sigterm", True))
     log = Log(trainer)
     if trainer.steps_done >= args.steps:
         log.say(f"--steps {args.steps}: nothing to train, as step {trainer.steps_done} is saved")
         log.validation(evaluate(trainer, data))
+
+    def is_due(every):  # after this many steps, and in any case after the last one
+        is_over = trainer.stop or trainer.steps_done == args.steps
+        return is_over or (every is not None and trainer.steps_done % every == 0)
+
     for index in range(trainer.steps_done, args.steps):
         began = time.perf_counter()
         batch = data.batch(index, args.batch_size, args.seq_len, args.seed, trainer.own_rows())
         metrics = trainer.step(*batch)
         log.step(metrics, time.perf_counter() - began)
-        step = trainer.steps_done
-        is_over = trainer.stop or step == args.steps
-        is_due = lambda every: is_over or step % (every or math.inf) == 0
         if args.checkpoint and is_due(args.save_every):
             save(trainer, args.checkpoint)
         if trainer.stop:
-            end = f"SIGTERM; --checkpoint {args.checkpoint} has step {step}"
+            end = f"SIGTERM; --checkpoint {args.checkpoint} has step {trainer.steps_done}"
             raise TrainingError(end, status=128 + signal.SIGTERM)
         if is_due(args.eval_every):
             log.validation(evaluate(trainer, data))
@@ -737,7 +719,7 @@ def train(args, device):
 
 
 class Mesh(SimpleNamespace):
-    """This process's groups, as slices_of() cuts them. Its rank in a group is its coordinate there.
+    """The groups of this process. Its rank in the group of an axis is its coordinate there.
 
     pp_group, dp_group, cp_group, tp_group   the ranks that differ in one coordinate
     dp_cp_group              the ranks whose gradients are summed
@@ -745,11 +727,12 @@ class Mesh(SimpleNamespace):
     replicate_group          the ranks of dp_cp_group that hold the same shards
     ep_group                 the ranks of dp x cp x tp that hold different experts
     expert_dp_group          the ranks of dp x cp that hold the same experts
-    expert_shard_group, expert_replicate_group   divide that as the two above divide dp_cp_group
+    expert_shard_group       neighbours in expert_dp_group that share one copy of ZeRO's shards
+    expert_replicate_group   the ranks of expert_dp_group that hold the same shards
     expert_tp_group          the ranks of tp that hold the same experts
-    node_group, cross_group  the ranks of ep_group on one node; in the same place on all nodes
-    embedding_group          the first and the last stage, which hold the tied embedding; the other
-                             stages have no such group
+    node_group               the ranks of ep_group on this node
+    cross_group              the ranks of ep_group in the same place of their node_group
+    embedding_group          the first and the last stage; the others have no such group
 
     With pp 2, dp 2 and tp 2, the grid is [[0 1] [2 3]] in stage 0 and [[4 5] [6 7]] in stage 1:
 
@@ -764,20 +747,20 @@ class Mesh(SimpleNamespace):
     """
 
 
-# the groups over which gradients travel have names that end with one of these
-OF_GRADIENTS = ("dp_cp_group", "expert_dp_group", "shard_group", "replicate_group")
+# The names of groups over which gradients travel end with one of these.
+GRADIENT_GROUPS = ("dp_cp_group", "expert_dp_group", "shard_group", "replicate_group")
 
 
 def make_mesh(args, groups=None):
-    """Create the groups of the whole grid and return this process's. Collective.
+    """Create all groups of the grid and return this process's. Collective.
 
-    Groups of the same ranks are one group, since on GPUs each has buffers for every peer that it
-    sends to. Gradients have a group of their own, so that the messages of layers among the same
-    ranks need not wait behind them. groups: those of earlier meshes, for reuse.
+    Groups of the same ranks are one group, because on GPUs each takes memory for every peer. Only
+    gradients have their own, since a group's operations run in order, and the messages of layers
+    should not wait for gradients. groups: those of earlier meshes, to be used again.
     """
     rank = dist.get_rank()
     groups = {} if groups is None else groups
-    of_gradients = OF_GRADIENTS
+    of_gradients = GRADIENT_GROUPS
     if not args.experts:  # then no layer sends anything over dp
         of_gradients += ("dp_group",)
     mine = {}
@@ -792,31 +775,30 @@ def make_mesh(args, groups=None):
                 mine[name] = groups[key]
     for group in dict.fromkeys(mine.values()):
         nodes = [rank // args.per_node for rank in dist.get_process_group_ranks(group)]
-        counts = set(Counter(nodes).values())
-        set_ranks_per_node(counts.pop() if len(counts) == 1 else 1, group)
+        number, *others = {nodes.count(node) for node in nodes}
+        set_ranks_per_node(1 if others else number, group)  # 1 if nodes have unlike numbers
         if args.collectives == "backend":
             set_backend_collectives(group)
-        if not is_bound_to_gpu():  # then NCCL requires all ranks of a group in its first batch
+        if not is_bound_to_gpu():  # this group connects in its first batch, which needs all ranks
             barrier(group)
     return Mesh(**mine)
 
 
 def is_bound_to_gpu():
-    """Return whether join() gave this process a GPU of its own, and NCCL."""
+    """Return whether join() has connected this process's own GPU over NCCL."""
     return dist.group.WORLD.bound_device_id is not None
 
 
 def make_group(ranks, timeout):
-    """Create a group. All ranks of the world must call this, for a group of one only its rank.
+    """Create a group. All ranks must call this, but for a group of one rank only that rank.
 
-    On GPUs a group has NCCL only, and its kernels start before those of the computation. A group
-    of one sends nothing, so it has gloo, which costs nothing until it is used.
+    On GPUs a group has only NCCL, on a stream of high priority, so that messages do not wait for
+    kernels of the computation. A group of one has gloo, which costs nothing until it is used.
     """
-    if len(ranks) == 1:
+    is_alone = len(ranks) == 1
+    if is_alone or not is_bound_to_gpu():
         backend = "gloo" if is_bound_to_gpu() else None
-        return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
-    if not is_bound_to_gpu():
-        return dist.new_group(ranks, timeout)
+        return dist.new_group(ranks, timeout, backend, use_local_synchronization=is_alone)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # new_group() warns if it differs
     return dist.new_group(ranks, timeout, "nccl", options)
@@ -826,19 +808,19 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     """Cut the grid (pp, dp, cp, tp) into groups: {name: ranks (number of groups, size)}.
 
     ep_nodes: the number of nodes over which an ep_group is spread.
-    replicate: the number of copies of ZeRO's shards in a dp_cp_group. Experts have gcd(replicate,
-        number of their replicas) copies.
+    replicate: the number of copies of ZeRO's shards in a dp_cp_group. In an expert_dp_group it is
+        gcd(replicate, size of the group).
     """
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     replicas = grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)
     ends = grid[[0, -1]] if pp > 1 else grid
     in_tp = math.gcd(ep, tp)
-    # (pp, replicas of experts, ep in dp x cp, copies in tp, ep in tp)
+    # dims: pp, replicas of the experts, ep in dp x cp, copies of the experts in tp, ep in tp
     domain = grid.view(pp, -1, ep // in_tp, tp // in_tp, in_tp)
     spread = domain.permute(0, 1, 3, 2, 4).reshape(-1, ep)
     expert_replicas = domain.permute(0, 2, 3, 4, 1).flatten(0, 3)
     expert_copies = math.gcd(replicate, expert_replicas.shape[1])
-    # cut each row into `count` runs of neighbours; collect the same place of all runs
+    # `count` runs of neighbours make up a row. A group is one run, or takes one rank of each.
     runs_of = lambda rows, count: rows.reshape(-1, rows.shape[1] // count)
     across_runs = lambda rows, count: rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
     return {
@@ -847,8 +829,8 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
         "cp_group": grid.permute(0, 1, 3, 2).reshape(-1, cp),
         "tp_group": grid.reshape(-1, tp),
         "dp_cp_group": replicas,
-        "shard_group": runs_of(replicas, replicate),  # of 0 2 4 6: 0 2, 4 6
-        "replicate_group": across_runs(replicas, replicate),  # of 0 2 4 6: 0 4, 2 6
+        "shard_group": runs_of(replicas, replicate),  # 2 runs of 0 2 4 6: 0 2, 4 6
+        "replicate_group": across_runs(replicas, replicate),  # across them: 0 4, 2 6
         "ep_group": spread,
         "expert_dp_group": expert_replicas,
         "expert_shard_group": runs_of(expert_replicas, expert_copies),
@@ -870,7 +852,7 @@ class Data(NamedTuple):
     validation: np.ndarray
 
     def batch(self, step, batch_size, seq_len, seed, rows=slice(None), part="train"):
-        """Return inputs (rows, T), drawn by seed, step and batch_size, and their next tokens."""
+        """Return inputs and targets, (rows, T), of a batch that seed, step and batch_size give."""
         tokens = getattr(self, part)
         random = np.random.default_rng([seed, step])
         starts = random.integers(0, len(tokens) - seq_len, batch_size)[rows]
@@ -880,80 +862,79 @@ class Data(NamedTuple):
 
 
 def load_data(path, seq_len, vocab_size=256):
-    """Read --data:
+    """Load the Data at a path:
 
-        a file or folder of UTF-8 text     a token is a byte
+        a file or folder of text           a token is a byte
         None                               the sources of Python's standard library, as text
         a .bin file                        tokens as uint16, or uint32 for a larger vocabulary
-        a folder of train.bin, val.bin     the same, as nanoGPT prepares them
+        a folder of train.bin, val.bin     two such files, as nanoGPT prepares them
 
-    Tokens of a .bin stay on disk. Without a val.bin, the last tenth is for validation. Raises
-    OSError or ValueError.
+    Without val.bin, the last tenth is for validation. Raises OSError or ValueError.
     """
     pattern = "[!.]*" if path else "*.py"
     path = Path(path or sysconfig.get_path("stdlib"))
-    is_split = (path / "train.bin").is_file()
-    is_text = path.suffix != ".bin" and not is_split
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
-    if is_text:
-        dtype = np.uint8
-    if is_split:
-        parts = [np.memmap(path / name, dtype, "r") for name in ("train.bin", "val.bin")]
+    if (path / "train.bin").is_file():
+        parts = [read_tokens(path / name, dtype) for name in ("train.bin", "val.bin")]
     else:
-        tokens = text_of(path, pattern) if path.is_dir() else np.memmap(path, dtype, "r")
+        tokens = read_tokens(path, dtype, pattern)
         parts = np.split(tokens, [len(tokens) - len(tokens) // 10])
-    found = f"{len(parts[0])} tokens to train on and {len(parts[1])} for validation"
-    need(min(map(len, parts)) > seq_len, f"{found} are too few for --seq-len {seq_len}")
+    sizes = f"{len(parts[0])} tokens to train on and {len(parts[1])} for validation"
+    need(min(map(len, parts)) > seq_len, f"{sizes} are too few for --seq-len {seq_len}")
     return Data(*parts)
+
+
+def read_tokens(path, dtype, pattern="*"):
+    """Return a .bin file's tokens, a text's bytes, or the bytes of a folder's texts, joined."""
+    if path.is_dir():
+        files = [file.read_bytes() for file in sorted(path.glob(pattern)) if file.is_file()]
+        texts = [content for content in files if b"\0" not in content]
+        return np.frombuffer(b"\n".join(texts), np.uint8)
+    return np.memmap(path, dtype if path.suffix == ".bin" else np.uint8, "r")
 
 
 def check_same_data(data, source):
     """Raise TrainingError if ranks have read different tokens. Collective.
 
-    The default text is each node's own standard library, and a pipeline's first and last stage may
-    be on different nodes. The checksum covers the first 2**25 tokens, which is all of most texts.
+    If nodes had different standard libraries, a pipeline's last stage would read targets that do
+    not belong to the first stage's inputs. The checksum covers at most 2**25 tokens.
     """
     size = len(data.train) + len(data.validation)
-    found = f"{size:,} tokens with checksum {zlib.crc32(data.train[: 2**25]):08x}"
-    first, *others = gather_objects(found)
+    own = f"{size:,} tokens with checksum {hashlib.sha256(data.train[: 2**25]).hexdigest()[:8]}"
+    first, *others = gather_objects(own)
     for rank, other in enumerate(others, 1):
         if other != first:
             raise TrainingError(f"{source}rank {rank} has {other}, rank 0 has {first}", 2)
 
 
-def text_of(folder, pattern):
-    """Return the bytes of a folder's text files, joined by newlines."""
-    texts = [file.read_bytes() for file in sorted(folder.glob(pattern)) if file.is_file()]
-    joined = b"\n".join(text for text in texts if b"\0" not in text)
-    return np.frombuffer(joined, np.uint8)
-
-
 # ---- checkpoints ---------------------------------------------------------------------------------
 
-MAY_CHANGE = "dropout", "sp", "recompute", "capacity_factor", "topk_nodes"  # when a run goes on
+# the flags of the model that a resumed run may change
+MAY_CHANGE = "dropout", "sp", "recompute", "capacity_factor", "topk_nodes"
 MOMENTS = "exp_avg", "exp_avg_sq"  # Adam's
 
 
-def on_all_ranks(call, *arguments, of="", status=2):
+def on_all_ranks(call, *arguments, prefix="", status=2):
     """Return call(*arguments). If it fails on one rank, raise TrainingError on all. Collective.
 
-    of: the beginning of the error's line, such as "--data FILE: ".
+    prefix: the beginning of the error's line, such as "--data FILE: ".
     """
-    result, fault = None, ""
+    fault = ""
     try:
         result = call(*arguments)
-    except (OSError, ValueError, dcp.api.CheckpointException) as error:
-        failures = getattr(error, "failures", {})  # {rank: (error, traceback)}
-        causes = [f"rank {rank}: {cause}" for rank, (cause, _) in failures.items()]
-        fault = (causes or [str(error)])[0]
-    for rank, lines in enumerate(gather_objects(fault.strip().splitlines()[:1])):
-        if lines:
-            raise TrainingError(of + (f"rank {rank}: " if rank else "") + lines[0], status)
+    except (OSError, ValueError) as error:
+        fault = str(error) or repr(error)
+    except dcp.api.CheckpointException as error:  # all ranks raise it if one has failed
+        fault, _ = error.failures.get(dist.get_rank(), ("", None))
+    for rank, line in enumerate(gather_objects(str(fault).strip().split("\n")[0])):
+        if line:
+            place = f"rank {rank}: " if rank else ""
+            raise TrainingError(f"{prefix}{place}{line}", status)
     return result
 
 
 class Boxes(torch.Tensor):
-    """A tensor of which this rank holds some boxes, in the form that torch's checkpoints expect.
+    """A tensor of which this rank holds some boxes, as torch.distributed.checkpoint takes it.
 
     boxes: {offset of a box in the whole tensor: view}. The whole has memory for one number only.
     """
@@ -965,31 +946,30 @@ class Boxes(torch.Tensor):
         return whole
 
     def __create_chunk_list__(self):
-        described = metadata.ChunkStorageMetadata
-        return [described(torch.Size(place), box.shape) for place, box in self.boxes.items()]
+        chunk = metadata.ChunkStorageMetadata
+        return [chunk(torch.Size(offset), box.shape) for offset, box in self.boxes.items()]
 
     def __create_write_items__(self, name, _):
         properties = metadata.TensorProperties(self.dtype)
-        return [
-            planner.WriteItem(
-                metadata.MetadataIndex(name, chunk.offsets), planner.WriteItemType.SHARD,
-                tensor_data=planner.TensorWriteData(chunk, properties, self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]  # fmt: skip
+        items = []
+        for chunk in self.__create_chunk_list__():
+            index = metadata.MetadataIndex(name, chunk.offsets)
+            data = planner.TensorWriteData(chunk, properties, self.shape)
+            items.append(planner.WriteItem(index, planner.WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __get_tensor_shard__(self, index):
         return self.boxes[index.offset]
 
 
 def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
-    """Return {GPT-2's name: Boxes} of what this rank saves; the head is saved as the embedding.
+    """Return {GPT-2's name: Boxes} of parameters and buffers. The head has the embedding's name.
 
-    value: picks what to save of a parameter: itself, a tensor of its shape, or None for nothing.
-    chunks: return the boxes of these chunks instead, with their head.
+    value: maps a parameter to what to save in its place, or to None to leave it out.
+    chunks: those to load. By default, what to save: unique_chunks without the copy in the head.
     """
     result = {}
-    for chunk in chunks or trainer.own_chunks:
+    for chunk in chunks or trainer.unique_chunks:
         for name, own in [*chunk.named_parameters(), *chunk.named_buffers()]:
             tensor = value(own)
             if tensor is not None and (chunks or name != "lm_head.weight"):
@@ -999,7 +979,7 @@ def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
 
 
 def state_of(trainer, chunks=None):
-    """Return {"model" or a moment of Adam: its boxes_of()}. With ZeRO, weights are fp32 masters."""
+    """Return {"model" or the name of a moment: boxes_of()}. With bf16, weights are fp32 masters."""
     optimizer = trainer.optimizer.state
     state = {"model": boxes_of(trainer, chunks=chunks)}
     for kind in MOMENTS:
@@ -1009,19 +989,15 @@ def state_of(trainer, chunks=None):
 
 
 def save(trainer, folder):
-    """Write a checkpoint and keep the last two. Collective.
-
-    Raises TrainingError if it cannot be written.
-    """
+    """Write a checkpoint, or raise TrainingError. Keep the last two. Collective."""
     path = Path(folder, f"step_{trainer.steps_done:08d}")
-    source = f"--checkpoint {path}: "
-    written = path.with_suffix(".partial")
-    write = partial(dcp.save, checkpoint_id=written)
-    on_all_ranks(write, state_of(trainer), of=source, status=1)
-    own_files = [written / ".metadata", *written.glob(f"__{dist.get_rank()}_*")]
-    own = on_all_ranks(digests_of, own_files, of=source, status=1)
-    digests = {name: digest for theirs in gather_objects(own) for name, digest in theirs.items()}
-    on_all_ranks(commit, trainer, path, digests, of=source, status=1)
+    partial_path = path.with_suffix(".partial")
+    options = {"prefix": f"--checkpoint {path}: ", "status": 1}
+    on_all_ranks(lambda: dcp.save(state_of(trainer), checkpoint_id=partial_path), **options)
+    own_files = [partial_path / ".metadata", *partial_path.glob(f"__{dist.get_rank()}_*")]
+    own = on_all_ranks(digests_of, own_files, **options)
+    digests = dict(ChainMap(*gather_objects(own)))
+    on_all_ranks(commit, trainer, partial_path, path, digests, **options)
 
 
 def digests_of(paths):
@@ -1033,18 +1009,17 @@ def digests_of(paths):
     return digests
 
 
-def commit(trainer, path, digests):
-    """On rank 0, rename what all ranks have written to a checkpoint, and delete old checkpoints."""
+def commit(trainer, partial_path, path, digests):
+    """On rank 0, complete a checkpoint, rename it to `path`, and delete all but the last two."""
     if dist.get_rank() != 0:
         return
-    written = path.with_suffix(".partial")
     run = flags_of(trainer.args) | {"sha256": digests}
-    (written / "run.json").write_text(json.dumps(run, indent=4))
+    (partial_path / "run.json").write_text(json.dumps(run, indent=4))
     os.sync()  # a checkpoint is on the disk before it gets its name
-    written.rename(path)
+    partial_path.rename(path)
     for old in checkpoints_of(path.parent)[:-2]:
-        old.rename(old.with_suffix(".partial"))  # half a checkpoint must not look like one
-    for old in path.parent.glob("step_*.partial"):  # also of saves that were killed
+        old.rename(old.with_suffix(".partial"))  # a half-deleted one must not look complete
+    for old in path.parent.glob("step_*.partial"):  # saves that were killed have left some, too
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -1054,7 +1029,7 @@ def checkpoints_of(folder):
 
 
 def claim(folder):
-    """Create the folder. On rank 0, also lock it until the file that is returned is closed."""
+    """Create the folder. On rank 0, also lock it for as long as the returned file is open."""
     folder.mkdir(parents=True, exist_ok=True)
     if dist.get_rank() != 0:
         return None
@@ -1070,41 +1045,38 @@ def claim(folder):
 
 def resume(trainer, folder):
     """Load the folder's last checkpoint, if any, whatever layout it was saved in. Collective."""
-    last = gather_objects(checkpoints_of(folder)[-1:])[0]  # what rank 0 sees decides
-    if not last:
+    paths, *_ = gather_objects(checkpoints_of(folder))  # the ones that rank 0 sees
+    if not paths:
         return
-    (path,) = last
+    path = paths[-1]
     on_all_ranks(check_checkpoint, path, trainer.args)
     trainer.steps_done = int(path.name.removeprefix("step_"))
     if trainer.steps_done:  # before the first step there are no moments
         for weight in trainer.dense + trainer.experts:
             moments = {kind: torch.zeros_like(weight) for kind in MOMENTS}
-            number = torch.full((), trainer.steps_done, dtype=torch.float32, device=weight.device)
-            trainer.optimizer.state[weight] = {"step": number} | moments
-    for chunk in trainer.chunks:  # one after the other, as two may have the embedding
-        read = partial(dcp.load, checkpoint_id=path)
-        on_all_ranks(read, state_of(trainer, [chunk]), of=f"--checkpoint {path}: ")
+            step = torch.full((), trainer.steps_done, dtype=torch.float32, device=weight.device)
+            trainer.optimizer.state[weight] = {"step": step} | moments
+    for chunk in trainer.chunks:  # in turn, because two may need one name: embedding and head
+        load = lambda: dcp.load(state_of(trainer, [chunk]), checkpoint_id=path)
+        on_all_ranks(load, prefix=f"--checkpoint {path}: ")
     if dist.get_rank() == 0:
         print(f"resumes from {path}", flush=True)
 
 
 def check_checkpoint(path, args):
-    """Raise ValueError if a checkpoint is of another model or has changed since it was saved.
-
-    Each rank reads some of the files.
-    """
+    """Raise ValueError if a checkpoint is of another model or has changed since it was saved."""
     names = [flag.name for flag in fields(GPTConfig) if flag.name not in MAY_CHANGE]
     try:
         run = json.loads((path / "run.json").read_bytes())
         theirs = {name: run[name] for name in names}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path / 'run.json'} has not the flags of a run: {error!r}") from None
+        raise ValueError(f"{path}/run.json does not hold the flags of a run: {error!r}") from None
     for name in names:
         own = as_typed(name, getattr(args, name))
         saved = as_typed(name, theirs[name])
         need(own == saved, f"{own}, but {path} has {saved}")
     digests = run.get("sha256", {})
-    own_files = sorted(digests)[dist.get_rank() :: args.world_size]
+    own_files = sorted(digests)[dist.get_rank() :: args.world_size]  # the ranks share out the files
     for name, digest in digests_of(path / name for name in own_files).items():
         need(digest == digests[name], f"{path / name} has changed since it was saved")
 
@@ -1113,33 +1085,34 @@ def check_checkpoint(path, args):
 
 
 class Log:
-    """Progress on rank 0's standard output, and the --metrics file. All ranks must create one.
+    """Reports progress on rank 0's standard output and in the --metrics file. Collective.
 
-    The metrics are lines of JSON: the flags, then the steps. A run that resumes appends to the
-    file, where a later line of a step replaces an earlier one.
+    The file has lines of JSON: the flags, then the steps. A run that resumes appends to it.
     """
 
     def __init__(self, trainer):
-        args, self.trainer = trainer.args, trainer
+        self.trainer = trainer
         self.speaks = dist.get_rank() == 0
         self.first_step = trainer.steps_done + 1
+        args = trainer.args
         path = args.metrics if self.speaks and args.metrics else os.devnull
         mode = "a" if trainer.steps_done else "w"
-        self.file = on_all_ranks(open, path, mode, of=f"--metrics {args.metrics}: ")
+        self.file = on_all_ranks(open, path, mode, prefix=f"--metrics {args.metrics}: ")
         self.write({"flags": flags_of(args)})
         own = boxes_of(trainer, lambda tensor: tensor if tensor.requires_grad else None)
-        shapes = [(name, whole.numel()) for name, whole in own.items()]
-        parameters = sum(dict(sum(gather_objects(shapes), [])).values())
+        sizes = {name: whole.numel() for name, whole in own.items()}
+        parameters = sum(ChainMap(*gather_objects(sizes)).values())  # each name counts once
         degrees = " x ".join(f"{axis} {getattr(args, axis)}" for axis in ("pp", "dp", "cp", "tp"))
-        devices = f"{args.world_size} x {trainer.device.type}"
-        self.say(f"{parameters:,} parameters on {devices}: {degrees}")
+        device = trainer.device.type
+        self.say(f"{parameters:,} parameters on {args.world_size} x {device}: {degrees}")
 
     def step(self, metrics, seconds):
-        """Write the metrics of a step that took so many seconds."""
-        step, args = self.trainer.steps_done, self.trainer.args
+        """Report the metrics of a step that took so many seconds."""
+        step = self.trainer.steps_done
+        args = self.trainer.args
         speed = args.batch_size * args.seq_len / seconds
-        tflops = speed * flops_per_token(args) / args.world_size / 1e12  # of one device
-        metrics = {"loss": 0, "tokens_per_s": speed, "tflops": tflops} | metrics
+        tflops = speed * flops_per_token(args) / args.world_size / 1e12  # per device
+        metrics = {"loss": metrics["loss"], "tokens_per_s": speed, "tflops": tflops} | metrics
         if self.trainer.device.type == "cuda":
             metrics["memory_mb"] = torch.cuda.max_memory_allocated(self.trainer.device) / 2**20
         self.write({"step": step} | metrics)
@@ -1147,11 +1120,12 @@ class Log:
         if step in (self.first_step, args.steps) or self.trainer.stop or step % every == 0:
             line = f"step {step} of {args.steps}"
             for name, number in metrics.items():
-                line += f"  {name} {number:,.0f}" if number >= 100 else f"  {name} {number:.4g}"
+                digits = ",.0f" if number >= 100 else ".4g"
+                line += f"  {name} {number:{digits}}"
             self.say(line)
 
     def validation(self, loss):
-        """Write the loss of a validation after the trainer's last step."""
+        """Report the loss of a validation."""
         step = self.trainer.steps_done
         self.write({"step": step, "validation_loss": loss})
         self.say(f"validation loss {loss:.4f} after step {step}")
@@ -1175,29 +1149,25 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True)
 class Args(GPTConfig):
-    """All flags, completed and checked: the GPTConfig and everything else about a run.
-
-    per_node: the number of processes on each node.
-    ep_nodes: the number of nodes over which an ep_group is spread.
-    """
+    """All flags of a run, completed and checked."""
 
     world_size: int
-    per_node: int
-    ep_nodes: int
+    per_node: int  # the number of processes on each node
+    ep_nodes: int  # the number of nodes over which an ep_group is spread
 
-    # the degrees of each axis, and how the work is cut
+    # the degrees of the axes, and how the work is divided
     dp: int | None = flag(None, "replicas (default: as many as there are processes for)")
     tp: int = flag(1, "ranks that split every matrix")
-    cp: int = flag(1, "ranks that split the sequence, also in attention")
-    pp: int = flag(1, "stages of the pipeline")
+    cp: int = flag(1, "ranks that split the sequence, in attention too")
+    pp: int = flag(1, "ranks of the pipeline")
     zero: int | None = flag(None, "stage of ZeRO (default: 1; one replica: 0)", choices=range(4))
-    replicate: int | None = flag(None, "copies of ZeRO's shards (HSDP, default: 1)")
-    cp_method: str = flag("ring", "attention across cp", choices=CP_METHODS)
+    replicate: int | None = flag(None, "copies of ZeRO's shards, as in HSDP (default: 1)")
+    cp_method: str = flag("ring", "algorithm of attention across cp", choices=CP_METHODS)
     schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES)
-    chunks: int = flag(2, "parts of a rank's layers with --schedule interleaved")
-    microbatches: int | None = flag(None, "per step (default: 1; with pp up to 4 x pp)")
+    chunks: int = flag(2, "stages on each rank with --schedule interleaved")
+    microbatches: int | None = flag(None, "parts of a batch (default: 1; with pp up to 4 x pp)")
     ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread")
-    collectives: str = flag("ours", "or those of the backend", choices=("ours", "backend"))
+    collectives: str = flag("ours", "whose collectives to use", choices=("ours", "backend"))
 
     # what an optimizer step does
     batch_size: int | None = flag(None, "sequences per step, of all replicas (default: 16 or more)")
@@ -1205,19 +1175,19 @@ class Args(GPTConfig):
     lr: float = flag(3e-3, "peak learning rate")
     warmup: int = flag(20, "steps of linear warm-up", least=0)
     weight_decay: float = flag(0.1, "weight decay of matrices")
-    grad_clip: float = flag(1.0, "largest norm of the gradient (0: do not clip)")
-    seed: int = flag(0, "of weights, batches and dropout", least=0, below=2**32)
-    dtype: str = flag("fp32", "bf16 keeps an fp32 copy for AdamW", choices=("fp32", "tf32", "bf16"))
+    grad_clip: float = flag(1.0, "largest norm of the gradients, or 0 for no limit")
+    seed: int = flag(0, "seed of weights, batches and dropout", least=0, below=2**32)
+    dtype: str = flag("fp32", "bf16 also keeps fp32 weights", choices=("fp32", "tf32", "bf16"))
 
     # where a run happens, what it reads and what it writes
     device: str = flag("auto", "auto: a GPU per process, or the CPU; shared: processes share GPUs",
                        choices=("auto", "cpu", "cuda", "shared"))  # fmt: skip
-    data: str | None = flag(None, "text, tokens (.bin), or a folder (default: Python's sources)")
-    checkpoint: str | None = flag(None, "folder to save checkpoints in, and to resume from")
-    save_every: int | None = flag(None, "steps per save (default: at the end)")
-    eval_every: int | None = flag(None, "steps per validation (default: at the end)")
-    print_every: int | None = flag(None, "steps per line (default: some 40 lines)")
-    metrics: str | None = flag(None, "write the flags and each step to this file, as JSON")
+    data: str | None = flag(None, "text or tokens (.bin), or a folder (default: Python's sources)")
+    checkpoint: str | None = flag(None, "folder to save checkpoints in and to resume from")
+    save_every: int | None = flag(None, "steps between checkpoints (default: one at the end)")
+    eval_every: int | None = flag(None, "steps between validations (default: one at the end)")
+    print_every: int | None = flag(None, "steps between printed lines (default: about 40 lines)")
+    metrics: str | None = flag(None, "file in which to write flags and steps, as lines of JSON")
     timeout: int = flag(600, "seconds that a rank waits for another", below=10**6)
 
 
@@ -1225,7 +1195,7 @@ FLAGS = [flag for flag in fields(Args) if "help" in flag.metadata]
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of the command line. It raises ValueError, and returns only the flags given."""
+    """The parser of the command line. It raises ValueError and sets only the flags given."""
 
     def __init__(self):
         super().__init__("hybrid.py", allow_abbrev=False, description=__doc__.splitlines()[0])
@@ -1240,11 +1210,11 @@ def options_of(flag):
     """Return the options of add_argument() for a flag."""
     details = flag.metadata
     help = details["help"]
-    if flag.default not in (None, False):
-        help += f" (default: {flag.default})"
     kind, *_ = get_args(flag.type) or [flag.type]  # the int of `int | None`
     if kind is bool:
         return {"help": help, "action": "store_true"}
+    if flag.default is not None:
+        help += f" (default: {flag.default})"
     if kind is not str and "choices" not in details:
         least = details.get("least", 1 if kind is int else 0)
         kind = at_least(least, kind, details.get("below", math.inf))
@@ -1255,7 +1225,8 @@ def at_least(least, kind=int, below=math.inf):
     """Return a type for argparse that accepts numbers in [least, below)."""
 
     def number(text):
-        if not least <= (value := kind(text)) < below:
+        value = kind(text)
+        if not least <= value < below:
             raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {below})")
         return value
 
@@ -1274,9 +1245,9 @@ def flags_of(args):
 
 
 def parse(argv, world_size, per_node=None):
-    """Return the Args of world_size processes, per_node (by default all) on each node.
+    """Return the Args of world_size processes, of which per_node, by default all, share a node.
 
-    Raises ValueError, one line that names flags and values, if they do not fit together.
+    Raises ValueError with one line, which names flags and values, if these do not fit together.
     """
     args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS})
     Parser().parse_args(argv, args)
@@ -1286,19 +1257,19 @@ def parse(argv, world_size, per_node=None):
     replicas = args.dp * args.cp
     if args.zero is None:
         args.zero = int(replicas > 1)
-    if args.dtype == "bf16" and not args.zero:  # ZeRO keeps fp32 masters, in shards of one rank
+    if args.dtype == "bf16" and not args.zero:  # ZeRO has fp32 weights, even if it shards nothing
         args.zero = 1
         args.replicate = args.replicate or replicas
     args.replicate = args.replicate or 1
     args.kv_heads = args.kv_heads or args.heads
     args.ffn = args.ffn or 4 * args.hidden
-    # a node holds this many ranks of an ep_group: its part of tp, for each tp_group that fits
+    # the ranks of an ep_group inside of a node: some of tp, in each tp_group that the node has
     inside = math.gcd(args.ep, args.tp) * max(1, args.per_node // args.tp)
     args.ep_nodes = args.ep // math.gcd(args.ep, inside)
     args.topk_nodes = args.topk_nodes or args.ep_nodes
-    # with 4 microbatches per stage the bubble is about a fifth of 1F1B's time
-    fewest, most = (2 * args.pp, 4 * args.pp) if args.pp > 1 else (1, 1)
-    rows = args.dp * (args.microbatches or fewest)
+    # with 4 pp microbatches, 1F1B is idle for less than a fifth of the time
+    most = 4 * args.pp if args.pp > 1 else 1
+    rows = args.dp * (args.microbatches or math.ceil(most / 2))
     args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
     args.microbatches = args.microbatches or math.gcd(args.batch_size // args.dp, most)
     check(args)
@@ -1313,22 +1284,22 @@ def need(condition, sentence):
 
 
 def typed(args, product):
-    """Return a product of flags, such as "dp * cp", with their values: "--dp 4 * --cp 2"."""
+    """Return a product of flags, such as "dp * cp", with values: "--dp 4 * --cp 2"."""
     return " * ".join(as_typed(name, getattr(args, name)) for name in product.split(" * "))
 
 
 def divides(args, divisor, number):
-    """Raise ValueError unless one product of flags divides another."""
+    """Raise ValueError unless a product of flags divides another one."""
     value = lambda product: math.prod(getattr(args, name) for name in product.split(" * "))
     sentence = f"{typed(args, number)} is not divisible by {typed(args, divisor)}"
     need(value(number) % value(divisor) == 0, sentence)
 
 
 def check(args):
-    """Raise ValueError, one line with names and values, if completed flags do not fit together."""
+    """Raise ValueError if flags, of which all are set, do not fit together."""
     shown = partial(typed, args)
     is_whole = args.pp * args.dp * args.cp * args.tp == args.world_size
-    need(is_whole, f"{shown('pp * dp * cp * tp')} is not {args.world_size} processes")
+    need(is_whole, f"{shown('pp * dp * cp * tp')} is not {args.world_size}, the number of ranks")
     need(args.replicate == 1 or args.zero, f"{shown('replicate')} needs --zero")
     divides(args, "replicate", "dp * cp")
     need(args.checkpoint or not args.save_every, f"{shown('save_every')} needs --checkpoint")
@@ -1346,9 +1317,9 @@ def check(args):
         need(args.top_k <= args.experts, f"{shown('top_k')} is more than {shown('experts')}")
         need(args.moe_every <= args.layers, f"{shown('moe_every')} is more than {shown('layers')}")
         nodes = args.ep_nodes
-        need(args.topk_nodes <= nodes, f"{shown('topk_nodes')} is more than {nodes} nodes")
+        need(args.topk_nodes <= nodes, f"{shown('topk_nodes')} exceeds the nodes of ep, {nodes}")
         reach = args.experts // nodes * args.topk_nodes
-        need(args.top_k <= reach, f"{shown('topk_nodes')} reaches only {reach} of {shown('top_k')}")
+        need(args.top_k <= reach, f"{shown('topk_nodes')} is {reach} experts, not {shown('top_k')}")
     if args.cp > 1:
         divisible = args.seq_len % (2 * args.cp) == 0
         need(divisible, f"{shown('seq_len')} is not divisible by 2 * {shown('cp')}")
@@ -1357,7 +1328,7 @@ def check(args):
         divides(args, "cp * tp", "seq_len")
     if args.cp_method == "ulysses":
         divides(args, "tp * cp", "heads")
-        if args.cp % (args.kv_heads // args.tp):  # else ranks get copies of a head
+        if args.cp % (args.kv_heads // args.tp):  # if it is a multiple, several ranks use one head
             divides(args, "tp * cp", "kv_heads")
 
 
@@ -1390,33 +1361,32 @@ def choose_device(args, local_rank=0, per_node=1):
 
 
 def join(device, backend, timeout):
-    """Connect to the processes that torchrun started; without torchrun, form a world of one."""
+    """Connect the processes that torchrun has started. Without torchrun, form a world of one."""
     store, rank, world_size = dist.HashStore(), 0, 1
+    options = {"timeout": timedelta(seconds=timeout)}
     if "RANK" in os.environ:
-        patience = timedelta(seconds=timeout)
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=patience))
+        store, rank, world_size = next(dist.rendezvous("env://", **options))
     # after a restart, torchrun's store still has the keys of the previous attempt
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    options = {"timeout": timedelta(seconds=timeout)}
     if backend == "gloo":
         schedule_as_batch()
-    else:  # the groups of the mesh train by NCCL; objects, flags and barriers go over gloo
+    else:  # the mesh's groups have NCCL of their own; this gloo is for objects, flags and barriers
         backend = "cpu:gloo,cuda:nccl"
         options["device_id"] = device  # NCCL connects now, and reports errors early
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
 
 
 def main(argv=None, work=train):
-    """Run work(args, device) on this rank, which torchrun numbers, or in a world of one.
+    """Run work(args, device) on one rank, under torchrun or in a world of one.
 
-    Returns the exit status: 2 for wrong flags, that of a TrainingError, or what work() returns.
+    Returns the exit status: 2 if flags are wrong, that of a TrainingError, or what work() returns.
     """
     number = lambda name, default: int(os.environ.get(name, default))
     rank = number("RANK", 0)
     world_size = number("WORLD_SIZE", 1)
     per_node = number("LOCAL_WORLD_SIZE", world_size)
 
-    def say(sentence):  # in a single write, so that the output of processes does not mix
+    def say(sentence):  # in a single write, so that lines of several processes do not mix
         if rank == 0:
             print(f"{Path(sys.argv[0]).name}: {sentence}\n", end="", file=sys.stderr, flush=True)
 
@@ -1425,7 +1395,7 @@ def main(argv=None, work=train):
         device, backend = choose_device(args, number("LOCAL_RANK", 0), per_node)
     except ValueError as error:
         say(f"error: {error}")
-        if "RANK" in os.environ:  # the first exit makes the launcher kill all: wait for rank 0
+        if "RANK" in os.environ:  # torchrun kills all once one exits, so wait for rank 0's line
             join(None, "gloo", 30)
             barrier()
         return 2
@@ -1436,7 +1406,7 @@ def main(argv=None, work=train):
     except TrainingError as error:
         say(f"error: {error}")
         status = error.status
-    barrier()  # so that no rank closes connections that another still uses
+    barrier()  # no rank may close connections that another still uses
     dist.destroy_process_group()
     return status
 
@@ -1444,5 +1414,6 @@ def main(argv=None, work=train):
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # this process gets SIGTERM if torchrun dies
+        # PR_SET_PDEATHSIG is 1: this process gets SIGTERM when its parent, torchrun, dies
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     sys.exit(main())

@@ -76,7 +76,8 @@ def give(folder, path):
         args = SimpleNamespace(**json.loads((checkpoint / "run.json").read_bytes()))
         weights = reference_gpt(args).state_dict()
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{checkpoint}/run.json has not the flags of a run: {error}") from None
+        reason = f"does not hold the flags of a run: {error}"
+        raise ValueError(f"{checkpoint}/run.json {reason}") from None
     if args.experts or args.kv_heads != args.heads:
         raise ValueError(f"--experts {args.experts} --kv-heads {args.kv_heads} is no GPT-2")
     sizes = {"n_layer": args.layers, "n_head": args.heads, "n_embd": args.hidden, "bias": True}

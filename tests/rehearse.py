@@ -178,7 +178,7 @@ def formulas(trainer):
     bsh = args.batch_size // args.dp * args.seq_len // args.cp * args.hidden * itemsize // halves
     layers = 0 if args.experts else sum(len(chunk.transformer["h"]) for chunk in trainer.chunks)
     found["tp"] = layers * (10 if args.sp else 8) * bsh * (t - 1) / t
-    borders = sum((not chunk.first) + (not chunk.last) for chunk in trainer.chunks)
+    borders = sum((not chunk.is_first) + (not chunk.is_last) for chunk in trainer.chunks)
     found["pp"] = borders * bsh / (t if args.sp else 1)
     return found
 

@@ -246,7 +246,7 @@ DAMAGES = {
     "other": lambda data: b"{}",
 }
 CHANGED = "has changed since it was saved"
-NO_FLAGS = "run.json has not the flags of a run"
+NO_FLAGS = "run.json does not hold the flags of a run"
 DAMAGED = [
     ("__1_0.distcp", "gone", "No such file"),
     ("__1_0.distcp", "empty", f"__1_0.distcp {CHANGED}"),

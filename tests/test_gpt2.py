@@ -174,7 +174,7 @@ export MISSING OUT | MISSING/step_*/run.json
 export there no/such | no/such
 export experts OUT | --experts 4 --kv-heads 4 is no GPT-2
 export groups OUT | --experts 0 --kv-heads 2 is no GPT-2
-export empty OUT | empty/step_00000000/run.json has not the flags of a run
+export empty OUT | empty/step_00000000/run.json does not hold the flags of a run
 export bare OUT | bare/step_00000000/.metadata
 """
 

@@ -517,6 +517,27 @@ def test_zero_bubble_schedules_defer_the_weight_product_of_every_matrix():
     assert found and all(any(other in name for other in others) for name in found)
 
 
+@on_ranks(4)
+def test_a_layer_that_tp_splits_computes_while_its_neighbours_flats_travel():
+    trainer, pending, found = make_trainer("--tp 2 --dp 2 --zero 3"), set(), []
+
+    def listen(event, operation, *_):
+        if event == "begin" and operation.async_op:
+            pending.add(operation)
+        elif event == "begin":
+            pending.discard(operation.of)
+
+    def note(*_):
+        names = [operation.name for operation in pending]
+        found.append([names.count("all_gather_single"), names.count("reduce_scatter_single")])
+
+    for layer in trainer.chunks[0].transformer["h"].values():
+        layer.mlp.c_fc.register_full_backward_hook(note)
+    with observe(listen):
+        trainer.step(*own_batch(trainer))
+    assert found == [[2, 0], [2, 2], [2, 2], [0, 2]]  # gathers and sums of two flats
+
+
 @pytest.mark.parametrize("flags", ["--dp 4", "--tp 2 --sp --cp 2 --zero 3", "--dp 2 --pp 2"])
 @on_ranks(4)
 def test_a_step_gives_the_same_loss_over_the_backends_own_collectives(flags):
@@ -554,7 +575,7 @@ def test_the_host_reads_from_the_device_once_a_step_and_once_a_batch_of_validati
 @on_ranks(4)
 def test_gradients_have_communicators_of_their_own(dp, cp, ep):
     groups = vars(make_trainer(f"--dp {dp} --cp {cp} --ep {ep} --experts 4 --seq-len 16").mesh)
-    own = {n: groups.pop(n) for n in list(groups) if n.endswith(hybrid.OF_GRADIENTS)}
+    own = {n: groups.pop(n) for n in list(groups) if n.endswith(hybrid.GRADIENT_GROUPS)}
     large = [group for group in own.values() if dist.get_world_size(group) > 1]
     assert not any(group in large for group in groups.values())
     assert (own["dp_cp_group"] is own["expert_dp_group"]) == (ep == 1)
@@ -828,13 +849,13 @@ def test_data_may_be_a_text_file_a_folder_or_a_file_of_tokens(tmp_path):
 # ---- command line --------------------------------------------------------------------------------
 
 BAD_FLAGS = """processes | flags | what is wrong
-4 | --dp 3 | --pp 1 * --dp 3 * --cp 1 * --tp 1 is not 4 processes
+4 | --dp 3 | --pp 1 * --dp 3 * --cp 1 * --tp 1 is not 4, the number of ranks
 2 | --dp 2 --ep 2 | --ep 2 needs --experts
 3 | --experts 4 --ep 2 | --dp 3 * --cp 1 * --tp 1 is not divisible by --ep 2
 4 | --zero 1 --replicate 3 | --dp 4 * --cp 1 is not divisible by --replicate 3
 2 | --pp 2 --replicate 2 | --replicate 2 needs --zero
 2 | --experts 5 --ep 2 | --experts 5 is not divisible by --ep 2
-2 | --experts 4 --ep 2 --topk-nodes 3 | --topk-nodes 3 is more than 1 nodes
+2 | --experts 4 --ep 2 --topk-nodes 3 | --topk-nodes 3 exceeds the nodes of ep, 1
 1 | --experts 2 --top-k 3 | --top-k 3 is more than --experts 2
 1 | --dtype tf32 | --dtype tf32 needs a GPU
 1 | --device cuda | --device cuda: there is no GPU on this machine

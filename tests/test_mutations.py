@@ -142,7 +142,7 @@ def alone(layer):
 
 MUTATIONS = {  # {"mistake | ranks | layout": patch}
     "the number of counted tokens is this rank's | 2 | --dp 2":
-        without_reduction(hybrid, lambda t, *_: t.dtype == torch.int64 and t.shape == (2,)),
+        without_reduction(hybrid, lambda t, *_: t.dtype == torch.int64 and t.ndim == 0),
     "gradients are averaged over the replicas | 2 | --dp 2 --zero 0":
         put(hybrid, "DistributedDataParallel",
             lambda right: lambda *a, **k: right(*a, **k | {"gradient_divide_factor": 2})),
@@ -191,7 +191,7 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
     "DualPipe's replicas do not sum gradients | 2 | --pp 2 --schedule dualpipe --microbatches 4":
         put(hybrid, "sum_replicas", lambda right: lambda *a: None),
     "DualPipe's replicas count twice | 2 | --pp 2 --schedule dualpipe --microbatches 4":
-        when_clipping(own_chunks=lambda trainer: trainer.chunks),
+        when_clipping(unique_chunks=lambda trainer: trainer.chunks),
     "balance losses are not divided by the microbatches | 1 | --experts 4 --microbatches 2":
         with_arguments("make_moe", args=lambda args: replace(args, microbatches=1)),
     "balance losses are those of this rank's tokens | 2 | --dp 2 --experts 4":
@@ -199,10 +199,10 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
     "a deferred W is never computed | 2 | --pp 2 --schedule zb-h1":
         put(pipeline.WeightGradStore, "put",
             lambda right: lambda self, weight, product:
-                right(self, weight, (lambda: 0 * product()) if weight.ndim == 1 else product)),
+                right(self, weight, (lambda: 0 * product()) if weight.ndim == 2 else product)),
     "a weight that is used twice counts three times | 2 | --pp 2 --schedule zb-h1":
         put(pipeline.WeightGradStore, "put",
-            lambda right: lambda *a: [right(*a) for _ in range(2 if a[1].ndim == 1 else 1)]),
+            lambda right: lambda *a: [right(*a) for _ in range(2 if a[1].ndim == 2 else 1)]),
     "parts of a softmax are merged by their maximum | 2 | --cp 2 --cp-method ring":
         put(torch, "logaddexp", lambda right: torch.maximum),
     "backward uses the local keys and values | 2 | --cp 2 --cp-method ring":
