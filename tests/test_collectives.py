@@ -109,7 +109,7 @@ def _cases(n, dtype, group):
 
 
 def _check_values(lengths, dtypes=DTYPES, group=None, async_op=False):
-    """Compare the results of all collectives with exact values. own: the backend's collectives."""
+    """Compare the results of all collectives with exact values."""
     for dtype, n, lay in itertools.product(dtypes, lengths, LAYOUTS):
         for collective, outputs, inputs, expected in _cases(n, dtype, group):
             outputs, inputs = [*map(lay, outputs)], [*map(lay, inputs)]
@@ -885,8 +885,8 @@ def test_errors_name_the_values():
 
 # ---- derivatives --------------------------------------------------------------------------------
 
-# (its result on one process from the list of all ranks' x, whether x is the same on all ranks,
-# whether all ranks use y identically)
+# {pair: (the result on one process, given the list of all ranks' x; whether x is the same on all
+# ranks; whether all ranks use y identically)}
 PAIRS = {
     copy_to_group: (lambda xs, dim: xs, True, False),
     reduce_from_group: (lambda xs, dim: [sum(xs)] * len(xs), False, True),
@@ -1011,7 +1011,8 @@ def test_every_collective_runs_under_the_rules_of_nccl(P, ranks_per_node, name):
 THEM = "all_reduce|all_gather|all_to_all|reduce|gather|scatter|broadcast|monitored_barrier|barrier"
 LAYERS = "fsdp|tensor|_|pipelining|optim|algorithms|nn"
 THEIRS = re.compile(rf"torch\.(nn\.parallel|distributed\.({LAYERS}|{THEM}))")
-MESSAGE = re.compile(r"torch\.distributed\.(i?(send|recv)|batch_isend_irecv|P2POp|\w+_object_list)|.*group.(send|recv)$")
+P2P = r"torch\.distributed\.(i?(send|recv)|batch_isend_irecv|P2POp|\w+_object_list)"
+MESSAGE = re.compile(rf"{P2P}|.*group.(send|recv)$")
 
 
 def _uses(tree):

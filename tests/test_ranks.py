@@ -117,7 +117,8 @@ def test_a_rank_leaves_groups_of_any_device(backend):
 
 
 def test_variables_are_set_before_a_call_imports_its_module(tmp_path, monkeypatch):
-    (tmp_path / "reader.py").write_text("import os\nSEEN = os.getenv('SEEN')\ndef seen(): return SEEN\n")
+    text = "import os\nSEEN = os.getenv('SEEN')\ndef seen(): return SEEN\n"
+    (tmp_path / "reader.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     call = pickle.dumps((importlib.import_module("reader").seen, (), {}))
     assert spawn(1, call_in_environment, {"SEEN": "1"}, call) == ["1"]
