@@ -81,7 +81,7 @@ from sequence_parallel import (
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
     VocabParallelEmbedding, attention, mark_sum_over_tp, parallel_linear, parameters_to_sum_over_tp,
-    part_of, shards_of, sum_gradients_over_tp, views_in_whole,
+    shards_of, sum_gradients_over_tp, views_in_whole,
     vocab_parallel_cross_entropy,
 )
 from zero import FullyShardedDataParallel
@@ -654,8 +654,9 @@ def wrap(args, mesh, chunks, experts):
 
 def make_optimizer(args, parameters):
     """Create AdamW with weight decay for matrices only."""
-    matrices = [parameter for parameter in parameters if len(part_of(parameter)[0]) > 1]
-    others = [parameter for parameter in parameters if len(part_of(parameter)[0]) == 1]
+    is_matrix = lambda parameter: len(getattr(parameter, "whole_shape", parameter.shape)) > 1
+    matrices = [parameter for parameter in parameters if is_matrix(parameter)]
+    others = [parameter for parameter in parameters if not is_matrix(parameter)]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, args.lr, (0.9, 0.95), 1e-8, args.weight_decay, fused=True)
 

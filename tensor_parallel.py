@@ -17,12 +17,11 @@ A rank holds   1/t of every matrix and of the vocabulary (t ranks; P below, tp i
 It sends       per transformer layer and microbatch 4 all-reduces, 2 f and 2 g, of b s h elements
                (batch, sequence, width): 8 b s h (t-1)/t. Embedding and head send one each, the loss
                3 b s elements. With sequence parallelism a layer sends 10 b s h (t-1)/t, as backward
-               gathers X again, and once a step the gradients of norms and biases are summed
+               gathers X again, and the gradients of norms and biases are summed once a step
 Overlap        in backward f travels beside the product for the weight. With sequence parallelism
                large messages also travel beside products in forward, chunk by chunk
-PyTorch's      DTensor and parallelize_module() split the same matrices. There a parameter knows the
-               whole, and each operation finds out what to send. Here it is a plain tensor, its
-               module's table `shards` says which part it is, and the layer says what it sends
+PyTorch's      DTensor and parallelize_module() split the same matrices. A DTensor knows the whole,
+               and each operation finds out what to send. Here a parameter is a plain tensor
 
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism", 2019. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
@@ -64,9 +63,9 @@ def row_linear(x, weight, bias=None, group=None):
 
 # ---- products beside messages --------------------------------------------------------------------
 #
-# With sequence parallelism a product needs the X of all ranks, or is summed over the ranks. If X is
-# large it is multiplied chunk by chunk, where a chunk is the rows of one rank: while one is
-# multiplied, another travels directly between its owner and this rank. With P = 4, in step s rank r
+# With sequence parallelism a product needs the X of all ranks, or is summed over the ranks. A large
+# X is multiplied chunk by chunk, a rank's rows at a time: while one chunk is multiplied, another
+# travels directly between its owner and this rank. With P = 4, in step s rank r
 #
 #             gathers and multiplies:                       multiplies and scatters:
 #             chunk r - s, while (r - s - 1) arrives        chunk r + s + 1, to send it -> its owner
@@ -77,35 +76,29 @@ def row_linear(x, weight, bias=None, group=None):
 #     s = 2   x2 (x1)   x3 (x2)   x0 (x3)   x1 (x0)         y3 -> 3   y0 -> 0   y1 -> 1   y2 -> 2
 #     s = 3   x1        x2        x3        x0              y0        y1        y2        y3
 #
-# At the end each rank adds the four parts of its own chunk, which rounds a 16-bit sum only once. A
-# rank sends (P-1)/P of the whole either way, as in an all-gather or a reduce-scatter.
+# Each rank adds the four parts of its own chunk at the end, so a 16-bit sum is rounded once. Either
+# way it sends (P-1)/P of the whole, as an all-gather or a reduce-scatter does.
 
 CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}  # sending a smaller chunk costs more than it hides
 
 
-def gather_chunks(x, group=None):
-    """Gather all ranks' x. Yield (rank, its x) as they arrive, this rank's own first."""
+def gather_and_multiply(x, weight, bias=None, group=None):
+    """Gather X, every rank's x. Return X and F.linear(X, weight, bias)."""
     rank, P = rank_and_size(group)
-    x = x.contiguous()
-    arriving = []
+    whole = x.new_empty(P, *x.shape)
+    whole[rank] = x
+    y = x.new_empty(P, *x.shape[:-1], len(weight))
+    works = {}
     for step in range(1, P):
         target = (rank + step) % P
         source = (rank - step) % P
-        chunk = torch.empty_like(x)
-        work = exchange([(x, target)], [(chunk, source)], group, async_op=True)
-        arriving.append((source, chunk, work))
-    yield rank, x
-    for source, chunk, work in arriving:
+        messages = [(whole[rank], target)], [(whole[source], source)]
+        works[source] = exchange(*messages, group, async_op=True)
+    _linear_into(y[rank], x, weight, bias)
+    for source, work in works.items():
         work.wait()
-        yield source, chunk
-
-
-def gather_and_multiply(x, weight, bias=None, group=None):
-    """Return F.linear(X, weight, bias) for the X of all ranks."""
-    y = x.new_empty(dist.get_world_size(group), *x.shape[:-1], len(weight))
-    for rank, chunk in gather_chunks(x, group):
-        _linear_into(y[rank], chunk, weight, bias)
-    return y.flatten(0, 1)
+        _linear_into(y[source], whole[source], weight, bias)
+    return whole.flatten(0, 1), y.flatten(0, 1)
 
 
 def multiply_and_scatter(x, weight, group=None):
@@ -119,8 +112,8 @@ def multiply_and_scatter(x, weight, group=None):
         source = (rank - step) % P
         part = torch.empty_like(parts[source])
         _linear_into(part, inputs[target], weight)
-        work = exchange([(part, target)], [(parts[source], source)], group, async_op=True)
-        works.append(work)
+        messages = [(part, target)], [(parts[source], source)]
+        works.append(exchange(*messages, group, async_op=True))
     _linear_into(parts[rank], inputs[rank], weight)
     for work in works:
         work.wait()
@@ -129,23 +122,18 @@ def multiply_and_scatter(x, weight, group=None):
 
 def _linear_into(output, x, weight, bias=None):
     """Write F.linear(x, weight, bias) into the output."""
-    operands = _rows(x), weight.to(x.dtype).t()
+    operands = x.flatten(0, -2), weight.to(x.dtype).t()
     if bias is None:
-        torch.mm(*operands, out=_rows(output))
+        torch.mm(*operands, out=output.flatten(0, -2))
     else:
-        torch.addmm(bias.to(x.dtype), *operands, out=_rows(output))
-
-
-def _rows(x):
-    return x.reshape(-1, x.shape[-1])
+        torch.addmm(bias.to(x.dtype), *operands, out=output.flatten(0, -2))
 
 
 # ---- linear layers -------------------------------------------------------------------------------
 #
-# Backward of column_linear() sums dx over the ranks before it computes dW. Here dx travels while dW
-# is computed. With sequence parallelism a layer split by columns keeps only this rank's chunk of X,
-# and gathers X again in backward. A pipeline may want dW later: while its WeightGradStore is open,
-# the layers leave a function there that computes dW.
+# In the backward of column_linear() dx is summed before dW is computed. Here dx travels meanwhile.
+# With sequence parallelism a layer split by columns keeps only this rank's chunk of X, and backward
+# gathers X again. A pipeline may want dW later: the layers then leave a function that computes it.
 
 
 def begin_gather(x, split, group=None, async_op=False):
@@ -175,10 +163,7 @@ def _when_done(work, result):
 class _ColumnLinear(torch.autograd.Function):
     """y = x W^T + b, where x is gathered if it is split.
 
-    backward    begin to gather x
-                dx = dy @ W; begin to sum dx
-                wait for x; dW = dy^T @ x; db = the sum of dy's rows
-                wait for dx
+    backward    dx = dy @ W, while x is gathered; dW = dy^T @ x, while dx is summed
     """
 
     @staticmethod
@@ -186,7 +171,7 @@ class _ColumnLinear(torch.autograd.Function):
         ctx.how = weight, group, split, store  # the store wants the parameter itself
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         if split and x.nbytes >= CHUNK_BYTES[x.device.type]:
-            return gather_and_multiply(x, weight, bias, group)
+            return gather_and_multiply(x, weight, bias, group)[1]
         return F.linear(begin_gather(x, split, group)(), weight, bias)
 
     @staticmethod
@@ -195,23 +180,23 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         parameter, group, split, store = ctx.how
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        later = store.open and not parameter._backward_hooks  # autograd would call them with None
+        is_deferred = store.open and not parameter._backward_hooks  # autograd calls a hook now
         dx = dweight = dbias = gathered = None
-        if wants_weight and not later:
+        if wants_weight and not is_deferred:
             gathered = begin_gather(x, split, group, async_op=True)
         if wants_x:
             summed = begin_sum(dy @ weight.to(dy.dtype), split, group, async_op=True)
 
         def weight_gradient():
             whole = gathered or begin_gather(x, split, group)
-            return _sum_products(parameter, [(dy, whole())], x.dtype, store)
+            return _weight_gradient(parameter, dy, whole(), store)
 
-        if wants_weight and later:
+        if wants_weight and is_deferred:
             store.put(parameter, weight_gradient)
         elif wants_weight:
             dweight = weight_gradient()
         if wants_bias:
-            dbias = _rows(dy).sum(0)
+            dbias = dy.reshape(-1, dy.shape[-1]).sum(0)
         if wants_x:
             dx = summed()
         return dx, dweight, dbias, None, None, None
@@ -220,7 +205,7 @@ class _ColumnLinear(torch.autograd.Function):
 class _RowLinear(torch.autograd.Function):
     """y = the sum of x W^T over the ranks, of which each rank keeps its chunk if it is split.
 
-    backward    gather dy; for each chunk that arrives: dx = dy @ W; dW += dy^T @ x
+    backward    gather dy; dx = dy @ W; dW = dy^T @ x
     """
 
     @staticmethod
@@ -228,12 +213,11 @@ class _RowLinear(torch.autograd.Function):
         P = dist.get_world_size(group)
         if split and len(x) % P:
             raise ValueError(f"T={len(x)} is not divisible by tp={P}")
-        chunk_bytes = len(_rows(x)) // P * len(weight) * x.itemsize
-        chunks = P if split and chunk_bytes >= CHUNK_BYTES[x.device.type] else 1
-        ctx.how = weight, group, split, store, chunks
-        ctx.x_shape = x.shape
+        chunk_bytes = x.nbytes // x.shape[-1] // P * len(weight)
+        by_chunks = split and chunk_bytes >= CHUNK_BYTES[x.device.type]
+        ctx.how = weight, group, split, store, by_chunks
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        if chunks > 1:
+        if by_chunks:
             return multiply_and_scatter(x, weight, group)
         return begin_sum(F.linear(x, weight), split, group)()
 
@@ -241,59 +225,41 @@ class _RowLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        parameter, group, split, store, chunks = ctx.how
+        parameter, group, split, store, by_chunks = ctx.how
         wants_x, wants_weight, *_ = ctx.needs_input_grad
-        later = store.open and not parameter._backward_hooks
-        dx = dy.new_empty(ctx.x_shape) if wants_x else None
-        dweight = None
-        if chunks > 1:
-            arriving = gather_chunks(dy, group)
-            dtype = torch.promote_types(dy.dtype, torch.float32)
+        dx = dweight = None
+        if wants_x and by_chunks:
+            dy, dx = gather_and_multiply(dy, weight.t(), None, group)
         else:
-            arriving = [(0, begin_gather(dy, split, group)())]
-            dtype = dy.dtype
-
-        def compute_dx():
-            """Compute dx chunk by chunk, and yield each chunk of dy with that of x, for dW."""
-            for number, chunk in arriving:
-                if wants_x:
-                    _linear_into(dx.chunk(chunks)[number], chunk, weight.t())
-                if wants_weight:
-                    yield chunk, x.chunk(chunks)[number]
-
-        if wants_weight and not later:
-            dweight = _sum_products(parameter, compute_dx(), dtype, store)
-        else:
-            pairs = list(compute_dx())
-            if wants_weight:
-                store.put(parameter, partial(_sum_products, parameter, pairs, dtype, store))
+            dy = begin_gather(dy, split, group)()
+            if wants_x:
+                dx = dy @ weight.to(dy.dtype)
+        weight_gradient = partial(_weight_gradient, parameter, dy, x, store)
+        if wants_weight and store.open and not parameter._backward_hooks:
+            store.put(parameter, weight_gradient)
+        elif wants_weight:
+            dweight = weight_gradient()
         return dx, dweight, None, None, None
 
 
-def _sum_products(weight, pairs, dtype, store):
-    """Return the sum of dy^T @ x over pairs (dy, x). If the store adds, add it to .grad instead."""
-    adds = store.adds and weight.is_leaf and not weight._backward_hooks
-    grad = weight.grad if adds else None
-    total = grad
-    for dy, x in pairs:
-        total = _add_product(total, _rows(dy).t(), _rows(x), dtype)
-    return total if grad is None else None
-
-
-def _add_product(total, a, b, dtype):
-    """Add a @ b to the total in place, or return it in this dtype if there is no total yet.
+def _weight_gradient(weight, dy, x, store):
+    """Return dW = dy^T @ x. If the store adds, add it to .grad and return None.
 
     Before it is added in fp32, a 16-bit product is rounded to 16 bits on a CPU, but not on a GPU.
     """
+    a = dy.reshape(-1, dy.shape[-1]).t()
+    b = x.reshape(-1, x.shape[-1])
+    adds = store.adds and weight.is_leaf and not weight._backward_hooks
+    total = weight.grad if adds else None
     if total is None:
-        if a.is_cuda and a.dtype != dtype:
-            return torch.mm(a, b, out_dtype=dtype)
-        return (a @ b).to(dtype)
+        return a @ b
     if a.dtype == total.dtype:
-        return total.addmm_(a, b)
-    if a.is_cuda:
-        return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    return total.add_(a @ b)
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(a @ b)
+    return None
 
 
 def parallel_linear(
@@ -302,11 +268,11 @@ def parallel_linear(
     """Apply a linear layer of which this rank has a part of the outputs (column) or of the inputs.
 
     x: (..., in), weight: (out, in), this rank's part. By rows the caller adds the bias to the sum.
-    sequence_parallel: whether X and Z are split along dim 0. By columns x is this rank's chunk of
-        X. By rows this rank's chunk of Z is returned; ValueError is raised if P does not divide T.
-    defer: the WeightGradStore of a pipeline that halves its backwards (see pipeline.py). While it
-        is open, backward leaves a function there that computes dW. While it `adds`, dW is added to
-        .grad at once, which saves autograd a pass. A weight with hooks is excepted from both.
+    sequence_parallel: whether X and Z are split along dim 0: x is this rank's chunk of X (columns),
+        or its chunk of Z is returned (rows; raises ValueError if P does not divide T).
+    defer: the WeightGradStore of a pipeline (see pipeline.py). While it is open, backward leaves a
+        function there that computes dW. While it `adds`, dW is added to .grad at once, which saves
+        autograd a pass. A weight with hooks is excepted from both.
     """
     x = autocasted(x)  # before it is kept and sent
     store = defer or SimpleNamespace(open=False, adds=False)
@@ -346,8 +312,7 @@ class RowParallelLinear(nn.Module):
     """Z = sum_r (X_r B_r) + b: X_r (..., in/P) is this rank's inputs, Z (..., out) equal on all.
 
     With sequence_parallel X_r is (T, ..., in/P) and Z (T/P, ..., out).
-    options: group, sequence_parallel and defer of parallel_linear().
-    Raises ValueError if P does not divide in_features.
+    options: as of ColumnParallelLinear. Raises ValueError if P does not divide in_features.
     """
 
     def __init__(self, in_features, out_features, bias=True, **options):
@@ -368,7 +333,7 @@ class RowParallelLinear(nn.Module):
         return z if self.bias is None else z.add_(self.bias.to(z.dtype))
 
 
-# ---- attention -----------------------------------------------------------------------------------
+# ---- attention and dropout -----------------------------------------------------------------------
 
 
 class ParallelSelfAttention(nn.Module):
@@ -412,6 +377,29 @@ def attention(q, k, v, dropout=0.0):
     return F.scaled_dot_product_attention(q, k, v, **options)
 
 
+class ShardedRandomState:
+    """Different random numbers on each rank: `with state: F.dropout(...)`.
+
+    What all ranks hold gets the same dropout mask from the global generator, seeded alike on them.
+    Heads or tokens that differ between ranks need different masks: here that generator is seeded by
+    the rank and a draw from itself, so recomputation, which restores it, repeats the masks.
+    """
+
+    def __init__(self, device, group=None):
+        self.rank, self.world_size = rank_and_size(group)
+        on_gpu = torch.device(device).type == "cuda"
+        self.module = torch.cuda if on_gpu else torch
+        self.manual_seed = torch.cuda.manual_seed if on_gpu else torch.default_generator.manual_seed
+
+    def __enter__(self):
+        seed = torch.randint(2**40, ()).item()
+        self.outside = self.module.get_rng_state()
+        self.manual_seed(seed * self.world_size + self.rank)
+
+    def __exit__(self, *exception):
+        self.module.set_rng_state(self.outside)
+
+
 # ---- vocabulary: embedding and loss --------------------------------------------------------------
 
 
@@ -419,10 +407,9 @@ class VocabParallelEmbedding(nn.Module):
     """An embedding (V, D) of which each rank holds the rows of its part of the vocabulary.
 
     tokens: (T, ...) -> (T, ..., D), or (T/P, ..., D) with sequence_parallel, where P must divide T.
-
-    A rank looks up the tokens of its part and takes zeros for the others, and the ranks' results
-    are summed. If P does not divide V, parts differ by one row. A token outside the vocabulary
-    gives NaN, because an error would make the host wait for the device.
+    A rank looks up the tokens of its part, with zeros for the others, and the results are summed.
+    P need not divide V. A token outside the vocabulary gives NaN, since an error would make the
+    host wait for the device.
     """
 
     def __init__(self, num_embeddings, embedding_dim, group=None, sequence_parallel=False):
@@ -459,7 +446,6 @@ class _CrossEntropy(torch.autograd.Function):
         all_reduce(maximum, ReduceOp.MAX, group)
         grad = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=not inplace)
         grad.sub_(maximum.unsqueeze(-1))  # (N, V/P), to become exp, softmax and gradient in place
-
         local = target - start
         out_of_range = (local < 0) | (local >= logits.shape[-1])
         local = local.masked_fill(out_of_range, 0).unsqueeze(-1)  # (N, 1)
@@ -476,17 +462,14 @@ class _CrossEntropy(torch.autograd.Function):
         grad.div_(normalizer.unsqueeze(-1))
         minus_one = out_of_range.to(grad.dtype).sub_(1)  # at this rank's targets, else 0
         grad.scatter_add_(-1, local, minus_one.unsqueeze(-1))
-
         ctx.ignored = target == ignore_index
-        ctx.grad = logits.copy_(grad) if inplace else grad.to(logits.dtype)
+        ctx.save_for_backward(logits.detach().copy_(grad) if inplace else grad.to(logits.dtype))
         return (normalizer.log() - target_logit).masked_fill(ctx.ignored, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):
-        grad, ctx.grad = ctx.grad, None
-        if grad is None:
-            raise RuntimeError("vocab_parallel_cross_entropy has one backward for each forward")
+        (grad,) = ctx.saved_tensors
         scale = grad_output.masked_fill(ctx.ignored, 0).unsqueeze(-1)  # (N, 1)
         return grad.mul_(scale), *5 * [None]
 
@@ -499,39 +482,10 @@ def vocab_parallel_cross_entropy(
     logits: (N, V_r), this rank's columns of the logits, which begin with column vocab_start.
     target: (N,) token ids, the same on every rank.
     inplace: whether forward writes the gradient of the logits, in their dtype, over the logits.
-
     Return (N,) losses in fp32 at least, the same on every rank: 0 where target is ignore_index, and
-    NaN where it is otherwise outside the vocabulary. 3 N numbers are reduced over the group. A
-    second backward raises RuntimeError.
+    NaN where it is otherwise outside the vocabulary. 3 N numbers are reduced over the group.
     """
     return _CrossEntropy.apply(logits, target, vocab_start, ignore_index, group, inplace)
-
-
-# ---- dropout -------------------------------------------------------------------------------------
-
-
-class ShardedRandomState:
-    """Different random numbers on each rank: `with state: F.dropout(...)`.
-
-    What every rank holds needs the same dropout mask everywhere; the global generator, seeded alike
-    on all ranks, gives it. What ranks hold different parts of, heads or tokens, needs different
-    masks: inside `with state:` the global generator is seeded by the rank and by a draw from it, so
-    that recomputation, which restores the generator, repeats the masks. Uses do not nest.
-    """
-
-    def __init__(self, device, group=None):
-        self.rank, self.world_size = rank_and_size(group)
-        on_gpu = torch.device(device).type == "cuda"
-        self.module = torch.cuda if on_gpu else torch
-        self.manual_seed = torch.cuda.manual_seed if on_gpu else torch.default_generator.manual_seed
-
-    def __enter__(self):
-        seed = torch.randint(2**40, ()).item()
-        self.outside = self.module.get_rng_state()
-        self.manual_seed(seed * self.world_size + self.rank)
-
-    def __exit__(self, *exception):
-        self.module.set_rng_state(self.outside)
 
 
 # ---- shards --------------------------------------------------------------------------------------
@@ -573,10 +527,7 @@ class Shard:
 
 
 def set_shard(module, name, full, shard):
-    """Make this rank's part of `full` the module's parameter of this name.
-
-    Every rank draws the same `full`, so initial weights depend on the seed and not on P.
-    """
+    """Make this rank's part of `full`, equal on all ranks, the module's parameter `name`."""
     setattr(module, name, nn.Parameter(shard.cut(full.detach())))
     module.shards = getattr(module, "shards", {}) | {name: shard}
 
@@ -590,14 +541,11 @@ def shards_of(model):
     }
 
 
-# ---- copies that each rank uses for tokens of its own --------------------------------------------
-#
-# With sequence parallelism a rank's gradient of a norm or a bias covers only its own tokens, and is
-# still to be summed over tp. A module's `sums_over_tp` names its parameters of this kind.
-
-
 def mark_sum_over_tp(module):
-    """Mark the gradients of all parameters in the module as still to be summed over tp."""
+    """Mark the gradients of all parameters in the module as still to be summed over tp.
+
+    With sequence parallelism a rank's gradient of a norm or a bias covers only its own tokens.
+    """
     for part in module.modules():
         part.sums_over_tp = tuple(name for name, _ in part.named_parameters(recurse=False))
     return module
@@ -615,13 +563,13 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
     """After backward, sum the gradients over the group, in one all-reduce for all of them.
 
     parameters: as from parameters_to_sum_over_tp(). One that a rank has not used counts as zero.
-    check: whether to compare ZeRO's pieces on all ranks, and raise ValueError on all of them if
-        ZeRO has cut the parameters differently, as it does if parameters before them differ.
+    check: whether to raise ValueError on all ranks if ZeRO has cut the parameters differently there
     """
     if dist.get_world_size(group) == 1 or not parameters:
         return
-    if check and any(hasattr(parameter, "whole_shape") for parameter in parameters):
-        check_parameters([(part_of(parameter), parameter) for parameter in parameters], group)
+    pieces = [parameter for parameter in parameters if hasattr(parameter, "whole_shape")]
+    if check and pieces:
+        check_parameters([((piece.whole_shape, piece.offset), piece) for piece in pieces], group)
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
@@ -633,14 +581,6 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
 
 
 # ---- where a part lies in the whole: for initial values and checkpoints --------------------------
-
-
-def part_of(parameter):
-    """Return (shape of this rank's part, offset in it of the parameter's first element).
-
-    ZeRO leaves a flat piece of the part, a parameter with attributes `whole_shape` and `offset`.
-    """
-    return getattr(parameter, "whole_shape", parameter.shape), getattr(parameter, "offset", 0)
 
 
 def boxes_between(shape, begin, end):
@@ -667,12 +607,13 @@ def views_in_whole(parameter, tensor, shard=None):
     parameter: this rank's part, or ZeRO's piece of it. Without a Shard each rank has a copy.
     tensor: the parameter, or what is laid out like it, such as .grad.
 
-        whole (6, 2)   this rank's part, rows 0 1 4   ZeRO's piece from 1 on   views
-        0  . .         0 1                            . 1                      (0, 1): (1, 1)
-        1  . .         2 3                            2 3                      (1, 0): (1, 2)
-        4  . .         4 5                            4 5                      (4, 0): (1, 2)
+        whole (6, 2)   this rank's rows 0 1 4   ZeRO's piece from 1 on   views
+        0  . .         0 1                      . 1                      (0, 1): (1, 1)
+        1  . .         2 3                      2 3                      (1, 0): (1, 2)
+        4  . .         4 5                      4 5                      (4, 0): (1, 2)
     """
-    shape, begin = part_of(parameter)
+    shape = getattr(parameter, "whole_shape", parameter.shape)
+    begin = getattr(parameter, "offset", 0)
     dim, runs, total = 0, [(0, shape[0])], shape[0]
     if shard is not None:
         dim, runs, total = shard.dim, shard.runs(), sum(shard.blocks)
@@ -689,40 +630,29 @@ def views_in_whole(parameter, tensor, shard=None):
     return (*shape[:dim], total, *shape[dim + 1 :]), views
 
 
-# ---- cost ----------------------------------------------------------------------------------------
+# ---- cost, demonstration -------------------------------------------------------------------------
 
 
 def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather=False):
-    """Bytes that a rank sends per transformer layer: 8 b s h (t-1)/t elements.
-
-    With sequence parallelism they are 10, if backward gathers the inputs again, as it does here.
-    """
+    """Return a layer's bytes: 8 b s h (t-1)/t elements, or 10 if inputs are gathered again."""
     return (5 if regather else 4) * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
-
-
-# ---- demonstration -------------------------------------------------------------------------------
 
 
 def _demonstrate():
     rank, P = rank_and_size()
     D = 64 * P
-    torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)  # every rank draws the whole matrices
-    x = torch.randn(1024, D, requires_grad=True)
-    up = torch.randn(4 * D, D) / D
-    down = torch.randn(D, 4 * D) / D
-    own_up = Shard(0, (4 * D,)).cut(up)
-    own_down = Shard(1, (4 * D,)).cut(down)
-    expected = F.linear(F.gelu(F.linear(x, up)), down)
-    (expected,) = torch.autograd.grad(expected.sum(), x)
+    x = torch.randn(1024, D, dtype=torch.float64)
+    up = torch.randn(4 * D, D, dtype=torch.float64) / D
+    down = torch.randn(D, 4 * D, dtype=torch.float64)
     with count_bytes() as traffic:
-        z = parallel_linear(F.gelu(parallel_linear(x, own_up)), own_down, column=False)
-        (found,) = torch.autograd.grad(z.sum(), x)
+        y = column_linear(x, up.chunk(P)[rank])
+        z = row_linear(F.gelu(y), down.chunk(P, 1)[rank])
+    error = (z - F.linear(F.gelu(F.linear(x, up)), down)).abs().max()
     if rank == 0:
-        claimed = 2 * all_reduce_bytes(x.nbytes, P)
+        claimed = all_reduce_bytes(x.nbytes, P)
         print(f"{P} ranks, an MLP: claimed {claimed} bytes, counted {traffic.bytes()}")
-        error = (found - expected).abs().max()
-        print(f"largest difference from one process's gradient: {error:.1e}\n")
+        print(f"largest difference from one process's output: {error:.1e}\n")
 
 
 if __name__ == "__main__":

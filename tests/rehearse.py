@@ -41,7 +41,7 @@ import hybrid
 from collectives import observe
 from gpu_counts import as_alone
 from plan import MODELS
-from tensor_parallel import attention, part_of
+from tensor_parallel import attention
 from trace import axes_of
 from zero import zero_memory, zero_rounds
 
@@ -169,7 +169,7 @@ def formulas(trainer):
         (trainer.experts, mesh.expert_shard_group, mesh.expert_replicate_group),
     ]
     for parameters, shards, copies in groups:
-        number = sum(math.prod(part_of(p)[0]) for p in parameters)
+        number = sum(math.prod(getattr(p, "whole_shape", p.shape)) for p in parameters)
         P, R = dist.get_world_size(shards), dist.get_world_size(copies)
         found["parameters"] += number * zero_memory(args.zero, P, itemsize, 0, 0)
         found["gradients"] += number * zero_memory(args.zero, P, 0, 4, 0)
