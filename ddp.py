@@ -17,11 +17,11 @@ A rank holds   all parameters, gradients and optimizer state: with Adam in fp32,
                set. zero.py divides these among the ranks.
 It sends       per step 2 (P-1)/P times the size of its gradients, in one all-reduce per bucket
 Overlap        backward hides the reduction of every bucket except the last
-PyTorch's      DistributedDataParallel does the same; the docstring of the class lists differences
+PyTorch's      DistributedDataParallel does the same; the class below lists the differences
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
-    torchrun --nproc-per-node 4 ddp.py      bytes claimed and counted; the gradients' error
+    torchrun --nproc-per-node 4 ddp.py      prints claimed and counted bytes, and gradient errors
 """
 
 import weakref
@@ -43,13 +43,13 @@ def average_gradients(module, group=None):
     """After backward, replace each gradient by its mean over the group. Nothing overlaps."""
     for parameter in module.parameters():
         if parameter.requires_grad:
-            if parameter.grad is None:  # this rank's loss does not use it, another's may
+            if parameter.grad is None:  # this rank's loss does not use it, but another's may
                 parameter.grad = torch.zeros_like(parameter, dtype=grad_dtype(parameter))
             all_reduce(parameter.grad, ReduceOp.AVG, group)
 
 
 def grad_dtype(parameter):
-    """Return the gradient's dtype: parameter.grad_dtype, or its own dtype if that is None (any)."""
+    """Return parameter.grad_dtype or, if that is None (any dtype), parameter.dtype."""
     return parameter.grad_dtype or parameter.dtype
 
 
@@ -86,7 +86,7 @@ class Bucket:
 
 
 def aligned(elements):
-    """Round up to a multiple of 64 elements. 64 elements of 16 bits take ALIGNMENT bytes."""
+    """Round a number of elements up to a multiple of 64: ALIGNMENT bytes of 16-bit elements."""
     return elements + -elements % (ALIGNMENT // 2)
 
 
@@ -135,7 +135,7 @@ def fill_buckets(parameters, cap_bytes, kind):
     kind: a function; two parameters share a bucket only if it returns the same for both.
     """
     buckets = []
-    filling = {}  # {kind: (its last bucket, the bytes that still fit)}
+    filling = {}  # {kind(parameter): (the last bucket of this kind, the bytes that still fit)}
     for parameter in parameters:
         nbytes = gradient_bytes(parameter)
         bucket, room = filling.get(kind(parameter), (None, -1))
@@ -164,7 +164,7 @@ class GradBucket:
         self.flat = parameters[0].new_zeros(layout.length, dtype=grad_dtype(parameters[0]))
         self.slots = {}
         for parameter, view in zip(parameters, layout.views(self.flat)):
-            # the parameter's strides, as fused optimizers expect, or dense ones if they leave gaps
+            # the parameter's strides, which fused optimizers require, made dense if they leave gaps
             strides = torch.empty_like(parameter, device="meta").stride()
             self.slots[parameter] = view.as_strided(view.shape, strides)
 
@@ -208,8 +208,8 @@ class Reducer:
 
         idle  -- start() -->  reducing: mark_ready() for each gradient  -- finish() -->  idle
 
-    A round usually lasts for one backward pass. A pipeline (pipeline.py) that computes some weight
-    gradients after their backward pass starts and finishes rounds itself.
+    A round usually lasts for one backward pass. If pipeline.py computes weight gradients after that
+    pass, it starts the round itself, and its caller ends the round with finish_grad_sync().
 
     group_of: a function that returns the group over which to sum a parameter's gradient.
     buckets: in the order in which every rank reduces them.
@@ -252,7 +252,7 @@ class Reducer:
 
     def finish(self):
         """End the round: reduce the missing gradients as they are, and wait for all sums."""
-        if not self.is_reducing:
+        if not self.is_reducing:  # no gradient was computed, or all were in no_sync()
             self.start()
         for bucket in self.buckets:
             for parameter in list(bucket.missing):
@@ -269,27 +269,27 @@ class DistributedDataParallel(nn.Module):
     """Wrap a module so that `loss.backward()` averages its gradients over the group.
 
     The constructor copies the parameters and buffers of the group's first rank to all ranks. Every
-    backward() that computes the gradient of a parameter also reduces all gradients, except inside
+    backward() that computes the gradient of any parameter also reduces all gradients, except inside
     no_sync(), which sets require_backward_grad_sync to False. Differences from PyTorch's class:
 
     - A parameter that no rank's loss uses gets a zero gradient instead of None, so weight decay and
-      momentum still change it. A rank whose loss uses no parameter at all calls finish_grad_sync()
-      instead of backward().
-    - Only backward() must run inside no_sync(); PyTorch requires it of forward(), too.
-    - Buckets are filled in the reverse order of module.parameters() and do not change. Unless it
-      looks for unused parameters, PyTorch rebuilds them after the first step in the order in which
-      gradients became ready. By default it makes the first bucket small.
+      momentum still change it. A rank whose loss uses no parameter at all must call
+      finish_grad_sync() instead of backward().
+    - Only backward() has to run inside no_sync(); PyTorch requires this of forward(), too.
+    - Buckets are filled in the reverse order of module.parameters() and do not change. Unless
+      find_unused_parameters is set, PyTorch rebuilds them after the first backward pass in the
+      order in which gradients became ready. By default its first bucket is small (1 MiB).
     - The wrapper cannot be copied or pickled; the wrapped module can.
 
     bucket_cap_mb: the largest size of a bucket in MiB; a larger parameter gets its own bucket.
     broadcast_buffers: copy the first rank's buffers to all ranks before the first forward pass, and
-        before every one that follows a reduction, or that follows a forward pass with gradients
-        enabled and outside no_sync().
+        before each one that comes right after a reduction, or right after a forward pass with
+        gradients enabled and outside no_sync().
     gradient_as_bucket_view: make .grad a view of its bucket, which saves a copy and its memory. The
         next backward overwrites gradients that a script has kept.
     gradient_divide_factor: the divisor of the summed gradients, by default the group's size P. Set
-        it to 1 if the ranks' losses add up to the loss of the whole batch. Then call zero_grad()
-        after each step: .grad is reduced with what it holds, and an old sum would grow P-fold.
+        it to 1 if the ranks' losses add up to the loss of the whole batch. If you do, call
+        zero_grad() after each step, or a sum left in .grad will be reduced again and grow P-fold.
     wait_in_backward: if False, backward() starts reductions and finish_grad_sync() waits for them.
     groups: {parameter: group} for parameters that only a subset of process_group replicates, such
         as those of an expert (expert_parallel.py). The divisor is the same for all parameters.
@@ -321,7 +321,7 @@ class DistributedDataParallel(nn.Module):
         divisor = gradient_divide_factor or dist.get_world_size(process_group)
         self.reducer = Reducer(module, group_of, divisor, bucket_cap_mb, gradient_as_bucket_view)
         self.require_backward_grad_sync = True
-        self._buffers_may_differ = True  # whether the next forward pass must broadcast them
+        self._buffers_may_differ = True  # whether the next forward pass must broadcast buffers
         self._expects_backward = False  # whether a forward pass still awaits its reduction
         self._ends_with_backward = False  # whether the end of backward also ends the round
         for parameter in self.reducer.bucket_of:
@@ -349,7 +349,7 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def _gradient_ready(self, parameter):
-        """Run as a hook, after autograd has accumulated into the parameter's .grad."""
+        """Hook that autograd calls after it has accumulated a gradient in parameter.grad."""
         gradient = parameter.grad
         if gradient is not None and (gradient.is_sparse or gradient.requires_grad):
             raise RuntimeError("sparse gradients and create_graph=True are not supported")
@@ -360,19 +360,19 @@ class DistributedDataParallel(nn.Module):
             self._ends_with_backward = self.wait_in_backward
         self.reducer.mark_ready(parameter)
         if self._ends_with_backward:
-            # Private API: no public hook runs at the end of backward. Every gradient queues a
-            # callback, because those of a nested backward (reentrant checkpoint) run at its end.
+            # Private API: no public hook runs at the end of backward. Each gradient queues a call,
+            # because calls queued in a nested backward (reentrant checkpoint) run when that ends.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self):
-        """End the round with the outermost backward, or with a nested one after the last bucket."""
+        """End the round if the outermost backward has ended, or if no bucket is left to reduce."""
         is_outermost = torch._C._current_autograd_node() is None  # private API
         if self.reducer.is_reducing and (is_outermost or not self.reducer.queue):
             self.finish_grad_sync()
 
     @torch.no_grad()
     def start_grad_sync(self, awaited=()):
-        """Start to reduce all gradients, those of the `awaited` parameters when they are computed.
+        """Start to reduce all gradients; those of `awaited` parameters follow as they are computed.
 
         Only finish_grad_sync() ends this round of reductions; the end of backward does not.
         """
@@ -405,7 +405,7 @@ def broadcast_first(tensors, group):
 
 
 def weakly(method):
-    """Return a hook that calls `method` without keeping the object that it is bound to alive."""
+    """Return a hook that calls `method` but does not keep the method's object alive."""
     reference = weakref.WeakMethod(method)
 
     def hook(*arguments):
@@ -420,9 +420,9 @@ def weakly(method):
 
 
 def ddp_bytes(module, world_size):
-    """Return the bytes that a rank sends per step, averaged over the ranks.
+    """Return the fewest bytes that a rank can send per step, averaged over the ranks.
 
-    Ranks differ slightly if a bucket cannot be cut into P equal multiples of 128 bytes.
+    Small buckets may send more, in fewer steps. Ranks differ unless P x 128 bytes divide a bucket.
     """
     nbytes = sum(gradient_bytes(p) for p in module.parameters() if p.requires_grad)
     return all_reduce_bytes(nbytes, world_size)
@@ -435,13 +435,13 @@ def ddp_bytes(module, world_size):
 def get_total_norm(tensors, groups=()):
     """Return the 2-norm of the tensors of all ranks, as a float64 scalar that stays on the device.
 
-    tensors: this rank's, at least one. A norm may be passed in place of the tensors it belongs to.
-    groups: the squares are summed over each group in turn; its ranks must hold different tensors.
+    tensors: this rank's tensors, at least one. A norm may stand for the tensors it is the norm of.
+    groups: squares are summed over each group in turn; its ranks must hold different tensors.
     """
-    norms = [tensors[0].new_zeros(1, dtype=torch.float64)]  # for cat(), if all tensors are empty
+    norms = [tensors[0].new_zeros(1, dtype=torch.float64)]  # all tensors may be empty
     for dtype, same_dtype in _by_dtype(tensors):
-        part = torch._foreach_norm(same_dtype, 2, torch.promote_types(dtype, torch.float32))
-        norms.append(torch.stack(part).double())
+        parts = torch._foreach_norm(same_dtype, 2, torch.promote_types(dtype, torch.float32))
+        norms.append(torch.stack(parts).double())
     total = torch.cat(norms).square().sum()
     for group in groups:
         all_reduce(total, group=group)
@@ -450,10 +450,10 @@ def get_total_norm(tensors, groups=()):
 
 @torch.no_grad()
 def clip_grads_with_norm_(tensors, max_norm, total_norm):
-    """Scale the tensors so that their norm, now `total_norm`, becomes at most `max_norm`."""
+    """Scale gradients of norm `total_norm` to at most `max_norm`. PyTorch's takes parameters."""
     coefficient = (max_norm / (total_norm + 1e-6)).clamp(max=1)
     for dtype, same_dtype in _by_dtype(tensors):
-        # in fp32, because rounding the coefficient to 16 bits would change every element
+        # CPUs multiply in fp32; rounding the coefficient to 16 bits would change every element
         torch._foreach_mul_(same_dtype, coefficient.to(torch.promote_types(dtype, torch.float32)))
 
 
@@ -472,7 +472,7 @@ def _by_dtype(tensors):
 def _demonstrate():
     rank, world_size = rank_and_size()
     torch.manual_seed(0)
-    # 480 x 480 float64 elements divide into P multiples of 128 bytes for P = 1 to 6
+    # 480 x 480 float64 elements divide into P equal multiples of 128 bytes for P = 1 to 6
     module = nn.Sequential(*[nn.Linear(480, 480, bias=False) for _ in range(4)]).double()
     inputs = torch.randn(8 * world_size, 480, dtype=torch.float64)
     whole = torch.autograd.grad(module(inputs).square().mean(), list(module.parameters()))
