@@ -1,8 +1,8 @@
-"""Sequence parallelism splits the sequence outside attention; context parallelism everywhere.
+"""Sequence parallelism splits the sequence in part of a layer, context parallelism in all of it.
 
 Tensor parallelism over t ranks (tensor_parallel.py) splits the inside of attention and MLP. The
 norms, dropouts and residual additions around them treat each token by itself, yet every rank does
-them for all tokens. With sequence parallelism it does them for 1/t of the tokens, dim 0:
+them for all tokens. With sequence parallelism rank r does them for x_r, 1/t of the tokens (dim 0):
 
            split along the sequence |  split by heads or by columns    | along the sequence
     x_r ---- LayerNorm ---- all-gather ---- QKV, attention, out ---- reduce-scatter ---- dropout, +
@@ -10,17 +10,19 @@ them for all tokens. With sequence parallelism it does them for 1/t of the token
 
 Context parallelism over P ranks splits the sequence in attention, too. Keys and values reach all
 queries in one of three ways. The table counts the elements that a rank sends in one attention, and
-those of k and v that it holds. Per token (b sequences of s), q has h elements, k and v h_kv each:
+those of k and v that it keeps for backward. With b sequences of s tokens, q has b s h elements,
+and k and v have b s h_kv each:
 
-                 forward                       backward                      held
+                 forward                       backward                      kept
     all-gather   2 (P-1)/P b s h_kv            2 (P-1)/P b s h_kv            2 b s h_kv
-    ring         2 (P-1)/P b s h_kv            4 (P-1)/P b s h_kv            6 b s h_kv / P
+    ring         2 (P-1)/P b s h_kv            4 (P-1)/P b s h_kv            2 b s h_kv / P
     Ulysses      2 (P-1)/P b s (h + h_kv)/P    2 (P-1)/P b s (h + h_kv)/P    2 b s h_kv / P
 
-For Ulysses h_kv counts at least P heads. The other methods send gradients in fp32 or wider. Shapes
-below have T for s, B for b, D for h, H for the a heads of q, KV for those of k, K for their width.
+While it computes, the ring holds 6 b s h_kv / P. For Ulysses, h_kv is at least one head per rank.
+The other two send gradients in fp32 or wider. In shapes, T, B and D are s, b and h; q has H heads
+(a in formulas), k and v have KV, and each head has width K.
 
-A rank holds   1/P of other activations; without context parallelism, bytes per layer in 16 bits:
+A rank holds   bytes per layer in 16 bits; with context parallelism 1/P of them, except for k and v:
                    tensor parallelism           s b h (10 + 24/t + 5 a s / (h t))
                    and sequence parallelism     s b h (34/t + 5 a s / (h t))
                    and selective recomputation  s b h (34/t)
@@ -29,8 +31,8 @@ It sends       with sequence parallelism 10 b s h (t-1)/t elements a layer: tens
                and 2 because a rank keeps only its part of each input, which backward gathers again;
                also, once per step, the gradients of norms and biases
 Overlap        only the ring computes while it sends; see tensor_parallel.py on sequence parallelism
-PyTorch's      SequenceParallel splits DTensors, and context_parallel() patches
-               scaled_dot_product_attention(). Here attention is a function, and always causal
+PyTorch's      SequenceParallel runs norms and dropouts on DTensors, and context_parallel() patches
+               scaled_dot_product_attention(). Here the model calls one of three functions instead
 
 Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022. Llama
 Team, "The Llama 3 Herd of Models", 2024. Liu et al., "Ring Attention with Blockwise Transformers
@@ -58,17 +60,17 @@ from tensor_parallel import attention
 
 
 def sequence_parallel_mlp(x, norm, up, down, group=None):
-    """Return x + MLP(norm(x)) for this rank's tokens x, (T/P, B, D), in a group of P = t ranks.
+    """Return x + MLP(norm(x)) for this rank's tokens x, (T/t, B, D), in a group of t ranks.
 
-    up: (F/P, D) and down: (D, F/P), this rank's columns and rows of the two weights.
+    up: (F/t, D) and down: (D, F/t), this rank's parts of the weights of an MLP of width F.
     norm: its gradients cover this rank's tokens only, and must still be summed over the group.
 
     Autograd keeps `whole`; the layers of tensor_parallel.py keep norm(x) and gather it again.
     """
     whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter
-    hidden = F.gelu(F.linear(whole, up), approximate="tanh")  # (T, B, F/P)
+    hidden = F.gelu(F.linear(whole, up), approximate="tanh")  # (T, B, F/t)
     partial_sum = F.linear(hidden, down)  # (T, B, D)
-    return x + reduce_scatter_to_group(partial_sum, 0, group)  # (T/P, B, D); backward: all-gather
+    return x + reduce_scatter_to_group(partial_sum, 0, group)  # (T/t, B, D); backward: all-gather
 
 
 # ---- context parallelism: the idea ---------------------------------------------------------------
@@ -129,18 +131,18 @@ def _check_chunks(seq_len, cp):
 
 
 class AttentionBlock(NamedTuple):
-    """Some queries and keys. Each query sees all the keys; if causal, query i sees keys 0 to i."""
+    """A slice of the queries attends to a slice of the keys: to all of them, unless causal."""
 
     queries: slice
     keys: slice
-    causal: bool
+    causal: bool  # whether query i of its slice sees only keys 0 to i of theirs
 
 
 def ring_block(rank, source, length):
-    """Return the block of the queries of `rank` and the keys of `source` that the mask leaves.
+    """Return the block of `rank`'s queries and `source`'s keys that the mask does not hide.
 
-    length: T/P. Of the pairs of a query and another rank's key, half are seen, so in each step all
-    ranks do equal work. P = 4, rank 1 with chunks 1 and 6; x: seen, c: seen causally, .: hidden
+    length: T/P. Half of the pairs of a query and another rank's key are visible, so all ranks do
+    equal work in each step. For P = 4 and rank 1, which has chunks 1 and 6 (x: visible, c: causal):
 
         source      1 (itself)     0 (before)     2 (after)      3 (after)
         keys        1   6          0   7          2   5          3   4
@@ -157,8 +159,8 @@ def ring_block(rank, source, length):
 
 
 def gathered_blocks(rank, world_size, length):
-    """Yield, for each chunk of a rank's queries, the block of earlier keys and that of its own."""
-    size = length // 2  # of a chunk; length: T/P
+    """Yield each chunk of a rank's queries with all earlier keys, then with its own keys."""
+    size = length // 2  # of a chunk; length is T/P
     for i, chunk in enumerate((rank, 2 * world_size - 1 - rank)):
         queries = slice(i * size, (i + 1) * size)
         start = chunk * size
@@ -174,7 +176,7 @@ def _by_position(parts, dim):
 
 
 def _by_rank(whole, world_size, dim):
-    """Undo _by_position(): cut the sequence into chunks (P, 2, ...), the two of each rank."""
+    """Cut a sequence into chunks (P, 2, ...), two for each rank: the inverse of _by_position()."""
     chunks = whole.chunk(2 * world_size, dim)
     pairs = zip(chunks[:world_size], reversed(chunks))
     return torch.stack([chunk for pair in pairs for chunk in pair]).unflatten(0, (world_size, 2))
@@ -182,23 +184,23 @@ def _by_rank(whole, world_size, dim):
 
 # ---- context parallelism: attention, block by block ----------------------------------------------
 #
-# lse is the logarithm of the sum of exp(score) over the keys that a query has seen. Given lse,
-# outputs over different keys can be merged, and no exp() overflows:
+# lse is the log of the sum of exp(score) over the keys that a query has seen. The kernels (below)
+# return it. Given lse, outputs over different keys can be merged, and no exp() overflows:
 #
 #     lse    = log(exp(lse_1) + exp(lse_2))
 #     output = exp(lse_1 - lse) output_1 + exp(lse_2 - lse) output_2
 
 
 def _attend(block, q, k, v, output, lse):
-    """Merge the attention in a block into output (B, H, T, K) and lse (B, H, T), in place."""
+    """Merge the attention in a block into output (B, H, T/P, K) and lse (B, H, T/P), in place."""
     queries, keys, causal = block
     part, part_lse = block_attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], causal)
     output = output[:, :, queries]
     lse = lse[:, :, queries]
-    total = torch.logaddexp(lse, part_lse)
-    output.mul_((lse - total).exp_().unsqueeze(-1))
-    output.add_(part * (part_lse - total).exp_().unsqueeze(-1))
-    lse.copy_(total)
+    merged = torch.logaddexp(lse, part_lse)
+    output.mul_((lse - merged).exp_().unsqueeze(-1))
+    output.add_(part * (part_lse - merged).exp_().unsqueeze(-1))
+    lse.copy_(merged)
 
 
 def _attend_backward(block, grad_output, q, k, v, output, lse, grad_q, grad_k, grad_v):
@@ -226,10 +228,10 @@ def _zeros(x, shape):
 
 
 class _AllGatherAttention(torch.autograd.Function):
-    """forward: all-gather k and v; attend. backward: compute all gradients; reduce-scatter them.
+    """forward: all-gather k and v, then attend. backward: reduce-scatter the gradients of k and v.
 
-    The collectives are part of this Function because the gradients must be summed in fp32: between
-    two Functions autograd would round them to the dtype of k and v.
+    The collectives are part of this Function so that the gradients are summed in fp32. Between two
+    Functions autograd would cast them to the dtype of k and v.
     """
 
     @staticmethod
@@ -257,9 +259,9 @@ class _AllGatherAttention(torch.autograd.Function):
         for block in ctx.blocks:
             _attend_backward(block, grad_output, q, *whole, output, lse, grad_q, *grad_whole)
         parts = _by_rank(grad_whole, world_size, 3)  # (P, chunks, 2, B, KV, T/2P, K)
-        own = parts.new_empty(parts.shape[1:])
-        reduce_scatter_single(own, parts, group=ctx.group)
-        grad_k, grad_v = own.movedim(0, 3).flatten(3, 4).to(whole.dtype)  # (B, KV, T/P, K) each
+        summed = parts.new_empty(parts.shape[1:])
+        reduce_scatter_single(summed, parts, group=ctx.group)
+        grad_k, grad_v = summed.movedim(0, 3).flatten(3, 4).to(whole.dtype)  # (B, KV, T/P, K) each
         return grad_q.to(q.dtype), grad_k, grad_v, None
 
 
@@ -280,7 +282,8 @@ def _visitors(k, v, group):
         visit    0     1     2     3     4      P = 4: the source whose k and v visit rank r
         source   r    r-1   r-2   r-3    r
 
-    While the caller computes with k and v, they travel to the next rank.
+    While the caller computes with k and v, they travel to the next rank. The last visit, which only
+    backward needs, returns to the rank's own k and v, and sends nothing.
     """
     rank, world_size = rank_and_size(group)
     visiting = torch.stack([k, v])
@@ -295,7 +298,7 @@ def _visitors(k, v, group):
 
 
 def _send_on(tensor, buffer, group):
-    """Start to send the tensor to the next rank and to receive the previous rank's in `buffer`."""
+    """Start sending `tensor` to the next rank and receiving the previous rank's into `buffer`."""
     rank, world_size = rank_and_size(group)
     sends = [(tensor, (rank + 1) % world_size)]
     return exchange(sends, [(buffer, (rank - 1) % world_size)], group, async_op=True)
@@ -304,8 +307,8 @@ def _send_on(tensor, buffer, group):
 class _RingAttention(torch.autograd.Function):
     """forward: attend in visits 0 to P-1. backward: compute gradients in visits 1 to P.
 
-    The gradients of a rank's k and v travel around the ring one step behind them: each rank adds
-    its part and sends the sum on. The owner computes its own part while the last sum arrives.
+    The gradients of k and v travel around the ring one step behind k and v. Each rank adds its part
+    and sends the sum on. The owner of k and v computes its own part while the last sum arrives.
     """
 
     @staticmethod
@@ -341,10 +344,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def ring_attention(q, k, v, group=None):
-    """Causal attention of local queries to keys and values that go round the ring in P-1 steps.
-
-    Shapes and errors are those of allgather_attention().
-    """
+    """Do the same as allgather_attention(), but pass k and v around the ring, in P-1 steps."""
     q, k, v = _checked(q, k, v, group)
     return _RingAttention.apply(q, k, v, group)
 
@@ -354,7 +354,7 @@ def ulysses_attention(q, k, v, group=None):
 
     The first all-to-all turns T/P positions of all heads into all positions of 1/P of the heads;
     the second one turns the result back. P must divide H, and either P divides KV or KV divides P;
-    if KV < P, each head of k and v goes to P / KV ranks. The rest is as in allgather_attention().
+    if KV < P, each head of k and v goes to P / KV ranks. For the rest, see allgather_attention().
     """
     q, k, v = _checked(q, k, v, group)
     _, world_size = rank_and_size(group)
@@ -363,19 +363,19 @@ def ulysses_attention(q, k, v, group=None):
         raise ValueError(f"{heads=} and {kv_heads=} cannot be dealt out to cp={world_size} ranks")
     if kv_heads < world_size:
         k, v = (x.repeat_interleave(world_size // kv_heads, 1) for x in (k, v))
-    # each rank gets n = (H + 2 KV)/P heads of q, k and v together; KV is now at least P
+    # Each rank gets n = (H + 2 KV)/P heads of q, k and v together. KV is now at least P.
     parts = torch.cat([x.unflatten(1, (world_size, -1)) for x in (q, k, v)], 2)  # (B, P, n, T/P, K)
     parts = parts.unflatten(3, (2, -1)).permute(1, 3, 0, 2, 4, 5)  # (P, 2, B, n, T/2P, K)
     parts = all_to_all_in_group(parts.contiguous(), group=group)
     whole = _by_position(parts, 2)  # (B, n, T, K)
-    own = whole.split([x.shape[1] // world_size for x in (q, k, v)], 1)
-    y = attention(*own)  # (B, H/P, T, K)
+    qkv = whole.split([x.shape[1] // world_size for x in (q, k, v)], 1)
+    y = attention(*qkv)  # (B, H/P, T, K)
     y = all_to_all_in_group(_by_rank(y, world_size, 2), group=group)  # (P, 2, B, H/P, T/2P, K)
     return y.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).flatten(1, 2)  # (B, H, T/P, K)
 
 
 def _checked(q, k, v, group):
-    """Return q, k and v contiguous and as autocast casts them, or raise ValueError."""
+    """Return q, k and v, contiguous and cast by autocast; raise ValueError if they do not match."""
     q, k, v = (autocasted(x).contiguous() for x in (q, k, v))
     B, H, length, K = q.shape
     fits = k.shape == v.shape == (B, k.shape[1], length, K) and q.dtype == k.dtype == v.dtype
@@ -425,9 +425,9 @@ def recompute(function, *inputs):
     if not any(x.requires_grad for x in inputs):
         raise ValueError("no input of recompute() requires a gradient")
 
-    def run(*inputs):
+    def run(*inputs):  # checkpoint() enables gradients only in the second run
         output = function(*inputs)
-        return _Hollow.apply(output) if torch.is_grad_enabled() else output  # on in the second run
+        return _Hollow.apply(output) if torch.is_grad_enabled() else output
 
     return checkpoint(run, *inputs, use_reentrant=True)
 
@@ -445,7 +445,7 @@ class _Hollow(torch.autograd.Function):
 
 
 def dropout(x, p, training=True):
-    """Apply dropout with a mask of bytes. On CPUs the mask of F.dropout() would have x's dtype."""
+    """Apply dropout with a mask of bytes. On a CPU, F.dropout() keeps a mask in x's dtype."""
     if not training or p == 0:
         return x
     return torch.native_dropout(x, p, True)[0]
@@ -466,11 +466,11 @@ def activation_bytes(
     split = tp if sequence_parallel else 1
     if recompute == "full":
         return itemsize * sbh / split
-    # All per element of sbh. Bytes: inputs of 2 norms and of 2 column-parallel layers, and 2 masks.
+    # Bytes, in units of sbh: the inputs of 2 norms and of 2 column-parallel layers, and 2 masks.
     outside = 4 * itemsize + 2 * masks
-    # Elements: q and the result of attention; k and v; the MLP's width before and after GeLU.
+    # Elements, in units of sbh: q and attention's output; k and v; the input and output of GeLU.
     inside = 2 + 2 * (kv_heads or heads) / heads + 2 * (4 if ffn is None else ffn / hidden)
-    # Bytes: scores before and after softmax, and after dropout, with the mask of that dropout.
+    # Bytes, in units of sbh: softmax's output, and the output and the mask of the dropout after it.
     scores = (2 * itemsize + 1) * heads * seq_len / hidden if recompute == "none" else 0
     return sbh * (outside / split + (itemsize * inside + scores) / tp)
 
@@ -485,7 +485,7 @@ aten = torch.ops.aten
 
 
 def block_attention(q, k, v, causal):
-    """Return the attention of q to k and v, (B, H, T, K), and its lse, (B, H, T)."""
+    """Return the attention of q to k and v, shaped like q, and its lse, shaped like q[..., 0]."""
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     if q.dtype in (torch.float16, torch.bfloat16):
@@ -506,7 +506,7 @@ def block_attention_backward(grad_output, q, k, v, output, lse, causal):
         tensors = (grad_output, q, k, v, output, lse.contiguous(), None, None)
         return kernel(*tensors, q.shape[2], k.shape[2], 0.0, causal, seed, seed)
     kernel = aten._scaled_dot_product_efficient_attention_backward
-    padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
+    padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # exp(score - inf) is 0
     tensors = (grad_output, q, _repeated(k, q), _repeated(v, q), None, output, padded, seed, seed)
     grad_q, *grads, _ = kernel(*tensors, 0.0, (True, True, True, False), causal)
     return grad_q, *[grad.unflatten(1, (k.shape[1], -1)).sum(2) for grad in grads]
@@ -527,11 +527,11 @@ def _demonstrate():
     whole = [torch.randn(B, heads, T, K, dtype=torch.float64) for heads in (H, KV, KV)]
     expected = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
     positions = context_positions(T)
-    own = [x[:, :, positions].requires_grad_() for x in whole]
+    local = [x[:, :, positions].requires_grad_() for x in whole]
     methods = (allgather_attention, ring_attention, ulysses_attention)
     for name, method in zip(("allgather", "ring", "ulysses"), methods):
         with count_bytes() as traffic:
-            y = method(*own)
+            y = method(*local)
             forward = traffic.bytes()
             y.sum().backward()
         claimed = context_parallel_bytes(name, B, T, H, KV, K, cp, 8, 8)
