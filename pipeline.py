@@ -5,24 +5,24 @@ stages work side by side, and the only idle time left is while the pipeline fill
 idle time is called the bubble. Here are p = 3 stages and m = 5 microbatches; a forward (F) takes
 one slot of time, a backward (B) takes two, and dots are idle slots:
 
-    GPipe: all forward, then all backward          1F1B: a backward as soon as there is one to do
+    GPipe: all forward, then all backward          1F1B: one forward, one backward, in turn
     F0F1F2F3F4............B0B0B1B1B2B2B3B3B4B4     F0F1F2........B0B0F3B1B1F4B2B2..B3B3..B4B4
     ..F0F1F2F3F4......B0B0B1B1B2B2B3B3B4B4....     ..F0F1....B0B0F2B1B1F3B2B2F4B3B3..B4B4....
     ....F0F1F2F3F4B0B0B1B1B2B2B3B3B4B4........     ....F0B0B0F1B1B1F2B2B2F3B3B3F4B4B4........
 
-The bubble is the same. If F and B also name the times, it is (p-1)(F+B) on every rank: (p-1)/m of
-the ideal time m(F+B), or (p-1)/(m+p-1) of the whole step. What 1F1B saves is memory: a stage holds
-the activations of at most min(m, p - stage) microbatches, here 3, 2 and 1; GPipe holds all m = 5.
+The bubble is the same. If a forward takes F and a backward B, it is (p-1)(F+B) on every rank. This
+is (p-1)/m of the ideal time m(F+B), or (p-1)/(m+p-1) of the whole step. 1F1B saves memory: a stage
+holds activations of at most min(m, p - stage) microbatches, here 3, 2 and 1; GPipe holds all m = 5.
 
 A backward has two halves. Other stages wait only for the gradient of a stage's input (I). The
-gradient of its weights (W), about half of the work, can be computed later, in slots that would be
-idle. Other schedules cut a rank's layers into chunks, or let microbatches enter from both ends.
+gradient of its weights (W), about half of the work, can fill slots that would be idle, as in the
+zero-bubble schedules. Others cut a rank's layers into chunks, or fill the pipeline from two ends.
 
 Microbatches do not change the result of layers that treat each sample by itself, such as attention
 and LayerNorm. BatchNorm would use the mean and variance of a microbatch instead of the batch's.
 
-A schedule is data: a list of actions per rank, and the routes that microbatches take. One simulator
-times it, checks it, and derives one global order of messages; one executor runs it.
+A schedule is data: a list of actions (F, B, I, W) per rank, and the routes of the microbatches. One
+simulator times it, checks it, and derives one global order of messages; one executor runs it.
 
 A rank holds   the parameters of its stages; the activations of every microbatch whose forward is
                done and whose backward is not
@@ -31,10 +31,10 @@ It sends       per microbatch and boundary between stages, the activations forwa
 Overlap        messages travel while ranks compute. Receives are posted ahead of time, and a send
                is waited for only once num_stages later ones are posted. If messages are short, a
                rank waits only in its schedule's bubble
-PyTorch's      in torch.distributed.pipelining each schedule is a class. Its stages exchange shapes
-               in the first step. It halves any module's backward by walking the graph twice; here
-               the layers know what to defer. It divides gradients by the number of microbatches;
-               here loss_fn returns a microbatch's share. Its pipeline() also splits a model
+PyTorch's      in torch.distributed.pipelining each schedule is a class. By default, stages exchange
+               shapes in the first step, and gradients are divided by the number of microbatches;
+               here loss_fn returns a microbatch's share. To halve a backward it walks the graph
+               twice; here the layers know what to defer. Its pipeline() also splits a model
 
 Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019 and "Memory-Efficient
 Pipeline-Parallel DNN Training", 2021 (PipeDream-flush, called 1F1B here and in Megatron-LM).
@@ -42,7 +42,7 @@ Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters
 (interleaved). Qi et al., "Zero Bubble Pipeline Parallelism", 2024, and "Pipeline Parallelism with
 Controllable Memory", 2024 (ZB-V). DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe).
 
-    torchrun --nproc-per-node 4 pipeline.py           bubble, peak, bytes: claimed and counted
+    torchrun --nproc-per-node 4 pipeline.py           print claimed and counted costs
     python pipeline.py --schedule zb-h2 --stages 4 --microbatches 8       draw a schedule
     python pipeline.py --stages 4 --microbatches 8                        compare all schedules
 """
@@ -68,9 +68,9 @@ from collectives import autocasted, count_bytes, exchange, gather_objects, rank_
 def gpipe_step(stage, inputs, targets, loss_fn, group=None):
     """One step of GPipe: all microbatches go forward, then their gradients come back.
 
-    inputs, targets: lists of microbatches, given to every rank. A stage's output has the shape and
-    the floating-point dtype of its input. Gradients accumulate in the parameters. Returns the
-    losses of the microbatches on the last rank, and None on the others.
+    inputs, targets: lists of microbatches, given to every rank. A stage's output must have the
+    shape and the floating-point dtype of its input. Gradients accumulate in the parameters. Returns
+    the losses of the microbatches on the last rank, and None on the others.
     """
     rank, world_size = rank_and_size(group)
     last = world_size - 1
@@ -100,7 +100,7 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
 
 
 class Action(NamedTuple):
-    """One step of a schedule: what a rank does with one microbatch in one chunk of its layers.
+    """One item of a schedule: what a rank does with one microbatch in one chunk of its layers.
 
     kind: "F" is a forward and "B" a backward. "I" and "W" are the halves of a backward: the
     gradient of the input, and that of the weights.
@@ -115,7 +115,7 @@ class Transfer(NamedTuple):
     """A tensor that an action on rank `source` makes and an action on rank `destination` needs.
 
     action: the F that makes this output, or the B that makes this gradient. If the schedule has I
-    and W in place of B, the I makes the gradient, and the action is still named B.
+    and W in place of B, the I makes the gradient, and the Transfer still names a B.
     """
 
     action: Action
@@ -126,8 +126,8 @@ class Transfer(NamedTuple):
 class Schedule(list):
     """A list of actions per rank, and the routes of microbatches through (rank, chunk) places.
 
-    routes: each lists the places of a forward in order. The default is one route, through chunk 0
-        of every rank. If there are two, the first takes the first half of the microbatches.
+    routes: each lists the places that a forward visits, in order. The default is one route, through
+        chunk 0 of every rank. If there are two, the first half of the microbatches take the first.
     needed, made: {(action, rank): Transfer}, what an action needs before it begins and what it
         makes. A W has neither. Where a route begins, F needs nothing and B makes nothing; where it
         ends, F makes nothing and B needs nothing.
@@ -153,7 +153,7 @@ class Schedule(list):
         return self.routes[microbatch * len(self.routes) // self.num_microbatches]
 
     def _link(self, kinds, microbatch, places):
-        """Enter the transfers from place to place. A backward's are the same for B and I."""
+        """Record the transfers between successive places. A B and an I have the same ones."""
         for (source, chunk), (destination, next_chunk) in zip(places, places[1:]):
             transfer = Transfer(Action(kinds[0], microbatch, chunk), source, destination)
             for kind in kinds:
@@ -212,7 +212,7 @@ def gpipe(num_stages, num_microbatches):
 def one_f_one_b(num_stages, num_microbatches):
     """Warm up with one forward per later stage, alternate forward and backward, then cool down.
 
-        rank 0   F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5        p = 4, m = 6: the orders, not the times
+        rank 0   F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5        p = 4, m = 6, without idle slots
         rank 1   F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5
         rank 2   F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5
         rank 3   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
@@ -220,7 +220,7 @@ def one_f_one_b(num_stages, num_microbatches):
     Peak activations: min(m, p - stage).
     """
     p, m = num_stages, num_microbatches
-    # "FB" * m has more Fs than are left. Once they run out, "FB" acts as "B": the cooldown.
+    # The Fs run out before "FB" * m ends. From there on "FB" acts as "B": the cooldown.
     return _schedule(p, m, lambda rank: "F" * (p - rank - 1) + "FB" * m)
 
 
@@ -273,8 +273,8 @@ def zb_h2(num_stages, num_microbatches):
         rank 1   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
     Idle time of a rank between its first and last action: (p-1)(F+B-3W), for m >= 2p-1, W <= F and
-    W <= I. A rank can begin its next step at once, unless all ranks wait for each other in between,
-    say for the gradients' norm; the paper checks it afterwards. Peak activations: min(m, 2p-1).
+    W <= I. A rank can begin its next step at once, unless it must first hear from all ranks, say
+    for the gradients' norm; the paper checks this after the update. Peak activations: min(m, 2p-1).
     """
     p, m = num_stages, num_microbatches
     return _schedule(p, m, lambda r: "F" * (2 * (p - r) - 1) + "IF" * (2 * r) + "IWF" * m)
@@ -307,7 +307,7 @@ def zb_v(num_stages, num_microbatches):
 def forward_only(num_stages, num_microbatches, route=None):
     """Evaluation: only the forwards, along one route. No graph is kept."""
     route = route or [(rank, 0) for rank in range(num_stages)]
-    # at time i + place, microbatch i is at this place of the route
+    # microbatch i is at route[place] at time i + place
     turns = [(i + place, place, i) for i in range(num_microbatches) for place in range(len(route))]
     schedule = [[] for _ in range(num_stages)]
     for _, place, microbatch in sorted(turns):
@@ -339,7 +339,7 @@ def dualpipe(num_stages, num_microbatches):
 
 
 def _dualpipe_letters(rank, p, per_end):
-    """Spell DeepSeek's eight steps of a rank. Capitals: microbatches from the nearer end."""
+    """Spell the eight steps of DeepSeek's schedule. Capitals: microbatches from the nearer end."""
     depth = min(rank, p - 1 - rank)  # the number of ranks between this one and the nearer end
     inner = p // 2 - 1 - depth  # the number of ranks between this one and the middle
     backwards = "bB" * (depth + 1)
@@ -348,15 +348,15 @@ def _dualpipe_letters(rank, p, per_end):
     deferred = (halved + "I" * inner).replace("i", "w").replace("I", "W")  # a W per I, in order
     letters = (
         "F" * (2 * inner)  # step 1: fill the ranks up to the middle
-        + "Ff" * (depth + 1)  # step 2: what entered at the other end has arrived, too
-        + "iwf" * inner  # step 3: halved, so that the other end gets its gradient sooner
+        + "Ff" * (depth + 1)  # step 2: microbatches from the other end arrive, too
+        + "iwf" * inner  # step 3: halved, because the other end waits for the I only
         + "FbfB" * (per_end - p + depth + 1)  # step 4, the main one: forwards beside backwards
         + "bfB" * inner  # step 5: all forwards from the nearer end are done
         + (full + halved)  # step 6: all forwards are done; the second half defers its Ws
         + "".join(weight + "I" for weight in deferred[:inner])  # step 7: W while a gradient arrives
-        + deferred[inner:]  # step 8
+        + deferred[inner:]  # step 8: the Ws that are left
     )
-    return letters if rank < p // 2 else letters.swapcase()
+    return letters if rank < p // 2 else letters.swapcase()  # capitals act on chunk 0
 
 
 # ---- simulator -----------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     start, end = [{} for _ in schedule], [{} for _ in schedule]
     remaining = [deque(actions) for actions in schedule]
     free = [0.0] * len(schedule)  # per rank, the end of its latest action
-    arrived = {None: 0.0}  # {Transfer: time}; None: an action that needs no Transfer can start
+    arrived = {None: 0.0}  # {Transfer: time}; None stands for no Transfer needed
     progress = True
     while progress:
         progress = False
@@ -402,7 +402,7 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     if any(remaining):
         stuck = [(rank, actions[0]) for rank, actions in enumerate(remaining) if actions]
         where = ", ".join(f"rank {rank} at {a.kind}{a.microbatch}" for rank, a in stuck)
-        raise ValueError(f"the schedule cannot finish: {where} waiting for what never comes")
+        raise ValueError(f"the schedule cannot finish: {where} waiting for missing inputs")
     work = [sum(duration[action.kind] for action in actions) for actions in schedule]
     bubble = [max(free) - busy for busy in work]
     idle = [last - min(begun.values()) - busy for last, begun, busy in zip(free, start, work)]
@@ -414,17 +414,17 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
 
 
 def _check_actions(schedule):
-    """Raise ValueError unless each place of each route does FB or FIW, or all places do only F."""
+    """Raise ValueError unless microbatches do FB or FIW at each place of their route, or only F."""
     kinds = defaultdict(str)
     for rank, actions in enumerate(schedule):
         for kind, microbatch, chunk in actions:
             kinds[rank, microbatch, chunk] += kind
-    allowed = ("F",) if all(found == "F" for found in kinds.values()) else ("FB", "FIW")
+    allowed = ("F",) if set(kinds.values()) == {"F"} else ("FB", "FIW")
     for microbatch in range(schedule.num_microbatches):
         for rank, chunk in schedule.route(microbatch):
-            if (found := kinds.pop((rank, microbatch, chunk), "")) not in allowed:
+            if (performed := kinds.pop((rank, microbatch, chunk), "")) not in allowed:
                 where = f"rank {rank}, {microbatch=}, {chunk=}"
-                raise ValueError(f"{where}: {found!r} is none of {allowed}")
+                raise ValueError(f"{where}: {performed!r} is none of {allowed}")
     if kinds:
         raise ValueError(f"(rank, microbatch, chunk) on no route: {list(kinds)}")
 
@@ -446,16 +446,16 @@ def draw(schedule):
 
 # ---- the program of a rank -----------------------------------------------------------------------
 #
-# Transfers have one global order, and each rank posts its own in this order: a receive as soon as
-# all earlier ones of the rank are posted, a send once its tensor has been made, too. Then no rank
-# waits forever, whether sends are buffered (gloo) or meet their receives in the order of posting
-# (NCCL). Proof: take the first transfer that is not done. All earlier ones are done, so its receive
-# is posted. It arrives after the inputs of all actions that its sender performs before sending it.
-# So these inputs are earlier transfers, the tensor has been made, and its send is posted.
+# Transfers have one global order, and each rank posts its own in this order. It posts a receive as
+# soon as its earlier transfers are posted; for a send, the tensor must also have been made. Then no
+# rank waits forever, whether sends are buffered (gloo) or meet their receives in the order of
+# posting (NCCL). Proof: take the first transfer that is not done. All earlier ones are done, so its
+# receive is posted. In the simulation, all that its sender needed to make the tensor arrived before
+# the tensor did. So these inputs are earlier transfers, the tensor is made, and its send is posted.
 #
 # The order is that of arrival in a simulation in which messages take a little time. If they took no
-# time, a send and a receive could tie, and the send could come first. The receive would then be
-# posted only once the send's tensor has been made, one action late, and its sender would wait.
+# time, a send and a receive of one rank could tie. If the send came first, the receive would be
+# posted one action late, after the send's tensor is made, and the receive's peer would wait.
 
 SHORT = 1 / 128  # a message's time in that simulation, where a forward takes 1
 
@@ -503,12 +503,12 @@ def program(schedule, rank):
 
 
 class WeightGradStore:
-    """Collects the products that give weights' gradients, which layers defer from I to W.
+    """Collects the matrix products that layers defer from I to W: their weights' gradients.
 
     The store is open during an I. A layer may then call put(parameter, product) and skip the
     parameter's gradient, which product() returns later. While `adds` is true, a layer may add a
-    weight's gradient to .grad itself, which saves autograd a pass over it. `adds` is false in the
-    action that completes a stage's gradients, so that autograd runs the hooks that reduce them.
+    weight's gradient to .grad itself, which saves a pass over the gradient. `adds` is false in an
+    action that starts to reduce gradients over replicas, so that autograd runs the hooks for it.
     """
 
     products = None
@@ -523,7 +523,7 @@ class WeightGradStore:
 
     @contextmanager
     def during(self, products=None, adds=False):
-        """Open the store with a list to which put() appends; None keeps the store closed."""
+        """Set `adds`, and open the store with a list for put(). None keeps the store closed."""
         self.products, self.adds = products, adds
         try:
             yield
@@ -543,12 +543,12 @@ class DeferredLinear(nn.Linear):
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """Compute y = x W^T + b. Backward: dx = dy W, db = the sum of dy; dW = dy^T x, now or in W."""
+    """Compute y = x W^T + b. Backward: dx = dy W, db = sum of dy; dW = dy^T x, now or deferred."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, defer):
         ctx.save_for_backward(x, weight)
-        ctx.parameter = weight  # under a checkpoint, the saved one is a detached copy
+        ctx.parameter = weight  # saved_tensors has a detached copy under a checkpoint
         ctx.defer = defer
         return nn.functional.linear(x, weight, bias)
 
@@ -574,7 +574,7 @@ def _add_products(products):
     sums = {}
     while products:  # each product is removed from the list, so that its activations are freed
         parameter, product = products.pop(0)
-        dtype = parameter.grad_dtype if parameter.is_leaf else None  # fp32, say, for a bf16 weight
+        dtype = parameter.grad_dtype if parameter.is_leaf else None  # may be fp32 for a bf16 weight
         gradient = product().to(dtype or parameter.dtype)
         sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
         uses[parameter] -= 1
@@ -609,14 +609,14 @@ class Pipeline:
         loss of a step is the sum of the shares. It is called where a route ends.
     shape, dtype, device: those of every stage's output for one microbatch, except the last stage's.
         dtype and device default to PyTorch's default dtype and device.
-    defer: the WeightGradStore in which layers of the stages defer products.
-    sync_each: reduce gradients over replicas per microbatch, as ZeRO-2 and ZeRO-3 do, not per step.
+    defer: the WeightGradStore to which layers of the stages defer products.
+    sync_each: reduce gradients over replicas after each microbatch, as ZeRO-2 and ZeRO-3 do.
 
-    To keep only its inputs and run again in backward, as in GPipe, a stage can call its layers with
-    torch.utils.checkpoint. With two routes (DualPipe) each has a replica: see sum_replicas().
+    A stage may call its layers through torch.utils.checkpoint to keep only its inputs and recompute
+    the rest, as GPipe does. DualPipe's two routes have a replica each: see sum_replicas().
 
-    Collective. Raises ValueError on all ranks if their schedules differ or do not fit the group; on
-    a rank that does not have one stage per chunk, or has one in PyTorch's DistributedDataParallel.
+    Collective. Raises ValueError on all ranks if their schedules differ or do not fit the group,
+    and on a single rank if it does not have one stage per chunk or uses PyTorch's own DDP.
     """
 
     def __init__(
@@ -632,10 +632,10 @@ class Pipeline:
         dtype = dtype or torch.get_default_dtype()
         self.like = {"size": torch.Size(shape), "dtype": dtype, "device": device}
         self.program = list(program(schedule, self.rank))
-        # {stage: the action that completes its gradients}, as later actions replace earlier ones
+        # {stage: the action that completes its gradients}: later actions replace earlier ones
         backwards = [action for action in schedule[self.rank] if action.kind != "F"]
         self.last_backward = {self.stages[action.chunk]: action for action in backwards}
-        self.training = bool(backwards)  # false in an evaluation, forward_only()
+        self.training = bool(backwards)  # false for forward_only()
         # the chunks of this rank where routes begin, and where they end
         self.first_chunks = {chunk for (rank, chunk), *_ in schedule.routes if rank == self.rank}
         self.last_chunks = {chunk for *_, (rank, chunk) in schedule.routes if rank == self.rank}
@@ -644,23 +644,23 @@ class Pipeline:
     def step(self, inputs=None, targets=None, *loss_arguments):
         """Run the schedule once, and accumulate gradients in the parameters.
 
-        inputs, targets: (B, ...), cut along B into microbatches; inputs are needed on ranks where
-        routes begin, targets where they end. loss_arguments: passed to loss_fn.
+        inputs, targets: whole batches, cut along dimension 0 into microbatches. Ranks where routes
+        begin need the inputs, and ranks where they end the targets. loss_arguments: for loss_fn.
 
         Returns the loss of the route that ends on this rank, detached, or None if none does. Raises
-        ValueError if the number of microbatches does not divide B, or if a stage's output has
-        another shape or dtype than declared; RuntimeError if an earlier step() failed midway.
+        ValueError if a batch is missing or not divisible into microbatches, or if a stage's output
+        is not of the declared shape and dtype; RuntimeError if an earlier step() failed midway.
         """
         _check_batches(self, inputs, targets)
         if self.step_is_pending:
-            raise RuntimeError("an earlier step() failed: its messages are still under way")
+            raise RuntimeError("an earlier step() failed: its messages are still pending")
         self.inputs = () if inputs is None else inputs.chunk(self.schedule.num_microbatches)
         self.targets = () if targets is None else targets.chunk(self.schedule.num_microbatches)
         self.loss, self.loss_arguments = None, loss_arguments
-        # the keys of both are (microbatch, chunk), which is action[1:]
-        self.saved = {}  # from F to B or I: (input, edge of the output in the graph)
-        self.deferred = defaultdict(list)  # from I to W: the deferred products
-        tensors = {}  # {Transfer: what an action has made, or the buffer in which it arrives}
+        # saved and deferred have the keys action[1:], which is (microbatch, chunk)
+        self.saved = {}  # from F to B or I: (input, GradientEdge of the output)
+        self.deferred = defaultdict(list)  # from I to W: [(parameter, product)]
+        tensors = {}  # {Transfer: the tensor that an action made, or the buffer that receives it}
         messages = {}  # {Transfer: its message, until it is waited for}
         self.step_is_pending = len(self.schedule) > 1
         post = partial(exchange, group=self.group, async_op=True)
@@ -683,7 +683,7 @@ class Pipeline:
         return self.loss
 
     def perform(self, action, received):
-        """Perform an action, given the tensor it needs; return its result. Tracers may wrap it."""
+        """Perform an action on the tensor it needs; return its result. Tracers wrap this method."""
         try:
             if action.kind == "F":
                 return self._forward(action, received)
@@ -751,9 +751,9 @@ class Pipeline:
 
 
 def _check_schedule(schedule, stages, group):
-    """Raise ValueError on all ranks if their schedules differ, or on one whose stages do not fit.
+    """Raise ValueError on all ranks if schedules differ, or on a rank whose stages do not fit.
 
-    NCCL requires all ranks of a group in its first batch of messages, which this comparison sends.
+    NCCL requires all ranks of a group in its first collective. Here this is gather_objects().
     """
     rank, num_stages = rank_and_size(group)
     schedules = gather_objects((list(schedule), schedule.routes), group)
@@ -765,7 +765,7 @@ def _check_schedule(schedule, stages, group):
     if len(stages) != num_chunks:
         raise ValueError(f"rank {rank} has {len(stages)} stages for num_chunks={num_chunks}")
     if any(isinstance(stage, nn.parallel.DistributedDataParallel) for stage in stages):
-        raise ValueError("torch's DistributedDataParallel sums what later microbatches add to")
+        raise ValueError("torch's DistributedDataParallel reduces before the last microbatch")
 
 
 def _check_batches(pipeline, inputs, targets):
@@ -774,7 +774,7 @@ def _check_batches(pipeline, inputs, targets):
     for name, batch, needed in (("inputs", inputs, first), ("targets", targets, last)):
         rows = 0 if batch is None else len(batch)
         if rows % m or needed and not rows:
-            where = f"on rank {pipeline.rank}, not divisible by num_microbatches={m}"
+            where = f"on rank {pipeline.rank}, not a positive multiple of num_microbatches={m}"
             raise ValueError(f"{name} has {rows} rows {where}")
     if first and last and len(inputs) != len(targets):
         raise ValueError(f"inputs has {len(inputs)} rows, and targets {len(targets)}")
@@ -835,7 +835,7 @@ def bubble_time(
 
 
 def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2):
-    """Return the fullest rank's peak, in microbatches through all its layers of one replica."""
+    """Return the largest peak of a rank. The unit is one microbatch in 1/p of the layers."""
     p, m, v = num_stages, num_microbatches, num_chunks
     return {
         "naive": 1,
@@ -889,7 +889,7 @@ def _demonstrate():
 def figures(name, num_stages, num_microbatches):
     """Return a schedule, its timeline, and (claimed, simulated) bubble and peak; F = I = W = 1."""
     schedule = SCHEDULES[name](num_stages, num_microbatches)
-    num_parts = 2 if name in ("interleaved", "zb-v") else 1  # a rank's layers, cut into chunks
+    num_parts = 2 if name in ("interleaved", "zb-v") else 1  # chunks that share a rank's layers
     timeline = simulate(schedule, 1 / num_parts, 2 / num_parts, weight=1 / num_parts)
     bubble = max(timeline.idle if name in ("zb-h2", "zb-v") else timeline.bubble)
     bubbles = bubble_time(name, num_stages, num_microbatches), bubble
