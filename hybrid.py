@@ -776,7 +776,7 @@ def make_mesh(args, groups=None):
     for group in dict.fromkeys(mine.values()):
         nodes = [rank // args.per_node for rank in dist.get_process_group_ranks(group)]
         sizes = {nodes.count(node) for node in nodes}
-        set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if nodes differ
+        set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
         if args.collectives == "backend":
             set_backend_collectives(group)
         if not is_bound_to_gpu():  # connect now: a first batch of messages needs all ranks
