@@ -1,37 +1,37 @@
 """Train a small GPT with pipeline, data, context, tensor and expert parallelism.
 
 The processes form a grid with four axes. Each axis divides the work in its own way among the
-processes that differ in this coordinate only:
+processes whose coordinates differ on this axis only:
 
     axis          splits      sends
     pp  pipeline  layers      activations forward and gradients back, once per microbatch
     dp  data      sequences   gradients, once per step; ZeRO-2 and 3 send more often (zero.py)
-    cp  context   positions   keys and values, once per layer and microbatch
-    tp  tensor    matrices    four all-reduces of activations per layer and microbatch
+    cp  context   positions   keys, values and their gradients, once per layer and microbatch
+    tp  tensor    matrices    activations and gradients: four all-reduces per layer and microbatch
 
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
 
 tp is innermost because it communicates most: its ranks should share a node. Gradients are summed
-over dp x cp. Experts are spread over ep, which is not an axis but reuses the ranks of tp, and then
-of dp x cp: they would otherwise hold copies. Each layer sends tokens to their experts and back.
+over dp x cp. Experts are spread over ep. It is not an axis, but reuses the ranks of tp, and then of
+dp x cp, which would otherwise hold copies. Layers with experts send tokens to them and back.
 
-A rank holds   1/tp of the matrices of its stage's layers, and of their gradients and optimizer
-               state. ZeRO-1 keeps 1/(dp cp) of that state, 2 also of gradients, 3 of weights too
+A rank holds   1/tp of its layers' matrices and 1/ep of their experts. Over dp x cp, ZeRO-1 splits
+               the optimizer state, ZeRO-2 also the gradients, and ZeRO-3 also the weights
 It sends       what the table says; the other files derive the formulas and count the bytes
 Overlap        pp   activations travel while other microbatches compute
                dp   gradients are summed while the last microbatch's backward still computes
                cp   keys and values travel while attention to the previous ones computes (ring)
                tp   in backward, gradients of activations are summed while those of weights are
-                    computed; with --sp, large messages travel beside products in forward, too
+                    computed; with --sp, large messages also travel during forward's products
                ep   only shared experts compute while the host waits for the counts of tokens
-PyTorch's      DTensor over a DeviceMesh composes the same axes: a tensor knows how it is split, and
-               each operation finds out what to send. Here all tensors are plain
+PyTorch's      DTensor over a DeviceMesh combines all axes but pp. A tensor knows how it is split,
+               and an operation derives what to send. Here all tensors are plain
 
-Every layout computes what one process computes. The loss is the sum of the token losses divided by
-the *global* number of tokens, so gradients are summed and never averaged. Initial weights depend
-only on their names and the seed, batches only on their size, the step and the seed. Four things do
-depend on the layout: dropout masks, the tokens that full experts drop, the experts that
---topk-nodes rules out, and balance losses, which are computed per microbatch of all replicas.
+Every layout computes what one process does, up to rounding. The loss is the sum of the token losses
+divided by the *global* number of tokens, so gradients are summed and never averaged. Initial
+weights depend only on their names and the seed, batches only on their size, the step and the seed.
+Four things do depend on the layout: dropout masks, the tokens that full experts drop, the experts
+that --topk-nodes rules out, and balance losses, which are those of a microbatch of all replicas.
 
 The model is GPT-2 (Radford et al., 2019), down to its parameters' names. The grid is from Narayanan
 et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
@@ -97,15 +97,15 @@ IGNORE_INDEX = -100  # a target that does not count
 def flag(default, help, **details):
     """Declare a dataclass field that is also a flag of the command line.
 
-    details: choices, or the bounds of a number, which must be in [least, below). least is 1 by
-        default, or 0 for a float, and below is infinity.
+    details: choices, or the bounds of a number, which must be in [least, below). By default, least
+        is 1, or 0 for a float, and below is infinity.
     """
     return field(default=default, metadata={"help": help} | details)
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A GPT on sequences of T = seq_len tokens, of width D = hidden and vocabulary V."""
+    """A GPT on B sequences of T = seq_len tokens, with width D = hidden and a vocabulary of V."""
 
     layers: int = flag(4, "number of transformer layers")
     hidden: int = flag(128, "width of the model")
@@ -138,7 +138,7 @@ class GPTConfig:
 
 
 def _residual_dropout(module, x):
-    """Apply dropout. The ranks of tp draw the same mask, but with sp, different ones."""
+    """Apply dropout. With sp the ranks of tp draw different masks, otherwise the same one."""
     config = module.config
     with module.random if config.sp and config.dropout else nullcontext():
         return dropout(x, config.dropout, module.training)
@@ -160,9 +160,9 @@ class Block(nn.Module):
     """A pre-LayerNorm transformer layer, (T, B, D) -> (T, B, D). With sp, T is T/tp.
 
     random: a context manager in which dropout differs between the ranks of tp.
-    attention_fn: attention_fn(q, k, v, dropout) computes attention itself.
+    attention_fn: attention_fn(q, k, v, p) computes attention, with p the dropout probability.
     moe: a function that creates the mixture of experts, if this layer has one.
-    options: options of the linear layers, such as group and defer.
+    options: group and defer of parallel_linear().
     """
 
     def __init__(self, config, random=nullcontext(), attention_fn=attention, moe=None, **options):
@@ -192,11 +192,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """One pipeline stage of a GPT. Its layers keep their numbers in the whole model.
 
-    The first stage takes tokens (B, T), the others activations (T, B, D), with sp (T/tp, B, D). The
-    last stage returns logits (T, B, V/tp), the others activations. The head is the token embedding.
-    With several stages the last one has a copy, which Trainer.sum_shared_gradients() keeps equal.
+    Stages pass on activations (T, B, D), with sp (T/tp, B, D). The first one takes tokens (B, T),
+    the last one returns logits (T, B, V/tp). The head uses the weight of the token embedding. With
+    several stages the last one has a copy of it, which Trainer.sum_shared_gradients() keeps equal.
 
-    positions: the positions of the sequence that this rank of cp holds.
+    positions: the positions of the sequence, T of them, that this rank of cp holds.
     moe, options: see Block. Only layers with experts use moe.
     """
 
@@ -224,7 +224,7 @@ class GPT(nn.Module):
         if self.is_last:
             self.transformer["ln_f"] = nn.LayerNorm(config.hidden)
             self.lm_head = self.transformer["wte"] if self.is_first else embedding()
-        if config.sp:  # a rank has only its own tokens' part of the gradients of these modules
+        if config.sp:  # a rank's gradients of these modules cover its own tokens only
             for module in self.modules():
                 if isinstance(module, (nn.LayerNorm, nn.Embedding)):
                     mark_sum_over_tp(module)
@@ -243,7 +243,7 @@ class GPT(nn.Module):
         return x
 
     def tied_weight(self):
-        """Return the weight, embedding or head, of which another stage has a copy, or None."""
+        """Return the weight of embedding or head if another stage has a copy, otherwise None."""
         if self.is_first == self.is_last:
             return None
         return self.transformer["wte"].weight if self.is_first else self.lm_head.weight
@@ -252,13 +252,13 @@ class GPT(nn.Module):
 def layers_of(stage, num_stages, config):
     """Return the range of a stage's layers, chosen so that the costliest stage costs least.
 
-    The unit of cost is a layer of mean cost. The last stage starts with the cost of the head. Each
-    layer is then counted to the stage that costs least so far. Among equals this is the last, since
-    earlier stages keep the activations of more microbatches. If the head costs 1.1, 30 layers are
+    A layer of mean cost counts as 1. The last stage starts with the cost of the head. Each layer is
+    then given to the stage that costs least so far. Among equal stages the last one gets it, since
+    earlier ones keep the activations of more microbatches. If the head costs 1.1, 30 layers are
     divided into 8, 8, 8 and 6.
     """
-    passes = 4 if config.recompute == "full" else 3  # forwards that a layer's step costs
-    flops_of_head = 3 * 2 * config.hidden * config.vocab_size  # which is never recomputed
+    passes = 4 if config.recompute == "full" else 3  # a layer's step costs this many forwards
+    flops_of_head = 3 * 2 * config.hidden * config.vocab_size  # the head is never recomputed
     costs = [0.0] * num_stages
     costs[-1] = flops_of_head / (passes * flops_of_layers(config) / config.layers)
     sizes = [0] * num_stages
@@ -273,15 +273,15 @@ def layers_of(stage, num_stages, config):
 def forward_flops(config, experts):
     """Return the forward FLOPs of one layer per token: (weight products, attention).
 
-    Each weight that a token uses costs 2 FLOPs, about 24 h^2 in all. Attention itself costs 4 s h.
-    experts: whether the layer has experts, or for the mean of all layers, the portion that have.
+    Each weight that a token uses costs 2 FLOPs, in all about 24 h^2. Attention to s tokens costs
+    4 s h. experts: 1 if the layer has experts, 0 if not, a fraction for the mean of several layers.
     """
     h = config.hidden
     kv_width = h * (config.kv_heads or config.heads) // config.heads
     mlp = 2 * h * config.mlp_width
     weights = 2 * h * h + 2 * h * kv_width + mlp
-    more = mlp * (config.top_k + config.shared_experts - 1) + h * config.experts
-    return 2 * (weights + experts * more), 4 * config.seq_len * h
+    extra = mlp * (config.top_k + config.shared_experts - 1) + h * config.experts
+    return 2 * (weights + experts * extra), 4 * config.seq_len * h
 
 
 def flops_of_layers(config):
@@ -310,7 +310,7 @@ def make_moe(args, mesh):
     )  # fmt: skip
     shard = Shard(0, (args.experts,), mesh.ep_group)
     layer.experts.shards = {"w_in": shard, "w_out": shard}
-    return mark_sum_over_tp(layer)
+    return mark_sum_over_tp(layer)  # a rank's gradients cover its own tokens only
 
 
 # ---- initial values ------------------------------------------------------------------------------
@@ -323,17 +323,17 @@ def initialize(model, layers, seed):
     for name, parameter in model.named_parameters():
         _, views = views_in_whole(parameter, parameter, shards.get(name))
         name = name.replace("lm_head", "transformer.wte")  # the head is a copy of the embedding
-        for first_index, view in views.items():  # an index is 0 in all dims but that of the split
+        for first_index, view in views.items():  # the index is 0 in all dims but the split one
             view.copy_(initial_value(name, view.shape, layers, seed, max(first_index)))
     for buffer in model.buffers():
         buffer.zero_()
 
 
 def initial_value(name, shape, layers, seed, offset=0):
-    """Return the rows of a parameter from row `offset` on, initialized as GPT-2's.
+    """Return the rows of a parameter from row `offset` on, initialized as in GPT-2.
 
-    Each row has a random stream of its own, so that a rank draws only the rows that it holds. In a
-    c_proj.weight each column has one, since tp splits its columns. `offset` then counts columns.
+    Each row has a random stream of its own, so that a rank draws only the rows that it holds. tp
+    splits a c_proj.weight by columns. There each column has a stream, and `offset` counts columns.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)
@@ -345,13 +345,13 @@ def initial_value(name, shape, layers, seed, offset=0):
     by_column = name.endswith("c_proj.weight")
     value = torch.empty(shape[::-1] if by_column else shape, dtype=torch.float32)
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    bits = np.random.Philox(key=int.from_bytes(digest[:16], "big"))
-    generator = np.random.Generator(bits)
-    state = bits.state
+    philox = np.random.Philox(key=int.from_bytes(digest[:16], "big"))
+    generator = np.random.Generator(philox)
+    state = philox.state
     offset *= math.prod(value.shape[1:-1])  # an expert's matrix has several rows
     for number, row in enumerate(value.view(-1, value.shape[-1]).numpy(), offset):
-        state["state"]["counter"][3] = number  # the highest of 4 words: a row has 2**192 draws
-        bits.state = state
+        state["state"]["counter"][3] = number  # the highest of 4 words, so that rows never overlap
+        philox.state = state
         generator.standard_normal(out=row, dtype=np.float32)
     value.mul_(std)
     return value.t() if by_column else value
@@ -369,18 +369,18 @@ class TrainingError(ValueError):
 
 
 class Trainer:
-    """One rank's part of the training.
+    """One rank's part of the training, given its Args and its Mesh, which are described below.
 
     positions: the positions of each sequence that this rank holds.
     replicated: whether the pipeline holds two replicas of the model, as DualPipe does.
     chunks: the pipeline stages that this rank holds.
     unique_chunks: the chunks without those of the second replica.
+    shards: {name: Shard} of the parameters that tp or ep splits.
     experts, dense: the parameters of this rank's experts, and all others.
-    mixtures: this rank's mixtures of experts, by their row in sum_tallies().
+    mixtures: {row in sum_tallies(): MoE} of this rank's mixtures of experts.
     stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
     pipeline, evaluation: Pipelines that run the stages over a batch, with and without backward.
-    sigterm: whether this rank has received SIGTERM.
-    stop: whether any rank had received it at the end of the last step.
+    sigterm: whether this rank has received SIGTERM. stop: whether any had by the last step's end.
     """
 
     def __init__(self, args, mesh, device):
@@ -420,10 +420,10 @@ class Trainer:
         self.pipeline = Pipeline(self.stages, schedule, self.loss, **options)
 
     def step(self, inputs, targets):
-        """Take one optimizer step on this rank's rows of the batch, (B/dp, T) each.
+        """Take one optimizer step on this rank's inputs and targets, which are (B/dp, T) each.
 
-        Returns {name: value}: the global loss, the gradient norm before clipping, and more. If loss
-        or norm is not finite, leaves the weights unchanged and raises TrainingError.
+        Returns {name: value}: the global loss, the gradient norm before clipping, and more. If the
+        loss or norm is not finite, leaves the weights unchanged and raises TrainingError.
         """
         args = self.args
         seed_dropout(args.seed, self.steps_done, self.mesh)
@@ -438,7 +438,7 @@ class Trainer:
         scalars = {"loss": loss, "grad_norm": norm}
         if args.experts:
             scalars |= tally_metrics(tallies, args.microbatches, args.balance == "aux")
-        # Here the host waits for the device. Otherwise only mixtures of experts make it wait.
+        # tolist() makes the host wait for the device. Nothing else does but mixtures of experts.
         metrics = dict(zip(scalars, torch.stack([*scalars.values()]).tolist()))
         self.steps_done += 1
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
@@ -473,14 +473,14 @@ class Trainer:
         return loss
 
     def loss(self, logits, targets, num_tokens):
-        """Return a microbatch's share of the loss: its token losses / tokens of the whole batch."""
+        """Return a microbatch's part of the loss: sum of its token losses / tokens of the batch."""
         (start,) = (chunk.lm_head.start for chunk in self.chunks if chunk.is_last)
         arguments = logits.flatten(0, 1), targets.t().flatten(), start, IGNORE_INDEX
         losses = vocab_parallel_cross_entropy(*arguments, self.mesh.tp_group, inplace=True)
         return losses.sum() / num_tokens
 
     def sum_shared_gradients(self):
-        """Sum gradients over copies of a weight: in tp, in DualPipe's replicas, of the head."""
+        """Sum the gradients of weights with copies: over tp, in DualPipe, and of the head."""
         marked = {p for chunk in self.chunks for p in parameters_to_sum_over_tp(chunk)}
         groups = (self.dense, self.mesh.tp_group), (self.experts, self.mesh.expert_tp_group)
         for parameters, group in groups:
@@ -517,7 +517,7 @@ class Trainer:
                 layer.router.update_bias(loads * is_finite)  # loads that are all 0 change no bias
         if self.args.zero:
             for stage in self.stages:
-                stage.reshard()  # the weights that are gathered are out of date
+                stage.reshard()  # the gathered weights are out of date
 
     def own_rows(self):
         """Return the slice of this rank's rows in the global batch."""
@@ -540,14 +540,14 @@ def seed_dropout(seed, step, mesh):
     torch.manual_seed(int(sequence.generate_state(1)[0]))
 
 
-def norm_of_gradients(chunks, experts, shards, mesh, is_zero):
+def norm_of_gradients(chunks, experts, shards, mesh, is_sharded):
     """Return the norm of the model's gradients. Each weight counts once. Collective.
 
-    Weights of which all ranks of tp have copies count on the first of these ranks, and the tied
-    weight counts as the embedding. chunks must leave out DualPipe's second replica.
+    A weight that is copied on all ranks of tp counts on the first of them. The tied weight counts
+    where it is the embedding. chunks must not include DualPipe's second replica.
     """
     of_experts = []
-    others = [torch.zeros(0, device=chunks[0].positions.device)]  # there may be no others
+    others = [torch.zeros(0, device=chunks[0].positions.device)]  # in case there are no others
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             is_first_copy = name in shards or dist.get_rank(mesh.tp_group) == 0
@@ -556,17 +556,17 @@ def norm_of_gradients(chunks, experts, shards, mesh, is_zero):
             elif is_first_copy and name != "lm_head.weight":
                 others.append(parameter.grad)
     # squares are summed over ranks with different elements: ZeRO's shards, then the parts of tp, ep
-    groups = [mesh.shard_group, mesh.tp_group] if is_zero else [mesh.tp_group]
+    groups = [mesh.shard_group, mesh.tp_group] if is_sharded else [mesh.tp_group]
     norms = [get_total_norm(others, groups=groups)]
     if of_experts:
-        groups = [mesh.expert_shard_group, mesh.ep_group] if is_zero else [mesh.ep_group]
+        groups = [mesh.expert_shard_group, mesh.ep_group] if is_sharded else [mesh.ep_group]
         norms.append(get_total_norm(of_experts, groups=groups))
     return get_total_norm(norms, groups=[mesh.pp_group])
 
 
 @torch.no_grad()
 def sum_tallies(mixtures, args, mesh, device):
-    """Return the tallies of all mixtures of experts, a row each, and reset them. See MoE."""
+    """Sum the tallies of all mixtures of experts over the ranks, a row each, and reset them."""
     sizes = args.layers // args.moe_every, args.experts + 3
     tallies = torch.zeros(sizes, dtype=torch.float64, device=device)
     for row, layer in mixtures.items():
@@ -579,7 +579,7 @@ def sum_tallies(mixtures, args, mesh, device):
 
 
 def on_any_rank(flag):
-    """Return whether the flag is true on any rank. It is on the CPU, and travels over gloo."""
+    """Return whether the flag is true on any rank. It travels over gloo, without any GPU."""
     flag = torch.tensor(flag, dtype=torch.uint8)
     all_reduce(flag, ReduceOp.MAX)
     return bool(flag)
@@ -592,7 +592,7 @@ def check_vocabulary(inputs, targets, size):
 
 
 def learning_rate(step, steps, warmup, peak):
-    """Return the rate: linear warm-up, then a cosine to peak / 10. step counts from 0."""
+    """Return the rate of a step, from 0 on: linear warm-up, then a cosine down to peak / 10."""
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     progress = (step - warmup) / max(1, steps - warmup)
@@ -600,14 +600,14 @@ def learning_rate(step, steps, warmup, peak):
 
 
 def make_chunks(args, mesh, device, routes, positions, deferred):
-    """Create this rank's chunks. routes: the schedule's. deferred: their WeightGradStore."""
+    """Create this rank's chunks. routes: those of the schedule. deferred: a WeightGradStore."""
     method = CP_METHODS[args.cp_method]
-    cp_fn = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)
+    cp_fn = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)  # check() excludes dropout
     rank = dist.get_rank(mesh.pp_group)
     # a route lists the place of each stage, (rank, number of its chunk)
-    stages = {place: stage for route in routes for stage, place in enumerate(route)}
+    stage_at = {place: stage for route in routes for stage, place in enumerate(route)}
     chunks = []
-    for stage in [stages[place] for place in sorted(stages) if place[0] == rank]:
+    for stage in [stage_at[place] for place in sorted(stage_at) if place[0] == rank]:
         with torch.device("meta"):
             chunk = GPT(
                 args, positions.to(device), mesh.tp_group, stage, len(routes[0]),
@@ -640,9 +640,9 @@ def wrap(args, mesh, chunks, experts):
     options |= {"groups": dict.fromkeys(experts, groups), "under_way": deque()}
     stages = []
     for chunk in chunks:
-        # Gradients of copies are summed piece by piece, so all ranks must cut copies alike. Hence
-        # weights that tp splits, perhaps unevenly, stay apart from those that it copies, and the
-        # tied weight from the others of its stage. Its gradient takes memory only at the end, then.
+        # Copies are summed piece by piece, so each rank must cut a copy at the same places. Hence
+        # weights that tp splits, perhaps unevenly, share no flat tensor with those that it copies,
+        # and the tied weight shares none. So an embedding's gradient takes memory late in backward.
         apart = [m.weight for m in chunk.modules() if isinstance(m, VocabParallelEmbedding)]
         if args.tp > 1:
             apart += [chunk.get_parameter(name) for name in shards_of(chunk)]
@@ -720,9 +720,9 @@ def train(args, device):
 
 
 class Mesh(SimpleNamespace):
-    """The groups of this process. Its rank in the group of an axis is its coordinate there.
+    """The groups of this process. Its rank in the group of an axis is its coordinate on this axis.
 
-    pp_group, dp_group, cp_group, tp_group   the ranks that differ in one coordinate
+    pp_group, dp_group, cp_group, tp_group   the ranks that differ on this axis only
     dp_cp_group              the ranks whose gradients are summed
     shard_group              neighbours in dp_cp_group that share one copy of ZeRO's shards
     replicate_group          the ranks of dp_cp_group that hold the same shards
@@ -732,7 +732,7 @@ class Mesh(SimpleNamespace):
     expert_replicate_group   the ranks of expert_dp_group that hold the same shards
     expert_tp_group          the ranks of tp that hold the same experts
     node_group               the ranks of ep_group on this node
-    cross_group              the ranks of ep_group in the same place of their node_group
+    cross_group              the ranks of ep_group with the same rank in their node_group
     embedding_group          the first and the last stage; the others have no such group
 
     With pp 2, dp 2 and tp 2, the grid is [[0 1] [2 3]] in stage 0 and [[4 5] [6 7]] in stage 1:
@@ -741,7 +741,7 @@ class Mesh(SimpleNamespace):
         dp_group           0 2, 1 3, 4 6, 5 7    the same stage and place in tp
         pp_group           0 4, 1 5, 2 6, 3 7    the same replica and place in tp
 
-    Experts are split over as much of tp as divides ep, and then over dp x cp. In this grid:
+    Experts are spread over gcd(ep, tp) ranks of tp, and then over dp x cp. In this grid:
 
         ep_group, ep 2     0 1, 2 3, 4 5, 6 7    expert_dp_group is dp_group
         ep_group, ep 4     0 1 2 3, 4 5 6 7      no two ranks hold the same experts
@@ -755,9 +755,9 @@ GRADIENT_GROUPS = ("dp_cp_group", "expert_dp_group", "shard_group", "replicate_g
 def make_mesh(args, groups=None):
     """Create all groups of the grid and return this process's. Collective.
 
-    Groups of the same ranks are one group, because on GPUs each takes memory for every peer. Only
-    gradients have their own, since a group's operations run in order, and the messages of layers
-    should not wait for gradients. groups: those of earlier meshes, to be used again.
+    Names with the same ranks share a group, since on GPUs a group takes memory for each peer. But
+    gradients have groups of their own, because the operations of a group run in order, and layers'
+    messages should not wait for gradients. groups: those of earlier meshes, to be used again.
     """
     rank = dist.get_rank()
     groups = {} if groups is None else groups
@@ -776,11 +776,11 @@ def make_mesh(args, groups=None):
                 mine[name] = groups[key]
     for group in dict.fromkeys(mine.values()):
         nodes = [rank // args.per_node for rank in dist.get_process_group_ranks(group)]
-        number, *others = {nodes.count(node) for node in nodes}
-        set_ranks_per_node(1 if others else number, group)  # 1 if nodes have unlike numbers
+        sizes = {nodes.count(node) for node in nodes}
+        set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
         if args.collectives == "backend":
             set_backend_collectives(group)
-        if not is_bound_to_gpu():  # this group connects in its first batch, which needs all ranks
+        if not is_bound_to_gpu():  # connect now: a first batch of messages needs all ranks
             barrier(group)
     return Mesh(**mine)
 
@@ -791,7 +791,7 @@ def is_bound_to_gpu():
 
 
 def make_group(ranks, timeout):
-    """Create a group. All ranks must call this, but for a group of one rank only that rank.
+    """Create a group. All ranks must call this, but a group of one is created by its rank alone.
 
     On GPUs a group has only NCCL, on a stream of high priority, so that messages do not wait for
     kernels of the computation. A group of one has gloo, which costs nothing until it is used.
@@ -818,10 +818,10 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     in_tp = math.gcd(ep, tp)
     # dims: pp, replicas of the experts, ep in dp x cp, copies of the experts in tp, ep in tp
     domain = grid.view(pp, -1, ep // in_tp, tp // in_tp, in_tp)
-    spread = domain.permute(0, 1, 3, 2, 4).reshape(-1, ep)
+    ep_groups = domain.permute(0, 1, 3, 2, 4).reshape(-1, ep)
     expert_replicas = domain.permute(0, 2, 3, 4, 1).flatten(0, 3)
     expert_copies = math.gcd(replicate, expert_replicas.shape[1])
-    # `count` runs of neighbours make up a row. A group is one run, or takes one rank of each.
+    # A row consists of `count` runs of neighbours. A group is one run, or one rank of each run.
     runs_of = lambda rows, count: rows.reshape(-1, rows.shape[1] // count)
     across_runs = lambda rows, count: rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
     return {
@@ -832,14 +832,14 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
         "dp_cp_group": replicas,
         "shard_group": runs_of(replicas, replicate),  # 2 runs of 0 2 4 6: 0 2, 4 6
         "replicate_group": across_runs(replicas, replicate),  # across them: 0 4, 2 6
-        "ep_group": spread,
+        "ep_group": ep_groups,
         "expert_dp_group": expert_replicas,
         "expert_shard_group": runs_of(expert_replicas, expert_copies),
         "expert_replicate_group": across_runs(expert_replicas, expert_copies),
         "expert_tp_group": domain.mT.flatten(0, 3),
         "embedding_group": ends.permute(1, 2, 3, 0).reshape(-1, len(ends)),
-        "node_group": runs_of(spread, ep_nodes),
-        "cross_group": across_runs(spread, ep_nodes),
+        "node_group": runs_of(ep_groups, ep_nodes),
+        "cross_group": across_runs(ep_groups, ep_nodes),
     }
 
 
@@ -853,7 +853,7 @@ class Data(NamedTuple):
     validation: np.ndarray
 
     def batch(self, step, batch_size, seq_len, seed, rows=slice(None), part="train"):
-        """Return inputs and targets, (rows, T), of a batch that seed, step and batch_size give."""
+        """Return inputs and targets, (rows, T), of the batch for this seed, step and size."""
         tokens = getattr(self, part)
         random = np.random.default_rng([seed, step])
         starts = random.integers(0, len(tokens) - seq_len, batch_size)[rows]
@@ -870,7 +870,7 @@ def load_data(path, seq_len, vocab_size=256):
         a .bin file                        tokens as uint16, or uint32 for a larger vocabulary
         a folder of train.bin, val.bin     two such files, as nanoGPT prepares them
 
-    Without val.bin, the last tenth is for validation. Raises OSError or ValueError.
+    In the first three cases, the last tenth is for validation. Raises OSError or ValueError.
     """
     pattern = "[!.]*" if path else "*.py"
     path = Path(path or sysconfig.get_path("stdlib"))
@@ -898,7 +898,7 @@ def check_same_data(data, source):
     """Raise TrainingError if ranks have read different tokens. Collective.
 
     If nodes had different standard libraries, a pipeline's last stage would read targets that do
-    not belong to the first stage's inputs. The checksum covers at most 2**25 tokens.
+    not belong to the first stage's inputs. The checksum covers the first 2**25 tokens.
     """
     size = len(data.train) + len(data.validation)
     own = f"{size:,} tokens with checksum {hashlib.sha256(data.train[: 2**25]).hexdigest()[:8]}"
@@ -935,9 +935,9 @@ def on_all_ranks(call, *arguments, prefix="", status=2):
 
 
 class Boxes(torch.Tensor):
-    """A tensor of which this rank holds some boxes, as torch.distributed.checkpoint takes it.
+    """A tensor that torch.distributed.checkpoint saves and loads, and of which a rank holds boxes.
 
-    boxes: {offset of a box in the whole tensor: view}. The whole has memory for one number only.
+    boxes: {first index of a box: view}. The tensor itself takes memory for one number only.
     """
 
     @staticmethod
@@ -966,21 +966,21 @@ class Boxes(torch.Tensor):
 def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
     """Return {GPT-2's name: Boxes} of parameters and buffers. The head has the embedding's name.
 
-    value: maps a parameter to what to save in its place, or to None to leave it out.
-    chunks: those to load. By default, what to save: unique_chunks without the copy in the head.
+    value: maps a parameter or buffer to the tensor to save for it, or to None to leave it out.
+    chunks: the chunks to load. By default, those to save: unique_chunks, without the head's copy.
     """
     result = {}
     for chunk in chunks or trainer.unique_chunks:
-        for name, own in [*chunk.named_parameters(), *chunk.named_buffers()]:
-            tensor = value(own)
+        for name, parameter in [*chunk.named_parameters(), *chunk.named_buffers()]:
+            tensor = value(parameter)
             if tensor is not None and (chunks or name != "lm_head.weight"):
-                boxes = views_in_whole(own, tensor, trainer.shards.get(name))
+                boxes = views_in_whole(parameter, tensor, trainer.shards.get(name))
                 result[name.replace("lm_head", "transformer.wte")] = Boxes(tensor.dtype, *boxes)
     return result
 
 
 def state_of(trainer, chunks=None):
-    """Return {"model" or the name of a moment: boxes_of()}. With bf16, weights are fp32 masters."""
+    """Return the boxes_of() weights and moments, by kind. With bf16, weights are fp32 masters."""
     optimizer = trainer.optimizer.state
     state = {"model": boxes_of(trainer, chunks=chunks)}
     for kind in MOMENTS:
@@ -1020,7 +1020,7 @@ def commit(trainer, partial_path, path, digests):
     partial_path.rename(path)
     for old in checkpoints_of(path.parent)[:-2]:
         old.rename(old.with_suffix(".partial"))  # a half-deleted one must not look complete
-    for old in path.parent.glob("step_*.partial"):  # saves that were killed have left some, too
+    for old in path.parent.glob("step_*.partial"):  # including those of saves that were killed
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -1046,7 +1046,7 @@ def claim(folder):
 
 def resume(trainer, folder):
     """Load the folder's last checkpoint, if any, whatever layout it was saved in. Collective."""
-    paths, *_ = gather_objects(checkpoints_of(folder))  # the ones that rank 0 sees
+    paths, *_ = gather_objects(checkpoints_of(folder))  # as rank 0 sees them
     if not paths:
         return
     path = paths[-1]
@@ -1057,7 +1057,7 @@ def resume(trainer, folder):
             moments = {kind: torch.zeros_like(weight) for kind in MOMENTS}
             step = torch.full((), trainer.steps_done, dtype=torch.float32, device=weight.device)
             trainer.optimizer.state[weight] = {"step": step} | moments
-    for chunk in trainer.chunks:  # in turn, because two may need one name: embedding and head
+    for chunk in trainer.chunks:  # one by one, since embedding and head have one name
         load = lambda: dcp.load(state_of(trainer, [chunk]), checkpoint_id=path)
         on_all_ranks(load, prefix=f"--checkpoint {path}: ")
     if dist.get_rank() == 0:
@@ -1077,7 +1077,7 @@ def check_checkpoint(path, args):
         saved = as_typed(name, theirs[name])
         need(own == saved, f"{own}, but {path} has {saved}")
     digests = run.get("sha256", {})
-    own_files = sorted(digests)[dist.get_rank() :: args.world_size]  # the ranks share out the files
+    own_files = sorted(digests)[dist.get_rank() :: args.world_size]  # each rank checks some files
     for name, digest in digests_of(path / name for name in own_files).items():
         need(digest == digests[name], f"{path / name} has changed since it was saved")
 
@@ -1258,20 +1258,20 @@ def parse(argv, world_size, per_node=None):
     replicas = args.dp * args.cp
     if args.zero is None:
         args.zero = int(replicas > 1)
-    if args.dtype == "bf16" and not args.zero:  # ZeRO has fp32 weights, even if it shards nothing
+    if args.dtype == "bf16" and not args.zero:  # ZeRO keeps fp32 weights, even unsharded
         args.zero = 1
         args.replicate = args.replicate or replicas
     args.replicate = args.replicate or 1
     args.kv_heads = args.kv_heads or args.heads
     args.ffn = args.ffn or 4 * args.hidden
-    # the ranks of an ep_group inside of a node: some of tp, in each tp_group that the node has
+    # the ranks that an ep_group has in a node: gcd(ep, tp) in each of the node's tp_groups
     inside = math.gcd(args.ep, args.tp) * max(1, args.per_node // args.tp)
     args.ep_nodes = args.ep // math.gcd(args.ep, inside)
     args.topk_nodes = args.topk_nodes or args.ep_nodes
-    # with 4 pp microbatches, 1F1B is idle for less than a fifth of the time
+    # 1F1B is idle for less than 1/5 of the time with 4 pp microbatches, 1/3 with 2 pp
     most = 4 * args.pp if args.pp > 1 else 1
-    rows = args.dp * (args.microbatches or math.ceil(most / 2))
-    args.batch_size = args.batch_size or math.ceil(16 / rows) * rows
+    divisor = args.dp * (args.microbatches or math.ceil(most / 2))
+    args.batch_size = args.batch_size or math.ceil(16 / divisor) * divisor
     args.microbatches = args.microbatches or math.gcd(args.batch_size // args.dp, most)
     check(args)
     schedule_of(args)
@@ -1284,37 +1284,37 @@ def need(condition, sentence):
         raise ValueError(sentence)
 
 
-def typed(args, product):
+def typed_product(args, product):
     """Return a product of flags, such as "dp * cp", with values: "--dp 4 * --cp 2"."""
     return " * ".join(as_typed(name, getattr(args, name)) for name in product.split(" * "))
 
 
-def divides(args, divisor, number):
+def must_divide(args, divisor, number):
     """Raise ValueError unless a product of flags divides another one."""
     value = lambda product: math.prod(getattr(args, name) for name in product.split(" * "))
-    sentence = f"{typed(args, number)} is not divisible by {typed(args, divisor)}"
+    sentence = f"{typed_product(args, number)} is not divisible by {typed_product(args, divisor)}"
     need(value(number) % value(divisor) == 0, sentence)
 
 
 def check(args):
-    """Raise ValueError if flags, of which all are set, do not fit together."""
-    shown = partial(typed, args)
+    """Raise ValueError if the flags, all of which must be set, do not fit together."""
+    shown = partial(typed_product, args)
     is_whole = args.pp * args.dp * args.cp * args.tp == args.world_size
     need(is_whole, f"{shown('pp * dp * cp * tp')} is not {args.world_size}, the number of ranks")
     need(args.replicate == 1 or args.zero, f"{shown('replicate')} needs --zero")
-    divides(args, "replicate", "dp * cp")
+    must_divide(args, "replicate", "dp * cp")
     need(args.checkpoint or not args.save_every, f"{shown('save_every')} needs --checkpoint")
-    divides(args, "heads", "hidden")
-    divides(args, "kv_heads", "heads")
-    divides(args, "tp", "kv_heads")
+    must_divide(args, "heads", "hidden")
+    must_divide(args, "kv_heads", "heads")
+    must_divide(args, "tp", "kv_heads")
     need(args.tp <= args.vocab_size, f"{shown('tp')} is more than {shown('vocab_size')}")
-    divides(args, "dp * microbatches", "batch_size")
+    must_divide(args, "dp * microbatches", "batch_size")
     if not args.experts or args.moe_every > 1:  # some layers have an MLP, which tp splits
-        divides(args, "tp", "ffn")
-    divides(args, "ep", "dp * cp * tp")
+        must_divide(args, "tp", "ffn")
+    must_divide(args, "ep", "dp * cp * tp")
     need(args.ep == 1 or args.experts, f"{shown('ep')} needs --experts")
     if args.experts:
-        divides(args, "ep", "experts")
+        must_divide(args, "ep", "experts")
         need(args.top_k <= args.experts, f"{shown('top_k')} is more than {shown('experts')}")
         need(args.moe_every <= args.layers, f"{shown('moe_every')} is more than {shown('layers')}")
         nodes = args.ep_nodes
@@ -1326,11 +1326,11 @@ def check(args):
         need(divisible, f"{shown('seq_len')} is not divisible by 2 * {shown('cp')}")
         need(args.dropout == 0, f"{shown('dropout')} does not work with {shown('cp')}")
     if args.sp or args.experts:
-        divides(args, "cp * tp", "seq_len")
+        must_divide(args, "cp * tp", "seq_len")
     if args.cp_method == "ulysses":
-        divides(args, "tp * cp", "heads")
-        if args.cp % (args.kv_heads // args.tp):  # if it is a multiple, several ranks use one head
-            divides(args, "tp * cp", "kv_heads")
+        must_divide(args, "tp * cp", "heads")
+        if args.cp % (args.kv_heads // args.tp):  # if cp is a multiple, several ranks use one head
+            must_divide(args, "tp * cp", "kv_heads")
 
 
 def schedule_of(args):
