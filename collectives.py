@@ -1,16 +1,16 @@
 """Collectives made of messages.
 
 A rank is a process, which has a GPU of its own or runs on CPU cores. A process group is P ranks,
-which share no memory and send tensors to each other. Everything that training needs is built here
-on one primitive, exchange(): a batch of sends and receives that progress together. D is the size of
-the full tensor in bytes. log2(P) is rounded up; all_reduce_cost() is exact for every P.
+which share no memory and send tensors to each other. All collectives here are built on one
+primitive, exchange(): a batch of sends and receives that progress together. D is the size of the
+full tensor in bytes. log2(P) is meant for powers of two; all_reduce_cost() is exact for every P.
 
-                           what a rank has in the end            a rank sends     steps
+                           what a rank has at the end            a rank sends     steps
     all_reduce             the sum of all ranks' tensors
       naive                  all send everything to all           (P-1) D         1
       direct                 chunks to their ranks, sums to all  2(P-1)/P D       2
       ring                   reduce-scatter, then all-gather     2(P-1)/P D       2(P-1)
-      recursive_doubling     sums swapped, ever farther away      log2(P) D       log2(P)
+      recursive_doubling     sums swapped at distance 1, 2, 4     log2(P) D       log2(P)
       halving_doubling       the same with halves, quarters ...  2(P-1)/P D       2 log2(P)
       hierarchical           O nodes: direct in, rings across    2(P-1)/P D       2 O
     reduce_scatter_single  rank r has chunk r of the sum          (P-1)/P D       1 to P-1
@@ -19,23 +19,23 @@ the full tensor in bytes. log2(P) is rounded up; all_reduce_cost() is exact for 
     broadcast              the root's tensor                      log2(P) D       log2(P)
     reduce                 the root has the sum                   D               log2(P)
 
-A rank holds   its tensors, and scratch memory for what arrives to be added. Long tensors are cut
-               into segments: a ring on gloo needs 3 chunks of 1 MB, and direct on NCCL 2 x 64 MB.
-               Halving needs D/2 and recursive doubling D
-It sends       what the table says, which for broadcast is what the root sends. In no all-reduce can
-               all ranks send less than 2(P-1)/P D. A scatter or gather is one exchange(), in which
-               the root sends, or receives, P-1 tensors of D/P bytes
+A rank holds   its tensors, and scratch memory for partial sums and arriving chunks. Long tensors
+               are cut into segments, so a ring on gloo needs 6 chunks of 1 MB, and direct on NCCL
+               2 x 64 MB. Halving needs up to 3/4 D, and recursive doubling up to 2 D
+It sends       what the table says, or less if it is not the root of a broadcast. No all-reduce lets
+               every rank send less than 2(P-1)/P D. Scatter and gather have no function here: each
+               is one exchange(), in which the root sends or receives P-1 tensors of D/P bytes
 Overlap        with async_op=True an operation runs beside the caller's computation: in a thread for
                gloo (CPUs), on a side stream for NCCL (GPUs)
 PyTorch's      torch.distributed has the same names and meanings; all_gather_into_tensor is an older
                name of all_gather_single. Here the collectives of a group run one after the other,
                tensors need not be contiguous, reduce changes only the root's tensor, and
-               copy_to_group() and its like can be differentiated
+               copy_to_group() and the six after it can be differentiated
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
 
-    torchrun --nproc-per-node 4 collectives.py      steps; bytes claimed and counted
+    torchrun --nproc-per-node 4 collectives.py      prints steps, and bytes claimed and counted
 """
 
 import math
@@ -79,9 +79,9 @@ def ring_all_reduce(tensor, group=None):
 
 # ---- messages ------------------------------------------------------------------------------------
 #
-# An Operation, defined further down, is one call: it posts messages, tells listeners of them, names
-# the peer when a message fails, and has the wait() of an asynchronous call. Its queue runs the
-# pending collectives of its group one after the other.
+# An Operation, defined further down, is one call of exchange() or of a collective. It posts the
+# messages, reports them to listeners, and names the peer if one fails. An asynchronous call returns
+# it, for a later wait(). Its queue runs the group's pending collectives one after the other.
 
 
 def rank_and_size(group=None):
@@ -94,8 +94,8 @@ def exchange(sends, receives, group=None, async_op=False):
 
     sends, receives: lists of (contiguous tensor, peer), where peer is a rank of `group`. Each pair
     of ranks must post the messages between them in the same order, in the same batches, with equal
-    sizes; on gloo a message larger than its buffer aborts the process. Empty tensors are not sent.
-    Pending collectives of the group are completed first. A RuntimeError names the peer that failed.
+    sizes. On gloo a message larger than its receiver's tensor aborts the process. Empty tensors are
+    not sent. Pending collectives of the group complete first. A RuntimeError names the failed peer.
     """
     tensor = (sends or receives)[0][0] if sends or receives else None
     operation = Operation("exchange", group, tensor, async_op)
@@ -106,24 +106,24 @@ def exchange(sends, receives, group=None, async_op=False):
     if not async_op:
         return operation.complete(task)
     operation.finish = partial(operation.complete, task)
-    operation.is_completed = lambda: False  # gloo tells it only in wait()
+    operation.is_completed = lambda: False  # gloo reports completion only in wait()
     return operation
 
 
 # ---- algorithms take turns -----------------------------------------------------------------------
 #
 # An algorithm is a generator: it yields (sends, receives), continues when these have arrived, and
-# does its arithmetic in between. A large tensor is cut into segments; while one is added, the next
-# ones travel.
+# does its arithmetic in between. A large tensor is cut into segments; while one is being added,
+# the next ones travel.
 
-SEGMENT = 1 << 20  # bytes of a chunk that travel in one message (DIRECT_BYTES limits it on NCCL)
+SEGMENT = 1 << 20  # bytes of a chunk that travel in one message on gloo (NCCL: see DIRECT_BYTES)
 ALIGNMENT = 128  # bytes; a GPU reads 128 at once (NCCL and grouped products need 16)
 
 
 def take_turns(algorithms, operation):
     """Run algorithms, several at a time. The one whose messages were posted first continues first.
 
-    All ranks keep this order, so the k-th message from rank 0 to rank 1 is the k-th it expects.
+    All ranks keep this order, so rank 1 gets the messages of rank 0 in the order that it expects.
     """
     waiting = deque(algorithms)
     under_way = deque()  # (algorithm, function that waits for its messages and holds their tensors)
@@ -144,7 +144,7 @@ def _cut(flat, parts, P=1):
     """Cut a flat tensor into parts, each of which begins at a multiple of 128 P bytes.
 
     10 x 128 bytes are cut into 2, 3, 2 and 3 x 128 bytes. Parts of a short tensor may be empty.
-    P: into how many chunks each part is to be cut in turn
+    P: the number of chunks that each part is cut into afterwards
     """
     if parts == 1:
         return [flat]
@@ -158,9 +158,9 @@ def _cut(flat, parts, P=1):
 # Replicas of a model rely on identical bits. So a sum is computed on one rank and copied, or it is
 # computed on all ranks in the same order, or in mirrored orders: a + b is exactly b + a.
 
-_REDUCTIONS = {  # of two tensors; of all rows of a matrix
+_REDUCTIONS = {  # op: (a function of two tensors, one of the rows of a matrix)
     ReduceOp.SUM: (torch.add, torch.sum),
-    ReduceOp.AVG: (torch.add, torch.sum),  # and one division at the end
+    ReduceOp.AVG: (torch.add, torch.sum),  # _launch() divides at the end
     ReduceOp.PRODUCT: (torch.mul, torch.prod),
     ReduceOp.MIN: (torch.minimum, torch.amin),
     ReduceOp.MAX: (torch.maximum, torch.amax),
@@ -168,9 +168,9 @@ _REDUCTIONS = {  # of two tensors; of all rows of a matrix
 
 
 class _Combine:
-    """How one operation combines tensors: pair(a, b, out=...) or rows(matrix, 0, out=...).
+    """How to reduce two tensors, pair(a, b, out=...), or a matrix's rows, rows(matrix, 0, out=...).
 
-    scratch: matrices whose rows have been reduced, for the operation's next segments to use
+    scratch: matrices whose rows have been reduced, which the operation's next segments reuse
     """
 
     def __init__(self, op):
@@ -180,7 +180,7 @@ class _Combine:
         self.scratch = []
 
 
-MOST_PEERS = 128  # in a batch: NCCL may hang with more than 256 messages at once
+MOST_PEERS = 128  # in one batch, since NCCL may hang with more than 256 messages at once
 
 
 def _ring_reduce_scatter(chunks, output, combine, rank):
@@ -232,7 +232,7 @@ def _pairwise(outgoing, arriving, rank):
 
 
 def _direct_reduce_scatter(chunks, output, combine, rank):
-    """Send every chunk to its rank, which reduces what arrives in the order of ranks. 1 step."""
+    """Send every chunk to its rank, which reduces what arrives in rank order. 1 step."""
     P = len(chunks)
     if P == 1:
         output.copy_(chunks[0])
@@ -248,7 +248,7 @@ def _direct_reduce_scatter(chunks, output, combine, rank):
     else:
         parts = [torch.empty_like(output) for _ in chunks]
         yield from _pairwise(chunks, parts, rank)
-        partial_sum = parts[rank]  # nothing arrives there
+        partial_sum = parts[rank]  # no message arrives in it
         parts[rank] = chunks[rank]
         total, *others, last = parts
         for part in others:
@@ -316,16 +316,16 @@ def _hierarchical_reduce_scatter(chunks, output, combine, rank, ranks_per_node):
     """
     P, I = len(chunks), ranks_per_node
     node, local_rank = divmod(rank, I)
-    nodes = [chunks[first : first + I] for first in range(0, P, I)]
+    by_node = [chunks[first : first + I] for first in range(0, P, I)]
     sums = [torch.empty_like(chunk) for chunk in chunks[local_rank::I]]
-    direct = [_direct_reduce_scatter(*pair, combine, local_rank) for pair in zip(nodes, sums)]
+    direct = [_direct_reduce_scatter(*pair, combine, local_rank) for pair in zip(by_node, sums)]
     yield from _among(range(node * I, node * I + I), direct)
     across = _ring_reduce_scatter(sums, output, combine, node)
     yield from _among(range(local_rank, P, I), [across])
 
 
 def _hierarchical_all_gather(chunks, rank, ranks_per_node):
-    """All-gather the other way around: rings across nodes, then inside each. (O-1) + 1 steps."""
+    """All-gather along rings across nodes, then directly inside each node. (O-1) + 1 steps."""
     P, I = len(chunks), ranks_per_node
     node, local_rank = divmod(rank, I)
     across = _ring_all_gather(chunks[local_rank::I], node)
@@ -338,7 +338,7 @@ def _among(ranks, algorithms):
     """Run algorithms in which rank k stands for ranks[k], as many together as MOST_PEERS allows."""
     together = max(1, MOST_PEERS // len(ranks))
     for first in range(0, len(algorithms), together):
-        # unlike zip(), zip_longest() takes all of them past their last step
+        # zip() would stop at the end of the first, before the others have added what arrived last
         for steps in zip_longest(*algorithms[first : first + together]):
             sends, receives = [], []
             for outgoing, arriving in steps:
@@ -375,7 +375,7 @@ def _recursive_doubling(output, input, combine, rank, world_size):
 def _all_reduce(name, output, input, combine, rank, world_size, **options):
     """Run one all-reduce with the named algorithm.
 
-    Doubling takes the first 2^k <= P ranks; rank r - 2^k stands in for a rank r beyond them.
+    Both doubling algorithms use the first 2^k <= P ranks; rank r - 2^k stands in for rank r >= 2^k.
     """
     core = 1 << (world_size.bit_length() - 1) if "doubling" in name else world_size
     if rank >= core:
@@ -410,8 +410,8 @@ def _tree(operation):
     rank, P = operation.place
     number = (rank - operation.root) % P
     lowest_bit = number & -number or P
-    nearer = [1 << k for k in range(P.bit_length()) if 1 << k < min(lowest_bit, P - number)]
-    children = [(rank + distance) % P for distance in reversed(nearer)]
+    distances = [1 << k for k in range(P.bit_length()) if 1 << k < min(lowest_bit, P - number)]
+    children = [(rank + distance) % P for distance in reversed(distances)]
     return (rank - lowest_bit) % P if number else None, children
 
 
@@ -425,21 +425,21 @@ def _tree_broadcast(tensor, operation):
 
 # ---- the choice ----------------------------------------------------------------------------------
 #
-# Every step costs time, and so does every byte: few bytes are quickest in few steps, many with the
-# algorithm that sends the fewest. The constants were measured (gloo: 2 to 8 ranks on 2 cores, 1
+# Every step costs time, and so does every byte. Few bytes are quickest in few steps, and many with
+# the algorithm that sends the fewest. The constants were measured (gloo: 2 to 8 ranks on 2 cores, 1
 # Gbit/s between machines) or come from data sheets (NCCL: 60 us of the host per batch, 400 Gbit/s
-# between nodes). They are fixed, not measured at start-up: results must not depend on timing.
+# between nodes). They are fixed, not measured at start-up, so that results do not depend on timing.
 
-ONE_STEP_BYTES = 1 << 16  # on NCCL inside a node, sending less P-1 times is quicker than two steps
+ONE_STEP_BYTES = 1 << 16  # on NCCL in one node, naive is quicker than direct for fewer bytes
 DIRECT_BYTES = 1 << 26  # the longest segment of a full tensor on NCCL; it bounds the scratch memory
 LONG_BYTES = 1 << 21  # on gloo, a longer tensor is quicker in segments, which fit a core's cache
 
 
 @lru_cache(1 << 12)
 def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
-    """Name the quickest algorithm for an all-reduce (2 phases), or one phase of it, of `nbytes`."""
+    """Return the name of the quickest algorithm for an all-reduce, or for one of its 2 phases."""
     nodes = world_size // ranks_per_node
-    if world_size == 1 or (on_nccl and nodes == 1):  # one rank copies; P-1 messages leave at once
+    if world_size == 1 or (on_nccl and nodes == 1):  # a copy, or P-1 messages that leave at once
         return "naive" if phases == 2 and nbytes < ONE_STEP_BYTES else "direct"
     names = ["ring"]
     if 1 < nodes < world_size:
@@ -473,7 +473,7 @@ def _plan(operation, nbytes, phases=1, name="auto"):
         name = choose(nbytes, P, ranks_per_node, on_nccl, phases)
     options = {"ranks_per_node": ranks_per_node} if name == "hierarchical" else {}
     if "doubling" in name or name == "naive" or (name == "ring" and on_nccl):
-        # ranks beyond 2^k would post segments in another order; on NCCL a ring would gain nothing
+        # with segments, ranks beyond 2^k would post in another order, and NCCL's rings gain nothing
         return name, 1, options
     segment_bytes = DIRECT_BYTES if on_nccl else P * SEGMENT
     return name, max(1, math.ceil(nbytes / segment_bytes)), options
@@ -482,25 +482,25 @@ def _plan(operation, nbytes, phases=1, name="auto"):
 # ---- an operation and its queue ------------------------------------------------------------------
 #
 # A collective makes an Operation, and _launch() runs it: take_turns() steps through its algorithms,
-# whose messages post() begins. The collectives of a group run one after the other, and read their
-# inputs when their turn comes. With async_op, or while others are pending, they run on the group's
-# queue: a thread for gloo, where waiting for a message blocks, and a side stream for NCCL, where it
-# only orders streams. An exchange() is posted at once, and no collective waits for it.
+# and post() posts their messages. A group's collectives run one by one, and read their inputs when
+# their turn comes. With async_op, or while others are pending, they run on the group's queue: a
+# thread for gloo, whose wait() blocks, and a side stream for NCCL, where wait() orders streams.
+# An exchange() starts once the pending collectives are done, and later ones do not wait for it.
 #
-# Two tables are global: torch's groups take no attributes, and autograd calls collectives in
-# threads of its own, which do not have their caller's context.
+# Two tables are global, because a torch process group takes no attributes, and because autograd
+# calls collectives in threads of its own, where a context variable of the caller is not set.
 
 _MEMBERSHIPS = weakref.WeakKeyDictionary()  # process group -> Membership
 _LISTENERS = []  # the listener of every observe() that is open
 
 
 class Membership:
-    """What this rank knows of a process group. It is made once.
+    """What this rank knows about a process group. It is made once per group.
 
     place: (this rank in the group, the group's size); ranks: the global ranks of its members
     ranks_per_node, by_backend: see set_ranks_per_node() and set_backend_collectives()
     queues: {device: the queue for its tensors}; thread: the queue of devices without NCCL
-    device: where the tensors of barrier() and gather_objects() are, on the CPU if gloo is there
+    device: where barrier() and gather_objects() make their tensors; the CPU if the group has gloo
     """
 
     def __init__(self, group):
@@ -514,7 +514,7 @@ class Membership:
 
 
 def membership(group, caller):
-    """Look up the Membership of a group; caller: the function that an error names."""
+    """Return the Membership of a group. An error names `caller`, the function that was called."""
     group = group or dist.group.WORLD
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{caller} is called by a rank that is not in the group")
@@ -527,16 +527,16 @@ def membership(group, caller):
 class Operation:
     """One call of a collective, of exchange(), or of wait() for one of these.
 
-    name: "all_reduce" ..., "exchange" or "wait"; of: what a "wait" waits for, otherwise None
+    name: "all_reduce" ..., "exchange" or "wait"; of: the Operation that a "wait" waits for
     group, rank, world_size, ranks: the process group, and what its Membership says
-    async_op: whether the caller goes on and gets the operation, to wait() for it later
+    async_op: whether the call returns the operation at once, for the caller to wait() for later
     is_completed: a function that tells whether wait() would return, or raise, at once
     """
 
-    finish = is_completed = staticmethod(lambda: True)  # unless it is asynchronous
+    finish = is_completed = staticmethod(lambda: True)  # replaced in an asynchronous one
 
     def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None, of=None):
-        """tensor: any of those that travel; op: a ReduceOp; root: a global rank."""
+        """tensor: any that is sent or received; op: a ReduceOp; root: a global rank."""
         self.name, self.async_op = name, async_op
         self.op, self.of = op, of
         self.listeners = of.listeners if of else tuple(_LISTENERS)
@@ -556,10 +556,10 @@ class Operation:
         self.tell("begin")
 
     def wait(self):
-        """Return once the operation is done, or raise its error. On CUDA only the stream waits."""
+        """Wait for the operation, or raise its error. On NCCL only the current stream waits."""
         waiting = Operation("wait", self.group, of=self)
         waiting.complete(self.finish)
-        self.finish = lambda: None  # the tensors are no longer held
+        self.finish = lambda: None  # let go of the tensors
 
     def tell(self, event, *messages):
         for listener in self.listeners:
@@ -574,9 +574,9 @@ class Operation:
     def post(self, sends, receives):
         """Begin a batch of messages [(tensor, peer)], and return a function that waits for them.
 
-        The function holds their tensors. On gloo each message is posted alone; dist.isend() and
-        irecv() would take the host twice as long. gloo cannot send CUDA memory, so buffers in
-        pinned host memory travel in its place.
+        The function holds their tensors. On gloo each message is posted by the group's own send()
+        or recv(), since dist.isend() and irecv() take the host twice as long. gloo cannot send CUDA
+        memory, so copies in pinned host memory travel instead.
         """
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
@@ -592,7 +592,7 @@ class Operation:
             pinned = partial(torch.empty_like, device="cpu", pin_memory=True)
             arriving = [(pinned(tensor), peer) for tensor, peer in receives]
             sends = [(pinned(tensor).copy_(tensor), peer) for tensor, peer in sends]
-        tag = 1 << 30  # beyond a user's tags
+        tag = 1 << 30  # so that no message of the user matches
         works = []
         for call, messages in (self.group.recv, arriving), (self.group.send, sends):
             for tensor, peer in messages:
@@ -601,7 +601,7 @@ class Operation:
         return partial(self.await_messages, works, receives, arriving)
 
     def await_messages(self, works, receives, arriving):
-        """works: [([message], torch Work)]; what arrived elsewhere is copied to `receives`."""
+        """Wait for works, [([message], torch Work)], and copy arrived buffers to `receives`."""
         for message, work in works:
             self.attempt(message, work.wait)
         for (tensor, _), (buffer, _) in zip(receives, arriving):
@@ -609,7 +609,7 @@ class Operation:
                 tensor.copy_(buffer)
 
     def attempt(self, messages, call, *arguments):
-        """Return call(*arguments); an error names the peers of the messages."""
+        """Return call(*arguments), or raise an error that names the messages' peers."""
         try:
             return call(*arguments)
         except RuntimeError as error:
@@ -632,14 +632,14 @@ def post_batch(group, sends, receives):
 
 @contextmanager
 def observe(listener):
-    """Have listener(event, operation, ...) called for every Operation that begins inside:
+    """Call listener(event, operation, ...) for every Operation that begins inside, with an event:
 
-    begin                     in the caller's thread, when it is called
+    begin                     in the caller's thread, at the start of the call
     post, sends, receives     before messages [(tensor, peer in the group)] are posted
-    end                       when it is done or has failed; for an asynchronous one, where it runs
+    end                       when it is done or has failed, in the thread that runs it
 
-    A wait() is an operation, too: a "wait" `of` another one. A caller waits from begin to end of
-    each with async_op False; the "end" of an asynchronous exchange comes in its wait().
+    A wait() is an operation, too: a "wait" `of` another one. A caller is blocked from begin to
+    end of each operation with async_op=False. An asynchronous exchange() ends in its wait().
     """
     _LISTENERS.append(listener)
     try:
@@ -649,22 +649,22 @@ def observe(listener):
 
 
 class _Stream:
-    """The queue of a group on NCCL: a CUDA stream, made once, as torch has a pool of only 32.
+    """The queue of a group on NCCL: a CUDA stream, made once since torch's pool holds only 32.
 
-    Its priority is that of additions; messages have the priority that new_group() gave NCCL.
+    Additions run at its priority; messages run at the priority that new_group() gave NCCL.
     """
 
     on_nccl = True
-    window = 2  # segments under way: one is added, one travels, as batches run in order
+    window = 2  # segments under way: one is added, one travels, since batches run in order
     finish = is_completed = staticmethod(lambda: True)  # of the last task that was submitted
-    AHEAD = 5  # the host may have launched as many operations that the device has not done
+    AHEAD = 5  # operations that the host may launch before the device has done them
 
     def __init__(self):
         self.stream = torch.cuda.Stream(priority=-1)
         self.launched = deque()  # (event, tensors that are held until the device has passed it)
 
     def run(self, task, held=()):
-        """Run a task on the current stream, then wait until at most AHEAD tasks are not done.
+        """Run a task on the current stream, then wait until at most AHEAD tasks are unfinished.
 
         Memory that NCCL's messages touched is reused only once the host has seen their end. If the
         host ran ahead by a whole step, each message of the step would need memory of its own.
@@ -694,7 +694,7 @@ class _Stream:
 
 
 class _Thread:
-    """The queue of a group on gloo: a thread, which ends when the group or Python does."""
+    """The queue of a group on gloo: a thread that ends when the group or Python does."""
 
     on_nccl = False
     window = 3  # segments under way
@@ -706,17 +706,17 @@ class _Thread:
         weakref.finalize(group, self.end)
 
     def work(self):
-        schedule_as_batch("SCHED_OTHER")  # batch work would not run until its waker pauses
+        schedule_as_batch("SCHED_OTHER")  # batch work starts only when its waker pauses
         for task, inference, future in iter(self.tasks.get, None):
             try:
-                with torch.inference_mode(inference):  # a mode of each thread
+                with torch.inference_mode(inference):  # each thread has its own mode
                     future.set_result(task())
             except BaseException as error:
                 future.set_exception(error)
             del task, future  # they hold the group and tensors
 
     def end(self):
-        """Wait for the thread: one that returns from C++ after Python's end aborts the process."""
+        """Wait for the thread, since a return from C++ after Python's end aborts the process."""
         self.tasks.put(None)
         if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(30)  # seconds
@@ -734,9 +734,9 @@ class _Thread:
 
 
 def _launch(operation, algorithms, outputs, inputs=(), backend_options=None):
-    """Run an operation in its turn, by the generators algorithms(*flat outputs, *flat inputs).
+    """Run an operation in its turn. algorithms(*flat outputs, *flat inputs) makes its generators.
 
-    backend_options: keyword arguments of the backend's function that may run in their place
+    backend_options: keyword arguments of the backend's collective, which may run instead
     """
     tensors = (*outputs, *inputs)
 
@@ -766,14 +766,14 @@ def _launch(operation, algorithms, outputs, inputs=(), backend_options=None):
 
 
 def set_backend_collectives(group=None):
-    """Let the backend run the group's collectives, as a yardstick. Their bytes are not counted."""
+    """Let the backend run the group's collectives, for comparison. Their bytes are not counted."""
     membership(group, "set_backend_collectives").by_backend = dist.get_world_size(group) > 1
 
 
 def _backend_collective(operation, tensors, options):
     """Call the function of torch.distributed that has the operation's name."""
     if operation.op == ReduceOp.AVG:
-        options = options | {"op": ReduceOp.SUM}  # it is divided afterwards
+        options = options | {"op": ReduceOp.SUM}  # _launch() divides
     if operation.name == "all_reduce" and len(tensors) == 2:
         tensors[0].copy_(tensors.pop())
     getattr(dist, operation.name)(*tensors, group=operation.group, **options)
@@ -789,14 +789,14 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="a
     """Reduce `tensor` over the group, in place or into `output`. All ranks get the same bits.
 
     op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers)
-    algorithm: a name from the table above, or auto, which leaves it to choose()
+    algorithm: a name from the table above, or "auto", which means what choose() returns
     """
     operation = Operation("all_reduce", group, tensor, async_op, op)
     rank, P = operation.place
     combine = _Combine(op)
-    inputs = [tensor]
+    inputs = [] if output is None else [tensor]
     if output is None:
-        output = inputs.pop()
+        output = tensor
 
     def algorithms(*flat):  # the output, and the input where it is not the same tensor
         name, segments, options = _plan(operation, tensor.nbytes, 2, algorithm)
@@ -846,7 +846,7 @@ def all_to_all_single(
 ):
     """Send the i-th piece of `input` to rank i, and receive rank i's piece as the i-th of `output`.
 
-    Pieces are rows (dim 0): *_split_sizes says how many for each rank; None stands for equal ones.
+    *_split_sizes: the number of rows (dim 0) in each rank's piece; None means equally many
     """
     operation = Operation("all_to_all_single", group, output, async_op)
     rank, P = operation.place
@@ -865,7 +865,7 @@ def all_to_all_single(
 
 
 def _split_sizes(tensor, rows_of_ranks, world_size):
-    """Return how many elements of `tensor` each rank gets, from its rows; None: equally many."""
+    """Convert each rank's number of rows (None: equally many) to its number of elements."""
     rows = len(tensor)
     sizes = rows_of_ranks or [rows // world_size] * world_size
     if len(sizes) != world_size or sum(sizes) != rows:
@@ -887,7 +887,7 @@ def broadcast(tensor, src=0, group=None, async_op=False):
 
 
 def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
-    """Reduce `tensor` over the group into that of rank `dst`. The other ranks keep theirs."""
+    """Reduce `tensor` over the group into rank `dst`'s tensor. The other ranks keep theirs."""
     operation = Operation("reduce", group, tensor, async_op, op, dst)
     is_root = operation.rank == operation.root
     algorithms = lambda flat: [_tree_reduce(flat, operation, _Combine(op))]
@@ -934,7 +934,7 @@ def _all_reduced(x, group):
 def _all_gathered(x, dim, group):
     output = x.new_empty(dist.get_world_size(group), *x.shape)
     all_gather_single(output, x, group)
-    return output.movedim(0, dim).flatten(dim, dim + 1).detach()  # no view: it may be changed
+    return output.movedim(0, dim).flatten(dim, dim + 1).detach()  # unlike a view, it may be changed
 
 
 def _own_chunk(x, dim, group):
@@ -956,12 +956,12 @@ def _all_to_all(x, output_split_sizes, input_split_sizes, group):
     return output
 
 
-_PAIRS = {  # forward, backward; what x is before -> after
-    "copy_to_group": (_identity, _all_reduced),  # replicated -> each uses it its way; Megatron's f
+_PAIRS = {  # name: (forward, backward), with x before -> x after
+    "copy_to_group": (_identity, _all_reduced),  # replicated -> used differently; Megatron's f
     "reduce_from_group": (_all_reduced, _identity),  # partial sums -> replicated; Megatron's g
     "scatter_to_group": (_own_chunk, _all_gathered),  # replicated -> split
-    "gather_from_group": (_all_gathered, _own_chunk),  # split -> replicated, used alike
-    "all_gather_to_group": (_all_gathered, _reduce_scattered),  # split -> each uses all its way
+    "gather_from_group": (_all_gathered, _own_chunk),  # split -> whole, used identically
+    "all_gather_to_group": (_all_gathered, _reduce_scattered),  # split -> whole, used differently
     "reduce_scatter_to_group": (_reduce_scattered, _all_gathered),  # partial sums -> split
     # split one way -> split another
     "all_to_all_in_group": (_all_to_all, lambda x, a, b, group: _all_to_all(x, b, a, group)),
@@ -969,7 +969,7 @@ _PAIRS = {  # forward, backward; what x is before -> after
 
 
 class _Conjugate(torch.autograd.Function):
-    """Apply one function of a pair forward, the other one backward, and so on for its backward."""
+    """Apply pair[0] in forward and pair[1] in backward; a double backward swaps them again."""
 
     @staticmethod
     def forward(ctx, x, pair, *arguments):
@@ -983,12 +983,12 @@ class _Conjugate(torch.autograd.Function):
 
 
 def copy_to_group(x, group=None):
-    """Return x; in backward its gradients are summed. Megatron's f. Do not change it in place."""
+    """Return x, whose gradients are summed in backward. Megatron's f. Do not change it in place."""
     return _Conjugate.apply(x, _PAIRS["copy_to_group"], group)
 
 
 def reduce_from_group(x, group=None):
-    """Return the sum of every rank's x, whose gradient goes to every summand. Megatron's g."""
+    """Return the sum of all ranks' x. In backward each x gets the sum's gradient. Megatron's g."""
     return _Conjugate.apply(x, _PAIRS["reduce_from_group"], group)
 
 
@@ -998,12 +998,12 @@ def scatter_to_group(x, dim, group=None):
 
 
 def gather_from_group(x, dim, group=None):
-    """Join every rank's x along `dim`, for a use that is the same on every rank."""
+    """Join every rank's x along `dim`, for ranks that all use the result identically."""
     return _Conjugate.apply(x, _PAIRS["gather_from_group"], dim % x.ndim, group)
 
 
 def all_gather_to_group(x, dim, group=None):
-    """Join every rank's x along `dim`, for a use that differs: its gradients are summed."""
+    """Join every rank's x along `dim`, for ranks that use it differently. Gradients are summed."""
     return _Conjugate.apply(x, _PAIRS["all_gather_to_group"], dim % x.ndim, group)
 
 
@@ -1027,12 +1027,12 @@ def reduce_scatter_bytes(nbytes, world_size):
 
 
 def all_reduce_bytes(nbytes, world_size):
-    """Return the bytes that a rank sends to all-reduce `nbytes` along the ring, the minimum."""
+    """Return the bytes that a rank sends to all-reduce `nbytes` on a ring, the fewest possible."""
     return 2 * nbytes * (world_size - 1) // world_size
 
 
 def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
-    """Return (steps, bytes that a rank sends) of an all-reduce, exact if 128 P divides `nbytes`."""
+    """Return (steps, bytes that a rank sends) of an all-reduce, exact if all chunks are equal."""
     D, P, I = nbytes, world_size, ranks_per_node
     least = all_reduce_bytes(D, P)
     rounds = P.bit_length() - 1
@@ -1056,15 +1056,15 @@ def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
 def schedule_as_batch(policy="SCHED_BATCH"):
     """Schedule this thread, and those that it starts from now on, as batch work (on Linux).
 
-    Call it before the process group is made. Otherwise a thread of gloo's that preempts its rank
-    spins on a lock that the rank holds, and a message takes 2-5 ms in place of 0.1 ms.
+    Call it before the process group is made. Otherwise a gloo thread may preempt its rank and spin
+    on a lock that the rank holds, and a message takes 2-5 ms instead of 0.1 ms.
     """
     if hasattr(os, policy):
         os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
 
 
 def run_ranks(function, world_size=4):
-    """Call function() on torchrun's ranks, or on `world_size` new ones, in a new CPU group."""
+    """Call function() on torchrun's ranks, or else in `world_size` new processes, with gloo."""
     if "RANK" in os.environ:
         _run_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", function)
         return
@@ -1083,7 +1083,7 @@ def _run_rank(rank, world_size, init_method, function):
 
 
 def set_ranks_per_node(ranks_per_node, group=None):
-    """Set how many consecutive ranks share a node, by default all; 1 if it does not divide P."""
+    """Set how many consecutive ranks share a node (default: all), or 1 if it does not divide P."""
     members = membership(group, "set_ranks_per_node")
     ranks = min(ranks_per_node, len(members.ranks))
     members.ranks_per_node = 1 if len(members.ranks) % ranks else ranks
@@ -1095,13 +1095,13 @@ def gather_objects(value, group=None):
     own = own.to(membership(group, "gather_objects").device)
     lengths = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=own.device)
     all_gather_single(lengths, lengths.new_tensor([len(own)]), group)
-    texts = own.new_empty(len(lengths), max(lengths.tolist()))
-    all_gather_single(texts, torch.nn.functional.pad(own, (0, texts.shape[1] - len(own))), group)
-    return [pickle.loads(text.numpy()) for text in texts.cpu()]
+    rows = own.new_empty(len(lengths), max(lengths.tolist()))
+    all_gather_single(rows, torch.nn.functional.pad(own, (0, rows.shape[1] - len(own))), group)
+    return [pickle.loads(row.numpy()) for row in rows.cpu()]
 
 
 def check_parameters(named, group=None):
-    """Raise ValueError on every rank if [(name, tensor)] differ in kind between ranks."""
+    """Raise ValueError on every rank if names, shapes, dtypes, requires_grad or devices differ."""
     kind = lambda t: f"{tuple(t.shape)} {t.dtype} {t.requires_grad} {t.device.type}"
     first, *others = gather_objects([f"{name!r} {kind(tensor)}" for name, tensor in named], group)
     for rank, other in enumerate(others, 1):
@@ -1121,7 +1121,7 @@ class Traffic:
     """The payload that this rank has sent."""
 
     def __init__(self):
-        self.sent = []  # (operation, group, peer in the group, bytes) of every message
+        self.sent = []  # (operation's name, group, peer in the group, bytes) of every message
 
     def bytes(self, operation=None, group=None, peers=None):
         """Return the bytes sent by one operation, in one group, to some peers; None means all."""
