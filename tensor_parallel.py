@@ -1,7 +1,8 @@
-"""Tensor parallelism: every matrix is split over the ranks of a group, which share their tokens.
+"""Tensor parallelism: matrices are split over the ranks of a group, which process the same tokens.
 
-A linear layer can be split by its outputs (columns) or by its inputs (rows). Columns followed by
-rows need no communication in between, where a non-linearity, or attention over heads, fits:
+A linear layer can be split by its outputs (columns of A) or by its inputs (rows of B). If columns
+feed rows, nothing is sent in between, where an element-wise function fits, or attention over a
+rank's own heads. F.linear() takes `weight` = A^T, so columns of A are rows of `weight`.
 
     X  --f-->  X A_r  -- GeLU -->  Y_r B_r  --g-->  Z = sum over r of Y_r B_r      A = [A_0 A_1]
                column-parallel      row-parallel                                   B = [B_0; B_1]
@@ -12,23 +13,23 @@ rows need no communication in between, where a non-linearity, or attention over 
 With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence, dim 0. Then f
 is an all-gather, whose backward is a reduce-scatter, and g is the opposite.
 
-A rank holds   1/t of every matrix and of the vocabulary (t ranks; P below, tp in errors), of their
-               gradients and optimizer states, of Y and the logits; all of the norms, X and Z
-It sends       per transformer layer and microbatch 4 all-reduces, 2 f and 2 g, of b s h elements
-               (batch, sequence, width): 8 b s h (t-1)/t. Embedding and head send one each, the loss
-               3 b s elements. With sequence parallelism a layer sends 10 b s h (t-1)/t, as backward
-               gathers X again, and the gradients of norms and biases are summed once a step
-Overlap        in backward f travels beside the product for the weight. With sequence parallelism
-               large messages also travel beside products in forward, chunk by chunk
-PyTorch's      DTensor and parallelize_module() split the same matrices. A DTensor knows the whole,
-               and each operation finds out what to send. Here a parameter is a plain tensor
+A rank holds   1/t (t ranks; P below, tp in errors) of each matrix, its gradient, its optimizer
+               states, Y and the logits; all of the norms, and of X and Z if these are not split
+It sends       4 all-reduces per transformer layer and microbatch, 2 f and 2 g, of b s h elements
+               (batch, sequence, width): 8 b s h (t-1)/t. Embedding and head add one each, and the
+               loss reduces 3 b s. With sequence parallelism a layer sends 10 b s h (t-1)/t, as
+               backward gathers X again; a step sums gradients of norms and biases added after g
+Overlap        dW is computed while dX is summed. With sequence parallelism, large products by rows,
+               and by columns in forward, are computed chunk by chunk while other chunks travel
+PyTorch's      DTensor and parallelize_module() split the same matrices. From a DTensor's placements
+               each operation derives what to send. Here a parameter is a plain tensor
 
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
 Parallelism", 2019. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models", 2022 (sequence parallelism). Wang et al., "Overlap Communication with Dependent Computation
 via Decomposition in Large Deep Learning Models", 2023 (products beside messages).
 
-    torchrun --nproc-per-node 4 tensor_parallel.py    bytes, claimed and counted, and the error
+    torchrun --nproc-per-node 4 tensor_parallel.py    claimed and counted bytes, and the error
 """
 
 import math
@@ -63,12 +64,12 @@ def row_linear(x, weight, bias=None, group=None):
 
 # ---- products beside messages --------------------------------------------------------------------
 #
-# With sequence parallelism a product needs the X of all ranks, or is summed over the ranks. A large
-# X is multiplied chunk by chunk, a rank's rows at a time: while one chunk is multiplied, another
-# travels directly between its owner and this rank. With P = 4, in step s rank r
+# With sequence parallelism a product either needs every rank's chunk of X, or is summed over the
+# ranks into chunks of Z. While one large chunk is computed, another travels directly between its
+# owner and this rank. With P = 4, in step s rank r
 #
 #             gathers and multiplies:                       multiplies and scatters:
-#             chunk r - s, while (r - s - 1) arrives        chunk r + s + 1, to send it -> its owner
+#             chunk r - s, while (r - s - 1) arrives        chunk r + s + 1, sent to its owner
 #
 #             rank 0    rank 1    rank 2    rank 3          rank 0    rank 1    rank 2    rank 3
 #     s = 0   x0 (x3)   x1 (x0)   x2 (x1)   x3 (x2)         y1 -> 1   y2 -> 2   y3 -> 3   y0 -> 0
@@ -76,14 +77,14 @@ def row_linear(x, weight, bias=None, group=None):
 #     s = 2   x2 (x1)   x3 (x2)   x0 (x3)   x1 (x0)         y3 -> 3   y0 -> 0   y1 -> 1   y2 -> 2
 #     s = 3   x1        x2        x3        x0              y0        y1        y2        y3
 #
-# Each rank adds the four parts of its own chunk at the end, so a 16-bit sum is rounded once. Either
-# way it sends (P-1)/P of the whole, as an all-gather or a reduce-scatter does.
+# Each rank adds the four parts of its own chunk at the end, so their 16-bit sum is rounded once.
+# Either way a rank sends (P-1)/P of the whole, as in an all-gather or a reduce-scatter.
 
 CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}  # sending a smaller chunk costs more than it hides
 
 
 def gather_and_multiply(x, weight, bias=None, group=None):
-    """Gather X, every rank's x. Return X and F.linear(X, weight, bias)."""
+    """Gather every rank's x into X. Return X and F.linear(X, weight, bias)."""
     rank, P = rank_and_size(group)
     whole = x.new_empty(P, *x.shape)
     whole[rank] = x
@@ -92,8 +93,9 @@ def gather_and_multiply(x, weight, bias=None, group=None):
     for step in range(1, P):
         target = (rank + step) % P
         source = (rank - step) % P
-        messages = [(whole[rank], target)], [(whole[source], source)]
-        works[source] = exchange(*messages, group, async_op=True)
+        works[source] = exchange(
+            [(whole[rank], target)], [(whole[source], source)], group, async_op=True
+        )
     _linear_into(y[rank], x, weight, bias)
     for source, work in works.items():
         work.wait()
@@ -105,15 +107,14 @@ def multiply_and_scatter(x, weight, group=None):
     """Return this rank's chunk of the sum of F.linear(x, weight) over the ranks."""
     rank, P = rank_and_size(group)
     inputs = x.chunk(P)
-    parts = x.new_empty(P, *inputs[0].shape[:-1], len(weight))  # of this rank's chunk of the sum
+    parts = x.new_empty(P, *inputs[0].shape[:-1], len(weight))  # summands of this rank's chunk
     works = []
     for step in range(1, P):
         target = (rank + step) % P
         source = (rank - step) % P
         part = torch.empty_like(parts[source])
         _linear_into(part, inputs[target], weight)
-        messages = [(part, target)], [(parts[source], source)]
-        works.append(exchange(*messages, group, async_op=True))
+        works.append(exchange([(part, target)], [(parts[source], source)], group, async_op=True))
     _linear_into(parts[rank], inputs[rank], weight)
     for work in works:
         work.wait()
@@ -121,7 +122,7 @@ def multiply_and_scatter(x, weight, group=None):
 
 
 def _linear_into(output, x, weight, bias=None):
-    """Write F.linear(x, weight, bias) into the output."""
+    """Write F.linear(x, weight, bias) into `output`."""
     operands = x.flatten(0, -2), weight.to(x.dtype).t()
     if bias is None:
         torch.mm(*operands, out=output.flatten(0, -2))
@@ -129,15 +130,14 @@ def _linear_into(output, x, weight, bias=None):
         torch.addmm(bias.to(x.dtype), *operands, out=output.flatten(0, -2))
 
 
-# ---- linear layers -------------------------------------------------------------------------------
+# ---- linear functions ----------------------------------------------------------------------------
 #
-# In the backward of column_linear() dx is summed before dW is computed. Here dx travels meanwhile.
-# With sequence parallelism a layer split by columns keeps only this rank's chunk of X, and backward
-# gathers X again. A pipeline may want dW later: the layers then leave a function that computes it.
+# The backward of column_linear() computes dW before it sums dx. Here it does both at once. With
+# sequence parallelism a layer split by columns saves its chunk of X, and backward gathers X again.
 
 
 def begin_gather(x, split, group=None, async_op=False):
-    """Begin to gather x along dim 0 if it is split. Return a function that waits for the whole."""
+    """Begin to gather x along dim 0 if `split`. Return a function that waits for the result."""
     if not split:
         return lambda: x
     whole = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
@@ -146,7 +146,7 @@ def begin_gather(x, split, group=None, async_op=False):
 
 
 def begin_sum(y, split, group=None, async_op=False):
-    """Begin to sum y over the ranks. Return a function that waits for the sum, or its own chunk."""
+    """Like begin_gather(), but sum y: in place or, if `split`, into this rank's chunk of it."""
     if not split:
         return partial(_when_done, all_reduce(y, group=group, async_op=async_op), y)
     chunk = y.new_empty(len(y) // dist.get_world_size(group), *y.shape[1:])
@@ -161,14 +161,14 @@ def _when_done(work, result):
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """y = x W^T + b, where x is gathered if it is split.
+    """Compute y = x W^T + b, where x is gathered first if `split`.
 
     backward    dx = dy @ W, while x is gathered; dW = dy^T @ x, while dx is summed
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, group, split, store):
-        ctx.how = weight, group, split, store  # the store wants the parameter itself
+        ctx.arguments = weight, group, split, store  # the saved one may be detached
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         if split and x.nbytes >= CHUNK_BYTES[x.device.type]:
             return gather_and_multiply(x, weight, bias, group)[1]
@@ -178,18 +178,18 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        parameter, group, split, store = ctx.how
+        parameter, group, split, store = ctx.arguments
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        is_deferred = store.open and not parameter._backward_hooks  # autograd calls a hook now
-        dx = dweight = dbias = gathered = None
+        is_deferred = store.open and not parameter._backward_hooks  # hooks must be called now
+        dx = dweight = dbias = wait_for_x = None
         if wants_weight and not is_deferred:
-            gathered = begin_gather(x, split, group, async_op=True)
+            wait_for_x = begin_gather(x, split, group, async_op=True)
         if wants_x:
-            summed = begin_sum(dy @ weight.to(dy.dtype), split, group, async_op=True)
+            wait_for_dx = begin_sum(dy @ weight.to(dy.dtype), split, group, async_op=True)
 
         def weight_gradient():
-            whole = gathered or begin_gather(x, split, group)
-            return _weight_gradient(parameter, dy, whole(), store)
+            wait = wait_for_x or begin_gather(x, split, group)
+            return _weight_gradient(parameter, dy, wait(), store)
 
         if wants_weight and is_deferred:
             store.put(parameter, weight_gradient)
@@ -198,12 +198,12 @@ class _ColumnLinear(torch.autograd.Function):
         if wants_bias:
             dbias = dy.reshape(-1, dy.shape[-1]).sum(0)
         if wants_x:
-            dx = summed()
+            dx = wait_for_dx()
         return dx, dweight, dbias, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
-    """y = the sum of x W^T over the ranks, of which each rank keeps its chunk if it is split.
+    """Compute y = the sum of x W^T over the ranks, or, if `split`, this rank's chunk of it.
 
     backward    gather dy; dx = dy @ W; dW = dy^T @ x
     """
@@ -213,9 +213,9 @@ class _RowLinear(torch.autograd.Function):
         P = dist.get_world_size(group)
         if split and len(x) % P:
             raise ValueError(f"T={len(x)} is not divisible by tp={P}")
-        chunk_bytes = x.nbytes // x.shape[-1] // P * len(weight)
+        chunk_bytes = x.nbytes // x.shape[-1] // P * len(weight)  # of Z
         by_chunks = split and chunk_bytes >= CHUNK_BYTES[x.device.type]
-        ctx.how = weight, group, split, store, by_chunks
+        ctx.arguments = weight, group, split, store, by_chunks
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         if by_chunks:
             return multiply_and_scatter(x, weight, group)
@@ -225,7 +225,7 @@ class _RowLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        parameter, group, split, store, by_chunks = ctx.how
+        parameter, group, split, store, by_chunks = ctx.arguments
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         dx = dweight = None
         if wants_x and by_chunks:
@@ -243,7 +243,7 @@ class _RowLinear(torch.autograd.Function):
 
 
 def _weight_gradient(weight, dy, x, store):
-    """Return dW = dy^T @ x. If the store adds, add it to .grad and return None.
+    """Return dW = dy^T @ x. If `store.adds` and .grad exists, add dW to it and return None.
 
     Before it is added in fp32, a 16-bit product is rounded to 16 bits on a CPU, but not on a GPU.
     """
@@ -265,28 +265,81 @@ def _weight_gradient(weight, dy, x, store):
 def parallel_linear(
     x, weight, bias=None, column=True, group=None, sequence_parallel=False, defer=None
 ):
-    """Apply a linear layer of which this rank has a part of the outputs (column) or of the inputs.
+    """Apply a linear layer that is split by its outputs (`column`) or by its inputs (rows).
 
-    x: (..., in), weight: (out, in), this rank's part. By rows the caller adds the bias to the sum.
-    sequence_parallel: whether X and Z are split along dim 0: x is this rank's chunk of X (columns),
-        or its chunk of Z is returned (rows; raises ValueError if P does not divide T).
-    defer: the WeightGradStore of a pipeline (see pipeline.py). While it is open, backward leaves a
-        function there that computes dW. While it `adds`, dW is added to .grad at once, which saves
-        autograd a pass. A weight with hooks is excepted from both.
+    weight: this rank's part, (out/P, in) or, by rows, (out, in/P). By rows, callers add the bias.
+    sequence_parallel: whether x is this rank's chunk of X (columns), or its chunk of Z is returned
+        (rows; raises ValueError if P does not divide T). Chunks are taken along dim 0.
+    defer: a pipeline's WeightGradStore (see pipeline.py). While it is open, backward gives it a
+        function that computes dW. While `adds` is true, backward adds dW to .grad itself, which
+        saves autograd a pass. Neither is done for a weight with hooks.
     """
-    x = autocasted(x)  # before it is kept and sent
+    x = autocasted(x)  # cast before x is saved and sent
     store = defer or SimpleNamespace(open=False, adds=False)
     if column:
         return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, store)
     return _RowLinear.apply(x, weight, group, sequence_parallel, store)
 
 
-class ColumnParallelLinear(nn.Module):
-    """Y_r = X A_r + b_r: X (..., in) is equal on every rank, Y_r (..., out/P) this rank's outputs.
+# ---- modules: parameters that are split or copied ------------------------------------------------
+#
+# A split parameter is a plain tensor, this rank's part of the whole. Its module's `shards`, a dict
+# {name: Shard}, says which part. Every rank has a copy of each parameter without a Shard.
 
-    With sequence_parallel X is (T/P, ..., in), Y_r (T, ..., out/P).
-    out_features: a number, or a tuple for several outputs in one matrix, such as queries, keys and
-        values, of which each rank gets its part. Raises ValueError if P does not divide one.
+
+@dataclass(frozen=True)
+class Shard:
+    """How a parameter is split over `group` along `dim`: each rank has a part of every block.
+
+    blocks: the size of each, in rows (slices along `dim`). A fused q, k, v matrix has three blocks.
+
+        whole, two blocks     0 1 2 3 | 4 5          of 4 and 2 rows
+        rank 0 of 2           0 1     | 4            runs() = [(0, 2), (4, 1)]
+        rank 1 of 2               2 3 |   5          runs() = [(2, 2), (5, 1)]
+    """
+
+    dim: int
+    blocks: tuple
+    group: dist.ProcessGroup | None = None
+
+    def runs(self):
+        """Return (first row in the whole, number of rows) of this rank's part of each block."""
+        rank, world_size = rank_and_size(self.group)
+        runs = []
+        start = 0
+        for block in self.blocks:
+            low, high = rank * block // world_size, (rank + 1) * block // world_size
+            runs.append((start + low, high - low))
+            start += block
+        return runs
+
+    def cut(self, full):
+        """Return this rank's part of `full`."""
+        parts = [full.narrow(self.dim, start, rows) for start, rows in self.runs()]
+        return torch.cat(parts, self.dim)
+
+
+def set_shard(module, name, full, shard):
+    """Set parameter `name` to this rank's part of `full`, which is the same on all ranks."""
+    setattr(module, name, nn.Parameter(shard.cut(full.detach())))
+    module.shards = getattr(module, "shards", {}) | {name: shard}
+
+
+def shards_of(model):
+    """Return {name: Shard} of the model's split parameters. Each rank has a copy of the others."""
+    return {
+        f"{path}.{name}" if path else name: shard
+        for path, module in model.named_modules()
+        for name, shard in getattr(module, "shards", {}).items()
+    }
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer split by its outputs: Y_r = X A_r + b_r.
+
+    (..., in) -> (..., out/P); with sequence_parallel (T/P, ..., in) -> (T, ..., out/P).
+    out_features: a number, or a tuple if one matrix computes several outputs, such as queries, keys
+        and values, each of which is split. Raises ValueError if P does not divide each number.
     options: group, sequence_parallel and defer of parallel_linear().
     """
 
@@ -295,7 +348,7 @@ class ColumnParallelLinear(nn.Module):
         self.options = options
         blocks = out_features if isinstance(out_features, tuple) else (out_features,)
         shard = Shard(0, blocks, options.get("group"))
-        _, tp = rank_and_size(shard.group)
+        tp = dist.get_world_size(shard.group)
         if any(block % tp for block in blocks):
             raise ValueError(f"{out_features=} is not divisible by tp={tp}")
         weight = torch.randn(sum(blocks), in_features) * in_features**-0.5
@@ -309,23 +362,23 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Z = sum_r (X_r B_r) + b: X_r (..., in/P) is this rank's inputs, Z (..., out) equal on all.
+    """A linear layer split by its inputs: Z = sum_r (Y_r B_r) + b.
 
-    With sequence_parallel X_r is (T, ..., in/P) and Z (T/P, ..., out).
-    options: as of ColumnParallelLinear. Raises ValueError if P does not divide in_features.
+    (..., in/P) -> (..., out); with sequence_parallel (T, ..., in/P) -> (T/P, ..., out).
+    options: as in ColumnParallelLinear. Raises ValueError if P does not divide in_features.
     """
 
     def __init__(self, in_features, out_features, bias=True, **options):
         super().__init__()
         self.options = options
         shard = Shard(1, (in_features,), options.get("group"))
-        _, tp = rank_and_size(shard.group)
+        tp = dist.get_world_size(shard.group)
         if in_features % tp:
             raise ValueError(f"in_features={in_features} is not divisible by tp={tp}")
         weight = torch.randn(out_features, in_features) * in_features**-0.5
         set_shard(self, "weight", weight, shard)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-        if bias and options.get("sequence_parallel"):  # each rank's gradient is of its own tokens
+        if bias and options.get("sequence_parallel"):  # see mark_sum_over_tp()
             self.sums_over_tp = ("bias",)
 
     def forward(self, x):
@@ -333,15 +386,54 @@ class RowParallelLinear(nn.Module):
         return z if self.bias is None else z.add_(self.bias.to(z.dtype))
 
 
+def mark_sum_over_tp(module):
+    """Mark all parameters of the module: their gradients have to be summed over tp.
+
+    With sequence parallelism a rank's gradient of a norm or a bias covers only its own tokens.
+    """
+    for part in module.modules():
+        part.sums_over_tp = tuple(name for name, _ in part.named_parameters(recurse=False))
+    return module
+
+
+def parameters_to_sum_over_tp(model):
+    """Return the model's marked parameters, or ZeRO's pieces of them."""
+    modules = [module for module in model.modules() if hasattr(module, "sums_over_tp")]
+    marked = [getattr(module, name) for module in modules for name in module.sums_over_tp]
+    return [parameter for parameter in marked if parameter.requires_grad]
+
+
+@torch.no_grad()
+def sum_gradients_over_tp(parameters, group=None, check=True):
+    """After backward, sum the parameters' gradients over the group in a single all-reduce.
+
+    parameters: from parameters_to_sum_over_tp(). A gradient that is None counts as zero.
+    check: whether to raise ValueError on all ranks if ZeRO's pieces differ between them.
+    """
+    if dist.get_world_size(group) == 1 or not parameters:
+        return
+    pieces = [parameter for parameter in parameters if hasattr(parameter, "whole_shape")]
+    if check and pieces:
+        check_parameters([((piece.whole_shape, piece.offset), piece) for piece in pieces], group)
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+    gradients = [parameter.grad for parameter in parameters]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])  # in their widest dtype
+    all_reduce(flat, group=group)
+    sums = flat.split([gradient.numel() for gradient in gradients])
+    torch._foreach_copy_(gradients, [total.view_as(grad) for total, grad in zip(sums, gradients)])
+
+
 # ---- attention and dropout -----------------------------------------------------------------------
 
 
 class ParallelSelfAttention(nn.Module):
-    """Causal self-attention, split by heads: q, k, v by columns, the projection by rows.
+    """Causal self-attention split by heads: q, k and v by columns, the output projection by rows.
 
-    x: (T, B, D) -> (T, B, D), both (T/P, B, D) with sequence_parallel.
-    kv_heads: for grouped-query attention, where heads / kv_heads queries share a key and a value.
-    attention_fn(q, k, v): maps (B, H/P, T, K) and twice (B, KV/P, T, K) to (B, H/P, T, K).
+    x: (T, B, D) -> (T, B, D), both (T/P, B, D) with sequence_parallel. D is hidden, H is heads.
+    kv_heads: KV, for grouped-query attention, where H/KV query heads share a key and a value head.
+    attention_fn: maps q (B, H/P, T, K) and k, v (B, KV/P, T, K) to (B, H/P, T, K), where K = D/H.
     options: group, sequence_parallel and defer of parallel_linear().
     Raises ValueError unless P divides kv_heads, kv_heads divides heads, and heads divides hidden.
     """
@@ -349,7 +441,7 @@ class ParallelSelfAttention(nn.Module):
     def __init__(self, hidden, heads, kv_heads=None, attention_fn=None, **options):
         super().__init__()
         kv_heads = kv_heads or heads
-        _, tp = rank_and_size(options.get("group"))
+        tp = dist.get_world_size(options.get("group"))
         if kv_heads % tp:
             raise ValueError(f"kv_heads={kv_heads} is not divisible by tp={tp}")
         if hidden % heads or heads % kv_heads:
@@ -370,8 +462,8 @@ class ParallelSelfAttention(nn.Module):
 
 
 def attention(q, k, v, dropout=0.0):
-    """PyTorch's fused causal attention. Heads of k and v serve several of q's."""
-    if q.shape[1] != k.shape[1] and q.is_cuda and q.element_size() > 2:  # its kernel has no groups
+    """Apply PyTorch's fused causal attention. Several heads of q may share one of k and v."""
+    if q.shape[1] != k.shape[1] and q.is_cuda and q.element_size() > 2:  # fused fp32 has no GQA
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     options = {"dropout_p": dropout, "is_causal": True, "enable_gqa": q.shape[1] != k.shape[1]}
     return F.scaled_dot_product_attention(q, k, v, **options)
@@ -380,9 +472,9 @@ def attention(q, k, v, dropout=0.0):
 class ShardedRandomState:
     """Different random numbers on each rank: `with state: F.dropout(...)`.
 
-    What all ranks hold gets the same dropout mask from the global generator, seeded alike on them.
-    Heads or tokens that differ between ranks need different masks: here that generator is seeded by
-    the rank and a draw from itself, so recomputation, which restores it, repeats the masks.
+    The global generators are seeded alike on all ranks, so a tensor that all ranks hold gets the
+    same dropout mask. Heads or tokens that differ between ranks need different masks: here the seed
+    is made of the rank and a draw from the CPU's generator, so recomputation repeats the masks.
     """
 
     def __init__(self, device, group=None):
@@ -407,7 +499,7 @@ class VocabParallelEmbedding(nn.Module):
     """An embedding (V, D) of which each rank holds the rows of its part of the vocabulary.
 
     tokens: (T, ...) -> (T, ..., D), or (T/P, ..., D) with sequence_parallel, where P must divide T.
-    A rank looks up the tokens of its part, with zeros for the others, and the results are summed.
+    A rank looks up the tokens of its part, takes zeros for all others, and the results are summed.
     P need not divide V. A token outside the vocabulary gives NaN, since an error would make the
     host wait for the device.
     """
@@ -418,7 +510,7 @@ class VocabParallelEmbedding(nn.Module):
         self.num_embeddings = num_embeddings
         shard = Shard(0, (num_embeddings,), group)
         set_shard(self, "weight", torch.randn(num_embeddings, embedding_dim), shard)
-        ((self.start, _),) = shard.runs()
+        self.start, _ = shard.runs()[0]
 
     def forward(self, tokens):
         local = tokens - self.start
@@ -428,16 +520,17 @@ class VocabParallelEmbedding(nn.Module):
             table = table.to(torch.promote_types(table.dtype, torch.float32))
         rows = F.embedding(local.masked_fill(out_of_range, 0), table).to(self.weight.dtype)
         unknown = (tokens < 0) | (tokens >= self.num_embeddings)
-        others = rows.new_zeros(()).masked_fill(unknown, math.nan)  # (T, ...): 0, or NaN
-        rows = torch.where(out_of_range.unsqueeze(-1), others.unsqueeze(-1), rows)
+        fill = rows.new_zeros(()).masked_fill(unknown, math.nan)  # (T, ...): 0, or NaN
+        rows = torch.where(out_of_range.unsqueeze(-1), fill.unsqueeze(-1), rows)
         if not self.sequence_parallel:
             return reduce_from_group(rows, self.group)
         return reduce_scatter_to_group(rows, 0, self.group)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """forward: log sum exp(logits) - logits[target], over all ranks' columns;
-    backward: softmax - one-hot, which forward has computed, in the dtype of the logits
+    """Compute log sum exp(logits) - logits[target] over all ranks' columns.
+
+    backward    softmax - one-hot, which forward has computed, in the dtype of the logits
     """
 
     @staticmethod
@@ -449,14 +542,13 @@ class _CrossEntropy(torch.autograd.Function):
         local = target - start
         out_of_range = (local < 0) | (local >= logits.shape[-1])
         local = local.masked_fill(out_of_range, 0).unsqueeze(-1)  # (N, 1)
-        own_target = grad.gather(-1, local).squeeze(-1).masked_fill(out_of_range, 0)
+        target_logit = grad.gather(-1, local).squeeze(-1).masked_fill(out_of_range, 0)
         rank, world_size = rank_and_size(group)
-        unknown = (target < start) & (rank == 0)
+        unknown = (target < start) & (rank == 0)  # in no rank's columns
         unknown |= (target >= start + logits.shape[-1]) & (rank == world_size - 1)
-        own_target.masked_fill_(unknown, math.nan)
-
+        target_logit.masked_fill_(unknown, math.nan)
         grad.exp_()
-        sums = torch.stack([grad.sum(-1), own_target])  # (2, N): one message for both
+        sums = torch.stack([grad.sum(-1), target_logit])  # (2, N): one message for both
         all_reduce(sums, group=group)
         normalizer, target_logit = sums
         grad.div_(normalizer.unsqueeze(-1))
@@ -488,103 +580,11 @@ def vocab_parallel_cross_entropy(
     return _CrossEntropy.apply(logits, target, vocab_start, ignore_index, group, inplace)
 
 
-# ---- shards --------------------------------------------------------------------------------------
-#
-# A parameter is a plain tensor, this rank's part of the whole. Its module has a table, `shards`:
-# {name: Shard}, which says which part. Each rank has a copy of a parameter without a Shard.
-
-
-@dataclass(frozen=True)
-class Shard:
-    """How a parameter is split over `group` along `dim`: each rank has a part of every block.
-
-    blocks: the number of rows of each block. A fused matrix has one each for q, k and v.
-
-        whole, two blocks     0 1 2 3 | 4 5          of 4 and 2 rows
-        rank 0 of 2           0 1     | 4            runs() = [(0, 2), (4, 1)]
-        rank 1 of 2               2 3 |   5          runs() = [(2, 2), (5, 1)]
-    """
-
-    dim: int
-    blocks: tuple
-    group: dist.ProcessGroup | None = None
-
-    def runs(self):
-        """Return (first row in the whole, number of rows) of this rank's part of each block."""
-        rank, world_size = rank_and_size(self.group)
-        runs = []
-        begin = 0
-        for block in self.blocks:
-            low, high = rank * block // world_size, (rank + 1) * block // world_size
-            runs.append((begin + low, high - low))
-            begin += block
-        return runs
-
-    def cut(self, full):
-        """Return this rank's part of `full`."""
-        parts = [full.narrow(self.dim, begin, rows) for begin, rows in self.runs()]
-        return torch.cat(parts, self.dim)
-
-
-def set_shard(module, name, full, shard):
-    """Make this rank's part of `full`, equal on all ranks, the module's parameter `name`."""
-    setattr(module, name, nn.Parameter(shard.cut(full.detach())))
-    module.shards = getattr(module, "shards", {}) | {name: shard}
-
-
-def shards_of(model):
-    """Return {name: Shard} of the model's split parameters. Each rank has a copy of the others."""
-    return {
-        f"{path}.{name}" if path else name: shard
-        for path, module in model.named_modules()
-        for name, shard in getattr(module, "shards", {}).items()
-    }
-
-
-def mark_sum_over_tp(module):
-    """Mark the gradients of all parameters in the module as still to be summed over tp.
-
-    With sequence parallelism a rank's gradient of a norm or a bias covers only its own tokens.
-    """
-    for part in module.modules():
-        part.sums_over_tp = tuple(name for name, _ in part.named_parameters(recurse=False))
-    return module
-
-
-def parameters_to_sum_over_tp(model):
-    """Return the model's marked parameters, or ZeRO's pieces of them."""
-    modules = [module for module in model.modules() if hasattr(module, "sums_over_tp")]
-    marked = [getattr(module, name) for module in modules for name in module.sums_over_tp]
-    return [parameter for parameter in marked if parameter.requires_grad]
-
-
-@torch.no_grad()
-def sum_gradients_over_tp(parameters, group=None, check=True):
-    """After backward, sum the gradients over the group, in one all-reduce for all of them.
-
-    parameters: as from parameters_to_sum_over_tp(). One that a rank has not used counts as zero.
-    check: whether to raise ValueError on all ranks if ZeRO has cut the parameters differently there
-    """
-    if dist.get_world_size(group) == 1 or not parameters:
-        return
-    pieces = [parameter for parameter in parameters if hasattr(parameter, "whole_shape")]
-    if check and pieces:
-        check_parameters([((piece.whole_shape, piece.offset), piece) for piece in pieces], group)
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-    gradients = [parameter.grad for parameter in parameters]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])  # of their widest dtype
-    all_reduce(flat, group=group)
-    sums = flat.split([gradient.numel() for gradient in gradients])
-    torch._foreach_copy_(gradients, [total.view_as(of) for total, of in zip(sums, gradients)])
-
-
 # ---- where a part lies in the whole: for initial values and checkpoints --------------------------
 
 
 def boxes_between(shape, begin, end):
-    """Yield elements begin to end of a flattened tensor as boxes: (first index, sizes) of each.
+    """Yield the boxes, each (first index, sizes), that make up elements begin to end of a tensor.
 
         (4, 2), from 1 to 7    . 1       the rest of row 0     [0, 1], (1, 1)
                                2 3       whole rows            [1, 0], (2, 2)
@@ -593,21 +593,21 @@ def boxes_between(shape, begin, end):
     """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     while begin < end:
-        first = [begin // stride % size for stride, size in zip(strides, shape)]
+        index = [begin // stride % size for stride, size in zip(strides, shape)]
         fits = lambda stride: begin % stride == 0 and begin + stride <= end
-        dim = next(dim for dim, stride in enumerate(strides) if fits(stride))  # of whole slices
-        count = min((end - begin) // strides[dim], shape[dim] - first[dim])
-        yield first, (*[1] * dim, count, *shape[dim + 1 :])
+        dim = next(dim for dim, stride in enumerate(strides) if fits(stride))  # outermost
+        count = min((end - begin) // strides[dim], shape[dim] - index[dim])
+        yield index, (*[1] * dim, count, *shape[dim + 1 :])
         begin += count * strides[dim]
 
 
 def views_in_whole(parameter, tensor, shard=None):
-    """Return (shape of the whole, {first index in the whole: view of the tensor}), box by box.
+    """Return (shape of the whole, {index of a box in the whole: view of the tensor}).
 
-    parameter: this rank's part, or ZeRO's piece of it. Without a Shard each rank has a copy.
-    tensor: the parameter, or what is laid out like it, such as .grad.
+    parameter: this rank's part, or ZeRO's piece of it. Without a Shard it is a copy of the whole.
+    tensor: the parameter, or a tensor of the same layout, such as .grad.
 
-        whole (6, 2)   this rank's rows 0 1 4   ZeRO's piece from 1 on   views
+        whole (6, 2)   this rank's rows 0 1 4   ZeRO's piece, offset 1   {index: shape of view}
         0  . .         0 1                      . 1                      (0, 1): (1, 1)
         1  . .         2 3                      2 3                      (1, 0): (1, 2)
         4  . .         4 5                      4 5                      (4, 0): (1, 2)
@@ -619,7 +619,7 @@ def views_in_whole(parameter, tensor, shard=None):
         dim, runs, total = shard.dim, shard.runs(), sum(shard.blocks)
     rest = tensor.detach().view(-1)
     views = {}
-    for row, rows in runs:  # one run follows the other in memory: there are several only for dim 0
+    for row, rows in runs:  # consecutive in memory, since only dim 0 has several runs
         sizes = (*shape[:dim], rows, *shape[dim + 1 :])
         numel = math.prod(sizes)
         for index, box in boxes_between(sizes, begin, min(begin + len(rest), numel)):
@@ -634,7 +634,7 @@ def views_in_whole(parameter, tensor, shard=None):
 
 
 def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather=False):
-    """Return a layer's bytes: 8 b s h (t-1)/t elements, or 10 if inputs are gathered again."""
+    """Return the bytes a rank sends per layer: 8 b s h (t-1)/t elements, or 10 with `regather`."""
     return (5 if regather else 4) * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
 
 
