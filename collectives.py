@@ -100,7 +100,8 @@ def exchange(sends, receives, group=None, async_op=False):
     tensor = (sends or receives)[0][0] if sends or receives else None
     operation = Operation("exchange", group, tensor, async_op)
     if not operation.queue.is_completed():
-        with suppress(Exception):  # an error of a pending collective is raised by its own wait()
+        # An error of a pending collective is raised by its own wait().
+        with suppress(Exception):
             operation.queue.finish()
     task = partial(operation.queue.run, operation.post(sends, receives))
     if not async_op:
