@@ -32,6 +32,7 @@ from collectives import (
 
 from gpu_counts import as_on_nccl, nccl_over_gloo, post_nowhere
 from ranks import PROJECT, least_bytes, on_ranks, spawn
+from transformer import Peak
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64]
 REDUCED = {
@@ -531,19 +532,12 @@ def test_while_one_segment_is_added_the_next_one_is_in_flight(one_of):
 @on_ranks(4)
 def test_an_all_reduce_needs_six_chunks_of_1_mb_or_up_to_twice_its_tensor():
     """Each of a ring's 3 segments under way has one sum that is sent and one that arrives."""
-    x, make = torch.zeros(8 << 20), torch.empty_like  # 8 segments of 4 x 1 MB
+    x = torch.zeros(8 << 20)  # 8 segments of 4 x 1 MB
     needed = {"ring": 6, "direct": 12, "halving_doubling": 24, "recursive_doubling": 64}
     for algorithm, megabytes in needed.items():
-        made, held = [], []
-
-        def empty_like(x):
-            made.append(weakref.ref(new := make(x)))
-            held.append(sum(t.nbytes for ref in made if (t := ref()) is not None))
-            return new
-
-        with patch.object(torch, "empty_like", empty_like):
+        with Peak() as peak:
             all_reduce(x, algorithm=algorithm)
-        assert max(held) == megabytes << 20, algorithm
+        assert peak.bytes - x.nbytes == megabytes << 20, algorithm
 
 
 def test_a_stream_keeps_its_tensors_though_nothing_keeps_or_awaits_the_work(one_of):
