@@ -36,12 +36,9 @@ from transformer import Peak
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64]
 REDUCED = {
-    ReduceOp.SUM: torch.sum,
-    ReduceOp.AVG: torch.mean,
-    ReduceOp.PRODUCT: torch.prod,
-    ReduceOp.MIN: torch.amin,
-    ReduceOp.MAX: torch.amax,
-}
+    ReduceOp.SUM: torch.sum, ReduceOp.AVG: torch.mean, ReduceOp.PRODUCT: torch.prod,
+    ReduceOp.MIN: torch.amin, ReduceOp.MAX: torch.amax,
+}  # fmt: skip
 
 
 def _integers(*shape, dtype=torch.float64, seed=0):

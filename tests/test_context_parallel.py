@@ -165,10 +165,6 @@ def test_every_method_sends_what_its_formula_says(method, dtype):
         y.sum().backward()
     claimed = context_parallel_bytes(method, B, T, H, KV, K, P, itemsize=dtype.itemsize)
     assert (forward, traffic.bytes() - forward) == claimed
-    if method == "ring":  # forward sends 2 (P-1)/P b s h_kv elements, and backward twice as many
-        forward, backward = context_parallel_bytes(method, B, T, H, KV, K, P, 1, 1)
-        assert forward == 2 * (P - 1) / P * B * T * KV * K
-        assert backward == 2 * forward
 
 
 @on_ranks(3)
@@ -192,9 +188,7 @@ def test_a_ring_computes_while_keys_values_and_their_gradients_travel():
 
 
 @pytest.mark.parametrize("dtype, name", [(torch.bfloat16, "flash"), (torch.float32, "efficient")])
-def test_on_a_gpu_bf16_takes_the_flash_attention_kernel_and_fp32_the_efficient_kernel(
-    dtype, name
-):
+def test_on_a_gpu_bf16_takes_the_flash_attention_kernel_and_fp32_the_efficient_kernel(dtype, name):
     kernels = []
 
     class Kernels(TorchDispatchMode):

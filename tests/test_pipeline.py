@@ -689,4 +689,5 @@ def test_a_stage_that_changes_its_input_in_place_or_a_loss_without_a_graph_is_re
         with pytest.raises(RuntimeError, match="a stage must not change its input in place"):
             Pipeline(stages, interleaved(1, 2), _loss, shape=(1, 4)).step(*torch.ones(2, 2, 4))
     with pytest.raises(RuntimeError, match="does not require grad"):
-        Pipeline(linear.requires_grad_(False), gpipe(1, 1), _loss, shape=()).step(*torch.ones(2, 1, 4))
+        linear.requires_grad_(False)
+        Pipeline(linear, gpipe(1, 1), _loss, shape=()).step(*torch.ones(2, 1, 4))
