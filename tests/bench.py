@@ -52,7 +52,6 @@ from models import GPUS
 from pipeline import SCHEDULES, DeferredLinear, Pipeline, WeightGradStore
 from ranks import headline, on_device, run
 from reference_gpt import Attention, Layer, ReferenceGPT
-from sequence_parallel import allgather_attention, ring_attention, ulysses_attention
 from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 
 KB, MB = 1 << 10, 1 << 20
@@ -196,12 +195,9 @@ def _tokens(sequences):
 
 
 RIVALS = {  # {our technique: PyTorch's}
-    "ddp": "torch DDP",
-    "ZeRO + DDP": "torch ZeRO + DDP",
-    "stage 1": "torch ZeRO + DDP",
-    "stage 2": "torch ZeRO + DDP",
-    "stage 3": "torch FSDP2",
-}
+    "ddp": "torch DDP", "ZeRO + DDP": "torch ZeRO + DDP", "stage 1": "torch ZeRO + DDP",
+    "stage 2": "torch ZeRO + DDP", "stage 3": "torch FSDP2",
+}  # fmt: skip
 
 
 def _time_data_parallel(rounds):
@@ -367,15 +363,10 @@ def _time_context_parallel(T, rounds):
     def step(function, tensors):
         torch.autograd.grad(function(*tensors).sum(), tensors)
 
-    return take_turns(
-        {
-            "one process": partial(_on_first_rank, partial(step, fused, whole)),
-            "allgather": partial(step, allgather_attention, own),
-            "ring": partial(step, ring_attention, own),
-            "ulysses": partial(step, ulysses_attention, own),
-        },
-        rounds,
-    )
+    contenders = {"one process": partial(_on_first_rank, partial(step, fused, whole))}
+    for name, method in hybrid.CP_METHODS.items():
+        contenders[name] = partial(step, method, own)
+    return take_turns(contenders, rounds)
 
 
 def bench_context_parallel(arguments):
@@ -544,17 +535,11 @@ def bench_gpu(arguments):
 
 
 BENCHMARKS = {
-    "collectives": bench_collectives,
-    "data_parallel": bench_data_parallel,
-    "pipeline": bench_pipeline,
-    "tensor_parallel": bench_tensor_parallel,
-    "context_parallel": bench_context_parallel,
-    "expert_parallel": bench_expert_parallel,
-    "host": bench_host,
-    "gpu": bench_gpu,
-}
-
-
+    "collectives": bench_collectives, "data_parallel": bench_data_parallel,
+    "pipeline": bench_pipeline, "tensor_parallel": bench_tensor_parallel,
+    "context_parallel": bench_context_parallel, "expert_parallel": bench_expert_parallel,
+    "host": bench_host, "gpu": bench_gpu,
+}  # fmt: skip
 WORLD_SIZES = {"collectives": [2, 4], "context_parallel": [2, 4]}  # the other subjects: [2]
 
 
@@ -578,9 +563,8 @@ def main(words=None):
 
 
 def _parser():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawTextHelpFormatter
     parser.add_argument("subject", nargs="?", choices=list(BENCHMARKS))
     parser.add_argument("--world-sizes", type=int, nargs="+")
     parser.add_argument("--rounds", type=int, default=5)

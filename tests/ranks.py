@@ -123,14 +123,10 @@ def on_device(kind, store, timeout, function, *arguments):
     if kind != "cpu":
         device = torch.device("cuda", rank if kind == "nccl" else 0)
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if kind == "nccl" else "gloo",
-        store=dist.FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
-        device_id=device if kind == "nccl" else None,
-    )
+    backend = "cpu:gloo,cuda:nccl" if kind == "nccl" else "gloo"
+    options = {"store": dist.FileStore(store, world_size), "timeout": timedelta(seconds=timeout)}
+    options["device_id"] = device if kind == "nccl" else None
+    dist.init_process_group(backend, rank=rank, world_size=world_size, **options)
     dist.barrier()
     return function(device, *arguments)
 

@@ -97,14 +97,9 @@ def test_output_and_gradients_are_those_of_a_loop(ep, dp, per_node, tp, case):
     is_low, autocast = CASES[case] is LOW, case == "autocast"
     dtype = torch.bfloat16 if is_low else torch.float64
     D, factor = 16 if is_low else 4, options.get("capacity_factor")
-    of_plain = {
-        "dtype": dtype,
-        "idle": options.pop("idle", False),
-        "shared": options.get("shared_experts", 0),
-        "factor": factor,
-        "losses": losses,
-        "groups": (options.get("n_group", 1), options.get("topk_group", 1)),
-    }
+    of_plain = {"dtype": dtype, "idle": options.pop("idle", False), "losses": losses}
+    of_plain |= {"shared": options.get("shared_experts", 0), "factor": factor}
+    of_plain["groups"] = options.get("n_group", 1), options.get("topk_group", 1)
     options |= {"balance_coefficient": losses[0] / 2, "z_coefficient": losses[1] / 2}
     options |= {"loss_scale": 2.0, "balance_groups": (None,), "nodes": _groups(per_node)}
     options["tp_group"] = _groups(tp)[0] if tp > 1 else None

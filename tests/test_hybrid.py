@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 import hybrid
 from collectives import count_bytes, gather_objects, observe
-from ddp import ddp_bytes
+from ddp import GradBucket, ddp_bytes
 from gpu_counts import waits
 from pipeline import SCHEDULES, interleaved, pipeline_bytes
 from ranks import least_bytes, on_ranks, run
@@ -465,6 +465,20 @@ def test_every_gradient_in_bf16_is_close_to_that_in_fp32(pp, schedule):
 # ---- messages ------------------------------------------------------------------------------------
 
 
+@on_ranks(2)
+def test_the_gradients_of_ddp_are_added_to_its_buckets_without_a_copy():
+    trainer, taken = make_trainer("--dp 2 --zero 0"), []
+    trainer.step(*own_batch(trainer))
+
+    def take(bucket, parameter, divisor, right=GradBucket.take):
+        taken.append(parameter.grad is bucket.slots[parameter])
+        right(bucket, parameter, divisor)
+
+    with patch.object(GradBucket, "take", take):
+        trainer.step(*own_batch(trainer))
+    assert taken and all(taken)
+
+
 def _second_step(flags):
     """Return a trainer and the traffic of its second step. The first step also sends shapes."""
     trainer = make_trainer(flags)
@@ -625,9 +639,7 @@ SLICES = [  # (pp, dp, cp, tp, ep, nodes of ep, copies of shards), slices that c
 
 
 @pytest.mark.parametrize("degrees, expected", SLICES)
-def test_tp_is_the_innermost_axis_then_cp_dp_pp_and_ep_reuses_tp_and_then_dp(
-    degrees, expected
-):
+def test_tp_is_the_innermost_axis_then_cp_dp_pp_and_ep_reuses_tp_and_then_dp(degrees, expected):
     for name, ranks in expected.items():
         slices = hybrid.slices_of(*degrees)[f"{name}_group"].tolist()
         assert sum((ranks for ranks in slices if 5 in ranks), []) == ranks, name
@@ -992,6 +1004,13 @@ def test_the_process_group_has_the_backend_of_the_device_and_the_timeout(backend
     carriers = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
     assert begin.call_args.args == (carriers,) and options["timeout"].total_seconds() == 7
     assert options.get("device_id") == (device if backend == "nccl" else None)
+
+
+@on_ranks(2)
+def test_a_group_of_the_mesh_waits_for_other_ranks_as_long_as_the_flag_says():
+    mesh = hybrid.make_mesh(hybrid.parse("--dp 2 --timeout 7".split(), 2))
+    gloo = mesh.dp_cp_group._get_backend(torch.device("cpu"))
+    assert gloo.options._timeout.total_seconds() == 7
 
 
 def test_processes_have_one_gpu_each_with_nccl_or_share_gpus_with_gloo(monkeypatch):

@@ -189,6 +189,12 @@ def test_the_gradient_of_a_large_vocabulary_in_32_bits_may_be_the_peak():
     assert last == kept + 4 * 1024 * 256_000
 
 
+def test_a_ring_leaves_the_node_if_cp_and_tp_together_are_larger_than_it():
+    config, gpu = hybrid.GPTConfig(4, 1024, 16, 1 << 20), GPUS["h100"]
+    waits = lambda tp: plan.messages(config, gpu, Layout(tp=tp, cp=2), 0)[0][1] - plan.ALPHA
+    assert 2 * waits(8) == pytest.approx(waits(4) * gpu.node / gpu.network)
+
+
 def test_layers_are_divided_into_stages_as_in_the_trainer():
     pipelines = (1, 1), (2, 1), (6, 1), (2, 2), (4, 2), (2, 3)
     for layers, V, (pp, v) in itertools.product((5, 12, 61), (10, 3000), pipelines):

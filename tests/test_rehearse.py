@@ -123,23 +123,20 @@ def test_an_additional_activation_and_an_additional_message_are_counted():
     assert extra == {"sent": 128 * 4 * 3, "batches": 1, "between": 0}  # to 3 other ranks
 
 
-OF_DP = [
-    "--dp 4 --replicate 2",
-    "--dp 4 --zero 1",
-    "--dp 4 --zero 3",
-    "--dp 4 --schedule zb-h1",
-    "--pp 2 --dp 2 --schedule dualpipe",
-]
+OF_DP = ["--dp 4 --replicate 2", "--dp 4 --zero 1", "--dp 4 --zero 3", "--dp 4 --schedule zb-h1"]
+OF_DP += ["--pp 2 --dp 2 --schedule dualpipe"]
 
 
 @pytest.mark.parametrize("flags", OF_DP)
-def test_a_step_sends_over_dp_what_the_formula_of_zero_says(flags):
+def test_a_step_sends_over_dp_and_pp_what_the_formulas_say(flags):
     flags = f"{SIZES} --layers 4 --hidden 256 --zero 2 --microbatches 4 {flags}"
     args = hybrid.parse(flags.split(), 4, 4)
     trainer, _, sent = rehearse.rehearse(args, 1)
-    claimed = rehearse.formulas(trainer)["dp"]
+    claimed = rehearse.formulas(trainer)
     dist.destroy_process_group()
-    assert sent["dp"]["sent"] == pytest.approx(claimed, rel=1e-3)
+    claimed["pp"] += trainer.replicated * sum(p.grad.nbytes for p in trainer.dense)
+    for axis in ("dp", "pp"):
+        assert sent[axis]["sent"] == pytest.approx(claimed[axis], rel=1e-3)
 
 
 # ---- large layouts -------------------------------------------------------------------------------

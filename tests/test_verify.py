@@ -1,6 +1,7 @@
 """verify.py tries varied layouts, tells right from wrong ones, and exits with the right status."""
 
 import io
+import math
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -116,6 +117,11 @@ def test_a_replica_that_has_diverged_is_infinitely_wrong():
         status, lines = judged([], [("--dp 2 --zero 0 --layers 1".split(), 2)])
     assert status == 1
     assert dist.get_rank() or lines[0].startswith("WRONG      inf  step 1 transformer")
+
+
+def test_a_difference_that_is_not_a_number_is_infinite():
+    found = verify.differences("", {"x": torch.tensor(math.nan)}, {"x": torch.ones(())})
+    assert found == {" x": math.inf}
 
 
 @on_ranks(2)
