@@ -94,8 +94,8 @@ def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None, 
     hop = Hop(experts, num_experts, group)
     shared_output = shared(x) if shared is not None else None
     hop.wait()
-    rows = compute(hop.dispatch(x), hop.sizes, hop.counts)
-    y = hop.combine(rows, weights)
+    # no name keeps rows whose memory is needed while they travel back
+    y = hop.combine(compute(hop.dispatch(x), hop.sizes, hop.counts), weights)
     return y if shared is None else y + shared_output
 
 
