@@ -8,11 +8,11 @@ are summed with the router's weights. Parameters grow with E, the work per token
     rank 1   t3 t4 t5                    ---------->                    E2: t2      E3: t5
              the same way back, then    y(t) = sum over its k experts of weight x expert(t)
 
-Without a remedy, a router learns to send most tokens to a few experts. Three remedies:
+A router tends to learn to send most tokens to a few experts, unless one of these balances it:
 
     balance loss   E sum_i f_i p_i: f_i is the fraction of choices that fall on expert i, p_i is
-                   the mean probability of expert i (GShard, Switch)
-    z-loss         the mean of logsumexp(logits)^2, which keeps logits small (ST-MoE)
+                   the mean probability of expert i (GShard, Switch). A z-loss, the mean of
+                   logsumexp(logits)^2, keeps logits small (ST-MoE)
     bias           added to the scores for the choice only; lowered for busy experts (DeepSeek)
 
 A rank holds   E/P whole experts, and copies of the router and of the shared experts, which all
@@ -22,8 +22,8 @@ It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its 
                another node once, however many of its experts are there
 Overlap        shared experts compute while the host waits for counts. Otherwise a rank either sends
                or computes. DualPipe and DeepEP compute one microbatch while another's rows travel
-PyTorch's      does not exist. Megatron-LM's MoELayer takes the same steps, and can also split an
-               expert over ranks and pad its rows; DeepEP replaces sort and all-to-all by kernels
+PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps, and can also
+               split an expert over ranks and pad its rows. DeepEP has kernels for both transfers
 
 Shazeer et al., "Outrageously Large Neural Networks", 2017. Lepikhin et al., "GShard", 2021. Fedus
 et al., "Switch Transformers", 2021. Zoph et al., "ST-MoE", 2022. Wang et al., "Auxiliary-Loss-Free
@@ -39,8 +39,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from collectives import (
-    all_reduce, all_to_all_in_group, all_to_all_single, autocasted, count_bytes,
-    gather_from_group, rank_and_size, run_ranks, scatter_to_group,
+    all_reduce, all_to_all_in_group, autocasted, count_bytes, gather_from_group, rank_and_size,
+    run_ranks, scatter_to_group,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------
@@ -49,12 +49,11 @@ from collectives import (
 def switch(x, experts, compute, group=None):
     """Send each token to its expert and back, with one expert on each rank and k = 1.
 
-    x: (N, D). experts: (N,), ranks. compute: this rank's expert, (M, D) -> (M, D). Returns (N, D).
+    x: (N, D). experts: (N,); expert i is on rank i. compute: this rank's expert, (M, D) -> (M, D).
     """
     _, world_size = rank_and_size(group)
     send_counts = experts.bincount(minlength=world_size)
-    receive_counts = torch.empty_like(send_counts)
-    all_to_all_single(receive_counts, send_counts, group=group)
+    receive_counts = all_to_all_in_group(send_counts, group=group)
     rows_to = send_counts.tolist()
     rows_from = receive_counts.tolist()
     order = experts.argsort(stable=True)
@@ -65,45 +64,45 @@ def switch(x, experts, compute, group=None):
 
 # ---- dispatch and combine ------------------------------------------------------------------------
 #
-# A choice is a pair of a token and one of its k experts. One row travels for each choice, and a
-# rank with G = E/P experts groups the rows that arrive by expert. The messages and the work are:
+# A choice is a pair of a token and one of its k experts. One row travels for each choice. A rank
+# has G = E/P experts, and sorts by expert what it receives. The messages and the work are:
 #
 #     forward     counts      the number of rows for each of the receiver's G experts. The host
 #                             waits for the counts, since it needs the sizes of the next messages
-#                 dispatch    a row of width D for each choice of one of the receiver's experts
-#                 combine     as many rows back, the experts' results
-#     backward    1. for each choice, d row = weight * dy and d weight = row . dy
-#                 2. combine in reverse: the rows' gradients go to the experts
-#                 3. the experts' backward, which sums the gradients of their matrices over the
-#                    tokens of all ranks, so that these need no reduction over the group
+#                 dispatch    for each choice of one of the receiver's experts, a row of width D
+#                 combine     for each row that has arrived, the expert's result, of width D
+#     backward    1. for each choice, d result = weight * dy and d weight = result . dy
+#                 2. combine in reverse: the results' gradients go to the experts
+#                 3. the experts' backward. The tokens of all ranks are here, so the gradients of
+#                    the experts' matrices need no reduction over the group
 #                 4. dispatch in reverse: the gradients of the experts' inputs come back
 #                 5. dx is the sum over a token's rows; the weights' gradients go to the router
 #
-# Experts compute their weights' gradients at once, also in a zero-bubble schedule. On a GPU, rows
-# are added by atomic operations, so that the last bits may vary for k > 2.
+# A zero-bubble schedule (pipeline.py) computes the gradients of these matrices in I, not in W. On a
+# GPU, rows are added by atomic operations, in any order, so the last bits may vary for k > 2.
 
 
 def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None, shared=None):
-    """Send each token to the ranks of its experts, compute there, and sum up what comes back.
+    """Send each token to the ranks of its experts, compute there, and return the weighted sums.
 
     x: (N, D). experts, weights: (N, k). Expert e is on rank e * P // num_experts; -1 is no expert.
-    compute: compute(rows, sizes, counts) applies this rank's G experts to (M, D) rows sorted by
-        expert. It is given how many rows each expert has, as a list and as a tensor (G,).
-    shared: a module for all tokens, whose output is added. The host launches it before it waits.
+    compute: compute(rows, sizes, counts) applies this rank's G experts to (M, D) rows, which are
+        sorted by expert. sizes, a list, and counts, (G,), say how many rows each expert has.
+    shared: a module for all tokens, whose output is added. The host launches it before waiting.
     """
     hop = Hop(experts, num_experts, group)
-    shared_output = shared(x) if shared is not None else None
+    shared_y = shared(x) if shared is not None else None
     hop.wait()
-    # no name keeps rows whose memory is needed while they travel back
+    # rows are not kept by a name here while they travel back
     y = hop.combine(compute(hop.dispatch(x), hop.sizes, hop.counts), weights)
-    return y if shared is None else y + shared_output
+    return y if shared is None else y + shared_y
 
 
 class Hop:
-    """The routes of tokens to the ranks of their experts, and of results back.
+    """The way of tokens to the ranks of their experts, and of results back.
 
-    The arguments are those of dispatch_and_combine(). The constructor exchanges counts; wait() must
-    be called next. It sets `sizes` and `counts`, and the sizes of all messages.
+    The arguments are those of dispatch_and_combine(). The constructor exchanges counts. wait() must
+    be called next, and sets `sizes`, `counts` and the sizes of all messages.
     """
 
     def __init__(self, experts, num_experts, group=None):
@@ -112,30 +111,29 @@ class Hop:
         self.group = group
         self.num_tokens, self.k = experts.shape
         send_counts = count_choices(experts, num_experts).view(world_size, -1)
-        # an even number of counts, because NCCL is fast if messages begin on 16 bytes
+        # an even number of counts, because NCCL is fast if messages begin at multiples of 16 bytes
         send_counts = F.pad(send_counts, (0, num_local % 2))
-        receive_counts = torch.empty_like(send_counts)
-        all_to_all_single(receive_counts, send_counts, group=group)
+        receive_counts = all_to_all_in_group(send_counts, group=group)
         both = torch.stack([send_counts, receive_counts])[:, :, :num_local]
         self.received = both[1]  # (P, G)
         # copied now, so that the host need not wait for kernels that are launched before wait()
         self.on_host = both.to("cpu", non_blocking=True)
         if experts.is_cuda:
             self.copied = torch.cuda.current_stream().record_event()
-        # choice number token * k + i is the token's i-th; sorted by expert, and so by rank
+        # choice number token * k + i is the token's i-th; the order is by expert, and so by rank
         self.order = experts.flatten().argsort(stable=True)
 
     def wait(self):
         """Wait for the counts, and determine which rows go where."""
         if self.received.is_cuda:
             self.copied.synchronize()
-        # both are lists of lists, [rank][local expert]
+        # these are lists of lists, [rank][local expert]
         send_counts, receive_counts = self.on_host.tolist()
         self.rows_to = [sum(counts) for counts in send_counts]
         self.rows_from = [sum(counts) for counts in receive_counts]
         self.sizes = [sum(counts) for counts in zip(*receive_counts)]
         self.counts = self.received.sum(0)
-        # choices of -1 come first in the order, and are cut off
+        # choices of -1 come first in the order, and are left out
         self.order = self.order[len(self.order) - sum(self.rows_to) :]
         self.token = self.order // self.k
         # Rows arrive sorted by source rank, then by expert. If received is [[2, 1], [1, 2]],
@@ -174,15 +172,15 @@ class _WeightedSums(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_y):
+    def backward(ctx, dy):
         rows, weights, token = ctx.saved_tensors
-        grad_rows = grad_y.index_select(0, token)
-        grad_weights = torch.bmm(grad_rows.unsqueeze(1), rows.unsqueeze(2)).flatten()
-        return grad_rows.mul_(weights.unsqueeze(1)), grad_weights, None, None
+        drows = dy.index_select(0, token)
+        dweights = torch.bmm(drows.unsqueeze(1), rows.unsqueeze(2)).flatten()
+        return drows.mul_(weights.unsqueeze(1)), dweights, None, None
 
 
 def count_choices(experts, num_experts):
-    """Return how often each expert is chosen, (E,). Unlike bincount(), the host does not wait."""
+    """Return how often each expert is chosen, (E,). bincount() would make the host wait."""
     choices = experts.flatten()
     counts = choices.new_zeros(num_experts)
     return counts.scatter_add_(0, choices.clamp(min=0), (choices >= 0).long())
@@ -191,7 +189,7 @@ def count_choices(experts, num_experts):
 def two_hops(x, experts, weights, num_experts, compute, node_group, cross_group, shared=None):
     """dispatch_and_combine() in which a token crosses to a node once, and one sum comes back.
 
-    node_group: the ranks of this node. cross_group: the ranks with this rank's number in each node.
+    node_group: the ranks of this node. cross_group: the ranks in the same place of their nodes.
 
     First hop: each token goes once to every node that holds one of its experts, together with its
     choices and weights. Second hop: an ordinary dispatch inside the node. The weighted results are
@@ -202,15 +200,15 @@ def two_hops(x, experts, weights, num_experts, compute, node_group, cross_group,
     nodes = torch.arange(num_nodes, device=x.device)
     node_of = experts // num_local  # (N, k), and -1 for -1
     is_needed = (node_of.unsqueeze(2) == nodes).any(1)  # (N, num_nodes)
-    hop = Hop(nodes.where(is_needed, -1), num_nodes, cross_group)
-    shared_output = shared(x) if shared is not None else None
+    hop = Hop(nodes.where(is_needed, -1), num_nodes, cross_group)  # its experts are the nodes
+    shared_y = shared(x) if shared is not None else None
     hop.wait()
     rows, experts, weights = map(hop.dispatch, (x, experts, weights))
     is_here = experts // num_local == node
     experts = (experts % num_local).where(is_here, -1)
     rows = dispatch_and_combine(rows, experts, weights, num_local, compute, node_group)
     y = hop.combine(rows)
-    return y if shared is None else y + shared_output
+    return y if shared is None else y + shared_y
 
 
 # ---- router and balance --------------------------------------------------------------------------
@@ -227,8 +225,8 @@ class Router(nn.Module):
     score: "softmax" of the logits, or "sigmoid" of each, as in DeepSeek-V3. Weights are the scores
         of the chosen experts divided by their sum; for k = 1 the weight is the score itself, since
         the quotient would always be 1 and the router would get no gradient.
-    n_group, topk_group: the experts form n_group groups, one per node, say, and a token uses at
-        most topk_group of them: those in which the two highest scores have the largest sum.
+    n_group, topk_group: the experts form n_group groups, such as one per node. A token uses only
+        experts of topk_group groups, those in which the two highest scores have the largest sum.
 
     The buffer `bias` is added to the scores for the choice, and does not enter the weights. Raises
     ValueError if the score is unknown, n_group does not divide the experts, or topk_group groups
@@ -283,7 +281,7 @@ class Router(nn.Module):
     def update_bias(self, counts, rate=0.001):
         """Raise the bias of experts with less than the mean load, and lower that of the others.
 
-        counts: (E,), the choices of each expert on all ranks in all microbatches of a step.
+        counts: (E,), how often all ranks chose each expert, in all microbatches of a step.
         """
         excess = counts - counts.double().mean()
         self.bias.sub_(rate * excess.sign().to(self.bias.dtype))
@@ -301,8 +299,8 @@ def _best(scores, count):
 def balance_loss(probabilities, counts, tokens):
     """Return this rank's part of Switch's loss E sum_i f_i p_i, which is 1 if all loads are equal.
 
-    The parts of all ranks add up to the loss. probabilities: (N, E), of this rank's tokens.
-    counts: (E,), choices of all ranks. tokens: the number of tokens of all ranks.
+    The parts of all ranks add up to the loss. probabilities: (N, E), of this rank's tokens. counts:
+    (E,), how often all ranks chose each expert. tokens: the number of tokens of all ranks.
     """
     fractions = counts.to(probabilities.dtype) / counts.sum()
     return len(counts) * (fractions * probabilities.sum(0)).sum() / tokens
@@ -326,10 +324,10 @@ class Experts(nn.Module):
         self.gelu = nn.GELU(approximate="tanh")
 
     def forward(self, x, sizes, counts):
-        """Apply each expert to its rows of x, (M, D), as compute in dispatch_and_combine()."""
+        """Apply each expert to its rows of x, (M, D): `compute` for dispatch_and_combine()."""
         w_in = self.w_in.to(x.dtype)
         w_out = self.w_out.to(x.dtype)
-        # the kernel for all experts needs rows of a multiple of 16 bytes
+        # the kernel that computes all experts needs rows of a multiple of 16 bytes
         is_aligned = not any(width % 8 for width in w_in.shape[1:])
         if x.dtype == torch.bfloat16 and is_aligned and len(x) > 0:
             x = self.gelu(_grouped(x, w_in, sizes, counts))
@@ -342,17 +340,17 @@ def _grouped(x, weight, sizes, counts):
     """Multiply each expert's rows by its matrix, in one kernel: (M, a), (G, b, a) -> (M, b)."""
     matrices = weight.transpose(1, 2)
     if 0 in sizes and matrices.requires_grad:
-        # on some GPUs the kernel does not write the gradients of matrices that have no rows
+        # on some GPUs the kernel does not write the gradients of experts that have no rows
         is_idle = (counts == 0).view(-1, 1, 1)
         matrices.register_hook(lambda grad: grad.masked_fill(is_idle, 0))
     return F.grouped_mm(x, matrices, offs=counts.cumsum(0, dtype=torch.int32))
 
 
 class AddLossAndTally(torch.autograd.Function):
-    """forward: x; backward: `loss` gets the gradient 1, and `counted` is added to `tally`
+    """Return x. In backward, give `loss` the gradient 1, and add `counted` to `tally`.
 
-    As in Megatron-LM's AuxLossAutoScaler, a loss inside the model need not be passed to its end.
-    Counting in backward counts once, also where recomputation runs the forward twice.
+    So a loss inside the model need not become part of its output, as in Megatron-LM's
+    MoEAuxLossAutoScaler. Recomputation runs a forward twice, but a backward counts only once.
     """
 
     @staticmethod
@@ -361,33 +359,33 @@ class AddLossAndTally(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx, dy):
         ctx.tally.add_(ctx.counted)
-        return grad_output, grad_output.new_ones((), dtype=torch.float32), None, None
+        return dy, dy.new_ones((), dtype=torch.float32), None, None
 
 
 class MoE(nn.Module):
-    """A mixture of experts over the ranks of `group`: (..., D) -> (..., D) of this rank's tokens.
+    """A mixture of experts over the ranks of `group`; maps this rank's tokens (..., D) to (..., D).
 
-    tp_group: ranks that have the same tokens (T, ..., D). Each rank computes its part of T, and the
-        results are gathered. The gradients of the parameters are those of a rank's part, and the
-        caller sums them over tp_group. None: every rank has tokens of its own.
-    capacity_factor: each expert takes at most ceil(N k / E x capacity_factor) of the choices of a
-        rank's N tokens, the first ones. The others are dropped, and add nothing to the result.
+    tp_group: ranks that have the same tokens, (T, ..., D). Each rank routes its chunk of T, and the
+        results are gathered. Gradients of parameters come from that chunk alone, and the caller
+        sums them over tp_group. With None, every rank has tokens of its own.
+    capacity_factor: each expert takes the first ceil(N k / E x capacity_factor) of the choices that
+        fall on it from a rank's N tokens. The others are dropped, and add nothing to the result.
     shared_experts: the number of experts that every token uses in addition.
     balance_coefficient, z_coefficient: factors of balance_loss() and router_z_loss(), whose
         gradients are added in backward.
-    loss_scale: 1 if gradients are summed over the ranks, the number of ranks if they are averaged.
+    loss_scale: a factor of both: 1 / microbatches, times P if gradients are averaged over P ranks.
     balance_groups: groups of ranks with different tokens. The losses are means over all of these.
-    nodes: (node_group, cross_group) of two_hops(). group must list its ranks node after node.
-    router: further options of the Router.
+    nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
+    router: further arguments of Router.
 
     Every backward adds to `tally`, (E + 3,): how many choices fell on each expert, how many were
     dropped, and this rank's parts of both losses without coefficients, or 0 if both coefficients
-    are 0. The first E, summed over ranks, are for update_bias(). Losses cost an all-reduce of E
+    are 0. The first E, summed over ranks, are for update_bias(). The losses cost an all-reduce of E
     counts over each of balance_groups; tp_group costs an all-gather of results in forward, and of
     gradients in backward. Tokens with NaN or infinity are routed like all others. Raises ValueError
-    if P does not divide the experts, or if capacity_factor is not positive.
+    if P does not divide the number of experts, or if capacity_factor is not positive.
     """
 
     def __init__(
@@ -421,21 +419,23 @@ class MoE(nn.Module):
             x = scatter_to_group(x, 0, self.tp_group)  # (T/tp, ..., D)
         tokens = x.reshape(-1, x.shape[-1])  # (N, D)
         routing = self.router(tokens)
-        # under autocast a row has 16 bits, and is half as large a message
+        # under autocast the elements of rows have 16 bits, which halves the messages
         tokens = autocasted(tokens)
         experts = self._within_capacity(routing.experts)
-        arguments = tokens, experts, routing.weights, self.num_experts, self.experts
+        args = tokens, experts, routing.weights, self.num_experts, self.experts
         if self.nodes:
-            y = two_hops(*arguments, *self.nodes, self.shared)
+            y = two_hops(*args, *self.nodes, self.shared)
         else:
-            y = dispatch_and_combine(*arguments, self.group, self.shared)
+            y = dispatch_and_combine(*args, self.group, self.shared)
         if torch.is_grad_enabled():
             y = self._with_losses(y, routing, experts)
         y = y.view(x.shape)
-        return y if self.tp_group is None else gather_from_group(y, 0, self.tp_group)
+        if self.tp_group is None:
+            return y
+        return gather_from_group(y, 0, self.tp_group)
 
     def _with_losses(self, y, routing, experts):
-        """Return y. Its backward adds the gradients of the losses, and adds to the tally."""
+        """Return y, whose backward also adds the gradients of the losses, and adds to the tally."""
         counts = count_choices(routing.experts, self.num_experts)
         losses = y.new_zeros(2)  # balance loss, z-loss
         if self.balance_factor or self.z_factor:
@@ -458,7 +458,7 @@ class MoE(nn.Module):
         choices = experts.flatten()
         capacity = len(choices) / self.num_experts * self.capacity_factor
         # If choices are 1 0 1 1, sorted they are 0 1 1 1: expert 0 begins at 0, and expert 1 at 1.
-        # Their positions there are 1 0 2 3, and so their places in their experts' queues 0 0 1 2.
+        # Their positions there are 1 0 2 3, so their places in the experts' queues are 0 0 1 2.
         counts = count_choices(choices, self.num_experts)
         begins = counts.cumsum(0) - counts
         positions = choices.argsort(stable=True).argsort()
@@ -467,14 +467,14 @@ class MoE(nn.Module):
 
 
 def tally_metrics(tallies, num_microbatches, with_losses):
-    """Return {name: number on the device} of a step from its tallies, (layers, E + 3).
+    """Return {name: scalar tensor} of a step. tallies: summed over all ranks, (layers, E + 3).
 
     expert_load: the largest load divided by the mean, in the worst layer. expert_dropped: the
     fraction of choices dropped. balance_loss, z_loss: means over layers and microbatches.
     """
     counts, dropped, losses = tallies.split([tallies.shape[1] - 3, 1, 2], 1)
-    loads = counts.amax(1) / counts.mean(1)
-    metrics = {"expert_load": loads.max(), "expert_dropped": dropped.sum() / counts.sum()}
+    load = (counts.amax(1) / counts.mean(1)).max()
+    metrics = {"expert_load": load, "expert_dropped": dropped.sum() / counts.sum()}
     if with_losses:
         metrics["balance_loss"], metrics["z_loss"] = losses.mean(0) / num_microbatches
     return metrics
@@ -484,7 +484,7 @@ def tally_metrics(tallies, num_microbatches, with_losses):
 
 
 def expert_parallel_bytes(tokens, top_k, hidden, ep, itemsize=4):
-    """Return the bytes a rank sends in a layer's forward if routing is even: 2 N k D (P-1)/P items.
+    """Return the bytes that a rank sends in a forward if routing is even: 2 N k D (P-1)/P elements.
 
     Backward sends as many. Counts add 8 (P-1) G bytes in forward, with G = E/P rounded up to even.
     """
@@ -499,8 +499,8 @@ def _demonstrate():
     experts = torch.randint(E, (N, k))
     weights = torch.rand(N, k).double()
     # in place of MLPs, expert e multiplies by e
-    own = torch.arange(E).view(P, -1, 1)[rank]
-    compute = lambda rows, _, counts: rows * own.repeat_interleave(counts, 0)
+    factors = torch.arange(E).view(P, -1, 1)[rank]
+    compute = lambda rows, _, counts: rows * factors.repeat_interleave(counts, 0)
     with count_bytes() as traffic:
         y = dispatch_and_combine(x, experts, weights, E, compute)
     if rank == 0:
