@@ -373,9 +373,7 @@ def test_a_run_whose_ranks_are_killed_ends_with_the_bits_of_an_undisturbed_run(
 def test_processes_exit_when_torchrun_is_killed():
     words = ["--nproc-per-node=2", PROJECT / "hybrid.py", *FLAGS.split(), "--vocab-size=256"]
     process = _start(*words, "--steps=1000000")
-    for line in process.stdout:
-        if line.startswith("step 1 "):
-            break
+    next(line for line in process.stdout if line.startswith("step 1 "))
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     try:
