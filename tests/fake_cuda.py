@@ -53,7 +53,6 @@ from torch.utils._pytree import tree_leaves
 import collectives
 import hybrid
 import pipeline
-import tensor_parallel
 from gpu_counts import Stream, as_on_nccl, host_waits_for
 
 # ---- outside -------------------------------------------------------------------------------------

@@ -175,6 +175,11 @@ def formulas(trainer):
         found["gradients"] += number * zero_memory(args.zero, P, 0, 4, 0)
         found["optimizer"] += number * zero_memory(args.zero, P, 0, 0, state)
         found["dp"] += number * (in_all * (P - 1) / P + 4 * sums / P * 2 * (R - 1) / R)
+    if args.zero == 1:  # the shard of a unit's sum is made beside its flat gradient
+        ranks = {p: dist.get_world_size(shards) for own, shards, _ in groups for p in own}
+        size = lambda p: 4 * math.prod(p.whole_shape) / ranks[p]
+        units = [block for chunk in trainer.chunks for block in chunk.transformer["h"].values()]
+        found["gradients"] += max(sum(map(size, unit.parameters())) for unit in units)
     bsh = args.batch_size // args.dp * args.seq_len // args.cp * args.hidden * itemsize // halves
     layers = 0 if args.experts else sum(len(chunk.transformer["h"]) for chunk in trainer.chunks)
     found["tp"] = layers * (10 if args.sp else 8) * bsh * (t - 1) / t

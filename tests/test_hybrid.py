@@ -871,7 +871,6 @@ BAD_FLAGS = """processes | flags | what is wrong
 1 | --experts 2 --top-k 3 | --top-k 3 is more than --experts 2
 1 | --dtype tf32 | --dtype tf32 needs a GPU
 1 | --device cuda | --device cuda: there is no GPU on this machine
-1 | --seed 4294967296 | --seed: 4294967296 is not in [0, 4294967296)
 2 | --experts 2 --tp 2 --seq-len 7 | --seq-len 7 is not divisible by --cp 1 * --tp 2
 4 | --cp 4 --seq-len 12 | --seq-len 12 is not divisible by 2 * --cp 4
 6 | --cp 2 --tp 3 --sp --seq-len 8 --heads 3 --hidden 6 | \
