@@ -1,29 +1,30 @@
-"""Expert parallelism: each token uses k of E experts, which are spread over the ranks of a group.
+"""Expert parallelism: each token uses k of E experts, which are spread over a group of P ranks.
 
 A mixture-of-experts layer takes the place of the MLP. A router scores the experts for each token.
 The token is sent to the ranks of its k best experts and computed there; the results come back and
-are summed with the router's weights. Parameters grow with E, the work per token only with k.
+are summed with the router's weights. Parameters grow with E, but work per token grows only with k.
 
     rank 0   t0 t1 t2   sort by expert   all-to-all   group by expert   E0: t1 t4   E1: t0 t3    k=1
     rank 1   t3 t4 t5                    ---------->                    E2: t2      E3: t5
              the same way back, then    y(t) = sum over its k experts of weight x expert(t)
 
-A router tends to learn to send most tokens to a few experts, unless one of these balances it:
+A router tends to overuse a few experts, and its logits tend to grow. Three terms oppose this:
 
-    balance loss   E sum_i f_i p_i: f_i is the fraction of choices that fall on expert i, p_i is
-                   the mean probability of expert i (GShard, Switch). A z-loss, the mean of
-                   logsumexp(logits)^2, keeps logits small (ST-MoE)
-    bias           added to the scores for the choice only; lowered for busy experts (DeepSeek)
+    balance loss   E sum_i f_i p_i, where f_i is the fraction of choices that fall on expert i, and
+                   p_i is the mean probability of expert i (GShard, Switch)
+    bias           added to the scores when experts are chosen, but not to the weights of results.
+                   It is lowered for busy experts and raised for less busy ones (DeepSeek)
+    z-loss         the mean of logsumexp(logits)^2, which keeps the logits small (ST-MoE)
 
 A rank holds   E/P whole experts, and copies of the router and of the shared experts, which all
-               tokens use. Tokens are dropped only if a capacity limits an expert (GShard, Switch)
+               tokens use. It drops tokens only if experts have a limited capacity (GShard, Switch)
 It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its backward, if each
                rank has N tokens of width D and routing is even. With two hops, a token crosses to
                another node once, however many of its experts are there
 Overlap        shared experts compute while the host waits for counts. Otherwise a rank either sends
-               or computes. DualPipe and DeepEP compute one microbatch while another's rows travel
+               or computes. DualPipe computes one microbatch while another's tokens travel
 PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps, and can also
-               split an expert over ranks and pad its rows. DeepEP has kernels for both transfers
+               split an expert over ranks and pad its rows. DeepEP has kernels for both all-to-alls
 
 Shazeer et al., "Outrageously Large Neural Networks", 2017. Lepikhin et al., "GShard", 2021. Fedus
 et al., "Switch Transformers", 2021. Zoph et al., "ST-MoE", 2022. Wang et al., "Auxiliary-Loss-Free
@@ -65,20 +66,20 @@ def switch(x, experts, compute, group=None):
 # ---- dispatch and combine ------------------------------------------------------------------------
 #
 # A choice is a pair of a token and one of its k experts. One row travels for each choice. A rank
-# has G = E/P experts, and sorts by expert what it receives. The messages and the work are:
+# has G = E/P experts, and sorts the rows that it receives by expert. The steps are:
 #
 #     forward     counts      the number of rows for each of the receiver's G experts. The host
 #                             waits for the counts, since it needs the sizes of the next messages
-#                 dispatch    for each choice of one of the receiver's experts, a row of width D
-#                 combine     for each row that has arrived, the expert's result, of width D
+#                 dispatch    for each choice, the token's row of x goes to the expert's rank
+#                 combine     for each choice, the result comes back, is weighted and is added to y
 #     backward    1. for each choice, d result = weight * dy and d weight = result . dy
 #                 2. combine in reverse: the results' gradients go to the experts
-#                 3. the experts' backward. The tokens of all ranks are here, so the gradients of
-#                    the experts' matrices need no reduction over the group
+#                 3. the experts' backward. An expert has computed tokens of all ranks, so the
+#                    gradients of its matrices need no reduction over the group
 #                 4. dispatch in reverse: the gradients of the experts' inputs come back
 #                 5. dx is the sum over a token's rows; the weights' gradients go to the router
 #
-# A zero-bubble schedule (pipeline.py) computes the gradients of these matrices in I, not in W. On a
+# The zero-bubble schedules of pipeline.py do not defer the gradients of the experts' matrices. On a
 # GPU, rows are added by atomic operations, in any order, so the last bits may vary for k > 2.
 
 
@@ -88,21 +89,21 @@ def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None, 
     x: (N, D). experts, weights: (N, k). Expert e is on rank e * P // num_experts; -1 is no expert.
     compute: compute(rows, sizes, counts) applies this rank's G experts to (M, D) rows, which are
         sorted by expert. sizes, a list, and counts, (G,), say how many rows each expert has.
-    shared: a module for all tokens, whose output is added. The host launches it before waiting.
+    shared: a module whose output for x is added. It is launched before the host waits for counts.
     """
     hop = Hop(experts, num_experts, group)
     shared_y = shared(x) if shared is not None else None
     hop.wait()
-    # rows are not kept by a name here while they travel back
+    # a variable for the rows would keep them in memory while the results travel back
     y = hop.combine(compute(hop.dispatch(x), hop.sizes, hop.counts), weights)
     return y if shared is None else y + shared_y
 
 
 class Hop:
-    """The way of tokens to the ranks of their experts, and of results back.
+    """Carries tokens to the ranks of their experts, and results back.
 
     The arguments are those of dispatch_and_combine(). The constructor exchanges counts. wait() must
-    be called next, and sets `sizes`, `counts` and the sizes of all messages.
+    be called next. It sets `sizes`, `counts` and the sizes of all messages.
     """
 
     def __init__(self, experts, num_experts, group=None):
@@ -111,7 +112,7 @@ class Hop:
         self.group = group
         self.num_tokens, self.k = experts.shape
         send_counts = count_choices(experts, num_experts).view(world_size, -1)
-        # an even number of counts, because NCCL is fast if messages begin at multiples of 16 bytes
+        # pad to an even number, because NCCL is fast if messages begin at multiples of 16 bytes
         send_counts = F.pad(send_counts, (0, num_local % 2))
         receive_counts = all_to_all_in_group(send_counts, group=group)
         both = torch.stack([send_counts, receive_counts])[:, :, :num_local]
@@ -120,7 +121,7 @@ class Hop:
         self.on_host = both.to("cpu", non_blocking=True)
         if experts.is_cuda:
             self.copied = torch.cuda.current_stream().record_event()
-        # choice number token * k + i is the token's i-th; the order is by expert, and so by rank
+        # The i-th choice of a token has number token * k + i. Sorting by expert sorts by rank, too.
         self.order = experts.flatten().argsort(stable=True)
 
     def wait(self):
@@ -133,18 +134,18 @@ class Hop:
         self.rows_from = [sum(counts) for counts in receive_counts]
         self.sizes = [sum(counts) for counts in zip(*receive_counts)]
         self.counts = self.received.sum(0)
-        # choices of -1 come first in the order, and are left out
+        # choices of -1 come first in the order, and are removed
         self.order = self.order[len(self.order) - sum(self.rows_to) :]
         self.token = self.order // self.k
-        # Rows arrive sorted by source rank, then by expert. If received is [[2, 1], [1, 2]],
-        # source * G + expert is 0 0 1 2 3 3, the experts are 0 0 1 0 1 1, and by_expert is
-        # 0 1 3 2 4 5.
+        # Rows arrive sorted by source rank, then by expert. If received is [[2, 1], [1, 2]], the
+        # rows' cells in it, source * G + expert, are 0 0 1 2 3 3. Their experts are 0 0 1 0 1 1,
+        # and by_expert is 0 1 3 2 4 5.
         received = self.received.flatten()
-        place = torch.repeat_interleave(received, output_size=sum(self.sizes))
-        self.by_expert = (place % len(self.sizes)).argsort(stable=True)
+        cell = torch.repeat_interleave(received, output_size=sum(self.sizes))
+        self.by_expert = (cell % len(self.sizes)).argsort(stable=True)
 
     def dispatch(self, x):
-        """Send (N, ...), one entry per token; return (M, ...), the entries for this rank's rows."""
+        """Send the rows of x, (N, ...), to their experts; return those received here, (M, ...)."""
         rows = x.index_select(0, self.token)
         rows = all_to_all_in_group(rows, self.rows_from, self.rows_to, self.group)
         return rows.index_select(0, self.by_expert)
@@ -162,7 +163,7 @@ class Hop:
 
 
 class _WeightedSums(torch.autograd.Function):
-    """y[token[i]] += weights[i] * rows[i]. Backward allocates one buffer like rows, not three."""
+    """Add weights[i] * rows[i] to y[token[i]]. Autograd's backward would use two more buffers."""
 
     @staticmethod
     def forward(ctx, rows, weights, token, num_tokens):
@@ -187,32 +188,31 @@ def count_choices(experts, num_experts):
 
 
 def two_hops(x, experts, weights, num_experts, compute, node_group, cross_group, shared=None):
-    """dispatch_and_combine() in which a token crosses to a node once, and one sum comes back.
+    """Do what dispatch_and_combine() does, but let a token cross to each node at most once.
 
-    node_group: the ranks of this node. cross_group: the ranks in the same place of their nodes.
+    node_group: the ranks of this node. cross_group: the ranks at this rank's place in each node.
 
     First hop: each token goes once to every node that holds one of its experts, together with its
     choices and weights. Second hop: an ordinary dispatch inside the node. The weighted results are
     summed there, and one row per token and node returns. Zhao et al., "DeepEP", 2025.
     """
     node, num_nodes = rank_and_size(cross_group)
-    num_local = num_experts // num_nodes
+    per_node = num_experts // num_nodes
     nodes = torch.arange(num_nodes, device=x.device)
-    node_of = experts // num_local  # (N, k), and -1 for -1
+    node_of = experts // per_node  # (N, k), and -1 for -1
     is_needed = (node_of.unsqueeze(2) == nodes).any(1)  # (N, num_nodes)
     hop = Hop(nodes.where(is_needed, -1), num_nodes, cross_group)  # its experts are the nodes
     shared_y = shared(x) if shared is not None else None
     hop.wait()
     rows, experts, weights = map(hop.dispatch, (x, experts, weights))
-    is_here = experts // num_local == node
-    experts = (experts % num_local).where(is_here, -1)
-    rows = dispatch_and_combine(rows, experts, weights, num_local, compute, node_group)
+    is_here = experts // per_node == node
+    experts = (experts % per_node).where(is_here, -1)
+    rows = dispatch_and_combine(rows, experts, weights, per_node, compute, node_group)
     y = hop.combine(rows)
     return y if shared is None else y + shared_y
 
 
 # ---- router and balance --------------------------------------------------------------------------
-
 
 # The routing of N tokens: (N, k) experts and their weights, (N, E) probabilities and logits.
 Routing = namedtuple("Routing", "experts weights probabilities logits")
@@ -263,7 +263,7 @@ class Router(nn.Module):
         return Routing(experts, weights, probabilities, logits)
 
     def choose(self, scores):
-        """Return the k experts with the highest scores (N, E), best first: (N, k)."""
+        """Return the experts (N, k) that have the highest of the scores (N, E), best first."""
         if self.topk_group < self.n_group:
             groups = scores.unflatten(1, (self.n_group, -1))  # (N, n_group, E/n_group)
             sums = groups.topk(min(2, groups.shape[2])).values.sum(2)
@@ -279,7 +279,7 @@ class Router(nn.Module):
         return self
 
     def update_bias(self, counts, rate=0.001):
-        """Raise the bias of experts with less than the mean load, and lower that of the others.
+        """Raise the bias of experts with less than the mean load, and lower it for those with more.
 
         counts: (E,), how often all ranks chose each expert, in all microbatches of a step.
         """
@@ -315,7 +315,7 @@ def router_z_loss(logits, tokens):
 
 
 class Experts(nn.Module):
-    """This rank's experts. Each is an MLP, D -> F -> D, with GELU and without biases."""
+    """This rank's experts. Each is an MLP, D -> ffn_hidden -> D, with GELU and without biases."""
 
     def __init__(self, num_local, hidden, ffn_hidden):
         super().__init__()
@@ -324,10 +324,10 @@ class Experts(nn.Module):
         self.gelu = nn.GELU(approximate="tanh")
 
     def forward(self, x, sizes, counts):
-        """Apply each expert to its rows of x, (M, D): `compute` for dispatch_and_combine()."""
+        """Apply each expert to its rows of x, (M, D). dispatch_and_combine() gets it as compute."""
         w_in = self.w_in.to(x.dtype)
         w_out = self.w_out.to(x.dtype)
-        # the kernel that computes all experts needs rows of a multiple of 16 bytes
+        # F.grouped_mm() needs rows of a multiple of 16 bytes, which are 8 elements of bfloat16
         is_aligned = not any(width % 8 for width in w_in.shape[1:])
         if x.dtype == torch.bfloat16 and is_aligned and len(x) > 0:
             x = self.gelu(_grouped(x, w_in, sizes, counts))
@@ -349,8 +349,8 @@ def _grouped(x, weight, sizes, counts):
 class AddLossAndTally(torch.autograd.Function):
     """Return x. In backward, give `loss` the gradient 1, and add `counted` to `tally`.
 
-    So a loss inside the model need not become part of its output, as in Megatron-LM's
-    MoEAuxLossAutoScaler. Recomputation runs a forward twice, but a backward counts only once.
+    As with Megatron-LM's MoEAuxLossAutoScaler, a loss can be computed inside the model without
+    becoming an output. Recomputation runs forward twice but backward once, so nothing counts twice.
     """
 
     @staticmethod
@@ -368,24 +368,24 @@ class MoE(nn.Module):
     """A mixture of experts over the ranks of `group`; maps this rank's tokens (..., D) to (..., D).
 
     tp_group: ranks that have the same tokens, (T, ..., D). Each rank routes its chunk of T, and the
-        results are gathered. Gradients of parameters come from that chunk alone, and the caller
-        sums them over tp_group. With None, every rank has tokens of its own.
+        results are gathered. The caller sums a parameter's gradients over those ranks of tp_group
+        that have copies of it. With None, every rank has tokens of its own.
     capacity_factor: each expert takes the first ceil(N k / E x capacity_factor) of the choices that
         fall on it from a rank's N tokens. The others are dropped, and add nothing to the result.
     shared_experts: the number of experts that every token uses in addition.
-    balance_coefficient, z_coefficient: factors of balance_loss() and router_z_loss(), whose
-        gradients are added in backward.
-    loss_scale: a factor of both: 1 / microbatches, times P if gradients are averaged over P ranks.
-    balance_groups: groups of ranks with different tokens. The losses are means over all of these.
+    balance_coefficient, z_coefficient, loss_scale: backward adds the gradient of loss_scale x
+        (balance_coefficient x balance_loss() + z_coefficient x router_z_loss()). loss_scale should
+        be 1 / microbatches, times the number of ranks over which gradients are averaged, if any.
+    balance_groups: this rank's groups along the axes of a grid of ranks with different tokens. The
+        losses are means over the tokens of the whole grid.
     nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
     router: further arguments of Router.
 
-    Every backward adds to `tally`, (E + 3,): how many choices fell on each expert, how many were
-    dropped, and this rank's parts of both losses without coefficients, or 0 if both coefficients
-    are 0. The first E, summed over ranks, are for update_bias(). The losses cost an all-reduce of E
-    counts over each of balance_groups; tp_group costs an all-gather of results in forward, and of
-    gradients in backward. Tokens with NaN or infinity are routed like all others. Raises ValueError
-    if P does not divide the number of experts, or if capacity_factor is not positive.
+    Every backward adds E + 3 numbers to `tally`: how often each expert was chosen, how many choices
+    were dropped, and this rank's parts of the two losses, without coefficients (both 0 if both
+    coefficients are 0). The first E, summed over ranks, are the counts for update_bias(). The
+    losses cost an all-reduce of E counts over each of balance_groups. Raises ValueError if P does
+    not divide the number of experts, or if capacity_factor is not positive.
     """
 
     def __init__(
@@ -411,7 +411,7 @@ class MoE(nn.Module):
             up = nn.Linear(hidden, shared_experts * ffn_hidden, bias=False)
             down = nn.Linear(shared_experts * ffn_hidden, hidden, bias=False)
             self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
-        # not a buffer, because ranks differ; on the CPU, so that it is 0 also if created on "meta"
+        # not a buffer, since it differs by rank; on the CPU, since "meta" tensors have no values
         self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
 
     def forward(self, x):
@@ -435,7 +435,7 @@ class MoE(nn.Module):
         return gather_from_group(y, 0, self.tp_group)
 
     def _with_losses(self, y, routing, experts):
-        """Return y, whose backward also adds the gradients of the losses, and adds to the tally."""
+        """Return y, whose backward also computes the losses' gradients and adds to the tally."""
         counts = count_choices(routing.experts, self.num_experts)
         losses = y.new_zeros(2)  # balance loss, z-loss
         if self.balance_factor or self.z_factor:
@@ -457,8 +457,8 @@ class MoE(nn.Module):
             return experts
         choices = experts.flatten()
         capacity = len(choices) / self.num_experts * self.capacity_factor
-        # If choices are 1 0 1 1, sorted they are 0 1 1 1: expert 0 begins at 0, and expert 1 at 1.
-        # Their positions there are 1 0 2 3, so their places in the experts' queues are 0 0 1 2.
+        # The choices 1 0 1 1 are sorted to 0 1 1 1, where expert 0 begins at 0 and expert 1 at 1.
+        # Sorting moves them to positions 1 0 2 3, so their places in experts' queues are 0 0 1 2.
         counts = count_choices(choices, self.num_experts)
         begins = counts.cumsum(0) - counts
         positions = choices.argsort(stable=True).argsort()
@@ -467,7 +467,7 @@ class MoE(nn.Module):
 
 
 def tally_metrics(tallies, num_microbatches, with_losses):
-    """Return {name: scalar tensor} of a step. tallies: summed over all ranks, (layers, E + 3).
+    """Return a step's metrics, {name: scalar tensor}. tallies: (layers, E + 3), summed over ranks.
 
     expert_load: the largest load divided by the mean, in the worst layer. expert_dropped: the
     fraction of choices dropped. balance_loss, z_loss: means over layers and microbatches.
