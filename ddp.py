@@ -86,7 +86,7 @@ class Bucket:
 
 
 def aligned(elements):
-    """Round a number of elements up to a multiple of 64: ALIGNMENT bytes of 16-bit elements."""
+    """Round a number of elements up to a multiple of 64 (ALIGNMENT bytes in a 16-bit dtype)."""
     return elements + -elements % (ALIGNMENT // 2)
 
 
@@ -164,7 +164,7 @@ class GradBucket:
         self.flat = parameters[0].new_zeros(layout.length, dtype=grad_dtype(parameters[0]))
         self.slots = {}
         for parameter, view in zip(parameters, layout.views(self.flat)):
-            # the parameter's strides, which fused optimizers require, made dense if they leave gaps
+            # fused optimizers require the parameter's strides; if they leave gaps, use dense ones
             strides = torch.empty_like(parameter, device="meta").stride()
             self.slots[parameter] = view.as_strided(view.shape, strides)
 
@@ -208,8 +208,9 @@ class Reducer:
 
         idle  -- start() -->  reducing: mark_ready() for each gradient  -- finish() -->  idle
 
-    A round usually lasts for one backward pass. If pipeline.py computes weight gradients after that
-    pass, it starts the round itself, and its caller ends the round with finish_grad_sync().
+    DistributedDataParallel starts a round at the first gradient of a backward pass and ends it with
+    the pass, or in finish_grad_sync() if wait_in_backward is False. pipeline.py can compute weight
+    gradients after the pass; their round lasts from start_grad_sync() to finish_grad_sync().
 
     group_of: a function that returns the group over which to sum a parameter's gradient.
     buckets: in the order in which every rank reduces them.
@@ -251,7 +252,7 @@ class Reducer:
         reduce_in_order(self.queue, GradBucket.reduce)
 
     def finish(self):
-        """End the round: reduce the missing gradients as they are, and wait for all sums."""
+        """End the round: reduce each .grad that is not in its bucket yet, and wait for all sums."""
         if not self.is_reducing:  # no gradient was computed, or all were in no_sync()
             self.start()
         for bucket in self.buckets:
@@ -275,16 +276,14 @@ class DistributedDataParallel(nn.Module):
     - A parameter that no rank's loss uses gets a zero gradient instead of None, so weight decay and
       momentum still change it. A rank whose loss uses no parameter at all must call
       finish_grad_sync() instead of backward().
-    - Only backward() has to run inside no_sync(); PyTorch requires this of forward(), too.
-    - Buckets are filled in the reverse order of module.parameters() and do not change. Unless
-      find_unused_parameters is set, PyTorch rebuilds them after the first backward pass in the
-      order in which gradients became ready. By default its first bucket is small (1 MiB).
+    - What counts for no_sync() is where backward() runs. In PyTorch it is where forward() runs.
+    - Buckets are filled in the reverse order of module.parameters() and do not change. PyTorch may
+      rebuild them after the first backward pass in the order in which gradients became ready.
     - The wrapper cannot be copied or pickled; the wrapped module can.
 
     bucket_cap_mb: the largest size of a bucket in MiB; a larger parameter gets its own bucket.
-    broadcast_buffers: copy the first rank's buffers to all ranks before the first forward pass, and
-        before each one that comes right after a reduction, or right after a forward pass with
-        gradients enabled and outside no_sync().
+    broadcast_buffers: copy the first rank's buffers to all ranks before each forward pass, unless
+        the previous one ran in no_sync() or without gradients, and nothing was reduced after it.
     gradient_as_bucket_view: make .grad a view of its bucket, which saves a copy and its memory. The
         next backward overwrites gradients that a script has kept.
     gradient_divide_factor: the divisor of the summed gradients, by default the group's size P. Set
@@ -360,8 +359,8 @@ class DistributedDataParallel(nn.Module):
             self._ends_with_backward = self.wait_in_backward
         self.reducer.mark_ready(parameter)
         if self._ends_with_backward:
-            # Private API: no public hook runs at the end of backward. Each gradient queues a call,
-            # because calls queued in a nested backward (reentrant checkpoint) run when that ends.
+            # Private API: no public hook runs at the end of backward. A nested backward (reentrant
+            # checkpoint) runs the calls queued in it when it ends, so each gradient queues one.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self):
@@ -422,7 +421,8 @@ def weakly(method):
 def ddp_bytes(module, world_size):
     """Return the fewest bytes that a rank can send per step, averaged over the ranks.
 
-    Small buckets may send more, in fewer steps. Ranks differ unless P x 128 bytes divide a bucket.
+    all_reduce may send more for a small bucket to save time. Ranks send different numbers of bytes
+    unless the size of every bucket is a multiple of P x 128 bytes.
     """
     nbytes = sum(gradient_bytes(p) for p in module.parameters() if p.requires_grad)
     return all_reduce_bytes(nbytes, world_size)
@@ -433,7 +433,7 @@ def ddp_bytes(module, world_size):
 
 @torch.no_grad()
 def get_total_norm(tensors, groups=()):
-    """Return the 2-norm of the tensors of all ranks, as a float64 scalar that stays on the device.
+    """Return the 2-norm of tensors on one or more ranks, as a float64 scalar on their device.
 
     tensors: this rank's tensors, at least one. A norm may stand for the tensors it is the norm of.
     groups: squares are summed over each group in turn; its ranks must hold different tensors.
@@ -450,10 +450,10 @@ def get_total_norm(tensors, groups=()):
 
 @torch.no_grad()
 def clip_grads_with_norm_(tensors, max_norm, total_norm):
-    """Scale gradients of norm `total_norm` to at most `max_norm`. PyTorch's takes parameters."""
+    """Scale gradients to a norm of at most `max_norm`. PyTorch's function takes parameters."""
     coefficient = (max_norm / (total_norm + 1e-6)).clamp(max=1)
     for dtype, same_dtype in _by_dtype(tensors):
-        # CPUs multiply in fp32; rounding the coefficient to 16 bits would change every element
+        # CPUs multiply 16-bit elements in fp32, so the coefficient need not be rounded to 16 bits
         torch._foreach_mul_(same_dtype, coefficient.to(torch.promote_types(dtype, torch.float32)))
 
 
