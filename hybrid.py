@@ -12,8 +12,9 @@ processes whose coordinates differ on this axis only:
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
 
 tp is innermost because it communicates most: its ranks should share a node. Gradients are summed
-over dp x cp. Experts are spread over ep. It is not an axis, but reuses the ranks of tp, and then of
-dp x cp, which would otherwise hold copies. Layers with experts send tokens to them and back.
+over dp x cp. In layers with experts, tokens are sent to their experts and back. The experts are
+spread over groups of ep ranks, but ep is not an axis: a group consists of ranks of tp, and then of
+dp x cp, which would otherwise hold copies of the same experts.
 
 A rank holds   1/tp of its layers' matrices and 1/ep of their experts. Over dp x cp, ZeRO-1 splits
                the optimizer state, ZeRO-2 also the gradients, and ZeRO-3 also the weights
@@ -24,17 +25,17 @@ Overlap        pp   activations travel while other microbatches compute
                tp   in backward, gradients of activations are summed while those of weights are
                     computed; with --sp, large messages also travel during forward's products
                ep   only shared experts compute while the host waits for the counts of tokens
-PyTorch's      DTensor over a DeviceMesh combines all axes but pp. A tensor knows how it is split,
-               and an operation derives what to send. Here all tensors are plain
+PyTorch's      DTensor over a DeviceMesh combines all axes but pp. Here all tensors are plain
 
 Every layout computes what one process does, up to rounding. The loss is the sum of the token losses
 divided by the *global* number of tokens, so gradients are summed and never averaged. Initial
-weights depend only on their names and the seed, batches only on their size, the step and the seed.
-Four things do depend on the layout: dropout masks, the tokens that full experts drop, the experts
-that --topk-nodes rules out, and balance losses, which are those of a microbatch of all replicas.
+weights depend only on the model and the seed, batches only on the data, their size, the step and
+the seed. Four things do depend on the layout: dropout masks, the tokens that full experts drop, the
+experts that --topk-nodes rules out, and balance losses, which are computed for each microbatch.
 
 The model is GPT-2 (Radford et al., 2019), down to its parameters' names. The grid is from Narayanan
 et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021.
+train() is the training loop, and Trainer.step() takes one step. The rest serves these two.
 
     torchrun --nproc-per-node 8 hybrid.py --tp 2 --pp 2 --microbatches 4      dp is 8 / (2 x 2) = 2
 """
@@ -105,7 +106,7 @@ def flag(default, help, **details):
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A GPT on B sequences of T = seq_len tokens, with width D = hidden and a vocabulary of V."""
+    """A GPT with width D = hidden and a vocabulary of V, on B sequences of T tokens each."""
 
     layers: int = flag(4, "number of transformer layers")
     hidden: int = flag(128, "width of the model")
@@ -157,7 +158,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-LayerNorm transformer layer, (T, B, D) -> (T, B, D). With sp, T is T/tp.
+    """A pre-LayerNorm transformer layer, (T, B, D) -> (T, B, D). With sp, dim 0 is T/tp.
 
     random: a context manager in which dropout differs between the ranks of tp.
     attention_fn: attention_fn(q, k, v, p) computes attention, with p the dropout probability.
@@ -196,7 +197,7 @@ class GPT(nn.Module):
     the last one returns logits (T, B, V/tp). The head uses the weight of the token embedding. With
     several stages the last one has a copy of it, which Trainer.sum_shared_gradients() keeps equal.
 
-    positions: the positions of the sequence, T of them, that this rank of cp holds.
+    positions: the positions of each sequence that this rank of cp holds, T = seq_len / cp of them.
     moe, options: see Block. Only layers with experts use moe.
     """
 
@@ -252,10 +253,10 @@ class GPT(nn.Module):
 def layers_of(stage, num_stages, config):
     """Return the range of a stage's layers, chosen so that the costliest stage costs least.
 
-    A layer of mean cost counts as 1. The last stage starts with the cost of the head. Each layer is
-    then given to the stage that costs least so far. Among equal stages the last one gets it, since
-    earlier ones keep the activations of more microbatches. If the head costs 1.1, 30 layers are
-    divided into 8, 8, 8 and 6.
+    Every layer counts as 1, the mean cost of a layer, and the last stage starts with the cost of
+    the head. Each layer is then given to the stage that costs least so far. Among equal stages the
+    last one gets it, since earlier ones keep the activations of more microbatches. If the head
+    costs 1.1, 30 layers are divided into 8, 8, 8 and 6.
     """
     passes = 4 if config.recompute == "full" else 3  # a layer's step costs this many forwards
     flops_of_head = 3 * 2 * config.hidden * config.vocab_size  # the head is never recomputed
@@ -299,7 +300,7 @@ def make_moe(args, mesh):
     by_losses = args.balance == "aux"
     layer = MoE(
         args.hidden, args.mlp_width, args.experts, args.top_k, mesh.ep_group,
-        tp_group=None if args.sp else mesh.tp_group,  # without sp, its ranks have the same tokens
+        tp_group=None if args.sp else mesh.tp_group,  # without sp, tp ranks have the same tokens
         balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
         nodes=(mesh.node_group, mesh.cross_group) if args.ep_nodes > 1 else None,
         n_group=args.ep_nodes, topk_group=args.topk_nodes,
@@ -373,14 +374,13 @@ class Trainer:
 
     positions: the positions of each sequence that this rank holds.
     replicated: whether the pipeline holds two replicas of the model, as DualPipe does.
-    chunks: the pipeline stages that this rank holds.
-    unique_chunks: the chunks without those of the second replica.
+    chunks, unique_chunks: this rank's pipeline stages, with and without the second replica's.
     shards: {name: Shard} of the parameters that tp or ep splits.
     experts, dense: the parameters of this rank's experts, and all others.
     mixtures: {row in sum_tallies(): MoE} of this rank's mixtures of experts.
     stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
     pipeline, evaluation: Pipelines that run the stages over a batch, with and without backward.
-    sigterm: whether this rank has received SIGTERM. stop: whether any had by the last step's end.
+    sigterm: whether this rank has received SIGTERM. stop: whether step() found that any rank has.
     """
 
     def __init__(self, args, mesh, device):
@@ -420,7 +420,7 @@ class Trainer:
         self.pipeline = Pipeline(self.stages, schedule, self.loss, **options)
 
     def step(self, inputs, targets):
-        """Take one optimizer step on this rank's inputs and targets, which are (B/dp, T) each.
+        """Take one optimizer step on this rank's inputs and targets, (batch_size / dp, seq_len).
 
         Returns {name: value}: the global loss, the gradient norm before clipping, and more. If the
         loss or norm is not finite, leaves the weights unchanged and raises TrainingError.
@@ -438,7 +438,7 @@ class Trainer:
         scalars = {"loss": loss, "grad_norm": norm}
         if args.experts:
             scalars |= tally_metrics(tallies, args.microbatches, args.balance == "aux")
-        # tolist() makes the host wait for the device. Nothing else does but mixtures of experts.
+        # tolist() makes the host wait for the device. Apart from it, only mixtures of experts do.
         metrics = dict(zip(scalars, torch.stack([*scalars.values()]).tolist()))
         self.steps_done += 1
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
@@ -480,7 +480,7 @@ class Trainer:
         return losses.sum() / num_tokens
 
     def sum_shared_gradients(self):
-        """Sum the gradients of weights with copies: over tp, in DualPipe, and of the head."""
+        """Sum gradients of weights with copies in tp, in DualPipe's replicas, or in the head."""
         marked = {p for chunk in self.chunks for p in parameters_to_sum_over_tp(chunk)}
         groups = (self.dense, self.mesh.tp_group), (self.experts, self.mesh.expert_tp_group)
         for parameters, group in groups:
@@ -526,7 +526,7 @@ class Trainer:
         return slice(begin, begin + rows)
 
     def own_tokens(self, *batches):
-        """Copy this rank's positions of batches, (B, T) each, to the device in one transfer."""
+        """Copy this rank's positions of (rows, seq_len) batches to the device in one transfer."""
         tokens = torch.stack(batches)[:, :, self.positions]
         if self.device.type == "cuda":
             tokens = tokens.pin_memory()  # so that the host need not wait for the copy
@@ -555,7 +555,7 @@ def norm_of_gradients(chunks, experts, shards, mesh, is_sharded):
                 of_experts.append(parameter.grad)
             elif is_first_copy and name != "lm_head.weight":
                 others.append(parameter.grad)
-    # squares are summed over ranks with different elements: ZeRO's shards, then the parts of tp, ep
+    # squares are summed over ranks with different elements: ZeRO's shards, then parts of tp or ep
     groups = [mesh.shard_group, mesh.tp_group] if is_sharded else [mesh.tp_group]
     norms = [get_total_norm(others, groups=groups)]
     if of_experts:
@@ -592,7 +592,7 @@ def check_vocabulary(inputs, targets, size):
 
 
 def learning_rate(step, steps, warmup, peak):
-    """Return the rate of a step, from 0 on: linear warm-up, then a cosine down to peak / 10."""
+    """Return the learning rate of step 0, 1, ...: linear warm-up, then a cosine to peak / 10."""
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     progress = (step - warmup) / max(1, steps - warmup)
@@ -626,7 +626,6 @@ def wrap(args, mesh, chunks, experts):
     With bf16, a weight's gradient from one microbatch is rounded to bf16. These gradients are then
     summed in fp32, over microbatches and over ranks.
     """
-    # The loss is already divided by the global number of tokens, so gradients are summed.
     options = {"gradient_divide_factor": 1, "wait_in_backward": False}
     if not args.zero:
         options |= {"process_group": mesh.dp_cp_group, "broadcast_buffers": False}
@@ -640,9 +639,9 @@ def wrap(args, mesh, chunks, experts):
     options |= {"groups": dict.fromkeys(experts, groups), "under_way": deque()}
     stages = []
     for chunk in chunks:
-        # Copies are summed piece by piece, so each rank must cut a copy at the same places. Hence
-        # weights that tp splits, perhaps unevenly, share no flat tensor with those that it copies,
-        # and the tied weight shares none. So an embedding's gradient takes memory late in backward.
+        # sum_shared_gradients() adds the gradients of copies piece by piece, so each rank must cut
+        # its copy at the same places. Weights that tp splits, perhaps unevenly, therefore share no
+        # flat tensor with those that it copies, and the tied weight has a flat tensor of its own.
         apart = [m.weight for m in chunk.modules() if isinstance(m, VocabParallelEmbedding)]
         if args.tp > 1:
             apart += [chunk.get_parameter(name) for name in shards_of(chunk)]
@@ -753,7 +752,7 @@ GRADIENT_GROUPS = ("dp_cp_group", "expert_dp_group", "shard_group", "replicate_g
 
 
 def make_mesh(args, groups=None):
-    """Create all groups of the grid and return this process's. Collective.
+    """Create all groups of the grid and return this process's Mesh. Collective.
 
     Names with the same ranks share a group, since on GPUs a group takes memory for each peer. But
     gradients have groups of their own, because the operations of a group run in order, and layers'
@@ -780,7 +779,7 @@ def make_mesh(args, groups=None):
         set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
         if args.collectives == "backend":
             set_backend_collectives(group)
-        if not is_bound_to_gpu():  # connect now: a first batch of messages needs all ranks
+        if not is_bound_to_gpu():  # connect now, as a first batch of messages needs all ranks
             barrier(group)
     return Mesh(**mine)
 
@@ -820,7 +819,7 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     domain = grid.view(pp, -1, ep // in_tp, tp // in_tp, in_tp)
     ep_groups = domain.permute(0, 1, 3, 2, 4).reshape(-1, ep)
     expert_replicas = domain.permute(0, 2, 3, 4, 1).flatten(0, 3)
-    expert_copies = math.gcd(replicate, expert_replicas.shape[1])
+    shard_copies = math.gcd(replicate, expert_replicas.shape[1])
     # A row consists of `count` runs of neighbours. A group is one run, or one rank of each run.
     runs_of = lambda rows, count: rows.reshape(-1, rows.shape[1] // count)
     across_runs = lambda rows, count: rows.unflatten(1, (count, -1)).mT.flatten(0, 1)
@@ -834,8 +833,8 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
         "replicate_group": across_runs(replicas, replicate),  # across them: 0 4, 2 6
         "ep_group": ep_groups,
         "expert_dp_group": expert_replicas,
-        "expert_shard_group": runs_of(expert_replicas, expert_copies),
-        "expert_replicate_group": across_runs(expert_replicas, expert_copies),
+        "expert_shard_group": runs_of(expert_replicas, shard_copies),
+        "expert_replicate_group": across_runs(expert_replicas, shard_copies),
         "expert_tp_group": domain.mT.flatten(0, 3),
         "embedding_group": ends.permute(1, 2, 3, 0).reshape(-1, len(ends)),
         "node_group": runs_of(ep_groups, ep_nodes),
@@ -853,7 +852,7 @@ class Data(NamedTuple):
     validation: np.ndarray
 
     def batch(self, step, batch_size, seq_len, seed, rows=slice(None), part="train"):
-        """Return inputs and targets, (rows, T), of the batch for this seed, step and size."""
+        """Return inputs and targets, (rows, seq_len), of the batch for this seed, step and size."""
         tokens = getattr(self, part)
         random = np.random.default_rng([seed, step])
         starts = random.integers(0, len(tokens) - seq_len, batch_size)[rows]
@@ -967,7 +966,8 @@ def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
     """Return {GPT-2's name: Boxes} of parameters and buffers. The head has the embedding's name.
 
     value: maps a parameter or buffer to the tensor to save for it, or to None to leave it out.
-    chunks: the chunks to load. By default, those to save: unique_chunks, without the head's copy.
+    chunks: the chunks to load. By default the result is what to save: unique_chunks, without the
+        head, whose weight is a copy of the embedding's.
     """
     result = {}
     for chunk in chunks or trainer.unique_chunks:
@@ -980,7 +980,7 @@ def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
 
 
 def state_of(trainer, chunks=None):
-    """Return the boxes_of() weights and moments, by kind. With bf16, weights are fp32 masters."""
+    """Return {kind: boxes_of()} of weights and moments. With bf16, weights are fp32 masters."""
     optimizer = trainer.optimizer.state
     state = {"model": boxes_of(trainer, chunks=chunks)}
     for kind in MOMENTS:
@@ -1086,7 +1086,7 @@ def check_checkpoint(path, args):
 
 
 class Log:
-    """Reports progress on rank 0's standard output and in the --metrics file. Collective.
+    """Reports progress on rank 0's output and in the --metrics file. Creating a Log is collective.
 
     The file has lines of JSON: the flags, then the steps. A run that resumes appends to it.
     """
@@ -1268,7 +1268,7 @@ def parse(argv, world_size, per_node=None):
     inside = math.gcd(args.ep, args.tp) * max(1, args.per_node // args.tp)
     args.ep_nodes = args.ep // math.gcd(args.ep, inside)
     args.topk_nodes = args.topk_nodes or args.ep_nodes
-    # 1F1B is idle for less than 1/5 of the time with 4 pp microbatches, 1/3 with 2 pp
+    # 1F1B is idle for less than 1/5 of the time with 4 x pp microbatches, and 1/3 with 2 x pp
     most = 4 * args.pp if args.pp > 1 else 1
     divisor = args.dp * (args.microbatches or math.ceil(most / 2))
     args.batch_size = args.batch_size or math.ceil(16 / divisor) * divisor
