@@ -8,28 +8,28 @@ them for all tokens. With sequence parallelism rank r does them for x_r, 1/t of 
     x_r ---- LayerNorm ---- all-gather ---- QKV, attention, out ---- reduce-scatter ---- dropout, +
            backward:        reduce-scatter                           all-gather
 
-Context parallelism over P ranks splits the sequence in attention, too. Keys and values reach all
-queries in one of three ways. The table counts the elements that a rank sends in one attention, and
-those of k and v that it keeps for backward. With b sequences of s tokens, q has b s h elements,
-and k and v have b s h_kv each:
+Context parallelism over P ranks splits the sequence in attention, too. Either each rank gathers all
+keys and values, or they pass from rank to rank on a ring, or each rank gets the whole sequence for
+1/P of the heads (Ulysses). With b sequences of s tokens, q has b s h elements, and k and v have
+b s h_kv each. One attention costs a rank, in elements:
 
-                 forward                       backward                      kept
+                 sent in forward               sent in backward              k, v kept for backward
     all-gather   2 (P-1)/P b s h_kv            2 (P-1)/P b s h_kv            2 b s h_kv
     ring         2 (P-1)/P b s h_kv            4 (P-1)/P b s h_kv            2 b s h_kv / P
     Ulysses      2 (P-1)/P b s (h + h_kv)/P    2 (P-1)/P b s (h + h_kv)/P    2 b s h_kv / P
 
-While it computes, the ring holds 6 b s h_kv / P. For Ulysses, h_kv is at least one head per rank.
-The other two send gradients in fp32 or wider. In shapes, T, B and D are s, b and h; q has H heads
-(a in formulas), k and v have KV, and each head has width K.
+While it computes, a rank of the ring holds 6 b s h_kv / P elements: its own keys and values, those
+that it attends to, and those that arrive. In shapes, T, B and D are s, b and h (sequence, batch,
+width); q has H heads (a in formulas), k and v have KV heads, and each head has width K.
 
-A rank holds   bytes per layer in 16 bits; with context parallelism 1/P of them, except for k and v:
+A rank holds   activations, in bytes per layer with 16 bits per element. Context parallelism divides
+               them by P, except for k and v, which the table above counts
                    tensor parallelism           s b h (10 + 24/t + 5 a s / (h t))
                    and sequence parallelism     s b h (34/t + 5 a s / (h t))
                    and selective recomputation  s b h (34/t)
                    full recomputation           2 s b h, with sequence parallelism 2 s b h / t
-It sends       with sequence parallelism 10 b s h (t-1)/t elements a layer: tensor parallelism's 8,
-               and 2 because a rank keeps only its part of each input, which backward gathers again;
-               also, once per step, the gradients of norms and biases
+It sends       10 b s h (t-1)/t elements per layer with sequence parallelism: tensor parallelism's
+               8, and 2 since backward gathers inputs again; per step, gradients of norms and biases
 Overlap        only the ring computes while it sends; see tensor_parallel.py on sequence parallelism
 PyTorch's      SequenceParallel runs norms and dropouts on DTensors, and context_parallel() patches
                scaled_dot_product_attention(). Here the model calls one of three functions instead
@@ -85,8 +85,8 @@ def simple_ring_attention(q, k, v, group=None):
 
     q, k, v and the result: (B, H, T/P, K). Rank r has the r-th of P equal parts of the sequence.
 
-    ring_attention() also has a backward, overlaps messages with computation, orders the sequence so
-    that all ranks do equal work, skips what the mask hides, and does not overflow in exp().
+    ring_attention() also has a backward, overlaps messages with computation, skips what the mask
+    hides, does not overflow in exp(), and expects a sequence order that gives all ranks equal work.
     """
     rank, world_size = rank_and_size(group)
     kv = torch.stack([k, v])
@@ -131,18 +131,18 @@ def _check_chunks(seq_len, cp):
 
 
 class AttentionBlock(NamedTuple):
-    """A slice of the queries attends to a slice of the keys: to all of them, unless causal."""
+    """A slice of a rank's queries, and the slice of keys that these queries attend to."""
 
     queries: slice
     keys: slice
-    causal: bool  # whether query i of its slice sees only keys 0 to i of theirs
+    causal: bool  # whether query i of the slice sees only keys 0 to i of the other slice
 
 
 def ring_block(rank, source, length):
     """Return the block of `rank`'s queries and `source`'s keys that the mask does not hide.
 
-    length: T/P. Half of the pairs of a query and another rank's key are visible, so all ranks do
-    equal work in each step. For P = 4 and rank 1, which has chunks 1 and 6 (x: visible, c: causal):
+    length: T/P. Either all queries see half of another rank's keys, or half of the queries see all
+    of them, so each step is equal work for all ranks. For P = 4 and rank 1 (x: visible, c: causal):
 
         source      1 (itself)     0 (before)     2 (after)      3 (after)
         keys        1   6          0   7          2   5          3   4
@@ -204,7 +204,7 @@ def _attend(block, q, k, v, output, lse):
 
 
 def _attend_backward(block, grad_output, q, k, v, output, lse, grad_q, grad_k, grad_v):
-    """Add a block's part of the gradients to grad_q, grad_k and grad_v."""
+    """Add a block's part of the gradients to grad_q, grad_k and grad_v. lse covers all keys."""
     queries, keys, causal = block
     grad_output, q, output, lse = (x[:, :, queries] for x in (grad_output, q, output, lse))
     k, v = k[:, :, keys], v[:, :, keys]
@@ -268,8 +268,8 @@ class _AllGatherAttention(torch.autograd.Function):
 def allgather_attention(q, k, v, group=None):
     """Causal attention of local queries to all keys and values, which every rank gathers.
 
-    q and the result: (B, H, T/P, K); k, v: (B, KV, T/P, K), where KV divides H. Tokens are those of
-    context_positions(). On a GPU the dtype must be fp32, fp16 or bf16, and K elements must fill a
+    q and the result: (B, H, T/P, K); k, v: (B, KV, T/P, K), where KV divides H. The tokens are at
+    context_positions(). On a GPU the dtype must be fp32, fp16 or bf16, and K elements must take a
     multiple of 16 bytes. Raises ValueError if the shapes or dtypes do not fit.
     """
     q, k, v = _checked(q, k, v, group)
@@ -282,8 +282,8 @@ def _visitors(k, v, group):
         visit    0     1     2     3     4      P = 4: the source whose k and v visit rank r
         source   r    r-1   r-2   r-3    r
 
-    While the caller computes with k and v, they travel to the next rank. The last visit, which only
-    backward needs, returns to the rank's own k and v, and sends nothing.
+    While the caller computes with k and v, they travel to the next rank. Visit P, which only
+    backward needs, yields the rank's own k and v again, and sends nothing.
     """
     rank, world_size = rank_and_size(group)
     visiting = torch.stack([k, v])
@@ -354,7 +354,7 @@ def ulysses_attention(q, k, v, group=None):
 
     The first all-to-all turns T/P positions of all heads into all positions of 1/P of the heads;
     the second one turns the result back. P must divide H, and either P divides KV or KV divides P;
-    if KV < P, each head of k and v goes to P / KV ranks. For the rest, see allgather_attention().
+    if KV < P, k and v are repeated to P heads (h_kv = P K). For shapes, see allgather_attention().
     """
     q, k, v = _checked(q, k, v, group)
     _, world_size = rank_and_size(group)
@@ -393,7 +393,7 @@ def context_parallel_bytes(
     """Return the bytes that a rank sends for one attention: (forward, backward).
 
     method: "allgather", "ring" or "ulysses".
-    grad_itemsize: bytes per element of the gradients of k and v in "allgather" and "ring".
+    grad_itemsize: bytes per element of gradients of k and v in "allgather" and "ring", at least 4.
     """
     head = batch * seq_len // cp * head_dim  # elements of one head on a rank
     kv = 2 * kv_heads * head
@@ -459,8 +459,8 @@ def activation_bytes(
 
     recompute: "none", "selective" (also for fused attention) or "full".
     kv_heads, ffn: the heads of k and v and the width of the MLP, by default `heads` and 4 hidden.
-    masks: whether dropout follows attention and MLP; its masks have one byte per element.
-    itemsize: bytes of an element of all other activations.
+    masks: whether dropout follows attention and MLP. Dropout masks have one byte per element.
+    itemsize: bytes per element of everything except dropout masks.
     """
     sbh = seq_len * batch * hidden
     split = tp if sequence_parallel else 1
