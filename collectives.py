@@ -2,8 +2,8 @@
 
 A rank is a process, which has a GPU of its own or runs on CPU cores. A process group is P ranks,
 which share no memory and send tensors to each other. All collectives here are built on one
-primitive, exchange(): a batch of sends and receives that progress together. D is the size of the
-full tensor in bytes. log2(P) is meant for powers of two; all_reduce_cost() is exact for every P.
+primitive, a batch of sends and receives that progress together. D is the size of the full tensor in
+bytes. The entries with log2(P) hold for powers of two; all_reduce_cost() covers every P.
 
                            what a rank has at the end            a rank sends     steps
     all_reduce             the sum of all ranks' tensors
@@ -21,10 +21,10 @@ full tensor in bytes. log2(P) is meant for powers of two; all_reduce_cost() is e
 
 A rank holds   its tensors, and scratch memory for partial sums and arriving chunks. Long tensors
                are cut into segments, so a ring on gloo needs 6 chunks of 1 MB, and direct on NCCL
-               2 x 64 MB. Halving needs up to 3/4 D, and recursive doubling up to 2 D
-It sends       what the table says, or less if it is not the root of a broadcast. No all-reduce lets
-               every rank send less than 2(P-1)/P D. Scatter and gather have no function here: each
-               is one exchange(), in which the root sends or receives P-1 tensors of D/P bytes
+               2 x 64 MB. halving_doubling needs 3/4 D and recursive_doubling 2 D at most if P = 2^k
+It sends       what the table says. In a broadcast only the root sends that much, and in a reduce it
+               sends nothing. No all-reduce lets every rank send less than 2(P-1)/P D. Scatter and
+               gather have no functions here, since each is a single exchange() with the root
 Overlap        with async_op=True an operation runs beside the caller's computation: in a thread for
                gloo (CPUs), on a side stream for NCCL (GPUs)
 PyTorch's      torch.distributed has the same names and meanings; all_gather_into_tensor is an older
@@ -80,8 +80,8 @@ def ring_all_reduce(tensor, group=None):
 # ---- messages ------------------------------------------------------------------------------------
 #
 # An Operation, defined further down, is one call of exchange() or of a collective. It posts the
-# messages, reports them to listeners, and names the peer if one fails. An asynchronous call returns
-# it, for a later wait(). Its queue runs the group's pending collectives one after the other.
+# messages, reports them to listeners, and names the peer of a message that fails. An asynchronous
+# call returns its Operation, to wait() for. A queue runs a group's pending collectives in order.
 
 
 def rank_and_size(group=None):
@@ -113,28 +113,28 @@ def exchange(sends, receives, group=None, async_op=False):
 
 # ---- algorithms take turns -----------------------------------------------------------------------
 #
-# An algorithm is a generator: it yields (sends, receives), continues when these have arrived, and
-# does its arithmetic in between. A large tensor is cut into segments; while one is being added,
-# the next ones travel.
+# An algorithm is a generator. It yields a batch (sends, receives), is resumed once the messages of
+# the batch are complete, and computes before it yields the next batch. A large tensor is cut into
+# segments, each with a generator of its own, so that one is added while the next ones travel.
 
 SEGMENT = 1 << 20  # bytes of a chunk that travel in one message on gloo (NCCL: see DIRECT_BYTES)
-ALIGNMENT = 128  # bytes; a GPU reads 128 at once (NCCL and grouped products need 16)
+ALIGNMENT = 128  # bytes; a GPU reads 128 at once (NCCL and F.grouped_mm need 16)
 
 
 def take_turns(algorithms, operation):
-    """Run algorithms, several at a time. The one whose messages were posted first continues first.
+    """Run the algorithms of all segments. The one that posted its messages first continues first.
 
     All ranks keep this order, so rank 1 gets the messages of rank 0 in the order that it expects.
     """
     waiting = deque(algorithms)
-    under_way = deque()  # (algorithm, function that waits for its messages and holds their tensors)
+    under_way = deque()  # (algorithm, function that waits for its messages)
     while waiting or under_way:
         if waiting and len(under_way) < operation.queue.window:
             algorithm = waiting.popleft()
         else:
             algorithm, wait = under_way.popleft()
             wait()
-            wait = None  # its tensors may be freed
+            wait = None  # frees the batch's tensors
         step = next(algorithm, None)
         if step is not None:
             under_way.append((algorithm, operation.post(*step)))
@@ -157,9 +157,9 @@ def _cut(flat, parts, P=1):
 # ---- reduce-scatter, all-gather, all-reduce ------------------------------------------------------
 #
 # Replicas of a model rely on identical bits. So a sum is computed on one rank and copied, or it is
-# computed on all ranks in the same order, or in mirrored orders: a + b is exactly b + a.
+# computed on all ranks in the same order, or in mirrored orders, since a + b is exactly b + a.
 
-_REDUCTIONS = {  # op: (a function of two tensors, one of the rows of a matrix)
+_REDUCTIONS = {  # op: (for two tensors, for a tensor and a dim)
     ReduceOp.SUM: (torch.add, torch.sum),
     ReduceOp.AVG: (torch.add, torch.sum),  # _launch() divides at the end
     ReduceOp.PRODUCT: (torch.mul, torch.prod),
@@ -169,7 +169,7 @@ _REDUCTIONS = {  # op: (a function of two tensors, one of the rows of a matrix)
 
 
 class _Combine:
-    """How to reduce two tensors, pair(a, b, out=...), or a matrix's rows, rows(matrix, 0, out=...).
+    """A reduction: pair(a, b, out=...) of two tensors, rows(matrix, 0, out=...) of a matrix's rows.
 
     scratch: matrices whose rows have been reduced, which the operation's next segments reuse
     """
@@ -223,7 +223,7 @@ def _ring_all_gather(chunks, rank):
 
 
 def _pairwise(outgoing, arriving, rank):
-    """Send outgoing[r] to every other rank r, nearest first, and receive arriving[r]. 1 step."""
+    """Send outgoing[r] to every other rank r, nearest first, and receive arriving[r], in 1 step."""
     P = len(outgoing)
     for nearest in range(1, P, MOST_PEERS):
         distances = range(nearest, min(nearest + MOST_PEERS, P))
@@ -233,7 +233,7 @@ def _pairwise(outgoing, arriving, rank):
 
 
 def _direct_reduce_scatter(chunks, output, combine, rank):
-    """Send every chunk to its rank, which reduces what arrives in rank order. 1 step."""
+    """Send chunk r to rank r in 1 step. Rank r then reduces all ranks' chunks r, in rank order."""
     P = len(chunks)
     if P == 1:
         output.copy_(chunks[0])
@@ -258,7 +258,7 @@ def _direct_reduce_scatter(chunks, output, combine, rank):
 
 
 def _direct_all_gather(chunks, rank):
-    """Send this rank's chunk to every rank. 1 step."""
+    """Send this rank's chunk to every rank, in 1 step."""
     return _pairwise([chunks[rank]] * len(chunks), chunks, rank)
 
 
@@ -306,10 +306,10 @@ def _joined(chunks):
 
 
 def _hierarchical_reduce_scatter(chunks, output, combine, rank, ranks_per_node):
-    """Reduce-scatter inside each of O nodes of I ranks, directly, then along rings across nodes.
+    """Reduce-scatter inside O nodes of I ranks, then on rings across nodes, in 1 + (O-1) steps.
 
-    Inside a node, local rank i reduces the chunks of local rank i of every node. Of the bytes that
-    a rank sends, (I-1)/I D stay in its node and (O-1)/O D/I leave it. 1 + (O-1) steps. O = I = 2:
+    Inside a node, local rank i reduces the chunks meant for the local ranks i of all nodes. Of the
+    bytes that a rank sends, (I-1)/I D stay in its node and (O-1)/O D/I leave it. With O = I = 2:
 
         rank       0               1               2               3
         inside     c0 c2: 0+1      c1 c3: 0+1      c0 c2: 2+3      c1 c3: 2+3
@@ -326,7 +326,7 @@ def _hierarchical_reduce_scatter(chunks, output, combine, rank, ranks_per_node):
 
 
 def _hierarchical_all_gather(chunks, rank, ranks_per_node):
-    """All-gather along rings across nodes, then directly inside each node. (O-1) + 1 steps."""
+    """All-gather along rings across nodes, then directly inside each node, in (O-1) + 1 steps."""
     P, I = len(chunks), ranks_per_node
     node, local_rank = divmod(rank, I)
     across = _ring_all_gather(chunks[local_rank::I], node)
@@ -348,7 +348,7 @@ def _among(ranks, algorithms):
             yield sends, receives
 
 
-_PHASES = {  # reduce-scatter, all-gather
+_PHASES = {  # name: (reduce-scatter, all-gather)
     "direct": (_direct_reduce_scatter, _direct_all_gather),
     "ring": (_ring_reduce_scatter, _ring_all_gather),
     "halving_doubling": (_halving, _doubling),
@@ -357,7 +357,7 @@ _PHASES = {  # reduce-scatter, all-gather
 
 
 def _recursive_doubling(output, input, combine, rank, world_size):
-    """All-reduce by swapping sums with the rank 1 away, then 2, 4 ..., in log2(P) steps of D bytes.
+    """All-reduce by swapping sums at distances of 1, 2, 4 ... ranks, in log2(P) steps of D bytes.
 
         rank       0         1         2         3
         start      0         1         2         3           whose tensors are in a rank's sum
@@ -376,7 +376,8 @@ def _recursive_doubling(output, input, combine, rank, world_size):
 def _all_reduce(name, output, input, combine, rank, world_size, **options):
     """Run one all-reduce with the named algorithm.
 
-    Both doubling algorithms use the first 2^k <= P ranks; rank r - 2^k stands in for rank r >= 2^k.
+    The doubling algorithms run among the first 2^k ranks, for the largest 2^k <= P. Each rank r
+    beyond these sends its tensor to rank r - 2^k, which stands in for it and returns the sum.
     """
     core = 1 << (world_size.bit_length() - 1) if "doubling" in name else world_size
     if rank >= core:
@@ -404,7 +405,7 @@ def _all_reduce(name, output, input, combine, rank, world_size, **options):
 def _tree(operation):
     """Return this rank's parent and children, farthest first, in a tree of depth log2(P).
 
-    Ranks are counted from the root, and the lowest bit of a rank is the distance to its parent:
+    Ranks are numbered from the root on. A number's lowest set bit is the distance to its parent:
 
         4 -> 0     2 -> 0, 6 -> 4     1 -> 0, 3 -> 2, 5 -> 4, 7 -> 6       (P = 8)
     """
@@ -426,10 +427,10 @@ def _tree_broadcast(tensor, operation):
 
 # ---- the choice ----------------------------------------------------------------------------------
 #
-# Every step costs time, and so does every byte. Few bytes are quickest in few steps, and many with
-# the algorithm that sends the fewest. The constants were measured (gloo: 2 to 8 ranks on 2 cores, 1
-# Gbit/s between machines) or come from data sheets (NCCL: 60 us of the host per batch, 400 Gbit/s
-# between nodes). They are fixed, not measured at start-up, so that results do not depend on timing.
+# Every step costs time, and so does every byte. Short tensors are quickest with few steps, and long
+# ones with few bytes. The constants were measured for gloo (2 to 8 ranks on 2 cores, 1 Gbit/s
+# between machines) and estimated for NCCL (60 us of host time per batch, 400 Gbit/s between nodes).
+# They are fixed, not measured at start-up, so that results do not depend on timing.
 
 ONE_STEP_BYTES = 1 << 16  # on NCCL in one node, naive is quicker than direct for fewer bytes
 DIRECT_BYTES = 1 << 26  # the longest segment of a full tensor on NCCL; it bounds the scratch memory
@@ -452,7 +453,7 @@ def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
             names.append("halving_doubling")
         elif not on_nccl:
             names.append("direct")
-    step_bytes = 1 << 22 if on_nccl else 1 << 17  # what is sent in the time that a step costs
+    step_bytes = 1 << 22 if on_nccl else 1 << 17  # a step takes as long as these bytes
     if nodes > 1 and not on_nccl:
         step_bytes = 1 << 14
 
@@ -485,11 +486,11 @@ def _plan(operation, nbytes, phases=1, name="auto"):
 # A collective makes an Operation, and _launch() runs it: take_turns() steps through its algorithms,
 # and post() posts their messages. A group's collectives run one by one, and read their inputs when
 # their turn comes. With async_op, or while others are pending, they run on the group's queue: a
-# thread for gloo, whose wait() blocks, and a side stream for NCCL, where wait() orders streams.
-# An exchange() starts once the pending collectives are done, and later ones do not wait for it.
+# thread for gloo, whose wait() blocks, and a side stream for NCCL, whose wait() orders streams.
+# An exchange() starts once the pending collectives are done; later collectives do not wait for it.
 #
-# Two tables are global, because a torch process group takes no attributes, and because autograd
-# calls collectives in threads of its own, where a context variable of the caller is not set.
+# _MEMBERSHIPS is global because a torch process group takes no attributes, and _LISTENERS because
+# autograd calls collectives in threads of its own, which do not see the caller's context variables.
 
 _MEMBERSHIPS = weakref.WeakKeyDictionary()  # process group -> Membership
 _LISTENERS = []  # the listener of every observe() that is open
@@ -499,7 +500,7 @@ class Membership:
     """What this rank knows about a process group. It is made once per group.
 
     place: (this rank in the group, the group's size); ranks: the global ranks of its members
-    ranks_per_node, by_backend: see set_ranks_per_node() and set_backend_collectives()
+    ranks_per_node: all, until set_ranks_per_node(); by_backend: see set_backend_collectives()
     queues: {device: the queue for its tensors}; thread: the queue of devices without NCCL
     device: where barrier() and gather_objects() make their tensors; the CPU if the group has gloo
     """
@@ -637,10 +638,10 @@ def observe(listener):
 
     begin                     in the caller's thread, at the start of the call
     post, sends, receives     before messages [(tensor, peer in the group)] are posted
-    end                       when it is done or has failed, in the thread that runs it
+    end                       when the operation is done or has failed, in the thread that runs it
 
-    A wait() is an operation, too: a "wait" `of` another one. A caller is blocked from begin to
-    end of each operation with async_op=False. An asynchronous exchange() ends in its wait().
+    A wait() is an operation, too; its `of` is the one that it waits for. With async_op=False an
+    operation blocks its caller from begin to end. An asynchronous exchange() ends in its wait().
     """
     _LISTENERS.append(listener)
     try:
@@ -662,13 +663,13 @@ class _Stream:
 
     def __init__(self):
         self.stream = torch.cuda.Stream(priority=-1)
-        self.launched = deque()  # (event, tensors that are held until the device has passed it)
+        self.launched = deque()  # (event, tensors held until the device passes it)
 
     def run(self, task, held=()):
         """Run a task on the current stream, then wait until at most AHEAD tasks are unfinished.
 
         Memory that NCCL's messages touched is reused only once the host has seen their end. If the
-        host ran ahead by a whole step, each message of the step would need memory of its own.
+        host ran a training step ahead, each message of the step would need its own memory.
         """
         task()
         event = torch.cuda.current_stream().record_event()
@@ -689,7 +690,7 @@ class _Stream:
 
         def finish():
             torch.cuda.current_stream().wait_event(event)
-            held.clear()  # whoever uses their memory from now on comes after the event
+            held.clear()  # later uses of their memory are ordered after the event
 
         self.finish, self.is_completed = finish, event.query
 
@@ -707,7 +708,7 @@ class _Thread:
         weakref.finalize(group, self.end)
 
     def work(self):
-        schedule_as_batch("SCHED_OTHER")  # batch work starts only when its waker pauses
+        schedule_as_batch("SCHED_OTHER")  # a batch thread waits until the one that woke it pauses
         for task, inference, future in iter(self.tasks.get, None):
             try:
                 with torch.inference_mode(inference):  # each thread has its own mode
@@ -717,7 +718,7 @@ class _Thread:
             del task, future  # they hold the group and tensors
 
     def end(self):
-        """Wait for the thread, since a return from C++ after Python's end aborts the process."""
+        """End the thread. A return from C++ code after Python's end would abort the process."""
         self.tasks.put(None)
         if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(30)  # seconds
@@ -767,7 +768,7 @@ def _launch(operation, algorithms, outputs, inputs=(), backend_options=None):
 
 
 def set_backend_collectives(group=None):
-    """Let the backend run the group's collectives, for comparison. Their bytes are not counted."""
+    """Let the backend run the group's collectives, except reduce(). count_bytes() rejects them."""
     membership(group, "set_backend_collectives").by_backend = dist.get_world_size(group) > 1
 
 
@@ -796,10 +797,9 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="a
     rank, P = operation.place
     combine = _Combine(op)
     inputs = [] if output is None else [tensor]
-    if output is None:
-        output = tensor
+    output = tensor if output is None else output
 
-    def algorithms(*flat):  # the output, and the input where it is not the same tensor
+    def algorithms(*flat):  # the output, and the input if it is another tensor
         name, segments, options = _plan(operation, tensor.nbytes, 2, algorithm)
         parts = zip(_cut(flat[0], segments, P), _cut(flat[-1], segments, P))
         return [_all_reduce(name, *part, combine, rank, P, **options) for part in parts]
@@ -984,12 +984,12 @@ class _Conjugate(torch.autograd.Function):
 
 
 def copy_to_group(x, group=None):
-    """Return x, whose gradients are summed in backward. Megatron's f. Do not change it in place."""
+    """Return a view of x, which must not be changed. Backward sums the gradients over the group."""
     return _Conjugate.apply(x, _PAIRS["copy_to_group"], group)
 
 
 def reduce_from_group(x, group=None):
-    """Return the sum of all ranks' x. In backward each x gets the sum's gradient. Megatron's g."""
+    """Return the sum of all ranks' x. In backward each x gets the sum's gradient."""
     return _Conjugate.apply(x, _PAIRS["reduce_from_group"], group)
 
 
@@ -1084,7 +1084,7 @@ def _run_rank(rank, world_size, init_method, function):
 
 
 def set_ranks_per_node(ranks_per_node, group=None):
-    """Set how many consecutive ranks share a node (default: all), or 1 if it does not divide P."""
+    """Set how many consecutive ranks share a node. A number that does not divide P means 1."""
     members = membership(group, "set_ranks_per_node")
     ranks = min(ranks_per_node, len(members.ranks))
     members.ranks_per_node = 1 if len(members.ranks) % ranks else ranks
@@ -1102,7 +1102,7 @@ def gather_objects(value, group=None):
 
 
 def check_parameters(named, group=None):
-    """Raise ValueError on every rank if names, shapes, dtypes, requires_grad or devices differ."""
+    """Raise ValueError everywhere if a name, shape, dtype, requires_grad or device type differs."""
     kind = lambda t: f"{tuple(t.shape)} {t.dtype} {t.requires_grad} {t.device.type}"
     first, *others = gather_objects([f"{name!r} {kind(tensor)}" for name, tensor in named], group)
     for rank, other in enumerate(others, 1):
