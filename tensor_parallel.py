@@ -1,8 +1,9 @@
 """Tensor parallelism: matrices are split over the ranks of a group, which process the same tokens.
 
-A linear layer can be split by its outputs (columns of A) or by its inputs (rows of B). If columns
-feed rows, nothing is sent in between, where an element-wise function fits, or attention over a
-rank's own heads. F.linear() takes `weight` = A^T, so columns of A are rows of `weight`.
+An MLP computes Z = GeLU(X A) B. Rank r of P holds A_r, some columns of A, and B_r, the matching
+rows of B. GeLU treats each element by itself, so rank r computes Y_r = GeLU(X A_r) without sending
+anything. Attention treats each head by itself, so q, k and v are split by columns, and the output
+projection by rows. F.linear() takes `weight` = A^T, so columns of A are rows of `weight`.
 
     X  --f-->  X A_r  -- GeLU -->  Y_r B_r  --g-->  Z = sum over r of Y_r B_r      A = [A_0 A_1]
                column-parallel      row-parallel                                   B = [B_0; B_1]
@@ -11,23 +12,23 @@ rank's own heads. F.linear() takes `weight` = A^T, so columns of A are rows of `
     g   forward: all-reduce    backward: identity     Z is a sum over the ranks' rows of B
 
 With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence, dim 0. Then f
-is an all-gather, whose backward is a reduce-scatter, and g is the opposite.
+is an all-gather, whose backward is a reduce-scatter, and g is the reverse.
 
-A rank holds   1/t (t ranks; P below, tp in errors) of each matrix, its gradient, its optimizer
-               states, Y and the logits; all of the norms, and of X and Z if these are not split
-It sends       4 all-reduces per transformer layer and microbatch, 2 f and 2 g, of b s h elements
-               (batch, sequence, width): 8 b s h (t-1)/t. Embedding and head add one each, and the
-               loss reduces 3 b s. With sequence parallelism a layer sends 10 b s h (t-1)/t, as
-               backward gathers X again; a step sums gradients of norms and biases added after g
-Overlap        dW is computed while dX is summed. With sequence parallelism, large products by rows,
-               and by columns in forward, are computed chunk by chunk while other chunks travel
-PyTorch's      DTensor and parallelize_module() split the same matrices. From a DTensor's placements
-               each operation derives what to send. Here a parameter is a plain tensor
+A rank holds   1/P of each matrix, its gradient, its optimizer states, Y and the logits; all of each
+               norm, and all of X and Z unless these are split. Arguments and errors call P `tp`
+It sends       8 b s h (P-1)/P elements per transformer layer, in 4 all-reduces (2 of f, 2 of g),
+               for b sequences of s tokens of width h (B, T and D in shapes). Embedding and head add
+               an all-reduce each, and the loss reduces 3 b s numbers. Sequence parallelism raises
+               the 8 to 10, as backward gathers X again, and adds an all-reduce per step for the
+               gradients of norms and row-parallel biases
+Overlap        backward computes dW while dX is summed. With sequence parallelism, most large
+               products are computed chunk by chunk while other chunks travel
+PyTorch's      DTensor and parallelize_module() split the same matrices. Each operation derives what
+               to send from the placements of its DTensors. Here a parameter is a plain tensor
 
-Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
-Parallelism", 2019. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models", 2022 (sequence parallelism). Wang et al., "Overlap Communication with Dependent Computation
-via Decomposition in Large Deep Learning Models", 2023 (products beside messages).
+Shoeybi et al., "Megatron-LM", 2019. Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", 2022 (sequence parallelism). Wang et al., "Overlap Communication with Dependent
+Computation via Decomposition in Large Deep Learning Models", 2023.
 
     torchrun --nproc-per-node 4 tensor_parallel.py    claimed and counted bytes, and the error
 """
@@ -62,7 +63,7 @@ def row_linear(x, weight, bias=None, group=None):
     return z if bias is None else z + bias
 
 
-# ---- products beside messages --------------------------------------------------------------------
+# ---- overlapping products with messages ----------------------------------------------------------
 #
 # With sequence parallelism a product either needs every rank's chunk of X, or is summed over the
 # ranks into chunks of Z. While one large chunk is computed, another travels directly between its
@@ -80,7 +81,7 @@ def row_linear(x, weight, bias=None, group=None):
 # Each rank adds the four parts of its own chunk at the end, so their 16-bit sum is rounded once.
 # Either way a rank sends (P-1)/P of the whole, as in an all-gather or a reduce-scatter.
 
-CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}  # sending a smaller chunk costs more than it hides
+CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}  # smaller chunks cost more than overlap saves
 
 
 def gather_and_multiply(x, weight, bias=None, group=None):
@@ -132,12 +133,12 @@ def _linear_into(output, x, weight, bias=None):
 
 # ---- linear functions ----------------------------------------------------------------------------
 #
-# The backward of column_linear() computes dW before it sums dx. Here it does both at once. With
-# sequence parallelism a layer split by columns saves its chunk of X, and backward gathers X again.
+# The backward of column_linear() computes dW before it sums dx. _ColumnLinear computes dW while dx
+# is summed. With sequence parallelism it saves only a chunk of X, and backward gathers X again.
 
 
 def begin_gather(x, split, group=None, async_op=False):
-    """Begin to gather x along dim 0 if `split`. Return a function that waits for the result."""
+    """Gather x along dim 0 if `split`. Return a function that waits for and returns the result."""
     if not split:
         return lambda: x
     whole = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
@@ -146,7 +147,7 @@ def begin_gather(x, split, group=None, async_op=False):
 
 
 def begin_sum(y, split, group=None, async_op=False):
-    """Like begin_gather(), but sum y: in place or, if `split`, into this rank's chunk of it."""
+    """All-reduce y or, if `split`, reduce-scatter it. Return a function as begin_gather() does."""
     if not split:
         return partial(_when_done, all_reduce(y, group=group, async_op=async_op), y)
     chunk = y.new_empty(len(y) // dist.get_world_size(group), *y.shape[1:])
@@ -168,7 +169,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, group, split, store):
-        ctx.arguments = weight, group, split, store  # the saved one may be detached
+        ctx.arguments = weight, group, split, store  # checkpoint() may detach saved weights
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         if split and x.nbytes >= CHUNK_BYTES[x.device.type]:
             return gather_and_multiply(x, weight, bias, group)[1]
@@ -180,7 +181,7 @@ class _ColumnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         parameter, group, split, store = ctx.arguments
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        is_deferred = store.open and not parameter._backward_hooks  # hooks must be called now
+        is_deferred = store.open and not parameter._backward_hooks  # hooks need dW now
         dx = dweight = dbias = wait_for_x = None
         if wants_weight and not is_deferred:
             wait_for_x = begin_gather(x, split, group, async_op=True)
@@ -243,10 +244,7 @@ class _RowLinear(torch.autograd.Function):
 
 
 def _weight_gradient(weight, dy, x, store):
-    """Return dW = dy^T @ x. If `store.adds` and .grad exists, add dW to it and return None.
-
-    Before it is added in fp32, a 16-bit product is rounded to 16 bits on a CPU, but not on a GPU.
-    """
+    """Return dW = dy^T @ x. If `store.adds` and .grad exists, add dW to it and return None."""
     a = dy.reshape(-1, dy.shape[-1]).t()
     b = x.reshape(-1, x.shape[-1])
     adds = store.adds and weight.is_leaf and not weight._backward_hooks
@@ -258,6 +256,7 @@ def _weight_gradient(weight, dy, x, store):
     elif a.is_cuda:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
+        # On a CPU a 16-bit product is rounded to 16 bits before it is added.
         total.add_(a @ b)
     return None
 
@@ -265,14 +264,15 @@ def _weight_gradient(weight, dy, x, store):
 def parallel_linear(
     x, weight, bias=None, column=True, group=None, sequence_parallel=False, defer=None
 ):
-    """Apply a linear layer that is split by its outputs (`column`) or by its inputs (rows).
+    """Apply a linear layer that is split by its outputs or, if not `column`, by its inputs.
 
-    weight: this rank's part, (out/P, in) or, by rows, (out, in/P). By rows, callers add the bias.
-    sequence_parallel: whether x is this rank's chunk of X (columns), or its chunk of Z is returned
-        (rows; raises ValueError if P does not divide T). Chunks are taken along dim 0.
+    weight: this rank's part, (out/P, in) if split by outputs, (out, in/P) if split by inputs.
+    bias: this rank's part. A layer split by inputs ignores it; the caller adds the bias to Z.
+    sequence_parallel: whether a layer split by outputs takes a chunk of X (along dim 0), and one
+        split by inputs returns a chunk of Z. The latter raises ValueError if P does not divide T.
     defer: a pipeline's WeightGradStore (see pipeline.py). While it is open, backward gives it a
-        function that computes dW. While `adds` is true, backward adds dW to .grad itself, which
-        saves autograd a pass. Neither is done for a weight with hooks.
+        function that computes dW. While its `adds` is true, backward adds dW to an existing .grad
+        directly, which saves autograd a pass. Neither applies to a weight with tensor hooks.
     """
     x = autocasted(x)  # cast before x is saved and sent
     store = defer or SimpleNamespace(open=False, adds=False)
@@ -291,7 +291,7 @@ def parallel_linear(
 class Shard:
     """How a parameter is split over `group` along `dim`: each rank has a part of every block.
 
-    blocks: the size of each, in rows (slices along `dim`). A fused q, k, v matrix has three blocks.
+    blocks: the size of each block in rows (slices along `dim`). A fused q, k, v matrix has three.
 
         whole, two blocks     0 1 2 3 | 4 5          of 4 and 2 rows
         rank 0 of 2           0 1     | 4            runs() = [(0, 2), (4, 1)]
@@ -320,7 +320,7 @@ class Shard:
 
 
 def set_shard(module, name, full, shard):
-    """Set parameter `name` to this rank's part of `full`, which is the same on all ranks."""
+    """Set parameter `name` to this rank's part of `full`, which must be the same on all ranks."""
     setattr(module, name, nn.Parameter(shard.cut(full.detach())))
     module.shards = getattr(module, "shards", {}) | {name: shard}
 
@@ -387,9 +387,9 @@ class RowParallelLinear(nn.Module):
 
 
 def mark_sum_over_tp(module):
-    """Mark all parameters of the module: their gradients have to be summed over tp.
+    """Mark all parameters of the module, whose gradients sum_gradients_over_tp() has to sum.
 
-    With sequence parallelism a rank's gradient of a norm or a bias covers only its own tokens.
+    With sequence parallelism a rank applies norms and row-parallel biases to its own tokens only.
     """
     for part in module.modules():
         part.sums_over_tp = tuple(name for name, _ in part.named_parameters(recurse=False))
@@ -470,11 +470,11 @@ def attention(q, k, v, dropout=0.0):
 
 
 class ShardedRandomState:
-    """Different random numbers on each rank: `with state: F.dropout(...)`.
+    """Make random numbers differ between ranks: `with state: F.dropout(...)`.
 
-    The global generators are seeded alike on all ranks, so a tensor that all ranks hold gets the
-    same dropout mask. Heads or tokens that differ between ranks need different masks: here the seed
-    is made of the rank and a draw from the CPU's generator, so recomputation repeats the masks.
+    Global generators must be seeded alike on all ranks, so a tensor that all ranks hold gets the
+    same dropout mask. Heads or tokens that differ between ranks need different masks, so `with`
+    derives a seed from the rank and a draw from the CPU's generator. Recomputation repeats both.
     """
 
     def __init__(self, device, group=None):
@@ -528,9 +528,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Compute log sum exp(logits) - logits[target] over all ranks' columns.
+    """Compute log(sum(exp(x))) - x[target] for each row x of logits that are split by columns.
 
-    backward    softmax - one-hot, which forward has computed, in the dtype of the logits
+    backward    softmax(x) - one_hot(target), which forward has computed, times the loss's gradient
     """
 
     @staticmethod
@@ -604,7 +604,7 @@ def boxes_between(shape, begin, end):
 def views_in_whole(parameter, tensor, shard=None):
     """Return (shape of the whole, {index of a box in the whole: view of the tensor}).
 
-    parameter: this rank's part, or ZeRO's piece of it. Without a Shard it is a copy of the whole.
+    parameter: this rank's part (the whole if `shard` is None), or ZeRO's piece of that part.
     tensor: the parameter, or a tensor of the same layout, such as .grad.
 
         whole (6, 2)   this rank's rows 0 1 4   ZeRO's piece, offset 1   {index: shape of view}
@@ -634,7 +634,7 @@ def views_in_whole(parameter, tensor, shard=None):
 
 
 def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather=False):
-    """Return the bytes a rank sends per layer: 8 b s h (t-1)/t elements, or 10 with `regather`."""
+    """Return the bytes a rank sends per layer: 8 b s h (P-1)/P elements, or 10 with `regather`."""
     return (5 if regather else 4) * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
 
 
