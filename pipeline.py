@@ -15,8 +15,9 @@ is (p-1)/m of the ideal time m(F+B), or (p-1)/(m+p-1) of the whole step. 1F1B sa
 holds activations of at most min(m, p - stage) microbatches, here 3, 2 and 1; GPipe holds all m = 5.
 
 A backward has two halves. Other stages wait only for the gradient of a stage's input (I). The
-gradient of its weights (W), about half of the work, can fill slots that would be idle, as in the
-zero-bubble schedules. Others cut a rank's layers into chunks, or fill the pipeline from two ends.
+gradient of its weights (W), about half of the work, can fill idle slots, as in the zero-bubble
+schedules. Other schedules shorten the bubble by cutting a rank's layers into chunks, or by filling
+the pipeline from both ends.
 
 Microbatches do not change the result of layers that treat each sample by itself, such as attention
 and LayerNorm. BatchNorm would use the mean and variance of a microbatch instead of the batch's.
@@ -27,14 +28,13 @@ simulator times it, checks it, and derives one global order of messages; one exe
 A rank holds   the parameters of its stages; the activations of every microbatch whose forward is
                done and whose backward is not
 It sends       per microbatch and boundary between stages, the activations forward and their
-               gradient back: b s h elements (microbatch, sequence, width) each
-Overlap        messages travel while ranks compute. Receives are posted ahead of time, and a send
-               is waited for only once num_stages later ones are posted. If messages are short, a
-               rank waits only in its schedule's bubble
-PyTorch's      in torch.distributed.pipelining each schedule is a class. By default, stages exchange
+               gradient back; each has b s h elements (microbatch size, sequence length, width)
+Overlap        messages travel while ranks compute. Receives are posted early, and up to num_stages
+               sends are pending. If messages are short, ranks wait only in their schedule's bubble
+PyTorch's      torch.distributed.pipelining has a class per schedule. By default, stages exchange
                shapes in the first step, and gradients are divided by the number of microbatches;
-               here loss_fn returns a microbatch's share. To halve a backward it walks the graph
-               twice; here the layers know what to defer. Its pipeline() also splits a model
+               here loss_fn returns a microbatch's share of the loss. To halve a backward, PyTorch
+               walks the graph twice; here the layers know what to defer. PyTorch also splits models
 
 Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019 and "Memory-Efficient
 Pipeline-Parallel DNN Training", 2021 (PipeDream-flush, called 1F1B here and in Megatron-LM).
@@ -225,7 +225,7 @@ def one_f_one_b(num_stages, num_microbatches):
 
 
 def interleaved(num_stages, num_microbatches, num_chunks=2):
-    """1F1B with v chunks per rank: chunk c of rank r is stage cp + r. The bubble is (p-1)(F+B)/v.
+    """1F1B with v chunks per rank: chunk c of rank r is stage c*p + r. The bubble is (p-1)(F+B)/v.
 
     Microbatches go in groups of p: a group passes chunk 0 of all ranks, then chunk 1, and so on.
 
@@ -259,7 +259,7 @@ def zb_h1(num_stages, num_microbatches):
         rank 2   F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
         rank 3   F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
 
-    Bubble (p-1)(F+B-2W) for m >= p, W <= F, W <= I. Peak activations: min(m, p).
+    Bubble: (p-1)(F+B-2W), for m >= p, W <= F and W <= I. Peak activations: min(m, p).
     """
     p, m = num_stages, num_microbatches
     # In "IWF" * m the Fs run out first, then the Is: "IWF" acts as "IW", and then as "W".
@@ -267,14 +267,14 @@ def zb_h1(num_stages, num_microbatches):
 
 
 def zb_h2(num_stages, num_microbatches):
-    """ZB-H1 with about twice the warmup. If F = I = W, a rank never waits once it has begun.
+    """ZB-H1 with about twice the warmup, so that no rank waits once it has begun, if F = I = W.
 
         rank 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3        p = 2, m = 4
         rank 1   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
     Idle time of a rank between its first and last action: (p-1)(F+B-3W), for m >= 2p-1, W <= F and
-    W <= I. A rank can begin its next step at once, unless it must first hear from all ranks, say
-    for the gradients' norm; the paper checks this after the update. Peak activations: min(m, 2p-1).
+    W <= I. A rank can begin its next step at once, unless its update needs the norm of all ranks'
+    gradients; the paper checks the norm after the update. Peak activations: min(m, 2p-1).
     """
     p, m = num_stages, num_microbatches
     return _schedule(p, m, lambda r: "F" * (2 * (p - r) - 1) + "IF" * (2 * r) + "IWF" * m)
@@ -283,8 +283,8 @@ def zb_h2(num_stages, num_microbatches):
 def zb_v(num_stages, num_microbatches):
     """Two chunks on each rank: the route goes down the ranks and up again, like a V.
 
-    If F = I = W, a rank never waits once it has begun, and holds no more than rank 0 does in 1F1B.
-    Rank 0 has the first and the last layers, so backward begins there. p = 2, m = 4:
+    If F = I = W and m >= 2p, a rank that has begun never waits, and holds no more than rank 0 does
+    in 1F1B. Rank 0 has the first and the last layers, so backward begins there. p = 2, m = 4:
 
         rank 0   F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
         rank 1   F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
@@ -319,16 +319,16 @@ def forward_only(num_stages, num_microbatches, route=None):
 def dualpipe(num_stages, num_microbatches):
     """Two replicas, two directions: half of the microbatches enter at rank 0, half at rank p - 1.
 
-    Chunk 0 of rank r is stage r of one replica, chunk 1 is stage p-1-r of the other. p = 4, m = 8:
+    Chunk 0 of rank r is stage r of one replica; chunk 1 is stage p-1-r of the other. p = 4, m = 8:
 
         rank 0   F0 F1 F2 f4 i4 w4 f5 F3 b5 f6 B0 b6 f7 B1 b7 I2 W2 I3 W3
         rank 1   F0 f4 F1 f5 F2 b4 f6 B0 F3 b5 f7 B1 b6 B2 i7 I3 w7 W3
         rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
         rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
 
-    Bubble at most (p/2-1)(F&B+B-3W), with the times of one chunk; F&B is the time of a forward and
-    a backward that overlap. Here they do not overlap, so F&B = F+B, and if F = I = W the bubble is
-    half of this bound. Peak activations: p+1. Raises ValueError if p is odd, m is odd, or m < 2p.
+    Bubble, in the times of one chunk: at most (p/2-1)(F+B + B-3W), for F <= B and W <= I; half of
+    this bound if F = I = W. The paper has F&B in place of F+B, because there a forward and a
+    backward overlap. Peak activations: p+1. Raises ValueError if p is odd, m is odd, or m < 2p.
     """
     p, m = num_stages, num_microbatches
     if p % 2 or m % 2 or m < 2 * p:
@@ -349,7 +349,7 @@ def _dualpipe_letters(rank, p, per_end):
     letters = (
         "F" * (2 * inner)  # step 1: fill the ranks up to the middle
         + "Ff" * (depth + 1)  # step 2: microbatches from the other end arrive, too
-        + "iwf" * inner  # step 3: halved, because the other end waits for the I only
+        + "iwf" * inner  # step 3: W after I, as the other end waits only for the I
         + "FbfB" * (per_end - p + depth + 1)  # step 4, the main one: forwards beside backwards
         + "bfB" * inner  # step 5: all forwards from the nearer end are done
         + (full + halved)  # step 6: all forwards are done; the second half defers its Ws
@@ -414,7 +414,7 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
 
 
 def _check_actions(schedule):
-    """Raise ValueError unless microbatches do FB or FIW at each place of their route, or only F."""
+    """Raise ValueError unless each place of a microbatch's route has FB or FIW (evaluation: F)."""
     kinds = defaultdict(str)
     for rank, actions in enumerate(schedule):
         for kind, microbatch, chunk in actions:
@@ -455,7 +455,7 @@ def draw(schedule):
 #
 # The order is that of arrival in a simulation in which messages take a little time. If they took no
 # time, a send and a receive of one rank could tie. If the send came first, the receive would be
-# posted one action late, after the send's tensor is made, and the receive's peer would wait.
+# posted only after the send's tensor is made. Until then, the peer's message could not travel.
 
 SHORT = 1 / 128  # a message's time in that simulation, where a forward takes 1
 
@@ -505,10 +505,11 @@ def program(schedule, rank):
 class WeightGradStore:
     """Collects the matrix products that layers defer from I to W: their weights' gradients.
 
-    The store is open during an I. A layer may then call put(parameter, product) and skip the
-    parameter's gradient, which product() returns later. While `adds` is true, a layer may add a
-    weight's gradient to .grad itself, which saves a pass over the gradient. `adds` is false in an
-    action that starts to reduce gradients over replicas, so that autograd runs the hooks for it.
+    The store is open during an I. A layer may then call put(parameter, product) and return no
+    gradient for the parameter; W calls product() to compute it. While `adds` is true, a layer may
+    add a weight's gradient to .grad itself. The layers of tensor_parallel.py do so, which saves a
+    pass over the gradient. `adds` is false in an action that starts to reduce gradients over
+    replicas, because the hooks that start the reduction run only when autograd adds the gradients.
     """
 
     products = None
@@ -532,7 +533,7 @@ class WeightGradStore:
 
 
 class DeferredLinear(nn.Linear):
-    """A linear layer that can defer its weight's gradient to W. I computes the bias's gradient."""
+    """A linear layer that can defer its weight's gradient to W. defer: a WeightGradStore."""
 
     def __init__(self, *sizes, defer):
         super().__init__(*sizes)
@@ -588,9 +589,8 @@ def _add_products(products):
 #
 #     F   waits for x from the previous stage; runs the stage; keeps x and the graph of the output;
 #         sends the output to the next stage
-#     B   waits for the output's gradient from the next stage; autograd goes back through the graph,
-#         adds to the parameters' gradients and frees the graph; x's gradient is sent to the
-#         previous stage
+#     B   waits for the output's gradient from the next stage; runs autograd, which adds to the
+#         parameters' gradients and frees the graph; sends x's gradient to the previous stage
 #     I   does the same, but layers defer the products for weights, and keep what these need
 #     W   computes the deferred products and adds them to the parameters' gradients; no message
 #
@@ -657,9 +657,8 @@ class Pipeline:
         self.inputs = () if inputs is None else inputs.chunk(self.schedule.num_microbatches)
         self.targets = () if targets is None else targets.chunk(self.schedule.num_microbatches)
         self.loss, self.loss_arguments = None, loss_arguments
-        # saved and deferred have the keys action[1:], which is (microbatch, chunk)
-        self.saved = {}  # from F to B or I: (input, GradientEdge of the output)
-        self.deferred = defaultdict(list)  # from I to W: [(parameter, product)]
+        self.saved = {}  # {(microbatch, chunk): (input, GradientEdge of the output)}
+        self.deferred = defaultdict(list)  # {(microbatch, chunk): [(parameter, product)]}
         tensors = {}  # {Transfer: the tensor that an action made, or the buffer that receives it}
         messages = {}  # {Transfer: its message, until it is waited for}
         self.step_is_pending = len(self.schedule) > 1
@@ -734,7 +733,7 @@ class Pipeline:
         products = self.deferred.pop(action[1:])
         stage = self.stages[action.chunk]
         if self._syncs(action) and hasattr(stage, "start_grad_sync"):
-            # all other gradients of the stage are complete
+            # the gradients of the stage's other parameters are complete
             stage.start_grad_sync(awaited={parameter for parameter, _ in products})
         with self._no_sync(action):
             _add_products(products)
@@ -753,7 +752,7 @@ class Pipeline:
 def _check_schedule(schedule, stages, group):
     """Raise ValueError on all ranks if schedules differ, or on a rank whose stages do not fit.
 
-    NCCL requires all ranks of a group in its first collective. Here this is gather_objects().
+    All ranks must take part in the first operation of an NCCL group. Here it is gather_objects().
     """
     rank, num_stages = rank_and_size(group)
     schedules = gather_objects((list(schedule), schedule.routes), group)
@@ -786,7 +785,8 @@ def _check_batches(pipeline, inputs, targets):
 def sum_replicas(stages, group=None):
     """Sum the gradients of DualPipe's replicas: chunk 0 of rank r and chunk 1 of rank p-1-r.
 
-    stages: the stages of this rank's Pipeline; both replicas must train the same parameters.
+    stages: the stages of this rank's Pipeline. Rank p-1-r has the same two in the opposite order,
+        and both replicas must train the same parameters.
     Collective. Call it when the gradients of a batch are complete, whether they come from one step
     or several. Afterwards both replicas' gradients have the same bits.
     """
@@ -818,7 +818,7 @@ def bubble_time(
     For zb-h2 and zb-v, whose ranks begin and end one after the other, it is the idle time between a
     rank's first and last action. For dualpipe it is an upper bound, and the times are one chunk's.
     The formulas of zb-h1, zb-h2 and zb-v need at least p, 2p-1 and 2p microbatches, W <= F and
-    W <= B-W; zb-v's also needs F <= B-W.
+    W <= B-W; zb-v's also needs F <= B-W. The bound of dualpipe needs F <= B and W <= B-W.
     """
     others = num_stages - 1
     both = forward + backward
@@ -835,7 +835,7 @@ def bubble_time(
 
 
 def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2):
-    """Return the largest peak of a rank. The unit is one microbatch in 1/p of the layers."""
+    """Return the largest peak of any rank. The unit is one microbatch in 1/p of the layers."""
     p, m, v = num_stages, num_microbatches, num_chunks
     return {
         "naive": 1,
