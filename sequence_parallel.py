@@ -8,29 +8,30 @@ them for all tokens. With sequence parallelism rank r does them for x_r, 1/t of 
     x_r ---- LayerNorm ---- all-gather ---- QKV, attention, out ---- reduce-scatter ---- dropout, +
            backward:        reduce-scatter                           all-gather
 
-Context parallelism over P ranks splits the sequence in attention, too. Either each rank gathers all
-keys and values, or they pass from rank to rank on a ring, or each rank gets the whole sequence for
-1/P of the heads (Ulysses). With b sequences of s tokens, q has b s h elements, and k and v have
-b s h_kv each. One attention costs a rank, in elements:
+Context parallelism over P ranks splits the sequence in attention, too, where a query needs the keys
+and values of all earlier tokens. Either each rank gathers them all, or they pass from rank to rank
+on a ring, or each rank gets the whole sequence for 1/P of the heads (Ulysses). With b sequences of
+s tokens, q has b s h elements, and k and v have b s h_kv each. One attention costs a rank:
 
-                 sent in forward               sent in backward              k, v kept for backward
+    elements     sent in forward               sent in backward              k, v kept for backward
     all-gather   2 (P-1)/P b s h_kv            2 (P-1)/P b s h_kv            2 b s h_kv
     ring         2 (P-1)/P b s h_kv            4 (P-1)/P b s h_kv            2 b s h_kv / P
     Ulysses      2 (P-1)/P b s (h + h_kv)/P    2 (P-1)/P b s (h + h_kv)/P    2 b s h_kv / P
 
-While it computes, a rank of the ring holds 6 b s h_kv / P elements: its own keys and values, those
-that it attends to, and those that arrive. In shapes, T, B and D are s, b and h (sequence, batch,
-width); q has H heads (a in formulas), k and v have KV heads, and each head has width K.
+While a rank of the ring computes, it holds 6 b s h_kv / P elements of k and v: its own, those that
+it attends to, and those that arrive. In shapes, T, B and D are s, b and h (sequence, batch, width);
+q has H heads (a in formulas), k and v have KV heads, and each head has width K.
 
-A rank holds   activations, in bytes per layer with 16 bits per element. Context parallelism divides
-               them by P, except for k and v, which the table above counts
+A rank holds   these bytes of activations per layer with 16 bits per element; activation_bytes()
+               derives them. Context parallelism divides them by P, except for k and v (see above)
                    tensor parallelism           s b h (10 + 24/t + 5 a s / (h t))
                    and sequence parallelism     s b h (34/t + 5 a s / (h t))
                    and selective recomputation  s b h (34/t)
                    full recomputation           2 s b h, with sequence parallelism 2 s b h / t
 It sends       10 b s h (t-1)/t elements per layer with sequence parallelism: tensor parallelism's
-               8, and 2 since backward gathers inputs again; per step, gradients of norms and biases
-Overlap        only the ring computes while it sends; see tensor_parallel.py on sequence parallelism
+               8, and 2 since backward gathers inputs again. A step sums gradients of norms and of
+               row-parallel biases over t ranks. Context parallelism sums all gradients over P ranks
+Overlap        only the ring computes while it sends. For linear layers, see tensor_parallel.py
 PyTorch's      SequenceParallel runs norms and dropouts on DTensors, and context_parallel() patches
                scaled_dot_product_attention(). Here the model calls one of three functions instead
 
@@ -64,7 +65,6 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
 
     up: (F/t, D) and down: (D, F/t), this rank's parts of the weights of an MLP of width F.
     norm: its gradients cover this rank's tokens only, and must still be summed over the group.
-
     Autograd keeps `whole`; the layers of tensor_parallel.py keep norm(x) and gather it again.
     """
     whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter
@@ -75,9 +75,9 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
 
 # ---- context parallelism: the idea ---------------------------------------------------------------
 #
-# A rank now has q, k and v of T/P positions. A softmax weighs values by exp(score), divided by the
-# sum of exp(score). That sum and the weighted sum of values can both be computed part by part, so
-# keys and values may arrive from one rank after another, on a ring.
+# A rank now has q, k and v of T/P positions. A query's output is the sum of exp(score) * value over
+# its keys, divided by the sum of exp(score). Both sums can be computed part by part, so keys and
+# values may arrive from one rank after another, on a ring.
 
 
 def simple_ring_attention(q, k, v, group=None):
@@ -185,9 +185,9 @@ def _by_rank(whole, world_size, dim):
 # ---- context parallelism: attention, block by block ----------------------------------------------
 #
 # lse is the log of the sum of exp(score) over the keys that a query has seen. The kernels (below)
-# return it. Given lse, outputs over different keys can be merged, and no exp() overflows:
+# return it. With lse, the outputs over two sets of keys can be merged, and no exp() overflows:
 #
-#     lse    = log(exp(lse_1) + exp(lse_2))
+#     lse    = log(exp(lse_1) + exp(lse_2))      by torch.logaddexp(); lse >= lse_1, lse_2
 #     output = exp(lse_1 - lse) output_1 + exp(lse_2 - lse) output_2
 
 
@@ -204,7 +204,7 @@ def _attend(block, q, k, v, output, lse):
 
 
 def _attend_backward(block, grad_output, q, k, v, output, lse, grad_q, grad_k, grad_v):
-    """Add a block's part of the gradients to grad_q, grad_k and grad_v. lse covers all keys."""
+    """Add a block's gradients to grad_q, grad_k and grad_v. output and lse cover all keys."""
     queries, keys, causal = block
     grad_output, q, output, lse = (x[:, :, queries] for x in (grad_output, q, output, lse))
     k, v = k[:, :, keys], v[:, :, keys]
@@ -237,10 +237,10 @@ class _AllGatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, group):
         rank, world_size = rank_and_size(group)
-        kv = torch.stack([k, v]).unflatten(3, (2, -1)).movedim(3, 0)  # (chunks, 2, B, KV, T/2P, K)
-        parts = kv.new_empty(world_size, *kv.shape)  # (P, chunks, 2, B, KV, T/2P, K)
+        kv = torch.stack([k, v]).unflatten(3, (2, -1)).movedim(3, 0)  # (2, k/v, B, KV, T/2P, K)
+        parts = kv.new_empty(world_size, *kv.shape)  # (P, 2, k/v, B, KV, T/2P, K)
         all_gather_single(parts, kv.contiguous(), group)
-        whole = _by_position(parts, 3)  # (2, B, KV, T, K)
+        whole = _by_position(parts, 3)  # (k/v, B, KV, T, K)
         ctx.blocks = list(gathered_blocks(rank, world_size, q.shape[2]))
         output, lse = _no_keys_yet(q)
         for block in ctx.blocks:
@@ -258,7 +258,7 @@ class _AllGatherAttention(torch.autograd.Function):
         grad_q, grad_whole = (_zeros(x, x.shape) for x in (q, whole))
         for block in ctx.blocks:
             _attend_backward(block, grad_output, q, *whole, output, lse, grad_q, *grad_whole)
-        parts = _by_rank(grad_whole, world_size, 3)  # (P, chunks, 2, B, KV, T/2P, K)
+        parts = _by_rank(grad_whole, world_size, 3)  # (P, 2, k/v, B, KV, T/2P, K)
         summed = parts.new_empty(parts.shape[1:])
         reduce_scatter_single(summed, parts, group=ctx.group)
         grad_k, grad_v = summed.movedim(0, 3).flatten(3, 4).to(whole.dtype)  # (B, KV, T/P, K) each
@@ -282,8 +282,8 @@ def _visitors(k, v, group):
         visit    0     1     2     3     4      P = 4: the source whose k and v visit rank r
         source   r    r-1   r-2   r-3    r
 
-    While the caller computes with k and v, they travel to the next rank. Visit P, which only
-    backward needs, yields the rank's own k and v again, and sends nothing.
+    In visits 0 to P-2, k and v travel to the next rank while the caller computes with them. Visit
+    P, which only backward needs, yields the rank's own k and v again.
     """
     rank, world_size = rank_and_size(group)
     visiting = torch.stack([k, v])
@@ -455,7 +455,7 @@ def activation_bytes(
     batch, seq_len, hidden, heads, tp=1, sequence_parallel=False, recompute="none",
     kv_heads=None, ffn=None, masks=True, itemsize=2
 ):
-    """Return the bytes of one layer's activations on a rank; by default Korthikanti's table 2.
+    """Return the bytes of a layer's activations on a rank, by default as in Korthikanti's table 2.
 
     recompute: "none", "selective" (also for fused attention) or "full".
     kv_heads, ffn: the heads of k and v and the width of the MLP, by default `heads` and 4 hidden.
