@@ -1,30 +1,31 @@
 """Expert parallelism: each token uses k of E experts, which are spread over a group of P ranks.
 
 A mixture-of-experts layer takes the place of the MLP. A router scores the experts for each token.
-The token is sent to the ranks of its k best experts and computed there; the results come back and
-are summed with the router's weights. Parameters grow with E, but work per token grows only with k.
+Token t is sent to the ranks of its k best experts. The results come back, and y(t) is their sum,
+weighted by the router. Parameters grow with E, but work per token grows only with k. In this
+picture k = 1, and a bar separates the rows to, or from, different ranks:
 
-    rank 0   t0 t1 t2   sort by expert   all-to-all   group by expert   E0: t1 t4   E1: t0 t3    k=1
-    rank 1   t3 t4 t5                    ---------->                    E2: t2      E3: t5
-             the same way back, then    y(t) = sum over its k experts of weight x expert(t)
+             tokens        sorted by expert    after the all-to-all    grouped by expert
+    rank 0   t0 t1 t2  ->  t1 t2 | t0      ->  t1 t2 | t3 t4       ->  E0: t1 t3 t4   E1: t2
+    rank 1   t3 t4 t5  ->  t3 t4 | t5      ->  t0 | t5             ->  E2: t0         E3: t5
 
 A router tends to overuse a few experts, and its logits tend to grow. Three terms oppose this:
 
     balance loss   E sum_i f_i p_i, where f_i is the fraction of choices that fall on expert i, and
                    p_i is the mean probability of expert i (GShard, Switch)
-    bias           added to the scores when experts are chosen, but not to the weights of results.
+    bias           a number per expert, added to its score for the choice only, not for the weight.
                    It is lowered for busy experts and raised for less busy ones (DeepSeek)
     z-loss         the mean of logsumexp(logits)^2, which keeps the logits small (ST-MoE)
 
 A rank holds   E/P whole experts, and copies of the router and of the shared experts, which all
                tokens use. It drops tokens only if experts have a limited capacity (GShard, Switch)
 It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its backward, if each
-               rank has N tokens of width D and routing is even. With two hops, a token crosses to
-               another node once, however many of its experts are there
-Overlap        shared experts compute while the host waits for counts. Otherwise a rank either sends
-               or computes. DualPipe computes one microbatch while another's tokens travel
-PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps, and can also
-               split an expert over ranks and pad its rows. DeepEP has kernels for both all-to-alls
+               rank has N tokens of width D and routing is even. two_hops() sends a token to
+               another node only once, however many of its experts are there
+Overlap        only shared experts, which compute while the host waits for message sizes. DeepSeek's
+               DualPipe, unlike pipeline.py's, computes one microbatch while another's tokens travel
+PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps. It can split
+               an expert over ranks and pad experts' rows. DeepEP has kernels for both all-to-alls
 
 Shazeer et al., "Outrageously Large Neural Networks", 2017. Lepikhin et al., "GShard", 2021. Fedus
 et al., "Switch Transformers", 2021. Zoph et al., "ST-MoE", 2022. Wang et al., "Auxiliary-Loss-Free
@@ -77,7 +78,7 @@ def switch(x, experts, compute, group=None):
 #                 3. the experts' backward. An expert has computed tokens of all ranks, so the
 #                    gradients of its matrices need no reduction over the group
 #                 4. dispatch in reverse: the gradients of the experts' inputs come back
-#                 5. dx is the sum over a token's rows; the weights' gradients go to the router
+#                 5. a token's dx is the sum of its rows' gradients; d weight goes to the router
 #
 # The zero-bubble schedules of pipeline.py do not defer the gradients of the experts' matrices. On a
 # GPU, rows are added by atomic operations, in any order, so the last bits may vary for k > 2.
@@ -88,7 +89,7 @@ def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None, 
 
     x: (N, D). experts, weights: (N, k). Expert e is on rank e * P // num_experts; -1 is no expert.
     compute: compute(rows, sizes, counts) applies this rank's G experts to (M, D) rows, which are
-        sorted by expert. sizes, a list, and counts, (G,), say how many rows each expert has.
+        sorted by expert. The list sizes and the tensor counts both hold each expert's row count.
     shared: a module whose output for x is added. It is launched before the host waits for counts.
     """
     hop = Hop(experts, num_experts, group)
@@ -102,8 +103,14 @@ def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None, 
 class Hop:
     """Carries tokens to the ranks of their experts, and results back.
 
-    The arguments are those of dispatch_and_combine(). The constructor exchanges counts. wait() must
-    be called next. It sets `sizes`, `counts` and the sizes of all messages.
+    The arguments are those of dispatch_and_combine(). wait() must be called before dispatch(). On
+    rank 0 of the picture at the top, where G = 2 and experts = 2 0 1, the calls have the following
+    effects. Counts are indexed by [rank][local expert].
+
+        constructor   order = 1 2 0, send_counts = [[1, 1], [1, 0]], received = [[1, 1], [2, 0]]
+        wait()        rows_to = [2, 1], rows_from = [2, 2], sizes = [3, 1], by_expert = 0 2 3 1
+        dispatch()    sends t1 t2 | t0, receives t1 t2 | t3 t4, returns t1 t3 t4 t2
+        combine()     takes results in this order, sends t1 t2 | t3 t4 back, receives t1 t2 | t0
     """
 
     def __init__(self, experts, num_experts, group=None):
@@ -128,7 +135,6 @@ class Hop:
         """Wait for the counts, and determine which rows go where."""
         if self.received.is_cuda:
             self.copied.synchronize()
-        # these are lists of lists, [rank][local expert]
         send_counts, receive_counts = self.on_host.tolist()
         self.rows_to = [sum(counts) for counts in send_counts]
         self.rows_from = [sum(counts) for counts in receive_counts]
@@ -137,9 +143,8 @@ class Hop:
         # choices of -1 come first in the order, and are removed
         self.order = self.order[len(self.order) - sum(self.rows_to) :]
         self.token = self.order // self.k
-        # Rows arrive sorted by source rank, then by expert. If received is [[2, 1], [1, 2]], the
-        # rows' cells in it, source * G + expert, are 0 0 1 2 3 3. Their experts are 0 0 1 0 1 1,
-        # and by_expert is 0 1 3 2 4 5.
+        # Rows arrive sorted by source rank, then by expert. In the example the sources are 0 0 1 1,
+        # the experts are 0 1 0 0, and the cells, source * G + expert, are 0 1 2 2.
         received = self.received.flatten()
         cell = torch.repeat_interleave(received, output_size=sum(self.sizes))
         self.by_expert = (cell % len(self.sizes)).argsort(stable=True)
@@ -151,7 +156,7 @@ class Hop:
         return rows.index_select(0, self.by_expert)
 
     def combine(self, rows, weights=None):
-        """Send rows (M, D) back; return (N, D), each token's sum, weighted if weights are given."""
+        """Send results (M, D) back. Return each token's sum (N, D), or weighted sum."""
         rows = rows.index_select(0, self.by_expert.argsort())
         rows = all_to_all_in_group(rows, self.rows_to, self.rows_from, self.group)
         if weights is not None:
@@ -163,7 +168,7 @@ class Hop:
 
 
 class _WeightedSums(torch.autograd.Function):
-    """Add weights[i] * rows[i] to y[token[i]]. Autograd's backward would use two more buffers."""
+    """Add weights[i] * rows[i] to y[token[i]]. Autograd would need two more tensors like `rows`."""
 
     @staticmethod
     def forward(ctx, rows, weights, token, num_tokens):
@@ -190,7 +195,7 @@ def count_choices(experts, num_experts):
 def two_hops(x, experts, weights, num_experts, compute, node_group, cross_group, shared=None):
     """Do what dispatch_and_combine() does, but let a token cross to each node at most once.
 
-    node_group: the ranks of this node. cross_group: the ranks at this rank's place in each node.
+    node_group: the ranks of this node. cross_group: one rank per node, at the same place in each.
 
     First hop: each token goes once to every node that holds one of its experts, together with its
     choices and weights. Second hop: an ordinary dispatch inside the node. The weighted results are
@@ -228,9 +233,8 @@ class Router(nn.Module):
     n_group, topk_group: the experts form n_group groups, such as one per node. A token uses only
         experts of topk_group groups, those in which the two highest scores have the largest sum.
 
-    The buffer `bias` is added to the scores for the choice, and does not enter the weights. Raises
-    ValueError if the score is unknown, n_group does not divide the experts, or topk_group groups
-    have fewer than top_k experts.
+    The buffer `bias` is added to scores for the choice only. Raises ValueError if score is unknown,
+    n_group does not divide the experts, or topk_group groups have fewer than top_k experts.
     """
 
     def __init__(self, hidden, num_experts, top_k=1, score="softmax", n_group=1, topk_group=None):
@@ -324,10 +328,10 @@ class Experts(nn.Module):
         self.gelu = nn.GELU(approximate="tanh")
 
     def forward(self, x, sizes, counts):
-        """Apply each expert to its rows of x, (M, D). dispatch_and_combine() gets it as compute."""
+        """Apply each expert to its rows of x, (M, D), as `compute` of dispatch_and_combine()."""
         w_in = self.w_in.to(x.dtype)
         w_out = self.w_out.to(x.dtype)
-        # F.grouped_mm() needs rows of a multiple of 16 bytes, which are 8 elements of bfloat16
+        # F.grouped_mm() expects bfloat16, and rows whose length is a multiple of 8 (16 bytes)
         is_aligned = not any(width % 8 for width in w_in.shape[1:])
         if x.dtype == torch.bfloat16 and is_aligned and len(x) > 0:
             x = self.gelu(_grouped(x, w_in, sizes, counts))
@@ -367,17 +371,17 @@ class AddLossAndTally(torch.autograd.Function):
 class MoE(nn.Module):
     """A mixture of experts over the ranks of `group`; maps this rank's tokens (..., D) to (..., D).
 
-    tp_group: ranks that have the same tokens, (T, ..., D). Each rank routes its chunk of T, and the
-        results are gathered. The caller sums a parameter's gradients over those ranks of tp_group
-        that have copies of it. With None, every rank has tokens of its own.
+    tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dimension 0,
+        and the results are gathered. The caller sums a parameter's gradients over those ranks of
+        tp_group that have copies of it. With None, every rank has tokens of its own.
     capacity_factor: each expert takes the first ceil(N k / E x capacity_factor) of the choices that
         fall on it from a rank's N tokens. The others are dropped, and add nothing to the result.
     shared_experts: the number of experts that every token uses in addition.
     balance_coefficient, z_coefficient, loss_scale: backward adds the gradient of loss_scale x
         (balance_coefficient x balance_loss() + z_coefficient x router_z_loss()). loss_scale should
         be 1 / microbatches, times the number of ranks over which gradients are averaged, if any.
-    balance_groups: this rank's groups along the axes of a grid of ranks with different tokens. The
-        losses are means over the tokens of the whole grid.
+    balance_groups: this rank's group along each axis of a grid of ranks, such as dp, cp and tp. The
+        losses are means over the tokens that all ranks of the grid route.
     nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
     router: further arguments of Router.
 
@@ -486,7 +490,7 @@ def tally_metrics(tallies, num_microbatches, with_losses):
 def expert_parallel_bytes(tokens, top_k, hidden, ep, itemsize=4):
     """Return the bytes that a rank sends in a forward if routing is even: 2 N k D (P-1)/P elements.
 
-    Backward sends as many. Counts add 8 (P-1) G bytes in forward, with G = E/P rounded up to even.
+    Backward sends as many. Counts add 8 (P-1) E/P bytes in forward, with E/P rounded up to even.
     """
     return 2 * tokens * top_k * hidden * (ep - 1) // ep * itemsize
 
