@@ -16,12 +16,12 @@ A rank holds   all parameters, gradients and optimizer state: with Adam in fp32,
                bytes per parameter, and 4 more for the buckets unless gradient_as_bucket_view is
                set. zero.py divides these among the ranks.
 It sends       per step 2 (P-1)/P times the size of its gradients, in one all-reduce per bucket
-Overlap        backward hides the reduction of every bucket except the last
+Overlap        backward can hide the reduction of every bucket except the last
 PyTorch's      DistributedDataParallel does the same; the class below lists the differences
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020.
 
-    torchrun --nproc-per-node 4 ddp.py      prints claimed and counted bytes, and gradient errors
+    torchrun --nproc-per-node 4 ddp.py      prints claimed and counted bytes, and the gradient error
 """
 
 import weakref
@@ -40,7 +40,7 @@ from collectives import (
 
 
 def average_gradients(module, group=None):
-    """After backward, replace each gradient by its mean over the group. Nothing overlaps."""
+    """After backward, replace each gradient by its mean over the group, without overlap."""
     for parameter in module.parameters():
         if parameter.requires_grad:
             if parameter.grad is None:  # this rank's loss does not use it, but another's may
@@ -96,7 +96,6 @@ class FlatLayout:
         | weight              |    | bias | | weight           |   |
 
     sizes: [elements of the first tensor, of the padding after it, of the second tensor, ...].
-    length: the number of elements of the flat tensor.
     """
 
     def __init__(self, tensors):
@@ -164,7 +163,7 @@ class GradBucket:
         self.flat = parameters[0].new_zeros(layout.length, dtype=grad_dtype(parameters[0]))
         self.slots = {}
         for parameter, view in zip(parameters, layout.views(self.flat)):
-            # fused optimizers require the parameter's strides; if they leave gaps, use dense ones
+            # fused optimizers require the parameter's strides; empty_like() closes gaps in them
             strides = torch.empty_like(parameter, device="meta").stride()
             self.slots[parameter] = view.as_strided(view.shape, strides)
 
@@ -209,8 +208,8 @@ class Reducer:
         idle  -- start() -->  reducing: mark_ready() for each gradient  -- finish() -->  idle
 
     DistributedDataParallel starts a round at the first gradient of a backward pass and ends it with
-    the pass, or in finish_grad_sync() if wait_in_backward is False. pipeline.py can compute weight
-    gradients after the pass; their round lasts from start_grad_sync() to finish_grad_sync().
+    the pass, or in finish_grad_sync() if wait_in_backward is False. If pipeline.py computes weight
+    gradients after the pass, the round lasts from start_grad_sync() to finish_grad_sync().
 
     group_of: a function that returns the group over which to sum a parameter's gradient.
     buckets: in the order in which every rank reduces them.
@@ -253,7 +252,7 @@ class Reducer:
 
     def finish(self):
         """End the round: reduce each .grad that is not in its bucket yet, and wait for all sums."""
-        if not self.is_reducing:  # no gradient was computed, or all were in no_sync()
+        if not self.is_reducing:  # no gradient was computed outside no_sync()
             self.start()
         for bucket in self.buckets:
             for parameter in list(bucket.missing):
@@ -282,10 +281,10 @@ class DistributedDataParallel(nn.Module):
     - The wrapper cannot be copied or pickled; the wrapped module can.
 
     bucket_cap_mb: the largest size of a bucket in MiB; a larger parameter gets its own bucket.
-    broadcast_buffers: copy the first rank's buffers to all ranks before each forward pass, unless
-        the previous one ran in no_sync() or without gradients, and nothing was reduced after it.
-    gradient_as_bucket_view: make .grad a view of its bucket, which saves a copy and its memory. The
-        next backward overwrites gradients that a script has kept.
+    broadcast_buffers: copy the first rank's buffers to all ranks before each forward pass, except
+        when the previous one ran in no_sync() or no_grad() and no gradients were reduced since.
+    gradient_as_bucket_view: make .grad a view of its bucket, which saves a copy and its memory. A
+        later backward() overwrites a .grad that a script has saved without clone().
     gradient_divide_factor: the divisor of the summed gradients, by default the group's size P. Set
         it to 1 if the ranks' losses add up to the loss of the whole batch. If you do, call
         zero_grad() after each step, or a sum left in .grad will be reduced again and grow P-fold.
@@ -297,8 +296,8 @@ class DistributedDataParallel(nn.Module):
 
     The constructor raises ValueError on every rank if the ranks' modules differ. backward() raises
     RuntimeError if a parameter was frozen, unfrozen or converted after wrapping, if a gradient is
-    sparse, replaced or computed twice in one pass, and if create_graph is True. After a backward
-    pass that failed, forward() raises RuntimeError unless wait_in_backward is False.
+    sparse, replaced or computed twice in one pass, or if create_graph is True. If backward() fails
+    during a round of reductions, forward() raises RuntimeError unless wait_in_backward is False.
     """
 
     def __init__(
@@ -321,7 +320,7 @@ class DistributedDataParallel(nn.Module):
         self.reducer = Reducer(module, group_of, divisor, bucket_cap_mb, gradient_as_bucket_view)
         self.require_backward_grad_sync = True
         self._buffers_may_differ = True  # whether the next forward pass must broadcast buffers
-        self._expects_backward = False  # whether a forward pass still awaits its reduction
+        self._expects_backward = False  # whether forward() has run since the last round
         self._ends_with_backward = False  # whether the end of backward also ends the round
         for parameter in self.reducer.bucket_of:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
@@ -359,8 +358,9 @@ class DistributedDataParallel(nn.Module):
             self._ends_with_backward = self.wait_in_backward
         self.reducer.mark_ready(parameter)
         if self._ends_with_backward:
-            # Private API: no public hook runs at the end of backward. A nested backward (reentrant
-            # checkpoint) runs the calls queued in it when it ends, so each gradient queues one.
+            # Private API, since no public hook runs at the end of backward. A callback queued in a
+            # nested backward (reentrant checkpoint) runs at the end of the nested one, so every
+            # gradient queues a callback, and _end_backward() ignores those that run too early.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self):
@@ -380,7 +380,7 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def finish_grad_sync(self):
-        """Reduce what has not been reduced since the last forward pass, and wait for all sums."""
+        """End the round of reductions, or run a whole round if forward() has run since the last."""
         if self.reducer.is_reducing or self._expects_backward:
             self._expects_backward = False
             self._buffers_may_differ = True
@@ -419,10 +419,10 @@ def weakly(method):
 
 
 def ddp_bytes(module, world_size):
-    """Return the fewest bytes that a rank can send per step, averaged over the ranks.
+    """Return the bytes that a rank sends per step if every all-reduce sends as few as possible.
 
-    all_reduce may send more for a small bucket to save time. Ranks send different numbers of bytes
-    unless the size of every bucket is a multiple of P x 128 bytes.
+    all_reduce may send more for a small bucket to save time. The result is an average over the
+    ranks, which send equally many bytes if every bucket's size is a multiple of P x 128 bytes.
     """
     nbytes = sum(gradient_bytes(p) for p in module.parameters() if p.requires_grad)
     return all_reduce_bytes(nbytes, world_size)
@@ -435,7 +435,7 @@ def ddp_bytes(module, world_size):
 def get_total_norm(tensors, groups=()):
     """Return the 2-norm of tensors on one or more ranks, as a float64 scalar on their device.
 
-    tensors: this rank's tensors, at least one. A norm may stand for the tensors it is the norm of.
+    tensors: this rank's tensors, at least one. Some of them may be replaced by their joint norm.
     groups: squares are summed over each group in turn; its ranks must hold different tensors.
     """
     norms = [tensors[0].new_zeros(1, dtype=torch.float64)]  # all tensors may be empty
@@ -450,7 +450,7 @@ def get_total_norm(tensors, groups=()):
 
 @torch.no_grad()
 def clip_grads_with_norm_(tensors, max_norm, total_norm):
-    """Scale gradients to a norm of at most `max_norm`. PyTorch's function takes parameters."""
+    """Scale gradients to a norm of at most `max_norm`. Its namesake in PyTorch takes parameters."""
     coefficient = (max_norm / (total_norm + 1e-6)).clamp(max=1)
     for dtype, same_dtype in _by_dtype(tensors):
         # CPUs multiply 16-bit elements in fp32, so the coefficient need not be rounded to 16 bits
@@ -458,7 +458,7 @@ def clip_grads_with_norm_(tensors, max_norm, total_norm):
 
 
 def _by_dtype(tensors):
-    """Return (dtype, its non-empty tensors) pairs, since a _foreach kernel takes one dtype."""
+    """Return (dtype, non-empty tensors) pairs, since a _foreach kernel takes only one dtype."""
     by_dtype = {}
     for tensor in tensors:
         if tensor.numel():
