@@ -11,25 +11,27 @@ processes whose coordinates differ on this axis only:
 
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
 
-tp is innermost because it communicates most: its ranks should share a node. Gradients are summed
-over dp x cp. In layers with experts, tokens are sent to their experts and back. The experts are
-spread over groups of ep ranks, but ep is not an axis: a group consists of ranks of tp, and then of
-dp x cp, which would otherwise hold copies of the same experts.
+tp is innermost, as its ranks send most and should share a node. Gradients are summed over dp x cp.
+
+A layer can have experts, which are MLPs of which each token uses only a few. tp does not split
+them, so all ranks that have the layer would hold copies of its experts. Instead, groups of ep of
+these ranks divide the experts, and send tokens to their experts and back. A group takes its ranks
+from tp first, and then from dp x cp, so ep is not another axis.
 
 A rank holds   1/tp of its layers' matrices and 1/ep of their experts. Over dp x cp, ZeRO-1 splits
                the optimizer state, ZeRO-2 also the gradients, and ZeRO-3 also the weights
-It sends       what the table says; the other files derive the formulas and count the bytes
+It sends       what is listed above; the other files derive the formulas and count the bytes
 Overlap        pp   activations travel while other microbatches compute
-               dp   gradients are summed while the last microbatch's backward still computes
+               dp   gradients are summed while backward still computes
                cp   keys and values travel while attention to the previous ones computes (ring)
                tp   in backward, gradients of activations are summed while those of weights are
                     computed; with --sp, large messages also travel during forward's products
-               ep   only shared experts compute while the host waits for the counts of tokens
+               ep   shared experts compute while the host waits to learn how many tokens arrive
 PyTorch's      DTensor over a DeviceMesh combines all axes but pp. Here all tensors are plain
 
 Every layout computes what one process does, up to rounding. The loss is the sum of the token losses
 divided by the *global* number of tokens, so gradients are summed and never averaged. Initial
-weights depend only on the model and the seed, batches only on the data, their size, the step and
+weights depend only on the model and the seed, and a batch only on its shape, the data, the step and
 the seed. Four things do depend on the layout: dropout masks, the tokens that full experts drop, the
 experts that --topk-nodes rules out, and balance losses, which are computed for each microbatch.
 
@@ -82,8 +84,7 @@ from sequence_parallel import (
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
     VocabParallelEmbedding, attention, mark_sum_over_tp, parallel_linear, parameters_to_sum_over_tp,
-    shards_of, sum_gradients_over_tp, views_in_whole,
-    vocab_parallel_cross_entropy,
+    shards_of, sum_gradients_over_tp, views_in_whole, vocab_parallel_cross_entropy,
 )
 from zero import FullyShardedDataParallel
 
@@ -106,7 +107,7 @@ def flag(default, help, **details):
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A GPT with width D = hidden and a vocabulary of V, on B sequences of T tokens each."""
+    """A GPT. In shapes, D is hidden, V is vocab_size, T is seq_len / cp, and B counts sequences."""
 
     layers: int = flag(4, "number of transformer layers")
     hidden: int = flag(128, "width of the model")
@@ -193,12 +194,12 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """One pipeline stage of a GPT. Its layers keep their numbers in the whole model.
 
-    Stages pass on activations (T, B, D), with sp (T/tp, B, D). The first one takes tokens (B, T),
-    the last one returns logits (T, B, V/tp). The head uses the weight of the token embedding. With
+    Stages pass on activations (T, B, D), or (T/tp, B, D) with sp. The first takes tokens (B, T),
+    and the last returns logits (T, B, V/tp). The head uses the weight of the token embedding. With
     several stages the last one has a copy of it, which Trainer.sum_shared_gradients() keeps equal.
 
-    positions: the positions of each sequence that this rank of cp holds, T = seq_len / cp of them.
-    moe, options: see Block. Only layers with experts use moe.
+    positions: the T positions of each sequence that this rank of cp holds.
+    moe, options: passed on to Block, but moe only for layers with experts.
     """
 
     def __init__(self, config, positions, tp_group, stage, num_stages, moe=None, **options):
@@ -258,7 +259,7 @@ def layers_of(stage, num_stages, config):
     last one gets it, since earlier ones keep the activations of more microbatches. If the head
     costs 1.1, 30 layers are divided into 8, 8, 8 and 6.
     """
-    passes = 4 if config.recompute == "full" else 3  # a layer's step costs this many forwards
+    passes = 4 if config.recompute == "full" else 3  # forward 1, backward 2, recomputation 1
     flops_of_head = 3 * 2 * config.hidden * config.vocab_size  # the head is never recomputed
     costs = [0.0] * num_stages
     costs[-1] = flops_of_head / (passes * flops_of_layers(config) / config.layers)
@@ -438,7 +439,7 @@ class Trainer:
         scalars = {"loss": loss, "grad_norm": norm}
         if args.experts:
             scalars |= tally_metrics(tallies, args.microbatches, args.balance == "aux")
-        # tolist() makes the host wait for the device. Apart from it, only mixtures of experts do.
+        # The host waits for the device here, and elsewhere in a step only in layers with experts.
         metrics = dict(zip(scalars, torch.stack([*scalars.values()]).tolist()))
         self.steps_done += 1
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
@@ -480,7 +481,7 @@ class Trainer:
         return losses.sum() / num_tokens
 
     def sum_shared_gradients(self):
-        """Sum gradients of weights with copies in tp, in DualPipe's replicas, or in the head."""
+        """Sum the gradients of a weight's copies where each copy has only a part of the sum."""
         marked = {p for chunk in self.chunks for p in parameters_to_sum_over_tp(chunk)}
         groups = (self.dense, self.mesh.tp_group), (self.experts, self.mesh.expert_tp_group)
         for parameters, group in groups:
@@ -497,7 +498,7 @@ class Trainer:
             all_reduce(tied[0], group=self.mesh.embedding_group)
 
     def clip_gradients(self):
-        """Scale all gradients so that their norm is at most grad_clip. Return the norm before."""
+        """Scale all gradients so that their norm is at most grad_clip. Return the norm they had."""
         chunks, experts = self.unique_chunks, set(self.experts)
         norm = norm_of_gradients(chunks, experts, self.shards, self.mesh, self.args.zero > 0)
         if self.args.grad_clip > 0:
@@ -566,7 +567,7 @@ def norm_of_gradients(chunks, experts, shards, mesh, is_sharded):
 
 @torch.no_grad()
 def sum_tallies(mixtures, args, mesh, device):
-    """Sum the tallies of all mixtures of experts over the ranks, a row each, and reset them."""
+    """Return a row for each layer with experts: its tally, summed over ranks. Reset the tallies."""
     sizes = args.layers // args.moe_every, args.experts + 3
     tallies = torch.zeros(sizes, dtype=torch.float64, device=device)
     for row, layer in mixtures.items():
@@ -639,9 +640,10 @@ def wrap(args, mesh, chunks, experts):
     options |= {"groups": dict.fromkeys(experts, groups), "under_way": deque()}
     stages = []
     for chunk in chunks:
-        # sum_shared_gradients() adds the gradients of copies piece by piece, so each rank must cut
-        # its copy at the same places. Weights that tp splits, perhaps unevenly, therefore share no
-        # flat tensor with those that it copies, and the tied weight has a flat tensor of its own.
+        # sum_shared_gradients() adds shards of a weight's copies, so ZeRO must cut all copies at
+        # the same places, which depend on the other weights in the flat tensor. So weights that tp
+        # splits, perhaps unevenly, share no flat tensor with weights that are copied on all ranks
+        # of tp. The tied weight, whose copies are on two stages, has a flat tensor of its own.
         apart = [m.weight for m in chunk.modules() if isinstance(m, VocabParallelEmbedding)]
         if args.tp > 1:
             apart += [chunk.get_parameter(name) for name in shards_of(chunk)]
@@ -761,7 +763,7 @@ def make_mesh(args, groups=None):
     rank = dist.get_rank()
     groups = {} if groups is None else groups
     of_gradients = GRADIENT_GROUPS
-    if not args.experts:  # then no layer sends anything over dp
+    if not args.experts:  # then no layer uses dp_group, so it may be dp_cp_group
         of_gradients += ("dp_group",)
     mine = {}
     degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
@@ -779,7 +781,8 @@ def make_mesh(args, groups=None):
         set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
         if args.collectives == "backend":
             set_backend_collectives(group)
-        if not is_bound_to_gpu():  # connect now, as a first batch of messages needs all ranks
+        # if NCCL has not connected a group yet, the group's first batch of messages needs all ranks
+        if not is_bound_to_gpu():
             barrier(group)
     return Mesh(**mine)
 
@@ -915,10 +918,7 @@ MOMENTS = "exp_avg", "exp_avg_sq"  # Adam's
 
 
 def on_all_ranks(call, *arguments, prefix="", status=2):
-    """Return call(*arguments). If it fails on one rank, raise TrainingError on all. Collective.
-
-    prefix: the beginning of the error's line, such as "--data FILE: ".
-    """
+    """Return call(*arguments). If it fails on one rank, raise TrainingError on all. Collective."""
     fault = ""
     try:
         result = call(*arguments)
@@ -934,7 +934,7 @@ def on_all_ranks(call, *arguments, prefix="", status=2):
 
 
 class Boxes(torch.Tensor):
-    """A tensor that torch.distributed.checkpoint saves and loads, and of which a rank holds boxes.
+    """A tensor for torch.distributed.checkpoint, of which a rank holds rectangular parts (boxes).
 
     boxes: {first index of a box: view}. The tensor itself takes memory for one number only.
     """
@@ -966,16 +966,15 @@ def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
     """Return {GPT-2's name: Boxes} of parameters and buffers. The head has the embedding's name.
 
     value: maps a parameter or buffer to the tensor to save for it, or to None to leave it out.
-    chunks: the chunks to load. By default the result is what to save: unique_chunks, without the
-        head, whose weight is a copy of the embedding's.
+    chunks: the chunks to load. The default is what is saved: unique_chunks without the head.
     """
     result = {}
     for chunk in chunks or trainer.unique_chunks:
         for name, parameter in [*chunk.named_parameters(), *chunk.named_buffers()]:
             tensor = value(parameter)
             if tensor is not None and (chunks or name != "lm_head.weight"):
-                boxes = views_in_whole(parameter, tensor, trainer.shards.get(name))
-                result[name.replace("lm_head", "transformer.wte")] = Boxes(tensor.dtype, *boxes)
+                whole = views_in_whole(parameter, tensor, trainer.shards.get(name))
+                result[name.replace("lm_head", "transformer.wte")] = Boxes(tensor.dtype, *whole)
     return result
 
 
@@ -1268,7 +1267,8 @@ def parse(argv, world_size, per_node=None):
     inside = math.gcd(args.ep, args.tp) * max(1, args.per_node // args.tp)
     args.ep_nodes = args.ep // math.gcd(args.ep, inside)
     args.topk_nodes = args.topk_nodes or args.ep_nodes
-    # 1F1B is idle for less than 1/5 of the time with 4 x pp microbatches, and 1/3 with 2 x pp
+    # 1F1B is idle for less than 1/3 of the time with 2 x pp microbatches, and 1/5 with 4 x pp. By
+    # default, each replica gets a multiple of 2 x pp sequences, cut into 4 x pp parts if possible.
     most = 4 * args.pp if args.pp > 1 else 1
     divisor = args.dp * (args.microbatches or math.ceil(most / 2))
     args.batch_size = args.batch_size or math.ceil(16 / divisor) * divisor
