@@ -5,7 +5,7 @@ which share no memory and send tensors to each other. All collectives here are b
 primitive, a batch of sends and receives that progress together. D is the size of the full tensor in
 bytes. The entries with log2(P) hold for powers of two; all_reduce_cost() covers every P.
 
-                           what a rank has at the end            a rank sends     steps
+                           the result, or how it is computed     a rank sends     steps
     all_reduce             the sum of all ranks' tensors
       naive                  all send everything to all           (P-1) D         1
       direct                 chunks to their ranks, sums to all  2(P-1)/P D       2
@@ -20,8 +20,8 @@ bytes. The entries with log2(P) hold for powers of two; all_reduce_cost() covers
     reduce                 the root has the sum                   D               log2(P)
 
 A rank holds   its tensors, and scratch memory for partial sums and arriving chunks. Long tensors
-               are cut into segments, so a ring on gloo needs 6 chunks of 1 MB, and direct on NCCL
-               2 x 64 MB. halving_doubling needs 3/4 D and recursive_doubling 2 D at most if P = 2^k
+               are cut into segments, so a ring on gloo needs at most 6 MB, and direct on NCCL
+               128 MB. For P = 2^k, halving_doubling needs up to 3/4 D, and recursive_doubling 2 D
 It sends       what the table says. In a broadcast only the root sends that much, and in a reduce it
                sends nothing. No all-reduce lets every rank send less than 2(P-1)/P D. Scatter and
                gather have no functions here, since each is a single exchange() with the root
@@ -80,8 +80,7 @@ def ring_all_reduce(tensor, group=None):
 # ---- messages ------------------------------------------------------------------------------------
 #
 # An Operation, defined further down, is one call of exchange() or of a collective. It posts the
-# messages, reports them to listeners, and names the peer of a message that fails. An asynchronous
-# call returns its Operation, to wait() for. A queue runs a group's pending collectives in order.
+# messages, and an asynchronous call returns it. Its queue runs the group's pending collectives.
 
 
 def rank_and_size(group=None):
@@ -115,7 +114,7 @@ def exchange(sends, receives, group=None, async_op=False):
 #
 # An algorithm is a generator. It yields a batch (sends, receives), is resumed once the messages of
 # the batch are complete, and computes before it yields the next batch. A large tensor is cut into
-# segments, each with a generator of its own, so that one is added while the next ones travel.
+# segments, each with a generator of its own. One segment is summed while the next ones travel.
 
 SEGMENT = 1 << 20  # bytes of a chunk that travel in one message on gloo (NCCL: see DIRECT_BYTES)
 ALIGNMENT = 128  # bytes; a GPU reads 128 at once (NCCL and F.grouped_mm need 16)
@@ -124,7 +123,7 @@ ALIGNMENT = 128  # bytes; a GPU reads 128 at once (NCCL and F.grouped_mm need 16
 def take_turns(algorithms, operation):
     """Run the algorithms of all segments. The one that posted its messages first continues first.
 
-    All ranks keep this order, so rank 1 gets the messages of rank 0 in the order that it expects.
+    All ranks keep this order, so each receives messages in the order in which its peer sends them.
     """
     waiting = deque(algorithms)
     under_way = deque()  # (algorithm, function that waits for its messages)
@@ -144,7 +143,7 @@ def take_turns(algorithms, operation):
 def _cut(flat, parts, P=1):
     """Cut a flat tensor into parts, each of which begins at a multiple of 128 P bytes.
 
-    10 x 128 bytes are cut into 2, 3, 2 and 3 x 128 bytes. Parts of a short tensor may be empty.
+    10 x 128 bytes become four parts of 2, 3, 2 and 3 x 128 bytes (P = 1). Parts may be empty.
     P: the number of chunks that each part is cut into afterwards
     """
     if parts == 1:
@@ -460,7 +459,7 @@ def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
     def cost(name):
         steps, sent = all_reduce_cost(name, nbytes, world_size, ranks_per_node)
         if name == "hierarchical":
-            sent //= ranks_per_node  # the bytes that leave the node
+            sent //= ranks_per_node  # about the bytes that leave the node
         return steps * step_bytes + sent
 
     return min(names, key=cost)
@@ -475,7 +474,7 @@ def _plan(operation, nbytes, phases=1, name="auto"):
         name = choose(nbytes, P, ranks_per_node, on_nccl, phases)
     options = {"ranks_per_node": ranks_per_node} if name == "hierarchical" else {}
     if "doubling" in name or name == "naive" or (name == "ring" and on_nccl):
-        # with segments, ranks beyond 2^k would post in another order, and NCCL's rings gain nothing
+        # on gloo choose() takes these only for short tensors; on NCCL segments would gain little
         return name, 1, options
     segment_bytes = DIRECT_BYTES if on_nccl else P * SEGMENT
     return name, max(1, math.ceil(nbytes / segment_bytes)), options
@@ -483,15 +482,18 @@ def _plan(operation, nbytes, phases=1, name="auto"):
 
 # ---- an operation and its queue ------------------------------------------------------------------
 #
-# A collective makes an Operation, and _launch() runs it: take_turns() steps through its algorithms,
-# and post() posts their messages. A group's collectives run one by one, and read their inputs when
-# their turn comes. With async_op, or while others are pending, they run on the group's queue: a
-# thread for gloo, whose wait() blocks, and a side stream for NCCL, whose wait() orders streams.
-# An exchange() starts once the pending collectives are done; later collectives do not wait for it.
+#     all_reduce(x)              makes an Operation, and a function that makes its algorithms
+#       _launch()                runs the operation at once, or submits it to the group's queue
+#         take_turns()           resumes each algorithm when its batch is complete
+#           Operation.post()     sends and receives the next batch
 #
-# _MEMBERSHIPS is global because a torch process group takes no attributes, and _LISTENERS because
-# autograd calls collectives in threads of its own, which do not see the caller's context variables.
+# A group's collectives run one by one, and read their inputs when their turn comes. Those with
+# async_op, and those that are called while others are pending, go to the queue. For gloo it is a
+# thread, since waiting for a message blocks the waiting thread. For NCCL it is a side stream. An
+# exchange() starts once the pending collectives are done; later collectives do not wait for it.
 
+# These are global because no attribute can be set on a process group, and because autograd may call
+# collectives in threads of its own, which do not see the caller's context variables.
 _MEMBERSHIPS = weakref.WeakKeyDictionary()  # process group -> Membership
 _LISTENERS = []  # the listener of every observe() that is open
 
@@ -500,7 +502,7 @@ class Membership:
     """What this rank knows about a process group. It is made once per group.
 
     place: (this rank in the group, the group's size); ranks: the global ranks of its members
-    ranks_per_node: all, until set_ranks_per_node(); by_backend: see set_backend_collectives()
+    ranks_per_node: see set_ranks_per_node(); by_backend: see set_backend_collectives()
     queues: {device: the queue for its tensors}; thread: the queue of devices without NCCL
     device: where barrier() and gather_objects() make their tensors; the CPU if the group has gloo
     """
@@ -532,10 +534,11 @@ class Operation:
     name: "all_reduce" ..., "exchange" or "wait"; of: the Operation that a "wait" waits for
     group, rank, world_size, ranks: the process group, and what its Membership says
     async_op: whether the call returns the operation at once, for the caller to wait() for later
+    finish: the function that wait() calls; listeners: the functions that tell() calls
     is_completed: a function that tells whether wait() would return, or raise, at once
     """
 
-    finish = is_completed = staticmethod(lambda: True)  # replaced in an asynchronous one
+    finish = is_completed = staticmethod(lambda: True)  # replaced if asynchronous
 
     def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None, of=None):
         """tensor: any that is sent or received; op: a ReduceOp; root: a global rank."""
@@ -638,7 +641,7 @@ def observe(listener):
 
     begin                     in the caller's thread, at the start of the call
     post, sends, receives     before messages [(tensor, peer in the group)] are posted
-    end                       when the operation is done or has failed, in the thread that runs it
+    end                       on completion (on NCCL: launch) or failure, in the thread that runs it
 
     A wait() is an operation, too; its `of` is the one that it waits for. With async_op=False an
     operation blocks its caller from begin to end. An asynchronous exchange() ends in its wait().
@@ -651,18 +654,15 @@ def observe(listener):
 
 
 class _Stream:
-    """The queue of a group on NCCL: a CUDA stream, made once since torch's pool holds only 32.
-
-    Additions run at its priority; messages run at the priority that new_group() gave NCCL.
-    """
+    """The queue of a group on NCCL: a CUDA stream, made once since torch's pool holds only 32."""
 
     on_nccl = True
-    window = 2  # segments under way: one is added, one travels, since batches run in order
+    window = 2  # segments under way: one is summed while one travels
     finish = is_completed = staticmethod(lambda: True)  # of the last task that was submitted
     AHEAD = 5  # operations that the host may launch before the device has done them
 
     def __init__(self):
-        self.stream = torch.cuda.Stream(priority=-1)
+        self.stream = torch.cuda.Stream(priority=-1)  # for additions only
         self.launched = deque()  # (event, tensors held until the device passes it)
 
     def run(self, task, held=()):
@@ -708,7 +708,7 @@ class _Thread:
         weakref.finalize(group, self.end)
 
     def work(self):
-        schedule_as_batch("SCHED_OTHER")  # a batch thread waits until the one that woke it pauses
+        schedule_as_batch("SCHED_OTHER")  # as batch, it would start only when its waker pauses
         for task, inference, future in iter(self.tasks.get, None):
             try:
                 with torch.inference_mode(inference):  # each thread has its own mode
@@ -935,7 +935,7 @@ def _all_reduced(x, group):
 def _all_gathered(x, dim, group):
     output = x.new_empty(dist.get_world_size(group), *x.shape)
     all_gather_single(output, x, group)
-    return output.movedim(0, dim).flatten(dim, dim + 1).detach()  # unlike a view, it may be changed
+    return output.movedim(0, dim).flatten(dim, dim + 1).detach()  # or autograd would forbid changes
 
 
 def _own_chunk(x, dim, group):
@@ -984,7 +984,7 @@ class _Conjugate(torch.autograd.Function):
 
 
 def copy_to_group(x, group=None):
-    """Return a view of x, which must not be changed. Backward sums the gradients over the group."""
+    """Return a view of x that must not be changed. Backward sums the gradients over the group."""
     return _Conjugate.apply(x, _PAIRS["copy_to_group"], group)
 
 
@@ -994,7 +994,7 @@ def reduce_from_group(x, group=None):
 
 
 def scatter_to_group(x, dim, group=None):
-    """Return this rank's chunk, along `dim`, of x, which is the same on all ranks."""
+    """Return this rank's chunk of x along `dim`. Every rank passes the same x."""
     return _Conjugate.apply(x, _PAIRS["scatter_to_group"], dim % x.ndim, group)
 
 
@@ -1057,8 +1057,8 @@ def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
 def schedule_as_batch(policy="SCHED_BATCH"):
     """Schedule this thread, and those that it starts from now on, as batch work (on Linux).
 
-    Call it before the process group is made. Otherwise a gloo thread may preempt its rank and spin
-    on a lock that the rank holds, and a message takes 2-5 ms instead of 0.1 ms.
+    Call it before the process group is made, or a gloo thread may preempt its rank and spin on a
+    lock that the rank holds. A message then takes 2-5 ms, not 0.1 ms. SCHED_OTHER undoes it.
     """
     if hasattr(os, policy):
         os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
@@ -1102,7 +1102,7 @@ def gather_objects(value, group=None):
 
 
 def check_parameters(named, group=None):
-    """Raise ValueError everywhere if a name, shape, dtype, requires_grad or device type differs."""
+    """Raise ValueError if ranks differ in a name, shape, dtype, requires_grad or device type."""
     kind = lambda t: f"{tuple(t.shape)} {t.dtype} {t.requires_grad} {t.device.type}"
     first, *others = gather_objects([f"{name!r} {kind(tensor)}" for name, tensor in named], group)
     for rank, other in enumerate(others, 1):
