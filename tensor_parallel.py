@@ -8,21 +8,21 @@ projection by rows. F.linear() takes `weight` = A^T, so columns of A are rows of
     X  --f-->  X A_r  -- GeLU -->  Y_r B_r  --g-->  Z = sum over r of Y_r B_r      A = [A_0 A_1]
                column-parallel      row-parallel                                   B = [B_0; B_1]
 
-    f   forward: identity      backward: all-reduce   dX is a sum over the ranks' columns of A
-    g   forward: all-reduce    backward: identity     Z is a sum over the ranks' rows of B
+    f = copy_to_group()       forward: identity     backward: all-reduce   dX has a term per rank
+    g = reduce_from_group()   forward: all-reduce   backward: identity     Z has a term per rank
 
 With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence, dim 0. Then f
 is an all-gather, whose backward is a reduce-scatter, and g is the reverse.
 
 A rank holds   1/P of each matrix, its gradient, its optimizer states, Y and the logits; all of each
-               norm, and all of X and Z unless these are split. Arguments and errors call P `tp`
+               norm and row-parallel bias, and all of X and Z unless these are split
 It sends       8 b s h (P-1)/P elements per transformer layer, in 4 all-reduces (2 of f, 2 of g),
                for b sequences of s tokens of width h (B, T and D in shapes). Embedding and head add
                an all-reduce each, and the loss reduces 3 b s numbers. Sequence parallelism raises
                the 8 to 10, as backward gathers X again, and adds an all-reduce per step for the
                gradients of norms and row-parallel biases
-Overlap        backward computes dW while dX is summed. With sequence parallelism, most large
-               products are computed chunk by chunk while other chunks travel
+Overlap        backward computes dW while dX is summed. With sequence parallelism, large forward
+               products, and dX of row-parallel layers, run chunk by chunk while other chunks travel
 PyTorch's      DTensor and parallelize_module() split the same matrices. Each operation derives what
                to send from the placements of its DTensors. Here a parameter is a plain tensor
 
@@ -30,7 +30,7 @@ Shoeybi et al., "Megatron-LM", 2019. Korthikanti et al., "Reducing Activation Re
 Transformer Models", 2022 (sequence parallelism). Wang et al., "Overlap Communication with Dependent
 Computation via Decomposition in Large Deep Learning Models", 2023.
 
-    torchrun --nproc-per-node 4 tensor_parallel.py    claimed and counted bytes, and the error
+    torchrun --nproc-per-node 4 tensor_parallel.py    prints bytes and the largest numerical error
 """
 
 import math
@@ -53,12 +53,12 @@ from collectives import (
 
 
 def column_linear(x, weight, bias=None, group=None):
-    """Y_r = f(X) A_r + b_r: X is the same on every rank, Y_r is this rank's part of the outputs."""
+    """Return f(X) A_r + b_r, this rank's columns of X A + b. X is the same on every rank."""
     return F.linear(copy_to_group(x, group), weight, bias)
 
 
 def row_linear(x, weight, bias=None, group=None):
-    """Z = g(Y_r B_r) + b: Y_r is this rank's part of the inputs; b is added once, after g."""
+    """Return Z = g(Y_r B_r) + b for x = Y_r, a rank's columns of Y. b is added once, after g."""
     z = reduce_from_group(F.linear(x, weight), group)
     return z if bias is None else z + bias
 
@@ -67,10 +67,10 @@ def row_linear(x, weight, bias=None, group=None):
 #
 # With sequence parallelism a product either needs every rank's chunk of X, or is summed over the
 # ranks into chunks of Z. While one large chunk is computed, another travels directly between its
-# owner and this rank. With P = 4, in step s rank r
+# owner and this rank. The tables show each step s for P = 4.
 #
-#             gathers and multiplies:                       multiplies and scatters:
-#             chunk r - s, while (r - s - 1) arrives        chunk r + s + 1, sent to its owner
+#             gather_and_multiply(): rank r multiplies      multiply_and_scatter(): rank r computes
+#             chunk r - s, while (r - s - 1) arrives        chunk r + s + 1 and sends it (->)
 #
 #             rank 0    rank 1    rank 2    rank 3          rank 0    rank 1    rank 2    rank 3
 #     s = 0   x0 (x3)   x1 (x0)   x2 (x1)   x3 (x2)         y1 -> 1   y2 -> 2   y3 -> 3   y0 -> 0
@@ -134,7 +134,8 @@ def _linear_into(output, x, weight, bias=None):
 # ---- linear functions ----------------------------------------------------------------------------
 #
 # The backward of column_linear() computes dW before it sums dx. _ColumnLinear computes dW while dx
-# is summed. With sequence parallelism it saves only a chunk of X, and backward gathers X again.
+# is summed. With sequence parallelism (`split`) it saves only a chunk of X, and backward gathers X
+# again. `store` can defer dW: see `defer` in parallel_linear().
 
 
 def begin_gather(x, split, group=None, async_op=False):
@@ -169,7 +170,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, group, split, store):
-        ctx.arguments = weight, group, split, store  # checkpoint() may detach saved weights
+        ctx.arguments = weight, group, split, store  # under checkpoint() a saved weight is detached
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         if split and x.nbytes >= CHUNK_BYTES[x.device.type]:
             return gather_and_multiply(x, weight, bias, group)[1]
@@ -256,8 +257,7 @@ def _weight_gradient(weight, dy, x, store):
     elif a.is_cuda:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        # On a CPU a 16-bit product is rounded to 16 bits before it is added.
-        total.add_(a @ b)
+        total.add_(a @ b)  # on a CPU a 16-bit product is rounded first
     return None
 
 
@@ -272,7 +272,7 @@ def parallel_linear(
         split by inputs returns a chunk of Z. The latter raises ValueError if P does not divide T.
     defer: a pipeline's WeightGradStore (see pipeline.py). While it is open, backward gives it a
         function that computes dW. While its `adds` is true, backward adds dW to an existing .grad
-        directly, which saves autograd a pass. Neither applies to a weight with tensor hooks.
+        directly, which saves a pass over dW. Neither applies to a weight with tensor hooks.
     """
     x = autocasted(x)  # cast before x is saved and sent
     store = defer or SimpleNamespace(open=False, adds=False)
@@ -304,11 +304,11 @@ class Shard:
 
     def runs(self):
         """Return (first row in the whole, number of rows) of this rank's part of each block."""
-        rank, world_size = rank_and_size(self.group)
+        rank, P = rank_and_size(self.group)
         runs = []
         start = 0
         for block in self.blocks:
-            low, high = rank * block // world_size, (rank + 1) * block // world_size
+            low, high = rank * block // P, (rank + 1) * block // P
             runs.append((start + low, high - low))
             start += block
         return runs
@@ -335,7 +335,7 @@ def shards_of(model):
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear layer split by its outputs: Y_r = X A_r + b_r.
+    """A linear layer split by its outputs, which computes X A_r + b_r.
 
     (..., in) -> (..., out/P); with sequence_parallel (T/P, ..., in) -> (T, ..., out/P).
     out_features: a number, or a tuple if one matrix computes several outputs, such as queries, keys
@@ -348,9 +348,9 @@ class ColumnParallelLinear(nn.Module):
         self.options = options
         blocks = out_features if isinstance(out_features, tuple) else (out_features,)
         shard = Shard(0, blocks, options.get("group"))
-        tp = dist.get_world_size(shard.group)
-        if any(block % tp for block in blocks):
-            raise ValueError(f"{out_features=} is not divisible by tp={tp}")
+        P = dist.get_world_size(shard.group)
+        if any(block % P for block in blocks):
+            raise ValueError(f"{out_features=} is not divisible by tp={P}")
         weight = torch.randn(sum(blocks), in_features) * in_features**-0.5
         set_shard(self, "weight", weight, shard)
         self.bias = None
@@ -362,7 +362,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer split by its inputs: Z = sum_r (Y_r B_r) + b.
+    """A linear layer split by its inputs, which computes Z = (sum over r of Y_r B_r) + b.
 
     (..., in/P) -> (..., out); with sequence_parallel (T, ..., in/P) -> (T/P, ..., out).
     options: as in ColumnParallelLinear. Raises ValueError if P does not divide in_features.
@@ -372,9 +372,9 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.options = options
         shard = Shard(1, (in_features,), options.get("group"))
-        tp = dist.get_world_size(shard.group)
-        if in_features % tp:
-            raise ValueError(f"in_features={in_features} is not divisible by tp={tp}")
+        P = dist.get_world_size(shard.group)
+        if in_features % P:
+            raise ValueError(f"in_features={in_features} is not divisible by tp={P}")
         weight = torch.randn(out_features, in_features) * in_features**-0.5
         set_shard(self, "weight", weight, shard)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
@@ -387,12 +387,12 @@ class RowParallelLinear(nn.Module):
 
 
 def mark_sum_over_tp(module):
-    """Mark all parameters of the module, whose gradients sum_gradients_over_tp() has to sum.
+    """Mark all parameters of the module for parameters_to_sum_over_tp().
 
     With sequence parallelism a rank applies norms and row-parallel biases to its own tokens only.
     """
-    for part in module.modules():
-        part.sums_over_tp = tuple(name for name, _ in part.named_parameters(recurse=False))
+    for layer in module.modules():
+        layer.sums_over_tp = tuple(name for name, _ in layer.named_parameters(recurse=False))
     return module
 
 
@@ -441,12 +441,12 @@ class ParallelSelfAttention(nn.Module):
     def __init__(self, hidden, heads, kv_heads=None, attention_fn=None, **options):
         super().__init__()
         kv_heads = kv_heads or heads
-        tp = dist.get_world_size(options.get("group"))
-        if kv_heads % tp:
-            raise ValueError(f"kv_heads={kv_heads} is not divisible by tp={tp}")
+        P = dist.get_world_size(options.get("group"))
+        if kv_heads % P:
+            raise ValueError(f"kv_heads={kv_heads} is not divisible by tp={P}")
         if hidden % heads or heads % kv_heads:
             raise ValueError(f"{kv_heads=}, {heads=} and {hidden=}: each must divide the next")
-        self.heads, self.kv_heads, self.K = heads // tp, kv_heads // tp, hidden // heads
+        self.heads, self.kv_heads, self.K = heads // P, kv_heads // P, hidden // heads
         self.attention_fn = attention_fn or attention
         qkv = hidden, kv_heads * self.K, kv_heads * self.K
         self.c_attn = ColumnParallelLinear(hidden, qkv, **options)
@@ -463,7 +463,7 @@ class ParallelSelfAttention(nn.Module):
 
 def attention(q, k, v, dropout=0.0):
     """Apply PyTorch's fused causal attention. Several heads of q may share one of k and v."""
-    if q.shape[1] != k.shape[1] and q.is_cuda and q.element_size() > 2:  # fused fp32 has no GQA
+    if q.shape[1] != k.shape[1] and q.is_cuda and q.element_size() > 2:  # fused GQA needs 16 bits
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     options = {"dropout_p": dropout, "is_causal": True, "enable_gqa": q.shape[1] != k.shape[1]}
     return F.scaled_dot_product_attention(q, k, v, **options)
@@ -472,13 +472,13 @@ def attention(q, k, v, dropout=0.0):
 class ShardedRandomState:
     """Make random numbers differ between ranks: `with state: F.dropout(...)`.
 
-    Global generators must be seeded alike on all ranks, so a tensor that all ranks hold gets the
-    same dropout mask. Heads or tokens that differ between ranks need different masks, so `with`
-    derives a seed from the rank and a draw from the CPU's generator. Recomputation repeats both.
+    Global generators must be seeded alike on all ranks, so that a tensor that all ranks hold gets
+    the same dropout mask. Heads or tokens that differ between ranks need different masks, so `with`
+    derives a seed from the rank and a number drawn on the CPU, which recomputation draws again.
     """
 
     def __init__(self, device, group=None):
-        self.rank, self.world_size = rank_and_size(group)
+        self.rank, self.P = rank_and_size(group)
         on_gpu = torch.device(device).type == "cuda"
         self.module = torch.cuda if on_gpu else torch
         self.manual_seed = torch.cuda.manual_seed if on_gpu else torch.default_generator.manual_seed
@@ -486,7 +486,7 @@ class ShardedRandomState:
     def __enter__(self):
         seed = torch.randint(2**40, ()).item()
         self.outside = self.module.get_rng_state()
-        self.manual_seed(seed * self.world_size + self.rank)
+        self.manual_seed(seed * self.P + self.rank)
 
     def __exit__(self, *exception):
         self.module.set_rng_state(self.outside)
@@ -543,9 +543,9 @@ class _CrossEntropy(torch.autograd.Function):
         out_of_range = (local < 0) | (local >= logits.shape[-1])
         local = local.masked_fill(out_of_range, 0).unsqueeze(-1)  # (N, 1)
         target_logit = grad.gather(-1, local).squeeze(-1).masked_fill(out_of_range, 0)
-        rank, world_size = rank_and_size(group)
+        rank, P = rank_and_size(group)
         unknown = (target < start) & (rank == 0)  # in no rank's columns
-        unknown |= (target >= start + logits.shape[-1]) & (rank == world_size - 1)
+        unknown |= (target >= start + logits.shape[-1]) & (rank == P - 1)
         target_logit.masked_fill_(unknown, math.nan)
         grad.exp_()
         sums = torch.stack([grad.sum(-1), target_logit])  # (2, N): one message for both
@@ -584,9 +584,9 @@ def vocab_parallel_cross_entropy(
 
 
 def boxes_between(shape, begin, end):
-    """Yield the boxes, each (first index, sizes), that make up elements begin to end of a tensor.
+    """Divide elements begin:end of a flattened tensor into boxes. Yield each (first index, sizes).
 
-        (4, 2), from 1 to 7    . 1       the rest of row 0     [0, 1], (1, 1)
+        shape (4, 2), 1:7      . 1       the rest of row 0     [0, 1], (1, 1)
                                2 3       whole rows            [1, 0], (2, 2)
                                4 5
                                6 .       the start of row 3    [3, 0], (1, 1)
@@ -619,7 +619,7 @@ def views_in_whole(parameter, tensor, shard=None):
         dim, runs, total = shard.dim, shard.runs(), sum(shard.blocks)
     rest = tensor.detach().view(-1)
     views = {}
-    for row, rows in runs:  # consecutive in memory, since only dim 0 has several runs
+    for row, rows in runs:  # several runs, which only dim 0 has, follow each other in memory
         sizes = (*shape[:dim], rows, *shape[dim + 1 :])
         numel = math.prod(sizes)
         for index, box in boxes_between(sizes, begin, min(begin + len(rest), numel)):
