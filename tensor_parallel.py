@@ -478,7 +478,7 @@ class ShardedRandomState:
     """
 
     def __init__(self, device, group=None):
-        self.rank, self.P = rank_and_size(group)
+        self.rank, self.world_size = rank_and_size(group)
         on_gpu = torch.device(device).type == "cuda"
         self.module = torch.cuda if on_gpu else torch
         self.manual_seed = torch.cuda.manual_seed if on_gpu else torch.default_generator.manual_seed
@@ -486,7 +486,7 @@ class ShardedRandomState:
     def __enter__(self):
         seed = torch.randint(2**40, ()).item()
         self.outside = self.module.get_rng_state()
-        self.manual_seed(seed * self.P + self.rank)
+        self.manual_seed(seed * self.world_size + self.rank)
 
     def __exit__(self, *exception):
         self.module.set_rng_state(self.outside)
