@@ -163,7 +163,7 @@ class GradBucket:
         self.flat = parameters[0].new_zeros(layout.length, dtype=grad_dtype(parameters[0]))
         self.slots = {}
         for parameter, view in zip(parameters, layout.views(self.flat)):
-            # fused optimizers require the parameter's strides; empty_like() closes gaps in them
+            # the parameter's strides, as fused optimizers require, but without gaps in memory
             strides = torch.empty_like(parameter, device="meta").stride()
             self.slots[parameter] = view.as_strided(view.shape, strides)
 
@@ -296,8 +296,8 @@ class DistributedDataParallel(nn.Module):
 
     The constructor raises ValueError on every rank if the ranks' modules differ. backward() raises
     RuntimeError if a parameter was frozen, unfrozen or converted after wrapping, if a gradient is
-    sparse, replaced or computed twice in one pass, or if create_graph is True. If backward() fails
-    during a round of reductions, forward() raises RuntimeError unless wait_in_backward is False.
+    sparse or computed twice in one pass, or if create_graph is True. If backward() fails during a
+    round of reductions, the next forward() raises RuntimeError unless wait_in_backward is False.
     """
 
     def __init__(
@@ -320,7 +320,7 @@ class DistributedDataParallel(nn.Module):
         self.reducer = Reducer(module, group_of, divisor, bucket_cap_mb, gradient_as_bucket_view)
         self.require_backward_grad_sync = True
         self._buffers_may_differ = True  # whether the next forward pass must broadcast buffers
-        self._expects_backward = False  # whether forward() has run since the last round
+        self._expects_backward = False  # whether forward() ran in grad mode since the last round
         self._ends_with_backward = False  # whether the end of backward also ends the round
         for parameter in self.reducer.bucket_of:
             parameter.register_post_accumulate_grad_hook(weakly(self._gradient_ready))
@@ -380,7 +380,7 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def finish_grad_sync(self):
-        """End the round of reductions, or run a whole round if forward() has run since the last."""
+        """End the round of reductions, or run a whole one if none has started since forward()."""
         if self.reducer.is_reducing or self._expects_backward:
             self._expects_backward = False
             self._buffers_may_differ = True
@@ -435,7 +435,7 @@ def ddp_bytes(module, world_size):
 def get_total_norm(tensors, groups=()):
     """Return the 2-norm of tensors on one or more ranks, as a float64 scalar on their device.
 
-    tensors: this rank's tensors, at least one. Some of them may be replaced by their joint norm.
+    tensors: at least one on each rank. The norm of several tensors may be passed instead of them.
     groups: squares are summed over each group in turn; its ranks must hold different tensors.
     """
     norms = [tensors[0].new_zeros(1, dtype=torch.float64)]  # all tensors may be empty
@@ -450,7 +450,7 @@ def get_total_norm(tensors, groups=()):
 
 @torch.no_grad()
 def clip_grads_with_norm_(tensors, max_norm, total_norm):
-    """Scale gradients to a norm of at most `max_norm`. Its namesake in PyTorch takes parameters."""
+    """Scale gradients to a norm of at most `max_norm`. PyTorch's version takes parameters."""
     coefficient = (max_norm / (total_norm + 1e-6)).clamp(max=1)
     for dtype, same_dtype in _by_dtype(tensors):
         # CPUs multiply 16-bit elements in fp32, so the coefficient need not be rounded to 16 bits
