@@ -1,9 +1,9 @@
 """Pipeline parallelism: layers are cut into stages, one per rank; microbatches flow through them.
 
-With a single batch only one stage works at a time. When the batch is cut into m microbatches, the
-stages work side by side, and the only idle time left is while the pipeline fills and drains. This
-idle time is called the bubble. Here are p = 3 stages and m = 5 microbatches; a forward (F) takes
-one slot of time, a backward (B) takes two, and dots are idle slots:
+If a batch passes through in one piece, only one stage works at a time. If the batch is cut into m
+microbatches, the stages work side by side, and are idle only while the pipeline fills and drains.
+This idle time is called the bubble. Here are p = 3 stages and m = 5 microbatches; a forward (F)
+takes one slot of time, a backward (B) takes two, and dots are idle slots:
 
     GPipe: all forward, then all backward          1F1B: one forward, one backward, in turn
     F0F1F2F3F4............B0B0B1B1B2B2B3B3B4B4     F0F1F2........B0B0F3B1B1F4B2B2..B3B3..B4B4
@@ -33,8 +33,8 @@ Overlap        messages travel while ranks compute. Receives are posted early, a
                sends are pending. If messages are short, ranks wait only in their schedule's bubble
 PyTorch's      torch.distributed.pipelining has a class per schedule. By default, stages exchange
                shapes in the first step, and gradients are divided by the number of microbatches;
-               here loss_fn returns a microbatch's share of the loss. To halve a backward, PyTorch
-               walks the graph twice; here the layers know what to defer. PyTorch also splits models
+               here loss_fn returns a microbatch's share of the loss. For I and W, PyTorch walks the
+               graph twice; here the layers know what to defer. PyTorch also cuts models into stages
 
 Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019 and "Memory-Efficient
 Pipeline-Parallel DNN Training", 2021 (PipeDream-flush, called 1F1B here and in Megatron-LM).
@@ -70,7 +70,8 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
 
     inputs, targets: lists of microbatches, given to every rank. A stage's output must have the
     shape and the floating-point dtype of its input. Gradients accumulate in the parameters. Returns
-    the losses of the microbatches on the last rank, and None on the others.
+    the losses of the microbatches on the last rank, and None on the others. The first argument of
+    exchange() lists what to send, the second what to receive, both as (tensor, peer rank).
     """
     rank, world_size = rank_and_size(group)
     last = world_size - 1
@@ -163,10 +164,10 @@ class Schedule(list):
 
 # ---- schedules -----------------------------------------------------------------------------------
 #
-# Here p = num_stages, m = num_microbatches, and all sizes are at least 1. In formulas F, B, I and W
-# are the times of all layers of a rank. A rank holds a microbatch's activations from its F to its B
-# or W. Peak activations: the most microbatches that a rank holds at a time, or (microbatch, chunk)
-# pairs if it has several chunks.
+# Here p = num_stages is the number of ranks, m = num_microbatches, and all sizes are at least 1. In
+# formulas F, B, I and W are the times of all layers of a rank. A rank holds the activations of a
+# microbatch from its F to its B or W. "Peak activations" is the largest number of microbatches that
+# a rank holds at a time. A microbatch counts once for each chunk of the rank that holds it.
 
 
 def _actions(letters, *microbatches):
@@ -201,10 +202,7 @@ def naive(num_stages, num_microbatches):
 
 
 def gpipe(num_stages, num_microbatches):
-    """All forwards, then all backwards, on every rank. Peak activations: m microbatches.
-
-    The backwards may also run last microbatch first: the bubble and the peak are the same.
-    """
+    """All forwards, then all backwards, on every rank. Peak activations: m."""
     m = num_microbatches
     return _schedule(num_stages, m, lambda rank: "F" * m + "B" * m)
 
@@ -217,7 +215,7 @@ def one_f_one_b(num_stages, num_microbatches):
         rank 2   F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5
         rank 3   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
 
-    Peak activations: min(m, p - stage).
+    Peak activations of rank r: min(m, p-r).
     """
     p, m = num_stages, num_microbatches
     # The Fs run out before "FB" * m ends. From there on "FB" acts as "B": the cooldown.
@@ -232,8 +230,7 @@ def interleaved(num_stages, num_microbatches, num_chunks=2):
         rank 0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3        p = 2, m = 4, v = 2;
         rank 1   F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3        small letters: chunk 1
 
-    Peak activations of rank r: min(2(p-r-1) + (v-1)p + 1, mv) chunks. Raises ValueError if p does
-    not divide m.
+    Peak activations of rank r: min(2(p-r-1) + (v-1)p + 1, mv). Raises ValueError if m % p != 0.
     """
     p, m, v = num_stages, num_microbatches, num_chunks
     if m % p:
@@ -252,7 +249,7 @@ def interleaved(num_stages, num_microbatches, num_chunks=2):
 
 
 def zb_h1(num_stages, num_microbatches):
-    """1F1B with halved backwards: rank r defers each W by r microbatches, to fill its idle slots.
+    """1F1B with I and W in place of B. Rank r defers each W by r microbatches, to fill idle slots.
 
         rank 0   F0 F1 F2 F3 I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5        p = 4, m = 6
         rank 1   F0 F1 F2 I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
@@ -267,14 +264,14 @@ def zb_h1(num_stages, num_microbatches):
 
 
 def zb_h2(num_stages, num_microbatches):
-    """ZB-H1 with about twice the warmup, so that no rank waits once it has begun, if F = I = W.
+    """ZB-H1 with a longer warmup. If F = I = W and m >= 2p-1, no rank waits once it has begun.
 
         rank 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3        p = 2, m = 4
         rank 1   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    Idle time of a rank between its first and last action: (p-1)(F+B-3W), for m >= 2p-1, W <= F and
-    W <= I. A rank can begin its next step at once, unless its update needs the norm of all ranks'
-    gradients; the paper checks the norm after the update. Peak activations: min(m, 2p-1).
+    A rank's idle time between its first and last action is at most (p-1)(F+B-3W), for m >= 2p-1,
+    W <= F and W <= I. A rank can begin its next step at once, unless its update needs the norm of
+    all gradients; the paper checks the norm after the update. Peak activations: min(m, 2p-1).
     """
     p, m = num_stages, num_microbatches
     return _schedule(p, m, lambda r: "F" * (2 * (p - r) - 1) + "IF" * (2 * r) + "IWF" * m)
@@ -283,14 +280,14 @@ def zb_h2(num_stages, num_microbatches):
 def zb_v(num_stages, num_microbatches):
     """Two chunks on each rank: the route goes down the ranks and up again, like a V.
 
-    If F = I = W and m >= 2p, a rank that has begun never waits, and holds no more than rank 0 does
-    in 1F1B. Rank 0 has the first and the last layers, so backward begins there. p = 2, m = 4:
+    If F = I = W and m >= 2p, no rank waits once it has begun. No rank holds more activations than
+    rank 0 of 1F1B. Rank 0 has the first and last layers, so backward begins there. p = 2, m = 4:
 
         rank 0   F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
         rank 1   F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
 
-    Idle time of a rank between its first and last action: (p-1)(I-W), for m >= 2p, W <= F <= I.
-    Peak activations: min(2m, 2p) chunks.
+    A rank's idle time between its first and last action is at most (p-1)(I-W), for m >= 2p and
+    W <= F <= I. Peak activations of the last rank: min(2m, 2p). A chunk is half of a rank's layers.
     """
     p, m = num_stages, num_microbatches
 
@@ -326,9 +323,9 @@ def dualpipe(num_stages, num_microbatches):
         rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
         rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
 
-    Bubble, in the times of one chunk: at most (p/2-1)(F+B + B-3W), for F <= B and W <= I; half of
-    this bound if F = I = W. The paper has F&B in place of F+B, because there a forward and a
-    backward overlap. Peak activations: p+1. Raises ValueError if p is odd, m is odd, or m < 2p.
+    The bubble, in the times of one chunk, is at most (p/2-1)(F+B + B-3W) for F <= B and W <= I, and
+    half of this bound for F = I = W. The paper has F&B in place of F+B, because there a forward and
+    a backward overlap. Peak activations: p+1. Raises ValueError if p is odd, m is odd, or m < 2p.
     """
     p, m = num_stages, num_microbatches
     if p % 2 or m % 2 or m < 2 * p:
@@ -339,24 +336,25 @@ def dualpipe(num_stages, num_microbatches):
 
 
 def _dualpipe_letters(rank, p, per_end):
-    """Spell the eight steps of DeepSeek's schedule. Capitals: microbatches from the nearer end."""
+    """Spell the eight steps of DeepSeek's schedule. per_end: microbatches from each end."""
     depth = min(rank, p - 1 - rank)  # the number of ranks between this one and the nearer end
     inner = p // 2 - 1 - depth  # the number of ranks between this one and the middle
     backwards = "bB" * (depth + 1)
     full = backwards[: depth + 1]
     halved = backwards[depth + 1 :].replace("b", "i").replace("B", "I")
     deferred = (halved + "I" * inner).replace("i", "w").replace("I", "W")  # a W per I, in order
+    # In the steps, capitals stand for microbatches from the nearer end, whichever chunk they use.
     letters = (
         "F" * (2 * inner)  # step 1: fill the ranks up to the middle
         + "Ff" * (depth + 1)  # step 2: microbatches from the other end arrive, too
-        + "iwf" * inner  # step 3: W after I, as the other end waits only for the I
+        + "iwf" * inner  # step 3: I before W, because another rank waits for the I
         + "FbfB" * (per_end - p + depth + 1)  # step 4, the main one: forwards beside backwards
         + "bfB" * inner  # step 5: all forwards from the nearer end are done
         + (full + halved)  # step 6: all forwards are done; the second half defers its Ws
         + "".join(weight + "I" for weight in deferred[:inner])  # step 7: W while a gradient arrives
         + deferred[inner:]  # step 8: the Ws that are left
     )
-    return letters if rank < p // 2 else letters.swapcase()  # capitals act on chunk 0
+    return letters if rank < p // 2 else letters.swapcase()  # now capitals act on chunk 0
 
 
 # ---- simulator -----------------------------------------------------------------------------------
@@ -371,7 +369,7 @@ class Timeline:
     total: float  # the end of the last action
     bubble: list  # per rank, its idle time in total
     idle: list  # per rank, its idle time between its first and its last action
-    peak: list  # per rank, its peak activations, as (microbatch, chunk) pairs
+    peak: list  # per rank, the most (microbatch, chunk) pairs that it holds
     transfers: list  # all transfers between ranks in one global order, by the time of arrival
 
 
@@ -453,9 +451,9 @@ def draw(schedule):
 # receive is posted. In the simulation, all that its sender needed to make the tensor arrived before
 # the tensor did. So these inputs are earlier transfers, the tensor is made, and its send is posted.
 #
-# The order is that of arrival in a simulation in which messages take a little time. If they took no
-# time, a send and a receive of one rank could tie. If the send came first, the receive would be
-# posted only after the send's tensor is made. Until then, the peer's message could not travel.
+# The order is that of arrival in a simulation in which messages take a little time. If they took
+# none, a rank's receive would often tie with one of its sends. If the send came first, the receive
+# would be posted only after the send's tensor is made, and the peer's message would have to wait.
 
 SHORT = 1 / 128  # a message's time in that simulation, where a forward takes 1
 
@@ -596,7 +594,9 @@ def _add_products(products):
 #
 # On the last stage F also computes the loss from the output, and B begins at the loss. With data
 # parallelism a stage is wrapped in DistributedDataParallel (ddp.py) or FullyShardedDataParallel
-# (zero.py). Its last B or W starts the reduction of its gradients; earlier ones run in no_sync().
+# (zero.py). Its last B or W starts the reduction of its gradients; if sync_each is true, every B or
+# W starts one. The rest of backward runs in no_sync(). If the schedule has Ws, the caller of step()
+# must then call the wrapper's finish_grad_sync(), which waits for the reductions.
 
 
 class Pipeline:
@@ -645,7 +645,7 @@ class Pipeline:
         """Run the schedule once, and accumulate gradients in the parameters.
 
         inputs, targets: whole batches, cut along dimension 0 into microbatches. Ranks where routes
-        begin need the inputs, and ranks where they end the targets. loss_arguments: for loss_fn.
+        begin need inputs; ranks where routes end need targets. loss_arguments: for loss_fn.
 
         Returns the loss of the route that ends on this rank, detached, or None if none does. Raises
         ValueError if a batch is missing or not divisible into microbatches, or if a stage's output
@@ -682,7 +682,7 @@ class Pipeline:
         return self.loss
 
     def perform(self, action, received):
-        """Perform an action on the tensor it needs; return its result. Tracers wrap this method."""
+        """Perform an action on the tensor that it needs, and return its result."""
         try:
             if action.kind == "F":
                 return self._forward(action, received)
@@ -711,7 +711,7 @@ class Pipeline:
             raise ValueError(f"rank {self.rank} made {made}, to be sent like {self.like}")
         if self.training:
             # keep the output's edge in the graph, not the output, whose memory is freed once it is
-            # sent; a first stage whose parameters are all frozen has no graph
+            # sent; a frozen first stage has no graph, and a loss without a graph is an error
             edge = get_gradient_edge(output) if output.requires_grad or is_last else None
             self.saved[action[1:]] = x, edge
         return output.detach().contiguous()
@@ -813,12 +813,12 @@ SCHEDULES = {
 def bubble_time(
     schedule, num_stages, num_microbatches, forward=1.0, backward=2.0, weight=1.0, num_chunks=2
 ):
-    """Return a rank's idle time. forward, backward, weight: times of F, B, W of a rank's layers.
+    """Return a rank's idle time, computed by a formula. schedule: a key of SCHEDULES.
 
-    For zb-h2 and zb-v, whose ranks begin and end one after the other, it is the idle time between a
-    rank's first and last action. For dualpipe it is an upper bound, and the times are one chunk's.
-    The formulas of zb-h1, zb-h2 and zb-v need at least p, 2p-1 and 2p microbatches, W <= F and
-    W <= B-W; zb-v's also needs F <= B-W. The bound of dualpipe needs F <= B and W <= B-W.
+    forward, backward, weight: times of F, B and W of a rank's layers, or for dualpipe of one chunk.
+    For zb-h2 and zb-v the result is the largest idle time between a rank's first and last action;
+    for dualpipe it is an upper bound. The schedules' docstrings state the conditions under which
+    their formulas hold; there I is B-W.
     """
     others = num_stages - 1
     both = forward + backward
