@@ -10,27 +10,14 @@ them for all tokens. With sequence parallelism rank r does them for x_r, 1/t of 
 
 Context parallelism over P ranks splits the sequence in attention, too, where a query needs the keys
 and values of all earlier tokens. Either each rank gathers them all, or they pass from rank to rank
-on a ring, or each rank gets the whole sequence for 1/P of the heads (Ulysses). With b sequences of
-s tokens, q has b s h elements, and k and v have b s h_kv each. One attention costs a rank:
+on a ring, or each rank gets the whole sequence for 1/P of the heads (Ulysses).
 
-    elements     sent in forward               sent in backward              k, v kept for backward
-    all-gather   2 (P-1)/P b s h_kv            2 (P-1)/P b s h_kv            2 b s h_kv
-    ring         2 (P-1)/P b s h_kv            4 (P-1)/P b s h_kv            2 b s h_kv / P
-    Ulysses      2 (P-1)/P b s (h + h_kv)/P    2 (P-1)/P b s (h + h_kv)/P    2 b s h_kv / P
-
-While a rank of the ring computes, it holds 6 b s h_kv / P elements of k and v: its own, those that
-it attends to, and those that arrive. In shapes, T, B and D are s, b and h (sequence, batch, width);
-q has H heads (a in formulas), k and v have KV heads, and each head has width K.
-
-A rank holds   these bytes of activations per layer with 16 bits per element; activation_bytes()
-               derives them. Context parallelism divides them by P, except for k and v (see above)
-                   tensor parallelism           s b h (10 + 24/t + 5 a s / (h t))
-                   and sequence parallelism     s b h (34/t + 5 a s / (h t))
-                   and selective recomputation  s b h (34/t)
-                   full recomputation           2 s b h, with sequence parallelism 2 s b h / t
-It sends       10 b s h (t-1)/t elements per layer with sequence parallelism: tensor parallelism's
-               8, and 2 since backward gathers inputs again. A step sums gradients of norms and of
-               row-parallel biases over t ranks. Context parallelism sums all gradients over P ranks
+A rank holds   1/t of a layer's activations with sequence parallelism, and 1/P of them with context
+               parallelism, except that all-gather attention keeps the k and v of all tokens
+It sends       10 b s h (t-1)/t elements per layer with sequence parallelism, for b sequences of s
+               tokens of width h (B, T and D in shapes): tensor parallelism's 8, and 2 since
+               backward gathers inputs again. A step sums gradients of norms and row-parallel biases
+               over t ranks, and all gradients over P ranks. For attention, see "the three methods"
 Overlap        only the ring computes while it sends. For linear layers, see tensor_parallel.py
 PyTorch's      SequenceParallel runs norms and dropouts on DTensors, and context_parallel() patches
                scaled_dot_product_attention(). Here the model calls one of three functions instead
@@ -75,9 +62,9 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
 
 # ---- context parallelism: the idea ---------------------------------------------------------------
 #
-# A rank now has q, k and v of T/P positions. A query's output is the sum of exp(score) * value over
-# its keys, divided by the sum of exp(score). Both sums can be computed part by part, so keys and
-# values may arrive from one rank after another, on a ring.
+# A rank now has q, k and v of T/P positions, for H heads of width K. A query's output is the sum of
+# exp(score) * value over its keys, divided by the sum of exp(score). Both sums can be computed part
+# by part, so keys and values may arrive from one rank after another, on a ring.
 
 
 def simple_ring_attention(q, k, v, group=None):
@@ -145,9 +132,9 @@ def ring_block(rank, source, length):
     of them, so each step is equal work for all ranks. For P = 4 and rank 1 (x: visible, c: causal):
 
         source      1 (itself)     0 (before)     2 (after)      3 (after)
-        keys        1   6          0   7          2   5          3   4
-        queries 1   c   .          x   .          .   .          .   .
-                6   x   c          x   .          x   x          x   x
+        key chunks  1   6          0   7          2   5          3   4
+        query    1  c   .          x   .          .   .          .   .
+        chunks   6  x   c          x   .          x   x          x   x
     """
     whole = slice(0, length)
     half = length // 2
@@ -225,6 +212,14 @@ def _zeros(x, shape):
 
 
 # ---- context parallelism: the three methods ------------------------------------------------------
+#
+# All heads have width K. q has H heads, so h = H K; k and v have KV heads, and h_kv = KV K. In
+# backward the ring sends k and v again, and their gradients. One attention costs a rank:
+#
+#     elements     sent in forward              sent in backward             k, v kept for backward
+#     all-gather   2 (P-1)/P b s h_kv           2 (P-1)/P b s h_kv           2 b s h_kv
+#     ring         2 (P-1)/P b s h_kv           4 (P-1)/P b s h_kv           2 b s h_kv / P
+#     Ulysses      2 (P-1)/P b s (h + h_kv)/P   2 (P-1)/P b s (h + h_kv)/P   2 b s h_kv / P
 
 
 class _AllGatherAttention(torch.autograd.Function):
@@ -282,8 +277,8 @@ def _visitors(k, v, group):
         visit    0     1     2     3     4      P = 4: the source whose k and v visit rank r
         source   r    r-1   r-2   r-3    r
 
-    In visits 0 to P-2, k and v travel to the next rank while the caller computes with them. Visit
-    P, which only backward needs, yields the rank's own k and v again.
+    During visits 0 to P-2, k and v travel to the next rank. A rank then holds its own k and v, the
+    visiting ones and the arriving ones: 6 b s h_kv / P elements. Only backward needs visit P.
     """
     rank, world_size = rank_and_size(group)
     visiting = torch.stack([k, v])
@@ -456,6 +451,11 @@ def activation_bytes(
     kv_heads=None, ffn=None, masks=True, itemsize=2
 ):
     """Return the bytes of a layer's activations on a rank, by default as in Korthikanti's table 2.
+
+        tensor parallelism           s b h (10 + 24/t + 5 a s / (h t))   a heads, 16-bit elements
+        + sequence parallelism       s b h (34/t + 5 a s / (h t))
+        + selective recomputation    s b h (34/t)
+        full recomputation           2 s b h, with sequence parallelism 2 s b h / t
 
     recompute: "none", "selective" (also for fused attention) or "full".
     kv_heads, ffn: the heads of k and v and the width of the MLP, by default `heads` and 4 hidden.
