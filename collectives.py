@@ -12,7 +12,7 @@ bytes. The entries with log2(P) hold for powers of two; all_reduce_cost() covers
       ring                   reduce-scatter, then all-gather     2(P-1)/P D       2(P-1)
       recursive_doubling     sums swapped at distance 1, 2, 4     log2(P) D       log2(P)
       halving_doubling       the same with halves, quarters ...  2(P-1)/P D       2 log2(P)
-      hierarchical           O nodes: direct in, rings across    2(P-1)/P D       2 O
+      hierarchical           direct in O nodes, rings across     2(P-1)/P D       2 O
     reduce_scatter_single  rank r has chunk r of the sum          (P-1)/P D       1 to P-1
     all_gather_single      every rank's chunk                     (P-1)/P D       1 to P-1
     all_to_all_single      rank j has every rank's chunk j        (P-1)/P D       1
@@ -541,7 +541,7 @@ class Operation:
     finish = is_completed = staticmethod(lambda: True)  # replaced if asynchronous
 
     def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None, of=None):
-        """tensor: any that is sent or received; op: a ReduceOp; root: a global rank."""
+        """tensor: its device picks the queue; op: a ReduceOp; root: a global rank."""
         self.name, self.async_op = name, async_op
         self.op, self.of = op, of
         self.listeners = of.listeners if of else tuple(_LISTENERS)
@@ -606,7 +606,7 @@ class Operation:
         return partial(self.await_messages, works, receives, arriving)
 
     def await_messages(self, works, receives, arriving):
-        """Wait for works, [([message], torch Work)], and copy arrived buffers to `receives`."""
+        """Wait for `works`, pairs ([message], torch Work), and copy `arriving` to `receives`."""
         for message, work in works:
             self.attempt(message, work.wait)
         for (tensor, _), (buffer, _) in zip(receives, arriving):
@@ -637,7 +637,7 @@ def post_batch(group, sends, receives):
 
 @contextmanager
 def observe(listener):
-    """Call listener(event, operation, ...) for every Operation that begins inside, with an event:
+    """Call listener(event, operation, ...) at these events of every Operation that begins inside:
 
     begin                     in the caller's thread, at the start of the call
     post, sends, receives     before messages [(tensor, peer in the group)] are posted
@@ -708,7 +708,7 @@ class _Thread:
         weakref.finalize(group, self.end)
 
     def work(self):
-        schedule_as_batch("SCHED_OTHER")  # as batch, it would start only when its waker pauses
+        schedule_as_batch("SCHED_OTHER")  # a batch thread would not preempt the one that wakes it
         for task, inference, future in iter(self.tasks.get, None):
             try:
                 with torch.inference_mode(inference):  # each thread has its own mode
@@ -718,7 +718,7 @@ class _Thread:
             del task, future  # they hold the group and tensors
 
     def end(self):
-        """End the thread. A return from C++ code after Python's end would abort the process."""
+        """End the thread. Its return from C++ code after Python's end would abort the process."""
         self.tasks.put(None)
         if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(30)  # seconds
@@ -1057,8 +1057,8 @@ def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
 def schedule_as_batch(policy="SCHED_BATCH"):
     """Schedule this thread, and those that it starts from now on, as batch work (on Linux).
 
-    Call it before the process group is made, or a gloo thread may preempt its rank and spin on a
-    lock that the rank holds. A message then takes 2-5 ms, not 0.1 ms. SCHED_OTHER undoes it.
+    Call it before the process group is made, or a gloo thread may preempt this thread and spin on
+    a lock that this thread holds. Messages would take 2-5 ms, not 0.1 ms. SCHED_OTHER undoes it.
     """
     if hasattr(os, policy):
         os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
@@ -1125,7 +1125,7 @@ class Traffic:
         self.sent = []  # (operation's name, group, peer in the group, bytes) of every message
 
     def bytes(self, operation=None, group=None, peers=None):
-        """Return the bytes sent by one operation, in one group, to some peers; None means all."""
+        """Return the bytes sent to `peers` by a group's operations of one name; None means all."""
         sent = [m for m in self.sent if operation in (None, m[0]) and group in (None, m[1])]
         return sum(nbytes for *_, peer, nbytes in sent if peers is None or peer in peers)
 
