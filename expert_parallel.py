@@ -1,15 +1,15 @@
 """Expert parallelism: each token uses k of E experts, which are spread over a group of P ranks.
 
 A mixture-of-experts layer takes the place of the MLP. A router scores the experts for each token.
-Token t is sent to the ranks of its k best experts. The results come back, and y(t) is their sum,
-weighted by the router. Parameters grow with E, but work per token grows only with k. In this
-picture k = 1, and a bar separates the rows to, or from, different ranks:
+Token t is sent to the ranks of its k best experts. The results come back the same way, and y(t) is
+their sum, weighted by the router. Parameters grow with E, but work per token grows only with k. In
+this picture k = 1, t0(E2) uses expert E2, and a bar separates rows to, or from, different ranks:
 
-             tokens        sorted by expert    after the all-to-all    grouped by expert
-    rank 0   t0 t1 t2  ->  t1 t2 | t0      ->  t1 t2 | t3 t4       ->  E0: t1 t3 t4   E1: t2
-    rank 1   t3 t4 t5  ->  t3 t4 | t5      ->  t0 | t5             ->  E2: t0         E3: t5
+             tokens                  sorted by expert    after all-to-all    grouped by expert
+    rank 0   t0(E2) t1(E0) t2(E1) -> t1 t2 | t0       -> t1 t2 | t3 t4    -> E0: t1 t3 t4   E1: t2
+    rank 1   t3(E0) t4(E0) t5(E3) -> t3 t4 | t5       -> t0 | t5          -> E2: t0         E3: t5
 
-A router tends to overuse a few experts, and its logits tend to grow. Three terms oppose this:
+A router tends to overuse a few experts, and its logits tend to grow. There are three remedies:
 
     balance loss   E sum_i f_i p_i, where f_i is the fraction of choices that fall on expert i, and
                    p_i is the mean probability of expert i (GShard, Switch)
@@ -22,8 +22,8 @@ A rank holds   E/P whole experts, and copies of the router and of the shared exp
 It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its backward, if each
                rank has N tokens of width D and routing is even. two_hops() sends a token to
                another node only once, however many of its experts are there
-Overlap        only shared experts, which compute while the host waits for message sizes. DeepSeek's
-               DualPipe, unlike pipeline.py's, computes one microbatch while another's tokens travel
+Overlap        shared experts compute while the host waits for message sizes. DeepSeek's DualPipe
+               also computes one microbatch while another's tokens travel; pipeline.py does not
 PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps. It can split
                an expert over ranks and pad experts' rows. DeepEP has kernels for both all-to-alls
 
@@ -89,7 +89,7 @@ def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None, 
 
     x: (N, D). experts, weights: (N, k). Expert e is on rank e * P // num_experts; -1 is no expert.
     compute: compute(rows, sizes, counts) applies this rank's G experts to (M, D) rows, which are
-        sorted by expert. The list sizes and the tensor counts both hold each expert's row count.
+        sorted by expert. `sizes` (a list) and `counts` (a tensor) are the experts' row counts.
     shared: a module whose output for x is added. It is launched before the host waits for counts.
     """
     hop = Hop(experts, num_experts, group)
@@ -107,10 +107,10 @@ class Hop:
     rank 0 of the picture at the top, where G = 2 and experts = 2 0 1, the calls have the following
     effects. Counts are indexed by [rank][local expert].
 
-        constructor   order = 1 2 0, send_counts = [[1, 1], [1, 0]], received = [[1, 1], [2, 0]]
-        wait()        rows_to = [2, 1], rows_from = [2, 2], sizes = [3, 1], by_expert = 0 2 3 1
-        dispatch()    sends t1 t2 | t0, receives t1 t2 | t3 t4, returns t1 t3 t4 t2
-        combine()     takes results in this order, sends t1 t2 | t3 t4 back, receives t1 t2 | t0
+        Hop()       order = 1 2 0, send_counts = [[1, 1], [1, 0]], receive_counts = [[1, 1], [2, 0]]
+        wait()      rows_to = [2, 1], rows_from = [2, 2], sizes = [3, 1], by_expert = 0 2 3 1
+        dispatch()  sends t1 t2 | t0, receives t1 t2 | t3 t4, returns t1 t3 t4 t2
+        combine()   takes results in this order, sends t1 t2 | t3 t4 back, receives t1 t2 | t0
     """
 
     def __init__(self, experts, num_experts, group=None):
@@ -122,8 +122,8 @@ class Hop:
         # pad to an even number, because NCCL is fast if messages begin at multiples of 16 bytes
         send_counts = F.pad(send_counts, (0, num_local % 2))
         receive_counts = all_to_all_in_group(send_counts, group=group)
-        both = torch.stack([send_counts, receive_counts])[:, :, :num_local]
-        self.received = both[1]  # (P, G)
+        both = torch.stack([send_counts, receive_counts])[..., :num_local]
+        self.receive_counts = both[1]
         # copied now, so that the host need not wait for kernels that are launched before wait()
         self.on_host = both.to("cpu", non_blocking=True)
         if experts.is_cuda:
@@ -133,20 +133,20 @@ class Hop:
 
     def wait(self):
         """Wait for the counts, and determine which rows go where."""
-        if self.received.is_cuda:
+        if self.order.is_cuda:
             self.copied.synchronize()
         send_counts, receive_counts = self.on_host.tolist()
         self.rows_to = [sum(counts) for counts in send_counts]
         self.rows_from = [sum(counts) for counts in receive_counts]
         self.sizes = [sum(counts) for counts in zip(*receive_counts)]
-        self.counts = self.received.sum(0)
+        self.counts = self.receive_counts.sum(0)
         # choices of -1 come first in the order, and are removed
         self.order = self.order[len(self.order) - sum(self.rows_to) :]
         self.token = self.order // self.k
         # Rows arrive sorted by source rank, then by expert. In the example the sources are 0 0 1 1,
         # the experts are 0 1 0 0, and the cells, source * G + expert, are 0 1 2 2.
-        received = self.received.flatten()
-        cell = torch.repeat_interleave(received, output_size=sum(self.sizes))
+        counts = self.receive_counts.flatten()
+        cell = torch.repeat_interleave(counts, output_size=sum(self.sizes))
         self.by_expert = (cell % len(self.sizes)).argsort(stable=True)
 
     def dispatch(self, x):
@@ -156,7 +156,7 @@ class Hop:
         return rows.index_select(0, self.by_expert)
 
     def combine(self, rows, weights=None):
-        """Send results (M, D) back. Return each token's sum (N, D), or weighted sum."""
+        """Send results (M, D) back. Return sums per token (N, D), weighted if weights are given."""
         rows = rows.index_select(0, self.by_expert.argsort())
         rows = all_to_all_in_group(rows, self.rows_to, self.rows_from, self.group)
         if weights is not None:
@@ -168,7 +168,7 @@ class Hop:
 
 
 class _WeightedSums(torch.autograd.Function):
-    """Add weights[i] * rows[i] to y[token[i]]. Autograd would need two more tensors like `rows`."""
+    """Add weights[i] * rows[i] to y[token[i]]. Autograd would need two more (N k, D) tensors."""
 
     @staticmethod
     def forward(ctx, rows, weights, token, num_tokens):
@@ -278,7 +278,7 @@ class Router(nn.Module):
 
     def _apply(self, function, recurse=True):
         super()._apply(function, recurse)
-        # 16 bits would round a small update away
+        # the bias stays in fp32 if .to() converts the module, since 16 bits lose small updates
         self.bias = self.bias.float()
         return self
 
@@ -379,7 +379,7 @@ class MoE(nn.Module):
     shared_experts: the number of experts that every token uses in addition.
     balance_coefficient, z_coefficient, loss_scale: backward adds the gradient of loss_scale x
         (balance_coefficient x balance_loss() + z_coefficient x router_z_loss()). loss_scale should
-        be 1 / microbatches, times the number of ranks over which gradients are averaged, if any.
+        be 1 / microbatches, or R / microbatches if gradients are averaged over R ranks.
     balance_groups: this rank's group along each axis of a grid of ranks, such as dp, cp and tp. The
         losses are means over the tokens that all ranks of the grid route.
     nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
@@ -415,7 +415,7 @@ class MoE(nn.Module):
             up = nn.Linear(hidden, shared_experts * ffn_hidden, bias=False)
             down = nn.Linear(shared_experts * ffn_hidden, hidden, bias=False)
             self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
-        # not a buffer, since it differs by rank; on the CPU, since "meta" tensors have no values
+        # The tally differs by rank, so it is no buffer. On a "meta" device it would have no values.
         self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
 
     def forward(self, x):
