@@ -797,7 +797,8 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="a
     rank, P = operation.place
     combine = _Combine(op)
     inputs = [] if output is None else [tensor]
-    output = tensor if output is None else output
+    if output is None:
+        output = tensor
 
     def algorithms(*flat):  # the output, and the input if it is another tensor
         name, segments, options = _plan(operation, tensor.nbytes, 2, algorithm)
