@@ -207,9 +207,9 @@ class Reducer:
 
         idle  -- start() -->  reducing: mark_ready() for each gradient  -- finish() -->  idle
 
-    DistributedDataParallel starts a round at the first gradient of a backward pass and ends it with
-    the pass, or in finish_grad_sync() if wait_in_backward is False. If pipeline.py computes weight
-    gradients after the pass, the round lasts from start_grad_sync() to finish_grad_sync().
+    DistributedDataParallel starts a round at the first gradient of a backward pass and ends it when
+    the pass ends, or in finish_grad_sync() if wait_in_backward is False. If pipeline.py computes
+    weight gradients later, the round lasts from start_grad_sync() to finish_grad_sync().
 
     group_of: a function that returns the group over which to sum a parameter's gradient.
     buckets: in the order in which every rank reduces them.
@@ -422,7 +422,7 @@ def ddp_bytes(module, world_size):
     """Return the bytes that a rank sends per step if every all-reduce sends as few as possible.
 
     all_reduce may send more for a small bucket to save time. The result is an average over the
-    ranks, which send equally many bytes if every bucket's size is a multiple of P x 128 bytes.
+    ranks, which send equal amounts if every bucket's size is a multiple of P x 128 bytes.
     """
     nbytes = sum(gradient_bytes(p) for p in module.parameters() if p.requires_grad)
     return all_reduce_bytes(nbytes, world_size)
