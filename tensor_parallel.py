@@ -78,7 +78,7 @@ def row_linear(x, weight, bias=None, group=None):
 #     s = 2   x2 (x1)   x3 (x2)   x0 (x3)   x1 (x0)         y3 -> 3   y0 -> 0   y1 -> 1   y2 -> 2
 #     s = 3   x1        x2        x3        x0              y0        y1        y2        y3
 #
-# Each rank adds the four parts of its own chunk at the end, so their 16-bit sum is rounded once.
+# On the right, rank r adds the four summands of chunk r last, so a 16-bit sum is rounded once.
 # Either way a rank sends (P-1)/P of the whole, as in an all-gather or a reduce-scatter.
 
 CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}  # smaller chunks cost more than overlap saves
@@ -207,7 +207,7 @@ class _ColumnLinear(torch.autograd.Function):
 class _RowLinear(torch.autograd.Function):
     """Compute y = the sum of x W^T over the ranks, or, if `split`, this rank's chunk of it.
 
-    backward    gather dy; dx = dy @ W; dW = dy^T @ x
+    backward    gather dy if `split`; dx = dy @ W; dW = dy^T @ x
     """
 
     @staticmethod
@@ -387,7 +387,7 @@ class RowParallelLinear(nn.Module):
 
 
 def mark_sum_over_tp(module):
-    """Mark all parameters of the module for parameters_to_sum_over_tp().
+    """Mark all parameters of the module as ones whose gradients must be summed over the group.
 
     With sequence parallelism a rank applies norms and row-parallel biases to its own tokens only.
     """
@@ -408,7 +408,7 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
     """After backward, sum the parameters' gradients over the group in a single all-reduce.
 
     parameters: from parameters_to_sum_over_tp(). A gradient that is None counts as zero.
-    check: whether to raise ValueError on all ranks if ZeRO's pieces differ between them.
+    check: whether to raise ValueError on all ranks if their ZeRO pieces differ in shape or offset.
     """
     if dist.get_world_size(group) == 1 or not parameters:
         return
@@ -538,7 +538,7 @@ class _CrossEntropy(torch.autograd.Function):
         maximum = logits.amax(-1)  # (N,)
         all_reduce(maximum, ReduceOp.MAX, group)
         grad = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=not inplace)
-        grad.sub_(maximum.unsqueeze(-1))  # (N, V/P), to become exp, softmax and gradient in place
+        grad.sub_(maximum.unsqueeze(-1))  # (N, V_r), to become exp, softmax and gradient in place
         local = target - start
         out_of_range = (local < 0) | (local >= logits.shape[-1])
         local = local.masked_fill(out_of_range, 0).unsqueeze(-1)  # (N, 1)
@@ -584,7 +584,7 @@ def vocab_parallel_cross_entropy(
 
 
 def boxes_between(shape, begin, end):
-    """Divide elements begin:end of a flattened tensor into boxes. Yield each (first index, sizes).
+    """Cut elements begin:end of a flattened tensor into boxes. Yield each as (first index, sizes).
 
         shape (4, 2), 1:7      . 1       the rest of row 0     [0, 1], (1, 1)
                                2 3       whole rows            [1, 0], (2, 2)
@@ -607,10 +607,10 @@ def views_in_whole(parameter, tensor, shard=None):
     parameter: this rank's part (the whole if `shard` is None), or ZeRO's piece of that part.
     tensor: the parameter, or a tensor of the same layout, such as .grad.
 
-        whole (6, 2)   this rank's rows 0 1 4   ZeRO's piece, offset 1   {index: shape of view}
-        0  . .         0 1                      . 1                      (0, 1): (1, 1)
-        1  . .         2 3                      2 3                      (1, 0): (1, 2)
-        4  . .         4 5                      4 5                      (4, 0): (1, 2)
+        row of the whole, (6, 2)  this rank's part  ZeRO's piece, offset 1  {index: shape of view}
+        0                         0 1               . 1                     (0, 1): (1, 1)
+        1                         2 3               2 3                     (1, 0): (1, 2)
+        4                         4 5               4 5                     (4, 0): (1, 2)
     """
     shape = getattr(parameter, "whole_shape", parameter.shape)
     begin = getattr(parameter, "offset", 0)
