@@ -5,7 +5,7 @@ processes whose coordinates differ on this axis only:
 
     axis          splits      sends
     pp  pipeline  layers      activations forward and gradients back, once per microbatch
-    dp  data      sequences   gradients, once per step; ZeRO-2 and 3 send more often (zero.py)
+    dp  data      sequences   gradients, and weights with ZeRO, at least once per step (zero.py)
     cp  context   positions   keys, values and their gradients, once per layer and microbatch
     tp  tensor    matrices    activations and gradients: four all-reduces per layer and microbatch
 
@@ -14,13 +14,13 @@ processes whose coordinates differ on this axis only:
 tp is innermost, as its ranks send most and should share a node. Gradients are summed over dp x cp.
 
 A layer can have experts, which are MLPs of which each token uses only a few. tp does not split
-them, so all ranks that have the layer would hold copies of its experts. Instead, groups of ep of
-these ranks divide the experts, and send tokens to their experts and back. A group takes its ranks
-from tp first, and then from dp x cp, so ep is not another axis.
+them, so all ranks that have the layer would hold copies of its experts. Instead, these ranks form
+groups of size ep. The ranks of a group divide the experts, and send tokens to their experts and
+back. A group takes its ranks from tp first, and then from dp x cp, so ep is not another axis.
 
 A rank holds   1/tp of its layers' matrices and 1/ep of their experts. Over dp x cp, ZeRO-1 splits
                the optimizer state, ZeRO-2 also the gradients, and ZeRO-3 also the weights
-It sends       what is listed above; the other files derive the formulas and count the bytes
+It sends       what is listed above; the other files derive and count the bytes
 Overlap        pp   activations travel while other microbatches compute
                dp   gradients are summed while backward still computes
                cp   keys and values travel while attention to the previous ones computes (ring)
@@ -423,8 +423,8 @@ class Trainer:
     def step(self, inputs, targets):
         """Take one optimizer step on this rank's inputs and targets, (batch_size / dp, seq_len).
 
-        Returns {name: value}: the global loss, the gradient norm before clipping, and more. If the
-        loss or norm is not finite, leaves the weights unchanged and raises TrainingError.
+        Returns {name: value}: the global loss, the gradient norm before clipping, and more. Raises
+        TrainingError, with the weights unchanged, if the loss or the norm is not finite.
         """
         args = self.args
         seed_dropout(args.seed, self.steps_done, self.mesh)
@@ -465,7 +465,6 @@ class Trainer:
         inputs, targets = self.own_tokens(inputs, targets)
         num_tokens = (targets != IGNORE_INDEX).sum()
         all_reduce(num_tokens, group=self.mesh.dp_cp_group)
-        # the divisor is known before backward, so that gradients need no averaging after it
         loss = pipeline.step(inputs, targets, num_tokens.clamp(min=1))
         if loss is None:  # this rank does not have the last stage
             loss = torch.zeros((), device=self.device)
@@ -640,10 +639,9 @@ def wrap(args, mesh, chunks, experts):
     options |= {"groups": dict.fromkeys(experts, groups), "under_way": deque()}
     stages = []
     for chunk in chunks:
-        # sum_shared_gradients() adds shards of a weight's copies, so ZeRO must cut all copies at
-        # the same places, which depend on the other weights in the flat tensor. So weights that tp
-        # splits, perhaps unevenly, share no flat tensor with weights that are copied on all ranks
-        # of tp. The tied weight, whose copies are on two stages, has a flat tensor of its own.
+        # sum_shared_gradients() sums gradients of a weight's copies shard by shard. So ZeRO must
+        # cut the copies alike, in flat tensors of equal sizes. Weights that tp may split unevenly,
+        # and the tied weight, whose copies are on two stages, share no flat tensor with the others.
         apart = [m.weight for m in chunk.modules() if isinstance(m, VocabParallelEmbedding)]
         if args.tp > 1:
             apart += [chunk.get_parameter(name) for name in shards_of(chunk)]
@@ -724,7 +722,7 @@ class Mesh(SimpleNamespace):
     """The groups of this process. Its rank in the group of an axis is its coordinate on this axis.
 
     pp_group, dp_group, cp_group, tp_group   the ranks that differ on this axis only
-    dp_cp_group              the ranks whose gradients are summed
+    dp_cp_group              the ranks of dp x cp, over which gradients are summed
     shard_group              neighbours in dp_cp_group that share one copy of ZeRO's shards
     replicate_group          the ranks of dp_cp_group that hold the same shards
     ep_group                 the ranks of dp x cp x tp that hold different experts
@@ -742,14 +740,17 @@ class Mesh(SimpleNamespace):
         dp_group           0 2, 1 3, 4 6, 5 7    the same stage and place in tp
         pp_group           0 4, 1 5, 2 6, 3 7    the same replica and place in tp
 
-    Experts are spread over gcd(ep, tp) ranks of tp, and then over dp x cp. In this grid:
+    Experts are spread over gcd(ep, tp) ranks of tp, and then over dp x cp. With 8 ranks and pp 1:
 
-        ep_group, ep 2     0 1, 2 3, 4 5, 6 7    expert_dp_group is dp_group
-        ep_group, ep 4     0 1 2 3, 4 5 6 7      no two ranks hold the same experts
+                           tp 2 and ep 4         tp 4 and ep 2
+        tp_group           0 1, 2 3, 4 5, 6 7    0 1 2 3, 4 5 6 7
+        ep_group           0 1 2 3, 4 5 6 7      0 1, 2 3, 4 5, 6 7
+        expert_dp_group    0 4, 1 5, 2 6, 3 7    0 4, 1 5, 2 6, 3 7
+        expert_tp_group    each rank is alone    0 2, 1 3, 4 6, 5 7
     """
 
 
-# The names of groups over which gradients travel end with one of these.
+# The names of groups over which DDP and ZeRO sum gradients end with one of these.
 GRADIENT_GROUPS = ("dp_cp_group", "expert_dp_group", "shard_group", "replicate_group")
 
 
@@ -763,7 +764,7 @@ def make_mesh(args, groups=None):
     rank = dist.get_rank()
     groups = {} if groups is None else groups
     of_gradients = GRADIENT_GROUPS
-    if not args.experts:  # then no layer uses dp_group, so it may be dp_cp_group
+    if not args.experts:  # nothing is sent over dp_group, so gradients may share it
         of_gradients += ("dp_group",)
     mine = {}
     degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
@@ -781,7 +782,7 @@ def make_mesh(args, groups=None):
         set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
         if args.collectives == "backend":
             set_backend_collectives(group)
-        # if NCCL has not connected a group yet, the group's first batch of messages needs all ranks
+        # without a bound GPU, NCCL connects a group at its first use, which needs all ranks
         if not is_bound_to_gpu():
             barrier(group)
     return Mesh(**mine)
@@ -818,7 +819,9 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     replicas = grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)
     ends = grid[[0, -1]] if pp > 1 else grid
     in_tp = math.gcd(ep, tp)
-    # dims: pp, replicas of the experts, ep in dp x cp, copies of the experts in tp, ep in tp
+    # dims: stage; copy and part of the experts in dp x cp; copy and part in tp. In a stage, ranks
+    # that agree in both parts hold the same experts, and ranks that agree in both copies form an
+    # ep_group. In Mesh's two examples, the shapes are (1, 2, 2, 1, 2) and (1, 2, 1, 2, 2).
     domain = grid.view(pp, -1, ep // in_tp, tp // in_tp, in_tp)
     ep_groups = domain.permute(0, 1, 3, 2, 4).reshape(-1, ep)
     expert_replicas = domain.permute(0, 2, 3, 4, 1).flatten(0, 3)
@@ -1085,10 +1088,7 @@ def check_checkpoint(path, args):
 
 
 class Log:
-    """Reports progress on rank 0's output and in the --metrics file. Creating a Log is collective.
-
-    The file has lines of JSON: the flags, then the steps. A run that resumes appends to it.
-    """
+    """Reports progress on rank 0's output and in the --metrics file. Creation is collective."""
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -1254,12 +1254,12 @@ def parse(argv, world_size, per_node=None):
     args.world_size = world_size
     args.per_node = per_node or world_size
     args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
-    replicas = args.dp * args.cp
+    dp_cp = args.dp * args.cp
     if args.zero is None:
-        args.zero = int(replicas > 1)
-    if args.dtype == "bf16" and not args.zero:  # ZeRO keeps fp32 weights, even unsharded
+        args.zero = int(dp_cp > 1)
+    if args.dtype == "bf16" and not args.zero:  # ZeRO keeps fp32 weights, by default unsharded
         args.zero = 1
-        args.replicate = args.replicate or replicas
+        args.replicate = args.replicate or dp_cp
     args.replicate = args.replicate or 1
     args.kv_heads = args.kv_heads or args.heads
     args.ffn = args.ffn or 4 * args.hidden
@@ -1268,7 +1268,7 @@ def parse(argv, world_size, per_node=None):
     args.ep_nodes = args.ep // math.gcd(args.ep, inside)
     args.topk_nodes = args.topk_nodes or args.ep_nodes
     # 1F1B is idle for less than 1/3 of the time with 2 x pp microbatches, and 1/5 with 4 x pp. By
-    # default, each replica gets a multiple of 2 x pp sequences, cut into 4 x pp parts if possible.
+    # default, a pipeline gets a multiple of 2 x pp sequences, cut into 4 x pp parts if possible.
     most = 4 * args.pp if args.pp > 1 else 1
     divisor = args.dp * (args.microbatches or math.ceil(most / 2))
     args.batch_size = args.batch_size or math.ceil(16 / divisor) * divisor
@@ -1329,7 +1329,7 @@ def check(args):
         must_divide(args, "cp * tp", "seq_len")
     if args.cp_method == "ulysses":
         must_divide(args, "tp * cp", "heads")
-        if args.cp % (args.kv_heads // args.tp):  # if cp is a multiple, several ranks use one head
+        if args.cp % (args.kv_heads // args.tp):  # if the remainder is 0, ranks may share heads
             must_divide(args, "tp * cp", "kv_heads")
 
 
