@@ -102,7 +102,6 @@ def equal(first, second):
 
 # ---- training ------------------------------------------------------------------------------------
 
-
 RUNS = [
     ("AdamW", {}, torch.float64, 1e-10),
     ("SGD", {"momentum": 0.9, "nesterov": True}, torch.float64, 1e-10),
@@ -345,7 +344,9 @@ def test_gradients_of_16_bit_weights_add_up_in_32_bits_and_update_a_32_bit_copy(
         net[0].register_forward_pre_hook(lambda layer, args: seen.append(layer.weight.grad_dtype))
         for x in (256.0, 1.0):
             with model.no_sync() if only_adds and x > 1 else nullcontext():
-                model(torch.full((1, 1), x, dtype=dtype)).sum().backward()
+                y = model(torch.full((1, 1), x, dtype=dtype, requires_grad=True))
+                model.reshard()  # so backward gathers the weight again
+                y.sum().backward()
         # Deferred products add to .grad of the computing parameter, which has its own grad_dtype.
         assert seen == 2 * [torch.float32 if dtype == torch.bfloat16 else torch.bfloat16]
         assert net[0].weight.dtype == dtype and net[0].weight.grad.dtype == torch.float32
