@@ -87,7 +87,7 @@ def switch(x, experts, compute, group=None):
 def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None, shared=None):
     """Send each token to the ranks of its experts, compute there, and return the weighted sums.
 
-    x: (N, D). experts, weights: (N, k). Expert e is on rank e * P // num_experts; -1 is no expert.
+    x: (N, D). experts, weights: (N, k). Expert e is on rank e * P // num_experts; -1 means none.
     compute: compute(rows, sizes, counts) applies this rank's G experts to (M, D) rows, which are
         sorted by expert. `sizes` (a list) and `counts` (a tensor) are the experts' row counts.
     shared: a module whose output for x is added. It is launched before the host waits for counts.
@@ -124,7 +124,7 @@ class Hop:
         receive_counts = all_to_all_in_group(send_counts, group=group)
         both = torch.stack([send_counts, receive_counts])[..., :num_local]
         self.receive_counts = both[1]
-        # copied now, so that the host need not wait for kernels that are launched before wait()
+        # start the copy now, so that wait() need not wait for kernels launched after the copy
         self.on_host = both.to("cpu", non_blocking=True)
         if experts.is_cuda:
             self.copied = torch.cuda.current_stream().record_event()
@@ -162,7 +162,7 @@ class Hop:
         if weights is not None:
             weights = weights.flatten().index_select(0, self.order).to(rows.dtype)
             return _WeightedSums.apply(rows, weights, self.token, self.num_tokens)
-        # unlike index_add_(), this does not keep the rows for backward
+        # unlike index_add_(), scatter_add_() does not keep the rows for backward
         y = rows.new_zeros(self.num_tokens, rows.shape[1])
         return y.scatter_add_(0, self.token.unsqueeze(1).expand_as(rows), rows)
 
@@ -328,7 +328,7 @@ class Experts(nn.Module):
         self.gelu = nn.GELU(approximate="tanh")
 
     def forward(self, x, sizes, counts):
-        """Apply each expert to its rows of x, (M, D), as `compute` of dispatch_and_combine()."""
+        """Apply each expert to its rows of x, (M, D). See `compute` of dispatch_and_combine()."""
         w_in = self.w_in.to(x.dtype)
         w_out = self.w_out.to(x.dtype)
         # F.grouped_mm() expects bfloat16, and rows whose length is a multiple of 8 (16 bytes)
@@ -374,7 +374,7 @@ class MoE(nn.Module):
     tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dimension 0,
         and the results are gathered. The caller sums a parameter's gradients over those ranks of
         tp_group that have copies of it. With None, every rank has tokens of its own.
-    capacity_factor: each expert takes the first ceil(N k / E x capacity_factor) of the choices that
+    capacity_factor: each expert takes the first ceil(capacity_factor x N k / E) of the choices that
         fall on it from a rank's N tokens. The others are dropped, and add nothing to the result.
     shared_experts: the number of experts that every token uses in addition.
     balance_coefficient, z_coefficient, loss_scale: backward adds the gradient of loss_scale x
@@ -415,7 +415,7 @@ class MoE(nn.Module):
             up = nn.Linear(hidden, shared_experts * ffn_hidden, bias=False)
             down = nn.Linear(shared_experts * ffn_hidden, hidden, bias=False)
             self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
-        # The tally differs by rank, so it is no buffer. On a "meta" device it would have no values.
+        # not a buffer, since DDP would broadcast it; on the CPU, since meta tensors hold no values
         self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
 
     def forward(self, x):
