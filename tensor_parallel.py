@@ -78,7 +78,7 @@ def row_linear(x, weight, bias=None, group=None):
 #     s = 2   x2 (x1)   x3 (x2)   x0 (x3)   x1 (x0)         y3 -> 3   y0 -> 0   y1 -> 1   y2 -> 2
 #     s = 3   x1        x2        x3        x0              y0        y1        y2        y3
 #
-# On the right, rank r adds the four summands of chunk r last, so a 16-bit sum is rounded once.
+# On the right, one operation adds the four summands of a chunk, so a 16-bit sum is rounded once.
 # Either way a rank sends (P-1)/P of the whole, as in an all-gather or a reduce-scatter.
 
 CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 24}  # smaller chunks cost more than overlap saves
@@ -245,7 +245,7 @@ class _RowLinear(torch.autograd.Function):
 
 
 def _weight_gradient(weight, dy, x, store):
-    """Return dW = dy^T @ x. If `store.adds` and .grad exists, add dW to it and return None."""
+    """Return dW = dy^T @ x, or add dW to .grad if `store.adds` is true and .grad exists."""
     a = dy.reshape(-1, dy.shape[-1]).t()
     b = x.reshape(-1, x.shape[-1])
     adds = store.adds and weight.is_leaf and not weight._backward_hooks
@@ -462,7 +462,7 @@ class ParallelSelfAttention(nn.Module):
 
 
 def attention(q, k, v, dropout=0.0):
-    """Apply PyTorch's fused causal attention. Several heads of q may share one of k and v."""
+    """Apply PyTorch's fused causal attention. Several heads of q may share a head of k and v."""
     if q.shape[1] != k.shape[1] and q.is_cuda and q.element_size() > 2:  # fused GQA needs 16 bits
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     options = {"dropout_p": dropout, "is_causal": True, "enable_gqa": q.shape[1] != k.shape[1]}
@@ -474,7 +474,7 @@ class ShardedRandomState:
 
     Global generators must be seeded alike on all ranks, so that a tensor that all ranks hold gets
     the same dropout mask. Heads or tokens that differ between ranks need different masks, so `with`
-    derives a seed from the rank and a number drawn on the CPU, which recomputation draws again.
+    derives a seed from the rank and a number from the CPU generator, which checkpoint() restores.
     """
 
     def __init__(self, device, group=None):
@@ -607,10 +607,10 @@ def views_in_whole(parameter, tensor, shard=None):
     parameter: this rank's part (the whole if `shard` is None), or ZeRO's piece of that part.
     tensor: the parameter, or a tensor of the same layout, such as .grad.
 
-        row of the whole, (6, 2)  this rank's part  ZeRO's piece, offset 1  {index: shape of view}
-        0                         0 1               . 1                     (0, 1): (1, 1)
-        1                         2 3               2 3                     (1, 0): (1, 2)
-        4                         4 5               4 5                     (4, 0): (1, 2)
+        row of the whole, (6, 2)  rank 0 (see Shard)  ZeRO's piece, offset 1  {index: shape of view}
+        0                         0 1                 . 1                     (0, 1): (1, 1)
+        1                         2 3                 2 3                     (1, 0): (1, 2)
+        4                         4 5                 4 5                     (4, 0): (1, 2)
     """
     shape = getattr(parameter, "whole_shape", parameter.shape)
     begin = getattr(parameter, "offset", 0)
@@ -619,7 +619,7 @@ def views_in_whole(parameter, tensor, shard=None):
         dim, runs, total = shard.dim, shard.runs(), sum(shard.blocks)
     rest = tensor.detach().view(-1)
     views = {}
-    for row, rows in runs:  # several runs, which only dim 0 has, follow each other in memory
+    for row, rows in runs:  # only dim 0 has several runs, which are adjacent in this rank's part
         sizes = (*shape[:dim], rows, *shape[dim + 1 :])
         numel = math.prod(sizes)
         for index, box in boxes_between(sizes, begin, min(begin + len(rest), numel)):
