@@ -15,9 +15,10 @@ on a ring, or each rank gets the whole sequence for 1/P of the heads (Ulysses).
 A rank holds   1/t of a layer's activations with sequence parallelism, and 1/P of them with context
                parallelism, except that all-gather attention keeps the k and v of all tokens
 It sends       10 b s h (t-1)/t elements per layer with sequence parallelism, for b sequences of s
-               tokens of width h (B, T and D in shapes): tensor parallelism's 8, and 2 since
-               backward gathers inputs again. A step sums gradients of norms and row-parallel biases
-               over t ranks, and all gradients over P ranks. For attention, see "the three methods"
+               tokens of width h (B, T and D in shapes). Tensor parallelism alone sends 8; the other
+               2 are inputs that backward gathers again. Each training step also sums gradients of
+               norms and row-parallel biases over t ranks, and all gradients over P ranks. For the
+               costs of attention, see "the three methods"
 Overlap        only the ring computes while it sends. For linear layers, see tensor_parallel.py
 PyTorch's      SequenceParallel runs norms and dropouts on DTensors, and context_parallel() patches
                scaled_dot_product_attention(). Here the model calls one of three functions instead
@@ -26,7 +27,7 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
 Team, "The Llama 3 Herd of Models", 2024. Liu et al., "Ring Attention with Blockwise Transformers
 for Near-Infinite Context", 2023. Jacobs et al., "DeepSpeed Ulysses", 2023.
 
-    torchrun --nproc-per-node 4 sequence_parallel.py     bytes, claimed and counted, and the error
+    torchrun --nproc-per-node 4 sequence_parallel.py    prints claimed and counted bytes, and errors
 """
 
 import math
@@ -122,7 +123,7 @@ class AttentionBlock(NamedTuple):
 
     queries: slice
     keys: slice
-    causal: bool  # whether query i of the slice sees only keys 0 to i of the other slice
+    causal: bool  # whether query i of `queries` sees only keys 0 to i of `keys`
 
 
 def ring_block(rank, source, length):
@@ -146,7 +147,7 @@ def ring_block(rank, source, length):
 
 
 def gathered_blocks(rank, world_size, length):
-    """Yield each chunk of a rank's queries with all earlier keys, then with its own keys."""
+    """Yield each chunk of a rank's queries with all earlier keys, then with that chunk's keys."""
     size = length // 2  # of a chunk; length is T/P
     for i, chunk in enumerate((rank, 2 * world_size - 1 - rank)):
         queries = slice(i * size, (i + 1) * size)
@@ -225,8 +226,7 @@ def _zeros(x, shape):
 class _AllGatherAttention(torch.autograd.Function):
     """forward: all-gather k and v, then attend. backward: reduce-scatter the gradients of k and v.
 
-    The collectives are part of this Function so that the gradients are summed in fp32. Between two
-    Functions autograd would cast them to the dtype of k and v.
+    If this were two Functions, autograd would cast fp32 gradients to k's dtype before their sum.
     """
 
     @staticmethod
