@@ -29,12 +29,12 @@ A rank holds   the parameters of its stages; the activations of every microbatch
                done and whose backward is not
 It sends       per microbatch and boundary between stages, the activations forward and their
                gradient back; each has b s h elements (microbatch size, sequence length, width)
-Overlap        messages travel while ranks compute. Receives are posted early, and up to num_stages
-               sends are pending. If messages are short, ranks wait only in their schedule's bubble
-PyTorch's      torch.distributed.pipelining has a class per schedule. By default, stages exchange
-               shapes in the first step, and gradients are divided by the number of microbatches;
-               here loss_fn returns a microbatch's share of the loss. For I and W, PyTorch walks the
-               graph twice; here the layers know what to defer. PyTorch also cuts models into stages
+Overlap        messages travel while ranks compute. Receives are posted early. In 1F1B, ranks still
+               wait for some messages, because a rank often needs what its neighbour has just made
+PyTorch's      torch.distributed.pipelining has a class per schedule, and also cuts models into
+               stages. By default, it divides gradients by the number of microbatches; here loss_fn
+               returns a microbatch's share of the loss. For I and W, it walks the graph twice; here
+               the layers know what to defer
 
 Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019 and "Memory-Efficient
 Pipeline-Parallel DNN Training", 2021 (PipeDream-flush, called 1F1B here and in Megatron-LM).
@@ -167,7 +167,7 @@ class Schedule(list):
 # Here p = num_stages is the number of ranks, m = num_microbatches, and all sizes are at least 1. In
 # formulas F, B, I and W are the times of all layers of a rank. A rank holds the activations of a
 # microbatch from its F to its B or W. "Peak activations" is the largest number of microbatches that
-# a rank holds at a time. A microbatch counts once for each chunk of the rank that holds it.
+# a rank holds at a time. A microbatch that two chunks of the rank hold counts twice.
 
 
 def _actions(letters, *microbatches):
@@ -323,9 +323,9 @@ def dualpipe(num_stages, num_microbatches):
         rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
         rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
 
-    The bubble, in the times of one chunk, is at most (p/2-1)(F+B + B-3W) for F <= B and W <= I, and
-    half of this bound for F = I = W. The paper has F&B in place of F+B, because there a forward and
-    a backward overlap. Peak activations: p+1. Raises ValueError if p is odd, m is odd, or m < 2p.
+    If F, B, I and W are the times of one chunk, the bubble is at most (p/2-1)(F+B + B-3W) for
+    F <= B and W <= I, and half that for F = I = W. In the paper a forward and a backward overlap,
+    so F&B replaces F+B. Peak activations: p+1. Raises ValueError if p or m is odd, or m < 2p.
     """
     p, m = num_stages, num_microbatches
     if p % 2 or m % 2 or m < 2 * p:
@@ -595,8 +595,8 @@ def _add_products(products):
 # On the last stage F also computes the loss from the output, and B begins at the loss. With data
 # parallelism a stage is wrapped in DistributedDataParallel (ddp.py) or FullyShardedDataParallel
 # (zero.py). Its last B or W starts the reduction of its gradients; if sync_each is true, every B or
-# W starts one. The rest of backward runs in no_sync(). If the schedule has Ws, the caller of step()
-# must then call the wrapper's finish_grad_sync(), which waits for the reductions.
+# W starts one. The other backward actions run in no_sync(). If the schedule has Ws, the caller of
+# step() must then call the wrapper's finish_grad_sync(), which waits for the reductions.
 
 
 class Pipeline:
@@ -835,7 +835,7 @@ def bubble_time(
 
 
 def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2):
-    """Return the largest peak of any rank. The unit is one microbatch in 1/p of the layers."""
+    """Return the largest peak of any rank. A microbatch that 1/p of the layers hold counts as 1."""
     p, m, v = num_stages, num_microbatches, num_chunks
     return {
         "naive": 1,
