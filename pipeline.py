@@ -899,7 +899,7 @@ def figures(name, num_stages, num_microbatches):
 
 def _show(schedule, _, bubbles, peaks):
     print(draw(schedule))
-    print("bubble, F of all layers of a rank = 1: claimed {:g}, simulated {:g}".format(*bubbles))
+    print("bubble if F = I = W = 1: claimed {:g}, simulated {:g}".format(*bubbles))
     print("peak activations, in microbatches: claimed {:g}, simulated {:g}".format(*peaks))
 
 
