@@ -30,7 +30,7 @@ Overlap        with async_op=True an operation runs beside the caller's computat
 PyTorch's      torch.distributed has the same names and meanings; all_gather_into_tensor is an older
                name of all_gather_single. Here the collectives of a group run one after the other,
                tensors need not be contiguous, reduce changes only the root's tensor, and
-               copy_to_group() and the six after it can be differentiated
+               copy_to_group() and the six functions below it can be differentiated
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
@@ -168,7 +168,7 @@ _REDUCTIONS = {  # op: (for two tensors, for a tensor and a dim)
 
 
 class _Combine:
-    """A reduction: pair(a, b, out=...) of two tensors, rows(matrix, 0, out=...) of a matrix's rows.
+    """Reduce two tensors by pair(a, b, out=...), or a matrix's rows by rows(matrix, 0, out=...).
 
     scratch: matrices whose rows have been reduced, which the operation's next segments reuse
     """
@@ -338,7 +338,7 @@ def _among(ranks, algorithms):
     """Run algorithms in which rank k stands for ranks[k], as many together as MOST_PEERS allows."""
     together = max(1, MOST_PEERS // len(ranks))
     for first in range(0, len(algorithms), together):
-        # zip() would stop at the end of the first, before the others have added what arrived last
+        # zip() would stop when one algorithm ends, before the others have added what arrived last
         for steps in zip_longest(*algorithms[first : first + together]):
             sends, receives = [], []
             for outgoing, arriving in steps:
@@ -637,11 +637,11 @@ def post_batch(group, sends, receives):
 
 @contextmanager
 def observe(listener):
-    """Call listener(event, operation, ...) at these events of every Operation that begins inside:
+    """Call listener(event, operation, ...) at events of operations begun inside and of their waits:
 
     begin                     in the caller's thread, at the start of the call
     post, sends, receives     before messages [(tensor, peer in the group)] are posted
-    end                       on completion (on NCCL: launch) or failure, in the thread that runs it
+    end                       on completion (on NCCL: launch) or failure, perhaps in another thread
 
     A wait() is an operation, too; its `of` is the one that it waits for. With async_op=False an
     operation blocks its caller from begin to end. An asynchronous exchange() ends in its wait().
@@ -658,11 +658,11 @@ class _Stream:
 
     on_nccl = True
     window = 2  # segments under way: one is summed while one travels
-    finish = is_completed = staticmethod(lambda: True)  # of the last task that was submitted
+    finish = is_completed = staticmethod(lambda: True)  # of the last task submitted
     AHEAD = 5  # operations that the host may launch before the device has done them
 
     def __init__(self):
-        self.stream = torch.cuda.Stream(priority=-1)  # for additions only
+        self.stream = torch.cuda.Stream(priority=-1)  # for sums; NCCL has one for messages
         self.launched = deque()  # (event, tensors held until the device passes it)
 
     def run(self, task, held=()):
@@ -700,7 +700,7 @@ class _Thread:
 
     on_nccl = False
     window = 3  # segments under way
-    finish = is_completed = staticmethod(lambda: True)  # of the last task that was submitted
+    finish = is_completed = staticmethod(lambda: True)  # of the last task submitted
 
     def __init__(self, group):
         self.tasks = SimpleQueue()
@@ -718,7 +718,7 @@ class _Thread:
             del task, future  # they hold the group and tensors
 
     def end(self):
-        """End the thread. Its return from C++ code after Python's end would abort the process."""
+        """End the thread. A thread that returns from C++ after Python's end aborts the process."""
         self.tasks.put(None)
         if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(30)  # seconds
@@ -1005,7 +1005,7 @@ def gather_from_group(x, dim, group=None):
 
 
 def all_gather_to_group(x, dim, group=None):
-    """Join every rank's x along `dim`, for ranks that use it differently. Gradients are summed."""
+    """Join every rank's x along `dim`. Ranks use the result differently; gradients are summed."""
     return _Conjugate.apply(x, _PAIRS["all_gather_to_group"], dim % x.ndim, group)
 
 
@@ -1126,7 +1126,7 @@ class Traffic:
         self.sent = []  # (operation's name, group, peer in the group, bytes) of every message
 
     def bytes(self, operation=None, group=None, peers=None):
-        """Return the bytes sent to `peers` by a group's operations of one name; None means all."""
+        """Sum the bytes sent in `group` to `peers` by operations of this name. None means all."""
         sent = [m for m in self.sent if operation in (None, m[0]) and group in (None, m[1])]
         return sum(nbytes for *_, peer, nbytes in sent if peers is None or peer in peers)
 
