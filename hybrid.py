@@ -604,7 +604,7 @@ def make_chunks(args, mesh, device, routes, positions, deferred):
     method = CP_METHODS[args.cp_method]
     cp_fn = lambda q, k, v, dropout: method(q, k, v, mesh.cp_group)  # check() excludes dropout
     rank = dist.get_rank(mesh.pp_group)
-    # a route lists the place of each stage, (rank, number of its chunk)
+    # a route lists the place of each stage, (rank, number among the rank's chunks)
     stage_at = {place: stage for route in routes for stage, place in enumerate(route)}
     chunks = []
     for stage in [stage_at[place] for place in sorted(stage_at) if place[0] == rank]:
@@ -639,9 +639,9 @@ def wrap(args, mesh, chunks, experts):
     options |= {"groups": dict.fromkeys(experts, groups), "under_way": deque()}
     stages = []
     for chunk in chunks:
-        # sum_shared_gradients() sums gradients of a weight's copies shard by shard. So ZeRO must
-        # cut the copies alike, in flat tensors of equal sizes. Weights that tp may split unevenly,
-        # and the tied weight, whose copies are on two stages, share no flat tensor with the others.
+        # With ZeRO, sum_shared_gradients() sums shards, so a weight's copies must be cut at the
+        # same places. The cuts depend on all weights of a flat tensor. So weights that tp may split
+        # unevenly, and the tied weight, which two stages have, share no flat tensor with others.
         apart = [m.weight for m in chunk.modules() if isinstance(m, VocabParallelEmbedding)]
         if args.tp > 1:
             apart += [chunk.get_parameter(name) for name in shards_of(chunk)]
@@ -665,7 +665,7 @@ def make_optimizer(args, parameters):
 
 @torch.no_grad()
 def evaluate(trainer, data, batches=8):
-    """Return the mean loss per token of `batches` validation batches, the same in every call."""
+    """Return the mean loss per token of `batches` validation batches, which are always the same."""
     args = trainer.args
     sizes = args.batch_size, args.seq_len, args.seed
     total = 0.0
@@ -681,7 +681,7 @@ def evaluate(trainer, data, batches=8):
 def train(args, device):
     """Train, from the last checkpoint if there is one, and validate. Collective.
 
-    Raises TrainingError if a file or a step fails, and on SIGTERM, after saving a checkpoint.
+    Raises TrainingError if a file or a step fails and, with --checkpoint, on SIGTERM after saving.
     """
     source = f"--data {args.data or '(default)'}: "
     data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, prefix=source)
@@ -782,7 +782,7 @@ def make_mesh(args, groups=None):
         set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
         if args.collectives == "backend":
             set_backend_collectives(group)
-        # without a bound GPU, NCCL connects a group at its first use, which needs all ranks
+        # without join()'s device_id, NCCL connects a group at its first use, which needs all ranks
         if not is_bound_to_gpu():
             barrier(group)
     return Mesh(**mine)
@@ -819,9 +819,9 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     replicas = grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)
     ends = grid[[0, -1]] if pp > 1 else grid
     in_tp = math.gcd(ep, tp)
-    # dims: stage; copy and part of the experts in dp x cp; copy and part in tp. In a stage, ranks
-    # that agree in both parts hold the same experts, and ranks that agree in both copies form an
-    # ep_group. In Mesh's two examples, the shapes are (1, 2, 2, 1, 2) and (1, 2, 1, 2, 2).
+    # Dims: the stage, then which copy and which part of the experts in dp x cp, and the same in tp.
+    # In a stage, ranks that agree in both parts hold the same experts, and ranks that agree in both
+    # copies form an ep_group. Mesh's examples have the shapes (1, 2, 2, 1, 2) and (1, 2, 1, 2, 2).
     domain = grid.view(pp, -1, ep // in_tp, tp // in_tp, in_tp)
     ep_groups = domain.permute(0, 1, 3, 2, 4).reshape(-1, ep)
     expert_replicas = domain.permute(0, 2, 3, 4, 1).flatten(0, 3)
@@ -1195,7 +1195,7 @@ FLAGS = [flag for flag in fields(Args) if "help" in flag.metadata]
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of the command line. It raises ValueError and sets only the flags given."""
+    """The command line's parser. It raises ValueError on errors, and sets only the flags given."""
 
     def __init__(self):
         super().__init__("hybrid.py", allow_abbrev=False, description=__doc__.splitlines()[0])
@@ -1257,13 +1257,13 @@ def parse(argv, world_size, per_node=None):
     dp_cp = args.dp * args.cp
     if args.zero is None:
         args.zero = int(dp_cp > 1)
-    if args.dtype == "bf16" and not args.zero:  # ZeRO keeps fp32 weights, by default unsharded
-        args.zero = 1
-        args.replicate = args.replicate or dp_cp
+    if args.dtype == "bf16" and not args.zero:
+        args.zero = 1  # ZeRO keeps fp32 weights
+        args.replicate = args.replicate or dp_cp  # a copy per rank
     args.replicate = args.replicate or 1
     args.kv_heads = args.kv_heads or args.heads
     args.ffn = args.ffn or 4 * args.hidden
-    # the ranks that an ep_group has in a node: gcd(ep, tp) in each of the node's tp_groups
+    # the ranks that an ep_group can have in a node: gcd(ep, tp) in each of the node's tp_groups
     inside = math.gcd(args.ep, args.tp) * max(1, args.per_node // args.tp)
     args.ep_nodes = args.ep // math.gcd(args.ep, inside)
     args.topk_nodes = args.topk_nodes or args.ep_nodes
