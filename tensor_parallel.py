@@ -21,8 +21,8 @@ It sends       8 b s h (P-1)/P elements per transformer layer, in 4 all-reduces 
                an all-reduce each, and the loss reduces 3 b s numbers. Sequence parallelism raises
                the 8 to 10, as backward gathers X again, and adds an all-reduce per step for the
                gradients of norms and row-parallel biases
-Overlap        backward computes dW while dX is summed. With sequence parallelism, large forward
-               products, and dX of row-parallel layers, run chunk by chunk while other chunks travel
+Overlap        backward computes dW while dX is summed. With sequence parallelism a large forward
+               product, or dX of a row-parallel layer, runs chunk by chunk while other chunks travel
 PyTorch's      DTensor and parallelize_module() split the same matrices. Each operation derives what
                to send from the placements of its DTensors. Here a parameter is a plain tensor
 
@@ -58,7 +58,7 @@ def column_linear(x, weight, bias=None, group=None):
 
 
 def row_linear(x, weight, bias=None, group=None):
-    """Return Z = g(Y_r B_r) + b for x = Y_r, a rank's columns of Y. b is added once, after g."""
+    """Return Z = g(Y_r B_r) + b for x = Y_r, this rank's columns of Y. b is added once, after g."""
     z = reduce_from_group(F.linear(x, weight), group)
     return z if bias is None else z + bias
 
@@ -419,9 +419,9 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     gradients = [parameter.grad for parameter in parameters]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])  # in their widest dtype
+    flat = torch.cat([grad.flatten() for grad in gradients])  # in their widest dtype
     all_reduce(flat, group=group)
-    sums = flat.split([gradient.numel() for gradient in gradients])
+    sums = flat.split([grad.numel() for grad in gradients])
     torch._foreach_copy_(gradients, [total.view_as(grad) for total, grad in zip(sums, gradients)])
 
 
@@ -612,7 +612,7 @@ def views_in_whole(parameter, tensor, shard=None):
         1                         2 3                 2 3                     (1, 0): (1, 2)
         4                         4 5                 4 5                     (4, 0): (1, 2)
     """
-    shape = getattr(parameter, "whole_shape", parameter.shape)
+    shape = getattr(parameter, "whole_shape", parameter.shape)  # of the part
     begin = getattr(parameter, "offset", 0)
     dim, runs, total = 0, [(0, shape[0])], shape[0]
     if shard is not None:
@@ -634,7 +634,7 @@ def views_in_whole(parameter, tensor, shard=None):
 
 
 def tensor_parallel_layer_bytes(batch, seq_len, hidden, tp, itemsize=4, regather=False):
-    """Return the bytes a rank sends per layer: 8 b s h (P-1)/P elements, or 10 with `regather`."""
+    """Return the bytes a rank sends per layer: 8 b s h (P-1)/P elements, 10 if X is regathered."""
     return (5 if regather else 4) * all_reduce_bytes(batch * seq_len * hidden * itemsize, tp)
 
 
