@@ -1,9 +1,9 @@
 """Expert parallelism: each token uses k of E experts, which are spread over a group of P ranks.
 
-A mixture-of-experts layer takes the place of the MLP. A router scores the experts for each token.
-Token t is sent to the ranks of its k best experts. The results come back the same way, and y(t) is
-their sum, weighted by the router. Parameters grow with E, but work per token grows only with k. In
-this picture k = 1, t0(E2) uses expert E2, and a bar separates rows to, or from, different ranks:
+A mixture-of-experts layer replaces a transformer block's MLP with E MLPs, the experts. A router
+scores them for each token t, which is sent to the ranks of the k best. The results come back, and
+y(t) is their sum, weighted by the router. Parameters grow with E, but work per token only with k.
+In this picture k = 1, t0(E2) uses expert E2, and a bar separates rows to, or from, different ranks:
 
              tokens                  sorted by expert    after all-to-all    grouped by expert
     rank 0   t0(E2) t1(E0) t2(E1) -> t1 t2 | t0       -> t1 t2 | t3 t4    -> E0: t1 t3 t4   E1: t2
@@ -23,9 +23,9 @@ It sends       2 N k D (P-1)/P elements in a layer's forward and as many in its 
                rank has N tokens of width D and routing is even. two_hops() sends a token to
                another node only once, however many of its experts are there
 Overlap        shared experts compute while the host waits for message sizes. DeepSeek's DualPipe
-               also computes one microbatch while another's tokens travel; pipeline.py does not
-PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps. It can split
-               an expert over ranks and pad experts' rows. DeepEP has kernels for both all-to-alls
+               also computes one microbatch while another's tokens travel; pipeline.py's does not
+PyTorch's      torch has no such layer. Megatron-LM's MoELayer takes the same steps. It can also
+               split one expert over several ranks. DeepEP has kernels for both all-to-alls
 
 Shazeer et al., "Outrageously Large Neural Networks", 2017. Lepikhin et al., "GShard", 2021. Fedus
 et al., "Switch Transformers", 2021. Zoph et al., "ST-MoE", 2022. Wang et al., "Auxiliary-Loss-Free
@@ -234,7 +234,7 @@ class Router(nn.Module):
         experts of topk_group groups, those in which the two highest scores have the largest sum.
 
     The buffer `bias` is added to scores for the choice only. Raises ValueError if score is unknown,
-    n_group does not divide the experts, or topk_group groups have fewer than top_k experts.
+    n_group does not divide num_experts, or topk_group groups have fewer than top_k experts.
     """
 
     def __init__(self, hidden, num_experts, top_k=1, score="softmax", n_group=1, topk_group=None):
@@ -354,7 +354,7 @@ class AddLossAndTally(torch.autograd.Function):
     """Return x. In backward, give `loss` the gradient 1, and add `counted` to `tally`.
 
     As with Megatron-LM's MoEAuxLossAutoScaler, a loss can be computed inside the model without
-    becoming an output. Recomputation runs forward twice but backward once, so nothing counts twice.
+    becoming an output. Recomputation repeats only the forward, so nothing is added twice.
     """
 
     @staticmethod
@@ -415,7 +415,7 @@ class MoE(nn.Module):
             up = nn.Linear(hidden, shared_experts * ffn_hidden, bias=False)
             down = nn.Linear(shared_experts * ffn_hidden, hidden, bias=False)
             self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
-        # not a buffer, since DDP would broadcast it; on the CPU, since meta tensors hold no values
+        # not a buffer, since DDP would broadcast it; on the CPU even in a model on device "meta"
         self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
 
     def forward(self, x):
