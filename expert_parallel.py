@@ -61,6 +61,7 @@ def switch(x, experts, compute, group=None):
     order = experts.argsort(stable=True)
     rows = all_to_all_in_group(x[order], rows_from, rows_to, group)
     rows = all_to_all_in_group(compute(rows), rows_to, rows_from, group)
+    # x[order] is sorted by expert; indexing with order.argsort() restores the order of x
     return rows[order.argsort()]
 
 
