@@ -3,7 +3,7 @@
 A rank is a process, which has a GPU of its own or runs on CPU cores. A process group is P ranks,
 which share no memory and send tensors to each other. All collectives here are built on one
 primitive, a batch of sends and receives that progress together. D is the size of the full tensor in
-bytes. The entries with log2(P) hold for powers of two; all_reduce_cost() covers every P.
+bytes. The rows with log2(P) hold for powers of two; all_reduce_cost() covers every P.
 
                            the result, or how it is computed     a rank sends     steps
     all_reduce             the sum of all ranks' tensors
@@ -11,7 +11,7 @@ bytes. The entries with log2(P) hold for powers of two; all_reduce_cost() covers
       direct                 chunks to their ranks, sums to all  2(P-1)/P D       2
       ring                   reduce-scatter, then all-gather     2(P-1)/P D       2(P-1)
       recursive_doubling     sums swapped at distance 1, 2, 4     log2(P) D       log2(P)
-      halving_doubling       the same with halves, quarters ...  2(P-1)/P D       2 log2(P)
+      halving_doubling       swapped parts halve, then double   2(P-1)/P D       2 log2(P)
       hierarchical           direct in O nodes, rings across     2(P-1)/P D       2 O
     reduce_scatter_single  rank r has chunk r of the sum          (P-1)/P D       1 to P-1
     all_gather_single      every rank's chunk                     (P-1)/P D       1 to P-1
@@ -338,7 +338,7 @@ def _among(ranks, algorithms):
     """Run algorithms in which rank k stands for ranks[k], as many together as MOST_PEERS allows."""
     together = max(1, MOST_PEERS // len(ranks))
     for first in range(0, len(algorithms), together):
-        # zip() would stop when one algorithm ends, before the others have added what arrived last
+        # all end together; zip() would then resume only the first, and the others would miss a sum
         for steps in zip_longest(*algorithms[first : first + together]):
             sends, receives = [], []
             for outgoing, arriving in steps:
@@ -639,12 +639,12 @@ def post_batch(group, sends, receives):
 def observe(listener):
     """Call listener(event, operation, ...) at events of operations begun inside and of their waits:
 
-    begin                     in the caller's thread, at the start of the call
+    begin                     at the start of the call, in the caller's thread
     post, sends, receives     before messages [(tensor, peer in the group)] are posted
-    end                       on completion (on NCCL: launch) or failure, perhaps in another thread
+    end                       on completion (on NCCL: launch) or failure
 
-    A wait() is an operation, too; its `of` is the one that it waits for. With async_op=False an
-    operation blocks its caller from begin to end. An asynchronous exchange() ends in its wait().
+    The last two may come from another thread. A wait() is an operation, too. With async_op=False
+    an operation blocks its caller from begin to end. An asynchronous exchange() ends in its wait().
     """
     _LISTENERS.append(listener)
     try:
@@ -936,7 +936,7 @@ def _all_reduced(x, group):
 def _all_gathered(x, dim, group):
     output = x.new_empty(dist.get_world_size(group), *x.shape)
     all_gather_single(output, x, group)
-    return output.movedim(0, dim).flatten(dim, dim + 1).detach()  # or autograd would forbid changes
+    return output.movedim(0, dim).flatten(dim, dim + 1).detach()  # so it can be changed in place
 
 
 def _own_chunk(x, dim, group):
