@@ -39,8 +39,8 @@ PyTorch's      torch.distributed.pipelining has a class per schedule, and also c
 Huang et al., "GPipe", 2019. Narayanan et al., "PipeDream", 2019 and "Memory-Efficient
 Pipeline-Parallel DNN Training", 2021 (PipeDream-flush, called 1F1B here and in Megatron-LM).
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021
-(interleaved). Qi et al., "Zero Bubble Pipeline Parallelism", 2024, and "Pipeline Parallelism with
-Controllable Memory", 2024 (ZB-V). DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe).
+(interleaved). Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (ZB-V only in the arXiv version).
+DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe).
 
     torchrun --nproc-per-node 4 pipeline.py           print claimed and counted costs
     python pipeline.py --schedule zb-h2 --stages 4 --microbatches 8       draw a schedule
@@ -164,10 +164,10 @@ class Schedule(list):
 
 # ---- schedules -----------------------------------------------------------------------------------
 #
-# Here p = num_stages is the number of ranks, m = num_microbatches, and all sizes are at least 1. In
-# formulas F, B, I and W are the times of all layers of a rank. A rank holds the activations of a
-# microbatch from its F to its B or W. "Peak activations" is the largest number of microbatches that
-# a rank holds at a time. A microbatch that two chunks of the rank hold counts twice.
+# Here p = num_stages is the number of ranks and m = num_microbatches. In formulas F, B, I and W are
+# the times of all layers of a rank. A rank holds the activations of a microbatch from its F to its
+# B or W. "Peak activations" is the largest number of microbatches that a rank holds at a time. A
+# microbatch that two chunks of the rank hold counts twice.
 
 
 def _actions(letters, *microbatches):
@@ -325,7 +325,7 @@ def dualpipe(num_stages, num_microbatches):
 
     If F, B, I and W are the times of one chunk, the bubble is at most (p/2-1)(F+B + B-3W) for
     F <= B and W <= I, and half that for F = I = W. In the paper a forward and a backward overlap,
-    so F&B replaces F+B. Peak activations: p+1. Raises ValueError if p or m is odd, or m < 2p.
+    and take less than F+B. Peak activations: p+1. Raises ValueError if p or m is odd, or m < 2p.
     """
     p, m = num_stages, num_microbatches
     if p % 2 or m % 2 or m < 2 * p:
@@ -595,12 +595,15 @@ def _add_products(products):
 # On the last stage F also computes the loss from the output, and B begins at the loss. With data
 # parallelism a stage is wrapped in DistributedDataParallel (ddp.py) or FullyShardedDataParallel
 # (zero.py). Its last B or W starts the reduction of its gradients; if sync_each is true, every B or
-# W starts one. The other backward actions run in no_sync(). If the schedule has Ws, the caller of
-# step() must then call the wrapper's finish_grad_sync(), which waits for the reductions.
+# W starts one. The other backward actions run in no_sync(). If the schedule has Ws, the caller must
+# call the wrapper's finish_grad_sync() after step(), to wait for the reductions.
 
 
 class Pipeline:
-    """Runs one rank of a schedule.
+    """Runs one rank of a schedule. An example with 4 ranks and 8 microbatches of 2 sequences:
+
+        pipeline = Pipeline(stage, one_f_one_b(4, 8), loss_fn, shape=(2, 128, 512))
+        loss = pipeline.step(inputs, targets)  # None on ranks 0 to 2
 
     stage: this rank's module, or a list with one module per chunk. A stage without layers may
         return its input. No stage may change its input in place.
@@ -612,8 +615,7 @@ class Pipeline:
     defer: the WeightGradStore to which layers of the stages defer products.
     sync_each: reduce gradients over replicas after each microbatch, as ZeRO-2 and ZeRO-3 do.
 
-    A stage may call its layers through torch.utils.checkpoint to keep only its inputs and recompute
-    the rest, as GPipe does. DualPipe's two routes have a replica each: see sum_replicas().
+    A stage may use torch.utils.checkpoint, as in the GPipe paper. DualPipe needs sum_replicas().
 
     Collective. Raises ValueError on all ranks if their schedules differ or do not fit the group,
     and on a single rank if it does not have one stage per chunk or uses PyTorch's own DDP.
@@ -710,8 +712,8 @@ class Pipeline:
             made = f"{tuple(output.shape)} {output.dtype}"
             raise ValueError(f"rank {self.rank} made {made}, to be sent like {self.like}")
         if self.training:
-            # keep the output's edge in the graph, not the output, whose memory is freed once it is
-            # sent; a frozen first stage has no graph, and a loss without a graph is an error
+            # Keep the output's edge in the graph, not the output, whose memory is freed once it is
+            # sent. A frozen first stage has no graph. If a loss has none, the next line raises.
             edge = get_gradient_edge(output) if output.requires_grad or is_last else None
             self.saved[action[1:]] = x, edge
         return output.detach().contiguous()
@@ -750,11 +752,9 @@ class Pipeline:
 
 
 def _check_schedule(schedule, stages, group):
-    """Raise ValueError on all ranks if schedules differ, or on a rank whose stages do not fit.
-
-    All ranks must take part in the first operation of an NCCL group. Here it is gather_objects().
-    """
+    """Raise ValueError on all ranks if schedules differ, or on a rank whose stages do not fit."""
     rank, num_stages = rank_and_size(group)
+    # All ranks must take part in the first operation of an NCCL group, which may be this one.
     schedules = gather_objects((list(schedule), schedule.routes), group)
     if any(other != schedules[0] for other in schedules):
         raise ValueError("the ranks of the group have different schedules")
@@ -835,7 +835,7 @@ def bubble_time(
 
 
 def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2):
-    """Return the largest peak of any rank. A microbatch that 1/p of the layers hold counts as 1."""
+    """Return the ranks' largest peak, in units of a microbatch's activations in 1/p of the layers."""
     p, m, v = num_stages, num_microbatches, num_chunks
     return {
         "naive": 1,
