@@ -70,13 +70,13 @@ def switch(x, experts, compute, group=None):
 # A choice is a pair of a token and one of its k experts. One row travels for each choice. A rank
 # has G = E/P experts, and sorts the rows that it receives by expert. The steps are:
 #
-#     forward     counts      the number of rows for each of the receiver's G experts. The host
-#                             waits for the counts, since it needs the sizes of the next messages
+#     forward     counts      each rank is told how many rows each of its experts gets from each
+#                             rank. The host waits, since it needs the sizes of the next messages
 #                 dispatch    for each choice, the token's row of x goes to the expert's rank
 #                 combine     for each choice, the result comes back, is weighted and is added to y
 #     backward    1. for each choice, d result = weight * dy and d weight = result . dy
 #                 2. combine in reverse: the results' gradients go to the experts
-#                 3. the experts' backward. An expert has computed tokens of all ranks, so the
+#                 3. the experts' backward. An expert has processed tokens of all ranks, so the
 #                    gradients of its matrices need no reduction over the group
 #                 4. dispatch in reverse: the gradients of the experts' inputs come back
 #                 5. a token's dx is the sum of its rows' gradients; d weight goes to the router
@@ -332,7 +332,7 @@ class Experts(nn.Module):
         """Apply each expert to its rows of x, (M, D). See `compute` of dispatch_and_combine()."""
         w_in = self.w_in.to(x.dtype)
         w_out = self.w_out.to(x.dtype)
-        # F.grouped_mm() expects bfloat16, and rows whose length is a multiple of 8 (16 bytes)
+        # F.grouped_mm() is fast in bfloat16. Row lengths must be multiples of 8 (16 bytes).
         is_aligned = not any(width % 8 for width in w_in.shape[1:])
         if x.dtype == torch.bfloat16 and is_aligned and len(x) > 0:
             x = self.gelu(_grouped(x, w_in, sizes, counts))
@@ -373,8 +373,8 @@ class MoE(nn.Module):
     """A mixture of experts over the ranks of `group`; maps this rank's tokens (..., D) to (..., D).
 
     tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dimension 0,
-        and the results are gathered. The caller sums a parameter's gradients over those ranks of
-        tp_group that have copies of it. With None, every rank has tokens of its own.
+        and the results are gathered. The caller must sum each parameter's gradients over the ranks
+        of tp_group that hold copies of it. With None, every rank has tokens of its own.
     capacity_factor: each expert takes the first ceil(capacity_factor x N k / E) of the choices that
         fall on it from a rank's N tokens. The others are dropped, and add nothing to the result.
     shared_experts: the number of experts that every token uses in addition.
@@ -491,7 +491,7 @@ def tally_metrics(tallies, num_microbatches, with_losses):
 def expert_parallel_bytes(tokens, top_k, hidden, ep, itemsize=4):
     """Return the bytes that a rank sends in a forward if routing is even: 2 N k D (P-1)/P elements.
 
-    Backward sends as many. Counts add 8 (P-1) E/P bytes in forward, with E/P rounded up to even.
+    Backward sends as many. Counts add 8 (P-1) E/P bytes in forward; an odd E/P is padded by 1.
     """
     return 2 * tokens * top_k * hidden * (ep - 1) // ep * itemsize
 
