@@ -23,7 +23,7 @@ A rank holds   1/tp of its layers' matrices and 1/ep of their experts. Over dp x
 It sends       what is listed above; the other files derive and count the bytes
 Overlap        pp   activations travel while other microbatches compute
                dp   gradients are summed while backward still computes
-               cp   keys and values travel while attention to the previous ones computes (ring)
+               cp   keys and values travel while attention to the previous ones is computed (ring)
                tp   in backward, gradients of activations are summed while those of weights are
                     computed; with --sp, large messages also travel during forward's products
                ep   shared experts compute while the host waits to learn how many tokens arrive
@@ -301,7 +301,7 @@ def make_moe(args, mesh):
     by_losses = args.balance == "aux"
     layer = MoE(
         args.hidden, args.mlp_width, args.experts, args.top_k, mesh.ep_group,
-        tp_group=None if args.sp else mesh.tp_group,  # without sp, tp ranks have the same tokens
+        tp_group=None if args.sp else mesh.tp_group,  # without sp, MoE divides the tokens over tp
         balance_groups=(mesh.dp_group, mesh.cp_group, mesh.tp_group),
         nodes=(mesh.node_group, mesh.cross_group) if args.ep_nodes > 1 else None,
         n_group=args.ep_nodes, topk_group=args.topk_nodes,
@@ -350,7 +350,7 @@ def initial_value(name, shape, layers, seed, offset=0):
     philox = np.random.Philox(key=int.from_bytes(digest[:16], "big"))
     generator = np.random.Generator(philox)
     state = philox.state
-    offset *= math.prod(value.shape[1:-1])  # an expert's matrix has several rows
+    offset *= math.prod(value.shape[1:-1])  # from experts to rows in w_in, w_out
     for number, row in enumerate(value.view(-1, value.shape[-1]).numpy(), offset):
         state["state"]["counter"][3] = number  # the highest of 4 words, so that rows never overlap
         philox.state = state
@@ -723,11 +723,11 @@ class Mesh(SimpleNamespace):
 
     pp_group, dp_group, cp_group, tp_group   the ranks that differ on this axis only
     dp_cp_group              the ranks of dp x cp, over which gradients are summed
-    shard_group              neighbours in dp_cp_group that share one copy of ZeRO's shards
+    shard_group              neighbours in dp_cp_group that together hold one copy of ZeRO's shards
     replicate_group          the ranks of dp_cp_group that hold the same shards
-    ep_group                 the ranks of dp x cp x tp that hold different experts
+    ep_group                 ranks of dp x cp x tp that together hold each expert of a layer once
     expert_dp_group          the ranks of dp x cp that hold the same experts
-    expert_shard_group       neighbours in expert_dp_group that share one copy of ZeRO's shards
+    expert_shard_group       neighbours in expert_dp_group that together hold one copy of the shards
     expert_replicate_group   the ranks of expert_dp_group that hold the same shards
     expert_tp_group          the ranks of tp that hold the same experts
     node_group               the ranks of ep_group on this node
@@ -782,7 +782,7 @@ def make_mesh(args, groups=None):
         set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
         if args.collectives == "backend":
             set_backend_collectives(group)
-        # without join()'s device_id, NCCL connects a group at its first use, which needs all ranks
+        # without join()'s device_id, NCCL connects in the first operation, so all ranks run one
         if not is_bound_to_gpu():
             barrier(group)
     return Mesh(**mine)
@@ -809,7 +809,7 @@ def make_group(ranks, timeout):
 
 
 def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
-    """Cut the grid (pp, dp, cp, tp) into groups: {name: ranks (number of groups, size)}.
+    """Cut the grid (pp, dp, cp, tp) into groups. Return {name: ranks}, one row per group.
 
     ep_nodes: the number of nodes over which an ep_group is spread.
     replicate: the number of copies of ZeRO's shards in a dp_cp_group. In an expert_dp_group it is
@@ -819,9 +819,9 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
     replicas = grid.permute(0, 3, 1, 2).reshape(-1, dp * cp)
     ends = grid[[0, -1]] if pp > 1 else grid
     in_tp = math.gcd(ep, tp)
-    # Dims: the stage, then which copy and which part of the experts in dp x cp, and the same in tp.
-    # In a stage, ranks that agree in both parts hold the same experts, and ranks that agree in both
-    # copies form an ep_group. Mesh's examples have the shapes (1, 2, 2, 1, 2) and (1, 2, 1, 2, 2).
+    # Dims: stage, copy in dp x cp, part in dp x cp, copy in tp, part in tp. In a stage, a rank's
+    # coordinates on the part dims say which experts it holds, and those on the copy dims say which
+    # ep_group it is in. Mesh's examples have the shapes (1, 2, 2, 1, 2) and (1, 2, 1, 2, 2).
     domain = grid.view(pp, -1, ep // in_tp, tp // in_tp, in_tp)
     ep_groups = domain.permute(0, 1, 3, 2, 4).reshape(-1, ep)
     expert_replicas = domain.permute(0, 2, 3, 4, 1).flatten(0, 3)
@@ -1160,7 +1160,7 @@ class Args(GPTConfig):
     tp: int = flag(1, "ranks that split every matrix")
     cp: int = flag(1, "ranks that split the sequence, in attention too")
     pp: int = flag(1, "ranks of the pipeline")
-    zero: int | None = flag(None, "stage of ZeRO (default: 1; one replica: 0)", choices=range(4))
+    zero: int | None = flag(None, "ZeRO stage (default: 1, or 0 if dp x cp = 1)", choices=range(4))
     replicate: int | None = flag(None, "copies of ZeRO's shards, as in HSDP (default: 1)")
     cp_method: str = flag("ring", "algorithm of attention across cp", choices=CP_METHODS)
     schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES)
@@ -1329,7 +1329,7 @@ def check(args):
         must_divide(args, "cp * tp", "seq_len")
     if args.cp_method == "ulysses":
         must_divide(args, "tp * cp", "heads")
-        if args.cp % (args.kv_heads // args.tp):  # if the remainder is 0, ranks may share heads
+        if args.cp % (args.kv_heads // args.tp):  # otherwise, ranks of cp can share kv heads
             must_divide(args, "tp * cp", "kv_heads")
 
 
