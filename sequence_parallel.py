@@ -72,7 +72,6 @@ def simple_ring_attention(q, k, v, group=None):
     """Causal attention of this rank's T/P queries to the keys of all ranks. Forward only.
 
     q, k, v and the result: (B, H, T/P, K). Rank r has the r-th of P equal parts of the sequence.
-
     ring_attention() also has a backward, overlaps messages with computation, skips what the mask
     hides, does not overflow in exp(), and expects a sequence order that gives all ranks equal work.
     """
@@ -82,7 +81,7 @@ def simple_ring_attention(q, k, v, group=None):
     output = torch.zeros_like(q)
     total = 0
     for step in range(world_size):
-        source = (rank - step) % world_size  # the rank whose keys and values these are
+        source = (rank - step) % world_size  # the rank whose keys and values kv holds
         scores = q @ kv[0].mT * q.shape[-1] ** -0.5  # (B, H, T/P, T/P)
         weights = scores.exp().tril((rank - source) * q.shape[2])  # 0 for keys after the query
         output = output + weights @ kv[1]
@@ -193,6 +192,7 @@ def _attend(block, q, k, v, output, lse):
 
 def _attend_backward(block, grad_output, q, k, v, output, lse, grad_q, grad_k, grad_v):
     """Add a block's gradients to grad_q, grad_k and grad_v. output and lse cover all keys."""
+    # exp(score - lse) is the softmax over all keys, so a block's gradients need no other block.
     queries, keys, causal = block
     grad_output, q, output, lse = (x[:, :, queries] for x in (grad_output, q, output, lse))
     k, v = k[:, :, keys], v[:, :, keys]
@@ -226,7 +226,7 @@ def _zeros(x, shape):
 class _AllGatherAttention(torch.autograd.Function):
     """forward: all-gather k and v, then attend. backward: reduce-scatter the gradients of k and v.
 
-    If this were two Functions, autograd would cast fp32 gradients to k's dtype before their sum.
+    If the gather were its own Function, autograd would round gradients to k's dtype before the sum.
     """
 
     @staticmethod
@@ -458,7 +458,7 @@ def activation_bytes(
         full recomputation           2 s b h, with sequence parallelism 2 s b h / t
 
     recompute: "none", "selective" (also for fused attention) or "full".
-    kv_heads, ffn: the heads of k and v and the width of the MLP, by default `heads` and 4 hidden.
+    kv_heads, ffn: the heads of k and v and the width of the MLP, by default `heads` and 4 * hidden.
     masks: whether dropout follows attention and MLP. Dropout masks have one byte per element.
     itemsize: bytes per element of everything except dropout masks.
     """
