@@ -154,7 +154,7 @@ class Schedule(list):
         return self.routes[microbatch * len(self.routes) // self.num_microbatches]
 
     def _link(self, kinds, microbatch, places):
-        """Record the transfers between successive places. A B and an I have the same ones."""
+        """Record the transfers between successive places. A B and an I have the same transfers."""
         for (source, chunk), (destination, next_chunk) in zip(places, places[1:]):
             transfer = Transfer(Action(kinds[0], microbatch, chunk), source, destination)
             for kind in kinds:
@@ -271,7 +271,8 @@ def zb_h2(num_stages, num_microbatches):
 
     A rank's idle time between its first and last action is at most (p-1)(F+B-3W), for m >= 2p-1,
     W <= F and W <= I. A rank can begin its next step at once, unless its update needs the norm of
-    all gradients; the paper checks the norm after the update. Peak activations: min(m, 2p-1).
+    all gradients. The paper updates first, and redoes the update if the norm was too large.
+    Peak activations: min(m, 2p-1).
     """
     p, m = num_stages, num_microbatches
     return _schedule(p, m, lambda r: "F" * (2 * (p - r) - 1) + "IF" * (2 * r) + "IWF" * m)
@@ -287,7 +288,7 @@ def zb_v(num_stages, num_microbatches):
         rank 1   F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
 
     A rank's idle time between its first and last action is at most (p-1)(I-W), for m >= 2p and
-    W <= F <= I. Peak activations of the last rank: min(2m, 2p). A chunk is half of a rank's layers.
+    W <= F <= I. Peak activations of the last rank: min(2m, 2p), each of half its layers.
     """
     p, m = num_stages, num_microbatches
 
@@ -337,7 +338,7 @@ def dualpipe(num_stages, num_microbatches):
 
 def _dualpipe_letters(rank, p, per_end):
     """Spell the eight steps of DeepSeek's schedule. per_end: microbatches from each end."""
-    depth = min(rank, p - 1 - rank)  # the number of ranks between this one and the nearer end
+    depth = min(rank, p - 1 - rank)  # the distance to the nearer end, 0 on the first and last rank
     inner = p // 2 - 1 - depth  # the number of ranks between this one and the middle
     backwards = "bB" * (depth + 1)
     full = backwards[: depth + 1]
@@ -385,7 +386,7 @@ def simulate(schedule, forward=1.0, backward=2.0, message=0.0, weight=1.0):
     start, end = [{} for _ in schedule], [{} for _ in schedule]
     remaining = [deque(actions) for actions in schedule]
     free = [0.0] * len(schedule)  # per rank, the end of its latest action
-    arrived = {None: 0.0}  # {Transfer: time}; None stands for no Transfer needed
+    arrived = {None: 0.0}  # {Transfer: time}; None is the key for actions that need no Transfer
     progress = True
     while progress:
         progress = False
@@ -817,8 +818,7 @@ def bubble_time(
 
     forward, backward, weight: times of F, B and W of a rank's layers, or for dualpipe of one chunk.
     For zb-h2 and zb-v the result is the largest idle time between a rank's first and last action;
-    for dualpipe it is an upper bound. The schedules' docstrings state the conditions under which
-    their formulas hold; there I is B-W.
+    for dualpipe it is an upper bound. The schedules' docstrings state when their formulas hold.
     """
     others = num_stages - 1
     both = forward + backward
@@ -835,7 +835,7 @@ def bubble_time(
 
 
 def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2):
-    """Return the ranks' largest peak, in units of a microbatch's activations in 1/p of the layers."""
+    """Return the ranks' largest peak in units of a microbatch's activations in 1/p of the model."""
     p, m, v = num_stages, num_microbatches, num_chunks
     return {
         "naive": 1,
