@@ -44,7 +44,7 @@ import pickle
 import tempfile
 import threading
 import weakref
-from collections import deque
+from collections import deque, namedtuple
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
@@ -98,15 +98,13 @@ def exchange(sends, receives, group=None, async_op=False):
     """
     tensor = (sends or receives)[0][0] if sends or receives else None
     operation = Operation("exchange", group, tensor, async_op)
-    if not operation.queue.is_completed():
-        # An error of a pending collective is raised by its own wait().
-        with suppress(Exception):
-            operation.queue.finish()
+    with suppress(Exception):  # an error of a pending collective is raised by its own wait()
+        operation.queue.last.finish()
     task = partial(operation.queue.run, operation.post(sends, receives))
     if not async_op:
         return operation.complete(task)
-    operation.finish = partial(operation.complete, task)
-    operation.is_completed = lambda: False  # gloo reports completion only in wait()
+    # gloo reports completion only in wait()
+    operation.pending = Pending(partial(operation.complete, task), is_completed=lambda: False)
     return operation
 
 
@@ -508,6 +506,7 @@ class Membership:
     """
 
     def __init__(self, group):
+        _MEMBERSHIPS[group] = self
         self.place = rank_and_size(group)
         self.ranks = dist.get_process_group_ranks(group)
         self.ranks_per_node = len(self.ranks)
@@ -522,10 +521,12 @@ def membership(group, caller):
     group = group or dist.group.WORLD
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{caller} is called by a rank that is not in the group")
-    members = _MEMBERSHIPS.get(group)
-    if members is None:
-        members = _MEMBERSHIPS[group] = Membership(group)
-    return members
+    return _MEMBERSHIPS.get(group) or Membership(group)
+
+
+# A task that has begun: finish() waits for it, and is_completed() tells whether it need not wait.
+Pending = namedtuple("Pending", "finish is_completed")
+DONE = Pending(lambda: None, lambda: True)
 
 
 class Operation:
@@ -533,12 +534,10 @@ class Operation:
 
     name: "all_reduce" ..., "exchange" or "wait"; of: the Operation that a "wait" waits for
     group, rank, world_size, ranks: the process group, and what its Membership says
-    async_op: whether the call returns the operation at once, for the caller to wait() for later
-    finish: the function that wait() calls; listeners: the functions that tell() calls
-    is_completed: a function that tells whether wait() would return, or raise, at once
+    pending: what wait() finishes, if async_op; listeners: the functions that tell() calls
     """
 
-    finish = is_completed = staticmethod(lambda: True)  # replaced if asynchronous
+    pending = DONE
 
     def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None, of=None):
         """tensor: its device picks the queue; op: a ReduceOp; root: a global rank."""
@@ -562,9 +561,12 @@ class Operation:
 
     def wait(self):
         """Wait for the operation, or raise its error. On NCCL only the current stream waits."""
-        waiting = Operation("wait", self.group, of=self)
-        waiting.complete(self.finish)
-        self.finish = lambda: None  # let go of the tensors
+        Operation("wait", self.group, of=self).complete(self.pending.finish)
+        self.pending = DONE  # let go of the tensors
+
+    def is_completed(self):
+        """Return whether wait() would return, or raise, at once."""
+        return self.pending.is_completed()
 
     def tell(self, event, *messages):
         for listener in self.listeners:
@@ -658,7 +660,7 @@ class _Stream:
 
     on_nccl = True
     window = 2  # segments under way: one is summed while one travels
-    finish = is_completed = staticmethod(lambda: True)  # of the last task submitted
+    last = DONE  # the last task that was submitted
     AHEAD = 5  # operations that the host may launch before the device has done them
 
     def __init__(self):
@@ -668,8 +670,8 @@ class _Stream:
     def run(self, task, held=()):
         """Run a task on the current stream, then wait until at most AHEAD tasks are unfinished.
 
-        Memory that NCCL's messages touched is reused only once the host has seen their end. If the
-        host ran a training step ahead, each message of the step would need its own memory.
+        Memory that NCCL's messages touched is reused only once the host has seen their end, so if
+        the host ran a step ahead, each message of the step would need memory of its own.
         """
         task()
         event = torch.cuda.current_stream().record_event()
@@ -682,7 +684,7 @@ class _Stream:
         return event
 
     def submit(self, task, tensors):
-        """Run a task on the side stream."""
+        """Run a task on the side stream. Return it as Pending."""
         held = list(tensors)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -692,7 +694,7 @@ class _Stream:
             torch.cuda.current_stream().wait_event(event)
             held.clear()  # later uses of their memory are ordered after the event
 
-        self.finish, self.is_completed = finish, event.query
+        return Pending(finish, event.query)
 
 
 class _Thread:
@@ -700,7 +702,7 @@ class _Thread:
 
     on_nccl = False
     window = 3  # segments under way
-    finish = is_completed = staticmethod(lambda: True)  # of the last task submitted
+    last = DONE  # the last task that was submitted
 
     def __init__(self, group):
         self.tasks = SimpleQueue()
@@ -727,12 +729,12 @@ class _Thread:
         task()
 
     def submit(self, task, tensors):
-        """Run a task, which holds its tensors, in the thread."""
+        """Run a task, which holds its tensors, in the thread. Return it as Pending."""
         if self.thread.ident is None:
             self.thread.start()
         future = Future()
         self.tasks.put((task, torch.is_inference_mode_enabled(), future))
-        self.finish, self.is_completed = future.result, future.done
+        return Pending(future.result, future.done)
 
 
 def _launch(operation, algorithms, outputs, inputs=(), backend_options=None):
@@ -756,14 +758,12 @@ def _launch(operation, algorithms, outputs, inputs=(), backend_options=None):
 
     queue = operation.queue
     if operation.async_op and operation.world_size > 1:
-        queue.submit(partial(operation.complete, run), tensors)
-        operation.finish = queue.finish
-        operation.is_completed = queue.is_completed
-    elif queue.is_completed():
+        queue.last = operation.pending = queue.submit(partial(operation.complete, run), tensors)
+    elif queue.last.is_completed():
         operation.complete(partial(queue.run, run))
     else:
-        queue.submit(run, tensors)
-        operation.complete(queue.finish)
+        queue.last = queue.submit(run, tensors)
+        operation.complete(queue.last.finish)
     return operation if operation.async_op else None
 
 

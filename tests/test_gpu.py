@@ -187,12 +187,12 @@ def test_work_of_a_stream_runs_in_order_with_kernels_and_the_host_does_not_wait(
         torch.cuda._sleep(cycles)
         x.mul_(2)
 
-    stream.submit(double_late, [x])
-    assert not stream.is_completed()
-    stream.finish()
+    pending = stream.submit(double_late, [x])
+    assert not pending.is_completed()
+    pending.finish()
     y = x + 1  # after it
     launched = time.perf_counter() - began
-    assert y.tolist() == [7] * 1000 and stream.is_completed()
+    assert y.tolist() == [7] * 1000 and pending.is_completed()
     assert launched < (time.perf_counter() - began) / 4
 
 
