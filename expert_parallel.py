@@ -96,7 +96,7 @@ def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None, 
     hop = Hop(experts, num_experts, group)
     shared_y = shared(x) if shared is not None else None
     hop.wait()
-    # a variable for the rows would keep them in memory while the results travel back
+    # a variable for the results would keep them in memory while a reordered copy travels back
     y = hop.combine(compute(hop.dispatch(x), hop.sizes, hop.counts), weights)
     return y if shared is None else y + shared_y
 
@@ -205,7 +205,7 @@ def two_hops(x, experts, weights, num_experts, compute, node_group, cross_group,
     node, num_nodes = rank_and_size(cross_group)
     per_node = num_experts // num_nodes
     nodes = torch.arange(num_nodes, device=x.device)
-    node_of = experts // per_node  # (N, k), and -1 for -1
+    node_of = experts // per_node  # (N, k); -1 stays -1
     is_needed = (node_of.unsqueeze(2) == nodes).any(1)  # (N, num_nodes)
     hop = Hop(nodes.where(is_needed, -1), num_nodes, cross_group)  # its experts are the nodes
     shared_y = shared(x) if shared is not None else None
@@ -416,7 +416,7 @@ class MoE(nn.Module):
             up = nn.Linear(hidden, shared_experts * ffn_hidden, bias=False)
             down = nn.Linear(shared_experts * ffn_hidden, hidden, bias=False)
             self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
-        # not a buffer, since DDP would broadcast it; on the CPU even in a model on device "meta"
+        # not a buffer, since DDP would broadcast it; not on "meta", where to_empty() would leave it
         self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
 
     def forward(self, x):
