@@ -147,7 +147,7 @@ def ring_block(rank, source, length):
 
 def gathered_blocks(rank, world_size, length):
     """Yield each chunk of a rank's queries with all earlier keys, then with that chunk's keys."""
-    size = length // 2  # of a chunk; length is T/P
+    size = length // 2  # T/2P tokens per chunk
     for i, chunk in enumerate((rank, 2 * world_size - 1 - rank)):
         queries = slice(i * size, (i + 1) * size)
         start = chunk * size
@@ -452,7 +452,7 @@ def activation_bytes(
 ):
     """Return the bytes of a layer's activations on a rank, by default as in Korthikanti's table 2.
 
-        tensor parallelism           s b h (10 + 24/t + 5 a s / (h t))   a heads, 16-bit elements
+        tensor parallelism           s b h (10 + 24/t + 5 a s / (h t))   a: the number of heads
         + sequence parallelism       s b h (34/t + 5 a s / (h t))
         + selective recomputation    s b h (34/t)
         full recomputation           2 s b h, with sequence parallelism 2 s b h / t
