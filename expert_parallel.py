@@ -378,19 +378,19 @@ class MoE(nn.Module):
     capacity_factor: each expert takes the first ceil(capacity_factor x N k / E) of the choices that
         fall on it from a rank's N tokens. The others are dropped, and add nothing to the result.
     shared_experts: the number of experts that every token uses in addition.
-    balance_coefficient, z_coefficient, loss_scale: backward adds the gradient of loss_scale x
-        (balance_coefficient x balance_loss() + z_coefficient x router_z_loss()). loss_scale should
-        be 1 / microbatches, or R / microbatches if gradients are averaged over R ranks.
+    balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(), which are
+        added to the model's loss. Their gradients are computed in backward. 0 switches a loss off.
+    loss_scale: a factor of both, 1 / microbatches, or R / microbatches if gradients are averaged
+        over R ranks.
     balance_groups: this rank's group along each axis of a grid of ranks, such as dp, cp and tp. The
-        losses are means over the tokens that all ranks of the grid route.
+        losses are means over the tokens that all ranks of the grid route, and cost an all-reduce of
+        E counts over each group.
     nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
     router: further arguments of Router.
 
-    Every backward adds E + 3 numbers to `tally`: how often each expert was chosen, how many choices
-    were dropped, and this rank's parts of the two losses, without coefficients (both 0 if both
-    coefficients are 0). The first E, summed over ranks, are the counts for update_bias(). The
-    losses cost an all-reduce of E counts over each of balance_groups. Raises ValueError if P does
-    not divide the number of experts, or if capacity_factor is not positive.
+    Every backward adds to `tally` how often each of the E experts was chosen, how many choices were
+    dropped, and this rank's parts of the two losses. Raises ValueError if P does not divide
+    num_experts, or if capacity_factor is not positive.
     """
 
     def __init__(
