@@ -271,7 +271,7 @@ def zb_h2(num_stages, num_microbatches):
 
     A rank's idle time between its first and last action is at most (p-1)(F+B-3W), for m >= 2p-1,
     W <= F and W <= I. A rank can begin its next step at once, unless its update needs the norm of
-    all gradients. The paper updates first, and redoes the update if the norm was too large.
+    all gradients. In the paper, ranks update first, and redo the update if the norm was too large.
     Peak activations: min(m, 2p-1).
     """
     p, m = num_stages, num_microbatches
@@ -288,7 +288,7 @@ def zb_v(num_stages, num_microbatches):
         rank 1   F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
 
     A rank's idle time between its first and last action is at most (p-1)(I-W), for m >= 2p and
-    W <= F <= I. Peak activations of the last rank: min(2m, 2p), each of half its layers.
+    W <= F <= I. Peak activations: at most min(2m, 2p), each of half a rank's layers.
     """
     p, m = num_stages, num_microbatches
 
@@ -648,7 +648,7 @@ class Pipeline:
         """Run the schedule once, and accumulate gradients in the parameters.
 
         inputs, targets: whole batches, cut along dimension 0 into microbatches. Ranks where routes
-        begin need inputs; ranks where routes end need targets. loss_arguments: for loss_fn.
+        begin need inputs; ranks where routes end need targets, and pass loss_arguments to loss_fn.
 
         Returns the loss of the route that ends on this rank, detached, or None if none does. Raises
         ValueError if a batch is missing or not divisible into microbatches, or if a stage's output
@@ -755,7 +755,7 @@ class Pipeline:
 def _check_schedule(schedule, stages, group):
     """Raise ValueError on all ranks if schedules differ, or on a rank whose stages do not fit."""
     rank, num_stages = rank_and_size(group)
-    # All ranks must take part in the first operation of an NCCL group, which may be this one.
+    # NCCL needs all ranks in a group's first operation, so this gather must precede step().
     schedules = gather_objects((list(schedule), schedule.routes), group)
     if any(other != schedules[0] for other in schedules):
         raise ValueError("the ranks of the group have different schedules")
