@@ -639,13 +639,13 @@ def wrap(args, mesh, chunks, experts):
     options |= {"groups": dict.fromkeys(experts, groups), "under_way": deque()}
     stages = []
     for chunk in chunks:
-        # With ZeRO, sum_shared_gradients() sums shards, so a weight's copies must be cut at the
-        # same places. The cuts depend on all weights of a flat tensor. So weights that tp may split
-        # unevenly, and the tied weight, which two stages have, share no flat tensor with others.
+        # With ZeRO, sum_shared_gradients() sums shards, so copies of a weight must be cut alike.
+        # Where a flat tensor is cut depends on the sizes of all its weights. So weights that tp may
+        # split unevenly, and the tied weight, which two different stages have, are kept apart.
         apart = [m.weight for m in chunk.modules() if isinstance(m, VocabParallelEmbedding)]
         if args.tp > 1:
             apart += [chunk.get_parameter(name) for name in shards_of(chunk)]
-        options["apart"] = set(apart).difference(experts)  # experts have groups of their own
+        options["apart"] = set(apart).difference(experts)  # ep divides them evenly
         units = chunk.transformer["h"].values()
         stages.append(FullyShardedDataParallel(chunk, units=units, stage=args.zero, **options))
     return stages
@@ -782,7 +782,7 @@ def make_mesh(args, groups=None):
         set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
         if args.collectives == "backend":
             set_backend_collectives(group)
-        # without join()'s device_id, NCCL connects in the first operation, so all ranks run one
+        # NCCL that join() has not set up may connect in the first operation, so all ranks run one
         if not is_bound_to_gpu():
             barrier(group)
     return Mesh(**mine)
@@ -982,7 +982,7 @@ def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
 
 
 def state_of(trainer, chunks=None):
-    """Return {kind: boxes_of()} of weights and moments. With bf16, weights are fp32 masters."""
+    """Return {kind: boxes_of()} of weights and moments. Even with bf16, both are in fp32."""
     optimizer = trainer.optimizer.state
     state = {"model": boxes_of(trainer, chunks=chunks)}
     for kind in MOMENTS:
@@ -1075,7 +1075,7 @@ def check_checkpoint(path, args):
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}/run.json does not hold the flags of a run: {error!r}") from None
     for name in names:
-        own = as_typed(name, getattr(args, name))
+        own = as_typed(name, getattr(args, name))  # "--hidden 128"
         saved = as_typed(name, theirs[name])
         need(own == saved, f"{own}, but {path} has {saved}")
     digests = run.get("sha256", {})
@@ -1329,7 +1329,7 @@ def check(args):
         must_divide(args, "cp * tp", "seq_len")
     if args.cp_method == "ulysses":
         must_divide(args, "tp * cp", "heads")
-        if args.cp % (args.kv_heads // args.tp):  # otherwise, ranks of cp can share kv heads
+        if args.cp % (args.kv_heads // args.tp):  # unless ranks of cp share kv heads
             must_divide(args, "tp * cp", "kv_heads")
 
 
