@@ -115,7 +115,7 @@ def exchange(sends, receives, group=None, async_op=False):
 # segments, each with a generator of its own. One segment is summed while the next ones travel.
 
 SEGMENT = 1 << 20  # bytes of a chunk that travel in one message on gloo (NCCL: see DIRECT_BYTES)
-ALIGNMENT = 128  # bytes; a GPU reads 128 at once (NCCL and F.grouped_mm need 16)
+ALIGNMENT = 128  # bytes; a GPU reads 128 at once (F.grouped_mm needs 16)
 
 
 def take_turns(algorithms, operation):
@@ -230,7 +230,7 @@ def _pairwise(outgoing, arriving, rank):
 
 
 def _direct_reduce_scatter(chunks, output, combine, rank):
-    """Send chunk r to rank r in 1 step. Rank r then reduces all ranks' chunks r, in rank order."""
+    """Send chunk r to rank r in 1 step. Rank r then reduces all ranks' chunks r."""
     P = len(chunks)
     if P == 1:
         output.copy_(chunks[0])
@@ -336,7 +336,7 @@ def _among(ranks, algorithms):
     """Run algorithms in which rank k stands for ranks[k], as many together as MOST_PEERS allows."""
     together = max(1, MOST_PEERS // len(ranks))
     for first in range(0, len(algorithms), together):
-        # all end together; zip() would then resume only the first, and the others would miss a sum
+        # all end together, and zip() would stop at the first, before the others compute their sums
         for steps in zip_longest(*algorithms[first : first + together]):
             sends, receives = [], []
             for outgoing, arriving in steps:
@@ -524,7 +524,7 @@ def membership(group, caller):
     return _MEMBERSHIPS.get(group) or Membership(group)
 
 
-# A task that has begun: finish() waits for it, and is_completed() tells whether it need not wait.
+# A task that has begun: finish() waits for it, and is_completed() tells whether it has ended.
 Pending = namedtuple("Pending", "finish is_completed")
 DONE = Pending(lambda: None, lambda: True)
 
@@ -671,7 +671,7 @@ class _Stream:
         """Run a task on the current stream, then wait until at most AHEAD tasks are unfinished.
 
         Memory that NCCL's messages touched is reused only once the host has seen their end, so if
-        the host ran a step ahead, each message of the step would need memory of its own.
+        the host ran a training step ahead, each message of that step would need its own memory.
         """
         task()
         event = torch.cuda.current_stream().record_event()
@@ -783,8 +783,8 @@ def _backend_collective(operation, tensors, options):
 
 # ---- the collectives -----------------------------------------------------------------------------
 #
-# Each returns None or, with async_op=True, an Operation to wait() for. Sizes that do not fit raise
-# a ValueError, since a short buffer would abort the process. src and dst are global ranks.
+# With async_op=True each returns an Operation to wait() for. src and dst are global ranks.
+# An output that does not fit its input raises ValueError; a short buffer would abort the process.
 
 
 def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="auto", output=None):
