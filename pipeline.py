@@ -164,10 +164,22 @@ class Schedule(list):
 
 # ---- schedules -----------------------------------------------------------------------------------
 #
-# Here p = num_stages is the number of ranks and m = num_microbatches. In formulas F, B, I and W are
-# the times of all layers of a rank. A rank holds the activations of a microbatch from its F to its
-# B or W. "Peak activations" is the largest number of microbatches that a rank holds at a time. A
-# microbatch that two chunks of the rank hold counts twice.
+# p = num_stages is the number of ranks, and m = num_microbatches. The bubble is the idle time of a
+# rank. In its formula F, B, I and W are the times of all layers of a rank (in dualpipe's: of one
+# chunk). A rank holds the activations of a microbatch from its F to its B or W. The peak is the
+# largest number of microbatches that rank r holds at a time. One that two chunks hold counts twice.
+#
+#                bubble               if                          peak
+#   naive        (p-1) m (F+B)                                    1
+#   gpipe        (p-1) (F+B)                                      m
+#   1f1b         (p-1) (F+B)                                      min(m, p-r)
+#   interleaved  (p-1) (F+B) / v      rank has v chunks           min(2(p-r-1) + (v-1)p + 1, mv)
+#   zb-h1        (p-1) (F+B-2W)       m >= p, W <= F, W <= I      at most min(m, p)
+#   zb-h2        (p-1) (F+B-3W) *     m >= 2p-1, W <= F, W <= I   at most min(m, 2p-1)
+#   zb-v         (p-1) (I-W) *        m >= 2p, W <= F <= I        at most min(2m, 2p)
+#   dualpipe     (p/2-1) (F+2B-3W) *  F <= B, W <= I              p+1
+#
+# * is an upper bound; zb-h2's and zb-v's count idle time between a rank's first and last action.
 
 
 def _actions(letters, *microbatches):
@@ -197,12 +209,12 @@ def _schedule(p, m, letters_of, routes=None):
 
 
 def naive(num_stages, num_microbatches):
-    """One microbatch at a time, so only one rank works at a time. Peak activations: 1."""
+    """One microbatch at a time, so only one rank works at a time."""
     return _schedule(num_stages, num_microbatches, lambda rank: "FB" * num_microbatches)
 
 
 def gpipe(num_stages, num_microbatches):
-    """All forwards, then all backwards, on every rank. Peak activations: m."""
+    """All forwards, then all backwards, on every rank."""
     m = num_microbatches
     return _schedule(num_stages, m, lambda rank: "F" * m + "B" * m)
 
@@ -214,8 +226,6 @@ def one_f_one_b(num_stages, num_microbatches):
         rank 1   F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5
         rank 2   F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5
         rank 3   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
-
-    Peak activations of rank r: min(m, p-r).
     """
     p, m = num_stages, num_microbatches
     # The Fs run out before "FB" * m ends. From there on "FB" acts as "B": the cooldown.
@@ -223,14 +233,14 @@ def one_f_one_b(num_stages, num_microbatches):
 
 
 def interleaved(num_stages, num_microbatches, num_chunks=2):
-    """1F1B with v chunks per rank: chunk c of rank r is stage c*p + r. The bubble is (p-1)(F+B)/v.
+    """1F1B with v chunks per rank: chunk c of rank r is stage c*p + r.
 
     Microbatches go in groups of p: a group passes chunk 0 of all ranks, then chunk 1, and so on.
 
         rank 0   F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3        p = 2, m = 4, v = 2;
         rank 1   F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3        small letters: chunk 1
 
-    Peak activations of rank r: min(2(p-r-1) + (v-1)p + 1, mv). Raises ValueError if m % p != 0.
+    Raises ValueError if m % p != 0.
     """
     p, m, v = num_stages, num_microbatches, num_chunks
     if m % p:
@@ -255,8 +265,6 @@ def zb_h1(num_stages, num_microbatches):
         rank 1   F0 F1 F2 I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
         rank 2   F0 F1 I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
         rank 3   F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
-
-    Bubble: (p-1)(F+B-2W), for m >= p, W <= F and W <= I. Peak activations: min(m, p).
     """
     p, m = num_stages, num_microbatches
     # In "IWF" * m the Fs run out first, then the Is: "IWF" acts as "IW", and then as "W".
@@ -269,10 +277,8 @@ def zb_h2(num_stages, num_microbatches):
         rank 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3        p = 2, m = 4
         rank 1   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    A rank's idle time between its first and last action is at most (p-1)(F+B-3W), for m >= 2p-1,
-    W <= F and W <= I. A rank can begin its next step at once, unless its update needs the norm of
-    all gradients. In the paper, ranks update first, and redo the update if the norm was too large.
-    Peak activations: min(m, 2p-1).
+    A rank can begin its next step at once, unless its update needs the norm of all gradients. In
+    the paper, ranks update first, and redo the update if the norm was too large.
     """
     p, m = num_stages, num_microbatches
     return _schedule(p, m, lambda r: "F" * (2 * (p - r) - 1) + "IF" * (2 * r) + "IWF" * m)
@@ -286,9 +292,6 @@ def zb_v(num_stages, num_microbatches):
 
         rank 0   F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
         rank 1   F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
-
-    A rank's idle time between its first and last action is at most (p-1)(I-W), for m >= 2p and
-    W <= F <= I. Peak activations: at most min(2m, 2p), each of half a rank's layers.
     """
     p, m = num_stages, num_microbatches
 
@@ -324,9 +327,8 @@ def dualpipe(num_stages, num_microbatches):
         rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
         rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
 
-    If F, B, I and W are the times of one chunk, the bubble is at most (p/2-1)(F+B + B-3W) for
-    F <= B and W <= I, and half that for F = I = W. In the paper a forward and a backward overlap,
-    and take less than F+B. Peak activations: p+1. Raises ValueError if p or m is odd, or m < 2p.
+    If F = I = W, the bubble is half of its bound. In the paper a forward and a backward overlap and
+    take less than F+B. Raises ValueError if p or m is odd, or m < 2p.
     """
     p, m = num_stages, num_microbatches
     if p % 2 or m % 2 or m < 2 * p:
@@ -816,9 +818,7 @@ def bubble_time(
 ):
     """Return a rank's idle time, computed by a formula. schedule: a key of SCHEDULES.
 
-    forward, backward, weight: times of F, B and W of a rank's layers, or for dualpipe of one chunk.
-    For zb-h2 and zb-v the result is the largest idle time between a rank's first and last action;
-    for dualpipe it is an upper bound. The schedules' docstrings state when their formulas hold.
+    forward, backward, weight: the times F, B and W in the table at the head of the schedules.
     """
     others = num_stages - 1
     both = forward + backward
