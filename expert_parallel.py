@@ -88,7 +88,7 @@ def switch(x, experts, compute, group=None):
 def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None, shared=None):
     """Send each token to the ranks of its experts, compute there, and return the weighted sums.
 
-    x: (N, D). experts, weights: (N, k). Expert e is on rank e * P // num_experts; -1 means none.
+    x: (N, D). experts (-1 for none), weights: (N, k). Expert e is on rank e * P // num_experts.
     compute: compute(rows, sizes, counts) applies this rank's G experts to (M, D) rows, which are
         sorted by expert. `sizes` (a list) and `counts` (a tensor) are the experts' row counts.
     shared: a module whose output for x is added. It is launched before the host waits for counts.
@@ -120,7 +120,7 @@ class Hop:
         self.group = group
         self.num_tokens, self.k = experts.shape
         send_counts = count_choices(experts, num_experts).view(world_size, -1)
-        # pad to an even number, because NCCL is fast if messages begin at multiples of 16 bytes
+        # NCCL is fast if messages begin at multiples of 16 bytes, so send an even number of counts
         send_counts = F.pad(send_counts, (0, num_local % 2))
         receive_counts = all_to_all_in_group(send_counts, group=group)
         both = torch.stack([send_counts, receive_counts])[..., :num_local]
@@ -378,10 +378,10 @@ class MoE(nn.Module):
     capacity_factor: each expert takes the first ceil(capacity_factor x N k / E) of the choices that
         fall on it from a rank's N tokens. The others are dropped, and add nothing to the result.
     shared_experts: the number of experts that every token uses in addition.
-    balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(), which are
-        added to the model's loss. Their gradients are computed in backward. 0 switches a loss off.
-    loss_scale: a factor of both, 1 / microbatches, or R / microbatches if gradients are averaged
-        over R ranks.
+    balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(). The layer
+        does not return these losses, but backward adds their gradients. 0 switches a loss off.
+    loss_scale: a further factor of both losses. Pass 1 / microbatches if gradients are summed over
+        ranks, or R / microbatches if they are averaged over R ranks.
     balance_groups: this rank's group along each axis of a grid of ranks, such as dp, cp and tp. The
         losses are means over the tokens that all ranks of the grid route, and cost an all-reduce of
         E counts over each group.
@@ -416,7 +416,7 @@ class MoE(nn.Module):
             up = nn.Linear(hidden, shared_experts * ffn_hidden, bias=False)
             down = nn.Linear(shared_experts * ffn_hidden, hidden, bias=False)
             self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
-        # not a buffer, since DDP would broadcast it; not on "meta", where to_empty() would leave it
+        # DDP would broadcast a buffer. A plain tensor on "meta" would stay there after to_empty().
         self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
 
     def forward(self, x):
