@@ -233,30 +233,30 @@ class _AllGatherAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, group):
         rank, world_size = rank_and_size(group)
         kv = torch.stack([k, v]).unflatten(3, (2, -1)).movedim(3, 0)  # (2, k/v, B, KV, T/2P, K)
-        parts = kv.new_empty(world_size, *kv.shape)  # (P, 2, k/v, B, KV, T/2P, K)
-        all_gather_single(parts, kv.contiguous(), group)
-        whole = _by_position(parts, 3)  # (k/v, B, KV, T, K)
+        gathered = kv.new_empty(world_size, *kv.shape)  # (P, 2, k/v, B, KV, T/2P, K)
+        all_gather_single(gathered, kv.contiguous(), group)
+        gathered = _by_position(gathered, 3)  # (k/v, B, KV, T, K)
         ctx.blocks = list(gathered_blocks(rank, world_size, q.shape[2]))
         output, lse = _no_keys_yet(q)
         for block in ctx.blocks:
-            _attend(block, q, *whole, output, lse)
+            _attend(block, q, *gathered, output, lse)
         output = output.to(q.dtype)
-        ctx.save_for_backward(q, whole, output, lse)
+        ctx.save_for_backward(q, gathered, output, lse)
         ctx.group = group
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output):
-        q, whole, output, lse = ctx.saved_tensors
+        q, kv, output, lse = ctx.saved_tensors
         _, world_size = rank_and_size(ctx.group)
-        grad_q, grad_whole = (_zeros(x, x.shape) for x in (q, whole))
+        grad_q, grad_kv = (_zeros(x, x.shape) for x in (q, kv))
         for block in ctx.blocks:
-            _attend_backward(block, grad_output, q, *whole, output, lse, grad_q, *grad_whole)
-        parts = _by_rank(grad_whole, world_size, 3)  # (P, 2, k/v, B, KV, T/2P, K)
-        summed = parts.new_empty(parts.shape[1:])
-        reduce_scatter_single(summed, parts, group=ctx.group)
-        grad_k, grad_v = summed.movedim(0, 3).flatten(3, 4).to(whole.dtype)  # (B, KV, T/P, K) each
+            _attend_backward(block, grad_output, q, *kv, output, lse, grad_q, *grad_kv)
+        grad_kv = _by_rank(grad_kv, world_size, 3)  # (P, 2, k/v, B, KV, T/2P, K)
+        own = grad_kv.new_empty(grad_kv.shape[1:])
+        reduce_scatter_single(own, grad_kv, group=ctx.group)
+        grad_k, grad_v = own.movedim(0, 3).flatten(3, 4).to(kv.dtype)  # (B, KV, T/P, K) each
         return grad_q.to(q.dtype), grad_k, grad_v, None
 
 
