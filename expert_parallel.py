@@ -381,10 +381,10 @@ class MoE(nn.Module):
     balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(). The layer
         does not return these losses, but backward adds their gradients. 0 switches a loss off.
     loss_scale: a further factor of both losses. Pass 1 / microbatches if gradients are summed over
-        ranks, or R / microbatches if they are averaged over R ranks.
+        the grid of balance_groups, or R / microbatches if they are averaged over R of its ranks.
     balance_groups: this rank's group along each axis of a grid of ranks, such as dp, cp and tp. The
         losses are means over the tokens that all ranks of the grid route, and cost an all-reduce of
-        E counts over each group.
+        E counts over each group. By default, the grid is this rank alone.
     nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
     router: further arguments of Router.
 
@@ -416,7 +416,7 @@ class MoE(nn.Module):
             up = nn.Linear(hidden, shared_experts * ffn_hidden, bias=False)
             down = nn.Linear(shared_experts * ffn_hidden, hidden, bias=False)
             self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
-        # DDP would broadcast a buffer. A plain tensor on "meta" would stay there after to_empty().
+        # DDP would broadcast a buffer. to_empty() does not move plain tensors, so avoid "meta".
         self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
 
     def forward(self, x):
