@@ -184,8 +184,8 @@ MOST_PEERS = 128  # in one batch, since NCCL may hang with more than 256 message
 def _ring_reduce_scatter(chunks, output, combine, rank):
     """Reduce chunk r over all ranks into `output` of rank r, in P-1 steps.
 
-    A partial sum travels around the ring, and every rank that it visits adds its own chunk. "c2:
-    3+0" is chunk 2, summed over ranks 3 and 0. P = 4:
+    A partial sum travels around the ring, and every rank that it visits adds its own chunk.
+    "c2: 3+0" is chunk 2, summed over ranks 3 and 0. P = 4:
 
         rank        0             1             2             3
         step 0   c2: 3+0       c3: 0+1       c0: 1+2       c1: 2+3
@@ -336,7 +336,7 @@ def _among(ranks, algorithms):
     """Run algorithms in which rank k stands for ranks[k], as many together as MOST_PEERS allows."""
     together = max(1, MOST_PEERS // len(ranks))
     for first in range(0, len(algorithms), together):
-        # all end together, and zip() would stop at the first, before the others compute their sums
+        # zip() would stop when the first one ends, and not resume the others for their last sums
         for steps in zip_longest(*algorithms[first : first + together]):
             sends, receives = [], []
             for outgoing, arriving in steps:
@@ -490,8 +490,8 @@ def _plan(operation, nbytes, phases=1, name="auto"):
 # thread, since waiting for a message blocks the waiting thread. For NCCL it is a side stream. An
 # exchange() starts once the pending collectives are done; later collectives do not wait for it.
 
-# These are global because no attribute can be set on a process group, and because autograd may call
-# collectives in threads of its own, which do not see the caller's context variables.
+# _MEMBERSHIPS is global because no attribute can be set on a process group, and _LISTENERS because
+# autograd may call collectives in its own threads, which do not see the caller's context variables.
 _MEMBERSHIPS = weakref.WeakKeyDictionary()  # process group -> Membership
 _LISTENERS = []  # the listener of every observe() that is open
 
@@ -565,7 +565,7 @@ class Operation:
         self.pending = DONE  # let go of the tensors
 
     def is_completed(self):
-        """Return whether wait() would return, or raise, at once."""
+        """Return whether wait() would return, or raise, at once; False for a pending exchange()."""
         return self.pending.is_completed()
 
     def tell(self, event, *messages):
@@ -639,7 +639,7 @@ def post_batch(group, sends, receives):
 
 @contextmanager
 def observe(listener):
-    """Call listener(event, operation, ...) at events of operations begun inside and of their waits:
+    """Call listener(event, operation, ...) for operations begun in the block, and for their waits:
 
     begin                     at the start of the call, in the caller's thread
     post, sends, receives     before messages [(tensor, peer in the group)] are posted
@@ -791,7 +791,7 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="a
     """Reduce `tensor` over the group, in place or into `output`. All ranks get the same bits.
 
     op: SUM, AVG (not of integers), PRODUCT, or MIN and MAX (not of complex numbers)
-    algorithm: a name from the table above, or "auto", which means what choose() returns
+    algorithm: a name from the module docstring, or "auto", which means what choose() returns
     """
     operation = Operation("all_reduce", group, tensor, async_op, op)
     rank, P = operation.place
@@ -1085,7 +1085,7 @@ def _run_rank(rank, world_size, init_method, function):
 
 
 def set_ranks_per_node(ranks_per_node, group=None):
-    """Set how many consecutive ranks share a node. A number that does not divide P means 1."""
+    """Set how many consecutive ranks share a node. A number < P that does not divide P means 1."""
     members = membership(group, "set_ranks_per_node")
     ranks = min(ranks_per_node, len(members.ranks))
     members.ranks_per_node = 1 if len(members.ranks) % ranks else ranks
