@@ -371,7 +371,7 @@ def _recursive_doubling(output, input, combine, rank, world_size):
 
 
 def _all_reduce(name, output, input, combine, rank, world_size, **options):
-    """Run one all-reduce with the named algorithm.
+    """Run one all-reduce with the named algorithm. For naive, every rank's chunk is all of `input`.
 
     The doubling algorithms run among the first 2^k ranks, for the largest 2^k <= P. Each rank r
     beyond these sends its tensor to rank r - 2^k, which stands in for it and returns the sum.
@@ -1137,7 +1137,7 @@ def count_bytes():
     traffic = Traffic()
 
     def listen(event, operation, sends=(), receives=()):
-        if operation.members.by_backend and operation.name not in ("exchange", "wait"):
+        if operation.members.by_backend and operation.name not in ("exchange", "reduce", "wait"):
             raise RuntimeError(f"nobody counts the bytes of the backend's own {operation.name}")
         for tensor, peer in sends:
             traffic.sent.append((operation.name, operation.group, peer, tensor.nbytes))
