@@ -164,9 +164,9 @@ class Schedule(list):
 
 # ---- schedules -----------------------------------------------------------------------------------
 #
-# p = num_stages is the number of ranks, and m = num_microbatches. The bubble is the idle time of a
-# rank. In its formula F, B, I and W are the times of all layers of a rank (in dualpipe's: of one
-# chunk). A rank holds the activations of a microbatch from its F to its B or W. The peak is the
+# p = num_stages is the number of ranks, and m = num_microbatches. The bubble is a rank's idle time.
+# In its formula, F, B, I and W are a microbatch's times in all layers of a rank (for dualpipe, in
+# one chunk). A rank holds a microbatch's activations from its F to its B or W. The peak is the
 # largest number of microbatches that rank r holds at a time. One that two chunks hold counts twice.
 #
 #                bubble               if                          peak
@@ -327,8 +327,8 @@ def dualpipe(num_stages, num_microbatches):
         rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
         rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
 
-    If F = I = W, the bubble is half of its bound. In the paper a forward and a backward overlap and
-    take less than F+B. Raises ValueError if p or m is odd, or m < 2p.
+    If F = I = W, the bubble is half of the table's bound. In the paper a forward and a backward
+    overlap and take less than F+B. Raises ValueError if p or m is odd, or m < 2p.
     """
     p, m = num_stages, num_microbatches
     if p % 2 or m % 2 or m < 2 * p:
@@ -504,7 +504,7 @@ def program(schedule, rank):
 
 
 class WeightGradStore:
-    """Collects the matrix products that layers defer from I to W: their weights' gradients.
+    """Collects what layers defer from I to W: the matrix products for their weights' gradients.
 
     The store is open during an I. A layer may then call put(parameter, product) and return no
     gradient for the parameter; W calls product() to compute it. While `adds` is true, a layer may
@@ -738,7 +738,7 @@ class Pipeline:
         products = self.deferred.pop(action[1:])
         stage = self.stages[action.chunk]
         if self._syncs(action) and hasattr(stage, "start_grad_sync"):
-            # the gradients of the stage's other parameters are complete
+            # during this W, only the parameters of these products still get gradients
             stage.start_grad_sync(awaited={parameter for parameter, _ in products})
         with self._no_sync(action):
             _add_products(products)
@@ -835,7 +835,7 @@ def bubble_time(
 
 
 def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2):
-    """Return the ranks' largest peak in units of a microbatch's activations in 1/p of the model."""
+    """Return the ranks' largest peak; 1 is one microbatch's activations in 1/p of the layers."""
     p, m, v = num_stages, num_microbatches, num_chunks
     return {
         "naive": 1,
