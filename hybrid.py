@@ -6,7 +6,7 @@ processes whose coordinates differ on this axis only:
     axis          splits      sends
     pp  pipeline  layers      activations forward and gradients back, once per microbatch
     dp  data      sequences   gradients, and weights with ZeRO, at least once per step (zero.py)
-    cp  context   positions   keys, values and their gradients, once per layer and microbatch
+    cp  context   positions   keys, values and their gradients, for every layer and microbatch
     tp  tensor    matrices    activations and gradients: four all-reduces per layer and microbatch
 
     rank = ((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank
@@ -15,8 +15,8 @@ tp is innermost, as its ranks send most and should share a node. Gradients are s
 
 A layer can have experts, which are MLPs of which each token uses only a few. tp does not split
 them, so all ranks that have the layer would hold copies of its experts. Instead, these ranks form
-groups of size ep. The ranks of a group divide the experts, and send tokens to their experts and
-back. A group takes its ranks from tp first, and then from dp x cp, so ep is not another axis.
+groups of size ep. The ranks of a group divide the experts, and each token travels to its experts
+and back. A group takes its ranks from tp first, and then from dp x cp, so ep is not another axis.
 
 A rank holds   1/tp of its layers' matrices and 1/ep of their experts. Over dp x cp, ZeRO-1 splits
                the optimizer state, ZeRO-2 also the gradients, and ZeRO-3 also the weights
@@ -192,7 +192,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """One pipeline stage of a GPT. Its layers keep their numbers in the whole model.
+    """One pipeline stage of a GPT. Its layers are numbered as in the whole model.
 
     Stages pass on activations (T, B, D), or (T/tp, B, D) with sp. The first takes tokens (B, T),
     and the last returns logits (T, B, V/tp). The head uses the weight of the token embedding. With
@@ -579,7 +579,7 @@ def sum_tallies(mixtures, args, mesh, device):
 
 
 def on_any_rank(flag):
-    """Return whether the flag is true on any rank. It travels over gloo, without any GPU."""
+    """Return whether the flag is true on any rank. The all-reduce uses gloo, not the GPUs."""
     flag = torch.tensor(flag, dtype=torch.uint8)
     all_reduce(flag, ReduceOp.MAX)
     return bool(flag)
@@ -640,8 +640,8 @@ def wrap(args, mesh, chunks, experts):
     stages = []
     for chunk in chunks:
         # With ZeRO, sum_shared_gradients() sums shards, so copies of a weight must be cut alike.
-        # Where a flat tensor is cut depends on the sizes of all its weights. So weights that tp may
-        # split unevenly, and the tied weight, which two different stages have, are kept apart.
+        # Where a weight is cut depends on the others in its flat tensor. So weights that tp splits,
+        # some unevenly, and the tied weight, which two stages have, get a separate flat tensor.
         apart = [m.weight for m in chunk.modules() if isinstance(m, VocabParallelEmbedding)]
         if args.tp > 1:
             apart += [chunk.get_parameter(name) for name in shards_of(chunk)]
@@ -782,7 +782,7 @@ def make_mesh(args, groups=None):
         set_ranks_per_node(min(sizes) if len(sizes) == 1 else 1, group)  # 1 if sizes differ
         if args.collectives == "backend":
             set_backend_collectives(group)
-        # NCCL that join() has not set up may connect in the first operation, so all ranks run one
+        # NCCL without a bound GPU needs all ranks in a group's first operation, which is this one
         if not is_bound_to_gpu():
             barrier(group)
     return Mesh(**mine)
@@ -1263,7 +1263,7 @@ def parse(argv, world_size, per_node=None):
     args.replicate = args.replicate or 1
     args.kv_heads = args.kv_heads or args.heads
     args.ffn = args.ffn or 4 * args.hidden
-    # the ranks that an ep_group can have in a node: gcd(ep, tp) in each of the node's tp_groups
+    # how many ranks an ep_group can have in a node: gcd(ep, tp) in each of the node's tp_groups
     inside = math.gcd(args.ep, args.tp) * max(1, args.per_node // args.tp)
     args.ep_nodes = args.ep // math.gcd(args.ep, inside)
     args.topk_nodes = args.topk_nodes or args.ep_nodes
@@ -1371,7 +1371,7 @@ def join(device, backend, timeout):
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     if backend == "gloo":
         schedule_as_batch()
-    else:  # the mesh's groups have NCCL of their own; this gloo is for objects, flags and barriers
+    else:  # the mesh's groups have only NCCL; the world's gloo carries objects, flags and barriers
         backend = "cpu:gloo,cuda:nccl"
         options["device_id"] = device  # NCCL connects now, and reports errors early
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
