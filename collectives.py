@@ -524,7 +524,7 @@ def membership(group, caller):
     return _MEMBERSHIPS.get(group) or Membership(group)
 
 
-# A task that has begun: finish() waits for it, and is_completed() tells whether it has ended.
+# A pending task: finish() waits for it, and is_completed() tells whether it has ended.
 Pending = namedtuple("Pending", "finish is_completed")
 DONE = Pending(lambda: None, lambda: True)
 
@@ -565,7 +565,7 @@ class Operation:
         self.pending = DONE  # let go of the tensors
 
     def is_completed(self):
-        """Return whether wait() would return, or raise, at once; False for a pending exchange()."""
+        """Return whether the operation has completed or failed; False for a pending exchange()."""
         return self.pending.is_completed()
 
     def tell(self, event, *messages):
@@ -917,9 +917,9 @@ def barrier(group=None):
 
 # ---- derivatives: the backward of a collective is a collective -----------------------------------
 #
-# If ranks use x differently, each with its own columns of W, say, each has only a part of x's
-# gradient, and the parts are summed. If all ranks use x identically, each already has the whole
-# gradient, and a sum would count it P times. No function changes its input, and all except
+# If ranks use x differently (each multiplies x by its own columns of W, say), each has only a part
+# of x's gradient, and the parts are summed. If all ranks use x identically, each already has the
+# whole gradient, and a sum would count it P times. No function changes its input, and all except
 # _identity() return new memory.
 
 
