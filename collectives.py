@@ -103,7 +103,6 @@ def exchange(sends, receives, group=None, async_op=False):
     task = partial(operation.queue.run, operation.post(sends, receives))
     if not async_op:
         return operation.complete(task)
-    # gloo reports completion only in wait()
     operation.pending = Pending(partial(operation.complete, task), is_completed=lambda: False)
     return operation
 
@@ -486,8 +485,9 @@ def _plan(operation, nbytes, phases=1, name="auto"):
 #           Operation.post()     sends and receives the next batch
 #
 # A group's collectives run one by one, and read their inputs when their turn comes. Those with
-# async_op, and those that are called while others are pending, go to the queue. For gloo it is a
-# thread, since waiting for a message blocks the waiting thread. For NCCL it is a side stream. An
+# async_op, and those that are called while others are pending, go to the group's queue. For gloo
+# it is a thread, and wait() blocks until the task has ended. For NCCL it is a CUDA stream, whose
+# kernels run beside those of the caller's stream, and wait() makes the caller's stream wait. An
 # exchange() starts once the pending collectives are done; later collectives do not wait for it.
 
 # _MEMBERSHIPS is global because no attribute can be set on a process group, and _LISTENERS because
