@@ -179,7 +179,7 @@ class Schedule(list):
 #   zb-v         (p-1) (I-W) *        m >= 2p, W <= F <= I        at most min(2m, 2p)
 #   dualpipe     (p/2-1) (F+2B-3W) *  F <= B, W <= I              p+1
 #
-# * is an upper bound; zb-h2's and zb-v's count idle time between a rank's first and last action.
+# * is an upper bound. For zb-h2 and zb-v, idle time counts from a rank's first to its last action.
 
 
 def _actions(letters, *microbatches):
@@ -222,7 +222,7 @@ def gpipe(num_stages, num_microbatches):
 def one_f_one_b(num_stages, num_microbatches):
     """Warm up with one forward per later stage, alternate forward and backward, then cool down.
 
-        rank 0   F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5        p = 4, m = 6, without idle slots
+        rank 0   F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5        p = 4, m = 6; idle slots are not drawn
         rank 1   F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5
         rank 2   F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5
         rank 3   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
@@ -277,8 +277,8 @@ def zb_h2(num_stages, num_microbatches):
         rank 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3        p = 2, m = 4
         rank 1   F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    A rank can begin its next step at once, unless its update needs the norm of all gradients. In
-    the paper, ranks update first, and redo the update if the norm was too large.
+    A rank can begin its next step while others finish this one, unless its update needs the norm of
+    all gradients. In the paper, ranks update first, and redo the update if the norm was too large.
     """
     p, m = num_stages, num_microbatches
     return _schedule(p, m, lambda r: "F" * (2 * (p - r) - 1) + "IF" * (2 * r) + "IWF" * m)
@@ -308,11 +308,11 @@ def zb_v(num_stages, num_microbatches):
 def forward_only(num_stages, num_microbatches, route=None):
     """Evaluation: only the forwards, along one route. No graph is kept."""
     route = route or [(rank, 0) for rank in range(num_stages)]
-    # microbatch i is at route[place] at time i + place
-    turns = [(i + place, place, i) for i in range(num_microbatches) for place in range(len(route))]
+    # microbatch i is at route[index] at time i + index
+    turns = [(i + index, index, i) for i in range(num_microbatches) for index in range(len(route))]
     schedule = [[] for _ in range(num_stages)]
-    for _, place, microbatch in sorted(turns):
-        rank, chunk = route[place]
+    for _, index, microbatch in sorted(turns):
+        rank, chunk = route[index]
         schedule[rank].append(Action("F", microbatch, chunk))
     return Schedule(schedule, [route])
 
@@ -816,9 +816,9 @@ SCHEDULES = {
 def bubble_time(
     schedule, num_stages, num_microbatches, forward=1.0, backward=2.0, weight=1.0, num_chunks=2
 ):
-    """Return a rank's idle time, computed by a formula. schedule: a key of SCHEDULES.
+    """Return the bubble that the table above the schedules claims. schedule: a key of SCHEDULES.
 
-    forward, backward, weight: the times F, B and W in the table at the head of the schedules.
+    forward, backward, weight: F, B and W in the table. A formula marked * is an upper bound.
     """
     others = num_stages - 1
     both = forward + backward
