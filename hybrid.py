@@ -480,7 +480,7 @@ class Trainer:
         return losses.sum() / num_tokens
 
     def sum_shared_gradients(self):
-        """Sum the gradients of a weight's copies where each copy has only a part of the sum."""
+        """Sum the gradients of a weight's copies where each copy has only part of the gradient."""
         marked = {p for chunk in self.chunks for p in parameters_to_sum_over_tp(chunk)}
         groups = (self.dense, self.mesh.tp_group), (self.experts, self.mesh.expert_tp_group)
         for parameters, group in groups:
@@ -640,8 +640,8 @@ def wrap(args, mesh, chunks, experts):
     stages = []
     for chunk in chunks:
         # With ZeRO, sum_shared_gradients() sums shards, so copies of a weight must be cut alike.
-        # Where a weight is cut depends on the others in its flat tensor. So weights that tp splits,
-        # some unevenly, and the tied weight, which two stages have, get a separate flat tensor.
+        # Where a weight is cut depends on the others in its flat tensor. So weights that tp splits
+        # (some unevenly) and the tied weight (which two stages have) share a separate flat tensor.
         apart = [m.weight for m in chunk.modules() if isinstance(m, VocabParallelEmbedding)]
         if args.tp > 1:
             apart += [chunk.get_parameter(name) for name in shards_of(chunk)]
@@ -681,7 +681,7 @@ def evaluate(trainer, data, batches=8):
 def train(args, device):
     """Train, from the last checkpoint if there is one, and validate. Collective.
 
-    Raises TrainingError if a file or a step fails and, with --checkpoint, on SIGTERM after saving.
+    Raises TrainingError if I/O or a step fails and, with --checkpoint, on SIGTERM after saving.
     """
     source = f"--data {args.data or '(default)'}: "
     data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, prefix=source)
@@ -732,7 +732,7 @@ class Mesh(SimpleNamespace):
     expert_tp_group          the ranks of tp that hold the same experts
     node_group               the ranks of ep_group on this node
     cross_group              the ranks of ep_group with the same rank in their node_group
-    embedding_group          the first and the last stage; the others have no such group
+    embedding_group          the first and the last rank of pp_group; others have no such group
 
     With pp 2, dp 2 and tp 2, the grid is [[0 1] [2 3]] in stage 0 and [[4 5] [6 7]] in stage 1:
 
