@@ -114,7 +114,7 @@ def exchange(sends, receives, group=None, async_op=False):
 # segments, each with a generator of its own. One segment is summed while the next ones travel.
 
 SEGMENT = 1 << 20  # bytes of a chunk that travel in one message on gloo (NCCL: see DIRECT_BYTES)
-ALIGNMENT = 128  # bytes; a GPU reads 128 at once (F.grouped_mm needs 16)
+ALIGNMENT = 128  # bytes; a GPU reads 128 at once
 
 
 def take_turns(algorithms, operation):
@@ -305,7 +305,7 @@ def _hierarchical_reduce_scatter(chunks, output, combine, rank, ranks_per_node):
     """Reduce-scatter inside O nodes of I ranks, then on rings across nodes, in 1 + (O-1) steps.
 
     Inside a node, local rank i reduces the chunks meant for the local ranks i of all nodes. Of the
-    bytes that a rank sends, (I-1)/I D stay in its node and (O-1)/O D/I leave it. With O = I = 2:
+    bytes that a rank sends, (I-1)/I D stay in its node and (O-1)/P D leave it. With O = I = 2:
 
         rank       0               1               2               3
         inside     c0 c2: 0+1      c1 c3: 0+1      c0 c2: 2+3      c1 c3: 2+3
@@ -332,7 +332,7 @@ def _hierarchical_all_gather(chunks, rank, ranks_per_node):
 
 
 def _among(ranks, algorithms):
-    """Run algorithms in which rank k stands for ranks[k], as many together as MOST_PEERS allows."""
+    """Run algorithms whose peers are indices into `ranks`, as many at once as MOST_PEERS allows."""
     together = max(1, MOST_PEERS // len(ranks))
     for first in range(0, len(algorithms), together):
         # zip() would stop when the first one ends, and not resume the others for their last sums
@@ -540,7 +540,7 @@ class Operation:
     pending = DONE
 
     def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None, of=None):
-        """tensor: its device picks the queue; op: a ReduceOp; root: a global rank."""
+        """tensor: its device picks the queue; root: a global rank, stored as a group rank."""
         self.name, self.async_op = name, async_op
         self.op, self.of = op, of
         self.listeners = of.listeners if of else tuple(_LISTENERS)
@@ -670,7 +670,7 @@ class _Stream:
     def run(self, task, held=()):
         """Run a task on the current stream, then wait until at most AHEAD tasks are unfinished.
 
-        Memory that NCCL's messages touched is reused only once the host has seen their end, so if
+        The allocator reuses the memory of NCCL's messages only once the host has seen their end. If
         the host ran a training step ahead, each message of that step would need its own memory.
         """
         task()
