@@ -835,7 +835,7 @@ def bubble_time(
 
 
 def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2):
-    """Return the ranks' largest peak; 1 is one microbatch's activations in 1/p of the layers."""
+    """Return the largest peak, in units of a microbatch's activations in 1/p of the layers."""
     p, m, v = num_stages, num_microbatches, num_chunks
     return {
         "naive": 1,
