@@ -506,7 +506,6 @@ class Membership:
     """
 
     def __init__(self, group):
-        _MEMBERSHIPS[group] = self
         self.place = rank_and_size(group)
         self.ranks = dist.get_process_group_ranks(group)
         self.ranks_per_node = len(self.ranks)
@@ -514,6 +513,7 @@ class Membership:
         self.queues = {}
         self.thread = _Thread(group)
         self.device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
+        _MEMBERSHIPS[group] = self
 
 
 def membership(group, caller):

@@ -22,12 +22,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import collectives
 from collectives import (
-    MOST_PEERS, all_gather_single, all_gather_to_group, all_reduce,
-    all_reduce_bytes, all_reduce_cost, all_to_all_in_group, all_to_all_single, barrier, broadcast,
-    check_parameters, choose, copy_to_group, count_bytes, exchange, gather_from_group,
-    gather_objects, observe, rank_and_size, reduce, reduce_from_group, reduce_scatter_bytes,
-    reduce_scatter_single, reduce_scatter_to_group, ring_all_reduce,
-    scatter_to_group, set_backend_collectives, set_ranks_per_node,
+    MOST_PEERS, all_gather_single, all_gather_to_group, all_reduce, all_reduce_bytes,
+    all_reduce_cost, all_to_all_in_group, all_to_all_single, barrier, broadcast, check_parameters,
+    choose, copy_to_group, count_bytes, exchange, gather_from_group, gather_objects, observe,
+    rank_and_size, reduce, reduce_from_group, reduce_scatter_bytes, reduce_scatter_single,
+    reduce_scatter_to_group, ring_all_reduce, scatter_to_group, set_backend_collectives,
+    set_ranks_per_node,
 )
 
 from gpu_counts import as_on_nccl, nccl_over_gloo, post_nowhere
@@ -631,6 +631,7 @@ def test_only_groups_that_are_set_use_the_backends_collectives_whose_bytes_do_no
         exchange([(x, peer)], [(torch.empty(4), peer)], group, async_op=True).wait()
         assert not theirs.called and traffic.bytes() == 32
         assert traffic.bytes("exchange") == traffic.bytes(group=dist.group.WORLD) == 16
+        reduce(x, group=group)  # which is never the backend's
         with pytest.raises(RuntimeError, match="the backend's own all_reduce"):
             all_reduce(x, group=group)
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as theirs:
