@@ -29,7 +29,6 @@ from collectives import (
     reduce_scatter_to_group, ring_all_reduce, scatter_to_group, set_backend_collectives,
     set_ranks_per_node,
 )
-
 from gpu_counts import as_on_nccl, nccl_over_gloo, post_nowhere
 from ranks import PROJECT, least_bytes, on_ranks, spawn
 from transformer import Peak
