@@ -433,7 +433,7 @@ class Trainer:
         tallies = sum_tallies(self.mixtures, args, self.mesh, self.device)
         # The device decides whether to update, so the host launches the update without waiting.
         is_finite = torch.stack([loss, norm]).isfinite().all()
-        rate = learning_rate(self.steps_done, args.steps, args.warmup, args.lr)
+        rate = learning_rate(self.steps_done, args)
         self.update(rate, tallies, is_finite)
         self.stop = bool(args.checkpoint) and on_any_rank(self.sigterm)
         scalars = {"loss": loss, "grad_norm": norm}
@@ -591,12 +591,31 @@ def check_vocabulary(inputs, targets, size):
         raise TrainingError(f"--data: a token is outside --vocab-size {size}")
 
 
-def learning_rate(step, steps, warmup, peak):
-    """Return the learning rate of step 0, 1, ...: linear warm-up, then a cosine to peak / 10."""
-    if step < warmup:
-        return peak * (step + 1) / (warmup + 1)
-    progress = (step - warmup) / max(1, steps - warmup)
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+def learning_rate(step, args):
+    r"""Return the learning rate of step 0, 1, ...
+
+    It rises to --lr in the first --warmup steps, and falls to --min-lr in the last --decay-steps:
+
+        lr         ___________________
+                  /                   \    linear, or half a period of a cosine
+        min_lr   /                     \
+              warmup       stable       decay
+
+    By default the decay begins right after the warm-up (Loshchilov and Hutter, 2017). With fewer
+    --decay-steps, the rate is stable in between (Hu et al., "MiniCPM", 2024).
+    """
+    if step < args.warmup:
+        return args.lr * (step + 1) / (args.warmup + 1)
+    begin = args.steps - args.decay_steps
+    progress = max(0, step - begin) / max(1, args.decay_steps)
+    if args.lr_decay == "none":
+        height = 1.0
+    elif args.lr_decay == "linear":
+        height = 1 - progress
+    else:
+        height = (1 + math.cos(math.pi * progress)) / 2
+    floor = args.min_lr / max(args.lr, 1e-300)  # --lr may be 0
+    return args.lr * (floor + (1 - floor) * height)
 
 
 def make_chunks(args, mesh, device, routes, positions, deferred):
@@ -1174,6 +1193,10 @@ class Args(GPTConfig):
     steps: int = flag(1200, "optimizer steps")
     lr: float = flag(3e-3, "peak learning rate")
     warmup: int = flag(20, "steps of linear warm-up", least=0)
+    lr_decay: str = flag("cosine", "shape of the final decay of the learning rate",
+                         choices=("cosine", "linear", "none"))  # fmt: skip
+    decay_steps: int | None = flag(None, "last steps, which decay (default: all after the warm-up)")
+    min_lr: float | None = flag(None, "learning rate after the decay (default: --lr / 10)")
     weight_decay: float = flag(0.1, "weight decay of matrices")
     grad_clip: float = flag(1.0, "largest norm of the gradients, or 0 for no limit")
     seed: int = flag(0, "seed of weights, batches and dropout", least=0, below=2**32)
@@ -1273,6 +1296,10 @@ def parse(argv, world_size, per_node=None):
     divisor = args.dp * (args.microbatches or math.ceil(most / 2))
     args.batch_size = args.batch_size or math.ceil(16 / divisor) * divisor
     args.microbatches = args.microbatches or math.gcd(args.batch_size // args.dp, most)
+    if args.decay_steps is None:
+        args.decay_steps = max(0, args.steps - args.warmup)
+    if args.min_lr is None:
+        args.min_lr = args.lr / 10
     check(args)
     schedule_of(args)
     return Args(**vars(args))
@@ -1304,6 +1331,10 @@ def check(args):
     need(args.replicate == 1 or args.zero, f"{shown('replicate')} needs --zero")
     must_divide(args, "replicate", "dp * cp")
     need(args.checkpoint or not args.save_every, f"{shown('save_every')} needs --checkpoint")
+    need(args.min_lr <= args.lr, f"{shown('min_lr')} is more than {shown('lr')}")
+    after_warmup = max(0, args.steps - args.warmup)
+    is_short = args.decay_steps <= after_warmup
+    need(is_short, f"{shown('decay_steps')} is more than {shown('steps')} - {shown('warmup')}")
     must_divide(args, "heads", "hidden")
     must_divide(args, "kv_heads", "heads")
     must_divide(args, "tp", "kv_heads")

@@ -812,9 +812,27 @@ def test_a_step_that_is_not_finite_stops_all_ranks_and_changes_nothing(flags, na
         assert len(states[0]) > 20 and all(map(torch.equal, *states))
 
 
-def test_the_learning_rate_may_be_all_warm_up():
-    rates = [hybrid.learning_rate(step, 4, 4, 1.0) for step in range(5)]
-    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+def _rates(flags, steps):
+    args = hybrid.parse(f"--steps {steps} --lr 1 {flags}".split(), 1)
+    return [hybrid.learning_rate(step, args) for step in range(steps)]
+
+
+def test_the_learning_rate_warms_up_stays_and_decays():
+    all_warm_up = _rates("--warmup 4", 4)
+    assert all_warm_up == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    linear = _rates("--warmup 1 --decay-steps 4 --lr-decay linear --min-lr 0.2", 8)
+    assert linear == pytest.approx([0.5, 1, 1, 1, 1, 0.8, 0.6, 0.4])
+    cosine = _rates("--warmup 0 --decay-steps 4 --min-lr 0", 6)
+    assert cosine == pytest.approx([1, 1, 1, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2])
+    assert _rates("--warmup 2 --lr-decay none", 5) == pytest.approx([1 / 3, 2 / 3, 1, 1, 1])
+
+
+def test_by_default_the_learning_rate_falls_to_a_tenth_along_a_cosine():
+    args = hybrid.parse("--steps 300 --lr 2e-4".split(), 1)
+    for step in range(20, 301):
+        angle = math.pi * ((step - 20) / 280)
+        expected = 2e-4 * (0.1 + 0.45 * (1 + math.cos(angle)))
+        assert hybrid.learning_rate(step, args) == expected  # the same bits
 
 
 # ---- data ----------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def compare(args, device, first, *steps):
         found |= differences(f"{when} gradient", gradients, expected)
         for name, weight in weights.items():
             weight.grad.copy_(gradients[name])
-        rate = hybrid.learning_rate(step, args.steps, args.warmup, args.lr)
+        rate = hybrid.learning_rate(step, args)
         one.update(rate, bias_rate=float(np.float32(0.001)) if args.balance == "bias" else 0.0)
         found |= differences(when, new_weights, weights | biases)
     return found
