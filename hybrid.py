@@ -45,17 +45,19 @@ train() is the training loop, and Trainer.step() takes one step. The rest serves
 import argparse
 import ctypes
 import fcntl
+import gc
 import hashlib
 import json
 import math
 import os
+import resource
 import shutil
 import signal
 import sys
 import sysconfig
 import time
-from collections import ChainMap, deque
-from contextlib import nullcontext
+from collections import ChainMap, Counter, deque
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
@@ -92,6 +94,7 @@ CP_METHODS = {
     "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
 }  # fmt: skip
 IGNORE_INDEX = -100  # a target that does not count
+GARBAGE_EVERY = 50  # steps between Python's collections of garbage
 
 # ---- model ---------------------------------------------------------------------------------------
 
@@ -381,12 +384,14 @@ class Trainer:
     mixtures: {row in sum_tallies(): MoE} of this rank's mixtures of experts.
     stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
     pipeline, evaluation: Pipelines that run the stages over a batch, with and without backward.
+    steps_done: the steps of the whole run. has_stepped: whether this process has taken any.
     sigterm: whether this rank has received SIGTERM. stop: whether step() found that any rank has.
     """
 
     def __init__(self, args, mesh, device):
         self.args, self.mesh, self.device = args, mesh, device
         self.steps_done = 0
+        self.has_stepped = False
         self.sigterm = self.stop = False
         schedule = schedule_of(args)
         self.replicated = len(schedule.routes) > 1
@@ -426,6 +431,13 @@ class Trainer:
         Returns {name: value}: the global loss, the gradient norm before clipping, and more. Raises
         TrainingError, with the weights unchanged, if the loss or the norm is not finite.
         """
+        return self.finish_step(self.launch_step(inputs, targets), inputs, targets)
+
+    def launch_step(self, inputs, targets):
+        """Launch a step, which a GPU may still be computing when this returns.
+
+        Returns {name: scalar on the device} for finish_step(), which must follow.
+        """
         args = self.args
         seed_dropout(args.seed, self.steps_done, self.mesh)
         loss = self.forward_backward(inputs, targets)
@@ -435,10 +447,17 @@ class Trainer:
         is_finite = torch.stack([loss, norm]).isfinite().all()
         rate = learning_rate(self.steps_done, args)
         self.update(rate, tallies, is_finite)
-        self.stop = bool(args.checkpoint) and on_any_rank(self.sigterm)
+        self.has_stepped = True
         scalars = {"loss": loss, "grad_norm": norm}
         if args.experts:
             scalars |= tally_metrics(tallies, args.microbatches, args.balance == "aux")
+        return scalars
+
+    def finish_step(self, scalars, inputs, targets):
+        """Wait for a launched step, and return its metrics or raise TrainingError. See step()."""
+        args = self.args
+        rate = self.optimizer.param_groups[0]["lr"]
+        self.stop = bool(args.checkpoint) and on_any_rank(self.sigterm)
         # The host waits for the device here, and elsewhere in a step only in layers with experts.
         metrics = dict(zip(scalars, torch.stack([*scalars.values()]).tolist()))
         self.steps_done += 1
@@ -485,7 +504,7 @@ class Trainer:
         groups = (self.dense, self.mesh.tp_group), (self.experts, self.mesh.expert_tp_group)
         for parameters, group in groups:
             parameters = [parameter for parameter in parameters if parameter in marked]
-            sum_gradients_over_tp(parameters, group, check=self.steps_done == 0)
+            sum_gradients_over_tp(parameters, group, check=not self.has_stepped)
         if self.replicated:
             sum_replicas(self.chunks, self.mesh.pp_group)
         weights = [chunk.tied_weight() for chunk in self.chunks]
@@ -720,18 +739,110 @@ def train(args, device):
         is_over = trainer.stop or trainer.steps_done == args.steps
         return is_over or (every is not None and trainer.steps_done % every == 0)
 
-    for index in range(trainer.steps_done, args.steps):
-        began = time.perf_counter()
-        batch = data.batch(index, args.batch_size, args.seq_len, args.seed, trainer.own_rows())
-        metrics = trainer.step(*batch)
-        log.step(metrics, time.perf_counter() - began)
-        if args.checkpoint and is_due(args.save_every):
-            save(trainer, args.checkpoint)
-        if trainer.stop:
-            end = f"SIGTERM; --checkpoint {args.checkpoint} has step {trainer.steps_done}"
-            raise TrainingError(end, status=128 + signal.SIGTERM)
-        if is_due(args.eval_every):
-            log.validation(evaluate(trainer, data))
+    def batch_of(step):
+        return data.batch(step, args.batch_size, args.seq_len, args.seed, trainer.own_rows())
+
+    batch = batch_of(trainer.steps_done)
+    with collects_garbage_by_hand():
+        while trainer.steps_done < args.steps:
+            began = time.perf_counter()
+            launched = trainer.launch_step(*batch)
+            next_batch = batch_of(trainer.steps_done + 1)  # while a GPU computes the step
+            metrics = trainer.finish_step(launched, *batch)
+            batch = next_batch
+            log.step(metrics, time.perf_counter() - began)
+            if trainer.steps_done % GARBAGE_EVERY == 0:
+                gc.collect()  # on all ranks at the same time
+            if args.checkpoint and is_due(args.save_every):
+                save(trainer, args.checkpoint)
+            if trainer.stop:
+                end = f"SIGTERM; --checkpoint {args.checkpoint} has step {trainer.steps_done}"
+                raise TrainingError(end, status=128 + signal.SIGTERM)
+            if is_due(args.eval_every):
+                log.validation(evaluate(trainer, data))
+    require_equal_copies(trainer)
+
+
+@contextmanager
+def collects_garbage_by_hand():
+    """Keep Python from collecting cyclic garbage by itself.
+
+    It would do so at different moments on each rank, and a rank that pauses inside a step keeps all
+    others waiting. Steps leave no tensors in cycles, so collecting seldom takes no more memory.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+# ---- copies that must be equal -------------------------------------------------------------------
+
+
+def require_equal_copies(trainer):
+    """Raise TrainingError if copies have come to differ. Collective."""
+    fault = check_copies(trainer)
+    if fault:
+        raise TrainingError(fault)
+
+
+def check_copies(trainer):
+    """Return a sentence about copies that have come to differ, or "". The same on all. Collective.
+
+    Whatever two ranks hold of the same place in the same weight, bias of a router or moment must
+    have the same bits: replicas over dp x cp, with ZeRO the copies of its shards, what tp does not
+    divide, copies of experts, the tied weight, and DualPipe's second replica. If bits differ, a
+    memory or a computation has been at fault, and the training would go on with both values.
+    """
+    mesh = trainer.mesh
+    own = fingerprints(trainer)
+    fault = ""
+    for group in mesh.dp_cp_group, mesh.tp_group, mesh.pp_group:
+        copies = {}  # {what: [(rank, fingerprint), ...]}
+        for rank, theirs in zip(dist.get_process_group_ranks(group), gather_objects(own, group)):
+            for what, value in theirs:
+                copies.setdefault(what, []).append((rank, value))
+        for what, held in copies.items():
+            usual, _ = Counter(value for _, value in held).most_common(1)[0]
+            others = [rank for rank, value in held if value != usual]
+            if others and not fault:
+                first = next(rank for rank, value in held if value == usual)
+                fault = f"{what} on rank {others[0]} differs from its copy on rank {first}"
+    return next(filter(None, gather_objects(fault)), "")
+
+
+@torch.no_grad()
+def fingerprints(trainer):
+    """Return [(what, fingerprint)] for each part of the state that this rank holds."""
+    parts, values = [], []
+    for chunk in trainer.chunks:
+        for kind, tensors in state_of(trainer, [chunk]).items():
+            for name, tensor in tensors.items():
+                for first_index, box in tensor.boxes.items():
+                    what = name if kind == "model" else f"{kind} of {name}"
+                    parts.append(f"{what}{list(box.shape)} at {list(first_index)}")
+                    values.append(fingerprint(box))
+    if not parts:  # a small model that ZeRO divides over many ranks
+        return []
+    return list(zip(parts, torch.stack(values).tolist()))  # the host waits for the device once
+
+
+def fingerprint(tensor):
+    """Return a 64-bit hash of a tensor's bits, as a tensor on its device.
+
+    It is the sum of the elements' bits, each times an odd number that depends on its position. So
+    it always changes if one element does, and almost always if several do.
+    """
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.flatten().view(integers[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for part in bits.split(2**20):  # in parts, because products take 8 bytes per element
+        factors = 2 * torch.arange(len(part), device=bits.device) + 1
+        total = total * 1000003 + (part * factors).sum()  # modulo 2**64
+    return total
 
 
 # ---- mesh ----------------------------------------------------------------------------------------
@@ -1106,42 +1217,98 @@ def check_checkpoint(path, args):
 # ---- log -----------------------------------------------------------------------------------------
 
 
+# Dense products in TFLOP/s as data sheets give them (NVIDIA's fp32 is without tensor cores), by the
+# names that torch.cuda.get_device_name() returns. An unknown name has no MFU rather than a wrong one.
+A100 = {"bf16": 312, "tf32": 156, "fp32": 19.5}
+H100_SXM = {"bf16": 989, "tf32": 495, "fp32": 67}
+H100_PCIE = {"bf16": 756, "tf32": 378, "fp32": 51}
+H100_NVL = {"bf16": 835, "tf32": 418, "fp32": 60}
+PEAK_TFLOPS = {
+    "NVIDIA A100-SXM4-40GB": A100,
+    "NVIDIA A100-SXM4-80GB": A100,
+    "NVIDIA A100-PCIE-40GB": A100,
+    "NVIDIA A100 80GB PCIe": A100,
+    "NVIDIA A800-SXM4-80GB": A100,
+    "NVIDIA H100 80GB HBM3": H100_SXM,
+    "NVIDIA H100 PCIe": H100_PCIE,
+    "NVIDIA H100 NVL": H100_NVL,
+    "NVIDIA H800": H100_SXM,
+    "NVIDIA H800 PCIe": H100_PCIE,
+    "NVIDIA H200": H100_SXM,
+    "NVIDIA H200 NVL": H100_NVL,
+    "NVIDIA GH200 480GB": H100_SXM,
+    "NVIDIA H20": {"bf16": 148, "tf32": 74, "fp32": 44},
+    "NVIDIA B200": {"bf16": 2250, "tf32": 1125, "fp32": 75},
+    "NVIDIA GB200": {"bf16": 2500, "tf32": 1250, "fp32": 80},
+    "NVIDIA L40S": {"bf16": 362, "tf32": 183, "fp32": 92},
+    "NVIDIA GeForce RTX 4090": {"bf16": 165, "tf32": 83, "fp32": 83},
+    "NVIDIA GeForce RTX 3090": {"bf16": 71, "tf32": 36, "fp32": 36},
+}
+
+
+def peak_tflops(args, device):
+    """Return the device's peak in TFLOP/s, or None if it is unknown or shared by processes."""
+    if device.type != "cuda" or args.device == "shared":
+        return None
+    peaks = PEAK_TFLOPS.get(torch.cuda.get_device_name(device))
+    return peaks and peaks[args.dtype]
+
+
+def peak_memory(device):
+    """Return the most bytes that this process has had on its GPU, or else in the host's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10
+
+
 class Log:
-    """Reports progress on rank 0's output and in the --metrics file. Creation is collective."""
+    """Reports progress on rank 0's output and in the --metrics file. Creation is collective.
+
+    On a terminal, every step rewrites one line, and some lines stay. Elsewhere only these are
+    printed. Memory is that of rank 0; all other numbers are those of the whole run.
+    """
 
     def __init__(self, trainer):
         self.trainer = trainer
         self.speaks = dist.get_rank() == 0
+        self.is_terminal = sys.stdout.isatty()
         self.first_step = trainer.steps_done + 1
+        self.began = time.perf_counter()
         args = trainer.args
+        self.peak = peak_tflops(args, trainer.device)
         path = args.metrics if self.speaks and args.metrics else os.devnull
         mode = "a" if trainer.steps_done else "w"
         self.file = on_all_ranks(open, path, mode, prefix=f"--metrics {args.metrics}: ")
         self.write({"flags": flags_of(args)})
-        own = boxes_of(trainer, lambda tensor: tensor if tensor.requires_grad else None)
-        sizes = {name: whole.numel() for name, whole in own.items()}
-        parameters = sum(ChainMap(*gather_objects(sizes)).values())  # each name counts once
-        degrees = " x ".join(f"{axis} {getattr(args, axis)}" for axis in ("pp", "dp", "cp", "tp"))
-        device = trainer.device.type
-        self.say(f"{parameters:,} parameters on {args.world_size} x {device}: {degrees}")
+        for line in describe(trainer):
+            self.say(line)
 
     def step(self, metrics, seconds):
         """Report the metrics of a step that took so many seconds."""
         step = self.trainer.steps_done
         args = self.trainer.args
-        speed = args.batch_size * args.seq_len / seconds
-        tflops = speed * flops_per_token(args) / args.world_size / 1e12  # per device
-        metrics = {"loss": metrics["loss"], "tokens_per_s": speed, "tflops": tflops} | metrics
-        if self.trainer.device.type == "cuda":
-            metrics["memory_mb"] = torch.cuda.max_memory_allocated(self.trainer.device) / 2**20
-        self.write({"step": step} | metrics)
+        tokens = args.batch_size * args.seq_len
+        tflops = tokens / seconds * flops_per_token(args) / args.world_size / 1e12  # per device
+        speeds = {"tokens_per_s": tokens / seconds, "tflops": tflops}
+        if self.peak:
+            speeds["mfu"] = tflops / self.peak
+        metrics = {"loss": metrics["loss"]} | speeds | metrics
+        metrics["memory_mb"] = peak_memory(self.trainer.device) / 2**20
+        elapsed = time.perf_counter() - self.began
+        left = elapsed / (step - self.first_step + 1) * (args.steps - step)
+        times = {"tokens_seen": step * tokens, "elapsed_s": elapsed, "left_s": left}
+        self.write({"step": step} | metrics | times)
+        line = f"step {step} of {args.steps}"
+        for name, number in metrics.items():
+            digits = ",.0f" if number >= 100 else ".4g"
+            line += f"  {name} {number:{digits}}"
+        line += f"  left {timedelta(seconds=round(left))}"
         every = args.print_every or max(1, round(args.steps / 40))
         if step in (self.first_step, args.steps) or self.trainer.stop or step % every == 0:
-            line = f"step {step} of {args.steps}"
-            for name, number in metrics.items():
-                digits = ",.0f" if number >= 100 else ".4g"
-                line += f"  {name} {number:{digits}}"
             self.say(line)
+        elif self.is_terminal:
+            columns = shutil.get_terminal_size().columns
+            self.say(line[: columns - 1], end="")  # the next line replaces this one
 
     def validation(self, loss):
         """Report the loss of a validation."""
@@ -1149,10 +1316,11 @@ class Log:
         self.write({"step": step, "validation_loss": loss})
         self.say(f"validation loss {loss:.4f} after step {step}")
 
-    def say(self, line):
-        """Print a line, on rank 0 only."""
+    def say(self, line, end="\n"):
+        """Print a line, on rank 0 only. On a terminal, it replaces a line that has no end."""
         if self.speaks:
-            print(line, flush=True)
+            erase = "\r\033[K" if self.is_terminal else ""
+            print(erase + line, end=end, flush=True)
 
     def write(self, value):
         """Write a line of JSON. If that fails, say so, and write no more."""
@@ -1161,6 +1329,50 @@ class Log:
         except OSError as error:
             self.say(f"warning: --metrics ends here: {error}")
             self.file = open(os.devnull, "w")
+
+
+def describe(trainer):
+    """Return lines that say what the run consists of, much of it derived from the flags."""
+    args = trainer.args
+    own = boxes_of(trainer, lambda tensor: tensor if tensor.requires_grad else None)
+    sizes = {name: whole.numel() for name, whole in own.items()}
+    parameters = sum(ChainMap(*gather_objects(sizes)).values())  # each name counts once
+    of_ranks = gather_objects(sum(size_of_whole(p) for p in trainer.dense + trainer.experts))
+    model = f"{parameters:,} parameters in {args.dtype}"
+    if args.dtype == "bf16":
+        model += " (and in fp32, for the optimizer)"
+    model += f"; a rank's layers have {min(of_ranks):,}"
+    if max(of_ranks) > min(of_ranks):
+        model += f" to {max(of_ranks):,}"
+
+    device = trainer.device.type
+    if device == "cuda":
+        device = torch.cuda.get_device_name(trainer.device)
+    axes = "pp", "dp", "cp", "tp"
+    layout = f"{args.world_size} x {device}: "
+    layout += " x ".join(f"{axis} {getattr(args, axis)}" for axis in axes)
+    if args.ep > 1:
+        layout += f", ep {args.ep}"
+    if args.pp > 1:
+        layout += f", schedule {args.schedule}"
+    shards = args.dp * args.cp // args.replicate
+    if args.zero:
+        layout += f", ZeRO-{args.zero} with {args.replicate} x {shards} shards"
+    elif shards > 1:
+        layout += ", DDP"
+    if args.zero and shards == 1:
+        layout += " (undivided: bf16 needs ZeRO's fp32 weights)"
+
+    rows = args.batch_size // (args.dp * args.microbatches)
+    batch = f"{args.batch_size} sequences of {args.seq_len} tokens per step: "
+    batch += f"dp {args.dp} x {args.microbatches} microbatches x {rows} rows, "
+    batch += f"{args.batch_size * args.seq_len:,} tokens; {args.steps:,} steps"
+    return [model, layout, batch]
+
+
+def size_of_whole(parameter):
+    """Return the number of elements of a parameter before ZeRO divided it."""
+    return math.prod(getattr(parameter, "whole_shape", parameter.shape))
 
 
 # ---- flags ---------------------------------------------------------------------------------------
@@ -1376,6 +1588,12 @@ def schedule_of(args):
 
 # ---- one process ---------------------------------------------------------------------------------
 
+# Variables that main() sets unless they are set already. CUDA and NCCL read them when they start.
+ENVIRONMENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # with fewer queues, kernels wait for unrelated messages
+    "NCCL_MAX_P2P_NCHANNELS": "16",  # half of the usual channels, and so half of NCCL's buffers
+}
+
 
 def choose_device(args, local_rank=0, per_node=1):
     """Return this process's device and the backend; raise ValueError if a GPU is missing."""
@@ -1413,6 +1631,8 @@ def main(argv=None, work=train):
 
     Returns the exit status: 2 if flags are wrong, that of a TrainingError, or what work() returns.
     """
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
     number = lambda name, default: int(os.environ.get(name, default))
     rank = number("RANK", 0)
     world_size = number("WORLD_SIZE", 1)
@@ -1433,6 +1653,7 @@ def main(argv=None, work=train):
         return 2
     join(device, backend, args.timeout)
     torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
+    gc.freeze()  # what was imported is never garbage, so collections need not look at it
     try:
         status = work(args, device) or 0
     except TrainingError as error:

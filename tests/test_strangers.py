@@ -476,11 +476,11 @@ def test_torchrun_and_one_process_write_the_same_metrics(tmp_path):
     command = [sys.executable, PROJECT / "hybrid.py", *flags, "one"]
     one = subprocess.run(command, cwd=tmp_path, timeout=120, capture_output=True, text=True)
     two = launch(tmp_path, 2, HYBRID, *flags, "two", "--pp", 2)
-    words = "step loss grad_norm lr tokens_per_s tflops".split()
+    words = "step loss grad_norm lr tokens_per_s tflops memory_mb".split()
     for done in (one, two):
         assert done.returncode == 0, done.stderr
         lines = done.stdout.splitlines()
-        assert " parameters on " in lines[0]
+        assert " parameters in fp32; " in lines[0]
         assert "\nvalidation loss " in done.stdout
         steps = [line.split() for line in lines if line.startswith("step ")]
         assert [line[:4] for line in steps] == [f"step {k} of 3".split() for k in (1, 2, 3)]
@@ -491,7 +491,9 @@ def test_torchrun_and_one_process_write_the_same_metrics(tmp_path):
         assert ours.keys() == theirs.keys()
         for name in ("loss", "grad_norm", "validation_loss"):
             assert ours.get(name, 0) == pytest.approx(theirs.get(name, 0), rel=1e-5)
-    assert len(metrics[0]) == 5 and metrics[0][1].keys() == {*words}
+    times = {"tokens_seen", "elapsed_s", "left_s"}
+    assert len(metrics[0]) == 5 and metrics[0][1].keys() == {*words} | times
+    assert [line.get("tokens_seen") for line in metrics[0][1:4]] == [256, 512, 768]
     assert len(str(metrics[0][1]["loss"])) > 8  # more than the four digits that are printed
 
 
