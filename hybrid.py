@@ -1422,13 +1422,14 @@ def warnings_of(args):
     if args.world_size > args.per_node and args.per_node % args.tp:
         node = f"a node of {args.per_node} processes"
         found.append(f"{shown('tp')} leaves {node}: every layer waits for sums between nodes")
-    if args.microbatches < 2 * args.pp and args.pp > 1:
+    if args.pp > 1 and args.microbatches < 2 * args.pp:
         few = f"{shown('microbatches')} is fewer than 2 * {shown('pp')}"
         idle = f"a rank is idle for {idle_share(args):.0%} of a step"
         found.append(f"{few}: with {shown('schedule')} {idle}")
-    if args.ep_nodes > 1 and args.topk_nodes == args.ep_nodes:
-        most = min(args.top_k, args.ep_nodes)
-        found.append(f"{shown('ep')} spans {args.ep_nodes} nodes: a token travels to up to {most}")
+    nodes_of_token = min(args.top_k, args.topk_nodes)
+    if nodes_of_token > 1 and args.topk_nodes == args.ep_nodes:
+        many = f"a token may use experts on {nodes_of_token} of them"
+        found.append(f"{shown('ep')} spans {args.ep_nodes} nodes: without --topk-nodes, {many}")
     return found
 
 
