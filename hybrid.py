@@ -47,9 +47,11 @@ import ctypes
 import fcntl
 import gc
 import hashlib
+import io
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -57,7 +59,7 @@ import sys
 import sysconfig
 import time
 from collections import ChainMap, Counter, deque
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
@@ -79,7 +81,7 @@ from collectives import (
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
 from expert_parallel import MoE, tally_metrics
-from pipeline import SCHEDULES, Pipeline, WeightGradStore, forward_only, sum_replicas
+from pipeline import SCHEDULES, Pipeline, WeightGradStore, forward_only, simulate, sum_replicas
 from sequence_parallel import (
     allgather_attention, context_positions, dropout, recompute, ring_attention, ulysses_attention,
 )
@@ -104,6 +106,10 @@ def flag(default, help, **details):
 
     details: choices, or the bounds of a number, which must be in [least, below). By default, least
         is 1, or 0 for a float, and below is infinity.
+        needs: what the flag has no effect without, as in "--checkpoint", "--cp > 1" or
+            "--recompute full". If it is missing, the flag is refused, except with the value
+            `neutral`, which means that the flag is off.
+        group: the heading in --help for this flag and the next ones (default: the previous one).
     """
     return field(default=default, metadata={"help": help} | details)
 
@@ -112,25 +118,31 @@ def flag(default, help, **details):
 class GPTConfig:
     """A GPT. In shapes, D is hidden, V is vocab_size, T is seq_len / cp, and B counts sequences."""
 
-    layers: int = flag(4, "number of transformer layers")
+    layers: int = flag(4, "number of transformer layers", group="model")
     hidden: int = flag(128, "width of the model")
     heads: int = flag(4, "attention heads")
     seq_len: int = flag(64, "tokens in a sequence")
     vocab_size: int = flag(256, "tokens in the vocabulary")
     dropout: float = flag(0.0, "dropout probability, in attention and residuals", below=1)
     kv_heads: int | None = flag(None, "heads of keys and values (default: --heads)")
-    sp: bool = flag(False, "sequence parallelism: split activations over tp, too")
+    sp: bool = flag(False, "sequence parallelism: split activations over tp, too",
+                    needs="--tp > 1", group="layout")  # fmt: skip
     recompute: str = flag("none", "recompute attention (selective) or layers (full) in backward",
                           choices=("none", "selective", "full"))  # fmt: skip
-    ffn: int | None = flag(None, "inner width of an MLP or expert (default: 4 x --hidden)")
-    experts: int = flag(0, "experts in a layer, or 0 for an MLP", least=0)
-    top_k: int = flag(2, "experts that a token uses")
-    shared_experts: int = flag(0, "experts that every token uses in addition", least=0)
-    capacity_factor: float | None = flag(None, "limit of an expert's load / mean load", least=0.01)
+    ffn: int | None = flag(None, "inner width of an MLP or expert (default: 4 x --hidden)",
+                           group="model")  # fmt: skip
+    experts: int = flag(0, "experts in a layer, or 0 for an MLP", least=0, group="experts")
+    top_k: int = flag(2, "experts that a token uses", needs="--experts")
+    shared_experts: int = flag(0, "experts that every token uses in addition", least=0,
+                               needs="--experts", neutral=0)  # fmt: skip
+    capacity_factor: float | None = flag(None, "limit of an expert's load / mean load", least=0.01,
+                                         needs="--experts")  # fmt: skip
     balance: str = flag("aux", "balance experts by losses, or by DeepSeek's bias on sigmoid scores",
-                        choices=("aux", "bias", "none"))  # fmt: skip
-    moe_every: int = flag(1, "one layer in this many has experts")
-    topk_nodes: int | None = flag(None, "nodes whose experts a token may use (default: all)")
+                        choices=("aux", "bias", "none"), needs="--experts",
+                        neutral="none")  # fmt: skip
+    moe_every: int = flag(1, "one layer in this many has experts", needs="--experts", neutral=1)
+    topk_nodes: int | None = flag(None, "nodes whose experts a token may use (default: all)",
+                                  needs="--experts")  # fmt: skip
 
     @property
     def mlp_width(self):
@@ -1387,21 +1399,28 @@ class Args(GPTConfig):
     ep_nodes: int  # the number of nodes over which an ep_group is spread
 
     # the degrees of the axes, and how the work is divided
-    dp: int | None = flag(None, "replicas (default: as many as there are processes for)")
+    dp: int | None = flag(None, "replicas (default: as many as there are processes for)",
+                          group="layout")  # fmt: skip
     tp: int = flag(1, "ranks that split every matrix")
     cp: int = flag(1, "ranks that split the sequence, in attention too")
     pp: int = flag(1, "ranks of the pipeline")
     zero: int | None = flag(None, "ZeRO stage (default: 1, or 0 if dp x cp = 1)", choices=range(4))
-    replicate: int | None = flag(None, "copies of ZeRO's shards, as in HSDP (default: 1)")
-    cp_method: str = flag("ring", "algorithm of attention across cp", choices=CP_METHODS)
-    schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES)
-    chunks: int = flag(2, "stages on each rank with --schedule interleaved")
+    replicate: int | None = flag(None, "copies of ZeRO's shards, as in HSDP (default: 1)",
+                                 needs="--zero > 0", neutral=1)  # fmt: skip
+    cp_method: str = flag("ring", "algorithm of attention across cp", choices=CP_METHODS,
+                          needs="--cp > 1")  # fmt: skip
+    schedule: str = flag("1f1b", "order of microbatches in the pipeline", choices=SCHEDULES,
+                         needs="--pp > 1", neutral="1f1b")  # fmt: skip
+    chunks: int = flag(2, "pipeline stages on each rank", needs="--schedule interleaved", neutral=1)
     microbatches: int | None = flag(None, "parts of a batch (default: 1; with pp up to 4 x pp)")
-    ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread")
-    collectives: str = flag("ours", "whose collectives to use", choices=("ours", "backend"))
+    ep: int = flag(1, "ranks of dp x cp x tp over which the experts are spread",
+                   needs="--experts", neutral=1)  # fmt: skip
+    collectives: str = flag("ours", "whose collectives to use", choices=("ours", "backend"),
+                            needs="--pp * --dp * --cp * --tp > 1", neutral="ours")  # fmt: skip
 
     # what an optimizer step does
-    batch_size: int | None = flag(None, "sequences per step, of all replicas (default: 16 or more)")
+    batch_size: int | None = flag(None, "sequences per step, of all replicas (default: 16 or more)",
+                                  group="optimisation")  # fmt: skip
     steps: int = flag(1200, "optimizer steps")
     lr: float = flag(3e-3, "peak learning rate")
     warmup: int = flag(20, "steps of linear warm-up", least=0)
@@ -1416,10 +1435,11 @@ class Args(GPTConfig):
 
     # where a run happens, what it reads and what it writes
     device: str = flag("auto", "auto: a GPU per process, or the CPU; shared: processes share GPUs",
-                       choices=("auto", "cpu", "cuda", "shared"))  # fmt: skip
+                       choices=("auto", "cpu", "cuda", "shared"), group="run")  # fmt: skip
     data: str | None = flag(None, "text or tokens (.bin), or a folder (default: Python's sources)")
     checkpoint: str | None = flag(None, "folder to save checkpoints in and to resume from")
-    save_every: int | None = flag(None, "steps between checkpoints (default: one at the end)")
+    save_every: int | None = flag(None, "steps between checkpoints (default: one at the end)",
+                                  needs="--checkpoint")  # fmt: skip
     eval_every: int | None = flag(None, "steps between validations (default: one at the end)")
     print_every: int | None = flag(None, "steps between printed lines (default: about 40 lines)")
     metrics: str | None = flag(None, "file in which to write flags and steps, as lines of JSON")
@@ -1427,15 +1447,32 @@ class Args(GPTConfig):
 
 
 FLAGS = [flag for flag in fields(Args) if "help" in flag.metadata]
+GROUPS = "model", "experts", "layout", "optimisation", "run"  # the headings in --help
+USAGE = "torchrun --nproc-per-node NUMBER hybrid.py [flags]"
+EPILOG = """
+A flag that has no effect without another one is refused if the other one is missing.
+
+example: two pipeline stages, each on two ranks that split every matrix
+  torchrun --nproc-per-node 4 hybrid.py --pp 2 --tp 2 --steps 100
+
+Unless they are set already, hybrid.py sets two environment variables:
+  CUDA_DEVICE_MAX_CONNECTIONS=32  kernels do not wait for unrelated messages
+  NCCL_MAX_P2P_NCHANNELS=16       NCCL's buffers take half as much memory
+"""
 
 
 class Parser(argparse.ArgumentParser):
     """The command line's parser. It raises ValueError on errors, and sets only the flags given."""
 
     def __init__(self):
-        super().__init__("hybrid.py", allow_abbrev=False, description=__doc__.splitlines()[0])
+        options = {"usage": USAGE, "description": __doc__.splitlines()[0], "epilog": EPILOG}
+        options["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        super().__init__("hybrid.py", allow_abbrev=False, **options)
+        group = self
+        groups = {title: self.add_argument_group(title) for title in GROUPS}
         for flag in FLAGS:
-            self.add_argument(as_typed(flag.name), default=argparse.SUPPRESS, **options_of(flag))
+            group = groups.get(flag.metadata.get("group"), group)
+            group.add_argument(as_typed(flag.name), default=argparse.SUPPRESS, **options_of(flag))
 
     def error(self, message):
         raise ValueError(message.removeprefix("argument "))
@@ -1446,14 +1483,18 @@ def options_of(flag):
     details = flag.metadata
     help = details["help"]
     kind, *_ = get_args(flag.type) or [flag.type]  # the int of `int | None`
+    if flag.default is not None and kind is not bool:
+        help += f" (default: {flag.default})"
+    if "needs" in details:
+        help += f"; needs {details['needs']}"
     if kind is bool:
         return {"help": help, "action": "store_true"}
-    if flag.default is not None:
-        help += f" (default: {flag.default})"
+    options = {"help": help, "type": kind, "choices": details.get("choices")}
     if kind is not str and "choices" not in details:
         least = details.get("least", 1 if kind is int else 0)
-        kind = at_least(least, kind, details.get("below", math.inf))
-    return {"help": help, "type": kind, "choices": details.get("choices")}
+        options["type"] = at_least(least, kind, details.get("below", math.inf))
+        options["metavar"] = "N"
+    return options
 
 
 def at_least(least, kind=int, below=math.inf):
@@ -1484,8 +1525,8 @@ def parse(argv, world_size, per_node=None):
 
     Raises ValueError with one line, which names flags and values, if these do not fit together.
     """
-    args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS})
-    Parser().parse_args(argv, args)
+    typed = vars(Parser().parse_args(argv))
+    args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | typed)
     args.world_size = world_size
     args.per_node = per_node or world_size
     args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
@@ -1493,6 +1534,8 @@ def parse(argv, world_size, per_node=None):
     if args.zero is None:
         args.zero = int(dp_cp > 1)
     if args.dtype == "bf16" and not args.zero:
+        is_clear = typed.get("zero") is None or args.replicate is None
+        need(is_clear, f"--replicate {args.replicate} with --dtype bf16 needs --zero > 0")
         args.zero = 1  # ZeRO keeps fp32 weights
         args.replicate = args.replicate or dp_cp  # a copy per rank
     args.replicate = args.replicate or 1
@@ -1508,10 +1551,14 @@ def parse(argv, world_size, per_node=None):
     divisor = args.dp * (args.microbatches or math.ceil(most / 2))
     args.batch_size = args.batch_size or math.ceil(16 / divisor) * divisor
     args.microbatches = args.microbatches or math.gcd(args.batch_size // args.dp, most)
+    for name in ("decay_steps", "min_lr"):
+        has_effect = args.lr_decay != "none" or getattr(args, name) is None
+        need(has_effect, f"{typed_product(args, name)} has no effect with --lr-decay none")
     if args.decay_steps is None:
         args.decay_steps = max(0, args.steps - args.warmup)
     if args.min_lr is None:
         args.min_lr = args.lr / 10
+    check_needs(args, typed)
     check(args)
     schedule_of(args)
     return Args(**vars(args))
@@ -1523,6 +1570,32 @@ def need(condition, sentence):
         raise ValueError(sentence)
 
 
+def check_needs(args, typed):
+    """Raise ValueError if a flag of typed, {name: value}, lacks what it needs to have an effect."""
+    for flag in FLAGS:
+        value = typed.get(flag.name)
+        needs = flag.metadata.get("needs")
+        if needs and value not in (None, flag.metadata.get("neutral")):
+            need(is_met(args, needs), f"{as_typed(flag.name, value)} needs {needs}")
+
+
+def is_met(args, needs):
+    """Return whether args has what a flag needs, as in "--dp * --cp > 1" or "--recompute full"."""
+    flags, _, bound = needs.replace("--", "").partition(" > ")
+    if bound:
+        return value_of(args, flags) > int(bound)
+    name, _, wanted = flags.partition(" ")
+    value = getattr(args, name)
+    if wanted:
+        return value == wanted
+    return bool(value)
+
+
+def value_of(args, product):
+    """Return the value of a product of flags, such as "dp * cp"."""
+    return math.prod(getattr(args, name) for name in product.split(" * "))
+
+
 def typed_product(args, product):
     """Return a product of flags, such as "dp * cp", with values: "--dp 4 * --cp 2"."""
     return " * ".join(as_typed(name, getattr(args, name)) for name in product.split(" * "))
@@ -1530,9 +1603,8 @@ def typed_product(args, product):
 
 def must_divide(args, divisor, number):
     """Raise ValueError unless a product of flags divides another one."""
-    value = lambda product: math.prod(getattr(args, name) for name in product.split(" * "))
     sentence = f"{typed_product(args, number)} is not divisible by {typed_product(args, divisor)}"
-    need(value(number) % value(divisor) == 0, sentence)
+    need(value_of(args, number) % value_of(args, divisor) == 0, sentence)
 
 
 def check(args):
@@ -1540,9 +1612,7 @@ def check(args):
     shown = partial(typed_product, args)
     is_whole = args.pp * args.dp * args.cp * args.tp == args.world_size
     need(is_whole, f"{shown('pp * dp * cp * tp')} is not {args.world_size}, the number of ranks")
-    need(args.replicate == 1 or args.zero, f"{shown('replicate')} needs --zero")
     must_divide(args, "replicate", "dp * cp")
-    need(args.checkpoint or not args.save_every, f"{shown('save_every')} needs --checkpoint")
     need(args.min_lr <= args.lr, f"{shown('min_lr')} is more than {shown('lr')}")
     after_warmup = max(0, args.steps - args.warmup)
     is_short = args.decay_steps <= after_warmup
@@ -1555,7 +1625,6 @@ def check(args):
     if not args.experts or args.moe_every > 1:  # some layers have an MLP, which tp splits
         must_divide(args, "tp", "ffn")
     must_divide(args, "ep", "dp * cp * tp")
-    need(args.ep == 1 or args.experts, f"{shown('ep')} needs --experts")
     if args.experts:
         must_divide(args, "ep", "experts")
         need(args.top_k <= args.experts, f"{shown('top_k')} is more than {shown('experts')}")
@@ -1579,11 +1648,42 @@ def check(args):
 def schedule_of(args):
     """Return the pipeline's schedule; raise ValueError if it is not defined for these flags."""
     chunks = [args.chunks] if args.schedule == "interleaved" else []
-    schedule = SCHEDULES[args.schedule](args.pp, args.microbatches, *chunks)
+    try:
+        schedule = SCHEDULES[args.schedule](args.pp, args.microbatches, *chunks)
+    except ValueError as error:  # "num_stages=3 ..." becomes "--pp 3 ..."
+        sentence = str(error).replace("num_stages", "--pp")
+        sentence = sentence.replace("num_microbatches", "--microbatches")
+        sentence = re.sub(r"(?<=\w)=", " ", sentence)
+        raise ValueError(f"{as_typed('schedule', args.schedule)}: {sentence}") from None
     stages = len(schedule.routes[0])
     # the first stage may hold just the embedding, and the last one just the head
     need(args.layers + 2 >= stages, f"--layers {args.layers} is too few for {stages} stages")
     return schedule
+
+
+def warnings_of(args):
+    """Return a sentence for each choice of flags that may make a run slow."""
+    shown = partial(typed_product, args)
+    found = []
+    if args.world_size > args.per_node and args.per_node % args.tp:
+        node = f"a node of {args.per_node} processes"
+        found.append(f"{shown('tp')} leaves {node}: every layer waits for sums between nodes")
+    if args.pp > 1 and args.microbatches < 2 * args.pp:
+        few = f"{shown('microbatches')} is fewer than 2 * {shown('pp')}"
+        idle = f"a rank is idle for {idle_share(args):.0%} of a step"
+        found.append(f"{few}: with {shown('schedule')} {idle}")
+    nodes_of_token = min(args.top_k, args.topk_nodes)
+    if nodes_of_token > 1 and args.topk_nodes == args.ep_nodes:
+        many = f"a token may use experts on {nodes_of_token} of them"
+        found.append(f"{shown('ep')} spans {args.ep_nodes} nodes: without --topk-nodes, {many}")
+    return found
+
+
+def idle_share(args):
+    """Return the part of a step in which a pipeline's rank waits, if all layers cost the same."""
+    backward = 3.0 if args.recompute == "full" else 2.0  # in units of a forward
+    timeline = simulate(schedule_of(args), forward=1.0, backward=backward, weight=1.0)
+    return max(timeline.bubble) / timeline.total
 
 
 # ---- one process ---------------------------------------------------------------------------------
@@ -1643,7 +1743,8 @@ def main(argv=None, work=train):
             print(f"{Path(sys.argv[0]).name}: {sentence}\n", end="", file=sys.stderr, flush=True)
 
     try:
-        args = parse(sys.argv[1:] if argv is None else argv, world_size, per_node)
+        with nullcontext() if rank == 0 else redirect_stdout(io.StringIO()):  # --help prints once
+            args = parse(sys.argv[1:] if argv is None else argv, world_size, per_node)
         device, backend = choose_device(args, number("LOCAL_RANK", 0), per_node)
     except ValueError as error:
         say(f"error: {error}")
@@ -1654,6 +1755,8 @@ def main(argv=None, work=train):
     join(device, backend, args.timeout)
     torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
     gc.freeze()  # what was imported is never garbage, so collections need not look at it
+    for sentence in warnings_of(args):
+        say(f"warning: {sentence}")
     try:
         status = work(args, device) or 0
     except TrainingError as error:

@@ -332,7 +332,8 @@ def dualpipe(num_stages, num_microbatches):
     """
     p, m = num_stages, num_microbatches
     if p % 2 or m % 2 or m < 2 * p:
-        raise ValueError(f"num_stages={p} and num_microbatches={m}: both must be even, and m >= 2p")
+        sizes = f"num_stages={p} and num_microbatches={m}"
+        raise ValueError(f"{sizes}: both must be even, and num_microbatches >= 2 x num_stages")
     halves = range(m // 2), range(m // 2, m)
     schedule = [_actions(_dualpipe_letters(r, p, m // 2), *halves) for r in range(p)]
     return Schedule(schedule, [[(r, 0) for r in range(p)], [(r, 1) for r in reversed(range(p))]])

@@ -458,6 +458,7 @@ def parse(argv):
     """Return the flags and the model's sizes. A ValueError names the invalid flag and its value."""
     parser = hybrid.Parser()
     parser.prog, parser.description = Path(__file__).name, __doc__.splitlines()[0]
+    parser.usage = parser.epilog = None
     group = parser.add_argument_group("plan")
     group.add_argument("--gpus", type=hybrid.at_least(1), required=True, help="number of GPUs")
     group.add_argument("--gpu", choices=GPUS, required=True, help="model of GPU")
@@ -476,6 +477,8 @@ def parse(argv):
     args.kv_heads, args.ffn = args.kv_heads or args.heads, args.ffn or 4 * args.hidden
     usual = 2**24 // args.seq_len if args.model else math.ceil(16 / args.gpus) * args.gpus
     args.batch_size = args.batch_size or usual
+    of_experts = [flag for flag in hybrid.FLAGS if flag.metadata.get("needs") == "--experts"]
+    hybrid.check_needs(args, {flag.name: given.get(flag.name) for flag in of_experts})
     return args
 
 

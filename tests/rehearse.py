@@ -192,6 +192,7 @@ def parse(argv):
     """Return the Args of hybrid.py, and the rank. Raise ValueError if a flag is invalid."""
     parser = hybrid.Parser()
     parser.prog, parser.description = Path(__file__).name, __doc__.splitlines()[0]
+    parser.usage = parser.epilog = None
     parser.add_argument("--gpus", type=hybrid.at_least(1), default=1, help=f"{PER_NODE} on a node")
     parser.add_argument("--rank", type=hybrid.at_least(0), default=0, help="which of these GPUs")
     parser.add_argument("--model", choices=MODELS, help="sizes of the model; flags override them")

@@ -165,9 +165,9 @@ def _complete(folder):
 
 def _end(flags, folder, disturb=lambda trainer: None):
     """Run train() with disturb() before each step; return its error (status, sentence), or None."""
-    step, handler, ended = hybrid.Trainer.step, signal.getsignal(signal.SIGTERM), None
+    step, handler, ended = hybrid.Trainer.launch_step, signal.getsignal(signal.SIGTERM), None
     disturbed = lambda trainer, *batch: (disturb(trainer), step(trainer, *batch))[1]
-    with redirect_stdout(io.StringIO()), patch.object(hybrid.Trainer, "step", disturbed):
+    with redirect_stdout(io.StringIO()), patch.object(hybrid.Trainer, "launch_step", disturbed):
         try:
             train_on_text(f"{FLAGS} --checkpoint {folder} {flags}", folder.parent)
         except hybrid.TrainingError as error:
@@ -209,7 +209,7 @@ def test_a_full_disk_ends_all_ranks_with_one_line_and_keeps_the_previous_checkpo
 
 @on_ranks(2)
 def test_training_continues_if_the_metrics_file_cannot_be_written(tmp_path):
-    step, printed = hybrid.Trainer.step, io.StringIO()
+    step, printed = hybrid.Trainer.launch_step, io.StringIO()
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill_the_disk(trainer, *batch):
@@ -218,7 +218,7 @@ def test_training_continues_if_the_metrics_file_cannot_be_written(tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
         return step(trainer, *batch)
 
-    with patch.object(hybrid.Trainer, "step", fill_the_disk), redirect_stdout(printed):
+    with patch.object(hybrid.Trainer, "launch_step", fill_the_disk), redirect_stdout(printed):
         lines = train_on_text("", tmp_path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     if dist.get_rank() == 0:

@@ -177,8 +177,7 @@ EVERY_LAYOUT += [
     )
     for schedule in SCHEDULES
     if schedule not in ("gpipe", "1f1b")
-    for pp, dp, tp, m, layers in ((1, 1, 1, 4, 4), (2, 2, 2, 4, 4), (4, 2, 1, 8, 8))
-    if schedule != "dualpipe" or pp > 1
+    for pp, dp, tp, m, layers in ((2, 2, 2, 4, 4), (4, 2, 1, 8, 8))
 ]
 EVERY_LAYOUT += [
     (2, "--tp 2 --sp --microbatches 2 --kv-heads 4 --recompute selective"),
@@ -208,7 +207,7 @@ EVERY_LAYOUT += [
     (8, "--pp 2 --schedule interleaved --cp 2 --dp 2 --zero 2 --microbatches 2"),
     # Stages of 1, 2 and 1 layers, and of 1, 2, 2, 2 and 1 layers.
     (3, "--pp 3 --schedule 1f1b --microbatches 4"),
-    (1, "--pp 1 --schedule interleaved --chunks 5 --microbatches 2 --layers 8"),
+    (2, "--pp 2 --schedule interleaved --chunks 5 --microbatches 2 --layers 8"),
 ]
 
 
@@ -902,8 +901,10 @@ BAD_FLAGS = """processes | flags | what is wrong
 4 | --tp 4 --vocab-size 3 | --tp 4 is more than --vocab-size 3
 1 | --kv-heads 3 | --heads 4 is not divisible by --kv-heads 3
 4 | --pp 4 --layers 1 | --layers 1 is too few for 4 stages
-2 | --pp 2 --schedule interleaved --microbatches 3 | num_microbatches=3 is not a multiple of
-3 | --pp 3 --schedule dualpipe | num_stages=3 and num_microbatches=6: both must be even
+2 | --pp 2 --schedule interleaved --microbatches 3 | \
+--schedule interleaved: --microbatches 3 is not a multiple of --pp 2
+3 | --pp 3 --schedule dualpipe | \
+--schedule dualpipe: --pp 3 and --microbatches 6: both must be even, and --microbatches >= 2 x --pp
 2 | --pp 2 --batch-size 5 --microbatches 2 | --batch-size 5 is not divisible by --dp 1 * --micro
 1 | --save-every 2 | --save-every 2 needs --checkpoint
 1 | --dropout 1 | --dropout: 1 is not in [0, 1)
@@ -950,7 +951,7 @@ def test_a_bad_file_is_the_same_error_on_all_ranks_before_the_first_step(line, t
         Path("HALF/train.bin").write_bytes(bytes(2000))
     dist.barrier()
     args = hybrid.parse(flags.split(), dist.get_world_size())
-    with pytest.raises(hybrid.TrainingError) as found, patch.object(hybrid.Trainer, "step", None):
+    with pytest.raises(hybrid.TrainingError) as found, patch.object(hybrid.Trainer, "launch_step", None):
         hybrid.train(args, torch.device("cpu"))
     os.chdir("/")
     assert found.value.status == 2 and message in str(found.value)
@@ -978,8 +979,10 @@ def test_without_flags_any_number_of_processes_trains_the_same_model():
         assert changed <= {"dp", "batch_size", "world_size", "per_node", "zero"}
         assert args.zero == (world_size > 1)
     bf16 = lambda flags: hybrid.parse(f"--dtype bf16 --zero 0 {flags}".split(), 4)
-    assert (bf16("").zero, bf16("").replicate, bf16("--replicate 2").replicate) == (1, 4, 2)
-    degrees = "--tp 1 --pp 1 --cp 1 --ep 1 --sp --zero 1"  # valid for any number of processes
+    assert (bf16("").zero, bf16("").replicate) == (1, 4)
+    with pytest.raises(ValueError, match="--replicate 1 with --dtype bf16 needs --zero > 0"):
+        bf16("--replicate 1")
+    degrees = "--tp 1 --pp 1 --cp 1 --ep 1 --zero 1"  # valid for any number of processes
     assert [hybrid.parse(degrees.split(), n).dp for n in (1, 2, 3)] == [1, 2, 3]
 
 

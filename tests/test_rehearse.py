@@ -123,7 +123,7 @@ def test_an_additional_activation_and_an_additional_message_are_counted():
     assert extra == {"sent": 128 * 4 * 3, "batches": 1, "between": 0}  # to 3 other ranks
 
 
-OF_DP = ["--dp 4 --replicate 2", "--dp 4 --zero 1", "--dp 4 --zero 3", "--dp 4 --schedule zb-h1"]
+OF_DP = ["--dp 4 --replicate 2", "--dp 4 --zero 1", "--dp 4 --zero 3", "--dp 4"]
 OF_DP += ["--pp 2 --dp 2 --schedule dualpipe"]
 
 

@@ -472,10 +472,10 @@ def read_metrics(file):
 
 
 def test_torchrun_and_one_process_write_the_same_metrics(tmp_path):
-    flags = f"{SMALL} --schedule zb-v --microbatches 4 --layers 4 --steps 3 --metrics".split()
+    flags = f"{SMALL} --microbatches 4 --layers 4 --steps 3 --metrics".split()
     command = [sys.executable, PROJECT / "hybrid.py", *flags, "one"]
     one = subprocess.run(command, cwd=tmp_path, timeout=120, capture_output=True, text=True)
-    two = launch(tmp_path, 2, HYBRID, *flags, "two", "--pp", 2)
+    two = launch(tmp_path, 2, HYBRID, *flags, "two", "--pp", 2, "--schedule", "zb-v")
     words = "step loss grad_norm lr tokens_per_s tflops memory_mb".split()
     for done in (one, two):
         assert done.returncode == 0, done.stderr

@@ -1,0 +1,283 @@
+"""Every flag of hybrid.py has an effect or is refused; warnings and --help."""
+
+import hashlib
+import io
+import os
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hybrid
+from collectives import observe
+from ranks import PROJECT, run, torchrun
+
+# ---- every flag ----------------------------------------------------------------------------------
+
+# What changes: `bits` of the weights, `messages`, `memory` that autograd holds, `output` (what is
+# printed, and which files are written), the `patience` of a group, or the run is `refused`.
+EFFECTS = """a flag | flags that it needs | what changes
+--layers 3 | | bits
+--hidden 32 | | bits
+--heads 2 | | bits
+--seq-len 16 | | bits
+--vocab-size 300 | | bits
+--dropout 0.1 | | bits
+--kv-heads 2 | | bits
+--sp | --tp 2 | messages
+--recompute full | | memory
+--ffn 32 | | bits
+--experts 4 | | bits
+--top-k 1 | --experts 4 | bits
+--shared-experts 1 | --experts 4 | bits
+--capacity-factor 0.5 | --experts 4 | bits
+--balance bias | --experts 4 | bits
+--moe-every 2 | --experts 4 | bits
+--topk-nodes 1 | --experts 4 --ep 2 | bits
+--dp 3 | | refused
+--tp 2 | | messages
+--cp 2 | | messages
+--pp 2 | | messages
+--zero 3 | | messages
+--replicate 2 | | messages
+--cp-method allgather | --cp 2 | messages
+--schedule gpipe | --pp 2 | memory
+--chunks 3 | --layers 4 --pp 2 --schedule interleaved | messages
+--microbatches 2 | | memory
+--ep 2 | --experts 4 | messages
+--collectives backend | | messages
+--batch-size 32 | | bits
+--steps 4 | | bits
+--lr 0.01 | | bits
+--warmup 1 | | bits
+--lr-decay linear | | bits
+--decay-steps 1 | | bits
+--min-lr 0 | | bits
+--weight-decay 0.5 | | bits
+--grad-clip 0.01 | | bits
+--seed 1 | | bits
+--dtype bf16 | | bits
+--device cuda | | refused
+--data ../other | | bits
+--checkpoint folder | | output
+--save-every 1 | --checkpoint folder | output
+--eval-every 1 | | output
+--print-every 3 | | output
+--metrics file | | output
+--timeout 7 | | patience
+"""
+ROWS = [line.split(" | ") for line in EFFECTS.replace("| |", "|  |").splitlines()[1:]]
+TINY = "--layers 2 --hidden 16 --heads 4 --seq-len 8 --steps 3 --warmup 0 --data ../text"
+
+
+def _name(typed):
+    return typed.split()[0].removeprefix("--").replace("-", "_")
+
+
+def test_every_flag_has_a_row_in_the_table():
+    assert {_name(typed) for typed, *_ in ROWS} == {flag.name for flag in hybrid.FLAGS}
+
+
+NEEDS = {flag.name: flag.metadata["needs"] for flag in hybrid.FLAGS if "needs" in flag.metadata}
+
+
+@pytest.mark.parametrize("typed, needed, _", ROWS)
+def test_a_flag_is_refused_without_what_it_needs(typed, needed, _):
+    name = _name(typed)
+    if needed or name in NEEDS:
+        with pytest.raises(ValueError) as error:
+            hybrid.parse(typed.split(), 1)
+        assert str(error.value) == f"{typed} needs {NEEDS[name]}"
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_flag_is_accepted_without_what_it_needs_if_its_value_means_that_it_is_off(name):
+    (flag,) = [flag for flag in hybrid.FLAGS if flag.name == name]
+    if (neutral := flag.metadata.get("neutral")) is not None:
+        args = hybrid.parse(hybrid.as_typed(name, neutral).split(), 1)
+        assert getattr(args, name) == neutral
+
+
+class Saved:
+    """A tensor that autograd has saved for backward. Counts the bytes of all such tensors."""
+
+    held = peak = 0
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+        Saved.held += tensor.nbytes
+        Saved.peak = max(Saved.peak, Saved.held)
+
+    def __del__(self):
+        Saved.held -= self.tensor.nbytes
+
+
+def _observe(flags, folder):
+    """Train in a new folder, and return what EFFECTS says may change. Every process is a node."""
+    messages = []
+    trainers = []
+    Saved.held = Saved.peak = 0
+    launch_step = hybrid.Trainer.launch_step
+
+    def listen(event, operation, sends=(), receives=()):
+        messages.extend((operation.name, peer, tensor.nbytes) for tensor, peer in sends)
+
+    def saving_step(trainer, *batch):
+        trainers[:] = [trainer]
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            return launch_step(trainer, *batch)
+
+    args = hybrid.parse(f"{TINY} {flags}".split(), dist.get_world_size(), per_node=1)
+    folder.mkdir(exist_ok=True)
+    os.chdir(folder)
+    with (
+        patch.object(hybrid, "evaluate", lambda *_: 0.0),
+        patch.object(hybrid.Trainer, "launch_step", saving_step),
+        observe(listen),
+        redirect_stdout(io.StringIO()) as printed,
+    ):
+        hybrid.train(args, torch.device("cpu"))
+    files = sorted(str(path) for path in Path().rglob("*"))
+    os.chdir("/")
+    (trainer,) = trainers
+    weights = [weight.detach() for weight in trainer.dense + trainer.experts]
+    digest = hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights))
+    gloo = trainer.mesh.pp_group._get_backend(torch.device("cpu"))
+    return {
+        "bits": digest.hexdigest(),
+        "messages": sorted(messages),  # threads post some of them
+        "memory": Saved.peak,
+        "output": (re.sub(r"[-+.,\d]+(e[-+]\d+)?", "0", printed.getvalue()), files),
+        "patience": gloo.options._timeout,
+    }
+
+
+def _unchanged(rows, folder):
+    """Return the rows, without what they need, whose flag changes nothing on this rank."""
+    without = {}
+    found = []
+    for number, (typed, needed, what) in enumerate(rows):
+        if needed not in without:
+            without[needed] = _observe(needed, folder / f"without {number}")
+        if _observe(f"{needed} {typed}", folder / str(number))[what] == without[needed][what]:
+            found.append((typed, what))
+    return found
+
+
+def test_each_flag_changes_what_the_table_says(tmp_path):
+    for name in ("text", "other"):
+        (tmp_path / name).write_text(name * 100)
+    again = [("", what) for what in ("bits", "messages", "memory", "output", "patience")]
+    rows = [("", "", what) for _, what in again]  # nothing changes by itself
+    rows += [row for row in ROWS if row[2] != "refused"]
+    unchanged, _ = run(2, _unchanged, rows, tmp_path, timeout=240)
+    assert unchanged == again
+
+
+@pytest.mark.parametrize("typed", [typed for typed, _, what in ROWS if what == "refused"])
+def test_flags_that_fit_one_machine_only_are_refused_elsewhere(typed, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert hybrid.main(typed.split()) == 2
+    assert typed in capsys.readouterr().err
+
+
+# ---- --help --------------------------------------------------------------------------------------
+
+
+def _help(monkeypatch, capsys, rank):
+    """Return what a rank prints for --help."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as end:
+        hybrid.main(["--help"])
+    assert end.value.code == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return printed.out
+
+
+def test_help_is_in_groups_and_is_printed_by_one_rank(monkeypatch, capsys):
+    text = _help(monkeypatch, capsys, 0)
+    assert _help(monkeypatch, capsys, 1) == ""
+    groups = re.split(r"\n(\w+):\n", text.split("\n\nA flag that")[0])
+    sections = zip(groups[3::2], groups[4::2], strict=True)
+    flags_of = {title: re.findall(r"^  --([\w-]+)", body, re.M) for title, body in sections}
+    assert list(flags_of) == ["model", "experts", "layout", "optimisation", "run"]
+    assert flags_of["experts"][:2] == ["experts", "top-k"]
+    assert {"ffn", "dropout"} <= {*flags_of["model"]} and {"sp", "pp"} <= {*flags_of["layout"]}
+    listed = sum(flags_of.values(), [])
+    assert sorted(listed) == sorted(flag.name.replace("_", "-") for flag in hybrid.FLAGS)
+    for needs in NEEDS.values():
+        assert f"needs {needs}" in re.sub(r"\s+", " ", text)
+
+
+def _train(flags):
+    with patch.object(hybrid, "evaluate", lambda *_: 0.0), redirect_stdout(io.StringIO()):
+        hybrid.train(hybrid.parse(flags, dist.get_world_size()), torch.device("cpu"))
+
+
+def test_the_example_in_help_runs():
+    launch, number, world_size, file, *flags = re.search("torchrun --n.*", hybrid.EPILOG)[0].split()
+    assert (launch, number, file) == ("torchrun", "--nproc-per-node", "hybrid.py")
+    run(int(world_size), _train, [*flags, "--steps", "1"])
+
+
+@pytest.mark.soak
+def test_torchrun_prints_help_once():
+    done = torchrun(4, PROJECT / "hybrid.py", "--help")
+    assert done.returncode == 0 and done.stdout.count("usage:") == 1
+
+
+# ---- warnings ------------------------------------------------------------------------------------
+
+# In units of F = W = 1 and B = 2, a bubble of (p - 1)(F + B) is 9 of 9 + 4 x 3 if p = m = 4.
+WARNINGS = """processes, per node, flags | warning
+8 8 --tp 8 --heads 8 |
+8 4 --tp 8 --heads 8 | --tp 8 leaves a node of 4 processes: every layer waits for sums between nodes
+8 4 --tp 4 --heads 8 |
+12 6 --tp 4 | --tp 4 leaves a node of 6 processes: every layer waits for sums between nodes
+4 4 --pp 4 --microbatches 8 |
+4 4 --pp 4 --microbatches 4 | --schedule 1f1b a rank is idle for 43% of a step
+4 4 --pp 4 --microbatches 4 --recompute full | --schedule 1f1b a rank is idle for 43% of a step
+4 4 --pp 4 --microbatches 1 | --microbatches 1 is fewer than 2 * --pp 4: with --schedule 1f1b \
+a rank is idle for 75% of a step
+4 4 --pp 4 --microbatches 4 --schedule gpipe | a rank is idle for 43% of a step
+4 4 --pp 4 --microbatches 4 --schedule naive | a rank is idle for 75% of a step
+4 4 --pp 4 --microbatches 4 --schedule interleaved --layers 8 | a rank is idle for 27% of a step
+4 4 --pp 4 --microbatches 4 --schedule zb-h1 | a rank is idle for 20% of a step
+4 4 --pp 4 --microbatches 8 --schedule dualpipe --layers 8 |
+4 4 --experts 4 --ep 4 |
+4 2 --experts 4 --ep 4 | --ep 4 spans 2 nodes: without --topk-nodes, a token may use experts on 2 \
+of them
+4 2 --experts 4 --ep 4 --topk-nodes 1 |
+4 2 --experts 4 --ep 4 --top-k 1 |
+4 2 --experts 4 --ep 2 |
+"""
+
+
+@pytest.mark.parametrize("line", WARNINGS.splitlines()[1:])
+def test_a_slow_choice_is_warned_of_in_one_line(line):
+    choice, _, warning = line.partition(" |")
+    world_size, per_node, flags = choice.split(" ", 2)
+    found = hybrid.warnings_of(hybrid.parse(flags.split(), int(world_size), int(per_node)))
+    assert len(found) == bool(warning)
+    assert not warning or warning.strip() in found[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_prints_warnings_before_the_run_begins(rank, monkeypatch, capsys):
+    for name, value in (("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 2), ("RANK", rank)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(hybrid, "join", lambda *_: None)
+    monkeypatch.setattr(hybrid, "barrier", lambda *_: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    said = []
+    work = lambda *_: said.append(capsys.readouterr().err)
+    assert hybrid.main("--tp 4 --device cpu".split(), work) == 0
+    lines = said[0].splitlines()
+    assert [": warning: --tp 4 leaves a node" in line for line in lines] == [True] * (rank == 0)
