@@ -186,6 +186,17 @@ def test_flags_that_fit_one_machine_only_are_refused_elsewhere(typed, monkeypatc
     assert typed in capsys.readouterr().err
 
 
+def test_main_sets_the_environment_that_gpus_need_unless_it_is_set(monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setenv("NCCL_MAX_P2P_NCHANNELS", "4")
+    seen = {}
+    assert hybrid.main([], lambda args, device: seen.update(os.environ)) == 0
+    assert seen["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert seen["NCCL_MAX_P2P_NCHANNELS"] == "4"
+    for name, value in hybrid.ENVIRONMENT.items():
+        assert f"  {name}={value}  " in hybrid.EPILOG
+
+
 # ---- --help --------------------------------------------------------------------------------------
 
 

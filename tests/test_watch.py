@@ -216,6 +216,23 @@ def test_a_fingerprint_changes_with_every_bit_and_with_the_order():
     assert not torch.equal(hybrid.fingerprint(long), hybrid.fingerprint(long.roll(2**20)))
 
 
+@on_ranks(2)
+def test_a_process_compares_the_cuts_of_tp_s_copies_in_its_first_step_also_if_it_resumes(monkeypatch):
+    checks = []
+    sum_gradients = hybrid.sum_gradients_over_tp
+
+    def recorded(parameters, group, check):
+        checks.append(check)
+        sum_gradients(parameters, group, check)
+
+    monkeypatch.setattr(hybrid, "sum_gradients_over_tp", recorded)
+    trainer = make_trainer("--tp 2 --sp")
+    trainer.steps_done = 3
+    trainer.step(*own_batch(trainer, 0))
+    trainer.step(*own_batch(trainer, 1))
+    assert checks == [True, True, False, False]  # dense parameters, and experts
+
+
 # ---- garbage, the next batch ---------------------------------------------------------------------
 
 
