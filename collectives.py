@@ -15,22 +15,27 @@ bytes. The rows with log2(P) hold for powers of two; all_reduce_cost() covers ev
       hierarchical           direct in O nodes, rings across     2(P-1)/P D       2 O
     reduce_scatter_single  rank r has chunk r of the sum          (P-1)/P D       1 to P-1
     all_gather_single      every rank's chunk                     (P-1)/P D       1 to P-1
+    all_gather             the same, with chunks in a list        (P-1)/P D       1
     all_to_all_single      rank j has every rank's chunk j        (P-1)/P D       1
     broadcast              the root's tensor                      log2(P) D       log2(P)
     reduce                 the root has the sum                   D               log2(P)
+    scatter                rank r has the root's chunk r          (P-1)/P D       1
+    gather                 the root has every rank's chunk        D/P             1
 
 A rank holds   its tensors, and scratch memory for partial sums and arriving chunks. Long tensors
                are cut into segments, so a ring on gloo needs at most 6 MB, and direct on NCCL
                128 MB. For P = 2^k, halving_doubling needs up to 3/4 D, and recursive_doubling 2 D
-It sends       what the table says. In a broadcast only the root sends that much, and in a reduce it
-               sends nothing. No all-reduce lets every rank send less than 2(P-1)/P D. Scatter and
-               gather have no functions here, since each is a single exchange() with the root
+It sends       what the table says. In a broadcast or a scatter only the root sends that much; in a
+               reduce or a gather it sends nothing. The chunks of all_gather may have unequal
+               lengths, and each is sent P-1 times. No all-reduce lets every rank send less than
+               2(P-1)/P D
 Overlap        with async_op=True an operation runs beside the caller's computation: in a thread for
                gloo (CPUs), on a side stream for NCCL (GPUs)
 PyTorch's      torch.distributed has the same names and meanings; all_gather_into_tensor is an older
                name of all_gather_single. Here the collectives of a group run one after the other,
-               tensors need not be contiguous, reduce changes only the root's tensor, and
-               copy_to_group() and the six functions below it can be differentiated
+               tensors need not be contiguous, reduce changes only the root's tensor, all_gather
+               takes unequal lengths on gloo, too, and copy_to_group() and the six functions below
+               it can be differentiated
 
 Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
@@ -534,13 +539,14 @@ class Operation:
 
     name: "all_reduce" ..., "exchange" or "wait"; of: the Operation that a "wait" waits for
     group, rank, world_size, ranks: the process group, and what its Membership says
+    root: the group rank that a broadcast or scatter starts from, or where a reduce or gather ends
     pending: what wait() finishes, if async_op; listeners: the functions that tell() calls
     """
 
     pending = DONE
 
     def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None, of=None):
-        """tensor: its device picks the queue; root: a global rank, stored as a group rank."""
+        """tensor: its device picks the queue; root: (src, group_src) or (dst, group_dst)."""
         self.name, self.async_op = name, async_op
         self.op, self.of = op, of
         self.listeners = of.listeners if of else tuple(_LISTENERS)
@@ -554,10 +560,23 @@ class Operation:
         if self.queue is None:  # a group may have NCCL for GPUs and gloo for CPUs
             on_nccl = device and f"{device.type}:nccl" in dist.get_backend_config(self.group)
             self.queue = members.queues[device] = _Stream() if on_nccl else members.thread
-        if root is not None and root not in self.ranks:
-            raise ValueError(f"src or dst={root} is not among the group's ranks {self.ranks}")
-        self.root = None if root is None else self.ranks.index(root)
+        self.root = None if root is None else self.find_root(*root)
         self.tell("begin")
+
+    def find_root(self, global_rank, group_rank):
+        """Return the group rank of the root, given as either rank. The default is global rank 0."""
+        if group_rank is None:
+            global_rank = global_rank or 0
+            if global_rank not in self.ranks:
+                ranks = f"the group's ranks {self.ranks}"
+                raise ValueError(f"src or dst={global_rank} is not among {ranks}")
+            return self.ranks.index(global_rank)
+        given = f"group_src or group_dst={group_rank}"
+        if global_rank is not None:
+            raise ValueError(f"{self.name} got {given} besides src or dst={global_rank}")
+        if not 0 <= group_rank < self.world_size:
+            raise ValueError(f"{given} is not a rank of a group of {self.world_size}")
+        return group_rank
 
     def wait(self):
         """Wait for the operation, or raise its error. On NCCL only the current stream waits."""
@@ -768,7 +787,10 @@ def _launch(operation, algorithms, outputs, inputs=(), backend_options=None):
 
 
 def set_backend_collectives(group=None):
-    """Let the backend run the group's collectives, except reduce(). count_bytes() rejects them."""
+    """Let the backend run the group's collectives. count_bytes() rejects these.
+
+    Never the backend's are reduce(), and all_gather() of unequal lengths, which gloo does not have.
+    """
     membership(group, "set_backend_collectives").by_backend = dist.get_world_size(group) > 1
 
 
@@ -778,12 +800,22 @@ def _backend_collective(operation, tensors, options):
         options = options | {"op": ReduceOp.SUM}  # _launch() divides
     if operation.name == "all_reduce" and len(tensors) == 2:
         tensors[0].copy_(tensors.pop())
+    if operation.name == "scatter":
+        output, *inputs = tensors
+        tensors = output, inputs
+    elif operation.name == "gather":
+        *outputs, input = tensors
+        tensors = input, outputs
+    elif operation.name == "all_gather":
+        *outputs, input = tensors
+        tensors = outputs, input
     getattr(dist, operation.name)(*tensors, group=operation.group, **options)
 
 
 # ---- the collectives -----------------------------------------------------------------------------
 #
-# With async_op=True each returns an Operation to wait() for. src and dst are global ranks.
+# With async_op=True each returns an Operation to wait() for. The root is src or dst, a global rank,
+# or group_src or group_dst, a rank of the group. Without any it is global rank 0.
 # An output that does not fit its input raises ValueError; a short buffer would abort the process.
 
 
@@ -843,6 +875,32 @@ def all_gather_single(output, input, group=None, async_op=False):
     return _launch(operation, algorithms, [output], [input], {})
 
 
+def all_gather(tensor_list, tensor, group=None, async_op=False):
+    """Copy `tensor` of rank r into tensor r of every rank's list, for all r, in 1 step.
+
+        rank        0           1           2           3
+        start    a . . .     . bb . .    . . c .     . . . d       P = 4, and b is longer
+        step 0   a bb c d    a bb c d    a bb c d    a bb c d
+
+    A rank sends its tensor P-1 times. Lengths may differ between ranks, but tensor r must have one
+    length in every list. A rank checks only its own, and all dtypes.
+    """
+    operation = Operation("all_gather", group, tensor, async_op)
+    rank, _ = operation.place
+    outputs = _one_per_rank(operation, tensor_list)
+    lengths = [output.numel() for output in outputs]
+    for r, output in enumerate(outputs):
+        _check_fits(output, tensor, lengths[r], tensor.numel() if r == rank else lengths[r])
+
+    def algorithms(*flat):
+        *chunks, input = flat
+        chunks[rank].copy_(input)
+        return [_direct_all_gather(chunks, rank)]
+
+    backend_options = {} if len(set(lengths)) == 1 else None
+    return _launch(operation, algorithms, outputs, [tensor], backend_options)
+
+
 def all_to_all_single(
     output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
 ):
@@ -881,16 +939,16 @@ def _check_fits(output, input, elements, expected):
         raise ValueError(f"output has {elements} elements of {output.dtype}, {made}")
 
 
-def broadcast(tensor, src=0, group=None, async_op=False):
-    """Copy `tensor` of rank `src` to every rank, in place."""
-    operation = Operation("broadcast", group, tensor, async_op, root=src)
+def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
+    """Copy the root's `tensor` to every rank, in place."""
+    operation = Operation("broadcast", group, tensor, async_op, root=(src, group_src))
     options = {"group_src": operation.root}
     return _launch(operation, lambda x: [_tree_broadcast(x, operation)], [tensor], [], options)
 
 
-def reduce(tensor, dst=0, op=ReduceOp.SUM, group=None, async_op=False):
-    """Reduce `tensor` over the group into rank `dst`'s tensor. The other ranks keep theirs."""
-    operation = Operation("reduce", group, tensor, async_op, op, dst)
+def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
+    """Reduce `tensor` over the group into the root's tensor. The other ranks keep theirs."""
+    operation = Operation("reduce", group, tensor, async_op, op, root=(dst, group_dst))
     is_root = operation.rank == operation.root
     algorithms = lambda flat: [_tree_reduce(flat, operation, _Combine(op))]
     return _launch(operation, algorithms, [tensor] if is_root else [], [] if is_root else [tensor])
@@ -906,6 +964,77 @@ def _tree_reduce(tensor, operation, combine):
         total = combine.pair(total, received, out=tensor if parent is None else received)
     if parent is not None:
         yield [(total, parent)], []
+
+
+def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
+    """Copy tensor r of the root's scatter_list into `tensor` of rank r, for all r.
+
+    Only the root passes a list, with a tensor for each rank, all of the same length and dtype.
+    """
+    operation = Operation("scatter", group, tensor, async_op, root=(src, group_src))
+    inputs = _list_of_root(operation, scatter_list, tensor)
+    algorithms = lambda output, *inputs: [_scatter(output, inputs, operation)]
+    return _launch(operation, algorithms, [tensor], inputs, {"group_src": operation.root})
+
+
+def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
+    """Copy `tensor` of rank r into tensor r of the root's gather_list, for all r.
+
+    Only the root passes a list, with a tensor for each rank, all of the same length and dtype.
+    """
+    operation = Operation("gather", group, tensor, async_op, root=(dst, group_dst))
+    outputs = _list_of_root(operation, gather_list, tensor)
+    algorithms = lambda *flat: [_gather(flat[:-1], flat[-1], operation)]
+    return _launch(operation, algorithms, outputs, [tensor], {"group_dst": operation.root})
+
+
+def _scatter(output, inputs, operation):
+    """Send the root's inputs[r] to every other rank r, in 1 step. _gather() is the reverse.
+
+        rank        0         1         2         3
+        start    a b c d      .         .         .            root 0, P = 4
+        step 0      a         b         c         d
+    """
+    rank, root = operation.rank, operation.root
+    if rank != root:
+        yield [], [(output, root)]
+        return
+    output.copy_(inputs[rank])
+    for sends, _ in _pairwise(inputs, inputs, rank):
+        yield sends, []
+
+
+def _gather(outputs, input, operation):
+    """Receive the input of every other rank r in the root's outputs[r], in 1 step."""
+    rank, root = operation.rank, operation.root
+    if rank != root:
+        yield [(input, root)], []
+        return
+    outputs[rank].copy_(input)
+    for _, receives in _pairwise(outputs, outputs, rank):
+        yield [], receives
+
+
+def _list_of_root(operation, tensors, like):
+    """Return the root's list of tensors, which must be as long as `like`; [] on other ranks."""
+    if operation.rank != operation.root:
+        if tensors:
+            got = f"{operation.name} got a list on rank {operation.rank} of the group"
+            raise ValueError(f"{got}; only the root, rank {operation.root}, has one")
+        return []
+    tensors = _one_per_rank(operation, tensors)
+    for tensor in tensors:
+        _check_fits(tensor, like, tensor.numel(), like.numel())
+    return tensors
+
+
+def _one_per_rank(operation, tensors):
+    """Return the list of tensors, or raise ValueError unless it has one for each rank."""
+    tensors = tensors or []
+    if len(tensors) != operation.world_size:
+        expected = f"world_size={operation.world_size}"
+        raise ValueError(f"{operation.name} got a list of {len(tensors)} tensors, not {expected}")
+    return tensors
 
 
 def barrier(group=None):
@@ -1024,7 +1153,11 @@ def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, grou
 
 
 def reduce_scatter_bytes(nbytes, world_size):
-    """Return the bytes that a rank sends to reduce-scatter, or all-gather, a tensor of `nbytes`."""
+    """Return the bytes that a rank sends to reduce-scatter or all-gather a tensor of `nbytes`.
+
+    The root of a scatter sends as many. In an all_gather() of unequal lengths a rank sends its own
+    tensor P-1 times.
+    """
     return nbytes * (world_size - 1) // world_size
 
 

@@ -56,7 +56,8 @@ from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 
 KB, MB = 1 << 10, 1 << 20
 OPERATIONS = [
-    "all_reduce", "reduce_scatter_single", "all_gather_single", "broadcast", "all_to_all_single",
+    "all_reduce", "reduce_scatter_single", "all_gather_single", "all_gather", "broadcast",
+    "all_to_all_single", "scatter", "gather",
 ]
 
 
@@ -118,12 +119,17 @@ def _contenders(operation, nbytes):
     world_size = dist.get_world_size()
     n = max(world_size, nbytes // 4 // world_size * world_size)
     full, other, shard = torch.zeros(n), torch.zeros(n), torch.zeros(n // world_size)
+    chunks = [*full.chunk(world_size)]
+    chunks_of_root = chunks if dist.get_rank() == 0 else None
     arguments = {
         "all_reduce": (full,),
         "reduce_scatter_single": (shard, full),
         "all_gather_single": (full, shard),
+        "all_gather": (chunks, shard),
         "broadcast": (full, 0),
         "all_to_all_single": (other, full),
+        "scatter": (shard, chunks_of_root),
+        "gather": (shard, chunks_of_root),
     }[operation]
     libraries = {"ours": collectives, "theirs": dist}
     return {name: partial(getattr(of, operation), *arguments) for name, of in libraries.items()}

@@ -2,6 +2,7 @@
 
 import ast
 import gc
+import inspect
 import io
 import itertools
 import os
@@ -22,11 +23,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import collectives
 from collectives import (
-    MOST_PEERS, all_gather_single, all_gather_to_group, all_reduce, all_reduce_bytes,
+    MOST_PEERS, all_gather, all_gather_single, all_gather_to_group, all_reduce, all_reduce_bytes,
     all_reduce_cost, all_to_all_in_group, all_to_all_single, barrier, broadcast, check_parameters,
-    choose, copy_to_group, count_bytes, exchange, gather_from_group, gather_objects, observe,
-    rank_and_size, reduce, reduce_from_group, reduce_scatter_bytes, reduce_scatter_single,
-    reduce_scatter_to_group, ring_all_reduce, scatter_to_group, set_backend_collectives,
+    choose, copy_to_group, count_bytes, exchange, gather, gather_from_group, gather_objects,
+    observe, rank_and_size, reduce, reduce_from_group, reduce_scatter_bytes, reduce_scatter_single,
+    reduce_scatter_to_group, ring_all_reduce, scatter, scatter_to_group, set_backend_collectives,
     set_ranks_per_node,
 )
 from gpu_counts import as_on_nccl, nccl_over_gloo, post_nowhere
@@ -93,6 +94,10 @@ def _cases(n, dtype, group):
     mine, new = everyone[rank], lambda tensors: [torch.full_like(x, 99) for x in tensors]
     yield all_to_all_single, new([mine]), [mine], [everyone[:, rank]]
     yield all_gather_single, new([mine]), [mine[0]], [everyone[:, 0]]
+    for most in (P, 1):  # of equal lengths, and where only every third rank has anything
+        rows = [x[: most * (most == P or r % 3 == 1)] for r, x in enumerate(everyone)]
+        collect = lambda *lists, **how: all_gather(lists[:-1], lists[-1], **how)
+        yield collect, new(rows), [rows[rank]], rows
     for op in _ops_of(dtype):
         total = REDUCED[op](everyone.double(), 0).to(dtype)
         yield partial(all_reduce, op=op), [mine], [], [total]
@@ -100,6 +105,10 @@ def _cases(n, dtype, group):
     for root, name in enumerate(dist.get_process_group_ranks(group or dist.group.WORLD)):
         if_root = lambda tensors: [*tensors] if rank == root else []
         yield partial(broadcast, src=name), [mine[0]], [], [everyone[root, 0]]
+        give = lambda own, *lists, **how: scatter(own, lists, name, **how)
+        yield give, new([mine[0]]), if_root(everyone[root]), [everyone[root, rank]]
+        take = lambda *lists, **how: gather(lists[-1], lists[:-1], group_dst=root, **how)
+        yield take, new(if_root(everyone[:, 0])), [mine[0]], if_root(everyone[:, 0])
         for op in _ops_of(dtype) if root == P - 1 else [ReduceOp.SUM]:
             total = REDUCED[op](everyone[:, 0].double(), 0).to(dtype)
             yield partial(reduce, dst=name, op=op), [mine[0]], [], if_root([total]) or [mine[0]]
@@ -141,6 +150,46 @@ def test_large_integers_scalars_parameters_and_inference_tensors_are_reduced():
     assert (parameter == P * (P - 1)).all()
     with torch.inference_mode():
         all_reduce(torch.ones(4), async_op=True).wait()
+
+
+@pytest.mark.parametrize("name", ["all_gather", "broadcast", "reduce", "scatter", "gather"])
+def test_arguments_have_the_names_and_the_order_of_torch_distributed(name):
+    names = lambda library: [*inspect.signature(getattr(library, name)).parameters]
+    assert names(collectives) == names(dist)
+
+
+def _call_from_list_to_list(library, root, src, dst, **options):
+    """Call a library's functions that take lists, or a root; return all tensors afterwards."""
+    rank, P = rank_and_size()
+    given, gathered, everywhere = [_integers(P, 4, seed=10 * rank + i) for i in range(3)]
+    tensor, copied = _integers(2, 4, seed=50 + rank)
+    if_root = lambda full: [*full] if rank == root else None
+    works = [
+        library.scatter(tensor, if_root(given), **src, **options),
+        library.gather(tensor, if_root(gathered), **dst, **options),
+        library.all_gather([*everywhere], tensor, **options),
+        library.broadcast(copied, **src or {"src": 0}, **options),
+    ]
+    for work in works if "async_op" in options else []:
+        work.wait()
+    return [given, gathered, everywhere, tensor, copied]
+
+
+@on_ranks(3)
+def test_calls_of_torch_distributed_give_the_same_tensors_with_ours():
+    """The root is a rank of the world, or a rank of the group, or left out if PyTorch allows it."""
+    group = dist.new_group([2, 0, 1], sort_ranks=False)
+    for options in ({}, {"group": group}, {"group": group, "async_op": True}):
+        last = dist.get_global_rank(options.get("group") or dist.group.WORLD, 2)
+        for root, src, dst in [
+            (0, {}, {}),
+            (1, {"src": 1}, {"dst": 1}),
+            (last, {"group_src": 2}, {"group_dst": 2}),
+        ]:
+            theirs = _call_from_list_to_list(dist, root, src, dst, **options)
+            ours = _call_from_list_to_list(collectives, root, src, dst, **options)
+            for actual, expected in zip(ours, theirs):
+                _same(actual, expected)
 
 
 # ---- groups -------------------------------------------------------------------------------------
@@ -238,6 +287,9 @@ def test_on_a_stream_a_step_is_one_batch_and_in_a_node_a_collective_is_one_step(
                 (lambda: reduce_scatter_single(shard, full), steps),
                 (lambda: all_gather_single(full, shard), steps),
                 (lambda: all_to_all_single(torch.empty_like(full), full), 1),
+                (lambda: all_gather([*full.chunk(P)], shard), 1),
+                (lambda: scatter(shard, [*full.chunk(P)] if rank == 0 else None), 1),
+                (lambda: gather(shard, [*full.chunk(P)] if rank == 0 else None), 1),
             ]:
                 assert len(_counted(launch)[0]) == expected
     choose.cache_clear()
@@ -267,10 +319,17 @@ def test_on_a_gpu_a_chunk_is_reduced_by_one_kernel_that_rounds_once(P):
 @on_ranks(6)
 def test_messages_to_many_peers_are_divided_into_several_batches():
     full = torch.zeros(6, 6 * 64)
+    at_root = [*full] if dist.get_rank() == 1 else None
     with as_on_nccl(), patch.multiple(collectives, DIRECT_BYTES=128, MOST_PEERS=2):
         _check_values([5, 64], DTYPES[:1])
-        posted, _ = _counted(lambda: all_to_all_single(full.clone(), full))
-        assert [len(batch) for batch in posted] == [4, 4, 2]
+        for launch, sizes, others in [
+            (lambda: all_to_all_single(full.clone(), full), [4, 4, 2], [4, 4, 2]),
+            (lambda: all_gather([*full], full[0]), [4, 4, 2], [4, 4, 2]),
+            (lambda: scatter(full[0], at_root, 1), [2, 2, 1], [1]),
+            (lambda: gather(full[0], at_root, 1), [2, 2, 1], [1]),
+        ]:
+            posted, _ = _counted(launch)
+            assert [len(batch) for batch in posted] == (sizes if at_root else others)
 
 
 @on_ranks(4)
@@ -362,34 +421,21 @@ def test_each_rank_sends_the_bytes_of_the_formulas():
         ("all_to_all_single", (full, full.clone()), sent, P - 1, P * sent),
         ("broadcast", (full,), rounds * D, rounds, (P - 1) * D),
         ("reduce", (full,), 0, 0, (P - 1) * D),
+        ("all_gather", ([*full.chunk(P)], shard), sent, P - 1, P * sent),
+        ("scatter", (shard, [*full.chunk(P)] if rank == 0 else None), sent, P - 1, sent),
+        ("gather", (shard, [*full.chunk(P)] if rank == 0 else None), 0, 0, sent),
     ]:
         with count_bytes() as traffic:
             getattr(collectives, name)(*arguments)
         if rank == 0:
             assert (traffic.bytes(name), len(traffic.sent)) == (nbytes, messages), name
         assert sum(gather_objects(traffic.bytes())) == together, name
+    rows = [torch.zeros(r) for r in range(P)]
+    _, own = _counted(lambda: all_gather(rows, rows[rank].clone()))
+    assert own == (P - 1) * 4 * rank
     for n in (0, 1, P - 1, 5 * P + 1):  # padding sends no byte more
         _, own = _counted(lambda: all_reduce(torch.zeros(n), algorithm="ring"))
         assert sum(gather_objects(own)) == 2 * (P - 1) * 4 * n
-
-
-@on_ranks(1, 3, 4)
-def test_a_scatter_and_a_gather_are_one_exchange_of_the_root_with_all_others():
-    rank, P = rank_and_size()
-    full = _normal(P, 5)
-    gathered = torch.zeros_like(full)
-    if rank == 0:
-        scatter = [(full[r], r) for r in range(1, P)], []
-        gather = [], [(gathered[r], r) for r in range(1, P)]
-    else:
-        scatter = [], [(gathered[rank], 0)]
-        gather = [(gathered[rank], 0)], []
-    with count_bytes() as traffic:
-        exchange(*scatter)
-        exchange(*gather)
-    expected = full[1:] if rank == 0 else full[rank : rank + 1]
-    assert torch.equal(gathered[1:] if rank == 0 else gathered[rank : rank + 1], expected)
-    assert traffic.bytes() == (reduce_scatter_bytes(full.nbytes, P) if rank == 0 else 40)
 
 
 M, G = 1 << 20, 1 << 30
@@ -867,6 +913,21 @@ def test_errors_name_the_values():
         (lambda: all_reduce(x(2), group=other, async_op=True), "all_reduce " + inside),
         (lambda: exchange([(x(2), 0)], [], group=other), "exchange " + inside),
         (lambda: all_reduce(x(2), ReduceOp.BAND), "BAND.* is not supported; SUM, "),
+        (lambda: all_gather([x(2)], x(2)), "all_gather got a list of 1 tensors, not world_size=2"),
+        (lambda: all_gather([x(3), x(3)], x(2)), "output has 3 elements .*makes 2"),
+        (lambda: all_gather([x(2), x(2)], x(2).int()), "float32, .*int32"),
+        (lambda: all_gather([x(2 - i).to(DTYPES[i - rank]) for i in (0, 1)], x(2 - rank)), "float"),
+        (lambda: scatter(x(2), None, rank), "scatter got a list of 0 tensors, not world_size=2"),
+        (lambda: scatter(x(2), 3 * [x(2)], rank), "scatter got a list of 3"),
+        (lambda: scatter(x(2), [x(2), x(3)], rank), "output has 3 elements .*makes 2"),
+        (lambda: scatter(x(2), 2 * [x(2)], 1 - rank), "scatter got a list on rank . of the group;"),
+        (lambda: gather(x(2), [], group_dst=rank), "gather got a list of 0"),
+        (lambda: gather(x(2), [x(2), x(1)], rank), "output has 1 elements .*makes 2"),
+        (lambda: gather(x(2), 2 * [x(2).int()], rank), "int32, .*float32"),
+        (lambda: gather(x(2), 2 * [x(2)], 1 - rank), f"only the root, rank {1 - rank}, has one"),
+        (lambda: gather(x(2), dst=2), r"dst=2 is not among the group's ranks \[0, 1\]"),
+        (lambda: gather(x(2), group_dst=2), "group_dst=2 is not a rank of a group of 2"),
+        (lambda: scatter(x(2), src=0, group_src=0), "scatter got .*_dst=0 besides .*dst=0"),
     ]
     for error, use, words in [
         *((ValueError, *case) for case in cases),
