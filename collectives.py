@@ -789,7 +789,7 @@ def _launch(operation, algorithms, outputs, inputs=(), backend_options=None):
 def set_backend_collectives(group=None):
     """Let the backend run the group's collectives. count_bytes() rejects these.
 
-    Never the backend's are reduce(), and all_gather() of unequal lengths, which gloo does not have.
+    Exceptions are reduce(), and all_gather() of unequal lengths, which gloo does not support.
     """
     membership(group, "set_backend_collectives").by_backend = dist.get_world_size(group) > 1
 
@@ -815,7 +815,8 @@ def _backend_collective(operation, tensors, options):
 # ---- the collectives -----------------------------------------------------------------------------
 #
 # With async_op=True each returns an Operation to wait() for. The root is src or dst, a global rank,
-# or group_src or group_dst, a rank of the group. Without any it is global rank 0.
+# or group_src or group_dst, a rank of the group. By default it is global rank 0 (in PyTorch,
+# broadcast() and reduce() have no default).
 # An output that does not fit its input raises ValueError; a short buffer would abort the process.
 
 

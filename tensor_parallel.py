@@ -12,7 +12,8 @@ projection by rows. F.linear() takes `weight` = A^T, so columns of A are rows of
     g = reduce_from_group()   forward: all-reduce   backward: identity     Z has a term per rank
 
 With sequence parallelism (sequence_parallel.py) X and Z are split along the sequence, dim 0. Then f
-is an all-gather, whose backward is a reduce-scatter, and g is the reverse.
+is an all-gather, whose backward is a reduce-scatter, and g is the reverse. AlexNet (2012), further
+down, splits the filters of convolutions over two ranks, and they communicate at some layers only.
 
 A rank holds   1/P of each matrix, its gradient, its optimizer states, Y and the logits; all of each
                norm and row-parallel bias, and all of X and Z unless these are split
@@ -26,9 +27,10 @@ Overlap        backward computes dW while dX is summed. With sequence parallelis
 PyTorch's      DTensor and parallelize_module() split the same matrices. Each operation derives what
                to send from the placements of its DTensors. Here a parameter is a plain tensor
 
-Shoeybi et al., "Megatron-LM", 2019. Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models", 2022 (sequence parallelism). Wang et al., "Overlap Communication with Dependent
-Computation via Decomposition in Large Deep Learning Models", 2023.
+Krizhevsky, Sutskever, Hinton, "ImageNet Classification with Deep Convolutional Neural Networks",
+2012 (AlexNet). Shoeybi et al., "Megatron-LM", 2019. Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models", 2022 (sequence parallelism). Wang et al., "Overlap
+Communication with Dependent Computation via Decomposition in Large Deep Learning Models", 2023.
 
     torchrun --nproc-per-node 4 tensor_parallel.py    prints bytes and the largest numerical error
 """
@@ -44,9 +46,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from collectives import (
-    ReduceOp, all_gather_single, all_reduce, all_reduce_bytes, autocasted, check_parameters,
-    copy_to_group, count_bytes, dist, exchange, rank_and_size, reduce_from_group,
-    reduce_scatter_single, reduce_scatter_to_group, run_ranks,
+    ReduceOp, all_gather_single, all_gather_to_group, all_reduce, all_reduce_bytes, autocasted,
+    check_parameters, copy_to_group, count_bytes, dist, exchange, gather_from_group, rank_and_size,
+    reduce_from_group, reduce_scatter_bytes, reduce_scatter_single, reduce_scatter_to_group,
+    run_ranks,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------
@@ -580,6 +583,109 @@ def vocab_parallel_cross_entropy(
     return _CrossEntropy.apply(logits, target, vocab_start, ignore_index, group, inplace)
 
 
+# ---- 2012: AlexNet on two GPUs -------------------------------------------------------------------
+#
+# A rank has half of every layer's filters. Those of conv2, conv4 and conv5 read only this half's
+# channels, so nothing is sent. Those of conv3 and of the dense layers read both halves (X), which
+# are gathered. In one process a layer that reads its own half is a convolution with groups=2.
+#
+#               conv1    conv2      conv3    conv4    conv5      dense1     dense2    dense3
+#     rank 0     48 ----- 128 -\ /- 192 ---- 192 ---- 128 -\ /- 2048 -\ /- 2048 -\ /- 500
+#                               X                           X          X          X
+#     rank 1     48 ----- 128 -/ \- 192 ---- 192 ---- 128 -/ \- 2048 -/ \- 2048 -/ \- 500
+
+
+class SplitFilters(nn.Module):
+    """A convolution or linear layer of which each rank has 1/P of the filters and biases.
+
+    function: maps (x, weight, bias) to the layer's output, as F.conv2d() and F.linear() do.
+    shape: of the whole weight, whose dim 0 is split.
+    """
+
+    def __init__(self, function, shape, bias, group=None):
+        super().__init__()
+        self.function = function
+        shard = Shard(0, shape[:1], group)
+        set_shard(self, "weight", 0.01 * torch.randn(shape), shard)
+        set_shard(self, "bias", torch.full(shape[:1], bias), shard)
+
+    def forward(self, x):
+        return self.function(x, self.weight, self.bias)
+
+
+class AlexNet(nn.Module):
+    """The network of Krizhevsky, Sutskever and Hinton, with their sizes and initial values.
+
+    images: (B, 3, 224, 224), equal on all ranks -> logits (B, classes), equal on all ranks.
+    groups: the parts into which conv2, conv4, conv5 and the normalizations divide the channels. It
+        fixes the function that the network computes, and P = 1 and P = groups compute the same.
+    Normalization across channels stays inside a group (the paper leaves that open), so it sends
+    nothing. Dropout follows a gather, and all ranks must draw the same mask, which they do if their
+    global generators are seeded alike.
+    Raises ValueError unless P divides `groups`, and `groups` divides each layer's filters.
+    """
+
+    def __init__(
+        self, filters=(96, 256, 384, 384, 256), dense=(4096, 4096), classes=1000, groups=2,
+        dropout=0.5, group=None,
+    ):
+        super().__init__()
+        P = dist.get_world_size(group)
+        if groups % P:
+            raise ValueError(f"{groups=} is not divisible by tp={P}")
+        if any(size % groups for size in (*filters, *dense, classes)):
+            raise ValueError(f"{groups=} does not divide each of {filters=}, {dense=}, {classes=}")
+        self.group = group
+        self.own_groups = groups // P
+        self.dropout = dropout
+        c1, c2, c3, c4, c5 = filters
+        d1, d2 = dense
+        split = partial(SplitFilters, group=group)
+        grouped = partial(F.conv2d, groups=self.own_groups)
+        self.conv1 = split(partial(F.conv2d, stride=4, padding=2), (c1, 3, 11, 11), 0.0)
+        self.conv2 = split(partial(grouped, padding=2), (c2, c1 // groups, 5, 5), 1.0)
+        self.conv3 = split(partial(F.conv2d, padding=1), (c3, c2, 3, 3), 0.0)
+        self.conv4 = split(partial(grouped, padding=1), (c4, c3 // groups, 3, 3), 1.0)
+        self.conv5 = split(partial(grouped, padding=1), (c5, c4 // groups, 3, 3), 1.0)
+        self.dense1 = split(F.linear, (d1, c5 * 6 * 6), 1.0)
+        self.dense2 = split(F.linear, (d2, d1), 1.0)
+        self.dense3 = split(F.linear, (classes, d2), 0.0)
+
+    def forward(self, images):
+        gather = partial(all_gather_to_group, dim=1, group=self.group)  # ranks use it differently
+        drop = partial(F.dropout, p=self.dropout, training=self.training)
+        pool = partial(F.max_pool2d, kernel_size=3, stride=2)  # windows overlap
+        x = copy_to_group(images, self.group)
+        x = pool(self.normalize(self.conv1(x).relu()))  # (B, c1/P, 27, 27)
+        x = pool(self.normalize(self.conv2(x).relu()))  # (B, c2/P, 13, 13)
+        x = self.conv3(gather(x)).relu()  # (B, c2, 13, 13) -> (B, c3/P, 13, 13)
+        x = self.conv4(x).relu()  # (B, c4/P, 13, 13)
+        x = pool(self.conv5(x).relu())  # (B, c5/P, 6, 6)
+        x = self.dense1(gather(x.flatten(1))).relu()  # (B, 36 c5) -> (B, d1/P)
+        x = self.dense2(drop(gather(x))).relu()  # (B, d1) -> (B, d2/P)
+        x = self.dense3(drop(gather(x)))  # (B, d2) -> (B, classes/P)
+        return gather_from_group(x, 1, self.group)  # all ranks compute the same loss
+
+    def normalize(self, x):
+        """Divide x by (2 + 1e-4 s)^0.75, where s sums x^2 over 5 adjacent channels of a group."""
+        parts = x.unflatten(1, (self.own_groups, -1)).flatten(0, 1)  # (B groups/P, c/groups, H, W)
+        parts = F.local_response_norm(parts, 5, alpha=5e-4, k=2.0)  # PyTorch takes s / 5
+        return parts.view_as(x)
+
+
+def alexnet_bytes(
+    batch, world_size, filters=(96, 256, 384, 384, 256), dense=(4096, 4096), classes=1000,
+    itemsize=4,
+):
+    """Return the bytes a rank sends in AlexNet's forward and backward.
+
+    What conv3 and the dense layers read is gathered, and its gradient is reduce-scattered. The
+    logits are gathered only.
+    """
+    read = filters[1] * 13 * 13 + filters[4] * 6 * 6 + sum(dense)
+    return reduce_scatter_bytes((2 * read + classes) * batch * itemsize, world_size)
+
+
 # ---- where a part lies in the whole: for initial values and checkpoints --------------------------
 
 
@@ -653,6 +759,17 @@ def _demonstrate():
         claimed = all_reduce_bytes(x.nbytes, P)
         print(f"{P} ranks, an MLP: claimed {claimed} bytes, counted {traffic.bytes()}")
         print(f"largest difference from one process's output: {error:.1e}\n")
+    _demonstrate_alexnet(rank, P)
+
+
+def _demonstrate_alexnet(rank, P):
+    sizes = {"filters": [n * P for n in (3, 8, 12, 12, 8)], "dense": (64 * P, 64 * P)}
+    net = AlexNet(**sizes, classes=10 * P, groups=P)
+    with count_bytes() as traffic:
+        net(torch.randn(2, 3, 224, 224)).sum().backward()
+    if rank == 0:
+        claimed = alexnet_bytes(2, P, **sizes, classes=10 * P)
+        print(f"{P} ranks, AlexNet: claimed {claimed} bytes, counted {traffic.bytes()}")
 
 
 if __name__ == "__main__":

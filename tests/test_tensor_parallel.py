@@ -23,10 +23,10 @@ from ranks import least_bytes, on_ranks
 from replicas import assert_close, interleaved_group
 from sequence_parallel import recompute
 from tensor_parallel import (
-    ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard,
-    ShardedRandomState, VocabParallelEmbedding, attention, boxes_between, column_linear,
-    mark_sum_over_tp, parallel_linear, parameters_to_sum_over_tp, row_linear, shards_of,
-    sum_gradients_over_tp, tensor_parallel_layer_bytes, vocab_parallel_cross_entropy,
+    AlexNet, ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard,
+    ShardedRandomState, VocabParallelEmbedding, alexnet_bytes, attention, boxes_between,
+    column_linear, mark_sum_over_tp, parallel_linear, parameters_to_sum_over_tp, row_linear,
+    shards_of, sum_gradients_over_tp, tensor_parallel_layer_bytes, vocab_parallel_cross_entropy,
 )
 from transformer import Peak, TransformerLayer
 
@@ -512,6 +512,119 @@ def test_masks_are_equal_over_the_group_except_inside_the_sharded_state(tp, repl
     assert len({tuple(inside) for *_, inside in masks}) == tp * replicas
 
 
+# ---- AlexNet -------------------------------------------------------------------------------------
+
+
+class PlainAlexNet(nn.Module):
+    """AlexNet in one process, with convolutions in groups, and with PyTorch's initial values."""
+
+    def __init__(self, filters, dense, classes, groups):
+        super().__init__()
+        c1, c2, c3, c4, c5 = filters
+        self.conv1 = nn.Conv2d(3, c1, 11, 4, 2)
+        self.conv2 = nn.Conv2d(c1, c2, 5, 1, 2, groups=groups)
+        self.conv3 = nn.Conv2d(c2, c3, 3, 1, 1)
+        self.conv4 = nn.Conv2d(c3, c4, 3, 1, 1, groups=groups)
+        self.conv5 = nn.Conv2d(c4, c5, 3, 1, 1, groups=groups)
+        self.dense1 = nn.Linear(36 * c5, dense[0])
+        self.dense2 = nn.Linear(*dense)
+        self.dense3 = nn.Linear(dense[1], classes)
+        self.groups = groups
+
+    def norm(self, x):
+        """Follow the paper: b_i = a_i / (2 + 1e-4 sum of a_j^2)^0.75, |i - j| <= 2."""
+        halves = []
+        for a in x.chunk(self.groups, 1):
+            padded = F.pad(a**2, (0, 0, 0, 0, 2, 2))
+            total = sum(padded[:, i : i + a.shape[1]] for i in range(5))
+            halves.append(a / (2 + 1e-4 * total) ** 0.75)
+        return torch.cat(halves, 1)
+
+    def forward(self, x):
+        pool = nn.MaxPool2d(3, 2)
+        x = pool(self.norm(self.conv1(x).relu()))
+        x = pool(self.norm(self.conv2(x).relu()))
+        x = self.conv5(self.conv4(self.conv3(x).relu()).relu()).relu()
+        x = F.dropout(self.dense1(pool(x).flatten(1)).relu())
+        return self.dense3(F.dropout(self.dense2(x).relu()))
+
+
+SMALL = {"filters": (12, 24, 36, 24, 12), "dense": (24, 36), "classes": 12}
+
+
+def _alexnets(groups, group):
+    """Return AlexNet in one process, and over the group with the same weights."""
+    plain = PlainAlexNet(**SMALL, groups=groups).double()
+    parallel = AlexNet(**SMALL, groups=groups, group=group).double()
+    shards = shards_of(parallel)
+    with torch.no_grad():
+        for name, parameter in parallel.named_parameters():
+            parameter.copy_(_part(plain.get_parameter(name), shards[name], group))
+    return plain, parallel
+
+
+@pytest.mark.parametrize(
+    "tp, replicas, groups", [(1, 1, 2), (2, 1, 2), (2, 2, 2), (2, 1, 4), (3, 1, 3)]
+)
+@on_ranks(lambda tp, replicas, **_: tp * replicas)
+def test_alexnet_trains_as_one_process_with_convolutions_in_groups(tp, replicas, groups):
+    """Both steps drop activations. The second one shows that the first one left equal weights."""
+    group, replica = interleaved_group(tp, replicas)
+    torch.manual_seed(replica)
+    nets = _alexnets(groups, group)
+    plain, parallel = nets
+    shards = shards_of(parallel)
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1, 0.9) for net in nets]
+    images = 20 * torch.randn(2, 3, 224, 224, dtype=torch.float64)
+    target = torch.randint(12, (2,))
+    for step in range(2):
+        results = []
+        for net, optimizer in zip(nets, optimizers):
+            torch.manual_seed(step)  # for the dropout masks
+            x = images.clone().requires_grad_()
+            optimizer.zero_grad()
+            logits = net(x)
+            F.cross_entropy(logits, target).backward()
+            results.append((logits, x.grad))
+        assert_close(*results)
+        for name, parameter in parallel.named_parameters():
+            expected = plain.get_parameter(name).grad
+            assert expected.norm() > 1e-4, name
+            assert_close(parameter.grad, _part(expected, shards[name], group), name=name)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@on_ranks(1, 2, 4)
+def test_alexnet_sends_what_conv3_and_the_dense_layers_read_and_the_logits():
+    P = dist.get_world_size()
+    net = AlexNet(**SMALL, groups=4)
+    images = torch.randn(3, 3, 224, 224)
+    with count_bytes() as traffic:
+        logits = net(images)
+        forward = traffic.bytes()
+        logits.sum().backward()
+    read = 24 * 13 * 13 + 12 * 6 * 6 + 24 + 36  # numbers per image
+    assert forward == traffic.bytes("all_gather_single") == 4 * 3 * (read + 12) * (P - 1) // P
+    assert traffic.bytes() == alexnet_bytes(3, P, **SMALL)
+    assert traffic.bytes() - forward == traffic.bytes("reduce_scatter_single")
+
+
+@on_ranks(2)
+def test_alexnet_has_the_papers_size_and_initial_values_that_do_not_depend_on_the_group():
+    with torch.device("meta"):
+        whole = sum(parameter.numel() for parameter in AlexNet().parameters()) * 2
+    assert whole == 60_965_224  # "60 million parameters"
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    nets = []
+    for group in (None, alone):
+        torch.manual_seed(0)
+        nets.append(AlexNet(**SMALL, group=group))
+    for name, parameter in nets[0].named_parameters():
+        expected = _part(nets[1].get_parameter(name), shards_of(nets[0])[name])
+        assert torch.equal(parameter, expected), name
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 
@@ -526,6 +639,8 @@ def test_errors_name_sizes_that_cannot_be_split():
         (lambda: ParallelSelfAttention(24, 6, 2), "kv_heads=2 is not divisible by tp=3"),
         (lambda: ParallelSelfAttention(18, 9, 6), "kv_heads=6, heads=9 and hidden=18"),
         (lambda: row(torch.zeros(4, 2, 1)), "T=4 is not divisible by tp=3"),
+        (lambda: AlexNet(), "groups=2 is not divisible by tp=3"),
+        (lambda: AlexNet(classes=10, groups=6), "groups=6 does not divide each of .* classes=10"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
