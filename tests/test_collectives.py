@@ -105,10 +105,11 @@ def _cases(n, dtype, group):
     for root, name in enumerate(dist.get_process_group_ranks(group or dist.group.WORLD)):
         if_root = lambda tensors: [*tensors] if rank == root else []
         yield partial(broadcast, src=name), [mine[0]], [], [everyone[root, 0]]
-        give = lambda own, *lists, **how: scatter(own, lists, name, **how)
-        yield give, new([mine[0]]), if_root(everyone[root]), [everyone[root, rank]]
-        take = lambda *lists, **how: gather(lists[-1], lists[:-1], group_dst=root, **how)
-        yield take, new(if_root(everyone[:, 0])), [mine[0]], if_root(everyone[:, 0])
+        if root in (0, P - 1):
+            give = lambda own, *lists, **how: scatter(own, lists, name, **how)
+            yield give, new([mine[0]]), if_root(everyone[root]), [everyone[root, rank]]
+            take = lambda *lists, **how: gather(lists[-1], lists[:-1], group_dst=root, **how)
+            yield take, new(if_root(everyone[:, 0])), [mine[0]], if_root(everyone[:, 0])
         for op in _ops_of(dtype) if root == P - 1 else [ReduceOp.SUM]:
             total = REDUCED[op](everyone[:, 0].double(), 0).to(dtype)
             yield partial(reduce, dst=name, op=op), [mine[0]], [], if_root([total]) or [mine[0]]
@@ -164,14 +165,15 @@ def _call_from_list_to_list(library, root, src, dst, **options):
     given, gathered, everywhere = [_integers(P, 4, seed=10 * rank + i) for i in range(3)]
     tensor, copied = _integers(2, 4, seed=50 + rank)
     if_root = lambda full: [*full] if rank == root else None
-    works = [
-        library.scatter(tensor, if_root(given), **src, **options),
-        library.gather(tensor, if_root(gathered), **dst, **options),
-        library.all_gather([*everywhere], tensor, **options),
-        library.broadcast(copied, **src or {"src": 0}, **options),
-    ]
-    for work in works if "async_op" in options else []:
-        work.wait()
+    for call in [
+        lambda: library.scatter(tensor, if_root(given), **src, **options),
+        lambda: library.gather(tensor, if_root(gathered), **dst, **options),
+        lambda: library.all_gather([*everywhere], tensor, **options),
+        lambda: library.broadcast(copied, **src or {"src": 0}, **options),
+    ]:
+        work = call()
+        if "async_op" in options:
+            work.wait()
     return [given, gathered, everywhere, tensor, copied]
 
 

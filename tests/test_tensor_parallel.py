@@ -639,7 +639,7 @@ def test_errors_name_sizes_that_cannot_be_split():
         (lambda: ParallelSelfAttention(24, 6, 2), "kv_heads=2 is not divisible by tp=3"),
         (lambda: ParallelSelfAttention(18, 9, 6), "kv_heads=6, heads=9 and hidden=18"),
         (lambda: row(torch.zeros(4, 2, 1)), "T=4 is not divisible by tp=3"),
-        (lambda: AlexNet(), "groups=2 is not divisible by tp=3"),
+        (lambda: AlexNet(**SMALL), "groups=2 is not divisible by tp=3"),
         (lambda: AlexNet(classes=10, groups=6), "groups=6 does not divide each of .* classes=10"),
     ):
         with pytest.raises(ValueError, match=message):
