@@ -246,7 +246,8 @@ def test_torchrun_prints_help_once():
 
 # ---- warnings ------------------------------------------------------------------------------------
 
-# In units of F = W = 1 and B = 2, a bubble of (p - 1)(F + B) is 9 of 9 + 4 x 3 if p = m = 4.
+# In units of F = W = 1 and B = 2, or 3 with recomputation. For p = m = 4, 1F1B is idle for
+# (p - 1)(F + B) = 9 of 9 + 4 x 3, and ZB-H1 for (p - 1)(F + B - 2W) = 3 of 15, or 6 of 22.
 WARNINGS = """processes, per node, flags | warning
 8 8 --tp 8 --heads 8 |
 8 4 --tp 8 --heads 8 | --tp 8 leaves a node of 4 processes: every layer waits for sums between nodes
@@ -261,6 +262,9 @@ a rank is idle for 75% of a step
 4 4 --pp 4 --microbatches 4 --schedule naive | a rank is idle for 75% of a step
 4 4 --pp 4 --microbatches 4 --schedule interleaved --layers 8 | a rank is idle for 27% of a step
 4 4 --pp 4 --microbatches 4 --schedule zb-h1 | a rank is idle for 20% of a step
+4 4 --pp 4 --microbatches 4 --schedule zb-h1 --recompute full | a rank is idle for 27% of a step
+4 4 --pp 4 --microbatches 4 --schedule zb-h2 | a rank is idle for 25% of a step
+4 4 --pp 4 --microbatches 4 --schedule zb-v --layers 8 | a rank is idle for 20% of a step
 4 4 --pp 4 --microbatches 8 --schedule dualpipe --layers 8 |
 4 4 --experts 4 --ep 4 |
 4 2 --experts 4 --ep 4 | --ep 4 spans 2 nodes: without --topk-nodes, a token may use experts on 2 \
