@@ -51,12 +51,12 @@ EFFECTS = """a flag | flags that it needs | what changes
 --ep 2 | --experts 4 | messages
 --collectives backend | | messages
 --batch-size 32 | | bits
---steps 4 | | bits
+--steps 5 | | bits
 --lr 0.01 | | bits
---warmup 1 | | bits
+--warmup 0 | | bits
 --lr-decay linear | | bits
 --decay-steps 1 | | bits
---min-lr 0 | | bits
+--min-lr 0.001 | | bits
 --weight-decay 0.5 | | bits
 --grad-clip 0.01 | | bits
 --seed 1 | | bits
@@ -71,7 +71,7 @@ EFFECTS = """a flag | flags that it needs | what changes
 --timeout 7 | | patience
 """
 ROWS = [line.split(" | ") for line in EFFECTS.replace("| |", "|  |").splitlines()[1:]]
-TINY = "--layers 2 --hidden 16 --heads 4 --seq-len 8 --steps 3 --warmup 0 --data ../text"
+TINY = "--layers 2 --hidden 16 --heads 4 --seq-len 8 --steps 4 --warmup 1 --data ../text"
 
 
 def _name(typed):
@@ -83,6 +83,7 @@ def test_every_flag_has_a_row_in_the_table():
 
 
 NEEDS = {flag.name: flag.metadata["needs"] for flag in hybrid.FLAGS if "needs" in flag.metadata}
+OFF = {"--lr-decay cosine or linear": "--lr-decay none"}  # how to lack what is on by default
 
 
 @pytest.mark.parametrize("typed, needed, _", ROWS)
@@ -90,7 +91,7 @@ def test_a_flag_is_refused_without_what_it_needs(typed, needed, _):
     name = _name(typed)
     if needed or name in NEEDS:
         with pytest.raises(ValueError) as error:
-            hybrid.parse(typed.split(), 1)
+            hybrid.parse(f"{OFF.get(NEEDS[name], '')} {typed}".split(), 1)
         assert str(error.value) == f"{typed} needs {NEEDS[name]}"
 
 
@@ -121,22 +122,22 @@ def _observe(flags, folder):
     messages = []
     trainers = []
     Saved.held = Saved.peak = 0
-    launch_step = hybrid.Trainer.launch_step
+    forward_backward = hybrid.Trainer.forward_backward
 
     def listen(event, operation, sends=(), receives=()):
         messages.extend((operation.name, peer, tensor.nbytes) for tensor, peer in sends)
 
-    def saving_step(trainer, *batch):
+    def with_hooks(trainer, *batch):
         trainers[:] = [trainer]
         with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
-            return launch_step(trainer, *batch)
+            return forward_backward(trainer, *batch)
 
     args = hybrid.parse(f"{TINY} {flags}".split(), dist.get_world_size(), per_node=1)
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
     with (
         patch.object(hybrid, "evaluate", lambda *_: 0.0),
-        patch.object(hybrid.Trainer, "launch_step", saving_step),
+        patch.object(hybrid.Trainer, "forward_backward", with_hooks),
         observe(listen),
         redirect_stdout(io.StringIO()) as printed,
     ):
@@ -151,7 +152,7 @@ def _observe(flags, folder):
         "bits": digest.hexdigest(),
         "messages": sorted(messages),  # threads post some of them
         "memory": Saved.peak,
-        "output": (re.sub(r"[-+.,\d]+(e[-+]\d+)?", "0", printed.getvalue()), files),
+        "output": (re.sub(r"[-+.,:\d]+(e[-+]\d+)?", "0", printed.getvalue()), files),
         "patience": gloo.options._timeout,
     }
 
@@ -223,6 +224,8 @@ def test_help_is_in_groups_and_is_printed_by_one_rank(monkeypatch, capsys):
     assert {"ffn", "dropout"} <= {*flags_of["model"]} and {"sp", "pp"} <= {*flags_of["layout"]}
     listed = sum(flags_of.values(), [])
     assert sorted(listed) == sorted(flag.name.replace("_", "-") for flag in hybrid.FLAGS)
+    for variable, value in hybrid.ENVIRONMENT.items():
+        assert f"{variable}={value} " in text
     for needs in NEEDS.values():
         assert f"needs {needs}" in re.sub(r"\s+", " ", text)
 
