@@ -36,7 +36,7 @@ EFFECTS = """a flag | flags that it needs | what changes
 --shared-experts 1 | --experts 4 | bits
 --capacity-factor 0.5 | --experts 4 | bits
 --balance bias | --experts 4 | bits
---moe-every 2 | --experts 4 | bits
+--moe-every 2 | --layers 2 --experts 4 | bits
 --topk-nodes 1 | --experts 4 --ep 2 | bits
 --dp 3 | | refused
 --tp 2 | | messages
@@ -45,12 +45,12 @@ EFFECTS = """a flag | flags that it needs | what changes
 --zero 3 | | messages
 --replicate 2 | | messages
 --cp-method allgather | --cp 2 | messages
---schedule gpipe | --pp 2 | memory
+--schedule gpipe | --pp 2 --microbatches 4 | memory
 --chunks 3 | --layers 4 --pp 2 --schedule interleaved | messages
 --microbatches 2 | | memory
 --ep 2 | --experts 4 | messages
 --collectives backend | | messages
---batch-size 32 | | bits
+--batch-size 8 | | bits
 --steps 5 | | bits
 --lr 0.01 | | bits
 --warmup 0 | | bits
@@ -71,7 +71,8 @@ EFFECTS = """a flag | flags that it needs | what changes
 --timeout 7 | | patience
 """
 ROWS = [line.split(" | ") for line in EFFECTS.replace("| |", "|  |").splitlines()[1:]]
-TINY = "--layers 2 --hidden 16 --heads 4 --seq-len 8 --steps 4 --warmup 1 --data ../text"
+TINY = "--layers 1 --hidden 16 --heads 4 --seq-len 8"
+TINY += " --batch-size 4 --steps 4 --warmup 1 --data ../text"
 
 
 def _name(typed):
