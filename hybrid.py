@@ -1553,9 +1553,6 @@ def parse(argv, world_size, per_node=None):
     divisor = args.dp * (args.microbatches or math.ceil(most / 2))
     args.batch_size = args.batch_size or math.ceil(16 / divisor) * divisor
     args.microbatches = args.microbatches or math.gcd(args.batch_size // args.dp, most)
-    for name in ("decay_steps", "min_lr"):
-        has_effect = args.lr_decay != "none" or getattr(args, name) is None
-        need(has_effect, f"{typed_product(args, name)} has no effect with --lr-decay none")
     if args.decay_steps is None:
         args.decay_steps = max(0, args.steps - args.warmup)
     if args.min_lr is None:
