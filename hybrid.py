@@ -107,8 +107,8 @@ def flag(default, help, **details):
     details: choices, or the bounds of a number, which must be in [least, below). By default, least
         is 1, or 0 for a float, and below is infinity.
         needs: what the flag has no effect without, as in "--checkpoint", "--cp > 1" or
-            "--recompute full". If it is missing, the flag is refused, except with the value
-            `neutral`, which means that the flag is off.
+            "--lr-decay cosine or linear". If it is missing, the flag is refused, except with the
+            value `neutral`, which means that the flag is off.
         group: the heading in --help for this flag and the next ones (default: the previous one).
     """
     return field(default=default, metadata={"help": help} | details)
@@ -1426,8 +1426,10 @@ class Args(GPTConfig):
     warmup: int = flag(20, "steps of linear warm-up", least=0)
     lr_decay: str = flag("cosine", "shape of the final decay of the learning rate",
                          choices=("cosine", "linear", "none"))  # fmt: skip
-    decay_steps: int | None = flag(None, "last steps, which decay (default: all after the warm-up)")
-    min_lr: float | None = flag(None, "learning rate after the decay (default: --lr / 10)")
+    decay_steps: int | None = flag(None, "last steps, which decay (default: all after the warm-up)",
+                                   needs="--lr-decay cosine or linear")  # fmt: skip
+    min_lr: float | None = flag(None, "learning rate after the decay (default: --lr / 10)",
+                                needs="--lr-decay cosine or linear")  # fmt: skip
     weight_decay: float = flag(0.1, "weight decay of matrices")
     grad_clip: float = flag(1.0, "largest norm of the gradients, or 0 for no limit")
     seed: int = flag(0, "seed of weights, batches and dropout", least=0, below=2**32)
@@ -1551,9 +1553,6 @@ def parse(argv, world_size, per_node=None):
     divisor = args.dp * (args.microbatches or math.ceil(most / 2))
     args.batch_size = args.batch_size or math.ceil(16 / divisor) * divisor
     args.microbatches = args.microbatches or math.gcd(args.batch_size // args.dp, most)
-    for name in ("decay_steps", "min_lr"):
-        has_effect = args.lr_decay != "none" or getattr(args, name) is None
-        need(has_effect, f"{typed_product(args, name)} has no effect with --lr-decay none")
     if args.decay_steps is None:
         args.decay_steps = max(0, args.steps - args.warmup)
     if args.min_lr is None:
@@ -1580,14 +1579,14 @@ def check_needs(args, typed):
 
 
 def is_met(args, needs):
-    """Return whether args has what a flag needs, as in "--dp * --cp > 1" or "--recompute full"."""
+    """Return whether args has what a flag needs: "--checkpoint", "--cp > 1", "--x y or z"."""
     flags, _, bound = needs.replace("--", "").partition(" > ")
     if bound:
-        return value_of(args, flags) > int(bound)
+        return value_of(args, flags.replace("-", "_")) > int(bound)
     name, _, wanted = flags.partition(" ")
-    value = getattr(args, name)
+    value = getattr(args, name.replace("-", "_"))
     if wanted:
-        return value == wanted
+        return value in wanted.split(" or ")
     return bool(value)
 
 

@@ -36,7 +36,7 @@ EFFECTS = """a flag | flags that it needs | what changes
 --shared-experts 1 | --experts 4 | bits
 --capacity-factor 0.5 | --experts 4 | bits
 --balance bias | --experts 4 | bits
---moe-every 2 | --experts 4 | bits
+--moe-every 2 | --layers 2 --experts 4 | bits
 --topk-nodes 1 | --experts 4 --ep 2 | bits
 --dp 3 | | refused
 --tp 2 | | messages
@@ -45,18 +45,18 @@ EFFECTS = """a flag | flags that it needs | what changes
 --zero 3 | | messages
 --replicate 2 | | messages
 --cp-method allgather | --cp 2 | messages
---schedule gpipe | --pp 2 | memory
+--schedule gpipe | --pp 2 --microbatches 4 | memory
 --chunks 3 | --layers 4 --pp 2 --schedule interleaved | messages
 --microbatches 2 | | memory
 --ep 2 | --experts 4 | messages
 --collectives backend | | messages
---batch-size 32 | | bits
---steps 4 | | bits
+--batch-size 8 | | bits
+--steps 5 | | bits
 --lr 0.01 | | bits
---warmup 1 | | bits
+--warmup 0 | | bits
 --lr-decay linear | | bits
 --decay-steps 1 | | bits
---min-lr 0 | | bits
+--min-lr 0.001 | | bits
 --weight-decay 0.5 | | bits
 --grad-clip 0.01 | | bits
 --seed 1 | | bits
@@ -71,7 +71,8 @@ EFFECTS = """a flag | flags that it needs | what changes
 --timeout 7 | | patience
 """
 ROWS = [line.split(" | ") for line in EFFECTS.replace("| |", "|  |").splitlines()[1:]]
-TINY = "--layers 2 --hidden 16 --heads 4 --seq-len 8 --steps 3 --warmup 0 --data ../text"
+TINY = "--layers 1 --hidden 16 --heads 4 --seq-len 8"
+TINY += " --batch-size 4 --steps 4 --warmup 1 --data ../text"
 
 
 def _name(typed):
@@ -83,6 +84,7 @@ def test_every_flag_has_a_row_in_the_table():
 
 
 NEEDS = {flag.name: flag.metadata["needs"] for flag in hybrid.FLAGS if "needs" in flag.metadata}
+OFF = {"--lr-decay cosine or linear": "--lr-decay none"}  # how to lack what is on by default
 
 
 @pytest.mark.parametrize("typed, needed, _", ROWS)
@@ -90,7 +92,7 @@ def test_a_flag_is_refused_without_what_it_needs(typed, needed, _):
     name = _name(typed)
     if needed or name in NEEDS:
         with pytest.raises(ValueError) as error:
-            hybrid.parse(typed.split(), 1)
+            hybrid.parse(f"{OFF.get(NEEDS[name], '')} {typed}".split(), 1)
         assert str(error.value) == f"{typed} needs {NEEDS[name]}"
 
 
@@ -121,22 +123,22 @@ def _observe(flags, folder):
     messages = []
     trainers = []
     Saved.held = Saved.peak = 0
-    launch_step = hybrid.Trainer.launch_step
+    forward_backward = hybrid.Trainer.forward_backward
 
     def listen(event, operation, sends=(), receives=()):
         messages.extend((operation.name, peer, tensor.nbytes) for tensor, peer in sends)
 
-    def saving_step(trainer, *batch):
+    def with_hooks(trainer, *batch):
         trainers[:] = [trainer]
         with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
-            return launch_step(trainer, *batch)
+            return forward_backward(trainer, *batch)
 
     args = hybrid.parse(f"{TINY} {flags}".split(), dist.get_world_size(), per_node=1)
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
     with (
         patch.object(hybrid, "evaluate", lambda *_: 0.0),
-        patch.object(hybrid.Trainer, "launch_step", saving_step),
+        patch.object(hybrid.Trainer, "forward_backward", with_hooks),
         observe(listen),
         redirect_stdout(io.StringIO()) as printed,
     ):
@@ -151,7 +153,7 @@ def _observe(flags, folder):
         "bits": digest.hexdigest(),
         "messages": sorted(messages),  # threads post some of them
         "memory": Saved.peak,
-        "output": (re.sub(r"[-+.,\d]+(e[-+]\d+)?", "0", printed.getvalue()), files),
+        "output": (re.sub(r"[-+.,:\d]+(e[-+]\d+)?", "0", printed.getvalue()), files),
         "patience": gloo.options._timeout,
     }
 
@@ -223,6 +225,8 @@ def test_help_is_in_groups_and_is_printed_by_one_rank(monkeypatch, capsys):
     assert {"ffn", "dropout"} <= {*flags_of["model"]} and {"sp", "pp"} <= {*flags_of["layout"]}
     listed = sum(flags_of.values(), [])
     assert sorted(listed) == sorted(flag.name.replace("_", "-") for flag in hybrid.FLAGS)
+    for variable, value in hybrid.ENVIRONMENT.items():
+        assert f"{variable}={value} " in text
     for needs in NEEDS.values():
         assert f"needs {needs}" in re.sub(r"\s+", " ", text)
 
@@ -246,7 +250,8 @@ def test_torchrun_prints_help_once():
 
 # ---- warnings ------------------------------------------------------------------------------------
 
-# In units of F = W = 1 and B = 2, a bubble of (p - 1)(F + B) is 9 of 9 + 4 x 3 if p = m = 4.
+# In units of F = W = 1 and B = 2, or 3 with recomputation. For p = m = 4, 1F1B is idle for
+# (p - 1)(F + B) = 9 of 9 + 4 x 3, and ZB-H1 for (p - 1)(F + B - 2W) = 3 of 15, or 6 of 22.
 WARNINGS = """processes, per node, flags | warning
 8 8 --tp 8 --heads 8 |
 8 4 --tp 8 --heads 8 | --tp 8 leaves a node of 4 processes: every layer waits for sums between nodes
@@ -261,6 +266,9 @@ a rank is idle for 75% of a step
 4 4 --pp 4 --microbatches 4 --schedule naive | a rank is idle for 75% of a step
 4 4 --pp 4 --microbatches 4 --schedule interleaved --layers 8 | a rank is idle for 27% of a step
 4 4 --pp 4 --microbatches 4 --schedule zb-h1 | a rank is idle for 20% of a step
+4 4 --pp 4 --microbatches 4 --schedule zb-h1 --recompute full | a rank is idle for 27% of a step
+4 4 --pp 4 --microbatches 4 --schedule zb-h2 | a rank is idle for 25% of a step
+4 4 --pp 4 --microbatches 4 --schedule zb-v --layers 8 | a rank is idle for 20% of a step
 4 4 --pp 4 --microbatches 8 --schedule dualpipe --layers 8 |
 4 4 --experts 4 --ep 4 |
 4 2 --experts 4 --ep 4 | --ep 4 spans 2 nodes: without --topk-nodes, a token may use experts on 2 \
