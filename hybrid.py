@@ -76,7 +76,7 @@ from torch import nn
 from torch.distributed.checkpoint import metadata, planner
 
 from collectives import (
-    ReduceOp, all_reduce, barrier, broadcast, gather_objects, rank_and_size, reduce,
+    ReduceOp, all_reduce, barrier, broadcast, gather_objects, rank_and_size,
     schedule_as_batch, set_backend_collectives, set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
@@ -925,7 +925,7 @@ def sample(trainer, prompt, count):
     for _ in range(count):
         logits = next_logits(trainer, pipeline, tokens[-length:], length)
         token = choose_token(logits, args.temperature, random)
-        broadcast(token)  # only rank 0 has all logits
+        broadcast(token)  # rank 0's, since rounding may differ between replicas
         tokens.append(token.item())
     set_length(trainer, args.seq_len)
     return tokens[len(prompt) :]
@@ -955,7 +955,7 @@ def row_pipeline(trainer):
 
 
 def next_logits(trainer, pipeline, window, length):
-    """Return the logits (V,) of the token after the window: on rank 0 all, elsewhere a part."""
+    """Return the logits (V,) of the token that follows the window of at most `length` tokens."""
     row = torch.tensor([window + [0] * (length - len(window))])
     (row,) = trainer.own_tokens(row)  # (1, T)
     output = pipeline.step(row, row)  # (T, 1, V/tp), or None on ranks without the last stage
@@ -965,7 +965,7 @@ def next_logits(trainer, pipeline, window, length):
         own = output[trainer.positions == len(window) - 1]  # (1, 1, V/tp), or empty with cp
         logits[start : start + output.shape[2]] = own.double().sum((0, 1))
     for group in trainer.mesh.tp_group, trainer.mesh.cp_group, trainer.mesh.pp_group:
-        reduce(logits, group=group)  # each logit is zero on all ranks but one
+        all_reduce(logits, group=group)  # each logit is zero on all ranks but one
     return logits.cpu()
 
 
