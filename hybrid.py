@@ -906,9 +906,9 @@ def sample(trainer, prompt, count):
     """Continue a list of tokens by `count` tokens, and return these, on all ranks. Collective.
 
     Every token takes a forward of one row through the whole layout, and replicas compute the same.
-    No keys and values are kept, as cp, sp and ep split rows, and a row that slides has new ones.
-    The row has --seq-len tokens, or fewer if the text is shorter. Zeros fill it up at the end,
-    where causal attention does not look.
+    This is slow (200 tokens of the default model take as long as some ten validations) but needs
+    no code of its own in any layer. It reads up to --seq-len tokens, of a longer text the last
+    ones. Zeros fill a row up at the end, where causal attention does not look.
 
     All layouts write the same text in exact arithmetic. --capacity-factor and --topk-nodes are
     exceptions, as the experts that a token uses then depend on the layout. In training, nothing
@@ -1594,7 +1594,8 @@ class Args(GPTConfig):
     eval_every: int | None = flag(None, "steps between validations (default: one at the end)")
     sample: int | None = flag(None, "tokens to write with every validation (default: 200, or 0 "
                               "with .bin data and no --prompt)", least=0)  # fmt: skip
-    prompt: str | None = flag(None, "start of the sample: text, or tokens such as 1,2,3 (.bin)")
+    prompt: str | None = flag(None, "start of a sample: text, or with .bin data tokens as 1,2,3 "
+                              "(default: a newline, or with .bin data a token)")  # fmt: skip
     temperature: float = flag(0.8, "randomness of the sample, or 0 for the likeliest tokens")
     print_every: int | None = flag(None, "steps between printed lines (default: about 40 lines)")
     metrics: str | None = flag(None, "file in which to write flags and steps, as lines of JSON")
@@ -1732,6 +1733,9 @@ def check_needs(args, typed):
         needs = flag.metadata.get("needs")
         if needs and value not in (None, flag.metadata.get("neutral")):
             need(is_met(args, needs), f"{as_typed(flag.name, value)} needs {needs}")
+    for name in ("prompt", "temperature"):  # the default of --sample depends on the data
+        typed_flag = as_typed(name, typed.get(name))
+        need(args.sample != 0 or name not in typed, f"{typed_flag} needs --sample > 0")
 
 
 def is_met(args, needs):

@@ -66,12 +66,15 @@ EFFECTS = """a flag | flags that it needs | what changes
 --checkpoint folder | | output
 --save-every 1 | --checkpoint folder | output
 --eval-every 1 | | output
+--sample 3 | | output
+--prompt abc | | output
+--temperature 0 | | output
 --print-every 3 | | output
 --metrics file | | output
 --timeout 7 | | patience
 """
 ROWS = [line.split(" | ") for line in EFFECTS.replace("| |", "|  |").splitlines()[1:]]
-TINY = "--layers 2 --hidden 16 --heads 4 --seq-len 8 --steps 3 --warmup 0 --data ../text"
+TINY = "--layers 2 --hidden 16 --heads 4 --seq-len 8 --steps 3 --warmup 0 --data ../text --sample 9"
 
 
 def _name(typed):

@@ -215,6 +215,12 @@ def test_a_wrong_prompt_is_the_same_error_on_all_ranks_before_the_first_step(tmp
         assert (found.value.status, str(found.value)) == (2, message)
 
 
+@pytest.mark.parametrize("flags", ["--prompt a", "--temperature 0.5"])
+def test_flags_of_a_sample_are_refused_if_there_is_none(flags):
+    with pytest.raises(ValueError, match=f"^{flags} needs --sample > 0$"):
+        hybrid.parse([*flags.split(), "--sample", "0"], 1)
+
+
 @pytest.mark.parametrize("flags", ["--sample -1", "--temperature -0.1", "--temperature inf"])
 def test_numbers_out_of_range_are_rejected(flags):
     with pytest.raises(ValueError, match=f"{flags.split()[0]}: .* is not in "):
