@@ -76,7 +76,7 @@ from torch import nn
 from torch.distributed.checkpoint import metadata, planner
 
 from collectives import (
-    ReduceOp, all_reduce, barrier, gather_objects, rank_and_size,
+    ReduceOp, all_reduce, barrier, broadcast, gather_objects, rank_and_size,
     schedule_as_batch, set_backend_collectives, set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
@@ -157,7 +157,7 @@ class GPTConfig:
 def _residual_dropout(module, x):
     """Apply dropout. With sp the ranks of tp draw different masks, otherwise the same one."""
     config = module.config
-    with module.random if config.sp and config.dropout else nullcontext():
+    with module.random if config.sp and config.dropout and module.training else nullcontext():
         return dropout(x, config.dropout, module.training)
 
 
@@ -224,10 +224,7 @@ class GPT(nn.Module):
         self.is_last = stage == num_stages - 1
         self.defer = options.get("defer")
         self.random = options.get("random", nullcontext())
-        self.positions = positions
-        if config.sp:
-            rank, tp = rank_and_size(tp_group)
-            self.positions = positions.chunk(tp)[rank]
+        self.set_positions(positions)
         sizes = config.vocab_size, config.hidden
         embedding = partial(VocabParallelEmbedding, *sizes, tp_group, config.sp)
         self.transformer = nn.ModuleDict()
@@ -258,6 +255,13 @@ class GPT(nn.Module):
             options = {"group": self.tp_group, "sequence_parallel": self.config.sp}
             x = parallel_linear(x, self.lm_head.weight, defer=self.defer, **options)  # (T, B, V/tp)
         return x
+
+    def set_positions(self, positions):
+        """Set which positions a sequence's tokens have. With sp, keep those of this rank of tp."""
+        self.positions = positions
+        if self.config.sp:
+            rank, tp = rank_and_size(self.tp_group)
+            self.positions = positions.chunk(tp)[rank]
 
     def tied_weight(self):
         """Return the weight of embedding or head if another stage has a copy, otherwise None."""
@@ -736,6 +740,7 @@ def train(args, device):
     source = f"--data {args.data or '(default)'}: "
     data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, prefix=source)
     check_same_data(data, source)
+    on_all_ranks(prompt_of, args, data)
     trainer = Trainer(args, make_mesh(args), device)
     if args.checkpoint:
         folder = Path(args.checkpoint)
@@ -746,6 +751,7 @@ def train(args, device):
     if trainer.steps_done >= args.steps:
         log.say(f"--steps {args.steps}: nothing to train, as step {trainer.steps_done} is saved")
         log.validation(evaluate(trainer, data))
+        write_sample(trainer, data, log)
 
     def is_due(every):  # after this many steps, and in any case after the last one
         is_over = trainer.stop or trainer.steps_done == args.steps
@@ -772,6 +778,7 @@ def train(args, device):
                 raise TrainingError(end, status=128 + signal.SIGTERM)
             if is_due(args.eval_every):
                 log.validation(evaluate(trainer, data))
+                write_sample(trainer, data, log)
     require_equal_copies(trainer)
 
 
@@ -855,6 +862,145 @@ def fingerprint(tensor):
         factors = 2 * torch.arange(len(part), device=bits.device) + 1
         total = total * 1000003 + (part * factors).sum()  # modulo 2**64
     return total
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def prompt_of(args, data):
+    """Return the tokens with which a sample begins: bytes, or with .bin data numbers.
+
+    Without --prompt, it is a newline, or the first token of the validation part of .bin data.
+    Raises ValueError if --prompt is empty, not numbers, or outside the vocabulary.
+    """
+    if sample_size(args, data) == 0:
+        return []
+    newline = ord("\n")
+    if args.prompt is None:
+        is_known = data.is_text and newline < args.vocab_size
+        tokens = [newline] if is_known else data.validation[:1].tolist()
+    elif data.is_text:
+        tokens = list(os.fsencode(args.prompt))
+    else:
+        try:
+            tokens = [int(word) for word in args.prompt.replace(",", " ").split()]
+        except ValueError:
+            sentence = "for .bin data it must be numbers of tokens, such as 1,2,3"
+            raise ValueError(f"--prompt {args.prompt!r}: {sentence}") from None
+    need(tokens, "--prompt is empty")
+    for token in tokens:
+        is_inside = 0 <= token < args.vocab_size
+        need(is_inside, f"--prompt: token {token} is outside --vocab-size {args.vocab_size}")
+    return tokens
+
+
+def sample_size(args, data):
+    """Return how many tokens a sample has. By default, .bin data have one only with --prompt."""
+    if args.sample is not None:
+        return args.sample
+    return 200 if data.is_text or args.prompt is not None else 0
+
+
+@torch.no_grad()
+def sample(trainer, prompt, count):
+    """Continue a list of tokens by `count` tokens, and return these, on all ranks. Collective.
+
+    Every token takes a forward of one row through the whole layout, and replicas compute the same.
+    This is slow (200 tokens of the default model take as long as some ten validations) but needs
+    no code of its own in any layer. It reads up to --seq-len tokens, of a longer text the last
+    ones. Zeros fill a row up at the end, where causal attention does not look.
+
+    All layouts write the same text in exact arithmetic. --capacity-factor and --topk-nodes are
+    exceptions, as the experts that a token uses then depend on the layout. In training, nothing
+    changes: neither random states nor tallies of experts nor weights.
+    """
+    args = trainer.args
+    divisor = 2 * args.cp * args.tp  # cp cuts a row into 2 cp chunks, and sp and MoE cut by tp
+    length = math.ceil((len(prompt) + count) / divisor) * divisor
+    length = min(length, args.seq_len)
+    set_length(trainer, length)
+    pipeline = row_pipeline(trainer)
+    random = np.random.default_rng([args.seed, trainer.steps_done])
+    tokens = list(prompt)
+    for _ in range(count):
+        logits = next_logits(trainer, pipeline, tokens[-length:], length)
+        token = choose_token(logits, args.temperature, random)
+        broadcast(token)  # rank 0's, since rounding may differ between replicas
+        tokens.append(token.item())
+    set_length(trainer, args.seq_len)
+    return tokens[len(prompt) :]
+
+
+def set_length(trainer, length):
+    """Make all chunks process sequences of this length."""
+    trainer.positions = torch.arange(length)
+    if trainer.args.cp > 1:
+        trainer.positions = context_positions(length, trainer.mesh.cp_group)
+    for chunk in trainer.chunks:
+        chunk.set_positions(trainer.positions.to(trainer.device))
+
+
+def row_pipeline(trainer):
+    """Return a Pipeline whose step() returns the logits (T, 1, V/tp) of one row. Collective."""
+    args = trainer.args
+    for chunk in trainer.chunks:
+        chunk.eval()
+    stages = trainer.stages[: len(trainer.unique_chunks)]
+    schedule = forward_only(args.pp, 1, schedule_of(args).routes[0])
+    return Pipeline(
+        stages, schedule, lambda logits, _: logits, group=trainer.mesh.pp_group,
+        shape=(len(trainer.chunks[0].positions), 1, args.hidden),
+        dtype=trainer.evaluation.like["dtype"], device=trainer.device,
+    )  # fmt: skip
+
+
+def next_logits(trainer, pipeline, window, length):
+    """Return the logits (V,) of the token that follows the window of at most `length` tokens."""
+    row = torch.tensor([window + [0] * (length - len(window))])
+    (row,) = trainer.own_tokens(row)  # (1, T)
+    output = pipeline.step(row, row)  # (T, 1, V/tp), or None on ranks without the last stage
+    logits = torch.zeros(trainer.args.vocab_size, dtype=torch.float64, device=trainer.device)
+    if output is not None:
+        (start,) = (chunk.lm_head.start for chunk in trainer.unique_chunks if chunk.is_last)
+        own = output[trainer.positions == len(window) - 1]  # (1, 1, V/tp), or empty with cp
+        logits[start : start + output.shape[2]] = own.double().sum((0, 1))
+    for group in trainer.mesh.tp_group, trainer.mesh.cp_group, trainer.mesh.pp_group:
+        all_reduce(logits, group=group)  # each logit is zero on all ranks but one
+    return logits.cpu()
+
+
+def choose_token(logits, temperature, random):
+    """Draw a token from softmax(logits / temperature). 0 is greedy, and the first of equals wins.
+
+    The largest of logits + temperature * g is such a token if g is Gumbel noise ("Gumbel-max").
+    """
+    noise = torch.from_numpy(random.gumbel(size=len(logits)))
+    return (logits + temperature * noise).argmax()
+
+
+def write_sample(trainer, data, log):
+    """Sample, and report the text, which begins with the prompt. Collective."""
+    count = sample_size(trainer.args, data)
+    if count == 0:
+        return
+    prompt = prompt_of(trainer.args, data)
+    tokens = sample(trainer, prompt, count)
+    show = text_of if data.is_text else list
+    log.write({"step": trainer.steps_done, "prompt": show(prompt), "sample": show(tokens)})
+    text = text_of(prompt + tokens) if data.is_text else " ".join(map(str, prompt + tokens))
+    log.say(f"sample after step {trainer.steps_done}:\n{printable(text)}")
+
+
+def text_of(tokens):
+    """Decode bytes. Those that are not UTF-8, and tokens that are not bytes, become U+FFFD."""
+    return bytes(min(token, 0xFF) for token in tokens).decode(errors="replace")
+
+
+def printable(text):
+    """Escape what could control a terminal, except the ends of lines."""
+    escape = lambda letter: letter.encode("unicode_escape").decode()
+    is_safe = lambda letter: letter == "\n" or letter.isprintable()
+    return "".join(letter if is_safe(letter) else escape(letter) for letter in text)
 
 
 # ---- mesh ----------------------------------------------------------------------------------------
@@ -998,6 +1144,11 @@ class Data(NamedTuple):
 
     train: np.ndarray
     validation: np.ndarray
+
+    @property
+    def is_text(self):
+        """Whether tokens are the bytes of a text."""
+        return self.train.dtype == np.uint8
 
     def batch(self, step, batch_size, seq_len, seed, rows=slice(None), part="train"):
         """Return inputs and targets, (rows, seq_len), of the batch for this seed, step and size."""
@@ -1443,6 +1594,11 @@ class Args(GPTConfig):
     save_every: int | None = flag(None, "steps between checkpoints (default: one at the end)",
                                   needs="--checkpoint")  # fmt: skip
     eval_every: int | None = flag(None, "steps between validations (default: one at the end)")
+    sample: int | None = flag(None, "tokens to write with every validation (default: 200, or 0 "
+                              "with .bin data and no --prompt)", least=0)  # fmt: skip
+    prompt: str | None = flag(None, "start of a sample: text, or with .bin data tokens as 1,2,3 "
+                              "(default: a newline, or with .bin data a token)")  # fmt: skip
+    temperature: float = flag(0.8, "randomness of the sample, or 0 for the likeliest tokens")
     print_every: int | None = flag(None, "steps between printed lines (default: about 40 lines)")
     metrics: str | None = flag(None, "file in which to write flags and steps, as lines of JSON")
     timeout: int = flag(600, "seconds that a rank waits for another", below=10**6)
@@ -1576,6 +1732,9 @@ def check_needs(args, typed):
         needs = flag.metadata.get("needs")
         if needs and value not in (None, flag.metadata.get("neutral")):
             need(is_met(args, needs), f"{as_typed(flag.name, value)} needs {needs}")
+    for name in ("prompt", "temperature"):  # the default of --sample depends on the data
+        typed_flag = as_typed(name, typed.get(name))
+        need(args.sample != 0 or name not in typed, f"{typed_flag} needs --sample > 0")
 
 
 def is_met(args, needs):
@@ -1767,6 +1926,7 @@ def main(argv=None, work=train):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # a sample may have any character
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # PR_SET_PDEATHSIG is 1: this process gets SIGTERM when its parent, torchrun, dies

@@ -30,7 +30,7 @@ from test_hybrid import assert_alike, soak_but, train_on_text
 T, V, BATCH, STEPS = 12, 67, 12, 4
 CPU = torch.device("cpu")
 FLAGS = f"--layers 4 --hidden 32 --heads 8 --kv-heads 4 --seq-len {T} --vocab-size {V}"
-FLAGS += f" --batch-size {BATCH} --warmup 2 --steps {STEPS} --seed 3"
+FLAGS += f" --batch-size {BATCH} --warmup 2 --steps {STEPS} --seed 3 --sample 0"
 MIXTURE = "--layers 2 --experts 4 --balance bias --shared-experts 1"
 
 # ---- any layout ----------------------------------------------------------------------------------

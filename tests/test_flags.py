@@ -66,13 +66,16 @@ EFFECTS = """a flag | flags that it needs | what changes
 --checkpoint folder | | output
 --save-every 1 | --checkpoint folder | output
 --eval-every 1 | | output
+--sample 3 | | output
+--prompt abc | | output
+--temperature 0 | | output
 --print-every 3 | | output
 --metrics file | | output
 --timeout 7 | | patience
 """
 ROWS = [line.split(" | ") for line in EFFECTS.replace("| |", "|  |").splitlines()[1:]]
 TINY = "--layers 1 --hidden 16 --heads 4 --seq-len 8"
-TINY += " --batch-size 4 --steps 4 --warmup 1 --data ../text"
+TINY += " --batch-size 4 --steps 4 --warmup 1 --data ../text --sample 9"
 
 
 def _name(typed):

@@ -711,7 +711,7 @@ def train_on_text(flags, folder, batches=3):
         tokens = np.random.default_rng(1).integers(0, V, 10 * (batches * BATCH * T + 40))
         text.write_bytes(bytes(tokens.astype(np.uint8)))
     dist.barrier()
-    words = f"{FLAGS} --data {text} --metrics {metrics} {flags}".split()
+    words = f"{FLAGS} --sample 0 --data {text} --metrics {metrics} {flags}".split()
     hybrid.train(hybrid.parse(words, dist.get_world_size()), torch.device("cpu"))
     lines = metrics.read_text().splitlines() if dist.get_rank() == 0 else []
     return [json.loads(line) for line in lines]

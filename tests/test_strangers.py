@@ -472,7 +472,7 @@ def read_metrics(file):
 
 
 def test_torchrun_and_one_process_write_the_same_metrics(tmp_path):
-    flags = f"{SMALL} --microbatches 4 --layers 4 --steps 3 --metrics".split()
+    flags = f"{SMALL} --microbatches 4 --layers 4 --steps 3 --sample 0 --metrics".split()
     command = [sys.executable, PROJECT / "hybrid.py", *flags, "one"]
     one = subprocess.run(command, cwd=tmp_path, timeout=120, capture_output=True, text=True)
     two = launch(tmp_path, 2, HYBRID, *flags, "two", "--pp", 2, "--schedule", "zb-v")

@@ -48,7 +48,7 @@ NUMBERS = "loss", "grad_norm"
 BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 5e-2, "bf16": 5e-2}
 OF_ALL = {"collectives", "device", "dtype", "seed", "timeout"}  # flags that apply to all layouts
 REFUSED = "dropout capacity_factor topk_nodes data checkpoint save_every eval_every"
-REFUSED = {*REFUSED.split(), "print_every", "metrics"}
+REFUSED = {*REFUSED.split(), "print_every", "metrics", "sample", "prompt", "temperature"}
 
 
 def sizes_of(world_size):
