@@ -586,7 +586,7 @@ def test_a_rank_holds_16_bytes_per_parameter_or_its_shard_of_them_in_a_stage(sta
 
 
 @on_ranks(8)
-def test_with_bf16_weights_and_moments_a_rank_holds_14_7_3_and_a_half_or_1_and_a_half_bytes():
+def test_with_bf16_moments_a_rank_holds_14_7_3_and_a_half_or_1_and_a_half_bytes():
     """The bytes are 2 (weights) + 4 (gradients) + 4 (fp32 copy) + 2 + 2 (moments) = 14.
 
     Stage 3 keeps no bf16 weights: it gathers them from the shards of the fp32 copy.
