@@ -80,7 +80,7 @@ from collectives import (
     schedule_as_batch, set_backend_collectives, set_ranks_per_node,
 )
 from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
-from expert_parallel import MoE, tally_metrics
+from expert_parallel import MoE, Router, tally_metrics
 from pipeline import SCHEDULES, Pipeline, WeightGradStore, forward_only, simulate, sum_replicas
 from sequence_parallel import (
     allgather_attention, context_positions, dropout, recompute, ring_attention, ulysses_attention,
@@ -90,7 +90,7 @@ from tensor_parallel import (
     VocabParallelEmbedding, attention, mark_sum_over_tp, parallel_linear, parameters_to_sum_over_tp,
     shards_of, sum_gradients_over_tp, views_in_whole, vocab_parallel_cross_entropy,
 )
-from zero import FullyShardedDataParallel
+from zero import AdamW, FullyShardedDataParallel
 
 CP_METHODS = {
     "allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention,
@@ -678,7 +678,7 @@ def wrap(args, mesh, chunks, experts):
     """Wrap the chunks so that their gradients are summed over dp x cp, by DDP or by ZeRO.
 
     With bf16, a weight's gradient from one microbatch is rounded to bf16. These gradients are then
-    summed in fp32, over microbatches and over ranks.
+    summed in fp32, over microbatches and over ranks. A router's weight is in fp32 everywhere.
     """
     options = {"gradient_divide_factor": 1, "wait_in_backward": False}
     if not args.zero:
@@ -700,6 +700,7 @@ def wrap(args, mesh, chunks, experts):
         if args.tp > 1:
             apart += [chunk.get_parameter(name) for name in shards_of(chunk)]
         options["apart"] = set(apart).difference(experts)  # ep divides them evenly
+        options["own_dtype"] = [m.weight for m in chunk.modules() if isinstance(m, Router)]
         units = chunk.transformer["h"].values()
         stages.append(FullyShardedDataParallel(chunk, units=units, stage=args.zero, **options))
     return stages
@@ -711,7 +712,10 @@ def make_optimizer(args, parameters):
     matrices = [parameter for parameter in parameters if is_matrix(parameter)]
     others = [parameter for parameter in parameters if not is_matrix(parameter)]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, args.lr, (0.9, 0.95), 1e-8, args.weight_decay, fused=True)
+    options = args.lr, (0.9, 0.95), 1e-8, args.weight_decay
+    if args.moments == "bf16":
+        return AdamW(groups, *options, moments_dtype=torch.bfloat16)
+    return torch.optim.AdamW(groups, *options, fused=True)
 
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -1275,7 +1279,7 @@ def boxes_of(trainer, value=lambda tensor: tensor, chunks=None):
 
 
 def state_of(trainer, chunks=None):
-    """Return {kind: boxes_of()} of weights and moments. Even with bf16, both are in fp32."""
+    """Return {kind: boxes_of()} of weights and moments. Even with bf16, weights are in fp32."""
     optimizer = trainer.optimizer.state
     state = {"model": boxes_of(trainer, chunks=chunks)}
     for kind in MOMENTS:
@@ -1348,8 +1352,9 @@ def resume(trainer, folder):
     on_all_ranks(check_checkpoint, path, trainer.args)
     trainer.steps_done = int(path.name.removeprefix("step_"))
     if trainer.steps_done:  # before the first step there are no moments
-        for weight in trainer.dense + trainer.experts:
-            moments = {kind: torch.zeros_like(weight) for kind in MOMENTS}
+        dtype = torch.bfloat16 if trainer.args.moments == "bf16" else None  # None: as the weight
+        for weight in trainer.dense + trainer.experts:  # loading converts what was saved
+            moments = {kind: torch.zeros_like(weight, dtype=dtype) for kind in MOMENTS}
             step = torch.full((), trainer.steps_done, dtype=torch.float32, device=weight.device)
             trainer.optimizer.state[weight] = {"step": step} | moments
     for chunk in trainer.chunks:  # one by one, since embedding and head have one name
@@ -1585,6 +1590,7 @@ class Args(GPTConfig):
     grad_clip: float = flag(1.0, "largest norm of the gradients, or 0 for no limit")
     seed: int = flag(0, "seed of weights, batches and dropout", least=0, below=2**32)
     dtype: str = flag("fp32", "bf16 also keeps fp32 weights", choices=("fp32", "tf32", "bf16"))
+    moments: str = flag("fp32", "dtype of Adam's moments between steps", choices=("fp32", "bf16"))
 
     # where a run happens, what it reads and what it writes
     device: str = flag("auto", "auto: a GPU per process, or the CPU; shared: processes share GPUs",

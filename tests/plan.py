@@ -62,6 +62,7 @@ class Layout(NamedTuple):
     chunks: int = 1  # per rank; zb-v has 2
     zero: int = 0
     replicate: int = 1
+    moments: str = "fp32"
 
     piece = property(lambda self: Layout(*self[:12]))  # the fields that a layer's work depends on
     # the microbatches that a stage computes; each of DualPipe's two replicas takes half of them
@@ -160,15 +161,16 @@ def memory_of(config, layout):
     """Return {kind: bytes} of the fullest rank: its state, and its peak of activations.
 
     The state is parameters in bf16, gradients in fp32, and 12 bytes per parameter for fp32 weights
-    and Adam's moments. ZeRO-3 keeps no bf16 parameters except those that it has gathered.
+    and Adam's moments, or 8 if these are in bf16. ZeRO-3 keeps no bf16 parameters except those that it has gathered.
     """
     ranks, bf16 = [], 2 * (layout.zero < 3)
+    optimizer = 8 if layout.moments == "bf16" else 12
     for share in shares_of(config, layout.schedule, layout.pp, layout.chunks):
         held = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
         for number, shards, *_ in kinds_of(config, layout, share):
             held["parameters"] += number * zero_memory(layout.zero, shards, bf16, 0, 0)
             held["gradients"] += number * zero_memory(layout.zero, shards, 0, 4, 0)
-            held["optimizer"] += number * zero_memory(layout.zero, shards, 0, 0, 12)
+            held["optimizer"] += number * zero_memory(layout.zero, shards, 0, 0, optimizer)
         ranks.append(held | {"activations": activations_of(config, layout, share)})
     return max(ranks, key=lambda held: sum(held.values()))
 
@@ -417,7 +419,7 @@ def pieces_of(args, most=200_000):
         nodes = ep // math.gcd(ep, math.gcd(ep, tp) * max(1, args.machine.per_node // tp))
         sizes = tp, cp, pp, dp, ep, args.batch_size // dp, 1, args.given.get("sp", tp > 1)
         others = "none", nodes, args.unfused, "1f1b", 1, 1, args.replicate or 1
-        grid = Layout(*sizes, args.cp_method, *others)
+        grid = Layout(*sizes, args.cp_method, *others, args.moments)
         more = {"topk_nodes": min(args.topk_nodes or nodes, nodes), "world_size": args.gpus}
         try:
             hybrid.check(argparse.Namespace(**vars(args) | grid._asdict() | args.given | more))

@@ -161,6 +161,7 @@ def formulas(trainer):
     """Return {kind or axis: bytes} that the rank holds, or sends in a step, by the papers."""
     args, mesh = trainer.args, trainer.mesh
     itemsize, state = (2, 12) if args.dtype == "bf16" else (4, 8)
+    state -= 4 * (args.moments == "bf16")
     halves, t, found = 1 + trainer.replicated, args.tp, Counter()
     sums, gathers = zero_rounds(args.zero, args.microbatches // halves)
     in_all = 4 * sums + gathers * (itemsize if args.zero else 4)

@@ -143,6 +143,23 @@ def test_a_checkpoint_of_bf16_has_the_fp32_weights_and_resumes_also_in_fp32(tmp_
     assert any(t.bfloat16().float().ne(t).any() for t in read(source).values())
 
 
+def test_moments_take_the_dtype_of_the_run_that_loads_them(tmp_path):
+    narrow, wide = "--zero 1 --moments bf16", "--tp 2 --moments fp32"
+    run(2, _train, narrow, tmp_path / "narrow", torch.float32)
+    source = tmp_path / "narrow" / "step_00000002"
+    same = _resume(2, narrow, source, tmp_path / "same", torch.float32)
+    assert_same_bits(same / "step_00000004", tmp_path / "narrow" / "step_00000004")
+    other = _resume(2, wide, source, tmp_path / "other", torch.float32)
+    back = _resume(2, narrow, other / "step_00000004", tmp_path / "back", torch.float32)
+    pairs = (other / "again" / source.name, source), (back / "again" / "step_00000004",
+                                                      other / "step_00000004")  # fmt: skip
+    for (loaded, saved), dtype in zip(pairs, (torch.float32, torch.bfloat16)):
+        loaded, saved = read(loaded), read(saved)
+        for name, tensor in saved.items():
+            expected = tensor.to(dtype) if name.startswith("exp_avg") else tensor
+            assert loaded[name].dtype == expected.dtype and torch.equal(loaded[name], expected)
+
+
 @pytest.mark.parametrize(
     "flags", ["--dp 4 --zero 0", "--tp 2 --pp 2 --schedule dualpipe --microbatches 6"]
 )

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import count_bytes, observe, rank_and_size
 from expert_parallel import (
-    Experts, MoE, Router, dispatch_and_combine, expert_parallel_bytes, switch, tally_metrics,
-    two_hops,
+    Experts, FullPrecisionLinear, MoE, Router, dispatch_and_combine, expert_parallel_bytes, switch,
+    tally_metrics, two_hops,
 )
 from gpu_counts import batches, waits
 from ranks import least_bytes, on_ranks, run
@@ -280,6 +281,53 @@ def test_underflowing_scores_give_no_nan_and_an_fp32_bias_moves_by_its_rate_agai
     assert router.weight.dtype == torch.bfloat16
     router.update_bias(torch.tensor([9, 3, 4, 4, 5, 5, 5, 5]), 0.5)  # the mean is 5
     assert router.bias.tolist() == [-0.5, 0.5, 0.5, 0.5, 0, 0, 0, 0]
+
+
+class Products(TorchDispatchMode):
+    """Lists (the setting for TF32, the dtypes of the factors) of each matrix product inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket is torch.ops.aten.mm:
+            setting = torch.backends.cuda.matmul.fp32_precision
+            self.found.append((setting, *(factor.dtype for factor in args)))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_routers_products_are_in_full_precision_where_others_are_in_tf32(autocast):
+    """CUDA reads the setting when a product is launched, in forward and in backward."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        other, router, products = nn.Linear(6, 6, bias=False), Router(6, 4, 2), Products()
+        x = torch.ones(5, 6, requires_grad=True)
+        with products, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            router(other(x)).weights.square().sum().backward()
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            router(torch.ones(5, 7))
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    of_router = 3 * [("ieee", torch.float32, torch.float32)]
+    dtype = torch.bfloat16 if autocast else torch.float32
+    of_other = ("tf32", dtype, dtype)
+    assert products.found == [of_other, *of_router, of_other, of_other]
+
+
+def test_the_router_has_the_bits_and_second_derivatives_of_pytorchs_product():
+    x, weight = torch.randn(37, 24, requires_grad=True), torch.randn(8, 24, requires_grad=True)
+    found, expected = FullPrecisionLinear.apply(x, weight), F.linear(x, weight)
+    dy = torch.randn(37, 8)
+    assert torch.equal(found, expected)
+    gradients = [torch.autograd.grad(y, [x, weight], dy) for y in (found, expected)]
+    assert all(map(torch.equal, *gradients))
+    wide = [t.detach()[:3, :5].double().requires_grad_() for t in (x, weight)]
+    assert torch.autograd.gradgradcheck(FullPrecisionLinear.apply, wide)
 
 
 # ---- bytes ---------------------------------------------------------------------------------------

@@ -61,6 +61,7 @@ EFFECTS = """a flag | flags that it needs | what changes
 --grad-clip 0.01 | | bits
 --seed 1 | | bits
 --dtype bf16 | | bits
+--moments bf16 | | bits
 --device cuda | | refused
 --data ../other | | bits
 --checkpoint folder | | output

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 import hybrid
-from collectives import count_bytes, gather_objects, observe
+from collectives import count_bytes, gather_objects, observe, reduce_scatter_bytes
 from ddp import GradBucket, ddp_bytes
+from expert_parallel import FullPrecisionLinear
 from gpu_counts import waits
 from pipeline import SCHEDULES, interleaved, pipeline_bytes
 from ranks import least_bytes, on_ranks, run
@@ -30,6 +31,7 @@ from reference_gpt import MoE as ReferenceMoE
 from reference_gpt import ReferenceGPT, ReferenceTraining
 from tensor_parallel import tensor_parallel_layer_bytes
 from verify import gathered
+from zero import zero_rounds
 
 STEPS, BATCH, LAYERS, HIDDEN, HEADS, T, V = 5, 16, 4, 32, 8, 12, 67
 RUN = 3  # the steps that a test takes
@@ -461,6 +463,31 @@ def test_every_gradient_in_bf16_is_close_to_that_in_fp32(pp, schedule):
     assert_alike(found, gradients[0], 0.05)
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@on_ranks(2)
+def test_in_bf16_a_router_is_gathered_and_computes_in_fp32(zero):
+    """The bytes are those of all weights in 16 bits, and of the routers' in 32."""
+    flags = f"--dp 2 --zero {zero} --dtype bf16 --experts 4 --microbatches 1"
+    seen, linear = [], FullPrecisionLinear.forward
+
+    def look(ctx, x, weight):
+        seen.append(weight.clone())
+        return linear(ctx, x, weight)
+
+    with patch.object(FullPrecisionLinear, "forward", look):
+        trainer, traffic = _second_step(flags)
+    (stage,) = trainer.stages
+    routers = {flat for flat in stage.flats if any("router" in name for name in flat.names)}
+    assert len(routers) == LAYERS and all(len(flat.names) == 1 for flat in routers)
+    length = lambda flats: sum(flat.layout.length for flat in flats)
+    nbytes = 4 * length(routers) + 2 * length(set(stage.flats) - routers)
+    gathers = zero_rounds(zero)[1]
+    assert traffic.bytes("all_gather_single") == gathers * reduce_scatter_bytes(nbytes, 2)
+    assert len(seen) == 2 * LAYERS  # of two steps
+    assert all(weight.dtype == torch.float32 for weight in seen)
+    assert all((weight.bfloat16() != weight).any() for weight in seen)
+
+
 # ---- messages ------------------------------------------------------------------------------------
 
 
@@ -565,9 +592,10 @@ def test_a_step_gives_the_same_loss_over_the_backends_own_collectives(flags):
     assert posted[1] < posted[0] and (posted[1] > 0) == ("dp 4" not in flags)
 
 
+@pytest.mark.parametrize("flags", ["", "--moments bf16"])
 @on_ranks(2)
-def test_the_host_reads_from_the_device_once_a_step_and_once_a_batch_of_validation():
-    trainer = make_trainer("--pp 2 --schedule zb-h1 --microbatches 2 --checkpoint X")
+def test_the_host_reads_from_the_device_once_a_step_and_once_a_batch_of_validation(flags):
+    trainer = make_trainer(f"--pp 2 --schedule zb-h1 --microbatches 2 --checkpoint X {flags}")
     data = hybrid.Data(*2 * [np.zeros(30 * BATCH * T, np.uint8)])
     update, read_before = trainer.update, []
     trainer.update = lambda *args: read_before.append(step["tolist"]) or update(*args)
@@ -788,7 +816,7 @@ MIXED_BY_BIAS = "--layers 2 --experts 4 --balance bias"
     "flags, names",
     [
         ("--dp 2 --tp 2 --zero 0", ["ln_2.bias"]),
-        ("--dp 4 --replicate 2 --zero 3 --dtype bf16", ["weight"]),
+        ("--dp 4 --replicate 2 --zero 3 --dtype bf16 --moments bf16", ["weight"]),
         ("--pp 2 --cp 2 --dtype bf16 --zero 0", ["c_fc.bias"]),
         (f"--zero 0 --pp 2 --dp 2 --ep 2 {MIXED_BY_BIAS}", ["router.weight", "experts.w_in"]),
         (f"--zero 0 --tp 2 --dp 2 {MIXED_BY_BIAS} --dtype bf16", ["router.weight"]),
@@ -895,6 +923,8 @@ BAD_FLAGS = """processes | flags | what is wrong
 2 | --cp 2 --dropout 0.1 | --dropout 0.1 does not work with --cp 2
 4 | --cp 2 --tp 2 --heads 2 --cp-method ulysses | --heads 2 is not divisible by --tp 2 * --cp 2
 1 | --zero 4 | --zero: invalid choice: 4
+1 | --moments fp16 | --moments: invalid choice: 'fp16'
+8 | --moments fp16 | --moments: invalid choice: 'fp16'
 1 | --heads 3 | --hidden 128 is not divisible by --heads 3
 3 | --tp 3 | --kv-heads 4 is not divisible by --tp 3
 2 | --tp 2 --ffn 27 | --ffn 27 is not divisible by --tp 2

@@ -182,6 +182,14 @@ def test_the_bubble_of_a_step_agrees_with_the_simulator(name):
         assert idle - 1e-6 <= 1.01 * claimed and claimed <= most + 1e-6, (p, m)
 
 
+@pytest.mark.parametrize("zero", range(4))
+def test_moments_in_bf16_take_a_third_of_the_optimizers_bytes_away(zero):
+    flags = f"--gpus 8 --gpu h100 --dp 8 --zero {zero} --moments"
+    of = lambda moments: plan.best_plans(plan.parse([*flags.split(), moments]), 1)[0].memory
+    wide, narrow = of("fp32"), of("bf16")
+    assert narrow == wide | {"optimizer": wide["optimizer"] * 8 / 12}
+
+
 def test_the_gradient_of_a_large_vocabulary_in_32_bits_may_be_the_peak():
     config, layout = hybrid.GPTConfig(4, 1024, 8, 128, 256_000), Layout(pp=4)
     kept = plan.layer_bytes(config, layout, "none") + 2 * 128 * 256_000  # with logits in 16 bits

@@ -1,5 +1,6 @@
 """rehearse.py counts what real ranks hold and send, and takes a minute at most."""
 
+import math
 import time
 from unittest.mock import patch
 
@@ -87,6 +88,19 @@ def test_the_counts_are_those_of_real_ranks(per_node, flags):
         if "--zero 3" in flags:  # real storages are resized without a dispatched operation
             del held["activations"], held["all at once"], held["parameters"]
         assert {kind: found[kind] for kind in held} == pytest.approx(held, rel=0.02), rank
+
+
+@pytest.mark.parametrize("zero, total", [(0, 14), (1, 7), (2, 3.5), (3, 1.5)])
+def test_a_rank_of_8_holds_few_bytes_per_parameter_with_moments_in_bf16(zero, total):
+    """Gradients are those that a rank keeps; their peak is reached when a unit is summed."""
+    flags = f"{SIZES} --hidden 256 --dp 8 --zero {zero} --dtype bf16 --moments bf16"
+    trainer, held, _ = rehearse.rehearse(hybrid.parse(flags.split(), 8), 0)
+    dist.destroy_process_group()
+    parameters = sum(math.prod(weight.whole_shape) for weight in trainer.dense)
+    gradients = 4 if zero < 2 else 0.5
+    found = (held["parameters"] + held["optimizer"]) / parameters + gradients
+    assert found == pytest.approx(total, rel=0.01)
+    assert rehearse.formulas(trainer)["optimizer"] == parameters * (8 if zero == 0 else 1)
 
 
 def test_all_chunks_of_a_pipeline_together_hold_two_whole_gradients():

@@ -24,7 +24,7 @@ from collectives import (
 )
 from ddp import DistributedDataParallel
 from zero import (
-    FullyShardedDataParallel, ShardedLayout, ZeroRedundancyOptimizer, zero_bytes, zero_memory,
+    AdamW, FullyShardedDataParallel, ShardedLayout, ZeroRedundancyOptimizer, zero_bytes, zero_memory,
     zero_rounds,
 )
 
@@ -33,7 +33,7 @@ from replicas import (
     Block, assert_close, demonstration, fail, gradients_alone, make_data, make_net, mean_square,
     own_part, whole_gradients,
 )
-from transformer import bytes_of_new_tensors
+from transformer import Peak, bytes_of_new_tensors
 
 STAGES = (1, 2, 3)
 ALL = (0, "optimizer", *STAGES)  # 0: DDP; "optimizer": DDP with ZeroRedundancyOptimizer
@@ -103,10 +103,11 @@ def equal(first, second):
 # ---- training ------------------------------------------------------------------------------------
 
 RUNS = [
-    ("AdamW", {}, torch.float64, 1e-10),
-    ("SGD", {"momentum": 0.9, "nesterov": True}, torch.float64, 1e-10),
-    ("Adam", {"amsgrad": True, "fused": True}, torch.float32, 1e-5),
-    ("Adagrad", {}, torch.bfloat16, 0.2),
+    (torch.optim.AdamW, {}, torch.float64, 1e-10),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, torch.float64, 1e-10),
+    (torch.optim.Adam, {"amsgrad": True, "fused": True}, torch.float32, 1e-5),
+    (torch.optim.Adagrad, {}, torch.bfloat16, 0.2),
+    (AdamW, {"moments_dtype": torch.bfloat16}, torch.float64, 1e-10),
 ]
 
 
@@ -120,7 +121,7 @@ def test_ten_steps_of_every_stage_are_those_of_one_process(optimizer, defaults, 
     """
     world_size = dist.get_world_size()
     batches = [make_data(2 * world_size, seed, dtype) for seed in range(10)]
-    how, weights = (getattr(torch.optim, optimizer), {"lr": 0.01} | defaults), []
+    how, weights = (optimizer, {"lr": 0.01} | defaults), []
     expected, losses_alone = train_alone(batches, *how, dtype)
     for stage in ALL:
         net = make_net(dtype, seed=dist.get_rank() + (stage in STAGES))
@@ -390,6 +391,143 @@ def test_each_rank_saves_its_own_optimizer_state_and_a_resumed_run_has_the_same_
     assert weight.tolist() == 200 * [0.5]
 
 
+# ---- AdamW with moments in 16 bits ---------------------------------------------------------------
+
+SHAPES = (7, 9), (), (200,), (0,), (3, 5)
+OPTIONS = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.2}
+
+
+def random_weights(dtype):
+    return [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in SHAPES]
+
+
+def adamw_step(weight, gradient, state, rounding):
+    """Take a step of AdamW by the paper's formulas. state: (t, m, v), of which m and v are rounded.
+
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
+    """
+    t, m, v = state
+    beta1, beta2 = OPTIONS["betas"]
+    t += 1
+    m = beta1 * m + (1 - beta1) * gradient
+    v = beta2 * v + (1 - beta2) * gradient**2
+    update = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + OPTIONS["eps"])
+    weight = weight - OPTIONS["lr"] * (update + OPTIONS["weight_decay"] * weight)
+    return weight, (t, rounding(m), rounding(v))
+
+
+@pytest.mark.parametrize("moments_dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [50, AdamW.CHUNK])
+def test_adamw_takes_the_step_of_the_paper_with_moments_rounded_after_it(moments_dtype, size):
+    """Tensors are larger and smaller than a chunk, one is empty, and one has no dimension."""
+    torch.manual_seed(0)
+    weights = random_weights(torch.float64)
+    expected = [weight.detach().clone() for weight in weights]
+    states = [(0, 0.0, 0.0) for _ in weights]
+    optimizer = AdamW(weights, **OPTIONS, moments_dtype=moments_dtype)
+    rounding = lambda x: x.to(moments_dtype).double()
+    with patch.object(AdamW, "CHUNK", size):
+        for _ in range(6):
+            for i, weight in enumerate(weights):
+                weight.grad = torch.randn_like(weight)
+                expected[i], states[i] = adamw_step(expected[i], weight.grad, states[i], rounding)
+            optimizer.step()
+    for weight, right, (t, m, v) in zip(weights, expected, states):
+        torch.testing.assert_close(weight.detach(), right, rtol=1e-13, atol=1e-14)
+        state = optimizer.state[weight]
+        assert state["step"] == t and state["exp_avg"].dtype == moments_dtype
+        torch.testing.assert_close(state["exp_avg"].double(), m, rtol=1e-13, atol=1e-14)
+        torch.testing.assert_close(state["exp_avg_sq"].double(), v, rtol=1e-13, atol=1e-14)
+
+
+def test_adamw_with_fp32_moments_has_the_bits_of_pytorchs_also_where_found_inf_forbids_a_step():
+    torch.manual_seed(0)
+    pairs = [(weight, copy.deepcopy(weight)) for weight in random_weights(torch.float32)]
+    ours, theirs = zip(*pairs)
+    optimizers = [AdamW(ours, **OPTIONS, moments_dtype=torch.float32)]
+    optimizers += [torch.optim.AdamW(theirs, **OPTIONS, fused=True)]
+    for step in range(4):
+        for own, other in pairs:
+            own.grad = torch.randn_like(own)
+            other.grad = own.grad.clone()
+        for optimizer in optimizers:
+            optimizer.grad_scale = torch.tensor(8.0)
+            optimizer.found_inf = torch.tensor(float(step == 2))
+            optimizer.step()
+        for own, other in pairs:
+            found, expected = optimizers[0].state[own], optimizers[1].state[other]
+            assert torch.equal(own, other) and found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in found)
+            assert found["step"] == step + (step < 2)
+
+
+def test_adamw_changes_nothing_of_bf16_moments_if_found_inf_is_set():
+    weight = nn.Parameter(torch.randn(300))
+    optimizer = AdamW([weight], **OPTIONS)
+    weight.grad = torch.randn(300)
+    optimizer.step()
+    before = copy.deepcopy([weight, *optimizer.state[weight].values()])
+    weight.grad[7] = torch.nan
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert all(map(torch.equal, before, [weight, *optimizer.state[weight].values()]))
+
+
+def test_states_of_adamw_are_exchanged_with_pytorchs_and_copied_with_their_dtype():
+    weight = nn.Parameter(torch.randn(300))
+    weight.grad = torch.randn(300)
+    narrow, wide = AdamW([weight], **OPTIONS), torch.optim.AdamW([weight], **OPTIONS, fused=True)
+    wide.step()
+    exact = wide.state[weight]["exp_avg_sq"]
+    for optimizer in narrow, copy.deepcopy(narrow):
+        optimizer.load_state_dict(copy.deepcopy(wide.state_dict()))
+        (state,) = optimizer.state.values()
+        assert state["step"] == 1 and torch.equal(state["exp_avg_sq"], exact.bfloat16())
+        optimizer.step()
+    wide.load_state_dict(narrow.state_dict())
+    moment = wide.state[weight]["exp_avg_sq"]
+    assert moment.dtype == torch.float32
+    assert torch.equal(moment, narrow.state[weight]["exp_avg_sq"].float())
+
+
+def test_betas_with_which_a_moment_could_not_shrink_are_rejected():
+    """All bf16 numbers are a power of 2 times one of 128 mantissas."""
+    mantissas = (1 + torch.arange(128) / 128).bfloat16()
+    shrunk = lambda beta: (beta * mantissas.double()).bfloat16() < mantissas
+    assert shrunk(0.996).all() and not shrunk(0.997).all() and not shrunk(0.999)[1:].any()
+    weights = [nn.Parameter(torch.zeros(1))]
+    AdamW(weights, betas=(0.9, 0.996))
+    AdamW(weights, betas=(0.9, 0.9999), moments_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"betas=\(0.9, 0.997\): a moment in torch.bfloat16 would"):
+        AdamW(weights, betas=(0.9, 0.997))
+    with pytest.raises(ValueError, match="moments_dtype=torch.float16 is not bfloat16, float32 or"):
+        AdamW(weights, moments_dtype=torch.float16)
+
+
+def test_a_step_of_adamw_needs_three_kernels_and_two_moments_in_fp32_for_each_chunk():
+    weights = [nn.Parameter(torch.ones(size)) for size in [2500, *10 * [400]]]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer = AdamW(weights, **OPTIONS)
+    optimizer.step()
+    held = sum(4 + weight.nbytes + weight.grad.nbytes + 2 * 2 * len(weight) for weight in weights)
+    kernels = Counter()
+
+    class Watch(Peak):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            kernels[function.overloadpacket.__name__] += 1
+            return super().__torch_dispatch__(function, types, args, kwargs)
+
+    with patch.object(AdamW, "CHUNK", 1000), Watch() as peak:
+        optimizer.step()
+    chunks = 7  # 1000, 1000, 500 + 400, and 2 x 400 four times and once 400
+    computing = [name for name in kernels if name not in ("detach", "view", "split", "empty_like")]
+    assert {name: kernels[name] for name in computing} == {
+        "_foreach_add_": 1, "_foreach_copy_": 2 * chunks, "_fused_adamw_": chunks,
+    }  # fmt: skip
+    assert held < held + 2 * 4 * 900 <= peak.bytes <= held + 2 * 4 * 1000
+
+
 # ---- what is sent, and what is held --------------------------------------------------------------
 
 
@@ -414,32 +552,75 @@ def test_stages_send_2_2_2_and_3_times_the_parameters(stage):
             assert traffic.bytes("all_gather_single") == zero_rounds(stage, m)[1] * one
 
 
-@on_ranks(1, 2, *[pytest.param(size, marks=pytest.mark.soak) for size in (3, 4)])
-@pytest.mark.parametrize("stage, half", [(0, False), *product(STAGES, (False, True))])
-def test_a_rank_holds_16_bytes_per_parameter_or_its_shard_of_them_in_a_stage(stage, half):
-    """The tensors are counted after a backward that is not the last, and are freed with the model.
+def bytes_held(stage, **how):
+    """Return the bytes per parameter that a rank holds after a backward that is not the last.
 
-    At that point stage 1 holds whole gradients.
+    At that point stage 1 holds whole gradients. All tensors must be freed with the model.
     """
     gc.freeze()
-    sizes = (2, 4, 12) if half else (4, 4, 8)
-    if stage == 3 and half:  # the pieces of parameters are the 32-bit copy
-        sizes = (0, 4, 12)
-    how = {"param_dtype": torch.bfloat16} if half else {}
-    how |= {} if stage else {"gradient_as_bucket_view": True}
     model, optimizer = shard(stack(), stage, **how)
-    parameters, P, x = 4 * 96 * 96, dist.get_world_size(), torch.ones(1, 96)
+    x = torch.ones(1, 96)
     train(model, optimizer, [x])
     optimizer.zero_grad()
     with model.no_sync() if stage == 1 else nullcontext():
         model(x).sum().backward()
     del x
-    claim = zero_memory(stage, P, *sizes)
-    held = bytes_of_new_tensors() / parameters
-    assert held == pytest.approx(claim, abs=2e-3)  # the optimizer's step counters are small
+    held = bytes_of_new_tensors() / (4 * 96 * 96)
     del model, optimizer
     assert bytes_of_new_tensors() == 0
+    return held
+
+
+@on_ranks(1, 2, *[pytest.param(size, marks=pytest.mark.soak) for size in (3, 4)])
+@pytest.mark.parametrize("stage, half", [(0, False), *product(STAGES, (False, True))])
+def test_a_rank_holds_16_bytes_per_parameter_or_its_shard_of_them_in_a_stage(stage, half):
+    sizes = (2, 4, 12) if half else (4, 4, 8)
+    if stage == 3 and half:  # the pieces of parameters are the 32-bit copy
+        sizes = (0, 4, 12)
+    how = {"param_dtype": torch.bfloat16} if half else {}
+    how |= {} if stage else {"gradient_as_bucket_view": True}
+    P = dist.get_world_size()
+    claim = zero_memory(stage, P, *sizes)
+    assert bytes_held(stage, **how) == pytest.approx(claim, abs=2e-3)  # step counters are small
     assert [zero_memory(stage, P) for stage in range(4)] == [16, 4 + 12 / P, 2 + 14 / P, 16 / P]
+
+
+@on_ranks(8)
+def test_with_bf16_moments_a_rank_holds_14_7_3_and_a_half_or_1_and_a_half_bytes():
+    """The bytes are 2 (weights) + 4 (gradients) + 4 (fp32 copy) + 2 + 2 (moments) = 14.
+
+    Stage 3 keeps no bf16 weights: it gathers them from the shards of the fp32 copy.
+    """
+    how = {"optimizer_class": AdamW, "param_dtype": torch.bfloat16}
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    held = [bytes_held(1, group=alone, replicate_group=dist.group.WORLD, **how)]  # as with DDP
+    held += [bytes_held(stage, **how) for stage in STAGES]
+    assert held == pytest.approx([14, 7, 3.5, 1.5], abs=2e-3)
+    claims = [zero_memory(stage, 8, 2 * (stage < 3), 4, 8) for stage in range(4)]
+    assert claims == [14, 7, 3.5, 1.5]
+    assert [zero_memory(stage, 8, 2, 2, 8) for stage in range(4)] == [12, 5, 3.25, 1.5]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_of_their_own_dtype_are_gathered_in_it_and_the_others_in_param_dtype(stage):
+    """Bytes are counted in a step after the first one. Gradients travel in fp32."""
+    net = stack(2)
+    exact = net.blocks[1].weight
+    with torch.no_grad():
+        exact.fill_(1 + 2**-20)  # bf16 would round this to 1
+    how = {"param_dtype": torch.bfloat16, "own_dtype": {exact}}
+    net.blocks[1].forward = lambda x: x.float() @ net.blocks[1].weight.t()
+    model, optimizer = shard(net, stage, torch.optim.SGD, {"lr": 0.0}, **how)
+    x = torch.ones(2, 96)
+    seen = []
+    net.blocks[1].register_forward_pre_hook(lambda block, _: seen.append(block.weight.clone()))
+    with least_bytes(), count_bytes() as traffic:
+        train(model, optimizer, [x])
+    assert seen[0].dtype == torch.float32 and (seen[0] == 1 + 2**-20).all()
+    gathers = zero_rounds(stage)[1]
+    assert traffic.bytes("all_gather_single") == gathers * reduce_scatter_bytes(96 * 96 * (2 + 4), 2)
+    assert traffic.bytes("reduce_scatter_single") == reduce_scatter_bytes(96 * 96 * (4 + 4), 2)
 
 
 # ---- overlap and order ---------------------------------------------------------------------------
