@@ -274,8 +274,9 @@ CLASSES = [
     Class(
         "wrong numbers",
         ["silent data corruption"],
-        "compares replicas at each save, names rank and parameter of an unequal one, and ends",
-        [("checkpoints", "unequal")],
+        "compares replicas at each save and at the end, names rank and parameter of an unequal one, "
+        "and ends with status 1",
+        [("watch", "differs_between_copies")],
     ),
     Class(
         "a disk",

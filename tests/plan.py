@@ -551,6 +551,7 @@ def parse(argv):
     args.fixed = {name: [value] for name, value in given.items()}
     args.unfused = (args.model or "").startswith("gpt-")
     args.kv_heads, args.ffn = args.kv_heads or args.heads, args.ffn or 4 * args.hidden
+    args.min_lr = args.decay_steps = 0  # check() compares them, but a plan has no learning rate
     usual = 2**24 // args.seq_len if args.model else math.ceil(16 / args.gpus) * args.gpus
     args.batch_size = args.batch_size or usual
     of_experts = [flag for flag in hybrid.FLAGS if flag.metadata.get("needs") == "--experts"]
