@@ -1,14 +1,17 @@
 """Count all claims again: `python tests/claims.py` prints RESULTS.md, and --write rewrites it.
 
-Each row has a formula from the literature, its value by plain arithmetic, the number that four
-ranks counted, and the test that checks the claim for all sizes.
+Each row of the first table has a formula from the literature, its value by plain arithmetic, the
+number that four ranks counted, and the test that checks the claim for all sizes.
 """
 
 import gc
+import math
 import sys
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
@@ -22,12 +25,13 @@ import plan
 from collectives import all_gather_single, all_reduce, count_bytes, rank_and_size
 from ddp import DistributedDataParallel
 from expert_parallel import dispatch_and_combine
+from models import GPUS, MODELS
 from pipeline import SCHEDULES, draw
 from ranks import least_bytes, run
 from sequence_parallel import allgather_attention, ring_attention, ulysses_attention
 from tensor_parallel import attention
 from transformer import TransformerLayer, bytes_of_new_tensors, norm_bytes, saved_bytes
-from zero import FullyShardedDataParallel
+from zero import FullyShardedDataParallel, zero_memory
 
 P = 4
 RESULTS = Path(__file__).resolve().parent / "RESULTS.md"
@@ -90,7 +94,7 @@ def _two_by_two():
 
 def _layer(mode="none", **options):
     """Return the bytes that a layer sends, and those that it keeps outside its norms."""
-    _, tp = rank_and_size()
+    _, tp = rank_and_size(options.get("group"))
     sequence_parallel = options.get("sequence_parallel", False)
     layer = TransformerLayer(H, A, p=0.1, mode=mode, **options).bfloat16()
     x = torch.randn(S // tp if sequence_parallel else S, B, H, dtype=torch.bfloat16)
@@ -121,6 +125,9 @@ def count():
         found[f"bytes {stage}"], found[f"held {stage}"] = _replicas(stage)
     found["bytes hsdp"], found["held hsdp"] = _replicas(3, *_two_by_two())
     sequence = {"sequence_parallel": True}
+    alone = [dist.new_group([rank]) for rank in range(P)][dist.get_rank()]
+    found["kept alone"] = _layer(group=alone)[1]
+    found["kept tp selective"] = _layer("selective")[1]
     found["tp"], found["kept"] = _layer()
     found["sp"], found["kept sp"] = _layer(**sequence)
     found["kept selective"] = _layer("selective", **sequence)[1]
@@ -156,7 +163,9 @@ def rows():
         ("by HSDP", "(4 + 4 + 8)/2", 8, "held hsdp", *held),
         ("sent by a layer, tp", "8bsh(P-1)/P, each 4 bytes", 32 * sbh * crossing, "tp", *layer),
         ("sent by a layer, tp + sp", "10bsh(P-1)/P", 40 * sbh * crossing, "sp", *layer),
-        ("kept by a layer, tp", "sbh(10 + 24/P + 5as/hP)", sbh * (16 + scores / P), "kept", *kept),
+        ("kept by a layer, unsplit", "sbh(34 + 5as/h)", sbh * (34 + scores), "kept alone", *kept),
+        ("kept, tp", "sbh(10 + 24/P + 5as/hP)", sbh * (16 + scores / P), "kept", *kept),
+        ("kept, tp, scores recomputed", "sbh(10 + 24/P)", sbh * 16, "kept tp selective", *kept),
         ("kept, tp + sp", "sbh(34 + 5as/h)/P", sbh * (34 + scores) / P, "kept sp", *kept),
         ("kept, tp + sp, scores recomputed", "34sbh/P", 34 * sbh / P, "kept selective", *kept),
         ("kept, tp + sp, all recomputed", "2sbh/P", 2 * sbh / P, "kept full", *kept),
@@ -180,13 +189,180 @@ SCHEDULED = {  # bubble and most activations for P = 4, m = 8, F = W = 1, B = 2
 }
 
 
+# ---- sizes ---------------------------------------------------------------------------------------
+
+ADAM = 2, 2, 12  # bytes per parameter: weights and gradients in 16 bits, Adam's state in 32
+SMALL = 2, 2, 8  # the same with moments in 16 bits
+
+
+def sizes():
+    """Return [(what, formula, published value, computed value, unit)]."""
+    state = lambda stage, ranks, kinds: zero_memory(stage, ranks, *kinds)
+    table = [("7B parameters", "7 x (2 + 2 + 12)", 112, 7 * state(0, 1, ADAM), "GB")]
+    formulas = ["16", "4 + 12/64", "2 + 14/64", "16/64"]
+    for stage, (formula, published) in enumerate(zip(formulas, (120, 31.4, 16.6, 1.9))):
+        found = 7.5 * state(stage, 64, ADAM)
+        row = f"7.5B on 64 GPUs, stage {stage}", f"7.5 x ({formula})", published, found, "GB"
+        table.append(row)
+    formulas = ["12", "4 + 8/8", "2 + 10/8", "12/8"]
+    for stage, (formula, published) in enumerate(zip(formulas, (6.67, 16, 24.62, 53.33))):
+        found = 80 / state(stage, 8, SMALL)
+        row = f"most on 8 x 80 GB, stage {stage}", f"80 / ({formula})", published, found, "B"
+        table.append(row)
+    between = 54 * 24 * 60 / 419  # minutes
+    table.append(("Llama 3, between interruptions", "54 days / 419", 3.1, between / 60, "hours"))
+    interval = math.sqrt(2 * 1 * between)
+    return [*table, ("between saves of 1 minute", "sqrt(2 x 1 x 186)", 19.3, interval, "minutes")]
+
+
+def sizing():
+    """Return the table of sizes(), in Markdown."""
+    lines = ["| what | formula | published | computed |", "|---|---|---|---|"]
+    for what, formula, published, found, unit in sizes():
+        lines.append(f"| {what} | {formula} | {published:g} {unit} | {found:.2f} {unit} |")
+    return "\n".join(lines) + "\n"
+
+
+# ---- interruptions -------------------------------------------------------------------------------
+
+INTERRUPTIONS = {  # the Llama 3 report, table 5: 54 days on 16,384 GPUs
+    **{"faulty GPU": 148, "HBM3 memory": 72, "software bug": 54, "switch or cable": 35},
+    **{"host maintenance": 32, "GPU's SRAM": 19, "GPU's system processor": 17},
+    **{"network card": 7, "NCCL watchdog timeout": 7, "silent data corruption": 6},
+    **{"GPU's thermal interface and sensor": 6, "SSD": 3, "power supply": 3, "server chassis": 2},
+    **{"IO expansion board": 2, "dependency": 2, "CPU": 2, "system memory": 2},
+}
+
+
+class Class(NamedTuple):
+    """Causes that look alike to a run, what the run does, and the tests: (file, words of a name)."""
+
+    name: str
+    causes: list
+    answer: str
+    tests: list
+
+
+CLASSES = [
+    Class(
+        "a process or its machine dies",
+        ["faulty GPU", "HBM3 memory", "GPU's SRAM", "GPU's system processor", "power supply"]
+        + ["GPU's thermal interface and sensor", "server chassis", "IO expansion board", "CPU"]
+        + ["system memory"],
+        "restarts from the last checkpoint, with the bits of an undisturbed run",
+        [("checkpoints", "whose_ranks_are_killed"), ("checkpoints", "when_torchrun_is_killed")],
+    ),
+    Class(
+        "a peer is silent",
+        ["switch or cable", "network card", "NCCL watchdog timeout"],
+        "ends after `--timeout`, names operation, group and peer, and restarts",
+        [("collectives", "a_lost_peer"), ("hybrid", "as_long_as_the_flag_says")],
+    ),
+    Class(
+        "an error in a program",
+        ["software bug", "dependency"],
+        "ends on all ranks, prints the error once, and restarts; a step that is not finite changes "
+        "nothing",
+        [("strangers", "does_not_hang_the_other"), ("hybrid", "is_not_finite_stops_all_ranks")],
+    ),
+    Class(
+        "a machine is needed",
+        ["host maintenance"],
+        "completes its step on SIGTERM, saves and exits with status 143",
+        [("checkpoints", "sigterm_on_one_rank")],
+    ),
+    Class(
+        "wrong numbers",
+        ["silent data corruption"],
+        "compares replicas at each save and at the end, names rank and parameter of an unequal one, "
+        "and ends with status 1",
+        [("watch", "differs_between_copies")],
+    ),
+    Class(
+        "a disk",
+        ["SSD"],
+        "keeps the previous checkpoint if a save fails, and refuses a changed file",
+        [("checkpoints", "a_full_disk"), ("checkpoints", "a_damaged_checkpoint")],
+    ),
+]
+
+
+def interruptions():
+    """Return the table of CLASSES, in Markdown."""
+    lines = ["| class | causes | number | share | a run here | tests |", "|---|---|---|---|---|---|"]
+    total = sum(INTERRUPTIONS.values())
+    for of in CLASSES:
+        causes = ", ".join(f"{cause} {INTERRUPTIONS[cause]}" for cause in of.causes)
+        number = sum(INTERRUPTIONS[cause] for cause in of.causes)
+        tests = ", ".join(f"`{file}`: {words}" for file, words in of.tests)
+        share = f"{number / total:.1%}"
+        lines.append(f"| {of.name} | {causes} | {number} | {share} | {of.answer} | {tests} |")
+    return "\n".join(lines) + "\n"
+
+
+# ---- published layouts ---------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """A row of Narayanan et al., 2021, table 1, with Megatron-LM's examples/sc21/run_table_1.sh.
+
+    tflops: per GPU, with recomputed ones. pflops: of all GPUs. batch: the sequences of a step.
+    microbatch: the sequences of a microbatch.
+    """
+
+    tp: int
+    pp: int
+    gpus: int
+    batch: int
+    tflops: int
+    pflops: float
+    microbatch: int
+    chunks: int
+
+    dp = property(lambda self: self.gpus // self.tp // self.pp)
+
+
+RUNS = {
+    "gpt-1.7b": Run(1, 1, 32, 512, 137, 4.4, 16, 1),
+    "gpt-3.6b": Run(2, 1, 64, 512, 138, 8.8, 16, 1),
+    "gpt-7.5b": Run(4, 1, 128, 512, 142, 18.2, 16, 1),
+    "gpt-18.4b": Run(8, 1, 256, 1024, 135, 34.6, 8, 1),
+    "gpt-39.1b": Run(8, 2, 512, 1536, 138, 70.8, 4, 1),
+    "gpt-76.1b": Run(8, 4, 1024, 1792, 140, 143.8, 2, 3),
+    "gpt-145.6b": Run(8, 8, 1536, 2304, 148, 227.1, 2, 2),
+    "gpt-310.1b": Run(8, 16, 1920, 2160, 155, 297.4, 1, 2),
+    "gpt-529.6b": Run(8, 35, 2520, 2520, 163, 410.2, 1, 3),
+    "gpt-1008.0b": Run(8, 64, 3072, 3072, 163, 502.0, 1, 1),
+}
+
+
+def predicted(name, gpu=GPUS["a100"]):
+    """Return a Run's TFLOP/s per GPU by plan.py, with recomputed ones, as the paper's are."""
+    run, config = RUNS[name], MODELS[name][1]
+    sizes = {"batch": run.microbatch, "microbatches": run.batch // run.dp // run.microbatch}
+    sizes |= {"chunks": run.chunks, "schedule": "interleaved" if run.chunks > 1 else "1f1b"}
+    layout = plan.Layout(run.tp, 1, run.pp, run.dp, **sizes, recompute="full", unfused=True)
+    s, L, h, V = config.seq_len, config.layers, config.hidden, config.vocab_size
+    flops = 96 * run.batch * s * L * h * h * (1 + s / (6 * h) + V / (16 * L * h))
+    return flops / run.gpus / plan.price(config, gpu, layout).step / 1e12
+
+
+def megatron():
+    """Return the table of RUNS beside predicted(), in Markdown."""
+    lines = ["| model | GPUs | batch | tp | pp | dp | m x b | chunks | TFLOP/s | published | PFLOP/s "
+             "| published |", "|" + "---|" * 12]  # fmt: skip
+    for name, run in RUNS.items():
+        speed = predicted(name)
+        parts = f"{run.batch // run.dp // run.microbatch} x {run.microbatch}"
+        cells = name[4:-1] + "B", f"{run.gpus:,}", f"{run.batch:,}", run.tp, run.pp, run.dp, parts
+        total = f"{speed * run.gpus / 1e3:.1f}"
+        cells += run.chunks, f"{speed:.0f}", run.tflops, total, run.pflops
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
 # source | plan.py's flags in the source | flags filled in here | the speed that a GPU reached
 PUBLISHED = """\
-Narayanan 2021 | gpt-7.5b --gpus 128 --batch-size 512 --tp 4 --pp 1 OF_2021 | | 142 TFLOP/s
-Narayanan 2021 | gpt-145.6b --gpus 1536 --batch-size 2304 --tp 8 --pp 8 --schedule interleaved \
-OF_2021 | | 148 TFLOP/s
-Narayanan 2021 | gpt-1008.0b --gpus 3072 --batch-size 3072 --tp 8 --pp 64 --schedule 1f1b \
-OF_2021 | | 163 TFLOP/s
 Llama 3 2024 | llama3-405b --gpus 8192 --gpu h100 --tp 8 --cp 1 --pp 16 | | 430 TFLOP/s
 Llama 3 2024 | llama3-405b --gpus 16384 --gpu h100 --tp 8 --cp 1 --pp 16 | | 400 TFLOP/s
 Llama 3 2024 | llama3-405b --gpus 16384 --gpu h100 --seq-len 131072 --tp 8 --cp 16 --pp 16 \
@@ -199,14 +375,17 @@ GLM-5 2026 | glm-5 --schedule interleaved --zero 2 \
 | --gpus 2048 --gpu h800 --batch-size 4096 --tp 1 --cp 2 |
 NVIDIA 2024 | mixtral-8x22b --gpus 128 --gpu h100 --batch-size 256 --tp 4 --cp 1 --pp 8 \
 --schedule interleaved --chunks 7 --microbatches 64 --zero 1 | --ep 8 |
+a lecture, 2026 | mixtral-8x22b --tp 4 --cp 1 --pp 4 --ep 8 \
+| --gpus 128 --gpu h100 --batch-size 256 |
 Gemma 2 2024 | gemma2-27b --gpus 6144 --gpu tpu-v5p --tp 8 --cp 1 --pp 1 --zero 3 \
 | --batch-size 1536 |
+a lecture, 2026 | gemma2-27b --tp 2 --cp 1 --pp 1 --zero 3 \
+| --gpus 6144 --gpu tpu-v5p --batch-size 3072 |
 Solar Open 2026 | solar-open --gpus 128 FSDP | --batch-size 1024 | 5,500 tokens/s
 Solar Open 2026 | solar-open --gpus 480 FSDP | --batch-size 3840 | 4,267 tokens/s
 Solar Open 2026 | solar-open --gpus 480 FSDP --replicate 6 | --batch-size 3840 | 5,400 tokens/s
 """
 FSDP = "--gpu b200 --tp 1 --cp 1 --pp 1 --ep 1 --zero 3 --recompute full"
-PUBLISHED = PUBLISHED.replace("OF_2021", "--gpu a100 --cp 1 --zero 0 --recompute full")
 PUBLISHED = PUBLISHED.replace("FSDP", FSDP).splitlines()
 CHOICES = "pp", "ep", "chunks", "microbatches", "zero", "recompute"  # made by the planner
 
@@ -225,10 +404,10 @@ def published():
     for row in PUBLISHED:
         source, given, filled_in, reached = (cell.strip() for cell in row.split("|"))
         args, best, tokens = answer(f"{given} {filled_in}")
-        # The GPT paper counts recomputed FLOPs; the others count the unmasked half of the scores.
+        # A causal mask leaves half of the scores.
         flops = hybrid.flops_per_token(plan.config_of(args))
         scores = 3 * args.layers * hybrid.forward_flops(plan.config_of(args), 0)[1]
-        flops = 4 / 3 * flops if "gpt" in given else flops - scores / 2
+        flops -= scores / 2
         choices = {name: getattr(best.layout, name) for name in CHOICES if name not in args.given}
         in_use = [name for name in choices if name in CHOICES[3:] or choices[name] > 1]
         chosen = ", ".join(f"{name} {choices[name]}" for name in in_use)
@@ -237,6 +416,84 @@ def published():
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
+
+# ---- over the batch ------------------------------------------------------------------------------
+
+MODES = "none", "selective", "full"
+OVER_BATCH = {  # the flags of a sweep
+    "recomputation": "gpt-145.6b --gpus 128 --gpu a100 --tp 8 --pp 16 --cp 1 --zero 0 --schedule 1f1b "
+    "--batch-size 256",
+    "strategies": "llama3-70b --gpus 64 --gpu tpu-v5p --seq-len 512 --cp 1 --pp 1 --batch-size 2048",
+}
+
+
+def swept(name):
+    """Return plan.sweep() of the flags of that name."""
+    return plan.sweep(plan.parse(f"--model {OVER_BATCH[name]} --sweep batch-size".split()))
+
+
+def recomputation():
+    """Return the table of throughput with and without recomputation, in Markdown."""
+    lines = ["| batch | sequences/s: none | selective | full | GB: none | full |", "|---" * 6 + "|"]
+    for args, plans in swept("recomputation"):
+        cells = [f"{args.batch_size / plans[mode].step:.2f}" for mode in MODES]
+        cells += [f"{plans[mode].held / 1e9:.0f}" for mode in ("none", "full")]
+        lines.append(f"| {args.batch_size} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def strategies():
+    """Return the table of MFU by strategy over the batch, in Markdown."""
+    lines = ["| batch | tokens per chip | dp | dp x tp | tp | dp | ZeRO | recomputes |"]
+    lines += ["|---" * 8 + "|"]
+    for args, plans in swept("strategies"):
+        if not plans:
+            continue
+        cells = [f"{plan.mfu(plans[n], args):.1%}" if n in plans else "-" for n in ("dp", "dp tp")]
+        of = min(plans.values(), key=lambda found: found.step).layout
+        tokens = f"{args.batch_size * args.seq_len // args.gpus:,}"
+        cells = args.batch_size, tokens, *cells, of.tp, of.dp, of.zero, of.recompute
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+# ---- Solar Open ----------------------------------------------------------------------------------
+
+SOLAR = "solar-open --gpus 480 --gpu b200 --batch-size 3840 --cp 1 --pp 1 --recompute full"
+MEASURED = 0.215  # of a B200's TFLOP/s: with it, 128 GPUs reach the published 5,500 tokens/s
+LAYOUTS = {  # {name: flags}
+    "FSDP": "--tp 1 --ep 1 --zero 3",
+    "HSDP": "--tp 1 --ep 1 --zero 3 --replicate 6",
+    "HSDP, ep 2": "--tp 1 --ep 2 --zero 3 --replicate 6",
+    "ep 2": "--tp 1 --ep 2",
+    "ep 8": "--tp 1 --ep 8",
+    "tp 2": "--tp 2 --ep 1",
+    "fastest": "",
+}
+
+
+def solar_plan(products, flags):
+    """Return (args, the best Plan) of these flags if products reach so much of a GPU's TFLOP/s."""
+    args = plan.parse(f"--model {flags}".split())
+    args.machine = args.machine._replace(products=products)
+    return args, plan.best_plans(args, 1)[0]
+
+
+def solar():
+    """Return the table of Solar Open's layouts at two speeds of matrix products, in Markdown."""
+    lines = ["| products | layout | tp | dp | ep | ZeRO | compute s | dp s | ep s | tp s | tokens/s |"]
+    lines += ["|---" * 11 + "|"]
+    for products, layout in product((GPUS["b200"].products, MEASURED), LAYOUTS):
+        args, best = solar_plan(products, f"{SOLAR} {LAYOUTS[layout]}")
+        of, seconds = best.layout, best.seconds
+        cells = f"{products:.1%}", layout, of.tp, of.dp, of.ep, of.zero
+        cells += tuple(f"{seconds[part]:.2f}" for part in ("compute", "dp", "ep", "tp"))
+        tokens = f"{args.batch_size * args.seq_len / args.gpus / best.step:,.0f}"
+        lines.append(f"| {' | '.join(map(str, [*cells, tokens]))} |")
+    return "\n".join(lines) + "\n"
+
+
+# ---- the tables ----------------------------------------------------------------------------------
 
 def claims():
     """Return the table of rows(), in Markdown."""
@@ -267,10 +524,14 @@ def timelines():
     return "\n".join(["", *lines])
 
 
+PARTS = [claims, sizing, schedules, timelines, megatron, published, solar, recomputation]
+PARTS += [strategies, interruptions]
+
+
 def text():
     """Return RESULTS.md with new tables between its comments."""
     found = RESULTS.read_text()
-    for part in claims, schedules, timelines, published:
+    for part in PARTS:
         before, after = found.split(f"<!-- {part.__name__} -->\n")
         _, after = after.split("<!-- end -->\n", 1)
         found = f"{before}<!-- {part.__name__} -->\n{part()}<!-- end -->\n{after}"

@@ -2,10 +2,13 @@
 
     python tests/plan.py --model llama3-405b --gpus 16384 --gpu h100
     python tests/plan.py --gpus 64 --gpu a100 --layers 32 --hidden 4096 --heads 32 --seq-len 2048
+    python tests/plan.py --model llama3-70b --gpus 64 --gpu h100 --sweep batch-size
 
 It prints the ten fastest combinations of degrees (tp, cp, pp, dp, ep), each with its fastest layout
 that fits into memory. The flags of hybrid.py give the model's sizes or fix a part of the layout. If
-no layout is possible, one line says why, and the exit status is 2.
+no layout is possible, one line says why, and the exit status is 2. --sweep batch-size searches for
+the batch, its half, its quarter and so on. It prints the fastest layout of each batch, and how the
+MFU depends on recomputation and on the axes in use.
 
     m x b      the microbatches of a step, and the sequences of each microbatch
     GB         the peak memory of the fullest GPU: weights + gradients + optimizer + activations
@@ -372,34 +375,62 @@ def best_plans(args, count=10):
     """Return the `count` fastest Plans that fit, at most one for each (tp, cp, pp, dp, ep).
 
     Pieces are tried in the order of a lower bound on their time, until that bound exceeds the worst
-    plan kept. The lowest stage of ZeRO that fits is taken, because higher stages send more. Raise
-    ValueError if nothing fits.
+    plan kept. Raise ValueError if nothing fits.
     """
-    config, gpu, plans, leanest = config_of(args), args.machine, {}, math.inf
-
-    def least(piece):  # the time of compute, tp and cp if all stages took equally long
-        layer, head = (a + b for a, b, _ in works(config, gpu, piece))
-        return sum((config.layers * layer + head)[:3]) * piece.microbatches / piece.pp
-
-    for piece in sorted(pieces_of(args), key=least):
+    plans, pieces = {}, pieces_of(args)
+    for bound, piece in by_bound(args, pieces):
         steps = sorted(plan.step for plan in plans.values())
-        if len(steps) >= count and least(piece) > steps[count - 1]:
+        if len(steps) >= count and bound > steps[count - 1]:
             break
-        stages = args.fixed.get("zero", [1, 2, 3] if piece.dp * piece.cp > 1 else [0])
-        for one in pipelines_of(args, piece):
-            for layout in (one._replace(zero=zero) for zero in stages):
-                memory = memory_of(config, layout)
-                leanest = min(leanest, sum(memory.values()))
-                if sum(memory.values()) <= 1e9 * gpu.memory:
-                    plan = Plan(layout, memory, seconds_of(config, gpu, layout))
-                    known = plans.get(layout[:5], plan)
-                    plans[layout[:5]] = min(known, plan, key=lambda plan: plan.step)
-                    break
-    if leanest == math.inf:
-        raise ValueError(f"no number of microbatches suits --schedule {args.schedule}")
+        for plan in plans_of(args, piece):
+            keep_faster(plans, plan.layout[:5], plan)
     if not plans:
-        raise ValueError(f"no layout fits {gpu.memory} GB: the leanest takes {leanest / 1e9:,.1f}")
+        layouts = [layout for piece in pieces for layout in layouts_of(args, piece)]
+        if not layouts:
+            raise ValueError(f"no number of microbatches suits --schedule {args.schedule}")
+        leanest = min(sum(memory_of(config_of(args), layout).values()) for layout in layouts) / 1e9
+        raise ValueError(f"no layout fits {args.machine.memory} GB: the leanest takes {leanest:,.1f}")
     return sorted(plans.values(), key=lambda plan: plan.step)[:count]
+
+
+def by_bound(args, pieces):
+    """Return [(a lower bound on the seconds of a step, piece)], the smallest bound first.
+
+    The bound is the time of compute, tp and cp if all stages took equally long.
+    """
+    config, bounds = config_of(args), []
+    for piece in pieces:
+        layer, head = (a + b for a, b, _ in works(config, args.machine, piece))
+        stages = sum((config.layers * layer + head)[:3]) / piece.pp
+        bounds.append((stages * piece.microbatches, piece))
+    return sorted(bounds, key=lambda pair: pair[0])
+
+
+def keep_faster(plans, key, plan):
+    """Put a Plan into a dict, unless a faster one is there."""
+    plans[key] = min(plans.get(key, plan), plan, key=lambda plan: plan.step)
+
+
+def plans_of(args, piece):
+    """Yield a Plan for each pipeline of a piece that fits into memory.
+
+    The lowest stage of ZeRO that fits is taken, because higher stages send more.
+    """
+    config, gpu, fitting = config_of(args), args.machine, set()
+    for layout in layouts_of(args, piece):
+        pipeline = layout._replace(zero=0)
+        if pipeline not in fitting:
+            memory = memory_of(config, layout)
+            if sum(memory.values()) <= 1e9 * gpu.memory:
+                fitting.add(pipeline)
+                yield Plan(layout, memory, seconds_of(config, gpu, layout))
+
+
+def layouts_of(args, piece):
+    """Yield a piece's Layouts: each pipeline with all stages of ZeRO in turn, the lowest first."""
+    stages = args.fixed.get("zero", [1, 2, 3] if piece.dp * piece.cp > 1 else [0])
+    for pipeline, zero in product(pipelines_of(args, piece), stages):
+        yield pipeline._replace(zero=zero)
 
 
 def pieces_of(args, most=200_000):
@@ -417,7 +448,8 @@ def pieces_of(args, most=200_000):
         dp = args.given.get("dp", max(1, args.gpus // (tp * cp * pp)))
         # A node holds gcd(ep, tp) ranks of an expert group, times the tp groups that fit in it.
         nodes = ep // math.gcd(ep, math.gcd(ep, tp) * max(1, args.machine.per_node // tp))
-        sizes = tp, cp, pp, dp, ep, args.batch_size // dp, 1, args.given.get("sp", tp > 1)
+        # Sequence parallelism is of 2022, and attention that is not fused stands for 2021.
+        sizes = tp, cp, pp, dp, ep, args.batch_size // dp, 1, args.given.get("sp", tp > 1 and not args.unfused)
         others = "none", nodes, args.unfused, "1f1b", 1, 1, args.replicate or 1
         grid = Layout(*sizes, args.cp_method, *others, args.moments)
         more = {"topk_nodes": min(args.topk_nodes or nodes, nodes), "world_size": args.gpus}
@@ -453,6 +485,49 @@ def pipelines_of(args, piece):
                     yield piece._replace(schedule=name, chunks=v)
 
 
+# ---- the sweep -----------------------------------------------------------------------------------
+
+COLUMNS = {  # {name: whether a Layout belongs to it}
+    **{mode: lambda of, mode=mode: of.recompute == mode for mode in ("none", "selective", "full")},
+    "dp": lambda of: of.tp == of.pp == of.cp == 1,
+    "dp tp": lambda of: of.tp > 1 and of.pp == of.cp == 1,
+    "dp pp": lambda of: of.pp > 1 and of.tp == of.cp == 1,
+    "dp tp pp": lambda of: of.tp > 1 and of.pp > 1 and of.cp == 1,
+}
+
+
+def sweep(args):
+    """Return [(args of a smaller or equal batch, {column: its fastest Plan})], by batch.
+
+    The batches are --batch-size, its half, its quarter and so on, as long as they are whole. A
+    column of which no layout fits is left out. Raise ValueError if no layout fits at all.
+    """
+    rows, batch = [], 2 * args.batch_size
+    while batch % 2 == 0:
+        batch //= 2
+        given = args.given | {"batch_size": batch}
+        own = argparse.Namespace(**vars(args) | {"batch_size": batch, "given": given})
+        rows.insert(0, (own, best_of_columns(own)))
+    if not any(plans for _, plans in rows):
+        best_plans(args, 1)  # raises the error
+    return rows
+
+
+def best_of_columns(args):
+    """Return {column: its fastest Plan that fits}."""
+    best = {}
+    try:
+        pieces = pieces_of(args)
+    except ValueError:  # such a batch cannot be divided
+        return best
+    for bound, piece in by_bound(args, pieces):
+        names = [name for name, holds in COLUMNS.items() if holds(piece)]
+        if any(name not in best or bound < best[name].step for name in names):
+            for plan, name in product(plans_of(args, piece), names):
+                keep_faster(best, name, plan)
+    return best
+
+
 # ---- the command ---------------------------------------------------------------------------------
 
 
@@ -465,8 +540,9 @@ def parse(argv):
     group.add_argument("--gpus", type=hybrid.at_least(1), required=True, help="number of GPUs")
     group.add_argument("--gpu", choices=GPUS, required=True, help="model of GPU")
     group.add_argument("--model", choices=MODELS, help="sizes of the model; flags override them")
+    group.add_argument("--sweep", choices=["batch-size"], help="what to vary (default: nothing)")
     given = vars(parser.parse_args(argv))
-    own = {name: given.pop(name) for name in ("gpus", "gpu", "model")}
+    own = {name: given.pop(name) for name in ("gpus", "gpu", "model", "sweep")}
     names = {*Layout._fields, *GPTConfig.__dataclass_fields__, "batch_size"}
     for flag in given.items():
         if flag[0] not in names and flag != ("dtype", "bf16"):
@@ -477,6 +553,7 @@ def parse(argv):
     args.fixed = {name: [value] for name, value in given.items()}
     args.unfused = (args.model or "").startswith("gpt-")
     args.kv_heads, args.ffn = args.kv_heads or args.heads, args.ffn or 4 * args.hidden
+    args.min_lr = args.decay_steps = 0  # check() compares them, but a plan has no learning rate
     usual = 2**24 // args.seq_len if args.model else math.ceil(16 / args.gpus) * args.gpus
     args.batch_size = args.batch_size or usual
     of_experts = [flag for flag in hybrid.FLAGS if flag.metadata.get("needs") == "--experts"]
@@ -484,15 +561,29 @@ def parse(argv):
     return args
 
 
-def show(plans, args, flops):
-    """Print two tables. flops: the model's FLOPs per GPU and step."""
-    print("    tp  cp   pp    dp  ep ZeRO schedule       m x b    recompute   step s TFLOP/s   MFU")
+HEADER = "tp  cp   pp    dp  ep ZeRO schedule       m x b    recompute   step s TFLOP/s   MFU"
+
+
+def mfu(plan, args):
+    """Return the fraction of the data sheet's FLOP/s that a Plan reaches."""
+    flops = hybrid.flops_per_token(config_of(args)) * args.batch_size * args.seq_len / args.gpus
+    return flops / plan.step / args.machine.tflops / 1e12
+
+
+def line_of(plan, args):
+    """Return the line of a Plan under HEADER."""
+    of, reached = plan.layout, mfu(plan, args)
+    name = f"{of.schedule} {of.chunks}" if of.schedule == "interleaved" else of.schedule
+    line = f"{of.tp:2} {of.cp:3} {of.pp:4} {of.dp:5} {of.ep:3} {of.zero:4} {name:14}"
+    line += f"{of.microbatches:5} x {of.batch:<4}{of.recompute:9} {plan.step:8.4g}"
+    return f"{line} {reached * args.machine.tflops:7.4g} {reached:5.1%}"
+
+
+def show(plans, args):
+    """Print two tables of the same plans."""
+    print(f"    {HEADER}")
     for number, p in enumerate(plans, 1):
-        of, speed = p.layout, flops / p.step / 1e12
-        name = f"{of.schedule} {of.chunks}" if of.schedule == "interleaved" else of.schedule
-        line = f"{number:2} {of.tp:3} {of.cp:3} {of.pp:4} {of.dp:5} {of.ep:3} {of.zero:4} {name:14}"
-        line += f"{of.microbatches:5} x {of.batch:<4}{of.recompute:9} {p.step:8.4g} {speed:7.4g}"
-        print(f"{line} {speed / args.machine.tflops:5.1%}")
+        print(f"{number:2}  {line_of(p, args)}")
     waits = "     tp     cp     ep     pp     dp bubble"
     print(f"\n    GB = weights  grads optim. activ.  s = compute{waits}")
     for number, p in enumerate(plans, 1):
@@ -502,19 +593,37 @@ def show(plans, args, flops):
         print(f"{number:2} {p.held / 1e9:6.1f}  {held} {compute:12.4g} {waits}")
 
 
+def show_sweep(rows):
+    """Print two tables of a sweep: the fastest layout of each batch, and the MFU of each column."""
+    print(f"batch {HEADER}")
+    for args, plans in rows:
+        best = min(plans.values(), key=lambda plan: plan.step, default=None)
+        print(f"{args.batch_size:5} {line_of(best, args) if best else ' -'}")
+    print("\nMFU in %, to which the throughput is proportional, of the fastest layout that")
+    print("      recomputes so                 uses these axes alone (-: none fits)")
+    print("batch" + "".join(f"{name:>10}" for name in COLUMNS))
+    for args, plans in rows:
+        cells = (f"{mfu(plans[name], args):.1%}"[:-1] if name in plans else "-" for name in COLUMNS)
+        print(f"{args.batch_size:5}" + "".join(f"{cell:>10}" for cell in cells))
+
+
 def main(argv=None):
     """Run the command; return the exit status."""
     try:
         args = parse(argv)
-        plans = best_plans(args)
+        found = sweep(args) if args.sweep else best_plans(args)
     except ValueError as error:
         print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
         return 2
-    config, tokens = config_of(args), args.batch_size * args.seq_len
+    config = config_of(args)
     size = count_of(config, Layout(), Share(config.layers, 1, 1)) / 1e9
     print(f"{args.model or 'model'}: {size:.4g}B parameters as a GPT")
-    print(f"{args.gpus} x {args.gpu}, {args.batch_size} x {args.seq_len} tokens a step, bf16\n")
-    show(plans, args, hybrid.flops_per_token(config) * tokens / args.gpus)
+    if args.sweep:
+        print(f"{args.gpus} x {args.gpu}, sequences of {args.seq_len} tokens, bf16\n")
+        show_sweep(found)
+    else:
+        print(f"{args.gpus} x {args.gpu}, {args.batch_size} x {args.seq_len} tokens a step, bf16\n")
+        show(found, args)
     return 0
 
 

@@ -9,36 +9,18 @@ import time
 
 import pytest
 
+import claims
 import hybrid
 import plan
+from claims import RUNS, predicted
 from models import GPUS, MODELS, Gpu
 from pipeline import SCHEDULES, simulate
 from plan import Layout
 from ranks import PROJECT
 
-# Narayanan et al., 2021, table 1: t, p, GPUs, batch, TFLOP/s per GPU. The microbatch and the chunks
-# are from Megatron-LM's examples/sc21/run_table_1.sh.
-RUNS = {
-    **{"gpt-1.7b": (1, 1, 32, 512, 137, 16, 1), "gpt-3.6b": (2, 1, 64, 512, 138, 16, 1)},
-    **{"gpt-7.5b": (4, 1, 128, 512, 142, 16, 1), "gpt-18.4b": (8, 1, 256, 1024, 135, 8, 1)},
-    **{"gpt-39.1b": (8, 2, 512, 1536, 138, 4, 1), "gpt-76.1b": (8, 4, 1024, 1792, 140, 2, 3)},
-    **{"gpt-145.6b": (8, 8, 1536, 2304, 148, 2, 2), "gpt-310.1b": (8, 16, 1920, 2160, 155, 1, 2)},
-    **{"gpt-529.6b": (8, 35, 2520, 2520, 163, 1, 3), "gpt-1008.0b": (8, 64, 3072, 3072, 163, 1, 1)},
-}
 # The Llama 3 report, table 4: GPUs, cp, dp, sequence, TFLOP/s per GPU, at t = 8, p = 16 and 16M
 # tokens. ZeRO-2 and 8 chunks of one layer are chosen here.
 LLAMA = [(8192, 1, 64, 8192, 430), (16384, 1, 128, 8192, 400), (16384, 16, 8, 131072, 380)]
-
-
-def predicted(name, gpu=GPUS["a100"]):
-    """Return a row's TFLOP/s per GPU, which include full recomputation, as the paper's do."""
-    t, p, gpus, batch, _, b, v = RUNS[name]
-    config, m = MODELS[name][1], batch // (gpus // t // p) // b
-    sizes = {"batch": b, "microbatches": m, "chunks": v, "recompute": "full", "unfused": True}
-    layout = Layout(t, 1, p, gpus // t // p, **sizes, schedule="interleaved" if v > 1 else "1f1b")
-    s, L, h, V = config.seq_len, config.layers, config.hidden, config.vocab_size
-    flops = 96 * batch * s * L * h * h * (1 + s / (6 * h) + V / (16 * L * h))
-    return flops / gpus / plan.price(config, gpu, layout).step / 1e12
 
 
 def llama(row, gpu=GPUS["h100"]):
@@ -65,20 +47,36 @@ def fitted(kind, errors):
 
 
 def test_constants_are_fitted_to_every_second_run():
-    errors = lambda gpu: [predicted(name, gpu) / RUNS[name][4] - 1 for name in [*RUNS][::2]]
+    errors = lambda gpu: [predicted(name, gpu) / RUNS[name].tflops - 1 for name in [*RUNS][::2]]
     assert fitted("a100", errors) == GPUS["a100"]
     errors = lambda gpu: [llama(row, gpu)[1] / row[4] - 1 for row in LLAMA[::2]]
     assert fitted("h100", errors) == GPUS["h100"]
 
 
 def test_megatrons_ten_rows_are_predicted_within_5_percent_and_in_order():
-    measured, found = [row[4] for row in RUNS.values()], [predicted(name) for name in RUNS]
+    measured, found = [run.tflops for run in RUNS.values()], [predicted(name) for name in RUNS]
     errors = [abs(a / b - 1) for a, b in zip(found, measured)]
     # Every second run was not used in the fit.
     assert sum(errors) / 10 < 0.025 and sum(errors[1::2]) / 5 < 0.025
     assert max(errors) < 0.05
     for (a, own), (b, theirs) in itertools.combinations(zip(found, measured), 2):
         assert abs(own / theirs - 1) < 0.05 or (a > b) == (own > theirs)
+
+
+def test_megatrons_ten_rows_have_the_published_dp_and_petaflops():
+    assert [run.dp for run in RUNS.values()] == [32, 32, 32, 32, 32, 32, 24, 15, 9, 6]
+    for name, run in RUNS.items():
+        assert run.tflops * run.gpus / 1e3 == pytest.approx(run.pflops, rel=0.005)  # both rounded
+        assert predicted(name) * run.gpus / 1e3 == pytest.approx(run.pflops, rel=0.05), name
+        assert run.batch % (run.dp * run.microbatch) == 0
+
+
+def test_models_of_2021_have_no_sequence_parallelism_unless_asked_for():
+    flags = "--gpus 128 --gpu a100 --batch-size 16 --tp 8 --pp 16 --recompute full --schedule 1f1b"
+    layout = lambda more: plan.best_plans(plan.parse(f"{more} {flags}".split()), 1)[0].layout
+    assert not layout("--model gpt-145.6b").sp and layout("--model gpt-145.6b --sp").sp
+    assert layout("--model llama3-8b --gpus 64 --tp 8 --pp 8").tp == 8
+    assert layout("--model llama3-8b").sp
 
 
 def test_llama_3s_rows_are_predicted_within_5_percent_and_in_order():
@@ -101,14 +99,83 @@ def test_models_have_as_many_parameters_as_those_of_the_literature():
 def test_the_published_degrees_are_within_12_5_percent_of_the_best():
     """Megatron-LM's are compared with other degrees of 2021: without ZeRO, with recomputation."""
     published = {
-        f"--model {name} --gpus {gpus} --gpu a100 --batch-size {batch} --zero 0 --recompute full "
-        f"--schedule {'interleaved' if v > 1 else '1f1b'}": f" --tp {t} --pp {p} --cp 1"
-        for name, (t, p, gpus, batch, _, _, v) in RUNS.items()
+        f"--model {name} --gpus {run.gpus} --gpu a100 --batch-size {run.batch} --zero 0 --recompute "
+        f"full --schedule {'interleaved' if run.chunks > 1 else '1f1b'}": f" --tp {run.tp} --pp "
+        f"{run.pp} --cp 1"
+        for name, run in RUNS.items()
     }
     published["--model llama3-405b --gpus 16384 --gpu h100"] = " --tp 8 --pp 16 --cp 1"
     quickest = lambda flags: plan.best_plans(plan.parse(flags.split()), 1)[0].step
     for flags, degrees in published.items():
         assert quickest(flags + degrees) <= 1.125 * quickest(flags), flags
+
+
+def test_solar_opens_finding_holds_at_the_measured_speed_and_not_at_the_planners():
+    """FSDP alone is the fastest of ep and tp where compute hides all messages of dp."""
+    runs = "--gpu b200 --cp 1 --pp 1 --recompute full"
+    sixteen = f"solar-open --gpus 128 --batch-size 1024 {runs} --tp 1 --ep 1 --zero 3"
+    args, found = claims.solar_plan(claims.MEASURED, sixteen)
+    tokens = args.batch_size * args.seq_len / args.gpus
+    assert tokens / found.step == pytest.approx(5500, rel=0.01)
+    degrees = lambda of: (of.layout.tp, of.layout.ep)
+    _, found = claims.solar_plan(claims.MEASURED, claims.SOLAR)
+    assert degrees(found) == (1, 1) and found.seconds["dp"] == 0
+    _, found = claims.solar_plan(GPUS["b200"].products, claims.SOLAR)
+    assert degrees(found) == (1, 2)
+    _, alone = claims.solar_plan(GPUS["b200"].products, f"{claims.SOLAR} --tp 1 --ep 1")
+    saved = alone.seconds["dp"] - found.seconds["dp"]
+    assert saved > found.seconds["ep"] > 0 and alone.step - found.step < saved
+    assert degrees(found)[0] == 1  # tp is never faster
+
+
+# ---- over the batch ------------------------------------------------------------------------------
+
+
+def test_a_sweep_finds_the_best_of_each_column_and_batch_by_a_search_through_everything():
+    flags = "--gpus 8 --gpu h100 --layers 4 --hidden 64 --heads 4 --seq-len 32 --batch-size 12"
+    args = plan.parse(flags.split())
+    args.machine = GPUS["h100"]._replace(memory=9e-4, per_node=4)  # GB: some layouts do not fit
+    rows = plan.sweep(args)
+    assert [own.batch_size for own, _ in rows] == [3, 6, 12]
+    for own, plans in rows:
+        best = {}
+        for piece in plan.pieces_of(own):
+            axes = [axis for axis in ("tp", "pp") if getattr(piece, axis) > 1]
+            columns = [piece.recompute] + [" ".join(["dp", *axes])] * (piece.cp == 1)
+            stages = (1, 2, 3) if piece.dp * piece.cp > 1 else (0,)
+            for one, zero in itertools.product(plan.pipelines_of(own, piece), stages):
+                found = plan.price(plan.config_of(own), own.machine, one._replace(zero=zero))
+                for column in columns if found.held <= 9e5 else ():
+                    best[column] = min(best.get(column, math.inf), found.step)
+        assert {name: of.step for name, of in plans.items()} == pytest.approx(best)
+        assert all(of.layout.microbatches * of.layout.batch * of.layout.dp == own.batch_size
+                   for of in plans.values())  # fmt: skip
+    assert "dp" not in rows[0][1] and "full" in rows[0][1]  # 3 sequences for 8 replicas
+
+
+def test_recomputation_costs_a_quarter_and_large_batches_twice_outrun_small_ones_without():
+    """Narayanan et al., 2021, figure 17: "up to 33%", and "up to 2x"."""
+    speed = {
+        args.batch_size: {name: args.batch_size / of.step for name, of in plans.items()}
+        for args, plans in claims.swept("recomputation")
+    }
+    assert [*speed] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    for of in speed.values():
+        assert 0.67 < of["full"] / of["none"] < 0.77
+        assert of["full"] < of["selective"] <= of["none"]
+    assert speed[256]["full"] == pytest.approx(2 * speed[8]["none"], rel=0.05)
+
+
+def test_data_parallelism_alone_needs_larger_batches_than_together_with_tp():
+    """Where messages bound it, its MFU is proportional to the batch; elsewhere dp alone is best."""
+    rows = {
+        args.batch_size: {name: plan.mfu(of, args) for name, of in plans.items()}
+        for args, plans in claims.swept("strategies")
+    }
+    assert "dp" not in rows[32] and rows[32]["dp tp"] > 0.7 * rows[2048]["dp tp"]
+    assert rows[128]["dp"] == pytest.approx(2 * rows[64]["dp"], rel=0.02)
+    assert rows[64]["dp tp"] > 2 * rows[64]["dp"]
+    assert rows[2048]["dp"] > rows[2048]["dp tp"]
 
 
 # ---- beside the rehearsal ------------------------------------------------------------------------
@@ -245,6 +312,18 @@ def test_llama_3_on_16384_gpus_has_ten_plans_in_two_tables(capsys):
     assert max(map(len, lines)) <= 100 and numbers == [f"{n:2}" for n in range(1, 11)] * 2
 
 
+def test_a_sweep_is_two_tables_with_a_line_for_each_batch(capsys):
+    flags = "--gpus 8 --gpu h100 --batch-size 12 --pp 1 --sweep batch-size"
+    assert plan.main(flags.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    rows = [line.split() for line in lines if re.match(" +[0-9]+ ", line)]
+    assert [words[0] for words in rows] == ["3", "6", "12"] * 2
+    assert all(words[-2:] == ["-", "-"] for words in rows[3:])  # no pipeline
+    best = [max(float(word) for word in words[1:4]) for words in rows[3:]]
+    assert [words[-1] for words in rows[:3]] == [f"{number:.1f}%" for number in best]
+
+
 @pytest.mark.parametrize("gpus", [1, 3, 8])
 @pytest.mark.parametrize("more", ["", "--experts 4", "--zero 3 --recompute full"])
 def test_a_few_gpus_have_a_plan(gpus, more, capsys):
@@ -259,6 +338,9 @@ WRONG = {
     "--gpus 8 --pp 2 --schedule zb-v --microbatches 1": "no number of microbatches",
     "--gpus 8 --model deepseek-v3 --dtype fp32": "--dtype fp32 means nothing to a plan",
     "--gpus 8 --model gpt-5": "invalid choice: 'gpt-5'",
+    "--gpus 8 --sweep layers": "--sweep: invalid choice: 'layers'",
+    "--gpus 8 --sweep batch-size --tp 3": "--tp 3 is not 8, the number of ranks",
+    "--gpus 2 --sweep batch-size --model llama3-70b --batch-size 2 --tp 1": "no layout fits 80 GB",
     "": "required: --gpus",
 }
 

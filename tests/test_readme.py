@@ -46,6 +46,30 @@ def test_each_claim_agrees_with_its_count_and_names_its_test():
             assert f"{value:,.0f}" in claims.RESULTS.read_text()
 
 
+def test_sizes_are_the_published_ones():
+    for what, _, published, found, _ in claims.sizes():
+        decimals = len(f"{published:g}".partition(".")[2])
+        assert round(found, decimals) == published, what
+
+
+def test_llama_3s_18_interruptions_are_in_one_class_each_which_names_its_tests():
+    assert len(claims.INTERRUPTIONS) == 18 and sum(claims.INTERRUPTIONS.values()) == 419
+    causes = [cause for of in claims.CLASSES for cause in of.causes]
+    assert sorted(causes) == sorted(claims.INTERRUPTIONS)
+    for of in claims.CLASSES:
+        for file, words in of.tests:
+            source = (PROJECT / f"tests/test_{file}.py").read_text()
+            tests = re.findall(r"^def (test_\w+)", source, re.M)
+            assert any(words in name for name in tests), (of.name, words)
+
+
+def test_the_recap_has_the_columns_of_the_rule_of_thumb():
+    (header,) = [line for line in LINES if line.startswith("| technique |")]
+    for column in ("synchronises", "memory", "bytes", "batch"):
+        assert column in header
+    assert "gradient accumulation" in TEXT
+
+
 def test_every_command_names_a_file_and_has_valid_flags():
     assert len(OF_HYBRID) >= 5 and len(COMMANDS) >= 12
     for words in OF_HYBRID:
