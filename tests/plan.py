@@ -422,6 +422,7 @@ def pieces_of(args, most=200_000):
         others = "none", nodes, args.unfused, "1f1b", 1, 1, args.replicate or 1
         grid = Layout(*sizes, args.cp_method, *others)
         more = {"topk_nodes": min(args.topk_nodes or nodes, nodes), "world_size": args.gpus}
+        more |= {"min_lr": 0, "decay_steps": 0}
         try:
             hybrid.check(argparse.Namespace(**vars(args) | grid._asdict() | args.given | more))
         except ValueError as error:
@@ -482,8 +483,11 @@ def parse(argv):
     args.kv_heads, args.ffn = args.kv_heads or args.heads, args.ffn or 4 * args.hidden
     usual = 2**24 // args.seq_len if args.model else math.ceil(16 / args.gpus) * args.gpus
     args.batch_size = args.batch_size or usual
-    of_experts = [flag for flag in hybrid.FLAGS if flag.metadata.get("needs") == "--experts"]
-    hybrid.check_needs(args, {flag.name: given.get(flag.name) for flag in of_experts})
+    known = {"--experts"}  # the plan chooses the other things that flags need
+    if "recompute" in given:
+        known.add("--recompute full")
+    needy = [flag for flag in hybrid.FLAGS if flag.metadata.get("needs") in known]
+    hybrid.check_needs(args, {flag.name: given.get(flag.name) for flag in needy})
     return args
 
 

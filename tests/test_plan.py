@@ -262,7 +262,7 @@ def test_a_few_gpus_have_a_plan(gpus, more, capsys):
 WRONG = {
     "--gpus 8 --model llama3-70b": "no layout fits 80 GB: the leanest takes 1",
     "--gpus 8 --tp 3": "--pp 1 * --dp 2 * --cp 1 * --tp 3 is not 8, the number of ranks",
-    "--gpus 8 --recompute-layers 2": "--recompute-layers 2 needs --recompute full",
+    "--gpus 8 --recompute none --recompute-layers 2": "--recompute-layers 2 needs --recompute full",
     "--gpus 13 --batch-size 16": "--batch-size 16 is not divisible by --dp 13",
     "--gpus 8 --pp 2 --schedule zb-v --microbatches 1": "no number of microbatches",
     "--gpus 8 --model deepseek-v3 --dtype fp32": "--dtype fp32 means nothing to a plan",
