@@ -83,7 +83,8 @@ from ddp import DistributedDataParallel, clip_grads_with_norm_, get_total_norm
 from expert_parallel import MoE, Router, tally_metrics
 from pipeline import SCHEDULES, Pipeline, WeightGradStore, forward_only, simulate, sum_replicas
 from sequence_parallel import (
-    allgather_attention, context_positions, dropout, recompute, ring_attention, ulysses_attention,
+    allgather_attention, context_positions, dropout, recompute, recompute_groups, ring_attention,
+    run_layers, ulysses_attention,
 )
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
@@ -129,6 +130,8 @@ class GPTConfig:
                     needs="--tp > 1", group="layout")  # fmt: skip
     recompute: str = flag("none", "recompute attention (selective) or layers (full) in backward",
                           choices=("none", "selective", "full"))  # fmt: skip
+    recompute_layers: int = flag(1, "layers that --recompute full recomputes as one",
+                                 needs="--recompute full", neutral=1)  # fmt: skip
     ffn: int | None = flag(None, "inner width of an MLP or expert (default: 4 x --hidden)",
                            group="model")  # fmt: skip
     experts: int = flag(0, "experts in a layer, or 0 for an MLP", least=0, group="experts")
@@ -248,8 +251,11 @@ class GPT(nn.Module):
             x = self.transformer["wte"](x.t())
             x = x + self.transformer["wpe"](self.positions).unsqueeze(1)
             x = _residual_dropout(self, x)
-        for block in self.transformer["h"].values():
-            x = recompute(block, x) if self.config.recompute == "full" else block(x)
+        layers = list(self.transformer["h"].values())
+        if self.config.recompute == "full":
+            x = recompute_groups(layers, self.config.recompute_layers, x)
+        else:
+            x = run_layers(layers, x)
         if self.is_last:
             x = self.transformer["ln_f"](x)
             options = {"group": self.tp_group, "sequence_parallel": self.config.sp}
@@ -1213,7 +1219,7 @@ def check_same_data(data, source):
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 # the flags of the model that a resumed run may change
-MAY_CHANGE = "dropout", "sp", "recompute", "capacity_factor", "topk_nodes"
+MAY_CHANGE = "dropout", "sp", "recompute", "recompute_layers", "capacity_factor", "topk_nodes"
 MOMENTS = "exp_avg", "exp_avg_sq"  # Adam's
 
 
@@ -1721,8 +1727,9 @@ def parse(argv, world_size, per_node=None):
         args.min_lr = args.lr / 10
     check_needs(args, typed)
     check(args)
+    args = Args(**vars(args))
     schedule_of(args)
-    return Args(**vars(args))
+    return args
 
 
 def need(condition, sentence):
@@ -1822,6 +1829,9 @@ def schedule_of(args):
     stages = len(schedule.routes[0])
     # the first stage may hold just the embedding, and the last one just the head
     need(args.layers + 2 >= stages, f"--layers {args.layers} is too few for {stages} stages")
+    most = max(len(layers_of(stage, stages, args)) for stage in range(stages))
+    as_one = as_typed("recompute_layers", args.recompute_layers)
+    need(args.recompute_layers <= most, f"{as_one} is more than a stage has, at most {most}")
     return schedule
 
 

@@ -31,6 +31,7 @@ for Near-Infinite Context", 2023. Jacobs et al., "DeepSpeed Ulysses", 2023.
 """
 
 import math
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -405,6 +406,24 @@ def context_parallel_bytes(
 # Full recomputation keeps only a layer's input, and runs the layer again in backward. Selective
 # recomputation does this for the core of attention only, whose s x s scores take most of the memory
 # and little of the time. Fused attention keeps no scores in the first place.
+#
+# Full recomputation can also treat n layers as one. Forward then keeps only every n-th layer's
+# input, and backward runs n layers again before it begins with the last of them. For n = 3:
+#
+#     forward    layers 0 1 2, 3 4 5           keeps the inputs of layers 0 and 3
+#     backward   forward of 3 4 5 again        keeps all that these three layers need
+#                backward of 5 4 3             frees it
+#                forward of 0 1 2 again, backward of 2 1 0
+#
+# If a layer's input takes c bytes, and all that a layer keeps takes a bytes, L layers need at most
+# c L/n + a n. This is least, 2 sqrt(L c a), with n = sqrt(L c/a). If a = c, that is the well-known
+# n = sqrt(L), but a transformer's layer keeps a = 17 c (without tp, with fused attention), so that
+# n = 1 is best up to 34 layers. A pipeline stage keeps the inputs of m microbatches in flight, but
+# recomputes one at a time: it needs m c L/n + a n bytes, which is least with n = sqrt(m L c/a).
+#
+# If a schedule defers weight products (I and W in pipeline.py), what they need is kept until W.
+# All n layers are recomputed in I, each once, so dropout masks are the same, and experts count
+# their tokens once. ZeRO-3 gathers the n layers in turn: see zero_rounds() in zero.py.
 
 
 def recompute(function, *inputs):
@@ -425,6 +444,24 @@ def recompute(function, *inputs):
         return _Hollow.apply(output) if torch.is_grad_enabled() else output
 
     return checkpoint(run, *inputs, use_reentrant=True)
+
+
+def recompute_groups(layers, size, x):
+    """Return x after all layers, of which backward recomputes `size` (n, above) at a time as one.
+
+    Only the input of each group of n layers is kept. If n does not divide the number of layers, the
+    last group is shorter; backward recomputes it first, while all inputs are still there.
+    """
+    for begin in range(0, len(layers), size):
+        x = recompute(partial(run_layers, layers[begin : begin + size]), x)
+    return x
+
+
+def run_layers(layers, x):
+    """Return x after all layers, one after the other."""
+    for layer in layers:
+        x = layer(x)
+    return x
 
 
 class _Hollow(torch.autograd.Function):
@@ -473,6 +510,25 @@ def activation_bytes(
     # Bytes, in units of sbh: softmax's output, and the output and the mask of the dropout after it.
     scores = (2 * itemsize + 1) * heads * seq_len / hidden if recompute == "none" else 0
     return sbh * (outside / split + (itemsize * inside + scores) / tp)
+
+
+def recomputation_bytes(layers, size, layer_input, whole_layer, microbatches=1):
+    """Return the most bytes of activations of a stage that recomputes `size` layers as one.
+
+    This is m c L/n + a n - c, in the letters above. The last term is there because a group's input
+    is one of the tensors that its first layer keeps. GPipe (Huang et al., 2019) recomputes a whole
+    stage. With K stages of L/K layers and M microbatches of N/M sequences, all kept, each sequence
+    costs N + (L/K) (N/M), less N/M, if a = c = 1 per sequence.
+
+    layers, size: L, the stage's layers, and n. If n does not divide L, the last group is shorter.
+    layer_input, whole_layer: c and a, which are activation_bytes() of full and of no recomputation.
+    microbatches: m, the most whose forward is done and whose backward is not.
+    """
+    groups = math.ceil(layers / size)
+    last = layers - (groups - 1) * size
+    inputs = layer_input * (microbatches * groups - 1)
+    # Backward frees the last group's input before it recomputes the group before.
+    return inputs + max(whole_layer * last, (whole_layer * size - layer_input) * (groups > 1))
 
 
 # ---- kernels -------------------------------------------------------------------------------------

@@ -52,6 +52,8 @@ from models import GPUS
 from pipeline import SCHEDULES, DeferredLinear, Pipeline, WeightGradStore
 from ranks import headline, on_device, run
 from reference_gpt import Attention, Layer, ReferenceGPT
+from sequence_parallel import recompute_groups, run_layers
+from transformer import most_saved_bytes
 from zero import FullyShardedDataParallel, ZeroRedundancyOptimizer
 
 KB, MB = 1 << 10, 1 << 20
@@ -388,6 +390,36 @@ def bench_context_parallel(arguments):
             report(", ".join((name, *case)), t, "fused, one process", alone)
 
 
+# ---- recomputation -------------------------------------------------------------------------------
+
+
+def _time_recomputation(layers, T, rounds):
+    """Return {case: (seconds, most bytes that autograd keeps)} of forward and backward."""
+    config = hybrid.GPTConfig(layers, 128, 4, T)
+    blocks = [hybrid.Block(config, group=None) for _ in range(layers)]
+    weights = [parameter for block in blocks for parameter in block.parameters()]
+    x = torch.randn(T, 2, 128, requires_grad=True)
+    contenders = {"none": lambda: run_layers(blocks, x).sum().backward()}
+    for n in (1, 2, math.isqrt(layers), layers):
+        contenders[f"n = {n}"] = lambda n=n: recompute_groups(blocks, n, x).sum().backward()
+    kept = {}
+    for name, step in contenders.items():
+        with most_saved_bytes(weights) as count:
+            step()
+        kept[name] = count()
+    seconds = take_turns(contenders, rounds)
+    return {name: (seconds[name], kept[name]) for name in contenders}
+
+
+def bench_recomputation(arguments):
+    """Compare n layers recomputed as one with no recomputation: time and memory of 16 layers."""
+    cases = {"16 layers": (1, _time_recomputation, 16, 128, arguments.rounds)}
+    [(_, found)] = measure(cases)
+    alone, all_kept = found.pop("none")
+    for name, (seconds, kept) in found.items():
+        report(f"{name}, {kept / MB:.1f} of {all_kept / MB:.1f} MB kept", seconds, "none", alone)
+
+
 # ---- experts -------------------------------------------------------------------------------------
 
 
@@ -543,8 +575,8 @@ def bench_gpu(arguments):
 BENCHMARKS = {
     "collectives": bench_collectives, "data_parallel": bench_data_parallel,
     "pipeline": bench_pipeline, "tensor_parallel": bench_tensor_parallel,
-    "context_parallel": bench_context_parallel, "expert_parallel": bench_expert_parallel,
-    "host": bench_host, "gpu": bench_gpu,
+    "context_parallel": bench_context_parallel, "recomputation": bench_recomputation,
+    "expert_parallel": bench_expert_parallel, "host": bench_host, "gpu": bench_gpu,
 }  # fmt: skip
 WORLD_SIZES = {"collectives": [2, 4], "context_parallel": [2, 4]}  # the other subjects: [2]
 

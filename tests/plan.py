@@ -66,6 +66,7 @@ class Layout(NamedTuple):
     zero: int = 0
     replicate: int = 1
     moments: str = "fp32"
+    recompute_layers: int = 1
 
     piece = property(lambda self: Layout(*self[:12]))  # the fields that a layer's work depends on
     # the microbatches that a stage computes; each of DualPipe's two replicas takes half of them
@@ -189,6 +190,8 @@ def activations_of(config, layout, share):
     p, m, v, schedule = layout.pp, layout.microbatches, layout.chunks, layout.schedule
     tokens, h, tp = layout.batch * config.seq_len / layout.cp, config.hidden, layout.tp
     whole, kept = (layer_bytes(config, layout.piece, n) for n in ("none", layout.recompute))
+    as_one = min(layout.recompute_layers, max(1, share.layers / v))
+    kept /= as_one
     if schedule.startswith("zb"):
         kept = whole + 4 * tokens * h * (1 - 1 / tp) * layout.sp
     flying = {"1f1b": min(m, share.behind + 1)}  # microbatches, in all layers of the rank
@@ -203,7 +206,7 @@ def activations_of(config, layout, share):
     portion, layer = portion_of(config), count_of(config, layout, Share(1))
     width = config.mlp_width * (1 - portion + portion * config.top_k) / tp
     matrix = h * config.mlp_width * ((1 - portion) / tp + portion * config.experts / layout.ep)
-    inside = 2 * tokens * (h + width) + 2 * matrix + whole * again
+    inside = 2 * tokens * (h + width) + 2 * matrix + whole * again * as_one
     inside += 4 * (matrix, 0, layer, 2 * layer)[layout.zero]
     return held + max(inside, 4 * logits, 4 * share.heads * h * config.vocab_size / tp)
 
@@ -361,9 +364,9 @@ def replica_seconds(config, gpu, layout, forward, backward):
     span = (layout.pp * (layout.chunks - 1) + 1) / layout.chunks if chunked else 1
     if not layout.zero:  # gradients are all-reduced in 32 bits
         return max(0.0, 2 * scatter - span * backward)
-    scatters, gathers = zero_rounds(layout.zero, layout.rounds)
-    regather = gather * (gathers > 1)  # stage 3 gathers again in backward
-    exposed = max(0.0, scatter + 2 * regather - forward - backward)
+    scatters, gathers = zero_rounds(layout.zero, layout.rounds, layout.recompute_layers)
+    regather = gather * max(0, gathers / layout.rounds - 1)  # stage 3 gathers again in backward
+    exposed = max(0.0, scatter + gather * (gathers > 1) + regather - forward - backward)
     ends = max(0.0, scatter + regather - span * backward) + max(0.0, gather - span * forward)
     return (scatters - 1) * exposed + ends
 
@@ -460,7 +463,9 @@ def pieces_of(args, most=200_000):
             continue
         counts = args.fixed.get("microbatches", divisors(grid.batch, grid.batch))
         for m, mode in product(counts, modes):
-            found.append(grid._replace(batch=grid.batch // m, microbatches=m, recompute=mode))
+            as_one = args.recompute_layers if mode == "full" else 1
+            recomputed = {"recompute": mode, "recompute_layers": as_one}
+            found.append(grid._replace(batch=grid.batch // m, microbatches=m, **recomputed))
     if not found:
         raise ValueError(f"no layout of {args.gpus} GPUs: {refused[0]}")
     if len(found) > most:
@@ -556,8 +561,11 @@ def parse(argv):
     args.min_lr = args.decay_steps = 0  # check() compares them, but a plan has no learning rate
     usual = 2**24 // args.seq_len if args.model else math.ceil(16 / args.gpus) * args.gpus
     args.batch_size = args.batch_size or usual
-    of_experts = [flag for flag in hybrid.FLAGS if flag.metadata.get("needs") == "--experts"]
-    hybrid.check_needs(args, {flag.name: given.get(flag.name) for flag in of_experts})
+    known = {"--experts"}  # the plan chooses the other things that flags need
+    if "recompute" in given:
+        known.add("--recompute full")
+    needy = [flag for flag in hybrid.FLAGS if flag.metadata.get("needs") in known]
+    hybrid.check_needs(args, {flag.name: given.get(flag.name) for flag in needy})
     return args
 
 

@@ -163,7 +163,7 @@ def formulas(trainer):
     itemsize, state = (2, 12) if args.dtype == "bf16" else (4, 8)
     state -= 4 * (args.moments == "bf16")
     halves, t, found = 1 + trainer.replicated, args.tp, Counter()
-    sums, gathers = zero_rounds(args.zero, args.microbatches // halves)
+    sums, gathers = zero_rounds(args.zero, args.microbatches // halves, args.recompute_layers)
     in_all = 4 * sums + gathers * (itemsize if args.zero else 4)
     groups = [
         (trainer.dense, mesh.shard_group, mesh.replicate_group),

@@ -19,7 +19,7 @@ from gpu_counts import batches, waits
 from ranks import least_bytes, on_ranks, run
 from replicas import assert_close
 from reference_gpt import MoE as ReferenceMoE
-from sequence_parallel import recompute
+from sequence_parallel import recompute, recompute_groups
 
 
 def _groups(size):
@@ -425,9 +425,10 @@ def test_a_capacity_takes_the_first_tokens_and_a_backward_counts_once(top_k, fac
     y.sum().backward()
     assert layer.tally[:5].equal(counts)  # the load includes dropped choices
     recompute(layer, x).sum().backward()
+    recompute_groups([layer, layer], 2, x).sum().backward()  # two uses as one
     with torch.no_grad():
         layer(x)
-    assert layer.tally[:5].equal(2 * counts)
+    assert layer.tally[:5].equal(4 * counts)
 
 
 def test_metrics_are_the_worst_load_the_fraction_dropped_and_the_mean_losses():

@@ -210,6 +210,12 @@ EVERY_LAYOUT += [
     # Stages of 1, 2 and 1 layers, and of 1, 2, 2, 2 and 1 layers.
     (3, "--pp 3 --schedule 1f1b --microbatches 4"),
     (2, "--pp 2 --schedule interleaved --chunks 5 --microbatches 2 --layers 8"),
+    # Groups of layers that are recomputed as one, some with a short last group.
+    (2, "--tp 2 --sp --recompute full --recompute-layers 3"),
+    (2, "--zero 3 --dp 2 --layers 8 --microbatches 2 --recompute full --recompute-layers 3"),
+    (2, "--pp 2 --layers 6 --schedule zb-h1 --recompute full --recompute-layers 2"),
+    (2, "--pp 2 --schedule dualpipe --microbatches 4 --recompute full --recompute-layers 2"),
+    (4, "--pp 2 --dp 2 --zero 3 --layers 6 --schedule zb-h1 --recompute full --recompute-layers 3"),
 ]
 
 
@@ -300,7 +306,10 @@ def test_a_gpt_of_experts_trains_as_a_loop_over_them_does(world_size, flags, mix
     _assert_trains_as_a_loop_does(world_size, flags, mixture)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe"])
+OF_EXPERTS = ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe", "zb-h1 --recompute-layers 2"]
+
+
+@pytest.mark.parametrize("schedule", OF_EXPERTS)
 def test_experts_train_in_every_schedule_and_count_each_microbatch_once(schedule):
     flags = f"--pp 2 --dp 2 --ep 2 --microbatches 4 --schedule {schedule} --recompute full"
     _assert_trains_as_a_loop_does(4, flags, "--balance bias --top-k 3 --shared-experts 1")
@@ -444,11 +453,12 @@ def test_dropout_draws_different_masks_for_every_seed_and_every_rank_of_a_split_
 @on_ranks(2)
 def test_recomputation_replays_the_masks_of_every_rank(flags):
     found = []
-    for mode in ("none", "selective", "full"):
+    for mode in ("none", "selective", "full", "full --recompute-layers 3"):
         trainer = make_trainer(f"--tp 2 --microbatches 2 --dropout 0.3 --recompute {mode} {flags}")
         trainer.step(*batch(0))
         found.append([parameter.grad for parameter in trainer.chunks[0].parameters()])
-    assert all(map(torch.equal, found[0], found[1])) and all(map(torch.equal, *found[1:]))
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
 
 
 # ---- bf16 ----------------------------------------------------------------------------------------
@@ -937,6 +947,8 @@ BAD_FLAGS = """processes | flags | what is wrong
 --schedule dualpipe: --pp 3 and --microbatches 6: both must be even, and --microbatches >= 2 x --pp
 2 | --pp 2 --batch-size 5 --microbatches 2 | --batch-size 5 is not divisible by --dp 1 * --micro
 1 | --save-every 2 | --save-every 2 needs --checkpoint
+1 | --recompute-layers 2 | --recompute-layers 2 needs --recompute full
+8 | --recompute full --recompute-layers 5 | --recompute-layers 5 is more than a stage has, at most 4
 1 | --dropout 1 | --dropout: 1 is not in [0, 1)
 1 | --batch 8 | unrecognized arguments: --batch 8
 """

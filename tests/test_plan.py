@@ -17,6 +17,7 @@ from models import GPUS, MODELS, Gpu
 from pipeline import SCHEDULES, simulate
 from plan import Layout
 from ranks import PROJECT
+from sequence_parallel import recomputation_bytes
 
 # The Llama 3 report, table 4: GPUs, cp, dp, sequence, TFLOP/s per GPU, at t = 8, p = 16 and 16M
 # tokens. ZeRO-2 and 8 chunks of one layer are chosen here.
@@ -300,6 +301,20 @@ def test_the_best_plans_are_those_of_a_search_through_everything():
         assert [p.step for p in plan.best_plans(args, 100)] == pytest.approx(expected)
 
 
+def test_activations_with_several_layers_recomputed_as_one_are_those_of_the_formula():
+    """Nothing is left out but what is the same for each number of layers."""
+    config, share = hybrid.GPTConfig(24, 1024, 8, 512, 1), plan.Share(24)
+    held, claimed = [], []
+    for n in (1, 2, 3, 4, 24):
+        layout = Layout(batch=4, recompute="full", recompute_layers=n)
+        whole, kept = (plan.layer_bytes(config, layout.piece, mode) for mode in ("none", "full"))
+        held.append(plan.activations_of(config, layout, share))
+        claimed.append(recomputation_bytes(24, n, kept, whole))
+    assert min(held) == held[0]  # sqrt(24 c / a) is 1.2
+    for one, other in zip(held, claimed):
+        assert one - held[0] == pytest.approx(other - claimed[0])
+
+
 # ---- the command ---------------------------------------------------------------------------------
 
 
@@ -334,6 +349,7 @@ def test_a_few_gpus_have_a_plan(gpus, more, capsys):
 WRONG = {
     "--gpus 8 --model llama3-70b": "no layout fits 80 GB: the leanest takes 1",
     "--gpus 8 --tp 3": "--pp 1 * --dp 2 * --cp 1 * --tp 3 is not 8, the number of ranks",
+    "--gpus 8 --recompute none --recompute-layers 2": "--recompute-layers 2 needs --recompute full",
     "--gpus 13 --batch-size 16": "--batch-size 16 is not divisible by --dp 13",
     "--gpus 8 --pp 2 --schedule zb-v --microbatches 1": "no number of microbatches",
     "--gpus 8 --model deepseek-v3 --dtype fp32": "--dtype fp32 means nothing to a plan",

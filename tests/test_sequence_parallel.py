@@ -1,5 +1,6 @@
 """Sequence parallelism and recomputation keep one process's gradients, and the papers' bytes."""
 
+import math
 from functools import partial
 
 import pytest
@@ -11,9 +12,13 @@ import hybrid
 from collectives import rank_and_size
 from ranks import on_ranks
 from replicas import assert_close
-from sequence_parallel import activation_bytes, dropout, recompute, sequence_parallel_mlp
+from sequence_parallel import (
+    activation_bytes, dropout, recomputation_bytes, recompute, sequence_parallel_mlp,
+)
 from tensor_parallel import attention
-from transformer import Peak, TransformerLayer, norm_bytes, saved_bytes, unfused_attention
+from transformer import (
+    Peak, TransformerLayer, most_saved_bytes, norm_bytes, saved_bytes, unfused_attention,
+)
 
 MODES = ["none", "selective", "full"]
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -117,6 +122,45 @@ def test_a_layer_keeps_the_bytes_of_the_paper_and_the_statistics_of_its_norms(
     for kind in (layer, block):
         kept = _kept(kind, T // tp if sequence_parallel else T)
         assert kept == pytest.approx(claimed + norms, rel=1e-12)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@split_or_not
+@on_ranks(1, 2)
+def test_a_stage_keeps_the_inputs_of_its_groups_and_one_whole_group(
+    sequence_parallel, microbatches
+):
+    """All microbatches go forward, as in GPipe. Of 6 layers, groups of 4 leave a last one of 2."""
+    (B, T, D, H), (_, tp), L = SIZES, rank_and_size(), 6
+    bytes_of = lambda mode: activation_bytes(B, T, D, H, tp, sequence_parallel, mode)
+    whole_layer = bytes_of("none") + norm_bytes(B, T, tp, sequence_parallel)
+    state = hybrid.ShardedRandomState("cpu")
+    for size in range(1, L + 1) if tp == 1 else [4]:
+        config = hybrid.GPTConfig(3 * L, D, H, T, 2, 0.1, None, sequence_parallel, "full", size)
+        stage = hybrid.GPT(
+            config, torch.arange(T), None, 1, 3, attention_fn=unfused_attention, random=state
+        ).bfloat16()
+        shape = T // tp if sequence_parallel else T, B, D
+        xs = [torch.randn(shape, dtype=torch.bfloat16) for _ in range(microbatches)]
+        with most_saved_bytes(stage.parameters()) as count:
+            for y in [stage(x.requires_grad_()) for x in xs]:
+                y.sum().backward()
+        claimed = recomputation_bytes(L, size, bytes_of("full"), whole_layer, microbatches)
+        assert count() == pytest.approx(claimed, rel=1e-12), size
+
+
+def test_the_least_memory_is_at_the_square_root_of_layers_times_input_over_layer():
+    L, N, K, M = 144, 64, 4, 8
+    for a, m in ((1, 1), (4, 1), (1, 4), (16, 4)):
+        cost = {n: recomputation_bytes(L, n, 1, a, m) for n in range(1, L + 1)}
+        n = math.isqrt(m * L // a)  # sqrt(L) if a = c = 1
+        assert min(cost, key=cost.get) == n and cost[n] == 2 * math.isqrt(m * L * a) - 1
+    # GPipe recomputes whole stages
+    stage = recomputation_bytes(L // K, L // K, N // M, N // M, M)
+    assert stage == N + L // K * N // M - N // M
+    whole = recomputation_bytes(10, 4, 3, 7)  # groups of 4, 4 and 2
+    assert whole == max(2 * 3 + 2 * 7, 1 * 3 + 4 * 7)
+    assert recomputation_bytes(4, 3, 5, 5) == 5 + max(5, 10)  # while the last one is recomputed
 
 
 def test_activation_bytes_are_the_rows_of_the_papers_table():

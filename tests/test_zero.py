@@ -23,6 +23,7 @@ from collectives import (
     reduce_scatter_bytes,
 )
 from ddp import DistributedDataParallel
+from sequence_parallel import recompute_groups
 from zero import (
     AdamW, FullyShardedDataParallel, ShardedLayout, ZeroRedundancyOptimizer, zero_bytes, zero_memory,
     zero_rounds,
@@ -552,6 +553,31 @@ def test_stages_send_2_2_2_and_3_times_the_parameters(stage):
             assert traffic.bytes("all_gather_single") == zero_rounds(stage, m)[1] * one
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+def test_units_recomputed_as_one_are_gathered_in_turn_and_two_at_a_time(size):
+    """Of 6 units, groups of 4 leave a last one of 2. The formula is for groups of equal size."""
+    net, held = stack(6), []
+    net.forward = lambda x: recompute_groups(net.blocks, size, x)
+    model = FullyShardedDataParallel(net, units=net.blocks)
+    gathered = lambda: sum(flat.gathering is not None for flat in model.flats)
+    for block in net.blocks:
+        block.register_forward_hook(lambda *_: held.append(gathered()))
+    x, nbytes = torch.ones(2, 96, requires_grad=True), sum(p.nbytes for p in stack(6).parameters())
+    with count_bytes() as traffic:
+        for _ in range(2):
+            model(x).sum().backward()
+    groups = [min(size, 6 - begin) for begin in range(0, 6, size)]
+    gathers = 6 + sum(group if group < 3 else 2 * group - 1 for group in groups)
+    one = reduce_scatter_bytes(nbytes, dist.get_world_size())
+    assert traffic.bytes("all_gather_single") == 2 * gathers * one // 6
+    assert traffic.bytes("reduce_scatter_single") == 2 * one
+    if 6 % size == 0:
+        claimed = zero_bytes(3, nbytes, dist.get_world_size(), 2, recomputed=size)
+        assert traffic.bytes() == pytest.approx(claimed)
+    assert max(held) == 2 and len(held) == 2 * (6 + 6)  # after each forward, and the next one
+
+
 def bytes_held(stage, **how):
     """Return the bytes per parameter that a rank holds after a backward that is not the last.
 
@@ -708,6 +734,7 @@ WAYS = {  # how a module uses its units
     "passed on": lambda block, x: sum(block({"out": x, "skip": x / 2}).values()),
     "recomputed": lambda block, x: checkpoint(block, x, use_reentrant=False),
     "reentrant": lambda block, x: checkpoint(block, x, use_reentrant=True),
+    **{f"{n} recomputed as one": None for n in (2, 3, 4)},  # so that groups have 2 + 2, 3 + 1 and 4
 }
 
 
@@ -721,6 +748,8 @@ class Odd(nn.Module):
         self.blocks[3].up.weight.requires_grad_(False)  # a unit of two flat buffers
 
     def forward(self, x):
+        if self.how.endswith("as one"):
+            return {"x": (self.last(recompute_groups(self.blocks, int(self.how[0]), x)), 3)}
         for block in self.blocks[:: -1 if self.how == "backwards" else 1]:
             x = WAYS[self.how](block, x)
         return {"x": (self.last(x), 3)}
@@ -936,6 +965,7 @@ def test_uses_that_would_give_wrong_results_are_rejected():
     recompute = partial(checkpoint, use_reentrant=False)
     parameter = around(lambda blocks, y: blocks[0](y)[0], ReturnsAParameter)
     inside, outside = around(recompute), around(lambda blocks, y: blocks(y))
+    pair = around(lambda blocks, y: recompute(blocks[2:], recompute(blocks[:2], y)))
     # A set hides its tensor from pytree.
     hidden = around(lambda blocks, y: (blocks(y), {blocks(y)}), units=0, stage=1)
     for refused, message in (
@@ -951,6 +981,7 @@ def test_uses_that_would_give_wrong_results_are_rejected():
         (lambda: around(lambda blocks, y: {blocks(y)})(y), "return tensors that a pytree holds"),
         (lambda: parameter(y), r"units\[0\] returns a parameter, or its view"),
         (lambda: inside(y).sum().backward(), r"units\[\d\] is recomputed before its turn"),
+        (lambda: pair(y).sum().backward(), "its turn: .* or several with use_reentrant=True"),
         (lambda: recompute(outside, y).sum().backward(), "forward inside backward"),
         (lambda: hidden(y)[1].pop().sum().backward(), "'blocks.3.weight' got a gradient past"),
     ):

@@ -76,6 +76,39 @@ def saved_bytes(parameters=()):
         yield lambda: sum(t.untyped_storage().nbytes() for a, t in kept.items() if a not in own)
 
 
+class Kept:
+    """A tensor that autograd keeps, and that counts in `sizes` until autograd frees it."""
+
+    def __init__(self, tensor, sizes):
+        self.tensor, self.sizes = tensor, sizes
+        storage = tensor.untyped_storage()
+        self.address = storage.data_ptr()
+        sizes.setdefault(self.address, [storage.nbytes(), 0])[1] += 1
+
+    def __del__(self):
+        self.sizes[self.address][1] -= 1
+        if not self.sizes[self.address][1]:
+            del self.sizes[self.address]
+
+
+@contextmanager
+def most_saved_bytes(parameters=()):
+    """Yield count(), which returns the most bytes that autograd kept at one time inside.
+
+    Storages count as in saved_bytes().
+    """
+    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    sizes, most = {}, [0]
+
+    def pack(tensor):
+        kept = Kept(tensor, sizes)
+        most.append(sum(nbytes for address, (nbytes, _) in sizes.items() if address not in own))
+        return kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+        yield lambda: max(most)
+
+
 class Peak(TorchDispatchMode):
     """Measures the storages that operations inside it make or change.
 
