@@ -795,7 +795,7 @@ def set_backend_collectives(group=None):
 
 
 def _backend_collective(operation, tensors, options):
-    """Call the function of torch.distributed that has the operation's name."""
+    """Run the operation with the backend's own collective."""
     if operation.op == ReduceOp.AVG:
         options = options | {"op": ReduceOp.SUM}  # _launch() divides
     if operation.name == "all_reduce" and len(tensors) == 2:
@@ -809,7 +809,20 @@ def _backend_collective(operation, tensors, options):
     elif operation.name == "all_gather":
         *outputs, input = tensors
         tensors = outputs, input
-    getattr(dist, operation.name)(*tensors, group=operation.group, **options)
+    backend_function(operation.name)(*tensors, group=operation.group, **options)
+
+
+_OLDER_NAMES = {
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+}
+
+
+def backend_function(name):
+    """Return torch.distributed's function for the collective `name`, also in torch 2.11."""
+    if not hasattr(dist, name):
+        name = _OLDER_NAMES[name]
+    return getattr(dist, name)
 
 
 # ---- the collectives -----------------------------------------------------------------------------

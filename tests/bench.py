@@ -133,8 +133,10 @@ def _contenders(operation, nbytes):
         "scatter": (shard, chunks_of_root),
         "gather": (shard, chunks_of_root),
     }[operation]
-    libraries = {"ours": collectives, "theirs": dist}
-    return {name: partial(getattr(of, operation), *arguments) for name, of in libraries.items()}
+    return {
+        "ours": partial(getattr(collectives, operation), *arguments),
+        "theirs": partial(collectives.backend_function(operation), *arguments),
+    }
 
 
 def _time_collective(operation, sizes, rounds):

@@ -7,12 +7,17 @@ TESTS = Path(__file__).resolve().parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]  # multiprocessing hands sys.path to each rank
 
 import pytest
+import torch
 
 import ranks as rank_pool
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "soak: long; left out of plain pytest, run by -m soak")
+
+
+def pytest_report_header():
+    return f"torch {torch.__version__}"  # on Linux, pip may install a build with or without CUDA
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,7 +1,8 @@
 // A CUDA device that computes nothing. It suffices for fake tensors to be on it, and for autograd
 // to run backward in a thread of the device's own, as on a GPU.
 //
-// It is registered when the library is loaded, after libtorch_cpu and before Python's torch.
+// It is registered when the library is loaded, after libtorch and before Python's torch. Builds of
+// torch with CUDA have registered their own device by then, which this one replaces.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -48,6 +49,6 @@ namespace c10::impl {
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 }
 
-namespace at {
-REGISTER_CUDA_HOOKS(CUDAHooks)
+namespace at {  // torch's own hooks have the default priority
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }

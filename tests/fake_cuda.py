@@ -34,8 +34,7 @@ TORCH = Path(importlib.util.find_spec("torch").origin).parent
 
 def load(library):
     """Load the device into this process, before Python imports torch."""
-    for name in ("libc10.so", "libtorch_cpu.so"):
-        ctypes.CDLL(TORCH / "lib" / name, mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(TORCH / "lib" / "libtorch.so", mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
 
 

@@ -24,11 +24,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import collectives
 from collectives import (
     MOST_PEERS, all_gather, all_gather_single, all_gather_to_group, all_reduce, all_reduce_bytes,
-    all_reduce_cost, all_to_all_in_group, all_to_all_single, barrier, broadcast, check_parameters,
-    choose, copy_to_group, count_bytes, exchange, gather, gather_from_group, gather_objects,
-    observe, rank_and_size, reduce, reduce_from_group, reduce_scatter_bytes, reduce_scatter_single,
-    reduce_scatter_to_group, ring_all_reduce, scatter, scatter_to_group, set_backend_collectives,
-    set_ranks_per_node,
+    all_reduce_cost, all_to_all_in_group, all_to_all_single, backend_function, barrier, broadcast,
+    check_parameters, choose, copy_to_group, count_bytes, exchange, gather, gather_from_group,
+    gather_objects, observe, rank_and_size, reduce, reduce_from_group, reduce_scatter_bytes,
+    reduce_scatter_single, reduce_scatter_to_group, ring_all_reduce, scatter, scatter_to_group,
+    set_backend_collectives, set_ranks_per_node,
 )
 from gpu_counts import as_on_nccl, nccl_over_gloo, post_nowhere
 from ranks import PROJECT, least_bytes, on_ranks, spawn
@@ -684,6 +684,18 @@ def test_only_groups_that_are_set_use_the_backends_collectives_whose_bytes_do_no
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as theirs:
         all_reduce(x, group=group)
     assert theirs.call_count == 1
+
+
+def test_torch_2_11_has_two_of_the_backends_collectives_under_older_names(monkeypatch):
+    older = {
+        "all_gather_single": dist.all_gather_into_tensor,
+        "reduce_scatter_single": dist.reduce_scatter_tensor,
+    }
+    for name, function in older.items():
+        if hasattr(dist, name):
+            assert backend_function(name) is getattr(dist, name)
+            monkeypatch.delattr(dist, name)
+        assert backend_function(name) is function
 
 
 # ---- failure ------------------------------------------------------------------------------------
