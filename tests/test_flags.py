@@ -30,7 +30,7 @@ EFFECTS = """a flag | flags that it needs | what changes
 --kv-heads 2 | | bits
 --sp | --tp 2 | messages
 --recompute full | | memory
---recompute-layers 2 | --recompute full | memory
+--recompute-layers 2 | --recompute full --layers 2 | memory
 --ffn 32 | | bits
 --experts 4 | | bits
 --top-k 1 | --experts 4 | bits
