@@ -235,7 +235,7 @@ INTERRUPTIONS = {  # the Llama 3 report, table 5: 54 days on 16,384 GPUs
 
 
 class Class(NamedTuple):
-    """Causes that look alike to a run, what the run does, and the tests: (file, words of a name)."""
+    """Causes that look alike to a run, what it does, and its tests: (file, words of a name)."""
 
     name: str
     causes: list
@@ -274,8 +274,8 @@ CLASSES = [
     Class(
         "wrong numbers",
         ["silent data corruption"],
-        "compares replicas at each save and at the end, names rank and parameter of an unequal one, "
-        "and ends with status 1",
+        "compares replicas at each save and at the end, names rank and parameter of an unequal "
+        "one, and ends with status 1",
         [("watch", "differs_between_copies")],
     ),
     Class(
@@ -289,7 +289,7 @@ CLASSES = [
 
 def interruptions():
     """Return the table of CLASSES, in Markdown."""
-    lines = ["| class | causes | number | share | a run here | tests |", "|---|---|---|---|---|---|"]
+    lines = ["| class | causes | number | share | a run here | tests |", "|---" * 6 + "|"]
     total = sum(INTERRUPTIONS.values())
     for of in CLASSES:
         causes = ", ".join(f"{cause} {INTERRUPTIONS[cause]}" for cause in of.causes)
@@ -349,8 +349,8 @@ def predicted(name, gpu=GPUS["a100"]):
 
 def megatron():
     """Return the table of RUNS beside predicted(), in Markdown."""
-    lines = ["| model | GPUs | batch | tp | pp | dp | m x b | chunks | TFLOP/s | published | PFLOP/s "
-             "| published |", "|" + "---|" * 12]  # fmt: skip
+    header = "model | GPUs | batch | tp | pp | dp | m x b | chunks"
+    lines = [f"| {header} | TFLOP/s | published | PFLOP/s | published |", "|---" * 12 + "|"]
     for name, run in RUNS.items():
         speed = predicted(name)
         parts = f"{run.batch // run.dp // run.microbatch} x {run.microbatch}"
@@ -421,9 +421,10 @@ def published():
 
 MODES = "none", "selective", "full"
 OVER_BATCH = {  # the flags of a sweep
-    "recomputation": "gpt-145.6b --gpus 128 --gpu a100 --tp 8 --pp 16 --cp 1 --zero 0 --schedule 1f1b "
-    "--batch-size 256",
-    "strategies": "llama3-70b --gpus 64 --gpu tpu-v5p --seq-len 512 --cp 1 --pp 1 --batch-size 2048",
+    "recomputation": "gpt-145.6b --gpus 128 --gpu a100 --tp 8 --pp 16 --cp 1 --zero 0 "
+    "--schedule 1f1b --batch-size 256",
+    "strategies": "llama3-70b --gpus 64 --gpu tpu-v5p --seq-len 512 --cp 1 --pp 1 "
+    "--batch-size 2048",
 }
 
 
@@ -481,7 +482,8 @@ def solar_plan(products, flags):
 
 def solar():
     """Return the table of Solar Open's layouts at two speeds of matrix products, in Markdown."""
-    lines = ["| products | layout | tp | dp | ep | ZeRO | compute s | dp s | ep s | tp s | tokens/s |"]
+    seconds = "compute s | dp s | ep s | tp s"
+    lines = [f"| products | layout | tp | dp | ep | ZeRO | {seconds} | tokens/s |"]
     lines += ["|---" * 11 + "|"]
     for products, layout in product((GPUS["b200"].products, MEASURED), LAYOUTS):
         args, best = solar_plan(products, f"{SOLAR} {LAYOUTS[layout]}")

@@ -391,8 +391,9 @@ def best_plans(args, count=10):
         layouts = [layout for piece in pieces for layout in layouts_of(args, piece)]
         if not layouts:
             raise ValueError(f"no number of microbatches suits --schedule {args.schedule}")
-        leanest = min(sum(memory_of(config_of(args), layout).values()) for layout in layouts) / 1e9
-        raise ValueError(f"no layout fits {args.machine.memory} GB: the leanest takes {leanest:,.1f}")
+        config, memory = config_of(args), args.machine.memory
+        leanest = min(sum(memory_of(config, layout).values()) for layout in layouts) / 1e9
+        raise ValueError(f"no layout fits {memory} GB: the leanest takes {leanest:,.1f}")
     return sorted(plans.values(), key=lambda plan: plan.step)[:count]
 
 
@@ -451,8 +452,9 @@ def pieces_of(args, most=200_000):
         dp = args.given.get("dp", max(1, args.gpus // (tp * cp * pp)))
         # A node holds gcd(ep, tp) ranks of an expert group, times the tp groups that fit in it.
         nodes = ep // math.gcd(ep, math.gcd(ep, tp) * max(1, args.machine.per_node // tp))
-        # Sequence parallelism is of 2022, and attention that is not fused stands for 2021.
-        sizes = tp, cp, pp, dp, ep, args.batch_size // dp, 1, args.given.get("sp", tp > 1 and not args.unfused)
+        # Unfused attention stands for 2021, and sequence parallelism is of 2022.
+        sp = args.given.get("sp", tp > 1 and not args.unfused)
+        sizes = tp, cp, pp, dp, ep, args.batch_size // dp, 1, sp
         others = "none", nodes, args.unfused, "1f1b", 1, 1, args.replicate or 1
         grid = Layout(*sizes, args.cp_method, *others, args.moments)
         more = {"topk_nodes": min(args.topk_nodes or nodes, nodes), "world_size": args.gpus}

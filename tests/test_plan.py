@@ -100,8 +100,8 @@ def test_models_have_as_many_parameters_as_those_of_the_literature():
 def test_the_published_degrees_are_within_12_5_percent_of_the_best():
     """Megatron-LM's are compared with other degrees of 2021: without ZeRO, with recomputation."""
     published = {
-        f"--model {name} --gpus {run.gpus} --gpu a100 --batch-size {run.batch} --zero 0 --recompute "
-        f"full --schedule {'interleaved' if run.chunks > 1 else '1f1b'}": f" --tp {run.tp} --pp "
+        f"--model {name} --gpus {run.gpus} --gpu a100 --batch-size {run.batch} --zero 0 "
+        f"--recompute full --schedule {'interleaved' if run.chunks > 1 else '1f1b'}": f" --tp {run.tp} --pp "
         f"{run.pp} --cp 1"
         for name, run in RUNS.items()
     }
