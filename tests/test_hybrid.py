@@ -907,6 +907,11 @@ BAD_FLAGS = """processes | flags | what is wrong
 --schedule dualpipe: --pp 3 and --microbatches 6: both must be even, and --microbatches >= 2 x --pp
 2 | --pp 2 --batch-size 5 --microbatches 2 | --batch-size 5 is not divisible by --dp 1 * --micro
 1 | --save-every 2 | --save-every 2 needs --checkpoint
+8 | --keep 3 | --keep 3 needs --checkpoint
+1 | --checkpoint DIR --keep 0 | --keep: 0 is not in [1, inf)
+8 | --resume-step 0 | --resume-step 0 needs --checkpoint
+1 | --checkpoint DIR --resume-step -1 | --resume-step: -1 is not in [0, inf)
+8 | --checkpoint DIR --resume-step last | --resume-step: invalid number value: 'last'
 1 | --dropout 1 | --dropout: 1 is not in [0, 1)
 1 | --batch 8 | unrecognized arguments: --batch 8
 """
