@@ -59,6 +59,7 @@ import sys
 import sysconfig
 import time
 from collections import ChainMap, Counter, deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -407,14 +408,15 @@ class Trainer:
     stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
     pipeline, evaluation: Pipelines that run the stages over a batch, with and without backward.
     steps_done: the steps of the whole run. has_stepped: whether this process has taken any.
-    sigterm: whether this rank has received SIGTERM. stop: whether step() found that any rank has.
+    sigterm, save_failed: whether this rank has received SIGTERM, and whether a save has failed.
+    stop: whether step() found that one of the two is true on any rank.
     """
 
     def __init__(self, args, mesh, device):
         self.args, self.mesh, self.device = args, mesh, device
         self.steps_done = 0
         self.has_stepped = False
-        self.sigterm = self.stop = False
+        self.sigterm = self.save_failed = self.stop = False
         schedule = schedule_of(args)
         self.replicated = len(schedule.routes) > 1
         self.positions = torch.arange(args.seq_len)
@@ -479,7 +481,7 @@ class Trainer:
         """Wait for a launched step, and return its metrics or raise TrainingError. See step()."""
         args = self.args
         rate = self.optimizer.param_groups[0]["lr"]
-        self.stop = bool(args.checkpoint) and on_any_rank(self.sigterm)
+        self.stop = bool(args.checkpoint) and on_any_rank(self.sigterm or self.save_failed)
         # The host waits for the device here, and elsewhere in a step only in layers with experts.
         metrics = dict(zip(scalars, torch.stack([*scalars.values()]).tolist()))
         self.steps_done += 1
@@ -746,6 +748,7 @@ def train(args, device):
     """Train, from the last checkpoint if there is one, and validate. Collective.
 
     Raises TrainingError if I/O or a step fails and, with --checkpoint, on SIGTERM after saving.
+    A save that is under way ends first.
     """
     source = f"--data {args.data or '(default)'}: "
     data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, prefix=source)
@@ -757,6 +760,7 @@ def train(args, device):
         lock = on_all_ranks(claim, folder, prefix=f"--checkpoint {folder}: ")  # held until the end
         resume(trainer, folder)
         signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "sigterm", True))
+    saver = Saver(trainer, folder) if args.checkpoint else nullcontext()
     log = Log(trainer)
     if trainer.steps_done >= args.steps:
         log.say(f"--steps {args.steps}: nothing to train, as step {trainer.steps_done} is saved")
@@ -771,7 +775,7 @@ def train(args, device):
         return data.batch(step, args.batch_size, args.seq_len, args.seed, trainer.own_rows())
 
     batch = batch_of(trainer.steps_done)
-    with collects_garbage_by_hand():
+    with saver, collects_garbage_by_hand():  # at the end, saver waits for the last save
         while trainer.steps_done < args.steps:
             began = time.perf_counter()
             launched = trainer.launch_step(*batch)
@@ -782,7 +786,7 @@ def train(args, device):
             if trainer.steps_done % GARBAGE_EVERY == 0:
                 gc.collect()  # on all ranks at the same time
             if args.checkpoint and is_due(args.save_every):
-                save(trainer, args.checkpoint)
+                saver.save()  # raises the previous save's error
             if trainer.stop:
                 end = f"SIGTERM; --checkpoint {args.checkpoint} has step {trainer.steps_done}"
                 raise TrainingError(end, status=128 + signal.SIGTERM)
@@ -1223,7 +1227,7 @@ MAY_CHANGE = "dropout", "sp", "recompute", "recompute_layers", "capacity_factor"
 MOMENTS = "exp_avg", "exp_avg_sq"  # Adam's
 
 
-def on_all_ranks(call, *arguments, prefix="", status=2):
+def on_all_ranks(call, *arguments, prefix="", status=2, group=None):
     """Return call(*arguments). If it fails on one rank, raise TrainingError on all. Collective."""
     fault = ""
     try:
@@ -1232,7 +1236,7 @@ def on_all_ranks(call, *arguments, prefix="", status=2):
         fault = str(error) or repr(error)
     except dcp.api.CheckpointException as error:  # all ranks raise it if one has failed
         fault, _ = error.failures.get(dist.get_rank(), ("", None))
-    for rank, line in enumerate(gather_objects(str(fault).strip().split("\n")[0])):
+    for rank, line in enumerate(gather_objects(str(fault).strip().split("\n")[0], group)):
         if line:
             place = f"rank {rank}: " if rank else ""
             raise TrainingError(f"{prefix}{place}{line}", status)
@@ -1294,16 +1298,92 @@ def state_of(trainer, chunks=None):
     return state
 
 
-def save(trainer, folder):
-    """Write a checkpoint, or raise TrainingError. Keep the last two. Collective."""
-    path = Path(folder, f"step_{trainer.steps_done:08d}")
+class Saver:
+    """Writes checkpoints while training continues. Creation and all methods are collective.
+
+        main thread   step 500 | save: copy to host memory | step 501 | step 502 | step 503 ...
+        thread                                             | write | hash | sync | rename |
+
+    A step that follows save() waits only for the copy. On CPUs the copy is done when save()
+    returns. On GPUs it is queued before the next step's kernels, and neither host nor thread holds
+    them up. The copy takes the bytes of this rank's weights and moments, 12 per parameter in fp32,
+    in host memory. Only one copy exists, since save() first waits for the previous save.
+
+    The thread sends over a gloo group of its own, so its messages never meet those of a step. If a
+    save fails, it fails on all ranks alike: Trainer.step() stops, and the next call here raises.
+    """
+
+    def __init__(self, trainer, folder):
+        self.trainer = trainer
+        self.folder = Path(folder)
+        self.group = dist.new_group(timeout=timedelta(seconds=trainer.args.timeout), backend="gloo")
+        barrier(self.group)  # connects the ranks, here rather than in the thread
+        self.executor = ThreadPoolExecutor(1)  # Python waits for its thread before it exits
+        self.pending = None  # the Future of the save under way
+
+    def save(self, suffix=""):
+        """Begin to write a checkpoint. One whose name has a suffix is never resumed nor deleted."""
+        self.wait()
+        state = copy_to_host(state_of(self.trainer))
+        copied = None
+        if self.trainer.device.type == "cuda":
+            copied = torch.cuda.current_stream().record_event()
+        path = self.folder / f"step_{self.trainer.steps_done:08d}{suffix}"
+        self.pending = self.executor.submit(self.write, state, copied, path)
+
+    def write(self, state, copied, path):
+        """Write a state once the event `copied` has happened. This runs in the thread."""
+        try:
+            if copied is not None:
+                torch.cuda.set_device(self.trainer.device)  # each thread has its own
+                copied.synchronize()
+            write_checkpoint(state, path, self.trainer.args, self.group)
+        except BaseException:
+            self.trainer.save_failed = True
+            raise
+
+    def wait(self):
+        """Return when the save under way has ended. If it failed, raise TrainingError."""
+        pending = self.pending
+        self.pending = None
+        if pending is not None:
+            pending.result()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        if kind is None or issubclass(kind, TrainingError):  # all ranks have come here
+            self.wait()
+        self.executor.shutdown(wait=False)
+
+
+@torch.no_grad()
+def copy_to_host(state):
+    """Return a copy of a state in host memory. From a GPU it is copied in the current stream."""
+    copies = {}
+    for kind, tensors in state.items():
+        copies[kind] = {}
+        for name, whole in tensors.items():
+            boxes = {}
+            for index, box in whole.boxes.items():
+                copy = torch.empty_like(box, device="cpu", pin_memory=box.is_cuda)
+                boxes[index] = copy.copy_(box, non_blocking=True)  # for which memory is pinned
+            copies[kind][name] = Boxes(whole.dtype, whole.shape, boxes)
+    return copies
+
+
+def write_checkpoint(state, path, args, group):
+    """Write a state on the host as a checkpoint, or raise TrainingError. Collective."""
     partial_path = path.with_suffix(".partial")
-    options = {"prefix": f"--checkpoint {path}: ", "status": 1}
-    on_all_ranks(lambda: dcp.save(state_of(trainer), checkpoint_id=partial_path), **options)
+    options = {"prefix": f"--checkpoint {path}: ", "status": 1, "group": group}
+    storage = dcp.FileSystemWriter(partial_path, per_thread_copy_ahead=0)  # nothing is on a GPU
+    write = partial(dcp.save, state, storage_writer=storage, process_group=group)
+    on_all_ranks(write, **options)
     own_files = [partial_path / ".metadata", *partial_path.glob(f"__{dist.get_rank()}_*")]
     own = on_all_ranks(digests_of, own_files, **options)
-    digests = dict(ChainMap(*gather_objects(own)))
-    on_all_ranks(commit, trainer, partial_path, path, digests, **options)
+    digests = dict(ChainMap(*gather_objects(own, group)))
+    on_all_ranks(commit, args, partial_path, path, digests, **options)
 
 
 def digests_of(paths):
@@ -1315,15 +1395,15 @@ def digests_of(paths):
     return digests
 
 
-def commit(trainer, partial_path, path, digests):
-    """On rank 0, complete a checkpoint, rename it to `path`, and delete all but the last two."""
+def commit(args, partial_path, path, digests):
+    """On rank 0, complete a checkpoint, rename it to `path`, and delete all but the last --keep."""
     if dist.get_rank() != 0:
         return
-    run = flags_of(trainer.args) | {"sha256": digests}
+    run = flags_of(args) | {"sha256": digests}
     (partial_path / "run.json").write_text(json.dumps(run, indent=4))
     os.sync()  # a checkpoint is on the disk before it gets its name
-    partial_path.rename(path)
-    for old in checkpoints_of(path.parent)[:-2]:
+    partial_path.rename(unused(path))
+    for old in checkpoints_of(path.parent)[: -args.keep]:
         old.rename(old.with_suffix(".partial"))  # a half-deleted one must not look complete
     for old in path.parent.glob("step_*.partial"):  # including those of saves that were killed
         shutil.rmtree(old, ignore_errors=True)
@@ -1332,6 +1412,16 @@ def commit(trainer, partial_path, path, digests):
 def checkpoints_of(folder):
     """Return the folder's checkpoints, oldest first."""
     return sorted(folder.glob("step_" + 8 * "[0-9]"))
+
+
+def unused(path):
+    """Return the path, with .2, .3 ... at its end if a file or folder already has its name."""
+    name = path.name
+    number = 1
+    while path.exists():
+        number += 1
+        path = path.with_name(f"{name}.{number}")
+    return path
 
 
 def claim(folder):
@@ -1350,11 +1440,17 @@ def claim(folder):
 
 
 def resume(trainer, folder):
-    """Load the folder's last checkpoint, if any, whatever layout it was saved in. Collective."""
-    paths, *_ = gather_objects(checkpoints_of(folder))  # as rank 0 sees them
-    if not paths:
+    """Load a checkpoint of the folder, if any, whatever layout it was saved in. Collective.
+
+    It is the last one, or that of --resume-step N. The later ones are then renamed to
+    step_X.abandoned, so that the run's next checkpoints take their place. A restart repeats the
+    command, flag included, but must not lose these. So the flag has no effect if the last
+    checkpoint was saved by a run with the same flag.
+    """
+    own = on_all_ranks(checkpoint_to_resume, folder, trainer.args.resume_step)
+    path, *_ = gather_objects(own)
+    if path is None:
         return
-    path = paths[-1]
     on_all_ranks(check_checkpoint, path, trainer.args)
     trainer.steps_done = int(path.name.removeprefix("step_"))
     if trainer.steps_done:  # before the first step there are no moments
@@ -1368,6 +1464,41 @@ def resume(trainer, folder):
         on_all_ranks(load, prefix=f"--checkpoint {path}: ")
     if dist.get_rank() == 0:
         print(f"resumes from {path}", flush=True)
+    on_all_ranks(abandon_after, path, prefix=f"--checkpoint {folder}: ")
+
+
+def checkpoint_to_resume(folder, step):
+    """On rank 0, return the checkpoint to load, or None. step: --resume-step, or None."""
+    if dist.get_rank() != 0:
+        return None
+    paths = checkpoints_of(folder)
+    last = paths[-1] if paths else None
+    if step is None or (last and saved_with(last).get("resume_step") == step):
+        return last
+    chosen = folder / f"step_{step:08d}"
+    steps = [str(int(path.name.removeprefix("step_"))) for path in paths]
+    found = "steps " + ", ".join(steps) if steps else "no checkpoint"
+    need(chosen in paths, f"--resume-step {step}: --checkpoint {folder} has {found}")
+    return chosen
+
+
+def saved_with(path):
+    """Return the flags of the run that saved a checkpoint, or {} if its run.json is damaged."""
+    try:
+        return dict(json.loads((path / "run.json").read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def abandon_after(path):
+    """On rank 0, rename the checkpoints after this one, so that no run resumes from them."""
+    if dist.get_rank() != 0:
+        return
+    for later in checkpoints_of(path.parent):
+        if later > path:
+            target = unused(later.with_suffix(".abandoned"))
+            later.rename(target)
+            print(f"renames {later.name} to {target.name}", flush=True)
 
 
 def check_checkpoint(path, args):
@@ -1605,6 +1736,12 @@ class Args(GPTConfig):
     checkpoint: str | None = flag(None, "folder to save checkpoints in and to resume from")
     save_every: int | None = flag(None, "steps between checkpoints (default: one at the end)",
                                   needs="--checkpoint")  # fmt: skip
+    keep: int = flag(2, "checkpoints to keep; older ones are deleted", needs="--checkpoint")
+    resume_step: int | None = flag(
+        None, "resume from this step, and rename later checkpoints to step_X.abandoned. If the"
+        " last checkpoint was saved with the same --resume-step, as before a restart, resume"
+        " from it (default: resume from the last checkpoint)", least=0, needs="--checkpoint",
+    )  # fmt: skip
     eval_every: int | None = flag(None, "steps between validations (default: one at the end)")
     sample: int | None = flag(None, "tokens to write with every validation (default: 200, or 0 "
                               "with .bin data and no --prompt)", least=0)  # fmt: skip

@@ -2,6 +2,7 @@
 
 import functools
 import io
+import math
 import os
 import random
 import re
@@ -11,7 +12,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent import futures
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from unittest.mock import patch
@@ -20,11 +23,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import hybrid
 from collectives import gather_objects
-from ranks import PROJECT, on_ranks, run
+from ranks import PROJECT, on_ranks, run, spawn
 from test_hybrid import assert_alike, soak_but, train_on_text
 
 T, V, BATCH, STEPS = 12, 67, 12, 4
@@ -34,6 +38,12 @@ FLAGS += f" --batch-size {BATCH} --warmup 2 --steps {STEPS} --seed 3 --sample 0"
 MIXTURE = "--layers 2 --experts 4 --balance bias --shared-experts 1"
 
 # ---- any layout ----------------------------------------------------------------------------------
+
+
+def save(trainer, folder):
+    """Save a checkpoint, and return when it is complete."""
+    with hybrid.Saver(trainer, folder) as saver:
+        saver.save()
 
 
 def _train(flags, folder, dtype=torch.float64, prepare=lambda _: None):
@@ -47,11 +57,12 @@ def _train(flags, folder, dtype=torch.float64, prepare=lambda _: None):
     with redirect_stdout(io.StringIO()):
         hybrid.resume(trainer, folder)
     if trainer.steps_done:
-        hybrid.save(trainer, folder / "again")
-    for step in range(trainer.steps_done, args.steps):
-        trainer.step(*data.batch(step, BATCH, T, args.seed, trainer.own_rows()))
-        if trainer.steps_done % args.save_every == 0:
-            hybrid.save(trainer, folder)
+        save(trainer, folder / "again")
+    with hybrid.Saver(trainer, folder) as saver:
+        for step in range(trainer.steps_done, args.steps):
+            trainer.step(*data.batch(step, BATCH, T, args.seed, trainer.own_rows()))
+            if trainer.steps_done % args.save_every == 0:
+                saver.save()
 
 
 def _resume(world_size, flags, source, folder, dtype=torch.float64):
@@ -84,7 +95,7 @@ def test_a_rank_whose_shards_are_only_padding_saves_and_resumes(tmp_path):
     assert not all(gather_objects(held))
     tokens = torch.arange(BATCH * 8).view(BATCH, 8)[trainer.own_rows()] % 16
     trainer.step(tokens, tokens)
-    hybrid.save(trainer, tmp_path)
+    save(trainer, tmp_path)
     hybrid.resume(other, tmp_path)
     assert trainer.step(tokens, tokens) == other.step(tokens, tokens)
 
@@ -180,11 +191,28 @@ def _complete(folder):
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 
-def _end(flags, folder, disturb=lambda trainer: None):
+class Saver(hybrid.Saver):
+    """A Saver that a test can find."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        Saver.last = self
+
+
+def _await_save():
+    """Wait until the save under way has ended, whether it failed or not."""
+    futures.wait([Saver.last.pending])
+
+
+def _end(flags, folder, disturb=lambda trainer: None, printed=None):
     """Run train() with disturb() before each step; return its error (status, sentence), or None."""
     step, handler, ended = hybrid.Trainer.launch_step, signal.getsignal(signal.SIGTERM), None
     disturbed = lambda trainer, *batch: (disturb(trainer), step(trainer, *batch))[1]
-    with redirect_stdout(io.StringIO()), patch.object(hybrid.Trainer, "launch_step", disturbed):
+    with (
+        redirect_stdout(printed or io.StringIO()),
+        patch.object(hybrid.Trainer, "launch_step", disturbed),
+        patch.object(hybrid, "Saver", Saver),
+    ):
         try:
             train_on_text(f"{FLAGS} --checkpoint {folder} {flags}", folder.parent)
         except hybrid.TrainingError as error:
@@ -206,22 +234,234 @@ def test_sigterm_on_one_rank_saves_and_ends_all_ranks_after_the_same_step(tmp_pa
     assert _complete(folder) == ["step_00000002"]
 
 
-def _fill_the_disk(trainer):
-    """Limit the files of rank 1 to a page from the third step on."""
-    if dist.get_rank() == 1 and trainer.steps_done == 2:
-        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+def _hold_first_save(flags, folder, release):
+    """Run train(); hold the first save until release(trainer) is true before a step.
+
+    Meanwhile the save's state has been copied, but nothing has been written.
+    """
+    event, write = threading.Event(), hybrid.write_checkpoint
+
+    def held(*arguments):
+        assert event.wait(30), "training waits for the save"
+        write(*arguments)
+
+    def disturb(trainer):
+        if release(trainer):
+            event.set()
+
+    with patch.object(hybrid, "write_checkpoint", held):
+        return _end(flags, folder, disturb)
 
 
-def test_a_full_disk_ends_all_ranks_with_one_line_and_keeps_the_previous_checkpoint(tmp_path):
-    folder, flags = tmp_path / "own", "--dp 2 --save-every 2"
-    ended, other = run(2, _end, flags, folder, _fill_the_disk)
-    status, line = ended
-    assert ended == other and status == 1 and "\n" not in line
+def _at_step_four(trainer):
+    return trainer.steps_done == 3
+
+
+@pytest.mark.parametrize("flags", ["--dp 2 --zero 0", "--tp 2", "--dp 2 --zero 3"])
+def test_training_continues_during_a_save_which_has_the_bits_of_its_own_step(flags, tmp_path):
+    flags += " --save-every 2"
+    assert run(2, _hold_first_save, flags, tmp_path / "own", _at_step_four) == [None, None]
+    assert run(2, _end, flags, tmp_path / "other") == [None, None]
+    for name in ("step_00000002", "step_00000004"):
+        assert_same_bits(tmp_path / "own" / name, tmp_path / "other" / name)
+
+
+@on_ranks(1)
+def test_a_second_save_waits_for_the_first_before_it_copies(tmp_path):
+    events, waits = [], threading.Event()
+    copy, write, wait = hybrid.copy_to_host, hybrid.write_checkpoint, hybrid.Saver.wait
+
+    def copy_and_note(state):
+        events.append("copied")
+        return copy(state)
+
+    def write_and_note(state, path, *arguments):
+        assert waits.wait(30)
+        write(state, path, *arguments)
+        events.append(path.name)
+
+    def wait_and_note(saver):
+        if saver.pending is not None:
+            waits.set()
+        wait(saver)
+
+    with (
+        patch.object(hybrid, "copy_to_host", copy_and_note),
+        patch.object(hybrid, "write_checkpoint", write_and_note),
+        patch.object(hybrid.Saver, "wait", wait_and_note),
+    ):
+        assert not _end("--save-every 2", tmp_path / "own")
+    assert events == ["copied", "step_00000002", "copied", "step_00000004"]
+
+
+def _terminate_during_save(trainer):
+    if trainer.steps_done == 3 and dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return trainer.steps_done == 3
+
+
+def test_sigterm_during_a_save_waits_for_it_and_for_the_last_one(tmp_path):
+    folder, flags = tmp_path / "own", "--dp 3 --save-every 2 --steps 6"
+    for ended in run(3, _hold_first_save, flags, folder, _terminate_during_save):
+        assert ended == (143, f"SIGTERM; --checkpoint {folder} has step 4")
+    assert _complete(folder) == ["step_00000002", "step_00000004"]
+
+
+def _fill_the_disk(folder):
+    """Train with files of rank 1 limited to a page from step 4 on; return (error, last step)."""
+    last_step = None
+
+    def disturb(trainer):
+        nonlocal last_step
+        last_step = trainer.steps_done + 1
+        if last_step in (4, 5):
+            _await_save()
+        if last_step == 4 and dist.get_rank() == 1:
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+
+    return _end("--dp 2 --save-every 2 --steps 8", folder, disturb), last_step
+
+
+def test_a_full_disk_ends_all_ranks_with_one_line_by_the_next_step(tmp_path):
+    folder = tmp_path / "own"
+    ended, other = run(2, _fill_the_disk, folder)
+    (status, line), last_step = ended
+    assert ended == other and status == 1 and "\n" not in line and last_step == 5
     assert line.startswith(f"--checkpoint {folder / 'step_00000004'}: rank 1: ")
     assert [name for name in _complete(folder) if "partial" not in name] == ["step_00000002"]
-    assert run(2, _end, flags, folder)[0] is None  # the next run resumes from it
+    assert run(2, _end, "--dp 2 --save-every 2", folder)[0] is None  # it resumes from step 2
     assert _complete(folder) == ["step_00000002", "step_00000004"]
+
+
+def _fail_at(step, folder):
+    """Train with a loss that is not finite in this step, and hold the save before it till then."""
+
+    def fail(trainer):
+        if trainer.steps_done == step - 1:
+            next(trainer.chunks[0].parameters()).data.fill_(math.nan)
+        return trainer.steps_done == step - 1
+
+    return _hold_first_save("--dp 2 --save-every 2", folder, fail)
+
+
+def test_a_step_that_fails_during_a_save_lets_it_end(tmp_path):
+    for status, line in run(2, _fail_at, 3, tmp_path / "own"):
+        assert status == 1 and line.startswith("step 3 is not finite")
+    assert _complete(tmp_path / "own") == ["step_00000002"]
+
+
+PHASES = {  # what the killed rank has begun: (rank, object, name of its function)
+    "storage": (1, dcp.FileSystemWriter, "write_data"),
+    "digests": (1, hybrid, "digests_of"),
+    "sync": (0, os, "sync"),
+    "rename": (0, hybrid, "unused"),
+    "delete": (0, os, "rmdir"),  # the files of an old checkpoint are gone, the folder is not
+}
+
+
+def _killed(phase, flags, folder):
+    """Train until a rank kills itself in this phase of the third save."""
+    rank, place, name = PHASES[phase]
+    function = getattr(place, name)
+
+    def kill(*arguments, **options):
+        if (folder / "step_00000004").exists() and dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **options)
+
+    with patch.object(place, name, kill):
+        return _end(flags, folder)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_kill_9_in_any_phase_of_a_save_ends_all_ranks_and_loses_no_checkpoint(phase, tmp_path):
+    flags, folder = "--dp 2 --save-every 2 --steps 8", tmp_path / "own"
+    outcomes = spawn(2, _killed, phase, flags, folder, check=False, timeout=60)
+    assert outcomes[PHASES[phase][0]].exitcode == -signal.SIGKILL
+    assert all(outcome.exitcode is not None for outcome in outcomes)
+    found = hybrid.checkpoints_of(folder)
+    steps = (4, 6) if phase == "delete" else (2, 4)
+    assert found == [folder / f"step_0000000{step}" for step in steps]
+    assert all((path / "run.json").exists() for path in found)
+    assert run(2, _end, flags, folder) == [None, None]
+    assert run(2, _end, flags, tmp_path / "other") == [None, None]
+    assert _complete(folder) == ["step_00000006", "step_00000008"]
+    for name in _complete(folder):
+        assert_same_bits(folder / name, tmp_path / "other" / name)
+
+
+# ---- which checkpoints there are -----------------------------------------------------------------
+
+
+@on_ranks(1)
+def test_a_run_keeps_as_many_checkpoints_as_the_flag_says(tmp_path):
+    for keep, first in (1, 4), (2, 3), (3, 2):
+        folder = tmp_path / f"{keep}"
+        assert not _end(f"--save-every 1 --keep {keep}", folder)
+        assert _complete(folder) == [f"step_{step:08d}" for step in range(first, STEPS + 1)]
+
+
+@on_ranks(1)
+def test_a_checkpoint_with_a_suffix_is_neither_resumed_from_nor_deleted(tmp_path):
+    args = hybrid.parse(f"{FLAGS} --checkpoint {tmp_path} --keep 1".split(), 1)
+    trainer = hybrid.Trainer(args, hybrid.make_mesh(args), CPU)
+    with hybrid.Saver(trainer, tmp_path) as saver:
+        for step, suffix in (1, ""), (2, ""), (3, ".unequal"), (3, ".unequal"):
+            trainer.steps_done = step
+            trainer.optimizer.state.update({weight: {} for weight in trainer.dense})
+            saver.save(suffix)
+    kept = ["step_00000002", "step_00000003.unequal", "step_00000003.unequal.2"]
+    assert _complete(tmp_path) == kept
+    assert hybrid.checkpoint_to_resume(tmp_path, None) == tmp_path / "step_00000002"
+
+
+def _resumed(flags, folder, last_step=None):
+    """Run train(), until SIGTERM in `last_step`; return the step that it resumed from, or None."""
+    printed = io.StringIO()
+
+    def disturb(trainer):
+        if trainer.steps_done + 1 == last_step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    flags = f"--dp 2 --steps 8 --save-every 2 --keep 9 {flags}"
+    ended = _end(flags, folder, disturb, printed)
+    assert ended is None if last_step is None else ended[0] == 143
+    found = re.findall(r"resumes from .*/step_(\d+)$", printed.getvalue(), re.M)
+    (step,), *_ = gather_objects([int(step) for step in found] or [None])
+    return step
+
+
+@on_ranks(2)
+def test_resuming_by_number_sets_later_checkpoints_aside_and_a_restart_continues(tmp_path):
+    folder = tmp_path / "own"
+    assert _resumed("", folder) is None
+    assert _resumed("--resume-step 2", folder, last_step=4) == 2
+    again, aside = ("step_00000002", "step_00000004"), "step_0000000{}.abandoned"
+    assert _complete(folder) == sorted([*again, *map(aside.format, (4, 6, 8))])
+    assert _resumed("--resume-step 2", folder) == 4  # a restart repeats the command
+    if dist.get_rank() == 0:
+        for step in (4, 6, 8):
+            assert_same_bits(folder / f"step_0000000{step}", folder / aside.format(step))
+    dist.barrier()
+    assert _resumed("--resume-step 6", folder) == 6  # another step than that of the last run
+    assert (folder / "step_00000008.abandoned.2").exists()
+    assert _resumed("", folder) == 8  # without the flag, from the last one
+
+
+@on_ranks(1, 8)
+def test_a_step_without_a_checkpoint_is_an_error_that_lists_the_others(tmp_path):
+    folder, layout = tmp_path / "own", "--dp 4 --tp 2" if dist.get_world_size() > 1 else ""
+    flags = f"{layout} --batch-size 8 --resume-step 3"
+    assert _end(flags, folder) == (2, f"--resume-step 3: --checkpoint {folder} has no checkpoint")
+    if dist.get_rank() == 0:
+        for step in (2, 4):
+            (folder / f"step_0000000{step}").mkdir()
+    dist.barrier()
+    assert _end(flags, folder) == (2, f"--resume-step 3: --checkpoint {folder} has steps 2, 4")
+    status, line = _end(f"{layout} --batch-size 8 --resume-step 2", folder)
+    assert status == 2 and "step_00000002/run.json does not hold the flags" in line
+    assert _complete(folder) == ["step_00000002", "step_00000004"]  # neither is set aside
 
 
 @on_ranks(2)
@@ -378,7 +618,7 @@ def test_a_run_whose_ranks_are_killed_ends_with_the_bits_of_an_undisturbed_run(
     found = list(_kill_ranks(process, list(at_steps), generator))
     assert process.wait(60) == 0, (tmp_path / "errors").read_text()
     assert [killed for killed, _ in found] == at_steps
-    assert all(resumed >= max(3, killed - 6) for killed, resumed in found[1:])  # a save may fail
+    assert all(resumed >= killed - 6 for killed, resumed in found)  # two saves may be incomplete
     names = [f"step_{step:08d}" for step in (steps - 1, steps)]
     assert _complete(tmp_path / "own") == _complete(tmp_path / "alone") == names
     for name in names:

@@ -67,6 +67,8 @@ EFFECTS = """a flag | flags that it needs | what changes
 --data ../other | | bits
 --checkpoint folder | | output
 --save-every 1 | --checkpoint folder | output
+--keep 1 | --checkpoint folder --save-every 1 | output
+--resume-step 1 | | refused
 --eval-every 1 | | output
 --sample 3 | | output
 --prompt abc | | output

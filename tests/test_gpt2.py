@@ -124,7 +124,8 @@ def train(flags, folder):
     trainer = trainer_of(flags, folder)
     for step in range(2):
         trainer.step(*verify.batch_of(trainer.args, step, trainer.own_rows()))
-    hybrid.save(trainer, folder)
+    with hybrid.Saver(trainer, folder) as saver:
+        saver.save()
     return verify.gathered(trainer)
 
 

@@ -949,6 +949,11 @@ BAD_FLAGS = """processes | flags | what is wrong
 1 | --save-every 2 | --save-every 2 needs --checkpoint
 1 | --recompute-layers 2 | --recompute-layers 2 needs --recompute full
 8 | --recompute full --recompute-layers 5 | --recompute-layers 5 is more than a stage has, at most 4
+8 | --keep 3 | --keep 3 needs --checkpoint
+1 | --checkpoint DIR --keep 0 | --keep: 0 is not in [1, inf)
+8 | --resume-step 0 | --resume-step 0 needs --checkpoint
+1 | --checkpoint DIR --resume-step -1 | --resume-step: -1 is not in [0, inf)
+8 | --checkpoint DIR --resume-step last | --resume-step: invalid number value: 'last'
 1 | --dropout 1 | --dropout: 1 is not in [0, 1)
 1 | --batch 8 | unrecognized arguments: --batch 8
 """
