@@ -785,15 +785,16 @@ def train(args, device):
             log.step(metrics, time.perf_counter() - began)
             if trainer.steps_done % GARBAGE_EVERY == 0:
                 gc.collect()  # on all ranks at the same time
-            if args.checkpoint and is_due(args.save_every):
-                saver.save()  # raises the previous save's error
+            if is_due(args.save_every):
+                require_equal_copies(trainer, saver)
+                if args.checkpoint:
+                    saver.save()  # raises the previous save's error
             if trainer.stop:
                 end = f"SIGTERM; --checkpoint {args.checkpoint} has step {trainer.steps_done}"
                 raise TrainingError(end, status=128 + signal.SIGTERM)
             if is_due(args.eval_every):
                 log.validation(evaluate(trainer, data))
                 write_sample(trainer, data, log)
-    require_equal_copies(trainer)
 
 
 @contextmanager
@@ -815,15 +816,21 @@ def collects_garbage_by_hand():
 # ---- copies that must be equal -------------------------------------------------------------------
 
 
-def require_equal_copies(trainer):
-    """Raise TrainingError if copies have come to differ. Collective."""
+def require_equal_copies(trainer, saver):
+    """Raise TrainingError if copies have come to differ. Collective.
+
+    With --checkpoint, the state is saved all the same, but under a name that no run resumes from.
+    """
     fault = check_copies(trainer)
+    if fault and trainer.args.checkpoint:
+        saver.save(".unequal")
+        fault += f"; this state is saved as step_{trainer.steps_done:08d}.unequal"
     if fault:
         raise TrainingError(fault)
 
 
 def check_copies(trainer):
-    """Return a sentence about copies that have come to differ, or "". The same on all. Collective.
+    """Return a sentence about copies that have come to differ, or "", on all ranks. Collective.
 
     Whatever two ranks hold of the same place in the same weight, bias of a router or moment must
     have the same bits: replicas over dp x cp, with ZeRO the copies of its shards, what tp does not

@@ -276,7 +276,7 @@ CLASSES = [
         ["silent data corruption"],
         "compares replicas at each save and at the end, names rank and parameter of an unequal "
         "one, and ends with status 1",
-        [("watch", "differs_between_copies")],
+        [("checkpoints", "unequal_replicas")],
     ),
     Class(
         "a disk",

@@ -307,6 +307,27 @@ def test_sigterm_during_a_save_waits_for_it_and_for_the_last_one(tmp_path):
     assert _complete(folder) == ["step_00000002", "step_00000004"]
 
 
+def _flip_a_bit(trainer):
+    """Change one weight of rank 1 in its lowest bit, before the third step."""
+    if dist.get_rank() == 1 and trainer.steps_done == 2:
+        weight = trainer.chunks[0].transformer["h"]["2"].ln_1.weight
+        weight.detach().view(torch.int64)[-1] ^= 1
+
+
+def test_unequal_replicas_end_all_ranks_and_are_saved_under_a_name_that_no_run_resumes(tmp_path):
+    folder, flags = tmp_path / "own", "--dp 2 --zero 0 --save-every 2"
+    weight = "transformer.h.2.ln_1.weight"
+    for status, line in run(2, _end, flags, folder, _flip_a_bit):
+        assert status == 1 and f"{weight}[32] at [0] on rank 1 differs from its copy" in line
+        assert line.endswith("; this state is saved as step_00000004.unequal")
+    assert _complete(folder) == ["step_00000002", "step_00000004.unequal"]
+    for ended in run(2, _end, f"{flags} --keep 1", folder):
+        assert ended is None  # it resumes from step 2
+    assert _complete(folder) == ["step_00000004", "step_00000004.unequal"]
+    for status, line in run(2, _end, "--dp 2 --zero 0", tmp_path / "other", _flip_a_bit):
+        assert status == 1 and weight in line  # also at the end
+
+
 def _fill_the_disk(folder):
     """Train with files of rank 1 limited to a page from step 4 on; return (error, last step)."""
     last_step = None
