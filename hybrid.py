@@ -562,6 +562,11 @@ class Trainer:
             for stage in self.stages:
                 stage.reshard()  # the gathered weights are out of date
 
+    def batch_of(self, data, step, part="train"):
+        """Return this rank's inputs and targets, (batch_size / dp, seq_len), of a batch of Data."""
+        args = self.args
+        return data.batch(step, args.batch_size, args.seq_len, args.seed, self.own_rows(), part)
+
     def own_rows(self):
         """Return the slice of this rank's rows in the global batch."""
         rows = self.args.batch_size // self.args.dp
@@ -732,16 +737,20 @@ def make_optimizer(args, parameters):
 @torch.no_grad()
 def evaluate(trainer, data, batches=8):
     """Return the mean loss per token of `batches` validation batches, which are always the same."""
-    args = trainer.args
-    sizes = args.batch_size, args.seq_len, args.seed
     total = 0.0
     for index in range(batches):
-        batch = data.batch(index, *sizes, trainer.own_rows(), "validation")
+        batch = trainer.batch_of(data, index, "validation")
         loss = trainer.run(trainer.evaluation, *batch).item()
         if not math.isfinite(loss):
-            check_vocabulary(*batch, args.vocab_size)
+            check_vocabulary(*batch, trainer.args.vocab_size)
         total += loss
     return total / batches
+
+
+def validate(trainer, data, log):
+    """Report the loss of a validation, and a sample. Collective."""
+    log.validation(evaluate(trainer, data))
+    write_sample(trainer, data, log)
 
 
 def train(args, device):
@@ -764,22 +773,18 @@ def train(args, device):
     log = Log(trainer)
     if trainer.steps_done >= args.steps:
         log.say(f"--steps {args.steps}: nothing to train, as step {trainer.steps_done} is saved")
-        log.validation(evaluate(trainer, data))
-        write_sample(trainer, data, log)
+        validate(trainer, data, log)
 
     def is_due(every):  # after this many steps, and in any case after the last one
         is_over = trainer.stop or trainer.steps_done == args.steps
         return is_over or (every is not None and trainer.steps_done % every == 0)
 
-    def batch_of(step):
-        return data.batch(step, args.batch_size, args.seq_len, args.seed, trainer.own_rows())
-
-    batch = batch_of(trainer.steps_done)
+    batch = trainer.batch_of(data, trainer.steps_done)
     with saver, collects_garbage_by_hand():  # at the end, saver waits for the last save
         while trainer.steps_done < args.steps:
             began = time.perf_counter()
             launched = trainer.launch_step(*batch)
-            next_batch = batch_of(trainer.steps_done + 1)  # while a GPU computes the step
+            next_batch = trainer.batch_of(data, trainer.steps_done + 1)  # while a GPU computes
             metrics = trainer.finish_step(launched, *batch)
             batch = next_batch
             log.step(metrics, time.perf_counter() - began)
@@ -793,8 +798,7 @@ def train(args, device):
                 end = f"SIGTERM; --checkpoint {args.checkpoint} has step {trainer.steps_done}"
                 raise TrainingError(end, status=128 + signal.SIGTERM)
             if is_due(args.eval_every):
-                log.validation(evaluate(trainer, data))
-                write_sample(trainer, data, log)
+                validate(trainer, data, log)
 
 
 @contextmanager
@@ -1529,8 +1533,8 @@ def check_checkpoint(path, args):
 # ---- log -----------------------------------------------------------------------------------------
 
 
-# Dense products in TFLOP/s as data sheets give them (NVIDIA's fp32 is without tensor cores), by the
-# names that torch.cuda.get_device_name() returns. An unknown name has no MFU rather than a wrong one.
+# The peak TFLOP/s of dense products, from data sheets (fp32 is without tensor cores), by the names
+# that torch.cuda.get_device_name() returns. An unknown name has no MFU rather than a wrong one.
 A100 = {"bf16": 312, "tf32": 156, "fp32": 19.5}
 H100_SXM = {"bf16": 989, "tf32": 495, "fp32": 67}
 H100_PCIE = {"bf16": 756, "tf32": 378, "fp32": 51}

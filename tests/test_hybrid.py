@@ -998,7 +998,8 @@ def test_a_bad_file_is_the_same_error_on_all_ranks_before_the_first_step(line, t
         Path("HALF/train.bin").write_bytes(bytes(2000))
     dist.barrier()
     args = hybrid.parse(flags.split(), dist.get_world_size())
-    with pytest.raises(hybrid.TrainingError) as found, patch.object(hybrid.Trainer, "launch_step", None):
+    no_step = patch.object(hybrid.Trainer, "launch_step", None)
+    with pytest.raises(hybrid.TrainingError) as found, no_step:
         hybrid.train(args, torch.device("cpu"))
     os.chdir("/")
     assert found.value.status == 2 and message in str(found.value)
