@@ -296,8 +296,9 @@ class DistributedDataParallel(nn.Module):
 
     The constructor raises ValueError on every rank if the ranks' modules differ. backward() raises
     RuntimeError if a parameter was frozen, unfrozen or converted after wrapping, if a gradient is
-    sparse or computed twice in one pass, or if create_graph is True. If backward() fails during a
-    round of reductions, the next forward() raises RuntimeError unless wait_in_backward is False.
+    sparse or computed twice in one pass, if create_graph is True, or if finish_grad_sync() has not
+    ended the last round of reductions. If backward() fails during a round, the next forward()
+    raises RuntimeError unless wait_in_backward is False.
     """
 
     def __init__(
@@ -327,6 +328,8 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args, **kwargs):
         if self.reducer.is_reducing and self.wait_in_backward:
+            if not self._ends_with_backward:  # start_grad_sync() began this round
+                self._check_idle()
             cure = "finish_grad_sync() ends it, on every rank; then zero the gradients"
             raise RuntimeError(f"the last backward has not ended. If it failed, {cure}")
         if self.broadcast_buffers and self._buffers_may_differ:
@@ -352,6 +355,7 @@ class DistributedDataParallel(nn.Module):
         if gradient is not None and (gradient.is_sparse or gradient.requires_grad):
             raise RuntimeError("sparse gradients and create_graph=True are not supported")
         if not self.require_backward_grad_sync:
+            self._check_idle()  # a gradient that is added to a sum under way would be lost
             return
         if not self.reducer.is_reducing:
             self.reducer.start(awaited=self.reducer.bucket_of)
@@ -375,8 +379,13 @@ class DistributedDataParallel(nn.Module):
 
         Only finish_grad_sync() ends this round of reductions; the end of backward does not.
         """
+        self._check_idle()
         self._ends_with_backward = False
         self.reducer.start(awaited)
+
+    def _check_idle(self):
+        if self.reducer.is_reducing:
+            raise RuntimeError("the last gradients are still being reduced: finish_grad_sync() first")
 
     @torch.no_grad()
     def finish_grad_sync(self):

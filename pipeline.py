@@ -599,8 +599,9 @@ def _add_products(products):
 # On the last stage F also computes the loss from the output, and B begins at the loss. With data
 # parallelism a stage is wrapped in DistributedDataParallel (ddp.py) or FullyShardedDataParallel
 # (zero.py). Its last B or W starts the reduction of its gradients; if sync_each is true, every B or
-# W starts one. The other backward actions run in no_sync(). If the schedule has Ws, the caller must
-# call the wrapper's finish_grad_sync() after step(), to wait for the reductions.
+# W starts one. The other backward actions run in no_sync(), and so do all actions of a step() that
+# the caller runs inside no_sync(). If the schedule has Ws, the caller must call the wrapper's
+# finish_grad_sync() after a step() outside no_sync(), to wait for the reductions.
 
 
 class Pipeline:
@@ -653,9 +654,12 @@ class Pipeline:
         inputs, targets: whole batches, cut along dimension 0 into microbatches. Ranks where routes
         begin need inputs; ranks where routes end need targets, and pass loss_arguments to loss_fn.
 
+        To accumulate over several steps, run all but the last inside no_sync() of every stage.
+
         Returns the loss of the route that ends on this rank, detached, or None if none does. Raises
-        ValueError if a batch is missing or not divisible into microbatches, or if a stage's output
-        is not of the declared shape and dtype; RuntimeError if an earlier step() failed midway.
+        ValueError if a batch is missing or not divisible into microbatches, if inputs and targets
+        are both given and differ in rows, or if a stage's output is not of the declared shape and
+        dtype; RuntimeError if an earlier step() failed midway.
         """
         _check_batches(self, inputs, targets)
         if self.step_is_pending:
@@ -746,8 +750,10 @@ class Pipeline:
 
     def _syncs(self, action):
         """Return whether a backward action begins the gradients' reduction over replicas."""
-        is_last = action == self.last_backward[self.stages[action.chunk]]
-        return is_last or (self.sync_each and action.kind != "I")
+        stage = self.stages[action.chunk]
+        if not getattr(stage, "require_backward_grad_sync", True):
+            return False  # step() runs inside the stage's no_sync()
+        return action == self.last_backward[stage] or (self.sync_each and action.kind != "I")
 
     def _no_sync(self, action):
         if self._syncs(action):
@@ -779,7 +785,7 @@ def _check_batches(pipeline, inputs, targets):
         if rows % m or needed and not rows:
             where = f"on rank {pipeline.rank}, not a positive multiple of num_microbatches={m}"
             raise ValueError(f"{name} has {rows} rows {where}")
-    if first and last and len(inputs) != len(targets):
+    if inputs is not None and targets is not None and len(inputs) != len(targets):
         raise ValueError(f"inputs has {len(inputs)} rows, and targets {len(targets)}")
 
 

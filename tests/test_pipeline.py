@@ -4,7 +4,7 @@ import copy
 import random
 import re
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate, product
 from unittest.mock import MagicMock
@@ -18,7 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import pipeline
-from collectives import gather_objects, observe, rank_and_size
+from collectives import count_bytes, dist, gather_objects, observe, rank_and_size
+from ddp import DistributedDataParallel
 from gpu_counts import batches, waits
 from pipeline import (
     SCHEDULES, SHORT, Action, DeferredLinear, Pipeline, Schedule, WeightGradStore, bubble_time,
@@ -27,6 +28,7 @@ from pipeline import (
 )
 from ranks import on_ranks, run
 from replicas import interleaved_group
+from zero import FullyShardedDataParallel
 
 SIZES = [(p, m) for p in range(1, 9) for m in range(1, 4 * p + 1)]
 
@@ -643,6 +645,90 @@ def test_a_chunk_starts_to_reduce_in_its_last_action_or_in_each_with_sync_each(
                 assert events == expected
 
 
+def _wrap(stage, group, zero, options):
+    """Wrap a stage in DDP or, for stages 1 to 3 of ZeRO, in FullyShardedDataParallel."""
+    if zero:
+        return FullyShardedDataParallel(stage, group, stage=zero, **options)
+    views = not options["wait_in_backward"]
+    return DistributedDataParallel(
+        stage, process_group=group, gradient_as_bucket_view=views, **options
+    )
+
+
+def _differences(stages, layers, numbers):
+    """Return |gradient - that of the whole layers| for each parameter, or for this rank's piece."""
+    for stage, own in zip(stages, numbers):
+        expected = [p.grad for i in own for p in layers[i].parameters()]
+        for parameter, gradient in zip(stage.parameters(), expected):
+            if hasattr(parameter, "whole_shape"):
+                begin = parameter.offset
+                gradient = gradient.flatten()[begin : begin + len(parameter)]
+            yield (parameter.grad - gradient).abs().sum().item()
+
+
+@pytest.mark.parametrize("zero", [0, 3, *(pytest.param(i, marks=pytest.mark.soak) for i in (1, 2))])
+@every_schedule
+@on_ranks(4)
+def test_steps_inside_no_sync_send_no_gradients_and_add_up_to_those_of_one_process(name, zero):
+    """Two replicas of a pipeline of two ranks take three steps, then one; the last of each reduces.
+
+    In zero 2 and 3, every B or W of the last step starts a reduction.
+    """
+    pipeline_group, replica = interleaved_group(2, 2)
+    rank, _ = rank_and_size(pipeline_group)
+    replicas = [dist.new_group(members) for members in ([0, 1], [2, 3])][rank]
+    schedule = SCHEDULES[name](2, 4)
+    layers, bounds, batches = _problem(7, len(schedule.routes[0]), 8, num_batches=8)
+    for wait, divisor in ((True, 2), (False, 1)):
+        stages, numbers, store = _cut(layers, schedule, rank, bounds)
+        options = {"wait_in_backward": wait, "gradient_divide_factor": divisor}
+        stages = [_wrap(stage, replicas, zero, options) for stage in stages]
+        shape = 2, batches[0][0].shape[1], layers[bounds[1]][0].normalized_shape[0]
+        like = {"shape": shape, "dtype": torch.float64, "defer": store, "sync_each": zero > 1}
+        executor = Pipeline(stages, schedule, _loss, pipeline_group, **like)
+        for round_batches in batches[:6], batches[6:]:
+            model = nn.Sequential(*layers)
+            model.zero_grad()
+            for inputs, targets in round_batches:
+                _loss(model(inputs), targets, 1 / divisor).backward()
+            for stage in stages:
+                stage.zero_grad(set_to_none=zero > 0)
+            *accumulated, last = round_batches[replica::2]
+            with ExitStack() as stack, count_bytes() as traffic:
+                for stage in stages:
+                    stack.enter_context(stage.no_sync())
+                for inputs, targets in accumulated:
+                    executor.step(inputs, targets, 1)
+            assert not traffic.bytes("all_reduce") + traffic.bytes("reduce_scatter_single")
+            executor.step(*last, 1)
+            for stage in stages:
+                stage.finish_grad_sync()
+            if len(schedule.routes) > 1:
+                sum_replicas(stages, pipeline_group)
+            assert max(_differences(stages, layers, numbers)) < 1e-10
+
+
+@on_ranks(1)
+def test_a_step_before_the_gradients_of_the_last_one_have_been_reduced_is_rejected():
+    for wait, make_schedule in product((True, False), (one_f_one_b, zb_h1)):
+        store = WeightGradStore()
+        stage = nn.Sequential(DeferredLinear(4, 4, defer=store), nn.LayerNorm(4))
+        stage = DistributedDataParallel(stage, wait_in_backward=wait)
+        executor = Pipeline(stage, make_schedule(1, 2), _loss, shape=(), defer=store)
+        executor.step(*torch.ones(2, 2, 4))
+        if wait and make_schedule is one_f_one_b:
+            executor.step(*torch.ones(2, 2, 4))  # the end of backward has waited
+            continue
+        with pytest.raises(RuntimeError, match="still being reduced"):
+            executor.step(*torch.ones(2, 2, 4))
+        with stage.no_sync(), pytest.raises(RuntimeError, match="still being reduced"):
+            executor.step(*torch.ones(2, 2, 4))
+        with pytest.raises(RuntimeError, match="still being reduced"):
+            stage.start_grad_sync()
+        stage.finish_grad_sync()
+        executor.step(*torch.ones(2, 2, 4))
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 
@@ -674,6 +760,8 @@ def test_errors_name_batches_stages_and_schedules_that_do_not_fit():
     ):
         with pytest.raises(ValueError, match=wrong):
             executor.step(**{name: given})
+    with pytest.raises(ValueError, match="inputs has 8 rows, and targets 4"):
+        executor.step(torch.randn(8, 3), batch)  # on both ranks: neither has both ends
     executor.step(batch, batch)
     if rank == 0:
         with pytest.raises(ValueError, match=r"rank 0 made \(4, 3\) .*to be sent like .*2, 3"):
