@@ -385,7 +385,7 @@ class DistributedDataParallel(nn.Module):
 
     def _check_idle(self):
         if self.reducer.is_reducing:
-            raise RuntimeError("the last gradients are still being reduced: finish_grad_sync() first")
+            raise RuntimeError("gradients are still being reduced: call finish_grad_sync() first")
 
     @torch.no_grad()
     def finish_grad_sync(self):

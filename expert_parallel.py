@@ -389,21 +389,23 @@ def _grouped(x, weight, sizes, counts):
 
 
 class AddLossAndTally(torch.autograd.Function):
-    """Return x. In backward, give `loss` the gradient 1, and add `counted` to `tally`.
+    """Return x. In backward, give `losses` the gradient `factors`, and add `counted` to `tally`.
 
     As with Megatron-LM's MoEAuxLossAutoScaler, a loss can be computed inside the model without
-    becoming an output. Recomputation repeats only the forward, so nothing is added twice.
+    becoming an output. Recomputation repeats only the forward, so nothing is added twice. `factors`
+    is read in backward, so it may change after forward.
     """
 
     @staticmethod
-    def forward(ctx, x, loss, counted, tally):
+    def forward(ctx, x, losses, factors, counted, tally):
+        ctx.dtype, ctx.factors = losses.dtype, factors
         ctx.counted, ctx.tally = counted, tally
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, dy):
         ctx.tally.add_(ctx.counted)
-        return dy, dy.new_ones((), dtype=torch.float32), None, None
+        return dy, ctx.factors.to(ctx.dtype, copy=True), None, None, None
 
 
 class MoE(nn.Module):
@@ -417,8 +419,9 @@ class MoE(nn.Module):
     shared_experts: the number of experts that every token uses in addition.
     balance_coefficient, z_coefficient: the factors of balance_loss() and router_z_loss(). The layer
         does not return these losses, but backward adds their gradients. 0 switches a loss off.
-    loss_scale: a further factor of both losses. Pass 1 / microbatches if gradients are summed over
-        the grid of balance_groups, or R / microbatches if they are averaged over R of its ranks.
+    loss_scale: a further factor of both losses, which set_loss_scale() can change. Pass
+        1 / microbatches if gradients are summed over the grid of balance_groups, or
+        R / microbatches if they are averaged over R of its ranks.
     balance_groups: this rank's group along each axis of a grid of ranks, such as dp, cp and tp. The
         losses are means over the tokens that all ranks of the grid route, and cost an all-reduce of
         E counts over each group. By default, the grid is this rank alone.
@@ -444,8 +447,7 @@ class MoE(nn.Module):
         self.num_experts, self.capacity_factor = num_experts, capacity_factor
         self.group, self.nodes = group, nodes
         self.tp_group, self.balance_groups = tp_group, balance_groups
-        self.balance_factor = balance_coefficient * loss_scale
-        self.z_factor = z_coefficient * loss_scale
+        self.has_losses = bool(balance_coefficient or z_coefficient)
         self.router = Router(hidden, num_experts, top_k, **router)
         self.experts = Experts(num_experts // world_size, hidden, ffn_hidden)
         self.shared = None
@@ -455,6 +457,28 @@ class MoE(nn.Module):
             self.shared = nn.Sequential(up, nn.GELU(approximate="tanh"), down)
         # DDP would broadcast a buffer. to_empty() does not move plain tensors, so avoid "meta".
         self.tally = torch.zeros(num_experts + 3, dtype=torch.float64, device="cpu")
+        coefficients = [balance_coefficient, z_coefficient]
+        self.coefficients = torch.tensor(coefficients, dtype=torch.float64, device="cpu")
+        self.factors = self.coefficients * loss_scale
+
+    @torch.no_grad()
+    def set_loss_scale(self, scale):
+        """Replace loss_scale by `scale`, a number or a scalar tensor, in later backward passes.
+
+        Autograd cannot tell the layer by what factor a program multiplies the main loss. So such a
+        program must call this for each layer before backward(). Otherwise the balance loss and the
+        z-loss keep their weight while that of the main loss changes. The scale is copied; if it is
+        a tensor on the layer's device, the host does not wait. With a GradScaler, and with n
+        microbatches that call backward() on loss / n:
+
+            one = torch.ones((), device=x.device)
+            layer.set_loss_scale(scaler.scale(one) / n)
+
+        Megatron-LM's MoEAuxLossAutoScaler.set_loss_scale() sets the scale of all layers at once.
+        """
+        if torch.is_tensor(scale):
+            self.coefficients = self.coefficients.to(scale.device)
+        self.factors.copy_(self.coefficients * scale)
 
     def forward(self, x):
         if self.tp_group is not None:
@@ -480,7 +504,7 @@ class MoE(nn.Module):
         """Return y, whose backward also computes the losses' gradients and adds to the tally."""
         counts = count_choices(routing.experts, self.num_experts)
         losses = y.new_zeros(2)  # balance loss, z-loss
-        if self.balance_factor or self.z_factor:
+        if self.has_losses:
             totals = counts.clone()
             for group in self.balance_groups:
                 all_reduce(totals, group=group)
@@ -490,8 +514,9 @@ class MoE(nn.Module):
         dropped = (experts < 0).sum().view(1)
         counted = torch.cat([counts.double(), dropped, losses.detach()])
         self.tally = self.tally.to(y.device)
-        loss = self.balance_factor * losses[0] + self.z_factor * losses[1]
-        return AddLossAndTally.apply(y, loss, counted, self.tally)
+        self.factors = self.factors.to(y.device)
+        self.coefficients = self.coefficients.to(y.device)
+        return AddLossAndTally.apply(y, losses, self.factors, counted, self.tally)
 
     def _within_capacity(self, experts):
         """Return the experts (N, k), with -1 for the choices that a full expert drops."""

@@ -566,6 +566,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_output):
         (grad,) = ctx.saved_tensors
         scale = grad_output.masked_fill(ctx.ignored, 0).unsqueeze(-1)  # (N, 1)
+        if torch._C._autograd._get_current_graph_task_keep_graph():  # private API: retain_graph
+            grad = grad.clone()  # another backward will need the saved one
         return grad.mul_(scale), *5 * [None]
 
 
@@ -576,9 +578,11 @@ def vocab_parallel_cross_entropy(
 
     logits: (N, V_r), this rank's columns of the logits, which begin with column vocab_start.
     target: (N,) token ids, the same on every rank.
-    inplace: whether forward writes the gradient of the logits, in their dtype, over the logits.
+    inplace: whether forward writes the gradient of the logits, in their dtype, over the logits. No
+        other loss can then use the logits. If not, the gradient takes N V_r elements of its own.
     Return (N,) losses in fp32 at least, the same on every rank: 0 where target is ignore_index, and
-    NaN where it is otherwise outside the vocabulary. 3 N numbers are reduced over the group.
+    NaN where it is otherwise outside the vocabulary. 3 N numbers are reduced over the group. Each
+    backward with retain_graph=True copies the gradient, which takes another N V_r elements.
     """
     return _CrossEntropy.apply(logits, target, vocab_start, ignore_index, group, inplace)
 

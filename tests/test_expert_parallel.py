@@ -406,6 +406,49 @@ def test_with_two_hops_a_token_is_sent_once_to_each_node_of_its_kept_choices(nod
         assert 0.45 < sum(two) / sum(one) < 0.6
 
 
+# ---- the scale of the losses ---------------------------------------------------------------------
+
+
+def _backward(layer, x, grad, how):
+    """Give the layer the gradients of (y * grad).sum() and of its losses, by a scaled main loss."""
+    main_loss = lambda: (layer(x) * grad).sum()
+    if how == "a GradScaler, and microbatches":
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        layer.set_loss_scale(scaler.scale(torch.ones(())) / 4)
+        for _ in range(4):
+            (scaler.scale(main_loss()) / 4).backward()
+        scaler.unscale_(torch.optim.SGD(layer.parameters()))
+    elif how == "set after forward":
+        scale = torch.tensor(-3.0)
+        loss = -3 * main_loss()
+        layer.set_loss_scale(scale)
+        scale.zero_()  # the layer has copied it
+        loss.backward()
+        for parameter in layer.parameters():
+            parameter.grad /= -3
+    else:
+        layer.set_loss_scale(0.5)
+        again = recompute if how == "recomputed" else lambda layer, x: layer(x)
+        for _ in range(2):
+            (again(layer, x.requires_grad_()) * grad).sum().div(2).backward()
+
+
+@pytest.mark.parametrize(
+    "how", ["a GradScaler, and microbatches", "set after forward", "halves", "recomputed"]
+)
+@on_ranks(1)
+def test_the_losses_have_the_scale_of_the_main_loss_once_it_is_set(how):
+    layer = MoE(4, 16, 12, 2, balance_coefficient=0.3, z_coefficient=0.2)
+    plain = _reference(layer, 12, losses=(0.3, 0.2))
+    x, grad = torch.randn(2, 20, 4, dtype=torch.float64)
+    (plain(x) * grad).sum().add(plain.loss).backward()
+    _backward(layer, x, grad, how)
+    for name, parameter in layer.named_parameters():
+        assert_close(parameter.grad, plain.get_parameter(name).grad, 1e-11, name)
+    passes = {"set after forward": 1, "halves": 2, "recomputed": 2}.get(how, 4)
+    assert_close(layer.tally[-2] * 0.3 + layer.tally[-1] * 0.2, passes * plain.loss.detach())
+
+
 # ---- capacity, errors ----------------------------------------------------------------------------
 
 

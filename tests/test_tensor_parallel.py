@@ -401,8 +401,9 @@ def test_cross_entropy_of_split_logits_is_that_of_the_whole_ones_in_fp64(tp, rep
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), grad[:, own], rtol=grad_error, atol=1e-6)
         assert all(map(torch.equal, before, (target, grad_output))), "an input was changed"
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            torch.autograd.grad(losses, logits, grad_output)
+        for keep in True, False:  # a graph that was retained gives other gradients correctly
+            (again,) = torch.autograd.grad(losses, logits, -2 * grad_output, retain_graph=keep)
+            assert torch.equal(again, -2 * found)
 
 
 @on_ranks(1, 3)
@@ -417,22 +418,26 @@ def test_ids_outside_the_vocabulary_give_nan():
 
 
 @pytest.mark.parametrize(
-    "dtype, inplace, expected",
+    "dtype, inplace, retain, expected",
     [
-        (torch.float32, False, (1, 1)),  # copies of the logits at the end, and at the peak
-        (torch.float32, True, (0, 0)),
-        (torch.bfloat16, False, (1, 3)),  # forward has a copy in fp32, which is two in bf16
-        (torch.bfloat16, True, (0, 2)),
+        (torch.float32, False, False, (1, 1)),  # copies of the logits at the end, and at the peak
+        (torch.float32, True, False, (0, 0)),
+        (torch.bfloat16, False, False, (1, 3)),  # forward has a copy in fp32, which is two in bf16
+        (torch.bfloat16, True, False, (0, 2)),
+        (torch.float32, False, True, (2, 2)),
+        (torch.float32, True, True, (1, 1)),
     ],
 )
 @on_ranks(1)
-def test_the_gradient_of_the_logits_takes_one_copy_or_none_in_place(dtype, inplace, expected):
+def test_the_gradient_of_the_logits_takes_one_copy_or_none_in_place_and_one_more_if_retained(
+    dtype, inplace, retain, expected
+):
     logits = torch.randn(64, 4096, dtype=dtype, requires_grad=True) * 1
     with Peak() as peak:
         losses = vocab_parallel_cross_entropy(logits, torch.arange(64), inplace=inplace)
-        (grad,) = torch.autograd.grad(losses.sum(), logits)
+        (grad,) = torch.autograd.grad(losses.sum(), logits, retain_graph=retain)
     copies = lambda nbytes: round(nbytes / logits.nbytes) - inplace  # without the logits' memory
-    assert grad.data_ptr() == logits.data_ptr() or not inplace
+    assert (grad.data_ptr() == logits.data_ptr()) == (inplace and not retain)
     assert (copies(peak.now()), copies(peak.bytes)) == expected
     needed = logits.detach().requires_grad_().exp()  # the backward of exp() needs its output
     losses = vocab_parallel_cross_entropy(needed, torch.arange(64), inplace=True)
