@@ -43,6 +43,7 @@ train() is the training loop, and Trainer.step() takes one step. The rest serves
 """
 
 import argparse
+import codecs
 import ctypes
 import fcntl
 import gc
@@ -60,7 +61,7 @@ import sysconfig
 import time
 from collections import ChainMap, Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
@@ -407,6 +408,7 @@ class Trainer:
     mixtures: {row in sum_tallies(): MoE} of this rank's mixtures of experts.
     stages: the chunks, each wrapped in DistributedDataParallel or FullyShardedDataParallel.
     pipeline, evaluation: Pipelines that run the stages over a batch, with and without backward.
+    data_digest: a digest of the tokens that train() reads, see check_tokens().
     steps_done: the steps of the whole run. has_stepped: whether this process has taken any.
     sigterm, save_failed: whether this rank has received SIGTERM, and whether a save has failed.
     stop: whether step() found that one of the two is true on any rank.
@@ -414,6 +416,7 @@ class Trainer:
 
     def __init__(self, args, mesh, device):
         self.args, self.mesh, self.device = args, mesh, device
+        self.data_digest = ""
         self.steps_done = 0
         self.has_stepped = False
         self.sigterm = self.save_failed = self.stop = False
@@ -759,11 +762,11 @@ def train(args, device):
     Raises TrainingError if I/O or a step fails and, with --checkpoint, on SIGTERM after saving.
     A save that is under way ends first.
     """
-    source = f"--data {args.data or '(default)'}: "
-    data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, prefix=source)
-    check_same_data(data, source)
+    on_all_ranks(check_memory, args)
+    data, data_digest = read_data(args)
     on_all_ranks(prompt_of, args, data)
     trainer = Trainer(args, make_mesh(args), device)
+    trainer.data_digest = data_digest
     if args.checkpoint:
         folder = Path(args.checkpoint)
         lock = on_all_ranks(claim, folder, prefix=f"--checkpoint {folder}: ")  # held until the end
@@ -1165,10 +1168,14 @@ def slices_of(pp, dp, cp, tp, ep=1, ep_nodes=1, replicate=1):
 
 
 class Data(NamedTuple):
-    """The tokens of a training part and a validation part, from which batches are cut."""
+    """The tokens of a training part and a validation part, from which batches are cut.
+
+    skipped: the names in a folder that are neither text nor .jsonl files.
+    """
 
     train: np.ndarray
     validation: np.ndarray
+    skipped: tuple = ()
 
     @property
     def is_text(self):
@@ -1185,36 +1192,188 @@ class Data(NamedTuple):
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
+def read_data(args):
+    """Return the run's Data and a digest of all its tokens. Collective.
+
+    Raises TrainingError with status 2 if the data cannot be read, differ between ranks, or have a
+    token outside the vocabulary.
+    """
+    source = f"--data {args.data or '(default)'}: "
+    data = on_all_ranks(load_data, args.data, args.seq_len, args.vocab_size, prefix=source)
+    check_same_data(data, source)
+    if data.skipped and dist.get_rank() == 0:
+        print(f"{source}skips {shortened(data.skipped)}, not text", flush=True)
+    return data, check_tokens(data, args.vocab_size, source)
+
+
 def load_data(path, seq_len, vocab_size=256):
     """Load the Data at a path:
 
         a file or folder of text           a token is a byte
+        a .jsonl file, also in a folder    the text of each line, with a byte 255 between them
         None                               the sources of Python's standard library, as text
-        a .bin file                        tokens as uint16, or uint32 for a larger vocabulary
+        a .bin file                        tokens as uint16, or uint32 for a larger vocabulary;
+                                           if it begins with llm.c's header, as this says
         a folder of train.bin, val.bin     two such files, as nanoGPT prepares them
 
-    In the first three cases, the last tenth is for validation. Raises OSError or ValueError.
+    In all cases but the last, the last tenth is for validation. Raises OSError or ValueError, also
+    for a file whose content is recognized as something else, such as a .bin file of int32.
     """
+    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     pattern = "[!.]*" if path else "*.py"
     path = Path(path or sysconfig.get_path("stdlib"))
-    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
+    skipped = ()
     if (path / "train.bin").is_file():
         parts = [read_tokens(path / name, dtype) for name in ("train.bin", "val.bin")]
     else:
-        tokens = read_tokens(path, dtype, pattern)
+        if path.is_dir():
+            tokens, skipped = read_folder(path, pattern)
+        else:
+            tokens = read_tokens(path, dtype) if path.suffix == ".bin" else read_text(path)
         parts = np.split(tokens, [len(tokens) - len(tokens) // 10])
     sizes = f"{len(parts[0])} tokens to train on and {len(parts[1])} for validation"
     need(min(map(len, parts)) > seq_len, f"{sizes} are too few for --seq-len {seq_len}")
-    return Data(*parts)
+    return Data(*parts, skipped)
 
 
-def read_tokens(path, dtype, pattern="*"):
-    """Return a .bin file's tokens, a text's bytes, or the bytes of a folder's texts, joined."""
-    if path.is_dir():
-        files = [file.read_bytes() for file in sorted(path.glob(pattern)) if file.is_file()]
-        texts = [content for content in files if b"\0" not in content]
-        return np.frombuffer(b"\n".join(texts), np.uint8)
-    return np.memmap(path, dtype if path.suffix == ".bin" else np.uint8, "r")
+# How files begin that hold neither text nor plain tokens, what they are, and how to convert them
+FORMATS = {
+    b"\x93NUMPY": ("a NumPy array", "np.load(FILE).astype(np.{}).tofile('train.bin')"),
+    b"PK\3\4": ("a zip archive, as of torch.save()", "write tokens with numpy's tofile()"),
+    b"MMIDIDX\0\0": ("Megatron's index", "convert the tokens in its .bin file"),
+    b"\x1f\x8b\x08": ("compressed", "gunzip it"),
+    b"BZh": ("compressed", "bunzip2 it"),
+    b"\xfd7zXZ\0": ("compressed", "unxz it"),
+    b"\x28\xb5\x2f\xfd": ("compressed", "unzstd it"),
+    b"PAR1": ("a Parquet table", "write its texts to a .jsonl file"),
+    b"ARROW1": ("an Arrow table", "write its texts to a .jsonl file"),
+    b"\xff\xfe": ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
+    b"\xfe\xff": ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
+}
+HEAD = 2**20  # bytes at a file's beginning by which it is recognized
+# llm.c's header has 256 int32: a number that says what type the tokens have, a version, their count
+LLMC = {20240520: np.uint16, 20240801: np.uint32}
+# byte 17 of an .idx file of Megatron
+MEGATRON = {b"\1": "uint8", b"\3": "int16", b"\4": "int32", b"\5": "int64", b"\x08": "uint16"}
+
+
+def head_of(path):
+    """Return the first bytes of a file."""
+    with path.open("rb") as file:
+        return file.read(HEAD)
+
+
+def fault_of_text(head):
+    """Return why a file that begins with these bytes is no text, or ""."""
+    for magic, (kind, how) in FORMATS.items():
+        if head.startswith(magic):
+            return f"{kind}, not text: {how.format('uint16')}"
+    if b"\0" in head:
+        return "binary, not text: tokens are read from .bin files"
+    return ""
+
+
+def fault_of_tokens(head, dtype):
+    """Return why a file that begins with these bytes does not hold tokens of this type, or ""."""
+    for magic, (kind, how) in FORMATS.items():
+        if len(magic) > 2 and head.startswith(magic):  # two bytes may be a token
+            return f"{kind}, not tokens: {how.format(dtype.__name__)}"
+    if head and is_utf8(head):
+        return "text, not tokens: its name should not end with .bin"
+    words = np.frombuffer(head[: len(head) // 8 * 8], dtype)
+    used = [bool(words[i :: 8 // words.itemsize].any()) for i in range(8 // words.itemsize)]
+    if used == [True, False, True, False]:
+        return f"of int32, not {dtype.__name__}: {conversion('int32', dtype)}"
+    if used in ([True, False, False, False], [True, True, False, False], [True, False]):
+        return f"of int64, not {dtype.__name__}: {conversion('int64', dtype)}"
+    return ""
+
+
+def is_utf8(head):
+    """Return whether bytes are the beginning of a text in UTF-8."""
+    try:
+        return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+
+
+def conversion(kind, dtype):
+    """Return the command that converts a file of tokens to this type."""
+    return f"np.fromfile(FILE, np.{kind}).astype(np.{dtype.__name__}).tofile('train.bin')"
+
+
+def read_tokens(path, dtype):
+    """Return the tokens of a .bin file. They stay on the disk until they are used."""
+    index = path.with_suffix(".idx")
+    if index.is_file():
+        kind = MEGATRON.get(head_of(index)[17:18], "DTYPE")
+        how = conversion(kind, dtype)
+        raise ValueError(f"{path.name} is Megatron's, as it has an {index.name}: {how}")
+    head = head_of(path)
+    fault = fault_of_tokens(head, dtype)
+    need(not fault, f"{path.name} is {fault}")
+    header = np.frombuffer(head[:12].ljust(12, b"\0"), np.int32)
+    if int(header[0]) not in LLMC:
+        return np.memmap(path, dtype, "r")
+    tokens = np.memmap(path, LLMC[int(header[0])], "r", offset=1024)
+    counts = f"{len(tokens)} tokens, not {header[2]} as its header says"
+    need(len(tokens) == header[2], f"{path.name} has {counts}")
+    return tokens
+
+
+def read_text(path):
+    """Return the bytes of a text, or of the texts in a .jsonl file."""
+    fault = fault_of_text(head_of(path))
+    need(not fault, f"{path.name} is {fault}")
+    if path.suffix == ".jsonl":
+        return np.frombuffer(join_texts(path), np.uint8)
+    return np.memmap(path, np.uint8, "r")
+
+
+def read_folder(path, pattern):
+    """Return the bytes of a folder's texts, joined, and the names of what is skipped."""
+    texts = []
+    skipped = []
+    separator = b"\n"
+    for entry in sorted(path.glob(pattern)):
+        if entry.is_dir():
+            skipped.append(f"{entry.name}/")
+        elif entry.suffix == ".jsonl":
+            texts.append(bytes(read_text(entry)))
+            separator = DOCUMENT_END
+        else:
+            content = entry.read_bytes()
+            if fault_of_text(content[:HEAD]) or b"\0" in content:
+                skipped.append(entry.name)
+            else:
+                texts.append(content)
+    ways = "tokens are read from a .bin file, or from train.bin and val.bin in a folder"
+    need(texts or not skipped, f"no text, but {shortened(skipped)}: {ways}")
+    return np.frombuffer(separator.join(texts), np.uint8), tuple(skipped)
+
+
+DOCUMENT_END = b"\xff"  # never occurs in UTF-8
+
+
+def join_texts(path):
+    """Return the "text" of each line of a .jsonl file, joined by DOCUMENT_END."""
+    texts = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.isspace():
+                continue
+            try:
+                texts.append(json.loads(line)["text"].encode())
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                fault = f'{path.name}: line {number} is no JSON object with a "text"'
+                raise ValueError(fault) from None
+    return DOCUMENT_END.join(texts)
+
+
+def shortened(names):
+    """Return the first names of a list, and how many others there are."""
+    others = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {others} more" if others > 0 else "")
 
 
 def check_same_data(data, source):
@@ -1229,6 +1388,42 @@ def check_same_data(data, source):
     for rank, other in enumerate(others, 1):
         if other != first:
             raise TrainingError(f"{source}rank {rank} has {other}, rank 0 has {first}", 2)
+
+
+CHUNK = 2**24  # tokens that a rank reads at once
+
+
+def check_tokens(data, vocab_size, source):
+    """Return a digest of all tokens; raise TrainingError if one is outside the vocabulary.
+
+    The ranks divide the tokens, but the digest does not depend on their number. One core takes 15
+    seconds to hash 20 GB that are in memory, and 2 seconds to compare them. Collective.
+    """
+    parts = data.train, data.validation
+    chunks = [part[i : i + CHUNK] for part in parts for i in range(0, len(part), CHUNK)]
+    may_exceed = np.iinfo(chunks[0].dtype).max >= vocab_size
+    largest = 0
+    digests = {}
+    for number in range(dist.get_rank(), len(chunks), dist.get_world_size()):
+        digests[number] = hashlib.sha256(chunks[number]).digest()
+        if may_exceed:
+            largest = max(largest, int(chunks[number].max()))
+    found = gather_objects((largest, digests))
+    largest = max(largest for largest, _ in found)
+    if largest >= vocab_size:
+        token = f"token {largest} (read as {chunks[0].dtype})"
+        raise TrainingError(f"{source}{token} is outside --vocab-size {vocab_size}", 2)
+    digests = ChainMap(*(digests for _, digests in found))
+    return hashlib.sha256(b"".join(digests[number] for number in range(len(chunks)))).hexdigest()
+
+
+def check_memory(args):
+    """Raise ValueError if a rank's tokens of a batch take more memory than the machine has."""
+    tokens = args.batch_size // args.dp * (args.seq_len + 1)
+    size = 24 * tokens + 8 * args.batch_size  # windows, inputs and targets are int64; all starts
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    sizes = f"a rank's tokens take {size / 2**30:,.0f} GiB of {memory / 2**30:,.0f} GiB of memory"
+    need(size < memory, f"{as_typed('batch_size', args.batch_size)}: {sizes}")
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -1743,7 +1938,7 @@ class Args(GPTConfig):
     # where a run happens, what it reads and what it writes
     device: str = flag("auto", "auto: a GPU per process, or the CPU; shared: processes share GPUs",
                        choices=("auto", "cpu", "cuda", "shared"), group="run")  # fmt: skip
-    data: str | None = flag(None, "text or tokens (.bin), or a folder (default: Python's sources)")
+    data: str | None = flag(None, "text, .jsonl, tokens (.bin), folder (default: Python's sources)")
     checkpoint: str | None = flag(None, "folder to save checkpoints in and to resume from")
     save_every: int | None = flag(None, "steps between checkpoints (default: one at the end)",
                                   needs="--checkpoint")  # fmt: skip
@@ -1808,6 +2003,8 @@ def options_of(flag):
     if kind is bool:
         return {"help": help, "action": "store_true"}
     options = {"help": help, "type": kind, "choices": details.get("choices")}
+    if kind is str and "choices" not in details:
+        options["type"] = not_empty
     if kind is not str and "choices" not in details:
         least = details.get("least", 1 if kind is int else 0)
         options["type"] = at_least(least, kind, details.get("below", math.inf))
@@ -1825,6 +2022,13 @@ def at_least(least, kind=int, below=math.inf):
         return value
 
     return number
+
+
+def not_empty(text):
+    """Return the text of a flag, which must not be empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("the value is empty (is a shell variable not set?)")
+    return text
 
 
 def as_typed(name, value=True):
@@ -2017,6 +2221,34 @@ ENVIRONMENT = {
 }
 
 
+LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"  # what torchrun sets, and more
+
+
+def launched():
+    """Return RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE of a launcher such as torchrun.
+
+    Without a launcher they are 0, 1, 0 and 1. Raises ValueError if it has not set what is needed.
+    """
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        missing = [name for name in LAUNCHER if not os.environ.get(name, "").strip()]
+        sentence = f"the environment has no {', '.join(missing)}"
+        need(not missing, f"{sentence}: torchrun sets all of {', '.join(LAUNCHER)}")
+        need(number_in_environment("MASTER_PORT") < 2**16, "MASTER_PORT is not below 65536")
+    rank = number_in_environment("RANK", 0)
+    world_size = number_in_environment("WORLD_SIZE", 1)
+    per_node = number_in_environment("LOCAL_WORLD_SIZE", world_size)
+    need(rank < world_size, f"RANK {rank} is not below WORLD_SIZE {world_size}")
+    need(per_node, "LOCAL_WORLD_SIZE is 0")
+    return rank, world_size, number_in_environment("LOCAL_RANK", 0), per_node
+
+
+def number_in_environment(name, default=0):
+    """Return an environment variable's number; raise ValueError if it is none."""
+    text = os.environ.get(name, str(default))
+    need(text.strip().isdecimal(), f"{name} is not a number: '{text}'")
+    return int(text)
+
+
 def choose_device(args, local_rank=0, per_node=1):
     """Return this process's device and the backend; raise ValueError if a GPU is missing."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -2055,26 +2287,35 @@ def main(argv=None, work=train):
     """
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
-    number = lambda name, default: int(os.environ.get(name, default))
-    rank = number("RANK", 0)
-    world_size = number("WORLD_SIZE", 1)
-    per_node = number("LOCAL_WORLD_SIZE", world_size)
 
-    def say(sentence):  # in a single write, so that lines of several processes do not mix
-        if rank == 0:
+    def say(sentence, everywhere=False):
+        if rank == 0 or everywhere:  # in a single write, so that lines of processes do not mix
             print(f"{Path(sys.argv[0]).name}: {sentence}\n", end="", file=sys.stderr, flush=True)
 
+    rank = 0  # as long as it is unknown
+    try:
+        rank, world_size, local_rank, per_node = launched()
+    except ValueError as error:
+        say(f"error: {error}")
+        return 2
     try:
         with nullcontext() if rank == 0 else redirect_stdout(io.StringIO()):  # --help prints once
             args = parse(sys.argv[1:] if argv is None else argv, world_size, per_node)
-        device, backend = choose_device(args, number("LOCAL_RANK", 0), per_node)
+        device, backend = choose_device(args, local_rank, per_node)
     except ValueError as error:
         say(f"error: {error}")
         if "RANK" in os.environ:  # torchrun kills all once one exits, so wait for rank 0's line
-            join(None, "gloo", 30)
-            barrier()
+            with suppress(RuntimeError):  # some may not have been started
+                join(None, "gloo", 30)
+                barrier()
         return 2
-    join(device, backend, args.timeout)
+    try:
+        join(device, backend, args.timeout)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        place = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+        fault = str(error).strip().split("\n")[0]
+        say(f"error: rank {rank} has not met all others at {place}: {fault}", everywhere=True)
+        return 1
     torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
     gc.freeze()  # what was imported is never garbage, so collections need not look at it
     for sentence in warnings_of(args):

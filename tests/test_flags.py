@@ -6,7 +6,7 @@ import os
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -189,7 +189,7 @@ def test_each_flag_changes_what_the_table_says(tmp_path):
 
 @pytest.mark.parametrize("typed", [typed for typed, _, what in ROWS if what == "refused"])
 def test_flags_that_fit_one_machine_only_are_refused_elsewhere(typed, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(hybrid, "launched", lambda: (0, 2, 0, 2))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert hybrid.main(typed.split()) == 2
     assert typed in capsys.readouterr().err
@@ -206,13 +206,83 @@ def test_main_sets_the_environment_that_gpus_need_unless_it_is_set(monkeypatch):
         assert f"  {name}={value}  " in hybrid.EPILOG
 
 
+EMPTY = [flag.name for flag in hybrid.FLAGS if flag.type is not bool]
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_an_empty_value_is_refused_as_a_shell_variable_that_is_not_set_gives_it(name):
+    with pytest.raises(ValueError, match=f"^{hybrid.as_typed(name)}: "):
+        hybrid.parse([hybrid.as_typed(name), ""], 1)
+
+
+# ---- the launcher's environment ------------------------------------------------------------------
+
+COMPLETE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+WRONG_ENVIRONMENTS = """variables | what is wrong
+WORLD_SIZE=2 | the environment has no RANK, MASTER_ADDR, MASTER_PORT: torchrun sets all of RANK, \
+WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+RANK= | has no RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: torchrun
+RANK=0 WORLD_SIZE=1 | the environment has no MASTER_ADDR, MASTER_PORT: torchrun
+RANK=0 MASTER_ADDR=host MASTER_PORT=29500 | the environment has no WORLD_SIZE: torchrun
+RANK=0 WORLD_SIZE= MASTER_ADDR=host MASTER_PORT=29500 | the environment has no WORLD_SIZE: torchrun
+RANK=2 WORLD_SIZE=2 MASTER_ADDR=host MASTER_PORT=29500 | RANK 2 is not below WORLD_SIZE 2
+RANK=x WORLD_SIZE=2 MASTER_ADDR=host MASTER_PORT=29500 | RANK is not a number: 'x'
+RANK=-1 WORLD_SIZE=2 MASTER_ADDR=host MASTER_PORT=29500 | RANK is not a number: '-1'
+RANK=1 WORLD_SIZE=2 MASTER_ADDR=host MASTER_PORT=tcp://10.0.0.1:80 | MASTER_PORT is not a number: 't
+RANK=1 WORLD_SIZE=2 MASTER_ADDR=host MASTER_PORT=65536 | MASTER_PORT is not below 65536
+LOCAL_RANK= | LOCAL_RANK is not a number: ''
+LOCAL_WORLD_SIZE=0 | LOCAL_WORLD_SIZE is 0
+"""
+
+
+def _set(monkeypatch, variables):
+    for name in (*COMPLETE, *LOCAL):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("line", WRONG_ENVIRONMENTS.splitlines()[1:])
+def test_an_incomplete_environment_is_one_line_and_nothing_is_waited_for(line, monkeypatch, capsys):
+    variables, message = line.split(" | ")
+    _set(monkeypatch, dict(word.split("=", 1) for word in variables.split()))
+    monkeypatch.setattr(hybrid, "join", lambda *_: pytest.fail("began to wait"))
+    assert hybrid.main([]) == 2
+    (complaint,) = capsys.readouterr().err.splitlines()
+    assert ": error: " in complaint and message in complaint
+
+
+def test_without_a_launcher_a_process_is_alone_and_with_one_it_has_its_place(monkeypatch):
+    _set(monkeypatch, {"MASTER_ADDR": "host", "MASTER_PORT": "tcp://a-service-of-kubernetes"})
+    assert hybrid.launched() == (0, 1, 0, 1)
+    _set(monkeypatch, COMPLETE)
+    assert hybrid.launched() == (1, 4, 0, 4)
+    _set(monkeypatch, COMPLETE | LOCAL)
+    assert hybrid.launched() == (1, 4, 1, 2)
+
+
+@pytest.mark.parametrize("flags", ["", "--layers 0"])
+def test_a_process_whose_peers_do_not_come_ends_with_a_line(flags, monkeypatch, capsys):
+    _set(monkeypatch, COMPLETE)
+    monkeypatch.setattr(hybrid, "choose_device", lambda *_: (torch.device("cpu"), "gloo"))
+    nobody = Mock(side_effect=dist.DistNetworkError("timed out\nframe #0"))
+    monkeypatch.setattr(dist, "rendezvous", nobody)
+    status = hybrid.main(flags.split())
+    said = capsys.readouterr().err
+    if flags:  # rank 0 says what is wrong with them
+        assert (status, said) == (2, "")
+    else:
+        line = "error: rank 1 has not met all others at host:29500: timed out\n"
+        assert status == 1 and said.endswith(line) and said.count("\n") == 1
+
+
 # ---- --help --------------------------------------------------------------------------------------
 
 
 def _help(monkeypatch, capsys, rank):
     """Return what a rank prints for --help."""
-    monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(hybrid, "launched", lambda: (rank, 2, rank, 2))
     with pytest.raises(SystemExit) as end:
         hybrid.main(["--help"])
     assert end.value.code == 0
@@ -297,8 +367,7 @@ def test_a_slow_choice_is_warned_of_in_one_line(line):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_prints_warnings_before_the_run_begins(rank, monkeypatch, capsys):
-    for name, value in (("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 2), ("RANK", rank)):
-        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(hybrid, "launched", lambda: (rank, 4, rank, 2))
     monkeypatch.setattr(hybrid, "join", lambda *_: None)
     monkeypatch.setattr(hybrid, "barrier", lambda *_: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)

@@ -962,7 +962,8 @@ BAD_FLAGS = """processes | flags | what is wrong
 @pytest.mark.parametrize("line", BAD_FLAGS.splitlines()[1:])
 def test_bad_flags_are_rejected_in_one_line_before_the_ranks_connect(line, monkeypatch, capsys):
     world_size, flags, message = line.split(" | ")
-    monkeypatch.setenv("WORLD_SIZE", world_size)
+    place = 0, int(world_size), 0, int(world_size)
+    monkeypatch.setattr(hybrid, "launched", lambda: place)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     begin = lambda *arguments, **options: pytest.fail("began to wait")
     monkeypatch.setattr(dist, "init_process_group", begin)
@@ -975,7 +976,7 @@ BAD_FILES = """flags | what is wrong
 --data MISSING | No such file or directory: 'MISSING'
 --data EMPTY | --data EMPTY: cannot mmap an empty file
 --data EDGE | --data EDGE: 576 tokens to train on and 64 for validation are too few for --seq-len 64
---data BINARY | --data BINARY: 0 tokens to train on and 0 for validation are too few for --seq-len 64
+--data BINARY | --data BINARY: no text, but a: tokens are read from a .bin file, or from train.bin
 --data ODD.bin | --data ODD.bin: Size of available data is not a multiple
 --data HALF | No such file or directory: 'HALF/val.bin'
 --checkpoint EMPTY | File exists: 'EMPTY'

@@ -90,6 +90,16 @@ def test_the_file_has_the_ranks_and_the_numbers_of_the_line_add_up(tmp_path, cap
     assert sum(numbers) == pytest.approx(float(total), abs=0.01 * len(numbers))
 
 
+REFUSED = ["--checkpoint DIR", "--metrics FILE", "--eval-every 2", "--print-every 2"]
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_a_flag_that_changes_nothing_in_a_trace_is_refused(flag, tmp_path, capsys, monkeypatch):
+    status, out, err = _main(capsys, monkeypatch, tmp_path / "trace.json", *flag.split())
+    assert (status, out, err) == (2, "", f"trace.py: error: {flag} has no use here\n")
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("words, said", [(["no/trace.json"], "no/trace.json"), ([], "FILE is mis")])
 def test_a_file_that_is_missing_or_cannot_be_written_is_one_line(words, said, capsys, monkeypatch):
     status, out, err = _main(capsys, monkeypatch, *words)

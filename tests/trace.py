@@ -28,6 +28,7 @@ import torch.distributed as dist
 import hybrid
 from collectives import barrier, gather_objects, observe
 
+REFUSED = "checkpoint", "save_every", "eval_every", "print_every", "metrics"
 AXES = {"tp_group": "tp", "expert_tp_group": "tp", "pp_group": "pp", "embedding_group": "pp"}
 AXES |= {"cp_group": "cp", "ep_group": "ep", "node_group": "ep", "cross_group": "ep"}  # others: dp
 
@@ -113,8 +114,12 @@ def work(path, args, device):
     """Train, write the trace of the last step, and print its parts. May raise TrainingError."""
     if path is None:
         raise hybrid.TrainingError("FILE is missing: its name comes before the flags", 2)
+    for name in REFUSED:
+        value = getattr(args, name)
+        if value is not None:
+            raise hybrid.TrainingError(f"{hybrid.as_typed(name, value)} has no use here", 2)
     file = hybrid.on_all_ranks(open, path if dist.get_rank() == 0 else os.devnull, "w")
-    data = hybrid.on_all_ranks(hybrid.load_data, args.data, args.seq_len, args.vocab_size)
+    data, _ = hybrid.read_data(args)
     trainer = hybrid.Trainer(args, hybrid.make_mesh(args), device)
     sizes = args.batch_size, args.seq_len, args.seed, trainer.own_rows()
     for step in range(args.steps - 1):
