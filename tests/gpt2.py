@@ -4,14 +4,17 @@
     python tests/gpt2.py export DIR FILE
 
 import converts FILE to an fp32 checkpoint of step 0 and prints the command that trains it further,
-in any layout. torch.save() must have written FILE, from nanoGPT, GPT2Model, GPT2LMHeadModel or by
-export. A state dict does not contain the number of heads: --heads defaults to hidden / 64.
---seq-len drops later positions. export writes the last checkpoint in DIR, of any layout, for
-nanoGPT and for GPT2LMHeadModel's load_state_dict(torch.load(FILE), strict=False). A model with
-experts, or with fewer kv-heads than heads, is no GPT-2. An error is one line, with exit status 2.
+in any layout. FILE is a .safetensors file, or torch.save() has written it. Its weights are those of
+nanoGPT, GPT2Model or GPT2LMHeadModel, also compiled or inside DDP, or come from export. A state
+dict does not contain the number of heads: --heads defaults to hidden / 64. --seq-len drops later
+positions. export writes the last checkpoint in DIR, of any layout, for nanoGPT and for
+GPT2LMHeadModel's load_state_dict(torch.load(FILE), strict=False). A model with experts, or with
+fewer kv-heads than heads, is no GPT-2. An error is one line, with exit status 2.
 """
 
 import json
+import re
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -29,12 +32,36 @@ TRANSPOSED = "c_attn.weight", "c_proj.weight", "c_fc.weight"  # by Hugging Face'
 WTE, WPE, HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
 
 
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def read_safetensors(path):
+    """Return the {name: tensor} of a .safetensors file; masks, which are not floats, are left out.
+
+    The file has the length of a header in 8 bytes, the header in JSON, and the tensors' bytes.
+    """
+    content = bytearray(Path(path).read_bytes())
+    begin = 8 + int.from_bytes(content[:8], "little")
+    state = {}
+    for name, entry in json.loads(content[8:begin]).items():
+        if name != "__metadata__" and entry["dtype"] in DTYPES:
+            first, end = entry["data_offsets"]
+            memory = memoryview(content)[begin + first : begin + end]
+            tensor = torch.frombuffer(memory, dtype=DTYPES[entry["dtype"]])
+            state[name] = tensor.view(entry["shape"])
+    return state
+
+
 def read(path):
     """Return a file's weights, {name: tensor} in nanoGPT's layout, and its sizes, {flag: value}."""
-    file, state = torch.load(path, map_location="cpu", weights_only=True), {}
+    if path.endswith(".safetensors"):
+        file = read_safetensors(path)
+    else:
+        file = torch.load(path, map_location="cpu", weights_only=True)
+    state = {}
     for name, value in file.get("model", file).items():
         if torch.is_tensor(value) and not name.endswith((".attn.bias", ".attn.masked_bias")):
-            name = name.removeprefix("_orig_mod.").removeprefix("transformer.")
+            name = re.sub(r"^((_orig_mod|module)\.)*(transformer\.)?", "", name)
             state[name if name == HEAD else f"transformer.{name}"] = value
     rows, columns = state["transformer.h.0.attn.c_attn.weight"].shape  # never square
     turned = [name for name in state if columns > rows and name.endswith(TRANSPOSED)]
@@ -63,8 +90,12 @@ def take(path, folder, more):
     for there in Path(folder).glob("step_????????"):
         raise ValueError(f"{there} is there already")
     unfinished = Path(folder, "step_00000000.partial")
-    dcp.save({"model": weights}, checkpoint_id=unfinished)
-    (unfinished / "run.json").write_text(json.dumps(hybrid.flags_of(args), indent=4))
+    try:
+        dcp.save({"model": weights}, checkpoint_id=unfinished)
+        (unfinished / "run.json").write_text(json.dumps(hybrid.flags_of(args), indent=4))
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     unfinished.rename(unfinished.with_suffix(""))
     return f"hybrid.py --checkpoint {folder} {typed(vars(args))}"
 
@@ -84,15 +115,36 @@ def give(folder, path):
     sizes |= {"block_size": args.seq_len, "vocab_size": args.vocab_size, "dropout": args.dropout}
     dcp.load({"model": {n: w for n, w in weights.items() if n != HEAD}}, checkpoint_id=checkpoint)
     flat = {n: w.t() if n.endswith(TRANSPOSED) else w for n, w in weights.items()}
-    torch.save(flat | {"model": weights, "model_args": sizes}, f"{path}.part")
-    Path(f"{path}.part").replace(path)
+    write(flat | {"model": weights, "model_args": sizes}, path)
     return f"{path} is {checkpoint}"
+
+
+def write(file, path):
+    """Let torch.save() write a file. If that fails, leave nothing behind."""
+    part = Path(f"{path}.part")
+    try:
+        with part.open("wb") as stream:
+            torch.save(file, stream)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def reason_of(error):
+    """Return the OSError, such as a full disk, that caused torch.save() to raise this error."""
+    origin = error
+    while isinstance(origin, RuntimeError) and origin.__context__:
+        origin = origin.__context__
+    return origin if isinstance(origin, OSError) else error
 
 
 def main(argv):
     """Run the command; return the exit status, or None for 0."""
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     try:
+        if "" in argv:
+            raise ValueError("a word is empty (is a shell variable not set?)")
         match argv:
             case ["import", path, folder, *more]:
                 return print(take(path, folder, more))
@@ -103,7 +155,7 @@ def main(argv):
         raise ValueError("import FILE DIR [--heads N] [--seq-len T], or export DIR FILE")
     except (OSError, ValueError, RuntimeError, dcp.api.CheckpointException) as error:
         cause = getattr(error, "failures", {0: [error]})[0][0]
-        text = f"gpt2.py: error: {' '.join(argv[1:3])}: {cause}"
+        text = f"gpt2.py: error: {' '.join(argv[1:3])}: {reason_of(cause)}"
         print(" ".join(text.split())[:400], file=sys.stderr)
         return 2
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def of_hugging_face(prefix):
 
 FILES = {  # {the model that was saved: its file's content}
     "nanoGPT": lambda: {"model": nanogpt().state_dict(), "model_args": ARGUMENTS, "iter_num": 3},
+    "DDP": lambda: {f"_orig_mod.module.{name}": x for name, x in nanogpt().state_dict().items()},
     "compiled": lambda: {f"_orig_mod.{name}": x for name, x in nanogpt().state_dict().items()},
     "GPT2LMHeadModel": lambda: of_hugging_face("transformer."),
     "GPT2Model": lambda: of_hugging_face(""),
@@ -114,6 +116,36 @@ def test_a_bf16_model_without_biases_cut_to_fewer_positions_gives_the_same_logit
     folder = imported(state, tmp_path, "--heads", str(HEADS), "--seq-len", str(T))
     expected = model.float()(tokens)
     torch.testing.assert_close(logits_of(folder, tokens), expected, rtol=1e-5, atol=1e-5)
+
+
+def safetensors(state):
+    """Return the bytes of a .safetensors file, as its format is published."""
+    header = {"__metadata__": {"format": "pt"}}
+    content = b""
+    for name, tensor in state.items():
+        own = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        place = [len(content), len(content) + len(own)]
+        dtype = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": place}
+        content += own
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + content
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(1)
+def test_a_safetensors_file_gives_the_same_logits(dtype, tmp_path):
+    model = nanogpt()
+    tokens = torch.randint(V, (3, T))
+    state = {name: value.to(dtype) for name, value in of_hugging_face("").items()}
+    state["h.0.attn.bias"] = torch.ones(1, 1, T, T, dtype=torch.uint8)  # a mask
+    (tmp_path / "model.safetensors").write_bytes(safetensors(state))
+    words = f"import {tmp_path}/model.safetensors {tmp_path}/new --heads {HEADS}"
+    assert not gpt2.main(words.split())
+    if dtype == torch.bfloat16:
+        model = model.bfloat16().float()
+    logits = logits_of(tmp_path / "new", tokens)
+    torch.testing.assert_close(logits, model(tokens), rtol=0, atol=1e-5)
 
 
 # ---- export --------------------------------------------------------------------------------------
@@ -176,6 +208,7 @@ export there no/such | no/such
 export experts OUT | --experts 4 --kv-heads 4 is no GPT-2
 export groups OUT | --experts 0 --kv-heads 2 is no GPT-2
 export empty OUT | empty/step_00000000/run.json does not hold the flags of a run
+import EMPTY.safetensors new | EMPTY.safetensors new: not a GPT-2 that torch.save() wrote
 export bare OUT | bare/step_00000000/.metadata
 """
 
@@ -210,3 +243,21 @@ def test_an_error_is_one_line_and_changes_no_file(line, tmp_path, monkeypatch, c
     (complaint,) = capsys.readouterr().err.splitlines()
     assert complaint.startswith("gpt2.py: error: ") and message in complaint
     assert set(before) <= set(tmp_path.rglob("*")) and not Path("OUT").exists()
+
+
+@pytest.mark.parametrize("size", [100, 3000, 40_000])  # at the file's first write, and later ones
+def test_a_full_disk_is_the_reason_given_and_leaves_no_file(size, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_files()
+    before, _ = sorted(tmp_path.rglob("*")), capsys.readouterr()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for words in ("export there OUT", "import FILE new"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            status = gpt2.main(words.split())
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        (complaint,) = capsys.readouterr().err.splitlines()
+        assert status == 2 and complaint.endswith("[Errno 27] File too large")  # a disk's is 28
+    shutil.rmtree("new", ignore_errors=True)
+    assert sorted(tmp_path.rglob("*")) == before
