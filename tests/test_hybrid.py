@@ -746,7 +746,7 @@ def train_on_text(flags, folder, batches=3):
     torch.set_default_dtype(torch.float64)
     text, metrics = folder / "text", folder / "metrics"
     if dist.get_rank() == 0:
-        tokens = np.random.default_rng(1).integers(0, V, 10 * (batches * BATCH * T + 40))
+        tokens = np.random.default_rng(1).integers(1, V, 10 * (batches * BATCH * T + 40))
         text.write_bytes(bytes(tokens.astype(np.uint8)))
     dist.barrier()
     words = f"{FLAGS} --sample 0 --data {text} --metrics {metrics} {flags}".split()

@@ -28,7 +28,7 @@ import torch.distributed as dist
 import hybrid
 from collectives import barrier, gather_objects, observe
 
-REFUSED = "checkpoint", "save_every", "eval_every", "print_every", "metrics"
+REFUSED = "checkpoint", "eval_every", "print_every", "metrics", "sample", "prompt", "temperature"
 AXES = {"tp_group": "tp", "expert_tp_group": "tp", "pp_group": "pp", "embedding_group": "pp"}
 AXES |= {"cp_group": "cp", "ep_group": "ep", "node_group": "ep", "cross_group": "ep"}  # others: dp
 
@@ -110,14 +110,17 @@ def events_of(rank, lanes):
             yield place | span
 
 
-def work(path, args, device):
-    """Train, write the trace of the last step, and print its parts. May raise TrainingError."""
+def work(path, flags, args, device):
+    """Train, write the trace of the last step, and print its parts. May raise TrainingError.
+
+    flags: the command line, from which hybrid.main() has parsed args.
+    """
     if path is None:
         raise hybrid.TrainingError("FILE is missing: its name comes before the flags", 2)
+    given = vars(hybrid.Parser().parse_args(flags))
     for name in REFUSED:
-        value = getattr(args, name)
-        if value is not None:
-            raise hybrid.TrainingError(f"{hybrid.as_typed(name, value)} has no use here", 2)
+        if name in given:
+            raise hybrid.TrainingError(f"{hybrid.as_typed(name, given[name])} has no use here", 2)
     file = hybrid.on_all_ranks(open, path if dist.get_rank() == 0 else os.devnull, "w")
     data, _ = hybrid.read_data(args)
     trainer = hybrid.Trainer(args, hybrid.make_mesh(args), device)
@@ -140,7 +143,7 @@ def main(argv=None):
         print(__doc__)
     elif flags and not flags[0].startswith("-"):
         path = flags.pop(0)
-    return hybrid.main(["--steps", "3", *flags], partial(work, path))
+    return hybrid.main(["--steps", "3", *flags], partial(work, path, flags))
 
 
 if __name__ == "__main__":
