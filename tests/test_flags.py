@@ -299,6 +299,7 @@ def test_a_slow_choice_is_warned_of_in_one_line(line):
 def test_rank_0_prints_warnings_before_the_run_begins(rank, monkeypatch, capsys):
     for name, value in (("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 2), ("RANK", rank)):
         monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(hybrid, "meet", lambda _: (dist.HashStore(), 0, 1))
     monkeypatch.setattr(hybrid, "join", lambda *_: None)
     monkeypatch.setattr(hybrid, "barrier", lambda *_: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
