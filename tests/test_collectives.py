@@ -25,10 +25,10 @@ import collectives
 from collectives import (
     MOST_PEERS, agree_on_ranks_per_node, all_gather, all_gather_single, all_gather_to_group,
     all_reduce, all_reduce_bytes, all_reduce_cost, all_to_all_in_group, all_to_all_single,
-    backend_function, barrier, broadcast, check_parameters, choose, copy_to_group, count_bytes, exchange, gather, gather_from_group,
-    gather_objects, observe, rank_and_size, reduce, reduce_from_group, reduce_scatter_bytes,
-    reduce_scatter_single, reduce_scatter_to_group, ring_all_reduce, scatter, scatter_to_group,
-    set_backend_collectives, set_ranks_per_node,
+    backend_function, barrier, broadcast, check_parameters, choose, copy_to_group, count_bytes,
+    exchange, gather, gather_from_group, gather_objects, observe, rank_and_size, reduce,
+    reduce_from_group, reduce_scatter_bytes, reduce_scatter_single, reduce_scatter_to_group,
+    ring_all_reduce, scatter, scatter_to_group, set_backend_collectives, set_ranks_per_node,
 )
 from gpu_counts import as_on_nccl, nccl_over_gloo, post_nowhere
 from ranks import PROJECT, least_bytes, on_ranks, spawn

@@ -314,7 +314,7 @@ def test_a_bucket_holds_gradients_of_one_dtype_which_may_differ_from_the_weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-@pytest.mark.parametrize("sizes", [[1], [127], [500, 60], [9_000], [33_000, 0], [10**6, 900, 70_001]])
+@pytest.mark.parametrize("sizes", [[1], [500, 60], [9_000], [33_000, 0], [10**6, 900, 70_001]])
 def test_a_norm_of_millions_of_elements_is_as_exact_as_that_of_a_few(sizes, dtype):
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(n, dtype=dtype, generator=generator) for n in sizes]

@@ -1080,7 +1080,8 @@ def _agree(**unlike):
     store = dist.HashStore()
 
     def of_rank(rank):
-        own = {"per_node": 4, "backend": "gloo", "flags": {"zero": 1, "device": "auto"}, "fault": ""}
+        own = {"per_node": 4, "backend": "gloo", "fault": ""}
+        own["flags"] = {"zero": 1, "device": "auto"}
         own |= {name: values[rank] for name, values in unlike.items() if rank in values}
         return hybrid.agree(own, store, rank, 6)
 
@@ -1091,6 +1092,7 @@ def _agree(**unlike):
 def test_all_ranks_hear_the_same_of_nodes_flags_and_gpus_that_are_unlike():
     assert _agree() == [[4, ""]] * 6
     assert _agree(per_node={0: 2, 1: 2}) == [[2, ""]] * 6  # nodes of 2 and 4 ranks
+    assert _agree(per_node={4: 2, 5: 2}) == [[2, ""]] * 6
     assert _agree(per_node={0: 1, 1: 1, 2: 2, 3: 2}) == [[1, ""]] * 6
     assert _agree(fault={3: "no GPU", 5: "none"}) == [[4, "rank 3: no GPU"]] * 6
     flags = {4: {"zero": 3, "device": "auto"}}
