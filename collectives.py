@@ -1232,10 +1232,24 @@ def _run_rank(rank, world_size, init_method, function):
 
 
 def set_ranks_per_node(ranks_per_node, group=None):
-    """Set how many consecutive ranks share a node. A number < P that does not divide P means 1."""
+    """Set how many consecutive ranks share a node. A number < P that does not divide P means 1.
+
+    All ranks must pass the same number, or they would choose unlike algorithms. If nodes may have
+    different numbers of ranks, call agree_on_ranks_per_node() instead.
+    """
     members = membership(group, "set_ranks_per_node")
     ranks = min(ranks_per_node, len(members.ranks))
     members.ranks_per_node = 1 if len(members.ranks) % ranks else ranks
+
+
+def agree_on_ranks_per_node(ranks_on_this_node, group=None):
+    """Set and return how many consecutive ranks always share a node. Collective.
+
+    It is the greatest common divisor of what the ranks pass: 2 for nodes of 2 and of 4 ranks.
+    """
+    ranks_per_node = math.gcd(*gather_objects(ranks_on_this_node, group))
+    set_ranks_per_node(ranks_per_node, group)
+    return ranks_per_node
 
 
 def gather_objects(value, group=None):

@@ -1894,7 +1894,7 @@ class Args(GPTConfig):
     """All flags of a run, completed and checked."""
 
     world_size: int
-    per_node: int  # the number of processes on each node
+    per_node: int  # so many consecutive ranks always share a node
     ep_nodes: int  # the number of nodes over which an ep_group is spread
 
     # the degrees of the axes, and how the work is divided
@@ -2045,12 +2045,13 @@ def flags_of(args):
 def parse(argv, world_size, per_node=None):
     """Return the Args of world_size processes, of which per_node, by default all, share a node.
 
+    per_node: 0 if it is not known yet; then whether --topk-nodes fits is not checked.
     Raises ValueError with one line, which names flags and values, if these do not fit together.
     """
     typed = vars(Parser().parse_args(argv))
     args = argparse.Namespace(**{flag.name: flag.default for flag in FLAGS} | typed)
     args.world_size = world_size
-    args.per_node = per_node or world_size
+    args.per_node = world_size if per_node is None else per_node
     args.dp = args.dp or max(1, world_size // (args.pp * args.cp * args.tp))
     dp_cp = args.dp * args.cp
     if args.zero is None:
@@ -2152,6 +2153,7 @@ def check(args):
         must_divide(args, "ep", "experts")
         need(args.top_k <= args.experts, f"{shown('top_k')} is more than {shown('experts')}")
         need(args.moe_every <= args.layers, f"{shown('moe_every')} is more than {shown('layers')}")
+    if args.experts and args.per_node:
         nodes = args.ep_nodes
         need(args.topk_nodes <= nodes, f"{shown('topk_nodes')} exceeds the nodes of ep, {nodes}")
         reach = args.experts // nodes * args.topk_nodes
@@ -2221,6 +2223,8 @@ ENVIRONMENT = {
 }
 
 
+OF_A_MACHINE = {"data", "checkpoint", "metrics"}  # paths, which may differ between machines
+
 LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"  # what torchrun sets, and more
 
 
@@ -2264,14 +2268,61 @@ def choose_device(args, local_rank=0, per_node=1):
     return device, "gloo" if args.device == "shared" else "nccl"
 
 
-def join(device, backend, timeout):
-    """Connect the processes that torchrun has started. Without torchrun, form a world of one."""
+def meet(timeout):
+    """Return (store, rank, world_size) of the processes that torchrun started, or of one process.
+
+    A store holds values by name, which each process can set and get.
+    """
     store, rank, world_size = dist.HashStore(), 0, 1
-    options = {"timeout": timedelta(seconds=timeout)}
     if "RANK" in os.environ:
+        options = {"timeout": timedelta(seconds=timeout)}
         store, rank, world_size = next(dist.rendezvous("env://", **options))
     # after a restart, torchrun's store still has the keys of the previous attempt
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    return store, rank, world_size
+
+
+def agree(own, store, rank, world_size):
+    """Return (per_node, what is wrong or ""), the same on all ranks. Collective.
+
+    Every choice that leads to messages must be the same on all ranks. So what a rank finds on its
+    machine goes to rank 0, which decides for all. This needs only the store, and no process group.
+
+    own: {"per_node": processes on this node, "backend": name, "flags": {name: value} of those that
+        must be equal, "fault": what is wrong on this rank, or ""}
+    """
+    store.set(f"found on {rank}", json.dumps(own))
+    if rank == 0:
+        names = [f"found on {rank}" for rank in range(world_size)]
+        found = [json.loads(text) for text in store.multi_get(names)]
+        # ranks of a node are consecutive, so every run of so many ranks is on one node
+        per_node = math.gcd(*(each["per_node"] for each in found))
+        store.set("agreed", json.dumps([per_node, fault_of(found)]))
+    return json.loads(store.get("agreed"))
+
+
+def fault_of(found):
+    """Return what is wrong with what all ranks have found, or ""."""
+    first = found[0]
+    for rank, each in enumerate(found):
+        if each["fault"]:
+            return f"rank {rank}: {each['fault']}" if rank else each["fault"]
+    for rank, each in enumerate(found):
+        for name, value in each["flags"].items():
+            expected = first["flags"][name]
+            if value != expected:
+                theirs = f"rank 0 has {as_typed(name, expected)}"
+                return f"rank {rank} has {as_typed(name, value)}, {theirs}"
+        if each["backend"] != first["backend"]:
+            backends = f"rank {rank} would use {each['backend']}, rank 0 {first['backend']}"
+            return f"--device {first['flags']['device']}: {backends}: machines have unlike GPUs"
+    return ""
+
+
+def join(device, backend, timeout, place):
+    """Connect the processes that meet() has found. place: what it returned."""
+    store, rank, world_size = place
+    options = {"timeout": timedelta(seconds=timeout)}
     if backend == "gloo":
         schedule_as_batch()
     else:  # the mesh's groups have only NCCL; the world's gloo carries objects, flags and barriers
@@ -2287,6 +2338,7 @@ def main(argv=None, work=train):
     """
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
+    argv = sys.argv[1:] if argv is None else argv
 
     def say(sentence, everywhere=False):
         if rank == 0 or everywhere:  # in a single write, so that lines of processes do not mix
@@ -2298,24 +2350,39 @@ def main(argv=None, work=train):
     except ValueError as error:
         say(f"error: {error}")
         return 2
+    own = {"per_node": per_node, "backend": "gloo", "flags": {}, "fault": ""}
+    timeout = 30  # seconds, if flags are wrong
     try:
         with nullcontext() if rank == 0 else redirect_stdout(io.StringIO()):  # --help prints once
-            args = parse(sys.argv[1:] if argv is None else argv, world_size, per_node)
-        device, backend = choose_device(args, local_rank, per_node)
+            args = parse(argv, world_size, per_node=0)  # nodes may have unlike numbers of ranks
+        timeout = args.timeout
+        device, own["backend"] = choose_device(args, local_rank, per_node)
+        own["flags"] = {k: v for k, v in flags_of(args).items() if k not in OF_A_MACHINE}
     except ValueError as error:
-        say(f"error: {error}")
+        own["fault"] = str(error)
+        say(f"error: {error}")  # at once, as others may not come
+    try:
+        place = meet(timeout)
+        per_node, fault = agree(own, *place)
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        if own["fault"]:
+            return 2
+        where = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
+        reason = str(error).strip().split("\n")[0]
+        say(f"error: rank {rank} has not met all others at {where}: {reason}", everywhere=True)
+        return 1
+    try:
+        need(not fault, fault)
+        args = parse(argv, world_size, per_node)
+    except ValueError as error:
+        if not own["fault"]:
+            say(f"error: {error}")
         if "RANK" in os.environ:  # torchrun kills all once one exits, so wait for rank 0's line
             with suppress(RuntimeError):  # some may not have been started
-                join(None, "gloo", 30)
+                join(None, "gloo", 30, place)
                 barrier()
         return 2
-    try:
-        join(device, backend, args.timeout)
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
-        place = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
-        fault = str(error).strip().split("\n")[0]
-        say(f"error: rank {rank} has not met all others at {place}: {fault}", everywhere=True)
-        return 1
+    join(device, own["backend"], timeout, place)
     torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
     gc.freeze()  # what was imported is never garbage, so collections need not look at it
     for sentence in warnings_of(args):

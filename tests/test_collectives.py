@@ -23,12 +23,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import collectives
 from collectives import (
-    MOST_PEERS, all_gather, all_gather_single, all_gather_to_group, all_reduce, all_reduce_bytes,
-    all_reduce_cost, all_to_all_in_group, all_to_all_single, backend_function, barrier, broadcast,
-    check_parameters, choose, copy_to_group, count_bytes, exchange, gather, gather_from_group,
-    gather_objects, observe, rank_and_size, reduce, reduce_from_group, reduce_scatter_bytes,
-    reduce_scatter_single, reduce_scatter_to_group, ring_all_reduce, scatter, scatter_to_group,
-    set_backend_collectives, set_ranks_per_node,
+    MOST_PEERS, agree_on_ranks_per_node, all_gather, all_gather_single, all_gather_to_group,
+    all_reduce, all_reduce_bytes, all_reduce_cost, all_to_all_in_group, all_to_all_single,
+    backend_function, barrier, broadcast, check_parameters, choose, copy_to_group, count_bytes,
+    exchange, gather, gather_from_group, gather_objects, observe, rank_and_size, reduce,
+    reduce_from_group, reduce_scatter_bytes, reduce_scatter_single, reduce_scatter_to_group,
+    ring_all_reduce, scatter, scatter_to_group, set_backend_collectives, set_ranks_per_node,
 )
 from gpu_counts import as_on_nccl, nccl_over_gloo, post_nowhere
 from ranks import PROJECT, least_bytes, on_ranks, spawn
@@ -454,6 +454,20 @@ CHOICES = [  # P, ranks per node, on NCCL; (bytes, choice) for an all-reduce, an
     (4, 2, False, [(1, "doubling"), (16 * M, "nodes")], [(16 * M, "nodes")]),
 ]
 NAMES = {"doubling": "recursive_doubling", "halving": "halving_doubling", "nodes": "hierarchical"}
+
+
+@on_ranks(6)
+def test_ranks_of_unlike_nodes_agree_on_an_algorithm():
+    """Nodes have 2 + 4 ranks. By their own numbers, ranks would take different algorithms."""
+    rank, P = rank_and_size()
+    assert agree_on_ranks_per_node(2 if rank < 2 else 4) == 2
+    for elements in (1, 1000, 10**6):
+        tensor = torch.full((elements,), rank + 1.0)
+        all_reduce(tensor)
+        assert tensor.eq(21).all()
+        parts = torch.empty(P, elements)
+        all_gather_single(parts, torch.full((elements,), float(rank)))
+        assert parts.eq(torch.arange(P).unsqueeze(1)).all()
 
 
 @pytest.mark.parametrize("P, ranks_per_node, on_nccl, wholes, halves", CHOICES)

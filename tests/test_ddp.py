@@ -313,6 +313,17 @@ def test_a_bucket_holds_gradients_of_one_dtype_which_may_differ_from_the_weights
 # ---- clipping ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("sizes", [[1], [500, 60], [9_000], [33_000, 0], [10**6, 900, 70_001]])
+def test_a_norm_of_millions_of_elements_is_as_exact_as_that_of_a_few(sizes, dtype):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(n, dtype=dtype, generator=generator) for n in sizes]
+    tensors[-1] = tensors[-1].expand(2, -1).t()  # a tensor that is not contiguous
+    wide = torch.promote_types(dtype, torch.float64)
+    exact = sum(tensor.to(wide).abs().square().sum() for tensor in tensors).sqrt().item()
+    assert ddp.get_total_norm(tensors).item() == pytest.approx(exact, rel=1e-8, abs=0)
+
+
 @on_ranks(1, 3, 4)
 def test_the_norm_of_distributed_parts_and_clipping_agree_with_torch():
     """The parts are spread over all ranks; four ranks sum over rows, and then over columns."""

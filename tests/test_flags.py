@@ -368,6 +368,7 @@ def test_a_slow_choice_is_warned_of_in_one_line(line):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_prints_warnings_before_the_run_begins(rank, monkeypatch, capsys):
     monkeypatch.setattr(hybrid, "launched", lambda: (rank, 4, rank, 2))
+    monkeypatch.setattr(hybrid, "meet", lambda _: (dist.HashStore(), 0, 1))
     monkeypatch.setattr(hybrid, "join", lambda *_: None)
     monkeypatch.setattr(hybrid, "barrier", lambda *_: None)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)

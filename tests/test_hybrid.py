@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from datetime import timedelta
 from pathlib import Path
@@ -1073,6 +1074,32 @@ def test_the_process_group_has_the_backend_of_the_device_and_the_timeout(backend
     carriers = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
     assert begin.call_args.args == (carriers,) and options["timeout"].total_seconds() == 7
     assert options.get("device_id") == (device if backend == "nccl" else None)
+
+
+def _agree(**unlike):
+    """Return what each rank hears if {rank: value} of some fields is unlike. Ranks are threads."""
+    store = dist.HashStore()
+
+    def of_rank(rank):
+        own = {"per_node": 4, "backend": "gloo", "fault": ""}
+        own["flags"] = {"zero": 1, "device": "auto"}
+        own |= {name: values[rank] for name, values in unlike.items() if rank in values}
+        return hybrid.agree(own, store, rank, 6)
+
+    with ThreadPoolExecutor(6) as pool:
+        return [*pool.map(of_rank, range(6))]
+
+
+def test_all_ranks_hear_the_same_of_nodes_flags_and_gpus_that_are_unlike():
+    assert _agree() == [[4, ""]] * 6
+    assert _agree(per_node={0: 2, 1: 2}) == [[2, ""]] * 6  # nodes of 2 and 4 ranks
+    assert _agree(per_node={4: 2, 5: 2}) == [[2, ""]] * 6
+    assert _agree(per_node={0: 1, 1: 1, 2: 2, 3: 2}) == [[1, ""]] * 6
+    assert _agree(fault={3: "no GPU", 5: "none"}) == [[4, "rank 3: no GPU"]] * 6
+    flags = {4: {"zero": 3, "device": "auto"}}
+    assert _agree(flags=flags) == [[4, "rank 4 has --zero 3, rank 0 has --zero 1"]] * 6
+    unlike = "rank 2 would use nccl, rank 0 gloo: machines have unlike GPUs"
+    assert _agree(backend={2: "nccl"}) == [[4, f"--device auto: {unlike}"]] * 6
 
 
 @on_ranks(2)
