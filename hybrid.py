@@ -1377,17 +1377,19 @@ def shortened(names):
 
 
 def check_same_data(data, source):
-    """Raise TrainingError if ranks have read different tokens. Collective.
+    """Return a digest of the tokens; raise TrainingError if ranks have read others. Collective.
 
     If nodes had different standard libraries, a pipeline's last stage would read targets that do
     not belong to the first stage's inputs. The checksum covers the first 2**25 tokens.
     """
     size = len(data.train) + len(data.validation)
-    own = f"{size:,} tokens with checksum {hashlib.sha256(data.train[: 2**25]).hexdigest()[:8]}"
+    digest = hashlib.sha256(data.train[: 2**25]).hexdigest()
+    own = f"{size:,} tokens with checksum {digest[:8]}"
     first, *others = gather_objects(own)
     for rank, other in enumerate(others, 1):
         if other != first:
             raise TrainingError(f"{source}rank {rank} has {other}, rank 0 has {first}", 2)
+    return digest
 
 
 CHUNK = 2**24  # tokens that a rank reads at once
@@ -1430,6 +1432,11 @@ def check_memory(args):
 
 # the flags of the model that a resumed run may change
 MAY_CHANGE = "dropout", "sp", "recompute", "recompute_layers", "capacity_factor", "topk_nodes"
+# the flags on which the result of a training depends, besides the model and the data
+DETERMINE = (
+    "seed", "batch_size", "steps", "lr", "warmup", "lr_decay", "decay_steps", "min_lr",
+    "weight_decay", "grad_clip", "dtype", "moments", "dropout", "capacity_factor",
+)  # fmt: skip
 MOMENTS = "exp_avg", "exp_avg_sq"  # Adam's
 
 
@@ -1530,20 +1537,21 @@ class Saver:
     def save(self, suffix=""):
         """Begin to write a checkpoint. One whose name has a suffix is never resumed nor deleted."""
         self.wait()
+        run = record_of(self.trainer)
         state = copy_to_host(state_of(self.trainer))
         copied = None
         if self.trainer.device.type == "cuda":
             copied = torch.cuda.current_stream().record_event()
         path = self.folder / f"step_{self.trainer.steps_done:08d}{suffix}"
-        self.pending = self.executor.submit(self.write, state, copied, path)
+        self.pending = self.executor.submit(self.write, state, copied, path, run)
 
-    def write(self, state, copied, path):
+    def write(self, state, copied, path, run):
         """Write a state once the event `copied` has happened. This runs in the thread."""
         try:
             if copied is not None:
                 torch.cuda.set_device(self.trainer.device)  # each thread has its own
                 copied.synchronize()
-            write_checkpoint(state, path, self.trainer.args, self.group)
+            write_checkpoint(state, path, run, self.group)
         except BaseException:
             self.trainer.save_failed = True
             raise
@@ -1564,6 +1572,11 @@ class Saver:
         self.executor.shutdown(wait=False)
 
 
+def record_of(trainer):
+    """Return what run.json says of a run: its flags and what else determined the training."""
+    return flags_of(trainer.args) | {"data_digest": trainer.data_digest}
+
+
 @torch.no_grad()
 def copy_to_host(state):
     """Return a copy of a state in host memory. From a GPU it is copied in the current stream."""
@@ -1579,8 +1592,11 @@ def copy_to_host(state):
     return copies
 
 
-def write_checkpoint(state, path, args, group):
-    """Write a state on the host as a checkpoint, or raise TrainingError. Collective."""
+def write_checkpoint(state, path, run, group):
+    """Write a state on the host as a checkpoint, or raise TrainingError. Collective.
+
+    run: record_of() the run that saves it.
+    """
     partial_path = path.with_suffix(".partial")
     options = {"prefix": f"--checkpoint {path}: ", "status": 1, "group": group}
     storage = dcp.FileSystemWriter(partial_path, per_thread_copy_ahead=0)  # nothing is on a GPU
@@ -1589,7 +1605,7 @@ def write_checkpoint(state, path, args, group):
     own_files = [partial_path / ".metadata", *partial_path.glob(f"__{dist.get_rank()}_*")]
     own = on_all_ranks(digests_of, own_files, **options)
     digests = dict(ChainMap(*gather_objects(own, group)))
-    on_all_ranks(commit, args, partial_path, path, digests, **options)
+    on_all_ranks(commit, run, partial_path, path, digests, **options)
 
 
 def digests_of(paths):
@@ -1601,18 +1617,31 @@ def digests_of(paths):
     return digests
 
 
-def commit(args, partial_path, path, digests):
+def commit(run, partial_path, path, digests):
     """On rank 0, complete a checkpoint, rename it to `path`, and delete all but the last --keep."""
     if dist.get_rank() != 0:
         return
-    run = flags_of(args) | {"sha256": digests}
-    (partial_path / "run.json").write_text(json.dumps(run, indent=4))
+    for file in partial_path.iterdir():
+        if file.name not in digests:  # a save of more ranks that was killed has left it
+            file.unlink()
+    write_run(partial_path, run | {"sha256": digests})
     os.sync()  # a checkpoint is on the disk before it gets its name
     partial_path.rename(unused(path))
-    for old in checkpoints_of(path.parent)[: -args.keep]:
+    for old in checkpoints_of(path.parent)[: -run["keep"]]:
         old.rename(old.with_suffix(".partial"))  # a half-deleted one must not look complete
     for old in path.parent.glob("step_*.partial"):  # including those of saves that were killed
         shutil.rmtree(old, ignore_errors=True)
+
+
+def write_run(folder, run):
+    """Write {name: value} to the folder's run.json, with a checksum of all of it."""
+    text = json.dumps(run | {"checksum": checksum_of(run)}, indent=4)
+    (folder / "run.json").write_text(text)
+
+
+def checksum_of(run):
+    """Return a checksum of what a run.json says besides its checksum."""
+    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
 
 
 def checkpoints_of(folder):
@@ -1657,7 +1686,7 @@ def resume(trainer, folder):
     path, *_ = gather_objects(own)
     if path is None:
         return
-    on_all_ranks(check_checkpoint, path, trainer.args)
+    run = on_all_ranks(check_checkpoint, path, trainer.args)
     trainer.steps_done = int(path.name.removeprefix("step_"))
     if trainer.steps_done:  # before the first step there are no moments
         dtype = torch.bfloat16 if trainer.args.moments == "bf16" else None  # None: as the weight
@@ -1668,8 +1697,11 @@ def resume(trainer, folder):
     for chunk in trainer.chunks:  # one by one, since embedding and head have one name
         load = lambda: dcp.load(state_of(trainer, [chunk]), checkpoint_id=path)
         on_all_ranks(load, prefix=f"--checkpoint {path}: ")
+    found = differences(trainer, run)
     if dist.get_rank() == 0:
         print(f"resumes from {path}", flush=True)
+        if found:
+            print(f"continues with {', '.join(found)}", flush=True)
     on_all_ranks(abandon_after, path, prefix=f"--checkpoint {folder}: ")
 
 
@@ -1708,21 +1740,64 @@ def abandon_after(path):
 
 
 def check_checkpoint(path, args):
-    """Raise ValueError if a checkpoint is of another model or has changed since it was saved."""
-    names = [flag.name for flag in fields(GPTConfig) if flag.name not in MAY_CHANGE]
-    try:
-        run = json.loads((path / "run.json").read_bytes())
-        theirs = {name: run[name] for name in names}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}/run.json does not hold the flags of a run: {error!r}") from None
-    for name in names:
+    """Return what run.json says, or raise ValueError if the checkpoint is of another model or has
+    changed since it was saved. A flag of the model that is younger than it has its default.
+    """
+    run = read_run(path)
+    saved = {flag.name: flag.default for flag in fields(GPTConfig)} | run
+    saved["kv_heads"] = saved["kv_heads"] or saved["heads"]
+    saved["ffn"] = saved["ffn"] or 4 * saved["hidden"]
+    for name in [flag.name for flag in fields(GPTConfig) if flag.name not in MAY_CHANGE]:
         own = as_typed(name, getattr(args, name))  # "--hidden 128"
-        saved = as_typed(name, theirs[name])
-        need(own == saved, f"{own}, but {path} has {saved}")
-    digests = run.get("sha256", {})
+        theirs = as_typed(name, saved[name])
+        need(own == theirs, f"{own}, but {path} has {theirs}")
+    digests = run["sha256"]
+    for file in sorted(path.iterdir()):
+        is_known = file.name == "run.json" or file.name in digests
+        need(is_known, f"{file} is not among the files that were saved")
     own_files = sorted(digests)[dist.get_rank() :: args.world_size]  # each rank checks some files
     for name, digest in digests_of(path / name for name in own_files).items():
         need(digest == digests[name], f"{path / name} has changed since it was saved")
+    return run
+
+
+def read_run(path):
+    """Return what a checkpoint's run.json says, {name: value}; raise ValueError if it is damaged.
+
+    Older ones have no checksum.
+    """
+    try:
+        run = dict(json.loads((path / "run.json").read_bytes()))
+        checksum = run.pop("checksum", None)
+        run["sha256"] = dict(run["sha256"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}/run.json does not hold the flags of a run: {error!r}") from None
+    is_intact = checksum in (None, checksum_of(run))
+    need(is_intact, f"{path}/run.json has changed since it was saved")
+    return run
+
+
+def differences(trainer, run):
+    """Return phrases that say how this run differs from the one that saved a checkpoint.
+
+    run: what run.json says. What an older checkpoint does not say is not compared.
+    """
+    args = trainer.args
+    found = []
+    if trainer.steps_done == 0:  # nothing has been trained
+        return found
+    if run.get("data_digest", trainer.data_digest) != trainer.data_digest:
+        source, theirs = (path or "(default)" for path in (args.data, run.get("data")))
+        found.append(f"other data, --data {source} (was {theirs})")
+    for name in DETERMINE:
+        own = getattr(args, name)
+        if run.get(name, own) != own:
+            found.append(f"{as_typed(name, own)} (was {run[name]})")
+    rate = learning_rate(trainer.steps_done, args)
+    theirs = learning_rate(trainer.steps_done, SimpleNamespace(**vars(args) | run))
+    if not math.isclose(rate, theirs):
+        found.append(f"a learning rate of {rate:.3g} in the next step (was {theirs:.3g})")
+    return found
 
 
 # ---- log -----------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """Checkpoints of hybrid.py have the same bits in any layout, and survive signals and full disks."""
 
+import dataclasses
 import functools
 import io
+import json
 import math
 import os
 import random
@@ -521,7 +523,29 @@ DAMAGES = {
     "flipped": lambda data: data[:-9] + bytes([data[-9] ^ 4]) + data[-8:],
     "cut": lambda data: data[:-9],
     "other": lambda data: b"{}",
+    "list": lambda data: b"[1]",
+    "no digests": lambda data: _changed(data, sha256={}),
+    "null": lambda data: _changed(data, sha256=None),
+    "other steps": lambda data: _changed(data, steps=5),
+    "a digest fewer": lambda data: _changed(data, "__1_0.distcp"),
+    "a digest more": lambda data: data.replace(b'"__1_0', b'"__2_0": "", "__1_0'),
 }
+
+
+def _changed(data, without=None, **values):
+    run = json.loads(data) | values
+    run["sha256"] and run["sha256"].pop(without, None)
+    return json.dumps(run).encode()
+
+
+def _without(path, *names):
+    """Take names out of a run.json, and its checksum, as if an older version had saved it."""
+    run = json.loads(path.read_bytes())
+    for name in ("checksum", *names):
+        del run[name]
+    path.write_text(json.dumps(run))
+
+
 CHANGED = "has changed since it was saved"
 NO_FLAGS = "run.json does not hold the flags of a run"
 DAMAGED = [
@@ -531,6 +555,14 @@ DAMAGED = [
     ("run.json", "gone", "No such file"),
     ("run.json", "cut", NO_FLAGS),
     ("run.json", "other", NO_FLAGS),
+    ("run.json", "list", NO_FLAGS),
+    ("run.json", "no digests", CHANGED),
+    ("run.json", "null", NO_FLAGS),
+    ("run.json", "other steps", f"run.json {CHANGED}"),
+    ("old run.json", "no digests", "is not among the files that were saved"),
+    ("old run.json", "null", NO_FLAGS),
+    ("old run.json", "a digest fewer", "__1_0.distcp is not among the files that were saved"),
+    ("old run.json", "a digest more", "No such file"),
 ]
 
 
@@ -542,7 +574,9 @@ def test_a_damaged_checkpoint_ends_all_ranks_with_one_line_that_names_it(
     folder = tmp_path / "own"
     _train("--dp 2", folder)
     if dist.get_rank() == 0:
-        path = folder / "step_00000004" / file
+        path = folder / "step_00000004" / file.removeprefix("old ")
+        if file.startswith("old "):
+            _without(path)
         content = DAMAGES[damage](path.read_bytes())
         path.unlink()
         if content is not None:
@@ -565,6 +599,56 @@ def test_a_checkpoint_of_another_model_is_an_error_that_names_the_flag(tmp_path)
     (folder / "step_9").mkdir()  # the name of no checkpoint
     _train("--steps 6", folder)
     assert _complete(folder) == ["again", "step_00000004", "step_00000006", "step_9"]
+
+
+@on_ranks(1)
+def test_flags_of_the_model_that_an_older_checkpoint_lacks_have_their_defaults(tmp_path):
+    folder = tmp_path / "own"
+    _train("", folder)
+    path = folder / "step_00000004"
+    younger = [flag.name for flag in dataclasses.fields(hybrid.GPTConfig)]
+    given = {"layers", "hidden", "heads", "kv_heads", "seq_len", "vocab_size"}  # by FLAGS
+    _without(path / "run.json", *{*younger} - given)
+    for own, default in (
+        ("--experts 2", "--experts 0"), ("--ffn 64", "--ffn 128"), ("--kv-heads 8", "--kv-heads 4")
+    ):  # fmt: skip
+        assert _end(own, folder) == (2, f"{own}, but {path} has {default}")
+    assert _end("--steps 5", folder) is None
+    _without(folder / "step_00000005" / "run.json", "kv_heads", "data_digest", *hybrid.DETERMINE)
+    ended = _end("--steps 6", folder)
+    assert ended == (2, f"--kv-heads 4, but {folder / 'step_00000005'} has --kv-heads 8")
+    assert _end("--steps 6 --kv-heads 8", tmp_path / "other") is None
+    _without(tmp_path / "other/step_00000006/run.json", "kv_heads", *hybrid.DETERMINE)
+    assert _end("--steps 7 --kv-heads 8", tmp_path / "other") is None
+
+
+def _continues(flags, folder, replaced_text=None):
+    """Run train(); return the line that says how it differs from the run that it continues."""
+    printed = io.StringIO()
+    if replaced_text is not None and dist.get_rank() == 0:
+        folder.with_name("other").write_text(replaced_text)
+    dist.barrier()
+    assert _end(f"--save-every 2 --keep 9 {flags}", folder, printed=printed) is None
+    (lines,), *_ = gather_objects([printed.getvalue().splitlines()])
+    resumes = [number for number, line in enumerate(lines) if line.startswith("resumes from")]
+    if not resumes:
+        return None
+    line = lines[resumes[0] + 1]
+    return line.removeprefix("continues with ") if line.startswith("continues with ") else ""
+
+
+@on_ranks(2)
+def test_a_run_says_how_it_differs_from_the_one_that_it_continues(tmp_path):
+    folder, text, other = tmp_path / "own", tmp_path / "text", tmp_path / "other"
+    assert _continues("", folder) is None
+    assert _continues("--recompute full --dp 2", folder) == ""  # the same training
+    assert _continues("--seed 4 --batch-size 6", folder) == "--seed 4 (was 3), --batch-size 6 (was 12)"
+    expected = f"other data, --data {other} (was {text})"
+    assert _continues(f"--data {other}", folder, "0123 4567 " * 99) == expected
+    # the cosine over 2 more steps is at a half of its height, between 1/10 of --lr and --lr
+    expected = "--steps 6 (was 4), --decay-steps 4 (was 2), "
+    expected += "a learning rate of 0.00165 in the next step (was 0.0003)"
+    assert _continues(f"--data {text} --steps 6", folder) == expected
 
 
 @on_ranks(1)
