@@ -441,6 +441,7 @@ class Trainer:
         self.dense = [p for chunk in self.chunks for p in chunk.parameters() if p not in experts]
         self.stages = wrap(args, mesh, self.chunks, self.experts)
         self.optimizer = make_optimizer(args, self.dense + self.experts)
+        require_elementwise(args, self.optimizer)
         rows = args.batch_size // (args.dp * args.microbatches)
         shape = len(self.chunks[0].positions), rows, args.hidden  # of a microbatch's activations
         dtype = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
@@ -555,8 +556,11 @@ class Trainer:
         """Update weights and the routers' biases if is_finite, a tensor on the device, is true."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.found_inf = (~is_finite).float()  # a fused step does nothing if this is 1
-        self.optimizer.step()
+        if self.optimizer.defaults.get("fused"):
+            self.optimizer.found_inf = (~is_finite).float()  # the step does nothing if this is 1
+            self.optimizer.step()
+        elif is_finite:  # for which the host waits
+            self.optimizer.step()
         if self.args.balance == "bias":
             for row, layer in self.mixtures.items():
                 loads = tallies[row, : layer.num_experts]
@@ -722,8 +726,21 @@ def wrap(args, mesh, chunks, experts):
     return stages
 
 
+# the optimizers of PyTorch that update each element by itself
+ELEMENTWISE = (
+    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax,
+    torch.optim.AdamW, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
+)  # fmt: skip
+
+
 def make_optimizer(args, parameters):
-    """Create AdamW with weight decay for matrices only."""
+    """Create AdamW with weight decay for matrices only.
+
+    Another optimizer can take its place. A class that is not in ELEMENTWISE declares by an
+    attribute, `elementwise = True`, that it works where tp or ZeRO cuts matrices. Checkpoints hold
+    what optimizer_state() accepts.
+    """
     is_matrix = lambda parameter: len(getattr(parameter, "whole_shape", parameter.shape)) > 1
     matrices = [parameter for parameter in parameters if is_matrix(parameter)]
     others = [parameter for parameter in parameters if not is_matrix(parameter)]
@@ -732,6 +749,17 @@ def make_optimizer(args, parameters):
     if args.moments == "bf16":
         return AdamW(groups, *options, moments_dtype=torch.bfloat16)
     return torch.optim.AdamW(groups, *options, fused=True)
+
+
+def require_elementwise(args, optimizer):
+    """Raise TrainingError if tp or ZeRO cuts matrices that this optimizer needs as a whole."""
+    kind = type(optimizer)
+    is_cut = args.tp > 1 or args.zero
+    if not is_cut or kind in ELEMENTWISE or getattr(kind, "elementwise", False):
+        return
+    cuts = as_typed("tp", args.tp) if args.tp > 1 else as_typed("zero", args.zero)
+    ways = f"set {kind.__name__}.elementwise = True if it updates each element by itself"
+    raise TrainingError(f"{cuts} cuts matrices, which {kind.__name__} may need whole: {ways}", 2)
 
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -1437,7 +1465,6 @@ DETERMINE = (
     "seed", "batch_size", "steps", "lr", "warmup", "lr_decay", "decay_steps", "min_lr",
     "weight_decay", "grad_clip", "dtype", "moments", "dropout", "capacity_factor",
 )  # fmt: skip
-MOMENTS = "exp_avg", "exp_avg_sq"  # Adam's
 
 
 def on_all_ranks(call, *arguments, prefix="", status=2, group=None):
@@ -1505,10 +1532,79 @@ def state_of(trainer, chunks=None):
     """Return {kind: boxes_of()} of weights and moments. Even with bf16, weights are in fp32."""
     optimizer = trainer.optimizer.state
     state = {"model": boxes_of(trainer, chunks=chunks)}
-    for kind in MOMENTS:
+    for kind in tensor_names(trainer.optimizer):
         moment = lambda weight: optimizer.get(weight, {}).get(kind)
         state[kind] = boxes_of(trainer, moment, chunks)
     return state
+
+
+def tensor_names(optimizer):
+    """Return the names of the optimizer's state tensors that have their weight's shape."""
+    names = set()
+    for weight, state in optimizer.state.items():
+        names |= {name for name, value in state.items() if has_shape(value, weight.shape)}
+    return sorted(names)
+
+
+def has_shape(value, shape):
+    """Return whether a value is a tensor of this shape."""
+    return torch.is_tensor(value) and value.shape == shape
+
+
+def optimizer_state(trainer):
+    """Return what run.json says of the optimizer: its class, the names of its tensors, its numbers.
+
+    Raises ValueError if checkpoints cannot hold its state, which must consist of tensors with their
+    weight's shape and of numbers that are the same for all weights.
+    """
+    optimizer = trainer.optimizer
+    title = type(optimizer).__name__
+    names = tensor_names(optimizer)
+    need("model" not in names, f"{title}'s state has the name 'model', which is that of weights")
+    numbers = {}
+    for weight, state in optimizer.state.items():
+        for name in [name for name in state if name not in names and state[name] is not None]:
+            value = state[name]
+            is_number = isinstance(value, (int, float)) or has_shape(value, ())
+            what = list(value.shape) if torch.is_tensor(value) else type(value).__name__
+            fault = f"{title}'s state {name}, {what}, is neither a number nor of its weight's shape"
+            need(is_number, f"{fault} {list(weight.shape)}")
+            numbers.setdefault(name, []).append(value)
+    for name, values in numbers.items():
+        if torch.is_tensor(values[0]):
+            values = torch.stack(values).tolist()  # the host waits for the device once
+        fault = f"{title}'s state {name} differs between weights: {min(values)}, {max(values)}"
+        need(min(values) == max(values), fault)
+        numbers[name] = values[0]
+    return {"class": title, "tensors": names, "numbers": numbers}
+
+
+def create_optimizer_state(trainer, saved):
+    """Create the state that the optimizer has after a step, and set its numbers as saved.
+
+    saved: optimizer_state() of the run that saved it. A step with gradients of zero creates the
+    state. It may change weights and moments, which are loaded after this. Raises ValueError if the
+    optimizer keeps other state.
+    """
+    weights = trainer.dense + trainer.experts
+    gradients = [weight.grad for weight in weights]
+    # one tensor for all weights, to save memory
+    zeros = weights[0].new_zeros(max(weight.numel() for weight in weights))
+    for weight in weights:
+        weight.grad = zeros[: weight.numel()].view_as(weight)
+    trainer.optimizer.step()
+    for weight, gradient in zip(weights, gradients):
+        weight.grad = gradient
+    own = optimizer_state(trainer)
+    kept = lambda state: ", ".join([*state["tensors"], *sorted(state["numbers"])]) or "nothing"
+    others = f"the optimizer {own['class']} keeps {kept(own)}"
+    need(kept(own) == kept(saved), f"{others}, but {saved['class']} has saved {kept(saved)}")
+    for state in trainer.optimizer.state.values():
+        for name, number in saved["numbers"].items():
+            if torch.is_tensor(state.get(name)):
+                state[name].fill_(number)
+            elif name in state:
+                state[name] = number
 
 
 class Saver:
@@ -1573,8 +1669,14 @@ class Saver:
 
 
 def record_of(trainer):
-    """Return what run.json says of a run: its flags and what else determined the training."""
-    return flags_of(trainer.args) | {"data_digest": trainer.data_digest}
+    """Return what run.json says of a run: its flags and what else determined the training.
+
+    Collective. Raises TrainingError if checkpoints cannot hold the optimizer's state.
+    """
+    prefix = f"--checkpoint {trainer.args.checkpoint}: "
+    own = on_all_ranks(optimizer_state, trainer, prefix=prefix, status=1)
+    record = flags_of(trainer.args) | {"data_digest": trainer.data_digest}
+    return record | {"optimizer": own}
 
 
 @torch.no_grad()
@@ -1592,6 +1694,22 @@ def copy_to_host(state):
     return copies
 
 
+class Writer(dcp.FileSystemWriter):
+    """PyTorch's writer, which raises the file system's error rather than one that follows from it.
+
+    After a disk is full, torch.save() complains that it has not written as much as it should have.
+    """
+
+    def write_data(self, plan, planner):
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error
+
+
 def write_checkpoint(state, path, run, group):
     """Write a state on the host as a checkpoint, or raise TrainingError. Collective.
 
@@ -1599,7 +1717,7 @@ def write_checkpoint(state, path, run, group):
     """
     partial_path = path.with_suffix(".partial")
     options = {"prefix": f"--checkpoint {path}: ", "status": 1, "group": group}
-    storage = dcp.FileSystemWriter(partial_path, per_thread_copy_ahead=0)  # nothing is on a GPU
+    storage = Writer(partial_path, per_thread_copy_ahead=0)  # nothing is on a GPU
     write = partial(dcp.save, state, storage_writer=storage, process_group=group)
     on_all_ranks(write, **options)
     own_files = [partial_path / ".metadata", *partial_path.glob(f"__{dist.get_rank()}_*")]
@@ -1689,11 +1807,10 @@ def resume(trainer, folder):
     run = on_all_ranks(check_checkpoint, path, trainer.args)
     trainer.steps_done = int(path.name.removeprefix("step_"))
     if trainer.steps_done:  # before the first step there are no moments
-        dtype = torch.bfloat16 if trainer.args.moments == "bf16" else None  # None: as the weight
-        for weight in trainer.dense + trainer.experts:  # loading converts what was saved
-            moments = {kind: torch.zeros_like(weight, dtype=dtype) for kind in MOMENTS}
-            step = torch.full((), trainer.steps_done, dtype=torch.float32, device=weight.device)
-            trainer.optimizer.state[weight] = {"step": step} | moments
+        adam = {"class": "AdamW", "tensors": ["exp_avg", "exp_avg_sq"]}  # as older runs had
+        adam |= {"numbers": {"step": float(trainer.steps_done)}}
+        saved = run.setdefault("optimizer", adam)
+        on_all_ranks(create_optimizer_state, trainer, saved, prefix=f"--checkpoint {path}: ")
     for chunk in trainer.chunks:  # one by one, since embedding and head have one name
         load = lambda: dcp.load(state_of(trainer, [chunk]), checkpoint_id=path)
         on_all_ranks(load, prefix=f"--checkpoint {path}: ")
@@ -1789,6 +1906,9 @@ def differences(trainer, run):
     if run.get("data_digest", trainer.data_digest) != trainer.data_digest:
         source, theirs = (path or "(default)" for path in (args.data, run.get("data")))
         found.append(f"other data, --data {source} (was {theirs})")
+    optimizer = type(trainer.optimizer).__name__
+    if run["optimizer"]["class"] != optimizer:
+        found.append(f"the optimizer {optimizer} (was {run['optimizer']['class']})")
     for name in DETERMINE:
         own = getattr(args, name)
         if run.get(name, own) != own:
@@ -2340,7 +2460,10 @@ def choose_device(args, local_rank=0, per_node=1):
 
 
 def join(device, backend, timeout):
-    """Connect the processes that torchrun has started. Without torchrun, form a world of one."""
+    """Connect the processes that torchrun has started, and return their store.
+
+    Without torchrun, form a world of one.
+    """
     store, rank, world_size = dist.HashStore(), 0, 1
     options = {"timeout": timedelta(seconds=timeout)}
     if "RANK" in os.environ:
@@ -2353,6 +2476,30 @@ def join(device, backend, timeout):
         backend = "cpu:gloo,cuda:nccl"
         options["device_id"] = device  # NCCL connects now, and reports errors early
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+    return store
+
+
+def is_lost_connection(error):
+    """Return whether an error says that another process has closed its connection."""
+    return bool(re.search("lost rank|[Cc]onnection (closed|reset)|Broken pipe", str(error)))
+
+
+def silent_ranks(store, rank, world_size, seconds=10):
+    """Tell the others that this rank has lost a connection, and return the ranks that do not.
+
+    If one rank dies, all others lose it or one that has lost it. They say so in the store, so those
+    that have not done so after some seconds have died, or hang.
+    """
+    store.set(f"lost/{rank}", "")
+    end = time.perf_counter() + seconds
+    silent = []
+    for other in range(world_size):
+        left = max(0.01, end - time.perf_counter())
+        try:
+            store.wait([f"lost/{other}"], timedelta(seconds=left))
+        except RuntimeError:  # also if the store has been on a process that has died
+            silent.append(other)
+    return silent
 
 
 def main(argv=None, work=train):
@@ -2385,7 +2532,7 @@ def main(argv=None, work=train):
                 barrier()
         return 2
     try:
-        join(device, backend, args.timeout)
+        store = join(device, backend, args.timeout)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         place = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
         fault = str(error).strip().split("\n")[0]
@@ -2400,6 +2547,16 @@ def main(argv=None, work=train):
     except TrainingError as error:
         say(f"error: {error}")
         status = error.status
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        silent = silent_ranks(store, rank, world_size)
+        names = f"rank {', '.join(map(str, silent))} does not answer"
+        reason = str(error).strip().split("\n")[0]
+        is_first = rank == min({*range(world_size)} - {*silent})
+        if is_first:
+            say(f"error: {names}: {reason}", everywhere=True)
+        return 1
     barrier()  # no rank may close connections that another still uses
     dist.destroy_process_group()
     return status
