@@ -2490,16 +2490,12 @@ def silent_ranks(store, rank, world_size, seconds=10):
     If one rank dies, all others lose it or one that has lost it. They say so in the store, so those
     that have not done so after some seconds have died, or hang.
     """
-    store.set(f"lost/{rank}", "")
+    keys = {other: f"lost/{other}" for other in range(world_size)}
+    store.set(keys[rank], "")
     end = time.perf_counter() + seconds
-    silent = []
-    for other in range(world_size):
-        left = max(0.01, end - time.perf_counter())
-        try:
-            store.wait([f"lost/{other}"], timedelta(seconds=left))
-        except RuntimeError:  # also if the store has been on a process that has died
-            silent.append(other)
-    return silent
+    while time.perf_counter() < end and not store.check([*keys.values()]):
+        time.sleep(0.1)
+    return [other for other, key in keys.items() if not store.check([key])]
 
 
 def main(argv=None, work=train):
@@ -2550,12 +2546,14 @@ def main(argv=None, work=train):
     except RuntimeError as error:
         if not is_lost_connection(error):
             raise
-        silent = silent_ranks(store, rank, world_size)
-        names = f"rank {', '.join(map(str, silent))} does not answer"
-        reason = str(error).strip().split("\n")[0]
-        is_first = rank == min({*range(world_size)} - {*silent})
-        if is_first:
-            say(f"error: {names}: {reason}", everywhere=True)
+        line = str(error).strip().split("\n")[0]
+        silent = []
+        with suppress(RuntimeError):  # the store may have been on a process that has died
+            silent = silent_ranks(store, rank, world_size)
+        if silent:
+            line = f"rank {', '.join(map(str, silent))} does not answer: {line}"
+        is_first = rank == min({*range(world_size)}.difference(silent))
+        say(f"error: {line}", everywhere=is_first)
         return 1
     barrier()  # no rank may close connections that another still uses
     dist.destroy_process_group()
