@@ -441,6 +441,7 @@ class Trainer:
         self.dense = [p for chunk in self.chunks for p in chunk.parameters() if p not in experts]
         self.stages = wrap(args, mesh, self.chunks, self.experts)
         self.optimizer = make_optimizer(args, self.dense + self.experts)
+        require_elementwise(args, self.optimizer)
         rows = args.batch_size // (args.dp * args.microbatches)
         shape = len(self.chunks[0].positions), rows, args.hidden  # of a microbatch's activations
         dtype = torch.bfloat16 if args.dtype == "bf16" else torch.get_default_dtype()
@@ -555,8 +556,11 @@ class Trainer:
         """Update weights and the routers' biases if is_finite, a tensor on the device, is true."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.found_inf = (~is_finite).float()  # a fused step does nothing if this is 1
-        self.optimizer.step()
+        if self.optimizer.defaults.get("fused"):
+            self.optimizer.found_inf = (~is_finite).float()  # the step does nothing if this is 1
+            self.optimizer.step()
+        elif is_finite:  # for which the host waits
+            self.optimizer.step()
         if self.args.balance == "bias":
             for row, layer in self.mixtures.items():
                 loads = tallies[row, : layer.num_experts]
@@ -722,8 +726,21 @@ def wrap(args, mesh, chunks, experts):
     return stages
 
 
+# the optimizers of PyTorch that update each element by itself
+ELEMENTWISE = (
+    torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax,
+    torch.optim.AdamW, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD,
+)  # fmt: skip
+
+
 def make_optimizer(args, parameters):
-    """Create AdamW with weight decay for matrices only."""
+    """Create AdamW with weight decay for matrices only.
+
+    Another optimizer can take its place. A class that is not in ELEMENTWISE declares by an
+    attribute, `elementwise = True`, that it works where tp or ZeRO cuts matrices. Checkpoints hold
+    what optimizer_state() accepts.
+    """
     is_matrix = lambda parameter: len(getattr(parameter, "whole_shape", parameter.shape)) > 1
     matrices = [parameter for parameter in parameters if is_matrix(parameter)]
     others = [parameter for parameter in parameters if not is_matrix(parameter)]
@@ -732,6 +749,17 @@ def make_optimizer(args, parameters):
     if args.moments == "bf16":
         return AdamW(groups, *options, moments_dtype=torch.bfloat16)
     return torch.optim.AdamW(groups, *options, fused=True)
+
+
+def require_elementwise(args, optimizer):
+    """Raise TrainingError if tp or ZeRO cuts matrices that this optimizer needs as a whole."""
+    kind = type(optimizer)
+    is_cut = args.tp > 1 or args.zero
+    if not is_cut or kind in ELEMENTWISE or getattr(kind, "elementwise", False):
+        return
+    cuts = as_typed("tp", args.tp) if args.tp > 1 else as_typed("zero", args.zero)
+    ways = f"set {kind.__name__}.elementwise = True if it updates each element by itself"
+    raise TrainingError(f"{cuts} cuts matrices, which {kind.__name__} may need whole: {ways}", 2)
 
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -1377,17 +1405,19 @@ def shortened(names):
 
 
 def check_same_data(data, source):
-    """Raise TrainingError if ranks have read different tokens. Collective.
+    """Return a digest of the tokens; raise TrainingError if ranks have read others. Collective.
 
     If nodes had different standard libraries, a pipeline's last stage would read targets that do
     not belong to the first stage's inputs. The checksum covers the first 2**25 tokens.
     """
     size = len(data.train) + len(data.validation)
-    own = f"{size:,} tokens with checksum {hashlib.sha256(data.train[: 2**25]).hexdigest()[:8]}"
+    digest = hashlib.sha256(data.train[: 2**25]).hexdigest()
+    own = f"{size:,} tokens with checksum {digest[:8]}"
     first, *others = gather_objects(own)
     for rank, other in enumerate(others, 1):
         if other != first:
             raise TrainingError(f"{source}rank {rank} has {other}, rank 0 has {first}", 2)
+    return digest
 
 
 CHUNK = 2**24  # tokens that a rank reads at once
@@ -1430,7 +1460,11 @@ def check_memory(args):
 
 # the flags of the model that a resumed run may change
 MAY_CHANGE = "dropout", "sp", "recompute", "recompute_layers", "capacity_factor", "topk_nodes"
-MOMENTS = "exp_avg", "exp_avg_sq"  # Adam's
+# the flags on which the result of a training depends, besides the model and the data
+DETERMINE = (
+    "seed", "batch_size", "steps", "lr", "warmup", "lr_decay", "decay_steps", "min_lr",
+    "weight_decay", "grad_clip", "dtype", "moments", "dropout", "capacity_factor",
+)  # fmt: skip
 
 
 def on_all_ranks(call, *arguments, prefix="", status=2, group=None):
@@ -1498,10 +1532,79 @@ def state_of(trainer, chunks=None):
     """Return {kind: boxes_of()} of weights and moments. Even with bf16, weights are in fp32."""
     optimizer = trainer.optimizer.state
     state = {"model": boxes_of(trainer, chunks=chunks)}
-    for kind in MOMENTS:
+    for kind in tensor_names(trainer.optimizer):
         moment = lambda weight: optimizer.get(weight, {}).get(kind)
         state[kind] = boxes_of(trainer, moment, chunks)
     return state
+
+
+def tensor_names(optimizer):
+    """Return the names of the optimizer's state tensors that have their weight's shape."""
+    names = set()
+    for weight, state in optimizer.state.items():
+        names |= {name for name, value in state.items() if has_shape(value, weight.shape)}
+    return sorted(names)
+
+
+def has_shape(value, shape):
+    """Return whether a value is a tensor of this shape."""
+    return torch.is_tensor(value) and value.shape == shape
+
+
+def optimizer_state(trainer):
+    """Return what run.json says of the optimizer: its class, the names of its tensors, its numbers.
+
+    Raises ValueError if checkpoints cannot hold its state, which must consist of tensors with their
+    weight's shape and of numbers that are the same for all weights.
+    """
+    optimizer = trainer.optimizer
+    title = type(optimizer).__name__
+    names = tensor_names(optimizer)
+    need("model" not in names, f"{title}'s state has the name 'model', which is that of weights")
+    numbers = {}
+    for weight, state in optimizer.state.items():
+        for name in [name for name in state if name not in names and state[name] is not None]:
+            value = state[name]
+            is_number = isinstance(value, (int, float)) or has_shape(value, ())
+            what = list(value.shape) if torch.is_tensor(value) else type(value).__name__
+            fault = f"{title}'s state {name}, {what}, is neither a number nor of its weight's shape"
+            need(is_number, f"{fault} {list(weight.shape)}")
+            numbers.setdefault(name, []).append(value)
+    for name, values in numbers.items():
+        if torch.is_tensor(values[0]):
+            values = torch.stack(values).tolist()  # the host waits for the device once
+        fault = f"{title}'s state {name} differs between weights: {min(values)}, {max(values)}"
+        need(min(values) == max(values), fault)
+        numbers[name] = values[0]
+    return {"class": title, "tensors": names, "numbers": numbers}
+
+
+def create_optimizer_state(trainer, saved):
+    """Create the state that the optimizer has after a step, and set its numbers as saved.
+
+    saved: optimizer_state() of the run that saved it. A step with gradients of zero creates the
+    state. It may change weights and moments, which are loaded after this. Raises ValueError if the
+    optimizer keeps other state.
+    """
+    weights = trainer.dense + trainer.experts
+    gradients = [weight.grad for weight in weights]
+    # one tensor for all weights, to save memory
+    zeros = weights[0].new_zeros(max(weight.numel() for weight in weights))
+    for weight in weights:
+        weight.grad = zeros[: weight.numel()].view_as(weight)
+    trainer.optimizer.step()
+    for weight, gradient in zip(weights, gradients):
+        weight.grad = gradient
+    own = optimizer_state(trainer)
+    kept = lambda state: ", ".join([*state["tensors"], *sorted(state["numbers"])]) or "nothing"
+    others = f"the optimizer {own['class']} keeps {kept(own)}"
+    need(kept(own) == kept(saved), f"{others}, but {saved['class']} has saved {kept(saved)}")
+    for state in trainer.optimizer.state.values():
+        for name, number in saved["numbers"].items():
+            if torch.is_tensor(state.get(name)):
+                state[name].fill_(number)
+            elif name in state:
+                state[name] = number
 
 
 class Saver:
@@ -1530,20 +1633,21 @@ class Saver:
     def save(self, suffix=""):
         """Begin to write a checkpoint. One whose name has a suffix is never resumed nor deleted."""
         self.wait()
+        run = record_of(self.trainer)
         state = copy_to_host(state_of(self.trainer))
         copied = None
         if self.trainer.device.type == "cuda":
             copied = torch.cuda.current_stream().record_event()
         path = self.folder / f"step_{self.trainer.steps_done:08d}{suffix}"
-        self.pending = self.executor.submit(self.write, state, copied, path)
+        self.pending = self.executor.submit(self.write, state, copied, path, run)
 
-    def write(self, state, copied, path):
+    def write(self, state, copied, path, run):
         """Write a state once the event `copied` has happened. This runs in the thread."""
         try:
             if copied is not None:
                 torch.cuda.set_device(self.trainer.device)  # each thread has its own
                 copied.synchronize()
-            write_checkpoint(state, path, self.trainer.args, self.group)
+            write_checkpoint(state, path, run, self.group)
         except BaseException:
             self.trainer.save_failed = True
             raise
@@ -1564,6 +1668,17 @@ class Saver:
         self.executor.shutdown(wait=False)
 
 
+def record_of(trainer):
+    """Return what run.json says of a run: its flags and what else determined the training.
+
+    Collective. Raises TrainingError if checkpoints cannot hold the optimizer's state.
+    """
+    prefix = f"--checkpoint {trainer.args.checkpoint}: "
+    own = on_all_ranks(optimizer_state, trainer, prefix=prefix, status=1)
+    record = flags_of(trainer.args) | {"data_digest": trainer.data_digest}
+    return record | {"optimizer": own}
+
+
 @torch.no_grad()
 def copy_to_host(state):
     """Return a copy of a state in host memory. From a GPU it is copied in the current stream."""
@@ -1579,17 +1694,36 @@ def copy_to_host(state):
     return copies
 
 
-def write_checkpoint(state, path, args, group):
-    """Write a state on the host as a checkpoint, or raise TrainingError. Collective."""
+class Writer(dcp.FileSystemWriter):
+    """PyTorch's writer, which raises the file system's error rather than one that follows from it.
+
+    After a disk is full, torch.save() complains that it has not written as much as it should have.
+    """
+
+    def write_data(self, plan, planner):
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error
+
+
+def write_checkpoint(state, path, run, group):
+    """Write a state on the host as a checkpoint, or raise TrainingError. Collective.
+
+    run: record_of() the run that saves it.
+    """
     partial_path = path.with_suffix(".partial")
     options = {"prefix": f"--checkpoint {path}: ", "status": 1, "group": group}
-    storage = dcp.FileSystemWriter(partial_path, per_thread_copy_ahead=0)  # nothing is on a GPU
+    storage = Writer(partial_path, per_thread_copy_ahead=0)  # nothing is on a GPU
     write = partial(dcp.save, state, storage_writer=storage, process_group=group)
     on_all_ranks(write, **options)
     own_files = [partial_path / ".metadata", *partial_path.glob(f"__{dist.get_rank()}_*")]
     own = on_all_ranks(digests_of, own_files, **options)
     digests = dict(ChainMap(*gather_objects(own, group)))
-    on_all_ranks(commit, args, partial_path, path, digests, **options)
+    on_all_ranks(commit, run, partial_path, path, digests, **options)
 
 
 def digests_of(paths):
@@ -1601,18 +1735,31 @@ def digests_of(paths):
     return digests
 
 
-def commit(args, partial_path, path, digests):
+def commit(run, partial_path, path, digests):
     """On rank 0, complete a checkpoint, rename it to `path`, and delete all but the last --keep."""
     if dist.get_rank() != 0:
         return
-    run = flags_of(args) | {"sha256": digests}
-    (partial_path / "run.json").write_text(json.dumps(run, indent=4))
+    for file in partial_path.iterdir():
+        if file.name not in digests:  # a save of more ranks that was killed has left it
+            file.unlink()
+    write_run(partial_path, run | {"sha256": digests})
     os.sync()  # a checkpoint is on the disk before it gets its name
     partial_path.rename(unused(path))
-    for old in checkpoints_of(path.parent)[: -args.keep]:
+    for old in checkpoints_of(path.parent)[: -run["keep"]]:
         old.rename(old.with_suffix(".partial"))  # a half-deleted one must not look complete
     for old in path.parent.glob("step_*.partial"):  # including those of saves that were killed
         shutil.rmtree(old, ignore_errors=True)
+
+
+def write_run(folder, run):
+    """Write {name: value} to the folder's run.json, with a checksum of all of it."""
+    text = json.dumps(run | {"checksum": checksum_of(run)}, indent=4)
+    (folder / "run.json").write_text(text)
+
+
+def checksum_of(run):
+    """Return a checksum of what a run.json says besides its checksum."""
+    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
 
 
 def checkpoints_of(folder):
@@ -1657,19 +1804,21 @@ def resume(trainer, folder):
     path, *_ = gather_objects(own)
     if path is None:
         return
-    on_all_ranks(check_checkpoint, path, trainer.args)
+    run = on_all_ranks(check_checkpoint, path, trainer.args)
     trainer.steps_done = int(path.name.removeprefix("step_"))
     if trainer.steps_done:  # before the first step there are no moments
-        dtype = torch.bfloat16 if trainer.args.moments == "bf16" else None  # None: as the weight
-        for weight in trainer.dense + trainer.experts:  # loading converts what was saved
-            moments = {kind: torch.zeros_like(weight, dtype=dtype) for kind in MOMENTS}
-            step = torch.full((), trainer.steps_done, dtype=torch.float32, device=weight.device)
-            trainer.optimizer.state[weight] = {"step": step} | moments
+        adam = {"class": "AdamW", "tensors": ["exp_avg", "exp_avg_sq"]}  # as older runs had
+        adam |= {"numbers": {"step": float(trainer.steps_done)}}
+        saved = run.setdefault("optimizer", adam)
+        on_all_ranks(create_optimizer_state, trainer, saved, prefix=f"--checkpoint {path}: ")
     for chunk in trainer.chunks:  # one by one, since embedding and head have one name
         load = lambda: dcp.load(state_of(trainer, [chunk]), checkpoint_id=path)
         on_all_ranks(load, prefix=f"--checkpoint {path}: ")
+    found = differences(trainer, run)
     if dist.get_rank() == 0:
         print(f"resumes from {path}", flush=True)
+        if found:
+            print(f"continues with {', '.join(found)}", flush=True)
     on_all_ranks(abandon_after, path, prefix=f"--checkpoint {folder}: ")
 
 
@@ -1708,21 +1857,67 @@ def abandon_after(path):
 
 
 def check_checkpoint(path, args):
-    """Raise ValueError if a checkpoint is of another model or has changed since it was saved."""
-    names = [flag.name for flag in fields(GPTConfig) if flag.name not in MAY_CHANGE]
-    try:
-        run = json.loads((path / "run.json").read_bytes())
-        theirs = {name: run[name] for name in names}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}/run.json does not hold the flags of a run: {error!r}") from None
-    for name in names:
+    """Return what run.json says, or raise ValueError if the checkpoint is of another model or has
+    changed since it was saved. A flag of the model that is younger than it has its default.
+    """
+    run = read_run(path)
+    saved = {flag.name: flag.default for flag in fields(GPTConfig)} | run
+    saved["kv_heads"] = saved["kv_heads"] or saved["heads"]
+    saved["ffn"] = saved["ffn"] or 4 * saved["hidden"]
+    for name in [flag.name for flag in fields(GPTConfig) if flag.name not in MAY_CHANGE]:
         own = as_typed(name, getattr(args, name))  # "--hidden 128"
-        saved = as_typed(name, theirs[name])
-        need(own == saved, f"{own}, but {path} has {saved}")
-    digests = run.get("sha256", {})
+        theirs = as_typed(name, saved[name])
+        need(own == theirs, f"{own}, but {path} has {theirs}")
+    digests = run["sha256"]
+    for file in sorted(path.iterdir()):
+        is_known = file.name == "run.json" or file.name in digests
+        need(is_known, f"{file} is not among the files that were saved")
     own_files = sorted(digests)[dist.get_rank() :: args.world_size]  # each rank checks some files
     for name, digest in digests_of(path / name for name in own_files).items():
         need(digest == digests[name], f"{path / name} has changed since it was saved")
+    return run
+
+
+def read_run(path):
+    """Return what a checkpoint's run.json says, {name: value}; raise ValueError if it is damaged.
+
+    Older ones have no checksum.
+    """
+    try:
+        run = dict(json.loads((path / "run.json").read_bytes()))
+        checksum = run.pop("checksum", None)
+        run["sha256"] = dict(run["sha256"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}/run.json does not hold the flags of a run: {error!r}") from None
+    is_intact = checksum in (None, checksum_of(run))
+    need(is_intact, f"{path}/run.json has changed since it was saved")
+    return run
+
+
+def differences(trainer, run):
+    """Return phrases that say how this run differs from the one that saved a checkpoint.
+
+    run: what run.json says. What an older checkpoint does not say is not compared.
+    """
+    args = trainer.args
+    found = []
+    if trainer.steps_done == 0:  # nothing has been trained
+        return found
+    if run.get("data_digest", trainer.data_digest) != trainer.data_digest:
+        source, theirs = (path or "(default)" for path in (args.data, run.get("data")))
+        found.append(f"other data, --data {source} (was {theirs})")
+    optimizer = type(trainer.optimizer).__name__
+    if run["optimizer"]["class"] != optimizer:
+        found.append(f"the optimizer {optimizer} (was {run['optimizer']['class']})")
+    for name in DETERMINE:
+        own = getattr(args, name)
+        if run.get(name, own) != own:
+            found.append(f"{as_typed(name, own)} (was {run[name]})")
+    rate = learning_rate(trainer.steps_done, args)
+    theirs = learning_rate(trainer.steps_done, SimpleNamespace(**vars(args) | run))
+    if not math.isclose(rate, theirs):
+        found.append(f"a learning rate of {rate:.3g} in the next step (was {theirs:.3g})")
+    return found
 
 
 # ---- log -----------------------------------------------------------------------------------------
@@ -2331,6 +2526,25 @@ def join(device, backend, timeout, place):
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
 
 
+def is_lost_connection(error):
+    """Return whether an error says that another process has closed its connection."""
+    return bool(re.search("lost rank|[Cc]onnection (closed|reset)|Broken pipe", str(error)))
+
+
+def silent_ranks(store, rank, world_size, seconds=10):
+    """Tell the others that this rank has lost a connection, and return the ranks that do not.
+
+    If one rank dies, all others lose it or one that has lost it. They say so in the store, so those
+    that have not done so after some seconds have died, or hang.
+    """
+    keys = {other: f"lost/{other}" for other in range(world_size)}
+    store.set(keys[rank], "")
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end and not store.check([*keys.values()]):
+        time.sleep(0.1)
+    return [other for other, key in keys.items() if not store.check([key])]
+
+
 def main(argv=None, work=train):
     """Run work(args, device) on one rank, under torchrun or in a world of one.
 
@@ -2392,9 +2606,30 @@ def main(argv=None, work=train):
     except TrainingError as error:
         say(f"error: {error}")
         status = error.status
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        report_lost_connection(error, place, say)
+        return 1
     barrier()  # no rank may close connections that another still uses
     dist.destroy_process_group()
     return status
+
+
+def report_lost_connection(error, place, say):
+    """Print one line about a lost connection, which names the ranks that have died.
+
+    place: what meet() returned. say: a function that prints a sentence, with a flag for all ranks.
+    """
+    store, rank, world_size = place
+    line = str(error).strip().split("\n")[0]
+    silent = []
+    with suppress(RuntimeError):  # the store may have been on a process that has died
+        silent = silent_ranks(store, rank, world_size)
+    if silent:
+        line = f"rank {', '.join(map(str, silent))} does not answer: {line}"
+    is_first = rank == min({*range(world_size)}.difference(silent))
+    say(f"error: {line}", everywhere=is_first)
 
 
 if __name__ == "__main__":

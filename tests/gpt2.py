@@ -92,7 +92,8 @@ def take(path, folder, more):
     unfinished = Path(folder, "step_00000000.partial")
     try:
         dcp.save({"model": weights}, checkpoint_id=unfinished)
-        (unfinished / "run.json").write_text(json.dumps(hybrid.flags_of(args), indent=4))
+        digests = hybrid.digests_of([*unfinished.iterdir()])
+        hybrid.write_run(unfinished, hybrid.flags_of(args) | {"sha256": digests})
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

@@ -1,7 +1,9 @@
 """Checkpoints of hybrid.py have the same bits in any layout, and survive signals and full disks."""
 
+import dataclasses
 import functools
 import io
+import json
 import math
 import os
 import random
@@ -184,6 +186,114 @@ def test_ranks_divide_a_checkpoint_evenly(flags, tmp_path):
     assert max(sizes.values()) < 1.5 * sum(sizes.values()) / 4
 
 
+# ---- other optimizers ----------------------------------------------------------------------------
+
+
+class Signs(torch.optim.Optimizer):
+    """An optimizer of a user: it steps by the signs of a mean that it keeps, as Lion does."""
+
+    elementwise = True
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                state.setdefault("mean", torch.zeros_like(weight)).lerp_(weight.grad, 0.1)
+                state["count"] = state.get("count", 0) + 1  # a number that is no tensor
+                weight.sub_(state["mean"].sign() / state["count"], alpha=group["lr"])
+
+
+class Undeclared(Signs):
+    elementwise = False
+
+
+class Factors(Signs):
+    """An optimizer whose state has another shape than its weight."""
+
+    def step(self):
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight] = {"factor": weight.new_zeros(2, 3)}
+
+
+OPTIMIZERS = {
+    "sgd": lambda groups, lr: torch.optim.SGD(groups, lr, momentum=0.9),
+    "plain sgd": torch.optim.SGD,
+    "fused sgd": lambda groups, lr: torch.optim.SGD(groups, lr, momentum=0.9, fused=True),
+    "amsgrad": lambda groups, lr: torch.optim.AdamW(groups, lr, amsgrad=True),
+    "rmsprop": lambda groups, lr: torch.optim.RMSprop(groups, lr, momentum=0.9, centered=True),
+    **{name: getattr(torch.optim, name) for name in ("ASGD", "Adagrad", "NAdam", "Rprop")},
+    "signs": Signs,
+    "undeclared": Undeclared,
+    "factors": Factors,
+    "muon": lambda groups, lr: torch.optim.Muon([p for p in groups if p.ndim == 2], lr),
+}
+
+
+def _with_optimizer(name, flags, folder, printed=None):
+    """Run train() with another optimizer, as _end() does."""
+    make = lambda args, parameters: OPTIMIZERS[name](parameters, args.lr)
+    with patch.object(hybrid, "make_optimizer", make):
+        return _end(flags, folder, printed=printed)
+
+
+OTHERS = [*OPTIMIZERS][:-3]
+
+
+@pytest.mark.parametrize("name", soak_but(lambda i, _: i in (0, 7), [[name] for name in OTHERS]))
+@on_ranks(2)
+def test_a_run_with_another_optimizer_continues_in_any_layout(name, tmp_path):
+    """From step 2, which --tp 2 saved, it ends with the weights of a run that did not stop."""
+    folder, other = tmp_path / "own", tmp_path / "other"
+    flags = "--lr 1e-3 --save-every 2"
+    assert _with_optimizer(name, f"{flags} --tp 2", folder) is None
+    for layout in "--tp 2", "--dp 2 --zero 3", "--dp 2 --zero 0":
+        if dist.get_rank() == 0:
+            shutil.rmtree(other, ignore_errors=True)
+            shutil.copytree(folder / "step_00000002", other / "step_00000002")
+        dist.barrier()
+        assert _with_optimizer(name, f"{flags} {layout}", other) is None
+        if dist.get_rank() == 0 and layout == "--tp 2":
+            assert read(folder / "step_00000004").keys() == read(other / "step_00000004").keys()
+        if dist.get_rank() == 0:
+            assert_alike(read(other / "step_00000004"), read(folder / "step_00000004"), 1e-9)
+        dist.barrier()
+
+
+@on_ranks(1, 2)
+def test_an_optimizer_that_layout_or_checkpoints_do_not_allow_is_refused(tmp_path):
+    folder = tmp_path / "own"
+    if dist.get_world_size() == 2:
+        for name, cut in ("undeclared", "--tp 2"), ("muon", "--tp 2"), ("undeclared", "--zero 1"):
+            status, line = _with_optimizer(name, cut, folder)
+            assert status == 2 and line.startswith(f"{cut} cuts matrices, which {name.title()} may")
+    status, line = _with_optimizer("factors", "--zero 0", folder)
+    assert status == 1 and "\n" not in line and "Factors's state factor, [2, 3], is neither" in line
+    assert _complete(folder) == []
+    assert _with_optimizer("undeclared", "--zero 0", folder) is None  # nothing is cut
+    status, line = _end("--steps 6", folder)
+    assert status == 2 and "AdamW keeps exp_avg, exp_avg_sq, step, but Undeclared has saved" in line
+    assert "mean, count" in line and _complete(folder) == ["step_00000004"]
+
+
+@on_ranks(1)
+def test_a_step_that_is_not_finite_changes_no_weight_with_any_optimizer(tmp_path):
+    args = hybrid.parse(f"{FLAGS} --lr 1".split(), 1)
+    for name in "sgd", "fused sgd", "signs":
+        make = lambda args, parameters: OPTIMIZERS[name](parameters, args.lr)
+        with patch.object(hybrid, "make_optimizer", make):
+            trainer = hybrid.Trainer(args, hybrid.make_mesh(args), CPU)
+        weights = [weight.clone() for weight in trainer.dense]
+        trainer.dense[-1].data.fill_(math.nan)
+        tokens = torch.ones(BATCH, T, dtype=torch.long)
+        with pytest.raises(hybrid.TrainingError, match="step 1 is not finite"):
+            trainer.step(tokens, tokens)
+        assert all(map(torch.equal, trainer.dense[:-1], weights[:-1]))
+
+
 # ---- during training -----------------------------------------------------------------------------
 
 
@@ -355,6 +465,40 @@ def test_a_full_disk_ends_all_ranks_with_one_line_by_the_next_step(tmp_path):
     assert _complete(folder) == ["step_00000002", "step_00000004"]
 
 
+@on_ranks(1)
+def test_a_save_says_that_the_disk_is_full_wherever_it_fills_up(tmp_path):
+    """The limit falls into the headers, the numbers, or the ends of what torch.save() writes."""
+    state = {"model": {"a": torch.ones(50), "b": torch.ones(3000)}}
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    for limit in range(0, 14000, 200):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        with pytest.raises(hybrid.TrainingError) as raised:
+            hybrid.write_checkpoint(state, tmp_path / "step_00000001", {"keep": 1}, None)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        assert str(raised.value).endswith("step_00000001: [Errno 27] File too large"), limit
+    hybrid.write_checkpoint(state, tmp_path / "step_00000001", {"keep": 1}, None)
+
+
+def _lose(folder):
+    """Return what the ranks that go on find out when rank 1 of 4 dies and rank 3 is busy."""
+    store = dist.FileStore(str(folder / "store"), 4)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if dist.get_rank() == 3:
+        return []
+    try:
+        gather_objects(0)
+        dist.barrier()
+    except RuntimeError as error:
+        assert hybrid.is_lost_connection(error), error
+    return hybrid.silent_ranks(store, dist.get_rank(), 4, seconds=3)
+
+
+def test_ranks_that_lose_a_connection_find_out_which_rank_is_silent(tmp_path):
+    outcomes = spawn(4, _lose, tmp_path, check=False)
+    assert outcomes[0].result == outcomes[2].result == [1, 3]
+
+
 def _fail_at(step, folder):
     """Train with a loss that is not finite in this step, and hold the save before it till then."""
 
@@ -521,7 +665,29 @@ DAMAGES = {
     "flipped": lambda data: data[:-9] + bytes([data[-9] ^ 4]) + data[-8:],
     "cut": lambda data: data[:-9],
     "other": lambda data: b"{}",
+    "list": lambda data: b"[1]",
+    "no digests": lambda data: _changed(data, sha256={}),
+    "null": lambda data: _changed(data, sha256=None),
+    "other steps": lambda data: _changed(data, steps=5),
+    "a digest fewer": lambda data: _changed(data, "__1_0.distcp"),
+    "a digest more": lambda data: data.replace(b'"__1_0', b'"__2_0": "", "__1_0'),
 }
+
+
+def _changed(data, without=None, **values):
+    run = json.loads(data) | values
+    run["sha256"] and run["sha256"].pop(without, None)
+    return json.dumps(run).encode()
+
+
+def _without(path, *names):
+    """Take names out of a run.json, and its checksum, as if an older version had saved it."""
+    run = json.loads(path.read_bytes())
+    for name in ("checksum", *names):
+        del run[name]
+    path.write_text(json.dumps(run))
+
+
 CHANGED = "has changed since it was saved"
 NO_FLAGS = "run.json does not hold the flags of a run"
 DAMAGED = [
@@ -531,6 +697,14 @@ DAMAGED = [
     ("run.json", "gone", "No such file"),
     ("run.json", "cut", NO_FLAGS),
     ("run.json", "other", NO_FLAGS),
+    ("run.json", "list", NO_FLAGS),
+    ("run.json", "no digests", CHANGED),
+    ("run.json", "null", NO_FLAGS),
+    ("run.json", "other steps", f"run.json {CHANGED}"),
+    ("old run.json", "no digests", "is not among the files that were saved"),
+    ("old run.json", "null", NO_FLAGS),
+    ("old run.json", "a digest fewer", "__1_0.distcp is not among the files that were saved"),
+    ("old run.json", "a digest more", "No such file"),
 ]
 
 
@@ -542,7 +716,9 @@ def test_a_damaged_checkpoint_ends_all_ranks_with_one_line_that_names_it(
     folder = tmp_path / "own"
     _train("--dp 2", folder)
     if dist.get_rank() == 0:
-        path = folder / "step_00000004" / file
+        path = folder / "step_00000004" / file.removeprefix("old ")
+        if file.startswith("old "):
+            _without(path)
         content = DAMAGES[damage](path.read_bytes())
         path.unlink()
         if content is not None:
@@ -565,6 +741,57 @@ def test_a_checkpoint_of_another_model_is_an_error_that_names_the_flag(tmp_path)
     (folder / "step_9").mkdir()  # the name of no checkpoint
     _train("--steps 6", folder)
     assert _complete(folder) == ["again", "step_00000004", "step_00000006", "step_9"]
+
+
+@on_ranks(1)
+def test_flags_of_the_model_that_an_older_checkpoint_lacks_have_their_defaults(tmp_path):
+    folder = tmp_path / "own"
+    _train("", folder)
+    path = folder / "step_00000004"
+    younger = [flag.name for flag in dataclasses.fields(hybrid.GPTConfig)]
+    given = {"layers", "hidden", "heads", "kv_heads", "seq_len", "vocab_size"}  # by FLAGS
+    _without(path / "run.json", *{*younger} - given)
+    for own, default in (
+        ("--experts 2", "--experts 0"), ("--ffn 64", "--ffn 128"), ("--kv-heads 8", "--kv-heads 4")
+    ):  # fmt: skip
+        assert _end(own, folder) == (2, f"{own}, but {path} has {default}")
+    assert _end("--steps 5", folder) is None
+    _without(folder / "step_00000005" / "run.json", "kv_heads", "data_digest", *hybrid.DETERMINE)
+    ended = _end("--steps 6", folder)
+    assert ended == (2, f"--kv-heads 4, but {folder / 'step_00000005'} has --kv-heads 8")
+    assert _end("--steps 6 --kv-heads 8", tmp_path / "other") is None
+    _without(tmp_path / "other/step_00000006/run.json", "kv_heads", *hybrid.DETERMINE)
+    assert _end("--steps 7 --kv-heads 8", tmp_path / "other") is None
+
+
+def _continues(flags, folder, replaced_text=None):
+    """Run train(); return the line that says how it differs from the run that it continues."""
+    printed = io.StringIO()
+    if replaced_text is not None and dist.get_rank() == 0:
+        folder.with_name("other").write_text(replaced_text)
+    dist.barrier()
+    assert _end(f"--save-every 2 --keep 9 {flags}", folder, printed=printed) is None
+    (lines,), *_ = gather_objects([printed.getvalue().splitlines()])
+    resumes = [number for number, line in enumerate(lines) if line.startswith("resumes from")]
+    if not resumes:
+        return None
+    line = lines[resumes[0] + 1]
+    return line.removeprefix("continues with ") if line.startswith("continues with ") else ""
+
+
+@on_ranks(2)
+def test_a_run_says_how_it_differs_from_the_one_that_it_continues(tmp_path):
+    folder, text, other = tmp_path / "own", tmp_path / "text", tmp_path / "other"
+    assert _continues("", folder) is None
+    assert _continues("--recompute full --dp 2", folder) == ""  # the same training
+    expected = "--seed 4 (was 3), --batch-size 6 (was 12)"
+    assert _continues("--seed 4 --batch-size 6", folder) == expected
+    expected = f"other data, --data {other} (was {text})"
+    assert _continues(f"--data {other}", folder, "0123 4567 " * 99) == expected
+    # the cosine over 2 more steps is at a half of its height, between 1/10 of --lr and --lr
+    expected = "--steps 6 (was 4), --decay-steps 4 (was 2), "
+    expected += "a learning rate of 0.00165 in the next step (was 0.0003)"
+    assert _continues(f"--data {text} --steps 6", folder) == expected
 
 
 @on_ranks(1)
