@@ -1405,19 +1405,17 @@ def shortened(names):
 
 
 def check_same_data(data, source):
-    """Return a digest of the tokens; raise TrainingError if ranks have read others. Collective.
+    """Raise TrainingError if ranks have read different tokens. Collective.
 
     If nodes had different standard libraries, a pipeline's last stage would read targets that do
     not belong to the first stage's inputs. The checksum covers the first 2**25 tokens.
     """
     size = len(data.train) + len(data.validation)
-    digest = hashlib.sha256(data.train[: 2**25]).hexdigest()
-    own = f"{size:,} tokens with checksum {digest[:8]}"
+    own = f"{size:,} tokens with checksum {hashlib.sha256(data.train[: 2**25]).hexdigest()[:8]}"
     first, *others = gather_objects(own)
     for rank, other in enumerate(others, 1):
         if other != first:
             raise TrainingError(f"{source}rank {rank} has {other}, rank 0 has {first}", 2)
-    return digest
 
 
 CHUNK = 2**24  # tokens that a rank reads at once
