@@ -28,7 +28,7 @@ from tensor_parallel import (
     column_linear, mark_sum_over_tp, parallel_linear, parameters_to_sum_over_tp, row_linear,
     shards_of, sum_gradients_over_tp, tensor_parallel_layer_bytes, vocab_parallel_cross_entropy,
 )
-from transformer import Peak, TransformerLayer
+from transformer import Peak, TransformerLayer, saved_bytes
 
 # (the size of tensor-parallel groups, the number of groups, each of which has its own data)
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (2, 2), (3, 2)]
@@ -250,6 +250,45 @@ def test_communication_overlaps_the_products(how):
         for _, product_of in deferred:
             product_of()
     assert events == BACKWARD[how]
+
+
+@on_ranks(3)
+def test_with_two_peers_no_message_is_waited_for_before_the_last_one_is_sent():
+    column = ColumnParallelLinear(8, 12, sequence_parallel=True)
+    row = RowParallelLinear(12, 8, sequence_parallel=True)
+    log, (x, y) = [], (torch.randn(2, 8), torch.randn(6, 4))
+
+    def listen(event, operation, *_):
+        if event == "begin":
+            log.append(f"wait {SEND}" if operation.of else operation.name)
+
+    multiplies = _Operations(lambda name: log.extend([MULTIPLY] * ("mm" in name)))
+    with chunks_of_any_size(), observe(listen), multiplies:
+        column(x)
+        assert log == [SEND, SEND, MULTIPLY] + 2 * [f"wait {SEND}", MULTIPLY]
+        log.clear()
+        row(y)
+        assert log == 2 * [MULTIPLY, SEND] + [MULTIPLY] + 2 * [f"wait {SEND}"]
+
+
+@on_ranks(3)
+def test_the_sum_of_16_bit_chunks_is_rounded_once():
+    """In bfloat16, 256 + 1 is 256, and 256 + 1 + 1 is 258 if only the sum is rounded."""
+    row = RowParallelLinear(3, 1, bias=False, sequence_parallel=True).bfloat16()
+    nn.init.ones_(row.weight)
+    x = torch.full((3, 1), [256.0, 1, 1][dist.get_rank()], dtype=torch.bfloat16)
+    with chunks_of_any_size():
+        assert row(x).tolist() == [[258]]
+
+
+@pytest.mark.parametrize("make", [ColumnParallelLinear, RowParallelLinear])
+@on_ranks(2)
+def test_a_frozen_weight_keeps_only_itself_for_backward(make):
+    layer = make(8, 8).requires_grad_(False)
+    x = torch.randn(64, layer.weight.shape[1], requires_grad=True)
+    with saved_bytes() as count:
+        layer(x)
+    assert count() == layer.weight.nbytes
 
 
 @split_or_not

@@ -318,6 +318,13 @@ def test_hsdp_shards_inside_a_group_and_sums_gradients_across_replicas():
         assert traffic.bytes("all_reduce", shards) == 0
         alone = zero_bytes(stage, 2 * nbytes, 2)  # the bytes of a step without replicas
         assert across == 2 * (zero_bytes(stage, 2 * nbytes, 2, replicas=2) - alone)
+        with count_bytes() as traffic, least_bytes():
+            for i in range(3):
+                with model.no_sync() if stage == 1 and i < 2 else nullcontext():
+                    mean_square(model, own_part(batches[0])).backward()
+        microbatches = partial(zero_bytes, stage, 2 * nbytes, 2, 3)
+        across = traffic.bytes(group=replicas)
+        assert across == microbatches(replicas=2) - microbatches()
         net = make_net()
         net.head.bias.requires_grad_(rank < 2)  # equal in a group of shards, not among replicas
         with pytest.raises(ValueError, match=r"rank 1 of the group has .* \(7,\) .* False cpu,"):
@@ -717,6 +724,24 @@ def test_a_unit_computes_before_its_neighbours_collectives_are_waited_for(stage)
     assert (held, gathered()) == ((12 * [2] + 4 * [4], 0) if stage == 3 else (16 * [8], 8))
 
 
+@on_ranks(2)
+def test_the_last_unit_is_gathered_while_backward_runs_the_layers_after_it():
+    """These layers belong to the root, which is gathered at the same time."""
+    net, log = make_net(), []
+    net.head.register_full_backward_hook(lambda *_: log.append("head"))
+    model = FullyShardedDataParallel(net, units=net.blocks)
+
+    def listen(event, operation, *_):
+        if event == "begin" and operation.name == "all_gather_single":
+            log.append("gather")
+
+    loss = mean_square(model, own_part(make_data(4)))
+    with observe(listen):
+        loss.backward()
+    *_, last, root = model._units
+    assert log.index("head") == len(last.flats) + len(root.flats)
+
+
 # ---- what modules do -----------------------------------------------------------------------------
 
 
@@ -922,11 +947,18 @@ def test_optimizers_that_are_wrong_on_shards_are_rejected():
         ZeroRedundancyOptimizer(plain.parameters(), type("OwnSGD", (torch.optim.SGD,), {}))
 
 
+def move(parameter):
+    parameter.data = parameter.data.clone()
+
+
 CHANGES = {
     "converted": lambda net: net.double(),
     "replaced": lambda net: setattr(net.head, "bias", nn.Parameter(torch.zeros(7))),
     "frozen": lambda net: net.head.bias.requires_grad_(False),
     "hook": lambda net: net.head.bias.register_hook(lambda gradient: 2 * gradient),
+    "given a hook": lambda net: net.head.bias.register_post_accumulate_grad_hook(print),
+    "moved": lambda net: move(net.blocks[1].up.weight),
+    "thawed": lambda net: net.blocks[1].up.weight.requires_grad_(True),
 }
 
 
