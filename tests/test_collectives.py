@@ -812,6 +812,21 @@ def test_an_idle_thread_keeps_no_tensor():
 
 
 @on_ranks(2)
+def test_the_thread_of_a_group_may_preempt_others_and_the_main_thread_does_not():
+    policies, x = set(), torch.ones(4)
+
+    def listen(event, *_):
+        if event == "post":
+            is_main = threading.current_thread() is threading.main_thread()
+            policies.add((is_main, os.sched_getscheduler(0)))
+
+    with observe(listen):
+        all_reduce(x, async_op=True).wait()
+        all_reduce(x)
+    assert policies == {(False, os.SCHED_OTHER), (True, os.SCHED_BATCH)}
+
+
+@on_ranks(2)
 def test_the_thread_of_a_group_ends_with_the_group():
     group, before = dist.new_group([0, 1]), set(threading.enumerate())
     all_reduce(torch.ones(4), group=group, async_op=True).wait()
@@ -928,7 +943,8 @@ def test_the_demonstration_counts_what_it_claims():
             all_reduce(*arguments, **options)
         steps.append(sum(posted))
 
-    with redirect_stdout(io.StringIO()) as printed, patch.object(collectives, "all_reduce", counted):
+    patched = patch.object(collectives, "all_reduce", counted)
+    with redirect_stdout(io.StringIO()) as printed, patched:
         collectives._demonstrate()
     table = r"^\w+ +(\d+) steps, +(\d+) bytes claimed, +(\d+) counted, at most [0-9]e-0[67] from"
     rows = re.findall(table, printed.getvalue().replace("0e+00", "1e-07"), re.M)

@@ -1,6 +1,7 @@
 """Tensor parallelism gives plain torch.nn's outputs and gradients; bytes and masks are checked."""
 
 import random
+import re
 from contextlib import contextmanager, nullcontext
 from itertools import product
 from unittest.mock import patch
@@ -20,7 +21,7 @@ from collectives import count_bytes, observe, rank_and_size
 from gpu_counts import batches, waits
 from pipeline import SCHEDULES, Pipeline, WeightGradStore
 from ranks import least_bytes, on_ranks
-from replicas import assert_close, interleaved_group
+from replicas import assert_close, demonstration, interleaved_group
 from sequence_parallel import recompute
 from tensor_parallel import (
     AlexNet, ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard,
@@ -279,6 +280,14 @@ def test_the_sum_of_16_bit_chunks_is_rounded_once():
     x = torch.full((3, 1), [256.0, 1, 1][dist.get_rank()], dtype=torch.bfloat16)
     with chunks_of_any_size():
         assert row(x).tolist() == [[258]]
+
+
+@on_ranks(1)
+def test_a_row_parallel_bias_is_added_in_place():
+    layer, x = RowParallelLinear(8, 8), torch.randn(64, 8)
+    with Peak() as peak:
+        y = layer(x)
+    assert peak.bytes == y.nbytes + layer.weight.nbytes  # of which F.linear() makes a view
 
 
 @pytest.mark.parametrize("make", [ColumnParallelLinear, RowParallelLinear])
@@ -667,6 +676,18 @@ def test_alexnet_has_the_papers_size_and_initial_values_that_do_not_depend_on_th
     for name, parameter in nets[0].named_parameters():
         expected = _part(nets[1].get_parameter(name), shards_of(nets[0])[name])
         assert torch.equal(parameter, expected), name
+
+
+@on_ranks(3)
+def test_the_demonstration_prints_the_bytes_of_an_mlp_and_of_alexnet():
+    _, P = rank_and_size()
+    printed = demonstration(tensor_parallel)
+    figures = re.findall(r"claimed (\d+) bytes, counted (\d+)", printed)
+    mlp = 2 * (P - 1) * 1024 * 64 * 8
+    read = 8 * P * 13 * 13 + 8 * P * 6 * 6 + 2 * 64 * P  # numbers that are gathered per image
+    alexnet = (2 * read + 10 * P) * 2 * 4 * (P - 1) // P
+    assert figures == [(str(nbytes), str(nbytes)) for nbytes in (mlp, alexnet)]
+    assert float(re.search(r"output: (.*)", printed).group(1)) < 1e-10
 
 
 # ---- errors --------------------------------------------------------------------------------------

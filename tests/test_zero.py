@@ -29,6 +29,7 @@ from zero import (
     zero_rounds,
 )
 
+from gpu_counts import waits
 from ranks import least_bytes, on_ranks
 from replicas import (
     Block, assert_close, demonstration, fail, gradients_alone, make_data, make_net, mean_square,
@@ -512,6 +513,17 @@ def test_betas_with_which_a_moment_could_not_shrink_are_rejected():
         AdamW(weights, moments_dtype=torch.float16)
 
 
+def test_the_host_waits_for_no_tensor_in_a_step_of_adamw():
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = AdamW([weight], **OPTIONS)
+    optimizer.found_inf, optimizer.grad_scale = torch.zeros(()), torch.ones(())
+    for _ in range(2):
+        weight.grad = torch.ones(4)
+        with waits() as found:
+            optimizer.step()
+    assert not found
+
+
 def test_a_step_of_adamw_needs_three_kernels_and_two_moments_in_fp32_for_each_chunk():
     weights = [nn.Parameter(torch.ones(size)) for size in [2500, *10 * [400]]]
     for weight in weights:
@@ -740,6 +752,22 @@ def test_the_last_unit_is_gathered_while_backward_runs_the_layers_after_it():
         loss.backward()
     *_, last, root = model._units
     assert log.index("head") == len(last.flats) + len(root.flats)
+
+
+@on_ranks(2)
+def test_in_backward_the_next_unit_is_gathered_before_the_last_ones_gradients_are_summed():
+    """The next computation waits for the former only. G: gather, S: sum."""
+    net, log = stack(), []
+    model = FullyShardedDataParallel(net, units=net.blocks)
+
+    def listen(event, operation, *_):
+        if event == "begin" and not operation.of:
+            log.append({"all_gather_single": "G", "reduce_scatter_single": "S"}[operation.name])
+
+    loss = model(torch.ones(2, 96)).sum()
+    with observe(listen):
+        loss.backward()
+    assert "".join(log) == "GG" + "GS" + "GS" + "SS"
 
 
 # ---- what modules do -----------------------------------------------------------------------------
@@ -1024,6 +1052,7 @@ def test_uses_that_would_give_wrong_results_are_rejected():
 @on_ranks(3)
 def test_the_demonstration_measures_what_it_claims():
     for stage, line in zip(STAGES, demonstration(zero).splitlines(), strict=True):
-        sent, claimed = re.findall(r"\d+", line.split(":")[1])[:2]
-        assert sent == claimed and line.startswith(f"stage {stage}")
+        sent, claimed = map(int, re.findall(r"\d+", line.split(":")[1])[:2])
+        assert line.startswith(f"stage {stage}")
+        assert sent == claimed == (3 if stage == 3 else 2) * 6 * 480 * 480 * 4 * 2 // 3
         assert float(line.split()[-1]) < 1e-5
