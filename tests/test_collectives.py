@@ -816,6 +816,43 @@ def test_an_error_in_the_background_is_raised_by_wait_and_not_by_a_later_exchang
     assert (tensor == 2).all()
 
 
+@on_ranks(2)
+def test_an_idle_thread_keeps_no_tensor():
+    x, freed = torch.ones(4), threading.Event()
+    weakref.finalize(x, freed.set)
+    all_reduce(x, async_op=True).wait()
+    del x
+    assert freed.wait(10)
+
+
+@on_ranks(2)
+def test_the_thread_of_a_group_may_preempt_others_and_the_main_thread_does_not():
+    policies, x = set(), torch.ones(4)
+
+    def listen(event, *_):
+        if event == "post":
+            is_main = threading.current_thread() is threading.main_thread()
+            policies.add((is_main, os.sched_getscheduler(0)))
+
+    with observe(listen):
+        all_reduce(x, async_op=True).wait()
+        all_reduce(x)
+    assert policies == {(False, os.SCHED_OTHER), (True, os.SCHED_BATCH)}
+
+
+@on_ranks(2)
+def test_the_thread_of_a_group_ends_with_the_group():
+    group, before = dist.new_group([0, 1]), set(threading.enumerate())
+    all_reduce(torch.ones(4), group=group, async_op=True).wait()
+    (thread,) = set(threading.enumerate()) - before
+    dist.barrier()  # a rank that leaves early would fail its peer
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
 # ---- messages -----------------------------------------------------------------------------------
 
 
@@ -912,12 +949,22 @@ def test_messages_of_the_user_do_not_meet_ours():
 
 @on_ranks(1, 3, 4)
 def test_the_demonstration_counts_what_it_claims():
-    with redirect_stdout(io.StringIO()) as printed:
+    steps = []  # of each all-reduce: the batches that this rank posts
+
+    def counted(*arguments, **options):
+        with observe(lambda event, *_: posted.append(event == "post")):
+            posted = []
+            all_reduce(*arguments, **options)
+        steps.append(sum(posted))
+
+    patched = patch.object(collectives, "all_reduce", counted)
+    with redirect_stdout(io.StringIO()) as printed, patched:
         collectives._demonstrate()
-    table = r"^\w+ +\d+ steps, +(\d+) bytes claimed, +(\d+) counted, at most [0-9]e-0[67] from"
+    table = r"^\w+ +(\d+) steps, +(\d+) bytes claimed, +(\d+) counted, at most [0-9]e-0[67] from"
     rows = re.findall(table, printed.getvalue().replace("0e+00", "1e-07"), re.M)
     assert len(rows) == (6 if dist.get_rank() == 0 else 0)
-    assert all(claimed == counted for claimed, counted in rows)
+    assert all(claimed == counted for _, claimed, counted in rows)
+    assert not rows or [int(claimed) for claimed, *_ in rows] == steps
 
 
 # ---- errors -------------------------------------------------------------------------------------

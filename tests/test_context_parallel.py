@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sequence_parallel
 from collectives import count_bytes, observe, rank_and_size
 from ranks import least_bytes, on_ranks, run
-from replicas import assert_close, interleaved_group
+from replicas import assert_close, demonstration, interleaved_group
 from reference_gpt import attention
 from sequence_parallel import (
     allgather_attention, context_parallel_bytes, context_positions, gathered_blocks,
     ring_attention, ring_block, simple_ring_attention, ulysses_attention,
 )
-from transformer import Peak
+from transformer import Peak, saved_bytes
 
 METHODS = {"allgather": allgather_attention, "ring": ring_attention, "ulysses": ulysses_attention}
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -168,6 +168,18 @@ def test_every_method_sends_what_its_formula_says(method, dtype):
 
 
 @on_ranks(3)
+def test_the_demonstration_prints_what_the_table_says():
+    _, P = rank_and_size()
+    lines = demonstration(sequence_parallel).splitlines()
+    s, h, h_kv = 256 * P, 2 * P * 16, P * 16
+    kv, heads = 2 * (P - 1) * s * h_kv // P * 8, 2 * (P - 1) * s * (h + h_kv) // P**2 * 8
+    expected = {"allgather": (kv, kv), "ring": (kv, 2 * kv), "ulysses": (heads, heads)}
+    for (name, nbytes), line in zip(expected.items(), lines, strict=True):
+        assert line.startswith(name) and f"claimed {nbytes}, counted {nbytes}" in line
+        assert float(line.split()[-1]) < 1e-12
+
+
+@on_ranks(3)
 def test_a_ring_computes_while_keys_values_and_their_gradients_travel():
     log = []
     note = lambda right: lambda *given: log.append("compute") or right(*given)
@@ -212,6 +224,19 @@ def test_on_a_gpu_bf16_takes_the_flash_attention_kernel_and_fp32_the_efficient_k
 
 
 # ---- memory --------------------------------------------------------------------------------------
+
+
+@every_method
+@on_ranks(2)
+def test_for_backward_a_rank_keeps_its_queries_and_outputs_and_the_keys_of_the_table(method):
+    """Keys and values keep their number of heads. An lse has a number per query and head."""
+    _, P = rank_and_size()
+    B, H, KV, T, K = 2, 8, 2, 32, 16
+    q, k, v = (torch.randn(B, heads, T // P, K, requires_grad=True) for heads in (H, KV, KV))
+    with saved_bytes() as count:
+        METHODS[method](q, k, v)
+    kv = (k.nbytes + v.nbytes) * (P if method == "allgather" else 1)
+    assert count() == 2 * q.nbytes + kv + q.nbytes // K
 
 
 def _peak_bytes(method, T):

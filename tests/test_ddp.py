@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ddp
-from collectives import count_bytes, gather_objects, rank_and_size
+from collectives import count_bytes, gather_objects, observe, rank_and_size
 from ddp import DistributedDataParallel, average_gradients, ddp_bytes
 from zero import FullyShardedDataParallel, ShardedLayout
 
@@ -264,14 +264,38 @@ def test_ranks_may_use_different_parameters_in_different_orders(cap):
 
 
 @on_ranks(2)
-def test_a_bucket_is_reduced_while_backward_still_runs():
+@pytest.mark.parametrize("wait_in_backward", [True, False])
+def test_a_bucket_is_reduced_while_backward_still_runs(wait_in_backward):
+    """Nothing is waited for before the last gradient."""
     layers = nn.Sequential(*[nn.Linear(7, 7, bias=False) for _ in range(4)]).double()
-    model, events = DistributedDataParallel(layers, bucket_cap_mb=1e-9), []
+    how = {"bucket_cap_mb": 1e-9, "wait_in_backward": wait_in_backward}
+    model, events = DistributedDataParallel(layers, **how), []
     for i, layer in enumerate(layers):
         layer.weight.register_hook(lambda grad, i=i: events.append(f"gradient {i}"))
-    with reductions(lambda tensor: events.append("reduce")):
-        mean_square(model, own_part(make_data(4))).backward()
-    assert events == [event for i in (3, 2, 1, 0) for event in (f"gradient {i}", "reduce")]
+
+    def listen(event, operation, *_):
+        if event == "begin":
+            events.append("wait" if operation.of else "reduce")
+
+    loss = mean_square(model, own_part(make_data(4)))
+    with observe(listen):
+        loss.backward()
+        expected = [event for i in (3, 2, 1, 0) for event in (f"gradient {i}", "reduce")]
+        assert events == expected + 4 * wait_in_backward * ["wait"]
+        model.finish_grad_sync()
+    assert events == expected + 4 * ["wait"]
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_a_view_of_its_bucket_is_not_copied_if_nothing_divides_it():
+    net = nn.Linear(7, 7)
+    how = {"gradient_as_bucket_view": True, "gradient_divide_factor": 1}
+    model = DistributedDataParallel(net, **how)
+    model(torch.ones(1, 7)).sum().backward()
+    net.zero_grad(set_to_none=False)
+    with patch("torch.div", side_effect=AssertionError):
+        model(torch.ones(1, 7)).sum().backward()
+    assert net.weight.grad.eq(2).all()
 
 
 # ---- dtypes --------------------------------------------------------------------------------------
@@ -374,8 +398,9 @@ def test_a_step_sends_each_gradient_once_around_the_ring(cap):
 @on_ranks(4)
 def test_the_demonstration_counts_what_it_claims():
     printed = demonstration(ddp)
-    claimed, counted = re.search(r"claimed (\d+) bytes, counted (\d+)", printed).groups()
-    assert claimed == counted
+    figures = re.search(r"(\d+) buckets, claimed (\d+) bytes, counted (\d+)", printed).groups()
+    nbytes = 2 * 3 * 4 * 480 * 480 * 8 // 4
+    assert list(map(int, figures)) == [4, nbytes, nbytes]
     assert float(printed.split()[-1]) < 1e-14
 
 

@@ -1,5 +1,6 @@
 """Mixtures of experts agree with a loop over tokens and experts; bytes and loads are counted."""
 
+import re
 from functools import partial
 from unittest.mock import patch
 
@@ -10,16 +11,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import expert_parallel
 from collectives import count_bytes, observe, rank_and_size
 from expert_parallel import (
-    Experts, FullPrecisionLinear, MoE, Router, dispatch_and_combine, expert_parallel_bytes, switch,
-    tally_metrics, two_hops,
+    Experts, FullPrecisionLinear, Hop, MoE, Router, dispatch_and_combine, expert_parallel_bytes,
+    switch, tally_metrics, two_hops,
 )
 from gpu_counts import batches, waits
 from ranks import least_bytes, on_ranks, run
-from replicas import assert_close
+from replicas import assert_close, demonstration
 from reference_gpt import MoE as ReferenceMoE
 from sequence_parallel import recompute, recompute_groups
+from transformer import saved_bytes
 
 
 def _groups(size):
@@ -361,6 +364,31 @@ def test_dispatch_and_combine_send_the_routed_tokens(even):
     assert not even or rows == expert_parallel_bytes(N, k, D, P)
 
 
+@on_ranks(2, 4)
+def test_the_demonstration_prints_the_bytes_of_the_formula_and_those_that_are_sent():
+    rank, P = rank_and_size()
+    torch.manual_seed(rank)
+    x, experts = torch.randn(64, 32), torch.randint(2 * P, (64, 2))  # as the demonstration draws
+    with least_bytes(), count_bytes() as traffic:
+        dispatch_and_combine(x.double(), experts, torch.rand(64, 2), 2 * P, lambda rows, *_: rows)
+    printed = demonstration(expert_parallel)
+    counted, even = map(int, re.findall(r"(\d+) bytes sent, (\d+) if even", printed)[0])
+    assert rank > 0 or counted == traffic.bytes()
+    assert even == 2 * (64 * 2 * 32 * 8) * (P - 1) // P
+    assert float(printed.split()[-1]) < 1e-12
+
+
+@on_ranks(1)
+def test_combining_without_weights_keeps_no_rows_for_backward():
+    hop = Hop(torch.zeros(64, 1, dtype=torch.long), 1)
+    hop.wait()
+    rows = torch.randn(64, 8, requires_grad=True)
+    with saved_bytes() as kept:
+        y = hop.combine(rows)
+    assert kept() <= 2 * 64 * 8  # the order and the tokens
+    assert torch.equal(y, rows)
+
+
 @on_ranks(2)
 def test_under_autocast_rows_travel_in_16_bits():
     torch.manual_seed(0)
@@ -472,6 +500,15 @@ def test_a_capacity_takes_the_first_tokens_and_a_backward_counts_once(top_k, fac
     with torch.no_grad():
         layer(x)
     assert layer.tally[:5].equal(4 * counts)
+
+
+@on_ranks(1)
+def test_the_z_loss_has_a_gradient_without_the_balance_loss():
+    layer, x = MoE(8, 16, 4, z_coefficient=0.5), torch.randn(6, 8)
+    (0 * layer(x)).sum().backward()
+    weight = layer.router.weight
+    loss = 0.5 * F.linear(x, weight).logsumexp(-1).square().mean()
+    assert_close(weight.grad, *torch.autograd.grad(loss, weight), 1e-5)
 
 
 def test_metrics_are_the_worst_load_the_fraction_dropped_and_the_mean_losses():

@@ -684,6 +684,18 @@ def test_tp_is_the_innermost_axis_then_cp_dp_pp_and_ep_reuses_tp_and_then_dp(deg
         assert name == "embedding" or sorted(sum(slices, [])) == [*range(8)]
 
 
+def test_an_ep_that_does_not_divide_tp_takes_their_common_divisor_from_tp_and_the_rest_from_dp():
+    """Each rank is in one group of each kind."""
+    for (dp, tp, ep), expected in (
+        ((2, 6, 4), [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]),
+        ((3, 2, 3), [[0, 2, 4], [1, 3, 5]]),
+    ):
+        slices = hybrid.slices_of(1, dp, 1, tp, ep)
+        for name in ("ep_group", "expert_dp_group", "expert_tp_group"):
+            assert sorted(slices[name].flatten().tolist()) == [*range(dp * tp)], name
+        assert slices["ep_group"].tolist() == expected
+
+
 @pytest.mark.parametrize(
     "per_node, flags, expected",
     [

@@ -27,7 +27,7 @@ from pipeline import (
     pipeline_bytes, program, simulate, sum_replicas, zb_h1, zb_h2, zb_v,
 )
 from ranks import on_ranks, run
-from replicas import interleaved_group
+from replicas import demonstration, interleaved_group
 from zero import FullyShardedDataParallel
 
 SIZES = [(p, m) for p in range(1, 9) for m in range(1, 4 * p + 1)]
@@ -581,6 +581,50 @@ def test_a_tensor_is_freed_once_it_is_sent_or_handed_to_another_chunk(p, make_sc
     executor.perform = told
     executor.step(*torch.randn(2, 8, 4))
     assert len(made) >= 8 and max(held) <= 3
+
+
+@on_ranks(1)
+def test_a_weight_product_frees_its_activations_before_the_next_one_is_computed():
+    """The hook of a weight's gradient still sees its own activations."""
+    store, inputs, alive = WeightGradStore(), [], []
+    layers = [DeferredLinear(4, 4, defer=store) for _ in range(3)]
+    for layer in layers[1:]:
+        keep = lambda layer, args: inputs.append(StorageWeakRef(args[0].untyped_storage()))
+        layer.register_forward_pre_hook(keep)
+
+    def count(_):
+        if not store.open:  # in a W
+            alive.append(sum(not storage.expired() for storage in inputs))
+
+    for layer in layers:
+        layer.weight.register_post_accumulate_grad_hook(count)
+    executor = Pipeline(nn.Sequential(*layers), zb_h1(1, 1), _loss, shape=(), defer=store)
+    executor.step(*torch.randn(2, 1, 4))
+    assert alive == [2, 1, 0]
+
+
+@on_ranks(1)
+def test_a_batch_is_freed_after_its_step():
+    executor = Pipeline(nn.Linear(4, 4), gpipe(1, 2), _loss, shape=())
+    batch = torch.ones(2, 4), torch.zeros(2, 4), torch.tensor(0.5)
+    storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in batch]
+    executor.step(*batch)
+    del batch
+    assert all(storage.expired() for storage in storages)
+
+
+@on_ranks(3)
+def test_the_demonstration_draws_the_schedules_and_prints_the_costs_of_the_table():
+    printed = demonstration(pipeline)
+    expected = {"gpipe": (6, 8), "1f1b": (6, 3), "zb-h1": (2, 3)}  # the bubble and the peak
+    parts = printed.strip().split("\n\n")
+    for (name, (bubble, peak)), part in zip(expected.items(), parts, strict=True):
+        first, *drawing, bubbles, peaks, sent, error = part.splitlines()
+        assert first == name and drawing == draw(SCHEDULES[name](3, 8)).splitlines()
+        assert bubbles.endswith(f": claimed {bubble}, simulated {bubble}")
+        assert peaks.endswith(f": claimed {peak}, simulated {peak}")
+        assert sent == f"rank 0 sent {16 * 32 * 8} bytes, claimed {16 * 32 * 8}"
+        assert float(error.split()[-1]) < 1e-12
 
 
 class Synced(DeferredLinear):

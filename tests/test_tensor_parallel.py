@@ -1,6 +1,7 @@
 """Tensor parallelism gives plain torch.nn's outputs and gradients; bytes and masks are checked."""
 
 import random
+import re
 from contextlib import contextmanager, nullcontext
 from itertools import product
 from unittest.mock import patch
@@ -20,7 +21,7 @@ from collectives import count_bytes, observe, rank_and_size
 from gpu_counts import batches, waits
 from pipeline import SCHEDULES, Pipeline, WeightGradStore
 from ranks import least_bytes, on_ranks
-from replicas import assert_close, interleaved_group
+from replicas import assert_close, demonstration, interleaved_group
 from sequence_parallel import recompute
 from tensor_parallel import (
     AlexNet, ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard,
@@ -28,7 +29,7 @@ from tensor_parallel import (
     column_linear, mark_sum_over_tp, parallel_linear, parameters_to_sum_over_tp, row_linear,
     shards_of, sum_gradients_over_tp, tensor_parallel_layer_bytes, vocab_parallel_cross_entropy,
 )
-from transformer import Peak, TransformerLayer
+from transformer import Peak, TransformerLayer, saved_bytes
 
 # (the size of tensor-parallel groups, the number of groups, each of which has its own data)
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (2, 2), (3, 2)]
@@ -250,6 +251,53 @@ def test_communication_overlaps_the_products(how):
         for _, product_of in deferred:
             product_of()
     assert events == BACKWARD[how]
+
+
+@on_ranks(3)
+def test_with_two_peers_no_message_is_waited_for_before_the_last_one_is_sent():
+    column = ColumnParallelLinear(8, 12, sequence_parallel=True)
+    row = RowParallelLinear(12, 8, sequence_parallel=True)
+    log, (x, y) = [], (torch.randn(2, 8), torch.randn(6, 4))
+
+    def listen(event, operation, *_):
+        if event == "begin":
+            log.append(f"wait {SEND}" if operation.of else operation.name)
+
+    multiplies = _Operations(lambda name: log.extend([MULTIPLY] * ("mm" in name)))
+    with chunks_of_any_size(), observe(listen), multiplies:
+        column(x)
+        assert log == [SEND, SEND, MULTIPLY] + 2 * [f"wait {SEND}", MULTIPLY]
+        log.clear()
+        row(y)
+        assert log == 2 * [MULTIPLY, SEND] + [MULTIPLY] + 2 * [f"wait {SEND}"]
+
+
+@on_ranks(3)
+def test_the_sum_of_16_bit_chunks_is_rounded_once():
+    """In bfloat16, 256 + 1 is 256, and 256 + 1 + 1 is 258 if only the sum is rounded."""
+    row = RowParallelLinear(3, 1, bias=False, sequence_parallel=True).bfloat16()
+    nn.init.ones_(row.weight)
+    x = torch.full((3, 1), [256.0, 1, 1][dist.get_rank()], dtype=torch.bfloat16)
+    with chunks_of_any_size():
+        assert row(x).tolist() == [[258]]
+
+
+@on_ranks(1)
+def test_a_row_parallel_bias_is_added_in_place():
+    layer, x = RowParallelLinear(8, 8), torch.randn(64, 8)
+    with Peak() as peak:
+        y = layer(x)
+    assert peak.bytes == y.nbytes + layer.weight.nbytes  # of which F.linear() makes a view
+
+
+@pytest.mark.parametrize("make", [ColumnParallelLinear, RowParallelLinear])
+@on_ranks(2)
+def test_a_frozen_weight_keeps_only_itself_for_backward(make):
+    layer = make(8, 8).requires_grad_(False)
+    x = torch.randn(64, layer.weight.shape[1], requires_grad=True)
+    with saved_bytes() as count:
+        layer(x)
+    assert count() == layer.weight.nbytes
 
 
 @split_or_not
@@ -628,6 +676,18 @@ def test_alexnet_has_the_papers_size_and_initial_values_that_do_not_depend_on_th
     for name, parameter in nets[0].named_parameters():
         expected = _part(nets[1].get_parameter(name), shards_of(nets[0])[name])
         assert torch.equal(parameter, expected), name
+
+
+@on_ranks(3)
+def test_the_demonstration_prints_the_bytes_of_an_mlp_and_of_alexnet():
+    _, P = rank_and_size()
+    printed = demonstration(tensor_parallel)
+    figures = re.findall(r"claimed (\d+) bytes, counted (\d+)", printed)
+    mlp = 2 * (P - 1) * 1024 * 64 * 8
+    read = 8 * P * 13 * 13 + 8 * P * 6 * 6 + 2 * 64 * P  # numbers that are gathered per image
+    alexnet = (2 * read + 10 * P) * 2 * 4 * (P - 1) // P
+    assert figures == [(str(nbytes), str(nbytes)) for nbytes in (mlp, alexnet)]
+    assert float(re.search(r"output: (.*)", printed).group(1)) < 1e-10
 
 
 # ---- errors --------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from zero import (
     zero_rounds,
 )
 
+from gpu_counts import waits
 from ranks import least_bytes, on_ranks
 from replicas import (
     Block, assert_close, demonstration, fail, gradients_alone, make_data, make_net, mean_square,
@@ -318,6 +319,13 @@ def test_hsdp_shards_inside_a_group_and_sums_gradients_across_replicas():
         assert traffic.bytes("all_reduce", shards) == 0
         alone = zero_bytes(stage, 2 * nbytes, 2)  # the bytes of a step without replicas
         assert across == 2 * (zero_bytes(stage, 2 * nbytes, 2, replicas=2) - alone)
+        with count_bytes() as traffic, least_bytes():
+            for i in range(3):
+                with model.no_sync() if stage == 1 and i < 2 else nullcontext():
+                    mean_square(model, own_part(batches[0])).backward()
+        microbatches = partial(zero_bytes, stage, 2 * nbytes, 2, 3)
+        across = traffic.bytes(group=replicas)
+        assert across == microbatches(replicas=2) - microbatches()
         net = make_net()
         net.head.bias.requires_grad_(rank < 2)  # equal in a group of shards, not among replicas
         with pytest.raises(ValueError, match=r"rank 1 of the group has .* \(7,\) .* False cpu,"):
@@ -503,6 +511,17 @@ def test_betas_with_which_a_moment_could_not_shrink_are_rejected():
         AdamW(weights, betas=(0.9, 0.997))
     with pytest.raises(ValueError, match="moments_dtype=torch.float16 is not bfloat16, float32 or"):
         AdamW(weights, moments_dtype=torch.float16)
+
+
+def test_the_host_waits_for_no_tensor_in_a_step_of_adamw():
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = AdamW([weight], **OPTIONS)
+    optimizer.found_inf, optimizer.grad_scale = torch.zeros(()), torch.ones(())
+    for _ in range(2):
+        weight.grad = torch.ones(4)
+        with waits() as found:
+            optimizer.step()
+    assert not found
 
 
 def test_a_step_of_adamw_needs_three_kernels_and_two_moments_in_fp32_for_each_chunk():
@@ -717,6 +736,40 @@ def test_a_unit_computes_before_its_neighbours_collectives_are_waited_for(stage)
     assert (held, gathered()) == ((12 * [2] + 4 * [4], 0) if stage == 3 else (16 * [8], 8))
 
 
+@on_ranks(2)
+def test_the_last_unit_is_gathered_while_backward_runs_the_layers_after_it():
+    """These layers belong to the root, which is gathered at the same time."""
+    net, log = make_net(), []
+    net.head.register_full_backward_hook(lambda *_: log.append("head"))
+    model = FullyShardedDataParallel(net, units=net.blocks)
+
+    def listen(event, operation, *_):
+        if event == "begin" and operation.name == "all_gather_single":
+            log.append("gather")
+
+    loss = mean_square(model, own_part(make_data(4)))
+    with observe(listen):
+        loss.backward()
+    *_, last, root = model._units
+    assert log.index("head") == len(last.flats) + len(root.flats)
+
+
+@on_ranks(2)
+def test_in_backward_the_next_unit_is_gathered_before_the_last_ones_gradients_are_summed():
+    """The next computation waits for the former only. G: gather, S: sum."""
+    net, log = stack(), []
+    model = FullyShardedDataParallel(net, units=net.blocks)
+
+    def listen(event, operation, *_):
+        if event == "begin" and not operation.of:
+            log.append({"all_gather_single": "G", "reduce_scatter_single": "S"}[operation.name])
+
+    loss = model(torch.ones(2, 96)).sum()
+    with observe(listen):
+        loss.backward()
+    assert "".join(log) == "GG" + "GS" + "GS" + "SS"
+
+
 # ---- what modules do -----------------------------------------------------------------------------
 
 
@@ -922,11 +975,18 @@ def test_optimizers_that_are_wrong_on_shards_are_rejected():
         ZeroRedundancyOptimizer(plain.parameters(), type("OwnSGD", (torch.optim.SGD,), {}))
 
 
+def move(parameter):
+    parameter.data = parameter.data.clone()
+
+
 CHANGES = {
     "converted": lambda net: net.double(),
     "replaced": lambda net: setattr(net.head, "bias", nn.Parameter(torch.zeros(7))),
     "frozen": lambda net: net.head.bias.requires_grad_(False),
     "hook": lambda net: net.head.bias.register_hook(lambda gradient: 2 * gradient),
+    "given a hook": lambda net: net.head.bias.register_post_accumulate_grad_hook(print),
+    "moved": lambda net: move(net.blocks[1].up.weight),
+    "thawed": lambda net: net.blocks[1].up.weight.requires_grad_(True),
 }
 
 
@@ -992,6 +1052,7 @@ def test_uses_that_would_give_wrong_results_are_rejected():
 @on_ranks(3)
 def test_the_demonstration_measures_what_it_claims():
     for stage, line in zip(STAGES, demonstration(zero).splitlines(), strict=True):
-        sent, claimed = re.findall(r"\d+", line.split(":")[1])[:2]
-        assert sent == claimed and line.startswith(f"stage {stage}")
+        sent, claimed = map(int, re.findall(r"\d+", line.split(":")[1])[:2])
+        assert line.startswith(f"stage {stage}")
+        assert sent == claimed == (3 if stage == 3 else 2) * 6 * 480 * 480 * 4 * 2 // 3
         assert float(line.split()[-1]) < 1e-5
