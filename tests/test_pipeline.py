@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import accumulate, product
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 from weakref import ref
 
 import pytest
@@ -615,7 +615,8 @@ def test_a_batch_is_freed_after_its_step():
 
 @on_ranks(3)
 def test_the_demonstration_draws_the_schedules_and_prints_the_costs_of_the_table():
-    printed = demonstration(pipeline)
+    with patch.dict("os.environ", RANK=""):  # as under torchrun; else it is a command
+        printed = demonstration(pipeline)
     expected = {"gpipe": (6, 8), "1f1b": (6, 3), "zb-h1": (2, 3)}  # the bubble and the peak
     parts = printed.strip().split("\n\n")
     for (name, (bubble, peak)), part in zip(expected.items(), parts, strict=True):
