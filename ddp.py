@@ -220,7 +220,8 @@ class Reducer:
         self.module = module
         self.divisor = divisor
         # from the last layer to the first, as backward computes them
-        parameters = [p for p in module.parameters() if p.requires_grad][::-1]
+        named = not_ignored(module, module.named_parameters())
+        parameters = [p for _, p in named if p.requires_grad][::-1]
         kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
         filled = fill_buckets(parameters, bucket_cap_mb * 2**20, kind)
         self.buckets = [GradBucket(bucket, group_of(bucket[0]), as_views) for bucket in filled]
@@ -231,7 +232,7 @@ class Reducer:
 
     def start(self, awaited=()):
         """Start a round. Only gradients of the `awaited` parameters are still to be computed."""
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in not_ignored(self.module, self.module.named_parameters()):
             dtype = grad_dtype(parameter) if parameter.requires_grad else None
             if dtype != self.dtypes.get(parameter):
                 raise RuntimeError(f"the wrapped {name!r} was frozen, thawed, cast or replaced")
@@ -279,6 +280,11 @@ class DistributedDataParallel(nn.Module):
     - Buckets are filled in the reverse order of module.parameters() and do not change. PyTorch may
       rebuild them after the first backward pass in the order in which gradients became ready.
     - The wrapper cannot be copied or pickled; the wrapped module can.
+    - A buffer registered after wrapping is not broadcast: every rank keeps its own.
+    - Before a broadcast, ranks compare the names, shapes and dtypes of buffers, in two all-gathers.
+
+    Parameters and buffers in the list module._ddp_params_and_buffers_to_ignore, if the module has
+    this attribute of PyTorch's when it is wrapped, are neither copied, broadcast nor reduced.
 
     bucket_cap_mb: the largest size of a bucket in MiB; a larger parameter gets its own bucket.
     broadcast_buffers: copy the first rank's buffers to all ranks before each forward pass, except
@@ -298,6 +304,7 @@ class DistributedDataParallel(nn.Module):
     RuntimeError if a parameter was frozen, unfrozen or converted after wrapping, if a gradient is
     sparse or computed twice in one pass, or if create_graph is True. If backward() fails during a
     round of reductions, the next forward() raises RuntimeError unless wait_in_backward is False.
+    forward() raises RuntimeError on every rank if a buffer differs between ranks in shape or dtype.
     """
 
     def __init__(
@@ -311,11 +318,14 @@ class DistributedDataParallel(nn.Module):
         self.broadcast_buffers = broadcast_buffers
         self.wait_in_backward = wait_in_backward
         check_whole(module.parameters())
-        check_parameters([*module.named_parameters(), *module.named_buffers()], process_group)
+        parameters = not_ignored(module, module.named_parameters())
+        buffers = not_ignored(module, module.named_buffers())
+        check_parameters([*parameters, *buffers], process_group)
         group_of = lambda parameter: (groups or {}).get(parameter, process_group)
-        for parameter in module.parameters():
+        for _, parameter in parameters:
             broadcast_first([parameter], group_of(parameter))
-        broadcast_first(module.buffers(), process_group)
+        broadcast_first([buffer for _, buffer in buffers], process_group)
+        self._buffer_names = {name for name, _ in buffers}
         divisor = gradient_divide_factor or dist.get_world_size(process_group)
         self.reducer = Reducer(module, group_of, divisor, bucket_cap_mb, gradient_as_bucket_view)
         self.require_backward_grad_sync = True
@@ -330,10 +340,22 @@ class DistributedDataParallel(nn.Module):
             cure = "finish_grad_sync() ends it, on every rank; then zero the gradients"
             raise RuntimeError(f"the last backward has not ended. If it failed, {cure}")
         if self.broadcast_buffers and self._buffers_may_differ:
-            broadcast_first(self.module.buffers(), self.process_group)
+            self._broadcast_buffers()
         self._buffers_may_differ = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._expects_backward = self._expects_backward or torch.is_grad_enabled()
         return self.module(*args, **kwargs)
+
+    def _broadcast_buffers(self):
+        """Copy the first rank's buffers to all ranks, which must agree on their shapes."""
+        if not self._buffer_names:
+            return
+        named = [(n, b) for n, b in self.module.named_buffers() if n in self._buffer_names]
+        try:
+            check_parameters(named, self.process_group)
+        except ValueError as error:
+            cure = "list it in module._ddp_params_and_buffers_to_ignore before wrapping"
+            raise RuntimeError(f"a buffer differs between ranks: {error}; {cure}") from error
+        broadcast_first([buffer for _, buffer in named], self.process_group)
 
     @contextmanager
     def no_sync(self):
@@ -394,6 +416,12 @@ def check_whole(parameters):
     """Raise ValueError if zero.py has sharded one of the parameters."""
     if any(hasattr(parameter, "whole_shape") for parameter in parameters):
         raise ValueError("FullyShardedDataParallel has cut these parameters: wrap a model once")
+
+
+def not_ignored(module, named):
+    """Return the (name, tensor) pairs without the names that the module lists for DDP to ignore."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return [(name, tensor) for name, tensor in named if name not in ignored]
 
 
 def broadcast_first(tensors, group):

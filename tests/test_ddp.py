@@ -408,6 +408,75 @@ def test_buffers_are_broadcast_after_a_reduction_whose_forward_was_under_no_sync
     assert len(set(gather_objects(model.module.running_mean.item()))) == 1
 
 
+class Cached(nn.Module):
+    """A linear layer with a table that grows with the longest input, or is made when needed."""
+
+    def __init__(self, lazy, ignore):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3).double()
+        self.register_buffer("scale", torch.full((3,), 2.0).double())
+        if not lazy:
+            self.register_buffer("table", self.make_table(2), persistent=False)
+        if ignore:
+            self._ddp_params_and_buffers_to_ignore = ["table"]
+
+    def make_table(self, rows):
+        return torch.arange(3.0 * rows).double().view(rows, 3).cos()
+
+    def forward(self, x):
+        if not hasattr(self, "table") or len(self.table) < len(x):
+            self.register_buffer("table", self.make_table(len(x)), persistent=False)
+        return self.linear(x + self.table[: len(x)]) * self.scale
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("longest", [0, 1])
+def test_buffers_that_one_rank_grows_are_refused_on_all_unless_they_are_ignored_or_new(longest):
+    """The oracle is the mean gradient of each rank's own input. The table grows in step 1."""
+    for lazy, ignore in ((False, False), (False, True), (True, False)):
+        net = Cached(lazy, ignore)
+        model = DistributedDataParallel(net)
+        for step in range(3):
+            rows = [5 if step and r == longest else 2 for r in range(2)]
+            parts = [make_data(n, seed=r)[:, :3] for r, n in enumerate(rows)]
+            loss = lambda net: sum(map(partial(mean_square, net), parts)) / 2
+            expected = gradients_alone(Cached(False, False), loss)
+            if step == 2 and not lazy and not ignore:
+                wrong = r"buffer differs between ranks: rank 1 .* 'table' \(.*_ddp_params_and_buffers"
+                with pytest.raises(RuntimeError, match=wrong):
+                    model(parts[dist.get_rank()])
+                continue
+            model.zero_grad()
+            mean_square(model, parts[dist.get_rank()]).backward()
+            assert_close(whole_gradients(net), expected)
+
+
+@on_ranks(2)
+def test_what_a_module_lists_to_be_ignored_stays_each_ranks_own_as_with_pytorchs():
+    rank = dist.get_rank()
+    for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
+        net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1), nn.Linear(1, 1))
+        nn.init.constant_(net[0].weight, 1 + rank)
+        net._ddp_params_and_buffers_to_ignore = ["0.weight", "1.running_mean"]
+        model = wrap(net)
+        for _ in range(2):
+            model(torch.tensor([[1.0], [3.0]]) + rank).square().sum().backward()
+        own = net[0].weight, net[0].weight.grad, net[1].running_mean
+        common = net[2].weight, net[2].weight.grad
+        for tensors, different in ((own, 2), (common, 1)):
+            for values in zip(*gather_objects([tensor.item() for tensor in tensors])):
+                assert len(set(values)) == different
+
+
+@on_ranks(2)
+def test_sharded_modules_whose_buffers_differ_are_an_error_on_every_rank():
+    net = nn.BatchNorm1d(3)
+    net.register_buffer("table", torch.zeros(2 + dist.get_rank()))
+    with pytest.raises(ValueError, match=r"rank 1 of the group has 'table' \(3,\)"):
+        FullyShardedDataParallel(net)
+
+
 # ---- errors instead of silently wrong results ----------------------------------------------------
 
 
