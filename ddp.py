@@ -30,10 +30,11 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from collectives import (
     ALIGNMENT, ReduceOp, all_reduce, all_reduce_bytes, broadcast, check_parameters, count_bytes,
-    dist, rank_and_size, run_ranks,
+    dist, gather_objects, rank_and_size, run_ranks,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------
@@ -220,7 +221,8 @@ class Reducer:
         self.module = module
         self.divisor = divisor
         # from the last layer to the first, as backward computes them
-        parameters = [p for p in module.parameters() if p.requires_grad][::-1]
+        named = not_ignored(module, module.named_parameters())
+        parameters = [p for _, p in named if p.requires_grad][::-1]
         kind = lambda parameter: (grad_dtype(parameter), group_of(parameter))
         filled = fill_buckets(parameters, bucket_cap_mb * 2**20, kind)
         self.buckets = [GradBucket(bucket, group_of(bucket[0]), as_views) for bucket in filled]
@@ -231,7 +233,7 @@ class Reducer:
 
     def start(self, awaited=()):
         """Start a round. Only gradients of the `awaited` parameters are still to be computed."""
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in not_ignored(self.module, self.module.named_parameters()):
             dtype = grad_dtype(parameter) if parameter.requires_grad else None
             if dtype != self.dtypes.get(parameter):
                 raise RuntimeError(f"the wrapped {name!r} was frozen, thawed, cast or replaced")
@@ -264,8 +266,10 @@ class Reducer:
 
 # ---- the module ----------------------------------------------------------------------------------
 
+ONE_PASS = "each forward() outside no_sync() and no_grad() must be followed by one backward()"
 
-class DistributedDataParallel(nn.Module):
+
+class DistributedDataParallel(nn.Module, Joinable):
     """Wrap a module so that `loss.backward()` averages its gradients over the group.
 
     The constructor copies the parameters and buffers of the group's first rank to all ranks. Every
@@ -273,12 +277,18 @@ class DistributedDataParallel(nn.Module):
     no_sync(), which sets require_backward_grad_sync to False. Differences from PyTorch's class:
 
     - A parameter that no rank's loss uses gets a zero gradient instead of None, so weight decay and
-      momentum still change it. A rank whose loss uses no parameter at all must call
-      finish_grad_sync() instead of backward().
+      momentum still change it. A rank whose loss uses no parameter at all, or that has no batch,
+      must call finish_grad_sync() instead of backward(). join() does this for ranks that have run
+      out of batches.
     - What counts for no_sync() is where backward() runs. In PyTorch it is where forward() runs.
     - Buckets are filled in the reverse order of module.parameters() and do not change. PyTorch may
       rebuild them after the first backward pass in the order in which gradients became ready.
     - The wrapper cannot be copied or pickled; the wrapped module can.
+    - A buffer registered after wrapping is not broadcast: every rank keeps its own.
+    - Before a broadcast, ranks compare the names, shapes and dtypes of buffers, in two all-gathers.
+
+    Parameters and buffers in the list module._ddp_params_and_buffers_to_ignore, if the module has
+    this attribute of PyTorch's when it is wrapped, are neither copied, broadcast nor reduced.
 
     bucket_cap_mb: the largest size of a bucket in MiB; a larger parameter gets its own bucket.
     broadcast_buffers: copy the first rank's buffers to all ranks before each forward pass, except
@@ -299,6 +309,7 @@ class DistributedDataParallel(nn.Module):
     sparse or computed twice in one pass, if create_graph is True, or if finish_grad_sync() has not
     ended the last round of reductions. If backward() fails during a round, the next forward()
     raises RuntimeError unless wait_in_backward is False.
+    forward() raises RuntimeError on every rank if a buffer differs between ranks in shape or dtype.
     """
 
     def __init__(
@@ -307,18 +318,24 @@ class DistributedDataParallel(nn.Module):
         static_graph=False, gradient_divide_factor=None, wait_in_backward=True, groups=None,
     ):  # fmt: skip
         super().__init__()
+        Joinable.__init__(self)
         self.module = module
         self.process_group = process_group
         self.broadcast_buffers = broadcast_buffers
         self.wait_in_backward = wait_in_backward
         check_whole(module.parameters())
-        check_parameters([*module.named_parameters(), *module.named_buffers()], process_group)
+        parameters = not_ignored(module, module.named_parameters())
+        buffers = not_ignored(module, module.named_buffers())
+        check_parameters([*parameters, *buffers], process_group)
         group_of = lambda parameter: (groups or {}).get(parameter, process_group)
-        for parameter in module.parameters():
+        for _, parameter in parameters:
             broadcast_first([parameter], group_of(parameter))
-        broadcast_first(module.buffers(), process_group)
+        broadcast_first([buffer for _, buffer in buffers], process_group)
+        self._buffer_names = {name for name, _ in buffers}
         divisor = gradient_divide_factor or dist.get_world_size(process_group)
         self.reducer = Reducer(module, group_of, divisor, bucket_cap_mb, gradient_as_bucket_view)
+        self._announced = False  # under join(): whether other ranks expect a round of reductions
+        self._can_join = groups is None and gradient_divide_factor is None
         self.require_backward_grad_sync = True
         self._buffers_may_differ = True  # whether the next forward pass must broadcast buffers
         self._expects_backward = False  # whether forward() ran in grad mode since the last round
@@ -332,11 +349,27 @@ class DistributedDataParallel(nn.Module):
                 self._check_idle()
             cure = "finish_grad_sync() ends it, on every rank; then zero the gradients"
             raise RuntimeError(f"the last backward has not ended. If it failed, {cure}")
-        if self.broadcast_buffers and self._buffers_may_differ:
-            broadcast_first(self.module.buffers(), self.process_group)
+        source = 0
+        if self._join_config.enable:
+            source = self._announce_pass()
+        self._broadcast_buffers(source)
         self._buffers_may_differ = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._expects_backward = self._expects_backward or torch.is_grad_enabled()
         return self.module(*args, **kwargs)
+
+    def _broadcast_buffers(self, source=0):
+        """If buffers may differ, copy a rank's to all ranks, which must agree on their shapes."""
+        if not (self.broadcast_buffers and self._buffers_may_differ and self._buffer_names):
+            return
+        self._buffers_may_differ = False
+        named = [(n, b) for n, b in self.module.named_buffers() if n in self._buffer_names]
+        try:
+            check_parameters(named, self.process_group)
+        except ValueError as error:
+            cure = "list it in module._ddp_params_and_buffers_to_ignore before wrapping"
+            raise RuntimeError(f"a buffer differs between ranks: {error}; {cure}") from error
+        for _, buffer in named:
+            broadcast(buffer, group=self.process_group, group_src=source)
 
     @contextmanager
     def no_sync(self):
@@ -358,6 +391,9 @@ class DistributedDataParallel(nn.Module):
             self._check_idle()  # a gradient that is added to a sum under way would be lost
             return
         if not self.reducer.is_reducing:
+            if self._join_config.enable and not self._announced:
+                raise RuntimeError(f"join(): {ONE_PASS}")
+            self._announced = False
             self.reducer.start(awaited=self.reducer.bucket_of)
             self._ends_with_backward = self.wait_in_backward
         self.reducer.mark_ready(parameter)
@@ -389,20 +425,137 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def finish_grad_sync(self):
-        """End the round of reductions, or run a whole one if none has started since forward()."""
-        if self.reducer.is_reducing or self._expects_backward:
+        """End the round of reductions, or run a whole one if this rank's peers still need it.
+
+        They do if no round has started since this rank's last forward(), or since its gradients
+        were set to None or zero. The latter means that it has had no batch.
+        """
+        is_expected = self.reducer.is_reducing or self._expects_backward
+        if is_expected or self._has_no_gradient():
+            if not is_expected:
+                self._broadcast_buffers()  # the other ranks do so in forward()
+            self._announced = False
             self._expects_backward = False
             self._buffers_may_differ = True
             self.reducer.finish()
 
+    def _has_no_gradient(self):
+        """Return whether all gradients are None or zero."""
+        gradients = [parameter.grad for parameter in self.reducer.bucket_of]
+        return not any(gradient is not None and gradient.any() for gradient in gradients)
+
+    # -- join(), for ranks with different numbers of batches
+    # a rank in the loop   forward(): counts ranks, sends its plan, broadcasts; backward(): reduces
+    # one that has left    Join: counts ranks; _shadow_pass(): sends None, broadcasts, reduces zeros
+
+    @property
+    def join_process_group(self):
+        return self.process_group or dist.group.WORLD
+
+    @property
+    def join_device(self):
+        return next(self.module.parameters()).device
+
+    def join(
+        self, divide_by_initial_world_size=True, enable=True, throw_on_early_termination=False
+    ):
+        """Return a context manager for a loop that has different numbers of batches on the ranks.
+
+        A rank that has left the loop reduces zero gradients until the last rank leaves it. Then all
+        ranks get the last one's weights and buffers, but optimizers and schedulers have missed the
+        steps that their rank did not take. To let ZeroRedundancyOptimizer (zero.py) take them, use
+        torch.distributed.algorithms.Join([model, optimizer], ...), which this method also returns.
+
+        divide_by_initial_world_size: whether sums are divided by the number of all ranks, and not
+            of those in the loop.
+        throw_on_early_termination: raise RuntimeError on all ranks when the first one has left.
+
+        Each forward() in grad mode and outside no_sync() must be followed by one backward(), and
+        the module must not communicate itself, as SyncBatchNorm does. Raises ValueError if the
+        wrapper has `groups` or a gradient_divide_factor.
+        """
+        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return Join([self], enable, throw_on_early_termination, **options)
+
+    def join_hook(self, divide_by_initial_world_size=True, **options):
+        if not self._can_join:
+            raise ValueError("join() does not support groups and gradient_divide_factor")
+        self._divides_by_all = divide_by_initial_world_size
+        return _JoinHook(self)
+
+    def _announce_pass(self):
+        """Tell other ranks what this pass sends. Return the rank whose buffers are broadcast."""
+        if not self._join_config.is_first_joinable:
+            raise ValueError("Join([model, optimizer]) takes one model, which comes first")
+        has_error = self._announced
+        if has_error:
+            self.finish_grad_sync()  # the others take part in this round, and then hear of the error
+        counting = Join.notify_join_context(self)
+        counting.wait()
+        self._announced = torch.is_grad_enabled() and self.require_backward_grad_sync
+        source, _ = self._exchange_plans((self._buffers_may_differ, self._announced, has_error))
+        return source
+
+    def _exchange_plans(self, plan):
+        """Return (rank, plan) of the last rank in the loop. A rank that has left passes None."""
+        plans = gather_objects(plan, self.process_group)
+        present = [rank for rank, other in enumerate(plans) if other is not None]
+        if any(plans[rank][-1] for rank in present):
+            raise RuntimeError(f"join(): {ONE_PASS}")
+        if not self._divides_by_all:
+            self.reducer.divisor = len(present)
+        return present[-1], plans[present[-1]]
+
+    def _shadow_pass(self):
+        """On a rank that has left the loop, send what the others expect in their next pass."""
+        source, plan = self._exchange_plans(None)
+        self._buffers_may_differ, is_reduced, _ = plan
+        self._broadcast_buffers(source)
+        for parameter in self.reducer.bucket_of:
+            parameter.grad = None
+        if is_reduced:
+            self.finish_grad_sync()
+
+    def _end_join(self, is_last):
+        """Give all ranks the weights and buffers of a rank that left the loop last."""
+        flags = gather_objects(is_last, self.process_group)
+        source = max(rank for rank, flag in enumerate(flags) if flag)
+        for _, parameter in not_ignored(self.module, self.module.named_parameters()):
+            broadcast(parameter, group=self.process_group, group_src=source)
+        self._buffers_may_differ = True
+        self._broadcast_buffers(source)
+        self._buffers_may_differ = True
+        self.reducer.divisor = dist.get_world_size(self.process_group)
+        self._announced = False
+        Joinable.__init__(self)  # resets what Join has set
+
     def __getstate__(self):
         raise RuntimeError("a wrapper is not copied or pickled: copy its module, and wrap the copy")
+
+
+class _JoinHook(JoinHook):
+    """What torch's Join calls on a rank that has left its loop."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def main_hook(self):
+        self.model._shadow_pass()
+
+    def post_hook(self, is_last_joiner):
+        self.model._end_join(is_last_joiner)
 
 
 def check_whole(parameters):
     """Raise ValueError if zero.py has sharded one of the parameters."""
     if any(hasattr(parameter, "whole_shape") for parameter in parameters):
         raise ValueError("FullyShardedDataParallel has cut these parameters: wrap a model once")
+
+
+def not_ignored(module, named):
+    """Return the (name, tensor) pairs without the names that the module lists for DDP to ignore."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    return [(name, tensor) for name, tensor in named if name not in ignored]
 
 
 def broadcast_first(tensors, group):

@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 import ddp
 from collectives import count_bytes, gather_objects, observe, rank_and_size
 from ddp import DistributedDataParallel, average_gradients, ddp_bytes
-from zero import FullyShardedDataParallel, ShardedLayout
+from zero import FullyShardedDataParallel, ShardedLayout, ZeroRedundancyOptimizer
 
 from gpu_counts import waits
 from ranks import least_bytes, on_ranks, run
@@ -200,7 +201,7 @@ def outside_of_backward(model, parts):
 
 def waited_for_by_the_caller(model, parts):
     model.wait_in_backward = False
-    model.finish_grad_sync()  # returns at once, because nothing was started
+    model.finish_grad_sync()  # reduces zeros, because there are no gradients
     under_no_sync(model, parts)
     with count_bytes() as traffic:
         model.finish_grad_sync()
@@ -296,6 +297,135 @@ def test_a_gradient_that_is_a_view_of_its_bucket_is_not_copied_if_nothing_divide
     with patch("torch.div", side_effect=AssertionError):
         model(torch.ones(1, 7)).sum().backward()
     assert net.weight.grad.eq(2).all()
+
+
+# ---- ranks with different numbers of batches -----------------------------------------------------
+
+
+def own_batches(counts):
+    """Return {(rank, i): batch} of all ranks, of which rank r has counts[r]."""
+    return {(r, i): make_data(3, 10 * r + i) for r, n in enumerate(counts) for i in range(n)}
+
+
+def train_alone(counts, divides_by_all):
+    """Train one process on the batches of all ranks. A rank without one counts as a zero loss."""
+    net, batches = make_net(), own_batches(counts)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for i in range(max(counts)):
+        optimizer.zero_grad()
+        parts = [batches[r, i] for r in range(len(counts)) if (r, i) in batches]
+        divisor = len(counts) if divides_by_all else len(parts)
+        (sum(mean_square(net, part) for part in parts) / divisor).backward()
+        optimizer.step()
+    return net.state_dict()
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("counts", [(3, 1, 2), (0, 0, 3), (2, 2, 2)])
+@pytest.mark.parametrize("divides_by_all", [True, False])
+def test_ranks_that_run_out_of_batches_join_and_get_the_weights_of_one_process(
+    counts, divides_by_all
+):
+    """Adam's state is on the last rank only, or in shards, which every rank updates to the end."""
+    options = {"divide_by_initial_world_size": divides_by_all}
+    for sharded in (False, True):
+        net = make_net()
+        model = DistributedDataParallel(net, bucket_cap_mb=3e-3)
+        if sharded:
+            optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.1)
+            loop = Join([model, optimizer], **options)
+        else:
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+            loop = model.join(**options)
+        batches = own_batches(counts)
+        with loop:
+            for i in range(counts[dist.get_rank()]):
+                model.zero_grad()
+                with torch.no_grad():
+                    model(batches[dist.get_rank(), i])  # an evaluation
+                mean_square(model, batches[dist.get_rank(), i]).backward()
+                optimizer.step()
+        assert_close(net.state_dict(), train_alone(counts, divides_by_all), 1e-10)
+        model.zero_grad()
+        mean_square(model, make_data(3, dist.get_rank())).backward()  # no rank is still expected
+        expected = sum(whole_batch(net, make_data(3, r))["scale"] for r in range(3)) / 3
+        assert_close(net.scale.grad, expected)
+
+
+def join_with_accumulation(wrap):
+    """Accumulate over pairs of batches, with buffers that every rank changes; return all state."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7)).double()
+    model = wrap(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with model.join(divide_by_initial_world_size=False):
+        for i in range(2 * (3 - dist.get_rank())):
+            x = make_data(3, 10 * dist.get_rank() + i)
+            with nullcontext() if i % 2 else model.no_sync():
+                model(x)[:, 0].square().mean().backward()
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    return net.state_dict()
+
+
+@on_ranks(3)
+def test_join_accumulates_and_chooses_buffers_as_pytorchs_does():
+    theirs = join_with_accumulation(nn.parallel.DistributedDataParallel)
+    assert_close(join_with_accumulation(DistributedDataParallel), theirs)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_rank_without_a_batch_calls_finish_grad_sync(set_to_none):
+    net = make_net()
+    model = DistributedDataParallel(net, bucket_cap_mb=3e-3)
+    for step, users in enumerate([{1}, {0, 1}, {0}, set()]):
+        net.zero_grad(set_to_none)
+        parts = [make_data(3, 10 * step + r) for r in users]
+        loss = lambda net: sum(mean_square(net, part) for part in parts) / 2 + 0 * net.scale
+        if dist.get_rank() in users:
+            mean_square(model, make_data(3, 10 * step + dist.get_rank())).backward()
+        else:
+            model.finish_grad_sync()
+        assert_close(whole_gradients(net), gradients_alone(net, loss))
+
+
+@on_ranks(2)
+def test_uses_of_join_that_could_not_work_are_rejected_on_every_rank():
+    net, x = make_net(), make_data(3)
+    model = DistributedDataParallel(net)
+    with pytest.raises(RuntimeError, match=r"join\(\): each forward\(\) .* by one backward\(\)"):
+        with model.join():
+            if dist.get_rank() == 0:
+                model(x)
+                model(x)
+    late = DistributedDataParallel(make_net())
+    with pytest.raises(RuntimeError, match=r"join\(\): each forward\(\) .* by one backward\(\)"):
+        with late.join():
+            with late.no_sync():
+                loss = mean_square(late, x)
+            loss.backward()
+    with pytest.raises(RuntimeError, match="exhausted"):
+        early = DistributedDataParallel(make_net())
+        with early.join(throw_on_early_termination=True):
+            if dist.get_rank() == 0:
+                early(x)
+    summed = DistributedDataParallel(make_net(), gradient_divide_factor=1)
+    with pytest.raises(ValueError, match="does not support groups and gradient_divide_factor"):
+        summed.join()
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    second = DistributedDataParallel(net)
+    with pytest.raises(ValueError, match=r"takes one model, which comes first"):
+        with Join([optimizer, second]):
+            second(x)
+    sharded = FullyShardedDataParallel(make_net())
+    for refused in (sharded.join, sharded.finish_grad_sync):
+        with pytest.raises(RuntimeError, match=r".*\(\).*: every rank must run each pass; without"):
+            refused()
+    (mean_square(sharded, x) * dist.get_rank()).backward()  # the cure: rank 0 has no batch
+    loss = lambda net: mean_square(net, x) / 2
+    assert_close(whole_gradients(sharded.module), gradients_alone(make_net(), loss))
 
 
 # ---- dtypes --------------------------------------------------------------------------------------
@@ -442,6 +572,75 @@ def test_buffers_are_broadcast_after_a_reduction_whose_forward_was_under_no_sync
     with torch.no_grad():
         model.eval()(x)  # this forward should broadcast
     assert len(set(gather_objects(model.module.running_mean.item()))) == 1
+
+
+class Cached(nn.Module):
+    """A linear layer with a table that grows with the longest input, or is made when needed."""
+
+    def __init__(self, lazy, ignore):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3).double()
+        self.register_buffer("scale", torch.full((3,), 2.0).double())
+        if not lazy:
+            self.register_buffer("table", self.make_table(2), persistent=False)
+        if ignore:
+            self._ddp_params_and_buffers_to_ignore = ["table"]
+
+    def make_table(self, rows):
+        return torch.arange(3.0 * rows).double().view(rows, 3).cos()
+
+    def forward(self, x):
+        if not hasattr(self, "table") or len(self.table) < len(x):
+            self.register_buffer("table", self.make_table(len(x)), persistent=False)
+        return self.linear(x + self.table[: len(x)]) * self.scale
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("longest", [0, 1])
+def test_buffers_that_one_rank_grows_are_refused_on_all_unless_they_are_ignored_or_new(longest):
+    """The oracle is the mean gradient of each rank's own input. The table grows in step 1."""
+    for lazy, ignore in ((False, False), (False, True), (True, False)):
+        net = Cached(lazy, ignore)
+        model = DistributedDataParallel(net)
+        for step in range(3):
+            rows = [5 if step and r == longest else 2 for r in range(2)]
+            parts = [make_data(n, seed=r)[:, :3] for r, n in enumerate(rows)]
+            loss = lambda net: sum(map(partial(mean_square, net), parts)) / 2
+            expected = gradients_alone(Cached(False, False), loss)
+            if step == 2 and not lazy and not ignore:
+                wrong = r"buffer differs between ranks: rank 1 .* 'table' \(.*_ddp_params_and_buffers"
+                with pytest.raises(RuntimeError, match=wrong):
+                    model(parts[dist.get_rank()])
+                continue
+            model.zero_grad()
+            mean_square(model, parts[dist.get_rank()]).backward()
+            assert_close(whole_gradients(net), expected)
+
+
+@on_ranks(2)
+def test_what_a_module_lists_to_be_ignored_stays_each_ranks_own_as_with_pytorchs():
+    rank = dist.get_rank()
+    for wrap in (DistributedDataParallel, nn.parallel.DistributedDataParallel):
+        net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1), nn.Linear(1, 1))
+        nn.init.constant_(net[0].weight, 1 + rank)
+        net._ddp_params_and_buffers_to_ignore = ["0.weight", "1.running_mean"]
+        model = wrap(net)
+        for _ in range(2):
+            model(torch.tensor([[1.0], [3.0]]) + rank).square().sum().backward()
+        own = net[0].weight, net[0].weight.grad, net[1].running_mean
+        common = net[2].weight, net[2].weight.grad
+        for tensors, different in ((own, 2), (common, 1)):
+            for values in zip(*gather_objects([tensor.item() for tensor in tensors])):
+                assert len(set(values)) == different
+
+
+@on_ranks(2)
+def test_sharded_modules_whose_buffers_differ_are_an_error_on_every_rank():
+    net = nn.BatchNorm1d(3)
+    net.register_buffer("table", torch.zeros(2 + dist.get_rank()))
+    with pytest.raises(ValueError, match=r"rank 1 of the group has 'table' \(3,\)"):
+        FullyShardedDataParallel(net)
 
 
 # ---- errors instead of silently wrong results ----------------------------------------------------

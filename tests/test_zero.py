@@ -630,6 +630,21 @@ def test_a_rank_holds_16_bytes_per_parameter_or_its_shard_of_them_in_a_stage(sta
     assert [zero_memory(stage, P) for stage in range(4)] == [16, 4 + 12 / P, 2 + 14 / P, 16 / P]
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("stage", ALL)
+def test_zero_grad_frees_the_memory_of_all_gradients(stage):
+    gc.freeze()
+    model, optimizer = shard(stack(), stage, torch.optim.SGD)
+    x = torch.ones(1, 96)
+    before = bytes_of_new_tensors()
+    for _ in range(2):
+        mean_square(model, x).backward()
+        assert bytes_of_new_tensors() > before
+        optimizer.step()
+        optimizer.zero_grad()
+        assert bytes_of_new_tensors() == before
+
+
 @on_ranks(8)
 def test_with_bf16_moments_a_rank_holds_14_7_3_and_a_half_or_1_and_a_half_bytes():
     """The bytes are 2 (weights) + 4 (gradients) + 4 (fp32 copy) + 2 + 2 (moments) = 14.
