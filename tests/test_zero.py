@@ -202,6 +202,64 @@ def test_ranks_may_use_different_parameters():
         assert_close(whole_gradients(net), expected)
 
 
+class Skips(nn.Module):
+    """Layers of which forward runs those in `order`, each in a checkpoint if `how` says so."""
+
+    def __init__(self, layers=6):
+        super().__init__()
+        self.first = nn.Linear(7, 7)  # it is in no unit
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(layers))
+
+    def forward(self, x, order, how):
+        x = self.first(x)
+        for number in order:
+            block = self.blocks[number]
+            if how is None:
+                y = block(x)
+            else:
+                y = checkpoint(block, x, use_reentrant=how == "reentrant")
+            x = x + y.tanh()
+        return x
+
+
+ORDERS = [  # the units that each of two ranks runs
+    ("012345", "01245"),
+    ("012345", "045"),
+    ("012345", "012"),
+    ("012345", "345"),
+    ("012345", ""),
+    ("012", "345"),
+    ("05", "0135"),
+    ("012345", "01233345"),
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", [None, "reentrant", "not reentrant"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_may_skip_different_units_or_repeat_one(stage, how):
+    """Layer drop and conditional computation. Each step has one backward through two passes."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    start = Skips().double()
+    rows = make_data(8).requires_grad_().chunk(2)
+
+    def loss(net, r, orders):
+        order = [int(digit) for digit in orders[r]]
+        passes = [net(x, order, how) for x in rows[r].chunk(2)]
+        return sum(x.square().mean() for x in passes)
+
+    for orders in ORDERS:
+        expected = gradients_alone(start, lambda net: sum(loss(net, r, orders) for r in (0, 1)) / 2)
+        net = copy.deepcopy(start)
+        model = FullyShardedDataParallel(net, units=net.blocks, stage=stage)
+        with torch.no_grad():
+            loss(model, rank, orders)
+        model.reshard()
+        loss(model, rank, orders).backward()
+        assert_close(whole_gradients(net), expected)
+
+
 class Small(nn.Module):
     """A module with tensors smaller than the group, an empty one, integers, and an unused dtype."""
 
