@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import re
 from collections import Counter, OrderedDict, deque
 from contextlib import contextmanager, nullcontext
@@ -200,6 +201,64 @@ def test_ranks_may_use_different_parameters():
     for stage in STAGES:
         net = copy.deepcopy(start)
         loss(FullyShardedDataParallel(net, units=net, stage=stage), rank).backward()
+        assert_close(whole_gradients(net), expected)
+
+
+class Skips(nn.Module):
+    """Layers of which forward runs those in `order`, each in a checkpoint if `how` says so."""
+
+    def __init__(self, layers=6):
+        super().__init__()
+        self.first = nn.Linear(7, 7)  # it is in no unit
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(layers))
+
+    def forward(self, x, order, how):
+        x = self.first(x)
+        for number in order:
+            block = self.blocks[number]
+            if how is None:
+                y = block(x)
+            else:
+                y = checkpoint(block, x, use_reentrant=how == "reentrant")
+            x = x + y.tanh()
+        return x
+
+
+ORDERS = [  # the units that each of two ranks runs
+    ("012345", "01245"),
+    ("012345", "045"),
+    ("012345", "012"),
+    ("012345", "345"),
+    ("012345", ""),
+    ("012", "345"),
+    ("05", "0135"),
+    ("012345", "01233345"),
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", [None, "reentrant", "not reentrant"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_may_skip_different_units_or_repeat_one(stage, how):
+    """Layer drop and conditional computation. Each step has one backward through two passes."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    start = Skips().double()
+    rows = make_data(8).requires_grad_().chunk(2)
+
+    def loss(net, r, orders):
+        order = [int(digit) for digit in orders[r]]
+        passes = [net(x, order, how) for x in rows[r].chunk(2)]
+        return sum(x.square().mean() for x in passes)
+
+    for orders in ORDERS:
+        expected = gradients_alone(start, lambda net: sum(loss(net, r, orders) for r in (0, 1)) / 2)
+        net = copy.deepcopy(start)
+        model = FullyShardedDataParallel(net, units=net.blocks, stage=stage)
+        with torch.no_grad():
+            loss(model, rank, orders)
+        model.reshard()
+        loss(model, rank, orders).backward()
         assert_close(whole_gradients(net), expected)
 
 
@@ -1054,7 +1113,7 @@ def test_uses_that_would_give_wrong_results_are_rejected():
         (lambda: model.load_state_dict(state | {"other": x}), 'Unexpected key.*: "other"'),
         (lambda: nn.Sequential(model).state_dict(), r"call state_dict\(\) of the sharded module"),
         (lambda: around(lambda blocks, y: {blocks(y)})(y), "return tensors that a pytree holds"),
-        (lambda: parameter(y), r"units\[0\] returns a parameter, or its view"),
+        (lambda: parameter(y), r"units\[0\] returns a parameter, or its view: clone 'blocks.0"),
         (lambda: inside(y).sum().backward(), r"units\[\d\] is recomputed before its turn"),
         (lambda: pair(y).sum().backward(), "its turn: .* or several with use_reentrant=True"),
         (lambda: recompute(outside, y).sum().backward(), "forward inside backward"),
@@ -1062,6 +1121,168 @@ def test_uses_that_would_give_wrong_results_are_rejected():
     ):
         with pytest.raises((RuntimeError, ValueError), match=message):
             refused()
+
+
+class Learner(nn.Module):
+    """A net whose forward changes its own weights in one of the ways of CHANGES_IN_FORWARD."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.how = nn.Embedding(5, 7), how
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+
+    def forward(self, tokens):
+        if self.how == "max norm":
+            x = nn.functional.embedding(tokens, self.embed.weight, max_norm=0.1)
+        else:
+            x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        if self.how in CHANGES_IN_FORWARD:
+            with torch.no_grad():
+                CHANGES_IN_FORWARD[self.how](self)
+        return x
+
+
+CHANGES_IN_FORWARD = {
+    "codebook": lambda net: net.embed.weight.copy_(2 * net.embed.weight),
+    "codebook's data": lambda net: net.embed.weight.data.mul_(2),
+    "codebook replaced": lambda net: setattr(net.embed, "weight", nn.Parameter(torch.ones(5, 7))),
+    "a unit's data": lambda net: net.blocks[0].weight.data.mul_(2),
+    "a unit's data replaced": lambda net: setattr(net.blocks[1].bias, "data", torch.ones(7)),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forward_that_changes_its_own_weights_is_rejected_on_every_rank(stage):
+    for how in ("max norm", *CHANGES_IN_FORWARD):
+        net = Learner(how)
+        model = FullyShardedDataParallel(net, units=net.blocks, stage=stage)
+        name = "embed.weight" if how[0] in "mc" else r"blocks\.\d\.(weight|bias)"
+        with pytest.raises(RuntimeError, match=f"'{name}' is sharded, and forward has changed it"):
+            model(torch.arange(5))
+
+
+WRITES = {  # ways in which scripts change a weight by hand
+    "in place": lambda p: p.mul_(2),
+    "data": lambda p: p.data.mul_(2),
+    "data, copied into": lambda p: p.data.copy_(2 * p.data),
+    "detached": lambda p: p.detach().mul_(2),
+    "a view": lambda p: p.view(-1)[:].mul_(2),
+    "for each": lambda p: torch._foreach_mul_([p.data], 2),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_changed_by_hand_are_used_or_the_pass_is_rejected(stage):
+    """Averages, swaps and optimizers of one's own write through .data. Stages 1, 2 need reshard().
+
+    After a write between forward and backward, no stage can compute gradients.
+    """
+    x = own_part(make_data(4))
+    for how, write in WRITES.items():
+        net, alone = make_net(), make_net()
+        model, _ = shard(net, stage)
+        loss = model(x).sum()
+        with torch.no_grad():
+            for parameter in (*net.parameters(), *alone.parameters()):
+                write(parameter)
+        with pytest.raises(RuntimeError, match="were changed between forward and backward"):
+            loss.backward()
+        if stage < 3:
+            with pytest.raises(RuntimeError, match=r"changed and kept: call reshard\(\)"):
+                model(x)
+            model.reshard()
+        assert_close(model(x), alone(x))
+        assert_close(model.state_dict(), alone.state_dict())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_another_ranks_state_of_an_optimizer_is_rejected_at_the_step_and_ones_own_resumes(stage):
+    batches = [own_part(make_data(4, seed)) for seed in range(3)]
+    model, optimizer = shard(make_net(), stage)
+    train(model, optimizer, batches[:2])
+    saved = copy.deepcopy((whole(model), optimizer.state_dict()))
+    train(model, optimizer, batches[2:])
+    other, optimizer = shard(make_net(), stage)
+    other.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(other, optimizer, batches[2:])
+    assert equal(whole(other), whole(model))
+    rank = dist.get_rank()
+    _, optimizer = shard(make_net(), stage)
+    optimizer.load_state_dict(gather_objects(saved[1])[1 - rank])
+    own = rf"shards \(rank, world size\) \[\({1 - rank}, 2\)\], not \[\({rank}, 2\)\]"
+    with pytest.raises(ValueError, match=own):
+        optimizer.step()
+
+
+optimizer_of_torch = inspect.getmodule(torch.optim.Optimizer)
+
+
+def test_optimizers_choose_the_same_kernels_for_pieces_as_for_parameters():
+    """On GPUs, the default is the _foreach kernel for exact types that PyTorch knows."""
+    piece = nn.Parameter(torch.ones(3))
+    piece.__class__ = zero.Piece
+    with patch.object(optimizer_of_torch, "_get_foreach_kernels_supported_devices", lambda: ["cpu"]):
+        chosen = optimizer_of_torch._default_to_fused_or_foreach([piece], False)
+    assert chosen == (False, True)
+
+
+class Headed(nn.Module):
+    """A net that may return its head's weight, for a loss outside."""
+
+    def __init__(self, hold):
+        super().__init__()
+        torch.manual_seed(0)
+        self.hold, self.head = hold, nn.Linear(7, 9, bias=False)
+        self.blocks = nn.ModuleList([Block(7)])
+
+    def forward(self, x):
+        return self.blocks[0](x), self.hold(self.head.weight)
+
+
+def outside(use):
+    """Return a loss that uses the head's weight itself, by use(hidden, weight)."""
+    return lambda net, out: use(out[0], net.head.weight).square().mean()
+
+
+returned = lambda net, out: (out[0] @ out[1].view(9, 7).t()).square().mean()
+SHARDED = "'head.weight' is sharded: use it in the wrapped forward"
+RETURNED = "the module returns a parameter, or its view: clone 'head.weight'"
+LOSSES = {  # (what forward returns of the weight, the loss, why stage 3 rejects it)
+    "clone": (torch.clone, returned, None),
+    "weight": (lambda weight: weight, returned, RETURNED),
+    "view": (lambda weight: weight.t().t(), returned, RETURNED),
+    "rows": (lambda weight: weight[3:], lambda net, out: out[1].sum(), RETURNED),
+    "linear": (torch.sum, outside(nn.functional.linear), SHARDED),
+    "matmul": (torch.sum, outside(lambda x, weight: x @ weight), SHARDED),
+    "t": (torch.sum, outside(lambda x, weight: x @ weight.t()), SHARDED),
+    "T": (torch.sum, outside(lambda x, weight: x @ weight.T), SHARDED),
+    "normalized": (torch.sum, outside(lambda x, w: w / w.norm(dim=1, keepdim=True)), SHARDED),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_loss_outside_gets_a_clone_of_a_weight_or_is_rejected_with_its_name(stage):
+    """Stages 1 and 2 keep what forward returns. The pieces can be used as usual after backward."""
+    x = make_data(4)
+    for hold, loss, message in LOSSES.values():
+        net = Headed(hold).double()
+        expected = gradients_alone(net, lambda net: loss(net, net(x))) if message != SHARDED else 0
+        model = FullyShardedDataParallel(net, units=net.blocks, stage=stage)
+        if message == SHARDED or (message and stage == 3):
+            with pytest.raises(RuntimeError, match=message):
+                loss(net, model(own_part(x)))
+        elif message != RETURNED or loss is returned:
+            loss(net, model(own_part(x))).backward()
+            assert_close(whole_gradients(net), expected)
+            assert {type(p) for p in net.parameters()} == {zero.Piece}
 
 
 @on_ranks(3)
