@@ -489,7 +489,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise ValueError("Join([model, optimizer]) takes one model, which comes first")
         has_error = self._announced
         if has_error:
-            self.finish_grad_sync()  # the others take part in this round, and then hear of the error
+            self.finish_grad_sync()  # the others take part, and then hear of the error
         counting = Join.notify_join_context(self)
         counting.wait()
         self._announced = torch.is_grad_enabled() and self.require_backward_grad_sync

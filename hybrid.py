@@ -2416,8 +2416,6 @@ ENVIRONMENT = {
 }
 
 
-OF_A_MACHINE = {"data", "checkpoint", "metrics"}  # paths, which may differ between machines
-
 LAUNCHER = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"  # what torchrun sets, and more
 
 
@@ -2473,6 +2471,9 @@ def meet(timeout):
     # after a restart, torchrun's store still has the keys of the previous attempt
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     return store, rank, world_size
+
+
+OF_A_MACHINE = {"data", "checkpoint", "metrics"}  # paths, which may differ between machines
 
 
 def agree(own, store, rank, world_size):
@@ -2543,25 +2544,12 @@ def silent_ranks(store, rank, world_size, seconds=10):
     return [other for other, key in keys.items() if not store.check([key])]
 
 
-def main(argv=None, work=train):
-    """Run work(args, device) on one rank, under torchrun or in a world of one.
+def connect(argv, say, rank, world_size, local_rank, per_node):
+    """Agree with all ranks on flags, nodes and backends, and connect. Return (args, device, place).
 
-    Returns the exit status: 2 if flags are wrong, that of a TrainingError, or what work() returns.
+    Raises TrainingError with the exit status if ranks are refused, once its line has been printed.
+    say: see main(). The others are what launched() returns.
     """
-    for variable, value in ENVIRONMENT.items():
-        os.environ.setdefault(variable, value)
-    argv = sys.argv[1:] if argv is None else argv
-
-    def say(sentence, everywhere=False):
-        if rank == 0 or everywhere:  # in a single write, so that lines of processes do not mix
-            print(f"{Path(sys.argv[0]).name}: {sentence}\n", end="", file=sys.stderr, flush=True)
-
-    rank = 0  # as long as it is unknown
-    try:
-        rank, world_size, local_rank, per_node = launched()
-    except ValueError as error:
-        say(f"error: {error}")
-        return 2
     own = {"per_node": per_node, "backend": "gloo", "flags": {}, "fault": ""}
     timeout = 30  # seconds, if flags are wrong
     try:
@@ -2578,11 +2566,11 @@ def main(argv=None, work=train):
         per_node, fault = agree(own, *place)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         if own["fault"]:
-            return 2
+            raise TrainingError(own["fault"], 2) from None
         where = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
         reason = str(error).strip().split("\n")[0]
         say(f"error: rank {rank} has not met all others at {where}: {reason}", everywhere=True)
-        return 1
+        raise TrainingError(reason, 1) from None
     try:
         need(not fault, fault)
         args = parse(argv, world_size, per_node)
@@ -2593,8 +2581,33 @@ def main(argv=None, work=train):
             with suppress(RuntimeError):  # some may not have been started
                 join(None, "gloo", 30, place)
                 barrier()
-        return 2
+        raise TrainingError(str(error), 2) from None
     join(device, own["backend"], timeout, place)
+    return args, device, place
+
+
+def main(argv=None, work=train):
+    """Run work(args, device) on one rank, under torchrun or in a world of one.
+
+    Returns the exit status: 2 if flags are wrong, that of a TrainingError, or what work() returns.
+    """
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+
+    def say(sentence, everywhere=False):
+        if rank == 0 or everywhere:  # in a single write, so that lines of processes do not mix
+            print(f"{Path(sys.argv[0]).name}: {sentence}\n", end="", file=sys.stderr, flush=True)
+
+    rank = 0  # as long as it is unknown
+    try:
+        rank, *others = launched()
+    except ValueError as error:
+        say(f"error: {error}")
+        return 2
+    try:
+        args, device, place = connect(sys.argv[1:] if argv is None else argv, say, rank, *others)
+    except TrainingError as error:  # whose line has been printed
+        return error.status
     torch.set_float32_matmul_precision("high" if args.dtype == "tf32" else "highest")
     gc.freeze()  # what was imported is never garbage, so collections need not look at it
     for sentence in warnings_of(args):
