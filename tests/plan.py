@@ -459,6 +459,7 @@ def pieces_of(args, most=200_000):
         others = "none", nodes, args.unfused, "1f1b", 1, 1, args.replicate or 1
         grid = Layout(*sizes, args.cp_method, *others, args.moments)
         more = {"topk_nodes": min(args.topk_nodes or nodes, nodes), "world_size": args.gpus}
+        more["per_node"] = args.machine.per_node
         try:
             hybrid.check(argparse.Namespace(**vars(args) | grid._asdict() | args.given | more))
         except ValueError as error:
