@@ -1100,6 +1100,8 @@ def test_uses_that_would_give_wrong_results_are_rejected():
     parameter = around(lambda blocks, y: blocks[0](y)[0], ReturnsAParameter)
     inside, outside = around(recompute), around(lambda blocks, y: blocks(y))
     pair = around(lambda blocks, y: recompute(blocks[2:], recompute(blocks[:2], y)))
+    three_of_four = lambda blocks: lambda y: blocks[3](blocks[2](blocks[0](y)))
+    skipping = around(lambda blocks, y: checkpoint(three_of_four(blocks), y, use_reentrant=True))
     # A set hides its tensor from pytree.
     hidden = around(lambda blocks, y: (blocks(y), {blocks(y)}), units=0, stage=1)
     for refused, message in (
@@ -1116,6 +1118,7 @@ def test_uses_that_would_give_wrong_results_are_rejected():
         (lambda: parameter(y), r"units\[0\] returns a parameter, or its view: clone 'blocks.0"),
         (lambda: inside(y).sum().backward(), r"units\[\d\] is recomputed before its turn"),
         (lambda: pair(y).sum().backward(), "its turn: .* or several with use_reentrant=True"),
+        (lambda: skipping(y).sum().backward(), r"units\[1\] was skipped, and several are recomputed"),
         (lambda: recompute(outside, y).sum().backward(), "forward inside backward"),
         (lambda: hidden(y)[1].pop().sum().backward(), "'blocks.3.weight' got a gradient past"),
     ):
