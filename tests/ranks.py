@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -80,7 +81,28 @@ def leave_groups():
     dist.destroy_process_group()
     gc.collect()
     gc.freeze()  # later collections skip what is left
-    _thread.start_new_thread(backends.clear, ())  # threading.active_count() does not count it
+    leaving.acquire()
+    _thread.start_new_thread(clear, (backends,))  # threading.active_count() does not count it
+
+
+leaving = _thread.allocate_lock()  # held while groups are destroyed
+
+
+def clear(backends):
+    """Destroy the backends of groups, and release `leaving`."""
+    backends.clear()
+    leaving.release()
+
+
+def limit_files(nbytes):
+    """Limit the size of this process's files, None for no limit.
+
+    Groups of earlier tasks write to their stores while they are destroyed, so they must be gone.
+    """
+    with leaving:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        limit = hard if nbytes is None else nbytes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
 
 
 def run_in_group(rank, world_size, store_path, group_timeout, call):

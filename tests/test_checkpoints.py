@@ -8,7 +8,6 @@ import math
 import os
 import random
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -30,7 +29,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import hybrid
 from collectives import gather_objects
-from ranks import PROJECT, on_ranks, run, spawn
+from ranks import PROJECT, limit_files, on_ranks, run, spawn
 from test_hybrid import assert_alike, soak_but, train_on_text
 
 T, V, BATCH, STEPS = 12, 67, 12, 4
@@ -328,7 +327,7 @@ def _end(flags, folder, disturb=lambda trainer: None, printed=None):
         except hybrid.TrainingError as error:
             ended = error.status, str(error)
     signal.signal(signal.SIGTERM, handler)
-    resource.setrlimit(resource.RLIMIT_FSIZE, 2 * resource.getrlimit(resource.RLIMIT_FSIZE)[1:])
+    limit_files(None)
     return ended
 
 
@@ -448,8 +447,7 @@ def _fill_the_disk(folder):
         if last_step in (4, 5):
             _await_save()
         if last_step == 4 and dist.get_rank() == 1:
-            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+            limit_files(4096)
 
     return _end("--dp 2 --save-every 2 --steps 8", folder, disturb), last_step
 
@@ -469,12 +467,11 @@ def test_a_full_disk_ends_all_ranks_with_one_line_by_the_next_step(tmp_path):
 def test_a_save_says_that_the_disk_is_full_wherever_it_fills_up(tmp_path):
     """The limit falls into the headers, the numbers, or the ends of what torch.save() writes."""
     state = {"model": {"a": torch.ones(50), "b": torch.ones(3000)}}
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     for limit in range(0, 14000, 200):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        limit_files(limit)
         with pytest.raises(hybrid.TrainingError) as raised:
             hybrid.write_checkpoint(state, tmp_path / "step_00000001", {"keep": 1}, None)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        limit_files(None)
         assert str(raised.value).endswith("step_00000001: [Errno 27] File too large"), limit
     hybrid.write_checkpoint(state, tmp_path / "step_00000001", {"keep": 1}, None)
 
@@ -632,17 +629,15 @@ def test_a_step_without_a_checkpoint_is_an_error_that_lists_the_others(tmp_path)
 @on_ranks(2)
 def test_training_continues_if_the_metrics_file_cannot_be_written(tmp_path):
     step, printed = hybrid.Trainer.launch_step, io.StringIO()
-    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill_the_disk(trainer, *batch):
         if trainer.steps_done == 1 and dist.get_rank() == 0:
-            size = (tmp_path / "metrics").stat().st_size
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+            limit_files((tmp_path / "metrics").stat().st_size)
         return step(trainer, *batch)
 
     with patch.object(hybrid.Trainer, "launch_step", fill_the_disk), redirect_stdout(printed):
         lines = train_on_text("", tmp_path)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    limit_files(None)
     if dist.get_rank() == 0:
         assert [line.get("step") for line in lines] == [None, 1]
         assert printed.getvalue().count("warning: --metrics ends here: ") == 1
