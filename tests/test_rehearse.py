@@ -80,7 +80,7 @@ def _rehearsed(flags, rank, per_node=4):
     return held, dict(sent)
 
 
-@pytest.mark.parametrize("per_node, flags", soak_but(lambda i, _: i < 4, LAYOUTS))
+@pytest.mark.parametrize("per_node, flags", soak_but(lambda i, _: i in (0, 3), LAYOUTS))
 def test_the_counts_are_those_of_real_ranks(per_node, flags):
     for rank, (held, sent) in enumerate(run(4, _real, f"{SIZES} {flags}", per_node)):
         found, found_sent = _rehearsed(f"{SIZES} {flags}", rank, per_node)
@@ -141,7 +141,7 @@ OF_DP = ["--dp 4 --replicate 2", "--dp 4 --zero 1", "--dp 4 --zero 3", "--dp 4"]
 OF_DP += ["--pp 2 --dp 2 --schedule dualpipe"]
 
 
-@pytest.mark.parametrize("flags", OF_DP)
+@pytest.mark.parametrize("flags", soak_but(lambda i, _: i in (0, 4), zip(OF_DP)))
 def test_a_step_sends_over_dp_and_pp_what_the_formulas_say(flags):
     flags = f"{SIZES} --layers 4 --hidden 256 --zero 2 --microbatches 4 {flags}"
     args = hybrid.parse(flags.split(), 4, 4)

@@ -471,6 +471,7 @@ def read_metrics(file):
     return [json.loads(line, parse_constant=wrong) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.soak
 def test_torchrun_and_one_process_write_the_same_metrics(tmp_path):
     flags = f"{SMALL} --microbatches 4 --layers 4 --steps 3 --sample 0 --metrics".split()
     command = [sys.executable, PROJECT / "hybrid.py", *flags, "one"]
@@ -497,6 +498,7 @@ def test_torchrun_and_one_process_write_the_same_metrics(tmp_path):
     assert len(str(metrics[0][1]["loss"])) > 8  # more than the four digits that are printed
 
 
+@pytest.mark.soak
 def test_an_error_on_one_machine_is_printed_once(tmp_path):
     script = """
         import os, sys

@@ -33,6 +33,7 @@ from transformer import Peak, TransformerLayer, saved_bytes
 
 # (the size of tensor-parallel groups, the number of groups, each of which has its own data)
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (6, 1), (2, 2), (3, 2)]
+LARGER = [pytest.param(*LAYOUTS[i], marks=pytest.mark.soak) for i in (3, 4, 6)]
 BY_CHUNKS = "by chunks"  # split along the sequence; the products of chunks overlap messages
 split_or_not = pytest.mark.parametrize("along_sequence", [False, True, BY_CHUNKS])
 
@@ -301,7 +302,7 @@ def test_a_frozen_weight_keeps_only_itself_for_backward(make):
 
 
 @split_or_not
-@in_layouts(*LAYOUTS)
+@in_layouts(*LAYOUTS[:3], LAYOUTS[5], *LARGER)
 def test_mlp_attention_and_a_whole_layer_agree_with_torch_nn(tp, replicas, along_sequence):
     """Backward recomputes nothing, attention, or the whole layer. The last case is in bf16."""
     group, replica = interleaved_group(tp, replicas)
