@@ -1062,8 +1062,18 @@ def barrier(group=None):
 #
 # If ranks use x differently (each multiplies x by its own columns of W, say), each has only a part
 # of x's gradient, and the parts are summed. If all ranks use x identically, each already has the
-# whole gradient, and a sum would count it P times. No function changes its input, and all except
-# _identity() return new memory.
+# whole gradient, and a sum would count it P times. So a tensor has one of four types over a group:
+#
+#        the ranks hold                                a rank's gradient is                  dual
+#     I  invariant: equal tensors, used identically    whole, and equal on all ranks         I
+#     R  replicated: equal tensors, used differently   a part; the gradient is the sum       P
+#     V  varying: tensors of their own                 that of its own tensor                V
+#     P  partial: summands; their sum is meant         that of the sum, equal on all ranks   R
+#
+# The dual type is the type of the gradient. The backward of a function I -> R goes from P, the dual
+# of R, to I, the dual of I, so it is an all-reduce. A tensor of type V may be passed as P.
+# Docstrings state types, such as "V, I -> V" for two inputs and the output. tests/test_adjoint.py
+# checks them. No function changes its input, and all except _identity() return new memory.
 
 
 def _identity(x, group):
@@ -1101,14 +1111,14 @@ def _all_to_all(x, output_split_sizes, input_split_sizes, group):
     return output
 
 
-_PAIRS = {  # name: (forward, backward), with x before -> x after
-    "copy_to_group": (_identity, _all_reduced),  # replicated -> used differently; Megatron's f
-    "reduce_from_group": (_all_reduced, _identity),  # partial sums -> replicated; Megatron's g
-    "scatter_to_group": (_own_chunk, _all_gathered),  # replicated -> split
-    "gather_from_group": (_all_gathered, _own_chunk),  # split -> whole, used identically
-    "all_gather_to_group": (_all_gathered, _reduce_scattered),  # split -> whole, used differently
-    "reduce_scatter_to_group": (_reduce_scattered, _all_gathered),  # partial sums -> split
-    # split one way -> split another
+_PAIRS = {  # name: (forward, backward), with the types of x and of the result
+    "copy_to_group": (_identity, _all_reduced),  # I -> R; Megatron's f
+    "reduce_from_group": (_all_reduced, _identity),  # P or V -> I; Megatron's g
+    "scatter_to_group": (_own_chunk, _all_gathered),  # I -> V: whole -> split
+    "gather_from_group": (_all_gathered, _own_chunk),  # V -> I: split -> whole, used identically
+    "all_gather_to_group": (_all_gathered, _reduce_scattered),  # V -> R: the same, used differently
+    "reduce_scatter_to_group": (_reduce_scattered, _all_gathered),  # P or V -> V: summands -> split
+    # V -> V: split one way -> split another
     "all_to_all_in_group": (_all_to_all, lambda x, a, b, group: _all_to_all(x, b, a, group)),
 }
 
@@ -1128,37 +1138,40 @@ class _Conjugate(torch.autograd.Function):
 
 
 def copy_to_group(x, group=None):
-    """Return a view of x that must not be changed. Backward sums the gradients over the group."""
+    """Return a view of x that must not be changed. Backward sums the gradients. I -> R."""
     return _Conjugate.apply(x, _PAIRS["copy_to_group"], group)
 
 
 def reduce_from_group(x, group=None):
-    """Return the sum of all ranks' x. In backward each x gets the sum's gradient."""
+    """Return the sum of all ranks' x. In backward each x gets the sum's gradient. P -> I."""
     return _Conjugate.apply(x, _PAIRS["reduce_from_group"], group)
 
 
 def scatter_to_group(x, dim, group=None):
-    """Return this rank's chunk of x along `dim`. Every rank passes the same x."""
+    """Return this rank's chunk of x along `dim`. Every rank passes the same x. I -> V."""
     return _Conjugate.apply(x, _PAIRS["scatter_to_group"], dim % x.ndim, group)
 
 
 def gather_from_group(x, dim, group=None):
-    """Join every rank's x along `dim`, for ranks that all use the result identically."""
+    """Join every rank's x along `dim`, for ranks that all use the result identically. V -> I."""
     return _Conjugate.apply(x, _PAIRS["gather_from_group"], dim % x.ndim, group)
 
 
 def all_gather_to_group(x, dim, group=None):
-    """Join every rank's x along `dim`. Ranks use the result differently; gradients are summed."""
+    """Join every rank's x along `dim`, for ranks that use the result differently. V -> R.
+
+    Backward sums the gradients, and each rank gets its chunk of the sum.
+    """
     return _Conjugate.apply(x, _PAIRS["all_gather_to_group"], dim % x.ndim, group)
 
 
 def reduce_scatter_to_group(x, dim, group=None):
-    """Return this rank's chunk, along `dim`, of the sum of every rank's x."""
+    """Return this rank's chunk, along `dim`, of the sum of every rank's x. P -> V."""
     return _Conjugate.apply(x, _PAIRS["reduce_scatter_to_group"], dim % x.ndim, group)
 
 
 def all_to_all_in_group(x, output_split_sizes=None, input_split_sizes=None, group=None):
-    """Exchange the rows of x as all_to_all_single() does."""
+    """Exchange the rows of x as all_to_all_single() does. V -> V."""
     splits = output_split_sizes, input_split_sizes
     return _Conjugate.apply(x, _PAIRS["all_to_all_in_group"], *splits, group)
 

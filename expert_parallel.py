@@ -53,6 +53,7 @@ def switch(x, experts, compute, group=None):
     """Send each token to its expert and back, with one expert on each rank and k = 1.
 
     x: (N, D). experts: (N,); expert i is on rank i. compute: this rank's expert, (M, D) -> (M, D).
+    Types (see "derivatives" in collectives.py): x and what compute() uses V -> V.
     """
     _, world_size = rank_and_size(group)
     send_counts = experts.bincount(minlength=world_size)
@@ -93,6 +94,7 @@ def dispatch_and_combine(x, experts, weights, num_experts, compute, group=None, 
     compute: compute(rows, sizes, counts) applies this rank's G experts to (M, D) rows, which are
         sorted by expert. `sizes` (a list) and `counts` (a tensor) are the experts' row counts.
     shared: a module whose output for x is added. It is launched before the host waits for counts.
+    Types: x, weights and parameters of experts V, parameters of `shared` R -> V.
     """
     hop = Hop(experts, num_experts, group)
     shared_y = shared(x) if shared is not None else None
@@ -152,13 +154,16 @@ class Hop:
         self.by_expert = (cell % len(self.sizes)).argsort(stable=True)
 
     def dispatch(self, x):
-        """Send the rows of x, (N, ...), to their experts; return those received here, (M, ...)."""
+        """Send the rows of x, (N, ...), to experts; return those received, (M, ...). V -> V."""
         rows = x.index_select(0, self.token)
         rows = all_to_all_in_group(rows, self.rows_from, self.rows_to, self.group)
         return rows.index_select(0, self.by_expert)
 
     def combine(self, rows, weights=None):
-        """Send results (M, D) back. Return sums per token (N, D), weighted if weights are given."""
+        """Send results (M, D) back. Return sums per token (N, D), weighted if weights are given.
+
+        Types of rows and weights: V, V -> V.
+        """
         rows = rows.index_select(0, self.by_expert.argsort())
         rows = all_to_all_in_group(rows, self.rows_to, self.rows_from, self.group)
         if weights is not None:
@@ -202,6 +207,7 @@ def two_hops(x, experts, weights, num_experts, compute, node_group, cross_group,
     First hop: each token goes once to every node that holds one of its experts, together with its
     choices and weights. Second hop: an ordinary dispatch inside the node. The weighted results are
     summed there, and one row per token and node returns. Zhao et al., "DeepEP", 2025.
+    The types over all ranks are those of dispatch_and_combine().
     """
     node, num_nodes = rank_and_size(cross_group)
     per_node = num_experts // num_nodes
@@ -343,13 +349,14 @@ def balance_loss(probabilities, counts, tokens):
 
     The parts of all ranks add up to the loss. probabilities: (N, E), of this rank's tokens. counts:
     (E,), how often all ranks chose each expert. tokens: the number of tokens of all ranks.
+    Types: probabilities V -> P.
     """
     fractions = counts.to(probabilities.dtype) / counts.sum()
     return len(counts) * (fractions * probabilities.sum(0)).sum() / tokens
 
 
 def router_z_loss(logits, tokens):
-    """Return this rank's part of the mean of logsumexp(logits)^2 over the tokens of all ranks."""
+    """Return this rank's part of the mean of logsumexp(logits)^2 over all ranks' tokens. V -> P."""
     return logits.logsumexp(-1).square().sum() / tokens
 
 
@@ -427,6 +434,9 @@ class MoE(nn.Module):
         E counts over each group. By default, the grid is this rank alone.
     nodes: (node_group, cross_group) of two_hops(). `group` must list its ranks node after node.
     router: further arguments of Router.
+
+    Types: x V -> V; over tp_group, if given, I -> I. Parameters of experts are V, and those of the
+    router and of the shared experts are R: the gradients of their copies must be summed.
 
     Every backward adds to `tally` how often each of the E experts was chosen, how many choices were
     dropped, and this rank's parts of the two losses. Raises ValueError if P does not divide

@@ -54,6 +54,7 @@ def sequence_parallel_mlp(x, norm, up, down, group=None):
 
     up: (F/t, D) and down: (D, F/t), this rank's parts of the weights of an MLP of width F.
     norm: its gradients cover this rank's tokens only, and must still be summed over the group.
+    Types (see "derivatives" in collectives.py): x, up and down V, parameters of norm R -> V.
     Autograd keeps `whole`; the layers of tensor_parallel.py keep norm(x) and gather it again.
     """
     whole = all_gather_to_group(norm(x), 0, group)  # (T, B, D); backward: reduce-scatter
@@ -266,7 +267,7 @@ def allgather_attention(q, k, v, group=None):
 
     q and the result: (B, H, T/P, K); k, v: (B, KV, T/P, K), where KV divides H. The tokens are at
     context_positions(). On a GPU the dtype must be fp32, fp16 or bf16, and K elements must take a
-    multiple of 16 bytes. Raises ValueError if the shapes or dtypes do not fit.
+    multiple of 16 bytes. Raises ValueError if the shapes or dtypes do not fit. Types: V, V, V -> V.
     """
     q, k, v = _checked(q, k, v, group)
     return _AllGatherAttention.apply(q, k, v, group)
@@ -340,7 +341,10 @@ class _RingAttention(torch.autograd.Function):
 
 
 def ring_attention(q, k, v, group=None):
-    """Do the same as allgather_attention(), but pass k and v around the ring, in P-1 steps."""
+    """Do the same as allgather_attention(), but pass k and v around the ring, in P-1 steps.
+
+    Types: V, V, V -> V.
+    """
     q, k, v = _checked(q, k, v, group)
     return _RingAttention.apply(q, k, v, group)
 
@@ -351,6 +355,7 @@ def ulysses_attention(q, k, v, group=None):
     The first all-to-all turns T/P positions of all heads into all positions of 1/P of the heads;
     the second one turns the result back. P must divide H, and either P divides KV or KV divides P;
     if KV < P, k and v are repeated to P heads (h_kv = P K). For shapes, see allgather_attention().
+    Types: V, V, V -> V.
     """
     q, k, v = _checked(q, k, v, group)
     _, world_size = rank_and_size(group)

@@ -56,12 +56,18 @@ from collectives import (
 
 
 def column_linear(x, weight, bias=None, group=None):
-    """Return f(X) A_r + b_r, this rank's columns of X A + b. X is the same on every rank."""
+    """Return f(X) A_r + b_r, this rank's columns of X A + b. X is the same on every rank.
+
+    Types of x, weight and bias -> the result (see "derivatives" in collectives.py): I, V, V -> V.
+    """
     return F.linear(copy_to_group(x, group), weight, bias)
 
 
 def row_linear(x, weight, bias=None, group=None):
-    """Return Z = g(Y_r B_r) + b for x = Y_r, this rank's columns of Y. b is added once, after g."""
+    """Return Z = g(Y_r B_r) + b for x = Y_r, this rank's columns of Y. b is added once, after g.
+
+    Types of x, weight and bias -> the result: V, V, I -> I.
+    """
     z = reduce_from_group(F.linear(x, weight), group)
     return z if bias is None else z + bias
 
@@ -276,6 +282,8 @@ def parallel_linear(
     defer: a pipeline's WeightGradStore (see pipeline.py). While it is open, backward gives it a
         function that computes dW. While its `adds` is true, backward adds dW to an existing .grad
         directly, which saves a pass over dW. Neither applies to a weight with tensor hooks.
+    Types of x and weight: I, V -> V if split by outputs, V, V -> I if split by inputs. With
+        sequence_parallel V takes the place of I. The bias is V.
     """
     x = autocasted(x)  # cast before x is saved and sent
     store = defer or SimpleNamespace(open=False, adds=False)
@@ -344,6 +352,7 @@ class ColumnParallelLinear(nn.Module):
     out_features: a number, or a tuple if one matrix computes several outputs, such as queries, keys
         and values, each of which is split. Raises ValueError if P does not divide each number.
     options: group, sequence_parallel and defer of parallel_linear().
+    Types: x I (V with sequence_parallel) -> V. The weight and the bias are V.
     """
 
     def __init__(self, in_features, out_features, bias=True, **options):
@@ -369,6 +378,7 @@ class RowParallelLinear(nn.Module):
 
     (..., in/P) -> (..., out); with sequence_parallel (T, ..., in/P) -> (T/P, ..., out).
     options: as in ColumnParallelLinear. Raises ValueError if P does not divide in_features.
+    Types: x V -> I, the weight is V, the bias I. With sequence_parallel V -> V, and the bias is R.
     """
 
     def __init__(self, in_features, out_features, bias=True, **options):
@@ -438,6 +448,7 @@ class ParallelSelfAttention(nn.Module):
     kv_heads: KV, for grouped-query attention, where H/KV query heads share a key and a value head.
     attention_fn: maps q (B, H/P, T, K) and k, v (B, KV/P, T, K) to (B, H/P, T, K), where K = D/H.
     options: group, sequence_parallel and defer of parallel_linear().
+    Types: x I -> I, with sequence_parallel V -> V. For parameters, see the two linear layers.
     Raises ValueError unless P divides kv_heads, kv_heads divides heads, and heads divides hidden.
     """
 
@@ -504,7 +515,7 @@ class VocabParallelEmbedding(nn.Module):
     tokens: (T, ...) -> (T, ..., D), or (T/P, ..., D) with sequence_parallel, where P must divide T.
     A rank looks up the tokens of its part, takes zeros for all others, and the results are summed.
     P need not divide V. A token outside the vocabulary gives NaN, since an error would make the
-    host wait for the device.
+    host wait for the device. Types: the weight V -> I, with sequence_parallel V -> V.
     """
 
     def __init__(self, num_embeddings, embedding_dim, group=None, sequence_parallel=False):
@@ -578,6 +589,7 @@ def vocab_parallel_cross_entropy(
 
     logits: (N, V_r), this rank's columns of the logits, which begin with column vocab_start.
     target: (N,) token ids, the same on every rank.
+    Types: logits V -> losses I, so all ranks must use all losses identically.
     inplace: whether forward writes the gradient of the logits, in their dtype, over the logits. No
         other loss can then use the logits. If not, the gradient takes N V_r elements of its own.
     Return (N,) losses in fp32 at least, the same on every rank: 0 where target is ignore_index, and
@@ -620,7 +632,7 @@ class SplitFilters(nn.Module):
 class AlexNet(nn.Module):
     """The network of Krizhevsky, Sutskever and Hinton, with their sizes and initial values.
 
-    images: (B, 3, 224, 224), equal on all ranks -> logits (B, classes), equal on all ranks.
+    images: (B, 3, 224, 224) -> logits (B, classes), equal on all ranks (I -> I); parameters are V.
     groups: the parts into which conv2, conv4, conv5 and the normalizations divide the channels. It
         fixes the function that the network computes, and P = 1 and P = groups compute the same.
     Normalization across channels stays inside a group (the paper leaves that open), so it sends
