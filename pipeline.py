@@ -97,6 +97,67 @@ def gpipe_step(stage, inputs, targets, loss_fn, group=None):
     return [loss.detach() for _, loss in passes] if rank == last else None
 
 
+def one_f_one_b_step(stage, inputs, targets, loss_fn, group=None):
+    """One step of 1F1B: gpipe_step() in another order, which keeps fewer activations.
+
+    A rank goes forward until its first gradient can be there: once per later stage. From then on it
+    goes backward after each forward, and so frees the activations of one microbatch before it makes
+    those of another. Each stage of the steady phase sends an output and receives a gradient in the
+    same exchange: if both neighbours sent first, neither would receive.
+    """
+    rank, world_size = rank_and_size(group)
+    last = world_size - 1
+    m = len(inputs)
+    warmup = min(m, last - rank)
+    like = [*inputs, None]  # what each forward receives; nothing comes after the last
+    passes = deque()  # (input, output) of each microbatch that has gone forward and not back
+    losses = []
+
+    def swap(peer, sent, wanted):
+        """Send a tensor to a peer and receive one like `wanted`, at once. Both may be None."""
+        received = None if wanted is None else torch.empty_like(wanted)
+        if 0 <= peer <= last:
+            sends = [] if sent is None else [(sent, peer)]
+            receives = [] if received is None else [(received, peer)]
+            exchange(sends, receives, group)
+        return received
+
+    def forward(i, x):
+        x = inputs[i] if rank == 0 else x.requires_grad_()
+        output = stage(x).contiguous()
+        if rank == last:
+            output = loss_fn(output, targets[i])
+            losses.append(output.detach())
+        passes.append((x, output))
+        return output.detach()
+
+    def backward(grad_output):
+        x, output = passes.popleft()
+        output.backward(grad_output if rank < last else None)
+        return x.grad
+
+    for i in range(warmup):  # forwards alone
+        x = swap(rank - 1, None, like[i])
+        swap(rank + 1, forward(i, x), None)
+    x = swap(rank - 1, None, like[warmup])
+    for i in range(warmup, m):  # the steady phase: one forward, one backward
+        output = forward(i, x)
+        grad_output = swap(rank + 1, output, output)
+        grad_x = backward(grad_output)
+        x = swap(rank - 1, grad_x, like[i + 1])
+    for i in range(warmup):  # the cooldown: the backwards that are left
+        grad_output = swap(rank + 1, None, like[i])
+        swap(rank - 1, backward(grad_output), None)
+    return losses if rank == last else None
+
+
+# ==== upper floor =================================================================================
+#
+# All that follows generalises the three loops of one_f_one_b_step(). A schedule says in which order
+# a rank goes forward and backward, a simulator finds the order of messages that fits, and one
+# executor runs any of them, with messages that travel while ranks compute. A reader who wants the
+# technique alone may stop here.
+
 # ---- what a schedule is --------------------------------------------------------------------------
 
 

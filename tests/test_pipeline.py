@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 import pipeline
 from collectives import count_bytes, dist, gather_objects, observe, rank_and_size
 from ddp import DistributedDataParallel
-from gpu_counts import batches, waits
+from gpu_counts import batches, nccl_over_gloo, waits
 from pipeline import (
     SCHEDULES, SHORT, Action, DeferredLinear, Pipeline, Schedule, WeightGradStore, bubble_time,
-    draw, dualpipe, forward_only, gpipe, gpipe_step, interleaved, one_f_one_b, peak_activations,
-    pipeline_bytes, program, simulate, sum_replicas, zb_h1, zb_h2, zb_v,
+    draw, dualpipe, forward_only, gpipe, gpipe_step, interleaved, one_f_one_b, one_f_one_b_step,
+    peak_activations, pipeline_bytes, program, simulate, sum_replicas, zb_h1, zb_h2, zb_v,
 )
 from ranks import on_ranks, run
 from replicas import demonstration, interleaved_group
@@ -338,8 +338,11 @@ def test_every_schedule_gives_the_losses_and_gradients_of_one_process(name, p, p
         _compare(layers, bounds, schedule, batches, group, wrap)
 
 
+@pytest.mark.parametrize("plain_step, make_schedule, m", [
+    (gpipe_step, gpipe, 4), *((one_f_one_b_step, one_f_one_b, m) for m in (1, 2, 4, 8)),
+])
 @on_ranks(1, 2, 3)
-def test_the_short_form_of_gpipe_and_the_executor_give_the_same_bits():
+def test_the_plain_forms_and_the_executor_give_the_same_bits(plain_step, make_schedule, m):
     rank, p = rank_and_size()
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(p)]
@@ -347,8 +350,10 @@ def test_the_short_form_of_gpipe_and_the_executor_give_the_same_bits():
     inputs, targets = torch.randn(2, 8, 4)
     for module in (plain, stage):  # outputs that are not contiguous
         module.register_forward_hook(lambda *call: call[-1].mT.contiguous().mT)
-    losses = gpipe_step(plain, inputs.chunk(4), targets.chunk(4), _loss)
-    loss = Pipeline(stage, gpipe(p, 4), _loss, shape=(2, 4)).step(inputs, targets)
+    with nccl_over_gloo():
+        losses = plain_step(plain, inputs.chunk(m), targets.chunk(m), _loss)
+    schedule = make_schedule(p, m)
+    loss = Pipeline(stage, schedule, _loss, shape=(8 // m, 4)).step(inputs, targets)
     assert loss == (sum(losses) if rank == p - 1 else None)
     for one, other in zip(plain.parameters(), stage.parameters()):
         assert torch.equal(one.grad, other.grad) and one.grad.any()
