@@ -2366,9 +2366,10 @@ def check(args):
 
 def schedule_of(args):
     """Return the pipeline's schedule; raise ValueError if it is not defined for these flags."""
-    chunks = [args.chunks] if args.schedule == "interleaved" else []
+    kind = SCHEDULES[args.schedule]
+    chunks = [args.chunks] if kind.v is None else []
     try:
-        schedule = SCHEDULES[args.schedule](args.pp, args.microbatches, *chunks)
+        schedule = kind(args.pp, args.microbatches, *chunks)
     except ValueError as error:  # "num_stages=3 ..." becomes "--pp 3 ..."
         sentence = str(error).replace("num_stages", "--pp")
         sentence = sentence.replace("num_microbatches", "--microbatches")

@@ -50,9 +50,10 @@ DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (DualPipe).
 import argparse
 import os
 from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -225,22 +226,8 @@ class Schedule(list):
 
 # ---- schedules -----------------------------------------------------------------------------------
 #
-# p = num_stages is the number of ranks, and m = num_microbatches. The bubble is a rank's idle time.
-# In its formula, F, B, I and W are a microbatch's times in all layers of a rank (for dualpipe, in
-# one chunk). A rank holds a microbatch's activations from its F to its B or W. The peak is the
-# largest number of microbatches that rank r holds at a time. One that two chunks hold counts twice.
-#
-#                bubble               if                          peak
-#   naive        (p-1) m (F+B)                                    1
-#   gpipe        (p-1) (F+B)                                      m
-#   1f1b         (p-1) (F+B)                                      min(m, p-r)
-#   interleaved  (p-1) (F+B) / v      rank has v chunks           min(2(p-r-1) + (v-1)p + 1, mv)
-#   zb-h1        (p-1) (F+B-2W)       m >= p, W <= F, W <= I      at most min(m, p)
-#   zb-h2        (p-1) (F+B-3W) *     m >= 2p-1, W <= F, W <= I   at most min(m, 2p-1)
-#   zb-v         (p-1) (I-W) *        m >= 2p, W <= F <= I        at most min(2m, 2p)
-#   dualpipe     (p/2-1) (F+2B-3W) *  F <= B, W <= I              p+1
-#
-# * is an upper bound. For zb-h2 and zb-v, idle time counts from a rank's first to its last action.
+# p = num_stages is the number of ranks, and m = num_microbatches. Their costs are in the table
+# SCHEDULES, below them.
 
 
 def _actions(letters, *microbatches):
@@ -388,7 +375,7 @@ def dualpipe(num_stages, num_microbatches):
         rank 2   f4 F0 f5 F1 f6 B0 F2 b4 f7 B1 F3 b5 B2 b6 I3 i7 W3 w7
         rank 3   f4 f5 f6 F0 I0 W0 F1 f7 B1 F2 b4 B2 F3 b5 B3 i6 w6 i7 w7
 
-    If F = I = W, the bubble is half of the table's bound. In the paper a forward and a backward
+    If F = I = W, the bubble is half of what the table says. In the paper a forward and a backward
     overlap and take less than F+B. Raises ValueError if p or m is odd, or m < 2p.
     """
     p, m = num_stages, num_microbatches
@@ -420,6 +407,108 @@ def _dualpipe_letters(rank, p, per_end):
         + deferred[inner:]  # step 8: the Ws that are left
     )
     return letters if rank < p // 2 else letters.swapcase()  # now capitals act on chunk 0
+
+
+# ---- what the schedules cost ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A function that makes Schedules, and what they cost a rank, as expressions of these letters:
+
+        p, m, v      the stages, the microbatches, and the chunks that share a rank's layers
+        F, B, I, W   a microbatch's times in all layers of a rank (dualpipe: in one chunk); B = I+W
+        r            the rank
+
+    bubble: the rank's idle time. If `staggered`, time counts from its first to its last action.
+    peak: the most microbatches whose activations it holds at a time, from their F to their B or W.
+        One that two chunks hold counts twice. In zb-h1, zb-h2 and zb-v, some ranks hold fewer.
+    sizes, times: for which p, m and F, I, W the bubble is this; zb-h2's, zb-v's and dualpipe's may
+        be shorter. Outside of `sizes`, interleaved and dualpipe are not defined.
+    v: the number of chunks; None if the caller chooses it.
+
+    Calling a ScheduleKind calls its function.
+    """
+
+    make: Callable
+    bubble: str
+    peak: str
+    sizes: str = "m >= 1"
+    times: str = "any"
+    v: int | None = 1
+    staggered: bool = False
+
+    def __call__(self, num_stages, num_microbatches, *num_chunks):
+        return self.make(num_stages, num_microbatches, *num_chunks)
+
+
+SCHEDULES = {
+    "naive": ScheduleKind(naive, bubble="(p-1) * m * (F+B)", peak="1"),
+    "gpipe": ScheduleKind(gpipe, bubble="(p-1) * (F+B)", peak="m"),
+    "1f1b": ScheduleKind(one_f_one_b, bubble="(p-1) * (F+B)", peak="min(m, p-r)"),
+    "interleaved": ScheduleKind(
+        interleaved, bubble="(p-1) * (F+B) / v", peak="min(2*(p-r-1) + (v-1)*p + 1, m*v)",
+        sizes="m % p == 0", v=None,
+    ),
+    "zb-h1": ScheduleKind(
+        zb_h1, bubble="(p-1) * (F+B-2*W)", peak="min(m, p)", sizes="m >= p", times="W <= F, W <= I",
+    ),
+    "zb-h2": ScheduleKind(
+        zb_h2, bubble="(p-1) * (F+B-3*W)", peak="min(m, 2*p-1)",
+        sizes="m >= 2*p-1", times="W <= F, W <= I", staggered=True,
+    ),
+    "zb-v": ScheduleKind(
+        zb_v, bubble="(p-1) * (I-W)", peak="min(2*m, 2*p)",
+        sizes="m >= 2*p", times="W <= F <= I", v=2, staggered=True,
+    ),
+    "dualpipe": ScheduleKind(
+        dualpipe, bubble="(p/2-1) * (F+2*B-3*W)", peak="p+1",
+        sizes="m >= 2*p and p % 2 == m % 2 == 0", times="F <= B, W <= I",
+    ),
+}
+
+
+@lru_cache(maxsize=None)
+def _compiled(expression):
+    return compile(expression, expression, "eval")
+
+
+def _value(expression, num_stages, num_microbatches, num_chunks=2, **letters):
+    letters |= {"p": num_stages, "m": num_microbatches, "v": num_chunks, "min": min}
+    return eval(_compiled(expression), {}, letters)
+
+
+def formulas_hold(schedule, num_stages, num_microbatches):
+    """Return whether a key of SCHEDULES is defined for these sizes, with the table's formulas."""
+    return bool(_value(SCHEDULES[schedule].sizes, num_stages, num_microbatches))
+
+
+def bubble_time(
+    schedule, num_stages, num_microbatches, forward=1.0, backward=2.0, weight=1.0, num_chunks=2
+):
+    """Return the bubble that the table claims. schedule: a key of SCHEDULES.
+
+    forward, backward, weight: F, B and W in the table.
+    """
+    times = {"F": forward, "B": backward, "I": backward - weight, "W": weight}
+    formula = SCHEDULES[schedule].bubble
+    return _value(formula, num_stages, num_microbatches, num_chunks, **times)
+
+
+def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2, rank=0):
+    """Return the peak, in units of a microbatch's activations in 1/p of the layers.
+
+    Rank 0's is the largest.
+    """
+    kind = SCHEDULES[schedule]
+    v = kind.v or num_chunks
+    return _value(kind.peak, num_stages, num_microbatches, v, r=rank) / v
+
+
+def pipeline_bytes(stage, num_stages, num_microbatches, microbatch_bytes):
+    """Return the bytes that a rank with one chunk sends to its neighbours in a step."""
+    boundaries = (stage < num_stages - 1) + (stage > 0)
+    return boundaries * num_microbatches * microbatch_bytes
 
 
 # ---- simulator -----------------------------------------------------------------------------------
@@ -873,56 +962,6 @@ def sum_replicas(stages, group=None):
             grad.add_(part.view_as(grad))
 
 
-# ---- cost ----------------------------------------------------------------------------------------
-
-SCHEDULES = {
-    "naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved,
-    "zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v, "dualpipe": dualpipe,
-}
-
-
-def bubble_time(
-    schedule, num_stages, num_microbatches, forward=1.0, backward=2.0, weight=1.0, num_chunks=2
-):
-    """Return the bubble that the table above the schedules claims. schedule: a key of SCHEDULES.
-
-    forward, backward, weight: F, B and W in the table. A formula marked * is an upper bound.
-    """
-    others = num_stages - 1
-    both = forward + backward
-    return {
-        "naive": others * num_microbatches * both,
-        "gpipe": others * both,
-        "1f1b": others * both,
-        "interleaved": others * both / num_chunks,
-        "zb-h1": others * (both - 2 * weight),
-        "zb-h2": others * (both - 3 * weight),
-        "zb-v": others * (backward - 2 * weight),
-        "dualpipe": (num_stages / 2 - 1) * (both + backward - 3 * weight),
-    }[schedule]
-
-
-def peak_activations(schedule, num_stages, num_microbatches, num_chunks=2):
-    """Return the largest peak, in units of a microbatch's activations in 1/p of the layers."""
-    p, m, v = num_stages, num_microbatches, num_chunks
-    return {
-        "naive": 1,
-        "gpipe": m,
-        "1f1b": min(m, p),
-        "interleaved": min(2 * (p - 1) + (v - 1) * p + 1, m * v) / v,
-        "zb-h1": min(m, p),
-        "zb-h2": min(m, 2 * p - 1),
-        "zb-v": min(m, p),
-        "dualpipe": p + 1,
-    }[schedule]
-
-
-def pipeline_bytes(stage, num_stages, num_microbatches, microbatch_bytes):
-    """Return the bytes that a rank with one chunk sends to its neighbours in a step."""
-    boundaries = (stage < num_stages - 1) + (stage > 0)
-    return boundaries * num_microbatches * microbatch_bytes
-
-
 # ---- demonstration -------------------------------------------------------------------------------
 
 
@@ -955,19 +994,27 @@ def _demonstrate():
 
 
 def figures(name, num_stages, num_microbatches):
-    """Return a schedule, its timeline, and (claimed, simulated) bubble and peak; F = I = W = 1."""
-    schedule = SCHEDULES[name](num_stages, num_microbatches)
-    num_parts = 2 if name in ("interleaved", "zb-v") else 1  # chunks that share a rank's layers
-    timeline = simulate(schedule, 1 / num_parts, 2 / num_parts, weight=1 / num_parts)
-    bubble = max(timeline.idle if name in ("zb-h2", "zb-v") else timeline.bubble)
-    bubbles = bubble_time(name, num_stages, num_microbatches), bubble
-    peaks = peak_activations(name, num_stages, num_microbatches), max(timeline.peak) / num_parts
-    return schedule, timeline, bubbles, peaks
+    """Return a schedule, its timeline, and (claimed, simulated) bubble and peak; F = I = W = 1.
+
+    The claimed bubble is None for sizes for which the formula does not hold.
+    """
+    kind = SCHEDULES[name]
+    schedule = kind(num_stages, num_microbatches)
+    v = kind.v or 2
+    timeline = simulate(schedule, 1 / v, 2 / v, weight=1 / v)
+    bubble = max(timeline.idle if kind.staggered else timeline.bubble)
+    claimed = None
+    if formulas_hold(name, num_stages, num_microbatches):
+        claimed = bubble_time(name, num_stages, num_microbatches)
+    peaks = peak_activations(name, num_stages, num_microbatches), max(timeline.peak) / v
+    return schedule, timeline, (claimed, bubble), peaks
 
 
 def _show(schedule, _, bubbles, peaks):
     print(draw(schedule))
-    print("bubble if F = I = W = 1: claimed {:g}, simulated {:g}".format(*bubbles))
+    claimed, simulated = bubbles
+    claim = "no formula" if claimed is None else f"claimed {claimed:g}"
+    print(f"bubble if F = I = W = 1: {claim}, simulated {simulated:g}")
     print("peak activations, in microbatches: claimed {:g}, simulated {:g}".format(*peaks))
 
 
@@ -981,8 +1028,10 @@ def _compare(num_stages, num_microbatches):
         except ValueError as error:
             print(f"{name:12}{error}")
             continue
-        numbers = *bubbles, *peaks, timeline.total
-        print("{:12}{:8.1f}{:10.1f}{:14.1f}{:10.1f}{:9.1f}".format(name, *numbers))
+        claimed, simulated = bubbles
+        claim = "-" if claimed is None else f"{claimed:.1f}"
+        numbers = simulated, *peaks, timeline.total
+        print("{:12}{:>8}{:10.1f}{:14.1f}{:10.1f}{:9.1f}".format(name, claim, *numbers))
 
 
 def main():

@@ -37,7 +37,7 @@ import hybrid
 from expert_parallel import expert_parallel_bytes
 from hybrid import GPTConfig, forward_flops
 from models import GPUS, MODELS
-from pipeline import bubble_time, peak_activations
+from pipeline import SCHEDULES, bubble_time, formulas_hold, peak_activations
 from sequence_parallel import activation_bytes, context_parallel_bytes
 from zero import zero_memory, zero_rounds
 
@@ -195,10 +195,9 @@ def activations_of(config, layout, share):
     kept /= as_one
     if schedule.startswith("zb"):
         kept = whole + 4 * tokens * h * (1 - 1 / tp) * layout.sp
-    flying = {"1f1b": min(m, share.behind + 1)}  # microbatches, in all layers of the rank
-    flying["interleaved"] = min(2 * share.behind + (v - 1) * p + 1, m * v) / v
-    flying["dualpipe"] = (p + 1) / 2  # a microbatch passes one of the rank's two stages
-    flying = flying.get(schedule) or peak_activations(schedule, p, m)
+    flying = peak_activations(schedule, p, m, v, rank=p - 1 - share.behind)
+    if schedule == "dualpipe":
+        flying /= 2  # a microbatch passes one of the rank's two stages
     logits, again = share.heads * tokens * config.vocab_size / tp, layout.recompute == "full"
     held = share.layers * flying * kept
     held += 2 * logits * (flying if schedule in ("gpipe", "zb-h1", "zb-h2") else 1)
@@ -482,14 +481,12 @@ def pipelines_of(args, piece):
 
     naive and gpipe are left out, because neither is faster than 1f1b.
     """
-    p, m = piece.pp, piece.microbatches
-    least = {"1f1b": 1, "interleaved": p, "zb-h1": p, "zb-h2": 2 * p - 1, "zb-v": 2 * p}
-    least, multiple = least | {"dualpipe": 2 * p}, {"interleaved": p, "dualpipe": 2}
-    chunks = {"interleaved": args.fixed.get("chunks", range(2, 9)), "zb-v": [2]}
-    for name in args.fixed.get("schedule", least if p > 1 else ["1f1b"]):
-        fits = m >= least.get(name, 1) and m % multiple.get(name, 1) == 0
-        if fits and (name != "dualpipe" or p % 2 == 0):
-            for v in chunks.get(name, [1]):
+    p = piece.pp
+    names = [name for name in SCHEDULES if name not in ("naive", "gpipe")] if p > 1 else ["1f1b"]
+    for name in args.fixed.get("schedule", names):
+        if formulas_hold(name, p, piece.microbatches):
+            chosen = args.fixed.get("chunks", range(2, 9))
+            for v in chosen if SCHEDULES[name].v is None else [SCHEDULES[name].v]:
                 if p * v <= args.layers + 2:
                     yield piece._replace(schedule=name, chunks=v)
 
