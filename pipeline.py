@@ -651,90 +651,6 @@ def program(schedule, rank):
         yield "wait", transfer
 
 
-# ---- the halves of a backward --------------------------------------------------------------------
-
-
-class WeightGradStore:
-    """Collects what layers defer from I to W: the matrix products for their weights' gradients.
-
-    The store is open during an I. A layer may then call put(parameter, product) and return no
-    gradient for the parameter; W calls product() to compute it. While `adds` is true, a layer may
-    add a weight's gradient to .grad itself. The layers of tensor_parallel.py do so, which saves a
-    pass over the gradient. `adds` is false in an action that starts to reduce gradients over
-    replicas, because the hooks that start the reduction run only when autograd adds the gradients.
-    """
-
-    products = None
-    adds = False
-
-    @property
-    def open(self):
-        return self.products is not None
-
-    def put(self, parameter, product):
-        self.products.append((parameter, product))
-
-    @contextmanager
-    def during(self, products=None, adds=False):
-        """Set `adds`, and open the store with a list for put(). None keeps the store closed."""
-        self.products, self.adds = products, adds
-        try:
-            yield
-        finally:
-            self.products, self.adds = None, False
-
-
-class DeferredLinear(nn.Linear):
-    """A linear layer that can defer its weight's gradient to W. defer: a WeightGradStore."""
-
-    def __init__(self, *sizes, defer):
-        super().__init__(*sizes)
-        self.defer = defer
-
-    def forward(self, x):
-        return _DeferredLinear.apply(autocasted(x), self.weight, self.bias, self.defer)
-
-
-class _DeferredLinear(torch.autograd.Function):
-    """Compute y = x W^T + b. Backward: dx = dy W, db = sum of dy; dW = dy^T x, now or deferred."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, defer):
-        ctx.save_for_backward(x, weight)
-        ctx.parameter = weight  # saved_tensors has a detached copy under a checkpoint
-        ctx.defer = defer
-        return nn.functional.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, grad_y):
-        x, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        x = x.flatten(0, -2)
-        rows = grad_y.flatten(0, -2)
-        grad_x = grad_y @ weight.to(grad_y.dtype) if wants_x else None
-        grad_bias = rows.sum(0) if wants_bias else None
-        grad_weight = None
-        if wants_weight and ctx.defer.open:
-            ctx.defer.put(ctx.parameter, lambda: rows.t() @ x)
-        elif wants_weight:
-            grad_weight = rows.t() @ x
-        return grad_x, grad_weight, grad_bias, None
-
-
-def _add_products(products):
-    """Compute the products, and accumulate one sum per parameter, so that its hooks run once."""
-    uses = Counter(parameter for parameter, _ in products)
-    sums = {}
-    while products:  # each product is removed from the list, so that its activations are freed
-        parameter, product = products.pop(0)
-        dtype = parameter.grad_dtype if parameter.is_leaf else None  # may be fp32 for a bf16 weight
-        gradient = product().to(dtype or parameter.dtype)
-        sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
-        uses[parameter] -= 1
-        if not uses[parameter]:
-            torch.autograd.backward(parameter, sums.pop(parameter))
-
-
 # ---- executor ------------------------------------------------------------------------------------
 #
 # What a rank does in an action of a stage that is neither the first nor the last:
@@ -937,6 +853,90 @@ def _check_batches(pipeline, inputs, targets):
             raise ValueError(f"{name} has {rows} rows {where}")
     if inputs is not None and targets is not None and len(inputs) != len(targets):
         raise ValueError(f"inputs has {len(inputs)} rows, and targets {len(targets)}")
+
+
+# ---- the halves of a backward --------------------------------------------------------------------
+
+
+class WeightGradStore:
+    """Collects what layers defer from I to W: the matrix products for their weights' gradients.
+
+    The store is open during an I. A layer may then call put(parameter, product) and return no
+    gradient for the parameter; W calls product() to compute it. While `adds` is true, a layer may
+    add a weight's gradient to .grad itself. The layers of tensor_parallel.py do so, which saves a
+    pass over the gradient. `adds` is false in an action that starts to reduce gradients over
+    replicas, because the hooks that start the reduction run only when autograd adds the gradients.
+    """
+
+    products = None
+    adds = False
+
+    @property
+    def open(self):
+        return self.products is not None
+
+    def put(self, parameter, product):
+        self.products.append((parameter, product))
+
+    @contextmanager
+    def during(self, products=None, adds=False):
+        """Set `adds`, and open the store with a list for put(). None keeps the store closed."""
+        self.products, self.adds = products, adds
+        try:
+            yield
+        finally:
+            self.products, self.adds = None, False
+
+
+class DeferredLinear(nn.Linear):
+    """A linear layer that can defer its weight's gradient to W. defer: a WeightGradStore."""
+
+    def __init__(self, *sizes, defer):
+        super().__init__(*sizes)
+        self.defer = defer
+
+    def forward(self, x):
+        return _DeferredLinear.apply(autocasted(x), self.weight, self.bias, self.defer)
+
+
+class _DeferredLinear(torch.autograd.Function):
+    """Compute y = x W^T + b. Backward: dx = dy W, db = sum of dy; dW = dy^T x, now or deferred."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, defer):
+        ctx.save_for_backward(x, weight)
+        ctx.parameter = weight  # saved_tensors has a detached copy under a checkpoint
+        ctx.defer = defer
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        x = x.flatten(0, -2)
+        rows = grad_y.flatten(0, -2)
+        grad_x = grad_y @ weight.to(grad_y.dtype) if wants_x else None
+        grad_bias = rows.sum(0) if wants_bias else None
+        grad_weight = None
+        if wants_weight and ctx.defer.open:
+            ctx.defer.put(ctx.parameter, lambda: rows.t() @ x)
+        elif wants_weight:
+            grad_weight = rows.t() @ x
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _add_products(products):
+    """Compute the products, and accumulate one sum per parameter, so that its hooks run once."""
+    uses = Counter(parameter for parameter, _ in products)
+    sums = {}
+    while products:  # each product is removed from the list, so that its activations are freed
+        parameter, product = products.pop(0)
+        dtype = parameter.grad_dtype if parameter.is_leaf else None  # may be fp32 for a bf16 weight
+        gradient = product().to(dtype or parameter.dtype)
+        sums[parameter] = sums[parameter] + gradient if parameter in sums else gradient
+        uses[parameter] -= 1
+        if not uses[parameter]:
+            torch.autograd.backward(parameter, sums.pop(parameter))
 
 
 # ---- replicas ------------------------------------------------------------------------------------
