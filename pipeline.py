@@ -612,12 +612,13 @@ def draw(schedule):
 SHORT = 1 / 128  # a message's time in that simulation, where a forward takes 1
 
 
-def program(schedule, rank):
+def program(schedule, rank, reducing=()):
     """Yield all that a rank does in a step, in order, as (verb, Transfer or Action).
 
         receive, send   post the message of a Transfer, and go on while it travels
         wait            wait until the message is done
         do              perform an Action
+        do and reduce   perform an Action of `reducing`, in which gradients over replicas are summed
 
     On rank 0 of one_f_one_b(2, 2): do F0, send F0, do F1, send F1, receive B0, receive B1, wait B0,
     do B0, wait B1, do B1, wait F0, wait F1.
@@ -644,11 +645,24 @@ def program(schedule, rank):
         needed = schedule.needed.get((action, rank))
         if needed and needed.source != rank:  # else it comes from a chunk of this rank
             yield "wait", needed
-        yield "do", action
+        yield ("do and reduce" if action in reducing else "do"), action
         made.add(schedule.made.get((action, rank)))
         yield from post()
     for transfer in sent:
         yield "wait", transfer
+
+
+def reducing_actions(actions, stages, sync_each=False):
+    """Return the Bs and Ws of a rank that start to reduce gradients over a stage's replicas.
+
+    They are the last ones of each stage, or all of them if sync_each is true. A module may be the
+    stage of several chunks.
+    """
+    if sync_each:
+        return {action for action in actions if action.kind in "BW"}
+    # later actions replace earlier ones
+    last = {stages[action.chunk]: action for action in actions if action.kind != "F"}
+    return set(last.values())
 
 
 # ---- executor ------------------------------------------------------------------------------------
@@ -664,10 +678,10 @@ def program(schedule, rank):
 #
 # On the last stage F also computes the loss from the output, and B begins at the loss. With data
 # parallelism a stage is wrapped in DistributedDataParallel (ddp.py) or FullyShardedDataParallel
-# (zero.py). Its last B or W starts the reduction of its gradients; if sync_each is true, every B or
-# W starts one. The other backward actions run in no_sync(), and so do all actions of a step() that
-# the caller runs inside no_sync(). If the schedule has Ws, the caller must call the wrapper's
-# finish_grad_sync() after a step() outside no_sync(), to wait for the reductions.
+# (zero.py). The program says which B or W starts the reduction of its gradients: the last one, or,
+# if sync_each is true, every one. The other backward actions run in no_sync(), and so do all actions
+# of a step() that the caller runs inside no_sync(). If the schedule has Ws, the caller must call the
+# wrapper's finish_grad_sync() after a step() outside no_sync(), to wait for the reductions.
 
 
 class Pipeline:
@@ -700,15 +714,12 @@ class Pipeline:
         self.stages = list(stage) if isinstance(stage, (list, tuple, nn.ModuleList)) else [stage]
         self.schedule, self.loss_fn, self.group = schedule, loss_fn, group
         self.defer = defer or WeightGradStore()
-        self.sync_each = sync_each
         _check_schedule(schedule, self.stages, group)
         dtype = dtype or torch.get_default_dtype()
         self.like = {"size": torch.Size(shape), "dtype": dtype, "device": device}
-        self.program = list(program(schedule, self.rank))
-        # {stage: the action that completes its gradients}: later actions replace earlier ones
-        backwards = [action for action in schedule[self.rank] if action.kind != "F"]
-        self.last_backward = {self.stages[action.chunk]: action for action in backwards}
-        self.training = bool(backwards)  # false for forward_only()
+        reducing = reducing_actions(schedule[self.rank], self.stages, sync_each)
+        self.program = list(program(schedule, self.rank, reducing))
+        self.training = bool(reducing)  # false for forward_only()
         # the chunks of this rank where routes begin, and where they end
         self.first_chunks = {chunk for (rank, chunk), *_ in schedule.routes if rank == self.rank}
         self.last_chunks = {chunk for *_, (rank, chunk) in schedule.routes if rank == self.rank}
@@ -750,21 +761,26 @@ class Pipeline:
             else:
                 needed = self.schedule.needed.get((subject, self.rank))
                 made = self.schedule.made.get((subject, self.rank))
-                result = self.perform(subject, tensors.pop(needed, None))
+                reduces = verb == "do and reduce"
+                result = self.perform(subject, tensors.pop(needed, None), reduces)
                 if made:
                     tensors[made] = result
         self.step_is_pending = False
         self.inputs = self.targets = self.loss_arguments = ()
         return self.loss
 
-    def perform(self, action, received):
-        """Perform an action on the tensor that it needs, and return its result."""
+    def perform(self, action, received, reduces):
+        """Perform an action on the tensor that it needs, and return its result.
+
+        reduces: whether it starts to reduce gradients. Inside the caller's no_sync() none does.
+        """
+        reduces &= getattr(self.stages[action.chunk], "require_backward_grad_sync", True)
         try:
             if action.kind == "F":
                 return self._forward(action, received)
             if action.kind == "W":
-                return self._weights(action)
-            return self._backward(action, received)
+                return self._weights(action, reduces)
+            return self._backward(action, received, reduces)
         except RuntimeError as error:
             # PyTorch writes "in-place operation" in a forward, and "inplace" in a backward
             if "place operation" in str(error):
@@ -792,11 +808,11 @@ class Pipeline:
             self.saved[action[1:]] = x, edge
         return output.detach().contiguous()
 
-    def _backward(self, action, grad_output):
+    def _backward(self, action, grad_output, reduces):
         """Run B or I. During I the store is open, and collects this microbatch's products."""
         x, edge = self.saved.pop(action[1:])
         products = self.deferred[action[1:]] if action.kind == "I" else None
-        with self._no_sync(action), self.defer.during(products, adds=not self._syncs(action)):
+        with _syncing(self.stages[action.chunk], reduces), self.defer.during(products, not reduces):
             if edge is not None:
                 torch.autograd.backward(edge, grad_output)
         if action.chunk in self.first_chunks:
@@ -804,27 +820,22 @@ class Pipeline:
         # there is no gradient if the output does not depend on x
         return torch.zeros_like(x) if x.grad is None else x.grad
 
-    def _weights(self, action):
+    def _weights(self, action, reduces):
         """Run W: compute the deferred products."""
         products = self.deferred.pop(action[1:])
         stage = self.stages[action.chunk]
-        if self._syncs(action) and hasattr(stage, "start_grad_sync"):
+        if reduces and hasattr(stage, "start_grad_sync"):
             # during this W, only the parameters of these products still get gradients
             stage.start_grad_sync(awaited={parameter for parameter, _ in products})
-        with self._no_sync(action):
+        with _syncing(stage, reduces):
             _add_products(products)
 
-    def _syncs(self, action):
-        """Return whether a backward action begins the gradients' reduction over replicas."""
-        stage = self.stages[action.chunk]
-        if not getattr(stage, "require_backward_grad_sync", True):
-            return False  # step() runs inside the stage's no_sync()
-        return action == self.last_backward[stage] or (self.sync_each and action.kind != "I")
 
-    def _no_sync(self, action):
-        if self._syncs(action):
-            return nullcontext()
-        return getattr(self.stages[action.chunk], "no_sync", nullcontext)()
+def _syncing(stage, reduces):
+    """Return the context of a backward, in which a wrapped stage reduces gradients or does not."""
+    if reduces:
+        return nullcontext()
+    return getattr(stage, "no_sync", nullcontext)()
 
 
 def _check_schedule(schedule, stages, group):

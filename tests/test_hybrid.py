@@ -556,11 +556,11 @@ def test_zero_bubble_schedules_defer_the_weight_product_of_every_matrix():
     trainer = make_trainer("--tp 2 --pp 2 --schedule zb-h1 --microbatches 4")
     perform, found = trainer.pipeline.perform, set()
 
-    def look_before_a_product(action, received):
+    def look_before_a_product(action, *given):
         for chunk in trainer.chunks if action.kind == "W" and not found else ():
             has_some = lambda p: p.grad is not None and p.grad.any()
             found.update(name for name, p in chunk.named_parameters() if has_some(p))
-        return perform(action, received)
+        return perform(action, *given)
 
     trainer.pipeline.perform = look_before_a_product
     trainer.step(*batch(0))

@@ -445,7 +445,7 @@ def _programmed(schedule, rank):
     for verb, subject in program(schedule, rank):
         if verb == "wait":
             steps.append(("wait", numbers[subject], 0))
-        elif verb != "do":
+        elif verb in ("receive", "send"):
             numbers[subject] = len(steps)
             steps.append((verb, subject.source + subject.destination - rank, 12))
     return steps, [*numbers]
@@ -583,9 +583,9 @@ def test_a_stage_holds_as_many_activations_as_the_simulator_says_or_one_if_check
 def test_a_tensor_is_freed_once_it_is_sent_or_handed_to_another_chunk(p, make_schedule):
     executor, made, held = _make(make_schedule(p, 8), lambda: nn.Linear(4, 4), (1, 4)), [], []
 
-    def told(action, received, perform=executor.perform):
+    def told(action, *given, perform=executor.perform):
         held.append(sum(not storage.expired() for storage in made))
-        if (result := perform(action, received)) is not None:
+        if (result := perform(action, *given)) is not None:
             made.append(StorageWeakRef(result.untyped_storage()))
         return result
 
@@ -670,9 +670,9 @@ def _order_of_syncs(name, num_microbatches, sync_each, shared):
     options = {"shape": (1, 4), "defer": store, "sync_each": sync_each}
     executor = Pipeline(stages, schedule, _loss, **options)
 
-    def told(action, received, perform=executor.perform):
+    def told(action, *given, perform=executor.perform):
         stages[action.chunk].events.append(action.kind)
-        return perform(action, received)
+        return perform(action, *given)
 
     executor.perform = told
     executor.step(torch.randn(num_microbatches, 4), torch.randn(num_microbatches, 4))

@@ -66,8 +66,8 @@ def traced(trainer, *batch):
         moments.append(now(trainer.device))
         sent += [tensor.nbytes for tensor, _ in sends]
 
-    def timed(action, received, perform=trainer.pipeline.perform):
-        begin, result = now(trainer.device), perform(action, received)
+    def timed(action, *given, perform=trainer.pipeline.perform):
+        begin, result = now(trainer.device), perform(action, *given)
         spans.append((action, begin, now(trainer.device)))
         return result
 
