@@ -679,8 +679,8 @@ def reducing_actions(actions, stages, sync_each=False):
 # On the last stage F also computes the loss from the output, and B begins at the loss. With data
 # parallelism a stage is wrapped in DistributedDataParallel (ddp.py) or FullyShardedDataParallel
 # (zero.py). The program says which B or W starts the reduction of its gradients: the last one, or,
-# if sync_each is true, every one. The other backward actions run in no_sync(), and so do all actions
-# of a step() that the caller runs inside no_sync(). If the schedule has Ws, the caller must call the
+# if sync_each is true, every one. The other backward actions run in no_sync(), as do all actions of
+# a step() that the caller runs inside no_sync(). If the schedule has Ws, the caller must call the
 # wrapper's finish_grad_sync() after a step() outside no_sync(), to wait for the reductions.
 
 
