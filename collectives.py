@@ -67,6 +67,11 @@ from torch.distributed import ReduceOp
 #       +-------------------------------------------+
 
 
+def rank_and_size(group=None):
+    """Return this rank inside `group`, and the group's size."""
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
 def ring_all_reduce(tensor, group=None):
     """Sum a contiguous tensor over the group in place, in 2(P-1) steps of 1/P of its bytes each."""
     rank, P = rank_and_size(group)
@@ -80,79 +85,6 @@ def ring_all_reduce(tensor, group=None):
             own.add_(arriving)  # the sum over one more rank; after P-1 steps, over all
         else:
             own.copy_(arriving)  # a complete sum, on its way to all ranks
-
-
-# ---- messages ------------------------------------------------------------------------------------
-#
-# An Operation, defined further down, is one call of exchange() or of a collective. It posts the
-# messages, and an asynchronous call returns it. Its queue runs the group's pending collectives.
-
-
-def rank_and_size(group=None):
-    """Return this rank inside `group`, and the group's size."""
-    return dist.get_rank(group), dist.get_world_size(group)
-
-
-def exchange(sends, receives, group=None, async_op=False):
-    """Send and receive several tensors in one batch, whose messages progress together.
-
-    sends, receives: lists of (contiguous tensor, peer), where peer is a rank of `group`. Each pair
-    of ranks must post the messages between them in the same order, in the same batches, with equal
-    sizes. On gloo a message larger than its receiver's tensor aborts the process. Empty tensors are
-    not sent. Pending collectives of the group complete first. A RuntimeError names the failed peer.
-    """
-    tensor = (sends or receives)[0][0] if sends or receives else None
-    operation = Operation("exchange", group, tensor, async_op)
-    with suppress(Exception):  # an error of a pending collective is raised by its own wait()
-        operation.queue.last.finish()
-    task = partial(operation.queue.run, operation.post(sends, receives))
-    if not async_op:
-        return operation.complete(task)
-    operation.pending = Pending(partial(operation.complete, task), is_completed=lambda: False)
-    return operation
-
-
-# ---- algorithms take turns -----------------------------------------------------------------------
-#
-# An algorithm is a generator. It yields a batch (sends, receives), is resumed once the messages of
-# the batch are complete, and computes before it yields the next batch. A large tensor is cut into
-# segments, each with a generator of its own. One segment is summed while the next ones travel.
-
-SEGMENT = 1 << 20  # bytes of a chunk that travel in one message on gloo (NCCL: see DIRECT_BYTES)
-ALIGNMENT = 128  # bytes; a GPU reads 128 at once
-
-
-def take_turns(algorithms, operation):
-    """Run the algorithms of all segments. The one that posted its messages first continues first.
-
-    All ranks keep this order, so each receives messages in the order in which its peer sends them.
-    """
-    waiting = deque(algorithms)
-    under_way = deque()  # (algorithm, function that waits for its messages)
-    while waiting or under_way:
-        if waiting and len(under_way) < operation.queue.window:
-            algorithm = waiting.popleft()
-        else:
-            algorithm, wait = under_way.popleft()
-            wait()
-            wait = None  # frees the batch's tensors
-        step = next(algorithm, None)
-        if step is not None:
-            under_way.append((algorithm, operation.post(*step)))
-            step = None
-
-
-def _cut(flat, parts, P=1):
-    """Cut a flat tensor into parts, each of which begins at a multiple of 128 P bytes.
-
-    10 x 128 bytes become four parts of 2, 3, 2 and 3 x 128 bytes (P = 1). Parts may be empty.
-    P: the number of chunks that each part is cut into afterwards
-    """
-    if parts == 1:
-        return [flat]
-    unit = P * ALIGNMENT // flat.itemsize
-    units = math.ceil(len(flat) / unit)
-    return flat.tensor_split([units * part // parts * unit for part in range(1, parts)])
 
 
 # ---- reduce-scatter, all-gather, all-reduce ------------------------------------------------------
@@ -182,6 +114,20 @@ class _Combine:
         self.scratch = []
 
 
+def _cut(flat, parts, P=1):
+    """Cut a flat tensor into parts, each of which begins at a multiple of 128 P bytes.
+
+    10 x 128 bytes become four parts of 2, 3, 2 and 3 x 128 bytes (P = 1). Parts may be empty.
+    P: the number of chunks that each part is cut into afterwards
+    """
+    if parts == 1:
+        return [flat]
+    unit = P * ALIGNMENT // flat.itemsize
+    units = math.ceil(len(flat) / unit)
+    return flat.tensor_split([units * part // parts * unit for part in range(1, parts)])
+
+
+ALIGNMENT = 128  # bytes; a GPU reads 128 at once
 MOST_PEERS = 128  # in one batch, since NCCL may hang with more than 256 messages at once
 
 
@@ -424,405 +370,6 @@ def _tree_broadcast(tensor, operation):
     if parent is not None:
         yield [], [(tensor, parent)]
     yield [(tensor, child) for child in children], []
-
-
-# ---- the choice ----------------------------------------------------------------------------------
-#
-# Every step costs time, and so does every byte. Short tensors are quickest with few steps, and long
-# ones with few bytes. The constants were measured for gloo (2 to 8 ranks on 2 cores, 1 Gbit/s
-# between machines) and estimated for NCCL (60 us of host time per batch, 400 Gbit/s between nodes).
-# They are fixed, not measured at start-up, so that results do not depend on timing.
-
-ONE_STEP_BYTES = 1 << 16  # on NCCL in one node, naive is quicker than direct for fewer bytes
-DIRECT_BYTES = 1 << 26  # the longest segment of a full tensor on NCCL; it bounds the scratch memory
-LONG_BYTES = 1 << 21  # on gloo, a longer tensor is quicker in segments, which fit a core's cache
-
-
-@lru_cache(1 << 12)
-def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
-    """Return the name of the quickest algorithm for an all-reduce, or for one of its 2 phases."""
-    nodes = world_size // ranks_per_node
-    if world_size == 1 or (on_nccl and nodes == 1):  # a copy, or P-1 messages that leave at once
-        return "naive" if phases == 2 and nbytes < ONE_STEP_BYTES else "direct"
-    names = ["ring"]
-    if 1 < nodes < world_size:
-        names.append("hierarchical")
-    if on_nccl or nbytes < LONG_BYTES:
-        if phases == 2:
-            names += ["recursive_doubling", "halving_doubling"]
-        elif world_size.bit_count() == 1:
-            names.append("halving_doubling")
-        elif not on_nccl:
-            names.append("direct")
-    step_bytes = 1 << 22 if on_nccl else 1 << 17  # a step takes as long as these bytes
-    if nodes > 1 and not on_nccl:
-        step_bytes = 1 << 14
-
-    def cost(name):
-        steps, sent = all_reduce_cost(name, nbytes, world_size, ranks_per_node)
-        if name == "hierarchical":
-            sent //= ranks_per_node  # about the bytes that leave the node
-        return steps * step_bytes + sent
-
-    return min(names, key=cost)
-
-
-def _plan(operation, nbytes, phases=1, name="auto"):
-    """Return (name, number of segments, keyword arguments) of an operation's algorithm."""
-    P = operation.world_size
-    on_nccl = operation.queue.on_nccl
-    ranks_per_node = operation.members.ranks_per_node
-    if name == "auto" or P == 1:
-        name = choose(nbytes, P, ranks_per_node, on_nccl, phases)
-    options = {"ranks_per_node": ranks_per_node} if name == "hierarchical" else {}
-    if "doubling" in name or name == "naive" or (name == "ring" and on_nccl):
-        # on gloo choose() takes these only for short tensors; on NCCL segments would gain little
-        return name, 1, options
-    segment_bytes = DIRECT_BYTES if on_nccl else P * SEGMENT
-    return name, max(1, math.ceil(nbytes / segment_bytes)), options
-
-
-# ---- an operation and its queue ------------------------------------------------------------------
-#
-#     all_reduce(x)              makes an Operation, and a function that makes its algorithms
-#       _launch()                runs the operation at once, or submits it to the group's queue
-#         take_turns()           resumes each algorithm when its batch is complete
-#           Operation.post()     sends and receives the next batch
-#
-# A group's collectives run one by one, and read their inputs when their turn comes. Those with
-# async_op, and those that are called while others are pending, go to the group's queue. For gloo
-# it is a thread, and wait() blocks until the task has ended. For NCCL it is a CUDA stream, whose
-# kernels run beside those of the caller's stream, and wait() makes the caller's stream wait. An
-# exchange() starts once the pending collectives are done; later collectives do not wait for it.
-
-# _MEMBERSHIPS is global because no attribute can be set on a process group, and _LISTENERS because
-# autograd may call collectives in its own threads, which do not see the caller's context variables.
-_MEMBERSHIPS = weakref.WeakKeyDictionary()  # process group -> Membership
-_LISTENERS = []  # the listener of every observe() that is open
-
-
-class Membership:
-    """What this rank knows about a process group. It is made once per group.
-
-    place: (this rank in the group, the group's size); ranks: the global ranks of its members
-    ranks_per_node: see set_ranks_per_node(); by_backend: see set_backend_collectives()
-    queues: {device: the queue for its tensors}; thread: the queue of devices without NCCL
-    device: where barrier() and gather_objects() make their tensors; the CPU if the group has gloo
-    """
-
-    def __init__(self, group):
-        self.place = rank_and_size(group)
-        self.ranks = dist.get_process_group_ranks(group)
-        self.ranks_per_node = len(self.ranks)
-        self.by_backend = False
-        self.queues = {}
-        self.thread = _Thread(group)
-        self.device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
-        _MEMBERSHIPS[group] = self
-
-
-def membership(group, caller):
-    """Return the Membership of a group. An error names `caller`, the function that was called."""
-    group = group or dist.group.WORLD
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"{caller} is called by a rank that is not in the group")
-    return _MEMBERSHIPS.get(group) or Membership(group)
-
-
-# A pending task: finish() waits for it, and is_completed() tells whether it has ended.
-Pending = namedtuple("Pending", "finish is_completed")
-DONE = Pending(lambda: None, lambda: True)
-
-
-class Operation:
-    """One call of a collective, of exchange(), or of wait() for one of these.
-
-    name: "all_reduce" ..., "exchange" or "wait"; of: the Operation that a "wait" waits for
-    group, rank, world_size, ranks: the process group, and what its Membership says
-    root: the group rank that a broadcast or scatter starts from, or where a reduce or gather ends
-    pending: what wait() finishes, if async_op; listeners: the functions that tell() calls
-    """
-
-    pending = DONE
-
-    def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None, of=None):
-        """tensor: its device picks the queue; root: (src, group_src) or (dst, group_dst)."""
-        self.name, self.async_op = name, async_op
-        self.op, self.of = op, of
-        self.listeners = of.listeners if of else tuple(_LISTENERS)
-        self.group = group or dist.group.WORLD
-        self.members = members = membership(self.group, name)
-        self.place = members.place
-        self.rank, self.world_size = members.place
-        self.ranks = members.ranks
-        device = None if tensor is None else tensor.device
-        self.queue = members.queues.get(device)
-        if self.queue is None:  # a group may have NCCL for GPUs and gloo for CPUs
-            on_nccl = device and f"{device.type}:nccl" in dist.get_backend_config(self.group)
-            self.queue = members.queues[device] = _Stream() if on_nccl else members.thread
-        self.root = None if root is None else self.find_root(*root)
-        self.tell("begin")
-
-    def find_root(self, global_rank, group_rank):
-        """Return the group rank of the root, given as either rank. The default is global rank 0."""
-        if group_rank is None:
-            global_rank = global_rank or 0
-            if global_rank not in self.ranks:
-                ranks = f"the group's ranks {self.ranks}"
-                raise ValueError(f"src or dst={global_rank} is not among {ranks}")
-            return self.ranks.index(global_rank)
-        given = f"group_src or group_dst={group_rank}"
-        if global_rank is not None:
-            raise ValueError(f"{self.name} got {given} besides src or dst={global_rank}")
-        if not 0 <= group_rank < self.world_size:
-            raise ValueError(f"{given} is not a rank of a group of {self.world_size}")
-        return group_rank
-
-    def wait(self):
-        """Wait for the operation, or raise its error. On NCCL only the current stream waits."""
-        Operation("wait", self.group, of=self).complete(self.pending.finish)
-        self.pending = DONE  # let go of the tensors
-
-    def is_completed(self):
-        """Return whether the operation has completed or failed; False for a pending exchange()."""
-        return self.pending.is_completed()
-
-    def tell(self, event, *messages):
-        for listener in self.listeners:
-            listener(event, self, *messages)
-
-    def complete(self, task):
-        try:
-            task()
-        finally:
-            self.tell("end")
-
-    def post(self, sends, receives):
-        """Begin a batch of messages [(tensor, peer)], and return a function that waits for them.
-
-        The function holds their tensors. On gloo each message is posted by the group's own send()
-        or recv(), since dist.isend() and irecv() take the host twice as long. gloo cannot send CUDA
-        memory, so copies in pinned host memory travel instead.
-        """
-        sends = [message for message in sends if message[0].numel()]
-        receives = [message for message in receives if message[0].numel()]
-        messages = receives + sends
-        if not messages:
-            return lambda: None
-        self.tell("post", sends, receives)
-        if self.queue.on_nccl:
-            work = self.attempt(messages, post_batch, self.group, sends, receives)
-            return partial(self.attempt, messages, work.wait)
-        arriving = receives
-        if messages[0][0].is_cuda:
-            pinned = partial(torch.empty_like, device="cpu", pin_memory=True)
-            arriving = [(pinned(tensor), peer) for tensor, peer in receives]
-            sends = [(pinned(tensor).copy_(tensor), peer) for tensor, peer in sends]
-        tag = 1 << 30  # so that no message of the user matches
-        works = []
-        for call, messages in (self.group.recv, arriving), (self.group.send, sends):
-            for tensor, peer in messages:
-                message = [(tensor, peer)]
-                works.append((message, self.attempt(message, call, [tensor], peer, tag)))
-        return partial(self.await_messages, works, receives, arriving)
-
-    def await_messages(self, works, receives, arriving):
-        """Wait for `works`, pairs ([message], torch Work), and copy `arriving` to `receives`."""
-        for message, work in works:
-            self.attempt(message, work.wait)
-        for (tensor, _), (buffer, _) in zip(receives, arriving):
-            if buffer is not tensor:
-                tensor.copy_(buffer)
-
-    def attempt(self, messages, call, *arguments):
-        """Return call(*arguments), or raise an error that names the messages' peers."""
-        try:
-            return call(*arguments)
-        except RuntimeError as error:
-            peers = " or ".join(str(self.ranks[peer]) for peer in sorted({p for _, p in messages}))
-            where = f"{self.name} in the group of ranks {self.ranks}: rank {self.ranks[self.rank]}"
-            raise RuntimeError(f"{where} lost rank {peers}: {error}") from error
-
-
-def post_batch(group, sends, receives):
-    """Post a batch to NCCL and return its torch Work, faster than batch_isend_irecv() does."""
-    device = (receives or sends)[0][0].device
-    group._start_coalescing(device)
-    for call, messages in (group.recv, receives), (group.send, sends):
-        for tensor, peer in messages:
-            if tensor.is_complex():  # NCCL has no complex numbers
-                tensor = torch.view_as_real(tensor)
-            call([tensor], peer, 0)
-    return group._end_coalescing(device)
-
-
-@contextmanager
-def observe(listener):
-    """Call listener(event, operation, ...) for operations begun in the block, and for their waits:
-
-    begin                     at the start of the call, in the caller's thread
-    post, sends, receives     before messages [(tensor, peer in the group)] are posted
-    end                       on completion (on NCCL: launch) or failure
-
-    The last two may come from another thread. A wait() is an operation, too. With async_op=False
-    an operation blocks its caller from begin to end. An asynchronous exchange() ends in its wait().
-    """
-    _LISTENERS.append(listener)
-    try:
-        yield
-    finally:
-        _LISTENERS.remove(listener)
-
-
-class _Stream:
-    """The queue of a group on NCCL: a CUDA stream, made once since torch's pool holds only 32."""
-
-    on_nccl = True
-    window = 2  # segments under way: one is summed while one travels
-    last = DONE  # the last task that was submitted
-    AHEAD = 5  # operations that the host may launch before the device has done them
-
-    def __init__(self):
-        self.stream = torch.cuda.Stream(priority=-1)  # for sums; NCCL has one for messages
-        self.launched = deque()  # (event, tensors held until the device passes it)
-
-    def run(self, task, held=()):
-        """Run a task on the current stream, then wait until at most AHEAD tasks are unfinished.
-
-        The allocator reuses the memory of NCCL's messages only once the host has seen their end. If
-        the host ran a training step ahead, each message of that step would need its own memory.
-        """
-        task()
-        event = torch.cuda.current_stream().record_event()
-        self.launched.append((event, held))
-        while self.launched and self.launched[0][0].query():
-            self.launched.popleft()
-        while len(self.launched) > self.AHEAD:
-            oldest, _ = self.launched.popleft()
-            oldest.synchronize()
-        return event
-
-    def submit(self, task, tensors):
-        """Run a task on the side stream. Return it as Pending."""
-        held = list(tensors)
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            event = self.run(task, held)
-
-        def finish():
-            torch.cuda.current_stream().wait_event(event)
-            held.clear()  # later uses of their memory are ordered after the event
-
-        return Pending(finish, event.query)
-
-
-class _Thread:
-    """The queue of a group on gloo: a thread that ends when the group or Python does."""
-
-    on_nccl = False
-    window = 3  # segments under way
-    last = DONE  # the last task that was submitted
-
-    def __init__(self, group):
-        self.tasks = SimpleQueue()
-        self.thread = threading.Thread(target=self.work, daemon=True)
-        weakref.finalize(group, self.end)
-
-    def work(self):
-        schedule_as_batch("SCHED_OTHER")  # a batch thread would not preempt the one that wakes it
-        for task, inference, future in iter(self.tasks.get, None):
-            try:
-                with torch.inference_mode(inference):  # each thread has its own mode
-                    future.set_result(task())
-            except BaseException as error:
-                future.set_exception(error)
-            del task, future  # they hold the group and tensors
-
-    def end(self):
-        """End the thread. A thread that returns from C++ after Python's end aborts the process."""
-        self.tasks.put(None)
-        if self.thread.is_alive() and self.thread is not threading.current_thread():
-            self.thread.join(30)  # seconds
-
-    def run(self, task):
-        task()
-
-    def submit(self, task, tensors):
-        """Run a task, which holds its tensors, in the thread. Return it as Pending."""
-        if self.thread.ident is None:
-            self.thread.start()
-        future = Future()
-        self.tasks.put((task, torch.is_inference_mode_enabled(), future))
-        return Pending(future.result, future.done)
-
-
-def _launch(operation, algorithms, outputs, inputs=(), backend_options=None):
-    """Run an operation in its turn. algorithms(*flat outputs, *flat inputs) makes its generators.
-
-    backend_options: keyword arguments of the backend's collective, which may run instead
-    """
-    tensors = (*outputs, *inputs)
-
-    def run():
-        flat = [tensor.detach().contiguous().view(-1) for tensor in tensors]
-        if operation.members.by_backend and backend_options is not None:
-            _backend_collective(operation, flat, backend_options)
-        else:
-            take_turns(algorithms(*flat), operation)
-        if operation.op == ReduceOp.AVG and outputs:
-            flat[0].div_(operation.world_size)
-        for tensor, result in zip(outputs, flat):
-            if not tensor.is_contiguous():  # then the result is in a copy
-                tensor.detach().copy_(result.view(tensor.shape))
-
-    queue = operation.queue
-    if operation.async_op and operation.world_size > 1:
-        queue.last = operation.pending = queue.submit(partial(operation.complete, run), tensors)
-    elif queue.last.is_completed():
-        operation.complete(partial(queue.run, run))
-    else:
-        queue.last = queue.submit(run, tensors)
-        operation.complete(queue.last.finish)
-    return operation if operation.async_op else None
-
-
-def set_backend_collectives(group=None):
-    """Let the backend run the group's collectives. count_bytes() rejects these.
-
-    Exceptions are reduce(), and all_gather() of unequal lengths, which gloo does not support.
-    """
-    membership(group, "set_backend_collectives").by_backend = dist.get_world_size(group) > 1
-
-
-def _backend_collective(operation, tensors, options):
-    """Run the operation with the backend's own collective."""
-    if operation.op == ReduceOp.AVG:
-        options = options | {"op": ReduceOp.SUM}  # _launch() divides
-    if operation.name == "all_reduce" and len(tensors) == 2:
-        tensors[0].copy_(tensors.pop())
-    if operation.name == "scatter":
-        output, *inputs = tensors
-        tensors = output, inputs
-    elif operation.name == "gather":
-        *outputs, input = tensors
-        tensors = input, outputs
-    elif operation.name == "all_gather":
-        *outputs, input = tensors
-        tensors = outputs, input
-    backend_function(operation.name)(*tensors, group=operation.group, **options)
-
-
-_OLDER_NAMES = {
-    "all_gather_single": "all_gather_into_tensor",
-    "reduce_scatter_single": "reduce_scatter_tensor",
-}
-
-
-def backend_function(name):
-    """Return torch.distributed's function for the collective `name`, also in torch 2.11."""
-    if not hasattr(dist, name):
-        name = _OLDER_NAMES[name]
-    return getattr(dist, name)
 
 
 # ---- the collectives -----------------------------------------------------------------------------
@@ -1212,7 +759,493 @@ def all_reduce_cost(algorithm, nbytes, world_size, ranks_per_node=1, rank=0):
     }[algorithm]
 
 
-# ---- processes, objects, listeners ---------------------------------------------------------------
+@contextmanager
+def observe(listener):
+    """Call listener(event, operation, ...) for operations begun in the block, and for their waits:
+
+    begin                     at the start of the call, in the caller's thread
+    post, sends, receives     before messages [(tensor, peer in the group)] are posted
+    end                       on completion (on NCCL: launch) or failure
+
+    The last two may come from another thread. A wait() is an operation, too. With async_op=False
+    an operation blocks its caller from begin to end. An asynchronous exchange() ends in its wait().
+    """
+    _LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(listener)
+
+
+class Traffic:
+    """The payload that this rank has sent."""
+
+    def __init__(self):
+        self.sent = []  # (operation's name, group, peer in the group, bytes) of every message
+
+    def bytes(self, operation=None, group=None, peers=None):
+        """Sum the bytes sent in `group` to `peers` by operations of this name. None means all."""
+        sent = [m for m in self.sent if operation in (None, m[0]) and group in (None, m[1])]
+        return sum(nbytes for *_, peer, nbytes in sent if peers is None or peer in peers)
+
+
+@contextmanager
+def count_bytes():
+    """Count what this rank sends in operations begun inside: `with count_bytes() as traffic:`"""
+    traffic = Traffic()
+
+    def listen(event, operation, sends=(), receives=()):
+        if operation.members.by_backend and operation.name not in ("exchange", "reduce", "wait"):
+            raise RuntimeError(f"nobody counts the bytes of the backend's own {operation.name}")
+        for tensor, peer in sends:
+            traffic.sent.append((operation.name, operation.group, peer, tensor.nbytes))
+
+    with observe(listen):
+        yield traffic
+
+
+# ==== upper floor =================================================================================
+#
+# So far, every collective is a generator of batches. What follows sends them fast: an operation has
+# a queue, long tensors are cut into segments that take turns, and the algorithm is chosen by size.
+# A reader who wants the techniques alone may go on with ddp.py.
+
+# ---- messages ------------------------------------------------------------------------------------
+#
+# An Operation, defined further down, is one call of exchange() or of a collective. It posts the
+# messages, and an asynchronous call returns it. Its queue runs the group's pending collectives.
+
+
+def exchange(sends, receives, group=None, async_op=False):
+    """Send and receive several tensors in one batch, whose messages progress together.
+
+    sends, receives: lists of (contiguous tensor, peer), where peer is a rank of `group`. Each pair
+    of ranks must post the messages between them in the same order, in the same batches, with equal
+    sizes. On gloo a message larger than its receiver's tensor aborts the process. Empty tensors are
+    not sent. Pending collectives of the group complete first. A RuntimeError names the failed peer.
+    """
+    tensor = (sends or receives)[0][0] if sends or receives else None
+    operation = Operation("exchange", group, tensor, async_op)
+    with suppress(Exception):  # an error of a pending collective is raised by its own wait()
+        operation.queue.last.finish()
+    task = partial(operation.queue.run, operation.post(sends, receives))
+    if not async_op:
+        return operation.complete(task)
+    operation.pending = Pending(partial(operation.complete, task), is_completed=lambda: False)
+    return operation
+
+
+# ---- algorithms take turns -----------------------------------------------------------------------
+#
+# An algorithm is a generator. It yields a batch (sends, receives), is resumed once the messages of
+# the batch are complete, and computes before it yields the next batch. A large tensor is cut into
+# segments, each with a generator of its own. One segment is summed while the next ones travel.
+
+SEGMENT = 1 << 20  # bytes of a chunk that travel in one message on gloo (NCCL: see DIRECT_BYTES)
+
+
+def take_turns(algorithms, operation):
+    """Run the algorithms of all segments. The one that posted its messages first continues first.
+
+    All ranks keep this order, so each receives messages in the order in which its peer sends them.
+    """
+    waiting = deque(algorithms)
+    under_way = deque()  # (algorithm, function that waits for its messages)
+    while waiting or under_way:
+        if waiting and len(under_way) < operation.queue.window:
+            algorithm = waiting.popleft()
+        else:
+            algorithm, wait = under_way.popleft()
+            wait()
+            wait = None  # frees the batch's tensors
+        step = next(algorithm, None)
+        if step is not None:
+            under_way.append((algorithm, operation.post(*step)))
+            step = None
+
+
+# ---- the choice ----------------------------------------------------------------------------------
+#
+# Every step costs time, and so does every byte. Short tensors are quickest with few steps, and long
+# ones with few bytes. The constants were measured for gloo (2 to 8 ranks on 2 cores, 1 Gbit/s
+# between machines) and estimated for NCCL (60 us of host time per batch, 400 Gbit/s between nodes).
+# They are fixed, not measured at start-up, so that results do not depend on timing.
+
+ONE_STEP_BYTES = 1 << 16  # on NCCL in one node, naive is quicker than direct for fewer bytes
+DIRECT_BYTES = 1 << 26  # the longest segment of a full tensor on NCCL; it bounds the scratch memory
+LONG_BYTES = 1 << 21  # on gloo, a longer tensor is quicker in segments, which fit a core's cache
+
+
+@lru_cache(1 << 12)
+def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
+    """Return the name of the quickest algorithm for an all-reduce, or for one of its 2 phases."""
+    nodes = world_size // ranks_per_node
+    if world_size == 1 or (on_nccl and nodes == 1):  # a copy, or P-1 messages that leave at once
+        return "naive" if phases == 2 and nbytes < ONE_STEP_BYTES else "direct"
+    names = ["ring"]
+    if 1 < nodes < world_size:
+        names.append("hierarchical")
+    if on_nccl or nbytes < LONG_BYTES:
+        if phases == 2:
+            names += ["recursive_doubling", "halving_doubling"]
+        elif world_size.bit_count() == 1:
+            names.append("halving_doubling")
+        elif not on_nccl:
+            names.append("direct")
+    step_bytes = 1 << 22 if on_nccl else 1 << 17  # a step takes as long as these bytes
+    if nodes > 1 and not on_nccl:
+        step_bytes = 1 << 14
+
+    def cost(name):
+        steps, sent = all_reduce_cost(name, nbytes, world_size, ranks_per_node)
+        if name == "hierarchical":
+            sent //= ranks_per_node  # about the bytes that leave the node
+        return steps * step_bytes + sent
+
+    return min(names, key=cost)
+
+
+def _plan(operation, nbytes, phases=1, name="auto"):
+    """Return (name, number of segments, keyword arguments) of an operation's algorithm."""
+    P = operation.world_size
+    on_nccl = operation.queue.on_nccl
+    ranks_per_node = operation.members.ranks_per_node
+    if name == "auto" or P == 1:
+        name = choose(nbytes, P, ranks_per_node, on_nccl, phases)
+    options = {"ranks_per_node": ranks_per_node} if name == "hierarchical" else {}
+    if "doubling" in name or name == "naive" or (name == "ring" and on_nccl):
+        # on gloo choose() takes these only for short tensors; on NCCL segments would gain little
+        return name, 1, options
+    segment_bytes = DIRECT_BYTES if on_nccl else P * SEGMENT
+    return name, max(1, math.ceil(nbytes / segment_bytes)), options
+
+
+# ---- an operation and its queue ------------------------------------------------------------------
+#
+#     all_reduce(x)              makes an Operation, and a function that makes its algorithms
+#       _launch()                runs the operation at once, or submits it to the group's queue
+#         take_turns()           resumes each algorithm when its batch is complete
+#           Operation.post()     sends and receives the next batch
+#
+# A group's collectives run one by one, and read their inputs when their turn comes. Those with
+# async_op, and those that are called while others are pending, go to the group's queue. For gloo
+# it is a thread, and wait() blocks until the task has ended. For NCCL it is a CUDA stream, whose
+# kernels run beside those of the caller's stream, and wait() makes the caller's stream wait. An
+# exchange() starts once the pending collectives are done; later collectives do not wait for it.
+
+# _MEMBERSHIPS is global because no attribute can be set on a process group, and _LISTENERS because
+# autograd may call collectives in its own threads, which do not see the caller's context variables.
+_MEMBERSHIPS = weakref.WeakKeyDictionary()  # process group -> Membership
+_LISTENERS = []  # the listener of every observe() that is open
+
+
+class Membership:
+    """What this rank knows about a process group. It is made once per group.
+
+    place: (this rank in the group, the group's size); ranks: the global ranks of its members
+    ranks_per_node: see set_ranks_per_node(); by_backend: see set_backend_collectives()
+    queues: {device: the queue for its tensors}; thread: the queue of devices without NCCL
+    device: where barrier() and gather_objects() make their tensors; the CPU if the group has gloo
+    """
+
+    def __init__(self, group):
+        self.place = rank_and_size(group)
+        self.ranks = dist.get_process_group_ranks(group)
+        self.ranks_per_node = len(self.ranks)
+        self.by_backend = False
+        self.queues = {}
+        self.thread = _Thread(group)
+        self.device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
+        _MEMBERSHIPS[group] = self
+
+
+def membership(group, caller):
+    """Return the Membership of a group. An error names `caller`, the function that was called."""
+    group = group or dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{caller} is called by a rank that is not in the group")
+    return _MEMBERSHIPS.get(group) or Membership(group)
+
+
+# A pending task: finish() waits for it, and is_completed() tells whether it has ended.
+Pending = namedtuple("Pending", "finish is_completed")
+DONE = Pending(lambda: None, lambda: True)
+
+
+class Operation:
+    """One call of a collective, of exchange(), or of wait() for one of these.
+
+    name: "all_reduce" ..., "exchange" or "wait"; of: the Operation that a "wait" waits for
+    group, rank, world_size, ranks: the process group, and what its Membership says
+    root: the group rank that a broadcast or scatter starts from, or where a reduce or gather ends
+    pending: what wait() finishes, if async_op; listeners: the functions that tell() calls
+    """
+
+    pending = DONE
+
+    def __init__(self, name, group, tensor=None, async_op=False, op=None, root=None, of=None):
+        """tensor: its device picks the queue; root: (src, group_src) or (dst, group_dst)."""
+        self.name, self.async_op = name, async_op
+        self.op, self.of = op, of
+        self.listeners = of.listeners if of else tuple(_LISTENERS)
+        self.group = group or dist.group.WORLD
+        self.members = members = membership(self.group, name)
+        self.place = members.place
+        self.rank, self.world_size = members.place
+        self.ranks = members.ranks
+        device = None if tensor is None else tensor.device
+        self.queue = members.queues.get(device)
+        if self.queue is None:  # a group may have NCCL for GPUs and gloo for CPUs
+            on_nccl = device and f"{device.type}:nccl" in dist.get_backend_config(self.group)
+            self.queue = members.queues[device] = _Stream() if on_nccl else members.thread
+        self.root = None if root is None else self.find_root(*root)
+        self.tell("begin")
+
+    def find_root(self, global_rank, group_rank):
+        """Return the group rank of the root, given as either rank. The default is global rank 0."""
+        if group_rank is None:
+            global_rank = global_rank or 0
+            if global_rank not in self.ranks:
+                ranks = f"the group's ranks {self.ranks}"
+                raise ValueError(f"src or dst={global_rank} is not among {ranks}")
+            return self.ranks.index(global_rank)
+        given = f"group_src or group_dst={group_rank}"
+        if global_rank is not None:
+            raise ValueError(f"{self.name} got {given} besides src or dst={global_rank}")
+        if not 0 <= group_rank < self.world_size:
+            raise ValueError(f"{given} is not a rank of a group of {self.world_size}")
+        return group_rank
+
+    def wait(self):
+        """Wait for the operation, or raise its error. On NCCL only the current stream waits."""
+        Operation("wait", self.group, of=self).complete(self.pending.finish)
+        self.pending = DONE  # let go of the tensors
+
+    def is_completed(self):
+        """Return whether the operation has completed or failed; False for a pending exchange()."""
+        return self.pending.is_completed()
+
+    def tell(self, event, *messages):
+        for listener in self.listeners:
+            listener(event, self, *messages)
+
+    def complete(self, task):
+        try:
+            task()
+        finally:
+            self.tell("end")
+
+    def post(self, sends, receives):
+        """Begin a batch of messages [(tensor, peer)], and return a function that waits for them.
+
+        The function holds their tensors. On gloo each message is posted by the group's own send()
+        or recv(), since dist.isend() and irecv() take the host twice as long. gloo cannot send CUDA
+        memory, so copies in pinned host memory travel instead.
+        """
+        sends = [message for message in sends if message[0].numel()]
+        receives = [message for message in receives if message[0].numel()]
+        messages = receives + sends
+        if not messages:
+            return lambda: None
+        self.tell("post", sends, receives)
+        if self.queue.on_nccl:
+            work = self.attempt(messages, post_batch, self.group, sends, receives)
+            return partial(self.attempt, messages, work.wait)
+        arriving = receives
+        if messages[0][0].is_cuda:
+            pinned = partial(torch.empty_like, device="cpu", pin_memory=True)
+            arriving = [(pinned(tensor), peer) for tensor, peer in receives]
+            sends = [(pinned(tensor).copy_(tensor), peer) for tensor, peer in sends]
+        tag = 1 << 30  # so that no message of the user matches
+        works = []
+        for call, messages in (self.group.recv, arriving), (self.group.send, sends):
+            for tensor, peer in messages:
+                message = [(tensor, peer)]
+                works.append((message, self.attempt(message, call, [tensor], peer, tag)))
+        return partial(self.await_messages, works, receives, arriving)
+
+    def await_messages(self, works, receives, arriving):
+        """Wait for `works`, pairs ([message], torch Work), and copy `arriving` to `receives`."""
+        for message, work in works:
+            self.attempt(message, work.wait)
+        for (tensor, _), (buffer, _) in zip(receives, arriving):
+            if buffer is not tensor:
+                tensor.copy_(buffer)
+
+    def attempt(self, messages, call, *arguments):
+        """Return call(*arguments), or raise an error that names the messages' peers."""
+        try:
+            return call(*arguments)
+        except RuntimeError as error:
+            peers = " or ".join(str(self.ranks[peer]) for peer in sorted({p for _, p in messages}))
+            where = f"{self.name} in the group of ranks {self.ranks}: rank {self.ranks[self.rank]}"
+            raise RuntimeError(f"{where} lost rank {peers}: {error}") from error
+
+
+def post_batch(group, sends, receives):
+    """Post a batch to NCCL and return its torch Work, faster than batch_isend_irecv() does."""
+    device = (receives or sends)[0][0].device
+    group._start_coalescing(device)
+    for call, messages in (group.recv, receives), (group.send, sends):
+        for tensor, peer in messages:
+            if tensor.is_complex():  # NCCL has no complex numbers
+                tensor = torch.view_as_real(tensor)
+            call([tensor], peer, 0)
+    return group._end_coalescing(device)
+
+
+class _Stream:
+    """The queue of a group on NCCL: a CUDA stream, made once since torch's pool holds only 32."""
+
+    on_nccl = True
+    window = 2  # segments under way: one is summed while one travels
+    last = DONE  # the last task that was submitted
+    AHEAD = 5  # operations that the host may launch before the device has done them
+
+    def __init__(self):
+        self.stream = torch.cuda.Stream(priority=-1)  # for sums; NCCL has one for messages
+        self.launched = deque()  # (event, tensors held until the device passes it)
+
+    def run(self, task, held=()):
+        """Run a task on the current stream, then wait until at most AHEAD tasks are unfinished.
+
+        The allocator reuses the memory of NCCL's messages only once the host has seen their end. If
+        the host ran a training step ahead, each message of that step would need its own memory.
+        """
+        task()
+        event = torch.cuda.current_stream().record_event()
+        self.launched.append((event, held))
+        while self.launched and self.launched[0][0].query():
+            self.launched.popleft()
+        while len(self.launched) > self.AHEAD:
+            oldest, _ = self.launched.popleft()
+            oldest.synchronize()
+        return event
+
+    def submit(self, task, tensors):
+        """Run a task on the side stream. Return it as Pending."""
+        held = list(tensors)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            event = self.run(task, held)
+
+        def finish():
+            torch.cuda.current_stream().wait_event(event)
+            held.clear()  # later uses of their memory are ordered after the event
+
+        return Pending(finish, event.query)
+
+
+class _Thread:
+    """The queue of a group on gloo: a thread that ends when the group or Python does."""
+
+    on_nccl = False
+    window = 3  # segments under way
+    last = DONE  # the last task that was submitted
+
+    def __init__(self, group):
+        self.tasks = SimpleQueue()
+        self.thread = threading.Thread(target=self.work, daemon=True)
+        weakref.finalize(group, self.end)
+
+    def work(self):
+        schedule_as_batch("SCHED_OTHER")  # a batch thread would not preempt the one that wakes it
+        for task, inference, future in iter(self.tasks.get, None):
+            try:
+                with torch.inference_mode(inference):  # each thread has its own mode
+                    future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+            del task, future  # they hold the group and tensors
+
+    def end(self):
+        """End the thread. A thread that returns from C++ after Python's end aborts the process."""
+        self.tasks.put(None)
+        if self.thread.is_alive() and self.thread is not threading.current_thread():
+            self.thread.join(30)  # seconds
+
+    def run(self, task):
+        task()
+
+    def submit(self, task, tensors):
+        """Run a task, which holds its tensors, in the thread. Return it as Pending."""
+        if self.thread.ident is None:
+            self.thread.start()
+        future = Future()
+        self.tasks.put((task, torch.is_inference_mode_enabled(), future))
+        return Pending(future.result, future.done)
+
+
+def _launch(operation, algorithms, outputs, inputs=(), backend_options=None):
+    """Run an operation in its turn. algorithms(*flat outputs, *flat inputs) makes its generators.
+
+    backend_options: keyword arguments of the backend's collective, which may run instead
+    """
+    tensors = (*outputs, *inputs)
+
+    def run():
+        flat = [tensor.detach().contiguous().view(-1) for tensor in tensors]
+        if operation.members.by_backend and backend_options is not None:
+            _backend_collective(operation, flat, backend_options)
+        else:
+            take_turns(algorithms(*flat), operation)
+        if operation.op == ReduceOp.AVG and outputs:
+            flat[0].div_(operation.world_size)
+        for tensor, result in zip(outputs, flat):
+            if not tensor.is_contiguous():  # then the result is in a copy
+                tensor.detach().copy_(result.view(tensor.shape))
+
+    queue = operation.queue
+    if operation.async_op and operation.world_size > 1:
+        queue.last = operation.pending = queue.submit(partial(operation.complete, run), tensors)
+    elif queue.last.is_completed():
+        operation.complete(partial(queue.run, run))
+    else:
+        queue.last = queue.submit(run, tensors)
+        operation.complete(queue.last.finish)
+    return operation if operation.async_op else None
+
+
+def set_backend_collectives(group=None):
+    """Let the backend run the group's collectives. count_bytes() rejects these.
+
+    Exceptions are reduce(), and all_gather() of unequal lengths, which gloo does not support.
+    """
+    membership(group, "set_backend_collectives").by_backend = dist.get_world_size(group) > 1
+
+
+def _backend_collective(operation, tensors, options):
+    """Run the operation with the backend's own collective."""
+    if operation.op == ReduceOp.AVG:
+        options = options | {"op": ReduceOp.SUM}  # _launch() divides
+    if operation.name == "all_reduce" and len(tensors) == 2:
+        tensors[0].copy_(tensors.pop())
+    if operation.name == "scatter":
+        output, *inputs = tensors
+        tensors = output, inputs
+    elif operation.name == "gather":
+        *outputs, input = tensors
+        tensors = input, outputs
+    elif operation.name == "all_gather":
+        *outputs, input = tensors
+        tensors = outputs, input
+    backend_function(operation.name)(*tensors, group=operation.group, **options)
+
+
+_OLDER_NAMES = {
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+}
+
+
+def backend_function(name):
+    """Return torch.distributed's function for the collective `name`, also in torch 2.11."""
+    if not hasattr(dist, name):
+        name = _OLDER_NAMES[name]
+    return getattr(dist, name)
+
+
+# ---- processes, objects --------------------------------------------------------------------------
 
 
 def schedule_as_batch(policy="SCHED_BATCH"):
@@ -1291,33 +1324,6 @@ def autocasted(x):
     device = x.device.type
     autocasts = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(device)) if autocasts else x
-
-
-class Traffic:
-    """The payload that this rank has sent."""
-
-    def __init__(self):
-        self.sent = []  # (operation's name, group, peer in the group, bytes) of every message
-
-    def bytes(self, operation=None, group=None, peers=None):
-        """Sum the bytes sent in `group` to `peers` by operations of this name. None means all."""
-        sent = [m for m in self.sent if operation in (None, m[0]) and group in (None, m[1])]
-        return sum(nbytes for *_, peer, nbytes in sent if peers is None or peer in peers)
-
-
-@contextmanager
-def count_bytes():
-    """Count what this rank sends in operations begun inside: `with count_bytes() as traffic:`"""
-    traffic = Traffic()
-
-    def listen(event, operation, sends=(), receives=()):
-        if operation.members.by_backend and operation.name not in ("exchange", "reduce", "wait"):
-            raise RuntimeError(f"nobody counts the bytes of the backend's own {operation.name}")
-        for tensor, peer in sends:
-            traffic.sent.append((operation.name, operation.group, peer, tensor.nbytes))
-
-    with observe(listen):
-        yield traffic
 
 
 # ---- demonstration -------------------------------------------------------------------------------
