@@ -22,9 +22,9 @@ bytes. The rows with log2(P) hold for powers of two; all_reduce_cost() covers ev
     scatter                rank r has the root's chunk r          (P-1)/P D       1
     gather                 the root has every rank's chunk        D/P             1
 
-A rank holds   its tensors, and scratch memory for partial sums and arriving chunks. Long tensors
-               are cut into segments, so a ring on gloo needs at most 6 MB, and direct on NCCL
-               128 MB. For P = 2^k, halving_doubling needs up to 3/4 D, and recursive_doubling 2 D
+A rank holds   its tensors, and scratch memory for partial sums and arriving chunks, which does not
+               grow with D: long tensors are cut into segments. For P = 2^k, halving_doubling needs
+               up to 3/4 D, and recursive_doubling 2 D
 It sends       what the table says. In a broadcast or a scatter only the root sends that much; in a
                reduce or a gather it sends nothing. The chunks of all_gather may have unequal
                lengths, and each is sent P-1 times. No all-reduce lets every rank send less than
@@ -60,16 +60,52 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-# ---- the idea: a sum travels around a ring -------------------------------------------------------
-#
-#     rank 0 ---> rank 1 ---> rank 2 ---> rank 3 ---+       every link carries 1/P of the tensor
-#       ^                                           |       at every step
-#       +-------------------------------------------+
+# ---- the wire ------------------------------------------------------------------------------------
 
 
 def rank_and_size(group=None):
     """Return this rank inside `group`, and the group's size."""
     return dist.get_rank(group), dist.get_world_size(group)
+
+
+TAG = 1 << 30  # of our messages, so that none of the user's own matches
+
+
+def plain_exchange(sends, receives, group=None):
+    """Send and receive several tensors in one batch, whose messages progress together, and wait.
+
+    sends, receives: lists of (contiguous tensor, peer), where peer is a rank of `group`. Each pair
+    of ranks must post the messages between them in the same order, in the same batches, with equal
+    sizes. No collective of the group may be pending. Empty tensors are not sent.
+    """
+    sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
+    receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
+    operation = Operation("plain_exchange", group)
+    operation.tell("post", sends, receives)  # so that count_bytes() sees the messages
+    message = partial(dist.P2POp, group=group, tag=TAG)
+    batch = [message(dist.irecv, tensor, group_peer=peer) for tensor, peer in receives]
+    batch += [message(dist.isend, tensor, group_peer=peer) for tensor, peer in sends]
+    if batch:
+        for request in dist.batch_isend_irecv(batch):
+            request.wait()
+    operation.tell("end")
+
+
+# ---- the idea: a sum travels around a ring -------------------------------------------------------
+#
+#     rank 0 ---> rank 1 ---> rank 2 ---+       every link carries 1/P of the tensor at every step
+#       ^                               |
+#       +-------------------------------+
+#
+# Each rank has a tensor of three chunks. A step sends one chunk along every link. The number that
+# has just changed is marked:
+#
+#                 rank 0             rank 1             rank 2
+#     start      1    2    3       10   20   30      100  200  300
+#     step 0     1  202*   3       10   20   33*     110* 200  300       partial sums
+#     step 1   111* 202    3       10  222*  33      110  200  333*      a whole sum on each rank
+#     step 2   111  202  333*     111* 222   33      110  222* 333       copies of whole sums
+#     step 3   111  222* 333      111  222  333*     111* 222  333
 
 
 def ring_all_reduce(tensor, group=None):
@@ -80,21 +116,25 @@ def ring_all_reduce(tensor, group=None):
         outgoing = chunks[(rank - step - 1) % P]
         own = chunks[(rank - step - 2) % P]
         arriving = torch.empty_like(own)
-        exchange([(outgoing, (rank + 1) % P)], [(arriving, (rank - 1) % P)], group)
+        plain_exchange([(outgoing, (rank + 1) % P)], [(arriving, (rank - 1) % P)], group)
         if step < P - 1:
             own.add_(arriving)  # the sum over one more rank; after P-1 steps, over all
         else:
-            own.copy_(arriving)  # a complete sum, on its way to all ranks
+            own.copy_(arriving)  # a whole sum, on its way to all ranks
 
 
 # ---- reduce-scatter, all-gather, all-reduce ------------------------------------------------------
+#
+# An algorithm is a generator. It yields a batch (sends, receives), is resumed once the messages of
+# the batch are complete, and computes before it yields the next batch. plain_all_reduce() is all
+# that it takes to run one.
 #
 # Replicas of a model rely on identical bits. So a sum is computed on one rank and copied, or it is
 # computed on all ranks in the same order, or in mirrored orders, since a + b is exactly b + a.
 
 _REDUCTIONS = {  # op: (for two tensors, for a tensor and a dim)
     ReduceOp.SUM: (torch.add, torch.sum),
-    ReduceOp.AVG: (torch.add, torch.sum),  # _launch() divides at the end
+    ReduceOp.AVG: (torch.add, torch.sum),  # launch() divides at the end
     ReduceOp.PRODUCT: (torch.mul, torch.prod),
     ReduceOp.MIN: (torch.minimum, torch.amin),
     ReduceOp.MAX: (torch.maximum, torch.amax),
@@ -349,6 +389,18 @@ def _all_reduce(name, output, input, combine, rank, world_size, **options):
         yield [(output, rank + core)], []
 
 
+def plain_all_reduce(tensor, algorithm="ring", group=None, **options):
+    """Sum a contiguous tensor over the group in place: send what an algorithm yields, and wait.
+
+    algorithm: a name from the module docstring; options: ranks_per_node for hierarchical
+    """
+    rank, P = rank_and_size(group)
+    flat = tensor.view(-1)
+    combine = _Combine(ReduceOp.SUM)
+    for sends, receives in _all_reduce(algorithm, flat, flat, combine, rank, P, **options):
+        plain_exchange(sends, receives, group)
+
+
 def _tree(operation):
     """Return this rank's parent and children, farthest first, in a tree of depth log2(P).
 
@@ -394,12 +446,12 @@ def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False, algorithm="a
         output = tensor
 
     def algorithms(*flat):  # the output, and the input if it is another tensor
-        name, segments, options = _plan(operation, tensor.nbytes, 2, algorithm)
+        name, segments, options = choose_segments(operation, tensor.nbytes, 2, algorithm)
         parts = zip(_cut(flat[0], segments, P), _cut(flat[-1], segments, P))
         return [_all_reduce(name, *part, combine, rank, P, **options) for part in parts]
 
     _check_fits(output, tensor, output.numel(), tensor.numel())
-    return _launch(operation, algorithms, [output], inputs, {"op": op})
+    return launch(operation, algorithms, [output], inputs, {"op": op})
 
 
 def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
@@ -410,12 +462,12 @@ def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=F
     _check_fits(output, input, P * output.numel(), input.numel())
 
     def algorithms(output, input):
-        name, segments, options = _plan(operation, input.nbytes)
+        name, segments, options = choose_segments(operation, input.nbytes)
         reduce_scatter = _PHASES[name][0]
         parts = zip(*(_cut(flat, segments) for flat in (*input.tensor_split(P), output)))
         return [reduce_scatter(chunks, part, combine, rank, **options) for *chunks, part in parts]
 
-    return _launch(operation, algorithms, [output], [input], {"op": op})
+    return launch(operation, algorithms, [output], [input], {"op": op})
 
 
 def all_gather_single(output, input, group=None, async_op=False):
@@ -425,7 +477,7 @@ def all_gather_single(output, input, group=None, async_op=False):
     _check_fits(output, input, output.numel(), P * input.numel())
 
     def algorithms(output, input):
-        name, segments, options = _plan(operation, output.nbytes)
+        name, segments, options = choose_segments(operation, output.nbytes)
         all_gather = _PHASES[name][1]
         chunks = output.tensor_split(P)
         if chunks[rank].data_ptr() != input.data_ptr():
@@ -433,7 +485,7 @@ def all_gather_single(output, input, group=None, async_op=False):
         parts = zip(*(_cut(chunk, segments) for chunk in chunks))
         return [all_gather(part, rank, **options) for part in parts]
 
-    return _launch(operation, algorithms, [output], [input], {})
+    return launch(operation, algorithms, [output], [input], {})
 
 
 def all_gather(tensor_list, tensor, group=None, async_op=False):
@@ -459,7 +511,7 @@ def all_gather(tensor_list, tensor, group=None, async_op=False):
         return [_direct_all_gather(chunks, rank)]
 
     backend_options = {} if len(set(lengths)) == 1 else None
-    return _launch(operation, algorithms, outputs, [tensor], backend_options)
+    return launch(operation, algorithms, outputs, [tensor], backend_options)
 
 
 def all_to_all_single(
@@ -482,7 +534,7 @@ def all_to_all_single(
         return [_pairwise(inputs, outputs, rank)]
 
     splits = {"output_split_sizes": received, "input_split_sizes": sent}
-    return _launch(operation, algorithms, [output], [input], splits)
+    return launch(operation, algorithms, [output], [input], splits)
 
 
 def _split_sizes(tensor, rows_of_ranks, world_size):
@@ -504,7 +556,7 @@ def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
     """Copy the root's `tensor` to every rank, in place."""
     operation = Operation("broadcast", group, tensor, async_op, root=(src, group_src))
     options = {"group_src": operation.root}
-    return _launch(operation, lambda x: [_tree_broadcast(x, operation)], [tensor], [], options)
+    return launch(operation, lambda x: [_tree_broadcast(x, operation)], [tensor], [], options)
 
 
 def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_dst=None):
@@ -512,7 +564,7 @@ def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False, group_
     operation = Operation("reduce", group, tensor, async_op, op, root=(dst, group_dst))
     is_root = operation.rank == operation.root
     algorithms = lambda flat: [_tree_reduce(flat, operation, _Combine(op))]
-    return _launch(operation, algorithms, [tensor] if is_root else [], [] if is_root else [tensor])
+    return launch(operation, algorithms, [tensor] if is_root else [], [] if is_root else [tensor])
 
 
 def _tree_reduce(tensor, operation, combine):
@@ -535,7 +587,7 @@ def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, gro
     operation = Operation("scatter", group, tensor, async_op, root=(src, group_src))
     inputs = _list_of_root(operation, scatter_list, tensor)
     algorithms = lambda output, *inputs: [_scatter(output, inputs, operation)]
-    return _launch(operation, algorithms, [tensor], inputs, {"group_src": operation.root})
+    return launch(operation, algorithms, [tensor], inputs, {"group_src": operation.root})
 
 
 def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
@@ -546,7 +598,7 @@ def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group
     operation = Operation("gather", group, tensor, async_op, root=(dst, group_dst))
     outputs = _list_of_root(operation, gather_list, tensor)
     algorithms = lambda *flat: [_gather(flat[:-1], flat[-1], operation)]
-    return _launch(operation, algorithms, outputs, [tensor], {"group_dst": operation.root})
+    return launch(operation, algorithms, outputs, [tensor], {"group_dst": operation.root})
 
 
 def _scatter(output, inputs, operation):
@@ -795,7 +847,8 @@ def count_bytes():
     traffic = Traffic()
 
     def listen(event, operation, sends=(), receives=()):
-        if operation.members.by_backend and operation.name not in ("exchange", "reduce", "wait"):
+        ours = ("plain_exchange", "exchange", "reduce", "wait")
+        if operation.members.by_backend and operation.name not in ours:
             raise RuntimeError(f"nobody counts the bytes of the backend's own {operation.name}")
         for tensor, peer in sends:
             traffic.sent.append((operation.name, operation.group, peer, tensor.nbytes))
@@ -811,18 +864,14 @@ def count_bytes():
 # A reader who wants the techniques alone may go on with ddp.py.
 
 # ---- messages ------------------------------------------------------------------------------------
-#
-# An Operation, defined further down, is one call of exchange() or of a collective. It posts the
-# messages, and an asynchronous call returns it. Its queue runs the group's pending collectives.
 
 
 def exchange(sends, receives, group=None, async_op=False):
-    """Send and receive several tensors in one batch, whose messages progress together.
+    """Do what plain_exchange() does, faster, and also in a group that is busy.
 
-    sends, receives: lists of (contiguous tensor, peer), where peer is a rank of `group`. Each pair
-    of ranks must post the messages between them in the same order, in the same batches, with equal
-    sizes. On gloo a message larger than its receiver's tensor aborts the process. Empty tensors are
-    not sent. Pending collectives of the group complete first. A RuntimeError names the failed peer.
+    Pending collectives of the group complete first. On gloo a message larger than its receiver's
+    tensor aborts the process. A RuntimeError names the failed peer. Only with async_op=True does it
+    return before the messages are complete, and an Operation to wait() for.
     """
     tensor = (sends or receives)[0][0] if sends or receives else None
     operation = Operation("exchange", group, tensor, async_op)
@@ -837,9 +886,9 @@ def exchange(sends, receives, group=None, async_op=False):
 
 # ---- algorithms take turns -----------------------------------------------------------------------
 #
-# An algorithm is a generator. It yields a batch (sends, receives), is resumed once the messages of
-# the batch are complete, and computes before it yields the next batch. A large tensor is cut into
-# segments, each with a generator of its own. One segment is summed while the next ones travel.
+# A large tensor is cut into segments, each with a generator of its own. One segment is summed while
+# the next ones travel. So a ring on gloo needs at most 6 MB of scratch memory, and direct on NCCL
+# 128 MB.
 
 SEGMENT = 1 << 20  # bytes of a chunk that travel in one message on gloo (NCCL: see DIRECT_BYTES)
 
@@ -905,7 +954,7 @@ def choose(nbytes, world_size, ranks_per_node, on_nccl, phases=1):
     return min(names, key=cost)
 
 
-def _plan(operation, nbytes, phases=1, name="auto"):
+def choose_segments(operation, nbytes, phases=1, name="auto"):
     """Return (name, number of segments, keyword arguments) of an operation's algorithm."""
     P = operation.world_size
     on_nccl = operation.queue.on_nccl
@@ -922,10 +971,15 @@ def _plan(operation, nbytes, phases=1, name="auto"):
 
 # ---- an operation and its queue ------------------------------------------------------------------
 #
-#     all_reduce(x)              makes an Operation, and a function that makes its algorithms
-#       _launch()                runs the operation at once, or submits it to the group's queue
-#         take_turns()           resumes each algorithm when its batch is complete
-#           Operation.post()     sends and receives the next batch
+#     all_reduce(x)                      makes an Operation, and the algorithms of its segments
+#       launch()                         at once, or in the group's queue if others are pending
+#         Operation.complete()           tells listeners of the end, also if it is an error
+#           queue.run()                  in the caller's thread or stream; submit(): in the queue's
+#             run(), in launch()         makes inputs contiguous, and copies results back
+#               take_turns()             resumes each algorithm when its batch is complete
+#                 Operation.post()       tells listeners of the next batch, and begins it
+#                   Operation.attempt()  adds the names of the peers to an error
+#                     group.send()       and group.recv(), which are torch's; NCCL: post_batch()
 #
 # A group's collectives run one by one, and read their inputs when their turn comes. Those with
 # async_op, and those that are called while others are pending, go to the group's queue. For gloo
@@ -975,7 +1029,7 @@ DONE = Pending(lambda: None, lambda: True)
 class Operation:
     """One call of a collective, of exchange(), or of wait() for one of these.
 
-    name: "all_reduce" ..., "exchange" or "wait"; of: the Operation that a "wait" waits for
+    name: "all_reduce", "exchange" ..., or "wait"; of: the Operation that a "wait" waits for
     group, rank, world_size, ranks: the process group, and what its Membership says
     root: the group rank that a broadcast or scatter starts from, or where a reduce or gather ends
     pending: what wait() finishes, if async_op; listeners: the functions that tell() calls
@@ -1056,12 +1110,11 @@ class Operation:
             pinned = partial(torch.empty_like, device="cpu", pin_memory=True)
             arriving = [(pinned(tensor), peer) for tensor, peer in receives]
             sends = [(pinned(tensor).copy_(tensor), peer) for tensor, peer in sends]
-        tag = 1 << 30  # so that no message of the user matches
         works = []
         for call, messages in (self.group.recv, arriving), (self.group.send, sends):
             for tensor, peer in messages:
                 message = [(tensor, peer)]
-                works.append((message, self.attempt(message, call, [tensor], peer, tag)))
+                works.append((message, self.attempt(message, call, [tensor], peer, TAG)))
         return partial(self.await_messages, works, receives, arriving)
 
     def await_messages(self, works, receives, arriving):
@@ -1176,7 +1229,7 @@ class _Thread:
         return Pending(future.result, future.done)
 
 
-def _launch(operation, algorithms, outputs, inputs=(), backend_options=None):
+def launch(operation, algorithms, outputs, inputs=(), backend_options=None):
     """Run an operation in its turn. algorithms(*flat outputs, *flat inputs) makes its generators.
 
     backend_options: keyword arguments of the backend's collective, which may run instead
@@ -1217,7 +1270,7 @@ def set_backend_collectives(group=None):
 def _backend_collective(operation, tensors, options):
     """Run the operation with the backend's own collective."""
     if operation.op == ReduceOp.AVG:
-        options = options | {"op": ReduceOp.SUM}  # _launch() divides
+        options = options | {"op": ReduceOp.SUM}  # launch() divides
     if operation.name == "all_reduce" and len(tensors) == 2:
         tensors[0].copy_(tensors.pop())
     if operation.name == "scatter":

@@ -26,12 +26,13 @@ from collectives import (
     MOST_PEERS, agree_on_ranks_per_node, all_gather, all_gather_single, all_gather_to_group,
     all_reduce, all_reduce_bytes, all_reduce_cost, all_to_all_in_group, all_to_all_single,
     backend_function, barrier, broadcast, check_parameters, choose, copy_to_group, count_bytes,
-    exchange, gather, gather_from_group, gather_objects, observe, rank_and_size, reduce,
-    reduce_from_group, reduce_scatter_bytes, reduce_scatter_single, reduce_scatter_to_group,
-    ring_all_reduce, scatter, scatter_to_group, set_backend_collectives, set_ranks_per_node,
+    exchange, gather, gather_from_group, gather_objects, observe, plain_all_reduce,
+    rank_and_size, reduce, reduce_from_group, reduce_scatter_bytes, reduce_scatter_single,
+    reduce_scatter_to_group, ring_all_reduce, scatter, scatter_to_group, set_backend_collectives,
+    set_ranks_per_node,
 )
 from gpu_counts import as_on_nccl, nccl_over_gloo, post_nowhere
-from ranks import PROJECT, least_bytes, on_ranks, spawn
+from ranks import PROJECT, least_bytes, on_ranks, run, spawn
 from transformer import Peak
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64]
@@ -256,14 +257,45 @@ def test_every_algorithm_reduces_and_leaves_the_same_bits_on_all_ranks():
 
 
 @on_ranks(1, 2, 3, 4)
-def test_the_ring_at_the_top_of_the_file_gives_the_bits_of_the_real_one():
+def test_the_plain_forms_give_the_bits_and_send_the_bytes_of_the_fast_ones():
     rank, P = rank_and_size()
-    for chunk in (0, 32, 320):  # lengths that both divide into the same chunks
+    plain = [(ring_all_reduce, "ring", P)]
+    for name, inside in _algorithms(P)[1:]:
+        options = {"ranks_per_node": inside} if name == "hierarchical" else {}
+        plain.append((partial(plain_all_reduce, algorithm=name, **options), name, inside))
+    for (run_plainly, name, inside), chunk in itertools.product(plain, (0, 32, 320)):
+        set_ranks_per_node(inside)
         simple = _normal(chunk * P, dtype=torch.float32, seed=rank)
         full = simple.clone()
-        ring_all_reduce(simple)
-        all_reduce(full, algorithm="ring")
+        _, sent = _counted(lambda: run_plainly(simple))
+        _, expected = _counted(lambda: all_reduce(full, algorithm=name))
         _same(simple, full)
+        assert sent == expected, name
+
+
+def _rings_table():
+    """Return what ring_all_reduce() leaves in this rank's three chunks after each step."""
+    rank, _ = rank_and_size()
+    tensor = torch.tensor([1, 2, 3]) * 10**rank
+    before = [tensor.tolist()]
+    exchange = collectives.plain_exchange
+
+    def look(*messages):
+        if (now := tensor.tolist()) != before[-1]:
+            before.append(now)
+        exchange(*messages)
+
+    with patch.object(collectives, "plain_exchange", look):
+        ring_all_reduce(tensor)
+    return [*before, tensor.tolist()]
+
+
+def test_the_numbers_beside_the_ring_are_those_that_it_computes():
+    source = (PROJECT / "collectives.py").read_text()
+    rows = re.findall(r"^#     (?:start|step \d) ((?: +\d+\*?){9})", source, re.M)
+    told = [[int(number.strip("*")) for number in row.split()] for row in rows]
+    by_rank = run(3, _rings_table)
+    assert told == [[*a, *b, *c] for a, b, c in zip(*by_rank, strict=True)]
 
 
 @on_ranks(2, 3, 4)
@@ -1167,5 +1199,6 @@ def test_all_communication_is_made_of_messages_and_messages_are_made_in_one_file
     uses = {*_uses(ast.parse(text))}
     assert not [name for name in uses if THEIRS.match(name)]
     messages = {name.split(".")[-1] for name in uses if MESSAGE.match(name)}
-    assert messages == ({"send", "recv"} if ours else set())
+    plain = {"isend", "irecv", "P2POp", "batch_isend_irecv"}  # of plain_exchange()
+    assert messages == ({"send", "recv"} | plain if ours else set())
     assert text.count("getattr(dist") == ours
