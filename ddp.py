@@ -57,9 +57,9 @@ def grad_dtype(parameter):
 class Bucket:
     """Gradients that are reduced together as soon as the last of them has been computed.
 
-    Divide the parameters among buckets before training, and call finish() after every backward.
-    GradBucket and Reducer below do the same, but .grad may be a view of the flat tensor instead of
-    a copy, all ranks reduce their buckets in the same order, and a loss may leave parameters out.
+    Divide the parameters among buckets before training, and call backward_in_buckets() in each
+    step. Autograd must complete the buckets in the same order on all ranks, and each loss must use
+    all parameters.
     """
 
     def __init__(self, parameters, group=None):
@@ -82,6 +82,19 @@ class Bucket:
             parameter.grad.copy_(part.view_as(parameter))
         self.missing = set(self.parameters)
 
+
+def backward_in_buckets(loss, buckets):
+    """Replace each gradient of a loss by its mean over the group, with overlap."""
+    loss.backward()  # each bucket starts its all-reduce as soon as its last gradient exists
+    for bucket in buckets:
+        bucket.finish()
+
+
+# ==== upper floor =================================================================================
+#
+# The wrapper below does the same for any module and any loss. Its buckets are filled by size, their
+# gradients may live in them, all ranks reduce them in one order whatever order autograd finishes
+# in, parameters may be unused, frozen or summed over groups of their own, and buffers are broadcast.
 
 # ---- tensors in one flat tensor ------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from collectives import (
 from ddp import DistributedDataParallel
 from sequence_parallel import recompute_groups
 from zero import (
-    AdamW, FullyShardedDataParallel, ShardedLayout, ZeroRedundancyOptimizer, zero_bytes, zero_memory,
+    AdamW, FullyShardedDataParallel, ZeroRedundancyOptimizer, zero_bytes, zero_memory,
     zero_rounds,
 )
 
@@ -343,18 +343,16 @@ def test_the_short_form_of_stage_1_takes_the_step_of_one_process():
 @on_ranks(1, 3)
 def test_the_short_form_of_stage_3_has_the_gradients_of_one_process_and_the_papers_bytes():
     (rank, P), net = rank_and_size(), stack()
-    layout, x = ShardedLayout([net.blocks[0].weight], rank, P), torch.ones(2, 96) + rank
+    x = torch.ones(2, 96) + rank
     loss = lambda net: sum(mean_square(net, torch.ones(2, 96) + r) for r in range(P))
-    own = lambda tensor: layout.pack([tensor]).chunk(P)[rank].clone()
     gradients = gradients_alone(net, loss)
-    shards = [own(unit.weight).requires_grad_() for unit in net.blocks]
+    layouts, shards = zero.shard_units(net.blocks)
+    units = net.to("meta").blocks  # their own parameters are not read
     with least_bytes(), count_bytes() as traffic:
-        for unit, piece in zip(net.to("meta").blocks, shards):
-            x = zero.sharded_forward(unit, x, piece, layout)
-        x.square().mean().backward()
+        zero.fsdp_forward(units, x, shards, layouts).square().mean().backward()
     assert traffic.bytes() == zero_bytes(3, len(shards) * 96 * 96 * 4, P)
-    for piece, gradient in zip(shards, gradients.values(), strict=True):
-        assert_close(piece.grad, own(gradient), 1e-5)
+    for shard, layout, gradient in zip(shards, layouts, gradients.values(), strict=True):
+        assert_close(shard.grad, layout.pack([gradient]).chunk(P)[rank], 1e-5)
 
 
 # ---- replicas of shards, and 32-bit copies of them -----------------------------------------------
