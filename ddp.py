@@ -92,9 +92,9 @@ def backward_in_buckets(loss, buckets):
 
 # ==== upper floor =================================================================================
 #
-# The wrapper below does the same for any module and any loss. Its buckets are filled by size, their
-# gradients may live in them, all ranks reduce them in one order whatever order autograd finishes
-# in, parameters may be unused, frozen or summed over groups of their own, and buffers are broadcast.
+# The wrapper below does the same for any module and any loss. Its buckets are filled by size, .grad
+# may be a view of them, all ranks reduce them in one order whatever order autograd finishes in,
+# parameters may be unused, frozen or summed over groups of their own, and buffers are broadcast.
 
 # ---- tensors in one flat tensor ------------------------------------------------------------------
 

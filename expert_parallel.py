@@ -67,6 +67,12 @@ def switch(x, experts, compute, group=None):
     return rows[order.argsort()]
 
 
+# ==== upper floor =================================================================================
+#
+# This function is expert parallelism: two all-to-alls around the experts. What follows sends a
+# token to k experts, of which a rank has several, and in two hops where they are on several nodes.
+# Then come the router and what keeps it balanced, the experts, and the layer that joins all.
+
 # ---- dispatch and combine ------------------------------------------------------------------------
 #
 # A choice is a pair of a token and one of its k experts. One row travels for each choice. A rank

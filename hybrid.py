@@ -91,8 +91,9 @@ from sequence_parallel import (
 )
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
-    VocabParallelEmbedding, attention, mark_sum_over_tp, parallel_linear, parameters_to_sum_over_tp,
-    shards_of, sum_gradients_over_tp, views_in_whole, vocab_parallel_cross_entropy,
+    VocabParallelEmbedding, attention, column_parallel_linear, mark_sum_over_tp,
+    parameters_to_sum_over_tp, shards_of, sum_gradients_over_tp, views_in_whole,
+    vocab_parallel_cross_entropy,
 )
 from zero import AdamW, FullyShardedDataParallel
 
@@ -185,7 +186,7 @@ class Block(nn.Module):
     random: a context manager in which dropout differs between the ranks of tp.
     attention_fn: attention_fn(q, k, v, p) computes attention, with p the dropout probability.
     moe: a function that creates the mixture of experts, if this layer has one.
-    options: group and defer of parallel_linear().
+    options: group and defer of column_parallel_linear().
     """
 
     def __init__(self, config, random=nullcontext(), attention_fn=attention, moe=None, **options):
@@ -262,7 +263,8 @@ class GPT(nn.Module):
         if self.is_last:
             x = self.transformer["ln_f"](x)
             options = {"group": self.tp_group, "sequence_parallel": self.config.sp}
-            x = parallel_linear(x, self.lm_head.weight, defer=self.defer, **options)  # (T, B, V/tp)
+            options["defer"] = self.defer
+            x = column_parallel_linear(x, self.lm_head.weight, **options)  # (T, B, V/tp)
         return x
 
     def set_positions(self, positions):

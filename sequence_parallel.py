@@ -95,6 +95,12 @@ def simple_ring_attention(q, k, v, group=None):
     return output / total
 
 
+# ==== upper floor =================================================================================
+#
+# Both techniques are above. What follows gives all ranks of cp equal work, merges parts of attention
+# without overflow, and has three methods with a backward; the ring's messages travel while it
+# computes. The layers of sequence parallelism are in tensor_parallel.py.
+
 # ---- context parallelism: the zig-zag order ------------------------------------------------------
 #
 # Under a causal mask later positions see more keys. In the plain order the last rank would do
@@ -405,6 +411,10 @@ def context_parallel_bytes(
     nbytes = 2 * (heads + max(kv_heads, cp)) * head * (cp - 1) // cp * itemsize
     return nbytes, nbytes
 
+
+# ==== recomputation ===============================================================================
+#
+# A subject of its own: what layers keep for backward, and how to keep less. It needs no group.
 
 # ---- recomputation, and what a layer keeps -------------------------------------------------------
 #

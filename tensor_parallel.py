@@ -72,6 +72,13 @@ def row_linear(x, weight, bias=None, group=None):
     return z if bias is None else z + bias
 
 
+# ==== upper floor =================================================================================
+#
+# These two functions are tensor parallelism: a column split, then a row split, with one sum. What
+# follows computes the same with messages that travel beside products, in modules that hold a rank's
+# part of each parameter, and does for attention and for the vocabulary what they do for an MLP.
+# AlexNet's split of 2012 stands near the end.
+
 # ---- overlapping products with messages ----------------------------------------------------------
 #
 # With sequence parallelism a product either needs every rank's chunk of X, or is summed over the
@@ -144,7 +151,7 @@ def _linear_into(output, x, weight, bias=None):
 #
 # The backward of column_linear() computes dW before it sums dx. _ColumnLinear computes dW while dx
 # is summed. With sequence parallelism (`split`) it saves only a chunk of X, and backward gathers X
-# again. `store` can defer dW: see `defer` in parallel_linear().
+# again. `store` can defer dW: see column_parallel_linear().
 
 
 def begin_gather(x, split, group=None, async_op=False):
@@ -270,26 +277,32 @@ def _weight_gradient(weight, dy, x, store):
     return None
 
 
-def parallel_linear(
-    x, weight, bias=None, column=True, group=None, sequence_parallel=False, defer=None
-):
-    """Apply a linear layer that is split by its outputs or, if not `column`, by its inputs.
+def column_parallel_linear(x, weight, bias=None, group=None, sequence_parallel=False, defer=None):
+    """Do what column_linear() does, with the overlap of this section. weight: (out/P, in).
 
-    weight: this rank's part, (out/P, in) if split by outputs, (out, in/P) if split by inputs.
-    bias: this rank's part. A layer split by inputs ignores it; the caller adds the bias to Z.
-    sequence_parallel: whether a layer split by outputs takes a chunk of X (along dim 0), and one
-        split by inputs returns a chunk of Z. The latter raises ValueError if P does not divide T.
+    sequence_parallel: whether x is this rank's chunk of X, along dim 0.
     defer: a pipeline's WeightGradStore (see pipeline.py). While it is open, backward gives it a
         function that computes dW. While its `adds` is true, backward adds dW to an existing .grad
         directly, which saves a pass over dW. Neither applies to a weight with tensor hooks.
-    Types of x and weight: I, V -> V if split by outputs, V, V -> I if split by inputs. With
-        sequence_parallel V takes the place of I. The bias is V.
+    Types of x, weight and bias: I, V, V -> V; with sequence_parallel V, V, V -> V.
     """
     x = autocasted(x)  # cast before x is saved and sent
-    store = defer or SimpleNamespace(open=False, adds=False)
-    if column:
-        return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, store)
-    return _RowLinear.apply(x, weight, group, sequence_parallel, store)
+    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, defer or NO_STORE)
+
+
+def row_parallel_linear(x, weight, group=None, sequence_parallel=False, defer=None):
+    """Do what row_linear() does without a bias, with the overlap. weight: (out, in/P).
+
+    sequence_parallel: whether to return this rank's chunk of Z, along dim 0. ValueError is raised
+        if P does not divide this dim.
+    defer: as in column_parallel_linear().
+    Types of x and weight: V, V -> I; with sequence_parallel V, V -> V.
+    """
+    x = autocasted(x)
+    return _RowLinear.apply(x, weight, group, sequence_parallel, defer or NO_STORE)
+
+
+NO_STORE = SimpleNamespace(open=False, adds=False)  # a WeightGradStore to which nothing is deferred
 
 
 # ---- modules: parameters that are split or copied ------------------------------------------------
@@ -351,7 +364,7 @@ class ColumnParallelLinear(nn.Module):
     (..., in) -> (..., out/P); with sequence_parallel (T/P, ..., in) -> (T, ..., out/P).
     out_features: a number, or a tuple if one matrix computes several outputs, such as queries, keys
         and values, each of which is split. Raises ValueError if P does not divide each number.
-    options: group, sequence_parallel and defer of parallel_linear().
+    options: group, sequence_parallel and defer of column_parallel_linear().
     Types: x I (V with sequence_parallel) -> V. The weight and the bias are V.
     """
 
@@ -370,7 +383,7 @@ class ColumnParallelLinear(nn.Module):
             set_shard(self, "bias", torch.zeros(len(weight)), shard)
 
     def forward(self, x):
-        return parallel_linear(x, self.weight, self.bias, **self.options)
+        return column_parallel_linear(x, self.weight, self.bias, **self.options)
 
 
 class RowParallelLinear(nn.Module):
@@ -395,7 +408,7 @@ class RowParallelLinear(nn.Module):
             self.sums_over_tp = ("bias",)
 
     def forward(self, x):
-        z = parallel_linear(x, self.weight, column=False, **self.options)
+        z = row_parallel_linear(x, self.weight, **self.options)
         return z if self.bias is None else z.add_(self.bias.to(z.dtype))
 
 
@@ -447,7 +460,7 @@ class ParallelSelfAttention(nn.Module):
     x: (T, B, D) -> (T, B, D), both (T/P, B, D) with sequence_parallel. D is hidden, H is heads.
     kv_heads: KV, for grouped-query attention, where H/KV query heads share a key and a value head.
     attention_fn: maps q (B, H/P, T, K) and k, v (B, KV/P, T, K) to (B, H/P, T, K), where K = D/H.
-    options: group, sequence_parallel and defer of parallel_linear().
+    options: group, sequence_parallel and defer of column_parallel_linear().
     Types: x I -> I, with sequence_parallel V -> V. For parameters, see the two linear layers.
     Raises ValueError unless P divides kv_heads, kv_heads divides heads, and heads divides hidden.
     """

@@ -208,11 +208,11 @@ class OpenStore(pipeline.WeightGradStore):
             parameter.grad = product()
 
 
-def parallel_linear(x, weight, bias=None, *, by_chunks, **options):
-    """Apply parallel_linear(); by_chunks: whether products overlap messages."""
+def in_chunks(function, *inputs, by_chunks, **options):
+    """Apply a linear function; by_chunks: whether products overlap messages."""
     chunk_bytes = 0 if by_chunks else 1 << 60
     with patch.dict(tensor_parallel.CHUNK_BYTES, cpu=chunk_bytes):
-        return tensor_parallel.parallel_linear(x, weight, bias, **options)
+        return function(*inputs, **options)
 
 
 def linear_cases():
@@ -228,10 +228,9 @@ def linear_cases():
             how = f"{sp=}, {by_chunks=}, {defers=}"
             store = OpenStore() if defers else None
             finish = store.finish if defers else lambda: None
-            columns = partial(
-                parallel_linear, by_chunks=by_chunks, sequence_parallel=sp, defer=store
-            )
-            rows = partial(columns, column=False)
+            options = {"by_chunks": by_chunks, "sequence_parallel": sp, "defer": store}
+            columns = partial(in_chunks, t.column_parallel_linear, **options)
+            rows = partial(in_chunks, t.row_parallel_linear, **options)
             types = "V, V, V -> V" if sp else "I, V, V -> V"
             yield Case(f"columns, {how}", types, columns, zeros(x, weight, bias), finish)
             types = "V, V -> V" if sp else "V, V -> I"

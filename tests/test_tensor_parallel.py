@@ -26,7 +26,7 @@ from sequence_parallel import recompute
 from tensor_parallel import (
     AlexNet, ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard,
     ShardedRandomState, VocabParallelEmbedding, alexnet_bytes, attention, boxes_between,
-    column_linear, mark_sum_over_tp, parallel_linear, parameters_to_sum_over_tp, row_linear,
+    column_linear, column_parallel_linear, mark_sum_over_tp, parameters_to_sum_over_tp, row_linear,
     shards_of, sum_gradients_over_tp, tensor_parallel_layer_bytes, vocab_parallel_cross_entropy,
 )
 from transformer import Peak, TransformerLayer, saved_bytes
@@ -401,7 +401,7 @@ def test_embedding_and_a_tied_head_with_its_loss_agree_with_torch_nn(tp, replica
         _check(plain, along, tokens.view(-1)[: V // tp * tp], group, y_split=(0, 1))
 
         def parallel_losses(x, weight, target):
-            logits, start = parallel_linear(x, weight, group=group), embedding.start
+            logits, start = column_parallel_linear(x, weight, group=group), embedding.start
             return vocab_parallel_cross_entropy(logits, target, start, group=group, inplace=True)
 
         losses = lambda x, weight, target: F.cross_entropy(x @ weight.t(), target, reduction="none")
