@@ -97,9 +97,9 @@ def simple_ring_attention(q, k, v, group=None):
 
 # ==== upper floor =================================================================================
 #
-# Both techniques are above. What follows gives all ranks of cp equal work, merges parts of attention
-# without overflow, and has three methods with a backward; the ring's messages travel while it
-# computes. The layers of sequence parallelism are in tensor_parallel.py.
+# Both techniques are above. What follows gives all ranks of cp equal work, merges parts of
+# attention without overflow, and has three methods with a backward; the ring's messages travel
+# while it computes. The layers of sequence parallelism are in tensor_parallel.py.
 
 # ---- context parallelism: the zig-zag order ------------------------------------------------------
 #
