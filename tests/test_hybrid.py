@@ -8,7 +8,7 @@ import math
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -819,14 +819,20 @@ def test_a_layer_that_is_not_marked_for_the_sum_over_tp_is_named_on_all_ranks(ze
     trainer = make_trainer(f"--tp 2 --sp --pp 2 --experts 4 --zero {zero}", torch.float64)
     trainer.step(*own_batch(trainer))
     hybrid.require_equal_gradients(trainer)
-    for chunk in trainer.chunks:
-        if chunk.is_last:
-            chunk.transformer["ln_f"].sums_over_tp = ()
-    trainer.step(*own_batch(trainer))
-    sentence = "gradients of transformer.ln_f.weight, transformer.ln_f.bias differ between ranks"
-    with pytest.raises(hybrid.TrainingError, match=sentence) as found:
-        hybrid.require_equal_gradients(trainer)
-    assert found.value.status == 1
+    last = [chunk.transformer for chunk in trainer.chunks if chunk.is_last]
+    for name, find in (
+        ("ln_f.weight, transformer.ln_f.bias", lambda modules: modules["ln_f"]),
+        ("h.3.mlp.experts.w_in, .*", lambda modules: modules["h"]["3"].mlp.experts),
+    ):
+        modules = [find(chunk) for chunk in last]
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(patch.object(module, "sums_over_tp", ()))
+            trainer.step(*own_batch(trainer))
+        sentence = f"gradients of transformer.{name} differ between ranks of tp"
+        with pytest.raises(hybrid.TrainingError, match=sentence) as found:
+            hybrid.require_equal_gradients(trainer)
+        assert found.value.status == 1
 
 
 @on_ranks(2)
