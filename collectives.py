@@ -1000,6 +1000,7 @@ class Membership:
     ranks_per_node: see set_ranks_per_node(); by_backend: see set_backend_collectives()
     queues: {device: the queue for its tensors}; thread: the queue of devices without NCCL
     device: where barrier() and gather_objects() make their tensors; the CPU if the group has gloo
+    compared: the sizes of parts that check_parts() in tensor_parallel.py has compared
     """
 
     def __init__(self, group):
@@ -1007,6 +1008,7 @@ class Membership:
         self.ranks = dist.get_process_group_ranks(group)
         self.ranks_per_node = len(self.ranks)
         self.by_backend = False
+        self.compared = set()
         self.queues = {}
         self.thread = _Thread(group)
         self.device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
@@ -1370,6 +1372,12 @@ def check_parameters(named, group=None):
         for line, expected in zip_longest(other, first, fillvalue="nothing"):
             if line != expected:
                 raise ValueError(f"rank {rank} of the group has {line}, rank 0 has {expected}")
+
+
+def ranks_in_both(group, other):
+    """Return the global ranks that are in both groups."""
+    groups = [membership(one, "ranks_in_both") for one in (group, other)]
+    return set(groups[0].ranks).intersection(groups[1].ranks)
 
 
 def autocasted(x):

@@ -34,7 +34,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from collectives import (
     ALIGNMENT, ReduceOp, all_reduce, all_reduce_bytes, broadcast, check_parameters, count_bytes,
-    dist, gather_objects, rank_and_size, run_ranks,
+    dist, gather_objects, rank_and_size, ranks_in_both, run_ranks,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------
@@ -311,17 +311,25 @@ class DistributedDataParallel(nn.Module, Joinable):
     gradient_divide_factor: the divisor of the summed gradients, by default the group's size P. Set
         it to 1 if the ranks' losses add up to the loss of the whole batch. If you do, call
         zero_grad() after each step, or a sum left in .grad will be reduced again and grow P-fold.
+        If ranks have unlike numbers of targets that count, the mean of their means is not the mean
+        over all targets. So count the targets of all ranks, and of all microbatches of the step:
+
+            counted = (target != -100).sum()
+            all_reduce(counted, group=group)
+            loss = F.cross_entropy(logits, target, reduction="sum") / counted
+
     wait_in_backward: if False, backward() starts reductions and finish_grad_sync() waits for them.
     groups: {parameter: group} for parameters that only a subset of process_group replicates, such
         as those of an expert (expert_parallel.py). The divisor is the same for all parameters.
     device_ids, output_device, find_unused_parameters, static_graph: accepted for compatibility.
         Inputs are not moved to a device, and unused parameters are always found.
 
-    The constructor raises ValueError on every rank if the ranks' modules differ. backward() raises
-    RuntimeError if a parameter was frozen, unfrozen or converted after wrapping, if a gradient is
-    sparse or computed twice in one pass, if create_graph is True, or if finish_grad_sync() has not
-    ended the last round of reductions. If backward() fails during a round, the next forward()
-    raises RuntimeError unless wait_in_backward is False.
+    The constructor raises ValueError on every rank if the ranks' modules differ, or if the group
+    holds ranks over which tensor_parallel.py has split a parameter. backward() raises RuntimeError
+    if a parameter was frozen, unfrozen or converted after wrapping, if a gradient is sparse or
+    computed twice in one pass, if create_graph is True, or if finish_grad_sync() has not ended the
+    last round of reductions. If backward() fails during a round, the next forward() raises
+    RuntimeError unless wait_in_backward is False.
     forward() raises RuntimeError on every rank if a buffer differs between ranks in shape or dtype.
     """
 
@@ -336,11 +344,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.process_group = process_group
         self.broadcast_buffers = broadcast_buffers
         self.wait_in_backward = wait_in_backward
+        group_of = lambda parameter: (groups or {}).get(parameter, process_group)
         check_whole(module.parameters())
         parameters = not_ignored(module, module.named_parameters())
         buffers = not_ignored(module, module.named_buffers())
+        check_replicated(module, parameters, lambda p: [group_of(p)], [process_group])
         check_parameters([*parameters, *buffers], process_group)
-        group_of = lambda parameter: (groups or {}).get(parameter, process_group)
         for _, parameter in parameters:
             broadcast_first([parameter], group_of(parameter))
         broadcast_first([buffer for _, buffer in buffers], process_group)
@@ -563,6 +572,48 @@ def check_whole(parameters):
     """Raise ValueError if zero.py has sharded one of the parameters."""
     if any(hasattr(parameter, "whole_shape") for parameter in parameters):
         raise ValueError("FullyShardedDataParallel has cut these parameters: wrap a model once")
+
+
+def check_replicated(module, named, groups_of, axes):
+    """Raise ValueError on all ranks if replicas of a parameter would be unlike parts of a whole.
+
+    A module whose parameters tensor_parallel.py has split says so in its `shards`, {name: Shard}.
+    Copies of one rank's part would overwrite the parts of others, and sums of gradients would mix
+    unlike parts.
+
+    named: (name, parameter) pairs of the module.
+    groups_of: a function that returns the groups over which a parameter would be replicated.
+    axes: this rank's group along each axis of the grid of all ranks that make this call.
+    """
+    split_over = {}  # {parameter: the group whose ranks have its parts}
+    for part in module.modules():
+        shards = getattr(part, "shards", None)
+        for name, parameter in part._parameters.items():
+            if isinstance(shards, dict) and name in shards:
+                split_over[parameter] = shards[name].group
+    fault = ""
+    for name, parameter in named:
+        if parameter in split_over and not fault:
+            fault = fault_of_replicas(repr(name), groups_of(parameter), split_over[parameter])
+    raise_on_all_ranks(fault, axes)
+
+
+def fault_of_replicas(name, groups, split_over):
+    """Return a sentence if a group has several ranks of the group `split_over`, otherwise ""."""
+    for group in groups:
+        ranks = sorted(ranks_in_both(group, split_over))
+        if len(ranks) > 1:
+            cure = "pass a process_group with one rank of each tensor-parallel group"
+            return f"{name} is split over ranks {ranks}, which are no replicas: {cure}"
+    return ""
+
+
+def raise_on_all_ranks(fault, axes):
+    """Raise ValueError with the first fault, if a rank of the grid has one. Collective."""
+    for group in axes:
+        fault = next(filter(None, gather_objects(fault, group)), "")
+    if fault:
+        raise ValueError(fault)
 
 
 def not_ignored(module, named):

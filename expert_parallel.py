@@ -424,6 +424,10 @@ class AddLossAndTally(torch.autograd.Function):
 class MoE(nn.Module):
     """A mixture of experts over the ranks of `group`; maps this rank's tokens (..., D) to (..., D).
 
+    Every token is routed and balanced, padding included: it takes room within capacity_factor, and
+    counts in the balance loss, the z-loss and the tally, whose loads move the router's bias. Leave
+    padding out of x if it should not count.
+
     tp_group: ranks that have the same tokens, (T, ..., D). Each routes its chunk of dimension 0,
         and the results are gathered. The caller must sum each parameter's gradients over the ranks
         of tp_group that hold copies of it. With None, every rank has tokens of its own.

@@ -91,8 +91,8 @@ from sequence_parallel import (
 )
 from tensor_parallel import (
     ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard, ShardedRandomState,
-    VocabParallelEmbedding, attention, column_parallel_linear, mark_sum_over_tp,
-    parameters_to_sum_over_tp, shards_of, sum_gradients_over_tp, views_in_whole,
+    VocabParallelEmbedding, attention, check_gradients_over_tp, column_parallel_linear,
+    mark_sum_over_tp, parameters_to_sum_over_tp, shards_of, sum_gradients_over_tp, views_in_whole,
     vocab_parallel_cross_entropy,
 )
 from zero import AdamW, FullyShardedDataParallel
@@ -817,9 +817,12 @@ def train(args, device):
     with saver, collects_garbage_by_hand():  # at the end, saver waits for the last save
         while trainer.steps_done < args.steps:
             began = time.perf_counter()
+            is_first = not trainer.has_stepped
             launched = trainer.launch_step(*batch)
             next_batch = trainer.batch_of(data, trainer.steps_done + 1)  # while a GPU computes
             metrics = trainer.finish_step(launched, *batch)
+            if is_first:
+                require_equal_gradients(trainer)
             batch = next_batch
             log.step(metrics, time.perf_counter() - began)
             if trainer.steps_done % GARBAGE_EVERY == 0:
@@ -852,6 +855,22 @@ def collects_garbage_by_hand():
 
 
 # ---- copies that must be equal -------------------------------------------------------------------
+
+
+def require_equal_gradients(trainer):
+    """After a step, raise TrainingError if copies over tp have different gradients. Collective.
+
+    A layer that forgets mark_sum_over_tp() or set_shard() shows in the first step.
+    """
+    args, mesh = trainer.args, trainer.mesh
+    groups = []
+    if args.tp > 1:
+        groups.append(mesh.tp_group)
+    if args.tp > 1 and args.experts:
+        groups.append(mesh.expert_tp_group)
+    for group in groups:
+        for chunk in trainer.chunks:
+            on_all_ranks(check_gradients_over_tp, chunk, group, status=1)
 
 
 def require_equal_copies(trainer, saver):

@@ -47,9 +47,9 @@ from torch.autograd.function import once_differentiable
 
 from collectives import (
     ReduceOp, all_gather_single, all_gather_to_group, all_reduce, all_reduce_bytes, autocasted,
-    check_parameters, copy_to_group, count_bytes, dist, exchange, gather_from_group, rank_and_size,
-    reduce_from_group, reduce_scatter_bytes, reduce_scatter_single, reduce_scatter_to_group,
-    run_ranks,
+    check_parameters, copy_to_group, count_bytes, dist, exchange, gather_from_group, gather_objects,
+    membership, rank_and_size, ranks_in_both, reduce_from_group, reduce_scatter_bytes,
+    reduce_scatter_single, reduce_scatter_to_group, run_ranks,
 )
 
 # ---- the idea ------------------------------------------------------------------------------------
@@ -345,7 +345,9 @@ class Shard:
 
 def set_shard(module, name, full, shard):
     """Set parameter `name` to this rank's part of `full`, which must be the same on all ranks."""
-    setattr(module, name, nn.Parameter(shard.cut(full.detach())))
+    parameter = nn.Parameter(shard.cut(full.detach()))
+    parameter.split_over = shard.group  # for an optimizer, which does not see the module
+    setattr(module, name, parameter)
     module.shards = getattr(module, "shards", {}) | {name: shard}
 
 
@@ -415,7 +417,19 @@ class RowParallelLinear(nn.Module):
 def mark_sum_over_tp(module):
     """Mark all parameters of the module as ones whose gradients must be summed over the group.
 
-    With sequence parallelism a rank applies norms and row-parallel biases to its own tokens only.
+    Mark a parameter if every rank has a copy of it but applies it to its own part of the tokens,
+    heads or columns only. Each rank then computes a part of its gradient.
+
+        copied parameter                                without sp     with sequence parallelism
+        norm of X, embedding of positions               do not mark    mark: a rank has T/P tokens
+        norm of q or k in attention_fn, scale of Y      mark           mark: a rank has H/P heads
+        router, shared experts of MoE with a tp_group   mark           -
+        router, shared experts of MoE without           do not mark    mark: a rank has T/P tokens
+        bias of RowParallelLinear                       do not mark    marked by its class
+
+    A parameter with elements for each head or column is not copied but split: use set_shard(). The
+    sum of a gradient that is already complete is P times too large on all ranks, so do not mark
+    what needs no mark. check_gradients_over_tp() finds what is neither marked nor split but should.
     """
     for layer in module.modules():
         layer.sums_over_tp = tuple(name for name, _ in layer.named_parameters(recurse=False))
@@ -449,6 +463,51 @@ def sum_gradients_over_tp(parameters, group=None, check=True):
     all_reduce(flat, group=group)
     sums = flat.split([grad.numel() for grad in gradients])
     torch._foreach_copy_(gradients, [total.view_as(grad) for total, grad in zip(sums, gradients)])
+
+
+def check_gradients_over_tp(model, group=None, tolerance=1e-3):
+    """Raise ValueError on all ranks if copies of a parameter have different gradients. Collective.
+
+        sum_gradients_over_tp(parameters_to_sum_over_tp(model), group)
+        if step == 0:
+            check_gradients_over_tp(model, group)
+
+    Such copies drift apart, and a norm that counts one of them is wrong. Copies are what no Shard
+    splits over the group. Their gradients differ if one is further from the mean of all than
+    `tolerance` times the norm of the mean; kernels may round differently. Each mean takes an
+    all-reduce, so call this once per process, after the sums of its first step.
+    With ZeRO, all ranks must have the same pieces: see `apart` in zero.py.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    shards = shards_of(model)
+    is_copy = lambda name: name not in shards or len(ranks_in_both(group, shards[name].group)) == 1
+    copies = {n: p for n, p in model.named_parameters() if p.requires_grad and is_copy(n)}
+    place = lambda p: (getattr(p, "whole_shape", None), getattr(p, "offset", 0))
+    check_parameters([((name, *place(p)), p) for name, p in copies.items()], group)
+    distances = _distances_from_mean(copies.values(), group)
+    names = [name for name, distance in zip(copies, distances) if distance > tolerance]
+    if names:
+        cure = "use mark_sum_over_tp() or, if each rank has its own part, set_shard()"
+        raise ValueError(f"gradients of {', '.join(names)} differ between ranks of tp: {cure}")
+
+
+@torch.no_grad()
+def _distances_from_mean(parameters, group):
+    """Return the largest distance of a rank's gradient from the mean, relative to the mean."""
+    distances = []
+    for parameter in parameters:
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        grad = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        mean = grad.clone(memory_format=torch.contiguous_format)
+        all_reduce(mean, ReduceOp.AVG, group)
+        norm = torch.linalg.vector_norm(mean)
+        distances.append(torch.linalg.vector_norm(mean.sub_(grad)) / norm)  # NaN if both are 0
+    if not distances:
+        return []
+    distances = torch.stack(distances).nan_to_num(0.0, posinf=math.inf)
+    all_reduce(distances, ReduceOp.MAX, group)  # so that all ranks come to the same conclusion
+    return distances.tolist()
 
 
 # ---- attention and dropout -----------------------------------------------------------------------
@@ -557,11 +616,14 @@ class VocabParallelEmbedding(nn.Module):
 class _CrossEntropy(torch.autograd.Function):
     """Compute log(sum(exp(x))) - x[target] for each row x of logits that are split by columns.
 
-    backward    softmax(x) - one_hot(target), which forward has computed, times the loss's gradient
+    With smoothing e, (1 - e) x[target] + e mean(x) takes the place of x[target].
+
+    backward    softmax(x) - one_hot(target), which forward has computed, times the loss's gradient.
+                With smoothing, (1 - e) one_hot(target) + e / V takes the place of one_hot(target)
     """
 
     @staticmethod
-    def forward(ctx, logits, target, start, ignore_index, group, inplace):
+    def forward(ctx, logits, target, start, ignore_index, group, inplace, smoothing):
         maximum = logits.amax(-1)  # (N,)
         all_reduce(maximum, ReduceOp.MAX, group)
         grad = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=not inplace)
@@ -574,12 +636,21 @@ class _CrossEntropy(torch.autograd.Function):
         unknown = (target < start) & (rank == 0)  # in no rank's columns
         unknown |= (target >= start + logits.shape[-1]) & (rank == P - 1)
         target_logit.masked_fill_(unknown, math.nan)
+        rows = [target_logit]
+        if smoothing:
+            width = torch.full_like(target_logit, logits.shape[-1])
+            rows += [grad.sum(-1), width]
         grad.exp_()
-        sums = torch.stack([grad.sum(-1), target_logit])  # (2, N): one message for both
+        sums = torch.stack([grad.sum(-1), *rows])  # (2, N) or (4, N): one message for all
         all_reduce(sums, group=group)
-        normalizer, target_logit = sums
+        normalizer, target_logit = sums[:2]
         grad.div_(normalizer.unsqueeze(-1))
         minus_one = out_of_range.to(grad.dtype).sub_(1)  # at this rank's targets, else 0
+        if smoothing:
+            total, vocab_size = sums[2:]
+            target_logit = (1 - smoothing) * target_logit + smoothing * (total / vocab_size)
+            grad.sub_((smoothing / vocab_size).unsqueeze(-1))
+            minus_one.mul_(1 - smoothing)
         grad.scatter_add_(-1, local, minus_one.unsqueeze(-1))
         ctx.ignored = target == ignore_index
         ctx.save_for_backward(logits.detach().copy_(grad) if inplace else grad.to(logits.dtype))
@@ -592,11 +663,12 @@ class _CrossEntropy(torch.autograd.Function):
         scale = grad_output.masked_fill(ctx.ignored, 0).unsqueeze(-1)  # (N, 1)
         if torch._C._autograd._get_current_graph_task_keep_graph():  # private API: retain_graph
             grad = grad.clone()  # another backward will need the saved one
-        return grad.mul_(scale), *5 * [None]
+        return grad.mul_(scale), *6 * [None]
 
 
 def vocab_parallel_cross_entropy(
-    logits, target, vocab_start=0, ignore_index=-100, group=None, inplace=False
+    logits, target, vocab_start=0, ignore_index=-100, group=None, inplace=False,
+    label_smoothing=0.0,
 ):
     """Compute each token's cross-entropy from logits that stay split over the vocabulary.
 
@@ -605,11 +677,43 @@ def vocab_parallel_cross_entropy(
     Types: logits V -> losses I, so all ranks must use all losses identically.
     inplace: whether forward writes the gradient of the logits, in their dtype, over the logits. No
         other loss can then use the logits. If not, the gradient takes N V_r elements of its own.
+    label_smoothing: as in F.cross_entropy(), over the whole vocabulary.
     Return (N,) losses in fp32 at least, the same on every rank: 0 where target is ignore_index, and
-    NaN where it is otherwise outside the vocabulary. 3 N numbers are reduced over the group. Each
-    backward with retain_graph=True copies the gradient, which takes another N V_r elements.
+    NaN where it is otherwise outside the vocabulary. 3 N numbers are reduced over the group, 5 N
+    with label_smoothing. Each backward with retain_graph=True copies the gradient, which takes
+    another N V_r elements. To train on the mean of the losses, divide their sum by the number of
+    targets that count on all ranks of dp: DistributedDataParallel (ddp.py) shows how.
+
+    Raises ValueError unless 0 <= label_smoothing <= 1, and unless each rank's columns begin where
+    the previous rank's end, as they do not if the logits have been gathered. See check_parts().
     """
-    return _CrossEntropy.apply(logits, target, vocab_start, ignore_index, group, inplace)
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{label_smoothing=} is not between 0 and 1")
+    check_parts(vocab_start, vocab_start + logits.shape[-1], group)
+    arguments = vocab_start, ignore_index, group, inplace, label_smoothing
+    return _CrossEntropy.apply(logits, target, *arguments)
+
+
+def check_parts(begin, end, group=None):
+    """Raise ValueError on all ranks unless each rank's columns begin where the previous rank's end.
+
+    Ranks compare their columns, begin:end on this rank, once for each size of a part. If the ranks
+    divide V columns as Shard does, each finds the size V // P, so all of them compare or none does.
+    """
+    members = membership(group, "vocab_parallel_cross_entropy")
+    rank, P = members.place
+    size = end // (rank + 1)  # V // P, as Shard's parts end at (rank + 1) V // P
+    is_like_shard = rank == 0 or begin // rank == size
+    key = size if is_like_shard else (begin, end)
+    if P == 1 or key in members.compared:
+        return
+    parts = gather_objects((begin, end), group)
+    for other in range(1, P):
+        first, before = parts[other][0], parts[other - 1][1]
+        if first != before:
+            what = f"rank {other}'s columns begin at {first}, rank {other - 1}'s end at {before}"
+            raise ValueError(f"{what}: pass each rank its own columns, and where they begin")
+    members.compared.add(key)
 
 
 # ---- 2012: AlexNet on two GPUs -------------------------------------------------------------------

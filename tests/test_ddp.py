@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 import ddp
 from collectives import count_bytes, gather_objects, observe, rank_and_size
 from ddp import DistributedDataParallel, average_gradients, ddp_bytes
+from tensor_parallel import ColumnParallelLinear
 from zero import FullyShardedDataParallel, ShardedLayout, ZeroRedundancyOptimizer
 
 from gpu_counts import waits
@@ -100,6 +102,62 @@ def test_gradients_are_those_of_one_process_on_the_whole_batch(cap, few):
         if dtype == torch.float64:
             assert len(calls) == few
             assert max(sizes(calls)) <= cap * 2**20 / 8 or few != 4
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, FullyShardedDataParallel])
+@on_ranks(3)
+def test_ranks_with_unlike_numbers_of_targets_sum_losses_over_the_number_of_all(wrap):
+    """One has no target that counts. A mean of the ranks' means would be another gradient."""
+    rank, _ = rank_and_size()
+    torch.manual_seed(0)
+    net, x = nn.Linear(5, 4).double(), torch.randn(12, 5, dtype=torch.float64)
+    target = torch.tensor([0, 1, 2, 3, 3, -100, -100, -100, -100, -100, -100, -100])
+    right = gradients_alone(net, lambda net: nn.functional.cross_entropy(net(x), target))
+    means = {name: torch.zeros_like(gradient) for name, gradient in right.items()}
+    for part, own in zip(x.chunk(3)[:2], target.chunk(3)):
+        mean = gradients_alone(net, lambda net: nn.functional.cross_entropy(net(part), own))
+        means = {name: means[name] + mean[name] / 2 for name in means}
+    assert all((means[name] - right[name]).norm() > 0.1 * right[name].norm() for name in right)
+
+    model, own = wrap(net, gradient_divide_factor=1), target.chunk(3)[rank]
+    counted = (own != -100).sum()
+    dist.all_reduce(counted)
+    total = nn.functional.cross_entropy(model(x.chunk(3)[rank]), own, reduction="sum")
+    (total / counted).backward()
+    assert_close(whole_gradients(net), right)
+
+
+WRAPPERS = {
+    "ddp": lambda net, group: DistributedDataParallel(net, process_group=group),
+    "fsdp": FullyShardedDataParallel,
+    "hsdp": lambda net, group: FullyShardedDataParallel(net, group, replicate_group=group),
+    "zero-1": lambda net, group: ZeroRedundancyOptimizer(net.parameters(), SGD, group, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+@on_ranks(4)
+def test_a_group_of_ranks_that_hold_different_parts_of_a_parameter_is_refused_on_all_ranks(kind):
+    """Rank 0's part would overwrite the others'. On the last net only ranks 0 and 1 see it."""
+    rank, _ = rank_and_size()
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3], [2], [3])]
+    tp_group, dp_group = groups[rank // 2], groups[2 + rank % 2]
+    net_over = lambda group: nn.Sequential(nn.Linear(2, 2), ColumnParallelLinear(3, 4, group=group))
+    for wrong, net in (
+        (None, net_over(None)),
+        (None, net_over(tp_group)),
+        (tp_group, net_over(tp_group)),
+        (None, net_over(tp_group if rank < 2 else groups[2 + rank])),
+    ):
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        sentence = r" is split over ranks \[0, 1(, 2, 3)?\], which are no replicas: pass"
+        if wrong is tp_group:
+            sentence = rf" is split over ranks \{dist.get_process_group_ranks(tp_group)}, which"
+        with pytest.raises(ValueError, match=sentence):
+            WRAPPERS[kind](net, wrong)
+        assert all(map(torch.equal, before, net.parameters()))
+    if kind != "hsdp":
+        WRAPPERS[kind](net_over(tp_group), dp_group)
 
 
 @on_ranks(2)

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -810,6 +810,41 @@ def test_a_token_outside_the_vocabulary_stops_every_rank_with_the_same_error(fla
     tokens = np.array([*range(T), V])  # room for one sequence
     with pytest.raises(hybrid.TrainingError, match=sentence):
         hybrid.evaluate(trainer, hybrid.Data(tokens, tokens))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@on_ranks(4)
+def test_a_layer_that_is_not_marked_for_the_sum_over_tp_is_named_on_all_ranks(zero):
+    """It is on the last stage only, so the ranks of the first one see no fault themselves."""
+    trainer = make_trainer(f"--tp 2 --sp --pp 2 --experts 4 --zero {zero}", torch.float64)
+    trainer.step(*own_batch(trainer))
+    hybrid.require_equal_gradients(trainer)
+    last = [chunk.transformer for chunk in trainer.chunks if chunk.is_last]
+    for name, find in (
+        ("ln_f.weight, transformer.ln_f.bias", lambda modules: modules["ln_f"]),
+        ("h.3.mlp.experts.w_in, .*", lambda modules: modules["h"]["3"].mlp.experts),
+    ):
+        modules = [find(chunk) for chunk in last]
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(patch.object(module, "sums_over_tp", ()))
+            trainer.step(*own_batch(trainer))
+        sentence = f"gradients of transformer.{name} differ between ranks of tp"
+        with pytest.raises(hybrid.TrainingError, match=sentence) as found:
+            hybrid.require_equal_gradients(trainer)
+        assert found.value.status == 1
+
+
+@on_ranks(2)
+def test_a_training_whose_gradients_differ_over_tp_ends_in_its_first_step():
+    args = hybrid.parse(f"{FLAGS} --tp 2 --sp --vocab-size 256".split(), 2)
+    with (
+        patch.object(hybrid, "mark_sum_over_tp", lambda module: module),
+        redirect_stdout(io.StringIO()) as printed,
+        pytest.raises(hybrid.TrainingError, match="gradients of .*ln_1.weight.* differ between"),
+    ):
+        hybrid.train(args, torch.device("cpu"))
+    assert "step 1" not in printed.getvalue()
 
 
 def _tamper(trainer, rank, name):

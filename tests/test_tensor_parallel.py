@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference_gpt
 import tensor_parallel
-from collectives import count_bytes, observe, rank_and_size
+from collectives import count_bytes, gather_objects, observe, rank_and_size
 from gpu_counts import batches, waits
 from pipeline import SCHEDULES, Pipeline, WeightGradStore
 from ranks import least_bytes, on_ranks
@@ -26,8 +26,9 @@ from sequence_parallel import recompute
 from tensor_parallel import (
     AlexNet, ColumnParallelLinear, ParallelSelfAttention, RowParallelLinear, Shard,
     ShardedRandomState, VocabParallelEmbedding, alexnet_bytes, attention, boxes_between,
-    column_linear, column_parallel_linear, mark_sum_over_tp, parameters_to_sum_over_tp, row_linear,
-    shards_of, sum_gradients_over_tp, tensor_parallel_layer_bytes, vocab_parallel_cross_entropy,
+    check_gradients_over_tp, column_linear, column_parallel_linear, mark_sum_over_tp,
+    parameters_to_sum_over_tp, row_linear, set_shard, shards_of, sum_gradients_over_tp,
+    tensor_parallel_layer_bytes, vocab_parallel_cross_entropy,
 )
 from transformer import Peak, TransformerLayer, saved_bytes
 
@@ -362,6 +363,92 @@ def test_gradients_of_zeros_pieces_are_summed_over_tp_if_all_ranks_have_the_same
         sum_gradients_over_tp([piece])
 
 
+# ---- a model of one's own ------------------------------------------------------------------------
+
+
+class OwnBlock(nn.Module):
+    """A norm, and attention with a norm of q and a scale for each head.
+
+    forgotten: the parameter's module or name that is neither marked nor split as it should be.
+    """
+
+    def __init__(self, hidden, heads, group=None, sp=False, forgotten=""):
+        super().__init__()
+        options = {"group": group, "sequence_parallel": sp}
+        self.norm = nn.LayerNorm(hidden)
+        self.attn = ParallelSelfAttention(hidden, heads, attention_fn=self.attention, **options)
+        self.q_norm = nn.LayerNorm(hidden // heads)
+        self.scale = nn.Parameter(torch.ones(heads // dist.get_world_size(group)))
+        if forgotten != "scale":
+            set_shard(self, "scale", torch.ones(heads), Shard(0, (heads,), group))
+        if forgotten != "q_norm":
+            mark_sum_over_tp(self.q_norm)  # also without sp
+        if sp and forgotten != "norm":
+            mark_sum_over_tp(self.norm)
+
+    def attention(self, q, k, v):
+        return attention(self.q_norm(q), k, v) * self.scale.view(-1, 1, 1)
+
+    def forward(self, x):
+        return self.attn(self.norm(x))
+
+
+def _trained(x, group, sp, forgotten="", steps=1):
+    """Train the block; return it, with the last step's gradients."""
+    torch.manual_seed(0)
+    block = OwnBlock(8, 4, group, sp, forgotten).double()
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        (block(x) - 1).square().sum().backward()
+        sum_gradients_over_tp(parameters_to_sum_over_tp(block), group)
+        optimizer.step()
+    return block
+
+
+@pytest.mark.parametrize("sp, forgotten", [(0, "q_norm"), (1, "q_norm"), (1, "norm"), (0, "scale")])
+@on_ranks(2)
+def test_a_parameter_that_is_not_marked_or_split_drifts_apart_and_is_named(sp, forgotten):
+    rank, P = rank_and_size()
+    alone = [dist.new_group([other]) for other in range(P)][rank]
+    full = torch.randn(6, 3, 8, dtype=torch.float64)
+    x = full.chunk(P)[rank] if sp else full
+    expected = dict(_trained(full, alone, False).named_parameters())
+
+    right = _trained(x, None, bool(sp))
+    check_gradients_over_tp(right)
+    for name, parameter in right.named_parameters():
+        assert_close(parameter.grad, _part(expected[name].grad, shards_of(right).get(name)))
+
+    wrong = _trained(x, None, bool(sp), forgotten)
+    names = rf"{forgotten}\S*(, {forgotten}\S*)?"
+    with pytest.raises(ValueError, match=f"^gradients of {names} differ between ranks of tp: use"):
+        check_gradients_over_tp(wrong)
+    wrong = _trained(x, None, bool(sp), forgotten, steps=10)
+    own = [p.detach() for name, p in wrong.named_parameters() if name.startswith(forgotten)]
+    first, second = gather_objects(torch.cat(own))
+    assert (first - second).norm() > 1e-2 * first.norm()
+
+
+@on_ranks(3)
+def test_only_relative_differences_above_a_thousandth_between_copies_are_a_fault():
+    """The rank with the largest difference tells the others."""
+    rank, _ = rank_and_size()
+    layer = RowParallelLinear(3, 4)  # its weight is split, its bias is a copy
+    layer.weight.grad = torch.full((4, 1), float(rank))
+
+    def gradients(*values):
+        layer.bias.grad = None if values[rank] is None else torch.full((4,), values[rank])
+
+    for differ in (1.0, 1.0017, 1.0), (1.0, None, 1.0), (1.0, -1.0, 0.0):  # None counts as zero
+        gradients(*differ)
+        with pytest.raises(ValueError, match="gradients of bias differ"):
+            check_gradients_over_tp(layer)
+    for alike in (1.0, 1.0013, 1.0), 3 * [0.0], 3 * [torch.inf], (1.0, torch.nan, 1.0):
+        gradients(*alike)
+        check_gradients_over_tp(layer)  # what is not finite ends a training by itself
+
+
 def test_on_a_gpu_fp32_keys_and_values_are_repeated_because_no_kernel_shares_heads():
     for dtype, device in product((torch.float32, torch.bfloat16), ("cuda", "cpu")):
         repeated = (dtype, device) == (torch.float32, "cuda")
@@ -433,15 +520,17 @@ def test_cross_entropy_of_split_logits_is_that_of_the_whole_ones_in_fp64(tp, rep
             full += torch.tensor([1e4, -1e4])[torch.randint(2, (N, V))]
         ignored, ignore_index = sizes.choice([0.0, 0.4, 1.0]), sizes.choice([-100, V // 2])
         target[torch.rand(N) < ignored] = ignore_index
+        smoothing = sizes.choice([0.0, 0.1, 1.0])
         rank = dist.get_rank(group)
         own = slice(rank * V // tp, (rank + 1) * V // tp)
 
         whole = full.double().requires_grad_()
-        expected = F.cross_entropy(whole, target, ignore_index=ignore_index, reduction="none")
+        options = {"ignore_index": ignore_index, "label_smoothing": smoothing}
+        expected = F.cross_entropy(whole, target, **options, reduction="none")
         grad_output = torch.randn_like(expected).to(torch.promote_types(dtype, torch.float32))
         (grad,) = torch.autograd.grad(expected, whole, grad_output.double())
         logits, before = full[:, own].clone().requires_grad_(), (target.clone(), 1 * grad_output)
-        arguments = logits, target, own.start, ignore_index, group, inplace
+        arguments = logits, target, own.start, ignore_index, group, inplace, smoothing
         losses = vocab_parallel_cross_entropy(*arguments)
         assert torch.equal(logits, full[:, own]) != inplace or tp > logits.shape[1]
         assert losses.dtype == grad_output.dtype and losses[target == ignore_index].eq(0).all()
@@ -453,6 +542,43 @@ def test_cross_entropy_of_split_logits_is_that_of_the_whole_ones_in_fp64(tp, rep
         for keep in True, False:  # a graph that was retained gives other gradients correctly
             (again,) = torch.autograd.grad(losses, logits, -2 * grad_output, retain_graph=keep)
             assert torch.equal(again, -2 * found)
+
+
+@on_ranks(2, 3)
+def test_the_loss_of_logits_that_have_been_gathered_is_refused():
+    """Otherwise each rank would count every column, and the loss would be too large by log(P)."""
+    rank, P = rank_and_size()
+    logits, target = torch.randn(9, 4 * P), torch.arange(9) % 4
+    own = logits.chunk(P, 1)[rank]
+    for start in 0, 4 * rank:
+        with patch.object(tensor_parallel, "check_parts"):
+            wrong = vocab_parallel_cross_entropy(logits, target, start).mean()
+        assert wrong > F.cross_entropy(logits, target) + 0.5
+    for _ in range(2):  # before and after the right call
+        for start, begin in ((0, 0), (4 * rank, 4)):
+            sentence = f"rank 1's columns begin at {begin}, rank 0's end at {4 * P}: pass each"
+            with pytest.raises(ValueError, match=sentence):
+                vocab_parallel_cross_entropy(logits, target, start)
+        losses = vocab_parallel_cross_entropy(own, target, 4 * rank)
+        assert_close(losses.mean(), F.cross_entropy(logits, target), 1e-6)
+    with pytest.raises(ValueError, match="label_smoothing=1.5 is not between 0 and 1"):
+        vocab_parallel_cross_entropy(own, target, 4 * rank, label_smoothing=1.5)
+
+
+@on_ranks(3)
+def test_ranks_compare_their_columns_once_for_each_size_of_a_part():
+    """The parts of 7 columns end at 2, 4 and 7, those of 8 at 2, 5 and 8. All ranks must agree."""
+    target = torch.arange(5)
+
+    def compared(V):
+        logits, shard = torch.randn(5, V), Shard(1, (V,))
+        own = shard.cut(logits), target, shard.runs()[0][0]
+        with count_bytes() as traffic:
+            losses = vocab_parallel_cross_entropy(*own)
+        assert_close(losses, F.cross_entropy(logits, target, reduction="none"), 1e-6)
+        return traffic.bytes("all_gather_single") > 0
+
+    assert [compared(V) for V in (7, 8, 7, 10, 8, 11)] == [True, False, False, True, False, False]
 
 
 @on_ranks(1, 3)
@@ -523,17 +649,20 @@ def test_a_layer_sends_8_b_s_h_elements_times_t_minus_1_over_t_or_10(
         assert traffic.bytes() - sent == 4 * (backward + again) * elements * share
 
 
+@pytest.mark.parametrize("smoothing, numbers", [(0.0, 2), (0.1, 4)])
 @in_layouts(*LAYOUTS)
-def test_the_loss_reduces_3_floats_per_token(tp, replicas):
+def test_the_loss_reduces_3_floats_per_token_or_5_with_smoothing(tp, replicas, smoothing, numbers):
     N = 384  # each tp divides it into parts of a multiple of 128 bytes
     logits, group = torch.randn(N, 5, requires_grad=True), interleaved_group(tp, replicas)[0]
+    arguments = logits, torch.arange(N) % 5, 5 * dist.get_rank(group), -100, group
+    vocab_parallel_cross_entropy(*arguments)  # the first call compares the ranks' parts
     with least_bytes(), count_bytes() as traffic:
-        losses = vocab_parallel_cross_entropy(logits, torch.arange(N) % 5, group=group)
+        losses = vocab_parallel_cross_entropy(*arguments, label_smoothing=smoothing)
         forward = traffic.bytes(), len(traffic.sent)
         losses.sum().backward()
     assert traffic.bytes() == forward[0], "backward needs no message"
-    # Two all-reduces: a maximum of N floats, and a sum of 2 N floats.
-    assert forward == (2 * 3 * N * 4 * (tp - 1) // tp, 2 * 2 * (tp - 1))
+    # Two all-reduces: a maximum of N floats, and a sum of 2 N or 4 N floats.
+    assert forward == (2 * (1 + numbers) * N * 4 * (tp - 1) // tp, 2 * 2 * (tp - 1))
 
 
 # ---- dropout -------------------------------------------------------------------------------------
