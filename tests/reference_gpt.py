@@ -203,6 +203,15 @@ def normal(name, shape, seed):
     return torch.from_numpy(value).view(shape)
 
 
+def learning_rate(step, args):
+    """Return the rate of a step: a linear warm-up, a plateau, and a decay to args.min_lr."""
+    if step < args.warmup:
+        return args.lr * (step + 1) / (args.warmup + 1)
+    done = max(0, step - (args.steps - args.decay_steps)) / max(1, args.decay_steps)
+    left = {"none": 1.0, "linear": 1 - done, "cosine": math.cos(math.pi / 2 * done) ** 2}
+    return args.min_lr + (args.lr - args.min_lr) * left[args.lr_decay]
+
+
 class ReferenceTraining:
     """AdamW with clipping, on whole batches. step() returns loss and norm.
 

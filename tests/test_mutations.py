@@ -158,6 +158,11 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
     "initial weights depend on the rank | 2 | --tp 2":
         put(hybrid, "initial_value",
             lambda right: lambda name, *a, **k: right(f"{dist.get_rank()}{name}", *a, **k)),
+    "norms are drawn like matrices | 1 | ":
+        put(hybrid, "initial_value",
+            lambda right: lambda name, *a: right(name.replace("ln_", "norm_"), *a)),
+    "the warm-up begins a step late | 1 | ":
+        put(hybrid, "learning_rate", lambda right: lambda step, args: right(step + 1, args)),
     "a rank numbers its rows from 0 | 2 | --tp 2":
         put(hybrid, "initial_value", lambda right: lambda *a: right(*a[:4])),
     "the order of the data depends on the rank | 2 | --dp 2":
@@ -235,6 +240,7 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
         put(zero.FullyShardedDataParallel, "reshard", lambda right: lambda self: None),
 }
 IN_SUITE = "gradients are averaged over the", "f does", "embedding", "backward", "the norm is"
+IN_SUITE += "norms are drawn", "the warm-up"
 ROWS = [
     pytest.param(mistake, marks=() if mistake.startswith(IN_SUITE) else pytest.mark.soak)
     for mistake in MUTATIONS
@@ -316,7 +322,8 @@ def without_balance(group):
         def make_moe(args, mesh):
             layer = right(args, mesh)
             left_out = getattr(mesh, group)
-            layer.balance_groups = [other for other in layer.balance_groups if other is not left_out]
+            kept = [other for other in layer.balance_groups if other is not left_out]
+            layer.balance_groups = kept
             return layer
 
         return make_moe

@@ -24,9 +24,10 @@ not tried, because other ranks may be inside an NCCL kernel that waits for the f
 
 The layouts are drawn at random, with a fixed seed. Some have stages without layers; some ("halves")
 treat each half of a node as a node. A sum over processes is seen only in layouts that need it, and
-each sum occurs in some layout of 2, 4 and 8 processes: --sums says in which one first. Below fp64 each token uses all experts, because rounding could
-change the router's choice. Flags whose result depends on the layout are rejected: --dropout (see
-tests/test_hybrid.py and tests/test_sequence_parallel.py), --capacity-factor and --topk-nodes.
+each sum occurs in some layout of 2, 4 and 8 processes: --sums says in which one first. Below fp64
+each token uses all experts, because rounding could change the router's choice. Flags whose result
+depends on the layout are rejected: --dropout (see tests/test_hybrid.py and
+tests/test_sequence_parallel.py), --capacity-factor and --topk-nodes.
 """
 
 import hashlib
@@ -49,7 +50,7 @@ import torch.distributed as dist
 import hybrid
 from collectives import gather_objects
 from pipeline import SCHEDULES
-from reference_gpt import ReferenceTraining, initial_values, reference_gpt
+from reference_gpt import ReferenceTraining, initial_values, learning_rate, reference_gpt
 
 BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 5e-2, "bf16": 5e-2}
 SEED = 3  # with it, each parallel sum occurs in some layout of 2, 4 and 8 processes
@@ -247,7 +248,8 @@ def numbers_of(args):
 def compare(args, device, first, *steps):
     """Compare what record() returns with one process; return {what: relative difference}.
 
-    The process updates its weights with the layout's gradients. Where a gradient should be zero,
+    Initial values must be equal in every bit, since all layouts draw the same numbers in fp32. The
+    process updates its weights with the layout's gradients. Where a gradient should be zero,
     the layout may have a rounding error instead, which Adam would turn into a full step.
     """
     model = reference_gpt(args).double().to(device)
@@ -256,7 +258,7 @@ def compare(args, device, first, *steps):
     biases = {name.replace("bias", "router.bias"): bias for name, bias in model.named_buffers()}
     found = differences("initial", first, initial_values(model, args.seed) | biases)
     for what, error in found.items():
-        found[what] = math.inf if error else 0.0  # all layouts draw the same numbers in fp32
+        found[what] = math.inf if error else 0.0
     for name, weight in weights.items():
         weight.data.copy_(weight_of(name, weight.shape, args.seed))
     rows = torch.arange(args.batch_size, device=device).view(args.dp, args.microbatches, -1)
@@ -271,7 +273,7 @@ def compare(args, device, first, *steps):
         found |= differences(f"{when} gradient", gradients, expected)
         for name, weight in weights.items():
             weight.grad.copy_(gradients[name])
-        rate = hybrid.learning_rate(step, args)
+        rate = learning_rate(step, args)
         one.update(rate, bias_rate=float(np.float32(0.001)) if args.balance == "bias" else 0.0)
         found |= differences(when, new_weights, weights | biases)
     return found
