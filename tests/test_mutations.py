@@ -247,10 +247,10 @@ ROWS = [
 ]
 
 
-def worst(flags):
+def worst(flags, dtype=torch.float64):
     """Return the worst difference of a layout, and its name."""
     world_size = dist.get_world_size()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     words = [*verify.sizes_of(world_size), "--layers", "2", *flags.split()]
     try:
         return verify.judge(hybrid.parse(words, world_size), torch.device("cpu"), {})
@@ -268,6 +268,32 @@ def test_verify_rejects_every_mistake(mistake):
     bound = verify.BOUNDS["fp64"]
     assert right <= bound < wrong, f"right: {right:.1e}; wrong: {wrong:.1e} of {where}"
     assert "Error: " not in where or "two gradients" in where, where
+
+
+def wrong_blocks(factor, is_causal):
+    """Multiply the scores of block_attention() by a factor; replace its `causal`."""
+    forward = sequence_parallel.block_attention
+    backward = sequence_parallel.block_attention_backward
+
+    def wrong_backward(grad_output, q, k, v, output, lse, causal):
+        dq, dk, dv = backward(grad_output, factor * q, k, v, output, lse, is_causal(causal))
+        return factor * dq, dk, dv
+
+    return patch.multiple(
+        sequence_parallel,
+        block_attention=lambda q, k, v, causal: forward(factor * q, k, v, is_causal(causal)),
+        block_attention_backward=wrong_backward,
+    )
+
+
+@on_ranks(2)
+def test_in_bf16_a_wrong_scale_or_mask_of_attention_is_ten_times_over_the_bound():
+    flags = "--cp 2 --layers 4 --dtype bf16"
+    bound = verify.BOUNDS["bf16"]
+    assert worst(flags, torch.float32)[0] <= bound
+    for faults in (0.5, lambda causal: causal), (1, lambda causal: False):
+        with wrong_blocks(*faults):
+            assert worst(flags, torch.float32)[0] > 10 * bound
 
 
 # ---- every parallel sum --------------------------------------------------------------------------
