@@ -1033,6 +1033,7 @@ def _compare(num_stages, num_microbatches):
     print(f"{num_stages} stages, {num_microbatches} microbatches; F = 1, B = 2, of which W = 1\n")
     print(f"{'':12}{'bubble':>18}{'peak activations':>24}{'total':>9}")
     print(f"{'':12}{'claimed simulated':>18}{'claimed simulated':>24}")
+    is_any_missing = False
     for name in SCHEDULES:
         try:
             _, timeline, bubbles, peaks = figures(name, num_stages, num_microbatches)
@@ -1043,6 +1044,9 @@ def _compare(num_stages, num_microbatches):
         claim = "-" if claimed is None else f"{claimed:.1f}"
         numbers = simulated, *peaks, timeline.total
         print("{:12}{:>8}{:10.1f}{:14.1f}{:10.1f}{:9.1f}".format(name, claim, *numbers))
+        is_any_missing = is_any_missing or claimed is None
+    if is_any_missing:
+        print("\n-: the formula does not hold for so few microbatches")
 
 
 def main():
@@ -1052,6 +1056,9 @@ def main():
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
     args = parser.parse_args()
+    for flag, number in (("--stages", args.stages), ("--microbatches", args.microbatches)):
+        if number < 1:
+            parser.error(f"{flag} {number} is less than 1")
     if args.schedule is None:
         _compare(args.stages, args.microbatches)
         return

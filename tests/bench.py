@@ -606,8 +606,8 @@ def _parser():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawTextHelpFormatter
     parser.add_argument("subject", nargs="?", choices=list(BENCHMARKS))
-    parser.add_argument("--world-sizes", type=int, nargs="+")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--world-sizes", type=hybrid.at_least(1), nargs="+")
+    parser.add_argument("--rounds", type=hybrid.at_least(1), default=5)
     return parser
 
 

@@ -541,4 +541,7 @@ def text():
 
 
 if __name__ == "__main__":
-    RESULTS.write_text(text()) if sys.argv[1:] == ["--write"] else print(text())
+    if sys.argv[1:] not in ([], ["--write"]):
+        print(f"claims.py: error: not --write: {' '.join(sys.argv[1:])}", file=sys.stderr)
+        sys.exit(2)
+    RESULTS.write_text(text()) if sys.argv[1:] else print(text())

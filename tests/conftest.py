@@ -12,7 +12,13 @@ import torch
 import ranks as rank_pool
 
 
+# Importing torch's optimizers and pipelining compiles parts of them with a function that is
+# deprecated. Only warnings from there are left out.
+OF_TORCH = r"ignore:`torch\.jit\.\w+` is deprecated:DeprecationWarning:torch.jit._script"
+
+
 def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", OF_TORCH)
     config.addinivalue_line("markers", "soak: long; left out of plain pytest, run by -m soak")
 
 

@@ -156,7 +156,8 @@ def main(argv):
         raise ValueError("import FILE DIR [--heads N] [--seq-len T], or export DIR FILE")
     except (OSError, ValueError, RuntimeError, dcp.api.CheckpointException) as error:
         cause = getattr(error, "failures", {0: [error]})[0][0]
-        text = f"gpt2.py: error: {' '.join(argv[1:3])}: {reason_of(cause)}"
+        parts = "gpt2.py: error", " ".join(argv[1:3]), str(reason_of(cause))
+        text = ": ".join(filter(None, parts))
         print(" ".join(text.split())[:400], file=sys.stderr)
         return 2
 

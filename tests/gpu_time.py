@@ -181,14 +181,18 @@ def parse(argv):
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--gpus", type=hybrid.at_least(1), required=True, help="number of GPUs")
     parser.add_argument("--gpu", choices=GPUS, default="h100", help="model of GPU")
-    parser.add_argument("--batch-us", type=float, default=25.0, help="default: %(default)s")
-    parser.add_argument("--message-us", type=float, default=3.0, help="default: %(default)s")
+    time = {"type": hybrid.at_least(0, float), "help": "default: %(default)s"}
+    parser.add_argument("--batch-us", default=25.0, **time)
+    parser.add_argument("--message-us", default=3.0, **time)
     parser.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     own, flags = parser.parse_known_args(argv)
     try:
-        return own, hybrid.parse(flags, own.gpus, min(own.gpus, GPUS[own.gpu].per_node))
-    except ValueError as error:
+        args = hybrid.parse(flags, own.gpus, min(own.gpus, GPUS[own.gpu].per_node))
+        if own.trace:
+            Path(own.trace).touch()  # fails now rather than after the measurement
+        return own, args
+    except (OSError, ValueError) as error:
         parser.error(str(error))
 
 

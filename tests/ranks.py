@@ -42,6 +42,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from _pytest.assertion import install_importhook
+from _pytest.config import default_plugins, get_config
 
 import collectives
 from collectives import schedule_as_batch
@@ -157,6 +159,8 @@ def serve(pipe, stack_pipe):
     """Run a worker process's tasks until one fails or the parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     faulthandler.register(signal.SIGUSR1, file=stack_pipe.fileno(), all_threads=True)
+    # As in the parent, asserts of test modules show values. No public function of pytest does this.
+    install_importhook(get_config())
     gc.freeze()
     exitcode = 0
     while exitcode == 0:
@@ -249,6 +253,7 @@ class Pool:
         context = multiprocessing.get_context("forkserver")
         # The server imports these once for all workers; optimizers import torch._dynamo (0.9 s).
         theirs = ["numpy", "pytest", "torch.distributed", "torch._dynamo"]
+        theirs += [f"_pytest.{plugin}" for plugin in default_plugins]
         ours = [path.stem for path in PROJECT.glob("*.py") if path.stem in sys.modules]
         context.set_forkserver_preload(theirs + ours)
         while len(self.workers) < world_size:
@@ -287,10 +292,11 @@ class Pool:
 
 
 def headline(error_text):
-    """Return the line of a traceback that names the error: the one after the last indented line."""
+    """Return the line of a traceback that names the error: the first one after the last frame."""
     lines = error_text.splitlines()
-    indented = [i for i, line in enumerate(lines[:-1]) if line.startswith(" ")]
-    return lines[indented[-1] + 1 if indented else 0]
+    frames = [i for i, line in enumerate(lines) if line.startswith("  File ")]
+    after = lines[frames[-1] :] if frames else lines
+    return next(line for line in after if not line.startswith(" "))
 
 
 def results(outcomes):

@@ -1,7 +1,10 @@
 """The oracle: GPT-2 and a training step in plain torch.nn, on one process, without parallelism."""
 
+import hashlib
 import math
+from functools import lru_cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -151,6 +154,62 @@ def reference_gpt(args):
 
     sizes = args.hidden, args.heads, args.seq_len, args.vocab_size, args.kv_heads
     return ReferenceGPT(args.layers, *sizes, mlp)
+
+
+def initial_values(model, seed):
+    """Return {name: initial value} of a ReferenceGPT's parameters, as in GPT-2.
+
+    A norm's weight is 1 and a bias is 0. Matrices are drawn from N(0, 0.02^2), and the two of each
+    layer whose products are added to the residual stream from N(0, 0.02^2 / (2 layers)). What a
+    parameter is follows from the module that has it, and not from its name.
+    """
+    layers = len(model.transformer.h)
+    norms, into_residual, by_column = set(), set(), set()
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            norms.add(module.weight)
+        elif isinstance(module, (Attention, MLP)):
+            by_column.add(module.c_proj.weight)
+        elif isinstance(module, MoE):
+            into_residual.add(module.experts.w_out)
+            if hasattr(module, "shared"):
+                into_residual.add(module.shared[2].weight)
+    values = {}
+    for name, parameter in model.named_parameters():
+        shape = parameter.shape
+        if parameter in by_column:
+            values[name] = normal(name, shape[::-1], seed).T * (0.02 / (2 * layers) ** 0.5)
+        elif parameter in into_residual:
+            values[name] = normal(name, shape, seed) * (0.02 / (2 * layers) ** 0.5)
+        elif parameter.ndim > 1:
+            values[name] = normal(name, shape, seed) * 0.02
+        else:
+            values[name] = torch.full(shape, float(parameter in norms))
+    return values
+
+
+@lru_cache(maxsize=None)
+def normal(name, shape, seed):
+    """Return standard normal numbers in fp32. Row i is stream i of the generator for this name.
+
+    The generator is Philox with the first 16 bytes of a SHA-256 as its key. A stream begins where
+    the highest word of the counter is its number.
+    """
+    key = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16], "big")
+    value = np.empty((math.prod(shape[:-1]), shape[-1]), np.float32)
+    for i, row in enumerate(value):
+        generator = np.random.Generator(np.random.Philox(key=key, counter=i << 192))
+        generator.standard_normal(out=row, dtype=np.float32)
+    return torch.from_numpy(value).view(shape)
+
+
+def learning_rate(step, args):
+    """Return the rate of a step: a linear warm-up, a plateau, and a decay to args.min_lr."""
+    if step < args.warmup:
+        return args.lr * (step + 1) / (args.warmup + 1)
+    done = max(0, step - (args.steps - args.decay_steps)) / max(1, args.decay_steps)
+    left = {"none": 1.0, "linear": 1 - done, "cosine": math.cos(math.pi / 2 * done) ** 2}
+    return args.min_lr + (args.lr - args.min_lr) * left[args.lr_decay]
 
 
 class ReferenceTraining:

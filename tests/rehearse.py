@@ -9,7 +9,8 @@ A batch of messages costs the host about 60 us. The formula of a paper, if there
 beside the count:
 
     parameters    held between steps                               ZeRO, Rajbhandari et al., 2020
-    gradients     the peak, whole or in shards                     ZeRO, in 32 bits
+    gradients     the peak: shards, and two units whole; ZeRO-1    ZeRO, in 32 bits
+                  keeps all whole if there are several microbatches
     optimizer     its state and, for bf16, the 32-bit weights      ZeRO
     activations   the peak of the rest, with ZeRO-3's gathered parameters and messages' buffers
     all at once   the step's peak; the kinds above reach their own peaks at different times
@@ -173,20 +174,42 @@ def formulas(trainer):
         number = sum(math.prod(getattr(p, "whole_shape", p.shape)) for p in parameters)
         P, R = dist.get_world_size(shards), dist.get_world_size(copies)
         found["parameters"] += number * zero_memory(args.zero, P, itemsize, 0, 0)
-        found["gradients"] += number * zero_memory(args.zero, P, 0, 4, 0)
+        found["gradients"] += 4 * number
         found["optimizer"] += number * zero_memory(args.zero, P, 0, 0, state)
         found["dp"] += number * (in_all * (P - 1) / P + 4 * sums / P * 2 * (R - 1) / R)
-    if args.zero == 1:  # the shard of a unit's sum is made beside its flat gradient
+    if args.zero:
         ranks = {p: dist.get_world_size(shards) for own, shards, _ in groups for p in own}
-        size = lambda p: 4 * math.prod(p.whole_shape) / ranks[p]
-        units = [block for chunk in trainer.chunks for block in chunk.transformer["h"].values()]
-        found["gradients"] += max(sum(map(size, unit.parameters())) for unit in units)
+        found["gradients"] = zero_gradients(args, trainer.chunks, ranks)
     bsh = args.batch_size // args.dp * args.seq_len // args.cp * args.hidden * itemsize // halves
     layers = 0 if args.experts else sum(len(chunk.transformer["h"]) for chunk in trainer.chunks)
     found["tp"] = layers * (10 if args.sp else 8) * bsh * (t - 1) / t
     borders = sum((not chunk.is_first) + (not chunk.is_last) for chunk in trainer.chunks)
     found["pp"] = borders * bsh / (t if args.sp else 1)
     return found
+
+
+def zero_gradients(args, chunks, ranks):
+    """Return the peak bytes of gradients with ZeRO. ranks: {parameter: number of its shards}.
+
+    ZeRO-1 keeps whole gradients until the last microbatch. Then a unit's are summed at a time, and
+    the shard of the sum is made beside them. With one microbatch it does what ZeRO-2 and 3 do: two
+    units have whole gradients at a time, since one is summed while the next one is computed, and
+    so have the parameters outside all units, such as the embedding, during the whole backward.
+    """
+    whole = lambda parameters: sum(4 * math.prod(p.whole_shape) for p in parameters)
+    shard = lambda parameters: sum(4 * math.prod(p.whole_shape) / ranks[p] for p in parameters)
+    units = [list(block.parameters()) for c in chunks for block in c.transformer["h"].values()]
+    if args.zero == 1 and args.microbatches > 1:
+        return whole(ranks) + max(map(shard, units), default=0)
+    peaks = []
+    for chunk in chunks:
+        blocks = [list(block.parameters()) for block in chunk.transformer["h"].values()]
+        others = set(chunk.parameters()).difference(*blocks)
+        peak = whole(others) + sum(map(whole, blocks[:2]))
+        if args.microbatches == 1:  # the first gradients of these have no shards yet
+            peak -= shard(others) + sum(map(shard, blocks[:1]))
+        peaks.append(peak)
+    return shard(ranks) + max(peaks)
 
 
 def parse(argv):

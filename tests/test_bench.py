@@ -26,6 +26,14 @@ def test_a_subject_that_fails_is_named_after_the_rows_of_the_others(capsys):
     assert failure == "broken FAILED: ValueError: x=3 is not even"
 
 
+@pytest.mark.parametrize("flag", ["--world-sizes", "--rounds"])
+def test_a_size_of_0_is_refused_in_a_line(capsys, flag):
+    with pytest.raises(SystemExit, match="2"):
+        bench.main([flag, "0"])
+    fault = f"error: argument {flag}: 0 is not in [1, inf)"
+    assert capsys.readouterr().err.splitlines()[-1].endswith(fault)
+
+
 @on_ranks(2)
 def test_a_round_takes_as_long_as_its_slowest_rank():
     times = bench.take_turns({"sleep": lambda: time.sleep(0.02 * dist.get_rank())}, 3)

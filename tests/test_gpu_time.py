@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpu_time import GPUS, Timer
+from gpu_time import GPUS, Timer, parse
 from ranks import PROJECT
 from timeline import Host, Memory, Stream
 
@@ -125,3 +125,18 @@ def test_the_command_prints_a_step_whose_parts_add_up_and_writes_a_trace(tmp_pat
 def test_an_invalid_flag_ends_with_exit_status_2():
     done = gpu_time("--gpus", "8", "--tp", "3")
     assert done.returncode == 2 and "--tp 3" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, fault",
+    [
+        ("--gpus 0", "argument --gpus: 0 is not in [1, inf)"),
+        ("--gpus 2 --batch-us -1", "argument --batch-us: -1 is not in [0, inf)"),
+        ("--gpus 2 --layers 0", "--layers: 0 is not in [1, inf)"),
+        ("--gpus 2 --trace none/x", "[Errno 2] No such file or directory: 'none/x'"),
+    ],
+)
+def test_an_invalid_flag_is_refused_before_the_measurement(capsys, flags, fault):
+    with pytest.raises(SystemExit, match="2"):
+        parse(flags.split())
+    assert capsys.readouterr().err.splitlines()[-1] == f"gpu_time.py: error: {fault}"

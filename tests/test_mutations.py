@@ -4,6 +4,8 @@ import inspect
 import math
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
+from functools import cache
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -20,7 +22,7 @@ import sequence_parallel
 import tensor_parallel
 import verify
 import zero
-from ranks import on_ranks
+from ranks import on_ranks, run
 
 MODULES = hybrid, tensor_parallel, sequence_parallel, expert_parallel, zero
 IN_BACKWARD = torch._C._current_graph_task_id  # returns -1 outside backward
@@ -118,9 +120,10 @@ def head_counts(right):
     return clip
 
 
-def own_part(output, input, group=None):
+def own_part(output, input, group=None, **options):
     rank, world_size = collectives.rank_and_size(group)
     output.copy_(input.reshape(world_size, *output.shape)[rank])
+    return SimpleNamespace(wait=lambda: None)
 
 
 def unseen_by_autograd(right):
@@ -155,6 +158,11 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
     "initial weights depend on the rank | 2 | --tp 2":
         put(hybrid, "initial_value",
             lambda right: lambda name, *a, **k: right(f"{dist.get_rank()}{name}", *a, **k)),
+    "norms are drawn like matrices | 1 | ":
+        put(hybrid, "initial_value",
+            lambda right: lambda name, *a: right(name.replace("ln_", "norm_"), *a)),
+    "the warm-up begins a step late | 1 | ":
+        put(hybrid, "learning_rate", lambda right: lambda step, args: right(step + 1, args)),
     "a rank numbers its rows from 0 | 2 | --tp 2":
         put(hybrid, "initial_value", lambda right: lambda *a: right(*a[:4])),
     "the order of the data depends on the rank | 2 | --dp 2":
@@ -232,16 +240,17 @@ MUTATIONS = {  # {"mistake | ranks | layout": patch}
         put(zero.FullyShardedDataParallel, "reshard", lambda right: lambda self: None),
 }
 IN_SUITE = "gradients are averaged over the", "f does", "embedding", "backward", "the norm is"
+IN_SUITE += "norms are drawn", "the warm-up"
 ROWS = [
     pytest.param(mistake, marks=() if mistake.startswith(IN_SUITE) else pytest.mark.soak)
     for mistake in MUTATIONS
 ]
 
 
-def worst(flags):
+def worst(flags, dtype=torch.float64):
     """Return the worst difference of a layout, and its name."""
     world_size = dist.get_world_size()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     words = [*verify.sizes_of(world_size), "--layers", "2", *flags.split()]
     try:
         return verify.judge(hybrid.parse(words, world_size), torch.device("cpu"), {})
@@ -259,3 +268,205 @@ def test_verify_rejects_every_mistake(mistake):
     bound = verify.BOUNDS["fp64"]
     assert right <= bound < wrong, f"right: {right:.1e}; wrong: {wrong:.1e} of {where}"
     assert "Error: " not in where or "two gradients" in where, where
+
+
+def wrong_blocks(factor, is_causal):
+    """Multiply the scores of block_attention() by a factor; replace its `causal`."""
+    forward = sequence_parallel.block_attention
+    backward = sequence_parallel.block_attention_backward
+
+    def wrong_backward(grad_output, q, k, v, output, lse, causal):
+        dq, dk, dv = backward(grad_output, factor * q, k, v, output, lse, is_causal(causal))
+        return factor * dq, dk, dv
+
+    return patch.multiple(
+        sequence_parallel,
+        block_attention=lambda q, k, v, causal: forward(factor * q, k, v, is_causal(causal)),
+        block_attention_backward=wrong_backward,
+    )
+
+
+@on_ranks(2)
+def test_in_bf16_a_wrong_scale_or_mask_of_attention_is_ten_times_over_the_bound():
+    flags = "--cp 2 --layers 4 --dtype bf16"
+    bound = verify.BOUNDS["bf16"]
+    assert worst(flags, torch.float32)[0] <= bound
+    for faults in (0.5, lambda causal: causal), (1, lambda causal: False):
+        with wrong_blocks(*faults):
+            assert worst(flags, torch.float32)[0] > 10 * bound
+
+
+# ---- every parallel sum --------------------------------------------------------------------------
+
+MESHES = []
+
+
+def known_mesh(right):
+    """Append each new mesh to MESHES, with a group of this rank alone."""
+
+    def make_mesh(args, *rest):
+        mesh = right(args, *rest)
+        mesh.alone = hybrid.make_group((dist.get_rank(),), timedelta(seconds=args.timeout))
+        MESHES.append(mesh)
+        return mesh
+
+    return make_mesh
+
+
+def over(is_it, group, other="alone"):
+    """Make hybrid sum such tensors over another group of the mesh."""
+
+    def wrong(right):
+        def all_reduce(tensor, *arguments, **options):
+            mesh = MESHES[-1]
+            if is_it(tensor) and options.get("group") is getattr(mesh, group):
+                options["group"] = getattr(mesh, other)
+            return right(tensor, *arguments, **options)
+
+        return all_reduce
+
+    return put(hybrid, "all_reduce", wrong)
+
+
+def without_norm(group):
+    """Leave a group of the mesh out of the sums of the gradients' norm."""
+
+    def wrong(right):
+        def norm(tensors, groups):
+            left_out = getattr(MESHES[-1], group)
+            return right(tensors, groups=[other for other in groups if other is not left_out])
+
+        return norm
+
+    return put(hybrid, "get_total_norm", wrong)
+
+
+def without_balance(group):
+    """Leave a group of the mesh out of the sums of the balance losses."""
+
+    def wrong(right):
+        def make_moe(args, mesh):
+            layer = right(args, mesh)
+            left_out = getattr(mesh, group)
+            kept = [other for other in layer.balance_groups if other is not left_out]
+            layer.balance_groups = kept
+            return layer
+
+        return make_moe
+
+    return put(hybrid, "make_moe", wrong)
+
+
+def without_sum_over_tp(is_it):
+    """Do not sum the gradients over tp of parameters with such a shape."""
+    shape = lambda parameter: getattr(parameter, "whole_shape", parameter.shape)
+    others = lambda parameters: [p for p in parameters if not is_it(shape(p))]
+    return put(hybrid, "sum_gradients_over_tp",
+               lambda right: lambda parameters, *a, **k: right(others(parameters), *a, **k))
+
+
+def without_mark(layer):
+    layer.router.sums_over_tp = ()
+    return layer
+
+
+def is_count(tensor):
+    return tensor.dtype == torch.int64 and tensor.ndim == 0
+
+
+def is_loss(tensor):
+    return tensor.is_floating_point() and tensor.ndim == 0
+
+
+def is_tally(tensor):
+    return tensor.ndim == 2
+
+
+SUMS = {  # {a sum in verify.sums_of(): patch without it}
+    "balance losses, cp": without_balance("cp_group"),
+    "balance losses, dp": without_balance("dp_group"),
+    "balance losses, tp": without_balance("tp_group"),
+    "exponentials of the logits, tp":
+        without_reduction(tensor_parallel, lambda t, *_: t.ndim == 2 and len(t) == 2),
+    "gradients of DualPipe's replicas, pp": put(hybrid, "sum_replicas", lambda right: lambda *a: 0),
+    "gradients of experts, DDP": with_mesh(expert_dp_group="alone"),
+    "gradients of experts, ZeRO": with_mesh(expert_shard_group="alone"),
+    "gradients of experts, copies of shards": with_mesh(expert_replicate_group="alone"),
+    "gradients of experts, tp": without_sum_over_tp(lambda shape: len(shape) == 3),
+    "gradients of inputs, tp":
+        without_reduction(tensor_parallel, lambda t, *_: t.ndim == 3 and IN_BACKWARD() >= 0),
+    "gradients of k and v, cp by allgather":
+        put(sequence_parallel, "reduce_scatter_single", lambda right: own_part),
+    "gradients of k and v, cp by ring": put(sequence_parallel, "exchange", own_in_backward),
+    "gradients of norms, tp": without_sum_over_tp(lambda shape: len(shape) == 1),
+    "gradients of routers, tp":
+        put(hybrid, "make_moe", lambda right: lambda *a: without_mark(right(*a))),
+    "gradients of the tied weight, pp":
+        put(hybrid.GPT, "tied_weight", lambda right: lambda self: None),
+    "gradients, DDP over cp": with_mesh(dp_cp_group="dp_group"),
+    "gradients, DDP over dp": with_mesh(dp_cp_group="cp_group"),
+    "gradients, ZeRO over cp": with_mesh(shard_group="dp_group"),
+    "gradients, ZeRO over dp": with_mesh(shard_group="cp_group"),
+    "gradients, copies of shards": with_mesh(replicate_group="alone"),
+    "loads of experts, cp": over(is_tally, "dp_cp_group", "dp_group"),
+    "loads of experts, dp": over(is_tally, "dp_cp_group", "cp_group"),
+    "loads of experts, tp": over(is_tally, "tp_group"),
+    "loss, cp": over(is_loss, "dp_cp_group", "dp_group"),
+    "loss, dp": over(is_loss, "dp_cp_group", "cp_group"),
+    "loss, pp": over(is_loss, "pp_group"),
+    "maximum of the logits, tp":
+        without_reduction(tensor_parallel, lambda t, *a: collectives.ReduceOp.MAX in a),
+    "norm of experts, ep": without_norm("ep_group"),
+    "norm of experts, shards": without_norm("expert_shard_group"),
+    "norm, pp": without_norm("pp_group"),
+    "norm, shards": without_norm("shard_group"),
+    "norm, tp": without_norm("tp_group"),
+    "number of tokens, cp": over(is_count, "dp_cp_group", "dp_group"),
+    "number of tokens, dp": over(is_count, "dp_cp_group", "cp_group"),
+    "products in forward, tp":
+        without_reduction(tensor_parallel, lambda t, *_: t.ndim == 3 and IN_BACKWARD() < 0),
+    "products in forward, tp with sp":
+        put(tensor_parallel, "reduce_scatter_single", lambda right: own_part),
+    "rows of the embedding, tp": everywhere("reduce_from_group", lambda right: lambda x, group: x),
+}
+
+@cache
+def first_layouts(world_size):
+    """Return {sum: (flags, processes of a node)} of verify's first layout that needs it."""
+    found = {}
+    for words, per_node in verify.layouts(world_size, world_size):
+        args = hybrid.parse([*verify.sizes_of(world_size), *words], world_size, per_node)
+        for name in verify.sums_of(args):
+            found.setdefault(name, (words, per_node))
+    return found
+
+
+def judge_without(rows):
+    """Judge these layouts, {sum: layout}, each without its sum; return {sum: difference}."""
+    world_size = dist.get_world_size()
+    torch.set_default_dtype(torch.float64)
+    found = {}
+    with put(hybrid, "make_mesh", known_mesh)():
+        for name, (words, per_node) in rows.items():
+            args = hybrid.parse([*verify.sizes_of(world_size), *words], world_size, per_node)
+            with SUMS[name]():
+                found[name], _ = verify.judge(args, torch.device("cpu"), {})
+    return found
+
+
+def test_every_sum_has_a_layout_of_2_and_4_and_8_processes():
+    for world_size in (2, 4, 8):
+        assert first_layouts(world_size).keys() == SUMS.keys()
+
+
+IN_PLAIN = "balance losses, cp", "gradients of experts, tp", "loads of experts, dp", "norm, tp"
+
+
+@pytest.mark.parametrize(
+    "world_size, names",
+    [(4, IN_PLAIN), *(pytest.param(n, SUMS, marks=pytest.mark.soak) for n in (2, 4, 8))],
+)
+def test_a_layout_that_needs_a_sum_is_wrong_without_it(world_size, names):
+    rows = {name: first_layouts(world_size)[name] for name in names}
+    found, *_ = run(world_size, judge_without, rows, timeout=600)
+    assert [name for name in names if found[name] <= verify.BOUNDS["fp64"]] == []

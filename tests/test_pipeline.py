@@ -144,12 +144,19 @@ def test_the_command_compares_schedules_and_draws_one(monkeypatch, capsys):
         row = next(line for line in compared if line.startswith(name))
         claimed, simulated, peak, held = map(float, row.split()[1:5])
         assert peak == held and (claimed == simulated or name == "dualpipe")
-    assert re.search("^zb-h1 +- +5.0 ", told("--microbatches", "2"), re.MULTILINE)
+    few = told("--microbatches", "2")
+    assert re.search("^zb-h1 +- +5.0 ", few, re.MULTILINE)
+    assert few.endswith("\n-: the formula does not hold for so few microbatches\n")
     drawn = told("--schedule", "zb-h2", "--microbatches", "6")
     assert drawn.startswith("rank 0  F0F1F2F3F4F5")
     with pytest.raises(SystemExit, match="2"):
         told("--schedule", "dualpipe", "--stages", "3")
     assert "num_stages=3" in capsys.readouterr().err.splitlines()[-1]
+    for flag in ("--stages", "--microbatches"):
+        with pytest.raises(SystemExit, match="2"):
+            told(flag, "0")
+        fault = f"pipeline.py: error: {flag} 0 is less than 1"
+        assert capsys.readouterr().err.splitlines()[-1] == fault
 
 
 def _actions(text):

@@ -46,6 +46,11 @@ def body_fails_on(bad_rank):
     dist.barrier()
 
 
+def fail_with_values():
+    sizes = [dist.get_rank() + 1, 2]
+    assert sum(sizes) == 5
+
+
 def failure(runner, *args, **kwargs):
     """Make a call that raises RanksFailed; return the message, and the seconds that it took."""
     start = time.monotonic()
@@ -61,6 +66,7 @@ def test_fifty_calls_in_a_row_run_in_new_groups_on_the_same_processes():
     assert len(pids) == 1
 
 
+VALUES = "AssertionError: assert 4 == 5\n +  where 4 = sum([2, 2])"
 KILL = signal.raise_signal, signal.SIGKILL
 
 
@@ -70,6 +76,7 @@ KILL = signal.raise_signal, signal.SIGKILL
         ((run, 4, act_on, 2, fail), "2 of 4", "Traceback", "ValueError: raised", [0, 1, 3]),
         ((spawn, 2, act_on, 1, fail), "1 of 2", "Traceback", "ValueError: raised", [0]),
         ((run, 2, wait_forever_on, 1, fail), "0 of 2", "Traceback", "ValueError: raised", [1]),
+        ((run, 2, act_on, 1, fail_with_values), "1 of 2", "Traceback", VALUES, [0]),
         ((run, 2, unpicklable), ". of 2", "Traceback", "pickle", []),
         ((run, 4, act_on, 1, *KILL), "1 of 4", "died with exit code -9", "SIGKILL", [0, 2]),
         ((run, 2, act_on, 0, os._exit, 3), "0 of 2", "died with exit code 3", "", [1]),

@@ -115,6 +115,18 @@ def test_all_chunks_of_a_pipeline_together_hold_two_whole_gradients():
     assert held["gradients"] - shards < 3 * block
 
 
+ZERO = ["--zero 1", "--zero 2", "--zero 1 --microbatches 2", "--zero 3 --microbatches 2 --pp 2"]
+ZERO += ["--zero 2 --microbatches 4 --pp 2 --schedule interleaved --layers 8", "--zero 3 --tp 2"]
+
+
+@pytest.mark.parametrize("flags", ZERO)
+def test_the_peak_of_gradients_with_zero_is_that_of_the_formula(flags):
+    trainer, held, _ = rehearse.rehearse(hybrid.parse(flags.split(), 4, 4), 0)
+    claimed = rehearse.formulas(trainer)
+    dist.destroy_process_group()
+    assert held["gradients"] == pytest.approx(claimed["gradients"], rel=1e-3)
+
+
 def test_an_additional_activation_and_an_additional_message_are_counted():
     flags, forward = f"{SIZES} --dp 4 --microbatches 2", hybrid.MLP.forward
     held, sent = _rehearsed(flags, 0)

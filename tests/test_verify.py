@@ -83,9 +83,10 @@ def test_a_wrong_layout_is_named_and_later_ones_are_still_tried():
         status, lines = judged([], rows_of("--tp 2 --sp", "--dp 2"))
     assert status == 1
     if dist.get_rank() == 0:
-        wrong, right, summary = lines
+        wrong, right, summary, note = lines
         assert wrong.startswith("WRONG") and "gradient transformer" in wrong
         assert right.startswith("ok") and "1 wrong" in summary
+        assert note.startswith("inf: copies differ")
 
 
 def judge_with_an_error_on_rank_1():

@@ -3,33 +3,41 @@
     torchrun --nproc-per-node 8 tests/verify.py                      24 layouts of 8 processes
     torchrun --nproc-per-node 8 tests/verify.py --dtype bf16         the same in bf16
     torchrun --nproc-per-node 8 tests/verify.py --tp 2 --pp 2 --sp   one layout; flags of hybrid.py
+    python tests/verify.py --sums                                    the sums that layouts need
 
-It runs on GPUs if the machine has one for each process. Each layout takes two steps, which are
-compared with two steps of tests/reference_gpt.py, in fp64, on the whole batch: loss, gradient norm,
-every gradient after clipping, and every weight, at the start and after each step. One line for each
-layout shows the worst difference, where it is, and the flags:
+It runs on GPUs if the machine has one for each process. The initial weights are compared with those
+that tests/reference_gpt.py draws. Each layout then gets larger weights, with which attention is far
+from uniform, and takes two steps, which are compared with two steps of that file, in fp64, on the
+whole batch: loss, gradient norm, experts' load, every gradient after clipping, and every weight
+after each step. One line for each layout shows the worst difference, where it is, and the flags:
 
     ok     1.8e-15  step 1 gradient transformer.h.6.ln_1.bias    --pp 1 --dp 8 --cp 1 --tp 1 ...
 
 A difference is relative: norm(found - expected) / norm(expected). A layout is WRONG above 1e-9
-(fp64, which replaces fp32 on CPUs), 1e-4 (fp32 on GPUs) or 5e-2 (bf16, tf32). The exit status is 1
-if a layout is wrong and 2 if the flags are invalid. An error on any rank ends the run with that
-rank's traceback, whose last line names the rank and the layout. Later layouts are not tried,
-because other ranks may be inside an NCCL kernel that waits for the failed one.
+(fp64, which replaces fp32 on CPUs), 1e-4 (fp32 on GPUs) or 5e-2 (bf16, tf32). A wrong scale or mask
+of attention gives 0.5 or more. A difference is inf if copies of a weight or gradient on different
+ranks differ in a bit, if an initial value does, or if a value is not a number.
+
+The exit status is 1 if a layout is wrong and 2 if the flags are invalid. An error on any rank ends
+the run with that rank's traceback, whose last line names the rank and the layout. Later layouts are
+not tried, because other ranks may be inside an NCCL kernel that waits for the failed one.
 
 The layouts are drawn at random, with a fixed seed. Some have stages without layers; some ("halves")
-treat each half of a node as a node. Below fp64 each token uses all experts, because rounding could
-change the router's choice. Flags whose result depends on the layout are rejected: --dropout (see
-tests/test_hybrid.py and tests/test_sequence_parallel.py), --capacity-factor and --topk-nodes.
+treat each half of a node as a node. A sum over processes is seen only in layouts that need it, and
+each sum occurs in some layout of 2, 4 and 8 processes: --sums says in which one first. Below fp64
+each token uses all experts, because rounding could change the router's choice. Flags whose result
+depends on the layout are rejected: --dropout (see tests/test_hybrid.py and
+tests/test_sequence_parallel.py), --capacity-factor and --topk-nodes.
 """
 
+import hashlib
 import math
 import os
 import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from random import Random
 
@@ -42,10 +50,12 @@ import torch.distributed as dist
 import hybrid
 from collectives import gather_objects
 from pipeline import SCHEDULES
-from reference_gpt import ReferenceTraining, reference_gpt
+from reference_gpt import ReferenceTraining, initial_values, learning_rate, reference_gpt
 
-NUMBERS = "loss", "grad_norm"
 BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 5e-2, "bf16": 5e-2}
+SEED = 3  # with it, each parallel sum occurs in some layout of 2, 4 and 8 processes
+SHOWN = 2, 4, 8
+INFINITE = "copies differ in a bit, an initial value is not GPT-2's, or a value is not a number"
 OF_ALL = {"collectives", "device", "dtype", "seed", "timeout"}  # flags that apply to all layouts
 REFUSED = "dropout capacity_factor topk_nodes data checkpoint save_every eval_every"
 REFUSED = {*REFUSED.split(), "print_every", "metrics", "sample", "prompt", "temperature"}
@@ -62,20 +72,28 @@ def sizes_of(world_size):
 def layouts(world_size, per_node, more=(), count=24):
     """Draw `count` valid layouts; return (flags, processes of a node) for each.
 
-    Each one is the best of 50 draws: its choices have occurred least often in the earlier ones.
+    Each one is chosen from 50 draws: of the ten whose choices have occurred least often in the
+    earlier layouts, the one with the most parallel sums that have not occurred.
     more: flags that are added to all layouts.
     """
-    random, seen, found = Random(0), Counter(), []
+    random, seen, found = Random(SEED), Counter(), []
+    rarity = lambda choices: sum(0.5 ** seen[choice] for choice in choices)
+    new_ones = lambda names: sum(name not in seen for name in names)
     while len(found) < count:
         drawn = [draw(random, world_size) for _ in range(50)]
-        drawn.sort(key=lambda choices: -sum(0.5 ** seen[choice] for choice in choices))
+        drawn.sort(key=rarity, reverse=True)
+        valid = []
         for *flags, (nodes, last) in drawn:
             words, ranks = " ".join(flags).split(), per_node // nodes or 1
             with suppress(ValueError):
-                hybrid.parse([*sizes_of(world_size), *words, *more], world_size, ranks)
-                found.append((words, ranks))
-                seen.update([*flags, (nodes, last)])
+                args = hybrid.parse([*sizes_of(world_size), *words, *more], world_size, ranks)
+                valid.append((sums_of(args), [*flags, (nodes, last)], words, ranks))
+            if len(valid) == 10:
                 break
+        if valid:
+            sums, choices, words, ranks = max(valid, key=lambda layout: new_ones(layout[0]))
+            seen.update([*sums, *choices])
+            found.append((words, ranks))
     return found
 
 
@@ -106,6 +124,51 @@ def draw(random, world_size):
     return [*typed, (pick((1, 2)), typed[-1])]
 
 
+def sums_of(args):
+    """Return the parallel sums that a layout needs, each as "what is summed, over which ranks"."""
+    degrees = args.pp, args.dp, args.cp, args.tp, args.ep, args.ep_nodes, args.replicate
+    has = {name: rows.shape[1] > 1 for name, rows in hybrid.slices_of(*degrees).items()}
+    tp, zero, shards = has["tp_group"], args.zero > 0, has["shard_group"]
+    experts = any(args.has_experts(layer) for layer in range(args.layers))
+    is_dualpipe = has["pp_group"] and args.schedule == "dualpipe"
+    on_one_rank = args.schedule in ("zb-v", "dualpipe")  # first and last stage
+    sums = {
+        "loss, pp": has["pp_group"],
+        "products in forward, tp": tp and not args.sp,
+        "gradients of inputs, tp": tp and not args.sp,
+        "products in forward, tp with sp": args.sp,
+        "rows of the embedding, tp": tp and not args.sp,
+        "maximum of the logits, tp": tp,
+        "exponentials of the logits, tp": tp,
+        "gradients of k and v, cp by allgather": has["cp_group"] and args.cp_method == "allgather",
+        "gradients of k and v, cp by ring": has["cp_group"] and args.cp_method == "ring",
+        "gradients, copies of shards": zero and has["replicate_group"],
+        "gradients of norms, tp": args.sp,
+        "gradients of routers, tp": experts and tp,
+        "gradients of the tied weight, pp": has["pp_group"] and not on_one_rank,
+        "gradients of DualPipe's replicas, pp": is_dualpipe,
+        "gradients of experts, DDP": experts and not zero and has["expert_dp_group"],
+        "gradients of experts, ZeRO": experts and zero and has["expert_shard_group"],
+        "gradients of experts, copies of shards": experts and has["expert_replicate_group"],
+        "gradients of experts, tp": experts and has["expert_tp_group"],
+        "norm, pp": has["pp_group"],
+        "norm, tp": tp,
+        "norm, shards": zero and shards,
+        "norm of experts, ep": experts and has["ep_group"],
+        "norm of experts, shards": experts and zero and has["expert_shard_group"],
+    }
+    for axis in ("dp", "cp"):
+        is_split = has[f"{axis}_group"]
+        sums |= dict.fromkeys((f"number of tokens, {axis}", f"loss, {axis}"), is_split)
+        sums[f"gradients, DDP over {axis}"] = is_split and not zero
+        sums[f"gradients, ZeRO over {axis}"] = is_split and zero and args.replicate == 1
+    for axis in ("dp", "cp", "tp"):
+        sums[f"loads of experts, {axis}"] = experts and has[f"{axis}_group"]
+        by_losses = experts and args.balance == "aux"
+        sums[f"balance losses, {axis}"] = by_losses and has[f"{axis}_group"]
+    return [name for name, is_needed in sums.items() if is_needed]
+
+
 def batch_of(args, step, rows=slice(None)):
     """Return rows of a random batch; the loss ignores a fifth of its tokens, and its first rows."""
     tokens = np.random.default_rng(args.seed).integers(args.vocab_size, size=10**4)
@@ -125,47 +188,92 @@ def gathered(trainer, value=lambda tensor: tensor):
     wholes = {}
     for name, shape, place, box in sum(gather_objects(own), []):
         whole = wholes.setdefault(name, torch.full(shape, math.nan, dtype=torch.float64))
-        part = whole[tuple(map(slice, place, map(sum, zip(place, box.shape))))]
+        part = whole[inside(place, box)]
         part.copy_(box.double().masked_fill((part != box) & ~part.isnan(), math.inf))
     return wholes
 
 
+@lru_cache(maxsize=None)
+def weight_of(name, shape, seed):
+    """Return a weight with which each part of the model matters to the loss.
+
+    GPT-2's initial weights are so small that attention is nearly uniform: faults in its scale or
+    mask would look like bf16's rounding. With these, scores have a standard deviation of 1.6. Much
+    larger weights would amplify rounding. Norms and biases differ from element to element, so that
+    none can take another's place.
+    """
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+    generator = torch.Generator().manual_seed(number + seed)
+    value = torch.randn(shape, generator=generator, dtype=torch.float32) / 4
+    if len(shape) > 1:
+        return value * 5 / shape[-1] ** 0.5
+    return value if name.endswith("bias") else value + 1
+
+
+@torch.no_grad()
+def set_weights(trainer):
+    """Set this rank's part of every parameter to its part of weight_of()."""
+    for chunk in trainer.chunks:
+        for name, whole in hybrid.boxes_of(trainer, chunks=[chunk]).items():
+            if not name.endswith("router.bias"):  # a buffer
+                for place, box in whole.boxes.items():
+                    value = weight_of(name, whole.shape, trainer.args.seed)
+                    box.copy_(value[inside(place, box)])
+
+
+def inside(place, box):
+    """Return the index of a box in the whole tensor, where its first element is at `place`."""
+    return tuple(slice(i, i + size) for i, size in zip(place, box.shape))
+
+
 def record(args, mesh, device):
-    """Return the initial weights, and (all ranks' NUMBERS, gradients, weights) of two steps."""
+    """Return the initial weights, and (all ranks' numbers, gradients, weights) of two steps."""
     trainer = hybrid.Trainer(args, mesh, device)
     first, steps = gathered(trainer), []
+    set_weights(trainer)
+    names = numbers_of(args)
     for step in range(2):
         metrics = trainer.step(*batch_of(args, step, trainer.own_rows()))
-        reported = torch.tensor(gather_objects([metrics[name] for name in NUMBERS])).T
+        reported = torch.tensor(gather_objects([metrics[name] for name in names])).T
         gradients = gathered(trainer, lambda parameter: parameter.grad)
-        steps.append((dict(zip(NUMBERS, reported)), gradients, gathered(trainer)))
+        steps.append((dict(zip(names, reported)), gradients, gathered(trainer)))
     return first, *steps
+
+
+def numbers_of(args):
+    """Return the names of the metrics that are compared."""
+    return ("loss", "grad_norm", "expert_load") if args.experts else ("loss", "grad_norm")
 
 
 def compare(args, device, first, *steps):
     """Compare what record() returns with one process; return {what: relative difference}.
 
-    The process updates its weights with the layout's gradients. Where a gradient should be zero,
+    Initial values must be equal in every bit, since all layouts draw the same numbers in fp32. The
+    process updates its weights with the layout's gradients. Where a gradient should be zero,
     the layout may have a rounding error instead, which Adam would turn into a full step.
     """
     model = reference_gpt(args).double().to(device)
     one = ReferenceTraining(model, (), args.weight_decay, args.grad_clip)
     weights = dict(model.named_parameters())
     biases = {name.replace("bias", "router.bias"): bias for name, bias in model.named_buffers()}
+    found = differences("initial", first, initial_values(model, args.seed) | biases)
+    for what, error in found.items():
+        found[what] = math.inf if error else 0.0
     for name, weight in weights.items():
-        weight.data.copy_(hybrid.initial_value(name, weight.shape, args.layers, args.seed))
+        weight.data.copy_(weight_of(name, weight.shape, args.seed))
     rows = torch.arange(args.batch_size, device=device).view(args.dp, args.microbatches, -1)
     microbatches = rows.transpose(0, 1).flatten(1)
-    found = differences("first", first, weights)
     for step, (reported, gradients, new_weights) in enumerate(steps):
         (inputs, targets), when = batch_of(args, step), f"step {step + 1}"
-        expected = one.backward(inputs.to(device), targets.to(device), microbatches)
-        found |= differences(when, reported, dict(zip(NUMBERS, map(torch.tensor, expected))))
+        expected = [*one.backward(inputs.to(device), targets.to(device), microbatches)]
+        loads = [layer.counts.max() / layer.counts.mean() for layer in one.mixtures]
+        expected = map(torch.as_tensor, [*expected, max(loads, default=1)])
+        found |= differences(when, reported, dict(zip(numbers_of(args), expected)))
         expected = {name: weight.grad for name, weight in weights.items()}
         found |= differences(f"{when} gradient", gradients, expected)
         for name, weight in weights.items():
             weight.grad.copy_(gradients[name])
-        rate = hybrid.learning_rate(step, args)
+        rate = learning_rate(step, args)
         one.update(rate, bias_rate=float(np.float32(0.001)) if args.balance == "bias" else 0.0)
         found |= differences(when, new_weights, weights | biases)
     return found
@@ -175,6 +283,7 @@ def differences(when, found, expected):
     """Return {when and what: norm of the difference / norm}; nan becomes infinity."""
     errors = {}
     for name, tensor in expected.items():
+        tensor = tensor.double()
         error = (found[name].to(tensor) - tensor).norm() / tensor.norm().clamp(min=1e-300)
         errors[f"{when} {name}"] = error.nan_to_num(math.inf, math.inf).item()
     return errors
@@ -202,7 +311,10 @@ def verify(argv, args, device):
     precision = "fp64" if device.type == "cpu" and args.dtype == "fp32" else args.dtype
     torch.set_default_dtype(torch.float64 if precision == "fp64" else torch.float32)
     is_one, groups, errors = given.keys() - OF_ALL, {}, []
-    rows = [(argv, args.per_node)] if is_one else layouts(world_size, args.per_node, argv)
+    rows = [(argv, args.per_node)]
+    if not is_one:
+        drawn = layouts(world_size, args.per_node, argv) if dist.get_rank() == 0 else None
+        rows, *_ = gather_objects(drawn)
     say = partial(print, flush=True) if dist.get_rank() == 0 else lambda line: None
     for words, per_node in rows:
         layout = hybrid.parse([*sizes_of(world_size), *words, *argv], world_size, per_node)
@@ -220,12 +332,29 @@ def verify(argv, args, device):
     wrong, found = sum(error > BOUNDS[precision] for error in errors), f"{max(errors):.1e}"
     what = f"{len(rows)} layouts on {world_size} x {device.type} in {precision}"
     say(f"{what}: {wrong} wrong, worst difference {found}, bound {BOUNDS[precision]:.0e}")
+    if math.inf in errors:
+        say(f"inf: {INFINITE}")
     return int(wrong > 0)
+
+
+def show_sums():
+    """Print each parallel sum, and the number of the first layout in which it shows."""
+    first = {}  # {sum: {number of processes: number of the layout}}
+    for world_size in SHOWN:
+        for number, (words, per_node) in enumerate(layouts(world_size, world_size), 1):
+            args = hybrid.parse([*sizes_of(world_size), *words], world_size, per_node)
+            for name in sums_of(args):
+                first.setdefault(name, {}).setdefault(world_size, number)
+    print(f"{'the first layout with this sum, of':42}", *(f"{size:3} processes" for size in SHOWN))
+    for name, numbers in sorted(first.items()):
+        print(f"{name:42}", *(f"{numbers.get(size, '-'):>13}" for size in SHOWN))
 
 
 if __name__ == "__main__":
     argv, environment = sys.argv[1:], os.environ
     if {"-h", "--help"} & set(argv):
         sys.exit(None if environment.get("RANK", "0") > "0" else print(__doc__))
+    if argv == ["--sums"]:
+        sys.exit(show_sums())
     sizes = sizes_of(int(environment.get("WORLD_SIZE", 1)))
     sys.exit(hybrid.main([*sizes, *argv], partial(verify, argv)))
